@@ -1,0 +1,1 @@
+//! Complete training states on disk.

@@ -1,0 +1,1 @@
+//! Files that are either old or new, never half.

@@ -1,0 +1,101 @@
+//! Identifiers as types, so that a worker's id cannot be passed where a job's is wanted.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+macro_rules! text_id {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+        #[serde(transparent)]
+        pub struct $name(String);
+
+        impl $name {
+            /// Wraps an identifier that came from a trusted place (our own store, a generator).
+            /// Text that came over a wire goes through [`Self::parse`].
+            #[must_use]
+            pub fn new(text: impl Into<String>) -> Self {
+                Self(text.into())
+            }
+
+            /// Accepts 1 to 64 characters of `a-z A-Z 0-9 - _`, so that an id is safe in a path and in a URL.
+            ///
+            /// # Errors
+            /// [`BadId`] when the text is empty, too long, or has another character.
+            pub fn parse(text: &str) -> Result<Self, BadId> {
+                let fits = !text.is_empty()
+                    && text.len() <= 64
+                    && text.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_');
+                if fits { Ok(Self(text.to_owned())) } else { Err(BadId { kind: stringify!($name) }) }
+            }
+
+            /// The identifier as text.
+            #[must_use]
+            pub fn as_str(&self) -> &str {
+                &self.0
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(&self.0)
+            }
+        }
+    };
+}
+
+text_id!(
+    /// What a user submitted: one config file.
+    JobId
+);
+text_id!(
+    /// The unit a worker runs.
+    TaskId
+);
+text_id!(
+    /// One try of a task on one worker.
+    AttemptId
+);
+text_id!(
+    /// The daemon on a machine.
+    WorkerId
+);
+
+/// A piece of text that is not an identifier.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("not a {kind}: expected 1 to 64 letters, digits, '-' or '_'")]
+pub struct BadId {
+    kind: &'static str,
+}
+
+/// Counts the attempts of a task. It only grows; whoever holds an older one has lost the task.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Epoch(pub u64);
+
+impl Epoch {
+    /// The epoch of the next attempt.
+    #[must_use]
+    pub fn next(self) -> Self {
+        Self(self.0.saturating_add(1))
+    }
+}
+
+impl fmt::Display for Epoch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_refuse_what_could_leave_a_folder() {
+        for bad in ["", "..", "a/b", "a b", "é", &"x".repeat(65)] {
+            assert!(JobId::parse(bad).is_err(), "{bad:?}");
+        }
+        assert_eq!(JobId::parse("j-01").unwrap().as_str(), "j-01");
+    }
+}

@@ -1,0 +1,1 @@
+//! Job configs: parsed, templated, validated.

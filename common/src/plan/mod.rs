@@ -1,0 +1,3 @@
+//! How a task is laid out on a device.
+
+pub mod profile;

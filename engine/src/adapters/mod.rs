@@ -1,0 +1,1 @@
+//! How a base layer is changed: LoRA and its file dialects.

@@ -1,0 +1,1 @@
+//! Datasets, captions, buckets and caches.

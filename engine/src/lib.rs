@@ -1,0 +1,20 @@
+//! The engine of aitk: models, adapters, optimizers, samplers, data, training and generation on candle.
+//!
+//! No network and no async runtime here. Imports run one way: `processes` -> `training`, `pipelines` ->
+//! `adapters`, `optim`, `data`, `samplers` -> `models` -> `residency`, `nn` -> `weights`, `device`, `error`, `rng`.
+
+pub mod adapters;
+pub mod data;
+pub mod device;
+pub mod error;
+pub mod image_io;
+pub mod models;
+pub mod nn;
+pub mod optim;
+pub mod pipelines;
+pub mod processes;
+pub mod residency;
+pub mod rng;
+pub mod samplers;
+pub mod training;
+pub mod weights;

@@ -1,0 +1,1 @@
+//! Layers and operations with their backward passes.

@@ -1,0 +1,1 @@
+//! Optimizers whose whole state can be saved, learning-rate schedules, EMA.

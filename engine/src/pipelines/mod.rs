@@ -1,0 +1,1 @@
+//! Text-to-image and image-to-image.

@@ -1,0 +1,1 @@
+//! How a stack of blocks is run.

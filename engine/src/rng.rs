@@ -1,0 +1,1 @@
+//! Random numbers that agree with PyTorch.

@@ -1,0 +1,1 @@
+//! Noise schedules and samplers, named as in diffusers.
