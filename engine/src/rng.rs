@@ -1,1 +1,475 @@
 //! Random numbers that agree with PyTorch.
+//!
+//! [`TorchGenerator`] reproduces `torch.Generator("cpu")` of torch 2.15 bit for bit: the same seed gives the same
+//! `randn`, `rand`, `randint` and `randperm`, whatever device computes with them afterwards. Everything in aitk that
+//! a seed decides is drawn here, on the CPU, so that a picture does not depend on the machine that drew it.
+//!
+//! Which of torch's paths is followed, because its results depend on it:
+//! - `randn` of fewer than 16 numbers: Box-Muller in f64, one pair at a time, the second number of a pair kept for
+//!   the next call. `sin`, `cos` and `log1p` come from the system's math library, as in torch.
+//! - `randn` of 16 or more in f32: torch's AVX2 kernel (also chosen on AVX-512 machines), whose logarithm and sine are
+//!   the Cephes polynomials evaluated with fused multiply-adds. Reproduced operation by operation, so it gives the
+//!   same bits on every machine. (A torch built for ARM uses its math library here and differs in the last bits.)
+//! - f16 and bf16: the f32 kernel, rounded, but with fewer draws than f32 when the length is no multiple of 16.
+
+use half::{bf16, f16};
+
+const N: usize = 624;
+const M: usize = 397;
+const STATE_BYTES: usize = 5056;
+
+/// The bytes given to [`TorchGenerator::from_state`] are no generator state.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("not a torch CPU generator state: {0}")]
+pub struct BadState(String);
+
+/// A float type that torch can draw normal numbers of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NormalKind {
+    /// `torch.float32`
+    F32,
+    /// `torch.float16`
+    F16,
+    /// `torch.bfloat16`
+    BF16,
+}
+
+/// A Mersenne Twister with the distributions of PyTorch's CPU generator.
+#[derive(Clone)]
+pub struct TorchGenerator {
+    seed: u64,
+    state: [u32; N],
+    /// Words of `state` that are still unused, plus one (torch counts so).
+    left: usize,
+    next: usize,
+    /// The second half of the last Box-Muller pair in f64.
+    next_normal: Option<f64>,
+}
+
+impl std::fmt::Debug for TorchGenerator {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("TorchGenerator")
+            .field("seed", &self.seed)
+            .field("next", &self.next)
+            .finish_non_exhaustive()
+    }
+}
+
+impl TorchGenerator {
+    /// A generator as after `torch.Generator("cpu").manual_seed(seed)`. Like torch, only the low 32 bits matter.
+    /// A negative Python seed is its two's complement: `-1` is `u64::MAX`, see [`TorchGenerator::manual_seed_signed`].
+    #[must_use]
+    pub fn manual_seed(seed: u64) -> Self {
+        let mut state = [0u32; N];
+        state[0] = (seed & 0xffff_ffff) as u32;
+        for i in 1..N {
+            let previous = state[i - 1];
+            state[i] = 1_812_433_253u32
+                .wrapping_mul(previous ^ (previous >> 30))
+                .wrapping_add(i as u32);
+        }
+        Self {
+            seed,
+            state,
+            left: 1,
+            next: 0,
+            next_normal: None,
+        }
+    }
+
+    /// As [`TorchGenerator::manual_seed`], for a Python integer that may be negative.
+    #[must_use]
+    pub fn manual_seed_signed(seed: i64) -> Self {
+        Self::manual_seed(seed as u64)
+    }
+
+    /// The seed it was made with.
+    #[must_use]
+    pub fn initial_seed(&self) -> u64 {
+        self.seed
+    }
+
+    /// The next 32 random bits.
+    pub fn next_u32(&mut self) -> u32 {
+        self.left -= 1;
+        if self.left == 0 {
+            self.twist();
+        }
+        let mut y = self.state[self.next];
+        self.next += 1;
+        y ^= y >> 11;
+        y ^= (y << 7) & 0x9d2c_5680;
+        y ^= (y << 15) & 0xefc6_0000;
+        y ^ (y >> 18)
+    }
+
+    /// The next 64 random bits: two draws, the first is the upper half.
+    pub fn next_u64(&mut self) -> u64 {
+        let high = u64::from(self.next_u32());
+        (high << 32) | u64::from(self.next_u32())
+    }
+
+    fn twist(&mut self) {
+        let mix = |u: u32, v: u32| {
+            let joined = (u & 0x8000_0000) | (v & 0x7fff_ffff);
+            (joined >> 1) ^ if v & 1 == 1 { 0x9908_b0df } else { 0 }
+        };
+        for i in 0..N {
+            let twisted = mix(self.state[i], self.state[(i + 1) % N]);
+            self.state[i] = self.state[(i + M) % N] ^ twisted;
+        }
+        self.left = N;
+        self.next = 0;
+    }
+
+    fn uniform_f32(&mut self) -> f32 {
+        (self.next_u32() & 0x00ff_ffff) as f32 * (1.0 / 16_777_216.0)
+    }
+
+    fn uniform_f64(&mut self) -> f64 {
+        (self.next_u64() & ((1 << 53) - 1)) as f64 * (1.0 / 9_007_199_254_740_992.0)
+    }
+
+    /// `torch.rand(n)`: f32 in `[0, 1)`, 24 random bits each.
+    pub fn rand(&mut self, n: usize) -> Vec<f32> {
+        (0..n).map(|_| self.uniform_f32()).collect()
+    }
+
+    /// `torch.rand(n, dtype=torch.float64)`: 53 random bits each.
+    pub fn rand_f64(&mut self, n: usize) -> Vec<f64> {
+        (0..n).map(|_| self.uniform_f64()).collect()
+    }
+
+    /// `torch.empty(n).uniform_(from, to)` in f32.
+    pub fn uniform(&mut self, n: usize, from: f32, to: f32) -> Vec<f32> {
+        (0..n)
+            .map(|_| {
+                // torch's compiler fuses the multiply and the add.
+                let value = self.uniform_f32().mul_add(to - from, from);
+                if value == to { from } else { value }
+            })
+            .collect()
+    }
+
+    /// `torch.randn(n)` in f32. The length decides which algorithm torch takes, so draw what torch would draw at once.
+    pub fn randn(&mut self, n: usize) -> Vec<f32> {
+        if n < 16 {
+            return (0..n).map(|_| self.normal_f64() as f32).collect();
+        }
+        let mut data = self.rand(n);
+        for block in data.chunks_exact_mut(16) {
+            box_muller_16(block);
+        }
+        if !n.is_multiple_of(16) {
+            let tail = &mut data[n - 16..];
+            for value in tail.iter_mut() {
+                *value = self.uniform_f32();
+            }
+            box_muller_16(tail);
+        }
+        data
+    }
+
+    /// `torch.randn(n, dtype=…)` for any of the float types that models compute in, as f32 values of that precision.
+    pub fn randn_as(&mut self, n: usize, kind: NormalKind) -> Vec<f32> {
+        // torch, too, goes from f64 to the short types by way of f32.
+        let round = |x: f32| match kind {
+            NormalKind::F32 => x,
+            NormalKind::F16 => f16::from_f32(x).to_f32(),
+            NormalKind::BF16 => bf16::from_f32(x).to_f32(),
+        };
+        if kind == NormalKind::F32 {
+            return self.randn(n);
+        }
+        if n < 16 {
+            return (0..n).map(|_| round(self.normal_f64() as f32)).collect();
+        }
+        let mut data = vec![0f32; n];
+        let whole = n - n % 16;
+        for start in (0..whole).step_by(16).chain((!n.is_multiple_of(16)).then(|| n - 16)) {
+            let block = &mut data[start..start + 16];
+            for value in block.iter_mut() {
+                *value = self.uniform_f32();
+            }
+            box_muller_16(block);
+            for value in block.iter_mut() {
+                *value = round(*value);
+            }
+        }
+        data
+    }
+
+    /// `torch.randn(n, dtype=torch.float64)`.
+    pub fn randn_f64(&mut self, n: usize) -> Vec<f64> {
+        if n < 16 {
+            return (0..n).map(|_| self.normal_f64()).collect();
+        }
+        let mut data = self.rand_f64(n);
+        for block in data.chunks_exact_mut(16) {
+            box_muller_16_f64(block);
+        }
+        if !n.is_multiple_of(16) {
+            let tail = &mut data[n - 16..];
+            for value in tail.iter_mut() {
+                *value = self.uniform_f64();
+            }
+            box_muller_16_f64(tail);
+        }
+        data
+    }
+
+    fn normal_f64(&mut self) -> f64 {
+        if let Some(kept) = self.next_normal.take() {
+            return kept;
+        }
+        let u1 = self.uniform_f64();
+        let u2 = self.uniform_f64();
+        let r = (-2.0 * (-u2).ln_1p()).sqrt();
+        let theta = 2.0 * std::f64::consts::PI * u1;
+        self.next_normal = Some(r * theta.sin());
+        r * theta.cos()
+    }
+
+    /// `torch.randint(low, high, (n,))`: integers in `[low, high)`. An empty range gives `low` (torch raises).
+    pub fn randint(&mut self, low: i64, high: i64, n: usize) -> Vec<i64> {
+        let range = (high.wrapping_sub(low) as u64).max(1);
+        (0..n)
+            .map(|_| {
+                let bits = if range >= 1 << 28 {
+                    self.next_u64()
+                } else {
+                    u64::from(self.next_u32())
+                };
+                ((bits % range) as i64).wrapping_add(low)
+            })
+            .collect()
+    }
+
+    /// `torch.randperm(n)`: the numbers 0 … n-1 in random order.
+    pub fn randperm(&mut self, n: usize) -> Vec<i64> {
+        let mut order: Vec<i64> = (0..n as i64).collect();
+        let wide = n as u64 >= u64::from(u32::MAX) / 20;
+        for i in 0..n.saturating_sub(1) {
+            let bits = if wide {
+                self.next_u64()
+            } else {
+                u64::from(self.next_u32())
+            };
+            order.swap(i, i + (bits % (n - i) as u64) as usize);
+        }
+        order
+    }
+
+    /// The whole state, in the very bytes of `torch.Generator.get_state()` (5,056 of them).
+    #[must_use]
+    pub fn state(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(STATE_BYTES);
+        out.extend_from_slice(&self.seed.to_le_bytes());
+        out.extend_from_slice(&(self.left as i32).to_le_bytes());
+        out.extend_from_slice(&1i32.to_le_bytes());
+        out.extend_from_slice(&(self.next as u64).to_le_bytes());
+        for word in self.state {
+            out.extend_from_slice(&u64::from(word).to_le_bytes());
+        }
+        out.extend_from_slice(&0f64.to_le_bytes());
+        out.extend_from_slice(&self.next_normal.unwrap_or(0.0).to_le_bytes());
+        out.extend_from_slice(&0f64.to_le_bytes());
+        out.extend_from_slice(&i32::from(self.next_normal.is_some()).to_le_bytes());
+        out.resize(STATE_BYTES, 0);
+        out
+    }
+
+    /// A generator that goes on from [`TorchGenerator::state`] or from `torch.Generator.get_state()`.
+    ///
+    /// # Errors
+    /// When the bytes have another length or describe an impossible position.
+    pub fn from_state(bytes: &[u8]) -> Result<Self, BadState> {
+        if bytes.len() != STATE_BYTES {
+            return Err(BadState(format!("expected {STATE_BYTES} bytes, found {}", bytes.len())));
+        }
+        let word64 = |at: usize| {
+            let mut raw = [0u8; 8];
+            raw.copy_from_slice(&bytes[at..at + 8]);
+            u64::from_le_bytes(raw)
+        };
+        let left = (word64(8) & 0xffff_ffff) as usize;
+        let next = word64(16).min(N as u64 + 1) as usize;
+        // Fresh: left = 1, next = 0. Later: every draw moves both by one.
+        if !(1..=N).contains(&left) || (left + next != N + 1 && (left, next) != (1, 0)) {
+            return Err(BadState(format!("impossible position: left {left}, next {next}")));
+        }
+        let mut state = [0u32; N];
+        for (i, word) in state.iter_mut().enumerate() {
+            *word =
+                u32::try_from(word64(24 + 8 * i)).map_err(|_| BadState(format!("word {i} is wider than 32 bits")))?;
+        }
+        let after = 24 + 8 * N;
+        let valid = word64(after + 24) & 0xffff_ffff != 0;
+        let next_normal = valid.then(|| f64::from_bits(word64(after + 8)));
+        Ok(Self {
+            seed: word64(0),
+            state,
+            left,
+            next,
+            next_normal,
+        })
+    }
+}
+
+/// Box-Muller on 8 pairs of uniforms: `data[j]` and `data[j + 8]` make one pair.
+fn box_muller_16(data: &mut [f32]) {
+    const TWO_PI: f32 = std::f32::consts::TAU;
+    for j in 0..8 {
+        let radius = (-2.0 * log(1.0 - data[j])).sqrt();
+        let (sin, cos) = sin_cos(TWO_PI * data[j + 8]);
+        // `+ 0.0` is the mean, added by torch too: it turns -0 into 0.
+        data[j] = radius * cos + 0.0;
+        data[j + 8] = radius * sin + 0.0;
+    }
+}
+
+fn box_muller_16_f64(data: &mut [f64]) {
+    for j in 0..8 {
+        let radius = (-2.0 * (1.0 - data[j]).ln()).sqrt();
+        let theta = 2.0 * std::f64::consts::PI * data[j + 8];
+        data[j] = radius * theta.cos() + 0.0;
+        data[j + 8] = radius * theta.sin() + 0.0;
+    }
+}
+
+/// The Cephes single-precision logarithm for x in (0, 1], with the fused multiply-adds of torch's build.
+#[allow(clippy::excessive_precision)]
+fn log(x: f32) -> f32 {
+    let x = x.max(f32::MIN_POSITIVE);
+    let bits = x.to_bits();
+    let mut e = ((bits >> 23) as i32 - 0x7f) as f32 + 1.0;
+    let mut x = f32::from_bits((bits & !0x7f80_0000) | 0.5f32.to_bits());
+    if x < std::f32::consts::FRAC_1_SQRT_2 {
+        let whole = x;
+        e -= 1.0;
+        x = (x - 1.0) + whole;
+    } else {
+        x -= 1.0;
+    }
+    let z = x * x;
+    let mut y = 7.037_683_629_2e-2_f32;
+    for p in [
+        -1.151_461_031_0e-1_f32,
+        1.167_699_874_0e-1,
+        -1.242_014_084_6e-1,
+        1.424_932_278_7e-1,
+        -1.666_805_766_5e-1,
+        2.000_071_476_5e-1,
+        -2.499_999_399_3e-1,
+        3.333_333_117_4e-1,
+    ] {
+        y = y.mul_add(x, p);
+    }
+    y *= x;
+    y = y.mul_add(z, e * -2.121_944_40e-4);
+    y = (-z).mul_add(0.5, y);
+    e.mul_add(0.693_359_375, x + y)
+}
+
+/// The Cephes single-precision sine and cosine for x in [0, 2 pi), with the fused multiply-adds of torch's build.
+#[allow(clippy::excessive_precision)]
+fn sin_cos(x: f32) -> (f32, f32) {
+    let octant = ((x * 1.273_239_544_735_16) as i32 + 1) & !1;
+    let y = octant as f32;
+    let x = y.mul_add(-0.785_156_25, x);
+    let x = y.mul_add(-2.418_756_484_985_351_562_5e-4, x);
+    let x = y.mul_add(-3.774_894_977_445_941_08e-8, x);
+    let z = x * x;
+
+    let mut c = 2.443_315_711_809_948e-5_f32;
+    c = c.mul_add(z, -1.388_731_625_493_765e-3);
+    c = c.mul_add(z, 4.166_664_568_298_827e-2);
+    c = (c * z).mul_add(z, -(z * 0.5)) + 1.0;
+
+    let mut s = -1.951_529_589_1e-4_f32;
+    s = s.mul_add(z, 8.332_160_873_6e-3);
+    s = s.mul_add(z, -1.666_665_461_1e-1);
+    s = (s * z).mul_add(x, x);
+
+    let (sin, cos) = if octant & 2 == 0 { (s, c) } else { (c, s) };
+    let negative_sin = octant & 4 != 0;
+    let negative_cos = (octant - 2) & 4 == 0;
+    (
+        if negative_sin { -sin } else { sin },
+        if negative_cos { -cos } else { cos },
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::Value;
+    use sha2::{Digest, Sha256};
+
+    fn digest(bytes: &[u8]) -> String {
+        hex::encode(Sha256::digest(bytes))[..32].to_owned()
+    }
+
+    fn draw(g: &mut TorchGenerator, op: &[Value]) -> Vec<u8> {
+        let int = |i: usize| op[i].as_i64().unwrap();
+        let len = |i: usize| int(i) as usize;
+        let f32s = |v: Vec<f32>| v.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
+        let f64s = |v: Vec<f64>| v.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
+        let i64s = |v: Vec<i64>| v.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
+        match op[0].as_str().unwrap() {
+            "randn" => f32s(g.randn(len(1))),
+            "rand" => f32s(g.rand(len(1))),
+            "uniform" => f32s(g.uniform(len(1), op[2].as_f64().unwrap() as f32, op[3].as_f64().unwrap() as f32)),
+            "rand_f64" => f64s(g.rand_f64(len(1))),
+            "randn_f64" => f64s(g.randn_f64(len(1))),
+            "randint" => i64s(g.randint(int(1), int(2), len(3))),
+            "randperm" => i64s(g.randperm(len(1))),
+            "randn_f16" => f32s(g.randn_as(len(1), NormalKind::F16)),
+            "randn_bf16" => f32s(g.randn_as(len(1), NormalKind::BF16)),
+            other => panic!("unknown draw {other}"),
+        }
+    }
+
+    #[test]
+    fn every_draw_has_the_bits_of_torch() {
+        let text = include_str!("../../tests/fixtures/rng/draws.json");
+        let cases: Vec<Value> = serde_json::from_str(text).unwrap();
+        let mut wrong = Vec::new();
+        for case in &cases {
+            let seed: i128 = case["seed"].as_str().unwrap().parse().unwrap();
+            let mut g = TorchGenerator::manual_seed(seed as u64);
+            for (i, expected) in case["draws"].as_array().unwrap().iter().enumerate() {
+                let bytes = draw(&mut g, expected["op"].as_array().unwrap());
+                if digest(&bytes) != expected["sha"].as_str().unwrap() {
+                    wrong.push(format!("seed {seed}, draw {i}: {}: values", expected["op"]));
+                }
+                let state = g.state();
+                if digest(&state) != expected["state"].as_str().unwrap() {
+                    wrong.push(format!("seed {seed}, draw {i}: {}: state", expected["op"]));
+                }
+                g = TorchGenerator::from_state(&state).unwrap();
+            }
+        }
+        assert!(wrong.is_empty(), "{} differ:\n{}", wrong.len(), wrong.join("\n"));
+    }
+
+    #[test]
+    fn a_damaged_state_is_refused() {
+        let good = TorchGenerator::manual_seed(3).state();
+        assert!(TorchGenerator::from_state(&good[1..]).is_err());
+        let mut position = good.clone();
+        position[16] = 9;
+        assert!(TorchGenerator::from_state(&position).is_err());
+        let mut word = good;
+        word[24 + 7] = 1;
+        assert!(TorchGenerator::from_state(&word).is_err());
+    }
+
+    #[test]
+    fn negative_seeds_are_twos_complement() {
+        assert_eq!(
+            TorchGenerator::manual_seed_signed(-1).randn(20),
+            TorchGenerator::manual_seed(u64::MAX).randn(20)
+        );
+    }
+}
