@@ -1,0 +1,80 @@
+//! Job configs and data sets for the tests: the tiny SD 1.x model of the fixtures and a few drawn pictures.
+
+use crate::programs::repository;
+use std::path::{Path, PathBuf};
+
+/// The tiny model with random weights that the fixtures ship.
+#[must_use]
+pub fn tiny_model() -> PathBuf {
+    repository().join("tests/fixtures/tiny_sd")
+}
+
+/// Draws `count` small pictures with captions into `folder`.
+///
+/// # Panics
+/// When the folder cannot be written.
+pub fn draw_dataset(folder: &Path, count: u32) {
+    std::fs::create_dir_all(folder).expect("the folder can be made");
+    for number in 0..count {
+        let picture = image::RgbImage::from_fn(64, 64, |x, y| {
+            let inside = x.abs_diff(32) + y.abs_diff(32) < 8 + 3 * (number % 6);
+            if inside { image::Rgb([220, 40, 30 * (number % 8) as u8]) } else { image::Rgb([235, 235, 225]) }
+        });
+        picture.save(folder.join(format!("{number:03}.png"))).expect("the picture can be written");
+        std::fs::write(folder.join(format!("{number:03}.txt")), "a red square").expect("the caption can be written");
+    }
+}
+
+/// A training config in the shape that ai-toolkit users have.
+#[must_use]
+pub fn training(name: &str, folder: &Path, steps: u32, save_every: u32) -> String {
+    let model = tiny_model();
+    format!(
+        r#"---
+job: extension
+config:
+  name: "{name}"
+  process:
+    - type: sd_trainer
+      training_folder: "{root}"
+      training_seed: 42
+      trigger_word: "zorb"
+      network:
+        type: lora
+        linear: 4
+        linear_alpha: 4
+      save:
+        dtype: float32
+        save_every: {save_every}
+        max_step_saves_to_keep: 3
+      datasets:
+        - folder_path: "{root}/dataset"
+          caption_ext: txt
+          resolution: [64]
+          cache_latents_to_disk: true
+      train:
+        batch_size: 2
+        steps: {steps}
+        lr: 1e-3
+        optimizer: adamw
+        noise_scheduler: ddpm
+        dtype: fp32
+      model:
+        name_or_path: "{model}"
+        arch: sd1
+      sample:
+        sampler: ddim
+        sample_every: 1000000
+        width: 64
+        height: 64
+        seed: 1
+        sample_steps: 2
+        guidance_scale: 4
+        format: png
+        prompts:
+          - "a red square, [trigger]"
+"#,
+        root = folder.display(),
+        model = model.display(),
+    )
+}

@@ -1,0 +1,45 @@
+//! Where the programs under test are: built once per test run, in the same target folder and profile.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+/// The root of the repository.
+#[must_use]
+pub fn repository() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the tests crate lies in the repository")
+}
+
+/// The path of one of our programs: `aitk`, `aitk-coordinator` or `aitk-worker`.
+///
+/// Cargo builds the programs of a package only for that package's own tests, so the first call
+/// builds them here.
+///
+/// # Panics
+/// When they do not build.
+#[must_use]
+pub fn program(name: &str) -> PathBuf {
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    FOLDER.get_or_init(build).join(name)
+}
+
+fn build() -> PathBuf {
+    // …/target/<profile>/deps/<test binary>
+    let test = std::env::current_exe().expect("a test knows its own path");
+    let folder = test.ancestors().nth(2).expect("a test lies in target/<profile>/deps").to_path_buf();
+    let target = folder.parent().expect("target/<profile> has a parent");
+    let profile = match folder.file_name().and_then(|name| name.to_str()) {
+        Some("debug") | None => "dev",
+        Some(other) => other,
+    };
+    let status = Command::new(env!("CARGO"))
+        .current_dir(repository())
+        .args(["build", "--quiet", "--locked", "--profile", profile])
+        .args(["-p", "aitk", "-p", "aitk-coordinator", "-p", "aitk-worker"])
+        .arg("--target-dir")
+        .arg(target)
+        .status()
+        .expect("cargo starts");
+    assert!(status.success(), "the programs under test do not build");
+    folder
+}
