@@ -18,9 +18,15 @@ pub fn draw_dataset(folder: &Path, count: u32) {
     for number in 0..count {
         let picture = image::RgbImage::from_fn(64, 64, |x, y| {
             let inside = x.abs_diff(32) + y.abs_diff(32) < 8 + 3 * (number % 6);
-            if inside { image::Rgb([220, 40, 30 * (number % 8) as u8]) } else { image::Rgb([235, 235, 225]) }
+            if inside {
+                image::Rgb([220, 40, 30 * (number % 8) as u8])
+            } else {
+                image::Rgb([235, 235, 225])
+            }
         });
-        picture.save(folder.join(format!("{number:03}.png"))).expect("the picture can be written");
+        picture
+            .save(folder.join(format!("{number:03}.png")))
+            .expect("the picture can be written");
         std::fs::write(folder.join(format!("{number:03}.txt")), "a red square").expect("the caption can be written");
     }
 }

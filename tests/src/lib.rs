@@ -13,7 +13,12 @@ use std::time::{Duration, Instant};
 ///
 /// # Panics
 /// When the time is over.
-pub fn eventually<T>(what: &str, limit: Duration, logs: &[&processes::Process], mut ready: impl FnMut() -> Option<T>) -> T {
+pub fn eventually<T>(
+    what: &str,
+    limit: Duration,
+    logs: &[&processes::Process],
+    mut ready: impl FnMut() -> Option<T>,
+) -> T {
     let start = Instant::now();
     loop {
         if let Some(value) = ready() {

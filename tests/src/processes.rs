@@ -26,11 +26,19 @@ impl Process {
     #[must_use]
     pub fn start(name: &str, folder: &Path, command: &mut Command) -> Self {
         let log = folder.join(format!("{name}.log"));
-        let out = File::options().create(true).append(true).open(&log).expect("the log file opens");
+        let out = File::options()
+            .create(true)
+            .append(true)
+            .open(&log)
+            .expect("the log file opens");
         let err = out.try_clone().expect("the log file has a second handle");
         let child = command.stdin(Stdio::null()).stdout(out).stderr(err).spawn();
         let child = child.unwrap_or_else(|error| panic!("{name} does not start: {error}"));
-        Self { name: name.to_owned(), child, log }
+        Self {
+            name: name.to_owned(),
+            child,
+            log,
+        }
     }
 
     /// The process id.
@@ -61,7 +69,11 @@ impl Process {
             if let Ok(Some(status)) = self.child.try_wait() {
                 return status.code();
             }
-            assert!(start.elapsed() < limit, "{} did not end {limit:?} after SIGTERM\n{log}", self.name);
+            assert!(
+                start.elapsed() < limit,
+                "{} did not end {limit:?} after SIGTERM\n{log}",
+                self.name
+            );
             std::thread::sleep(Duration::from_millis(20));
         }
     }
@@ -75,7 +87,10 @@ impl Process {
         let Ok(tasks) = tasks else {
             return read_ids(Path::new(&path));
         };
-        tasks.flatten().flat_map(|task| read_ids(&task.path().join("children"))).collect()
+        tasks
+            .flatten()
+            .flat_map(|task| read_ids(&task.path().join("children")))
+            .collect()
     }
 
     /// Its log so far.
@@ -125,9 +140,12 @@ pub fn free_address() -> SocketAddr {
 
 /// Waits until somebody listens on the address.
 pub fn wait_for_port(address: SocketAddr, owner: &Process) {
-    eventually(&format!("somebody to listen on {address}"), Duration::from_secs(30), &[owner], || {
-        TcpStream::connect_timeout(&address, Duration::from_millis(200)).ok()
-    });
+    eventually(
+        &format!("somebody to listen on {address}"),
+        Duration::from_secs(30),
+        &[owner],
+        || TcpStream::connect_timeout(&address, Duration::from_millis(200)).ok(),
+    );
 }
 
 /// A pool: one coordinator, its workers, and the folder they all live in.
@@ -146,7 +164,13 @@ impl Pool {
     pub fn start(folder: &Path, storage: Option<String>, environment: Vec<(String, String)>) -> Self {
         let address = free_address();
         let coordinator = start_coordinator(folder, address, storage.as_deref(), &environment);
-        Self { folder: folder.to_path_buf(), address, storage, environment, coordinator }
+        Self {
+            folder: folder.to_path_buf(),
+            address,
+            storage,
+            environment,
+            coordinator,
+        }
     }
 
     /// Starts the coordinator again, on the same address and data, after it was killed.
@@ -187,7 +211,12 @@ impl Pool {
     pub fn aitk_ok<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> String {
         let output = self.aitk(arguments);
         let err = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success(), "aitk failed with {}\n{err}\n{}", output.status, self.coordinator.tail());
+        assert!(
+            output.status.success(),
+            "aitk failed with {}\n{err}\n{}",
+            output.status,
+            self.coordinator.tail()
+        );
         String::from_utf8(output.stdout).expect("aitk writes UTF-8")
     }
 
@@ -211,7 +240,11 @@ impl Pool {
 
 fn start_coordinator(folder: &Path, address: SocketAddr, storage: Option<&str>, env: &[(String, String)]) -> Process {
     let mut command = Command::new(program("aitk-coordinator"));
-    command.arg("--bind").arg(address.to_string()).arg("--data-dir").arg(folder.join("coordinator"));
+    command
+        .arg("--bind")
+        .arg(address.to_string())
+        .arg("--data-dir")
+        .arg(folder.join("coordinator"));
     command.args(["--lease-seconds", "6"]);
     if let Some(storage) = storage {
         command.arg("--storage").arg(storage);
@@ -244,11 +277,22 @@ impl S3 {
         let fail_file = folder.join("s3-fails");
         let address = free_address();
         let mut command = Command::new(program);
-        command.arg("--bind").arg(address.to_string()).arg("--fail-file").arg(&fail_file);
-        command.args(["--access-key", "test-key", "--secret-key", "test-secret"]).arg(&root);
+        command
+            .arg("--bind")
+            .arg(address.to_string())
+            .arg("--fail-file")
+            .arg(&fail_file);
+        command
+            .args(["--access-key", "test-key", "--secret-key", "test-secret"])
+            .arg(&root);
         let process = Process::start("s3", folder, &mut command);
         wait_for_port(address, &process);
-        Self { fail_file, address, process, root }
+        Self {
+            fail_file,
+            address,
+            process,
+            root,
+        }
     }
 
     /// What `--storage` wants.

@@ -7,7 +7,9 @@ use std::sync::OnceLock;
 /// The root of the repository.
 #[must_use]
 pub fn repository() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the tests crate lies in the repository")
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .expect("the tests crate lies in the repository")
 }
 
 /// The path of one of our programs: `aitk`, `aitk-coordinator` or `aitk-worker`.
@@ -26,7 +28,11 @@ pub fn program(name: &str) -> PathBuf {
 fn build() -> PathBuf {
     // …/target/<profile>/deps/<test binary>
     let test = std::env::current_exe().expect("a test knows its own path");
-    let folder = test.ancestors().nth(2).expect("a test lies in target/<profile>/deps").to_path_buf();
+    let folder = test
+        .ancestors()
+        .nth(2)
+        .expect("a test lies in target/<profile>/deps")
+        .to_path_buf();
     let target = folder.parent().expect("target/<profile> has a parent");
     let profile = match folder.file_name().and_then(|name| name.to_str()) {
         Some("debug") | None => "dev",

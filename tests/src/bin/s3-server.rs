@@ -47,7 +47,9 @@ async fn main() -> anyhow::Result<()> {
                 let failing = fail_file.exists();
                 async move {
                     if failing {
-                        let mut answer = Response::new(s3s::Body::from(String::from("<Error><Code>InternalError</Code></Error>")));
+                        let mut answer = Response::new(s3s::Body::from(String::from(
+                            "<Error><Code>InternalError</Code></Error>",
+                        )));
                         *answer.status_mut() = StatusCode::INTERNAL_SERVER_ERROR;
                         return Ok(answer);
                     }
@@ -55,7 +57,9 @@ async fn main() -> anyhow::Result<()> {
                 }
             });
             // A connection that its client cut off is not this server's concern.
-            let _ = Builder::new(TokioExecutor::new()).serve_connection(TokioIo::new(socket), handler).await;
+            let _ = Builder::new(TokioExecutor::new())
+                .serve_connection(TokioIo::new(socket), handler)
+                .await;
         });
     }
 }
