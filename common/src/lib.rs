@@ -6,6 +6,7 @@
 pub mod attempt;
 pub mod capability;
 pub mod checkpoint;
+pub mod control;
 pub mod fsutil;
 pub mod hash;
 pub mod id;

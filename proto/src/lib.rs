@@ -1,5 +1,25 @@
-//! placeholder
+//! The wire protocol of aitk: the generated code of `proto/aitk/v1/aitk.proto`, the only conversions between wire and
+//! domain types, and the client that worker and command line share.
+//!
+//! Domain types live in `aitk_common::control`. `wire.try_into()` fails with a [`ConvertError`] that names the
+//! field; `domain.into()` never fails. Wire types stop at this crate's callers: a service body is convert, call, convert.
+
+pub mod client;
+mod convert;
+
+pub use convert::ConvertError;
+
+/// Generated from `proto/aitk/v1/aitk.proto`.
 #[allow(missing_docs, unreachable_pub, clippy::all)]
 pub mod v1 {
     tonic::include_proto!("aitk.v1");
 }
+
+/// Metadata entry with the protocol version.
+pub const PROTOCOL_HEADER: &str = "aitk-protocol";
+
+/// The largest message either side takes, in bytes: a config of 4 MiB with its parsed form, and some room.
+pub const MAX_MESSAGE_BYTES: usize = 16 << 20;
+
+/// The largest piece of a blob in one message, in bytes.
+pub const BLOB_CHUNK_BYTES: usize = 1 << 20;

@@ -1,0 +1,695 @@
+//! What coordinator, workers and clients tell each other about jobs: plain data, no wire types.
+
+use crate::attempt::Outcome;
+use crate::capability::{Device, DeviceRef};
+use crate::hash::ContentHash;
+use crate::id::{AttemptId, Epoch, JobId, TaskId, WorkerId};
+use crate::plan::profile::MemoryProfile;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
+
+/// The version of the wire protocol. Both sides must have the same one.
+pub const PROTOCOL_VERSION: u32 = 1;
+
+/// A point in time: milliseconds since 1970-01-01 UTC.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct UnixMillis(pub u64);
+
+impl UnixMillis {
+    /// This long after it; stays at the end of time instead of wrapping.
+    #[must_use]
+    pub fn after(self, time: Duration) -> Self {
+        Self(
+            self.0
+                .saturating_add(u64::try_from(time.as_millis()).unwrap_or(u64::MAX)),
+        )
+    }
+
+    /// Time from `earlier` to here; zero when it lies ahead.
+    #[must_use]
+    pub fn since(self, earlier: Self) -> Duration {
+        Duration::from_millis(self.0.saturating_sub(earlier.0))
+    }
+}
+
+/// Where a job stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum JobState {
+    /// Waits for a device, or for the time of its next try.
+    Queued,
+    /// Has a live attempt.
+    Running,
+    /// Was asked to stop; its attempt saves.
+    Stopping,
+    /// Stopped on request; can be resumed.
+    Stopped,
+    /// All work is done.
+    Completed,
+    /// Gave up; the reason says why. Can be resumed.
+    Failed,
+}
+
+impl JobState {
+    /// The name used on screens and in JSON.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Queued => "queued",
+            Self::Running => "running",
+            Self::Stopping => "stopping",
+            Self::Stopped => "stopped",
+            Self::Completed => "completed",
+            Self::Failed => "failed",
+        }
+    }
+
+    /// Whether nothing more happens by itself.
+    #[must_use]
+    pub fn is_ended(self) -> bool {
+        matches!(self, Self::Stopped | Self::Completed | Self::Failed)
+    }
+}
+
+impl fmt::Display for JobState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Where one try stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AttemptState {
+    /// Given to a worker which has not said yet that it holds it.
+    Assigned,
+    /// The worker holds it.
+    Running,
+    /// Did all the work.
+    Completed,
+    /// Stopped with its state saved.
+    Stopped,
+    /// Ended with an error.
+    Failed,
+    /// Its worker was not heard of for too long, or no longer knows it.
+    Lost,
+}
+
+impl AttemptState {
+    /// The name used on screens and in JSON.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Assigned => "assigned",
+            Self::Running => "running",
+            Self::Completed => "completed",
+            Self::Stopped => "stopped",
+            Self::Failed => "failed",
+            Self::Lost => "lost",
+        }
+    }
+
+    /// Whether it may still report.
+    #[must_use]
+    pub fn is_live(self) -> bool {
+        matches!(self, Self::Assigned | Self::Running)
+    }
+}
+
+/// How far a job is.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Progress {
+    /// Steps (or pictures) done.
+    pub done: u64,
+    /// Steps (or pictures) in all.
+    pub total: u64,
+    /// Seconds that the last step took.
+    pub seconds_per_step: Option<f64>,
+}
+
+/// What an attempt says while it runs.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub enum Report {
+    /// A phase began.
+    Phase {
+        /// Its name, for people.
+        name: String,
+    },
+    /// How far the work is.
+    Progress(Progress),
+    /// Numbers of a step.
+    Metrics {
+        /// The step they belong to.
+        step: u64,
+        /// Name -> value.
+        #[serde(with = "any_number")]
+        values: BTreeMap<String, f64>,
+    },
+    /// A line for the log.
+    Log {
+        /// `info`, `warn` or `error`.
+        level: String,
+        /// The text.
+        message: String,
+    },
+}
+
+/// A file that a job made for its user.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Artifact {
+    /// Its name below the output root, with `/` between folders.
+    pub name: String,
+    /// `lora`, `sample`, `image`, `config`, `grid`, ….
+    pub kind: String,
+    /// The blob; none for a job that runs in place.
+    pub hash: Option<ContentHash>,
+    /// Its size.
+    pub bytes: u64,
+    /// The step it belongs to.
+    pub step: Option<u64>,
+    /// Which of that step's files of this kind.
+    pub index: Option<u64>,
+    /// Where it lies, for a job that runs in place.
+    pub local_path: Option<String>,
+}
+
+impl Artifact {
+    /// What makes it the same artifact when a step runs twice: kind, step and index if it has an index, else its name.
+    #[must_use]
+    pub fn identity(&self) -> String {
+        match (self.step, self.index) {
+            (Some(step), Some(index)) => format!("{}#{step}#{index}", self.kind),
+            (None, Some(index)) => format!("{}##{index}", self.kind),
+            (_, None) => self.name.clone(),
+        }
+    }
+}
+
+/// One entry of a job's event log.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct JobEvent {
+    /// Grows within the job; give the last one seen to go on after it.
+    pub cursor: u64,
+    /// When it happened.
+    pub time: UnixMillis,
+    /// The attempt it belongs to, if any.
+    pub attempt: Option<AttemptId>,
+    /// What happened.
+    #[serde(flatten)]
+    pub body: EventBody,
+}
+
+/// What happened to a job.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub enum EventBody {
+    /// The job changed its state.
+    State {
+        /// The new one.
+        state: JobState,
+        /// Why, in words.
+        reason: String,
+    },
+    /// A try began or ended.
+    Attempt {
+        /// Its state now.
+        state: AttemptState,
+        /// The machine.
+        worker_name: String,
+        /// The device.
+        device: DeviceRef,
+        /// How it ended, in words.
+        message: String,
+    },
+    /// A phase began.
+    Phase {
+        /// Its name.
+        name: String,
+    },
+    /// How far the work is.
+    Progress(Progress),
+    /// Numbers of a step.
+    Metrics {
+        /// The step.
+        step: u64,
+        /// Name -> value.
+        #[serde(with = "any_number")]
+        values: BTreeMap<String, f64>,
+    },
+    /// A line of the log.
+    Log {
+        /// `info`, `warn` or `error`.
+        level: String,
+        /// The text.
+        message: String,
+    },
+    /// A file is ready.
+    Artifact(Artifact),
+    /// A file was removed by retention.
+    ArtifactRemoved {
+        /// Its name.
+        name: String,
+    },
+    /// A checkpoint was committed: the job resumes from here.
+    Checkpoint {
+        /// Optimizer steps done.
+        step: u64,
+        /// Its manifest.
+        manifest: ContentHash,
+    },
+}
+
+impl From<Report> for EventBody {
+    fn from(report: Report) -> Self {
+        match report {
+            Report::Phase { name } => Self::Phase { name },
+            Report::Progress(progress) => Self::Progress(progress),
+            Report::Metrics { step, values } => Self::Metrics { step, values },
+            Report::Log { level, message } => Self::Log { level, message },
+        }
+    }
+}
+
+/// A try, for screens.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct AttemptView {
+    /// Its id.
+    pub id: AttemptId,
+    /// Its epoch.
+    pub epoch: Epoch,
+    /// The worker.
+    pub worker: WorkerId,
+    /// What people call the worker.
+    pub worker_name: String,
+    /// The device.
+    pub device: DeviceRef,
+    /// The memory profile.
+    pub profile: MemoryProfile,
+    /// Where it stands.
+    pub state: AttemptState,
+    /// When it was assigned.
+    pub created: UnixMillis,
+    /// When it ended.
+    pub ended: Option<UnixMillis>,
+    /// How it ended, in words.
+    pub message: String,
+}
+
+/// A job, for screens.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct JobView {
+    /// Its id.
+    pub id: JobId,
+    /// Its name.
+    pub name: String,
+    /// `extension`, `generate`, ….
+    pub kind: String,
+    /// Where it stands.
+    pub state: JobState,
+    /// Why, in words.
+    pub reason: String,
+    /// Higher goes first.
+    pub priority: i64,
+    /// Whether it runs in place (`aitk run`).
+    pub local: bool,
+    /// When it was submitted.
+    pub created: UnixMillis,
+    /// When its first attempt began.
+    pub started: Option<UnixMillis>,
+    /// When it ended.
+    pub ended: Option<UnixMillis>,
+    /// How far it is.
+    pub progress: Option<Progress>,
+    /// What it does now.
+    pub phase: Option<String>,
+    /// The step of its last committed checkpoint.
+    pub checkpoint_step: Option<u64>,
+    /// Its tries, the newest last.
+    pub attempts: Vec<AttemptView>,
+    /// Failed tries since the last committed checkpoint.
+    pub failures: u32,
+    /// Failed tries it is allowed in a row.
+    pub retries: u32,
+    /// The config as its user wrote it; only when one job is asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub config_text: Option<String>,
+    /// `yaml`, `json` or `jsonc`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub config_format: Option<String>,
+}
+
+/// A device of a worker and what it does.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct WorkerDeviceView {
+    /// The device.
+    pub device: Device,
+    /// The job it runs.
+    pub job: Option<JobId>,
+}
+
+/// A worker, for screens.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct WorkerView {
+    /// Its id.
+    pub id: WorkerId,
+    /// Its name.
+    pub name: String,
+    /// Its program's version.
+    pub version: String,
+    /// Its machine.
+    pub host: String,
+    /// Whether its session is open.
+    pub connected: bool,
+    /// Whether it takes no more work.
+    pub leaving: bool,
+    /// When it was heard of.
+    pub last_seen: UnixMillis,
+    /// Its devices.
+    pub devices: Vec<WorkerDeviceView>,
+    /// Its labels.
+    pub labels: BTreeMap<String, String>,
+}
+
+/// What a coordinator says about itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ServerInfo {
+    /// Its program's version.
+    pub version: String,
+    /// Its protocol version.
+    pub protocol: u32,
+    /// When it started.
+    pub started: UnixMillis,
+    /// `file`, `s3`, `gs`, `az` or `memory`.
+    pub storage: String,
+    /// Open worker sessions.
+    pub workers_connected: u64,
+    /// Jobs that have not ended.
+    pub jobs_active: u64,
+}
+
+/// A job as it is submitted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Submission {
+    /// The config as its user wrote it.
+    pub config_text: String,
+    /// `yaml`, `json` or `jsonc`.
+    pub config_format: String,
+    /// `JobSpec` as JSON.
+    pub job_json: String,
+    /// Path as the config writes it -> snapshot.
+    pub inputs: BTreeMap<String, ContentHash>,
+    /// Runs in place on this very machine; nothing is uploaded.
+    pub local: bool,
+    /// The same key gives the same job.
+    pub idempotency_key: Option<String>,
+}
+
+/// The answer to a submission.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Submitted {
+    /// The job.
+    pub job: JobId,
+    /// Its name.
+    pub name: String,
+    /// The idempotency key was known: this is the earlier job.
+    pub existed: bool,
+}
+
+/// An attempt that a worker holds.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HeldAttempt {
+    /// Which.
+    pub attempt: AttemptId,
+    /// Its epoch.
+    pub epoch: Epoch,
+}
+
+/// The first message of a worker's session.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Registration {
+    /// The worker's protocol version.
+    pub protocol: u32,
+    /// The id of an earlier Welcome; none the first time.
+    pub worker: Option<WorkerId>,
+    /// For people.
+    pub name: String,
+    /// The program's version.
+    pub version: String,
+    /// The machine.
+    pub host: String,
+    /// Its devices.
+    pub devices: Vec<Device>,
+    /// Its labels.
+    pub labels: BTreeMap<String, String>,
+    /// Attempts whose child runs, or whose result was not acknowledged yet.
+    pub running: Vec<HeldAttempt>,
+}
+
+/// What a worker says to its coordinator. Those with a `request` are answered by [`ToWorker::Answer`].
+#[derive(Clone, Debug, PartialEq)]
+pub enum ToCoordinator {
+    /// First of all.
+    Register(Box<Registration>),
+    /// Alive, and holds these.
+    Beat {
+        /// What it holds; their leases are renewed.
+        running: Vec<HeldAttempt>,
+    },
+    /// An attempt reports.
+    Event {
+        /// Which attempt.
+        held: HeldAttempt,
+        /// Counted from 1 per attempt.
+        seq: u64,
+        /// The worker's time.
+        time: UnixMillis,
+        /// What it says.
+        report: Report,
+    },
+    /// A file is in storage (or, for a local job, in place).
+    ArtifactReady {
+        /// Comes back in the answer.
+        request: u64,
+        /// Which attempt.
+        held: HeldAttempt,
+        /// The file.
+        artifact: Artifact,
+    },
+    /// A file was removed by retention.
+    ArtifactRemoved {
+        /// Comes back in the answer.
+        request: u64,
+        /// Which attempt.
+        held: HeldAttempt,
+        /// The artifact's name.
+        name: String,
+    },
+    /// A checkpoint is in storage: move the task's pointer.
+    Commit {
+        /// Comes back in the answer.
+        request: u64,
+        /// Which attempt.
+        held: HeldAttempt,
+        /// The manifest's blob.
+        manifest: ContentHash,
+        /// Optimizer steps done.
+        step: u64,
+    },
+    /// An attempt ended.
+    Finished {
+        /// Comes back in the answer.
+        request: u64,
+        /// Which attempt.
+        held: HeldAttempt,
+        /// How.
+        outcome: Outcome,
+    },
+    /// The worker leaves: no new work.
+    GoingAway {
+        /// Why, in words.
+        reason: String,
+    },
+}
+
+/// Work for a worker.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Assignment {
+    /// The job.
+    pub job: JobId,
+    /// The task.
+    pub task: TaskId,
+    /// The attempt.
+    pub attempt: AttemptId,
+    /// Its epoch.
+    pub epoch: Epoch,
+    /// `JobSpec` as JSON.
+    pub job_json: String,
+    /// The config as its user wrote it.
+    pub config_text: String,
+    /// `yaml`, `json` or `jsonc`.
+    pub config_format: String,
+    /// Path as the config writes it -> snapshot.
+    pub inputs: BTreeMap<String, ContentHash>,
+    /// Inputs in place, outputs in place.
+    pub local: bool,
+    /// The manifest of the checkpoint to go on from.
+    pub resume: Option<ContentHash>,
+    /// Where to compute.
+    pub device: DeviceRef,
+    /// How to lay the task out in memory.
+    pub profile: MemoryProfile,
+    /// The job's seed.
+    pub seed: u64,
+}
+
+/// How the coordinator judges a request of a worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// Done and durable.
+    Accepted,
+    /// The attempt is not current any more; end it.
+    Fenced,
+    /// Not possible; the attempt itself goes on.
+    Refused,
+}
+
+/// What the coordinator says to a worker.
+#[derive(Clone, Debug, PartialEq)]
+pub enum ToWorker {
+    /// The answer to a registration.
+    Welcome {
+        /// The worker's id, to be kept and given in the next registration.
+        worker: WorkerId,
+        /// How often to beat.
+        beat_interval: Duration,
+        /// How long an attempt lives without beats.
+        lease: Duration,
+        /// A storage that the worker may open itself; none: blobs go through the coordinator.
+        storage_url: Option<String>,
+        /// Those attempts of the registration that go on; the others must be ended.
+        keep: Vec<AttemptId>,
+    },
+    /// The answer to a beat: per held attempt the number of the last event that arrived.
+    BeatReply {
+        /// Attempt and event number.
+        events: Vec<(AttemptId, u64)>,
+    },
+    /// Do this.
+    Assign(Box<Assignment>),
+    /// Stop an attempt.
+    Stop {
+        /// Which.
+        held: HeldAttempt,
+        /// Save the state first.
+        save: bool,
+    },
+    /// End an attempt at once, send nothing more for it.
+    Fence {
+        /// Which.
+        held: HeldAttempt,
+        /// Why, in words.
+        reason: String,
+    },
+    /// The answer to a request.
+    Answer {
+        /// Which request.
+        request: u64,
+        /// The judgement.
+        verdict: Verdict,
+        /// In words, unless accepted.
+        message: String,
+    },
+    /// The coordinator closes this session.
+    GoingAway {
+        /// Why, in words.
+        reason: String,
+        /// Whether to come back.
+        retry: bool,
+    },
+}
+
+/// Numbers in JSON that may be NaN or infinite (a diverged loss is worth seeing): those are written as text.
+mod any_number {
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+    use std::collections::BTreeMap;
+
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Number {
+        Plain(f64),
+        Text(String),
+    }
+
+    pub(super) fn serialize<S: Serializer>(values: &BTreeMap<String, f64>, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_map(values.iter().map(|(name, value)| {
+            let json = match value {
+                v if v.is_finite() => serde_json::Value::from(*v),
+                v => serde_json::Value::from(v.to_string()),
+            };
+            (name, json)
+        }))
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<BTreeMap<String, f64>, D::Error> {
+        BTreeMap::<String, Number>::deserialize(from)?
+            .into_iter()
+            .map(|(name, number)| match number {
+                Number::Plain(value) => Ok((name, value)),
+                Number::Text(text) => match text.parse() {
+                    Ok(value) => Ok((name, value)),
+                    Err(_) => Err(D::Error::custom(format!("{name}: not a number: {text:?}"))),
+                },
+            })
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_diverged_loss_survives_json() {
+        let values = BTreeMap::from([("loss".to_owned(), f64::NAN), ("lr".to_owned(), 1e-4)]);
+        let event = JobEvent {
+            cursor: 7,
+            time: UnixMillis(1),
+            attempt: Some(AttemptId::new("a")),
+            body: EventBody::Metrics { step: 3, values },
+        };
+        let text = serde_json::to_string(&event).unwrap();
+        assert!(
+            text.contains(r#""event":"metrics""#) && text.contains(r#""loss":"NaN""#),
+            "{text}"
+        );
+        let back: JobEvent = serde_json::from_str(&text).unwrap();
+        let EventBody::Metrics { values, step: 3 } = back.body else {
+            panic!("{back:?}")
+        };
+        assert!(values["loss"].is_nan() && values["lr"] == 1e-4);
+    }
+
+    #[test]
+    fn a_step_that_runs_twice_replaces_its_sample_but_not_its_lora() {
+        let sample = |name: &str| Artifact {
+            name: name.into(),
+            kind: "sample".into(),
+            hash: None,
+            bytes: 1,
+            step: Some(10),
+            index: Some(0),
+            local_path: None,
+        };
+        assert_eq!(sample("1_10_0.jpg").identity(), sample("2_10_0.jpg").identity());
+        let lora = |name: &str| Artifact {
+            kind: "lora".into(),
+            index: None,
+            ..sample(name)
+        };
+        assert_ne!(lora("a.safetensors").identity(), lora("a_10.safetensors").identity());
+    }
+}

@@ -1,0 +1,307 @@
+//! How worker and command line reach a coordinator.
+
+use crate::v1::blobs_client::BlobsClient;
+use crate::v1::jobs_client::JobsClient;
+use crate::v1::workers_client::WorkersClient;
+use crate::{MAX_MESSAGE_BYTES, PROTOCOL_HEADER};
+use aitk_common::control::PROTOCOL_VERSION;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use tonic::metadata::{Ascii, MetadataValue};
+use tonic::service::Interceptor;
+use tonic::service::interceptor::InterceptedService;
+use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
+use tonic::{Request, Status};
+use url::Url;
+
+/// The port of a coordinator that was not told another one.
+pub const DEFAULT_PORT: u16 = 7420;
+
+/// Long enough for a slow line; short enough that a person still waits.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// A connection that is silent for `KEEP_ALIVE` is asked, and given up after `KEEP_ALIVE_TIMEOUT` without an answer:
+/// a cable that was pulled out does not say so.
+const KEEP_ALIVE: Duration = Duration::from_secs(10);
+const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// A channel whose every call carries the token and the protocol version.
+pub type AuthChannel = InterceptedService<Channel, Credentials>;
+
+/// One client per service, over one connection. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Clients {
+    /// Worker sessions.
+    pub workers: WorkersClient<AuthChannel>,
+    /// Jobs, their events and artifacts, workers, and what the coordinator says about itself.
+    pub jobs: JobsClient<AuthChannel>,
+    /// The coordinator's object storage.
+    pub blobs: BlobsClient<AuthChannel>,
+}
+
+/// Why no connection could be made. Each says what to do.
+#[derive(Debug, thiserror::Error)]
+pub enum ConnectError {
+    /// The address is no address.
+    #[error(
+        "{server:?} is not the address of a coordinator: {problem}; expected https://HOST[:PORT], or http://127.0.0.1:{DEFAULT_PORT} on this machine"
+    )]
+    BadAddress {
+        /// As given.
+        server: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// The token would travel in clear.
+    #[error(
+        "{server} is on another machine and has no TLS, so the token would travel in clear; use https:// (with --ca-file for a certificate of your own), or an ssh tunnel to 127.0.0.1"
+    )]
+    Plaintext {
+        /// As given.
+        server: String,
+    },
+    /// The token has characters that no header can carry.
+    #[error(
+        "the token contains a character that is not printable ASCII; copy it again from the coordinator's token file"
+    )]
+    BadToken,
+    /// The file with the certificate authority cannot be read.
+    #[error("cannot read the certificate file {}: {source}", path.display())]
+    CaFile {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// TLS could not be set up.
+    #[error("cannot set up TLS for {server}: {problem}")]
+    Tls {
+        /// The server.
+        server: String,
+        /// Why.
+        problem: String,
+    },
+    /// Nobody answers there.
+    #[error("no coordinator answers at {server} ({problem}); is it running? `aitk up` starts one on this machine")]
+    Unreachable {
+        /// The server.
+        server: String,
+        /// Why.
+        problem: String,
+    },
+}
+
+/// Puts token and protocol version into a call.
+#[derive(Clone)]
+pub struct Credentials {
+    bearer: MetadataValue<Ascii>,
+    protocol: MetadataValue<Ascii>,
+}
+
+impl std::fmt::Debug for Credentials {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Credentials(..)")
+    }
+}
+
+impl Credentials {
+    /// Credentials with this token and this program's protocol version.
+    ///
+    /// # Errors
+    /// [`ConnectError::BadToken`]
+    pub fn new(token: &str) -> Result<Self, ConnectError> {
+        Self::with_protocol(token, PROTOCOL_VERSION)
+    }
+
+    /// The same with another protocol version, to see what a coordinator says to it.
+    ///
+    /// # Errors
+    /// [`ConnectError::BadToken`]
+    pub fn with_protocol(token: &str, protocol: u32) -> Result<Self, ConnectError> {
+        let mut bearer: MetadataValue<Ascii> = format!("Bearer {}", token.trim())
+            .parse()
+            .map_err(|_| ConnectError::BadToken)?;
+        bearer.set_sensitive(true);
+        Ok(Self {
+            bearer,
+            protocol: MetadataValue::from(protocol),
+        })
+    }
+}
+
+impl Interceptor for Credentials {
+    fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
+        request.metadata_mut().insert("authorization", self.bearer.clone());
+        request.metadata_mut().insert(PROTOCOL_HEADER, self.protocol.clone());
+        Ok(request)
+    }
+}
+
+/// Connects to a coordinator: `https://host:7420`, `http://127.0.0.1:7420`, or `host[:port]`, which means `http` on this
+/// machine and `https` elsewhere. `ca_file` is a PEM file with the certificate authority (or the self-signed
+/// certificate) to trust. Later losses of the connection are healed by the channel itself, call by call.
+///
+/// # Errors
+/// [`ConnectError`]; wrong tokens and other protocol versions show up in the first call.
+pub async fn connect(server: &str, token: &str, ca_file: Option<&Path>) -> Result<Clients, ConnectError> {
+    connect_with(server, Credentials::new(token)?, ca_file).await
+}
+
+/// [`connect`] with given credentials.
+///
+/// # Errors
+/// [`ConnectError`]
+pub async fn connect_with(
+    server: &str,
+    credentials: Credentials,
+    ca_file: Option<&Path>,
+) -> Result<Clients, ConnectError> {
+    let endpoint = endpoint(server, ca_file)?;
+    let channel = endpoint.connect().await.map_err(|error| ConnectError::Unreachable {
+        server: server.to_owned(),
+        problem: root_cause(&error),
+    })?;
+    Ok(clients(channel, credentials))
+}
+
+fn clients(channel: Channel, credentials: Credentials) -> Clients {
+    let channel = InterceptedService::new(channel, credentials);
+    Clients {
+        workers: WorkersClient::new(channel.clone())
+            .max_decoding_message_size(MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(MAX_MESSAGE_BYTES),
+        jobs: JobsClient::new(channel.clone())
+            .max_decoding_message_size(MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(MAX_MESSAGE_BYTES),
+        blobs: BlobsClient::new(channel)
+            .max_decoding_message_size(MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(MAX_MESSAGE_BYTES),
+    }
+}
+
+fn endpoint(server: &str, ca_file: Option<&Path>) -> Result<Endpoint, ConnectError> {
+    let url = parse_address(server)?;
+    let tls = url.scheme() == "https";
+    let bad = |problem: String| ConnectError::BadAddress {
+        server: server.to_owned(),
+        problem,
+    };
+    let endpoint = Endpoint::from_shared(url.to_string())
+        .map_err(|error| bad(error.to_string()))?
+        .connect_timeout(CONNECT_TIMEOUT)
+        .http2_keep_alive_interval(KEEP_ALIVE)
+        .keep_alive_timeout(KEEP_ALIVE_TIMEOUT)
+        .keep_alive_while_idle(true)
+        .tcp_nodelay(true)
+        .user_agent(concat!("aitk/", env!("CARGO_PKG_VERSION")))
+        .map_err(|error| bad(error.to_string()))?;
+    if !tls {
+        return Ok(endpoint);
+    }
+    let mut config = ClientTlsConfig::new();
+    if let Some(path) = ca_file {
+        let pem = std::fs::read(path).map_err(|source| ConnectError::CaFile {
+            path: path.to_owned(),
+            source,
+        })?;
+        config = config.ca_certificate(Certificate::from_pem(pem));
+    }
+    endpoint.tls_config(config).map_err(|error| ConnectError::Tls {
+        server: server.to_owned(),
+        problem: root_cause(&error),
+    })
+}
+
+fn parse_address(server: &str) -> Result<Url, ConnectError> {
+    let bad = |problem: String| ConnectError::BadAddress {
+        server: server.to_owned(),
+        problem,
+    };
+    let text = server.trim();
+    let explicit = text.contains("://");
+    let mut url = if explicit {
+        Url::parse(text)
+    } else {
+        Url::parse(&format!("https://{text}"))
+    }
+    .map_err(|error| bad(error.to_string()))?;
+    if !matches!(url.scheme(), "http" | "https") {
+        return Err(bad(format!("the scheme {:?} is neither http nor https", url.scheme())));
+    }
+    let loopback = match url.host() {
+        Some(url::Host::Domain(name)) => name == "localhost",
+        Some(url::Host::Ipv4(ip)) => IpAddr::V4(ip).is_loopback(),
+        Some(url::Host::Ipv6(ip)) => IpAddr::V6(ip).is_loopback(),
+        None => return Err(bad("it has no host".into())),
+    };
+    if !explicit && loopback {
+        // `set_scheme` refuses nothing between these two.
+        let _ = url.set_scheme("http");
+    }
+    if url.scheme() == "http" && !loopback {
+        return Err(ConnectError::Plaintext {
+            server: server.to_owned(),
+        });
+    }
+    // An explicit `:443` or `:80` is dropped by the parser as the scheme's default; written out, it stays.
+    if url.port().is_none()
+        && !text
+            .trim_end_matches('/')
+            .ends_with(if url.scheme() == "http" { ":80" } else { ":443" })
+    {
+        url.set_port(Some(DEFAULT_PORT))
+            .map_err(|()| bad("no port can be set".into()))?;
+    }
+    Ok(url)
+}
+
+/// The innermost cause: "connection refused" says more than "transport error".
+fn root_cause(error: &dyn std::error::Error) -> String {
+    let mut inner = error;
+    while let Some(source) = inner.source() {
+        inner = source;
+    }
+    inner.to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn address(text: &str) -> String {
+        parse_address(text).unwrap().to_string()
+    }
+
+    #[test]
+    fn addresses_get_scheme_and_port() {
+        assert_eq!(address("127.0.0.1"), "http://127.0.0.1:7420/");
+        assert_eq!(address("localhost:99"), "http://localhost:99/");
+        assert_eq!(address("[::1]:99"), "http://[::1]:99/");
+        assert_eq!(address("gpu.lab"), "https://gpu.lab:7420/");
+        assert_eq!(address("https://gpu.lab:443"), "https://gpu.lab/");
+        assert_eq!(address("https://gpu.lab"), "https://gpu.lab:7420/");
+    }
+
+    #[test]
+    fn tokens_do_not_travel_in_clear() {
+        let error = parse_address("http://gpu.lab:7420").unwrap_err();
+        assert!(matches!(error, ConnectError::Plaintext { .. }), "{error}");
+        for bad in ["", "ftp://x", "http://", "https://a b"] {
+            assert!(
+                matches!(parse_address(bad), Err(ConnectError::BadAddress { .. })),
+                "{bad:?}"
+            );
+        }
+    }
+
+    #[tokio::test]
+    async fn nobody_there_is_said_so() {
+        let port = {
+            let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+            listener.local_addr().unwrap().port()
+        };
+        let error = connect(&format!("127.0.0.1:{port}"), "t", None).await.unwrap_err();
+        assert!(matches!(error, ConnectError::Unreachable { .. }), "{error}");
+        assert!(matches!(Credentials::new("a\nb"), Err(ConnectError::BadToken)));
+    }
+}

@@ -1,0 +1,323 @@
+//! Jobs, their events, and workers, as clients see them.
+
+use super::vocabulary::known;
+use super::workers::{inputs, labels, wire_inputs};
+use super::{ConvertError, Result, Within, artifact_name, attempt_id, hash, job_id, required, short_text, worker_id};
+use crate::v1;
+use aitk_common::capability::{Device, DeviceRef};
+use aitk_common::control::{Artifact, AttemptView, EventBody, JobEvent, JobView, ServerInfo, Submission, Submitted};
+use aitk_common::control::{UnixMillis, WorkerDeviceView, WorkerView};
+use aitk_common::id::Epoch;
+
+fn non_empty(text: String) -> Option<String> {
+    Some(text).filter(|text| !text.is_empty())
+}
+
+impl From<ServerInfo> for v1::InfoReply {
+    fn from(info: ServerInfo) -> Self {
+        Self {
+            version: info.version,
+            protocol: info.protocol,
+            started_ms: info.started.0,
+            storage: info.storage,
+            workers_connected: info.workers_connected,
+            jobs_active: info.jobs_active,
+        }
+    }
+}
+
+impl From<v1::InfoReply> for ServerInfo {
+    fn from(wire: v1::InfoReply) -> Self {
+        Self {
+            version: wire.version,
+            protocol: wire.protocol,
+            started: UnixMillis(wire.started_ms),
+            storage: wire.storage,
+            workers_connected: wire.workers_connected,
+            jobs_active: wire.jobs_active,
+        }
+    }
+}
+
+impl From<Submission> for v1::SubmitRequest {
+    fn from(submission: Submission) -> Self {
+        Self {
+            config_text: submission.config_text,
+            config_format: submission.config_format,
+            job_json: submission.job_json,
+            inputs: wire_inputs(submission.inputs),
+            local: submission.local,
+            idempotency_key: submission.idempotency_key.unwrap_or_default(),
+        }
+    }
+}
+
+impl TryFrom<v1::SubmitRequest> for Submission {
+    type Error = ConvertError;
+    fn try_from(wire: v1::SubmitRequest) -> Result<Self> {
+        if !["yaml", "json", "jsonc"].contains(&wire.config_format.as_str()) {
+            return Err(ConvertError::new("config_format", "expected `yaml`, `json` or `jsonc`"));
+        }
+        Ok(Self {
+            config_text: wire.config_text,
+            config_format: wire.config_format,
+            job_json: wire.job_json,
+            inputs: inputs(wire.inputs, "inputs")?,
+            local: wire.local,
+            idempotency_key: non_empty(short_text(wire.idempotency_key, "idempotency_key")?),
+        })
+    }
+}
+
+impl From<Submitted> for v1::SubmitReply {
+    fn from(submitted: Submitted) -> Self {
+        Self {
+            job_id: submitted.job.to_string(),
+            name: submitted.name,
+            existed: submitted.existed,
+        }
+    }
+}
+
+impl TryFrom<v1::SubmitReply> for Submitted {
+    type Error = ConvertError;
+    fn try_from(wire: v1::SubmitReply) -> Result<Self> {
+        Ok(Self {
+            job: job_id(&wire.job_id, "job_id")?,
+            name: wire.name,
+            existed: wire.existed,
+        })
+    }
+}
+
+impl From<AttemptView> for v1::Attempt {
+    fn from(attempt: AttemptView) -> Self {
+        Self {
+            id: attempt.id.to_string(),
+            epoch: attempt.epoch.0,
+            worker_id: attempt.worker.to_string(),
+            worker_name: attempt.worker_name,
+            device: Some(attempt.device.into()),
+            profile: v1::MemoryProfile::from(attempt.profile).into(),
+            state: v1::AttemptState::from(attempt.state).into(),
+            created_ms: attempt.created.0,
+            ended_ms: attempt.ended.map(|time| time.0),
+            message: attempt.message,
+        }
+    }
+}
+
+impl TryFrom<v1::Attempt> for AttemptView {
+    type Error = ConvertError;
+    fn try_from(wire: v1::Attempt) -> Result<Self> {
+        Ok(Self {
+            id: attempt_id(&wire.id, "id")?,
+            epoch: Epoch(wire.epoch),
+            worker: worker_id(&wire.worker_id, "worker_id")?,
+            worker_name: wire.worker_name,
+            device: DeviceRef::try_from(required(wire.device, "device")?).within("device")?,
+            profile: known::<v1::MemoryProfile, _>(wire.profile, "profile")?,
+            state: known::<v1::AttemptState, _>(wire.state, "state")?,
+            created: UnixMillis(wire.created_ms),
+            ended: wire.ended_ms.map(UnixMillis),
+            message: wire.message,
+        })
+    }
+}
+
+impl From<JobView> for v1::Job {
+    fn from(job: JobView) -> Self {
+        Self {
+            id: job.id.to_string(),
+            name: job.name,
+            kind: job.kind,
+            state: v1::JobState::from(job.state).into(),
+            reason: job.reason,
+            priority: job.priority,
+            local: job.local,
+            created_ms: job.created.0,
+            started_ms: job.started.map(|time| time.0),
+            ended_ms: job.ended.map(|time| time.0),
+            progress: job.progress.map(Into::into),
+            phase: job.phase.unwrap_or_default(),
+            checkpoint_step: job.checkpoint_step,
+            attempts: job.attempts.into_iter().map(Into::into).collect(),
+            failures: job.failures,
+            retries: job.retries,
+            config_text: job.config_text.unwrap_or_default(),
+            config_format: job.config_format.unwrap_or_default(),
+        }
+    }
+}
+
+impl TryFrom<v1::Job> for JobView {
+    type Error = ConvertError;
+    fn try_from(wire: v1::Job) -> Result<Self> {
+        Ok(Self {
+            id: job_id(&wire.id, "id")?,
+            name: wire.name,
+            kind: wire.kind,
+            state: known::<v1::JobState, _>(wire.state, "state")?,
+            reason: wire.reason,
+            priority: wire.priority,
+            local: wire.local,
+            created: UnixMillis(wire.created_ms),
+            started: wire.started_ms.map(UnixMillis),
+            ended: wire.ended_ms.map(UnixMillis),
+            progress: wire.progress.map(Into::into),
+            phase: non_empty(wire.phase),
+            checkpoint_step: wire.checkpoint_step,
+            attempts: wire
+                .attempts
+                .into_iter()
+                .enumerate()
+                .map(|(index, attempt)| AttemptView::try_from(attempt).within(&format!("attempts[{index}]")))
+                .collect::<Result<Vec<_>>>()?,
+            failures: wire.failures,
+            retries: wire.retries,
+            config_text: non_empty(wire.config_text),
+            config_format: non_empty(wire.config_format),
+        })
+    }
+}
+
+impl From<JobEvent> for v1::JobEvent {
+    fn from(event: JobEvent) -> Self {
+        use v1::job_event::Body as Wire;
+        let body = match event.body {
+            EventBody::State { state, reason } => Wire::State(v1::StateChanged {
+                state: v1::JobState::from(state).into(),
+                reason,
+            }),
+            EventBody::Attempt {
+                state,
+                worker_name,
+                device,
+                message,
+            } => Wire::Attempt(v1::AttemptChanged {
+                state: v1::AttemptState::from(state).into(),
+                worker_name,
+                device: Some(device.into()),
+                message,
+            }),
+            EventBody::Phase { name } => Wire::Phase(v1::Phase { name }),
+            EventBody::Progress(progress) => Wire::Progress(progress.into()),
+            EventBody::Metrics { step, values } => Wire::Metrics(v1::Metrics {
+                step,
+                values: values.into_iter().collect(),
+            }),
+            EventBody::Log { level, message } => Wire::Log(v1::LogLine { level, message }),
+            EventBody::Artifact(artifact) => Wire::Artifact(artifact.into()),
+            EventBody::ArtifactRemoved { name } => Wire::ArtifactRemoved(name),
+            EventBody::Checkpoint { step, manifest } => Wire::Checkpoint(v1::CheckpointCommitted {
+                step,
+                manifest_sha256: manifest.to_hex(),
+            }),
+        };
+        Self {
+            cursor: event.cursor,
+            time_ms: event.time.0,
+            attempt_id: event.attempt.map(|id| id.to_string()).unwrap_or_default(),
+            body: Some(body),
+        }
+    }
+}
+
+impl TryFrom<v1::JobEvent> for JobEvent {
+    type Error = ConvertError;
+    fn try_from(wire: v1::JobEvent) -> Result<Self> {
+        use v1::job_event::Body as Wire;
+        let body = match required(wire.body, "body")? {
+            Wire::State(changed) => EventBody::State {
+                state: known::<v1::JobState, _>(changed.state, "state.state")?,
+                reason: changed.reason,
+            },
+            Wire::Attempt(changed) => EventBody::Attempt {
+                state: known::<v1::AttemptState, _>(changed.state, "attempt.state")?,
+                worker_name: changed.worker_name,
+                device: DeviceRef::try_from(required(changed.device, "attempt.device")?).within("attempt.device")?,
+                message: changed.message,
+            },
+            Wire::Phase(phase) => EventBody::Phase { name: phase.name },
+            Wire::Progress(progress) => EventBody::Progress(progress.into()),
+            Wire::Metrics(metrics) => EventBody::Metrics {
+                step: metrics.step,
+                values: metrics.values.into_iter().collect(),
+            },
+            Wire::Log(line) => EventBody::Log {
+                level: line.level,
+                message: line.message,
+            },
+            Wire::Artifact(artifact) => EventBody::Artifact(Artifact::try_from(artifact).within("artifact")?),
+            Wire::ArtifactRemoved(name) => EventBody::ArtifactRemoved {
+                name: artifact_name(name, "artifact_removed")?,
+            },
+            Wire::Checkpoint(commit) => EventBody::Checkpoint {
+                step: commit.step,
+                manifest: hash(&commit.manifest_sha256, "checkpoint.manifest_sha256")?,
+            },
+        };
+        let attempt = match wire.attempt_id.as_str() {
+            "" => None,
+            id => Some(attempt_id(id, "attempt_id")?),
+        };
+        Ok(Self {
+            cursor: wire.cursor,
+            time: UnixMillis(wire.time_ms),
+            attempt,
+            body,
+        })
+    }
+}
+
+impl From<WorkerView> for v1::Worker {
+    fn from(worker: WorkerView) -> Self {
+        let devices = worker.devices.into_iter().map(|one| v1::WorkerDevice {
+            device: Some(one.device.into()),
+            job_id: one.job.map(|id| id.to_string()).unwrap_or_default(),
+        });
+        Self {
+            id: worker.id.to_string(),
+            name: worker.name,
+            version: worker.version,
+            host: worker.host,
+            connected: worker.connected,
+            leaving: worker.leaving,
+            last_seen_ms: worker.last_seen.0,
+            devices: devices.collect(),
+            labels: worker.labels.into_iter().collect(),
+        }
+    }
+}
+
+impl TryFrom<v1::Worker> for WorkerView {
+    type Error = ConvertError;
+    fn try_from(wire: v1::Worker) -> Result<Self> {
+        let device = |one: v1::WorkerDevice| -> Result<WorkerDeviceView> {
+            let job = match one.job_id.as_str() {
+                "" => None,
+                id => Some(job_id(id, "job_id")?),
+            };
+            Ok(WorkerDeviceView {
+                device: Device::try_from(required(one.device, "device")?).within("device")?,
+                job,
+            })
+        };
+        Ok(Self {
+            id: worker_id(&wire.id, "id")?,
+            name: wire.name,
+            version: wire.version,
+            host: wire.host,
+            connected: wire.connected,
+            leaving: wire.leaving,
+            last_seen: UnixMillis(wire.last_seen_ms),
+            devices: wire
+                .devices
+                .into_iter()
+                .map(device)
+                .collect::<Result<Vec<_>>>()
+                .within("devices")?,
+            labels: labels(wire.labels, "labels")?,
+        })
+    }
+}

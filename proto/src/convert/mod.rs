@@ -1,0 +1,118 @@
+//! Wire <-> domain. Everything that comes in is checked here, and only here.
+
+mod jobs;
+mod vocabulary;
+mod workers;
+
+use aitk_common::hash::ContentHash;
+
+/// A message of a peer that makes no sense, and where.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{field}: {problem}")]
+pub struct ConvertError {
+    field: String,
+    problem: String,
+}
+
+impl ConvertError {
+    /// A problem with a field, named as in the protobuf file (`register.devices[1].kind`).
+    #[must_use]
+    pub fn new(field: impl Into<String>, problem: impl Into<String>) -> Self {
+        Self {
+            field: field.into(),
+            problem: problem.into(),
+        }
+    }
+
+    /// The same problem, seen from the message that holds the field.
+    #[must_use]
+    pub(crate) fn within(mut self, outer: &str) -> Self {
+        self.field = format!("{outer}.{}", self.field);
+        self
+    }
+}
+
+impl From<ConvertError> for tonic::Status {
+    fn from(error: ConvertError) -> Self {
+        Self::invalid_argument(error.to_string())
+    }
+}
+
+pub(crate) type Result<T> = std::result::Result<T, ConvertError>;
+
+/// Puts the name of the outer field before that of the inner one.
+pub(crate) trait Within<T> {
+    fn within(self, outer: &str) -> Result<T>;
+}
+
+impl<T> Within<T> for Result<T> {
+    fn within(self, outer: &str) -> Result<T> {
+        self.map_err(|error| error.within(outer))
+    }
+}
+
+pub(crate) fn required<T>(value: Option<T>, field: &str) -> Result<T> {
+    value.ok_or_else(|| ConvertError::new(field, "missing"))
+}
+
+pub(crate) fn hash(text: &str, field: &str) -> Result<ContentHash> {
+    ContentHash::parse(text).map_err(|e| ConvertError::new(field, e.to_string()))
+}
+
+pub(crate) fn optional_hash(text: &str, field: &str) -> Result<Option<ContentHash>> {
+    if text.is_empty() {
+        Ok(None)
+    } else {
+        hash(text, field).map(Some)
+    }
+}
+
+/// A short text for people: names, levels, labels. Control characters would let one line pose as two.
+pub(crate) fn short_text(text: String, field: &str) -> Result<String> {
+    const MOST: usize = 256;
+    if text.len() > MOST {
+        return Err(ConvertError::new(
+            field,
+            format!("{} bytes long; at most {MOST}", text.len()),
+        ));
+    }
+    if text.chars().any(char::is_control) {
+        return Err(ConvertError::new(field, "contains a control character"));
+    }
+    Ok(text)
+}
+
+/// The name of an artifact: relative, `/` between folders, nothing that leaves the output root.
+pub(crate) fn artifact_name(name: String, field: &str) -> Result<String> {
+    let bad = |why: &str| {
+        Err(ConvertError::new(
+            field,
+            format!("{name:?} is no name for a file: {why}"),
+        ))
+    };
+    if name.is_empty() || name.len() > 1024 {
+        return bad("expected 1 to 1024 bytes");
+    }
+    if name.chars().any(|c| c.is_control() || c == '\\' || c == ':') {
+        return bad("contains a control character, '\\' or ':'");
+    }
+    if name
+        .split('/')
+        .any(|part| part.is_empty() || part == "." || part == "..")
+    {
+        return bad("a part between '/' is empty, '.' or '..'");
+    }
+    Ok(name)
+}
+
+macro_rules! parse_id {
+    ($name:ident, $type:ty) => {
+        pub(crate) fn $name(text: &str, field: &str) -> Result<$type> {
+            <$type>::parse(text).map_err(|e| ConvertError::new(field, e.to_string()))
+        }
+    };
+}
+parse_id!(job_id, aitk_common::id::JobId);
+parse_id!(task_id, aitk_common::id::TaskId);
+parse_id!(attempt_id, aitk_common::id::AttemptId);
+parse_id!(worker_id, aitk_common::id::WorkerId);
