@@ -1,0 +1,278 @@
+//! Reading checkpoints: every byte is verified before anything is handed out.
+
+use super::{
+    CheckpointError, FileEntry, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, REPLACED_PREFIX, folder_name,
+    step_of_folder,
+};
+use crate::fsutil::{self, FsError, TEMPORARY_PREFIX, names};
+use crate::hash::ContentHash;
+use std::fs::{self, File, TryLockError};
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Where the file system has no locks, unfinished folders of this age are swept.
+const ABANDONED: Duration = Duration::from_secs(24 * 3600);
+
+/// A complete checkpoint whose every byte was verified when it was opened.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Checkpoint {
+    folder: PathBuf,
+    manifest: Manifest,
+}
+
+/// What lies in a folder of checkpoints.
+#[derive(Debug, Default)]
+pub struct Scan {
+    /// The newest one that verifies.
+    pub newest: Option<Checkpoint>,
+    /// Newer ones that do not, with the reason.
+    pub rejected: Vec<(PathBuf, CheckpointError)>,
+}
+
+impl Checkpoint {
+    /// Opens the checkpoint in `folder` and reads all of it.
+    ///
+    /// # Errors
+    /// [`CheckpointError`] that names the file, when anything differs from what was written.
+    pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
+        let (manifest, _) = read_manifest(folder)?;
+        if let Some(named) = folder
+            .file_name()
+            .and_then(|name| name.to_str())
+            .and_then(step_of_folder)
+            && named != manifest.step
+        {
+            let what = format!("it is of step {}, but its folder says {named}", manifest.step);
+            return Err(CheckpointError::damaged(&folder.join(MANIFEST_NAME), what));
+        }
+        for file in &manifest.files {
+            verify(&names::below(folder, &file.path)?, file)?;
+        }
+        Ok(Self {
+            folder: folder.to_owned(),
+            manifest,
+        })
+    }
+
+    /// The newest complete checkpoint in `parent`. What a dead process left unfinished is removed; damaged
+    /// checkpoints are passed over with a warning in the log.
+    ///
+    /// # Errors
+    /// When the disk cannot be read. An absent folder is an empty one.
+    pub fn newest(parent: &Path) -> Result<Option<Self>, CheckpointError> {
+        let scan = Self::scan(parent)?;
+        for (folder, error) in &scan.rejected {
+            tracing::warn!(checkpoint = %folder.display(), %error, "passing over a damaged checkpoint");
+        }
+        Ok(scan.newest)
+    }
+
+    /// [`Self::newest`], with the damaged ones that were passed over.
+    ///
+    /// # Errors
+    /// As [`Self::newest`].
+    pub fn scan(parent: &Path) -> Result<Scan, CheckpointError> {
+        sweep(parent)?;
+        let mut scan = Scan::default();
+        for step in steps(parent)?.into_iter().rev() {
+            let folder = parent.join(folder_name(step));
+            match Self::open(&folder) {
+                Ok(checkpoint) => {
+                    scan.newest = Some(checkpoint);
+                    break;
+                }
+                // Removed by retention since it was listed.
+                Err(_) if !folder.exists() => {}
+                Err(error) if error.is_damage() => scan.rejected.push((folder, error)),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(scan)
+    }
+
+    /// Removes all but the newest `keep` checkpoints of `parent` (at least one is kept), counting only folders
+    /// with a final name. Returns the removed steps.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Fs`].
+    pub fn prune(parent: &Path, keep: usize) -> Result<Vec<u64>, CheckpointError> {
+        let mut steps = steps(parent)?;
+        steps.truncate(steps.len().saturating_sub(keep.max(1)));
+        for step in &steps {
+            fsutil::remove(&parent.join(folder_name(*step)))?;
+        }
+        Ok(steps)
+    }
+
+    /// Its folder.
+    #[must_use]
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// What it consists of.
+    #[must_use]
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// Optimizer steps done.
+    #[must_use]
+    pub fn step(&self) -> u64 {
+        self.manifest.step
+    }
+
+    /// The trainer's own part of the manifest.
+    #[must_use]
+    pub fn state(&self) -> &serde_json::Map<String, serde_json::Value> {
+        &self.manifest.state
+    }
+
+    /// Where the file with this name lies, if the checkpoint has it.
+    #[must_use]
+    pub fn file(&self, name: &str) -> Option<PathBuf> {
+        let entry = self.manifest.files.iter().find(|file| file.path == name)?;
+        names::below(&self.folder, &entry.path).ok()
+    }
+
+    /// Where the first file with this role lies, if the checkpoint has one.
+    #[must_use]
+    pub fn file_with_role(&self, role: &str) -> Option<PathBuf> {
+        let entry = self.manifest.files.iter().find(|file| file.role == role)?;
+        names::below(&self.folder, &entry.path).ok()
+    }
+}
+
+/// Reads and checks the manifest alone; also returns its text.
+pub(crate) fn read_manifest(folder: &Path) -> Result<(Manifest, Vec<u8>), CheckpointError> {
+    let path = folder.join(MANIFEST_NAME);
+    let fail = |error| FsError::new("read", &path, error);
+    let file = match File::open(&path) {
+        Ok(file) => file,
+        Err(error) if is_absent(&error) => {
+            return Err(CheckpointError::NoManifest {
+                folder: folder.to_owned(),
+            });
+        }
+        Err(error) => return Err(fail(error).into()),
+    };
+    let mut bytes = Vec::new();
+    file.take(MAX_MANIFEST_BYTES + 1)
+        .read_to_end(&mut bytes)
+        .map_err(fail)?;
+    if bytes.len() as u64 > MAX_MANIFEST_BYTES {
+        return Err(CheckpointError::damaged(&path, "it is larger than any manifest"));
+    }
+    Ok((Manifest::from_text(&bytes, &path)?, bytes))
+}
+
+fn verify(path: &Path, entry: &FileEntry) -> Result<(), CheckpointError> {
+    let fail = |error| FsError::new("read", path, error);
+    // No link is followed: a checkpoint consists of files.
+    match fs::symlink_metadata(path) {
+        Ok(meta) if !meta.is_file() => return Err(CheckpointError::damaged(path, "it is not a regular file")),
+        Ok(meta) if meta.len() != entry.bytes => {
+            return Err(CheckpointError::Size {
+                file: path.to_owned(),
+                expected: entry.bytes,
+                found: meta.len(),
+            });
+        }
+        Ok(_) => {}
+        Err(error) if is_absent(&error) => return Err(CheckpointError::Missing { file: path.to_owned() }),
+        Err(error) => return Err(fail(error).into()),
+    }
+    let file = File::open(path).map_err(fail)?;
+    let (hash, bytes) = ContentHash::of_reader(file.take(entry.bytes.saturating_add(1))).map_err(fail)?;
+    if bytes != entry.bytes {
+        return Err(CheckpointError::Size {
+            file: path.to_owned(),
+            expected: entry.bytes,
+            found: bytes,
+        });
+    }
+    if hash != entry.sha256 {
+        return Err(CheckpointError::damaged(
+            path,
+            "its SHA-256 is not the one in the manifest",
+        ));
+    }
+    Ok(())
+}
+
+fn is_absent(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
+}
+
+/// The steps of all folders with a final name, ascending.
+fn steps(parent: &Path) -> Result<Vec<u64>, CheckpointError> {
+    let mut steps: Vec<u64> = names_in(parent)?
+        .iter()
+        .filter_map(|name| step_of_folder(name))
+        .collect();
+    steps.sort_unstable();
+    Ok(steps)
+}
+
+fn names_in(parent: &Path) -> Result<Vec<String>, FsError> {
+    let fail = |error| FsError::new("read the folder", parent, error);
+    let entries = match fs::read_dir(parent) {
+        Ok(entries) => entries,
+        Err(error) if is_absent(&error) => return Ok(Vec::new()),
+        Err(error) => return Err(fail(error)),
+    };
+    let mut found = Vec::new();
+    for entry in entries {
+        if let Ok(name) = entry.map_err(fail)?.file_name().into_string() {
+            found.push(name);
+        }
+    }
+    Ok(found)
+}
+
+/// Removes what a dead writer left behind, and brings back a checkpoint that it was about to replace.
+fn sweep(parent: &Path) -> Result<(), CheckpointError> {
+    for name in names_in(parent)? {
+        let path = parent.join(&name);
+        if let Some(original) = name
+            .strip_prefix(REPLACED_PREFIX)
+            .filter(|original| step_of_folder(original).is_some())
+        {
+            // A live writer is between its two renames for an instant only, and puts the new folder there itself.
+            let target = parent.join(original);
+            if target.exists() {
+                fsutil::remove_now(&path)?;
+            } else if !has_live_writer(parent)? {
+                let _ = fs::rename(&path, &target);
+            }
+        } else if name.starts_with(TEMPORARY_PREFIX)
+            && let Some(_lock) = lock_abandoned(&path)
+        {
+            // A folder that cannot be removed must not keep a training from going on.
+            if let Err(error) = fsutil::remove_now(&path) {
+                tracing::warn!(%error, "could not remove an unfinished checkpoint");
+            }
+        }
+    }
+    Ok(())
+}
+
+fn has_live_writer(parent: &Path) -> Result<bool, FsError> {
+    let live = |name: &String| name.starts_with(TEMPORARY_PREFIX) && lock_abandoned(&parent.join(name)).is_none();
+    Ok(names_in(parent)?.iter().any(live))
+}
+
+/// When nobody writes there any more: the lock to hold while it is removed.
+fn lock_abandoned(path: &Path) -> Option<File> {
+    let handle = File::open(path).ok()?;
+    let is_abandoned = match handle.try_lock() {
+        Ok(()) => true,
+        Err(TryLockError::WouldBlock) => false,
+        Err(TryLockError::Error(_)) => handle
+            .metadata()
+            .and_then(|meta| meta.modified())
+            .is_ok_and(|at| at.elapsed().is_ok_and(|age| age >= ABANDONED)),
+    };
+    is_abandoned.then_some(handle)
+}

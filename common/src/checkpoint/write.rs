@@ -1,0 +1,247 @@
+//! Writing a checkpoint.
+
+use super::{CheckpointError, FORMAT_VERSION, FileEntry, MANIFEST_NAME, Manifest, REPLACED_PREFIX, folder_name};
+use crate::fsutil::{self, FsError, TEMPORARY_PREFIX, names};
+use crate::hash::ContentHash;
+use sha2::{Digest, Sha256};
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+/// Collects the files of one checkpoint. Nothing is visible before [`Self::commit`]; dropping it removes what was written.
+#[derive(Debug)]
+pub struct CheckpointWriter {
+    parent: PathBuf,
+    staging: PathBuf,
+    /// Held until the end: tells a sweeper that somebody is still writing.
+    _lock: File,
+    manifest: Manifest,
+    committed: bool,
+}
+
+impl CheckpointWriter {
+    /// Begins a checkpoint after `step` optimizer steps. Creates `parent` where needed.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Fs`].
+    pub fn new(parent: &Path, step: u64) -> Result<Self, CheckpointError> {
+        fsutil::create_dir_all(parent)?;
+        loop {
+            let staging = parent.join(format!(
+                "{TEMPORARY_PREFIX}{}-{}",
+                folder_name(step),
+                uuid::Uuid::new_v4().simple()
+            ));
+            fs::create_dir(&staging).map_err(|error| FsError::new("create the folder", &staging, error))?;
+            let lock = match File::open(&staging) {
+                Ok(lock) => lock,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                Err(error) => return Err(FsError::new("open the folder", &staging, error).into()),
+            };
+            // A file system without locks is no reason to fail: sweeping then goes by age.
+            let _ = lock.lock();
+            // A sweeper may have taken the folder between its creation and the lock.
+            if !staging.is_dir() {
+                continue;
+            }
+            let manifest = Manifest {
+                format_version: FORMAT_VERSION,
+                job: String::new(),
+                step,
+                epoch: 0,
+                created: jiff::Timestamp::UNIX_EPOCH,
+                state: serde_json::Map::new(),
+                files: Vec::new(),
+            };
+            return Ok(Self {
+                parent: parent.to_owned(),
+                staging,
+                _lock: lock,
+                manifest,
+                committed: false,
+            });
+        }
+    }
+
+    /// The job's name, for people who look into the manifest.
+    #[must_use]
+    pub fn job(mut self, name: impl Into<String>) -> Self {
+        self.manifest.job = name.into();
+        self
+    }
+
+    /// Passes over the data done so far.
+    #[must_use]
+    pub fn data_epoch(mut self, epoch: u64) -> Self {
+        self.manifest.epoch = epoch;
+        self
+    }
+
+    /// When the checkpoint was made; the time of [`Self::commit`] otherwise.
+    #[must_use]
+    pub fn created(mut self, at: jiff::Timestamp) -> Self {
+        self.manifest.created = at;
+        self
+    }
+
+    /// Writes one file. `name` is relative, `/` between parts; `role` is what the file is to the trainer.
+    ///
+    /// # Errors
+    /// A bad or repeated name, or what the disk or `write` says; a full disk is told apart even when `write`
+    /// wraps the error of its sink.
+    pub fn add_file(
+        &mut self,
+        name: &str,
+        role: &str,
+        write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
+    ) -> Result<(), CheckpointError> {
+        let path = names::below(&self.staging, name)?;
+        let taken = |file: &FileEntry| file.path.to_lowercase() == name.to_lowercase();
+        if name == MANIFEST_NAME || self.manifest.files.iter().any(taken) {
+            return Err(CheckpointError::Duplicate { name: name.to_owned() });
+        }
+        fsutil::create_dir_all(fsutil::folder_of(&path))?;
+        let final_path = names::below(&self.parent.join(folder_name(self.manifest.step)), name)?;
+        let (sha256, bytes) = write_hashed(&path, write).map_err(|error| FsError::new("write", final_path, error))?;
+        self.manifest.files.push(FileEntry {
+            path: name.to_owned(),
+            sha256,
+            bytes,
+            role: role.to_owned(),
+        });
+        Ok(())
+    }
+
+    /// [`Self::add_file`] for content that is in memory.
+    ///
+    /// # Errors
+    /// As [`Self::add_file`].
+    pub fn add_bytes(&mut self, name: &str, role: &str, bytes: &[u8]) -> Result<(), CheckpointError> {
+        self.add_file(name, role, |out| out.write_all(bytes))
+    }
+
+    /// Makes the checkpoint complete and durable, and returns its folder. A checkpoint of the same step is replaced.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Fs`]; earlier checkpoints are untouched then.
+    pub fn commit(mut self, state: serde_json::Map<String, serde_json::Value>) -> Result<PathBuf, CheckpointError> {
+        self.manifest.state = state;
+        if self.manifest.created == jiff::Timestamp::UNIX_EPOCH {
+            let now = jiff::Timestamp::now();
+            self.manifest.created = jiff::Timestamp::from_second(now.as_second()).unwrap_or(now);
+        }
+        let target = self.parent.join(folder_name(self.manifest.step));
+        let text = self.manifest.to_text()?;
+        for folder in self.folders() {
+            fsutil::sync_dir(&folder)?;
+        }
+        write_hashed(&self.staging.join(MANIFEST_NAME), |out| out.write_all(text.as_bytes()))
+            .map_err(|error| FsError::new("write", target.join(MANIFEST_NAME), error))?;
+        fsutil::sync_dir(&self.staging)?;
+        publish(&self.parent, &self.staging, &target)?;
+        self.committed = true;
+        Ok(target)
+    }
+
+    /// The folders inside the staging folder that files lie in.
+    fn folders(&self) -> Vec<PathBuf> {
+        let mut folders: Vec<PathBuf> = Vec::new();
+        for file in &self.manifest.files {
+            let mut folder = Path::new(&file.path).parent();
+            while let Some(inner) = folder.filter(|inner| !inner.as_os_str().is_empty()) {
+                folders.push(self.staging.join(inner));
+                folder = inner.parent();
+            }
+        }
+        folders.sort();
+        folders.dedup();
+        folders
+    }
+}
+
+impl Drop for CheckpointWriter {
+    fn drop(&mut self) {
+        if !self.committed {
+            let _ = fsutil::remove_now(&self.staging);
+        }
+    }
+}
+
+/// Renames the finished folder. One of the same step steps aside first, under a name from which
+/// [`super::Checkpoint::newest`] brings it back should this process die in between.
+pub(super) fn publish(parent: &Path, staging: &Path, target: &Path) -> Result<(), CheckpointError> {
+    let fail = |error| FsError::new("put in place", target, error);
+    let Some(name) = target
+        .file_name()
+        .and_then(|name| name.to_str())
+        .filter(|_| target.exists())
+    else {
+        fs::rename(staging, target).map_err(fail)?;
+        return Ok(fsutil::sync_dir(parent)?);
+    };
+    let aside = parent.join(format!("{REPLACED_PREFIX}{name}"));
+    fsutil::remove_now(&aside)?;
+    fs::rename(target, &aside).map_err(fail)?;
+    if let Err(error) = fs::rename(staging, target) {
+        let _ = fs::rename(&aside, target);
+        return Err(fail(error).into());
+    }
+    fsutil::sync_dir(parent)?;
+    Ok(fsutil::remove_now(&aside)?)
+}
+
+/// Writes and syncs a new file; returns its hash and size.
+pub(super) fn write_hashed(
+    path: &Path,
+    write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
+) -> io::Result<(ContentHash, u64)> {
+    let file = File::create_new(path)?;
+    let mut out = HashingWriter {
+        inner: BufWriter::with_capacity(1 << 20, &file),
+        hasher: Sha256::new(),
+        bytes: 0,
+        full: None,
+    };
+    let result = write(&mut out).and_then(|()| out.flush());
+    if let Some(kind) = out.full {
+        return Err(io::Error::new(kind, "no room for the file"));
+    }
+    result?;
+    let (hash, bytes) = (ContentHash::from_digest(out.hasher.finalize().into()), out.bytes);
+    drop(out.inner);
+    file.sync_all()?;
+    Ok((hash, bytes))
+}
+
+/// Hashes what passes through, and remembers a full disk whatever the caller makes of the error.
+struct HashingWriter<W: Write> {
+    inner: W,
+    hasher: Sha256,
+    bytes: u64,
+    full: Option<io::ErrorKind>,
+}
+
+impl<W: Write> HashingWriter<W> {
+    fn note<T>(&mut self, result: io::Result<T>) -> io::Result<T> {
+        result.inspect_err(|error| {
+            if fsutil::is_disk_full(error) {
+                self.full = Some(error.kind());
+            }
+        })
+    }
+}
+
+impl<W: Write> Write for HashingWriter<W> {
+    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
+        let result = self.inner.write(buffer);
+        let written = self.note(result)?;
+        self.hasher.update(&buffer[..written]);
+        self.bytes += written as u64;
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        let result = self.inner.flush();
+        self.note(result)
+    }
+}

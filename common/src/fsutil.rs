@@ -1,1 +1,0 @@
-//! Files that are either old or new, never half.
