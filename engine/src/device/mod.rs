@@ -1,1 +1,3 @@
 //! Where tensors live and in which dtype.
+
+pub mod trial;

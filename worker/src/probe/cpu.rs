@@ -1,0 +1,87 @@
+//! The processor and the main memory.
+
+use super::Memory;
+use aitk_common::capability::{Device, DeviceKind, DeviceRef};
+use aitk_common::plan::profile::MemoryProfile;
+use aitk_engine::device::trial;
+use sysinfo::{CpuRefreshKind, RefreshKind, System};
+
+/// See [`super::memory`].
+pub(super) fn memory() -> Memory {
+    // Only fails on a system that sysinfo does not know: nothing is known there, so nothing is offered.
+    let Ok(mut system) = System::new() else { return Memory { total: 0, available: 0 } };
+    system.refresh_memory();
+    let (total, available) = (system.total_memory(), system.available_memory());
+    match system.cgroup_limits() {
+        Some(group) if group.total_memory > 0 => {
+            Memory { total: total.min(group.total_memory), available: available.min(group.free_memory) }
+        }
+        _ => Memory { total, available },
+    }
+}
+
+/// The processor as a device.
+pub(super) fn device() -> Device {
+    let memory = memory();
+    Device {
+        device: DeviceRef { kind: DeviceKind::Cpu, index: 0 },
+        name: name(),
+        architecture: architecture(),
+        memory_total: memory.total,
+        // The rest is for the system, for file caches, and for whoever else lives here.
+        memory_budget: memory.available / 4 * 3,
+        dtypes: trial::cpu_dtypes(),
+        attention: vec!["eager".to_owned()],
+        profile: MemoryProfile::CpuOnly,
+    }
+}
+
+/// `AMD EPYC 7763 (2 cores)`.
+pub(super) fn name() -> String {
+    let system = System::new_with_specifics(RefreshKind::nothing().with_cpu(CpuRefreshKind::nothing()));
+    let brand = system
+        .ok()
+        .and_then(|system| system.cpus().first().map(|cpu| cpu.brand().trim().to_owned()))
+        .unwrap_or_default();
+    let brand = if brand.is_empty() { format!("{} processor", std::env::consts::ARCH) } else { brand };
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    format!("{brand} ({cores} core{})", if cores == 1 { "" } else { "s" })
+}
+
+/// `x86_64+avx2+fma`: found at run time, because a program may run elsewhere than it was built.
+fn architecture() -> String {
+    let mut text = std::env::consts::ARCH.to_owned();
+    for feature in features() {
+        text.push('+');
+        text.push_str(feature);
+    }
+    text
+}
+
+#[cfg(target_arch = "x86_64")]
+fn features() -> Vec<&'static str> {
+    let found = [
+        ("avx2", std::is_x86_feature_detected!("avx2")),
+        ("fma", std::is_x86_feature_detected!("fma")),
+        ("f16c", std::is_x86_feature_detected!("f16c")),
+        ("avx512f", std::is_x86_feature_detected!("avx512f")),
+        ("avx512bf16", std::is_x86_feature_detected!("avx512bf16")),
+    ];
+    found.into_iter().filter(|(_, there)| *there).map(|(name, _)| name).collect()
+}
+
+#[cfg(target_arch = "aarch64")]
+fn features() -> Vec<&'static str> {
+    let found = [
+        ("neon", std::arch::is_aarch64_feature_detected!("neon")),
+        ("fp16", std::arch::is_aarch64_feature_detected!("fp16")),
+        ("bf16", std::arch::is_aarch64_feature_detected!("bf16")),
+        ("i8mm", std::arch::is_aarch64_feature_detected!("i8mm")),
+    ];
+    found.into_iter().filter(|(_, there)| *there).map(|(name, _)| name).collect()
+}
+
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+fn features() -> Vec<&'static str> {
+    Vec::new()
+}

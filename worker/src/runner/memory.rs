@@ -1,0 +1,83 @@
+//! Whether the machine ran out of memory while a child ran: the only way to tell an out-of-memory kill from another one.
+
+use std::collections::VecDeque;
+use std::fs;
+use std::path::PathBuf;
+
+/// Below this share of all memory, a SIGKILL out of nowhere is taken for the kernel's.
+const LOW_SHARE: u64 = 20;
+/// How many of the last samples count: with one sample in two seconds, the last ten seconds.
+const SAMPLES: usize = 5;
+
+/// Watches memory from the start of a child to its end.
+#[derive(Debug)]
+pub(super) struct MemoryWatch {
+    kills_before: u64,
+    recent: VecDeque<(u64, u64)>,
+}
+
+impl MemoryWatch {
+    /// Starts watching.
+    #[must_use]
+    pub(super) fn start() -> Self {
+        let mut watch = Self { kills_before: kernel_kills(), recent: VecDeque::new() };
+        watch.sample();
+        watch
+    }
+
+    /// Notes how much memory is available now.
+    pub(super) fn sample(&mut self) {
+        let memory = crate::probe::memory();
+        self.recent.push_back((memory.available, memory.total));
+        if self.recent.len() > SAMPLES {
+            self.recent.pop_front();
+        }
+    }
+
+    /// Whether the kernel killed for memory since the start, or memory was nearly used up a moment ago.
+    #[must_use]
+    pub(super) fn ran_out(&self) -> bool {
+        kernel_kills() > self.kills_before
+            || self.recent.iter().any(|&(available, total)| total > 0 && available < total / LOW_SHARE)
+    }
+}
+
+/// Counts out-of-memory kills: of our control group where there is one, and of the machine.
+fn kernel_kills() -> u64 {
+    let count = |path: PathBuf, name: &str| {
+        let text = fs::read_to_string(path).unwrap_or_default();
+        field(&text, name).unwrap_or(0)
+    };
+    let group = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let group = group.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or_default().to_owned();
+    count(PathBuf::from("/proc/vmstat"), "oom_kill")
+        .saturating_add(count(PathBuf::from("/sys/fs/cgroup").join(group).join("memory.events"), "oom_kill"))
+}
+
+/// The number after `name` in lines of `name number`.
+fn field(text: &str, name: &str) -> Option<u64> {
+    text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counters_are_read_by_whole_name() {
+        let text = "low 0\noom 3\noom_kill 7\noom_group_kill 1\n";
+        assert_eq!(field(text, "oom_kill"), Some(7));
+        assert_eq!(field(text, "oom_k"), None);
+    }
+
+    #[test]
+    fn low_memory_counts_for_a_few_samples_only() {
+        let mut watch = MemoryWatch { kills_before: u64::MAX, recent: VecDeque::from([(1, 100)]) };
+        assert!(watch.ran_out());
+        for _ in 0..SAMPLES {
+            watch.recent.push_back((90, 100));
+            watch.recent.pop_front();
+        }
+        assert!(!watch.ran_out());
+    }
+}

@@ -1,0 +1,47 @@
+//! One thread that starts every child.
+//!
+//! A child asks Linux for a signal when its parent *thread* ends (see `child`). A thread of the async runtime may end
+//! at any time, this one ends with the daemon.
+
+use std::io;
+use tokio::process::{Child, Command};
+use tokio::runtime::Handle;
+use tokio::sync::oneshot;
+
+type Request = (Command, oneshot::Sender<io::Result<Child>>);
+
+/// Starts processes on a thread that lives as long as this value and its clones.
+#[derive(Clone, Debug)]
+pub struct Spawner {
+    requests: std::sync::mpsc::SyncSender<Request>,
+}
+
+impl Spawner {
+    /// Starts the thread.
+    ///
+    /// # Errors
+    /// When no thread can be started.
+    pub fn start(runtime: Handle) -> io::Result<Self> {
+        // A request waits for its answer, so there are never more than there are attempts.
+        let (requests, queue) = std::sync::mpsc::sync_channel::<Request>(16);
+        std::thread::Builder::new().name("aitk-spawner".to_owned()).spawn(move || {
+            let _inside = runtime.enter();
+            while let Ok((mut command, reply)) = queue.recv() {
+                // Nobody waits any more: dropping the child kills it (kill_on_drop).
+                let _ = reply.send(command.spawn());
+            }
+        })?;
+        Ok(Self { requests })
+    }
+
+    /// Starts a process.
+    ///
+    /// # Errors
+    /// Whatever starting it fails with.
+    pub async fn spawn(&self, command: Command) -> io::Result<Child> {
+        let (reply, answer) = oneshot::channel();
+        let gone = |_| io::Error::other("the thread that starts processes is gone");
+        self.requests.try_send((command, reply)).map_err(|_| io::Error::other("too many processes at once"))?;
+        answer.await.map_err(gone)?
+    }
+}
