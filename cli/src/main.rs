@@ -1,2 +1,7 @@
-//! placeholder
-fn main() {}
+//! The `aitk` program. Everything lives in the library, where tests reach it.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    aitk_cli::main()
+}

@@ -1,0 +1,374 @@
+//! Calls to a coordinator, with errors that carry our exit codes.
+
+use crate::exit::Exit;
+use crate::failure::Failure;
+use crate::settings::{Origin, Settings, TokenSource};
+use aitk_common::control::{Artifact, JobEvent, JobView, ServerInfo, Submission, Submitted, WorkerView};
+use aitk_common::id::JobId;
+use aitk_proto::client::{Clients, ConnectError, connect};
+use aitk_proto::v1;
+use futures::{Stream, StreamExt};
+use std::future::Future;
+use std::path::PathBuf;
+use std::time::Duration;
+use tonic::{Code, Status};
+
+/// A coordinator that takes longer than this to answer a small question is as good as not there.
+const CALL_TIMEOUT: Duration = Duration::from_secs(30);
+/// How many ended jobs are looked through for a name.
+const NAME_SEARCH: u32 = 1000;
+
+/// A connection to a coordinator.
+#[derive(Clone, Debug)]
+pub struct Api {
+    clients: Clients,
+    server: String,
+}
+
+impl Api {
+    /// Connects with the address and token that the settings name.
+    ///
+    /// # Errors
+    /// When no server or token is named, the token file is unsafe or unreadable, or nobody answers.
+    pub async fn from_settings(settings: &Settings) -> Result<Self, Failure> {
+        let server = settings.server()?;
+        let token = settings.token.as_ref().ok_or_else(|| {
+            let failure = Failure::new(Exit::Unauthorised, format!("no token for {}", server.value))
+                .hint("give --token-file FILE, or set AITK_TOKEN_FILE or AITK_TOKEN");
+            match server.origin {
+                Origin::Project(_) => {
+                    failure.hint("a server from ./aitk.yaml gets no token from the user file; name it there or here")
+                }
+                _ => failure.hint("the coordinator wrote it to `token` in its data folder when it started first"),
+            }
+        })?;
+        let token = match &token.value {
+            TokenSource::Value(secret) => secret.expose().to_owned(),
+            TokenSource::File(path) => read_token(path)?,
+        };
+        let ca_file: Option<PathBuf> = settings.ca_file.as_ref().map(|setting| setting.value.clone());
+        let connected = Self::connect(&server.value, &token, ca_file.as_deref()).await;
+        connected.map_err(|failure| match (&server.origin, failure.exit) {
+            (Origin::Up(path), Exit::Unreachable) => failure.hint(format!(
+                "the address comes from {}, left by an `aitk up` that no longer runs: start it again, or delete the file",
+                path.display()
+            )),
+            (origin, Exit::Unreachable) => failure.hint(format!("the address comes from: {origin}")),
+            _ => failure,
+        })
+    }
+
+    /// Connects to this address with this token.
+    ///
+    /// # Errors
+    /// When the address or token is malformed, or nobody answers.
+    pub async fn connect(server: &str, token: &str, ca_file: Option<&std::path::Path>) -> Result<Self, Failure> {
+        let clients = connect(server, token, ca_file).await.map_err(|error| {
+            let exit = match &error {
+                ConnectError::BadAddress { .. } | ConnectError::Plaintext { .. } => Exit::Usage,
+                ConnectError::BadToken => Exit::Unauthorised,
+                ConnectError::CaFile { source, .. } if source.kind() == std::io::ErrorKind::NotFound => Exit::NotFound,
+                ConnectError::CaFile { .. } | ConnectError::Tls { .. } => Exit::Failed,
+                ConnectError::Unreachable { .. } => Exit::Unreachable,
+            };
+            Failure::new(exit, error.to_string())
+        })?;
+        Ok(Self {
+            clients,
+            server: server.to_owned(),
+        })
+    }
+
+    /// The address as it was given.
+    #[must_use]
+    pub fn server(&self) -> &str {
+        &self.server
+    }
+
+    /// The generated clients, for blobs.
+    #[must_use]
+    pub fn clients(&self) -> Clients {
+        self.clients.clone()
+    }
+
+    /// What the coordinator says about itself.
+    ///
+    /// # Errors
+    /// As [`status_failure`].
+    pub async fn info(&self) -> Result<ServerInfo, Failure> {
+        let mut jobs = self.clients.jobs.clone();
+        Ok(self.call(jobs.info(v1::InfoRequest {})).await?.into())
+    }
+
+    /// Submits a job.
+    ///
+    /// # Errors
+    /// As [`status_failure`].
+    pub async fn submit(&self, submission: Submission) -> Result<Submitted, Failure> {
+        let mut jobs = self.clients.jobs.clone();
+        self.call(jobs.submit(v1::SubmitRequest::from(submission)))
+            .await?
+            .try_into()
+            .map_err(impossible)
+    }
+
+    /// One job by its id or a unique beginning of it.
+    ///
+    /// # Errors
+    /// As [`status_failure`].
+    pub async fn get(&self, id: &str) -> Result<JobView, Failure> {
+        let mut jobs = self.clients.jobs.clone();
+        self.call(jobs.get(v1::GetJobRequest { job_id: id.to_owned() }))
+            .await?
+            .try_into()
+            .map_err(impossible)
+    }
+
+    /// Jobs: active ones, then ended ones. `limit` 0 leaves it to the coordinator.
+    ///
+    /// # Errors
+    /// As [`status_failure`].
+    pub async fn list(&self, all: bool, limit: u32) -> Result<Vec<JobView>, Failure> {
+        let mut jobs = self.clients.jobs.clone();
+        let reply = self.call(jobs.list(v1::ListJobsRequest { all, limit })).await?;
+        reply
+            .jobs
+            .into_iter()
+            .map(|job| job.try_into().map_err(impossible))
+            .collect()
+    }
+
+    /// Asks a job to stop: with a save, or at once.
+    ///
+    /// # Errors
+    /// As [`status_failure`].
+    pub async fn stop(&self, id: &JobId, now: bool) -> Result<JobView, Failure> {
+        let mut jobs = self.clients.jobs.clone();
+        let request = v1::StopJobRequest {
+            job_id: id.to_string(),
+            now,
+        };
+        self.call(jobs.stop(request)).await?.try_into().map_err(impossible)
+    }
+
+    /// Lets a job go on.
+    ///
+    /// # Errors
+    /// As [`status_failure`].
+    pub async fn resume(&self, id: &JobId) -> Result<JobView, Failure> {
+        let mut jobs = self.clients.jobs.clone();
+        let request = v1::ResumeJobRequest { job_id: id.to_string() };
+        self.call(jobs.resume(request)).await?.try_into().map_err(impossible)
+    }
+
+    /// Events of a job after `cursor`; with `follow` until the job has ended.
+    ///
+    /// # Errors
+    /// As [`status_failure`], for the call and for each event.
+    pub async fn events(
+        &self,
+        id: &JobId,
+        cursor: u64,
+        follow: bool,
+    ) -> Result<impl Stream<Item = Result<JobEvent, Failure>> + Send + Unpin + use<>, Failure> {
+        let mut jobs = self.clients.jobs.clone();
+        let request = v1::EventsRequest {
+            job_id: id.to_string(),
+            cursor,
+            follow,
+        };
+        let stream = self.call(jobs.events(request)).await?;
+        let server = self.server.clone();
+        Ok(stream.map(move |item| match item {
+            Ok(event) => JobEvent::try_from(event).map_err(impossible),
+            Err(status) => Err(status_failure(&server, &status)),
+        }))
+    }
+
+    /// What a job made.
+    ///
+    /// # Errors
+    /// As [`status_failure`].
+    pub async fn artifacts(&self, id: &JobId) -> Result<Vec<Artifact>, Failure> {
+        let mut jobs = self.clients.jobs.clone();
+        let reply = self
+            .call(jobs.artifacts(v1::ArtifactsRequest { job_id: id.to_string() }))
+            .await?;
+        reply
+            .artifacts
+            .into_iter()
+            .map(|artifact| artifact.try_into().map_err(impossible))
+            .collect()
+    }
+
+    /// Workers and their devices.
+    ///
+    /// # Errors
+    /// As [`status_failure`].
+    pub async fn workers(&self) -> Result<Vec<WorkerView>, Failure> {
+        let mut jobs = self.clients.jobs.clone();
+        let reply = self.call(jobs.list_workers(v1::ListWorkersRequest {})).await?;
+        reply
+            .workers
+            .into_iter()
+            .map(|worker| worker.try_into().map_err(impossible))
+            .collect()
+    }
+
+    /// A job by its id, its name, or a unique beginning of its id; in this order.
+    ///
+    /// # Errors
+    /// Code 3 when there is none, code 2 when a beginning fits several.
+    pub async fn resolve(&self, text: &str) -> Result<JobView, Failure> {
+        let by_id = if JobId::parse(text).is_ok() {
+            Some(self.get(text).await)
+        } else {
+            None
+        };
+        match by_id {
+            Some(Ok(job)) if job.id.as_str() == text => return Ok(job),
+            Some(Err(failure)) if matches!(failure.exit, Exit::Unauthorised | Exit::Unreachable) => {
+                return Err(failure);
+            }
+            _ => {}
+        }
+        let listed = self.list(true, NAME_SEARCH).await?;
+        if let Some(job) = newest_named(&listed, text) {
+            return Ok(job.clone());
+        }
+        if let Some(Ok(job)) = by_id {
+            return Ok(job);
+        }
+        let fitting: Vec<&JobView> = listed.iter().filter(|job| job.id.as_str().starts_with(text)).collect();
+        if fitting.len() > 1 && !text.is_empty() {
+            let mut failure = Failure::usage(format!("'{text}' is the beginning of {} job ids", fitting.len()));
+            for job in fitting.iter().take(5) {
+                failure = failure.hint(format!("{}  {}", job.id, job.name));
+            }
+            return Err(failure);
+        }
+        Err(Failure::not_found(format!("no job '{text}' at {}", self.server)).hint("`aitk ps -a` lists all jobs"))
+    }
+
+    async fn call<T>(&self, call: impl Future<Output = Result<tonic::Response<T>, Status>>) -> Result<T, Failure> {
+        // Boxed: the generated futures are large.
+        match tokio::time::timeout(CALL_TIMEOUT, Box::pin(call)).await {
+            Ok(Ok(response)) => Ok(response.into_inner()),
+            Ok(Err(status)) => Err(status_failure(&self.server, &status)),
+            Err(_) => Err(Failure::new(
+                Exit::Unreachable,
+                format!(
+                    "{} did not answer within {} seconds",
+                    self.server,
+                    CALL_TIMEOUT.as_secs()
+                ),
+            )),
+        }
+    }
+}
+
+/// The newest active job of this name, else the newest of this name.
+fn newest_named<'a>(jobs: &'a [JobView], name: &str) -> Option<&'a JobView> {
+    let newest = |active: bool| {
+        let fits = move |job: &&JobView| job.name == name && job.state.is_ended() != active;
+        jobs.iter().filter(fits).max_by_key(|job| job.created)
+    };
+    newest(true).or_else(|| newest(false))
+}
+
+/// A refusal or failure of the coordinator as one of ours.
+#[must_use]
+pub fn status_failure(server: &str, status: &Status) -> Failure {
+    let said = status.message();
+    match status.code() {
+        Code::NotFound => Failure::not_found(said),
+        Code::Unauthenticated | Code::PermissionDenied => Failure::new(Exit::Unauthorised, said)
+            .hint("`aitk doctor` shows which token is used and where it comes from"),
+        Code::Unavailable | Code::DeadlineExceeded => Failure::new(
+            Exit::Unreachable,
+            format!("the connection to {server} is broken: {said}"),
+        )
+        .hint("is the coordinator running? `aitk doctor` checks the way to it"),
+        // A connection that breaks off mid-stream comes as one of these, with nothing from the server.
+        Code::Unknown | Code::Cancelled if is_transport(status) => Failure::new(
+            Exit::Unreachable,
+            format!("the connection to {server} broke off: {said}"),
+        ),
+        Code::FailedPrecondition | Code::AlreadyExists | Code::Aborted => Failure::new(Exit::Conflict, said),
+        Code::Unimplemented => Failure::new(
+            Exit::Conflict,
+            format!("{server} does not know this call; it is another version of aitk"),
+        )
+        .hint("`aitk doctor` shows both versions"),
+        _ => Failure::failed(format!("{server} answered: {said}")),
+    }
+}
+
+fn is_transport(status: &Status) -> bool {
+    std::error::Error::source(status).is_some()
+}
+
+fn impossible(error: aitk_proto::ConvertError) -> Failure {
+    Failure::failed(format!("the coordinator sent something impossible: {error}"))
+        .hint("it may be another version of aitk; `aitk doctor` shows both")
+}
+
+/// Reads a token file, refusing one that others may read.
+fn read_token(path: &std::path::Path) -> Result<String, Failure> {
+    crate::token::read(path)
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use aitk_common::control::{JobState, UnixMillis};
+
+    pub(crate) fn job(id: &str, name: &str, state: JobState, created: u64) -> JobView {
+        JobView {
+            id: JobId::new(id),
+            name: name.to_owned(),
+            kind: "extension".to_owned(),
+            state,
+            reason: String::new(),
+            priority: 0,
+            local: false,
+            created: UnixMillis(created),
+            started: None,
+            ended: None,
+            progress: None,
+            phase: None,
+            checkpoint_step: None,
+            attempts: Vec::new(),
+            failures: 0,
+            retries: 3,
+            config_text: None,
+            config_format: None,
+        }
+    }
+
+    #[test]
+    fn a_name_means_the_newest_active_job() {
+        let jobs = [
+            job("a", "ada", JobState::Completed, 9),
+            job("b", "ada", JobState::Running, 2),
+            job("c", "ada", JobState::Queued, 5),
+            job("d", "bob", JobState::Failed, 1),
+        ];
+        assert_eq!(newest_named(&jobs, "ada").map(|job| job.id.as_str()), Some("c"));
+        assert_eq!(newest_named(&jobs, "bob").map(|job| job.id.as_str()), Some("d"));
+        assert_eq!(newest_named(&jobs, "eve"), None);
+    }
+
+    #[test]
+    fn refusals_carry_the_documented_codes() {
+        for (status, exit) in [
+            (Status::not_found("no job x"), Exit::NotFound),
+            (Status::unauthenticated("wrong token"), Exit::Unauthorised),
+            (Status::unavailable("refused"), Exit::Unreachable),
+            (Status::failed_precondition("protocol 2"), Exit::Conflict),
+            (Status::internal("x"), Exit::Failed),
+        ] {
+            assert_eq!(status_failure("http://s", &status).exit, exit);
+        }
+    }
+}

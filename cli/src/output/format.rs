@@ -1,0 +1,236 @@
+//! Numbers, sizes and times as people read them; durations and moments as people write them.
+
+use jiff::{SignedDuration, Timestamp};
+use std::time::Duration;
+
+const KIB: f64 = 1024.0;
+
+/// Memory, always in GiB: `23.6 GiB`.
+#[must_use]
+pub fn gib(bytes: u64) -> String {
+    format!("{:.1} GiB", bytes as f64 / (KIB * KIB * KIB))
+}
+
+/// The size of a file, in the unit that suits it: `812 B`, `4.0 KiB`, `37.2 MiB`, `1.9 GiB`.
+#[must_use]
+pub fn size(bytes: u64) -> String {
+    let value = bytes as f64;
+    match bytes {
+        0..=1023 => format!("{bytes} B"),
+        1024..=1_048_063 => format!("{:.1} KiB", value / KIB),
+        1_048_064..=1_073_217_535 => format!("{:.1} MiB", value / (KIB * KIB)),
+        _ => gib(bytes),
+    }
+}
+
+/// A length of time in at most two units: `42s`, `3m 05s`, `2h 10m`, `5d 03h`.
+#[must_use]
+pub fn duration(length: Duration) -> String {
+    let s = length.as_secs();
+    match s {
+        0..60 => format!("{s}s"),
+        60..3600 => format!("{}m {:02}s", s / 60, s % 60),
+        3600..86_400 => format!("{}h {:02}m", s / 3600, s % 3600 / 60),
+        _ => format!("{}d {:02}h", s / 86_400, s % 86_400 / 3600),
+    }
+}
+
+/// How long ago, in one unit: `now`, `12s ago`, `3m ago`, `2h ago`, `5d ago`. A moment ahead of our clock is `now`.
+#[must_use]
+pub fn ago(moment: Timestamp, now: Timestamp) -> String {
+    let s = now.duration_since(moment).as_secs();
+    match s {
+        i64::MIN..=0 => "now".to_owned(),
+        1..60 => format!("{s}s ago"),
+        60..3600 => format!("{}m ago", s / 60),
+        3600..86_400 => format!("{}h ago", s / 3600),
+        _ => format!("{}d ago", s / 86_400),
+    }
+}
+
+/// A moment in JSON: RFC 3339 with milliseconds, UTC.
+#[must_use]
+pub fn rfc3339(moment: Timestamp) -> String {
+    format!("{moment:.3}")
+}
+
+/// A loss, or any small number of unknown size: four digits that mean something.
+#[must_use]
+pub fn number(value: f64) -> String {
+    let size = value.abs();
+    if !value.is_finite() {
+        format!("{value}")
+    } else if size == 0.0 {
+        "0".to_owned()
+    } else if (0.001..10_000.0).contains(&size) {
+        format!("{value:.4}")
+    } else {
+        format!("{value:.1e}")
+    }
+}
+
+/// Speed of steps: `2.31 it/s`, or `4.20 s/it` when one takes longer than a second.
+#[must_use]
+pub fn rate(seconds_per_step: f64) -> String {
+    if seconds_per_step.is_finite() && seconds_per_step > 0.0 {
+        if seconds_per_step > 1.0 {
+            format!("{seconds_per_step:.2} s/it")
+        } else {
+            format!("{:.2} it/s", 1.0 / seconds_per_step)
+        }
+    } else {
+        "-".to_owned()
+    }
+}
+
+/// Reads `90`, `90s`, `10m`, `2h`, `1d`, `1h30m`.
+///
+/// # Errors
+/// A sentence that says what is expected.
+pub fn parse_duration(text: &str) -> Result<Duration, String> {
+    let wrong = || format!("'{text}' is not a length of time; expected something like 90s, 10m, 2h or 1d");
+    let mut total = 0_u64;
+    let mut digits = String::new();
+    let mut last_unit = u64::MAX;
+    for character in text.trim().chars() {
+        if character.is_ascii_digit() {
+            digits.push(character);
+            continue;
+        }
+        let unit = match character {
+            's' => 1,
+            'm' => 60,
+            'h' => 3600,
+            'd' => 86_400,
+            _ => return Err(wrong()),
+        };
+        let value: u64 = digits.parse().map_err(|_| wrong())?;
+        if unit >= last_unit {
+            return Err(wrong());
+        }
+        last_unit = unit;
+        digits.clear();
+        total = value
+            .checked_mul(unit)
+            .and_then(|add| total.checked_add(add))
+            .ok_or_else(wrong)?;
+    }
+    if !digits.is_empty() {
+        if last_unit != u64::MAX {
+            return Err(wrong());
+        }
+        total = digits.parse().map_err(|_| wrong())?;
+    } else if last_unit == u64::MAX {
+        return Err(wrong());
+    }
+    // Ten years: longer is a slip, and would overflow clocks further on.
+    if total > 315_360_000 {
+        Err(wrong())
+    } else {
+        Ok(Duration::from_secs(total))
+    }
+}
+
+/// Reads a moment: RFC 3339, or a length of time before now (`10m`).
+///
+/// # Errors
+/// A sentence that says what is expected.
+pub fn parse_since(text: &str, now: Timestamp) -> Result<Timestamp, String> {
+    if let Ok(length) = parse_duration(text) {
+        let seconds = i64::try_from(length.as_secs()).unwrap_or(i64::MAX);
+        return now
+            .checked_sub(SignedDuration::from_secs(seconds))
+            .map_err(|_| format!("'{text}' lies too far back"));
+    }
+    text.parse()
+        .map_err(|_| format!("'{text}' is not a moment; expected 10m, 2h, … or RFC 3339 like 2026-05-01T12:00:00Z"))
+}
+
+/// Text from elsewhere (job names, log lines) without what could drive a terminal. Tabs become spaces.
+#[must_use]
+pub fn printable(text: &str) -> String {
+    // The usual case needs no copy of every character.
+    if !text.chars().any(|c| c.is_control() || is_bidi(c)) {
+        return text.to_owned();
+    }
+    text.chars()
+        .map(|c| match c {
+            '\t' => ' ',
+            c if c.is_control() || is_bidi(c) => '\u{fffd}',
+            c => c,
+        })
+        .collect()
+}
+
+/// Characters that reorder what follows, so that a name could look like another.
+fn is_bidi(c: char) -> bool {
+    matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_and_times_read_well() {
+        assert_eq!(gib(25_769_803_776), "24.0 GiB");
+        assert_eq!(size(812), "812 B");
+        assert_eq!(size(4096), "4.0 KiB");
+        assert_eq!(size(1_048_575), "1.0 MiB");
+        assert_eq!(size(39_000_000), "37.2 MiB");
+        assert_eq!(size(2_040_109_466), "1.9 GiB");
+        assert_eq!(duration(Duration::from_secs(42)), "42s");
+        assert_eq!(duration(Duration::from_secs(185)), "3m 05s");
+        assert_eq!(duration(Duration::from_secs(7800)), "2h 10m");
+        assert_eq!(duration(Duration::from_secs(443_000)), "5d 03h");
+        let now: Timestamp = "2026-05-01T12:00:00Z".parse().unwrap();
+        assert_eq!(ago("2026-05-01T11:59:48Z".parse().unwrap(), now), "12s ago");
+        assert_eq!(ago("2026-05-01T09:59:48Z".parse().unwrap(), now), "2h ago");
+        assert_eq!(ago("2026-05-01T12:00:09Z".parse().unwrap(), now), "now");
+        assert_eq!(rfc3339(now), "2026-05-01T12:00:00.000Z");
+    }
+
+    #[test]
+    fn numbers_keep_four_digits() {
+        assert_eq!(number(0.123_456), "0.1235");
+        assert_eq!(number(0.000_1), "1.0e-4");
+        assert_eq!(number(0.0), "0");
+        assert_eq!(number(f64::NAN), "NaN");
+        assert_eq!(rate(0.4), "2.50 it/s");
+        assert_eq!(rate(4.2), "4.20 s/it");
+        assert_eq!(rate(0.0), "-");
+    }
+
+    #[test]
+    fn durations_parse_or_say_what_is_expected() {
+        assert_eq!(parse_duration("90"), Ok(Duration::from_secs(90)));
+        assert_eq!(parse_duration("1h30m"), Ok(Duration::from_secs(5400)));
+        for bad in [
+            "",
+            "m",
+            "10x",
+            "-5s",
+            "1m1h",
+            "1m1m",
+            "10m5",
+            "99999999999999999999s",
+            "400000d",
+        ] {
+            assert!(parse_duration(bad).is_err(), "{bad}");
+        }
+        let now: Timestamp = "2026-05-01T12:00:00Z".parse().unwrap();
+        assert_eq!(rfc3339(parse_since("10m", now).unwrap()), "2026-05-01T11:50:00.000Z");
+        assert_eq!(
+            parse_since("2026-05-01T12:00:00+02:00", now).unwrap().to_string(),
+            "2026-05-01T10:00:00Z"
+        );
+        assert!(parse_since("yesterday", now).is_err());
+    }
+
+    #[test]
+    fn text_from_elsewhere_cannot_drive_the_terminal() {
+        assert_eq!(printable("a\x1b[2Jb\tc"), "a\u{fffd}[2Jb c");
+        assert_eq!(printable("x\u{202e}y"), "x\u{fffd}y");
+        assert_eq!(printable("日本 ok"), "日本 ok");
+    }
+}

@@ -1,0 +1,432 @@
+//! Where output goes: standard output, standard error, a log file; and whether there is a terminal.
+
+use super::progress::{JobProgress, Pace};
+use super::{SCHEMA_VERSION, Table};
+use crate::failure::Failure;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde::Serialize;
+use std::fs::File;
+use std::io::{self, IsTerminal, Write};
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// In which form a command prints its data.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Format {
+    /// For people: tables on a terminal, tab-separated text in a pipe.
+    #[default]
+    Human,
+    /// One JSON document, or one line per event for streams.
+    Json,
+    /// Ids only.
+    Quiet,
+}
+
+impl Format {
+    /// From the two flags that most commands have.
+    #[must_use]
+    pub fn from_flags(json: bool, quiet: bool) -> Self {
+        match (json, quiet) {
+            (true, _) => Self::Json,
+            (_, true) => Self::Quiet,
+            _ => Self::Human,
+        }
+    }
+}
+
+/// The terminal, or the lack of one.
+pub struct Ui {
+    width: Option<usize>,
+    color: bool,
+    color_err: bool,
+    bars: bool,
+    plain_progress: bool,
+    started: Instant,
+    bar: Mutex<Option<ProgressBar>>,
+    tee: Option<Mutex<File>>,
+}
+
+impl Ui {
+    /// Looks at standard output, standard error, `NO_COLOR`, `TERM` and `COLUMNS`.
+    #[must_use]
+    pub fn from_env(env: &dyn Fn(&str) -> Option<String>, no_color: bool, no_progress: bool) -> Self {
+        let dumb = env("TERM").is_some_and(|term| term == "dumb");
+        let plain = no_color || dumb || env("NO_COLOR").is_some_and(|value| !value.is_empty());
+        let (out, err) = (io::stdout().is_terminal(), io::stderr().is_terminal());
+        // COLUMNS is asked for explicitly, so it holds for a pipe too.
+        let columns = env("COLUMNS")
+            .and_then(|text| text.parse().ok())
+            .filter(|&width: &usize| width > 0);
+        Self {
+            width: columns.or_else(|| out.then(|| terminal_width().unwrap_or(80))),
+            color: out && !plain,
+            color_err: err && !plain,
+            bars: err && !dumb && !no_progress,
+            plain_progress: !no_progress,
+            started: Instant::now(),
+            bar: Mutex::new(None),
+            tee: None,
+        }
+    }
+
+    /// For tests and programs: no terminal, no colour, no progress.
+    #[must_use]
+    pub fn silent() -> Self {
+        Self {
+            width: None,
+            color: false,
+            color_err: false,
+            bars: false,
+            plain_progress: false,
+            started: Instant::now(),
+            bar: Mutex::new(None),
+            tee: None,
+        }
+    }
+
+    /// Copies everything that is shown, without bars and colours, to the end of this file too.
+    ///
+    /// # Errors
+    /// When the file cannot be opened for appending.
+    pub fn tee(mut self, path: &Path) -> Result<Self, Failure> {
+        let open = File::options().create(true).append(true).open(path);
+        let file = open.map_err(|error| Failure::file("open the log file", path, &error))?;
+        self.tee = Some(Mutex::new(file));
+        Ok(self)
+    }
+
+    /// Whether messages on standard error are coloured.
+    #[must_use]
+    pub fn color_err(&self) -> bool {
+        self.color_err
+    }
+
+    /// Whether progress is drawn as a bar that moves.
+    #[must_use]
+    pub fn has_bars(&self) -> bool {
+        self.bars
+    }
+
+    /// Columns of a line, when output is laid out for a terminal.
+    #[must_use]
+    pub fn width(&self) -> Option<usize> {
+        self.width
+    }
+
+    /// One line of data on standard output.
+    ///
+    /// # Errors
+    /// When standard output cannot be written; a closed pipe is [`crate::exit::Exit::BrokenPipe`].
+    pub fn data(&self, line: &str) -> Result<(), Failure> {
+        self.copy(line);
+        self.beside_bar(|| {
+            let mut out = io::stdout().lock();
+            writeln!(out, "{line}").and_then(|()| out.flush())
+        })
+        .map_err(|error| Failure::output(&error))
+    }
+
+    /// Several lines of data.
+    ///
+    /// # Errors
+    /// As [`Self::data`].
+    pub fn data_lines<S: AsRef<str>>(&self, lines: impl IntoIterator<Item = S>) -> Result<(), Failure> {
+        let mut text = String::new();
+        for line in lines {
+            text.push_str(line.as_ref());
+            text.push('\n');
+        }
+        match text.strip_suffix('\n') {
+            Some(text) => self.data(text),
+            None => Ok(()),
+        }
+    }
+
+    /// A table: laid out for the terminal, or tab-separated for a script.
+    ///
+    /// # Errors
+    /// As [`Self::data`].
+    pub fn table(&self, table: &Table) -> Result<(), Failure> {
+        match self.width {
+            Some(width) => {
+                let mut lines = table.aligned(width);
+                if self.color
+                    && let Some(titles) = lines.first_mut()
+                {
+                    *titles = format!("\x1b[1m{titles}\x1b[0m");
+                }
+                self.data_lines(lines)
+            }
+            None => self.data_lines(table.tabbed()),
+        }
+    }
+
+    /// One JSON document with `schema_version`, indented.
+    ///
+    /// # Errors
+    /// As [`Self::data`].
+    pub fn json(&self, value: &impl Serialize) -> Result<(), Failure> {
+        let text = serde_json::to_string_pretty(&versioned(value)?);
+        self.data(&text.map_err(|error| Failure::failed(format!("cannot write JSON: {error}")))?)
+    }
+
+    /// One JSON line of a stream, with `schema_version`.
+    ///
+    /// # Errors
+    /// As [`Self::data`].
+    pub fn json_line(&self, value: &impl Serialize) -> Result<(), Failure> {
+        self.data(&versioned(value)?.to_string())
+    }
+
+    /// Something to know, on standard error.
+    pub fn notice(&self, text: &str) {
+        self.message(text, text);
+    }
+
+    /// `warning: …` on standard error.
+    pub fn warn(&self, text: &str) {
+        let plain = format!("warning: {text}");
+        if self.color_err {
+            self.message(&format!("\x1b[1;33mwarning:\x1b[0m {text}"), &plain);
+        } else {
+            self.message(&plain, &plain);
+        }
+    }
+
+    /// `hint: …` on standard error.
+    pub fn hint(&self, text: &str) {
+        let plain = format!("hint: {text}");
+        if self.color_err {
+            self.message(&format!("\x1b[36mhint:\x1b[0m {text}"), &plain);
+        } else {
+            self.message(&plain, &plain);
+        }
+    }
+
+    /// An error and its hints on standard error.
+    pub fn failure(&self, failure: &Failure) {
+        let plain = failure.render(false);
+        if !plain.is_empty() {
+            self.message(failure.render(self.color_err).trim_end(), plain.trim_end());
+        }
+    }
+
+    fn message(&self, shown: &str, plain: &str) {
+        self.copy(plain);
+        // Nobody is left to tell when standard error is gone.
+        let _ = self.beside_bar(|| writeln!(io::stderr().lock(), "{shown}"));
+    }
+
+    fn copy(&self, line: &str) {
+        if let Some(tee) = &self.tee {
+            let mut file = tee.lock().unwrap_or_else(PoisonError::into_inner);
+            // A full disk must not end the job that is being logged.
+            let _ = writeln!(file, "{line}");
+        }
+    }
+
+    fn beside_bar<T>(&self, write: impl FnOnce() -> T) -> T {
+        let bar = self.bar.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        match bar {
+            Some(bar) => bar.suspend(write),
+            None => write(),
+        }
+    }
+
+    /// Clears the screen, for `--watch` on a terminal. Nothing in a pipe.
+    ///
+    /// # Errors
+    /// As [`Self::data`].
+    pub fn clear_screen(&self) -> Result<(), Failure> {
+        if !io::stdout().is_terminal() {
+            return Ok(());
+        }
+        let mut out = io::stdout().lock();
+        let cleared = write!(out, "\x1b[H\x1b[2J").and_then(|()| out.flush());
+        cleared.map_err(|error| Failure::output(&error))
+    }
+
+    /// A wait of so many bytes: a bar on a terminal, otherwise a line now and then.
+    #[must_use]
+    pub fn bytes(&self, what: &str, total: u64) -> Wait<'_> {
+        let template = "{msg:<22!} [{bar:20}] {bytes:>10}/{total_bytes:<10} {binary_bytes_per_sec} {eta}";
+        self.wait(what, total, Unit::Bytes, template)
+    }
+
+    /// A wait of so many things.
+    #[must_use]
+    pub fn items(&self, what: &str, total: u64) -> Wait<'_> {
+        self.wait(what, total, Unit::Items, "{msg:<22!} [{bar:24}] {pos}/{len} {eta}")
+    }
+
+    /// A wait of unknown length.
+    #[must_use]
+    pub fn spinner(&self, what: &str) -> Wait<'_> {
+        let wait = self.wait(what, 0, Unit::Items, "{spinner} {msg} {elapsed}");
+        if let Some(bar) = &wait.bar {
+            bar.enable_steady_tick(Duration::from_millis(120));
+        }
+        wait
+    }
+
+    /// The progress of a job.
+    #[must_use]
+    pub fn job(&self) -> Wait<'_> {
+        self.wait("", 0, Unit::Job, "{prefix:<14!} [{bar:14}] {pos}/{len}  {wide_msg}")
+    }
+
+    fn wait(&self, what: &str, total: u64, unit: Unit, template: &str) -> Wait<'_> {
+        let bar = self.bars.then(|| {
+            let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(8));
+            if let Ok(style) = ProgressStyle::with_template(template) {
+                bar.set_style(style.progress_chars("=> "));
+            }
+            bar.set_message(what.to_owned());
+            bar
+        });
+        *self.bar.lock().unwrap_or_else(PoisonError::into_inner) = bar.clone();
+        let interval = Duration::from_secs(if unit == Unit::Job { 10 } else { 5 });
+        let mut pace = Pace::new(interval);
+        // A short wait says nothing before its end.
+        let _ = unit == Unit::Job || pace.due(self.started.elapsed(), false);
+        Wait {
+            ui: self,
+            what: what.to_owned(),
+            unit,
+            total,
+            done: 0,
+            bar,
+            pace,
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Unit {
+    Bytes,
+    Items,
+    Job,
+}
+
+/// A wait that is shown until this is dropped.
+pub struct Wait<'a> {
+    ui: &'a Ui,
+    what: String,
+    unit: Unit,
+    total: u64,
+    done: u64,
+    bar: Option<ProgressBar>,
+    pace: Pace,
+}
+
+impl Wait<'_> {
+    /// So much is done, of so much.
+    pub fn set(&mut self, done: u64, total: u64) {
+        (self.done, self.total) = (done, total);
+        if let Some(bar) = &self.bar {
+            bar.set_length(total);
+            bar.set_position(done);
+        } else if self.ui.plain_progress && self.pace.due(self.ui.started.elapsed(), false) {
+            let text = match self.unit {
+                Unit::Bytes => format!("{}/{}", super::format::size(done), super::format::size(total)),
+                Unit::Items | Unit::Job => format!("{done}/{total}"),
+            };
+            self.ui.notice(&format!("{}  {text}", self.what));
+        }
+    }
+
+    /// This much more is done.
+    pub fn add(&mut self, more: u64) {
+        self.set(self.done.saturating_add(more), self.total);
+    }
+
+    /// What is being waited for now.
+    pub fn say(&mut self, what: &str) {
+        what.clone_into(&mut self.what);
+        if let Some(bar) = &self.bar {
+            bar.set_message(self.what.clone());
+        }
+    }
+
+    /// How far the job is. `last`: it will not move any more.
+    pub fn show_job(&mut self, progress: &JobProgress, last: bool) {
+        match &self.bar {
+            Some(bar) => {
+                bar.set_prefix(super::format::printable(&progress.phase));
+                bar.set_length(progress.total);
+                bar.set_position(progress.done.min(progress.total));
+                bar.set_message(progress.numbers());
+            }
+            None if self.ui.plain_progress && self.pace.due(self.ui.started.elapsed(), last) => {
+                self.ui.notice(&super::format::printable(&progress.line()));
+            }
+            None => {}
+        }
+    }
+}
+
+impl Drop for Wait<'_> {
+    fn drop(&mut self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+            *self.ui.bar.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        }
+    }
+}
+
+/// The value with `schema_version` in front; lists become `{schema_version, items}`.
+fn versioned(value: &impl Serialize) -> Result<serde_json::Value, Failure> {
+    let value = serde_json::to_value(value).map_err(|error| Failure::failed(format!("cannot write JSON: {error}")))?;
+    let mut object = serde_json::Map::new();
+    object.insert("schema_version".to_owned(), SCHEMA_VERSION.into());
+    match value {
+        serde_json::Value::Object(fields) => object.extend(fields),
+        other => {
+            object.insert("items".to_owned(), other);
+        }
+    }
+    Ok(serde_json::Value::Object(object))
+}
+
+/// Columns of the terminal behind standard output.
+fn terminal_width() -> Option<usize> {
+    terminal_size::terminal_size_of(io::stdout())
+        .map(|(width, _)| usize::from(width.0))
+        .filter(|&width| width > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn json_carries_a_schema_version_first() {
+        let text = versioned(&serde_json::json!({"id": "j1"})).unwrap().to_string();
+        assert_eq!(text, r#"{"schema_version":1,"id":"j1"}"#);
+        let text = versioned(&[1, 2]).unwrap().to_string();
+        assert_eq!(text, r#"{"schema_version":1,"items":[1,2]}"#);
+    }
+
+    #[test]
+    fn columns_is_honoured_in_a_pipe() {
+        let env = |name: &str| (name == "COLUMNS").then(|| "57".to_owned());
+        assert_eq!(Ui::from_env(&env, false, false).width(), Some(57));
+        let env = |name: &str| (name == "COLUMNS").then(|| "zero".to_owned());
+        assert_ne!(Ui::from_env(&env, false, false).width(), Some(0));
+    }
+
+    #[test]
+    fn a_log_file_gets_what_is_shown() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run.log");
+        for _ in 0..2 {
+            let ui = Ui::silent().tee(&path).unwrap();
+            ui.warn("careful");
+        }
+        assert_eq!(
+            std::fs::read_to_string(&path).unwrap(),
+            "warning: careful\nwarning: careful\n"
+        );
+    }
+}

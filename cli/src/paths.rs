@@ -1,0 +1,104 @@
+//! Where things live: the XDG folders on every system, `~` when they are not set.
+
+use std::path::{Path, PathBuf};
+
+/// The folders of this user. Paths only; nothing is created here.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Paths {
+    /// `$XDG_CONFIG_HOME/aitk`, default `~/.config/aitk`.
+    pub config: PathBuf,
+    /// `$XDG_DATA_HOME/aitk`, default `~/.local/share/aitk`: what `aitk up` keeps.
+    pub data: PathBuf,
+    /// `$XDG_CACHE_HOME/aitk`, default `~/.cache/aitk`.
+    pub cache: PathBuf,
+    /// `$XDG_STATE_HOME/aitk`, default `~/.local/state/aitk`: `up.json`, the private folders of `aitk run`.
+    pub state: PathBuf,
+    /// `~`, for `~/Library` on a Mac.
+    home: PathBuf,
+}
+
+impl Paths {
+    /// Takes the folders from an environment. As the XDG specification says, a relative path is ignored.
+    #[must_use]
+    pub fn from_env(env: &dyn Fn(&str) -> Option<String>) -> Self {
+        let home = env("HOME")
+            .filter(|home| !home.is_empty())
+            .map_or_else(|| PathBuf::from("/"), PathBuf::from);
+        let xdg = |name: &str, fallback: &str| {
+            env(name)
+                .map(PathBuf::from)
+                .filter(|path| path.is_absolute())
+                .unwrap_or_else(|| home.join(fallback))
+                .join("aitk")
+        };
+        Self {
+            config: xdg("XDG_CONFIG_HOME", ".config"),
+            data: xdg("XDG_DATA_HOME", ".local/share"),
+            cache: xdg("XDG_CACHE_HOME", ".cache"),
+            state: xdg("XDG_STATE_HOME", ".local/state"),
+            home,
+        }
+    }
+
+    /// The user's settings file. On a Mac `~/Library/Application Support/aitk` serves when only that exists.
+    #[must_use]
+    pub fn user_config(&self) -> PathBuf {
+        let usual = self.config.join("config.yaml");
+        let mac = self.home.join("Library/Application Support/aitk/config.yaml");
+        if cfg!(target_os = "macos") && !usual.exists() && mac.exists() {
+            mac
+        } else {
+            usual
+        }
+    }
+
+    /// What a running `aitk up` leaves for other commands to find it.
+    #[must_use]
+    pub fn up_state(&self) -> PathBuf {
+        self.state.join("up.json")
+    }
+}
+
+/// A path as a person writes it: `~/…` where it lies below the home folder.
+#[must_use]
+pub fn display_path(path: &Path, env: &dyn Fn(&str) -> Option<String>) -> String {
+    if let Some(home) = env("HOME").filter(|home| home.len() > 1)
+        && let Ok(rest) = path.strip_prefix(&home)
+    {
+        return format!("~/{}", rest.display());
+    }
+    path.display().to_string()
+}
+
+/// `~/x` -> `$HOME/x`; everything else as it is, relative paths below `base`.
+#[must_use]
+pub fn expand(path: &str, base: &Path, env: &dyn Fn(&str) -> Option<String>) -> PathBuf {
+    if let Some(rest) = path.strip_prefix("~/")
+        && let Some(home) = env("HOME")
+    {
+        return PathBuf::from(home).join(rest);
+    }
+    base.join(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn xdg_wins_over_home_and_relative_values_are_ignored() {
+        let env = |name: &str| match name {
+            "HOME" => Some("/home/ada".to_owned()),
+            "XDG_STATE_HOME" => Some("/var/state".to_owned()),
+            "XDG_CACHE_HOME" => Some("relative".to_owned()),
+            _ => None,
+        };
+        let paths = Paths::from_env(&env);
+        assert_eq!(paths.up_state(), Path::new("/var/state/aitk/up.json"));
+        assert_eq!(paths.cache, Path::new("/home/ada/.cache/aitk"));
+        assert_eq!(paths.user_config(), Path::new("/home/ada/.config/aitk/config.yaml"));
+        assert_eq!(display_path(&paths.cache, &env), "~/.cache/aitk");
+        assert_eq!(expand("~/t", Path::new("/b"), &env), Path::new("/home/ada/t"));
+        assert_eq!(expand("t", Path::new("/b"), &env), Path::new("/b/t"));
+    }
+}

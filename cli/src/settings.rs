@@ -1,0 +1,444 @@
+//! Which coordinator, which token, and where each of them was said.
+//!
+//! Precedence: flag > environment > `./aitk.yaml` > user file > a running `aitk up`.
+
+use crate::failure::Failure;
+use crate::paths::{Paths, expand};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+/// Where a setting comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// A flag of this command line.
+    Flag(&'static str),
+    /// An environment variable.
+    Env(&'static str),
+    /// `aitk.yaml` of the folder the command runs in.
+    Project(PathBuf),
+    /// The user's own settings file.
+    User(PathBuf),
+    /// What a running `aitk up` on this machine left.
+    Up(PathBuf),
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Flag(flag) => write!(f, "flag {flag}"),
+            Self::Env(name) => write!(f, "environment variable {name}"),
+            Self::Project(path) => write!(f, "project file {}", path.display()),
+            Self::User(path) => write!(f, "user file {}", path.display()),
+            Self::Up(path) => write!(f, "`aitk up` on this machine ({})", path.display()),
+        }
+    }
+}
+
+/// A value and where it was said.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Setting<T> {
+    /// The value.
+    pub value: T,
+    /// Where it comes from.
+    pub origin: Origin,
+}
+
+/// A token: never shown.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Secret(String);
+
+impl Secret {
+    /// Wraps a token.
+    #[must_use]
+    pub fn new(text: impl Into<String>) -> Self {
+        Self(text.into())
+    }
+
+    /// The token itself, to be sent.
+    #[must_use]
+    pub fn expose(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret(…)")
+    }
+}
+
+/// Where the token is to be had.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum TokenSource {
+    /// The token itself (from `AITK_TOKEN`).
+    Value(Secret),
+    /// A file of mode 0600 that holds it.
+    File(PathBuf),
+}
+
+/// How to reach the coordinator.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Settings {
+    /// Its address.
+    pub server: Option<Setting<String>>,
+    /// The token.
+    pub token: Option<Setting<TokenSource>>,
+    /// A CA certificate to trust beside the system's.
+    pub ca_file: Option<Setting<PathBuf>>,
+}
+
+/// What flags say.
+#[derive(Clone, Debug, Default)]
+pub struct Flags {
+    /// `--server`.
+    pub server: Option<String>,
+    /// `--token-file`.
+    pub token_file: Option<PathBuf>,
+    /// `--ca-file`.
+    pub ca_file: Option<PathBuf>,
+}
+
+/// What a running `aitk up` writes for the commands beside it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct UpState {
+    /// Its address: `http://127.0.0.1:7411`.
+    pub server: String,
+    /// The file with the token.
+    pub token_file: PathBuf,
+    /// A CA certificate to trust, when it speaks TLS.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ca_file: Option<PathBuf>,
+    /// Its process.
+    pub pid: u32,
+    /// Where it keeps its data.
+    pub data_dir: PathBuf,
+    /// When it started (RFC 3339).
+    pub started: String,
+}
+
+impl UpState {
+    /// Reads the state of a running `aitk up`, if there is one.
+    ///
+    /// # Errors
+    /// When the file exists but cannot be read or understood.
+    pub fn read(path: &Path) -> Result<Option<Self>, Failure> {
+        let text = match std::fs::read_to_string(path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(Failure::file("read", path, &error)),
+        };
+        serde_json::from_str(&text).map(Some).map_err(|error| {
+            Failure::failed(format!("{} is not what `aitk up` writes: {error}", path.display()))
+                .hint("delete the file; `aitk up` writes a new one")
+        })
+    }
+}
+
+/// The keys of `aitk.yaml` and of the user file.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct FileSettings {
+    server: Option<String>,
+    token_file: Option<String>,
+    ca_file: Option<String>,
+}
+
+impl Settings {
+    /// Looks in every place, in order of precedence. `directory` is where the command runs.
+    ///
+    /// # Errors
+    /// When a settings file exists but cannot be read or understood.
+    pub fn resolve(
+        flags: &Flags,
+        env: &dyn Fn(&str) -> Option<String>,
+        directory: &Path,
+        paths: &Paths,
+    ) -> Result<Self, Failure> {
+        let env = |name: &str| env(name).filter(|value| !value.is_empty());
+        let project_path = directory.join("aitk.yaml");
+        let user_path = paths.user_config();
+        let project = read_file(&project_path)?;
+        let user = read_file(&user_path)?;
+        let project_dir = directory.to_path_buf();
+        let user_dir = user_path.parent().unwrap_or(directory).to_path_buf();
+        let in_project = || Origin::Project(project_path.clone());
+        let in_user = || Origin::User(user_path.clone());
+
+        let mut server = setting(flags.server.clone(), || Origin::Flag("--server"))
+            .or_else(|| setting(env("AITK_SERVER"), || Origin::Env("AITK_SERVER")))
+            .or_else(|| setting(project.server.clone(), in_project))
+            .or_else(|| setting(user.server.clone(), in_user));
+        let mut ca_file = setting(flags.ca_file.clone(), || Origin::Flag("--ca-file"))
+            .or_else(|| setting(env("AITK_CA_FILE").map(PathBuf::from), || Origin::Env("AITK_CA_FILE")))
+            .or_else(|| {
+                setting(
+                    project.ca_file.as_deref().map(|p| expand(p, &project_dir, &env)),
+                    in_project,
+                )
+            })
+            .or_else(|| setting(user.ca_file.as_deref().map(|p| expand(p, &user_dir, &env)), in_user));
+
+        let file = |path: PathBuf| TokenSource::File(path);
+        let mut token = setting(flags.token_file.clone().map(file), || Origin::Flag("--token-file"))
+            .or_else(|| {
+                let value = env("AITK_TOKEN").map(|text| TokenSource::Value(Secret::new(text.trim())));
+                setting(value, || Origin::Env("AITK_TOKEN"))
+            })
+            .or_else(|| {
+                setting(env("AITK_TOKEN_FILE").map(|p| file(p.into())), || {
+                    Origin::Env("AITK_TOKEN_FILE")
+                })
+            })
+            .or_else(|| {
+                setting(
+                    project
+                        .token_file
+                        .as_deref()
+                        .map(|p| file(expand(p, &project_dir, &env))),
+                    in_project,
+                )
+            });
+        // A folder that somebody else made may name a server; it must not thereby get the user's own token.
+        if token.is_none()
+            && !matches!(
+                &server,
+                Some(Setting {
+                    origin: Origin::Project(_),
+                    ..
+                })
+            )
+        {
+            token = setting(
+                user.token_file.as_deref().map(|p| file(expand(p, &user_dir, &env))),
+                in_user,
+            );
+        }
+
+        // A running `aitk up`: serves when nothing names a server, or when its own address is named.
+        let up_path = paths.up_state();
+        if let Some(up) = UpState::read(&up_path)?
+            && server
+                .as_ref()
+                .is_none_or(|server| server.value.trim_end_matches('/') == up.server)
+        {
+            let origin = || Origin::Up(up_path.clone());
+            server = server.or_else(|| setting(Some(up.server), origin));
+            token = token.or_else(|| setting(Some(TokenSource::File(up.token_file)), origin));
+            ca_file = ca_file.or_else(|| setting(up.ca_file, origin));
+        }
+        Ok(Self { server, token, ca_file })
+    }
+
+    /// The address, or what to do when none is known.
+    ///
+    /// # Errors
+    /// When no server is named anywhere.
+    pub fn server(&self) -> Result<&Setting<String>, Failure> {
+        self.server.as_ref().ok_or_else(|| {
+            Failure::usage("no coordinator is named")
+                .hint("give --server URL, set AITK_SERVER, or write `server: URL` into ./aitk.yaml")
+                .hint("no cluster yet? `aitk up` starts one here; `aitk run CONFIG` needs none")
+        })
+    }
+}
+
+fn setting<T>(value: Option<T>, origin: impl FnOnce() -> Origin) -> Option<Setting<T>> {
+    value.map(|value| Setting {
+        value,
+        origin: origin(),
+    })
+}
+
+fn read_file(path: &Path) -> Result<FileSettings, Failure> {
+    let text = match std::fs::read_to_string(path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(FileSettings::default()),
+        Err(error) => return Err(Failure::file("read", path, &error)),
+    };
+    parse_file(&text).map_err(|(line, problem)| {
+        Failure::failed(format!("{}:{line}: {problem}", path.display()))
+            .hint("expected lines `server: URL`, `token_file: PATH`, `ca_file: PATH`")
+    })
+}
+
+/// Flat `key: value` lines, a small part of YAML: comments, quotes, nothing nested. Errors carry the line.
+fn parse_file(text: &str) -> Result<FileSettings, (usize, String)> {
+    let mut settings = FileSettings::default();
+    for (index, line) in text.lines().enumerate() {
+        let number = index + 1;
+        let bare = line.trim();
+        if bare.is_empty() || bare.starts_with('#') || bare == "---" {
+            continue;
+        }
+        if line.starts_with([' ', '\t']) {
+            return Err((number, "nested settings are not known here".to_owned()));
+        }
+        let (key, value) = line
+            .split_once(':')
+            .ok_or_else(|| (number, "expected `key: value`".to_owned()))?;
+        let value = unquote(value.trim()).map_err(|problem| (number, problem))?;
+        let slot = match key.trim() {
+            "server" => &mut settings.server,
+            "token_file" => &mut settings.token_file,
+            "ca_file" => &mut settings.ca_file,
+            "token" => {
+                let problem = "a token does not belong into a settings file; put it alone into a file of mode \
+                               0600 and name that with `token_file`";
+                return Err((number, problem.to_owned()));
+            }
+            other => return Err((number, format!("'{other}' is not a setting"))),
+        };
+        if slot.is_some() {
+            return Err((number, format!("'{}' is said twice", key.trim())));
+        }
+        *slot = Some(value).filter(|value| !value.is_empty());
+    }
+    Ok(settings)
+}
+
+fn unquote(value: &str) -> Result<String, String> {
+    for quote in ['"', '\''] {
+        if let Some(rest) = value.strip_prefix(quote) {
+            let (inner, after) = rest
+                .split_once(quote)
+                .ok_or_else(|| "a quote is not closed".to_owned())?;
+            let after = after.trim();
+            if !after.is_empty() && !after.starts_with('#') {
+                return Err("text after the closing quote".to_owned());
+            }
+            return Ok(inner.to_owned());
+        }
+    }
+    let end = value.find(" #").unwrap_or(value.len());
+    let value = if value.starts_with('#') {
+        ""
+    } else {
+        value[..end].trim()
+    };
+    Ok(if matches!(value, "~" | "null") {
+        String::new()
+    } else {
+        value.to_owned()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+
+    struct Place {
+        dir: tempfile::TempDir,
+        env: BTreeMap<String, String>,
+    }
+
+    impl Place {
+        fn new() -> Self {
+            let dir = tempfile::tempdir().unwrap();
+            let home = dir.path().join("home").display().to_string();
+            Self {
+                dir,
+                env: BTreeMap::from([("HOME".to_owned(), home)]),
+            }
+        }
+
+        fn write(&self, name: &str, text: &str) {
+            let path = self.dir.path().join(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        }
+
+        fn resolve(&self, flags: &Flags) -> Result<Settings, Failure> {
+            let env = |name: &str| self.env.get(name).cloned();
+            Settings::resolve(flags, &env, self.dir.path(), &Paths::from_env(&env))
+        }
+    }
+
+    fn server(settings: &Settings) -> (&str, String) {
+        let server = settings.server().unwrap();
+        (&server.value, server.origin.to_string())
+    }
+
+    #[test]
+    fn each_place_gives_way_to_the_one_before() {
+        let mut place = Place::new();
+        assert_eq!(
+            place
+                .resolve(&Flags::default())
+                .unwrap()
+                .server()
+                .unwrap_err()
+                .exit
+                .code(),
+            2
+        );
+        let up =
+            r#"{"server":"http://up:1","token_file":"/t/up","pid":1,"data_dir":"/d","started":"2026-01-01T00:00:00Z"}"#;
+        place.write("home/.local/state/aitk/up.json", up);
+        let settings = place.resolve(&Flags::default()).unwrap();
+        assert_eq!(server(&settings).0, "http://up:1");
+        assert_eq!(settings.token.unwrap().value, TokenSource::File("/t/up".into()));
+
+        place.write(
+            "home/.config/aitk/config.yaml",
+            "server: http://user:1\ntoken_file: tok # mine\n",
+        );
+        let settings = place.resolve(&Flags::default()).unwrap();
+        assert_eq!(server(&settings).0, "http://user:1");
+        let user_token = place.dir.path().join("home/.config/aitk/tok");
+        assert_eq!(settings.token.unwrap().value, TokenSource::File(user_token));
+
+        place.write("aitk.yaml", "# the lab\nserver: \"http://project:1\"\n");
+        let settings = place.resolve(&Flags::default()).unwrap();
+        assert_eq!(server(&settings).0, "http://project:1");
+        assert!(server(&settings).1.starts_with("project file"));
+        assert_eq!(settings.token, None, "a project must not draw the user's token");
+
+        place.env.insert("AITK_SERVER".to_owned(), "http://env:1".to_owned());
+        place.env.insert("AITK_TOKEN".to_owned(), "secret".to_owned());
+        let settings = place.resolve(&Flags::default()).unwrap();
+        assert_eq!(server(&settings).1, "environment variable AITK_SERVER");
+        assert!(!format!("{settings:?}").contains("secret"));
+
+        let flags = Flags {
+            server: Some("http://flag:1".to_owned()),
+            ..Flags::default()
+        };
+        assert_eq!(server(&place.resolve(&flags).unwrap()).1, "flag --server");
+    }
+
+    #[test]
+    fn an_up_address_that_is_named_gets_ups_token() {
+        let place = Place::new();
+        let up =
+            r#"{"server":"http://up:1","token_file":"/t/up","pid":1,"data_dir":"/d","started":"2026-01-01T00:00:00Z"}"#;
+        place.write("home/.local/state/aitk/up.json", up);
+        let named = Flags {
+            server: Some("http://up:1/".to_owned()),
+            ..Flags::default()
+        };
+        assert!(place.resolve(&named).unwrap().token.is_some());
+        let other = Flags {
+            server: Some("http://other:1".to_owned()),
+            ..Flags::default()
+        };
+        assert!(place.resolve(&other).unwrap().token.is_none());
+    }
+
+    #[test]
+    fn bad_files_name_the_line() {
+        for (text, wanted) in [
+            ("server", "aitk.yaml:1: expected `key: value`"),
+            ("\nservr: x", "aitk.yaml:2: 'servr' is not a setting"),
+            ("token: abc", "0600"),
+            ("server: x\nserver: y", "said twice"),
+            ("server:\n  url: x", "nested"),
+            ("server: \"x", "not closed"),
+        ] {
+            let place = Place::new();
+            place.write("aitk.yaml", text);
+            let failure = place.resolve(&Flags::default()).unwrap_err();
+            assert!(failure.message.contains(wanted), "{text:?}: {}", failure.message);
+        }
+    }
+}

@@ -1,0 +1,377 @@
+//! Jobs, workers and artifacts as tables and as JSON.
+
+use crate::exit::Exit;
+use crate::output::format::{ago, duration, gib, rfc3339, size};
+use crate::output::{Column, Table};
+use aitk_common::capability::DeviceRef;
+use aitk_common::control::{Artifact, AttemptState, JobEvent, JobState, JobView, UnixMillis, WorkerView};
+use jiff::Timestamp;
+use serde_json::{Value, json};
+use std::time::Duration;
+
+/// The shortest part of an id that is shown.
+const SHORT_ID: usize = 8;
+
+/// A moment from the coordinator. What no clock can show becomes 1970.
+#[must_use]
+pub fn moment(time: UnixMillis) -> Timestamp {
+    i64::try_from(time.0)
+        .ok()
+        .and_then(|ms| Timestamp::from_millisecond(ms).ok())
+        .unwrap_or(Timestamp::UNIX_EPOCH)
+}
+
+/// `cuda:0`, `cpu`.
+#[must_use]
+pub fn device(device: DeviceRef) -> String {
+    match (device.kind.name(), device.index) {
+        ("cpu", 0) => "cpu".to_owned(),
+        (kind, index) => format!("{kind}:{index}"),
+    }
+}
+
+/// How the program ends for a job that has ended like this.
+#[must_use]
+pub fn job_exit(job: &JobView) -> Exit {
+    match job.state {
+        JobState::Completed => Exit::Ok,
+        JobState::Stopped => Exit::Terminated,
+        JobState::Failed
+            if job
+                .attempts
+                .last()
+                .is_some_and(|attempt| attempt.state == AttemptState::Lost) =>
+        {
+            Exit::Runner
+        }
+        JobState::Queued | JobState::Running | JobState::Stopping | JobState::Failed => Exit::Failed,
+    }
+}
+
+/// The length at which ids are shown: all of the same length, at least 8, and no two alike.
+#[must_use]
+pub fn id_length<'a>(ids: impl Iterator<Item = &'a str>) -> usize {
+    let mut ids: Vec<&str> = ids.collect();
+    ids.sort_unstable();
+    let shared = ids
+        .windows(2)
+        .map(|pair| pair[0].bytes().zip(pair[1].bytes()).take_while(|(a, b)| a == b).count());
+    shared.max().map_or(SHORT_ID, |shared| SHORT_ID.max(shared + 1))
+}
+
+/// The beginning of an id.
+#[must_use]
+pub fn short_id(id: &str, length: usize) -> &str {
+    id.get(..length).unwrap_or(id)
+}
+
+/// What a job does now or why it is where it is, in a few words.
+#[must_use]
+pub fn job_detail(job: &JobView) -> String {
+    let place = job
+        .attempts
+        .last()
+        .map(|attempt| format!("{} {}", attempt.worker_name, device(attempt.device)));
+    match job.state {
+        JobState::Running | JobState::Stopping => {
+            let mut parts: Vec<String> = place.into_iter().collect();
+            parts.extend(job.phase.clone().filter(|phase| !phase.is_empty()));
+            if let Some(progress) = &job.progress
+                && let Some(seconds) = progress.seconds_per_step
+                && let Some(left) = progress.total.checked_sub(progress.done).filter(|&left| left > 0)
+                && let Ok(eta) = Duration::try_from_secs_f64(seconds * left as f64)
+            {
+                parts.push(format!("ETA {}", duration(eta)));
+            }
+            if parts.is_empty() {
+                job.reason.clone()
+            } else {
+                parts.join(", ")
+            }
+        }
+        JobState::Queued | JobState::Stopped | JobState::Failed => job.reason.clone(),
+        JobState::Completed => match (job.started, job.ended) {
+            (Some(started), Some(ended)) => format!("took {}", duration(ended.since(started))),
+            _ => job.reason.clone(),
+        },
+    }
+}
+
+/// The table of `aitk ps`.
+#[must_use]
+pub fn jobs_table(jobs: &[JobView], now: Timestamp, full_ids: bool) -> Table {
+    let mut table = Table::new(&[
+        Column::fixed("ID"),
+        Column::text("NAME", 10),
+        Column::fixed("STATE"),
+        Column::number("STEP"),
+        Column::number("SINCE"),
+        Column::text("DETAIL", 12),
+    ]);
+    let length = if full_ids {
+        usize::MAX
+    } else {
+        id_length(jobs.iter().map(|job| job.id.as_str()))
+    };
+    for job in jobs {
+        let step = job
+            .progress
+            .map_or_else(|| "-".to_owned(), |p| format!("{}/{}", p.done, p.total));
+        let since = job.ended.or(job.started).unwrap_or(job.created);
+        table.row([
+            short_id(job.id.as_str(), length).to_owned(),
+            job.name.clone(),
+            job.state.name().to_owned(),
+            step,
+            ago(moment(since), now),
+            job_detail(job),
+        ]);
+    }
+    table
+}
+
+/// The table of `aitk workers`: a row per device.
+#[must_use]
+pub fn workers_table(workers: &[WorkerView], now: Timestamp) -> Table {
+    let mut table = Table::new(&[
+        Column::text("WORKER", 10),
+        Column::text("DEVICE", 14),
+        Column::number("BUDGET"),
+        Column::number("MEMORY"),
+        Column::fixed("PROFILE"),
+        Column::fixed("STATE"),
+    ]);
+    let length = id_length(
+        workers
+            .iter()
+            .flat_map(|w| &w.devices)
+            .filter_map(|d| d.job.as_ref().map(|id| id.as_str())),
+    );
+    for worker in workers {
+        let away = (!worker.connected).then(|| format!("away, {}", ago(moment(worker.last_seen), now)));
+        if worker.devices.is_empty() {
+            let state = away.clone().unwrap_or_else(|| "no device".to_owned());
+            table.row([
+                worker.name.clone(),
+                "-".into(),
+                "-".into(),
+                "-".into(),
+                "-".into(),
+                state,
+            ]);
+        }
+        for slot in &worker.devices {
+            let state = match (&away, &slot.job, worker.leaving) {
+                (Some(away), _, _) => away.clone(),
+                (None, Some(job), _) => format!("runs {}", short_id(job.as_str(), length)),
+                (None, None, true) => "leaving".to_owned(),
+                (None, None, false) => "idle".to_owned(),
+            };
+            table.row([
+                worker.name.clone(),
+                format!("{} {}", device(slot.device.device), slot.device.name),
+                gib(slot.device.memory_budget),
+                gib(slot.device.memory_total),
+                slot.device.profile.name().to_owned(),
+                state,
+            ]);
+        }
+    }
+    table
+}
+
+/// The table of `aitk artifacts ls`.
+#[must_use]
+pub fn artifacts_table(artifacts: &[Artifact]) -> Table {
+    let columns = [
+        Column::text("NAME", 24),
+        Column::fixed("KIND"),
+        Column::number("STEP"),
+        Column::number("SIZE"),
+    ];
+    let mut table = Table::new(&columns);
+    for artifact in artifacts {
+        let step = artifact.step.map_or_else(|| "-".to_owned(), |step| step.to_string());
+        table.row([artifact.name.clone(), artifact.kind.clone(), step, size(artifact.bytes)]);
+    }
+    table
+}
+
+/// Anything of the coordinator as JSON, with its times as RFC 3339.
+fn with_times(value: impl serde::Serialize, times: &[&str]) -> Value {
+    let mut value = serde_json::to_value(value).unwrap_or(Value::Null);
+    for name in times {
+        if let Some(slot) = value.get_mut(name)
+            && let Some(ms) = slot.as_u64()
+        {
+            *slot = rfc3339(moment(UnixMillis(ms))).into();
+        }
+    }
+    value
+}
+
+/// A job in JSON.
+#[must_use]
+pub fn job_json(job: &JobView) -> Value {
+    let mut value = with_times(job, &["created", "started", "ended"]);
+    value["attempts"] = job
+        .attempts
+        .iter()
+        .map(|attempt| with_times(attempt, &["created", "ended"]))
+        .collect();
+    value
+}
+
+/// A worker in JSON.
+#[must_use]
+pub fn worker_json(worker: &WorkerView) -> Value {
+    with_times(worker, &["last_seen"])
+}
+
+/// An event in JSON, with its job.
+#[must_use]
+pub fn event_json(job: &str, event: &JobEvent) -> Value {
+    let mut line = json!({ "job": job });
+    if let (Value::Object(line), Value::Object(fields)) = (&mut line, with_times(event, &["time"])) {
+        line.extend(fields);
+    }
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::tests::job;
+    use aitk_common::capability::{Device, DeviceKind};
+    use aitk_common::control::{AttemptView, EventBody, Progress, WorkerDeviceView};
+    use aitk_common::id::{AttemptId, Epoch, JobId, WorkerId};
+    use aitk_common::plan::profile::MemoryProfile;
+    use unicode_width::UnicodeWidthStr;
+
+    fn attempt(state: AttemptState) -> AttemptView {
+        AttemptView {
+            id: AttemptId::new("a1"),
+            epoch: Epoch(1),
+            worker: WorkerId::new("w1"),
+            worker_name: "the-box-under-the-desk".to_owned(),
+            device: DeviceRef {
+                kind: DeviceKind::Cuda,
+                index: 0,
+            },
+            profile: MemoryProfile::FullGpu,
+            state,
+            created: UnixMillis(1000),
+            ended: None,
+            message: String::new(),
+        }
+    }
+
+    fn jobs() -> Vec<JobView> {
+        let name = "a_lora_of_my_cat_with_a_very_long_name_that_never_ends_and_goes_on";
+        let mut running = job("0193aaaa-1", name, JobState::Running, 0);
+        running.attempts.push(attempt(AttemptState::Running));
+        running.phase = Some("training".to_owned());
+        running.progress = Some(Progress {
+            done: 1200,
+            total: 20_000,
+            seconds_per_step: Some(0.4),
+        });
+        let mut queued = job("0193aaab-2", "sdxl", JobState::Queued, 0);
+        queued.reason = "waits for a device with 24.0 GiB: the-box-under-the-desk has 11.2 GiB free".to_owned();
+        vec![running, queued]
+    }
+
+    #[test]
+    fn tables_fit_eighty_columns_with_long_names() {
+        let now = moment(UnixMillis(3_600_000));
+        let lines = jobs_table(&jobs(), now, false).aligned(80);
+        for line in &lines {
+            assert!(line.width() <= 80, "{line}");
+        }
+        assert!(lines[1].starts_with("0193aaaa  a_lora"), "{}", lines[1]);
+        assert!(lines[1].contains("running    1200/20000   1h ago"), "{}", lines[1]);
+        let device = Device {
+            device: DeviceRef {
+                kind: DeviceKind::Cuda,
+                index: 1,
+            },
+            name: "NVIDIA RTX PRO 6000 Blackwell Workstation Edition".to_owned(),
+            architecture: "sm_120".to_owned(),
+            memory_total: 96 << 30,
+            memory_budget: 95 << 30,
+            dtypes: vec![],
+            attention: vec![],
+            profile: MemoryProfile::FullGpu,
+        };
+        let worker = WorkerView {
+            id: WorkerId::new("w1"),
+            name: "the-box-under-the-desk".to_owned(),
+            version: "0.1.0".to_owned(),
+            host: "box".to_owned(),
+            connected: true,
+            leaving: false,
+            last_seen: UnixMillis(0),
+            devices: vec![WorkerDeviceView {
+                device,
+                job: Some(JobId::new("0193aaaa-1")),
+            }],
+            labels: std::collections::BTreeMap::new(),
+        };
+        for line in workers_table(&[worker], now).aligned(80) {
+            assert!(line.width() <= 80, "{line}");
+        }
+        let artifact = Artifact {
+            name: format!("{}/samples/1724085406830__000000500_0.jpg", "x".repeat(90)),
+            kind: "sample".to_owned(),
+            hash: None,
+            bytes: 123_456,
+            step: Some(500),
+            index: Some(0),
+            local_path: None,
+        };
+        for line in artifacts_table(&[artifact]).aligned(80) {
+            assert!(line.width() <= 80, "{line}");
+        }
+    }
+
+    #[test]
+    fn ids_stay_apart_when_shortened() {
+        assert_eq!(id_length(["0193aaaa-1", "0193aaab-2"].into_iter()), 8);
+        assert_eq!(id_length(["0193aaaa-1", "0193aaaa-2"].into_iter()), 10);
+        assert_eq!(id_length(std::iter::empty()), 8);
+        assert_eq!(short_id("abc", 8), "abc");
+    }
+
+    #[test]
+    fn a_followed_job_gives_its_code() {
+        let mut lost = job("a", "a", JobState::Failed, 0);
+        assert_eq!(job_exit(&lost), Exit::Failed);
+        lost.attempts.push(attempt(AttemptState::Lost));
+        assert_eq!(job_exit(&lost), Exit::Runner);
+        assert_eq!(job_exit(&job("a", "a", JobState::Stopped, 0)), Exit::Terminated);
+        assert_eq!(job_exit(&job("a", "a", JobState::Completed, 0)), Exit::Ok);
+    }
+
+    #[test]
+    fn json_has_rfc_3339_times() {
+        let value = job_json(&jobs()[0]);
+        assert_eq!(value["created"], "1970-01-01T00:00:00.000Z");
+        assert_eq!(value["attempts"][0]["created"], "1970-01-01T00:00:01.000Z");
+        assert_eq!(value["state"], "running");
+        let body = EventBody::Log {
+            level: "info".to_owned(),
+            message: "hi".to_owned(),
+        };
+        let event = JobEvent {
+            cursor: 4,
+            time: UnixMillis(5),
+            attempt: None,
+            body,
+        };
+        let text = event_json("j", &event).to_string();
+        assert_eq!(
+            text,
+            r#"{"job":"j","cursor":4,"time":"1970-01-01T00:00:00.005Z","attempt":null,"event":"log","level":"info","message":"hi"}"#
+        );
+    }
+}
