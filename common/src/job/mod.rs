@@ -1,1 +1,73 @@
-//! Job configs: parsed, templated, validated.
+//! Job configs: a config as its user wrote it -> templated -> validated -> [`JobSpec`] with every default filled in.
+//!
+//! A section is declared once, in the file of its name ([`schema`] says how); from that declaration come
+//! its type, its reader, its documentation and what [`JobSpec::unsupported`] says about it.
+
+pub mod arch;
+pub mod caption;
+mod checks;
+pub mod cluster;
+pub mod dataset;
+pub mod dtype;
+pub mod error;
+pub mod generate;
+mod inputs;
+pub mod logging;
+pub mod model;
+pub mod modify;
+pub mod naming;
+pub mod network;
+pub mod node;
+pub mod optimizer;
+pub mod process;
+pub mod prompt;
+pub mod sample;
+pub mod sampler;
+pub mod save;
+pub mod schema;
+pub mod slider;
+pub mod spec;
+pub mod train;
+pub mod values;
+
+pub use error::{Finding, JobError, Support};
+pub use process::{JobKind, Process, ProcessKind, ProcessType};
+pub use schema::{Input, InputKind, Status};
+pub use spec::JobSpec;
+
+use serde::{Deserialize, Serialize};
+
+/// How a config is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Format {
+    /// YAML 1.1, as ai-toolkit read it.
+    Yaml,
+    /// JSON.
+    Json,
+    /// JSON with comments and trailing commas.
+    Jsonc,
+}
+
+impl Format {
+    /// `yaml`, `json` or `jsonc`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Yaml => "yaml",
+            Self::Json => "json",
+            Self::Jsonc => "jsonc",
+        }
+    }
+
+    /// The format with this name or file extension (without dot).
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        match name.to_ascii_lowercase().as_str() {
+            "yaml" | "yml" => Some(Self::Yaml),
+            "json" => Some(Self::Json),
+            "jsonc" => Some(Self::Jsonc),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,287 @@
+//! `datasets`: pictures, captions, and what is done to them on the way.
+
+use super::node::Node;
+use super::schema::{Cx, FieldValue, Given, choices, section};
+use super::values::{Float, OneOrMany, TextSource};
+use serde::{Deserialize, Serialize};
+
+choices! {
+    /// What a dataset holds.
+    pub enum DatasetType("dataset type") {
+        /// Pictures (or videos) with captions.
+        Image = "image", Works;
+    }
+}
+
+choices! {
+    /// How paired pictures guide a training.
+    pub enum GuidanceType("guidance type") {
+        /// Targeted.
+        Targeted = "targeted", Works;
+        /// Polarity.
+        Polarity = "polarity", Works;
+        /// Both.
+        TargetedPolarity = "targeted_polarity", Works;
+        /// Direct.
+        Direct = "direct", Works;
+        /// Tnt.
+        Tnt = "tnt", Works;
+        /// For flow models.
+        TargetedFlow = "targeted_flow", Works;
+    }
+}
+
+/// Three colour values from 0 to 255.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Rgb(pub [u8; 3]);
+
+impl FieldValue for Rgb {
+    fn kind() -> String {
+        "[red, green, blue]".into()
+    }
+    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+        let values = Vec::<u32>::read(node, cx)?;
+        let bytes: Option<Vec<u8>> = values.iter().map(|&value| u8::try_from(value).ok()).collect();
+        let rgb = bytes.and_then(|bytes| <[u8; 3]>::try_from(bytes).ok());
+        if rgb.is_none() {
+            cx.error("expected three whole numbers from 0 to 255: [red, green, blue]");
+        }
+        rgb.map(Self)
+    }
+    fn show(&self) -> String {
+        format!("{:?}", self.0)
+    }
+    fn is_off(&self) -> bool {
+        self.0 == [0, 0, 0]
+    }
+}
+
+section! {
+    /// Pictures, captions, and what is done to them on the way.
+    pub struct DatasetConfig("datasets") {
+        /// What it holds.
+        kind as "type": DatasetType = DatasetType::Image, Works;
+        /// Folder, searched recursively.
+        folder_path: Option<String> = None, Works, input Dataset;
+        /// Folder, or a JSON file that maps picture paths to captions.
+        dataset_path: Option<String> = None, Works, shown "`folder_path`", input Dataset;
+        /// Pixel budget: resolution squared. A list makes one data set per resolution over the same files.
+        resolution: OneOrMany<u32> = OneOrMany(vec![512]), Works;
+        /// Items per batch.
+        batch_size: Option<u32> = None, Works, shown "`train.batch_size`";
+        /// Repeat the list of files.
+        num_repeats: u32 = 1, Works;
+        /// Suffix of caption files, with or without the dot.
+        caption_ext: String = ".txt".into(), Works;
+        /// Older name of `caption_ext`.
+        caption_type: Option<String> = None, Works;
+        /// Caption when a file is missing or blank.
+        default_caption: Option<String> = None, Works;
+        /// Trigger word of this data set.
+        trigger_word: Option<String> = None, Works, shown "the process's";
+        /// Words that are appended at random, or a text file with one per line.
+        random_triggers: TextSource = TextSource::default(), Works, input PromptFile;
+        /// Above 1: a random number of them, from 0 to this.
+        random_triggers_max: u32 = 1, Works;
+        /// Chance of an empty caption.
+        caption_dropout_rate: Float = Float(0.0), Works;
+        /// Chance to drop each comma-separated token.
+        token_dropout_rate: Float = Float(0.0), Works;
+        /// Leading tokens that are never dropped.
+        keep_tokens: u32 = 0, Works;
+        /// Shuffle the comma-separated tokens.
+        shuffle_tokens: bool = false, Works;
+        /// Take `caption_short` from the JSON file.
+        use_short_captions: bool = false, Works;
+        /// Never had an effect for trainers.
+        replacements: Vec<String> = Vec::new(), Accepted("never had an effect");
+        /// A regularisation set.
+        is_reg: bool = false, Refused("no regularisation sets");
+        /// Aim at the base model's own prediction.
+        prior_reg: bool = false, Refused("no regularisation sets");
+        /// LoRA multiplier for these items.
+        network_weight: Float = Float(1.0), Works;
+        /// Loss weight of these items.
+        loss_multiplier: f64 = 1.0, Works;
+        /// Aspect buckets; all data sets or none.
+        buckets: bool = true, Refused("pictures always go into aspect buckets");
+        /// Never had an effect: the model's divisibility is used.
+        bucket_tolerance: u32 = 64, Accepted("the model's divisibility is used, as ai-toolkit did");
+        /// Crop to a square.
+        square_crop: bool = false, Works;
+        /// Scale before everything else.
+        scale: f64 = 1.0, Works;
+        /// Crop at a random place, drawn once, instead of the centre.
+        random_crop: bool = false, Works;
+        /// Random scale; only without buckets.
+        random_scale: bool = false, With("buckets: false");
+        /// Add copies flipped left to right.
+        flip_x: bool = false, Works;
+        /// Add copies flipped upside down.
+        flip_y: bool = false, Works;
+        /// Built-in augmentations: `ColorJitter`, `RandomEqualize`.
+        augments: Vec<String> = Vec::new(), Refused("no augmentations except flips and crops");
+        /// Albumentations by name.
+        augmentations: Option<Vec<serde_json::Value>> = None, Refused("no augmentations except flips and crops");
+        /// A new order of augmentations per item.
+        shuffle_augmentations: bool = false, With("augmentations");
+        /// Apply spatial augmentations to control images too.
+        replay_transforms: bool = true, With("augmentations");
+        /// Match fixed channel statistics.
+        standardize_images: bool = false, Refused("pictures are used as they are");
+        /// Keep latents in RAM.
+        cache_latents: bool = false, Works;
+        /// Keep latents on disk.
+        cache_latents_to_disk: bool = false, Works;
+        /// Threads that decode while caching.
+        cache_latents_num_workers: Option<u32> = None, Accepted("speed only"), shown "at most 6";
+        /// Also keep pixels and sound on disk.
+        cache_tensors_to_disk: bool = false, Accepted("speed only");
+        /// Load pixels although latents are cached.
+        load_image_when_caching_latents: bool = false, Accepted("nothing that needs them");
+        /// Encode captions before training; all data sets or none.
+        cache_text_embeddings: bool = false, Accepted("the same result another way");
+        /// Cache CLIP image embeddings.
+        cache_clip_vision_to_disk: bool = false, With("adapter");
+        /// Folders of control images, matched by stem.
+        control_path: OneOrMany<String> = OneOrMany(Vec::new()), Refused("control images are not used yet"), input ControlImages;
+        /// The first of them, as the web UI writes it.
+        control_path_1: Option<String> = None, With("control_path"), input ControlImages;
+        /// The second of them.
+        control_path_2: Option<String> = None, With("control_path"), input ControlImages;
+        /// The third of them.
+        control_path_3: Option<String> = None, With("control_path"), input ControlImages;
+        /// Take random siblings as control images.
+        control_from_same_folder: bool = false, Refused("control images are not used yet");
+        /// How many.
+        num_controls_from_same_folder: u32 = 1, With("control_from_same_folder");
+        /// Background of transparent control images.
+        control_transparent_color: Rgb = Rgb([0, 0, 0]), With("control_path");
+        /// False: control images are resized to 512x512.
+        full_size_control_images: bool = true, With("control_path");
+        /// Controls to generate: `depth`, `line`, `pose`, `inpaint`, `mask`, `sapiens2_mask`.
+        controls: OneOrMany<String> = OneOrMany(Vec::new()), Refused("control images are not used yet");
+        /// Pictures whose transparency marks what to paint.
+        inpaint_path: Option<String> = None, Refused("no inpainting models"), input ControlImages;
+        /// Masks of the loss, white = full weight.
+        mask_path: Option<String> = None, Refused("masks are not used yet"), input ControlImages;
+        /// The picture's own transparency is the mask.
+        alpha_mask: bool = false, Refused("masks are not used yet");
+        /// Invert the mask.
+        invert_mask: bool = false, With("mask_path");
+        /// Weight of black in the mask.
+        mask_min_value: f64 = 0.0, With("mask_path");
+        /// Paired pictures for guidance.
+        unconditional_path: Option<String> = None, Refused("no paired pictures"), input ControlImages;
+        /// How they guide.
+        guidance_type: GuidanceType = GuidanceType::Targeted, With("unconditional_path");
+        /// Above 1: a video data set.
+        num_frames: u32 = 1, Refused("no video models yet");
+        /// Spread the frames over the clip.
+        shrink_video_to_frames: bool = true, With("num_frames");
+        /// Frames per second.
+        fps: u32 = 24, With("num_frames");
+        /// As many frames as the clip has.
+        auto_frame_count: bool = false, Refused("no video models yet");
+        /// Drop the tail instead of squeezing time.
+        trim_auto_frame_count_tail: bool = true, With("auto_frame_count");
+        /// Also encode the first frame.
+        do_i2v: bool = false, With("num_frames");
+        /// Use the sound.
+        do_audio: bool = false, With("num_frames");
+        /// Normalise its volume.
+        audio_normalize: bool = false, With("do_audio");
+        /// Keep its pitch when time is squeezed.
+        audio_preserve_pitch: bool = false, With("do_audio");
+        /// Loader threads.
+        num_workers: u32 = 2, Accepted("speed only");
+        /// Batches that are loaded ahead.
+        prefetch_factor: u32 = 2, Accepted("speed only");
+        /// Read sizes from file headers only.
+        fast_image_size: bool = false, Accepted("speed only");
+        /// Set from `train`.
+        diff_output_preservation: bool = false, With("train.diff_output_preservation");
+        /// Set from `train`.
+        diff_output_preservation_class: Option<String> = None, With("train.diff_output_preservation");
+        /// Log about videos.
+        debug: bool = false, Accepted("only prints more");
+        /// Removed in ai-toolkit: any value is an error.
+        poi: Option<serde_json::Value> = None, Works;
+    }
+    rare {
+        "clip_image_path" => With("adapter");
+        "clip_image_from_same_folder" => With("adapter");
+        "clip_image_augmentations" => With("adapter");
+        "clip_image_shuffle_augmentations" => With("adapter");
+        "extra_values" => With("adapter");
+    }
+    finish = finish;
+}
+
+fn finish(dataset: &mut DatasetConfig, given: &Given, cx: &mut Cx) {
+    if dataset.poi.is_some() {
+        cx.error_at(
+            "poi",
+            "was removed from ai-toolkit; remove the key and crop the pictures beforehand",
+        );
+    }
+    if let Some(legacy) = &dataset.caption_type
+        && !given.has("caption_ext")
+    {
+        dataset.caption_ext.clone_from(legacy);
+    } else if !dataset.caption_ext.is_empty() && !dataset.caption_ext.starts_with('.') {
+        dataset.caption_ext.insert(0, '.');
+    }
+    let ui: Vec<String> = [
+        &dataset.control_path_1,
+        &dataset.control_path_2,
+        &dataset.control_path_3,
+    ]
+    .into_iter()
+    .flatten()
+    .filter(|path| !path.is_empty())
+    .cloned()
+    .collect();
+    if !ui.is_empty() {
+        dataset.control_path = OneOrMany(ui);
+    }
+    dataset.control_path.0.retain(|path| !path.is_empty());
+    for path in [
+        &mut dataset.folder_path,
+        &mut dataset.dataset_path,
+        &mut dataset.mask_path,
+        &mut dataset.inpaint_path,
+    ] {
+        if path.as_deref() == Some("") {
+            *path = None;
+        }
+    }
+    if dataset.resolution.is_empty() || dataset.resolution.contains(&0) {
+        cx.error_at(
+            "resolution",
+            "expected at least one resolution, such as 512 or [512, 768]",
+        );
+    }
+    if dataset.batch_size == Some(0) {
+        cx.error_at("batch_size", "expected at least 1");
+    }
+    for (rate, key) in [
+        (*dataset.caption_dropout_rate, "caption_dropout_rate"),
+        (*dataset.token_dropout_rate, "token_dropout_rate"),
+    ] {
+        if !(0.0..=1.0).contains(&rate) {
+            cx.error_at(key, "expected a chance from 0 to 1");
+        }
+    }
+    if dataset.scale <= 0.0 {
+        cx.error_at("scale", "expected a factor above 0");
+    }
+}
+
+impl DatasetConfig {
+    /// Where the pictures are: `dataset_path`, else `folder_path`.
+    #[must_use]
+    pub fn path(&self) -> Option<&str> {
+        self.dataset_path.as_deref().or(self.folder_path.as_deref())
+    }
+}

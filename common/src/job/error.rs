@@ -1,0 +1,118 @@
+//! What can be wrong with a job config, said once, clearly, with its place.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// One thing to say about one place of a config.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Finding {
+    /// The file, as the user named it. Unset when the config did not come from a file.
+    pub file: Option<String>,
+    /// Line, counted from 1. Unset when the place is unknown.
+    pub line: Option<u32>,
+    /// Column, counted from 1.
+    pub column: Option<u32>,
+    /// The key with its path: `config.process[0].train.lr`. Empty for the document as a whole.
+    pub key: String,
+    /// What is wrong, what was expected, what to do.
+    pub message: String,
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (&self.file, self.line, self.column) {
+            (Some(file), Some(line), Some(column)) => write!(f, "{file}:{line}:{column}: ")?,
+            (Some(file), Some(line), None) => write!(f, "{file}:{line}: ")?,
+            (Some(file), None, _) => write!(f, "{file}: ")?,
+            (None, Some(line), Some(column)) => write!(f, "line {line}, column {column}: ")?,
+            (None, Some(line), None) => write!(f, "line {line}: ")?,
+            (None, None, _) => {}
+        }
+        if !self.key.is_empty() {
+            write!(f, "{}: ", self.key)?;
+        }
+        f.write_str(&self.message)
+    }
+}
+
+/// What a job asks for that this release does not have.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Support {
+    /// Ignoring these would change the result: the job must not start.
+    pub errors: Vec<Finding>,
+    /// These are ignored; the result stays what was asked for.
+    pub warnings: Vec<Finding>,
+}
+
+impl Support {
+    /// Whether the job can run.
+    #[must_use]
+    pub fn is_ok(&self) -> bool {
+        self.errors.is_empty()
+    }
+}
+
+impl fmt::Display for Support {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if !self.errors.is_empty() {
+            writeln!(f, "not supported yet:")?;
+            for finding in &self.errors {
+                writeln!(f, "  error: {finding}")?;
+            }
+        }
+        for finding in &self.warnings {
+            writeln!(f, "  warning: {finding}")?;
+        }
+        Ok(())
+    }
+}
+
+/// Why a job config could not be loaded.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum JobError {
+    /// No such config.
+    #[error("no config `{name}`: looked for {}", looked.join(", "))]
+    NotFound {
+        /// The name or path that was asked for.
+        name: String,
+        /// Where it was looked for, in order.
+        looked: Vec<String>,
+    },
+    /// The file could not be read.
+    #[error("{path}: cannot be read: {source}")]
+    Read {
+        /// The file.
+        path: String,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The file's name does not say what is in it.
+    #[error("{path}: a config is a .yaml, .yml, .json or .jsonc file; rename it")]
+    UnknownFormat {
+        /// The file.
+        path: String,
+    },
+    /// One or more places are wrong, in the order of the document.
+    #[error("{}", lines(findings))]
+    Invalid {
+        /// What is wrong; never empty.
+        findings: Vec<Finding>,
+    },
+}
+
+impl JobError {
+    /// The places that are wrong; empty unless [`JobError::Invalid`].
+    #[must_use]
+    pub fn findings(&self) -> &[Finding] {
+        match self {
+            Self::Invalid { findings } => findings,
+            _ => &[],
+        }
+    }
+}
+
+fn lines(findings: &[Finding]) -> String {
+    let texts: Vec<String> = findings.iter().map(ToString::to_string).collect();
+    texts.join("\n")
+}

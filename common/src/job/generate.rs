@@ -1,0 +1,111 @@
+//! `generate` of the processes that only make pictures: `to_folder` and `batch_img2img`.
+
+use super::sampler::SamplerName;
+use super::schema::{Cx, Given, section};
+use super::values::{Pair, TextSource};
+
+section! {
+    /// What `to_folder` draws.
+    pub struct GenerateConfig("generate") {
+        /// Prompts, or a text file with one per line. May end in flags such as `--seed 7`.
+        prompts [required]: TextSource = TextSource::default(), Works, input PromptFile;
+        /// Sampler.
+        sampler: SamplerName = SamplerName::Ddpm, Works;
+        /// Width in pixels, floored to a multiple of 8, at least 64.
+        width: u32 = 512, Works;
+        /// Height in pixels, floored to a multiple of 8, at least 64.
+        height: u32 = 512, Works;
+        /// Sizes of which one is picked at random per picture.
+        size_list: Option<Vec<Pair>> = None, Works;
+        /// Negative prompt.
+        neg: String = String::new(), Works;
+        /// Prompt of the second text encoder.
+        prompt_2: Option<String> = None, Accepted("Stable Diffusion 1.x has one text encoder");
+        /// Negative prompt of the second text encoder.
+        neg_2: Option<String> = None, Accepted("Stable Diffusion 1.x has one text encoder");
+        /// Seed of every picture; -1 is random per picture.
+        seed: i64 = -1, Works;
+        /// Guidance scale.
+        guidance_scale: f64 = 7.0, Works;
+        /// Guidance rescale.
+        guidance_rescale: f64 = 0.0, Works;
+        /// Steps.
+        sample_steps: u32 = 20, Works;
+        /// Suffix of the files, with or without the dot.
+        ext: String = "png".into(), Works;
+        /// Write the prompt beside the picture as `.txt`.
+        prompt_file: bool = false, Works;
+        /// Repeat the list of prompts.
+        num_repeats: u32 = 1, Works;
+        /// Build prompts from random lines, joined by commas.
+        random_prompts: bool = false, Works;
+        /// Lines per random prompt.
+        max_random_per_prompt: u32 = 1, Works;
+        /// How many random prompts.
+        max_images: u32 = 10_000, Works;
+        /// Shuffle the prompts.
+        shuffle: bool = false, Works;
+        /// torch.compile.
+        compile: bool = false, Accepted("the same result another way");
+    }
+    finish = finish_generate;
+}
+
+fn finish_generate(generate: &mut GenerateConfig, _given: &Given, cx: &mut Cx) {
+    generate.ext = generate.ext.trim_start_matches('.').to_ascii_lowercase();
+    picture_suffix(&generate.ext, cx);
+    if generate.sample_steps == 0 {
+        cx.error_at("sample_steps", "expected at least 1");
+    }
+    if generate.size_list.as_ref().is_some_and(Vec::is_empty) {
+        generate.size_list = None;
+    }
+}
+
+section! {
+    /// What `batch_img2img` makes of the pictures in its data sets.
+    pub struct Img2ImgConfig("generate") {
+        /// Sampler.
+        sampler: SamplerName = SamplerName::Ddpm, Works;
+        /// Negative prompt.
+        neg: String = String::new(), Works;
+        /// Seed; -1 is random.
+        seed: i64 = -1, Works;
+        /// Picture i uses `seed` + i.
+        walk_seed: bool = false, Works;
+        /// Guidance scale.
+        guidance_scale: f64 = 7.0, Works;
+        /// Steps of the full schedule.
+        sample_steps: u32 = 20, Works;
+        /// Guidance rescale.
+        guidance_rescale: f64 = 0.0, Works;
+        /// Suffix of the files, with or without the dot.
+        ext: String = "png".into(), Works;
+        /// How much of the picture is redrawn: 0 nothing, 1 everything.
+        denoise_strength: f64 = 0.5, Works;
+        /// Trigger word for `[trigger]` in captions.
+        trigger_word: Option<String> = None, Works;
+    }
+    finish = finish_img2img;
+}
+
+fn finish_img2img(generate: &mut Img2ImgConfig, _given: &Given, cx: &mut Cx) {
+    generate.ext = generate.ext.trim_start_matches('.').to_ascii_lowercase();
+    picture_suffix(&generate.ext, cx);
+    if generate.sample_steps == 0 {
+        cx.error_at("sample_steps", "expected at least 1");
+    }
+    if !(0.0..=1.0).contains(&generate.denoise_strength) {
+        cx.error_at("denoise_strength", "expected a share from 0 to 1");
+    }
+}
+
+fn picture_suffix(ext: &str, cx: &mut Cx) {
+    const KNOWN: &[&str] = &["png", "jpg", "jpeg", "webp"];
+    if !KNOWN.contains(&ext) {
+        cx.error_at(
+            "ext",
+            format!("`{ext}` is not a known picture format. Known: {}", KNOWN.join(", ")),
+        );
+    }
+}

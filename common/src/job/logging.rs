@@ -1,0 +1,29 @@
+//! `logging`: how often numbers are written, and where to.
+
+use super::schema::section;
+
+section! {
+    /// How often numbers are written, and where to.
+    pub struct LoggingConfig("logging") {
+        /// Steps between log lines; null logs every step.
+        log_every: Option<u64> = Some(100), Works;
+        /// Without effect in ai-toolkit too.
+        verbose: bool = false, Accepted("never had an effect");
+        /// Report to Weights & Biases.
+        use_wandb: bool = false, Ignored("no Weights & Biases logger yet; metrics are in `aitk logs`");
+        /// Write `loss_log.db` for the web UI of ai-toolkit.
+        use_ui_logger: bool = false, Ignored("no `loss_log.db` yet; metrics are in `aitk logs`");
+        /// Weights & Biases project.
+        project_name: String = "ai-toolkit".into(), With("use_wandb");
+        /// Weights & Biases run.
+        run_name: Option<String> = None, With("use_wandb");
+    }
+}
+
+impl LoggingConfig {
+    /// Steps between log lines, at least 1.
+    #[must_use]
+    pub fn every(&self) -> u64 {
+        self.log_every.unwrap_or(1).max(1)
+    }
+}

@@ -1,0 +1,218 @@
+//! `model`: which base model, from where, and how it is kept in memory.
+
+use super::arch::{Arch, ArchName};
+use super::dtype::DType;
+use super::schema::{Cx, Given, Report, join, section};
+use super::values::{FreeMap, OneOrMany};
+
+section! {
+    /// Which base model, from where, and how it is kept in memory.
+    pub struct ModelConfig("model") {
+        /// Local folder or file, or the id of a Hugging Face repository.
+        name_or_path [required]: String = String::new(), Works, input Model;
+        /// Family of the model. Text after `:` is dropped.
+        arch: Arch = Arch::from(ArchName::Sd1), Works, shown "from the `is_…` keys, else `sd1`";
+        /// Legacy: Stable Diffusion 2.x.
+        is_v2: bool = false, Works;
+        /// Legacy: Stable Diffusion 3.
+        is_v3: bool = false, Works;
+        /// Legacy: SDXL.
+        is_xl: bool = false, Works;
+        /// Legacy: PixArt.
+        is_pixart: bool = false, Works;
+        /// Legacy: PixArt-Sigma.
+        is_pixart_sigma: bool = false, Works;
+        /// Legacy: AuraFlow.
+        is_auraflow: bool = false, Works;
+        /// Legacy: FLUX.1.
+        is_flux: bool = false, Works;
+        /// Legacy: Lumina Image 2.
+        is_lumina2: bool = false, Works;
+        /// Legacy: SSD-1B.
+        is_ssd: bool = false, Works;
+        /// Legacy: Vega.
+        is_vega: bool = false, Works;
+        /// The model predicts velocity.
+        is_v_pred: bool = false, Works;
+        /// Number format of the arithmetic; trainers use `train.dtype` instead.
+        dtype: DType = DType::F16, Works;
+        /// Replacement VAE.
+        vae_path: Option<String> = None, Works, input Vae;
+        /// Number format of the VAE.
+        vae_dtype: Option<DType> = None, Works, shown "`dtype`";
+        /// Number format of the text encoders.
+        te_dtype: Option<DType> = None, Works, shown "`dtype`";
+        /// Without effect in ai-toolkit too.
+        vae_device: Option<String> = None, Accepted("never had an effect");
+        /// Without effect in ai-toolkit too.
+        te_device: Option<String> = None, Accepted("never had an effect");
+        /// Replacement text encoder (LTX-2, MiniMax-H3).
+        te_name_or_path: Option<String> = None, Refused("the text encoder is the model's own"), input Model;
+        /// Where VAE, text encoder and tokenizer come from.
+        extras_name_or_path: Option<String> = None, Refused("VAE, text encoder and tokenizer are the model's own"), shown "`name_or_path`", input Model;
+        /// Overrides the tag of the latent cache.
+        latent_space_version: Option<String> = None, Works;
+        /// SDXL: use the first text encoder.
+        use_text_encoder_1: bool = true, Accepted("only SDXL cares");
+        /// SDXL: use the second text encoder.
+        use_text_encoder_2: bool = true, Accepted("only SDXL cares");
+        /// FLUX.1 with true CFG.
+        use_flux_cfg: bool = false, Accepted("only FLUX.1 cares");
+        /// FLUX.1: mask padding in attention.
+        attn_masking: bool = false, Accepted("only FLUX.1 cares");
+        /// Options of one family.
+        model_kwargs: FreeMap = FreeMap::new(), Accepted("Stable Diffusion 1.x has none");
+        /// Without effect in ai-toolkit too.
+        model_paths: FreeMap = FreeMap::new(), Accepted("never had an effect");
+        /// Without effect in ai-toolkit too.
+        in_context: bool = false, Accepted("never had an effect");
+
+        /// LoRA that is fused into the base before training.
+        lora_path: Option<String> = None, Works, input Lora;
+        /// Training adapter: active while training, removed while sampling.
+        assistant_lora_path: Option<String> = None, Refused("no training adapters; `lora_path` is fused for good"), input Lora;
+        /// LoRA that is active only while sampling.
+        inference_lora_path: Option<String> = None, Refused("samples use the trained LoRA only"), input Lora;
+        /// LoRA that is active only on the unconditional pass.
+        unconditional_lora_path: Option<String> = None, Refused("samples use the trained LoRA only"), input Lora;
+        /// LoRA that makes up for quantisation.
+        accuracy_recovery_adapter: Option<String> = None, With("quantize"), input Lora;
+
+        /// Quantise the UNet or transformer.
+        quantize: bool = false, Refused("weights stay in `dtype`; set it to false");
+        /// Quantise the text encoder.
+        quantize_te: bool = false, Refused("weights stay in `dtype`; set it to false"), shown "`quantize`";
+        /// How the UNet or transformer is quantised; `type|adapter` adds an accuracy recovery adapter.
+        qtype: String = "qfloat8".into(), With("quantize");
+        /// How the text encoder is quantised.
+        qtype_te: String = "qfloat8".into(), With("quantize_te");
+        /// More options of quantisation.
+        quantize_kwargs: FreeMap = FreeMap::new(), With("quantize");
+        /// 16, 8 or 4 bits for the text encoder.
+        text_encoder_bits: u32 = 16, Refused("weights stay in `dtype`");
+        /// Quantise and park models in RAM.
+        low_vram: bool = false, Ignored("saves memory only; see `cluster.memory_profile`");
+        /// Stream layers from RAM.
+        layer_offloading: bool = false, Ignored("saves memory only; see `cluster.memory_profile`"), shown "`auto_memory`";
+        /// Older name of `layer_offloading`.
+        auto_memory: bool = false, Ignored("saves memory only; see `cluster.memory_profile`");
+        /// Share of the transformer that is streamed.
+        layer_offloading_transformer_percent: f64 = 1.0, With("layer_offloading");
+        /// Share of the text encoder that is streamed.
+        layer_offloading_text_encoder_percent: f64 = 1.0, With("layer_offloading");
+        /// FLUX.1 over several GPUs.
+        split_model_over_gpus: bool = false, Accepted("only FLUX.1 cares");
+        /// A hint for that.
+        split_model_other_module_param_count_scale: f64 = 0.3, With("split_model_over_gpus");
+        /// Full fine-tune: parameters to leave alone.
+        ignore_if_contains: Option<OneOrMany<String>> = None, Accepted("only full fine-tunes care");
+        /// Full fine-tune: parameters to train.
+        only_if_contains: Option<OneOrMany<String>> = None, Accepted("only full fine-tunes care");
+        /// torch.compile.
+        compile: bool = false, Accepted("the same result another way");
+        /// torch.compile, block by block.
+        block_compile: bool = false, Accepted("the same result another way");
+        /// Its mode.
+        compile_mode: String = "default".into(), Accepted("the same result another way");
+        /// Its flag.
+        compile_fullgraph: bool = false, Accepted("the same result another way");
+        /// Its flag.
+        compile_dynamic: bool = true, Accepted("the same result another way");
+        /// Its cache.
+        cache_size_limit: Option<u64> = None, Accepted("the same result another way");
+    }
+    rare {
+        "unet_path" => Refused("the UNet is the model's own");
+        "unet_sample_size" => Refused("sizes come from the model's own config");
+        "refiner_name_or_path" => Refused("no refiner");
+        "refiner_start_at" => With("refiner_name_or_path");
+        "experimental_xl" => Refused("no SDXL yet");
+    }
+    finish = finish;
+    check = check;
+}
+
+fn finish(model: &mut ModelConfig, given: &Given, cx: &mut Cx) {
+    let flags = [
+        (model.is_v2, ArchName::Sd2, "is_v2"),
+        (model.is_v3, ArchName::Sd3, "is_v3"),
+        (model.is_xl, ArchName::Sdxl, "is_xl"),
+        (model.is_pixart, ArchName::Pixart, "is_pixart"),
+        (model.is_pixart_sigma, ArchName::PixartSigma, "is_pixart_sigma"),
+        (model.is_auraflow, ArchName::Auraflow, "is_auraflow"),
+        (model.is_flux, ArchName::Flux, "is_flux"),
+        (model.is_lumina2, ArchName::Lumina2, "is_lumina2"),
+        (model.is_vega, ArchName::Vega, "is_vega"),
+        (model.is_ssd, ArchName::Ssd, "is_ssd"),
+    ];
+    let first = flags.iter().find(|(on, ..)| *on);
+    match first {
+        Some((_, arch, _)) if !given.has("arch") => model.arch = Arch::from(*arch),
+        Some((_, arch, key)) if *arch != model.arch.name => {
+            cx.warn_at(key, format!("`arch: {}` wins over `{key}`", model.arch));
+        }
+        _ => {}
+    }
+    if !given.has("quantize_te") {
+        model.quantize_te = model.quantize;
+    }
+    if !given.has("layer_offloading") {
+        model.layer_offloading = model.auto_memory;
+    }
+    if model.assistant_lora_path.is_some() && model.inference_lora_path.is_some() {
+        cx.error_at(
+            "inference_lora_path",
+            "cannot be used together with `assistant_lora_path`",
+        );
+    }
+    let recovery = model.accuracy_recovery_adapter.is_some() || model.qtype.contains('|');
+    if recovery && model.assistant_lora_path.is_some() {
+        cx.error_at(
+            "assistant_lora_path",
+            "cannot be used together with an accuracy recovery adapter",
+        );
+    }
+    for (on, key) in [
+        (model.attn_masking, "attn_masking"),
+        (model.split_model_over_gpus, "split_model_over_gpus"),
+    ] {
+        if on && model.arch.name != ArchName::Flux {
+            cx.error_at(
+                key,
+                format!("only works with FLUX.1 (`arch: flux`), this model is `{}`", model.arch),
+            );
+        }
+    }
+    if ![4, 8, 16].contains(&model.text_encoder_bits) {
+        cx.error_at("text_encoder_bits", "expected 16, 8 or 4");
+    }
+}
+
+fn check(model: &ModelConfig, path: &str, report: &mut Report) {
+    if model.name_or_path.contains("civitai.com/") {
+        let message = "download the model from civitai.com first and give the path of the file";
+        report.error(join(path, "name_or_path"), message);
+    }
+}
+
+impl ModelConfig {
+    /// Number format of the VAE.
+    #[must_use]
+    pub fn vae_dtype(&self) -> DType {
+        self.vae_dtype.unwrap_or(self.dtype)
+    }
+
+    /// Number format of the text encoders.
+    #[must_use]
+    pub fn te_dtype(&self) -> DType {
+        self.te_dtype.unwrap_or(self.dtype)
+    }
+
+    /// Tag of the latent cache.
+    #[must_use]
+    pub fn latent_space_version(&self) -> &str {
+        self.latent_space_version
+            .as_deref()
+            .unwrap_or_else(|| self.arch.name.latent_space_version())
+    }
+}

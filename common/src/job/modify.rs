@@ -1,0 +1,89 @@
+//! Processes that turn files into other files: `locon` and `lora` (extract), `rescale_lora` (mod).
+
+use super::dtype::DType;
+use super::process::ProcessType;
+use super::schema::{choices, section};
+
+choices! {
+    /// How an extraction chooses ranks.
+    pub enum ExtractMode("extract mode") {
+        /// A fixed rank.
+        Fixed = "fixed", Works;
+        /// Singular values above a threshold.
+        Threshold = "threshold", Works;
+        /// Singular values above a share of the largest.
+        Ratio = "ratio", Works;
+        /// Singular values above a quantile.
+        Quantile = "quantile", Works;
+    }
+}
+
+choices! {
+    /// Which tensors a rescaling changes.
+    pub enum ScaleTarget("scale target") {
+        /// Down and up by the square root of the factor.
+        UpDown = "up_down", Works;
+        /// Alpha by the factor.
+        Alpha = "alpha", Works;
+    }
+}
+
+section! {
+    /// A LoRA from the difference of two models.
+    pub struct ExtractProcess("process") {
+        /// `locon` or `lora`.
+        kind as "type": ProcessType = ProcessType::ExtractLocon, Works;
+        /// Name of the process.
+        name: Option<String> = None, Accepted("files are named by `filename` and `output_path`");
+        /// How ranks are chosen.
+        mode: ExtractMode = ExtractMode::Fixed, Works;
+        /// Parameter for linear layers and 1x1 convolutions.
+        linear: Option<f64> = None, Works, shown "by type and mode";
+        /// Parameter for larger convolutions.
+        conv: Option<f64> = None, Works, shown "by type and mode";
+        /// Keep the rest as a sparse bias.
+        use_sparse_bias: bool = false, Works;
+        /// How sparse.
+        sparsity: f64 = 0.98, Works;
+        /// `locon`: no third factor for convolutions.
+        disable_cp: bool = false, Works;
+        /// File inside `output_folder`.
+        filename: Option<String> = None, Works;
+        /// Full path; wins over `filename`.
+        output_path: Option<String> = None, Works;
+        /// Number format of the file.
+        dtype: Option<DType> = None, Works, shown "the job's, else float16";
+        /// Extract the UNet.
+        extract_unet: Option<bool> = None, Works, shown "the job's, else true";
+        /// Extract the text encoder.
+        extract_text_encoder: Option<bool> = None, Works, shown "the job's, else true";
+    }
+}
+
+section! {
+    /// A LoRA with another strength.
+    pub struct RescaleLoraProcess("process") {
+        /// `rescale_lora`.
+        kind as "type": ProcessType = ProcessType::RescaleLora, Works;
+        /// Name of the process.
+        name: Option<String> = None, Accepted("the file is named by `output_path`");
+        /// The file.
+        input_path [required]: String = String::new(), Works, input Lora;
+        /// The result; may be the same file.
+        output_path [required]: String = String::new(), Works;
+        /// Strength at which the LoRA works now.
+        current_weight [required]: f64 = 1.0, Works;
+        /// Strength at which it should do the same.
+        target_weight [required]: f64 = 1.0, Works;
+        /// Which tensors are changed.
+        scale_target: ScaleTarget = ScaleTarget::UpDown, Works;
+        /// Number format of the result.
+        save_dtype: DType = DType::F16, Works;
+        /// True: metadata from this config's `meta`; false: the file's.
+        replace_meta: bool = false, Works;
+        /// With `replace_meta`: the base model is SDXL.
+        is_xl: bool = false, Works;
+        /// With `replace_meta`: the base model is Stable Diffusion 2.x.
+        is_v2: bool = false, Works;
+    }
+}

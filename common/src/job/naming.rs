@@ -1,0 +1,94 @@
+//! Names of folders and files that a run leaves behind. Pure functions.
+
+/// Whether a job name can name a folder and files.
+///
+/// # Errors
+/// Says why not.
+pub fn check_name(name: &str) -> Result<(), String> {
+    if name.trim().is_empty() {
+        return Err("a name cannot be empty".into());
+    }
+    if name.len() > 200 {
+        return Err("a name can have at most 200 bytes".into());
+    }
+    if name == "." || name == ".." || name.contains(['/', '\\', '\0', ':']) || name.chars().any(char::is_control) {
+        return Err(format!(
+            "`{}` cannot name a folder: it is `.` or `..`, or has `/`, `\\`, `:` or a control character",
+            name.escape_debug()
+        ));
+    }
+    Ok(())
+}
+
+/// `_000000500`: the part of a file name that says the step.
+#[must_use]
+pub fn step_suffix(step: u64) -> String {
+    format!("_{step:09}")
+}
+
+/// Stem of a save: `job_000000500`, or `job` for the final one.
+#[must_use]
+pub fn save_stem(job: &str, step: Option<u64>) -> String {
+    step.map_or_else(|| job.to_owned(), |step| format!("{job}{}", step_suffix(step)))
+}
+
+/// File name of a LoRA: `job_000000500.safetensors`, or `job.safetensors` for the final one.
+#[must_use]
+pub fn lora_file(job: &str, step: Option<u64>) -> String {
+    format!("{}.safetensors", save_stem(job, step))
+}
+
+/// The step in the name of a step save of this job, file or folder: `job_000000500.safetensors` -> 500.
+#[must_use]
+pub fn step_of(job: &str, file_name: &str) -> Option<u64> {
+    let rest = file_name.strip_prefix(job)?.strip_prefix('_')?;
+    let digits = rest.split('.').next()?;
+    if digits.len() < 9 || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+        return None;
+    }
+    digits.parse().ok()
+}
+
+/// File name of a sample: `1724085406830__000000500_0.jpg`, or `1724085406830__0.jpg` without a step.
+#[must_use]
+pub fn sample_file(unix_ms: u64, step: Option<u64>, index: usize, format: &str) -> String {
+    let step = step.map_or_else(String::new, step_suffix);
+    format!("{unix_ms}_{step}_{index}.{}", format.trim_start_matches('.'))
+}
+
+/// File name of a picture of `to_folder`: `1724085406830_0.png`.
+#[must_use]
+pub fn generated_file(unix_ms: u64, count: usize, ext: &str) -> String {
+    format!("{unix_ms}_{count}.{}", ext.trim_start_matches('.'))
+}
+
+/// The run folder below `training_folder`.
+#[must_use]
+pub fn run_folder(training_folder: &str, name: &str) -> std::path::PathBuf {
+    std::path::Path::new(training_folder).join(name)
+}
+
+/// Where the config of a run is kept, by its format.
+#[must_use]
+pub fn config_file(format: super::Format) -> &'static str {
+    match format {
+        super::Format::Yaml => "config.yaml",
+        super::Format::Json => "config.json",
+        super::Format::Jsonc => "config.jsonc",
+    }
+}
+
+/// Which step saves `max_step_saves_to_keep` removes: given the steps of one group, those beyond the newest
+/// `keep`, oldest first. `keep` 0 keeps all.
+#[must_use]
+pub fn expired(steps: &[u64], keep: u64) -> Vec<u64> {
+    let mut steps = steps.to_vec();
+    steps.sort_unstable();
+    steps.dedup();
+    let keep = usize::try_from(keep).unwrap_or(usize::MAX);
+    if keep == 0 || steps.len() <= keep {
+        return Vec::new();
+    }
+    steps.truncate(steps.len() - keep);
+    steps
+}

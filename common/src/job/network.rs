@@ -1,0 +1,154 @@
+//! `network`: which small weights are trained beside the frozen model.
+
+use super::schema::{Cx, Given, choices, section};
+use super::values::{Integer, OneOrMany};
+
+choices! {
+    /// Kind of network.
+    pub enum NetworkType("network type") {
+        /// Standard low rank.
+        Lora = "lora", Works;
+        /// Old slider configs; the same as `lora`.
+        Lierla = "lierla", Works;
+        /// LyCORIS LoCon.
+        Locon = "locon", Refused("this release trains `lora` networks; use `type: lora` with `conv`");
+        /// The same as `locon`.
+        Lycoris = "lycoris", Refused("this release trains `lora` networks; use `type: lora` with `conv`");
+        /// Kronecker product.
+        Lokr = "lokr", Refused("this release trains `lora` networks");
+        /// Weight-decomposed LoRA.
+        Dora = "dora", Refused("this release trains `lora` networks");
+        /// Layers replaced by low-rank factors.
+        Lorm = "lorm", Refused("this release trains `lora` networks");
+        /// One full-size matrix.
+        Fullrank = "fullrank", Refused("this release trains `lora` networks");
+    }
+}
+
+section! {
+    /// Options that ai-toolkit handed to the network's constructor. Names match by plain substring.
+    pub struct NetworkKwargs("network_kwargs") {
+        /// Only layers whose dotted or flattened name contains one of these.
+        only_if_contains: Option<OneOrMany<String>> = None, Works;
+        /// No layers whose dotted name contains one of these; wins over `only_if_contains`.
+        ignore_if_contains: OneOrMany<String> = OneOrMany(Vec::new()), Works;
+        /// Full deltas instead of LoRA for layers whose name contains one of these.
+        full_if_contains: OneOrMany<String> = OneOrMany(Vec::new()), Refused("full deltas are not trained yet");
+        /// Chance that a rank is dropped.
+        rank_dropout: Option<f64> = None, Refused("use `dropout`");
+        /// Chance that a layer's LoRA is dropped.
+        module_dropout: Option<f64> = None, Refused("use `dropout`");
+        /// Train the model's first and last layers in full.
+        full_train_in_out: bool = false, Refused("only the LoRA is trained");
+        /// Skip layers with fewer parameters.
+        parameter_threshold: u64 = 0, Refused("use `only_if_contains` or `ignore_if_contains`");
+        /// Class names of modules to search for layers; overwritten by the trainer for newer models.
+        target_lin_modules: OneOrMany<String> = OneOrMany(Vec::new()), Refused("use `only_if_contains`");
+        /// Class names of modules to search for convolutions.
+        target_conv_modules: OneOrMany<String> = OneOrMany(Vec::new()), Refused("use `only_if_contains`");
+        /// Without effect in ai-toolkit too.
+        attn_only: bool = false, Accepted("never had an effect");
+        /// Print each layer.
+        varbose: bool = false, Accepted("only prints more");
+    }
+}
+
+section! {
+    /// Which small weights are trained beside the frozen model.
+    pub struct NetworkConfig("network") {
+        /// Kind of network.
+        kind as "type": NetworkType = NetworkType::Lora, Works;
+        /// Rank for linear layers and 1x1 convolutions.
+        linear: u32 = 4, Works;
+        /// Older name of `linear`; wins if both are given.
+        rank: Option<u32> = None, Works;
+        /// Older name of `linear_alpha`, used when that is absent.
+        alpha: f64 = 1.0, Works;
+        /// The LoRA's output is scaled by alpha / rank. Without effect on transformer models, where the scale is 1.
+        linear_alpha: f64 = 1.0, Works, shown "`alpha`";
+        /// Rank for larger convolutions; null skips them.
+        conv: Option<u32> = None, Works;
+        /// Alpha for larger convolutions.
+        conv_alpha: Option<f64> = None, Works, shown "`conv`";
+        /// Chance that an input of the up projection is dropped while training.
+        dropout: Option<f64> = None, Works;
+        /// Layer filters and other options.
+        network_kwargs: NetworkKwargs = NetworkKwargs::default(), Works;
+        /// Transformer models: only layers inside the repeated blocks.
+        transformer_only: bool = true, Accepted("only transformer models care");
+        /// LoKr without a low-rank split of the second factor.
+        lokr_full_rank: bool = true, With("type: lokr");
+        /// LoKr factor; -1 splits as square as possible.
+        lokr_factor: Integer = Integer(-1), With("type: lokr");
+        /// LoKr with the older key names.
+        old_lokr_format: bool = false, With("type: lokr");
+        /// Wan 2.2 14B: two files, one per expert.
+        split_multistage_loras: bool = true, Accepted("only Wan 2.2 14B cares");
+        /// Keep the network's weights in RAM.
+        layer_offloading: bool = false, Ignored("saves memory only; the LoRA stays on the device");
+        /// Start from this LoRA if the run has no checkpoint yet.
+        pretrained_lora_path: Option<String> = None, Works, input Lora;
+        /// Also train full deltas for norms, embeddings and biases.
+        all_layers: bool = false, Refused("full deltas are not trained yet");
+    }
+    rare {
+        "lorm" => With("type: lorm");
+    }
+    finish = finish;
+}
+
+fn finish(network: &mut NetworkConfig, given: &Given, cx: &mut Cx) {
+    if let Some(rank) = network.rank {
+        if given.has("linear") && rank != network.linear {
+            cx.warn_at(
+                "rank",
+                format!(
+                    "`rank` is the older name of `linear` and wins: the rank is {rank}, not {}",
+                    network.linear
+                ),
+            );
+        }
+        network.linear = rank;
+    }
+    if !given.has("linear_alpha") {
+        network.linear_alpha = network.alpha;
+    }
+    if network.conv_alpha.is_none() {
+        network.conv_alpha = network.conv.map(f64::from);
+    }
+    if network.linear == 0 {
+        let key = if network.rank.is_some() { "rank" } else { "linear" };
+        cx.error_at(key, "the rank must be at least 1");
+    }
+    if network.conv == Some(0) {
+        network.conv = None;
+    }
+    if network.dropout.is_some_and(|p| !(0.0..1.0).contains(&p)) {
+        cx.error_at("dropout", "expected a chance from 0 to below 1");
+    }
+}
+
+impl NetworkConfig {
+    /// Whether a layer with this dotted name (`unet.mid_block.attentions.0.proj_in`) gets a LoRA by the
+    /// filters of `network_kwargs`.
+    #[must_use]
+    pub fn wants_layer(&self, dotted: &str) -> bool {
+        let kwargs = &self.network_kwargs;
+        if kwargs
+            .ignore_if_contains
+            .iter()
+            .any(|part| dotted.contains(part.as_str()))
+        {
+            return false;
+        }
+        match &kwargs.only_if_contains {
+            None => true,
+            Some(parts) => {
+                let flat = dotted.replace('.', "_");
+                parts
+                    .iter()
+                    .any(|part| dotted.contains(part.as_str()) || flat.contains(part.as_str()))
+            }
+        }
+    }
+}

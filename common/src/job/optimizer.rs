@@ -1,0 +1,84 @@
+//! Names of optimizers and learning rate schedulers.
+
+use super::schema::choices;
+
+const LATER: &str = "this release has `adam` and `adamw`";
+
+choices! {
+    /// An optimizer.
+    pub enum OptimizerName("optimizer") {
+        /// Adam.
+        Adam = "adam", Works;
+        /// Adam with decoupled weight decay.
+        AdamW = "adamw", Works;
+        /// Adam with 8-bit state, built in.
+        Adam8 = "adam8", Refused(LATER);
+        /// AdamW with 8-bit state, built in.
+        AdamW8 = "adamw8", Refused(LATER);
+        /// bitsandbytes Adam.
+        Adam8Bit = "adam8bit", Refused(LATER);
+        /// bitsandbytes AdamW.
+        AdamW8Bit = "adamw8bit", Refused(LATER);
+        /// bitsandbytes AdEMAMix.
+        AdemaMix8Bit = "ademamix8bit", Refused(LATER);
+        /// bitsandbytes Lion.
+        Lion8Bit = "lion8bit", Refused(LATER);
+        /// Lion.
+        Lion = "lion", Refused(LATER);
+        /// Adagrad.
+        Adagrad = "adagrad", Refused(LATER);
+        /// Adafactor.
+        Adafactor = "adafactor", Refused(LATER);
+        /// Prodigy; any name that begins with `prodigy`.
+        Prodigy = "prodigy", Refused(LATER);
+        /// Prodigy with 8-bit state; any name that begins with `prodigy8bit`.
+        Prodigy8Bit = "prodigy8bit", Refused(LATER);
+        /// D-Adaptation.
+        DAdaptation = "dadaptation", Refused(LATER);
+        /// D-Adapted Adam.
+        DAdaptationAdam = "dadaptationadam", Refused(LATER);
+        /// D-Adapted Lion.
+        DAdaptationLion = "dadaptationlion", Refused(LATER);
+        /// Learning rate per element.
+        Automagic = "automagic", Refused(LATER);
+        /// Learning rate per parameter.
+        Automagic2 = "automagic2", Refused(LATER);
+        /// Learning rate per group.
+        Automagic3 = "automagic3", Refused(LATER);
+        /// Experimental.
+        AutomagicExperiment = "automagicexperiment", Refused(LATER);
+    }
+    normalise = prodigy;
+}
+
+fn prodigy(name: &str) -> &str {
+    if name.starts_with("prodigy8bit") {
+        "prodigy8bit"
+    } else if name.starts_with("prodigy") {
+        "prodigy"
+    } else {
+        name
+    }
+}
+
+choices! {
+    /// How the learning rate changes over the steps.
+    pub enum LrSchedulerName("learning rate scheduler") {
+        /// Always the same.
+        Constant = "constant", Works;
+        /// A linear start (`num_warmup_steps`, 1000 by default), then constant.
+        ConstantWithWarmup = "constant_with_warmup", Works;
+        /// torch's LinearLR: from a third up to the full rate over `total_iters`.
+        Linear = "linear", Works;
+        /// Down to `eta_min` along half a cosine.
+        Cosine = "cosine", Works;
+        /// The same, started again every `T_0` steps.
+        CosineWithRestarts = "cosine_with_restarts", Works;
+        /// Down to `lr_end` along a power.
+        Polynomial = "polynomial", Works;
+        /// Times `gamma` every `step_size` steps.
+        Step = "step", Works;
+        /// Steps given by rules.
+        PiecewiseConstant = "piecewise_constant", Refused("use `constant`, `step` or `cosine`");
+    }
+}

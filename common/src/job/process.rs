@@ -1,0 +1,438 @@
+//! `config.process`: what a job runs, one after another.
+
+use super::caption::CaptionProcess;
+use super::dataset::DatasetConfig;
+use super::dtype::DType;
+use super::generate::{GenerateConfig, Img2ImgConfig};
+use super::logging::LoggingConfig;
+use super::model::ModelConfig;
+use super::modify::{ExtractProcess, RescaleLoraProcess};
+use super::network::NetworkConfig;
+use super::node::Node;
+use super::sample::SampleConfig;
+use super::save::SaveConfig;
+use super::schema::{Cx, FieldValue, Given, Input, Report, SectionInfo, Status, choices, join, section};
+use super::slider::{EmbeddingConfig, Replacement, SliderConfig};
+use super::train::TrainConfig;
+use super::values::FreeMap;
+use serde::{Deserialize, Serialize};
+
+const LATER: &str =
+    "this release trains (`sd_trainer`, `diffusion_trainer`) and makes pictures (`to_folder`, `batch_img2img`)";
+
+choices! {
+    /// What a process does.
+    pub enum ProcessType("process type") {
+        /// The general trainer.
+        SdTrainer = "sd_trainer", Works;
+        /// The same, as the web UI of ai-toolkit writes it.
+        DiffusionTrainer = "diffusion_trainer", Works;
+        /// Older name of `diffusion_trainer`.
+        UiTrainer = "ui_trainer", Works;
+        /// Older name of `sd_trainer`.
+        TextualInversionTrainer = "textual_inversion_trainer", Works;
+        /// Slider with pictures and text directions.
+        ConceptSlider = "concept_slider", Refused(LATER);
+        /// Slider with text targets and paired pictures.
+        UltimateSlider = "ultimate_slider_trainer", Refused(LATER);
+        /// Slider with paired pictures.
+        ImageReferenceSlider = "image_reference_slider_trainer", Refused(LATER);
+        /// Make prompt A look like prompt B.
+        ConceptReplacer = "concept_replacer", Refused(LATER);
+        /// Captions by Qwen3-VL.
+        Qwen3VlCaptioner = "Qwen3VLCaptioner", Refused(LATER);
+        /// Captions by Qwen3-Omni.
+        Qwen3OmniCaptioner = "Qwen3OmniCaptioner", Refused(LATER);
+        /// Captions by Ideogram 4.
+        Ideogram4Captioner = "Ideogram4Captioner", Refused(LATER);
+        /// Captions for sound.
+        AceStepCaptioner = "AceStepCaptioner", Refused(LATER);
+        /// Pictures from pictures.
+        BatchImg2Img = "batch_img2img", Works;
+        /// Pictures from reference pictures.
+        ReferenceGenerator = "reference_generator", Refused(LATER);
+        /// Pictures from a LoRM.
+        PureLoraGenerator = "pure_lora_generator", Refused(LATER);
+        /// Captions for folders.
+        SuperTagger = "super_tagger", Refused(LATER);
+        /// Data sets from web collections.
+        SyncFromCollection = "sync_from_collection", Refused(LATER);
+        /// A placeholder in ai-toolkit too.
+        DatasetTools = "dataset_tools", Refused(LATER);
+        /// Merging of models.
+        ExampleMergeExtension = "example_merge_extension", Refused(LATER);
+        /// Pictures from prompts.
+        ToFolder = "to_folder", Works;
+        /// Legacy slider with text targets.
+        Slider = "slider", Refused(LATER);
+        /// Its predecessor.
+        SliderOld = "slider_old", Refused(LATER);
+        /// Rescaling of Stable Diffusion.
+        RescaleSd = "rescale_sd", Refused(LATER);
+        /// Training of a VAE.
+        Vae = "vae", Refused(LATER);
+        /// Training of an upscaler.
+        Esrgan = "esrgan", Refused(LATER);
+        /// A LoCon from the difference of two models.
+        ExtractLocon = "locon", Refused(LATER);
+        /// A LoRA from the difference of two models.
+        ExtractLora = "lora", Refused(LATER);
+        /// A LoRA with another strength.
+        RescaleLora = "rescale_lora", Refused(LATER);
+    }
+}
+
+choices! {
+    /// `job`: the kind of a job.
+    pub enum JobKind("job kind") {
+        /// The normal kind: trainers, captioners, tools.
+        Extension = "extension", Works;
+        /// Legacy trainers.
+        Train = "train", Refused("use `job: extension` with `type: sd_trainer`");
+        /// A LoRA from the difference of two models.
+        Extract = "extract", Refused(LATER);
+        /// Pictures from prompts.
+        Generate = "generate", Works;
+        /// Changes to files.
+        Mod = "mod", Refused(LATER);
+    }
+}
+
+impl ProcessType {
+    /// The kind of job it belongs to.
+    #[must_use]
+    pub fn job(self) -> JobKind {
+        match self {
+            Self::ToFolder => JobKind::Generate,
+            Self::Slider | Self::SliderOld | Self::RescaleSd | Self::Vae | Self::Esrgan => JobKind::Train,
+            Self::ExtractLocon | Self::ExtractLora => JobKind::Extract,
+            Self::RescaleLora => JobKind::Mod,
+            _ => JobKind::Extension,
+        }
+    }
+}
+
+section! {
+    /// FLUX.1's decorator tokens.
+    pub struct DecoratorConfig("decorator") {
+        /// How many tokens.
+        num_tokens: u32 = 4, Works;
+    }
+}
+
+section! {
+    /// A process that trains.
+    pub struct TrainerProcess("process") {
+        /// Which trainer.
+        kind as "type": ProcessType = ProcessType::SdTrainer, Works;
+        /// Name of the run folder. Unlike ai-toolkit, a name of its own does not break resume.
+        name: Option<String> = None, Works, shown "`config.name`";
+        /// The run folder is `training_folder/name`.
+        training_folder: Option<String> = None, Works, shown "the job's";
+        /// A hint in ai-toolkit, ignored there too.
+        device: Option<String> = None, Ignored("the device is given to the job when it starts; use `cluster.device` to require a kind");
+        /// Trigger word of all data sets without their own, and of sample prompts.
+        trigger_word: Option<String> = None, Works;
+        /// Seed of everything random in the training. Absent: chosen once per job.
+        training_seed: Option<i64> = None, Works;
+        /// Folder for TensorBoard.
+        log_dir: Option<String> = None, Ignored("no TensorBoard logger yet; metrics are in `aitk logs`");
+        /// Print step timings every N steps.
+        performance_log_every: u64 = 0, Accepted("timings are always reported");
+        /// Database of ai-toolkit's web UI.
+        sqlite_db_path: String = "./aitk_db.db".into(), Accepted("the web UI of ai-toolkit is not used");
+        /// The small weights to train. Absent: the full model.
+        network: Option<NetworkConfig> = None, Works;
+        /// The loop.
+        train: TrainConfig = TrainConfig::default(), Works;
+        /// The base model.
+        model [required]: ModelConfig = ModelConfig::default(), Works;
+        /// Saves.
+        save: SaveConfig = SaveConfig::default(), Works;
+        /// Samples.
+        sample: SampleConfig = SampleConfig::default(), Works;
+        /// A second `sample` section, used once, at step 0.
+        first_sample: Option<SampleConfig> = None, Works;
+        /// Logs.
+        logging: LoggingConfig = LoggingConfig::default(), Works;
+        /// Training data, as written: a list of resolutions is one entry here, see `split_datasets`.
+        datasets: Vec<DatasetConfig> = Vec::new(), Works;
+        /// Textual inversion.
+        embedding: Option<EmbeddingConfig> = None, Refused("no textual inversion");
+        /// Sliders.
+        slider: Option<SliderConfig> = None, With("type: concept_slider");
+        /// `concept_replacer` only.
+        replacements: Vec<Replacement> = Vec::new(), With("type: concept_replacer");
+        /// Without effect in ai-toolkit too.
+        guidance: Option<FreeMap> = None, Accepted("never had an effect");
+        /// Without effect in ai-toolkit too.
+        do_lorm: bool = false, Accepted("never had an effect");
+        /// Without effect in ai-toolkit too.
+        lorm_extract_mode: String = "ratio".into(), Accepted("never had an effect");
+        /// Without effect in ai-toolkit too.
+        lorm_extract_mode_param: f64 = 0.25, Accepted("never had an effect");
+    }
+    rare {
+        "torch_profiler" => Ignored("no torch profiler");
+        "adapter" => Refused("no adapters");
+        "decorator" => Refused("no decorators");
+        "rescale" => With("type: rescale_sd");
+    }
+    finish = finish_trainer;
+    check = check_trainer;
+}
+
+fn finish_trainer(process: &mut TrainerProcess, _given: &Given, cx: &mut Cx) {
+    process.model.dtype = process.train.dtype;
+    if process.trigger_word.as_deref() == Some("") {
+        process.trigger_word = None;
+    }
+    for dataset in &mut process.datasets {
+        if dataset.trigger_word.as_deref() == Some("") {
+            dataset.trigger_word = None;
+        }
+    }
+    super::checks::trainer(process, cx);
+}
+
+fn check_trainer(process: &TrainerProcess, path: &str, report: &mut Report) {
+    if process.network.is_none() && process.embedding.is_none() && !process.rare.contains_key("adapter") {
+        report.error(
+            join(path, "network"),
+            "full fine-tuning is not supported yet: add a `network` section (`type: lora`)",
+        );
+    }
+}
+
+impl TrainerProcess {
+    /// The data sets as they are trained: one per entry and resolution, with the process's and the loop's
+    /// values where the entry has none (trigger word, batch size). Each has exactly one resolution.
+    #[must_use]
+    pub fn split_datasets(&self) -> Vec<DatasetConfig> {
+        let mut split = Vec::new();
+        for dataset in &self.datasets {
+            for &resolution in dataset.resolution.iter() {
+                let mut one = dataset.clone();
+                one.resolution.0 = vec![resolution];
+                one.trigger_word = one.trigger_word.or_else(|| self.trigger_word.clone());
+                one.batch_size = one.batch_size.or(Some(self.train.batch_size));
+                one.cache_text_embeddings |= self.train.cache_text_embeddings;
+                split.push(one);
+            }
+        }
+        split
+    }
+}
+
+section! {
+    /// A process that draws pictures from prompts (`to_folder`).
+    pub struct GenerateProcess("process") {
+        /// `to_folder`.
+        kind as "type": ProcessType = ProcessType::ToFolder, Works;
+        /// Name of the process.
+        name: Option<String> = None, Accepted("pictures go into `output_folder`");
+        /// Where the pictures go.
+        output_folder [required]: String = String::new(), Works;
+        /// A hint.
+        device: Option<String> = None, Ignored("the device is given to the job when it starts; use `cluster.device` to require a kind");
+        /// Number format of the arithmetic.
+        dtype: DType = DType::F16, Works, shown "`model.dtype`";
+        /// The model.
+        model [required]: ModelConfig = ModelConfig::default(), Works;
+        /// What to draw.
+        generate [required]: GenerateConfig = GenerateConfig::default(), Works;
+    }
+    finish = finish_generate;
+}
+
+fn finish_generate(process: &mut GenerateProcess, given: &Given, _cx: &mut Cx) {
+    if given.has("dtype") {
+        process.model.dtype = process.dtype;
+    } else {
+        process.dtype = process.model.dtype;
+    }
+}
+
+section! {
+    /// A process that redraws the pictures of data sets (`batch_img2img`).
+    pub struct Img2ImgProcess("process") {
+        /// `batch_img2img`.
+        kind as "type": ProcessType = ProcessType::BatchImg2Img, Works;
+        /// Name of the process.
+        name: Option<String> = None, Accepted("pictures go into `output_folder`");
+        /// Where the pictures go.
+        output_folder [required]: String = String::new(), Works;
+        /// Copy the pictures it starts from into this folder.
+        copy_inputs_to: Option<String> = None, Works;
+        /// A hint.
+        device: Option<String> = None, Ignored("the device is given to the job when it starts; use `cluster.device` to require a kind");
+        /// Number format of the arithmetic.
+        dtype: DType = DType::F16, Works, shown "`model.dtype`";
+        /// The model.
+        model [required]: ModelConfig = ModelConfig::default(), Works;
+        /// The pictures, with captions as prompts.
+        datasets [required]: Vec<DatasetConfig> = Vec::new(), Works;
+        /// How they are redrawn.
+        generate: Img2ImgConfig = Img2ImgConfig::default(), Works;
+    }
+    finish = finish_img2img;
+}
+
+fn finish_img2img(process: &mut Img2ImgProcess, given: &Given, _cx: &mut Cx) {
+    if given.has("dtype") {
+        process.model.dtype = process.dtype;
+    } else {
+        process.dtype = process.model.dtype;
+    }
+}
+
+/// A process that is known by name only: its keys are kept as they are.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RareProcess {
+    /// Which.
+    pub kind: ProcessType,
+    /// Its keys.
+    pub keys: FreeMap,
+}
+
+/// What a process is, with its settings.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ProcessKind {
+    /// Any training.
+    Train(Box<TrainerProcess>),
+    /// `to_folder`.
+    Generate(Box<GenerateProcess>),
+    /// `batch_img2img`.
+    Img2Img(Box<Img2ImgProcess>),
+    /// A captioner.
+    Caption(Box<CaptionProcess>),
+    /// `locon` or `lora`.
+    Extract(Box<ExtractProcess>),
+    /// `rescale_lora`.
+    RescaleLora(Box<RescaleLoraProcess>),
+    /// Seldom used processes.
+    Rare(Box<RareProcess>),
+}
+
+/// One entry of `config.process`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Process {
+    /// Its type as written.
+    #[serde(rename = "type")]
+    pub process_type: ProcessType,
+    /// What it is.
+    pub kind: ProcessKind,
+}
+
+macro_rules! each {
+    ($kind:expr, $process:ident => $body:expr, $rare:ident => $else:expr) => {
+        match $kind {
+            ProcessKind::Train($process) => $body,
+            ProcessKind::Generate($process) => $body,
+            ProcessKind::Img2Img($process) => $body,
+            ProcessKind::Caption($process) => $body,
+            ProcessKind::Extract($process) => $body,
+            ProcessKind::RescaleLora($process) => $body,
+            ProcessKind::Rare($rare) => $else,
+        }
+    };
+}
+
+impl Process {
+    /// Its own name, if it has one.
+    #[must_use]
+    pub fn name(&self) -> Option<&str> {
+        each!(&self.kind, process => process.name.as_deref(), rare => rare.keys.get("name").and_then(|name| name.as_str()))
+    }
+
+    /// The training, if it is one.
+    #[must_use]
+    pub fn trainer(&self) -> Option<&TrainerProcess> {
+        match &self.kind {
+            ProcessKind::Train(process) => Some(process),
+            _ => None,
+        }
+    }
+}
+
+impl FieldValue for Process {
+    fn kind() -> String {
+        "map with a `type`".into()
+    }
+
+    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+        let entries = cx.map(node, "process")?;
+        let Some(entry) = entries.iter().find(|entry| entry.key == "type") else {
+            let names: Vec<&str> = ProcessType::ALL.iter().map(|kind| kind.name()).collect();
+            cx.error(format!("a process needs the key `type`. Known: {}", names.join(", ")));
+            return None;
+        };
+        let process_type = cx.below("type", entry.mark, |cx| ProcessType::read(&entry.node, cx))?;
+        let kind = match process_type {
+            ProcessType::SdTrainer
+            | ProcessType::DiffusionTrainer
+            | ProcessType::UiTrainer
+            | ProcessType::TextualInversionTrainer
+            | ProcessType::ConceptSlider
+            | ProcessType::UltimateSlider
+            | ProcessType::ImageReferenceSlider
+            | ProcessType::ConceptReplacer
+            | ProcessType::Slider
+            | ProcessType::SliderOld
+            | ProcessType::RescaleSd => ProcessKind::Train(FieldValue::read(node, cx)?),
+            ProcessType::ToFolder => ProcessKind::Generate(FieldValue::read(node, cx)?),
+            ProcessType::BatchImg2Img => ProcessKind::Img2Img(FieldValue::read(node, cx)?),
+            ProcessType::Qwen3VlCaptioner
+            | ProcessType::Qwen3OmniCaptioner
+            | ProcessType::Ideogram4Captioner
+            | ProcessType::AceStepCaptioner => ProcessKind::Caption(FieldValue::read(node, cx)?),
+            ProcessType::ExtractLocon | ProcessType::ExtractLora => ProcessKind::Extract(FieldValue::read(node, cx)?),
+            ProcessType::RescaleLora => ProcessKind::RescaleLora(FieldValue::read(node, cx)?),
+            ProcessType::ReferenceGenerator
+            | ProcessType::PureLoraGenerator
+            | ProcessType::SuperTagger
+            | ProcessType::SyncFromCollection
+            | ProcessType::DatasetTools
+            | ProcessType::ExampleMergeExtension
+            | ProcessType::Vae
+            | ProcessType::Esrgan => {
+                let keys = FreeMap::read(node, cx)?;
+                ProcessKind::Rare(Box::new(RareProcess {
+                    kind: process_type,
+                    keys,
+                }))
+            }
+        };
+        Some(Self { process_type, kind })
+    }
+
+    fn show(&self) -> String {
+        self.process_type.name().into()
+    }
+
+    fn is_off(&self) -> bool {
+        false
+    }
+
+    fn check(&self, path: &str, report: &mut Report) {
+        if let Status::Refused(_) = self.process_type.status() {
+            // One error says it; what is inside such a process does not matter then.
+            self.process_type.check(&join(path, "type"), report);
+        } else {
+            each!(&self.kind, process => process.check(path, report), _rare => {});
+        }
+    }
+
+    fn inputs(&self, path: &str, out: &mut Vec<Input>) {
+        each!(&self.kind, process => process.inputs(path, out), _rare => {});
+    }
+
+    fn section() -> Option<SectionInfo> {
+        None
+    }
+
+    fn values() -> Vec<(&'static str, Status)> {
+        ProcessType::values()
+    }
+}

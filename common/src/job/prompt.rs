@@ -1,0 +1,296 @@
+//! Prompts with flags (`a cat --n blurry --seed 7`), and what one picture is made from.
+
+use super::generate::GenerateConfig;
+use super::sample::SampleConfig;
+use serde::{Deserialize, Serialize};
+
+/// A prompt taken apart at `--`. Flags override everything else; unknown ones are dropped with their value.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct PromptFlags {
+    /// The prompt without flags.
+    pub prompt: String,
+    /// `--p2`: prompt of the second text encoder.
+    pub prompt_2: Option<String>,
+    /// `--n`: negative prompt.
+    pub negative_prompt: Option<String>,
+    /// `--n2`: negative prompt of the second text encoder.
+    pub negative_prompt_2: Option<String>,
+    /// `--w`, floored to a multiple of 8, at least 64.
+    pub width: Option<u32>,
+    /// `--h`, floored to a multiple of 8, at least 64.
+    pub height: Option<u32>,
+    /// `--d`, `--seed`. Unlike a section's seed, -1 is not random here.
+    pub seed: Option<i64>,
+    /// `--l`, `--cfg`: guidance scale.
+    pub guidance_scale: Option<f64>,
+    /// `--s`, `--steps`.
+    pub steps: Option<u32>,
+    /// `--m`, `--network_multiplier`: LoRA strength.
+    pub network_multiplier: Option<f64>,
+    /// `--gr`: guidance rescale.
+    pub guidance_rescale: Option<f64>,
+    /// `--a`: adapter strength.
+    pub adapter_conditioning_scale: Option<f64>,
+    /// `--ref`: where the refiner takes over.
+    pub refiner_start_at: Option<f64>,
+    /// `--ev`, `--extra_values`.
+    pub extra_values: Option<Vec<f64>>,
+    /// `--frames`, `--num_frames`.
+    pub num_frames: Option<u32>,
+    /// `--fps`.
+    pub fps: Option<u32>,
+    /// `--ctrl_img`: control image.
+    pub ctrl_img: Option<String>,
+    /// `--ctrl_idx`.
+    pub ctrl_idx: Option<u32>,
+    /// Flags that nobody knows; they were dropped.
+    pub unknown: Vec<String>,
+    /// Flags whose value is not what it should be: one message each. They were dropped too.
+    pub problems: Vec<String>,
+}
+
+impl PromptFlags {
+    /// Takes a prompt apart. Never fails: see [`PromptFlags::problems`].
+    #[must_use]
+    pub fn parse(text: &str) -> Self {
+        let mut parts = text.trim().split("--");
+        let mut flags = Self {
+            prompt: parts.next().unwrap_or("").trim().to_owned(),
+            ..Self::default()
+        };
+        for part in parts {
+            let (flag, value) = part.split_once(char::is_whitespace).unwrap_or((part, ""));
+            flags.set(flag, value.trim());
+        }
+        flags
+    }
+
+    fn set(&mut self, flag: &str, value: &str) {
+        let problems = &mut self.problems;
+        match flag {
+            "n" => self.negative_prompt = Some(value.to_owned()),
+            "p2" => self.prompt_2 = Some(value.to_owned()),
+            "n2" => self.negative_prompt_2 = Some(value.to_owned()),
+            "w" => put(&mut self.width, whole(flag, value, problems).map(floor_size)),
+            "h" => put(&mut self.height, whole(flag, value, problems).map(floor_size)),
+            "d" | "seed" => put(&mut self.seed, number(flag, value, "a whole number", problems)),
+            "l" | "cfg" => put(&mut self.guidance_scale, float(flag, value, problems)),
+            "s" | "steps" => put(&mut self.steps, whole(flag, value, problems)),
+            "m" | "network_multiplier" => put(&mut self.network_multiplier, float(flag, value, problems)),
+            "gr" => put(&mut self.guidance_rescale, float(flag, value, problems)),
+            "a" => put(&mut self.adapter_conditioning_scale, float(flag, value, problems)),
+            "ref" => put(&mut self.refiner_start_at, float(flag, value, problems)),
+            "ev" | "extra_values" => {
+                let values: Option<Vec<f64>> = value
+                    .split(',')
+                    .map(|part| float(flag, part.trim(), problems))
+                    .collect();
+                put(&mut self.extra_values, values);
+            }
+            "frames" | "num_frames" => put(&mut self.num_frames, whole(flag, value, problems)),
+            "fps" => put(&mut self.fps, whole(flag, value, problems)),
+            "ctrl_img" => self.ctrl_img = Some(value.to_owned()),
+            "ctrl_idx" => put(&mut self.ctrl_idx, whole(flag, value, problems)),
+            _ => self.unknown.push(flag.to_owned()),
+        }
+    }
+}
+
+fn put<T>(slot: &mut Option<T>, value: Option<T>) {
+    if value.is_some() {
+        *slot = value;
+    }
+}
+
+fn number<T: std::str::FromStr>(flag: &str, value: &str, expected: &str, problems: &mut Vec<String>) -> Option<T> {
+    let parsed = value.parse().ok();
+    if parsed.is_none() {
+        problems.push(format!(
+            "the prompt's flag `--{flag}` expects {expected}, found \"{value}\""
+        ));
+    }
+    parsed
+}
+
+fn whole(flag: &str, value: &str, problems: &mut Vec<String>) -> Option<u32> {
+    number(flag, value, "a whole number from 0", problems)
+}
+
+fn float(flag: &str, value: &str, problems: &mut Vec<String>) -> Option<f64> {
+    number::<f64>(flag, value, "a number", problems).filter(|value| {
+        let finite = value.is_finite();
+        if !finite {
+            problems.push(format!("the prompt's flag `--{flag}` expects a finite number"));
+        }
+        finite
+    })
+}
+
+/// A width or height as pictures have it: floored to a multiple of 8, at least 64.
+#[must_use]
+pub fn floor_size(pixels: u32) -> u32 {
+    (pixels / 8 * 8).max(64)
+}
+
+/// A sample prompt with `[trigger]` replaced; without a trigger word the text stays as it is.
+#[must_use]
+pub fn with_trigger(prompt: &str, trigger: Option<&str>) -> String {
+    match trigger {
+        Some(trigger) => prompt.replace("[trigger]", trigger),
+        None => prompt.to_owned(),
+    }
+}
+
+/// Everything that decides one picture, after defaults, the item's own values and prompt flags.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ImageRequest {
+    /// The prompt without flags.
+    pub prompt: String,
+    /// Prompt of the second text encoder.
+    pub prompt_2: Option<String>,
+    /// Negative prompt.
+    pub negative_prompt: String,
+    /// Negative prompt of the second text encoder.
+    pub negative_prompt_2: Option<String>,
+    /// Width in pixels, a multiple of 8, at least 64.
+    pub width: u32,
+    /// Height in pixels, a multiple of 8, at least 64.
+    pub height: u32,
+    /// Seed; `None` is random. Negative seeds count from 2^64 down, as in torch.
+    pub seed: Option<i64>,
+    /// Guidance scale.
+    pub guidance_scale: f64,
+    /// Guidance rescale.
+    pub guidance_rescale: f64,
+    /// Steps.
+    pub steps: u32,
+    /// LoRA strength.
+    pub network_multiplier: f64,
+    /// Adapter strength.
+    pub adapter_conditioning_scale: f64,
+    /// Where the refiner takes over.
+    pub refiner_start_at: f64,
+    /// Input of single-value adapters.
+    pub extra_values: Vec<f64>,
+    /// Video frames.
+    pub num_frames: u32,
+    /// Video frames per second.
+    pub fps: u32,
+    /// Control image.
+    pub ctrl_img: Option<String>,
+    /// First of several control images.
+    pub ctrl_img_1: Option<String>,
+    /// Second of several control images.
+    pub ctrl_img_2: Option<String>,
+    /// Third of several control images.
+    pub ctrl_img_3: Option<String>,
+    /// Which control it is.
+    pub ctrl_idx: u32,
+    /// CFG norm (Qwen edit).
+    pub do_cfg_norm: bool,
+}
+
+impl ImageRequest {
+    /// Takes over what the flags in its prompt say, and makes the size a possible one.
+    #[must_use]
+    fn finished(mut self) -> Self {
+        let flags = PromptFlags::parse(&self.prompt);
+        self.prompt = flags.prompt;
+        self.prompt_2 = flags.prompt_2.or(self.prompt_2);
+        self.negative_prompt = flags.negative_prompt.unwrap_or(self.negative_prompt);
+        self.negative_prompt_2 = flags.negative_prompt_2.or(self.negative_prompt_2);
+        self.width = floor_size(flags.width.unwrap_or(self.width));
+        self.height = floor_size(flags.height.unwrap_or(self.height));
+        self.seed = flags.seed.or(self.seed.filter(|&seed| seed != -1));
+        self.guidance_scale = flags.guidance_scale.unwrap_or(self.guidance_scale);
+        self.guidance_rescale = flags.guidance_rescale.unwrap_or(self.guidance_rescale);
+        self.steps = flags.steps.unwrap_or(self.steps).max(1);
+        self.network_multiplier = flags.network_multiplier.unwrap_or(self.network_multiplier);
+        self.adapter_conditioning_scale = flags
+            .adapter_conditioning_scale
+            .unwrap_or(self.adapter_conditioning_scale);
+        self.refiner_start_at = flags.refiner_start_at.unwrap_or(self.refiner_start_at);
+        self.extra_values = flags.extra_values.unwrap_or(self.extra_values);
+        self.num_frames = flags.num_frames.unwrap_or(self.num_frames);
+        self.fps = flags.fps.unwrap_or(self.fps);
+        // As in ai-toolkit the flag does not become the first of several.
+        self.ctrl_img = flags.ctrl_img.or(self.ctrl_img);
+        self.ctrl_idx = flags.ctrl_idx.unwrap_or(self.ctrl_idx);
+        self
+    }
+}
+
+impl SampleConfig {
+    /// The pictures of this section. `trigger` is the process's trigger word. Unlike in ai-toolkit an item's
+    /// own seed is its own: later items without one use the section's.
+    #[must_use]
+    pub fn requests(&self, trigger: Option<&str>) -> Vec<ImageRequest> {
+        let one = |(index, item): (usize, &super::sample::SampleItem)| {
+            let walk = if self.walk_seed {
+                i64::try_from(index).unwrap_or(0)
+            } else {
+                0
+            };
+            ImageRequest {
+                prompt: with_trigger(&item.prompt, trigger),
+                prompt_2: None,
+                negative_prompt: item.neg.as_ref().unwrap_or(&self.neg).0.clone(),
+                negative_prompt_2: None,
+                width: item.width.unwrap_or(self.width),
+                height: item.height.unwrap_or(self.height),
+                seed: Some(item.seed.unwrap_or_else(|| self.seed.wrapping_add(walk))),
+                guidance_scale: item.guidance_scale.unwrap_or(self.guidance_scale),
+                guidance_rescale: self.guidance_rescale,
+                steps: item.sample_steps.unwrap_or(self.sample_steps),
+                network_multiplier: item.network_multiplier.map_or(self.network_multiplier, |m| *m),
+                adapter_conditioning_scale: self.adapter_conditioning_scale,
+                refiner_start_at: self.refiner_start_at,
+                extra_values: Vec::new(),
+                num_frames: item.num_frames.unwrap_or(self.num_frames),
+                fps: item.fps.unwrap_or(self.fps),
+                ctrl_img: item.ctrl_img.clone(),
+                ctrl_img_1: item.ctrl_img_1.clone().or_else(|| item.ctrl_img.clone()),
+                ctrl_img_2: item.ctrl_img_2.clone(),
+                ctrl_img_3: item.ctrl_img_3.clone(),
+                ctrl_idx: item.ctrl_idx,
+                do_cfg_norm: self.do_cfg_norm,
+            }
+            .finished()
+        };
+        self.samples.iter().enumerate().map(one).collect()
+    }
+}
+
+impl GenerateConfig {
+    /// The picture for one prompt (with its flags). A size of `size_list` is the caller's to draw:
+    /// pass it as `size`, else `None`.
+    #[must_use]
+    pub fn request(&self, prompt: &str, size: Option<(u32, u32)>) -> ImageRequest {
+        let (width, height) = size.unwrap_or((self.width, self.height));
+        ImageRequest {
+            prompt: prompt.to_owned(),
+            prompt_2: self.prompt_2.clone(),
+            negative_prompt: self.neg.clone(),
+            negative_prompt_2: self.neg_2.clone(),
+            width,
+            height,
+            seed: Some(self.seed),
+            guidance_scale: self.guidance_scale,
+            guidance_rescale: self.guidance_rescale,
+            steps: self.sample_steps,
+            network_multiplier: 1.0,
+            adapter_conditioning_scale: 1.0,
+            refiner_start_at: 0.5,
+            extra_values: Vec::new(),
+            num_frames: 1,
+            fps: 15,
+            ctrl_img: None,
+            ctrl_img_1: None,
+            ctrl_img_2: None,
+            ctrl_img_3: None,
+            ctrl_idx: 0,
+            do_cfg_norm: false,
+        }
+        .finished()
+    }
+}

@@ -1,0 +1,154 @@
+//! `sample`: pictures made while training, to see how it goes.
+
+use super::sampler::SamplerName;
+use super::schema::{Cx, Given, section};
+use super::values::{Float, TextOrFalse};
+
+section! {
+    /// One picture. What is absent comes from the section.
+    pub struct SampleItem("samples") {
+        /// The prompt; may end in flags such as `--seed 7`.
+        prompt: String = String::new(), Works;
+        /// Width in pixels.
+        width: Option<u32> = None, Works;
+        /// Height in pixels.
+        height: Option<u32> = None, Works;
+        /// Negative prompt.
+        neg: Option<TextOrFalse> = None, Works;
+        /// Seed.
+        seed: Option<i64> = None, Works;
+        /// Guidance scale.
+        guidance_scale: Option<f64> = None, Works;
+        /// Steps.
+        sample_steps: Option<u32> = None, Works;
+        /// Video frames per second.
+        fps: Option<u32> = None, With("num_frames");
+        /// Video frames.
+        num_frames: Option<u32> = None, Refused("no video models yet");
+        /// LoRA strength.
+        network_multiplier: Option<Float> = None, Works;
+        /// Control image.
+        ctrl_img: Option<String> = None, Refused("control images are not used yet"), input ControlImages;
+        /// Which control it is.
+        ctrl_idx: u32 = 0, With("ctrl_img");
+        /// First of several control images.
+        ctrl_img_1: Option<String> = None, Refused("control images are not used yet"), shown "`ctrl_img`", input ControlImages;
+        /// Second of several control images.
+        ctrl_img_2: Option<String> = None, Refused("control images are not used yet"), input ControlImages;
+        /// Third of several control images.
+        ctrl_img_3: Option<String> = None, Refused("control images are not used yet"), input ControlImages;
+        /// Without effect in ai-toolkit too: the section's value is used.
+        do_cfg_norm: bool = false, Accepted("never had an effect");
+    }
+    finish = finish_item;
+}
+
+fn finish_item(item: &mut SampleItem, _given: &Given, _cx: &mut Cx) {
+    for path in [
+        &mut item.ctrl_img,
+        &mut item.ctrl_img_1,
+        &mut item.ctrl_img_2,
+        &mut item.ctrl_img_3,
+    ] {
+        if path.as_deref() == Some("") {
+            *path = None;
+        }
+    }
+    if item.num_frames == Some(1) {
+        item.num_frames = None;
+    }
+}
+
+section! {
+    /// Pictures made while training, to see how it goes.
+    pub struct SampleConfig("sample") {
+        /// Sampler; flow models use `flowmatch`.
+        sampler: SamplerName = SamplerName::Ddpm, Works;
+        /// Sample when `step % sample_every == 0`, never on the first step that runs; 0 or null: not while training.
+        sample_every: Option<u64> = Some(100), Works;
+        /// No periodic samples before this step.
+        sample_start_step: u64 = 0, Works;
+        /// Width in pixels.
+        width: u32 = 512, Works;
+        /// Height in pixels.
+        height: u32 = 512, Works;
+        /// Negative prompt; false for none.
+        neg: TextOrFalse = TextOrFalse::default(), Works, shown "false";
+        /// Seed of the first picture; -1 is random.
+        seed: i64 = 0, Works;
+        /// Picture i uses `seed` + i.
+        walk_seed: bool = false, Works;
+        /// Guidance scale.
+        guidance_scale: f64 = 7.0, Works;
+        /// Guidance rescale.
+        guidance_rescale: f64 = 0.0, Works;
+        /// Steps.
+        sample_steps: u32 = 20, Works;
+        /// LoRA strength.
+        network_multiplier: f64 = 1.0, Works;
+        /// Suffix of the files: `jpg`, `png`, `webp`; sound models: `wav`, `mp3`, `flac`, `ogg`.
+        format: String = "jpg".into(), Works;
+        /// Above 1 makes a video.
+        num_frames: u32 = 1, Refused("no video models yet");
+        /// Video frames per second.
+        fps: u32 = 16, With("num_frames");
+        /// Adapter strength.
+        adapter_conditioning_scale: f64 = 1.0, With("adapter");
+        /// Where the SDXL refiner takes over.
+        refiner_start_at: f64 = 0.5, With("model.refiner_name_or_path");
+        /// CFG norm (Qwen edit).
+        do_cfg_norm: bool = false, Accepted("only Qwen-Image cares");
+        /// Older form of `samples`; used only when that is absent.
+        prompts: Vec<String> = Vec::new(), Works;
+        /// The pictures.
+        samples: Vec<SampleItem> = Vec::new(), Works, shown "from `prompts`";
+    }
+    rare {
+        "extra_values" => With("adapter");
+    }
+    finish = finish;
+}
+
+fn finish(sample: &mut SampleConfig, given: &Given, cx: &mut Cx) {
+    if given.has("samples") {
+        if !sample.prompts.is_empty() {
+            cx.warn_at("prompts", "`samples` is given, so `prompts` is not used");
+        }
+    } else {
+        sample.samples = sample
+            .prompts
+            .iter()
+            .map(|prompt| SampleItem {
+                prompt: prompt.clone(),
+                ..SampleItem::default()
+            })
+            .collect();
+    }
+    sample.format = sample.format.trim_start_matches('.').to_ascii_lowercase();
+    if !FORMATS.contains(&sample.format.as_str()) {
+        cx.error_at(
+            "format",
+            format!(
+                "`{}` is not a known format. Known: {}",
+                sample.format,
+                FORMATS.join(", ")
+            ),
+        );
+    }
+    if sample.sample_steps == 0 {
+        cx.error_at("sample_steps", "expected at least 1");
+    }
+}
+
+const FORMATS: &[&str] = &["jpg", "jpeg", "png", "webp", "wav", "mp3", "flac", "ogg", "mp4"];
+
+impl SampleConfig {
+    /// Whether periodic samples are due at `step`.
+    #[must_use]
+    pub fn is_due(&self, step: u64) -> bool {
+        step >= self.sample_start_step
+            && self
+                .sample_every
+                .is_some_and(|every| every > 0 && step.is_multiple_of(every))
+    }
+}

@@ -1,0 +1,57 @@
+//! Names of noise schedulers and samplers, for training and for pictures.
+
+use super::schema::choices;
+
+choices! {
+    /// A noise scheduler (training) or sampler (pictures). A `k_` name means Karras sigmas.
+    pub enum SamplerName("sampler") {
+        /// Ancestral sampling of the original paper.
+        Ddpm = "ddpm", Works;
+        /// Deterministic.
+        Ddim = "ddim", Works;
+        /// Pseudo numerical methods.
+        Pndm = "pndm", Works;
+        /// Linear multi-step.
+        Lms = "lms", Works;
+        /// Linear multi-step with Karras sigmas.
+        KLms = "k_lms", Works;
+        /// Euler.
+        Euler = "euler", Works;
+        /// Euler with Karras sigmas.
+        KEuler = "k_euler", Works;
+        /// Euler with ancestral noise.
+        EulerA = "euler_a", Works;
+        /// DPM-Solver, second order.
+        DpmSolver = "dpmsolver", Refused("use `dpmsolver++`");
+        /// DPM-Solver++ 2M.
+        DpmSolverPp = "dpmsolver++" | "dpm++_2m" | "dpmpp_2m", Works;
+        /// DPM-Solver with Karras sigmas.
+        KDpmSolver = "k_dpmsolver", Refused("use `k_dpmsolver++`");
+        /// DPM-Solver++ 2M with Karras sigmas.
+        KDpmSolverPp = "k_dpmsolver++" | "k_dpm++_2m" | "k_dpmpp_2m", Works;
+        /// DPM-Solver, single step.
+        DpmSingle = "dpmsingle", Refused("use `dpmsolver++`");
+        /// Heun.
+        Heun = "heun", Refused("use `euler`");
+        /// KDPM2.
+        Dpm2 = "dpm_2", Refused("use `dpmsolver++`");
+        /// KDPM2 with ancestral noise.
+        Dpm2A = "dpm_2_a", Refused("use `euler_a`");
+        /// Latent consistency.
+        Lcm = "lcm", Refused("latent consistency models come later");
+        /// ai-toolkit's variant of `lcm`.
+        CustomLcm = "custom_lcm", Refused("latent consistency models come later");
+        /// Mean flow.
+        MeanFlow = "mean_flow", Refused("flow models come later");
+        /// Flow matching.
+        FlowMatch = "flowmatch", Refused("flow models come later; Stable Diffusion 1.x wants `ddpm`");
+    }
+}
+
+impl SamplerName {
+    /// Whether it uses Karras sigmas.
+    #[must_use]
+    pub fn is_karras(self) -> bool {
+        self.name().starts_with("k_")
+    }
+}

@@ -1,0 +1,43 @@
+//! `save`: what is written, how often, and how much of it stays.
+
+use super::dtype::DType;
+use super::schema::{choices, section};
+
+choices! {
+    /// Layout of full-model saves. LoRAs are always one safetensors file.
+    pub enum SaveFormat("save format") {
+        /// One file.
+        Safetensors = "safetensors", Works;
+        /// A diffusers folder.
+        Diffusers = "diffusers", Works;
+    }
+}
+
+section! {
+    /// What is written, how often, and how much of it stays.
+    pub struct SaveConfig("save") {
+        /// Save when `step % save_every == 0`, never on the first step that runs; 0 or null: only at the end.
+        save_every: Option<u64> = Some(1000), Works;
+        /// Number format of saved tensors.
+        dtype: DType = DType::F16, Works;
+        /// Older step saves beyond this number are deleted; 0 keeps all.
+        max_step_saves_to_keep: u64 = 5, Works;
+        /// `safetensors` or `diffusers`; only matters when a full model is saved.
+        save_format: SaveFormat = SaveFormat::Safetensors, Accepted("only full-model saves care");
+        /// Upload the run folder to Hugging Face at the end.
+        push_to_hub: bool = false, Ignored("nothing is uploaded; take the files from the run folder");
+        /// Repository to upload to.
+        hf_repo_id: Option<String> = None, With("push_to_hub");
+        /// Whether that repository is private.
+        hf_private: bool = false, With("push_to_hub");
+    }
+}
+
+impl SaveConfig {
+    /// Whether a save is due at `step`: never when periodic saves are off.
+    #[must_use]
+    pub fn is_due(&self, step: u64) -> bool {
+        self.save_every
+            .is_some_and(|every| every > 0 && step.is_multiple_of(every))
+    }
+}

@@ -1,0 +1,235 @@
+//! The whole job: what the coordinator stores and a worker runs.
+
+use super::cluster::ClusterConfig;
+use super::error::{Finding, Support};
+use super::node::Node;
+use super::process::{JobKind, Process, ProcessKind};
+use super::schema::{Cx, FieldValue, Input, Report, section};
+use super::values::FreeMap;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+section! {
+    /// The body of a job.
+    pub struct ConfigSection("config") {
+        /// Name of the job: of its folder, its files, and of `[name]`.
+        name: Option<String> = None, Works, shown "required";
+        /// What the job runs, one after another.
+        process [required]: Vec<Process> = Vec::new(), Works;
+        /// A hint.
+        device: Option<String> = None, Ignored("the device is given to the job when it starts; use `cluster.device` to require a kind");
+        /// Default of the processes' `training_folder`.
+        training_folder: Option<String> = None, Works;
+        /// Default of the processes' `output_folder` (`job: extract`).
+        output_folder: Option<String> = None, With("job: extract");
+        /// `job: train`: the model is Stable Diffusion 2.x.
+        is_v2: bool = false, With("job: train");
+        /// `job: train`: folder for TensorBoard.
+        log_dir: Option<String> = None, With("job: train");
+        /// Never had an effect here: it is read per process.
+        training_seed: Option<i64> = None, Ignored("it is read per process: move it into `process`");
+        /// `job: extract`: model to subtract.
+        base_model: Option<String> = None, With("job: extract"), input Model;
+        /// `job: extract`: fine-tuned model.
+        extract_model: Option<String> = None, With("job: extract"), input Model;
+        /// `job: extract`: extract the UNet.
+        extract_unet: bool = true, With("job: extract");
+        /// `job: extract`: extract the text encoder.
+        extract_text_encoder: bool = true, With("job: extract");
+        /// `job: extract`: number format of the file.
+        dtype: super::dtype::DType = super::dtype::DType::F16, With("job: extract");
+    }
+}
+
+section! {
+    /// A whole config.
+    pub struct Document("job") {
+        /// Kind of job.
+        job [required]: JobKind = JobKind::Extension, Works;
+        /// Body of the job.
+        config [required]: ConfigSection = ConfigSection::default(), Works;
+        /// Copied into the metadata of every safetensors file that the job writes.
+        meta: FreeMap = FreeMap::new(), Works;
+        /// Where and when the job runs.
+        cluster: ClusterConfig = ClusterConfig::default(), Works;
+    }
+}
+
+/// A job, validated, with every default filled in.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct JobSpec {
+    /// Kind of job.
+    pub job: JobKind,
+    /// Its name.
+    pub name: String,
+    /// Copied into the metadata of every safetensors file that the job writes.
+    pub meta: FreeMap,
+    /// What it runs, in order. Never empty.
+    pub process: Vec<Process>,
+    /// Where and when it runs.
+    pub cluster: ClusterConfig,
+    /// The other keys of `config`.
+    pub config: JobLevel,
+    /// The file it came from, for findings.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub file: Option<String>,
+    /// Key path -> line and column in that file, for findings.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub positions: BTreeMap<String, (u32, u32)>,
+}
+
+/// The keys of `config` other than `name` and `process`; what of it is the default of a process is already there.
+pub type JobLevel = Box<ConfigSection>;
+
+impl JobSpec {
+    /// Reads a templated document. `name_override` names the job when the config does not.
+    ///
+    /// # Errors
+    /// `cx.errors` says what is wrong; `None` then.
+    pub(crate) fn read(root: &Node, name_override: Option<&str>, cx: &mut Cx) -> Option<Self> {
+        if root.entries().is_none() {
+            cx.wrong_type(root, "a map with the keys `job` and `config`");
+            return None;
+        }
+        let document = Document::read(root, cx)?;
+        let Document {
+            job,
+            config: mut body,
+            meta,
+            cluster,
+            ..
+        } = document;
+        if body.name.as_deref().is_none_or(|name| name.trim().is_empty()) {
+            body.name = name_override.map(str::to_owned);
+        }
+        match body.name.as_deref() {
+            None if root.get("config").is_some() => {
+                cx.error_at("config.name", "`config` needs a `name`, or give one with `--name`");
+            }
+            Some(name) => {
+                if let Err(why) = super::naming::check_name(name) {
+                    cx.error_at("config.name", why);
+                }
+            }
+            None => {}
+        }
+        let mut process = std::mem::take(&mut body.process);
+        let named = root.get("config").and_then(|config| config.get("process"));
+        if process.is_empty() && named.is_some_and(|node| node.value == super::node::Value::List(Vec::new())) {
+            cx.error_at("config.process", "needs at least one process");
+        }
+        for (index, process) in process.iter_mut().enumerate() {
+            inherit(process, index, job, &body, cx);
+        }
+        if !cx.errors.is_empty() {
+            return None;
+        }
+        Some(Self {
+            job,
+            name: body.name.clone().unwrap_or_default(),
+            meta,
+            process,
+            cluster,
+            config: Box::new(body),
+            file: cx.file.clone(),
+            positions: std::mem::take(&mut cx.positions),
+        })
+    }
+
+    /// Every value that may be a path on this machine.
+    #[must_use]
+    pub fn inputs(&self) -> Vec<Input> {
+        let mut inputs = Vec::new();
+        self.config.inputs("config", &mut inputs);
+        self.process.inputs("config.process", &mut inputs);
+        super::inputs::from_prompts(self, &mut inputs);
+        let mut unique: Vec<Input> = Vec::with_capacity(inputs.len());
+        for input in inputs {
+            if !unique.contains(&input) {
+                unique.push(input);
+            }
+        }
+        unique
+    }
+
+    /// What the job asks for that this release does not have.
+    #[must_use]
+    pub fn unsupported(&self) -> Support {
+        let mut report = Report::default();
+        self.job.check("job", &mut report);
+        if report.errors.is_empty() {
+            self.config.check("config", &mut report);
+            self.process.check("config.process", &mut report);
+            self.cluster.check("cluster", &mut report);
+        }
+        Support {
+            errors: self.findings(report.errors),
+            warnings: self.findings(report.warnings),
+        }
+    }
+
+    fn findings(&self, found: Vec<(String, String)>) -> Vec<Finding> {
+        let mut findings: Vec<Finding> = found
+            .into_iter()
+            .map(|(key, message)| self.finding(key, message))
+            .collect();
+        findings.sort_by_key(|finding| (finding.line.unwrap_or(u32::MAX), finding.column));
+        findings
+    }
+
+    /// A finding at a key, with the nearest place that is known.
+    #[must_use]
+    pub fn finding(&self, key: String, message: String) -> Finding {
+        let mut place = None;
+        let mut path = key.as_str();
+        while place.is_none() && !path.is_empty() {
+            place = self.positions.get(path).copied();
+            let cut = path.rfind(['.', '[']).unwrap_or(0);
+            path = path.get(..cut).unwrap_or("");
+        }
+        Finding {
+            file: self.file.clone(),
+            line: place.map(|(line, _)| line),
+            column: place.map(|(_, column)| column),
+            key,
+            message,
+        }
+    }
+}
+
+fn inherit(process: &mut Process, index: usize, job: JobKind, body: &ConfigSection, cx: &mut Cx) {
+    let path = format!("config.process[{index}]");
+    let kind = process.process_type;
+    if kind.job() != job {
+        cx.error_at(
+            &format!("{path}.type"),
+            format!(
+                "`{kind}` is a process of `job: {}`, but this is `job: {job}`; change one of them",
+                kind.job()
+            ),
+        );
+    }
+    match &mut process.kind {
+        ProcessKind::Train(process) => {
+            if process.training_folder.is_none() {
+                process.training_folder.clone_from(&body.training_folder);
+            }
+            if process.training_folder.is_none() {
+                cx.error_at(
+                    &format!("{path}.training_folder"),
+                    "a training needs a `training_folder`, such as `output`",
+                );
+            }
+        }
+        ProcessKind::Extract(process) => {
+            process.dtype = process.dtype.or(Some(body.dtype));
+            process.extract_unet = process.extract_unet.or(Some(body.extract_unet));
+            process.extract_text_encoder = process.extract_text_encoder.or(Some(body.extract_text_encoder));
+        }
+        _ => {}
+    }
+    let named = process.name().map(super::naming::check_name);
+    if let Some(Err(why)) = named {
+        cx.error_at(&format!("{path}.name"), why);
+    }
+}

@@ -1,0 +1,536 @@
+//! `train`: steps, optimizer, noise, loss and everything else about the loop.
+
+use super::dtype::DType;
+use super::optimizer::{LrSchedulerName, OptimizerName};
+use super::sampler::SamplerName;
+use super::schema::{Cx, Given, Report, choices, join, section};
+use super::values::{FloatOrRange, FreeMap};
+
+choices! {
+    /// How prediction and target are compared.
+    pub enum LossType("loss type") {
+        /// Mean of squares.
+        Mse = "mse", Works;
+        /// Mean of absolute values.
+        Mae = "mae", Works;
+        /// Over wavelet bands.
+        Wavelet = "wavelet", Refused("use `mse` or `mae`");
+        /// After one step of the sampler.
+        Stepped = "stepped", Refused("use `mse` or `mae`");
+        /// Smooth absolute value.
+        PseudoHuber = "pseudo_huber", Refused("use `mse` or `mae`");
+        /// Mean flow.
+        MeanFlow = "mean_flow", Refused("use `mse` or `mae`");
+    }
+}
+
+choices! {
+    /// What the prediction is compared with.
+    pub enum LossTarget("loss target") {
+        /// The noise (or velocity) that was added.
+        Noise = "noise", Works;
+        /// The picture.
+        Source = "source", Refused("use `noise`");
+        /// The picture before augmentation.
+        Unaugmented = "unaugmented", Refused("use `noise`");
+        /// The difference to the base model's noise.
+        DifferentialNoise = "differential_noise", Refused("use `noise`");
+    }
+}
+
+choices! {
+    /// How flow models draw time steps.
+    pub enum TimestepType("timestep type") {
+        /// Sigmoid of a normal number.
+        Sigmoid = "sigmoid", Works;
+        /// Even.
+        Linear = "linear", Works;
+        /// Even, with a table of loss weights.
+        Weighted = "weighted", Works;
+        /// Shifted by resolution, as at inference.
+        Shift = "shift" | "flux_shift" | "lumina2_shift", Works;
+        /// Three quarters log-normal, a quarter even.
+        LognormBlend = "lognorm_blend", Works;
+        /// After one denoising step.
+        NextSample = "next_sample", Works;
+        /// Only the first step of a 1-step sampler.
+        OneStep = "one_step", Works;
+        /// Only the steps of a 2-step sampler.
+        TwoStep = "two_step", Works;
+        /// Only the steps of a 4-step sampler.
+        FourStep = "four_step", Works;
+        /// Only the steps of an 8-step sampler.
+        EightStep = "eight_step", Works;
+    }
+}
+
+choices! {
+    /// Which noise levels are trained most.
+    pub enum ContentOrStyle("noise level preference") {
+        /// All the same.
+        Balanced = "balanced", Works;
+        /// High noise.
+        Content = "content", Refused("time steps are drawn evenly (`balanced`)");
+        /// Low noise.
+        Style = "style", Refused("time steps are drawn evenly (`balanced`)");
+    }
+}
+
+choices! {
+    /// How the scale of the guidance loss changes with the noise level.
+    pub enum GuidanceLossSchedule("guidance loss schedule") {
+        /// Not at all.
+        Constant = "constant", Works;
+        /// Down to 1 with the noise.
+        Sigma = "sigma", Works;
+    }
+}
+
+section! {
+    /// Exponential moving average of the trained weights.
+    pub struct EmaConfig("ema_config") {
+        /// On or off. Saves and samples use the averaged weights.
+        use_ema: bool = false, Works;
+        /// Share of the old average that stays at each step.
+        ema_decay: f64 = 0.999, Works;
+        /// Feed the difference back into the weights.
+        use_feedback: bool = false, Refused("only the plain average");
+        /// Multiply the weights at each update.
+        param_multiplier: f64 = 1.0, Refused("only the plain average");
+    }
+    finish = finish_ema;
+}
+
+fn finish_ema(ema: &mut EmaConfig, _given: &Given, cx: &mut Cx) {
+    if !(0.0..=1.0).contains(&ema.ema_decay) {
+        cx.error_at("ema_decay", "expected a share from 0 to 1");
+    }
+}
+
+section! {
+    /// One picture whose loss is measured again and again.
+    pub struct ValidationItem("validation_items") {
+        /// The picture.
+        image_path [required]: String = String::new(), Works, input ControlImages;
+        /// Its caption.
+        prompt: String = String::new(), Works;
+    }
+}
+
+section! {
+    /// Loss on fixed pictures with fixed noise.
+    pub struct ValidationConfig("validation_config") {
+        /// The pictures.
+        validation_items: Vec<ValidationItem> = Vec::new(), Works;
+        /// Pixel budget: resolution squared.
+        resolution: u32 = 512, Works;
+        /// Steps between measurements.
+        validate_every_n_steps: u64 = 10, Works;
+        /// Noise levels.
+        validation_sigmas: Vec<f64> = vec![1.0, 0.75, 0.5, 0.25], Works;
+    }
+}
+
+section! {
+    /// Steps, optimizer, noise, loss and everything else about the loop.
+    pub struct TrainConfig("train") {
+        /// Steps in all; absolute, not additional on resume.
+        steps: u64 = 1000, Works;
+        /// Items per batch. A dataset may override it.
+        batch_size: u32 = 1, Works;
+        /// Batches per step; gradients are summed, the reported loss is the mean.
+        gradient_accumulation: u64 = 1, Works;
+        /// Legacy: each micro-batch counts as a step; -1 accumulates a whole epoch. Exclusive with `gradient_accumulation`.
+        gradient_accumulation_steps: i64 = 1, Works;
+        /// Learning rate.
+        lr: f64 = 1e-6, Works;
+        /// Never had an effect for LoRAs and full training: `lr` is used.
+        unet_lr: Option<f64> = None, Ignored("`lr` is used, as ai-toolkit did"), shown "`lr`";
+        /// Never had an effect for LoRAs and full training: `lr` is used.
+        text_encoder_lr: Option<f64> = None, Ignored("`lr` is used, as ai-toolkit did"), shown "`lr`";
+        /// Learning rate of the refiner.
+        refiner_lr: Option<f64> = None, With("train_refiner"), shown "`lr`";
+        /// Learning rate of a textual inversion.
+        embedding_lr: Option<f64> = None, With("embedding"), shown "`lr`";
+        /// Learning rate of an adapter.
+        adapter_lr: Option<f64> = None, With("adapter"), shown "`lr`";
+        /// Optimizer. For `adam` and `adamw` eps is 1e-6 whatever the parameters say.
+        optimizer: OptimizerName = OptimizerName::AdamW, Works;
+        /// Parameters of the optimizer: `weight_decay`, `betas`, ….
+        optimizer_params: FreeMap = FreeMap::new(), Works;
+        /// How the learning rate changes.
+        lr_scheduler: LrSchedulerName = LrSchedulerName::Constant, Works;
+        /// Parameters of the scheduler.
+        lr_scheduler_params: FreeMap = FreeMap::new(), Works;
+        /// Gradients are scaled down to this norm; 0 or less: never.
+        max_grad_norm: f64 = 1.0, Works;
+        /// Start at this step, whatever the checkpoint says.
+        start_step: Option<u64> = None, Works;
+        /// Number format of the arithmetic; also replaces `model.dtype`.
+        dtype: DType = DType::F32, Works;
+        /// Recompute activations instead of keeping them.
+        gradient_checkpointing: bool = true, Accepted("saves memory only");
+        /// Train the UNet or transformer.
+        train_unet: bool = true, Refused("there is nothing else to train yet");
+        /// Train the text encoders.
+        train_text_encoder: bool = false, Refused("only the UNet is trained");
+        /// Train the refiner.
+        train_refiner: bool = true, Accepted("only with a refiner model");
+        /// No pictures before the first step.
+        skip_first_sample: bool = false, Works;
+        /// Pictures before the first step even on resume.
+        force_first_sample: bool = false, Works;
+        /// Never make pictures.
+        disable_sampling: bool = false, Works;
+        /// Moving average of the weights.
+        ema_config: EmaConfig = EmaConfig::default(), Works, shown "off";
+        /// FreeU while sampling.
+        free_u: bool = false, Ignored("samples are made without FreeU; the training is the same");
+        /// xformers attention.
+        xformers: bool = false, Accepted("the same result another way");
+        /// torch's fused attention.
+        sdp: bool = false, Accepted("the same result another way");
+        /// Attention implementation.
+        attention_backend: String = "native".into(), Accepted("the same result another way");
+        /// Train a changing share of the parameters. The misspelling is the real key.
+        do_paramiter_swapping: bool = false, Refused("all LoRA weights are trained");
+        /// That share.
+        paramiter_swapping_factor: f64 = 0.1, With("do_paramiter_swapping");
+        /// Merge the LoRA into the model, save the full model, start the LoRA again.
+        merge_network_on_save: bool = false, Refused("LoRAs are saved as LoRAs");
+        /// Weight of that merge.
+        merge_network_on_save_strength: f64 = 1.0, With("merge_network_on_save");
+        /// Run a batch one item at a time.
+        single_item_batching: bool = false, Accepted("saves memory only");
+        /// Never had an effect.
+        weight_jitter: f64 = 0.0, Accepted("never had an effect");
+
+        /// Noise scheduler. Flow models want `flowmatch`.
+        noise_scheduler: SamplerName = SamplerName::Ddpm, Works;
+        /// How flow models draw time steps.
+        timestep_type: TimestepType = TimestepType::Sigmoid, Accepted("only flow models care");
+        /// Which noise levels are trained most.
+        content_or_style: ContentOrStyle = ContentOrStyle::Balanced, Works;
+        /// Smallest index of the time step table that is drawn.
+        min_denoising_steps: u32 = 0, Works;
+        /// Largest index of the time step table that is drawn.
+        max_denoising_steps: u32 = 999, Works;
+        /// Length of the time step table.
+        num_train_timesteps: u32 = 1000, Works;
+        /// Flow models: even time steps with a bell-shaped loss weight.
+        linear_timesteps: bool = false, Accepted("only flow models care");
+        /// Flow models: the same with half a bell.
+        linear_timesteps2: bool = false, Accepted("only flow models care");
+        /// Steps for `timestep_type: next_sample`.
+        next_sample_timesteps: u32 = 8, Accepted("only flow models care");
+        /// Strength of one extra noise value per channel.
+        noise_offset: f64 = 0.0, Works;
+        /// Shift the noise by half the latents' mean per channel.
+        dynamic_noise_offset: bool = false, Refused("use `noise_offset`");
+        /// Scale of the noise.
+        noise_multiplier: f64 = 1.0, Works;
+        /// Scale of the target only.
+        target_noise_multiplier: f64 = 1.0, Refused("use `noise_multiplier`");
+        /// Sigma of a log-normal scale of the noise.
+        random_noise_multiplier: f64 = 0.0, Refused("use `noise_multiplier`");
+        /// Random shift per channel.
+        random_noise_shift: f64 = 0.0, Refused("use `noise_offset`");
+        /// Noise seeded by the picture's path.
+        force_consistent_noise: bool = false, Refused("noise is drawn anew at each step");
+        /// Draw this many noises and keep the one nearest to the latents.
+        optimal_noise_pairing_samples: u32 = 1, Refused("one noise is drawn");
+        /// Noise mixed with blurred pictures.
+        blended_blur_noise: bool = false, Refused("plain noise only");
+        /// Contrast of the pictures.
+        img_multiplier: f64 = 1.0, Refused("pictures are used as they are");
+        /// Scale of the latents.
+        latent_multiplier: f64 = 1.0, Refused("latents are used as they are");
+        /// Scale of the noisy latents.
+        noisy_latent_multiplier: f64 = 1.0, Refused("latents are used as they are");
+        /// Divide latents by their standard deviation.
+        adaptive_scaling_factor: bool = false, Refused("latents are used as they are");
+        /// Match fixed channel statistics of pictures.
+        standardize_images: bool = false, Refused("pictures are used as they are");
+        /// Match fixed channel statistics of latents.
+        standardize_latents: bool = false, Refused("latents are used as they are");
+        /// Wan 2.2 14B: steps per expert before switching.
+        switch_boundary_every: u32 = 1, Accepted("only Wan 2.2 14B cares");
+
+        /// How prediction and target are compared.
+        loss_type: LossType = LossType::Mse, Works;
+        /// What the prediction is compared with.
+        loss_target: LossTarget = LossTarget::Noise, Works;
+        /// SNR weighting of the loss, capped at this value.
+        min_snr_gamma: Option<f64> = None, Works;
+        /// SNR weighting of the loss without the cap's lower form; `min_snr_gamma` wins.
+        snr_gamma: Option<f64> = None, Works;
+        /// Learn the SNR weighting.
+        learnable_snr_gos: bool = false, Refused("use `min_snr_gamma`");
+        /// Loss weight of regularisation items.
+        reg_weight: f64 = 1.0, With("datasets[].is_reg");
+        /// Scale the prediction to the noise's norm.
+        match_noise_norm: bool = false, Refused("the prediction is used as it is");
+        /// Scale of the prediction.
+        pred_scaler: f64 = 1.0, Refused("the prediction is used as it is");
+        /// Loss on the denoised estimate.
+        t0_loss_target: bool = false, Refused("use `loss_target: noise`");
+        /// Its weight by velocity.
+        t0_velocity_equiv_weight: bool = false, With("t0_loss_target");
+        /// Loss on the spectrum.
+        do_fft_loss: bool = false, Refused("use `loss_type: mse`");
+        /// Its weight by velocity.
+        do_fft_velocity_equiv_weight: bool = false, With("do_fft_loss");
+        /// Cap of the loss.
+        max_loss: Option<f64> = None, Refused("the loss is not capped");
+        /// Say when it was capped.
+        max_loss_debug: bool = false, With("max_loss");
+        /// Weight of the sound.
+        audio_loss_multiplier: f64 = 1.0, Accepted("only models with sound care");
+        /// Negative loss against the base model.
+        do_prior_divergence: bool = false, Refused("only the plain loss");
+        /// Model for a perceptual loss.
+        latent_feature_extractor_path: Option<String> = None, Refused("only the plain loss"), input Model;
+        /// Weight of that loss.
+        latent_feature_loss_weight: f64 = 1.0, With("latent_feature_extractor_path");
+        /// Older name of `latent_feature_extractor_path`.
+        diffusion_feature_extractor_path: Option<String> = None, Refused("only the plain loss"), input Model;
+        /// Older name of `latent_feature_loss_weight`.
+        diffusion_feature_extractor_weight: Option<f64> = None, With("diffusion_feature_extractor_path"), shown "`latent_feature_loss_weight`";
+
+        /// Negative prompt for training with CFG, or a file with one per line.
+        negative_prompt: Option<String> = None, With("do_cfg"), input PromptFile;
+        /// Negatives joined per item.
+        max_negative_prompts: u32 = 1, With("do_cfg");
+        /// Text of the unconditional pass.
+        unconditional_prompt: String = String::new(), With("do_cfg");
+        /// Train with CFG.
+        do_cfg: bool = false, Refused("training runs without CFG");
+        /// Train with CFG of a random scale.
+        do_random_cfg: bool = false, Refused("training runs without CFG");
+        /// Scale of that CFG; for models like FLUX the value of the guidance embedding.
+        cfg_scale: f64 = 1.0, With("do_cfg");
+        /// Upper bound of the random scale.
+        max_cfg_scale: Option<f64> = None, With("do_random_cfg"), shown "`cfg_scale`";
+        /// Rescale of that CFG.
+        cfg_rescale: Option<f64> = None, With("do_cfg"), shown "`cfg_scale`";
+        /// Chance to drop a text encoder's prompt.
+        prompt_dropout_prob: f64 = 0.0, Refused("use a dataset's `caption_dropout_rate`");
+        /// Chance to repeat a short prompt until it fills the encoder.
+        prompt_saturation_chance: f64 = 0.0, Refused("captions are used as they are");
+        /// Train each picture with both its captions.
+        short_and_long_captions: bool = false, Refused("one caption per picture");
+        /// SDXL: one caption per encoder.
+        short_and_long_captions_encoder_split: bool = false, Refused("one caption per picture");
+        /// Zero latents for blank prompts.
+        do_blank_stabilization: bool = false, Refused("blank captions are trained like others");
+        /// Skip the guidance embedding.
+        bypass_guidance_embedding: bool = false, Accepted("only models with a guidance embedding care");
+
+        /// Move the target away from the unconditional prediction.
+        do_guidance_loss: bool = false, Refused("only the plain loss");
+        /// Scale of that, or a range.
+        guidance_loss_target: FloatOrRange = FloatOrRange::One(3.0), With("do_guidance_loss");
+        /// How that scale changes.
+        guidance_loss_schedule: GuidanceLossSchedule = GuidanceLossSchedule::Constant, With("do_guidance_loss");
+        /// CFG-Zero projection.
+        do_guidance_loss_cfg_zero: bool = false, With("do_guidance_loss");
+        /// Target = prediction + scale * (target - prediction). In ai-toolkit only together with `do_guidance_loss`.
+        do_differential_guidance: bool = false, Refused("only the plain loss");
+        /// That scale.
+        differential_guidance_scale: f64 = 3.0, With("do_differential_guidance");
+
+        /// Encode only the trigger word (or a blank), once; captions are ignored.
+        unload_text_encoder: bool = false, Refused("it would train without captions; use `cache_text_embeddings` to save memory");
+        /// Encode all captions before training.
+        cache_text_embeddings: bool = false, Accepted("the same result another way");
+
+        /// Match the base model on the caption with the trigger replaced.
+        diff_output_preservation: bool = false, Refused("only the plain loss");
+        /// What the trigger is replaced with.
+        diff_output_preservation_class: String = String::new(), With("diff_output_preservation");
+        /// Its weight.
+        diff_output_preservation_multiplier: f64 = 1.0, With("diff_output_preservation");
+        /// Match the base model on a blank prompt.
+        blank_prompt_preservation: bool = false, Refused("only the plain loss");
+        /// Its weight.
+        blank_prompt_preservation_multiplier: f64 = 1.0, With("blank_prompt_preservation");
+        /// Outside the mask, match the base model.
+        inverted_mask_prior: bool = false, Refused("masks are not used yet");
+        /// Its weight.
+        inverted_mask_prior_multiplier: f64 = 0.5, With("inverted_mask_prior");
+        /// Loss on fixed pictures.
+        validation_config: Option<ValidationConfig> = None, Ignored("nothing is validated; the training is the same");
+    }
+    rare {
+        "do_signal_correction_noise" => Refused("plain noise only");
+        "signal_correction_noise_scale" => With("do_signal_correction_noise");
+        "do_batch_noise_correction" => Refused("plain noise only");
+        "batch_noise_correction_scale" => With("do_batch_noise_correction");
+        "do_signal_amplification" => Refused("plain noise only");
+        "signal_amplification_strength" => With("do_signal_amplification");
+        "correct_pred_norm" => Refused("the prediction is used as it is");
+        "correct_pred_norm_multiplier" => With("correct_pred_norm");
+        "target_norm_std" => Refused("only the plain loss");
+        "target_norm_std_value" => With("target_norm_std");
+        "train_turbo" => Refused("only the plain loss");
+        "show_turbo_outputs" => With("train_turbo");
+        "adapter_assist_name_or_path" => Refused("no assistant adapters");
+        "adapter_assist_type" => With("adapter_assist_name_or_path");
+        "match_adapter_assist" => Refused("no assistant adapters");
+        "match_adapter_chance" => With("match_adapter_assist");
+    }
+    finish = finish;
+    check = check;
+}
+
+fn finish(train: &mut TrainConfig, _given: &Given, cx: &mut Cx) {
+    if train.batch_size == 0 {
+        cx.error_at("batch_size", "expected at least 1");
+    }
+    if train.gradient_accumulation == 0 {
+        cx.error_at("gradient_accumulation", "expected at least 1");
+    }
+    if train.gradient_accumulation_steps == 0 || train.gradient_accumulation_steps < -1 {
+        cx.error_at(
+            "gradient_accumulation_steps",
+            "expected at least 1, or -1 for a whole epoch",
+        );
+    }
+    if train.gradient_accumulation > 1 && train.gradient_accumulation_steps != 1 {
+        cx.error_at(
+            "gradient_accumulation_steps",
+            "cannot be used together with `gradient_accumulation`; keep `gradient_accumulation`",
+        );
+    }
+    if train.num_train_timesteps == 0 {
+        cx.error_at("num_train_timesteps", "expected at least 1");
+    }
+    if train.min_denoising_steps > train.max_denoising_steps {
+        cx.error_at("min_denoising_steps", "is larger than `max_denoising_steps`");
+    }
+    if train.lr < 0.0 {
+        cx.error_at("lr", "expected a learning rate from 0");
+    }
+    if train.diff_output_preservation && train.blank_prompt_preservation {
+        cx.error_at(
+            "blank_prompt_preservation",
+            "cannot be used together with `diff_output_preservation`",
+        );
+    }
+    if train.bypass_guidance_embedding && train.do_guidance_loss {
+        cx.error_at(
+            "bypass_guidance_embedding",
+            "cannot be used together with `do_guidance_loss`",
+        );
+    }
+    if train.train_text_encoder {
+        for (on, key) in [
+            (train.unload_text_encoder, "unload_text_encoder"),
+            (train.cache_text_embeddings, "cache_text_embeddings"),
+            (train.diff_output_preservation, "diff_output_preservation"),
+        ] {
+            if on {
+                cx.error_at(key, "cannot be used together with `train_text_encoder`");
+            }
+        }
+    }
+}
+
+/// Parameters that `adam` and `adamw` understand; `None` = any value, else the only one that is supported.
+const ADAM_PARAMS: &[(&str, Option<bool>)] = &[
+    ("lr", None),
+    ("betas", None),
+    ("eps", None),
+    ("weight_decay", None),
+    ("amsgrad", Some(false)),
+    ("maximize", Some(false)),
+    ("decoupled_weight_decay", Some(false)),
+    ("foreach", None),
+    ("fused", None),
+    ("capturable", None),
+    ("differentiable", None),
+];
+
+/// Parameters of the schedulers that this release has.
+fn scheduler_params(name: LrSchedulerName) -> &'static [&'static str] {
+    match name {
+        LrSchedulerName::Constant => &["factor", "total_iters", "max_iterations", "last_epoch", "verbose"],
+        LrSchedulerName::ConstantWithWarmup => &["num_warmup_steps", "total_iters", "max_iterations", "last_epoch"],
+        LrSchedulerName::Linear => &[
+            "start_factor",
+            "end_factor",
+            "total_iters",
+            "max_iterations",
+            "last_epoch",
+            "verbose",
+        ],
+        LrSchedulerName::Cosine => &[
+            "T_max",
+            "eta_min",
+            "total_iters",
+            "max_iterations",
+            "last_epoch",
+            "verbose",
+        ],
+        LrSchedulerName::CosineWithRestarts => &[
+            "T_0",
+            "T_mult",
+            "eta_min",
+            "total_iters",
+            "max_iterations",
+            "last_epoch",
+            "verbose",
+        ],
+        LrSchedulerName::Polynomial => &[
+            "num_warmup_steps",
+            "num_training_steps",
+            "lr_end",
+            "power",
+            "total_iters",
+            "max_iterations",
+            "last_epoch",
+        ],
+        LrSchedulerName::Step => &[
+            "step_size",
+            "gamma",
+            "total_iters",
+            "max_iterations",
+            "last_epoch",
+            "verbose",
+        ],
+        LrSchedulerName::PiecewiseConstant => &[],
+    }
+}
+
+fn check(train: &TrainConfig, path: &str, report: &mut Report) {
+    if matches!(train.optimizer, OptimizerName::Adam | OptimizerName::AdamW) {
+        for (key, value) in &train.optimizer_params {
+            let path = join(path, &format!("optimizer_params.{key}"));
+            match ADAM_PARAMS.iter().find(|(name, _)| name == key) {
+                None => report.error(path, format!("`{}` has no parameter `{key}`", train.optimizer)),
+                Some((_, Some(only))) if value.as_bool().is_some_and(|value| value != *only) => {
+                    report.error(path, format!("`{value}` is not supported yet: only {only}"));
+                }
+                Some(_) => {}
+            }
+        }
+    }
+    let known = scheduler_params(train.lr_scheduler);
+    if !known.is_empty() {
+        for key in train
+            .lr_scheduler_params
+            .keys()
+            .filter(|key| !known.contains(&key.as_str()))
+        {
+            let path = join(path, &format!("lr_scheduler_params.{key}"));
+            report.error(
+                path,
+                format!(
+                    "`{}` has no parameter `{key}`; known: {}",
+                    train.lr_scheduler,
+                    known.join(", ")
+                ),
+            );
+        }
+    }
+}

@@ -1,0 +1,550 @@
+//! Values that keys can have: numbers, text, lists, and the coercions that ai-toolkit made.
+
+use super::node::{Node, Value};
+use super::schema::{Cx, FieldValue, Input, Report, SectionInfo, Status, json_off, json_show, nearest};
+use serde::{Deserialize, Serialize};
+use std::ops::Deref;
+
+/// A free-form map, in the order of the document.
+pub type FreeMap = serde_json::Map<String, serde_json::Value>;
+
+/// Reads a value that is one of some names.
+pub(crate) fn read_choice<T>(
+    node: &Node,
+    cx: &mut Cx,
+    what: &str,
+    names: &[&'static str],
+    from_name: impl Fn(&str) -> Option<T>,
+) -> Option<T> {
+    let Some(text) = text_of(node).or(node.plain.as_deref()) else {
+        cx.wrong_type(node, &format!("the name of a {what} (text)"));
+        return None;
+    };
+    let value = from_name(text.trim());
+    if value.is_none() {
+        let hint =
+            nearest(text, names.iter().copied()).map_or(String::new(), |near| format!(" Did you mean `{near}`?"));
+        cx.error(format!(
+            "`{}` is not a known {what}.{hint} Known: {}",
+            super::node::shorten(text),
+            names.join(", ")
+        ));
+    }
+    value
+}
+
+/// Text, or the characters of a number that stands where text belongs.
+fn text_of(node: &Node) -> Option<&str> {
+    match &node.value {
+        Value::Text(text) => Some(text),
+        Value::Int(_) | Value::Float(_) => node.plain.as_deref(),
+        _ => None,
+    }
+}
+
+fn integer_of(node: &Node) -> Option<i64> {
+    match node.value {
+        Value::Int(value) => Some(value),
+        // 2^53: beyond it a float is no exact whole number.
+        #[allow(clippy::cast_possible_truncation)]
+        Value::Float(value) if value.fract() == 0.0 && value.abs() <= 9_007_199_254_740_992.0 => Some(value as i64),
+        _ => None,
+    }
+}
+
+macro_rules! integers {
+    ($($ty:ty => $kind:literal),*) => {$(
+        impl FieldValue for $ty {
+            fn kind() -> String {
+                $kind.into()
+            }
+            fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+                let value = integer_of(node).and_then(|value| Self::try_from(value).ok());
+                if value.is_none() {
+                    cx.wrong_type(node, concat!("a ", $kind));
+                }
+                value
+            }
+            fn show(&self) -> String {
+                self.to_string()
+            }
+            fn is_off(&self) -> bool {
+                *self == 0
+            }
+        }
+    )*};
+}
+integers!(u32 => "whole number from 0", u64 => "whole number from 0", i64 => "whole number");
+
+impl FieldValue for f64 {
+    fn kind() -> String {
+        "number".into()
+    }
+    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+        #[allow(clippy::cast_precision_loss)]
+        let value = match node.value {
+            Value::Int(value) => Some(value as Self),
+            Value::Float(value) if value.is_finite() => Some(value),
+            _ => None,
+        };
+        if value.is_none() {
+            cx.wrong_type(node, "a finite number");
+        }
+        value
+    }
+    fn show(&self) -> String {
+        show_float(*self)
+    }
+    fn is_off(&self) -> bool {
+        *self == 0.0
+    }
+}
+
+fn show_float(value: f64) -> String {
+    if value != 0.0 && value.abs() < 1e-3 {
+        format!("{value:e}")
+    } else {
+        format!("{value:?}")
+    }
+}
+
+impl FieldValue for bool {
+    fn kind() -> String {
+        "true or false".into()
+    }
+    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+        match node.value {
+            Value::Bool(value) => Some(value),
+            Value::Int(0) => Some(false),
+            Value::Int(1) => Some(true),
+            _ => {
+                cx.wrong_type(node, "true or false");
+                None
+            }
+        }
+    }
+    fn show(&self) -> String {
+        self.to_string()
+    }
+    fn is_off(&self) -> bool {
+        !self
+    }
+}
+
+impl FieldValue for String {
+    fn kind() -> String {
+        "text".into()
+    }
+    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+        let text = text_of(node);
+        if text.is_none() {
+            cx.wrong_type(node, "text");
+        }
+        text.map(str::to_owned)
+    }
+    fn show(&self) -> String {
+        if self.is_empty() { "\"\"".into() } else { self.clone() }
+    }
+    fn is_off(&self) -> bool {
+        self.is_empty()
+    }
+    fn texts(&self, f: &mut dyn FnMut(&str, &str)) {
+        f("", self);
+    }
+}
+
+impl<T: FieldValue> FieldValue for Option<T> {
+    const NULLABLE: bool = true;
+    fn kind() -> String {
+        T::kind()
+    }
+    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+        T::read(node, cx).map(Some)
+    }
+    fn null() -> Option<Self> {
+        Some(None)
+    }
+    fn show(&self) -> String {
+        self.as_ref().map_or_else(|| "null".into(), T::show)
+    }
+    fn is_off(&self) -> bool {
+        self.as_ref().is_none_or(T::is_off)
+    }
+    fn check(&self, path: &str, report: &mut Report) {
+        if let Some(value) = self {
+            value.check(path, report);
+        }
+    }
+    fn inputs(&self, path: &str, out: &mut Vec<Input>) {
+        if let Some(value) = self {
+            value.inputs(path, out);
+        }
+    }
+    fn texts(&self, f: &mut dyn FnMut(&str, &str)) {
+        if let Some(value) = self {
+            value.texts(f);
+        }
+    }
+    fn section() -> Option<SectionInfo> {
+        T::section()
+    }
+    fn values() -> Vec<(&'static str, Status)> {
+        T::values()
+    }
+}
+
+impl<T: FieldValue> FieldValue for Box<T> {
+    fn kind() -> String {
+        T::kind()
+    }
+    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+        T::read(node, cx).map(Self::new)
+    }
+    fn show(&self) -> String {
+        (**self).show()
+    }
+    fn is_off(&self) -> bool {
+        (**self).is_off()
+    }
+    fn check(&self, path: &str, report: &mut Report) {
+        (**self).check(path, report);
+    }
+    fn inputs(&self, path: &str, out: &mut Vec<Input>) {
+        (**self).inputs(path, out);
+    }
+    fn section() -> Option<SectionInfo> {
+        T::section()
+    }
+}
+
+fn read_items<T: FieldValue>(items: &[Node], cx: &mut Cx) -> Option<Vec<T>> {
+    let mut all = Some(Vec::with_capacity(items.len().min(1024)));
+    for (index, item) in items.iter().enumerate() {
+        match cx.below(&format!("[{index}]"), item.mark, |cx| T::read(item, cx)) {
+            Some(value) => {
+                if let Some(all) = all.as_mut() {
+                    all.push(value);
+                }
+            }
+            None => all = None,
+        }
+    }
+    all
+}
+
+fn show_items<T: FieldValue>(items: &[T]) -> String {
+    let shown: Vec<String> = items.iter().take(20).map(T::show).collect();
+    format!("[{}]", shown.join(", "))
+}
+
+impl<T: FieldValue> FieldValue for Vec<T> {
+    fn kind() -> String {
+        format!("list of {}", T::kind())
+    }
+    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+        match &node.value {
+            Value::List(items) => read_items(items, cx),
+            _ => {
+                cx.wrong_type(node, &format!("a {} (lines that begin with `- `)", Self::kind()));
+                None
+            }
+        }
+    }
+    fn show(&self) -> String {
+        show_items(self)
+    }
+    fn is_off(&self) -> bool {
+        self.is_empty()
+    }
+    fn check(&self, path: &str, report: &mut Report) {
+        for (index, item) in self.iter().enumerate() {
+            item.check(&format!("{path}[{index}]"), report);
+        }
+    }
+    fn inputs(&self, path: &str, out: &mut Vec<Input>) {
+        for (index, item) in self.iter().enumerate() {
+            item.inputs(&format!("{path}[{index}]"), out);
+        }
+    }
+    fn texts(&self, f: &mut dyn FnMut(&str, &str)) {
+        for (index, item) in self.iter().enumerate() {
+            item.texts(&mut |behind, text| f(&format!("[{index}]{behind}"), text));
+        }
+    }
+    fn section() -> Option<SectionInfo> {
+        T::section()
+    }
+    fn values() -> Vec<(&'static str, Status)> {
+        T::values()
+    }
+}
+
+impl FieldValue for FreeMap {
+    fn kind() -> String {
+        "map".into()
+    }
+    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+        match node.to_json() {
+            Some(serde_json::Value::Object(map)) => Some(map),
+            Some(_) => {
+                cx.wrong_type(node, "a map (`key: value` lines)");
+                None
+            }
+            None => {
+                cx.error("numbers must be finite here: .inf and .nan cannot be stored");
+                None
+            }
+        }
+    }
+    fn show(&self) -> String {
+        serde_json::Value::Object(self.clone()).to_string()
+    }
+    fn is_off(&self) -> bool {
+        self.is_empty()
+    }
+}
+
+impl FieldValue for serde_json::Value {
+    fn kind() -> String {
+        "any".into()
+    }
+    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+        let json = node.to_json();
+        if json.is_none() {
+            cx.error("numbers must be finite here: .inf and .nan cannot be stored");
+        }
+        json
+    }
+    fn show(&self) -> String {
+        json_show(self)
+    }
+    fn is_off(&self) -> bool {
+        json_off(self)
+    }
+}
+
+/// One value, or a list of them: `512` and `[512, 768]` are both fine.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct OneOrMany<T>(pub Vec<T>);
+
+impl<T> Deref for OneOrMany<T> {
+    type Target = [T];
+    fn deref(&self) -> &[T] {
+        &self.0
+    }
+}
+
+impl<T: FieldValue> FieldValue for OneOrMany<T> {
+    fn kind() -> String {
+        format!("{0}, or list of {0}", T::kind())
+    }
+    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+        match &node.value {
+            Value::List(items) => read_items(items, cx).map(Self),
+            _ => T::read(node, cx).map(|value| Self(vec![value])),
+        }
+    }
+    fn show(&self) -> String {
+        match self.0.as_slice() {
+            [one] => one.show(),
+            many => show_items(many),
+        }
+    }
+    fn is_off(&self) -> bool {
+        self.0.iter().all(T::is_off)
+    }
+    fn texts(&self, f: &mut dyn FnMut(&str, &str)) {
+        self.0.texts(f);
+    }
+}
+
+/// Text, where `false` means none (`sample.neg`).
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct TextOrFalse(pub String);
+
+impl Deref for TextOrFalse {
+    type Target = str;
+    fn deref(&self) -> &str {
+        &self.0
+    }
+}
+
+impl FieldValue for TextOrFalse {
+    fn kind() -> String {
+        "text, or false".into()
+    }
+    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+        match node.value {
+            Value::Bool(false) => Some(Self::default()),
+            _ => String::read(node, cx).map(Self),
+        }
+    }
+    fn show(&self) -> String {
+        self.0.show()
+    }
+    fn is_off(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+/// A list of text, or the path of a file that holds one text per line.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum TextSource {
+    /// The texts themselves.
+    List(Vec<String>),
+    /// A text file, one per line.
+    File(String),
+}
+
+impl Default for TextSource {
+    fn default() -> Self {
+        Self::List(Vec::new())
+    }
+}
+
+impl FieldValue for TextSource {
+    fn kind() -> String {
+        "list of text, or path of a text file".into()
+    }
+    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+        match &node.value {
+            Value::List(items) => read_items(items, cx).map(Self::List),
+            Value::Text(path) => Some(Self::File(path.clone())),
+            _ => {
+                cx.wrong_type(node, "a list of text, or the path of a text file");
+                None
+            }
+        }
+    }
+    fn show(&self) -> String {
+        match self {
+            Self::List(items) => items.show(),
+            Self::File(path) => path.clone(),
+        }
+    }
+    fn is_off(&self) -> bool {
+        match self {
+            Self::List(items) => items.is_empty(),
+            Self::File(path) => path.is_empty(),
+        }
+    }
+    fn texts(&self, f: &mut dyn FnMut(&str, &str)) {
+        if let Self::File(path) = self {
+            f("", path);
+        }
+    }
+}
+
+macro_rules! lenient {
+    ($(#[$meta:meta])* $name:ident($inner:ty), $kind:literal, $parse:expr) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+        #[serde(transparent)]
+        pub struct $name(pub $inner);
+
+        impl Deref for $name {
+            type Target = $inner;
+            fn deref(&self) -> &$inner {
+                &self.0
+            }
+        }
+
+        impl FieldValue for $name {
+            fn kind() -> String {
+                concat!($kind, " (also in quotes)").into()
+            }
+            fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+                let parsed = match &node.value {
+                    Value::Text(text) => text.trim().parse::<$inner>().ok().filter($parse),
+                    _ => return <$inner>::read(node, cx).map(Self),
+                };
+                if parsed.is_none() {
+                    cx.wrong_type(node, concat!("a ", $kind));
+                }
+                parsed.map(Self)
+            }
+            fn show(&self) -> String {
+                self.0.show()
+            }
+            fn is_off(&self) -> bool {
+                self.0.is_off()
+            }
+        }
+    };
+}
+
+lenient!(
+    /// A number that may also be written in quotes (`"0.05"`), as ai-toolkit allowed for some keys.
+    Float(f64), "number", |value| value.is_finite()
+);
+lenient!(
+    /// A whole number that may also be written in quotes, as ai-toolkit allowed for `lokr_factor`.
+    Integer(i64), "whole number", |_| true
+);
+
+impl Eq for Integer {}
+
+/// A number, or a `[low, high]` range from which one is drawn.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum FloatOrRange {
+    /// Always this.
+    One(f64),
+    /// From low to high.
+    Range([f64; 2]),
+}
+
+impl FieldValue for FloatOrRange {
+    fn kind() -> String {
+        "number, or [low, high]".into()
+    }
+    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+        match &node.value {
+            Value::List(items) => match read_items::<f64>(items, cx)?.as_slice() {
+                [low, high] => Some(Self::Range([*low, *high])),
+                _ => {
+                    cx.wrong_type(node, "a number, or two numbers [low, high]");
+                    None
+                }
+            },
+            _ => f64::read(node, cx).map(Self::One),
+        }
+    }
+    fn show(&self) -> String {
+        match self {
+            Self::One(value) => value.show(),
+            Self::Range([low, high]) => format!("[{}, {}]", low.show(), high.show()),
+        }
+    }
+    fn is_off(&self) -> bool {
+        matches!(self, Self::One(value) if *value == 0.0)
+    }
+}
+
+/// Two whole numbers: `[width, height]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Pair(pub u32, pub u32);
+
+impl FieldValue for Pair {
+    fn kind() -> String {
+        "[width, height]".into()
+    }
+    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+        if let Value::List(items) = &node.value
+            && let [first, second] = items.as_slice()
+        {
+            return Some(Self(u32::read(first, cx)?, u32::read(second, cx)?));
+        }
+        cx.wrong_type(node, "two whole numbers: [width, height]");
+        None
+    }
+    fn show(&self) -> String {
+        format!("[{}, {}]", self.0, self.1)
+    }
+    fn is_off(&self) -> bool {
+        false
+    }
+}
