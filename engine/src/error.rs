@@ -1,1 +1,177 @@
 //! What can go wrong in the engine.
+//!
+//! Every message is for a person: what happened, where, what was expected, what to do. [`EngineError::cause`]
+//! says whose fault it is, which decides whether an attempt is tried again.
+
+use aitk_common::attempt::FailureCause;
+use std::path::{Path, PathBuf};
+
+/// The engine's result.
+pub type Result<T, E = EngineError> = std::result::Result<T, E>;
+
+/// What can go wrong in the engine.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    /// A file could not be read or written.
+    #[error("{path}: {source}")]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The disk is full.
+    #[error("{path}: the disk is full: free some space, then run again (nothing that was saved earlier is lost)")]
+    DiskFull {
+        /// What was being written.
+        path: PathBuf,
+    },
+    /// A file that should be safetensors is something else, or is damaged.
+    #[error("{path}: {reason}")]
+    WeightsFile {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it and what to do.
+        reason: String,
+    },
+    /// A pickle file: it could run code, so it is never opened.
+    #[error(
+        "{path}: this is a pickle file (.ckpt, .pt, .bin), which can run any code when it is opened, so aitk refuses it: \
+         convert it to .safetensors, or download the .safetensors file of the same model"
+    )]
+    Pickle {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A tensor that the model needs is not in the file.
+    #[error("{path}: tensor `{name}` is missing{}", nearest.as_ref().map(|n| format!(" (the nearest name there is `{n}`)")).unwrap_or_default())]
+    MissingTensor {
+        /// The file or folder.
+        path: PathBuf,
+        /// The full name of the tensor.
+        name: String,
+        /// The most similar name in the file.
+        nearest: Option<String>,
+    },
+    /// A tensor has another shape than the model's config says.
+    #[error("{path}: tensor `{name}` has shape {found:?}, but the model's config needs {expected:?}: weights and config are not of the same model")]
+    ShapeMismatch {
+        /// The file or folder.
+        path: PathBuf,
+        /// The full name of the tensor.
+        name: String,
+        /// What the config says.
+        expected: Vec<usize>,
+        /// What the file has.
+        found: Vec<usize>,
+    },
+    /// A config file of a model cannot be used.
+    #[error("{path}: {message}")]
+    ModelConfig {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        message: String,
+    },
+    /// Something that the job asks for and that does not work here (yet).
+    #[error("{0}")]
+    Unsupported(String),
+    /// The job or its inputs are wrong.
+    #[error("{0}")]
+    BadInput(String),
+    /// The device cannot be used.
+    #[error("{device}: {message}")]
+    Device {
+        /// `cuda:0`, `metal`, `cpu`.
+        device: String,
+        /// Why, and what to do.
+        message: String,
+    },
+    /// A fault of ours.
+    #[error("internal error: {0}")]
+    Internal(String),
+    /// Arithmetic failed.
+    #[error("{0}")]
+    Tensor(#[from] candle_core::Error),
+}
+
+impl EngineError {
+    /// A file error; a full disk becomes [`EngineError::DiskFull`].
+    #[must_use]
+    pub fn io(path: impl AsRef<Path>, source: std::io::Error) -> Self {
+        let path = path.as_ref().to_path_buf();
+        match source.kind() {
+            std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => Self::DiskFull { path },
+            _ => Self::Io { path, source },
+        }
+    }
+
+    /// Bad input with this message.
+    #[must_use]
+    pub fn bad_input(message: impl Into<String>) -> Self {
+        Self::BadInput(message.into())
+    }
+
+    /// A model config that cannot be used.
+    #[must_use]
+    pub fn model_config(path: impl AsRef<Path>, message: impl Into<String>) -> Self {
+        Self::ModelConfig { path: path.as_ref().to_path_buf(), message: message.into() }
+    }
+
+    /// Whose fault it is.
+    #[must_use]
+    pub fn cause(&self) -> FailureCause {
+        match self {
+            Self::DiskFull { .. } => FailureCause::DiskFull,
+            Self::Io { source, .. } => match source.kind() {
+                std::io::ErrorKind::OutOfMemory => FailureCause::OutOfMemory,
+                std::io::ErrorKind::NotFound
+                | std::io::ErrorKind::PermissionDenied
+                | std::io::ErrorKind::InvalidData
+                | std::io::ErrorKind::IsADirectory
+                | std::io::ErrorKind::NotADirectory => FailureCause::BadInput,
+                _ => FailureCause::Machine,
+            },
+            Self::WeightsFile { .. }
+            | Self::Pickle { .. }
+            | Self::MissingTensor { .. }
+            | Self::ShapeMismatch { .. }
+            | Self::ModelConfig { .. }
+            | Self::Unsupported(_)
+            | Self::BadInput(_) => FailureCause::BadInput,
+            Self::Device { .. } => FailureCause::Machine,
+            Self::Internal(_) => FailureCause::Internal,
+            Self::Tensor(error) => tensor_cause(error),
+        }
+    }
+}
+
+/// A device's driver reports its faults as text: out of memory is told from the rest by it.
+fn tensor_cause(error: &candle_core::Error) -> FailureCause {
+    use candle_core::Error as E;
+    let text = error.to_string().to_lowercase();
+    if text.contains("out of memory") || text.contains("out_of_memory") || text.contains("failed to allocate") {
+        return FailureCause::OutOfMemory;
+    }
+    match error {
+        E::Cuda(_) | E::Metal(_) => FailureCause::Machine,
+        E::WithBacktrace { inner, .. } => tensor_cause(inner),
+        _ => FailureCause::Internal,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn causes_decide_about_retries() {
+        let full = EngineError::io("out/a.safetensors", std::io::ErrorKind::StorageFull.into());
+        assert_eq!(full.cause(), FailureCause::DiskFull);
+        assert!(full.to_string().contains("out/a.safetensors"));
+        let gone = EngineError::io("a", std::io::ErrorKind::NotFound.into());
+        assert_eq!(gone.cause(), FailureCause::BadInput);
+        let oom = EngineError::from(candle_core::Error::Msg("CUDA_ERROR_OUT_OF_MEMORY".into()));
+        assert_eq!(oom.cause(), FailureCause::OutOfMemory);
+    }
+}
