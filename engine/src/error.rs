@@ -54,7 +54,9 @@ pub enum EngineError {
         nearest: Option<String>,
     },
     /// A tensor has another shape than the model's config says.
-    #[error("{path}: tensor `{name}` has shape {found:?}, but the model's config needs {expected:?}: weights and config are not of the same model")]
+    #[error(
+        "{path}: tensor `{name}` has shape {found:?}, but the model's config needs {expected:?}: weights and config are not of the same model"
+    )]
     ShapeMismatch {
         /// The file or folder.
         path: PathBuf,
@@ -115,7 +117,10 @@ impl EngineError {
     /// A model config that cannot be used.
     #[must_use]
     pub fn model_config(path: impl AsRef<Path>, message: impl Into<String>) -> Self {
-        Self::ModelConfig { path: path.as_ref().to_path_buf(), message: message.into() }
+        Self::ModelConfig {
+            path: path.as_ref().to_path_buf(),
+            message: message.into(),
+        }
     }
 
     /// Whose fault it is.

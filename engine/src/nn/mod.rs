@@ -1,1 +1,27 @@
-//! Layers and operations with their backward passes.
+//! Layers and operations, each with a backward pass that works.
+//!
+//! On the processor they are kernels of our own (`f32`, deterministic whatever the number of threads); on CUDA and
+//! Metal they are composed of candle's operations. candle-nn's fused softmax and norms have no backward pass, and
+//! candle's convolution computes gradients of frozen weights, which is why neither is used here.
+
+mod activation;
+mod adapter;
+mod attention;
+mod conv2d;
+pub(crate) mod cpu;
+mod embedding;
+mod linear;
+mod norm;
+mod resize;
+#[cfg(test)]
+mod tests;
+
+pub use activation::{Activation, geglu, gelu, quick_gelu, silu};
+pub(crate) use adapter::join;
+pub use adapter::{LayerAdapter, LayerMut, VisitLayers};
+pub use attention::{attention, softmax};
+pub use conv2d::{Conv2d, conv2d};
+pub use embedding::Embedding;
+pub use linear::{Linear, linear};
+pub use norm::{GroupNorm, LayerNorm};
+pub use resize::upsample_nearest;

@@ -1,1 +1,335 @@
-//! Reading model weights.
+//! Where a model's tensors come from: files, or fresh random numbers.
+//!
+//! A model asks by name and shape; whatever does not fit is an error that names the file, the tensor, and what was
+//! expected. Models never see files, dtypes on disk, or other people's names.
+
+mod file;
+mod folder;
+mod init;
+#[cfg(test)]
+mod tests;
+
+pub use init::Init;
+
+use crate::error::{EngineError, Result};
+use candle_core::{DType, Device, Shape, Tensor, Var};
+use file::SafetensorsFile;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The tensors of one or several safetensors files, by name. Nothing is read yet.
+#[derive(Clone)]
+pub struct Index {
+    path: PathBuf,
+    files: Vec<Arc<SafetensorsFile>>,
+    entries: BTreeMap<String, Entry>,
+}
+
+#[derive(Clone)]
+struct Entry {
+    file: usize,
+    stored_name: String,
+    shape: Vec<usize>,
+}
+
+impl std::fmt::Debug for Index {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Index({}, {} tensors)", self.path.display(), self.entries.len())
+    }
+}
+
+impl Index {
+    /// Opens a `.safetensors` file, or a folder with one file, shards and their index, or a variant (`fp16`).
+    ///
+    /// # Errors
+    /// When there are no weights, or a file is a pickle, cut off, or something else than safetensors.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let (mut files, mut entries) = (Vec::new(), BTreeMap::new());
+        for name in folder::find(path)? {
+            let file = SafetensorsFile::open(&name)?;
+            for (stored_name, shape) in file.tensors() {
+                entries.insert(
+                    stored_name.clone(),
+                    Entry {
+                        file: files.len(),
+                        stored_name,
+                        shape,
+                    },
+                );
+            }
+            files.push(Arc::new(file));
+        }
+        let path = match files.as_slice() {
+            [only] => only.path().to_path_buf(),
+            _ => path.to_path_buf(),
+        };
+        Ok(Self { path, files, entries })
+    }
+
+    /// The file, or the folder of the shards.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Every tensor's name and shape, by name.
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, &[usize])> {
+        self.entries
+            .iter()
+            .map(|(name, entry)| (name.as_str(), entry.shape.as_slice()))
+    }
+
+    /// The free-form metadata in the header of the first file, sorted by key.
+    #[must_use]
+    pub fn metadata(&self) -> Vec<(String, String)> {
+        self.files.first().map(|file| file.user_metadata()).unwrap_or_default()
+    }
+
+    /// Whether a tensor of this name exists.
+    #[must_use]
+    pub fn contains(&self, name: &str) -> bool {
+        self.entries.contains_key(name)
+    }
+
+    /// The shape of a tensor.
+    #[must_use]
+    pub fn shape(&self, name: &str) -> Option<&[usize]> {
+        self.entries.get(name).map(|entry| entry.shape.as_slice())
+    }
+
+    /// The same tensors under other names. `rename` gets a name and a shape, and answers with the new name and shape
+    /// (of as many elements), or `None` to leave the tensor out.
+    #[must_use]
+    pub fn renamed(&self, rename: impl Fn(&str, &[usize]) -> Option<(String, Vec<usize>)>) -> Self {
+        let entries = self.entries.iter().filter_map(|(name, entry)| {
+            let (name, shape) = rename(name, &entry.shape)?;
+            let same = shape.iter().product::<usize>() == entry.shape.iter().product::<usize>();
+            let shape = if same { shape } else { entry.shape.clone() };
+            Some((name, Entry { shape, ..entry.clone() }))
+        });
+        Self {
+            path: self.path.clone(),
+            files: self.files.clone(),
+            entries: entries.collect(),
+        }
+    }
+
+    fn read(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
+        let entry = self.entries.get(name).ok_or_else(|| self.missing(name))?;
+        self.files[entry.file].read(&entry.stored_name, &entry.shape, dtype, device)
+    }
+
+    fn missing(&self, name: &str) -> EngineError {
+        let similarity = |other: &str| {
+            let front = name.bytes().zip(other.bytes()).take_while(|(a, b)| a == b).count();
+            let back = name
+                .bytes()
+                .rev()
+                .zip(other.bytes().rev())
+                .take_while(|(a, b)| a == b)
+                .count();
+            front + back
+        };
+        let nearest = self.entries.keys().max_by_key(|other| similarity(other));
+        let nearest = nearest.filter(|other| 2 * similarity(other) >= name.len());
+        EngineError::MissingTensor {
+            path: self.path.clone(),
+            name: name.to_owned(),
+            nearest: nearest.cloned(),
+        }
+    }
+}
+
+enum Source {
+    Files(Index),
+    Fresh { seed: u64 },
+}
+
+struct Inner {
+    source: Source,
+    dtype: DType,
+    device: Device,
+    trainable: bool,
+    vars: Mutex<BTreeMap<String, Var>>,
+}
+
+/// A place in the tree of a model's tensors.
+#[derive(Clone)]
+pub struct Weights {
+    inner: Arc<Inner>,
+    prefix: String,
+}
+
+impl std::fmt::Debug for Weights {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Weights({} at `{}`)", self.path().display(), self.prefix)
+    }
+}
+
+impl Weights {
+    fn with(source: Source, dtype: DType, device: &Device, trainable: bool) -> Self {
+        let inner = Inner {
+            source,
+            dtype,
+            device: device.clone(),
+            trainable,
+            vars: Mutex::default(),
+        };
+        Self {
+            inner: Arc::new(inner),
+            prefix: String::new(),
+        }
+    }
+
+    /// Tensors of a file or folder (see [`Index::open`]), given out as `dtype` on `device`.
+    ///
+    /// # Errors
+    /// As [`Index::open`].
+    pub fn open(path: impl AsRef<Path>, dtype: DType, device: &Device) -> Result<Self> {
+        Ok(Self::from_index(Index::open(path)?, dtype, device))
+    }
+
+    /// Tensors of an index, given out as `dtype` on `device`.
+    #[must_use]
+    pub fn from_index(index: Index, dtype: DType, device: &Device) -> Self {
+        Self::with(Source::Files(index), dtype, device, false)
+    }
+
+    /// Fresh, trainable f32 tensors. Each depends on `seed` and its own name only.
+    #[must_use]
+    pub fn init(seed: u64, device: &Device) -> Self {
+        Self::with(Source::Fresh { seed }, DType::F32, device, true)
+    }
+
+    /// The same tensors, given out as trainable variables from here on.
+    #[must_use]
+    pub fn trainable(&self) -> Self {
+        let source = match &self.inner.source {
+            Source::Files(index) => Source::Files(index.clone()),
+            Source::Fresh { seed } => Source::Fresh { seed: *seed },
+        };
+        Self {
+            prefix: self.prefix.clone(),
+            ..Self::with(source, self.inner.dtype, &self.inner.device, true)
+        }
+    }
+
+    /// One level down: `weights.pp("down_blocks").pp(0)`.
+    #[must_use]
+    pub fn pp(&self, name: impl std::fmt::Display) -> Self {
+        let prefix = if self.prefix.is_empty() {
+            name.to_string()
+        } else {
+            format!("{}.{name}", self.prefix)
+        };
+        Self {
+            inner: Arc::clone(&self.inner),
+            prefix,
+        }
+    }
+
+    /// The tensor `name` at this place.
+    ///
+    /// # Errors
+    /// When it is missing or has another shape.
+    pub fn get(&self, shape: impl Into<Shape>, name: &str) -> Result<Tensor> {
+        self.get_with(shape, name, Init::Uniform(0.02))
+    }
+
+    /// The tensor `name` at this place; `init` says what a fresh one is drawn from.
+    ///
+    /// # Errors
+    /// When it is missing or has another shape.
+    pub fn get_with(&self, shape: impl Into<Shape>, name: &str, init: Init) -> Result<Tensor> {
+        let shape = shape.into();
+        let full = self.full_name(name);
+        if let Some(var) = self.lock().get(&full) {
+            return Ok(var.as_tensor().clone());
+        }
+        let tensor = match &self.inner.source {
+            Source::Files(index) => {
+                let found = index.shape(&full).ok_or_else(|| index.missing(&full))?;
+                if found != shape.dims() {
+                    return Err(EngineError::ShapeMismatch {
+                        path: index.path.clone(),
+                        name: full,
+                        expected: shape.dims().to_vec(),
+                        found: found.to_vec(),
+                    });
+                }
+                index.read(&full, self.inner.dtype, &self.inner.device)?
+            }
+            Source::Fresh { seed } => init::draw(*seed, &full, shape.dims(), init, &self.inner.device)?,
+        };
+        if !self.inner.trainable {
+            return Ok(tensor);
+        }
+        let var = Var::from_tensor(&tensor)?;
+        let tensor = var.as_tensor().clone();
+        self.lock().insert(full, var);
+        Ok(tensor)
+    }
+
+    /// Whether the tensor `name` exists at this place; always, for fresh ones.
+    #[must_use]
+    pub fn contains(&self, name: &str) -> bool {
+        match &self.inner.source {
+            Source::Files(index) => index.contains(&self.full_name(name)),
+            Source::Fresh { .. } => true,
+        }
+    }
+
+    /// Every variable given out so far, by full name, sorted. Empty unless trainable.
+    #[must_use]
+    pub fn vars(&self) -> Vec<(String, Var)> {
+        self.lock()
+            .iter()
+            .map(|(name, var)| (name.clone(), var.clone()))
+            .collect()
+    }
+
+    /// The file or folder behind this; for messages.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        match &self.inner.source {
+            Source::Files(index) => &index.path,
+            Source::Fresh { .. } => Path::new("(fresh weights)"),
+        }
+    }
+
+    /// The dtype in which tensors are given out.
+    #[must_use]
+    pub fn dtype(&self) -> DType {
+        self.inner.dtype
+    }
+
+    /// Where tensors are given out.
+    #[must_use]
+    pub fn device(&self) -> &Device {
+        &self.inner.device
+    }
+
+    /// An error about the config that these weights belong to.
+    pub(crate) fn config_error(&self, message: String) -> EngineError {
+        let place = if self.prefix.is_empty() {
+            String::new()
+        } else {
+            format!("{}: ", self.prefix)
+        };
+        EngineError::model_config(self.path(), format!("{place}{message}"))
+    }
+
+    fn full_name(&self, name: &str) -> String {
+        if self.prefix.is_empty() {
+            name.to_owned()
+        } else {
+            format!("{}.{name}", self.prefix)
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Var>> {
+        self.inner.vars.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

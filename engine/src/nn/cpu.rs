@@ -1,0 +1,127 @@
+//! What the processor's own kernels share: plain slices out of tensors, and a checked matrix product.
+//!
+//! The operations of this folder run on `f32` on the processor; on CUDA and Metal, and for other dtypes, the same
+//! functions are composed from candle's operations. Every sum has a fixed order that does not depend on the number
+//! of threads, so that the same inputs give the same bits.
+
+use candle_core::{CpuStorage, DType, Layout, Storage, Tensor};
+
+/// Whether the kernels of this folder can take this tensor.
+pub(crate) fn runs_here(x: &Tensor) -> bool {
+    x.device().is_cpu() && x.dtype() == DType::F32
+}
+
+/// Threads for one matrix product.
+pub(crate) fn threads() -> usize {
+    rayon::current_num_threads()
+}
+
+/// The elements of a contiguous f32 storage.
+pub(crate) fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> candle_core::Result<&'a [f32]> {
+    let CpuStorage::F32(data) = storage else {
+        candle_core::bail!("expected f32 on the processor");
+    };
+    match layout.contiguous_offsets() {
+        Some((start, end)) => data
+            .get(start..end)
+            .ok_or_else(|| candle_core::Error::Msg("layout exceeds storage".into())),
+        None => candle_core::bail!("expected a contiguous tensor"),
+    }
+}
+
+/// Runs `f` on the elements of a contiguous f32 tensor on the processor.
+pub(crate) fn with_slice<R>(x: &Tensor, f: impl FnOnce(&[f32]) -> R) -> candle_core::Result<R> {
+    let (storage, layout) = x.storage_and_layout();
+    let Storage::Cpu(storage) = &*storage else {
+        candle_core::bail!("expected a tensor on the processor");
+    };
+    Ok(f(slice(storage, layout)?))
+}
+
+/// A matrix in a slice.
+#[derive(Clone, Copy)]
+pub(crate) struct Mat<'a> {
+    pub(crate) data: &'a [f32],
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) row_stride: usize,
+    pub(crate) col_stride: usize,
+}
+
+/// A matrix to write.
+pub(crate) struct MatMut<'a> {
+    pub(crate) data: &'a mut [f32],
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) row_stride: usize,
+    pub(crate) col_stride: usize,
+}
+
+fn extent(rows: usize, cols: usize, row_stride: usize, col_stride: usize) -> usize {
+    if rows == 0 || cols == 0 {
+        0
+    } else {
+        (rows - 1) * row_stride + (cols - 1) * col_stride + 1
+    }
+}
+
+/// `out = beta * out + alpha * a * b`, on `threads` threads.
+pub(crate) fn gemm(
+    out: MatMut<'_>,
+    a: Mat<'_>,
+    b: Mat<'_>,
+    beta: f32,
+    alpha: f32,
+    threads: usize,
+) -> candle_core::Result<()> {
+    let fits = a.cols == b.rows
+        && out.rows == a.rows
+        && out.cols == b.cols
+        && extent(a.rows, a.cols, a.row_stride, a.col_stride) <= a.data.len()
+        && extent(b.rows, b.cols, b.row_stride, b.col_stride) <= b.data.len()
+        && extent(out.rows, out.cols, out.row_stride, out.col_stride) <= out.data.len();
+    if !fits {
+        candle_core::bail!(
+            "gemm: {}x{} by {}x{} into {}x{}",
+            a.rows,
+            a.cols,
+            b.rows,
+            b.cols,
+            out.rows,
+            out.cols
+        );
+    }
+    let parallelism = if threads > 1 && out.rows * out.cols * a.cols > 1 << 16 {
+        gemm::Parallelism::Rayon(threads)
+    } else {
+        gemm::Parallelism::None
+    };
+    #[expect(
+        unsafe_code,
+        reason = "gemm takes raw pointers; the extents of all three slices were checked above"
+    )]
+    unsafe {
+        gemm::gemm(
+            out.rows,
+            out.cols,
+            a.cols,
+            out.data.as_mut_ptr(),
+            out.col_stride as isize,
+            out.row_stride as isize,
+            beta != 0.0,
+            a.data.as_ptr(),
+            a.col_stride as isize,
+            a.row_stride as isize,
+            b.data.as_ptr(),
+            b.col_stride as isize,
+            b.row_stride as isize,
+            beta,
+            alpha,
+            false,
+            false,
+            false,
+            parallelism,
+        );
+    }
+    Ok(())
+}

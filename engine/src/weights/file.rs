@@ -1,0 +1,189 @@
+//! One safetensors file: mapped into memory, its header checked before anything is read.
+
+use crate::error::{EngineError, Result};
+use candle_core::{DType, Device, Tensor};
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+use safetensors::tensor::{Metadata, SafeTensorError, SafeTensors};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+/// An open safetensors file.
+pub(super) struct SafetensorsFile {
+    path: PathBuf,
+    map: memmap2::Mmap,
+    metadata: Metadata,
+    data_start: usize,
+}
+
+impl SafetensorsFile {
+    pub(super) fn open(path: &Path) -> Result<Self> {
+        let wrong = |reason: String| EngineError::WeightsFile {
+            path: path.to_path_buf(),
+            reason,
+        };
+        let file = File::open(path).map_err(|e| EngineError::io(path, e))?;
+        let info = file.metadata().map_err(|e| EngineError::io(path, e))?;
+        if info.is_dir() {
+            return Err(EngineError::io(path, std::io::ErrorKind::IsADirectory.into()));
+        }
+        if info.len() == 0 {
+            return Err(wrong("the file is empty: download or copy it again".into()));
+        }
+        #[expect(
+            unsafe_code,
+            reason = "weights are gigabytes, so they are mapped, not copied; while a model loads, \
+            nothing may shorten its file, which holds for downloaded models and for our content-addressed cache"
+        )]
+        let map = unsafe { memmap2::Mmap::map(&file) }.map_err(|e| EngineError::io(path, e))?;
+        if let Some(error) = mislabelled(path, &map) {
+            return Err(error);
+        }
+        let (header, metadata) = SafeTensors::read_metadata(&map).map_err(|e| wrong(explain(&e, &map)))?;
+        Ok(Self {
+            path: path.to_path_buf(),
+            map,
+            metadata,
+            data_start: header + 8,
+        })
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Name, dtype and shape of every tensor.
+    pub(super) fn tensors(&self) -> impl Iterator<Item = (String, Vec<usize>)> {
+        self.metadata
+            .tensors()
+            .into_iter()
+            .map(|(name, info)| (name, info.shape.clone()))
+    }
+
+    /// The free-form metadata of the header.
+    pub(super) fn user_metadata(&self) -> Vec<(String, String)> {
+        let Some(map) = self.metadata.metadata() else {
+            return Vec::new();
+        };
+        let mut pairs: Vec<_> = map.iter().map(|(k, v)| (k.clone(), v.clone())).collect();
+        pairs.sort();
+        pairs
+    }
+
+    /// Reads one tensor as `dtype`; `shape` replaces the stored one and has as many elements.
+    pub(super) fn read(&self, name: &str, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
+        let missing = || EngineError::MissingTensor {
+            path: self.path.clone(),
+            name: name.to_owned(),
+            nearest: None,
+        };
+        let info = self.metadata.info(name).ok_or_else(missing)?;
+        let (start, end) = info.data_offsets;
+        let bytes = self
+            .map
+            .get(self.data_start + start..self.data_start + end)
+            .ok_or_else(missing)?;
+        use safetensors::Dtype as D;
+        let stored = match info.dtype {
+            D::F32 => DType::F32,
+            D::F16 => DType::F16,
+            D::BF16 => DType::BF16,
+            D::F64 => DType::F64,
+            other => {
+                return Err(EngineError::WeightsFile {
+                    path: self.path.clone(),
+                    reason: format!("tensor `{name}` is stored as {other:?}; only F32, F16, BF16 and F64 work"),
+                });
+            }
+        };
+        if device.is_cpu() && dtype == DType::F32 {
+            return Ok(Tensor::from_vec(to_f32(bytes, stored), shape, device)?);
+        }
+        Ok(Tensor::from_raw_buffer(bytes, stored, shape, device)?.to_dtype(dtype)?)
+    }
+}
+
+fn to_f32(bytes: &[u8], stored: DType) -> Vec<f32> {
+    const BLOCK: usize = 4096;
+    let mut out = Vec::with_capacity(bytes.len() / stored.size_in_bytes());
+    match stored {
+        DType::F16 => {
+            let (mut halves, mut floats) = (Vec::with_capacity(BLOCK), vec![0f32; BLOCK]);
+            for block in bytes.chunks(2 * BLOCK) {
+                halves.clear();
+                halves.extend(block.as_chunks::<2>().0.iter().map(|b| f16::from_le_bytes(*b)));
+                halves.convert_to_f32_slice(&mut floats[..halves.len()]);
+                out.extend_from_slice(&floats[..halves.len()]);
+            }
+        }
+        DType::BF16 => out.extend(
+            bytes
+                .as_chunks::<2>()
+                .0
+                .iter()
+                .map(|b| bf16::from_le_bytes(*b).to_f32()),
+        ),
+        DType::F64 => out.extend(bytes.as_chunks::<8>().0.iter().map(|b| f64::from_le_bytes(*b) as f32)),
+        _ => out.extend(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b))),
+    }
+    out
+}
+
+/// A file that is something else than its name says.
+fn mislabelled(path: &Path, bytes: &[u8]) -> Option<EngineError> {
+    let wrong = |reason: &str| {
+        Some(EngineError::WeightsFile {
+            path: path.to_path_buf(),
+            reason: reason.to_owned(),
+        })
+    };
+    let start = &bytes[..bytes.len().min(256)];
+    // torch.save writes a zip archive, earlier versions a bare pickle (protocol mark, then a version).
+    if start.starts_with(b"PK\x03\x04") || matches!(start, [0x80, 2..=5, ..]) && !looks_like_header(start) {
+        return Some(EngineError::Pickle {
+            path: path.to_path_buf(),
+        });
+    }
+    if start.starts_with(b"version https://git-lfs") {
+        return wrong("this is a Git LFS pointer, not the weights: run `git lfs pull` in the model's folder");
+    }
+    if start.starts_with(b"GGUF") {
+        return wrong("this is a GGUF file, not safetensors: get the .safetensors file of the same model");
+    }
+    let text = String::from_utf8_lossy(start).trim_start().to_lowercase();
+    if text.starts_with("<!doctype") || text.starts_with("<html") {
+        return wrong(
+            "this is a web page, not weights: the download failed (a login may be needed); download it again",
+        );
+    }
+    None
+}
+
+/// A safetensors file begins with the header's length and then `{`.
+fn looks_like_header(start: &[u8]) -> bool {
+    start.get(8) == Some(&b'{')
+}
+
+fn explain(error: &SafeTensorError, bytes: &[u8]) -> String {
+    let again = "download or copy it again";
+    match error {
+        SafeTensorError::HeaderTooSmall => {
+            format!("the file has only {} bytes, so it is cut off: {again}", bytes.len())
+        }
+        SafeTensorError::HeaderTooLarge => {
+            "not a safetensors file: its first 8 bytes give a header of more than 100 MB; \
+             if it is a checkpoint in another format, get its .safetensors version"
+                .to_owned()
+        }
+        SafeTensorError::InvalidHeaderLength if looks_like_header(bytes) => {
+            format!("the file is cut off within its header: {again}")
+        }
+        SafeTensorError::InvalidHeaderLength => {
+            "not a safetensors file (its first 8 bytes are not the length of a header)".to_owned()
+        }
+        SafeTensorError::MetadataIncompleteBuffer => {
+            format!("the file's length does not match its header, so it is cut off or damaged: {again}")
+        }
+        other => format!("not a valid safetensors file ({other}): {again}"),
+    }
+}
