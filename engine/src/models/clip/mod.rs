@@ -1,0 +1,7 @@
+//! CLIP's text side: tokenizer and encoder.
+
+mod text;
+mod tokenizer;
+
+pub use text::{ClipTextConfig, ClipTextModel};
+pub use tokenizer::ClipTokenizer;

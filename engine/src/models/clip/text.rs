@@ -1,0 +1,186 @@
+//! CLIP's text encoder (transformers' `CLIPTextModel`).
+
+use crate::error::Result;
+use crate::nn::{self, Activation, Embedding, LayerMut, LayerNorm, Linear, VisitLayers};
+use crate::residency::Residency;
+use crate::weights::{Init, Weights};
+use candle_core::Tensor;
+use serde::Deserialize;
+
+/// `text_encoder/config.json`. Absent keys have the values of SD 1.x.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(default)]
+pub struct ClipTextConfig {
+    /// Ids the tokenizer has.
+    pub vocab_size: usize,
+    /// Features per token.
+    pub hidden_size: usize,
+    /// Features inside the MLP.
+    pub intermediate_size: usize,
+    /// Layers.
+    pub num_hidden_layers: usize,
+    /// Heads per layer.
+    pub num_attention_heads: usize,
+    /// Tokens per prompt.
+    pub max_position_embeddings: usize,
+    /// `quick_gelu` (CLIP) or `gelu` (OpenCLIP).
+    pub hidden_act: String,
+    /// For the layer norms.
+    pub layer_norm_eps: f64,
+}
+
+impl Default for ClipTextConfig {
+    fn default() -> Self {
+        Self {
+            vocab_size: 49408,
+            hidden_size: 768,
+            intermediate_size: 3072,
+            num_hidden_layers: 12,
+            num_attention_heads: 12,
+            max_position_embeddings: 77,
+            hidden_act: "quick_gelu".into(),
+            layer_norm_eps: 1e-5,
+        }
+    }
+}
+
+/// CLIP's text encoder.
+#[derive(Clone, Debug)]
+pub struct ClipTextModel {
+    token_embedding: Embedding,
+    position_embedding: Tensor,
+    layers: Vec<Layer>,
+    final_layer_norm: LayerNorm,
+    /// How the layers are run.
+    pub residency: Residency,
+}
+
+#[derive(Clone, Debug)]
+struct Layer {
+    layer_norm1: LayerNorm,
+    q_proj: Linear,
+    k_proj: Linear,
+    v_proj: Linear,
+    out_proj: Linear,
+    layer_norm2: LayerNorm,
+    fc1: Linear,
+    fc2: Linear,
+    heads: usize,
+    activation: Activation,
+}
+
+impl ClipTextModel {
+    /// Loads the model; names may begin with `text_model.` (as up to transformers 4) or not (from 5 on).
+    ///
+    /// # Errors
+    /// When the config asks for something unknown, or a tensor is missing or has another shape.
+    pub fn new(weights: &Weights, config: &ClipTextConfig) -> Result<Self> {
+        let activation = Activation::from_name(&config.hidden_act)
+            .ok_or_else(|| weights.config_error(format!("hidden_act `{}` is unknown", config.hidden_act)))?;
+        let (width, heads) = (config.hidden_size, config.num_attention_heads);
+        if heads == 0 || width % heads != 0 {
+            return Err(weights.config_error(format!("hidden_size {width} cannot be split into {heads} heads")));
+        }
+        let prefixed = weights.pp("text_model");
+        let weights = if prefixed.contains("final_layer_norm.weight") {
+            &prefixed
+        } else {
+            weights
+        };
+        let embeddings = weights.pp("embeddings");
+        let layers = (0..config.num_hidden_layers).map(|i| {
+            let w = weights.pp("encoder.layers").pp(i);
+            let attention = w.pp("self_attn");
+            let norm = |name| LayerNorm::new(&w.pp(name), width, config.layer_norm_eps);
+            let square = |name| Linear::new(&attention.pp(name), width, width, true);
+            Ok(Layer {
+                layer_norm1: norm("layer_norm1")?,
+                q_proj: square("q_proj")?,
+                k_proj: square("k_proj")?,
+                v_proj: square("v_proj")?,
+                out_proj: square("out_proj")?,
+                layer_norm2: norm("layer_norm2")?,
+                fc1: Linear::new(&w.pp("mlp.fc1"), width, config.intermediate_size, true)?,
+                fc2: Linear::new(&w.pp("mlp.fc2"), config.intermediate_size, width, true)?,
+                heads,
+                activation,
+            })
+        });
+        let positions = (config.max_position_embeddings, width);
+        Ok(Self {
+            token_embedding: Embedding::new(&embeddings.pp("token_embedding"), config.vocab_size, width)?,
+            position_embedding: embeddings.pp("position_embedding").get_with(
+                positions,
+                "weight",
+                Init::Normal(0.02),
+            )?,
+            layers: layers.collect::<Result<_>>()?,
+            final_layer_norm: LayerNorm::new(&weights.pp("final_layer_norm"), width, config.layer_norm_eps)?,
+            residency: Residency::default(),
+        })
+    }
+
+    /// ids [b, n] (u32, n at most 77) -> the last hidden state after the final norm, [b, n, hidden].
+    ///
+    /// # Errors
+    /// When an id or the length exceeds the tables.
+    pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+        let x = self.hidden_states(ids, self.layers.len())?;
+        Ok(self.final_layer_norm.forward(&x)?)
+    }
+
+    /// As [`Self::forward`], but the last `skip` layers do not run (`clip_skip` of diffusers: 1 leaves out one).
+    ///
+    /// # Errors
+    /// As [`Self::forward`].
+    pub fn forward_skipping(&self, ids: &Tensor, skip: usize) -> Result<Tensor> {
+        let x = self.hidden_states(ids, self.layers.len().saturating_sub(skip))?;
+        Ok(self.final_layer_norm.forward(&x)?)
+    }
+
+    fn hidden_states(&self, ids: &Tensor, layers: usize) -> Result<Tensor> {
+        let (_, length) = ids.dims2()?;
+        let positions = self.position_embedding.narrow(0, 0, length)?;
+        let mut x = self.token_embedding.forward(ids)?.broadcast_add(&positions)?;
+        for (i, layer) in self.layers.iter().take(layers).enumerate() {
+            let name = format!("text_model.encoder.layers.{i}");
+            let out = self.residency.run(&name, &[x], |x| Ok(vec![layer.forward(&x[0])?]))?;
+            x = out[0].clone();
+        }
+        Ok(x)
+    }
+}
+
+impl Layer {
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        let h = self.layer_norm1.forward(x)?;
+        let (q, k, v) = (
+            self.q_proj.forward(&h)?,
+            self.k_proj.forward(&h)?,
+            self.v_proj.forward(&h)?,
+        );
+        let width = q.dim(2)? / self.heads;
+        let h = nn::attention(&q, &k, &v, self.heads, 1.0 / (width as f64).sqrt(), true)?;
+        let x = (x + self.out_proj.forward(&h)?)?;
+        let h = self.fc1.forward(&self.layer_norm2.forward(&x)?)?;
+        x + self.fc2.forward(&self.activation.forward(&h)?)?
+    }
+}
+
+impl VisitLayers for ClipTextModel {
+    fn visit_layers(&mut self, f: &mut dyn FnMut(&str, LayerMut<'_>) -> Result<()>) -> Result<()> {
+        for (i, layer) in self.layers.iter_mut().enumerate() {
+            let path = format!("text_model.encoder.layers.{i}");
+            f(&format!("{path}.self_attn.q_proj"), LayerMut::Linear(&mut layer.q_proj))?;
+            f(&format!("{path}.self_attn.k_proj"), LayerMut::Linear(&mut layer.k_proj))?;
+            f(&format!("{path}.self_attn.v_proj"), LayerMut::Linear(&mut layer.v_proj))?;
+            f(
+                &format!("{path}.self_attn.out_proj"),
+                LayerMut::Linear(&mut layer.out_proj),
+            )?;
+            f(&format!("{path}.mlp.fc1"), LayerMut::Linear(&mut layer.fc1))?;
+            f(&format!("{path}.mlp.fc2"), LayerMut::Linear(&mut layer.fc2))?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,142 @@
+//! CLIP's tokenizer.
+//!
+//! A `tokenizer/` folder has `tokenizer.json` (transformers 5), or `vocab.json` and `merges.txt` (earlier). The rules
+//! are those of transformers' `CLIPTokenizer`: NFC, white space to single blanks, lower case, split by CLIP's pattern,
+//! bytes to printable characters, BPE with `</w>` at the end of a word.
+
+use crate::error::{EngineError, Result};
+use crate::models::config;
+use candle_core::{Device, Tensor};
+use std::path::Path;
+use tokenizers::models::bpe::BPE;
+use tokenizers::normalizers::{Lowercase, NFC, Replace, Sequence, replace::ReplacePattern};
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::pre_tokenizers::sequence::Sequence as PreSequence;
+use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
+use tokenizers::{AddedToken, SplitDelimiterBehavior, Tokenizer};
+
+const PATTERN: &str = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+";
+
+/// Turns prompts into ids.
+#[derive(Clone, Debug)]
+pub struct ClipTokenizer {
+    tokenizer: Tokenizer,
+    bos: u32,
+    eos: u32,
+    pad: u32,
+    max_length: usize,
+}
+
+impl ClipTokenizer {
+    /// Opens a `tokenizer/` folder.
+    ///
+    /// # Errors
+    /// When files are missing or are not a CLIP tokenizer.
+    pub fn open(folder: &Path) -> Result<Self> {
+        let wrong = |file: &str, e: &dyn std::fmt::Display| EngineError::model_config(folder.join(file), e.to_string());
+        let tokenizer = if folder.join("tokenizer.json").is_file() {
+            Tokenizer::from_file(folder.join("tokenizer.json")).map_err(|e| wrong("tokenizer.json", &e))?
+        } else {
+            let (vocab, merges) = (folder.join("vocab.json"), folder.join("merges.txt"));
+            for file in [&vocab, &merges] {
+                if !file.is_file() {
+                    return Err(EngineError::io(file, std::io::ErrorKind::NotFound.into()));
+                }
+            }
+            from_vocabulary(&vocab.to_string_lossy(), &merges.to_string_lossy()).map_err(|e| wrong("vocab.json", &e))?
+        };
+        let settings = folder.join("tokenizer_config.json");
+        let settings = if settings.is_file() {
+            config::read_json(&settings)?
+        } else {
+            serde_json::Value::Null
+        };
+        let special = |key: &str, default: &str| {
+            let value = settings.get(key);
+            let text = value.and_then(|v| v.as_str().or_else(|| v.get("content").and_then(|c| c.as_str())));
+            let text = text.unwrap_or(default);
+            let id = tokenizer.token_to_id(text);
+            id.ok_or_else(|| {
+                wrong(
+                    "tokenizer_config.json",
+                    &format!("{key} `{text}` is not in the vocabulary"),
+                )
+            })
+        };
+        // Early SD 2 folders give `model_max_length` as a huge number: CLIP has 77 positions.
+        let length = settings
+            .get("model_max_length")
+            .and_then(serde_json::Value::as_u64)
+            .unwrap_or(77);
+        let max_length = length.clamp(2, 77) as usize;
+        let (bos, eos) = (
+            special("bos_token", "<|startoftext|>")?,
+            special("eos_token", "<|endoftext|>")?,
+        );
+        let pad = special("pad_token", "<|endoftext|>")?;
+        Ok(Self {
+            tokenizer,
+            bos,
+            eos,
+            pad,
+            max_length,
+        })
+    }
+
+    /// Ids of a prompt without the special tokens at both ends, uncut.
+    ///
+    /// # Errors
+    /// When the tokenizer fails.
+    pub fn tokens(&self, text: &str) -> Result<Vec<u32>> {
+        let encoding = self.tokenizer.encode(text, false);
+        Ok(encoding
+            .map_err(|e| EngineError::BadInput(format!("prompt `{text}`: {e}")))?
+            .get_ids()
+            .to_vec())
+    }
+
+    /// Prompts -> ids [b, 77] (u32): start, tokens (cut), end, padding.
+    ///
+    /// # Errors
+    /// When the tokenizer fails.
+    pub fn encode(&self, texts: &[&str]) -> Result<Tensor> {
+        let mut ids = Vec::with_capacity(texts.len() * self.max_length);
+        for text in texts {
+            let mut tokens = self.tokens(text)?;
+            tokens.truncate(self.max_length - 2);
+            let end = ids.len() + self.max_length;
+            ids.push(self.bos);
+            ids.append(&mut tokens);
+            ids.push(self.eos);
+            ids.resize(end, self.pad);
+        }
+        Ok(Tensor::from_vec(ids, (texts.len(), self.max_length), &Device::Cpu)?)
+    }
+
+    /// Ids per prompt, special tokens included.
+    #[must_use]
+    pub fn max_length(&self) -> usize {
+        self.max_length
+    }
+}
+
+fn from_vocabulary(vocab: &str, merges: &str) -> tokenizers::Result<Tokenizer> {
+    let bpe = BPE::from_file(vocab, merges)
+        .unk_token("<|endoftext|>".into())
+        .end_of_word_suffix("</w>".into())
+        .continuing_subword_prefix(String::new())
+        .build()?;
+    let mut tokenizer = Tokenizer::new(bpe);
+    let blanks = Replace::new(ReplacePattern::Regex(r"\s+".into()), " ")?;
+    tokenizer.with_normalizer(Some(Sequence::new(vec![NFC.into(), blanks.into(), Lowercase.into()])));
+    let split = Split::new(
+        SplitPattern::Regex(PATTERN.into()),
+        SplitDelimiterBehavior::Removed,
+        true,
+    )?;
+    let bytes = ByteLevel::default().add_prefix_space(false);
+    tokenizer.with_pre_tokenizer(Some(PreSequence::new(vec![split.into(), bytes.into()])));
+    let special = |text: &str| AddedToken::from(text, true).normalized(false);
+    tokenizer.add_special_tokens(&[special("<|startoftext|>"), special("<|endoftext|>")]);
+    Ok(tokenizer)
+}

@@ -1,0 +1,219 @@
+//! Stable Diffusion 1.x: tokenizer, text encoder, U-Net, autoencoder and the settings of its sampler.
+//!
+//! From a diffusers folder, or from a single-file checkpoint in the layout of the first release (`ldm`).
+
+mod ldm;
+
+use crate::error::{EngineError, Result};
+use crate::models::clip::{ClipTextConfig, ClipTextModel, ClipTokenizer};
+use crate::models::config;
+use crate::models::unet::{UNet2DConditionModel, UNetConfig};
+use crate::models::vae::{self, AutoencoderKl, VaeConfig};
+use crate::weights::{Index, Weights};
+use candle_core::{DType, Device};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+
+/// How to load a model.
+#[derive(Clone, Debug)]
+pub struct LoadOptions {
+    /// What weights and activations are computed in.
+    pub dtype: DType,
+    /// Where.
+    pub device: Device,
+    /// For a single-file checkpoint: a diffusers folder whose configs and tokenizer hold. Without it, those of SD 1.x,
+    /// and the tokenizer from a `tokenizer` folder beside the file.
+    pub config_folder: Option<PathBuf>,
+}
+
+impl LoadOptions {
+    /// f32 on the processor.
+    #[must_use]
+    pub fn cpu() -> Self {
+        Self {
+            dtype: DType::F32,
+            device: Device::Cpu,
+            config_folder: None,
+        }
+    }
+}
+
+/// The configs of all components.
+#[derive(Clone, Debug)]
+pub struct SdConfig {
+    /// Of the text encoder.
+    pub text_encoder: ClipTextConfig,
+    /// Of the U-Net.
+    pub unet: UNetConfig,
+    /// Of the autoencoder.
+    pub vae: VaeConfig,
+    /// `scheduler_config.json`, as it is.
+    pub scheduler: Value,
+}
+
+impl Default for SdConfig {
+    /// SD 1.5.
+    fn default() -> Self {
+        Self {
+            text_encoder: ClipTextConfig::default(),
+            unet: UNetConfig::default(),
+            vae: VaeConfig::default(),
+            scheduler: json!({
+                "_class_name": "PNDMScheduler",
+                "beta_end": 0.012,
+                "beta_schedule": "scaled_linear",
+                "beta_start": 0.00085,
+                "num_train_timesteps": 1000,
+                "prediction_type": "epsilon",
+                "set_alpha_to_one": false,
+                "skip_prk_steps": true,
+                "steps_offset": 1,
+                "timestep_spacing": "leading",
+                "trained_betas": null,
+                "clip_sample": false,
+            }),
+        }
+    }
+}
+
+impl SdConfig {
+    /// Reads the configs of a diffusers folder.
+    ///
+    /// # Errors
+    /// When one is missing or wrong.
+    pub fn open(folder: &Path) -> Result<Self> {
+        Ok(Self {
+            text_encoder: config::read(&folder.join("text_encoder/config.json"))?,
+            unet: config::read(&folder.join("unet/config.json"))?,
+            vae: config::read(&folder.join("vae/config.json"))?,
+            scheduler: config::read_json(&folder.join("scheduler/scheduler_config.json"))?,
+        })
+    }
+}
+
+/// A Stable Diffusion model.
+#[derive(Clone, Debug)]
+pub struct SdModel {
+    /// Prompts to ids.
+    pub tokenizer: ClipTokenizer,
+    /// Ids to the context.
+    pub text_encoder: ClipTextModel,
+    /// Noise prediction.
+    pub unet: UNet2DConditionModel,
+    /// Pictures to latents and back.
+    pub vae: AutoencoderKl,
+    /// `scheduler_config.json`, as it is.
+    pub scheduler_config: Value,
+}
+
+impl SdModel {
+    /// Loads a diffusers folder or a single-file checkpoint.
+    ///
+    /// # Errors
+    /// When `path` is neither, is of another family, or does not fit its config.
+    pub fn load(path: impl AsRef<Path>, options: &LoadOptions) -> Result<Self> {
+        let path = path.as_ref();
+        if path.is_dir() {
+            return Self::load_folder(path, options);
+        }
+        if !path.exists() {
+            return Err(EngineError::BadInput(format!(
+                "{}: no such model: expected a diffusers folder or a .safetensors checkpoint",
+                path.display()
+            )));
+        }
+        Self::load_checkpoint(path, options)
+    }
+
+    fn load_folder(folder: &Path, options: &LoadOptions) -> Result<Self> {
+        let index_file = folder.join("model_index.json");
+        if !index_file.is_file() {
+            return Err(EngineError::model_config(
+                folder,
+                "not a diffusers model folder: it has no model_index.json (a single-file checkpoint is given by its own path)",
+            ));
+        }
+        let index = config::read_json(&index_file)?;
+        let class = index.get("_class_name").and_then(Value::as_str).unwrap_or_default();
+        if class.contains("XL")
+            || class.contains("Flux")
+            || class.contains("StableDiffusion3")
+            || !class.starts_with("StableDiffusion")
+        {
+            return Err(EngineError::Unsupported(format!(
+                "{}: a {class} model does not work yet: only Stable Diffusion 1.x and 2.x do",
+                index_file.display()
+            )));
+        }
+        let parts = SdConfig::open(folder)?;
+        let open = |name: &str| Index::open(folder.join(name));
+        let vae = open("vae")?.renamed(|name, shape| Some((vae::modern_name(name), shape.to_vec())));
+        let tokenizer = ClipTokenizer::open(&folder.join("tokenizer"))?;
+        Self::build(parts, tokenizer, [open("text_encoder")?, open("unet")?, vae], options)
+    }
+
+    fn load_checkpoint(file: &Path, options: &LoadOptions) -> Result<Self> {
+        let index = Index::open(file)?;
+        let parts = match &options.config_folder {
+            Some(folder) => SdConfig::open(folder)?,
+            None => SdConfig::default(),
+        };
+        let components = ldm::split(&index, &parts)?;
+        let tokenizer = ClipTokenizer::open(&tokenizer_folder(file, options)?)?;
+        Self::build(parts, tokenizer, components, options)
+    }
+
+    fn build(
+        parts: SdConfig,
+        tokenizer: ClipTokenizer,
+        [text_encoder, unet, vae]: [Index; 3],
+        options: &LoadOptions,
+    ) -> Result<Self> {
+        let weights = |index| Weights::from_index(index, options.dtype, &options.device);
+        let model = Self {
+            tokenizer,
+            text_encoder: ClipTextModel::new(&weights(text_encoder), &parts.text_encoder)?,
+            unet: UNet2DConditionModel::new(&weights(unet), &parts.unet)?,
+            vae: AutoencoderKl::new(&weights(vae), &parts.vae)?,
+            scheduler_config: parts.scheduler,
+        };
+        let (context, hidden) = (parts.unet.context_width(), parts.text_encoder.hidden_size);
+        if context != Ok(hidden) {
+            return Err(EngineError::Unsupported(format!(
+                "the text encoder gives {hidden} features, the U-Net wants {context:?}: not components of one model"
+            )));
+        }
+        Ok(model)
+    }
+
+    /// Pixels per latent, along each axis: 8 for SD 1.x.
+    #[must_use]
+    pub fn vae_scale_factor(&self) -> usize {
+        self.vae.scale_factor()
+    }
+
+    /// Width and height in pixels that the model was made for: 512 x 512 for SD 1.5.
+    #[must_use]
+    pub fn default_size(&self) -> (usize, usize) {
+        let (height, width) = self.unet.config().sample_extent();
+        (width * self.vae_scale_factor(), height * self.vae_scale_factor())
+    }
+}
+
+/// A single file has no tokenizer in it.
+fn tokenizer_folder(file: &Path, options: &LoadOptions) -> Result<PathBuf> {
+    let beside = file.parent().unwrap_or(Path::new("."));
+    let places = [options.config_folder.as_deref(), Some(beside)];
+    let found = places
+        .into_iter()
+        .flatten()
+        .map(|place| place.join("tokenizer"))
+        .find(|folder| folder.is_dir());
+    found.ok_or_else(|| {
+        EngineError::BadInput(format!(
+            "{}: a single-file checkpoint has no tokenizer in it: put the `tokenizer` folder (vocab.json and merges.txt) \
+             of any Stable Diffusion 1.x model beside it",
+            file.display()
+        ))
+    })
+}

@@ -1,0 +1,243 @@
+//! `unet/config.json`, and what it means block by block.
+
+use serde::Deserialize;
+
+/// A number, or one per block.
+#[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
+#[serde(untagged)]
+pub enum PerBlock<T> {
+    /// The same everywhere.
+    One(T),
+    /// One per down block.
+    Each(Vec<T>),
+}
+
+impl<T: Clone> PerBlock<T> {
+    fn expand(&self, blocks: usize, key: &str) -> Result<Vec<T>, String> {
+        match self {
+            Self::One(value) => Ok(vec![value.clone(); blocks]),
+            Self::Each(values) if values.len() == blocks => Ok(values.clone()),
+            Self::Each(values) => Err(format!("`{key}` has {} values for {blocks} blocks", values.len())),
+        }
+    }
+}
+
+/// `unet/config.json`. Absent keys have the values of SD 1.x. Keys for other families are read so that a model that
+/// needs them is refused instead of being run wrongly.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(default)]
+#[expect(missing_docs, reason = "the keys are diffusers' own, documented there")]
+pub struct UNetConfig {
+    pub sample_size: PerBlock<usize>,
+    pub in_channels: usize,
+    pub out_channels: usize,
+    pub center_input_sample: bool,
+    pub flip_sin_to_cos: bool,
+    pub freq_shift: f64,
+    pub down_block_types: Vec<String>,
+    pub mid_block_type: Option<String>,
+    pub up_block_types: Vec<String>,
+    pub only_cross_attention: PerBlock<bool>,
+    pub block_out_channels: Vec<usize>,
+    pub layers_per_block: PerBlock<usize>,
+    pub downsample_padding: usize,
+    pub mid_block_scale_factor: f64,
+    pub act_fn: String,
+    pub norm_num_groups: usize,
+    pub norm_eps: f64,
+    pub cross_attention_dim: PerBlock<usize>,
+    pub transformer_layers_per_block: PerBlock<usize>,
+    pub attention_head_dim: PerBlock<usize>,
+    pub num_attention_heads: Option<PerBlock<usize>>,
+    pub dual_cross_attention: bool,
+    pub use_linear_projection: bool,
+    pub class_embed_type: Option<String>,
+    pub addition_embed_type: Option<String>,
+    pub num_class_embeds: Option<usize>,
+    pub encoder_hid_dim: Option<usize>,
+    pub upcast_attention: bool,
+    pub resnet_time_scale_shift: String,
+    pub resnet_out_scale_factor: f64,
+    pub time_embedding_type: String,
+    pub time_embedding_dim: Option<usize>,
+    pub time_cond_proj_dim: Option<usize>,
+    pub conv_in_kernel: usize,
+    pub conv_out_kernel: usize,
+}
+
+impl Default for UNetConfig {
+    fn default() -> Self {
+        let cross = |name: &str, plain: &str, plain_first: bool| {
+            let mut types = vec![name.to_owned(); 3];
+            types.insert(if plain_first { 0 } else { 3 }, plain.to_owned());
+            types
+        };
+        Self {
+            sample_size: PerBlock::One(64),
+            in_channels: 4,
+            out_channels: 4,
+            center_input_sample: false,
+            flip_sin_to_cos: true,
+            freq_shift: 0.0,
+            down_block_types: cross("CrossAttnDownBlock2D", "DownBlock2D", false),
+            mid_block_type: Some("UNetMidBlock2DCrossAttn".into()),
+            up_block_types: cross("CrossAttnUpBlock2D", "UpBlock2D", true),
+            only_cross_attention: PerBlock::One(false),
+            block_out_channels: vec![320, 640, 1280, 1280],
+            layers_per_block: PerBlock::One(2),
+            downsample_padding: 1,
+            mid_block_scale_factor: 1.0,
+            act_fn: "silu".into(),
+            norm_num_groups: 32,
+            norm_eps: 1e-5,
+            cross_attention_dim: PerBlock::One(768),
+            transformer_layers_per_block: PerBlock::One(1),
+            attention_head_dim: PerBlock::One(8),
+            num_attention_heads: None,
+            dual_cross_attention: false,
+            use_linear_projection: false,
+            class_embed_type: None,
+            addition_embed_type: None,
+            num_class_embeds: None,
+            encoder_hid_dim: None,
+            upcast_attention: false,
+            resnet_time_scale_shift: "default".into(),
+            resnet_out_scale_factor: 1.0,
+            time_embedding_type: "positional".into(),
+            time_embedding_dim: None,
+            time_cond_proj_dim: None,
+            conv_in_kernel: 3,
+            conv_out_kernel: 3,
+        }
+    }
+}
+
+/// The config, checked and spelt out per down block. The up blocks take the same lists from the end.
+#[derive(Clone, Debug)]
+pub(super) struct Plan {
+    pub(super) channels: Vec<usize>,
+    pub(super) layers: Vec<usize>,
+    pub(super) heads: Vec<usize>,
+    pub(super) context: Vec<usize>,
+    pub(super) transformer_layers: Vec<usize>,
+    pub(super) down_attention: Vec<bool>,
+    pub(super) up_attention: Vec<bool>,
+    pub(super) mid_block: bool,
+}
+
+impl UNetConfig {
+    /// Features per token of the context.
+    ///
+    /// # Errors
+    /// When the blocks want different widths.
+    pub fn context_width(&self) -> Result<usize, String> {
+        match &self.cross_attention_dim {
+            PerBlock::One(width) => Ok(*width),
+            PerBlock::Each(widths) => match widths.first() {
+                Some(first) if widths.iter().all(|width| width == first) => Ok(*first),
+                _ => Err("`cross_attention_dim` with different values per block is not supported".into()),
+            },
+        }
+    }
+
+    /// Height and width of latents that the model was made for.
+    #[must_use]
+    pub fn sample_extent(&self) -> (usize, usize) {
+        match &self.sample_size {
+            PerBlock::One(size) => (*size, *size),
+            PerBlock::Each(sizes) => {
+                let first = sizes.first().copied().unwrap_or(64);
+                (first, sizes.get(1).copied().unwrap_or(first))
+            }
+        }
+    }
+
+    pub(super) fn plan(&self) -> Result<Plan, String> {
+        self.refuse_other_families()?;
+        let blocks = self.block_out_channels.len();
+        if blocks == 0 || self.block_out_channels.contains(&0) {
+            return Err("`block_out_channels` is empty or has a 0".into());
+        }
+        let attention = |types: &[String], key: &str, cross: &str, plain: &str| {
+            if types.len() != blocks {
+                return Err(format!("`{key}` has {} values for {blocks} blocks", types.len()));
+            }
+            types
+                .iter()
+                .map(|name| match name.as_str() {
+                    name if name == cross => Ok(true),
+                    name if name == plain => Ok(false),
+                    name => Err(format!("`{key}`: {name} is not supported (only {cross} and {plain})")),
+                })
+                .collect::<Result<Vec<bool>, String>>()
+        };
+        let mid_block = match self.mid_block_type.as_deref() {
+            Some("UNetMidBlock2DCrossAttn") => true,
+            None => false,
+            Some(other) => return Err(format!("mid_block_type {other} is not supported")),
+        };
+        // diffusers' name for it is wrong and kept for old configs: without `num_attention_heads`,
+        // `attention_head_dim` is the number of heads.
+        let heads = self.num_attention_heads.as_ref().unwrap_or(&self.attention_head_dim);
+        let heads = heads.expand(blocks, "attention_head_dim")?;
+        for (heads, channels) in heads.iter().zip(&self.block_out_channels) {
+            if *heads == 0 || channels % heads != 0 {
+                return Err(format!("{channels} channels cannot be split into {heads} heads"));
+            }
+        }
+        Ok(Plan {
+            channels: self.block_out_channels.clone(),
+            layers: self.layers_per_block.expand(blocks, "layers_per_block")?,
+            heads,
+            context: self.cross_attention_dim.expand(blocks, "cross_attention_dim")?,
+            transformer_layers: self
+                .transformer_layers_per_block
+                .expand(blocks, "transformer_layers_per_block")?,
+            down_attention: attention(
+                &self.down_block_types,
+                "down_block_types",
+                "CrossAttnDownBlock2D",
+                "DownBlock2D",
+            )?,
+            up_attention: attention(
+                &self.up_block_types,
+                "up_block_types",
+                "CrossAttnUpBlock2D",
+                "UpBlock2D",
+            )?,
+            mid_block,
+        })
+    }
+
+    fn refuse_other_families(&self) -> Result<(), String> {
+        let other = [
+            (self.center_input_sample, "center_input_sample"),
+            (self.dual_cross_attention, "dual_cross_attention"),
+            (self.class_embed_type.is_some(), "class_embed_type"),
+            (self.num_class_embeds.is_some(), "num_class_embeds"),
+            (self.addition_embed_type.is_some(), "addition_embed_type (SDXL)"),
+            (self.encoder_hid_dim.is_some(), "encoder_hid_dim"),
+            (self.time_cond_proj_dim.is_some(), "time_cond_proj_dim"),
+            (self.time_embedding_dim.is_some(), "time_embedding_dim"),
+            (self.time_embedding_type != "positional", "time_embedding_type"),
+            (self.resnet_time_scale_shift != "default", "resnet_time_scale_shift"),
+            (self.resnet_out_scale_factor != 1.0, "resnet_out_scale_factor"),
+            (self.mid_block_scale_factor != 1.0, "mid_block_scale_factor"),
+            (!matches!(self.act_fn.as_str(), "silu" | "swish"), "act_fn"),
+            (
+                !matches!(self.only_cross_attention, PerBlock::One(false)),
+                "only_cross_attention",
+            ),
+            (
+                self.conv_in_kernel % 2 == 0 || self.conv_out_kernel % 2 == 0,
+                "an even conv kernel",
+            ),
+        ];
+        match other.iter().find(|(present, _)| *present) {
+            Some((_, key)) => Err(format!(
+                "this U-Net needs `{key}`, which is not supported: only Stable Diffusion 1.x and 2.x models work now"
+            )),
+            None => Ok(()),
+        }
+    }
+}

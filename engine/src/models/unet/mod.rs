@@ -1,0 +1,183 @@
+//! The U-Net of Stable Diffusion (diffusers' `UNet2DConditionModel`, as SD 1.x and 2.x configure it).
+
+mod blocks;
+mod config;
+mod resnet;
+mod transformer;
+
+pub use config::{PerBlock, UNetConfig};
+pub use resnet::{Downsample, ResnetBlock, ResnetSizes, Upsample};
+pub use transformer::{Transformer2d, TransformerSizes};
+
+use crate::error::Result;
+use crate::nn::{Conv2d, GroupNorm, LayerMut, Linear, VisitLayers, silu};
+use crate::residency::Residency;
+use crate::weights::Weights;
+use blocks::{DownBlock, MidBlock, UpBlock};
+use candle_core::{D, DType, Tensor};
+
+/// The U-Net.
+#[derive(Clone, Debug)]
+pub struct UNet2DConditionModel {
+    config: UNetConfig,
+    conv_in: Conv2d,
+    time_linear_1: Linear,
+    time_linear_2: Linear,
+    down_blocks: Vec<DownBlock>,
+    mid_block: Option<MidBlock>,
+    up_blocks: Vec<UpBlock>,
+    conv_norm_out: GroupNorm,
+    conv_out: Conv2d,
+    /// How the blocks are run.
+    pub residency: Residency,
+}
+
+impl UNet2DConditionModel {
+    /// Loads the model.
+    ///
+    /// # Errors
+    /// When the config asks for something that is not supported, or a tensor is missing or has another shape.
+    pub fn new(weights: &Weights, config: &UNetConfig) -> Result<Self> {
+        let plan = config.plan().map_err(|message| weights.config_error(message))?;
+        let first = plan.channels[0];
+        let time_width = 4 * first;
+        let embedding = weights.pp("time_embedding");
+        let conv = |name: &str, inputs: usize, outputs: usize, kernel: usize| {
+            Conv2d::new(&weights.pp(name), inputs, outputs, kernel, 1, kernel / 2)
+        };
+        let down_blocks = (0..plan.channels.len())
+            .map(|i| DownBlock::new(&weights.pp("down_blocks").pp(i), config, &plan, i))
+            .collect::<Result<Vec<_>>>()?;
+        let mid_block = if plan.mid_block {
+            Some(MidBlock::new(&weights.pp("mid_block"), config, &plan)?)
+        } else {
+            None
+        };
+        let up_blocks = (0..plan.channels.len())
+            .map(|i| UpBlock::new(&weights.pp("up_blocks").pp(i), config, &plan, i))
+            .collect::<Result<Vec<_>>>()?;
+        Ok(Self {
+            conv_in: conv("conv_in", config.in_channels, first, config.conv_in_kernel)?,
+            time_linear_1: Linear::new(&embedding.pp("linear_1"), first, time_width, true)?,
+            time_linear_2: Linear::new(&embedding.pp("linear_2"), time_width, time_width, true)?,
+            down_blocks,
+            mid_block,
+            up_blocks,
+            conv_norm_out: GroupNorm::new(
+                &weights.pp("conv_norm_out"),
+                config.norm_num_groups,
+                first,
+                config.norm_eps,
+            )?,
+            conv_out: conv("conv_out", first, config.out_channels, config.conv_out_kernel)?,
+            config: config.clone(),
+            residency: Residency::default(),
+        })
+    }
+
+    /// What it was built from.
+    #[must_use]
+    pub fn config(&self) -> &UNetConfig {
+        &self.config
+    }
+
+    /// sample [b, in, h, w], timesteps [b] (f32, fractions allowed), context [b, n, cross attention width] ->
+    /// the prediction, [b, out, h, w]. Any h and w.
+    ///
+    /// # Errors
+    /// When the shapes do not fit.
+    pub fn forward(&self, sample: &Tensor, timesteps: &Tensor, context: &Tensor) -> Result<Tensor> {
+        let time = self.time_embedding(timesteps)?.to_dtype(sample.dtype())?;
+        let mut x = self.conv_in.forward(sample)?;
+        let mut skips = vec![x.clone()];
+        for (i, block) in self.down_blocks.iter().enumerate() {
+            let inputs = [x, time.clone(), context.clone()];
+            let mut out = self
+                .residency
+                .run(&format!("down_blocks.{i}"), &inputs, |t| block.forward(t))?;
+            skips.append(&mut out);
+            x = skips[skips.len() - 1].clone();
+        }
+        if let Some(block) = &self.mid_block {
+            let inputs = [x, time.clone(), context.clone()];
+            x = self
+                .residency
+                .run("mid_block", &inputs, |t| Ok(vec![block.forward(t)?]))?[0]
+                .clone();
+        }
+        for (i, block) in self.up_blocks.iter().enumerate() {
+            let mut inputs = vec![x, time.clone(), context.clone()];
+            inputs.extend(
+                skips
+                    .split_off(skips.len().saturating_sub(block.skips()))
+                    .into_iter()
+                    .rev(),
+            );
+            // Odd sizes: enlarge to what the next skip has, not to twice the size.
+            let size = match skips.last() {
+                Some(skip) => (skip.dim(2)?, skip.dim(3)?),
+                None => (sample.dim(2)?, sample.dim(3)?),
+            };
+            let name = format!("up_blocks.{i}");
+            x = self
+                .residency
+                .run(&name, &inputs, |t| Ok(vec![block.forward(t, size)?]))?[0]
+                .clone();
+        }
+        let x = silu(&self.conv_norm_out.forward(&x)?)?;
+        Ok(self.conv_out.forward(&x)?)
+    }
+
+    fn time_embedding(&self, timesteps: &Tensor) -> Result<Tensor> {
+        let dtype = self.time_linear_1.weight.dtype();
+        let width = self.time_linear_1.in_features();
+        let x = sinusoids(timesteps, width, self.config.flip_sin_to_cos, self.config.freq_shift)?.to_dtype(dtype)?;
+        let x = silu(&self.time_linear_1.forward(&x)?)?;
+        Ok(self.time_linear_2.forward(&x)?)
+    }
+}
+
+/// timesteps [b] -> [b, width]: sines and cosines of t / 10000^(i / (width / 2 - shift)).
+fn sinusoids(timesteps: &Tensor, width: usize, flip: bool, shift: f64) -> candle_core::Result<Tensor> {
+    let half = width / 2;
+    let frequencies: Vec<f32> = (0..half)
+        .map(|i| {
+            let exponent = -(10000f64.ln() as f32) * i as f32;
+            (exponent / (half as f64 - shift) as f32).exp()
+        })
+        .collect();
+    let frequencies = Tensor::from_vec(frequencies, (1, half), timesteps.device())?;
+    let angles = timesteps
+        .to_dtype(DType::F32)?
+        .reshape(((), 1))?
+        .broadcast_mul(&frequencies)?;
+    let (sin, cos) = (angles.sin()?, angles.cos()?);
+    let both = if flip {
+        Tensor::cat(&[&cos, &sin], D::Minus1)?
+    } else {
+        Tensor::cat(&[&sin, &cos], D::Minus1)?
+    };
+    if width % 2 == 1 {
+        both.pad_with_zeros(D::Minus1, 0, 1)
+    } else {
+        Ok(both)
+    }
+}
+
+impl VisitLayers for UNet2DConditionModel {
+    fn visit_layers(&mut self, f: &mut dyn FnMut(&str, LayerMut<'_>) -> Result<()>) -> Result<()> {
+        f("conv_in", LayerMut::Conv2d(&mut self.conv_in))?;
+        f("time_embedding.linear_1", LayerMut::Linear(&mut self.time_linear_1))?;
+        f("time_embedding.linear_2", LayerMut::Linear(&mut self.time_linear_2))?;
+        for (i, block) in self.down_blocks.iter_mut().enumerate() {
+            block.visit(&format!("down_blocks.{i}"), f)?;
+        }
+        if let Some(block) = &mut self.mid_block {
+            block.visit("mid_block", f)?;
+        }
+        for (i, block) in self.up_blocks.iter_mut().enumerate() {
+            block.visit(&format!("up_blocks.{i}"), f)?;
+        }
+        f("conv_out", LayerMut::Conv2d(&mut self.conv_out))
+    }
+}

@@ -1,0 +1,157 @@
+//! Residual blocks and changes of size, shared by the U-Net and the VAE.
+
+use crate::error::Result;
+use crate::nn::{Conv2d, GroupNorm, LayerMut, Linear, join, silu, upsample_nearest};
+use crate::weights::Weights;
+use candle_core::Tensor;
+
+/// Called with the path of a layer and the layer.
+pub(crate) type Visitor<'a> = dyn FnMut(&str, LayerMut<'_>) -> Result<()> + 'a;
+
+/// norm, SiLU, conv; the time embedding; norm, SiLU, conv; plus the input.
+#[derive(Clone, Debug)]
+pub struct ResnetBlock {
+    norm1: GroupNorm,
+    conv1: Conv2d,
+    time_emb_proj: Option<Linear>,
+    norm2: GroupNorm,
+    conv2: Conv2d,
+    conv_shortcut: Option<Conv2d>,
+}
+
+/// Sizes of a residual block.
+#[derive(Clone, Copy, Debug)]
+pub struct ResnetSizes {
+    /// Channels in.
+    pub inputs: usize,
+    /// Channels out.
+    pub outputs: usize,
+    /// Width of the time embedding, if there is one.
+    pub time: Option<usize>,
+    /// Groups of the norms.
+    pub groups: usize,
+    /// For the norms.
+    pub eps: f64,
+}
+
+impl ResnetBlock {
+    /// Loads the block.
+    ///
+    /// # Errors
+    /// When a tensor is missing or has another shape.
+    pub fn new(weights: &Weights, sizes: ResnetSizes) -> Result<Self> {
+        let ResnetSizes {
+            inputs,
+            outputs,
+            time,
+            groups,
+            eps,
+        } = sizes;
+        let norm = |name, channels| GroupNorm::new(&weights.pp(name), groups, channels, eps);
+        let shortcut = inputs != outputs;
+        Ok(Self {
+            norm1: norm("norm1", inputs)?,
+            conv1: Conv2d::new(&weights.pp("conv1"), inputs, outputs, 3, 1, 1)?,
+            time_emb_proj: time
+                .map(|width| Linear::new(&weights.pp("time_emb_proj"), width, outputs, true))
+                .transpose()?,
+            norm2: norm("norm2", outputs)?,
+            conv2: Conv2d::new(&weights.pp("conv2"), outputs, outputs, 3, 1, 1)?,
+            conv_shortcut: shortcut
+                .then(|| Conv2d::new(&weights.pp("conv_shortcut"), inputs, outputs, 1, 1, 0))
+                .transpose()?,
+        })
+    }
+
+    /// x [b, in, h, w], time [b, width] -> [b, out, h, w].
+    ///
+    /// # Errors
+    /// When the shapes do not fit.
+    pub fn forward(&self, x: &Tensor, time: Option<&Tensor>) -> candle_core::Result<Tensor> {
+        let mut h = self.conv1.forward(&silu(&self.norm1.forward(x)?)?)?;
+        if let (Some(projection), Some(time)) = (&self.time_emb_proj, time) {
+            let shift = projection.forward(&silu(time)?)?;
+            h = h.broadcast_add(&shift.unsqueeze(2)?.unsqueeze(3)?)?;
+        }
+        let h = self.conv2.forward(&silu(&self.norm2.forward(&h)?)?)?;
+        match &self.conv_shortcut {
+            Some(conv) => conv.forward(x)? + h,
+            None => x + h,
+        }
+    }
+
+    pub(crate) fn visit(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {
+        f(&join(path, "conv1"), LayerMut::Conv2d(&mut self.conv1))?;
+        if let Some(projection) = &mut self.time_emb_proj {
+            f(&join(path, "time_emb_proj"), LayerMut::Linear(projection))?;
+        }
+        f(&join(path, "conv2"), LayerMut::Conv2d(&mut self.conv2))?;
+        if let Some(conv) = &mut self.conv_shortcut {
+            f(&join(path, "conv_shortcut"), LayerMut::Conv2d(conv))?;
+        }
+        Ok(())
+    }
+}
+
+/// Half the size, by a convolution with stride 2.
+#[derive(Clone, Debug)]
+pub struct Downsample {
+    conv: Conv2d,
+}
+
+impl Downsample {
+    /// Loads the block. `padding` 0 means one row below and one column on the right, as the VAE has it.
+    ///
+    /// # Errors
+    /// When a tensor is missing or has another shape.
+    pub fn new(weights: &Weights, channels: usize, padding: usize) -> Result<Self> {
+        Ok(Self {
+            conv: Conv2d::new(&weights.pp("conv"), channels, channels, 3, 2, padding)?,
+        })
+    }
+
+    /// x [b, c, h, w] -> [b, c, about h / 2, about w / 2].
+    ///
+    /// # Errors
+    /// When the shapes do not fit.
+    pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        if self.conv.padding == 0 {
+            return self.conv.forward(&x.pad_with_zeros(2, 0, 1)?.pad_with_zeros(3, 0, 1)?);
+        }
+        self.conv.forward(x)
+    }
+
+    pub(crate) fn visit(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {
+        f(&join(path, "conv"), LayerMut::Conv2d(&mut self.conv))
+    }
+}
+
+/// A larger size, by repeating pixels and a convolution.
+#[derive(Clone, Debug)]
+pub struct Upsample {
+    conv: Conv2d,
+}
+
+impl Upsample {
+    /// Loads the block.
+    ///
+    /// # Errors
+    /// When a tensor is missing or has another shape.
+    pub fn new(weights: &Weights, channels: usize) -> Result<Self> {
+        Ok(Self {
+            conv: Conv2d::new(&weights.pp("conv"), channels, channels, 3, 1, 1)?,
+        })
+    }
+
+    /// x [b, c, h, w] -> [b, c, size].
+    ///
+    /// # Errors
+    /// When the shapes do not fit.
+    pub fn forward(&self, x: &Tensor, size: (usize, usize)) -> candle_core::Result<Tensor> {
+        self.conv.forward(&upsample_nearest(x, size.0, size.1)?)
+    }
+
+    pub(crate) fn visit(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {
+        f(&join(path, "conv"), LayerMut::Conv2d(&mut self.conv))
+    }
+}

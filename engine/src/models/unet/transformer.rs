@@ -1,0 +1,199 @@
+//! The transformer inside a U-Net block (diffusers' `Transformer2DModel`).
+
+use super::resnet::Visitor;
+use crate::error::Result;
+use crate::nn::{self, Conv2d, GroupNorm, LayerMut, LayerNorm, Linear, join};
+use crate::weights::Weights;
+use candle_core::Tensor;
+
+/// Sizes of a transformer.
+#[derive(Clone, Copy, Debug)]
+pub struct TransformerSizes {
+    /// Channels of the picture, features of a token.
+    pub channels: usize,
+    /// Heads.
+    pub heads: usize,
+    /// Features of a token of the context.
+    pub context: usize,
+    /// Transformer blocks.
+    pub layers: usize,
+    /// Groups of the norm in front.
+    pub groups: usize,
+    /// Whether the projections in front and behind are linear layers (SD 2.x) or 1 x 1 convolutions (SD 1.x).
+    pub linear: bool,
+}
+
+/// Attention of pixels among themselves and to the context.
+#[derive(Clone, Debug)]
+pub struct Transformer2d {
+    norm: GroupNorm,
+    proj_in: Projection,
+    blocks: Vec<TransformerBlock>,
+    proj_out: Projection,
+}
+
+#[derive(Clone, Debug)]
+enum Projection {
+    Linear(Linear),
+    Conv(Conv2d),
+}
+
+#[derive(Clone, Debug)]
+struct TransformerBlock {
+    norm1: LayerNorm,
+    attn1: CrossAttention,
+    norm2: LayerNorm,
+    attn2: CrossAttention,
+    norm3: LayerNorm,
+    ff_in: Linear,
+    ff_out: Linear,
+}
+
+#[derive(Clone, Debug)]
+struct CrossAttention {
+    to_q: Linear,
+    to_k: Linear,
+    to_v: Linear,
+    to_out: Linear,
+    heads: usize,
+}
+
+impl Projection {
+    fn new(weights: &Weights, channels: usize, linear: bool) -> Result<Self> {
+        if linear {
+            return Ok(Self::Linear(Linear::new(weights, channels, channels, true)?));
+        }
+        Ok(Self::Conv(Conv2d::new(weights, channels, channels, 1, 1, 0)?))
+    }
+
+    fn visit(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {
+        match self {
+            Self::Linear(layer) => f(path, LayerMut::Linear(layer)),
+            Self::Conv(layer) => f(path, LayerMut::Conv2d(layer)),
+        }
+    }
+}
+
+/// [b, c, h, w] -> [b, h * w, c].
+fn to_tokens(x: &Tensor) -> candle_core::Result<Tensor> {
+    x.flatten_from(2)?.transpose(1, 2)?.contiguous()
+}
+
+/// [b, h * w, c] -> [b, c, h, w].
+fn to_picture(x: &Tensor, shape: &[usize]) -> candle_core::Result<Tensor> {
+    x.transpose(1, 2)?.contiguous()?.reshape(shape)
+}
+
+impl Transformer2d {
+    /// Loads the transformer.
+    ///
+    /// # Errors
+    /// When a tensor is missing or has another shape.
+    pub fn new(weights: &Weights, sizes: TransformerSizes) -> Result<Self> {
+        let TransformerSizes {
+            channels,
+            heads,
+            context,
+            layers,
+            groups,
+            linear,
+        } = sizes;
+        let blocks = (0..layers).map(|i| {
+            let w = weights.pp("transformer_blocks").pp(i);
+            let norm = |name| LayerNorm::new(&w.pp(name), channels, 1e-5);
+            Ok(TransformerBlock {
+                norm1: norm("norm1")?,
+                attn1: CrossAttention::new(&w.pp("attn1"), channels, channels, heads)?,
+                norm2: norm("norm2")?,
+                attn2: CrossAttention::new(&w.pp("attn2"), channels, context, heads)?,
+                norm3: norm("norm3")?,
+                ff_in: Linear::new(&w.pp("ff.net.0.proj"), channels, 8 * channels, true)?,
+                ff_out: Linear::new(&w.pp("ff.net.2"), 4 * channels, channels, true)?,
+            })
+        });
+        Ok(Self {
+            norm: GroupNorm::new(&weights.pp("norm"), groups, channels, 1e-6)?,
+            proj_in: Projection::new(&weights.pp("proj_in"), channels, linear)?,
+            blocks: blocks.collect::<Result<_>>()?,
+            proj_out: Projection::new(&weights.pp("proj_out"), channels, linear)?,
+        })
+    }
+
+    /// x [b, c, h, w], context [b, n, d] -> [b, c, h, w].
+    ///
+    /// # Errors
+    /// When the shapes do not fit.
+    pub fn forward(&self, x: &Tensor, context: &Tensor) -> candle_core::Result<Tensor> {
+        let h = self.norm.forward(x)?;
+        let mut h = match &self.proj_in {
+            Projection::Linear(layer) => layer.forward(&to_tokens(&h)?)?,
+            Projection::Conv(layer) => to_tokens(&layer.forward(&h)?)?,
+        };
+        for block in &self.blocks {
+            h = block.forward(&h, context)?;
+        }
+        let h = match &self.proj_out {
+            Projection::Linear(layer) => to_picture(&layer.forward(&h)?, x.dims())?,
+            Projection::Conv(layer) => layer.forward(&to_picture(&h, x.dims())?)?,
+        };
+        h + x
+    }
+
+    pub(crate) fn visit(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {
+        self.proj_in.visit(&join(path, "proj_in"), f)?;
+        for (i, block) in self.blocks.iter_mut().enumerate() {
+            let path = format!("{path}.transformer_blocks.{i}");
+            block.attn1.visit(&join(&path, "attn1"), f)?;
+            block.attn2.visit(&join(&path, "attn2"), f)?;
+            f(&join(&path, "ff.net.0.proj"), LayerMut::Linear(&mut block.ff_in))?;
+            f(&join(&path, "ff.net.2"), LayerMut::Linear(&mut block.ff_out))?;
+        }
+        self.proj_out.visit(&join(path, "proj_out"), f)
+    }
+}
+
+impl TransformerBlock {
+    fn forward(&self, x: &Tensor, context: &Tensor) -> candle_core::Result<Tensor> {
+        let h = self.norm1.forward(x)?;
+        let x = (self.attn1.forward(&h, &h)? + x)?;
+        let x = (self.attn2.forward(&self.norm2.forward(&x)?, context)? + x)?;
+        let h = nn::geglu(&self.ff_in.forward(&self.norm3.forward(&x)?)?)?;
+        self.ff_out.forward(&h)? + x
+    }
+}
+
+impl CrossAttention {
+    fn new(weights: &Weights, channels: usize, context: usize, heads: usize) -> Result<Self> {
+        Ok(Self {
+            to_q: Linear::new(&weights.pp("to_q"), channels, channels, false)?,
+            to_k: Linear::new(&weights.pp("to_k"), context, channels, false)?,
+            to_v: Linear::new(&weights.pp("to_v"), context, channels, false)?,
+            to_out: Linear::new(&weights.pp("to_out.0"), channels, channels, true)?,
+            heads,
+        })
+    }
+
+    fn forward(&self, x: &Tensor, context: &Tensor) -> candle_core::Result<Tensor> {
+        let (q, k, v) = (
+            self.to_q.forward(x)?,
+            self.to_k.forward(context)?,
+            self.to_v.forward(context)?,
+        );
+        let width = q.dim(2)? / self.heads;
+        self.to_out.forward(&nn::attention(
+            &q,
+            &k,
+            &v,
+            self.heads,
+            1.0 / (width as f64).sqrt(),
+            false,
+        )?)
+    }
+
+    fn visit(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {
+        f(&join(path, "to_q"), LayerMut::Linear(&mut self.to_q))?;
+        f(&join(path, "to_k"), LayerMut::Linear(&mut self.to_k))?;
+        f(&join(path, "to_v"), LayerMut::Linear(&mut self.to_v))?;
+        f(&join(path, "to_out.0"), LayerMut::Linear(&mut self.to_out))
+    }
+}

@@ -1,0 +1,200 @@
+//! The KL autoencoder (diffusers' `AutoencoderKL`): pictures to latents and back.
+
+mod coder;
+
+use crate::error::Result;
+use crate::models::config;
+use crate::nn::Conv2d;
+use crate::weights::{Index, Weights};
+use candle_core::{DType, Device, Tensor};
+use coder::{Decoder, Encoder};
+use serde::Deserialize;
+use std::path::Path;
+
+/// `vae/config.json`. Absent keys have the values of SD 1.x.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(default)]
+#[expect(missing_docs, reason = "the keys are diffusers' own, documented there")]
+pub struct VaeConfig {
+    pub in_channels: usize,
+    pub out_channels: usize,
+    pub block_out_channels: Vec<usize>,
+    pub layers_per_block: usize,
+    pub latent_channels: usize,
+    pub norm_num_groups: usize,
+    pub act_fn: String,
+    pub down_block_types: Vec<String>,
+    pub up_block_types: Vec<String>,
+    pub scaling_factor: f64,
+    pub shift_factor: Option<f64>,
+    pub use_quant_conv: bool,
+    pub use_post_quant_conv: bool,
+    pub mid_block_add_attention: bool,
+}
+
+impl Default for VaeConfig {
+    fn default() -> Self {
+        Self {
+            in_channels: 3,
+            out_channels: 3,
+            block_out_channels: vec![128, 256, 512, 512],
+            layers_per_block: 2,
+            latent_channels: 4,
+            norm_num_groups: 32,
+            act_fn: "silu".into(),
+            down_block_types: Vec::new(),
+            up_block_types: Vec::new(),
+            scaling_factor: 0.18215,
+            shift_factor: None,
+            use_quant_conv: true,
+            use_post_quant_conv: true,
+            mid_block_add_attention: true,
+        }
+    }
+}
+
+impl VaeConfig {
+    fn check(&self) -> Result<(), String> {
+        let known = |types: &[String], name: &str| types.iter().all(|t| t == name);
+        if self.block_out_channels.is_empty() || self.block_out_channels.contains(&0) {
+            return Err("`block_out_channels` is empty or has a 0".into());
+        }
+        if !known(&self.down_block_types, "DownEncoderBlock2D") || !known(&self.up_block_types, "UpDecoderBlock2D") {
+            return Err("only DownEncoderBlock2D and UpDecoderBlock2D are supported".into());
+        }
+        if !matches!(self.act_fn.as_str(), "silu" | "swish") {
+            return Err(format!("act_fn `{}` is not supported", self.act_fn));
+        }
+        Ok(())
+    }
+}
+
+/// What the encoder says about each latent number.
+#[derive(Clone, Debug)]
+pub struct DiagonalGaussian {
+    /// [b, latent channels, h, w].
+    pub mean: Tensor,
+    /// The logarithm of the variance, within -30 ..= 20; same shape.
+    pub logvar: Tensor,
+}
+
+impl DiagonalGaussian {
+    /// mean + standard deviation * noise.
+    ///
+    /// # Errors
+    /// When the noise has another shape.
+    pub fn sample(&self, noise: &Tensor) -> candle_core::Result<Tensor> {
+        &self.mean + ((&self.logvar * 0.5)?.exp()? * noise)?
+    }
+}
+
+/// The autoencoder.
+#[derive(Clone, Debug)]
+pub struct AutoencoderKl {
+    encoder: Encoder,
+    decoder: Decoder,
+    quant_conv: Option<Conv2d>,
+    post_quant_conv: Option<Conv2d>,
+    config: VaeConfig,
+    /// Latents are multiplied by this before the U-Net sees them.
+    pub scaling_factor: f64,
+    /// Taken from latents before they are scaled (0 for SD 1.x).
+    pub shift_factor: f64,
+}
+
+impl AutoencoderKl {
+    /// Loads the model.
+    ///
+    /// # Errors
+    /// When the config asks for something that is not supported, or a tensor is missing or has another shape.
+    pub fn new(weights: &Weights, config: &VaeConfig) -> Result<Self> {
+        config.check().map_err(|message| weights.config_error(message))?;
+        let latent = config.latent_channels;
+        let pointwise = |wanted: bool, name: &str, channels: usize| {
+            wanted
+                .then(|| Conv2d::new(&weights.pp(name), channels, channels, 1, 1, 0))
+                .transpose()
+        };
+        Ok(Self {
+            encoder: Encoder::new(&weights.pp("encoder"), config)?,
+            decoder: Decoder::new(&weights.pp("decoder"), config)?,
+            quant_conv: pointwise(config.use_quant_conv, "quant_conv", 2 * latent)?,
+            post_quant_conv: pointwise(config.use_post_quant_conv, "post_quant_conv", latent)?,
+            scaling_factor: config.scaling_factor,
+            shift_factor: config.shift_factor.unwrap_or(0.0),
+            config: config.clone(),
+        })
+    }
+
+    /// Opens a diffusers `vae/` folder (or a model folder that has one).
+    ///
+    /// # Errors
+    /// As [`Self::new`], or when files are missing.
+    pub fn open(folder: &Path, dtype: DType, device: &Device) -> Result<Self> {
+        let inner = folder.join("vae");
+        let folder = if inner.join("config.json").is_file() {
+            &inner
+        } else {
+            folder
+        };
+        let settings = config::read(&folder.join("config.json"))?;
+        let index = Index::open(folder)?.renamed(|name, shape| Some((modern_name(name), shape.to_vec())));
+        Self::new(&Weights::from_index(index, dtype, device), &settings)
+    }
+
+    /// What it was built from.
+    #[must_use]
+    pub fn config(&self) -> &VaeConfig {
+        &self.config
+    }
+
+    /// Pixels per latent, along each axis.
+    #[must_use]
+    pub fn scale_factor(&self) -> usize {
+        1 << (self.config.block_out_channels.len() - 1)
+    }
+
+    /// images [b, 3, H, W] within -1 ..= 1 -> the distribution of their latents, [b, latent, H / f, W / f].
+    /// Not yet scaled.
+    ///
+    /// # Errors
+    /// When the shapes do not fit.
+    pub fn encode(&self, images: &Tensor) -> Result<DiagonalGaussian> {
+        let mut moments = self.encoder.forward(images)?;
+        if let Some(conv) = &self.quant_conv {
+            moments = conv.forward(&moments)?;
+        }
+        let parts = moments.chunk(2, 1)?;
+        Ok(DiagonalGaussian {
+            mean: parts[0].contiguous()?,
+            logvar: parts[1].clamp(-30f32, 20f32)?,
+        })
+    }
+
+    /// latents [b, latent, h, w], unscaled -> images [b, 3, h * f, w * f], about -1 ..= 1.
+    ///
+    /// # Errors
+    /// When the shapes do not fit.
+    pub fn decode(&self, latents: &Tensor) -> Result<Tensor> {
+        let x = match &self.post_quant_conv {
+            Some(conv) => conv.forward(latents)?,
+            None => latents.clone(),
+        };
+        Ok(self.decoder.forward(&x)?)
+    }
+}
+
+/// Folders written before diffusers 0.15 (SD 1.5's own among them) name the attention's layers differently.
+pub(crate) fn modern_name(name: &str) -> String {
+    if !name.contains(".attentions.") {
+        return name.to_owned();
+    }
+    [
+        (".query.", ".to_q."),
+        (".key.", ".to_k."),
+        (".value.", ".to_v."),
+        (".proj_attn.", ".to_out.0."),
+    ]
+    .iter()
+    .fold(name.to_owned(), |name, (old, new)| name.replace(old, new))
+}
