@@ -45,10 +45,16 @@ fn product_is_right(device: &Device, dtype: DType) -> candle_core::Result<bool> 
     let left: Vec<f32> = (0..ROWS * INNER).map(|at| entry(at, 7)).collect();
     let right: Vec<f32> = (0..INNER * COLUMNS).map(|at| entry(at, 3)).collect();
     let place = |values: &[f32], rows, columns| {
-        Tensor::from_slice(values, (rows, columns), &Device::Cpu)?.to_dtype(dtype)?.to_device(device)
+        Tensor::from_slice(values, (rows, columns), &Device::Cpu)?
+            .to_dtype(dtype)?
+            .to_device(device)
     };
     let product = place(&left, ROWS, INNER)?.matmul(&place(&right, INNER, COLUMNS)?)?;
-    let product = product.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+    let product = product
+        .to_device(&Device::Cpu)?
+        .to_dtype(DType::F32)?
+        .flatten_all()?
+        .to_vec1::<f32>()?;
     // Half precisions round the sum: bf16 keeps 8 bits of it, f16 11.
     let tolerance = match dtype {
         DType::BF16 => 1.0 / 64.0,
@@ -57,7 +63,9 @@ fn product_is_right(device: &Device, dtype: DType) -> candle_core::Result<bool> 
     };
     let right_everywhere = product.iter().enumerate().all(|(at, &got)| {
         let (row, column) = (at / COLUMNS, at % COLUMNS);
-        let expected: f32 = (0..INNER).map(|k| left[row * INNER + k] * right[k * COLUMNS + column]).sum();
+        let expected: f32 = (0..INNER)
+            .map(|k| left[row * INNER + k] * right[k * COLUMNS + column])
+            .sum();
         (got - expected).abs() <= tolerance * expected.abs().max(1.0)
     });
     Ok(product.len() == ROWS * COLUMNS && right_everywhere)
@@ -68,7 +76,11 @@ fn product_is_right(device: &Device, dtype: DType) -> candle_core::Result<bool> 
 pub fn gpus() -> Vec<Gpu> {
     let mut found = Vec::new();
     for (kind, count, open) in [
-        (DeviceKind::Cuda, cuda::count as fn() -> u32, cuda::open as fn(u32) -> candle_core::Result<Gpu>),
+        (
+            DeviceKind::Cuda,
+            cuda::count as fn() -> u32,
+            cuda::open as fn(u32) -> candle_core::Result<Gpu>,
+        ),
         (DeviceKind::Metal, metal::count, metal::open),
     ] {
         for index in 0..quietly(count).unwrap_or(0) {
@@ -98,11 +110,16 @@ mod cuda {
 
     pub(super) fn count() -> u32 {
         // Asked of the file system first: without a driver the binding panics. /dev/dxg is the driver under WSL.
-        let driver = ["/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg"].iter().any(|path| Path::new(path).exists());
+        let driver = ["/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg"]
+            .iter()
+            .any(|path| Path::new(path).exists());
         if !driver {
             return 0;
         }
-        CudaContext::device_count().ok().and_then(|count| u32::try_from(count).ok()).unwrap_or(0)
+        CudaContext::device_count()
+            .ok()
+            .and_then(|count| u32::try_from(count).ok())
+            .unwrap_or(0)
     }
 
     pub(super) fn open(index: u32) -> candle_core::Result<Gpu> {
@@ -112,7 +129,10 @@ mod cuda {
         let (major, minor) = context.compute_capability().w()?;
         let (free, total) = context.mem_get_info().w()?;
         Ok(Gpu {
-            device: DeviceRef { kind: DeviceKind::Cuda, index },
+            device: DeviceRef {
+                kind: DeviceKind::Cuda,
+                index,
+            },
             name: context.name().w()?,
             architecture: format!("sm_{major}{minor}"),
             memory_total: total as u64,
@@ -149,7 +169,10 @@ mod metal {
         let metal = device.as_metal_device()?.metal_device();
         let usable = metal.recommended_max_working_set_size() as u64;
         Ok(Gpu {
-            device: DeviceRef { kind: DeviceKind::Metal, index },
+            device: DeviceRef {
+                kind: DeviceKind::Metal,
+                index,
+            },
             name: String::new(),
             architecture: metal.architecture_name(),
             memory_total: usable,

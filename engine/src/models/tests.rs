@@ -25,7 +25,9 @@ struct Fixture {
 impl Fixture {
     fn get(&self, name: &str) -> Tensor {
         let shape = self.index.shape(name).unwrap_or_else(|| panic!("no {name}")).to_vec();
-        Weights::from_index(self.index.clone(), DType::F32, &Device::Cpu).get(shape, name).unwrap()
+        Weights::from_index(self.index.clone(), DType::F32, &Device::Cpu)
+            .get(shape, name)
+            .unwrap()
     }
 
     fn names(&self, prefix: &str) -> Vec<String> {
@@ -34,7 +36,9 @@ impl Fixture {
     }
 
     fn weights(&self) -> Weights {
-        let index = self.index.renamed(|name, shape| Some((name.strip_prefix("weights.")?.to_owned(), shape.to_vec())));
+        let index = self
+            .index
+            .renamed(|name, shape| Some((name.strip_prefix("weights.")?.to_owned(), shape.to_vec())));
         Weights::from_index(index, DType::F32, &Device::Cpu)
     }
 }
@@ -42,7 +46,16 @@ impl Fixture {
 /// The largest difference, relative to the largest number.
 fn error(a: &Tensor, b: &Tensor) -> f32 {
     assert_eq!(a.dims(), b.dims());
-    let max = |t: Tensor| t.abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar::<f32>().unwrap();
+    let max = |t: Tensor| {
+        t.abs()
+            .unwrap()
+            .flatten_all()
+            .unwrap()
+            .max(0)
+            .unwrap()
+            .to_scalar::<f32>()
+            .unwrap()
+    };
     max((a - b).unwrap()) / max(b.clone()).max(1e-6)
 }
 
@@ -52,7 +65,9 @@ fn assert_close(what: &str, ours: &Tensor, theirs: &Tensor) {
 }
 
 fn tiny(part: &str) -> Weights {
-    Weights::open(fixtures().join("tiny_sd").join(part), DType::F32, &Device::Cpu).unwrap().trainable()
+    Weights::open(fixtures().join("tiny_sd").join(part), DType::F32, &Device::Cpu)
+        .unwrap()
+        .trainable()
 }
 
 fn tiny_config<T: serde::de::DeserializeOwned>(part: &str) -> T {
@@ -63,7 +78,12 @@ fn tiny_config<T: serde::de::DeserializeOwned>(part: &str) -> T {
 fn prompts_become_the_same_ids() {
     let text = std::fs::read_to_string(fixtures().join("models/prompts.json")).unwrap();
     let json: serde_json::Value = serde_json::from_str(&text).unwrap();
-    let prompts: Vec<&str> = json["prompts"].as_array().unwrap().iter().map(|p| p.as_str().unwrap()).collect();
+    let prompts: Vec<&str> = json["prompts"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|p| p.as_str().unwrap())
+        .collect();
     let expected: Vec<Vec<u32>> = serde_json::from_value(json["ids"].clone()).unwrap();
     let folder = fixtures().join("tiny_sd/tokenizer");
     let old = tempfile::tempdir().unwrap();
@@ -85,7 +105,11 @@ fn the_text_encoder_agrees() {
     let ids = Tensor::new(ids, &Device::Cpu).unwrap();
     let model = ClipTextModel::new(&tiny("text_encoder"), &tiny_config("text_encoder")).unwrap();
     assert_close("last", &model.forward(&ids).unwrap(), &fixture.get("last"));
-    assert_close("skip 1", &model.forward_skipping(&ids, 1).unwrap(), &fixture.get("skip_1"));
+    assert_close(
+        "skip 1",
+        &model.forward_skipping(&ids, 1).unwrap(),
+        &fixture.get("skip_1"),
+    );
 }
 
 #[test]
@@ -119,14 +143,21 @@ fn check_unet(name: &str, weights: &Weights, config: &super::unet::UNetConfig) {
     let context = Var::from_tensor(&fixture.get("context")).unwrap();
     let out = model.forward(&sample, &fixture.get("timesteps"), &context).unwrap();
     assert_close(name, &out, &fixture.get("out"));
-    let grads = (out * fixture.get("probe")).unwrap().sum_all().unwrap().backward().unwrap();
+    let grads = (out * fixture.get("probe"))
+        .unwrap()
+        .sum_all()
+        .unwrap()
+        .backward()
+        .unwrap();
     assert_close("d sample", grads.get(&sample).unwrap(), &fixture.get("grad_input.0"));
     assert_close("d context", grads.get(&context).unwrap(), &fixture.get("grad_input.1"));
     let vars: std::collections::BTreeMap<_, _> = weights.vars().into_iter().collect();
     let checked = fixture.names("grad.");
     assert!(checked.len() > 8);
     for name in checked {
-        let ours = grads.get(&vars[&name]).unwrap_or_else(|| panic!("no gradient for {name}"));
+        let ours = grads
+            .get(&vars[&name])
+            .unwrap_or_else(|| panic!("no gradient for {name}"));
         assert_close(&name, ours, &fixture.get(&format!("grad.{name}")));
     }
 }
@@ -158,11 +189,21 @@ fn the_autoencoder_and_its_gradients_agree() {
     assert_close("mean", &moments.mean, &fixture.get("mean"));
     assert_close("logvar", &moments.logvar, &fixture.get("logvar"));
     let both = Tensor::cat(&[&moments.mean, &moments.logvar], 1).unwrap();
-    let grads = (both * fixture.get("probe_moments")).unwrap().sum_all().unwrap().backward().unwrap();
+    let grads = (both * fixture.get("probe_moments"))
+        .unwrap()
+        .sum_all()
+        .unwrap()
+        .backward()
+        .unwrap();
     assert_close("d image", grads.get(&image).unwrap(), &fixture.get("grad_image"));
     let decoded = model.decode(&latent).unwrap();
     assert_close("decoded", &decoded, &fixture.get("decoded"));
-    let grads = (decoded * fixture.get("probe_decoded")).unwrap().sum_all().unwrap().backward().unwrap();
+    let grads = (decoded * fixture.get("probe_decoded"))
+        .unwrap()
+        .sum_all()
+        .unwrap()
+        .backward()
+        .unwrap();
     assert_close("d latent", grads.get(&latent).unwrap(), &fixture.get("grad_latent"));
 }
 
@@ -185,7 +226,10 @@ fn layers_are_visited_by_their_diffusers_paths() {
     for name in &found {
         assert!(unet.contains(name), "{name}");
     }
-    let layers = unet.tensors().filter(|(name, shape)| name.ends_with(".weight") && shape.len() > 1).count();
+    let layers = unet
+        .tensors()
+        .filter(|(name, shape)| name.ends_with(".weight") && shape.len() > 1)
+        .count();
     assert_eq!(found.len(), layers);
     let text = Index::open(fixtures().join("tiny_sd/text_encoder")).unwrap();
     let found = names(&mut model.text_encoder);
