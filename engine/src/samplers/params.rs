@@ -1,0 +1,275 @@
+//! The parameters of a sampler, as `scheduler_config.json` of a diffusers model has them.
+
+use super::SamplerError;
+use serde_json::Value;
+
+/// How the betas grow over the training time steps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BetaSchedule {
+    /// Evenly from `beta_start` to `beta_end`.
+    Linear,
+    /// Evenly in the square root: Stable Diffusion.
+    ScaledLinear,
+    /// The cosine schedule of Nichol and Dhariwal.
+    SquaredCosCapV2,
+}
+
+/// What the model's output means.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PredictionType {
+    /// The noise.
+    Epsilon,
+    /// `sqrt(alpha) * noise - sqrt(1 - alpha) * x0`.
+    VPrediction,
+    /// The picture itself.
+    Sample,
+}
+
+/// Which of the training time steps are visited.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Spacing {
+    /// Multiples of `T / steps`, from 0.
+    Leading,
+    /// Evenly from 0 to T - 1, both included.
+    Linspace,
+    /// Multiples of `T / steps`, down from T.
+    Trailing,
+}
+
+/// Every sampler parameter, with `None` where the config is silent: each sampler has its own defaults, those of the
+/// diffusers class of 0.42.1. Unknown keys are ignored, as `from_config` does.
+#[derive(Clone, Debug, Default, PartialEq)]
+#[allow(missing_docs)] // named and explained as in diffusers
+pub struct SamplerParams {
+    pub num_train_timesteps: Option<usize>,
+    pub beta_start: Option<f64>,
+    pub beta_end: Option<f64>,
+    pub beta_schedule: Option<BetaSchedule>,
+    pub trained_betas: Option<Vec<f32>>,
+    pub prediction_type: Option<PredictionType>,
+    pub timestep_spacing: Option<Spacing>,
+    pub steps_offset: Option<i64>,
+    pub rescale_betas_zero_snr: Option<bool>,
+    pub clip_sample: Option<bool>,
+    pub clip_sample_range: Option<f64>,
+    pub set_alpha_to_one: Option<bool>,
+    pub thresholding: Option<bool>,
+    pub variance_type: Option<String>,
+    pub skip_prk_steps: Option<bool>,
+    pub use_karras_sigmas: Option<bool>,
+    pub use_exponential_sigmas: Option<bool>,
+    pub use_beta_sigmas: Option<bool>,
+    pub use_lu_lambdas: Option<bool>,
+    pub use_flow_sigmas: Option<bool>,
+    pub sigma_min: Option<f64>,
+    pub sigma_max: Option<f64>,
+    pub interpolation_type: Option<String>,
+    pub timestep_type: Option<String>,
+    pub final_sigmas_type: Option<String>,
+    pub solver_order: Option<usize>,
+    pub solver_type: Option<String>,
+    pub algorithm_type: Option<String>,
+    pub lower_order_final: Option<bool>,
+    pub euler_at_final: Option<bool>,
+    pub lambda_min_clipped: Option<f64>,
+}
+
+impl SamplerParams {
+    /// Reads a parsed `scheduler_config.json`. `null` counts as absent.
+    ///
+    /// # Errors
+    /// [`SamplerError::Config`] when a known key has a value of another type.
+    pub fn from_json(config: &Value) -> Result<Self, SamplerError> {
+        let Some(map) = config.as_object() else {
+            return Err(SamplerError::Config(
+                "scheduler_config.json is not a JSON object".into(),
+            ));
+        };
+        // Values that a save wrote down only because they were the class's defaults do not carry over to another class.
+        let defaulted: Vec<&str> = map
+            .get("_use_default_values")
+            .and_then(Value::as_array)
+            .map(|names| names.iter().filter_map(Value::as_str).collect())
+            .unwrap_or_default();
+        let get = |key: &str| {
+            map.get(key)
+                .filter(|value| !value.is_null() && !defaulted.contains(&key))
+        };
+        let wrong = |key: &str, expected: &str| {
+            SamplerError::Config(format!(
+                "`{key}` of scheduler_config.json must be {expected}, but is {}",
+                map[key]
+            ))
+        };
+        let boolean = |key: &str| {
+            get(key)
+                .map(|v| v.as_bool().ok_or_else(|| wrong(key, "true or false")))
+                .transpose()
+        };
+        let number = |key: &str| {
+            get(key)
+                .map(|v| v.as_f64().ok_or_else(|| wrong(key, "a number")))
+                .transpose()
+        };
+        let count = |key: &str| {
+            let positive = |v: &Value| v.as_u64().filter(|n| (1..=1_000_000).contains(n)).map(|n| n as usize);
+            get(key)
+                .map(|v| positive(v).ok_or_else(|| wrong(key, "a positive whole number")))
+                .transpose()
+        };
+        let text = |key: &str| {
+            get(key)
+                .map(|v| v.as_str().map(str::to_owned).ok_or_else(|| wrong(key, "a string")))
+                .transpose()
+        };
+
+        let beta_schedule = match text("beta_schedule")?.as_deref() {
+            None => None,
+            Some("linear") => Some(BetaSchedule::Linear),
+            Some("scaled_linear") => Some(BetaSchedule::ScaledLinear),
+            Some("squaredcos_cap_v2") => Some(BetaSchedule::SquaredCosCapV2),
+            Some(_) => {
+                return Err(wrong(
+                    "beta_schedule",
+                    "`linear`, `scaled_linear` or `squaredcos_cap_v2`",
+                ));
+            }
+        };
+        let prediction_type = match text("prediction_type")?.as_deref() {
+            None => None,
+            Some("epsilon") => Some(PredictionType::Epsilon),
+            Some("v_prediction") => Some(PredictionType::VPrediction),
+            Some("sample" | "original_sample") => Some(PredictionType::Sample),
+            Some(_) => return Err(wrong("prediction_type", "`epsilon`, `v_prediction` or `sample`")),
+        };
+        let timestep_spacing = match text("timestep_spacing")?.as_deref() {
+            None => None,
+            Some("leading") => Some(Spacing::Leading),
+            Some("linspace") => Some(Spacing::Linspace),
+            Some("trailing") => Some(Spacing::Trailing),
+            Some(_) => return Err(wrong("timestep_spacing", "`leading`, `linspace` or `trailing`")),
+        };
+        let trained_betas = match get("trained_betas") {
+            None => None,
+            Some(list) => {
+                let numbers = list
+                    .as_array()
+                    .and_then(|l| l.iter().map(|v| v.as_f64().map(|x| x as f32)).collect());
+                Some(numbers.ok_or_else(|| wrong("trained_betas", "a list of numbers"))?)
+            }
+        };
+        let steps_offset = get("steps_offset")
+            .map(|v| {
+                v.as_i64()
+                    .filter(|n| n.abs() < 1_000_000)
+                    .ok_or_else(|| wrong("steps_offset", "a whole number"))
+            })
+            .transpose()?;
+        Ok(Self {
+            num_train_timesteps: count("num_train_timesteps")?,
+            beta_start: number("beta_start")?,
+            beta_end: number("beta_end")?,
+            beta_schedule,
+            trained_betas,
+            prediction_type,
+            timestep_spacing,
+            steps_offset,
+            rescale_betas_zero_snr: boolean("rescale_betas_zero_snr")?,
+            clip_sample: boolean("clip_sample")?,
+            clip_sample_range: number("clip_sample_range")?,
+            set_alpha_to_one: boolean("set_alpha_to_one")?,
+            thresholding: boolean("thresholding")?,
+            variance_type: text("variance_type")?,
+            skip_prk_steps: boolean("skip_prk_steps")?,
+            use_karras_sigmas: boolean("use_karras_sigmas")?,
+            use_exponential_sigmas: boolean("use_exponential_sigmas")?,
+            use_beta_sigmas: boolean("use_beta_sigmas")?,
+            use_lu_lambdas: boolean("use_lu_lambdas")?,
+            use_flow_sigmas: boolean("use_flow_sigmas")?,
+            sigma_min: number("sigma_min")?,
+            sigma_max: number("sigma_max")?,
+            interpolation_type: text("interpolation_type")?,
+            timestep_type: text("timestep_type")?,
+            final_sigmas_type: text("final_sigmas_type")?,
+            solver_order: count("solver_order")?,
+            solver_type: text("solver_type")?,
+            algorithm_type: text("algorithm_type")?,
+            lower_order_final: boolean("lower_order_final")?,
+            euler_at_final: boolean("euler_at_final")?,
+            lambda_min_clipped: number("lambda_min_clipped")?,
+        })
+    }
+
+    /// The noise schedule of Stable Diffusion 1.x, for checkpoints that bring no `scheduler_config.json`.
+    #[must_use]
+    pub fn stable_diffusion() -> Self {
+        Self {
+            beta_start: Some(0.00085),
+            beta_end: Some(0.012),
+            beta_schedule: Some(BetaSchedule::ScaledLinear),
+            num_train_timesteps: Some(1000),
+            clip_sample: Some(false),
+            set_alpha_to_one: Some(false),
+            skip_prk_steps: Some(true),
+            steps_offset: Some(1),
+            ..Self::default()
+        }
+    }
+
+    /// What diffusers' Stable Diffusion pipelines force on whatever scheduler they are made with: latents are not
+    /// clipped, and time steps are counted from 1.
+    #[must_use]
+    pub fn forced_by_stable_diffusion(mut self) -> Self {
+        self.clip_sample = Some(false);
+        self.steps_offset = Some(1);
+        self
+    }
+
+    /// The error for a parameter whose feature does not exist here, or `Ok`.
+    pub(super) fn refuse_unsupported(&self) -> Result<(), SamplerError> {
+        let refused = [
+            ("thresholding", self.thresholding),
+            ("use_beta_sigmas", self.use_beta_sigmas),
+            ("use_lu_lambdas", self.use_lu_lambdas),
+            ("use_flow_sigmas", self.use_flow_sigmas),
+        ];
+        for (key, value) in refused {
+            if value == Some(true) {
+                return Err(SamplerError::Config(format!(
+                    "`{key}: true` in scheduler_config.json is not supported yet"
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Parses the text of a `scheduler_config.json`. Python writes `Infinity`, `-Infinity` and `NaN`, which are no JSON:
+/// they are read as `null`, that is, as absent (the only key that has them, `lambda_min_clipped`, defaults to -infinity).
+///
+/// # Errors
+/// [`SamplerError::Config`] when it is no JSON otherwise.
+pub fn parse_scheduler_config(text: &str) -> Result<Value, SamplerError> {
+    let mut cleaned = String::with_capacity(text.len());
+    let mut rest = text;
+    let mut in_string = false;
+    while let Some(c) = rest.chars().next() {
+        let word = ["-Infinity", "Infinity", "NaN"]
+            .into_iter()
+            .find(|w| !in_string && rest.starts_with(w));
+        if let Some(word) = word {
+            cleaned.push_str("null");
+            rest = &rest[word.len()..];
+            continue;
+        }
+        let mut taken = c.len_utf8();
+        if c == '\\' && in_string {
+            taken += rest[taken..].chars().next().map_or(0, char::len_utf8);
+        } else if c == '"' {
+            in_string = !in_string;
+        }
+        cleaned.push_str(&rest[..taken]);
+        rest = &rest[taken..];
+    }
+    serde_json::from_str(&cleaned).map_err(|e| SamplerError::Config(format!("scheduler_config.json is not JSON: {e}")))
+}

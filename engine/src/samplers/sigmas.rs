@@ -1,0 +1,114 @@
+//! What the samplers that count in noise levels (euler, euler_a, lms) have in common.
+
+use super::params::{PredictionType, SamplerParams, Spacing};
+use super::{NoiseSchedule, SamplerError, scaled, spacing};
+use candle_core::Tensor;
+
+/// Time steps and noise levels of a run.
+pub(super) struct Sigmas {
+    pub(super) timesteps: Vec<f64>,
+    /// One per time step, and the level at which the run ends.
+    pub(super) sigmas: Vec<f32>,
+    pub(super) init_noise_sigma: f64,
+    pub(super) prediction_type: PredictionType,
+}
+
+impl Sigmas {
+    pub(super) fn new(params: &SamplerParams, steps: usize) -> Result<Self, SamplerError> {
+        let mut schedule = NoiseSchedule::new(params)?;
+        if params.rescale_betas_zero_snr == Some(true) {
+            schedule.lift_last();
+        }
+        let train = schedule.sigmas();
+        let chosen = params.timestep_spacing.unwrap_or(Spacing::Linspace);
+        let offset = params.steps_offset.unwrap_or(0);
+        let mut timesteps: Vec<f64> = spacing::timesteps(chosen, train.len(), steps, offset, false)
+            .into_iter()
+            .map(|t| f64::from(t as f32))
+            .collect();
+        let log_linear = match params.interpolation_type.as_deref() {
+            None | Some("linear") => false,
+            Some("log_linear") => true,
+            Some(other) => {
+                return Err(SamplerError::Config(format!(
+                    "`interpolation_type: {other}` must be linear or log_linear"
+                )));
+            }
+        };
+        let mut levels: Vec<f64> = if log_linear {
+            let (low, high) = (f64::from(train[0].ln()), f64::from(train[train.len() - 1].ln()));
+            spacing::linspace(high, low, steps + 1)
+                .into_iter()
+                .map(f64::exp)
+                .collect()
+        } else {
+            timesteps.iter().map(|t| spacing::interp(*t, &train)).collect()
+        };
+        let low = params.sigma_min.unwrap_or(levels[levels.len() - 1]);
+        let high = params.sigma_max.unwrap_or(levels[0]);
+        if params.use_karras_sigmas == Some(true) {
+            levels = spacing::karras(low, high, steps);
+        } else if params.use_exponential_sigmas == Some(true) {
+            levels = spacing::exponential(low, high, steps);
+        }
+        if params.use_karras_sigmas == Some(true) || params.use_exponential_sigmas == Some(true) {
+            timesteps = levels
+                .iter()
+                .map(|s| f64::from(spacing::sigma_to_t(*s, &train) as f32))
+                .collect();
+        }
+        let last = match params.final_sigmas_type.as_deref() {
+            None | Some("zero") => 0.0,
+            Some("sigma_min") => train[0],
+            Some(other) => {
+                return Err(SamplerError::Config(format!(
+                    "`final_sigmas_type: {other}` must be zero or sigma_min"
+                )));
+            }
+        };
+        let sigmas: Vec<f32> = levels.iter().map(|s| *s as f32).chain([last]).collect();
+        if params.timestep_type.as_deref() == Some("continuous")
+            && schedule.prediction_type == PredictionType::VPrediction
+        {
+            timesteps = sigmas[..sigmas.len() - 1]
+                .iter()
+                .map(|s| f64::from(0.25 * s.ln()))
+                .collect();
+        }
+        let max = sigmas.iter().copied().fold(0f32, f32::max);
+        let init_noise_sigma = if chosen == Spacing::Leading {
+            (max * max + 1.0).sqrt()
+        } else {
+            max
+        };
+        Ok(Self {
+            timesteps,
+            sigmas,
+            init_noise_sigma: f64::from(init_noise_sigma),
+            prediction_type: schedule.prediction_type,
+        })
+    }
+
+    pub(super) fn scale_model_input(&self, sample: &Tensor, index: usize) -> Result<Tensor, SamplerError> {
+        let sigma = self.sigmas[index];
+        Ok(scaled(sample, 1.0 / (sigma * sigma + 1.0).sqrt())?)
+    }
+
+    /// `d x / d sigma` at visit `index`.
+    pub(super) fn derivative(&self, index: usize, output: &Tensor, sample: &Tensor) -> Result<Tensor, SamplerError> {
+        let sigma = self.sigmas[index];
+        let original = match self.prediction_type {
+            PredictionType::Epsilon => (sample - scaled(output, sigma)?)?,
+            PredictionType::VPrediction => {
+                let square = sigma * sigma + 1.0;
+                (scaled(output, -sigma / square.sqrt())? + scaled(sample, 1.0 / square)?)?
+            }
+            PredictionType::Sample => output.clone(),
+        };
+        Ok(scaled(&(sample - original)?, 1.0 / sigma)?)
+    }
+
+    pub(super) fn add_noise(&self, original: &Tensor, noise: &Tensor, index: usize) -> Result<Tensor, SamplerError> {
+        Ok((original + scaled(noise, self.sigmas[index])?)?)
+    }
+}

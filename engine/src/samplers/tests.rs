@@ -1,0 +1,177 @@
+//! Every sampler against the trajectory that diffusers takes (`tests/reference/samplers.py`).
+
+use super::*;
+use crate::rng::TorchGenerator;
+use candle_core::{Device, safetensors};
+use serde_json::Value;
+use std::collections::HashMap;
+
+const CASES: &str = include_str!("../../../tests/fixtures/samplers/cases.json");
+const TENSORS: &[u8] = include_bytes!("../../../tests/fixtures/samplers/trajectories.safetensors");
+
+fn values(tensor: &Tensor) -> Vec<f32> {
+    tensor.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+fn run(case: &Value, tensors: &HashMap<String, Tensor>) -> Result<(), String> {
+    let key = case["case"].as_str().unwrap();
+    let expected_steps = values(&tensors[&format!("{key}:timesteps")]);
+    let expected = &tensors[&format!("{key}:samples")];
+    let params = SamplerParams::from_json(&case["params"]).map_err(|e| e.to_string())?;
+    let options = SamplerOptions {
+        steps: case["steps"].as_u64().unwrap() as usize,
+        eta: case.get("eta").and_then(Value::as_f64).unwrap_or(0.0),
+    };
+    let begin = case["begin"].as_u64().unwrap() as usize;
+    let mut sampler = build(case["sampler"].as_str().unwrap(), &params, options).map_err(|e| e.to_string())?;
+    let steps: Vec<f32> = sampler.timesteps().iter().map(|t| *t as f32).collect();
+    if steps.len() != expected_steps.len() || steps.iter().zip(&expected_steps).any(|(a, b)| (a - b).abs() > 1e-3) {
+        return Err(format!("time steps {steps:?}, expected {expected_steps:?}"));
+    }
+    let mut source = NoiseSource::Shared(TorchGenerator::manual_seed(2024));
+    let noise = source.randn(&[2, 1, 3, 3], DType::F32, &Device::Cpu).unwrap();
+    let mut sample = if begin > 0 {
+        let original: Vec<f32> = (0..18).map(|i| -1.0 + 2.0 * i as f32 / 17.0).collect();
+        let original = Tensor::from_vec(original, (2, 1, 3, 3), &Device::Cpu).unwrap();
+        sampler.add_noise(&original, &noise, begin).map_err(|e| e.to_string())?
+    } else {
+        (noise * sampler.init_noise_sigma()).unwrap()
+    };
+    let mut visits = begin..steps.len();
+    let mut row = 0;
+    let mut largest = 1f32;
+    loop {
+        let wanted = values(&expected.get(row).unwrap());
+        // A step down from a high noise level is a difference of large numbers.
+        largest = wanted.iter().fold(largest, |m, x| m.max(x.abs()));
+        for (i, (a, b)) in values(&sample).iter().zip(&wanted).enumerate() {
+            if (a - b).abs() > 2e-5 * largest || !a.is_finite() {
+                return Err(format!("after {row} steps, value {i}: {a}, expected {b}"));
+            }
+        }
+        row += 1;
+        let Some(index) = visits.next() else { break };
+        let input = sampler.scale_model_input(&sample, index).map_err(|e| e.to_string())?;
+        let t = sampler.timesteps()[index];
+        let output = ((input * 0.7).unwrap().tanh().unwrap() + 0.01 * t / 1000.0).unwrap();
+        let mut noise = StepNoise {
+            source: &mut source,
+            dtype: DType::F32,
+        };
+        sample = sampler
+            .step(index, &output, &sample, &mut noise)
+            .map_err(|e| e.to_string())?;
+    }
+    if row != expected.dim(0).unwrap() {
+        return Err(format!("{row} samples, expected {}", expected.dim(0).unwrap()));
+    }
+    Ok(())
+}
+
+#[test]
+fn every_trajectory_is_that_of_diffusers() {
+    let cases: Vec<Value> = serde_json::from_str(CASES).unwrap();
+    let tensors = safetensors::load_buffer(TENSORS, &Device::Cpu).unwrap();
+    assert!(cases.len() > 150, "only {} cases", cases.len());
+    let wrong: Vec<String> = cases
+        .iter()
+        .filter_map(|case| {
+            run(case, &tensors)
+                .err()
+                .map(|e| format!("{}: {e}", case["case"].as_str().unwrap()))
+        })
+        .collect();
+    assert!(
+        wrong.is_empty(),
+        "{} of {} differ:\n{}",
+        wrong.len(),
+        cases.len(),
+        wrong.join("\n")
+    );
+}
+
+#[test]
+fn noise_schedules_have_the_bits_of_torch() {
+    let tensors = safetensors::load_buffer(TENSORS, &Device::Cpu).unwrap();
+    let zero_snr = SamplerParams {
+        rescale_betas_zero_snr: Some(true),
+        ..SamplerParams::stable_diffusion()
+    };
+    let squared = SamplerParams {
+        beta_schedule: Some(BetaSchedule::SquaredCosCapV2),
+        ..SamplerParams::default()
+    };
+    for (label, params) in [
+        ("sd", SamplerParams::stable_diffusion()),
+        ("default", SamplerParams::default()),
+        ("squaredcos", squared),
+        ("zero_snr", zero_snr),
+    ] {
+        let schedule = NoiseSchedule::new(&params).unwrap();
+        for (what, ours) in [("betas", &schedule.betas), ("alphas_cumprod", &schedule.alphas_cumprod)] {
+            let theirs = values(&tensors[&format!("schedule/{label}:{what}")]);
+            // The square root of torch's math library is not always the nearest float: with one, two roundings apart.
+            let allowed = if label == "zero_snr" { 2.5e-7 } else { 0.0 };
+            let differ: Vec<usize> = (0..theirs.len())
+                .filter(|i| (ours[*i] - theirs[*i]).abs() > allowed)
+                .collect();
+            assert!(
+                differ.is_empty(),
+                "{label}: {} {what} differ, first at {}: {} and {}",
+                differ.len(),
+                differ[0],
+                ours[differ[0]],
+                theirs[differ[0]]
+            );
+        }
+    }
+}
+
+#[test]
+fn names_aliases_and_unknown_ones() {
+    let sd = SamplerParams::stable_diffusion();
+    for name in [
+        "ddim",
+        "DDPM",
+        "k_lms",
+        "k_euler",
+        "euler_a",
+        "dpmsolver++",
+        "k_dpmsolver++",
+        "dpm++ 2m",
+        "dpmpp_2m_karras",
+    ] {
+        assert!(build(name, &sd, SamplerOptions::steps(5)).is_ok(), "{name}");
+    }
+    let message = |name: &str| build(name, &sd, SamplerOptions::steps(5)).err().unwrap().to_string();
+    assert!(message("heun").contains("not supported yet") && message("heun").contains("ddim"));
+    assert!(message("eular").contains("unknown sampler `eular`"));
+    assert!(message("k_ddim").contains("unknown"));
+}
+
+#[test]
+fn impossible_parameters_are_errors_that_name_the_key() {
+    let read = |text: &str| SamplerParams::from_json(&parse_scheduler_config(text).unwrap());
+    for (text, key) in [
+        (r#"{"beta_start": "x"}"#, "beta_start"),
+        (r#"{"beta_schedule": "wavy"}"#, "beta_schedule"),
+        (r#"{"steps_offset": 1.5}"#, "steps_offset"),
+        (r#"{"num_train_timesteps": 0}"#, "num_train_timesteps"),
+        (r#"{"clip_sample": 1}"#, "clip_sample"),
+    ] {
+        assert!(read(text).unwrap_err().to_string().contains(key), "{text}");
+    }
+    let infinite = r#"{"lambda_min_clipped": -Infinity, "note": "NaN stays \" Infinity", "steps_offset": 1}"#;
+    assert_eq!(read(infinite).unwrap().steps_offset, Some(1));
+    let params = read(r#"{"thresholding": true}"#).unwrap();
+    assert!(build("ddim", &params, SamplerOptions::steps(5)).is_err());
+    for steps in [0, 1001] {
+        let sd = SamplerParams::stable_diffusion();
+        assert!(build("ddim", &sd, SamplerOptions::steps(steps)).is_err(), "{steps}");
+    }
+    let betas = SamplerParams {
+        trained_betas: Some(vec![f32::NAN]),
+        ..SamplerParams::default()
+    };
+    assert!(NoiseSchedule::new(&betas).is_err());
+}
