@@ -1,0 +1,158 @@
+//! Learning-rate schedules (`train.lr_scheduler`), each a pure function of the step, so that a resume needs no state.
+
+use super::OptimError;
+use serde_json::{Map, Value};
+use std::f64::consts::PI;
+
+/// Which curve, with its parameters. Torch and diffusers define them; quirk 7 of ai-toolkit (names that fail
+/// there) is repaired.
+#[derive(Clone, Debug, PartialEq)]
+enum Curve {
+    /// `lr * factor` for all steps.
+    Constant { factor: f64 },
+    /// torch `LinearLR`: from `start_factor` to `end_factor` over `total` steps.
+    Linear { start_factor: f64, end_factor: f64, total: f64 },
+    /// torch `CosineAnnealingLR` in closed form: from `lr` to `eta_min` over `t_max` steps.
+    Cosine { eta_min: f64, t_max: f64 },
+    /// torch `CosineAnnealingWarmRestarts`.
+    Restarts { eta_min: f64, t_0: f64, t_mult: f64 },
+    /// diffusers `polynomial`: from `lr` to `lr_end` over `total` steps.
+    Polynomial { lr_end: f64, power: f64, total: f64 },
+    /// torch `StepLR`.
+    Step { step_size: f64, gamma: f64 },
+}
+
+/// The inputs of a schedule.
+#[derive(Clone, Copy, Debug)]
+pub struct ScheduleParams<'a> {
+    /// `train.lr_scheduler`.
+    pub name: &'a str,
+    /// `train.lr_scheduler_params`.
+    pub params: &'a Map<String, Value>,
+    /// `train.lr`.
+    pub lr: f64,
+    /// `train.steps`.
+    pub steps: u64,
+}
+
+/// A learning rate for every step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Schedule {
+    lr: f64,
+    warmup: u64,
+    curve: Curve,
+}
+
+impl Schedule {
+    /// Reads a schedule. `num_warmup_steps` is allowed for every one of them: a linear rise from 0, after which the
+    /// curve begins and ends with the last step; `constant_with_warmup` warms up for 1000 steps by default.
+    ///
+    /// # Errors
+    /// On an unknown schedule, an unknown parameter, or a value that makes no sense.
+    pub fn new(input: ScheduleParams<'_>) -> Result<Self, OptimError> {
+        let ScheduleParams { name, params, lr, steps } = input;
+        let bad = |name: &str, problem: String| OptimError::Param {
+            key: "lr_scheduler_params",
+            name: name.into(),
+            problem,
+        };
+        let number = |key: &str, default: f64| match params.get(key) {
+            None | Some(Value::Null) => Ok(default),
+            Some(v) => v
+                .as_f64()
+                .filter(|v| v.is_finite())
+                .ok_or_else(|| bad(key, format!("expected a number, found {v}"))),
+        };
+        let positive = |key: &str, default: f64| match number(key, default)? {
+            v if v > 0.0 => Ok(v),
+            v => Err(bad(key, format!("expected a number above 0, found {v}"))),
+        };
+        let lower = name.to_lowercase();
+        let warmup_default = if lower == "constant_with_warmup" { 1000.0 } else { 0.0 };
+        let warmup = number("num_warmup_steps", warmup_default)?.max(0.0).floor();
+        let span = positive("max_iterations", positive("total_iters", (steps as f64).max(1.0))?)?;
+        let rest = (span - warmup).max(1.0);
+        let (curve, known): (Curve, &[&str]) = match lower.as_str() {
+            "constant" | "constant_with_warmup" => (Curve::Constant { factor: number("factor", 1.0)? }, &["factor"]),
+            "linear" => (
+                Curve::Linear {
+                    start_factor: positive("start_factor", 1.0 / 3.0)?,
+                    end_factor: number("end_factor", 1.0)?,
+                    total: rest,
+                },
+                &["start_factor", "end_factor"],
+            ),
+            "cosine" => (
+                Curve::Cosine { eta_min: number("eta_min", 0.0)?, t_max: positive("T_max", rest)? },
+                &["eta_min", "T_max"],
+            ),
+            "cosine_with_restarts" => (
+                Curve::Restarts {
+                    eta_min: number("eta_min", 0.0)?,
+                    t_0: positive("T_0", rest)?,
+                    t_mult: number("T_mult", 1.0)?.max(1.0),
+                },
+                &["eta_min", "T_0", "T_mult"],
+            ),
+            "polynomial" => (
+                Curve::Polynomial { lr_end: number("lr_end", 1e-7)?, power: positive("power", 1.0)?, total: rest },
+                &["lr_end", "power"],
+            ),
+            "step" => (
+                Curve::Step { step_size: positive("step_size", (rest / 3.0).ceil())?, gamma: number("gamma", 0.1)? },
+                &["step_size", "gamma"],
+            ),
+            _ => {
+                return Err(OptimError::Unknown {
+                    key: "lr_scheduler",
+                    value: name.into(),
+                    known: "constant, constant_with_warmup, linear, cosine, cosine_with_restarts, polynomial, step".into(),
+                });
+            }
+        };
+        const COMMON: [&str; 4] = ["num_warmup_steps", "max_iterations", "total_iters", "last_epoch"];
+        for key in params.keys() {
+            if !known.contains(&key.as_str()) && !COMMON.contains(&key.as_str()) {
+                let known = [known, &COMMON[..1]].concat().join(", ");
+                return Err(bad(key, format!("no such parameter of \"{name}\"; known: {known}")));
+            }
+        }
+        Ok(Self { lr, warmup: warmup as u64, curve })
+    }
+
+    /// The learning rate of the update that makes `step` into `step + 1`.
+    #[must_use]
+    pub fn at(&self, step: u64) -> f64 {
+        if step < self.warmup {
+            return self.lr * step as f64 / self.warmup as f64;
+        }
+        let t = (step - self.warmup) as f64;
+        match self.curve {
+            Curve::Constant { factor } => self.lr * factor,
+            Curve::Linear { start_factor, end_factor, total } => {
+                self.lr * (start_factor + (end_factor - start_factor) * (t / total).min(1.0))
+            }
+            Curve::Cosine { eta_min, t_max } => eta_min + (self.lr - eta_min) * (1.0 + (PI * t / t_max).cos()) / 2.0,
+            Curve::Restarts { eta_min, t_0, t_mult } => {
+                let (mut t, mut period) = (t, t_0);
+                if t_mult > 1.0 {
+                    while t >= period {
+                        t -= period;
+                        period *= t_mult;
+                    }
+                } else {
+                    t %= period;
+                }
+                eta_min + (self.lr - eta_min) * (1.0 + (PI * t / period).cos()) / 2.0
+            }
+            Curve::Polynomial { lr_end, power, total } => {
+                if t >= total {
+                    lr_end
+                } else {
+                    (self.lr - lr_end) * (1.0 - t / total).powf(power) + lr_end
+                }
+            }
+            Curve::Step { step_size, gamma } => self.lr * gamma.powf((t / step_size).floor()),
+        }
+    }
+}

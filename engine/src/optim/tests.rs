@@ -1,0 +1,140 @@
+//! Against `tests/reference/optim.py`.
+
+use super::*;
+use candle_core::{DType, Device};
+use std::collections::HashMap;
+
+fn fixture(name: &str) -> std::path::PathBuf {
+    std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/train").join(name)
+}
+
+fn tensors() -> HashMap<String, Tensor> {
+    candle_core::safetensors::load(fixture("optim.safetensors"), &Device::Cpu).unwrap()
+}
+
+fn json() -> serde_json::Value {
+    serde_json::from_slice(&std::fs::read(fixture("optim.json")).unwrap()).unwrap()
+}
+
+fn start(t: &HashMap<String, Tensor>) -> Vec<Param> {
+    ["a", "b", "c"]
+        .iter()
+        .map(|n| Param {
+            name: (*n).into(),
+            var: Var::from_tensor(&t[&format!("start.{n}")].copy().unwrap()).unwrap(),
+        })
+        .collect()
+}
+
+fn grads(t: &HashMap<String, Tensor>, k: usize) -> Grads {
+    ["a", "b", "c"].iter().map(|n| Some(t[&format!("grad.{k}.{n}")].clone())).collect()
+}
+
+fn worst(a: &Tensor, b: &Tensor) -> f32 {
+    (a - b).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap()
+}
+
+fn variants() -> [(&'static str, AdamParams); 4] {
+    let w = AdamParams::new(true);
+    [
+        ("adamw", w),
+        ("adamw_decay", AdamParams { weight_decay: 0.1, beta1: 0.8, beta2: 0.95, ..w }),
+        ("adam", AdamParams { weight_decay: 0.05, ..AdamParams::new(false) }),
+        ("clipped", w),
+    ]
+}
+
+#[test]
+fn twenty_steps_are_torchs() {
+    let t = tensors();
+    let norms: Vec<f64> = serde_json::from_value(json()["norms"].clone()).unwrap();
+    for (name, settings) in variants() {
+        let params = start(&t);
+        let mut adam = Adam::new(params.clone(), settings).unwrap();
+        for k in 0..20 {
+            let mut g = grads(&t, k);
+            if name == "clipped" {
+                let norm = clip_grad_norm(&mut g, 1.0).unwrap();
+                assert!((norm / norms[k] - 1.0).abs() < 1e-5, "{name} {k}: {norm} against {}", norms[k]);
+            }
+            adam.step(&g, 1e-2).unwrap();
+        }
+        let state = adam.state().unwrap();
+        for p in &params {
+            let diff = worst(p.var.as_tensor(), &t[&format!("{name}.{}", p.name)]);
+            assert!(diff < 2e-6, "{name}.{}: {diff}", p.name);
+            for part in ["exp_avg", "exp_avg_sq"] {
+                let key = format!("{}.{part}", p.name);
+                let want = &t[&format!("{name}.{key}")];
+                let scale: f32 = want.abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap();
+                assert!(worst(&state[&key], want) < 2e-6 * scale.max(1.0), "{name}.{key}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_saved_state_continues_bit_for_bit() {
+    let t = tensors();
+    let (straight, stopped) = (start(&t), start(&t));
+    let settings = AdamParams::new(true);
+    let mut one = Adam::new(straight.clone(), settings).unwrap();
+    let mut two = Adam::new(stopped.clone(), settings).unwrap();
+    for k in 0..20 {
+        one.step(&grads(&t, k), 1e-2).unwrap();
+        if k == 9 {
+            let state = two.state().unwrap();
+            two = Adam::new(stopped.clone(), settings).unwrap();
+            two.load_state(&state).unwrap();
+        }
+        two.step(&grads(&t, k), 1e-2).unwrap();
+    }
+    for (a, b) in straight.iter().zip(&stopped) {
+        assert_eq!(worst(a.var.as_tensor(), b.var.as_tensor()), 0.0);
+    }
+    let mut state = two.state().unwrap();
+    state.remove("b.exp_avg");
+    assert!(two.load_state(&state).unwrap_err().to_string().contains("b.exp_avg"));
+}
+
+#[test]
+fn schedules_are_torchs() {
+    for row in json()["schedules"].as_array().unwrap() {
+        let name = row["name"].as_str().unwrap();
+        let params = row["params"].as_object().unwrap();
+        let schedule = Schedule::new(ScheduleParams { name, params, lr: 2e-3, steps: 60 }).unwrap();
+        for (k, want) in row["values"].as_array().unwrap().iter().enumerate() {
+            let (got, want) = (schedule.at(k as u64), want.as_f64().unwrap());
+            assert!((got - want).abs() < 1e-9, "{name} {params:?} step {k}: {got} against {want}");
+        }
+    }
+}
+
+#[test]
+fn wrong_names_are_told() {
+    let params = serde_json::json!({"num_warmup": 3}).as_object().unwrap().clone();
+    let input = ScheduleParams { name: "cosine", params: &params, lr: 1.0, steps: 10 };
+    assert!(Schedule::new(input).unwrap_err().to_string().contains("num_warmup_steps"));
+    assert!(Schedule::new(ScheduleParams { name: "cosin", ..input }).unwrap_err().to_string().contains("cosine"));
+    assert!(build("lion", vec![], &serde_json::Map::new()).is_err());
+    assert!(AdamParams::parse(true, &params).unwrap_err().to_string().contains("betas"));
+}
+
+#[test]
+fn ema_follows_and_swaps() {
+    let var = Var::from_tensor(&Tensor::zeros(2, DType::F32, &Device::Cpu).unwrap()).unwrap();
+    let param = Param { name: "p".into(), var: var.clone() };
+    let mut ema = Ema::new(vec![param.clone()], 0.9, false, 1.0).unwrap();
+    var.set(&Tensor::ones(2, DType::F32, &Device::Cpu).unwrap()).unwrap();
+    ema.update().unwrap();
+    ema.update().unwrap();
+    ema.swap_in().unwrap();
+    let got = var.to_vec1::<f32>().unwrap();
+    assert!((got[0] - 0.19).abs() < 1e-6, "{got:?}");
+    ema.swap_out().unwrap();
+    assert_eq!(var.to_vec1::<f32>().unwrap(), [1.0, 1.0]);
+    let (state, updates) = ema.state();
+    let mut other = Ema::new(vec![param], 0.9, false, 1.0).unwrap();
+    other.load_state(&state, updates).unwrap();
+    assert_eq!(other.state().1, 2);
+}
