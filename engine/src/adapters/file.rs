@@ -1,0 +1,186 @@
+//! Reads a LoRA file of any dialect.
+
+use super::keys::{Component, Ending, LayerIndex, Part, ending};
+use crate::error::{EngineError, Result};
+use crate::weights::{Index, Weights};
+use candle_core::{DType, Device, Tensor};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// The tensors of one layer, float32 on the CPU.
+#[derive(Clone, Debug)]
+pub struct LoraTensors {
+    /// [rank, in] or [rank, in, kh, kw].
+    pub down: Tensor,
+    /// [out, rank] or [out, rank, 1, 1].
+    pub up: Tensor,
+    /// [rank, rank, kh, kw], LoCon only.
+    pub mid: Option<Tensor>,
+    /// The file's alpha. Absent in files of peft and of transformer models.
+    pub alpha: Option<f64>,
+    /// Multiplies the change (LyCORIS).
+    pub scalar: f64,
+}
+
+/// A layer as the file calls it.
+#[derive(Clone, Debug)]
+pub struct LoraModule {
+    /// The key without its ending.
+    pub stem: String,
+    /// Its tensors.
+    pub tensors: LoraTensors,
+}
+
+/// A LoRA file, read and checked, its names not yet matched to a model.
+#[derive(Clone, Debug)]
+pub struct LoraFile {
+    /// Where it came from.
+    pub path: PathBuf,
+    /// In the order of their names.
+    pub modules: Vec<LoraModule>,
+    /// Keys that are no LoRA tensors.
+    pub unknown: Vec<String>,
+    /// The header's metadata.
+    pub metadata: BTreeMap<String, String>,
+}
+
+#[derive(Default)]
+struct Parts {
+    down: Option<Tensor>,
+    up: Option<Tensor>,
+    mid: Option<Tensor>,
+    alpha: Option<f64>,
+    scalar: Option<f64>,
+}
+
+impl LoraFile {
+    /// Opens a `.safetensors` file, or the one LoRA file of a folder (`pytorch_lora_weights.safetensors`,
+    /// `adapter_model.safetensors`).
+    ///
+    /// # Errors
+    /// When it is not safetensors, is damaged, is of another network type, or one half of a pair is missing.
+    pub fn open(path: &Path) -> Result<Self> {
+        let mut path = path.to_path_buf();
+        if path.is_dir() {
+            let names = ["pytorch_lora_weights.safetensors", "adapter_model.safetensors"];
+            path = names.iter().map(|n| path.join(n)).find(|p| p.is_file()).ok_or_else(|| {
+                EngineError::bad_input(format!("{}: no LoRA in this folder (looked for {})", path.display(), names.join(", ")))
+            })?;
+        }
+        let index = Index::open(&path)?;
+        let metadata = index.metadata().into_iter().collect();
+        let mut keys: Vec<(String, Vec<usize>)> = index.tensors().map(|(n, s)| (n.to_owned(), s.to_vec())).collect();
+        keys.sort();
+        let weights = Weights::from_index(index, DType::F32, &Device::Cpu);
+        let wrong = |reason: String| EngineError::WeightsFile { path: path.clone(), reason };
+
+        let mut layers: BTreeMap<String, Parts> = BTreeMap::new();
+        let mut unknown = Vec::new();
+        for (key, shape) in keys {
+            let (stem, part) = match ending(&key) {
+                Ending::Part(stem, part) => (stem.to_owned(), part),
+                Ending::Foreign(kind) => {
+                    return Err(wrong(format!("tensor `{key}` belongs to {kind}; only LoRA and LoCon files can be used yet")));
+                }
+                Ending::Unknown => {
+                    unknown.push(key);
+                    continue;
+                }
+            };
+            let tensor = weights.get(shape, &key)?;
+            let layer = layers.entry(stem).or_default();
+            let number = |t: &Tensor| -> Result<f64> {
+                match t.flatten_all()?.to_vec1::<f32>()?.as_slice() {
+                    [v] => Ok(f64::from(*v)),
+                    v => Err(wrong(format!("tensor `{key}` should be one number and has {}", v.len()))),
+                }
+            };
+            match part {
+                Part::Down => layer.down = Some(tensor),
+                Part::Up => layer.up = Some(tensor),
+                Part::Mid => layer.mid = Some(tensor),
+                Part::Alpha => layer.alpha = Some(number(&tensor)?),
+                Part::Scalar => layer.scalar = Some(number(&tensor)?),
+            }
+        }
+        let mut modules = Vec::with_capacity(layers.len());
+        for (stem, parts) in layers {
+            let (down, up) = match (parts.down, parts.up) {
+                (Some(down), Some(up)) => (down, up),
+                (None, None) => {
+                    unknown.push(format!("{stem}.alpha"));
+                    continue;
+                }
+                (down, _) => {
+                    let half = if down.is_some() { "up (lora_B)" } else { "down (lora_A)" };
+                    return Err(wrong(format!("layer `{stem}` has no {half} matrix: the file is incomplete")));
+                }
+            };
+            if down.rank() < 2 || up.rank() < 2 || down.dims()[0] != up.dims()[1] {
+                return Err(wrong(format!(
+                    "layer `{stem}`: down {:?} and up {:?} do not fit together",
+                    down.dims(),
+                    up.dims()
+                )));
+            }
+            let scalar = parts.scalar.unwrap_or(1.0);
+            modules.push(LoraModule {
+                stem,
+                tensors: LoraTensors { down, up, mid: parts.mid, alpha: parts.alpha, scalar },
+            });
+        }
+        if modules.is_empty() {
+            return Err(wrong("there is no LoRA in this file: none of its tensor names ends like one".to_owned()));
+        }
+        Ok(Self { path, modules, unknown, metadata })
+    }
+
+    /// Matches the file's names to the layers of a model. The second value is what fits no layer. A missing alpha is
+    /// taken from peft's metadata, else it is the rank.
+    #[must_use]
+    pub fn resolve(&self, index: &LayerIndex) -> (BTreeMap<(Component, String), LoraTensors>, Vec<String>) {
+        let peft: Option<serde_json::Value> =
+            self.metadata.get("lora_adapter_metadata").and_then(|text| serde_json::from_str(text).ok());
+        let mut found = BTreeMap::new();
+        let mut unknown = self.unknown.clone();
+        for module in &self.modules {
+            let Some(target) = index.resolve(&module.stem) else {
+                unknown.push(module.stem.clone());
+                continue;
+            };
+            let mut tensors = module.tensors.clone();
+            let rank = tensors.down.dims()[0] as f64;
+            // sd-scripts: alpha 0 means rank.
+            let alpha = tensors
+                .alpha
+                .filter(|a| *a != 0.0 && a.is_finite())
+                .or_else(|| peft_alpha(peft.as_ref()?, target, rank))
+                .unwrap_or(rank);
+            tensors.alpha = Some(alpha);
+            found.insert(target.clone(), tensors);
+        }
+        (found, unknown)
+    }
+
+    /// `training_info.step` and `.epoch`, when ai-toolkit or aitk wrote the file.
+    #[must_use]
+    pub fn training_info(&self) -> Option<(u64, u64)> {
+        let info: serde_json::Value = serde_json::from_str(self.metadata.get("training_info")?).ok()?;
+        Some((info.get("step")?.as_u64()?, info.get("epoch").and_then(serde_json::Value::as_u64).unwrap_or(0)))
+    }
+}
+
+/// The alpha that diffusers writes into the header (`unet.lora_alpha`, `unet.alpha_pattern`, `unet.use_rslora`).
+fn peft_alpha(peft: &serde_json::Value, (component, path): &(Component, String), rank: f64) -> Option<f64> {
+    let prefix = match component {
+        Component::Unet => "unet",
+        Component::TextEncoder => "text_encoder",
+    };
+    let get = |key: &str| peft.get(format!("{prefix}.{key}")).filter(|v| !v.is_null());
+    let by_pattern = get("alpha_pattern").and_then(serde_json::Value::as_object).and_then(|patterns| {
+        patterns.iter().find(|(p, _)| path == *p || path.ends_with(&format!(".{p}"))).and_then(|(_, v)| v.as_f64())
+    });
+    let alpha = by_pattern.or_else(|| get("lora_alpha")?.as_f64())?;
+    let rslora = get("use_rslora").and_then(serde_json::Value::as_bool).unwrap_or(false);
+    Some(if rslora { alpha * rank.sqrt() } else { alpha })
+}

@@ -1,0 +1,143 @@
+//! One LoRA layer: `y + up(dropout(down(x))) * alpha / rank * multiplier`.
+
+use crate::nn::{LayerAdapter, conv2d, linear};
+use crate::rng::TorchGenerator;
+use candle_core::{DType, Result, Tensor, Var};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The strength of all layers of one LoRA, shared, so that it can change from picture to picture.
+#[derive(Clone, Debug)]
+pub struct Multiplier(Arc<AtomicU64>);
+
+impl Multiplier {
+    /// A new handle.
+    #[must_use]
+    pub fn new(value: f64) -> Self {
+        Self(Arc::new(AtomicU64::new(value.to_bits())))
+    }
+
+    /// The strength now.
+    #[must_use]
+    pub fn get(&self) -> f64 {
+        f64::from_bits(self.0.load(Ordering::Relaxed))
+    }
+
+    /// Changes the strength of every layer. At 0 the layers cost nothing.
+    pub fn set(&self, value: f64) {
+        self.0.store(value.to_bits(), Ordering::Relaxed);
+    }
+}
+
+/// What all layers of one LoRA share.
+#[derive(Debug)]
+pub struct LoraHandle {
+    /// The strength.
+    pub multiplier: Multiplier,
+    training: AtomicBool,
+    /// Draws dropout masks while training.
+    dropout: Mutex<Option<TorchGenerator>>,
+}
+
+impl LoraHandle {
+    /// A handle for layers that do not train.
+    #[must_use]
+    pub fn new(multiplier: f64) -> Arc<Self> {
+        Arc::new(Self {
+            multiplier: Multiplier::new(multiplier),
+            training: AtomicBool::new(false),
+            dropout: Mutex::new(None),
+        })
+    }
+
+    /// Training: gradients reach the layers and dropout works, with masks from this generator. Without it: neither.
+    pub fn set_training(&self, generator: Option<TorchGenerator>) {
+        self.training.store(generator.is_some(), Ordering::Relaxed);
+        *self.dropout.lock().unwrap_or_else(PoisonError::into_inner) = generator;
+    }
+
+    fn is_training(&self) -> bool {
+        self.training.load(Ordering::Relaxed)
+    }
+
+    fn mask(&self, like: &Tensor, p: f64) -> Result<Option<Tensor>> {
+        let mut guard = self.dropout.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(generator) = guard.as_mut() else { return Ok(None) };
+        let keep = (1.0 / (1.0 - p)) as f32;
+        let mask: Vec<f32> =
+            generator.rand(like.elem_count()).into_iter().map(|u| if f64::from(u) < p { 0.0 } else { keep }).collect();
+        Ok(Some(Tensor::from_vec(mask, like.shape(), like.device())?))
+    }
+}
+
+/// Where the layer sits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Shape {
+    /// x [.., in].
+    Linear,
+    /// x [b, in, h, w]; the kernel of `down` has this stride and padding.
+    Conv {
+        /// Of the base layer.
+        stride: usize,
+        /// Of the base layer.
+        padding: usize,
+    },
+}
+
+/// The low-rank change of one layer. Weights are float32, whatever the base layer computes in.
+#[derive(Debug)]
+pub struct LoraLayer {
+    /// [rank, in] or [rank, in, kh, kw] ([rank, in, 1, 1] when there is a `mid`).
+    pub down: Var,
+    /// [out, rank] or [out, rank, 1, 1].
+    pub up: Var,
+    /// LoCon's Tucker core [rank, rank, kh, kw]; only in files made elsewhere.
+    pub mid: Option<Tensor>,
+    /// The effective scale is alpha / rank.
+    pub alpha: f64,
+    /// Chance to drop an element between down and up, while training.
+    pub dropout: f64,
+    pub(super) shape: Shape,
+    pub(super) handle: Arc<LoraHandle>,
+}
+
+impl LoraLayer {
+    /// Rows of `down`.
+    #[must_use]
+    pub fn rank(&self) -> usize {
+        self.down.dims().first().copied().unwrap_or(1).max(1)
+    }
+}
+
+impl LayerAdapter for LoraLayer {
+    fn apply(&self, x: &Tensor, base_output: Tensor) -> Result<Tensor> {
+        let strength = self.handle.multiplier.get() * self.alpha / self.rank() as f64;
+        if strength == 0.0 {
+            return Ok(base_output);
+        }
+        let training = self.handle.is_training();
+        let weight = |v: &Var| if training { v.as_tensor().clone() } else { v.as_tensor().detach() };
+        let (down, up) = (weight(&self.down), weight(&self.up));
+        let x = x.to_dtype(DType::F32)?;
+        let project = |x: &Tensor, w: &Tensor, stride: usize, padding: usize| match self.shape {
+            Shape::Linear => linear(x, w, None),
+            Shape::Conv { .. } => conv2d(x, w, None, stride, padding),
+        };
+        let (stride, padding) = match self.shape {
+            Shape::Linear => (1, 0),
+            Shape::Conv { stride, padding } => (stride, padding),
+        };
+        let mut h = match &self.mid {
+            None => project(&x, &down, stride, padding)?,
+            Some(mid) => project(&project(&x, &down, 1, 0)?, mid, stride, padding)?,
+        };
+        if training && self.dropout > 0.0 {
+            if let Some(mask) = self.handle.mask(&h, self.dropout)? {
+                h = (h * mask)?;
+            }
+        }
+        let change = (project(&h, &up, 1, 0)? * strength)?;
+        let change = change.to_dtype(base_output.dtype())?;
+        base_output + change
+    }
+}

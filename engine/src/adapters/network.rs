@@ -1,0 +1,278 @@
+//! The trainable LoRA of a model: which layers it covers, how it begins, what it saves, what it takes back.
+
+use super::file::LoraFile;
+use super::keys::{Component, LayerIndex};
+use super::layer::{LoraHandle, LoraLayer, Shape};
+use super::load::{facts, index_of, push};
+use crate::error::{EngineError, Result};
+use crate::nn::VisitLayers;
+use crate::optim::Param;
+use crate::rng::TorchGenerator;
+use candle_core::{DType, Device, Tensor, Var};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// What `network` says (section 7 of the config reference).
+#[derive(Clone, Debug, PartialEq)]
+pub struct LoraConfig {
+    /// Rank of linear layers and 1x1 convolutions.
+    pub rank: usize,
+    /// Their alpha.
+    pub alpha: f64,
+    /// Rank of larger convolutions; `None` leaves them alone.
+    pub conv_rank: Option<usize>,
+    /// Their alpha.
+    pub conv_alpha: f64,
+    /// Chance to drop an element between down and up.
+    pub dropout: f64,
+    /// Only layers whose name contains one of these. Empty: all.
+    pub only_if_contains: Vec<String>,
+    /// No layer whose name contains one of these. Wins over the other.
+    pub ignore_if_contains: Vec<String>,
+}
+
+impl LoraConfig {
+    /// Rank and alpha for the layer of this name and weight shape; `None` when it is not covered.
+    fn covers(&self, component: Component, path: &str, dims: &[usize]) -> Option<(usize, f64)> {
+        if component == Component::TextEncoder && !(path.contains("self_attn.") || path.contains("mlp.")) {
+            return None;
+        }
+        let dotted = format!("{}.{path}", component.prefix());
+        let flat = saved_name(component, path);
+        if self.ignore_if_contains.iter().any(|s| dotted.contains(s.as_str())) {
+            return None;
+        }
+        if !self.only_if_contains.is_empty()
+            && !self.only_if_contains.iter().any(|s| dotted.contains(s.as_str()) || flat.contains(s.as_str()))
+        {
+            return None;
+        }
+        if dims[2..].iter().any(|k| *k > 1) {
+            self.conv_rank.map(|rank| (rank, self.conv_alpha))
+        } else {
+            Some((self.rank, self.alpha))
+        }
+    }
+}
+
+/// `lora_unet_down_blocks_0_…`; the text encoder always with its `text_model_` level.
+fn saved_name(component: Component, path: &str) -> String {
+    let level = match component {
+        Component::TextEncoder if !path.starts_with("text_model.") => "text_model_",
+        _ => "",
+    };
+    format!("{}_{level}{}", component.prefix(), path.replace('.', "_"))
+}
+
+/// One covered layer.
+#[derive(Debug)]
+struct Entry {
+    component: Component,
+    path: String,
+    name: String,
+    layer: Arc<LoraLayer>,
+}
+
+/// What came of loading earlier weights.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct LoadReport {
+    /// Layers whose weights were taken.
+    pub loaded: usize,
+    /// Layers that the file does not have: they keep their initial values.
+    pub missing: Vec<String>,
+    /// Names in the file that fit nothing.
+    pub unknown: Vec<String>,
+    /// Layers whose rank differed: padded with zeros or cut. The optimizer's state does not fit them.
+    pub resized: usize,
+}
+
+/// The trainable LoRA of a model.
+#[derive(Debug)]
+pub struct LoraNetwork {
+    entries: Vec<Entry>,
+    index: LayerIndex,
+    /// Strength and mode of all layers.
+    pub handle: Arc<LoraHandle>,
+}
+
+impl LoraNetwork {
+    /// Hooks a new layer into everything that the config covers. `down` is Kaiming-uniform with a = sqrt(5), that is
+    /// uniform within 1/sqrt(fan in), drawn layer by layer in the order of `parts` and of their layers; `up` is zero.
+    ///
+    /// # Errors
+    /// When nothing is covered or a rank is 0.
+    pub fn attach(
+        config: &LoraConfig,
+        parts: &mut [(Component, &mut dyn VisitLayers)],
+        generator: &mut TorchGenerator,
+    ) -> Result<Self> {
+        if config.rank == 0 || config.conv_rank == Some(0) {
+            return Err(EngineError::bad_input("network: a rank of 0 trains nothing; set network.linear to 1 or more"));
+        }
+        let handle = LoraHandle::new(1.0);
+        let index = index_of(parts)?;
+        let mut entries = Vec::new();
+        for (component, model) in parts.iter_mut() {
+            model.visit_layers(&mut |path, layer| {
+                let (shape, dims, device) = facts(&layer);
+                let Some((rank, alpha)) = config.covers(*component, path, &dims) else { return Ok(()) };
+                let fan_in: usize = dims[1..].iter().product();
+                let bound = (1.0 / fan_in.max(1) as f64).sqrt() as f32;
+                let down_dims = [&[rank], &dims[1..]].concat();
+                let up_dims = [&[dims[0], rank][..], &vec![1; dims.len() - 2]].concat();
+                let down = generator.uniform(rank * fan_in, -bound, bound);
+                let lora = Arc::new(LoraLayer {
+                    down: Var::from_tensor(&Tensor::from_vec(down, down_dims, &device)?)?,
+                    up: Var::from_tensor(&Tensor::zeros(up_dims, DType::F32, &device)?)?,
+                    mid: None,
+                    alpha,
+                    dropout: config.dropout,
+                    shape,
+                    handle: handle.clone(),
+                });
+                entries.push(Entry {
+                    component: *component,
+                    path: path.to_owned(),
+                    name: saved_name(*component, path),
+                    layer: lora.clone(),
+                });
+                push(layer, lora);
+                Ok(())
+            })?;
+        }
+        if entries.is_empty() {
+            return Err(EngineError::bad_input(
+                "network: no layer is left to train; look at network_kwargs.only_if_contains and ignore_if_contains",
+            ));
+        }
+        Ok(Self { entries, index, handle })
+    }
+
+    /// Number of covered layers.
+    #[must_use]
+    pub fn layers(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Whether the text encoder is among them.
+    #[must_use]
+    pub fn covers_text_encoder(&self) -> bool {
+        self.entries.iter().any(|e| e.component == Component::TextEncoder)
+    }
+
+    /// What trains, in a fixed order: for each layer `<name>.lora_down.weight`, then `<name>.lora_up.weight`.
+    #[must_use]
+    pub fn params(&self) -> Vec<Param> {
+        self.entries
+            .iter()
+            .flat_map(|e| {
+                [("lora_down", &e.layer.down), ("lora_up", &e.layer.up)]
+                    .map(|(part, var)| Param { name: format!("{}.{part}.weight", e.name), var: var.clone() })
+            })
+            .collect()
+    }
+
+    /// The tensors of a LoRA file (section 14.5): weights and alphas, in this dtype, on the CPU.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn tensors(&self, dtype: DType) -> Result<BTreeMap<String, Tensor>> {
+        let mut out = BTreeMap::new();
+        for e in &self.entries {
+            let save = |v: &Var| v.as_detached_tensor().to_dtype(dtype)?.to_device(&Device::Cpu);
+            out.insert(format!("{}.lora_down.weight", e.name), save(&e.layer.down)?);
+            out.insert(format!("{}.lora_up.weight", e.name), save(&e.layer.up)?);
+            out.insert(format!("{}.alpha", e.name), Tensor::new(e.layer.alpha as f32, &Device::Cpu)?.to_dtype(dtype)?);
+        }
+        Ok(out)
+    }
+
+    /// Takes the weights of a file, of whatever dialect. Another rank is padded with zeros or cut (section 15.5.4);
+    /// another shape is an error.
+    ///
+    /// # Errors
+    /// When a shape fits in no way, or nothing in the file fits.
+    pub fn load(&self, file: &LoraFile) -> Result<LoadReport> {
+        let (mut found, unknown) = file.resolve(&self.index);
+        let mut report = LoadReport { unknown, ..LoadReport::default() };
+        let mut updates: Vec<(&Var, Tensor)> = Vec::new();
+        for e in &self.entries {
+            let Some(tensors) = found.remove(&(e.component, e.path.clone())) else {
+                report.missing.push(e.name.clone());
+                continue;
+            };
+            let rank = e.layer.rank();
+            let mut resized = false;
+            let wrong = |t: &Tensor, var: &Var| EngineError::WeightsFile {
+                path: file.path.clone(),
+                reason: format!("layer `{}`: the file has {:?}, the model needs {:?}", e.name, t.dims(), var.dims()),
+            };
+            for (var, tensor, axis) in [(&e.layer.down, &tensors.down, 0), (&e.layer.up, &tensors.up, 1)] {
+                let t = with_rank(tensor, axis, rank)?;
+                resized |= t.dims() != tensor.dims();
+                if t.elem_count() != var.elem_count() || t.dims()[..2] != var.dims()[..2] {
+                    return Err(wrong(tensor, var));
+                }
+                updates.push((var, t.reshape(var.shape())?.to_device(var.device())?));
+            }
+            report.resized += usize::from(resized);
+            report.loaded += 1;
+        }
+        if report.loaded == 0 {
+            return Err(EngineError::WeightsFile {
+                path: file.path.clone(),
+                reason: "none of its layers is trained by this job: it belongs to another model or network".into(),
+            });
+        }
+        report.unknown.extend(found.into_keys().map(|(c, path)| saved_name(c, &path)));
+        for (var, value) in updates {
+            var.set(&value.contiguous()?)?;
+        }
+        Ok(report)
+    }
+
+    /// Sets the parameters from what [`LoraNetwork::params`] named, bit for bit.
+    ///
+    /// # Errors
+    /// When a tensor is missing or has another shape.
+    pub fn restore(&self, tensors: &BTreeMap<String, Tensor>) -> Result<()> {
+        let params = self.params();
+        for p in &params {
+            match tensors.get(&p.name) {
+                Some(t) if t.shape() == p.var.shape() => {}
+                Some(t) => {
+                    return Err(EngineError::bad_input(format!(
+                        "the checkpoint's `{}` has shape {:?}, this job needs {:?}",
+                        p.name,
+                        t.dims(),
+                        p.var.dims()
+                    )));
+                }
+                None => return Err(EngineError::bad_input(format!("the checkpoint has no `{}`", p.name))),
+            }
+        }
+        for p in &params {
+            if let Some(t) = tensors.get(&p.name) {
+                p.var.set(&t.to_device(p.var.device())?.to_dtype(DType::F32)?.contiguous()?)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a layer is a convolution with a kernel above 1x1 (for reports).
+    #[must_use]
+    pub fn convolutions(&self) -> usize {
+        let large = |e: &&Entry| matches!(e.layer.shape, Shape::Conv { .. }) && e.layer.down.dims()[2..].iter().any(|k| *k > 1);
+        self.entries.iter().filter(large).count()
+    }
+}
+
+/// Pads with zeros or cuts along the rank axis.
+fn with_rank(t: &Tensor, axis: usize, rank: usize) -> Result<Tensor> {
+    let have = t.dim(axis)?;
+    Ok(match have.cmp(&rank) {
+        std::cmp::Ordering::Equal => t.clone(),
+        std::cmp::Ordering::Greater => t.narrow(axis, 0, rank)?.contiguous()?,
+        std::cmp::Ordering::Less => t.pad_with_zeros(axis, 0, rank - have)?,
+    })
+}

@@ -1,0 +1,139 @@
+//! Writes safetensors bytes that depend on nothing but their content, and the metadata of ai-toolkit.
+
+use candle_core::{DType, Result, Tensor};
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+/// JSON as Python's `json.dumps` writes it: `, ` and `: ` between things, all but ASCII escaped.
+#[must_use]
+pub fn python_json(value: &Value, sort_keys: bool) -> String {
+    let mut out = String::new();
+    write_json(&mut out, value, sort_keys);
+    out
+}
+
+fn write_json(out: &mut String, value: &Value, sort_keys: bool) {
+    match value {
+        Value::Array(items) => {
+            out.push('[');
+            for (i, item) in items.iter().enumerate() {
+                if i > 0 {
+                    out.push_str(", ");
+                }
+                write_json(out, item, sort_keys);
+            }
+            out.push(']');
+        }
+        Value::Object(map) => {
+            out.push('{');
+            let mut pairs: Vec<_> = map.iter().collect();
+            if sort_keys {
+                pairs.sort_by_key(|(key, _)| *key);
+            }
+            for (i, (key, item)) in pairs.into_iter().enumerate() {
+                if i > 0 {
+                    out.push_str(", ");
+                }
+                write_string(out, key);
+                out.push_str(": ");
+                write_json(out, item, sort_keys);
+            }
+            out.push('}');
+        }
+        Value::String(text) => write_string(out, text),
+        other => out.push_str(&other.to_string()),
+    }
+}
+
+fn write_string(out: &mut String, text: &str) {
+    out.push('"');
+    for c in text.chars() {
+        match c {
+            '"' => out.push_str("\\\""),
+            '\\' => out.push_str("\\\\"),
+            '\n' => out.push_str("\\n"),
+            '\r' => out.push_str("\\r"),
+            '\t' => out.push_str("\\t"),
+            '\u{8}' => out.push_str("\\b"),
+            '\u{c}' => out.push_str("\\f"),
+            ' '..='~' => out.push(c),
+            _ => {
+                for unit in c.encode_utf16(&mut [0; 2]) {
+                    // Writing to a String cannot fail.
+                    let _ = write!(out, "\\u{unit:04x}");
+                }
+            }
+        }
+    }
+    out.push('"');
+}
+
+/// Little-endian bytes of a tensor.
+fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
+    let t = tensor.to_device(&candle_core::Device::Cpu)?.flatten_all()?.contiguous()?;
+    Ok(match t.dtype() {
+        DType::F32 => t.to_vec1::<f32>()?.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        DType::F16 => t.to_vec1::<half::f16>()?.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        DType::BF16 => t.to_vec1::<half::bf16>()?.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        DType::F64 => t.to_vec1::<f64>()?.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        DType::I64 => t.to_vec1::<i64>()?.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        DType::U8 => t.to_vec1::<u8>()?,
+        other => candle_core::bail!("tensors of type {other:?} cannot be saved"),
+    })
+}
+
+/// A safetensors file: metadata and tensors in the order of their names, so that equal content is equal bytes (the
+/// `safetensors` crate writes metadata in a random order).
+///
+/// # Errors
+/// When a tensor cannot be read from its device or has a type that is never saved.
+pub fn safetensors_bytes(tensors: &BTreeMap<String, Tensor>, metadata: &BTreeMap<String, String>) -> Result<Vec<u8>> {
+    let mut header = serde_json::Map::new();
+    if !metadata.is_empty() {
+        let map = metadata.iter().map(|(k, v)| (k.clone(), Value::String(v.clone()))).collect();
+        header.insert("__metadata__".into(), Value::Object(map));
+    }
+    let mut data = Vec::new();
+    for (name, tensor) in tensors {
+        let start = data.len();
+        data.extend(bytes_of(tensor)?);
+        let dtype = match tensor.dtype() {
+            DType::F16 => "F16",
+            DType::BF16 => "BF16",
+            DType::F64 => "F64",
+            DType::I64 => "I64",
+            DType::U8 => "U8",
+            _ => "F32",
+        };
+        header.insert(
+            name.clone(),
+            serde_json::json!({"dtype": dtype, "shape": tensor.dims(), "data_offsets": [start, data.len()]}),
+        );
+    }
+    let mut text = Value::Object(header).to_string().into_bytes();
+    text.resize(text.len().next_multiple_of(8), b' ');
+    let mut out = Vec::with_capacity(8 + text.len() + data.len());
+    out.extend((text.len() as u64).to_le_bytes());
+    out.extend(text);
+    out.extend(data);
+    Ok(out)
+}
+
+/// A LoRA file with `sshs_model_hash` and `sshs_legacy_hash` added to its metadata: both are taken of a file with
+/// only the `ss_*` metadata.
+///
+/// # Errors
+/// As [`safetensors_bytes`].
+pub fn with_hashes(tensors: &BTreeMap<String, Tensor>, mut metadata: BTreeMap<String, String>) -> Result<Vec<u8>> {
+    let ss: BTreeMap<String, String> =
+        metadata.iter().filter(|(k, _)| k.starts_with("ss_")).map(|(k, v)| (k.clone(), v.clone())).collect();
+    let bytes = safetensors_bytes(tensors, &ss)?;
+    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap_or_default()) as usize;
+    metadata.insert("sshs_model_hash".into(), hex::encode(Sha256::digest(&bytes[8 + header..])));
+    let window = bytes.get(0x10_0000..).unwrap_or_default();
+    let window = &window[..window.len().min(0x1_0000)];
+    metadata.insert("sshs_legacy_hash".into(), hex::encode(&Sha256::digest(window)[..4]));
+    safetensors_bytes(tensors, &metadata)
+}
