@@ -1,0 +1,85 @@
+//! Aspect buckets (section 10.4): which size a picture is brought to, and how it is cut.
+
+/// How one picture becomes a training picture: scaled to `scale_to`, then cut at `crop`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct BucketPlan {
+    /// Width and height after cutting; the key of the bucket.
+    pub bucket: (u32, u32),
+    /// Width and height after scaling, never below the bucket's.
+    pub scale_to: (u32, u32),
+    /// Left and top edge of the cut.
+    pub crop: (u32, u32),
+}
+
+/// The bucket of a picture of `width` x `height` (after EXIF rotation and `scale`), for a resolution and the model's
+/// divisibility, cut from the centre. `square` forces a square bucket.
+#[must_use]
+pub fn plan(width: u32, height: u32, resolution: u32, divisibility: u32, square: bool) -> BucketPlan {
+    let (width, height) = (width.max(1), height.max(1));
+    let bucket = if square {
+        let side = width.min(height);
+        bucket_size(side, side, resolution, divisibility)
+    } else {
+        bucket_size(width, height, resolution, divisibility)
+    };
+    let (w, h) = (f64::from(width), f64::from(height));
+    let factor = (f64::from(bucket.0) / w).max(f64::from(bucket.1) / h);
+    let scale_to = (((w * factor).ceil() as u32).max(bucket.0), ((h * factor).ceil() as u32).max(bucket.1));
+    let crop = ((scale_to.0 - bucket.0) / 2, (scale_to.1 - bucket.1) / 2);
+    BucketPlan { bucket, scale_to, crop }
+}
+
+fn bucket_size(width: u32, height: u32, resolution: u32, divisibility: u32) -> (u32, u32) {
+    let d = f64::from(divisibility.max(1));
+    let budget = f64::from(resolution) * f64::from(resolution);
+    let area = f64::from(width) * f64::from(height);
+    let target = area.min(budget);
+    let factor = (target / area).sqrt();
+    let (w, h) = (f64::from(width) * factor / d, f64::from(height) * factor / d);
+    let mut best: Option<(f64, (f64, f64))> = None;
+    for cw in [w.floor(), w.ceil()] {
+        for ch in [h.floor(), h.ceil()] {
+            let (cw, ch) = (cw * d, ch * d);
+            if cw <= 0.0 || ch <= 0.0 || cw * ch > budget {
+                continue;
+            }
+            let miss = (cw * ch - target).abs();
+            if best.is_none_or(|(least, _)| miss < least) {
+                best = Some((miss, (cw, ch)));
+            }
+        }
+    }
+    let (bw, bh) = best.map_or((d.max(w.floor() * d), d.max(h.floor() * d)), |(_, size)| size);
+    (bw as u32, bh as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_references_worked_examples() {
+        for ((w, h, r, d), bucket, scaled) in [
+            ((1920, 1080, 1024, 32), (1344, 768), (1366, 768)),
+            ((1920, 1080, 512, 16), (672, 384), (683, 384)),
+            ((4000, 3000, 1024, 16), (1168, 896), (1195, 897)),
+            ((800, 600, 1024, 16), (800, 592), (800, 600)),
+            ((640, 640, 1024, 32), (640, 640), (640, 640)),
+        ] {
+            let plan = plan(w, h, r, d, false);
+            assert_eq!((plan.bucket, plan.scale_to), (bucket, scaled), "{w}x{h} at {r}");
+            assert_eq!(plan.crop, ((scaled.0 - bucket.0) / 2, (scaled.1 - bucket.1) / 2));
+        }
+    }
+
+    #[test]
+    fn extreme_pictures_still_get_a_bucket() {
+        for (w, h) in [(1, 1), (1, 5000), (7, 3), (20_000, 3)] {
+            let plan = plan(w, h, 512, 16, false);
+            assert!(plan.bucket.0 >= 16 && plan.bucket.1 >= 16, "{plan:?}");
+            assert!(plan.scale_to.0 >= plan.bucket.0 && plan.scale_to.1 >= plan.bucket.1, "{plan:?}");
+        }
+        let square = plan(800, 600, 512, 16, true);
+        assert_eq!(square.bucket, (512, 512));
+    }
+}

@@ -1,0 +1,109 @@
+//! Captions (section 10.3): where they are read from, and the order in which they are changed.
+
+use crate::error::{EngineError, Result};
+use crate::rng::TorchGenerator;
+use std::path::Path;
+
+/// What is done to every caption of a data set.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct CaptionRules {
+    /// The data set's trigger word, else the process's.
+    pub trigger: Option<String>,
+    /// The process's trigger word, which comes back after caption dropout.
+    pub process_trigger: Option<String>,
+    /// Chance of an empty caption.
+    pub caption_dropout: f64,
+    /// Chance to drop each token.
+    pub token_dropout: f64,
+    /// Leading tokens that are never dropped.
+    pub keep_tokens: usize,
+    /// Shuffle the tokens.
+    pub shuffle: bool,
+    /// Words to append.
+    pub random_triggers: Vec<String>,
+    /// Above 1: a random number of them, from 0 to this.
+    pub random_triggers_max: usize,
+}
+
+/// The caption file beside a picture: the whole file, not trimmed; blank or missing means `default`.
+///
+/// # Errors
+/// When it cannot be read, or is not UTF-8.
+pub fn read_caption(image: &Path, extension: &str, default: Option<&str>) -> Result<String> {
+    let stem = image.file_stem().unwrap_or_default().to_os_string();
+    let mut name = stem;
+    name.push(extension);
+    let path = image.with_file_name(name);
+    let fallback = || default.unwrap_or_default().to_owned();
+    let bytes = match std::fs::read(&path) {
+        Ok(bytes) => bytes,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(fallback()),
+        Err(e) => return Err(EngineError::io(&path, e)),
+    };
+    let text = String::from_utf8(bytes).map_err(|e| {
+        EngineError::bad_input(format!(
+            "{}: this caption is not UTF-8 (byte {} of the file); save it again as UTF-8",
+            path.display(),
+            e.utf8_error().valid_up_to() + 1
+        ))
+    })?;
+    let text = text.strip_prefix('\u{feff}').map(str::to_owned).unwrap_or(text);
+    if text.trim().is_empty() && default.is_some() { Ok(fallback()) } else { Ok(text) }
+}
+
+/// Fisher-Yates with one draw of `torch.randperm`.
+fn shuffle<T: Clone>(items: &[T], generator: &mut TorchGenerator) -> Vec<T> {
+    generator.randperm(items.len()).into_iter().filter_map(|i| items.get(usize::try_from(i).ok()?).cloned()).collect()
+}
+
+/// One caption as it is trained, in ai-toolkit's order: dropout, tokens, trigger, random triggers.
+///
+/// Draws, in this order and only where the rule is on: caption dropout `rand(1)`; token dropout `rand(1)` per token
+/// after the kept ones; shuffling `randperm(tokens)`; number of random triggers `randint(0, max + 1)`, which ones
+/// `randperm(triggers)`, or a single one `randint(0, triggers)`; shuffling again `randperm(tokens)`.
+#[must_use]
+pub fn build_caption(raw: &str, rules: &CaptionRules, generator: &mut TorchGenerator) -> String {
+    let mut chance = |p: f64| p > 0.0 && f64::from(generator.rand(1)[0]) < p;
+    if chance(rules.caption_dropout) {
+        return rules.process_trigger.clone().unwrap_or_default();
+    }
+    let mut tokens: Vec<&str> = raw.split(',').collect();
+    if rules.token_dropout > 0.0 {
+        let mut index = 0;
+        tokens.retain(|_| {
+            index += 1;
+            index <= rules.keep_tokens || !chance(rules.token_dropout)
+        });
+    }
+    if rules.shuffle {
+        tokens = shuffle(&tokens, generator);
+    }
+    // Tokens are not trimmed, so `a, b` becomes `a,  b`, as in ai-toolkit (its quirk 18).
+    let mut caption = tokens.join(", ");
+
+    let trigger = rules.trigger.as_deref().unwrap_or_default();
+    for mark in ["[trigger]", "[name]"] {
+        caption = caption.replace(mark, trigger);
+    }
+    if !trigger.is_empty() && !caption.contains(trigger) {
+        caption = format!("{trigger} {caption}");
+    }
+
+    if !rules.random_triggers.is_empty() {
+        let count = rules.random_triggers.len();
+        let picked: Vec<usize> = if rules.random_triggers_max > 1 {
+            let number = generator.randint(0, rules.random_triggers_max as i64 + 1, 1)[0];
+            generator.randperm(count).into_iter().take(usize::try_from(number).unwrap_or(0)).map(|i| i as usize).collect()
+        } else {
+            vec![generator.randint(0, count as i64, 1)[0] as usize]
+        };
+        for index in picked {
+            caption = format!("{caption}, {}", rules.random_triggers[index]);
+        }
+        if rules.shuffle {
+            let tokens: Vec<&str> = caption.split(',').collect();
+            caption = shuffle(&tokens, generator).join(", ");
+        }
+    }
+    caption
+}

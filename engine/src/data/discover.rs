@@ -1,0 +1,92 @@
+//! Which pictures a data set has (section 10.2).
+
+use crate::error::{EngineError, Result};
+use std::collections::{BTreeMap, HashSet};
+use std::path::{Path, PathBuf};
+
+/// What was found.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Listing {
+    /// The data set's folder (of the JSON file, when it is one).
+    pub root: PathBuf,
+    /// Pictures in the order of their paths.
+    pub images: Vec<PathBuf>,
+    /// Captions of a JSON data set by picture; pictures of a folder have caption files.
+    pub captions: BTreeMap<PathBuf, String>,
+}
+
+const IMAGES: [&str; 4] = ["jpg", "jpeg", "png", "webp"];
+
+/// Lists a folder (recursively, without names that begin with a dot and without `_controls`) or a JSON file
+/// `{path: {"caption": …, "caption_short": …}}`, whose relative paths start at its own folder.
+///
+/// # Errors
+/// When the path does not exist or cannot be read, or the JSON has another form.
+pub fn discover(path: &Path, short_captions: bool) -> Result<Listing> {
+    let info = std::fs::metadata(path).map_err(|e| match e.kind() {
+        std::io::ErrorKind::NotFound => {
+            EngineError::bad_input(format!("{}: this data set folder does not exist", path.display()))
+        }
+        _ => EngineError::io(path, e),
+    })?;
+    if info.is_dir() {
+        let mut images = Vec::new();
+        walk(path, &mut images, &mut HashSet::new())?;
+        images.sort();
+        return Ok(Listing { root: path.to_path_buf(), images, captions: BTreeMap::new() });
+    }
+    from_json(path, short_captions)
+}
+
+fn is_image(path: &Path) -> bool {
+    path.extension().and_then(|e| e.to_str()).is_some_and(|e| IMAGES.contains(&e.to_lowercase().as_str()))
+}
+
+fn walk(folder: &Path, out: &mut Vec<PathBuf>, seen: &mut HashSet<PathBuf>) -> Result<()> {
+    // A link to a folder above would go on for ever.
+    let real = std::fs::canonicalize(folder).map_err(|e| EngineError::io(folder, e))?;
+    if !seen.insert(real) {
+        return Ok(());
+    }
+    for entry in std::fs::read_dir(folder).map_err(|e| EngineError::io(folder, e))? {
+        let entry = entry.map_err(|e| EngineError::io(folder, e))?;
+        let name = entry.file_name();
+        if name.to_string_lossy().starts_with('.') || name == "_controls" {
+            continue;
+        }
+        let path = entry.path();
+        if path.is_dir() {
+            walk(&path, out, seen)?;
+        } else if is_image(&path) {
+            out.push(path);
+        }
+    }
+    Ok(())
+}
+
+fn from_json(path: &Path, short_captions: bool) -> Result<Listing> {
+    let wrong = |what: String| EngineError::bad_input(format!("{}: {what}", path.display()));
+    let bytes = std::fs::read(path).map_err(|e| EngineError::io(path, e))?;
+    let value: serde_json::Value = serde_json::from_slice(&bytes)
+        .map_err(|e| wrong(format!("neither a folder nor a JSON data set ({e})")))?;
+    let map = value.as_object().ok_or_else(|| wrong("expected an object of picture paths".into()))?;
+    let root = path.parent().unwrap_or(Path::new(".")).to_path_buf();
+    let mut out = Listing { root: root.clone(), ..Listing::default() };
+    for (name, entry) in map {
+        let image = if Path::new(name).is_absolute() { PathBuf::from(name) } else { root.join(name) };
+        if !is_image(&image) {
+            continue;
+        }
+        if !image.is_file() {
+            return Err(wrong(format!("\"{name}\" does not exist")));
+        }
+        let text = |key: &str| entry.get(key).and_then(serde_json::Value::as_str).map(str::to_owned);
+        let caption = if short_captions { text("caption_short").or_else(|| text("caption")) } else { text("caption") };
+        if let Some(caption) = caption {
+            out.captions.insert(image.clone(), caption);
+        }
+        out.images.push(image);
+    }
+    out.images.sort();
+    Ok(out)
+}

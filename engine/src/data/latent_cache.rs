@@ -1,0 +1,173 @@
+//! Latents on disk (section 10.5): `_latent_cache/<stem>_<hash>.safetensors` beside each picture.
+
+use super::bucket::BucketPlan;
+use crate::adapters::{python_json, safetensors_bytes};
+use crate::error::{EngineError, Result};
+use aitk_common::fsutil;
+use base64::Engine as _;
+use candle_core::{DType, Device, Tensor};
+use md5::{Digest, Md5};
+use serde_json::{Map, Value};
+use sha2::Sha256;
+use std::collections::BTreeMap;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+/// Everything that a latent depends on.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LatentKey {
+    /// The picture's file name without its folder.
+    pub filename: String,
+    /// How it is scaled and cut.
+    pub plan: BucketPlan,
+    /// Left to right.
+    pub flip_x: bool,
+    /// Upside down.
+    pub flip_y: bool,
+    /// `model.latent_space_version`, else the architecture's tag.
+    pub latent_space: String,
+}
+
+impl LatentKey {
+    /// The fields that ai-toolkit hashes.
+    fn fields(&self) -> Map<String, Value> {
+        let mut map = Map::new();
+        map.insert("filename".into(), self.filename.clone().into());
+        map.insert("scale_to_width".into(), self.plan.scale_to.0.into());
+        map.insert("scale_to_height".into(), self.plan.scale_to.1.into());
+        map.insert("crop_x".into(), self.plan.crop.0.into());
+        map.insert("crop_y".into(), self.plan.crop.1.into());
+        map.insert("crop_width".into(), self.plan.bucket.0.into());
+        map.insert("crop_height".into(), self.plan.bucket.1.into());
+        map.insert("latent_space_version".into(), self.latent_space.clone().into());
+        map.insert("latent_version".into(), 1.into());
+        for (key, on) in [("flip_x", self.flip_x), ("flip_y", self.flip_y)] {
+            if on {
+                map.insert(key.into(), true.into());
+            }
+        }
+        map
+    }
+
+    /// The hash of ai-toolkit's caches.
+    #[must_use]
+    pub fn upstream_hash(&self) -> String {
+        hash(&self.fields())
+    }
+
+    /// Ours: the same fields, and the picture's content and the VAE as well, so that a picture that was edited in
+    /// place or another VAE never meets a stale latent (quirk 11).
+    #[must_use]
+    pub fn hash(&self, content: &str, vae: &str) -> String {
+        hash(&self.full_fields(content, vae))
+    }
+
+    fn full_fields(&self, content: &str, vae: &str) -> Map<String, Value> {
+        let mut map = self.fields();
+        map.insert("content_sha256".into(), content.into());
+        map.insert("vae".into(), vae.into());
+        map
+    }
+}
+
+/// URL-safe base64 of the MD5 of the fields as Python's `json.dumps(sort_keys=True)` writes them.
+fn hash(fields: &Map<String, Value>) -> String {
+    let text = python_json(&Value::Object(fields.clone()), true);
+    base64::engine::general_purpose::URL_SAFE_NO_PAD.encode(Md5::digest(text.as_bytes()))
+}
+
+/// Reads and writes the caches of one VAE.
+#[derive(Clone, Debug)]
+pub struct LatentCache {
+    /// What tells this VAE from another.
+    vae: String,
+    /// Latent channels and pixels per latent side: what a cached latent's shape must be.
+    channels: usize,
+    factor: u32,
+}
+
+impl LatentCache {
+    /// A cache for the VAE with this fingerprint.
+    #[must_use]
+    pub fn new(vae: &str, channels: usize, factor: usize) -> Self {
+        Self { vae: vae.to_owned(), channels, factor: (factor as u32).max(1) }
+    }
+
+    /// Where the latent of a picture lies, given the SHA-256 of its content.
+    #[must_use]
+    pub fn path(&self, image: &Path, key: &LatentKey, content: &str) -> PathBuf {
+        Self::file(image, &key.hash(content, &self.vae))
+    }
+
+    fn file(image: &Path, hash: &str) -> PathBuf {
+        let stem = image.file_stem().unwrap_or_default().to_string_lossy();
+        image.parent().unwrap_or(Path::new(".")).join("_latent_cache").join(format!("{stem}_{hash}.safetensors"))
+    }
+
+    /// The cached latent [channels, h, w] in float32, if there is a whole and fitting one: ours, else one that
+    /// ai-toolkit wrote after the picture was last changed.
+    #[must_use]
+    pub fn read(&self, image: &Path, key: &LatentKey, content: &str) -> Option<Tensor> {
+        let ours = self.path(image, key, content);
+        if let Some(latent) = self.read_file(&ours, key, true) {
+            return Some(latent);
+        }
+        let theirs = Self::file(image, &key.upstream_hash());
+        let age = |p: &Path| std::fs::metadata(p).and_then(|m| m.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
+        if age(&theirs) < age(image) {
+            return None;
+        }
+        self.read_file(&theirs, key, false)
+    }
+
+    fn read_file(&self, path: &Path, key: &LatentKey, verify: bool) -> Option<Tensor> {
+        let bytes = std::fs::read(path).ok()?;
+        let file = safetensors::SafeTensors::deserialize(&bytes).ok()?;
+        if verify {
+            let (header, metadata) = safetensors::SafeTensors::read_metadata(&bytes).ok()?;
+            let want = metadata.metadata().as_ref()?.get("data_sha256")?;
+            if hex::encode(Sha256::digest(&bytes[8 + header..])) != *want {
+                tracing::warn!(path = %path.display(), "a cached latent is damaged and is made again");
+                return None;
+            }
+        }
+        drop(file);
+        let latent = candle_core::safetensors::load_buffer(&bytes, &Device::Cpu).ok()?.remove("latent")?;
+        let (w, h) = key.plan.bucket;
+        let want = [self.channels, (h / self.factor) as usize, (w / self.factor) as usize];
+        let latent = latent.to_dtype(DType::F32).ok()?;
+        (latent.dims() == want).then_some(latent)
+    }
+
+    /// Writes a latent, atomically. Two runs that write the same one do no harm.
+    ///
+    /// # Errors
+    /// When the folder cannot be written or the disk is full.
+    pub fn write(&self, image: &Path, key: &LatentKey, content: &str, latent: &Tensor) -> Result<()> {
+        let path = self.path(image, key, content);
+        let tensors = BTreeMap::from([("latent".to_owned(), latent.to_dtype(DType::F32)?.contiguous()?)]);
+        let mut metadata: BTreeMap<String, String> = key
+            .full_fields(content, &self.vae)
+            .into_iter()
+            .map(|(k, v)| (k, v.as_str().map_or_else(|| v.to_string(), str::to_owned)))
+            .collect();
+        let plain = safetensors_bytes(&tensors, &BTreeMap::new())?;
+        let header = u64::from_le_bytes(plain[..8].try_into().unwrap_or_default()) as usize;
+        metadata.insert("data_sha256".into(), hex::encode(Sha256::digest(&plain[8 + header..])));
+        let bytes = safetensors_bytes(&tensors, &metadata)?;
+        if let Some(folder) = path.parent() {
+            std::fs::create_dir_all(folder).map_err(|e| EngineError::io(folder, e))?;
+        }
+        fsutil::write_atomic(&path, |out| out.write_all(&bytes)).map_err(|e| {
+            if e.is_disk_full() { EngineError::DiskFull { path: path.clone() } } else { EngineError::bad_input(e.to_string()) }
+        })?;
+        Ok(())
+    }
+}
+
+/// SHA-256 of a file, as the key wants it.
+pub(super) fn content_hash(path: &Path) -> Result<String> {
+    let bytes = std::fs::read(path).map_err(|e| EngineError::io(path, e))?;
+    Ok(hex::encode(Sha256::digest(&bytes)))
+}

@@ -1,0 +1,79 @@
+//! `.aitk_size.json`: the sizes of a data set's pictures, so that a second start need not open them.
+
+use serde_json::{Map, Value, json};
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::time::UNIX_EPOCH;
+
+/// The version that ai-toolkit writes.
+const VERSION: &str = "0.1.2";
+/// The file's name.
+const NAME: &str = ".aitk_size.json";
+
+/// Picture sizes, keyed by relative path, valid while file size and time stay.
+#[derive(Clone, Debug)]
+pub struct SizeCache {
+    root: PathBuf,
+    entries: Map<String, Value>,
+    changed: bool,
+}
+
+/// `size:mtime`, the time written as Python writes a float.
+fn signature(path: &Path) -> Option<String> {
+    let info = std::fs::metadata(path).ok()?;
+    let time = info.modified().ok()?.duration_since(UNIX_EPOCH).ok()?.as_secs_f64();
+    Some(format!("{}:{time:?}", info.len()))
+}
+
+impl SizeCache {
+    /// Reads the file of this folder. One that is damaged or of another version counts as empty.
+    #[must_use]
+    pub fn open(root: &Path) -> Self {
+        let entries = std::fs::read(root.join(NAME))
+            .ok()
+            .and_then(|bytes| serde_json::from_slice::<Value>(&bytes).ok())
+            .and_then(|value| match value {
+                Value::Object(map) if map.get("__version__").and_then(Value::as_str) == Some(VERSION) => Some(map),
+                _ => None,
+            })
+            .unwrap_or_default();
+        Self { root: root.to_path_buf(), entries, changed: false }
+    }
+
+    fn key(&self, path: &Path) -> String {
+        path.strip_prefix(&self.root).unwrap_or(path).to_string_lossy().replace('\\', "/")
+    }
+
+    /// Width and height, if known and still true.
+    #[must_use]
+    pub fn get(&self, path: &Path) -> Option<(u32, u32)> {
+        let entry = self.entries.get(&self.key(path))?.as_array()?;
+        if entry.get(2)?.as_str()? != signature(path)? {
+            return None;
+        }
+        let side = |i: usize| u32::try_from(entry.get(i)?.as_u64()?).ok().filter(|n| *n > 0);
+        Some((side(0)?, side(1)?))
+    }
+
+    /// Remembers a size.
+    pub fn put(&mut self, path: &Path, (width, height): (u32, u32)) {
+        if let Some(signature) = signature(path) {
+            self.entries.insert(self.key(path), json!([width, height, signature]));
+            self.changed = true;
+        }
+    }
+
+    /// Writes the file, if anything is new. A folder that cannot be written is no reason to stop: the next start is
+    /// slower, that is all.
+    pub fn save(mut self) {
+        if !self.changed {
+            return;
+        }
+        self.entries.insert("__version__".into(), VERSION.into());
+        let text = Value::Object(self.entries).to_string();
+        let path = self.root.join(NAME);
+        if let Err(error) = aitk_common::fsutil::write_atomic(&path, |out| out.write_all(text.as_bytes())) {
+            tracing::debug!(%error, "picture sizes are not kept");
+        }
+    }
+}

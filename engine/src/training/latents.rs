@@ -1,0 +1,72 @@
+//! Pictures as the U-Net sees them: encoded by the VAE, kept in memory or on disk.
+
+use crate::data::{Item, LatentCache, generator_of};
+use crate::error::Result;
+use crate::models::vae::AutoencoderKl;
+use candle_core::{DType, Device, Tensor};
+use std::collections::HashMap;
+use std::path::PathBuf;
+
+/// Where the latents of a run come from. Caching never changes them: the VAE's posterior is sampled with a generator
+/// that is seeded by the latent's own key.
+pub struct Latents {
+    cache: LatentCache,
+    space: String,
+    memory: HashMap<PathBuf, Tensor>,
+    dtype: DType,
+    device: Device,
+}
+
+impl Latents {
+    /// An empty store. `space` is the tag of the latent space; `vae` tells this VAE's weights from others.
+    #[must_use]
+    pub fn new(vae: &str, space: &str, model: &AutoencoderKl, channels: usize, dtype: DType, device: &Device) -> Self {
+        Self {
+            cache: LatentCache::new(vae, channels, model.scale_factor()),
+            space: space.to_owned(),
+            memory: HashMap::new(),
+            dtype,
+            device: device.clone(),
+        }
+    }
+
+    /// The scaled latent [c, h, w] of an item, in float32 on the CPU.
+    ///
+    /// # Errors
+    /// When the picture cannot be decoded or a cache cannot be written.
+    pub fn get(&mut self, item: &Item, vae: &AutoencoderKl, in_memory: bool, on_disk: bool) -> Result<Tensor> {
+        let key = item.latent_key(&self.space);
+        let name = self.cache.path(&item.path, &key, &item.content);
+        if let Some(latent) = self.memory.get(&name) {
+            return Ok(latent.clone());
+        }
+        let cached = if on_disk { self.cache.read(&item.path, &key, &item.content) } else { None };
+        let latent = match cached {
+            Some(latent) => latent,
+            None => {
+                let latent = self.encode(item, vae, &name)?;
+                if on_disk {
+                    self.cache.write(&item.path, &key, &item.content, &latent)?;
+                }
+                latent
+            }
+        };
+        if in_memory {
+            self.memory.insert(name, latent.clone());
+        }
+        Ok(latent)
+    }
+
+    fn encode(&self, item: &Item, vae: &AutoencoderKl, name: &std::path::Path) -> Result<Tensor> {
+        let pixels = crate::data::pixels(item)?;
+        let pixels = pixels.to_device(&self.device)?.to_dtype(self.dtype)?.unsqueeze(0)?;
+        let posterior = vae.encode(&pixels)?;
+        let mean = posterior.mean.clone();
+        // The file's name holds the hash of everything that the latent depends on.
+        let name = name.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let noise = generator_of(&format!("latent/{name}")).randn(mean.elem_count());
+        let noise = Tensor::from_vec(noise, mean.shape(), &Device::Cpu)?.to_device(mean.device())?.to_dtype(mean.dtype())?;
+        let latent = ((posterior.sample(&noise)? - vae.shift_factor)? * vae.scaling_factor)?;
+        Ok(latent.squeeze(0)?.detach().to_dtype(DType::F32)?.to_device(&Device::Cpu)?.contiguous()?)
+    }
+}

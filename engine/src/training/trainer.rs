@@ -1,0 +1,187 @@
+//! Accumulation, clipping, optimizer and EMA: what turns losses into weights.
+
+use crate::error::{EngineError, Result};
+use crate::optim::{Ema, Grads, OptimError, Optimizer, Param, Schedule, clip_grad_norm};
+use candle_core::{DType, Tensor};
+use std::collections::BTreeMap;
+
+/// What a [`Trainer`] is made of.
+pub struct TrainerOptions {
+    /// What trains, in a fixed order.
+    pub params: Vec<Param>,
+    /// The update rule.
+    pub optimizer: Box<dyn Optimizer>,
+    /// The learning rate of each step.
+    pub schedule: Schedule,
+    /// Clip gradients to this norm. `None`: do not.
+    pub max_grad_norm: Option<f64>,
+    /// Moving average.
+    pub ema: Option<Ema>,
+}
+
+/// What one step did.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepReport {
+    /// Mean loss of the step's micro-batches.
+    pub loss: f64,
+    /// The learning rate it used.
+    pub lr: f64,
+    /// Gradient norm before clipping, when clipping is on and the weights were updated.
+    pub grad_norm: Option<f64>,
+    /// Something that the user should know: a loss or gradient that is no number.
+    pub warning: Option<String>,
+}
+
+/// The state of training between two steps.
+pub struct Trainer {
+    options: TrainerOptions,
+    /// Gradients that wait for an update (legacy accumulation, where each micro-batch counts as a step).
+    pending: Option<Grads>,
+    losses: Vec<f64>,
+    non_finite: u64,
+}
+
+impl Trainer {
+    /// A trainer at its beginning.
+    #[must_use]
+    pub fn new(options: TrainerOptions) -> Self {
+        Self { options, pending: None, losses: Vec::new(), non_finite: 0 }
+    }
+
+    /// The trained parameters.
+    #[must_use]
+    pub fn params(&self) -> &[Param] {
+        &self.options.params
+    }
+
+    /// The moving average, if there is one.
+    pub fn ema(&mut self) -> Option<&mut Ema> {
+        self.options.ema.as_mut()
+    }
+
+    /// Adds the gradients of a micro-batch's loss. Gradients are summed, as ai-toolkit does (quirk 6). A loss that is
+    /// not finite counts as zero and adds nothing.
+    ///
+    /// # Errors
+    /// When the backward pass fails.
+    pub fn add(&mut self, loss: &Tensor) -> Result<()> {
+        let value = f64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
+        if !value.is_finite() {
+            self.non_finite += 1;
+            self.losses.push(0.0);
+            return Ok(());
+        }
+        self.losses.push(value);
+        let store = loss.backward()?;
+        let grads = self.options.params.iter().map(|p| store.get(p.var.as_tensor()).map(Tensor::detach));
+        match &mut self.pending {
+            None => self.pending = Some(grads.collect()),
+            Some(sums) => {
+                for (sum, grad) in sums.iter_mut().zip(grads) {
+                    *sum = match (sum.take(), grad) {
+                        (Some(a), Some(b)) => Some((a + b)?),
+                        (a, b) => a.or(b),
+                    };
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends step number `step`. With `update`, the gradients so far are clipped and applied; without, they wait for a
+    /// later step.
+    ///
+    /// # Errors
+    /// When the arithmetic fails.
+    pub fn finish_step(&mut self, step: u64, update: bool) -> Result<StepReport> {
+        let lr = self.options.schedule.at(step);
+        let count = self.losses.len().max(1) as f64;
+        let mut report =
+            StepReport { loss: self.losses.iter().sum::<f64>() / count, lr, grad_norm: None, warning: None };
+        self.losses.clear();
+        if self.non_finite > 0 {
+            report.warning = Some(format!(
+                "step {}: the loss of {} micro-batch(es) was not a finite number and counts as zero",
+                step + 1,
+                self.non_finite
+            ));
+            self.non_finite = 0;
+        }
+        if !update {
+            return Ok(report);
+        }
+        let Some(mut grads) = self.pending.take() else { return Ok(report) };
+        if let Some(max) = self.options.max_grad_norm {
+            let norm = clip_grad_norm(&mut grads, max).map_err(optim_error)?;
+            if !norm.is_finite() {
+                report.warning =
+                    Some(format!("step {}: the gradients are not finite numbers; the weights stay as they are", step + 1));
+                return Ok(report);
+            }
+            report.grad_norm = Some(norm);
+        }
+        self.options.optimizer.step(&grads, lr).map_err(optim_error)?;
+        if let Some(ema) = &mut self.options.ema {
+            ema.update().map_err(optim_error)?;
+        }
+        Ok(report)
+    }
+
+    /// What a checkpoint holds, by role: `weights`, `optimizer`, and where they exist `ema` and `gradients`; all
+    /// float32. The second value is the number of EMA updates.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn state(&self) -> Result<(BTreeMap<&'static str, BTreeMap<String, Tensor>>, u64)> {
+        let mut out = BTreeMap::new();
+        let weights = self.options.params.iter().map(|p| (p.name.clone(), p.var.as_detached_tensor())).collect();
+        out.insert("weights", weights);
+        out.insert("optimizer", self.options.optimizer.state().map_err(optim_error)?);
+        let mut updates = 0;
+        if let Some(ema) = &self.options.ema {
+            let (shadow, n) = ema.state();
+            updates = n;
+            out.insert("ema", shadow);
+        }
+        if let Some(pending) = &self.pending {
+            let names = self.options.params.iter().map(|p| p.name.clone());
+            let grads = names.zip(pending).filter_map(|(n, g)| Some((n, g.clone()?))).collect();
+            out.insert("gradients", grads);
+        }
+        Ok((out, updates))
+    }
+
+    /// Takes back what [`Trainer::state`] gave, except the weights, which belong to the network.
+    ///
+    /// # Errors
+    /// When something is missing or has another shape.
+    pub fn restore(&mut self, mut state: BTreeMap<String, BTreeMap<String, Tensor>>, ema_updates: u64) -> Result<()> {
+        let optimizer = state.remove("optimizer").unwrap_or_default();
+        self.options.optimizer.load_state(&optimizer).map_err(optim_error)?;
+        if let Some(ema) = &mut self.options.ema {
+            match state.remove("ema") {
+                Some(shadow) => ema.load_state(&shadow, ema_updates).map_err(optim_error)?,
+                None => return Err(EngineError::bad_input("the checkpoint has no EMA weights, but the job uses EMA")),
+            }
+        }
+        self.pending = match state.remove("gradients") {
+            None => None,
+            Some(mut grads) => Some(
+                self.options
+                    .params
+                    .iter()
+                    .map(|p| grads.remove(&p.name).map(|g| g.to_device(p.var.device())).transpose())
+                    .collect::<candle_core::Result<_>>()?,
+            ),
+        };
+        Ok(())
+    }
+}
+
+/// An optimizer's error as the engine's.
+pub(crate) fn optim_error(error: OptimError) -> EngineError {
+    match error {
+        OptimError::Tensor(e) => EngineError::Tensor(e),
+        other => EngineError::bad_input(other.to_string()),
+    }
+}
