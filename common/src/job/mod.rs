@@ -12,6 +12,9 @@ pub mod dtype;
 pub mod error;
 pub mod generate;
 mod inputs;
+mod json;
+pub mod limits;
+mod load;
 pub mod logging;
 pub mod model;
 pub mod modify;
@@ -24,13 +27,17 @@ pub mod prompt;
 pub mod sample;
 pub mod sampler;
 pub mod save;
+pub mod scalar;
 pub mod schema;
 pub mod slider;
 pub mod spec;
+pub mod template;
 pub mod train;
 pub mod values;
+mod yaml;
 
 pub use error::{Finding, JobError, Support};
+pub use load::{LoadOptions, LoadedJob, dotenv, env_with, find, load, parse};
 pub use process::{JobKind, Process, ProcessKind, ProcessType};
 pub use schema::{Input, InputKind, Status};
 pub use spec::JobSpec;
@@ -71,3 +78,6 @@ impl Format {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -116,6 +116,14 @@ fn finish(network: &mut NetworkConfig, given: &Given, cx: &mut Cx) {
     if network.conv_alpha.is_none() {
         network.conv_alpha = network.conv.map(f64::from);
     }
+    if network
+        .network_kwargs
+        .only_if_contains
+        .as_ref()
+        .is_some_and(|parts| parts.is_empty())
+    {
+        network.network_kwargs.only_if_contains = None;
+    }
     if network.linear == 0 {
         let key = if network.rank.is_some() { "rank" } else { "linear" };
         cx.error_at(key, "the rank must be at least 1");

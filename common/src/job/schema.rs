@@ -190,7 +190,7 @@ impl Cx {
 
     /// An error at the key that is being read.
     pub fn error(&mut self, message: impl Into<String>) {
-        let finding = self.finding(&self.path, self.mark, message.into());
+        let finding = self.finding(&self.path, self.mark_of(&self.path), message.into());
         push(&mut self.errors, finding);
     }
 
@@ -210,10 +210,19 @@ impl Cx {
         push(&mut self.warnings, finding);
     }
 
+    /// The place of a key, or of the nearest section around it that is there.
     fn mark_of(&self, path: &str) -> Mark {
-        self.positions
-            .get(path)
-            .map_or(self.mark, |&(line, column)| Mark { line, column })
+        let mut path = path;
+        while !path.is_empty() {
+            if let Some(&(line, column)) = self.positions.get(path) {
+                return Mark { line, column };
+            }
+            path = parent(path);
+        }
+        Mark {
+            line: self.mark.line.max(1),
+            column: self.mark.column.max(1),
+        }
     }
 
     /// Says that a value has the wrong type.
@@ -349,6 +358,11 @@ fn push(findings: &mut Vec<Finding>, finding: Finding) {
 
 fn bool_word(text: &str) -> bool {
     ["true", "false", "yes", "no", "on", "off"].contains(&text.to_ascii_lowercase().as_str())
+}
+
+/// The path without its last key or index; empty at the top.
+pub(crate) fn parent(path: &str) -> &str {
+    path.get(..path.rfind(['.', '[']).unwrap_or(0)).unwrap_or("")
 }
 
 /// `path.key`, or `key` at the top.

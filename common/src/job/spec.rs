@@ -184,8 +184,7 @@ impl JobSpec {
         let mut path = key.as_str();
         while place.is_none() && !path.is_empty() {
             place = self.positions.get(path).copied();
-            let cut = path.rfind(['.', '[']).unwrap_or(0);
-            path = path.get(..cut).unwrap_or("");
+            path = super::schema::parent(path);
         }
         Finding {
             file: self.file.clone(),
@@ -228,6 +227,7 @@ fn inherit(process: &mut Process, index: usize, job: JobKind, body: &ConfigSecti
         }
         _ => {}
     }
+    super::inputs::check_prompts(&process.kind, &path, cx);
     let named = process.name().map(super::naming::check_name);
     if let Some(Err(why)) = named {
         cx.error_at(&format!("{path}.name"), why);

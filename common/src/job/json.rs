@@ -1,0 +1,180 @@
+//! JSON and JSONC text -> [`Node`].
+
+use super::error::Finding;
+use super::limits::{MAX_DEPTH, finding, too_deep};
+use super::node::{Entry, Mark, Node, Value, shorten};
+use jsonc_parser::ast::{ObjectPropName, Value as Ast};
+use jsonc_parser::common::Ranged;
+use jsonc_parser::{CollectOptions, ParseOptions, parse_to_ast};
+use std::collections::HashMap;
+
+/// Reads a JSON document; with `comments` also comments and trailing commas.
+///
+/// # Errors
+/// The first thing that is wrong, with its place.
+pub(super) fn parse(text: &str, comments: bool, file: Option<&str>) -> Result<Node, Finding> {
+    let lines = Lines::new(text);
+    if let Some(offset) = too_deep_at(text) {
+        return Err(finding(file, lines.mark(text, offset), "", too_deep()));
+    }
+    let options = ParseOptions {
+        allow_comments: comments,
+        allow_loose_object_property_names: false,
+        allow_trailing_commas: comments,
+        allow_missing_commas: false,
+        allow_single_quoted_strings: false,
+        allow_hexadecimal_numbers: false,
+        allow_unary_plus_numbers: false,
+        allow_bare_decimal_point_numbers: false,
+        allow_non_finite_numbers: false,
+        allow_extended_string_escapes: false,
+    };
+    let parsed = parse_to_ast(text, &CollectOptions::default(), &options).map_err(|error| {
+        let kind = error.kind().to_string();
+        let hint = if !comments && (kind.starts_with("Comments") || kind.starts_with("Trailing commas")) {
+            "; rename the file to .jsonc to have comments and trailing commas"
+        } else if text
+            .get(error.range().start..)
+            .is_some_and(|rest| rest.starts_with('$'))
+        {
+            "; write ${…} inside quotes"
+        } else {
+            ""
+        };
+        let at = lines.mark(text, error.range().start);
+        finding(
+            file,
+            at,
+            "",
+            format!("this is not valid JSON: {}{hint}", lower_first(&kind)),
+        )
+    })?;
+    match parsed.value {
+        Some(value) => Converter {
+            text,
+            file,
+            lines: &lines,
+        }
+        .node(&value, "", 0),
+        None => Err(finding(file, Mark { line: 1, column: 1 }, "", "the config is empty")),
+    }
+}
+
+fn lower_first(text: &str) -> String {
+    let mut chars = text.chars();
+    chars
+        .next()
+        .map_or_else(String::new, |first| first.to_lowercase().chain(chars).collect())
+}
+
+/// Where brackets outside of strings nest too deeply. Comments may mislead it only towards too many.
+fn too_deep_at(text: &str) -> Option<usize> {
+    let (mut depth, mut in_string, mut escaped) = (0_usize, false, false);
+    for (offset, byte) in text.bytes().enumerate() {
+        match byte {
+            _ if escaped => escaped = false,
+            b'\\' if in_string => escaped = true,
+            b'"' => in_string = !in_string,
+            b'[' | b'{' if !in_string => {
+                depth += 1;
+                // The parser itself stops at 512; this is only a cheap first look.
+                if depth > 400 {
+                    return Some(offset);
+                }
+            }
+            b']' | b'}' if !in_string => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+    }
+    None
+}
+
+/// Byte offsets at which lines begin.
+struct Lines(Vec<usize>);
+
+impl Lines {
+    fn new(text: &str) -> Self {
+        let starts = text
+            .bytes()
+            .enumerate()
+            .filter(|(_, byte)| *byte == b'\n')
+            .map(|(offset, _)| offset + 1);
+        Self(std::iter::once(0).chain(starts).collect())
+    }
+
+    fn mark(&self, text: &str, offset: usize) -> Mark {
+        let line = self.0.partition_point(|&start| start <= offset).max(1);
+        let start = self.0.get(line - 1).copied().unwrap_or(0);
+        let column = text.get(start..offset).map_or(0, |before| before.chars().count());
+        Mark {
+            line: u32::try_from(line).unwrap_or(u32::MAX),
+            column: u32::try_from(column + 1).unwrap_or(u32::MAX),
+        }
+    }
+}
+
+struct Converter<'a> {
+    text: &'a str,
+    file: Option<&'a str>,
+    lines: &'a Lines,
+}
+
+impl Converter<'_> {
+    fn node(&self, value: &Ast<'_>, path: &str, depth: usize) -> Result<Node, Finding> {
+        let mark = self.lines.mark(self.text, value.range().start);
+        if depth > MAX_DEPTH {
+            return Err(finding(self.file, mark, path, too_deep()));
+        }
+        let mut plain = None;
+        let value = match value {
+            Ast::NullKeyword(_) => Value::Null,
+            Ast::BooleanLit(literal) => Value::Bool(literal.value),
+            Ast::StringLit(literal) => Value::Text(literal.value.to_string()),
+            Ast::NumberLit(literal) => {
+                plain = Some(literal.value.to_owned());
+                match literal.value.parse::<i64>() {
+                    Ok(value) => Value::Int(value),
+                    Err(_) => match literal.value.parse::<f64>() {
+                        Ok(value) => Value::Float(value),
+                        Err(_) => {
+                            let message = format!("`{}` is not a number", shorten(literal.value));
+                            return Err(finding(self.file, mark, path, message));
+                        }
+                    },
+                }
+            }
+            Ast::Array(array) => Value::List(
+                array
+                    .elements
+                    .iter()
+                    .enumerate()
+                    .map(|(index, element)| self.node(element, &format!("{path}[{index}]"), depth + 1))
+                    .collect::<Result<_, _>>()?,
+            ),
+            Ast::Object(object) => {
+                let mut seen: HashMap<String, Mark> = HashMap::with_capacity(object.properties.len());
+                let mut entries = Vec::with_capacity(object.properties.len());
+                for property in &object.properties {
+                    let key = match &property.name {
+                        ObjectPropName::String(literal) => literal.value.to_string(),
+                        ObjectPropName::Word(literal) => literal.value.to_owned(),
+                    };
+                    let at = self.lines.mark(self.text, property.range.start);
+                    let path = super::schema::join(path, &shorten(&key));
+                    if let Some(first) = seen.insert(key.clone(), at) {
+                        let message = format!(
+                            "the key `{}` is given twice in this section, first in line {}; remove one of them",
+                            shorten(&key),
+                            first.line
+                        );
+                        return Err(finding(self.file, at, &path, message));
+                    }
+                    let node = self.node(&property.value, &path, depth + 1)?;
+                    entries.push(Entry { key, mark: at, node });
+                }
+                Value::Map(entries)
+            }
+        };
+        Ok(Node { mark, value, plain })
+    }
+}

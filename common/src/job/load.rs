@@ -1,0 +1,243 @@
+//! From a name or a path to a [`LoadedJob`].
+
+use super::error::{Finding, JobError};
+use super::limits::{MAX_BYTES, finding};
+use super::node::{Mark, Node, Value};
+use super::schema::Cx;
+use super::spec::JobSpec;
+use super::{Format, json, template, yaml};
+use std::collections::BTreeMap;
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+
+/// What loading depends on besides the file.
+#[derive(Clone, Copy)]
+pub struct LoadOptions<'a> {
+    /// `--name`: replaces `[name]` instead of `config.name`.
+    pub name_override: Option<&'a str>,
+    /// Looks up `${VAR}`.
+    pub env: template::Env<'a>,
+    /// The folder in which `config/` is looked for. Unset: the current one.
+    pub search_dir: Option<&'a Path>,
+}
+
+impl Default for LoadOptions<'_> {
+    /// No name, no variables, the current folder.
+    fn default() -> Self {
+        Self {
+            name_override: None,
+            env: &|_| None,
+            search_dir: None,
+        }
+    }
+}
+
+/// A config that was read and understood.
+#[derive(Clone, Debug)]
+pub struct LoadedJob {
+    /// The job.
+    pub spec: JobSpec,
+    /// The text as its user wrote it, variables unexpanded.
+    pub text: String,
+    /// How it is written.
+    pub format: Format,
+    /// Where it was found.
+    pub path: Option<PathBuf>,
+    /// What its user should know: unknown keys, nulls that mattered, and the like.
+    pub warnings: Vec<Finding>,
+}
+
+/// Finds, reads and understands a config. `name` is a path, or the name of a file in `config/` with or
+/// without its extension.
+///
+/// # Errors
+/// When there is no such file, it cannot be read, or it is not a valid config.
+pub fn load(name: &str, options: &LoadOptions<'_>) -> Result<LoadedJob, JobError> {
+    let path = find(name, options.search_dir)?;
+    let shown = path.display().to_string();
+    let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or("");
+    let format = Format::from_name(extension).ok_or_else(|| JobError::UnknownFormat { path: shown.clone() })?;
+    let text = read(&path, &shown)?;
+    let mut job = parse(&text, format, Some(&shown), options)?;
+    job.path = Some(path);
+    Ok(job)
+}
+
+/// Understands the text of a config. `file` is its name for messages.
+///
+/// # Errors
+/// When it is not a valid config: every place that is wrong.
+pub fn parse(text: &str, format: Format, file: Option<&str>, options: &LoadOptions<'_>) -> Result<LoadedJob, JobError> {
+    let invalid = |finding: Finding| JobError::Invalid {
+        findings: vec![finding],
+    };
+    if text.len() as u64 > MAX_BYTES {
+        return Err(invalid(too_big(file)));
+    }
+    let body = text.strip_prefix('\u{feff}').unwrap_or(text);
+    let mut root = match format {
+        Format::Yaml => yaml::parse(body, file),
+        Format::Json => json::parse(body, false, file),
+        Format::Jsonc => json::parse(body, true, file),
+    }
+    .map_err(invalid)?;
+    template::expand_variables(&mut root, options.env, file).map_err(invalid)?;
+    if let Some(name) = options.name_override.map(str::to_owned).or_else(|| own_name(&root)) {
+        template::fill_name(&mut root, &name, file).map_err(invalid)?;
+    }
+    let mut cx = Cx::new(file.map(str::to_owned));
+    let spec = JobSpec::read(&root, options.name_override, &mut cx);
+    let mut findings = cx.errors;
+    match spec {
+        Some(spec) if findings.is_empty() => Ok(LoadedJob {
+            spec,
+            text: text.to_owned(),
+            format,
+            path: None,
+            warnings: cx.warnings,
+        }),
+        _ => {
+            findings.sort_by_key(|finding| (finding.line, finding.column));
+            if findings.is_empty() {
+                findings.push(finding(file, root.mark, "", "the config could not be understood"));
+            }
+            Err(JobError::Invalid { findings })
+        }
+    }
+}
+
+fn own_name(root: &Node) -> Option<String> {
+    let node = root.get("config")?.get("name")?;
+    match &node.value {
+        Value::Text(name) => Some(name.clone()),
+        Value::Int(_) | Value::Float(_) => node.plain.clone(),
+        _ => None,
+    }
+}
+
+fn too_big(file: Option<&str>) -> Finding {
+    let message = format!(
+        "the config is larger than {} MiB; this is probably another file",
+        MAX_BYTES >> 20
+    );
+    Finding {
+        file: file.map(str::to_owned),
+        message,
+        ..Finding::default()
+    }
+}
+
+fn read(path: &Path, shown: &str) -> Result<String, JobError> {
+    let failed = |source| JobError::Read {
+        path: shown.to_owned(),
+        source,
+    };
+    let file = std::fs::File::open(path).map_err(failed)?;
+    let mut bytes = Vec::new();
+    file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(failed)?;
+    if bytes.len() as u64 > MAX_BYTES {
+        return Err(JobError::Invalid {
+            findings: vec![too_big(Some(shown))],
+        });
+    }
+    String::from_utf8(bytes).map_err(|error| {
+        let good = error.utf8_error().valid_up_to();
+        let before = String::from_utf8_lossy(error.as_bytes().get(..good).unwrap_or_default()).into_owned();
+        let line = before.matches('\n').count() + 1;
+        let column = before.rsplit('\n').next().map_or(0, |last| last.chars().count()) + 1;
+        let mark = Mark {
+            line: u32::try_from(line).unwrap_or(u32::MAX),
+            column: u32::try_from(column).unwrap_or(u32::MAX),
+        };
+        JobError::Invalid {
+            findings: vec![finding(
+                Some(shown),
+                mark,
+                "",
+                "this is not UTF-8 text; save the file as UTF-8",
+            )],
+        }
+    })
+}
+
+/// Extensions in the order in which they are tried.
+const EXTENSIONS: [&str; 4] = ["yaml", "yml", "json", "jsonc"];
+
+/// Finds a config: a name without extension first in `config/`, anything else first as a path.
+///
+/// # Errors
+/// [`JobError::NotFound`] with every place that was looked at.
+pub fn find(name: &str, search_dir: Option<&Path>) -> Result<PathBuf, JobError> {
+    let root = search_dir.unwrap_or_else(|| Path::new(""));
+    let folder = root.join("config");
+    let given = Path::new(name);
+    let has_extension = given
+        .extension()
+        .and_then(|extension| extension.to_str())
+        .is_some_and(|text| Format::from_name(text).is_some());
+    let mut candidates = Vec::new();
+    if !has_extension && !name.is_empty() {
+        candidates.extend(
+            EXTENSIONS
+                .iter()
+                .map(|extension| folder.join(format!("{name}.{extension}"))),
+        );
+    }
+    candidates.push(root.join(given));
+    candidates.push(folder.join(given));
+    if !has_extension && !name.is_empty() {
+        candidates.extend(
+            EXTENSIONS
+                .iter()
+                .map(|extension| root.join(format!("{name}.{extension}"))),
+        );
+    }
+    let mut looked: Vec<String> = Vec::new();
+    for candidate in candidates {
+        if candidate.is_file() {
+            return Ok(candidate);
+        }
+        let shown = candidate.display().to_string();
+        if !looked.contains(&shown) {
+            looked.push(shown);
+        }
+    }
+    Err(JobError::NotFound {
+        name: name.to_owned(),
+        looked,
+    })
+}
+
+/// The variables of `.env` in a folder; empty without such a file.
+///
+/// # Errors
+/// When the file is there and cannot be read or understood.
+pub fn dotenv(folder: &Path) -> Result<BTreeMap<String, String>, JobError> {
+    let path = folder.join(".env");
+    if !path.is_file() {
+        return Ok(BTreeMap::new());
+    }
+    let shown = path.display().to_string();
+    let failed = |error: dotenvy::Error| match error {
+        dotenvy::Error::Io(source) => JobError::Read {
+            path: shown.clone(),
+            source,
+        },
+        other => JobError::Invalid {
+            findings: vec![Finding {
+                file: Some(shown.clone()),
+                message: format!("expected `NAME=value` lines: {other}"),
+                ..Finding::default()
+            }],
+        },
+    };
+    dotenvy::from_path_iter(&path)
+        .map_err(&failed)?
+        .map(|pair| pair.map_err(&failed))
+        .collect()
+}
+
+/// Looks variables up in the environment of this process, then in what [`dotenv`] found.
+pub fn env_with(dotenv: BTreeMap<String, String>) -> impl Fn(&str) -> Option<String> {
+    move |name| std::env::var(name).ok().or_else(|| dotenv.get(name).cloned())
+}

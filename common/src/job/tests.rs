@@ -1,0 +1,666 @@
+//! Whole configs: what parses, what does not, and what is said about it.
+
+use super::*;
+
+fn yaml(text: &str) -> Result<LoadedJob, JobError> {
+    parse(text, Format::Yaml, Some("job.yaml"), &LoadOptions::default())
+}
+
+const MINIMAL: &str = "\
+job: extension
+config:
+  name: cat
+  process:
+    - type: sd_trainer
+      training_folder: output
+      model:
+        name_or_path: base
+      network: {type: lora, linear: 8}
+      datasets:
+        - folder_path: pictures
+      train:
+        steps: 10
+";
+
+/// The minimal config with one line after the line that contains `after`.
+fn with(after: &str, line: &str) -> String {
+    assert!(MINIMAL.contains(after), "{after}");
+    MINIMAL
+        .lines()
+        .map(|l| {
+            if l.contains(after) {
+                format!("{l}\n{line}\n")
+            } else {
+                format!("{l}\n")
+            }
+        })
+        .collect()
+}
+
+#[test]
+fn minimal_config_gets_every_default() {
+    let job = yaml(MINIMAL).unwrap();
+    assert_eq!(job.warnings, []);
+    assert_eq!(job.spec.name, "cat");
+    let trainer = job.spec.process[0].trainer().unwrap();
+    assert_eq!(trainer.train.steps, 10);
+    assert_eq!(trainer.train.lr, 1e-6);
+    assert_eq!(trainer.save.save_every, Some(1000));
+    assert_eq!(trainer.network.as_ref().unwrap().linear, 8);
+    assert_eq!(trainer.network.as_ref().unwrap().linear_alpha, 1.0);
+    assert_eq!(trainer.sample.width, 512);
+    let support = job.spec.unsupported();
+    assert_eq!(support, Support::default());
+    let json = serde_json::to_string(&job.spec).unwrap();
+    assert_eq!(serde_json::from_str::<JobSpec>(&json).unwrap(), job.spec);
+}
+
+/// (what, config, line, key, part of the message)
+fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
+    vec![
+        (
+            "tab",
+            "job: extension\nconfig:\n\tname: x\n".into(),
+            3,
+            "",
+            "tab in the indentation",
+        ),
+        (
+            "tab deep",
+            with("type: sd_trainer", "\t  device: cpu"),
+            6,
+            "",
+            "tab in the indentation",
+        ),
+        (
+            "duplicate",
+            with("steps: 10", "        steps: 20"),
+            14,
+            "config.process[0].train.steps",
+            "given twice",
+        ),
+        (
+            "text for number",
+            MINIMAL.replace("10", "ten"),
+            13,
+            "config.process[0].train.steps",
+            "expected a whole number",
+        ),
+        (
+            "quoted number",
+            MINIMAL.replace("10", "'10'"),
+            13,
+            "config.process[0].train.steps",
+            "without quotes",
+        ),
+        (
+            "negative",
+            MINIMAL.replace("10", "-1"),
+            13,
+            "config.process[0].train.steps",
+            "whole number from 0",
+        ),
+        (
+            "fraction",
+            MINIMAL.replace("10", "1.5"),
+            13,
+            "config.process[0].train.steps",
+            "whole number",
+        ),
+        (
+            "list for map",
+            MINIMAL.replace("{type: lora, linear: 8}", "[1]"),
+            9,
+            "config.process[0].network",
+            "a map",
+        ),
+        (
+            "infinite",
+            with("steps: 10", "        lr: .inf"),
+            14,
+            "config.process[0].train.lr",
+            "finite",
+        ),
+        (
+            "near miss",
+            with("steps: 10", "        batch_sise: 2"),
+            14,
+            "config.process[0].train.batch_sise",
+            "did you mean `batch_size`",
+        ),
+        (
+            "near miss of rare",
+            with("steps: 10", "        train_turboo: true"),
+            14,
+            "config.process[0].train.train_turboo",
+            "`train_turbo`",
+        ),
+        (
+            "optimizer",
+            with("steps: 10", "        optimizer: adamww"),
+            14,
+            "config.process[0].train.optimizer",
+            "Did you mean `adamw`",
+        ),
+        (
+            "arch",
+            with("name_or_path: base", "        arch: sd17"),
+            9,
+            "config.process[0].model.arch",
+            "Known: sd1, sd2",
+        ),
+        (
+            "no type",
+            MINIMAL.replace("type: sd_trainer", "kind: sd_trainer"),
+            5,
+            "config.process[0]",
+            "needs the key `type`",
+        ),
+        (
+            "unknown type",
+            MINIMAL.replace("sd_trainer", "sd_trainr"),
+            5,
+            "config.process[0].type",
+            "Did you mean `sd_trainer`",
+        ),
+        (
+            "wrong job",
+            MINIMAL.replace("job: extension", "job: generate"),
+            5,
+            "config.process[0].type",
+            "`job: extension`",
+        ),
+        (
+            "no job",
+            MINIMAL.replace("job: extension\n", ""),
+            1,
+            "job",
+            "needs the key `job`",
+        ),
+        (
+            "no config",
+            "job: extension\n".into(),
+            1,
+            "config",
+            "needs the key `config`",
+        ),
+        (
+            "no name",
+            MINIMAL.replace("  name: cat\n", ""),
+            2,
+            "config.name",
+            "needs a `name`",
+        ),
+        (
+            "no model",
+            MINIMAL.replace("        name_or_path: base\n", "        dtype: bf16\n"),
+            7,
+            "config.process[0].model.name_or_path",
+            "needs the key",
+        ),
+        (
+            "no process",
+            "job: extension\nconfig: {name: x, process: []}\n".into(),
+            2,
+            "config.process",
+            "at least one",
+        ),
+        (
+            "no data",
+            MINIMAL.replace("      datasets:\n        - folder_path: pictures\n", ""),
+            5,
+            "config.process[0].datasets",
+            "at least one data set",
+        ),
+        (
+            "folder",
+            MINIMAL.replace("name: cat", "name: a/b"),
+            3,
+            "config.name",
+            "cannot name a folder",
+        ),
+        (
+            "truth",
+            MINIMAL.replace("name: cat", "name: yes"),
+            3,
+            "config.name",
+            "`yes`, which YAML 1.1 reads as the truth value true; put it in quotes",
+        ),
+        (
+            "variable",
+            MINIMAL.replace("pictures", "${NOWHERE}/x"),
+            11,
+            "config.process[0].datasets[0].folder_path",
+            "`NOWHERE` is not set",
+        ),
+        (
+            "flag",
+            with("type: sd_trainer", "      sample: {prompts: ['a cat --w wide']}"),
+            6,
+            "config.process[0].sample.prompts[0]",
+            "`--w` expects a whole number",
+        ),
+        (
+            "unclosed quote",
+            MINIMAL.replace("name: cat", "name: \"cat"),
+            0,
+            "",
+            "not valid YAML",
+        ),
+        (
+            "two documents",
+            format!("{MINIMAL}---\njob: x\n"),
+            14,
+            "",
+            "second document",
+        ),
+        (
+            "python tag",
+            MINIMAL.replace("pictures", "!!python/object:os.system x"),
+            11,
+            "config.process[0].datasets[0].folder_path",
+            "no meaning",
+        ),
+        ("empty", String::new(), 1, "", "empty"),
+        ("scalar", "hello".into(), 1, "", "expected a map"),
+        (
+            "poi",
+            with("- folder_path", "          poi: {x: 1}"),
+            12,
+            "config.process[0].datasets[0].poi",
+            "was removed",
+        ),
+        (
+            "dataset type",
+            with("- folder_path", "          type: video"),
+            12,
+            "config.process[0].datasets[0].type",
+            "not a known dataset type",
+        ),
+        (
+            "two accumulations",
+            with(
+                "steps: 10",
+                "        gradient_accumulation: 2\n        gradient_accumulation_steps: 2",
+            ),
+            15,
+            "config.process[0].train.gradient_accumulation_steps",
+            "together",
+        ),
+        (
+            "cluster",
+            format!("{MINIMAL}cluster: {{device: tpu}}\n"),
+            14,
+            "cluster.device",
+            "Known: cuda, metal, cpu",
+        ),
+        ("recursive alias", "a: &a [*a]\n".into(), 0, "", ""),
+        (
+            "merge of list",
+            "job: extension\nconfig: {<<: [1]}\n".into(),
+            2,
+            "config",
+            "merges maps",
+        ),
+    ]
+}
+
+#[test]
+fn every_mistake_has_its_line_and_key() {
+    let mut wrong = Vec::new();
+    for (what, text, line, key, part) in mistakes() {
+        match yaml(&text) {
+            Ok(_) => wrong.push(format!("{what}: accepted")),
+            Err(error) => {
+                let first = &error.findings()[0];
+                let found = first.file.as_deref() == Some("job.yaml")
+                    && (line == 0 || first.line == Some(line))
+                    && (key.is_empty() && line == 0 || first.key == key)
+                    && first.message.contains(part);
+                if !found {
+                    wrong.push(format!("{what}: expected {line} {key} {part}\n   found {error}"));
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn all_mistakes_are_told_at_once() {
+    let text = MINIMAL.replace("10", "ten").replace("linear: 8", "linear: eight");
+    let error = yaml(&text).unwrap_err();
+    assert_eq!(
+        error.findings().iter().map(|f| f.line.unwrap()).collect::<Vec<_>>(),
+        [9, 13]
+    );
+}
+
+#[test]
+fn unknown_keys_warn_and_nulls_warn_where_they_matter() {
+    let text = with(
+        "steps: 10",
+        "        something_else: 1\n        lr: null\n        max_loss: null\n        batch_size: 1",
+    );
+    let job = yaml(&text).unwrap();
+    let found: Vec<(&str, u32)> = job.warnings.iter().map(|f| (f.key.as_str(), f.line.unwrap())).collect();
+    assert_eq!(found.len(), 2);
+    assert!(found.contains(&("config.process[0].train.lr", 15)));
+    assert!(found.contains(&("config.process[0].train.something_else", 14)));
+    assert_eq!(job.spec.process[0].trainer().unwrap().train.lr, 1e-6);
+}
+
+#[test]
+fn variables_and_names_are_filled_in() {
+    let text = "\
+# ${UNSET_IN_A_COMMENT}
+job: extension
+config:
+  name: cat
+  process:
+    - type: sd_trainer
+      name: '[name]_v2'
+      training_folder: ${OUT}/x
+      trigger_word: \"${NUMBER}\"
+      model: {name_or_path: base}
+      network: {type: lora}
+      datasets: [{folder_path: 'data/[name]'}]
+      train:
+        steps: ${NUMBER}
+";
+    let env = |name: &str| match name {
+        "OUT" => Some("/data".to_owned()),
+        "NUMBER" => Some("42".to_owned()),
+        _ => None,
+    };
+    let options = LoadOptions {
+        env: &env,
+        ..LoadOptions::default()
+    };
+    let job = parse(text, Format::Yaml, None, &options).unwrap();
+    let trainer = job.spec.process[0].trainer().unwrap();
+    assert_eq!(trainer.training_folder.as_deref(), Some("/data/x"));
+    assert_eq!(trainer.train.steps, 42);
+    assert_eq!(trainer.trigger_word.as_deref(), Some("42"));
+    assert_eq!(trainer.name.as_deref(), Some("cat_v2"));
+    assert_eq!(trainer.datasets[0].folder_path.as_deref(), Some("data/cat"));
+    assert!(job.text.contains("${OUT}"), "the text stays unexpanded");
+    let options = LoadOptions {
+        env: &env,
+        name_override: Some("dog"),
+        ..LoadOptions::default()
+    };
+    let job = parse(text, Format::Yaml, None, &options).unwrap();
+    assert_eq!(job.spec.name, "cat");
+    assert_eq!(job.spec.process[0].name(), Some("dog_v2"));
+    let job = parse(
+        &text.replace("name: cat", "name: '[name]'"),
+        Format::Yaml,
+        None,
+        &options,
+    )
+    .unwrap();
+    assert_eq!(job.spec.name, "dog");
+}
+
+#[test]
+fn anchors_and_merge_keys() {
+    let text = "\
+shared: &shared
+  resolution: [512, 768]
+  caption_ext: txt
+job: extension
+config:
+  name: cat
+  process:
+    - type: sd_trainer
+      training_folder: output
+      model: {name_or_path: base}
+      network: {type: lora}
+      datasets:
+        - <<: *shared
+          folder_path: a
+        - <<: [*shared]
+          folder_path: b
+          caption_ext: .cap
+";
+    let job = yaml(text).unwrap();
+    assert_eq!(job.warnings.len(), 1, "only the unknown key `shared`");
+    let trainer = job.spec.process[0].trainer().unwrap();
+    let split = trainer.split_datasets();
+    let seen: Vec<(&str, u32, &str)> = split
+        .iter()
+        .map(|d| (d.path().unwrap(), d.resolution[0], d.caption_ext.as_str()))
+        .collect();
+    assert_eq!(
+        seen,
+        [
+            ("a", 512, ".txt"),
+            ("a", 768, ".txt"),
+            ("b", 512, ".cap"),
+            ("b", 768, ".cap")
+        ]
+    );
+}
+
+#[test]
+fn json_and_jsonc() {
+    let text = r#"{"job": "extension", "config": {"name": "cat", "process": [{
+  "type": "sd_trainer", "training_folder": "output", "model": {"name_or_path": "base"},
+  "network": {"type": "lora"}, "datasets": [{"folder_path": "x"}], "train": {"lr": 1e-4}
+}]}}"#;
+    let job = parse(text, Format::Json, None, &LoadOptions::default()).unwrap();
+    assert_eq!(job.spec.process[0].trainer().unwrap().train.lr, 1e-4);
+    let commented = text
+        .replace("\"train\"", "// how\n  \"train\"")
+        .replace("1e-4}", "1e-4,}");
+    assert!(parse(&commented, Format::Jsonc, None, &LoadOptions::default()).is_ok());
+    let error = parse(&commented, Format::Json, None, &LoadOptions::default()).unwrap_err();
+    assert_eq!(error.findings()[0].line, Some(3));
+    assert!(error.to_string().contains(".jsonc"), "{error}");
+    let twice = text.replace("\"lr\": 1e-4", "\"lr\": 1e-4,\n   \"lr\": 2");
+    let error = parse(&twice, Format::Json, None, &LoadOptions::default()).unwrap_err();
+    let first = &error.findings()[0];
+    assert_eq!(
+        (first.line, first.column, first.key.as_str()),
+        (Some(4), Some(4), "config.process[0].train.lr")
+    );
+    let wrong = text.replace("1e-4", "\"fast\"");
+    let error = parse(&wrong, Format::Json, None, &LoadOptions::default()).unwrap_err();
+    assert_eq!(
+        (error.findings()[0].line, error.findings()[0].key.as_str()),
+        (Some(3), "config.process[0].train.lr")
+    );
+}
+
+#[test]
+fn unsupported_keys_are_errors_or_warnings_with_their_line() {
+    let text = with(
+        "steps: 10",
+        "        train_text_encoder: true\n        max_loss: 0.5\n        optimizer: prodigyopt\n        unet_lr: 1e-4\n        gradient_checkpointing: false\n        timestep_type: weighted\n        optimizer_params: {weight_decay: 0.01, speed: 9}",
+    );
+    let job = yaml(&text).unwrap();
+    let support = job.spec.unsupported();
+    let errors: Vec<(&str, u32)> = support
+        .errors
+        .iter()
+        .map(|f| (f.key.rsplit("train.").next().unwrap(), f.line.unwrap()))
+        .collect();
+    assert!(errors.contains(&("train_text_encoder", 14)), "{support}");
+    assert!(errors.contains(&("max_loss", 15)));
+    assert!(errors.contains(&("optimizer", 16)));
+    assert_eq!(errors.len(), 3, "{support}");
+    assert_eq!(support.warnings.len(), 1, "{support}");
+    assert!(support.warnings[0].key.ends_with("unet_lr"));
+    // The places survive the trip to the coordinator and into the child.
+    let json = serde_json::to_value(&job.spec).unwrap();
+    let back: JobSpec = serde_json::from_value(json).unwrap();
+    assert_eq!(back.unsupported(), support);
+}
+
+#[test]
+fn adam_parameters_are_checked() {
+    let text = with("steps: 10", "        optimizer_params: {weight_decay: 0.01, speed: 9}");
+    let support = yaml(&text).unwrap().spec.unsupported();
+    assert_eq!(support.errors.len(), 1);
+    assert!(support.errors[0].message.contains("`adamw` has no parameter `speed`"));
+    assert_eq!(support.errors[0].line, Some(14));
+}
+
+#[test]
+fn inputs_are_listed() {
+    let text = with(
+        "type: sd_trainer",
+        "      sample:\n        samples:\n          - prompt: 'a --ctrl_img c.png'\n            ctrl_img_2: d.png",
+    );
+    let text = text.replace("linear: 8", "pretrained_lora_path: l.safetensors");
+    let inputs = yaml(&text).unwrap().spec.inputs();
+    let found: Vec<(&str, InputKind, &str)> = inputs
+        .iter()
+        .map(|i| (i.config_path.as_str(), i.kind, i.key.as_str()))
+        .collect();
+    for expected in [
+        ("base", InputKind::Model, "config.process[0].model.name_or_path"),
+        (
+            "pictures",
+            InputKind::Dataset,
+            "config.process[0].datasets[0].folder_path",
+        ),
+        (
+            "l.safetensors",
+            InputKind::Lora,
+            "config.process[0].network.pretrained_lora_path",
+        ),
+        (
+            "c.png",
+            InputKind::ControlImages,
+            "config.process[0].sample.samples[0].prompt",
+        ),
+        (
+            "d.png",
+            InputKind::ControlImages,
+            "config.process[0].sample.samples[0].ctrl_img_2",
+        ),
+    ] {
+        assert!(found.contains(&expected), "{expected:?} not in {found:?}");
+    }
+    assert_eq!(found.len(), 5);
+}
+
+#[test]
+fn configs_are_found_by_name_and_by_path() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::create_dir(dir.path().join("config")).unwrap();
+    std::fs::write(dir.path().join("config/cat.yaml"), MINIMAL).unwrap();
+    let options = LoadOptions {
+        search_dir: Some(dir.path()),
+        ..LoadOptions::default()
+    };
+    let absolute = dir.path().join("config/cat.yaml");
+    for name in ["cat", "cat.yaml", "config/cat.yaml", absolute.to_str().unwrap()] {
+        assert_eq!(load(name, &options).unwrap().path.unwrap(), absolute, "{name}");
+    }
+    let error = load("dog", &options).unwrap_err();
+    assert!(error.to_string().contains("config/dog.yaml"), "{error}");
+    std::fs::write(dir.path().join("config/cat.txt"), MINIMAL).unwrap();
+    assert!(matches!(
+        load("config/cat.txt", &options),
+        Err(JobError::UnknownFormat { .. })
+    ));
+    std::fs::write(dir.path().join("config/bad.yaml"), b"job: a\nname: caf\xe9\n").unwrap();
+    let error = load("bad", &options).unwrap_err();
+    assert_eq!(
+        (error.findings()[0].line, error.findings()[0].column),
+        (Some(2), Some(10))
+    );
+    std::fs::write(dir.path().join(".env"), "TOKEN=abc\n").unwrap();
+    assert_eq!(
+        dotenv(dir.path()).unwrap().get("TOKEN").map(String::as_str),
+        Some("abc")
+    );
+}
+
+mod hostile {
+    use super::*;
+    use proptest::prelude::*;
+    use std::time::{Duration, Instant};
+
+    fn timed(what: &str, text: &str, format: Format) {
+        let start = Instant::now();
+        let _ = parse(text, format, None, &LoadOptions::default());
+        let took = start.elapsed();
+        assert!(took < Duration::from_secs(20), "{what} took {took:?}");
+    }
+
+    #[test]
+    fn alias_bombs_deep_nesting_and_big_files_are_refused_in_time() {
+        let mut bomb = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n".to_owned();
+        for level in 1..12 {
+            let inner = format!("*a{},", level - 1).repeat(10);
+            bomb.push_str(&format!("a{level}: &a{level} [{}]\n", inner.trim_end_matches(',')));
+        }
+        let error = yaml(&bomb).unwrap_err();
+        assert!(error.to_string().contains("grows beyond"), "{error}");
+        for (text, format) in [
+            ("[".repeat(100_000), Format::Yaml),
+            ("- ".repeat(100_000), Format::Yaml),
+            ("{a: ".repeat(100_000), Format::Yaml),
+            ("[".repeat(100_000), Format::Json),
+            ("[".repeat(300) + &"]".repeat(300), Format::Json),
+            ("{\"a\":".repeat(100_000), Format::Jsonc),
+        ] {
+            let error = parse(&text, format, None, &LoadOptions::default()).unwrap_err();
+            assert!(error.to_string().contains("inside each other"), "{error}");
+        }
+        let error = yaml(&"a".repeat(11 << 20)).unwrap_err();
+        assert!(error.to_string().contains("larger than 10 MiB"), "{error}");
+        timed(
+            "many keys",
+            &(0..20_000).map(|i| format!("key{i}: {i}\n")).collect::<String>(),
+            Format::Yaml,
+        );
+        timed("one long line", &"a ".repeat(1 << 18), Format::Yaml);
+        timed("quotes", &"'".repeat(1 << 16), Format::Yaml);
+        timed(
+            "anchors",
+            &(0..5_000).map(|i| format!("- &a{i} x\n")).collect::<String>(),
+            Format::Yaml,
+        );
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+
+        #[test]
+        fn any_bytes_end_in_a_job_or_an_error(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+            let text = String::from_utf8_lossy(&bytes);
+            for format in [Format::Yaml, Format::Json, Format::Jsonc] {
+                let _ = parse(&text, format, None, &LoadOptions::default());
+            }
+        }
+
+        #[test]
+        fn any_yaml_like_text_ends_in_a_job_or_an_error(text in "([a-z]{1,3}|: |- |\n|  |\\[|\\]|\\{|\\}|,|&a|\\*a|<<: |'|\"|\\||>|#|!!|\\$\\{A\\}|1e4|\t){0,60}") {
+            let _ = yaml(&text);
+            let _ = parse(&text, Format::Jsonc, None, &LoadOptions::default());
+        }
+
+        #[test]
+        fn a_config_with_one_place_changed_never_panics(at in 0usize..MINIMAL.len(), replacement in ".{0,3}") {
+            let mut text = MINIMAL.to_owned();
+            text.replace_range(at..=at, &replacement);
+            if let Ok(job) = yaml(&text) {
+                let _ = job.spec.unsupported();
+                let _ = job.spec.inputs();
+                let json = serde_json::to_string(&job.spec).unwrap();
+                prop_assert_eq!(serde_json::from_str::<JobSpec>(&json).unwrap(), job.spec);
+            }
+        }
+
+        #[test]
+        fn prompts_of_any_kind_are_taken_apart(text in ".{0,80}") {
+            let flags = prompt::PromptFlags::parse(&text);
+            prop_assert!(flags.width.is_none_or(|w| w >= 64 && w % 8 == 0));
+        }
+    }
+}
