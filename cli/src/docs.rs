@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 
 const INTRODUCTION: &str = "# The `aitk` command line
 
-<!-- Made from the program: `AITK_UPDATE_DOCS=1 cargo test -p aitk docs`. Do not edit. -->
+<!-- Made from the program: `AITK_UPDATE_GOLDEN=1 cargo test -p aitk docs`. Do not edit. -->
 
 Data goes to standard output; progress, notices, warnings and errors go to standard error. On a terminal lists are tables
 that fit its width; in a pipe the same columns come with tabs between them, nothing shortened (unless `COLUMNS` is set).
@@ -79,14 +79,14 @@ mod tests {
     fn docs_cli_md_is_what_the_program_says() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/cli.md");
         let made = markdown();
-        if std::env::var_os("AITK_UPDATE_DOCS").is_some() {
+        if std::env::var_os("AITK_UPDATE_GOLDEN").is_some() {
             std::fs::create_dir_all(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs")).unwrap();
             std::fs::write(path, &made).unwrap();
         }
         let found = std::fs::read_to_string(path).unwrap_or_default();
         assert!(
             found == made,
-            "docs/cli.md is out of date: run AITK_UPDATE_DOCS=1 cargo test -p aitk docs"
+            "docs/cli.md is out of date: run AITK_UPDATE_GOLDEN=1 cargo test -p aitk docs"
         );
         for line in made.lines().skip_while(|line| !line.starts_with("## `aitk`")) {
             assert!(line.chars().count() <= 80, "too wide for a terminal: {line}");

@@ -289,7 +289,7 @@ mod tests {
             assert!(line.width() <= 80, "{line}");
         }
         assert!(lines[1].starts_with("0193aaaa  a_lora"), "{}", lines[1]);
-        assert!(lines[1].contains("running    1200/20000   1h ago"), "{}", lines[1]);
+        assert!(lines[1].contains("running  1200/20000  1h ago"), "{}", lines[1]);
         let device = Device {
             device: DeviceRef {
                 kind: DeviceKind::Cuda,

@@ -1,0 +1,147 @@
+//! `artifacts ls` and `artifacts get`.
+
+use super::Context;
+use crate::args::{ArtifactsGetArgs, ArtifactsLsArgs};
+use crate::download::{Present, fetch, is_chosen, present, target};
+use crate::exit::Exit;
+use crate::failure::{CommandResult, Failure};
+use crate::output::Format;
+use crate::output::format::size;
+use crate::views::artifacts_table;
+use aitk_common::control::Artifact;
+use aitk_common::hash::ContentHash;
+use serde_json::json;
+use std::path::PathBuf;
+
+pub(super) async fn ls(context: &Context, args: ArtifactsLsArgs) -> CommandResult {
+    let ui = context.ui(true);
+    let api = context.api().await?;
+    let job = api.resolve(&args.job).await?;
+    let artifacts = api.artifacts(&job.id).await?;
+    match Format::from_flags(args.json, args.quiet) {
+        Format::Json => ui.json(&json!({ "job": job.id, "artifacts": artifacts }))?,
+        Format::Quiet => {
+            ui.data_lines(
+                artifacts
+                    .iter()
+                    .map(|artifact| crate::output::format::printable(&artifact.name)),
+            )?;
+        }
+        Format::Human => {
+            ui.table(&artifacts_table(&artifacts))?;
+            if artifacts.is_empty() {
+                ui.notice(&format!("nothing yet; the job is {}", job.state));
+            }
+        }
+    }
+    Ok(Exit::Ok)
+}
+
+/// One file to be fetched.
+struct Item {
+    name: String,
+    hash: ContentHash,
+    bytes: u64,
+    path: PathBuf,
+    status: &'static str,
+}
+
+pub(super) async fn get(context: &Context, args: ArtifactsGetArgs) -> CommandResult {
+    let ui = context.ui(args.no_progress);
+    let api = context.api().await?;
+    let job = api.resolve(&args.job).await?;
+    let chosen = choose(api.artifacts(&job.id).await?, &args.names)?;
+    let mut items = Vec::new();
+    for artifact in chosen {
+        let Some(hash) = artifact.hash else {
+            let place = artifact.local_path.as_deref().unwrap_or("where its config says");
+            return Err(Failure::new(
+                Exit::Conflict,
+                format!("{} was written in place: {place}", artifact.name),
+            )
+            .hint("jobs of `aitk run` leave their files there; nothing has to be fetched"));
+        };
+        // Every name is checked before anything is written.
+        let path = target(&args.output, &artifact.name)?;
+        items.push(Item {
+            name: artifact.name,
+            hash,
+            bytes: artifact.bytes,
+            path,
+            status: "fetched",
+        });
+    }
+
+    let total = items.iter().map(|item| item.bytes).sum();
+    let mut wait = ui.bytes("fetching", total);
+    let mut done = 0_u64;
+    for item in &mut items {
+        wait.say(item.name.rsplit('/').next().unwrap_or(&item.name));
+        match present(&item.path, item.hash, item.bytes)? {
+            Present::Same => {
+                item.status = "present";
+                done += item.bytes;
+                wait.set(done, total);
+                continue;
+            }
+            Present::Other if !args.force => {
+                return Err(Failure::new(
+                    Exit::Conflict,
+                    format!("{} is there already, with another content", item.path.display()),
+                )
+                .hint("--force replaces it; or choose another folder with -o"));
+            }
+            Present::Other => item.status = "replaced",
+            Present::No => {}
+        }
+        let progress = |more: i64| {
+            done = done.saturating_add_signed(more);
+            wait.set(done, total);
+        };
+        tokio::select! {
+            fetched = Box::pin(fetch(&api, item.hash, item.bytes, &item.path, progress)) => fetched?,
+            _ = tokio::signal::ctrl_c() => {
+                drop(wait);
+                ui.notice("stopped; the same command goes on with what is missing");
+                return Ok(Exit::Interrupted);
+            }
+        }
+    }
+    drop(wait);
+
+    if args.json {
+        let files: Vec<_> = items
+            .iter()
+            .map(|item| json!({ "name": item.name, "path": item.path, "bytes": item.bytes, "hash": item.hash, "status": item.status }))
+            .collect();
+        ui.json(&json!({ "job": job.id, "files": files }))?;
+    } else {
+        ui.data_lines(items.iter().map(|item| item.path.display().to_string()))?;
+        let present = items.iter().filter(|item| item.status == "present").count();
+        let fetched = items.len() - present;
+        let kept = if present > 0 {
+            format!(", {present} were there already")
+        } else {
+            String::new()
+        };
+        ui.notice(&format!("{fetched} files fetched{kept} ({})", size(total)));
+    }
+    Ok(Exit::Ok)
+}
+
+/// Those that are asked for; all without names.
+fn choose(artifacts: Vec<Artifact>, names: &[String]) -> Result<Vec<Artifact>, Failure> {
+    for wanted in names {
+        if !artifacts.iter().any(|artifact| is_chosen(&artifact.name, wanted)) {
+            return Err(
+                Failure::not_found(format!("the job made nothing that is called '{wanted}'"))
+                    .hint("`aitk artifacts ls JOB` lists what there is"),
+            );
+        }
+    }
+    if artifacts.is_empty() {
+        return Err(Failure::not_found("the job has made nothing yet"));
+    }
+    let chosen = |artifact: &Artifact| names.is_empty() || names.iter().any(|w| is_chosen(&artifact.name, w));
+    Ok(artifacts.into_iter().filter(chosen).collect())
+}

@@ -1,0 +1,378 @@
+//! `doctor`: what is here, what is reachable, and what to do about what is wrong.
+
+use super::{Context, env};
+use crate::api::Api;
+use crate::args::DoctorArgs;
+use crate::exit::Exit;
+use crate::failure::CommandResult;
+use crate::output::format::{ago, gib, printable};
+use crate::output::{Column, Table, Ui};
+use crate::paths::display_path;
+use crate::settings::{Settings, TokenSource, UpState};
+use crate::views::{device, moment};
+use aitk_common::capability::Device;
+use aitk_common::control::{PROTOCOL_VERSION, ServerInfo};
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+
+/// Less than this is soon full: one SD 1.5 checkpoint with its samples and a data set.
+const LITTLE_DISK: u64 = 5 << 30;
+
+/// Something that is wrong, and what to do.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+struct Problem {
+    what: String,
+    fix: String,
+}
+
+/// Room on the disk of one folder of ours.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+struct Disk {
+    purpose: &'static str,
+    path: PathBuf,
+    free: Option<u64>,
+    /// Folders with the same number share a disk.
+    #[serde(skip)]
+    filesystem: u64,
+}
+
+/// A setting as it is shown: never the token itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+struct Shown {
+    value: Option<String>,
+    origin: Option<String>,
+}
+
+/// Everything that was found.
+#[derive(Debug, Default, Serialize)]
+struct Report {
+    ok: bool,
+    version: &'static str,
+    protocol: u32,
+    embedded: bool,
+    server: Shown,
+    token: Shown,
+    ca_file: Shown,
+    coordinator: Option<ServerInfo>,
+    devices: Vec<Device>,
+    disks: Vec<Disk>,
+    problems: Vec<Problem>,
+}
+
+pub(super) async fn doctor(context: &Context, args: DoctorArgs) -> CommandResult {
+    let ui = context.ui(args.json);
+    let mut report = Report {
+        version: env!("CARGO_PKG_VERSION"),
+        protocol: PROTOCOL_VERSION,
+        embedded: cfg!(feature = "embedded"),
+        ..Report::default()
+    };
+    let problems = &mut report.problems;
+    match context.settings() {
+        Ok(settings) => {
+            report.server = shown(
+                settings
+                    .server
+                    .as_ref()
+                    .map(|s| (s.value.clone(), s.origin.to_string())),
+            );
+            report.token = shown(settings.token.as_ref().map(|token| {
+                let value = match &token.value {
+                    TokenSource::Value(_) => "(set)".to_owned(),
+                    TokenSource::File(path) => path.display().to_string(),
+                };
+                (value, token.origin.to_string())
+            }));
+            report.ca_file = shown(
+                settings
+                    .ca_file
+                    .as_ref()
+                    .map(|s| (s.value.display().to_string(), s.origin.to_string())),
+            );
+            let _spinner = (!args.json && ui.has_bars()).then(|| ui.spinner("asking the coordinator"));
+            report.coordinator = coordinator(context, &settings, problems).await;
+        }
+        Err(failure) => problems.push(Problem {
+            what: failure.message,
+            fix: failure.hints.join("; "),
+        }),
+    }
+    {
+        let _spinner = (!args.json && ui.has_bars()).then(|| ui.spinner("trying the devices"));
+        report.devices = devices(problems).await;
+    }
+    report.disks = disks(context);
+    crowded(&report.disks, problems);
+    report.ok = problems.is_empty();
+
+    if args.json {
+        ui.json(&report)?
+    } else {
+        show(&ui, &report)?
+    }
+    Ok(if report.ok { Exit::Ok } else { Exit::Failed })
+}
+
+fn shown(setting: Option<(String, String)>) -> Shown {
+    let (value, origin) = setting.unzip();
+    Shown { value, origin }
+}
+
+async fn coordinator(context: &Context, settings: &Settings, problems: &mut Vec<Problem>) -> Option<ServerInfo> {
+    if settings.server.is_none() {
+        if !cfg!(feature = "embedded") {
+            let fix = "give --server URL, set AITK_SERVER, or write `server: URL` into ./aitk.yaml".to_owned();
+            problems.push(Problem {
+                what: "no coordinator is named, and this small client needs one".to_owned(),
+                fix,
+            });
+        }
+        return None;
+    }
+    let up_path = context.paths.up_state();
+    if let Ok(Some(up)) = UpState::read(&up_path)
+        && !is_alive(up.pid)
+    {
+        let what = format!(
+            "{} was left by an `aitk up` that no longer runs (process {})",
+            up_path.display(),
+            up.pid
+        );
+        problems.push(Problem {
+            what,
+            fix: format!("start `aitk up` again, or: rm {}", up_path.display()),
+        });
+    }
+    let asked = match Api::from_settings(settings).await {
+        Ok(api) => api.info().await,
+        Err(failure) => Err(failure),
+    };
+    match asked {
+        Ok(info) => {
+            if info.workers_connected == 0 {
+                let fix = "start one on each machine: aitk-worker --server URL --token-file FILE".to_owned();
+                problems.push(Problem {
+                    what: "the coordinator has no workers; jobs wait".to_owned(),
+                    fix,
+                });
+            }
+            if info.version != env!("CARGO_PKG_VERSION") {
+                tracing::info!(theirs = %info.version, "the coordinator is another version of aitk");
+            }
+            Some(info)
+        }
+        Err(failure) => {
+            problems.push(Problem {
+                what: failure.message,
+                fix: failure.hints.join("; "),
+            });
+            None
+        }
+    }
+}
+
+/// Whether a process runs. One that belongs to somebody else does.
+fn is_alive(pid: u32) -> bool {
+    let Ok(pid) = i32::try_from(pid) else { return false };
+    !matches!(
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), None),
+        Err(nix::errno::Errno::ESRCH)
+    )
+}
+
+#[cfg(feature = "embedded")]
+async fn devices(problems: &mut Vec<Problem>) -> Vec<Device> {
+    let devices = tokio::task::spawn_blocking(aitk_worker::probe::devices)
+        .await
+        .unwrap_or_default();
+    for found in devices
+        .iter()
+        .filter(|found| !found.dtypes.iter().any(|dtype| dtype == "f32"))
+    {
+        problems.push(Problem {
+            what: format!(
+                "{} ({}) does not compute f32 correctly",
+                device(found.device),
+                printable(&found.name)
+            ),
+            fix: "update its driver; until then use another device with --device".to_owned(),
+        });
+    }
+    devices
+}
+
+#[cfg(not(feature = "embedded"))]
+#[allow(clippy::unused_async)]
+async fn devices(_problems: &mut Vec<Problem>) -> Vec<Device> {
+    Vec::new()
+}
+
+fn disks(context: &Context) -> Vec<Disk> {
+    let paths = &context.paths;
+    [
+        ("this folder", context.directory.clone()),
+        ("data", paths.data.clone()),
+        ("state", paths.state.clone()),
+        ("cache", paths.cache.clone()),
+        ("temporary", std::env::temp_dir()),
+    ]
+    .into_iter()
+    .map(|(purpose, path)| {
+        // A folder that is not there yet will lie on the disk of the one above it.
+        let there = path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+        let space = nix::sys::statvfs::statvfs(there).ok();
+        // Field types differ between systems.
+        #[allow(clippy::useless_conversion)]
+        let free = space.map(|s| u64::from(s.blocks_available()).saturating_mul(u64::from(s.fragment_size())));
+        let filesystem = std::os::unix::fs::MetadataExt::dev(&match std::fs::metadata(there) {
+            Ok(meta) => meta,
+            Err(_) => {
+                return Disk {
+                    purpose,
+                    path,
+                    free,
+                    filesystem: 0,
+                };
+            }
+        });
+        Disk {
+            purpose,
+            path,
+            free,
+            filesystem,
+        }
+    })
+    .collect()
+}
+
+fn crowded(disks: &[Disk], problems: &mut Vec<Problem>) {
+    let mut said = Vec::new();
+    for disk in disks {
+        if disk.free.is_some_and(|free| free < LITTLE_DISK) && !said.contains(&disk.filesystem) {
+            said.push(disk.filesystem);
+            problems.push(Problem {
+                what: format!(
+                    "only {} free where {} lies",
+                    gib(disk.free.unwrap_or(0)),
+                    disk.path.display()
+                ),
+                fix: "free some space; XDG_DATA_HOME, XDG_STATE_HOME and XDG_CACHE_HOME move aitk's folders".to_owned(),
+            });
+        }
+    }
+}
+
+fn show(ui: &Ui, report: &Report) -> Result<(), crate::failure::Failure> {
+    let kind = if report.embedded {
+        "runs jobs here"
+    } else {
+        "small client"
+    };
+    ui.data(&format!(
+        "aitk {}, protocol {}, {kind}",
+        report.version, report.protocol
+    ))?;
+    ui.data("\nCoordinator")?;
+    for (name, setting) in [
+        ("server", &report.server),
+        ("token", &report.token),
+        ("ca", &report.ca_file),
+    ] {
+        match (&setting.value, &setting.origin) {
+            (Some(value), Some(origin)) => {
+                ui.data(&format!("  {name:<8}{}", printable(value)))?;
+                ui.data(&format!("          from {}", printable(origin)))?;
+            }
+            _ if name == "server" => ui.data("  none named; `aitk up` starts one, `aitk run` needs none")?,
+            _ => {}
+        }
+    }
+    if let Some(info) = &report.coordinator {
+        let since = ago(moment(info.started), jiff::Timestamp::now());
+        ui.data(&format!(
+            "  answers version {}, protocol {}, started {since}",
+            printable(&info.version),
+            info.protocol
+        ))?;
+        let (workers, jobs) = (info.workers_connected, info.jobs_active);
+        ui.data(&format!(
+            "  storage {}, {workers} workers, {jobs} active jobs",
+            printable(&info.storage)
+        ))?;
+    }
+    ui.data("\nDevices of this machine")?;
+    if report.embedded {
+        let mut table = Table::new(&[
+            Column::fixed("DEVICE"),
+            Column::text("NAME", 12),
+            Column::number("BUDGET"),
+            Column::number("MEMORY"),
+            Column::fixed("PROFILE"),
+            Column::text("DTYPES", 10),
+        ]);
+        for found in &report.devices {
+            table.row([
+                device(found.device),
+                format!("{} ({})", found.name, found.architecture),
+                gib(found.memory_budget),
+                gib(found.memory_total),
+                found.profile.name().to_owned(),
+                found.dtypes.join(" "),
+            ]);
+        }
+        ui.table(&table)?;
+    } else {
+        ui.data("  not looked at by the small client")?;
+    }
+    ui.data("\nDisk space")?;
+    for disk in &report.disks {
+        let free = disk
+            .free
+            .map_or_else(|| "unknown".to_owned(), |free| format!("{} free", gib(free)));
+        ui.data(&format!(
+            "  {:<12}{free:>16}  {}",
+            disk.purpose,
+            display_path(&disk.path, &env)
+        ))?;
+    }
+    if report.problems.is_empty() {
+        return ui.data("\nNo problems found.");
+    }
+    ui.data("\nProblems")?;
+    for (index, problem) in report.problems.iter().enumerate() {
+        ui.data(&format!("  {}. {}", index + 1, printable(&problem.what)))?;
+        if !problem.fix.is_empty() {
+            ui.data(&format!("     fix: {}", printable(&problem.fix)))?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_disk_is_said_once() {
+        let disk = |purpose, free, filesystem| Disk {
+            purpose,
+            path: purpose.into(),
+            free: Some(free),
+            filesystem,
+        };
+        let mut problems = Vec::new();
+        crowded(
+            &[disk("a", 1 << 30, 1), disk("b", 1 << 30, 1), disk("c", 9 << 30, 2)],
+            &mut problems,
+        );
+        assert_eq!(problems.len(), 1);
+        assert!(problems[0].what.contains("1.0 GiB free"), "{problems:?}");
+    }
+
+    #[test]
+    fn our_own_process_is_alive_and_nonsense_is_not() {
+        assert!(is_alive(std::process::id()));
+        assert!(!is_alive(u32::MAX));
+        assert!(!is_alive(i32::MAX as u32));
+    }
+}

@@ -1,0 +1,67 @@
+//! `init`: a commented job file.
+
+use super::Context;
+use crate::args::InitArgs;
+use crate::download::disk;
+use crate::exit::Exit;
+use crate::failure::{CommandResult, Failure};
+use aitk_common::fsutil;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+const TEMPLATE: &str = include_str!("../templates/job.yaml");
+
+pub(super) fn init(context: &Context, args: &InitArgs) -> CommandResult {
+    let ui = context.ui(true);
+    let path = file_of(&args.path);
+    if !args.force && path.symlink_metadata().is_ok() {
+        return Err(
+            Failure::new(Exit::Conflict, format!("{} is there already", path.display()))
+                .hint("give another name, or --force to overwrite it"),
+        );
+    }
+    fsutil::create_dir_all(fsutil::folder_of(&path)).map_err(|error| disk(&error))?;
+    let text = TEMPLATE.replace("THIS_FILE", &shell_word(&path));
+    fsutil::write_atomic(&path, |out| out.write_all(text.as_bytes())).map_err(|error| disk(&error))?;
+    ui.data(&path.display().to_string())?;
+    ui.notice("set the model, the data set and the trigger word in it, then:");
+    ui.notice(&format!("  aitk run {}", shell_word(&path)));
+    Ok(Exit::Ok)
+}
+
+/// A folder means `job.yaml` in it.
+fn file_of(path: &Path) -> PathBuf {
+    let names_folder = path.to_string_lossy().ends_with('/') || path.is_dir();
+    let is_config = path.extension().is_some_and(|ext| ext == "yaml" || ext == "yml");
+    if names_folder || !is_config {
+        path.join("job.yaml")
+    } else {
+        path.to_owned()
+    }
+}
+
+/// A path as it is typed in a shell.
+pub(super) fn shell_word(path: &Path) -> String {
+    let text = path.strip_prefix("./").unwrap_or(path).display().to_string();
+    let plain = |c: char| c.is_alphanumeric() || "/._-+=@%,:~".contains(c);
+    if !text.is_empty() && text.chars().all(plain) {
+        text
+    } else {
+        format!("'{}'", text.replace('\'', r"'\''"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn folders_and_files_are_told_apart() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(file_of(dir.path()), dir.path().join("job.yaml"));
+        assert_eq!(file_of(Path::new("config/")), Path::new("config/job.yaml"));
+        assert_eq!(file_of(Path::new("config/a.yaml")), Path::new("config/a.yaml"));
+        assert_eq!(file_of(Path::new("new")), Path::new("new/job.yaml"));
+        assert_eq!(shell_word(Path::new("./my job.yaml")), "'my job.yaml'");
+    }
+}

@@ -1,0 +1,190 @@
+//! `ps`, `wait`, `stop`, `resume`.
+
+use super::Context;
+use crate::api::Api;
+use crate::args::{PsArgs, ResumeArgs, StopArgs, WaitArgs};
+use crate::exit::Exit;
+use crate::failure::{CommandResult, Failure};
+use crate::follow::PATIENCE;
+use crate::output::{Format, Ui};
+use crate::views::{job_exit, job_json, jobs_table};
+use aitk_common::control::{JobState, JobView};
+use futures::future::join_all;
+use serde_json::{Value, json};
+use std::time::Duration;
+
+/// How often `ps --watch` looks again.
+const WATCH_INTERVAL: Duration = Duration::from_secs(2);
+
+pub(super) async fn ps(context: &Context, args: PsArgs) -> CommandResult {
+    let ui = context.ui(true);
+    let api = context.api().await?;
+    let format = Format::from_flags(args.json, args.quiet);
+    loop {
+        let jobs = match api.list(args.all, 0).await {
+            // The next look may find it back.
+            Err(failure) if args.watch && failure.exit == Exit::Unreachable => {
+                ui.failure(&failure);
+                None
+            }
+            other => Some(other?),
+        };
+        if let Some(jobs) = &jobs {
+            if args.watch && format == Format::Human {
+                ui.clear_screen()?;
+            }
+            show_jobs(&ui, jobs, format, args.watch)?;
+        }
+        if !args.watch {
+            return Ok(Exit::Ok);
+        }
+        tokio::select! {
+            () = tokio::time::sleep(WATCH_INTERVAL) => {}
+            _ = tokio::signal::ctrl_c() => return Ok(Exit::Interrupted),
+        }
+    }
+}
+
+fn show_jobs(ui: &Ui, jobs: &[JobView], format: Format, stream: bool) -> Result<(), Failure> {
+    match format {
+        Format::Json => {
+            let value = json!({ "jobs": jobs.iter().map(job_json).collect::<Vec<Value>>() });
+            if stream { ui.json_line(&value) } else { ui.json(&value) }
+        }
+        Format::Quiet => ui.data_lines(jobs.iter().map(|job| job.id.as_str())),
+        Format::Human => {
+            // A script gets whole ids, a person those that fit.
+            ui.table(&jobs_table(jobs, jiff::Timestamp::now(), ui.width().is_none()))?;
+            if jobs.is_empty() && !stream {
+                ui.notice("no jobs; `aitk submit CONFIG` adds one");
+            }
+            Ok(())
+        }
+    }
+}
+
+/// Every job that is named, each once, in order.
+async fn resolve_all(api: &Api, names: &[String]) -> Result<Vec<JobView>, Failure> {
+    let mut jobs: Vec<JobView> = Vec::new();
+    for name in names {
+        let job = api.resolve(name).await?;
+        if jobs.iter().all(|known| known.id != job.id) {
+            jobs.push(job);
+        }
+    }
+    Ok(jobs)
+}
+
+pub(super) async fn wait(context: &Context, args: WaitArgs) -> CommandResult {
+    let ui = context.ui(false);
+    let api = context.api().await?;
+    let jobs = resolve_all(&api, &args.jobs).await?;
+    let ended = {
+        let _spinner = ui.has_bars().then(|| ui.spinner(&waiting_for(&jobs)));
+        let all = join_all(jobs.into_iter().map(|job| to_end(&api, &ui, job)));
+        let limit = args.timeout.unwrap_or(Duration::from_secs(u64::from(u32::MAX)));
+        tokio::select! {
+            ended = tokio::time::timeout(limit, all) => ended,
+            _ = tokio::signal::ctrl_c() => {
+                ui.notice("no longer waiting; the jobs go on");
+                return Ok(Exit::Interrupted);
+            }
+        }
+    };
+    let Ok(ended) = ended else {
+        return Err(
+            Failure::new(Exit::TimedOut, "the time is over and not every job has ended")
+                .hint("the jobs go on; `aitk ps` shows where they are"),
+        );
+    };
+    let ended: Vec<JobView> = ended.into_iter().collect::<Result<_, _>>()?;
+    match Format::from_flags(args.json, args.quiet) {
+        Format::Json => ui.json(&json!({ "jobs": ended.iter().map(job_json).collect::<Vec<Value>>() }))?,
+        Format::Quiet => ui.data_lines(ended.iter().map(|job| job.id.as_str()))?,
+        Format::Human => {
+            for job in &ended {
+                let reason = if job.state == JobState::Failed {
+                    format!(": {}", job.reason)
+                } else {
+                    String::new()
+                };
+                ui.data(&crate::output::format::printable(&format!(
+                    "{} {} {}{reason}",
+                    job.id, job.name, job.state
+                )))?;
+            }
+        }
+    }
+    Ok(ended
+        .iter()
+        .map(job_exit)
+        .find(|exit| *exit != Exit::Ok)
+        .unwrap_or(Exit::Ok))
+}
+
+fn waiting_for(jobs: &[JobView]) -> String {
+    match jobs {
+        [job] => format!("waiting for {}", crate::output::format::printable(&job.name)),
+        jobs => format!("waiting for {} jobs", jobs.len()),
+    }
+}
+
+/// Looks again and again until the job has ended; a coordinator that is away for a while is waited for.
+async fn to_end(api: &Api, ui: &Ui, mut job: JobView) -> Result<JobView, Failure> {
+    let mut pause = Duration::from_millis(200);
+    let mut away = Duration::ZERO;
+    while !job.state.is_ended() {
+        tokio::time::sleep(pause).await;
+        match api.get(job.id.as_str()).await {
+            Ok(seen) => (job, away) = (seen, Duration::ZERO),
+            Err(failure) if failure.exit == Exit::Unreachable && away < PATIENCE => {
+                if away.is_zero() {
+                    ui.warn(&format!("{failure}; trying again"));
+                }
+                away += pause;
+            }
+            Err(failure) => return Err(failure),
+        }
+        pause = (pause * 2).min(WATCH_INTERVAL);
+    }
+    Ok(job)
+}
+
+pub(super) async fn stop(context: &Context, args: StopArgs) -> CommandResult {
+    let ui = context.ui(true);
+    let api = context.api().await?;
+    let mut stopped = Vec::new();
+    for job in resolve_all(&api, &args.jobs).await? {
+        stopped.push(api.stop(&job.id, args.now).await?);
+    }
+    changed(&ui, &stopped, args.json, |job| match job.state {
+        JobState::Stopping if args.now => "ends without a save".to_owned(),
+        JobState::Stopping => "saves and stops; `aitk wait` waits for it".to_owned(),
+        state => format!("is {state}"),
+    })
+}
+
+pub(super) async fn resume(context: &Context, args: ResumeArgs) -> CommandResult {
+    let ui = context.ui(true);
+    let api = context.api().await?;
+    let mut resumed = Vec::new();
+    for job in resolve_all(&api, &args.jobs).await? {
+        resumed.push(api.resume(&job.id).await?);
+    }
+    changed(&ui, &resumed, args.json, |job| match job.checkpoint_step {
+        Some(step) => format!("is {}, goes on from step {step}", job.state),
+        None => format!("is {}, starts from the beginning: it has no checkpoint", job.state),
+    })
+}
+
+fn changed(ui: &Ui, jobs: &[JobView], json: bool, say: impl Fn(&JobView) -> String) -> CommandResult {
+    if json {
+        ui.json(&json!({ "jobs": jobs.iter().map(job_json).collect::<Vec<Value>>() }))?;
+        return Ok(Exit::Ok);
+    }
+    for job in jobs {
+        ui.data(job.id.as_str())?;
+        ui.notice(&crate::output::format::printable(&format!("{} {}", job.name, say(job))));
+    }
+    Ok(Exit::Ok)
+}

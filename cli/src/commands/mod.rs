@@ -1,0 +1,118 @@
+//! One file per verb.
+
+mod artifacts;
+mod doctor;
+mod init;
+mod jobs;
+mod logs;
+
+mod workers;
+
+use crate::api::Api;
+use crate::args::{ArtifactsCommand, Cli, Command, Global};
+use crate::exit::Exit;
+use crate::failure::{CommandResult, Failure};
+use crate::output::Ui;
+use crate::paths::Paths;
+use crate::settings::{Flags, Settings};
+use clap::CommandFactory;
+use std::path::PathBuf;
+
+/// What every command can draw on.
+pub struct Context {
+    /// Global flags.
+    pub global: Global,
+    /// This user's folders.
+    pub paths: Paths,
+    /// Where the command runs.
+    pub directory: PathBuf,
+}
+
+/// The process environment; a value that is not UTF-8 counts as unset.
+#[must_use]
+pub fn env(name: &str) -> Option<String> {
+    std::env::var(name).ok()
+}
+
+impl Context {
+    /// Looks at the environment.
+    ///
+    /// # Errors
+    /// When the current folder is gone.
+    pub fn new(global: Global) -> Result<Self, Failure> {
+        let directory = std::env::current_dir()
+            .map_err(|error| Failure::failed(format!("the current folder cannot be used: {error}")))?;
+        Ok(Self {
+            global,
+            paths: Paths::from_env(&env),
+            directory,
+        })
+    }
+
+    /// Which coordinator, which token.
+    ///
+    /// # Errors
+    /// When a settings file is wrong.
+    pub fn settings(&self) -> Result<Settings, Failure> {
+        let flags = Flags {
+            server: self.global.server.clone(),
+            token_file: self.global.token_file.clone(),
+            ca_file: self.global.ca_file.clone(),
+        };
+        Settings::resolve(&flags, &env, &self.directory, &self.paths)
+    }
+
+    /// A connection to the coordinator.
+    ///
+    /// # Errors
+    /// As [`Api::from_settings`].
+    pub async fn api(&self) -> Result<Api, Failure> {
+        Api::from_settings(&self.settings()?).await
+    }
+
+    /// The terminal.
+    #[must_use]
+    pub fn ui(&self, no_progress: bool) -> Ui {
+        Ui::from_env(&env, self.global.no_color, no_progress)
+    }
+}
+
+/// Runs the verb that was asked for.
+///
+/// # Errors
+/// Why the command could not do what it was asked to.
+pub async fn dispatch(cli: Cli) -> CommandResult {
+    let context = Context::new(cli.global)?;
+    match cli.command {
+        Command::Ps(args) => jobs::ps(&context, args).await,
+        Command::Logs(args) => logs::logs(&context, args).await,
+        Command::Watch(args) => logs::watch(&context, args).await,
+        Command::Wait(args) => jobs::wait(&context, args).await,
+        Command::Stop(args) => jobs::stop(&context, args).await,
+        Command::Resume(args) => jobs::resume(&context, args).await,
+        Command::Artifacts(args) => match args.command {
+            ArtifactsCommand::Ls(args) => artifacts::ls(&context, args).await,
+            ArtifactsCommand::Get(args) => Box::pin(artifacts::get(&context, args)).await,
+        },
+        Command::Workers(args) => workers::workers(&context, args).await,
+        Command::Doctor(args) => Box::pin(doctor::doctor(&context, args)).await,
+        Command::Init(args) => init::init(&context, &args),
+        Command::Completions(args) => completions(&context, args.shell),
+        _ => Err(Failure::failed("`attempt` is started without a runtime")),
+    }
+}
+
+fn completions(context: &Context, shell: clap_complete::Shell) -> CommandResult {
+    let mut text = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "aitk", &mut text);
+    context.ui(true).data(String::from_utf8_lossy(&text).trim_end())?;
+    Ok(Exit::Ok)
+}
+
+/// What commands say that need coordinator and worker inside the program, when it was built without.
+#[cfg(not(feature = "embedded"))]
+fn not_embedded(verb: &str) -> Failure {
+    Failure::failed(format!("this aitk was built as a small client, without `aitk {verb}`"))
+        .hint("build it with the default features: cargo install --path cli")
+        .hint("or submit to a coordinator: aitk submit CONFIG --server URL")
+}

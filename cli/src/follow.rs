@@ -1,0 +1,450 @@
+//! Following a job: its event stream, taken up where it stopped after a broken connection, and how events are shown.
+
+use crate::api::Api;
+use crate::exit::Exit;
+use crate::failure::Failure;
+use crate::output::format::{parse_since, printable, size};
+use crate::output::progress::JobProgress;
+use crate::output::ui::Wait;
+use crate::output::{Format, Ui};
+use crate::views::{device, event_json, job_exit, moment};
+use aitk_common::control::{AttemptState, EventBody, JobEvent, JobState, JobView};
+use futures::{Stream, StreamExt};
+use std::collections::VecDeque;
+use std::pin::Pin;
+use std::time::Duration;
+
+/// First pause before the connection is tried again; it doubles up to [`LONGEST_PAUSE`].
+const FIRST_PAUSE: Duration = Duration::from_millis(250);
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+/// A coordinator that is away longer than this is not just being restarted.
+pub const PATIENCE: Duration = Duration::from_secs(300);
+
+type EventStream = Pin<Box<dyn Stream<Item = Result<JobEvent, Failure>> + Send>>;
+
+/// The events of one job until it ends, across broken connections.
+pub struct Follow<'a> {
+    api: &'a Api,
+    ui: &'a Ui,
+    job: JobView,
+    cursor: u64,
+    stream: Option<EventStream>,
+    pause: Duration,
+    waited: Duration,
+}
+
+impl<'a> Follow<'a> {
+    /// Follows this job from after `cursor`; 0 is its beginning.
+    #[must_use]
+    pub fn new(api: &'a Api, ui: &'a Ui, job: JobView, cursor: u64) -> Self {
+        Self {
+            api,
+            ui,
+            job,
+            cursor,
+            stream: None,
+            pause: FIRST_PAUSE,
+            waited: Duration::ZERO,
+        }
+    }
+
+    /// The job as it was last seen.
+    #[must_use]
+    pub fn job(&self) -> &JobView {
+        &self.job
+    }
+
+    /// The next event; `None` when the job has ended and everything was said.
+    ///
+    /// # Errors
+    /// When the coordinator refuses, or was not reachable for five minutes.
+    pub async fn next(&mut self) -> Result<Option<JobEvent>, Failure> {
+        loop {
+            match self.try_next().await {
+                Ok(Some(event)) => {
+                    if event.cursor <= self.cursor {
+                        continue;
+                    }
+                    self.cursor = event.cursor;
+                    (self.pause, self.waited) = (FIRST_PAUSE, Duration::ZERO);
+                    return Ok(Some(event));
+                }
+                // The stream ended: because the job did, or because the coordinator goes.
+                Ok(None) => {
+                    self.stream = None;
+                    match self.api.get(self.job.id.as_str()).await {
+                        Ok(job) => {
+                            self.job = job;
+                            if self.job.state.is_ended() {
+                                return Ok(None);
+                            }
+                        }
+                        Err(failure) if failure.exit == Exit::Unreachable => {}
+                        Err(failure) => return Err(failure),
+                    }
+                    self.rest(None).await?;
+                }
+                Err(failure) if failure.exit == Exit::Unreachable => {
+                    self.stream = None;
+                    self.rest(Some(failure)).await?;
+                }
+                Err(failure) => return Err(failure),
+            }
+        }
+    }
+
+    async fn try_next(&mut self) -> Result<Option<JobEvent>, Failure> {
+        let stream = match &mut self.stream {
+            Some(stream) => stream,
+            slot => {
+                let opened = self.api.events(&self.job.id, self.cursor, true).await?;
+                if self.waited > Duration::ZERO {
+                    tracing::debug!(cursor = self.cursor, "connected again");
+                }
+                slot.insert(Box::pin(opened))
+            }
+        };
+        stream.next().await.transpose()
+    }
+
+    async fn rest(&mut self, because: Option<Failure>) -> Result<(), Failure> {
+        if self.waited >= PATIENCE {
+            let failure =
+                because.unwrap_or_else(|| Failure::new(Exit::Unreachable, "the coordinator ends every stream"));
+            return Err(failure.hint(format!("the job goes on; come back with: aitk watch {}", self.job.id)));
+        }
+        if let Some(failure) = because
+            && self.waited == Duration::ZERO
+        {
+            self.ui
+                .warn(&format!("{failure}; trying again, the job itself goes on"));
+        }
+        tokio::time::sleep(self.pause).await;
+        self.waited += self.pause;
+        self.pause = (self.pause * 2).min(LONGEST_PAUSE);
+        Ok(())
+    }
+}
+
+/// Where log lines go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LogsTo {
+    /// Standard output: they are what was asked for.
+    Stdout,
+    /// Standard error: standard output holds something else.
+    Stderr,
+}
+
+/// Shows events as they come.
+pub struct Renderer<'a> {
+    ui: &'a Ui,
+    job: String,
+    format: Format,
+    logs_to: LogsTo,
+    progress: JobProgress,
+    wait: Option<Wait<'a>>,
+}
+
+impl<'a> Renderer<'a> {
+    /// Shows events of this job. With JSON every event is a line on standard output.
+    #[must_use]
+    pub fn new(ui: &'a Ui, job: &JobView, format: Format, logs_to: LogsTo) -> Self {
+        let wait = (format == Format::Human && !job.state.is_ended()).then(|| ui.job());
+        let mut progress = JobProgress::default();
+        job.state.name().clone_into(&mut progress.phase);
+        Self {
+            ui,
+            job: job.id.to_string(),
+            format,
+            logs_to,
+            progress,
+            wait,
+        }
+    }
+
+    /// Shows one event.
+    ///
+    /// # Errors
+    /// When standard output cannot be written.
+    pub fn event(&mut self, event: &JobEvent) -> Result<(), Failure> {
+        if self.format == Format::Json {
+            return self.ui.json_line(&event_json(&self.job, event));
+        }
+        match &event.body {
+            EventBody::Log { .. } => {
+                if let Some(line) = log_line(&event.body) {
+                    match self.logs_to {
+                        LogsTo::Stdout => self.ui.data(&line)?,
+                        LogsTo::Stderr => self.ui.notice(&line),
+                    }
+                }
+            }
+            EventBody::Phase { name } => {
+                self.progress.phase(name);
+                self.show(false);
+            }
+            EventBody::Progress(progress) => {
+                self.progress
+                    .steps(progress.done, progress.total, progress.seconds_per_step);
+                self.show(progress.total > 0 && progress.done == progress.total);
+            }
+            EventBody::Metrics { values, .. } => self.progress.metrics(values),
+            EventBody::State { state, .. } => {
+                if matches!(state, JobState::Queued | JobState::Stopping) {
+                    self.progress.phase(state.name());
+                }
+                self.say(&event.body);
+            }
+            body => self.say(body),
+        }
+        Ok(())
+    }
+
+    /// Takes note of an event of the past: where the job stands, without saying how it came there.
+    pub fn catch_up(&mut self, event: &JobEvent) {
+        match &event.body {
+            EventBody::Phase { name } => self.progress.phase(name),
+            EventBody::Progress(p) => self.progress.steps(p.done, p.total, p.seconds_per_step),
+            EventBody::Metrics { values, .. } => self.progress.metrics(values),
+            EventBody::State { state, .. } if *state != JobState::Running => self.progress.phase(state.name()),
+            _ => {}
+        }
+    }
+
+    /// Shows where the job stands after [`Self::catch_up`].
+    pub fn caught_up(&mut self) {
+        self.show(false);
+    }
+
+    /// Takes the bar away.
+    pub fn finish(&mut self) {
+        self.wait = None;
+    }
+
+    fn show(&mut self, last: bool) {
+        if let Some(wait) = &mut self.wait {
+            wait.show_job(&self.progress, last);
+        }
+    }
+
+    fn say(&self, body: &EventBody) {
+        if let Some((warn, line)) = notice_line(body) {
+            let line = printable(&line);
+            if warn {
+                self.ui.warn(&line)
+            } else {
+                self.ui.notice(&line)
+            }
+        }
+    }
+}
+
+/// What is said about an event beside the log, and whether it is a warning.
+#[must_use]
+pub fn notice_line(body: &EventBody) -> Option<(bool, String)> {
+    let with = |head: String, tail: &str| {
+        if tail.is_empty() {
+            head
+        } else {
+            format!("{head}: {tail}")
+        }
+    };
+    Some(match body {
+        EventBody::State { state, reason } => (*state == JobState::Failed, with(format!("job {state}"), reason)),
+        EventBody::Attempt {
+            state,
+            worker_name,
+            device: place,
+            message,
+        } => {
+            let place = format!("{worker_name} {}", device(*place));
+            match state {
+                AttemptState::Assigned => return None,
+                AttemptState::Running => (false, with(format!("runs on {place}"), message)),
+                AttemptState::Completed | AttemptState::Stopped => return None,
+                AttemptState::Failed => (true, with(format!("attempt on {place} failed"), message)),
+                AttemptState::Lost => (true, with(format!("attempt on {place} lost"), message)),
+            }
+        }
+        EventBody::Artifact(artifact) => {
+            let place = artifact.local_path.as_ref().unwrap_or(&artifact.name);
+            (false, format!("saved {place} ({})", size(artifact.bytes)))
+        }
+        EventBody::Checkpoint { step, .. } => (false, format!("checkpoint at step {step}")),
+        EventBody::ArtifactRemoved { .. }
+        | EventBody::Phase { .. }
+        | EventBody::Progress(_)
+        | EventBody::Metrics { .. }
+        | EventBody::Log { .. } => return None,
+    })
+}
+
+/// A log line as it is shown, if the event is one.
+#[must_use]
+pub fn log_line(body: &EventBody) -> Option<String> {
+    let EventBody::Log { level, message } = body else {
+        return None;
+    };
+    let message: Vec<String> = message.trim_end().split('\n').map(printable).collect();
+    let message = message.join("\n");
+    Some(match level.as_str() {
+        "warn" => format!("warning: {message}"),
+        "error" => format!("error: {message}"),
+        _ => message,
+    })
+}
+
+/// Follows a job to its end and shows its events. Ctrl-C detaches.
+///
+/// # Errors
+/// As [`Follow::next`], or when standard output cannot be written.
+pub async fn follow_to_end(
+    api: &Api,
+    ui: &Ui,
+    job: JobView,
+    cursor: u64,
+    renderer: &mut Renderer<'_>,
+) -> Result<Exit, Failure> {
+    let mut follow = Follow::new(api, ui, job, cursor);
+    loop {
+        let next = tokio::select! {
+            next = follow.next() => next?,
+            _ = tokio::signal::ctrl_c() => {
+                renderer.finish();
+                detached(ui, follow.job());
+                return Ok(Exit::Interrupted);
+            }
+        };
+        match next {
+            Some(event) => renderer.event(&event)?,
+            None => break,
+        }
+    }
+    renderer.finish();
+    Ok(job_exit(follow.job()))
+}
+
+/// Says that the job goes on, how to come back and how to stop it.
+pub fn detached(ui: &Ui, job: &JobView) {
+    ui.notice("");
+    ui.notice(&format!("detached: job {} ({}) goes on", job.id, printable(&job.name)));
+    ui.notice(&format!("  come back:  aitk watch {}", job.id));
+    ui.notice(&format!("  stop it:    aitk stop {}", job.id));
+}
+
+/// Which of a job's log lines `aitk logs` shows.
+pub struct LogFilter {
+    since: Option<jiff::Timestamp>,
+    tail: Option<usize>,
+    kept: VecDeque<JobEvent>,
+}
+
+impl LogFilter {
+    /// `since` as written on the command line, `tail` a number of lines.
+    ///
+    /// # Errors
+    /// When `since` is no moment.
+    pub fn new(since: Option<&str>, tail: Option<usize>) -> Result<Self, Failure> {
+        let since = since
+            .map(|text| parse_since(text, jiff::Timestamp::now()))
+            .transpose()
+            .map_err(Failure::usage)?;
+        Ok(Self {
+            since,
+            tail,
+            kept: VecDeque::new(),
+        })
+    }
+
+    /// Whether a line is recent enough.
+    #[must_use]
+    pub fn is_recent(&self, event: &JobEvent) -> bool {
+        self.since.is_none_or(|since| moment(event.time) >= since)
+    }
+
+    /// Takes an event of what is there already. Returns it if it is to be shown at once.
+    pub fn take(&mut self, event: JobEvent) -> Option<JobEvent> {
+        if !matches!(event.body, EventBody::Log { .. }) || !self.is_recent(&event) {
+            return None;
+        }
+        let Some(tail) = self.tail else { return Some(event) };
+        self.kept.push_back(event);
+        if self.kept.len() > tail {
+            self.kept.pop_front();
+        }
+        None
+    }
+
+    /// The last lines, at the end of what is there.
+    pub fn drain(&mut self) -> impl Iterator<Item = JobEvent> + '_ {
+        self.kept.drain(..)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use aitk_common::capability::{DeviceKind, DeviceRef};
+    use aitk_common::control::UnixMillis;
+
+    fn log(cursor: u64, level: &str, message: &str) -> JobEvent {
+        let body = EventBody::Log {
+            level: level.to_owned(),
+            message: message.to_owned(),
+        };
+        JobEvent {
+            cursor,
+            time: UnixMillis(cursor * 1000),
+            attempt: None,
+            body,
+        }
+    }
+
+    #[test]
+    fn tail_keeps_the_last_lines_and_since_the_recent_ones() {
+        let mut filter = LogFilter::new(None, Some(2)).unwrap();
+        for i in 1..=5 {
+            assert_eq!(filter.take(log(i, "info", "x")), None);
+        }
+        assert_eq!(filter.drain().map(|event| event.cursor).collect::<Vec<_>>(), [4, 5]);
+        let mut filter = LogFilter::new(Some("1970-01-01T00:00:03Z"), None).unwrap();
+        let shown: Vec<u64> = (1..=5)
+            .filter_map(|i| filter.take(log(i, "info", "x")))
+            .map(|e| e.cursor)
+            .collect();
+        assert_eq!(shown, [3, 4, 5]);
+        let mut none = LogFilter::new(None, Some(0)).unwrap();
+        assert_eq!(none.take(log(1, "info", "x")), None);
+        assert_eq!(none.drain().count(), 0);
+        assert!(LogFilter::new(Some("last week"), None).is_err());
+    }
+
+    #[test]
+    fn lines_say_what_happened() {
+        assert_eq!(
+            log_line(&log(1, "warn", "odd\x07\n").body).unwrap(),
+            "warning: odd\u{fffd}"
+        );
+        assert_eq!(log_line(&log(1, "info", "a\nb").body).unwrap(), "a\nb");
+        let attempt = EventBody::Attempt {
+            state: AttemptState::Lost,
+            worker_name: "box".to_owned(),
+            device: DeviceRef {
+                kind: DeviceKind::Cuda,
+                index: 1,
+            },
+            message: "no sign of life for 30 s".to_owned(),
+        };
+        let (warn, line) = notice_line(&attempt).unwrap();
+        assert!(warn);
+        assert_eq!(line, "attempt on box cuda:1 lost: no sign of life for 30 s");
+        let failed = EventBody::State {
+            state: JobState::Failed,
+            reason: "out of memory".to_owned(),
+        };
+        assert_eq!(
+            notice_line(&failed).unwrap(),
+            (true, "job failed: out of memory".to_owned())
+        );
+    }
+}
