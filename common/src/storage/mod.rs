@@ -7,6 +7,10 @@
 //! [`BlobStore`] is the noun. [`ObjectBlobs`] puts it on `object_store` (`file://`, `s3://`, `gs://`, `az://`,
 //! `memory://`); workers without access to a bucket use an implementation that goes through the coordinator.
 
+mod object;
+
+pub use object::{ObjectBlobs, Options};
+
 use crate::fsutil::FsError;
 use crate::fsutil::names::BadName;
 use crate::hash::ContentHash;
@@ -27,8 +31,8 @@ pub trait BlobStore: Debug + Send + Sync {
     /// [`StorageError::Unavailable`], [`StorageError::Denied`].
     async fn has(&self, hashes: &[ContentHash]) -> Result<Vec<bool>, StorageError>;
 
-    /// Stores the file's content. A blob that is there already stays as it is. When this returns, the blob is
-    /// durable; when it fails, nothing is visible under that name.
+    /// Stores the file's content, whether or not the blob is there: ask [`Self::has`] first. When this returns, the
+    /// blob is durable; when it fails, nothing new is visible under that name.
     ///
     /// # Errors
     /// [`StorageError::Corrupt`] when the file's content does not have that hash.

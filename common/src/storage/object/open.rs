@@ -1,0 +1,252 @@
+//! From an address to a store.
+
+use super::{Options, StorageError};
+use crate::fsutil;
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
+use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
+use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
+use object_store::local::LocalFileSystem;
+use object_store::memory::InMemory;
+use object_store::multipart::MultipartStore;
+use object_store::path::Path as Key;
+use object_store::{ObjectStore, RetryConfig};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+use url::Url;
+
+pub(super) struct Opened {
+    pub(super) store: Arc<dyn ObjectStore>,
+    pub(super) multipart: Option<Arc<dyn MultipartStore>>,
+    pub(super) folder: Option<PathBuf>,
+    pub(super) prefix: Key,
+    pub(super) address: String,
+}
+
+const EXPECTED: &str = "expected file:///folder, s3://bucket, gs://bucket, az://container or an absolute path";
+/// How long a connection may take to come about.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+pub(super) fn open(address: &str, options: &Options) -> Result<Opened, StorageError> {
+    if Path::new(address).is_absolute() {
+        return open_folder(Path::new(address), address);
+    }
+    let url = Url::parse(address).map_err(|error| refuse(address, &format!("{error}; {EXPECTED}")))?;
+    let shown = without_credentials(&url);
+    if url.query().is_some() || url.fragment().is_some() || !url.username().is_empty() || url.password().is_some() {
+        return Err(refuse(
+            &shown,
+            "it must not have credentials, '?' or '#'; credentials come from the environment",
+        ));
+    }
+    let bucket = || {
+        url.host_str()
+            .filter(|host| !host.is_empty())
+            .ok_or_else(|| refuse(&shown, EXPECTED))
+    };
+    let prefix = || Key::from_url_path(url.path()).map_err(|error| refuse(&shown, &error.to_string()));
+    let fail = |error: object_store::Error| refuse(&shown, &error.to_string());
+    match url.scheme() {
+        "file" => {
+            let folder = url
+                .to_file_path()
+                .map_err(|()| refuse(&shown, "a file address has three slashes: file:///folder"))?;
+            open_folder(&folder, &shown)
+        }
+        "memory" => Ok(cloud(InMemory::new(), prefix()?, shown)),
+        "s3" => {
+            use_ring();
+            let store = s3(bucket()?, options, &shown)?.build().map_err(fail)?;
+            Ok(cloud(store, prefix()?, shown))
+        }
+        "gs" => {
+            use_ring();
+            let mut builder = GoogleCloudStorageBuilder::from_env()
+                .with_bucket_name(bucket()?)
+                .with_retry(no_retry());
+            for (key, value) in settings(options) {
+                if let Ok(key) = key.parse::<GoogleConfigKey>() {
+                    builder = builder.with_config(key, value);
+                }
+            }
+            Ok(cloud(builder.build().map_err(fail)?, prefix()?, shown))
+        }
+        "az" => {
+            use_ring();
+            let mut builder = MicrosoftAzureBuilder::from_env()
+                .with_container_name(bucket()?)
+                .with_retry(no_retry());
+            for (key, value) in settings(options) {
+                if let Ok(key) = key.parse::<AzureConfigKey>() {
+                    builder = builder.with_config(key, value);
+                }
+            }
+            Ok(cloud(builder.build().map_err(fail)?, prefix()?, shown))
+        }
+        other => Err(refuse(
+            &shown,
+            &format!("the scheme {other:?} is not known; {EXPECTED}"),
+        )),
+    }
+}
+
+fn cloud<S: ObjectStore + MultipartStore>(store: S, prefix: Key, address: String) -> Opened {
+    let store = Arc::new(store);
+    Opened {
+        multipart: Some(Arc::clone(&store) as _),
+        store,
+        folder: None,
+        prefix,
+        address,
+    }
+}
+
+fn open_folder(folder: &Path, shown: &str) -> Result<Opened, StorageError> {
+    fsutil::create_dir_all(folder)?;
+    let store = LocalFileSystem::new_with_prefix(folder).map_err(|error| refuse(shown, &error.to_string()))?;
+    Ok(Opened {
+        store: Arc::new(store),
+        multipart: None,
+        folder: Some(folder.to_owned()),
+        prefix: Key::default(),
+        address: shown.to_owned(),
+    })
+}
+
+fn s3(bucket: &str, options: &Options, shown: &str) -> Result<AmazonS3Builder, StorageError> {
+    let mut builder = AmazonS3Builder::from_env()
+        .with_bucket_name(bucket)
+        .with_retry(no_retry());
+    for (key, value) in settings(options) {
+        if let Ok(key) = key.parse::<AmazonS3ConfigKey>() {
+            builder = builder.with_config(key, value);
+        }
+    }
+    let allow_http = AmazonS3ConfigKey::Client(object_store::ClientConfigKey::AllowHttp);
+    let endpoint = builder.get_config_value(&AmazonS3ConfigKey::S3Endpoint);
+    let endpoint = endpoint.or_else(|| builder.get_config_value(&AmazonS3ConfigKey::Endpoint));
+    if let Some(endpoint) = endpoint {
+        let parsed = Url::parse(&endpoint).map_err(|error| {
+            refuse(
+                shown,
+                &format!("AWS_ENDPOINT_URL is {endpoint:?}: {error}; expected https://host:port"),
+            )
+        })?;
+        let is_allowed = builder
+            .get_config_value(&allow_http)
+            .is_some_and(|value| value == "true");
+        if parsed.scheme() == "http" && !is_allowed {
+            if !is_loopback(&parsed) {
+                let message = format!(
+                    "AWS_ENDPOINT_URL is {endpoint}, which sends the data unencrypted; use https, or set \
+                     AWS_ALLOW_HTTP=true if you trust everybody on that network"
+                );
+                return Err(refuse(shown, &message));
+            }
+            builder = builder.with_config(allow_http, "true");
+        }
+    }
+    Ok(builder)
+}
+
+fn is_loopback(url: &Url) -> bool {
+    match url.host() {
+        Some(url::Host::Domain(name)) => name == "localhost",
+        Some(url::Host::Ipv4(address)) => address.is_loopback(),
+        Some(url::Host::Ipv6(address)) => address.is_loopback(),
+        None => false,
+    }
+}
+
+/// Time limits of a single request, and what the caller sets; the latter win.
+fn settings(options: &Options) -> Vec<(String, String)> {
+    let timeout = options.transfer_timeout.max(options.quick_timeout);
+    let connect = CONNECT_TIMEOUT.min(options.quick_timeout);
+    let mut settings = vec![
+        ("timeout".to_owned(), format!("{} ms", timeout.as_millis())),
+        ("connect_timeout".to_owned(), format!("{} ms", connect.as_millis())),
+    ];
+    settings.extend(
+        options
+            .settings
+            .iter()
+            .map(|(key, value)| (key.to_ascii_lowercase(), value.clone())),
+    );
+    settings
+}
+
+/// Retries are ours: see the module.
+fn no_retry() -> RetryConfig {
+    RetryConfig {
+        max_retries: 0,
+        ..RetryConfig::default()
+    }
+}
+
+/// TLS is built without a default provider; whoever comes first chooses, and all of ours choose the same.
+fn use_ring() {
+    let _ = rustls::crypto::ring::default_provider().install_default();
+}
+
+fn without_credentials(url: &Url) -> String {
+    let mut shown = url.clone();
+    let _ = shown.set_username("");
+    let _ = shown.set_password(None);
+    shown.set_query(None);
+    shown.set_fragment(None);
+    shown.to_string()
+}
+
+fn refuse(address: &str, message: &str) -> StorageError {
+    StorageError::Address {
+        url: address.to_owned(),
+        message: message.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with(settings: &[(&str, &str)]) -> Options {
+        let settings = settings
+            .iter()
+            .map(|(key, value)| ((*key).to_owned(), (*value).to_owned()))
+            .collect();
+        Options {
+            settings,
+            ..Options::default()
+        }
+    }
+
+    #[test]
+    fn addresses_that_cannot_be_meant_are_refused_without_showing_credentials() {
+        for bad in [
+            "",
+            "blobs",
+            "ftp://host/x",
+            "s3://",
+            "file://host/x",
+            "s3://user:secret@bucket/x",
+            "s3://bucket?secret=1",
+        ] {
+            let error = open(bad, &Options::default())
+                .err()
+                .map(|error| error.to_string())
+                .unwrap_or_default();
+            assert!(
+                error.contains("cannot be used") && !error.contains("secret@") && !error.contains("=1"),
+                "{bad}: {error}"
+            );
+        }
+    }
+
+    #[test]
+    fn plain_http_is_for_loopback_or_for_who_asks_for_it() {
+        let lan = ("aws_endpoint", "http://192.168.0.9:9000");
+        assert!(open("s3://b", &with(&[lan])).is_err());
+        assert!(open("s3://b", &with(&[lan, ("aws_allow_http", "true")])).is_ok());
+        assert!(open("s3://b", &with(&[("aws_endpoint", "http://127.0.0.1:9000")])).is_ok());
+        assert!(open("s3://b", &with(&[("aws_endpoint", "http://127.0.0.1.evil.example")])).is_err());
+    }
+}
