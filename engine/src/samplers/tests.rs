@@ -1,4 +1,4 @@
-//! Every sampler against the trajectory that diffusers takes (`tests/reference/samplers.py`).
+//! Every sampler against the trajectory that diffusers takes (`tests/reference/make_samplers.py`).
 
 use super::*;
 use crate::rng::TorchGenerator;

@@ -1,6 +1,6 @@
 """Trajectories of diffusers' schedulers under a fixed pretend model, for every sampler and its parameters.
 
-    python tests/reference/samplers.py [OUT_DIR]        (default: tests/fixtures/samplers)
+    python tests/reference/make_samplers.py [OUT_DIR]        (default: tests/fixtures/samplers)
 
 The pretend model is tanh(0.7 * input) + 0.01 * t / 1000. Written are the time steps, the first sample (noise), and the
 sample after each step, in f32.

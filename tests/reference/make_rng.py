@@ -1,6 +1,6 @@
 """Fixtures of torch's CPU generator: a list of draws per seed, each as the SHA-256 of its little-endian bytes.
 
-    python tests/reference/rng.py [OUT_DIR]        (default: tests/fixtures/rng)
+    python tests/reference/make_rng.py [OUT_DIR]        (default: tests/fixtures/rng)
 """
 import hashlib
 import json

@@ -1,0 +1,116 @@
+//! Writing pictures.
+
+use crate::error::{EngineError, Result};
+use aitk_common::fsutil::{self, FsError};
+use image::{ExtendedColorType, ImageEncoder, RgbImage, codecs};
+use std::io::Write;
+use std::path::Path;
+
+/// The file formats that aitk writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// PNG, lossless, with text inside.
+    Png,
+    /// JPEG of quality 95.
+    Jpeg,
+    /// WebP, lossless.
+    WebP,
+}
+
+impl Format {
+    /// The format of a suffix, with or without the dot.
+    ///
+    /// # Errors
+    /// When it is none of png, jpg, jpeg, webp.
+    pub fn from_suffix(suffix: &str) -> Result<Self> {
+        match suffix.trim_start_matches('.').to_lowercase().as_str() {
+            "png" => Ok(Self::Png),
+            "jpg" | "jpeg" => Ok(Self::Jpeg),
+            "webp" => Ok(Self::WebP),
+            _ => Err(EngineError::BadInput(format!(
+                "pictures cannot be saved as `{suffix}`: use png, jpg or webp"
+            ))),
+        }
+    }
+}
+
+/// The bytes of a picture file. `texts` (keyword, value) become text chunks of a PNG; other formats have none.
+///
+/// # Errors
+/// When the picture has no pixels or too many for the format.
+pub fn encode(picture: &RgbImage, format: Format, texts: &[(&str, &str)]) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let (width, height, color) = (picture.width(), picture.height(), ExtendedColorType::Rgb8);
+    let pixels = picture.as_raw();
+    let written = match format {
+        Format::Png => codecs::png::PngEncoder::new(&mut bytes).write_image(pixels, width, height, color),
+        Format::Jpeg => {
+            codecs::jpeg::JpegEncoder::new_with_quality(&mut bytes, 95).write_image(pixels, width, height, color)
+        }
+        Format::WebP => codecs::webp::WebPEncoder::new_lossless(&mut bytes).write_image(pixels, width, height, color),
+    };
+    written
+        .map_err(|e| EngineError::BadInput(format!("a picture of {width} x {height} pixels cannot be encoded: {e}")))?;
+    if format == Format::Png && !texts.is_empty() {
+        insert_texts(&mut bytes, texts);
+    }
+    Ok(bytes)
+}
+
+/// Writes a picture file so that it is complete or absent.
+///
+/// # Errors
+/// As [`encode`], and when the file cannot be written ([`EngineError::DiskFull`] when there is no room).
+pub fn save(picture: &RgbImage, path: &Path, texts: &[(&str, &str)]) -> Result<()> {
+    let suffix = path.extension().and_then(|s| s.to_str()).unwrap_or("");
+    write(path, &encode(picture, Format::from_suffix(suffix)?, texts)?)
+}
+
+/// Writes a file so that it is complete or absent.
+pub(crate) fn write(path: &Path, bytes: &[u8]) -> Result<()> {
+    fsutil::write_atomic(path, |file| file.write_all(bytes)).map_err(file_error)
+}
+
+/// A file error of the common crate as the engine's.
+pub(crate) fn file_error(error: FsError) -> EngineError {
+    let path = error.path().to_path_buf();
+    if error.is_disk_full() {
+        return EngineError::DiskFull { path };
+    }
+    EngineError::io(path, std::io::Error::new(error.io().kind(), error.to_string()))
+}
+
+/// Puts `iTXt` chunks behind the header of a PNG (8 bytes of signature, then the IHDR chunk of 25).
+fn insert_texts(png: &mut Vec<u8>, texts: &[(&str, &str)]) {
+    const AFTER_HEADER: usize = 8 + 25;
+    let mut chunks = Vec::new();
+    for (keyword, text) in texts {
+        let mut body = b"iTXt".to_vec();
+        body.extend(keyword.bytes().filter(|b| (32..127).contains(b)).take(79));
+        // No compression, no language, no translated keyword.
+        body.extend([0, 0, 0, 0, 0]);
+        body.extend(text.bytes().filter(|b| *b != 0));
+        chunks.extend(((body.len() - 4) as u32).to_be_bytes());
+        let sum = crc32(&body);
+        chunks.extend(body);
+        chunks.extend(sum.to_be_bytes());
+    }
+    if png.len() >= AFTER_HEADER {
+        png.splice(AFTER_HEADER..AFTER_HEADER, chunks);
+    }
+}
+
+fn crc32(bytes: &[u8]) -> u32 {
+    let mut crc = u32::MAX;
+    for byte in bytes {
+        crc ^= u32::from(*byte);
+        for _ in 0..8 {
+            crc = if crc & 1 == 1 {
+                (crc >> 1) ^ 0xedb8_8320
+            } else {
+                crc >> 1
+            };
+        }
+    }
+    !crc
+}

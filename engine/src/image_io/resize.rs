@@ -1,0 +1,139 @@
+//! Resizing with Pillow's numbers: the same weights in the same fixed point, one axis after the other.
+
+use image::RgbImage;
+
+/// How new pixels are made from old ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Filter {
+    /// `Image.BOX`
+    Box,
+    /// `Image.BILINEAR`
+    Bilinear,
+    /// `Image.BICUBIC`
+    Bicubic,
+    /// `Image.LANCZOS`
+    Lanczos,
+}
+
+impl Filter {
+    fn support(self) -> f64 {
+        match self {
+            Self::Box => 0.5,
+            Self::Bilinear => 1.0,
+            Self::Bicubic => 2.0,
+            Self::Lanczos => 3.0,
+        }
+    }
+
+    fn weight(self, x: f64) -> f64 {
+        let sinc = |x: f64| {
+            let x = x * std::f64::consts::PI;
+            if x == 0.0 { 1.0 } else { x.sin() / x }
+        };
+        match self {
+            Self::Box if x > -0.5 && x <= 0.5 => 1.0,
+            Self::Bilinear if x.abs() < 1.0 => 1.0 - x.abs(),
+            Self::Bicubic => {
+                const A: f64 = -0.5;
+                let x = x.abs();
+                if x < 1.0 {
+                    ((A + 2.0) * x - (A + 3.0)) * x * x + 1.0
+                } else if x < 2.0 {
+                    (((x - 5.0) * x + 8.0) * x - 4.0) * A
+                } else {
+                    0.0
+                }
+            }
+            Self::Lanczos if (-3.0..3.0).contains(&x) => sinc(x) * sinc(x / 3.0),
+            _ => 0.0,
+        }
+    }
+}
+
+/// Bits behind the point of a weight.
+const PRECISION: u32 = 32 - 8 - 2;
+
+/// Which old pixels make one new pixel, and with what weights.
+struct Taps {
+    first: usize,
+    weights: Vec<i32>,
+}
+
+fn taps(old: usize, new: usize, filter: Filter) -> Vec<Taps> {
+    let scale = old as f64 / new as f64;
+    let filter_scale = scale.max(1.0);
+    let support = filter.support() * filter_scale;
+    let inverse = 1.0 / filter_scale;
+    (0..new)
+        .map(|i| {
+            let center = (i as f64 + 0.5) * scale;
+            let first = ((center - support + 0.5) as i64).max(0) as usize;
+            let end = ((center + support + 0.5) as usize).min(old);
+            let raw: Vec<f64> = (first..end)
+                .map(|x| filter.weight((x as f64 - center + 0.5) * inverse))
+                .collect();
+            let sum: f64 = raw.iter().sum();
+            let fixed = |w: &f64| {
+                let w = if sum == 0.0 { *w } else { w / sum } * f64::from(1 << PRECISION);
+                if w < 0.0 { (w - 0.5) as i32 } else { (w + 0.5) as i32 }
+            };
+            Taps {
+                first,
+                weights: raw.iter().map(fixed).collect(),
+            }
+        })
+        .collect()
+}
+
+fn rounded(sum: i32) -> u8 {
+    (sum >> PRECISION).clamp(0, 255) as u8
+}
+
+/// `picture.resize((width, height), filter)`: the same bytes as Pillow. A size of 0 gives an empty picture.
+#[must_use]
+pub fn resize(picture: &RgbImage, width: u32, height: u32, filter: Filter) -> RgbImage {
+    const START: i32 = 1 << (PRECISION - 1);
+    let (old_width, old_height) = (picture.width() as usize, picture.height() as usize);
+    let (width, height) = (width as usize, height as usize);
+    if old_width == 0 || old_height == 0 || width == 0 || height == 0 {
+        return RgbImage::new(width as u32, height as u32);
+    }
+    let mut pixels = picture.as_raw().clone();
+    if width != old_width {
+        let taps = taps(old_width, width, filter);
+        let mut out = vec![0u8; 3 * width * old_height];
+        for (old, new) in pixels.chunks_exact(3 * old_width).zip(out.chunks_exact_mut(3 * width)) {
+            for (tap, pixel) in taps.iter().zip(new.chunks_exact_mut(3)) {
+                let mut sums = [START; 3];
+                for (source, weight) in old[3 * tap.first..].chunks_exact(3).zip(&tap.weights) {
+                    for (sum, value) in sums.iter_mut().zip(source) {
+                        *sum = sum.wrapping_add(i32::from(*value) * weight);
+                    }
+                }
+                for (value, sum) in pixel.iter_mut().zip(sums) {
+                    *value = rounded(sum);
+                }
+            }
+        }
+        pixels = out;
+    }
+    if height != old_height {
+        let taps = taps(old_height, height, filter);
+        let row = 3 * width;
+        let mut out = vec![0u8; row * height];
+        let mut sums = vec![0i32; row];
+        for (tap, new) in taps.iter().zip(out.chunks_exact_mut(row)) {
+            sums.fill(START);
+            for (old, weight) in pixels[row * tap.first..].chunks_exact(row).zip(&tap.weights) {
+                for (sum, value) in sums.iter_mut().zip(old) {
+                    *sum = sum.wrapping_add(i32::from(*value) * weight);
+                }
+            }
+            for (value, sum) in new.iter_mut().zip(&sums) {
+                *value = rounded(*sum);
+            }
+        }
+        pixels = out;
+    }
+    RgbImage::from_raw(width as u32, height as u32, pixels).unwrap_or_default()
+}
