@@ -37,6 +37,16 @@ impl GroupNorm {
         })
     }
 
+    #[cfg(test)]
+    pub(super) fn of(weight: Tensor, bias: Tensor, groups: usize, eps: f64) -> Self {
+        Self {
+            weight,
+            bias,
+            groups,
+            eps,
+        }
+    }
+
     /// x [b, c, ..] -> the same shape.
     ///
     /// # Errors
@@ -91,6 +101,11 @@ impl LayerNorm {
         let weight = weights.get_with(features, "weight", Init::Ones)?;
         let bias = weights.get_with(features, "bias", Init::Zeros)?;
         Ok(Self { weight, bias, eps })
+    }
+
+    #[cfg(test)]
+    pub(super) fn of(weight: Tensor, bias: Tensor, eps: f64) -> Self {
+        Self { weight, bias, eps }
     }
 
     /// x [.., features] -> the same shape.
