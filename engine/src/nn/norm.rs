@@ -24,7 +24,7 @@ impl GroupNorm {
     /// # Errors
     /// When a tensor is missing or has another shape, or the groups do not divide the channels.
     pub fn new(weights: &Weights, groups: usize, channels: usize, eps: f64) -> Result<Self> {
-        if groups == 0 || channels % groups != 0 {
+        if !channels.is_multiple_of(groups) {
             return Err(weights.config_error(format!("{channels} channels cannot be split into {groups} groups")));
         }
         let weight = weights.get_with(channels, "weight", Init::Ones)?;
