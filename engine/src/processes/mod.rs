@@ -3,6 +3,8 @@
 //! [`run`] is the main function of an attempt: it takes the processes of the job in order. A new process type is one
 //! file here and one line in [`run_one`].
 
+mod train;
+
 use crate::error::{EngineError, Result};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::job::{JobSpec, Process, ProcessKind};
@@ -150,6 +152,7 @@ pub fn run(spec: &AttemptSpec, events: &mut dyn EventSink, stop: &StopSignal) ->
 
 fn run_one(process: &Process, context: &mut Context<'_>) -> Result<Outcome> {
     match &process.kind {
+        ProcessKind::Train(trainer) => train::run(trainer, context),
         _ => Err(EngineError::Unsupported(format!(
             "the process type `{}` is not supported yet",
             process.process_type.name()
