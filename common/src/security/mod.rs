@@ -1,3 +1,1 @@
-//! Who may talk to whom.
-
-pub mod token;
+//! Tokens.

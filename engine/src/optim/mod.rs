@@ -101,10 +101,7 @@ pub fn build(
             });
         }
     };
-    Ok(Box::new(Adam::new(
-        params,
-        AdamParams::parse(decoupled, optimizer_params)?,
-    )?))
+    Ok(Box::new(Adam::new(params, AdamParams::parse(decoupled, optimizer_params)?)?))
 }
 
 #[cfg(test)]

@@ -1,9 +1,9 @@
 //! Bytes out of the store.
 
-use super::{ObjectBlobs, retry};
+use super::{ObjectBlobs, blocking, retry};
 use crate::fsutil::{self, FsError};
 use crate::hash::ContentHash;
-use crate::storage::{StorageError, blocking};
+use crate::storage::StorageError;
 use bytes::{Bytes, BytesMut};
 use futures::stream::{self, StreamExt};
 use object_store::{GetOptions, GetRange, GetResultPayload, ObjectStore};

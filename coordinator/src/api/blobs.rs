@@ -1,0 +1,196 @@
+//! The object storage, for whoever cannot reach it: blobs pass through a file of ours, so that they are checked before
+//! they are stored, and stored before they are acknowledged.
+
+use super::{Shared, storage_failed};
+use aitk_common::hash::ContentHash;
+use aitk_proto::BLOB_CHUNK_BYTES;
+use aitk_proto::v1;
+use aitk_proto::v1::blobs_server::Blobs;
+use std::path::PathBuf;
+use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status, Streaming};
+
+/// Hashes in one question.
+const MOST_HASHES: usize = 1000;
+/// A peer that sends or takes nothing for so long has gone.
+const SILENCE: Duration = Duration::from_secs(60);
+/// Pieces between us and the socket: 4 MiB at most per transfer.
+const WIRE_BUFFER: usize = 4;
+
+#[derive(Debug)]
+pub(super) struct BlobsApi(pub(super) Shared);
+
+/// A file of a transfer; gone when the transfer is.
+struct Transit {
+    path: PathBuf,
+    // Waiting transfers wait for this, so that the disk holds a bounded number of them.
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Drop for Transit {
+    fn drop(&mut self) {
+        // It may never have been made. What is left by a crash is swept at the next start.
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+fn parse(text: &str) -> Result<ContentHash, Status> {
+    ContentHash::parse(text).map_err(|error| Status::invalid_argument(format!("sha256: {error}")))
+}
+
+fn local(error: &std::io::Error) -> Status {
+    if error.kind() == std::io::ErrorKind::StorageFull {
+        return Status::resource_exhausted("the coordinator's disk is full");
+    }
+    Status::internal(format!("the coordinator's disk failed: {error}"))
+}
+
+impl BlobsApi {
+    async fn transit(&self) -> Result<Transit, Status> {
+        let permit = self.0.transfers.clone().acquire_owned().await;
+        let permit = permit.map_err(|_| Status::unavailable("the coordinator is shutting down"))?;
+        let path = self.0.transit.join(format!("{}.part", uuid::Uuid::new_v4().simple()));
+        Ok(Transit { path, _permit: permit })
+    }
+}
+
+async fn next(parts: &mut Streaming<v1::PutBlobRequest>) -> Result<Option<v1::put_blob_request::Part>, Status> {
+    let message = tokio::time::timeout(SILENCE, parts.message())
+        .await
+        .map_err(|_| Status::deadline_exceeded("nothing was sent for a minute; send the blob again"))??;
+    match message {
+        None => Ok(None),
+        Some(message) => message
+            .part
+            .map(Some)
+            .ok_or_else(|| Status::invalid_argument("part: neither header nor data")),
+    }
+}
+
+#[tonic::async_trait]
+impl Blobs for BlobsApi {
+    async fn has(&self, request: Request<v1::HasRequest>) -> Result<Response<v1::HasReply>, Status> {
+        let texts = request.into_inner().sha256;
+        if texts.len() > MOST_HASHES {
+            return Err(Status::invalid_argument(format!(
+                "sha256: {} hashes; at most {MOST_HASHES}",
+                texts.len()
+            )));
+        }
+        let hashes = texts.iter().map(|text| parse(text)).collect::<Result<Vec<_>, _>>()?;
+        let present = self
+            .0
+            .blobs
+            .has(&hashes)
+            .await
+            .map_err(|error| storage_failed(&error))?;
+        Ok(Response::new(v1::HasReply { present }))
+    }
+
+    async fn put(&self, request: Request<Streaming<v1::PutBlobRequest>>) -> Result<Response<v1::PutBlobReply>, Status> {
+        use v1::put_blob_request::Part;
+        let mut parts = request.into_inner();
+        let Some(Part::Header(header)) = next(&mut parts).await? else {
+            return Err(Status::invalid_argument("part: the first one must be the header"));
+        };
+        let hash = parse(&header.sha256)?;
+        let present = self
+            .0
+            .blobs
+            .has(&[hash])
+            .await
+            .map_err(|error| storage_failed(&error))?;
+        if present.first() == Some(&true) {
+            return Ok(Response::new(v1::PutBlobReply { existed: true }));
+        }
+        let transit = self.transit().await?;
+        let mut file = tokio::fs::File::create(&transit.path)
+            .await
+            .map_err(|error| local(&error))?;
+        let mut received = 0_u64;
+        while let Some(part) = next(&mut parts).await? {
+            let Part::Data(data) = part else {
+                return Err(Status::invalid_argument("part: a second header"));
+            };
+            received = received.saturating_add(data.len() as u64);
+            if received > header.bytes {
+                return Err(Status::invalid_argument(format!(
+                    "data: more than the announced {} bytes",
+                    header.bytes
+                )));
+            }
+            file.write_all(&data).await.map_err(|error| local(&error))?;
+        }
+        file.flush().await.map_err(|error| local(&error))?;
+        drop(file);
+        if received != header.bytes {
+            return Err(Status::invalid_argument(format!(
+                "data: {received} bytes came, {} were announced; send the blob again",
+                header.bytes
+            )));
+        }
+        // The store hashes what it reads, and refuses what is not what it should be.
+        self.0
+            .blobs
+            .put_file(hash, &transit.path)
+            .await
+            .map_err(|error| storage_failed(&error))?;
+        Ok(Response::new(v1::PutBlobReply { existed: false }))
+    }
+
+    type GetStream = ReceiverStream<Result<v1::GetBlobReply, Status>>;
+
+    async fn get(&self, request: Request<v1::GetBlobRequest>) -> Result<Response<Self::GetStream>, Status> {
+        let hash = parse(&request.into_inner().sha256)?;
+        let transit = self.transit().await?;
+        let bytes = self
+            .0
+            .blobs
+            .get_to_file(hash, &transit.path)
+            .await
+            .map_err(|error| storage_failed(&error))?;
+        let file = tokio::fs::File::open(&transit.path)
+            .await
+            .map_err(|error| local(&error))?;
+        let (sender, receiver) = mpsc::channel(WIRE_BUFFER);
+        tokio::spawn(async move {
+            // A receiver that went away, or an error it cannot be told, ends the transfer; both show on its side.
+            let _ = send_file(transit, file, hash, bytes, &sender).await;
+        });
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+}
+
+async fn send_file(
+    transit: Transit,
+    mut file: tokio::fs::File,
+    hash: ContentHash,
+    bytes: u64,
+    sender: &mpsc::Sender<Result<v1::GetBlobReply, Status>>,
+) -> Result<(), tokio::time::error::Elapsed> {
+    use v1::get_blob_reply::Part;
+    let header = Part::Header(v1::BlobHeader {
+        sha256: hash.to_hex(),
+        bytes,
+    });
+    let mut message = Ok(v1::GetBlobReply { part: Some(header) });
+    loop {
+        let failed = message.is_err();
+        if tokio::time::timeout(SILENCE, sender.send(message)).await?.is_err() || failed {
+            break;
+        }
+        let mut data = Vec::with_capacity(BLOB_CHUNK_BYTES);
+        message = match (&mut file).take(BLOB_CHUNK_BYTES as u64).read_to_end(&mut data).await {
+            Ok(0) => break,
+            Ok(_) => Ok(v1::GetBlobReply {
+                part: Some(Part::Data(data)),
+            }),
+            Err(error) => Err(local(&error)),
+        };
+    }
+    drop(transit);
+    Ok(())
+}

@@ -1,0 +1,278 @@
+//! Jobs, their events and artifacts, workers.
+
+use super::{Shared, refused, stopped, store_failed};
+use crate::core::{Event, NewJob, Payload, Reply, Wants};
+use crate::submit::{fresh_job_id, fresh_seed, wants};
+use aitk_common::control::{EventBody, JobEvent, PROTOCOL_VERSION, ServerInfo, Submission};
+use aitk_common::id::JobId;
+use aitk_proto::v1;
+use aitk_proto::v1::jobs_server::Jobs;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::broadcast::error::RecvError;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status};
+
+/// Events read from the store at a time.
+const PAGE: u32 = 500;
+/// Events between us and a follower's socket. A follower that reads slowly waits in its own task, nobody else does.
+const WIRE_BUFFER: usize = 64;
+/// A follower that takes nothing for so long is gone.
+const FOLLOWER_TIMEOUT: Duration = Duration::from_secs(60);
+
+type Follower = mpsc::Sender<Result<v1::JobEvent, Status>>;
+
+#[derive(Debug)]
+pub(super) struct JobsApi(pub(super) Shared);
+
+impl JobsApi {
+    async fn find(&self, text: String) -> Result<JobId, Status> {
+        let found = self.0.core.query(move |state, _| state.find(&text)).await?;
+        found.map_err(|refusal| refused(&refusal))
+    }
+
+    async fn call(&self, event: impl FnOnce(crate::core::Ticket) -> Event) -> Result<Reply, Status> {
+        self.0.core.call(event).await?.map_err(|refusal| refused(&refusal))
+    }
+
+    async fn change(&self, event: impl FnOnce(crate::core::Ticket) -> Event) -> Result<Response<v1::Job>, Status> {
+        match self.call(event).await? {
+            Reply::Job(view) => Ok(Response::new((*view).into())),
+            Reply::Submitted(_) => Err(Status::internal("an answer of another kind")),
+        }
+    }
+}
+
+#[tonic::async_trait]
+impl Jobs for JobsApi {
+    async fn info(&self, _: Request<v1::InfoRequest>) -> Result<Response<v1::InfoReply>, Status> {
+        let (workers_connected, jobs_active) = self.0.core.query(|state, _| state.counts()).await?;
+        let info = ServerInfo {
+            version: env!("CARGO_PKG_VERSION").into(),
+            protocol: PROTOCOL_VERSION,
+            started: self.0.started,
+            storage: self.0.storage.clone(),
+            workers_connected,
+            jobs_active,
+        };
+        Ok(Response::new(info.into()))
+    }
+
+    async fn submit(&self, request: Request<v1::SubmitRequest>) -> Result<Response<v1::SubmitReply>, Status> {
+        let peer = request.remote_addr();
+        let submission = Submission::try_from(request.into_inner())?;
+        if submission.local && !peer.is_some_and(|peer| peer.ip().to_canonical().is_loopback()) {
+            return Err(Status::invalid_argument(
+                "a job that runs in place can only be submitted on the coordinator's own machine; use `aitk submit`",
+            ));
+        }
+        let (spec, wants): (_, Wants) = wants(&submission, self.0.retries).map_err(Status::invalid_argument)?;
+        let job = NewJob {
+            id: fresh_job_id(),
+            seed: fresh_seed(),
+            name: spec.name,
+            kind: spec.kind,
+            wants,
+            local: submission.local,
+            idempotency_key: submission.idempotency_key,
+            payload: Arc::new(Payload {
+                config_text: submission.config_text,
+                config_format: submission.config_format,
+                job_json: submission.job_json,
+                inputs: submission.inputs,
+            }),
+        };
+        match self
+            .call(|ticket| Event::JobSubmitted {
+                ticket,
+                job: Box::new(job),
+            })
+            .await?
+        {
+            Reply::Submitted(submitted) => Ok(Response::new(submitted.into())),
+            Reply::Job(_) => Err(Status::internal("an answer of another kind")),
+        }
+    }
+
+    async fn get(&self, request: Request<v1::GetJobRequest>) -> Result<Response<v1::Job>, Status> {
+        let id = self.find(request.into_inner().job_id).await?;
+        let wanted = id.clone();
+        let view = self
+            .0
+            .core
+            .query(move |state, now| state.job_view(now, &wanted))
+            .await?;
+        let mut view = view.ok_or_else(|| Status::not_found(format!("there is no job {id}")))?;
+        if let Some(payload) = self.0.store.payload(&id).await.map_err(|error| store_failed(&error))? {
+            view.config_text = Some(payload.config_text);
+            view.config_format = Some(payload.config_format);
+        }
+        Ok(Response::new(view.into()))
+    }
+
+    async fn list(&self, request: Request<v1::ListJobsRequest>) -> Result<Response<v1::ListJobsReply>, Status> {
+        let v1::ListJobsRequest { all, limit } = request.into_inner();
+        let views = self
+            .0
+            .core
+            .query(move |state, now| state.job_views(now, all, limit as usize))
+            .await?;
+        Ok(Response::new(v1::ListJobsReply {
+            jobs: views.into_iter().map(Into::into).collect(),
+        }))
+    }
+
+    async fn stop(&self, request: Request<v1::StopJobRequest>) -> Result<Response<v1::Job>, Status> {
+        let v1::StopJobRequest { job_id, now } = request.into_inner();
+        self.change(|ticket| Event::StopRequested {
+            ticket,
+            job: job_id,
+            now,
+        })
+        .await
+    }
+
+    async fn resume(&self, request: Request<v1::ResumeJobRequest>) -> Result<Response<v1::Job>, Status> {
+        let job = request.into_inner().job_id;
+        self.change(|ticket| Event::ResumeRequested { ticket, job }).await
+    }
+
+    type EventsStream = ReceiverStream<Result<v1::JobEvent, Status>>;
+
+    async fn events(&self, request: Request<v1::EventsRequest>) -> Result<Response<Self::EventsStream>, Status> {
+        let v1::EventsRequest { job_id, cursor, follow } = request.into_inner();
+        let job = self.find(job_id).await?;
+        let (follower, receiver) = mpsc::channel(WIRE_BUFFER);
+        let shared = self.0.clone();
+        tokio::spawn(async move {
+            if let Err(status) = stream_events(&shared, &job, cursor, follow, &follower).await {
+                let _ = tokio::time::timeout(FOLLOWER_TIMEOUT, follower.send(Err(status))).await;
+            }
+        });
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    async fn artifacts(&self, request: Request<v1::ArtifactsRequest>) -> Result<Response<v1::ArtifactsReply>, Status> {
+        let job = self.find(request.into_inner().job_id).await?;
+        let artifacts = self
+            .0
+            .store
+            .artifacts(&job)
+            .await
+            .map_err(|error| store_failed(&error))?;
+        let artifacts = artifacts.into_iter().map(Into::into).collect();
+        Ok(Response::new(v1::ArtifactsReply {
+            job_id: job.to_string(),
+            artifacts,
+        }))
+    }
+
+    async fn list_workers(&self, _: Request<v1::ListWorkersRequest>) -> Result<Response<v1::ListWorkersReply>, Status> {
+        let views = self.0.core.query(|state, _| state.worker_views()).await?;
+        Ok(Response::new(v1::ListWorkersReply {
+            workers: views.into_iter().map(Into::into).collect(),
+        }))
+    }
+}
+
+/// Whether the follower is still there.
+async fn tell(follower: &Follower, event: JobEvent) -> bool {
+    matches!(
+        tokio::time::timeout(FOLLOWER_TIMEOUT, follower.send(Ok(event.into()))).await,
+        Ok(Ok(()))
+    )
+}
+
+/// What is stored, then what happens, without a gap and without a repetition. Ends when the job has ended.
+async fn stream_events(
+    shared: &Shared,
+    job: &JobId,
+    mut cursor: u64,
+    follow: bool,
+    follower: &Follower,
+) -> Result<(), Status> {
+    let mut stopping = shared.stopping.clone();
+    // Listening before reading: what happens in between is then seen twice, and dropped by its cursor.
+    let mut live = shared.core.follow(job);
+    let mut told_progress = false;
+    loop {
+        loop {
+            let page = shared
+                .store
+                .events(job, cursor, PAGE)
+                .await
+                .map_err(|error| store_failed(&error))?;
+            let full_page = page.len() == PAGE as usize;
+            for event in page {
+                cursor = event.cursor;
+                if !tell(follower, event).await {
+                    return Ok(());
+                }
+            }
+            if !full_page {
+                break;
+            }
+        }
+        // Progress is not stored: the last one is told from the state.
+        let id = job.clone();
+        let look = move |state: &crate::core::State, _| {
+            state
+                .job(&id)
+                .map(|job| (job.state.is_ended(), job.cursor, job.progress))
+        };
+        let Some((ended, newest, progress)) = shared.core.query(look).await? else {
+            return Ok(());
+        };
+        if let Some(progress) = progress.filter(|_| !told_progress && newest == cursor) {
+            told_progress = true;
+            let event = JobEvent {
+                cursor,
+                time: shared.clock.now(),
+                attempt: None,
+                body: EventBody::Progress(progress),
+            };
+            if !tell(follower, event).await {
+                return Ok(());
+            }
+        }
+        if newest > cursor {
+            continue;
+        }
+        if ended || !follow {
+            return Ok(());
+        }
+        loop {
+            let event = tokio::select! {
+                event = live.recv() => event,
+                () = follower.closed() => return Ok(()),
+                () = stopped(&mut stopping) => {
+                    return Err(Status::unavailable("the coordinator shuts down; follow again from the last cursor"));
+                }
+            };
+            let event = match event {
+                Ok(event) => event,
+                // Too slow for the channel: read on from the store.
+                Err(RecvError::Lagged(_)) => break,
+                Err(RecvError::Closed) => {
+                    live = shared.core.follow(job);
+                    break;
+                }
+            };
+            let ephemeral = matches!(event.body, EventBody::Progress(_));
+            if event.cursor < cursor + u64::from(!ephemeral) {
+                continue;
+            }
+            if event.cursor > cursor + 1 {
+                // A gap cannot be told; the store has what lies in it.
+                break;
+            }
+            cursor = event.cursor;
+            told_progress |= ephemeral;
+            let ended = matches!(&event.body, EventBody::State { state, .. } if state.is_ended());
+            if !tell(follower, (*event).clone()).await || ended {
+                return Ok(());
+            }
+        }
+    }
+}

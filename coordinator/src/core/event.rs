@@ -1,0 +1,262 @@
+//! What happens to the core, and what it wants done.
+
+use super::model::{Job, SessionId, Ticket, Wants, Worker};
+use aitk_common::attempt::Outcome;
+use aitk_common::capability::DeviceRef;
+use aitk_common::control::UnixMillis;
+use aitk_common::control::{Artifact, HeldAttempt, JobEvent, JobView, Registration, Report, Submitted, ToWorker};
+use aitk_common::hash::ContentHash;
+use aitk_common::id::{JobId, TaskId, WorkerId};
+use aitk_common::plan::profile::MemoryProfile;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// What only the worker needs of a job; the core hands it to the store and forgets it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Payload {
+    /// The config as its user wrote it.
+    pub config_text: String,
+    /// `yaml`, `json` or `jsonc`.
+    pub config_format: String,
+    /// `JobSpec` as JSON.
+    pub job_json: String,
+    /// Path as the config writes it -> snapshot.
+    pub inputs: BTreeMap<String, ContentHash>,
+}
+
+/// A job that comes in.
+#[derive(Clone, Debug)]
+pub struct NewJob {
+    /// A fresh id, chosen by the caller.
+    pub id: JobId,
+    /// A fresh seed, chosen by the caller.
+    pub seed: u64,
+    /// Its name.
+    pub name: String,
+    /// Its kind.
+    pub kind: String,
+    /// What it asks of a machine.
+    pub wants: Wants,
+    /// Runs in place.
+    pub local: bool,
+    /// The submission's key.
+    pub idempotency_key: Option<String>,
+    /// For the worker.
+    pub payload: Arc<Payload>,
+}
+
+/// What happens.
+#[derive(Clone, Debug)]
+pub enum Event {
+    /// Somebody submits a job.
+    JobSubmitted {
+        /// Who waits.
+        ticket: Ticket,
+        /// The job.
+        job: Box<NewJob>,
+    },
+    /// Somebody wants a job to stop.
+    StopRequested {
+        /// Who waits.
+        ticket: Ticket,
+        /// The job's id, or a unique beginning of it.
+        job: String,
+        /// Without saving.
+        now: bool,
+    },
+    /// Somebody wants a stopped or failed job to go on.
+    ResumeRequested {
+        /// Who waits.
+        ticket: Ticket,
+        /// The job's id, or a unique beginning of it.
+        job: String,
+    },
+    /// A worker opened a session.
+    WorkerRegistered {
+        /// The session.
+        session: SessionId,
+        /// The id it gets if it has none.
+        fresh_id: WorkerId,
+        /// It connected over loopback.
+        same_machine: bool,
+        /// What it said.
+        registration: Box<Registration>,
+    },
+    /// A worker is alive and holds these.
+    WorkerBeat {
+        /// The session.
+        session: SessionId,
+        /// What it holds.
+        running: Vec<HeldAttempt>,
+    },
+    /// A worker takes no more work.
+    WorkerLeaving {
+        /// The session.
+        session: SessionId,
+        /// Why.
+        reason: String,
+    },
+    /// A session closed.
+    WorkerLost {
+        /// The session.
+        session: SessionId,
+    },
+    /// An attempt reports.
+    AttemptEvent {
+        /// The session.
+        session: SessionId,
+        /// Which.
+        held: HeldAttempt,
+        /// Its number.
+        seq: u64,
+        /// The worker's time.
+        time: UnixMillis,
+        /// What it says.
+        report: Report,
+    },
+    /// An attempt made a file.
+    ArtifactReady {
+        /// The session.
+        session: SessionId,
+        /// To answer.
+        request: u64,
+        /// Which.
+        held: HeldAttempt,
+        /// The file.
+        artifact: Artifact,
+    },
+    /// An attempt removed a file.
+    ArtifactRemoved {
+        /// The session.
+        session: SessionId,
+        /// To answer.
+        request: u64,
+        /// Which.
+        held: HeldAttempt,
+        /// The file's name.
+        name: String,
+    },
+    /// An attempt saved its state into storage.
+    CommitCheckpoint {
+        /// The session.
+        session: SessionId,
+        /// To answer.
+        request: u64,
+        /// Which.
+        held: HeldAttempt,
+        /// Its manifest.
+        manifest: ContentHash,
+        /// Optimizer steps done.
+        step: u64,
+    },
+    /// An attempt ended.
+    Finished {
+        /// The session.
+        session: SessionId,
+        /// To answer.
+        request: u64,
+        /// Which.
+        held: HeldAttempt,
+        /// How.
+        outcome: Outcome,
+    },
+    /// Time went on.
+    Tick,
+}
+
+/// A change that must be durable before anybody hears of it.
+#[derive(Clone, Debug)]
+pub enum Record {
+    /// A new job with its payload.
+    NewJob(Box<Job>, Arc<Payload>),
+    /// A job changed.
+    Job(Box<Job>),
+    /// A worker registered.
+    Worker(Box<Worker>),
+    /// A job's event.
+    Event {
+        /// The job.
+        job: JobId,
+        /// The event.
+        event: Box<JobEvent>,
+        /// The attempt's own number for it.
+        seq: Option<u64>,
+    },
+    /// A job's file: new, or replaced.
+    Artifact(JobId, Box<Artifact>),
+    /// A job's file is gone.
+    ArtifactGone(JobId, String),
+}
+
+/// An assignment without the job's payload, which only the store has.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Placed {
+    /// The job.
+    pub job: JobId,
+    /// Its task.
+    pub task: TaskId,
+    /// The attempt.
+    pub held: HeldAttempt,
+    /// In place.
+    pub local: bool,
+    /// The checkpoint to go on from.
+    pub resume: Option<ContentHash>,
+    /// Where.
+    pub device: DeviceRef,
+    /// How.
+    pub profile: MemoryProfile,
+    /// The job's seed.
+    pub seed: u64,
+}
+
+/// What the core wants done. All records of one step are stored before anything else of it is done.
+#[derive(Clone, Debug)]
+pub enum Effect {
+    /// Make it durable.
+    Persist(Record),
+    /// Tell a worker.
+    Send(SessionId, ToWorker),
+    /// Give work to a worker.
+    Assign(SessionId, Box<Placed>),
+    /// Close a session.
+    Close {
+        /// Which.
+        session: SessionId,
+        /// Why, in words.
+        reason: String,
+        /// Whether the worker should come back.
+        retry: bool,
+    },
+    /// Tell those who follow the job.
+    Publish(JobId, Box<JobEvent>),
+    /// Answer a caller.
+    Reply(Ticket, Result<Reply, Refusal>),
+}
+
+/// A good answer.
+#[derive(Clone, Debug)]
+pub enum Reply {
+    /// To a submission.
+    Submitted(Submitted),
+    /// To a stop or resume: the job as it is now.
+    Job(Box<JobView>),
+}
+
+/// Why not.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// No such job.
+    #[error("there is no job {0:?}; `aitk ps -a` lists all jobs")]
+    NotFound(String),
+    /// A beginning that several ids share.
+    #[error("{text:?} is the beginning of several job ids: {}; write more of it", matches.join(", "))]
+    Ambiguous {
+        /// As given.
+        text: String,
+        /// Some of them.
+        matches: Vec<String>,
+    },
+    /// Not in this state.
+    #[error("{0}")]
+    Conflict(String),
+}

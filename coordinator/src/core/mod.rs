@@ -1,0 +1,141 @@
+//! The scheduler core, sans-io: [`State`], and [`State::handle`] which takes the time and an [`Event`] and returns
+//! [`Effect`]s. No sockets, no clock, no randomness: whatever it decides can be replayed.
+//!
+//! A job has one task; the task has attempts, one at a time, each with a higher epoch than the one before. An attempt
+//! lives as long as its lease, which its worker's beats renew. Whoever reports for an attempt that is not the live one
+//! is told so (fenced) and changes nothing.
+
+mod attempts;
+mod check;
+mod event;
+mod jobs;
+mod model;
+mod placement;
+mod view;
+mod workers;
+
+#[cfg(test)]
+mod property;
+#[cfg(test)]
+mod tests;
+
+pub use check::check;
+pub use event::{Effect, Event, NewJob, Payload, Placed, Record, Refusal, Reply};
+pub use model::{Committed, Job, Live, Restored, SessionId, Settings, State, Ticket, Wants, Worker};
+
+use aitk_common::control::{EventBody, JobEvent, UnixMillis};
+use aitk_common::id::{AttemptId, JobId};
+use std::collections::BTreeSet;
+
+/// One step in the making: its time, its effects, and the jobs it changed.
+struct Step {
+    now: UnixMillis,
+    effects: Vec<Effect>,
+    touched: BTreeSet<JobId>,
+}
+
+impl Step {
+    fn push(&mut self, effect: Effect) {
+        self.effects.push(effect);
+    }
+}
+
+impl State {
+    /// Takes in what happened at `now` and says what is to be done, in order. Never panics, whatever a peer said.
+    pub fn handle(&mut self, now: UnixMillis, event: Event) -> Vec<Effect> {
+        let mut step = Step {
+            now,
+            effects: Vec::new(),
+            touched: BTreeSet::new(),
+        };
+        match event {
+            Event::JobSubmitted { ticket, job } => self.submit(&mut step, ticket, *job),
+            Event::StopRequested { ticket, job, now } => self.stop(&mut step, ticket, &job, now),
+            Event::ResumeRequested { ticket, job } => self.resume(&mut step, ticket, &job),
+            Event::WorkerRegistered {
+                session,
+                fresh_id,
+                same_machine,
+                registration,
+            } => {
+                self.register(&mut step, session, fresh_id, same_machine, *registration);
+            }
+            Event::WorkerBeat { session, running } => self.beat(&mut step, session, running),
+            Event::WorkerLeaving { session, reason } => self.worker_leaving(session, &reason),
+            Event::WorkerLost { session } => self.session_closed(&mut step, session),
+            Event::AttemptEvent {
+                session,
+                held,
+                seq,
+                time,
+                report,
+            } => {
+                self.report(&mut step, session, held, seq, time, report);
+            }
+            Event::ArtifactReady {
+                session,
+                request,
+                held,
+                artifact,
+            } => {
+                self.artifact_ready(&mut step, session, request, held, artifact);
+            }
+            Event::ArtifactRemoved {
+                session,
+                request,
+                held,
+                name,
+            } => {
+                self.artifact_removed(&mut step, session, request, held, name);
+            }
+            Event::CommitCheckpoint {
+                session,
+                request,
+                held,
+                manifest,
+                step: at,
+            } => {
+                self.commit(&mut step, session, request, held, manifest, at);
+            }
+            Event::Finished {
+                session,
+                request,
+                held,
+                outcome,
+            } => {
+                self.finished(&mut step, session, request, held, outcome);
+            }
+            Event::Tick => self.tick(&mut step),
+        }
+        if self.replace {
+            self.place(&mut step);
+        }
+        let Step {
+            mut effects, touched, ..
+        } = step;
+        let records = touched
+            .iter()
+            .filter_map(|id| self.jobs.get(id))
+            .map(|job| Record::Job(Box::new(job.clone())));
+        effects.extend(records.map(Effect::Persist));
+        effects
+    }
+
+    /// Adds a durable event to a job's log and tells its followers.
+    fn log(&mut self, step: &mut Step, job: &JobId, attempt: Option<AttemptId>, body: EventBody, seq: Option<u64>) {
+        let Some(entry) = self.jobs.get_mut(job) else { return };
+        entry.cursor += 1;
+        let event = Box::new(JobEvent {
+            cursor: entry.cursor,
+            time: step.now,
+            attempt,
+            body,
+        });
+        step.push(Effect::Persist(Record::Event {
+            job: job.clone(),
+            event: event.clone(),
+            seq,
+        }));
+        step.push(Effect::Publish(job.clone(), event));
+    }
+}

@@ -1,0 +1,122 @@
+//! What clients see of the state.
+
+use super::model::{Job, State, Worker, device_key};
+use aitk_common::control::{JobState, JobView, UnixMillis, WorkerDeviceView, WorkerView};
+use aitk_common::id::JobId;
+
+/// Ended jobs that a plain list shows.
+const LAST_ENDED: usize = 10;
+
+impl State {
+    /// One job.
+    #[must_use]
+    pub fn job_view(&self, now: UnixMillis, id: &JobId) -> Option<JobView> {
+        self.jobs.get(id).map(|job| self.view(now, job))
+    }
+
+    /// Running jobs, then waiting ones in queue order, then ended ones, the newest first: the last few, or with
+    /// `all` every one; `limit` (unless 0) bounds the ended ones.
+    #[must_use]
+    pub fn job_views(&self, now: UnixMillis, all: bool, limit: usize) -> Vec<JobView> {
+        let mut running: Vec<&Job> = self
+            .jobs
+            .values()
+            .filter(|job| matches!(job.state, JobState::Running | JobState::Stopping))
+            .collect();
+        running.sort_by_key(|job| job.order);
+        let waiting = self.queue.iter().filter_map(|(_, _, id)| self.jobs.get(id));
+        let mut ended: Vec<&Job> = self.jobs.values().filter(|job| job.state.is_ended()).collect();
+        ended.sort_by_key(|job| std::cmp::Reverse((job.ended, job.order)));
+        let most = match (limit, all) {
+            (0, true) => usize::MAX,
+            (0, false) => LAST_ENDED,
+            (limit, _) => limit,
+        };
+        ended.truncate(most);
+        running
+            .into_iter()
+            .chain(waiting)
+            .chain(ended)
+            .map(|job| self.view(now, job))
+            .collect()
+    }
+
+    /// Every worker that ever registered: connected ones first, then by name.
+    #[must_use]
+    pub fn worker_views(&self) -> Vec<WorkerView> {
+        let mut workers: Vec<&Worker> = self.workers.values().collect();
+        workers.sort_by_key(|worker| (worker.session.is_none(), &worker.name, &worker.id));
+        workers
+            .into_iter()
+            .map(|worker| WorkerView {
+                id: worker.id.clone(),
+                name: worker.name.clone(),
+                version: worker.version.clone(),
+                host: worker.host.clone(),
+                connected: worker.session.is_some(),
+                leaving: worker.leaving,
+                last_seen: worker.last_seen,
+                devices: worker
+                    .devices
+                    .iter()
+                    .map(|device| WorkerDeviceView {
+                        device: device.clone(),
+                        job: self
+                            .busy
+                            .get(&worker.id)
+                            .and_then(|devices| devices.get(&device_key(device.device)))
+                            .cloned(),
+                    })
+                    .collect(),
+                labels: worker.labels.clone(),
+            })
+            .collect()
+    }
+
+    /// Open sessions, and jobs that have not ended.
+    #[must_use]
+    pub fn counts(&self) -> (u64, u64) {
+        (self.sessions.len() as u64, (self.queue.len() + self.live.len()) as u64)
+    }
+
+    fn view(&self, now: UnixMillis, job: &Job) -> JobView {
+        JobView {
+            id: job.id.clone(),
+            name: job.name.clone(),
+            kind: job.kind.clone(),
+            state: job.state,
+            reason: self.reason(now, job),
+            priority: job.wants.priority,
+            local: job.local,
+            created: job.created,
+            started: job.started,
+            ended: job.ended,
+            progress: job.progress,
+            phase: job.phase.clone(),
+            checkpoint_step: job.checkpoint.as_ref().map(|checkpoint| checkpoint.step),
+            attempts: job.attempts.clone(),
+            failures: job.failures,
+            retries: job.wants.retries,
+            config_text: None,
+            config_format: None,
+        }
+    }
+
+    fn reason(&self, now: UnixMillis, job: &Job) -> String {
+        if job.state == JobState::Queued {
+            return self.explain(now, job);
+        }
+        // A running job whose worker is away would otherwise look as if all were well.
+        let away = job
+            .current()
+            .and_then(|attempt| self.workers.get(&attempt.worker))
+            .filter(|w| w.session.is_none());
+        match (away, job.live) {
+            (Some(worker), Some(live)) => {
+                let left = live.lease_until.since(now).as_secs();
+                format!("{} is not connected; waiting {left} s more for it", worker.name)
+            }
+            _ => job.reason.clone(),
+        }
+    }
+}

@@ -1,0 +1,364 @@
+//! The one task that owns the core: takes events in batches, stores what they changed in one transaction, and only
+//! then lets anybody hear of it.
+
+use crate::core::{self, Effect, Event, Placed, Record, Refusal, Reply, SessionId, State, Ticket};
+use crate::store::{Store, StoreError};
+use aitk_common::control::{Assignment, JobEvent, ToWorker, UnixMillis};
+use aitk_common::id::JobId;
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use tokio::sync::{broadcast, mpsc, oneshot};
+
+/// Inputs that wait for the core. Full means that the core is behind: senders then wait, each holding up only its own
+/// connection.
+const INPUTS: usize = 1024;
+/// Inputs that share one transaction. More would make the first of them wait for the last.
+const BATCH: usize = 256;
+/// Messages that wait for one worker: several per device of a big machine. A worker that lets more pile up does not
+/// read; its session is closed, and it registers again.
+const OUTBOX: usize = 256;
+/// Events that wait for one follower. One that is further behind reads them from the store.
+const FOLLOWER: usize = 1024;
+/// A store that fails is tried again for this long. After that this process ends: what it knows is then ahead of what is
+/// stored, and a fresh start from the store is the safe way on.
+const STORE_PATIENCE: Duration = Duration::from_secs(30);
+
+/// A wall clock that never goes back while the process lives.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Clock {
+    wall: UnixMillis,
+    start: Instant,
+}
+
+impl Clock {
+    pub(crate) fn new() -> Self {
+        let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Self {
+            wall: UnixMillis(0).after(wall),
+            start: Instant::now(),
+        }
+    }
+
+    pub(crate) fn now(&self) -> UnixMillis {
+        self.wall.after(self.start.elapsed())
+    }
+}
+
+type Query = Box<dyn FnOnce(&State, UnixMillis) + Send>;
+
+enum Input {
+    Event(Event),
+    Call(Event, Ticket, oneshot::Sender<Result<Reply, Refusal>>),
+    Query(Query),
+    OpenSession(SessionId, mpsc::Sender<ToWorker>),
+}
+
+/// Nobody runs the core any more: the coordinator shuts down.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the coordinator is shutting down; try again in a moment")]
+pub(crate) struct Gone;
+
+/// How the services reach the core.
+#[derive(Clone, Debug)]
+pub(crate) struct Core {
+    inputs: mpsc::Sender<Input>,
+    numbers: Arc<AtomicU64>,
+    hub: Arc<Hub>,
+}
+
+/// Those who follow jobs.
+#[derive(Debug, Default)]
+struct Hub {
+    followers: Mutex<HashMap<JobId, broadcast::Sender<Arc<JobEvent>>>>,
+}
+
+impl Hub {
+    fn subscribe(&self, job: &JobId) -> broadcast::Receiver<Arc<JobEvent>> {
+        let mut followers = self.followers.lock().unwrap_or_else(PoisonError::into_inner);
+        followers
+            .entry(job.clone())
+            .or_insert_with(|| broadcast::channel(FOLLOWER).0)
+            .subscribe()
+    }
+
+    fn publish(&self, job: &JobId, event: JobEvent) {
+        let mut followers = self.followers.lock().unwrap_or_else(PoisonError::into_inner);
+        let nobody = followers
+            .get(job)
+            .is_some_and(|sender| sender.send(Arc::new(event)).is_err());
+        if nobody {
+            followers.remove(job);
+        }
+    }
+}
+
+impl Core {
+    fn number(&self) -> u64 {
+        self.numbers.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Hands an event in; waits while the core is behind.
+    pub(crate) async fn event(&self, event: Event) -> Result<(), Gone> {
+        self.inputs.send(Input::Event(event)).await.map_err(|_| Gone)
+    }
+
+    /// Hands in an event that is answered. The answer comes when everything behind it is durable.
+    pub(crate) async fn call(&self, event: impl FnOnce(Ticket) -> Event) -> Result<Result<Reply, Refusal>, Gone> {
+        let ticket = Ticket(self.number());
+        let (sender, receiver) = oneshot::channel();
+        self.inputs
+            .send(Input::Call(event(ticket), ticket, sender))
+            .await
+            .map_err(|_| Gone)?;
+        receiver.await.map_err(|_| Gone)
+    }
+
+    /// Looks at the state; only durable changes are seen.
+    pub(crate) async fn query<T: Send + 'static>(
+        &self,
+        look: impl FnOnce(&State, UnixMillis) -> T + Send + 'static,
+    ) -> Result<T, Gone> {
+        let (sender, receiver) = oneshot::channel();
+        let query: Query = Box::new(move |state, now| {
+            let _ = sender.send(look(state, now));
+        });
+        self.inputs.send(Input::Query(query)).await.map_err(|_| Gone)?;
+        receiver.await.map_err(|_| Gone)
+    }
+
+    /// A new session's number and what the core says to it. The receiver ends when the core closes the session.
+    pub(crate) async fn open_session(&self) -> Result<(SessionId, mpsc::Receiver<ToWorker>), Gone> {
+        let session = SessionId(self.number());
+        let (sender, receiver) = mpsc::channel(OUTBOX);
+        self.inputs
+            .send(Input::OpenSession(session, sender))
+            .await
+            .map_err(|_| Gone)?;
+        Ok((session, receiver))
+    }
+
+    /// Events of a job from now on.
+    pub(crate) fn follow(&self, job: &JobId) -> broadcast::Receiver<Arc<JobEvent>> {
+        self.hub.subscribe(job)
+    }
+}
+
+/// The task's side.
+pub(crate) struct Runner {
+    state: State,
+    clock: Clock,
+    store: Arc<dyn Store>,
+    storage_url: Option<String>,
+    inputs: mpsc::Receiver<Input>,
+    hub: Arc<Hub>,
+    sessions: HashMap<SessionId, mpsc::Sender<ToWorker>>,
+}
+
+impl Runner {
+    pub(crate) fn new(state: State, clock: Clock, store: Arc<dyn Store>, storage_url: Option<String>) -> (Self, Core) {
+        let (sender, inputs) = mpsc::channel(INPUTS);
+        let hub = Arc::new(Hub::default());
+        let core = Core {
+            inputs: sender,
+            numbers: Arc::new(AtomicU64::new(1)),
+            hub: hub.clone(),
+        };
+        (
+            Self {
+                state,
+                clock,
+                store,
+                storage_url,
+                inputs,
+                hub,
+                sessions: HashMap::new(),
+            },
+            core,
+        )
+    }
+
+    /// Runs until every [`Core`] is gone or the store fails for good.
+    pub(crate) async fn run(mut self) -> Result<(), StoreError> {
+        let period = (self.state.settings().lease / 20).clamp(Duration::from_millis(10), Duration::from_millis(500));
+        let mut ticks = tokio::time::interval(period);
+        ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut batch = Vec::with_capacity(BATCH);
+        loop {
+            tokio::select! {
+                count = self.inputs.recv_many(&mut batch, BATCH) => {
+                    if count == 0 {
+                        return Ok(());
+                    }
+                }
+                _ = ticks.tick() => batch.push(Input::Event(Event::Tick)),
+            }
+            self.step(&mut batch).await?;
+        }
+    }
+
+    async fn step(&mut self, batch: &mut Vec<Input>) -> Result<(), StoreError> {
+        let now = self.clock.now();
+        let (mut records, mut rest, mut queries) = (Vec::new(), Vec::new(), Vec::new());
+        let mut callers = HashMap::new();
+        for input in batch.drain(..) {
+            let event = match input {
+                Input::Event(event) => event,
+                Input::Call(event, ticket, caller) => {
+                    callers.insert(ticket, caller);
+                    event
+                }
+                Input::Query(query) => {
+                    queries.push(query);
+                    continue;
+                }
+                Input::OpenSession(session, sender) => {
+                    self.sessions.insert(session, sender);
+                    continue;
+                }
+            };
+            if let Event::WorkerLost { session } = &event {
+                self.sessions.remove(session);
+            }
+            for effect in self.state.handle(now, event) {
+                match effect {
+                    Effect::Persist(record) => records.push(record),
+                    other => rest.push(other),
+                }
+            }
+            debug_assert_eq!(core::check(&self.state), Ok(()));
+        }
+        self.persist(&records).await?;
+        for effect in rest {
+            self.carry_out(effect, &mut callers).await;
+        }
+        for query in queries {
+            query(&self.state, now);
+        }
+        Ok(())
+    }
+
+    async fn persist(&self, records: &[Record]) -> Result<(), StoreError> {
+        let deadline = Instant::now() + STORE_PATIENCE;
+        let mut wait = Duration::from_millis(50);
+        loop {
+            match self.store.commit(records).await {
+                Ok(()) => return Ok(()),
+                Err(error) if Instant::now() + wait < deadline => {
+                    tracing::error!(error = %full(&error), "the store failed; trying again");
+                    tokio::time::sleep(wait).await;
+                    wait = (wait * 2).min(Duration::from_secs(5));
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    async fn carry_out(
+        &mut self,
+        effect: Effect,
+        callers: &mut HashMap<Ticket, oneshot::Sender<Result<Reply, Refusal>>>,
+    ) {
+        match effect {
+            // Sorted out before; here for completeness.
+            Effect::Persist(_) => {}
+            Effect::Send(
+                session,
+                ToWorker::Welcome {
+                    worker,
+                    beat_interval,
+                    lease,
+                    keep,
+                    ..
+                },
+            ) => {
+                let storage_url = self.storage_url.clone();
+                self.send(
+                    session,
+                    ToWorker::Welcome {
+                        worker,
+                        beat_interval,
+                        lease,
+                        storage_url,
+                        keep,
+                    },
+                );
+            }
+            Effect::Send(session, message) => self.send(session, message),
+            Effect::Assign(session, placed) => match self.assignment(*placed).await {
+                Some(work) => self.send(session, ToWorker::Assign(Box::new(work))),
+                // The worker registers again without the attempt, which is then placed again.
+                None => self.close(session, "an assignment could not be read from the store", true),
+            },
+            Effect::Close { session, reason, retry } => self.close(session, &reason, retry),
+            Effect::Publish(job, event) => self.hub.publish(&job, *event),
+            Effect::Reply(ticket, reply) => {
+                if let Some(caller) = callers.remove(&ticket) {
+                    // A caller that went away does not matter: what it asked for is done.
+                    let _ = caller.send(reply);
+                }
+            }
+        }
+    }
+
+    async fn assignment(&self, placed: Placed) -> Option<Assignment> {
+        let payload = match self.store.payload(&placed.job).await {
+            Ok(payload) => payload?,
+            Err(error) => {
+                tracing::error!(job = %placed.job, error = %full(&error), "a job's config could not be read");
+                return None;
+            }
+        };
+        Some(Assignment {
+            job: placed.job,
+            task: placed.task,
+            attempt: placed.held.attempt,
+            epoch: placed.held.epoch,
+            job_json: payload.job_json,
+            config_text: payload.config_text,
+            config_format: payload.config_format,
+            inputs: payload.inputs,
+            local: placed.local,
+            resume: placed.resume,
+            device: placed.device,
+            profile: placed.profile,
+            seed: placed.seed,
+        })
+    }
+
+    /// Never waits: a worker that does not read loses its session, which its task then reports as closed.
+    fn send(&mut self, session: SessionId, message: ToWorker) {
+        let Some(sender) = self.sessions.get(&session) else {
+            return;
+        };
+        if sender.try_send(message).is_err() {
+            tracing::warn!(
+                session = session.0,
+                "a worker does not read its messages; closing its session"
+            );
+            self.sessions.remove(&session);
+        }
+    }
+
+    fn close(&mut self, session: SessionId, reason: &str, retry: bool) {
+        if let Some(sender) = self.sessions.remove(&session) {
+            let _ = sender.try_send(ToWorker::GoingAway {
+                reason: reason.to_owned(),
+                retry,
+            });
+        }
+    }
+}
+
+/// An error with its causes, in one line.
+pub(crate) fn full(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut inner = error.source();
+    while let Some(source) = inner {
+        text.push_str(": ");
+        text.push_str(&source.to_string());
+        inner = source.source();
+    }
+    text
+}

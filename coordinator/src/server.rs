@@ -1,0 +1,403 @@
+//! Start, serve, shut down.
+
+use crate::api::{Gate, Shared, routes};
+use crate::core::{Settings, State};
+use crate::runner::{Clock, Runner, full};
+use crate::store::{SqliteStore, Store, StoreError};
+use crate::token::{self, TokenError};
+use aitk_common::storage::{BlobStore, ObjectBlobs, StorageError};
+use std::fs::{File, TryLockError};
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::net::TcpListener;
+use tokio::sync::{Semaphore, watch};
+use tokio::task::JoinHandle;
+use tonic::transport::server::TcpIncoming;
+use tonic::transport::{Identity, Server, ServerTlsConfig};
+use url::Url;
+
+/// How long open calls may take to end at a shutdown; then they are cut.
+const SHUTDOWN_PATIENCE: Duration = Duration::from_secs(5);
+/// A connection that is silent is asked after this time, and closed after as much again without an answer.
+const KEEP_ALIVE: Duration = Duration::from_secs(10);
+/// Calls at once on one connection: a worker or a client needs a handful.
+const STREAMS: u32 = 256;
+/// Blobs on their way through at once, all clients together: each may take a file of its size beside the database.
+const TRANSFERS: usize = 16;
+
+/// Where the certificate and its key lie, as PEM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TlsFiles {
+    /// The certificate, with those between it and its authority.
+    pub cert: PathBuf,
+    /// Its private key.
+    pub key: PathBuf,
+}
+
+/// How a coordinator is set up.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Config {
+    /// Where to listen. Anything but loopback needs [`Self::tls`]. Port 0: any free one.
+    pub bind: SocketAddr,
+    /// Where everything lies that must survive: `aitk.db`, `token`, `storage/`. Made when missing.
+    pub data_dir: PathBuf,
+    /// Object storage: `file://`, `s3://`, `gs://`, `az://`. None: `storage/` in the data folder.
+    pub storage_url: Option<String>,
+    /// The token. None: that of the token file.
+    pub token: Option<String>,
+    /// None: `token` in the data folder. Made at the first start.
+    pub token_file: Option<PathBuf>,
+    /// TLS for the listener.
+    pub tls: Option<TlsFiles>,
+    /// How long an attempt lives without a beat of its worker. Workers beat six times as often.
+    pub lease: Duration,
+    /// Failed tries in a row that a job is granted which says nothing about them.
+    pub retries: u32,
+}
+
+impl std::fmt::Debug for Config {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Config")
+            .field("bind", &self.bind)
+            .field("data_dir", &self.data_dir)
+            .field("storage_url", &self.storage_url)
+            .field("token_file", &self.token_file)
+            .field("tls", &self.tls)
+            .field("lease", &self.lease)
+            .field("retries", &self.retries)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Config {
+    /// The port when none is given.
+    pub const DEFAULT_PORT: u16 = 7420;
+    /// Long enough for a laptop that dozes off or a switch that restarts.
+    pub const DEFAULT_LEASE: Duration = Duration::from_secs(45);
+    /// A machine may fail three times in a row before its job gives up.
+    pub const DEFAULT_RETRIES: u32 = 3;
+
+    /// Loopback, storage and token in the data folder, every default.
+    #[must_use]
+    pub fn new(data_dir: impl Into<PathBuf>) -> Self {
+        Self {
+            bind: SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), Self::DEFAULT_PORT),
+            data_dir: data_dir.into(),
+            storage_url: None,
+            token: None,
+            token_file: None,
+            tls: None,
+            lease: Self::DEFAULT_LEASE,
+            retries: Self::DEFAULT_RETRIES,
+        }
+    }
+}
+
+/// Why a coordinator does not start. Each says what to do.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The network would see tokens and data in clear.
+    #[error(
+        "refusing to listen on {bind} without TLS: everyone on the network could read the token and the data; \
+         give --tls-cert and --tls-key, or bind 127.0.0.1"
+    )]
+    Plaintext {
+        /// The address.
+        bind: SocketAddr,
+    },
+    /// Nobody can listen there.
+    #[error("cannot listen on {bind}; is another coordinator running? Choose another port with --bind")]
+    Bind {
+        /// The address.
+        bind: SocketAddr,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The data folder cannot be used.
+    #[error("cannot use the data folder {}", path.display())]
+    DataDir {
+        /// The folder.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// Another coordinator has it.
+    #[error("another coordinator runs on the data folder {}; stop it first, or choose another folder with --data-dir", path.display())]
+    InUse {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// A certificate or key cannot be used.
+    #[error("cannot use the TLS file {}: {problem}", path.display())]
+    Tls {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        problem: String,
+    },
+    /// The lease is no lease.
+    #[error("a lease of {} ms is too short; workers could not renew it in time. Give at least one second", lease.as_millis())]
+    Lease {
+        /// The lease.
+        lease: Duration,
+    },
+    /// There is no token.
+    #[error(transparent)]
+    Token(#[from] TokenError),
+    /// The object storage cannot be opened.
+    #[error(transparent)]
+    Storage(#[from] StorageError),
+    /// The database cannot be opened.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+/// Why a running coordinator ended by itself.
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    /// The database failed for so long that nothing can be promised any more.
+    #[error("the coordinator ended because its database does not work")]
+    Store(#[from] StoreError),
+    /// The listener failed.
+    #[error("the coordinator ended because its listener failed: {0}")]
+    Serve(String),
+}
+
+/// A coordinator that runs. Dropping it without [`Self::shutdown`] leaves it running until the runtime ends.
+#[derive(Debug)]
+pub struct Running {
+    /// Where it listens.
+    pub addr: SocketAddr,
+    /// The token that opens it.
+    pub token: String,
+    /// The file with the token, unless it was given otherwise.
+    pub token_file: Option<PathBuf>,
+    /// Whether its listener has TLS.
+    pub tls: bool,
+    stop: watch::Sender<bool>,
+    server: JoinHandle<Result<(), tonic::transport::Error>>,
+    runner: JoinHandle<Result<(), StoreError>>,
+    store: Arc<dyn Store>,
+    _lock: File,
+}
+
+impl Running {
+    /// The address for clients on this machine.
+    #[must_use]
+    pub fn url(&self) -> String {
+        format!("{}://{}", if self.tls { "https" } else { "http" }, self.addr)
+    }
+
+    /// Waits until it ends by itself, which it only does when it cannot go on.
+    pub async fn failed(&mut self) -> RunError {
+        tokio::select! {
+            result = &mut self.runner => match result {
+                Ok(Err(error)) => RunError::Store(error),
+                Ok(Ok(())) => RunError::Serve("the queue ended".into()),
+                Err(error) => RunError::Serve(error.to_string()),
+            },
+            result = &mut self.server => RunError::Serve(match result {
+                Ok(Ok(())) => "it ended".into(),
+                Ok(Err(error)) => full(&error),
+                Err(error) => error.to_string(),
+            }),
+        }
+    }
+
+    /// Says goodbye to workers and followers, waits a few seconds for open calls, then closes the database.
+    /// What was acknowledged is stored already.
+    pub async fn shutdown(mut self) {
+        let _ = self.stop.send(true);
+        if tokio::time::timeout(SHUTDOWN_PATIENCE, &mut self.server).await.is_err() {
+            tracing::warn!("some calls did not end in time; cutting them");
+            self.server.abort();
+            let _ = (&mut self.server).await;
+        }
+        // Every handle to the core is gone now or soon; what hangs is cut: its callers have no answer, so no promise.
+        if tokio::time::timeout(SHUTDOWN_PATIENCE, &mut self.runner).await.is_err() {
+            self.runner.abort();
+            let _ = (&mut self.runner).await;
+        }
+        self.store.close().await;
+    }
+}
+
+/// Starts a coordinator and returns when it answers.
+///
+/// # Errors
+/// [`StartError`]
+pub async fn start(config: Config) -> Result<Running, StartError> {
+    if !config.bind.ip().to_canonical().is_loopback() && config.tls.is_none() {
+        return Err(StartError::Plaintext { bind: config.bind });
+    }
+    if config.lease < Duration::from_millis(200) {
+        return Err(StartError::Lease { lease: config.lease });
+    }
+    let data_dir = prepare(&config.data_dir)?;
+    let lock = lock(&data_dir)?;
+    let mut server = Server::builder()
+        .http2_keepalive_interval(Some(KEEP_ALIVE))
+        .http2_keepalive_timeout(Some(KEEP_ALIVE))
+        .max_concurrent_streams(STREAMS)
+        .tcp_nodelay(true);
+    if let Some(files) = &config.tls {
+        server = server.tls_config(tls(files)?).map_err(|error| StartError::Tls {
+            path: files.cert.clone(),
+            problem: full(&error),
+        })?;
+    }
+    let (token, token_file) = match &config.token {
+        Some(token) => (token::checked(token, "the configuration")?, None),
+        None => {
+            let path = config.token_file.clone().unwrap_or_else(|| data_dir.join("token"));
+            (token::read_or_make(&path)?, Some(path))
+        }
+    };
+    let storage_url = match &config.storage_url {
+        Some(url) => url.clone(),
+        None => local_storage(&data_dir)?,
+    };
+    let blobs: Arc<dyn BlobStore> = Arc::new(ObjectBlobs::open(&storage_url)?);
+    let transit = data_dir.join("transit");
+    empty(&transit)?;
+
+    let clock = Clock::new();
+    let store: Arc<dyn Store> = Arc::new(SqliteStore::open(&data_dir.join("aitk.db")).await?);
+    let loaded = store.load().await?;
+    tracing::info!(
+        jobs = loaded.jobs.len(),
+        workers = loaded.workers.len(),
+        "database loaded"
+    );
+    let settings = Settings::from_lease(config.lease);
+    let state = State::restore(settings, clock.now(), loaded.jobs, loaded.workers);
+    let storage = storage_url.split(':').next().unwrap_or_default().to_owned();
+    // A bucket can be opened by whoever has access; a folder of this machine only goes through us.
+    let for_workers = Some(storage_url).filter(|_| !matches!(storage.as_str(), "file" | "memory"));
+
+    let listener = TcpListener::bind(config.bind)
+        .await
+        .map_err(|source| StartError::Bind {
+            bind: config.bind,
+            source,
+        })?;
+    let addr = listener.local_addr().map_err(|source| StartError::Bind {
+        bind: config.bind,
+        source,
+    })?;
+    let (stop, stopping) = watch::channel(false);
+    let (runner, core) = Runner::new(state, clock, store.clone(), for_workers);
+    let shared = Shared {
+        core,
+        clock,
+        store: store.clone(),
+        blobs,
+        storage,
+        started: clock.now(),
+        lease: config.lease,
+        retries: config.retries,
+        transit,
+        transfers: Arc::new(Semaphore::new(TRANSFERS)),
+        stopping: stopping.clone(),
+    };
+    let router = server.add_routes(routes(&shared, &Gate::new(&token)));
+    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+    let mut stopped = stopping;
+    let serving = router.serve_with_incoming_shutdown(incoming, async move {
+        let _ = stopped.wait_for(|stop| *stop).await;
+    });
+    let runner = tokio::spawn(runner.run());
+    let server = tokio::spawn(serving);
+    Ok(Running {
+        addr,
+        token,
+        token_file,
+        tls: config.tls.is_some(),
+        stop,
+        server,
+        runner,
+        store,
+        _lock: lock,
+    })
+}
+
+/// The data folder, absolute, there, and closed to others when we make it.
+fn prepare(path: &Path) -> Result<PathBuf, StartError> {
+    let failed = |source| StartError::DataDir {
+        path: path.to_owned(),
+        source,
+    };
+    let path = std::path::absolute(path).map_err(failed)?;
+    let mut builder = std::fs::DirBuilder::new();
+    builder.recursive(true);
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::DirBuilderExt;
+        builder.mode(0o700);
+    }
+    builder.create(&path).map_err(failed)?;
+    Ok(path)
+}
+
+/// Held as long as the coordinator lives; the system drops it with the process, however that ends.
+fn lock(data_dir: &Path) -> Result<File, StartError> {
+    let failed = |source| StartError::DataDir {
+        path: data_dir.to_owned(),
+        source,
+    };
+    let file = File::options()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .open(data_dir.join("lock"))
+        .map_err(failed)?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::WouldBlock) => Err(StartError::InUse {
+            path: data_dir.to_owned(),
+        }),
+        Err(TryLockError::Error(source)) => Err(failed(source)),
+    }
+}
+
+fn tls(files: &TlsFiles) -> Result<ServerTlsConfig, StartError> {
+    let read = |path: &Path| {
+        std::fs::read(path).map_err(|error| StartError::Tls {
+            path: path.to_owned(),
+            problem: error.to_string(),
+        })
+    };
+    Ok(ServerTlsConfig::new().identity(Identity::from_pem(read(&files.cert)?, read(&files.key)?)))
+}
+
+fn local_storage(data_dir: &Path) -> Result<String, StartError> {
+    let path = data_dir.join("storage");
+    std::fs::create_dir_all(&path).map_err(|source| StartError::DataDir {
+        path: path.clone(),
+        source,
+    })?;
+    Url::from_directory_path(&path)
+        .map(|url| url.to_string())
+        .map_err(|()| StartError::DataDir {
+            path,
+            source: io::Error::new(io::ErrorKind::InvalidInput, "it has no address"),
+        })
+}
+
+/// Removes what a crash left of transfers.
+fn empty(transit: &Path) -> Result<(), StartError> {
+    let failed = |source| StartError::DataDir {
+        path: transit.to_owned(),
+        source,
+    };
+    match std::fs::remove_dir_all(transit) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
+        _ => {}
+    }
+    std::fs::create_dir_all(transit).map_err(failed)
+}
