@@ -68,7 +68,7 @@ def unet_case(name, unet, shape, timesteps, context, seed, weights):
     tensors |= gradients(unet, [sample, context], out, seed + 2) | {"probe": noise(seed + 2, *out.shape)}
     if weights:
         tensors |= {f"weights.{key}": value for key, value in unet.state_dict().items()}
-        (OUT / f"{name}.json").write_text(json.dumps(dict(unet.config), indent=1, default=str))
+        (OUT / f"{name}.json").write_text(json.dumps({k: v for k, v in unet.config.items() if k[0] != "_"}, indent=1))
     save(name, tensors)
 
 
@@ -106,10 +106,10 @@ def vae_fixtures(pipe):
     save("vae_tiny", tensors)
 
 
-def full_size_names():
-    """Names and shapes of the full models, without their weights."""
+def full_size():
+    """SD 1.5 without its weights."""
     with torch.device("meta"):
-        sd15 = {
+        return {
             "text_encoder": CLIPTextModel(
                 CLIPTextConfig(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
             ),
@@ -123,6 +123,12 @@ def full_size_names():
                 sample_size=512,
             ),
         }
+
+
+def full_size_names():
+    """Names and shapes of the full models."""
+    sd15 = full_size()
+    with torch.device("meta"):
         sd21_unet = UNet2DConditionModel(
             cross_attention_dim=1024, attention_head_dim=[5, 10, 20, 20], use_linear_projection=True, sample_size=96
         )

@@ -24,6 +24,8 @@ mod write;
 pub use manifest::{FORMAT_VERSION, FileEntry, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest};
 pub use read::{Checkpoint, Scan};
 pub use write::CheckpointWriter;
+#[cfg(feature = "storage")]
+pub(crate) use write::Staging;
 
 use crate::fsutil::FsError;
 use crate::fsutil::names::BadName;

@@ -19,6 +19,7 @@ const ABANDONED: Duration = Duration::from_secs(24 * 3600);
 pub struct Checkpoint {
     folder: PathBuf,
     manifest: Manifest,
+    manifest_text: Vec<u8>,
 }
 
 /// What lies in a folder of checkpoints.
@@ -36,7 +37,7 @@ impl Checkpoint {
     /// # Errors
     /// [`CheckpointError`] that names the file, when anything differs from what was written.
     pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
-        let (manifest, _) = read_manifest(folder)?;
+        let (manifest, manifest_text) = read_manifest(folder)?;
         if let Some(named) = folder
             .file_name()
             .and_then(|name| name.to_str())
@@ -52,6 +53,7 @@ impl Checkpoint {
         Ok(Self {
             folder: folder.to_owned(),
             manifest,
+            manifest_text,
         })
     }
 
@@ -117,6 +119,12 @@ impl Checkpoint {
         &self.manifest
     }
 
+    /// The exact text of its `manifest.json`. Its hash names the checkpoint in object storage.
+    #[must_use]
+    pub fn manifest_text(&self) -> &[u8] {
+        &self.manifest_text
+    }
+
     /// Optimizer steps done.
     #[must_use]
     pub fn step(&self) -> u64 {
@@ -145,7 +153,7 @@ impl Checkpoint {
 }
 
 /// Reads and checks the manifest alone; also returns its text.
-pub(crate) fn read_manifest(folder: &Path) -> Result<(Manifest, Vec<u8>), CheckpointError> {
+fn read_manifest(folder: &Path) -> Result<(Manifest, Vec<u8>), CheckpointError> {
     let path = folder.join(MANIFEST_NAME);
     let fail = |error| FsError::new("read", &path, error);
     let file = match File::open(&path) {

@@ -8,15 +8,86 @@ use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
+/// An unfinished folder beside its final place, locked for as long as somebody writes there; removed when dropped
+/// before [`Staging::publish`].
+#[derive(Debug)]
+pub(crate) struct Staging {
+    parent: PathBuf,
+    folder: PathBuf,
+    /// Tells a sweeper that somebody is still writing.
+    _lock: File,
+}
+
+impl Staging {
+    pub(crate) fn new(parent: &Path, step: u64) -> Result<Self, FsError> {
+        fsutil::create_dir_all(parent)?;
+        loop {
+            let name = format!(
+                "{TEMPORARY_PREFIX}{}-{}",
+                folder_name(step),
+                uuid::Uuid::new_v4().simple()
+            );
+            let folder = parent.join(name);
+            fs::create_dir(&folder).map_err(|error| FsError::new("create the folder", &folder, error))?;
+            let lock = match File::open(&folder) {
+                Ok(lock) => lock,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                Err(error) => return Err(FsError::new("open the folder", &folder, error)),
+            };
+            // A file system without locks is no reason to fail: sweeping then goes by age.
+            let _ = lock.lock();
+            // A sweeper may have taken the folder between its creation and the lock.
+            if folder.is_dir() {
+                return Ok(Self {
+                    parent: parent.to_owned(),
+                    folder,
+                    _lock: lock,
+                });
+            }
+        }
+    }
+
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Renames the finished folder. One of the same step steps aside first, under a name from which
+    /// [`super::Checkpoint::newest`] brings it back should this process die in between.
+    pub(crate) fn publish(&self, target: &Path) -> Result<(), FsError> {
+        let fail = |error| FsError::new("put in place", target, error);
+        let Some(name) = target
+            .file_name()
+            .and_then(|name| name.to_str())
+            .filter(|_| target.exists())
+        else {
+            fs::rename(&self.folder, target).map_err(fail)?;
+            return fsutil::sync_dir(&self.parent);
+        };
+        let aside = self.parent.join(format!("{REPLACED_PREFIX}{name}"));
+        fsutil::remove_now(&aside)?;
+        fs::rename(target, &aside).map_err(fail)?;
+        if let Err(error) = fs::rename(&self.folder, target) {
+            let _ = fs::rename(&aside, target);
+            return Err(fail(error));
+        }
+        fsutil::sync_dir(&self.parent)?;
+        fsutil::remove_now(&aside)
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        // After publishing there is nothing under this name any more.
+        let _ = fsutil::remove_now(&self.folder);
+    }
+}
+
 /// Collects the files of one checkpoint. Nothing is visible before [`Self::commit`]; dropping it removes what was written.
 #[derive(Debug)]
 pub struct CheckpointWriter {
     parent: PathBuf,
-    staging: PathBuf,
-    /// Held until the end: tells a sweeper that somebody is still writing.
-    _lock: File,
+    staging: Staging,
     manifest: Manifest,
-    committed: bool,
 }
 
 impl CheckpointWriter {
@@ -25,42 +96,20 @@ impl CheckpointWriter {
     /// # Errors
     /// [`CheckpointError::Fs`].
     pub fn new(parent: &Path, step: u64) -> Result<Self, CheckpointError> {
-        fsutil::create_dir_all(parent)?;
-        loop {
-            let staging = parent.join(format!(
-                "{TEMPORARY_PREFIX}{}-{}",
-                folder_name(step),
-                uuid::Uuid::new_v4().simple()
-            ));
-            fs::create_dir(&staging).map_err(|error| FsError::new("create the folder", &staging, error))?;
-            let lock = match File::open(&staging) {
-                Ok(lock) => lock,
-                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-                Err(error) => return Err(FsError::new("open the folder", &staging, error).into()),
-            };
-            // A file system without locks is no reason to fail: sweeping then goes by age.
-            let _ = lock.lock();
-            // A sweeper may have taken the folder between its creation and the lock.
-            if !staging.is_dir() {
-                continue;
-            }
-            let manifest = Manifest {
-                format_version: FORMAT_VERSION,
-                job: String::new(),
-                step,
-                epoch: 0,
-                created: jiff::Timestamp::UNIX_EPOCH,
-                state: serde_json::Map::new(),
-                files: Vec::new(),
-            };
-            return Ok(Self {
-                parent: parent.to_owned(),
-                staging,
-                _lock: lock,
-                manifest,
-                committed: false,
-            });
-        }
+        let manifest = Manifest {
+            format_version: FORMAT_VERSION,
+            job: String::new(),
+            step,
+            epoch: 0,
+            created: jiff::Timestamp::UNIX_EPOCH,
+            state: serde_json::Map::new(),
+            files: Vec::new(),
+        };
+        Ok(Self {
+            parent: parent.to_owned(),
+            staging: Staging::new(parent, step)?,
+            manifest,
+        })
     }
 
     /// The job's name, for people who look into the manifest.
@@ -95,7 +144,7 @@ impl CheckpointWriter {
         role: &str,
         write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
     ) -> Result<(), CheckpointError> {
-        let path = names::below(&self.staging, name)?;
+        let path = names::below(self.staging.folder(), name)?;
         let taken = |file: &FileEntry| file.path.to_lowercase() == name.to_lowercase();
         if name == MANIFEST_NAME || self.manifest.files.iter().any(taken) {
             return Err(CheckpointError::Duplicate { name: name.to_owned() });
@@ -135,11 +184,12 @@ impl CheckpointWriter {
         for folder in self.folders() {
             fsutil::sync_dir(&folder)?;
         }
-        write_hashed(&self.staging.join(MANIFEST_NAME), |out| out.write_all(text.as_bytes()))
-            .map_err(|error| FsError::new("write", target.join(MANIFEST_NAME), error))?;
-        fsutil::sync_dir(&self.staging)?;
-        publish(&self.parent, &self.staging, &target)?;
-        self.committed = true;
+        write_hashed(&self.staging.folder().join(MANIFEST_NAME), |out| {
+            out.write_all(text.as_bytes())
+        })
+        .map_err(|error| FsError::new("write", target.join(MANIFEST_NAME), error))?;
+        fsutil::sync_dir(self.staging.folder())?;
+        self.staging.publish(&target)?;
         Ok(target)
     }
 
@@ -149,7 +199,7 @@ impl CheckpointWriter {
         for file in &self.manifest.files {
             let mut folder = Path::new(&file.path).parent();
             while let Some(inner) = folder.filter(|inner| !inner.as_os_str().is_empty()) {
-                folders.push(self.staging.join(inner));
+                folders.push(self.staging.folder().join(inner));
                 folder = inner.parent();
             }
         }
@@ -159,42 +209,8 @@ impl CheckpointWriter {
     }
 }
 
-impl Drop for CheckpointWriter {
-    fn drop(&mut self) {
-        if !self.committed {
-            let _ = fsutil::remove_now(&self.staging);
-        }
-    }
-}
-
-/// Renames the finished folder. One of the same step steps aside first, under a name from which
-/// [`super::Checkpoint::newest`] brings it back should this process die in between.
-pub(super) fn publish(parent: &Path, staging: &Path, target: &Path) -> Result<(), CheckpointError> {
-    let fail = |error| FsError::new("put in place", target, error);
-    let Some(name) = target
-        .file_name()
-        .and_then(|name| name.to_str())
-        .filter(|_| target.exists())
-    else {
-        fs::rename(staging, target).map_err(fail)?;
-        return Ok(fsutil::sync_dir(parent)?);
-    };
-    let aside = parent.join(format!("{REPLACED_PREFIX}{name}"));
-    fsutil::remove_now(&aside)?;
-    fs::rename(target, &aside).map_err(fail)?;
-    if let Err(error) = fs::rename(staging, target) {
-        let _ = fs::rename(&aside, target);
-        return Err(fail(error).into());
-    }
-    fsutil::sync_dir(parent)?;
-    Ok(fsutil::remove_now(&aside)?)
-}
-
 /// Writes and syncs a new file; returns its hash and size.
-pub(super) fn write_hashed(
-    path: &Path,
-    write: impl FnOnce(&mut dyn Write) -> io::Result<()>,
-) -> io::Result<(ContentHash, u64)> {
+fn write_hashed(path: &Path, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<(ContentHash, u64)> {
     let file = File::create_new(path)?;
     let mut out = HashingWriter {
         inner: BufWriter::with_capacity(1 << 20, &file),

@@ -1,1 +1,3 @@
-//! Tokens.
+//! Who may talk to whom.
+
+pub mod token;

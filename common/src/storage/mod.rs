@@ -7,7 +7,10 @@
 //! [`BlobStore`] is the noun. [`ObjectBlobs`] puts it on `object_store` (`file://`, `s3://`, `gs://`, `az://`,
 //! `memory://`); workers without access to a bucket use an implementation that goes through the coordinator.
 
+pub mod checkpoints;
+pub mod gc;
 mod object;
+pub mod snapshot;
 
 pub use object::{ObjectBlobs, Options};
 
@@ -180,5 +183,19 @@ impl StorageError {
     #[must_use]
     pub fn is_disk_full(&self) -> bool {
         matches!(self, Self::Local(error) if error.is_disk_full())
+    }
+}
+
+/// Runs file work off the async threads.
+async fn blocking<T: Send + 'static, E: Into<StorageError> + Send + 'static>(
+    what: &'static str,
+    work: impl FnOnce() -> Result<T, E> + Send + 'static,
+) -> Result<T, StorageError> {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => result.map_err(Into::into),
+        Err(error) => Err(StorageError::Failed {
+            what,
+            message: error.to_string(),
+        }),
     }
 }

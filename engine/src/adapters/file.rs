@@ -63,16 +63,27 @@ impl LoraFile {
         let mut path = path.to_path_buf();
         if path.is_dir() {
             let names = ["pytorch_lora_weights.safetensors", "adapter_model.safetensors"];
-            path = names.iter().map(|n| path.join(n)).find(|p| p.is_file()).ok_or_else(|| {
-                EngineError::bad_input(format!("{}: no LoRA in this folder (looked for {})", path.display(), names.join(", ")))
-            })?;
+            path = names
+                .iter()
+                .map(|n| path.join(n))
+                .find(|p| p.is_file())
+                .ok_or_else(|| {
+                    EngineError::bad_input(format!(
+                        "{}: no LoRA in this folder (looked for {})",
+                        path.display(),
+                        names.join(", ")
+                    ))
+                })?;
         }
         let index = Index::open(&path)?;
         let metadata = index.metadata().into_iter().collect();
         let mut keys: Vec<(String, Vec<usize>)> = index.tensors().map(|(n, s)| (n.to_owned(), s.to_vec())).collect();
         keys.sort();
         let weights = Weights::from_index(index, DType::F32, &Device::Cpu);
-        let wrong = |reason: String| EngineError::WeightsFile { path: path.clone(), reason };
+        let wrong = |reason: String| EngineError::WeightsFile {
+            path: path.clone(),
+            reason,
+        };
 
         let mut layers: BTreeMap<String, Parts> = BTreeMap::new();
         let mut unknown = Vec::new();
@@ -80,7 +91,9 @@ impl LoraFile {
             let (stem, part) = match ending(&key) {
                 Ending::Part(stem, part) => (stem.to_owned(), part),
                 Ending::Foreign(kind) => {
-                    return Err(wrong(format!("tensor `{key}` belongs to {kind}; only LoRA and LoCon files can be used yet")));
+                    return Err(wrong(format!(
+                        "tensor `{key}` belongs to {kind}; only LoRA and LoCon files can be used yet"
+                    )));
                 }
                 Ending::Unknown => {
                     unknown.push(key);
@@ -92,7 +105,10 @@ impl LoraFile {
             let number = |t: &Tensor| -> Result<f64> {
                 match t.flatten_all()?.to_vec1::<f32>()?.as_slice() {
                     [v] => Ok(f64::from(*v)),
-                    v => Err(wrong(format!("tensor `{key}` should be one number and has {}", v.len()))),
+                    v => Err(wrong(format!(
+                        "tensor `{key}` should be one number and has {}",
+                        v.len()
+                    ))),
                 }
             };
             match part {
@@ -113,7 +129,9 @@ impl LoraFile {
                 }
                 (down, _) => {
                     let half = if down.is_some() { "up (lora_B)" } else { "down (lora_A)" };
-                    return Err(wrong(format!("layer `{stem}` has no {half} matrix: the file is incomplete")));
+                    return Err(wrong(format!(
+                        "layer `{stem}` has no {half} matrix: the file is incomplete"
+                    )));
                 }
             };
             if down.rank() < 2 || up.rank() < 2 || down.dims()[0] != up.dims()[1] {
@@ -126,21 +144,36 @@ impl LoraFile {
             let scalar = parts.scalar.unwrap_or(1.0);
             modules.push(LoraModule {
                 stem,
-                tensors: LoraTensors { down, up, mid: parts.mid, alpha: parts.alpha, scalar },
+                tensors: LoraTensors {
+                    down,
+                    up,
+                    mid: parts.mid,
+                    alpha: parts.alpha,
+                    scalar,
+                },
             });
         }
         if modules.is_empty() {
-            return Err(wrong("there is no LoRA in this file: none of its tensor names ends like one".to_owned()));
+            return Err(wrong(
+                "there is no LoRA in this file: none of its tensor names ends like one".to_owned(),
+            ));
         }
-        Ok(Self { path, modules, unknown, metadata })
+        Ok(Self {
+            path,
+            modules,
+            unknown,
+            metadata,
+        })
     }
 
     /// Matches the file's names to the layers of a model. The second value is what fits no layer. A missing alpha is
     /// taken from peft's metadata, else it is the rank.
     #[must_use]
     pub fn resolve(&self, index: &LayerIndex) -> (BTreeMap<(Component, String), LoraTensors>, Vec<String>) {
-        let peft: Option<serde_json::Value> =
-            self.metadata.get("lora_adapter_metadata").and_then(|text| serde_json::from_str(text).ok());
+        let peft: Option<serde_json::Value> = self
+            .metadata
+            .get("lora_adapter_metadata")
+            .and_then(|text| serde_json::from_str(text).ok());
         let mut found = BTreeMap::new();
         let mut unknown = self.unknown.clone();
         for module in &self.modules {
@@ -166,7 +199,10 @@ impl LoraFile {
     #[must_use]
     pub fn training_info(&self) -> Option<(u64, u64)> {
         let info: serde_json::Value = serde_json::from_str(self.metadata.get("training_info")?).ok()?;
-        Some((info.get("step")?.as_u64()?, info.get("epoch").and_then(serde_json::Value::as_u64).unwrap_or(0)))
+        Some((
+            info.get("step")?.as_u64()?,
+            info.get("epoch").and_then(serde_json::Value::as_u64).unwrap_or(0),
+        ))
     }
 }
 
@@ -177,9 +213,14 @@ fn peft_alpha(peft: &serde_json::Value, (component, path): &(Component, String),
         Component::TextEncoder => "text_encoder",
     };
     let get = |key: &str| peft.get(format!("{prefix}.{key}")).filter(|v| !v.is_null());
-    let by_pattern = get("alpha_pattern").and_then(serde_json::Value::as_object).and_then(|patterns| {
-        patterns.iter().find(|(p, _)| path == *p || path.ends_with(&format!(".{p}"))).and_then(|(_, v)| v.as_f64())
-    });
+    let by_pattern = get("alpha_pattern")
+        .and_then(serde_json::Value::as_object)
+        .and_then(|patterns| {
+            patterns
+                .iter()
+                .find(|(p, _)| path == *p || path.ends_with(&format!(".{p}")))
+                .and_then(|(_, v)| v.as_f64())
+        });
     let alpha = by_pattern.or_else(|| get("lora_alpha")?.as_f64())?;
     let rslora = get("use_rslora").and_then(serde_json::Value::as_bool).unwrap_or(false);
     Some(if rslora { alpha * rank.sqrt() } else { alpha })

@@ -121,7 +121,9 @@ impl LayerIndex {
             let target = (component, path.clone());
             let prefix = component.prefix();
             let mut put = |name: String| {
-                self.names.entry(format!("{prefix}.{name}")).or_insert_with(|| target.clone());
+                self.names
+                    .entry(format!("{prefix}.{name}"))
+                    .or_insert_with(|| target.clone());
             };
             put(flatten(path));
             match component {
@@ -142,7 +144,12 @@ impl LayerIndex {
     /// The layer that a stem (a key without its ending) means.
     #[must_use]
     pub fn resolve(&self, stem: &str) -> Option<&(Component, String)> {
-        const TEXT: [&str; 4] = ["lora_te1_", "lora_te_", "text_encoder.", "base_model.model.text_encoder."];
+        const TEXT: [&str; 4] = [
+            "lora_te1_",
+            "lora_te_",
+            "text_encoder.",
+            "base_model.model.text_encoder.",
+        ];
         const UNET: [&str; 7] = [
             "lora_unet_",
             "lycoris_unet_",
@@ -154,7 +161,8 @@ impl LayerIndex {
         ];
         let find = |component: Component, rest: &str| {
             let rest = rest.strip_prefix("base_model.model.").unwrap_or(rest);
-            self.names.get(&format!("{}.{}", component.prefix(), modern(component, rest)))
+            self.names
+                .get(&format!("{}.{}", component.prefix(), modern(component, rest)))
         };
         if let Some(rest) = TEXT.iter().find_map(|p| stem.strip_prefix(p)) {
             return find(Component::TextEncoder, rest);
@@ -172,7 +180,12 @@ impl LayerIndex {
 fn modern(component: Component, stem: &str) -> String {
     let mut flat = flatten(&stem.replace(".processor.", ".").replace(".base_layer", ""));
     if component == Component::TextEncoder {
-        for (old, new) in [("to_q", "q_proj"), ("to_k", "k_proj"), ("to_v", "v_proj"), ("to_out", "out_proj")] {
+        for (old, new) in [
+            ("to_q", "q_proj"),
+            ("to_k", "k_proj"),
+            ("to_v", "v_proj"),
+            ("to_out", "out_proj"),
+        ] {
             if let Some(front) = flat.strip_suffix(old) {
                 flat = format!("{front}{new}");
             }
@@ -187,7 +200,13 @@ fn modern(component: Component, stem: &str) -> String {
 fn resnets_per_block(paths: &[String]) -> usize {
     paths
         .iter()
-        .filter_map(|p| p.strip_prefix("down_blocks.0.resnets.")?.split('.').next()?.parse::<usize>().ok())
+        .filter_map(|p| {
+            p.strip_prefix("down_blocks.0.resnets.")?
+                .split('.')
+                .next()?
+                .parse::<usize>()
+                .ok()
+        })
         .max()
         .map_or(2, |n| n + 1)
 }
@@ -217,20 +236,31 @@ fn original_name(path: &str, per_block: usize) -> Option<String> {
             match (*side, *kind) {
                 ("down_blocks", "resnets" | "attentions") => {
                     let slot = usize::from(*kind == "attentions");
-                    (format!("input_blocks_{}_{slot}", 1 + block * (per_block + 1) + n), *kind, rest)
+                    (
+                        format!("input_blocks_{}_{slot}", 1 + block * (per_block + 1) + n),
+                        *kind,
+                        rest,
+                    )
                 }
                 ("down_blocks", "downsamplers") => {
                     return Some(format!("input_blocks_{}_0_op", (block + 1) * (per_block + 1)));
                 }
                 ("up_blocks", "resnets" | "attentions") => {
                     let slot = usize::from(*kind == "attentions");
-                    (format!("output_blocks_{}_{slot}", block * (per_block + 1) + n), *kind, rest)
+                    (
+                        format!("output_blocks_{}_{slot}", block * (per_block + 1) + n),
+                        *kind,
+                        rest,
+                    )
                 }
                 // The upsampler comes after the attention, where the block has one; the first up block of
                 // Stable Diffusion 1.x has none.
                 ("up_blocks", "upsamplers") => {
                     let slot = if block == 0 { 1 } else { 2 };
-                    return Some(format!("output_blocks_{}_{slot}_conv", (block + 1) * (per_block + 1) - 1));
+                    return Some(format!(
+                        "output_blocks_{}_{slot}_conv",
+                        (block + 1) * (per_block + 1) - 1
+                    ));
                 }
                 _ => return None,
             }
@@ -269,7 +299,10 @@ mod tests {
             "up_blocks.1.attentions.2.proj_out",
         ];
         index.add(Component::Unet, &unet.map(String::from));
-        index.add(Component::TextEncoder, &["text_model.encoder.layers.0.self_attn.q_proj".to_owned()]);
+        index.add(
+            Component::TextEncoder,
+            &["text_model.encoder.layers.0.self_attn.q_proj".to_owned()],
+        );
         index
     }
 
@@ -306,8 +339,14 @@ mod tests {
         ] {
             assert_eq!(index.resolve(stem).unwrap().0, Component::TextEncoder, "{stem}");
         }
-        assert_eq!(index.resolve("lora_unet_output_blocks_5_1_proj_out").unwrap().1, "up_blocks.1.attentions.2.proj_out");
-        assert_eq!(index.resolve("lora_unet_middle_block_1_proj_in").unwrap().1, "mid_block.attentions.0.proj_in");
+        assert_eq!(
+            index.resolve("lora_unet_output_blocks_5_1_proj_out").unwrap().1,
+            "up_blocks.1.attentions.2.proj_out"
+        );
+        assert_eq!(
+            index.resolve("lora_unet_middle_block_1_proj_in").unwrap().1,
+            "mid_block.attentions.0.proj_in"
+        );
         assert!(index.resolve("lora_unet_nothing").is_none());
     }
 

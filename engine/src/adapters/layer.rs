@@ -62,10 +62,15 @@ impl LoraHandle {
 
     fn mask(&self, like: &Tensor, p: f64) -> Result<Option<Tensor>> {
         let mut guard = self.dropout.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(generator) = guard.as_mut() else { return Ok(None) };
+        let Some(generator) = guard.as_mut() else {
+            return Ok(None);
+        };
         let keep = (1.0 / (1.0 - p)) as f32;
-        let mask: Vec<f32> =
-            generator.rand(like.elem_count()).into_iter().map(|u| if f64::from(u) < p { 0.0 } else { keep }).collect();
+        let mask: Vec<f32> = generator
+            .rand(like.elem_count())
+            .into_iter()
+            .map(|u| if f64::from(u) < p { 0.0 } else { keep })
+            .collect();
         Ok(Some(Tensor::from_vec(mask, like.shape(), like.device())?))
     }
 }
@@ -116,7 +121,13 @@ impl LayerAdapter for LoraLayer {
             return Ok(base_output);
         }
         let training = self.handle.is_training();
-        let weight = |v: &Var| if training { v.as_tensor().clone() } else { v.as_tensor().detach() };
+        let weight = |v: &Var| {
+            if training {
+                v.as_tensor().clone()
+            } else {
+                v.as_tensor().detach()
+            }
+        };
         let (down, up) = (weight(&self.down), weight(&self.up));
         let x = x.to_dtype(DType::F32)?;
         let project = |x: &Tensor, w: &Tensor, stride: usize, padding: usize| match self.shape {

@@ -24,11 +24,7 @@ pub struct LoadedLora {
 ///
 /// # Errors
 /// When the file is damaged or of another kind, a shape does not fit its layer, or no name fits this model.
-pub fn load_lora(
-    parts: &mut [(Component, &mut dyn VisitLayers)],
-    path: &Path,
-    multiplier: f64,
-) -> Result<LoadedLora> {
+pub fn load_lora(parts: &mut [(Component, &mut dyn VisitLayers)], path: &Path, multiplier: f64) -> Result<LoadedLora> {
     let file = LoraFile::open(path)?;
     let index = index_of(parts)?;
     let (mut found, unknown) = file.resolve(&index);
@@ -46,14 +42,22 @@ pub fn load_lora(
     let layers = found.len();
     for (component, model) in parts.iter_mut() {
         model.visit_layers(&mut |name, mut layer| {
-            let Some(tensors) = found.remove(&(*component, name.to_owned())) else { return Ok(()) };
-            let lora = place(&mut layer, tensors, &handle)
-                .map_err(|reason| EngineError::WeightsFile { path: file.path.clone(), reason: format!("layer `{name}`: {reason}") })?;
+            let Some(tensors) = found.remove(&(*component, name.to_owned())) else {
+                return Ok(());
+            };
+            let lora = place(&mut layer, tensors, &handle).map_err(|reason| EngineError::WeightsFile {
+                path: file.path.clone(),
+                reason: format!("layer `{name}`: {reason}"),
+            })?;
             push(layer, Arc::new(lora));
             Ok(())
         })?;
     }
-    Ok(LoadedLora { multiplier: handle.multiplier.clone(), layers, unknown })
+    Ok(LoadedLora {
+        multiplier: handle.multiplier.clone(),
+        layers,
+        unknown,
+    })
 }
 
 /// All layers of a model by name.
@@ -83,7 +87,10 @@ pub(super) fn facts(layer: &LayerMut<'_>) -> (Shape, Vec<usize>, Device) {
     match layer {
         LayerMut::Linear(l) => (Shape::Linear, l.weight.dims().to_vec(), l.weight.device().clone()),
         LayerMut::Conv2d(c) => (
-            Shape::Conv { stride: c.stride, padding: c.padding },
+            Shape::Conv {
+                stride: c.stride,
+                padding: c.padding,
+            },
             c.weight.dims().to_vec(),
             c.weight.device().clone(),
         ),
@@ -91,7 +98,11 @@ pub(super) fn facts(layer: &LayerMut<'_>) -> (Shape, Vec<usize>, Device) {
 }
 
 /// The tensors as this layer needs them: files write linear layers as 1x1 convolutions and the other way round.
-fn place(layer: &mut LayerMut<'_>, tensors: LoraTensors, handle: &Arc<LoraHandle>) -> std::result::Result<LoraLayer, String> {
+fn place(
+    layer: &mut LayerMut<'_>,
+    tensors: LoraTensors,
+    handle: &Arc<LoraHandle>,
+) -> std::result::Result<LoraLayer, String> {
     let (shape, dims, device) = facts(layer);
     let rank = tensors.down.dims()[0];
     let fit = |t: &Tensor, want: &[usize]| -> std::result::Result<Var, String> {
@@ -99,7 +110,10 @@ fn place(layer: &mut LayerMut<'_>, tensors: LoraTensors, handle: &Arc<LoraHandle
         if squeezed(t.dims()) != squeezed(want) {
             return Err(format!("the file has {:?}, the model needs {want:?}", t.dims()));
         }
-        let t = t.reshape(want).and_then(|t| t.to_device(&device)).map_err(|e| e.to_string())?;
+        let t = t
+            .reshape(want)
+            .and_then(|t| t.to_device(&device))
+            .map_err(|e| e.to_string())?;
         Var::from_tensor(&t).map_err(|e| e.to_string())
     };
     let kernel: Vec<usize> = dims[2..].to_vec();
@@ -113,5 +127,13 @@ fn place(layer: &mut LayerMut<'_>, tensors: LoraTensors, handle: &Arc<LoraHandle
         None => None,
     };
     let alpha = tensors.alpha.unwrap_or(rank as f64) * tensors.scalar;
-    Ok(LoraLayer { down, up, mid, alpha, dropout: 0.0, shape, handle: handle.clone() })
+    Ok(LoraLayer {
+        down,
+        up,
+        mid,
+        alpha,
+        dropout: 0.0,
+        shape,
+        handle: handle.clone(),
+    })
 }

@@ -43,7 +43,10 @@ impl LoraConfig {
             return None;
         }
         if !self.only_if_contains.is_empty()
-            && !self.only_if_contains.iter().any(|s| dotted.contains(s.as_str()) || flat.contains(s.as_str()))
+            && !self
+                .only_if_contains
+                .iter()
+                .any(|s| dotted.contains(s.as_str()) || flat.contains(s.as_str()))
         {
             return None;
         }
@@ -107,7 +110,9 @@ impl LoraNetwork {
         generator: &mut TorchGenerator,
     ) -> Result<Self> {
         if config.rank == 0 || config.conv_rank == Some(0) {
-            return Err(EngineError::bad_input("network: a rank of 0 trains nothing; set network.linear to 1 or more"));
+            return Err(EngineError::bad_input(
+                "network: a rank of 0 trains nothing; set network.linear to 1 or more",
+            ));
         }
         let handle = LoraHandle::new(1.0);
         let index = index_of(parts)?;
@@ -115,7 +120,9 @@ impl LoraNetwork {
         for (component, model) in parts.iter_mut() {
             model.visit_layers(&mut |path, layer| {
                 let (shape, dims, device) = facts(&layer);
-                let Some((rank, alpha)) = config.covers(*component, path, &dims) else { return Ok(()) };
+                let Some((rank, alpha)) = config.covers(*component, path, &dims) else {
+                    return Ok(());
+                };
                 let fan_in: usize = dims[1..].iter().product();
                 let bound = (1.0 / fan_in.max(1) as f64).sqrt() as f32;
                 let down_dims = [&[rank], &dims[1..]].concat();
@@ -166,8 +173,10 @@ impl LoraNetwork {
         self.entries
             .iter()
             .flat_map(|e| {
-                [("lora_down", &e.layer.down), ("lora_up", &e.layer.up)]
-                    .map(|(part, var)| Param { name: format!("{}.{part}.weight", e.name), var: var.clone() })
+                [("lora_down", &e.layer.down), ("lora_up", &e.layer.up)].map(|(part, var)| Param {
+                    name: format!("{}.{part}.weight", e.name),
+                    var: var.clone(),
+                })
             })
             .collect()
     }
@@ -182,7 +191,10 @@ impl LoraNetwork {
             let save = |v: &Var| v.as_detached_tensor().to_dtype(dtype)?.to_device(&Device::Cpu);
             out.insert(format!("{}.lora_down.weight", e.name), save(&e.layer.down)?);
             out.insert(format!("{}.lora_up.weight", e.name), save(&e.layer.up)?);
-            out.insert(format!("{}.alpha", e.name), Tensor::new(e.layer.alpha as f32, &Device::Cpu)?.to_dtype(dtype)?);
+            out.insert(
+                format!("{}.alpha", e.name),
+                Tensor::new(e.layer.alpha as f32, &Device::Cpu)?.to_dtype(dtype)?,
+            );
         }
         Ok(out)
     }
@@ -194,7 +206,10 @@ impl LoraNetwork {
     /// When a shape fits in no way, or nothing in the file fits.
     pub fn load(&self, file: &LoraFile) -> Result<LoadReport> {
         let (mut found, unknown) = file.resolve(&self.index);
-        let mut report = LoadReport { unknown, ..LoadReport::default() };
+        let mut report = LoadReport {
+            unknown,
+            ..LoadReport::default()
+        };
         let mut updates: Vec<(&Var, Tensor)> = Vec::new();
         for e in &self.entries {
             let Some(tensors) = found.remove(&(e.component, e.path.clone())) else {
@@ -205,7 +220,12 @@ impl LoraNetwork {
             let mut resized = false;
             let wrong = |t: &Tensor, var: &Var| EngineError::WeightsFile {
                 path: file.path.clone(),
-                reason: format!("layer `{}`: the file has {:?}, the model needs {:?}", e.name, t.dims(), var.dims()),
+                reason: format!(
+                    "layer `{}`: the file has {:?}, the model needs {:?}",
+                    e.name,
+                    t.dims(),
+                    var.dims()
+                ),
             };
             for (var, tensor, axis) in [(&e.layer.down, &tensors.down, 0), (&e.layer.up, &tensors.up, 1)] {
                 let t = with_rank(tensor, axis, rank)?;
@@ -224,7 +244,9 @@ impl LoraNetwork {
                 reason: "none of its layers is trained by this job: it belongs to another model or network".into(),
             });
         }
-        report.unknown.extend(found.into_keys().map(|(c, path)| saved_name(c, &path)));
+        report
+            .unknown
+            .extend(found.into_keys().map(|(c, path)| saved_name(c, &path)));
         for (var, value) in updates {
             var.set(&value.contiguous()?)?;
         }
@@ -253,7 +275,8 @@ impl LoraNetwork {
         }
         for p in &params {
             if let Some(t) = tensors.get(&p.name) {
-                p.var.set(&t.to_device(p.var.device())?.to_dtype(DType::F32)?.contiguous()?)?;
+                p.var
+                    .set(&t.to_device(p.var.device())?.to_dtype(DType::F32)?.contiguous()?)?;
             }
         }
         Ok(())
@@ -262,7 +285,8 @@ impl LoraNetwork {
     /// Whether a layer is a convolution with a kernel above 1x1 (for reports).
     #[must_use]
     pub fn convolutions(&self) -> usize {
-        let large = |e: &&Entry| matches!(e.layer.shape, Shape::Conv { .. }) && e.layer.down.dims()[2..].iter().any(|k| *k > 1);
+        let large =
+            |e: &&Entry| matches!(e.layer.shape, Shape::Conv { .. }) && e.layer.down.dims()[2..].iter().any(|k| *k > 1);
         self.entries.iter().filter(large).count()
     }
 }

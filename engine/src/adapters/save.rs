@@ -72,11 +72,18 @@ fn write_string(out: &mut String, text: &str) {
 
 /// Little-endian bytes of a tensor.
 fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
-    let t = tensor.to_device(&candle_core::Device::Cpu)?.flatten_all()?.contiguous()?;
+    let t = tensor
+        .to_device(&candle_core::Device::Cpu)?
+        .flatten_all()?
+        .contiguous()?;
     Ok(match t.dtype() {
         DType::F32 => t.to_vec1::<f32>()?.iter().flat_map(|v| v.to_le_bytes()).collect(),
         DType::F16 => t.to_vec1::<half::f16>()?.iter().flat_map(|v| v.to_le_bytes()).collect(),
-        DType::BF16 => t.to_vec1::<half::bf16>()?.iter().flat_map(|v| v.to_le_bytes()).collect(),
+        DType::BF16 => t
+            .to_vec1::<half::bf16>()?
+            .iter()
+            .flat_map(|v| v.to_le_bytes())
+            .collect(),
         DType::F64 => t.to_vec1::<f64>()?.iter().flat_map(|v| v.to_le_bytes()).collect(),
         DType::I64 => t.to_vec1::<i64>()?.iter().flat_map(|v| v.to_le_bytes()).collect(),
         DType::U8 => t.to_vec1::<u8>()?,
@@ -92,7 +99,10 @@ fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
 pub fn safetensors_bytes(tensors: &BTreeMap<String, Tensor>, metadata: &BTreeMap<String, String>) -> Result<Vec<u8>> {
     let mut header = serde_json::Map::new();
     if !metadata.is_empty() {
-        let map = metadata.iter().map(|(k, v)| (k.clone(), Value::String(v.clone()))).collect();
+        let map = metadata
+            .iter()
+            .map(|(k, v)| (k.clone(), Value::String(v.clone())))
+            .collect();
         header.insert("__metadata__".into(), Value::Object(map));
     }
     let mut data = Vec::new();
@@ -127,11 +137,17 @@ pub fn safetensors_bytes(tensors: &BTreeMap<String, Tensor>, metadata: &BTreeMap
 /// # Errors
 /// As [`safetensors_bytes`].
 pub fn with_hashes(tensors: &BTreeMap<String, Tensor>, mut metadata: BTreeMap<String, String>) -> Result<Vec<u8>> {
-    let ss: BTreeMap<String, String> =
-        metadata.iter().filter(|(k, _)| k.starts_with("ss_")).map(|(k, v)| (k.clone(), v.clone())).collect();
+    let ss: BTreeMap<String, String> = metadata
+        .iter()
+        .filter(|(k, _)| k.starts_with("ss_"))
+        .map(|(k, v)| (k.clone(), v.clone()))
+        .collect();
     let bytes = safetensors_bytes(tensors, &ss)?;
     let header = u64::from_le_bytes(bytes[..8].try_into().unwrap_or_default()) as usize;
-    metadata.insert("sshs_model_hash".into(), hex::encode(Sha256::digest(&bytes[8 + header..])));
+    metadata.insert(
+        "sshs_model_hash".into(),
+        hex::encode(Sha256::digest(&bytes[8 + header..])),
+    );
     let window = bytes.get(0x10_0000..).unwrap_or_default();
     let window = &window[..window.len().min(0x1_0000)];
     metadata.insert("sshs_legacy_hash".into(), hex::encode(&Sha256::digest(window)[..4]));

@@ -24,7 +24,10 @@ pub fn plan(width: u32, height: u32, resolution: u32, divisibility: u32, square:
     };
     let (w, h) = (f64::from(width), f64::from(height));
     let factor = (f64::from(bucket.0) / w).max(f64::from(bucket.1) / h);
-    let scale_to = (((w * factor).ceil() as u32).max(bucket.0), ((h * factor).ceil() as u32).max(bucket.1));
+    let scale_to = (
+        ((w * factor).ceil() as u32).max(bucket.0),
+        ((h * factor).ceil() as u32).max(bucket.1),
+    );
     let crop = ((scale_to.0 - bucket.0) / 2, (scale_to.1 - bucket.1) / 2);
     BucketPlan { bucket, scale_to, crop }
 }
@@ -77,7 +80,10 @@ mod tests {
         for (w, h) in [(1, 1), (1, 5000), (7, 3), (20_000, 3)] {
             let plan = plan(w, h, 512, 16, false);
             assert!(plan.bucket.0 >= 16 && plan.bucket.1 >= 16, "{plan:?}");
-            assert!(plan.scale_to.0 >= plan.bucket.0 && plan.scale_to.1 >= plan.bucket.1, "{plan:?}");
+            assert!(
+                plan.scale_to.0 >= plan.bucket.0 && plan.scale_to.1 >= plan.bucket.1,
+                "{plan:?}"
+            );
         }
         let square = plan(800, 600, 512, 16, true);
         assert_eq!(square.bucket, (512, 512));

@@ -48,12 +48,20 @@ pub fn read_caption(image: &Path, extension: &str, default: Option<&str>) -> Res
         ))
     })?;
     let text = text.strip_prefix('\u{feff}').map(str::to_owned).unwrap_or(text);
-    if text.trim().is_empty() && default.is_some() { Ok(fallback()) } else { Ok(text) }
+    if text.trim().is_empty() && default.is_some() {
+        Ok(fallback())
+    } else {
+        Ok(text)
+    }
 }
 
 /// Fisher-Yates with one draw of `torch.randperm`.
 fn shuffle<T: Clone>(items: &[T], generator: &mut TorchGenerator) -> Vec<T> {
-    generator.randperm(items.len()).into_iter().filter_map(|i| items.get(usize::try_from(i).ok()?).cloned()).collect()
+    generator
+        .randperm(items.len())
+        .into_iter()
+        .filter_map(|i| items.get(usize::try_from(i).ok()?).cloned())
+        .collect()
 }
 
 /// One caption as it is trained, in ai-toolkit's order: dropout, tokens, trigger, random triggers.
@@ -93,7 +101,12 @@ pub fn build_caption(raw: &str, rules: &CaptionRules, generator: &mut TorchGener
         let count = rules.random_triggers.len();
         let picked: Vec<usize> = if rules.random_triggers_max > 1 {
             let number = generator.randint(0, rules.random_triggers_max as i64 + 1, 1)[0];
-            generator.randperm(count).into_iter().take(usize::try_from(number).unwrap_or(0)).map(|i| i as usize).collect()
+            generator
+                .randperm(count)
+                .into_iter()
+                .take(usize::try_from(number).unwrap_or(0))
+                .map(|i| i as usize)
+                .collect()
         } else {
             vec![generator.randint(0, count as i64, 1)[0] as usize]
         };

@@ -139,10 +139,16 @@ impl Dataset {
         sizes.save();
         if files.is_empty() {
             let hint = match warnings.first() {
-                Some(first) => format!("none of its {} pictures can be read (the first: {first})", listing.images.len()),
+                Some(first) => format!(
+                    "none of its {} pictures can be read (the first: {first})",
+                    listing.images.len()
+                ),
                 None => "there is no .jpg, .jpeg, .png or .webp file in it".to_owned(),
             };
-            return Err(EngineError::bad_input(format!("{}: the data set is empty: {hint}", options.path.display())));
+            return Err(EngineError::bad_input(format!(
+                "{}: the data set is empty: {hint}",
+                options.path.display()
+            )));
         }
 
         let mut hashes: HashMap<PathBuf, String> = HashMap::new();
@@ -189,14 +195,29 @@ fn flips(x: bool, y: bool) -> Vec<(bool, bool)> {
     out
 }
 
-fn place((width, height): (u32, u32), options: &DatasetOptions, divisibility: u32, seed: u64, path: &Path) -> BucketPlan {
+fn place(
+    (width, height): (u32, u32),
+    options: &DatasetOptions,
+    divisibility: u32,
+    seed: u64,
+    path: &Path,
+) -> BucketPlan {
     let scaled = |side: u32| ((f64::from(side) * options.scale) as u32).max(1);
-    let mut plan = plan(scaled(width), scaled(height), options.resolution, divisibility, options.square_crop);
+    let mut plan = plan(
+        scaled(width),
+        scaled(height),
+        options.resolution,
+        divisibility,
+        options.square_crop,
+    );
     if options.random_crop {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let mut generator = generator_for(seed, &format!("crop/{name}"), u64::from(options.resolution), 0);
         let mut offset = |room: u32| generator.randint(0, i64::from(room) + 1, 1)[0] as u32;
-        plan.crop = (offset(plan.scale_to.0 - plan.bucket.0), offset(plan.scale_to.1 - plan.bucket.1));
+        plan.crop = (
+            offset(plan.scale_to.0 - plan.bucket.0),
+            offset(plan.scale_to.1 - plan.bucket.1),
+        );
     }
     plan
 }
@@ -244,5 +265,9 @@ pub fn batches(datasets: &[Dataset], seed: u64) -> Vec<Batch> {
 /// The order of the batches in an epoch: `randperm` of a generator of `seed/epoch/<epoch>/0`.
 #[must_use]
 pub fn epoch_order(count: usize, seed: u64, epoch: u64) -> Vec<usize> {
-    generator_for(seed, "epoch", epoch, 0).randperm(count).into_iter().map(|i| i as usize).collect()
+    generator_for(seed, "epoch", epoch, 0)
+        .randperm(count)
+        .into_iter()
+        .map(|i| i as usize)
+        .collect()
 }

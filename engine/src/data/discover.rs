@@ -33,13 +33,19 @@ pub fn discover(path: &Path, short_captions: bool) -> Result<Listing> {
         let mut images = Vec::new();
         walk(path, &mut images, &mut HashSet::new())?;
         images.sort();
-        return Ok(Listing { root: path.to_path_buf(), images, captions: BTreeMap::new() });
+        return Ok(Listing {
+            root: path.to_path_buf(),
+            images,
+            captions: BTreeMap::new(),
+        });
     }
     from_json(path, short_captions)
 }
 
 fn is_image(path: &Path) -> bool {
-    path.extension().and_then(|e| e.to_str()).is_some_and(|e| IMAGES.contains(&e.to_lowercase().as_str()))
+    path.extension()
+        .and_then(|e| e.to_str())
+        .is_some_and(|e| IMAGES.contains(&e.to_lowercase().as_str()))
 }
 
 fn walk(folder: &Path, out: &mut Vec<PathBuf>, seen: &mut HashSet<PathBuf>) -> Result<()> {
@@ -67,13 +73,22 @@ fn walk(folder: &Path, out: &mut Vec<PathBuf>, seen: &mut HashSet<PathBuf>) -> R
 fn from_json(path: &Path, short_captions: bool) -> Result<Listing> {
     let wrong = |what: String| EngineError::bad_input(format!("{}: {what}", path.display()));
     let bytes = std::fs::read(path).map_err(|e| EngineError::io(path, e))?;
-    let value: serde_json::Value = serde_json::from_slice(&bytes)
-        .map_err(|e| wrong(format!("neither a folder nor a JSON data set ({e})")))?;
-    let map = value.as_object().ok_or_else(|| wrong("expected an object of picture paths".into()))?;
+    let value: serde_json::Value =
+        serde_json::from_slice(&bytes).map_err(|e| wrong(format!("neither a folder nor a JSON data set ({e})")))?;
+    let map = value
+        .as_object()
+        .ok_or_else(|| wrong("expected an object of picture paths".into()))?;
     let root = path.parent().unwrap_or(Path::new(".")).to_path_buf();
-    let mut out = Listing { root: root.clone(), ..Listing::default() };
+    let mut out = Listing {
+        root: root.clone(),
+        ..Listing::default()
+    };
     for (name, entry) in map {
-        let image = if Path::new(name).is_absolute() { PathBuf::from(name) } else { root.join(name) };
+        let image = if Path::new(name).is_absolute() {
+            PathBuf::from(name)
+        } else {
+            root.join(name)
+        };
         if !is_image(&image) {
             continue;
         }
@@ -81,7 +96,11 @@ fn from_json(path: &Path, short_captions: bool) -> Result<Listing> {
             return Err(wrong(format!("\"{name}\" does not exist")));
         }
         let text = |key: &str| entry.get(key).and_then(serde_json::Value::as_str).map(str::to_owned);
-        let caption = if short_captions { text("caption_short").or_else(|| text("caption")) } else { text("caption") };
+        let caption = if short_captions {
+            text("caption_short").or_else(|| text("caption"))
+        } else {
+            text("caption")
+        };
         if let Some(caption) = caption {
             out.captions.insert(image.clone(), caption);
         }

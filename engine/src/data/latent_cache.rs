@@ -91,7 +91,11 @@ impl LatentCache {
     /// A cache for the VAE with this fingerprint.
     #[must_use]
     pub fn new(vae: &str, channels: usize, factor: usize) -> Self {
-        Self { vae: vae.to_owned(), channels, factor: (factor as u32).max(1) }
+        Self {
+            vae: vae.to_owned(),
+            channels,
+            factor: (factor as u32).max(1),
+        }
     }
 
     /// Where the latent of a picture lies, given the SHA-256 of its content.
@@ -102,7 +106,11 @@ impl LatentCache {
 
     fn file(image: &Path, hash: &str) -> PathBuf {
         let stem = image.file_stem().unwrap_or_default().to_string_lossy();
-        image.parent().unwrap_or(Path::new(".")).join("_latent_cache").join(format!("{stem}_{hash}.safetensors"))
+        image
+            .parent()
+            .unwrap_or(Path::new("."))
+            .join("_latent_cache")
+            .join(format!("{stem}_{hash}.safetensors"))
     }
 
     /// The cached latent [channels, h, w] in float32, if there is a whole and fitting one: ours, else one that
@@ -114,7 +122,11 @@ impl LatentCache {
             return Some(latent);
         }
         let theirs = Self::file(image, &key.upstream_hash());
-        let age = |p: &Path| std::fs::metadata(p).and_then(|m| m.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
+        let age = |p: &Path| {
+            std::fs::metadata(p)
+                .and_then(|m| m.modified())
+                .unwrap_or(SystemTime::UNIX_EPOCH)
+        };
         if age(&theirs) < age(image) {
             return None;
         }
@@ -133,7 +145,9 @@ impl LatentCache {
             }
         }
         drop(file);
-        let latent = candle_core::safetensors::load_buffer(&bytes, &Device::Cpu).ok()?.remove("latent")?;
+        let latent = candle_core::safetensors::load_buffer(&bytes, &Device::Cpu)
+            .ok()?
+            .remove("latent")?;
         let (w, h) = key.plan.bucket;
         let want = [self.channels, (h / self.factor) as usize, (w / self.factor) as usize];
         let latent = latent.to_dtype(DType::F32).ok()?;
@@ -160,7 +174,11 @@ impl LatentCache {
             std::fs::create_dir_all(folder).map_err(|e| EngineError::io(folder, e))?;
         }
         fsutil::write_atomic(&path, |out| out.write_all(&bytes)).map_err(|e| {
-            if e.is_disk_full() { EngineError::DiskFull { path: path.clone() } } else { EngineError::bad_input(e.to_string()) }
+            if e.is_disk_full() {
+                EngineError::DiskFull { path: path.clone() }
+            } else {
+                EngineError::bad_input(e.to_string())
+            }
         })?;
         Ok(())
     }

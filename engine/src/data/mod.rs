@@ -33,7 +33,9 @@ pub fn generator_for(seed: u64, purpose: &str, a: u64, b: u64) -> TorchGenerator
 #[must_use]
 pub fn generator_of(text: &str) -> TorchGenerator {
     let digest = Md5::digest(text.as_bytes());
-    TorchGenerator::manual_seed(u64::from(u32::from_le_bytes([digest[0], digest[1], digest[2], digest[3]])))
+    TorchGenerator::manual_seed(u64::from(u32::from_le_bytes([
+        digest[0], digest[1], digest[2], digest[3],
+    ])))
 }
 
 #[cfg(test)]

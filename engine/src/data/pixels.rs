@@ -19,8 +19,12 @@ fn decoder(path: &Path) -> Result<impl ImageDecoder> {
     }
     let file = std::fs::File::open(path).map_err(|e| EngineError::io(path, e))?;
     // By content, not by name: many pictures have the wrong suffix.
-    let reader = ImageReader::new(BufReader::new(file)).with_guessed_format().map_err(|e| EngineError::io(path, e))?;
-    reader.into_decoder().map_err(|e| wrong(path, format!("not a readable picture ({e})")))
+    let reader = ImageReader::new(BufReader::new(file))
+        .with_guessed_format()
+        .map_err(|e| EngineError::io(path, e))?;
+    reader
+        .into_decoder()
+        .map_err(|e| wrong(path, format!("not a readable picture ({e})")))
 }
 
 /// Width and height of a picture after EXIF rotation, from its header.
@@ -52,10 +56,16 @@ pub fn pixels(item: &Item) -> Result<Tensor> {
     let mut decoder = decoder(path)?;
     let mut limits = Limits::default();
     limits.max_alloc = Some(2 << 30);
-    decoder.set_limits(limits).map_err(|e| wrong(path, format!("too large to decode ({e})")))?;
+    decoder
+        .set_limits(limits)
+        .map_err(|e| wrong(path, format!("too large to decode ({e})")))?;
     let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
-    let mut image = DynamicImage::from_decoder(decoder)
-        .map_err(|e| wrong(path, format!("this picture cannot be decoded, it is damaged or cut off ({e})")))?;
+    let mut image = DynamicImage::from_decoder(decoder).map_err(|e| {
+        wrong(
+            path,
+            format!("this picture cannot be decoded, it is damaged or cut off ({e})"),
+        )
+    })?;
     image.apply_orientation(orientation);
     let mut rgb = image.into_rgb8();
     if item.flip_x {
@@ -71,5 +81,7 @@ pub fn pixels(item: &Item) -> Result<Tensor> {
     let (w, h) = plan.bucket;
     let cut = imageops::crop_imm(&rgb, plan.crop.0, plan.crop.1, w, h).to_image();
     let values: Vec<f32> = cut.into_raw().into_iter().map(|v| f32::from(v) / 127.5 - 1.0).collect();
-    Ok(Tensor::from_vec(values, (h as usize, w as usize, 3), &Device::Cpu)?.permute((2, 0, 1))?.contiguous()?)
+    Ok(Tensor::from_vec(values, (h as usize, w as usize, 3), &Device::Cpu)?
+        .permute((2, 0, 1))?
+        .contiguous()?)
 }

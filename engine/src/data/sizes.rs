@@ -37,11 +37,18 @@ impl SizeCache {
                 _ => None,
             })
             .unwrap_or_default();
-        Self { root: root.to_path_buf(), entries, changed: false }
+        Self {
+            root: root.to_path_buf(),
+            entries,
+            changed: false,
+        }
     }
 
     fn key(&self, path: &Path) -> String {
-        path.strip_prefix(&self.root).unwrap_or(path).to_string_lossy().replace('\\', "/")
+        path.strip_prefix(&self.root)
+            .unwrap_or(path)
+            .to_string_lossy()
+            .replace('\\', "/")
     }
 
     /// Width and height, if known and still true.

@@ -238,3 +238,125 @@ fn layers_are_visited_by_their_diffusers_paths() {
         assert!(text.contains(name.strip_prefix("text_model.").unwrap()), "{name}");
     }
 }
+
+/// Lines of `part name 1x2x3`, of one part.
+fn full_size(file: &str, part: &str) -> Index {
+    let text = std::fs::read_to_string(fixtures().join("models").join(file)).unwrap();
+    let prefix = if part.is_empty() {
+        String::new()
+    } else {
+        format!("{part} ")
+    };
+    Index::of_shapes(text.lines().filter_map(|line| line.strip_prefix(&prefix)).map(|line| {
+        let (name, shape) = line.split_once(' ').unwrap();
+        (name.to_owned(), shape.split('x').map(|n| n.parse().unwrap()).collect())
+    }))
+}
+
+/// Builds a full-size model without its memory, and checks that it takes every tensor there is.
+fn takes_all(index: Index, build: impl FnOnce(&Weights)) {
+    let all: Vec<String> = index.tensors().map(|(name, _)| name.to_owned()).collect();
+    assert!(all.len() > 100);
+    let weights = Weights::from_index(index, DType::F32, &Device::Cpu).recording();
+    build(&weights);
+    assert_eq!(weights.recorded(), all);
+}
+
+fn builds_sd15(parts: [Index; 3]) {
+    let [text, unet, vae] = parts;
+    let config = super::sd::SdConfig::default();
+    takes_all(text, |w| drop(ClipTextModel::new(w, &config.text_encoder).unwrap()));
+    takes_all(unet, |w| drop(UNet2DConditionModel::new(w, &config.unet).unwrap()));
+    takes_all(vae, |w| drop(vae::AutoencoderKl::new(w, &config.vae).unwrap()));
+}
+
+#[test]
+fn full_size_models_have_the_names_and_shapes_of_diffusers() {
+    builds_sd15(["text_encoder", "unet", "vae"].map(|part| full_size("full_size_names.txt", part)));
+    let sd21 = super::unet::UNetConfig {
+        cross_attention_dim: super::unet::PerBlock::One(1024),
+        attention_head_dim: super::unet::PerBlock::Each(vec![5, 10, 20, 20]),
+        use_linear_projection: true,
+        ..Default::default()
+    };
+    takes_all(full_size("full_size_names.txt", "unet_sd21"), |w| {
+        drop(UNet2DConditionModel::new(w, &sd21).unwrap())
+    });
+}
+
+#[test]
+fn a_full_size_checkpoint_in_one_file_has_the_names_we_expect() {
+    let index = full_size("full_size_ldm_names.txt", "");
+    builds_sd15(super::sd::split_checkpoint(&index, &super::sd::SdConfig::default()).unwrap());
+}
+
+#[test]
+fn a_checkpoint_in_one_file_gives_the_same_model() {
+    let tiny = fixtures().join("tiny_sd");
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("tiny.safetensors");
+    std::fs::copy(fixtures().join("models/tiny_ldm.safetensors"), &file).unwrap();
+    let options = LoadOptions {
+        config_folder: Some(tiny.clone()),
+        ..LoadOptions::cpu()
+    };
+    let single = SdModel::load(&file, &options).unwrap();
+    let reference = SdModel::load(&tiny, &options).unwrap();
+    let ids = reference.tokenizer.encode(&["a red circle"]).unwrap();
+    let close = |a: &Tensor, b: &Tensor| assert!(error(a, b) < 5e-3, "{}", error(a, b));
+    let context = reference.text_encoder.forward(&ids).unwrap();
+    close(&single.text_encoder.forward(&ids).unwrap(), &context);
+    let sample = fixture("unet_tiny").get("sample").narrow(0, 0, 1).unwrap();
+    let t = Tensor::new(&[300f32], &Device::Cpu).unwrap();
+    let expected = reference.unet.forward(&sample, &t, &context).unwrap();
+    close(&single.unet.forward(&sample, &t, &context).unwrap(), &expected);
+    close(
+        &single.vae.decode(&sample).unwrap(),
+        &reference.vae.decode(&sample).unwrap(),
+    );
+    let image = fixture("vae_tiny").get("image");
+    close(
+        &single.vae.encode(&image).unwrap().mean,
+        &reference.vae.encode(&image).unwrap().mean,
+    );
+
+    // Without configs it is taken for SD 1.5, and what does not fit is named. The tokenizer is looked for beside it.
+    let error = SdModel::load(&file, &LoadOptions::cpu()).unwrap_err().to_string();
+    assert!(error.contains("tokenizer"), "{error}");
+    std::os::unix::fs::symlink(tiny.join("tokenizer"), folder.path().join("tokenizer")).unwrap();
+    let error = SdModel::load(&file, &LoadOptions::cpu()).unwrap_err().to_string();
+    assert!(error.contains("has shape") && error.contains("text_model"), "{error}");
+}
+
+#[test]
+fn what_is_no_such_model_is_refused_with_the_reason() {
+    let refused = |path: PathBuf| SdModel::load(path, &LoadOptions::cpu()).unwrap_err().to_string();
+    let folder = tempfile::tempdir().unwrap();
+    assert!(refused(folder.path().join("none.safetensors")).contains("no such model"));
+    assert!(refused(folder.path().to_path_buf()).contains("model_index.json"));
+    std::fs::write(
+        folder.path().join("model_index.json"),
+        r#"{"_class_name": "StableDiffusionXLPipeline"}"#,
+    )
+    .unwrap();
+    assert!(refused(folder.path().to_path_buf()).contains("StableDiffusionXLPipeline"));
+    std::fs::write(folder.path().join("model_index.json"), "{").unwrap();
+    assert!(refused(folder.path().to_path_buf()).contains("not valid JSON"));
+    let pickle = folder.path().join("model.ckpt");
+    std::fs::write(&pickle, "anything").unwrap();
+    assert!(refused(pickle).contains("pickle"));
+    let unet = fixtures().join("tiny_sd/unet/diffusion_pytorch_model.safetensors");
+    assert!(refused(unet).contains("not a complete Stable Diffusion 1.x checkpoint"));
+}
+
+#[test]
+fn a_unet_of_another_family_is_refused() {
+    let config = super::unet::UNetConfig {
+        addition_embed_type: Some("text_time".into()),
+        ..Default::default()
+    };
+    let error = UNet2DConditionModel::new(&tiny("unet"), &config)
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("addition_embed_type"), "{error}");
+}

@@ -24,7 +24,7 @@ impl GroupNorm {
     /// # Errors
     /// When a tensor is missing or has another shape, or the groups do not divide the channels.
     pub fn new(weights: &Weights, groups: usize, channels: usize, eps: f64) -> Result<Self> {
-        if groups == 0 || channels % groups != 0 {
+        if !channels.is_multiple_of(groups) {
             return Err(weights.config_error(format!("{channels} channels cannot be split into {groups} groups")));
         }
         let weight = weights.get_with(channels, "weight", Init::Ones)?;
@@ -35,6 +35,16 @@ impl GroupNorm {
             groups,
             eps,
         })
+    }
+
+    #[cfg(test)]
+    pub(super) fn of(weight: Tensor, bias: Tensor, groups: usize, eps: f64) -> Self {
+        Self {
+            weight,
+            bias,
+            groups,
+            eps,
+        }
     }
 
     /// x [b, c, ..] -> the same shape.
@@ -91,6 +101,11 @@ impl LayerNorm {
         let weight = weights.get_with(features, "weight", Init::Ones)?;
         let bias = weights.get_with(features, "bias", Init::Zeros)?;
         Ok(Self { weight, bias, eps })
+    }
+
+    #[cfg(test)]
+    pub(super) fn of(weight: Tensor, bias: Tensor, eps: f64) -> Self {
+        Self { weight, bias, eps }
     }
 
     /// x [.., features] -> the same shape.

@@ -1,1 +1,335 @@
+//! Every kernel against plain arithmetic, and its gradient against differences.
 
+use super::*;
+use crate::weights::Weights;
+use candle_core::{DType, Device, Tensor, Var};
+
+fn random(seed: u64, shape: &[usize]) -> Tensor {
+    let weights = Weights::init(seed, &Device::Cpu);
+    weights
+        .get_with(shape, "x", crate::weights::Init::Normal(1.0))
+        .unwrap()
+        .detach()
+}
+
+fn close(a: &Tensor, b: &Tensor, tolerance: f32) {
+    assert_eq!(a.dims(), b.dims());
+    let max = |t: &Tensor| {
+        t.abs()
+            .unwrap()
+            .flatten_all()
+            .unwrap()
+            .max(0)
+            .unwrap()
+            .to_scalar::<f32>()
+            .unwrap()
+    };
+    let error = max(&(a - b).unwrap()) / max(b).max(1e-3);
+    assert!(error < tolerance, "relative error {error}");
+}
+
+/// Compares the gradients of sum(f(inputs) * probe) with central differences along random directions.
+fn check_gradients(inputs: &[Tensor], f: impl Fn(&[Tensor]) -> Tensor) {
+    let vars: Vec<Var> = inputs.iter().map(|x| Var::from_tensor(x).unwrap()).collect();
+    let tracked: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();
+    let out = f(&tracked);
+    let probe = random(99, out.dims());
+    let value = |x: &[Tensor]| {
+        let y = (f(x) * &probe).unwrap().to_dtype(DType::F64).unwrap();
+        y.sum_all().unwrap().to_scalar::<f64>().unwrap()
+    };
+    let grads = (out * &probe).unwrap().sum_all().unwrap().backward().unwrap();
+    for (i, var) in vars.iter().enumerate() {
+        let direction = random(200 + i as u64, inputs[i].dims());
+        let grad = grads.get(var).unwrap();
+        let analytic = (grad * &direction)
+            .unwrap()
+            .sum_all()
+            .unwrap()
+            .to_scalar::<f32>()
+            .unwrap() as f64;
+        let shifted = |h: f64| {
+            let mut moved = inputs.to_vec();
+            moved[i] = (&inputs[i] + (&direction * h).unwrap()).unwrap();
+            value(&moved)
+        };
+        let h = 2e-3;
+        let numeric = (shifted(h) - shifted(-h)) / (2.0 * h);
+        let scale = analytic.abs().max(1.0);
+        assert!(
+            (analytic - numeric).abs() / scale < 2e-2,
+            "input {i}: {analytic} against {numeric}"
+        );
+    }
+}
+
+#[test]
+fn convolution_is_candles_convolution() {
+    // Kernel, stride, padding, batch, size; the last two need several tiles.
+    for (kernel, stride, padding, batch, in_channels, size) in [
+        (3, 1, 1, 2, 3, (5, 7)),
+        (3, 2, 1, 3, 4, (6, 9)),
+        (3, 2, 0, 1, 2, (7, 8)),
+        (1, 1, 0, 3, 5, (4, 6)),
+        (1, 1, 0, 1, 5, (4, 6)),
+        (5, 1, 2, 1, 2, (6, 6)),
+        (3, 1, 1, 2, 64, (64, 48)),
+        (3, 1, 1, 5, 64, (24, 24)),
+        (3, 1, 2, 1, 1, (2, 2)),
+    ] {
+        let x = random(1, &[batch, in_channels, size.0, size.1]);
+        let w = random(2, &[4, in_channels, kernel, kernel]);
+        let bias = random(3, &[4]);
+        let expected = x.conv2d(&w, padding, stride, 1, 1).unwrap();
+        let expected = expected.broadcast_add(&bias.reshape((1, 4, 1, 1)).unwrap()).unwrap();
+        close(&conv2d(&x, &w, Some(&bias), stride, padding).unwrap(), &expected, 1e-5);
+    }
+    assert!(conv2d(&random(1, &[1, 3, 4, 4]), &random(2, &[4, 2, 3, 3]), None, 1, 1).is_err());
+    assert!(conv2d(&random(1, &[1, 2, 2, 2]), &random(2, &[4, 2, 5, 5]), None, 1, 1).is_err());
+}
+
+#[test]
+fn convolution_has_the_right_gradients() {
+    for (kernel, stride, padding, batch, size) in [
+        (3, 1, 1, 2, 5),
+        (3, 2, 1, 2, 6),
+        (3, 2, 0, 1, 7),
+        (1, 1, 0, 3, 4),
+        (3, 1, 1, 3, 40),
+    ] {
+        let inputs = [
+            random(1, &[batch, 3, size, size + 1]),
+            random(2, &[4, 3, kernel, kernel]),
+            random(3, &[4]),
+        ];
+        check_gradients(&inputs, |x| conv2d(&x[0], &x[1], Some(&x[2]), stride, padding).unwrap());
+    }
+    // Several tiles per image and several images per tile.
+    for size in [40, 12] {
+        let x = Var::from_tensor(&random(1, &[3, 80, size, size])).unwrap();
+        let w = Var::from_tensor(&random(2, &[8, 80, 3, 3])).unwrap();
+        let probe = random(3, &[3, 8, size, size]);
+        let ours = conv2d(x.as_tensor(), w.as_tensor(), None, 1, 1).unwrap();
+        let ours = (ours * &probe).unwrap().sum_all().unwrap().backward().unwrap();
+        let candles = x.as_tensor().conv2d(w.as_tensor(), 1, 1, 1, 1).unwrap();
+        let candles = (candles * &probe).unwrap().sum_all().unwrap().backward().unwrap();
+        close(ours.get(&x).unwrap(), candles.get(&x).unwrap(), 1e-5);
+        close(ours.get(&w).unwrap(), candles.get(&w).unwrap(), 1e-5);
+    }
+}
+
+#[test]
+fn frozen_and_trained_linear_layers_agree() {
+    let (w, b) = (random(2, &[6, 5]), random(3, &[6]));
+    check_gradients(&[random(1, &[2, 3, 5]), w.clone(), b.clone()], |x| {
+        linear(&x[0], &x[1], Some(&x[2])).unwrap()
+    });
+    check_gradients(&[random(1, &[2, 3, 5])], |x| linear(&x[0], &w, Some(&b)).unwrap());
+    let x = random(1, &[2, 3, 5]);
+    let trained = linear(&x, Var::from_tensor(&w).unwrap().as_tensor(), Some(&b)).unwrap();
+    close(&linear(&x, &w, Some(&b)).unwrap(), &trained, 1e-6);
+    // A transposed input is not contiguous.
+    let turned = random(1, &[2, 5, 3]).transpose(1, 2).unwrap();
+    close(
+        &linear(&turned, &w, None).unwrap(),
+        &linear(&turned.contiguous().unwrap(), &w, None).unwrap(),
+        1e-6,
+    );
+    assert!(linear(&random(1, &[2, 4]), &w, None).is_err());
+}
+
+#[test]
+fn activations_have_the_right_values_and_gradients() {
+    let x = Tensor::new(&[-3f32, -0.5, 0.0, 0.7, 2.0], &Device::Cpu).unwrap();
+    // torch.nn.functional.silu, gelu, gelu(approximate="tanh"), and x * sigmoid(1.702 x).
+    for (activation, expected) in [
+        (
+            Activation::Silu,
+            [-0.142277613, -0.188770339, 0.0, 0.467731416, 1.76159406],
+        ),
+        (
+            Activation::Gelu,
+            [-0.00405022502, -0.154268771, 0.0, 0.530625463, 1.95449972],
+        ),
+        (
+            Activation::GeluTanh,
+            [-0.00363743305, -0.154285997, 0.0, 0.530570149, 1.95459771],
+        ),
+        (
+            Activation::QuickGelu,
+            [-0.0180713106, -0.149611562, 0.0, 0.536893964, 1.93565857],
+        ),
+    ] {
+        let expected = Tensor::new(&expected.map(|v: f64| v as f32), &Device::Cpu).unwrap();
+        close(&activation.forward(&x).unwrap(), &expected, 1e-6);
+        check_gradients(&[random(1, &[3, 7])], |x| activation.forward(&x[0]).unwrap());
+    }
+    check_gradients(&[random(1, &[3, 4, 10])], |x| geglu(&x[0]).unwrap());
+}
+
+#[test]
+fn norms_have_the_right_gradients() {
+    let weights = Weights::init(1, &Device::Cpu);
+    let (group, layer) = (weights.pp("g"), weights.pp("l"));
+    GroupNorm::new(&group, 2, 6, 1e-5).unwrap();
+    LayerNorm::new(&layer, 7, 1e-5).unwrap();
+    let group_norm = |x: &Tensor, w: &Tensor, b: &Tensor| norm::GroupNorm::of(w.clone(), b.clone(), 2, 1e-5).forward(x);
+    let layer_norm = |x: &Tensor, w: &Tensor, b: &Tensor| norm::LayerNorm::of(w.clone(), b.clone(), 1e-5).forward(x);
+    let affine = |n: usize| (random(2, &[n]), random(3, &[n]));
+    let (w, b) = affine(6);
+    check_gradients(&[random(1, &[2, 6, 3, 4]), w, b], |x| {
+        group_norm(&x[0], &x[1], &x[2]).unwrap()
+    });
+    let (w, b) = affine(7);
+    check_gradients(&[random(1, &[2, 3, 7]), w.clone(), b.clone()], |x| {
+        layer_norm(&x[0], &x[1], &x[2]).unwrap()
+    });
+    let x = random(1, &[2, 3, 7]);
+    let one = layer_norm(&x, &w, &b).unwrap().get(1).unwrap();
+    close(&one, &layer_norm(&x.get(1).unwrap(), &w, &b).unwrap(), 1e-6);
+    assert!(GroupNorm::new(&group, 4, 6, 1e-5).is_err());
+}
+
+/// Attention by candle's operations.
+fn plain_attention(q: &Tensor, k: &Tensor, v: &Tensor, heads: usize, causal: bool) -> Tensor {
+    let (b, n, c) = q.dims3().unwrap();
+    let m = k.dim(1).unwrap();
+    let split = |x: &Tensor, l: usize| {
+        x.reshape((b, l, heads, c / heads))
+            .unwrap()
+            .transpose(1, 2)
+            .unwrap()
+            .contiguous()
+            .unwrap()
+    };
+    let mut s = (split(q, n).matmul(&split(k, m).t().unwrap()).unwrap() * 0.3).unwrap();
+    if causal {
+        let mask: Vec<f32> = (0..n * m)
+            .map(|i| if i % m > i / m { f32::NEG_INFINITY } else { 0.0 })
+            .collect();
+        s = s
+            .broadcast_add(&Tensor::from_vec(mask, (n, m), &Device::Cpu).unwrap())
+            .unwrap();
+    }
+    let y = softmax(&s).unwrap().matmul(&split(v, m)).unwrap();
+    y.transpose(1, 2).unwrap().reshape((b, n, c)).unwrap()
+}
+
+#[test]
+fn attention_is_what_it_should_be() {
+    for (n, m, heads, causal) in [
+        (5, 5, 2, true),
+        (5, 7, 3, false),
+        (1, 1, 1, false),
+        (300, 2000, 1, false),
+    ] {
+        let (q, k, v) = (random(1, &[2, n, 6]), random(2, &[2, m, 6]), random(3, &[2, m, 6]));
+        let ours = attention(&q, &k, &v, heads, 0.3, causal).unwrap();
+        close(&ours, &plain_attention(&q, &k, &v, heads, causal), 1e-5);
+    }
+    for (causal, m) in [(true, 5), (false, 4)] {
+        let inputs = [random(1, &[2, 5, 6]), random(2, &[2, m, 6]), random(3, &[2, m, 6])];
+        check_gradients(&inputs, |x| attention(&x[0], &x[1], &x[2], 2, 0.3, causal).unwrap());
+    }
+    // More keys than fit a chunk of scores: the gradient is summed over chunks.
+    let vars = [(1, 300), (2, 2000), (3, 2000)].map(|(s, n)| Var::from_tensor(&random(s, &[1, n, 4])).unwrap());
+    let [q, k, v] = vars.each_ref().map(|v| v.as_tensor());
+    let probe = random(4, &[1, 300, 4]);
+    let ours = (attention(q, k, v, 2, 0.3, false).unwrap() * &probe)
+        .unwrap()
+        .sum_all()
+        .unwrap()
+        .backward()
+        .unwrap();
+    let plain = (plain_attention(q, k, v, 2, false) * &probe)
+        .unwrap()
+        .sum_all()
+        .unwrap()
+        .backward()
+        .unwrap();
+    for var in &vars {
+        close(ours.get(var).unwrap(), plain.get(var).unwrap(), 1e-4);
+    }
+    assert!(
+        attention(
+            &random(1, &[2, 5, 6]),
+            &random(2, &[1, 5, 6]),
+            &random(3, &[1, 5, 6]),
+            2,
+            1.0,
+            false
+        )
+        .is_err()
+    );
+}
+
+#[test]
+fn enlarging_takes_the_nearest_and_has_the_right_gradients() {
+    let x = Tensor::arange(0f32, 6f32, &Device::Cpu)
+        .unwrap()
+        .reshape((1, 1, 2, 3))
+        .unwrap();
+    let y = upsample_nearest(&x, 4, 6)
+        .unwrap()
+        .flatten_all()
+        .unwrap()
+        .to_vec1::<f32>()
+        .unwrap();
+    assert_eq!(&y[..12], [0., 0., 1., 1., 2., 2., 0., 0., 1., 1., 2., 2.]);
+    // torch.nn.functional.interpolate(x, size=(3, 5), mode="nearest")
+    let y = upsample_nearest(&x, 3, 5)
+        .unwrap()
+        .flatten_all()
+        .unwrap()
+        .to_vec1::<f32>()
+        .unwrap();
+    assert_eq!(y, [0., 0., 1., 1., 2., 0., 0., 1., 1., 2., 3., 3., 4., 4., 5.]);
+    check_gradients(&[random(1, &[2, 3, 4, 5])], |x| upsample_nearest(&x[0], 7, 10).unwrap());
+    // One tensor used twice: both gradients count.
+    check_gradients(&[random(1, &[1, 2, 2, 2])], |x| {
+        let up = upsample_nearest(&x[0], 4, 4).unwrap();
+        (up + upsample_nearest(&(&x[0] * 2.0).unwrap(), 4, 4).unwrap()).unwrap()
+    });
+}
+
+#[test]
+fn adapters_see_input_and_output_in_order() {
+    #[derive(Debug)]
+    struct Add(f64);
+    impl LayerAdapter for Add {
+        fn apply(&self, x: &Tensor, base_output: Tensor) -> candle_core::Result<Tensor> {
+            (base_output * 2.0)? + (x.sum_keepdim(1)?.broadcast_as((2, 3))? * self.0)?
+        }
+    }
+    let mut layer = Linear::from_parts(random(1, &[3, 4]), None);
+    let x = random(2, &[2, 4]);
+    let plain = layer.forward(&x).unwrap();
+    layer.adapters.push(std::sync::Arc::new(Add(1.0)));
+    layer.adapters.push(std::sync::Arc::new(Add(0.0)));
+    let sum = x.sum_keepdim(1).unwrap().broadcast_as((2, 3)).unwrap();
+    close(
+        &layer.forward(&x).unwrap(),
+        &((plain * 4.0).unwrap() + (sum * 2.0).unwrap()).unwrap(),
+        1e-5,
+    );
+}
+
+#[test]
+fn the_number_of_threads_changes_no_bit() {
+    let run = |threads: usize| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        pool.install(|| {
+            let x = Var::from_tensor(&random(1, &[2, 32, 20, 20])).unwrap();
+            let w = Var::from_tensor(&random(2, &[32, 32, 3, 3])).unwrap();
+            let y = conv2d(x.as_tensor(), w.as_tensor(), None, 1, 1).unwrap();
+            let tokens = y.flatten_from(2).unwrap().transpose(1, 2).unwrap();
+            let y = attention(&tokens, &tokens, &tokens, 4, 0.1, false).unwrap();
+            let y = linear(&silu(&y).unwrap(), &random(3, &[16, 32]), None).unwrap();
+            let grads = y.sqr().unwrap().sum_all().unwrap().backward().unwrap();
+            [y, grads.get(&x).unwrap().clone(), grads.get(&w).unwrap().clone()]
+                .map(|t| t.flatten_all().unwrap().to_vec1::<f32>().unwrap())
+        })
+    };
+    let one = run(1);
+    assert!(one == run(2) && one == run(3));
+}

@@ -24,7 +24,13 @@ impl AdamParams {
     /// ai-toolkit's defaults: torch's, with eps 1e-6.
     #[must_use]
     pub fn new(decoupled: bool) -> Self {
-        Self { beta1: 0.9, beta2: 0.999, eps: 1e-6, weight_decay: if decoupled { 0.01 } else { 0.0 }, decoupled }
+        Self {
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-6,
+            weight_decay: if decoupled { 0.01 } else { 0.0 },
+            decoupled,
+        }
     }
 
     /// Reads `train.optimizer_params`: `betas`, `eps`, `weight_decay`.
@@ -41,8 +47,7 @@ impl AdamParams {
         for (name, value) in params {
             match name.as_str() {
                 "betas" => {
-                    let pair: Option<Vec<f64>> =
-                        value.as_array().map(|a| a.iter().filter_map(Value::as_f64).collect());
+                    let pair: Option<Vec<f64>> = value.as_array().map(|a| a.iter().filter_map(Value::as_f64).collect());
                     match pair.as_deref() {
                         Some(&[b1, b2]) if (0.0..1.0).contains(&b1) && (0.0..1.0).contains(&b2) => {
                             (out.beta1, out.beta2) = (b1, b2);
@@ -53,7 +58,11 @@ impl AdamParams {
                 "eps" | "weight_decay" => {
                     let v = value.as_f64().filter(|v| v.is_finite() && *v >= 0.0);
                     let v = v.ok_or_else(|| bad(name, "expected a number that is not negative"))?;
-                    if name == "eps" { out.eps = v } else { out.weight_decay = v }
+                    if name == "eps" {
+                        out.eps = v
+                    } else {
+                        out.weight_decay = v
+                    }
                 }
                 // Torch's own switches that change nothing in the result.
                 "foreach" | "fused" | "capturable" | "differentiable" => {}
@@ -96,10 +105,18 @@ impl Adam {
             .iter()
             .map(|p| {
                 let zero = Tensor::zeros(p.var.shape(), DType::F32, p.var.device())?;
-                Ok(Moments { step: 0, exp_avg: zero.clone(), exp_avg_sq: zero })
+                Ok(Moments {
+                    step: 0,
+                    exp_avg: zero.clone(),
+                    exp_avg_sq: zero,
+                })
             })
             .collect::<Result<_, OptimError>>()?;
-        Ok(Self { settings, params, moments })
+        Ok(Self {
+            settings,
+            params,
+            moments,
+        })
     }
 }
 
@@ -142,22 +159,36 @@ impl Optimizer for Adam {
         for (param, m) in self.params.iter().zip(&self.moments) {
             out.insert(format!("{}.exp_avg", param.name), m.exp_avg.clone());
             out.insert(format!("{}.exp_avg_sq", param.name), m.exp_avg_sq.clone());
-            out.insert(format!("{}.step", param.name), Tensor::new(m.step as i64, &Device::Cpu)?);
+            out.insert(
+                format!("{}.step", param.name),
+                Tensor::new(m.step as i64, &Device::Cpu)?,
+            );
         }
         Ok(out)
     }
 
     fn load_state(&mut self, state: &BTreeMap<String, Tensor>) -> Result<(), OptimError> {
         let get = |name: String| {
-            state.get(&name).cloned().ok_or_else(|| OptimError::State(format!("\"{name}\" is missing")))
+            state
+                .get(&name)
+                .cloned()
+                .ok_or_else(|| OptimError::State(format!("\"{name}\" is missing")))
         };
         let mut loaded = Vec::with_capacity(self.params.len());
         for param in &self.params {
             let device = param.var.device();
-            let step = get(format!("{}.step", param.name))?.to_dtype(DType::I64)?.flatten_all()?.to_vec1::<i64>()?;
+            let step = get(format!("{}.step", param.name))?
+                .to_dtype(DType::I64)?
+                .flatten_all()?
+                .to_vec1::<i64>()?;
             let step = match step.as_slice() {
                 [step] if *step >= 0 => *step as u64,
-                _ => return Err(OptimError::State(format!("\"{}.step\" is not a step count", param.name))),
+                _ => {
+                    return Err(OptimError::State(format!(
+                        "\"{}.step\" is not a step count",
+                        param.name
+                    )));
+                }
             };
             let moment = |part: &str| -> Result<Tensor, OptimError> {
                 let name = format!("{}.{part}", param.name);
@@ -171,7 +202,11 @@ impl Optimizer for Adam {
                 }
                 Ok(t.to_dtype(DType::F32)?.to_device(device)?)
             };
-            loaded.push(Moments { step, exp_avg: moment("exp_avg")?, exp_avg_sq: moment("exp_avg_sq")? });
+            loaded.push(Moments {
+                step,
+                exp_avg: moment("exp_avg")?,
+                exp_avg_sq: moment("exp_avg_sq")?,
+            });
         }
         if state.len() != 3 * self.params.len() {
             return Err(OptimError::State(format!(

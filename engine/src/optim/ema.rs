@@ -24,14 +24,20 @@ impl Ema {
     ///
     /// # Errors
     /// When the device fails.
-    pub fn new(
-        params: Vec<Param>,
-        decay: f64,
-        use_feedback: bool,
-        param_multiplier: f64,
-    ) -> Result<Self, OptimError> {
-        let shadow = params.iter().map(|p| p.var.as_tensor().detach().copy()).collect::<Result<_, _>>()?;
-        Ok(Self { decay, use_feedback, param_multiplier, updates: 0, params, shadow, parked: None })
+    pub fn new(params: Vec<Param>, decay: f64, use_feedback: bool, param_multiplier: f64) -> Result<Self, OptimError> {
+        let shadow = params
+            .iter()
+            .map(|p| p.var.as_tensor().detach().copy())
+            .collect::<Result<_, _>>()?;
+        Ok(Self {
+            decay,
+            use_feedback,
+            param_multiplier,
+            updates: 0,
+            params,
+            shadow,
+            parked: None,
+        })
     }
 
     /// Takes in the parameters after an optimizer step. With `use_feedback` the parameters are pulled towards the
@@ -92,7 +98,14 @@ impl Ema {
     /// Shadow weights under the parameters' names, and the number of updates so far.
     #[must_use]
     pub fn state(&self) -> (BTreeMap<String, Tensor>, u64) {
-        (self.params.iter().map(|p| p.name.clone()).zip(self.shadow.iter().cloned()).collect(), self.updates)
+        (
+            self.params
+                .iter()
+                .map(|p| p.name.clone())
+                .zip(self.shadow.iter().cloned())
+                .collect(),
+            self.updates,
+        )
     }
 
     /// Takes back what [`Ema::state`] gave.
@@ -105,7 +118,9 @@ impl Ema {
             let t = state
                 .get(&param.name)
                 .filter(|t| t.shape() == param.var.shape())
-                .ok_or_else(|| OptimError::State(format!("EMA of \"{}\" is missing or has another shape", param.name)))?;
+                .ok_or_else(|| {
+                    OptimError::State(format!("EMA of \"{}\" is missing or has another shape", param.name))
+                })?;
             shadow.push(t.to_dtype(DType::F32)?.to_device(param.var.device())?);
         }
         self.shadow = shadow;

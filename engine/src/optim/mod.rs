@@ -101,7 +101,10 @@ pub fn build(
             });
         }
     };
-    Ok(Box::new(Adam::new(params, AdamParams::parse(decoupled, optimizer_params)?)?))
+    Ok(Box::new(Adam::new(
+        params,
+        AdamParams::parse(decoupled, optimizer_params)?,
+    )?))
 }
 
 #[cfg(test)]

@@ -11,7 +11,11 @@ enum Curve {
     /// `lr * factor` for all steps.
     Constant { factor: f64 },
     /// torch `LinearLR`: from `start_factor` to `end_factor` over `total` steps.
-    Linear { start_factor: f64, end_factor: f64, total: f64 },
+    Linear {
+        start_factor: f64,
+        end_factor: f64,
+        total: f64,
+    },
     /// torch `CosineAnnealingLR` in closed form: from `lr` to `eta_min` over `t_max` steps.
     Cosine { eta_min: f64, t_max: f64 },
     /// torch `CosineAnnealingWarmRestarts`.
@@ -50,7 +54,12 @@ impl Schedule {
     /// # Errors
     /// On an unknown schedule, an unknown parameter, or a value that makes no sense.
     pub fn new(input: ScheduleParams<'_>) -> Result<Self, OptimError> {
-        let ScheduleParams { name, params, lr, steps } = input;
+        let ScheduleParams {
+            name,
+            params,
+            lr,
+            steps,
+        } = input;
         let bad = |name: &str, problem: String| OptimError::Param {
             key: "lr_scheduler_params",
             name: name.into(),
@@ -73,7 +82,12 @@ impl Schedule {
         let span = positive("max_iterations", positive("total_iters", (steps as f64).max(1.0))?)?;
         let rest = (span - warmup).max(1.0);
         let (curve, known): (Curve, &[&str]) = match lower.as_str() {
-            "constant" | "constant_with_warmup" => (Curve::Constant { factor: number("factor", 1.0)? }, &["factor"]),
+            "constant" | "constant_with_warmup" => (
+                Curve::Constant {
+                    factor: number("factor", 1.0)?,
+                },
+                &["factor"],
+            ),
             "linear" => (
                 Curve::Linear {
                     start_factor: positive("start_factor", 1.0 / 3.0)?,
@@ -83,7 +97,10 @@ impl Schedule {
                 &["start_factor", "end_factor"],
             ),
             "cosine" => (
-                Curve::Cosine { eta_min: number("eta_min", 0.0)?, t_max: positive("T_max", rest)? },
+                Curve::Cosine {
+                    eta_min: number("eta_min", 0.0)?,
+                    t_max: positive("T_max", rest)?,
+                },
                 &["eta_min", "T_max"],
             ),
             "cosine_with_restarts" => (
@@ -95,18 +112,26 @@ impl Schedule {
                 &["eta_min", "T_0", "T_mult"],
             ),
             "polynomial" => (
-                Curve::Polynomial { lr_end: number("lr_end", 1e-7)?, power: positive("power", 1.0)?, total: rest },
+                Curve::Polynomial {
+                    lr_end: number("lr_end", 1e-7)?,
+                    power: positive("power", 1.0)?,
+                    total: rest,
+                },
                 &["lr_end", "power"],
             ),
             "step" => (
-                Curve::Step { step_size: positive("step_size", (rest / 3.0).ceil())?, gamma: number("gamma", 0.1)? },
+                Curve::Step {
+                    step_size: positive("step_size", (rest / 3.0).ceil())?,
+                    gamma: number("gamma", 0.1)?,
+                },
                 &["step_size", "gamma"],
             ),
             _ => {
                 return Err(OptimError::Unknown {
                     key: "lr_scheduler",
                     value: name.into(),
-                    known: "constant, constant_with_warmup, linear, cosine, cosine_with_restarts, polynomial, step".into(),
+                    known: "constant, constant_with_warmup, linear, cosine, cosine_with_restarts, polynomial, step"
+                        .into(),
                 });
             }
         };
@@ -117,7 +142,11 @@ impl Schedule {
                 return Err(bad(key, format!("no such parameter of \"{name}\"; known: {known}")));
             }
         }
-        Ok(Self { lr, warmup: warmup as u64, curve })
+        Ok(Self {
+            lr,
+            warmup: warmup as u64,
+            curve,
+        })
     }
 
     /// The learning rate of the update that makes `step` into `step + 1`.
@@ -129,9 +158,11 @@ impl Schedule {
         let t = (step - self.warmup) as f64;
         match self.curve {
             Curve::Constant { factor } => self.lr * factor,
-            Curve::Linear { start_factor, end_factor, total } => {
-                self.lr * (start_factor + (end_factor - start_factor) * (t / total).min(1.0))
-            }
+            Curve::Linear {
+                start_factor,
+                end_factor,
+                total,
+            } => self.lr * (start_factor + (end_factor - start_factor) * (t / total).min(1.0)),
             Curve::Cosine { eta_min, t_max } => eta_min + (self.lr - eta_min) * (1.0 + (PI * t / t_max).cos()) / 2.0,
             Curve::Restarts { eta_min, t_0, t_mult } => {
                 let (mut t, mut period) = (t, t_0);

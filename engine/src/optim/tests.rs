@@ -5,7 +5,9 @@ use candle_core::{DType, Device};
 use std::collections::HashMap;
 
 fn fixture(name: &str) -> std::path::PathBuf {
-    std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/train").join(name)
+    std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../tests/fixtures/train")
+        .join(name)
 }
 
 fn tensors() -> HashMap<String, Tensor> {
@@ -27,19 +29,45 @@ fn start(t: &HashMap<String, Tensor>) -> Vec<Param> {
 }
 
 fn grads(t: &HashMap<String, Tensor>, k: usize) -> Grads {
-    ["a", "b", "c"].iter().map(|n| Some(t[&format!("grad.{k}.{n}")].clone())).collect()
+    ["a", "b", "c"]
+        .iter()
+        .map(|n| Some(t[&format!("grad.{k}.{n}")].clone()))
+        .collect()
 }
 
 fn worst(a: &Tensor, b: &Tensor) -> f32 {
-    (a - b).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap()
+    (a - b)
+        .unwrap()
+        .abs()
+        .unwrap()
+        .flatten_all()
+        .unwrap()
+        .max(0)
+        .unwrap()
+        .to_scalar()
+        .unwrap()
 }
 
 fn variants() -> [(&'static str, AdamParams); 4] {
     let w = AdamParams::new(true);
     [
         ("adamw", w),
-        ("adamw_decay", AdamParams { weight_decay: 0.1, beta1: 0.8, beta2: 0.95, ..w }),
-        ("adam", AdamParams { weight_decay: 0.05, ..AdamParams::new(false) }),
+        (
+            "adamw_decay",
+            AdamParams {
+                weight_decay: 0.1,
+                beta1: 0.8,
+                beta2: 0.95,
+                ..w
+            },
+        ),
+        (
+            "adam",
+            AdamParams {
+                weight_decay: 0.05,
+                ..AdamParams::new(false)
+            },
+        ),
         ("clipped", w),
     ]
 }
@@ -55,7 +83,11 @@ fn twenty_steps_are_torchs() {
             let mut g = grads(&t, k);
             if name == "clipped" {
                 let norm = clip_grad_norm(&mut g, 1.0).unwrap();
-                assert!((norm / norms[k] - 1.0).abs() < 1e-5, "{name} {k}: {norm} against {}", norms[k]);
+                assert!(
+                    (norm / norms[k] - 1.0).abs() < 1e-5,
+                    "{name} {k}: {norm} against {}",
+                    norms[k]
+                );
             }
             adam.step(&g, 1e-2).unwrap();
         }
@@ -66,7 +98,15 @@ fn twenty_steps_are_torchs() {
             for part in ["exp_avg", "exp_avg_sq"] {
                 let key = format!("{}.{part}", p.name);
                 let want = &t[&format!("{name}.{key}")];
-                let scale: f32 = want.abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap();
+                let scale: f32 = want
+                    .abs()
+                    .unwrap()
+                    .flatten_all()
+                    .unwrap()
+                    .max(0)
+                    .unwrap()
+                    .to_scalar()
+                    .unwrap();
                 assert!(worst(&state[&key], want) < 2e-6 * scale.max(1.0), "{name}.{key}");
             }
         }
@@ -102,10 +142,19 @@ fn schedules_are_torchs() {
     for row in json()["schedules"].as_array().unwrap() {
         let name = row["name"].as_str().unwrap();
         let params = row["params"].as_object().unwrap();
-        let schedule = Schedule::new(ScheduleParams { name, params, lr: 2e-3, steps: 60 }).unwrap();
+        let schedule = Schedule::new(ScheduleParams {
+            name,
+            params,
+            lr: 2e-3,
+            steps: 60,
+        })
+        .unwrap();
         for (k, want) in row["values"].as_array().unwrap().iter().enumerate() {
             let (got, want) = (schedule.at(k as u64), want.as_f64().unwrap());
-            assert!((got - want).abs() < 1e-9, "{name} {params:?} step {k}: {got} against {want}");
+            assert!(
+                (got - want).abs() < 1e-9,
+                "{name} {params:?} step {k}: {got} against {want}"
+            );
         }
     }
 }
@@ -113,17 +162,40 @@ fn schedules_are_torchs() {
 #[test]
 fn wrong_names_are_told() {
     let params = serde_json::json!({"num_warmup": 3}).as_object().unwrap().clone();
-    let input = ScheduleParams { name: "cosine", params: &params, lr: 1.0, steps: 10 };
-    assert!(Schedule::new(input).unwrap_err().to_string().contains("num_warmup_steps"));
-    assert!(Schedule::new(ScheduleParams { name: "cosin", ..input }).unwrap_err().to_string().contains("cosine"));
+    let input = ScheduleParams {
+        name: "cosine",
+        params: &params,
+        lr: 1.0,
+        steps: 10,
+    };
+    assert!(
+        Schedule::new(input)
+            .unwrap_err()
+            .to_string()
+            .contains("num_warmup_steps")
+    );
+    assert!(
+        Schedule::new(ScheduleParams { name: "cosin", ..input })
+            .unwrap_err()
+            .to_string()
+            .contains("cosine")
+    );
     assert!(build("lion", vec![], &serde_json::Map::new()).is_err());
-    assert!(AdamParams::parse(true, &params).unwrap_err().to_string().contains("betas"));
+    assert!(
+        AdamParams::parse(true, &params)
+            .unwrap_err()
+            .to_string()
+            .contains("betas")
+    );
 }
 
 #[test]
 fn ema_follows_and_swaps() {
     let var = Var::from_tensor(&Tensor::zeros(2, DType::F32, &Device::Cpu).unwrap()).unwrap();
-    let param = Param { name: "p".into(), var: var.clone() };
+    let param = Param {
+        name: "p".into(),
+        var: var.clone(),
+    };
     let mut ema = Ema::new(vec![param.clone()], 0.9, false, 1.0).unwrap();
     var.set(&Tensor::ones(2, DType::F32, &Device::Cpu).unwrap()).unwrap();
     ema.update().unwrap();

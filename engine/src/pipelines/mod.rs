@@ -1,1 +1,249 @@
-//! Text-to-image and image-to-image.
+//! Pictures from prompts and from pictures: what diffusers 0.42.1 calls `StableDiffusionPipeline` and
+//! `StableDiffusionImg2ImgPipeline`. With a CPU generator of the same seed the pictures are the same.
+
+mod guidance;
+mod sample;
+#[cfg(test)]
+mod tests;
+
+pub use sample::{SampleSettings, random_seed, sample_prompts};
+
+use crate::error::{EngineError, Result};
+use crate::image_io::{self, Filter};
+use crate::models::sd::SdModel;
+use crate::samplers::{
+    self, NoiseSource, PredictionType, Sampler, SamplerError, SamplerOptions, SamplerParams, StepNoise,
+};
+use candle_core::{DType, Device, Tensor};
+use guidance::Guidance;
+use image::RgbImage;
+
+impl From<SamplerError> for EngineError {
+    fn from(error: SamplerError) -> Self {
+        match error {
+            SamplerError::Tensor(error) => Self::Tensor(error),
+            other => Self::BadInput(other.to_string()),
+        }
+    }
+}
+
+/// What to draw: one picture per prompt, all in one batch.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Picture {
+    /// Prompts. Longer ones than 77 tokens are cut.
+    pub prompts: Vec<String>,
+    /// What it should not look like: one for all, or one per prompt.
+    pub negative: Vec<String>,
+    /// Width in pixels; a multiple of 8. Not used by image-to-image, whose pictures have their own sizes.
+    pub width: usize,
+    /// Height in pixels; a multiple of 8.
+    pub height: usize,
+    /// Sampling steps.
+    pub steps: usize,
+    /// Guidance scale. At 1 and below the negative prompt is not looked at.
+    pub guidance_scale: f64,
+    /// Guidance rescale: 0 is off.
+    pub guidance_rescale: f64,
+    /// Name of the sampler, see [`samplers::names`].
+    pub sampler: String,
+    /// `eta` of ddim.
+    pub eta: f64,
+}
+
+impl Default for Picture {
+    /// diffusers' own defaults, without a prompt.
+    fn default() -> Self {
+        Self {
+            prompts: vec![String::new()],
+            negative: vec![String::new()],
+            width: 512,
+            height: 512,
+            steps: 50,
+            guidance_scale: 7.5,
+            guidance_rescale: 0.0,
+            sampler: "pndm".into(),
+            eta: 0.0,
+        }
+    }
+}
+
+/// Called before each step with the steps done and all steps; `false` ends the work.
+pub type OnStep<'a> = &'a mut dyn FnMut(usize, usize) -> bool;
+
+/// A loaded model, ready to draw.
+#[derive(Debug)]
+pub struct Pipeline<'a> {
+    model: &'a SdModel,
+    device: Device,
+    dtype: DType,
+    params: SamplerParams,
+}
+
+impl<'a> Pipeline<'a> {
+    /// `dtype` and `device` are those the model was loaded with. `v_prediction` overrules the model's own config.
+    ///
+    /// # Errors
+    /// When `scheduler_config.json` has a wrong value.
+    pub fn new(model: &'a SdModel, device: &Device, dtype: DType, v_prediction: bool) -> Result<Self> {
+        let mut params = SamplerParams::from_json(&model.scheduler_config)?.forced_by_stable_diffusion();
+        if v_prediction {
+            params.prediction_type = Some(PredictionType::VPrediction);
+        }
+        Ok(Self {
+            model,
+            device: device.clone(),
+            dtype,
+            params,
+        })
+    }
+
+    /// Pictures from prompts. `None` when `on_step` asked to stop.
+    ///
+    /// # Errors
+    /// A size that is no multiple of 8, an unknown sampler, an impossible number of steps, or failed arithmetic.
+    pub fn text_to_image(
+        &self,
+        picture: &Picture,
+        noise: &mut NoiseSource,
+        on_step: OnStep<'_>,
+    ) -> Result<Option<Vec<RgbImage>>> {
+        check_size(picture.width, picture.height)?;
+        let guidance = Guidance::new(self, picture)?;
+        let sampler = self.sampler(picture)?;
+        let scale = self.model.vae_scale_factor();
+        let channels = self.model.vae.config().latent_channels;
+        let shape = [
+            picture.prompts.len(),
+            channels,
+            picture.height / scale,
+            picture.width / scale,
+        ];
+        let latents = (noise.randn(&shape, self.dtype, &self.device)? * sampler.init_noise_sigma())?;
+        self.denoise(&guidance, sampler, 0, latents, noise, on_step)
+    }
+
+    /// Pictures from pictures, redrawn by `strength` (0 to 1). One picture for all prompts, or one per prompt, all of
+    /// one size; a size that is no multiple of 8 is resized down to one. `None` when `on_step` asked to stop.
+    ///
+    /// # Errors
+    /// As [`Pipeline::text_to_image`], or a strength that leaves no step to do.
+    pub fn image_to_image(
+        &self,
+        picture: &Picture,
+        images: &[RgbImage],
+        strength: f64,
+        noise: &mut NoiseSource,
+        on_step: OnStep<'_>,
+    ) -> Result<Option<Vec<RgbImage>>> {
+        if !(0.0..=1.0).contains(&strength) {
+            return Err(EngineError::bad_input(format!(
+                "a strength of {strength}: it must be between 0 and 1"
+            )));
+        }
+        let guidance = Guidance::new(self, picture)?;
+        let sampler = self.sampler(picture)?;
+        let begin = picture.steps - ((picture.steps as f64 * strength) as usize).min(picture.steps);
+        if begin >= sampler.timesteps().len() {
+            return Err(EngineError::bad_input(format!(
+                "{} steps at strength {strength} leave no step to do: raise one of them",
+                picture.steps
+            )));
+        }
+        let clean = self.encode(images, picture.prompts.len(), noise)?;
+        let fresh = noise.randn(clean.dims(), self.dtype, &self.device)?;
+        let latents = sampler.add_noise(&clean, &fresh, begin)?;
+        self.denoise(&guidance, sampler, begin, latents, noise, on_step)
+    }
+
+    fn sampler(&self, picture: &Picture) -> Result<Box<dyn Sampler>> {
+        let options = SamplerOptions {
+            steps: picture.steps,
+            eta: picture.eta,
+        };
+        Ok(samplers::build(&picture.sampler, &self.params, options)?)
+    }
+
+    /// Scaled latents of pictures, sampled from the VAE's distribution.
+    fn encode(&self, images: &[RgbImage], batch: usize, noise: &mut NoiseSource) -> Result<Tensor> {
+        let Some(first) = images.first() else {
+            return Err(EngineError::bad_input("image-to-image needs a picture"));
+        };
+        if images.len() != 1 && images.len() != batch {
+            return Err(EngineError::bad_input(format!(
+                "{} pictures for {batch} prompts",
+                images.len()
+            )));
+        }
+        let scale = self.model.vae_scale_factor() as u32;
+        let (width, height) = (first.width() / scale * scale, first.height() / scale * scale);
+        if width < 8 || height < 8 {
+            return Err(EngineError::bad_input(format!(
+                "a picture of {} x {} pixels is too small to be redrawn",
+                first.width(),
+                first.height()
+            )));
+        }
+        let mut tensors = Vec::with_capacity(batch);
+        for image in images {
+            let fitted = image_io::resize(image, width, height, Filter::Lanczos);
+            tensors.push(image_io::to_tensor(&fitted, &self.device)?.to_dtype(self.dtype)?);
+        }
+        // With one generator a lone picture is encoded once and then repeated; with one each, it is repeated first.
+        let repeat_first = matches!(noise, NoiseSource::PerImage(generators) if generators.len() > 1);
+        if repeat_first && tensors.len() == 1 {
+            tensors = vec![tensors[0].clone(); batch];
+        }
+        let distribution = self.model.vae.encode(&Tensor::stack(&tensors, 0)?)?;
+        let fresh = noise.randn(distribution.mean.dims(), self.dtype, &self.device)?;
+        let latents = distribution
+            .sample(&fresh.to_dtype(self.dtype)?)?
+            .to_dtype(DType::F32)?;
+        let latents = (latents * self.model.vae.scaling_factor)?;
+        let missing = batch / latents.dim(0)?;
+        Ok(if missing > 1 {
+            Tensor::cat(&vec![latents; missing], 0)?
+        } else {
+            latents
+        })
+    }
+
+    fn denoise(
+        &self,
+        guidance: &Guidance,
+        mut sampler: Box<dyn Sampler>,
+        begin: usize,
+        mut latents: Tensor,
+        noise: &mut NoiseSource,
+        on_step: OnStep<'_>,
+    ) -> Result<Option<Vec<RgbImage>>> {
+        let visits = sampler.timesteps().len();
+        for index in begin..visits {
+            if !on_step(index - begin, visits - begin) {
+                return Ok(None);
+            }
+            let input = sampler.scale_model_input(&latents, index)?;
+            let output = guidance.predict(self, &input, sampler.timesteps()[index])?;
+            let mut fresh = StepNoise {
+                source: noise,
+                dtype: self.dtype,
+            };
+            latents = sampler.step(index, &output, &latents, &mut fresh)?;
+        }
+        let unscaled = (latents / self.model.vae.scaling_factor)?.to_dtype(self.dtype)?;
+        Ok(Some(image_io::from_tensor(&self.model.vae.decode(&unscaled)?)?))
+    }
+}
+
+fn check_size(width: usize, height: usize) -> Result<()> {
+    if width == 0 || height == 0 || !width.is_multiple_of(8) || !height.is_multiple_of(8) {
+        return Err(EngineError::bad_input(format!(
+            "a picture of {width} x {height} pixels: both sides must be multiples of 8"
+        )));
+    }
+    if (width as u64) * (height as u64) > image_io::MAX_PIXELS {
+        return Err(EngineError::bad_input(format!(
+            "a picture of {width} x {height} pixels is too large"
+        )));
+    }
+    Ok(())
+}

@@ -1,1 +1,161 @@
 //! What a job runs.
+//!
+//! [`run`] is the main function of an attempt: it takes the processes of the job in order. A new process type is one
+//! file here and one line in [`run_one`].
+
+mod train;
+
+use crate::error::{EngineError, Result};
+use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
+use aitk_common::job::{JobSpec, Process, ProcessKind};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Where events go.
+pub trait EventSink {
+    /// Takes one event.
+    fn emit(&mut self, event: ChildEvent);
+}
+
+impl EventSink for Vec<ChildEvent> {
+    fn emit(&mut self, event: ChildEvent) {
+        self.push(event);
+    }
+}
+
+/// Asks a process to save and stop. Clones share one flag.
+#[derive(Clone, Debug, Default)]
+pub struct StopSignal(Arc<AtomicBool>);
+
+impl StopSignal {
+    /// A signal that is not set.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Asks.
+    pub fn stop(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether somebody asked.
+    #[must_use]
+    pub fn is_set(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// What a process works with.
+pub struct Context<'a> {
+    /// The attempt.
+    pub spec: &'a AttemptSpec,
+    /// The job.
+    pub job: &'a JobSpec,
+    /// Where events go.
+    pub events: &'a mut dyn EventSink,
+    /// Whether to stop.
+    pub stop: &'a StopSignal,
+}
+
+impl Context<'_> {
+    /// Where a path of the config lies on this machine.
+    #[must_use]
+    pub fn local(&self, path: &str) -> PathBuf {
+        self.spec
+            .inputs
+            .get(path)
+            .cloned()
+            .unwrap_or_else(|| PathBuf::from(path))
+    }
+
+    /// The folder that results go below: the attempt's own, else the one that the config names.
+    #[must_use]
+    pub fn output_root(&self, configured: Option<&str>) -> PathBuf {
+        match (&self.spec.output_root, configured) {
+            (Some(root), _) => root.clone(),
+            (None, Some(folder)) => PathBuf::from(folder),
+            (None, None) => PathBuf::from("output"),
+        }
+    }
+
+    /// A line for the log.
+    pub fn log(&mut self, level: &str, message: impl Into<String>) {
+        self.events.emit(ChildEvent::Log {
+            level: level.into(),
+            message: message.into(),
+        });
+    }
+
+    /// A phase begins.
+    pub fn phase(&mut self, name: &str) {
+        self.events.emit(ChildEvent::Phase { name: name.into() });
+    }
+
+    /// A finished file below the output root.
+    pub fn artifact(&mut self, kind: &str, root: &Path, path: &Path, step: Option<u64>, index: Option<u64>) {
+        let name = artifact_name(root, path);
+        self.events.emit(ChildEvent::Artifact {
+            kind: kind.into(),
+            path: path.into(),
+            name,
+            step,
+            index,
+        });
+    }
+}
+
+/// A file's name below the output root, with `/` between folders.
+#[must_use]
+pub fn artifact_name(root: &Path, path: &Path) -> String {
+    let below = path.strip_prefix(root).unwrap_or(path);
+    below
+        .components()
+        .map(|c| c.as_os_str().to_string_lossy())
+        .collect::<Vec<_>>()
+        .join("/")
+}
+
+/// Runs all processes of an attempt's job.
+pub fn run(spec: &AttemptSpec, events: &mut dyn EventSink, stop: &StopSignal) -> Outcome {
+    let job: JobSpec = match serde_json::from_value(spec.job.clone()) {
+        Ok(job) => job,
+        Err(error) => {
+            let message = format!("the job was made by another version of aitk: {error}");
+            return Outcome::Failed {
+                cause: FailureCause::Internal,
+                message,
+            };
+        }
+    };
+    for process in &job.process {
+        let mut context = Context {
+            spec,
+            job: &job,
+            events: &mut *events,
+            stop,
+        };
+        match run_one(process, &mut context) {
+            Ok(Outcome::Completed) => {}
+            Ok(other) => return other,
+            Err(error) => {
+                return Outcome::Failed {
+                    cause: error.cause(),
+                    message: error.to_string(),
+                };
+            }
+        }
+    }
+    Outcome::Completed
+}
+
+fn run_one(process: &Process, context: &mut Context<'_>) -> Result<Outcome> {
+    match &process.kind {
+        ProcessKind::Train(trainer) => train::run(trainer, context),
+        _ => Err(EngineError::Unsupported(format!(
+            "the process type `{}` is not supported yet",
+            process.process_type.name()
+        ))),
+    }
+}

@@ -40,7 +40,11 @@ impl Latents {
         if let Some(latent) = self.memory.get(&name) {
             return Ok(latent.clone());
         }
-        let cached = if on_disk { self.cache.read(&item.path, &key, &item.content) } else { None };
+        let cached = if on_disk {
+            self.cache.read(&item.path, &key, &item.content)
+        } else {
+            None
+        };
         let latent = match cached {
             Some(latent) => latent,
             None => {
@@ -65,8 +69,15 @@ impl Latents {
         // The file's name holds the hash of everything that the latent depends on.
         let name = name.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let noise = generator_of(&format!("latent/{name}")).randn(mean.elem_count());
-        let noise = Tensor::from_vec(noise, mean.shape(), &Device::Cpu)?.to_device(mean.device())?.to_dtype(mean.dtype())?;
+        let noise = Tensor::from_vec(noise, mean.shape(), &Device::Cpu)?
+            .to_device(mean.device())?
+            .to_dtype(mean.dtype())?;
         let latent = ((posterior.sample(&noise)? - vae.shift_factor)? * vae.scaling_factor)?;
-        Ok(latent.squeeze(0)?.detach().to_dtype(DType::F32)?.to_device(&Device::Cpu)?.contiguous()?)
+        Ok(latent
+            .squeeze(0)?
+            .detach()
+            .to_dtype(DType::F32)?
+            .to_device(&Device::Cpu)?
+            .contiguous()?)
     }
 }

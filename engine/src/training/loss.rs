@@ -27,7 +27,11 @@ pub struct LossOptions {
 
 impl Default for LossOptions {
     fn default() -> Self {
-        Self { kind: LossKind::Mse, min_snr_gamma: None, snr_gamma: None }
+        Self {
+            kind: LossKind::Mse,
+            min_snr_gamma: None,
+            snr_gamma: None,
+        }
     }
 }
 
@@ -61,12 +65,14 @@ pub fn loss(
     let items = batch.timesteps.len();
     let bad = |e: &dyn std::fmt::Display| EngineError::Internal(format!("noise schedule: {e}"));
     let device = batch.latents.device();
-    let noisy = schedule.add_noise(&batch.latents, &batch.noise, &batch.timesteps).map_err(|e| bad(&e))?;
+    let noisy = schedule
+        .add_noise(&batch.latents, &batch.noise, &batch.timesteps)
+        .map_err(|e| bad(&e))?;
     let target = match schedule.prediction_type {
         PredictionType::Epsilon => batch.noise.clone(),
-        PredictionType::VPrediction => {
-            schedule.velocity(&batch.latents, &batch.noise, &batch.timesteps).map_err(|e| bad(&e))?
-        }
+        PredictionType::VPrediction => schedule
+            .velocity(&batch.latents, &batch.noise, &batch.timesteps)
+            .map_err(|e| bad(&e))?,
         #[allow(unreachable_patterns)]
         _ => {
             return Err(EngineError::Unsupported(

@@ -15,6 +15,7 @@ pub use context::Contexts;
 pub use latents::Latents;
 pub use loss::{LossKind, LossOptions, MicroBatch, loss};
 pub use random::{Draw, NoiseOptions, Preference, batch_generator, draw};
+pub(crate) use trainer::optim_error;
 pub use trainer::{StepReport, Trainer, TrainerOptions};
 
 #[cfg(test)]

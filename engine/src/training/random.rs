@@ -35,7 +35,14 @@ pub struct NoiseOptions {
 
 impl Default for NoiseOptions {
     fn default() -> Self {
-        Self { preference: Preference::Balanced, min_index: 0, max_index: 999, table: 1000, offset: 0.0, multiplier: 1.0 }
+        Self {
+            preference: Preference::Balanced,
+            min_index: 0,
+            max_index: 999,
+            table: 1000,
+            offset: 0.0,
+            multiplier: 1.0,
+        }
     }
 }
 
@@ -65,7 +72,10 @@ pub fn draw(
     (b, c, h, w): (usize, usize, usize, usize),
     device: &Device,
 ) -> Result<Draw> {
-    let (low, high) = (i64::from(options.min_index), i64::from(options.max_index.max(options.min_index)));
+    let (low, high) = (
+        i64::from(options.min_index),
+        i64::from(options.max_index.max(options.min_index)),
+    );
     let table = i64::from(options.table);
     let indices: Vec<i64> = match options.preference {
         Preference::Balanced => generator.randint(low, high + 1, b),
@@ -74,14 +84,21 @@ pub fn draw(
             .into_iter()
             .map(|u| {
                 let cube = u * u * u;
-                let position = if preference == Preference::Content { cube } else { 1.0 - cube };
+                let position = if preference == Preference::Content {
+                    cube
+                } else {
+                    1.0 - cube
+                };
                 // From 0..table to low..high.
                 let scaled = f64::from(position) * table as f64 / (table - 1).max(1) as f64;
                 ((low as f64 + scaled * (high - low) as f64) as i64).clamp(low, high)
             })
             .collect(),
     };
-    let timesteps = indices.into_iter().map(|i| (table - 1 - i).clamp(0, table - 1)).collect();
+    let timesteps = indices
+        .into_iter()
+        .map(|i| (table - 1 - i).clamp(0, table - 1))
+        .collect();
     let mut noise = Tensor::from_vec(generator.randn(b * c * h * w), (b, c, h, w), &Device::Cpu)?;
     if options.offset != 0.0 {
         let offset = Tensor::from_vec(generator.randn(b * c), (b, c, 1, 1), &Device::Cpu)?;
@@ -90,5 +107,8 @@ pub fn draw(
     if options.multiplier != 1.0 {
         noise = (noise * options.multiplier)?;
     }
-    Ok(Draw { timesteps, noise: noise.to_device(device)? })
+    Ok(Draw {
+        timesteps,
+        noise: noise.to_device(device)?,
+    })
 }

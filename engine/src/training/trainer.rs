@@ -45,7 +45,12 @@ impl Trainer {
     /// A trainer at its beginning.
     #[must_use]
     pub fn new(options: TrainerOptions) -> Self {
-        Self { options, pending: None, losses: Vec::new(), non_finite: 0 }
+        Self {
+            options,
+            pending: None,
+            losses: Vec::new(),
+            non_finite: 0,
+        }
     }
 
     /// The trained parameters.
@@ -73,7 +78,11 @@ impl Trainer {
         }
         self.losses.push(value);
         let store = loss.backward()?;
-        let grads = self.options.params.iter().map(|p| store.get(p.var.as_tensor()).map(Tensor::detach));
+        let grads = self
+            .options
+            .params
+            .iter()
+            .map(|p| store.get(p.var.as_tensor()).map(Tensor::detach));
         match &mut self.pending {
             None => self.pending = Some(grads.collect()),
             Some(sums) => {
@@ -96,8 +105,12 @@ impl Trainer {
     pub fn finish_step(&mut self, step: u64, update: bool) -> Result<StepReport> {
         let lr = self.options.schedule.at(step);
         let count = self.losses.len().max(1) as f64;
-        let mut report =
-            StepReport { loss: self.losses.iter().sum::<f64>() / count, lr, grad_norm: None, warning: None };
+        let mut report = StepReport {
+            loss: self.losses.iter().sum::<f64>() / count,
+            lr,
+            grad_norm: None,
+            warning: None,
+        };
         self.losses.clear();
         if self.non_finite > 0 {
             report.warning = Some(format!(
@@ -110,12 +123,16 @@ impl Trainer {
         if !update {
             return Ok(report);
         }
-        let Some(mut grads) = self.pending.take() else { return Ok(report) };
+        let Some(mut grads) = self.pending.take() else {
+            return Ok(report);
+        };
         if let Some(max) = self.options.max_grad_norm {
             let norm = clip_grad_norm(&mut grads, max).map_err(optim_error)?;
             if !norm.is_finite() {
-                report.warning =
-                    Some(format!("step {}: the gradients are not finite numbers; the weights stay as they are", step + 1));
+                report.warning = Some(format!(
+                    "step {}: the gradients are not finite numbers; the weights stay as they are",
+                    step + 1
+                ));
                 return Ok(report);
             }
             report.grad_norm = Some(norm);
@@ -134,7 +151,12 @@ impl Trainer {
     /// When the device fails.
     pub fn state(&self) -> Result<(BTreeMap<&'static str, BTreeMap<String, Tensor>>, u64)> {
         let mut out = BTreeMap::new();
-        let weights = self.options.params.iter().map(|p| (p.name.clone(), p.var.as_detached_tensor())).collect();
+        let weights = self
+            .options
+            .params
+            .iter()
+            .map(|p| (p.name.clone(), p.var.as_detached_tensor()))
+            .collect();
         out.insert("weights", weights);
         out.insert("optimizer", self.options.optimizer.state().map_err(optim_error)?);
         let mut updates = 0;
@@ -161,7 +183,11 @@ impl Trainer {
         if let Some(ema) = &mut self.options.ema {
             match state.remove("ema") {
                 Some(shadow) => ema.load_state(&shadow, ema_updates).map_err(optim_error)?,
-                None => return Err(EngineError::bad_input("the checkpoint has no EMA weights, but the job uses EMA")),
+                None => {
+                    return Err(EngineError::bad_input(
+                        "the checkpoint has no EMA weights, but the job uses EMA",
+                    ));
+                }
             }
         }
         self.pending = match state.remove("gradients") {

@@ -118,7 +118,29 @@ impl Index {
 
     fn read(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
         let entry = self.entries.get(name).ok_or_else(|| self.missing(name))?;
+        #[cfg(test)]
+        if self.files.is_empty() {
+            return Ok(Tensor::zeros(1, dtype, device)?.broadcast_as(entry.shape.as_slice())?);
+        }
         self.files[entry.file].read(&entry.stored_name, &entry.shape, dtype, device)
+    }
+
+    /// Names and shapes of no file at all: every tensor is one zero in memory.
+    #[cfg(test)]
+    pub(crate) fn of_shapes(shapes: impl Iterator<Item = (String, Vec<usize>)>) -> Self {
+        let entry = |name: &String, shape| Entry {
+            file: 0,
+            stored_name: name.clone(),
+            shape,
+        };
+        let entries = shapes
+            .map(|(name, shape)| (name.clone(), entry(&name, shape)))
+            .collect();
+        Self {
+            path: "(names only)".into(),
+            files: Vec::new(),
+            entries,
+        }
     }
 
     fn missing(&self, name: &str) -> EngineError {
@@ -153,6 +175,8 @@ struct Inner {
     device: Device,
     trainable: bool,
     vars: Mutex<BTreeMap<String, Var>>,
+    #[cfg(test)]
+    recorded: Option<Mutex<std::collections::BTreeSet<String>>>,
 }
 
 /// A place in the tree of a model's tensors.
@@ -176,6 +200,8 @@ impl Weights {
             device: device.clone(),
             trainable,
             vars: Mutex::default(),
+            #[cfg(test)]
+            recorded: None,
         };
         Self {
             inner: Arc::new(inner),
@@ -245,6 +271,10 @@ impl Weights {
     pub fn get_with(&self, shape: impl Into<Shape>, name: &str, init: Init) -> Result<Tensor> {
         let shape = shape.into();
         let full = self.full_name(name);
+        #[cfg(test)]
+        if let Some(recorded) = &self.inner.recorded {
+            recorded.lock().unwrap().insert(full.clone());
+        }
         if let Some(var) = self.lock().get(&full) {
             return Ok(var.as_tensor().clone());
         }
@@ -309,6 +339,31 @@ impl Weights {
     #[must_use]
     pub fn device(&self) -> &Device {
         &self.inner.device
+    }
+
+    /// The same, noting every name that is asked for.
+    #[cfg(test)]
+    pub(crate) fn recording(self) -> Self {
+        let mut inner = Arc::into_inner(self.inner).unwrap();
+        inner.recorded = Some(Mutex::default());
+        Self {
+            inner: Arc::new(inner),
+            prefix: self.prefix,
+        }
+    }
+
+    /// Names asked for, sorted.
+    #[cfg(test)]
+    pub(crate) fn recorded(&self) -> Vec<String> {
+        self.inner
+            .recorded
+            .as_ref()
+            .unwrap()
+            .lock()
+            .unwrap()
+            .iter()
+            .cloned()
+            .collect()
     }
 
     /// An error about the config that these weights belong to.

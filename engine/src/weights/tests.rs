@@ -1,1 +1,188 @@
+use super::*;
+use crate::error::EngineError as E;
+use std::collections::HashMap;
 
+fn write(path: &Path, tensors: &[(&str, &[usize], DType)]) {
+    let tensors: HashMap<String, Tensor> = tensors
+        .iter()
+        .map(|(name, shape, dtype)| {
+            let count = shape.iter().product::<usize>();
+            let values = Tensor::arange(0f32, count as f32, &Device::Cpu)
+                .unwrap()
+                .affine(0.125, -0.5)
+                .unwrap();
+            (
+                (*name).to_owned(),
+                values.reshape(*shape).unwrap().to_dtype(*dtype).unwrap(),
+            )
+        })
+        .collect();
+    candle_core::safetensors::save(&tensors, path).unwrap();
+}
+
+fn open(path: &Path) -> Result<Weights> {
+    Weights::open(path, DType::F32, &Device::Cpu)
+}
+
+#[test]
+fn every_float_dtype_reads_as_f32() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("a.safetensors");
+    for dtype in [DType::F32, DType::F16, DType::BF16, DType::F64] {
+        write(&file, &[("block.0.weight", &[3, 5], dtype)]);
+        let weight = open(&file).unwrap().pp("block").pp(0).get((3, 5), "weight").unwrap();
+        assert_eq!(weight.dtype(), DType::F32);
+        let values = weight.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        assert!(
+            values.iter().enumerate().all(|(i, v)| *v == i as f32 * 0.125 - 0.5),
+            "{dtype:?} {values:?}"
+        );
+    }
+    // More than one block of the conversion.
+    write(&file, &[("w", &[10_000], DType::F16)]);
+    let long = open(&file).unwrap().get(10_000, "w").unwrap().to_vec1::<f32>().unwrap();
+    assert_eq!(long[9_999], half::f16::from_f32(9_999.0 * 0.125 - 0.5).to_f32());
+    let half = Weights::open(&file, DType::F16, &Device::Cpu)
+        .unwrap()
+        .get(10_000, "w")
+        .unwrap();
+    assert_eq!(half.dtype(), DType::F16);
+}
+
+#[test]
+fn what_does_not_fit_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("a.safetensors");
+    write(&file, &[("block.weight", &[3, 5], DType::F32)]);
+    let weights = open(&file).unwrap().pp("block");
+    match weights.get((3, 5), "weights").unwrap_err() {
+        E::MissingTensor { name, nearest, .. } => {
+            assert_eq!(
+                (name.as_str(), nearest.as_deref()),
+                ("block.weights", Some("block.weight"))
+            );
+        }
+        other => panic!("{other}"),
+    }
+    let error = weights.get((5, 3), "weight").unwrap_err();
+    assert!(matches!(&error, E::ShapeMismatch { expected, found, .. } if *expected == [5, 3] && *found == [3, 5]));
+    assert!(error.to_string().contains("a.safetensors"));
+    assert_eq!(error.cause(), aitk_common::attempt::FailureCause::BadInput);
+}
+
+#[test]
+fn folders_are_searched_as_diffusers_does() {
+    let folder = tempfile::tempdir().unwrap();
+    let place = folder.path();
+    let value = |name: &str| open(place).and_then(|w| w.get(2, name));
+    assert!(open(place).unwrap_err().to_string().contains("no weights found"));
+
+    std::fs::write(place.join("diffusion_pytorch_model.bin"), "x").unwrap();
+    assert!(matches!(open(place).unwrap_err(), E::Pickle { .. }));
+
+    write(
+        &place.join("diffusion_pytorch_model.non_ema.safetensors"),
+        &[("non_ema", &[2], DType::F16)],
+    );
+    write(
+        &place.join("diffusion_pytorch_model.fp16.safetensors"),
+        &[("fp16", &[2], DType::F16)],
+    );
+    value("fp16").unwrap();
+
+    let index = place.join("diffusion_pytorch_model.safetensors.index.json");
+    let shards = [
+        "diffusion_pytorch_model-00001-of-00002.safetensors",
+        "diffusion_pytorch_model-00002-of-00002.safetensors",
+    ];
+    std::fs::write(
+        &index,
+        serde_json::json!({"weight_map": {"a": shards[0], "b": shards[1]}}).to_string(),
+    )
+    .unwrap();
+    write(&place.join(shards[0]), &[("a", &[2], DType::F32)]);
+    assert!(open(place).unwrap_err().to_string().contains("00002-of-00002"));
+    write(&place.join(shards[1]), &[("b", &[2], DType::F32)]);
+    value("a").unwrap();
+    value("b").unwrap();
+    std::fs::write(&index, r#"{"weight_map": {"a": "../../secret.safetensors"}}"#).unwrap();
+    assert!(
+        open(place)
+            .unwrap_err()
+            .to_string()
+            .contains("not the name of a file in the same folder")
+    );
+
+    write(
+        &place.join("diffusion_pytorch_model.safetensors"),
+        &[("full", &[2], DType::F32)],
+    );
+    value("full").unwrap();
+}
+
+#[test]
+fn what_is_not_safetensors_is_told_apart() {
+    let folder = tempfile::tempdir().unwrap();
+    let said = |bytes: &[u8]| {
+        let file = folder.path().join("model.safetensors");
+        std::fs::write(&file, bytes).unwrap();
+        open(&file).unwrap_err().to_string()
+    };
+    assert!(said(b"").contains("empty"));
+    assert!(said(b"abc").contains("cut off"));
+    assert!(said(b"PK\x03\x04 archive/data.pkl").contains("pickle"));
+    assert!(said(b"\x80\x02}q\x00.").contains("pickle"));
+    assert!(said(b"version https://git-lfs.github.com/spec/v1\noid").contains("git lfs pull"));
+    assert!(said(b"<!DOCTYPE html><html>").contains("web page"));
+    assert!(said(&[0xff; 64]).contains("not a safetensors file"));
+    assert!(said(b"{\"a\": 1, \"b\": 2} is JSON").contains("not a safetensors file"));
+    let garbage = [&16u64.to_le_bytes()[..], b"{ not JSON !!!!}"].concat();
+    assert!(said(&garbage).contains("not a valid safetensors file"));
+}
+
+#[test]
+fn every_cut_of_a_file_is_noticed() {
+    let folder = tempfile::tempdir().unwrap();
+    let whole = folder.path().join("whole.safetensors");
+    write(&whole, &[("a", &[7], DType::F32), ("b", &[3, 3], DType::F16)]);
+    let bytes = std::fs::read(&whole).unwrap();
+    let cut = folder.path().join("cut.safetensors");
+    for length in 0..bytes.len() {
+        std::fs::write(&cut, &bytes[..length]).unwrap();
+        let error = open(&cut).map(|_| ()).unwrap_err();
+        assert!(matches!(error, E::WeightsFile { .. }), "{length}: {error}");
+    }
+}
+
+#[test]
+fn fresh_weights_depend_on_seed_and_name_only() {
+    let draw = |seed: u64, names: &[&str]| {
+        let weights = Weights::init(seed, &Device::Cpu);
+        let values = names.iter().map(|n| {
+            weights
+                .get_with(4, n, Init::Normal(1.0))
+                .unwrap()
+                .to_vec1::<f32>()
+                .unwrap()
+        });
+        values.collect::<Vec<_>>()
+    };
+    let both = draw(1, &["a", "b"]);
+    assert_eq!(draw(1, &["b"])[0], both[1]);
+    assert_ne!(both[0], both[1]);
+    assert_ne!(draw(2, &["a"])[0], both[0]);
+    let weights = Weights::init(3, &Device::Cpu);
+    let many = weights.get_with(10_000, "n", Init::Normal(2.0)).unwrap();
+    let variance = many.sqr().unwrap().mean_all().unwrap().to_scalar::<f32>().unwrap();
+    assert!((variance - 4.0).abs() < 0.2, "{variance}");
+    let uniform = weights
+        .get_with(10_000, "u", Init::Uniform(0.5))
+        .unwrap()
+        .to_vec1::<f32>()
+        .unwrap();
+    assert!(uniform.iter().all(|v| v.abs() <= 0.5) && uniform.iter().any(|v| v.abs() > 0.45));
+    assert_eq!(
+        weights.vars().iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(),
+        ["n", "u"]
+    );
+}

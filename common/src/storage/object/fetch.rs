@@ -1,9 +1,9 @@
 //! Bytes out of the store.
 
-use super::{ObjectBlobs, blocking, retry};
+use super::{ObjectBlobs, retry};
 use crate::fsutil::{self, FsError};
 use crate::hash::ContentHash;
-use crate::storage::StorageError;
+use crate::storage::{StorageError, blocking};
 use bytes::{Bytes, BytesMut};
 use futures::stream::{self, StreamExt};
 use object_store::{GetOptions, GetRange, GetResultPayload, ObjectStore};

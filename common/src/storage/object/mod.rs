@@ -16,7 +16,7 @@ mod open;
 mod retry;
 mod send;
 
-use super::{BlobInfo, BlobStore, StorageError};
+use super::{BlobInfo, BlobStore, StorageError, blocking};
 use crate::fsutil;
 use crate::hash::ContentHash;
 use async_trait::async_trait;
@@ -275,18 +275,4 @@ fn info(meta: &object_store::ObjectMeta) -> Option<BlobInfo> {
         bytes: meta.size,
         stored,
     })
-}
-
-/// Runs file work off the async threads.
-async fn blocking<T: Send + 'static, E: Into<StorageError> + Send + 'static>(
-    what: &'static str,
-    work: impl FnOnce() -> Result<T, E> + Send + 'static,
-) -> Result<T, StorageError> {
-    match tokio::task::spawn_blocking(work).await {
-        Ok(result) => result.map_err(Into::into),
-        Err(error) => Err(StorageError::Failed {
-            what,
-            message: error.to_string(),
-        }),
-    }
 }

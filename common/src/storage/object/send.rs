@@ -1,9 +1,9 @@
 //! Bytes into the store.
 
-use super::{ObjectBlobs, blocking};
+use super::ObjectBlobs;
 use crate::fsutil::{self, FsError};
 use crate::hash::ContentHash;
-use crate::storage::StorageError;
+use crate::storage::{StorageError, blocking};
 use bytes::Bytes;
 use futures::stream::{FuturesUnordered, StreamExt};
 use object_store::multipart::{MultipartStore, PartId};

@@ -5,7 +5,7 @@ use crate::error::{EngineError, Result};
 use crate::weights::Index;
 
 /// The text encoder's, the U-Net's and the autoencoder's tensors of a checkpoint, under diffusers' names.
-pub(super) fn split(index: &Index, config: &SdConfig) -> Result<[Index; 3]> {
+pub(in crate::models) fn split(index: &Index, config: &SdConfig) -> Result<[Index; 3]> {
     let has = |prefix: &str| index.tensors().any(|(name, _)| name.starts_with(prefix));
     let other_family = [
         ("conditioner.embedders.", "an SDXL checkpoint"),

@@ -4,6 +4,9 @@
 
 mod ldm;
 
+#[cfg(test)]
+pub(super) use ldm::split as split_checkpoint;
+
 use crate::error::{EngineError, Result};
 use crate::models::clip::{ClipTextConfig, ClipTextModel, ClipTokenizer};
 use crate::models::config;

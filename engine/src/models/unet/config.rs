@@ -229,7 +229,7 @@ impl UNetConfig {
                 "only_cross_attention",
             ),
             (
-                self.conv_in_kernel % 2 == 0 || self.conv_out_kernel % 2 == 0,
+                self.conv_in_kernel.is_multiple_of(2) || self.conv_out_kernel.is_multiple_of(2),
                 "an even conv kernel",
             ),
         ];

@@ -1,0 +1,214 @@
+//! The shared secret of a pool: 256 random bits that every call carries.
+//!
+//! A token comes from `AITK_TOKEN`, or from the file that `AITK_TOKEN_FILE` names, or from a file that the
+//! caller knows (a coordinator's own). A token file that others may read is refused, as ssh does with keys.
+//! Tokens are compared in constant time and never shown: `Debug` prints none of it.
+
+use crate::fsutil::{self, FsError};
+use crate::hash::ContentHash;
+use std::fmt;
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use subtle::ConstantTimeEq;
+
+/// The environment variable that holds a token.
+pub const TOKEN_VARIABLE: &str = "AITK_TOKEN";
+/// The environment variable that names a token's file.
+pub const TOKEN_FILE_VARIABLE: &str = "AITK_TOKEN_FILE";
+/// How ours begin, so that a secret scanner can recognise one that got into a repository.
+const PREFIX: &str = "aitk_";
+/// A shorter text is no secret.
+const MIN_CHARS: usize = 16;
+/// A longer one is some other file.
+const MAX_CHARS: usize = 512;
+
+/// A secret that opens the coordinator.
+#[derive(Clone)]
+pub struct Token(String);
+
+/// A token that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum TokenError {
+    /// Nobody said where the token is.
+    #[error("no token: set {TOKEN_VARIABLE}, or {TOKEN_FILE_VARIABLE} to a file that holds it")]
+    Missing,
+    /// Not a token.
+    #[error(
+        "the token from {origin} cannot be one: expected {MIN_CHARS} to {MAX_CHARS} visible characters without spaces"
+    )]
+    Malformed {
+        /// Where it came from.
+        origin: String,
+    },
+    /// Others on this machine may read it.
+    #[error("the token file {path} can be read by others (mode {mode:o}); run: chmod 600 {path}")]
+    Exposed {
+        /// The file.
+        path: PathBuf,
+        /// Its permission bits.
+        mode: u32,
+    },
+    /// It could not be read or written.
+    #[error(transparent)]
+    Fs(#[from] FsError),
+}
+
+impl Token {
+    /// A new one: 256 bits from the system's random source.
+    #[must_use]
+    pub fn generate() -> Self {
+        // Each version 4 UUID carries 122 random bits; three of them, hashed, fill 256.
+        let mut random = Vec::with_capacity(48);
+        for _ in 0..3 {
+            random.extend_from_slice(uuid::Uuid::new_v4().as_bytes());
+        }
+        Self(format!("{PREFIX}{}", ContentHash::of(&random)))
+    }
+
+    /// Accepts a text as a token; white space around it is dropped. `origin` is for the message.
+    ///
+    /// # Errors
+    /// [`TokenError::Malformed`].
+    pub fn parse(text: &str, origin: &str) -> Result<Self, TokenError> {
+        let text = text.trim();
+        if !(MIN_CHARS..=MAX_CHARS).contains(&text.len()) || !text.bytes().all(|byte| byte.is_ascii_graphic()) {
+            return Err(TokenError::Malformed {
+                origin: origin.to_owned(),
+            });
+        }
+        Ok(Self(text.to_owned()))
+    }
+
+    /// Reads a token file. On Unix it must be readable by its owner alone.
+    ///
+    /// # Errors
+    /// [`TokenError`].
+    pub fn read(path: &Path) -> Result<Self, TokenError> {
+        let fail = |error| FsError::new("read the token file", path, error);
+        let file = File::open(path).map_err(fail)?;
+        #[cfg(unix)]
+        {
+            use std::os::unix::fs::PermissionsExt;
+            let mode = file.metadata().map_err(fail)?.permissions().mode() & 0o777;
+            if mode & 0o077 != 0 {
+                return Err(TokenError::Exposed {
+                    path: path.to_owned(),
+                    mode,
+                });
+            }
+        }
+        let mut text = String::new();
+        file.take(4096).read_to_string(&mut text).map_err(fail)?;
+        Self::parse(&text, &path.display().to_string())
+    }
+
+    /// Reads the token file, or makes one (mode 0600) when there is none.
+    ///
+    /// # Errors
+    /// [`TokenError`].
+    pub fn read_or_create(path: &Path) -> Result<Self, TokenError> {
+        match Self::read(path) {
+            Err(TokenError::Fs(error)) if error.io().kind() == std::io::ErrorKind::NotFound => {}
+            other => return other,
+        }
+        let token = Self::generate();
+        fsutil::create_dir_all(fsutil::folder_of(path))?;
+        fsutil::write_private(path, format!("{}\n", token.0).as_bytes())?;
+        Ok(token)
+    }
+
+    /// Takes the token from the environment: `AITK_TOKEN` first, then `AITK_TOKEN_FILE`. `None` when neither is set.
+    ///
+    /// # Errors
+    /// [`TokenError`].
+    pub fn from_env(env: &dyn Fn(&str) -> Option<String>) -> Result<Option<Self>, TokenError> {
+        let set = |name: &str| env(name).filter(|value| !value.is_empty());
+        if let Some(text) = set(TOKEN_VARIABLE) {
+            return Self::parse(&text, TOKEN_VARIABLE).map(Some);
+        }
+        set(TOKEN_FILE_VARIABLE)
+            .map(|path| Self::read(Path::new(&path)))
+            .transpose()
+    }
+
+    /// Whether `offered` is this token. Takes as long for a nearly right one as for a wrong one.
+    #[must_use]
+    pub fn is(&self, offered: &str) -> bool {
+        self.0.as_bytes().ct_eq(offered.as_bytes()).into()
+    }
+
+    /// The secret itself, for the header that carries it.
+    #[must_use]
+    pub fn secret(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Token(…)")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_is_itself_and_nothing_else_and_is_never_shown() {
+        let (one, two) = (Token::generate(), Token::generate());
+        assert!(one.is(one.secret()) && !one.is(two.secret()) && !one.is("") && !one.is(&one.secret()[1..]));
+        assert_eq!(one.secret().len(), PREFIX.len() + 64);
+        assert!(!format!("{one:?}").contains(&one.secret()[5..9]));
+    }
+
+    #[test]
+    fn texts_that_cannot_be_tokens_are_refused_without_repeating_them() {
+        for bad in [
+            "",
+            "short",
+            "with a space in between",
+            "zeile\numbruch-im-text",
+            "ümläute-ümläute-ümläute",
+        ] {
+            let error = Token::parse(bad, "AITK_TOKEN").unwrap_err().to_string();
+            assert!(
+                error.contains("AITK_TOKEN") && (bad.is_empty() || !error.contains(bad)),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn the_environment_goes_variable_first_then_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("deep/token");
+        let made = Token::read_or_create(&path).unwrap();
+        assert!(Token::read_or_create(&path).unwrap().is(made.secret()));
+        let file = path.to_str().unwrap().to_owned();
+        let of_file = |name: &str| (name == TOKEN_FILE_VARIABLE).then(|| file.clone());
+        assert!(Token::from_env(&of_file).unwrap().unwrap().is(made.secret()));
+        let both = |name: &str| {
+            if name == TOKEN_VARIABLE {
+                Some("0123456789abcdef".to_owned())
+            } else {
+                of_file(name)
+            }
+        };
+        assert!(Token::from_env(&both).unwrap().unwrap().is("0123456789abcdef"));
+        assert!(Token::from_env(&|_| None).unwrap().is_none());
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_file_that_others_can_read_is_refused_with_the_cure() {
+        use std::os::unix::fs::PermissionsExt;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("token");
+        Token::read_or_create(&path).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o640)).unwrap();
+        let error = Token::read(&path).unwrap_err().to_string();
+        assert!(error.contains("chmod 600") && error.contains("640"), "{error}");
+    }
+}

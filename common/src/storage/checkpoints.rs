@@ -1,0 +1,146 @@
+//! Checkpoints in a blob store: every file a blob, the manifest a blob, and the manifest's hash its name.
+//!
+//! The files go first and the manifest last, so a manifest that is there has everything it names. Whoever moves
+//! a pointer to it (the coordinator) does so after [`upload`] returned.
+
+use super::snapshot::Progress;
+use super::{BlobStore, StorageError};
+use crate::checkpoint::{self, Checkpoint, CheckpointError, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, Staging};
+use crate::fsutil::{self, names};
+use crate::hash::ContentHash;
+use bytes::Bytes;
+use futures::stream::{self, StreamExt, TryStreamExt};
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// How many files are under way at once.
+const FILES_AT_ONCE: usize = 4;
+
+/// Verifies the checkpoint in `folder`, sends what the store does not have, and returns the manifest's hash.
+///
+/// # Errors
+/// [`StorageError::Malformed`] when the checkpoint is damaged; otherwise as the store says.
+pub async fn upload(
+    store: &dyn BlobStore,
+    folder: &Path,
+    progress: &mut (dyn FnMut(Progress) + Send),
+) -> Result<ContentHash, StorageError> {
+    let from = folder.to_owned();
+    let (manifest, text) = super::blocking("read the checkpoint", move || {
+        let checkpoint = Checkpoint::open(&from).map_err(local)?;
+        let text = checkpoint.manifest_text().to_vec();
+        Ok::<_, StorageError>((checkpoint.manifest().clone(), text))
+    })
+    .await?;
+    let mut sources: BTreeMap<ContentHash, (PathBuf, u64)> = BTreeMap::new();
+    for file in &manifest.files {
+        sources.insert(file.sha256, (names::below(folder, &file.path)?, file.bytes));
+    }
+    let mut so_far = Progress {
+        files_total: sources.len() as u64,
+        bytes_total: sources.values().map(|(_, bytes)| bytes).sum(),
+        ..Progress::default()
+    };
+    let missing: BTreeSet<_> = super::snapshot::missing(store, sources.keys().copied().collect())
+        .await?
+        .into_iter()
+        .collect();
+    for (_, bytes) in sources
+        .iter()
+        .filter(|(hash, _)| !missing.contains(hash))
+        .map(|(_, source)| source)
+    {
+        so_far.files += 1;
+        so_far.bytes += bytes;
+    }
+    progress(so_far);
+    let mut sent = stream::iter(sources.iter().filter(|(hash, _)| missing.contains(hash)))
+        .map(|(hash, (path, bytes))| async move { store.put_file(*hash, path).await.map(|()| *bytes) })
+        .buffer_unordered(FILES_AT_ONCE);
+    while let Some(bytes) = sent.try_next().await? {
+        so_far.files += 1;
+        so_far.bytes += bytes;
+        progress(so_far);
+    }
+    let text = Bytes::from(text);
+    let hash = ContentHash::of(&text);
+    store.put_bytes(hash, text).await?;
+    Ok(hash)
+}
+
+/// Reads a checkpoint's manifest, without its files.
+///
+/// # Errors
+/// [`StorageError::Malformed`] when the blob is no manifest; otherwise as the store says.
+pub async fn manifest(store: &dyn BlobStore, hash: ContentHash) -> Result<Manifest, StorageError> {
+    let text = store.get_bytes(hash, MAX_MANIFEST_BYTES).await?;
+    Manifest::from_text(&text, Path::new(MANIFEST_NAME)).map_err(local)
+}
+
+/// Fetches the checkpoint with this manifest into `parent`, as `step_…`, and opens it. One that is there and
+/// verifies with the same manifest is used as it is.
+///
+/// # Errors
+/// As the store says; [`StorageError::Local`] when a disk is full. No folder with a final name appears then.
+pub async fn fetch(
+    store: &dyn BlobStore,
+    hash: ContentHash,
+    parent: &Path,
+    progress: &mut (dyn FnMut(Progress) + Send),
+) -> Result<Checkpoint, StorageError> {
+    let text = store.get_bytes(hash, MAX_MANIFEST_BYTES).await?;
+    let manifest = Manifest::from_text(&text, Path::new(MANIFEST_NAME)).map_err(local)?;
+    let target = parent.join(checkpoint::folder_name(manifest.step));
+    let (existing, wanted) = (target.clone(), manifest.clone());
+    let open = move || {
+        Ok::<_, StorageError>(
+            Checkpoint::open(&existing)
+                .ok()
+                .filter(|found| *found.manifest() == wanted),
+        )
+    };
+    if let Some(checkpoint) = super::blocking("read the checkpoint", open).await? {
+        return Ok(checkpoint);
+    }
+
+    let (beside, step) = (parent.to_owned(), manifest.step);
+    let staging = super::blocking("write the checkpoint", move || Staging::new(&beside, step)).await?;
+    let mut so_far = Progress {
+        files_total: manifest.files.len() as u64,
+        bytes_total: manifest.total_bytes(),
+        ..Progress::default()
+    };
+    progress(so_far);
+    let folder = staging.folder();
+    let mut fetched = stream::iter(&manifest.files)
+        .map(|file| async move {
+            let path = names::below(folder, &file.path)?;
+            fsutil::create_dir_all(fsutil::folder_of(&path))?;
+            store.get_to_file(file.sha256, &path).await
+        })
+        .buffer_unordered(FILES_AT_ONCE);
+    while let Some(bytes) = fetched.try_next().await? {
+        so_far.files += 1;
+        so_far.bytes += bytes;
+        progress(so_far);
+    }
+    drop(fetched);
+    super::blocking("put the checkpoint in place", move || {
+        fsutil::write_atomic(&staging.folder().join(MANIFEST_NAME), |out| out.write_all(&text))?;
+        staging.publish(&target)?;
+        Checkpoint::open(&target).map_err(local)
+    })
+    .await
+}
+
+fn local(error: CheckpointError) -> StorageError {
+    match error {
+        CheckpointError::Fs(error) => error.into(),
+        CheckpointError::Name(error) => error.into(),
+        other => StorageError::Malformed {
+            what: "the checkpoint".to_owned(),
+            message: other.to_string(),
+        },
+    }
+}

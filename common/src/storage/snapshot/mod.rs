@@ -1,0 +1,216 @@
+//! Snapshots: an immutable, content-addressed copy of a data set, a model folder, or a single file.
+//!
+//! A snapshot is a list of files with sizes and hashes, as canonical JSON; it is itself a blob, and its hash is
+//! the snapshot's id. Two folders with the same files have the same id, wherever they lie.
+//!
+//! - [`scan`] reads a folder (or a file) and hashes it.
+//! - [`upload`] sends the contents that the store does not have, each once, and the list last: so an id that is
+//!   in the store has all its files there.
+//! - [`materialise`] puts the files into a folder again, through a cache of blobs on this machine.
+
+mod materialise;
+mod scan;
+mod upload;
+
+pub use materialise::materialise;
+pub use scan::{Scanned, scan};
+pub(crate) use upload::missing;
+pub use upload::{Uploaded, upload};
+
+use super::StorageError;
+use crate::fsutil::names;
+use crate::hash::ContentHash;
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+
+/// The largest list that is read: some 300,000 files.
+pub const MAX_LIST_BYTES: u64 = 64 << 20;
+/// How a list says what it is.
+const FORMAT: &str = "aitk-snapshot-1";
+
+/// The list of files.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Snapshot {
+    /// Says that this is a snapshot, and in which format.
+    format: String,
+    /// Whether it was a single file rather than a folder; then there is exactly one entry, of that name.
+    pub is_file: bool,
+    /// Sorted by path.
+    pub files: Vec<SnapshotFile>,
+}
+
+/// One file of a snapshot.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SnapshotFile {
+    /// Relative, `/` between parts, acceptable to [`names::check`].
+    pub path: String,
+    /// Its size.
+    pub bytes: u64,
+    /// The hash of its content.
+    pub sha256: ContentHash,
+}
+
+/// How far a long operation is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Progress {
+    /// Files done.
+    pub files: u64,
+    /// Files in all; 0 while that is not known.
+    pub files_total: u64,
+    /// Bytes done.
+    pub bytes: u64,
+    /// Bytes in all; 0 while that is not known.
+    pub bytes_total: u64,
+}
+
+impl Snapshot {
+    /// Makes a list of files; checks it as a list from outside is checked.
+    ///
+    /// # Errors
+    /// [`StorageError::Malformed`] or [`StorageError::Name`].
+    pub fn new(mut files: Vec<SnapshotFile>, is_file: bool) -> Result<Self, StorageError> {
+        files.sort_by(|a, b| a.path.cmp(&b.path));
+        let snapshot = Self {
+            format: FORMAT.to_owned(),
+            is_file,
+            files,
+        };
+        snapshot.check()?;
+        Ok(snapshot)
+    }
+
+    /// The canonical text: compact JSON, files sorted.
+    #[must_use]
+    pub fn to_bytes(&self) -> Vec<u8> {
+        // Plain data with text keys: this cannot fail, and an empty text would be refused by every reader.
+        serde_json::to_vec(self).unwrap_or_default()
+    }
+
+    /// Its id: the hash of its text.
+    #[must_use]
+    pub fn id(&self) -> ContentHash {
+        ContentHash::of(&self.to_bytes())
+    }
+
+    /// Reads a list that came out of a store.
+    ///
+    /// # Errors
+    /// [`StorageError::Malformed`] when it is no snapshot, is not sorted, or two of its files would be one.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, StorageError> {
+        let snapshot: Self = serde_json::from_slice(bytes).map_err(|error| malformed(&error.to_string()))?;
+        snapshot.check()?;
+        Ok(snapshot)
+    }
+
+    /// What to hand to whoever named the original: the folder itself, or the one file in it.
+    ///
+    /// # Errors
+    /// [`StorageError::Name`].
+    pub fn local_path(&self, target: &Path) -> Result<PathBuf, StorageError> {
+        match self.files.first().filter(|_| self.is_file) {
+            Some(file) => Ok(names::below(target, &file.path)?),
+            None => Ok(target.to_owned()),
+        }
+    }
+
+    /// Bytes of all files together.
+    #[must_use]
+    pub fn total_bytes(&self) -> u64 {
+        self.files.iter().fold(0, |sum, file| sum.saturating_add(file.bytes))
+    }
+
+    fn check(&self) -> Result<(), StorageError> {
+        if self.format != FORMAT {
+            return Err(malformed(&format!(
+                "its format is {:?} instead of {FORMAT:?}",
+                self.format
+            )));
+        }
+        if self.is_file && self.files.len() != 1 {
+            return Err(malformed("a single file with several entries"));
+        }
+        for file in &self.files {
+            names::check(&file.path)?;
+        }
+        if let Some(pair) = self.files.windows(2).find(|pair| pair[0].path >= pair[1].path) {
+            return Err(malformed(&format!(
+                "{:?} is listed twice or out of order",
+                pair[1].path
+            )));
+        }
+        check_collisions(self.files.iter().map(|file| file.path.as_str()))
+    }
+}
+
+/// Refuses names that are one file where case does not count (Macs), and a file that is also a folder.
+fn check_collisions<'a>(paths: impl Iterator<Item = &'a str>) -> Result<(), StorageError> {
+    let mut folded: Vec<(String, &str)> = paths.map(|path| (path.to_lowercase(), path)).collect();
+    folded.sort();
+    let known: std::collections::HashSet<&str> = folded.iter().map(|(lower, _)| lower.as_str()).collect();
+    for pair in folded.windows(2) {
+        if pair[0].0 == pair[1].0 {
+            let message = format!(
+                "{:?} and {:?} differ in upper and lower case only, which is one file on a Mac; rename one of them",
+                pair[0].1, pair[1].1
+            );
+            return Err(malformed(&message));
+        }
+    }
+    for (lower, path) in &folded {
+        if let Some((at, _)) = lower.match_indices('/').find(|(at, _)| known.contains(&lower[..*at])) {
+            return Err(malformed(&format!(
+                "{:?} is both a file and a folder",
+                path.get(..at).unwrap_or(path)
+            )));
+        }
+    }
+    Ok(())
+}
+
+fn malformed(message: &str) -> StorageError {
+    StorageError::Malformed {
+        what: "the list of files".to_owned(),
+        message: message.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn file(path: &str) -> SnapshotFile {
+        SnapshotFile {
+            path: path.to_owned(),
+            bytes: 1,
+            sha256: ContentHash::of(b"x"),
+        }
+    }
+
+    #[test]
+    fn the_order_of_finding_does_not_change_the_id() {
+        let one = Snapshot::new(vec![file("b"), file("a/c")], false).unwrap();
+        let two = Snapshot::new(vec![file("a/c"), file("b")], false).unwrap();
+        assert_eq!(one.id(), two.id());
+        assert_eq!(Snapshot::from_bytes(&one.to_bytes()).unwrap(), one);
+    }
+
+    #[test]
+    fn lists_that_cannot_be_files_are_refused() {
+        for bad in [
+            &["../a"][..],
+            &["a", "a"],
+            &["A/x", "a/X"],
+            &["a", "a/b"],
+            &["A", "a/b"],
+            &["/a"],
+            &["a", "b"],
+        ] {
+            let files = bad.iter().map(|path| file(path)).collect();
+            assert!(Snapshot::new(files, bad == ["a", "b"]).is_err(), "{bad:?}");
+        }
+        assert!(Snapshot::from_bytes(b"{}").is_err());
+        assert!(Snapshot::from_bytes(br#"{"format":"aitk-snapshot-1","is_file":false,"files":[],"x":1}"#).is_err());
+    }
+}

@@ -1,0 +1,150 @@
+//! From a folder to a list of its files.
+
+use super::{Progress, Snapshot, SnapshotFile};
+use crate::fsutil::FsError;
+use crate::fsutil::names::{self, BadName};
+use crate::hash::ContentHash;
+use crate::storage::StorageError;
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+/// Folders that ai-toolkit fills beside the pictures: derived, so never sent.
+const CACHES: [&str; 3] = ["_latent_cache", "_t_e_cache", "_clip_vision_cache"];
+/// Deeper folders are a mistake, or a loop of links.
+const MAX_DEPTH: usize = 32;
+/// More files are refused; see [`super::MAX_LIST_BYTES`].
+const MAX_FILES: usize = 300_000;
+
+/// A snapshot and where its files lie.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Scanned {
+    /// The list.
+    pub snapshot: Snapshot,
+    /// One file on this machine for each distinct content.
+    pub sources: BTreeMap<ContentHash, PathBuf>,
+}
+
+/// Lists and hashes a folder, or a single file. Blocking.
+///
+/// Left out: names that begin with a dot, and ai-toolkit's cache folders. A symbolic link is followed when it
+/// stays inside the folder; one that leaves it is an error, because what it points to is not part of the data.
+///
+/// # Errors
+/// [`StorageError::Local`], [`StorageError::Name`], [`StorageError::Malformed`].
+pub fn scan(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<Scanned, StorageError> {
+    let root = fs::canonicalize(path).map_err(|error| FsError::new("read", path, error))?;
+    let is_file = root.is_file();
+    let mut found = Vec::new();
+    if is_file {
+        // The name that the user gave counts, not that of a link's target.
+        let name = path
+            .file_name()
+            .and_then(|name| name.to_str())
+            .ok_or_else(|| not_text(path))?;
+        names::check_part(name)?;
+        found.push((name.to_owned(), root));
+    } else {
+        walk(&root, &root, "", 0, &mut found)?;
+    }
+    found.sort();
+
+    let mut so_far = Progress {
+        files_total: found.len() as u64,
+        ..Progress::default()
+    };
+    so_far.bytes_total = found
+        .iter()
+        .filter_map(|(_, file)| fs::metadata(file).ok())
+        .map(|meta| meta.len())
+        .sum();
+    let mut files = Vec::with_capacity(found.len());
+    let mut sources = BTreeMap::new();
+    for (name, file) in found {
+        progress(so_far);
+        let hashed = File::open(&file).and_then(ContentHash::of_reader);
+        let (sha256, bytes) = hashed.map_err(|error| FsError::new("read", &file, error))?;
+        so_far.files += 1;
+        so_far.bytes += bytes;
+        files.push(SnapshotFile {
+            path: name,
+            bytes,
+            sha256,
+        });
+        sources.entry(sha256).or_insert(file);
+    }
+    progress(so_far);
+    Ok(Scanned {
+        snapshot: Snapshot::new(files, is_file)?,
+        sources,
+    })
+}
+
+fn walk(
+    root: &Path,
+    folder: &Path,
+    prefix: &str,
+    depth: usize,
+    found: &mut Vec<(String, PathBuf)>,
+) -> Result<(), StorageError> {
+    let fail = |error| FsError::new("read the folder", folder, error);
+    for entry in fs::read_dir(folder).map_err(fail)? {
+        let entry = entry.map_err(fail)?;
+        let path = entry.path();
+        let name = entry.file_name();
+        if name.as_encoded_bytes().starts_with(b".") || CACHES.iter().any(|cache| name == *cache) {
+            continue;
+        }
+        let name = name.into_string().map_err(|_| not_text(&path))?;
+        let relative = if prefix.is_empty() {
+            name
+        } else {
+            format!("{prefix}/{name}")
+        };
+        names::check(&relative)?;
+        let kind = entry.file_type().map_err(fail)?;
+        let target = if kind.is_symlink() {
+            inside(root, &path, &relative)?
+        } else {
+            path
+        };
+        if target.is_dir() {
+            if depth >= MAX_DEPTH {
+                let reason = "it lies more than 32 folders deep; is there a link that points to its own folder?";
+                return Err(BadName { name: relative, reason }.into());
+            }
+            walk(root, &target, &relative, depth + 1, found)?;
+        } else if target.is_file() {
+            if found.len() >= MAX_FILES {
+                return Err(super::malformed(&format!(
+                    "{} has more than {MAX_FILES} files",
+                    root.display()
+                )));
+            }
+            found.push((relative, target));
+        }
+        // Sockets, pipes and devices hold no data.
+    }
+    Ok(())
+}
+
+/// Where a link leads, when that is inside `root`.
+fn inside(root: &Path, link: &Path, relative: &str) -> Result<PathBuf, StorageError> {
+    let target = fs::canonicalize(link).map_err(|error| FsError::new("follow the link", link, error))?;
+    if target.starts_with(root) {
+        return Ok(target);
+    }
+    let reason = "it is a symbolic link that leaves the folder; copy the file instead, or name its real folder";
+    Err(BadName {
+        name: relative.to_owned(),
+        reason,
+    }
+    .into())
+}
+
+fn not_text(path: &Path) -> BadName {
+    BadName {
+        name: path.to_string_lossy().into_owned(),
+        reason: "it is not UTF-8 text",
+    }
+}

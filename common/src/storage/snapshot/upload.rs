@@ -1,0 +1,114 @@
+//! A scanned folder into a store.
+
+use super::{Progress, Scanned};
+use crate::hash::ContentHash;
+use crate::storage::{BlobStore, StorageError};
+use bytes::Bytes;
+use futures::stream::{self, StreamExt};
+use std::collections::BTreeMap;
+
+/// How many blobs are asked for in one question.
+pub(crate) const HAS_BATCH: usize = 500;
+/// How many files are under way at once.
+const FILES_AT_ONCE: usize = 8;
+
+/// What an upload did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Uploaded {
+    /// The snapshot's id.
+    pub id: ContentHash,
+    /// Distinct contents that were sent.
+    pub files_sent: u64,
+    /// Their bytes.
+    pub bytes_sent: u64,
+    /// Bytes of distinct contents that were there already.
+    pub bytes_present: u64,
+}
+
+/// Sends what the store does not have: each distinct content once, the list last. The progress counts distinct
+/// contents; what is there already counts as done.
+///
+/// # Errors
+/// [`StorageError::Corrupt`] when a file changed since it was scanned; otherwise as the store says.
+pub async fn upload(
+    store: &dyn BlobStore,
+    scanned: &Scanned,
+    progress: &mut (dyn FnMut(Progress) + Send),
+) -> Result<Uploaded, StorageError> {
+    let sizes: BTreeMap<ContentHash, u64> = scanned
+        .snapshot
+        .files
+        .iter()
+        .map(|file| (file.sha256, file.bytes))
+        .collect();
+    let list = Bytes::from(scanned.snapshot.to_bytes());
+    let id = ContentHash::of(&list);
+    let mut uploaded = Uploaded {
+        id,
+        files_sent: 0,
+        bytes_sent: 0,
+        bytes_present: 0,
+    };
+    let mut so_far = Progress {
+        files_total: sizes.len() as u64,
+        bytes_total: sizes.values().sum(),
+        ..Progress::default()
+    };
+    progress(so_far);
+
+    let missing = missing(store, sizes.keys().copied().collect()).await?;
+    for (hash, bytes) in &sizes {
+        if !missing.contains(hash) {
+            uploaded.bytes_present += bytes;
+            so_far.files += 1;
+            so_far.bytes += bytes;
+        }
+    }
+    progress(so_far);
+
+    let mut sent = stream::iter(missing)
+        .map(|hash| async move {
+            let source = scanned.sources.get(&hash).ok_or(StorageError::NotFound { hash })?;
+            store.put_file(hash, source).await.map(|()| hash)
+        })
+        .buffer_unordered(FILES_AT_ONCE);
+    while let Some(hash) = sent.next().await {
+        let bytes = sizes.get(&hash?).copied().unwrap_or(0);
+        uploaded.files_sent += 1;
+        uploaded.bytes_sent += bytes;
+        so_far.files += 1;
+        so_far.bytes += bytes;
+        progress(so_far);
+    }
+    if !store.has(&[id]).await?.first().copied().unwrap_or(false) {
+        store.put_bytes(id, list).await?;
+    }
+    Ok(uploaded)
+}
+
+/// Which of these the store does not have, in the order given.
+pub(crate) async fn missing(store: &dyn BlobStore, hashes: Vec<ContentHash>) -> Result<Vec<ContentHash>, StorageError> {
+    let mut missing = Vec::new();
+    for batch in hashes.chunks(HAS_BATCH) {
+        let present = store.has(batch).await?;
+        if present.len() != batch.len() {
+            let message = format!(
+                "it was asked for {} blobs and answered for {}",
+                batch.len(),
+                present.len()
+            );
+            return Err(StorageError::Failed {
+                what: "say which blobs it has",
+                message,
+            });
+        }
+        missing.extend(
+            batch
+                .iter()
+                .zip(present)
+                .filter(|(_, is_there)| !is_there)
+                .map(|(hash, _)| *hash),
+        );
+    }
+    Ok(missing)
+}

@@ -1,0 +1,385 @@
+//! The trainer process: `sd_trainer`, `diffusion_trainer`.
+//!
+//! Run folder, names and resume follow section 15 of the ai-toolkit config reference, with its suggestions: saves are
+//! atomic, the resume point is chosen by step, an optimizer's state belongs to its weights. The exact state lies in
+//! `<run folder>/.aitk/checkpoints`.
+
+mod folder;
+mod options;
+mod resume;
+mod samples;
+
+use super::{Context, artifact_name};
+use crate::adapters::{Component, LoraNetwork, load_lora};
+use crate::data::{Batch, Dataset, batches, build_caption, epoch_order, generator_for};
+use crate::device;
+use crate::error::{EngineError, Result};
+use crate::models::sd::{LoadOptions, SdModel};
+use crate::models::vae::AutoencoderKl;
+use crate::nn::VisitLayers;
+use crate::optim::{Ema, Schedule, ScheduleParams};
+use crate::samplers::{NoiseSchedule, PredictionType, SamplerParams};
+use crate::training::{
+    Contexts, Latents, LossOptions, MicroBatch, NoiseOptions, Trainer, TrainerOptions, batch_generator, draw, loss,
+};
+use aitk_common::attempt::{ChildEvent, Outcome};
+use aitk_common::job::process::TrainerProcess;
+use candle_core::{DType, Device, Tensor};
+use folder::RunFolder;
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+/// Runs one trainer process to its end, to a stop, or to a failure.
+pub(super) fn run(process: &TrainerProcess, cx: &mut Context<'_>) -> Result<Outcome> {
+    let mut run = Run::prepare(process, cx)?;
+    run.train(cx)
+}
+
+/// Everything of a run that does not change while it trains, and the trainer.
+struct Run<'a> {
+    process: &'a TrainerProcess,
+    seed: u64,
+    folder: RunFolder,
+    compute: device::Compute,
+    model: SdModel,
+    network: LoraNetwork,
+    trainer: Trainer,
+    schedule: NoiseSchedule,
+    loss: LossOptions,
+    noise: NoiseOptions,
+    datasets: Vec<Dataset>,
+    batches: Vec<Batch>,
+    latents: Latents,
+    contexts: Contexts,
+    /// Steps done when the run began.
+    start: u64,
+    /// The newest checkpoint that is on disk.
+    checkpointed: Option<u64>,
+}
+
+impl<'a> Run<'a> {
+    fn prepare(process: &'a TrainerProcess, cx: &mut Context<'_>) -> Result<Self> {
+        options::check(process)?;
+        let seed = process.training_seed.map_or(cx.spec.seed, |s| s as u64);
+        let folder = RunFolder::open(process, cx)?;
+        cx.artifact("config", &folder.root, &folder.config, None, None);
+
+        // Data first: a mistake there shows within a second.
+        let mut datasets = Vec::new();
+        for options in options::datasets(process, cx)? {
+            let (dataset, warnings) = Dataset::open(options, process.model.arch.name.bucket_divisibility(), seed)?;
+            for warning in warnings {
+                cx.log("warn", warning);
+            }
+            datasets.push(dataset);
+        }
+        if datasets.is_empty() {
+            return Err(EngineError::bad_input("the job has no data set: add `datasets` with a `folder_path`"));
+        }
+        let batches = batches(&datasets, seed);
+        let items: usize = datasets.iter().map(|d| d.items.len()).sum();
+        cx.log("info", format!("{items} training pictures in {} batches", batches.len()));
+
+        cx.phase("loading model");
+        let compute = device::compute(cx.spec.device, process.train.dtype.name())?;
+        for note in &compute.notes {
+            cx.log("info", note.clone());
+        }
+        let path = cx.local(&process.model.name_or_path);
+        let load = LoadOptions { dtype: compute.dtype, device: compute.device.clone(), config_folder: None };
+        let mut model = SdModel::load(&path, &load)?;
+        let mut vae_path = path;
+        if let Some(vae) = &process.model.vae_path {
+            vae_path = cx.local(vae);
+            model.vae = AutoencoderKl::open(&vae_path, compute.dtype, &compute.device)?;
+        }
+        if let Some(lora) = &process.model.lora_path {
+            let path = cx.local(lora);
+            let mut parts = parts(&mut model);
+            let loaded = load_lora(&mut parts, &path, 1.0)?;
+            cx.log("info", format!("{}: {} layers on the base model", path.display(), loaded.layers));
+        }
+
+        let config = options::network(process)?;
+        let mut generator = generator_for(seed, "network", 0, 0);
+        let network =
+            LoraNetwork::attach(&config, &mut [(Component::Unet, &mut model.unet as &mut dyn VisitLayers)], &mut generator)?;
+        let trainer = trainer(process, &network)?;
+        let params = SamplerParams::from_json(&model.scheduler_config)
+            .map_err(|e| EngineError::bad_input(format!("scheduler_config.json: {e}")))?;
+        let mut schedule =
+            NoiseSchedule::new(&params).map_err(|e| EngineError::bad_input(format!("scheduler_config.json: {e}")))?;
+        if process.model.is_v_pred {
+            schedule.prediction_type = PredictionType::VPrediction;
+        }
+        let latents = Latents::new(
+            &options::vae_fingerprint(&vae_path)?,
+            &options::latent_space(process),
+            &model.vae,
+            model.unet.config().in_channels,
+            compute.dtype,
+            &compute.device,
+        );
+        let mut run = Self {
+            process,
+            seed,
+            folder,
+            compute,
+            network,
+            trainer,
+            loss: options::loss(process),
+            noise: options::noise(process, schedule.len()),
+            schedule,
+            datasets,
+            batches,
+            latents,
+            contexts: Contexts::default(),
+            model,
+            start: 0,
+            checkpointed: None,
+        };
+        run.resume(cx)?;
+        Ok(run)
+    }
+
+    fn train(&mut self, cx: &mut Context<'_>) -> Result<Outcome> {
+        let steps = self.process.train.steps;
+        if self.start >= steps && self.folder.final_save().is_file() {
+            cx.log("info", format!("the run is already at step {} of {steps}: nothing is left to do", self.start));
+            self.announce_final(cx);
+            return Ok(Outcome::Completed);
+        }
+        if self.start < steps && !self.cache_latents(cx)? {
+            return Ok(Outcome::Stopped);
+        }
+        let baseline = (self.start == 0 && !self.process.train.skip_first_sample) || self.process.train.force_first_sample;
+        if baseline && self.start < steps {
+            self.sample(cx, self.start, true)?;
+        }
+        if self.start < steps {
+            cx.phase("training");
+        }
+        let mut clock = Progress::new();
+        for step in self.start..steps {
+            if cx.stop.is_set() {
+                return self.stopped(cx, step);
+            }
+            let begun = Instant::now();
+            let update = options::updates(self.process, step, self.batches.len() as u64);
+            for micro in 0..self.process.train.gradient_accumulation.max(1) {
+                let loss = self.micro_batch(step, micro)?;
+                self.trainer.add(&loss)?;
+            }
+            let report = self.trainer.finish_step(step, update)?;
+            let done = step + 1;
+            if let Some(warning) = report.warning {
+                cx.log("warn", warning);
+            }
+            if done.is_multiple_of(self.process.logging.every()) || done == steps {
+                let mut values = BTreeMap::from([
+                    ("loss/loss".to_owned(), report.loss),
+                    ("learning_rate".to_owned(), report.lr),
+                ]);
+                if let Some(norm) = report.grad_norm {
+                    values.insert("grad_norm".into(), norm);
+                }
+                cx.events.emit(ChildEvent::Metrics { step: done, values });
+            }
+            clock.step(cx, done, steps, begun.elapsed().as_secs_f64());
+            if done < steps {
+                let save = self.process.save.is_due(done);
+                if save {
+                    self.save(cx, done)?;
+                }
+                let sample = self.process.sample.is_due(done) && !self.process.train.disable_sampling;
+                if sample {
+                    self.sample(cx, done, false)?;
+                }
+                if save || sample {
+                    cx.phase("training");
+                }
+            }
+        }
+        self.finish(cx)
+    }
+
+    /// The loss of one micro-batch. Everything random comes from the generator of (seed, step, micro-batch).
+    fn micro_batch(&mut self, step: u64, micro: u64) -> Result<Tensor> {
+        let index = step * self.process.train.gradient_accumulation.max(1) + micro;
+        let count = self.batches.len() as u64;
+        let order = epoch_order(self.batches.len(), self.seed, index / count);
+        let batch = self.batches[order[(index % count) as usize]].clone();
+        let dataset = &self.datasets[batch.dataset];
+        let options = &dataset.options;
+
+        let mut generator = batch_generator(self.seed, step, micro);
+        let captions: Vec<String> = batch
+            .items
+            .iter()
+            .map(|i| build_caption(&dataset.items[*i].caption, &options.captions, &mut generator))
+            .collect();
+        let mut latents = Vec::with_capacity(batch.items.len());
+        for i in &batch.items {
+            latents.push(self.latents.get(
+                &dataset.items[*i],
+                &self.model.vae,
+                options.cache_latents,
+                options.cache_latents_to_disk,
+            )?);
+        }
+        let latents = Tensor::stack(&latents, 0)?.to_device(&self.compute.device)?;
+        let drawn = draw(&self.noise, &mut generator, latents.dims4()?, &self.compute.device)?;
+        let context =
+            self.contexts.get(&captions, &self.model.tokenizer, &self.model.text_encoder, self.compute.dtype)?;
+        let micro_batch = MicroBatch {
+            latents,
+            noise: drawn.noise,
+            timesteps: drawn.timesteps,
+            context,
+            weights: vec![options.loss_multiplier; batch.items.len()],
+        };
+        self.network.handle.multiplier.set(options.network_weight);
+        self.network.handle.set_training(Some(generator_for(self.seed, "dropout", step, micro)));
+        let result = loss(&self.model.unet, &self.schedule, &self.loss, &micro_batch, self.compute.dtype);
+        self.network.handle.set_training(None);
+        result
+    }
+
+    /// Encodes all pictures ahead where they are cached. `false`: asked to stop.
+    fn cache_latents(&mut self, cx: &mut Context<'_>) -> Result<bool> {
+        let cached = |d: &Dataset| d.options.cache_latents || d.options.cache_latents_to_disk;
+        let total: u64 = self.datasets.iter().filter(|d| cached(d)).map(|d| d.items.len() as u64).sum();
+        if total == 0 {
+            return Ok(true);
+        }
+        cx.phase("caching latents");
+        let mut clock = Progress::new();
+        let mut done = 0;
+        for dataset in self.datasets.iter().filter(|d| cached(d)) {
+            for item in &dataset.items {
+                if cx.stop.is_set() {
+                    return Ok(false);
+                }
+                let begun = Instant::now();
+                let options = &dataset.options;
+                self.latents.get(item, &self.model.vae, options.cache_latents, options.cache_latents_to_disk)?;
+                done += 1;
+                clock.step(cx, done, total, begun.elapsed().as_secs_f64());
+            }
+        }
+        Ok(true)
+    }
+
+    /// Passes over the data that are complete after `step` steps.
+    fn epoch(&self, step: u64) -> u64 {
+        step * self.process.train.gradient_accumulation.max(1) / (self.batches.len() as u64).max(1)
+    }
+
+    fn stopped(&mut self, cx: &mut Context<'_>, step: u64) -> Result<Outcome> {
+        if step > self.start && self.checkpointed != Some(step) {
+            self.save(cx, step)?;
+        }
+        cx.log("info", format!("stopped after step {step}; run again to go on from there"));
+        Ok(Outcome::Stopped)
+    }
+
+    fn finish(&mut self, cx: &mut Context<'_>) -> Result<Outcome> {
+        let steps = self.process.train.steps;
+        cx.phase("saving");
+        let path = self.folder.final_save();
+        self.with_averages(|run| run.folder.write_lora(&path, run.process, &run.network, cx.job, steps, run.epoch(steps)))?;
+        if self.checkpointed != Some(steps) {
+            self.checkpoint(cx, steps)?;
+        }
+        self.announce_final(cx);
+        self.sample(cx, steps, false)?;
+        Ok(Outcome::Completed)
+    }
+
+    fn announce_final(&self, cx: &mut Context<'_>) {
+        cx.artifact("lora", &self.folder.root, &self.folder.final_save(), Some(self.process.train.steps), None);
+    }
+
+    /// A step save: the LoRA, the exact state, and then what retention removes.
+    fn save(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
+        cx.phase("saving");
+        let path = self.folder.step_save(step);
+        self.with_averages(|run| run.folder.write_lora(&path, run.process, &run.network, cx.job, step, run.epoch(step)))?;
+        cx.artifact("lora", &self.folder.root, &path, Some(step), None);
+        self.checkpoint(cx, step)?;
+        for removed in self.folder.retain(self.process, step)? {
+            let name = artifact_name(&self.folder.root, &removed);
+            cx.events.emit(ChildEvent::ArtifactRemoved { name });
+        }
+        Ok(())
+    }
+
+    /// Runs `f` with the EMA weights in place, where EMA is on.
+    fn with_averages<T>(&mut self, f: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        if let Some(ema) = self.trainer.ema() {
+            ema.swap_in().map_err(crate::training::optim_error)?;
+        }
+        let result = f(self);
+        if let Some(ema) = self.trainer.ema() {
+            ema.swap_out().map_err(crate::training::optim_error)?;
+        }
+        result
+    }
+}
+
+fn parts(model: &mut SdModel) -> [(Component, &mut dyn VisitLayers); 2] {
+    [(Component::TextEncoder, &mut model.text_encoder), (Component::Unet, &mut model.unet)]
+}
+
+fn trainer(process: &TrainerProcess, network: &LoraNetwork) -> Result<Trainer> {
+    let train = &process.train;
+    let params = network.params();
+    let error = crate::training::optim_error;
+    let optimizer =
+        crate::optim::build(train.optimizer.name(), params.clone(), &train.optimizer_params).map_err(error)?;
+    let schedule = Schedule::new(ScheduleParams {
+        name: train.lr_scheduler.name(),
+        params: &train.lr_scheduler_params,
+        lr: train.lr,
+        steps: train.steps,
+    })
+    .map_err(error)?;
+    let ema = &train.ema_config;
+    let ema = if ema.use_ema { Some(Ema::new(params.clone(), ema.ema_decay, false, 1.0).map_err(error)?) } else { None };
+    let max_grad_norm = Some(train.max_grad_norm).filter(|n| *n > 0.0);
+    Ok(Trainer::new(TrainerOptions { params, optimizer, schedule, max_grad_norm, ema }))
+}
+
+/// Tells progress at most ten times a second, and always at the end.
+struct Progress {
+    last: Option<Instant>,
+}
+
+impl Progress {
+    fn new() -> Self {
+        Self { last: None }
+    }
+
+    fn step(&mut self, cx: &mut Context<'_>, done: u64, total: u64, seconds: f64) {
+        let due = self.last.is_none_or(|t| t.elapsed().as_millis() >= 100);
+        if due || done == total {
+            self.last = Some(Instant::now());
+            cx.events.emit(ChildEvent::Progress { done, total, seconds_per_step: Some(seconds) });
+        }
+    }
+}
+
+/// Tensors of a state on the CPU.
+fn on_cpu(tensors: &BTreeMap<String, Tensor>) -> Result<BTreeMap<String, Tensor>> {
+    tensors
+        .iter()
+        .map(|(name, t)| {
+            let t = if t.dtype() == DType::I64 { t.clone() } else { t.to_dtype(DType::F32)? };
+            Ok((name.clone(), t.to_device(&Device::Cpu)?.contiguous()?))
+        })
+        .collect()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;

@@ -1,0 +1,171 @@
+//! The run folder (section 15): names, saves, retention.
+
+use super::super::Context;
+use crate::adapters::{LoraNetwork, python_json, with_hashes};
+use crate::error::{EngineError, Result};
+use aitk_common::checkpoint::CheckpointError;
+use aitk_common::fsutil::{self, FsError};
+use aitk_common::job::JobSpec;
+use aitk_common::job::dtype::DType as SaveDType;
+use aitk_common::job::process::TrainerProcess;
+use candle_core::DType;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+
+/// `<output root>/<process name>/`, whose files begin with the job's name.
+#[derive(Clone, Debug)]
+pub(super) struct RunFolder {
+    /// What artifact names are relative to.
+    pub(super) root: PathBuf,
+    /// The run folder.
+    pub(super) path: PathBuf,
+    /// The config in it.
+    pub(super) config: PathBuf,
+    job: String,
+}
+
+/// Checkpoints that stay on disk: the newest, and the one before, in case a disk damages the newest.
+const CHECKPOINTS: usize = 2;
+
+impl RunFolder {
+    /// Creates the folder and writes the config as its user wrote it: `${VAR}` stays unexpanded, so that no secret
+    /// gets into it (quirk 25).
+    pub(super) fn open(process: &TrainerProcess, cx: &Context<'_>) -> Result<Self> {
+        let root = cx.output_root(process.training_folder.as_deref());
+        let job = cx.job.name.clone();
+        let path = root.join(process.name.as_deref().filter(|n| !n.is_empty()).unwrap_or(&job));
+        fsutil::create_dir_all(&path).map_err(fs_error)?;
+        let suffix = match cx.spec.config_format.as_str() {
+            format @ ("json" | "jsonc") => format,
+            _ => "yaml",
+        };
+        let config = path.join(format!("config.{suffix}"));
+        fsutil::write_atomic(&config, |out| out.write_all(cx.spec.config_text.as_bytes())).map_err(fs_error)?;
+        Ok(Self { root, path, config, job })
+    }
+
+    /// Where exact states lie.
+    pub(super) fn checkpoints(&self) -> PathBuf {
+        self.path.join(".aitk/checkpoints")
+    }
+
+    /// Where pictures lie.
+    pub(super) fn samples(&self) -> PathBuf {
+        self.path.join("samples")
+    }
+
+    /// The LoRA of a step.
+    pub(super) fn step_save(&self, step: u64) -> PathBuf {
+        self.path.join(format!("{}_{step:09}.safetensors", self.job))
+    }
+
+    /// The LoRA at the end.
+    pub(super) fn final_save(&self) -> PathBuf {
+        self.path.join(format!("{}.safetensors", self.job))
+    }
+
+    /// All LoRAs of this run: step saves with their steps, and the final one without.
+    pub(super) fn saves(&self) -> Vec<(Option<u64>, PathBuf)> {
+        let mut out = Vec::new();
+        for entry in std::fs::read_dir(&self.path).into_iter().flatten().flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let Some(stem) = name.strip_suffix(".safetensors") else { continue };
+            if stem == self.job {
+                out.push((None, entry.path()));
+            } else if let Some(digits) = stem.strip_prefix(&self.job).and_then(|s| s.strip_prefix('_'))
+                && digits.len() == 9
+                && let Ok(step) = digits.parse()
+            {
+                out.push((Some(step), entry.path()));
+            }
+        }
+        out.sort();
+        out
+    }
+
+    /// Writes the LoRA in `save.dtype` with the metadata of section 14.6. Its bytes depend on the weights, the config
+    /// and the step, on nothing else.
+    pub(super) fn write_lora(
+        &self,
+        path: &Path,
+        process: &TrainerProcess,
+        network: &LoraNetwork,
+        job: &JobSpec,
+        step: u64,
+        epoch: u64,
+    ) -> Result<()> {
+        let dtype = match process.save.dtype {
+            SaveDType::F32 => DType::F32,
+            SaveDType::F16 => DType::F16,
+            SaveDType::BF16 => DType::BF16,
+            SaveDType::F8 => return Err(EngineError::Unsupported("save.dtype: float8 is not supported yet; use float16".into())),
+        };
+        let mut metadata = BTreeMap::new();
+        for (key, value) in &job.meta {
+            let text = match value {
+                Value::String(text) => text.replace("[name]", &job.name),
+                other => python_json(other, false).replace("[name]", &job.name),
+            };
+            metadata.insert(key.clone(), text);
+        }
+        let mut put = |key: &str, value: Value| {
+            let text = value.as_str().map_or_else(|| python_json(&value, false), str::to_owned);
+            metadata.insert(key.to_owned(), text);
+        };
+        put("training_info", json!({"step": step, "epoch": epoch}));
+        put("ss_base_model_version", process.model.arch.name.base_model_version().into());
+        put("ss_output_name", job.name.clone().into());
+        if let Some(trigger) = &process.trigger_word {
+            let tag = json!({format!("1_{trigger}"): {trigger.as_str(): 1}});
+            put("ss_tag_frequency", tag);
+        }
+        put("software", json!({"name": "aitk", "version": env!("CARGO_PKG_VERSION")}));
+        put("format", "pt".into());
+        let bytes = with_hashes(&network.tensors(dtype)?, metadata)?;
+        fsutil::write_atomic(path, |out| out.write_all(&bytes)).map_err(fs_error)
+    }
+
+    /// Removes old step saves and old checkpoints. The answer names the LoRAs that are gone, also one that another
+    /// machine made and that falls out of the kept ones now.
+    pub(super) fn retain(&self, process: &TrainerProcess, step: u64) -> Result<Vec<PathBuf>> {
+        aitk_common::checkpoint::Checkpoint::prune(&self.checkpoints(), CHECKPOINTS).map_err(checkpoint_error)?;
+        let keep = process.save.max_step_saves_to_keep;
+        if keep == 0 {
+            return Ok(Vec::new());
+        }
+        let mut here: Vec<u64> = self.saves().into_iter().filter_map(|(s, _)| s).filter(|s| *s <= step).collect();
+        here.sort_unstable();
+        here.truncate(here.len().saturating_sub(keep as usize));
+        for old in &here {
+            fsutil::remove(&self.step_save(*old)).map_err(fs_error)?;
+            // ai-toolkit removes a config of the same stem too.
+            let yaml = self.step_save(*old).with_extension("yaml");
+            if yaml.is_file() {
+                fsutil::remove(&yaml).map_err(fs_error)?;
+            }
+        }
+        let elsewhere = process.save.save_every.and_then(|every| step.checked_sub(every.checked_mul(keep)?));
+        if let Some(old) = elsewhere.filter(|old| *old > 0 && !here.contains(old) && !self.step_save(*old).exists()) {
+            here.push(old);
+        }
+        Ok(here.into_iter().map(|s| self.step_save(s)).collect())
+    }
+}
+
+/// A file error as the engine's.
+pub(super) fn fs_error(error: FsError) -> EngineError {
+    match error {
+        FsError::DiskFull { path, .. } => EngineError::DiskFull { path },
+        FsError::Io { path, source, .. } => EngineError::Io { path, source },
+    }
+}
+
+/// A checkpoint error as the engine's.
+pub(super) fn checkpoint_error(error: CheckpointError) -> EngineError {
+    match error {
+        CheckpointError::Fs(error) => fs_error(error),
+        other => EngineError::bad_input(other.to_string()),
+    }
+}

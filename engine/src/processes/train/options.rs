@@ -1,0 +1,181 @@
+//! What the config says, as the engine's own types.
+
+use super::super::Context;
+use crate::adapters::LoraConfig;
+use crate::data::{CaptionRules, DatasetOptions};
+use crate::error::{EngineError, Result};
+use crate::training::{LossKind, LossOptions, NoiseOptions, Preference};
+use aitk_common::job::arch::ArchName;
+use aitk_common::job::process::TrainerProcess;
+use aitk_common::job::train::{ContentOrStyle, LossType};
+use aitk_common::job::values::TextSource;
+use sha2::{Digest, Sha256};
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+/// Refuses what would train something else than was asked for. The job was checked before it was accepted; this holds
+/// for specs that come another way.
+pub(super) fn check(process: &TrainerProcess) -> Result<()> {
+    let unsupported = |what: String| Err(EngineError::Unsupported(what));
+    if !matches!(process.model.arch.name, ArchName::Sd1) {
+        return unsupported(format!(
+            "training of `{}` models is not supported yet; this release trains Stable Diffusion 1.x (`arch: sd1`)",
+            process.model.arch.name.name()
+        ));
+    }
+    if process.network.is_none() {
+        return unsupported("full fine-tuning is not supported yet: add a `network` section (`type: lora`)".into());
+    }
+    if process.train.train_text_encoder || !process.train.train_unet {
+        return unsupported("only LoRAs of the U-Net are trained yet; set train_text_encoder: false, train_unet: true".into());
+    }
+    if process.train.gradient_accumulation > 1 && process.train.gradient_accumulation_steps != 1 {
+        return Err(EngineError::bad_input(
+            "train: gradient_accumulation and gradient_accumulation_steps exclude each other; keep the first",
+        ));
+    }
+    Ok(())
+}
+
+/// The network section.
+pub(super) fn network(process: &TrainerProcess) -> Result<LoraConfig> {
+    let Some(network) = &process.network else {
+        return Err(EngineError::Internal("a training without network".into()));
+    };
+    let kwargs = &network.network_kwargs;
+    Ok(LoraConfig {
+        rank: network.linear as usize,
+        alpha: network.linear_alpha,
+        conv_rank: network.conv.map(|r| r as usize),
+        conv_alpha: network.conv_alpha.or(network.conv.map(f64::from)).unwrap_or(1.0),
+        dropout: network.dropout.unwrap_or(0.0),
+        only_if_contains: kwargs.only_if_contains.as_ref().map(|l| l.0.clone()).unwrap_or_default(),
+        ignore_if_contains: kwargs.ignore_if_contains.0.clone(),
+    })
+}
+
+/// The data sets, one per resolution.
+pub(super) fn datasets(process: &TrainerProcess, cx: &Context<'_>) -> Result<Vec<DatasetOptions>> {
+    let mut out = Vec::new();
+    for dataset in process.split_datasets() {
+        let path = dataset
+            .path()
+            .ok_or_else(|| EngineError::bad_input("datasets: an entry has no `folder_path`"))?;
+        let random_triggers = match &dataset.random_triggers {
+            TextSource::List(list) => list.clone(),
+            TextSource::File(file) if file.is_empty() => Vec::new(),
+            TextSource::File(file) => {
+                let path = cx.local(file);
+                let text = std::fs::read_to_string(&path).map_err(|e| EngineError::io(&path, e))?;
+                text.lines().map(str::trim).filter(|l| !l.is_empty()).map(str::to_owned).collect()
+            }
+        };
+        out.push(DatasetOptions {
+            path: cx.local(path),
+            resolution: dataset.resolution.first().copied().unwrap_or(512),
+            batch_size: dataset.batch_size.unwrap_or(process.train.batch_size).max(1) as usize,
+            repeats: dataset.num_repeats.max(1) as usize,
+            caption_ext: dataset.caption_ext.clone(),
+            default_caption: dataset.default_caption.clone(),
+            short_captions: dataset.use_short_captions,
+            captions: CaptionRules {
+                trigger: dataset.trigger_word.clone(),
+                process_trigger: process.trigger_word.clone(),
+                caption_dropout: *dataset.caption_dropout_rate,
+                token_dropout: *dataset.token_dropout_rate,
+                keep_tokens: dataset.keep_tokens as usize,
+                shuffle: dataset.shuffle_tokens,
+                random_triggers,
+                random_triggers_max: dataset.random_triggers_max as usize,
+            },
+            square_crop: dataset.square_crop,
+            random_crop: dataset.random_crop,
+            scale: dataset.scale,
+            flip_x: dataset.flip_x,
+            flip_y: dataset.flip_y,
+            network_weight: *dataset.network_weight,
+            loss_multiplier: dataset.loss_multiplier,
+            cache_latents: dataset.cache_latents,
+            cache_latents_to_disk: dataset.cache_latents_to_disk,
+        });
+    }
+    Ok(out)
+}
+
+/// How the loss is computed.
+pub(super) fn loss(process: &TrainerProcess) -> LossOptions {
+    let train = &process.train;
+    let positive = |g: Option<f64>| g.filter(|g| *g > 1e-6);
+    LossOptions {
+        kind: if matches!(train.loss_type, LossType::Mae) { LossKind::Mae } else { LossKind::Mse },
+        min_snr_gamma: positive(train.min_snr_gamma),
+        snr_gamma: positive(train.snr_gamma),
+    }
+}
+
+/// How noise and time steps are drawn.
+pub(super) fn noise(process: &TrainerProcess, table: usize) -> NoiseOptions {
+    let train = &process.train;
+    let table = train.num_train_timesteps.min(table as u32).max(1);
+    NoiseOptions {
+        preference: match train.content_or_style {
+            ContentOrStyle::Balanced => Preference::Balanced,
+            ContentOrStyle::Content => Preference::Content,
+            ContentOrStyle::Style => Preference::Style,
+        },
+        min_index: train.min_denoising_steps.min(table - 1),
+        max_index: train.max_denoising_steps.min(table - 1),
+        table,
+        offset: train.noise_offset,
+        multiplier: train.noise_multiplier,
+    }
+}
+
+/// Whether this step ends with an update of the weights: always, except with the legacy accumulation, where each
+/// micro-batch counts as a step (-1: a whole epoch makes one update).
+pub(super) fn updates(process: &TrainerProcess, step: u64, batches: u64) -> bool {
+    let every = match process.train.gradient_accumulation_steps {
+        n if n < 0 => batches.max(1),
+        n => n.max(1) as u64,
+    };
+    (step + 1).is_multiple_of(every)
+}
+
+/// The tag of the latent space in cache keys.
+pub(super) fn latent_space(process: &TrainerProcess) -> String {
+    match &process.model.latent_space_version {
+        Some(version) => version.clone(),
+        None => process.model.arch.name.latent_space_version().to_owned(),
+    }
+}
+
+/// What tells the weights of a VAE from others: sizes and samples of its files.
+pub(super) fn vae_fingerprint(path: &Path) -> Result<String> {
+    let inner = path.join("vae");
+    let folder = if inner.is_dir() { inner } else { path.to_path_buf() };
+    let mut files: Vec<PathBuf> = if folder.is_dir() {
+        let entries = std::fs::read_dir(&folder).map_err(|e| EngineError::io(&folder, e))?;
+        entries.filter_map(|e| Some(e.ok()?.path())).filter(|p| p.extension().is_some_and(|e| e == "safetensors" || e == "json")).collect()
+    } else {
+        vec![folder]
+    };
+    files.sort();
+    let mut hash = Sha256::new();
+    for file in files {
+        let failed = |e| EngineError::io(&file, e);
+        let mut reader = File::open(&file).map_err(failed)?;
+        let size = reader.metadata().map_err(failed)?.len();
+        hash.update(file.file_name().unwrap_or_default().as_encoded_bytes());
+        hash.update(size.to_le_bytes());
+        let (pieces, length) = (16, 1 << 16);
+        for piece in 0..pieces {
+            let at = (size / pieces) * piece;
+            reader.seek(SeekFrom::Start(at)).map_err(failed)?;
+            let mut bytes = Vec::new();
+            (&mut reader).take(length).read_to_end(&mut bytes).map_err(failed)?;
+            hash.update(&bytes);
+        }
+    }
+    Ok(hex::encode(&hash.finalize()[..8]))
+}

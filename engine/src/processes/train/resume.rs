@@ -1,0 +1,199 @@
+//! Where a run begins, and the exact states it leaves behind.
+//!
+//! Order: the checkpoint that the attempt was given, else the newest whole checkpoint of the run folder, else its
+//! newest LoRA by step (a half-finished folder of ai-toolkit), else `network.pretrained_lora_path`, else fresh.
+
+use super::super::Context;
+use super::folder::checkpoint_error;
+use super::{Run, on_cpu};
+use crate::adapters::{LoraFile, safetensors_bytes};
+use crate::error::{EngineError, Result};
+use aitk_common::attempt::ChildEvent;
+use aitk_common::checkpoint::{Checkpoint, CheckpointWriter};
+use candle_core::{Device, Tensor};
+use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Version of the trainer's part of a manifest.
+const STATE_VERSION: u64 = 1;
+
+impl Run<'_> {
+    /// Finds the state to go on from and takes it.
+    pub(super) fn resume(&mut self, cx: &mut Context<'_>) -> Result<()> {
+        if let Some(folder) = &cx.spec.resume_from {
+            let checkpoint = Checkpoint::open(folder).map_err(checkpoint_error)?;
+            self.take(&checkpoint).map_err(|e| {
+                EngineError::bad_input(format!("the job's checkpoint of step {} cannot be used: {e}", checkpoint.step()))
+            })?;
+            self.note_changes(&checkpoint, cx);
+            cx.log("info", format!("going on from the checkpoint of step {}", self.start));
+        } else if !self.resume_here(cx)? {
+            if let Some(path) = self.process.network.as_ref().and_then(|n| n.pretrained_lora_path.as_deref()) {
+                let path = cx.local(path);
+                self.take_lora(&path, cx)?;
+                cx.log("info", format!("starting from the weights of {}", path.display()));
+            }
+        }
+        if let Some(step) = self.process.train.start_step {
+            self.start = step;
+        }
+        Ok(())
+    }
+
+    /// Looks into the run folder. `false`: nothing to go on from.
+    fn resume_here(&mut self, cx: &mut Context<'_>) -> Result<bool> {
+        let scan = Checkpoint::scan(&self.folder.checkpoints()).map_err(checkpoint_error)?;
+        for (folder, error) in &scan.rejected {
+            cx.log("warn", format!("{}: {error}", folder.display()));
+        }
+        // The newest LoRA by step, the step as the file itself says it.
+        let mut newest: Option<(u64, std::path::PathBuf)> = None;
+        for (named, path) in self.folder.saves() {
+            match LoraFile::open(&path) {
+                Ok(file) => {
+                    let step = file.training_info().map_or(named, |(step, _)| Some(step)).unwrap_or(0);
+                    if newest.as_ref().is_none_or(|(best, _)| step > *best) {
+                        newest = Some((step, path));
+                    }
+                }
+                Err(error) => cx.log("warn", format!("passing over a save that cannot be read: {error}")),
+            }
+        }
+        if let Some(checkpoint) = scan.newest {
+            let lora_step = newest.as_ref().map_or(0, |(step, _)| *step);
+            if lora_step > checkpoint.step() {
+                cx.log(
+                    "info",
+                    format!("there is a newer LoRA (step {lora_step}), but only the checkpoint of step {} is exact", checkpoint.step()),
+                );
+            }
+            match self.take(&checkpoint) {
+                Ok(()) => {
+                    self.note_changes(&checkpoint, cx);
+                    cx.log("info", format!("going on from step {}, with the optimizer's state", self.start));
+                    return Ok(true);
+                }
+                Err(error) => cx.log(
+                    "warn",
+                    format!("the checkpoint of step {} does not fit this config ({error}); trying its LoRA", checkpoint.step()),
+                ),
+            }
+        }
+        let Some((step, path)) = newest else { return Ok(false) };
+        self.take_lora(&path, cx)?;
+        self.start = step;
+        cx.log("info", format!("going on from {} (step {step}), with a fresh optimizer", path.display()));
+        Ok(true)
+    }
+
+    fn take_lora(&mut self, path: &Path, cx: &mut Context<'_>) -> Result<()> {
+        let report = self.network.load(&LoraFile::open(path)?)?;
+        if report.resized > 0 {
+            cx.log("warn", format!("{} layers have another rank: padded with zeros or cut", report.resized));
+        }
+        if !report.missing.is_empty() {
+            cx.log("warn", format!("{} layers are not in the file and start fresh", report.missing.len()));
+        }
+        if let Some(first) = report.unknown.first() {
+            cx.log("warn", format!("{} names in the file fit nothing here, such as `{first}`", report.unknown.len()));
+        }
+        // The average starts from these weights too.
+        self.trainer = super::trainer(self.process, &self.network)?;
+        Ok(())
+    }
+
+    /// Takes a whole state, or nothing of it.
+    fn take(&mut self, checkpoint: &Checkpoint) -> Result<()> {
+        let state = checkpoint.state();
+        let number = |key: &str| state.get(key).and_then(Value::as_u64);
+        if number("state_version") != Some(STATE_VERSION) {
+            return Err(EngineError::bad_input("it was written by another version of aitk"));
+        }
+        let text = |key: &str| state.get(key).and_then(Value::as_str).unwrap_or_default();
+        let optimizer = self.process.train.optimizer.name();
+        if text("optimizer") != optimizer {
+            return Err(EngineError::bad_input(format!("its optimizer is {}, the job's is {optimizer}", text("optimizer"))));
+        }
+        let mut tensors: BTreeMap<String, BTreeMap<String, Tensor>> = BTreeMap::new();
+        for role in ["weights", "optimizer", "ema", "gradients"] {
+            if let Some(path) = checkpoint.file_with_role(role) {
+                let map = candle_core::safetensors::load(&path, &Device::Cpu)?;
+                tensors.insert(role.to_owned(), map.into_iter().collect());
+            }
+        }
+        let Some(weights) = tensors.remove("weights") else {
+            return Err(EngineError::bad_input("it has no weights"));
+        };
+        if weights.len() != self.trainer.params().len() {
+            return Err(EngineError::bad_input(format!(
+                "it has {} trained tensors, this network has {}",
+                weights.len(),
+                self.trainer.params().len()
+            )));
+        }
+        self.network.restore(&weights)?;
+        // Made anew, so that a moving average which the checkpoint lacks begins with these weights.
+        self.trainer = super::trainer(self.process, &self.network)?;
+        self.trainer.restore(tensors, number("ema_updates").unwrap_or(0))?;
+        self.start = checkpoint.step();
+        self.checkpointed = Some(checkpoint.step());
+        Ok(())
+    }
+
+    /// Says when the run goes on with another seed, config or data than it began with.
+    fn note_changes(&self, checkpoint: &Checkpoint, cx: &mut Context<'_>) {
+        let now = self.identity();
+        for (key, what) in [("seed", "seed"), ("config", "training settings"), ("data", "data set")] {
+            let (then, now) = (checkpoint.state().get(key), now.get(key));
+            if then != now {
+                cx.log("warn", format!("the {what} changed since step {}: the run goes on with the new one", checkpoint.step()));
+            }
+        }
+    }
+
+    /// What must be the same for the same result.
+    fn identity(&self) -> Map<String, Value> {
+        let mut train = serde_json::to_value(&self.process.train).unwrap_or_default();
+        // More steps are the usual wish, and change nothing before them unless the schedule counts them.
+        if let Some(map) = train.as_object_mut() {
+            map.remove("steps");
+        }
+        let config = json!([train, &self.process.network, &self.process.model]);
+        let mut data = Sha256::new();
+        for batch in &self.batches {
+            for index in &batch.items {
+                let item = &self.datasets[batch.dataset].items[*index];
+                data.update(format!("{}|{:?}|{}|{}|{}\n", item.content, item.plan, item.flip_x, item.flip_y, item.caption));
+            }
+            data.update(b"--");
+        }
+        let mut map = Map::new();
+        map.insert("seed".into(), self.seed.into());
+        map.insert("config".into(), hex::encode(&Sha256::digest(config.to_string())[..16]).into());
+        map.insert("data".into(), hex::encode(&data.finalize()[..16]).into());
+        map
+    }
+
+    /// Writes the exact state after `step` steps and announces it.
+    pub(super) fn checkpoint(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
+        let (parts, ema_updates) = self.trainer.state()?;
+        let mut writer = CheckpointWriter::new(&self.folder.checkpoints(), step)
+            .map_err(checkpoint_error)?
+            .job(cx.job.name.clone())
+            .data_epoch(self.epoch(step));
+        for (role, tensors) in &parts {
+            let bytes = safetensors_bytes(&on_cpu(tensors)?, &BTreeMap::new())?;
+            writer.add_bytes(&format!("{role}.safetensors"), role, &bytes).map_err(checkpoint_error)?;
+        }
+        let mut state = self.identity();
+        state.insert("state_version".into(), STATE_VERSION.into());
+        state.insert("optimizer".into(), self.process.train.optimizer.name().into());
+        state.insert("ema_updates".into(), ema_updates.into());
+        let path = writer.commit(state).map_err(checkpoint_error)?;
+        self.checkpointed = Some(step);
+        cx.events.emit(ChildEvent::Checkpoint { path, step });
+        Ok(())
+    }
+}

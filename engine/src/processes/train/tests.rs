@@ -1,0 +1,308 @@
+//! Whole runs of the trainer on the tiny model.
+
+use crate::processes::{StopSignal, run};
+use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
+use aitk_common::capability::{DeviceKind, DeviceRef};
+use aitk_common::job::dataset::DatasetConfig;
+use aitk_common::job::dtype::DType;
+use aitk_common::job::network::NetworkConfig;
+use aitk_common::job::process::TrainerProcess;
+use aitk_common::job::values::OneOrMany;
+use aitk_common::job::{JobKind, JobSpec, Process, ProcessKind, ProcessType};
+use aitk_common::plan::profile::MemoryProfile;
+use std::path::{Path, PathBuf};
+
+fn tiny_sd() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny_sd")
+}
+
+/// Five pictures of two shapes, with captions.
+fn pictures(folder: &Path) {
+    std::fs::create_dir_all(folder).unwrap();
+    for i in 0..5u32 {
+        let (w, h) = if i < 3 { (32, 32) } else { (48, 24) };
+        let image = image::RgbImage::from_fn(w, h, |x, y| image::Rgb([(x * 5 + i * 40) as u8, (y * 7) as u8, (i * 50) as u8]));
+        image.save(folder.join(format!("p{i}.png"))).unwrap();
+        std::fs::write(folder.join(format!("p{i}.txt")), format!("a red circle, drawing {i}")).unwrap();
+    }
+}
+
+pub(super) fn trainer(root: &Path, steps: u64) -> TrainerProcess {
+    pictures(&root.join("data"));
+    let mut process = TrainerProcess::default();
+    process.training_folder = Some(root.join("out").display().to_string());
+    process.training_seed = Some(42);
+    process.model.name_or_path = tiny_sd().display().to_string();
+    process.network = Some(NetworkConfig { linear: 4, linear_alpha: 4.0, ..NetworkConfig::default() });
+    process.train.steps = steps;
+    process.train.batch_size = 2;
+    process.train.lr = 1e-3;
+    process.train.disable_sampling = true;
+    process.save.save_every = Some(4);
+    process.save.dtype = DType::F32;
+    process.logging.log_every = Some(1);
+    process.datasets = vec![DatasetConfig {
+        folder_path: Some(root.join("data").display().to_string()),
+        resolution: OneOrMany(vec![32]),
+        cache_latents_to_disk: true,
+        shuffle_tokens: true,
+        ..DatasetConfig::default()
+    }];
+    process
+}
+
+pub(super) fn spec(process: TrainerProcess) -> AttemptSpec {
+    let job = JobSpec {
+        job: JobKind::Extension,
+        name: "tiny".into(),
+        meta: serde_json::Map::new(),
+        process: vec![Process {
+            process_type: ProcessType::SdTrainer,
+            kind: ProcessKind::Train(Box::new(process)),
+        }],
+        cluster: Default::default(),
+        config: Default::default(),
+        file: None,
+        positions: Default::default(),
+    };
+    AttemptSpec {
+        job_id: serde_json::from_value(serde_json::json!("00000000-0000-7000-8000-000000000001")).unwrap(),
+        attempt_id: serde_json::from_value(serde_json::json!("00000000-0000-7000-8000-000000000002")).unwrap(),
+        epoch: serde_json::from_value(serde_json::json!(1)).unwrap(),
+        job: serde_json::to_value(&job).unwrap(),
+        config_text: "job: extension # ${SECRET}\n".into(),
+        config_format: "yaml".into(),
+        inputs: Default::default(),
+        output_root: None,
+        resume_from: None,
+        device: DeviceRef { kind: DeviceKind::Cpu, index: 0 },
+        profile: MemoryProfile::CpuOnly,
+        seed: 7,
+    }
+}
+
+fn go(spec: &AttemptSpec) -> (Outcome, Vec<ChildEvent>) {
+    let mut events = Vec::new();
+    let outcome = run(spec, &mut events, &StopSignal::new());
+    (outcome, events)
+}
+
+fn losses(events: &[ChildEvent]) -> Vec<f64> {
+    let loss = |e: &ChildEvent| match e {
+        ChildEvent::Metrics { values, .. } => values.get("loss/loss").copied(),
+        _ => None,
+    };
+    events.iter().filter_map(loss).collect()
+}
+
+fn logs(events: &[ChildEvent]) -> String {
+    let line = |e: &ChildEvent| match e {
+        ChildEvent::Log { message, .. } => Some(message.clone()),
+        _ => None,
+    };
+    events.iter().filter_map(line).collect::<Vec<_>>().join("\n")
+}
+
+/// Stops a run once it announced progress of a step.
+struct StopAt {
+    step: u64,
+    signal: StopSignal,
+    events: Vec<ChildEvent>,
+}
+
+impl crate::processes::EventSink for StopAt {
+    fn emit(&mut self, event: ChildEvent) {
+        if let ChildEvent::Metrics { step, .. } = &event {
+            if *step == self.step {
+                self.signal.stop();
+            }
+        }
+        self.events.push(event);
+    }
+}
+
+fn stop_at(spec: &AttemptSpec, step: u64) -> (Outcome, Vec<ChildEvent>) {
+    let signal = StopSignal::new();
+    let mut sink = StopAt { step, signal: signal.clone(), events: Vec::new() };
+    let outcome = run(spec, &mut sink, &signal);
+    (outcome, sink.events)
+}
+
+fn lora(root: &Path) -> Vec<u8> {
+    std::fs::read(root.join("out/tiny/tiny.safetensors")).unwrap()
+}
+
+#[test]
+fn a_run_leaves_the_folder_of_the_reference() {
+    let dir = tempfile::tempdir().unwrap();
+    let spec = spec(trainer(dir.path(), 10));
+    let (outcome, events) = go(&spec);
+    assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+    let out = dir.path().join("out/tiny");
+    for name in ["config.yaml", "tiny.safetensors", "tiny_000000004.safetensors", "tiny_000000008.safetensors"] {
+        assert!(out.join(name).is_file(), "{name}");
+    }
+    assert_eq!(std::fs::read_to_string(out.join("config.yaml")).unwrap(), spec.config_text);
+    assert_eq!(losses(&events).len(), 10);
+    assert!(losses(&events).iter().all(|l| l.is_finite() && *l > 0.0));
+    let names: Vec<&str> = events
+        .iter()
+        .filter_map(|e| match e {
+            ChildEvent::Artifact { name, .. } => Some(name.as_str()),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(names, ["tiny/config.yaml", "tiny/tiny_000000004.safetensors", "tiny/tiny_000000008.safetensors", "tiny/tiny.safetensors"]);
+
+    // Again: nothing is left to do, and nothing is written.
+    let before = std::fs::metadata(out.join("tiny.safetensors")).unwrap().modified().unwrap();
+    let (outcome, events) = go(&spec);
+    assert_eq!(outcome, Outcome::Completed);
+    assert!(losses(&events).is_empty() && logs(&events).contains("nothing is left"));
+    assert_eq!(std::fs::metadata(out.join("tiny.safetensors")).unwrap().modified().unwrap(), before);
+}
+
+#[test]
+fn stopping_and_going_on_changes_no_bit() {
+    let straight = tempfile::tempdir().unwrap();
+    let mut process = trainer(straight.path(), 9);
+    process.train.ema_config.use_ema = true;
+    process.train.noise_offset = 0.05;
+    process.network.as_mut().unwrap().dropout = Some(0.1);
+    process.train.lr_scheduler_params = serde_json::json!({"num_warmup_steps": 3}).as_object().unwrap().clone();
+    let whole = go(&spec(process.clone()));
+    assert_eq!(whole.0, Outcome::Completed, "{}", logs(&whole.1));
+
+    for stop in [1, 5] {
+        let broken = tempfile::tempdir().unwrap();
+        let mut same = process.clone();
+        let other = trainer(broken.path(), 9);
+        same.training_folder = other.training_folder;
+        same.datasets[0].folder_path = other.datasets[0].folder_path.clone();
+        let spec = spec(same);
+        let (outcome, first) = stop_at(&spec, stop);
+        assert_eq!(outcome, Outcome::Stopped);
+        let (outcome, second) = go(&spec);
+        assert_eq!(outcome, Outcome::Completed, "{}", logs(&second));
+        assert!(!logs(&second).contains("changed"), "{}", logs(&second));
+        let all: Vec<f64> = losses(&first).into_iter().chain(losses(&second)).collect();
+        assert_eq!(all, losses(&whole.1));
+        assert_eq!(lora(broken.path()), lora(straight.path()), "stopped at {stop}");
+    }
+}
+
+#[test]
+fn another_machine_goes_on_from_a_checkpoint_alone() {
+    let one = tempfile::tempdir().unwrap();
+    let process = trainer(one.path(), 8);
+    assert_eq!(go(&spec(process.clone())).0, Outcome::Completed);
+    let checkpoint = one.path().join("out/tiny/.aitk/checkpoints/step_000000004");
+    assert!(checkpoint.is_dir());
+    let two = tempfile::tempdir().unwrap();
+    let mut other = spec(process);
+    other.output_root = Some(two.path().join("out"));
+    other.resume_from = Some(checkpoint);
+    let (outcome, events) = go(&other);
+    assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+    assert_eq!(losses(&events).len(), 4);
+    assert_eq!(lora(two.path()), lora(one.path()));
+}
+
+#[test]
+fn a_half_finished_folder_of_ai_toolkit_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let process = trainer(dir.path(), 8);
+    let spec = spec(process);
+    let (outcome, _) = stop_at(&spec, 5);
+    assert_eq!(outcome, Outcome::Stopped);
+    std::fs::remove_dir_all(dir.path().join("out/tiny/.aitk")).unwrap();
+    std::fs::write(dir.path().join("out/tiny/optimizer.pt"), b"a pickle of torch").unwrap();
+    let (outcome, events) = go(&spec);
+    assert_eq!(outcome, Outcome::Completed);
+    assert!(logs(&events).contains("step 5") && logs(&events).contains("fresh optimizer"), "{}", logs(&events));
+    assert_eq!(losses(&events).len(), 3);
+}
+
+#[test]
+fn a_damaged_checkpoint_is_passed_over_for_the_one_before() {
+    let dir = tempfile::tempdir().unwrap();
+    let spec = spec(trainer(dir.path(), 12));
+    stop_at(&spec, 9);
+    let broken = dir.path().join("out/tiny/.aitk/checkpoints/step_000000009/weights.safetensors");
+    let bytes = std::fs::read(&broken).unwrap();
+    std::fs::write(&broken, &bytes[..bytes.len() - 1]).unwrap();
+    let (outcome, events) = go(&spec);
+    assert_eq!(outcome, Outcome::Completed);
+    assert!(logs(&events).contains("going on from step 8"), "{}", logs(&events));
+}
+
+#[test]
+fn another_rank_takes_the_weights_and_a_fresh_optimizer() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut process = trainer(dir.path(), 8);
+    stop_at(&spec(process.clone()), 5);
+    process.network.as_mut().unwrap().linear = 6;
+    let (outcome, events) = go(&spec(process));
+    assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+    assert!(logs(&events).contains("another rank"), "{}", logs(&events));
+}
+
+#[test]
+fn retention_keeps_the_newest_and_says_what_went() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut process = trainer(dir.path(), 9);
+    process.save.save_every = Some(2);
+    process.save.max_step_saves_to_keep = 2;
+    let (_, events) = go(&spec(process));
+    let removed: Vec<&str> = events
+        .iter()
+        .filter_map(|e| match e {
+            ChildEvent::ArtifactRemoved { name } => Some(name.as_str()),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(removed, ["tiny/tiny_000000002.safetensors", "tiny/tiny_000000004.safetensors"]);
+    let out = dir.path().join("out/tiny");
+    assert!(!out.join("tiny_000000002.safetensors").exists() && out.join("tiny_000000006.safetensors").exists());
+    assert!(out.join("tiny.safetensors").exists());
+}
+
+#[test]
+fn bad_data_is_one_clear_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let process = trainer(dir.path(), 2);
+    let data = dir.path().join("data");
+    let fail = |process: TrainerProcess, words: &[&str]| match go(&spec(process)).0 {
+        Outcome::Failed { cause: FailureCause::BadInput, message } => {
+            for word in words {
+                assert!(message.contains(word), "\"{word}\" is not in: {message}");
+            }
+        }
+        other => panic!("{other:?}"),
+    };
+    std::fs::write(data.join("p0.txt"), [b'a', 0xff]).unwrap();
+    fail(process.clone(), &["p0.txt", "UTF-8"]);
+    std::fs::write(data.join("p0.txt"), "fine").unwrap();
+
+    let mut missing = process.clone();
+    missing.datasets[0].folder_path = Some(data.join("nowhere").display().to_string());
+    fail(missing, &["nowhere", "does not exist"]);
+
+    let empty = dir.path().join("empty");
+    std::fs::create_dir_all(&empty).unwrap();
+    let mut none = process.clone();
+    none.datasets[0].folder_path = Some(empty.display().to_string());
+    fail(none.clone(), &["empty"]);
+    std::fs::write(empty.join("zero.png"), b"").unwrap();
+    fail(none, &["zero.png", "0 bytes"]);
+
+    // One bad file among good ones is passed over; a picture cut off in its middle is named.
+    std::fs::write(data.join("zero.png"), b"").unwrap();
+    let (outcome, events) = go(&spec(process.clone()));
+    assert_eq!(outcome, Outcome::Completed);
+    assert!(logs(&events).contains("zero.png"));
+    let whole = std::fs::read(data.join("p1.png")).unwrap();
+    std::fs::write(data.join("p1.png"), &whole[..whole.len() / 2]).unwrap();
+    std::fs::remove_dir_all(dir.path().join("out")).unwrap();
+    fail(process, &["p1.png", "cut off"]);
+}
