@@ -1,1 +1,253 @@
+//! Same seed, same picture: against what diffusers draws with the tiny model (`tests/reference/make_pipelines.py`).
 
+use super::*;
+use crate::adapters::{Component, load_lora};
+use crate::models::sd::LoadOptions;
+use crate::rng::TorchGenerator;
+use candle_core::safetensors;
+use serde_json::Value;
+use std::collections::HashMap;
+use std::path::PathBuf;
+
+/// Most that one colour value of a pixel may differ.
+const ALLOWED: u8 = 2;
+
+fn fixtures() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures")
+}
+
+fn tiny() -> SdModel {
+    SdModel::load(fixtures().join("tiny_sd"), &LoadOptions::cpu()).unwrap()
+}
+
+fn strings(value: &Value) -> Vec<String> {
+    value
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|v| v.as_str().unwrap().to_owned())
+        .collect()
+}
+
+fn picture(case: &Value) -> Picture {
+    let number = |key: &str, default: f64| case.get(key).and_then(Value::as_f64).unwrap_or(default);
+    Picture {
+        prompts: strings(&case["prompts"]),
+        negative: vec![case["negative"].as_str().unwrap().to_owned()],
+        width: number("width", 0.0) as usize,
+        height: number("height", 0.0) as usize,
+        steps: number("steps", 0.0) as usize,
+        guidance_scale: number("guidance", 0.0),
+        // diffusers' image-to-image has none.
+        guidance_rescale: number("guidance_rescale", 0.0),
+        sampler: case["sampler"].as_str().unwrap().to_owned(),
+        eta: number("eta", 0.0),
+    }
+}
+
+fn draw(case: &Value, model: &SdModel, tensors: &HashMap<String, Tensor>) -> Result<Vec<RgbImage>> {
+    let seeds: Vec<u64> = case["seeds"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|s| s.as_u64().unwrap())
+        .collect();
+    let mut noise = if case.get("shared").is_some() {
+        NoiseSource::Shared(TorchGenerator::manual_seed(seeds[0]))
+    } else {
+        NoiseSource::seeds(&seeds)
+    };
+    let v_prediction = case.get("v_prediction").is_some();
+    let pipeline = Pipeline::new(model, &Device::Cpu, DType::F32, v_prediction)?;
+    let on_step = &mut |_, _| true;
+    let drawn = match case.get("image") {
+        None => pipeline.text_to_image(&picture(case), &mut noise, on_step)?,
+        Some(size) => {
+            let tensor = &tensors[&format!("input_{}x{}", size[0], size[1])];
+            let (height, width, _) = tensor.dims3()?;
+            let bytes = tensor.flatten_all()?.to_vec1::<u8>()?;
+            let image = RgbImage::from_raw(width as u32, height as u32, bytes).unwrap();
+            let strength = case["strength"].as_f64().unwrap();
+            pipeline.image_to_image(&picture(case), &[image], strength, &mut noise, on_step)?
+        }
+    };
+    Ok(drawn.unwrap())
+}
+
+/// The largest difference and how many values differ.
+fn compare(ours: &[RgbImage], theirs: &Tensor) -> Result<(u8, usize), String> {
+    let (batch, height, width, _) = theirs.dims4().unwrap();
+    if ours.len() != batch || ours.iter().any(|p| p.dimensions() != (width as u32, height as u32)) {
+        return Err(format!(
+            "{} pictures of {:?}, expected {:?}",
+            ours.len(),
+            ours[0].dimensions(),
+            theirs.dims()
+        ));
+    }
+    let theirs = theirs.flatten_all().unwrap().to_vec1::<u8>().unwrap();
+    let ours = ours.iter().flat_map(|p| p.as_raw().iter().copied());
+    let differences: Vec<u8> = ours
+        .zip(theirs)
+        .map(|(a, b)| a.abs_diff(b))
+        .filter(|d| *d > 0)
+        .collect();
+    Ok((differences.iter().copied().max().unwrap_or(0), differences.len()))
+}
+
+#[test]
+fn every_picture_is_that_of_diffusers() {
+    let folder = fixtures().join("pipelines");
+    let cases: Vec<Value> = serde_json::from_slice(&std::fs::read(folder.join("cases.json")).unwrap()).unwrap();
+    let tensors = safetensors::load(folder.join("pictures.safetensors"), &Device::Cpu).unwrap();
+    let plain = tiny();
+    let mut with_lora = tiny();
+    let mut parts: [(Component, &mut dyn crate::nn::VisitLayers); 2] = [
+        (Component::Unet, &mut with_lora.unet),
+        (Component::TextEncoder, &mut with_lora.text_encoder),
+    ];
+    let lora = load_lora(&mut parts, &folder.join("lora.safetensors"), 1.0).unwrap();
+    let mut wrong = Vec::new();
+    let (mut worst, mut differing) = (0, 0);
+    for case in &cases {
+        let name = case["case"].as_str().unwrap();
+        let model = match case.get("lora").and_then(Value::as_f64) {
+            Some(strength) => {
+                lora.multiplier.set(strength);
+                &with_lora
+            }
+            None => &plain,
+        };
+        match draw(case, model, &tensors)
+            .map_err(|e| e.to_string())
+            .and_then(|p| compare(&p, &tensors[name]))
+        {
+            Ok((difference, count)) => {
+                worst = worst.max(difference);
+                differing += count;
+                if difference > ALLOWED {
+                    wrong.push(format!("{name}: differs by up to {difference}, {count} values"));
+                }
+            }
+            Err(error) => wrong.push(format!("{name}: {error}")),
+        }
+    }
+    assert!(
+        wrong.is_empty(),
+        "{} of {} pictures differ:\n{}",
+        wrong.len(),
+        cases.len(),
+        wrong.join("\n")
+    );
+    assert!(cases.len() >= 80, "only {} cases", cases.len());
+    eprintln!(
+        "{} pictures: largest difference {worst}, {differing} values differ at all",
+        cases.len()
+    );
+}
+
+#[test]
+fn impossible_pictures_are_errors() {
+    let model = tiny();
+    let pipeline = Pipeline::new(&model, &Device::Cpu, DType::F32, false).unwrap();
+    let good = Picture {
+        width: 32,
+        height: 32,
+        steps: 2,
+        sampler: "ddim".into(),
+        ..Picture::default()
+    };
+    let complaint = |picture: Picture| {
+        let drawn = pipeline.text_to_image(&picture, &mut NoiseSource::seeds(&[1]), &mut |_, _| true);
+        drawn.unwrap_err().to_string()
+    };
+    assert!(
+        complaint(Picture {
+            width: 33,
+            ..good.clone()
+        })
+        .contains("33 x 32")
+    );
+    assert!(
+        complaint(Picture {
+            height: 0,
+            ..good.clone()
+        })
+        .contains("multiples of 8")
+    );
+    assert!(
+        complaint(Picture {
+            width: 1 << 20,
+            height: 1 << 20,
+            ..good.clone()
+        })
+        .contains("too large")
+    );
+    assert!(
+        complaint(Picture {
+            steps: 0,
+            ..good.clone()
+        })
+        .contains("between 1 and 1000")
+    );
+    assert!(
+        complaint(Picture {
+            sampler: "magic".into(),
+            ..good.clone()
+        })
+        .contains("unknown sampler `magic`")
+    );
+    assert!(
+        complaint(Picture {
+            prompts: vec![],
+            ..good.clone()
+        })
+        .contains("no prompt")
+    );
+    let two = vec!["a".to_owned(), "b".to_owned()];
+    assert!(
+        complaint(Picture {
+            prompts: two.clone(),
+            negative: vec![String::new(); 3],
+            ..good.clone()
+        })
+        .contains("3 negative")
+    );
+    let source = RgbImage::new(32, 32);
+    let redraw = |images: &[RgbImage], strength: f64| {
+        let drawn = pipeline.image_to_image(&good, images, strength, &mut NoiseSource::seeds(&[1]), &mut |_, _| true);
+        drawn.unwrap_err().to_string()
+    };
+    assert!(redraw(std::slice::from_ref(&source), 1.5).contains("between 0 and 1"));
+    assert!(redraw(std::slice::from_ref(&source), 0.1).contains("no step"));
+    assert!(redraw(&[], 0.5).contains("needs a picture"));
+    assert!(redraw(&[RgbImage::new(3, 3)], 0.5).contains("too small"));
+}
+
+#[test]
+fn stopping_ends_between_steps() {
+    let model = tiny();
+    let pipeline = Pipeline::new(&model, &Device::Cpu, DType::F32, false).unwrap();
+    let picture = Picture {
+        width: 32,
+        height: 32,
+        steps: 5,
+        sampler: "ddim".into(),
+        ..Picture::default()
+    };
+    let mut asked = Vec::new();
+    let drawn = pipeline.text_to_image(&picture, &mut NoiseSource::seeds(&[1]), &mut |done, all| {
+        asked.push((done, all));
+        done < 2
+    });
+    assert!(drawn.unwrap().is_none());
+    assert_eq!(asked, [(0, 5), (1, 5), (2, 5)]);
+}
+
+#[test]
+fn open_seeds_depend_on_job_and_index_alone() {
+    assert_eq!(random_seed(7, 3), random_seed(7, 3));
+    assert_ne!(random_seed(7, 3), random_seed(7, 4));
+    assert_ne!(random_seed(7, 3), random_seed(8, 3));
+    assert!(random_seed(7, 3) <= u64::from(u32::MAX));
+}
