@@ -59,6 +59,8 @@ section! {
         kind as "type": ProcessType = ProcessType::Qwen3VlCaptioner, Works;
         /// Name of the process.
         name: Option<String> = None, Accepted("captioners write beside the files");
+        /// A hint.
+        device: Option<String> = None, Accepted("`caption.device` counts");
         /// Database of ai-toolkit's web UI.
         sqlite_db_path: String = "./aitk_db.db".into(), Accepted("the web UI of ai-toolkit is not used");
         /// What to do.

@@ -6,6 +6,7 @@ use super::node::{Entry, Mark, Node, Value, shorten};
 use jsonc_parser::ast::{ObjectPropName, Value as Ast};
 use jsonc_parser::common::Ranged;
 use jsonc_parser::{CollectOptions, ParseOptions, parse_to_ast};
+use std::cell::Cell;
 use std::collections::HashMap;
 
 /// Reads a JSON document; with `comments` also comments and trailing commas.
@@ -15,7 +16,7 @@ use std::collections::HashMap;
 pub(super) fn parse(text: &str, comments: bool, file: Option<&str>) -> Result<Node, Finding> {
     let lines = Lines::new(text);
     if let Some(offset) = too_deep_at(text) {
-        return Err(finding(file, lines.mark(text, offset), "", too_deep()));
+        return Err(finding(file, lines.mark(offset), "", too_deep()));
     }
     let options = ParseOptions {
         allow_comments: comments,
@@ -41,7 +42,7 @@ pub(super) fn parse(text: &str, comments: bool, file: Option<&str>) -> Result<No
         } else {
             ""
         };
-        let at = lines.mark(text, error.range().start);
+        let at = lines.mark(error.range().start);
         finding(
             file,
             at,
@@ -50,12 +51,7 @@ pub(super) fn parse(text: &str, comments: bool, file: Option<&str>) -> Result<No
         )
     })?;
     match parsed.value {
-        Some(value) => Converter {
-            text,
-            file,
-            lines: &lines,
-        }
-        .node(&value, "", 0),
+        Some(value) => Converter { file, lines: &lines }.node(&value, "", 0),
         None => Err(finding(file, Mark { line: 1, column: 1 }, "", "the config is empty")),
     }
 }
@@ -89,39 +85,52 @@ fn too_deep_at(text: &str) -> Option<usize> {
     None
 }
 
-/// Byte offsets at which lines begin.
-struct Lines(Vec<usize>);
+/// Turns byte offsets into places. Remembers the last one and counts on from there, so that asking for
+/// many places in order reads the text once, however long its lines are.
+struct Lines<'a> {
+    text: &'a str,
+    last: Cell<(usize, Mark)>,
+}
 
-impl Lines {
-    fn new(text: &str) -> Self {
-        let starts = text
-            .bytes()
-            .enumerate()
-            .filter(|(_, byte)| *byte == b'\n')
-            .map(|(offset, _)| offset + 1);
-        Self(std::iter::once(0).chain(starts).collect())
+const START: (usize, Mark) = (0, Mark { line: 1, column: 1 });
+
+impl<'a> Lines<'a> {
+    fn new(text: &'a str) -> Self {
+        Self {
+            text,
+            last: Cell::new(START),
+        }
     }
 
-    fn mark(&self, text: &str, offset: usize) -> Mark {
-        let line = self.0.partition_point(|&start| start <= offset).max(1);
-        let start = self.0.get(line - 1).copied().unwrap_or(0);
-        let column = text.get(start..offset).map_or(0, |before| before.chars().count());
-        Mark {
-            line: u32::try_from(line).unwrap_or(u32::MAX),
-            column: u32::try_from(column + 1).unwrap_or(u32::MAX),
+    fn mark(&self, offset: usize) -> Mark {
+        let (from, mut mark) = if self.last.get().0 <= offset {
+            self.last.get()
+        } else {
+            START
+        };
+        for character in self.text.get(from..offset).unwrap_or("").chars() {
+            if character == '\n' {
+                mark = Mark {
+                    line: mark.line.saturating_add(1),
+                    column: 1,
+                };
+            } else {
+                mark.column = mark.column.saturating_add(1);
+            }
         }
+        self.last.set((offset, mark));
+        mark
     }
 }
 
 struct Converter<'a> {
-    text: &'a str,
     file: Option<&'a str>,
-    lines: &'a Lines,
+    lines: &'a Lines<'a>,
 }
 
 impl Converter<'_> {
     fn node(&self, value: &Ast<'_>, path: &str, depth: usize) -> Result<Node, Finding> {
-        let mark = self.lines.mark(self.text, value.range().start);
+        let mark = self.lines.mark(value.range().start);
         if depth > MAX_DEPTH {
             return Err(finding(self.file, mark, path, too_deep()));
         }
@@ -159,7 +168,7 @@ impl Converter<'_> {
                         ObjectPropName::String(literal) => literal.value.to_string(),
                         ObjectPropName::Word(literal) => literal.value.to_owned(),
                     };
-                    let at = self.lines.mark(self.text, property.range.start);
+                    let at = self.lines.mark(property.range.start);
                     let path = super::schema::join(path, &shorten(&key));
                     if let Some(first) = seen.insert(key.clone(), at) {
                         let message = format!(

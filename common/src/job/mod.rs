@@ -24,6 +24,7 @@ pub mod node;
 pub mod optimizer;
 pub mod process;
 pub mod prompt;
+pub mod reference;
 pub mod sample;
 pub mod sampler;
 pub mod save;
@@ -79,5 +80,7 @@ impl Format {
     }
 }
 
+#[cfg(test)]
+mod examples;
 #[cfg(test)]
 mod tests;

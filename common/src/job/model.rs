@@ -81,7 +81,7 @@ section! {
         /// Quantise the UNet or transformer.
         quantize: bool = false, Refused("weights stay in `dtype`; set it to false");
         /// Quantise the text encoder.
-        quantize_te: bool = false, Refused("weights stay in `dtype`; set it to false"), shown "`quantize`";
+        quantize_te: Option<bool> = None, Refused("weights stay in `dtype`; set it to false"), shown "`quantize`";
         /// How the UNet or transformer is quantised; `type|adapter` adds an accuracy recovery adapter.
         qtype: String = "qfloat8".into(), With("quantize");
         /// How the text encoder is quantised.
@@ -93,7 +93,7 @@ section! {
         /// Quantise and park models in RAM.
         low_vram: bool = false, Ignored("saves memory only; see `cluster.memory_profile`");
         /// Stream layers from RAM.
-        layer_offloading: bool = false, Ignored("saves memory only; see `cluster.memory_profile`"), shown "`auto_memory`";
+        layer_offloading: Option<bool> = None, Ignored("saves memory only; see `cluster.memory_profile`"), shown "`auto_memory`";
         /// Older name of `layer_offloading`.
         auto_memory: bool = false, Ignored("saves memory only; see `cluster.memory_profile`");
         /// Share of the transformer that is streamed.
@@ -153,12 +153,6 @@ fn finish(model: &mut ModelConfig, given: &Given, cx: &mut Cx) {
         }
         _ => {}
     }
-    if !given.has("quantize_te") {
-        model.quantize_te = model.quantize;
-    }
-    if !given.has("layer_offloading") {
-        model.layer_offloading = model.auto_memory;
-    }
     if model.assistant_lora_path.is_some() && model.inference_lora_path.is_some() {
         cx.error_at(
             "inference_lora_path",
@@ -196,6 +190,18 @@ fn check(model: &ModelConfig, path: &str, report: &mut Report) {
 }
 
 impl ModelConfig {
+    /// Whether the text encoder is quantised.
+    #[must_use]
+    pub fn quantizes_text_encoder(&self) -> bool {
+        self.quantize_te.unwrap_or(self.quantize)
+    }
+
+    /// Whether layers are streamed from RAM.
+    #[must_use]
+    pub fn offloads_layers(&self) -> bool {
+        self.layer_offloading.unwrap_or(self.auto_memory)
+    }
+
     /// Number format of the VAE.
     #[must_use]
     pub fn vae_dtype(&self) -> DType {

@@ -113,14 +113,6 @@ impl ProcessType {
 }
 
 section! {
-    /// FLUX.1's decorator tokens.
-    pub struct DecoratorConfig("decorator") {
-        /// How many tokens.
-        num_tokens: u32 = 4, Works;
-    }
-}
-
-section! {
     /// A process that trains.
     pub struct TrainerProcess("process") {
         /// Which trainer.

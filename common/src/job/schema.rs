@@ -318,10 +318,15 @@ impl Cx {
         rare: &[&str],
         kept: &mut BTreeMap<String, serde_json::Value>,
     ) {
+        let mut unknown = 0;
         for entry in entries {
             let key = entry.key.as_str();
             if known.contains(&key) {
                 continue;
+            }
+            unknown += 1;
+            if unknown > MAX_FINDINGS {
+                return;
             }
             self.below(key, entry.mark, |cx| {
                 if rare.contains(&key) {

@@ -1,0 +1,308 @@
+//! Configs in the shapes that users have: all parse, and those that cannot run yet say why.
+
+use super::*;
+
+fn load_text(name: &str, text: &str) -> LoadedJob {
+    let env = |name: &str| (name == "AITK_OUTPUT").then(|| "output".to_owned());
+    let options = LoadOptions {
+        env: &env,
+        ..LoadOptions::default()
+    };
+    let format = Format::from_name(name.rsplit('.').next().unwrap()).unwrap();
+    parse(text, format, Some(name), &options).unwrap_or_else(|error| panic!("{error}"))
+}
+
+macro_rules! load_file {
+    ($name:literal) => {
+        load_text($name, include_str!(concat!("testdata/", $name)))
+    };
+}
+
+/// The keys of the errors, without `config.process[N].`.
+fn refused(job: &LoadedJob) -> Vec<String> {
+    let support = job.spec.unsupported();
+    let short = |key: &str| match key
+        .strip_prefix("config.process[")
+        .and_then(|rest| rest.split_once("]."))
+    {
+        Some((_, key)) => key.to_owned(),
+        None => key.to_owned(),
+    };
+    for finding in support.errors.iter().chain(&support.warnings) {
+        assert!(finding.line.is_some() && finding.file.is_some(), "{finding}");
+    }
+    support.errors.iter().map(|finding| short(&finding.key)).collect()
+}
+
+fn warned(job: &LoadedJob) -> Vec<String> {
+    let warnings = job.spec.unsupported().warnings;
+    warnings
+        .iter()
+        .map(|finding| finding.key.rsplit('.').next().unwrap().to_owned())
+        .collect()
+}
+
+#[test]
+fn shipped_examples_run() {
+    for (name, text) in [
+        (
+            "train_lora_sd15.yaml",
+            include_str!("../../../config/examples/train_lora_sd15.yaml"),
+        ),
+        (
+            "generate_sd15.yaml",
+            include_str!("../../../config/examples/generate_sd15.yaml"),
+        ),
+        (
+            "img2img_sd15.yaml",
+            include_str!("../../../config/examples/img2img_sd15.yaml"),
+        ),
+    ] {
+        let job = load_text(name, text);
+        assert_eq!(job.warnings, [], "{name}");
+        assert_eq!(job.spec.unsupported(), Support::default(), "{name}");
+        // What is commented out is correct too.
+        let uncommented = uncomment(text);
+        assert_ne!(uncommented, text);
+        let job = load_text(name, &uncommented);
+        assert_eq!(job.warnings, [], "{name}");
+        assert_eq!(job.spec.unsupported(), Support::default(), "{name}");
+    }
+}
+
+/// Turns comments that hold a key (`# lr_scheduler: cosine`) into that key.
+fn uncomment(text: &str) -> String {
+    let line = |line: &str| {
+        let body = line.trim_start().strip_prefix("# ").unwrap_or("");
+        let key = body.trim_start().split(':').next().unwrap_or("");
+        let is_key = !key.is_empty() && key.len() < body.trim_start().len() && !key.contains(' ');
+        let column = line.find('#').unwrap_or(0);
+        let known = ["cluster", "priority", "device", "memory_profile", "labels", "retries"];
+        if is_key && column > 0 || known.contains(&key) {
+            format!("{}{body}\n", &line[..column])
+        } else {
+            format!("{line}\n")
+        }
+    };
+    text.lines().map(line).collect()
+}
+
+#[test]
+fn ui_default_job() {
+    let job = load_file!("ui_default_job.json");
+    assert_eq!(job.warnings, [], "parses unmodified, nothing to say");
+    let trainer = job.spec.process[0].trainer().unwrap();
+    assert_eq!(trainer.model.arch.name, arch::ArchName::Flux);
+    assert_eq!(*trainer.network.as_ref().unwrap().lokr_factor, -1);
+    assert_eq!(trainer.model.qtype, "");
+    assert_eq!(job.spec.meta["name"], "my_ui_lora");
+    assert_eq!(trainer.split_datasets().len(), 3);
+    let requests = trainer.sample.requests(trainer.trigger_word.as_deref());
+    assert_eq!((requests[1].seed, requests[1].network_multiplier), (Some(43), 0.8));
+    assert_eq!(requests[1].prompt, "[trigger] riding a bicycle");
+    assert_eq!(
+        refused(&job),
+        [
+            "train.noise_scheduler",
+            "train.optimizer",
+            "model.arch",
+            "sample.sampler"
+        ]
+    );
+    assert_eq!(warned(&job), ["device", "use_ui_logger"]);
+}
+
+#[test]
+fn ui_job_for_sd15_runs() {
+    let job = load_file!("ui_sd15_job.json");
+    assert_eq!(refused(&job), [""; 0]);
+    let trainer = job.spec.process[0].trainer().unwrap();
+    assert_eq!(trainer.model.arch.name, arch::ArchName::Sd1);
+    assert_eq!(
+        trainer.model.dtype,
+        dtype::DType::BF16,
+        "train.dtype replaces model.dtype"
+    );
+}
+
+#[test]
+fn flux() {
+    let job = load_file!("flux_lora.yaml");
+    assert_eq!(job.warnings, []);
+    let trainer = job.spec.process[0].trainer().unwrap();
+    assert_eq!(trainer.model.arch.name, arch::ArchName::Flux);
+    assert!(trainer.model.quantizes_text_encoder(), "quantize_te follows quantize");
+    let requests = trainer.sample.requests(trainer.trigger_word.as_deref());
+    assert_eq!(requests[0].prompt, "st1le a lake at dawn");
+    assert_eq!(
+        (requests[1].seed, requests[1].width, requests[1].height),
+        (Some(7), 768, 1024)
+    );
+    let expected = [
+        "train.noise_scheduler",
+        "train.optimizer",
+        "model.arch",
+        "model.assistant_lora_path",
+        "model.quantize",
+        "sample.sampler",
+    ];
+    let mut found = refused(&job);
+    found.sort();
+    let mut expected: Vec<String> = expected.iter().map(ToString::to_string).collect();
+    expected.sort();
+    assert_eq!(found, expected);
+    assert_eq!(warned(&job), ["device", "push_to_hub", "low_vram"]);
+}
+
+#[test]
+fn legacy_sdxl() {
+    let job = load_file!("sdxl_lora_legacy.yaml");
+    let warnings: Vec<&str> = job.warnings.iter().map(|finding| finding.key.as_str()).collect();
+    assert_eq!(
+        warnings,
+        ["config.process[0].sample.prompts[0]"],
+        "an unknown prompt flag"
+    );
+    let trainer = job.spec.process[0].trainer().unwrap();
+    let network = trainer.network.as_ref().unwrap();
+    assert_eq!(
+        (network.linear, network.linear_alpha, network.conv_alpha),
+        (32, 16.0, Some(4.0))
+    );
+    assert_eq!(trainer.train.steps, 4096, "a leading zero means octal");
+    assert_eq!(trainer.train.gradient_accumulation_steps, -1);
+    assert_eq!(trainer.datasets[0].caption_ext, "txt", "the legacy key gets no dot");
+    assert!(trainer.datasets[0].flip_x);
+    let request = &trainer.sample.requests(None)[0];
+    assert_eq!(
+        (request.seed, request.steps, request.guidance_scale),
+        (Some(3), 30, 7.5)
+    );
+    assert_eq!(
+        (request.negative_prompt.as_str(), request.network_multiplier),
+        ("ugly, blurry", 0.8)
+    );
+    assert_eq!(
+        refused(&job),
+        [
+            "datasets[1].is_reg",
+            "train.optimizer",
+            "train.train_text_encoder",
+            "model.arch"
+        ]
+    );
+    assert_eq!(warned(&job), ["device", "unet_lr", "text_encoder_lr"]);
+}
+
+#[test]
+fn wan() {
+    let job = load_file!("wan22_i2v.yaml");
+    assert_eq!(job.warnings, []);
+    let trainer = job.spec.process[0].trainer().unwrap();
+    assert_eq!(trainer.model.arch.name, arch::ArchName::Wan22_14bI2v);
+    assert_eq!(trainer.model.arch.tag.as_deref(), Some("14b"));
+    let refused = refused(&job);
+    for key in [
+        "model.arch",
+        "model.quantize",
+        "datasets[0].num_frames",
+        "sample.num_frames",
+        "train.optimizer",
+    ] {
+        assert!(refused.iter().any(|found| found == key), "{key} not in {refused:?}");
+    }
+    let inputs = job.spec.inputs();
+    for path in ["/data/clips", "/data/first.png", "/data/second.png"] {
+        assert!(inputs.iter().any(|input| input.config_path == path), "{path}");
+    }
+}
+
+#[test]
+fn zimage_lokr() {
+    let job = load_file!("zimage_lokr.jsonc");
+    assert_eq!(job.warnings, []);
+    let refused = refused(&job);
+    for key in [
+        "network.type",
+        "model.arch",
+        "train.diff_output_preservation",
+        "datasets[0].controls",
+    ] {
+        assert!(refused.iter().any(|found| found == key), "{key} not in {refused:?}");
+    }
+    assert!(
+        !refused.iter().any(|found| found.ends_with("control_path")),
+        "an empty path is off"
+    );
+}
+
+#[test]
+fn job_kinds_and_processes_that_do_not_run_yet() {
+    let slider = load_file!("slider_legacy.yaml");
+    assert_eq!(slider.warnings, []);
+    assert_eq!(refused(&slider), ["job"]);
+    let trainer = slider.spec.process[0].trainer().unwrap();
+    assert_eq!(
+        trainer.training_folder.as_deref(),
+        Some("output"),
+        "inherited from the job"
+    );
+    assert_eq!(trainer.slider.as_ref().unwrap().targets[0].positive, "old");
+
+    let concept = load_file!("concept_slider.yaml");
+    assert_eq!(concept.warnings, []);
+    assert_eq!(refused(&concept), ["type"]);
+
+    let caption = load_file!("caption.yaml");
+    assert_eq!(refused(&caption), ["type"]);
+    assert_eq!(caption.warnings.len(), 0);
+
+    let extract = load_file!("extract.yaml");
+    assert_eq!(extract.warnings, []);
+    assert_eq!(refused(&extract), ["job"]);
+    let ProcessKind::Extract(process) = &extract.spec.process[0].kind else {
+        panic!()
+    };
+    assert_eq!(process.filename.as_deref(), Some("extracted_64_32.safetensors"));
+    assert_eq!(process.dtype, Some(dtype::DType::F16), "inherited from the job");
+
+    assert_eq!(refused(&load_file!("rescale.yaml")), ["job"]);
+    assert_eq!(refused(&load_file!("textual_inversion.yaml")), ["embedding"]);
+}
+
+#[test]
+fn full_fine_tuning_says_what_to_do() {
+    let job = load_file!("full_finetune.yaml");
+    assert_eq!(job.warnings, []);
+    let support = job.spec.unsupported();
+    assert!(
+        support
+            .errors
+            .iter()
+            .any(|f| f.key.ends_with(".network") && f.message.contains("add a `network`"))
+    );
+    let refused = refused(&job);
+    for key in [
+        "train.do_paramiter_swapping",
+        "train.unload_text_encoder",
+        "datasets[0].augmentations",
+    ] {
+        assert!(refused.iter().any(|found| found == key), "{key} not in {refused:?}");
+    }
+}
+
+#[test]
+fn generating() {
+    let job = load_file!("generate_flux2.yaml");
+    assert_eq!(job.warnings, []);
+    let ProcessKind::Generate(process) = &job.spec.process[0].kind else {
+        panic!()
+    };
+    assert_eq!(process.generate.ext, "webp");
+    assert_eq!(process.model.dtype, dtype::DType::BF16);
+    let request = process.generate.request("a cat --w 100 --seed 5", Some((768, 1280)));
+    assert_eq!((request.width, request.height, request.seed), (96, 1280, Some(5)));
+    assert_eq!(process.generate.request("a cat", None).seed, None, "-1 is random");
+    assert!(job.spec.inputs().iter().any(|input| input.config_path == "prompts.txt"));
+    assert_eq!(refused(&job), ["generate.sampler", "model.arch", "model.quantize"]);
+}
