@@ -9,7 +9,5 @@ mod runner;
 mod server;
 pub mod store;
 mod submit;
-mod token;
 
 pub use server::{Config, RunError, Running, StartError, TlsFiles, start};
-pub use token::TokenError;

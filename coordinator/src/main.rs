@@ -1,5 +1,6 @@
 //! `aitk-coordinator`: the coordinator as a daemon.
 
+use aitk_common::telemetry;
 use aitk_coordinator::{Config, TlsFiles, start};
 use anyhow::{Context, bail};
 use clap::Parser;
@@ -36,9 +37,12 @@ struct Args {
     /// Failed tries in a row that are followed by another one, for jobs that do not say.
     #[arg(long, env = "AITK_RETRIES", default_value_t = Config::DEFAULT_RETRIES, value_name = "N")]
     retries: u32,
-    /// error, warn, info, debug, trace, or a filter such as `info,aitk_coordinator=debug`.
-    #[arg(long, env = "AITK_LOG_LEVEL", default_value = "info", value_name = "LEVEL")]
-    log_level: String,
+    /// error, warn, info, debug, trace, or a filter such as `info,aitk_coordinator=debug`. Default: $AITK_LOG_LEVEL, or info.
+    #[arg(long, value_name = "LEVEL", conflicts_with = "json")]
+    log_level: Option<String>,
+    /// Log one JSON object per line.
+    #[arg(long)]
+    json: bool,
 }
 
 const EXAMPLES: &str = "Examples:
@@ -85,18 +89,9 @@ fn default_data_dir() -> Option<PathBuf> {
 
 fn main() -> ExitCode {
     let args = Args::parse();
-    let filter = tracing_subscriber::EnvFilter::try_new(&args.log_level);
-    let Ok(filter) = filter else {
-        eprintln!(
-            "error: --log-level {:?}: expected error, warn, info, debug, trace, or a filter",
-            args.log_level
-        );
-        return ExitCode::from(2);
-    };
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .init();
+    if let Err(code) = start_logging(&args) {
+        return code;
+    }
     let result = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()
@@ -109,6 +104,26 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// A level on the command line is checked; one from the environment only gets a warning.
+fn start_logging(args: &Args) -> Result<(), ExitCode> {
+    let Some(level) = &args.log_level else {
+        telemetry::init(telemetry::Options {
+            kind: telemetry::Kind::Daemon,
+            json: args.json,
+        });
+        return Ok(());
+    };
+    let Ok(filter) = tracing_subscriber::EnvFilter::try_new(level) else {
+        eprintln!("error: --log-level {level:?}: expected error, warn, info, debug, trace, or a filter");
+        return Err(ExitCode::from(2));
+    };
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .init();
+    Ok(())
 }
 
 async fn serve(args: Args) -> anyhow::Result<()> {

@@ -4,7 +4,7 @@ use crate::api::{Gate, Shared, routes};
 use crate::core::{Settings, State};
 use crate::runner::{Clock, Runner, full};
 use crate::store::{SqliteStore, Store, StoreError};
-use crate::token::{self, TokenError};
+use aitk_common::security::token::{Token, TokenError};
 use aitk_common::storage::{BlobStore, ObjectBlobs, StorageError};
 use std::fs::{File, TryLockError};
 use std::io;
@@ -252,10 +252,10 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         })?;
     }
     let (token, token_file) = match &config.token {
-        Some(token) => (token::checked(token, "the configuration")?, None),
+        Some(token) => (Token::parse(token, "the configuration")?, None),
         None => {
             let path = config.token_file.clone().unwrap_or_else(|| data_dir.join("token"));
-            (token::read_or_make(&path)?, Some(path))
+            (Token::read_or_create(&path)?, Some(path))
         }
     };
     let storage_url = match &config.storage_url {
@@ -305,7 +305,7 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         transfers: Arc::new(Semaphore::new(TRANSFERS)),
         stopping: stopping.clone(),
     };
-    let router = server.add_routes(routes(&shared, &Gate::new(&token)));
+    let router = server.add_routes(routes(&shared, &Gate::new(token.clone())));
     let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
     let mut stopped = stopping;
     let serving = router.serve_with_incoming_shutdown(incoming, async move {
@@ -315,7 +315,7 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     let server = tokio::spawn(serving);
     Ok(Running {
         addr,
-        token,
+        token: token.secret().to_owned(),
         token_file,
         tls: config.tls.is_some(),
         stop,

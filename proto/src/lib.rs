@@ -6,6 +6,8 @@
 
 pub mod client;
 mod convert;
+#[cfg(feature = "client-blobs")]
+pub mod remote_blobs;
 
 pub use convert::ConvertError;
 

@@ -1,27 +1,21 @@
 //! Who may call: the token, and the protocol version.
 
 use aitk_common::control::PROTOCOL_VERSION;
+use aitk_common::security::token::Token;
 use aitk_proto::PROTOCOL_HEADER;
 use std::sync::Arc;
-use subtle::ConstantTimeEq;
 use tonic::service::Interceptor;
 use tonic::{Request, Status};
 
 /// Stands before every service.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub(crate) struct Gate {
-    token: Arc<str>,
+    token: Arc<Token>,
 }
 
 impl Gate {
-    pub(crate) fn new(token: &str) -> Self {
-        Self { token: token.into() }
-    }
-}
-
-impl std::fmt::Debug for Gate {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Gate(..)")
+    pub(crate) fn new(token: Token) -> Self {
+        Self { token: Arc::new(token) }
     }
 }
 
@@ -34,7 +28,7 @@ impl Interceptor for Gate {
                 "no token was given; set AITK_TOKEN, or AITK_TOKEN_FILE to a copy of the coordinator's token file",
             ));
         };
-        if !bool::from(given.as_bytes().ct_eq(self.token.as_bytes())) {
+        if !self.token.is(given) {
             return Err(Status::unauthenticated(
                 "the token is not this coordinator's; compare AITK_TOKEN or AITK_TOKEN_FILE with the coordinator's token file",
             ));
