@@ -7,11 +7,9 @@ use super::generator_for;
 use super::latent_cache::{LatentKey, content_hash};
 use super::sizes::SizeCache;
 use crate::error::{EngineError, Result};
+use crate::image_io;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-
-/// Pictures above this many pixels are refused before they are decoded: one of 30,000 x 30,000 needs 2.7 GB.
-const MAX_PIXELS: u64 = 268_435_456;
 
 /// What a data set section says, as far as pictures and captions go. One resolution per data set.
 #[derive(Clone, Debug, PartialEq)]
@@ -109,26 +107,19 @@ impl Dataset {
         for path in &listing.images {
             let size = match sizes.get(path) {
                 Some(size) => size,
-                None => match super::pixels::dimensions(path) {
+                None => match size_of(path) {
                     Ok(size) => {
                         sizes.put(path, size);
                         size
                     }
+                    // A picture that is too large is a mistake to mend, not a stray file to pass over.
+                    Err(error) if is_too_large(path) => return Err(error),
                     Err(error) => {
                         warnings.push(format!("{error}; the picture is skipped"));
                         continue;
                     }
                 },
             };
-            if u64::from(size.0) * u64::from(size.1) > MAX_PIXELS {
-                return Err(EngineError::bad_input(format!(
-                    "{}: {} x {} pixels are too many to decode (at most {} megapixels); scale the picture down",
-                    path.display(),
-                    size.0,
-                    size.1,
-                    MAX_PIXELS >> 20
-                )));
-            }
             let caption = match listing.captions.get(path) {
                 Some(text) if !text.trim().is_empty() || options.default_caption.is_none() => text.clone(),
                 Some(_) => options.default_caption.clone().unwrap_or_default(),
@@ -178,6 +169,19 @@ impl Dataset {
         }
         Ok((Self { options, items }, warnings))
     }
+}
+
+fn size_of(path: &Path) -> Result<(u32, u32)> {
+    match std::fs::metadata(path) {
+        Ok(info) if info.len() == 0 => {
+            Err(EngineError::bad_input(format!("{}: the file is empty (0 bytes)", path.display())))
+        }
+        _ => image_io::dimensions(path),
+    }
+}
+
+fn is_too_large(path: &Path) -> bool {
+    image::image_dimensions(path).is_ok_and(|(w, h)| u64::from(w) * u64::from(h) > image_io::MAX_PIXELS)
 }
 
 /// The copies of a data set: as it is, then the flipped ones.

@@ -16,7 +16,7 @@ pub use caption::{CaptionRules, build_caption, read_caption};
 pub use dataset::{Batch, Dataset, DatasetOptions, Item, Warnings, batches, epoch_order};
 pub use discover::{Listing, discover};
 pub use latent_cache::{LatentCache, LatentKey};
-pub use pixels::{dimensions, pixels};
+pub use pixels::pixels;
 pub use sizes::SizeCache;
 
 use crate::rng::TorchGenerator;

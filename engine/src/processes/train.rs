@@ -283,16 +283,21 @@ impl<'a> Run<'a> {
         Ok(Outcome::Stopped)
     }
 
+    /// The exact state, the last pictures, and then the final LoRA, which says that the run is complete: until it is
+    /// there, the same command does the rest again.
     fn finish(&mut self, cx: &mut Context<'_>) -> Result<Outcome> {
         let steps = self.process.train.steps;
+        if self.checkpointed != Some(steps) {
+            cx.phase("saving");
+            self.checkpoint(cx, steps)?;
+        }
+        if !self.sample(cx, steps, false)? {
+            return Ok(Outcome::Stopped);
+        }
         cx.phase("saving");
         let path = self.folder.final_save();
         self.with_averages(|run| run.folder.write_lora(&path, run.process, &run.network, cx.job, steps, run.epoch(steps)))?;
-        if self.checkpointed != Some(steps) {
-            self.checkpoint(cx, steps)?;
-        }
         self.announce_final(cx);
-        self.sample(cx, steps, false)?;
         Ok(Outcome::Completed)
     }
 

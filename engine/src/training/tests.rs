@@ -1,1 +1,208 @@
+//! Against `tests/reference/train_lora.py`: the same twenty steps by diffusers and peft.
 
+use super::*;
+use crate::adapters::{Component, LoraConfig, LoraNetwork};
+use crate::models::sd::{LoadOptions, SdModel};
+use crate::nn::VisitLayers;
+use crate::optim::{Adam, AdamParams, Ema, Schedule, ScheduleParams};
+use crate::rng::TorchGenerator;
+use crate::samplers::{NoiseSchedule, PredictionType, SamplerParams};
+use candle_core::{DType, Device, Tensor};
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures")
+}
+
+fn load(name: &str) -> HashMap<String, Tensor> {
+    candle_core::safetensors::load(fixtures().join("train").join(name), &Device::Cpu).unwrap()
+}
+
+fn below(tensors: &HashMap<String, Tensor>, prefix: &str) -> BTreeMap<String, Tensor> {
+    tensors.iter().filter_map(|(k, v)| Some((k.strip_prefix(prefix)?.to_owned(), v.clone()))).collect()
+}
+
+fn worst(ours: &BTreeMap<String, Tensor>, theirs: &BTreeMap<String, Tensor>) -> f64 {
+    assert_eq!(ours.keys().collect::<Vec<_>>(), theirs.keys().collect::<Vec<_>>());
+    let gap = |(a, b): (&Tensor, &Tensor)| {
+        let d = (a - b).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap();
+        f64::from(d.to_scalar::<f32>().unwrap())
+    };
+    ours.values().zip(theirs.values()).map(gap).fold(0.0, f64::max)
+}
+
+/// Largest relative difference of a loss, largest difference of a weight.
+fn compare(name: &str) -> (f64, f64) {
+    let report: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(fixtures().join("train/parity.json")).unwrap()).unwrap();
+    let variant = &report["variants"][name];
+    let number = |key: &str| variant.get(key).and_then(serde_json::Value::as_f64);
+    let inputs = load("parity_inputs.safetensors");
+    let theirs = load(&format!("parity_{name}.safetensors"));
+    let first = if name == "conv" { "parity_conv.safetensors" } else { "parity_adamw.safetensors" };
+    let start = below(&load(first), "start/");
+
+    let mut model = SdModel::load(fixtures().join("tiny_sd"), &LoadOptions::cpu()).unwrap();
+    let attention = ["to_q", "to_k", "to_v", "to_out.0", "proj_in", "proj_out", "ff.net"];
+    let conv = ["conv1", "conv2", "downsamplers.0.conv", "upsamplers.0.conv"];
+    let mut targets: Vec<String> = attention.map(String::from).to_vec();
+    if name == "conv" {
+        targets.extend(conv.map(String::from));
+    }
+    let config = LoraConfig {
+        rank: 4,
+        alpha: 8.0,
+        conv_rank: (name == "conv").then_some(4),
+        conv_alpha: 8.0,
+        dropout: 0.0,
+        only_if_contains: targets,
+        ignore_if_contains: vec![],
+    };
+    let network = LoraNetwork::attach(
+        &config,
+        &mut [(Component::Unet, &mut model.unet as &mut dyn VisitLayers)],
+        &mut TorchGenerator::manual_seed(0),
+    )
+    .unwrap();
+    network.restore(&start).unwrap();
+    let params = network.params();
+    let none = serde_json::Map::new();
+    let mut trainer = Trainer::new(TrainerOptions {
+        params: params.clone(),
+        optimizer: Box::new(Adam::new(params.clone(), AdamParams::new(true)).unwrap()),
+        schedule: Schedule::new(ScheduleParams { name: "constant", params: &none, lr: 1e-3, steps: 20 }).unwrap(),
+        max_grad_norm: number("max_norm"),
+        ema: number("ema").map(|decay| Ema::new(params.clone(), decay, false, 1.0).unwrap()),
+    });
+    let mut schedule = NoiseSchedule::new(&SamplerParams::from_json(&model.scheduler_config).unwrap()).unwrap();
+    if variant["prediction"] == "v_prediction" {
+        schedule.prediction_type = PredictionType::VPrediction;
+    }
+    let options = LossOptions {
+        kind: if variant["loss"] == "mae" { LossKind::Mae } else { LossKind::Mse },
+        min_snr_gamma: number("min_snr_gamma"),
+        snr_gamma: None,
+    };
+    let captions: Vec<String> = serde_json::from_value(report["captions"].clone()).unwrap();
+    let weights: Vec<f64> = serde_json::from_value(variant["weights"].clone()).unwrap_or(vec![1.0, 1.0]);
+    let mut contexts = Contexts::default();
+    let micro = number("micro").unwrap_or(1.0) as usize;
+    let mut loss_gap = 0f64;
+    for step in 0..20usize {
+        for j in 0..micro {
+            let row = |key: &str| inputs[key].get(step * 2 + j).unwrap();
+            let texts: Vec<String> =
+                row("captions").to_vec1::<i64>().unwrap().iter().map(|i| captions[*i as usize].clone()).collect();
+            let batch = MicroBatch {
+                latents: row("latents"),
+                noise: row("noise"),
+                timesteps: row("timesteps").to_vec1().unwrap(),
+                context: contexts.get(&texts, &model.tokenizer, &model.text_encoder, DType::F32).unwrap(),
+                weights: weights.clone(),
+            };
+            network.handle.set_training(Some(TorchGenerator::manual_seed(0)));
+            let value = loss(&model.unet, &schedule, &options, &batch, DType::F32).unwrap();
+            trainer.add(&value).unwrap();
+        }
+        let done = trainer.finish_step(step as u64, true).unwrap();
+        let want = variant["losses"][step].as_f64().unwrap();
+        loss_gap = loss_gap.max((done.loss / want - 1.0).abs());
+        if let Some(norm) = variant["norms"][step].as_f64() {
+            assert!((done.grad_norm.unwrap() / norm - 1.0).abs() < 1e-3, "{name}: norm of step {step}");
+        }
+    }
+    let mut weight_gap = worst(&network.tensors(DType::F32).unwrap(), &below(&theirs, "final/"));
+    if let Some(ema) = trainer.ema() {
+        ema.swap_in().unwrap();
+        weight_gap = weight_gap.max(worst(&network.tensors(DType::F32).unwrap(), &below(&theirs, "ema/")));
+    }
+    (loss_gap, weight_gap)
+}
+
+fn check(name: &str) {
+    let (loss, weights) = compare(name);
+    println!("{name}: loss {loss:.2e} relative, weights {weights:.2e}");
+    assert!(loss < 1e-4, "{name}: the loss differs by {loss:.2e}");
+    assert!(weights < 1e-3, "{name}: a weight differs by {weights:.2e}");
+}
+
+#[test]
+fn adamw_is_the_references() {
+    check("adamw");
+}
+
+#[test]
+fn accumulation_is_the_references() {
+    check("accumulation");
+}
+
+#[test]
+fn clipping_is_the_references() {
+    check("clipping");
+}
+
+#[test]
+fn min_snr_is_the_references() {
+    check("min_snr");
+}
+
+#[test]
+fn ema_is_the_references() {
+    check("ema");
+}
+
+#[test]
+fn convolutions_are_the_references() {
+    check("conv");
+}
+
+#[test]
+fn v_prediction_is_the_references() {
+    check("v_prediction");
+}
+
+#[test]
+fn absolute_loss_with_item_weights_is_the_references() {
+    check("mae");
+}
+
+#[test]
+fn a_loss_that_is_no_number_changes_nothing() {
+    let var = candle_core::Var::from_tensor(&Tensor::ones(2, DType::F32, &Device::Cpu).unwrap()).unwrap();
+    let params = vec![crate::optim::Param { name: "p".into(), var: var.clone() }];
+    let none = serde_json::Map::new();
+    let mut trainer = Trainer::new(TrainerOptions {
+        params: params.clone(),
+        optimizer: Box::new(Adam::new(params, AdamParams::new(true)).unwrap()),
+        schedule: Schedule::new(ScheduleParams { name: "constant", params: &none, lr: 1e-3, steps: 20 }).unwrap(),
+        max_grad_norm: Some(1.0),
+        ema: None,
+    });
+    trainer.add(&(var.as_tensor().sum_all().unwrap() * f64::NAN).unwrap()).unwrap();
+    let report = trainer.finish_step(0, true).unwrap();
+    assert_eq!(report.loss, 0.0);
+    assert!(report.warning.unwrap().contains("step 1"));
+    // A finite loss with an endless gradient.
+    let wild = (var.as_tensor().sum_all().unwrap() * 1e38).unwrap();
+    trainer.add(&wild).unwrap();
+    let report = trainer.finish_step(1, true).unwrap();
+    assert!(report.warning.is_some() || report.grad_norm.unwrap().is_finite());
+    assert!(var.to_vec1::<f32>().unwrap().iter().all(|v| v.is_finite()));
+}
+
+#[test]
+fn draws_stay_in_their_range() {
+    let options = NoiseOptions { min_index: 100, max_index: 300, ..NoiseOptions::default() };
+    for preference in [Preference::Balanced, Preference::Content, Preference::Style] {
+        let options = NoiseOptions { preference, ..options.clone() };
+        let drawn = draw(&options, &mut batch_generator(1, 2, 3), (64, 4, 2, 2), &Device::Cpu).unwrap();
+        assert!(drawn.timesteps.iter().all(|t| (699..=899).contains(t)), "{:?}", drawn.timesteps);
+        let mean = drawn.timesteps.iter().sum::<i64>() as f64 / 64.0;
+        match preference {
+            Preference::Content => assert!(mean > 820.0, "{mean}"),
+            Preference::Style => assert!(mean < 780.0, "{mean}"),
+            Preference::Balanced => {}
+        }
+    }
+}
