@@ -1,7 +1,7 @@
 //! Optimizers whose whole state can be saved, learning-rate schedules, gradient clipping and EMA.
 //!
 //! Everything here follows torch 2.15 to the order of its operations, so that a run can be compared step by
-//! step with the reference. Fixtures: `tests/reference/optim.py`.
+//! step with the reference. Fixtures: `tests/reference/make_optim.py`.
 
 mod adamw;
 mod clip;

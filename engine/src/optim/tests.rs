@@ -1,4 +1,4 @@
-//! Against `tests/reference/optim.py`.
+//! Against `tests/reference/make_optim.py`.
 
 use super::*;
 use candle_core::{DType, Device};

@@ -1,4 +1,4 @@
-//! Against `tests/reference/train_lora.py`: the same twenty steps by diffusers and peft.
+//! Against `tests/reference/make_train_lora.py`: the same twenty steps by diffusers and peft.
 
 use super::*;
 use crate::adapters::{Component, LoraConfig, LoraNetwork};
