@@ -37,8 +37,14 @@ pub struct Options {
 ///
 /// A level that cannot be understood is ignored with a warning: no program should fail to start for its log.
 pub fn init(options: Options) {
-    let asked = std::env::var(LEVEL_VARIABLE)
-        .ok()
+    init_at(options, None);
+}
+
+/// [`init`] at a level or filter that a flag gave, which goes before the environment.
+pub fn init_at(options: Options, level: Option<&str>) {
+    let asked = level
+        .map(str::to_owned)
+        .or_else(|| std::env::var(LEVEL_VARIABLE).ok())
         .filter(|level| !level.trim().is_empty());
     let (filter, problem) = filter(asked.as_deref(), options.kind);
     let is_first = install(options, filter, io::stderr);

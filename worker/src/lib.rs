@@ -1,4 +1,192 @@
 //! The aitk worker: probes a machine, runs attempts in child processes, stages their inputs and syncs their results.
+//!
+//! [`start`] runs a worker inside this process (the daemon, or the command line's `run` and `up`); [`run_attempt`] is
+//! the main function of the child processes that it starts.
 
+mod attempt;
+mod child;
+mod context;
+mod folders;
+mod outbox;
 pub mod probe;
 pub mod runner;
+mod session;
+mod stage;
+mod storage;
+mod sync;
+
+use aitk_common::capability::Device;
+pub use child::run_attempt;
+pub use folders::FoldersError;
+pub use session::{Refusal, Status};
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
+/// How a worker is set up.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// The coordinator: `https://host[:port]`, or `http://127.0.0.1[:port]`.
+    pub server: String,
+    /// The token that it wants.
+    pub token: String,
+    /// A certificate authority to trust besides those of the system.
+    pub ca_file: Option<PathBuf>,
+    /// What people call this worker.
+    pub name: String,
+    /// Its own folder: cache, attempts, identity. Only one worker uses it at a time.
+    pub data_dir: PathBuf,
+    /// What it offers; see [`probe::devices`] and [`probe::choose`].
+    pub devices: Vec<Device>,
+    /// Labels that jobs may ask for.
+    pub labels: BTreeMap<String, String>,
+    /// The program that runs attempts, and its first arguments; `attempt --spec FILE` is added.
+    pub attempt_command: Vec<OsString>,
+    /// Bytes that inputs may take in the cache.
+    pub cache_quota: u64,
+    /// How long a child may take to save and stop.
+    pub grace: Duration,
+    /// How long all attempts together may take to save, upload and report when the worker leaves.
+    pub shutdown_patience: Duration,
+    /// How long object storage may be in trouble, while there is a connection, before an attempt fails for it.
+    pub storage_patience: Duration,
+}
+
+impl Config {
+    /// A worker with the usual settings: this program runs its attempts, 100 GiB of cache, a minute to save,
+    /// 80 seconds to leave (systemd waits 90), a quarter of an hour of patience with storage.
+    #[must_use]
+    pub fn new(server: impl Into<String>, token: impl Into<String>, data_dir: impl Into<PathBuf>) -> Self {
+        let program = std::env::current_exe().map_or_else(|_| "aitk-worker".into(), PathBuf::into_os_string);
+        Self {
+            server: server.into(),
+            token: token.into(),
+            ca_file: None,
+            name: host_name(),
+            data_dir: data_dir.into(),
+            devices: Vec::new(),
+            labels: BTreeMap::new(),
+            attempt_command: vec![program],
+            cache_quota: 100 << 30,
+            grace: Duration::from_secs(60),
+            shutdown_patience: Duration::from_secs(80),
+            storage_patience: Duration::from_secs(15 * 60),
+        }
+    }
+}
+
+/// The name of this machine.
+#[must_use]
+pub fn host_name() -> String {
+    sysinfo::System::host_name()
+        .ok()
+        .filter(|name| !name.is_empty())
+        .unwrap_or_else(|| "worker".to_owned())
+}
+
+/// A worker that could not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// Its data folder.
+    #[error(transparent)]
+    Folders(#[from] FoldersError),
+    /// It has nothing to offer.
+    #[error("the worker has no device to offer; choose one with --devices")]
+    NoDevice,
+    /// The system gave us no thread.
+    #[error("the worker could not start: {0}")]
+    System(#[from] std::io::Error),
+}
+
+/// A worker that runs in the background. Dropping it ends its children at once; [`Self::shutdown`] lets them save.
+#[derive(Debug)]
+pub struct Running {
+    leave: CancellationToken,
+    session: JoinHandle<Result<(), Refusal>>,
+    status: watch::Receiver<Status>,
+}
+
+/// Starts a worker: takes its data folder, then keeps a session with the coordinator, however long that takes.
+///
+/// # Errors
+/// [`StartError`]. Whether the coordinator can be reached, and whether it accepts us, shows in [`Running::status`]
+/// and [`Running::ended`].
+pub async fn start(config: Config) -> Result<Running, StartError> {
+    if config.devices.is_empty() {
+        return Err(StartError::NoDevice);
+    }
+    let data_dir = config.data_dir.clone();
+    let folders = tokio::task::spawn_blocking(move || folders::Folders::open(&data_dir)).await;
+    let folders = folders.map_err(std::io::Error::other)??;
+    let identity = session::Identity {
+        worker: folders.worker_id(),
+        name: config.name,
+        host: host_name(),
+        devices: config.devices,
+        labels: config.labels,
+    };
+    let context = Arc::new(context::Context {
+        cache: stage::cache::Cache::new(folders.blobs(), folders.trees(), config.cache_quota),
+        folders,
+        spawner: runner::Spawner::start(tokio::runtime::Handle::current())?,
+        storage: storage::StorageAccess::new(),
+        attempt_command: config.attempt_command,
+        grace: config.grace,
+        storage_patience: config.storage_patience,
+    });
+    let (status, watched) = watch::channel(Status::Connecting(None));
+    let leave = CancellationToken::new();
+    let target = session::Target {
+        server: config.server,
+        token: config.token,
+        ca_file: config.ca_file,
+    };
+    let session = session::Session::new(context, identity, status);
+    let session = tokio::spawn(session.run(target, leave.clone(), config.shutdown_patience));
+    Ok(Running {
+        leave,
+        session,
+        status: watched,
+    })
+}
+
+impl Running {
+    /// How the session stands, now and as it changes.
+    #[must_use]
+    pub fn status(&self) -> watch::Receiver<Status> {
+        self.status.clone()
+    }
+
+    /// Waits until the session is over, which only happens by itself when the coordinator refuses us.
+    ///
+    /// # Errors
+    /// Why it refused.
+    pub async fn ended(&mut self) -> Result<(), Refusal> {
+        match (&mut self.session).await {
+            Ok(ended) => ended,
+            Err(error) => Err(Refusal::Config(format!(
+                "the worker failed: {error}; please report this"
+            ))),
+        }
+    }
+
+    /// Leaves: children save and stop, results are stored and reported, all within the patience of the config.
+    pub async fn shutdown(mut self) {
+        self.leave.cancel();
+        if !self.session.is_finished() {
+            // A refusal does not matter any more.
+            let _ = self.ended().await;
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.session.abort();
+    }
+}

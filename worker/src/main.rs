@@ -1,2 +1,232 @@
-//! placeholder
-fn main() {}
+//! The worker daemon.
+
+use aitk_common::security::token::Token;
+use aitk_common::telemetry;
+use aitk_worker::probe::{self, Choice};
+use aitk_worker::{Config, Refusal};
+use anyhow::Context as _;
+use clap::{Args, Parser, Subcommand};
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use tokio::signal::unix::{SignalKind, signal};
+
+const AFTER_HELP: &str = "\
+Exit codes:
+  0  left in order, after SIGTERM or Ctrl-C
+  1  failed; the last line says why
+  2  wrong usage
+  4  the coordinator refused the token
+  6  the coordinator refused this worker, for example because of another protocol version
+
+Examples:
+  aitk-worker --server https://gpu-lab:7420 --token-file ~/.config/aitk/token --ca-file lab-ca.pem
+  aitk-worker --server http://127.0.0.1:7420 --devices cuda:0,cuda:1 --label room=basement
+  aitk-worker probe --json";
+
+/// Offers this machine to an aitk coordinator: runs its jobs, keeps their results safe.
+#[derive(Debug, Parser)]
+#[command(name = "aitk-worker", version, after_help = AFTER_HELP)]
+#[command(args_conflicts_with_subcommands = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Option<Command>,
+    #[command(flatten)]
+    daemon: Daemon,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Show what this machine can offer, and leave.
+    Probe {
+        /// As JSON.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Run one attempt; the daemon calls this.
+    #[command(hide = true)]
+    Attempt {
+        /// The attempt's specification.
+        #[arg(long)]
+        spec: PathBuf,
+    },
+}
+
+#[derive(Debug, Args)]
+struct Daemon {
+    /// The coordinator: https://HOST[:PORT], or http://127.0.0.1[:PORT] on this machine.
+    #[arg(long, env = "AITK_SERVER", default_value = "http://127.0.0.1:7420")]
+    server: String,
+    /// A file with the coordinator's token, readable by its owner only. AITK_TOKEN holds a token itself.
+    #[arg(long, env = "AITK_TOKEN_FILE")]
+    token_file: Option<PathBuf>,
+    /// A PEM file with the certificate authority to trust.
+    #[arg(long, env = "AITK_CA_FILE")]
+    ca_file: Option<PathBuf>,
+    /// What people call this worker. Default: the name of the machine.
+    #[arg(long, env = "AITK_WORKER_NAME")]
+    name: Option<String>,
+    /// The worker's own folder: cache and running attempts. Default: ~/.local/share/aitk/worker.
+    #[arg(long, env = "AITK_WORKER_DATA_DIR")]
+    data_dir: Option<PathBuf>,
+    /// What to offer: auto (GPUs, or the processor without one), cpu, cuda:0,cuda:1, metal:0, …
+    #[arg(long, env = "AITK_DEVICES", default_value = "auto")]
+    devices: String,
+    /// A label that jobs may ask for. May be repeated.
+    #[arg(long = "label", value_name = "KEY=VALUE")]
+    labels: Vec<String>,
+    /// How much the cache of inputs may take, in GiB.
+    #[arg(long, env = "AITK_CACHE_GIB", default_value_t = 100)]
+    cache_gib: u64,
+    /// error, warn, info, debug or trace. Default: info.
+    #[arg(long, env = "AITK_LOG_LEVEL")]
+    log_level: Option<String>,
+    /// Write the log as JSON.
+    #[arg(long)]
+    json_log: bool,
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let result = match cli.command {
+        // Before any thread or runtime: the attempt decides about both.
+        Some(Command::Attempt { spec }) => return aitk_worker::run_attempt(&spec),
+        Some(Command::Probe { json }) => show_probe(json).map(|()| ExitCode::SUCCESS),
+        None => daemon(cli.daemon),
+    };
+    result.unwrap_or_else(|error| {
+        let _ = writeln!(std::io::stderr(), "error: {error:#}");
+        ExitCode::FAILURE
+    })
+}
+
+fn show_probe(json: bool) -> anyhow::Result<()> {
+    let devices = probe::devices();
+    let mut out = std::io::stdout().lock();
+    if json {
+        serde_json::to_writer_pretty(
+            &mut out,
+            &serde_json::json!({ "schema_version": 1, "devices": devices }),
+        )?;
+        writeln!(out)?;
+        return Ok(());
+    }
+    for device in devices {
+        let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+        writeln!(out, "{}  {}", probe::label(device.device), device.name)?;
+        writeln!(out, "    architecture  {}", device.architecture)?;
+        let (budget, total) = (gib(device.memory_budget), gib(device.memory_total));
+        writeln!(out, "    memory        {budget:.1} GiB for a task, of {total:.1} GiB")?;
+        writeln!(out, "    dtypes        {}", device.dtypes.join(", "))?;
+        writeln!(out, "    profile       {}", device.profile.name())?;
+    }
+    Ok(())
+}
+
+fn daemon(options: Daemon) -> anyhow::Result<ExitCode> {
+    let log = telemetry::Options {
+        kind: telemetry::Kind::Daemon,
+        json: options.json_log,
+    };
+    telemetry::init_at(log, options.log_level.as_deref());
+    let config = configure(options)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    runtime.block_on(serve(config))
+}
+
+fn configure(options: Daemon) -> anyhow::Result<Config> {
+    let token = match &options.token_file {
+        Some(path) => Some(Token::read(path)?),
+        None => Token::from_env(&|name| std::env::var(name).ok())?,
+    };
+    let token = token.context("no token; give --token-file with the coordinator's token file, or set AITK_TOKEN")?;
+    let choice: Choice = options.devices.parse()?;
+    let data_dir = match options.data_dir {
+        Some(folder) => folder,
+        None => default_data_dir().context("there is no home folder; say where to work with --data-dir")?,
+    };
+    let mut config = Config::new(options.server, token.secret(), data_dir);
+    config.ca_file = options.ca_file;
+    if let Some(name) = options.name {
+        config.name = name;
+    }
+    config.labels = labels(&options.labels)?;
+    config.cache_quota = options.cache_gib.saturating_mul(1 << 30);
+    config.devices = probe::choose(probe::devices(), &choice)?;
+    for device in &config.devices {
+        tracing::info!(
+            device = probe::label(device.device),
+            name = device.name,
+            profile = device.profile.name(),
+            "offering"
+        );
+    }
+    Ok(config)
+}
+
+fn labels(texts: &[String]) -> anyhow::Result<BTreeMap<String, String>> {
+    let label = |text: &String| {
+        let (key, value) = text.split_once('=').filter(|(key, _)| !key.is_empty())?;
+        Some((key.to_owned(), value.to_owned()))
+    };
+    let bad = |text| anyhow::anyhow!("cannot read the label {text:?}: expected KEY=VALUE");
+    texts.iter().map(|text| label(text).ok_or_else(|| bad(text))).collect()
+}
+
+fn default_data_dir() -> Option<PathBuf> {
+    let absolute = |name: &str| {
+        std::env::var_os(name)
+            .map(PathBuf::from)
+            .filter(|path| path.is_absolute())
+    };
+    let data = absolute("XDG_DATA_HOME").or_else(|| Some(absolute("HOME")?.join(".local/share")))?;
+    Some(data.join("aitk").join("worker"))
+}
+
+async fn serve(config: Config) -> anyhow::Result<ExitCode> {
+    let patience = config.shutdown_patience;
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let mut worker = aitk_worker::start(config).await?;
+    let ended = tokio::select! {
+        ended = worker.ended() => ended,
+        _ = terminate.recv() => Ok(()),
+        _ = interrupt.recv() => Ok(()),
+    };
+    match ended {
+        Ok(()) => {
+            tracing::info!(
+                "leaving within {} s: attempts save and report; once more ends them at once",
+                patience.as_secs()
+            );
+            tokio::select! {
+                () = worker.shutdown() => {}
+                _ = terminate.recv() => {}
+                _ = interrupt.recv() => {}
+            }
+            Ok(ExitCode::SUCCESS)
+        }
+        Err(refusal) => {
+            let _ = writeln!(std::io::stderr(), "error: {refusal}");
+            Ok(ExitCode::from(match refusal {
+                Refusal::Token(_) => 4,
+                Refusal::Protocol(_) | Refusal::SentAway(_) => 6,
+                Refusal::Config(_) => 1,
+            }))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_sound() {
+        Cli::command().debug_assert();
+        assert!(labels(&["a=b".to_owned(), "c=".to_owned()]).is_ok());
+        assert!(labels(&["=b".to_owned()]).is_err() && labels(&["a".to_owned()]).is_err());
+    }
+}

@@ -39,8 +39,16 @@ pub(crate) enum Request {
 
 #[derive(Clone, Debug)]
 enum Body {
-    Event { seq: u64, time: UnixMillis, report: Report, left_out: u64 },
-    Request { id: u64, request: Request },
+    Event {
+        seq: u64,
+        time: UnixMillis,
+        report: Report,
+        left_out: u64,
+    },
+    Request {
+        id: u64,
+        request: Request,
+    },
 }
 
 #[derive(Debug)]
@@ -77,30 +85,63 @@ impl Outbox {
 
     /// Adds a report; makes room where there is too much of its kind.
     pub(crate) fn report(&mut self, attempt: &AttemptId, time: UnixMillis, report: Report) {
-        let Some(queue) = self.queues.get_mut(attempt) else { return };
+        let Some(queue) = self.queues.get_mut(attempt) else {
+            return;
+        };
         queue.make_room(&report);
         queue.last_seq += 1;
-        queue.entries.push_back(Body::Event { seq: queue.last_seq, time, report, left_out: 0 });
+        queue.entries.push_back(Body::Event {
+            seq: queue.last_seq,
+            time,
+            report,
+            left_out: 0,
+        });
     }
 
     /// Adds a request. The answer carries the number that comes back; none for an attempt that is not known.
     pub(crate) fn request(&mut self, attempt: &AttemptId, request: Request) -> Option<u64> {
         let queue = self.queues.get_mut(attempt)?;
         self.last_request += 1;
-        queue.entries.push_back(Body::Request { id: self.last_request, request });
+        queue.entries.push_back(Body::Request {
+            id: self.last_request,
+            request,
+        });
         Some(self.last_request)
     }
 
     /// The next message to send, if any.
     pub(crate) fn next(&mut self) -> Option<ToCoordinator> {
-        let (attempt, queue) = self.queues.iter_mut().find(|(_, queue)| queue.sent < queue.entries.len())?;
-        let held = HeldAttempt { attempt: attempt.clone(), epoch: queue.epoch };
+        let (attempt, queue) = self
+            .queues
+            .iter_mut()
+            .find(|(_, queue)| queue.sent < queue.entries.len())?;
+        let held = HeldAttempt {
+            attempt: attempt.clone(),
+            epoch: queue.epoch,
+        };
         let message = match queue.entries.get(queue.sent)?.clone() {
-            Body::Event { seq, time, report, .. } => ToCoordinator::Event { held, seq, time, report },
-            Body::Request { id: request, request: body } => match body {
-                Request::ArtifactReady(artifact) => ToCoordinator::ArtifactReady { request, held, artifact },
+            Body::Event { seq, time, report, .. } => ToCoordinator::Event {
+                held,
+                seq,
+                time,
+                report,
+            },
+            Body::Request {
+                id: request,
+                request: body,
+            } => match body {
+                Request::ArtifactReady(artifact) => ToCoordinator::ArtifactReady {
+                    request,
+                    held,
+                    artifact,
+                },
                 Request::ArtifactRemoved(name) => ToCoordinator::ArtifactRemoved { request, held, name },
-                Request::Commit { manifest, step } => ToCoordinator::Commit { request, held, manifest, step },
+                Request::Commit { manifest, step } => ToCoordinator::Commit {
+                    request,
+                    held,
+                    manifest,
+                    step,
+                },
                 Request::Finished(outcome) => ToCoordinator::Finished { request, held, outcome },
             },
         };
@@ -144,12 +185,23 @@ impl Queue {
     }
 
     fn count(&self, of: impl Fn(&Report) -> bool) -> usize {
-        self.entries.iter().filter(|body| matches!(body, Body::Event { report, .. } if of(report))).count()
+        self.entries
+            .iter()
+            .filter(|body| matches!(body, Body::Event { report, .. } if of(report)))
+            .count()
     }
 
     fn make_room(&mut self, coming: &Report) {
         match coming {
-            Report::Progress(_) => self.remove(|body| matches!(body, Body::Event { report: Report::Progress(_), .. })),
+            Report::Progress(_) => self.remove(|body| {
+                matches!(
+                    body,
+                    Body::Event {
+                        report: Report::Progress(_),
+                        ..
+                    }
+                )
+            }),
             Report::Phase { .. } => {
                 if self.count(|report| matches!(report, Report::Phase { .. })) >= MAX_PHASES {
                     self.remove_first(|report| matches!(report, Report::Phase { .. }));
@@ -169,8 +221,10 @@ impl Queue {
     }
 
     fn remove_first(&mut self, of: impl Fn(&Report) -> bool) -> bool {
-        let Some(at) =
-            self.entries.iter().position(|body| matches!(body, Body::Event { report, .. } if of(report)))
+        let Some(at) = self
+            .entries
+            .iter()
+            .position(|body| matches!(body, Body::Event { report, .. } if of(report)))
         else {
             return false;
         };
@@ -186,7 +240,12 @@ impl Queue {
         let odd = std::cell::Cell::new(false);
         let mut gone = Vec::new();
         for body in &self.entries {
-            if let Body::Event { seq, report: Report::Metrics { .. }, .. } = body {
+            if let Body::Event {
+                seq,
+                report: Report::Metrics { .. },
+                ..
+            } = body
+            {
                 odd.set(!odd.get());
                 if odd.get() {
                     gone.push(*seq);
@@ -198,8 +257,18 @@ impl Queue {
 
     /// The two oldest lines become one that says how many are missing.
     fn drop_oldest_log(&mut self) {
-        let is_log = |body: &Body| matches!(body, Body::Event { report: Report::Log { .. }, .. });
-        let Some(at) = self.entries.iter().position(is_log) else { return };
+        let is_log = |body: &Body| {
+            matches!(
+                body,
+                Body::Event {
+                    report: Report::Log { .. },
+                    ..
+                }
+            )
+        };
+        let Some(at) = self.entries.iter().position(is_log) else {
+            return;
+        };
         let earlier = match self.entries.get(at) {
             Some(Body::Event { left_out, .. }) => *left_out,
             _ => 0,
@@ -214,7 +283,10 @@ impl Queue {
         // The line that makes room and, the first time, the line that it turns into.
         *left_out = if earlier == 0 { 2 } else { earlier + 1 };
         let message = format!("({left_out} log lines were left out here)");
-        *report = Report::Log { level: "warn".to_owned(), message };
+        *report = Report::Log {
+            level: "warn".to_owned(),
+            message,
+        };
     }
 }
 
@@ -225,15 +297,25 @@ mod tests {
     use proptest::prelude::*;
 
     fn held() -> HeldAttempt {
-        HeldAttempt { attempt: AttemptId::new("a"), epoch: Epoch(3) }
+        HeldAttempt {
+            attempt: AttemptId::new("a"),
+            epoch: Epoch(3),
+        }
     }
 
     fn log(text: usize) -> Report {
-        Report::Log { level: "info".into(), message: text.to_string() }
+        Report::Log {
+            level: "info".into(),
+            message: text.to_string(),
+        }
     }
 
     fn progress(done: u64) -> Report {
-        Report::Progress(Progress { done, total: 1000, seconds_per_step: None })
+        Report::Progress(Progress {
+            done,
+            total: 1000,
+            seconds_per_step: None,
+        })
     }
 
     fn drain(outbox: &mut Outbox) -> Vec<ToCoordinator> {
@@ -246,7 +328,14 @@ mod tests {
         outbox.open(&held());
         for at in 0..50_000_usize {
             outbox.report(&held().attempt, UnixMillis(0), progress(at as u64));
-            outbox.report(&held().attempt, UnixMillis(0), Report::Metrics { step: at as u64, values: BTreeMap::new() });
+            outbox.report(
+                &held().attempt,
+                UnixMillis(0),
+                Report::Metrics {
+                    step: at as u64,
+                    values: BTreeMap::new(),
+                },
+            );
             if at % 10 == 0 {
                 outbox.report(&held().attempt, UnixMillis(0), log(at / 10));
             }
@@ -256,12 +345,18 @@ mod tests {
         let logs: Vec<String> = sent
             .iter()
             .filter_map(|message| match message {
-                ToCoordinator::Event { report: Report::Log { message, .. }, .. } => Some(message.clone()),
+                ToCoordinator::Event {
+                    report: Report::Log { message, .. },
+                    ..
+                } => Some(message.clone()),
                 _ => None,
             })
             .collect();
         assert_eq!(logs.len(), MAX_LOGS);
-        assert_eq!(logs[0], format!("({} log lines were left out here)", 5000 - MAX_LOGS + 1));
+        assert_eq!(
+            logs[0],
+            format!("({} log lines were left out here)", 5000 - MAX_LOGS + 1)
+        );
         assert_eq!(logs[1], (5000 - MAX_LOGS + 1).to_string());
         assert_eq!(logs.last().unwrap(), "4999");
     }
@@ -270,7 +365,10 @@ mod tests {
     fn what_is_unknown_is_ignored() {
         let mut outbox = Outbox::default();
         outbox.report(&held().attempt, UnixMillis(0), progress(1));
-        assert_eq!(outbox.request(&held().attempt, Request::ArtifactRemoved("x".into())), None);
+        assert_eq!(
+            outbox.request(&held().attempt, Request::ArtifactRemoved("x".into())),
+            None
+        );
         outbox.arrived(&held().attempt, 7);
         assert_eq!(outbox.answered(7), None);
         assert!(!outbox.has_unsent());

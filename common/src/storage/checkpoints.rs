@@ -55,8 +55,10 @@ pub async fn upload(
         so_far.bytes += bytes;
     }
     progress(so_far);
-    let mut sent = stream::iter(sources.iter().filter(|(hash, _)| missing.contains(hash)))
-        .map(|(hash, (path, bytes))| async move { store.put_file(*hash, path).await.map(|()| *bytes) })
+    // Owned entries, so that the future is Send for every lifetime and can be spawned.
+    let to_send: Vec<_> = sources.into_iter().filter(|(hash, _)| missing.contains(hash)).collect();
+    let mut sent = stream::iter(to_send)
+        .map(|(hash, (path, bytes))| async move { store.put_file(hash, &path).await.map(|()| bytes) })
         .buffer_unordered(FILES_AT_ONCE);
     while let Some(bytes) = sent.try_next().await? {
         so_far.files += 1;
@@ -113,7 +115,7 @@ pub async fn fetch(
     };
     progress(so_far);
     let folder = staging.folder();
-    let mut fetched = stream::iter(&manifest.files)
+    let mut fetched = stream::iter(manifest.files.clone())
         .map(|file| async move {
             let path = names::below(folder, &file.path)?;
             fsutil::create_dir_all(fsutil::folder_of(&path))?;

@@ -9,13 +9,16 @@ use sysinfo::{CpuRefreshKind, RefreshKind, System};
 /// See [`super::memory`].
 pub(super) fn memory() -> Memory {
     // Only fails on a system that sysinfo does not know: nothing is known there, so nothing is offered.
-    let Ok(mut system) = System::new() else { return Memory { total: 0, available: 0 } };
+    let Ok(mut system) = System::new() else {
+        return Memory { total: 0, available: 0 };
+    };
     system.refresh_memory();
     let (total, available) = (system.total_memory(), system.available_memory());
     match system.cgroup_limits() {
-        Some(group) if group.total_memory > 0 => {
-            Memory { total: total.min(group.total_memory), available: available.min(group.free_memory) }
-        }
+        Some(group) if group.total_memory > 0 => Memory {
+            total: total.min(group.total_memory),
+            available: available.min(group.free_memory),
+        },
         _ => Memory { total, available },
     }
 }
@@ -24,7 +27,10 @@ pub(super) fn memory() -> Memory {
 pub(super) fn device() -> Device {
     let memory = memory();
     Device {
-        device: DeviceRef { kind: DeviceKind::Cpu, index: 0 },
+        device: DeviceRef {
+            kind: DeviceKind::Cpu,
+            index: 0,
+        },
         name: name(),
         architecture: architecture(),
         memory_total: memory.total,
@@ -43,7 +49,11 @@ pub(super) fn name() -> String {
         .ok()
         .and_then(|system| system.cpus().first().map(|cpu| cpu.brand().trim().to_owned()))
         .unwrap_or_default();
-    let brand = if brand.is_empty() { format!("{} processor", std::env::consts::ARCH) } else { brand };
+    let brand = if brand.is_empty() {
+        format!("{} processor", std::env::consts::ARCH)
+    } else {
+        brand
+    };
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     format!("{brand} ({cores} core{})", if cores == 1 { "" } else { "s" })
 }
@@ -67,7 +77,11 @@ fn features() -> Vec<&'static str> {
         ("avx512f", std::is_x86_feature_detected!("avx512f")),
         ("avx512bf16", std::is_x86_feature_detected!("avx512bf16")),
     ];
-    found.into_iter().filter(|(_, there)| *there).map(|(name, _)| name).collect()
+    found
+        .into_iter()
+        .filter(|(_, there)| *there)
+        .map(|(name, _)| name)
+        .collect()
 }
 
 #[cfg(target_arch = "aarch64")]
@@ -78,7 +92,11 @@ fn features() -> Vec<&'static str> {
         ("bf16", std::arch::is_aarch64_feature_detected!("bf16")),
         ("i8mm", std::arch::is_aarch64_feature_detected!("i8mm")),
     ];
-    found.into_iter().filter(|(_, there)| *there).map(|(name, _)| name).collect()
+    found
+        .into_iter()
+        .filter(|(_, there)| *there)
+        .map(|(name, _)| name)
+        .collect()
 }
 
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]

@@ -84,7 +84,10 @@ impl FromStr for Choice {
         if text.trim() == "auto" {
             return Ok(Self::Auto);
         }
-        text.split(',').map(|part| parse_device(part.trim())).collect::<Result<_, _>>().map(Self::These)
+        text.split(',')
+            .map(|part| parse_device(part.trim()))
+            .collect::<Result<_, _>>()
+            .map(Self::These)
     }
 }
 
@@ -98,7 +101,10 @@ fn parse_device(text: &str) -> Result<DeviceRef, ChoiceError> {
         "metal" | "mps" => DeviceKind::Metal,
         _ => return Err(unreadable()),
     };
-    Ok(DeviceRef { kind, index: index.parse().map_err(|_| unreadable())? })
+    Ok(DeviceRef {
+        kind,
+        index: index.parse().map_err(|_| unreadable())?,
+    })
 }
 
 /// Those of `found` that were chosen, in the order of the choice.
@@ -109,15 +115,24 @@ pub fn choose(found: Vec<Device>, choice: &Choice) -> Result<Vec<Device>, Choice
     let names = |devices: &[Device]| devices.iter().map(|d| label(d.device)).collect::<Vec<_>>().join(", ");
     match choice {
         Choice::Auto => {
-            let gpus: Vec<Device> = found.iter().filter(|d| d.device.kind != DeviceKind::Cpu).cloned().collect();
+            let gpus: Vec<Device> = found
+                .iter()
+                .filter(|d| d.device.kind != DeviceKind::Cpu)
+                .cloned()
+                .collect();
             Ok(if gpus.is_empty() { found } else { gpus })
         }
         Choice::These(wanted) => {
             let mut chosen: Vec<Device> = Vec::new();
             for wanted in wanted {
-                let device = found.iter().find(|device| device.device == *wanted).ok_or_else(|| {
-                    ChoiceError::Missing { wanted: label(*wanted), found: names(&found) }
-                })?;
+                let device =
+                    found
+                        .iter()
+                        .find(|device| device.device == *wanted)
+                        .ok_or_else(|| ChoiceError::Missing {
+                            wanted: label(*wanted),
+                            found: names(&found),
+                        })?;
                 if !chosen.iter().any(|known| known.device == *wanted) {
                     chosen.push(device.clone());
                 }
@@ -141,7 +156,10 @@ mod tests {
     use super::*;
 
     fn device(text: &str) -> Device {
-        Device { device: parse_device(text).unwrap(), ..cpu::device() }
+        Device {
+            device: parse_device(text).unwrap(),
+            ..cpu::device()
+        }
     }
 
     fn chosen(found: &[&str], choice: &str) -> Result<Vec<String>, ChoiceError> {
@@ -152,17 +170,29 @@ mod tests {
 
     #[test]
     fn auto_takes_gpus_and_else_the_processor() {
-        assert_eq!(chosen(&["cuda:0", "cuda:1", "cpu"], "auto").unwrap(), ["cuda:0", "cuda:1"]);
+        assert_eq!(
+            chosen(&["cuda:0", "cuda:1", "cpu"], "auto").unwrap(),
+            ["cuda:0", "cuda:1"]
+        );
         assert_eq!(chosen(&["cpu"], "auto").unwrap(), ["cpu"]);
     }
 
     #[test]
     fn a_choice_is_met_or_refused_with_what_there_is() {
-        assert_eq!(chosen(&["cuda:0", "cpu"], "cpu, cuda:0,cpu").unwrap(), ["cpu", "cuda:0"]);
+        assert_eq!(
+            chosen(&["cuda:0", "cpu"], "cpu, cuda:0,cpu").unwrap(),
+            ["cpu", "cuda:0"]
+        );
         let message = chosen(&["cpu"], "cuda:1").unwrap_err().to_string();
-        assert!(message.contains("cuda:1") && message.contains("it has: cpu"), "{message}");
+        assert!(
+            message.contains("cuda:1") && message.contains("it has: cpu"),
+            "{message}"
+        );
         for bad in ["", "gpu", "cuda:x", "cuda:-1", "cpu,,"] {
-            assert!(matches!(chosen(&["cpu"], bad), Err(ChoiceError::Unreadable(_))), "{bad:?}");
+            assert!(
+                matches!(chosen(&["cpu"], bad), Err(ChoiceError::Unreadable(_))),
+                "{bad:?}"
+            );
         }
     }
 

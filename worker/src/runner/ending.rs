@@ -74,19 +74,38 @@ pub(super) fn outcome(ending: Ending) -> Outcome {
     let allocation = signal == Some(Signal::SIGABRT as i32) && ending.tail.says("memory allocation of");
     let (cause, what) = if (killed && ending.memory_ran_out) || allocation {
         let advice = "close other programs, choose a smaller memory profile or a smaller batch";
-        (FailureCause::OutOfMemory, format!("the machine ran out of memory and the attempt was ended: {advice}"))
+        (
+            FailureCause::OutOfMemory,
+            format!("the machine ran out of memory and the attempt was ended: {advice}"),
+        )
     } else if let Some(signal) = signal {
         let name = Signal::try_from(signal).map_or_else(|_| format!("signal {signal}"), |name| name.to_string());
-        (FailureCause::Machine, format!("the attempt's process was ended by {name}"))
+        (
+            FailureCause::Machine,
+            format!("the attempt's process was ended by {name}"),
+        )
     } else {
         match ending.status.code().unwrap_or(-1) {
-            101 => (FailureCause::Internal, "the attempt's process panicked; please report this".to_owned()),
-            0 => (FailureCause::Internal, "the attempt's process ended without saying how".to_owned()),
-            code => (FailureCause::Machine, format!("the attempt's process ended with exit code {code}")),
+            101 => (
+                FailureCause::Internal,
+                "the attempt's process panicked; please report this".to_owned(),
+            ),
+            0 => (
+                FailureCause::Internal,
+                "the attempt's process ended without saying how".to_owned(),
+            ),
+            code => (
+                FailureCause::Machine,
+                format!("the attempt's process ended with exit code {code}"),
+            ),
         }
     };
     let tail = ending.tail.text();
-    let message = if tail.is_empty() { what } else { format!("{what}\nits last words:\n{tail}") };
+    let message = if tail.is_empty() {
+        what
+    } else {
+        format!("{what}\nits last words:\n{tail}")
+    };
     Outcome::Failed { cause, message }
 }
 
@@ -98,7 +117,13 @@ mod tests {
         let mut tail = Tail::default();
         tail.push(last);
         let status = ExitStatus::from_raw(raw_status);
-        match outcome(Ending { status, finished: None, asked: Asked::Nothing, memory_ran_out, tail }) {
+        match outcome(Ending {
+            status,
+            finished: None,
+            asked: Asked::Nothing,
+            memory_ran_out,
+            tail,
+        }) {
             Outcome::Failed { cause, message } => (cause, message),
             other => panic!("{other:?}"),
         }
@@ -109,13 +134,19 @@ mod tests {
         assert_eq!(cause(9, true, "").0, FailureCause::OutOfMemory);
         assert_eq!(cause(9, false, "").0, FailureCause::Machine);
         assert_eq!(cause(11, true, "").0, FailureCause::Machine);
-        assert_eq!(cause(6, false, "memory allocation of 8589934592 bytes failed").0, FailureCause::OutOfMemory);
+        assert_eq!(
+            cause(6, false, "memory allocation of 8589934592 bytes failed").0,
+            FailureCause::OutOfMemory
+        );
         assert_eq!(cause(6, false, "assertion").0, FailureCause::Machine);
         assert_eq!(cause(101 << 8, false, "panicked at x.rs").0, FailureCause::Internal);
         assert_eq!(cause(0, false, "").0, FailureCause::Internal);
         let (cause, message) = cause(7 << 8, false, "driver gone");
         assert_eq!(cause, FailureCause::Machine);
-        assert!(message.contains("exit code 7") && message.contains("driver gone"), "{message}");
+        assert!(
+            message.contains("exit code 7") && message.contains("driver gone"),
+            "{message}"
+        );
     }
 
     #[test]
@@ -127,7 +158,10 @@ mod tests {
             memory_ran_out: true,
             tail: Tail::default(),
         };
-        assert_eq!(outcome(ending(Some(Outcome::Completed), Asked::Killed)), Outcome::Completed);
+        assert_eq!(
+            outcome(ending(Some(Outcome::Completed), Asked::Killed)),
+            Outcome::Completed
+        );
         assert_eq!(outcome(ending(None, Asked::Killed)), Outcome::Stopped);
     }
 

@@ -29,7 +29,12 @@ pub(super) struct BoundedLines<R> {
 impl<R: AsyncRead + Unpin> BoundedLines<R> {
     /// Reads from `reader`.
     pub(super) fn new(reader: R, limit: usize) -> Self {
-        Self { reader: BufReader::new(reader), limit, kept: Vec::new(), seen: 0 }
+        Self {
+            reader: BufReader::new(reader),
+            limit,
+            kept: Vec::new(),
+            seen: 0,
+        }
     }
 
     /// The next line; `None` at the end. A last line without a line end counts.
@@ -61,7 +66,10 @@ impl<R: AsyncRead + Unpin> BoundedLines<R> {
         let bytes = std::mem::take(&mut self.seen);
         let mut kept = std::mem::take(&mut self.kept);
         if bytes > kept.len() as u64 {
-            return Line::TooLong { beginning: String::from_utf8_lossy(&kept).into_owned(), bytes };
+            return Line::TooLong {
+                beginning: String::from_utf8_lossy(&kept).into_owned(),
+                bytes,
+            };
         }
         if kept.last() == Some(&b'\r') {
             kept.pop();
@@ -92,7 +100,13 @@ mod tests {
         let mut bytes = vec![b'x'; 100_000];
         bytes.extend_from_slice(b"\n\r\nok\r\nlast");
         let lines = all(&bytes, 10);
-        assert_eq!(lines[0], Line::TooLong { beginning: "x".repeat(10), bytes: 100_000 });
+        assert_eq!(
+            lines[0],
+            Line::TooLong {
+                beginning: "x".repeat(10),
+                bytes: 100_000
+            }
+        );
         let rest = ["", "ok", "last"].map(|text| Line::Text(text.to_owned()));
         assert_eq!(lines[1..], rest);
     }

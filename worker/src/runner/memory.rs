@@ -20,7 +20,10 @@ impl MemoryWatch {
     /// Starts watching.
     #[must_use]
     pub(super) fn start() -> Self {
-        let mut watch = Self { kills_before: kernel_kills(), recent: VecDeque::new() };
+        let mut watch = Self {
+            kills_before: kernel_kills(),
+            recent: VecDeque::new(),
+        };
         watch.sample();
         watch
     }
@@ -38,7 +41,10 @@ impl MemoryWatch {
     #[must_use]
     pub(super) fn ran_out(&self) -> bool {
         kernel_kills() > self.kills_before
-            || self.recent.iter().any(|&(available, total)| total > 0 && available < total / LOW_SHARE)
+            || self
+                .recent
+                .iter()
+                .any(|&(available, total)| total > 0 && available < total / LOW_SHARE)
     }
 }
 
@@ -49,14 +55,21 @@ fn kernel_kills() -> u64 {
         field(&text, name).unwrap_or(0)
     };
     let group = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    let group = group.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or_default().to_owned();
-    count(PathBuf::from("/proc/vmstat"), "oom_kill")
-        .saturating_add(count(PathBuf::from("/sys/fs/cgroup").join(group).join("memory.events"), "oom_kill"))
+    let group = group
+        .lines()
+        .find_map(|line| line.strip_prefix("0::/"))
+        .unwrap_or_default()
+        .to_owned();
+    count(PathBuf::from("/proc/vmstat"), "oom_kill").saturating_add(count(
+        PathBuf::from("/sys/fs/cgroup").join(group).join("memory.events"),
+        "oom_kill",
+    ))
 }
 
 /// The number after `name` in lines of `name number`.
 fn field(text: &str, name: &str) -> Option<u64> {
-    text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok())
+    text.lines()
+        .find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok())
 }
 
 #[cfg(test)]
@@ -72,7 +85,10 @@ mod tests {
 
     #[test]
     fn low_memory_counts_for_a_few_samples_only() {
-        let mut watch = MemoryWatch { kills_before: u64::MAX, recent: VecDeque::from([(1, 100)]) };
+        let mut watch = MemoryWatch {
+            kills_before: u64::MAX,
+            recent: VecDeque::from([(1, 100)]),
+        };
         assert!(watch.ran_out());
         for _ in 0..SAMPLES {
             watch.recent.push_back((90, 100));

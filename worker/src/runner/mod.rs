@@ -82,8 +82,14 @@ pub async fn run(
     let stdin = child.stdin.take();
     let exited = CancellationToken::new();
     let (said, mut has_said) = watch::channel(None);
-    let stdout = child.stdout.take().map(|pipe| tokio::spawn(read_events(pipe, events.clone(), said, exited.clone())));
-    let stderr = child.stderr.take().map(|pipe| tokio::spawn(read_text(pipe, events, exited.clone())));
+    let stdout = child
+        .stdout
+        .take()
+        .map(|pipe| tokio::spawn(read_events(pipe, events.clone(), said, exited.clone())));
+    let stderr = child
+        .stderr
+        .take()
+        .map(|pipe| tokio::spawn(read_text(pipe, events, exited.clone())));
     let _aborts = (AbortOnDrop::of(&stdout), AbortOnDrop::of(&stderr));
 
     let mut asked = Asked::Nothing;
@@ -131,7 +137,13 @@ pub async fn run(
     match status {
         Ok(status) => {
             let memory_ran_out = finished.is_none() && memory.ran_out();
-            ending::outcome(Ending { status, finished, asked, memory_ran_out, tail })
+            ending::outcome(Ending {
+                status,
+                finished,
+                asked,
+                memory_ran_out,
+                tail,
+            })
         }
         Err(error) => finished.unwrap_or_else(|| machine(format!("the attempt's process was lost: {error}"))),
     }
@@ -160,11 +172,17 @@ async fn start(spawner: &Spawner, launch: &Launch) -> Result<Child, Outcome> {
     if let Some(folder) = &launch.work_dir {
         command.current_dir(folder);
     }
-    spawner.spawn(command).await.map_err(|error| machine(format!("could not start {}: {error}", program.display())))
+    spawner
+        .spawn(command)
+        .await
+        .map_err(|error| machine(format!("could not start {}: {error}", program.display())))
 }
 
 fn machine(message: String) -> Outcome {
-    Outcome::Failed { cause: FailureCause::Machine, message }
+    Outcome::Failed {
+        cause: FailureCause::Machine,
+        message,
+    }
 }
 
 async fn until(deadline: Option<Instant>) {
@@ -190,9 +208,10 @@ async fn read_events(
                 Ok(event) => event,
                 Err(_) => log("info", cut(&text, TEXT_BYTES)),
             },
-            Line::TooLong { beginning, bytes } => {
-                log("warn", format!("a line of {bytes} bytes was left out: {}…", cut(&beginning, 200)))
-            }
+            Line::TooLong { beginning, bytes } => log(
+                "warn",
+                format!("a line of {bytes} bytes was left out: {}…", cut(&beginning, 200)),
+            ),
         };
         if finished.is_some() {
             continue;
@@ -236,12 +255,18 @@ async fn next_line<R: AsyncRead + Unpin>(lines: &mut BoundedLines<R>, exited: &C
 }
 
 fn log(level: &str, message: String) -> ChildEvent {
-    ChildEvent::Log { level: level.to_owned(), message }
+    ChildEvent::Log {
+        level: level.to_owned(),
+        message,
+    }
 }
 
 /// The beginning of a text, at most `bytes` long, cut between characters.
 fn cut(text: &str, bytes: usize) -> String {
-    let end = (0..=bytes.min(text.len())).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0);
+    let end = (0..=bytes.min(text.len()))
+        .rev()
+        .find(|&at| text.is_char_boundary(at))
+        .unwrap_or(0);
     text[..end].to_owned()
 }
 

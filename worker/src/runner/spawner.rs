@@ -24,13 +24,15 @@ impl Spawner {
     pub fn start(runtime: Handle) -> io::Result<Self> {
         // A request waits for its answer, so there are never more than there are attempts.
         let (requests, queue) = std::sync::mpsc::sync_channel::<Request>(16);
-        std::thread::Builder::new().name("aitk-spawner".to_owned()).spawn(move || {
-            let _inside = runtime.enter();
-            while let Ok((mut command, reply)) = queue.recv() {
-                // Nobody waits any more: dropping the child kills it (kill_on_drop).
-                let _ = reply.send(command.spawn());
-            }
-        })?;
+        std::thread::Builder::new()
+            .name("aitk-spawner".to_owned())
+            .spawn(move || {
+                let _inside = runtime.enter();
+                while let Ok((mut command, reply)) = queue.recv() {
+                    // Nobody waits any more: dropping the child kills it (kill_on_drop).
+                    let _ = reply.send(command.spawn());
+                }
+            })?;
         Ok(Self { requests })
     }
 
@@ -41,7 +43,9 @@ impl Spawner {
     pub async fn spawn(&self, command: Command) -> io::Result<Child> {
         let (reply, answer) = oneshot::channel();
         let gone = |_| io::Error::other("the thread that starts processes is gone");
-        self.requests.try_send((command, reply)).map_err(|_| io::Error::other("too many processes at once"))?;
+        self.requests
+            .try_send((command, reply))
+            .map_err(|_| io::Error::other("too many processes at once"))?;
         answer.await.map_err(gone)?
     }
 }

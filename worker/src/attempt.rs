@@ -1,0 +1,291 @@
+//! One attempt from its assignment to its end: stage, run, sync, report, clean up.
+
+use crate::context::Context;
+use crate::outbox::Request;
+use crate::runner::{self, Launch, Wanted};
+use crate::session::Reporter;
+use crate::stage::{self, Staged};
+use crate::sync::{self, Item, Pins};
+use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
+use aitk_common::control::{Artifact, Assignment, Progress, Report};
+use aitk_common::fsutil::{self, FsError, names};
+use futures::FutureExt;
+use futures::future::BoxFuture;
+use std::panic::AssertUnwindSafe;
+use std::path::Path;
+use std::sync::Arc;
+use tokio::sync::{mpsc, watch};
+use tokio_util::sync::CancellationToken;
+
+/// Events between the child's pipe and their handling, which takes microseconds; a full queue holds the child back.
+const EVENTS: usize = 256;
+/// The longest name that the protocol takes, and some room.
+const NAME_BYTES: usize = 200;
+/// The longest message of an outcome or a log line.
+const MESSAGE_BYTES: usize = 16 << 10;
+
+/// Runs an attempt until its outcome has arrived at the coordinator, or until it is fenced.
+pub(crate) async fn run(
+    context: Arc<Context>,
+    assignment: Assignment,
+    reporter: Reporter,
+    wanted: watch::Receiver<Wanted>,
+    fence: CancellationToken,
+) {
+    let folder = context.folders.attempt(&assignment.attempt);
+    let work = async {
+        let executed: BoxFuture<'_, Outcome> = Box::pin(execute(&context, &assignment, &reporter, wanted, &folder));
+        let executed = AssertUnwindSafe(executed).catch_unwind();
+        let outcome = executed
+            .await
+            .unwrap_or_else(|_| internal("the worker failed; its log says where".to_owned()));
+        tracing::info!(attempt = %assignment.attempt, ?outcome, "attempt ended");
+        let answer = reporter.request(Request::Finished(bounded(outcome))).await;
+        if !answer.accepted {
+            tracing::warn!(message = %answer.message, "the coordinator did not accept the end of an attempt");
+        }
+    };
+    tokio::select! {
+        () = fence.cancelled() => {}
+        () = Box::pin(work) => {}
+    }
+    let removed = tokio::task::spawn_blocking(move || fsutil::remove(&folder)).await;
+    if let Ok(Err(error)) = removed {
+        tracing::warn!(%error, "the folder of an attempt was not removed; the next start tries again");
+    }
+}
+
+async fn execute(
+    context: &Context,
+    assignment: &Assignment,
+    reporter: &Reporter,
+    mut wanted: watch::Receiver<Wanted>,
+    folder: &Path,
+) -> Outcome {
+    for part in ["tmp", "pins", "output"] {
+        if let Err(error) = fsutil::create_dir_all(&folder.join(part)) {
+            return local_failure(&error);
+        }
+    }
+    reporter.phase("staging").await;
+    let staged = tokio::select! {
+        staged = stage::inputs(context, assignment, folder) => match staged {
+            Ok(staged) => staged,
+            Err(outcome) => return outcome,
+        },
+        _ = wanted.wait_for(|wanted| *wanted > Wanted::Run) => return Outcome::Stopped,
+    };
+    let spec_file = folder.join("spec.json");
+    let written = specification(assignment, &staged, folder)
+        .and_then(|text| fsutil::write_private(&spec_file, &text).map_err(|error| local_failure(&error)));
+    if let Err(outcome) = written {
+        return outcome;
+    }
+    let launch = Launch {
+        command: context.attempt_command.clone(),
+        spec: spec_file,
+        work_dir: (!assignment.local).then(|| folder.to_owned()),
+        temp_dir: folder.join("tmp"),
+        grace: context.grace,
+    };
+    let (events, heard) = mpsc::channel(EVENTS);
+    let (items, queue) = mpsc::channel(sync::QUEUE);
+    // The child hears the session's wishes, and ours when its results cannot be stored.
+    let (to_child, wishes) = watch::channel(*wanted.borrow());
+    let child = runner::run(&context.spawner, launch, wishes, events);
+    let pump = pump(heard, items, reporter, assignment.local, Pins::new(folder.join("pins")));
+    let synced = async {
+        let mut hurry = to_child.subscribe();
+        let synced = tokio::select! {
+            synced = sync::run(context, reporter, assignment.local, queue) => synced,
+            // Nobody wants the results of an attempt that is ended at once.
+            _ = hurry.wait_for(|wanted| *wanted == Wanted::Kill) => Ok(()),
+        };
+        if synced.is_err() {
+            to_child.send_replace(Wanted::Kill);
+        }
+        synced
+    };
+    let forward = async {
+        while wanted.changed().await.is_ok() {
+            let wish = *wanted.borrow_and_update();
+            to_child.send_if_modified(|now| {
+                let further = wish > *now;
+                *now = (*now).max(wish);
+                further
+            });
+        }
+        std::future::pending::<()>().await;
+    };
+    tokio::select! {
+        (outcome, (), synced) = async { tokio::join!(child, pump, synced) } => synced.err().unwrap_or(outcome),
+        () = forward => internal("unreachable".to_owned()),
+    }
+}
+
+fn specification(assignment: &Assignment, staged: &Staged, folder: &Path) -> Result<Vec<u8>, Outcome> {
+    let job = serde_json::from_str(&assignment.job_json)
+        .map_err(|error| internal(format!("the job that the coordinator sent is no JSON: {error}")))?;
+    let spec = AttemptSpec {
+        job_id: assignment.job.clone(),
+        attempt_id: assignment.attempt.clone(),
+        epoch: assignment.epoch,
+        job,
+        config_text: assignment.config_text.clone(),
+        config_format: assignment.config_format.clone(),
+        inputs: staged.inputs.clone(),
+        output_root: (!assignment.local).then(|| folder.join("output")),
+        resume_from: staged.resume.clone(),
+        device: assignment.device,
+        profile: assignment.profile,
+        seed: assignment.seed,
+    };
+    serde_json::to_vec_pretty(&spec).map_err(|error| internal(format!("the attempt cannot be written down: {error}")))
+}
+
+/// Passes on what the child says: reports to the session, files to the sync.
+async fn pump(
+    mut events: mpsc::Receiver<ChildEvent>,
+    items: mpsc::Sender<Item>,
+    reporter: &Reporter,
+    local: bool,
+    pins: Pins,
+) {
+    let mut number = 0_u64;
+    while let Some(event) = events.recv().await {
+        let pinned = match &event {
+            ChildEvent::Artifact { path, .. } | ChildEvent::Checkpoint { path, .. } if !local => {
+                number += 1;
+                match pins.pin(path.clone(), number).await {
+                    Ok(pinned) => pinned,
+                    Err(error) => {
+                        reporter.log("error", format!("a result was lost: {error}")).await;
+                        continue;
+                    }
+                }
+            }
+            ChildEvent::Artifact { path, .. } | ChildEvent::Checkpoint { path, .. } => path.clone(),
+            _ => Default::default(),
+        };
+        let item = match event {
+            ChildEvent::Phase { name } => {
+                reporter.phase(&one_line(&name)).await;
+                continue;
+            }
+            ChildEvent::Progress {
+                done,
+                total,
+                seconds_per_step,
+            } => {
+                reporter
+                    .report(Report::Progress(Progress {
+                        done,
+                        total,
+                        seconds_per_step,
+                    }))
+                    .await;
+                continue;
+            }
+            ChildEvent::Metrics { step, mut values } => {
+                // The protocol's bound.
+                while values.len() > 1000 {
+                    values.pop_last();
+                }
+                reporter.report(Report::Metrics { step, values }).await;
+                continue;
+            }
+            ChildEvent::Log { level, message } => {
+                reporter.log(&one_line(&level), cut(message, MESSAGE_BYTES)).await;
+                continue;
+            }
+            ChildEvent::Finished { .. } => continue,
+            ChildEvent::Checkpoint { step, .. } => Item::Checkpoint { pinned, step },
+            ChildEvent::ArtifactRemoved { name } => match names::check(&name) {
+                Ok(()) => Item::Removed(name),
+                Err(_) => continue,
+            },
+            ChildEvent::Artifact {
+                kind,
+                path,
+                name,
+                step,
+                index,
+            } => {
+                if let Err(error) = names::check(&name) {
+                    reporter.log("error", format!("a result was left out: {error}")).await;
+                    continue;
+                }
+                let bytes = std::fs::metadata(&path).map_or(0, |data| data.len());
+                let local_path = Some(path.display().to_string());
+                let artifact = Artifact {
+                    name,
+                    kind: one_line(&kind),
+                    hash: None,
+                    bytes,
+                    step,
+                    index,
+                    local_path,
+                };
+                Item::Artifact { artifact, pinned }
+            }
+        };
+        // A closed queue: storing has failed for good, and the child is being ended.
+        let _ = items.send(item).await;
+    }
+}
+
+/// A short name without control characters, as the protocol wants it.
+fn one_line(text: &str) -> String {
+    let clean: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+    cut(clean, NAME_BYTES)
+}
+
+fn cut(mut text: String, bytes: usize) -> String {
+    if text.len() > bytes {
+        let end = (0..=bytes).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0);
+        text.truncate(end);
+        text.push('…');
+    }
+    text
+}
+
+fn bounded(outcome: Outcome) -> Outcome {
+    match outcome {
+        Outcome::Failed { cause, message } => Outcome::Failed {
+            cause,
+            message: cut(message, MESSAGE_BYTES),
+        },
+        other => other,
+    }
+}
+
+fn internal(message: String) -> Outcome {
+    Outcome::Failed {
+        cause: FailureCause::Internal,
+        message,
+    }
+}
+
+fn local_failure(error: &FsError) -> Outcome {
+    let cause = if error.is_disk_full() {
+        FailureCause::DiskFull
+    } else {
+        FailureCause::Machine
+    };
+    Outcome::Failed {
+        cause,
+        message: error.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_fit_the_protocol() {
+        assert_eq!(one_line("a\nb\u{7}c"), "a b c");
+        assert!(one_line(&"é".repeat(1000)).len() <= 256);
+        assert_eq!(cut("short".into(), 10), "short");
+    }
+}

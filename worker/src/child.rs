@@ -1,0 +1,141 @@
+//! The other side of the pipe: the main function of an attempt's process.
+//!
+//! Exit codes: 0 completed, 1 failed, 2 the specification cannot be read, 3 stopped with its state saved, 4 the daemon
+//! went away. The last line of standard output says the same in full.
+
+use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
+use aitk_common::telemetry;
+use aitk_engine::processes::{self, EventSink, StopSignal};
+use nix::sys::signal::{SigSet, Signal};
+use std::io::{self, Read, Write};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Duration;
+
+/// How long a child whose daemon went away may take to come to its senses.
+const ORPHAN_GRACE: Duration = Duration::from_secs(10);
+/// The largest specification: a config of a few MiB in several forms.
+const SPEC_BYTES: u64 = 64 << 20;
+
+/// Runs the attempt described in a file and returns the exit code of the process.
+///
+/// The process must belong to this call: it changes how signals are handled, reads standard input, and writes events
+/// on standard output.
+#[must_use]
+pub fn run_attempt(spec_path: &Path) -> ExitCode {
+    telemetry::init(telemetry::Options {
+        kind: telemetry::Kind::Attempt,
+        json: false,
+    });
+    let mut events = Lines;
+    let stop = StopSignal::new();
+    bind_to_daemon(&stop);
+    if let Err(error) = stop_on_signals(&stop) {
+        events.emit(log("warn", format!("signals cannot be caught: {error}")));
+    }
+    let (outcome, code) = match read_spec(spec_path) {
+        Ok(spec) => {
+            let ran = catch_unwind(AssertUnwindSafe(|| processes::run(&spec, &mut events, &stop)));
+            let outcome = ran.unwrap_or_else(|panic| internal(format!("a fault in aitk: {}", words(&*panic))));
+            let code = match outcome {
+                Outcome::Completed => 0,
+                Outcome::Stopped => 3,
+                Outcome::Failed { .. } => 1,
+            };
+            (outcome, code)
+        }
+        Err(error) => (internal(format!("cannot read {}: {error}", spec_path.display())), 2),
+    };
+    events.emit(ChildEvent::Finished { outcome });
+    ExitCode::from(code)
+}
+
+fn read_spec(path: &Path) -> io::Result<AttemptSpec> {
+    let mut text = Vec::new();
+    std::fs::File::open(path)?.take(SPEC_BYTES).read_to_end(&mut text)?;
+    Ok(serde_json::from_slice(&text)?)
+}
+
+/// Makes sure that this process does not outlive the daemon: the kernel kills it with the daemon where it can do that,
+/// and everywhere the end of standard input says that nobody is there any more.
+fn bind_to_daemon(stop: &StopSignal) {
+    #[cfg(target_os = "linux")]
+    {
+        if let Err(error) = nix::sys::prctl::set_pdeathsig(Signal::SIGKILL) {
+            tracing::warn!(%error, "the kernel will not end this process with its daemon");
+        }
+        // When memory is short, this process goes, not the daemon.
+        let _ = std::fs::write("/proc/self/oom_score_adj", "500");
+    }
+    let stop = stop.clone();
+    // Also covers a daemon that ended before the line above.
+    std::thread::spawn(move || {
+        let mut buffer = [0_u8; 64];
+        let mut stdin = io::stdin().lock();
+        loop {
+            match stdin.read(&mut buffer) {
+                Ok(0) => break,
+                Err(error) if error.kind() != io::ErrorKind::Interrupted => break,
+                _ => {}
+            }
+        }
+        stop.stop();
+        std::thread::sleep(ORPHAN_GRACE);
+        std::process::exit(4);
+    });
+}
+
+/// Blocks the signals in this thread, and so in all that it starts later, and waits for them in one of its own.
+fn stop_on_signals(stop: &StopSignal) -> nix::Result<()> {
+    let mut signals = SigSet::empty();
+    for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
+        signals.add(signal);
+    }
+    signals.thread_block()?;
+    let stop = stop.clone();
+    std::thread::spawn(move || {
+        while signals.wait().is_ok() {
+            stop.stop();
+        }
+    });
+    Ok(())
+}
+
+/// Writes each event as a line of JSON.
+struct Lines;
+
+impl EventSink for Lines {
+    fn emit(&mut self, event: ChildEvent) {
+        let Ok(mut line) = serde_json::to_vec(&event) else {
+            return;
+        };
+        line.push(b'\n');
+        let mut stdout = io::stdout().lock();
+        // A closed pipe: the daemon is gone, and the thread at standard input knows.
+        let _ = stdout.write_all(&line).and_then(|()| stdout.flush());
+    }
+}
+
+fn words(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().cloned();
+    let text = text.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()));
+    format!(
+        "{}; please report this",
+        text.unwrap_or_else(|| "it panicked".to_owned())
+    )
+}
+
+fn internal(message: String) -> Outcome {
+    Outcome::Failed {
+        cause: FailureCause::Internal,
+        message,
+    }
+}
+
+fn log(level: &str, message: String) -> ChildEvent {
+    ChildEvent::Log {
+        level: level.to_owned(),
+        message,
+    }
+}

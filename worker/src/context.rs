@@ -1,0 +1,20 @@
+//! What every attempt of this worker shares.
+
+use crate::folders::Folders;
+use crate::runner::Spawner;
+use crate::stage::cache::Cache;
+use crate::storage::StorageAccess;
+use std::ffi::OsString;
+use std::time::Duration;
+
+pub(crate) struct Context {
+    pub(crate) folders: Folders,
+    pub(crate) cache: Cache,
+    pub(crate) spawner: Spawner,
+    pub(crate) storage: StorageAccess,
+    pub(crate) attempt_command: Vec<OsString>,
+    /// How long a child may take to save and stop.
+    pub(crate) grace: Duration,
+    /// How long storage may be unavailable before an attempt fails for it.
+    pub(crate) storage_patience: Duration,
+}

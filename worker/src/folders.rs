@@ -1,0 +1,132 @@
+//! The worker's data folder: what lies where, and what is swept when a daemon before us was killed.
+//!
+//! ```text
+//! lock          held by the running daemon, so that there is only one
+//! worker_id     the id that the coordinator gave us
+//! attempts/ID/  spec.json, tmp/, output/, resume/, pins/: gone when the attempt has ended
+//! cache/        inputs: blobs/, trees/ (snapshots), hub/ (models from Hugging Face)
+//! ```
+
+use aitk_common::fsutil::{self, FsError};
+use aitk_common::id::{AttemptId, WorkerId};
+use std::fs::{self, File, TryLockError};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// The data folder cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum FoldersError {
+    /// Another daemon uses it.
+    #[error("another worker is running with the data folder {}; stop it, or give this one another --data-dir", .0.display())]
+    InUse(PathBuf),
+    /// It cannot be made or read.
+    #[error(transparent)]
+    Files(#[from] FsError),
+}
+
+/// The data folder, locked.
+#[derive(Debug)]
+pub(crate) struct Folders {
+    root: PathBuf,
+    /// Unlocked by the system when the daemon ends, however it ends.
+    _lock: File,
+}
+
+impl Folders {
+    /// Makes the folders, takes the lock, and removes what a killed daemon left behind.
+    pub(crate) fn open(root: &Path) -> Result<Self, FoldersError> {
+        fsutil::create_dir_all(root)?;
+        // Absolute, because a child may start elsewhere.
+        let root = fs::canonicalize(root).map_err(|error| FsError::new("open", root, error))?;
+        let path = root.join("lock");
+        let lock = File::options()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .open(&path)
+            .map_err(|error| FsError::new("open", &path, error))?;
+        match lock.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => return Err(FoldersError::InUse(root)),
+            Err(TryLockError::Error(error)) => return Err(FsError::new("lock", &path, error).into()),
+        }
+        let folders = Self { root, _lock: lock };
+        for folder in [folders.attempts(), folders.blobs(), folders.trees(), folders.hub()] {
+            fsutil::create_dir_all(&folder)?;
+        }
+        folders.sweep();
+        Ok(folders)
+    }
+
+    /// No attempt runs yet, so whatever lies there is a leftover. What cannot be removed does no harm.
+    fn sweep(&self) {
+        for entry in fs::read_dir(self.attempts()).into_iter().flatten().flatten() {
+            tracing::info!(folder = %entry.path().display(), "removing what an earlier daemon left behind");
+            if let Err(error) = fsutil::remove(&entry.path()) {
+                tracing::warn!(%error, "leftover not removed");
+            }
+        }
+        for folder in [self.root.clone(), self.blobs(), self.trees(), self.hub()] {
+            if let Err(error) = fsutil::sweep(&folder, Duration::ZERO) {
+                tracing::warn!(%error, "leftover not removed");
+            }
+        }
+    }
+
+    fn attempts(&self) -> PathBuf {
+        self.root.join("attempts")
+    }
+
+    /// The folder of one attempt.
+    pub(crate) fn attempt(&self, attempt: &AttemptId) -> PathBuf {
+        self.attempts().join(attempt.as_str())
+    }
+
+    /// Blobs of inputs by hash.
+    pub(crate) fn blobs(&self) -> PathBuf {
+        self.root.join("cache/blobs")
+    }
+
+    /// Materialised snapshots by id.
+    pub(crate) fn trees(&self) -> PathBuf {
+        self.root.join("cache/trees")
+    }
+
+    /// Models from Hugging Face.
+    pub(crate) fn hub(&self) -> PathBuf {
+        self.root.join("cache/hub")
+    }
+
+    /// The id that an earlier session was given.
+    pub(crate) fn worker_id(&self) -> Option<WorkerId> {
+        let text = fs::read_to_string(self.root.join("worker_id")).ok()?;
+        WorkerId::parse(text.trim()).ok()
+    }
+
+    /// Keeps the id for the next session.
+    pub(crate) fn keep_worker_id(&self, id: &WorkerId) -> Result<(), FsError> {
+        fsutil::write_private(&self.root.join("worker_id"), format!("{id}\n").as_bytes())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_daemon_per_folder_and_leftovers_are_swept() {
+        let folder = tempfile::tempdir().unwrap();
+        let folders = Folders::open(folder.path()).unwrap();
+        assert_eq!(folders.worker_id(), None);
+        folders.keep_worker_id(&WorkerId::new("w-1")).unwrap();
+        let left = folders.attempt(&AttemptId::new("a-1")).join("output");
+        fs::create_dir_all(&left).unwrap();
+        assert!(matches!(Folders::open(folder.path()), Err(FoldersError::InUse(_))));
+        drop(folders);
+        let folders = Folders::open(folder.path()).unwrap();
+        assert_eq!(folders.worker_id(), Some(WorkerId::new("w-1")));
+        assert!(!left.exists());
+        fs::write(folder.path().join("worker_id"), "../x").unwrap();
+        assert_eq!(folders.worker_id(), None);
+    }
+}

@@ -1,0 +1,236 @@
+//! Inputs by content, kept for the next attempt that wants them, within a quota.
+
+use crate::storage::StorageAccess;
+use aitk_common::fsutil;
+use aitk_common::hash::ContentHash;
+use aitk_common::storage::{BlobStore, StorageError, snapshot};
+use futures::future::BoxFuture;
+use std::collections::HashMap;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
+use tokio::sync::RwLock;
+
+type InUse = Arc<Mutex<HashMap<ContentHash, usize>>>;
+
+/// Materialised snapshots and the blobs that they are made of.
+#[derive(Debug)]
+pub(crate) struct Cache {
+    blobs: PathBuf,
+    trees: PathBuf,
+    quota: u64,
+    in_use: InUse,
+    /// Held to read while something is added, to write while something is removed.
+    changing: RwLock<()>,
+}
+
+/// Keeps a snapshot from being removed while an attempt uses it.
+#[derive(Debug)]
+pub(crate) struct Lease {
+    id: ContentHash,
+    in_use: InUse,
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        let mut in_use = self.in_use.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(count) = in_use.get_mut(&self.id) {
+            *count -= 1;
+            if *count == 0 {
+                in_use.remove(&self.id);
+            }
+        }
+    }
+}
+
+impl Cache {
+    /// A cache in these two folders, which must be on one disk, of at most `quota` bytes, as far as what is in use allows.
+    pub(crate) fn new(blobs: PathBuf, trees: PathBuf, quota: u64) -> Self {
+        Self {
+            blobs,
+            trees,
+            quota,
+            in_use: InUse::default(),
+            changing: RwLock::new(()),
+        }
+    }
+
+    /// Where the snapshot lies on this machine; it is fetched if it is not here.
+    pub(crate) async fn materialise(
+        &self,
+        storage: &StorageAccess,
+        patience: Duration,
+        id: ContentHash,
+    ) -> Result<(PathBuf, Lease), StorageError> {
+        let lease = self.lease(id);
+        let tree = self.trees.join(id.to_hex());
+        let path = {
+            let _adding = self.changing.read().await;
+            let fetch = |store: Arc<dyn BlobStore>| -> BoxFuture<'_, _> {
+                let tree = &tree;
+                Box::pin(async move { snapshot::materialise(store.as_ref(), id, &self.blobs, tree, &mut |_| {}).await })
+            };
+            storage.retry(patience, fetch).await?.local_path(&tree)?
+        };
+        // When it was used last; a marker that cannot be written only makes it go earlier.
+        let _ = fs::write(marker(&tree), b"");
+        self.trim().await;
+        Ok((path, lease))
+    }
+
+    fn lease(&self, id: ContentHash) -> Lease {
+        *self
+            .in_use
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .entry(id)
+            .or_default() += 1;
+        Lease {
+            id,
+            in_use: Arc::clone(&self.in_use),
+        }
+    }
+
+    /// Removes what was used longest ago, until the quota is kept.
+    async fn trim(&self) {
+        let _removing = self.changing.write().await;
+        let used: Vec<ContentHash> = self
+            .in_use
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .keys()
+            .copied()
+            .collect();
+        let (blobs, trees, quota) = (self.blobs.clone(), self.trees.clone(), self.quota);
+        let _ = tokio::task::spawn_blocking(move || trim(&blobs, &trees, quota, &used)).await;
+    }
+}
+
+fn marker(tree: &Path) -> PathBuf {
+    tree.with_extension("used")
+}
+
+fn trim(blobs: &Path, trees: &Path, quota: u64, in_use: &[ContentHash]) {
+    if size(blobs) <= quota {
+        return;
+    }
+    let mut candidates: Vec<(SystemTime, PathBuf)> = entries(trees)
+        .filter(|tree| {
+            let id = tree
+                .file_name()
+                .and_then(|name| ContentHash::parse(name.to_str()?).ok());
+            id.is_some_and(|id| !in_use.contains(&id))
+        })
+        .map(|tree| (last_use(&tree), tree))
+        .collect();
+    candidates.sort();
+    for (_, tree) in candidates {
+        tracing::info!(tree = %tree.display(), "removing an input from the cache to keep its quota");
+        for path in [&tree, &marker(&tree)] {
+            if let Err(error) = fsutil::remove(path) {
+                tracing::warn!(%error, "not removed");
+            }
+        }
+        remove_unlinked(blobs);
+        if size(blobs) <= quota {
+            return;
+        }
+    }
+    remove_unlinked(blobs);
+}
+
+fn last_use(tree: &Path) -> SystemTime {
+    fs::metadata(marker(tree))
+        .and_then(|data| data.modified())
+        .unwrap_or(SystemTime::UNIX_EPOCH)
+}
+
+/// Removes the blobs that no tree links to.
+fn remove_unlinked(folder: &Path) {
+    walk(folder, &mut |path, data| {
+        if data.nlink() == 1 {
+            if let Err(error) = fsutil::remove(path) {
+                tracing::warn!(%error, "not removed");
+            }
+        }
+    });
+}
+
+fn size(folder: &Path) -> u64 {
+    let mut total = 0_u64;
+    walk(folder, &mut |_, data| total = total.saturating_add(data.len()));
+    total
+}
+
+fn walk(folder: &Path, visit: &mut dyn FnMut(&Path, &fs::Metadata)) {
+    for path in entries(folder) {
+        match fs::symlink_metadata(&path) {
+            Ok(data) if data.is_dir() => walk(&path, visit),
+            Ok(data) if data.is_file() => visit(&path, &data),
+            _ => {}
+        }
+    }
+}
+
+fn entries(folder: &Path) -> impl Iterator<Item = PathBuf> {
+    fs::read_dir(folder)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|entry| entry.path())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A tree of one linked blob of `bytes`, used at `used` seconds.
+    fn add(root: &Path, name: &str, bytes: usize, used: u64) -> ContentHash {
+        let id = ContentHash::of(name.as_bytes());
+        let blob = root.join("blobs").join(id.to_hex());
+        fs::create_dir_all(root.join("blobs")).unwrap();
+        fs::write(&blob, vec![0_u8; bytes]).unwrap();
+        let tree = root.join("trees").join(id.to_hex());
+        fs::create_dir_all(&tree).unwrap();
+        fs::hard_link(&blob, tree.join("file")).unwrap();
+        let at = SystemTime::UNIX_EPOCH + Duration::from_secs(used);
+        fs::File::create(marker(&tree)).unwrap().set_modified(at).unwrap();
+        id
+    }
+
+    #[test]
+    fn the_quota_is_kept_by_forgetting_what_was_used_longest_ago_but_never_what_is_in_use() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path();
+        let (blobs, trees) = (root.join("blobs"), root.join("trees"));
+        let busy = add(root, "busy", 100, 1);
+        let old = add(root, "old", 100, 2);
+        let new = add(root, "new", 100, 3);
+        let there = |id: ContentHash| (trees.join(id.to_hex()).exists(), blobs.join(id.to_hex()).exists());
+        trim(&blobs, &trees, 300, &[busy]);
+        assert_eq!([busy, old, new].map(there), [(true, true); 3]);
+        trim(&blobs, &trees, 250, &[busy]);
+        assert_eq!(
+            [busy, old, new].map(there),
+            [(true, true), (false, false), (true, true)]
+        );
+        trim(&blobs, &trees, 0, &[busy]);
+        assert_eq!(
+            [busy, old, new].map(there),
+            [(true, true), (false, false), (false, false)]
+        );
+    }
+
+    #[test]
+    fn a_lease_ends_when_it_is_dropped() {
+        let cache = Cache::new(PathBuf::new(), PathBuf::new(), 0);
+        let id = ContentHash::of(b"x");
+        let (first, second) = (cache.lease(id), cache.lease(id));
+        drop(first);
+        assert_eq!(cache.in_use.lock().unwrap().len(), 1);
+        drop(second);
+        assert!(cache.in_use.lock().unwrap().is_empty());
+    }
+}

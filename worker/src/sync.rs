@@ -1,0 +1,277 @@
+//! Results of an attempt: into object storage, then announced, in the order in which the child made them.
+//!
+//! Runs beside the child, so that training goes on while storage is slow. What waits is pinned (see [`Pins`]), so
+//! that the child's own retention cannot take it away meanwhile.
+
+use crate::context::Context;
+use crate::outbox::Request;
+use crate::session::Reporter;
+use crate::storage::failure;
+use aitk_common::attempt::{FailureCause, Outcome};
+use aitk_common::control::Artifact;
+use aitk_common::fsutil::{self, FsError};
+use aitk_common::hash::ContentHash;
+use aitk_common::storage::checkpoints;
+use std::collections::VecDeque;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use tokio::sync::mpsc;
+
+/// Items between the child's events and the work on them; a full queue holds the child back.
+pub(crate) const QUEUE: usize = 32;
+/// Items taken over to see what later ones make superfluous.
+const BACKLOG: usize = 256;
+
+/// Something that the child made.
+#[derive(Debug)]
+pub(crate) enum Item {
+    /// A file. `artifact.local_path` says where the child put it.
+    Artifact { artifact: Artifact, pinned: PathBuf },
+    /// A file is gone.
+    Removed(String),
+    /// A complete training state.
+    Checkpoint { pinned: PathBuf, step: u64 },
+}
+
+/// Works off the queue until it closes.
+///
+/// # Errors
+/// How the attempt ends when something cannot be stored for good.
+pub(crate) async fn run(
+    context: &Context,
+    reporter: &Reporter,
+    local: bool,
+    mut queue: mpsc::Receiver<Item>,
+) -> Result<(), Outcome> {
+    let mut backlog = VecDeque::new();
+    while let Some(item) = next(&mut queue, &mut backlog).await {
+        match item {
+            Item::Removed(name) => {
+                let answer = reporter.request(Request::ArtifactRemoved(name)).await;
+                if !answer.accepted {
+                    reporter
+                        .log("warn", format!("a removed file was not noted: {}", answer.message))
+                        .await;
+                }
+            }
+            Item::Artifact { artifact, .. } if local => announce(reporter, artifact).await,
+            Item::Checkpoint { .. } if local => {}
+            Item::Artifact { artifact, pinned } => {
+                let artifact = store(context, artifact, &pinned).await?;
+                remove(&pinned);
+                announce(reporter, artifact).await;
+            }
+            Item::Checkpoint { pinned, step } => {
+                commit(context, reporter, &pinned, step).await?;
+                remove(&pinned);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The next item that still matters.
+async fn next(queue: &mut mpsc::Receiver<Item>, backlog: &mut VecDeque<Item>) -> Option<Item> {
+    loop {
+        while backlog.len() < BACKLOG {
+            match queue.try_recv() {
+                Ok(item) => backlog.push_back(item),
+                Err(_) => break,
+            }
+        }
+        let item = match backlog.pop_front() {
+            Some(item) => item,
+            None => queue.recv().await?,
+        };
+        match superseded(&item, backlog) {
+            Some(pinned) => remove(pinned),
+            None => return Some(item),
+        }
+    }
+}
+
+/// Whether a later item makes this one pointless: a newer checkpoint, a newer version of the file, or its removal.
+/// Returns what was pinned for it.
+fn superseded<'a>(item: &'a Item, later: &VecDeque<Item>) -> Option<&'a Path> {
+    match item {
+        Item::Checkpoint { pinned, .. } => later
+            .iter()
+            .any(|other| matches!(other, Item::Checkpoint { .. }))
+            .then_some(pinned),
+        Item::Artifact { artifact, pinned } => later
+            .iter()
+            .any(|other| match other {
+                Item::Artifact { artifact: other, .. } => other.name == artifact.name,
+                Item::Removed(name) => *name == artifact.name,
+                Item::Checkpoint { .. } => false,
+            })
+            .then_some(pinned),
+        Item::Removed(_) => None,
+    }
+}
+
+async fn store(context: &Context, mut artifact: Artifact, pinned: &Path) -> Result<Artifact, Outcome> {
+    let path = pinned.to_owned();
+    let hashed = tokio::task::spawn_blocking(move || ContentHash::of_reader(File::open(path)?)).await;
+    let name = artifact.name.clone();
+    let unreadable = |error: &dyn std::fmt::Display| Outcome::Failed {
+        cause: FailureCause::Machine,
+        message: format!("the file {name} cannot be read back: {error}"),
+    };
+    let (hash, bytes) = hashed
+        .map_err(|error| unreadable(&error))?
+        .map_err(|error| unreadable(&error))?;
+    context
+        .storage
+        .retry(context.storage_patience, |store| {
+            Box::pin(async move { store.put_file(hash, pinned).await })
+        })
+        .await
+        .map_err(|error| failure(&format!("could not store the file {name}"), &error))?;
+    artifact.hash = Some(hash);
+    artifact.bytes = bytes;
+    artifact.local_path = None;
+    Ok(artifact)
+}
+
+async fn announce(reporter: &Reporter, artifact: Artifact) {
+    let name = artifact.name.clone();
+    let answer = reporter.request(Request::ArtifactReady(artifact)).await;
+    if !answer.accepted {
+        reporter
+            .log("warn", format!("the file {name} was not accepted: {}", answer.message))
+            .await;
+    }
+}
+
+async fn commit(context: &Context, reporter: &Reporter, pinned: &Path, step: u64) -> Result<(), Outcome> {
+    let manifest = context
+        .storage
+        .retry(context.storage_patience, |store| {
+            Box::pin(async move { checkpoints::upload(store.as_ref(), pinned, &mut |_| {}).await })
+        })
+        .await
+        .map_err(|error| failure(&format!("could not store the checkpoint of step {step}"), &error))?;
+    let answer = reporter.request(Request::Commit { manifest, step }).await;
+    if !answer.accepted {
+        reporter
+            .log(
+                "warn",
+                format!("the checkpoint of step {step} was not committed: {}", answer.message),
+            )
+            .await;
+    }
+    Ok(())
+}
+
+fn remove(pinned: &Path) {
+    if let Err(error) = fsutil::remove(pinned) {
+        tracing::warn!(%error, "not removed");
+    }
+}
+
+/// Keeps what the child announced, by hard links in a folder of our own: the child may delete or replace its file,
+/// ours stays.
+#[derive(Clone, Debug)]
+pub(crate) struct Pins {
+    folder: Arc<PathBuf>,
+}
+
+impl Pins {
+    pub(crate) fn new(folder: PathBuf) -> Self {
+        Self {
+            folder: Arc::new(folder),
+        }
+    }
+
+    /// Pins a file, or the files of a flat folder. A disk without hard links gets copies.
+    pub(crate) async fn pin(&self, path: PathBuf, number: u64) -> Result<PathBuf, FsError> {
+        let target = self.folder.join(number.to_string());
+        let result = tokio::task::spawn_blocking(move || link(&path, &target).map(|()| target)).await;
+        result.unwrap_or_else(|error| Err(FsError::new("pin", self.folder.as_path(), std::io::Error::other(error))))
+    }
+}
+
+fn link(from: &Path, to: &Path) -> Result<(), FsError> {
+    let failed = |error| FsError::new("keep", from, error);
+    if !fs::metadata(from).map_err(failed)?.is_dir() {
+        return fs::hard_link(from, to)
+            .or_else(|_| fs::copy(from, to).map(drop))
+            .map_err(failed);
+    }
+    fsutil::create_dir_all(to)?;
+    for entry in fs::read_dir(from).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
+        link(&entry.path(), &to.join(entry.file_name()))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn artifact(name: &str) -> Item {
+        let artifact = Artifact {
+            name: name.into(),
+            kind: "lora".into(),
+            hash: None,
+            bytes: 0,
+            step: None,
+            index: None,
+            local_path: None,
+        };
+        Item::Artifact {
+            artifact,
+            pinned: PathBuf::from("/nowhere"),
+        }
+    }
+
+    fn checkpoint(step: u64) -> Item {
+        Item::Checkpoint {
+            pinned: PathBuf::from("/nowhere"),
+            step,
+        }
+    }
+
+    #[tokio::test]
+    async fn what_is_overtaken_while_storage_is_slow_is_not_sent() {
+        let (send, mut queue) = mpsc::channel(QUEUE);
+        let items = [
+            artifact("a"),
+            checkpoint(1),
+            artifact("b"),
+            checkpoint(2),
+            Item::Removed("a".into()),
+            artifact("b"),
+        ];
+        for item in items {
+            send.try_send(item).unwrap();
+        }
+        drop(send);
+        let (mut backlog, mut got) = (VecDeque::new(), Vec::new());
+        while let Some(item) = next(&mut queue, &mut backlog).await {
+            got.push(match item {
+                Item::Artifact { artifact, .. } => artifact.name,
+                Item::Removed(name) => format!("-{name}"),
+                Item::Checkpoint { step, .. } => step.to_string(),
+            });
+        }
+        assert_eq!(got, ["2", "-a", "b"]);
+    }
+
+    #[tokio::test]
+    async fn a_pin_outlives_the_childs_retention() {
+        let folder = tempfile::tempdir().unwrap();
+        let made = folder.path().join("step_1");
+        fs::create_dir(&made).unwrap();
+        fs::write(made.join("manifest.json"), "{}").unwrap();
+        let pins = Pins::new(folder.path().join("pins"));
+        fs::create_dir(folder.path().join("pins")).unwrap();
+        let pinned = pins.pin(made.clone(), 1).await.unwrap();
+        fs::remove_dir_all(&made).unwrap();
+        assert_eq!(fs::read_to_string(pinned.join("manifest.json")).unwrap(), "{}");
+        assert!(pins.pin(made, 2).await.is_err());
+    }
+}
