@@ -5,6 +5,7 @@ use crate::failure::Failure;
 use crate::settings::{Origin, Settings, TokenSource};
 use aitk_common::control::{Artifact, JobEvent, JobView, ServerInfo, Submission, Submitted, WorkerView};
 use aitk_common::id::JobId;
+use aitk_common::security::token::{Token, TokenError};
 use aitk_proto::client::{Clients, ConnectError, connect};
 use aitk_proto::v1;
 use futures::{Stream, StreamExt};
@@ -315,7 +316,14 @@ fn impossible(error: aitk_proto::ConvertError) -> Failure {
 
 /// Reads a token file, refusing one that others may read.
 fn read_token(path: &std::path::Path) -> Result<String, Failure> {
-    crate::token::read(path)
+    let token = Token::read(path).map_err(|error| {
+        let failure = Failure::new(Exit::Unauthorised, error.to_string());
+        match &error {
+            TokenError::Exposed { .. } => failure,
+            _ => failure.hint("--token-file, AITK_TOKEN_FILE and the settings files may name another one"),
+        }
+    })?;
+    Ok(token.secret().to_owned())
 }
 
 #[cfg(test)]

@@ -3,17 +3,21 @@
 pub mod api;
 pub mod args;
 pub mod commands;
+pub mod config;
 pub mod docs;
 pub mod download;
+#[cfg(feature = "embedded")]
+pub mod embedded;
 pub mod exit;
 pub mod failure;
 pub mod follow;
 pub mod output;
 pub mod paths;
 pub mod settings;
-pub mod token;
+pub mod upload;
 pub mod views;
 
+use aitk_common::telemetry;
 use args::{Cli, Command};
 use clap::Parser;
 use clap::error::ErrorKind;
@@ -41,6 +45,7 @@ pub fn main() -> ExitCode {
     if let Command::Attempt(args) = &cli.command {
         return attempt(args, &ui);
     }
+    start_logging(&cli.global);
     match with_runtime(cli) {
         Ok(exit) => exit.into(),
         Err(failure) => {
@@ -56,6 +61,32 @@ fn with_runtime(cli: Cli) -> CommandResult {
     runtime.block_on(Box::pin(commands::dispatch(cli)))
 }
 
-fn attempt(_args: &args::AttemptArgs, _ui: &Ui) -> ExitCode {
-    Exit::Failed.into()
+/// What is logged: by flag, else by `AITK_LOG_LEVEL`, else by how often `-v` was said.
+fn start_logging(global: &args::Global) {
+    let kind = telemetry::Kind::Command;
+    let louder = match global.verbose {
+        0 => None,
+        1 => Some("info"),
+        2 => Some("debug"),
+        _ => Some("trace"),
+    };
+    let level = global.log_level.as_deref().or(louder);
+    telemetry::init_at(telemetry::Options { kind, json: false }, level);
+}
+
+/// The child process of a worker inside this program. The worker reads what it prints, so it prints nothing itself.
+#[cfg(feature = "embedded")]
+fn attempt(args: &args::AttemptArgs, _ui: &Ui) -> ExitCode {
+    telemetry::init(telemetry::Options {
+        kind: telemetry::Kind::Attempt,
+        json: false,
+    });
+    aitk_worker::run_attempt(&args.spec)
+}
+
+#[cfg(not(feature = "embedded"))]
+fn attempt(_args: &args::AttemptArgs, ui: &Ui) -> ExitCode {
+    let failure = Failure::failed("this aitk was built as a small client and runs no attempts");
+    ui.failure(&failure);
+    failure.exit.into()
 }

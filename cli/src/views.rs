@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use std::time::Duration;
 
 /// The shortest part of an id that is shown.
-const SHORT_ID: usize = 8;
+const SHORT_ID: usize = 9;
 
 /// A moment from the coordinator. What no clock can show becomes 1970.
 #[must_use]
@@ -48,7 +48,7 @@ pub fn job_exit(job: &JobView) -> Exit {
     }
 }
 
-/// The length at which ids are shown: all of the same length, at least 8, and no two alike.
+/// The length at which ids are shown: all of the same length, at least 9, and no two alike.
 #[must_use]
 pub fn id_length<'a>(ids: impl Iterator<Item = &'a str>) -> usize {
     let mut ids: Vec<&str> = ids.collect();
@@ -288,7 +288,7 @@ mod tests {
         for line in &lines {
             assert!(line.width() <= 80, "{line}");
         }
-        assert!(lines[1].starts_with("0193aaaa  a_lora"), "{}", lines[1]);
+        assert!(lines[1].starts_with("0193aaaa-  a_lora"), "{}", lines[1]);
         assert!(lines[1].contains("running  1200/20000  1h ago"), "{}", lines[1]);
         let device = Device {
             device: DeviceRef {
@@ -336,9 +336,9 @@ mod tests {
 
     #[test]
     fn ids_stay_apart_when_shortened() {
-        assert_eq!(id_length(["0193aaaa-1", "0193aaab-2"].into_iter()), 8);
+        assert_eq!(id_length(["0193aaaa-1", "0193aaab-2"].into_iter()), 9);
         assert_eq!(id_length(["0193aaaa-1", "0193aaaa-2"].into_iter()), 10);
-        assert_eq!(id_length(std::iter::empty()), 8);
+        assert_eq!(id_length(std::iter::empty()), 9);
         assert_eq!(short_id("abc", 8), "abc");
     }
 

@@ -56,6 +56,15 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_job_file_needs_no_change_to_be_valid() {
+        use aitk_common::job::{Format, LoadOptions, parse};
+        let job = parse(TEMPLATE, Format::Yaml, None, &LoadOptions::default()).unwrap();
+        assert!(job.warnings.is_empty(), "{:?}", job.warnings);
+        let support = job.spec.unsupported();
+        assert!(support.errors.is_empty() && support.warnings.is_empty(), "{support}");
+    }
+
+    #[test]
     fn folders_and_files_are_told_apart() {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(file_of(dir.path()), dir.path().join("job.yaml"));

@@ -5,8 +5,14 @@ mod doctor;
 mod init;
 mod jobs;
 mod logs;
+mod submit;
+#[cfg(feature = "embedded")]
+mod up;
 
 mod workers;
+
+#[cfg(feature = "embedded")]
+pub mod run;
 
 use crate::api::Api;
 use crate::args::{ArtifactsCommand, Cli, Command, Global};
@@ -84,6 +90,9 @@ impl Context {
 pub async fn dispatch(cli: Cli) -> CommandResult {
     let context = Context::new(cli.global)?;
     match cli.command {
+        #[cfg(feature = "embedded")]
+        Command::Run(args) => Box::pin(run::run(&context, args)).await,
+        Command::Submit(args) => Box::pin(submit::submit(&context, args)).await,
         Command::Ps(args) => jobs::ps(&context, args).await,
         Command::Logs(args) => logs::logs(&context, args).await,
         Command::Watch(args) => logs::watch(&context, args).await,
@@ -97,8 +106,15 @@ pub async fn dispatch(cli: Cli) -> CommandResult {
         Command::Workers(args) => workers::workers(&context, args).await,
         Command::Doctor(args) => Box::pin(doctor::doctor(&context, args)).await,
         Command::Init(args) => init::init(&context, &args),
+        #[cfg(feature = "embedded")]
+        Command::Up(args) => Box::pin(up::up(&context, args)).await,
         Command::Completions(args) => completions(&context, args.shell),
-        _ => Err(Failure::failed("`attempt` is started without a runtime")),
+        #[cfg(not(feature = "embedded"))]
+        Command::Run(_) => Err(not_embedded("run")),
+        #[cfg(not(feature = "embedded"))]
+        Command::Up(_) => Err(not_embedded("up")),
+        Command::Demo(_) => Err(Failure::failed("the demo is not in this build")),
+        Command::Attempt(_) => Err(Failure::failed("`attempt` is started without a runtime")),
     }
 }
 

@@ -1,0 +1,242 @@
+//! `run`: what `python run.py` did, on this machine, with coordinator and worker inside this program.
+
+use super::Context;
+use crate::args::RunArgs;
+use crate::config;
+use crate::embedded::{Local, PrivateFolder, Stops, find_devices, say_devices};
+use crate::exit::Exit;
+use crate::failure::{CommandResult, Failure};
+use crate::follow::{Follow, LogsTo, Renderer};
+use crate::output::{Format, Ui};
+use crate::paths::Paths;
+use crate::views::job_exit;
+use aitk_common::control::{Artifact, JobView, Submission};
+use aitk_common::job::LoadedJob;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// How configs are run.
+#[derive(Clone, Debug, Default)]
+pub struct RunOptions {
+    /// Go on after a failure.
+    pub recover: bool,
+    /// Replaces `[name]`.
+    pub name: Option<String>,
+    /// `cuda:1`, `cpu`; the best there is when unset.
+    pub device: Option<String>,
+}
+
+/// What became of one config.
+#[derive(Clone, Debug)]
+pub struct Ran {
+    /// As it was named.
+    pub config: PathBuf,
+    /// The job as it ended; none when the config never became one.
+    pub job: Option<JobView>,
+    /// What it made; with the paths where the files lie.
+    pub artifacts: Vec<Artifact>,
+    /// How it ended.
+    pub exit: Exit,
+}
+
+/// What became of all of them.
+#[derive(Clone, Debug)]
+pub struct RunReport {
+    /// In order; those after the first failure are missing, unless it was told to recover.
+    pub ran: Vec<Ran>,
+    /// 0 when all completed, else the code of the first that did not.
+    pub exit: Exit,
+}
+
+pub(super) async fn run(context: &Context, args: RunArgs) -> CommandResult {
+    let ui = context.ui(args.no_progress);
+    let ui = match &args.log {
+        Some(path) => ui.tee(path)?,
+        None => ui,
+    };
+    let options = RunOptions {
+        recover: args.recover,
+        name: args.name,
+        device: args.device,
+    };
+    let report = run_embedded(&ui, &context.paths, &context.directory, &args.configs, &options).await;
+    match report {
+        Ok(report) => Ok(report.exit),
+        Err(failure) => {
+            // Shown here, so that the log file has it too.
+            ui.failure(&failure);
+            Err(Failure::new(failure.exit, ""))
+        }
+    }
+}
+
+/// Runs configs one after another, in place, and says what became of them.
+///
+/// All configs are read and checked before the first one starts. Ctrl-C saves and stops, a second one kills.
+///
+/// # Errors
+/// When a config is wrong (unless told to recover), or coordinator and worker cannot start.
+pub async fn run_embedded(
+    ui: &Ui,
+    paths: &Paths,
+    directory: &Path,
+    configs: &[PathBuf],
+    options: &RunOptions,
+) -> Result<RunReport, Failure> {
+    let mut ran = Vec::new();
+    let mut ready = Vec::new();
+    for path in configs {
+        match config::read(ui, path, options.name.as_deref(), directory) {
+            Ok(loaded) => ready.push((path.clone(), loaded)),
+            Err(failure) if options.recover => {
+                ui.failure(&failure);
+                ran.push(Ran {
+                    config: path.clone(),
+                    job: None,
+                    artifacts: Vec::new(),
+                    exit: failure.exit,
+                });
+            }
+            Err(failure) => return Err(failure),
+        }
+    }
+    if ready.is_empty() {
+        return Ok(report(ran));
+    }
+
+    let mut stops = Stops::listen()?;
+    let devices = find_devices(options.device.as_deref()).await?;
+    say_devices(ui, &devices);
+    let folder = PrivateFolder::new(&paths.state.join("run"))?;
+    let mut coordinator = aitk_coordinator::Config::new(folder.path().join("coordinator"));
+    coordinator.bind = std::net::SocketAddr::from(([127, 0, 0, 1], 0));
+    let worker_dir = folder.path().join("worker");
+    let mut local = Local::start(coordinator, Some(&worker_dir), None, devices, None).await?;
+    if let Err(failure) = local.met().await {
+        local.kill().await;
+        return Err(failure);
+    }
+
+    let several = configs.len() > 1;
+    for (path, loaded) in ready {
+        if several {
+            ui.notice(&format!("--- {}", path.display()));
+        }
+        let done = run_one(ui, &local, &path, loaded, &mut stops).await;
+        let done = match done {
+            Ok(done) => done,
+            Err(failure) => {
+                ui.failure(&failure);
+                Ran {
+                    config: path,
+                    job: None,
+                    artifacts: Vec::new(),
+                    exit: failure.exit,
+                }
+            }
+        };
+        let exit = done.exit;
+        ran.push(done);
+        if exit == Exit::Killed {
+            local.kill().await;
+            drop(folder);
+            return Ok(RunReport { ran, exit });
+        }
+        if matches!(exit, Exit::Interrupted | Exit::Terminated) {
+            local.shutdown().await;
+            return Ok(RunReport { ran, exit });
+        }
+        if exit != Exit::Ok && !options.recover {
+            break;
+        }
+    }
+    local.shutdown().await;
+    let report = report(ran);
+    if several {
+        let failed: Vec<String> = report
+            .ran
+            .iter()
+            .filter(|ran| ran.exit != Exit::Ok)
+            .map(|ran| ran.config.display().to_string())
+            .collect();
+        let completed = report.ran.len() - failed.len();
+        ui.notice(&format!("{completed} of {} configs completed", configs.len()));
+        for name in failed {
+            ui.warn(&format!("{name} did not complete"));
+        }
+    }
+    Ok(report)
+}
+
+fn report(ran: Vec<Ran>) -> RunReport {
+    let exit = ran
+        .iter()
+        .map(|ran| ran.exit)
+        .find(|exit| *exit != Exit::Ok)
+        .unwrap_or(Exit::Ok);
+    RunReport { ran, exit }
+}
+
+/// Runs one config. The exit code is the job's, or that of the signal which ended it.
+async fn run_one(ui: &Ui, local: &Local, path: &Path, loaded: LoadedJob, stops: &mut Stops) -> Result<Ran, Failure> {
+    let api = local.api();
+    let job_json = serde_json::to_string(&loaded.spec)
+        .map_err(|error| Failure::failed(format!("{}: cannot be sent: {error}", path.display())))?;
+    let submission = Submission {
+        config_text: loaded.text,
+        config_format: loaded.format.name().to_owned(),
+        job_json,
+        inputs: BTreeMap::new(),
+        local: true,
+        idempotency_key: None,
+    };
+    let submitted = api.submit(submission).await?;
+    let job = api.get(submitted.job.as_str()).await?;
+    let mut renderer = Renderer::new(ui, &job, Format::Human, LogsTo::Stdout);
+    let mut follow = Follow::new(api, ui, job, 0);
+    let mut signal = None;
+    loop {
+        tokio::select! {
+            next = follow.next() => match next? {
+                Some(event) => renderer.event(&event)?,
+                None => break,
+            },
+            which = stops.next() => {
+                if signal.is_some() {
+                    renderer.finish();
+                    ui.warn("killed: work since the last checkpoint is lost");
+                    return Ok(Ran {
+                        config: path.to_owned(),
+                        job: Some(follow.job().clone()),
+                        artifacts: Vec::new(),
+                        exit: Exit::Killed,
+                    });
+                }
+                signal = Some(which);
+                ui.notice("saving, then stopping; Ctrl-C again kills without a save");
+                if let Err(failure) = api.stop(&submitted.job, false).await
+                    && failure.exit != Exit::Conflict
+                {
+                    ui.failure(&failure);
+                }
+            }
+        }
+    }
+    renderer.finish();
+    let job = follow.job().clone();
+    let artifacts = api.artifacts(&job.id).await?;
+    let exit = match (signal, job_exit(&job)) {
+        // It ended by itself before it could be stopped.
+        (Some(_), Exit::Ok) | (None, _) => job_exit(&job),
+        (Some(signal), _) => signal,
+    };
+    if signal.is_some() && exit != Exit::Ok {
+        ui.notice("stopped; run the same command again to go on from here");
+    }
+    Ok(Ran {
+        config: path.to_owned(),
+        job: Some(job),
+        artifacts,
+        exit,
+    })
+}

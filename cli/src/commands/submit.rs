@@ -1,0 +1,165 @@
+//! `submit`: check here, send what is missing, hand over.
+
+use super::{Context, env};
+use crate::api::Api;
+use crate::args::SubmitArgs;
+use crate::config;
+use crate::exit::Exit;
+use crate::failure::{CommandResult, Failure};
+use crate::follow::{LogsTo, Renderer, follow_to_end};
+use crate::output::format::{printable, size};
+use crate::output::{Format, Ui};
+use crate::paths::expand;
+use crate::upload::{Staged, Upload, stage};
+use aitk_common::control::{Submission, Submitted};
+use aitk_common::job::{Input, LoadedJob};
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::io::{BufRead, IsTerminal};
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Above this a person is asked first.
+const LARGE: u64 = 10 << 30;
+/// How often a submission is sent again when the connection breaks; the key makes that safe.
+const TRIES: u32 = 5;
+
+pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult {
+    let ui = context.ui(args.no_progress);
+    let mut loaded = config::read(&ui, &args.config, args.name.as_deref(), &context.directory)?;
+    if let Some(priority) = args.priority {
+        loaded.spec.cluster.priority = i64::from(priority);
+    }
+    let inputs = local_inputs(context, &loaded)?;
+    let api = context.api().await?;
+
+    let staged = stage(&ui, &inputs).await?;
+    let upload = Upload::plan(&api, &ui, staged).await?;
+    if upload.missing_bytes() > LARGE && !args.yes {
+        ask(&ui, upload.missing_bytes())?;
+    }
+    let sent = tokio::select! {
+        sent = Box::pin(upload.send(&api, &ui)) => sent?,
+        _ = tokio::signal::ctrl_c() => {
+            ui.notice("stopped; nothing was submitted, and what was sent is not sent again next time");
+            return Ok(Exit::Interrupted);
+        }
+    };
+    if !args.json {
+        say_sent(&ui, &sent);
+    }
+
+    let job_json = serde_json::to_string(&loaded.spec)
+        .map_err(|error| Failure::failed(format!("{}: cannot be sent: {error}", args.config.display())))?;
+    let submission = Submission {
+        config_text: loaded.text,
+        config_format: loaded.format.name().to_owned(),
+        job_json,
+        inputs: sent
+            .iter()
+            .map(|staged| (staged.config_path.clone(), staged.snapshot))
+            .collect(),
+        local: false,
+        idempotency_key: Some(args.idempotency_key.unwrap_or_else(|| uuid::Uuid::new_v4().to_string())),
+    };
+    let submitted = hand_over(&api, &ui, submission).await?;
+    if submitted.existed {
+        ui.notice("this key was submitted before; here is that job");
+    }
+    if args.json {
+        let sent: Vec<_> = sent.iter().map(staged_json).collect();
+        let line = json!({ "id": submitted.job, "name": submitted.name, "existed": submitted.existed, "inputs": sent });
+        if args.follow {
+            ui.json_line(&line)?
+        } else {
+            ui.json(&line)?
+        }
+    } else {
+        ui.data(submitted.job.as_str())?;
+    }
+    if !args.follow {
+        if ui.has_bars() {
+            ui.hint(&format!("follow it with: aitk watch {}", submitted.job));
+        }
+        return Ok(Exit::Ok);
+    }
+    let job = api.get(submitted.job.as_str()).await?;
+    let format = if args.json { Format::Json } else { Format::Human };
+    // Standard output holds the id, for `id=$(aitk submit -f …)`.
+    let mut renderer = Renderer::new(&ui, &job, format, LogsTo::Stderr);
+    follow_to_end(&api, &ui, job, 0, &mut renderer).await
+}
+
+fn staged_json(staged: &Staged) -> serde_json::Value {
+    json!({
+        "path": staged.config_path,
+        "snapshot": staged.snapshot,
+        "files": staged.files,
+        "bytes": staged.bytes,
+        "sent_bytes": staged.sent_bytes,
+    })
+}
+
+fn say_sent(ui: &Ui, sent: &[Staged]) {
+    for staged in sent {
+        let what = format!("{}: {} files, {}", staged.config_path, staged.files, size(staged.bytes));
+        let how = match staged.sent_bytes {
+            0 => "already there, nothing sent".to_owned(),
+            sent if sent == staged.bytes => "sent".to_owned(),
+            sent => format!("{} sent, the rest was already there", size(sent)),
+        };
+        ui.notice(&printable(&format!("{what}; {how}")));
+    }
+}
+
+/// What the config names and this machine has. What it does not have is an error with its place.
+fn local_inputs(context: &Context, loaded: &LoadedJob) -> Result<BTreeMap<String, PathBuf>, Failure> {
+    let mut found = BTreeMap::new();
+    let mut missing = Vec::new();
+    for Input { config_path, key, .. } in loaded.spec.inputs() {
+        let path = expand(&config_path, &context.directory, &env);
+        if path.exists() {
+            found.insert(config_path, path);
+        } else {
+            let message = format!("no file or folder '{config_path}' here");
+            missing.push(loaded.spec.finding(key, message).to_string());
+        }
+    }
+    if missing.is_empty() {
+        return Ok(found);
+    }
+    missing.dedup();
+    let lines: Vec<String> = missing.iter().map(|line| printable(line)).collect();
+    Err(Failure::not_found(lines.join("\n"))
+        .hint("paths are taken from the folder in which the command runs")
+        .hint("models are not fetched from a hub yet: download them, and name the folder or file"))
+}
+
+fn ask(ui: &Ui, bytes: u64) -> Result<(), Failure> {
+    let question = format!("{} have to be sent", size(bytes));
+    if !std::io::stdin().is_terminal() {
+        return Err(Failure::usage(format!("{question}, and nobody is there to agree")).hint("-y agrees beforehand"));
+    }
+    ui.notice(&format!("{question}; go on? [y/N]"));
+    let mut answer = String::new();
+    let read = std::io::stdin().lock().read_line(&mut answer);
+    match read {
+        Ok(_) if matches!(answer.trim().to_ascii_lowercase().as_str(), "y" | "yes") => Ok(()),
+        _ => Err(Failure::failed("not submitted")),
+    }
+}
+
+async fn hand_over(api: &Api, ui: &Ui, submission: Submission) -> Result<Submitted, Failure> {
+    let mut pause = Duration::from_millis(500);
+    for _ in 1..TRIES {
+        match api.submit(submission.clone()).await {
+            Err(failure) if failure.exit == Exit::Unreachable => {
+                ui.warn(&format!("{failure}; trying again"));
+                tokio::time::sleep(pause).await;
+                pause *= 2;
+            }
+            other => return other,
+        }
+    }
+    api.submit(submission).await
+}

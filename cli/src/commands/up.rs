@@ -1,0 +1,148 @@
+//! `up`: coordinator and worker here, until Ctrl-C.
+
+use super::{Context, env};
+use crate::args::UpArgs;
+use crate::commands::init::shell_word;
+use crate::download::disk;
+use crate::embedded::{Local, Stops, find_devices, say_devices};
+use crate::exit::Exit;
+use crate::failure::{CommandResult, Failure};
+use crate::paths::display_path;
+use crate::settings::UpState;
+use aitk_common::fsutil;
+use std::path::{Path, PathBuf};
+
+/// Removes the state file when this program ends in an orderly way.
+struct StateFile(PathBuf);
+
+impl Drop for StateFile {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
+    let ui = context.ui(true);
+    let mut stops = Stops::listen()?;
+    let devices = if args.no_worker {
+        Vec::new()
+    } else {
+        find_devices(args.device.as_deref()).await?
+    };
+    let data_dir = args.data_dir.clone().unwrap_or_else(|| context.paths.data.clone());
+    let data_dir = context.directory.join(data_dir);
+    fsutil::create_dir_all(&data_dir).map_err(|error| disk(&error))?;
+
+    let coordinator_dir = data_dir.join("coordinator");
+    let token_file = coordinator_dir.join("token");
+    let worker_dir = data_dir.join("worker");
+    let mut config = aitk_coordinator::Config::new(&coordinator_dir);
+    config.bind = args.bind;
+    config.storage_url.clone_from(&args.storage);
+    config.tls = tls(&args);
+    // A self-signed certificate is its own authority; one of an authority the system knows does not need it.
+    let ca_file = args.tls_cert.clone().map(|path| context.directory.join(path));
+    let worker = (!args.no_worker).then_some(worker_dir.as_path());
+    let mut local = Local::start(
+        config,
+        worker,
+        args.worker_name.as_deref(),
+        devices.clone(),
+        ca_file.as_deref(),
+    )
+    .await?;
+    if let Err(failure) = local.met().await {
+        local.shutdown().await;
+        return Err(failure);
+    }
+
+    let server = local.api().server().to_owned();
+    let state = UpState {
+        server: server.clone(),
+        token_file: token_file.clone(),
+        ca_file,
+        pid: std::process::id(),
+        data_dir: data_dir.clone(),
+        started: jiff::Timestamp::now().to_string(),
+    };
+    let state_file = write_state(&context.paths.up_state(), &state)?;
+
+    ui.data(&format!("server      {server}"))?;
+    ui.data(&format!("token file  {}", token_file.display()))?;
+    ui.data(&format!("data        {}", display_path(&data_dir, &env)))?;
+    say_devices(&ui, &devices);
+    ui.notice("");
+    ui.notice("Next, in another terminal:");
+    ui.notice("  aitk submit CONFIG --follow     run a job");
+    ui.notice("  aitk ps                         see all jobs");
+    if !args.bind.ip().is_loopback() {
+        let place = shell_word(&token_file);
+        ui.notice("On each other machine, with a copy of the token file:");
+        ui.notice(&format!(
+            "  aitk-worker --server https://THIS-HOST:{} --token-file {place}",
+            args.bind.port()
+        ));
+    }
+    ui.notice("Ctrl-C stops; running jobs save first and go on at the next `aitk up`.");
+
+    let exit = tokio::select! {
+        exit = stops.next() => exit,
+        why = local.worker_ended() => {
+            drop(state_file);
+            local.shutdown().await;
+            return Err(Failure::new(Exit::Runner, why));
+        }
+    };
+    drop(state_file);
+    ui.notice("saving and stopping; Ctrl-C again ends at once");
+    let killed = {
+        let shutdown = local.shutdown();
+        tokio::pin!(shutdown);
+        tokio::select! {
+            () = &mut shutdown => false,
+            _ = stops.next() => true,
+        }
+    };
+    if killed {
+        ui.warn("ended without waiting; jobs go on from their last checkpoint at the next `aitk up`");
+        return Ok(Exit::Killed);
+    }
+    ui.notice("stopped");
+    // Ctrl-C is how one leaves here, so it is a success.
+    Ok(if exit == Exit::Interrupted { Exit::Ok } else { exit })
+}
+
+fn tls(args: &UpArgs) -> Option<aitk_coordinator::TlsFiles> {
+    let (cert, key) = args.tls_cert.clone().zip(args.tls_key.clone())?;
+    Some(aitk_coordinator::TlsFiles { cert, key })
+}
+
+fn write_state(path: &Path, state: &UpState) -> Result<StateFile, Failure> {
+    fsutil::create_dir_all(fsutil::folder_of(path)).map_err(|error| disk(&error))?;
+    let text = serde_json::to_string_pretty(state).map_err(|error| Failure::failed(error.to_string()))?;
+    fsutil::write_private(path, text.as_bytes()).map_err(|error| disk(&error))?;
+    Ok(StateFile(path.to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_state_file_lives_as_long_as_up_does() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("state/up.json");
+        let state = UpState {
+            server: "http://127.0.0.1:7420".to_owned(),
+            token_file: "/t".into(),
+            ca_file: None,
+            pid: 1,
+            data_dir: "/d".into(),
+            started: "2026-01-01T00:00:00Z".to_owned(),
+        };
+        let file = write_state(&path, &state).unwrap();
+        assert_eq!(UpState::read(&path).unwrap(), Some(state));
+        drop(file);
+        assert_eq!(UpState::read(&path).unwrap(), None);
+    }
+}

@@ -1,0 +1,280 @@
+//! Coordinator and worker inside this program: what `run`, `up` and `demo` stand on.
+
+use crate::api::Api;
+use crate::download::disk;
+use crate::exit::Exit;
+use crate::failure::Failure;
+use crate::output::Ui;
+use aitk_common::capability::Device;
+use aitk_common::fsutil;
+use aitk_worker::probe::{Choice, choose, devices};
+use std::fs::{File, TryLockError};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// How long our own coordinator and worker may take to find each other.
+const MEET: Duration = Duration::from_secs(30);
+
+/// A folder below the state folder that lives as long as this value. Nobody else may look into it.
+#[derive(Debug)]
+pub struct PrivateFolder {
+    path: PathBuf,
+    /// Unlocked by the system however this program ends; the next one then sweeps.
+    _lock: File,
+}
+
+impl PrivateFolder {
+    /// Makes a folder in `parent`, and removes those that a killed program left there.
+    ///
+    /// # Errors
+    /// When the disk does not take it.
+    pub fn new(parent: &Path) -> Result<Self, Failure> {
+        fsutil::create_dir_all(parent).map_err(|error| disk(&error))?;
+        sweep(parent);
+        let cannot = |error: std::io::Error| Failure::file("make a folder in", parent, &error);
+        // Mode 0700.
+        let path = tempfile::Builder::new()
+            .prefix("run-")
+            .tempdir_in(parent)
+            .map_err(cannot)?
+            .keep();
+        let lock = File::create(path.join("lock")).map_err(cannot)?;
+        lock.try_lock()
+            .map_err(|error| Failure::failed(format!("cannot lock {}: {error}", path.display())))?;
+        Ok(Self { path, _lock: lock })
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for PrivateFolder {
+    fn drop(&mut self) {
+        if let Err(error) = fsutil::remove(&self.path) {
+            tracing::warn!(%error, "the private folder of this run was not removed");
+        }
+    }
+}
+
+/// Removes folders whose program is gone.
+fn sweep(parent: &Path) {
+    for entry in std::fs::read_dir(parent).into_iter().flatten().flatten() {
+        if !entry.file_name().to_string_lossy().starts_with("run-") {
+            continue;
+        }
+        let Ok(lock) = File::open(entry.path().join("lock")) else {
+            continue;
+        };
+        if let Ok(()) = lock.try_lock() {
+            tracing::info!(folder = %entry.path().display(), "removing what a killed program left");
+            let _ = fsutil::remove(&entry.path());
+        } else {
+            debug_assert!(!matches!(lock.try_lock(), Err(TryLockError::Error(_))));
+        }
+    }
+    // What a program that was killed while it removed left behind.
+    let _ = fsutil::sweep(parent, Duration::ZERO);
+}
+
+/// The devices that were asked for: `cuda:1`, `cpu`; `None`: the best there are.
+///
+/// # Errors
+/// When the text is no device (code 2), or this machine does not have it (code 7).
+pub async fn find_devices(wanted: Option<&str>) -> Result<Vec<Device>, Failure> {
+    let choice: Choice = wanted
+        .unwrap_or("auto")
+        .parse()
+        .map_err(|error| Failure::usage(format!("{error}")))?;
+    let found = tokio::task::spawn_blocking(devices)
+        .await
+        .map_err(|error| Failure::new(Exit::Runner, format!("looking for devices failed: {error}")))?;
+    choose(found, &choice).map_err(|error| {
+        Failure::new(Exit::NothingFits, error.to_string()).hint("`aitk doctor` lists the devices of this machine")
+    })
+}
+
+/// A coordinator and a worker that run in this program.
+pub struct Local {
+    coordinator: aitk_coordinator::Running,
+    worker: Option<aitk_worker::Running>,
+    api: Api,
+}
+
+impl Local {
+    /// Starts both, and connects to them.
+    ///
+    /// # Errors
+    /// When one of them cannot start; code 125 unless it is the user's to mend.
+    pub async fn start(
+        coordinator: aitk_coordinator::Config,
+        worker_dir: Option<&Path>,
+        name: Option<&str>,
+        devices: Vec<Device>,
+        ca_file: Option<&Path>,
+    ) -> Result<Self, Failure> {
+        let tls = coordinator.tls.is_some();
+        let running = aitk_coordinator::start(coordinator).await;
+        let coordinator = running.map_err(|error| Failure::new(Exit::Failed, crate::failure::chain(&error)))?;
+        // What listens at every address is reached at loopback.
+        let host = match coordinator.addr.ip() {
+            ip if ip.is_unspecified() && ip.is_ipv4() => "127.0.0.1".to_owned(),
+            ip if ip.is_unspecified() => "[::1]".to_owned(),
+            std::net::IpAddr::V6(ip) => format!("[{ip}]"),
+            std::net::IpAddr::V4(ip) => ip.to_string(),
+        };
+        let scheme = if tls { "https" } else { "http" };
+        let server = format!("{scheme}://{host}:{}", coordinator.addr.port());
+        let api = Api::connect(&server, &coordinator.token, ca_file).await?;
+        let worker = match worker_dir {
+            None => None,
+            Some(dir) => {
+                let mut config = aitk_worker::Config::new(&server, &coordinator.token, dir);
+                config.ca_file = ca_file.map(Path::to_path_buf);
+                config.devices = devices;
+                if let Some(name) = name {
+                    name.clone_into(&mut config.name);
+                }
+                let worker = aitk_worker::start(config).await;
+                Some(worker.map_err(|error| Failure::new(Exit::Runner, crate::failure::chain(&error)))?)
+            }
+        };
+        Ok(Self {
+            coordinator,
+            worker,
+            api,
+        })
+    }
+
+    /// Waits until the worker has registered.
+    ///
+    /// # Errors
+    /// When it is refused, or does not come within half a minute.
+    pub async fn met(&mut self) -> Result<(), Failure> {
+        let Some(worker) = &mut self.worker else { return Ok(()) };
+        let mut status = worker.status();
+        let refused = |why: &str| Failure::new(Exit::Runner, format!("coordinator and worker do not meet: {why}"));
+        let connected = async {
+            status
+                .wait_for(|status| matches!(status, aitk_worker::Status::Connected { .. }))
+                .await
+                .map(|_| ())
+        };
+        tokio::select! {
+            met = tokio::time::timeout(MEET, connected) => match met {
+                Ok(Ok(())) => Ok(()),
+                Ok(Err(_)) => Err(refused("the worker ended")),
+                Err(_) => Err(refused("no answer")),
+            },
+            ended = worker.ended() => Err(refused(&ended.map_or_else(|error| crate::failure::chain(&error), |()| "the worker ended".to_owned()))),
+        }
+    }
+
+    /// Calls to the coordinator.
+    #[must_use]
+    pub fn api(&self) -> &Api {
+        &self.api
+    }
+
+    /// Ends both. Jobs save first.
+    pub async fn shutdown(self) {
+        if let Some(worker) = self.worker {
+            worker.shutdown().await;
+        }
+        drop(self.api);
+        self.coordinator.shutdown().await;
+    }
+
+    /// Ends both at once: children are killed, nothing is saved.
+    pub async fn kill(self) {
+        drop(self.worker);
+        drop(self.api);
+        self.coordinator.shutdown().await;
+    }
+
+    /// Waits until the worker is over by itself, which happens when the coordinator refuses it. Never without one.
+    pub async fn worker_ended(&mut self) -> String {
+        match &mut self.worker {
+            Some(worker) => match worker.ended().await {
+                Ok(()) => "the worker ended".to_owned(),
+                Err(refusal) => crate::failure::chain(&refusal),
+            },
+            None => std::future::pending().await,
+        }
+    }
+}
+
+/// Ctrl-C and SIGTERM, one after the other.
+pub struct Stops {
+    #[cfg(unix)]
+    terminate: tokio::signal::unix::Signal,
+    #[cfg(unix)]
+    interrupt: tokio::signal::unix::Signal,
+}
+
+impl Stops {
+    /// From here on neither ends the program by itself.
+    ///
+    /// # Errors
+    /// When the system does not let us listen.
+    pub fn listen() -> Result<Self, Failure> {
+        use tokio::signal::unix::{SignalKind, signal};
+        let cannot = |error: std::io::Error| Failure::failed(format!("cannot listen for Ctrl-C: {error}"));
+        Ok(Self {
+            terminate: signal(SignalKind::terminate()).map_err(cannot)?,
+            interrupt: signal(SignalKind::interrupt()).map_err(cannot)?,
+        })
+    }
+
+    /// The next of them, as the exit code that it stands for.
+    pub async fn next(&mut self) -> Exit {
+        tokio::select! {
+            _ = self.interrupt.recv() => Exit::Interrupted,
+            _ = self.terminate.recv() => Exit::Terminated,
+        }
+    }
+}
+
+/// Says on which devices work is done.
+pub fn say_devices(ui: &Ui, devices: &[Device]) {
+    for found in devices {
+        let budget = crate::output::format::gib(found.memory_budget);
+        let name = crate::output::format::printable(&found.name);
+        let place = crate::views::device(found.device);
+        ui.notice(&format!(
+            "device {place}: {name}, {budget} to use, profile {}",
+            found.profile.name()
+        ));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn private_folders_vanish_and_those_of_the_dead_are_swept() {
+        let state = tempfile::tempdir().unwrap();
+        let left = state.path().join("run-dead");
+        std::fs::create_dir(&left).unwrap();
+        std::fs::write(left.join("lock"), "").unwrap();
+        let mine = PrivateFolder::new(state.path()).unwrap();
+        let path = mine.path().to_owned();
+        assert!(path.is_dir() && !left.exists());
+        let other = PrivateFolder::new(state.path()).unwrap();
+        assert!(path.is_dir(), "a living one is left alone");
+        drop(other);
+        drop(mine);
+        assert_eq!(std::fs::read_dir(state.path()).unwrap().count(), 0);
+    }
+
+    #[tokio::test]
+    async fn devices_that_are_not_there_are_named() {
+        assert_eq!(find_devices(Some("quantum")).await.unwrap_err().exit, Exit::Usage);
+        let failure = find_devices(Some("cuda:99")).await.unwrap_err();
+        assert_eq!(failure.exit, Exit::NothingFits);
+        assert_eq!(find_devices(Some("cpu")).await.unwrap().len(), 1);
+    }
+}

@@ -1,0 +1,321 @@
+//! Local inputs into the coordinator's storage: hashed here, each content sent once, nothing that is there already.
+
+use crate::api::{Api, status_failure};
+use crate::download::disk;
+use crate::exit::Exit;
+use crate::failure::Failure;
+use crate::output::Ui;
+use aitk_common::hash::ContentHash;
+use aitk_common::storage::StorageError;
+use aitk_common::storage::snapshot::{Scanned, scan};
+use aitk_proto::BLOB_CHUNK_BYTES;
+use aitk_proto::v1::{self, put_blob_request::Part};
+use bytes::Bytes;
+use futures::{StreamExt, stream};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::time::Duration;
+use tokio::io::AsyncReadExt;
+use tokio_stream::wrappers::ReceiverStream;
+
+/// How many blobs are asked for in one question; the protocol allows 1,000.
+const HAS_BATCH: usize = 1000;
+/// Files under way at once: enough to fill a line with small files.
+const AT_ONCE: usize = 8;
+/// Pieces read ahead per file, of at most 1 MiB each.
+const AHEAD: usize = 4;
+/// How often a broken upload is begun again.
+const TRIES: u32 = 5;
+/// How often the bar is moved.
+const TICK: Duration = Duration::from_millis(100);
+
+/// One input of a config as it lies in storage.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Staged {
+    /// As the config names it.
+    pub config_path: String,
+    /// Its snapshot.
+    pub snapshot: ContentHash,
+    /// How many files it has.
+    pub files: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Bytes of it that had to be sent; content that two inputs share counts for the first.
+    pub sent_bytes: u64,
+}
+
+/// Hashes every input, with a bar.
+///
+/// # Errors
+/// When a file cannot be read or its name cannot be used elsewhere.
+pub async fn stage(ui: &Ui, inputs: &BTreeMap<String, PathBuf>) -> Result<Vec<(String, Scanned)>, Failure> {
+    let mut staged = Vec::new();
+    for (config_path, path) in inputs {
+        let mut wait = ui.bytes("hashing", 0);
+        let (done, total) = (AtomicU64::new(0), AtomicU64::new(0));
+        let counters = std::sync::Arc::new((done, total));
+        let (counted, scanned_path) = (counters.clone(), path.clone());
+        let mut scanning = tokio::task::spawn_blocking(move || {
+            scan(&scanned_path, &mut |progress| {
+                counted.0.store(progress.bytes, Ordering::Relaxed);
+                counted.1.store(progress.bytes_total, Ordering::Relaxed);
+            })
+        });
+        let scanned = loop {
+            tokio::select! {
+                scanned = &mut scanning => break scanned,
+                () = tokio::time::sleep(TICK) => {
+                    wait.set(counters.0.load(Ordering::Relaxed), counters.1.load(Ordering::Relaxed));
+                }
+            }
+        };
+        let scanned = scanned.map_err(|error| Failure::failed(format!("{}: {error}", path.display())))?;
+        let scanned = scanned.map_err(|error| storage_failure(path, error))?;
+        if scanned.snapshot.files.is_empty() {
+            return Err(Failure::failed(format!("{} holds no files", path.display()))
+                .hint("names that begin with a dot, and cached latents, are not counted"));
+        }
+        staged.push((config_path.clone(), scanned));
+    }
+    Ok(staged)
+}
+
+fn storage_failure(path: &Path, error: StorageError) -> Failure {
+    match error {
+        StorageError::Local(error) => disk(&error),
+        other => Failure::failed(format!("{}: {other}", path.display())),
+    }
+}
+
+/// Where a content comes from.
+enum Source {
+    File(PathBuf),
+    Bytes(Bytes),
+}
+
+/// What is to be sent.
+pub struct Upload {
+    staged: Vec<Staged>,
+    missing: Vec<(ContentHash, u64, Source)>,
+}
+
+impl Upload {
+    /// Asks the coordinator what it does not have yet.
+    ///
+    /// # Errors
+    /// When it cannot be asked.
+    pub async fn plan(api: &Api, ui: &Ui, inputs: Vec<(String, Scanned)>) -> Result<Self, Failure> {
+        let mut all = BTreeSet::new();
+        for (_, scanned) in &inputs {
+            all.extend(scanned.snapshot.files.iter().map(|file| file.sha256));
+            all.insert(scanned.snapshot.id());
+        }
+        let all: Vec<ContentHash> = all.into_iter().collect();
+        let _spinner = (ui.has_bars() && all.len() > HAS_BATCH).then(|| ui.spinner("asking what is there already"));
+        let mut absent = BTreeSet::new();
+        for batch in all.chunks(HAS_BATCH) {
+            let mut blobs = api.clients().blobs;
+            let request = v1::HasRequest {
+                sha256: batch.iter().map(|hash| hash.to_hex()).collect(),
+            };
+            let reply = blobs
+                .has(request)
+                .await
+                .map_err(|status| status_failure(api.server(), &status))?
+                .into_inner();
+            if reply.present.len() != batch.len() {
+                return Err(Failure::failed(
+                    "the coordinator did not say of every file whether it has it",
+                ));
+            }
+            absent.extend(
+                batch
+                    .iter()
+                    .zip(reply.present)
+                    .filter(|(_, there)| !there)
+                    .map(|(hash, _)| *hash),
+            );
+        }
+        let mut upload = Self {
+            staged: Vec::new(),
+            missing: Vec::new(),
+        };
+        // The list of a snapshot goes after its files: a list that is there promises that they are.
+        let mut lists = Vec::new();
+        for (config_path, scanned) in inputs {
+            let snapshot = &scanned.snapshot;
+            let mut sent_bytes = 0;
+            for file in &snapshot.files {
+                if absent.remove(&file.sha256)
+                    && let Some(path) = scanned.sources.get(&file.sha256)
+                {
+                    sent_bytes += file.bytes;
+                    upload
+                        .missing
+                        .push((file.sha256, file.bytes, Source::File(path.clone())));
+                }
+            }
+            let (id, list) = (snapshot.id(), Bytes::from(snapshot.to_bytes()));
+            if absent.remove(&id) {
+                lists.push((id, list.len() as u64, Source::Bytes(list)));
+            }
+            upload.staged.push(Staged {
+                config_path,
+                snapshot: id,
+                files: snapshot.files.len() as u64,
+                bytes: snapshot.total_bytes(),
+                sent_bytes,
+            });
+        }
+        upload.missing.extend(lists);
+        Ok(upload)
+    }
+
+    /// How much has to be sent.
+    #[must_use]
+    pub fn missing_bytes(&self) -> u64 {
+        self.missing.iter().map(|(_, bytes, _)| bytes).sum()
+    }
+
+    /// Sends it, with a bar.
+    ///
+    /// # Errors
+    /// When a file changed meanwhile, the connection breaks too often, or the store refuses.
+    pub async fn send(self, api: &Api, ui: &Ui) -> Result<Vec<Staged>, Failure> {
+        let total = self.missing_bytes();
+        if self.missing.is_empty() {
+            return Ok(self.staged);
+        }
+        let mut wait = ui.bytes("uploading", total);
+        let sent = AtomicI64::new(0);
+        let (lists, files): (Vec<_>, Vec<_>) = self
+            .missing
+            .iter()
+            .partition(|(_, _, source)| matches!(source, Source::Bytes(_)));
+        for group in [files, lists] {
+            let sends = group
+                .into_iter()
+                .map(|(hash, bytes, source)| send_one(api, *hash, *bytes, source, &sent));
+            let mut sends = stream::iter(sends).buffer_unordered(AT_ONCE);
+            loop {
+                tokio::select! {
+                    next = sends.next() => match next {
+                        Some(done) => done?,
+                        None => break,
+                    },
+                    () = tokio::time::sleep(TICK) => {}
+                }
+                wait.set(u64::try_from(sent.load(Ordering::Relaxed)).unwrap_or(0), total);
+            }
+        }
+        Ok(self.staged)
+    }
+}
+
+async fn send_one(api: &Api, hash: ContentHash, bytes: u64, source: &Source, sent: &AtomicI64) -> Result<(), Failure> {
+    let mut pause = Duration::from_millis(250);
+    let mut tries = 1;
+    loop {
+        let brought = AtomicI64::new(0);
+        match Box::pin(try_send(api, hash, bytes, source, &brought, sent)).await {
+            Err(failure) if failure.exit == Exit::Unreachable && tries < TRIES => {
+                sent.fetch_sub(brought.load(Ordering::Relaxed), Ordering::Relaxed);
+                tracing::debug!(%failure, tries, "upload broke off");
+                tokio::time::sleep(pause).await;
+                (tries, pause) = (tries + 1, pause * 2);
+            }
+            other => return other,
+        }
+    }
+}
+
+async fn try_send(
+    api: &Api,
+    hash: ContentHash,
+    bytes: u64,
+    source: &Source,
+    brought: &AtomicI64,
+    sent: &AtomicI64,
+) -> Result<(), Failure> {
+    let (pieces, requests) = tokio::sync::mpsc::channel(AHEAD);
+    let header = v1::PutBlobRequest {
+        part: Some(Part::Header(v1::BlobHeader {
+            sha256: hash.to_hex(),
+            bytes,
+        })),
+    };
+    let count = |length: usize| {
+        let length = i64::try_from(length).unwrap_or(0);
+        brought.fetch_add(length, Ordering::Relaxed);
+        sent.fetch_add(length, Ordering::Relaxed);
+    };
+    let mut blobs = api.clients().blobs;
+    let call = blobs.put(ReceiverStream::new(requests));
+    let feed = feed(header, source, pieces, count);
+    let (fed, put) = futures::join!(feed, call);
+    fed?;
+    match put {
+        Ok(_) => Ok(()),
+        Err(status) if status.code() == tonic::Code::InvalidArgument => {
+            let name = match source {
+                Source::File(path) => path.display().to_string(),
+                Source::Bytes(_) => "the list of files".to_owned(),
+            };
+            Err(Failure::failed(format!("{name} was not taken: {}", status.message()))
+                .hint("did it change during the upload? Submit again"))
+        }
+        Err(status) => Err(status_failure(api.server(), &status)),
+    }
+}
+
+/// Puts the pieces of a content into a call. It takes `pieces`, so that the stream ends when this does: after an
+/// error without its last bytes, and then the store keeps nothing.
+async fn feed(
+    header: v1::PutBlobRequest,
+    source: &Source,
+    pieces: tokio::sync::mpsc::Sender<v1::PutBlobRequest>,
+    count: impl Fn(usize),
+) -> Result<(), Failure> {
+    // A closed channel means that the call is over; its answer says how.
+    if pieces.send(header).await.is_err() {
+        return Ok(());
+    }
+    match source {
+        Source::Bytes(all) => {
+            for piece in all.chunks(BLOB_CHUNK_BYTES) {
+                let part = v1::PutBlobRequest {
+                    part: Some(Part::Data(piece.to_vec())),
+                };
+                if pieces.send(part).await.is_err() {
+                    return Ok(());
+                }
+                count(piece.len());
+            }
+        }
+        Source::File(path) => {
+            let unreadable = |error: std::io::Error| Failure::file("read", path, &error);
+            let mut file = tokio::fs::File::open(path).await.map_err(unreadable)?;
+            loop {
+                let mut piece = Vec::new();
+                (&mut file)
+                    .take(BLOB_CHUNK_BYTES as u64)
+                    .read_to_end(&mut piece)
+                    .await
+                    .map_err(unreadable)?;
+                let length = piece.len();
+                if length == 0 {
+                    break;
+                }
+                let part = v1::PutBlobRequest {
+                    part: Some(Part::Data(piece)),
+                };
+                if pieces.send(part).await.is_err() {
+                    return Ok(());
+                }
+                count(length);
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,191 @@
+//! The program against a coordinator that says what it is told to.
+
+mod support;
+
+use aitk_proto::v1::{self, JobState};
+use support::{Fake, Home, code, err, job, log, out};
+use tonic::Status;
+
+/// Runs the program beside a fake coordinator.
+async fn ask(fake: &Fake, args: &[&str]) -> std::process::Output {
+    ask_with(fake, args, &[]).await
+}
+
+async fn ask_with(fake: &Fake, args: &[&str], env: &[(&str, &str)]) -> std::process::Output {
+    let address = fake.serve().await;
+    let home = Home::new();
+    let mut command = home.aitk();
+    command
+        .args(args)
+        .env("AITK_SERVER", format!("http://{address}"))
+        .env("AITK_TOKEN", "t");
+    command.envs(env.iter().copied());
+    tokio::task::spawn_blocking(move || command.output().unwrap())
+        .await
+        .unwrap()
+}
+
+fn fake(jobs: Vec<v1::Job>) -> Fake {
+    let fake = Fake::default();
+    fake.0.lock().unwrap().jobs = jobs;
+    fake
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn jobs_are_listed_for_people_scripts_and_programs() {
+    let fake = fake(vec![
+        job("j1-aaaaaaaaaaaa", "ada", JobState::Running),
+        job("j2", "bob", JobState::Failed),
+    ]);
+    let plain = ask(&fake, &["ps"]).await;
+    assert_eq!(code(&plain), 0, "{}", err(&plain));
+    assert!(
+        out(&plain).starts_with("ID\tNAME\tSTATE\tSTEP\tSINCE\tDETAIL\nj1-aaaaaaaaaaaa\tada\trunning\t"),
+        "{}",
+        out(&plain)
+    );
+    let table = ask_with(&fake, &["ps"], &[("COLUMNS", "60")]).await;
+    assert!(
+        out(&table).lines().all(|line| line.chars().count() <= 60),
+        "{}",
+        out(&table)
+    );
+    assert_eq!(out(&ask(&fake, &["ps", "-q"]).await), "j1-aaaaaaaaaaaa\nj2\n");
+    let json: serde_json::Value = serde_json::from_str(&out(&ask(&fake, &["ps", "--json"]).await)).unwrap();
+    assert_eq!(json["schema_version"], 1);
+    assert_eq!(json["jobs"][0]["state"], "running");
+    assert_eq!(json["jobs"][0]["created"], "2023-11-14T22:13:20.000Z");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn refusals_have_their_codes() {
+    for (status, exit) in [
+        (Status::unauthenticated("the token is wrong"), 4),
+        (
+            Status::failed_precondition("protocol 2 is spoken here, not 1: update aitk"),
+            6,
+        ),
+        (Status::internal("oops"), 1),
+    ] {
+        let fake = Fake::default();
+        fake.0.lock().unwrap().refuse = Some(status.clone());
+        let output = ask(&fake, &["ps"]).await;
+        assert_eq!(code(&output), exit);
+        assert!(
+            err(&output).starts_with("error: ") && err(&output).contains(status.message()),
+            "{}",
+            err(&output)
+        );
+    }
+    let fake = fake(vec![job("j1", "ada", JobState::Completed)]);
+    assert_eq!(code(&ask(&fake, &["logs", "nobody"]).await), 3);
+    assert_eq!(code(&ask(&fake, &["resume", "ada"]).await), 6);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_followed_job_gives_its_exit_code() {
+    for (state, exit) in [
+        (JobState::Completed, 0),
+        (JobState::Failed, 1),
+        (JobState::Stopped, 143),
+    ] {
+        let fake = fake(vec![job("j1", "ada", state)]);
+        for args in [&["watch", "j1"][..], &["logs", "-f", "j1"], &["wait", "j1"]] {
+            assert_eq!(code(&ask(&fake, args).await), exit, "{args:?} {state:?}");
+        }
+    }
+    let both = fake(vec![
+        job("j1", "ada", JobState::Completed),
+        job("j2", "bob", JobState::Stopped),
+    ]);
+    let output = ask(&both, &["wait", "-q", "ada", "bob", "j1"]).await;
+    assert_eq!((code(&output), out(&output).as_str()), (143, "j1\nj2\n"));
+    let running = fake(vec![job("j1", "ada", JobState::Running)]);
+    assert_eq!(code(&ask(&running, &["wait", "j1", "--timeout", "1s"]).await), 124);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lost_machine_is_the_runners_fault() {
+    let mut lost = job("j1", "ada", JobState::Failed);
+    lost.attempts.push(v1::Attempt {
+        id: "a1".to_owned(),
+        epoch: 1,
+        worker_id: "w1".to_owned(),
+        worker_name: "box".to_owned(),
+        device: Some(v1::DeviceRef {
+            kind: v1::DeviceKind::Cpu.into(),
+            index: 0,
+        }),
+        profile: v1::MemoryProfile::CpuOnly.into(),
+        state: v1::AttemptState::Lost.into(),
+        created_ms: 1,
+        ended_ms: Some(2),
+        message: String::new(),
+    });
+    assert_eq!(code(&ask(&fake(vec![lost]), &["wait", "j1"]).await), 125);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_broken_stream_is_taken_up_where_it_stopped() {
+    let fake = fake(vec![job("j1", "ada", JobState::Completed)]);
+    {
+        let mut told = fake.0.lock().unwrap();
+        let broken = Some(Status::unavailable("connection reset"));
+        told.scripts.push_back((vec![log(1, "one")], None));
+        told.scripts.push_back((vec![log(2, "two"), log(3, "three")], broken));
+        // A server that repeats itself must not make us repeat a line.
+        told.scripts.push_back((vec![log(3, "three"), log(4, "four")], None));
+    }
+    let output = ask(&fake, &["logs", "-f", "j1"]).await;
+    assert_eq!(
+        (code(&output), out(&output).as_str()),
+        (0, "one\ntwo\nthree\nfour\n"),
+        "{}",
+        err(&output)
+    );
+    assert_eq!(fake.0.lock().unwrap().asked, [(0, false), (1, true), (3, true)]);
+    assert!(err(&output).contains("trying again"), "{}", err(&output));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn logs_are_cut_and_streams_are_json_lines() {
+    let jobs = vec![job("j1", "ada", JobState::Completed)];
+    let lines = || (1..=5).map(|i| log(i, &format!("line {i}"))).collect::<Vec<_>>();
+    let told = |fake: &Fake| fake.0.lock().unwrap().scripts.push_back((lines(), None));
+    let fake = fake(jobs);
+    told(&fake);
+    assert_eq!(
+        out(&ask(&fake, &["logs", "j1", "--tail", "2"]).await),
+        "line 4\nline 5\n"
+    );
+    told(&fake);
+    assert_eq!(
+        out(&ask(&fake, &["logs", "j1", "--since", "2023-11-14T22:13:25Z"]).await),
+        "line 5\n"
+    );
+    told(&fake);
+    let json = out(&ask(&fake, &["watch", "j1", "--json"]).await);
+    let first: serde_json::Value = serde_json::from_str(json.lines().next().unwrap()).unwrap();
+    assert_eq!(
+        (json.lines().count(), &first["schema_version"], &first["cursor"]),
+        (5, &1.into(), &1.into())
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn artifacts_with_a_bad_name_are_not_fetched() {
+    let fake = fake(vec![job("j1", "ada", JobState::Completed)]);
+    fake.0.lock().unwrap().artifacts.push(v1::Artifact {
+        name: "../../evil".to_owned(),
+        kind: "lora".to_owned(),
+        sha256: "00".repeat(32),
+        bytes: 3,
+        ..v1::Artifact::default()
+    });
+    let output = ask(&fake, &["artifacts", "get", "j1", "-o", "out"]).await;
+    assert_eq!(code(&output), 1, "{}", err(&output));
+    assert_eq!(
+        code(&ask(&Fake::default(), &["artifacts", "get", "j1", "-o", "out"]).await),
+        3
+    );
+}

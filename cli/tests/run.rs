@@ -1,0 +1,154 @@
+//! `aitk run` and `aitk up` with the real engine on the tiny model.
+#![cfg(feature = "embedded")]
+
+mod support;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+use support::{Home, code, err, out};
+
+const TINY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/tiny_sd");
+
+fn generate(home: &Home, name: &str) {
+    let text = format!(
+        "job: generate
+config:
+  name: {name}
+  process:
+    - type: to_folder
+      output_folder: out/{name}
+      device: cpu
+      generate:
+        sampler: ddim
+        width: 64
+        height: 64
+        sample_steps: 2
+        guidance_scale: 4
+        seed: 7
+        ext: png
+        prompts:
+          - a red circle
+      model:
+        name_or_path: {TINY}
+        arch: sd15
+        dtype: float32
+"
+    );
+    home.write(&format!("{name}.yaml"), &text);
+}
+
+fn pictures(folder: &Path) -> usize {
+    let files = std::fs::read_dir(folder).map(|entries| entries.flatten().collect::<Vec<_>>()).unwrap_or_default();
+    files.iter().filter(|entry| entry.path().extension().is_some_and(|ext| ext == "png")).count()
+}
+
+#[test]
+fn configs_run_in_order_and_recover_goes_on() {
+    let home = Home::new();
+    generate(&home, "one");
+    generate(&home, "two");
+    home.write("broken.yaml", "job: generate\nconfig: [\n");
+    let refused = home.aitk().args(["run", "broken.yaml", "one.yaml", "--device", "cpu"]).output().unwrap();
+    assert_eq!(code(&refused), 1);
+    assert!(err(&refused).contains("broken.yaml:"), "{}", err(&refused));
+    assert_eq!(pictures(&home.path().join("out/one")), 0, "nothing starts before everything is checked");
+
+    let args = ["run", "one.yaml", "broken.yaml", "two.yaml", "-r", "-l", "run.log", "--device", "cpu"];
+    let output = home.aitk().args(args).output().unwrap();
+    assert_eq!(code(&output), 1, "{}", err(&output));
+    assert_eq!(pictures(&home.path().join("out/one")), 1, "{}", err(&output));
+    assert_eq!(pictures(&home.path().join("out/two")), 1, "{}", err(&output));
+    let log = std::fs::read_to_string(home.path().join("run.log")).unwrap();
+    assert!(log.contains("error: broken.yaml:") && log.contains("2 of 3 configs completed"), "{log}");
+    let left = std::fs::read_dir(home.path().join(".local/state/aitk/run")).unwrap().count();
+    assert_eq!(left, 0, "the private folder is gone");
+}
+
+#[test]
+fn a_device_that_is_not_there_is_7_and_a_missing_config_3() {
+    let home = Home::new();
+    generate(&home, "one");
+    let output = home.aitk().args(["run", "one.yaml", "--device", "cuda:99"]).output().unwrap();
+    assert_eq!(code(&output), 7, "{}", err(&output));
+    assert_eq!(code(&home.aitk().args(["run", "nothing.yaml"]).output().unwrap()), 3);
+}
+
+/// `aitk up` as a process of its own.
+struct Up {
+    child: Child,
+}
+
+impl Up {
+    fn start(home: &Home) -> Self {
+        let mut child = Command::new(assert_cmd::cargo::cargo_bin("aitk"))
+            .args(["up", "--bind", "127.0.0.1:0", "--device", "cpu", "--worker-name", "tester"])
+            .env_clear()
+            .env("HOME", home.path())
+            .env("PATH", "/usr/bin:/bin")
+            .current_dir(home.path())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        assert!(line.starts_with("server      http://127.0.0.1:"), "{line}");
+        Self { child }
+    }
+
+    fn interrupt(mut self) -> i32 {
+        kill(Pid::from_raw(i32::try_from(self.child.id()).unwrap()), Signal::SIGINT).unwrap();
+        let until = Instant::now() + Duration::from_secs(60);
+        while Instant::now() < until {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status.code().unwrap_or(-1);
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        -2
+    }
+}
+
+impl Drop for Up {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn up_serves_the_commands_beside_it_and_goes_cleanly() {
+    let home = Home::new();
+    generate(&home, "one");
+    let up = Up::start(&home);
+    let workers = home.aitk().args(["workers", "--json"]).output().unwrap();
+    let json: serde_json::Value = serde_json::from_str(&out(&workers)).unwrap();
+    assert_eq!(json["workers"][0]["name"], "tester", "{}", err(&workers));
+
+    let output = home.aitk().args(["submit", "one.yaml", "--follow"]).output().unwrap();
+    assert_eq!(code(&output), 0, "{}", err(&output));
+    assert_eq!(out(&output).lines().count(), 1, "only the id: {}", out(&output));
+    let id = out(&output).trim().to_owned();
+    let files = home.aitk().args(["artifacts", "ls", &id, "-q"]).output().unwrap();
+    assert!(out(&files).lines().any(|name| name.ends_with(".png")), "{}", out(&files));
+    let get = |args: &[&str]| home.aitk().args(["artifacts", "get", &id, "-o", "got"]).args(args).output().unwrap();
+    let fetched = get(&["*.png"]);
+    assert_eq!(code(&fetched), 0, "{}", err(&fetched));
+    let path = home.path().join(out(&fetched).trim());
+    assert!(path.is_file(), "{}", out(&fetched));
+    assert!(err(&get(&["*.png"])).contains("were there already"));
+    std::fs::write(&path, "mine").unwrap();
+    assert_eq!(code(&get(&["*.png"])), 6, "what is there is not overwritten");
+    assert_eq!(code(&get(&["*.png", "--force"])), 0);
+    assert_eq!(code(&get(&["*.gif"])), 3);
+
+    let doctor = home.aitk().args(["doctor"]).output().unwrap();
+    assert!(out(&doctor).contains("`aitk up` on this machine"), "{}", out(&doctor));
+    assert_eq!(up.interrupt(), 0);
+    let after = home.aitk().arg("ps").output().unwrap();
+    assert_eq!(code(&after), 2, "no server is known any more: {}", err(&after));
+}

@@ -1,0 +1,198 @@
+//! What the tests of the program share: a home of its own, and a coordinator that says what it is told to.
+
+#![allow(dead_code, unreachable_pub)]
+
+use aitk_proto::v1::{self, jobs_server};
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+use tokio_stream::wrappers::TcpListenerStream;
+use tonic::{Request, Response, Status};
+
+/// A home folder, and the program in it.
+pub struct Home {
+    pub dir: tempfile::TempDir,
+}
+
+impl Home {
+    pub fn new() -> Self {
+        Self {
+            dir: tempfile::tempdir().unwrap(),
+        }
+    }
+
+    pub fn path(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// The program, with nothing of the real environment.
+    pub fn aitk(&self) -> assert_cmd::Command {
+        let mut command = assert_cmd::Command::cargo_bin("aitk").unwrap();
+        command
+            .env_clear()
+            .env("HOME", self.path())
+            .env("PATH", "/usr/bin:/bin")
+            .current_dir(self.path());
+        command.timeout(std::time::Duration::from_secs(120));
+        command
+    }
+
+    pub fn write(&self, name: &str, text: &str) -> PathBuf {
+        let path = self.path().join(name);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, text).unwrap();
+        path
+    }
+}
+
+pub fn code(output: &std::process::Output) -> i32 {
+    output.status.code().unwrap_or(-1)
+}
+
+pub fn out(output: &std::process::Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+pub fn err(output: &std::process::Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// A job as the wire has it.
+pub fn job(id: &str, name: &str, state: v1::JobState) -> v1::Job {
+    v1::Job {
+        id: id.to_owned(),
+        name: name.to_owned(),
+        kind: "extension".to_owned(),
+        state: state.into(),
+        reason: "because the test says so".to_owned(),
+        created_ms: 1_700_000_000_000,
+        started_ms: Some(1_700_000_001_000),
+        ended_ms: Some(1_700_000_061_000),
+        ..v1::Job::default()
+    }
+}
+
+pub fn log(cursor: u64, message: &str) -> v1::JobEvent {
+    let line = v1::LogLine {
+        level: "info".to_owned(),
+        message: message.to_owned(),
+    };
+    v1::JobEvent {
+        cursor,
+        time_ms: 1_700_000_000_000 + cursor * 1000,
+        attempt_id: "a1".to_owned(),
+        body: Some(v1::job_event::Body::Log(line)),
+    }
+}
+
+/// What one call of `Events` gives: these events, then an error or the end.
+pub type Script = (Vec<v1::JobEvent>, Option<Status>);
+
+#[derive(Default)]
+pub struct Told {
+    pub jobs: Vec<v1::Job>,
+    pub scripts: VecDeque<Script>,
+    /// Cursor and follow flag of each call of `Events`.
+    pub asked: Vec<(u64, bool)>,
+    pub refuse: Option<Status>,
+    pub workers: Vec<v1::Worker>,
+    pub artifacts: Vec<v1::Artifact>,
+}
+
+/// A coordinator that says what it is told to.
+#[derive(Clone, Default)]
+pub struct Fake(pub Arc<Mutex<Told>>);
+
+impl Fake {
+    pub async fn serve(&self) -> SocketAddr {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let server = tonic::transport::Server::builder().add_service(jobs_server::JobsServer::new(self.clone()));
+        tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
+        address
+    }
+
+    fn told<T>(&self, answer: impl FnOnce(&mut Told) -> T) -> Result<Response<T>, Status> {
+        let mut told = self.0.lock().unwrap();
+        match &told.refuse {
+            Some(status) => Err(status.clone()),
+            None => Ok(Response::new(answer(&mut told))),
+        }
+    }
+
+    fn job(&self, id: &str) -> Result<Response<v1::Job>, Status> {
+        let jobs = self.told(|told| told.jobs.clone())?.into_inner();
+        let found = jobs.into_iter().find(|job| job.id.starts_with(id));
+        found
+            .map(Response::new)
+            .ok_or_else(|| Status::not_found(format!("no job {id}")))
+    }
+}
+
+type Events = Pin<Box<dyn tokio_stream::Stream<Item = Result<v1::JobEvent, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl jobs_server::Jobs for Fake {
+    type EventsStream = Events;
+
+    async fn info(&self, _: Request<v1::InfoRequest>) -> Result<Response<v1::InfoReply>, Status> {
+        self.told(|_| v1::InfoReply {
+            version: "0.1.0".to_owned(),
+            protocol: 1,
+            started_ms: 1_700_000_000_000,
+            storage: "file".to_owned(),
+            workers_connected: 1,
+            jobs_active: 0,
+        })
+    }
+
+    async fn submit(&self, _: Request<v1::SubmitRequest>) -> Result<Response<v1::SubmitReply>, Status> {
+        Err(Status::unimplemented("not here"))
+    }
+
+    async fn get(&self, request: Request<v1::GetJobRequest>) -> Result<Response<v1::Job>, Status> {
+        self.job(&request.into_inner().job_id)
+    }
+
+    async fn list(&self, _: Request<v1::ListJobsRequest>) -> Result<Response<v1::ListJobsReply>, Status> {
+        self.told(|told| v1::ListJobsReply {
+            jobs: told.jobs.clone(),
+        })
+    }
+
+    async fn stop(&self, request: Request<v1::StopJobRequest>) -> Result<Response<v1::Job>, Status> {
+        self.job(&request.into_inner().job_id)
+    }
+
+    async fn resume(&self, _: Request<v1::ResumeJobRequest>) -> Result<Response<v1::Job>, Status> {
+        Err(Status::failed_precondition(
+            "job j1 is completed: there is nothing to resume",
+        ))
+    }
+
+    async fn events(&self, request: Request<v1::EventsRequest>) -> Result<Response<Events>, Status> {
+        let request = request.into_inner();
+        let script = self.told(|told| {
+            told.asked.push((request.cursor, request.follow));
+            told.scripts.pop_front().unwrap_or_default()
+        })?;
+        let (events, end) = script.into_inner();
+        let items = events.into_iter().map(Ok).chain(end.map(Err)).collect::<Vec<_>>();
+        Ok(Response::new(Box::pin(tokio_stream::iter(items))))
+    }
+
+    async fn artifacts(&self, _: Request<v1::ArtifactsRequest>) -> Result<Response<v1::ArtifactsReply>, Status> {
+        self.told(|told| v1::ArtifactsReply {
+            job_id: "j1".to_owned(),
+            artifacts: told.artifacts.clone(),
+        })
+    }
+
+    async fn list_workers(&self, _: Request<v1::ListWorkersRequest>) -> Result<Response<v1::ListWorkersReply>, Status> {
+        self.told(|told| v1::ListWorkersReply {
+            workers: told.workers.clone(),
+        })
+    }
+}
