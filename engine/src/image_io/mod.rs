@@ -4,6 +4,7 @@ mod encode;
 mod resize;
 
 pub use encode::{Format, encode, save};
+pub(crate) use encode::{file_error, write};
 pub use resize::{Filter, resize};
 
 use crate::error::{EngineError, Result};

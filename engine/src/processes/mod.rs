@@ -3,6 +3,11 @@
 //! [`run`] is the main function of an attempt: it takes the processes of the job in order. A new process type is one
 //! file here and one line in [`run_one`].
 
+mod drawing;
+mod generate;
+mod img2img;
+#[cfg(test)]
+mod tests;
 mod train;
 
 use crate::error::{EngineError, Result};
@@ -153,6 +158,8 @@ pub fn run(spec: &AttemptSpec, events: &mut dyn EventSink, stop: &StopSignal) ->
 fn run_one(process: &Process, context: &mut Context<'_>) -> Result<Outcome> {
     match &process.kind {
         ProcessKind::Train(trainer) => train::run(trainer, context),
+        ProcessKind::Generate(process) => generate::run(process, context),
+        ProcessKind::Img2Img(process) => img2img::run(process, context),
         _ => Err(EngineError::Unsupported(format!(
             "the process type `{}` is not supported yet",
             process.process_type.name()

@@ -1,0 +1,200 @@
+//! What the processes that draw pictures have in common: their model, their list of finished pictures, their notes.
+
+use super::Context;
+use crate::adapters::{Component, LoadedLora, load_lora};
+use crate::device;
+use crate::error::{EngineError, Result};
+use crate::image_io;
+use crate::models::sd::{LoadOptions, SdModel};
+use crate::models::vae::AutoencoderKl;
+use crate::nn::VisitLayers;
+use aitk_common::fsutil;
+use aitk_common::job::model::ModelConfig;
+use aitk_common::job::prompt::ImageRequest;
+use aitk_common::job::{JobSpec, ProcessKind};
+use candle_core::{DType, Device};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// A loaded model with its LoRA.
+pub(super) struct Drawing {
+    pub(super) model: SdModel,
+    pub(super) lora: Option<LoadedLora>,
+    pub(super) device: Device,
+    pub(super) dtype: DType,
+    pub(super) v_prediction: bool,
+}
+
+impl Drawing {
+    /// Loads what a `model` section names, onto the attempt's device.
+    pub(super) fn load(config: &ModelConfig, cx: &mut Context<'_>) -> Result<Self> {
+        cx.phase("loading model");
+        let compute = device::compute(cx.spec.device, config.dtype.name())?;
+        for note in compute.notes {
+            cx.log("info", note);
+        }
+        let path = cx.local(&config.name_or_path);
+        let options = LoadOptions {
+            dtype: compute.dtype,
+            device: compute.device.clone(),
+            config_folder: None,
+        };
+        let mut model = SdModel::load(&path, &options)?;
+        if let Some(vae) = &config.vae_path {
+            model.vae = AutoencoderKl::open(&cx.local(vae), compute.dtype, &compute.device)?;
+        }
+        let lora = match &config.lora_path {
+            None => None,
+            Some(path) => {
+                let path = cx.local(path);
+                let mut parts: [(Component, &mut dyn VisitLayers); 2] = [
+                    (Component::Unet, &mut model.unet),
+                    (Component::TextEncoder, &mut model.text_encoder),
+                ];
+                let loaded = load_lora(&mut parts, &path, 1.0)?;
+                cx.log(
+                    "info",
+                    format!("{}: a LoRA on {} layers", path.display(), loaded.layers),
+                );
+                Some(loaded)
+            }
+        };
+        Ok(Self {
+            model,
+            lora,
+            device: compute.device,
+            dtype: compute.dtype,
+            v_prediction: config.is_v_pred,
+        })
+    }
+}
+
+/// Which pictures of a process are finished, kept beside them while it runs, so that an attempt which goes on after a
+/// lost one of the same job does not draw them again.
+pub(super) struct Finished {
+    file: PathBuf,
+    pictures: Record,
+}
+
+#[derive(Default, Serialize, Deserialize)]
+struct Record {
+    /// Index -> file name.
+    pictures: BTreeMap<u64, String>,
+}
+
+impl Finished {
+    /// Reads the record of this job and process in `folder`, if there is one.
+    pub(super) fn open(folder: &Path, cx: &Context<'_>, process: &impl Serialize) -> Result<Self> {
+        let text = serde_json::to_vec(process).map_err(|e| EngineError::Internal(e.to_string()))?;
+        let which = hex::encode(Sha256::digest(&text));
+        let file = folder
+            .join(".aitk")
+            .join(format!("pictures-{}-{}.json", cx.spec.job_id.as_str(), &which[..12]));
+        // A damaged record only costs drawing again.
+        let mut pictures: Record = std::fs::read(&file)
+            .ok()
+            .and_then(|bytes| serde_json::from_slice(&bytes).ok())
+            .unwrap_or_default();
+        pictures
+            .pictures
+            .retain(|_, name| !name.contains(['/', '\\']) && folder.join(&*name).is_file());
+        Ok(Self { file, pictures })
+    }
+
+    pub(super) fn get(&self, index: u64) -> Option<&str> {
+        self.pictures.pictures.get(&index).map(String::as_str)
+    }
+
+    pub(super) fn len(&self) -> u64 {
+        self.pictures.pictures.len() as u64
+    }
+
+    /// Notes a picture whose file is complete.
+    pub(super) fn add(&mut self, index: u64, name: String) -> Result<()> {
+        self.pictures.pictures.insert(index, name);
+        if let Some(folder) = self.file.parent() {
+            fsutil::create_dir_all(folder).map_err(image_io::file_error)?;
+        }
+        let text = serde_json::to_vec(&self.pictures).map_err(|e| EngineError::Internal(e.to_string()))?;
+        image_io::write(&self.file, &text)
+    }
+
+    /// All is drawn: the next run of the same config draws anew.
+    pub(super) fn clear(self) {
+        let _ = std::fs::remove_file(&self.file);
+        if let Some(folder) = self.file.parent() {
+            // Only when nothing else is in it.
+            let _ = std::fs::remove_dir(folder);
+        }
+    }
+}
+
+/// Where the numbers of a process's pictures begin as artifacts: processes of one job must not share them.
+pub(super) fn first_index(job: &JobSpec, is_own: impl Fn(&ProcessKind) -> bool) -> u64 {
+    let position = job
+        .process
+        .iter()
+        .position(|process| is_own(&process.kind))
+        .unwrap_or(0);
+    position as u64 * 1_000_000_000
+}
+
+/// `<unix ms>_<count>.<ext>`, not taken yet in `folder`.
+pub(super) fn picture_name(folder: &Path, count: u64, ext: &str) -> String {
+    let mut now = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |d| d.as_millis());
+    loop {
+        let name = format!("{now}_{count}.{ext}");
+        if !folder.join(&name).exists() {
+            return name;
+        }
+        now += 1;
+    }
+}
+
+/// A request as a prompt with flags: given to aitk again it draws the same picture.
+pub(super) fn as_prompt(request: &ImageRequest, seed: u64) -> String {
+    let mut text = request.prompt.clone();
+    if !request.negative_prompt.is_empty() {
+        text += &format!(" --n {}", request.negative_prompt);
+    }
+    text += &format!(
+        " --w {} --h {} --seed {} --cfg {} --steps {}",
+        request.width,
+        request.height,
+        i64::from_ne_bytes(seed.to_ne_bytes()),
+        request.guidance_scale,
+        request.steps
+    );
+    if request.guidance_rescale != 0.0 {
+        text += &format!(" --gr {}", request.guidance_rescale);
+    }
+    if request.network_multiplier != 1.0 {
+        text += &format!(" --m {}", request.network_multiplier);
+    }
+    text
+}
+
+/// What a PNG says about itself, in the form that picture viewers for Stable Diffusion read.
+pub(super) fn parameters(request: &ImageRequest, sampler: &str, seed: u64) -> String {
+    let mut text = request.prompt.clone();
+    if !request.negative_prompt.is_empty() {
+        text += &format!("\nNegative prompt: {}", request.negative_prompt);
+    }
+    text += &format!(
+        "\nSteps: {}, Sampler: {sampler}, CFG scale: {}, Seed: {}, Size: {}x{}",
+        request.steps,
+        request.guidance_scale,
+        i64::from_ne_bytes(seed.to_ne_bytes()),
+        request.width,
+        request.height
+    );
+    if request.network_multiplier != 1.0 {
+        text += &format!(", LoRA strength: {}", request.network_multiplier);
+    }
+    text
+}

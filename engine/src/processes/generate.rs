@@ -1,0 +1,211 @@
+//! `to_folder` (section 3.5 of the config reference): pictures from prompts.
+//!
+//! Unlike in ai-toolkit (its quirk 13) the flags of a prompt are honoured, and Stable Diffusion 1.x works.
+//! What the config leaves to chance (seeds, sizes of `size_list`, random prompts, the shuffled order) is decided by the
+//! job's seed, so that an attempt which goes on after a lost one draws the same pictures.
+
+use super::drawing::{Drawing, Finished, as_prompt, first_index, parameters, picture_name};
+use super::{Context, artifact_name};
+use crate::data::generator_for;
+use crate::error::{EngineError, Result};
+use crate::image_io;
+use crate::pipelines::{SampleSettings, random_seed, sample_prompts};
+use crate::samplers;
+use aitk_common::attempt::{ChildEvent, Outcome};
+use aitk_common::fsutil;
+use aitk_common::job::ProcessKind;
+use aitk_common::job::generate::GenerateConfig;
+use aitk_common::job::process::GenerateProcess;
+use aitk_common::job::prompt::{ImageRequest, PromptFlags};
+use aitk_common::job::values::TextSource;
+use std::time::Instant;
+
+/// Most pictures of one process.
+const MOST_PICTURES: usize = 1_000_000;
+
+/// Draws every picture of the process.
+///
+/// # Errors
+/// When the model, the prompts or the folder cannot be used.
+pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Outcome> {
+    let config = &process.generate;
+    let sampler = config.sampler.name();
+    samplers::check_name(sampler)?;
+    let requests = requests(config, cx)?;
+    let folder = cx.output_root(Some(&process.output_folder));
+    fsutil::create_dir_all(&folder).map_err(image_io::file_error)?;
+    let mut finished = Finished::open(&folder, cx, process)?;
+    let base = first_index(
+        cx.job,
+        |kind| matches!(kind, ProcessKind::Generate(own) if std::ptr::eq(&raw const **own, process)),
+    );
+    for index in 0..requests.len() as u64 {
+        if let Some(name) = finished.get(index) {
+            let path = folder.join(name);
+            cx.artifact("image", &folder, &path, None, Some(base + index));
+        }
+    }
+    let (open, left): (Vec<u64>, Vec<ImageRequest>) = requests
+        .iter()
+        .zip(0u64..)
+        .filter(|(_, i)| finished.get(*i).is_none())
+        .map(|(r, i)| (i, r.clone()))
+        .unzip();
+    let total = requests.len() as u64;
+    if finished.len() > 0 {
+        cx.log(
+            "info",
+            format!("{} of {total} pictures are finished already", total - left.len() as u64),
+        );
+    }
+    if left.is_empty() {
+        finished.clear();
+        return Ok(Outcome::Completed);
+    }
+
+    let drawing = Drawing::load(&process.model, cx)?;
+    cx.phase("generating");
+    let mut done = total - left.len() as u64;
+    cx.events.emit(ChildEvent::Progress {
+        done,
+        total,
+        seconds_per_step: None,
+    });
+    let settings = SampleSettings {
+        device: &drawing.device,
+        dtype: drawing.dtype,
+        sampler,
+        v_prediction: drawing.v_prediction,
+        multiplier: drawing.lora.as_ref().map(|lora| &lora.multiplier),
+        job_seed: cx.spec.seed,
+    };
+    let stop = cx.stop.clone();
+    let mut started = Instant::now();
+    let complete = sample_prompts(
+        &drawing.model,
+        &settings,
+        &left,
+        &mut |_, _| !stop.is_set(),
+        &mut |i, request, seed, picture| {
+            let index = open[i];
+            let name = picture_name(&folder, index, &config.ext);
+            let path = folder.join(&name);
+            if config.prompt_file {
+                let note = path.with_extension("txt");
+                image_io::write(&note, as_prompt(request, seed).as_bytes())?;
+                cx.artifact("prompt", &folder, &note, None, Some(base + index));
+            }
+            image_io::save(&picture, &path, &[("parameters", &parameters(request, sampler, seed))])?;
+            finished.add(index, name)?;
+            cx.log(
+                "info",
+                format!("{}: {}", artifact_name(&folder, &path), as_prompt(request, seed)),
+            );
+            cx.artifact("image", &folder, &path, None, Some(base + index));
+            done += 1;
+            let seconds = started.elapsed().as_secs_f64();
+            started = Instant::now();
+            cx.events.emit(ChildEvent::Progress {
+                done,
+                total,
+                seconds_per_step: Some(seconds),
+            });
+            Ok(())
+        },
+    )?;
+    if !complete {
+        return Ok(Outcome::Stopped);
+    }
+    finished.clear();
+    Ok(Outcome::Completed)
+}
+
+/// Every picture to draw, in order, each with its seed.
+fn requests(config: &GenerateConfig, cx: &mut Context<'_>) -> Result<Vec<ImageRequest>> {
+    let lines = prompts(&config.prompts, cx)?;
+    let seed = cx.spec.seed;
+    if config.random_prompts && config.max_images as usize > MOST_PICTURES {
+        return Err(EngineError::bad_input(format!(
+            "generate.max_images: at most {MOST_PICTURES}"
+        )));
+    }
+    let mut list = if config.random_prompts {
+        random_prompts(config, &lines, seed)
+    } else {
+        lines
+    };
+    let repeats = config.num_repeats.max(1) as usize;
+    if list.len().saturating_mul(repeats) > MOST_PICTURES {
+        return Err(EngineError::bad_input(format!(
+            "generate: {} prompts times {repeats} are more than {MOST_PICTURES} pictures: use several jobs",
+            list.len()
+        )));
+    }
+    list = std::iter::repeat_n(list, repeats).flatten().collect();
+    if config.shuffle {
+        let order = generator_for(seed, "generate/shuffle", 0, 0).randperm(list.len());
+        list = order
+            .into_iter()
+            .filter_map(|i| list.get(i as usize).cloned())
+            .collect();
+    }
+    let mut out = Vec::with_capacity(list.len());
+    for (index, prompt) in (0u64..).zip(&list) {
+        let size = config
+            .size_list
+            .as_ref()
+            .filter(|sizes| !sizes.is_empty())
+            .map(|sizes| {
+                let chosen = generator_for(seed, "generate/size", index, 0).randint(0, sizes.len() as i64, 1)[0];
+                let pair = sizes[chosen as usize];
+                (pair.0, pair.1)
+            });
+        for problem in PromptFlags::parse(prompt).problems {
+            cx.log("warn", format!("prompt {}: {problem}", index + 1));
+        }
+        let mut request = config.request(prompt, size);
+        let own = request.seed.unwrap_or_else(|| random_seed(seed, index) as i64);
+        request.seed = Some(own);
+        out.push(request);
+    }
+    Ok(out)
+}
+
+fn prompts(source: &TextSource, cx: &Context<'_>) -> Result<Vec<String>> {
+    let lines = match source {
+        TextSource::List(list) => list.clone(),
+        TextSource::File(file) => {
+            let path = cx.local(file);
+            let bytes = std::fs::read(&path).map_err(|e| EngineError::io(&path, e))?;
+            let text = String::from_utf8(bytes)
+                .map_err(|_| EngineError::bad_input(format!("{}: the prompts are not UTF-8", path.display())))?;
+            let text = text.trim_start_matches('\u{feff}');
+            text.lines()
+                .map(str::trim)
+                .filter(|line| !line.is_empty())
+                .map(str::to_owned)
+                .collect()
+        }
+    };
+    if lines.is_empty() {
+        return Err(EngineError::bad_input("generate.prompts: there is no prompt"));
+    }
+    Ok(lines)
+}
+
+/// `max_images` prompts, each of 1 to `max_random_per_prompt` random lines joined by ", ".
+fn random_prompts(config: &GenerateConfig, lines: &[String], seed: u64) -> Vec<String> {
+    let most = i64::from(config.max_random_per_prompt.max(1));
+    (0..u64::from(config.max_images))
+        .map(|index| {
+            let mut generator = generator_for(seed, "generate/prompt", index, 0);
+            let count = generator.randint(1, most + 1, 1)[0] as usize;
+            let picked = generator.randint(0, lines.len() as i64, count);
+            picked
+                .into_iter()
+                .map(|i| lines[i as usize].as_str())
+                .collect::<Vec<_>>()
+                .join(", ")
+        })
+        .collect()
+}

@@ -1,0 +1,246 @@
+//! `batch_img2img` (section 3.3 of the config reference): the pictures of data sets, redrawn, with captions as prompts.
+
+use super::drawing::{Drawing, Finished, first_index, parameters, picture_name};
+use super::{Context, artifact_name};
+use crate::data::{CaptionRules, Dataset, DatasetOptions, build_caption, generator_for};
+use crate::error::{EngineError, Result};
+use crate::image_io::{self, Filter};
+use crate::pipelines::{Picture, Pipeline, random_seed};
+use crate::samplers::{self, NoiseSource};
+use aitk_common::attempt::{ChildEvent, Outcome};
+use aitk_common::fsutil;
+use aitk_common::job::ProcessKind;
+use aitk_common::job::dataset::DatasetConfig;
+use aitk_common::job::process::Img2ImgProcess;
+use aitk_common::job::prompt::{ImageRequest, PromptFlags};
+use image::RgbImage;
+use std::path::PathBuf;
+use std::time::Instant;
+
+/// One picture to redraw.
+struct Task {
+    /// Where it lies.
+    path: PathBuf,
+    /// The picture, upright, scaled and cut as training would see it.
+    source: Source,
+    prompt: String,
+}
+
+/// How the picture of a file is made.
+struct Source {
+    scale_to: (u32, u32),
+    bucket: (u32, u32),
+    crop: (u32, u32),
+    flip: (bool, bool),
+}
+
+impl Task {
+    fn open(&self) -> Result<RgbImage> {
+        let mut picture = image_io::open_rgb(&self.path)?;
+        if self.source.flip.0 {
+            image::imageops::flip_horizontal_in_place(&mut picture);
+        }
+        if self.source.flip.1 {
+            image::imageops::flip_vertical_in_place(&mut picture);
+        }
+        let (width, height) = self.source.scale_to;
+        let scaled = image_io::resize(&picture, width, height, Filter::Bicubic);
+        let ((x, y), (width, height)) = (self.source.crop, self.source.bucket);
+        Ok(image::imageops::crop_imm(&scaled, x, y, width, height).to_image())
+    }
+}
+
+/// Redraws every picture of the process.
+///
+/// # Errors
+/// When the model, a data set or the folder cannot be used.
+pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outcome> {
+    let config = &process.generate;
+    let sampler = config.sampler.name();
+    samplers::check_name(sampler)?;
+    let tasks = tasks(process, cx)?;
+    let folder = cx.output_root(Some(&process.output_folder));
+    fsutil::create_dir_all(&folder).map_err(image_io::file_error)?;
+    let copies = process.copy_inputs_to.as_ref().map(|path| match &cx.spec.output_root {
+        Some(root) => root.join("inputs"),
+        None => PathBuf::from(path),
+    });
+    if let Some(copies) = &copies {
+        fsutil::create_dir_all(copies).map_err(image_io::file_error)?;
+    }
+    let mut finished = Finished::open(&folder, cx, process)?;
+    let base = first_index(
+        cx.job,
+        |kind| matches!(kind, ProcessKind::Img2Img(own) if std::ptr::eq(&raw const **own, process)),
+    );
+    let drawing = Drawing::load(&process.model, cx)?;
+    let pipeline = Pipeline::new(&drawing.model, &drawing.device, drawing.dtype, drawing.v_prediction)?;
+
+    cx.phase("generating");
+    let total = tasks.len() as u64;
+    let mut done = 0;
+    for (index, task) in (0u64..).zip(&tasks) {
+        if let Some(name) = finished.get(index) {
+            let path = folder.join(name);
+            cx.artifact("image", &folder, &path, None, Some(base + index));
+            done += 1;
+            continue;
+        }
+        cx.events.emit(ChildEvent::Progress {
+            done,
+            total,
+            seconds_per_step: None,
+        });
+        let started = Instant::now();
+        let source = task.open()?;
+        let request = request(process, &task.prompt, index, &source, cx.spec.seed);
+        let seed = request.seed.unwrap_or_default() as u64;
+        if let Some(lora) = &drawing.lora {
+            lora.multiplier.set(request.network_multiplier);
+        }
+        let picture = Picture {
+            prompts: vec![request.prompt.clone()],
+            negative: vec![request.negative_prompt.clone()],
+            width: request.width as usize,
+            height: request.height as usize,
+            steps: request.steps as usize,
+            guidance_scale: request.guidance_scale,
+            guidance_rescale: request.guidance_rescale,
+            sampler: sampler.to_owned(),
+            eta: 0.0,
+        };
+        let stop = cx.stop.clone();
+        let drawn = pipeline.image_to_image(
+            &picture,
+            std::slice::from_ref(&source),
+            config.denoise_strength,
+            &mut NoiseSource::seeds(&[seed]),
+            &mut |_, _| !stop.is_set(),
+        )?;
+        let Some(result) = drawn.and_then(|pictures| pictures.into_iter().next()) else {
+            return Ok(Outcome::Stopped);
+        };
+        let name = picture_name(&folder, index, &config.ext);
+        let path = folder.join(&name);
+        if let Some(copies) = &copies {
+            image_io::save(&source, &copies.join(&name), &[])?;
+        }
+        image_io::save(&result, &path, &[("parameters", &parameters(&request, sampler, seed))])?;
+        finished.add(index, name)?;
+        cx.log(
+            "info",
+            format!(
+                "{}: from {}, seed {seed}",
+                artifact_name(&folder, &path),
+                task.path.display()
+            ),
+        );
+        cx.artifact("image", &folder, &path, None, Some(base + index));
+        done += 1;
+        let seconds = started.elapsed().as_secs_f64();
+        cx.events.emit(ChildEvent::Progress {
+            done,
+            total,
+            seconds_per_step: Some(seconds),
+        });
+    }
+    finished.clear();
+    Ok(Outcome::Completed)
+}
+
+/// The settings of one picture: the section's, then the flags of its caption.
+fn request(process: &Img2ImgProcess, prompt: &str, index: u64, source: &RgbImage, job_seed: u64) -> ImageRequest {
+    let config = &process.generate;
+    let flags = PromptFlags::parse(prompt);
+    let fixed = match config.seed {
+        -1 => random_seed(job_seed, index) as i64,
+        seed if config.walk_seed => seed.wrapping_add(index as i64),
+        seed => seed,
+    };
+    ImageRequest {
+        prompt: flags.prompt,
+        prompt_2: None,
+        negative_prompt: flags.negative_prompt.unwrap_or_else(|| config.neg.clone()),
+        negative_prompt_2: None,
+        width: source.width(),
+        height: source.height(),
+        seed: Some(flags.seed.unwrap_or(fixed)),
+        guidance_scale: flags.guidance_scale.unwrap_or(config.guidance_scale),
+        guidance_rescale: flags.guidance_rescale.unwrap_or(config.guidance_rescale),
+        steps: flags.steps.unwrap_or(config.sample_steps).max(1),
+        network_multiplier: flags.network_multiplier.unwrap_or(1.0),
+        adapter_conditioning_scale: 1.0,
+        refiner_start_at: 0.5,
+        extra_values: Vec::new(),
+        num_frames: 1,
+        fps: 16,
+        ctrl_img: None,
+        ctrl_img_1: None,
+        ctrl_img_2: None,
+        ctrl_img_3: None,
+        ctrl_idx: 0,
+        do_cfg_norm: false,
+    }
+}
+
+fn tasks(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Vec<Task>> {
+    let mut out = Vec::new();
+    for config in &process.datasets {
+        for resolution in config.resolution.iter() {
+            let options = options(config, *resolution, process.generate.trigger_word.as_deref(), cx)?;
+            let (dataset, warnings) = Dataset::open(options, 8, cx.spec.seed)?;
+            for warning in warnings {
+                cx.log("warn", warning);
+            }
+            for item in &dataset.items {
+                let index = out.len() as u64;
+                let mut generator = generator_for(cx.spec.seed, "img2img/caption", index, 0);
+                let prompt = build_caption(&item.caption, &dataset.options.captions, &mut generator);
+                out.push(Task {
+                    path: item.path.clone(),
+                    source: Source {
+                        scale_to: item.plan.scale_to,
+                        bucket: item.plan.bucket,
+                        crop: item.plan.crop,
+                        flip: (item.flip_x, item.flip_y),
+                    },
+                    prompt,
+                });
+            }
+        }
+    }
+    if out.is_empty() {
+        return Err(EngineError::bad_input("datasets: there is no picture to redraw"));
+    }
+    Ok(out)
+}
+
+fn options(config: &DatasetConfig, resolution: u32, trigger: Option<&str>, cx: &Context<'_>) -> Result<DatasetOptions> {
+    let path = config
+        .path()
+        .ok_or_else(|| EngineError::bad_input("datasets: an entry has no `folder_path`"))?;
+    let trigger = config.trigger_word.clone().or_else(|| trigger.map(str::to_owned));
+    Ok(DatasetOptions {
+        path: cx.local(path),
+        resolution,
+        batch_size: 1,
+        repeats: config.num_repeats.max(1) as usize,
+        caption_ext: config.caption_ext.clone(),
+        default_caption: config.default_caption.clone(),
+        short_captions: config.use_short_captions,
+        captions: CaptionRules {
+            trigger: trigger.clone(),
+            process_trigger: trigger,
+            ..CaptionRules::default()
+        },
+        square_crop: config.square_crop,
+        random_crop: config.random_crop,
+        scale: config.scale,
+        flip_x: config.flip_x,
+        flip_y: config.flip_y,
+        network_weight: 1.0,
+        loss_multiplier: 1.0,
+        cache_latents: false,
+        cache_latents_to_disk: false,
+    })
+}
