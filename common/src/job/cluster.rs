@@ -161,3 +161,24 @@ impl FieldValue for ByteCount {
         self.0 == 0
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn byte_counts() {
+        for (text, bytes) in [
+            ("12GiB", 12 << 30),
+            ("1.5 GiB", 3 << 29),
+            ("800MB", 800_000_000),
+            ("1024", 1024),
+            ("2g", 2_000_000_000),
+        ] {
+            assert_eq!(ByteCount::parse(text), Some(ByteCount(bytes)), "{text}");
+        }
+        for text in ["", "GiB", "12 apples", "-1GB", "1e99TB"] {
+            assert_eq!(ByteCount::parse(text), None, "{text}");
+        }
+    }
+}

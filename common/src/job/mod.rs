@@ -4,10 +4,13 @@
 //! its type, its reader, its documentation and what [`JobSpec::unsupported`] says about it.
 
 pub mod arch;
+mod averages;
 pub mod caption;
 mod checks;
 pub mod cluster;
+mod compound;
 pub mod dataset;
+mod declare;
 pub mod dtype;
 pub mod error;
 pub mod generate;
@@ -21,9 +24,11 @@ pub mod modify;
 pub mod naming;
 pub mod network;
 pub mod node;
+mod objective;
 pub mod optimizer;
 pub mod process;
 pub mod prompt;
+mod reading;
 pub mod reference;
 pub mod sample;
 pub mod sampler;
@@ -82,5 +87,7 @@ impl Format {
 
 #[cfg(test)]
 mod examples;
+#[cfg(test)]
+mod hostile;
 #[cfg(test)]
 mod tests;

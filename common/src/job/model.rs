@@ -39,9 +39,9 @@ section! {
         /// Replacement VAE.
         vae_path: Option<String> = None, Works, input Vae;
         /// Number format of the VAE.
-        vae_dtype: Option<DType> = None, Works, shown "`dtype`";
+        vae_dtype: Option<DType> = None, Ignored("every part computes in `dtype`"), shown "`dtype`";
         /// Number format of the text encoders.
-        te_dtype: Option<DType> = None, Works, shown "`dtype`";
+        te_dtype: Option<DType> = None, Ignored("every part computes in `dtype`"), shown "`dtype`";
         /// Without effect in ai-toolkit too.
         vae_device: Option<String> = None, Accepted("never had an effect");
         /// Without effect in ai-toolkit too.

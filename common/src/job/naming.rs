@@ -92,3 +92,54 @@ pub fn expired(steps: &[u64], keep: u64) -> Vec<u64> {
     steps.truncate(steps.len() - keep);
     steps
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_those_of_ai_toolkit() {
+        assert_eq!(lora_file("cat", Some(500)), "cat_000000500.safetensors");
+        assert_eq!(lora_file("cat", None), "cat.safetensors");
+        assert_eq!(
+            sample_file(1_724_085_406_830, Some(500), 0, "jpg"),
+            "1724085406830__000000500_0.jpg"
+        );
+        assert_eq!(
+            sample_file(1_724_085_406_830, None, 12, ".png"),
+            "1724085406830__12.png"
+        );
+        assert_eq!(generated_file(1_724_085_406_830, 3, "png"), "1724085406830_3.png");
+    }
+
+    #[test]
+    fn steps_are_read_back() {
+        assert_eq!(step_of("cat", "cat_000000500.safetensors"), Some(500));
+        assert_eq!(step_of("cat", "cat_000000500"), Some(500));
+        for other in [
+            "cat.safetensors",
+            "cat_500.safetensors",
+            "cat_two_000000500.safetensors",
+            "dog_000000500.pt",
+        ] {
+            assert_eq!(step_of("cat", other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn retention_keeps_the_newest_by_step() {
+        assert_eq!(expired(&[300, 100, 200, 400], 2), [100, 200]);
+        assert_eq!(expired(&[300, 100], 2), [0; 0]);
+        assert_eq!(expired(&[300, 100, 200], 0), [0; 0], "0 keeps all");
+    }
+
+    #[test]
+    fn names_that_cannot_name_folders() {
+        for name in ["", " ", ".", "..", "a/b", "a\\b", "a\nb", "c:", &"x".repeat(201)] {
+            assert!(check_name(name).is_err(), "{name:?}");
+        }
+        for name in ["cat", "my lora v1.2", "猫"] {
+            assert_eq!(check_name(name), Ok(()));
+        }
+    }
+}

@@ -135,28 +135,3 @@ fn finish(network: &mut NetworkConfig, given: &Given, cx: &mut Cx) {
         cx.error_at("dropout", "expected a chance from 0 to below 1");
     }
 }
-
-impl NetworkConfig {
-    /// Whether a layer with this dotted name (`unet.mid_block.attentions.0.proj_in`) gets a LoRA by the
-    /// filters of `network_kwargs`.
-    #[must_use]
-    pub fn wants_layer(&self, dotted: &str) -> bool {
-        let kwargs = &self.network_kwargs;
-        if kwargs
-            .ignore_if_contains
-            .iter()
-            .any(|part| dotted.contains(part.as_str()))
-        {
-            return false;
-        }
-        match &kwargs.only_if_contains {
-            None => true,
-            Some(parts) => {
-                let flat = dotted.replace('.', "_");
-                parts
-                    .iter()
-                    .any(|part| dotted.contains(part.as_str()) || flat.contains(part.as_str()))
-            }
-        }
-    }
-}

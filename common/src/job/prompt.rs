@@ -294,3 +294,61 @@ impl GenerateConfig {
         .finished()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::job::sample::SampleItem;
+
+    #[test]
+    fn flags_are_taken_out_and_unknown_ones_dropped() {
+        let flags = PromptFlags::parse(
+            " a cat, sitting --n blurry, dark --w 515 --h 10 --d 42 --l 6.5 --s 30 --m 0.8 --ev 1,2.5 --zoom in --seed -1",
+        );
+        assert_eq!(flags.prompt, "a cat, sitting");
+        assert_eq!(flags.negative_prompt.as_deref(), Some("blurry, dark"));
+        assert_eq!((flags.width, flags.height), (Some(512), Some(64)));
+        assert_eq!((flags.seed, flags.steps), (Some(-1), Some(30)));
+        assert_eq!((flags.guidance_scale, flags.network_multiplier), (Some(6.5), Some(0.8)));
+        assert_eq!(flags.extra_values, Some(vec![1.0, 2.5]));
+        assert_eq!(flags.unknown, ["zoom"]);
+        assert_eq!(flags.problems, [""; 0]);
+    }
+
+    #[test]
+    fn bad_values_are_told_and_dropped() {
+        let flags = PromptFlags::parse("x --w wide --cfg inf --steps");
+        assert_eq!((flags.width, flags.guidance_scale, flags.steps), (None, None, None));
+        assert_eq!(flags.problems.len(), 3);
+        // Any literal `--` begins a flag, as in ai-toolkit.
+        assert_eq!(PromptFlags::parse("a -- b").prompt, "a");
+    }
+
+    #[test]
+    fn items_fall_back_to_the_section_and_seeds_do_not_stick() {
+        let item = |prompt: &str, seed| SampleItem {
+            prompt: prompt.into(),
+            seed,
+            ..SampleItem::default()
+        };
+        let mut sample = SampleConfig {
+            seed: 10,
+            width: 517,
+            samples: vec![
+                item("a", None),
+                item("b [trigger]", Some(3)),
+                item("c", None),
+                item("d --seed 9", None),
+            ],
+            ..SampleConfig::default()
+        };
+        let seeds = |sample: &SampleConfig| sample.requests(Some("t0k")).iter().map(|r| r.seed).collect::<Vec<_>>();
+        assert_eq!(seeds(&sample), [Some(10), Some(3), Some(10), Some(9)]);
+        sample.walk_seed = true;
+        assert_eq!(seeds(&sample), [Some(10), Some(3), Some(12), Some(9)]);
+        let requests = sample.requests(Some("t0k"));
+        assert_eq!((requests[1].prompt.as_str(), requests[1].width), ("b t0k", 512));
+        sample.seed = -1;
+        assert_eq!(seeds(&sample)[0], None, "-1 is random");
+    }
+}

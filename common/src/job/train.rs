@@ -3,133 +3,11 @@
 use super::dtype::DType;
 use super::optimizer::{LrSchedulerName, OptimizerName};
 use super::sampler::SamplerName;
-use super::schema::{Cx, Given, Report, choices, join, section};
+use super::schema::{Cx, Given, Report, join, section};
 use super::values::{FloatOrRange, FreeMap};
 
-choices! {
-    /// How prediction and target are compared.
-    pub enum LossType("loss type") {
-        /// Mean of squares.
-        Mse = "mse", Works;
-        /// Mean of absolute values.
-        Mae = "mae", Works;
-        /// Over wavelet bands.
-        Wavelet = "wavelet", Refused("use `mse` or `mae`");
-        /// After one step of the sampler.
-        Stepped = "stepped", Refused("use `mse` or `mae`");
-        /// Smooth absolute value.
-        PseudoHuber = "pseudo_huber", Refused("use `mse` or `mae`");
-        /// Mean flow.
-        MeanFlow = "mean_flow", Refused("use `mse` or `mae`");
-    }
-}
-
-choices! {
-    /// What the prediction is compared with.
-    pub enum LossTarget("loss target") {
-        /// The noise (or velocity) that was added.
-        Noise = "noise", Works;
-        /// The picture.
-        Source = "source", Refused("use `noise`");
-        /// The picture before augmentation.
-        Unaugmented = "unaugmented", Refused("use `noise`");
-        /// The difference to the base model's noise.
-        DifferentialNoise = "differential_noise", Refused("use `noise`");
-    }
-}
-
-choices! {
-    /// How flow models draw time steps.
-    pub enum TimestepType("timestep type") {
-        /// Sigmoid of a normal number.
-        Sigmoid = "sigmoid", Works;
-        /// Even.
-        Linear = "linear", Works;
-        /// Even, with a table of loss weights.
-        Weighted = "weighted", Works;
-        /// Shifted by resolution, as at inference.
-        Shift = "shift" | "flux_shift" | "lumina2_shift", Works;
-        /// Three quarters log-normal, a quarter even.
-        LognormBlend = "lognorm_blend", Works;
-        /// After one denoising step.
-        NextSample = "next_sample", Works;
-        /// Only the first step of a 1-step sampler.
-        OneStep = "one_step", Works;
-        /// Only the steps of a 2-step sampler.
-        TwoStep = "two_step", Works;
-        /// Only the steps of a 4-step sampler.
-        FourStep = "four_step", Works;
-        /// Only the steps of an 8-step sampler.
-        EightStep = "eight_step", Works;
-    }
-}
-
-choices! {
-    /// Which noise levels are trained most.
-    pub enum ContentOrStyle("noise level preference") {
-        /// All the same.
-        Balanced = "balanced", Works;
-        /// High noise.
-        Content = "content", Refused("time steps are drawn evenly (`balanced`)");
-        /// Low noise.
-        Style = "style", Refused("time steps are drawn evenly (`balanced`)");
-    }
-}
-
-choices! {
-    /// How the scale of the guidance loss changes with the noise level.
-    pub enum GuidanceLossSchedule("guidance loss schedule") {
-        /// Not at all.
-        Constant = "constant", Works;
-        /// Down to 1 with the noise.
-        Sigma = "sigma", Works;
-    }
-}
-
-section! {
-    /// Exponential moving average of the trained weights.
-    pub struct EmaConfig("ema_config") {
-        /// On or off. Saves and samples use the averaged weights.
-        use_ema: bool = false, Works;
-        /// Share of the old average that stays at each step.
-        ema_decay: f64 = 0.999, Works;
-        /// Feed the difference back into the weights.
-        use_feedback: bool = false, Refused("only the plain average");
-        /// Multiply the weights at each update.
-        param_multiplier: f64 = 1.0, Refused("only the plain average");
-    }
-    finish = finish_ema;
-}
-
-fn finish_ema(ema: &mut EmaConfig, _given: &Given, cx: &mut Cx) {
-    if !(0.0..=1.0).contains(&ema.ema_decay) {
-        cx.error_at("ema_decay", "expected a share from 0 to 1");
-    }
-}
-
-section! {
-    /// One picture whose loss is measured again and again.
-    pub struct ValidationItem("validation_items") {
-        /// The picture.
-        image_path [required]: String = String::new(), Works, input ControlImages;
-        /// Its caption.
-        prompt: String = String::new(), Works;
-    }
-}
-
-section! {
-    /// Loss on fixed pictures with fixed noise.
-    pub struct ValidationConfig("validation_config") {
-        /// The pictures.
-        validation_items: Vec<ValidationItem> = Vec::new(), Works;
-        /// Pixel budget: resolution squared.
-        resolution: u32 = 512, Works;
-        /// Steps between measurements.
-        validate_every_n_steps: u64 = 10, Works;
-        /// Noise levels.
-        validation_sigmas: Vec<f64> = vec![1.0, 0.75, 0.5, 0.25], Works;
-    }
-}
+pub use super::averages::{EmaConfig, ValidationConfig, ValidationItem};
+pub use super::objective::{ContentOrStyle, GuidanceLossSchedule, LossTarget, LossType, TimestepType};
 
 section! {
     /// Steps, optimizer, noise, loss and everything else about the loop.
@@ -503,6 +381,13 @@ fn scheduler_params(name: LrSchedulerName) -> &'static [&'static str] {
 }
 
 fn check(train: &TrainConfig, path: &str, report: &mut Report) {
+    if train.noise_scheduler.is_karras() {
+        let message = format!(
+            "`{}` is not supported yet: training does not use Karras sigmas, use `ddpm`",
+            train.noise_scheduler
+        );
+        report.error(join(path, "noise_scheduler"), message);
+    }
     if matches!(train.optimizer, OptimizerName::Adam | OptimizerName::AdamW) {
         for (key, value) in &train.optimizer_params {
             let path = join(path, &format!("optimizer_params.{key}"));

@@ -1,0 +1,48 @@
+//! `train.ema_config` and `train.validation_config`.
+
+use super::schema::{Cx, Given, section};
+
+section! {
+    /// Exponential moving average of the trained weights.
+    pub struct EmaConfig("ema_config") {
+        /// On or off. Saves and samples use the averaged weights.
+        use_ema: bool = false, Works;
+        /// Share of the old average that stays at each step.
+        ema_decay: f64 = 0.999, Works;
+        /// Feed the difference back into the weights.
+        use_feedback: bool = false, Refused("only the plain average");
+        /// Multiply the weights at each update.
+        param_multiplier: f64 = 1.0, Refused("only the plain average");
+    }
+    finish = finish_ema;
+}
+
+fn finish_ema(ema: &mut EmaConfig, _given: &Given, cx: &mut Cx) {
+    if !(0.0..=1.0).contains(&ema.ema_decay) {
+        cx.error_at("ema_decay", "expected a share from 0 to 1");
+    }
+}
+
+section! {
+    /// One picture whose loss is measured again and again.
+    pub struct ValidationItem("validation_items") {
+        /// The picture.
+        image_path [required]: String = String::new(), Works, input ControlImages;
+        /// Its caption.
+        prompt: String = String::new(), Works;
+    }
+}
+
+section! {
+    /// Loss on fixed pictures with fixed noise.
+    pub struct ValidationConfig("validation_config") {
+        /// The pictures.
+        validation_items: Vec<ValidationItem> = Vec::new(), Works;
+        /// Pixel budget: resolution squared.
+        resolution: u32 = 512, Works;
+        /// Steps between measurements.
+        validate_every_n_steps: u64 = 10, Works;
+        /// Noise levels.
+        validation_sigmas: Vec<f64> = vec![1.0, 0.75, 0.5, 0.25], Works;
+    }
+}

@@ -1,0 +1,254 @@
+//! The two declarations: [`section!`] for a map with known keys, [`choices!`] for a value that is one of some names.
+
+/// Declares a section: a struct with one public field per key, its defaults, reader, documentation and support.
+///
+/// Per key: documentation, `field`, optionally `as "key"` where the key is no Rust name, optionally
+/// `[required]`, its type, its default, its [`Status`]; then optionally `shown "…"` (how the default is
+/// documented when it depends on other keys) and `input Kind` (it may be a path).
+macro_rules! section {
+    (
+        $(#[$meta:meta])*
+        pub struct $Name:ident($title:literal) {
+            $(
+                $(#[doc = $doc:literal])*
+                $field:ident $(as $key:literal)? $([$required:ident])? : $ty:ty = $default:expr, $status:expr
+                $(, shown $shown:literal)? $(, input $input:ident)?;
+            )*
+        }
+        $(rare { $( $rare:literal => $rare_status:expr; )* })?
+        $(finish = $finish:path;)?
+        $(check = $check:path;)?
+    ) => {
+        $(#[$meta])*
+        #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+        #[serde(default)]
+        pub struct $Name {
+            $(
+                $(#[doc = $doc])*
+                $(#[serde(rename = $key)])?
+                pub $field: $ty,
+            )*
+            /// Seldom used keys that the config has: known by name, without a type of their own.
+            #[serde(skip_serializing_if = "std::collections::BTreeMap::is_empty")]
+            pub rare: std::collections::BTreeMap<String, serde_json::Value>,
+        }
+
+        impl Default for $Name {
+            fn default() -> Self {
+                Self { $( $field: $default, )* rare: std::collections::BTreeMap::new() }
+            }
+        }
+
+        impl $Name {
+            /// The section's name.
+            pub const TITLE: &'static str = $title;
+            const KEYS: &'static [&'static str] = &[$( $crate::job::schema::section!(@key $field $($key)?) ),*];
+            const RARE: &'static [(&'static str, $crate::job::schema::Status)] = {
+                #[allow(unused_imports)]
+                use $crate::job::schema::Status::*;
+                &[$($( ($rare, $rare_status) ),*)?]
+            };
+
+            /// Every key with its meaning, its default and what this release does with it.
+            #[must_use]
+            pub fn describe() -> $crate::job::schema::SectionInfo {
+                #[allow(unused_imports)]
+                use $crate::job::schema::{FieldInfo, FieldValue, Status::*};
+                let mut fields = Vec::new();
+                $({
+                    #[allow(unused_mut, unused_assignments)]
+                    let mut default = <$ty as FieldValue>::show(&{ let value: $ty = $default; value });
+                    $( default = String::from($shown); )?
+                    $( default = String::from(stringify!($required)); )?
+                    fields.push(FieldInfo {
+                        key: $crate::job::schema::section!(@key $field $($key)?),
+                        kind: <$ty as FieldValue>::kind(),
+                        default,
+                        doc: concat!("" $(, $doc)*).trim().to_owned(),
+                        status: $status,
+                        rare: false,
+                        nested: <$ty as FieldValue>::section(),
+                        values: <$ty as FieldValue>::values(),
+                    });
+                })*
+                for &(key, status) in Self::RARE {
+                    fields.push(FieldInfo {
+                        key,
+                        kind: "any".into(),
+                        default: String::new(),
+                        doc: String::new(),
+                        status,
+                        rare: true,
+                        nested: None,
+                        values: Vec::new(),
+                    });
+                }
+                $crate::job::schema::SectionInfo { title: $title, fields }
+            }
+        }
+
+        impl $crate::job::schema::FieldValue for $Name {
+            fn kind() -> String {
+                format!("map, see `{}`", $title)
+            }
+
+            fn read(node: &$crate::job::node::Node, cx: &mut $crate::job::schema::Cx) -> Option<Self> {
+                let entries = cx.map(node, $title)?;
+                #[allow(unused_mut)]
+                let mut section = Self::default();
+                $(
+                    cx.take(
+                        entries,
+                        $title,
+                        $crate::job::schema::section!(@key $field $($key)?),
+                        false $( || { let _ = stringify!($required); true } )?,
+                        &mut section.$field,
+                    );
+                )*
+                let rare: Vec<&str> = Self::RARE.iter().map(|(key, _)| *key).collect();
+                cx.leftover(entries, $title, Self::KEYS, &rare, &mut section.rare);
+                $( $finish(&mut section, &$crate::job::schema::Cx::given(entries), cx); )?
+                Some(section)
+            }
+
+            fn show(&self) -> String {
+                if *self == Self::default() { "{}".into() } else { "{…}".into() }
+            }
+
+            fn is_off(&self) -> bool {
+                *self == Self::default()
+            }
+
+            fn check(&self, path: &str, report: &mut $crate::job::schema::Report) {
+                #[allow(unused_imports)]
+                use $crate::job::schema::Status::*;
+                $({
+                    let default: $ty = $default;
+                    report.field(path, $crate::job::schema::section!(@key $field $($key)?), $status, &self.$field, &default);
+                })*
+                for &(key, status) in Self::RARE {
+                    if let Some(value) = self.rare.get(key) {
+                        report.rare(path, key, status, value);
+                    }
+                }
+                $( $check(self, path, report); )?
+            }
+
+            fn inputs(&self, path: &str, out: &mut Vec<$crate::job::schema::Input>) {
+                #[allow(unused_imports)]
+                use $crate::job::schema::{FieldValue, Input, InputKind, join};
+                $({
+                    #[allow(unused_variables)]
+                    let key = join(path, $crate::job::schema::section!(@key $field $($key)?));
+                    self.$field.inputs(&key, out);
+                    $(
+                        self.$field.texts(&mut |behind, text| {
+                            if !text.is_empty() {
+                                out.push(Input {
+                                    config_path: text.to_owned(),
+                                    kind: InputKind::$input,
+                                    key: format!("{key}{behind}"),
+                                });
+                            }
+                        });
+                    )?
+                })*
+            }
+
+            fn section() -> Option<$crate::job::schema::SectionInfo> {
+                Some(Self::describe())
+            }
+        }
+    };
+    (@key $field:ident) => { stringify!($field) };
+    (@key $field:ident $key:literal) => { $key };
+}
+pub(crate) use section;
+
+/// Declares a value that is one of some names, each with a [`Status`]. Names are compared without case.
+macro_rules! choices {
+    (
+        $(#[$meta:meta])*
+        pub enum $Name:ident($what:literal) {
+            $(
+                $(#[doc = $doc:literal])*
+                $variant:ident = $name:literal $(| $alias:literal)*, $status:expr;
+            )*
+        }
+        $(normalise = $normalise:path;)?
+    ) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
+        pub enum $Name {
+            $(
+                $(#[doc = $doc])*
+                #[serde(rename = $name)]
+                $variant,
+            )*
+        }
+
+        impl $Name {
+            /// Every value.
+            pub const ALL: &'static [Self] = &[$(Self::$variant),*];
+
+            /// The name used in configs.
+            #[must_use]
+            pub const fn name(self) -> &'static str {
+                match self { $(Self::$variant => $name),* }
+            }
+
+            /// What this release does with it.
+            #[must_use]
+            pub fn status(self) -> $crate::job::schema::Status {
+                #[allow(unused_imports)]
+                use $crate::job::schema::Status::*;
+                match self { $(Self::$variant => $status),* }
+            }
+
+            /// The value with this name or alias, without regard to case.
+            #[must_use]
+            pub fn from_name(name: &str) -> Option<Self> {
+                let lower = name.to_ascii_lowercase();
+                #[allow(unused_variables)]
+                let word = lower.as_str();
+                $( let word = $normalise(word); )?
+                $( if word == $name.to_ascii_lowercase() $(|| word == $alias)* { return Some(Self::$variant); } )*
+                None
+            }
+        }
+
+        impl std::fmt::Display for $Name {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str(self.name())
+            }
+        }
+
+        impl $crate::job::schema::FieldValue for $Name {
+            fn kind() -> String {
+                format!("name of a {}", $what)
+            }
+
+            fn read(node: &$crate::job::node::Node, cx: &mut $crate::job::schema::Cx) -> Option<Self> {
+                let names: Vec<&'static str> = Self::ALL.iter().map(|value| value.name()).collect();
+                $crate::job::values::read_choice(node, cx, $what, &names, Self::from_name)
+            }
+
+            fn show(&self) -> String {
+                self.name().into()
+            }
+
+            fn is_off(&self) -> bool {
+                false
+            }
+
+            fn check(&self, path: &str, report: &mut $crate::job::schema::Report) {
+                report.status(path, self.status(), self.name());
+            }
+
+            fn values() -> Vec<(&'static str, $crate::job::schema::Status)> {
+                Self::ALL.iter().map(|value| (value.name(), value.status())).collect()
+            }
+        }
+    };
+}
+pub(crate) use choices;

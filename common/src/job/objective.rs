@@ -1,0 +1,83 @@
+//! Names that `train` uses for noise levels and losses.
+
+use super::schema::choices;
+
+choices! {
+    /// How prediction and target are compared.
+    pub enum LossType("loss type") {
+        /// Mean of squares.
+        Mse = "mse", Works;
+        /// Mean of absolute values.
+        Mae = "mae", Works;
+        /// Over wavelet bands.
+        Wavelet = "wavelet", Refused("use `mse` or `mae`");
+        /// After one step of the sampler.
+        Stepped = "stepped", Refused("use `mse` or `mae`");
+        /// Smooth absolute value.
+        PseudoHuber = "pseudo_huber", Refused("use `mse` or `mae`");
+        /// Mean flow.
+        MeanFlow = "mean_flow", Refused("use `mse` or `mae`");
+    }
+}
+
+choices! {
+    /// What the prediction is compared with.
+    pub enum LossTarget("loss target") {
+        /// The noise (or velocity) that was added.
+        Noise = "noise", Works;
+        /// The picture.
+        Source = "source", Refused("use `noise`");
+        /// The picture before augmentation.
+        Unaugmented = "unaugmented", Refused("use `noise`");
+        /// The difference to the base model's noise.
+        DifferentialNoise = "differential_noise", Refused("use `noise`");
+    }
+}
+
+choices! {
+    /// How flow models draw time steps.
+    pub enum TimestepType("timestep type") {
+        /// Sigmoid of a normal number.
+        Sigmoid = "sigmoid", Works;
+        /// Even.
+        Linear = "linear", Works;
+        /// Even, with a table of loss weights.
+        Weighted = "weighted", Works;
+        /// Shifted by resolution, as at inference.
+        Shift = "shift" | "flux_shift" | "lumina2_shift", Works;
+        /// Three quarters log-normal, a quarter even.
+        LognormBlend = "lognorm_blend", Works;
+        /// After one denoising step.
+        NextSample = "next_sample", Works;
+        /// Only the first step of a 1-step sampler.
+        OneStep = "one_step", Works;
+        /// Only the steps of a 2-step sampler.
+        TwoStep = "two_step", Works;
+        /// Only the steps of a 4-step sampler.
+        FourStep = "four_step", Works;
+        /// Only the steps of an 8-step sampler.
+        EightStep = "eight_step", Works;
+    }
+}
+
+choices! {
+    /// Which noise levels are trained most.
+    pub enum ContentOrStyle("noise level preference") {
+        /// All the same.
+        Balanced = "balanced", Works;
+        /// High noise.
+        Content = "content", Works;
+        /// Low noise.
+        Style = "style", Works;
+    }
+}
+
+choices! {
+    /// How the scale of the guidance loss changes with the noise level.
+    pub enum GuidanceLossSchedule("guidance loss schedule") {
+        /// Not at all.
+        Constant = "constant", Works;
+        /// Down to 1 with the noise.
+        Sigma = "sigma", Works;
+    }
+}

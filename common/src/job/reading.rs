@@ -1,0 +1,279 @@
+//! Reading one section after another: errors, warnings and the place of every key are collected on the way.
+
+use super::error::Finding;
+use super::node::{Entry, Mark, Node, Value, shorten};
+use super::schema::FieldValue;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Which keys a section was given (with anything but `null`).
+#[derive(Debug, Default)]
+pub struct Given(BTreeSet<String>);
+
+impl Given {
+    /// Whether the key was given.
+    #[must_use]
+    pub fn has(&self, key: &str) -> bool {
+        self.0.contains(key)
+    }
+}
+
+/// What reading a config collects: errors, warnings and the place of every key.
+#[derive(Debug, Default)]
+pub struct Cx {
+    /// The file's name, for findings.
+    pub file: Option<String>,
+    /// What makes the config unusable.
+    pub errors: Vec<Finding>,
+    /// What its user should know.
+    pub warnings: Vec<Finding>,
+    /// Key path -> place.
+    pub positions: BTreeMap<String, (u32, u32)>,
+    path: String,
+    mark: Mark,
+}
+
+/// Unknown keys and the like are reported in full up to this number; nobody reads more.
+const MAX_FINDINGS: usize = 100;
+
+impl Cx {
+    /// An empty collection for a file of this name.
+    #[must_use]
+    pub fn new(file: Option<String>) -> Self {
+        Self {
+            file,
+            ..Self::default()
+        }
+    }
+
+    fn finding(&self, key: &str, mark: Mark, message: String) -> Finding {
+        Finding {
+            file: self.file.clone(),
+            line: Some(mark.line),
+            column: Some(mark.column),
+            key: key.to_owned(),
+            message,
+        }
+    }
+
+    /// The key that is being read.
+    #[must_use]
+    pub fn path(&self) -> &str {
+        &self.path
+    }
+
+    /// An error at the key that is being read.
+    pub fn error(&mut self, message: impl Into<String>) {
+        let finding = self.finding(&self.path, self.mark_of(&self.path), message.into());
+        push(&mut self.errors, finding);
+    }
+
+    /// An error at a key of the section that is being read.
+    pub fn error_at(&mut self, key: &str, message: impl Into<String>) {
+        let path = join(&self.path, key);
+        let mark = self.mark_of(&path);
+        let finding = self.finding(&path, mark, message.into());
+        push(&mut self.errors, finding);
+    }
+
+    /// A warning at a key of the section that is being read.
+    pub fn warn_at(&mut self, key: &str, message: impl Into<String>) {
+        let path = join(&self.path, key);
+        let mark = self.mark_of(&path);
+        let finding = self.finding(&path, mark, message.into());
+        push(&mut self.warnings, finding);
+    }
+
+    /// The place of a key, or of the nearest section around it that is there.
+    fn mark_of(&self, path: &str) -> Mark {
+        let mut path = path;
+        while !path.is_empty() {
+            if let Some(&(line, column)) = self.positions.get(path) {
+                return Mark { line, column };
+            }
+            path = parent(path);
+        }
+        Mark {
+            line: self.mark.line.max(1),
+            column: self.mark.column.max(1),
+        }
+    }
+
+    /// Says that a value has the wrong type.
+    pub fn wrong_type(&mut self, node: &Node, expected: &str) {
+        let mut message = format!("expected {expected}, found {}", node.describe());
+        match &node.value {
+            Value::Bool(_) if expected.contains("text") => message.push_str("; put it in quotes if you mean the word"),
+            Value::Text(text) if expected.contains("number") && text.trim().parse::<f64>().is_ok() => {
+                message.push_str("; write it without quotes");
+            }
+            Value::Text(text) if expected.contains("true or false") && bool_word(text) => {
+                message.push_str("; write it without quotes");
+            }
+            _ => {}
+        }
+        self.error(message);
+    }
+
+    /// Runs `f` one level down, at `key` (or `[index]`).
+    pub fn below<T>(&mut self, key: &str, mark: Mark, f: impl FnOnce(&mut Self) -> T) -> T {
+        let (length, outer) = (self.path.len(), self.mark);
+        if !self.path.is_empty() && !key.starts_with('[') {
+            self.path.push('.');
+        }
+        self.path.push_str(key);
+        self.mark = mark;
+        self.positions.insert(self.path.clone(), (mark.line, mark.column));
+        let result = f(self);
+        self.path.truncate(length);
+        self.mark = outer;
+        result
+    }
+
+    /// The entries of a map, or an error.
+    pub fn map<'n>(&mut self, node: &'n Node, title: &str) -> Option<&'n [Entry]> {
+        let entries = node.entries();
+        if entries.is_none() {
+            self.wrong_type(node, &format!("a map of `{title}` keys (`key: value` lines)"));
+        }
+        entries
+    }
+
+    /// The keys a map gives a value.
+    #[must_use]
+    pub fn given(entries: &[Entry]) -> Given {
+        Given(
+            entries
+                .iter()
+                .filter(|e| e.node.value != Value::Null)
+                .map(|e| e.key.clone())
+                .collect(),
+        )
+    }
+
+    /// Reads one key into its slot; an absent key leaves the default there.
+    pub fn take<T: FieldValue>(&mut self, entries: &[Entry], title: &str, key: &str, required: bool, slot: &mut T) {
+        let Some(entry) = entries.iter().find(|entry| entry.key == key) else {
+            if required {
+                self.error_at(key, format!("`{title}` needs the key `{key}` ({})", T::kind()));
+            }
+            return;
+        };
+        let read = self.below(key, entry.mark, |cx| {
+            if entry.node.value != Value::Null {
+                return T::read(&entry.node, cx);
+            }
+            if required {
+                cx.error(format!("`{title}` needs a value here ({}), found null", T::kind()));
+            } else if !T::NULLABLE && !slot.is_off() && title != "process" && title != "config" {
+                let finding = cx.finding(
+                    &cx.path,
+                    cx.mark,
+                    format!(
+                        "null is read as absent here, so the default {} holds; remove the key or give a value",
+                        slot.show()
+                    ),
+                );
+                push(&mut cx.warnings, finding);
+            }
+            T::null()
+        });
+        if let Some(value) = read {
+            *slot = value;
+        }
+    }
+
+    /// Sorts out the keys that no field took: rare ones are kept, near misses are errors, others warnings.
+    pub fn leftover(
+        &mut self,
+        entries: &[Entry],
+        title: &str,
+        known: &[&str],
+        rare: &[&str],
+        kept: &mut BTreeMap<String, serde_json::Value>,
+    ) {
+        let mut unknown = 0;
+        for entry in entries {
+            let key = entry.key.as_str();
+            if known.contains(&key) {
+                continue;
+            }
+            unknown += 1;
+            if unknown > MAX_FINDINGS {
+                return;
+            }
+            self.below(key, entry.mark, |cx| {
+                if rare.contains(&key) {
+                    match entry.node.to_json() {
+                        Some(serde_json::Value::Null) => {}
+                        Some(json) => {
+                            kept.insert(key.to_owned(), json);
+                        }
+                        None => cx.wrong_type(&entry.node, "finite numbers"),
+                    }
+                    return;
+                }
+                let candidates = known.iter().chain(rare).copied();
+                if let Some(nearest) = nearest(key, candidates) {
+                    cx.error(format!(
+                        "`{title}` has no key `{}`; did you mean `{nearest}`?",
+                        shorten(key)
+                    ));
+                } else {
+                    let message = format!("`{title}` has no key `{}`; it is ignored", shorten(key));
+                    let finding = cx.finding(&cx.path, cx.mark, message);
+                    push(&mut cx.warnings, finding);
+                }
+            });
+        }
+    }
+}
+
+fn push(findings: &mut Vec<Finding>, finding: Finding) {
+    if findings.len() < MAX_FINDINGS && !findings.contains(&finding) {
+        findings.push(finding);
+    }
+}
+
+fn bool_word(text: &str) -> bool {
+    ["true", "false", "yes", "no", "on", "off"].contains(&text.to_ascii_lowercase().as_str())
+}
+
+/// The path without its last key or index; empty at the top.
+pub(crate) fn parent(path: &str) -> &str {
+    path.get(..path.rfind(['.', '[']).unwrap_or(0)).unwrap_or("")
+}
+
+/// `path.key`, or `key` at the top.
+#[must_use]
+pub fn join(path: &str, key: &str) -> String {
+    if path.is_empty() || key.is_empty() || key.starts_with('[') {
+        format!("{path}{key}")
+    } else {
+        format!("{path}.{key}")
+    }
+}
+
+/// The known word that an unknown one was probably meant to be: at most two edits away, one for short words.
+#[must_use]
+pub fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let length = word.chars().count();
+    if length > 64 {
+        return None;
+    }
+    let lower = word.to_ascii_lowercase();
+    let limit = match length {
+        0..=2 => 0,
+        3..=4 => 1,
+        _ => 2,
+    };
+    known
+        .map(|candidate| {
+            (
+                strsim::damerau_levenshtein(&lower, &candidate.to_ascii_lowercase()),
+                candidate,
+            )
+        })
+        .filter(|&(distance, candidate)| distance <= limit && (distance == 0 || candidate.len() > distance + 1))
+        .min_by_key(|&(distance, _)| distance)
+        .map(|(_, candidate)| candidate)
+}
