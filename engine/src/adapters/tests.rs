@@ -1,1 +1,231 @@
+//! Against `tests/reference/make_lora_dialects.py`.
 
+use super::*;
+use crate::models::sd::{LoadOptions, SdModel};
+use crate::nn::VisitLayers;
+use crate::rng::TorchGenerator;
+use candle_core::{DType, Device, Tensor};
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures")
+}
+
+fn model() -> SdModel {
+    SdModel::load(fixtures().join("tiny_sd"), &LoadOptions::cpu()).unwrap()
+}
+
+fn expected() -> HashMap<String, Tensor> {
+    candle_core::safetensors::load(fixtures().join("lora/expected.safetensors"), &Device::Cpu).unwrap()
+}
+
+fn put(model: &mut SdModel, path: &Path, multiplier: f64) -> crate::error::Result<LoadedLora> {
+    let mut parts: [(Component, &mut dyn VisitLayers); 2] =
+        [(Component::TextEncoder, &mut model.text_encoder), (Component::Unet, &mut model.unet)];
+    load_lora(&mut parts, path, multiplier)
+}
+
+fn gap(a: &Tensor, b: &Tensor) -> f32 {
+    (a - b).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap()
+}
+
+fn unet(model: &SdModel, e: &HashMap<String, Tensor>) -> Tensor {
+    model.unet.forward(&e["x"], &e["t"].to_dtype(DType::F32).unwrap(), &e["context"]).unwrap()
+}
+
+fn text(model: &SdModel) -> Tensor {
+    model.text_encoder.forward(&model.tokenizer.encode(&["a red circle"]).unwrap()).unwrap()
+}
+
+#[test]
+fn every_dialect_gives_what_peft_gives() {
+    let e = expected();
+    for (file, unet_key, text_key) in [
+        ("diffusers", "full/unet", "full/text"),
+        ("ai_toolkit", "full/unet", "full/text"),
+        ("sd_scripts_original", "full/unet", "full/text"),
+        ("diffusers_old", "full/unet", "plain/text"),
+        ("peft", "full/unet", "plain/text"),
+        ("early_diffusers", "attention/unet", "plain/text"),
+    ] {
+        let mut model = model();
+        let loaded = put(&mut model, &fixtures().join(format!("lora/{file}.safetensors")), 1.0).unwrap();
+        assert!(loaded.unknown.is_empty(), "{file}: {:?}", loaded.unknown);
+        let (u, t) = (gap(&unet(&model, &e), &e[unet_key]), gap(&text(&model), &e[text_key]));
+        assert!(u < 2e-5 && t < 2e-5, "{file}: unet {u}, text {t}");
+    }
+}
+
+#[test]
+fn the_multiplier_works_at_any_time() {
+    let e = expected();
+    let mut model = model();
+    let loaded = put(&mut model, &fixtures().join("lora/diffusers.safetensors"), 0.5).unwrap();
+    assert!(gap(&unet(&model, &e), &e["half/unet"]) < 2e-5);
+    loaded.multiplier.set(1.0);
+    assert!(gap(&unet(&model, &e), &e["full/unet"]) < 2e-5);
+    loaded.multiplier.set(0.0);
+    assert!(gap(&unet(&model, &e), &e["plain/unet"]) < 1e-5);
+}
+
+fn config() -> LoraConfig {
+    LoraConfig {
+        rank: 4,
+        alpha: 2.0,
+        conv_rank: Some(3),
+        conv_alpha: 3.0,
+        dropout: 0.0,
+        only_if_contains: vec![],
+        ignore_if_contains: vec![],
+    }
+}
+
+fn attach(model: &mut SdModel, config: &LoraConfig) -> LoraNetwork {
+    LoraNetwork::attach(
+        config,
+        &mut [(Component::Unet, &mut model.unet as &mut dyn VisitLayers)],
+        &mut TorchGenerator::manual_seed(9),
+    )
+    .unwrap()
+}
+
+fn randomise(network: &LoraNetwork) {
+    let mut generator = TorchGenerator::manual_seed(4);
+    for p in network.params() {
+        let values = generator.uniform(p.var.elem_count(), -0.2, 0.2);
+        p.var.set(&Tensor::from_vec(values, p.var.shape(), &Device::Cpu).unwrap()).unwrap();
+    }
+}
+
+/// With `AITK_LORA_CHECK=<folder>` it also leaves the file and our answer for `tests/reference/check_lora.py`.
+#[test]
+fn what_is_saved_loads_again_and_answers_the_same() {
+    let e = expected();
+    let mut trained = model();
+    let network = attach(&mut trained, &config());
+    assert!(network.convolutions() > 0 && network.layers() > 40);
+    randomise(&network);
+    let meta = BTreeMap::from([
+        ("training_info".to_owned(), python_json(&serde_json::json!({"step": 7, "epoch": 1}), false)),
+        ("ss_output_name".to_owned(), "mine".to_owned()),
+        ("format".to_owned(), "pt".to_owned()),
+    ]);
+    let bytes = with_hashes(&network.tensors(DType::F32).unwrap(), meta.clone()).unwrap();
+    assert_eq!(bytes, with_hashes(&network.tensors(DType::F32).unwrap(), meta).unwrap());
+    let dir = tempfile::tempdir().unwrap();
+    let folder = std::env::var_os("AITK_LORA_CHECK").map_or_else(|| dir.path().to_path_buf(), PathBuf::from);
+    let path = folder.join("mine.safetensors");
+    std::fs::write(&path, &bytes).unwrap();
+
+    let want = unet(&trained, &e);
+    candle_core::safetensors::save(&HashMap::from([("unet", want.clone())]), folder.join("answer.safetensors")).unwrap();
+    let mut other = model();
+    let loaded = put(&mut other, &path, 1.0).unwrap();
+    assert_eq!(loaded.layers, network.layers());
+    assert_eq!(gap(&unet(&other, &e), &want), 0.0);
+    assert!(gap(&want, &e["plain/unet"]) > 0.01);
+
+    let file = LoraFile::open(&path).unwrap();
+    assert_eq!(file.training_info(), Some((7, 1)));
+    assert_eq!(file.metadata["sshs_model_hash"].len(), 64);
+    assert_eq!(file.metadata["sshs_legacy_hash"].len(), 8);
+    let network = attach(&mut model(), &config());
+    let report = network.load(&file).unwrap();
+    assert_eq!((report.missing.len(), report.unknown.len(), report.resized), (0, 0, 0));
+}
+
+#[test]
+fn filters_choose_layers() {
+    let names = |c: &LoraConfig| -> Vec<String> {
+        let network = attach(&mut model(), c);
+        network.params().into_iter().map(|p| p.name).collect()
+    };
+    let all = names(&config());
+    assert!(all.iter().any(|n| n == "lora_unet_time_embedding_linear_1.lora_down.weight"));
+    assert!(all.iter().any(|n| n == "lora_unet_conv_in.lora_down.weight"));
+    let linear = names(&LoraConfig { conv_rank: None, ..config() });
+    assert!(linear.iter().any(|n| n.contains("conv_shortcut")) && !linear.iter().any(|n| n.contains("conv_in")));
+    let some = names(&LoraConfig {
+        only_if_contains: vec!["mid_block.attentions".into(), "up_blocks_1".into()],
+        ignore_if_contains: vec!["attn2".into()],
+        ..config()
+    });
+    assert!(!some.is_empty() && some.iter().all(|n| !n.contains("attn2") && (n.contains("mid_block") || n.contains("up_blocks_1"))));
+    let none = LoraConfig { only_if_contains: vec!["nothing like it".into()], ..config() };
+    let mut sd = model();
+    let failed = LoraNetwork::attach(
+        &none,
+        &mut [(Component::Unet, &mut sd.unet as &mut dyn VisitLayers)],
+        &mut TorchGenerator::manual_seed(0),
+    );
+    assert!(failed.unwrap_err().to_string().contains("only_if_contains"));
+}
+
+#[test]
+fn the_beginning_is_pefts() {
+    let network = attach(&mut model(), &config());
+    for p in network.params() {
+        let values = p.var.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        if p.name.ends_with("lora_up.weight") {
+            assert!(values.iter().all(|v| *v == 0.0));
+        } else {
+            let fan_in: usize = p.var.dims()[1..].iter().product();
+            let bound = (1.0 / fan_in as f32).sqrt();
+            let largest = values.iter().fold(0f32, |m, v| m.max(v.abs()));
+            assert!(largest <= bound && (values.len() < 40 || largest > 0.7 * bound), "{}: {largest} of {bound}", p.name);
+        }
+    }
+}
+
+#[test]
+fn other_ranks_are_padded_or_cut() {
+    let mut sd = model();
+    let small = attach(&mut sd, &config());
+    randomise(&small);
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.safetensors");
+    std::fs::write(&path, with_hashes(&small.tensors(DType::F32).unwrap(), BTreeMap::new()).unwrap()).unwrap();
+    let file = LoraFile::open(&path).unwrap();
+    // Alpha over rank stays the same when padding with zeros, so the answer is the same.
+    let mut bigger = model();
+    let large = attach(&mut bigger, &LoraConfig { rank: 8, alpha: 4.0, conv_rank: Some(6), conv_alpha: 6.0, ..config() });
+    let report = large.load(&file).unwrap();
+    assert_eq!(report.resized, large.layers());
+    let e = expected();
+    assert!(gap(&unet(&bigger, &e), &unet(&sd, &e)) < 1e-5);
+    let report = attach(&mut model(), &LoraConfig { rank: 2, ..config() }).load(&file).unwrap();
+    assert!(report.resized > 0);
+}
+
+#[test]
+fn wrong_files_are_told_in_words() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("x.safetensors");
+    let fail = |bytes: &[u8], word: &str| {
+        std::fs::write(&path, bytes).unwrap();
+        let message = put(&mut model(), &path, 1.0).unwrap_err().to_string();
+        assert!(message.contains(word) && message.contains("x.safetensors"), "\"{word}\" is not in: {message}");
+    };
+    let good = std::fs::read(fixtures().join("lora/ai_toolkit.safetensors")).unwrap();
+    fail(&good[..good.len() - 1], "cut off");
+    fail(&good[..100], "cut off");
+    fail(b"", "empty");
+    fail(b"\x80\x02}q\x00.", "pickle");
+    let t = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
+    let one = |tensors: &[(&str, &[usize])]| {
+        let map = tensors.iter().map(|(n, s)| ((*n).to_owned(), t(s))).collect();
+        safetensors_bytes(&map, &BTreeMap::new()).unwrap()
+    };
+    fail(&one(&[("conv.weight", &[2, 2])]), "no LoRA");
+    fail(&one(&[("lora_unet_conv_in.lora_down.weight", &[4, 4, 3, 3])]), "incomplete");
+    fail(&one(&[("lora_unet_conv_in.lokr_w1", &[4, 4])]), "LoKr");
+    fail(&one(&[("lora_unet_x.lora_down.weight", &[4, 4]), ("lora_unet_x.lora_up.weight", &[4, 4])]), "another model");
+    fail(
+        &one(&[
+            ("lora_unet_time_embedding_linear_1.lora_down.weight", &[4, 5]),
+            ("lora_unet_time_embedding_linear_1.lora_up.weight", &[64, 4]),
+        ]),
+        "time_embedding",
+    );
+}

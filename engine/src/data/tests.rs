@@ -1,1 +1,238 @@
+//! Captions, caches, batches.
 
+use super::*;
+use crate::data::dataset::DatasetOptions;
+use candle_core::{Device, Tensor};
+use std::path::Path;
+
+fn rules() -> CaptionRules {
+    CaptionRules::default()
+}
+
+fn build(raw: &str, rules: &CaptionRules) -> String {
+    build_caption(raw, rules, &mut TorchGenerator::manual_seed(1))
+}
+
+#[test]
+fn captions_change_in_ai_toolkits_order() {
+    assert_eq!(build("a, b,c", &rules()), "a,  b, c");
+    let sks = CaptionRules { trigger: Some("sks".into()), ..rules() };
+    assert_eq!(build("a cat", &sks), "sks a cat");
+    assert_eq!(build("a sks cat", &sks), "a sks cat");
+    assert_eq!(build("[trigger] and [name]", &sks), "sks and sks");
+    assert_eq!(build("a [trigger] cat", &rules()), "a  cat");
+    let dropped = CaptionRules { caption_dropout: 1.0, process_trigger: Some("sks".into()), ..sks.clone() };
+    assert_eq!(build("a cat", &dropped), "sks");
+    assert_eq!(build("a cat", &CaptionRules { caption_dropout: 1.0, ..rules() }), "");
+    let tokens = CaptionRules { token_dropout: 1.0, keep_tokens: 2, ..rules() };
+    assert_eq!(build("a,b,c,d", &tokens), "a, b");
+    let appended = CaptionRules { random_triggers: vec!["one".into()], ..rules() };
+    assert_eq!(build("a", &appended), "a, one");
+    let shuffled = build("a,b,c,d,e,f,g", &CaptionRules { shuffle: true, ..rules() });
+    let mut letters: Vec<&str> = shuffled.split(", ").collect();
+    assert_ne!(shuffled, "a, b, c, d, e, f, g");
+    letters.sort_unstable();
+    assert_eq!(letters.join(""), "abcdefg");
+    let many = CaptionRules { random_triggers: vec!["x".into(), "y".into()], random_triggers_max: 2, ..rules() };
+    for seed in 0..20 {
+        let got = build_caption("a", &many, &mut TorchGenerator::manual_seed(seed));
+        assert!(["a", "a, x", "a, y", "a, x, y", "a, y, x"].contains(&got.as_str()), "{got}");
+    }
+}
+
+#[test]
+fn caption_files_are_read_as_they_are() {
+    let dir = tempfile::tempdir().unwrap();
+    let image = dir.path().join("a.png");
+    assert_eq!(read_caption(&image, ".txt", None).unwrap(), "");
+    assert_eq!(read_caption(&image, ".txt", Some("it")).unwrap(), "it");
+    std::fs::write(dir.path().join("a.txt"), "  \n").unwrap();
+    assert_eq!(read_caption(&image, ".txt", Some("it")).unwrap(), "it");
+    assert_eq!(read_caption(&image, ".txt", None).unwrap(), "  \n");
+    std::fs::write(dir.path().join("a.txt"), " a cat\n").unwrap();
+    assert_eq!(read_caption(&image, ".txt", Some("it")).unwrap(), " a cat\n");
+    std::fs::write(dir.path().join("a.txt"), [0xe9, b't', 0xe9]).unwrap();
+    let message = read_caption(&image, ".txt", None).unwrap_err().to_string();
+    assert!(message.contains("a.txt") && message.contains("UTF-8"), "{message}");
+}
+
+#[test]
+fn the_latent_key_hashes_as_ai_toolkits() {
+    let key = LatentKey {
+        filename: "a.png".into(),
+        plan: plan(1920, 1080, 1024, 32, false),
+        flip_x: false,
+        flip_y: false,
+        latent_space: "flux1".into(),
+    };
+    assert_eq!(key.upstream_hash(), "iJjM-TQwokKK_Kq5MY63gQ");
+    assert_ne!(key.hash("one", "vae"), key.hash("two", "vae"));
+    assert_ne!(LatentKey { flip_x: true, ..key.clone() }.upstream_hash(), key.upstream_hash());
+}
+
+#[test]
+fn latent_caches_are_verified_and_old_ones_still_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let image = dir.path().join("a.png");
+    std::fs::write(&image, b"content").unwrap();
+    let key = LatentKey {
+        filename: "a.png".into(),
+        plan: plan(64, 64, 64, 16, false),
+        flip_x: false,
+        flip_y: false,
+        latent_space: "sd1".into(),
+    };
+    let cache = LatentCache::new("vae", 4, 8);
+    assert!(cache.read(&image, &key, "c1").is_none());
+    let latent = Tensor::arange(0f32, 256.0, &Device::Cpu).unwrap().reshape((4, 8, 8)).unwrap();
+    cache.write(&image, &key, "c1", &latent).unwrap();
+    let same = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap() == latent.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    assert!(same(&cache.read(&image, &key, "c1").unwrap()));
+    assert!(cache.read(&image, &key, "edited").is_none());
+    assert!(LatentCache::new("other", 4, 8).read(&image, &key, "c1").is_none());
+    // Any damage is noticed.
+    let path = cache.path(&image, &key, "c1");
+    let bytes = std::fs::read(&path).unwrap();
+    for at in [bytes.len() - 1, bytes.len() - 700, 9] {
+        let mut broken = bytes.clone();
+        broken[at] ^= 1;
+        std::fs::write(&path, &broken).unwrap();
+        assert!(cache.read(&image, &key, "c1").is_none(), "flip at {at}");
+    }
+    std::fs::write(&path, &bytes[..bytes.len() / 2]).unwrap();
+    assert!(cache.read(&image, &key, "c1").is_none());
+    // One that ai-toolkit left there.
+    let theirs = path.with_file_name(format!("a_{}.safetensors", key.upstream_hash()));
+    candle_core::safetensors::save(&std::collections::HashMap::from([("latent", latent.clone())]), &theirs).unwrap();
+    assert!(same(&cache.read(&image, &key, "c1").unwrap()));
+}
+
+fn options(path: &Path) -> DatasetOptions {
+    DatasetOptions {
+        path: path.to_path_buf(),
+        resolution: 64,
+        batch_size: 2,
+        repeats: 1,
+        caption_ext: ".txt".into(),
+        default_caption: None,
+        short_captions: false,
+        captions: rules(),
+        square_crop: false,
+        random_crop: false,
+        scale: 1.0,
+        flip_x: false,
+        flip_y: false,
+        network_weight: 1.0,
+        loss_multiplier: 1.0,
+        cache_latents: false,
+        cache_latents_to_disk: false,
+    }
+}
+
+fn picture(path: &Path, w: u32, h: u32) {
+    std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+    image::RgbImage::from_fn(w, h, |x, y| image::Rgb([x as u8, y as u8, 7])).save(path).unwrap();
+}
+
+#[test]
+fn folders_are_listed_as_the_reference_says() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path();
+    for name in ["b.png", "a.PNG", "sub/c.png", ".hidden.png", ".dot/d.png", "_controls/e.png"] {
+        picture(&root.join(name).with_extension("png"), 64, 64);
+        if name == "a.PNG" {
+            std::fs::rename(root.join("a.png"), root.join("a.PNG")).unwrap();
+        }
+    }
+    std::fs::write(root.join("notes.txt"), "x").unwrap();
+    let listing = discover(root, false).unwrap();
+    let names: Vec<_> = listing.images.iter().map(|p| p.strip_prefix(root).unwrap().to_str().unwrap()).collect();
+    assert_eq!(names, ["a.PNG", "b.png", "sub/c.png"]);
+
+    std::fs::write(root.join("set.json"), r#"{"b.png": {"caption": "long", "caption_short": "short"}}"#).unwrap();
+    let listing = discover(&root.join("set.json"), true).unwrap();
+    assert_eq!(listing.captions[&root.join("b.png")], "short");
+    std::fs::write(root.join("set.json"), r#"{"gone.png": {"caption": "x"}}"#).unwrap();
+    assert!(discover(&root.join("set.json"), false).unwrap_err().to_string().contains("gone.png"));
+}
+
+#[test]
+fn batches_are_fixed_and_epochs_only_order_them() {
+    let dir = tempfile::tempdir().unwrap();
+    for i in 0..5 {
+        picture(&dir.path().join(format!("p{i}.png")), 64, if i == 4 { 32 } else { 64 });
+    }
+    let (dataset, warnings) = Dataset::open(DatasetOptions { flip_x: true, repeats: 2, ..options(dir.path()) }, 16, 1).unwrap();
+    assert!(warnings.is_empty());
+    assert_eq!(dataset.items.len(), 20);
+    assert_eq!(dataset.items.iter().filter(|i| i.flip_x).count(), 10);
+    let sets = [dataset];
+    let all = batches(&sets, 3);
+    assert_eq!(all, batches(&sets, 3));
+    assert_ne!(all, batches(&sets, 4));
+    for batch in &all {
+        assert_eq!(batch.items.len(), 2);
+        let bucket = |i: &usize| sets[0].items[*i].plan.bucket;
+        assert_eq!(bucket(&batch.items[0]), bucket(&batch.items[1]));
+    }
+    let mut seen: Vec<usize> = all.iter().flat_map(|b| b.items.clone()).collect();
+    seen.sort_unstable();
+    assert_eq!(seen, (0..20).collect::<Vec<_>>());
+    let mut order = epoch_order(all.len(), 3, 0);
+    assert_ne!(order, epoch_order(all.len(), 3, 1));
+    order.sort_unstable();
+    assert_eq!(order, (0..all.len()).collect::<Vec<_>>());
+
+    // A short last batch repeats its own items.
+    let (odd, _) = Dataset::open(DatasetOptions { batch_size: 3, ..options(dir.path()) }, 16, 1).unwrap();
+    assert!(batches(&[odd], 1).iter().all(|b| b.items.len() == 3));
+}
+
+#[test]
+fn sizes_are_remembered_and_large_pictures_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    picture(&dir.path().join("a.png"), 64, 48);
+    Dataset::open(options(dir.path()), 16, 1).unwrap();
+    let text = std::fs::read_to_string(dir.path().join(".aitk_size.json")).unwrap();
+    assert!(text.contains("\"__version__\":\"0.1.2\"") && text.contains("\"a.png\":[64,48,"), "{text}");
+    assert_eq!(SizeCache::open(dir.path()).get(&dir.path().join("a.png")), Some((64, 48)));
+    picture(&dir.path().join("a.png"), 32, 32);
+    assert_eq!(SizeCache::open(dir.path()).get(&dir.path().join("a.png")), None);
+
+    // A PNG header that promises 30,000 x 30,000.
+    let mut huge = std::fs::read(dir.path().join("a.png")).unwrap();
+    huge[16..20].copy_from_slice(&30_000u32.to_be_bytes());
+    huge[20..24].copy_from_slice(&30_000u32.to_be_bytes());
+    let crc = crc32(&huge[12..29]);
+    huge[29..33].copy_from_slice(&crc.to_be_bytes());
+    std::fs::write(dir.path().join("huge.png"), &huge).unwrap();
+    let message = Dataset::open(options(dir.path()), 16, 1).unwrap_err().to_string();
+    assert!(message.contains("huge.png") && message.contains("30000"), "{message}");
+}
+
+fn crc32(bytes: &[u8]) -> u32 {
+    let mut crc = u32::MAX;
+    for byte in bytes {
+        crc ^= u32::from(*byte);
+        for _ in 0..8 {
+            crc = if crc & 1 == 1 { (crc >> 1) ^ 0xedb8_8320 } else { crc >> 1 };
+        }
+    }
+    !crc
+}
+
+#[test]
+fn pixels_are_scaled_cut_and_flipped() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.png");
+    picture(&path, 100, 50);
+    let (set, _) = Dataset::open(DatasetOptions { flip_x: true, ..options(dir.path()) }, 16, 1).unwrap();
+    let plan = set.items[0].plan;
+    let plain = pixels(&set.items[0]).unwrap();
+    assert_eq!(plain.dims(), [3, plan.bucket.1 as usize, plan.bucket.0 as usize]);
+    let turned = pixels(&set.items[1]).unwrap();
+    let red = |t: &Tensor, x: usize| t.get(0).unwrap().get(3).unwrap().to_vec1::<f32>().unwrap()[x];
+    let last = plan.bucket.0 as usize - 1;
+    assert!(red(&plain, 0) < red(&plain, last) && red(&turned, 0) > red(&turned, last));
+    assert!(set.items.iter().all(|i| i.content.len() == 64));
+}

@@ -306,3 +306,35 @@ fn bad_data_is_one_clear_error() {
     std::fs::remove_dir_all(dir.path().join("out")).unwrap();
     fail(process, &["p1.png", "cut off"]);
 }
+
+#[test]
+fn samples_show_the_way_and_change_nothing() {
+    use aitk_common::job::sample::SampleItem;
+    let plain = tempfile::tempdir().unwrap();
+    assert_eq!(go(&spec(trainer(plain.path(), 4))).0, Outcome::Completed);
+    let dir = tempfile::tempdir().unwrap();
+    let mut process = trainer(dir.path(), 4);
+    process.train.disable_sampling = false;
+    process.trigger_word = None;
+    process.sample.sample_every = Some(2);
+    process.sample.width = 64;
+    process.sample.height = 64;
+    process.sample.sample_steps = 2;
+    process.sample.format = "png".into();
+    process.sample.samples =
+        vec![SampleItem { prompt: "a circle --m 0.5".into(), ..SampleItem::default() }, SampleItem { prompt: "a square".into(), ..SampleItem::default() }];
+    let (outcome, events) = go(&spec(process));
+    assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+    let mut steps = Vec::new();
+    for event in &events {
+        if let ChildEvent::Artifact { kind, path, name, step, index } = event {
+            if kind == "sample" {
+                assert!(path.is_file() && name.starts_with("tiny/samples/"), "{name}");
+                assert!(name.ends_with(&format!("__{:09}_{}.png", step.unwrap(), index.unwrap())), "{name}");
+                steps.push((step.unwrap(), index.unwrap()));
+            }
+        }
+    }
+    assert_eq!(steps, [(0, 0), (0, 1), (2, 0), (2, 1), (4, 0), (4, 1)]);
+    assert_eq!(lora(dir.path()), lora(plain.path()));
+}
