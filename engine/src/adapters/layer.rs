@@ -142,10 +142,11 @@ impl LayerAdapter for LoraLayer {
             None => project(&x, &down, stride, padding)?,
             Some(mid) => project(&project(&x, &down, 1, 0)?, mid, stride, padding)?,
         };
-        if training && self.dropout > 0.0 {
-            if let Some(mask) = self.handle.mask(&h, self.dropout)? {
-                h = (h * mask)?;
-            }
+        if training
+            && self.dropout > 0.0
+            && let Some(mask) = self.handle.mask(&h, self.dropout)?
+        {
+            h = (h * mask)?;
         }
         let change = (project(&h, &up, 1, 0)? * strength)?;
         let change = change.to_dtype(base_output.dtype())?;

@@ -21,21 +21,38 @@ fn expected() -> HashMap<String, Tensor> {
 }
 
 fn put(model: &mut SdModel, path: &Path, multiplier: f64) -> crate::error::Result<LoadedLora> {
-    let mut parts: [(Component, &mut dyn VisitLayers); 2] =
-        [(Component::TextEncoder, &mut model.text_encoder), (Component::Unet, &mut model.unet)];
+    let mut parts: [(Component, &mut dyn VisitLayers); 2] = [
+        (Component::TextEncoder, &mut model.text_encoder),
+        (Component::Unet, &mut model.unet),
+    ];
     load_lora(&mut parts, path, multiplier)
 }
 
 fn gap(a: &Tensor, b: &Tensor) -> f32 {
-    (a - b).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap()
+    (a - b)
+        .unwrap()
+        .abs()
+        .unwrap()
+        .flatten_all()
+        .unwrap()
+        .max(0)
+        .unwrap()
+        .to_scalar()
+        .unwrap()
 }
 
 fn unet(model: &SdModel, e: &HashMap<String, Tensor>) -> Tensor {
-    model.unet.forward(&e["x"], &e["t"].to_dtype(DType::F32).unwrap(), &e["context"]).unwrap()
+    model
+        .unet
+        .forward(&e["x"], &e["t"].to_dtype(DType::F32).unwrap(), &e["context"])
+        .unwrap()
 }
 
 fn text(model: &SdModel) -> Tensor {
-    model.text_encoder.forward(&model.tokenizer.encode(&["a red circle"]).unwrap()).unwrap()
+    model
+        .text_encoder
+        .forward(&model.tokenizer.encode(&["a red circle"]).unwrap())
+        .unwrap()
 }
 
 #[test]
@@ -94,7 +111,9 @@ fn randomise(network: &LoraNetwork) {
     let mut generator = TorchGenerator::manual_seed(4);
     for p in network.params() {
         let values = generator.uniform(p.var.elem_count(), -0.2, 0.2);
-        p.var.set(&Tensor::from_vec(values, p.var.shape(), &Device::Cpu).unwrap()).unwrap();
+        p.var
+            .set(&Tensor::from_vec(values, p.var.shape(), &Device::Cpu).unwrap())
+            .unwrap();
     }
 }
 
@@ -107,7 +126,10 @@ fn what_is_saved_loads_again_and_answers_the_same() {
     assert!(network.convolutions() > 0 && network.layers() > 40);
     randomise(&network);
     let meta = BTreeMap::from([
-        ("training_info".to_owned(), python_json(&serde_json::json!({"step": 7, "epoch": 1}), false)),
+        (
+            "training_info".to_owned(),
+            python_json(&serde_json::json!({"step": 7, "epoch": 1}), false),
+        ),
         ("ss_output_name".to_owned(), "mine".to_owned()),
         ("format".to_owned(), "pt".to_owned()),
     ]);
@@ -119,7 +141,11 @@ fn what_is_saved_loads_again_and_answers_the_same() {
     std::fs::write(&path, &bytes).unwrap();
 
     let want = unet(&trained, &e);
-    candle_core::safetensors::save(&HashMap::from([("unet", want.clone())]), folder.join("answer.safetensors")).unwrap();
+    candle_core::safetensors::save(
+        &HashMap::from([("unet", want.clone())]),
+        folder.join("answer.safetensors"),
+    )
+    .unwrap();
     let mut other = model();
     let loaded = put(&mut other, &path, 1.0).unwrap();
     assert_eq!(loaded.layers, network.layers());
@@ -142,17 +168,31 @@ fn filters_choose_layers() {
         network.params().into_iter().map(|p| p.name).collect()
     };
     let all = names(&config());
-    assert!(all.iter().any(|n| n == "lora_unet_time_embedding_linear_1.lora_down.weight"));
+    assert!(
+        all.iter()
+            .any(|n| n == "lora_unet_time_embedding_linear_1.lora_down.weight")
+    );
     assert!(all.iter().any(|n| n == "lora_unet_conv_in.lora_down.weight"));
-    let linear = names(&LoraConfig { conv_rank: None, ..config() });
+    let linear = names(&LoraConfig {
+        conv_rank: None,
+        ..config()
+    });
     assert!(linear.iter().any(|n| n.contains("conv_shortcut")) && !linear.iter().any(|n| n.contains("conv_in")));
     let some = names(&LoraConfig {
         only_if_contains: vec!["mid_block.attentions".into(), "up_blocks_1".into()],
         ignore_if_contains: vec!["attn2".into()],
         ..config()
     });
-    assert!(!some.is_empty() && some.iter().all(|n| !n.contains("attn2") && (n.contains("mid_block") || n.contains("up_blocks_1"))));
-    let none = LoraConfig { only_if_contains: vec!["nothing like it".into()], ..config() };
+    assert!(
+        !some.is_empty()
+            && some
+                .iter()
+                .all(|n| !n.contains("attn2") && (n.contains("mid_block") || n.contains("up_blocks_1")))
+    );
+    let none = LoraConfig {
+        only_if_contains: vec!["nothing like it".into()],
+        ..config()
+    };
     let mut sd = model();
     let failed = LoraNetwork::attach(
         &none,
@@ -173,7 +213,11 @@ fn the_beginning_is_pefts() {
             let fan_in: usize = p.var.dims()[1..].iter().product();
             let bound = (1.0 / fan_in as f32).sqrt();
             let largest = values.iter().fold(0f32, |m, v| m.max(v.abs()));
-            assert!(largest <= bound && (values.len() < 40 || largest > 0.7 * bound), "{}: {largest} of {bound}", p.name);
+            assert!(
+                largest <= bound && (values.len() < 40 || largest > 0.7 * bound),
+                "{}: {largest} of {bound}",
+                p.name
+            );
         }
     }
 }
@@ -185,16 +229,31 @@ fn other_ranks_are_padded_or_cut() {
     randomise(&small);
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.safetensors");
-    std::fs::write(&path, with_hashes(&small.tensors(DType::F32).unwrap(), BTreeMap::new()).unwrap()).unwrap();
+    std::fs::write(
+        &path,
+        with_hashes(&small.tensors(DType::F32).unwrap(), BTreeMap::new()).unwrap(),
+    )
+    .unwrap();
     let file = LoraFile::open(&path).unwrap();
     // Alpha over rank stays the same when padding with zeros, so the answer is the same.
     let mut bigger = model();
-    let large = attach(&mut bigger, &LoraConfig { rank: 8, alpha: 4.0, conv_rank: Some(6), conv_alpha: 6.0, ..config() });
+    let large = attach(
+        &mut bigger,
+        &LoraConfig {
+            rank: 8,
+            alpha: 4.0,
+            conv_rank: Some(6),
+            conv_alpha: 6.0,
+            ..config()
+        },
+    );
     let report = large.load(&file).unwrap();
     assert_eq!(report.resized, large.layers());
     let e = expected();
     assert!(gap(&unet(&bigger, &e), &unet(&sd, &e)) < 1e-5);
-    let report = attach(&mut model(), &LoraConfig { rank: 2, ..config() }).load(&file).unwrap();
+    let report = attach(&mut model(), &LoraConfig { rank: 2, ..config() })
+        .load(&file)
+        .unwrap();
     assert!(report.resized > 0);
 }
 
@@ -205,7 +264,10 @@ fn wrong_files_are_told_in_words() {
     let fail = |bytes: &[u8], word: &str| {
         std::fs::write(&path, bytes).unwrap();
         let message = put(&mut model(), &path, 1.0).unwrap_err().to_string();
-        assert!(message.contains(word) && message.contains("x.safetensors"), "\"{word}\" is not in: {message}");
+        assert!(
+            message.contains(word) && message.contains("x.safetensors"),
+            "\"{word}\" is not in: {message}"
+        );
     };
     let good = std::fs::read(fixtures().join("lora/ai_toolkit.safetensors")).unwrap();
     fail(&good[..good.len() - 1], "cut off");
@@ -218,9 +280,18 @@ fn wrong_files_are_told_in_words() {
         safetensors_bytes(&map, &BTreeMap::new()).unwrap()
     };
     fail(&one(&[("conv.weight", &[2, 2])]), "no LoRA");
-    fail(&one(&[("lora_unet_conv_in.lora_down.weight", &[4, 4, 3, 3])]), "incomplete");
+    fail(
+        &one(&[("lora_unet_conv_in.lora_down.weight", &[4, 4, 3, 3])]),
+        "incomplete",
+    );
     fail(&one(&[("lora_unet_conv_in.lokr_w1", &[4, 4])]), "LoKr");
-    fail(&one(&[("lora_unet_x.lora_down.weight", &[4, 4]), ("lora_unet_x.lora_up.weight", &[4, 4])]), "another model");
+    fail(
+        &one(&[
+            ("lora_unet_x.lora_down.weight", &[4, 4]),
+            ("lora_unet_x.lora_up.weight", &[4, 4]),
+        ]),
+        "another model",
+    );
     fail(
         &one(&[
             ("lora_unet_time_embedding_linear_1.lora_down.weight", &[4, 5]),

@@ -173,9 +173,10 @@ impl Dataset {
 
 fn size_of(path: &Path) -> Result<(u32, u32)> {
     match std::fs::metadata(path) {
-        Ok(info) if info.len() == 0 => {
-            Err(EngineError::bad_input(format!("{}: the file is empty (0 bytes)", path.display())))
-        }
+        Ok(info) if info.len() == 0 => Err(EngineError::bad_input(format!(
+            "{}: the file is empty (0 bytes)",
+            path.display()
+        ))),
         _ => image_io::dimensions(path),
     }
 }

@@ -16,27 +16,63 @@ fn build(raw: &str, rules: &CaptionRules) -> String {
 #[test]
 fn captions_change_in_ai_toolkits_order() {
     assert_eq!(build("a, b,c", &rules()), "a,  b, c");
-    let sks = CaptionRules { trigger: Some("sks".into()), ..rules() };
+    let sks = CaptionRules {
+        trigger: Some("sks".into()),
+        ..rules()
+    };
     assert_eq!(build("a cat", &sks), "sks a cat");
     assert_eq!(build("a sks cat", &sks), "a sks cat");
     assert_eq!(build("[trigger] and [name]", &sks), "sks and sks");
     assert_eq!(build("a [trigger] cat", &rules()), "a  cat");
-    let dropped = CaptionRules { caption_dropout: 1.0, process_trigger: Some("sks".into()), ..sks.clone() };
+    let dropped = CaptionRules {
+        caption_dropout: 1.0,
+        process_trigger: Some("sks".into()),
+        ..sks.clone()
+    };
     assert_eq!(build("a cat", &dropped), "sks");
-    assert_eq!(build("a cat", &CaptionRules { caption_dropout: 1.0, ..rules() }), "");
-    let tokens = CaptionRules { token_dropout: 1.0, keep_tokens: 2, ..rules() };
+    assert_eq!(
+        build(
+            "a cat",
+            &CaptionRules {
+                caption_dropout: 1.0,
+                ..rules()
+            }
+        ),
+        ""
+    );
+    let tokens = CaptionRules {
+        token_dropout: 1.0,
+        keep_tokens: 2,
+        ..rules()
+    };
     assert_eq!(build("a,b,c,d", &tokens), "a, b");
-    let appended = CaptionRules { random_triggers: vec!["one".into()], ..rules() };
+    let appended = CaptionRules {
+        random_triggers: vec!["one".into()],
+        ..rules()
+    };
     assert_eq!(build("a", &appended), "a, one");
-    let shuffled = build("a,b,c,d,e,f,g", &CaptionRules { shuffle: true, ..rules() });
+    let shuffled = build(
+        "a,b,c,d,e,f,g",
+        &CaptionRules {
+            shuffle: true,
+            ..rules()
+        },
+    );
     let mut letters: Vec<&str> = shuffled.split(", ").collect();
     assert_ne!(shuffled, "a, b, c, d, e, f, g");
     letters.sort_unstable();
     assert_eq!(letters.join(""), "abcdefg");
-    let many = CaptionRules { random_triggers: vec!["x".into(), "y".into()], random_triggers_max: 2, ..rules() };
+    let many = CaptionRules {
+        random_triggers: vec!["x".into(), "y".into()],
+        random_triggers_max: 2,
+        ..rules()
+    };
     for seed in 0..20 {
         let got = build_caption("a", &many, &mut TorchGenerator::manual_seed(seed));
-        assert!(["a", "a, x", "a, y", "a, x, y", "a, y, x"].contains(&got.as_str()), "{got}");
+        assert!(
+            ["a", "a, x", "a, y", "a, x, y", "a, y, x"].contains(&got.as_str()),
+            "{got}"
+        );
     }
 }
 
@@ -67,7 +103,14 @@ fn the_latent_key_hashes_as_ai_toolkits() {
     };
     assert_eq!(key.upstream_hash(), "iJjM-TQwokKK_Kq5MY63gQ");
     assert_ne!(key.hash("one", "vae"), key.hash("two", "vae"));
-    assert_ne!(LatentKey { flip_x: true, ..key.clone() }.upstream_hash(), key.upstream_hash());
+    assert_ne!(
+        LatentKey {
+            flip_x: true,
+            ..key.clone()
+        }
+        .upstream_hash(),
+        key.upstream_hash()
+    );
 }
 
 #[test]
@@ -84,9 +127,14 @@ fn latent_caches_are_verified_and_old_ones_still_read() {
     };
     let cache = LatentCache::new("vae", 4, 8);
     assert!(cache.read(&image, &key, "c1").is_none());
-    let latent = Tensor::arange(0f32, 256.0, &Device::Cpu).unwrap().reshape((4, 8, 8)).unwrap();
+    let latent = Tensor::arange(0f32, 256.0, &Device::Cpu)
+        .unwrap()
+        .reshape((4, 8, 8))
+        .unwrap();
     cache.write(&image, &key, "c1", &latent).unwrap();
-    let same = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap() == latent.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    let same = |t: &Tensor| {
+        t.flatten_all().unwrap().to_vec1::<f32>().unwrap() == latent.flatten_all().unwrap().to_vec1::<f32>().unwrap()
+    };
     assert!(same(&cache.read(&image, &key, "c1").unwrap()));
     assert!(cache.read(&image, &key, "edited").is_none());
     assert!(LatentCache::new("other", 4, 8).read(&image, &key, "c1").is_none());
@@ -131,14 +179,23 @@ fn options(path: &Path) -> DatasetOptions {
 
 fn picture(path: &Path, w: u32, h: u32) {
     std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-    image::RgbImage::from_fn(w, h, |x, y| image::Rgb([x as u8, y as u8, 7])).save(path).unwrap();
+    image::RgbImage::from_fn(w, h, |x, y| image::Rgb([x as u8, y as u8, 7]))
+        .save(path)
+        .unwrap();
 }
 
 #[test]
 fn folders_are_listed_as_the_reference_says() {
     let dir = tempfile::tempdir().unwrap();
     let root = dir.path();
-    for name in ["b.png", "a.PNG", "sub/c.png", ".hidden.png", ".dot/d.png", "_controls/e.png"] {
+    for name in [
+        "b.png",
+        "a.PNG",
+        "sub/c.png",
+        ".hidden.png",
+        ".dot/d.png",
+        "_controls/e.png",
+    ] {
         picture(&root.join(name).with_extension("png"), 64, 64);
         if name == "a.PNG" {
             std::fs::rename(root.join("a.png"), root.join("a.PNG")).unwrap();
@@ -146,14 +203,27 @@ fn folders_are_listed_as_the_reference_says() {
     }
     std::fs::write(root.join("notes.txt"), "x").unwrap();
     let listing = discover(root, false).unwrap();
-    let names: Vec<_> = listing.images.iter().map(|p| p.strip_prefix(root).unwrap().to_str().unwrap()).collect();
+    let names: Vec<_> = listing
+        .images
+        .iter()
+        .map(|p| p.strip_prefix(root).unwrap().to_str().unwrap())
+        .collect();
     assert_eq!(names, ["a.PNG", "b.png", "sub/c.png"]);
 
-    std::fs::write(root.join("set.json"), r#"{"b.png": {"caption": "long", "caption_short": "short"}}"#).unwrap();
+    std::fs::write(
+        root.join("set.json"),
+        r#"{"b.png": {"caption": "long", "caption_short": "short"}}"#,
+    )
+    .unwrap();
     let listing = discover(&root.join("set.json"), true).unwrap();
     assert_eq!(listing.captions[&root.join("b.png")], "short");
     std::fs::write(root.join("set.json"), r#"{"gone.png": {"caption": "x"}}"#).unwrap();
-    assert!(discover(&root.join("set.json"), false).unwrap_err().to_string().contains("gone.png"));
+    assert!(
+        discover(&root.join("set.json"), false)
+            .unwrap_err()
+            .to_string()
+            .contains("gone.png")
+    );
 }
 
 #[test]
@@ -162,7 +232,16 @@ fn batches_are_fixed_and_epochs_only_order_them() {
     for i in 0..5 {
         picture(&dir.path().join(format!("p{i}.png")), 64, if i == 4 { 32 } else { 64 });
     }
-    let (dataset, warnings) = Dataset::open(DatasetOptions { flip_x: true, repeats: 2, ..options(dir.path()) }, 16, 1).unwrap();
+    let (dataset, warnings) = Dataset::open(
+        DatasetOptions {
+            flip_x: true,
+            repeats: 2,
+            ..options(dir.path())
+        },
+        16,
+        1,
+    )
+    .unwrap();
     assert!(warnings.is_empty());
     assert_eq!(dataset.items.len(), 20);
     assert_eq!(dataset.items.iter().filter(|i| i.flip_x).count(), 10);
@@ -184,7 +263,15 @@ fn batches_are_fixed_and_epochs_only_order_them() {
     assert_eq!(order, (0..all.len()).collect::<Vec<_>>());
 
     // A short last batch repeats its own items.
-    let (odd, _) = Dataset::open(DatasetOptions { batch_size: 3, ..options(dir.path()) }, 16, 1).unwrap();
+    let (odd, _) = Dataset::open(
+        DatasetOptions {
+            batch_size: 3,
+            ..options(dir.path())
+        },
+        16,
+        1,
+    )
+    .unwrap();
     assert!(batches(&[odd], 1).iter().all(|b| b.items.len() == 3));
 }
 
@@ -194,8 +281,14 @@ fn sizes_are_remembered_and_large_pictures_refused() {
     picture(&dir.path().join("a.png"), 64, 48);
     Dataset::open(options(dir.path()), 16, 1).unwrap();
     let text = std::fs::read_to_string(dir.path().join(".aitk_size.json")).unwrap();
-    assert!(text.contains("\"__version__\":\"0.1.2\"") && text.contains("\"a.png\":[64,48,"), "{text}");
-    assert_eq!(SizeCache::open(dir.path()).get(&dir.path().join("a.png")), Some((64, 48)));
+    assert!(
+        text.contains("\"__version__\":\"0.1.2\"") && text.contains("\"a.png\":[64,48,"),
+        "{text}"
+    );
+    assert_eq!(
+        SizeCache::open(dir.path()).get(&dir.path().join("a.png")),
+        Some((64, 48))
+    );
     picture(&dir.path().join("a.png"), 32, 32);
     assert_eq!(SizeCache::open(dir.path()).get(&dir.path().join("a.png")), None);
 
@@ -215,7 +308,11 @@ fn crc32(bytes: &[u8]) -> u32 {
     for byte in bytes {
         crc ^= u32::from(*byte);
         for _ in 0..8 {
-            crc = if crc & 1 == 1 { (crc >> 1) ^ 0xedb8_8320 } else { crc >> 1 };
+            crc = if crc & 1 == 1 {
+                (crc >> 1) ^ 0xedb8_8320
+            } else {
+                crc >> 1
+            };
         }
     }
     !crc
@@ -226,7 +323,15 @@ fn pixels_are_scaled_cut_and_flipped() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.png");
     picture(&path, 100, 50);
-    let (set, _) = Dataset::open(DatasetOptions { flip_x: true, ..options(dir.path()) }, 16, 1).unwrap();
+    let (set, _) = Dataset::open(
+        DatasetOptions {
+            flip_x: true,
+            ..options(dir.path())
+        },
+        16,
+        1,
+    )
+    .unwrap();
     let plan = set.items[0].plan;
     let plain = pixels(&set.items[0]).unwrap();
     assert_eq!(plain.dims(), [3, plan.bucket.1 as usize, plan.bucket.0 as usize]);

@@ -74,11 +74,16 @@ impl<'a> Run<'a> {
             datasets.push(dataset);
         }
         if datasets.is_empty() {
-            return Err(EngineError::bad_input("the job has no data set: add `datasets` with a `folder_path`"));
+            return Err(EngineError::bad_input(
+                "the job has no data set: add `datasets` with a `folder_path`",
+            ));
         }
         let batches = batches(&datasets, seed);
         let items: usize = datasets.iter().map(|d| d.items.len()).sum();
-        cx.log("info", format!("{items} training pictures in {} batches", batches.len()));
+        cx.log(
+            "info",
+            format!("{items} training pictures in {} batches", batches.len()),
+        );
 
         cx.phase("loading model");
         let compute = device::compute(cx.spec.device, process.train.dtype.name())?;
@@ -86,7 +91,11 @@ impl<'a> Run<'a> {
             cx.log("info", note.clone());
         }
         let path = cx.local(&process.model.name_or_path);
-        let load = LoadOptions { dtype: compute.dtype, device: compute.device.clone(), config_folder: None };
+        let load = LoadOptions {
+            dtype: compute.dtype,
+            device: compute.device.clone(),
+            config_folder: None,
+        };
         let mut model = SdModel::load(&path, &load)?;
         let mut vae_path = path;
         if let Some(vae) = &process.model.vae_path {
@@ -97,13 +106,19 @@ impl<'a> Run<'a> {
             let path = cx.local(lora);
             let mut parts = parts(&mut model);
             let loaded = load_lora(&mut parts, &path, 1.0)?;
-            cx.log("info", format!("{}: {} layers on the base model", path.display(), loaded.layers));
+            cx.log(
+                "info",
+                format!("{}: {} layers on the base model", path.display(), loaded.layers),
+            );
         }
 
         let config = options::network(process)?;
         let mut generator = generator_for(seed, "network", 0, 0);
-        let network =
-            LoraNetwork::attach(&config, &mut [(Component::Unet, &mut model.unet as &mut dyn VisitLayers)], &mut generator)?;
+        let network = LoraNetwork::attach(
+            &config,
+            &mut [(Component::Unet, &mut model.unet as &mut dyn VisitLayers)],
+            &mut generator,
+        )?;
         let trainer = trainer(process, &network)?;
         let params = SamplerParams::from_json(&model.scheduler_config)
             .map_err(|e| EngineError::bad_input(format!("scheduler_config.json: {e}")))?;
@@ -145,14 +160,21 @@ impl<'a> Run<'a> {
     fn train(&mut self, cx: &mut Context<'_>) -> Result<Outcome> {
         let steps = self.process.train.steps;
         if self.start >= steps && self.folder.final_save().is_file() {
-            cx.log("info", format!("the run is already at step {} of {steps}: nothing is left to do", self.start));
+            cx.log(
+                "info",
+                format!(
+                    "the run is already at step {} of {steps}: nothing is left to do",
+                    self.start
+                ),
+            );
             self.announce_final(cx);
             return Ok(Outcome::Completed);
         }
         if self.start < steps && !self.cache_latents(cx)? {
             return Ok(Outcome::Stopped);
         }
-        let baseline = (self.start == 0 && !self.process.train.skip_first_sample) || self.process.train.force_first_sample;
+        let baseline =
+            (self.start == 0 && !self.process.train.skip_first_sample) || self.process.train.force_first_sample;
         if baseline && self.start < steps {
             self.sample(cx, self.start, true)?;
         }
@@ -229,8 +251,12 @@ impl<'a> Run<'a> {
         }
         let latents = Tensor::stack(&latents, 0)?.to_device(&self.compute.device)?;
         let drawn = draw(&self.noise, &mut generator, latents.dims4()?, &self.compute.device)?;
-        let context =
-            self.contexts.get(&captions, &self.model.tokenizer, &self.model.text_encoder, self.compute.dtype)?;
+        let context = self.contexts.get(
+            &captions,
+            &self.model.tokenizer,
+            &self.model.text_encoder,
+            self.compute.dtype,
+        )?;
         let micro_batch = MicroBatch {
             latents,
             noise: drawn.noise,
@@ -239,8 +265,16 @@ impl<'a> Run<'a> {
             weights: vec![options.loss_multiplier; batch.items.len()],
         };
         self.network.handle.multiplier.set(options.network_weight);
-        self.network.handle.set_training(Some(generator_for(self.seed, "dropout", step, micro)));
-        let result = loss(&self.model.unet, &self.schedule, &self.loss, &micro_batch, self.compute.dtype);
+        self.network
+            .handle
+            .set_training(Some(generator_for(self.seed, "dropout", step, micro)));
+        let result = loss(
+            &self.model.unet,
+            &self.schedule,
+            &self.loss,
+            &micro_batch,
+            self.compute.dtype,
+        );
         self.network.handle.set_training(None);
         result
     }
@@ -248,7 +282,12 @@ impl<'a> Run<'a> {
     /// Encodes all pictures ahead where they are cached. `false`: asked to stop.
     fn cache_latents(&mut self, cx: &mut Context<'_>) -> Result<bool> {
         let cached = |d: &Dataset| d.options.cache_latents || d.options.cache_latents_to_disk;
-        let total: u64 = self.datasets.iter().filter(|d| cached(d)).map(|d| d.items.len() as u64).sum();
+        let total: u64 = self
+            .datasets
+            .iter()
+            .filter(|d| cached(d))
+            .map(|d| d.items.len() as u64)
+            .sum();
         if total == 0 {
             return Ok(true);
         }
@@ -262,7 +301,12 @@ impl<'a> Run<'a> {
                 }
                 let begun = Instant::now();
                 let options = &dataset.options;
-                self.latents.get(item, &self.model.vae, options.cache_latents, options.cache_latents_to_disk)?;
+                self.latents.get(
+                    item,
+                    &self.model.vae,
+                    options.cache_latents,
+                    options.cache_latents_to_disk,
+                )?;
                 done += 1;
                 clock.step(cx, done, total, begun.elapsed().as_secs_f64());
             }
@@ -279,7 +323,10 @@ impl<'a> Run<'a> {
         if step > self.start && self.checkpointed != Some(step) {
             self.save(cx, step)?;
         }
-        cx.log("info", format!("stopped after step {step}; run again to go on from there"));
+        cx.log(
+            "info",
+            format!("stopped after step {step}; run again to go on from there"),
+        );
         Ok(Outcome::Stopped)
     }
 
@@ -296,20 +343,32 @@ impl<'a> Run<'a> {
         }
         cx.phase("saving");
         let path = self.folder.final_save();
-        self.with_averages(|run| run.folder.write_lora(&path, run.process, &run.network, cx.job, steps, run.epoch(steps)))?;
+        self.with_averages(|run| {
+            run.folder
+                .write_lora(&path, run.process, &run.network, cx.job, steps, run.epoch(steps))
+        })?;
         self.announce_final(cx);
         Ok(Outcome::Completed)
     }
 
     fn announce_final(&self, cx: &mut Context<'_>) {
-        cx.artifact("lora", &self.folder.root, &self.folder.final_save(), Some(self.process.train.steps), None);
+        cx.artifact(
+            "lora",
+            &self.folder.root,
+            &self.folder.final_save(),
+            Some(self.process.train.steps),
+            None,
+        );
     }
 
     /// A step save: the LoRA, the exact state, and then what retention removes.
     fn save(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
         cx.phase("saving");
         let path = self.folder.step_save(step);
-        self.with_averages(|run| run.folder.write_lora(&path, run.process, &run.network, cx.job, step, run.epoch(step)))?;
+        self.with_averages(|run| {
+            run.folder
+                .write_lora(&path, run.process, &run.network, cx.job, step, run.epoch(step))
+        })?;
         cx.artifact("lora", &self.folder.root, &path, Some(step), None);
         self.checkpoint(cx, step)?;
         for removed in self.folder.retain(self.process, step)? {
@@ -333,7 +392,10 @@ impl<'a> Run<'a> {
 }
 
 fn parts(model: &mut SdModel) -> [(Component, &mut dyn VisitLayers); 2] {
-    [(Component::TextEncoder, &mut model.text_encoder), (Component::Unet, &mut model.unet)]
+    [
+        (Component::TextEncoder, &mut model.text_encoder),
+        (Component::Unet, &mut model.unet),
+    ]
 }
 
 fn trainer(process: &TrainerProcess, network: &LoraNetwork) -> Result<Trainer> {
@@ -350,9 +412,19 @@ fn trainer(process: &TrainerProcess, network: &LoraNetwork) -> Result<Trainer> {
     })
     .map_err(error)?;
     let ema = &train.ema_config;
-    let ema = if ema.use_ema { Some(Ema::new(params.clone(), ema.ema_decay, false, 1.0).map_err(error)?) } else { None };
+    let ema = if ema.use_ema {
+        Some(Ema::new(params.clone(), ema.ema_decay, false, 1.0).map_err(error)?)
+    } else {
+        None
+    };
     let max_grad_norm = Some(train.max_grad_norm).filter(|n| *n > 0.0);
-    Ok(Trainer::new(TrainerOptions { params, optimizer, schedule, max_grad_norm, ema }))
+    Ok(Trainer::new(TrainerOptions {
+        params,
+        optimizer,
+        schedule,
+        max_grad_norm,
+        ema,
+    }))
 }
 
 /// Tells progress at most ten times a second, and always at the end.
@@ -369,7 +441,11 @@ impl Progress {
         let due = self.last.is_none_or(|t| t.elapsed().as_millis() >= 100);
         if due || done == total {
             self.last = Some(Instant::now());
-            cx.events.emit(ChildEvent::Progress { done, total, seconds_per_step: Some(seconds) });
+            cx.events.emit(ChildEvent::Progress {
+                done,
+                total,
+                seconds_per_step: Some(seconds),
+            });
         }
     }
 }
@@ -379,7 +455,11 @@ fn on_cpu(tensors: &BTreeMap<String, Tensor>) -> Result<BTreeMap<String, Tensor>
     tensors
         .iter()
         .map(|(name, t)| {
-            let t = if t.dtype() == DType::I64 { t.clone() } else { t.to_dtype(DType::F32)? };
+            let t = if t.dtype() == DType::I64 {
+                t.clone()
+            } else {
+                t.to_dtype(DType::F32)?
+            };
             Ok((name.clone(), t.to_device(&Device::Cpu)?.contiguous()?))
         })
         .collect()

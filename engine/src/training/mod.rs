@@ -16,7 +16,7 @@ pub use latents::Latents;
 pub use loss::{LossKind, LossOptions, MicroBatch, loss};
 pub use random::{Draw, NoiseOptions, Preference, batch_generator, draw};
 pub(crate) use trainer::optim_error;
-pub use trainer::{StepReport, Trainer, TrainerOptions};
+pub use trainer::{State, StepReport, Trainer, TrainerOptions};
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]

@@ -20,7 +20,10 @@ fn load(name: &str) -> HashMap<String, Tensor> {
 }
 
 fn below(tensors: &HashMap<String, Tensor>, prefix: &str) -> BTreeMap<String, Tensor> {
-    tensors.iter().filter_map(|(k, v)| Some((k.strip_prefix(prefix)?.to_owned(), v.clone()))).collect()
+    tensors
+        .iter()
+        .filter_map(|(k, v)| Some((k.strip_prefix(prefix)?.to_owned(), v.clone())))
+        .collect()
 }
 
 fn worst(ours: &BTreeMap<String, Tensor>, theirs: &BTreeMap<String, Tensor>) -> f64 {
@@ -40,7 +43,11 @@ fn compare(name: &str) -> (f64, f64) {
     let number = |key: &str| variant.get(key).and_then(serde_json::Value::as_f64);
     let inputs = load("parity_inputs.safetensors");
     let theirs = load(&format!("parity_{name}.safetensors"));
-    let first = if name == "conv" { "parity_conv.safetensors" } else { "parity_adamw.safetensors" };
+    let first = if name == "conv" {
+        "parity_conv.safetensors"
+    } else {
+        "parity_adamw.safetensors"
+    };
     let start = below(&load(first), "start/");
 
     let mut model = SdModel::load(fixtures().join("tiny_sd"), &LoadOptions::cpu()).unwrap();
@@ -71,7 +78,13 @@ fn compare(name: &str) -> (f64, f64) {
     let mut trainer = Trainer::new(TrainerOptions {
         params: params.clone(),
         optimizer: Box::new(Adam::new(params.clone(), AdamParams::new(true)).unwrap()),
-        schedule: Schedule::new(ScheduleParams { name: "constant", params: &none, lr: 1e-3, steps: 20 }).unwrap(),
+        schedule: Schedule::new(ScheduleParams {
+            name: "constant",
+            params: &none,
+            lr: 1e-3,
+            steps: 20,
+        })
+        .unwrap(),
         max_grad_norm: number("max_norm"),
         ema: number("ema").map(|decay| Ema::new(params.clone(), decay, false, 1.0).unwrap()),
     });
@@ -80,7 +93,11 @@ fn compare(name: &str) -> (f64, f64) {
         schedule.prediction_type = PredictionType::VPrediction;
     }
     let options = LossOptions {
-        kind: if variant["loss"] == "mae" { LossKind::Mae } else { LossKind::Mse },
+        kind: if variant["loss"] == "mae" {
+            LossKind::Mae
+        } else {
+            LossKind::Mse
+        },
         min_snr_gamma: number("min_snr_gamma"),
         snr_gamma: None,
     };
@@ -92,13 +109,19 @@ fn compare(name: &str) -> (f64, f64) {
     for step in 0..20usize {
         for j in 0..micro {
             let row = |key: &str| inputs[key].get(step * 2 + j).unwrap();
-            let texts: Vec<String> =
-                row("captions").to_vec1::<i64>().unwrap().iter().map(|i| captions[*i as usize].clone()).collect();
+            let texts: Vec<String> = row("captions")
+                .to_vec1::<i64>()
+                .unwrap()
+                .iter()
+                .map(|i| captions[*i as usize].clone())
+                .collect();
             let batch = MicroBatch {
                 latents: row("latents"),
                 noise: row("noise"),
                 timesteps: row("timesteps").to_vec1().unwrap(),
-                context: contexts.get(&texts, &model.tokenizer, &model.text_encoder, DType::F32).unwrap(),
+                context: contexts
+                    .get(&texts, &model.tokenizer, &model.text_encoder, DType::F32)
+                    .unwrap(),
                 weights: weights.clone(),
             };
             network.handle.set_training(Some(TorchGenerator::manual_seed(0)));
@@ -109,7 +132,10 @@ fn compare(name: &str) -> (f64, f64) {
         let want = variant["losses"][step].as_f64().unwrap();
         loss_gap = loss_gap.max((done.loss / want - 1.0).abs());
         if let Some(norm) = variant["norms"][step].as_f64() {
-            assert!((done.grad_norm.unwrap() / norm - 1.0).abs() < 1e-3, "{name}: norm of step {step}");
+            assert!(
+                (done.grad_norm.unwrap() / norm - 1.0).abs() < 1e-3,
+                "{name}: norm of step {step}"
+            );
         }
     }
     let mut weight_gap = worst(&network.tensors(DType::F32).unwrap(), &below(&theirs, "final/"));
@@ -170,16 +196,27 @@ fn absolute_loss_with_item_weights_is_the_references() {
 #[test]
 fn a_loss_that_is_no_number_changes_nothing() {
     let var = candle_core::Var::from_tensor(&Tensor::ones(2, DType::F32, &Device::Cpu).unwrap()).unwrap();
-    let params = vec![crate::optim::Param { name: "p".into(), var: var.clone() }];
+    let params = vec![crate::optim::Param {
+        name: "p".into(),
+        var: var.clone(),
+    }];
     let none = serde_json::Map::new();
     let mut trainer = Trainer::new(TrainerOptions {
         params: params.clone(),
         optimizer: Box::new(Adam::new(params, AdamParams::new(true)).unwrap()),
-        schedule: Schedule::new(ScheduleParams { name: "constant", params: &none, lr: 1e-3, steps: 20 }).unwrap(),
+        schedule: Schedule::new(ScheduleParams {
+            name: "constant",
+            params: &none,
+            lr: 1e-3,
+            steps: 20,
+        })
+        .unwrap(),
         max_grad_norm: Some(1.0),
         ema: None,
     });
-    trainer.add(&(var.as_tensor().sum_all().unwrap() * f64::NAN).unwrap()).unwrap();
+    trainer
+        .add(&(var.as_tensor().sum_all().unwrap() * f64::NAN).unwrap())
+        .unwrap();
     let report = trainer.finish_step(0, true).unwrap();
     assert_eq!(report.loss, 0.0);
     assert!(report.warning.unwrap().contains("step 1"));
@@ -193,11 +230,22 @@ fn a_loss_that_is_no_number_changes_nothing() {
 
 #[test]
 fn draws_stay_in_their_range() {
-    let options = NoiseOptions { min_index: 100, max_index: 300, ..NoiseOptions::default() };
+    let options = NoiseOptions {
+        min_index: 100,
+        max_index: 300,
+        ..NoiseOptions::default()
+    };
     for preference in [Preference::Balanced, Preference::Content, Preference::Style] {
-        let options = NoiseOptions { preference, ..options.clone() };
+        let options = NoiseOptions {
+            preference,
+            ..options.clone()
+        };
         let drawn = draw(&options, &mut batch_generator(1, 2, 3), (64, 4, 2, 2), &Device::Cpu).unwrap();
-        assert!(drawn.timesteps.iter().all(|t| (699..=899).contains(t)), "{:?}", drawn.timesteps);
+        assert!(
+            drawn.timesteps.iter().all(|t| (699..=899).contains(t)),
+            "{:?}",
+            drawn.timesteps
+        );
         let mean = drawn.timesteps.iter().sum::<i64>() as f64 / 64.0;
         match preference {
             Preference::Content => assert!(mean > 820.0, "{mean}"),

@@ -32,6 +32,9 @@ pub struct StepReport {
     pub warning: Option<String>,
 }
 
+/// Named tensors by role.
+pub type State = BTreeMap<&'static str, BTreeMap<String, Tensor>>;
+
 /// The state of training between two steps.
 pub struct Trainer {
     options: TrainerOptions,
@@ -149,7 +152,7 @@ impl Trainer {
     ///
     /// # Errors
     /// When the device fails.
-    pub fn state(&self) -> Result<(BTreeMap<&'static str, BTreeMap<String, Tensor>>, u64)> {
+    pub fn state(&self) -> Result<(State, u64)> {
         let mut out = BTreeMap::new();
         let weights = self
             .options

@@ -43,7 +43,12 @@ impl RunFolder {
         };
         let config = path.join(format!("config.{suffix}"));
         fsutil::write_atomic(&config, |out| out.write_all(cx.spec.config_text.as_bytes())).map_err(fs_error)?;
-        Ok(Self { root, path, config, job })
+        Ok(Self {
+            root,
+            path,
+            config,
+            job,
+        })
     }
 
     /// Where exact states lie.
@@ -71,7 +76,9 @@ impl RunFolder {
         let mut out = Vec::new();
         for entry in std::fs::read_dir(&self.path).into_iter().flatten().flatten() {
             let name = entry.file_name().to_string_lossy().into_owned();
-            let Some(stem) = name.strip_suffix(".safetensors") else { continue };
+            let Some(stem) = name.strip_suffix(".safetensors") else {
+                continue;
+            };
             if stem == self.job {
                 out.push((None, entry.path()));
             } else if let Some(digits) = stem.strip_prefix(&self.job).and_then(|s| s.strip_prefix('_'))
@@ -100,7 +107,11 @@ impl RunFolder {
             SaveDType::F32 => DType::F32,
             SaveDType::F16 => DType::F16,
             SaveDType::BF16 => DType::BF16,
-            SaveDType::F8 => return Err(EngineError::Unsupported("save.dtype: float8 is not supported yet; use float16".into())),
+            SaveDType::F8 => {
+                return Err(EngineError::Unsupported(
+                    "save.dtype: float8 is not supported yet; use float16".into(),
+                ));
+            }
         };
         let mut metadata = BTreeMap::new();
         for (key, value) in &job.meta {
@@ -115,13 +126,19 @@ impl RunFolder {
             metadata.insert(key.to_owned(), text);
         };
         put("training_info", json!({"step": step, "epoch": epoch}));
-        put("ss_base_model_version", process.model.arch.name.base_model_version().into());
+        put(
+            "ss_base_model_version",
+            process.model.arch.name.base_model_version().into(),
+        );
         put("ss_output_name", job.name.clone().into());
         if let Some(trigger) = &process.trigger_word {
             let tag = json!({format!("1_{trigger}"): {trigger.as_str(): 1}});
             put("ss_tag_frequency", tag);
         }
-        put("software", json!({"name": "aitk", "version": env!("CARGO_PKG_VERSION")}));
+        put(
+            "software",
+            json!({"name": "aitk", "version": env!("CARGO_PKG_VERSION")}),
+        );
         put("format", "pt".into());
         let bytes = with_hashes(&network.tensors(dtype)?, metadata)?;
         fsutil::write_atomic(path, |out| out.write_all(&bytes)).map_err(fs_error)
@@ -135,7 +152,12 @@ impl RunFolder {
         if keep == 0 {
             return Ok(Vec::new());
         }
-        let mut here: Vec<u64> = self.saves().into_iter().filter_map(|(s, _)| s).filter(|s| *s <= step).collect();
+        let mut here: Vec<u64> = self
+            .saves()
+            .into_iter()
+            .filter_map(|(s, _)| s)
+            .filter(|s| *s <= step)
+            .collect();
         here.sort_unstable();
         here.truncate(here.len().saturating_sub(keep as usize));
         for old in &here {
@@ -146,7 +168,10 @@ impl RunFolder {
                 fsutil::remove(&yaml).map_err(fs_error)?;
             }
         }
-        let elsewhere = process.save.save_every.and_then(|every| step.checked_sub(every.checked_mul(keep)?));
+        let elsewhere = process
+            .save
+            .save_every
+            .and_then(|every| step.checked_sub(every.checked_mul(keep)?));
         if let Some(old) = elsewhere.filter(|old| *old > 0 && !here.contains(old) && !self.step_save(*old).exists()) {
             here.push(old);
         }

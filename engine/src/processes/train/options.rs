@@ -28,7 +28,9 @@ pub(super) fn check(process: &TrainerProcess) -> Result<()> {
         return unsupported("full fine-tuning is not supported yet: add a `network` section (`type: lora`)".into());
     }
     if process.train.train_text_encoder || !process.train.train_unet {
-        return unsupported("only LoRAs of the U-Net are trained yet; set train_text_encoder: false, train_unet: true".into());
+        return unsupported(
+            "only LoRAs of the U-Net are trained yet; set train_text_encoder: false, train_unet: true".into(),
+        );
     }
     if process.train.gradient_accumulation > 1 && process.train.gradient_accumulation_steps != 1 {
         return Err(EngineError::bad_input(
@@ -50,7 +52,11 @@ pub(super) fn network(process: &TrainerProcess) -> Result<LoraConfig> {
         conv_rank: network.conv.map(|r| r as usize),
         conv_alpha: network.conv_alpha.or(network.conv.map(f64::from)).unwrap_or(1.0),
         dropout: network.dropout.unwrap_or(0.0),
-        only_if_contains: kwargs.only_if_contains.as_ref().map(|l| l.0.clone()).unwrap_or_default(),
+        only_if_contains: kwargs
+            .only_if_contains
+            .as_ref()
+            .map(|l| l.0.clone())
+            .unwrap_or_default(),
         ignore_if_contains: kwargs.ignore_if_contains.0.clone(),
     })
 }
@@ -68,7 +74,11 @@ pub(super) fn datasets(process: &TrainerProcess, cx: &Context<'_>) -> Result<Vec
             TextSource::File(file) => {
                 let path = cx.local(file);
                 let text = std::fs::read_to_string(&path).map_err(|e| EngineError::io(&path, e))?;
-                text.lines().map(str::trim).filter(|l| !l.is_empty()).map(str::to_owned).collect()
+                text.lines()
+                    .map(str::trim)
+                    .filter(|l| !l.is_empty())
+                    .map(str::to_owned)
+                    .collect()
             }
         };
         out.push(DatasetOptions {
@@ -108,7 +118,11 @@ pub(super) fn loss(process: &TrainerProcess) -> LossOptions {
     let train = &process.train;
     let positive = |g: Option<f64>| g.filter(|g| *g > 1e-6);
     LossOptions {
-        kind: if matches!(train.loss_type, LossType::Mae) { LossKind::Mae } else { LossKind::Mse },
+        kind: if matches!(train.loss_type, LossType::Mae) {
+            LossKind::Mae
+        } else {
+            LossKind::Mse
+        },
         min_snr_gamma: positive(train.min_snr_gamma),
         snr_gamma: positive(train.snr_gamma),
     }
@@ -156,7 +170,10 @@ pub(super) fn vae_fingerprint(path: &Path) -> Result<String> {
     let folder = if inner.is_dir() { inner } else { path.to_path_buf() };
     let mut files: Vec<PathBuf> = if folder.is_dir() {
         let entries = std::fs::read_dir(&folder).map_err(|e| EngineError::io(&folder, e))?;
-        entries.filter_map(|e| Some(e.ok()?.path())).filter(|p| p.extension().is_some_and(|e| e == "safetensors" || e == "json")).collect()
+        entries
+            .filter_map(|e| Some(e.ok()?.path()))
+            .filter(|p| p.extension().is_some_and(|e| e == "safetensors" || e == "json"))
+            .collect()
     } else {
         vec![folder]
     };

@@ -25,16 +25,23 @@ impl Run<'_> {
         if let Some(folder) = &cx.spec.resume_from {
             let checkpoint = Checkpoint::open(folder).map_err(checkpoint_error)?;
             self.take(&checkpoint).map_err(|e| {
-                EngineError::bad_input(format!("the job's checkpoint of step {} cannot be used: {e}", checkpoint.step()))
+                EngineError::bad_input(format!(
+                    "the job's checkpoint of step {} cannot be used: {e}",
+                    checkpoint.step()
+                ))
             })?;
             self.note_changes(&checkpoint, cx);
             cx.log("info", format!("going on from the checkpoint of step {}", self.start));
-        } else if !self.resume_here(cx)? {
-            if let Some(path) = self.process.network.as_ref().and_then(|n| n.pretrained_lora_path.as_deref()) {
-                let path = cx.local(path);
-                self.take_lora(&path, cx)?;
-                cx.log("info", format!("starting from the weights of {}", path.display()));
-            }
+        } else if !self.resume_here(cx)?
+            && let Some(path) = self
+                .process
+                .network
+                .as_ref()
+                .and_then(|n| n.pretrained_lora_path.as_deref())
+        {
+            let path = cx.local(path);
+            self.take_lora(&path, cx)?;
+            cx.log("info", format!("starting from the weights of {}", path.display()));
         }
         if let Some(step) = self.process.train.start_step {
             self.start = step;
@@ -66,38 +73,62 @@ impl Run<'_> {
             if lora_step > checkpoint.step() {
                 cx.log(
                     "info",
-                    format!("there is a newer LoRA (step {lora_step}), but only the checkpoint of step {} is exact", checkpoint.step()),
+                    format!(
+                        "there is a newer LoRA (step {lora_step}), but only the checkpoint of step {} is exact",
+                        checkpoint.step()
+                    ),
                 );
             }
             match self.take(&checkpoint) {
                 Ok(()) => {
                     self.note_changes(&checkpoint, cx);
-                    cx.log("info", format!("going on from step {}, with the optimizer's state", self.start));
+                    cx.log(
+                        "info",
+                        format!("going on from step {}, with the optimizer's state", self.start),
+                    );
                     return Ok(true);
                 }
                 Err(error) => cx.log(
                     "warn",
-                    format!("the checkpoint of step {} does not fit this config ({error}); trying its LoRA", checkpoint.step()),
+                    format!(
+                        "the checkpoint of step {} does not fit this config ({error}); trying its LoRA",
+                        checkpoint.step()
+                    ),
                 ),
             }
         }
         let Some((step, path)) = newest else { return Ok(false) };
         self.take_lora(&path, cx)?;
         self.start = step;
-        cx.log("info", format!("going on from {} (step {step}), with a fresh optimizer", path.display()));
+        cx.log(
+            "info",
+            format!("going on from {} (step {step}), with a fresh optimizer", path.display()),
+        );
         Ok(true)
     }
 
     fn take_lora(&mut self, path: &Path, cx: &mut Context<'_>) -> Result<()> {
         let report = self.network.load(&LoraFile::open(path)?)?;
         if report.resized > 0 {
-            cx.log("warn", format!("{} layers have another rank: padded with zeros or cut", report.resized));
+            cx.log(
+                "warn",
+                format!("{} layers have another rank: padded with zeros or cut", report.resized),
+            );
         }
         if !report.missing.is_empty() {
-            cx.log("warn", format!("{} layers are not in the file and start fresh", report.missing.len()));
+            cx.log(
+                "warn",
+                format!("{} layers are not in the file and start fresh", report.missing.len()),
+            );
         }
         if let Some(first) = report.unknown.first() {
-            cx.log("warn", format!("{} names in the file fit nothing here, such as `{first}`", report.unknown.len()));
+            cx.log(
+                "warn",
+                format!(
+                    "{} names in the file fit nothing here, such as `{first}`",
+                    report.unknown.len()
+                ),
+            );
         }
         // The average starts from these weights too.
         self.trainer = super::trainer(self.process, &self.network)?;
@@ -114,7 +145,10 @@ impl Run<'_> {
         let text = |key: &str| state.get(key).and_then(Value::as_str).unwrap_or_default();
         let optimizer = self.process.train.optimizer.name();
         if text("optimizer") != optimizer {
-            return Err(EngineError::bad_input(format!("its optimizer is {}, the job's is {optimizer}", text("optimizer"))));
+            return Err(EngineError::bad_input(format!(
+                "its optimizer is {}, the job's is {optimizer}",
+                text("optimizer")
+            )));
         }
         let mut tensors: BTreeMap<String, BTreeMap<String, Tensor>> = BTreeMap::new();
         for role in ["weights", "optimizer", "ema", "gradients"] {
@@ -148,7 +182,13 @@ impl Run<'_> {
         for (key, what) in [("seed", "seed"), ("config", "training settings"), ("data", "data set")] {
             let (then, now) = (checkpoint.state().get(key), now.get(key));
             if then != now {
-                cx.log("warn", format!("the {what} changed since step {}: the run goes on with the new one", checkpoint.step()));
+                cx.log(
+                    "warn",
+                    format!(
+                        "the {what} changed since step {}: the run goes on with the new one",
+                        checkpoint.step()
+                    ),
+                );
             }
         }
     }
@@ -165,13 +205,19 @@ impl Run<'_> {
         for batch in &self.batches {
             for index in &batch.items {
                 let item = &self.datasets[batch.dataset].items[*index];
-                data.update(format!("{}|{:?}|{}|{}|{}\n", item.content, item.plan, item.flip_x, item.flip_y, item.caption));
+                data.update(format!(
+                    "{}|{:?}|{}|{}|{}\n",
+                    item.content, item.plan, item.flip_x, item.flip_y, item.caption
+                ));
             }
             data.update(b"--");
         }
         let mut map = Map::new();
         map.insert("seed".into(), self.seed.into());
-        map.insert("config".into(), hex::encode(&Sha256::digest(config.to_string())[..16]).into());
+        map.insert(
+            "config".into(),
+            hex::encode(&Sha256::digest(config.to_string())[..16]).into(),
+        );
         map.insert("data".into(), hex::encode(&data.finalize()[..16]).into());
         map
     }
@@ -185,7 +231,9 @@ impl Run<'_> {
             .data_epoch(self.epoch(step));
         for (role, tensors) in &parts {
             let bytes = safetensors_bytes(&on_cpu(tensors)?, &BTreeMap::new())?;
-            writer.add_bytes(&format!("{role}.safetensors"), role, &bytes).map_err(checkpoint_error)?;
+            writer
+                .add_bytes(&format!("{role}.safetensors"), role, &bytes)
+                .map_err(checkpoint_error)?;
         }
         let mut state = self.identity();
         state.insert("state_version".into(), STATE_VERSION.into());

@@ -1,8 +1,8 @@
 //! Pictures made while training.
 
 use super::super::Context;
-use super::folder::fs_error;
 use super::Run;
+use super::folder::fs_error;
 use crate::error::{EngineError, Result};
 use crate::image_io::{Format, encode};
 use crate::pipelines::{SampleSettings, sample_prompts};
@@ -46,9 +46,15 @@ impl Run<'_> {
                 job_seed: run.seed,
             };
             let stop = cx.stop.clone();
-            let finished =
-                sample_prompts(&run.model, &settings, &requests, &mut |_, _| !stop.is_set(), &mut |index, request, seed, picture| {
-                    let ms = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_millis());
+            let finished = sample_prompts(
+                &run.model,
+                &settings,
+                &requests,
+                &mut |_, _| !stop.is_set(),
+                &mut |index, request, seed, picture| {
+                    let ms = SystemTime::now()
+                        .duration_since(UNIX_EPOCH)
+                        .map_or(0, |t| t.as_millis());
                     let name = format!("__{step:09}_{index}.{suffix}");
                     let path = folder.join(format!("{ms}{name}"));
                     let text = format!("{} --seed {seed}", request.prompt);
@@ -57,7 +63,8 @@ impl Run<'_> {
                     remove_others(&folder, &name, &path);
                     cx.artifact("sample", &root, &path, Some(step), Some(index as u64));
                     Ok(())
-                })?;
+                },
+            )?;
             Ok::<bool, EngineError>(finished)
         })
     }
@@ -68,11 +75,14 @@ fn remove_others(folder: &Path, name: &str, keep: &Path) {
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let path = entry.path();
         let file = entry.file_name().to_string_lossy().into_owned();
-        let stamp = file.strip_suffix(name).filter(|s| !s.is_empty() && s.bytes().all(|b| b.is_ascii_digit()));
-        if stamp.is_some() && path != keep {
-            if let Err(error) = fsutil::remove(&path) {
-                tracing::warn!(%error, "an older sample stays");
-            }
+        let stamp = file
+            .strip_suffix(name)
+            .filter(|s| !s.is_empty() && s.bytes().all(|b| b.is_ascii_digit()));
+        if stamp.is_some()
+            && path != keep
+            && let Err(error) = fsutil::remove(&path)
+        {
+            tracing::warn!(%error, "an older sample stays");
         }
     }
 }

@@ -21,7 +21,9 @@ fn pictures(folder: &Path) {
     std::fs::create_dir_all(folder).unwrap();
     for i in 0..5u32 {
         let (w, h) = if i < 3 { (32, 32) } else { (48, 24) };
-        let image = image::RgbImage::from_fn(w, h, |x, y| image::Rgb([(x * 5 + i * 40) as u8, (y * 7) as u8, (i * 50) as u8]));
+        let image = image::RgbImage::from_fn(w, h, |x, y| {
+            image::Rgb([(x * 5 + i * 40) as u8, (y * 7) as u8, (i * 50) as u8])
+        });
         image.save(folder.join(format!("p{i}.png"))).unwrap();
         std::fs::write(folder.join(format!("p{i}.txt")), format!("a red circle, drawing {i}")).unwrap();
     }
@@ -29,11 +31,17 @@ fn pictures(folder: &Path) {
 
 pub(super) fn trainer(root: &Path, steps: u64) -> TrainerProcess {
     pictures(&root.join("data"));
-    let mut process = TrainerProcess::default();
-    process.training_folder = Some(root.join("out").display().to_string());
-    process.training_seed = Some(42);
+    let mut process = TrainerProcess {
+        training_folder: Some(root.join("out").display().to_string()),
+        training_seed: Some(42),
+        ..TrainerProcess::default()
+    };
     process.model.name_or_path = tiny_sd().display().to_string();
-    process.network = Some(NetworkConfig { linear: 4, linear_alpha: 4.0, ..NetworkConfig::default() });
+    process.network = Some(NetworkConfig {
+        linear: 4,
+        linear_alpha: 4.0,
+        ..NetworkConfig::default()
+    });
     process.train.steps = steps;
     process.train.batch_size = 2;
     process.train.lr = 1e-3;
@@ -75,7 +83,10 @@ pub(super) fn spec(process: TrainerProcess) -> AttemptSpec {
         inputs: Default::default(),
         output_root: None,
         resume_from: None,
-        device: DeviceRef { kind: DeviceKind::Cpu, index: 0 },
+        device: DeviceRef {
+            kind: DeviceKind::Cpu,
+            index: 0,
+        },
         profile: MemoryProfile::CpuOnly,
         seed: 7,
     }
@@ -112,10 +123,8 @@ struct StopAt {
 
 impl crate::processes::EventSink for StopAt {
     fn emit(&mut self, event: ChildEvent) {
-        if let ChildEvent::Metrics { step, .. } = &event {
-            if *step == self.step {
-                self.signal.stop();
-            }
+        if matches!(&event, ChildEvent::Metrics { step, .. } if *step == self.step) {
+            self.signal.stop();
         }
         self.events.push(event);
     }
@@ -123,7 +132,11 @@ impl crate::processes::EventSink for StopAt {
 
 fn stop_at(spec: &AttemptSpec, step: u64) -> (Outcome, Vec<ChildEvent>) {
     let signal = StopSignal::new();
-    let mut sink = StopAt { step, signal: signal.clone(), events: Vec::new() };
+    let mut sink = StopAt {
+        step,
+        signal: signal.clone(),
+        events: Vec::new(),
+    };
     let outcome = run(spec, &mut sink, &signal);
     (outcome, sink.events)
 }
@@ -139,10 +152,18 @@ fn a_run_leaves_the_folder_of_the_reference() {
     let (outcome, events) = go(&spec);
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     let out = dir.path().join("out/tiny");
-    for name in ["config.yaml", "tiny.safetensors", "tiny_000000004.safetensors", "tiny_000000008.safetensors"] {
+    for name in [
+        "config.yaml",
+        "tiny.safetensors",
+        "tiny_000000004.safetensors",
+        "tiny_000000008.safetensors",
+    ] {
         assert!(out.join(name).is_file(), "{name}");
     }
-    assert_eq!(std::fs::read_to_string(out.join("config.yaml")).unwrap(), spec.config_text);
+    assert_eq!(
+        std::fs::read_to_string(out.join("config.yaml")).unwrap(),
+        spec.config_text
+    );
     assert_eq!(losses(&events).len(), 10);
     assert!(losses(&events).iter().all(|l| l.is_finite() && *l > 0.0));
     let names: Vec<&str> = events
@@ -152,14 +173,31 @@ fn a_run_leaves_the_folder_of_the_reference() {
             _ => None,
         })
         .collect();
-    assert_eq!(names, ["tiny/config.yaml", "tiny/tiny_000000004.safetensors", "tiny/tiny_000000008.safetensors", "tiny/tiny.safetensors"]);
+    assert_eq!(
+        names,
+        [
+            "tiny/config.yaml",
+            "tiny/tiny_000000004.safetensors",
+            "tiny/tiny_000000008.safetensors",
+            "tiny/tiny.safetensors"
+        ]
+    );
 
     // Again: nothing is left to do, and nothing is written.
-    let before = std::fs::metadata(out.join("tiny.safetensors")).unwrap().modified().unwrap();
+    let before = std::fs::metadata(out.join("tiny.safetensors"))
+        .unwrap()
+        .modified()
+        .unwrap();
     let (outcome, events) = go(&spec);
     assert_eq!(outcome, Outcome::Completed);
     assert!(losses(&events).is_empty() && logs(&events).contains("nothing is left"));
-    assert_eq!(std::fs::metadata(out.join("tiny.safetensors")).unwrap().modified().unwrap(), before);
+    assert_eq!(
+        std::fs::metadata(out.join("tiny.safetensors"))
+            .unwrap()
+            .modified()
+            .unwrap(),
+        before
+    );
 }
 
 #[test]
@@ -192,6 +230,19 @@ fn stopping_and_going_on_changes_no_bit() {
 }
 
 #[test]
+fn a_stop_within_an_accumulation_keeps_its_gradients() {
+    let straight = tempfile::tempdir().unwrap();
+    let mut process = trainer(straight.path(), 7);
+    process.train.gradient_accumulation_steps = 3;
+    assert_eq!(go(&spec(process.clone())).0, Outcome::Completed);
+    let broken = tempfile::tempdir().unwrap();
+    process.training_folder = trainer(broken.path(), 7).training_folder;
+    assert_eq!(stop_at(&spec(process.clone()), 2).0, Outcome::Stopped);
+    assert_eq!(go(&spec(process)).0, Outcome::Completed);
+    assert_eq!(lora(broken.path()), lora(straight.path()));
+}
+
+#[test]
 fn another_machine_goes_on_from_a_checkpoint_alone() {
     let one = tempfile::tempdir().unwrap();
     let process = trainer(one.path(), 8);
@@ -219,7 +270,11 @@ fn a_half_finished_folder_of_ai_toolkit_goes_on() {
     std::fs::write(dir.path().join("out/tiny/optimizer.pt"), b"a pickle of torch").unwrap();
     let (outcome, events) = go(&spec);
     assert_eq!(outcome, Outcome::Completed);
-    assert!(logs(&events).contains("step 5") && logs(&events).contains("fresh optimizer"), "{}", logs(&events));
+    assert!(
+        logs(&events).contains("step 5") && logs(&events).contains("fresh optimizer"),
+        "{}",
+        logs(&events)
+    );
     assert_eq!(losses(&events).len(), 3);
 }
 
@@ -228,7 +283,9 @@ fn a_damaged_checkpoint_is_passed_over_for_the_one_before() {
     let dir = tempfile::tempdir().unwrap();
     let spec = spec(trainer(dir.path(), 12));
     stop_at(&spec, 9);
-    let broken = dir.path().join("out/tiny/.aitk/checkpoints/step_000000009/weights.safetensors");
+    let broken = dir
+        .path()
+        .join("out/tiny/.aitk/checkpoints/step_000000009/weights.safetensors");
     let bytes = std::fs::read(&broken).unwrap();
     std::fs::write(&broken, &bytes[..bytes.len() - 1]).unwrap();
     let (outcome, events) = go(&spec);
@@ -261,7 +318,10 @@ fn retention_keeps_the_newest_and_says_what_went() {
             _ => None,
         })
         .collect();
-    assert_eq!(removed, ["tiny/tiny_000000002.safetensors", "tiny/tiny_000000004.safetensors"]);
+    assert_eq!(
+        removed,
+        ["tiny/tiny_000000002.safetensors", "tiny/tiny_000000004.safetensors"]
+    );
     let out = dir.path().join("out/tiny");
     assert!(!out.join("tiny_000000002.safetensors").exists() && out.join("tiny_000000006.safetensors").exists());
     assert!(out.join("tiny.safetensors").exists());
@@ -273,7 +333,10 @@ fn bad_data_is_one_clear_error() {
     let process = trainer(dir.path(), 2);
     let data = dir.path().join("data");
     let fail = |process: TrainerProcess, words: &[&str]| match go(&spec(process)).0 {
-        Outcome::Failed { cause: FailureCause::BadInput, message } => {
+        Outcome::Failed {
+            cause: FailureCause::BadInput,
+            message,
+        } => {
             for word in words {
                 assert!(message.contains(word), "\"{word}\" is not in: {message}");
             }
@@ -321,18 +384,37 @@ fn samples_show_the_way_and_change_nothing() {
     process.sample.height = 64;
     process.sample.sample_steps = 2;
     process.sample.format = "png".into();
-    process.sample.samples =
-        vec![SampleItem { prompt: "a circle --m 0.5".into(), ..SampleItem::default() }, SampleItem { prompt: "a square".into(), ..SampleItem::default() }];
+    process.sample.samples = vec![
+        SampleItem {
+            prompt: "a circle --m 0.5".into(),
+            ..SampleItem::default()
+        },
+        SampleItem {
+            prompt: "a square".into(),
+            ..SampleItem::default()
+        },
+    ];
     let (outcome, events) = go(&spec(process));
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     let mut steps = Vec::new();
     for event in &events {
-        if let ChildEvent::Artifact { kind, path, name, step, index } = event {
-            if kind == "sample" {
-                assert!(path.is_file() && name.starts_with("tiny/samples/"), "{name}");
-                assert!(name.ends_with(&format!("__{:09}_{}.png", step.unwrap(), index.unwrap())), "{name}");
-                steps.push((step.unwrap(), index.unwrap()));
-            }
+        let ChildEvent::Artifact {
+            kind,
+            path,
+            name,
+            step,
+            index,
+        } = event
+        else {
+            continue;
+        };
+        if kind == "sample" {
+            assert!(path.is_file() && name.starts_with("tiny/samples/"), "{name}");
+            assert!(
+                name.ends_with(&format!("__{:09}_{}.png", step.unwrap(), index.unwrap())),
+                "{name}"
+            );
+            steps.push((step.unwrap(), index.unwrap()));
         }
     }
     assert_eq!(steps, [(0, 0), (0, 1), (2, 0), (2, 1), (4, 0), (4, 1)]);
