@@ -77,8 +77,9 @@ impl Staging {
 
 impl Drop for Staging {
     fn drop(&mut self) {
-        // After publishing there is nothing under this name any more.
-        let _ = fsutil::remove_now(&self.folder);
+        // After publishing there is nothing under this name any more. Renamed first, so that a download that was
+        // given up, and is still busy on another thread, cannot put a file into it while it is removed.
+        let _ = fsutil::remove(&self.folder);
     }
 }
 

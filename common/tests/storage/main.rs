@@ -1,0 +1,17 @@
+//! Checkpoints, snapshots and blob stores under damage, kills, full disks and broken networks.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "a test fails by panicking, and says what it skipped"
+)]
+
+mod damage;
+mod disk_full;
+mod kill;
+mod names;
+#[cfg(feature = "storage")]
+mod s3;
+#[cfg(feature = "storage")]
+mod snapshots;
+mod support;

@@ -1,0 +1,133 @@
+//! A TCP proxy that misbehaves on demand. A change of mode ends the connections made under the one before.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+
+/// What happens to a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Mode {
+    /// Everything passes.
+    Pass,
+    /// Every request is answered with 500.
+    Answer500,
+    /// Every request is answered with 404, because there is no such bucket.
+    AnswerNoBucket,
+    /// Requests are taken and never answered.
+    Hang,
+    /// The connection is closed at once.
+    Refuse,
+    /// The connection is closed after that many bytes from the server.
+    CutAnswersAfter(usize),
+    /// The same, for that many connections; the later ones pass.
+    CutAnswersOnce(usize, usize),
+    /// The connection is closed after that many bytes from the client.
+    CutRequestsAfter(usize),
+}
+
+pub(super) struct Proxy {
+    port: u16,
+    mode: watch::Sender<Mode>,
+    task: JoinHandle<()>,
+}
+
+impl Proxy {
+    pub(super) async fn start(server: u16, mode: Mode) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let (mode, watched) = watch::channel(mode);
+        let cuts = Arc::new(AtomicUsize::new(0));
+        let task = tokio::spawn(async move {
+            while let Ok((client, _)) = listener.accept().await {
+                let (mut watched, cuts) = (watched.clone(), Arc::clone(&cuts));
+                let mode = *watched.borrow_and_update();
+                tokio::spawn(async move {
+                    tokio::select! {
+                        () = serve(client, server, mode, &cuts) => {}
+                        _ = watched.changed() => {}
+                    }
+                });
+            }
+        });
+        Self { port, mode, task }
+    }
+
+    pub(super) fn set(&self, mode: Mode) {
+        self.mode.send_replace(mode);
+    }
+
+    pub(super) fn endpoint(&self) -> String {
+        format!("http://127.0.0.1:{}", self.port)
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+async fn serve(mut client: TcpStream, server: u16, mode: Mode, cuts: &AtomicUsize) {
+    let (from_client, from_server) = match mode {
+        Mode::Refuse => return,
+        Mode::Hang => {
+            let mut sink = vec![0; 65_536];
+            while client.read(&mut sink).await.is_ok_and(|read| read > 0) {}
+            return;
+        }
+        Mode::Answer500 => return answer(client, "500 Internal Server Error", "").await,
+        Mode::AnswerNoBucket => return answer(client, "404 Not Found", NO_BUCKET).await,
+        Mode::Pass => (usize::MAX, usize::MAX),
+        Mode::CutAnswersAfter(bytes) => (usize::MAX, bytes),
+        Mode::CutAnswersOnce(bytes, times) => {
+            let is_one = cuts.fetch_add(1, Ordering::Relaxed) < times;
+            (usize::MAX, if is_one { bytes } else { usize::MAX })
+        }
+        Mode::CutRequestsAfter(bytes) => (bytes, usize::MAX),
+    };
+    let Ok(mut upstream) = TcpStream::connect(("127.0.0.1", server)).await else {
+        return;
+    };
+    let (mut client_read, mut client_write) = client.split();
+    let (mut server_read, mut server_write) = upstream.split();
+    tokio::select! {
+        () = pump(&mut client_read, &mut server_write, from_client) => {}
+        () = pump(&mut server_read, &mut client_write, from_server) => {}
+    }
+}
+
+async fn pump(from: &mut (impl AsyncReadExt + Unpin), to: &mut (impl AsyncWriteExt + Unpin), mut left: usize) {
+    let mut buffer = vec![0; 65_536];
+    while left > 0 {
+        let end = buffer.len().min(left);
+        let Ok(read) = from.read(&mut buffer[..end]).await else {
+            return;
+        };
+        if read == 0 || to.write_all(&buffer[..read]).await.is_err() {
+            return;
+        }
+        left -= read;
+    }
+}
+
+const NO_BUCKET: &str = "<?xml version=\"1.0\"?><Error><Code>NoSuchBucket</Code><Message>The specified bucket does not exist</Message></Error>";
+
+/// Reads the head of one request, answers, and takes the rest until the client has heard.
+async fn answer(mut client: TcpStream, status: &str, body: &str) {
+    let mut head = Vec::new();
+    let mut buffer = vec![0; 65_536];
+    while !head.windows(4).any(|end| end == b"\r\n\r\n") {
+        match client.read(&mut buffer).await {
+            Ok(read) if read > 0 => head.extend_from_slice(&buffer[..read]),
+            _ => return,
+        }
+    }
+    let length = body.len();
+    let answer = format!("HTTP/1.1 {status}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{body}");
+    let _ = client.write_all(answer.as_bytes()).await;
+    let _ = client.shutdown().await;
+    while client.read(&mut buffer).await.is_ok_and(|read| read > 0) {}
+}

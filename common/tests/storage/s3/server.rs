@@ -1,0 +1,92 @@
+//! The S3 server as a child process with its own folder and port.
+
+use std::net::{TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+pub(super) const KEY: &str = "AKEXAMPLE";
+pub(super) const SECRET: &str = "a-secret-for-tests";
+
+pub(super) struct Server {
+    child: Child,
+    folder: tempfile::TempDir,
+    port: u16,
+}
+
+impl Server {
+    /// Starts a server with an empty bucket named `bucket`; `None`, and a word about it, where there is no server.
+    pub(super) fn start() -> Option<Self> {
+        let Some(program) = program() else {
+            println!(
+                "skipped: no s3s-fs on the PATH or in AITK_S3S_FS (cargo install s3s-fs@0.14.1 --features binary)"
+            );
+            return None;
+        };
+        // Somebody else may take the port between our looking and the server's binding.
+        (0..5)
+            .find_map(|_| Self::try_start(&program))
+            .or_else(|| panic!("{} does not start", program.display()))
+    }
+
+    fn try_start(program: &Path) -> Option<Self> {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::create_dir(folder.path().join("bucket")).unwrap();
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let mut child = Command::new(program)
+            .args([
+                "--host",
+                "127.0.0.1",
+                "--port",
+                &port.to_string(),
+                "--access-key",
+                KEY,
+                "--secret-key",
+                SECRET,
+            ])
+            .arg(folder.path())
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let begin = Instant::now();
+        while begin.elapsed() < Duration::from_secs(20) && child.try_wait().unwrap().is_none() {
+            if TcpStream::connect(("127.0.0.1", port)).is_ok() {
+                return Some(Self { child, folder, port });
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let _ = child.kill();
+        let _ = child.wait();
+        None
+    }
+
+    pub(super) fn port(&self) -> u16 {
+        self.port
+    }
+
+    pub(super) fn endpoint(&self) -> String {
+        format!("http://127.0.0.1:{}", self.port)
+    }
+
+    pub(super) fn root(&self) -> &Path {
+        self.folder.path()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn program() -> Option<PathBuf> {
+    if let Some(named) = std::env::var_os("AITK_S3S_FS").filter(|named| !named.is_empty()) {
+        return Some(PathBuf::from(named));
+    }
+    std::env::split_paths(&std::env::var_os("PATH")?)
+        .map(|folder| folder.join("s3s-fs"))
+        .find(|path| path.is_file())
+}

@@ -1,0 +1,83 @@
+//! What the tests share.
+
+use aitk_common::checkpoint::CheckpointWriter;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// Says which part a re-executed test binary plays.
+pub(crate) const ROLE: &str = "AITK_STORAGE_TEST_ROLE";
+/// Says where.
+pub(crate) const FOLDER: &str = "AITK_STORAGE_TEST_FOLDER";
+
+/// Small reproducible random numbers.
+pub(crate) struct Random(u64);
+
+impl Random {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    pub(crate) fn below(&mut self, end: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        usize::try_from((self.0 >> 11) % end.max(1) as u64).unwrap()
+    }
+
+    pub(crate) fn bytes(&mut self, length: usize) -> Vec<u8> {
+        (0..length).map(|_| self.below(256) as u8).collect()
+    }
+}
+
+/// A checkpoint of three files, one of them in a folder, with content that depends on the step.
+pub(crate) fn save(parent: &Path, step: u64, bytes: usize) -> PathBuf {
+    let mut random = Random::new(step + 1);
+    let mut writer = CheckpointWriter::new(parent, step).unwrap().job("test");
+    writer
+        .add_bytes("adapter.safetensors", "adapter", &random.bytes(bytes))
+        .unwrap();
+    writer
+        .add_bytes("optimizer.safetensors", "optimizer", &random.bytes(bytes * 2))
+        .unwrap();
+    writer
+        .add_bytes("ema/weights.safetensors", "ema", &random.bytes(bytes / 2))
+        .unwrap();
+    writer
+        .commit(serde_json::from_str(&format!(r#"{{"step":{step},"lr":1e-4}}"#)).unwrap())
+        .unwrap()
+}
+
+/// All regular files below a folder, sorted, relative.
+pub(crate) fn files_below(folder: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    let mut left = vec![folder.to_owned()];
+    while let Some(next) = left.pop() {
+        for entry in std::fs::read_dir(&next).unwrap().flatten() {
+            if entry.file_type().unwrap().is_dir() {
+                left.push(entry.path());
+            } else {
+                found.push(entry.path().strip_prefix(folder).unwrap().to_owned());
+            }
+        }
+    }
+    found.sort();
+    found
+}
+
+/// This test binary again, running only `test` (`module::name`) in the given role.
+pub(crate) fn again(test: &str, role: &str, folder: &Path) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args([test, "--exact", "--nocapture", "--test-threads=1"]);
+    command
+        .env(ROLE, role)
+        .env(FOLDER, folder)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null());
+    command
+}
+
+/// The folder to work in, when this process plays that role.
+pub(crate) fn playing(role: &str) -> Option<PathBuf> {
+    let is_it = std::env::var(ROLE).is_ok_and(|played| played == role);
+    is_it.then(|| PathBuf::from(std::env::var_os(FOLDER).unwrap()))
+}
