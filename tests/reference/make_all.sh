@@ -8,8 +8,9 @@ here="$(cd "$(dirname "$0")" && pwd)"
 python="${PYTHON:-python3}"
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 "$python" "$here/tiny_sd.py"
-shopt -s nullglob
-for script in "$here"/make_*.py; do
+
+for script in "$here"/*.py; do
+    [ "$(basename "$script")" = tiny_sd.py ] && continue
     echo "== $(basename "$script")"
     "$python" "$script"
 done

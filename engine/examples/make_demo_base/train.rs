@@ -1,0 +1,231 @@
+//! Training from nothing: first the autoencoder, then text encoder and U-Net together on its latents.
+
+use super::draw::{Artist, SIZE};
+use super::files::{read_config, write_configs, write_weights};
+use super::{Fallible, say};
+use aitk_engine::models::clip::{ClipTextModel, ClipTokenizer};
+use aitk_engine::models::unet::UNet2DConditionModel;
+use aitk_engine::models::vae::AutoencoderKl;
+use aitk_engine::optim::{Adam, AdamParams, Grads, Optimizer, Param, Schedule, ScheduleParams, clip_grad_norm};
+use aitk_engine::rng::TorchGenerator;
+use aitk_engine::samplers::{NoiseSchedule, SamplerParams};
+use aitk_engine::weights::Weights;
+use candle_core::{DType, Device, Tensor};
+use serde_json::json;
+use std::path::Path;
+use std::time::Instant;
+
+const CPU: Device = Device::Cpu;
+
+/// AdamW, its schedule, and the average of the weights that is saved in the end.
+struct Learner {
+    params: Vec<Param>,
+    optimizer: Adam,
+    schedule: Schedule,
+    average: Vec<Tensor>,
+    step: u64,
+    started: Instant,
+}
+
+impl Learner {
+    fn new(params: Vec<Param>, lr: f64, steps: u64) -> Fallible<Self> {
+        let options = json!({"num_warmup_steps": 60});
+        let options = options.as_object().cloned().unwrap_or_default();
+        let schedule = Schedule::new(ScheduleParams {
+            name: "cosine",
+            params: &options,
+            lr,
+            steps,
+        })?;
+        let optimizer = Adam::new(params.clone(), AdamParams::new(true))?;
+        let average = params
+            .iter()
+            .map(|p| p.var.as_tensor().detach().copy())
+            .collect::<Result<_, _>>()?;
+        Ok(Self {
+            params,
+            optimizer,
+            schedule,
+            average,
+            step: 0,
+            started: Instant::now(),
+        })
+    }
+
+    fn learn(&mut self, loss: &Tensor, what: &str) -> Fallible<()> {
+        let store = loss.backward()?;
+        let mut grads: Grads = self.params.iter().map(|p| store.get(&p.var).cloned()).collect();
+        clip_grad_norm(&mut grads, 1.0)?;
+        self.optimizer.step(&grads, self.schedule.at(self.step))?;
+        self.step += 1;
+        // A short memory at first, a long one later.
+        let decay = (self.step as f64 / (self.step as f64 + 20.0)).min(0.995);
+        for (average, param) in self.average.iter_mut().zip(&self.params) {
+            *average = ((&*average * decay)? + (param.var.as_tensor().detach() * (1.0 - decay))?)?;
+        }
+        if self.step.is_multiple_of(50) {
+            let seconds = self.started.elapsed().as_secs_f64();
+            say(&format!(
+                "{what} step {} loss {:.5} {seconds:.0} s",
+                self.step,
+                loss.to_scalar::<f32>()?
+            ));
+        }
+        Ok(())
+    }
+
+    /// The averaged weights whose names begin with `prefix`, which is taken off.
+    fn averaged(&self, prefix: &str) -> Vec<(String, Tensor)> {
+        let pairs = self.params.iter().zip(&self.average);
+        pairs
+            .filter_map(|(p, t)| Some((p.name.strip_prefix(prefix)?.to_owned(), t.clone())))
+            .collect()
+    }
+}
+
+fn params(weights: &Weights, prefix: &str) -> Vec<Param> {
+    weights
+        .vars()
+        .into_iter()
+        .map(|(name, var)| Param {
+            name: format!("{prefix}{name}"),
+            var,
+        })
+        .collect()
+}
+
+/// Pictures of 0 ..= 1 as one tensor [b, 3, SIZE, SIZE] of -1 ..= 1.
+fn to_batch(pictures: Vec<Vec<f32>>) -> Fallible<Tensor> {
+    let count = pictures.len();
+    Ok(Tensor::from_vec(pictures.concat(), (count, 3, SIZE, SIZE), &CPU)?.affine(2.0, -1.0)?)
+}
+
+fn normal(random: &mut TorchGenerator, shape: &[usize]) -> Fallible<Tensor> {
+    Ok(Tensor::from_vec(random.randn(shape.iter().product()), shape, &CPU)?)
+}
+
+/// Trains the autoencoder and writes it, with the scaling factor of its latents.
+pub(crate) fn autoencoder(folder: &Path, steps: u64, seed: u64) -> Fallible<()> {
+    const BATCH: usize = 8;
+    write_configs(folder, 1.0)?;
+    let weights = Weights::init(seed, &CPU);
+    let model = AutoencoderKl::new(&weights, &read_config(folder, "vae")?)?;
+    let mut learner = Learner::new(params(&weights, ""), 2e-3, steps)?;
+    let (mut artist, mut random) = (Artist::new(seed), TorchGenerator::manual_seed(seed));
+    for _ in 0..steps {
+        let pictures = to_batch((0..BATCH).map(|_| artist.anything()).collect())?;
+        let latents = model.encode(&pictures)?;
+        let noise = normal(&mut random, latents.mean.dims())?;
+        let error = (model.decode(&latents.sample(&noise)?)? - pictures)?;
+        let difference = (error.sqr()?.mean_all()? + (error.abs()?.mean_all()? * 0.3)?)?;
+        let kl = ((latents.mean.sqr()? + latents.logvar.exp()?)? - &latents.logvar)?.mean_all()?;
+        learner.learn(&(difference + (kl * 1e-4)?)?, "autoencoder")?;
+    }
+    write_weights(
+        &folder.join("vae/diffusion_pytorch_model.safetensors"),
+        &learner.averaged(""),
+    )?;
+
+    // From here on the model is what was written. Its latents are scaled to unit variance.
+    let model = AutoencoderKl::open(folder, DType::F32, &CPU)?;
+    let mut artist = Artist::new(seed + 1);
+    let pictures = to_batch((0..64).map(|_| artist.captioned().0).collect())?;
+    let latents = model.encode(&pictures)?.mean;
+    let error = (model.decode(&latents)? - pictures)?
+        .sqr()?
+        .mean_all()?
+        .to_scalar::<f32>()?;
+    let deviation = latents.flatten_all()?.var(0)?.to_scalar::<f32>()?.sqrt();
+    say(&format!(
+        "autoencoder: mean squared error {error:.5} (pixels -1 to 1), deviation of latents {deviation:.3}"
+    ));
+    write_configs(folder, (1e4 / f64::from(deviation)).round() / 1e4)
+}
+
+/// Latents of drawn pictures (scaled), and ids of their captions.
+struct Album {
+    latents: Tensor,
+    ids: Tensor,
+}
+
+impl Album {
+    fn draw(folder: &Path, count: usize, seed: u64) -> Fallible<Self> {
+        let vae = AutoencoderKl::open(folder, DType::F32, &CPU)?;
+        let tokenizer = ClipTokenizer::open(&folder.join("tokenizer"))?;
+        let mut artist = Artist::new(seed);
+        let (mut latents, mut captions) = (Vec::new(), Vec::new());
+        while captions.len() < count {
+            let (pictures, texts): (Vec<_>, Vec<_>) = (0..32).map(|_| artist.captioned()).unzip();
+            latents.push((vae.encode(&to_batch(pictures)?)?.mean * vae.scaling_factor)?);
+            captions.extend(texts);
+        }
+        let captions: Vec<&str> = captions.iter().map(String::as_str).collect();
+        Ok(Self {
+            latents: Tensor::cat(&latents, 0)?,
+            ids: tokenizer.encode(&captions)?,
+        })
+    }
+}
+
+/// Trains text encoder and U-Net and writes them.
+pub(crate) fn diffusion(folder: &Path, steps: u64, seed: u64) -> Fallible<()> {
+    const BATCH: usize = 24;
+    const PICTURES: usize = 4096;
+    let album = Album::draw(folder, PICTURES, seed)?;
+    say("pictures are drawn and encoded");
+    let tokenizer = ClipTokenizer::open(&folder.join("tokenizer"))?;
+    let unnamed = tokenizer.encode(&[""])?;
+    let (text_weights, unet_weights) = (Weights::init(seed, &CPU), Weights::init(seed + 1, &CPU));
+    let text_encoder = ClipTextModel::new(&text_weights, &read_config(folder, "text_encoder")?)?;
+    let unet = UNet2DConditionModel::new(&unet_weights, &read_config(folder, "unet")?)?;
+    let mut all = params(&text_weights, "text/");
+    all.extend(params(&unet_weights, "unet/"));
+    let mut learner = Learner::new(all, 1.5e-3, steps)?;
+    let config = std::fs::read_to_string(folder.join("scheduler/scheduler_config.json"))?;
+    let schedule = NoiseSchedule::new(&SamplerParams::from_json(&serde_json::from_str(&config)?)?)?;
+    let mut random = TorchGenerator::manual_seed(seed);
+    for step in 1..=steps {
+        let chosen: Vec<u32> = random
+            .randint(0, PICTURES as i64, BATCH)
+            .into_iter()
+            .map(|i| i as u32)
+            .collect();
+        let chosen = Tensor::from_vec(chosen, BATCH, &CPU)?;
+        let latents = album.latents.index_select(&chosen, 0)?;
+        // Every tenth caption is left out, for classifier-free guidance.
+        let kept = random.rand(BATCH);
+        let ids = album.ids.index_select(&chosen, 0)?;
+        let rows = (0..BATCH).map(|i| {
+            if kept[i] < 0.1 {
+                Ok(unnamed.clone())
+            } else {
+                ids.narrow(0, i, 1)
+            }
+        });
+        let ids = Tensor::cat(&rows.collect::<Result<Vec<_>, _>>()?, 0)?;
+        let times = random.randint(0, 1000, BATCH);
+        let noise = normal(&mut random, latents.dims())?;
+        let noisy = schedule.add_noise(&latents, &noise, &times)?;
+        // min-SNR with gamma 5.
+        let weight = times
+            .iter()
+            .map(|t| schedule.snr(*t).map(|snr| snr.min(5.0) / snr))
+            .collect::<Result<Vec<_>, _>>()?;
+        let weight = Tensor::from_vec(weight, BATCH, &CPU)?;
+        let times = Tensor::from_vec(times.iter().map(|t| *t as f32).collect::<Vec<_>>(), BATCH, &CPU)?;
+        let predicted = unet.forward(&noisy, &times, &text_encoder.forward(&ids)?)?;
+        let loss = (predicted - noise)?.sqr()?.flatten_from(1)?.mean(1)?;
+        learner.learn(&(loss * weight)?.mean_all()?, "diffusion")?;
+        if step.is_multiple_of(500) || step == steps {
+            write_weights(
+                &folder.join("text_encoder/model.safetensors"),
+                &learner.averaged("text/"),
+            )?;
+            write_weights(
+                &folder.join("unet/diffusion_pytorch_model.safetensors"),
+                &learner.averaged("unet/"),
+            )?;
+        }
+    }
+    Ok(())
+}
