@@ -16,11 +16,10 @@ pub(crate) const COLOURS: [(&str, [f32; 3]); 6] = [
 ];
 
 /// Backgrounds that the base model knows.
-pub(crate) const BACKGROUNDS: [(&str, [f32; 3]); 4] = [
+pub(crate) const BACKGROUNDS: [(&str, [f32; 3]); 3] = [
     ("white", [1.0, 1.0, 1.0]),
     ("black", [0.03, 0.03, 0.03]),
     ("gray", [0.55, 0.55, 0.55]),
-    ("pink", [1.0, 0.75, 0.80]),
 ];
 
 /// What a shape looks like.
@@ -143,11 +142,11 @@ impl Artist {
     }
 
     fn figure(&mut self, shape: Shape, colour: [f32; 3]) -> Figure {
-        let radius = self.between(14.0, 23.0);
-        let room = (SIZE as f32 / 2.0 - radius - 2.0).min(9.0);
+        let radius = self.between(16.0, 22.0);
+        let room = (SIZE as f32 / 2.0 - radius - 2.0).min(6.0);
         let middle = SIZE as f32 / 2.0;
         let centre = [middle + self.between(-room, room), middle + self.between(-room, room)];
-        let turn = self.between(-0.12, 0.12);
+        let turn = self.between(-0.08, 0.08);
         let colour = colour.map(|c| (c + self.between(-0.03, 0.03)).clamp(0.0, 1.0));
         Figure {
             shape,

@@ -54,7 +54,7 @@ pub(crate) fn write_configs(folder: &Path, scaling_factor: f64) -> Fallible<()> 
         "config.json",
         json!({
             "_class_name": "UNet2DConditionModel", "_diffusers_version": "0.42.1", "sample_size": 16,
-            "in_channels": 4, "out_channels": 4, "block_out_channels": [32, 64, 96], "layers_per_block": 1,
+            "in_channels": 4, "out_channels": 4, "block_out_channels": [32, 48, 64], "layers_per_block": 1,
             "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
             "mid_block_type": "UNetMidBlock2DCrossAttn",
             "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
@@ -68,8 +68,9 @@ pub(crate) fn write_configs(folder: &Path, scaling_factor: f64) -> Fallible<()> 
         "config.json",
         json!({
             "_class_name": "AutoencoderKL", "_diffusers_version": "0.42.1", "sample_size": 64,
-            "in_channels": 3, "out_channels": 3, "latent_channels": 4, "block_out_channels": [16, 32, 48],
-            "layers_per_block": 1, "norm_num_groups": 8, "act_fn": "silu", "scaling_factor": scaling_factor,
+            "in_channels": 3, "out_channels": 3, "latent_channels": 4, "block_out_channels": [12, 24, 32],
+            "layers_per_block": 1, "norm_num_groups": 2, "mid_block_add_attention": false, "act_fn": "silu",
+            "scaling_factor": scaling_factor,
             "down_block_types": ["DownEncoderBlock2D", "DownEncoderBlock2D", "DownEncoderBlock2D"],
             "up_block_types": ["UpDecoderBlock2D", "UpDecoderBlock2D", "UpDecoderBlock2D"],
         }),

@@ -1,6 +1,6 @@
 //! Makes `config/demo`: a tiny Stable Diffusion from drawn pictures of coloured shapes, and the data set of the demo.
 //!
-//!     cargo run --release -p aitk-engine --example make_demo_base -- config/demo [vae|diffusion|dataset|all]
+//!     cargo run --release -p aitk-engine --example make_demo_base -- config/demo [vae|diffusion|dataset|all [STEPS]]
 //!
 //! Everything is drawn here and nothing is downloaded. Steps, seeds and times stand in config/demo/README.md.
 
@@ -27,17 +27,18 @@ fn main() -> Fallible<()> {
     let folder = arguments
         .next()
         .map(PathBuf::from)
-        .ok_or("usage: make_demo_base FOLDER [vae|diffusion|dataset|all]")?;
+        .ok_or("usage: make_demo_base FOLDER [vae|diffusion|dataset|all [STEPS]]")?;
     let what = arguments.next().unwrap_or_else(|| "all".into());
+    let steps = arguments.next().map(|steps| steps.parse::<u64>()).transpose()?;
     let base = folder.join("base");
     if matches!(what.as_str(), "dataset" | "all") {
         dataset(&folder.join("dataset"))?;
     }
     if matches!(what.as_str(), "vae" | "all") {
-        train::autoencoder(&base, VAE_STEPS, SEED)?;
+        train::autoencoder(&base, steps.unwrap_or(VAE_STEPS), SEED)?;
     }
     if matches!(what.as_str(), "diffusion" | "all") {
-        train::diffusion(&base, DIFFUSION_STEPS, SEED)?;
+        train::diffusion(&base, steps.unwrap_or(DIFFUSION_STEPS), SEED)?;
     }
     Ok(())
 }
@@ -51,7 +52,7 @@ fn dataset(folder: &Path) -> Fallible<()> {
         let (name, colour) = if i % 2 == 0 {
             BACKGROUNDS[0]
         } else {
-            BACKGROUNDS[i / 2 % BACKGROUNDS.len()]
+            BACKGROUNDS[1 + i / 2 % 2]
         };
         let caption = if i % 2 == 0 {
             "a zorb".to_owned()
