@@ -175,32 +175,18 @@ impl Artist {
         (draw(background, &[figure]), caption)
     }
 
-    /// A picture for the autoencoder: anything that can be drawn here.
+    /// A picture for the autoencoder: mostly what the other pictures have, now and then any colour.
     pub(crate) fn anything(&mut self) -> Vec<f32> {
-        let plain = self.between(0.0, 1.0) < 0.5;
-        let background = if plain {
-            self.one_of(&BACKGROUNDS).1
-        } else {
-            self.colour()
-        };
-        let count = 1 + self.random.next_u32() as usize % 3;
-        let figures: Vec<Figure> = (0..count)
-            .map(|_| {
-                let shape = self.one_of(&Shape::ALL);
-                let colour = if self.between(0.0, 1.0) < 0.5 {
-                    self.one_of(&COLOURS).1
-                } else {
-                    self.colour()
-                };
-                let mut figure = self.figure(shape, colour);
-                if self.between(0.0, 1.0) < 0.35 {
-                    figure.stripes = Some((self.colour(), self.between(0.2, 0.5)));
-                    figure.turn = self.between(-3.0, 3.0);
-                }
-                figure
-            })
-            .collect();
-        draw(background, &figures)
+        let plain = self.between(0.0, 1.0) < 0.85;
+        let background = if plain { self.one_of(&BACKGROUNDS).1 } else { self.colour() };
+        let shape = self.one_of(&Shape::ALL);
+        let mut tint = || if plain { self.one_of(&COLOURS).1 } else { self.colour() };
+        let (first, second) = (tint(), tint());
+        let mut figure = self.figure(shape, first);
+        if self.between(0.0, 1.0) < 0.35 {
+            figure.stripes = Some((second, self.between(0.25, 0.4)));
+        }
+        draw(background, &[figure])
     }
 
     /// A zorb: a purple star with yellow stripes. The base model never sees one.
