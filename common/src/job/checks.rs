@@ -1,6 +1,7 @@
 //! Combinations of keys that cannot work, whatever the release.
 
 use super::arch::ArchName;
+use super::dataset::DatasetConfig;
 use super::process::{ProcessType, TrainerProcess};
 use super::schema::Cx;
 
@@ -72,13 +73,18 @@ pub(crate) fn trainer(process: &TrainerProcess, cx: &mut Cx) {
         );
     }
     if needs_data {
-        for (index, dataset) in process.datasets.iter().enumerate() {
-            if dataset.path().is_none() {
-                cx.error_at(
-                    &format!("datasets[{index}]"),
-                    "a data set needs `folder_path` or `dataset_path`",
-                );
-            }
+        datasets(&process.datasets, cx);
+    }
+}
+
+/// Checks that every data set says where its pictures are.
+pub(crate) fn datasets(datasets: &[DatasetConfig], cx: &mut Cx) {
+    for (index, dataset) in datasets.iter().enumerate() {
+        if dataset.path().is_none() {
+            cx.error_at(
+                &format!("datasets[{index}]"),
+                "a data set needs `folder_path` or `dataset_path`",
+            );
         }
     }
 }

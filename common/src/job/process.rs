@@ -270,7 +270,11 @@ section! {
     finish = finish_img2img;
 }
 
-fn finish_img2img(process: &mut Img2ImgProcess, given: &Given, _cx: &mut Cx) {
+fn finish_img2img(process: &mut Img2ImgProcess, given: &Given, cx: &mut Cx) {
+    super::checks::datasets(&process.datasets, cx);
+    if process.datasets.is_empty() && given.has("datasets") {
+        cx.error_at("datasets", "needs at least one data set (`- folder_path: …`)");
+    }
     if given.has("dtype") {
         process.model.dtype = process.dtype;
     } else {

@@ -503,7 +503,7 @@ fn adam_parameters_are_checked() {
     let text = with("steps: 10", "        optimizer_params: {weight_decay: 0.01, speed: 9}");
     let support = yaml(&text).unwrap().spec.unsupported();
     assert_eq!(support.errors.len(), 1);
-    assert!(support.errors[0].message.contains("`adamw` has no parameter `speed`"));
+    assert!(support.errors[0].message.contains("no such parameter; known: betas"));
     assert_eq!(support.errors[0].line, Some(14));
 }
 
@@ -578,4 +578,80 @@ fn configs_are_found_by_name_and_by_path() {
         dotenv(dir.path()).unwrap().get("TOKEN").map(String::as_str),
         Some("abc")
     );
+}
+
+/// The keys of a section with their defaults, as lines of a config.
+fn defaults_of(section: &schema::SectionInfo, indent: &str) -> String {
+    let written = |field: &&schema::FieldInfo| {
+        // Texts about a default, keys that are given below, and defaults of a section below.
+        let is_text = field.default.contains('`') || (field.default.contains(' ') && !field.default.starts_with('['));
+        let given = ["required", "off", "at most 6"].contains(&field.default.as_str());
+        !field.rare && !is_text && !given && field.nested.is_none()
+    };
+    section
+        .fields
+        .iter()
+        .filter(written)
+        .map(|field| format!("{indent}{}: {}\n", field.key, field.default))
+        .collect()
+}
+
+#[test]
+fn every_key_with_its_default_is_fine() {
+    let keys = |section: schema::SectionInfo| defaults_of(&section, "        ");
+    let text = format!(
+        "job: extension\nconfig:\n  name: cat\n  process:\n    - type: sd_trainer\n      training_folder: output\n      \
+         network:\n{}      train:\n{}      save:\n{}      sample:\n{}      logging:\n{}      model:\n        \
+         name_or_path: base\n{}      datasets:\n      - folder_path: a\n{}",
+        keys(network::NetworkConfig::describe()),
+        keys(train::TrainConfig::describe()),
+        keys(save::SaveConfig::describe()),
+        keys(sample::SampleConfig::describe()),
+        keys(logging::LoggingConfig::describe()),
+        keys(model::ModelConfig::describe()),
+        keys(dataset::DatasetConfig::describe()).replace("        folder_path: null\n", ""),
+    );
+    assert!(text.lines().count() > 250, "{}", text.lines().count());
+    let job = yaml(&text).unwrap_or_else(|error| panic!("{error}\n{text}"));
+    assert_eq!(job.warnings, []);
+    assert_eq!(job.spec.unsupported(), Support::default());
+    let minimal = yaml(
+        &MINIMAL
+            .replace("pictures", "a")
+            .replace("linear: 8", "linear: 4")
+            .replace("steps: 10", "steps: 1000"),
+    );
+    assert_eq!(
+        job.spec.process,
+        minimal.unwrap().spec.process,
+        "the documented default is the default"
+    );
+}
+
+#[test]
+fn scheduler_parameters_are_checked() {
+    for (line, part) in [
+        (
+            "{lr_scheduler: cosine, lr_scheduler_params: {eta_min: low}}",
+            "expected a number",
+        ),
+        (
+            "{lr_scheduler: cosine, lr_scheduler_params: {gamma: 0.1}}",
+            "`cosine` has no such parameter",
+        ),
+        ("{optimizer_params: {betas: [0.9, 1.5]}}", "two numbers"),
+        (
+            "{optimizer: adam, optimizer_params: {amsgrad: true}}",
+            "not supported yet",
+        ),
+        ("{noise_scheduler: k_euler}", "Karras"),
+    ] {
+        let text = MINIMAL.replace("train:\n        steps: 10", &format!("train: {line}"));
+        let support = yaml(&text).unwrap().spec.unsupported();
+        assert_eq!(support.errors.len(), 1, "{line}: {support}");
+        assert!(support.errors[0].message.contains(part), "{line}: {support}");
+    }
+    let fine = "train: {lr_scheduler: polynomial, lr_scheduler_params: {power: 2, num_warmup_steps: 10}, optimizer_params: {betas: [0.9, 0.99], weight_decay: 1e-4}, content_or_style: style}";
+    let text = MINIMAL.replace("train:\n        steps: 10", fine);
+    assert_eq!(yaml(&text).unwrap().spec.unsupported(), Support::default());
 }

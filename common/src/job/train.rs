@@ -5,6 +5,7 @@ use super::optimizer::{LrSchedulerName, OptimizerName};
 use super::sampler::SamplerName;
 use super::schema::{Cx, Given, Report, join, section};
 use super::values::{FloatOrRange, FreeMap};
+use serde_json::Value;
 
 pub use super::averages::{EmaConfig, ValidationConfig, ValidationItem};
 pub use super::objective::{ContentOrStyle, GuidanceLossSchedule, LossTarget, LossType, TimestepType};
@@ -32,7 +33,7 @@ section! {
         embedding_lr: Option<f64> = None, With("embedding"), shown "`lr`";
         /// Learning rate of an adapter.
         adapter_lr: Option<f64> = None, With("adapter"), shown "`lr`";
-        /// Optimizer. For `adam` and `adamw` eps is 1e-6 whatever the parameters say.
+        /// Optimizer. For `adam` and `adamw` eps is 1e-6 unless the parameters say another.
         optimizer: OptimizerName = OptimizerName::AdamW, Works;
         /// Parameters of the optimizer: `weight_decay`, `betas`, ….
         optimizer_params: FreeMap = FreeMap::new(), Works;
@@ -314,70 +315,39 @@ fn finish(train: &mut TrainConfig, _given: &Given, cx: &mut Cx) {
     }
 }
 
-/// Parameters that `adam` and `adamw` understand; `None` = any value, else the only one that is supported.
-const ADAM_PARAMS: &[(&str, Option<bool>)] = &[
-    ("lr", None),
-    ("betas", None),
-    ("eps", None),
-    ("weight_decay", None),
-    ("amsgrad", Some(false)),
-    ("maximize", Some(false)),
-    ("decoupled_weight_decay", Some(false)),
-    ("foreach", None),
-    ("fused", None),
-    ("capturable", None),
-    ("differentiable", None),
-];
-
-/// Parameters of the schedulers that this release has.
-fn scheduler_params(name: LrSchedulerName) -> &'static [&'static str] {
+/// What is wrong with a parameter of `adam` or `adamw`, if anything.
+fn adam_problem(name: &str, value: &Value) -> Option<&'static str> {
+    let positive = value.as_f64().is_some_and(|value| value >= 0.0);
     match name {
-        LrSchedulerName::Constant => &["factor", "total_iters", "max_iterations", "last_epoch", "verbose"],
-        LrSchedulerName::ConstantWithWarmup => &["num_warmup_steps", "total_iters", "max_iterations", "last_epoch"],
-        LrSchedulerName::Linear => &[
-            "start_factor",
-            "end_factor",
-            "total_iters",
-            "max_iterations",
-            "last_epoch",
-            "verbose",
-        ],
-        LrSchedulerName::Cosine => &[
-            "T_max",
-            "eta_min",
-            "total_iters",
-            "max_iterations",
-            "last_epoch",
-            "verbose",
-        ],
-        LrSchedulerName::CosineWithRestarts => &[
-            "T_0",
-            "T_mult",
-            "eta_min",
-            "total_iters",
-            "max_iterations",
-            "last_epoch",
-            "verbose",
-        ],
-        LrSchedulerName::Polynomial => &[
-            "num_warmup_steps",
-            "num_training_steps",
-            "lr_end",
-            "power",
-            "total_iters",
-            "max_iterations",
-            "last_epoch",
-        ],
-        LrSchedulerName::Step => &[
-            "step_size",
-            "gamma",
-            "total_iters",
-            "max_iterations",
-            "last_epoch",
-            "verbose",
-        ],
-        LrSchedulerName::PiecewiseConstant => &[],
+        "betas" => {
+            let pair: Option<Vec<f64>> = value
+                .as_array()
+                .map(|list| list.iter().filter_map(Value::as_f64).collect());
+            let ok = pair.is_some_and(|pair| pair.len() == 2 && pair.iter().all(|beta| (0.0..1.0).contains(beta)));
+            (!ok).then_some("expected two numbers from 0 to below 1")
+        }
+        "eps" | "weight_decay" => (!positive).then_some("expected a number from 0"),
+        "foreach" | "fused" | "capturable" | "differentiable" => None,
+        "amsgrad" | "maximize" => (value.as_bool() != Some(false)).then_some("is not supported yet: only false"),
+        _ => Some("no such parameter; known: betas, eps, weight_decay"),
     }
+}
+
+/// Parameters of every scheduler that this release has, and those of one.
+fn scheduler_params(name: LrSchedulerName) -> [&'static [&'static str]; 2] {
+    let own: &[&str] = match name {
+        LrSchedulerName::Constant | LrSchedulerName::ConstantWithWarmup => &["factor"],
+        LrSchedulerName::Linear => &["start_factor", "end_factor"],
+        LrSchedulerName::Cosine => &["eta_min", "T_max"],
+        LrSchedulerName::CosineWithRestarts => &["eta_min", "T_0", "T_mult"],
+        LrSchedulerName::Polynomial => &["lr_end", "power"],
+        LrSchedulerName::Step => &["step_size", "gamma"],
+        LrSchedulerName::PiecewiseConstant => &["step_rules"],
+    };
+    [
+        own,
+        &["num_warmup_steps", "total_iters", "max_iterations", "last_epoch"],
+    ]
 }
 
 fn check(train: &TrainConfig, path: &str, report: &mut Report) {
@@ -390,32 +360,27 @@ fn check(train: &TrainConfig, path: &str, report: &mut Report) {
     }
     if matches!(train.optimizer, OptimizerName::Adam | OptimizerName::AdamW) {
         for (key, value) in &train.optimizer_params {
-            let path = join(path, &format!("optimizer_params.{key}"));
-            match ADAM_PARAMS.iter().find(|(name, _)| name == key) {
-                None => report.error(path, format!("`{}` has no parameter `{key}`", train.optimizer)),
-                Some((_, Some(only))) if value.as_bool().is_some_and(|value| value != *only) => {
-                    report.error(path, format!("`{value}` is not supported yet: only {only}"));
-                }
-                Some(_) => {}
+            if let Some(problem) = adam_problem(key, value) {
+                report.error(join(path, &format!("optimizer_params.{key}")), problem);
             }
         }
     }
-    let known = scheduler_params(train.lr_scheduler);
-    if !known.is_empty() {
-        for key in train
-            .lr_scheduler_params
-            .keys()
-            .filter(|key| !known.contains(&key.as_str()))
+    let known = scheduler_params(train.lr_scheduler).concat();
+    for (key, value) in &train.lr_scheduler_params {
+        let problem = if !known.contains(&key.as_str()) {
+            format!(
+                "`{}` has no such parameter; known: {}",
+                train.lr_scheduler,
+                known.join(", ")
+            )
+        } else if matches!(train.lr_scheduler, LrSchedulerName::PiecewiseConstant)
+            || value.is_number()
+            || value.is_null()
         {
-            let path = join(path, &format!("lr_scheduler_params.{key}"));
-            report.error(
-                path,
-                format!(
-                    "`{}` has no parameter `{key}`; known: {}",
-                    train.lr_scheduler,
-                    known.join(", ")
-                ),
-            );
-        }
+            continue;
+        } else {
+            format!("expected a number, found {value}")
+        };
+        report.error(join(path, &format!("lr_scheduler_params.{key}")), problem);
     }
 }
