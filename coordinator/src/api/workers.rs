@@ -66,7 +66,7 @@ impl Session<'_> {
         wire: &Wire,
         same_machine: bool,
     ) -> Result<(), Status> {
-        let first = tokio::time::timeout(REGISTER_TIMEOUT, messages.message())
+        let first = tokio::time::timeout(REGISTER_TIMEOUT.min(shared.lease), messages.message())
             .await
             .map_err(|_| Status::deadline_exceeded("the worker opened a session but did not register"))??;
         let Some(first) = first else { return Ok(()) };

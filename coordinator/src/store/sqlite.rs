@@ -184,7 +184,7 @@ async fn write_event(
         .bind(json(event)?)
         .execute(&mut *to)
         .await?;
-    if event.cursor > EVENTS_KEPT && event.cursor % TRIM_EVERY == 0 {
+    if event.cursor > EVENTS_KEPT && event.cursor.is_multiple_of(TRIM_EVERY) {
         sqlx::query("DELETE FROM events WHERE job = ? AND cursor <= ? AND trim = 1")
             .bind(job.as_str())
             .bind(to_column(event.cursor - EVENTS_KEPT))

@@ -1,0 +1,259 @@
+//! Who gets in, and what happens to those who do not behave.
+
+mod support;
+
+use aitk_common::control::{JobState, ToCoordinator};
+use aitk_coordinator::{Config, StartError, TlsFiles, start};
+use aitk_proto::client::{ConnectError, Credentials, connect, connect_with};
+use aitk_proto::v1;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use support::{FakeWorker, PATIENCE, Pool, config, held, within};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tonic::Code;
+
+const CALM: Duration = Duration::from_secs(60);
+
+fn data(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn only_the_token_and_the_version_open_the_door() {
+    let pool = Pool::start(CALM).await;
+    let url = pool.running.url();
+    let right = pool.running.token.clone();
+    let nearly = format!("{}0", &right[..right.len() - 1]);
+    for (credentials, code, words) in [
+        (
+            Credentials::new("wrong-but-long-enough").unwrap(),
+            Code::Unauthenticated,
+            "AITK_TOKEN",
+        ),
+        (Credentials::new(&nearly).unwrap(), Code::Unauthenticated, "AITK_TOKEN"),
+        (
+            Credentials::with_protocol(&right, 2).unwrap(),
+            Code::FailedPrecondition,
+            "same version",
+        ),
+    ] {
+        let clients = within(connect_with(&url, credentials, None)).await.unwrap();
+        let mut errors = vec![
+            within(clients.jobs.clone().info(v1::InfoRequest {})).await.unwrap_err(),
+            within(clients.blobs.clone().has(v1::HasRequest::default()))
+                .await
+                .unwrap_err(),
+        ];
+        let first = ToCoordinator::Register(Box::new(FakeWorker::registration("w", None, Vec::new())));
+        errors.push(FakeWorker::open(&clients, Some(first)).await.unwrap_err());
+        for error in errors {
+            assert_eq!(error.code(), code, "{error}");
+            assert!(error.message().contains(words), "{error}");
+            assert!(!error.message().contains(&right), "the answer must not hold the token");
+        }
+    }
+    let none = tonic::transport::Endpoint::from_shared(url)
+        .unwrap()
+        .connect()
+        .await
+        .unwrap();
+    let error = within(v1::jobs_client::JobsClient::new(none).info(v1::InfoRequest {}))
+        .await
+        .unwrap_err();
+    assert_eq!(error.code(), Code::Unauthenticated);
+    let info = within(pool.clients.jobs.clone().info(v1::InfoRequest {}))
+        .await
+        .unwrap()
+        .into_inner();
+    assert_eq!((info.protocol, info.storage.as_str()), (1, "file"));
+    within(pool.running.shutdown()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_does_not_behave_loses_its_session_only() {
+    let pool = Pool::start(Duration::from_millis(900)).await;
+    let register = |protocol| {
+        let mut registration = FakeWorker::registration("w", None, Vec::new());
+        registration.protocol = protocol;
+        ToCoordinator::Register(Box::new(registration))
+    };
+    let mut doubled = FakeWorker::registration("w", None, Vec::new());
+    doubled.devices.push(support::cpu());
+    for (first, code) in [
+        (Some(ToCoordinator::Beat { running: Vec::new() }), Code::InvalidArgument),
+        (Some(register(99)), Code::FailedPrecondition),
+        (Some(ToCoordinator::Register(Box::new(doubled))), Code::InvalidArgument),
+        (None, Code::DeadlineExceeded),
+    ] {
+        let (_sender, mut messages) = FakeWorker::open(&pool.clients, first).await.unwrap();
+        let error = within(messages.message()).await.unwrap_err();
+        assert_eq!(error.code(), code, "{error}");
+    }
+    // Registered, then messages that make no sense.
+    let nonsense = [
+        v1::WorkerMessage::default(),
+        register(1).into(),
+        v1::WorkerMessage {
+            request_id: 1,
+            message: Some(v1::worker_message::Message::Finished(v1::Finished {
+                attempt_id: "../../etc".into(),
+                epoch: u64::MAX,
+                outcome: None,
+            })),
+        },
+    ];
+    for message in nonsense {
+        let (sender, mut messages) = FakeWorker::open(&pool.clients, Some(register(1))).await.unwrap();
+        sender.send(message).await.unwrap();
+        let error = within(async {
+            loop {
+                if let Err(error) = messages.message().await {
+                    break error;
+                }
+            }
+        });
+        assert_eq!(error.await.code(), Code::InvalidArgument);
+    }
+    // Registered, half a conversation, then silence: the session ends, and the work goes back to the queue.
+    let job = pool.submit("shapes").await.job;
+    let mut silent = FakeWorker::new(&pool, "silent").await;
+    let work = silent.assigned().await;
+    silent.beat(&[held(&work)]).await;
+    while silent.next().await.is_some() {}
+    let view = pool.in_state(job.as_str(), JobState::Queued).await;
+    assert_eq!(view.failures, 1);
+    within(pool.running.shutdown()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn any_bytes_on_the_port() {
+    let pool = Pool::start(CALM).await;
+    let preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+    let mut wild = preface.to_vec();
+    wild.extend((0..4096_u32).map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8));
+    let mut lengths = preface.to_vec();
+    lengths.extend([0xff; 64]);
+    for bytes in [
+        &b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"[..],
+        &[0; 4096],
+        &wild,
+        &lengths,
+        b"\x16\x03\x01\x02\x00",
+        b"",
+    ] {
+        let mut stream = within(TcpStream::connect(pool.running.addr)).await.unwrap();
+        // It may close before everything is written.
+        let _ = stream.write_all(bytes).await;
+        let _ = stream.shutdown().await;
+        let mut answer = Vec::new();
+        let _ = tokio::time::timeout(PATIENCE, stream.read_to_end(&mut answer))
+            .await
+            .expect("not closed");
+        assert!(answer.len() < 4096);
+    }
+    let info = within(pool.clients.jobs.clone().info(v1::InfoRequest {})).await;
+    assert!(info.is_ok(), "still there: {info:?}");
+    within(pool.running.shutdown()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn it_does_not_start_where_it_should_not() {
+    let dir = tempfile::tempdir().unwrap();
+    let open = Config {
+        bind: "0.0.0.0:0".parse().unwrap(),
+        ..Config::new(dir.path())
+    };
+    let error = start(open).await.unwrap_err();
+    assert!(matches!(error, StartError::Plaintext { .. }), "{error}");
+    assert!(error.to_string().contains("--tls-cert"), "{error}");
+    assert!(
+        std::fs::read_dir(dir.path()).unwrap().next().is_none(),
+        "nothing was made"
+    );
+
+    let first = start(config(dir.path(), CALM)).await.unwrap();
+    let error = start(config(dir.path(), CALM)).await.unwrap_err();
+    assert!(matches!(error, StartError::InUse { .. }), "{error}");
+    let other = tempfile::tempdir().unwrap();
+    let error = start(Config {
+        bind: first.addr,
+        ..Config::new(other.path())
+    })
+    .await
+    .unwrap_err();
+    assert!(matches!(error, StartError::Bind { .. }), "{error}");
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        let mode = std::fs::metadata(dir.path().join("token"))
+            .unwrap()
+            .permissions()
+            .mode()
+            & 0o777;
+        assert_eq!(mode, 0o600);
+    }
+    within(first.shutdown()).await;
+    let again = start(config(dir.path(), CALM)).await.unwrap();
+    within(again.shutdown()).await;
+
+    std::fs::write(
+        dir.path().join("aitk.db"),
+        b"this is not a database, but it is long enough to look",
+    )
+    .unwrap();
+    for extra in ["aitk.db-wal", "aitk.db-shm"] {
+        let _ = std::fs::remove_file(dir.path().join(extra));
+    }
+    let error = start(config(dir.path(), CALM)).await.unwrap_err();
+    assert!(matches!(error, StartError::Store(_)), "{error}");
+    assert!(error.to_string().contains("aitk.db"), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn with_tls_the_certificate_is_checked() {
+    let dir = tempfile::tempdir().unwrap();
+    let files = TlsFiles {
+        cert: data("test-cert.pem"),
+        key: data("test-key.pem"),
+    };
+    let settings = Config {
+        tls: Some(files),
+        ..config(dir.path(), CALM)
+    };
+    let running = start(settings).await.unwrap();
+    assert!(running.url().starts_with("https://"));
+    let clients = within(connect(&running.url(), &running.token, Some(&data("test-cert.pem"))))
+        .await
+        .unwrap();
+    within(clients.jobs.clone().info(v1::InfoRequest {})).await.unwrap();
+    // Nobody vouches for it; or no TLS at all.
+    let stranger = within(connect(&running.url(), &running.token, None)).await;
+    assert!(
+        matches!(stranger, Err(ConnectError::Unreachable { .. })),
+        "{stranger:?}"
+    );
+    let plain = running.url().replace("https://", "http://");
+    let plain = match within(connect(&plain, &running.token, None)).await {
+        Ok(clients) => within(clients.jobs.clone().info(v1::InfoRequest {})).await.is_ok(),
+        Err(_) => false,
+    };
+    assert!(!plain);
+    let mut bytes = within(TcpStream::connect(running.addr)).await.unwrap();
+    bytes.write_all(&[0xff; 100]).await.unwrap();
+    within(clients.jobs.clone().info(v1::InfoRequest {})).await.unwrap();
+    drop((bytes, clients));
+    within(running.shutdown()).await;
+
+    let swapped = TlsFiles {
+        cert: data("test-key.pem"),
+        key: data("test-cert.pem"),
+    };
+    let error = start(Config {
+        tls: Some(swapped),
+        ..config(dir.path(), CALM)
+    })
+    .await
+    .unwrap_err();
+    assert!(matches!(error, StartError::Tls { .. }), "{error}");
+}

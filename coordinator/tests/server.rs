@@ -1,0 +1,487 @@
+//! A real coordinator over loopback gRPC, with scripted workers.
+
+mod support;
+
+use aitk_common::attempt::{FailureCause, Outcome};
+use aitk_common::control::{
+    Artifact, EventBody, HeldAttempt, JobState, Progress, Report, Submission, ToCoordinator, ToWorker, UnixMillis,
+    Verdict,
+};
+use aitk_common::hash::ContentHash;
+use aitk_common::id::{AttemptId, Epoch};
+use aitk_common::storage::{BlobStore, StorageError};
+use aitk_proto::v1;
+use std::time::Duration;
+use support::{FakeWorker, Pool, eventually, held, logs, submission, within};
+use tonic::Code;
+
+/// Long enough that nothing expires by accident.
+const CALM: Duration = Duration::from_secs(60);
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_job_runs_from_submit_to_artifact() {
+    let pool = Pool::start(CALM).await;
+    let job = pool.submit("shapes").await.job;
+    let waiting = pool.job(job.as_str()).await;
+    assert_eq!(waiting.state, JobState::Queued);
+    assert!(waiting.reason.contains("no worker is connected"), "{}", waiting.reason);
+    assert_eq!(waiting.config_text.as_deref(), Some("name: shapes\n"));
+
+    let mut worker = FakeWorker::new(&pool, "w1").await;
+    let work = worker.assigned().await;
+    assert_eq!((&work.job, work.epoch, work.resume), (&job, Epoch(1), None));
+    assert_eq!(work.inputs["./data"], ContentHash::of(b"snapshot"));
+    assert!(work.job_json.contains("shapes") && work.config_text.contains("shapes"));
+    worker.beat(&[held(&work)]).await;
+
+    let follower = {
+        let clients = pool.clients.clone();
+        let request = v1::EventsRequest {
+            job_id: job.to_string(),
+            cursor: 0,
+            follow: true,
+        };
+        tokio::spawn(async move {
+            let mut stream = clients.jobs.clone().events(request).await.unwrap().into_inner();
+            let mut events: Vec<aitk_common::control::JobEvent> = Vec::new();
+            while let Some(event) = stream.message().await.unwrap() {
+                events.push(event.try_into().unwrap());
+            }
+            events
+        })
+    };
+    worker.log(&work, 1, "one").await;
+    let progress = Progress {
+        done: 1,
+        total: 2,
+        seconds_per_step: Some(0.5),
+    };
+    let report = Report::Progress(progress);
+    worker
+        .send(ToCoordinator::Event {
+            held: held(&work),
+            seq: 2,
+            time: UnixMillis(1),
+            report,
+        })
+        .await;
+    worker.log(&work, 3, "two").await;
+
+    let manifest = ContentHash::of(b"manifest");
+    assert_eq!(
+        worker.commit(&held(&work), manifest, 1).await,
+        Verdict::Refused,
+        "its bytes are not there yet"
+    );
+    assert_eq!(pool.put(b"manifest").await, manifest);
+    assert_eq!(worker.commit(&held(&work), manifest, 1).await, Verdict::Accepted);
+    let view = pool.job(job.as_str()).await;
+    assert_eq!((view.checkpoint_step, view.progress), (Some(1), Some(progress)));
+
+    let artifact = Artifact {
+        name: "shapes/shapes.safetensors".into(),
+        kind: "lora".into(),
+        hash: Some(pool.put(b"lora").await),
+        bytes: 4,
+        step: Some(2),
+        index: None,
+        local_path: None,
+    };
+    let (ready, held_by) = (artifact.clone(), held(&work));
+    let verdict = worker
+        .ask(|request| ToCoordinator::ArtifactReady {
+            request,
+            held: held_by,
+            artifact: ready,
+        })
+        .await
+        .0;
+    assert_eq!(verdict, Verdict::Accepted);
+    assert_eq!(worker.finish(&held(&work), Outcome::Completed).await, Verdict::Accepted);
+
+    let events = within(follower).await.unwrap();
+    assert_eq!(logs(&events), ["one", "two"]);
+    assert!(matches!(
+        events.last().unwrap().body,
+        EventBody::State {
+            state: JobState::Completed,
+            ..
+        }
+    ));
+    let durable: Vec<u64> = events
+        .iter()
+        .filter(|event| !matches!(event.body, EventBody::Progress(_)))
+        .map(|event| event.cursor)
+        .collect();
+    assert_eq!(
+        durable,
+        (1..=durable.len() as u64).collect::<Vec<_>>(),
+        "no gap, no repetition"
+    );
+    // From a cursor in the middle, and once more from the end.
+    let later = pool.events(job.as_str(), durable[3], false).await;
+    assert_eq!(later.first().unwrap().cursor, durable[4]);
+    let rest = pool.events(job.as_str(), *durable.last().unwrap(), true).await;
+    assert!(
+        rest.iter().all(|event| matches!(event.body, EventBody::Progress(_))),
+        "{rest:?}"
+    );
+
+    let request = v1::ArtifactsRequest {
+        job_id: job.as_str()[..5].into(),
+    };
+    let reply = within(pool.clients.jobs.clone().artifacts(request))
+        .await
+        .unwrap()
+        .into_inner();
+    assert_eq!(reply.artifacts, [v1::Artifact::from(artifact)]);
+    let lora = pool.blobs().get_bytes(ContentHash::of(b"lora"), 10).await.unwrap();
+    assert_eq!(&lora[..], b"lora");
+    let workers = within(pool.clients.jobs.clone().list_workers(v1::ListWorkersRequest {}))
+        .await
+        .unwrap()
+        .into_inner();
+    assert_eq!(
+        (workers.workers[0].name.as_str(), workers.workers[0].connected),
+        ("w1", true)
+    );
+    within(pool.running.shutdown()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_running_attempt_survives_the_coordinator() {
+    let pool = Pool::start(CALM).await;
+    let job = pool.submit("long").await.job;
+    let waiting = pool.submit("next").await.job;
+    let mut worker = FakeWorker::new(&pool, "w1").await;
+    let work = worker.assigned().await;
+    worker.beat(&[held(&work)]).await;
+    worker.log(&work, 1, "before").await;
+    pool.put(b"m1").await;
+    assert_eq!(
+        worker.commit(&held(&work), ContentHash::of(b"m1"), 5).await,
+        Verdict::Accepted
+    );
+    let id = worker.id.clone();
+    let token = pool.running.token.clone();
+
+    let pool = pool.restart().await;
+    assert!(matches!(
+        worker.until(|message| Some(message)).await,
+        ToWorker::BeatReply { .. } | ToWorker::GoingAway { .. }
+    ));
+    assert_eq!(pool.running.token, token, "made once");
+    let view = pool.job(job.as_str()).await;
+    assert_eq!((view.state, view.checkpoint_step), (JobState::Running, Some(5)));
+    assert!(view.reason.contains("not connected"), "{}", view.reason);
+
+    let stale = HeldAttempt {
+        attempt: AttemptId::new("jgone-3"),
+        epoch: Epoch(3),
+    };
+    let registration = FakeWorker::registration("w1", Some(id.clone()), vec![held(&work), stale]);
+    let mut worker = FakeWorker::register(&pool.clients, registration).await;
+    assert_eq!(
+        (&worker.id, &worker.keep),
+        (&id, &vec![work.attempt.clone()]),
+        "one goes on, one is to be forgotten"
+    );
+    worker.log(&work, 1, "before").await;
+    worker.log(&work, 2, "after").await;
+    pool.put(b"m2").await;
+    assert_eq!(
+        worker.commit(&held(&work), ContentHash::of(b"m2"), 9).await,
+        Verdict::Accepted
+    );
+    assert_eq!(worker.finish(&held(&work), Outcome::Completed).await, Verdict::Accepted);
+    assert_eq!(
+        worker.finish(&held(&work), Outcome::Completed).await,
+        Verdict::Accepted,
+        "again"
+    );
+    assert_eq!(pool.job(job.as_str()).await.state, JobState::Completed);
+    assert_eq!(
+        logs(&pool.events(job.as_str(), 0, false).await),
+        ["before", "after"],
+        "once each"
+    );
+
+    // The queue is there too; a worker that lost its child gets the work anew.
+    let second = FakeWorker::registration("w1", Some(id.clone()), Vec::new());
+    let mut worker = FakeWorker::register(&pool.clients, second).await;
+    let again = worker.assigned().await;
+    assert_eq!((again.job, again.resume), (waiting, None));
+    within(pool.running.shutdown()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_silent_worker_is_fenced_and_its_work_goes_on_elsewhere() {
+    let pool = Pool::start(Duration::from_millis(800)).await;
+    let job = pool.submit("shapes").await.job;
+    let mut one = FakeWorker::new(&pool, "one").await;
+    let first = one.assigned().await;
+    one.beat(&[held(&first)]).await;
+    pool.put(b"m1").await;
+    assert_eq!(
+        one.commit(&held(&first), ContentHash::of(b"m1"), 10).await,
+        Verdict::Accepted
+    );
+
+    let mut two = FakeWorker::new(&pool, "two").await;
+    let second = loop {
+        two.beat(&[]).await;
+        let next = tokio::time::timeout(Duration::from_millis(100), two.next()).await;
+        match next {
+            Ok(Some(ToWorker::Assign(work))) => break *work,
+            Ok(None) => panic!("the session of the worker that beats ended"),
+            _ => {}
+        }
+    };
+    assert_eq!(
+        (&second.job, second.epoch, second.resume),
+        (&job, Epoch(2), Some(ContentHash::of(b"m1")))
+    );
+    two.beat(&[held(&second)]).await;
+
+    // The first one wakes up: its session is gone; a new one says what it may keep.
+    while one.next().await.is_some() {}
+    let registration = FakeWorker::registration("one", Some(one.id.clone()), vec![held(&first)]);
+    let mut one = FakeWorker::register(&pool.clients, registration).await;
+    assert!(one.keep.is_empty());
+    pool.put(b"m3").await;
+    assert_eq!(
+        one.commit(&held(&first), ContentHash::of(b"m3"), 30).await,
+        Verdict::Fenced
+    );
+    assert_eq!(one.finish(&held(&first), Outcome::Completed).await, Verdict::Fenced);
+    assert_eq!(
+        one.finish(&held(&second), Outcome::Completed).await,
+        Verdict::Fenced,
+        "not its own"
+    );
+    one.beat(&[held(&first)]).await;
+    let fenced = one
+        .until(|m| {
+            if let ToWorker::Fence { held, reason } = m {
+                Some((held, reason))
+            } else {
+                None
+            }
+        })
+        .await;
+    assert_eq!(fenced.0, held(&first));
+    assert!(fenced.1.contains("followed by epoch 2"), "{}", fenced.1);
+    assert_eq!(two.finish(&held(&second), Outcome::Completed).await, Verdict::Accepted);
+    let view = pool.job(job.as_str()).await;
+    assert_eq!(
+        (view.state, view.checkpoint_step, view.attempts.len()),
+        (JobState::Completed, Some(10), 2)
+    );
+    within(pool.running.shutdown()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn stop_saves_and_resume_goes_on() {
+    let pool = Pool::start(CALM).await;
+    let job = pool.submit("shapes").await.job.to_string();
+    let mut worker = FakeWorker::new(&pool, "w1").await;
+    let work = worker.assigned().await;
+    worker.beat(&[held(&work)]).await;
+    let stop = v1::StopJobRequest {
+        job_id: job[..4].into(),
+        now: false,
+    };
+    let view = within(pool.clients.jobs.clone().stop(stop)).await.unwrap().into_inner();
+    assert_eq!(view.state(), v1::JobState::Stopping);
+    let save = worker
+        .until(|m| {
+            if let ToWorker::Stop { save, .. } = m {
+                Some(save)
+            } else {
+                None
+            }
+        })
+        .await;
+    assert!(save);
+    pool.put(b"saved").await;
+    assert_eq!(
+        worker.commit(&held(&work), ContentHash::of(b"saved"), 7).await,
+        Verdict::Accepted
+    );
+    assert_eq!(worker.finish(&held(&work), Outcome::Stopped).await, Verdict::Accepted);
+    pool.in_state(&job, JobState::Stopped).await;
+    let resume = v1::ResumeJobRequest { job_id: job.clone() };
+    within(pool.clients.jobs.clone().resume(resume.clone())).await.unwrap();
+    let again = worker.assigned().await;
+    assert_eq!((again.epoch, again.resume), (Epoch(2), Some(ContentHash::of(b"saved"))));
+    assert_eq!(again.seed, work.seed, "every attempt agrees");
+    let refused = within(pool.clients.jobs.clone().resume(resume)).await.unwrap_err();
+    assert_eq!(refused.code(), Code::Aborted);
+    let failed = Outcome::Failed {
+        cause: FailureCause::BadInput,
+        message: "cat.png has 0 bytes".into(),
+    };
+    worker.finish(&held(&again), failed).await;
+    assert_eq!(
+        pool.in_state(&job, JobState::Failed).await.reason,
+        "cat.png has 0 bytes"
+    );
+    within(pool.running.shutdown()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn submissions_are_idempotent_checked_and_found_by_their_beginning() {
+    let pool = Pool::start(CALM).await;
+    let mut jobs = pool.clients.jobs.clone();
+    let keyed = Submission {
+        idempotency_key: Some("k1".into()),
+        ..submission("a")
+    };
+    let first = within(jobs.submit(v1::SubmitRequest::from(keyed.clone())))
+        .await
+        .unwrap()
+        .into_inner();
+    let again = within(jobs.submit(v1::SubmitRequest::from(keyed.clone())))
+        .await
+        .unwrap()
+        .into_inner();
+    assert_eq!(
+        (again.job_id.as_str(), again.existed, first.existed),
+        (first.job_id.as_str(), true, false)
+    );
+    let pool = pool.restart().await;
+    let mut jobs = pool.clients.jobs.clone();
+    let later = within(jobs.submit(v1::SubmitRequest::from(keyed)))
+        .await
+        .unwrap()
+        .into_inner();
+    assert_eq!(
+        (later.job_id, later.existed),
+        (first.job_id.clone(), true),
+        "also after a restart"
+    );
+
+    let unknown = within(jobs.get(v1::GetJobRequest {
+        job_id: "jzzzzzzzz".into(),
+    }))
+    .await
+    .unwrap_err();
+    assert_eq!(unknown.code(), Code::NotFound);
+    pool.submit("b").await;
+    let ambiguous = within(jobs.get(v1::GetJobRequest { job_id: "j".into() }))
+        .await
+        .unwrap_err();
+    assert_eq!(ambiguous.code(), Code::InvalidArgument);
+    assert!(ambiguous.message().contains(&first.job_id), "{}", ambiguous.message());
+
+    for (field, bad) in [
+        (
+            "config_format",
+            v1::SubmitRequest {
+                config_format: "toml".into(),
+                ..submission("x").into()
+            },
+        ),
+        (
+            "job_json",
+            v1::SubmitRequest {
+                job_json: "{".into(),
+                ..submission("x").into()
+            },
+        ),
+        (
+            "inputs",
+            v1::SubmitRequest {
+                inputs: [("d".to_owned(), "beef".to_owned())].into(),
+                ..submission("x").into()
+            },
+        ),
+        (
+            "config_text",
+            v1::SubmitRequest {
+                config_text: "#".repeat(5 << 20),
+                ..submission("x").into()
+            },
+        ),
+    ] {
+        let error = within(jobs.submit(bad)).await.unwrap_err();
+        assert_eq!(error.code(), Code::InvalidArgument, "{field}: {error}");
+        assert!(error.message().starts_with(field), "{field}: {error}");
+    }
+    let list = within(jobs.list(v1::ListJobsRequest::default()))
+        .await
+        .unwrap()
+        .into_inner();
+    assert_eq!(list.jobs.len(), 2, "what was refused left nothing");
+    within(pool.running.shutdown()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn blobs_go_through_checked() {
+    let pool = Pool::start(CALM).await;
+    let blobs = pool.blobs();
+    let big: Vec<u8> = (0..3_500_000_u32).map(|n| n.to_le_bytes()[n as usize % 3]).collect();
+    let hash = ContentHash::of(&big);
+    let path = pool.dir.path().join("big");
+    std::fs::write(&path, &big).unwrap();
+    assert_eq!(blobs.has(&[hash]).await.unwrap(), [false]);
+    within(blobs.put_file(hash, &path)).await.unwrap();
+    within(blobs.put_file(hash, &path)).await.unwrap();
+    assert_eq!(blobs.has(&[hash, ContentHash::of(b"no")]).await.unwrap(), [true, false]);
+    let back = pool.dir.path().join("back");
+    assert_eq!(within(blobs.get_to_file(hash, &back)).await.unwrap(), big.len() as u64);
+    assert_eq!(std::fs::read(&back).unwrap(), big);
+    assert!(matches!(
+        within(blobs.get_bytes(hash, 10)).await,
+        Err(StorageError::TooLarge { .. })
+    ));
+    let missing = within(blobs.get_to_file(ContentHash::of(b"no"), &back)).await;
+    assert!(matches!(missing, Err(StorageError::NotFound { .. })), "{missing:?}");
+    let empty = ContentHash::of(b"");
+    within(blobs.put_bytes(empty, "".into())).await.unwrap();
+    assert_eq!(within(blobs.get_bytes(empty, 0)).await.unwrap().len(), 0);
+    assert!(
+        matches!(within(blobs.put_file(empty, &path)).await, Ok(())),
+        "there already: not looked at"
+    );
+    let wrong = within(blobs.put_file(ContentHash::of(b"x"), &path)).await;
+    assert!(matches!(wrong, Err(StorageError::Corrupt { .. })), "{wrong:?}");
+
+    // A client that lies, one that announces less than it sends, one that stops in the middle, one without a header.
+    use v1::put_blob_request::Part;
+    let header = |bytes| {
+        Part::Header(v1::BlobHeader {
+            sha256: ContentHash::of(b"abc").to_hex(),
+            bytes,
+        })
+    };
+    let cases = [
+        (vec![header(3), Part::Data(b"xyz".to_vec())], Code::DataLoss),
+        (vec![header(2), Part::Data(b"abc".to_vec())], Code::InvalidArgument),
+        (vec![header(3), Part::Data(b"ab".to_vec())], Code::InvalidArgument),
+        (vec![Part::Data(b"abc".to_vec())], Code::InvalidArgument),
+        (vec![header(3), header(3)], Code::InvalidArgument),
+        (vec![], Code::InvalidArgument),
+    ];
+    for (index, (parts, code)) in cases.into_iter().enumerate() {
+        let parts: Vec<_> = parts
+            .into_iter()
+            .map(|part| v1::PutBlobRequest { part: Some(part) })
+            .collect();
+        let error = within(pool.clients.blobs.clone().put(tokio_stream::iter(parts)))
+            .await
+            .unwrap_err();
+        assert_eq!(error.code(), code, "case {index}: {error}");
+    }
+    assert_eq!(
+        blobs.has(&[ContentHash::of(b"abc")]).await.unwrap(),
+        [false],
+        "nothing of it is kept"
+    );
+    eventually("transfers leave nothing", || async {
+        let left = std::fs::read_dir(pool.dir.path().join("transit")).unwrap().count();
+        (left == 0).then_some(())
+    })
+    .await;
+    within(pool.running.shutdown()).await;
+}

@@ -1,0 +1,348 @@
+//! A coordinator in this process, and workers that do what a test tells them.
+#![allow(dead_code, reason = "each test program uses a part of it")]
+
+use aitk_common::attempt::Outcome;
+use aitk_common::capability::{Device, DeviceKind, DeviceRef};
+use aitk_common::control::{
+    Assignment, EventBody, HeldAttempt, JobEvent, JobState, JobView, PROTOCOL_VERSION, Registration, Report,
+    Submission, Submitted, ToCoordinator, ToWorker, UnixMillis, Verdict,
+};
+use aitk_common::hash::ContentHash;
+use aitk_common::id::{AttemptId, WorkerId};
+use aitk_common::plan::profile::MemoryProfile;
+use aitk_common::storage::BlobStore;
+use aitk_coordinator::{Config, Running, start};
+use aitk_proto::client::{Clients, connect};
+use aitk_proto::remote_blobs::RemoteBlobs;
+use aitk_proto::v1;
+use std::collections::BTreeMap;
+use std::future::Future;
+use std::path::Path;
+use std::time::{Duration, Instant};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Status, Streaming};
+
+/// Nothing in these tests takes longer, even on a busy machine.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Ends a test that hangs.
+pub(crate) async fn within<T>(future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(PATIENCE, future).await.expect("took too long")
+}
+
+/// Polls until the look gives something.
+pub(crate) async fn eventually<T, F: Future<Output = Option<T>>>(what: &str, mut look: impl FnMut() -> F) -> T {
+    let begin = Instant::now();
+    loop {
+        if let Some(found) = look().await {
+            return found;
+        }
+        assert!(begin.elapsed() < PATIENCE, "never came: {what}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+pub(crate) fn config(dir: &Path, lease: Duration) -> Config {
+    Config {
+        bind: "127.0.0.1:0".parse().unwrap(),
+        lease,
+        ..Config::new(dir)
+    }
+}
+
+pub(crate) struct Pool {
+    pub(crate) running: Running,
+    pub(crate) clients: Clients,
+    pub(crate) dir: tempfile::TempDir,
+    lease: Duration,
+}
+
+impl Pool {
+    pub(crate) async fn start(lease: Duration) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let running = start(config(dir.path(), lease)).await.unwrap();
+        let clients = connect(&running.url(), &running.token, None).await.unwrap();
+        Self {
+            running,
+            clients,
+            dir,
+            lease,
+        }
+    }
+
+    /// Down and up again on the same folder, at another port.
+    pub(crate) async fn restart(self) -> Self {
+        let Self {
+            running, dir, lease, ..
+        } = self;
+        within(running.shutdown()).await;
+        let running = start(config(dir.path(), lease)).await.unwrap();
+        let clients = connect(&running.url(), &running.token, None).await.unwrap();
+        Self {
+            running,
+            clients,
+            dir,
+            lease,
+        }
+    }
+
+    pub(crate) fn blobs(&self) -> RemoteBlobs {
+        RemoteBlobs::with_budget(&self.clients, Duration::from_secs(5))
+    }
+
+    pub(crate) async fn put(&self, bytes: &'static [u8]) -> ContentHash {
+        let hash = ContentHash::of(bytes);
+        within(self.blobs().put_bytes(hash, bytes.into())).await.unwrap();
+        hash
+    }
+
+    pub(crate) async fn submit(&self, name: &str) -> Submitted {
+        within(
+            self.clients
+                .jobs
+                .clone()
+                .submit(v1::SubmitRequest::from(submission(name))),
+        )
+        .await
+        .unwrap()
+        .into_inner()
+        .try_into()
+        .unwrap()
+    }
+
+    pub(crate) async fn job(&self, id: &str) -> JobView {
+        let request = v1::GetJobRequest { job_id: id.into() };
+        within(self.clients.jobs.clone().get(request))
+            .await
+            .unwrap()
+            .into_inner()
+            .try_into()
+            .unwrap()
+    }
+
+    pub(crate) async fn in_state(&self, id: &str, state: JobState) -> JobView {
+        eventually(&format!("{id} {state}"), || async {
+            Some(self.job(id).await).filter(|view| view.state == state)
+        })
+        .await
+    }
+
+    /// Events after a cursor until the stream ends.
+    pub(crate) async fn events(&self, id: &str, cursor: u64, follow: bool) -> Vec<JobEvent> {
+        let request = v1::EventsRequest {
+            job_id: id.into(),
+            cursor,
+            follow,
+        };
+        within(async {
+            let mut stream = self.clients.jobs.clone().events(request).await.unwrap().into_inner();
+            let mut events = Vec::new();
+            while let Some(event) = stream.message().await.unwrap() {
+                events.push(event.try_into().unwrap());
+            }
+            events
+        })
+        .await
+    }
+}
+
+pub(crate) fn submission(name: &str) -> Submission {
+    Submission {
+        config_text: format!("name: {name}\n"),
+        config_format: "yaml".into(),
+        job_json: format!(r#"{{"job":"extension","name":"{name}","process":[]}}"#),
+        inputs: BTreeMap::from([("./data".to_owned(), ContentHash::of(b"snapshot"))]),
+        local: false,
+        idempotency_key: None,
+    }
+}
+
+pub(crate) fn cpu() -> Device {
+    Device {
+        device: DeviceRef {
+            kind: DeviceKind::Cpu,
+            index: 0,
+        },
+        name: "cpu".into(),
+        architecture: "x86_64".into(),
+        memory_total: 8 << 30,
+        memory_budget: 4 << 30,
+        dtypes: vec!["f32".into()],
+        attention: vec!["eager".into()],
+        profile: MemoryProfile::CpuOnly,
+    }
+}
+
+pub(crate) fn held(work: &Assignment) -> HeldAttempt {
+    HeldAttempt {
+        attempt: work.attempt.clone(),
+        epoch: work.epoch,
+    }
+}
+
+/// A worker's side of a session.
+pub(crate) struct FakeWorker {
+    sender: mpsc::Sender<v1::WorkerMessage>,
+    messages: Streaming<v1::CoordinatorMessage>,
+    pub(crate) id: WorkerId,
+    pub(crate) keep: Vec<AttemptId>,
+    request: u64,
+}
+
+impl FakeWorker {
+    pub(crate) fn registration(name: &str, worker: Option<WorkerId>, running: Vec<HeldAttempt>) -> Registration {
+        Registration {
+            protocol: PROTOCOL_VERSION,
+            worker,
+            name: name.into(),
+            version: "test".into(),
+            host: "here".into(),
+            devices: vec![cpu()],
+            labels: BTreeMap::new(),
+            running,
+        }
+    }
+
+    pub(crate) async fn open(
+        clients: &Clients,
+        first: Option<ToCoordinator>,
+    ) -> Result<(mpsc::Sender<v1::WorkerMessage>, Streaming<v1::CoordinatorMessage>), Status> {
+        let (sender, receiver) = mpsc::channel(64);
+        if let Some(first) = first {
+            sender.send(first.into()).await.unwrap();
+        }
+        let answer = within(clients.workers.clone().session(ReceiverStream::new(receiver))).await?;
+        Ok((sender, answer.into_inner()))
+    }
+
+    pub(crate) async fn register(clients: &Clients, registration: Registration) -> Self {
+        let first = ToCoordinator::Register(Box::new(registration));
+        let (sender, messages) = Self::open(clients, Some(first)).await.unwrap();
+        let mut worker = Self {
+            sender,
+            messages,
+            id: WorkerId::new("none"),
+            keep: Vec::new(),
+            request: 0,
+        };
+        let Some(ToWorker::Welcome {
+            worker: id,
+            keep,
+            storage_url: None,
+            ..
+        }) = worker.next().await
+        else {
+            panic!("no welcome");
+        };
+        (worker.id, worker.keep) = (id, keep);
+        worker
+    }
+
+    pub(crate) async fn new(pool: &Pool, name: &str) -> Self {
+        Self::register(&pool.clients, Self::registration(name, None, Vec::new())).await
+    }
+
+    /// The next message; none when the session ended.
+    pub(crate) async fn next(&mut self) -> Option<ToWorker> {
+        match within(self.messages.message()).await {
+            Ok(message) => message.map(|message| message.try_into().unwrap()),
+            Err(_) => None,
+        }
+    }
+
+    /// Skips messages until one fits.
+    pub(crate) async fn until<T>(&mut self, mut fits: impl FnMut(ToWorker) -> Option<T>) -> T {
+        loop {
+            let message = self.next().await.expect("the session ended");
+            if let Some(found) = fits(message) {
+                return found;
+            }
+        }
+    }
+
+    pub(crate) async fn assigned(&mut self) -> Assignment {
+        self.until(|message| {
+            if let ToWorker::Assign(work) = message {
+                Some(*work)
+            } else {
+                None
+            }
+        })
+        .await
+    }
+
+    pub(crate) async fn send(&self, message: ToCoordinator) {
+        // A session that was closed shows when its messages are read.
+        let _ = self.sender.send(message.into()).await;
+    }
+
+    pub(crate) async fn beat(&self, running: &[HeldAttempt]) {
+        self.send(ToCoordinator::Beat {
+            running: running.to_vec(),
+        })
+        .await;
+    }
+
+    pub(crate) async fn log(&self, work: &Assignment, seq: u64, text: &str) {
+        let report = Report::Log {
+            level: "info".into(),
+            message: text.into(),
+        };
+        self.send(ToCoordinator::Event {
+            held: held(work),
+            seq,
+            time: UnixMillis(1),
+            report,
+        })
+        .await;
+    }
+
+    /// Sends a request and waits for the judgement.
+    pub(crate) async fn ask(&mut self, message: impl FnOnce(u64) -> ToCoordinator) -> (Verdict, String) {
+        self.request += 1;
+        let wanted = self.request;
+        self.send(message(wanted)).await;
+        self.until(|message| match message {
+            ToWorker::Answer {
+                request,
+                verdict,
+                message,
+            } if request == wanted => Some((verdict, message)),
+            _ => None,
+        })
+        .await
+    }
+
+    pub(crate) async fn commit(&mut self, held: &HeldAttempt, manifest: ContentHash, step: u64) -> Verdict {
+        let held = held.clone();
+        self.ask(|request| ToCoordinator::Commit {
+            request,
+            held,
+            manifest,
+            step,
+        })
+        .await
+        .0
+    }
+
+    pub(crate) async fn finish(&mut self, held: &HeldAttempt, outcome: Outcome) -> Verdict {
+        let held = held.clone();
+        self.ask(|request| ToCoordinator::Finished { request, held, outcome })
+            .await
+            .0
+    }
+}
+
+pub(crate) fn logs(events: &[JobEvent]) -> Vec<&str> {
+    events
+        .iter()
+        .filter_map(|event| {
+            if let EventBody::Log { message, .. } = &event.body {
+                Some(message.as_str())
+            } else {
+                None
+            }
+        })
+        .collect()
+}
