@@ -167,7 +167,7 @@ async fn a_running_attempt_survives_the_coordinator() {
 
     let pool = pool.restart().await;
     assert!(matches!(
-        worker.until(|message| Some(message)).await,
+        worker.until(Some).await,
         ToWorker::BeatReply { .. } | ToWorker::GoingAway { .. }
     ));
     assert_eq!(pool.running.token, token, "made once");

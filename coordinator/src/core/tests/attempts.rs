@@ -1,0 +1,222 @@
+//! Attempts live, are lost, and end.
+
+use super::*;
+
+#[test]
+fn a_job_runs_to_its_end() {
+    let mut world = World::new();
+    world.submit("ja", retries(3));
+    assert!(
+        world.view("ja").reason.contains("no worker"),
+        "{}",
+        world.view("ja").reason
+    );
+    let session = world.cpu("w1");
+    assert_eq!(world.assigned(), [(session, held("ja", 1))]);
+    // Welcome goes out before the work.
+    let order: Vec<bool> = world
+        .last
+        .iter()
+        .filter_map(|effect| match effect {
+            Effect::Send(_, ToWorker::Welcome { .. }) => Some(true),
+            Effect::Assign(..) => Some(false),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(order, [true, false]);
+    world.beat(session, &[held("ja", 1)]);
+    assert_eq!(world.view("ja").attempts[0].state, AttemptState::Running);
+    assert_eq!(world.commit(session, &held("ja", 1), 10), Verdict::Accepted);
+    assert_eq!(
+        world.commit(session, &held("ja", 1), 10),
+        Verdict::Accepted,
+        "again, after a lost answer"
+    );
+    assert_eq!(
+        world.commit(session, &held("ja", 1), 9),
+        Verdict::Refused,
+        "no checkpoint regresses"
+    );
+    assert_eq!(
+        world.finish(session, &held("ja", 1), Outcome::Completed),
+        Verdict::Accepted
+    );
+    assert_eq!(
+        world.finish(session, &held("ja", 1), Outcome::Completed),
+        Verdict::Accepted,
+        "again"
+    );
+    assert_eq!(
+        world.finish(session, &held("ja", 1), Outcome::Stopped),
+        Verdict::Fenced,
+        "it said something else before"
+    );
+    assert_eq!(world.view("ja").state, JobState::Completed);
+    assert!(matches!(world.resume("ja"), Err(Refusal::Conflict(_))));
+    assert!(matches!(world.stop("ja", false), Err(Refusal::Conflict(_))));
+}
+
+#[test]
+fn a_silent_worker_loses_its_attempt_and_is_fenced_when_it_comes_back() {
+    let mut world = World::new();
+    world.submit("ja", retries(3));
+    let one = world.cpu("w1");
+    world.beat(one, &[held("ja", 1)]);
+    world.commit(one, &held("ja", 1), 10);
+    world.pass(5);
+    assert_eq!(world.view("ja").state, JobState::Running, "patience");
+    let two = world.cpu("w2");
+    world.pass(2);
+    assert_eq!(world.view("ja").attempts[0].state, AttemptState::Lost);
+    world.pass(1);
+    assert_eq!(world.assigned(), [(two, held("ja", 2))], "elsewhere, one epoch on");
+    let resume = world.last.iter().find_map(|effect| match effect {
+        Effect::Assign(_, placed) => placed.resume,
+        _ => None,
+    });
+    assert_eq!(resume, Some(manifest("10")));
+    // The old worker was only asleep.
+    assert_eq!(world.commit(one, &held("ja", 1), 20), Verdict::Fenced);
+    assert_eq!(world.finish(one, &held("ja", 1), Outcome::Completed), Verdict::Fenced);
+    world.beat(one, &[held("ja", 1)]);
+    assert!(world.sent(|message| matches!(message, ToWorker::Fence { held: gone, .. } if *gone == held("ja", 1))));
+    // A wrong epoch on the right attempt, the right attempt on a wrong worker: fenced as well.
+    assert_eq!(
+        world.commit(
+            two,
+            &HeldAttempt {
+                epoch: Epoch(1),
+                ..held("ja", 2)
+            },
+            20
+        ),
+        Verdict::Fenced
+    );
+    assert_eq!(world.commit(one, &held("ja", 2), 20), Verdict::Fenced);
+    assert_eq!(world.view("ja").checkpoint_step, Some(10));
+    assert_eq!(world.commit(two, &held("ja", 2), 20), Verdict::Accepted);
+}
+
+#[test]
+fn a_closed_session_is_waited_for_and_reconciled() {
+    let mut world = World::new();
+    world.submit("ja", retries(3));
+    world.submit("jb", retries(3));
+    let devices = || vec![device(DeviceKind::Cuda, 0), device(DeviceKind::Cuda, 1)];
+    let one = world.worker("w1", devices(), Vec::new());
+    world.beat(one, &[held("ja", 1), held("jb", 1)]);
+    world.step(Event::WorkerLost { session: one });
+    world.pass(2);
+    assert_eq!(world.view("ja").state, JobState::Running);
+    assert!(
+        world.view("ja").reason.contains("not connected"),
+        "{}",
+        world.view("ja").reason
+    );
+    // It comes back, and holds only one of the two, and one that never was.
+    let two = world.worker("w1", devices(), vec![held("ja", 1), held("jz", 4)]);
+    let keep = world.last.iter().find_map(|effect| match effect {
+        Effect::Send(session, ToWorker::Welcome { keep, .. }) if *session == two => Some(keep.clone()),
+        _ => None,
+    });
+    assert_eq!(keep, Some(vec![AttemptId::new("ja-1")]));
+    assert_eq!(world.view("jb").attempts[0].state, AttemptState::Lost);
+    assert_eq!(world.view("jb").failures, 1);
+    world.pass(4);
+    world.beat(two, &[held("ja", 1), held("jb", 2)]);
+    assert_eq!(world.view("ja").attempts.len(), 1, "goes on where it was");
+    // Gone for longer than the grace, but not for a lease.
+    world.step(Event::WorkerLost { session: two });
+    world.pass(4);
+    assert_eq!(world.view("ja").attempts[0].state, AttemptState::Lost);
+}
+
+#[test]
+fn an_assignment_that_never_arrived_is_nobodys_fault() {
+    let mut world = World::new();
+    world.submit("ja", retries(0));
+    world.cpu("w1");
+    let again = world.cpu("w1");
+    let closed = world.last.iter().any(|effect| {
+        matches!(
+            effect,
+            Effect::Close {
+                session: SessionId(1),
+                retry: false,
+                ..
+            }
+        )
+    });
+    assert!(closed, "the older session ends");
+    assert_eq!(world.view("ja").failures, 0);
+    world.pass(2);
+    assert_eq!(world.assigned(), [(again, held("ja", 2))]);
+}
+
+#[test]
+fn retries_back_off_and_end() {
+    let mut world = World::new();
+    world.submit("ja", retries(2));
+    let session = world.cpu("w1");
+    let mut waits = Vec::new();
+    for epoch in 1..=3 {
+        world.beat(session, &[held("ja", epoch)]);
+        world.finish(session, &held("ja", epoch), failed(FailureCause::Machine));
+        if epoch == 1 {
+            assert!(
+                world
+                    .view("ja")
+                    .reason
+                    .starts_with("try 2 of 3 in 1 s; before: the machine failed: boom")
+            );
+        }
+        let mut wait = 0;
+        while world.view("ja").state == JobState::Queued && wait < 60 {
+            world.pass(1);
+            wait += 1;
+        }
+        waits.push(wait);
+    }
+    assert_eq!(waits, [1, 2, 0]);
+    assert_eq!(world.view("ja").state, JobState::Failed);
+    assert!(
+        world.view("ja").reason.contains("gave up after 3 tries"),
+        "{}",
+        world.view("ja").reason
+    );
+    // A person may know better; and progress makes earlier failures count no more.
+    assert_eq!(world.resume("ja").unwrap().failures, 0);
+    world.beat(session, &[held("ja", 4)]);
+    world.finish(session, &held("ja", 4), failed(FailureCause::Storage));
+    world.pass(10);
+    world.commit(session, &held("ja", 5), 3);
+    assert_eq!(world.view("ja").failures, 0);
+}
+
+#[test]
+fn bad_input_and_our_faults_are_not_tried_again() {
+    for cause in [FailureCause::BadInput, FailureCause::Internal] {
+        let mut world = World::new();
+        world.submit("ja", retries(3));
+        let session = world.cpu("w1");
+        world.finish(session, &held("ja", 1), failed(cause));
+        assert_eq!(world.view("ja").state, JobState::Failed);
+        assert_eq!(world.view("ja").reason, "boom");
+    }
+}
+
+#[test]
+fn a_leaving_worker_hands_its_work_on() {
+    let mut world = World::new();
+    world.submit("ja", retries(0));
+    let one = world.cpu("w1");
+    world.beat(one, &[held("ja", 1)]);
+    let two = world.cpu("w2");
+    world.step(Event::WorkerLeaving {
+        session: one,
+        reason: "shutdown".into(),
+    });
+    world.finish(one, &held("ja", 1), Outcome::Stopped);
+    assert_eq!(world.assigned(), [(two, held("ja", 2))]);
+    assert_eq!(world.view("ja").failures, 0);
+}

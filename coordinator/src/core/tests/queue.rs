@@ -1,0 +1,292 @@
+//! What waits, where it goes, and what is kept of it.
+
+use super::*;
+
+#[test]
+fn stop_and_resume() {
+    let mut world = World::new();
+    world.submit("ja", retries(3));
+    assert_eq!(
+        world.stop("ja", false).unwrap().state,
+        JobState::Stopped,
+        "waiting: at once"
+    );
+    assert_eq!(
+        world.stop("ja", false).unwrap().state,
+        JobState::Stopped,
+        "again: no harm"
+    );
+    assert_eq!(world.resume("ja").unwrap().state, JobState::Queued);
+    assert!(matches!(world.resume("ja"), Err(Refusal::Conflict(_))));
+    let one = world.cpu("w1");
+    world.beat(one, &[held("ja", 1)]);
+    assert_eq!(world.stop("ja", false).unwrap().state, JobState::Stopping);
+    assert!(world.sent(|message| matches!(message, ToWorker::Stop { save: true, .. })));
+    assert!(matches!(world.resume("ja"), Err(Refusal::Conflict(_))));
+    // The connection breaks: told again when it is back.
+    world.step(Event::WorkerLost { session: one });
+    let two = world.worker("w1", vec![device(DeviceKind::Cpu, 0)], vec![held("ja", 1)]);
+    assert!(world.sent(|message| matches!(message, ToWorker::Stop { save: true, .. })));
+    assert_eq!(world.stop("ja", true).unwrap().state, JobState::Stopping);
+    assert!(
+        world.sent(|message| matches!(message, ToWorker::Stop { save: false, .. })),
+        "impatient now"
+    );
+    world.commit(two, &held("ja", 1), 12);
+    world.finish(two, &held("ja", 1), Outcome::Stopped);
+    assert_eq!(world.view("ja").state, JobState::Stopped);
+    world.resume("ja").unwrap();
+    assert_eq!(world.assigned(), [(two, held("ja", 2))]);
+    // Stopping, and the machine dies: stopped, not tried again.
+    world.stop("ja", false).unwrap();
+    world.pass(7);
+    assert_eq!(world.view("ja").state, JobState::Stopped);
+    assert!(matches!(world.stop("nope", false), Err(Refusal::NotFound(_))));
+}
+
+#[test]
+fn priority_first_then_first_in_first_out() {
+    let mut world = World::new();
+    for (id, priority) in [("ja", 0), ("jb", 5), ("jc", 5), ("jd", -1)] {
+        world.submit(id, Wants { priority, ..retries(3) });
+    }
+    let session = world.cpu("w1");
+    let mut order = Vec::new();
+    for _ in 0..4 {
+        let (_, held) = world.assigned().remove(0);
+        order.push(job_of(&held.attempt).unwrap().to_string());
+        world.finish(session, &held, Outcome::Completed);
+    }
+    assert_eq!(order, ["jb", "jc", "ja", "jd"]);
+}
+
+#[test]
+fn placement_fits_and_says_why_not() {
+    let mut world = World::new();
+    world.submit(
+        "jcuda",
+        Wants {
+            device: Some(DeviceKind::Cuda),
+            ..retries(3)
+        },
+    );
+    world.submit(
+        "jlabel",
+        Wants {
+            labels: BTreeMap::from([("zone".into(), "b".into())]),
+            ..retries(3)
+        },
+    );
+    world.submit(
+        "jmem",
+        Wants {
+            memory: Some(40 << 30),
+            ..retries(3)
+        },
+    );
+    world.submit(
+        "jprof",
+        Wants {
+            profile: Some(MemoryProfile::Balanced),
+            ..retries(3)
+        },
+    );
+    world.submit("jany", retries(3));
+    let session = world.cpu("w1");
+    assert_eq!(
+        world.assigned(),
+        [(session, held("jany", 1))],
+        "one that fits nothing holds up nobody"
+    );
+    for (job, words) in [
+        ("jcuda", "no connected device is of kind cuda"),
+        ("jlabel", "missing is zone: b"),
+        (
+            "jmem",
+            "asks for 40.0 GiB of device memory; the most that fits otherwise has 20.0 GiB",
+        ),
+        (
+            "jprof",
+            "asks for the profile balanced, and no connected device is a GPU",
+        ),
+    ] {
+        assert!(
+            world.view(job).reason.contains(words),
+            "{job}: {}",
+            world.view(job).reason
+        );
+    }
+    world.worker(
+        "w2",
+        vec![device(DeviceKind::Cuda, 0), device(DeviceKind::Cpu, 0)],
+        Vec::new(),
+    );
+    let started: Vec<_> = world
+        .assigned()
+        .into_iter()
+        .map(|(_, held)| held.attempt.to_string())
+        .collect();
+    assert_eq!(started, ["jcuda-1"]);
+    assert!(world.view("jprof").reason.contains("next in line") || world.view("jprof").reason.contains("ahead"));
+    // With a GPU in the pool, whoever asks for nothing waits for it rather than for days on a CPU.
+    world.submit("jslow", retries(3));
+    assert_eq!(world.view("jslow").state, JobState::Queued);
+    world.submit(
+        "jcpu",
+        Wants {
+            device: Some(DeviceKind::Cpu),
+            ..retries(3)
+        },
+    );
+    assert_eq!(world.view("jcpu").state, JobState::Running);
+}
+
+#[test]
+fn jobs_in_place_stay_on_this_machine() {
+    let mut world = World::new();
+    let job = NewJob {
+        local: true,
+        ..new_job("ja", retries(3))
+    };
+    world.step(Event::JobSubmitted {
+        ticket: Ticket(1),
+        job: Box::new(job),
+    });
+    let registration = Box::new(registration("far", vec![device(DeviceKind::Cpu, 0)], Vec::new()));
+    let (session, fresh_id) = (SessionId(77), WorkerId::new("f"));
+    world.step(Event::WorkerRegistered {
+        session,
+        fresh_id,
+        same_machine: false,
+        registration,
+    });
+    assert!(world.assigned().is_empty());
+    assert!(
+        world.view("ja").reason.contains("no worker of this machine"),
+        "{}",
+        world.view("ja").reason
+    );
+    world.cpu("near");
+    assert_eq!(world.assigned().len(), 1);
+}
+
+#[test]
+fn events_are_numbered_once_and_progress_takes_no_number() {
+    let mut world = World::new();
+    world.submit("ja", retries(3));
+    let session = world.cpu("w1");
+    let mut report = |seq, report| {
+        let event = Event::AttemptEvent {
+            session,
+            held: held("ja", 1),
+            seq,
+            time: UnixMillis(1),
+            report,
+        };
+        let effects = world.step(event);
+        let persisted = effects
+            .iter()
+            .filter(|e| matches!(e, Effect::Persist(Record::Event { .. })))
+            .count();
+        let cursors: Vec<u64> = effects
+            .iter()
+            .filter_map(|e| {
+                if let Effect::Publish(_, event) = e {
+                    Some(event.cursor)
+                } else {
+                    None
+                }
+            })
+            .collect();
+        (persisted, cursors)
+    };
+    let log = |text: &str| Report::Log {
+        level: "info".into(),
+        message: text.into(),
+    };
+    let (stored, first) = report(1, log("a"));
+    assert_eq!((stored, first.len()), (1, 1));
+    assert_eq!(report(1, log("a")), (0, Vec::new()), "the same number again");
+    let progress = Report::Progress(Progress {
+        done: 1,
+        total: 2,
+        seconds_per_step: None,
+    });
+    assert_eq!(report(2, progress), (0, first.clone()));
+    assert_eq!(report(3, log("b")), (1, vec![first[0] + 1]));
+    let (_, long) = report(4, log(&"é".repeat(9000)));
+    assert_eq!(long.len(), 1);
+    world.beat(session, &[held("ja", 1)]);
+    assert!(world.sent(|m| matches!(m, ToWorker::BeatReply { events } if events[0].1 == 4)));
+}
+
+#[test]
+fn artifacts_need_their_bytes_in_storage() {
+    let mut world = World::new();
+    world.submit("ja", retries(3));
+    let session = world.cpu("w1");
+    let mut artifact = Artifact {
+        name: "a/b.safetensors".into(),
+        kind: "lora".into(),
+        hash: None,
+        bytes: 3,
+        step: None,
+        index: None,
+        local_path: Some("/x".into()),
+    };
+    let ready = |artifact: &Artifact| Event::ArtifactReady {
+        session,
+        request: 5,
+        held: held("ja", 1),
+        artifact: artifact.clone(),
+    };
+    world.step(ready(&artifact));
+    assert_eq!(world.verdict(), Verdict::Refused);
+    artifact.hash = Some(manifest("x"));
+    world.step(ready(&artifact));
+    assert_eq!(world.verdict(), Verdict::Accepted);
+    assert!(
+        world
+            .last
+            .iter()
+            .any(|effect| matches!(effect, Effect::Persist(Record::Artifact(..))))
+    );
+}
+
+#[test]
+fn a_submission_with_a_key_is_one_job() {
+    let mut world = World::new();
+    let with_key = |id: &str| {
+        let job = NewJob {
+            idempotency_key: Some("k".into()),
+            ..new_job(id, retries(3))
+        };
+        Event::JobSubmitted {
+            ticket: Ticket(1),
+            job: Box::new(job),
+        }
+    };
+    world.step(with_key("ja"));
+    let effects = world.step(with_key("jb"));
+    let [Effect::Reply(_, Ok(Reply::Submitted(again)))] = effects else {
+        panic!("{effects:?}")
+    };
+    assert_eq!((again.job.as_str(), again.existed), ("ja", true));
+}
+
+#[test]
+fn a_unique_beginning_is_enough() {
+    let mut world = World::new();
+    for id in ["jabc1", "jabd2", "jx"] {
+        world.submit(id, retries(3));
+    }
+    assert_eq!(world.state.find("jabc").unwrap().as_str(), "jabc1");
+    assert_eq!(world.state.find("jx").unwrap().as_str(), "jx");
+    let Err(Refusal::Ambiguous { matches, .. }) = world.state.find("jab") else {
+        panic!()
+    };
+    assert_eq!(matches, ["jabc1", "jabd2"]);
+    for bad in ["", "jz", "../x", "j abc"] {
+        assert!(matches!(world.state.find(bad), Err(Refusal::NotFound(_))), "{bad}");
+    }
+}
