@@ -6,13 +6,10 @@ use super::{
 };
 use crate::fsutil::{self, FsError, TEMPORARY_PREFIX, names};
 use crate::hash::ContentHash;
-use std::fs::{self, File, TryLockError};
+use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-
-/// Where the file system has no locks, unfinished folders of this age are swept.
-const ABANDONED: Duration = Duration::from_secs(24 * 3600);
 
 /// A complete checkpoint whose every byte was verified when it was opened.
 #[derive(Clone, Debug, PartialEq)]
@@ -241,46 +238,26 @@ fn names_in(parent: &Path) -> Result<Vec<String>, FsError> {
 
 /// Removes what a dead writer left behind, and brings back a checkpoint that it was about to replace.
 fn sweep(parent: &Path) -> Result<(), CheckpointError> {
+    fsutil::sweep(parent, Duration::ZERO)?;
     for name in names_in(parent)? {
-        let path = parent.join(&name);
-        if let Some(original) = name
+        let original = name
             .strip_prefix(REPLACED_PREFIX)
-            .filter(|original| step_of_folder(original).is_some())
-        {
-            // A live writer is between its two renames for an instant only, and puts the new folder there itself.
-            let target = parent.join(original);
-            if target.exists() {
-                fsutil::remove_now(&path)?;
-            } else if !has_live_writer(parent)? {
-                let _ = fs::rename(&path, &target);
-            }
-        } else if name.starts_with(TEMPORARY_PREFIX)
-            && let Some(_lock) = lock_abandoned(&path)
-        {
-            // A folder that cannot be removed must not keep a training from going on.
-            if let Err(error) = fsutil::remove_now(&path) {
-                tracing::warn!(%error, "could not remove an unfinished checkpoint");
-            }
+            .filter(|original| step_of_folder(original).is_some());
+        let Some(target) = original.map(|original| parent.join(original)) else {
+            continue;
+        };
+        if target.exists() {
+            fsutil::remove_now(&parent.join(&name))?;
+        } else if !has_live_writer(parent)? {
+            // A living one is between its two renames for an instant only, and puts the new folder there itself.
+            let _ = fs::rename(parent.join(&name), &target);
         }
     }
     Ok(())
 }
 
 fn has_live_writer(parent: &Path) -> Result<bool, FsError> {
-    let live = |name: &String| name.starts_with(TEMPORARY_PREFIX) && lock_abandoned(&parent.join(name)).is_none();
+    let live =
+        |name: &String| name.starts_with(TEMPORARY_PREFIX) && fsutil::lock_abandoned(&parent.join(name)).is_none();
     Ok(names_in(parent)?.iter().any(live))
-}
-
-/// When nobody writes there any more: the lock to hold while it is removed.
-fn lock_abandoned(path: &Path) -> Option<File> {
-    let handle = File::open(path).ok()?;
-    let is_abandoned = match handle.try_lock() {
-        Ok(()) => true,
-        Err(TryLockError::WouldBlock) => false,
-        Err(TryLockError::Error(_)) => handle
-            .metadata()
-            .and_then(|meta| meta.modified())
-            .is_ok_and(|at| at.elapsed().is_ok_and(|age| age >= ABANDONED)),
-    };
-    is_abandoned.then_some(handle)
 }

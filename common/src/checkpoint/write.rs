@@ -1,54 +1,30 @@
 //! Writing a checkpoint.
 
 use super::{CheckpointError, FORMAT_VERSION, FileEntry, MANIFEST_NAME, Manifest, REPLACED_PREFIX, folder_name};
-use crate::fsutil::{self, FsError, TEMPORARY_PREFIX, names};
+use crate::fsutil::{self, FsError, TemporaryFolder, names};
 use crate::hash::ContentHash;
 use sha2::{Digest, Sha256};
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-/// An unfinished folder beside its final place, locked for as long as somebody writes there; removed when dropped
-/// before [`Staging::publish`].
+/// An unfinished checkpoint beside its final place.
 #[derive(Debug)]
 pub(crate) struct Staging {
     parent: PathBuf,
-    folder: PathBuf,
-    /// Tells a sweeper that somebody is still writing.
-    _lock: File,
+    folder: TemporaryFolder,
 }
 
 impl Staging {
     pub(crate) fn new(parent: &Path, step: u64) -> Result<Self, FsError> {
-        fsutil::create_dir_all(parent)?;
-        loop {
-            let name = format!(
-                "{TEMPORARY_PREFIX}{}-{}",
-                folder_name(step),
-                uuid::Uuid::new_v4().simple()
-            );
-            let folder = parent.join(name);
-            fs::create_dir(&folder).map_err(|error| FsError::new("create the folder", &folder, error))?;
-            let lock = match File::open(&folder) {
-                Ok(lock) => lock,
-                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-                Err(error) => return Err(FsError::new("open the folder", &folder, error)),
-            };
-            // A file system without locks is no reason to fail: sweeping then goes by age.
-            let _ = lock.lock();
-            // A sweeper may have taken the folder between its creation and the lock.
-            if folder.is_dir() {
-                return Ok(Self {
-                    parent: parent.to_owned(),
-                    folder,
-                    _lock: lock,
-                });
-            }
-        }
+        Ok(Self {
+            parent: parent.to_owned(),
+            folder: TemporaryFolder::new(parent, &folder_name(step))?,
+        })
     }
 
     pub(crate) fn folder(&self) -> &Path {
-        &self.folder
+        self.folder.path()
     }
 
     /// Renames the finished folder. One of the same step steps aside first, under a name from which
@@ -60,26 +36,18 @@ impl Staging {
             .and_then(|name| name.to_str())
             .filter(|_| target.exists())
         else {
-            fs::rename(&self.folder, target).map_err(fail)?;
+            fs::rename(self.folder(), target).map_err(fail)?;
             return fsutil::sync_dir(&self.parent);
         };
         let aside = self.parent.join(format!("{REPLACED_PREFIX}{name}"));
         fsutil::remove_now(&aside)?;
         fs::rename(target, &aside).map_err(fail)?;
-        if let Err(error) = fs::rename(&self.folder, target) {
+        if let Err(error) = fs::rename(self.folder(), target) {
             let _ = fs::rename(&aside, target);
             return Err(fail(error));
         }
         fsutil::sync_dir(&self.parent)?;
         fsutil::remove_now(&aside)
-    }
-}
-
-impl Drop for Staging {
-    fn drop(&mut self) {
-        // After publishing there is nothing under this name any more. Renamed first, so that a download that was
-        // given up, and is still busy on another thread, cannot put a file into it while it is removed.
-        let _ = fsutil::remove(&self.folder);
     }
 }
 

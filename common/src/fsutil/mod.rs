@@ -7,13 +7,15 @@
 
 pub mod names;
 
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 /// How names of unfinished files and folders begin. Whatever has such a name may be swept.
 pub const TEMPORARY_PREFIX: &str = ".tmp-";
+/// Where the file system has no locks, unfinished things of this age count as left behind.
+const ABANDONED: Duration = Duration::from_secs(24 * 3600);
 
 /// A file operation that failed.
 #[derive(Debug, thiserror::Error)]
@@ -118,7 +120,7 @@ fn write_atomic_mode<T>(
     Ok(value)
 }
 
-/// An unfinished file in `folder`, which disappears when dropped.
+/// An unfinished file in `folder`, locked for [`sweep`], which disappears when dropped.
 ///
 /// # Errors
 /// What the system says.
@@ -132,7 +134,59 @@ pub fn temporary_file(folder: &Path, mode: u32) -> io::Result<tempfile::NamedTem
     }
     #[cfg(not(unix))]
     let _ = mode;
-    builder.tempfile_in(folder)
+    loop {
+        let file = builder.tempfile_in(folder)?;
+        // A file system without locks is no reason to fail: sweeping then goes by age.
+        let _ = file.as_file().lock();
+        // A sweeper may have taken the file between its creation and the lock.
+        if file.path().exists() {
+            return Ok(file);
+        }
+    }
+}
+
+/// An unfinished folder, locked for [`sweep`]. Dropped before it was renamed, it is removed with all that is in it.
+#[derive(Debug)]
+pub struct TemporaryFolder {
+    path: PathBuf,
+    _lock: File,
+}
+
+impl TemporaryFolder {
+    /// Makes one in `parent`, which is created where needed. `tag` becomes part of its name.
+    ///
+    /// # Errors
+    /// [`FsError`].
+    pub fn new(parent: &Path, tag: &str) -> Result<Self, FsError> {
+        create_dir_all(parent)?;
+        loop {
+            let path = parent.join(format!("{TEMPORARY_PREFIX}{tag}-{}", uuid::Uuid::new_v4().simple()));
+            fs::create_dir(&path).map_err(|error| FsError::new("create the folder", &path, error))?;
+            let lock = match File::open(&path) {
+                Ok(lock) => lock,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                Err(error) => return Err(FsError::new("open the folder", &path, error)),
+            };
+            let _ = lock.lock();
+            if path.is_dir() {
+                return Ok(Self { path, _lock: lock });
+            }
+        }
+    }
+
+    /// Where it lies.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl Drop for TemporaryFolder {
+    fn drop(&mut self) {
+        // After it was renamed there is nothing under this name any more. Renamed before it is removed, so that work
+        // that was given up, and is still busy on another thread, cannot put a file into it meanwhile.
+        let _ = remove(&self.path);
+    }
 }
 
 /// Gives a finished, synced temporary file its name, and syncs the folder.
@@ -215,7 +269,9 @@ pub(crate) fn remove_now(path: &Path) -> Result<(), FsError> {
     }
 }
 
-/// Removes unfinished files and folders directly in `folder` that nobody touched for `age`. Says how many.
+/// Removes unfinished files and folders directly in `folder` that nobody touched for `age` and whose maker is dead,
+/// in this process or another. Says how many. Safe beside living makers at any age, where the file system has locks;
+/// elsewhere only things that are a day old are removed.
 ///
 /// # Errors
 /// [`FsError`] when the folder cannot be read; one entry that cannot be removed is left for the next time.
@@ -227,20 +283,41 @@ pub fn sweep(folder: &Path, age: Duration) -> Result<usize, FsError> {
     };
     let mut removed = 0;
     for entry in entries.flatten() {
-        let is_temporary = entry
+        if !entry
             .file_name()
             .as_encoded_bytes()
-            .starts_with(TEMPORARY_PREFIX.as_bytes());
-        let is_old = entry.metadata().and_then(|meta| meta.modified()).is_ok_and(|modified| {
-            SystemTime::now()
-                .duration_since(modified)
-                .is_ok_and(|since| since >= age)
-        });
-        if is_temporary && is_old && remove_now(&entry.path()).is_ok() {
-            removed += 1;
+            .starts_with(TEMPORARY_PREFIX.as_bytes())
+        {
+            continue;
+        }
+        let is_old = entry.metadata().is_ok_and(|meta| is_older(&meta, age));
+        if is_old && let Some(_lock) = lock_abandoned(&entry.path()) {
+            match remove_now(&entry.path()) {
+                Ok(()) => removed += 1,
+                Err(error) => tracing::warn!(%error, "could not remove an unfinished file"),
+            }
         }
     }
     Ok(removed)
+}
+
+/// When the maker of an unfinished file or folder is dead: the lock to hold while it is removed.
+pub(crate) fn lock_abandoned(path: &Path) -> Option<File> {
+    let handle = File::open(path).ok()?;
+    let is_abandoned = match handle.try_lock() {
+        Ok(()) => true,
+        Err(TryLockError::WouldBlock) => false,
+        Err(TryLockError::Error(_)) => handle.metadata().is_ok_and(|meta| is_older(&meta, ABANDONED)),
+    };
+    is_abandoned.then_some(handle)
+}
+
+fn is_older(meta: &fs::Metadata, age: Duration) -> bool {
+    // A clock that was set back makes things younger than new; then they wait.
+    age.is_zero()
+        || meta
+            .modified()
+            .is_ok_and(|modified| modified.elapsed().is_ok_and(|since| since >= age))
 }
 
 #[cfg(test)]
@@ -289,6 +366,14 @@ mod tests {
         assert_eq!(sweep(folder.path(), Duration::from_secs(3600)).unwrap(), 0);
         assert_eq!(sweep(folder.path(), Duration::ZERO).unwrap(), 2);
         assert!(folder.path().join("kept").exists());
+        let (file, inner) = (
+            temporary_file(folder.path(), 0o666).unwrap(),
+            TemporaryFolder::new(folder.path(), "x").unwrap(),
+        );
+        assert_eq!(sweep(folder.path(), Duration::ZERO).unwrap(), 0, "their makers live");
+        assert!(file.path().exists() && inner.path().exists());
+        drop((file, inner));
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
         assert_eq!(sweep(&folder.path().join("absent"), Duration::ZERO).unwrap(), 0);
     }
 

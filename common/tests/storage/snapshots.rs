@@ -381,3 +381,17 @@ async fn a_list_that_somebody_forged_is_refused_before_a_file_is_written() {
     assert!(matches!(error, StorageError::Name(_)), "{error}");
     assert!(!place.path().join("deep").exists());
 }
+
+#[tokio::test]
+async fn what_a_killed_process_left_half_written_goes_when_the_store_is_opened_again() {
+    let place = tempfile::tempdir().unwrap();
+    let address = format!("file://{}", place.path().display());
+    let hash = ContentHash::of(b"kept");
+    let store = ObjectBlobs::open(&address).unwrap();
+    store.put_bytes(hash, Bytes::from_static(b"kept")).await.unwrap();
+    let folder = place.path().join("blobs").join(&hash.to_hex()[..2]);
+    fs::write(folder.join(".tmp-half"), b"ha").unwrap();
+    assert_eq!(store.list().await.unwrap().len(), 1, "a half-written file is no blob");
+    ObjectBlobs::open(&address).unwrap();
+    assert_eq!(files_below(&folder), [Path::new(&hash.to_hex())]);
+}

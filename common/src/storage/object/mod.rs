@@ -16,8 +16,7 @@ mod open;
 mod retry;
 mod send;
 
-use super::{BlobInfo, BlobStore, StorageError, blocking};
-use crate::fsutil;
+use super::{BlobInfo, BlobStore, StorageError};
 use crate::hash::ContentHash;
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -164,29 +163,6 @@ impl ObjectBlobs {
     #[must_use]
     pub fn folder(&self) -> Option<&Path> {
         self.folder.as_deref()
-    }
-
-    /// Removes what killed processes left half-written in a `file://` store, when it is at least that old.
-    /// Says how many files it were. Elsewhere nothing half-written is ever visible.
-    ///
-    /// # Errors
-    /// [`StorageError::Local`].
-    pub async fn sweep_unfinished(&self, age: Duration) -> Result<usize, StorageError> {
-        let Some(folder) = self.folder.clone() else {
-            return Ok(0);
-        };
-        let sweep = move || -> Result<usize, StorageError> {
-            let blobs = folder.join(BLOBS);
-            let Ok(entries) = std::fs::read_dir(&blobs) else {
-                return Ok(0);
-            };
-            let mut removed = 0;
-            for entry in entries.flatten() {
-                removed += fsutil::sweep(&entry.path(), age).unwrap_or(0);
-            }
-            Ok(removed)
-        };
-        blocking("sweep", sweep).await
     }
 
     fn key(&self, hash: ContentHash) -> Key {

@@ -10,6 +10,7 @@ use object_store::memory::InMemory;
 use object_store::multipart::MultipartStore;
 use object_store::path::Path as Key;
 use object_store::{ObjectStore, RetryConfig};
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -103,6 +104,12 @@ fn cloud<S: ObjectStore + MultipartStore>(store: S, prefix: Key, address: String
 
 fn open_folder(folder: &Path, shown: &str) -> Result<Opened, StorageError> {
     fsutil::create_dir_all(folder)?;
+    // What killed processes left half-written. It was never visible as a blob.
+    for entry in fs::read_dir(folder.join(super::BLOBS)).into_iter().flatten().flatten() {
+        if let Err(error) = fsutil::sweep(&entry.path(), Duration::ZERO) {
+            tracing::warn!(%error, "leftovers in the storage folder were not removed");
+        }
+    }
     let store = LocalFileSystem::new_with_prefix(folder).map_err(|error| refuse(shown, &error.to_string()))?;
     Ok(Opened {
         store: Arc::new(store),

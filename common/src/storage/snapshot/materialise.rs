@@ -1,7 +1,7 @@
 //! A snapshot into a folder.
 
 use super::{MAX_LIST_BYTES, Progress, Snapshot};
-use crate::fsutil::{self, FsError, TEMPORARY_PREFIX, names};
+use crate::fsutil::{self, FsError, TemporaryFolder, names};
 use crate::hash::ContentHash;
 use crate::storage::{BlobStore, StorageError};
 use futures::stream::{self, StreamExt};
@@ -57,10 +57,9 @@ pub async fn materialise(
     Ok(snapshot)
 }
 
-/// Where a blob lies in a cache.
+/// Where a blob lies in a cache: directly in it, so that one [`fsutil::sweep`] finds what was left unfinished.
 fn cached(cache: &Path, hash: ContentHash) -> PathBuf {
-    let hex = hash.to_hex();
-    cache.join(&hex[..2]).join(hex)
+    cache.join(hash.to_hex())
 }
 
 async fn into_cache(store: &dyn BlobStore, hash: ContentHash, bytes: u64, cache: &Path) -> Result<(), StorageError> {
@@ -87,22 +86,17 @@ async fn into_cache(store: &dyn BlobStore, hash: ContentHash, bytes: u64, cache:
 
 fn lay_out(snapshot: &Snapshot, cache: &Path, target: &Path) -> Result<(), StorageError> {
     let parent = fsutil::folder_of(target);
-    fsutil::create_dir_all(parent)?;
-    let staging = parent.join(format!("{TEMPORARY_PREFIX}{}", uuid::Uuid::new_v4().simple()));
-    let result = fill(snapshot, cache, &staging).and_then(|()| match fs::rename(&staging, target) {
+    let staging = TemporaryFolder::new(parent, "snapshot")?;
+    fill(snapshot, cache, staging.path())?;
+    match fs::rename(staging.path(), target) {
         Ok(()) => Ok(fsutil::sync_dir(parent)?),
         // Somebody else was faster, with the same files.
         Err(_) if target.is_dir() => Ok(()),
         Err(error) => Err(FsError::new("put in place", target, error).into()),
-    });
-    if staging.exists() {
-        let _ = fsutil::remove_now(&staging);
     }
-    result
 }
 
 fn fill(snapshot: &Snapshot, cache: &Path, staging: &Path) -> Result<(), StorageError> {
-    fs::create_dir(staging).map_err(|error| FsError::new("create the folder", staging, error))?;
     for file in &snapshot.files {
         let path = names::below(staging, &file.path)?;
         let folder = fsutil::folder_of(&path);
