@@ -192,8 +192,9 @@ async fn a_damaged_blob_never_becomes_a_folder() {
     let store_folder = place.path().join("store");
     let store = Counting::new(&store_folder);
     let id = snapshot::upload(&store, &scan(&data), &mut |_| {}).await.unwrap().id;
-    let (cache, target) = (place.path().join("cache"), place.path().join("target"));
-    for file in files_below(&store_folder) {
+    let target = place.path().join("target");
+    for (round, file) in files_below(&store_folder).into_iter().enumerate() {
+        let cache = place.path().join(format!("cache-{round}"));
         let path = store_folder.join(file);
         let mut content = fs::read(&path).unwrap();
         content[0] ^= 1;
@@ -205,7 +206,6 @@ async fn a_damaged_blob_never_becomes_a_folder() {
         assert!(!target.exists());
         content[0] ^= 1;
         fs::write(&path, &content).unwrap();
-        let _ = fs::remove_dir_all(&cache);
     }
 }
 
