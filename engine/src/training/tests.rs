@@ -254,3 +254,58 @@ fn draws_stay_in_their_range() {
         }
     }
 }
+
+#[test]
+fn the_documented_python_draws_the_same() {
+    let text = std::fs::read(fixtures().join("train/randomness.json")).unwrap();
+    let report: serde_json::Value = serde_json::from_slice(&text).unwrap();
+    let noises = load("randomness.safetensors");
+    for (number, case) in report["cases"].as_array().unwrap().iter().enumerate() {
+        let whole = |key: &str, default: u64| case.get(key).and_then(serde_json::Value::as_u64).unwrap_or(default);
+        let shape: Vec<usize> = serde_json::from_value(case["shape"].clone()).unwrap();
+        let options = NoiseOptions {
+            preference: match case["kind"].as_str() {
+                Some("content") => Preference::Content,
+                Some("style") => Preference::Style,
+                _ => Preference::Balanced,
+            },
+            min_index: whole("low", 0) as u32,
+            max_index: whole("high", 999) as u32,
+            offset: case["noise_offset"].as_f64().unwrap_or(0.0),
+            ..NoiseOptions::default()
+        };
+        let mut generator = batch_generator(whole("seed", 0), whole("step", 0), whole("micro", 0));
+        let captions: Vec<String> = serde_json::from_value(case["captions"].clone()).unwrap_or_default();
+        let rules = crate::data::CaptionRules {
+            shuffle: true,
+            ..Default::default()
+        };
+        for (caption, want) in captions.iter().zip(case["shuffled"].as_array().unwrap()) {
+            assert_eq!(
+                crate::data::build_caption(caption, &rules, &mut generator),
+                want.as_str().unwrap()
+            );
+        }
+        let drawn = draw(
+            &options,
+            &mut generator,
+            (shape[0], shape[1], shape[2], shape[3]),
+            &Device::Cpu,
+        )
+        .unwrap();
+        assert_eq!(serde_json::json!(drawn.timesteps), case["timesteps"]);
+        let numbers = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let (ours, theirs) = (numbers(&drawn.noise), numbers(&noises[&format!("noise.{number}")]));
+        if options.offset == 0.0 {
+            assert_eq!(ours, theirs, "case {number}");
+        }
+        assert!(
+            ours.iter().zip(&theirs).all(|(a, b)| (a - b).abs() < 1e-6),
+            "case {number}"
+        );
+    }
+    for row in report["orders"].as_array().unwrap() {
+        let order = crate::data::epoch_order(13, row["seed"].as_u64().unwrap(), row["epoch"].as_u64().unwrap());
+        assert_eq!(serde_json::json!(order), row["order"]);
+    }
+}
