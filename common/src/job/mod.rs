@@ -90,4 +90,6 @@ mod examples;
 #[cfg(test)]
 mod hostile;
 #[cfg(test)]
+mod mistakes;
+#[cfg(test)]
 mod tests;

@@ -153,6 +153,9 @@ fn finish(model: &mut ModelConfig, given: &Given, cx: &mut Cx) {
         }
         _ => {}
     }
+    if model.extras_name_or_path.as_ref() == Some(&model.name_or_path) {
+        model.extras_name_or_path = None;
+    }
     if model.assistant_lora_path.is_some() && model.inference_lora_path.is_some() {
         cx.error_at(
             "inference_lora_path",

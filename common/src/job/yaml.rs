@@ -78,8 +78,10 @@ fn scan_error(text: &str, file: Option<&str>, marker: &Marker, info: &str) -> Fi
         .trim();
     let hint = if line.contains("${") {
         "; put a value with ${…} inside [ ] or { } in quotes"
-    } else if info.contains("quoted scalar") || info.contains("unexpected end of stream") {
-        "; a quote or bracket is probably not closed"
+    } else if info.contains("quoted scalar") {
+        "; a quote is probably not closed, in this line or in those above"
+    } else if info.contains("unexpected end of stream") {
+        "; a bracket or quote is probably not closed"
     } else if line.contains('\t') {
         "; there is a tab in this line, use spaces"
     } else {
