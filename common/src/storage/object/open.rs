@@ -129,6 +129,18 @@ fn s3(bucket: &str, options: &Options, shown: &str) -> Result<AmazonS3Builder, S
             builder = builder.with_config(key, value);
         }
     }
+    let sources = [
+        AmazonS3ConfigKey::AccessKeyId,
+        AmazonS3ConfigKey::SkipSignature,
+        AmazonS3ConfigKey::ContainerCredentialsRelativeUri,
+        AmazonS3ConfigKey::ContainerCredentialsFullUri,
+        AmazonS3ConfigKey::WebIdentityTokenFile,
+    ];
+    if sources.iter().all(|source| builder.get_config_value(source).is_none()) {
+        tracing::warn!(
+            "AWS_ACCESS_KEY_ID is not set: asking for the role of this machine, which only works inside AWS"
+        );
+    }
     let allow_http = AmazonS3ConfigKey::Client(object_store::ClientConfigKey::AllowHttp);
     let endpoint = builder.get_config_value(&AmazonS3ConfigKey::S3Endpoint);
     let endpoint = endpoint.or_else(|| builder.get_config_value(&AmazonS3ConfigKey::Endpoint));
