@@ -52,6 +52,8 @@ def cases():
     yield "img2img_odd_size", base | {"image": [51, 45], "strength": 0.5}
     yield "img2img_batch", base | {"prompts": ["a cat", "a dog"], "seeds": [5, 6], "image": [32, 32], "strength": 0.7, "sampler": "ddpm"}
     yield "img2img_shared", base | {"prompts": ["a cat", "a dog"], "shared": True, "image": [32, 32], "strength": 0.7, "sampler": "ddpm"}
+    # What a `job: generate` can ask for: sides of at least 64.
+    yield "job_lora", base | {"lora": 0.5, "width": 72, "height": 64, "sampler": "k_euler", "steps": 4, "seeds": [11], "guidance": 4.0}
     for weight in (0.0, 0.5, -1.0):
         yield f"lora_{weight}", base | {"lora": weight}
 

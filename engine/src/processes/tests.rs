@@ -1,1 +1,294 @@
+//! Whole `to_folder` and `batch_img2img` jobs, from their YAML, on the tiny model.
 
+use super::*;
+use crate::image_io;
+use aitk_common::capability::{DeviceKind, DeviceRef};
+use aitk_common::job::{self, LoadOptions};
+use aitk_common::plan::profile::MemoryProfile;
+use candle_core::{Device, safetensors};
+use std::path::PathBuf;
+
+fn fixtures() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures")
+}
+
+fn spec(yaml: &str) -> AttemptSpec {
+    let format = serde_json::from_value(serde_json::json!("yaml")).unwrap();
+    let loaded = job::parse(yaml, format, None, &LoadOptions::default()).unwrap();
+    AttemptSpec {
+        job_id: serde_json::from_value(serde_json::json!("00000000-0000-7000-8000-000000000001")).unwrap(),
+        attempt_id: serde_json::from_value(serde_json::json!("00000000-0000-7000-8000-000000000002")).unwrap(),
+        epoch: serde_json::from_value(serde_json::json!(1)).unwrap(),
+        job: serde_json::to_value(&loaded.spec).unwrap(),
+        config_text: yaml.into(),
+        config_format: "yaml".into(),
+        inputs: Default::default(),
+        output_root: None,
+        resume_from: None,
+        device: DeviceRef {
+            kind: DeviceKind::Cpu,
+            index: 0,
+        },
+        profile: MemoryProfile::CpuOnly,
+        seed: 7,
+    }
+}
+
+fn generate_job(folder: &Path, model: &str, generate: &str) -> String {
+    format!(
+        "job: generate\nconfig:\n  name: pictures\n  process:\n  - type: to_folder\n    output_folder: {}\n    \
+         model: {{name_or_path: {}, dtype: float32{model}}}\n    generate: {{{generate}}}\n",
+        folder.display(),
+        fixtures().join("tiny_sd").display()
+    )
+}
+
+fn go(spec: &AttemptSpec) -> (Outcome, Vec<ChildEvent>) {
+    let mut events = Vec::new();
+    let outcome = run(spec, &mut events, &StopSignal::new());
+    (outcome, events)
+}
+
+/// Index and path of the pictures that were announced.
+fn pictures(events: &[ChildEvent]) -> Vec<(u64, PathBuf)> {
+    let picture = |event: &ChildEvent| match event {
+        ChildEvent::Artifact {
+            kind,
+            path,
+            index: Some(index),
+            ..
+        } if kind == "image" => Some((*index, path.clone())),
+        _ => None,
+    };
+    events.iter().filter_map(picture).collect()
+}
+
+fn assert_like_diffusers(path: &Path, case: &str) {
+    let tensors = safetensors::load(fixtures().join("pipelines/pictures.safetensors"), &Device::Cpu).unwrap();
+    let theirs = tensors[case].flatten_all().unwrap().to_vec1::<u8>().unwrap();
+    let ours = image_io::open_rgb(path).unwrap();
+    assert_eq!(ours.as_raw().len(), theirs.len(), "{case}");
+    let worst = ours.as_raw().iter().zip(&theirs).map(|(a, b)| a.abs_diff(*b)).max();
+    assert!(worst <= Some(2), "{case}: differs by up to {worst:?}");
+}
+
+#[test]
+fn a_job_draws_what_diffusers_draws_and_honours_every_flag() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("out");
+    let lora = fixtures().join("pipelines/lora.safetensors");
+    let prompt = "a red circle on a blue background";
+    let plain = generate_job(
+        &out,
+        "",
+        &format!(
+            "sampler: euler_a, prompts: ['{prompt} --n blurry --w 65 --h 64 --d 42 --l 7.5 --s 3'], seed: 5, neg: x"
+        ),
+    );
+    let (outcome, events) = go(&spec(&plain));
+    assert_eq!(outcome, Outcome::Completed);
+    let drawn = pictures(&events);
+    assert_eq!(drawn.len(), 1);
+    assert_like_diffusers(&drawn[0].1, "size_64x64");
+
+    let with_lora = generate_job(
+        &out,
+        &format!(", lora_path: {}", lora.display()),
+        &format!(
+            "sampler: k_euler, neg: blurry, width: 72, height: 64, sample_steps: 4, guidance_scale: 4, prompt_file: true, \
+                  prompts: ['{prompt} --m 0 --seed 42 --cfg 7.5', '{prompt} --network_multiplier 0.5 --seed 11 --cfg 4 --steps 4']"
+        ),
+    );
+    let (outcome, events) = go(&spec(&with_lora));
+    assert_eq!(outcome, Outcome::Completed);
+    let drawn = pictures(&events);
+    assert_eq!(drawn.len(), 2);
+    assert_like_diffusers(&drawn[1].1, "job_lora");
+    let note = std::fs::read_to_string(drawn[1].1.with_extension("txt")).unwrap();
+    assert_eq!(
+        note,
+        format!("{prompt} --n blurry --w 72 --h 64 --seed 11 --cfg 4 --steps 4 --m 0.5")
+    );
+    let name = drawn[1].1.file_name().unwrap().to_str().unwrap().to_owned();
+    let (time, count) = name.strip_suffix(".png").unwrap().split_once('_').unwrap();
+    assert!(
+        time.len() == 13 && time.parse::<u64>().is_ok() && count == "1",
+        "{name}"
+    );
+    let left: Vec<_> = std::fs::read_dir(&out)
+        .unwrap()
+        .map(|e| e.unwrap().file_name())
+        .collect();
+    assert_eq!(left.len(), 5, "three pictures and two notes, nothing else: {left:?}");
+}
+
+/// Stops once this many pictures were announced.
+struct StopAfter {
+    pictures: usize,
+    signal: StopSignal,
+    events: Vec<ChildEvent>,
+}
+
+impl EventSink for StopAfter {
+    fn emit(&mut self, event: ChildEvent) {
+        self.events.push(event);
+        if pictures(&self.events).len() >= self.pictures {
+            self.signal.stop();
+        }
+    }
+}
+
+#[test]
+fn an_attempt_goes_on_where_the_last_one_was_lost_with_the_same_seeds() {
+    let dir = tempfile::tempdir().unwrap();
+    let job = |folder: &str| {
+        generate_job(
+            &dir.path().join(folder),
+            "",
+            "sampler: ddim, sample_steps: 2, prompts: [a cat, a dog, zorb], num_repeats: 2, shuffle: true, \
+             size_list: [[64, 64], [72, 64]], ext: webp, guidance_scale: 1",
+        )
+    };
+    let whole = spec(&job("whole"));
+    let (outcome, events) = go(&whole);
+    assert_eq!(outcome, Outcome::Completed);
+    let expected = pictures(&events);
+    assert_eq!(expected.iter().map(|(i, _)| *i).collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5]);
+
+    let broken = spec(&job("broken"));
+    let signal = StopSignal::new();
+    let mut sink = StopAfter {
+        pictures: 2,
+        signal: signal.clone(),
+        events: Vec::new(),
+    };
+    assert_eq!(run(&broken, &mut sink, &signal), Outcome::Stopped);
+    let first = pictures(&sink.events);
+    assert_eq!(first.len(), 2);
+    let (outcome, events) = go(&broken);
+    assert_eq!(outcome, Outcome::Completed);
+    let second = pictures(&events);
+    assert_eq!(
+        second[..2],
+        first[..],
+        "finished pictures are announced again, not drawn again"
+    );
+    for ((index, ours), (_, theirs)) in second.iter().zip(&expected) {
+        assert_eq!(
+            std::fs::read(ours).unwrap(),
+            std::fs::read(theirs).unwrap(),
+            "picture {index}"
+        );
+    }
+    // The same job id once more, now that it was complete: everything is drawn anew.
+    let (_, events) = go(&broken);
+    assert_ne!(pictures(&events)[0].1, first[0].1);
+    assert_eq!(std::fs::read_dir(dir.path().join("broken")).unwrap().count(), 12);
+}
+
+#[test]
+fn prompts_come_from_a_file_and_at_random() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("prompts.txt");
+    std::fs::write(&file, "a cat\n\n  a dog  \nzorb").unwrap();
+    let job = generate_job(
+        &dir.path().join("out"),
+        "",
+        "sampler: ddim, sample_steps: 1, width: 64, height: 64, guidance_scale: 1, prompts: ideas.txt, random_prompts: true, \
+         max_random_per_prompt: 3, max_images: 4, prompt_file: true",
+    );
+    let mut attempt = spec(&job);
+    attempt.inputs.insert("ideas.txt".into(), file.clone());
+    attempt.output_root = Some(dir.path().join("root"));
+    let (outcome, events) = go(&attempt);
+    assert_eq!(outcome, Outcome::Completed);
+    let drawn = pictures(&events);
+    assert_eq!(drawn.len(), 4);
+    for (_, path) in &drawn {
+        assert!(path.starts_with(dir.path().join("root")));
+        let note = std::fs::read_to_string(path.with_extension("txt")).unwrap();
+        let (prompt, _) = note.split_once(" --").unwrap();
+        assert!(
+            prompt
+                .split(", ")
+                .all(|part| ["a cat", "a dog", "zorb"].contains(&part)),
+            "{prompt}"
+        );
+    }
+    std::fs::write(&file, "\n \n").unwrap();
+    let (outcome, _) = go(&attempt);
+    assert!(
+        matches!(outcome, Outcome::Failed { cause: FailureCause::BadInput, message } if message.contains("no prompt"))
+    );
+}
+
+#[test]
+fn data_sets_are_redrawn_with_their_captions() {
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("data");
+    std::fs::create_dir_all(&data).unwrap();
+    for (i, (width, height)) in [(64, 64), (96, 48), (70, 66)].into_iter().enumerate() {
+        let picture = image::RgbImage::from_fn(width, height, |x, y| image::Rgb([(x * 3) as u8, (y * 4) as u8, 99]));
+        image_io::save(&picture, &data.join(format!("p{i}.png")), &[]).unwrap();
+        std::fs::write(data.join(format!("p{i}.txt")), "a [trigger] circle").unwrap();
+    }
+    let job = |strength: f64| {
+        format!(
+            "job: extension\nconfig:\n  name: again\n  process:\n  - type: batch_img2img\n    output_folder: {}\n    \
+             copy_inputs_to: {}\n    model: {{name_or_path: {}, dtype: fp32}}\n    datasets: [{{folder_path: {}, resolution: 64}}]\n    \
+             generate: {{sampler: ddim, sample_steps: 4, denoise_strength: {strength}, seed: 3, walk_seed: true, trigger_word: zorb}}\n",
+            dir.path().join("out").display(),
+            dir.path().join("in").display(),
+            fixtures().join("tiny_sd").display(),
+            data.display()
+        )
+    };
+    let (outcome, events) = go(&spec(&job(0.5)));
+    assert_eq!(outcome, Outcome::Completed);
+    let drawn = pictures(&events);
+    assert_eq!(drawn.len(), 3);
+    for (_, path) in &drawn {
+        let size = image_io::dimensions(path).unwrap();
+        assert!(size.0 % 8 == 0 && size.1 % 8 == 0, "{size:?}");
+        let source = dir.path().join("in").join(path.file_name().unwrap());
+        assert_eq!(image_io::dimensions(&source).unwrap(), size);
+        let png = std::fs::read(path).unwrap();
+        assert!(
+            png.windows(13).any(|w| w == b"a zorb circle"),
+            "the caption is the prompt"
+        );
+    }
+    let (outcome, _) = go(&spec(&job(0.1)));
+    assert!(
+        matches!(outcome, Outcome::Failed { cause: FailureCause::BadInput, message } if message.contains("no step"))
+    );
+}
+
+#[test]
+fn what_cannot_be_drawn_fails_with_one_sentence() {
+    let dir = tempfile::tempdir().unwrap();
+    let failure = |attempt: &AttemptSpec| match go(attempt).0 {
+        Outcome::Failed {
+            cause: FailureCause::BadInput,
+            message,
+        } => message,
+        other => panic!("{other:?}"),
+    };
+    let good = generate_job(
+        &dir.path().join("out"),
+        "",
+        "sampler: ddim, sample_steps: 1, prompts: [a]",
+    );
+    let model = fixtures().join("tiny_sd").display().to_string();
+    let missing = spec(&good.replace(&model, "no/such/model"));
+    assert!(failure(&missing).contains("no/such/model"));
+    let steps = spec(&good.replace("sample_steps: 1,", "sample_steps: 5000,"));
+    assert!(failure(&steps).contains("5000"));
+    let lora = spec(&good.replace("dtype: float32", "dtype: float32, lora_path: no.safetensors"));
+    assert!(failure(&lora).contains("no.safetensors"));
+    // A folder that cannot be made, because a file is in the way.
+    let blocked = dir.path().join("blocked");
+    std::fs::write(&blocked, "file").unwrap();
+    let job = generate_job(&blocked, "", "sampler: ddim, sample_steps: 1, prompts: [a]");
+    assert!(matches!(go(&spec(&job)).0, Outcome::Failed { .. }));
+}
