@@ -38,7 +38,7 @@ pub enum NormalKind {
 #[derive(Clone)]
 pub struct TorchGenerator {
     seed: u64,
-    state: [u32; N],
+    state: Box<[u32; N]>,
     /// Words of `state` that are still unused, plus one (torch counts so).
     left: usize,
     next: usize,
@@ -60,7 +60,7 @@ impl TorchGenerator {
     /// A negative Python seed is its two's complement: `-1` is `u64::MAX`, see [`TorchGenerator::manual_seed_signed`].
     #[must_use]
     pub fn manual_seed(seed: u64) -> Self {
-        let mut state = [0u32; N];
+        let mut state = Box::new([0u32; N]);
         state[0] = (seed & 0xffff_ffff) as u32;
         for i in 1..N {
             let previous = state[i - 1];
@@ -268,8 +268,8 @@ impl TorchGenerator {
         out.extend_from_slice(&(self.left as i32).to_le_bytes());
         out.extend_from_slice(&1i32.to_le_bytes());
         out.extend_from_slice(&(self.next as u64).to_le_bytes());
-        for word in self.state {
-            out.extend_from_slice(&u64::from(word).to_le_bytes());
+        for word in self.state.iter() {
+            out.extend_from_slice(&u64::from(*word).to_le_bytes());
         }
         out.extend_from_slice(&0f64.to_le_bytes());
         out.extend_from_slice(&self.next_normal.unwrap_or(0.0).to_le_bytes());
@@ -298,7 +298,7 @@ impl TorchGenerator {
         if !(1..=N).contains(&left) || (left + next != N + 1 && (left, next) != (1, 0)) {
             return Err(BadState(format!("impossible position: left {left}, next {next}")));
         }
-        let mut state = [0u32; N];
+        let mut state = Box::new([0u32; N]);
         for (i, word) in state.iter_mut().enumerate() {
             *word =
                 u32::try_from(word64(24 + 8 * i)).map_err(|_| BadState(format!("word {i} is wider than 32 bits")))?;

@@ -107,39 +107,44 @@ fn every_picture_is_that_of_diffusers() {
         (Component::TextEncoder, &mut with_lora.text_encoder),
     ];
     let lora = load_lora(&mut parts, &folder.join("lora.safetensors"), 1.0).unwrap();
-    let mut wrong = Vec::new();
-    let (mut worst, mut differing) = (0, 0);
-    for case in &cases {
+    let judge = |case: &Value, model: &SdModel| {
         let name = case["case"].as_str().unwrap();
-        let model = match case.get("lora").and_then(Value::as_f64) {
-            Some(strength) => {
-                lora.multiplier.set(strength);
-                &with_lora
+        let drawn = draw(case, model, &tensors).map_err(|e| e.to_string());
+        match drawn.and_then(|pictures| compare(&pictures, &tensors[name])) {
+            Ok((difference, count)) if difference > ALLOWED => {
+                Err(format!("{name}: differs by up to {difference}, {count} values"))
             }
-            None => &plain,
-        };
-        match draw(case, model, &tensors)
-            .map_err(|e| e.to_string())
-            .and_then(|p| compare(&p, &tensors[name]))
-        {
-            Ok((difference, count)) => {
-                worst = worst.max(difference);
-                differing += count;
-                if difference > ALLOWED {
-                    wrong.push(format!("{name}: differs by up to {difference}, {count} values"));
-                }
-            }
-            Err(error) => wrong.push(format!("{name}: {error}")),
+            Ok(found) => Ok(found),
+            Err(error) => Err(format!("{name}: {error}")),
         }
+    };
+    let (adapted, bare): (Vec<&Value>, Vec<&Value>) = cases.iter().partition(|case| case.get("lora").is_some());
+    let mut results = std::thread::scope(|scope| {
+        let halves = bare.chunks(bare.len().div_ceil(2));
+        let threads: Vec<_> = halves
+            .map(|half| scope.spawn(|| half.iter().map(|case| judge(case, &plain)).collect::<Vec<_>>()))
+            .collect();
+        threads
+            .into_iter()
+            .flat_map(|thread| thread.join().unwrap())
+            .collect::<Vec<_>>()
+    });
+    // One after the other: they share the LoRA's strength.
+    for case in adapted {
+        lora.multiplier.set(case["lora"].as_f64().unwrap());
+        results.push(judge(case, &with_lora));
     }
+    let wrong: Vec<&String> = results.iter().filter_map(|result| result.as_ref().err()).collect();
+    let shown = wrong.iter().map(|line| line.as_str()).collect::<Vec<_>>().join("\n");
     assert!(
         wrong.is_empty(),
-        "{} of {} pictures differ:\n{}",
+        "{} of {} pictures differ:\n{shown}",
         wrong.len(),
-        cases.len(),
-        wrong.join("\n")
+        cases.len()
     );
-    assert!(cases.len() >= 80, "only {} cases", cases.len());
+    assert!(results.len() >= 80, "only {} cases", results.len());
+    let worst = results.iter().flatten().map(|found| found.0).max().unwrap();
+    let differing: usize = results.iter().flatten().map(|found| found.1).sum();
     eprintln!(
         "{} pictures: largest difference {worst}, {differing} values differ at all",
         cases.len()

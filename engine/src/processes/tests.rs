@@ -249,7 +249,7 @@ fn data_sets_are_redrawn_with_their_captions() {
     assert_eq!(drawn.len(), 3);
     for (_, path) in &drawn {
         let size = image_io::dimensions(path).unwrap();
-        assert!(size.0 % 8 == 0 && size.1 % 8 == 0, "{size:?}");
+        assert!(size.0.is_multiple_of(8) && size.1.is_multiple_of(8), "{size:?}");
         let source = dir.path().join("in").join(path.file_name().unwrap());
         assert_eq!(image_io::dimensions(&source).unwrap(), size);
         let png = std::fs::read(path).unwrap();

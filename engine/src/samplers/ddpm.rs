@@ -4,10 +4,11 @@ use super::params::{PredictionType, SamplerParams, Spacing};
 use super::{NoiseSchedule, Sampler, SamplerError, SamplerOptions, StepNoise, blend, scaled, spacing};
 use candle_core::Tensor;
 
+/// The `fixed_…` kinds of `variance_type`.
 enum Variance {
-    FixedSmall,
-    FixedSmallLog,
-    FixedLarge,
+    Small,
+    SmallLog,
+    Large,
 }
 
 struct Ddpm {
@@ -22,9 +23,9 @@ pub(super) fn make(params: SamplerParams, options: SamplerOptions) -> Result<Box
     let chosen = params.timestep_spacing.unwrap_or(Spacing::Leading);
     let offset = params.steps_offset.unwrap_or(0);
     let variance = match params.variance_type.as_deref() {
-        None | Some("fixed_small") => Variance::FixedSmall,
-        Some("fixed_small_log") => Variance::FixedSmallLog,
-        Some("fixed_large") => Variance::FixedLarge,
+        None | Some("fixed_small") => Variance::Small,
+        Some("fixed_small_log") => Variance::SmallLog,
+        Some("fixed_large") => Variance::Large,
         Some(other) => {
             return Err(SamplerError::Config(format!(
                 "`variance_type: {other}` in scheduler_config.json is not supported: use fixed_small, fixed_small_log or fixed_large"
@@ -80,9 +81,9 @@ impl Sampler for Ddpm {
         }
         let small = (beta_previous / beta * current_beta).max(1e-20);
         let deviation = match self.variance {
-            Variance::FixedSmall => small.sqrt(),
-            Variance::FixedSmallLog => (0.5 * small.ln()).exp(),
-            Variance::FixedLarge => current_beta.sqrt(),
+            Variance::Small => small.sqrt(),
+            Variance::SmallLog => (0.5 * small.ln()).exp(),
+            Variance::Large => current_beta.sqrt(),
         };
         Ok((mean + scaled(&noise.like(model_output)?, deviation)?)?)
     }

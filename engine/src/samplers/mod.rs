@@ -223,7 +223,10 @@ pub fn build(name: &str, params: &SamplerParams, options: SamplerOptions) -> Res
         params.use_karras_sigmas = Some(true);
     }
     params.refuse_unsupported()?;
-    let train_steps = params.num_train_timesteps.unwrap_or(1000);
+    let train_steps = params
+        .trained_betas
+        .as_ref()
+        .map_or(params.num_train_timesteps.unwrap_or(1000), Vec::len);
     if options.steps == 0 || options.steps > train_steps {
         return Err(SamplerError::Steps {
             steps: options.steps,

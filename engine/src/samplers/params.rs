@@ -1,6 +1,7 @@
 //! The parameters of a sampler, as `scheduler_config.json` of a diffusers model has them.
 
 use super::SamplerError;
+use crate::models::config;
 use serde_json::Value;
 
 /// How the betas grow over the training time steps.
@@ -244,32 +245,11 @@ impl SamplerParams {
     }
 }
 
-/// Parses the text of a `scheduler_config.json`. Python writes `Infinity`, `-Infinity` and `NaN`, which are no JSON:
-/// they are read as `null`, that is, as absent (the only key that has them, `lambda_min_clipped`, defaults to -infinity).
+/// Parses the text of a `scheduler_config.json`, in which Python may have written `-Infinity` (as the value of
+/// `lambda_min_clipped`, whose default that is).
 ///
 /// # Errors
 /// [`SamplerError::Config`] when it is no JSON otherwise.
 pub fn parse_scheduler_config(text: &str) -> Result<Value, SamplerError> {
-    let mut cleaned = String::with_capacity(text.len());
-    let mut rest = text;
-    let mut in_string = false;
-    while let Some(c) = rest.chars().next() {
-        let word = ["-Infinity", "Infinity", "NaN"]
-            .into_iter()
-            .find(|w| !in_string && rest.starts_with(w));
-        if let Some(word) = word {
-            cleaned.push_str("null");
-            rest = &rest[word.len()..];
-            continue;
-        }
-        let mut taken = c.len_utf8();
-        if c == '\\' && in_string {
-            taken += rest[taken..].chars().next().map_or(0, char::len_utf8);
-        } else if c == '"' {
-            in_string = !in_string;
-        }
-        cleaned.push_str(&rest[..taken]);
-        rest = &rest[taken..];
-    }
-    serde_json::from_str(&cleaned).map_err(|e| SamplerError::Config(format!("scheduler_config.json is not JSON: {e}")))
+    config::parse_json(text).map_err(|e| SamplerError::Config(format!("scheduler_config.json is not JSON: {e}")))
 }

@@ -37,10 +37,16 @@ impl NoiseSchedule {
                 .collect(),
             (None, BetaSchedule::SquaredCosCapV2) => squared_cosine(steps),
         };
-        if betas.is_empty() || !betas.iter().all(|b| (0.0..=1.0).contains(b)) {
+        if betas.len() < 2 || !betas.iter().all(|b| (0.0..=1.0).contains(b)) {
             return Err(SamplerError::Config(
-                "betas of scheduler_config.json must lie between 0 and 1".into(),
+                "scheduler_config.json must give at least two betas, all between 0 and 1".into(),
             ));
+        }
+        if betas.len() != steps && params.num_train_timesteps.is_some() {
+            return Err(SamplerError::Config(format!(
+                "scheduler_config.json has {} `trained_betas` but `num_train_timesteps` {steps}",
+                betas.len()
+            )));
         }
         if params.rescale_betas_zero_snr == Some(true) {
             betas = rescale_zero_terminal_snr(&betas);

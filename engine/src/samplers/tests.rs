@@ -169,9 +169,50 @@ fn impossible_parameters_are_errors_that_name_the_key() {
         let sd = SamplerParams::stable_diffusion();
         assert!(build("ddim", &sd, SamplerOptions::steps(steps)).is_err(), "{steps}");
     }
-    let betas = SamplerParams {
-        trained_betas: Some(vec![f32::NAN]),
-        ..SamplerParams::default()
-    };
-    assert!(NoiseSchedule::new(&betas).is_err());
+    for (betas, train_steps) in [(vec![f32::NAN, 0.1], 2), (vec![0.1], 1), (vec![0.1; 5], 1000)] {
+        let params = SamplerParams {
+            trained_betas: Some(betas),
+            num_train_timesteps: Some(train_steps),
+            use_karras_sigmas: Some(true),
+            ..SamplerParams::default()
+        };
+        for name in names() {
+            assert!(build(name, &params, SamplerOptions::steps(1)).is_err(), "{name}");
+        }
+    }
+}
+
+#[test]
+fn extreme_but_legal_step_counts_never_panic() {
+    for name in names() {
+        for karras in [false, true] {
+            for spacing in [Spacing::Leading, Spacing::Linspace, Spacing::Trailing] {
+                for steps in [1, 2, 3, 9, 10] {
+                    let params = SamplerParams {
+                        num_train_timesteps: Some(10),
+                        timestep_spacing: Some(spacing),
+                        use_karras_sigmas: Some(karras),
+                        ..SamplerParams::default().forced_by_stable_diffusion()
+                    };
+                    let Ok(mut sampler) = build(name, &params, SamplerOptions::steps(steps)) else {
+                        continue;
+                    };
+                    let mut source = NoiseSource::seeds(&[1]);
+                    let mut sample = Tensor::ones((1, 1, 2, 2), DType::F32, &Device::Cpu).unwrap();
+                    for index in 0..sampler.timesteps().len() {
+                        let output = sampler.scale_model_input(&sample, index).unwrap();
+                        let mut noise = StepNoise {
+                            source: &mut source,
+                            dtype: DType::F32,
+                        };
+                        // A step outside the schedule is an error, nothing worse.
+                        let Ok(next) = sampler.step(index, &output, &sample, &mut noise) else {
+                            break;
+                        };
+                        sample = next;
+                    }
+                }
+            }
+        }
+    }
 }
