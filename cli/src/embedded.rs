@@ -8,7 +8,7 @@ use crate::output::Ui;
 use aitk_common::capability::Device;
 use aitk_common::fsutil;
 use aitk_worker::probe::{Choice, choose, devices};
-use std::fs::{File, TryLockError};
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -32,16 +32,22 @@ impl PrivateFolder {
         fsutil::create_dir_all(parent).map_err(|error| disk(&error))?;
         sweep(parent);
         let cannot = |error: std::io::Error| Failure::file("make a folder in", parent, &error);
-        // Mode 0700.
-        let path = tempfile::Builder::new()
-            .prefix("run-")
-            .tempdir_in(parent)
-            .map_err(cannot)?
-            .keep();
-        let lock = File::create(path.join("lock")).map_err(cannot)?;
-        lock.try_lock()
-            .map_err(|error| Failure::failed(format!("cannot lock {}: {error}", path.display())))?;
-        Ok(Self { path, _lock: lock })
+        let mut last = String::new();
+        for _ in 0..5 {
+            // Mode 0700.
+            let path = tempfile::Builder::new()
+                .prefix("run-")
+                .tempdir_in(parent)
+                .map_err(cannot)?
+                .keep();
+            let lock = File::create(path.join("lock")).map_err(cannot)?;
+            match lock.try_lock() {
+                Ok(()) => return Ok(Self { path, _lock: lock }),
+                // Another program that starts at this very moment took it for a leftover.
+                Err(error) => last = format!("cannot lock {}: {error}", path.display()),
+            }
+        }
+        Err(Failure::failed(last))
     }
 
     /// Where it is.
@@ -68,11 +74,9 @@ fn sweep(parent: &Path) {
         let Ok(lock) = File::open(entry.path().join("lock")) else {
             continue;
         };
-        if let Ok(()) = lock.try_lock() {
+        if lock.try_lock().is_ok() {
             tracing::info!(folder = %entry.path().display(), "removing what a killed program left");
             let _ = fsutil::remove(&entry.path());
-        } else {
-            debug_assert!(!matches!(lock.try_lock(), Err(TryLockError::Error(_))));
         }
     }
     // What a program that was killed while it removed left behind.

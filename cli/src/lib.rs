@@ -25,6 +25,7 @@ use exit::Exit;
 use failure::{CommandResult, Failure};
 use output::Ui;
 use std::process::ExitCode;
+use std::time::Duration;
 
 /// The program.
 #[must_use]
@@ -58,7 +59,10 @@ pub fn main() -> ExitCode {
 fn with_runtime(cli: Cli) -> CommandResult {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
     let runtime = runtime.map_err(|error| Failure::failed(format!("cannot start: {error}")))?;
-    runtime.block_on(Box::pin(commands::dispatch(cli)))
+    let ended = runtime.block_on(Box::pin(commands::dispatch(cli)));
+    // A file that is still being hashed must not hold up who pressed Ctrl-C.
+    runtime.shutdown_timeout(Duration::from_secs(2));
+    ended
 }
 
 /// What is logged: by flag, else by `AITK_LOG_LEVEL`, else by how often `-v` was said.

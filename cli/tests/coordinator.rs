@@ -22,18 +22,30 @@ impl Place {
         let home = Home::new();
         assert_eq!(code(&home.aitk().arg("init").output().unwrap()), 0);
         home.write("models/stable-diffusion-v1-5/model_index.json", "{}");
-        home.write("models/stable-diffusion-v1-5/unet/weights.safetensors", &"w".repeat(3_000_000));
+        home.write(
+            "models/stable-diffusion-v1-5/unet/weights.safetensors",
+            &"w".repeat(3_000_000),
+        );
         for i in 0..20 {
             home.write(&format!("datasets/my_pictures/{i}.jpg"), &format!("picture {i}"));
             home.write(&format!("datasets/my_pictures/{i}.txt"), "the same caption");
         }
-        Self { home, coordinator, _data: data }
+        Self {
+            home,
+            coordinator,
+            _data: data,
+        }
     }
 
     async fn aitk(&self, args: &[&str]) -> Output {
         let mut command = self.home.aitk();
-        command.args(args).env("AITK_SERVER", self.coordinator.url()).env("AITK_TOKEN", &self.coordinator.token);
-        tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap()
+        command
+            .args(args)
+            .env("AITK_SERVER", self.coordinator.url())
+            .env("AITK_TOKEN", &self.coordinator.token);
+        tokio::task::spawn_blocking(move || command.output().unwrap())
+            .await
+            .unwrap()
     }
 }
 
@@ -43,28 +55,53 @@ async fn a_job_is_submitted_listed_stopped_and_resumed() {
     let first = place.aitk(&["submit", "job.yaml"]).await;
     assert_eq!(code(&first), 0, "{}", err(&first));
     let id = out(&first).trim().to_owned();
-    assert!(!id.contains(char::is_whitespace) && id.len() < 20, "only the id: {id:?}");
-    assert!(err(&first).contains("datasets/my_pictures: 40 files"), "{}", err(&first));
+    assert!(
+        !id.contains(char::is_whitespace) && id.len() < 20,
+        "only the id: {id:?}"
+    );
+    assert!(
+        err(&first).contains("datasets/my_pictures: 40 files"),
+        "{}",
+        err(&first)
+    );
 
     let second = place.aitk(&["submit", "job.yaml", "--json", "--priority", "7"]).await;
     let json: serde_json::Value = serde_json::from_str(&out(&second)).unwrap();
-    let sent: u64 = json["inputs"].as_array().unwrap().iter().map(|i| i["sent_bytes"].as_u64().unwrap()).sum();
+    let sent: u64 = json["inputs"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|i| i["sent_bytes"].as_u64().unwrap())
+        .sum();
     assert_eq!(sent, 0, "nothing is sent twice: {json}");
     let third = place.aitk(&["submit", "job.yaml"]).await;
     assert!(err(&third).contains("already there, nothing sent"), "{}", err(&third));
 
     let jobs: serde_json::Value = serde_json::from_str(&out(&place.aitk(&["ps", "--json"]).await)).unwrap();
     assert_eq!(jobs["jobs"].as_array().unwrap().len(), 3);
-    let urgent = jobs["jobs"].as_array().unwrap().iter().find(|job| job["priority"] == 7).unwrap();
+    let urgent = jobs["jobs"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|job| job["priority"] == 7)
+        .unwrap();
     assert_eq!((&urgent["id"], &urgent["state"]), (&json["id"], &"queued".into()));
 
     // A unique beginning of the id is enough.
     let unique = (2..).map(|n| &id[..n]).find(|start| {
         let ids = jobs["jobs"].as_array().unwrap();
-        ids.iter().filter(|job| job["id"].as_str().unwrap().starts_with(start)).count() == 1
+        ids.iter()
+            .filter(|job| job["id"].as_str().unwrap().starts_with(start))
+            .count()
+            == 1
     });
     let stopped = place.aitk(&["stop", unique.unwrap()]).await;
-    assert_eq!((code(&stopped), out(&stopped).trim()), (0, id.as_str()), "{}", err(&stopped));
+    assert_eq!(
+        (code(&stopped), out(&stopped).trim()),
+        (0, id.as_str()),
+        "{}",
+        err(&stopped)
+    );
     assert_eq!(code(&place.aitk(&["wait", &id]).await), 143);
     assert_eq!(code(&place.aitk(&["logs", "-f", &id]).await), 143);
     assert_eq!(code(&place.aitk(&["resume", &id]).await), 0);
@@ -97,13 +134,25 @@ async fn a_config_that_cannot_run_is_stopped_here() {
     };
     let typo = try_text("typo.yaml", &text.replace("save_every:", "save_evry:")).await;
     assert_eq!(code(&typo), 1);
-    assert!(err(&typo).contains("typo.yaml:") && err(&typo).contains("save_every"), "{}", err(&typo));
+    assert!(
+        err(&typo).contains("typo.yaml:") && err(&typo).contains("save_every"),
+        "{}",
+        err(&typo)
+    );
     let later = try_text("later.yaml", &text.replace("arch: \"sd15\"", "arch: \"flux\"")).await;
     assert_eq!(code(&later), 1);
-    assert!(err(&later).contains("not supported yet") && err(&later).contains("later.yaml:"), "{}", err(&later));
+    assert!(
+        err(&later).contains("not supported yet") && err(&later).contains("later.yaml:"),
+        "{}",
+        err(&later)
+    );
     let gone = try_text("gone.yaml", &text.replace("datasets/my_pictures", "datasets/nothing")).await;
     assert_eq!(code(&gone), 3);
-    assert!(err(&gone).contains("gone.yaml:") && err(&gone).contains("'datasets/nothing'"), "{}", err(&gone));
+    assert!(
+        err(&gone).contains("gone.yaml:") && err(&gone).contains("'datasets/nothing'"),
+        "{}",
+        err(&gone)
+    );
     assert_eq!(code(&place.aitk(&["submit", "no_such"]).await), 3);
     assert_eq!(out(&place.aitk(&["ps", "-aq"]).await), "", "nothing was submitted");
     place.coordinator.shutdown().await;
@@ -113,8 +162,13 @@ async fn a_config_that_cannot_run_is_stopped_here() {
 async fn a_wrong_token_is_4_and_doctor_says_where_it_comes_from() {
     let place = Place::new().await;
     let mut command = place.home.aitk();
-    command.arg("ps").env("AITK_SERVER", place.coordinator.url()).env("AITK_TOKEN", "aitk_not_the_right_token");
-    let output = tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap();
+    command
+        .arg("ps")
+        .env("AITK_SERVER", place.coordinator.url())
+        .env("AITK_TOKEN", "aitk_not_the_right_token");
+    let output = tokio::task::spawn_blocking(move || command.output().unwrap())
+        .await
+        .unwrap();
     assert_eq!(code(&output), 4, "{}", err(&output));
 
     let doctor = place.aitk(&["doctor", "--json"]).await;
@@ -123,7 +177,12 @@ async fn a_wrong_token_is_4_and_doctor_says_where_it_comes_from() {
     assert!(!out(&doctor).contains(&place.coordinator.token));
     assert_eq!(json["coordinator"]["workers_connected"], 0);
     let problems = json["problems"].as_array().unwrap();
-    assert!(problems.iter().any(|problem| problem["what"].as_str().unwrap().contains("no workers")), "{json}");
+    assert!(
+        problems
+            .iter()
+            .any(|problem| problem["what"].as_str().unwrap().contains("no workers")),
+        "{json}"
+    );
     assert_eq!(code(&doctor), 1);
     place.coordinator.shutdown().await;
 }

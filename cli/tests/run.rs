@@ -42,8 +42,13 @@ config:
 }
 
 fn pictures(folder: &Path) -> usize {
-    let files = std::fs::read_dir(folder).map(|entries| entries.flatten().collect::<Vec<_>>()).unwrap_or_default();
-    files.iter().filter(|entry| entry.path().extension().is_some_and(|ext| ext == "png")).count()
+    let files = std::fs::read_dir(folder)
+        .map(|entries| entries.flatten().collect::<Vec<_>>())
+        .unwrap_or_default();
+    files
+        .iter()
+        .filter(|entry| entry.path().extension().is_some_and(|ext| ext == "png"))
+        .count()
 }
 
 #[test]
@@ -52,19 +57,42 @@ fn configs_run_in_order_and_recover_goes_on() {
     generate(&home, "one");
     generate(&home, "two");
     home.write("broken.yaml", "job: generate\nconfig: [\n");
-    let refused = home.aitk().args(["run", "broken.yaml", "one.yaml", "--device", "cpu"]).output().unwrap();
+    let refused = home
+        .aitk()
+        .args(["run", "broken.yaml", "one.yaml", "--device", "cpu"])
+        .output()
+        .unwrap();
     assert_eq!(code(&refused), 1);
     assert!(err(&refused).contains("broken.yaml:"), "{}", err(&refused));
-    assert_eq!(pictures(&home.path().join("out/one")), 0, "nothing starts before everything is checked");
+    assert_eq!(
+        pictures(&home.path().join("out/one")),
+        0,
+        "nothing starts before everything is checked"
+    );
 
-    let args = ["run", "one.yaml", "broken.yaml", "two.yaml", "-r", "-l", "run.log", "--device", "cpu"];
+    let args = [
+        "run",
+        "one.yaml",
+        "broken.yaml",
+        "two.yaml",
+        "-r",
+        "-l",
+        "run.log",
+        "--device",
+        "cpu",
+    ];
     let output = home.aitk().args(args).output().unwrap();
     assert_eq!(code(&output), 1, "{}", err(&output));
     assert_eq!(pictures(&home.path().join("out/one")), 1, "{}", err(&output));
     assert_eq!(pictures(&home.path().join("out/two")), 1, "{}", err(&output));
     let log = std::fs::read_to_string(home.path().join("run.log")).unwrap();
-    assert!(log.contains("error: broken.yaml:") && log.contains("2 of 3 configs completed"), "{log}");
-    let left = std::fs::read_dir(home.path().join(".local/state/aitk/run")).unwrap().count();
+    assert!(
+        log.contains("error: broken.yaml:") && log.contains("2 of 3 configs completed"),
+        "{log}"
+    );
+    let left = std::fs::read_dir(home.path().join(".local/state/aitk/run"))
+        .unwrap()
+        .count();
     assert_eq!(left, 0, "the private folder is gone");
 }
 
@@ -72,7 +100,11 @@ fn configs_run_in_order_and_recover_goes_on() {
 fn a_device_that_is_not_there_is_7_and_a_missing_config_3() {
     let home = Home::new();
     generate(&home, "one");
-    let output = home.aitk().args(["run", "one.yaml", "--device", "cuda:99"]).output().unwrap();
+    let output = home
+        .aitk()
+        .args(["run", "one.yaml", "--device", "cuda:99"])
+        .output()
+        .unwrap();
     assert_eq!(code(&output), 7, "{}", err(&output));
     assert_eq!(code(&home.aitk().args(["run", "nothing.yaml"]).output().unwrap()), 3);
 }
@@ -85,7 +117,15 @@ struct Up {
 impl Up {
     fn start(home: &Home) -> Self {
         let mut child = Command::new(assert_cmd::cargo::cargo_bin("aitk"))
-            .args(["up", "--bind", "127.0.0.1:0", "--device", "cpu", "--worker-name", "tester"])
+            .args([
+                "up",
+                "--bind",
+                "127.0.0.1:0",
+                "--device",
+                "cpu",
+                "--worker-name",
+                "tester",
+            ])
             .env_clear()
             .env("HOME", home.path())
             .env("PATH", "/usr/bin:/bin")
@@ -95,7 +135,9 @@ impl Up {
             .spawn()
             .unwrap();
         let mut line = String::new();
-        BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+        BufReader::new(child.stdout.as_mut().unwrap())
+            .read_line(&mut line)
+            .unwrap();
         assert!(line.starts_with("server      http://127.0.0.1:"), "{line}");
         Self { child }
     }
@@ -134,8 +176,18 @@ fn up_serves_the_commands_beside_it_and_goes_cleanly() {
     assert_eq!(out(&output).lines().count(), 1, "only the id: {}", out(&output));
     let id = out(&output).trim().to_owned();
     let files = home.aitk().args(["artifacts", "ls", &id, "-q"]).output().unwrap();
-    assert!(out(&files).lines().any(|name| name.ends_with(".png")), "{}", out(&files));
-    let get = |args: &[&str]| home.aitk().args(["artifacts", "get", &id, "-o", "got"]).args(args).output().unwrap();
+    assert!(
+        out(&files).lines().any(|name| name.ends_with(".png")),
+        "{}",
+        out(&files)
+    );
+    let get = |args: &[&str]| {
+        home.aitk()
+            .args(["artifacts", "get", &id, "-o", "got"])
+            .args(args)
+            .output()
+            .unwrap()
+    };
     let fetched = get(&["*.png"]);
     assert_eq!(code(&fetched), 0, "{}", err(&fetched));
     let path = home.path().join(out(&fetched).trim());

@@ -296,7 +296,7 @@ fn show(ui: &Ui, report: &Report) -> Result<(), crate::failure::Failure> {
         ))?;
         let (workers, jobs) = (info.workers_connected, info.jobs_active);
         ui.data(&format!(
-            "  storage {}, {workers} workers, {jobs} active jobs",
+            "  storage {}, workers {workers}, active jobs {jobs}",
             printable(&info.storage)
         ))?;
     }

@@ -7,11 +7,15 @@ use crate::embedded::{Local, PrivateFolder, Stops, find_devices, say_devices};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::follow::{Follow, LogsTo, Renderer};
+use crate::output::format::gib;
 use crate::output::{Format, Ui};
 use crate::paths::Paths;
 use crate::views::job_exit;
+use aitk_common::capability::{Device, DeviceKind};
 use aitk_common::control::{Artifact, JobView, Submission};
 use aitk_common::job::LoadedJob;
+use aitk_common::job::cluster::{ClusterConfig, Labels};
+use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -110,19 +114,24 @@ pub async fn run_embedded(
     let folder = PrivateFolder::new(&paths.state.join("run"))?;
     let mut coordinator = aitk_coordinator::Config::new(folder.path().join("coordinator"));
     coordinator.bind = std::net::SocketAddr::from(([127, 0, 0, 1], 0));
+    // There is no other machine to try; a person sees the failure and runs the command again.
+    coordinator.retries = 0;
     let worker_dir = folder.path().join("worker");
-    let mut local = Local::start(coordinator, Some(&worker_dir), None, devices, None).await?;
+    let mut local = Local::start(coordinator, Some(&worker_dir), None, devices.clone(), None).await?;
     if let Err(failure) = local.met().await {
         local.kill().await;
         return Err(failure);
     }
 
     let several = configs.len() > 1;
-    for (path, loaded) in ready {
+    for (path, mut loaded) in ready {
         if several {
             ui.notice(&format!("--- {}", path.display()));
         }
-        let done = run_one(ui, &local, &path, loaded, &mut stops).await;
+        let done = match settle_here(ui, &mut loaded.spec.cluster, &devices) {
+            Ok(()) => run_one(ui, &local, &path, loaded, &mut stops).await,
+            Err(failure) => Err(failure),
+        };
         let done = match done {
             Ok(done) => done,
             Err(failure) => {
@@ -143,14 +152,14 @@ pub async fn run_embedded(
             return Ok(RunReport { ran, exit });
         }
         if matches!(exit, Exit::Interrupted | Exit::Terminated) {
-            local.shutdown().await;
+            end(local, &mut stops).await;
             return Ok(RunReport { ran, exit });
         }
         if exit != Exit::Ok && !options.recover {
             break;
         }
     }
-    local.shutdown().await;
+    end(local, &mut stops).await;
     let report = report(ran);
     if several {
         let failed: Vec<String> = report
@@ -166,6 +175,54 @@ pub async fn run_embedded(
         }
     }
     Ok(report)
+}
+
+/// Ends both; a further Ctrl-C does not wait for them.
+async fn end(local: Local, stops: &mut Stops) {
+    tokio::select! {
+        () = local.shutdown() => {}
+        _ = stops.next() => {}
+    }
+}
+
+/// Wishes about machines of a cluster, met with the only machine there is: what it cannot do is said now, because
+/// the job would wait for ever.
+fn settle_here(ui: &Ui, cluster: &mut ClusterConfig, devices: &[Device]) -> Result<(), Failure> {
+    cluster.labels = Labels::default();
+    let nothing = |what: String| {
+        Failure::new(Exit::NothingFits, what).hint("change `cluster` in the config, or submit it to a cluster that can")
+    };
+    let kinds: Vec<&Device> = devices
+        .iter()
+        .filter(|d| cluster.device.is_none_or(|kind| kind == d.device.kind))
+        .collect();
+    if let Some(kind) = cluster.device.filter(|_| kinds.is_empty()) {
+        return Err(nothing(format!(
+            "the config needs a {} device, and none is used here",
+            kind.name()
+        )));
+    }
+    let most = kinds.iter().map(|d| d.memory_budget).max().unwrap_or(0);
+    if let Some(wanted) = cluster.memory_budget.filter(|wanted| wanted.0 > most) {
+        return Err(nothing(format!(
+            "the config needs {}, and {} can be used here",
+            gib(wanted.0),
+            gib(most)
+        )));
+    }
+    let suits = |profile: MemoryProfile| {
+        kinds
+            .iter()
+            .any(|d| (d.device.kind == DeviceKind::Cpu) == (profile == MemoryProfile::CpuOnly))
+    };
+    if let Some(profile) = cluster.memory_profile.filter(|profile| !suits(*profile)) {
+        ui.warn(&format!(
+            "the memory profile {} is not for the device used here; its own is taken",
+            profile.name()
+        ));
+        cluster.memory_profile = None;
+    }
+    Ok(())
 }
 
 fn report(ran: Vec<Ran>) -> RunReport {
@@ -239,4 +296,47 @@ async fn run_one(ui: &Ui, local: &Local, path: &Path, loaded: LoadedJob, stops: 
         artifacts,
         exit,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use aitk_common::capability::DeviceRef;
+    use aitk_common::job::cluster::ByteCount;
+
+    #[test]
+    fn wishes_that_this_machine_cannot_meet_are_said_at_once() {
+        let cpu = Device {
+            device: DeviceRef {
+                kind: DeviceKind::Cpu,
+                index: 0,
+            },
+            name: String::new(),
+            architecture: String::new(),
+            memory_total: 8 << 30,
+            memory_budget: 6 << 30,
+            dtypes: vec![],
+            attention: vec![],
+            profile: MemoryProfile::CpuOnly,
+        };
+        let ui = Ui::silent();
+        let settle = |cluster: &mut ClusterConfig| settle_here(&ui, cluster, std::slice::from_ref(&cpu));
+        let mut wishes = ClusterConfig {
+            memory_profile: Some(MemoryProfile::FullGpu),
+            ..ClusterConfig::default()
+        };
+        wishes.labels.0.insert("zone".to_owned(), "x".to_owned());
+        settle(&mut wishes).unwrap();
+        assert_eq!((wishes.memory_profile, wishes.labels.0.len()), (None, 0));
+        let mut cuda = ClusterConfig {
+            device: Some(DeviceKind::Cuda),
+            ..ClusterConfig::default()
+        };
+        assert_eq!(settle(&mut cuda).unwrap_err().exit, Exit::NothingFits);
+        let mut large = ClusterConfig {
+            memory_budget: Some(ByteCount(7 << 30)),
+            ..ClusterConfig::default()
+        };
+        assert!(settle(&mut large).unwrap_err().message.contains("7.0 GiB"));
+    }
 }

@@ -116,7 +116,12 @@ fn say_sent(ui: &Ui, sent: &[Staged]) {
 fn local_inputs(context: &Context, loaded: &LoadedJob) -> Result<BTreeMap<String, PathBuf>, Failure> {
     let mut found = BTreeMap::new();
     let mut missing = Vec::new();
-    for Input { config_path, key, .. } in loaded.spec.inputs() {
+    for Input { config_path, key, .. } in loaded
+        .spec
+        .inputs()
+        .into_iter()
+        .filter(|input| !input.config_path.is_empty())
+    {
         let path = expand(&config_path, &context.directory, &env);
         if path.exists() {
             found.insert(config_path, path);

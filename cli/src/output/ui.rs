@@ -11,6 +11,11 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+/// The progress of a job whose number of steps is known.
+const JOB: &str = "{prefix:<14!} [{bar:14}] {pos}/{len}  {wide_msg}";
+/// The progress of a job that waits, loads or caches.
+const JOB_WITHOUT_STEPS: &str = "{prefix} {elapsed}";
+
 /// In which form a command prints its data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Format {
@@ -273,10 +278,14 @@ impl Ui {
     /// The progress of a job.
     #[must_use]
     pub fn job(&self) -> Wait<'_> {
-        self.wait("", 0, Unit::Job, "{prefix:<14!} [{bar:14}] {pos}/{len}  {wide_msg}")
+        let wait = self.wait("", 0, Unit::Job, JOB_WITHOUT_STEPS);
+        if let Some(bar) = &wait.bar {
+            bar.enable_steady_tick(Duration::from_millis(250));
+        }
+        wait
     }
 
-    fn wait(&self, what: &str, total: u64, unit: Unit, template: &str) -> Wait<'_> {
+    fn wait(&self, what: &str, total: u64, unit: Unit, template: &'static str) -> Wait<'_> {
         let bar = self.bars.then(|| {
             let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr_with_hz(8));
             if let Ok(style) = ProgressStyle::with_template(template) {
@@ -297,6 +306,7 @@ impl Ui {
             total,
             done: 0,
             bar,
+            template,
             pace,
         }
     }
@@ -317,6 +327,7 @@ pub struct Wait<'a> {
     total: u64,
     done: u64,
     bar: Option<ProgressBar>,
+    template: &'static str,
     pace: Pace,
 }
 
@@ -354,6 +365,13 @@ impl Wait<'_> {
         match &self.bar {
             Some(bar) => {
                 bar.set_prefix(super::format::printable(&progress.phase));
+                let style = if progress.total == 0 { JOB_WITHOUT_STEPS } else { JOB };
+                if self.template != style
+                    && let Ok(new) = ProgressStyle::with_template(style)
+                {
+                    bar.set_style(new.progress_chars("=> "));
+                    self.template = style;
+                }
                 bar.set_length(progress.total);
                 bar.set_position(progress.done.min(progress.total));
                 bar.set_message(progress.numbers());
