@@ -5,7 +5,7 @@ use crate::fsutil::{self, FsError, TemporaryFolder, names};
 use crate::hash::ContentHash;
 use crate::storage::{BlobStore, StorageError};
 use futures::stream::{self, StreamExt};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -97,10 +97,17 @@ fn lay_out(snapshot: &Snapshot, cache: &Path, target: &Path) -> Result<(), Stora
 }
 
 fn fill(snapshot: &Snapshot, cache: &Path, staging: &Path) -> Result<(), StorageError> {
+    let mut folders = BTreeSet::from([staging.to_owned()]);
     for file in &snapshot.files {
         let path = names::below(staging, &file.path)?;
         let folder = fsutil::folder_of(&path);
         fs::create_dir_all(folder).map_err(|error| FsError::new("create the folder", folder, error))?;
+        folders.extend(
+            folder
+                .ancestors()
+                .take_while(|inner| *inner != staging)
+                .map(Path::to_owned),
+        );
         let source = cached(cache, file.sha256);
         let fail = |error: io::Error| FsError::new("write", &path, error);
         if fs::hard_link(&source, &path).is_err() {
@@ -108,6 +115,10 @@ fn fill(snapshot: &Snapshot, cache: &Path, staging: &Path) -> Result<(), Storage
             fs::copy(&source, &path).map_err(fail)?;
             File::open(&path).and_then(|copy| copy.sync_all()).map_err(fail)?;
         }
+    }
+    // A power cut must not leave a folder with its final name and without its files.
+    for folder in &folders {
+        fsutil::sync_dir(folder)?;
     }
     Ok(())
 }
