@@ -4,7 +4,7 @@ use super::auth::protocol_mismatch;
 use super::{Shared, stopped};
 use crate::core::{Event, SessionId};
 use crate::runner::full;
-use aitk_common::control::{HeldAttempt, PROTOCOL_VERSION, ToCoordinator, ToWorker, Verdict};
+use aitk_common::control::{PROTOCOL_VERSION, ToCoordinator, ToWorker, Verdict};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::WorkerId;
 use aitk_proto::v1;
@@ -20,8 +20,12 @@ const REGISTER_TIMEOUT: Duration = Duration::from_secs(10);
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
 /// Messages between us and the socket: a few, what waits longer waits in the core's outbox.
 const WIRE_BUFFER: usize = 16;
-/// How long storage may take to say whether a blob is there.
-const LOOK_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long storage may take to say whether a blob is there. Longer than its own trouble usually lasts: a checkpoint is
+/// rather committed late than not at all.
+const LOOK_TIMEOUT: Duration = Duration::from_secs(300);
+/// Requests that wait for storage: a few per device of a big machine. Beats do not wait behind them; a worker that sends
+/// more at once is read more slowly.
+const REQUESTS: usize = 256;
 
 type Wire = mpsc::Sender<Result<v1::CoordinatorMessage, Status>>;
 
@@ -50,6 +54,13 @@ impl Workers for WorkersApi {
         });
         Ok(Response::new(ReceiverStream::new(receiver)))
     }
+}
+
+/// A request on its way to the core.
+struct Pending {
+    event: Event,
+    /// The blob that must be in storage first, and the request to refuse when it is not.
+    needs: Option<(u64, ContentHash)>,
 }
 
 struct Session<'a> {
@@ -89,7 +100,12 @@ impl Session<'_> {
             registration,
         };
         session.shared.core.event(registered).await?;
-        let result = session.serve(&mut messages, &mut outbox).await;
+        let (requests, mut waiting) = mpsc::channel(REQUESTS);
+        // Side by side: storage that hangs must not cost the worker its leases.
+        let result = tokio::select! {
+            result = session.serve(&mut messages, &mut outbox, &requests) => result,
+            result = session.judge(&mut waiting) => result,
+        };
         // Whatever ended it, the core hears of it, once.
         session.shared.core.event(Event::WorkerLost { session: id }).await?;
         result
@@ -99,6 +115,7 @@ impl Session<'_> {
         &self,
         messages: &mut Streaming<v1::WorkerMessage>,
         outbox: &mut mpsc::Receiver<ToWorker>,
+        requests: &mpsc::Sender<Pending>,
     ) -> Result<(), Status> {
         let mut stopping = self.shared.stopping.clone();
         loop {
@@ -107,7 +124,7 @@ impl Session<'_> {
                     Err(_) => return Err(Status::deadline_exceeded("the worker was silent for a whole lease")),
                     Ok(Err(status)) => return Err(status),
                     Ok(Ok(None)) => return Ok(()),
-                    Ok(Ok(Some(message))) => self.take(message).await?,
+                    Ok(Ok(Some(message))) => self.take(message, requests).await?,
                 },
                 message = outbox.recv() => match message {
                     None => return Ok(()),
@@ -128,80 +145,107 @@ impl Session<'_> {
         }
     }
 
-    async fn take(&self, message: v1::WorkerMessage) -> Result<(), Status> {
+    async fn take(&self, message: v1::WorkerMessage, requests: &mpsc::Sender<Pending>) -> Result<(), Status> {
         let session = self.id;
-        let event = match ToCoordinator::try_from(message)? {
+        let (event, needs) = match ToCoordinator::try_from(message)? {
             ToCoordinator::Register(_) => {
                 return Err(Status::invalid_argument(
                     "a session registers once, in its first message",
                 ));
             }
-            ToCoordinator::Beat { running } => Event::WorkerBeat { session, running },
+            ToCoordinator::Beat { running } => {
+                return Ok(self.shared.core.event(Event::WorkerBeat { session, running }).await?);
+            }
             ToCoordinator::Event {
                 held,
                 seq,
                 time,
                 report,
-            } => Event::AttemptEvent {
-                session,
-                held,
-                seq,
-                time,
-                report,
-            },
+            } => {
+                let event = Event::AttemptEvent {
+                    session,
+                    held,
+                    seq,
+                    time,
+                    report,
+                };
+                return Ok(self.shared.core.event(event).await?);
+            }
+            ToCoordinator::GoingAway { reason } => {
+                return Ok(self.shared.core.event(Event::WorkerLeaving { session, reason }).await?);
+            }
             ToCoordinator::ArtifactReady {
                 request,
                 held,
                 artifact,
             } => {
-                if let Some(hash) = artifact.hash
-                    && let Some(refusal) = self.missing(request, &held, hash).await
-                {
-                    return self.give(refusal).await;
-                }
-                Event::ArtifactReady {
+                let needs = artifact.hash.map(|hash| (request, hash));
+                (
+                    Event::ArtifactReady {
+                        session,
+                        request,
+                        held,
+                        artifact,
+                    },
+                    needs,
+                )
+            }
+            ToCoordinator::ArtifactRemoved { request, held, name } => (
+                Event::ArtifactRemoved {
                     session,
                     request,
                     held,
-                    artifact,
-                }
-            }
-            ToCoordinator::ArtifactRemoved { request, held, name } => Event::ArtifactRemoved {
-                session,
-                request,
-                held,
-                name,
-            },
+                    name,
+                },
+                None,
+            ),
             ToCoordinator::Commit {
                 request,
                 held,
                 manifest,
                 step,
-            } => {
-                if let Some(refusal) = self.missing(request, &held, manifest).await {
-                    return self.give(refusal).await;
-                }
+            } => (
                 Event::CommitCheckpoint {
                     session,
                     request,
                     held,
                     manifest,
                     step,
-                }
-            }
-            ToCoordinator::Finished { request, held, outcome } => Event::Finished {
-                session,
-                request,
-                held,
-                outcome,
-            },
-            ToCoordinator::GoingAway { reason } => Event::WorkerLeaving { session, reason },
+                },
+                Some((request, manifest)),
+            ),
+            ToCoordinator::Finished { request, held, outcome } => (
+                Event::Finished {
+                    session,
+                    request,
+                    held,
+                    outcome,
+                },
+                None,
+            ),
         };
-        Ok(self.shared.core.event(event).await?)
+        requests
+            .send(Pending { event, needs })
+            .await
+            .map_err(|_| Status::internal("the session does not take requests any more"))
+    }
+
+    /// Requests one after another, in the order they came: a file announced before the end counts.
+    async fn judge(&self, waiting: &mut mpsc::Receiver<Pending>) -> Result<(), Status> {
+        while let Some(Pending { event, needs }) = waiting.recv().await {
+            if let Some((request, hash)) = needs
+                && let Some(refusal) = self.missing(request, hash).await
+            {
+                self.give(refusal).await?;
+                continue;
+            }
+            self.shared.core.event(event).await?;
+        }
+        Ok(())
     }
 
     /// A refusal when the blob is not in storage: no pointer ever leads to nothing.
-    async fn missing(&self, request: u64, held: &HeldAttempt, hash: ContentHash) -> Option<ToWorker> {
+    async fn missing(&self, request: u64, hash: ContentHash) -> Option<ToWorker> {
         let looked = tokio::time::timeout(LOOK_TIMEOUT, self.shared.blobs.has(&[hash])).await;
         let message = match looked {
             Ok(Ok(present)) if present.first() == Some(&true) => return None,
@@ -209,7 +253,7 @@ impl Session<'_> {
             Ok(Err(error)) => format!("storage does not say whether blob {hash} is there: {}", full(&error)),
             Err(_) => format!("storage took too long to say whether blob {hash} is there"),
         };
-        tracing::warn!(attempt = %held.attempt, message, "refused");
+        tracing::warn!(session = self.id.0, message, "refused a request");
         Some(ToWorker::Answer {
             request,
             verdict: Verdict::Refused,
