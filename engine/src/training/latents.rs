@@ -1,11 +1,14 @@
 //! Pictures as the U-Net sees them: encoded by the VAE, kept in memory or on disk.
 
-use crate::data::{Item, LatentCache, generator_of};
-use crate::error::Result;
+use crate::data::{Item, LatentCache, LatentKey, generator_of};
+use crate::error::{EngineError, Result};
 use crate::models::vae::AutoencoderKl;
 use candle_core::{DType, Device, Tensor};
 use std::collections::HashMap;
 use std::path::PathBuf;
+
+/// Numbers that are kept in memory whatever the config says: 128 MiB.
+const ALWAYS_HELD: usize = 32 << 20;
 
 /// Where the latents of a run come from. Caching never changes them: the VAE's posterior is sampled with a generator
 /// that is seeded by the latent's own key.
@@ -13,6 +16,9 @@ pub struct Latents {
     cache: LatentCache,
     space: String,
     memory: HashMap<PathBuf, Tensor>,
+    /// Numbers in `memory`.
+    held: usize,
+    unwritable: bool,
     dtype: DType,
     device: Device,
 }
@@ -25,6 +31,8 @@ impl Latents {
             cache: LatentCache::new(vae, channels, model.scale_factor()),
             space: space.to_owned(),
             memory: HashMap::new(),
+            held: 0,
+            unwritable: false,
             dtype,
             device: device.clone(),
         }
@@ -50,15 +58,33 @@ impl Latents {
             None => {
                 let latent = self.encode(item, vae, &name)?;
                 if on_disk {
-                    self.cache.write(&item.path, &key, &item.content, &latent)?;
+                    self.write(item, &key, &latent)?;
                 }
                 latent
             }
         };
-        if in_memory {
+        // Small sets stay in memory in any case: it changes nothing but the time that the VAE takes.
+        if in_memory || self.unwritable || self.held < ALWAYS_HELD {
+            self.held += latent.elem_count();
             self.memory.insert(name, latent.clone());
         }
         Ok(latent)
+    }
+
+    /// A data set that cannot be written (another user's, a read-only disk) is no reason to stop: its latents stay in
+    /// memory. A full disk is one.
+    fn write(&mut self, item: &Item, key: &LatentKey, latent: &Tensor) -> Result<()> {
+        match self.cache.write(&item.path, key, &item.content, latent) {
+            Err(full @ EngineError::DiskFull { .. }) => Err(full),
+            Err(error) => {
+                if !self.unwritable {
+                    tracing::warn!(%error, "latents cannot be kept on disk; they stay in memory");
+                }
+                self.unwritable = true;
+                Ok(())
+            }
+            Ok(()) => Ok(()),
+        }
     }
 
     fn encode(&self, item: &Item, vae: &AutoencoderKl, name: &std::path::Path) -> Result<Tensor> {

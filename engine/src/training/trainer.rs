@@ -183,15 +183,11 @@ impl Trainer {
     pub fn restore(&mut self, mut state: BTreeMap<String, BTreeMap<String, Tensor>>, ema_updates: u64) -> Result<()> {
         let optimizer = state.remove("optimizer").unwrap_or_default();
         self.options.optimizer.load_state(&optimizer).map_err(optim_error)?;
-        if let Some(ema) = &mut self.options.ema {
-            match state.remove("ema") {
-                Some(shadow) => ema.load_state(&shadow, ema_updates).map_err(optim_error)?,
-                None => {
-                    return Err(EngineError::bad_input(
-                        "the checkpoint has no EMA weights, but the job uses EMA",
-                    ));
-                }
-            }
+        // A state from before EMA was turned on: the average begins with the weights as they are.
+        if let Some(ema) = &mut self.options.ema
+            && let Some(shadow) = state.remove("ema")
+        {
+            ema.load_state(&shadow, ema_updates).map_err(optim_error)?;
         }
         self.pending = match state.remove("gradients") {
             None => None,

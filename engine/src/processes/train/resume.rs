@@ -14,7 +14,7 @@ use candle_core::{Device, Tensor};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Version of the trainer's part of a manifest.
 const STATE_VERSION: u64 = 1;
@@ -55,26 +55,13 @@ impl Run<'_> {
         for (folder, error) in &scan.rejected {
             cx.log("warn", format!("{}: {error}", folder.display()));
         }
-        // The newest LoRA by step, the step as the file itself says it.
-        let mut newest: Option<(u64, std::path::PathBuf)> = None;
-        for (named, path) in self.folder.saves() {
-            match LoraFile::open(&path) {
-                Ok(file) => {
-                    let step = file.training_info().map_or(named, |(step, _)| Some(step)).unwrap_or(0);
-                    if newest.as_ref().is_none_or(|(best, _)| step > *best) {
-                        newest = Some((step, path));
-                    }
-                }
-                Err(error) => cx.log("warn", format!("passing over a save that cannot be read: {error}")),
-            }
-        }
         if let Some(checkpoint) = scan.newest {
-            let lora_step = newest.as_ref().map_or(0, |(step, _)| *step);
-            if lora_step > checkpoint.step() {
+            let lora_step = self.folder.saves().iter().filter_map(|(step, _)| *step).max();
+            if lora_step.is_some_and(|step| step > checkpoint.step()) {
                 cx.log(
                     "info",
                     format!(
-                        "there is a newer LoRA (step {lora_step}), but only the checkpoint of step {} is exact",
+                        "there is a newer LoRA, but only the checkpoint of step {} is exact",
                         checkpoint.step()
                     ),
                 );
@@ -97,7 +84,9 @@ impl Run<'_> {
                 ),
             }
         }
-        let Some((step, path)) = newest else { return Ok(false) };
+        let Some((step, path)) = self.newest_lora(cx) else {
+            return Ok(false);
+        };
         self.take_lora(&path, cx)?;
         self.start = step;
         cx.log(
@@ -105,6 +94,23 @@ impl Run<'_> {
             format!("going on from {} (step {step}), with a fresh optimizer", path.display()),
         );
         Ok(true)
+    }
+
+    /// The newest LoRA of the run folder by step, the step as the file itself says it.
+    fn newest_lora(&self, cx: &mut Context<'_>) -> Option<(u64, PathBuf)> {
+        let mut newest: Option<(u64, PathBuf)> = None;
+        for (named, path) in self.folder.saves() {
+            match LoraFile::open(&path) {
+                Ok(file) => {
+                    let step = file.training_info().map_or(named, |(step, _)| Some(step)).unwrap_or(0);
+                    if newest.as_ref().is_none_or(|(best, _)| step > *best) {
+                        newest = Some((step, path));
+                    }
+                }
+                Err(error) => cx.log("warn", format!("passing over a save that cannot be read: {error}")),
+            }
+        }
+        newest
     }
 
     fn take_lora(&mut self, path: &Path, cx: &mut Context<'_>) -> Result<()> {

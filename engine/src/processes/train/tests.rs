@@ -305,6 +305,32 @@ fn another_rank_takes_the_weights_and_a_fresh_optimizer() {
 }
 
 #[test]
+fn what_changed_since_the_checkpoint_is_said() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut process = trainer(dir.path(), 8);
+    stop_at(&spec(process.clone()), 5);
+    process.train.ema_config.use_ema = true;
+    process.training_seed = Some(43);
+    let (outcome, events) = go(&spec(process.clone()));
+    assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+    let said = logs(&events);
+    assert!(
+        said.contains("the seed changed") && said.contains("the training settings changed"),
+        "{said}"
+    );
+    assert!(
+        said.contains("going on from step 5, with the optimizer's state"),
+        "{said}"
+    );
+    // More steps go on from the end, exactly.
+    process.train.steps = 10;
+    let (outcome, events) = go(&spec(process));
+    assert_eq!(outcome, Outcome::Completed);
+    assert_eq!(losses(&events).len(), 2);
+    assert!(!logs(&events).contains("changed"), "{}", logs(&events));
+}
+
+#[test]
 fn retention_keeps_the_newest_and_says_what_went() {
     let dir = tempfile::tempdir().unwrap();
     let mut process = trainer(dir.path(), 9);
