@@ -98,9 +98,17 @@ impl Finished {
             .ok()
             .and_then(|bytes| serde_json::from_slice(&bytes).ok())
             .unwrap_or_default();
-        pictures
-            .pictures
-            .retain(|_, name| !name.contains(['/', '\\']) && folder.join(&*name).is_file());
+        pictures.pictures.retain(|_, name| {
+            if name.contains(['/', '\\']) {
+                return false;
+            }
+            let whole = folder.join(&*name).is_file();
+            if !whole {
+                // The attempt was lost before the picture was there: its note belongs to nothing.
+                let _ = std::fs::remove_file(folder.join(&*name).with_extension("txt"));
+            }
+            whole
+        });
         Ok(Self { file, pictures })
     }
 
@@ -112,7 +120,8 @@ impl Finished {
         self.pictures.pictures.len() as u64
     }
 
-    /// Notes a picture whose file is complete.
+    /// Notes the name of a picture that is about to be written. Pictures appear whole, so once there is a file of that
+    /// name it is finished.
     pub(super) fn add(&mut self, index: u64, name: String) -> Result<()> {
         self.pictures.pictures.insert(index, name);
         if let Some(folder) = self.file.parent() {

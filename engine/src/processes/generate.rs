@@ -90,13 +90,13 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
             let index = open[i];
             let name = picture_name(&folder, index, &config.ext);
             let path = folder.join(&name);
+            finished.add(index, name)?;
             if config.prompt_file {
                 let note = path.with_extension("txt");
                 image_io::write(&note, as_prompt(request, seed).as_bytes())?;
                 cx.artifact("prompt", &folder, &note, None, Some(base + index));
             }
             image_io::save(&picture, &path, &[("parameters", &parameters(request, sampler, seed))])?;
-            finished.add(index, name)?;
             cx.log(
                 "info",
                 format!("{}: {}", artifact_name(&folder, &path), as_prompt(request, seed)),

@@ -122,11 +122,11 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
         };
         let name = picture_name(&folder, index, &config.ext);
         let path = folder.join(&name);
+        finished.add(index, name.clone())?;
         if let Some(copies) = &copies {
             image_io::save(&source, &copies.join(&name), &[])?;
         }
         image_io::save(&result, &path, &[("parameters", &parameters(&request, sampler, seed))])?;
-        finished.add(index, name)?;
         cx.log(
             "info",
             format!(
