@@ -186,6 +186,12 @@ impl SdModel {
                 "the text encoder gives {hidden} features, the U-Net wants {context:?}: not components of one model"
             )));
         }
+        if parts.unet.in_channels != parts.vae.latent_channels {
+            return Err(EngineError::Unsupported(format!(
+                "the U-Net takes {} channels and the autoencoder gives {}: inpainting and depth models do not work yet",
+                parts.unet.in_channels, parts.vae.latent_channels
+            )));
+        }
         Ok(model)
     }
 
