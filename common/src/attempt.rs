@@ -62,7 +62,8 @@ pub enum ChildEvent {
     Metrics {
         /// The step they belong to.
         step: u64,
-        /// Name -> value.
+        /// Name -> value. A loss that diverged is told, too: `"NaN"`, `"inf"`.
+        #[serde(with = "crate::control::any_number")]
         values: BTreeMap<String, f64>,
     },
     /// A line for the log.

@@ -69,7 +69,7 @@ async fn execute(
     }
     reporter.phase("staging").await;
     let staged = tokio::select! {
-        staged = stage::inputs(context, assignment, folder) => match staged {
+        staged = stage::inputs(context, assignment, reporter, folder) => match staged {
             Ok(staged) => staged,
             Err(outcome) => return outcome,
         },
@@ -93,7 +93,14 @@ async fn execute(
     // The child hears the session's wishes, and ours when its results cannot be stored.
     let (to_child, wishes) = watch::channel(*wanted.borrow());
     let child = runner::run(&context.spawner, launch, wishes, events);
-    let pump = pump(heard, items, reporter, assignment.local, Pins::new(folder.join("pins")));
+    let pump = async {
+        let pins = Pins::new(folder.join("pins"));
+        let pumped = pump(heard, items, reporter, assignment.local, pins).await;
+        if pumped.is_err() {
+            to_child.send_replace(Wanted::Kill);
+        }
+        pumped
+    };
     let synced = async {
         let mut hurry = to_child.subscribe();
         let synced = tokio::select! {
@@ -118,7 +125,9 @@ async fn execute(
         std::future::pending::<()>().await;
     };
     tokio::select! {
-        (outcome, (), synced) = async { tokio::join!(child, pump, synced) } => synced.err().unwrap_or(outcome),
+        (outcome, pumped, synced) = async { tokio::join!(child, pump, synced) } => {
+            pumped.and(synced).err().unwrap_or(outcome)
+        }
         () = forward => internal("unreachable".to_owned()),
     }
 }
@@ -144,13 +153,16 @@ fn specification(assignment: &Assignment, staged: &Staged, folder: &Path) -> Res
 }
 
 /// Passes on what the child says: reports to the session, files to the sync.
+///
+/// # Errors
+/// How the attempt ends when a file that it made cannot be kept: a job must not pass for complete without its results.
 async fn pump(
     mut events: mpsc::Receiver<ChildEvent>,
     items: mpsc::Sender<Item>,
     reporter: &Reporter,
     local: bool,
     pins: Pins,
-) {
+) -> Result<(), Outcome> {
     let mut number = 0_u64;
     while let Some(event) = events.recv().await {
         let pinned = match &event {
@@ -158,10 +170,12 @@ async fn pump(
                 number += 1;
                 match pins.pin(path.clone(), number).await {
                     Ok(pinned) => pinned,
-                    Err(error) => {
-                        reporter.log("error", format!("a result was lost: {error}")).await;
+                    // The checkpoint before it stands; a file that is gone already was removed by its maker.
+                    Err(error) if matches!(event, ChildEvent::Checkpoint { .. }) || is_gone(&error) => {
+                        reporter.log("warn", format!("not kept: {error}")).await;
                         continue;
                     }
+                    Err(error) => return Err(local_failure(&error)),
                 }
             }
             ChildEvent::Artifact { path, .. } | ChildEvent::Checkpoint { path, .. } => path.clone(),
@@ -232,6 +246,11 @@ async fn pump(
         // A closed queue: storing has failed for good, and the child is being ended.
         let _ = items.send(item).await;
     }
+    Ok(())
+}
+
+fn is_gone(error: &FsError) -> bool {
+    error.io().kind() == std::io::ErrorKind::NotFound
 }
 
 /// A short name without control characters, as the protocol wants it.

@@ -3,6 +3,7 @@
 use crate::folders::Folders;
 use crate::runner::Spawner;
 use crate::stage::cache::Cache;
+use crate::stage::hub::Hub;
 use crate::storage::StorageAccess;
 use std::ffi::OsString;
 use std::time::Duration;
@@ -10,6 +11,7 @@ use std::time::Duration;
 pub(crate) struct Context {
     pub(crate) folders: Folders,
     pub(crate) cache: Cache,
+    pub(crate) hub: Hub,
     pub(crate) spawner: Spawner,
     pub(crate) storage: StorageAccess,
     pub(crate) attempt_command: Vec<OsString>,

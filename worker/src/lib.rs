@@ -132,6 +132,7 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     };
     let context = Arc::new(context::Context {
         cache: stage::cache::Cache::new(folders.blobs(), folders.trees(), config.cache_quota),
+        hub: stage::hub::Hub::from_environment(folders.hub()),
         folders,
         spawner: runner::Spawner::start(tokio::runtime::Handle::current())?,
         storage: storage::StorageAccess::new(),

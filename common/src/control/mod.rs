@@ -423,7 +423,7 @@ pub struct Submitted {
 }
 
 /// Numbers in JSON that may be NaN or infinite (a diverged loss is worth seeing): those are written as text.
-mod any_number {
+pub(crate) mod any_number {
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
     use std::collections::BTreeMap;
 
@@ -434,7 +434,7 @@ mod any_number {
         Text(String),
     }
 
-    pub(super) fn serialize<S: Serializer>(values: &BTreeMap<String, f64>, to: S) -> Result<S::Ok, S::Error> {
+    pub(crate) fn serialize<S: Serializer>(values: &BTreeMap<String, f64>, to: S) -> Result<S::Ok, S::Error> {
         to.collect_map(values.iter().map(|(name, value)| {
             let json = match value {
                 v if v.is_finite() => serde_json::Value::from(*v),
@@ -444,7 +444,7 @@ mod any_number {
         }))
     }
 
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<BTreeMap<String, f64>, D::Error> {
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<BTreeMap<String, f64>, D::Error> {
         BTreeMap::<String, Number>::deserialize(from)?
             .into_iter()
             .map(|(name, number)| match number {

@@ -92,6 +92,8 @@ pub async fn run(
         .map(|pipe| tokio::spawn(read_text(pipe, events, exited.clone())));
     let _aborts = (AbortOnDrop::of(&stdout), AbortOnDrop::of(&stderr));
 
+    // What was wanted before the child existed counts, too.
+    wanted.mark_changed();
     let mut asked = Asked::Nothing;
     let mut deadline: Option<Instant> = None;
     let mut memory = MemoryWatch::start();

@@ -58,6 +58,20 @@ impl Reporter {
         .await;
     }
 
+    /// The same from code that cannot wait; lost when the session is busy.
+    pub(crate) fn log_now(&self, level: &str, message: String) {
+        let report = Report::Log {
+            level: level.to_owned(),
+            message,
+        };
+        let attempt = self.held.attempt.clone();
+        let _ = self.session.try_send(FromAttempt::Report {
+            attempt,
+            time: now(),
+            report,
+        });
+    }
+
     /// A phase for people.
     pub(crate) async fn phase(&self, name: &str) {
         self.report(Report::Phase { name: name.to_owned() }).await;

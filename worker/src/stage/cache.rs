@@ -95,7 +95,10 @@ impl Cache {
 
     /// Removes what was used longest ago, until the quota is kept.
     async fn trim(&self) {
-        let _removing = self.changing.write().await;
+        // While something is being fetched, whoever fetched it trims afterwards.
+        let Ok(_removing) = self.changing.try_write() else {
+            return;
+        };
         let used: Vec<ContentHash> = self
             .in_use
             .lock()

@@ -1,13 +1,17 @@
 //! Inputs of an attempt: brought to this machine, cache first.
 
 pub(crate) mod cache;
+pub(crate) mod hub;
 
 use crate::context::Context;
+use crate::session::Reporter;
 use crate::storage::failure;
-use aitk_common::attempt::Outcome;
+use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::control::Assignment;
+use aitk_common::job::{InputKind, JobSpec};
 use aitk_common::storage::checkpoints;
 use cache::Lease;
+use hub::HubError;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -23,8 +27,14 @@ pub(crate) struct Staged {
 }
 
 /// Brings everything that the assignment names. `folder` is the attempt's own.
-pub(crate) async fn inputs(context: &Context, assignment: &Assignment, folder: &Path) -> Result<Staged, Outcome> {
+pub(crate) async fn inputs(
+    context: &Context,
+    assignment: &Assignment,
+    reporter: &Reporter,
+    folder: &Path,
+) -> Result<Staged, Outcome> {
     let mut staged = Staged::default();
+    models(context, assignment, reporter, &mut staged).await?;
     if assignment.local {
         return Ok(staged);
     }
@@ -51,4 +61,43 @@ pub(crate) async fn inputs(context: &Context, assignment: &Assignment, folder: &
         staged.resume = Some(checkpoint.folder().to_owned());
     }
     Ok(staged)
+}
+
+/// Fetches the models that the config names by their repository.
+async fn models(
+    context: &Context,
+    assignment: &Assignment,
+    reporter: &Reporter,
+    staged: &mut Staged,
+) -> Result<(), Outcome> {
+    // A job that cannot be read is the child's to explain.
+    let Ok(job) = serde_json::from_str::<JobSpec>(&assignment.job_json) else {
+        return Ok(());
+    };
+    for input in job.inputs() {
+        let model = matches!(input.kind, InputKind::Model | InputKind::Vae);
+        let path = input.config_path;
+        if !model || assignment.inputs.contains_key(&path) || !hub::is_repository(&path) {
+            continue;
+        }
+        reporter.phase("downloading model").await;
+        let fetched = context
+            .hub
+            .fetch(&path, &|message| reporter.log_now("info", message))
+            .await;
+        let folder = fetched.map_err(|error| {
+            let cause = match &error {
+                HubError::NotFound { .. } | HubError::Denied { .. } | HubError::Layout { .. } => FailureCause::BadInput,
+                HubError::Unavailable { .. } | HubError::Damaged { .. } => FailureCause::Machine,
+                HubError::Files(error) if error.is_disk_full() => FailureCause::DiskFull,
+                HubError::Files(_) => FailureCause::Machine,
+            };
+            Outcome::Failed {
+                cause,
+                message: format!("{}: {error}", input.key),
+            }
+        })?;
+        staged.inputs.insert(path, folder);
+    }
+    Ok(())
 }

@@ -3,7 +3,7 @@
 use super::super::Context;
 use crate::adapters::{LoraNetwork, python_json, with_hashes};
 use crate::error::{EngineError, Result};
-use aitk_common::checkpoint::{CheckpointError, folder_name, step_of_folder};
+use aitk_common::checkpoint::CheckpointError;
 use aitk_common::fsutil::{self, FsError};
 use aitk_common::job::JobSpec;
 use aitk_common::job::dtype::DType as SaveDType;
@@ -144,29 +144,10 @@ impl RunFolder {
         fsutil::write_atomic(path, |out| out.write_all(&bytes)).map_err(fs_error)
     }
 
-    /// Removes all but the newest checkpoints up to this step. Later ones, which an attempt left that lost its lease,
-    /// do not count: they must not push out the one that was just announced.
-    fn prune_checkpoints(&self, step: u64) -> Result<()> {
-        let folder = self.checkpoints();
-        let mut steps: Vec<u64> = std::fs::read_dir(&folder)
-            .into_iter()
-            .flatten()
-            .flatten()
-            .filter_map(|entry| step_of_folder(&entry.file_name().to_string_lossy()))
-            .filter(|s| *s <= step)
-            .collect();
-        steps.sort_unstable();
-        steps.truncate(steps.len().saturating_sub(CHECKPOINTS));
-        for old in steps {
-            fsutil::remove(&folder.join(folder_name(old))).map_err(fs_error)?;
-        }
-        Ok(())
-    }
-
     /// Removes old step saves and old checkpoints. The answer names the LoRAs that are gone, also one that another
     /// machine made and that falls out of the kept ones now.
     pub(super) fn retain(&self, process: &TrainerProcess, step: u64) -> Result<Vec<PathBuf>> {
-        self.prune_checkpoints(step)?;
+        aitk_common::checkpoint::Checkpoint::prune(&self.checkpoints(), CHECKPOINTS).map_err(checkpoint_error)?;
         let keep = process.save.max_step_saves_to_keep;
         if keep == 0 {
             return Ok(Vec::new());

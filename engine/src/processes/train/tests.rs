@@ -331,24 +331,6 @@ fn what_changed_since_the_checkpoint_is_said() {
 }
 
 #[test]
-fn a_lost_attempts_later_checkpoints_push_nothing_out() {
-    let dir = tempfile::tempdir().unwrap();
-    let mut process = trainer(dir.path(), 12);
-    process.save.save_every = Some(2);
-    stop_at(&spec(process.clone()), 4);
-    let kept = dir.path().join("kept/step_000000002");
-    let local = dir.path().join("out/tiny/.aitk/checkpoints");
-    std::fs::create_dir_all(kept.parent().unwrap()).unwrap();
-    std::fs::rename(local.join("step_000000002"), &kept).unwrap();
-    stop_at(&spec(process.clone()), 9);
-    assert!(local.join("step_000000008").is_dir() && local.join("step_000000009").is_dir());
-    let mut again = spec(process);
-    again.resume_from = Some(kept);
-    stop_at(&again, 5);
-    assert!(local.join("step_000000004").is_dir() && local.join("step_000000005").is_dir());
-}
-
-#[test]
 fn retention_keeps_the_newest_and_says_what_went() {
     let dir = tempfile::tempdir().unwrap();
     let mut process = trainer(dir.path(), 9);

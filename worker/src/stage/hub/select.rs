@@ -1,0 +1,135 @@
+//! Which files of a repository make up the model.
+
+use aitk_common::hash::ContentHash;
+use serde::Deserialize;
+use std::collections::BTreeSet;
+
+/// Parts of a pipeline that we never run.
+const LEFT_OUT: [&str; 2] = ["safety_checker", "feature_extractor"];
+
+/// A file of a repository.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Remote {
+    pub(super) name: String,
+    pub(super) bytes: u64,
+    /// Only for big files.
+    pub(super) hash: Option<ContentHash>,
+}
+
+/// A repository at one revision.
+#[derive(Clone, Debug)]
+pub(super) struct Listed {
+    pub(super) revision: String,
+    pub(super) files: Vec<Remote>,
+}
+
+#[derive(Deserialize)]
+struct Answer {
+    sha: String,
+    #[serde(default)]
+    siblings: Vec<Sibling>,
+}
+
+#[derive(Deserialize)]
+struct Sibling {
+    rfilename: String,
+    size: Option<u64>,
+    lfs: Option<Lfs>,
+}
+
+#[derive(Deserialize)]
+struct Lfs {
+    sha256: String,
+    size: u64,
+}
+
+impl Listed {
+    /// Reads the hub's answer.
+    pub(super) fn parse(text: &[u8]) -> Result<Self, String> {
+        let answer: Answer =
+            serde_json::from_slice(text).map_err(|error| format!("the hub's answer is not understood: {error}"))?;
+        // It becomes part of a path.
+        if answer.sha.len() > 64 || answer.sha.is_empty() || !answer.sha.bytes().all(|b| b.is_ascii_hexdigit()) {
+            return Err("the hub names no revision".to_owned());
+        }
+        let file = |sibling: Sibling| {
+            let bytes = sibling.lfs.as_ref().map(|lfs| lfs.size).or(sibling.size);
+            let bytes = bytes.ok_or_else(|| format!("the hub does not say how long {} is", sibling.rfilename))?;
+            let hash = match sibling.lfs {
+                Some(lfs) => Some(ContentHash::parse(&lfs.sha256).map_err(|error| error.to_string())?),
+                None => None,
+            };
+            Ok(Remote {
+                name: sibling.rfilename,
+                bytes,
+                hash,
+            })
+        };
+        let files = answer.siblings.into_iter().map(file).collect::<Result<_, String>>()?;
+        Ok(Self {
+            revision: answer.sha,
+            files,
+        })
+    }
+}
+
+/// The file that says which folders there are.
+pub(super) fn index_of(listed: &Listed) -> Option<&Remote> {
+    listed.files.iter().find(|file| file.name == "model_index.json")
+}
+
+/// The files to fetch besides the index.
+pub(super) fn files<'a>(listed: &'a Listed, index: &[u8]) -> Result<Vec<&'a Remote>, String> {
+    let index: serde_json::Map<String, serde_json::Value> =
+        serde_json::from_slice(index).map_err(|error| format!("its model_index.json is not understood: {error}"))?;
+    let part = |file: &Remote| {
+        let Some((folder, name)) = file.name.split_once('/') else {
+            return false;
+        };
+        index.contains_key(folder) && !LEFT_OUT.contains(&folder) && !name.contains('/')
+    };
+    pick(listed, part)
+}
+
+/// The files of a repository that is one part of a pipeline, such as a VAE: all of it lies at the top.
+pub(super) fn single_part(listed: &Listed) -> Result<Vec<&Remote>, String> {
+    if !listed.files.iter().any(|file| file.name == "config.json") {
+        return Err("it has neither model_index.json nor config.json".to_owned());
+    }
+    pick(listed, |file| !file.name.contains('/'))
+}
+
+/// Of the files that `belongs` admits, those that we read: of several variants the plain one.
+fn pick(listed: &Listed, belongs: impl Fn(&Remote) -> bool) -> Result<Vec<&Remote>, String> {
+    let names: BTreeSet<&str> = listed.files.iter().map(|file| file.name.as_str()).collect();
+    let wanted: Vec<&Remote> = listed
+        .files
+        .iter()
+        .filter(|file| {
+            let kind = [".safetensors", ".json", ".txt"]
+                .iter()
+                .any(|ending| file.name.ends_with(ending));
+            belongs(file) && kind && !plain_version(&file.name).is_some_and(|plain| has(&names, &plain))
+        })
+        .collect();
+    if !wanted.iter().any(|file| file.name.ends_with(".safetensors")) {
+        return Err("it has no safetensors file; models in pickle files (.bin, .ckpt) are refused".to_owned());
+    }
+    Ok(wanted)
+}
+
+/// `unet/diffusion_pytorch_model.fp16.safetensors` -> `unet/diffusion_pytorch_model.safetensors`, for any variant.
+fn plain_version(name: &str) -> Option<String> {
+    let stem = name
+        .strip_suffix(".safetensors")
+        .or_else(|| name.strip_suffix(".safetensors.index.json"))?;
+    let (plain, _variant) = stem.rsplit_once('.')?;
+    Some(plain.to_owned())
+}
+
+/// Whether the plain version is there, in one file or in shards.
+fn has(names: &BTreeSet<&str>, plain: &str) -> bool {
+    [".safetensors", ".safetensors.index.json"]
+        .iter()
+        .any(|ending| names.contains(format!("{plain}{ending}").as_str()))
+}

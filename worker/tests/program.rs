@@ -1,0 +1,168 @@
+//! The program itself: exit codes, messages, signals.
+
+mod support;
+
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+use support::Lab;
+
+fn program() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_aitk-worker"));
+    for name in [
+        "AITK_TOKEN",
+        "AITK_TOKEN_FILE",
+        "AITK_SERVER",
+        "AITK_LOG_LEVEL",
+        "AITK_DEVICES",
+    ] {
+        command.env_remove(name);
+    }
+    command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    command
+}
+
+/// Runs to the end, within bounds.
+async fn run(command: &mut Command) -> Output {
+    let mut child = command.spawn().unwrap();
+    let deadline = Instant::now() + support::PATIENCE;
+    while child.try_wait().unwrap().is_none() {
+        if Instant::now() > deadline {
+            child.kill().unwrap();
+            panic!("the program does not end: {:?}", child.wait_with_output());
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    child.wait_with_output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn probe_says_what_there_is() {
+    let output = run(program().args(["probe", "--json"])).await;
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let found: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(found["schema_version"], 1);
+    let devices = found["devices"].as_array().unwrap();
+    assert_eq!(devices.last().unwrap()["device"]["kind"], "cpu");
+    let output = run(program().arg("probe")).await;
+    let shown = text(&output.stdout);
+    assert!(
+        shown.contains("GiB for a task") && shown.lines().all(|line| line.chars().count() <= 80),
+        "{shown}"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_wrong_token_is_exit_code_4_and_a_wrong_device_1() {
+    let lab = Lab::start().await;
+    let data = lab.path("w");
+    let output = run(program()
+        .env("AITK_TOKEN", "0".repeat(64))
+        .args(["--server", &lab.url(), "--devices", "cpu", "--data-dir"])
+        .arg(&data))
+    .await;
+    assert_eq!(output.status.code(), Some(4), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("token"), "{}", text(&output.stderr));
+
+    let output = run(program()
+        .env("AITK_TOKEN", &lab.token)
+        .args(["--devices", "cuda:7", "--data-dir"])
+        .arg(&data))
+    .await;
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        text(&output.stderr).contains("no device cuda:7"),
+        "{}",
+        text(&output.stderr)
+    );
+    let output = run(program().arg("--data-dir").arg(&data)).await;
+    assert!(
+        text(&output.stderr).contains("--token-file"),
+        "{}",
+        text(&output.stderr)
+    );
+    let output = run(program().arg("--no-such-flag")).await;
+    assert_eq!(output.status.code(), Some(2));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn sigterm_is_leaving_in_order() {
+    let lab = Lab::start().await;
+    let mut daemon = program()
+        .env("AITK_TOKEN", &lab.token)
+        .args([
+            "--server",
+            &lab.url(),
+            "--devices",
+            "cpu",
+            "--name",
+            "basement",
+            "--data-dir",
+        ])
+        .arg(lab.path("w"))
+        .spawn()
+        .unwrap();
+    let seen = async {
+        loop {
+            let request = aitk_proto::v1::ListWorkersRequest {};
+            let workers = lab
+                .clients()
+                .await
+                .jobs
+                .list_workers(request)
+                .await
+                .unwrap()
+                .into_inner()
+                .workers;
+            if workers
+                .iter()
+                .any(|worker| worker.name == "basement" && worker.connected)
+            {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    let seen = tokio::time::timeout(support::PATIENCE, seen).await;
+    let pid = nix::unistd::Pid::from_raw(i32::try_from(daemon.id()).unwrap());
+    nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM).unwrap();
+    let until = Instant::now() + support::PATIENCE;
+    let status = loop {
+        if let Some(status) = daemon.try_wait().unwrap() {
+            break status;
+        }
+        if Instant::now() > until {
+            daemon.kill().unwrap();
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    };
+    let said = text(&daemon.wait_with_output().unwrap().stderr);
+    assert!(seen.is_ok(), "the worker did not register: {said}");
+    assert_eq!(status.code(), Some(0), "{said}");
+}
+
+/// The attempt's main function, up to the engine: it reads, refuses, and says so on standard output.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_attempt_without_a_specification_says_so() {
+    let folder = tempfile::tempdir().unwrap();
+    let spec = folder.path().join("spec.json");
+    std::fs::write(&spec, "{}").unwrap();
+    for path in [folder.path().join("absent"), spec] {
+        let mut command = program();
+        command.stdin(Stdio::piped()).args(["attempt", "--spec"]).arg(&path);
+        let output = run(&mut command).await;
+        assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
+        let last = text(&output.stdout);
+        let event: serde_json::Value = serde_json::from_str(last.lines().last().unwrap()).unwrap();
+        assert_eq!(
+            (&event["event"], &event["outcome"]["cause"]),
+            (&"finished".into(), &"internal".into())
+        );
+    }
+}

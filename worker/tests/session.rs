@@ -1,0 +1,353 @@
+//! A worker and a real coordinator: assignment to artifact, breaks in between, refusals.
+
+mod support;
+
+use aitk_common::control::{AttemptState, JobState};
+use aitk_common::hash::ContentHash;
+use aitk_common::storage::{BlobStore, checkpoints, snapshot};
+use aitk_proto::remote_blobs::RemoteBlobs;
+use aitk_proto::v1;
+use aitk_worker::Refusal;
+use serde_json::json;
+use std::collections::HashMap;
+use std::time::Duration;
+use support::{Lab, connected, eventually, finished, say, script, wait_for};
+
+fn artifact(kind: &str, name: &str) -> String {
+    let event =
+        json!({"event": "artifact", "kind": kind, "path": "HERE/output/", "name": name, "step": 5, "index": null});
+    let event = event
+        .to_string()
+        .replace("HERE/output/", &format!("'\"$PWD\"'/output/{name}"));
+    format!("echo '{event}'\n")
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_job_runs_from_its_inputs_to_its_artifact() {
+    let lab = Lab::start().await;
+    let data = lab.path("data");
+    std::fs::create_dir(&data).unwrap();
+    std::fs::write(data.join("a.txt"), "a caption").unwrap();
+    let store = RemoteBlobs::new(&lab.clients().await);
+    let scanned = snapshot::scan(&data, &mut |_| {}).unwrap();
+    let id = snapshot::upload(&store, &scanned, &mut |_| {}).await.unwrap().id;
+
+    let checkpoint = lab.checkpoint(5);
+    let text = script(&[
+        r#"where=$(sed -n 's/.*"my.data": "\(.*\)".*/\1/p' "$2"); cat "$where/a.txt"; echo; echo "seed $(grep -c '"seed"' "$2")""#,
+        "\n",
+        &say(json!({"event": "phase", "name": "training"})),
+        &say(json!({"event": "progress", "done": 5, "total": 10, "seconds_per_step": 0.5})),
+        "printf lora > output/my.safetensors\n",
+        &artifact("lora", "my.safetensors"),
+        &say(json!({"event": "checkpoint", "path": checkpoint, "step": 5})),
+        &say(json!({"event": "progress", "done": 10, "total": 10, "seconds_per_step": 0.5})),
+        &finished("completed"),
+    ]);
+    let worker = lab.worker("w", &text).await;
+    let job = lab
+        .submit(HashMap::from([("my.data".to_owned(), id.to_hex())]), false)
+        .await;
+    let view = lab.until_state(&job, JobState::Completed).await;
+    assert_eq!(view.checkpoint_step, Some(5));
+    assert_eq!(view.progress.unwrap().done, 10);
+    assert_eq!(view.attempts.len(), 1);
+    let log = lab.log(&job).await;
+    assert!(
+        log.iter().any(|line| line == "a caption") && log.iter().any(|line| line == "seed 1"),
+        "{log:?}"
+    );
+
+    let request = v1::ArtifactsRequest { job_id: job };
+    let artifacts = lab
+        .clients()
+        .await
+        .jobs
+        .artifacts(request)
+        .await
+        .unwrap()
+        .into_inner()
+        .artifacts;
+    assert_eq!(
+        (artifacts.len(), artifacts[0].name.as_str(), artifacts[0].bytes),
+        (1, "my.safetensors", 4)
+    );
+    let hash = ContentHash::parse(&artifacts[0].sha256).unwrap();
+    assert_eq!(store.get_bytes(hash, 100).await.unwrap().as_ref(), b"lora");
+    eventually("the attempt's folder stays", || lab.nothing_left("w")).await;
+    worker.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_attempt_goes_on_while_the_coordinator_is_away() {
+    let mut lab = Lab::start().await;
+    let checkpoint = lab.checkpoint(7);
+    let (away, seen) = (lab.path("away"), lab.path("seen"));
+    let text = script(&[
+        &say(json!({"event": "progress", "done": 1, "total": 10, "seconds_per_step": null})),
+        &wait_for(&away),
+        &say(json!({"event": "log", "level": "info", "message": "said into the dark"})),
+        &say(json!({"event": "checkpoint", "path": checkpoint, "step": 7})),
+        "printf lora > output/my.safetensors\n",
+        &artifact("lora", "my.safetensors"),
+        &say(json!({"event": "progress", "done": 10, "total": 10, "seconds_per_step": null})),
+        &finished("completed"),
+        &format!("touch '{}'\n", seen.display()),
+    ]);
+    let worker = lab.worker("w", &text).await;
+    let job = lab.submit(HashMap::new(), false).await;
+    lab.until(&job, "under way", |job| job.progress.is_some()).await;
+    lab.stop_coordinator().await;
+    std::fs::write(&away, "").unwrap();
+    eventually("the child stopped with the coordinator", || seen.exists()).await;
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    lab.start_coordinator().await;
+    let view = lab.until_state(&job, JobState::Completed).await;
+    assert_eq!((view.attempts.len(), view.checkpoint_step), (1, Some(7)), "{view:#?}");
+    assert_eq!(view.progress.unwrap().done, 10);
+    let log = lab.log(&job).await;
+    assert_eq!(
+        log.iter().filter(|line| *line == "said into the dark").count(),
+        1,
+        "{log:?}"
+    );
+    eventually("the attempt's folder stays", || lab.nothing_left("w")).await;
+    worker.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_leaves_saves_and_another_goes_on_from_there() {
+    let lab = Lab::start().await;
+    let checkpoint = lab.checkpoint(3);
+    let first = script(&[
+        "trap 'stop=1' TERM\n",
+        &say(json!({"event": "progress", "done": 1, "total": 10, "seconds_per_step": null})),
+        "while [ -z \"$stop\" ]; do sleep 0.02; done\n",
+        &say(json!({"event": "checkpoint", "path": checkpoint, "step": 3})),
+        &finished("stopped"),
+    ]);
+    let leaving = lab.worker("leaves", &first).await;
+    let job = lab.submit(HashMap::new(), false).await;
+    lab.until(&job, "under way", |job| job.progress.is_some()).await;
+    let second = script(&[
+        r#"resume=$(sed -n 's/.*"resume_from": "\(.*\)".*/\1/p' "$2"); cat "$resume/state.json"; echo"#,
+        "\n",
+        &finished("completed"),
+    ]);
+    leaving.shutdown().await;
+    assert!(lab.nothing_left("leaves"));
+    let staying = lab.worker("stays", &second).await;
+    let view = lab.until_state(&job, JobState::Completed).await;
+    assert_eq!(view.attempts.len(), 2, "{view:#?}");
+    assert_eq!(view.attempts[0].state, AttemptState::Stopped);
+    let log = lab.log(&job).await;
+    assert!(log.iter().any(|line| line == "state of 3"), "{log:?}");
+    staying.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stopped_job_saves_and_a_crash_is_explained() {
+    let lab = Lab::start().await;
+    let text = script(&[
+        "trap 'stop=1' TERM\n",
+        &say(json!({"event": "progress", "done": 1, "total": 10, "seconds_per_step": null})),
+        "while [ -z \"$stop\" ]; do sleep 0.02; done\n",
+        &finished("stopped"),
+    ]);
+    let worker = lab.worker("w", &text).await;
+    let job = lab.submit(HashMap::new(), false).await;
+    lab.until(&job, "under way", |job| job.progress.is_some()).await;
+    let stop = v1::StopJobRequest {
+        job_id: job.clone(),
+        now: false,
+    };
+    lab.clients().await.jobs.stop(stop).await.unwrap();
+    lab.until_state(&job, JobState::Stopped).await;
+    worker.shutdown().await;
+
+    let event = json!({"event": "finished", "outcome":
+        {"outcome": "failed", "cause": "bad_input", "message": "data/a.png: the file is empty"}});
+    let worker = lab.worker("v", &say(event)).await;
+    let job = lab.submit(HashMap::new(), false).await;
+    let view = lab.until_state(&job, JobState::Failed).await;
+    assert!(view.reason.contains("data/a.png: the file is empty"), "{}", view.reason);
+    worker.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_local_job_uploads_nothing_and_says_where_things_lie() {
+    let lab = Lab::start().await;
+    let made = lab.path("my.safetensors");
+    std::fs::write(&made, "lora").unwrap();
+    let checkpoint = lab.checkpoint(5);
+    let text = script(&[
+        &say(
+            json!({"event": "artifact", "kind": "lora", "path": made, "name": "my.safetensors", "step": 5, "index": null}),
+        ),
+        &say(json!({"event": "checkpoint", "path": checkpoint, "step": 5})),
+        r#"grep -c '"output_root": null' "$2"; pwd"#,
+        "\n",
+        &finished("completed"),
+    ]);
+    let worker = lab.worker("w", &text).await;
+    let job = lab.submit(HashMap::new(), true).await;
+    let view = lab.until_state(&job, JobState::Completed).await;
+    assert_eq!(view.checkpoint_step, None);
+    let request = v1::ArtifactsRequest { job_id: job.clone() };
+    let artifacts = lab
+        .clients()
+        .await
+        .jobs
+        .artifacts(request)
+        .await
+        .unwrap()
+        .into_inner()
+        .artifacts;
+    assert_eq!(
+        (artifacts[0].local_path.as_str(), artifacts[0].sha256.as_str()),
+        (made.to_str().unwrap(), "")
+    );
+    assert!(made.exists());
+    let here = std::env::current_dir().unwrap();
+    let log = lab.log(&job).await;
+    assert!(
+        log.iter().any(|line| line == "1") && log.iter().any(|line| *line == here.display().to_string()),
+        "{log:?}"
+    );
+    worker.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lost_attempt_is_fenced_and_its_child_killed() {
+    let mut lab = Lab::start().await;
+    let pid = lab.path("pid");
+    let text = script(&[
+        &format!("echo $$ > '{}'\n", pid.display()),
+        &say(json!({"event": "progress", "done": 1, "total": 10, "seconds_per_step": null})),
+        "while :; do sleep 0.05; done\n",
+    ]);
+    let worker = lab.worker("w", &text).await;
+    let job = lab.submit(HashMap::new(), false).await;
+    lab.until(&job, "under way", |job| job.progress.is_some()).await;
+    let child: i32 = std::fs::read_to_string(&pid).unwrap().trim().parse().unwrap();
+    // The coordinator comes back without its memory: nobody gave us this attempt.
+    lab.stop_coordinator().await;
+    let db = lab.path("coordinator");
+    for entry in std::fs::read_dir(&db).unwrap().flatten() {
+        if entry.file_name().to_string_lossy().starts_with("aitk.db") {
+            std::fs::remove_file(entry.path()).unwrap();
+        }
+    }
+    lab.start_coordinator().await;
+    let gone = || nix::sys::signal::kill(nix::unistd::Pid::from_raw(child), None).is_err();
+    eventually("the fenced child lives", gone).await;
+    connected(&worker).await;
+    eventually("the attempt's folder stays", || lab.nothing_left("w")).await;
+    worker.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn refusals_end_the_worker_with_a_sentence() {
+    let lab = Lab::start().await;
+    let mut config = lab.config("w", "true");
+    config.token = "0".repeat(64);
+    let mut worker = aitk_worker::start(config).await.unwrap();
+    let ended = tokio::time::timeout(support::PATIENCE, worker.ended()).await.unwrap();
+    assert!(
+        matches!(&ended, Err(Refusal::Token(message)) if !message.is_empty()),
+        "{ended:?}"
+    );
+
+    let mut config = lab.config("v", "true");
+    config.server = "http://example.com".into();
+    let mut worker = aitk_worker::start(config).await.unwrap();
+    let ended = tokio::time::timeout(support::PATIENCE, worker.ended()).await.unwrap();
+    assert!(
+        matches!(&ended, Err(Refusal::Config(message)) if message.contains("TLS")),
+        "{ended:?}"
+    );
+}
+
+/// A coordinator of another version.
+struct Newer;
+
+#[tonic::async_trait]
+impl v1::workers_server::Workers for Newer {
+    type SessionStream = tokio_stream::Empty<Result<v1::CoordinatorMessage, tonic::Status>>;
+
+    async fn session(
+        &self,
+        _request: tonic::Request<tonic::Streaming<v1::WorkerMessage>>,
+    ) -> Result<tonic::Response<Self::SessionStream>, tonic::Status> {
+        Err(tonic::Status::failed_precondition(
+            "this coordinator speaks protocol 2; update aitk-worker",
+        ))
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn another_protocol_version_is_a_refusal() {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let addr = listener.local_addr().unwrap();
+    let incoming = tonic::transport::server::TcpIncoming::from(listener);
+    let service = v1::workers_server::WorkersServer::new(Newer);
+    let server = tonic::transport::Server::builder()
+        .add_service(service)
+        .serve_with_incoming(incoming);
+    let server = tokio::spawn(server);
+    let lab = Lab::start().await;
+    let mut config = lab.config("w", "true");
+    config.server = format!("http://{addr}");
+    let mut worker = aitk_worker::start(config).await.unwrap();
+    let ended = tokio::time::timeout(support::PATIENCE, worker.ended()).await.unwrap();
+    assert!(
+        matches!(&ended, Err(Refusal::Protocol(message)) if message.contains("protocol 2")),
+        "{ended:?}"
+    );
+    server.abort();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_worker_keeps_its_identity() {
+    let lab = Lab::start().await;
+    let id = |worker: &aitk_worker::Running| worker.status().borrow().clone();
+    let first = lab.worker("w", "true").await;
+    let before = id(&first);
+    first.shutdown().await;
+    let second = lab.worker("w", "true").await;
+    assert_eq!(before, id(&second));
+    second.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_checkpoint_in_storage_is_the_one_that_was_made() {
+    let lab = Lab::start().await;
+    let checkpoint = lab.checkpoint(9);
+    let text = script(&[
+        &say(json!({"event": "checkpoint", "path": checkpoint, "step": 9})),
+        &finished("completed"),
+    ]);
+    let worker = lab.worker("w", &text).await;
+    let job = lab.submit(HashMap::new(), false).await;
+    lab.until_state(&job, JobState::Completed).await;
+    let request = v1::EventsRequest {
+        job_id: job,
+        cursor: 0,
+        follow: false,
+    };
+    let mut events = lab.clients().await.jobs.events(request).await.unwrap().into_inner();
+    let mut manifest = None;
+    while let Some(event) = events.message().await.unwrap() {
+        if let Some(v1::job_event::Body::Checkpoint(committed)) = event.body {
+            manifest = Some(ContentHash::parse(&committed.manifest_sha256).unwrap());
+        }
+    }
+    let store = RemoteBlobs::new(&lab.clients().await);
+    let there = lab.path("fetched");
+    std::fs::create_dir(&there).unwrap();
+    let fetched = checkpoints::fetch(&store, manifest.unwrap(), &there, &mut |_| {})
+        .await
+        .unwrap();
+    assert_eq!(fetched.step(), 9);
+    worker.shutdown().await;
+}

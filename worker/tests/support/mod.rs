@@ -1,0 +1,225 @@
+//! A coordinator in this process, and workers whose children are shell scripts.
+
+#![allow(dead_code, reason = "each test program uses its own part")]
+
+use aitk_common::capability::{Device, DeviceKind, DeviceRef};
+use aitk_common::checkpoint::CheckpointWriter;
+use aitk_common::control::{JobState, JobView};
+use aitk_common::plan::profile::MemoryProfile;
+use aitk_proto::client::{Clients, connect};
+use aitk_proto::v1;
+use aitk_worker::{Config, Running, Status};
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+
+pub(crate) struct Lab {
+    pub(crate) folder: tempfile::TempDir,
+    pub(crate) coordinator: Option<aitk_coordinator::Running>,
+    pub(crate) addr: SocketAddr,
+    pub(crate) token: String,
+}
+
+impl Lab {
+    pub(crate) async fn start() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let any = SocketAddr::from(([127, 0, 0, 1], 0));
+        let coordinator = coordinator(folder.path(), any).await;
+        let (addr, token) = (coordinator.addr, coordinator.token.clone());
+        Self {
+            folder,
+            coordinator: Some(coordinator),
+            addr,
+            token,
+        }
+    }
+
+    /// Ends the coordinator; what it had acknowledged is on its disk.
+    pub(crate) async fn stop_coordinator(&mut self) {
+        self.coordinator.take().unwrap().shutdown().await;
+    }
+
+    /// Starts it again, at the same address.
+    pub(crate) async fn start_coordinator(&mut self) {
+        self.coordinator = Some(coordinator(self.folder.path(), self.addr).await);
+    }
+
+    pub(crate) fn url(&self) -> String {
+        format!("http://{}", self.addr)
+    }
+
+    pub(crate) async fn clients(&self) -> Clients {
+        connect(&self.url(), &self.token, None).await.unwrap()
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// A worker whose children run this script: `$2` is the specification, `$PWD` the attempt's folder.
+    pub(crate) async fn worker(&self, name: &str, script: &str) -> Running {
+        let worker = aitk_worker::start(self.config(name, script)).await.unwrap();
+        connected(&worker).await;
+        worker
+    }
+
+    pub(crate) fn config(&self, name: &str, script: &str) -> Config {
+        let mut config = Config::new(self.url(), self.token.clone(), self.path(name));
+        config.name = name.to_owned();
+        config.devices = vec![device()];
+        config.attempt_command = ["sh", "-c", script].map(Into::into).to_vec();
+        config.grace = Duration::from_secs(5);
+        config.shutdown_patience = Duration::from_secs(10);
+        config
+    }
+
+    pub(crate) async fn submit(&self, inputs: HashMap<String, String>, local: bool) -> String {
+        let request = v1::SubmitRequest {
+            config_text: "job: generate".into(),
+            config_format: "yaml".into(),
+            job_json: r#"{"job":"generate","name":"n"}"#.into(),
+            inputs,
+            local,
+            idempotency_key: String::new(),
+        };
+        self.clients()
+            .await
+            .jobs
+            .submit(request)
+            .await
+            .unwrap()
+            .into_inner()
+            .job_id
+    }
+
+    pub(crate) async fn job(&self, id: &str) -> JobView {
+        let request = v1::GetJobRequest { job_id: id.to_owned() };
+        self.clients()
+            .await
+            .jobs
+            .get(request)
+            .await
+            .unwrap()
+            .into_inner()
+            .try_into()
+            .unwrap()
+    }
+
+    /// Waits until the job is as wanted.
+    pub(crate) async fn until(&self, id: &str, what: &str, wanted: impl Fn(&JobView) -> bool) -> JobView {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let job = self.job(id).await;
+            if wanted(&job) {
+                return job;
+            }
+            assert!(
+                Instant::now() < deadline,
+                "the job is not {what}: {job:#?}\nits log: {:#?}",
+                self.log(id).await
+            );
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    pub(crate) async fn until_state(&self, id: &str, state: JobState) -> JobView {
+        self.until(id, state.name(), |job| job.state == state).await
+    }
+
+    /// Every log line of the job.
+    pub(crate) async fn log(&self, id: &str) -> Vec<String> {
+        let request = v1::EventsRequest {
+            job_id: id.to_owned(),
+            cursor: 0,
+            follow: false,
+        };
+        let mut events = self.clients().await.jobs.events(request).await.unwrap().into_inner();
+        let mut lines = Vec::new();
+        while let Ok(Some(event)) = events.message().await {
+            if let Some(v1::job_event::Body::Log(line)) = event.body {
+                lines.push(line.message);
+            }
+        }
+        lines
+    }
+
+    /// A complete checkpoint on disk, for a script to announce.
+    pub(crate) fn checkpoint(&self, step: u64) -> PathBuf {
+        let parent = self.path("made");
+        std::fs::create_dir_all(&parent).unwrap();
+        let mut writer = CheckpointWriter::new(&parent, step).unwrap();
+        writer
+            .add_bytes("state.json", "state", format!("state of {step}").as_bytes())
+            .unwrap();
+        writer.commit(serde_json::Map::new()).unwrap()
+    }
+
+    /// Nothing is left of any attempt of this worker.
+    pub(crate) fn nothing_left(&self, worker: &str) -> bool {
+        std::fs::read_dir(self.path(worker).join("attempts"))
+            .unwrap()
+            .next()
+            .is_none()
+    }
+}
+
+async fn coordinator(folder: &Path, bind: SocketAddr) -> aitk_coordinator::Running {
+    let mut config = aitk_coordinator::Config::new(folder.join("coordinator"));
+    config.bind = bind;
+    config.lease = Duration::from_secs(3);
+    aitk_coordinator::start(config).await.unwrap()
+}
+
+pub(crate) async fn connected(worker: &Running) {
+    let mut status = worker.status();
+    let waiting = status.wait_for(|status| matches!(status, Status::Connected(_)));
+    tokio::time::timeout(PATIENCE, waiting)
+        .await
+        .expect("the worker does not connect")
+        .unwrap();
+}
+
+/// Waits for something that is not told by anybody.
+pub(crate) async fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !holds() {
+        assert!(Instant::now() < deadline, "{what}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+pub(crate) fn device() -> Device {
+    Device {
+        device: DeviceRef {
+            kind: DeviceKind::Cpu,
+            index: 0,
+        },
+        name: "test".into(),
+        architecture: "x86_64".into(),
+        memory_total: 8 << 30,
+        memory_budget: 4 << 30,
+        dtypes: vec!["f32".into()],
+        attention: vec!["eager".into()],
+        profile: MemoryProfile::CpuOnly,
+    }
+}
+
+/// Shell lines that say an event.
+pub(crate) fn say(event: serde_json::Value) -> String {
+    format!("echo '{event}'\n")
+}
+
+pub(crate) fn finished(outcome: &str) -> String {
+    say(serde_json::json!({ "event": "finished", "outcome": { "outcome": outcome } }))
+}
+
+pub(crate) fn wait_for(path: &Path) -> String {
+    format!("while [ ! -e '{}' ]; do sleep 0.02; done\n", path.display())
+}
+
+pub(crate) fn script(parts: &[&str]) -> String {
+    parts.concat()
+}
