@@ -30,10 +30,11 @@ pub fn run_attempt(spec_path: &Path) -> ExitCode {
     });
     let mut events = Lines;
     let stop = StopSignal::new();
-    bind_to_daemon(&stop);
+    // Before the first thread: one that does not block the signals would end the process with them.
     if let Err(error) = stop_on_signals(&stop) {
         events.emit(log("warn", format!("signals cannot be caught: {error}")));
     }
+    bind_to_daemon(&stop);
     let (outcome, code) = match read_spec(spec_path) {
         Ok(spec) => {
             let ran = catch_unwind(AssertUnwindSafe(|| processes::run(&spec, &mut events, &stop)));
