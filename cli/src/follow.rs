@@ -62,10 +62,14 @@ impl<'a> Follow<'a> {
         loop {
             match self.try_next().await {
                 Ok(Some(event)) => {
-                    if event.cursor <= self.cursor {
+                    // Progress is told beside the log and takes no number of its own.
+                    let numbered = !matches!(event.body, EventBody::Progress(_));
+                    if event.cursor < self.cursor + u64::from(numbered) {
                         continue;
                     }
-                    self.cursor = event.cursor;
+                    if numbered {
+                        self.cursor = event.cursor;
+                    }
                     (self.pause, self.waited) = (FIRST_PAUSE, Duration::ZERO);
                     return Ok(Some(event));
                 }

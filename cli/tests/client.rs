@@ -173,6 +173,36 @@ async fn logs_are_cut_and_streams_are_json_lines() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn progress_is_told_beside_the_numbered_events() {
+    let fake = fake(vec![job("j1", "ada", JobState::Completed)]);
+    let progress = v1::Progress {
+        done: 3,
+        total: 9,
+        seconds_per_step: Some(0.5),
+    };
+    let event = v1::JobEvent {
+        body: Some(v1::job_event::Body::Progress(progress)),
+        ..log(1, "")
+    };
+    fake.0
+        .lock()
+        .unwrap()
+        .scripts
+        .push_back((vec![log(1, "one"), event, log(2, "two")], None));
+    let json = out(&ask(&fake, &["watch", "j1", "--json"]).await);
+    let kinds: Vec<String> = json
+        .lines()
+        .map(|line| {
+            serde_json::from_str::<serde_json::Value>(line).unwrap()["event"]
+                .as_str()
+                .unwrap()
+                .to_owned()
+        })
+        .collect();
+    assert_eq!(kinds, ["log", "progress", "log"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn artifacts_with_a_bad_name_are_not_fetched() {
     let fake = fake(vec![job("j1", "ada", JobState::Completed)]);
     fake.0.lock().unwrap().artifacts.push(v1::Artifact {
