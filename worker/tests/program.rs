@@ -1,5 +1,7 @@
 //! The program itself: exit codes, messages, signals.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
+
 mod support;
 
 use std::process::{Command, Output, Stdio};

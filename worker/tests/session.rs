@@ -1,5 +1,7 @@
 //! A worker and a real coordinator: assignment to artifact, breaks in between, refusals.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
+
 mod support;
 
 use aitk_common::control::{AttemptState, JobState};

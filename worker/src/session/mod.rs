@@ -394,10 +394,10 @@ fn want(attempt: &Attempt, wanted: Wanted) {
 
 /// Room for one message to the coordinator; never, without a connection. A link that has gone says so itself.
 async fn room(sender: Option<&mpsc::Sender<ToCoordinator>>) -> mpsc::Permit<'_, ToCoordinator> {
-    if let Some(sender) = sender {
-        if let Ok(room) = sender.reserve().await {
-            return room;
-        }
+    if let Some(sender) = sender
+        && let Ok(room) = sender.reserve().await
+    {
+        return room;
     }
     std::future::pending().await
 }

@@ -86,10 +86,10 @@ impl Reporter {
             request,
             reply,
         };
-        if self.session.send(message).await.is_ok() {
-            if let Ok(answer) = answer.await {
-                return answer;
-            }
+        if self.session.send(message).await.is_ok()
+            && let Ok(answer) = answer.await
+        {
+            return answer;
         }
         std::future::pending().await
     }

@@ -153,10 +153,10 @@ fn last_use(tree: &Path) -> SystemTime {
 /// Removes the blobs that no tree links to.
 fn remove_unlinked(folder: &Path) {
     walk(folder, &mut |path, data| {
-        if data.nlink() == 1 {
-            if let Err(error) = fsutil::remove(path) {
-                tracing::warn!(%error, "not removed");
-            }
+        if data.nlink() == 1
+            && let Err(error) = fsutil::remove(path)
+        {
+            tracing::warn!(%error, "not removed");
         }
     });
 }
