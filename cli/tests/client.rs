@@ -1,5 +1,7 @@
 //! The program against a coordinator that says what it is told to.
 
+#![allow(clippy::unwrap_used)]
+
 mod support;
 
 use aitk_proto::v1::{self, JobState};

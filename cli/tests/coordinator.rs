@@ -1,5 +1,6 @@
 //! The program against a real coordinator in this process.
 #![cfg(feature = "embedded")]
+#![allow(clippy::unwrap_used)]
 
 mod support;
 

@@ -1,5 +1,7 @@
 //! Every exit code that needs no coordinator, and what is said beside it.
 
+#![allow(clippy::unwrap_used)]
+
 mod support;
 
 use std::os::unix::fs::PermissionsExt;

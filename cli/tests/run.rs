@@ -1,5 +1,6 @@
 //! `aitk run` and `aitk up` with the real engine on the tiny model.
 #![cfg(feature = "embedded")]
+#![allow(clippy::unwrap_used)]
 
 mod support;
 

@@ -12,7 +12,7 @@ use crate::output::{Format, Ui};
 use crate::paths::expand;
 use crate::upload::{Staged, Upload, stage};
 use aitk_common::control::{Submission, Submitted};
-use aitk_common::job::{Input, LoadedJob};
+use aitk_common::job::{Input, InputKind, LoadedJob};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::io::{BufRead, IsTerminal};
@@ -116,13 +116,13 @@ fn say_sent(ui: &Ui, sent: &[Staged]) {
 fn local_inputs(context: &Context, loaded: &LoadedJob) -> Result<BTreeMap<String, PathBuf>, Failure> {
     let mut found = BTreeMap::new();
     let mut missing = Vec::new();
-    for Input { config_path, key, .. } in loaded
-        .spec
-        .inputs()
-        .into_iter()
-        .filter(|input| !input.config_path.is_empty())
-    {
+    for Input { config_path, key, kind } in loaded.spec.inputs() {
         let path = expand(&config_path, &context.directory, &env);
+        if config_path.is_empty()
+            || (matches!(kind, InputKind::Model | InputKind::Vae) && !path.exists() && is_repository(&config_path))
+        {
+            continue;
+        }
         if path.exists() {
             found.insert(config_path, path);
         } else {
@@ -137,7 +137,19 @@ fn local_inputs(context: &Context, loaded: &LoadedJob) -> Result<BTreeMap<String
     let lines: Vec<String> = missing.iter().map(|line| printable(line)).collect();
     Err(Failure::not_found(lines.join("\n"))
         .hint("paths are taken from the folder in which the command runs")
-        .hint("models are not fetched from a hub yet: download them, and name the folder or file"))
+        .hint("a model may also be the name of a Hugging Face repository, ORG/NAME"))
+}
+
+/// Whether this is `ORG/NAME`, which the worker fetches from Hugging Face.
+fn is_repository(text: &str) -> bool {
+    let part = |part: &str| {
+        let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+        !part.is_empty() && !part.starts_with('.') && part.chars().all(plain)
+    };
+    let file = [".safetensors", ".ckpt", ".json", ".txt"]
+        .iter()
+        .any(|ending| text.ends_with(ending));
+    !file && text.split_once('/').is_some_and(|(org, name)| part(org) && part(name))
 }
 
 fn ask(ui: &Ui, bytes: u64) -> Result<(), Failure> {
@@ -167,4 +179,28 @@ async fn hand_over(api: &Api, ui: &Ui, submission: Submission) -> Result<Submitt
         }
     }
     api.submit(submission).await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_org_and_name_is_a_repository() {
+        assert!(is_repository("stable-diffusion-v1-5/stable-diffusion-v1-5"));
+        for path in [
+            "models",
+            "./a",
+            "../a",
+            "/a/b",
+            "a/b/c",
+            "a/",
+            "~/a",
+            "a b/c",
+            "a/b.safetensors",
+            "",
+        ] {
+            assert!(!is_repository(path), "{path}");
+        }
+    }
 }
