@@ -30,7 +30,7 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
     if let Some(priority) = args.priority {
         loaded.spec.cluster.priority = i64::from(priority);
     }
-    let inputs = local_inputs(context, &loaded)?;
+    let inputs = local_inputs(&ui, context, &loaded)?;
     let api = context.api().await?;
 
     let staged = stage(&ui, &inputs).await?;
@@ -113,14 +113,19 @@ fn say_sent(ui: &Ui, sent: &[Staged]) {
 }
 
 /// What the config names and this machine has. What it does not have is an error with its place.
-fn local_inputs(context: &Context, loaded: &LoadedJob) -> Result<BTreeMap<String, PathBuf>, Failure> {
+fn local_inputs(ui: &Ui, context: &Context, loaded: &LoadedJob) -> Result<BTreeMap<String, PathBuf>, Failure> {
     let mut found = BTreeMap::new();
     let mut missing = Vec::new();
     for Input { config_path, key, kind } in loaded.spec.inputs() {
         let path = expand(&config_path, &context.directory, &env);
-        if config_path.is_empty()
-            || (matches!(kind, InputKind::Model | InputKind::Vae) && !path.exists() && is_repository(&config_path))
-        {
+        if config_path.is_empty() {
+            continue;
+        }
+        let model = matches!(kind, InputKind::Model | InputKind::Vae);
+        if model && !path.exists() && is_repository(&config_path) {
+            ui.notice(&printable(&format!(
+                "{config_path} is not here: the worker fetches it from Hugging Face"
+            )));
             continue;
         }
         if path.exists() {
