@@ -178,7 +178,11 @@ impl Artist {
     /// A picture for the autoencoder: mostly what the other pictures have, now and then any colour.
     pub(crate) fn anything(&mut self) -> Vec<f32> {
         let plain = self.between(0.0, 1.0) < 0.85;
-        let background = if plain { self.one_of(&BACKGROUNDS).1 } else { self.colour() };
+        let background = if plain {
+            self.one_of(&BACKGROUNDS).1
+        } else {
+            self.colour()
+        };
         let shape = self.one_of(&Shape::ALL);
         let mut tint = || if plain { self.one_of(&COLOURS).1 } else { self.colour() };
         let (first, second) = (tint(), tint());

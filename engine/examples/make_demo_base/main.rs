@@ -15,8 +15,8 @@ use std::path::{Path, PathBuf};
 type Fallible<T> = Result<T, Box<dyn std::error::Error>>;
 
 const SEED: u64 = 42;
-const VAE_STEPS: u64 = 700;
-const DIFFUSION_STEPS: u64 = 2400;
+const VAE_STEPS: u64 = 1100;
+const DIFFUSION_STEPS: u64 = 4000;
 
 fn say(line: &str) {
     eprintln!("{line}");
