@@ -1,0 +1,168 @@
+//! The demo: a tiny Stable Diffusion model learns a new shape by LoRA, here, in two minutes.
+//!
+//! Model, data set and config are those of `config/demo/`, carried inside the program, so that an installed
+//! `aitk` has them too. They are written to the output folder and run by the same code as `aitk run`.
+
+mod grid;
+
+use crate::args::DemoArgs;
+use crate::commands::Context;
+use crate::commands::run::{RunOptions, run_embedded};
+use crate::exit::Exit;
+use crate::failure::{CommandResult, Failure};
+use crate::output::Ui;
+use aitk_common::control::Artifact;
+use aitk_common::fsutil;
+use aitk_common::job::process::ProcessKind;
+use aitk_common::job::prompt::PromptFlags;
+use aitk_common::job::{LoadOptions, LoadedJob, load};
+use grid::{Row, draw, wrap};
+use image::RgbImage;
+use include_dir::{Dir, include_dir};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+static FILES: Dir<'_> = include_dir!("$CARGO_MANIFEST_DIR/../config/demo");
+
+/// How the demo's config names its own folder, as seen from the root of the repository.
+const SHIPPED_AT: &str = "config/demo/";
+
+/// Runs the demo.
+///
+/// # Errors
+/// When the folder cannot be written, or as [`run_embedded`].
+pub async fn run(context: &Context, args: DemoArgs) -> CommandResult {
+    let ui = context.ui(args.no_progress);
+    let folder = context.directory.join(&args.output);
+    let config = unpack(&folder)?;
+    ui.notice(&format!(
+        "Teaching a tiny Stable Diffusion model a shape that it has never seen: a zorb.\n\
+         Model, data set and config are in {}.",
+        args.output.display()
+    ));
+    let options = RunOptions {
+        device: args.device.clone(),
+        ..RunOptions::default()
+    };
+    let report = run_embedded(&ui, &context.paths, &context.directory, &[config.clone()], &options).await?;
+    if report.exit != Exit::Ok {
+        return Ok(report.exit);
+    }
+    let artifacts = report.ran.first().map(|ran| ran.artifacts.as_slice()).unwrap_or_default();
+    let picture = folder.join("before-after.png");
+    save_grid(&picture, &config, &folder.join("dataset"), artifacts)?;
+    say_what_next(&ui, &args.output, artifacts)?;
+    Ok(Exit::Ok)
+}
+
+/// Writes model, data set and config into `folder`; gives the config's path. A run that is there is removed:
+/// a demo starts anew.
+fn unpack(folder: &Path) -> Result<PathBuf, Failure> {
+    let failed = |error: &std::io::Error| Failure::file("write the demo to", folder, error);
+    std::fs::create_dir_all(folder).map_err(|error| failed(&error))?;
+    FILES.extract(folder).map_err(|error| failed(&error))?;
+    let config = folder.join("train.yaml");
+    let text = std::fs::read_to_string(&config).map_err(|error| failed(&error))?;
+    let here = folder.to_str().ok_or_else(|| Failure::usage("the output folder's path is not UTF-8 text"))?;
+    let text = text.replace(SHIPPED_AT, &format!("{here}/"));
+    std::fs::write(&config, text).map_err(|error| failed(&error))?;
+    let old = folder.join("output");
+    if old.exists() {
+        fsutil::remove(&old).map_err(|error| Failure::failed(error.to_string()))?;
+    }
+    Ok(config)
+}
+
+fn save_grid(target: &Path, config: &Path, dataset: &Path, artifacts: &[Artifact]) -> Result<(), Failure> {
+    let mut steps: BTreeMap<u64, BTreeMap<u64, PathBuf>> = BTreeMap::new();
+    for artifact in artifacts.iter().filter(|artifact| artifact.kind == "sample") {
+        if let (Some(step), Some(index), Some(path)) = (artifact.step, artifact.index, &artifact.local_path) {
+            steps.entry(step).or_default().insert(index, PathBuf::from(path));
+        }
+    }
+    let last = steps.keys().next_back().copied();
+    let mut rows = Vec::new();
+    for (step, pictures) in &steps {
+        let label = match step {
+            0 => vec!["before".to_owned()],
+            step if Some(*step) == last => vec!["after".to_owned(), format!("{step}"), "steps".to_owned()],
+            step => vec![format!("{step}"), "steps".to_owned()],
+        };
+        let pictures = pictures.values().map(|path| open(path)).collect::<Result<_, _>>()?;
+        rows.push(Row { label, pictures });
+    }
+    let columns = rows.first().map_or(0, |row| row.pictures.len());
+    rows.insert(
+        0,
+        Row {
+            label: vec!["training".to_owned(), "data".to_owned()],
+            pictures: examples(dataset, columns)?,
+        },
+    );
+    let captions: Vec<Vec<String>> = prompts(config)?.iter().map(|prompt| wrap(prompt, 10)).collect();
+    let picture = draw(&captions, &rows);
+    fsutil::write_atomic(target, |file| {
+        let mut png = std::io::Cursor::new(Vec::new());
+        picture
+            .write_to(&mut png, image::ImageFormat::Png)
+            .map_err(std::io::Error::other)?;
+        std::io::Write::write_all(file, png.get_ref())
+    })
+    .map_err(|error| Failure::failed(error.to_string()))
+}
+
+fn open(path: &Path) -> Result<RgbImage, Failure> {
+    let picture = image::open(path);
+    let picture = picture.map_err(|error| Failure::failed(format!("cannot read {}: {error}", path.display())))?;
+    Ok(picture.to_rgb8())
+}
+
+fn examples(dataset: &Path, count: usize) -> Result<Vec<RgbImage>, Failure> {
+    let entries = std::fs::read_dir(dataset).map_err(|error| Failure::file("read", dataset, &error))?;
+    let mut paths: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+    paths.retain(|path| path.extension().is_some_and(|extension| extension == "png"));
+    paths.sort();
+    paths.iter().take(count).map(|path| open(path)).collect()
+}
+
+/// The prompts of the config's samples, without their flags.
+fn prompts(config: &Path) -> Result<Vec<String>, Failure> {
+    let options = LoadOptions {
+        name_override: None,
+        env: &crate::commands::env,
+        search_dir: None,
+    };
+    let name = config.to_str().unwrap_or_default();
+    let loaded: LoadedJob = load(name, &options).map_err(|error| Failure::failed(error.to_string()))?;
+    let mut prompts = Vec::new();
+    for process in &loaded.spec.process {
+        if let ProcessKind::Train(trainer) = &process.kind {
+            let trigger = trainer.trigger_word.as_deref().unwrap_or("[trigger]");
+            for item in &trainer.sample.samples {
+                prompts.push(PromptFlags::parse(&item.prompt).prompt.replace("[trigger]", trigger));
+            }
+        }
+    }
+    Ok(prompts)
+}
+
+fn say_what_next(ui: &Ui, output: &Path, artifacts: &[Artifact]) -> Result<(), Failure> {
+    let lora = artifacts
+        .iter()
+        .filter(|artifact| artifact.kind == "lora" && artifact.step.is_none())
+        .filter_map(|artifact| artifact.local_path.as_deref())
+        .next_back();
+    let here = output.display();
+    ui.data(&format!("before and after   {here}/before-after.png"))?;
+    if let Some(lora) = lora {
+        ui.data(&format!("the LoRA           {lora}"))?;
+    }
+    ui.data(&format!("the config         {here}/train.yaml"))?;
+    ui.notice("");
+    ui.notice("Next:");
+    ui.notice(&format!("  change {here}/train.yaml (rank, steps, prompts) and run it:  aitk run {here}/train.yaml"));
+    ui.notice("  start from a commented config for Stable Diffusion 1.5:      aitk init my_lora.yaml");
+    ui.notice("  see what this machine can do:                                aitk doctor");
+    ui.notice("  a queue over several machines:                               aitk up");
+    Ok(())
+}

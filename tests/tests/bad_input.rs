@@ -1,0 +1,153 @@
+//! Bad input gets one clear error: what, where, what was expected; no panic, a documented exit code, nothing half written.
+
+use aitk_tests::jobs::{draw_dataset, tiny_model, training};
+use aitk_tests::programs::program;
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output};
+
+fn run(folder: &Path) -> Output {
+    Command::new(program("aitk"))
+        .args(["run", "job.yaml"])
+        .current_dir(folder)
+        .env("HOME", folder)
+        .env("XDG_STATE_HOME", folder.join("state"))
+        .env_remove("AITK_UNSET_VARIABLE")
+        .output()
+        .unwrap()
+}
+
+/// Runs the prepared job and expects it to fail with all of these words in its message.
+fn refused(what: &str, words: &[&str], prepare: impl FnOnce(&Path)) {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    draw_dataset(&root.join("dataset"), 2);
+    fs::write(root.join("job.yaml"), training("bad", root, 2, 100)).unwrap();
+    prepare(root);
+    let output = run(root);
+    let err = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success(), "{what}: it was accepted\n{err}");
+    assert!(!err.contains("panicked"), "{what}: {err}");
+    for word in words {
+        assert!(err.contains(word), "{what}: the message does not say {word:?}\n{err}");
+    }
+    assert!(!root.join("bad/bad.safetensors").exists(), "{what}: a LoRA was written");
+}
+
+fn edit(root: &Path, from: &str, to: &str) {
+    let path = root.join("job.yaml");
+    let text = fs::read_to_string(&path).unwrap();
+    assert!(text.contains(from), "{from}");
+    fs::write(path, text.replace(from, to)).unwrap();
+}
+
+fn copy_model(root: &Path) -> std::path::PathBuf {
+    let target = root.join("model");
+    copy_folder(&tiny_model(), &target);
+    edit(root, &tiny_model().display().to_string(), &target.display().to_string());
+    target
+}
+
+fn copy_folder(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap().flatten() {
+        let target = to.join(entry.file_name());
+        if entry.path().is_dir() {
+            copy_folder(&entry.path(), &target);
+        } else {
+            fs::copy(entry.path(), target).unwrap();
+        }
+    }
+}
+
+/// A PNG whose header promises this size and whose data is missing.
+fn png_header(width: u32, height: u32) -> Vec<u8> {
+    let mut body = b"IHDR".to_vec();
+    body.extend(width.to_be_bytes());
+    body.extend(height.to_be_bytes());
+    body.extend([8, 2, 0, 0, 0]);
+    let mut png = b"\x89PNG\r\n\x1a\n".to_vec();
+    png.extend(13_u32.to_be_bytes());
+    png.extend(&body);
+    png.extend(crc32(&body).to_be_bytes());
+    png
+}
+
+fn crc32(bytes: &[u8]) -> u32 {
+    let mut crc = u32::MAX;
+    for byte in bytes {
+        crc ^= u32::from(*byte);
+        for _ in 0..8 {
+            crc = if crc & 1 == 1 { (crc >> 1) ^ 0xEDB8_8320 } else { crc >> 1 };
+        }
+    }
+    !crc
+}
+
+#[test]
+fn configs() {
+    refused("a tab", &["job.yaml", "tab"], |root| edit(root, "      network:", "\t     network:"));
+    refused("a duplicate key", &["job.yaml", "steps"], |root| edit(root, "        steps: 2", "        steps: 2\n        steps: 3"));
+    refused("a wrong type", &["job.yaml", "steps", "many"], |root| edit(root, "steps: 2", "steps: many"));
+    refused("an unset variable", &["AITK_UNSET_VARIABLE"], |root| edit(root, "\"zorb\"", "\"${AITK_UNSET_VARIABLE}\""));
+    refused("a key with a slip", &["batch_sise", "batch_size"], |root| edit(root, "batch_size: 2", "batch_sise: 2"));
+    refused("an unknown architecture", &["sd9", "sd1"], |root| edit(root, "arch: sd1", "arch: sd9"));
+    refused("no such model", &["no/such/model"], |root| {
+        edit(root, &tiny_model().display().to_string(), "/no/such/model");
+    });
+}
+
+#[test]
+fn data_sets() {
+    refused("an empty data set", &["dataset"], |root| {
+        fs::remove_dir_all(root.join("dataset")).unwrap();
+        fs::create_dir(root.join("dataset")).unwrap();
+    });
+    refused("a missing folder", &["dataset"], |root| fs::remove_dir_all(root.join("dataset")).unwrap());
+    refused("pictures of 0 bytes", &["000.png"], |root| {
+        for name in ["000.png", "001.png"] {
+            fs::write(root.join("dataset").join(name), b"").unwrap();
+        }
+    });
+    refused("pictures of 30,000 x 30,000", &["000.png", "30000"], |root| {
+        for name in ["000.png", "001.png"] {
+            fs::write(root.join("dataset").join(name), png_header(30_000, 30_000)).unwrap();
+        }
+    });
+    refused("a caption that is not UTF-8", &["000.txt", "UTF-8"], |root| {
+        fs::write(root.join("dataset/000.txt"), b"caf\xe9").unwrap();
+    });
+}
+
+#[test]
+fn models() {
+    let unet = "unet/diffusion_pytorch_model.safetensors";
+    refused("a truncated file", &[unet], |root| {
+        let path = copy_model(root).join(unet);
+        let bytes = fs::read(&path).unwrap();
+        fs::write(path, &bytes[..bytes.len() / 2]).unwrap();
+    });
+    refused("a mislabelled file", &[unet], |root| {
+        let path = copy_model(root).join(unet);
+        fs::write(path, b"PK\x03\x04 this is a zip archive, whatever its name says").unwrap();
+    });
+    refused("a missing tensor", &["conv_in.weight"], |root| {
+        let path = copy_model(root).join(unet);
+        let bytes = fs::read(&path).unwrap();
+        let at = bytes.windows(14).position(|window| window == b"conv_in.weight").unwrap();
+        let mut changed = bytes;
+        changed[at..at + 14].copy_from_slice(b"conv_xx.weight");
+        fs::write(path, changed).unwrap();
+    });
+    refused("another shape", &["shape"], |root| {
+        let path = copy_model(root).join("unet/config.json");
+        let text = fs::read_to_string(&path).unwrap();
+        let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
+        config["cross_attention_dim"] = 48.into();
+        fs::write(path, config.to_string()).unwrap();
+    });
+    refused("a pickle checkpoint", &["ckpt", "safetensors"], |root| {
+        fs::write(root.join("model.ckpt"), b"\x80\x02}q\x00.").unwrap();
+        edit(root, &tiny_model().display().to_string(), &root.join("model.ckpt").display().to_string());
+    });
+}

@@ -1,0 +1,80 @@
+//! Submit, train on a worker, LoRA in the object store, pictures: the path of a job through real processes.
+
+use aitk_tests::jobs::{draw_dataset, training};
+use aitk_tests::processes::Pool;
+use std::time::Duration;
+
+#[test]
+fn a_submitted_training_job_gives_a_lora_and_pictures() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    draw_dataset(&root.join("dataset"), 4);
+    std::fs::write(root.join("job.yaml"), training("shapes", root, 6, 3)).unwrap();
+    let pool = Pool::start(root, None, Vec::new());
+    let mut worker = pool.worker("one");
+
+    let id = pool.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
+    assert!(!id.is_empty() && !id.contains(char::is_whitespace), "submit prints the id alone: {id:?}");
+    let waited = pool.aitk(["wait", &id, "--timeout", "240"]);
+    assert!(
+        waited.status.success(),
+        "{}\n{}\n{}",
+        String::from_utf8_lossy(&waited.stderr),
+        pool.coordinator.tail(),
+        worker.tail()
+    );
+
+    pool.aitk_ok(["artifacts", "get", &id, "-o", "out"]);
+    let run = root.join("out/shapes");
+    let lora = std::fs::read(run.join("shapes.safetensors")).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&lora).unwrap();
+    assert!(tensors.names().iter().all(|name| name.starts_with("lora_unet_")), "{:?}", tensors.names());
+    assert!(run.join("shapes_000000003.safetensors").is_file(), "the step save is kept");
+    assert!(run.join("config.yaml").is_file(), "the config is kept");
+    let pictures = std::fs::read_dir(run.join("samples")).unwrap().count();
+    assert_eq!(pictures, 2, "one picture before, one after the training");
+
+    // Looking at it: every view of the finished job answers, on a terminal and for scripts.
+    let ps: serde_json::Value = serde_json::from_str(&pool.aitk_ok(["ps", "-a", "--json"])).unwrap();
+    assert!(ps.to_string().contains(&id), "{ps}");
+    assert!(pool.aitk_ok(["ps", "-a"]).contains("shapes"));
+    assert!(pool.aitk_ok(["workers"]).contains("one"));
+    assert!(!pool.aitk_ok(["logs", &id]).is_empty());
+    for line in pool.aitk_ok(["ps", "-a"]).lines().chain(pool.aitk_ok(["workers"]).lines()) {
+        assert!(line.chars().count() <= 80, "wider than 80 columns: {line}");
+    }
+
+    // Nothing is left behind.
+    let code = worker.terminate(Duration::from_secs(20));
+    assert_eq!(code, Some(0), "{}", worker.tail());
+}
+
+#[test]
+fn the_second_submission_uploads_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    draw_dataset(&root.join("dataset"), 4);
+    std::fs::write(root.join("job.yaml"), training("shapes", root, 2, 100)).unwrap();
+    let pool = Pool::start(root, None, Vec::new());
+    pool.aitk_ok(["submit", "job.yaml"]);
+    let stored = count_files(&pool.data_dir());
+    pool.aitk_ok(["submit", "job.yaml"]);
+    assert_eq!(count_files(&pool.data_dir()), stored);
+    // Without a worker both wait, and say why.
+    let ps = pool.aitk_ok(["ps", "--json"]);
+    assert!(ps.contains("no worker"), "{ps}");
+}
+
+fn count_files(folder: &std::path::Path) -> usize {
+    let entries = std::fs::read_dir(folder.join("storage")).into_iter().flatten().flatten();
+    let mut pending: Vec<_> = entries.map(|entry| entry.path()).collect();
+    let mut files = 0;
+    while let Some(path) = pending.pop() {
+        if path.is_dir() {
+            pending.extend(std::fs::read_dir(path).unwrap().flatten().map(|entry| entry.path()));
+        } else {
+            files += 1;
+        }
+    }
+    files
+}
