@@ -40,8 +40,9 @@ fn build() -> PathBuf {
     };
     let status = Command::new(env!("CARGO"))
         .current_dir(repository())
-        .args(["build", "--quiet", "--locked", "--profile", profile])
-        .args(["-p", "aitk", "-p", "aitk-coordinator", "-p", "aitk-worker"])
+        // The same selection as `cargo test --workspace`: another one would have other features of the shared
+        // dependencies and build them all again.
+        .args(["build", "--quiet", "--locked", "--workspace", "--bins", "--tests", "--profile", profile])
         .arg("--target-dir")
         .arg(target)
         .status()
