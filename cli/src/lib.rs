@@ -4,6 +4,8 @@ pub mod api;
 pub mod args;
 pub mod commands;
 pub mod config;
+#[cfg(feature = "embedded")]
+pub mod demo;
 pub mod docs;
 pub mod download;
 #[cfg(feature = "embedded")]

@@ -113,7 +113,10 @@ pub async fn dispatch(cli: Cli) -> CommandResult {
         Command::Run(_) => Err(not_embedded("run")),
         #[cfg(not(feature = "embedded"))]
         Command::Up(_) => Err(not_embedded("up")),
-        Command::Demo(_) => Err(Failure::failed("the demo is not in this build")),
+        #[cfg(not(feature = "embedded"))]
+        Command::Demo(_) => Err(not_embedded("demo")),
+        #[cfg(feature = "embedded")]
+        Command::Demo(args) => Box::pin(crate::demo::run(&context, args)).await,
         Command::Attempt(_) => Err(Failure::failed("`attempt` is started without a runtime")),
     }
 }

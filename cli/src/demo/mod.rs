@@ -64,7 +64,9 @@ fn unpack(folder: &Path) -> Result<PathBuf, Failure> {
     let config = folder.join("train.yaml");
     let text = std::fs::read_to_string(&config).map_err(|error| failed(&error))?;
     let here = folder.to_str().ok_or_else(|| Failure::usage("the output folder's path is not UTF-8 text"))?;
-    let text = text.replace(SHIPPED_AT, &format!("{here}/"));
+    let text = text
+        .replace(SHIPPED_AT, &format!("{here}/"))
+        .replace("training_folder: output", &format!("training_folder: \"{here}/output\""));
     std::fs::write(&config, text).map_err(|error| failed(&error))?;
     let old = folder.join("output");
     if old.exists() {
