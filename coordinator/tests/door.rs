@@ -15,8 +15,14 @@ use tonic::Code;
 
 const CALM: Duration = Duration::from_secs(60);
 
-fn data(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name)
+/// A certificate for 127.0.0.1 that vouches for itself, and its key, made for one test.
+fn certificate(folder: &Path) -> (PathBuf, PathBuf) {
+    let names = ["127.0.0.1".to_owned(), "localhost".to_owned()];
+    let made = rcgen::generate_simple_self_signed(names).unwrap();
+    let (cert, key) = (folder.join("cert.pem"), folder.join("key.pem"));
+    std::fs::write(&cert, made.cert.pem()).unwrap();
+    std::fs::write(&key, made.signing_key.serialize_pem()).unwrap();
+    (cert, key)
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -213,9 +219,11 @@ async fn it_does_not_start_where_it_should_not() {
 #[tokio::test(flavor = "multi_thread")]
 async fn with_tls_the_certificate_is_checked() {
     let dir = tempfile::tempdir().unwrap();
+    let made = tempfile::tempdir().unwrap();
+    let (cert, key) = certificate(made.path());
     let files = TlsFiles {
-        cert: data("test-cert.pem"),
-        key: data("test-key.pem"),
+        cert: cert.clone(),
+        key: key.clone(),
     };
     let settings = Config {
         tls: Some(files),
@@ -223,7 +231,7 @@ async fn with_tls_the_certificate_is_checked() {
     };
     let running = start(settings).await.unwrap();
     assert!(running.url().starts_with("https://"));
-    let clients = within(connect(&running.url(), &running.token, Some(&data("test-cert.pem"))))
+    let clients = within(connect(&running.url(), &running.token, Some(&cert)))
         .await
         .unwrap();
     within(clients.jobs.clone().info(v1::InfoRequest {})).await.unwrap();
@@ -246,8 +254,8 @@ async fn with_tls_the_certificate_is_checked() {
     within(running.shutdown()).await;
 
     let swapped = TlsFiles {
-        cert: data("test-key.pem"),
-        key: data("test-cert.pem"),
+        cert: key,
+        key: cert,
     };
     let error = start(Config {
         tls: Some(swapped),

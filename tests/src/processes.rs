@@ -278,8 +278,7 @@ impl S3 {
         let address = free_address();
         let mut command = Command::new(program);
         command
-            .arg("--bind")
-            .arg(address.to_string())
+            .args(["--host", "127.0.0.1", "--port", &address.port().to_string()])
             .arg("--fail-file")
             .arg(&fail_file);
         command

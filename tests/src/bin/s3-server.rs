@@ -10,17 +10,19 @@ use hyper_util::server::conn::auto::Builder;
 use s3s::auth::SimpleAuth;
 use s3s::service::S3ServiceBuilder;
 use s3s_fs::FileSystem;
-use std::net::SocketAddr;
+use std::net::IpAddr;
 use std::path::PathBuf;
 
 #[derive(Parser)]
 struct Options {
     /// Where to listen.
     #[arg(long)]
-    bind: SocketAddr,
+    host: IpAddr,
+    #[arg(long)]
+    port: u16,
     /// While this file exists, answer 500.
     #[arg(long)]
-    fail_file: PathBuf,
+    fail_file: Option<PathBuf>,
     #[arg(long)]
     access_key: String,
     #[arg(long)]
@@ -36,7 +38,7 @@ async fn main() -> anyhow::Result<()> {
     let mut builder = S3ServiceBuilder::new(files);
     builder.set_auth(SimpleAuth::from_single(options.access_key, options.secret_key));
     let service = builder.build();
-    let listener = tokio::net::TcpListener::bind(options.bind).await?;
+    let listener = tokio::net::TcpListener::bind((options.host, options.port)).await?;
     loop {
         let (socket, _) = listener.accept().await?;
         let service = service.clone();
@@ -44,7 +46,7 @@ async fn main() -> anyhow::Result<()> {
         tokio::spawn(async move {
             let handler = service_fn(move |request: Request<Incoming>| {
                 let service = service.clone();
-                let failing = fail_file.exists();
+                let failing = fail_file.as_ref().is_some_and(|file| file.exists());
                 async move {
                     if failing {
                         let mut answer = Response::new(s3s::Body::from(String::from(

@@ -1,7 +1,7 @@
 //! A real S3 server (`s3s-fs`), straight and through a proxy that misbehaves.
 //!
-//! The server is found by the environment variable `AITK_S3S_FS` or on the `PATH`; without it these tests say
-//! that they were skipped. Install: `cargo install s3s-fs@0.14.1 --features binary`.
+//! The server is the one of the whole-system tests (`tests/src/bin/s3-server.rs`), which `cargo test --workspace`
+//! builds; or the one that `AITK_S3S_FS` names. Where there is none these tests say that they were skipped, and fail in CI.
 
 mod proxy;
 mod server;
