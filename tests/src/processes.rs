@@ -207,7 +207,6 @@ impl Pool {
     ///
     /// # Panics
     /// When it fails.
-    #[must_use]
     pub fn aitk_ok<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> String {
         let output = self.aitk(arguments);
         let err = String::from_utf8_lossy(&output.stderr);
