@@ -253,10 +253,7 @@ async fn with_tls_the_certificate_is_checked() {
     drop((bytes, clients));
     within(running.shutdown()).await;
 
-    let swapped = TlsFiles {
-        cert: key,
-        key: cert,
-    };
+    let swapped = TlsFiles { cert: key, key: cert };
     let error = start(Config {
         tls: Some(swapped),
         ..config(dir.path(), CALM)

@@ -42,7 +42,16 @@ fn build() -> PathBuf {
         .current_dir(repository())
         // The same selection as `cargo test --workspace`: another one would have other features of the shared
         // dependencies and build them all again.
-        .args(["build", "--quiet", "--locked", "--workspace", "--bins", "--tests", "--profile", profile])
+        .args([
+            "build",
+            "--quiet",
+            "--locked",
+            "--workspace",
+            "--bins",
+            "--tests",
+            "--profile",
+            profile,
+        ])
         .arg("--target-dir")
         .arg(target)
         .status()

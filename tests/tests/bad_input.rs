@@ -60,16 +60,19 @@ fn copy_folder(from: &Path, to: &Path) {
     }
 }
 
-/// A PNG whose header promises this size and whose data is missing.
+/// A PNG whose header promises this size; of its data only the beginning is there.
 fn png_header(width: u32, height: u32) -> Vec<u8> {
-    let mut body = b"IHDR".to_vec();
-    body.extend(width.to_be_bytes());
-    body.extend(height.to_be_bytes());
-    body.extend([8, 2, 0, 0, 0]);
+    let mut head = Vec::new();
+    head.extend(width.to_be_bytes());
+    head.extend(height.to_be_bytes());
+    head.extend([8, 2, 0, 0, 0]);
     let mut png = b"\x89PNG\r\n\x1a\n".to_vec();
-    png.extend(13_u32.to_be_bytes());
-    png.extend(&body);
-    png.extend(crc32(&body).to_be_bytes());
+    for (kind, data) in [(b"IHDR", head.as_slice()), (b"IDAT", &[0x78, 0x9c, 0xed, 0xc1])] {
+        png.extend(u32::try_from(data.len()).unwrap().to_be_bytes());
+        let body = [kind.as_slice(), data].concat();
+        png.extend(&body);
+        png.extend(crc32(&body).to_be_bytes());
+    }
     png
 }
 
@@ -78,7 +81,11 @@ fn crc32(bytes: &[u8]) -> u32 {
     for byte in bytes {
         crc ^= u32::from(*byte);
         for _ in 0..8 {
-            crc = if crc & 1 == 1 { (crc >> 1) ^ 0xEDB8_8320 } else { crc >> 1 };
+            crc = if crc & 1 == 1 {
+                (crc >> 1) ^ 0xEDB8_8320
+            } else {
+                crc >> 1
+            };
         }
     }
     !crc
@@ -86,12 +93,24 @@ fn crc32(bytes: &[u8]) -> u32 {
 
 #[test]
 fn configs() {
-    refused("a tab", &["job.yaml", "tab"], |root| edit(root, "      network:", "\t     network:"));
-    refused("a duplicate key", &["job.yaml", "steps"], |root| edit(root, "        steps: 2", "        steps: 2\n        steps: 3"));
-    refused("a wrong type", &["job.yaml", "steps", "many"], |root| edit(root, "steps: 2", "steps: many"));
-    refused("an unset variable", &["AITK_UNSET_VARIABLE"], |root| edit(root, "\"zorb\"", "\"${AITK_UNSET_VARIABLE}\""));
-    refused("a key with a slip", &["batch_sise", "batch_size"], |root| edit(root, "batch_size: 2", "batch_sise: 2"));
-    refused("an unknown architecture", &["sd9", "sd1"], |root| edit(root, "arch: sd1", "arch: sd9"));
+    refused("a tab", &["job.yaml", "tab"], |root| {
+        edit(root, "      network:", "\t     network:")
+    });
+    refused("a duplicate key", &["job.yaml", "steps"], |root| {
+        edit(root, "        steps: 2", "        steps: 2\n        steps: 3")
+    });
+    refused("a wrong type", &["job.yaml", "steps", "many"], |root| {
+        edit(root, "steps: 2", "steps: many")
+    });
+    refused("an unset variable", &["AITK_UNSET_VARIABLE"], |root| {
+        edit(root, "\"zorb\"", "\"${AITK_UNSET_VARIABLE}\"")
+    });
+    refused("a key with a slip", &["batch_sise", "batch_size"], |root| {
+        edit(root, "batch_size: 2", "batch_sise: 2")
+    });
+    refused("an unknown architecture", &["sd9", "sd1"], |root| {
+        edit(root, "arch: sd1", "arch: sd9")
+    });
     refused("no such model", &["no/such/model"], |root| {
         edit(root, &tiny_model().display().to_string(), "/no/such/model");
     });
@@ -103,7 +122,9 @@ fn data_sets() {
         fs::remove_dir_all(root.join("dataset")).unwrap();
         fs::create_dir(root.join("dataset")).unwrap();
     });
-    refused("a missing folder", &["dataset"], |root| fs::remove_dir_all(root.join("dataset")).unwrap());
+    refused("a missing folder", &["dataset"], |root| {
+        fs::remove_dir_all(root.join("dataset")).unwrap()
+    });
     refused("pictures of 0 bytes", &["000.png"], |root| {
         for name in ["000.png", "001.png"] {
             fs::write(root.join("dataset").join(name), b"").unwrap();
@@ -134,7 +155,10 @@ fn models() {
     refused("a missing tensor", &["conv_in.weight"], |root| {
         let path = copy_model(root).join(unet);
         let bytes = fs::read(&path).unwrap();
-        let at = bytes.windows(14).position(|window| window == b"conv_in.weight").unwrap();
+        let at = bytes
+            .windows(14)
+            .position(|window| window == b"conv_in.weight")
+            .unwrap();
         let mut changed = bytes;
         changed[at..at + 14].copy_from_slice(b"conv_xx.weight");
         fs::write(path, changed).unwrap();
@@ -148,6 +172,10 @@ fn models() {
     });
     refused("a pickle checkpoint", &["ckpt", "safetensors"], |root| {
         fs::write(root.join("model.ckpt"), b"\x80\x02}q\x00.").unwrap();
-        edit(root, &tiny_model().display().to_string(), &root.join("model.ckpt").display().to_string());
+        edit(
+            root,
+            &tiny_model().display().to_string(),
+            &root.join("model.ckpt").display().to_string(),
+        );
     });
 }

@@ -39,7 +39,11 @@ impl Scene {
         std::fs::write(root.join("job.yaml"), training("shapes", root, STEPS, SAVE_EVERY)).unwrap();
         let pool = Pool::start(root, Some(s3.url()), s3.environment());
         let id = pool.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
-        Self { pool, id, root: root.to_path_buf() }
+        Self {
+            pool,
+            id,
+            root: root.to_path_buf(),
+        }
     }
 
     /// Waits until a checkpoint of this step or a later one is committed.
@@ -55,7 +59,12 @@ impl Scene {
         let waited = self.pool.aitk(["wait", &self.id, "--timeout", "300"]);
         let tails: Vec<String> = logs.iter().map(|process| process.tail()).collect();
         let err = String::from_utf8_lossy(&waited.stderr);
-        assert!(waited.status.success(), "{err}\n{}\n{}", self.pool.coordinator.tail(), tails.join("\n"));
+        assert!(
+            waited.status.success(),
+            "{err}\n{}\n{}",
+            self.pool.coordinator.tail(),
+            tails.join("\n")
+        );
         self.pool.aitk_ok(["artifacts", "get", &self.id, "-o", "out"]);
         std::fs::read(self.root.join("out/shapes/shapes.safetensors")).unwrap()
     }
@@ -86,9 +95,12 @@ fn a_killed_worker_a_killed_coordinator_and_a_failing_store_change_nothing() {
     let orphans = first.children();
     assert!(!orphans.is_empty(), "an attempt is a child process");
     first.kill();
-    eventually("the dead worker's child to end", Duration::from_secs(10), &[&first], || {
-        orphans.iter().all(|id| !alive(*id)).then_some(())
-    });
+    eventually(
+        "the dead worker's child to end",
+        Duration::from_secs(10),
+        &[&first],
+        || orphans.iter().all(|id| !alive(*id)).then_some(()),
+    );
 
     // The second goes on from the checkpoint, on what would be another machine. Meanwhile the coordinator dies…
     let mut second = scene.pool.worker("second");
@@ -101,7 +113,12 @@ fn a_killed_worker_a_killed_coordinator_and_a_failing_store_change_nothing() {
     s3.fail(false);
 
     let lora = scene.finished(&[&second]);
-    assert_eq!(lora == expected, true, "the LoRA differs from the undisturbed run's\n{}", second.tail());
+    assert_eq!(
+        lora == expected,
+        true,
+        "the LoRA differs from the undisturbed run's\n{}",
+        second.tail()
+    );
 
     // Nothing is left behind: no attempt folder on the worker, no half object in the store.
     let children = second.children();

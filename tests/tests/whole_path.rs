@@ -14,7 +14,10 @@ fn a_submitted_training_job_gives_a_lora_and_pictures() {
     let mut worker = pool.worker("one");
 
     let id = pool.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
-    assert!(!id.is_empty() && !id.contains(char::is_whitespace), "submit prints the id alone: {id:?}");
+    assert!(
+        !id.is_empty() && !id.contains(char::is_whitespace),
+        "submit prints the id alone: {id:?}"
+    );
     let waited = pool.aitk(["wait", &id, "--timeout", "240"]);
     assert!(
         waited.status.success(),
@@ -28,8 +31,15 @@ fn a_submitted_training_job_gives_a_lora_and_pictures() {
     let run = root.join("out/shapes");
     let lora = std::fs::read(run.join("shapes.safetensors")).unwrap();
     let tensors = safetensors::SafeTensors::deserialize(&lora).unwrap();
-    assert!(tensors.names().iter().all(|name| name.starts_with("lora_unet_")), "{:?}", tensors.names());
-    assert!(run.join("shapes_000000003.safetensors").is_file(), "the step save is kept");
+    assert!(
+        tensors.names().iter().all(|name| name.starts_with("lora_unet_")),
+        "{:?}",
+        tensors.names()
+    );
+    assert!(
+        run.join("shapes_000000003.safetensors").is_file(),
+        "the step save is kept"
+    );
     assert!(run.join("config.yaml").is_file(), "the config is kept");
     let pictures = std::fs::read_dir(run.join("samples")).unwrap().count();
     assert_eq!(pictures, 2, "one picture before, one after the training");
@@ -40,7 +50,11 @@ fn a_submitted_training_job_gives_a_lora_and_pictures() {
     assert!(pool.aitk_ok(["ps", "-a"]).contains("shapes"));
     assert!(pool.aitk_ok(["workers"]).contains("one"));
     assert!(!pool.aitk_ok(["logs", &id]).is_empty());
-    for line in pool.aitk_ok(["ps", "-a"]).lines().chain(pool.aitk_ok(["workers"]).lines()) {
+    for line in pool
+        .aitk_ok(["ps", "-a"])
+        .lines()
+        .chain(pool.aitk_ok(["workers"]).lines())
+    {
         assert!(line.chars().count() <= 80, "wider than 80 columns: {line}");
     }
 
@@ -66,7 +80,10 @@ fn the_second_submission_uploads_nothing() {
 }
 
 fn count_files(folder: &std::path::Path) -> usize {
-    let entries = std::fs::read_dir(folder.join("storage")).into_iter().flatten().flatten();
+    let entries = std::fs::read_dir(folder.join("storage"))
+        .into_iter()
+        .flatten()
+        .flatten();
     let mut pending: Vec<_> = entries.map(|entry| entry.path()).collect();
     let mut files = 0;
     while let Some(path) = pending.pop() {

@@ -29,7 +29,12 @@ pub(crate) fn draw(captions: &[Vec<String>], rows: &[Row]) -> RgbImage {
     let mut paper = RgbImage::from_pixel(width, height, PAPER);
     for (column, lines) in (0..).zip(captions) {
         for (line, text) in (0..).zip(lines) {
-            write(&mut paper, LABEL_WIDTH + column * (CELL + GAP), GAP / 2 + line * (TEXT + 2), text);
+            write(
+                &mut paper,
+                LABEL_WIDTH + column * (CELL + GAP),
+                GAP / 2 + line * (TEXT + 2),
+                text,
+            );
         }
     }
     for (number, row) in (0..).zip(rows) {
@@ -39,7 +44,11 @@ pub(crate) fn draw(captions: &[Vec<String>], rows: &[Row]) -> RgbImage {
         }
         for (column, picture) in (0_i64..).zip(&row.pictures) {
             // Small pictures are enlarged without smoothing: what was drawn is what is seen.
-            let filter = if picture.width() < CELL { FilterType::Nearest } else { FilterType::CatmullRom };
+            let filter = if picture.width() < CELL {
+                FilterType::Nearest
+            } else {
+                FilterType::CatmullRom
+            };
             let cell = resize(picture, CELL, CELL, filter);
             let left = i64::from(LABEL_WIDTH) + column * i64::from(CELL + GAP);
             image::imageops::replace(&mut paper, &cell, left, i64::from(top));
@@ -91,8 +100,14 @@ mod tests {
         let red = RgbImage::from_pixel(64, 64, Rgb([255, 0, 0]));
         let blue = RgbImage::from_pixel(64, 64, Rgb([0, 0, 255]));
         let rows = [
-            Row { label: vec!["before".into()], pictures: vec![red.clone(), red] },
-            Row { label: vec!["after".into()], pictures: vec![blue.clone(), blue] },
+            Row {
+                label: vec!["before".into()],
+                pictures: vec![red.clone(), red],
+            },
+            Row {
+                label: vec!["after".into()],
+                pictures: vec![blue.clone(), blue],
+            },
         ];
         let grid = draw(&[wrap("a red circle", 10), wrap("two", 10)], &rows);
         let count = |colour: [u8; 3]| grid.pixels().filter(|pixel| pixel.0 == colour).count() as u32;

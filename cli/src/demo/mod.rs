@@ -48,7 +48,11 @@ pub async fn run(context: &Context, args: DemoArgs) -> CommandResult {
     if report.exit != Exit::Ok {
         return Ok(report.exit);
     }
-    let artifacts = report.ran.first().map(|ran| ran.artifacts.as_slice()).unwrap_or_default();
+    let artifacts = report
+        .ran
+        .first()
+        .map(|ran| ran.artifacts.as_slice())
+        .unwrap_or_default();
     let picture = folder.join("before-after.png");
     save_grid(&picture, &config, &folder.join("dataset"), artifacts)?;
     say_what_next(&ui, &args.output, artifacts)?;
@@ -63,10 +67,13 @@ fn unpack(folder: &Path) -> Result<PathBuf, Failure> {
     FILES.extract(folder).map_err(|error| failed(&error))?;
     let config = folder.join("train.yaml");
     let text = std::fs::read_to_string(&config).map_err(|error| failed(&error))?;
-    let here = folder.to_str().ok_or_else(|| Failure::usage("the output folder's path is not UTF-8 text"))?;
-    let text = text
-        .replace(SHIPPED_AT, &format!("{here}/"))
-        .replace("training_folder: output", &format!("training_folder: \"{here}/output\""));
+    let here = folder
+        .to_str()
+        .ok_or_else(|| Failure::usage("the output folder's path is not UTF-8 text"))?;
+    let text = text.replace(SHIPPED_AT, &format!("{here}/")).replace(
+        "training_folder: output",
+        &format!("training_folder: \"{here}/output\""),
+    );
     std::fs::write(&config, text).map_err(|error| failed(&error))?;
     let old = folder.join("output");
     if old.exists() {
@@ -162,7 +169,9 @@ fn say_what_next(ui: &Ui, output: &Path, artifacts: &[Artifact]) -> Result<(), F
     ui.data(&format!("the config         {here}/train.yaml"))?;
     ui.notice("");
     ui.notice("Next:");
-    ui.notice(&format!("  change {here}/train.yaml (rank, steps, prompts) and run it:  aitk run {here}/train.yaml"));
+    ui.notice(&format!(
+        "  change {here}/train.yaml (rank, steps, prompts) and run it:  aitk run {here}/train.yaml"
+    ));
     ui.notice("  start from a commented config for Stable Diffusion 1.5:      aitk init my_lora.yaml");
     ui.notice("  see what this machine can do:                                aitk doctor");
     ui.notice("  a queue over several machines:                               aitk up");

@@ -23,7 +23,7 @@ const INTRODUCTION: &str = "\
 
 Every key of a job config, its default, and what this release does with it. This file is made from the
 declarations in `common/src/job`; change those and run
-`AITK_UPDATE_DOCS=1 cargo test -p aitk-common config_keys`.
+`AITK_UPDATE_GOLDEN=1 cargo test -p aitk-common config_keys`.
 
 | In the last column | means |
 |---|---|
@@ -184,13 +184,13 @@ mod tests {
     fn config_keys_page_is_up_to_date() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/config-keys.md");
         let page = markdown();
-        if std::env::var_os("AITK_UPDATE_DOCS").is_some() {
+        if std::env::var_os("AITK_UPDATE_GOLDEN").is_some() {
             std::fs::write(&path, &page).unwrap();
         }
         let written = std::fs::read_to_string(&path).unwrap_or_default();
         assert!(
             written == page,
-            "run `AITK_UPDATE_DOCS=1 cargo test -p aitk-common config_keys`"
+            "run `AITK_UPDATE_GOLDEN=1 cargo test -p aitk-common config_keys`"
         );
     }
 

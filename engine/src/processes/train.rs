@@ -60,8 +60,13 @@ struct Run<'a> {
 impl<'a> Run<'a> {
     fn prepare(process: &'a TrainerProcess, cx: &mut Context<'_>) -> Result<Self> {
         options::check(process)?;
-        let seed = process.training_seed.map_or(cx.spec.seed, |s| s as u64);
         let folder = RunFolder::open(process, cx)?;
+        // A seed that the config leaves open is chosen once: a run that goes on keeps the one it began with.
+        let seed = process
+            .training_seed
+            .map(|s| s as u64)
+            .or_else(|| resume::seed_so_far(cx.spec, &folder))
+            .unwrap_or(cx.spec.seed);
         cx.artifact("config", &folder.root, &folder.config, None, None);
 
         // Data first: a mistake there shows within a second.

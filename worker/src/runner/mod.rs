@@ -164,6 +164,9 @@ async fn start(spawner: &Spawner, launch: &Launch) -> Result<Child, Outcome> {
         .args(["attempt", "--spec"])
         .arg(&launch.spec)
         .env_clear()
+        // candle's own pool waits by spinning and takes the cores from our kernels, which use rayon and gemm.
+        // Who sets it for the daemon keeps the last word.
+        .env("CANDLE_NUM_THREADS", "1")
         .envs(environment::for_child(std::env::vars_os()))
         .env("TMPDIR", &launch.temp_dir)
         .stdin(Stdio::piped())

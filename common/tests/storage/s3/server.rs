@@ -18,7 +18,10 @@ impl Server {
     /// Starts a server with an empty bucket named `bucket`; `None`, and a word about it, where there is no server.
     pub(super) fn start() -> Option<Self> {
         let Some(program) = program() else {
-            assert!(std::env::var_os("CI").is_none(), "CI runs these tests: `cargo test --workspace` builds s3-server");
+            assert!(
+                std::env::var_os("CI").is_none(),
+                "CI runs these tests: `cargo test --workspace` builds s3-server"
+            );
             println!("skipped: no S3 server here; `cargo test --workspace` builds one (tests/src/bin/s3-server.rs)");
             return None;
         };

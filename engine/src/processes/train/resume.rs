@@ -4,11 +4,11 @@
 //! newest LoRA by step (a half-finished folder of ai-toolkit), else `network.pretrained_lora_path`, else fresh.
 
 use super::super::Context;
-use super::folder::checkpoint_error;
+use super::folder::{RunFolder, checkpoint_error};
 use super::{Run, on_cpu};
 use crate::adapters::{LoraFile, safetensors_bytes};
 use crate::error::{EngineError, Result};
-use aitk_common::attempt::ChildEvent;
+use aitk_common::attempt::{AttemptSpec, ChildEvent};
 use aitk_common::checkpoint::{Checkpoint, CheckpointWriter};
 use candle_core::{Device, Tensor};
 use serde_json::{Map, Value, json};
@@ -18,6 +18,15 @@ use std::path::{Path, PathBuf};
 
 /// Version of the trainer's part of a manifest.
 const STATE_VERSION: u64 = 1;
+
+/// The seed of the run that this one goes on from, if it goes on from an exact state.
+pub(super) fn seed_so_far(spec: &AttemptSpec, folder: &RunFolder) -> Option<u64> {
+    let checkpoint = match &spec.resume_from {
+        Some(given) => Checkpoint::open(given).ok()?,
+        None => Checkpoint::scan(&folder.checkpoints()).ok()?.newest?,
+    };
+    checkpoint.state().get("seed")?.as_u64()
+}
 
 impl Run<'_> {
     /// Finds the state to go on from and takes it.

@@ -305,6 +305,21 @@ fn another_rank_takes_the_weights_and_a_fresh_optimizer() {
 }
 
 #[test]
+fn a_seed_that_was_left_open_stays_when_the_run_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut process = trainer(dir.path(), 8);
+    process.training_seed = None;
+    let first = spec(process);
+    stop_at(&first, 5);
+    // Another `aitk run` of the same config: the coordinator has drawn another seed.
+    let mut again = first.clone();
+    again.seed = first.seed + 1;
+    let (outcome, events) = go(&again);
+    assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+    assert!(!logs(&events).contains("changed"), "{}", logs(&events));
+}
+
+#[test]
 fn what_changed_since_the_checkpoint_is_said() {
     let dir = tempfile::tempdir().unwrap();
     let mut process = trainer(dir.path(), 8);
