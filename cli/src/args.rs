@@ -155,7 +155,7 @@ pub struct RunArgs {
     /// Go on with the next config when one fails
     #[arg(short, long)]
     pub recover: bool,
-    /// Replaces [name] in the config
+    /// Replaces `[name]` in the config
     #[arg(short, long)]
     pub name: Option<String>,
     /// Also write everything that is shown to the end of this file
@@ -181,7 +181,7 @@ pub struct SubmitArgs {
     /// Follow the job until it ends
     #[arg(short, long)]
     pub follow: bool,
-    /// Replaces [name] in the config
+    /// Replaces `[name]` in the config
     #[arg(short, long)]
     pub name: Option<String>,
     /// Higher goes first; wins over cluster.priority

@@ -18,10 +18,10 @@ const CALM: Duration = Duration::from_secs(60);
 /// A certificate for 127.0.0.1 that vouches for itself, and its key, made for one test.
 fn certificate(folder: &Path) -> (PathBuf, PathBuf) {
     let names = ["127.0.0.1".to_owned(), "localhost".to_owned()];
-    let made = rcgen::generate_simple_self_signed(names).unwrap();
+    let made = rcgen::generate_simple_self_signed(names).expect("these names can be certified");
     let (cert, key) = (folder.join("cert.pem"), folder.join("key.pem"));
-    std::fs::write(&cert, made.cert.pem()).unwrap();
-    std::fs::write(&key, made.signing_key.serialize_pem()).unwrap();
+    std::fs::write(&cert, made.cert.pem()).expect("the folder is ours");
+    std::fs::write(&key, made.signing_key.serialize_pem()).expect("the folder is ours");
     (cert, key)
 }
 

@@ -1,5 +1,7 @@
 //! Bad input gets one clear error: what, where, what was expected; no panic, a documented exit code, nothing half written.
 
+#![allow(clippy::unwrap_used, reason = "a test may stop where it stands")]
+
 use aitk_tests::jobs::{draw_dataset, tiny_model, training};
 use aitk_tests::programs::program;
 use std::fs;

@@ -1,5 +1,7 @@
 //! Submit, train on a worker, LoRA in the object store, pictures: the path of a job through real processes.
 
+#![allow(clippy::unwrap_used, reason = "a test may stop where it stands")]
+
 use aitk_tests::jobs::{draw_dataset, training};
 use aitk_tests::processes::Pool;
 use std::time::Duration;

@@ -44,7 +44,14 @@ pub async fn run(context: &Context, args: DemoArgs) -> CommandResult {
         device: args.device.clone(),
         ..RunOptions::default()
     };
-    let report = run_embedded(&ui, &context.paths, &context.directory, &[config.clone()], &options).await?;
+    let report = run_embedded(
+        &ui,
+        &context.paths,
+        &context.directory,
+        std::slice::from_ref(&config),
+        &options,
+    )
+    .await?;
     if report.exit != Exit::Ok {
         return Ok(report.exit);
     }

@@ -22,11 +22,11 @@ choices! {
         /// Euler with ancestral noise.
         EulerA = "euler_a", Works;
         /// DPM-Solver, second order.
-        DpmSolver = "dpmsolver", Refused("use `dpmsolver++`");
+        DpmSolver = "dpmsolver", Works;
         /// DPM-Solver++ 2M.
         DpmSolverPp = "dpmsolver++" | "dpm++_2m" | "dpmpp_2m", Works;
         /// DPM-Solver with Karras sigmas.
-        KDpmSolver = "k_dpmsolver", Refused("use `k_dpmsolver++`");
+        KDpmSolver = "k_dpmsolver", Works;
         /// DPM-Solver++ 2M with Karras sigmas.
         KDpmSolverPp = "k_dpmsolver++" | "k_dpm++_2m" | "k_dpmpp_2m", Works;
         /// DPM-Solver, single step.

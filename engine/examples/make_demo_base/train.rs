@@ -208,7 +208,11 @@ pub(crate) fn diffusion(folder: &Path, steps: u64, seed: u64) -> Fallible<()> {
         });
         let ids = Tensor::cat(&rows.collect::<Result<Vec<_>, _>>()?, 0)?;
         let times = random.randint(0, 1000, BATCH);
-        let noise = normal(&mut random, latents.dims())?;
+        // Offset noise: plain noise hardly moves the mean of a picture, so the model would never learn to choose
+        // a background's colour when it starts from noise alone.
+        let (count, channels, _, _) = latents.dims4()?;
+        let offset = (normal(&mut random, &[count, channels, 1, 1])? * 0.2)?;
+        let noise = normal(&mut random, latents.dims())?.broadcast_add(&offset)?;
         let noisy = schedule.add_noise(&latents, &noise, &times)?;
         // min-SNR with gamma 5.
         let weight = times
