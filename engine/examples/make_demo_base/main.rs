@@ -16,7 +16,7 @@ type Fallible<T> = Result<T, Box<dyn std::error::Error>>;
 
 const SEED: u64 = 42;
 const VAE_STEPS: u64 = 1100;
-const DIFFUSION_STEPS: u64 = 4000;
+const DIFFUSION_STEPS: u64 = 2400;
 
 fn say(line: &str) {
     eprintln!("{line}");
