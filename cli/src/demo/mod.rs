@@ -165,9 +165,10 @@ fn prompts(config: &Path) -> Result<Vec<String>, Failure> {
 fn say_what_next(ui: &Ui, output: &Path, artifacts: &[Artifact]) -> Result<(), Failure> {
     let lora = artifacts
         .iter()
-        .filter(|artifact| artifact.kind == "lora" && artifact.step.is_none())
+        .filter(|artifact| artifact.kind == "lora")
         .filter_map(|artifact| artifact.local_path.as_deref())
-        .next_back();
+        // The final file has the shortest name; step saves add their step to it.
+        .min_by_key(|path| path.len());
     let here = output.display();
     ui.data(&format!("before and after   {here}/before-after.png"))?;
     if let Some(lora) = lora {
