@@ -3,8 +3,8 @@
 //! Queries are taken in chunks, so that the matrix of all scores (heads x 4096 x 4096 for SD 1.5 at 512 pixels) is
 //! never held; the backward pass computes the scores again.
 
-use super::cpu::{self, Mat, MatMut};
-use candle_core::{CpuStorage, CustomOp3, D, DType, Device, Layout, Shape, Tensor};
+use super::cpu::{self, Kernel3, Mat, MatMut, Op3};
+use candle_core::{D, DType, Device, Shape, Tensor};
 use rayon::prelude::*;
 
 /// softmax(q k^T * scale) v per head.
@@ -29,7 +29,7 @@ pub fn attention(
             scale: scale as f32,
             causal,
         };
-        return q.contiguous()?.apply_op3(&k.contiguous()?, &v.contiguous()?, op);
+        return q.contiguous()?.apply_op3(&k.contiguous()?, &v.contiguous()?, Op3(op));
     }
     composed(q, k, v, sizes, scale, causal)
 }
@@ -86,16 +86,6 @@ impl Sizes {
     }
 }
 
-fn transposed(m: Mat<'_>) -> Mat<'_> {
-    Mat {
-        data: m.data,
-        rows: m.cols,
-        cols: m.rows,
-        row_stride: m.col_stride,
-        col_stride: m.row_stride,
-    }
-}
-
 struct AttentionOp {
     heads: usize,
     scale: f32,
@@ -106,14 +96,8 @@ impl AttentionOp {
     /// softmax(q k^T * scale) for the queries from `start` on, into `scores` [rows, keys].
     fn probabilities(&self, q: Mat<'_>, k: Mat<'_>, start: usize, scores: &mut [f32]) -> candle_core::Result<()> {
         let keys = k.rows;
-        let out = MatMut {
-            data: scores,
-            rows: q.rows,
-            cols: keys,
-            row_stride: keys,
-            col_stride: 1,
-        };
-        cpu::gemm(out, q, transposed(k), 0.0, self.scale, 1)?;
+        let out = MatMut::new(scores, q.rows, keys);
+        cpu::gemm(out, q, k.t(), 0.0, self.scale, 1)?;
         for (i, row) in scores.chunks_exact_mut(keys).enumerate() {
             let seen = if self.causal { (start + i + 1).min(keys) } else { keys };
             let (row, hidden) = row.split_at_mut(seen);
@@ -130,7 +114,7 @@ impl AttentionOp {
         Ok(())
     }
 
-    fn forward(&self, s: Sizes, q: &[f32], k: &[f32], v: &[f32]) -> candle_core::Result<Vec<f32>> {
+    fn weigh(&self, s: Sizes, q: &[f32], k: &[f32], v: &[f32]) -> candle_core::Result<Vec<f32>> {
         // [b, heads, n, width] first, so that every task owns a contiguous piece.
         let mut by_head = vec![0f32; s.batch * s.queries * s.features()];
         if by_head.is_empty() {
@@ -150,20 +134,8 @@ impl AttentionOp {
                 scores.resize(rows * s.keys, 0.0);
                 let head_q = s.head(q, b, h, start, rows, s.queries);
                 self.probabilities(head_q, s.head(k, b, h, 0, s.keys, s.keys), start, scores)?;
-                let p = Mat {
-                    data: scores,
-                    rows,
-                    cols: s.keys,
-                    row_stride: s.keys,
-                    col_stride: 1,
-                };
-                let out = MatMut {
-                    data: part,
-                    rows,
-                    cols: s.width,
-                    row_stride: s.width,
-                    col_stride: 1,
-                };
+                let p = Mat::new(scores, rows, s.keys);
+                let out = MatMut::new(part, rows, s.width);
                 cpu::gemm(out, p, s.head(v, b, h, 0, s.keys, s.keys), 0.0, 1.0, 1)
             })?;
         Ok(merge_heads(s, s.queries, &by_head))
@@ -188,50 +160,20 @@ impl AttentionOp {
             let dy = s.head(at.dy, b, h, start, rows, s.queries);
             let (p, dp) = (&mut p[..rows * s.keys], &mut dp[..rows * s.keys]);
             self.probabilities(q, k, start, p)?;
-            let scores = |data| MatMut {
-                data,
-                rows,
-                cols: s.keys,
-                row_stride: s.keys,
-                col_stride: 1,
-            };
-            let per_key = |data| MatMut {
-                data,
-                rows: s.keys,
-                cols: s.width,
-                row_stride: s.width,
-                col_stride: 1,
-            };
-            let probabilities = Mat {
-                data: &*p,
-                rows,
-                cols: s.keys,
-                row_stride: s.keys,
-                col_stride: 1,
-            };
-            cpu::gemm(per_key(&mut dv), transposed(probabilities), dy, 1.0, 1.0, 1)?;
-            cpu::gemm(scores(dp), dy, transposed(v), 0.0, 1.0, 1)?;
+            let scores = |data| MatMut::new(data, rows, s.keys);
+            let per_key = |data| MatMut::new(data, s.keys, s.width);
+            let probabilities = Mat::new(&*p, rows, s.keys);
+            cpu::gemm(per_key(&mut dv), probabilities.t(), dy, 1.0, 1.0, 1)?;
+            cpu::gemm(scores(dp), dy, v.t(), 0.0, 1.0, 1)?;
             for (p, dp) in p.chunks_exact(s.keys).zip(dp.chunks_exact_mut(s.keys)) {
                 let dot: f32 = p.iter().zip(dp.iter()).map(|(p, dp)| p * dp).sum();
                 p.iter().zip(dp).for_each(|(p, dp)| *dp = p * (*dp - dot) * self.scale);
             }
-            let ds = Mat {
-                data: &*dp,
-                rows,
-                cols: s.keys,
-                row_stride: s.keys,
-                col_stride: 1,
-            };
+            let ds = Mat::new(&*dp, rows, s.keys);
             let dq = &mut dq[start * s.width..(start + rows) * s.width];
-            let dq = MatMut {
-                data: dq,
-                rows,
-                cols: s.width,
-                row_stride: s.width,
-                col_stride: 1,
-            };
+            let dq = MatMut::new(dq, rows, s.width);
             cpu::gemm(dq, ds, k, 0.0, 1.0, 1)?;
-            cpu::gemm(per_key(&mut dk), transposed(ds), q, 1.0, 1.0, 1)?;
+            cpu::gemm(per_key(&mut dk), ds.t(), q, 1.0, 1.0, 1)?;
         }
         Ok([dq, dk, dv])
     }
@@ -262,44 +204,20 @@ fn merge_heads(s: Sizes, length: usize, by_head: &[f32]) -> Vec<f32> {
     merged
 }
 
-impl CustomOp3 for AttentionOp {
-    fn name(&self) -> &'static str {
-        "attention"
+impl Kernel3 for AttentionOp {
+    const NAME: &'static str = "attention";
+
+    fn forward(&self, [q, k, v]: [&[f32]; 3], shapes: [&Shape; 3]) -> candle_core::Result<(Vec<f32>, Shape)> {
+        let sizes = Sizes::new(shapes[0], shapes[1], shapes[2], self.heads)?;
+        Ok((self.weigh(sizes, q, k, v)?, shapes[0].clone()))
     }
 
-    fn cpu_fwd(
-        &self,
-        q: &CpuStorage,
-        q_layout: &Layout,
-        k: &CpuStorage,
-        k_layout: &Layout,
-        v: &CpuStorage,
-        v_layout: &Layout,
-    ) -> candle_core::Result<(CpuStorage, Shape)> {
-        let sizes = Sizes::new(q_layout.shape(), k_layout.shape(), v_layout.shape(), self.heads)?;
-        let y = self.forward(
-            sizes,
-            cpu::slice(q, q_layout)?,
-            cpu::slice(k, k_layout)?,
-            cpu::slice(v, v_layout)?,
-        )?;
-        Ok((CpuStorage::F32(y), q_layout.shape().clone()))
-    }
-
-    fn bwd(
-        &self,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        _y: &Tensor,
-        grad: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+    fn backward(&self, [q, k, v]: [&Tensor; 3], grad: &Tensor) -> candle_core::Result<[Option<Tensor>; 3]> {
         let s = Sizes::new(q.shape(), k.shape(), v.shape(), self.heads)?;
-        let grad = grad.contiguous()?;
         let heads: Vec<[Vec<f32>; 3]> = cpu::with_slice(q, |q| {
             cpu::with_slice(k, |k| {
                 cpu::with_slice(v, |v| {
-                    cpu::with_slice(&grad, |dy| {
+                    cpu::with_slice(grad, |dy| {
                         let at = Point { q, k, v, dy };
                         (0..s.batch * s.heads)
                             .into_par_iter()
@@ -313,11 +231,11 @@ impl CustomOp3 for AttentionOp {
             let by_head: Vec<f32> = heads.iter().flat_map(|head| head[which].iter().copied()).collect();
             Tensor::from_vec(merge_heads(s, length, &by_head), shape, &Device::Cpu)
         };
-        Ok((
+        Ok([
             Some(whole(0, s.queries, q.shape())?),
             Some(whole(1, s.keys, k.shape())?),
             Some(whole(2, s.keys, v.shape())?),
-        ))
+        ])
     }
 }
 

@@ -4,7 +4,7 @@
 //! functions are composed from candle's operations. Every sum has a fixed order that does not depend on the number
 //! of threads, so that the same inputs give the same bits.
 
-use candle_core::{CpuStorage, DType, Layout, Storage, Tensor};
+use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Storage, Tensor};
 
 /// Whether the kernels of this folder can take this tensor.
 pub(crate) fn runs_here(x: &Tensor) -> bool {
@@ -55,6 +55,48 @@ pub(crate) struct MatMut<'a> {
     pub(crate) cols: usize,
     pub(crate) row_stride: usize,
     pub(crate) col_stride: usize,
+}
+
+impl<'a> Mat<'a> {
+    /// Row by row.
+    pub(crate) fn new(data: &'a [f32], rows: usize, cols: usize) -> Self {
+        Self {
+            data,
+            rows,
+            cols,
+            row_stride: cols,
+            col_stride: 1,
+        }
+    }
+
+    /// Transposed.
+    pub(crate) fn t(self) -> Self {
+        Self {
+            data: self.data,
+            rows: self.cols,
+            cols: self.rows,
+            row_stride: self.col_stride,
+            col_stride: self.row_stride,
+        }
+    }
+}
+
+impl<'a> MatMut<'a> {
+    /// Row by row.
+    pub(crate) fn new(data: &'a mut [f32], rows: usize, cols: usize) -> Self {
+        Self::strided(data, rows, cols, cols)
+    }
+
+    /// Row by row, each row that far from the one before.
+    pub(crate) fn strided(data: &'a mut [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
+        Self {
+            data,
+            rows,
+            cols,
+            row_stride,
+            col_stride: 1,
+        }
+    }
 }
 
 fn extent(rows: usize, cols: usize, row_stride: usize, col_stride: usize) -> usize {
@@ -124,4 +166,53 @@ pub(crate) fn gemm(
         );
     }
     Ok(())
+}
+
+/// An operation of three contiguous f32 tensors on the processor.
+pub(crate) trait Kernel3: Send + Sync + 'static {
+    /// For messages.
+    const NAME: &'static str;
+
+    /// The result, from elements and shapes.
+    fn forward(&self, inputs: [&[f32]; 3], shapes: [&Shape; 3]) -> candle_core::Result<(Vec<f32>, Shape)>;
+
+    /// The gradients of the inputs that take part in one; `grad` is contiguous.
+    fn backward(&self, inputs: [&Tensor; 3], grad: &Tensor) -> candle_core::Result<[Option<Tensor>; 3]>;
+}
+
+/// A [`Kernel3`] in candle's graph.
+pub(crate) struct Op3<K>(pub(crate) K);
+
+impl<K: Kernel3> CustomOp3 for Op3<K> {
+    fn name(&self) -> &'static str {
+        K::NAME
+    }
+
+    fn cpu_fwd(
+        &self,
+        a: &CpuStorage,
+        a_layout: &Layout,
+        b: &CpuStorage,
+        b_layout: &Layout,
+        c: &CpuStorage,
+        c_layout: &Layout,
+    ) -> candle_core::Result<(CpuStorage, Shape)> {
+        let inputs = [slice(a, a_layout)?, slice(b, b_layout)?, slice(c, c_layout)?];
+        let (y, shape) = self
+            .0
+            .forward(inputs, [a_layout.shape(), b_layout.shape(), c_layout.shape()])?;
+        Ok((CpuStorage::F32(y), shape))
+    }
+
+    fn bwd(
+        &self,
+        a: &Tensor,
+        b: &Tensor,
+        c: &Tensor,
+        _y: &Tensor,
+        grad: &Tensor,
+    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
+        let [a, b, c] = self.0.backward([a, b, c], &grad.contiguous()?)?;
+        Ok((a, b, c))
+    }
 }

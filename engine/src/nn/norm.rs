@@ -3,10 +3,10 @@
 //! Both take the mean and the variance over a row (of all elements of a group, or of the last dimension), then scale
 //! and shift. Sums run in f64, one row on one thread, so that the result does not depend on the number of threads.
 
-use super::cpu;
+use super::cpu::{self, Kernel3, Op3};
 use crate::error::Result;
 use crate::weights::{Init, Weights};
-use candle_core::{CpuStorage, CustomOp3, D, DType, Device, Layout, Shape, Tensor};
+use candle_core::{D, DType, Device, Shape, Tensor};
 use rayon::prelude::*;
 
 /// Group normalisation over the channels of [b, c, ..].
@@ -70,7 +70,7 @@ impl GroupNorm {
             };
             return x
                 .contiguous()?
-                .apply_op3(&self.weight.contiguous()?, &self.bias.contiguous()?, rows);
+                .apply_op3(&self.weight.contiguous()?, &self.bias.contiguous()?, Op3(rows));
         }
         let dtype = x.dtype();
         let grouped = x.reshape((x.dim(0)?, self.groups, ()))?.to_dtype(DType::F32)?;
@@ -130,7 +130,7 @@ impl LayerNorm {
             };
             return x
                 .contiguous()?
-                .apply_op3(&self.weight.contiguous()?, &self.bias.contiguous()?, rows);
+                .apply_op3(&self.weight.contiguous()?, &self.bias.contiguous()?, Op3(rows));
         }
         normalise(&x.to_dtype(DType::F32)?, self.eps)?
             .to_dtype(x.dtype())?
@@ -169,22 +169,14 @@ impl Rows {
     }
 }
 
-impl CustomOp3 for Rows {
-    fn name(&self) -> &'static str {
-        "norm"
-    }
+impl Kernel3 for Rows {
+    const NAME: &'static str = "norm";
 
-    fn cpu_fwd(
+    fn forward(
         &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        weight: &CpuStorage,
-        weight_layout: &Layout,
-        bias: &CpuStorage,
-        bias_layout: &Layout,
-    ) -> candle_core::Result<(CpuStorage, Shape)> {
-        let x = cpu::slice(x, x_layout)?;
-        let (weight, bias) = (cpu::slice(weight, weight_layout)?, cpu::slice(bias, bias_layout)?);
+        [x, weight, bias]: [&[f32]; 3],
+        [shape, ..]: [&Shape; 3],
+    ) -> candle_core::Result<(Vec<f32>, Shape)> {
         let mut y = vec![0f32; x.len()];
         if !x.is_empty() {
             y.par_chunks_mut(self.length)
@@ -200,24 +192,16 @@ impl CustomOp3 for Rows {
                     }
                 });
         }
-        Ok((CpuStorage::F32(y), x_layout.shape().clone()))
+        Ok((y, shape.clone()))
     }
 
-    fn bwd(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        bias: &Tensor,
-        _y: &Tensor,
-        grad: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let grad = grad.contiguous()?;
+    fn backward(&self, [x, weight, bias]: [&Tensor; 3], grad: &Tensor) -> candle_core::Result<[Option<Tensor>; 3]> {
         let affine = weight.track_op() || bias.track_op();
         let mut dx = vec![0f32; x.elem_count()];
         let (mut dw, mut db) = (vec![0f64; self.channels], vec![0f64; self.channels]);
         cpu::with_slice(x, |x| {
             cpu::with_slice(weight, |weight| {
-                cpu::with_slice(&grad, |dy| {
+                cpu::with_slice(grad, |dy| {
                     if x.is_empty() {
                         return;
                     }
@@ -247,11 +231,11 @@ impl CustomOp3 for Rows {
             })
         })???;
         let vector = |v: Vec<f64>| Tensor::from_vec(v.iter().map(|v| *v as f32).collect(), self.channels, &Device::Cpu);
-        Ok((
+        Ok([
             Some(Tensor::from_vec(dx, x.shape(), &Device::Cpu)?),
             if affine { Some(vector(dw)?) } else { None },
             if affine { Some(vector(db)?) } else { None },
-        ))
+        ])
     }
 }
 

@@ -11,9 +11,7 @@ pub use sample::{SampleSettings, random_seed, sample_prompts};
 use crate::error::{EngineError, Result};
 use crate::image_io::{self, Filter};
 use crate::models::sd::SdModel;
-use crate::samplers::{
-    self, NoiseSource, PredictionType, Sampler, SamplerError, SamplerOptions, SamplerParams, StepNoise,
-};
+use crate::samplers::{self, NoiseSource, PredictionType, Sampler, SamplerError, SamplerOptions, SamplerParams, Visit};
 use candle_core::{DType, Device, Tensor};
 use guidance::Guidance;
 use image::RgbImage;
@@ -223,11 +221,13 @@ impl<'a> Pipeline<'a> {
             }
             let input = sampler.scale_model_input(&latents, index)?;
             let output = guidance.predict(self, &input, sampler.timesteps()[index])?;
-            let mut fresh = StepNoise {
-                source: noise,
+            latents = sampler.step(Visit {
+                index,
+                output: &output,
+                sample: &latents,
+                noise: &mut *noise,
                 dtype: self.dtype,
-            };
-            latents = sampler.step(index, &output, &latents, &mut fresh)?;
+            })?;
         }
         let unscaled = (latents / self.model.vae.scaling_factor)?.to_dtype(self.dtype)?;
         Ok(Some(image_io::from_tensor(&self.model.vae.decode(&unscaled)?)?))

@@ -1,7 +1,8 @@
 //! `DDPMScheduler`: ancestral sampling of denoising diffusion probabilistic models.
 
-use super::params::{PredictionType, SamplerParams, Spacing};
-use super::{NoiseSchedule, Sampler, SamplerError, SamplerOptions, StepNoise, blend, scaled, spacing};
+use super::denoise::Denoiser;
+use super::params::SamplerParams;
+use super::{Sampler, SamplerError, SamplerOptions, Visit, blend, scaled};
 use candle_core::Tensor;
 
 /// The `fixed_…` kinds of `variance_type`.
@@ -12,16 +13,11 @@ enum Variance {
 }
 
 struct Ddpm {
-    schedule: NoiseSchedule,
-    timesteps: Vec<f64>,
-    clip: Option<f64>,
+    common: Denoiser,
     variance: Variance,
 }
 
 pub(super) fn make(params: SamplerParams, options: SamplerOptions) -> Result<Box<dyn Sampler>, SamplerError> {
-    let schedule = NoiseSchedule::new(&params)?;
-    let chosen = params.timestep_spacing.unwrap_or(Spacing::Leading);
-    let offset = params.steps_offset.unwrap_or(0);
     let variance = match params.variance_type.as_deref() {
         None | Some("fixed_small") => Variance::Small,
         Some("fixed_small_log") => Variance::SmallLog,
@@ -32,50 +28,28 @@ pub(super) fn make(params: SamplerParams, options: SamplerOptions) -> Result<Box
             )));
         }
     };
-    Ok(Box::new(Ddpm {
-        timesteps: spacing::timesteps(chosen, schedule.len(), options.steps, offset, true),
-        clip: params
-            .clip_sample
-            .unwrap_or(true)
-            .then(|| params.clip_sample_range.unwrap_or(1.0)),
-        variance,
-        schedule,
-    }))
+    let common = Denoiser::new(&params, options)?;
+    Ok(Box::new(Ddpm { common, variance }))
 }
 
 impl Sampler for Ddpm {
     fn timesteps(&self) -> &[f64] {
-        &self.timesteps
+        &self.common.timesteps
     }
 
-    fn step(
-        &mut self,
-        index: usize,
-        model_output: &Tensor,
-        sample: &Tensor,
-        noise: &mut StepNoise<'_>,
-    ) -> Result<Tensor, SamplerError> {
-        let t = self.timesteps[index] as i64;
-        let alpha = self.schedule.alpha_cumprod(t)?;
-        let alpha_previous = match self.timesteps.get(index + 1) {
-            Some(previous) if *previous >= 0.0 => self.schedule.alpha_cumprod(*previous as i64)?,
+    fn step(&mut self, mut visit: Visit<'_>) -> Result<Tensor, SamplerError> {
+        let (t, alpha) = self.common.at(visit.index)?;
+        let alpha_previous = match self.common.timesteps.get(visit.index + 1) {
+            Some(previous) if *previous >= 0.0 => self.common.schedule.alpha_cumprod(*previous as i64)?,
             _ => 1.0,
         };
         let (beta, beta_previous) = (1.0 - alpha, 1.0 - alpha_previous);
         let current_alpha = alpha / alpha_previous;
         let current_beta = 1.0 - current_alpha;
-        let original = match self.schedule.prediction_type {
-            PredictionType::Epsilon => scaled(&blend(1.0, sample, -beta.sqrt(), model_output)?, 1.0 / alpha.sqrt())?,
-            PredictionType::Sample => model_output.clone(),
-            PredictionType::VPrediction => blend(alpha.sqrt(), sample, -beta.sqrt(), model_output)?,
-        };
-        let original = match self.clip {
-            Some(range) => original.clamp(-range, range)?,
-            None => original,
-        };
+        let original = self.common.original(alpha, visit.output, visit.sample)?;
         let original_part = alpha_previous.sqrt() * current_beta / beta;
         let sample_part = current_alpha.sqrt() * beta_previous / beta;
-        let mean = blend(original_part, &original, sample_part, sample)?;
+        let mean = blend(original_part, &original, sample_part, visit.sample)?;
         if t == 0 {
             return Ok(mean);
         }
@@ -85,11 +59,10 @@ impl Sampler for Ddpm {
             Variance::SmallLog => (0.5 * small.ln()).exp(),
             Variance::Large => current_beta.sqrt(),
         };
-        Ok((mean + scaled(&noise.like(model_output)?, deviation)?)?)
+        Ok((mean + scaled(&visit.noise()?, deviation)?)?)
     }
 
     fn add_noise(&self, original: &Tensor, noise: &Tensor, index: usize) -> Result<Tensor, SamplerError> {
-        self.schedule
-            .add_noise(original, noise, &[self.timesteps[index] as i64])
+        self.common.add_noise(original, noise, index)
     }
 }

@@ -1,8 +1,8 @@
 //! `DPMSolverMultistepScheduler`: DPM-Solver and DPM-Solver++ (`dpm++ 2m`) of orders 1 to 3, and their SDE variants.
 
 use super::params::{BetaSchedule, PredictionType, SamplerParams, Spacing};
-use super::{NoiseSchedule, Sampler, SamplerError, SamplerOptions, StepNoise, blend, scaled, spacing};
-use candle_core::Tensor;
+use super::{NoiseSchedule, Sampler, SamplerError, SamplerOptions, Visit, blend, scaled, spacing};
+use candle_core::{DType, Tensor};
 
 #[derive(Clone, Copy, PartialEq)]
 enum Algorithm {
@@ -256,21 +256,15 @@ impl Sampler for DpmMultistep {
         &self.timesteps
     }
 
-    fn step(
-        &mut self,
-        index: usize,
-        model_output: &Tensor,
-        sample: &Tensor,
-        noise: &mut StepNoise<'_>,
-    ) -> Result<Tensor, SamplerError> {
-        let count = self.timesteps.len();
+    fn step(&mut self, mut visit: Visit<'_>) -> Result<Tensor, SamplerError> {
+        let (index, sample, count) = (visit.index, visit.sample, self.timesteps.len());
         let fresh = if self.algorithm.is_sde() {
-            Some(noise.like_f32(model_output)?)
+            Some(visit.noise_as(DType::F32)?)
         } else {
             None
         };
         let earlier = self.outputs.len();
-        self.outputs.push(self.convert(index, model_output, sample)?);
+        self.outputs.push(self.convert(index, visit.output, sample)?);
         let few = self.lower_order_final && count < 15;
         let last = index + 1 == count && (self.euler_at_final || few || self.ends_at_zero);
         let second_last = index + 2 == count && few;

@@ -1,41 +1,21 @@
 //! `EulerDiscreteScheduler`.
 
+use super::levels::{ByLevels, Rule};
 use super::params::SamplerParams;
 use super::sigmas::Sigmas;
-use super::{Sampler, SamplerError, SamplerOptions, StepNoise, scaled};
+use super::{Sampler, SamplerError, SamplerOptions, Visit, scaled};
 use candle_core::Tensor;
 
-struct Euler(Sigmas);
+struct Euler;
 
 pub(super) fn make(params: SamplerParams, options: SamplerOptions) -> Result<Box<dyn Sampler>, SamplerError> {
-    Ok(Box::new(Euler(Sigmas::new(&params, options.steps)?)))
+    let levels = Sigmas::new(&params, options.steps)?;
+    Ok(Box::new(ByLevels { levels, rule: Euler }))
 }
 
-impl Sampler for Euler {
-    fn timesteps(&self) -> &[f64] {
-        &self.0.timesteps
-    }
-
-    fn init_noise_sigma(&self) -> f64 {
-        self.0.init_noise_sigma
-    }
-
-    fn scale_model_input(&self, sample: &Tensor, index: usize) -> Result<Tensor, SamplerError> {
-        self.0.scale_model_input(sample, index)
-    }
-
-    fn step(
-        &mut self,
-        index: usize,
-        model_output: &Tensor,
-        sample: &Tensor,
-        _noise: &mut StepNoise<'_>,
-    ) -> Result<Tensor, SamplerError> {
-        let derivative = self.0.derivative(index, model_output, sample)?;
-        Ok((sample + scaled(&derivative, self.0.sigmas[index + 1] - self.0.sigmas[index])?)?)
-    }
-
-    fn add_noise(&self, original: &Tensor, noise: &Tensor, index: usize) -> Result<Tensor, SamplerError> {
-        self.0.add_noise(original, noise, index)
+impl Rule for Euler {
+    fn step(&mut self, levels: &Sigmas, derivative: Tensor, visit: Visit<'_>) -> Result<Tensor, SamplerError> {
+        let width = levels.sigmas[visit.index + 1] - levels.sigmas[visit.index];
+        Ok((visit.sample + scaled(&derivative, width)?)?)
     }
 }

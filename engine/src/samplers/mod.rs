@@ -5,9 +5,11 @@
 
 mod ddim;
 mod ddpm;
+mod denoise;
 mod dpm_multistep;
 mod euler;
 mod euler_ancestral;
+mod levels;
 mod lms;
 mod noise;
 mod params;
@@ -82,18 +84,11 @@ pub trait Sampler: Send {
         Ok(sample.clone())
     }
 
-    /// The sample after visit `index`, from the model's output (f32) and the sample (f32) before it. Visits must be
-    /// made in order; they may begin in the middle (image-to-image).
+    /// The sample after this visit. Visits must be made in order; they may begin in the middle (image-to-image).
     ///
     /// # Errors
     /// A tensor error, or a time step outside the schedule.
-    fn step(
-        &mut self,
-        index: usize,
-        model_output: &Tensor,
-        sample: &Tensor,
-        noise: &mut StepNoise<'_>,
-    ) -> Result<Tensor, SamplerError>;
+    fn step(&mut self, visit: Visit<'_>) -> Result<Tensor, SamplerError>;
 
     /// `original` with as much noise as there is before visit `index`.
     ///
@@ -102,22 +97,29 @@ pub trait Sampler: Send {
     fn add_noise(&self, original: &Tensor, noise: &Tensor, index: usize) -> Result<Tensor, SamplerError>;
 }
 
-/// The random numbers of a step: the pipeline's source and the dtype in which diffusers would draw them.
+/// One visit of a time step.
 #[derive(Debug)]
-pub struct StepNoise<'a> {
-    /// Where they come from.
-    pub source: &'a mut NoiseSource,
-    /// The dtype of the model.
+pub struct Visit<'a> {
+    /// Which, counted in [`Sampler::timesteps`].
+    pub index: usize,
+    /// What the model answered, f32.
+    pub output: &'a Tensor,
+    /// The sample before, f32.
+    pub sample: &'a Tensor,
+    /// Where random numbers come from.
+    pub noise: &'a mut NoiseSource,
+    /// The dtype of the model, in which diffusers draws most of them.
     pub dtype: DType,
 }
 
-impl StepNoise<'_> {
-    fn like(&mut self, tensor: &Tensor) -> Result<Tensor, SamplerError> {
-        Ok(self.source.randn(tensor.dims(), self.dtype, tensor.device())?)
+impl Visit<'_> {
+    /// Noise of the sample's shape.
+    fn noise(&mut self) -> Result<Tensor, SamplerError> {
+        self.noise_as(self.dtype)
     }
 
-    fn like_f32(&mut self, tensor: &Tensor) -> Result<Tensor, SamplerError> {
-        Ok(self.source.randn(tensor.dims(), DType::F32, tensor.device())?)
+    fn noise_as(&mut self, dtype: DType) -> Result<Tensor, SamplerError> {
+        Ok(self.noise.randn(self.output.dims(), dtype, self.output.device())?)
     }
 }
 

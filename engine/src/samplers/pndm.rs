@@ -1,7 +1,7 @@
 //! `PNDMScheduler`: pseudo numerical methods, Runge-Kutta steps (optional) and then linear multistep.
 
 use super::params::{PredictionType, SamplerParams, Spacing};
-use super::{NoiseSchedule, Sampler, SamplerError, SamplerOptions, StepNoise, blend, scaled, spacing};
+use super::{NoiseSchedule, Sampler, SamplerError, SamplerOptions, Visit, blend, scaled, spacing};
 use candle_core::Tensor;
 
 struct Pndm {
@@ -159,18 +159,12 @@ impl Sampler for Pndm {
         &self.timesteps
     }
 
-    fn step(
-        &mut self,
-        index: usize,
-        model_output: &Tensor,
-        sample: &Tensor,
-        _noise: &mut StepNoise<'_>,
-    ) -> Result<Tensor, SamplerError> {
-        let t = self.timesteps[index] as i64;
+    fn step(&mut self, visit: Visit<'_>) -> Result<Tensor, SamplerError> {
+        let t = self.timesteps[visit.index] as i64;
         let out = if self.counter < self.prk.len() {
-            self.runge_kutta(t, model_output, sample)?
+            self.runge_kutta(t, visit.output, visit.sample)?
         } else {
-            self.multistep(t, model_output, sample)?
+            self.multistep(t, visit.output, visit.sample)?
         };
         self.counter += 1;
         Ok(out)

@@ -54,13 +54,14 @@ fn run(case: &Value, tensors: &HashMap<String, Tensor>) -> Result<(), String> {
         let input = sampler.scale_model_input(&sample, index).map_err(|e| e.to_string())?;
         let t = sampler.timesteps()[index];
         let output = ((input * 0.7).unwrap().tanh().unwrap() + 0.01 * t / 1000.0).unwrap();
-        let mut noise = StepNoise {
-            source: &mut source,
+        let visit = Visit {
+            index,
+            output: &output,
+            sample: &sample,
+            noise: &mut source,
             dtype: DType::F32,
         };
-        sample = sampler
-            .step(index, &output, &sample, &mut noise)
-            .map_err(|e| e.to_string())?;
+        sample = sampler.step(visit).map_err(|e| e.to_string())?;
     }
     if row != expected.dim(0).unwrap() {
         return Err(format!("{row} samples, expected {}", expected.dim(0).unwrap()));
@@ -201,12 +202,14 @@ fn extreme_but_legal_step_counts_never_panic() {
                     let mut sample = Tensor::ones((1, 1, 2, 2), DType::F32, &Device::Cpu).unwrap();
                     for index in 0..sampler.timesteps().len() {
                         let output = sampler.scale_model_input(&sample, index).unwrap();
-                        let mut noise = StepNoise {
-                            source: &mut source,
-                            dtype: DType::F32,
-                        };
                         // A step outside the schedule is an error, nothing worse.
-                        let Ok(next) = sampler.step(index, &output, &sample, &mut noise) else {
+                        let Ok(next) = sampler.step(Visit {
+                            index,
+                            output: &output,
+                            sample: &sample,
+                            noise: &mut source,
+                            dtype: DType::F32,
+                        }) else {
                             break;
                         };
                         sample = next;
