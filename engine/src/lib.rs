@@ -16,5 +16,8 @@ pub mod processes;
 pub mod residency;
 pub mod rng;
 pub mod samplers;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod testing;
 pub mod training;
 pub mod weights;

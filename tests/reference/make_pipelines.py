@@ -76,7 +76,8 @@ def make_lora():
     save_file(folded, OUT / LORA)
 
 
-def draw(case, parts, raw):
+def draw(case, parts, raw, lora=OUT / LORA):
+    """The pictures of a case as [batch, height, width, 3] bytes; `lora` is used where the case has a strength for it."""
     name = case["sampler"]
     bare = name.removeprefix("k_")
     config = dict(raw)
@@ -87,7 +88,7 @@ def draw(case, parts, raw):
     pipe = cls(**parts, scheduler=scheduler, safety_checker=None, feature_extractor=None, requires_safety_checker=False)
     pipe.set_progress_bar_config(disable=True)
     if "lora" in case:
-        pipe.load_lora_weights(OUT / LORA, adapter_name="l")
+        pipe.load_lora_weights(lora, adapter_name="l")
         pipe.set_adapters(["l"], [case["lora"]])
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in case["seeds"]]
     options = {

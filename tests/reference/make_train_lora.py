@@ -19,6 +19,7 @@ CAPTIONS = ["a red circle", "a photo of a green square on white", "two zorb", ""
 
 LINEAR = ["to_q", "to_k", "to_v", "to_out.0", "proj_in", "proj_out", "ff.net.0.proj", "ff.net.2"]
 CONV = LINEAR + ["conv1", "conv2", "downsamplers.0.conv", "upsamplers.0.conv"]
+TEXT = ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]
 
 VARIANTS = {
     "adamw": {},
@@ -29,21 +30,29 @@ VARIANTS = {
     "conv": {"targets": CONV},
     "v_prediction": {"prediction": "v_prediction", "min_snr_gamma": 5.0},
     "mae": {"loss": "mae", "weights": [1.0, 0.25]},
+    "mask": {"mask": True},
+    "text_encoder": {"parts": ["text_encoder", "unet"], "max_norm": 0.05},
+    "text_encoder_alone": {"parts": ["text_encoder"]},
 }
 
 
-def flat(path):
-    return "lora_unet_" + path.replace(".", "_")
+def flat(part, path):
+    if part == "unet":
+        return "lora_unet_" + path.replace(".", "_")
+    # transformers 5 leaves out the `text_model.` level that every file of the last years has.
+    return "lora_te_text_model_" + path.removeprefix("text_model.").replace(".", "_")
 
 
-def ours(state, alpha, rank):
+def ours(parts, alpha):
     """peft's names as ai-toolkit's, float32."""
     out = {}
-    for key, value in state.items():
-        path, part = key.removeprefix("base_model.model.").rsplit(".lora_", 1)
-        side = {"A.weight": "lora_down", "B.weight": "lora_up"}[part]
-        out[f"{flat(path)}.{side}.weight"] = value.detach().clone().contiguous()
-        out[f"{flat(path)}.alpha"] = torch.tensor(float(alpha))
+    for part, model in parts.items():
+        for key, value in get_peft_model_state_dict(model).items():
+            path, end = key.removeprefix("base_model.model.").rsplit(".lora_", 1)
+            side = {"A.weight": "lora_down", "B.weight": "lora_up"}[end]
+            name = flat(part, path)
+            out[f"{name}.{side}.weight"] = value.detach().clone().contiguous()
+            out[f"{name}.alpha"] = torch.tensor(float(alpha))
     return out
 
 
@@ -57,20 +66,24 @@ def inputs(pipe):
     }
     picks = torch.randint(0, len(CAPTIONS), (n, BATCH), generator=g)
     ids = pipe.tokenizer(CAPTIONS, padding="max_length", max_length=77, truncation=True, return_tensors="pt").input_ids
-    with torch.no_grad():
-        contexts = pipe.text_encoder(ids)[0]
     tensors["captions"] = picks
-    return tensors, contexts
+    mask = torch.rand(BATCH, 1, 8, 8, generator=g)
+    tensors["mask"] = mask / mask.mean()
+    return tensors, ids
 
 
-def run(name, options, unet, tensors, contexts):
+def run(name, options, pipe, tensors, ids):
     rank, alpha = 4, 8
-    unet = copy.deepcopy(unet)
-    unet.requires_grad_(False)
+    unet, encoder = copy.deepcopy(pipe.unet), copy.deepcopy(pipe.text_encoder)
+    targets = {"text_encoder": (encoder, TEXT), "unet": (unet, options.get("targets", LINEAR))}
+    for model, _ in targets.values():
+        model.requires_grad_(False)
     torch.manual_seed(5)
-    unet.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=options.get("targets", LINEAR)))
-    params = [p for p in unet.parameters() if p.requires_grad]
-    start = ours(get_peft_model_state_dict(unet), alpha, rank)
+    parts = {part: targets[part][0] for part in options.get("parts", ["unet"])}
+    for part, model in parts.items():
+        model.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets[part][1]))
+    params = [p for model in parts.values() for p in model.parameters() if p.requires_grad]
+    start = ours(parts, alpha)
     scheduler = DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear",
                               prediction_type=options.get("prediction", "epsilon"))
     optimizer = torch.optim.AdamW(params, lr=1e-3, eps=1e-6)
@@ -84,13 +97,16 @@ def run(name, options, unet, tensors, contexts):
             i = step * MICRO + j
             x, noise, t = tensors["latents"][i], tensors["noise"][i], tensors["timesteps"][i]
             noisy = scheduler.add_noise(x, noise, t)
-            pred = unet(noisy, t, encoder_hidden_states=contexts[tensors["captions"][i]]).sample
+            context = encoder(ids[tensors["captions"][i]])[0]
+            pred = unet(noisy, t, encoder_hidden_states=context).sample
             v = scheduler.config.prediction_type == "v_prediction"
             target = scheduler.get_velocity(x, noise, t) if v else noise
             if options.get("loss") == "mae":
                 loss = (pred.float() - target.float()).abs()
             else:
                 loss = torch.nn.functional.mse_loss(pred.float(), target.float(), reduction="none")
+            if options.get("mask"):
+                loss = loss * tensors["mask"]
             loss = loss.mean([1, 2, 3])
             if gamma := options.get("min_snr_gamma"):
                 snr = alphas[t] / (1 - alphas[t])
@@ -110,16 +126,16 @@ def run(name, options, unet, tensors, contexts):
                 for s, p in zip(shadow, params):
                     s.sub_((1 - decay) * (s - p))
         losses.append(total)
-    final = ours(get_peft_model_state_dict(unet), alpha, rank)
+    final = ours(parts, alpha)
     out = {f"start/{k}": v for k, v in start.items()} | {f"final/{k}": v for k, v in final.items()}
     if options.get("ema"):
         with torch.no_grad():
             for s, p in zip(shadow, params):
                 p.copy_(s)
-        averaged = ours(get_peft_model_state_dict(unet), alpha, rank)
+        averaged = ours(parts, alpha)
         out |= {f"ema/{k}": v for k, v in averaged.items()}
     # The start is the same for all variants with the same layers: only the first keeps it.
-    if name not in ("adamw", "conv"):
+    if name not in ("adamw", "conv", "text_encoder", "text_encoder_alone"):
         out = {k: v for k, v in out.items() if not k.startswith("start/")}
     save_file(out, OUT / f"parity_{name}.safetensors")
     return {"losses": losses, "norms": norms, "rank": rank, "alpha": alpha, **{k: v for k, v in options.items() if k != "targets"}}
@@ -128,7 +144,7 @@ def run(name, options, unet, tensors, contexts):
 if __name__ == "__main__":
     OUT.mkdir(parents=True, exist_ok=True)
     pipe = StableDiffusionPipeline.from_pretrained(ROOT / "fixtures" / "tiny_sd", safety_checker=None)
-    tensors, contexts = inputs(pipe)
+    tensors, ids = inputs(pipe)
     save_file(tensors, OUT / "parity_inputs.safetensors")
-    report = {"captions": CAPTIONS, "variants": {n: run(n, o, pipe.unet, tensors, contexts) for n, o in VARIANTS.items()}}
+    report = {"captions": CAPTIONS, "variants": {n: run(n, o, pipe, tensors, ids) for n, o in VARIANTS.items()}}
     (OUT / "parity.json").write_text(json.dumps(report, indent=1))

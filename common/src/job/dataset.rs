@@ -1,7 +1,7 @@
 //! `datasets`: pictures, captions, and what is done to them on the way.
 
 use super::node::Node;
-use super::schema::{Cx, FieldValue, Given, choices, section};
+use super::schema::{Cx, FieldValue, Given, Report, choices, join, section};
 use super::values::{Float, OneOrMany, TextSource};
 use serde::{Deserialize, Serialize};
 
@@ -95,16 +95,17 @@ section! {
         use_short_captions: bool = false, Works;
         /// Never had an effect for trainers.
         replacements: Vec<String> = Vec::new(), Accepted("never had an effect");
-        /// A regularisation set.
-        is_reg: bool = false, Refused("no regularisation sets");
+        /// A regularisation set: trained at every even step, except where a save or samples are due, with the weight
+        /// `train.reg_weight`; its captions get no trigger word.
+        is_reg: bool = false, Works;
         /// Aim at the base model's own prediction.
-        prior_reg: bool = false, Refused("no regularisation sets");
+        prior_reg: bool = false, Refused("only the plain loss");
         /// LoRA multiplier for these items.
         network_weight: Float = Float(1.0), Works;
         /// Loss weight of these items.
         loss_multiplier: f64 = 1.0, Works;
-        /// Aspect buckets; all data sets or none.
-        buckets: bool = true, Refused("pictures always go into aspect buckets");
+        /// Aspect buckets; all data sets or none. Without: squares of the resolution, cut from the centre.
+        buckets: bool = true, Works;
         /// Never had an effect: the model's divisibility is used.
         bucket_tolerance: u32 = 64, Accepted("the model's divisibility is used, as ai-toolkit did");
         /// Crop to a square.
@@ -114,7 +115,7 @@ section! {
         /// Crop at a random place, drawn once, instead of the centre.
         random_crop: bool = false, Works;
         /// Random scale; only without buckets.
-        random_scale: bool = false, With("buckets: false");
+        random_scale: bool = false, Refused("pictures are scaled to their size only");
         /// Add copies flipped left to right.
         flip_x: bool = false, Works;
         /// Add copies flipped upside down.
@@ -163,14 +164,15 @@ section! {
         controls: OneOrMany<String> = OneOrMany(Vec::new()), Refused("control images are not used yet");
         /// Pictures whose transparency marks what to paint.
         inpaint_path: Option<String> = None, Refused("no inpainting models"), input ControlImages;
-        /// Masks of the loss, white = full weight.
-        mask_path: Option<String> = None, Refused("masks are not used yet"), input ControlImages;
+        /// Folder of masks of the loss with the stems of their pictures: white = full weight, scaled to 1 on average over a
+        /// batch. A picture without a mask counts in full.
+        mask_path: Option<String> = None, Works, input ControlImages;
         /// The picture's own transparency is the mask.
-        alpha_mask: bool = false, Refused("masks are not used yet");
+        alpha_mask: bool = false, Works;
         /// Invert the mask.
-        invert_mask: bool = false, With("mask_path");
+        invert_mask: bool = false, Works;
         /// Weight of black in the mask.
-        mask_min_value: f64 = 0.0, With("mask_path");
+        mask_min_value: f64 = 0.0, Works;
         /// Paired pictures for guidance.
         unconditional_path: Option<String> = None, Refused("no paired pictures"), input ControlImages;
         /// How they guide.
@@ -216,6 +218,16 @@ section! {
         "extra_values" => With("adapter");
     }
     finish = finish;
+    check = check;
+}
+
+fn check(dataset: &DatasetConfig, path: &str, report: &mut Report) {
+    if dataset.random_crop && !dataset.buckets {
+        report.error(
+            join(path, "random_crop"),
+            "is not supported yet together with `buckets: false`",
+        );
+    }
 }
 
 fn finish(dataset: &mut DatasetConfig, given: &Given, cx: &mut Cx) {

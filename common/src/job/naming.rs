@@ -21,21 +21,15 @@ pub fn check_name(name: &str) -> Result<(), String> {
 }
 
 /// `_000000500`: the part of a file name that says the step.
-#[must_use]
-pub fn step_suffix(step: u64) -> String {
+fn step_suffix(step: u64) -> String {
     format!("_{step:09}")
-}
-
-/// Stem of a save: `job_000000500`, or `job` for the final one.
-#[must_use]
-pub fn save_stem(job: &str, step: Option<u64>) -> String {
-    step.map_or_else(|| job.to_owned(), |step| format!("{job}{}", step_suffix(step)))
 }
 
 /// File name of a LoRA: `job_000000500.safetensors`, or `job.safetensors` for the final one.
 #[must_use]
 pub fn lora_file(job: &str, step: Option<u64>) -> String {
-    format!("{}.safetensors", save_stem(job, step))
+    let step = step.map_or_else(String::new, step_suffix);
+    format!("{job}{step}.safetensors")
 }
 
 /// The step in the name of a step save of this job, file or folder: `job_000000500.safetensors` -> 500.
@@ -49,33 +43,22 @@ pub fn step_of(job: &str, file_name: &str) -> Option<u64> {
     digits.parse().ok()
 }
 
-/// File name of a sample: `1724085406830__000000500_0.jpg`, or `1724085406830__0.jpg` without a step.
+/// File name of a sample: `1724085406830__000000500_0.jpg`.
 #[must_use]
-pub fn sample_file(unix_ms: u64, step: Option<u64>, index: usize, format: &str) -> String {
-    let step = step.map_or_else(String::new, step_suffix);
-    format!("{unix_ms}_{step}_{index}.{}", format.trim_start_matches('.'))
+pub fn sample_file(unix_ms: u64, step: u64, index: usize, format: &str) -> String {
+    format!("{unix_ms}{}", sample_tail(step, index, format))
+}
+
+/// What follows the time in the name of a sample: `__000000500_0.jpg`.
+#[must_use]
+pub fn sample_tail(step: u64, index: usize, format: &str) -> String {
+    format!("_{}_{index}.{}", step_suffix(step), format.trim_start_matches('.'))
 }
 
 /// File name of a picture of `to_folder`: `1724085406830_0.png`.
 #[must_use]
-pub fn generated_file(unix_ms: u64, count: usize, ext: &str) -> String {
+pub fn generated_file(unix_ms: u64, count: u64, ext: &str) -> String {
     format!("{unix_ms}_{count}.{}", ext.trim_start_matches('.'))
-}
-
-/// The run folder below `training_folder`.
-#[must_use]
-pub fn run_folder(training_folder: &str, name: &str) -> std::path::PathBuf {
-    std::path::Path::new(training_folder).join(name)
-}
-
-/// Where the config of a run is kept, by its format.
-#[must_use]
-pub fn config_file(format: super::Format) -> &'static str {
-    match format {
-        super::Format::Yaml => "config.yaml",
-        super::Format::Json => "config.json",
-        super::Format::Jsonc => "config.jsonc",
-    }
 }
 
 /// Which step saves `max_step_saves_to_keep` removes: given the steps of one group, those beyond the newest
@@ -102,13 +85,10 @@ mod tests {
         assert_eq!(lora_file("cat", Some(500)), "cat_000000500.safetensors");
         assert_eq!(lora_file("cat", None), "cat.safetensors");
         assert_eq!(
-            sample_file(1_724_085_406_830, Some(500), 0, "jpg"),
+            sample_file(1_724_085_406_830, 500, 0, "jpg"),
             "1724085406830__000000500_0.jpg"
         );
-        assert_eq!(
-            sample_file(1_724_085_406_830, None, 12, ".png"),
-            "1724085406830__12.png"
-        );
+        assert_eq!(sample_tail(12, 3, ".png"), "__000000012_3.png");
         assert_eq!(generated_file(1_724_085_406_830, 3, "png"), "1724085406830_3.png");
     }
 

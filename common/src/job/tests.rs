@@ -206,7 +206,7 @@ fn json_and_jsonc() {
 fn unsupported_keys_are_errors_or_warnings_with_their_line() {
     let text = with(
         "steps: 10",
-        "        train_text_encoder: true\n        max_loss: 0.5\n        optimizer: prodigyopt\n        unet_lr: 1e-4\n        gradient_checkpointing: false\n        timestep_type: weighted\n        optimizer_params: {weight_decay: 0.01, speed: 9}",
+        "        do_cfg: true\n        max_loss: 0.5\n        optimizer: prodigyopt\n        unet_lr: 1e-4\n        gradient_checkpointing: false\n        timestep_type: weighted\n        optimizer_params: {weight_decay: 0.01, speed: 9}",
     );
     let job = yaml(&text).unwrap();
     let support = job.spec.unsupported();
@@ -215,7 +215,7 @@ fn unsupported_keys_are_errors_or_warnings_with_their_line() {
         .iter()
         .map(|f| (f.key.rsplit("train.").next().unwrap(), f.line.unwrap()))
         .collect();
-    assert!(errors.contains(&("train_text_encoder", 14)), "{support}");
+    assert!(errors.contains(&("do_cfg", 14)), "{support}");
     assert!(errors.contains(&("max_loss", 15)));
     assert!(errors.contains(&("optimizer", 16)));
     assert_eq!(errors.len(), 3, "{support}");

@@ -47,12 +47,13 @@ section! {
         start_step: Option<u64> = None, Works;
         /// Number format of the arithmetic; also replaces `model.dtype`.
         dtype: DType = DType::F32, Works;
-        /// Recompute activations instead of keeping them.
-        gradient_checkpointing: bool = true, Accepted("saves memory only");
+        /// Recompute activations in the backward pass instead of keeping them: the same result, less memory, about a third
+        /// more time.
+        gradient_checkpointing: bool = true, Works;
         /// Train the UNet or transformer.
-        train_unet: bool = true, Refused("there is nothing else to train yet");
+        train_unet: bool = true, Works;
         /// Train the text encoders.
-        train_text_encoder: bool = false, Refused("only the UNet is trained");
+        train_text_encoder: bool = false, Works;
         /// Train the refiner.
         train_refiner: bool = true, Accepted("only with a refiner model");
         /// No pictures before the first step.
@@ -146,7 +147,7 @@ section! {
         /// Learn the SNR weighting.
         learnable_snr_gos: bool = false, Refused("use `min_snr_gamma`");
         /// Loss weight of regularisation items.
-        reg_weight: f64 = 1.0, With("datasets[].is_reg");
+        reg_weight: f64 = 1.0, Works;
         /// Scale the prediction to the noise's norm.
         match_noise_norm: bool = false, Refused("the prediction is used as it is");
         /// Scale of the prediction.
@@ -218,8 +219,9 @@ section! {
         /// That scale.
         differential_guidance_scale: f64 = 3.0, With("do_differential_guidance");
 
-        /// Encode only the trigger word (or a blank), once; captions are ignored.
-        unload_text_encoder: bool = false, Refused("it would train without captions; use `cache_text_embeddings` to save memory");
+        /// Every caption is the process's trigger word (or blank, as for regularisation). The encoder stays in memory: samples
+        /// need it.
+        unload_text_encoder: bool = false, Works;
         /// Encode all captions before training.
         cache_text_embeddings: bool = false, Accepted("the same result another way");
 
@@ -234,7 +236,7 @@ section! {
         /// Its weight.
         blank_prompt_preservation_multiplier: f64 = 1.0, With("blank_prompt_preservation");
         /// Outside the mask, match the base model.
-        inverted_mask_prior: bool = false, Refused("masks are not used yet");
+        inverted_mask_prior: bool = false, Refused("only the plain loss");
         /// Its weight.
         inverted_mask_prior_multiplier: f64 = 0.5, With("inverted_mask_prior");
         /// Loss on fixed pictures.
@@ -300,6 +302,12 @@ fn finish(train: &mut TrainConfig, _given: &Given, cx: &mut Cx) {
         cx.error_at(
             "bypass_guidance_embedding",
             "cannot be used together with `do_guidance_loss`",
+        );
+    }
+    if !train.train_unet && !train.train_text_encoder {
+        cx.error_at(
+            "train_unet",
+            "is off, and so is `train_text_encoder`: there is nothing to train",
         );
     }
     if train.train_text_encoder {

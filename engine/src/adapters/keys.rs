@@ -31,6 +31,15 @@ impl Component {
     }
 }
 
+/// `lora_unet_down_blocks_0_…`; the text encoder always with its `text_model_` level.
+pub(super) fn saved_name(component: Component, path: &str) -> String {
+    let level = match component {
+        Component::TextEncoder if !path.starts_with("text_model.") => "text_model_",
+        _ => "",
+    };
+    format!("{}_{level}{}", component.prefix(), flatten(path))
+}
+
 /// Which tensor of a layer a key names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Part {

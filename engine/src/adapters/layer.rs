@@ -1,10 +1,10 @@
 //! One LoRA layer: `y + up(dropout(down(x))) * alpha / rank * multiplier`.
 
 use crate::nn::{LayerAdapter, conv2d, linear};
-use crate::rng::TorchGenerator;
+use crate::rng::generator_of;
 use candle_core::{DType, Result, Tensor, Var};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The strength of all layers of one LoRA, shared, so that it can change from picture to picture.
 #[derive(Clone, Debug)]
@@ -34,9 +34,8 @@ impl Multiplier {
 pub struct LoraHandle {
     /// The strength.
     pub multiplier: Multiplier,
-    training: AtomicBool,
-    /// Draws dropout masks while training.
-    dropout: Mutex<Option<TorchGenerator>>,
+    /// While training: the text that, with a layer's name behind it, seeds its dropout mask.
+    training: Mutex<Option<Arc<str>>>,
 }
 
 impl LoraHandle {
@@ -45,33 +44,23 @@ impl LoraHandle {
     pub fn new(multiplier: f64) -> Arc<Self> {
         Arc::new(Self {
             multiplier: Multiplier::new(multiplier),
-            training: AtomicBool::new(false),
-            dropout: Mutex::new(None),
+            training: Mutex::new(None),
         })
     }
 
-    /// Training: gradients reach the layers and dropout works, with masks from this generator. Without it: neither.
-    pub fn set_training(&self, generator: Option<TorchGenerator>) {
-        self.training.store(generator.is_some(), Ordering::Relaxed);
-        *self.dropout.lock().unwrap_or_else(PoisonError::into_inner) = generator;
+    /// Training: gradients reach the layers and dropout works; the mask of a layer comes from the generator of
+    /// `<masks>/<name of the layer>`, so that a layer which is run again in the backward pass has the same one.
+    /// `None`: neither.
+    pub fn set_training(&self, masks: Option<&str>) {
+        *self.lock() = masks.map(Arc::from);
     }
 
-    fn is_training(&self) -> bool {
-        self.training.load(Ordering::Relaxed)
+    fn training(&self) -> Option<Arc<str>> {
+        self.lock().clone()
     }
 
-    fn mask(&self, like: &Tensor, p: f64) -> Result<Option<Tensor>> {
-        let mut guard = self.dropout.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(generator) = guard.as_mut() else {
-            return Ok(None);
-        };
-        let keep = (1.0 / (1.0 - p)) as f32;
-        let mask: Vec<f32> = generator
-            .rand(like.elem_count())
-            .into_iter()
-            .map(|u| if f64::from(u) < p { 0.0 } else { keep })
-            .collect();
-        Ok(Some(Tensor::from_vec(mask, like.shape(), like.device())?))
+    fn lock(&self) -> MutexGuard<'_, Option<Arc<str>>> {
+        self.training.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -92,6 +81,8 @@ pub(super) enum Shape {
 /// The low-rank change of one layer. Weights are float32, whatever the base layer computes in.
 #[derive(Debug)]
 pub struct LoraLayer {
+    /// As files call it: `lora_unet_down_blocks_0_…`.
+    pub name: String,
     /// [rank, in] or [rank, in, kh, kw] ([rank, in, 1, 1] when there is a `mid`).
     pub down: Var,
     /// [out, rank] or [out, rank, 1, 1].
@@ -112,6 +103,17 @@ impl LoraLayer {
     pub fn rank(&self) -> usize {
         self.down.dims().first().copied().unwrap_or(1).max(1)
     }
+
+    /// Zeros and 1 / (1 - p).
+    fn mask(&self, masks: &str, like: &Tensor) -> Result<Tensor> {
+        let keep = (1.0 / (1.0 - self.dropout)) as f32;
+        let mask: Vec<f32> = generator_of(&format!("{masks}/{}", self.name))
+            .rand(like.elem_count())
+            .into_iter()
+            .map(|u| if f64::from(u) < self.dropout { 0.0 } else { keep })
+            .collect();
+        Tensor::from_vec(mask, like.shape(), like.device())
+    }
 }
 
 impl LayerAdapter for LoraLayer {
@@ -120,9 +122,9 @@ impl LayerAdapter for LoraLayer {
         if strength == 0.0 {
             return Ok(base_output);
         }
-        let training = self.handle.is_training();
+        let training = self.handle.training();
         let weight = |v: &Var| {
-            if training {
+            if training.is_some() {
                 v.as_tensor().clone()
             } else {
                 v.as_tensor().detach()
@@ -142,11 +144,8 @@ impl LayerAdapter for LoraLayer {
             None => project(&x, &down, stride, padding)?,
             Some(mid) => project(&project(&x, &down, 1, 0)?, mid, stride, padding)?,
         };
-        if training
-            && self.dropout > 0.0
-            && let Some(mask) = self.handle.mask(&h, self.dropout)?
-        {
-            h = (h * mask)?;
+        if let Some(masks) = training.filter(|_| self.dropout > 0.0) {
+            h = (&h * self.mask(&masks, &h)?)?;
         }
         let change = (project(&h, &up, 1, 0)? * strength)?;
         let change = change.to_dtype(base_output.dtype())?;

@@ -1,7 +1,7 @@
 //! Puts a LoRA file on a model.
 
 use super::file::{LoraFile, LoraTensors};
-use super::keys::{Component, LayerIndex};
+use super::keys::{Component, LayerIndex, saved_name};
 use super::layer::{LoraHandle, LoraLayer, Multiplier, Shape};
 use crate::error::{EngineError, Result};
 use crate::nn::{LayerMut, VisitLayers};
@@ -45,9 +45,11 @@ pub fn load_lora(parts: &mut [(Component, &mut dyn VisitLayers)], path: &Path, m
             let Some(tensors) = found.remove(&(*component, name.to_owned())) else {
                 return Ok(());
             };
-            let lora = place(&mut layer, tensors, &handle).map_err(|reason| EngineError::WeightsFile {
-                path: file.path.clone(),
-                reason: format!("layer `{name}`: {reason}"),
+            let lora = place(&mut layer, saved_name(*component, name), tensors, &handle).map_err(|reason| {
+                EngineError::WeightsFile {
+                    path: file.path.clone(),
+                    reason: format!("layer `{name}`: {reason}"),
+                }
             })?;
             push(layer, Arc::new(lora));
             Ok(())
@@ -100,6 +102,7 @@ pub(super) fn facts(layer: &LayerMut<'_>) -> (Shape, Vec<usize>, Device) {
 /// The tensors as this layer needs them: files write linear layers as 1x1 convolutions and the other way round.
 fn place(
     layer: &mut LayerMut<'_>,
+    name: String,
     tensors: LoraTensors,
     handle: &Arc<LoraHandle>,
 ) -> std::result::Result<LoraLayer, String> {
@@ -128,6 +131,7 @@ fn place(
     };
     let alpha = tensors.alpha.unwrap_or(rank as f64) * tensors.scalar;
     Ok(LoraLayer {
+        name,
         down,
         up,
         mid,

@@ -1,7 +1,7 @@
 //! The trainable LoRA of a model: which layers it covers, how it begins, what it saves, what it takes back.
 
 use super::file::LoraFile;
-use super::keys::{Component, LayerIndex};
+use super::keys::{Component, LayerIndex, saved_name};
 use super::layer::{LoraHandle, LoraLayer, Shape};
 use super::load::{facts, index_of, push};
 use crate::error::{EngineError, Result};
@@ -58,21 +58,11 @@ impl LoraConfig {
     }
 }
 
-/// `lora_unet_down_blocks_0_…`; the text encoder always with its `text_model_` level.
-fn saved_name(component: Component, path: &str) -> String {
-    let level = match component {
-        Component::TextEncoder if !path.starts_with("text_model.") => "text_model_",
-        _ => "",
-    };
-    format!("{}_{level}{}", component.prefix(), path.replace('.', "_"))
-}
-
 /// One covered layer.
 #[derive(Debug)]
 struct Entry {
     component: Component,
     path: String,
-    name: String,
     layer: Arc<LoraLayer>,
 }
 
@@ -129,6 +119,7 @@ impl LoraNetwork {
                 let up_dims = [&[dims[0], rank][..], &vec![1; dims.len() - 2]].concat();
                 let down = generator.uniform(rank * fan_in, -bound, bound);
                 let lora = Arc::new(LoraLayer {
+                    name: saved_name(*component, path),
                     down: Var::from_tensor(&Tensor::from_vec(down, down_dims, &device)?)?,
                     up: Var::from_tensor(&Tensor::zeros(up_dims, DType::F32, &device)?)?,
                     mid: None,
@@ -140,7 +131,6 @@ impl LoraNetwork {
                 entries.push(Entry {
                     component: *component,
                     path: path.to_owned(),
-                    name: saved_name(*component, path),
                     layer: lora.clone(),
                 });
                 push(layer, lora);
@@ -174,7 +164,7 @@ impl LoraNetwork {
             .iter()
             .flat_map(|e| {
                 [("lora_down", &e.layer.down), ("lora_up", &e.layer.up)].map(|(part, var)| Param {
-                    name: format!("{}.{part}.weight", e.name),
+                    name: format!("{}.{part}.weight", e.layer.name),
                     var: var.clone(),
                 })
             })
@@ -189,10 +179,10 @@ impl LoraNetwork {
         let mut out = BTreeMap::new();
         for e in &self.entries {
             let save = |v: &Var| v.as_detached_tensor().to_dtype(dtype)?.to_device(&Device::Cpu);
-            out.insert(format!("{}.lora_down.weight", e.name), save(&e.layer.down)?);
-            out.insert(format!("{}.lora_up.weight", e.name), save(&e.layer.up)?);
+            out.insert(format!("{}.lora_down.weight", e.layer.name), save(&e.layer.down)?);
+            out.insert(format!("{}.lora_up.weight", e.layer.name), save(&e.layer.up)?);
             out.insert(
-                format!("{}.alpha", e.name),
+                format!("{}.alpha", e.layer.name),
                 Tensor::new(e.layer.alpha as f32, &Device::Cpu)?.to_dtype(dtype)?,
             );
         }
@@ -213,7 +203,7 @@ impl LoraNetwork {
         let mut updates: Vec<(&Var, Tensor)> = Vec::new();
         for e in &self.entries {
             let Some(tensors) = found.remove(&(e.component, e.path.clone())) else {
-                report.missing.push(e.name.clone());
+                report.missing.push(e.layer.name.clone());
                 continue;
             };
             let rank = e.layer.rank();
@@ -222,7 +212,7 @@ impl LoraNetwork {
                 path: file.path.clone(),
                 reason: format!(
                     "layer `{}`: the file has {:?}, the model needs {:?}",
-                    e.name,
+                    e.layer.name,
                     t.dims(),
                     var.dims()
                 ),

@@ -1,20 +1,13 @@
 //! Against `tests/reference/make_lora_dialects.py`.
 
 use super::*;
-use crate::models::sd::{LoadOptions, SdModel};
+use crate::models::sd::SdModel;
 use crate::nn::VisitLayers;
 use crate::rng::TorchGenerator;
+use crate::testing::{fixtures, gap, tiny_sd as model};
 use candle_core::{DType, Device, Tensor};
 use std::collections::{BTreeMap, HashMap};
-use std::path::{Path, PathBuf};
-
-fn fixtures() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures")
-}
-
-fn model() -> SdModel {
-    SdModel::load(fixtures().join("tiny_sd"), &LoadOptions::cpu()).unwrap()
-}
+use std::path::Path;
 
 fn expected() -> HashMap<String, Tensor> {
     candle_core::safetensors::load(fixtures().join("lora/expected.safetensors"), &Device::Cpu).unwrap()
@@ -26,19 +19,6 @@ fn put(model: &mut SdModel, path: &Path, multiplier: f64) -> crate::error::Resul
         (Component::Unet, &mut model.unet),
     ];
     load_lora(&mut parts, path, multiplier)
-}
-
-fn gap(a: &Tensor, b: &Tensor) -> f32 {
-    (a - b)
-        .unwrap()
-        .abs()
-        .unwrap()
-        .flatten_all()
-        .unwrap()
-        .max(0)
-        .unwrap()
-        .to_scalar()
-        .unwrap()
 }
 
 fn unet(model: &SdModel, e: &HashMap<String, Tensor>) -> Tensor {
@@ -117,7 +97,6 @@ fn randomise(network: &LoraNetwork) {
     }
 }
 
-/// With `AITK_LORA_CHECK=<folder>` it also leaves the file and our answer for `tests/reference/check_lora.py`.
 #[test]
 fn what_is_saved_loads_again_and_answers_the_same() {
     let e = expected();
@@ -136,16 +115,10 @@ fn what_is_saved_loads_again_and_answers_the_same() {
     let bytes = with_hashes(&network.tensors(DType::F32).unwrap(), meta.clone()).unwrap();
     assert_eq!(bytes, with_hashes(&network.tensors(DType::F32).unwrap(), meta).unwrap());
     let dir = tempfile::tempdir().unwrap();
-    let folder = std::env::var_os("AITK_LORA_CHECK").map_or_else(|| dir.path().to_path_buf(), PathBuf::from);
-    let path = folder.join("mine.safetensors");
+    let path = dir.path().join("mine.safetensors");
     std::fs::write(&path, &bytes).unwrap();
 
     let want = unet(&trained, &e);
-    candle_core::safetensors::save(
-        &HashMap::from([("unet", want.clone())]),
-        folder.join("answer.safetensors"),
-    )
-    .unwrap();
     let mut other = model();
     let loaded = put(&mut other, &path, 1.0).unwrap();
     assert_eq!(loaded.layers, network.layers());

@@ -22,6 +22,17 @@ pub fn plan(width: u32, height: u32, resolution: u32, divisibility: u32, square:
     } else {
         bucket_size(width, height, resolution, divisibility)
     };
+    fill(width, height, bucket)
+}
+
+/// Without buckets: scaled until the shorter side is `side`, and cut to a square from the centre.
+#[must_use]
+pub fn plan_square(width: u32, height: u32, side: u32) -> BucketPlan {
+    fill(width.max(1), height.max(1), (side, side))
+}
+
+/// Scaled to cover the bucket, cut from the centre.
+fn fill(width: u32, height: u32, bucket: (u32, u32)) -> BucketPlan {
     let (w, h) = (f64::from(width), f64::from(height));
     let factor = (f64::from(bucket.0) / w).max(f64::from(bucket.1) / h);
     let scale_to = (
@@ -72,6 +83,18 @@ mod tests {
             let plan = plan(w, h, r, d, false);
             assert_eq!((plan.bucket, plan.scale_to), (bucket, scaled), "{w}x{h} at {r}");
             assert_eq!(plan.crop, ((scaled.0 - bucket.0) / 2, (scaled.1 - bucket.1) / 2));
+        }
+    }
+
+    #[test]
+    fn without_buckets_everything_is_a_square() {
+        for ((w, h), scaled, crop) in [
+            ((1920, 1080), (911, 512), (199, 0)),
+            ((300, 400), (512, 683), (0, 85)),
+            ((512, 512), (512, 512), (0, 0)),
+        ] {
+            let plan = plan_square(w, h, 512);
+            assert_eq!((plan.bucket, plan.scale_to, plan.crop), ((512, 512), scaled, crop));
         }
     }
 

@@ -11,6 +11,8 @@ pub struct CaptionRules {
     pub trigger: Option<String>,
     /// The process's trigger word, which comes back after caption dropout.
     pub process_trigger: Option<String>,
+    /// Captions of a regularisation set: no trigger word is put in front or comes back.
+    pub regularisation: bool,
     /// Chance of an empty caption.
     pub caption_dropout: f64,
     /// Chance to drop each token.
@@ -73,7 +75,8 @@ fn shuffle<T: Clone>(items: &[T], generator: &mut TorchGenerator) -> Vec<T> {
 pub fn build_caption(raw: &str, rules: &CaptionRules, generator: &mut TorchGenerator) -> String {
     let mut chance = |p: f64| p > 0.0 && f64::from(generator.rand(1)[0]) < p;
     if chance(rules.caption_dropout) {
-        return rules.process_trigger.clone().unwrap_or_default();
+        let back = rules.process_trigger.clone().filter(|_| !rules.regularisation);
+        return back.unwrap_or_default();
     }
     let mut tokens: Vec<&str> = raw.split(',').collect();
     if rules.token_dropout > 0.0 {
@@ -93,7 +96,7 @@ pub fn build_caption(raw: &str, rules: &CaptionRules, generator: &mut TorchGener
     for mark in ["[trigger]", "[name]"] {
         caption = caption.replace(mark, trigger);
     }
-    if !trigger.is_empty() && !caption.contains(trigger) {
+    if !trigger.is_empty() && !rules.regularisation && !caption.contains(trigger) {
         caption = format!("{trigger} {caption}");
     }
 

@@ -1,13 +1,14 @@
 //! A data set: its pictures with their buckets and captions, and the batches of a run.
 
-use super::bucket::{BucketPlan, plan};
+use super::bucket::{BucketPlan, plan, plan_square};
 use super::caption::{CaptionRules, read_caption};
 use super::discover::discover;
-use super::generator_for;
 use super::latent_cache::{LatentKey, content_hash};
+use super::masks::{Mask, MaskOptions};
 use super::sizes::SizeCache;
 use crate::error::{EngineError, Result};
 use crate::image_io;
+use crate::rng::generator_for;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
@@ -30,6 +31,10 @@ pub struct DatasetOptions {
     pub short_captions: bool,
     /// What is done to captions.
     pub captions: CaptionRules,
+    /// A regularisation set.
+    pub regularisation: bool,
+    /// Aspect buckets. Without: squares of the resolution.
+    pub buckets: bool,
     /// Crop to a square.
     pub square_crop: bool,
     /// Cut at a random place instead of the centre.
@@ -40,6 +45,8 @@ pub struct DatasetOptions {
     pub flip_x: bool,
     /// Add copies flipped upside down.
     pub flip_y: bool,
+    /// Which parts of the pictures are learned. `None`: all.
+    pub masks: Option<MaskOptions>,
     /// LoRA strength for these items.
     pub network_weight: f64,
     /// Loss weight of these items.
@@ -48,6 +55,34 @@ pub struct DatasetOptions {
     pub cache_latents: bool,
     /// Keep latents on disk.
     pub cache_latents_to_disk: bool,
+}
+
+impl Default for DatasetOptions {
+    /// What a section says that names a folder and nothing else.
+    fn default() -> Self {
+        Self {
+            path: PathBuf::new(),
+            resolution: 512,
+            batch_size: 1,
+            repeats: 1,
+            caption_ext: ".txt".into(),
+            default_caption: None,
+            short_captions: false,
+            captions: CaptionRules::default(),
+            regularisation: false,
+            buckets: true,
+            square_crop: false,
+            random_crop: false,
+            scale: 1.0,
+            flip_x: false,
+            flip_y: false,
+            masks: None,
+            network_weight: 1.0,
+            loss_multiplier: 1.0,
+            cache_latents: false,
+            cache_latents_to_disk: false,
+        }
+    }
 }
 
 /// One picture as it is trained.
@@ -65,6 +100,8 @@ pub struct Item {
     pub flip_y: bool,
     /// As read, before the caption rules.
     pub caption: String,
+    /// Which parts of it are learned. `None`: all.
+    pub mask: Option<Mask>,
 }
 
 impl Item {
@@ -100,6 +137,16 @@ impl Dataset {
     /// # Errors
     /// When the folder is missing, no picture is left, a picture is too large to decode, or a caption is not UTF-8.
     pub fn open(options: DatasetOptions, divisibility: u32, seed: u64) -> Result<(Self, Warnings)> {
+        if !options.buckets && !options.resolution.is_multiple_of(divisibility.max(1)) {
+            return Err(EngineError::bad_input(format!(
+                "datasets: without buckets every picture becomes {side} x {side}, and the model needs a multiple of \
+                 {divisibility}; change `resolution` or remove `buckets: false`",
+                side = options.resolution
+            )));
+        }
+        if let Some(masks) = &options.masks {
+            masks.check()?;
+        }
         let listing = discover(&options.path, options.short_captions)?;
         let mut sizes = SizeCache::open(&listing.root);
         let mut warnings = Warnings::new();
@@ -163,6 +210,7 @@ impl Dataset {
                         flip_x: flips.0,
                         flip_y: flips.1,
                         caption: caption.clone(),
+                        mask: options.masks.as_ref().and_then(|masks| masks.of(path)),
                     });
                 }
             }
@@ -208,13 +256,11 @@ fn place(
     path: &Path,
 ) -> BucketPlan {
     let scaled = |side: u32| ((f64::from(side) * options.scale) as u32).max(1);
-    let mut plan = plan(
-        scaled(width),
-        scaled(height),
-        options.resolution,
-        divisibility,
-        options.square_crop,
-    );
+    let (width, height) = (scaled(width), scaled(height));
+    if !options.buckets {
+        return plan_square(width, height, options.resolution);
+    }
+    let mut plan = plan(width, height, options.resolution, divisibility, options.square_crop);
     if options.random_crop {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let mut generator = generator_for(seed, &format!("crop/{name}"), u64::from(options.resolution), 0);
@@ -236,12 +282,13 @@ pub struct Batch {
     pub items: Vec<usize>,
 }
 
-/// The batches of a run. Their composition is fixed: files are shuffled inside each bucket once (`randperm` of a
+/// The batches of the training sets, or of the regularisation sets. Their composition is fixed: files are shuffled inside each bucket once (`randperm` of a
 /// generator of `seed/bucket/<data set>/<bucket number>`), cut, and a short last batch repeats its own items.
 #[must_use]
-pub fn batches(datasets: &[Dataset], seed: u64) -> Vec<Batch> {
+pub fn batches(datasets: &[Dataset], seed: u64, regularisation: bool) -> Vec<Batch> {
     let mut out = Vec::new();
-    for (number, dataset) in datasets.iter().enumerate() {
+    let own = |dataset: &Dataset| dataset.options.regularisation == regularisation;
+    for (number, dataset) in datasets.iter().enumerate().filter(|(_, dataset)| own(dataset)) {
         let mut order = Vec::new();
         let mut buckets: HashMap<(u32, u32), Vec<usize>> = HashMap::new();
         for (index, item) in dataset.items.iter().enumerate() {
@@ -267,10 +314,12 @@ pub fn batches(datasets: &[Dataset], seed: u64) -> Vec<Batch> {
     out
 }
 
-/// The order of the batches in an epoch: `randperm` of a generator of `seed/epoch/<epoch>/0`.
+/// The order of the batches in an epoch: `randperm` of a generator of `seed/epoch/<epoch>/0`, or, for regularisation
+/// sets, which have epochs of their own, of `seed/reg-epoch/<epoch>/0`.
 #[must_use]
-pub fn epoch_order(count: usize, seed: u64, epoch: u64) -> Vec<usize> {
-    generator_for(seed, "epoch", epoch, 0)
+pub fn epoch_order(count: usize, seed: u64, epoch: u64, regularisation: bool) -> Vec<usize> {
+    let purpose = if regularisation { "reg-epoch" } else { "epoch" };
+    generator_for(seed, purpose, epoch, 0)
         .randperm(count)
         .into_iter()
         .map(|i| i as usize)

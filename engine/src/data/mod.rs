@@ -8,35 +8,18 @@ mod caption;
 mod dataset;
 mod discover;
 mod latent_cache;
+mod masks;
 mod pixels;
 mod sizes;
 
-pub use bucket::{BucketPlan, plan};
+pub use bucket::{BucketPlan, plan, plan_square};
 pub use caption::{CaptionRules, build_caption, read_caption};
 pub use dataset::{Batch, Dataset, DatasetOptions, Item, Warnings, batches, epoch_order};
 pub use discover::{Listing, discover};
 pub use latent_cache::{LatentCache, LatentKey};
+pub use masks::{Mask, MaskOptions, mask_of};
 pub use pixels::pixels;
 pub use sizes::SizeCache;
-
-use crate::rng::TorchGenerator;
-use md5::{Digest, Md5};
-
-/// A generator for one purpose: seeded with the first four bytes, little endian, of the MD5 of
-/// `"<seed>/<purpose>/<a>/<b>"`. Nothing random in a training run comes from anywhere else.
-#[must_use]
-pub fn generator_for(seed: u64, purpose: &str, a: u64, b: u64) -> TorchGenerator {
-    generator_of(&format!("{seed}/{purpose}/{a}/{b}"))
-}
-
-/// As [`generator_for`], of any text.
-#[must_use]
-pub fn generator_of(text: &str) -> TorchGenerator {
-    let digest = Md5::digest(text.as_bytes());
-    TorchGenerator::manual_seed(u64::from(u32::from_le_bytes([
-        digest[0], digest[1], digest[2], digest[3],
-    ])))
-}
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]

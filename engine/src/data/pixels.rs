@@ -4,14 +4,19 @@ use super::dataset::Item;
 use crate::error::Result;
 use crate::image_io::{self, Filter};
 use candle_core::{Device, Tensor};
-use image::imageops;
+use image::{RgbImage, imageops};
 
 /// Decodes, turns, flips, scales (bicubic) and cuts a picture: [3, h, w] from -1 to 1, float32 on the CPU.
 ///
 /// # Errors
 /// When it is missing, damaged, or needs too much memory.
 pub fn pixels(item: &Item) -> Result<Tensor> {
-    let mut picture = image_io::open_rgb(&item.path)?;
+    let cut = upright(image_io::open_rgb(&item.path)?, item);
+    image_io::to_tensor(&cut, &Device::Cpu)
+}
+
+/// Flips, scales and cuts a picture as this item is trained.
+pub(super) fn upright(mut picture: RgbImage, item: &Item) -> RgbImage {
     if item.flip_x {
         imageops::flip_horizontal_in_place(&mut picture);
     }
@@ -23,6 +28,5 @@ pub fn pixels(item: &Item) -> Result<Tensor> {
         picture = image_io::resize(&picture, plan.scale_to.0, plan.scale_to.1, Filter::Bicubic);
     }
     let (w, h) = plan.bucket;
-    let cut = imageops::crop_imm(&picture, plan.crop.0, plan.crop.1, w, h).to_image();
-    image_io::to_tensor(&cut, &Device::Cpu)
+    imageops::crop_imm(&picture, plan.crop.0, plan.crop.1, w, h).to_image()
 }

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::data::dataset::DatasetOptions;
+use crate::rng::TorchGenerator;
 use candle_core::{Device, Tensor};
 use std::path::Path;
 
@@ -160,20 +161,8 @@ fn options(path: &Path) -> DatasetOptions {
         path: path.to_path_buf(),
         resolution: 64,
         batch_size: 2,
-        repeats: 1,
-        caption_ext: ".txt".into(),
-        default_caption: None,
-        short_captions: false,
         captions: rules(),
-        square_crop: false,
-        random_crop: false,
-        scale: 1.0,
-        flip_x: false,
-        flip_y: false,
-        network_weight: 1.0,
-        loss_multiplier: 1.0,
-        cache_latents: false,
-        cache_latents_to_disk: false,
+        ..DatasetOptions::default()
     }
 }
 
@@ -246,9 +235,9 @@ fn batches_are_fixed_and_epochs_only_order_them() {
     assert_eq!(dataset.items.len(), 20);
     assert_eq!(dataset.items.iter().filter(|i| i.flip_x).count(), 10);
     let sets = [dataset];
-    let all = batches(&sets, 3);
-    assert_eq!(all, batches(&sets, 3));
-    assert_ne!(all, batches(&sets, 4));
+    let all = batches(&sets, 3, false);
+    assert_eq!(all, batches(&sets, 3, false));
+    assert_ne!(all, batches(&sets, 4, false));
     for batch in &all {
         assert_eq!(batch.items.len(), 2);
         let bucket = |i: &usize| sets[0].items[*i].plan.bucket;
@@ -257,8 +246,8 @@ fn batches_are_fixed_and_epochs_only_order_them() {
     let mut seen: Vec<usize> = all.iter().flat_map(|b| b.items.clone()).collect();
     seen.sort_unstable();
     assert_eq!(seen, (0..20).collect::<Vec<_>>());
-    let mut order = epoch_order(all.len(), 3, 0);
-    assert_ne!(order, epoch_order(all.len(), 3, 1));
+    let mut order = epoch_order(all.len(), 3, 0, false);
+    assert_ne!(order, epoch_order(all.len(), 3, 1, false));
     order.sort_unstable();
     assert_eq!(order, (0..all.len()).collect::<Vec<_>>());
 
@@ -272,7 +261,7 @@ fn batches_are_fixed_and_epochs_only_order_them() {
         1,
     )
     .unwrap();
-    assert!(batches(&[odd], 1).iter().all(|b| b.items.len() == 3));
+    assert!(batches(&[odd], 1, false).iter().all(|b| b.items.len() == 3));
 }
 
 #[test]
@@ -296,26 +285,11 @@ fn sizes_are_remembered_and_large_pictures_refused() {
     let mut huge = std::fs::read(dir.path().join("a.png")).unwrap();
     huge[16..20].copy_from_slice(&30_000u32.to_be_bytes());
     huge[20..24].copy_from_slice(&30_000u32.to_be_bytes());
-    let crc = crc32(&huge[12..29]);
+    let crc = crc32fast::hash(&huge[12..29]);
     huge[29..33].copy_from_slice(&crc.to_be_bytes());
     std::fs::write(dir.path().join("huge.png"), &huge).unwrap();
     let message = Dataset::open(options(dir.path()), 16, 1).unwrap_err().to_string();
     assert!(message.contains("huge.png") && message.contains("30000"), "{message}");
-}
-
-fn crc32(bytes: &[u8]) -> u32 {
-    let mut crc = u32::MAX;
-    for byte in bytes {
-        crc ^= u32::from(*byte);
-        for _ in 0..8 {
-            crc = if crc & 1 == 1 {
-                (crc >> 1) ^ 0xedb8_8320
-            } else {
-                crc >> 1
-            };
-        }
-    }
-    !crc
 }
 
 #[test]

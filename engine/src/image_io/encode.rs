@@ -91,26 +91,11 @@ fn insert_texts(png: &mut Vec<u8>, texts: &[(&str, &str)]) {
         body.extend([0, 0, 0, 0, 0]);
         body.extend(text.bytes().filter(|b| *b != 0));
         chunks.extend(((body.len() - 4) as u32).to_be_bytes());
-        let sum = crc32(&body);
+        let sum = crc32fast::hash(&body);
         chunks.extend(body);
         chunks.extend(sum.to_be_bytes());
     }
     if png.len() >= AFTER_HEADER {
         png.splice(AFTER_HEADER..AFTER_HEADER, chunks);
     }
-}
-
-fn crc32(bytes: &[u8]) -> u32 {
-    let mut crc = u32::MAX;
-    for byte in bytes {
-        crc ^= u32::from(*byte);
-        for _ in 0..8 {
-            crc = if crc & 1 == 1 {
-                (crc >> 1) ^ 0xedb8_8320
-            } else {
-                crc >> 1
-            };
-        }
-    }
-    !crc
 }

@@ -25,6 +25,21 @@ pub const MAX_FILE_BYTES: u64 = 1 << 30;
 /// # Errors
 /// One sentence that names the file: it is missing, empty, too large, not a picture, or damaged.
 pub fn open_rgb(path: &Path) -> Result<RgbImage> {
+    Ok(to_rgb(open(path)?))
+}
+
+/// As [`open_rgb`], but of the transparency: opaque is white, a picture without transparency is white all over.
+///
+/// # Errors
+/// As [`open_rgb`].
+pub fn open_alpha(path: &Path) -> Result<RgbImage> {
+    let rgba = open(path)?.into_rgba8();
+    let (width, height) = rgba.dimensions();
+    let alpha = rgba.pixels().flat_map(|p| [p[3]; 3]).collect();
+    Ok(RgbImage::from_raw(width, height, alpha).unwrap_or_default())
+}
+
+fn open(path: &Path) -> Result<DynamicImage> {
     let size = std::fs::metadata(path).map_err(|e| EngineError::io(path, e))?.len();
     if size > MAX_FILE_BYTES {
         return Err(wrong(
@@ -33,7 +48,7 @@ pub fn open_rgb(path: &Path) -> Result<RgbImage> {
         ));
     }
     let bytes = std::fs::read(path).map_err(|e| EngineError::io(path, e))?;
-    decode_rgb(&bytes).map_err(|reason| wrong(path, reason))
+    decode(&bytes).map_err(|reason| wrong(path, reason))
 }
 
 /// Width and height in pixels as seen upright, without decoding the picture.
@@ -64,6 +79,11 @@ pub fn dimensions(path: &Path) -> Result<(u32, u32)> {
 /// # Errors
 /// What is wrong with them, without a file name.
 pub fn decode_rgb(bytes: &[u8]) -> Result<RgbImage, String> {
+    decode(bytes).map(to_rgb)
+}
+
+/// Decoded and upright.
+fn decode(bytes: &[u8]) -> Result<DynamicImage, String> {
     if bytes.is_empty() {
         return Err("the file is empty (0 bytes)".into());
     }
@@ -82,7 +102,7 @@ pub fn decode_rgb(bytes: &[u8]) -> Result<RgbImage, String> {
     let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
     let mut picture = DynamicImage::from_decoder(decoder).map_err(|e| damaged(&e))?;
     picture.apply_orientation(orientation);
-    Ok(to_rgb(picture))
+    Ok(picture)
 }
 
 /// `convert("RGB")`.

@@ -5,13 +5,10 @@ use super::sd::{LoadOptions, SdModel};
 use super::unet::UNet2DConditionModel;
 use super::{config, vae};
 use crate::nn::VisitLayers;
+use crate::testing::{fixtures, gap, largest};
 use crate::weights::{Index, Weights};
 use candle_core::{DType, Device, Tensor, Var};
 use std::path::PathBuf;
-
-fn fixtures() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures")
-}
 
 fn fixture(name: &str) -> Fixture {
     let index = Index::open(fixtures().join("models").join(format!("{name}.safetensors"))).unwrap();
@@ -45,18 +42,7 @@ impl Fixture {
 
 /// The largest difference, relative to the largest number.
 fn error(a: &Tensor, b: &Tensor) -> f32 {
-    assert_eq!(a.dims(), b.dims());
-    let max = |t: Tensor| {
-        t.abs()
-            .unwrap()
-            .flatten_all()
-            .unwrap()
-            .max(0)
-            .unwrap()
-            .to_scalar::<f32>()
-            .unwrap()
-    };
-    max((a - b).unwrap()) / max(b.clone()).max(1e-6)
+    gap(a, b) / largest(b).max(1e-6)
 }
 
 fn assert_close(what: &str, ours: &Tensor, theirs: &Tensor) {

@@ -21,14 +21,15 @@ impl Embedding {
         })
     }
 
-    /// ids [..] (u32) -> [.., width].
+    /// ids [..] (u32, on any device) -> [.., width].
     ///
     /// # Errors
     /// When an id is not in the table.
     pub fn forward(&self, ids: &Tensor) -> candle_core::Result<Tensor> {
         let mut shape = ids.dims().to_vec();
         shape.push(self.weight.dim(1)?);
-        self.weight.index_select(&ids.flatten_all()?, 0)?.reshape(shape)
+        let ids = ids.flatten_all()?.to_device(self.weight.device())?;
+        self.weight.index_select(&ids, 0)?.reshape(shape)
     }
 
     /// The table, [count, width].

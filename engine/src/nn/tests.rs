@@ -1,6 +1,7 @@
 //! Every kernel against plain arithmetic, and its gradient against differences.
 
 use super::*;
+use crate::testing::{gap, largest};
 use crate::weights::Weights;
 use candle_core::{DType, Device, Tensor, Var};
 
@@ -13,18 +14,7 @@ fn random(seed: u64, shape: &[usize]) -> Tensor {
 }
 
 fn close(a: &Tensor, b: &Tensor, tolerance: f32) {
-    assert_eq!(a.dims(), b.dims());
-    let max = |t: &Tensor| {
-        t.abs()
-            .unwrap()
-            .flatten_all()
-            .unwrap()
-            .max(0)
-            .unwrap()
-            .to_scalar::<f32>()
-            .unwrap()
-    };
-    let error = max(&(a - b).unwrap()) / max(b).max(1e-3);
+    let error = gap(a, b) / largest(b).max(1e-3);
     assert!(error < tolerance, "relative error {error}");
 }
 

@@ -1,13 +1,12 @@
 //! Against `tests/reference/make_optim.py`.
 
 use super::*;
+use crate::testing::{fixtures, gap};
 use candle_core::{DType, Device};
 use std::collections::HashMap;
 
 fn fixture(name: &str) -> std::path::PathBuf {
-    std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../tests/fixtures/train")
-        .join(name)
+    fixtures().join("train").join(name)
 }
 
 fn tensors() -> HashMap<String, Tensor> {
@@ -33,19 +32,6 @@ fn grads(t: &HashMap<String, Tensor>, k: usize) -> Grads {
         .iter()
         .map(|n| Some(t[&format!("grad.{k}.{n}")].clone()))
         .collect()
-}
-
-fn worst(a: &Tensor, b: &Tensor) -> f32 {
-    (a - b)
-        .unwrap()
-        .abs()
-        .unwrap()
-        .flatten_all()
-        .unwrap()
-        .max(0)
-        .unwrap()
-        .to_scalar()
-        .unwrap()
 }
 
 fn variants() -> [(&'static str, AdamParams); 4] {
@@ -89,7 +75,7 @@ fn twenty_steps_are_torchs() {
         }
         let state = adam.state().unwrap();
         for p in &params {
-            let diff = worst(p.var.as_tensor(), &t[&format!("{name}.{}", p.name)]);
+            let diff = gap(p.var.as_tensor(), &t[&format!("{name}.{}", p.name)]);
             assert!(diff < 2e-6, "{name}.{}: {diff}", p.name);
             for part in ["exp_avg", "exp_avg_sq"] {
                 let key = format!("{}.{part}", p.name);
@@ -103,7 +89,7 @@ fn twenty_steps_are_torchs() {
                     .unwrap()
                     .to_scalar()
                     .unwrap();
-                assert!(worst(&state[&key], want) < 2e-6 * scale.max(1.0), "{name}.{key}");
+                assert!(gap(&state[&key], want) < 2e-6 * scale.max(1.0), "{name}.{key}");
             }
         }
     }
@@ -126,7 +112,7 @@ fn a_saved_state_continues_bit_for_bit() {
         two.step(&grads(&t, k), 1e-2).unwrap();
     }
     for (a, b) in straight.iter().zip(&stopped) {
-        assert_eq!(worst(a.var.as_tensor(), b.var.as_tensor()), 0.0);
+        assert_eq!(gap(a.var.as_tensor(), b.var.as_tensor()), 0.0);
     }
     let mut state = two.state().unwrap();
     state.remove("b.exp_avg");

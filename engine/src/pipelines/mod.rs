@@ -6,6 +6,7 @@ mod sample;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use sample::picture_of;
 pub use sample::{SampleSettings, random_seed, sample_prompts};
 
 use crate::error::{EngineError, Result};

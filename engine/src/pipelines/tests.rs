@@ -1,24 +1,16 @@
 //! Same seed, same picture: against what diffusers draws with the tiny model (`tests/reference/make_pipelines.py`).
 
 use super::*;
-use crate::adapters::{Component, load_lora};
-use crate::models::sd::LoadOptions;
+use crate::adapters::{Component, LoadedLora, load_lora};
 use crate::rng::TorchGenerator;
+use crate::testing::{fixtures, tiny_sd};
 use candle_core::safetensors;
 use serde_json::Value;
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::Path;
 
 /// Most that one colour value of a pixel may differ.
 const ALLOWED: u8 = 2;
-
-fn fixtures() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures")
-}
-
-fn tiny() -> SdModel {
-    SdModel::load(fixtures().join("tiny_sd"), &LoadOptions::cpu()).unwrap()
-}
 
 fn strings(value: &Value) -> Vec<String> {
     value
@@ -95,30 +87,60 @@ fn compare(ours: &[RgbImage], theirs: &Tensor) -> Result<(u8, usize), String> {
     Ok((differences.iter().copied().max().unwrap_or(0), differences.len()))
 }
 
+/// Draws a case and compares it with diffusers' picture: the largest difference and how many values differ.
+fn judge(case: &Value, model: &SdModel, tensors: &HashMap<String, Tensor>) -> Result<(u8, usize), String> {
+    let name = case["case"].as_str().unwrap();
+    let drawn = draw(case, model, tensors).map_err(|e| e.to_string());
+    match drawn.and_then(|pictures| compare(&pictures, &tensors[name])) {
+        Ok((difference, count)) if difference > ALLOWED => {
+            Err(format!("{name}: differs by up to {difference}, {count} values"))
+        }
+        Ok(found) => Ok(found),
+        Err(error) => Err(format!("{name}: {error}")),
+    }
+}
+
+fn adapted(lora: &Path) -> (SdModel, LoadedLora) {
+    let mut model = tiny_sd();
+    let mut parts: [(Component, &mut dyn crate::nn::VisitLayers); 2] = [
+        (Component::Unet, &mut model.unet),
+        (Component::TextEncoder, &mut model.text_encoder),
+    ];
+    let lora = load_lora(&mut parts, lora, 1.0).unwrap();
+    (model, lora)
+}
+
+/// LoRAs that our trainer made (`processes::train::our_lora`), drawn with by diffusers
+/// (`tests/reference/make_our_lora.py`, which also checks that diffusers takes every tensor).
+#[test]
+fn our_loras_give_the_same_pictures_in_diffusers() {
+    let folder = fixtures().join("our_lora");
+    let cases: Vec<Value> = serde_json::from_slice(&std::fs::read(folder.join("cases.json")).unwrap()).unwrap();
+    let tensors = safetensors::load(folder.join("pictures.safetensors"), &Device::Cpu).unwrap();
+    let mut files: Vec<&str> = cases.iter().map(|case| case["file"].as_str().unwrap()).collect();
+    files.dedup();
+    let mut worst = 0;
+    for file in &files {
+        let (model, lora) = adapted(&folder.join(file));
+        assert!(lora.unknown.is_empty(), "{file}: {:?}", lora.unknown);
+        for case in cases.iter().filter(|case| case["file"] == **file) {
+            lora.multiplier.set(case["lora"].as_f64().unwrap());
+            worst = worst.max(judge(case, &model, &tensors).unwrap().0);
+        }
+    }
+    eprintln!("{} pictures with {files:?}: largest difference {worst}", cases.len());
+    assert!(files.len() >= 3 && cases.iter().any(|case| case["lora"] == 0.7));
+}
+
 #[test]
 fn every_picture_is_that_of_diffusers() {
     let folder = fixtures().join("pipelines");
     let cases: Vec<Value> = serde_json::from_slice(&std::fs::read(folder.join("cases.json")).unwrap()).unwrap();
     let tensors = safetensors::load(folder.join("pictures.safetensors"), &Device::Cpu).unwrap();
-    let plain = tiny();
-    let mut with_lora = tiny();
-    let mut parts: [(Component, &mut dyn crate::nn::VisitLayers); 2] = [
-        (Component::Unet, &mut with_lora.unet),
-        (Component::TextEncoder, &mut with_lora.text_encoder),
-    ];
-    let lora = load_lora(&mut parts, &folder.join("lora.safetensors"), 1.0).unwrap();
-    let judge = |case: &Value, model: &SdModel| {
-        let name = case["case"].as_str().unwrap();
-        let drawn = draw(case, model, &tensors).map_err(|e| e.to_string());
-        match drawn.and_then(|pictures| compare(&pictures, &tensors[name])) {
-            Ok((difference, count)) if difference > ALLOWED => {
-                Err(format!("{name}: differs by up to {difference}, {count} values"))
-            }
-            Ok(found) => Ok(found),
-            Err(error) => Err(format!("{name}: {error}")),
-        }
-    };
-    let (adapted, bare): (Vec<&Value>, Vec<&Value>) = cases.iter().partition(|case| case.get("lora").is_some());
+    let plain = tiny_sd();
+    let (with_lora, lora) = adapted(&folder.join("lora.safetensors"));
+    let judge = |case: &Value, model: &SdModel| judge(case, model, &tensors);
+    let (changed, bare): (Vec<&Value>, Vec<&Value>) = cases.iter().partition(|case| case.get("lora").is_some());
     let mut results = std::thread::scope(|scope| {
         let halves = bare.chunks(bare.len().div_ceil(2));
         let threads: Vec<_> = halves
@@ -130,7 +152,7 @@ fn every_picture_is_that_of_diffusers() {
             .collect::<Vec<_>>()
     });
     // One after the other: they share the LoRA's strength.
-    for case in adapted {
+    for case in changed {
         lora.multiplier.set(case["lora"].as_f64().unwrap());
         results.push(judge(case, &with_lora));
     }
@@ -153,7 +175,7 @@ fn every_picture_is_that_of_diffusers() {
 
 #[test]
 fn impossible_pictures_are_errors() {
-    let model = tiny();
+    let model = tiny_sd();
     let pipeline = Pipeline::new(&model, &Device::Cpu, DType::F32, false).unwrap();
     let good = Picture {
         width: 32,
@@ -231,7 +253,7 @@ fn impossible_pictures_are_errors() {
 
 #[test]
 fn stopping_ends_between_steps() {
-    let model = tiny();
+    let model = tiny_sd();
     let pipeline = Pipeline::new(&model, &Device::Cpu, DType::F32, false).unwrap();
     let picture = Picture {
         width: 32,

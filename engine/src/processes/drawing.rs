@@ -11,7 +11,7 @@ use crate::nn::VisitLayers;
 use aitk_common::fsutil;
 use aitk_common::job::model::ModelConfig;
 use aitk_common::job::prompt::ImageRequest;
-use aitk_common::job::{JobSpec, ProcessKind};
+use aitk_common::job::{JobSpec, ProcessKind, naming};
 use candle_core::{DType, Device};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -155,9 +155,9 @@ pub(super) fn first_index(job: &JobSpec, is_own: impl Fn(&ProcessKind) -> bool) 
 pub(super) fn picture_name(folder: &Path, count: u64, ext: &str) -> String {
     let mut now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
-        .map_or(0, |d| d.as_millis());
+        .map_or(0, |d| d.as_millis() as u64);
     loop {
-        let name = format!("{now}_{count}.{ext}");
+        let name = naming::generated_file(now, count, ext);
         if !folder.join(&name).exists() {
             return name;
         }

@@ -6,10 +6,10 @@
 
 use super::drawing::{Drawing, Finished, as_prompt, first_index, parameters, picture_name};
 use super::{Context, artifact_name};
-use crate::data::generator_for;
 use crate::error::{EngineError, Result};
 use crate::image_io;
 use crate::pipelines::{SampleSettings, random_seed, sample_prompts};
+use crate::rng::generator_for;
 use crate::samplers;
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::fsutil;

@@ -2,10 +2,11 @@
 
 use super::drawing::{Drawing, Finished, first_index, parameters, picture_name};
 use super::{Context, artifact_name};
-use crate::data::{CaptionRules, Dataset, DatasetOptions, build_caption, generator_for};
+use crate::data::{CaptionRules, Dataset, DatasetOptions, build_caption};
 use crate::error::{EngineError, Result};
 use crate::image_io::{self, Filter};
-use crate::pipelines::{Picture, Pipeline, random_seed};
+use crate::pipelines::{Pipeline, picture_of, random_seed};
+use crate::rng::generator_for;
 use crate::samplers::{self, NoiseSource};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::fsutil;
@@ -98,17 +99,7 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
         if let Some(lora) = &drawing.lora {
             lora.multiplier.set(request.network_multiplier);
         }
-        let picture = Picture {
-            prompts: vec![request.prompt.clone()],
-            negative: vec![request.negative_prompt.clone()],
-            width: request.width as usize,
-            height: request.height as usize,
-            steps: request.steps as usize,
-            guidance_scale: request.guidance_scale,
-            guidance_rescale: request.guidance_rescale,
-            sampler: sampler.to_owned(),
-            eta: 0.0,
-        };
+        let picture = picture_of(&request, sampler);
         let stop = cx.stop.clone();
         let drawn = pipeline.image_to_image(
             &picture,
@@ -223,7 +214,6 @@ fn options(config: &DatasetConfig, resolution: u32, trigger: Option<&str>, cx: &
     Ok(DatasetOptions {
         path: cx.local(path),
         resolution,
-        batch_size: 1,
         repeats: config.num_repeats.max(1) as usize,
         caption_ext: config.caption_ext.clone(),
         default_caption: config.default_caption.clone(),
@@ -233,14 +223,12 @@ fn options(config: &DatasetConfig, resolution: u32, trigger: Option<&str>, cx: &
             process_trigger: trigger,
             ..CaptionRules::default()
         },
+        buckets: config.buckets,
         square_crop: config.square_crop,
         random_crop: config.random_crop,
         scale: config.scale,
         flip_x: config.flip_x,
         flip_y: config.flip_y,
-        network_weight: 1.0,
-        loss_multiplier: 1.0,
-        cache_latents: false,
-        cache_latents_to_disk: false,
+        ..DatasetOptions::default()
     })
 }

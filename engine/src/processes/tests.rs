@@ -2,36 +2,15 @@
 
 use super::*;
 use crate::image_io;
-use aitk_common::capability::{DeviceKind, DeviceRef};
+use crate::testing::{attempt, fixtures};
 use aitk_common::job::{self, LoadOptions};
-use aitk_common::plan::profile::MemoryProfile;
 use candle_core::{Device, safetensors};
 use std::path::PathBuf;
-
-fn fixtures() -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures")
-}
 
 fn spec(yaml: &str) -> AttemptSpec {
     let format = serde_json::from_value(serde_json::json!("yaml")).unwrap();
     let loaded = job::parse(yaml, format, None, &LoadOptions::default()).unwrap();
-    AttemptSpec {
-        job_id: serde_json::from_value(serde_json::json!("00000000-0000-7000-8000-000000000001")).unwrap(),
-        attempt_id: serde_json::from_value(serde_json::json!("00000000-0000-7000-8000-000000000002")).unwrap(),
-        epoch: serde_json::from_value(serde_json::json!(1)).unwrap(),
-        job: serde_json::to_value(&loaded.spec).unwrap(),
-        config_text: yaml.into(),
-        config_format: "yaml".into(),
-        inputs: Default::default(),
-        output_root: None,
-        resume_from: None,
-        device: DeviceRef {
-            kind: DeviceKind::Cpu,
-            index: 0,
-        },
-        profile: MemoryProfile::CpuOnly,
-        seed: 7,
-    }
+    attempt(&loaded.spec, yaml)
 }
 
 fn generate_job(folder: &Path, model: &str, generate: &str) -> String {

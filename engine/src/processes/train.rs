@@ -4,6 +4,7 @@
 //! atomic, the resume point is chosen by step, an optimizer's state belongs to its weights. The exact state lies in
 //! `<run folder>/.aitk/checkpoints`.
 
+mod data;
 mod folder;
 mod options;
 mod resume;
@@ -11,20 +12,24 @@ mod samples;
 
 use super::{Context, artifact_name};
 use crate::adapters::{Component, LoraNetwork, load_lora};
-use crate::data::{Batch, Dataset, batches, build_caption, epoch_order, generator_for};
+use crate::data::Dataset;
 use crate::device;
 use crate::error::{EngineError, Result};
 use crate::models::sd::{LoadOptions, SdModel};
 use crate::models::vae::AutoencoderKl;
 use crate::nn::VisitLayers;
 use crate::optim::{Ema, Schedule, ScheduleParams};
+use crate::residency::Residency;
+use crate::rng::generator_for;
 use crate::samplers::{NoiseSchedule, PredictionType, SamplerParams};
 use crate::training::{
-    Contexts, Latents, LossOptions, MicroBatch, NoiseOptions, Trainer, TrainerOptions, batch_generator, draw, loss,
+    Contexts, Draw, Latents, LossOptions, Masks, MicroBatch, NoiseOptions, Trainer, TrainerOptions, batch_generator,
+    draw, loss,
 };
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::job::process::TrainerProcess;
 use candle_core::{DType, Device, Tensor};
+use data::{Data, Turn};
 use folder::RunFolder;
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -47,9 +52,9 @@ struct Run<'a> {
     schedule: NoiseSchedule,
     loss: LossOptions,
     noise: NoiseOptions,
-    datasets: Vec<Dataset>,
-    batches: Vec<Batch>,
+    data: Data,
     latents: Latents,
+    masks: Masks,
     contexts: Contexts,
     /// Steps done when the run began.
     start: u64,
@@ -70,25 +75,7 @@ impl<'a> Run<'a> {
         cx.artifact("config", &folder.root, &folder.config, None, None);
 
         // Data first: a mistake there shows within a second.
-        let mut datasets = Vec::new();
-        for options in options::datasets(process, cx)? {
-            let (dataset, warnings) = Dataset::open(options, process.model.arch.name.bucket_divisibility(), seed)?;
-            for warning in warnings {
-                cx.log("warn", warning);
-            }
-            datasets.push(dataset);
-        }
-        if datasets.is_empty() {
-            return Err(EngineError::bad_input(
-                "the job has no data set: add `datasets` with a `folder_path`",
-            ));
-        }
-        let batches = batches(&datasets, seed);
-        let items: usize = datasets.iter().map(|d| d.items.len()).sum();
-        cx.log(
-            "info",
-            format!("{items} training pictures in {} batches", batches.len()),
-        );
+        let data = Data::open(process, seed, cx)?;
 
         cx.phase("loading model");
         let compute = device::compute(cx.spec.device, process.train.dtype.name())?;
@@ -117,13 +104,16 @@ impl<'a> Run<'a> {
             );
         }
 
+        let residency = Residency::checkpointing(process.train.gradient_checkpointing);
+        (model.unet.residency, model.text_encoder.residency) = (residency, residency);
         let config = options::network(process)?;
         let mut generator = generator_for(seed, "network", 0, 0);
-        let network = LoraNetwork::attach(
-            &config,
-            &mut [(Component::Unet, &mut model.unet as &mut dyn VisitLayers)],
-            &mut generator,
-        )?;
+        let mut trained = Vec::from(parts(&mut model));
+        trained.retain(|(component, _)| match component {
+            Component::TextEncoder => process.train.train_text_encoder,
+            Component::Unet => process.train.train_unet,
+        });
+        let network = LoraNetwork::attach(&config, &mut trained, &mut generator)?;
         let trainer = trainer(process, &network)?;
         let params = SamplerParams::from_json(&model.scheduler_config)
             .map_err(|e| EngineError::bad_input(format!("scheduler_config.json: {e}")))?;
@@ -150,9 +140,9 @@ impl<'a> Run<'a> {
             loss: options::loss(process),
             noise: options::noise(process, schedule.len()),
             schedule,
-            datasets,
-            batches,
+            data,
             latents,
+            masks: Masks::default(),
             contexts: Contexts::default(),
             model,
             start: 0,
@@ -192,11 +182,10 @@ impl<'a> Run<'a> {
                 return self.stopped(cx, step);
             }
             let begun = Instant::now();
-            let update = options::updates(self.process, step, self.batches.len() as u64);
             for micro in 0..self.process.train.gradient_accumulation.max(1) {
-                let loss = self.micro_batch(step, micro)?;
-                self.trainer.add(&loss)?;
+                self.micro_batch(step, micro)?;
             }
+            let update = self.data.updates(step, self.process);
             let report = self.trainer.finish_step(step, update)?;
             let done = step + 1;
             if let Some(warning) = report.warning {
@@ -230,64 +219,60 @@ impl<'a> Run<'a> {
         self.finish(cx)
     }
 
-    /// The loss of one micro-batch. Everything random comes from the generator of (seed, step, micro-batch).
-    fn micro_batch(&mut self, step: u64, micro: u64) -> Result<Tensor> {
-        let index = step * self.process.train.gradient_accumulation.max(1) + micro;
-        let count = self.batches.len() as u64;
-        let order = epoch_order(self.batches.len(), self.seed, index / count);
-        let batch = self.batches[order[(index % count) as usize]].clone();
-        let dataset = &self.datasets[batch.dataset];
-        let options = &dataset.options;
-
+    /// The loss of one micro-batch and its gradients. Everything random comes from the generator of (seed, step,
+    /// micro-batch).
+    fn micro_batch(&mut self, step: u64, micro: u64) -> Result<()> {
+        let process = self.process;
+        let turn = self.data.turn(step, micro, process);
         let mut generator = batch_generator(self.seed, step, micro);
-        let captions: Vec<String> = batch
-            .items
-            .iter()
-            .map(|i| build_caption(&dataset.items[*i].caption, &options.captions, &mut generator))
-            .collect();
-        let mut latents = Vec::with_capacity(batch.items.len());
-        for i in &batch.items {
-            latents.push(self.latents.get(
-                &dataset.items[*i],
-                &self.model.vae,
-                options.cache_latents,
-                options.cache_latents_to_disk,
-            )?);
-        }
-        let latents = Tensor::stack(&latents, 0)?.to_device(&self.compute.device)?;
+        let captions = self.data.captions(&turn.batch, process, &mut generator);
+        let latents = self.data.latents(&turn.batch, &mut self.latents, &self.model.vae)?;
+        let latents = latents.to_device(&self.compute.device)?;
         let drawn = draw(&self.noise, &mut generator, latents.dims4()?, &self.compute.device)?;
-        let context = self.contexts.get(
-            &captions,
-            &self.model.tokenizer,
-            &self.model.text_encoder,
-            self.compute.dtype,
-        )?;
+
+        let strength = self.data.datasets[turn.batch.dataset].options.network_weight;
+        self.network.handle.multiplier.set(strength);
+        // Until the backward pass is done, which may run blocks again.
+        let masks = format!("{}/dropout/{step}/{micro}", self.seed);
+        self.network.handle.set_training(Some(&masks));
+        let result = self.learn(&turn, &captions, latents, drawn);
+        self.network.handle.set_training(None);
+        result
+    }
+
+    /// The loss of these captions and latents, and the gradients.
+    fn learn(&mut self, turn: &Turn, captions: &[String], latents: Tensor, drawn: Draw) -> Result<()> {
+        let model = &self.model;
+        let mask = self.masks.get(self.data.items_of(&turn.batch), &model.vae)?;
+        let context = if self.network.covers_text_encoder() {
+            Contexts::fresh(captions, &model.tokenizer, &model.text_encoder)?
+        } else {
+            self.contexts
+                .get(captions, &model.tokenizer, &model.text_encoder, self.compute.dtype)?
+        };
         let micro_batch = MicroBatch {
             latents,
             noise: drawn.noise,
             timesteps: drawn.timesteps,
             context,
-            weights: vec![options.loss_multiplier; batch.items.len()],
+            weights: vec![turn.weight; turn.batch.items.len()],
+            mask: mask.map(|mask| mask.to_device(&self.compute.device)).transpose()?,
         };
-        self.network.handle.multiplier.set(options.network_weight);
-        self.network
-            .handle
-            .set_training(Some(generator_for(self.seed, "dropout", step, micro)));
-        let result = loss(
-            &self.model.unet,
+        let loss = loss(
+            &model.unet,
             &self.schedule,
             &self.loss,
             &micro_batch,
             self.compute.dtype,
-        );
-        self.network.handle.set_training(None);
-        result
+        )?;
+        self.trainer.add(&loss)
     }
 
     /// Encodes all pictures ahead where they are cached. `false`: asked to stop.
     fn cache_latents(&mut self, cx: &mut Context<'_>) -> Result<bool> {
         let cached = |d: &Dataset| d.options.cache_latents || d.options.cache_latents_to_disk;
         let total: u64 = self
+            .data
             .datasets
             .iter()
             .filter(|d| cached(d))
@@ -299,7 +284,7 @@ impl<'a> Run<'a> {
         cx.phase("caching latents");
         let mut clock = Progress::new();
         let mut done = 0;
-        for dataset in self.datasets.iter().filter(|d| cached(d)) {
+        for dataset in self.data.datasets.iter().filter(|d| cached(d)) {
             for item in &dataset.items {
                 if cx.stop.is_set() {
                     return Ok(false);
@@ -317,11 +302,6 @@ impl<'a> Run<'a> {
             }
         }
         Ok(true)
-    }
-
-    /// Passes over the data that are complete after `step` steps.
-    fn epoch(&self, step: u64) -> u64 {
-        step * self.process.train.gradient_accumulation.max(1) / (self.batches.len() as u64).max(1)
     }
 
     fn stopped(&mut self, cx: &mut Context<'_>, step: u64) -> Result<Outcome> {
@@ -348,9 +328,10 @@ impl<'a> Run<'a> {
         }
         cx.phase("saving");
         let path = self.folder.final_save();
+        let epoch = self.data.epoch(steps, self.process);
         self.with_averages(|run| {
             run.folder
-                .write_lora(&path, run.process, &run.network, cx.job, steps, run.epoch(steps))
+                .write_lora(&path, run.process, &run.network, cx.job, steps, epoch)
         })?;
         self.announce_final(cx);
         Ok(Outcome::Completed)
@@ -370,9 +351,10 @@ impl<'a> Run<'a> {
     fn save(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
         cx.phase("saving");
         let path = self.folder.step_save(step);
+        let epoch = self.data.epoch(step, self.process);
         self.with_averages(|run| {
             run.folder
-                .write_lora(&path, run.process, &run.network, cx.job, step, run.epoch(step))
+                .write_lora(&path, run.process, &run.network, cx.job, step, epoch)
         })?;
         cx.artifact("lora", &self.folder.root, &path, Some(step), None);
         self.checkpoint(cx, step)?;
@@ -470,6 +452,12 @@ fn on_cpu(tensors: &BTreeMap<String, Tensor>) -> Result<BTreeMap<String, Tensor>
         .collect()
 }
 
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod data_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod our_lora;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests;

@@ -5,7 +5,7 @@ use crate::models::clip::{ClipTextModel, ClipTokenizer};
 use candle_core::{DType, Tensor};
 use std::collections::HashMap;
 
-/// Encoded captions, one for each distinct text. The text encoder is frozen, so a caption is encoded once.
+/// Encoded captions, one for each distinct text. Where the text encoder is frozen, a caption is encoded once.
 #[derive(Default)]
 pub struct Contexts {
     known: HashMap<String, Tensor>,
@@ -16,6 +16,15 @@ pub struct Contexts {
 const LIMIT: usize = 2048;
 
 impl Contexts {
+    /// The contexts [b, n, d] of these captions with their graph, for a text encoder that trains.
+    ///
+    /// # Errors
+    /// When the encoder fails.
+    pub fn fresh(captions: &[String], tokenizer: &ClipTokenizer, encoder: &ClipTextModel) -> Result<Tensor> {
+        let texts: Vec<&str> = captions.iter().map(String::as_str).collect();
+        encoder.forward(&tokenizer.encode(&texts)?)
+    }
+
     /// The contexts [b, n, d] of these captions.
     ///
     /// # Errors

@@ -1,8 +1,9 @@
 //! Pictures as the U-Net sees them: encoded by the VAE, kept in memory or on disk.
 
-use crate::data::{Item, LatentCache, LatentKey, generator_of};
+use crate::data::{Item, LatentCache, LatentKey};
 use crate::error::{EngineError, Result};
 use crate::models::vae::AutoencoderKl;
+use crate::rng::generator_of;
 use candle_core::{DType, Device, Tensor};
 use std::collections::HashMap;
 use std::path::PathBuf;

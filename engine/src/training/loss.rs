@@ -48,9 +48,11 @@ pub struct MicroBatch {
     pub context: Tensor,
     /// One loss weight per item.
     pub weights: Vec<f64>,
+    /// One loss weight per place, [b, 1, h, w], float32. `None`: all alike.
+    pub mask: Option<Tensor>,
 }
 
-/// The loss of a micro-batch: per item the mean over its latent, times SNR weight and item weight; then the mean over
+/// The loss of a micro-batch: per item the mean over its latent (weighted by the mask), times SNR weight and item weight; then the mean over
 /// the items. A float32 scalar with its graph.
 ///
 /// # Errors
@@ -87,6 +89,10 @@ pub fn loss(
     let elementwise = match options.kind {
         LossKind::Mse => difference.sqr()?,
         LossKind::Mae => difference.abs()?,
+    };
+    let elementwise = match &batch.mask {
+        Some(mask) => elementwise.broadcast_mul(mask)?,
+        None => elementwise,
     };
     let per_item = elementwise.flatten_from(1)?.mean(1)?;
     let mut weights = Vec::with_capacity(items);

@@ -1,8 +1,7 @@
 //! What a micro-batch draws, in which order. `docs/randomness.md` replays it in Python.
 
-use crate::data::generator_for;
 use crate::error::Result;
-use crate::rng::TorchGenerator;
+use crate::rng::{TorchGenerator, generator_for};
 use candle_core::{Device, Tensor};
 
 /// Which noise levels are trained most (`train.content_or_style`).

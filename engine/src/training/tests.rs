@@ -2,18 +2,14 @@
 
 use super::*;
 use crate::adapters::{Component, LoraConfig, LoraNetwork};
-use crate::models::sd::{LoadOptions, SdModel};
 use crate::nn::VisitLayers;
 use crate::optim::{Adam, AdamParams, Ema, Schedule, ScheduleParams};
+use crate::residency::Residency;
 use crate::rng::TorchGenerator;
 use crate::samplers::{NoiseSchedule, PredictionType, SamplerParams};
+use crate::testing::{fixtures, gap, tiny_sd};
 use candle_core::{DType, Device, Tensor};
 use std::collections::{BTreeMap, HashMap};
-use std::path::{Path, PathBuf};
-
-fn fixtures() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures")
-}
 
 fn load(name: &str) -> HashMap<String, Tensor> {
     candle_core::safetensors::load(fixtures().join("train").join(name), &Device::Cpu).unwrap()
@@ -28,11 +24,8 @@ fn below(tensors: &HashMap<String, Tensor>, prefix: &str) -> BTreeMap<String, Te
 
 fn worst(ours: &BTreeMap<String, Tensor>, theirs: &BTreeMap<String, Tensor>) -> f64 {
     assert_eq!(ours.keys().collect::<Vec<_>>(), theirs.keys().collect::<Vec<_>>());
-    let gap = |(a, b): (&Tensor, &Tensor)| {
-        let d = (a - b).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap();
-        f64::from(d.to_scalar::<f32>().unwrap())
-    };
-    ours.values().zip(theirs.values()).map(gap).fold(0.0, f64::max)
+    let gaps = ours.values().zip(theirs.values()).map(|(a, b)| f64::from(gap(a, b)));
+    gaps.fold(0.0, f64::max)
 }
 
 /// Largest relative difference of a loss, largest difference of a weight.
@@ -43,17 +36,19 @@ fn compare(name: &str) -> (f64, f64) {
     let number = |key: &str| variant.get(key).and_then(serde_json::Value::as_f64);
     let inputs = load("parity_inputs.safetensors");
     let theirs = load(&format!("parity_{name}.safetensors"));
-    let first = if name == "conv" {
-        "parity_conv.safetensors"
-    } else {
-        "parity_adamw.safetensors"
-    };
-    let start = below(&load(first), "start/");
+    let own = ["conv", "text_encoder", "text_encoder_alone"].contains(&name);
+    let start = below(
+        &load(&format!("parity_{}.safetensors", if own { name } else { "adamw" })),
+        "start/",
+    );
+    let parts: Vec<String> = serde_json::from_value(variant["parts"].clone()).unwrap_or(vec!["unet".into()]);
+    let trains = |part: &str| parts.iter().any(|p| p == part);
 
-    let mut model = SdModel::load(fixtures().join("tiny_sd"), &LoadOptions::cpu()).unwrap();
+    let mut model = tiny_sd();
     let attention = ["to_q", "to_k", "to_v", "to_out.0", "proj_in", "proj_out", "ff.net"];
     let conv = ["conv1", "conv2", "downsamplers.0.conv", "upsamplers.0.conv"];
     let mut targets: Vec<String> = attention.map(String::from).to_vec();
+    targets.push("lora_te.".into());
     if name == "conv" {
         targets.extend(conv.map(String::from));
     }
@@ -66,12 +61,15 @@ fn compare(name: &str) -> (f64, f64) {
         only_if_contains: targets,
         ignore_if_contains: vec![],
     };
-    let network = LoraNetwork::attach(
-        &config,
-        &mut [(Component::Unet, &mut model.unet as &mut dyn VisitLayers)],
-        &mut TorchGenerator::manual_seed(0),
-    )
-    .unwrap();
+    let mut trained: Vec<(Component, &mut dyn VisitLayers)> = Vec::new();
+    if trains("text_encoder") {
+        trained.push((Component::TextEncoder, &mut model.text_encoder));
+    }
+    if trains("unet") {
+        trained.push((Component::Unet, &mut model.unet));
+    }
+    let network = LoraNetwork::attach(&config, &mut trained, &mut TorchGenerator::manual_seed(0)).unwrap();
+    assert_eq!(network.covers_text_encoder(), trains("text_encoder"));
     network.restore(&start).unwrap();
     let params = network.params();
     let none = serde_json::Map::new();
@@ -115,16 +113,20 @@ fn compare(name: &str) -> (f64, f64) {
                 .iter()
                 .map(|i| captions[*i as usize].clone())
                 .collect();
+            network.handle.set_training(Some("masks"));
+            let context = if trains("text_encoder") {
+                Contexts::fresh(&texts, &model.tokenizer, &model.text_encoder)
+            } else {
+                contexts.get(&texts, &model.tokenizer, &model.text_encoder, DType::F32)
+            };
             let batch = MicroBatch {
                 latents: row("latents"),
                 noise: row("noise"),
                 timesteps: row("timesteps").to_vec1().unwrap(),
-                context: contexts
-                    .get(&texts, &model.tokenizer, &model.text_encoder, DType::F32)
-                    .unwrap(),
+                context: context.unwrap(),
                 weights: weights.clone(),
+                mask: variant.get("mask").map(|_| inputs["mask"].clone()),
             };
-            network.handle.set_training(Some(TorchGenerator::manual_seed(0)));
             let value = loss(&model.unet, &schedule, &options, &batch, DType::F32).unwrap();
             trainer.add(&value).unwrap();
         }
@@ -184,13 +186,90 @@ fn convolutions_are_the_references() {
 }
 
 #[test]
+fn training_the_text_encoder_is_the_references() {
+    check("text_encoder");
+    check("text_encoder_alone");
+}
+
+#[test]
 fn v_prediction_is_the_references() {
     check("v_prediction");
 }
 
 #[test]
+fn masks_are_the_references() {
+    check("mask");
+}
+
+#[test]
 fn absolute_loss_with_item_weights_is_the_references() {
     check("mae");
+}
+
+/// The loss and every gradient of one micro-batch, with LoRAs on all layers of the U-Net and with dropout.
+fn one_pass(residency: Residency) -> (f32, Vec<Tensor>) {
+    let mut model = tiny_sd();
+    model.unet.residency = residency;
+    let config = LoraConfig {
+        rank: 4,
+        alpha: 8.0,
+        conv_rank: Some(4),
+        conv_alpha: 8.0,
+        dropout: 0.2,
+        only_if_contains: vec![],
+        ignore_if_contains: vec![],
+    };
+    let network = LoraNetwork::attach(
+        &config,
+        &mut [(Component::Unet, &mut model.unet as &mut dyn VisitLayers)],
+        &mut TorchGenerator::manual_seed(0),
+    )
+    .unwrap();
+    let params = network.params();
+    let mut generator = TorchGenerator::manual_seed(1);
+    let mut random = |shape: &[usize]| {
+        let count = shape.iter().product();
+        Tensor::from_vec(generator.randn(count), shape, &Device::Cpu).unwrap()
+    };
+    for p in &params {
+        p.var.set(&(random(p.var.dims()) * 0.1).unwrap()).unwrap();
+    }
+    let batch = MicroBatch {
+        // An odd size: the way up has to meet the sizes of the way down.
+        latents: random(&[2, 4, 9, 7]),
+        noise: random(&[2, 4, 9, 7]),
+        timesteps: vec![417, 30],
+        context: random(&[2, 77, 32]),
+        weights: vec![1.0, 0.5],
+        mask: None,
+    };
+    network.handle.set_training(Some("masks"));
+    let schedule = NoiseSchedule::new(&SamplerParams::from_json(&model.scheduler_config).unwrap()).unwrap();
+    let loss = loss(&model.unet, &schedule, &LossOptions::default(), &batch, DType::F32).unwrap();
+    let grads = loss.backward().unwrap();
+    let of = |p: &crate::optim::Param| grads.get(p.var.as_tensor()).unwrap().clone();
+    (loss.to_scalar().unwrap(), params.iter().map(of).collect())
+}
+
+#[test]
+fn gradient_checkpointing_changes_neither_loss_nor_gradients() {
+    let norm = |t: &Tensor| t.sqr().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap().sqrt();
+    let (loss, grads) = one_pass(Residency::Resident);
+    assert!(grads.iter().all(|g| norm(g) > 0.0));
+    for steps in [1, 2, 3, 5, 1000] {
+        let (again, others) = one_pass(Residency::Recomputed { steps });
+        assert!(
+            (again / loss - 1.0).abs() < 1e-6,
+            "{steps} steps together: loss {again}, {loss}"
+        );
+        let gaps = others
+            .iter()
+            .zip(&grads)
+            .map(|(a, b)| norm(&(a - b).unwrap()) / norm(b));
+        let worst = gaps.fold(0f32, f32::max);
+        println!("{steps} steps together: gradients differ by {worst:.1e}");
+        assert!(worst < 1e-6, "{steps} steps together: gradients differ by {worst:.1e}");
+    }
 }
 
 #[test]
@@ -305,7 +384,7 @@ fn the_documented_python_draws_the_same() {
         );
     }
     for row in report["orders"].as_array().unwrap() {
-        let order = crate::data::epoch_order(13, row["seed"].as_u64().unwrap(), row["epoch"].as_u64().unwrap());
+        let order = crate::data::epoch_order(13, row["seed"].as_u64().unwrap(), row["epoch"].as_u64().unwrap(), false);
         assert_eq!(serde_json::json!(order), row["order"]);
     }
 }

@@ -232,13 +232,25 @@ impl Weights {
     /// The same tensors, given out as trainable variables from here on.
     #[must_use]
     pub fn trainable(&self) -> Self {
-        let source = match &self.inner.source {
-            Source::Files(index) => Source::Files(index.clone()),
-            Source::Fresh { seed } => Source::Fresh { seed: *seed },
-        };
         Self {
             prefix: self.prefix.clone(),
-            ..Self::with(source, self.inner.dtype, &self.inner.device, true)
+            ..Self::with(self.source(), self.inner.dtype, &self.inner.device, true)
+        }
+    }
+
+    /// The same tensors, given out as plain tensors that get no gradient from here on.
+    #[must_use]
+    pub fn frozen(&self) -> Self {
+        Self {
+            prefix: self.prefix.clone(),
+            ..Self::with(self.source(), self.inner.dtype, &self.inner.device, false)
+        }
+    }
+
+    fn source(&self) -> Source {
+        match &self.inner.source {
+            Source::Files(index) => Source::Files(index.clone()),
+            Source::Fresh { seed } => Source::Fresh { seed: *seed },
         }
     }
 

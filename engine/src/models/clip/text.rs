@@ -2,10 +2,11 @@
 
 use crate::error::Result;
 use crate::nn::{self, Activation, Embedding, LayerMut, LayerNorm, Linear, VisitLayers};
-use crate::residency::Residency;
+use crate::residency::{Residency, Stack};
 use crate::weights::{Init, Weights};
 use candle_core::Tensor;
 use serde::Deserialize;
+use std::sync::Arc;
 
 /// `text_encoder/config.json`. Absent keys have the values of SD 1.x.
 #[derive(Clone, Debug, Deserialize)]
@@ -49,7 +50,7 @@ impl Default for ClipTextConfig {
 pub struct ClipTextModel {
     token_embedding: Embedding,
     position_embedding: Tensor,
-    layers: Vec<Layer>,
+    layers: Vec<Arc<Layer>>,
     final_layer_norm: LayerNorm,
     /// How the layers are run.
     pub residency: Residency,
@@ -93,7 +94,7 @@ impl ClipTextModel {
             let attention = w.pp("self_attn");
             let norm = |name| LayerNorm::new(&w.pp(name), width, config.layer_norm_eps);
             let square = |name| Linear::new(&attention.pp(name), width, width, true);
-            Ok(Layer {
+            Ok(Arc::new(Layer {
                 layer_norm1: norm("layer_norm1")?,
                 q_proj: square("q_proj")?,
                 k_proj: square("k_proj")?,
@@ -104,7 +105,7 @@ impl ClipTextModel {
                 fc2: Linear::new(&w.pp("mlp.fc2"), config.intermediate_size, width, true)?,
                 heads,
                 activation,
-            })
+            }))
         });
         let positions = (config.max_position_embeddings, width);
         Ok(Self {
@@ -141,13 +142,15 @@ impl ClipTextModel {
     fn hidden_states(&self, ids: &Tensor, layers: usize) -> Result<Tensor> {
         let (_, length) = ids.dims2()?;
         let positions = self.position_embedding.narrow(0, 0, length)?;
-        let mut x = self.token_embedding.forward(ids)?.broadcast_add(&positions)?;
+        let x = self.token_embedding.forward(ids)?.broadcast_add(&positions)?;
+        let mut stack = Stack::new();
+        let mut at = stack.input(x);
         for (i, layer) in self.layers.iter().take(layers).enumerate() {
+            let layer = Arc::clone(layer);
             let name = format!("text_model.encoder.layers.{i}");
-            let out = self.residency.run(&name, &[x], |x| Ok(vec![layer.forward(&x[0])?]))?;
-            x = out[0].clone();
+            at = stack.step(name, [at], move |[x]| layer.forward(x));
         }
-        Ok(x)
+        Ok(stack.run(self.residency, at)?)
     }
 }
 
@@ -170,6 +173,7 @@ impl Layer {
 impl VisitLayers for ClipTextModel {
     fn visit_layers(&mut self, f: &mut dyn FnMut(&str, LayerMut<'_>) -> Result<()>) -> Result<()> {
         for (i, layer) in self.layers.iter_mut().enumerate() {
+            let layer = Arc::make_mut(layer);
             let path = format!("text_model.encoder.layers.{i}");
             f(&format!("{path}.self_attn.q_proj"), LayerMut::Linear(&mut layer.q_proj))?;
             f(&format!("{path}.self_attn.k_proj"), LayerMut::Linear(&mut layer.k_proj))?;

@@ -1,15 +1,14 @@
-//! The down, middle and up blocks of the U-Net.
-//!
-//! Inputs of every block: the picture, the time embedding, the context, and for up blocks the skips in the order in
-//! which they are used.
+//! The down, middle and up blocks of the U-Net, as steps of a stack.
 
 use super::config::{Plan, UNetConfig};
 use super::resnet::{Downsample, ResnetBlock, ResnetSizes, Upsample, Visitor};
 use super::transformer::{Transformer2d, TransformerSizes};
 use crate::error::Result;
 use crate::nn::join;
+use crate::residency::{Stack, Value};
 use crate::weights::Weights;
 use candle_core::Tensor;
+use std::sync::Arc;
 
 fn resnet(weights: &Weights, config: &UNetConfig, plan: &Plan, inputs: usize, outputs: usize) -> Result<ResnetBlock> {
     let time = Some(4 * plan.channels[0]);
@@ -36,28 +35,62 @@ fn transformer(weights: &Weights, config: &UNetConfig, plan: &Plan, like: usize)
     Transformer2d::new(weights, sizes)
 }
 
+/// Height and width.
+pub(super) type Size = (usize, usize);
+
+/// What every block reads beside the picture.
+#[derive(Clone, Copy)]
+pub(super) struct Conditions {
+    /// The time embedding, [b, width].
+    pub(super) time: Value,
+    /// The text, [b, n, width].
+    pub(super) context: Value,
+}
+
 /// Residual blocks, each followed by its transformer, if the block has them.
 #[derive(Clone, Debug)]
 struct Layers {
-    resnets: Vec<ResnetBlock>,
-    attentions: Vec<Transformer2d>,
+    resnets: Vec<Arc<ResnetBlock>>,
+    attentions: Vec<Arc<Transformer2d>>,
 }
 
 impl Layers {
-    fn step(&self, i: usize, x: &Tensor, time: &Tensor, context: &Tensor) -> candle_core::Result<Tensor> {
-        let x = self.resnets[i].forward(x, Some(time))?;
-        match self.attentions.get(i) {
-            Some(attention) => attention.forward(&x, context),
-            None => Ok(x),
+    fn new(
+        weights: &Weights,
+        resnets: impl Iterator<Item = Result<ResnetBlock>>,
+        attended: usize,
+        transformer: impl Fn(&Weights) -> Result<Transformer2d>,
+    ) -> Result<Self> {
+        let attentions = (0..attended).map(|j| Ok(Arc::new(transformer(&weights.pp("attentions").pp(j))?)));
+        Ok(Self {
+            resnets: resnets.map(|r| r.map(Arc::new)).collect::<Result<_>>()?,
+            attentions: attentions.collect::<Result<_>>()?,
+        })
+    }
+
+    /// Layer `i`: of the picture, to which a skip is joined first, if there is one.
+    fn stack(&self, i: usize, path: &str, stack: &mut Stack, x: Value, skip: Option<Value>, c: Conditions) -> Value {
+        let (name, resnet) = (format!("{path}.resnets.{i}"), Arc::clone(&self.resnets[i]));
+        let x = match skip {
+            Some(skip) => stack.step(name, [x, skip, c.time], move |[x, skip, time]| {
+                resnet.forward(&Tensor::cat(&[x, skip], 1)?, Some(time))
+            }),
+            None => stack.step(name, [x, c.time], move |[x, time]| resnet.forward(x, Some(time))),
+        };
+        match self.attentions.get(i).cloned() {
+            Some(attention) => stack.step(format!("{path}.attentions.{i}"), [x, c.context], move |[x, context]| {
+                attention.forward(x, context)
+            }),
+            None => x,
         }
     }
 
     fn visit(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {
         for (i, attention) in self.attentions.iter_mut().enumerate() {
-            attention.visit(&format!("{path}.attentions.{i}"), f)?;
+            Arc::make_mut(attention).visit(&format!("{path}.attentions.{i}"), f)?;
         }
         for (i, resnet) in self.resnets.iter_mut().enumerate() {
-            resnet.visit(&format!("{path}.resnets.{i}"), f)?;
+            Arc::make_mut(resnet).visit(&format!("{path}.resnets.{i}"), f)?;
         }
         Ok(())
     }
@@ -66,7 +99,7 @@ impl Layers {
 #[derive(Clone, Debug)]
 pub(super) struct DownBlock {
     layers: Layers,
-    downsampler: Option<Downsample>,
+    downsampler: Option<Arc<Downsample>>,
 }
 
 impl DownBlock {
@@ -77,44 +110,38 @@ impl DownBlock {
             let inputs = if j == 0 { before } else { outputs };
             resnet(&weights.pp("resnets").pp(j), config, plan, inputs, outputs)
         });
-        let resnets = resnets.collect::<Result<Vec<_>>>()?;
         let attended = if plan.down_attention[i] { plan.layers[i] } else { 0 };
-        let attentions = (0..attended).map(|j| transformer(&weights.pp("attentions").pp(j), config, plan, i));
-        let attentions = attentions.collect::<Result<Vec<_>>>()?;
         let last = i + 1 == plan.channels.len();
         let place = weights.pp("downsamplers.0");
         let downsampler = if last {
             None
         } else {
-            Some(Downsample::new(&place, outputs, config.downsample_padding)?)
+            Some(Arc::new(Downsample::new(&place, outputs, config.downsample_padding)?))
         };
         Ok(Self {
-            layers: Layers { resnets, attentions },
+            layers: Layers::new(weights, resnets, attended, |w| transformer(w, config, plan, i))?,
             downsampler,
         })
     }
 
-    /// Every intermediate picture, each of which is a skip; the last one goes on.
-    pub(super) fn forward(&self, inputs: &[Tensor]) -> candle_core::Result<Vec<Tensor>> {
-        let [x, time, context] = inputs else {
-            candle_core::bail!("a down block has 3 inputs")
-        };
-        let mut x = x.clone();
-        let mut out = Vec::new();
+    /// Every intermediate picture with its size goes to `skips`; the last one goes on.
+    pub(super) fn stack(&self, path: &str, stack: &mut Stack, skips: &mut Vec<(Value, Size)>, c: Conditions) {
+        let Some(&(mut x, size)) = skips.last() else { return };
         for i in 0..self.layers.resnets.len() {
-            x = self.layers.step(i, &x, time, context)?;
-            out.push(x.clone());
+            x = self.layers.stack(i, path, stack, x, None, c);
+            skips.push((x, size));
         }
-        if let Some(downsampler) = &self.downsampler {
-            out.push(downsampler.forward(&x)?);
+        if let Some(downsampler) = self.downsampler.clone() {
+            let size = downsampler.size_after(size);
+            x = stack.step(format!("{path}.downsamplers.0"), [x], move |[x]| downsampler.forward(x));
+            skips.push((x, size));
         }
-        Ok(out)
     }
 
     pub(super) fn visit(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {
         self.layers.visit(path, f)?;
         match &mut self.downsampler {
-            Some(downsampler) => downsampler.visit(&join(path, "downsamplers.0"), f),
+            Some(downsampler) => Arc::make_mut(downsampler).visit(&join(path, "downsamplers.0"), f),
             None => Ok(()),
         }
     }
@@ -130,19 +157,14 @@ impl MidBlock {
         let last = plan.channels.len() - 1;
         let channels = plan.channels[last];
         let resnets = (0..2).map(|j| resnet(&weights.pp("resnets").pp(j), config, plan, channels, channels));
-        let resnets = resnets.collect::<Result<Vec<_>>>()?;
-        let attentions = vec![transformer(&weights.pp("attentions.0"), config, plan, last)?];
         Ok(Self {
-            layers: Layers { resnets, attentions },
+            layers: Layers::new(weights, resnets, 1, |w| transformer(w, config, plan, last))?,
         })
     }
 
-    pub(super) fn forward(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
-        let [x, time, context] = inputs else {
-            candle_core::bail!("the middle block has 3 inputs")
-        };
-        let x = self.layers.step(0, x, time, context)?;
-        self.layers.step(1, &x, time, context)
+    pub(super) fn stack(&self, path: &str, stack: &mut Stack, x: Value, c: Conditions) -> Value {
+        let x = self.layers.stack(0, path, stack, x, None, c);
+        self.layers.stack(1, path, stack, x, None, c)
     }
 
     pub(super) fn visit(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {
@@ -153,7 +175,7 @@ impl MidBlock {
 #[derive(Clone, Debug)]
 pub(super) struct UpBlock {
     layers: Layers,
-    upsampler: Option<Upsample>,
+    upsampler: Option<Arc<Upsample>>,
 }
 
 impl UpBlock {
@@ -170,48 +192,45 @@ impl UpBlock {
             let inputs = if j == 0 { before } else { outputs };
             resnet(&weights.pp("resnets").pp(j), config, plan, inputs + skip, outputs)
         });
-        let resnets = resnets.collect::<Result<Vec<_>>>()?;
         let attended = if plan.up_attention[i] { count } else { 0 };
-        let attentions = (0..attended).map(|j| transformer(&weights.pp("attentions").pp(j), config, plan, opposite));
-        let attentions = attentions.collect::<Result<Vec<_>>>()?;
         let place = weights.pp("upsamplers.0");
         let upsampler = if i == last {
             None
         } else {
-            Some(Upsample::new(&place, outputs)?)
+            Some(Arc::new(Upsample::new(&place, outputs)?))
         };
         Ok(Self {
-            layers: Layers { resnets, attentions },
+            layers: Layers::new(weights, resnets, attended, |w| transformer(w, config, plan, opposite))?,
             upsampler,
         })
     }
 
-    /// Skips that it takes.
-    pub(super) fn skips(&self) -> usize {
-        self.layers.resnets.len()
-    }
-
-    pub(super) fn forward(&self, inputs: &[Tensor], size: (usize, usize)) -> candle_core::Result<Tensor> {
-        let [x, time, context, skips @ ..] = inputs else {
-            candle_core::bail!("an up block has skips")
-        };
-        if skips.len() != self.skips() {
-            candle_core::bail!("an up block got {} skips and needs {}", skips.len(), self.skips());
+    /// Takes its skips from the end of `skips`.
+    pub(super) fn stack(
+        &self,
+        path: &str,
+        stack: &mut Stack,
+        mut x: Value,
+        skips: &mut Vec<(Value, Size)>,
+        c: Conditions,
+    ) -> Value {
+        for i in 0..self.layers.resnets.len() {
+            let skip = skips.pop().map(|(skip, _)| skip);
+            x = self.layers.stack(i, path, stack, x, skip, c);
         }
-        let mut x = x.clone();
-        for (i, skip) in skips.iter().enumerate() {
-            x = self.layers.step(i, &Tensor::cat(&[&x, skip], 1)?, time, context)?;
-        }
-        match &self.upsampler {
-            Some(upsampler) => upsampler.forward(&x, size),
-            None => Ok(x),
+        match (self.upsampler.clone(), skips.last()) {
+            // Odd sizes: enlarge to what the next skip has, not to twice the size.
+            (Some(upsampler), Some(&(_, size))) => stack.step(format!("{path}.upsamplers.0"), [x], move |[x]| {
+                upsampler.forward(x, size)
+            }),
+            _ => x,
         }
     }
 
     pub(super) fn visit(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {
         self.layers.visit(path, f)?;
         match &mut self.upsampler {
-            Some(upsampler) => upsampler.visit(&join(path, "upsamplers.0"), f),
+            Some(upsampler) => Arc::make_mut(upsampler).visit(&join(path, "upsamplers.0"), f),
             None => Ok(()),
         }
     }

@@ -11,9 +11,9 @@ pub use transformer::{Transformer2d, TransformerSizes};
 
 use crate::error::Result;
 use crate::nn::{Conv2d, GroupNorm, LayerMut, Linear, VisitLayers, silu};
-use crate::residency::Residency;
+use crate::residency::{Residency, Stack};
 use crate::weights::Weights;
-use blocks::{DownBlock, MidBlock, UpBlock};
+use blocks::{Conditions, DownBlock, MidBlock, UpBlock};
 use candle_core::{D, DType, Tensor};
 
 /// The U-Net.
@@ -88,42 +88,25 @@ impl UNet2DConditionModel {
     /// When the shapes do not fit.
     pub fn forward(&self, sample: &Tensor, timesteps: &Tensor, context: &Tensor) -> Result<Tensor> {
         let time = self.time_embedding(timesteps)?.to_dtype(sample.dtype())?;
-        let mut x = self.conv_in.forward(sample)?;
-        let mut skips = vec![x.clone()];
+        let x = self.conv_in.forward(sample)?;
+        let size = (x.dim(2)?, x.dim(3)?);
+        let mut stack = Stack::new();
+        let mut skips = vec![(stack.input(x), size)];
+        let conditions = Conditions {
+            time: stack.input(time),
+            context: stack.input(context.clone()),
+        };
         for (i, block) in self.down_blocks.iter().enumerate() {
-            let inputs = [x, time.clone(), context.clone()];
-            let mut out = self
-                .residency
-                .run(&format!("down_blocks.{i}"), &inputs, |t| block.forward(t))?;
-            skips.append(&mut out);
-            x = skips[skips.len() - 1].clone();
+            block.stack(&format!("down_blocks.{i}"), &mut stack, &mut skips, conditions);
         }
+        let mut x = skips[skips.len() - 1].0;
         if let Some(block) = &self.mid_block {
-            let inputs = [x, time.clone(), context.clone()];
-            x = self
-                .residency
-                .run("mid_block", &inputs, |t| Ok(vec![block.forward(t)?]))?[0]
-                .clone();
+            x = block.stack("mid_block", &mut stack, x, conditions);
         }
         for (i, block) in self.up_blocks.iter().enumerate() {
-            let mut inputs = vec![x, time.clone(), context.clone()];
-            inputs.extend(
-                skips
-                    .split_off(skips.len().saturating_sub(block.skips()))
-                    .into_iter()
-                    .rev(),
-            );
-            // Odd sizes: enlarge to what the next skip has, not to twice the size.
-            let size = match skips.last() {
-                Some(skip) => (skip.dim(2)?, skip.dim(3)?),
-                None => (sample.dim(2)?, sample.dim(3)?),
-            };
-            let name = format!("up_blocks.{i}");
-            x = self
-                .residency
-                .run(&name, &inputs, |t| Ok(vec![block.forward(t, size)?]))?[0]
-                .clone();
+            x = block.stack(&format!("up_blocks.{i}"), &mut stack, x, &mut skips, conditions);
         }
+        let x = stack.run(self.residency, x)?;
         let x = silu(&self.conv_norm_out.forward(&x)?)?;
         Ok(self.conv_out.forward(&x)?)
     }

@@ -110,6 +110,14 @@ impl Downsample {
         })
     }
 
+    /// Height and width of the result, for a picture of this height and width.
+    #[must_use]
+    pub fn size_after(&self, (height, width): (usize, usize)) -> (usize, usize) {
+        let added = (2 * self.conv.padding).max(1);
+        let half = |side: usize| (side + added).saturating_sub(3) / 2 + 1;
+        (half(height), half(width))
+    }
+
     /// x [b, c, h, w] -> [b, c, about h / 2, about w / 2].
     ///
     /// # Errors

@@ -5,9 +5,9 @@ use crate::adapters::{LoraNetwork, python_json, with_hashes};
 use crate::error::{EngineError, Result};
 use aitk_common::checkpoint::CheckpointError;
 use aitk_common::fsutil::{self, FsError};
-use aitk_common::job::JobSpec;
 use aitk_common::job::dtype::DType as SaveDType;
 use aitk_common::job::process::TrainerProcess;
+use aitk_common::job::{JobSpec, naming};
 use candle_core::DType;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -63,12 +63,12 @@ impl RunFolder {
 
     /// The LoRA of a step.
     pub(super) fn step_save(&self, step: u64) -> PathBuf {
-        self.path.join(format!("{}_{step:09}.safetensors", self.job))
+        self.path.join(naming::lora_file(&self.job, Some(step)))
     }
 
     /// The LoRA at the end.
     pub(super) fn final_save(&self) -> PathBuf {
-        self.path.join(format!("{}.safetensors", self.job))
+        self.path.join(naming::lora_file(&self.job, None))
     }
 
     /// All LoRAs of this run: step saves with their steps, and the final one without.
@@ -76,16 +76,9 @@ impl RunFolder {
         let mut out = Vec::new();
         for entry in std::fs::read_dir(&self.path).into_iter().flatten().flatten() {
             let name = entry.file_name().to_string_lossy().into_owned();
-            let Some(stem) = name.strip_suffix(".safetensors") else {
-                continue;
-            };
-            if stem == self.job {
-                out.push((None, entry.path()));
-            } else if let Some(digits) = stem.strip_prefix(&self.job).and_then(|s| s.strip_prefix('_'))
-                && digits.len() == 9
-                && let Ok(step) = digits.parse()
-            {
-                out.push((Some(step), entry.path()));
+            let step = naming::step_of(&self.job, &name);
+            if name == naming::lora_file(&self.job, step) {
+                out.push((step, entry.path()));
             }
         }
         out.sort();
@@ -152,14 +145,8 @@ impl RunFolder {
         if keep == 0 {
             return Ok(Vec::new());
         }
-        let mut here: Vec<u64> = self
-            .saves()
-            .into_iter()
-            .filter_map(|(s, _)| s)
-            .filter(|s| *s <= step)
-            .collect();
-        here.sort_unstable();
-        here.truncate(here.len().saturating_sub(keep as usize));
+        let steps = self.saves().into_iter().filter_map(|(s, _)| s);
+        let mut here = naming::expired(&steps.filter(|s| *s <= step).collect::<Vec<_>>(), keep);
         for old in &here {
             fsutil::remove(&self.step_save(*old)).map_err(fs_error)?;
             // ai-toolkit removes a config of the same stem too.

@@ -2,7 +2,7 @@
 
 use super::super::Context;
 use crate::adapters::LoraConfig;
-use crate::data::{CaptionRules, DatasetOptions};
+use crate::data::{CaptionRules, DatasetOptions, MaskOptions};
 use crate::error::{EngineError, Result};
 use crate::training::{LossKind, LossOptions, NoiseOptions, Preference};
 use aitk_common::job::arch::ArchName;
@@ -27,10 +27,13 @@ pub(super) fn check(process: &TrainerProcess) -> Result<()> {
     if process.network.is_none() {
         return unsupported("full fine-tuning is not supported yet: add a `network` section (`type: lora`)".into());
     }
-    if process.train.train_text_encoder || !process.train.train_unet {
-        return unsupported(
-            "only LoRAs of the U-Net are trained yet; set train_text_encoder: false, train_unet: true".into(),
-        );
+    if !process.train.train_text_encoder && !process.train.train_unet {
+        return Err(EngineError::bad_input(
+            "train: train_unet and train_text_encoder are both false: there is nothing to train",
+        ));
+    }
+    if process.datasets.iter().any(|d| !d.buckets && d.random_crop) {
+        return unsupported("random_crop does not work without buckets yet; remove `buckets: false`".into());
     }
     if process.train.gradient_accumulation > 1 && process.train.gradient_accumulation_steps != 1 {
         return Err(EngineError::bad_input(
@@ -92,6 +95,7 @@ pub(super) fn datasets(process: &TrainerProcess, cx: &Context<'_>) -> Result<Vec
             captions: CaptionRules {
                 trigger: dataset.trigger_word.clone(),
                 process_trigger: process.trigger_word.clone(),
+                regularisation: dataset.is_reg,
                 caption_dropout: *dataset.caption_dropout_rate,
                 token_dropout: *dataset.token_dropout_rate,
                 keep_tokens: dataset.keep_tokens as usize,
@@ -99,11 +103,23 @@ pub(super) fn datasets(process: &TrainerProcess, cx: &Context<'_>) -> Result<Vec
                 random_triggers,
                 random_triggers_max: dataset.random_triggers_max as usize,
             },
+            regularisation: dataset.is_reg,
+            buckets: dataset.buckets,
             square_crop: dataset.square_crop,
             random_crop: dataset.random_crop,
             scale: dataset.scale,
             flip_x: dataset.flip_x,
             flip_y: dataset.flip_y,
+            masks: (dataset.alpha_mask || dataset.mask_path.is_some()).then(|| MaskOptions {
+                // The picture's own transparency wins, as in ai-toolkit.
+                folder: dataset
+                    .mask_path
+                    .as_ref()
+                    .filter(|_| !dataset.alpha_mask)
+                    .map(|path| cx.local(path)),
+                invert: dataset.invert_mask,
+                min_value: dataset.mask_min_value,
+            }),
             network_weight: *dataset.network_weight,
             loss_multiplier: dataset.loss_multiplier,
             cache_latents: dataset.cache_latents,
@@ -144,16 +160,6 @@ pub(super) fn noise(process: &TrainerProcess, table: usize) -> NoiseOptions {
         offset: train.noise_offset,
         multiplier: train.noise_multiplier,
     }
-}
-
-/// Whether this step ends with an update of the weights: always, except with the legacy accumulation, where each
-/// micro-batch counts as a step (-1: a whole epoch makes one update).
-pub(super) fn updates(process: &TrainerProcess, step: u64, batches: u64) -> bool {
-    let every = match process.train.gradient_accumulation_steps {
-        n if n < 0 => batches.max(1),
-        n => n.max(1) as u64,
-    };
-    (step + 1).is_multiple_of(every)
 }
 
 /// The tag of the latent space in cache keys.

@@ -217,13 +217,16 @@ impl Run<'_> {
         }
         let config = json!([train, &self.process.network, &self.process.model]);
         let mut data = Sha256::new();
-        for batch in &self.batches {
+        for batch in self.data.batches.iter().chain(&self.data.regularisation) {
             for index in &batch.items {
-                let item = &self.datasets[batch.dataset].items[*index];
+                let item = &self.data.datasets[batch.dataset].items[*index];
                 data.update(format!(
                     "{}|{:?}|{}|{}|{}\n",
                     item.content, item.plan, item.flip_x, item.flip_y, item.caption
                 ));
+                if let Some(mask) = &item.mask {
+                    data.update(format!("{mask:?}\n"));
+                }
             }
             data.update(b"--");
         }
@@ -243,7 +246,7 @@ impl Run<'_> {
         let mut writer = CheckpointWriter::new(&self.folder.checkpoints(), step)
             .map_err(checkpoint_error)?
             .job(cx.job.name.clone())
-            .data_epoch(self.epoch(step));
+            .data_epoch(self.data.epoch(step, self.process));
         for (role, tensors) in &parts {
             let bytes = safetensors_bytes(&on_cpu(tensors)?, &BTreeMap::new())?;
             writer

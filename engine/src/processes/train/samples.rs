@@ -7,6 +7,7 @@ use crate::error::{EngineError, Result};
 use crate::image_io::{Format, encode};
 use crate::pipelines::{SampleSettings, sample_prompts};
 use aitk_common::fsutil;
+use aitk_common::job::naming;
 use std::io::Write as _;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -54,13 +55,12 @@ impl Run<'_> {
                 &mut |index, request, seed, picture| {
                     let ms = SystemTime::now()
                         .duration_since(UNIX_EPOCH)
-                        .map_or(0, |t| t.as_millis());
-                    let name = format!("__{step:09}_{index}.{suffix}");
-                    let path = folder.join(format!("{ms}{name}"));
+                        .map_or(0, |t| t.as_millis() as u64);
+                    let path = folder.join(naming::sample_file(ms, step, index, suffix));
                     let text = format!("{} --seed {seed}", request.prompt);
                     let bytes = encode(&picture, format, &[("parameters", &text)])?;
                     fsutil::write_atomic(&path, |out| out.write_all(&bytes)).map_err(fs_error)?;
-                    remove_others(&folder, &name, &path);
+                    remove_others(&folder, &naming::sample_tail(step, index, suffix), &path);
                     cx.artifact("sample", &root, &path, Some(step), Some(index as u64));
                     Ok(())
                 },

@@ -1,20 +1,15 @@
 //! Whole runs of the trainer on the tiny model.
 
 use crate::processes::{StopSignal, run};
+use crate::testing::{attempt, fixtures};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
-use aitk_common::capability::{DeviceKind, DeviceRef};
 use aitk_common::job::dataset::DatasetConfig;
 use aitk_common::job::dtype::DType;
 use aitk_common::job::network::NetworkConfig;
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::job::values::OneOrMany;
 use aitk_common::job::{JobKind, JobSpec, Process, ProcessKind, ProcessType};
-use aitk_common::plan::profile::MemoryProfile;
-use std::path::{Path, PathBuf};
-
-fn tiny_sd() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny_sd")
-}
+use std::path::Path;
 
 /// Five pictures of two shapes, with captions.
 fn pictures(folder: &Path) {
@@ -36,7 +31,7 @@ pub(super) fn trainer(root: &Path, steps: u64) -> TrainerProcess {
         training_seed: Some(42),
         ..TrainerProcess::default()
     };
-    process.model.name_or_path = tiny_sd().display().to_string();
+    process.model.name_or_path = fixtures().join("tiny_sd").display().to_string();
     process.network = Some(NetworkConfig {
         linear: 4,
         linear_alpha: 4.0,
@@ -73,32 +68,16 @@ pub(super) fn spec(process: TrainerProcess) -> AttemptSpec {
         file: None,
         positions: Default::default(),
     };
-    AttemptSpec {
-        job_id: serde_json::from_value(serde_json::json!("00000000-0000-7000-8000-000000000001")).unwrap(),
-        attempt_id: serde_json::from_value(serde_json::json!("00000000-0000-7000-8000-000000000002")).unwrap(),
-        epoch: serde_json::from_value(serde_json::json!(1)).unwrap(),
-        job: serde_json::to_value(&job).unwrap(),
-        config_text: "job: extension # ${SECRET}\n".into(),
-        config_format: "yaml".into(),
-        inputs: Default::default(),
-        output_root: None,
-        resume_from: None,
-        device: DeviceRef {
-            kind: DeviceKind::Cpu,
-            index: 0,
-        },
-        profile: MemoryProfile::CpuOnly,
-        seed: 7,
-    }
+    attempt(&job, "job: extension # ${SECRET}\n")
 }
 
-fn go(spec: &AttemptSpec) -> (Outcome, Vec<ChildEvent>) {
+pub(super) fn go(spec: &AttemptSpec) -> (Outcome, Vec<ChildEvent>) {
     let mut events = Vec::new();
     let outcome = run(spec, &mut events, &StopSignal::new());
     (outcome, events)
 }
 
-fn losses(events: &[ChildEvent]) -> Vec<f64> {
+pub(super) fn losses(events: &[ChildEvent]) -> Vec<f64> {
     let loss = |e: &ChildEvent| match e {
         ChildEvent::Metrics { values, .. } => values.get("loss/loss").copied(),
         _ => None,
@@ -106,7 +85,7 @@ fn losses(events: &[ChildEvent]) -> Vec<f64> {
     events.iter().filter_map(loss).collect()
 }
 
-fn logs(events: &[ChildEvent]) -> String {
+pub(super) fn logs(events: &[ChildEvent]) -> String {
     let line = |e: &ChildEvent| match e {
         ChildEvent::Log { message, .. } => Some(message.clone()),
         _ => None,
@@ -130,7 +109,7 @@ impl crate::processes::EventSink for StopAt {
     }
 }
 
-fn stop_at(spec: &AttemptSpec, step: u64) -> (Outcome, Vec<ChildEvent>) {
+pub(super) fn stop_at(spec: &AttemptSpec, step: u64) -> (Outcome, Vec<ChildEvent>) {
     let signal = StopSignal::new();
     let mut sink = StopAt {
         step,
@@ -141,7 +120,7 @@ fn stop_at(spec: &AttemptSpec, step: u64) -> (Outcome, Vec<ChildEvent>) {
     (outcome, sink.events)
 }
 
-fn lora(root: &Path) -> Vec<u8> {
+pub(super) fn lora(root: &Path) -> Vec<u8> {
     std::fs::read(root.join("out/tiny/tiny.safetensors")).unwrap()
 }
 

@@ -1,0 +1,142 @@
+//! Recomputed against resident, on a small stack with everything that a model's has: skips, an input that every step
+//! reads, a variable that two steps share, a step that does not depend on any variable.
+
+use super::{Residency, Stack};
+use candle_core::backprop::GradStore;
+use candle_core::{DType, Device, Tensor, Var};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+fn random(seed: u64, shape: &[usize]) -> Tensor {
+    let mut generator = crate::rng::TorchGenerator::manual_seed(seed);
+    Tensor::from_vec(generator.randn(shape.iter().product()), shape, &Device::Cpu).unwrap()
+}
+
+struct Toy {
+    vars: Vec<Var>,
+    input: Var,
+    shared: Var,
+    /// How often a step ran.
+    runs: Arc<AtomicUsize>,
+}
+
+impl Toy {
+    fn new() -> Self {
+        let var = |seed, shape: &[usize]| Var::from_tensor(&random(seed, shape)).unwrap();
+        Self {
+            vars: (0..4).map(|i| var(i, &[6, 6])).collect(),
+            input: var(10, &[3, 6]),
+            shared: var(11, &[1, 6]),
+            runs: Arc::default(),
+        }
+    }
+
+    fn forward(&self, residency: Residency, train: bool) -> Tensor {
+        let tensor = |v: &Var| {
+            if train {
+                v.as_tensor().clone()
+            } else {
+                v.as_tensor().detach()
+            }
+        };
+        let mut stack = Stack::new();
+        let mut x = stack.input(tensor(&self.input));
+        let shared = stack.input(tensor(&self.shared));
+        let still = stack.input(random(12, &[3, 6]));
+        let mut skips = Vec::new();
+        for i in 0..4 {
+            let (w, runs) = (tensor(&self.vars[i % 3]), Arc::clone(&self.runs));
+            x = stack.step(format!("down {i}"), [x, shared], move |[x, shared]| {
+                runs.fetch_add(1, Ordering::Relaxed);
+                x.matmul(&w)?.broadcast_mul(&shared.tanh()?)?.tanh()
+            });
+            skips.push(x);
+        }
+        let plain = stack.step("plain", [still], |[still]| still.sqr());
+        x = stack.step("mixed", [x, plain], |[x, plain]| x + plain);
+        for (i, skip) in skips.into_iter().rev().enumerate() {
+            let (w, runs) = (tensor(&self.vars[3 - i % 2]), Arc::clone(&self.runs));
+            x = stack.step(format!("up {i}"), [x, skip, shared], move |[x, skip, shared]| {
+                runs.fetch_add(1, Ordering::Relaxed);
+                ((x.matmul(&w)? * skip)? + x.broadcast_add(shared)?)?.tanh()
+            });
+        }
+        let unread = stack.input(tensor(&self.shared));
+        stack.step("unread", [unread], |[x]| x.exp());
+        stack.run(residency, x).unwrap()
+    }
+
+    fn grads(&self, residency: Residency) -> (f32, Vec<Tensor>) {
+        let loss = self.forward(residency, true).sqr().unwrap().mean_all().unwrap();
+        let grads = loss.backward().unwrap();
+        (loss.to_scalar().unwrap(), self.of(&grads))
+    }
+
+    fn of(&self, grads: &GradStore) -> Vec<Tensor> {
+        let all = self.vars.iter().chain([&self.input, &self.shared]);
+        all.map(|v| grads.get(v.as_tensor()).unwrap().clone()).collect()
+    }
+}
+
+fn gap(a: &Tensor, b: &Tensor) -> f64 {
+    let norm = |t: &Tensor| {
+        let t = t.to_dtype(DType::F64).unwrap().sqr().unwrap().sum_all().unwrap();
+        t.to_scalar::<f64>().unwrap().sqrt()
+    };
+    norm(&(a - b).unwrap()) / norm(b).max(1e-12)
+}
+
+#[test]
+fn recomputing_changes_neither_loss_nor_gradients() {
+    let toy = Toy::new();
+    let (loss, grads) = toy.grads(Residency::Resident);
+    for steps in [0, 1, 2, 3, 4, 7, 100] {
+        let (again, other) = toy.grads(Residency::Recomputed { steps });
+        assert_eq!(loss, again, "{steps} steps together");
+        for (a, b) in other.iter().zip(&grads) {
+            assert!(gap(a, b) < 1e-6, "{steps} steps together: {}", gap(a, b));
+        }
+    }
+}
+
+#[test]
+fn a_graph_can_be_gone_through_twice() {
+    let toy = Toy::new();
+    let loss = toy.forward(Residency::checkpointing(true), true).sum_all().unwrap();
+    let (first, second) = (loss.backward().unwrap(), loss.backward().unwrap());
+    for (a, b) in toy.of(&first).iter().zip(toy.of(&second)) {
+        assert_eq!(gap(a, &b), 0.0);
+    }
+}
+
+#[test]
+fn a_step_runs_again_only_where_there_is_something_to_train() {
+    let toy = Toy::new();
+    let runs = |f: &dyn Fn()| {
+        let before = toy.runs.load(Ordering::Relaxed);
+        f();
+        toy.runs.load(Ordering::Relaxed) - before
+    };
+    let train = |on| Residency::checkpointing(on);
+    assert_eq!(runs(&|| drop(toy.grads(train(false)))), 8);
+    assert_eq!(runs(&|| drop(toy.grads(train(true)))), 16);
+    assert_eq!(runs(&|| drop(toy.forward(train(true), false))), 8);
+    assert!(!toy.forward(train(true), false).track_op());
+}
+
+#[test]
+fn what_the_backward_pass_meets_is_its_error() {
+    let count = AtomicUsize::new(0);
+    let var = Var::from_tensor(&random(0, &[2])).unwrap();
+    let mut stack = Stack::new();
+    let x = stack.input(var.as_tensor().clone());
+    let y = stack.step("blocks.3", [x], move |[x]| {
+        match count.fetch_add(1, Ordering::Relaxed) {
+            0 => x.sqr(),
+            _ => candle_core::bail!("out of memory"),
+        }
+    });
+    let y = stack.run(Residency::checkpointing(true), y).unwrap();
+    let error = y.sum_all().unwrap().backward().unwrap_err().to_string();
+    assert!(error.contains("out of memory") && error.contains("blocks.3"), "{error}");
+}

@@ -1,0 +1,53 @@
+//! What the tests of several rooms need.
+
+use crate::models::sd::{LoadOptions, SdModel};
+use aitk_common::attempt::AttemptSpec;
+use aitk_common::capability::{DeviceKind, DeviceRef};
+use aitk_common::job::JobSpec;
+use aitk_common::plan::profile::MemoryProfile;
+use candle_core::Tensor;
+use serde_json::json;
+use std::path::{Path, PathBuf};
+
+/// Files that the Python side made.
+pub(crate) fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures")
+}
+
+/// The tiny Stable Diffusion with random weights (`tests/reference/tiny_sd.py`).
+pub(crate) fn tiny_sd() -> SdModel {
+    SdModel::load(fixtures().join("tiny_sd"), &LoadOptions::cpu()).unwrap()
+}
+
+/// The largest absolute number.
+pub(crate) fn largest(t: &Tensor) -> f32 {
+    let flat = t.abs().unwrap().flatten_all().unwrap();
+    flat.max(0).unwrap().to_scalar().unwrap()
+}
+
+/// The largest difference of two elements.
+pub(crate) fn gap(a: &Tensor, b: &Tensor) -> f32 {
+    assert_eq!(a.dims(), b.dims());
+    largest(&(a - b).unwrap())
+}
+
+/// An attempt at a job on the processor, with the paths of its config and seed 7.
+pub(crate) fn attempt(job: &JobSpec, config_text: &str) -> AttemptSpec {
+    AttemptSpec {
+        job_id: serde_json::from_value(json!("00000000-0000-7000-8000-000000000001")).unwrap(),
+        attempt_id: serde_json::from_value(json!("00000000-0000-7000-8000-000000000002")).unwrap(),
+        epoch: serde_json::from_value(json!(1)).unwrap(),
+        job: serde_json::to_value(job).unwrap(),
+        config_text: config_text.into(),
+        config_format: "yaml".into(),
+        inputs: Default::default(),
+        output_root: None,
+        resume_from: None,
+        device: DeviceRef {
+            kind: DeviceKind::Cpu,
+            index: 0,
+        },
+        profile: MemoryProfile::CpuOnly,
+        seed: 7,
+    }
+}
