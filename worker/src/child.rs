@@ -5,6 +5,7 @@
 
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::telemetry;
+use aitk_engine::device::threads::on_pool;
 use aitk_engine::processes::{self, EventSink, StopSignal};
 use nix::sys::signal::{SigSet, Signal};
 use std::io::{self, Read, Write};
@@ -37,7 +38,9 @@ pub fn run_attempt(spec_path: &Path) -> ExitCode {
     bind_to_daemon(&stop);
     let (outcome, code) = match read_spec(spec_path) {
         Ok(spec) => {
-            let ran = catch_unwind(AssertUnwindSafe(|| processes::run(&spec, &mut events, &stop)));
+            let ran = catch_unwind(AssertUnwindSafe(|| {
+                on_pool(|| processes::run(&spec, &mut events, &stop))
+            }));
             let outcome = ran.unwrap_or_else(|panic| internal(format!("a fault in aitk: {}", words(&*panic))));
             let code = match outcome {
                 Outcome::Completed => 0,

@@ -12,6 +12,11 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use tokio::signal::unix::{SignalKind, signal};
 
+/// Weights and activations come and go by the thousand: the system's allocator gives each large one back to the kernel
+/// and takes it again page by page.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 const AFTER_HELP: &str = "\
 Exit codes:
   0  left in order, after SIGTERM or Ctrl-C

@@ -1,5 +1,6 @@
 //! Where tensors live and in which dtype they are computed.
 
+pub mod threads;
 pub mod trial;
 
 use crate::error::{EngineError, Result};

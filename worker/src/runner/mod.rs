@@ -167,6 +167,8 @@ async fn start(spawner: &Spawner, launch: &Launch) -> Result<Child, Outcome> {
         // candle's own pool waits by spinning and takes the cores from our kernels, which use rayon and gemm.
         // Who sets it for the daemon keeps the last word.
         .env("CANDLE_NUM_THREADS", "1")
+        // Said once: candle counts the cores anew, from files of the kernel, before each matrix product.
+        .env("RAYON_NUM_THREADS", cores().to_string())
         .envs(environment::for_child(std::env::vars_os()))
         .env("TMPDIR", &launch.temp_dir)
         .stdin(Stdio::piped())
@@ -181,6 +183,12 @@ async fn start(spawner: &Spawner, launch: &Launch) -> Result<Child, Outcome> {
         .spawn(command)
         .await
         .map_err(|error| machine(format!("could not start {}: {error}", program.display())))
+}
+
+/// Cores that a child may compute on: hyper-threads only hold each other up.
+fn cores() -> usize {
+    let allowed = std::thread::available_parallelism().map_or(1, usize::from);
+    sysinfo::System::physical_core_count().map_or(allowed, |physical| physical.clamp(1, allowed))
 }
 
 fn machine(message: String) -> Outcome {
