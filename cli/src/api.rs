@@ -3,7 +3,7 @@
 use crate::exit::Exit;
 use crate::failure::Failure;
 use crate::settings::{Origin, Settings, TokenSource};
-use aitk_common::control::{Artifact, JobEvent, JobView, ServerInfo, Submission, Submitted, WorkerView};
+use aitk_common::control::{Artifact, Forecast, JobEvent, JobView, ServerInfo, Submission, Submitted, WorkerView};
 use aitk_common::id::JobId;
 use aitk_common::security::token::{Token, TokenError};
 use aitk_proto::client::{Clients, ConnectError, connect};
@@ -160,6 +160,71 @@ impl Api {
         let mut jobs = self.clients.jobs.clone();
         let request = v1::ResumeJobRequest { job_id: id.to_string() };
         self.call(jobs.resume(request)).await?.try_into().map_err(impossible)
+    }
+
+    /// Lets a job wait, saved, until it is resumed.
+    ///
+    /// # Errors
+    /// As [`status_failure`].
+    pub async fn pause(&self, id: &JobId) -> Result<JobView, Failure> {
+        let mut jobs = self.clients.jobs.clone();
+        let request = v1::PauseJobRequest { job_id: id.to_string() };
+        self.call(jobs.pause(request)).await?.try_into().map_err(impossible)
+    }
+
+    /// Gives a job another priority.
+    ///
+    /// # Errors
+    /// As [`status_failure`].
+    pub async fn set_priority(&self, id: &JobId, priority: i64) -> Result<JobView, Failure> {
+        let mut jobs = self.clients.jobs.clone();
+        let request = v1::SetPriorityRequest {
+            job_id: id.to_string(),
+            priority,
+        };
+        self.call(jobs.set_priority(request))
+            .await?
+            .try_into()
+            .map_err(impossible)
+    }
+
+    /// Why a job waits, device by device.
+    ///
+    /// # Errors
+    /// As [`status_failure`].
+    pub async fn explain(&self, id: &JobId) -> Result<Forecast, Failure> {
+        let mut jobs = self.clients.jobs.clone();
+        let request = v1::ExplainRequest { job_id: id.to_string() };
+        self.call(jobs.explain(request)).await?.try_into().map_err(impossible)
+    }
+
+    /// Where a job could run, were it submitted now.
+    ///
+    /// # Errors
+    /// As [`status_failure`].
+    pub async fn fit(&self, submission: Submission) -> Result<Forecast, Failure> {
+        let mut jobs = self.clients.jobs.clone();
+        self.call(jobs.fit(v1::SubmitRequest::from(submission)))
+            .await?
+            .try_into()
+            .map_err(impossible)
+    }
+
+    /// Lets a worker take no more work, or work again; `now`: what runs there saves and goes on elsewhere.
+    ///
+    /// # Errors
+    /// As [`status_failure`].
+    pub async fn drain_worker(&self, worker: &str, drain: bool, now: bool) -> Result<WorkerView, Failure> {
+        let mut jobs = self.clients.jobs.clone();
+        let request = v1::DrainWorkerRequest {
+            worker: worker.to_owned(),
+            drain,
+            now,
+        };
+        self.call(jobs.drain_worker(request))
+            .await?
+            .try_into()
+            .map_err(impossible)
     }
 
     /// Events of a job after `cursor`; with `follow` until the job has ended.
@@ -338,7 +403,10 @@ pub(crate) mod tests {
             kind: "extension".to_owned(),
             state,
             reason: String::new(),
+            owner: aitk_common::id::UserName::default(),
             priority: 0,
+            paused: false,
+            yields: false,
             local: false,
             created: UnixMillis(created),
             started: None,

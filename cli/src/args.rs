@@ -10,6 +10,7 @@ const ENVIRONMENT: &str = "Environment:
   AITK_SERVER      address of the coordinator
   AITK_TOKEN_FILE  file with the token, mode 0600; or AITK_TOKEN, the token
   AITK_CA_FILE     CA certificate that signs the coordinator's
+  AITK_USER        whose jobs are submitted, for shares and quotas
   AITK_LOG_LEVEL   error, warn, info, debug, trace
   NO_COLOR         no colours;  COLUMNS  width of tables
 A flag wins over the environment, that over ./aitk.yaml, that over the user file
@@ -114,13 +115,38 @@ pub enum Command {
                   job is asked to stop; `aitk wait` waits until it has."
     )]
     Stop(StopArgs),
-    /// Let a stopped or failed job go on from its last checkpoint
-    #[command(long_about = "Let a stopped or failed job go on from its last checkpoint, on whatever machine fits.")]
+    /// Let a stopped, paused or failed job go on from its last checkpoint
+    #[command(
+        long_about = "Let a stopped, paused or failed job go on from its last checkpoint, on whatever machine fits."
+    )]
     Resume(ResumeArgs),
+    /// Let a job wait, saved, until it is resumed
+    #[command(
+        long_about = "Let a job wait, saved, until it is resumed.\n\nA waiting job is not started; a running one saves its state \
+                      first and leaves its device to others. Either keeps its place in the queue."
+    )]
+    Pause(PauseArgs),
+    /// Give a job another priority
+    #[command(
+        long_about = "Give a job another priority: higher goes first.\n\nA running job keeps its device, unless it yields \
+                      (cluster.yields) to those who are now above it."
+    )]
+    Priority(PriorityArgs),
+    /// Say why a job waits, device by device
+    Explain(ExplainArgs),
+    /// Say where a config could run, before it is submitted
+    #[command(
+        long_about = "Say where a config could run, before it is submitted: which machines, with which memory profile, how much \
+                      memory and about how long.\n\nNothing is stored and nothing is sent but the config. The exit code is 7 \
+                      when no connected device fits."
+    )]
+    Fit(FitArgs),
     /// List or fetch what a job made
     Artifacts(ArtifactsArgs),
     /// List workers and their devices
     Workers(WorkersArgs),
+    /// Let a worker take no more work, or work again
+    Worker(WorkerArgs),
     /// Check this machine, its settings and the way to the coordinator
     #[command(
         long_about = "Check this machine, its settings and the way to the coordinator.\n\nEach problem comes with what to do \
@@ -187,6 +213,9 @@ pub struct SubmitArgs {
     /// Higher goes first; wins over cluster.priority
     #[arg(long, allow_negative_numbers = true, value_name = "N")]
     pub priority: Option<i32>,
+    /// Whose job it is, for shares and quotas [env: AITK_USER]
+    #[arg(long, value_name = "NAME")]
+    pub user: Option<String>,
     /// Do not ask before a large upload
     #[arg(short, long)]
     pub yes: bool,
@@ -299,6 +328,117 @@ pub struct ResumeArgs {
     /// Jobs: ids, beginnings of ids, or names
     #[arg(required = true, value_name = "JOB")]
     pub jobs: Vec<String>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `aitk pause`.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Examples:\n  aitk pause my_lora\n  aitk pause 3f2a && aitk resume 3f2a")]
+pub struct PauseArgs {
+    /// Jobs: ids, beginnings of ids, or names
+    #[arg(required = true, value_name = "JOB")]
+    pub jobs: Vec<String>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `aitk priority`.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Examples:\n  aitk priority my_lora 10\n  aitk priority 3f2a -5")]
+pub struct PriorityArgs {
+    /// Job: its id, the beginning of its id, or its name
+    #[arg(value_name = "JOB")]
+    pub job: String,
+    /// Higher goes first; 0 is usual
+    #[arg(value_name = "N", allow_negative_numbers = true)]
+    pub priority: i32,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `aitk explain`.
+#[derive(Args, Clone, Debug)]
+#[command(
+    after_help = "Examples:\n  aitk explain my_lora\n  aitk explain 3f2a --json | jq '.devices[] | select(.fits)'"
+)]
+pub struct ExplainArgs {
+    /// Job: its id, the beginning of its id, or its name
+    #[arg(value_name = "JOB")]
+    pub job: String,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `aitk fit`.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Examples:\n  aitk fit my_lora.yaml\n  aitk fit my_lora.yaml --json | jq -r .summary")]
+pub struct FitArgs {
+    /// Config file: a name in ./config or a path
+    #[arg(value_name = "CONFIG")]
+    pub config: PathBuf,
+    /// Replaces `[name]` in the config
+    #[arg(short, long)]
+    pub name: Option<String>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `aitk worker`.
+#[derive(Args, Clone, Debug)]
+#[command(
+    after_help = "Examples:\n  aitk worker drain box1 --now\n  aitk worker undrain box1",
+    disable_help_subcommand = true
+)]
+pub struct WorkerArgs {
+    /// What to do with it.
+    #[command(subcommand)]
+    pub command: WorkerCommand,
+}
+
+/// The verbs below `aitk worker`.
+#[derive(Clone, Debug, Subcommand)]
+pub enum WorkerCommand {
+    /// A worker takes no more work
+    #[command(
+        long_about = "A worker takes no more work, also after it or the coordinator restarts, until `aitk worker undrain`.\n\nWhat \
+                      runs there runs to its end; with --now it saves and goes on elsewhere."
+    )]
+    Drain(DrainArgs),
+    /// A worker takes work again
+    #[command(
+        long_about = "A worker takes work again, after a drain, or after its devices were quarantined for driver faults."
+    )]
+    Undrain(UndrainArgs),
+}
+
+/// `aitk worker drain`.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Examples:\n  aitk worker drain box1\n  aitk worker drain box1 --now && aitk workers")]
+pub struct DrainArgs {
+    /// Worker: its name, its id, or the beginning of its id
+    #[arg(value_name = "WORKER")]
+    pub worker: String,
+    /// What runs there saves and goes on elsewhere
+    #[arg(long)]
+    pub now: bool,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `aitk worker undrain`.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Examples:\n  aitk worker undrain box1\n  aitk worker undrain box1 --json | jq .drained")]
+pub struct UndrainArgs {
+    /// Worker: its name, its id, or the beginning of its id
+    #[arg(value_name = "WORKER")]
+    pub worker: String,
     /// Print JSON
     #[arg(long)]
     pub json: bool,

@@ -139,13 +139,13 @@ pub fn workers_table(workers: &[WorkerView], now: Timestamp) -> Table {
         Column::number("BUDGET"),
         Column::number("MEMORY"),
         Column::fixed("PROFILE"),
-        Column::fixed("STATE"),
+        Column::text("STATE", 14),
     ]);
     let length = id_length(
         workers
             .iter()
             .flat_map(|w| &w.devices)
-            .filter_map(|d| d.job.as_ref().map(|id| id.as_str())),
+            .flat_map(|d| d.jobs.iter().map(|id| id.as_str())),
     );
     for worker in workers {
         let away = (!worker.connected).then(|| format!("away, {}", ago(moment(worker.last_seen), now)));
@@ -161,11 +161,25 @@ pub fn workers_table(workers: &[WorkerView], now: Timestamp) -> Table {
             ]);
         }
         for slot in &worker.devices {
-            let state = match (&away, &slot.job, worker.leaving) {
-                (Some(away), _, _) => away.clone(),
-                (None, Some(job), _) => format!("runs {}", short_id(job.as_str(), length)),
-                (None, None, true) => "leaving".to_owned(),
-                (None, None, false) => "idle".to_owned(),
+            let runs: Vec<&str> = slot.jobs.iter().map(|job| short_id(job.as_str(), length)).collect();
+            let mut state = match (&away, runs.is_empty()) {
+                (Some(away), _) => vec![away.clone()],
+                (None, false) => vec![format!("runs {}", runs.join(" "))],
+                (None, true) => Vec::new(),
+            };
+            for (is, word) in [
+                (worker.leaving, "leaving"),
+                (worker.drained, "drained"),
+                (slot.quarantined, "quarantined"),
+            ] {
+                if is {
+                    state.push(word.to_owned());
+                }
+            }
+            let state = if state.is_empty() {
+                "idle".to_owned()
+            } else {
+                state.join(", ")
             };
             table.row([
                 worker.name.clone(),
@@ -259,6 +273,7 @@ mod tests {
                 index: 0,
             },
             profile: MemoryProfile::FullGpu,
+            memory: None,
             state,
             created: UnixMillis(1000),
             ended: None,
@@ -310,10 +325,14 @@ mod tests {
             host: "box".to_owned(),
             connected: true,
             leaving: false,
+            drained: false,
             last_seen: UnixMillis(0),
             devices: vec![WorkerDeviceView {
                 device,
-                job: Some(JobId::new("0193aaaa-1")),
+                jobs: vec![JobId::new("0193aaaa-1")],
+                reserved: 0,
+                faults: 3,
+                quarantined: true,
             }],
             labels: std::collections::BTreeMap::new(),
         };

@@ -123,6 +123,7 @@ async fn a_lost_machine_is_the_runners_fault() {
         created_ms: 1,
         ended_ms: Some(2),
         message: String::new(),
+        ..v1::Attempt::default()
     });
     assert_eq!(code(&ask(&fake(vec![lost]), &["wait", "j1"]).await), 125);
 }

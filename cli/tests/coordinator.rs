@@ -187,3 +187,47 @@ async fn a_wrong_token_is_4_and_doctor_says_where_it_comes_from() {
     assert_eq!(code(&doctor), 1);
     place.coordinator.shutdown().await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_queue_is_explained_reordered_and_paused() {
+    let place = Place::new().await;
+    // Nobody is connected: nothing fits, and the exit code says so.
+    let fit = place.aitk(&["fit", "job.yaml"]).await;
+    assert_eq!(code(&fit), 7, "{}", err(&fit));
+    assert!(out(&fit).starts_with("no worker is connected"), "{}", out(&fit));
+    let fit = place.aitk(&["fit", "job.yaml", "--json"]).await;
+    let json: serde_json::Value = serde_json::from_str(&out(&fit)).unwrap();
+    assert_eq!(json["devices"], serde_json::json!([]));
+
+    let id = out(&place.aitk(&["submit", "job.yaml", "--user", "ada"]).await)
+        .trim()
+        .to_owned();
+    let explained = place.aitk(&["explain", &id]).await;
+    assert_eq!(code(&explained), 0, "{}", err(&explained));
+    assert!(
+        out(&explained).starts_with("no worker is connected"),
+        "{}",
+        out(&explained)
+    );
+    let paused = place.aitk(&["pause", &id]).await;
+    assert_eq!(
+        (code(&paused), out(&paused).trim()),
+        (0, id.as_str()),
+        "{}",
+        err(&paused)
+    );
+    assert!(err(&paused).contains("waits until it is resumed"), "{}", err(&paused));
+    let moved = place.aitk(&["priority", &id, "-3", "--json"]).await;
+    let json: serde_json::Value = serde_json::from_str(&out(&moved)).unwrap();
+    assert_eq!(
+        (&json["jobs"][0]["priority"], &json["jobs"][0]["paused"]),
+        (&(-3).into(), &true.into())
+    );
+    assert_eq!(json["jobs"][0]["owner"], "ada");
+    let resumed = place.aitk(&["resume", &id]).await;
+    assert_eq!(code(&resumed), 0, "{}", err(&resumed));
+    let nobody = place.aitk(&["worker", "drain", "nobody"]).await;
+    assert_eq!(code(&nobody), 3, "{}", err(&nobody));
+    let bad = place.aitk(&["submit", "job.yaml", "--user", "a b"]).await;
+    assert_eq!(code(&bad), 2, "{}", err(&bad));
+}

@@ -1,21 +1,35 @@
 //! Identifiers as types, so that a worker's id cannot be passed where a job's is wanted.
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
+use std::sync::Arc;
 
 macro_rules! text_id {
     ($(#[$doc:meta])* $name:ident) => {
         $(#[$doc])*
-        #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-        #[serde(transparent)]
-        pub struct $name(String);
+        ///
+        /// Cheap to copy: the core keeps one in every index that knows of it.
+        #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub struct $name(Arc<str>);
+
+        impl Serialize for $name {
+            fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+                to.serialize_str(&self.0)
+            }
+        }
+
+        impl<'de> Deserialize<'de> for $name {
+            fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+                Ok(Self(Arc::from(String::deserialize(from)?)))
+            }
+        }
 
         impl $name {
             /// Wraps an identifier that came from a trusted place (our own store, a generator).
             /// Text that came over a wire goes through [`Self::parse`].
             #[must_use]
             pub fn new(text: impl Into<String>) -> Self {
-                Self(text.into())
+                Self(Arc::from(text.into()))
             }
 
             /// Accepts 1 to 64 characters of `a-z A-Z 0-9 - _`, so that an id is safe in a path and in a URL.
@@ -26,7 +40,7 @@ macro_rules! text_id {
                 let fits = !text.is_empty()
                     && text.len() <= 64
                     && text.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_');
-                if fits { Ok(Self(text.to_owned())) } else { Err(BadId { kind: stringify!($name) }) }
+                if fits { Ok(Self(Arc::from(text))) } else { Err(BadId { kind: stringify!($name) }) }
             }
 
             /// The identifier as text.
@@ -60,6 +74,17 @@ text_id!(
     /// The daemon on a machine.
     WorkerId
 );
+text_id!(
+    /// Whose job it is.
+    UserName
+);
+
+impl Default for UserName {
+    /// Whoever did not say.
+    fn default() -> Self {
+        Self::new("default")
+    }
+}
 
 /// A piece of text that is not an identifier.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -1,6 +1,8 @@
 //! `aitk-coordinator`: the coordinator as a daemon.
 
+use aitk_common::id::UserName;
 use aitk_common::telemetry;
+use aitk_coordinator::core::Quotas;
 use aitk_coordinator::{Config, TlsFiles, start};
 use anyhow::{Context, bail};
 use clap::Parser;
@@ -37,6 +39,9 @@ struct Args {
     /// Failed tries in a row that are followed by another one, for jobs that do not say.
     #[arg(long, env = "AITK_RETRIES", default_value_t = Config::DEFAULT_RETRIES, value_name = "N")]
     retries: u32,
+    /// Devices that a user may hold at once: N for everyone, USER=N for one; may be given several times. Default: no limit.
+    #[arg(long = "quota", value_name = "[USER=]N")]
+    quotas: Vec<String>,
     /// error, warn, info, debug, trace, or a filter such as `info,aitk_coordinator=debug`. Default: $AITK_LOG_LEVEL, or info.
     #[arg(long, value_name = "LEVEL", conflicts_with = "json")]
     log_level: Option<String>,
@@ -72,9 +77,26 @@ impl Args {
                 .map(|(cert, key)| TlsFiles { cert, key }),
             lease,
             retries: self.retries,
+            quotas: quotas(&self.quotas)?,
             ..Config::new(data_dir)
         })
     }
+}
+
+/// Reads `4` and `ada=2`.
+fn quotas(given: &[String]) -> anyhow::Result<Quotas> {
+    let mut quotas = Quotas::default();
+    for text in given {
+        let bad = || format!("--quota {text}: expected a number, or USER=NUMBER");
+        match text.split_once('=') {
+            None => quotas.everyone = Some(text.parse().with_context(bad)?),
+            Some((user, number)) => {
+                let user = UserName::parse(user).with_context(bad)?;
+                quotas.users.insert(user, number.parse().with_context(bad)?);
+            }
+        }
+    }
+    Ok(quotas)
 }
 
 fn default_data_dir() -> Option<PathBuf> {

@@ -1,7 +1,7 @@
 //! Start, serve, shut down.
 
 use crate::api::{Gate, Shared, routes};
-use crate::core::{Settings, State};
+use crate::core::{Quotas, Settings, State};
 use crate::runner::{Clock, Runner, full};
 use crate::store::{SqliteStore, Store, StoreError};
 use aitk_common::security::token::{Token, TokenError};
@@ -56,6 +56,8 @@ pub struct Config {
     pub lease: Duration,
     /// Failed tries in a row that a job is granted which says nothing about them.
     pub retries: u32,
+    /// How many devices a user may hold at once.
+    pub quotas: Quotas,
 }
 
 impl std::fmt::Debug for Config {
@@ -68,6 +70,7 @@ impl std::fmt::Debug for Config {
             .field("tls", &self.tls)
             .field("lease", &self.lease)
             .field("retries", &self.retries)
+            .field("quotas", &self.quotas)
             .finish_non_exhaustive()
     }
 }
@@ -92,6 +95,7 @@ impl Config {
             tls: None,
             lease: Self::DEFAULT_LEASE,
             retries: Self::DEFAULT_RETRIES,
+            quotas: Quotas::default(),
         }
     }
 }
@@ -274,7 +278,10 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         workers = loaded.workers.len(),
         "database loaded"
     );
-    let settings = Settings::from_lease(config.lease);
+    let settings = Settings {
+        quotas: config.quotas,
+        ..Settings::from_lease(config.lease)
+    };
     let state = State::restore(settings, clock.now(), loaded.jobs, loaded.workers);
     let storage = storage_url.split(':').next().unwrap_or_default().to_owned();
     // A bucket can be opened by whoever has access; a folder of this machine only goes through us.

@@ -1,13 +1,30 @@
 //! What the queue needs to know of a submitted job.
 
 use crate::core::Wants;
-use aitk_common::control::Submission;
+use aitk_common::control::{Submission, UnixMillis};
+use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
-use aitk_common::job::cluster::ClusterConfig;
+use aitk_common::job::cluster::{ClusterConfig, TimeSpan};
+use aitk_common::plan::demand::Demand;
 use serde::Deserialize;
+use serde_json::Value;
 
 /// The largest config, in bytes, each for its text and its parsed form.
 const CONFIG_LIMIT: usize = 4 << 20;
+
+/// Jobs that a job may wait for.
+const AFTER_LIMIT: usize = 64;
+/// Inputs that placement looks at.
+const DATA_LIMIT: usize = 16;
+
+/// Everything that the queue needs to know of a job.
+#[derive(Debug)]
+pub(crate) struct Asked {
+    pub(crate) named: Named,
+    pub(crate) wants: Wants,
+    pub(crate) after: Vec<String>,
+    pub(crate) not_before: Option<UnixMillis>,
+}
 
 /// Name and kind of a job.
 #[derive(Debug, Deserialize)]
@@ -29,7 +46,7 @@ struct Spec {
 ///
 /// Only what the queue needs is read: the rest was validated by the client, and is again by the worker's child,
 /// so that a coordinator does not refuse a key of a config which only a newer worker knows.
-pub(crate) fn wants(submission: &Submission, retries: u32) -> Result<(Named, Wants), String> {
+pub(crate) fn wants(submission: &Submission, retries: u32) -> Result<Asked, String> {
     for (what, bytes) in [
         ("config_text", submission.config_text.len()),
         ("job_json", submission.job_json.len()),
@@ -40,20 +57,59 @@ pub(crate) fn wants(submission: &Submission, retries: u32) -> Result<(Named, Wan
             ));
         }
     }
-    let Spec { named, cluster } =
-        serde_json::from_str(&submission.job_json).map_err(|error| format!("job_json: {error}"))?;
+    let bad = |error: serde_json::Error| format!("job_json: {error}");
+    let job: Value = serde_json::from_str(&submission.job_json).map_err(bad)?;
+    let Spec { named, cluster } = Spec::deserialize(&job).map_err(bad)?;
     if named.name.is_empty() || named.name.len() > 256 || named.name.chars().any(char::is_control) {
         return Err("job_json: `name` must have 1 to 256 bytes and no control characters".into());
     }
+    let limit = |limit: TimeSpan| u64::try_from(limit.0.as_millis()).unwrap_or(u64::MAX);
+    let after = cluster.after.0;
+    if after.len() > AFTER_LIMIT {
+        return Err(format!("cluster.after: {} jobs; at most {AFTER_LIMIT}", after.len()));
+    }
     let wants = Wants {
         priority: cluster.priority,
+        owner: submission.owner.clone().unwrap_or_default(),
+        yields: cluster.yields,
+        alone: cluster.alone,
         device: cluster.device,
         labels: cluster.labels.0,
         profile: cluster.memory_profile,
         memory: cluster.memory_budget.map(|bytes| bytes.0),
+        demand: Demand::of_job(&job, submission.anatomy),
+        data: inputs(submission, &job),
+        time_limit: cluster.time_limit.map(limit),
         retries: cluster.retries.unwrap_or(retries),
     };
-    Ok((named, wants))
+    Ok(Asked {
+        named,
+        wants,
+        after,
+        not_before: cluster.not_before.map(|moment| moment.0),
+    })
+}
+
+/// What the job reads: its snapshots, and models that the worker fetches by their name.
+fn inputs(submission: &Submission, job: &Value) -> Vec<ContentHash> {
+    let mut data: Vec<ContentHash> = submission.inputs.values().copied().collect();
+    let processes = job.get("process").and_then(Value::as_array).into_iter().flatten();
+    for process in processes {
+        let body = process
+            .get("kind")
+            .and_then(Value::as_object)
+            .and_then(|kinds| kinds.values().next());
+        let model = body
+            .and_then(|body| body.pointer("/model/name_or_path"))
+            .and_then(Value::as_str);
+        if let Some(model) = model.filter(|model| !model.is_empty() && !submission.inputs.contains_key(*model)) {
+            data.push(ContentHash::of(model.as_bytes()));
+        }
+    }
+    data.sort_unstable();
+    data.dedup();
+    data.truncate(DATA_LIMIT);
+    data
 }
 
 /// `j` and 8 characters of 32: 2^40 ids, short enough to type a beginning of.
@@ -84,23 +140,56 @@ mod tests {
             inputs: Default::default(),
             local: false,
             idempotency_key: None,
+            owner: None,
+            anatomy: None,
         }
     }
 
     #[test]
     fn wishes_come_out_of_the_job() {
         let json = r#"{"job":"extension","name":"a","process":[],"cluster":{"priority":5,"device":"cuda","labels":{"zone":"x"},"retries":1}}"#;
-        let (named, wants) = wants(&submission(json), 3).unwrap();
+        let Asked { named, wants, .. } = wants(&submission(json), 3).unwrap();
         assert_eq!((named.name.as_str(), named.kind.as_str()), ("a", "extension"));
         assert_eq!((wants.priority, wants.retries), (5, 1));
         assert_eq!(wants.labels["zone"], "x");
-        let (_, plain) = super::wants(&submission(r#"{"job":"generate","name":"a"}"#), 3).unwrap();
+        let plain = super::wants(&submission(r#"{"job":"generate","name":"a"}"#), 3)
+            .unwrap()
+            .wants;
         assert_eq!(
             plain,
             Wants {
                 retries: 3,
                 ..Wants::default()
             }
+        );
+    }
+
+    #[test]
+    fn the_rules_of_the_queue_come_out_of_the_job() {
+        let json = r#"{"job":"extension","name":"a","process":[{"type":"sd_trainer","kind":{"train":{"model":{"arch":"sdxl","name_or_path":"org/sdxl"}}}}],
+            "cluster":{"after":["j1"],"not_before":1000,"time_limit":{"secs":60,"nanos":0},"yields":true,"alone":true}}"#;
+        let asked = Submission {
+            owner: Some(aitk_common::id::UserName::new("ada")),
+            ..submission(json)
+        };
+        let asked = wants(&asked, 3).unwrap();
+        assert_eq!(
+            (asked.after, asked.not_before),
+            (vec!["j1".to_owned()], Some(UnixMillis(1000)))
+        );
+        let wants = asked.wants;
+        assert_eq!((wants.owner.as_str(), wants.time_limit), ("ada", Some(60_000)));
+        assert!(wants.yields && wants.alone);
+        assert_eq!(wants.demand.unwrap().family, "sdxl");
+        assert_eq!(wants.data, [ContentHash::of(b"org/sdxl")]);
+        let many = format!(
+            r#"{{"job":"extension","name":"a","cluster":{{"after":{:?}}}}}"#,
+            vec!["j"; 65]
+        );
+        assert!(
+            super::wants(&submission(&many), 3)
+                .unwrap_err()
+                .contains("cluster.after")
         );
     }
 

@@ -8,7 +8,7 @@ use aitk_proto::client::{ConnectError, Credentials, connect, connect_with};
 use aitk_proto::v1;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-use support::{FakeWorker, PATIENCE, Pool, config, held, within};
+use support::{FakeWorker, PATIENCE, Pool, config, eventually, held, within};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tonic::Code;
@@ -121,6 +121,12 @@ async fn a_worker_that_does_not_behave_loses_its_session_only() {
         });
         assert_eq!(error.await.code(), Code::InvalidArgument);
     }
+    // Those are gone before there is work: on a busy machine it could else be theirs for a moment.
+    eventually("nobody is connected", || async {
+        let info = pool.clients.jobs.clone().info(v1::InfoRequest {}).await.unwrap();
+        (info.into_inner().workers_connected == 0).then_some(())
+    })
+    .await;
     // Registered, half a conversation, then silence: the session ends, and the work goes back to the queue.
     let job = pool.submit("shapes").await.job;
     let mut silent = FakeWorker::new(&pool, "silent").await;

@@ -1,8 +1,8 @@
-//! `ps`, `wait`, `stop`, `resume`.
+//! `ps`, `wait`, `stop`, `resume`, `pause`, `priority`.
 
 use super::Context;
 use crate::api::Api;
-use crate::args::{PsArgs, ResumeArgs, StopArgs, WaitArgs};
+use crate::args::{PauseArgs, PriorityArgs, PsArgs, ResumeArgs, StopArgs, WaitArgs};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::follow::PATIENCE;
@@ -174,6 +174,29 @@ pub(super) async fn resume(context: &Context, args: ResumeArgs) -> CommandResult
     changed(&ui, &resumed, args.json, |job| match job.checkpoint_step {
         Some(step) => format!("is {}, goes on from step {step}", job.state),
         None => format!("is {}, starts from the beginning: it has no checkpoint", job.state),
+    })
+}
+
+pub(super) async fn pause(context: &Context, args: PauseArgs) -> CommandResult {
+    let ui = context.ui(true);
+    let api = context.api().await?;
+    let mut paused = Vec::new();
+    for job in resolve_all(&api, &args.jobs).await? {
+        paused.push(api.pause(&job.id).await?);
+    }
+    changed(&ui, &paused, args.json, |job| match job.state {
+        JobState::Running => "saves, then waits until it is resumed".to_owned(),
+        _ => "waits until it is resumed".to_owned(),
+    })
+}
+
+pub(super) async fn priority(context: &Context, args: PriorityArgs) -> CommandResult {
+    let ui = context.ui(true);
+    let api = context.api().await?;
+    let job = api.resolve(&args.job).await?;
+    let job = api.set_priority(&job.id, i64::from(args.priority)).await?;
+    changed(&ui, &[job], args.json, |job| {
+        format!("has priority {}: {}", job.priority, job.reason)
     })
 }
 

@@ -2,6 +2,7 @@
 
 mod artifacts;
 mod doctor;
+mod forecast;
 mod init;
 mod jobs;
 mod logs;
@@ -15,7 +16,7 @@ mod workers;
 pub mod run;
 
 use crate::api::Api;
-use crate::args::{ArtifactsCommand, Cli, Command, Global};
+use crate::args::{ArtifactsCommand, Cli, Command, Global, WorkerCommand};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::output::Ui;
@@ -99,11 +100,19 @@ pub async fn dispatch(cli: Cli) -> CommandResult {
         Command::Wait(args) => jobs::wait(&context, args).await,
         Command::Stop(args) => jobs::stop(&context, args).await,
         Command::Resume(args) => jobs::resume(&context, args).await,
+        Command::Pause(args) => jobs::pause(&context, args).await,
+        Command::Priority(args) => jobs::priority(&context, args).await,
+        Command::Explain(args) => forecast::explain(&context, args).await,
+        Command::Fit(args) => Box::pin(forecast::fit(&context, args)).await,
         Command::Artifacts(args) => match args.command {
             ArtifactsCommand::Ls(args) => artifacts::ls(&context, args).await,
             ArtifactsCommand::Get(args) => Box::pin(artifacts::get(&context, args)).await,
         },
         Command::Workers(args) => workers::workers(&context, args).await,
+        Command::Worker(args) => match args.command {
+            WorkerCommand::Drain(args) => workers::drain(&context, args).await,
+            WorkerCommand::Undrain(args) => workers::undrain(&context, args).await,
+        },
         Command::Doctor(args) => Box::pin(doctor::doctor(&context, args)).await,
         Command::Init(args) => init::init(&context, &args),
         #[cfg(feature = "embedded")]

@@ -15,6 +15,7 @@ use aitk_common::capability::{Device, DeviceKind};
 use aitk_common::control::{Artifact, JobView, Submission};
 use aitk_common::job::LoadedJob;
 use aitk_common::job::cluster::{ClusterConfig, Labels};
+use aitk_common::job::values::OneOrMany;
 use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -189,6 +190,9 @@ async fn end(local: Local, stops: &mut Stops) {
 /// the job would wait for ever.
 fn settle_here(ui: &Ui, cluster: &mut ClusterConfig, devices: &[Device]) -> Result<(), Failure> {
     cluster.labels = Labels::default();
+    // Now and here is what was asked for.
+    cluster.after = OneOrMany(Vec::new());
+    cluster.not_before = None;
     let nothing = |what: String| {
         Failure::new(Exit::NothingFits, what).hint("change `cluster` in the config, or submit it to a cluster that can")
     };
@@ -246,6 +250,8 @@ async fn run_one(ui: &Ui, local: &Local, path: &Path, loaded: LoadedJob, stops: 
         inputs: BTreeMap::new(),
         local: true,
         idempotency_key: None,
+        owner: None,
+        anatomy: None,
     };
     let submitted = api.submit(submission).await?;
     let job = api.get(submitted.job.as_str()).await?;

@@ -12,11 +12,13 @@ use crate::output::{Format, Ui};
 use crate::paths::expand;
 use crate::upload::{Staged, Upload, stage};
 use aitk_common::control::{Submission, Submitted};
+use aitk_common::id::UserName;
 use aitk_common::job::{Input, InputKind, LoadedJob};
+use aitk_common::plan::anatomy::Anatomy;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::io::{BufRead, IsTerminal};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Above this a person is asked first.
@@ -31,6 +33,8 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
         loaded.spec.cluster.priority = i64::from(priority);
     }
     let inputs = local_inputs(&ui, context, &loaded)?;
+    let owner = owner(args.user.as_deref())?;
+    let anatomy = anatomy(&loaded, &context.directory);
     let api = context.api().await?;
 
     let staged = stage(&ui, &inputs).await?;
@@ -61,6 +65,8 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
             .collect(),
         local: false,
         idempotency_key: Some(args.idempotency_key.unwrap_or_else(|| uuid::Uuid::new_v4().to_string())),
+        owner,
+        anatomy,
     };
     let submitted = hand_over(&api, &ui, submission).await?;
     if submitted.existed {
@@ -88,6 +94,29 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
     // Standard output holds the id, for `id=$(aitk submit -f …)`.
     let mut renderer = Renderer::new(&ui, &job, format, LogsTo::Stderr);
     follow_to_end(&api, &ui, job, 0, &mut renderer).await
+}
+
+/// Whose job it is: as the flag says, else the environment, else the coordinator's default.
+fn owner(flag: Option<&str>) -> Result<Option<UserName>, Failure> {
+    let (text, from) = match (flag, env("AITK_USER")) {
+        (Some(name), _) => (name.to_owned(), "--user"),
+        (None, Some(name)) if !name.is_empty() => (name, "AITK_USER"),
+        (None, _) => return Ok(None),
+    };
+    let name = UserName::parse(&text).map_err(|_| {
+        Failure::usage(format!(
+            "{from}: '{}' is no name: expected 1 to 64 letters, digits, '-' or '_'",
+            printable(&text)
+        ))
+    })?;
+    Ok(Some(name))
+}
+
+/// What the job's first model consists of, when it lies here.
+pub(super) fn anatomy(loaded: &LoadedJob, directory: &Path) -> Option<Anatomy> {
+    let inputs = loaded.spec.inputs();
+    let model = inputs.iter().find(|input| input.kind == InputKind::Model)?;
+    Anatomy::read(&expand(&model.config_path, directory, &env))
 }
 
 fn staged_json(staged: &Staged) -> serde_json::Value {

@@ -1,11 +1,13 @@
-//! `workers`.
+//! `workers`, `worker drain`, `worker undrain`.
 
 use super::Context;
-use crate::args::WorkersArgs;
+use crate::args::{DrainArgs, UndrainArgs, WorkersArgs};
 use crate::exit::Exit;
 use crate::failure::CommandResult;
-use crate::output::Format;
+use crate::output::format::printable;
+use crate::output::{Format, Ui};
 use crate::views::{worker_json, workers_table};
+use aitk_common::control::WorkerView;
 use serde_json::{Value, json};
 
 pub(super) async fn workers(context: &Context, args: WorkersArgs) -> CommandResult {
@@ -20,6 +22,34 @@ pub(super) async fn workers(context: &Context, args: WorkersArgs) -> CommandResu
                 ui.notice("no workers; start one on each machine: aitk-worker --server URL --token-file FILE");
             }
         }
+    }
+    Ok(Exit::Ok)
+}
+
+pub(super) async fn drain(context: &Context, args: DrainArgs) -> CommandResult {
+    let ui = context.ui(true);
+    let worker = context.api().await?.drain_worker(&args.worker, true, args.now).await?;
+    let running: usize = worker.devices.iter().map(|slot| slot.jobs.len()).sum();
+    let rest = match (running, args.now) {
+        (0, _) => "nothing runs there".to_owned(),
+        (running, true) => format!("{running} running there save and go on elsewhere"),
+        (running, false) => format!("{running} running there run to their end; --now moves them"),
+    };
+    changed(&ui, &worker, args.json, &format!("takes no more work; {rest}"))
+}
+
+pub(super) async fn undrain(context: &Context, args: UndrainArgs) -> CommandResult {
+    let ui = context.ui(true);
+    let worker = context.api().await?.drain_worker(&args.worker, false, false).await?;
+    changed(&ui, &worker, args.json, "takes work again")
+}
+
+fn changed(ui: &Ui, worker: &WorkerView, json: bool, says: &str) -> CommandResult {
+    if json {
+        ui.json(&worker_json(worker))?;
+    } else {
+        ui.data(worker.id.as_str())?;
+        ui.notice(&printable(&format!("{} {says}", worker.name)));
     }
     Ok(Exit::Ok)
 }

@@ -172,6 +172,26 @@ impl jobs_server::Jobs for Fake {
         ))
     }
 
+    async fn pause(&self, request: Request<v1::PauseJobRequest>) -> Result<Response<v1::Job>, Status> {
+        self.job(&request.into_inner().job_id)
+    }
+
+    async fn set_priority(&self, request: Request<v1::SetPriorityRequest>) -> Result<Response<v1::Job>, Status> {
+        self.job(&request.into_inner().job_id)
+    }
+
+    async fn explain(&self, _: Request<v1::ExplainRequest>) -> Result<Response<v1::ForecastReply>, Status> {
+        Err(Status::unimplemented("not here"))
+    }
+
+    async fn fit(&self, _: Request<v1::SubmitRequest>) -> Result<Response<v1::ForecastReply>, Status> {
+        Err(Status::unimplemented("not here"))
+    }
+
+    async fn drain_worker(&self, _: Request<v1::DrainWorkerRequest>) -> Result<Response<v1::Worker>, Status> {
+        Err(Status::unimplemented("not here"))
+    }
+
     async fn events(&self, request: Request<v1::EventsRequest>) -> Result<Response<Events>, Status> {
         let request = request.into_inner();
         let script = self.told(|told| {

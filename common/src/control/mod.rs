@@ -1,12 +1,15 @@
 //! What coordinator, workers and clients tell each other about jobs: plain data, no wire types.
 
+mod forecast;
 mod session;
 
+pub use forecast::{DeviceForecast, Forecast};
 pub use session::{Assignment, HeldAttempt, Registration, ToCoordinator, ToWorker, Verdict};
 
 use crate::capability::{Device, DeviceRef};
 use crate::hash::ContentHash;
-use crate::id::{AttemptId, Epoch, JobId, WorkerId};
+use crate::id::{AttemptId, Epoch, JobId, UserName, WorkerId};
+use crate::plan::anatomy::Anatomy;
 use crate::plan::profile::MemoryProfile;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -292,6 +295,9 @@ pub struct AttemptView {
     pub device: DeviceRef,
     /// The memory profile.
     pub profile: MemoryProfile,
+    /// Bytes of device memory that are set aside for it; none: the whole device.
+    #[serde(default)]
+    pub memory: Option<u64>,
     /// Where it stands.
     pub state: AttemptState,
     /// When it was assigned.
@@ -315,8 +321,14 @@ pub struct JobView {
     pub state: JobState,
     /// Why, in words.
     pub reason: String,
+    /// Whose it is.
+    pub owner: UserName,
     /// Higher goes first.
     pub priority: i64,
+    /// Whether its user paused it: it waits until it is resumed.
+    pub paused: bool,
+    /// Whether it gives way to jobs that do not.
+    pub yields: bool,
     /// Whether it runs in place (`aitk run`).
     pub local: bool,
     /// When it was submitted.
@@ -350,8 +362,14 @@ pub struct JobView {
 pub struct WorkerDeviceView {
     /// The device.
     pub device: Device,
-    /// The job it runs.
-    pub job: Option<JobId>,
+    /// The jobs it runs; several when all of them are small.
+    pub jobs: Vec<JobId>,
+    /// Bytes that are set aside for them, as far as it is known.
+    pub reserved: u64,
+    /// Driver faults in a row.
+    pub faults: u32,
+    /// Whether it gets no work because of its faults.
+    pub quarantined: bool,
 }
 
 /// A worker, for screens.
@@ -367,8 +385,10 @@ pub struct WorkerView {
     pub host: String,
     /// Whether its session is open.
     pub connected: bool,
-    /// Whether it takes no more work.
+    /// Whether it takes no more work, because it goes.
     pub leaving: bool,
+    /// Whether it takes no more work, because a person said so.
+    pub drained: bool,
     /// When it was heard of.
     pub last_seen: UnixMillis,
     /// Its devices.
@@ -409,6 +429,10 @@ pub struct Submission {
     pub local: bool,
     /// The same key gives the same job.
     pub idempotency_key: Option<String>,
+    /// Whose it is, as the client says; none: the default user.
+    pub owner: Option<UserName>,
+    /// What its model consists of, where the client has seen the model's files.
+    pub anatomy: Option<Anatomy>,
 }
 
 /// The answer to a submission.

@@ -2,8 +2,9 @@
 
 use super::node::Node;
 use super::schema::{Cx, FieldValue, Status, section};
-use super::values::read_choice;
+use super::values::{OneOrMany, read_choice};
 use crate::capability::DeviceKind;
+use crate::control::UnixMillis;
 use crate::plan::profile::MemoryProfile;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -33,6 +34,101 @@ section! {
         device: Option<DeviceKind> = None, Works;
         /// How often a failed attempt is tried again. Absent: the coordinator decides.
         retries: Option<u32> = None, Works;
+        /// Jobs, by id or name, that must complete first.
+        after: OneOrMany<String> = OneOrMany(Vec::new()), Works;
+        /// Not started before this time, such as `2026-11-22T02:00:00Z`.
+        not_before: Option<Moment> = None, Works;
+        /// Running time after which the job saves and stops, such as `8h`. `aitk resume` gives it as much again.
+        time_limit: Option<TimeSpan> = None, Works;
+        /// Gives way: saves and leaves its device when a job that does not yield waits for it at the same or a higher priority, and comes back by itself.
+        yields: bool = false, Works;
+        /// Shares its device with no other job, however small both are.
+        alone: bool = false, Works;
+    }
+}
+
+/// A point in time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Moment(pub UnixMillis);
+
+/// A length of time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct TimeSpan(pub std::time::Duration);
+
+impl FieldValue for Moment {
+    fn kind() -> String {
+        "time with its zone, as in RFC 3339".into()
+    }
+    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+        let parsed = match &node.value {
+            super::node::Value::Text(text) => text.trim().parse::<jiff::Timestamp>().ok(),
+            _ => None,
+        };
+        let parsed = parsed.and_then(|time| u64::try_from(time.as_millisecond()).ok());
+        if parsed.is_none() {
+            cx.wrong_type(node, "a time such as 2026-11-22T02:00:00Z or 2026-11-22T02:00:00+01:00");
+        }
+        parsed.map(|ms| Self(UnixMillis(ms)))
+    }
+    fn show(&self) -> String {
+        i64::try_from(self.0.0)
+            .ok()
+            .and_then(|ms| jiff::Timestamp::from_millisecond(ms).ok())
+            .map_or_else(|| self.0.0.to_string(), |time| time.to_string())
+    }
+    fn is_off(&self) -> bool {
+        false
+    }
+}
+
+impl TimeSpan {
+    /// Reads `90s`, `10m`, `8h`, `2d`, and several of them together: `1h30m`.
+    #[must_use]
+    pub fn parse(text: &str) -> Option<Self> {
+        let mut rest = text.trim();
+        let mut seconds = 0_u64;
+        if rest.is_empty() {
+            return None;
+        }
+        while !rest.is_empty() {
+            let digits = rest.find(|c: char| !c.is_ascii_digit())?;
+            let number: u64 = rest.get(..digits)?.parse().ok()?;
+            let unit = match rest.as_bytes().get(digits)? {
+                b's' => 1,
+                b'm' => 60,
+                b'h' => 3600,
+                b'd' => 86_400,
+                _ => return None,
+            };
+            seconds = seconds.checked_add(number.checked_mul(unit)?)?;
+            rest = rest.get(digits + 1..)?.trim_start();
+        }
+        // Longer than a human life: a slip of the keyboard.
+        (seconds > 0 && seconds <= 100 * 366 * 86_400).then(|| Self(std::time::Duration::from_secs(seconds)))
+    }
+}
+
+impl FieldValue for TimeSpan {
+    fn kind() -> String {
+        "length of time".into()
+    }
+    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+        let parsed = match &node.value {
+            super::node::Value::Text(text) => Self::parse(text),
+            _ => None,
+        };
+        if parsed.is_none() {
+            cx.wrong_type(node, "a length of time such as 90s, 10m, 8h, 2d or 1h30m");
+        }
+        parsed
+    }
+    fn show(&self) -> String {
+        format!("{}s", self.0.as_secs())
+    }
+    fn is_off(&self) -> bool {
+        false
     }
 }
 
@@ -165,6 +261,38 @@ impl FieldValue for ByteCount {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn lengths_of_time() {
+        for (text, seconds) in [
+            ("90s", 90),
+            ("10m", 600),
+            ("8h", 28_800),
+            ("2d", 172_800),
+            ("1h30m", 5400),
+            ("1h 5s", 3605),
+        ] {
+            assert_eq!(
+                TimeSpan::parse(text),
+                Some(TimeSpan(std::time::Duration::from_secs(seconds))),
+                "{text}"
+            );
+        }
+        for text in [
+            "",
+            "h",
+            "10",
+            "0s",
+            "-1h",
+            "1.5h",
+            "99999999999999999999d",
+            "9999999d",
+            "1h x",
+            "1\u{e9}",
+        ] {
+            assert_eq!(TimeSpan::parse(text), None, "{text}");
+        }
+    }
 
     #[test]
     fn byte_counts() {

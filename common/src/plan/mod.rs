@@ -1,3 +1,8 @@
-//! How a task is laid out on a device.
+//! How a task is laid out on a device: memory profiles, what a job needs under each of them, and how much work it is.
+//! Pure arithmetic, the same in the coordinator and on the command line.
 
+pub mod anatomy;
+pub mod demand;
+pub mod family;
+mod layout;
 pub mod profile;

@@ -1,8 +1,8 @@
 //! Jobs, their events and artifacts, workers.
 
 use super::{Shared, refused, stopped, store_failed};
-use crate::core::{Event, NewJob, Payload, Reply, Wants};
-use crate::submit::{fresh_job_id, fresh_seed, wants};
+use crate::core::{Event, NewJob, Payload, Reply};
+use crate::submit::{Asked, fresh_job_id, fresh_seed, wants};
 use aitk_common::control::{EventBody, JobEvent, PROTOCOL_VERSION, ServerInfo, Submission};
 use aitk_common::id::JobId;
 use aitk_proto::v1;
@@ -39,7 +39,7 @@ impl JobsApi {
     async fn change(&self, event: impl FnOnce(crate::core::Ticket) -> Event) -> Result<Response<v1::Job>, Status> {
         match self.call(event).await? {
             Reply::Job(view) => Ok(Response::new((*view).into())),
-            Reply::Submitted(_) => Err(Status::internal("an answer of another kind")),
+            Reply::Submitted(_) | Reply::Worker(_) => Err(Status::internal("an answer of another kind")),
         }
     }
 }
@@ -67,13 +67,20 @@ impl Jobs for JobsApi {
                 "a job that runs in place can only be submitted on the coordinator's own machine; use `aitk submit`",
             ));
         }
-        let (spec, wants): (_, Wants) = wants(&submission, self.0.retries).map_err(Status::invalid_argument)?;
+        let Asked {
+            named,
+            wants,
+            after,
+            not_before,
+        } = wants(&submission, self.0.retries).map_err(Status::invalid_argument)?;
         let job = NewJob {
             id: fresh_job_id(),
             seed: fresh_seed(),
-            name: spec.name,
-            kind: spec.kind,
+            name: named.name,
+            kind: named.kind,
             wants,
+            after,
+            not_before,
             local: submission.local,
             idempotency_key: submission.idempotency_key,
             payload: Arc::new(Payload {
@@ -91,7 +98,7 @@ impl Jobs for JobsApi {
             .await?
         {
             Reply::Submitted(submitted) => Ok(Response::new(submitted.into())),
-            Reply::Job(_) => Err(Status::internal("an answer of another kind")),
+            Reply::Job(_) | Reply::Worker(_) => Err(Status::internal("an answer of another kind")),
         }
     }
 
@@ -136,6 +143,54 @@ impl Jobs for JobsApi {
     async fn resume(&self, request: Request<v1::ResumeJobRequest>) -> Result<Response<v1::Job>, Status> {
         let job = request.into_inner().job_id;
         self.change(|ticket| Event::ResumeRequested { ticket, job }).await
+    }
+
+    async fn pause(&self, request: Request<v1::PauseJobRequest>) -> Result<Response<v1::Job>, Status> {
+        let job = request.into_inner().job_id;
+        self.change(|ticket| Event::PauseRequested { ticket, job }).await
+    }
+
+    async fn set_priority(&self, request: Request<v1::SetPriorityRequest>) -> Result<Response<v1::Job>, Status> {
+        let v1::SetPriorityRequest { job_id, priority } = request.into_inner();
+        self.change(|ticket| Event::PriorityRequested {
+            ticket,
+            job: job_id,
+            priority,
+        })
+        .await
+    }
+
+    async fn explain(&self, request: Request<v1::ExplainRequest>) -> Result<Response<v1::ForecastReply>, Status> {
+        let id = self.find(request.into_inner().job_id).await?;
+        let wanted = id.clone();
+        let forecast = self
+            .0
+            .core
+            .query(move |state, now| state.explain_job(now, &wanted))
+            .await?;
+        let forecast = forecast.ok_or_else(|| Status::not_found(format!("there is no job {id}")))?;
+        Ok(Response::new(forecast.into()))
+    }
+
+    async fn fit(&self, request: Request<v1::SubmitRequest>) -> Result<Response<v1::ForecastReply>, Status> {
+        let submission = Submission::try_from(request.into_inner())?;
+        let asked = wants(&submission, self.0.retries).map_err(Status::invalid_argument)?;
+        let forecast = self.0.core.query(move |state, _| state.fit(&asked.wants)).await?;
+        Ok(Response::new(forecast.into()))
+    }
+
+    async fn drain_worker(&self, request: Request<v1::DrainWorkerRequest>) -> Result<Response<v1::Worker>, Status> {
+        let v1::DrainWorkerRequest { worker, drain, now } = request.into_inner();
+        let drained = self.call(|ticket| Event::DrainRequested {
+            ticket,
+            worker,
+            drain,
+            now,
+        });
+        match drained.await? {
+            Reply::Worker(view) => Ok(Response::new((*view).into())),
+            Reply::Job(_) | Reply::Submitted(_) => Err(Status::internal("an answer of another kind")),
+        }
     }
 
     type EventsStream = ReceiverStream<Result<v1::JobEvent, Status>>;

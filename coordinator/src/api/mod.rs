@@ -70,7 +70,7 @@ impl From<Gone> for Status {
 /// The one place where refusals get their code.
 fn refused(refusal: &Refusal) -> Status {
     match refusal {
-        Refusal::NotFound(_) => Status::not_found(refusal.to_string()),
+        Refusal::NotFound(_) | Refusal::NoWorker(_) => Status::not_found(refusal.to_string()),
         Refusal::Ambiguous { .. } => Status::invalid_argument(refusal.to_string()),
         Refusal::Conflict(_) => Status::aborted(refusal.to_string()),
     }

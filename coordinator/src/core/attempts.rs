@@ -2,13 +2,13 @@
 
 use super::Step;
 use super::event::{Effect, Record};
-use super::model::{Committed, SessionId, State, device_key, job_of};
-use aitk_common::attempt::{FailureCause, Outcome};
-use aitk_common::control::{Artifact, AttemptState, EventBody, HeldAttempt, JobEvent, JobState, Report, ToWorker};
+use super::model::{Committed, Pace, SessionId, job_of};
+use super::state::State;
+use aitk_common::attempt::Outcome;
+use aitk_common::control::{Artifact, AttemptState, EventBody, HeldAttempt, JobEvent, Report, ToWorker};
 use aitk_common::control::{UnixMillis, Verdict};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
-use std::time::Duration;
 
 /// Text of a peer that is kept: longer log lines and messages are cut.
 const TEXT_LIMIT: usize = 8 << 10;
@@ -90,6 +90,17 @@ impl State {
             // Overtaken progress interests nobody: told to those who listen, not kept, and no step of the cursor.
             Report::Progress(progress) => {
                 job.progress = Some(progress);
+                if let Some(live) = &mut job.live {
+                    let first = Pace {
+                        since: step.now,
+                        from: progress.done,
+                        until: step.now,
+                        to: progress.done,
+                        total: progress.total,
+                    };
+                    let pace = live.pace.get_or_insert(first);
+                    (pace.until, pace.to, pace.total) = (step.now, progress.done, progress.total);
+                }
                 let body = EventBody::Progress(progress);
                 let event = JobEvent {
                     cursor: job.cursor,
@@ -181,9 +192,13 @@ impl State {
             return self.answer(step, session, request, Verdict::Refused, message);
         }
         job.checkpoint = Some(committed);
-        // Whoever gets further is not failing in a row.
+        // Whoever gets further is not failing in a row, and neither is its device.
         job.failures = 0;
+        let place = job.current().map(|attempt| (attempt.worker.clone(), attempt.device));
         step.touched.insert(id.clone());
+        if let Some((worker, device)) = place {
+            self.healthy(step, &worker, device);
+        }
         self.log(
             step,
             &id,
@@ -211,42 +226,7 @@ impl State {
                 self.answer(step, session, request, Verdict::Fenced, reason);
             };
         };
-        let stopping = self.jobs.get(&id).is_some_and(|job| job.state == JobState::Stopping);
-        match outcome {
-            Outcome::Completed => {
-                self.end_attempt(step, &id, AttemptState::Completed, String::new());
-                self.set_state(step, &id, JobState::Completed, "all work is done".into());
-            }
-            Outcome::Stopped => {
-                self.end_attempt(step, &id, AttemptState::Stopped, "stopped, state saved".into());
-                let leaving = self.sessions.get(&session).and_then(|worker| self.workers.get(worker));
-                if stopping {
-                    self.set_state(step, &id, JobState::Stopped, "stopped on request".into());
-                } else if leaving.is_some_and(|worker| worker.leaving) {
-                    self.requeue(
-                        step,
-                        &id,
-                        "its worker left; it goes on elsewhere".into(),
-                        Duration::ZERO,
-                    );
-                } else {
-                    // Nobody asked it to stop. Counted, so that it cannot go round for ever.
-                    self.retry(step, &id, "its attempt stopped without being asked to".into(), true);
-                }
-            }
-            Outcome::Failed { cause, message } => {
-                let message = cut(message);
-                self.end_attempt(step, &id, AttemptState::Failed, message.clone());
-                if stopping {
-                    let reason = format!("stopped on request; its attempt ended with: {message}");
-                    self.set_state(step, &id, JobState::Stopped, reason);
-                } else if cause.is_retryable() {
-                    self.retry(step, &id, format!("{}: {message}", blame(cause)), true);
-                } else {
-                    self.set_state(step, &id, JobState::Failed, message);
-                }
-            }
-        }
+        self.conclude(step, session, &id, outcome);
         self.accept(step, session, request);
     }
 
@@ -268,108 +248,10 @@ impl State {
                 })
             })
     }
-
-    /// The attempt's worker is gone, or does not know it. From here on it is fenced.
-    pub(super) fn attempt_lost(&mut self, step: &mut Step, id: &JobId, why: &str, counts: bool) {
-        let Some(job) = self.jobs.get(id) else { return };
-        let Some(attempt) = job.current() else { return };
-        let held = HeldAttempt {
-            attempt: attempt.id.clone(),
-            epoch: attempt.epoch,
-        };
-        let session = self.workers.get(&attempt.worker).and_then(|worker| worker.session);
-        let message = format!("lost on {}: {why}", attempt.worker_name);
-        let stopping = job.state == JobState::Stopping;
-        self.end_attempt(step, id, AttemptState::Lost, message.clone());
-        if let Some(session) = session {
-            self.fence(step, session, held);
-        }
-        if stopping {
-            self.set_state(
-                step,
-                id,
-                JobState::Stopped,
-                format!("stopped on request; its attempt was {message}"),
-            );
-        } else {
-            self.retry(step, id, message, counts);
-        }
-    }
-
-    /// The one place where an attempt ends.
-    fn end_attempt(&mut self, step: &mut Step, id: &JobId, state: AttemptState, message: String) {
-        let Some(job) = self.jobs.get_mut(id) else { return };
-        job.live = None;
-        job.progress = job.progress.filter(|_| state == AttemptState::Completed);
-        job.phase = None;
-        let Some(attempt) = job.attempts.last_mut() else { return };
-        attempt.state = state;
-        attempt.ended = Some(step.now);
-        attempt.message.clone_from(&message);
-        let body = EventBody::Attempt {
-            state,
-            worker_name: attempt.worker_name.clone(),
-            device: attempt.device,
-            message,
-        };
-        let (attempt_id, worker, device) = (attempt.id.clone(), attempt.worker.clone(), device_key(attempt.device));
-        self.live.remove(id);
-        if let Some(devices) = self.busy.get_mut(&worker) {
-            devices.remove(&device);
-            if devices.is_empty() {
-                self.busy.remove(&worker);
-            }
-        }
-        self.replace = true;
-        step.touched.insert(id.clone());
-        self.log(step, id, Some(attempt_id), body, None);
-    }
-
-    /// Another try, unless there were too many in a row.
-    fn retry(&mut self, step: &mut Step, id: &JobId, why: String, counts: bool) {
-        let settings = self.settings.clone();
-        let Some(job) = self.jobs.get_mut(id) else { return };
-        if counts {
-            job.failures = job.failures.saturating_add(1);
-        }
-        if job.failures > job.wants.retries {
-            let tries = job.failures;
-            let reason = if tries == 1 {
-                why
-            } else {
-                format!("gave up after {tries} tries in a row; the last one: {why}")
-            };
-            return self.set_state(step, id, JobState::Failed, reason);
-        }
-        let doublings = job.failures.saturating_sub(1).min(16);
-        let wait = settings
-            .backoff
-            .saturating_mul(1 << doublings)
-            .min(settings.backoff_limit);
-        self.requeue(step, id, why, wait);
-    }
-
-    fn requeue(&mut self, step: &mut Step, id: &JobId, why: String, wait: Duration) {
-        let Some(job) = self.jobs.get_mut(id) else { return };
-        job.not_before = step.now.after(wait);
-        self.set_state(step, id, JobState::Queued, why);
-    }
-}
-
-/// Whose fault, in words.
-fn blame(cause: FailureCause) -> &'static str {
-    match cause {
-        FailureCause::BadInput => "the config or its inputs",
-        FailureCause::OutOfMemory => "not enough memory",
-        FailureCause::DiskFull => "the disk is full",
-        FailureCause::Storage => "object storage was not reachable",
-        FailureCause::Machine => "the machine failed",
-        FailureCause::Internal => "a fault of aitk",
-    }
 }
 
 /// At most `TEXT_LIMIT` bytes, cut between characters.
-fn cut(mut text: String) -> String {
+pub(super) fn cut(mut text: String) -> String {
     if text.len() > TEXT_LIMIT {
         let end = (0..=TEXT_LIMIT)
             .rev()

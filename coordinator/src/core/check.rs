@@ -1,7 +1,11 @@
 //! What always holds.
 
-use super::model::{State, device_key, live_states};
+use super::model::live_states;
+use super::queue::{Gate, Spot};
+use super::slots::Held;
+use super::state::State;
 use aitk_common::control::JobState;
+use aitk_common::id::{JobId, UserName};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Checks every invariant of the state; tests run it after each step.
@@ -9,9 +13,13 @@ use std::collections::{BTreeMap, BTreeSet};
 /// # Errors
 /// The first invariant that is broken, in words.
 pub fn check(state: &State) -> Result<(), String> {
-    let mut queue = BTreeSet::new();
-    let mut live = BTreeSet::new();
-    let mut busy: BTreeMap<_, BTreeMap<_, _>> = BTreeMap::new();
+    check_jobs(state)?;
+    check_queue(state)?;
+    check_devices(state)?;
+    check_sessions(state)
+}
+
+fn check_jobs(state: &State) -> Result<(), String> {
     for (id, job) in &state.jobs {
         let fail = |what: &str| Err(format!("{id} ({}): {what}", job.state));
         if job.id != *id {
@@ -27,6 +35,9 @@ pub fn check(state: &State) -> Result<(), String> {
         }
         if runs != job.live.is_some() {
             return fail("lease and state disagree");
+        }
+        if !runs && job.recall.is_some() {
+            return fail("recalled, but does not run");
         }
         if job.attempts.windows(2).any(|pair| pair[0].epoch >= pair[1].epoch) {
             return fail("epochs do not grow");
@@ -47,18 +58,8 @@ pub fn check(state: &State) -> Result<(), String> {
         if job.order >= state.next_order {
             return fail("order from the future");
         }
-        if job.state == JobState::Queued {
-            queue.insert(job.queue_key());
-            if state.explain(job.not_before, job).is_empty() {
-                return fail("waits without a reason");
-            }
-        }
-        if let Some(attempt) = job.current() {
-            live.insert(id.clone());
-            let devices = busy.entry(attempt.worker.clone()).or_default();
-            if devices.insert(device_key(attempt.device), id.clone()).is_some() {
-                return fail("shares its device with another job");
-            }
+        if job.state == JobState::Queued && state.explain(job.not_before, job).is_empty() {
+            return fail("waits without a reason");
         }
         if let Some(key) = &job.idempotency_key
             && state.keys.get(key) != Some(id)
@@ -66,15 +67,151 @@ pub fn check(state: &State) -> Result<(), String> {
             return fail("its idempotency key leads elsewhere");
         }
     }
-    if queue != state.queue {
-        return Err("the queue is not the set of waiting jobs".into());
+    Ok(())
+}
+
+/// Every waiting job is where it waits, and nowhere else; nobody waits who could start.
+fn check_queue(state: &State) -> Result<(), String> {
+    let mut queue = BTreeSet::new();
+    let mut timed = BTreeSet::new();
+    let mut dependents: BTreeMap<JobId, BTreeSet<JobId>> = BTreeMap::new();
+    let mut users: BTreeMap<UserName, (usize, u32)> = BTreeMap::new();
+    let mut ready = 0;
+    for (id, job) in &state.jobs {
+        let fail = |what: &str| Err(format!("{id} ({}): {what}", job.state));
+        let user = users.entry(job.wants.owner.clone()).or_default();
+        user.1 += u32::from(job.current().is_some());
+        if job.state != JobState::Queued {
+            if job.spot != Spot::Nowhere {
+                return fail("is in the queue and does not wait");
+            }
+            continue;
+        }
+        user.0 += 1;
+        queue.insert(job.queue_key());
+        for before in &job.after {
+            dependents.entry(before.clone()).or_default().insert(id.clone());
+        }
+        match (job.spot, state.gate(job.not_before, job)) {
+            (Spot::Timed(time), _) => {
+                timed.insert((time, id.clone()));
+            }
+            (Spot::Blocked, Gate::Paused | Gate::After(_)) => {}
+            (Spot::Ready(class), Gate::Open) => {
+                ready += 1;
+                let waits = state.classes.get(class).is_some_and(|class| {
+                    let mine = class
+                        .waiting
+                        .get(&job.level())
+                        .and_then(|users| users.get(&job.wants.owner));
+                    class.needs == super::classes::Needs::of(job)
+                        && mine.is_some_and(|jobs| jobs.contains(&(job.order, id.clone())))
+                });
+                if !waits {
+                    return fail("is not in its class");
+                }
+            }
+            (spot, gate) => return Err(format!("{id}: waits at {spot:?} and should at {gate:?}")),
+        }
+    }
+    for (what, same) in [
+        ("queue", queue == state.queue),
+        ("index of times", timed == state.timed),
+        ("index of dependents", dependents == state.dependents),
+        (
+            "count of ready jobs",
+            state.classes.iter().map(|(_, class)| class.count).sum::<usize>() == ready,
+        ),
+    ] {
+        if !same {
+            return Err(format!("the {what} is wrong"));
+        }
+    }
+    for (name, user) in &state.users {
+        let (waiting, running) = users.get(name).copied().unwrap_or_default();
+        if (user.waiting, user.running) != (waiting, running) {
+            return Err(format!("user {name}: {user:?}, but {waiting} wait and {running} run"));
+        }
+    }
+    for (id, class) in state.classes.iter() {
+        for victim in &class.claims {
+            if state.jobs.get(victim).is_none_or(|job| job.recall.is_none()) {
+                return Err(format!("class {id} has a claim on {victim}, which does not give way"));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Devices hold what their jobs say, and no more than they have.
+fn check_devices(state: &State) -> Result<(), String> {
+    let mut live = BTreeSet::new();
+    let mut yielding = BTreeSet::new();
+    let mut deadlines = BTreeSet::new();
+    let mut running: BTreeMap<usize, BTreeMap<JobId, Held>> = BTreeMap::new();
+    for (id, job) in &state.jobs {
+        let Some(attempt) = job.current() else { continue };
+        live.insert(id.clone());
+        if job.wants.yields && job.recall.is_none() && job.state == JobState::Running {
+            yielding.insert(id.clone());
+        }
+        if let Some(deadline) = job.live.and_then(|live| live.deadline)
+            && job.state == JobState::Running
+        {
+            deadlines.insert((deadline, id.clone()));
+        }
+        let slot = state
+            .slots
+            .find(&attempt.worker, attempt.device)
+            .ok_or_else(|| format!("{id} runs on a device that is not known"))?;
+        let held = Held {
+            bytes: attempt.memory,
+            alone: job.wants.alone,
+        };
+        running.entry(slot).or_default().insert(id.clone(), held);
     }
     if live != state.live {
         return Err("the index of live jobs is wrong".into());
     }
-    if busy != state.busy {
-        return Err("the index of busy devices is wrong".into());
+    if yielding != state.yielding {
+        return Err("the index of yielding jobs is wrong".into());
     }
+    if !deadlines.is_subset(&state.deadlines) {
+        return Err("the index of time limits is wrong".into());
+    }
+    for (id, slot) in state.slots.iter() {
+        let name = format!(
+            "{} {} {}",
+            slot.worker,
+            slot.device.device.kind.name(),
+            slot.device.device.index
+        );
+        let jobs = running.remove(&id).unwrap_or_default();
+        if jobs != slot.running {
+            return Err(format!("{name} runs {:?}, but should {:?}", slot.running, jobs));
+        }
+        if jobs.len() > 1 {
+            let sum = jobs
+                .values()
+                .map(|held| held.bytes.map_or(u128::MAX >> 1, u128::from))
+                .sum::<u128>();
+            // A device that was offered anew may have shrunk below what runs on it; nothing more is added then.
+            if slot.connected && sum > u128::from(slot.device.memory_budget) && slot.has_room() {
+                return Err(format!("{name} is over its budget and takes more"));
+            }
+        }
+        if !state.slots.is_listed_right(id) {
+            return Err(format!("{name}: the index of devices with room is wrong"));
+        }
+    }
+    let with_room = state.slots.iter().filter(|(_, slot)| slot.has_room()).count();
+    if with_room != state.slots.with_room() {
+        return Err("the index of devices with room has too many".into());
+    }
+    Ok(())
+}
+
+fn check_sessions(state: &State) -> Result<(), String> {
     for (session, id) in &state.sessions {
         if state.workers.get(id).and_then(|worker| worker.session) != Some(*session) {
             return Err(format!("session {} is not its worker's", session.0));

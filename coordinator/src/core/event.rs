@@ -4,6 +4,7 @@ use super::model::{Job, SessionId, Ticket, Wants, Worker};
 use aitk_common::attempt::Outcome;
 use aitk_common::capability::DeviceRef;
 use aitk_common::control::UnixMillis;
+use aitk_common::control::WorkerView;
 use aitk_common::control::{Artifact, HeldAttempt, JobEvent, JobView, Registration, Report, Submitted, ToWorker};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{JobId, TaskId, WorkerId};
@@ -41,6 +42,10 @@ pub struct NewJob {
     pub local: bool,
     /// The submission's key.
     pub idempotency_key: Option<String>,
+    /// Jobs that must complete first: ids, unique beginnings of ids, or names.
+    pub after: Vec<String>,
+    /// Not started before.
+    pub not_before: Option<UnixMillis>,
     /// For the worker.
     pub payload: Arc<Payload>,
 }
@@ -70,6 +75,33 @@ pub enum Event {
         ticket: Ticket,
         /// The job's id, or a unique beginning of it.
         job: String,
+    },
+    /// Somebody wants a job to wait, saved, until it is resumed.
+    PauseRequested {
+        /// Who waits.
+        ticket: Ticket,
+        /// The job's id, or a unique beginning of it.
+        job: String,
+    },
+    /// Somebody gives a job another priority.
+    PriorityRequested {
+        /// Who waits.
+        ticket: Ticket,
+        /// The job's id, or a unique beginning of it.
+        job: String,
+        /// Higher goes first.
+        priority: i64,
+    },
+    /// Somebody wants a worker to take no more work, or to take work again.
+    DrainRequested {
+        /// Who waits.
+        ticket: Ticket,
+        /// The worker's id, a unique beginning of it, or its name.
+        worker: String,
+        /// No more work; otherwise work again.
+        drain: bool,
+        /// What runs there saves and goes on elsewhere.
+        now: bool,
     },
     /// A worker opened a session.
     WorkerRegistered {
@@ -238,8 +270,10 @@ pub enum Effect {
 pub enum Reply {
     /// To a submission.
     Submitted(Submitted),
-    /// To a stop or resume: the job as it is now.
+    /// To a change of a job: the job as it is now.
     Job(Box<JobView>),
+    /// To a change of a worker: the worker as it is now.
+    Worker(Box<WorkerView>),
 }
 
 /// Why not.
@@ -248,8 +282,11 @@ pub enum Refusal {
     /// No such job.
     #[error("there is no job {0:?}; `aitk ps -a` lists all jobs")]
     NotFound(String),
-    /// A beginning that several ids share.
-    #[error("{text:?} is the beginning of several job ids: {}; write more of it", matches.join(", "))]
+    /// No such worker.
+    #[error("there is no worker {0:?}; `aitk workers` lists them")]
+    NoWorker(String),
+    /// A beginning or a name that several share.
+    #[error("{text:?} means several: {}; write more of it", matches.join(", "))]
     Ambiguous {
         /// As given.
         text: String,

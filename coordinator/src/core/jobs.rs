@@ -2,9 +2,11 @@
 
 use super::Step;
 use super::event::{Effect, NewJob, Record, Refusal, Reply};
-use super::model::{Job, State, Ticket};
+use super::model::{Job, Recall, Ticket};
+use super::queue::Spot;
+use super::state::State;
 use aitk_common::control::{EventBody, HeldAttempt, JobState, Submitted, ToWorker, UnixMillis};
-use aitk_common::id::JobId;
+use aitk_common::id::{JobId, UserName};
 
 impl State {
     pub(super) fn submit(&mut self, step: &mut Step, ticket: Ticket, new: NewJob) {
@@ -23,6 +25,13 @@ impl State {
             step.push(Effect::Reply(ticket, Err(refusal)));
             return;
         }
+        let after = match self.find_all(&new.after, &new.wants.owner) {
+            Ok(after) => after,
+            Err(refusal) => {
+                step.push(Effect::Reply(ticket, Err(refusal)));
+                return;
+            }
+        };
         let job = Job {
             id: new.id.clone(),
             name: new.name.clone(),
@@ -37,23 +46,31 @@ impl State {
             ended: None,
             state: JobState::Queued,
             reason: String::new(),
-            not_before: UnixMillis(0),
+            not_before: new.not_before.unwrap_or(UnixMillis(0)),
             failures: 0,
             checkpoint: None,
             attempts: Vec::new(),
             stop_now: false,
+            after,
+            paused: false,
+            recall: None,
+            at_most: None,
+            used: 0,
+            over_time: false,
             cursor: 0,
             live: None,
             progress: None,
             phase: None,
+            spot: Spot::Nowhere,
         };
         self.next_order += 1;
         if let Some(key) = &job.idempotency_key {
             self.keys.insert(key.clone(), job.id.clone());
         }
-        self.queue.insert(job.queue_key());
-        step.push(Effect::Persist(Record::NewJob(Box::new(job.clone()), new.payload)));
+        let job = Box::new(job);
+        step.push(Effect::Persist(Record::NewJob(job.clone(), new.payload)));
         self.jobs.insert(job.id.clone(), job);
+        self.enqueue(step.now, &new.id);
         self.log(
             step,
             &new.id,
@@ -64,7 +81,6 @@ impl State {
             },
             None,
         );
-        self.replace = true;
         let submitted = Submitted {
             job: new.id,
             name: new.name,
@@ -111,7 +127,23 @@ impl State {
                 return Err(Refusal::NotFound(text.to_owned()));
             };
             match job.state {
-                JobState::Stopped | JobState::Failed => {}
+                JobState::Stopped | JobState::Failed => {
+                    job.failures = 0;
+                    job.stop_now = false;
+                    job.paused = false;
+                    job.over_time = false;
+                    job.used = 0;
+                    job.not_before = step.now;
+                    self.set_state(step, &id, JobState::Queued, "resumed".into());
+                }
+                JobState::Queued if job.paused => {
+                    job.paused = false;
+                    self.set_state(step, &id, JobState::Queued, "resumed".into());
+                }
+                JobState::Running if job.paused => {
+                    job.paused = false;
+                    self.set_state(step, &id, JobState::Running, "saves, then goes on".into());
+                }
                 JobState::Stopping => {
                     return Err(Refusal::Conflict(format!(
                         "job {id} is still stopping; resume it when it has stopped"
@@ -124,10 +156,74 @@ impl State {
                     )));
                 }
             }
-            job.failures = 0;
-            job.stop_now = false;
-            job.not_before = step.now;
-            self.set_state(step, &id, JobState::Queued, "resumed".into());
+            Ok(id)
+        });
+        self.reply_job(step, ticket, found);
+    }
+
+    /// A waiting job waits on until it is resumed; a running one saves first, and leaves its device to others.
+    pub(super) fn pause(&mut self, step: &mut Step, ticket: Ticket, text: &str) {
+        let found = self.find(text).and_then(|id| {
+            let Some(job) = self.jobs.get_mut(&id) else {
+                return Err(Refusal::NotFound(text.to_owned()));
+            };
+            match job.state {
+                JobState::Queued if job.paused => {}
+                JobState::Queued => {
+                    job.paused = true;
+                    self.set_state(step, &id, JobState::Queued, "paused".into());
+                }
+                JobState::Running => {
+                    job.paused = true;
+                    step.touched.insert(id.clone());
+                    if job.recall.is_none() {
+                        let words = "saves, then waits until it is resumed".into();
+                        self.recall(step, &id, Recall::Pause, words);
+                    }
+                }
+                JobState::Stopping | JobState::Stopped | JobState::Completed | JobState::Failed => {
+                    return Err(Refusal::Conflict(format!(
+                        "job {id} is {}: there is nothing to pause",
+                        job.state
+                    )));
+                }
+            }
+            Ok(id)
+        });
+        self.reply_job(step, ticket, found);
+    }
+
+    pub(super) fn set_priority(&mut self, step: &mut Step, ticket: Ticket, text: &str, priority: i64) {
+        let found = self.find(text).and_then(|id| {
+            let Some(job) = self.jobs.get(&id) else {
+                return Err(Refusal::NotFound(text.to_owned()));
+            };
+            if job.state.is_ended() {
+                return Err(Refusal::Conflict(format!(
+                    "job {id} has ended already: it is {}",
+                    job.state
+                )));
+            }
+            let waits = job.state == JobState::Queued;
+            // It stands in several indexes under its old priority.
+            self.dequeue(&id);
+            if let Some(job) = self.jobs.get_mut(&id) {
+                job.wants.priority = priority;
+            }
+            if waits {
+                self.enqueue(step.now, &id);
+            } else {
+                // Those who wait may now be above it.
+                let slot = self.jobs.get(&id).and_then(|job| job.current());
+                let slot = slot.and_then(|attempt| self.slots.find(&attempt.worker, attempt.device));
+                let classes = slot
+                    .and_then(|slot| self.slots.get(slot))
+                    .map(|slot| slot.classes.clone());
+                for class in classes.unwrap_or_default() {
+                    self.classes.wake(class);
+                }
+            }
+            step.touched.insert(id.clone());
             Ok(id)
         });
         self.reply_job(step, ticket, found);
@@ -161,6 +257,33 @@ impl State {
         }
     }
 
+    /// The jobs that these texts mean: ids, unique beginnings of ids, or names, of which the newest of this user counts.
+    fn find_all(&self, texts: &[String], owner: &UserName) -> Result<Vec<JobId>, Refusal> {
+        let mut found = Vec::with_capacity(texts.len());
+        for text in texts {
+            let id = match self.find(text) {
+                Ok(id) => id,
+                Err(Refusal::NotFound(_)) => self
+                    .jobs
+                    .values()
+                    .filter(|job| job.name == *text && job.wants.owner == *owner)
+                    .max_by_key(|job| job.order)
+                    .map(|job| job.id.clone())
+                    .ok_or_else(|| {
+                        let shown: String = text.chars().take(80).collect();
+                        Refusal::Conflict(format!(
+                            "cluster.after: there is no job {shown:?} to wait for; give the id or the name of a job that was submitted"
+                        ))
+                    })?,
+                Err(other) => return Err(other),
+            };
+            if !found.contains(&id) {
+                found.push(id);
+            }
+        }
+        Ok(found)
+    }
+
     /// The job with this id, or the only one whose id begins so.
     ///
     /// # Errors
@@ -189,22 +312,5 @@ impl State {
                 })
             }
         }
-    }
-
-    /// The one place where a job's state changes.
-    pub(super) fn set_state(&mut self, step: &mut Step, id: &JobId, state: JobState, reason: String) {
-        let Some(job) = self.jobs.get_mut(id) else { return };
-        if job.state == JobState::Queued {
-            self.queue.remove(&job.queue_key());
-        }
-        job.state = state;
-        job.reason.clone_from(&reason);
-        job.ended = state.is_ended().then_some(step.now);
-        if state == JobState::Queued {
-            self.queue.insert(job.queue_key());
-        }
-        self.replace = true;
-        step.touched.insert(id.clone());
-        self.log(step, id, None, EventBody::State { state, reason }, None);
     }
 }

@@ -7,21 +7,31 @@
 
 mod attempts;
 mod check;
+mod classes;
+mod endings;
 mod event;
+mod explain;
 mod jobs;
 mod model;
 mod placement;
+mod queue;
+mod slots;
+mod speed;
+mod state;
 mod view;
+mod words;
 mod workers;
 
 #[cfg(test)]
-mod property;
+mod sim;
 #[cfg(test)]
 mod tests;
 
 pub use check::check;
 pub use event::{Effect, Event, NewJob, Payload, Placed, Record, Refusal, Reply};
-pub use model::{Committed, Job, Live, Restored, SessionId, Settings, State, Ticket, Wants, Worker};
+pub use model::{Committed, Health, Job, Live, Pace, Quotas, Recall, SessionId, Settings, Speed, Ticket};
+pub use model::{Wants, Worker};
+pub use state::{Restored, State};
 
 use aitk_common::control::{EventBody, JobEvent, UnixMillis};
 use aitk_common::id::{AttemptId, JobId};
@@ -52,6 +62,16 @@ impl State {
             Event::JobSubmitted { ticket, job } => self.submit(&mut step, ticket, *job),
             Event::StopRequested { ticket, job, now } => self.stop(&mut step, ticket, &job, now),
             Event::ResumeRequested { ticket, job } => self.resume(&mut step, ticket, &job),
+            Event::PauseRequested { ticket, job } => self.pause(&mut step, ticket, &job),
+            Event::PriorityRequested { ticket, job, priority } => {
+                self.set_priority(&mut step, ticket, &job, priority);
+            }
+            Event::DrainRequested {
+                ticket,
+                worker,
+                drain,
+                now,
+            } => self.drain(&mut step, ticket, &worker, drain, now),
             Event::WorkerRegistered {
                 session,
                 fresh_id,
@@ -107,16 +127,14 @@ impl State {
             }
             Event::Tick => self.tick(&mut step),
         }
-        if self.replace {
-            self.place(&mut step);
-        }
+        self.place(&mut step);
         let Step {
             mut effects, touched, ..
         } = step;
         let records = touched
             .iter()
             .filter_map(|id| self.jobs.get(id))
-            .map(|job| Record::Job(Box::new(job.clone())));
+            .map(|job| Record::Job(job.clone()));
         effects.extend(records.map(Effect::Persist));
         effects
     }

@@ -1,12 +1,14 @@
 //! What the core knows: plain data.
 
+use super::queue::Spot;
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::control::{AttemptState, AttemptView, JobState, Progress, UnixMillis};
 use aitk_common::hash::ContentHash;
-use aitk_common::id::{AttemptId, Epoch, JobId, TaskId, WorkerId};
+use aitk_common::id::{AttemptId, Epoch, JobId, TaskId, UserName, WorkerId};
+use aitk_common::plan::demand::Demand;
 use aitk_common::plan::profile::MemoryProfile;
 use serde::{Deserialize, Serialize};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// Times and limits of the core.
@@ -23,6 +25,10 @@ pub struct Settings {
     pub backoff: Duration,
     /// The longest wait between two tries.
     pub backoff_limit: Duration,
+    /// How long a device with driver faults gets no work; then it gets one more chance.
+    pub quarantine: Duration,
+    /// How many devices a user may hold at once.
+    pub quotas: Quotas,
 }
 
 impl Settings {
@@ -35,25 +41,75 @@ impl Settings {
             disconnect_grace: lease / 2,
             backoff: (lease / 20).clamp(Duration::from_millis(20), Duration::from_secs(5)),
             backoff_limit: Duration::from_secs(300),
+            quarantine: Duration::from_secs(3600),
+            quotas: Quotas::default(),
         }
     }
 }
 
-/// What a job asks of a machine.
+/// How many devices a user may hold at once.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Quotas {
+    /// Whoever is not named; none: as many as there are.
+    pub everyone: Option<u32>,
+    /// By name.
+    pub users: BTreeMap<UserName, u32>,
+}
+
+impl Quotas {
+    /// Whether nobody has one.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.everyone.is_none() && self.users.is_empty()
+    }
+
+    /// The quota of a user.
+    #[must_use]
+    pub fn of(&self, user: &UserName) -> Option<u32> {
+        self.users.get(user).copied().or(self.everyone)
+    }
+}
+
+/// What a job asks for.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Wants {
     /// Higher goes first.
     pub priority: i64,
+    /// Whose it is.
+    pub owner: UserName,
+    /// Gives way to jobs that do not.
+    pub yields: bool,
+    /// Shares its device with nobody.
+    pub alone: bool,
     /// Only this kind of device.
     pub device: Option<DeviceKind>,
     /// Labels that the worker must carry.
     pub labels: BTreeMap<String, String>,
-    /// This memory profile; none: the device's own.
+    /// This memory profile; none: the least slow one that fits.
     pub profile: Option<MemoryProfile>,
-    /// Device memory that it needs, in bytes; none: unknown.
+    /// Device memory that it needs, in bytes, as its user says; wins over the prediction.
     pub memory: Option<u64>,
+    /// What it is predicted to need; none: not known.
+    pub demand: Option<Demand>,
+    /// What it reads: snapshots, and models by their name. A worker that has them starts sooner.
+    pub data: Vec<ContentHash>,
+    /// Running time after which it is stopped, in milliseconds.
+    pub time_limit: Option<u64>,
     /// Failed tries in a row, without a new checkpoint between, that are followed by another one.
     pub retries: u32,
+}
+
+/// Why the coordinator takes a device back from a running job that is to come back by itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Recall {
+    /// For this job.
+    GiveWay(JobId),
+    /// Its user paused it.
+    Pause,
+    /// Its worker is drained.
+    Drain,
 }
 
 /// The checkpoint from which the next attempt goes on.
@@ -104,6 +160,24 @@ pub struct Job {
     pub attempts: Vec<AttemptView>,
     /// The user asked for an end without saving.
     pub stop_now: bool,
+    /// Jobs that must complete first.
+    #[serde(default)]
+    pub after: Vec<JobId>,
+    /// Its user paused it.
+    #[serde(default)]
+    pub paused: bool,
+    /// Its attempt was told to save, and it comes back by itself.
+    #[serde(default)]
+    pub recall: Option<Recall>,
+    /// The most generous memory profile that is tried, after it ran out of memory under a more generous one.
+    #[serde(default)]
+    pub at_most: Option<MemoryProfile>,
+    /// Milliseconds that ended attempts ran, for the time limit.
+    #[serde(default)]
+    pub used: u64,
+    /// Its time limit is over; it saves, then stops.
+    #[serde(default)]
+    pub over_time: bool,
     /// Its last event. Rebuilt from the event log.
     #[serde(skip)]
     pub cursor: u64,
@@ -116,6 +190,9 @@ pub struct Job {
     /// Volatile.
     #[serde(skip)]
     pub phase: Option<String>,
+    /// Derived: which index of the queue it is in.
+    #[serde(skip)]
+    pub(crate) spot: Spot,
 }
 
 /// Volatile facts of a live attempt.
@@ -125,6 +202,25 @@ pub struct Live {
     pub lease_until: UnixMillis,
     /// The last event number seen.
     pub seq: u64,
+    /// When its time limit is over.
+    pub deadline: Option<UnixMillis>,
+    /// How fast it goes, from its reports.
+    pub pace: Option<Pace>,
+}
+
+/// The first and the last report of progress of an attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pace {
+    /// When the first came.
+    pub since: UnixMillis,
+    /// Steps done then.
+    pub from: u64,
+    /// When the last came.
+    pub until: UnixMillis,
+    /// Steps done then.
+    pub to: u64,
+    /// Steps in all.
+    pub total: u64,
 }
 
 impl Job {
@@ -152,10 +248,16 @@ impl Job {
         AttemptId::new(format!("{}-{epoch}", self.id))
     }
 
-    /// Where it stands in the queue: priority first, then order of submission.
+    /// Who goes before whom, whatever the shares: priority first, and at the same priority those that do not yield.
+    #[must_use]
+    pub(crate) fn level(&self) -> Level {
+        (std::cmp::Reverse(self.wants.priority), self.wants.yields)
+    }
+
+    /// Where it stands in the queue: its level, then order of submission.
     #[must_use]
     pub(crate) fn queue_key(&self) -> QueueKey {
-        (std::cmp::Reverse(self.wants.priority), self.order, self.id.clone())
+        (self.level(), self.order, self.id.clone())
     }
 }
 
@@ -168,8 +270,11 @@ pub(super) fn job_of(attempt: &AttemptId) -> Option<JobId> {
         .and_then(|(job, _)| JobId::parse(job).ok())
 }
 
+/// Strictly ordered: whoever is in a smaller one goes first.
+pub(crate) type Level = (std::cmp::Reverse<i64>, bool);
+
 /// Order of the queue.
-pub(crate) type QueueKey = (std::cmp::Reverse<i64>, u64, JobId);
+pub(crate) type QueueKey = (Level, u64, JobId);
 
 /// Number of a worker's connection. Never used twice in a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -179,7 +284,7 @@ pub struct SessionId(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Ticket(pub u64);
 
-/// A worker as it registered last.
+/// A worker as it registered last, and what was learned of it since.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Worker {
     /// Its id.
@@ -196,6 +301,18 @@ pub struct Worker {
     pub labels: BTreeMap<String, String>,
     /// When it registered.
     pub registered: UnixMillis,
+    /// A person said that it takes no more work.
+    #[serde(default)]
+    pub drained: bool,
+    /// Devices that had driver faults.
+    #[serde(default)]
+    pub health: Vec<Health>,
+    /// How fast its devices are.
+    #[serde(default)]
+    pub speeds: Vec<Speed>,
+    /// What lies in its caches, the latest last.
+    #[serde(default)]
+    pub has: Vec<ContentHash>,
     /// Volatile: its open session.
     #[serde(skip)]
     pub session: Option<SessionId>,
@@ -210,25 +327,26 @@ pub struct Worker {
     pub last_seen: UnixMillis,
 }
 
-/// Everything the core knows. Changed only by [`super::State::handle`].
-#[derive(Clone, Debug)]
-pub struct State {
-    pub(crate) settings: Settings,
-    pub(crate) jobs: BTreeMap<JobId, Job>,
-    pub(crate) workers: BTreeMap<WorkerId, Worker>,
-    pub(crate) next_order: u64,
-    /// Derived: waiting jobs in queue order.
-    pub(crate) queue: BTreeSet<QueueKey>,
-    /// Derived: jobs with a live attempt.
-    pub(crate) live: BTreeSet<JobId>,
-    /// Derived: which job a device runs.
-    pub(crate) busy: BTreeMap<WorkerId, BTreeMap<DeviceKey, JobId>>,
-    /// Derived: who has which open session.
-    pub(crate) sessions: BTreeMap<SessionId, WorkerId>,
-    /// Derived: submissions that carried a key.
-    pub(crate) keys: BTreeMap<String, JobId>,
-    /// Something changed that placement depends on.
-    pub(crate) replace: bool,
+/// Driver faults of a device.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Health {
+    /// The device.
+    pub device: DeviceRef,
+    /// Faults since it last got something done.
+    pub faults: u32,
+    /// No work until then.
+    pub quarantined_until: Option<UnixMillis>,
+}
+
+/// How fast a device is with a family of models.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Speed {
+    /// The vendor's name of the device: equal devices are equally fast.
+    pub device: String,
+    /// The family.
+    pub family: String,
+    /// Nanoseconds per unit of work with everything on the device: whole, so that text keeps them exactly.
+    pub nanoseconds_per_unit: u64,
 }
 
 /// A device of a worker as a sortable key.
@@ -238,79 +356,6 @@ pub(super) type DeviceKey = (DeviceKind, u32);
 #[must_use]
 pub(super) fn device_key(device: DeviceRef) -> DeviceKey {
     (device.kind, device.index)
-}
-
-impl State {
-    /// The state that the store's records tell, at `now`: nobody is connected, and every live attempt gets a fresh
-    /// lease, because its worker could not beat while nobody listened.
-    #[must_use]
-    pub fn restore(settings: Settings, now: UnixMillis, jobs: Vec<Restored>, workers: Vec<Worker>) -> Self {
-        let mut state = Self {
-            settings,
-            jobs: BTreeMap::new(),
-            workers: workers.into_iter().map(|worker| (worker.id.clone(), worker)).collect(),
-            next_order: 1,
-            queue: BTreeSet::new(),
-            live: BTreeSet::new(),
-            busy: BTreeMap::new(),
-            sessions: BTreeMap::new(),
-            keys: BTreeMap::new(),
-            replace: true,
-        };
-        for worker in state.workers.values_mut() {
-            worker.last_seen = worker.registered;
-        }
-        for Restored { mut job, cursor, seq } in jobs {
-            job.cursor = cursor;
-            state.next_order = state.next_order.max(job.order.saturating_add(1));
-            if job.state == JobState::Queued {
-                state.queue.insert(job.queue_key());
-            }
-            if let Some(attempt) = job.current() {
-                let (worker, device) = (attempt.worker.clone(), device_key(attempt.device));
-                state.busy.entry(worker).or_default().insert(device, job.id.clone());
-                state.live.insert(job.id.clone());
-                job.live = Some(Live {
-                    lease_until: now.after(state.settings.lease),
-                    seq,
-                });
-            }
-            if let Some(key) = &job.idempotency_key {
-                state.keys.insert(key.clone(), job.id.clone());
-            }
-            state.jobs.insert(job.id.clone(), job);
-        }
-        state
-    }
-
-    /// An empty state.
-    #[must_use]
-    pub fn new(settings: Settings) -> Self {
-        Self::restore(settings, UnixMillis(0), Vec::new(), Vec::new())
-    }
-
-    /// A job by its id.
-    #[must_use]
-    pub fn job(&self, id: &JobId) -> Option<&Job> {
-        self.jobs.get(id)
-    }
-
-    /// The times and limits.
-    #[must_use]
-    pub fn settings(&self) -> &Settings {
-        &self.settings
-    }
-}
-
-/// A job as the store tells it.
-#[derive(Clone, Debug)]
-pub struct Restored {
-    /// The job.
-    pub job: Job,
-    /// The cursor of its newest stored event.
-    pub cursor: u64,
-    /// The newest stored event number of its live attempt.
-    pub seq: u64,
 }
 
 /// A live attempt's state from what a job knows, for invariants.

@@ -1,169 +1,216 @@
-//! Which waiting job goes to which device: a pure function of the state, and the same rules in words.
+//! Which waiting job goes to which device. Nothing here looks at the whole queue: only classes that may be able to
+//! start are looked at, and of each the one whose turn it is.
 
 use super::Step;
+use super::classes::ClassId;
 use super::event::{Effect, Placed};
-use super::model::{DeviceKey, Job, Live, State, Worker, device_key};
-use aitk_common::capability::{Device, DeviceKind, DeviceRef};
+use super::model::{Job, Level, Live, Recall};
+use super::queue::{Spot, Turn};
+use super::slots::{Held, SlotId};
+use super::speed::TOO_SLOW;
+use super::state::State;
+use aitk_common::capability::DeviceKind;
 use aitk_common::control::{AttemptState, AttemptView, EventBody, HeldAttempt, JobState, UnixMillis};
-use aitk_common::id::{JobId, WorkerId};
+use aitk_common::id::JobId;
 use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeSet;
+use std::time::Duration;
 
-/// A job and the device that it gets.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Placement {
-    pub(super) job: JobId,
-    pub(super) worker: WorkerId,
-    pub(super) device: DeviceRef,
+/// Seconds that a worker takes to fetch an input which it does not have: of the order of a small model over a home
+/// line. Only the order matters: it is weighed against hours of work.
+const FETCH_SECONDS: f64 = 60.0;
+/// Units of work of a job of which nothing is known: a thousand steps.
+pub(super) const USUAL_UNITS: f64 = 4000.0;
+
+/// Where a job goes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Chosen {
+    pub(super) slot: SlotId,
     pub(super) profile: MemoryProfile,
+    pub(super) bytes: Option<u64>,
 }
 
-/// Why a device is not for a job. Ordered: of several devices, the reason that came closest is shown.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Misfit {
-    OtherMachine,
-    Label(String, String),
-    Kind(DeviceKind),
-    Profile(MemoryProfile),
-    Memory { wanted: u64, most: u64 },
-    NoBudget,
-}
-
-/// Whether the device can run the job when it is idle, and with which profile.
-fn fits(job: &Job, worker: &Worker, device: &Device) -> Result<MemoryProfile, Misfit> {
-    if job.local && !worker.same_machine {
-        return Err(Misfit::OtherMachine);
-    }
-    if let Some((key, value)) = job
-        .wants
-        .labels
-        .iter()
-        .find(|(key, value)| worker.labels.get(*key) != Some(*value))
-    {
-        return Err(Misfit::Label(key.clone(), value.clone()));
-    }
-    if let Some(kind) = job.wants.device.filter(|kind| *kind != device.device.kind) {
-        return Err(Misfit::Kind(kind));
-    }
-    let profile = job.wants.profile.unwrap_or(device.profile);
-    if (profile == MemoryProfile::CpuOnly) != (device.device.kind == DeviceKind::Cpu) {
-        return Err(Misfit::Profile(profile));
-    }
-    match job.wants.memory {
-        Some(wanted) if wanted > device.memory_budget => Err(Misfit::Memory {
-            wanted,
-            most: device.memory_budget,
-        }),
-        _ if device.memory_budget == 0 => Err(Misfit::NoBudget),
-        _ => Ok(profile),
-    }
-}
-
-/// Whoever asks for no device kind wants the fastest: processors only where no machine offers a fitting GPU.
-fn skips_cpu(job: &Job, candidates: &[Candidate<'_>]) -> bool {
-    job.wants.device.is_none()
-        && candidates
-            .iter()
-            .any(|one| one.device.device.kind != DeviceKind::Cpu && fits(job, one.worker, one.device).is_ok())
-}
-
-struct Candidate<'a> {
-    worker: &'a Worker,
-    device: &'a Device,
-}
+/// Smaller is better: not where it failed last, then the earliest end, then the smallest device, which leaves the large
+/// ones to those who need them.
+type Cost = (bool, u64, u64, SlotId);
 
 impl State {
-    /// Devices of workers that take work, idle or not.
-    fn candidates(&self) -> Vec<Candidate<'_>> {
-        self.workers
-            .values()
-            .filter(|worker| worker.session.is_some() && !worker.leaving)
-            .flat_map(|worker| worker.devices.iter().map(move |device| Candidate { worker, device }))
-            .collect()
-    }
-
-    fn is_idle(&self, one: &Candidate<'_>, taken: &BTreeSet<(WorkerId, DeviceKey)>) -> bool {
-        let key = device_key(one.device.device);
-        let busy = self
-            .busy
-            .get(&one.worker.id)
-            .is_some_and(|devices| devices.contains_key(&key));
-        !busy && !taken.contains(&(one.worker.id.clone(), key))
-    }
-
-    /// What can start now: by priority, then first in, first out. A job that fits nothing now holds up nobody.
-    pub(super) fn placements(&self, now: UnixMillis) -> Vec<Placement> {
-        let candidates = self.candidates();
-        let mut taken = BTreeSet::new();
-        let mut placements = Vec::new();
-        let mut idle = candidates.iter().filter(|one| self.is_idle(one, &taken)).count();
-        for (_, _, id) in &self.queue {
-            if idle == 0 {
-                break;
-            }
-            let Some(job) = self.jobs.get(id).filter(|job| job.not_before <= now) else {
-                continue;
-            };
-            let skips_cpu = skips_cpu(job, &candidates);
-            let best = candidates
-                .iter()
-                .filter(|one| self.is_idle(one, &taken))
-                .filter(|one| !(skips_cpu && one.device.device.kind == DeviceKind::Cpu))
-                .filter_map(|one| fits(job, one.worker, one.device).ok().map(|profile| (one, profile)))
-                .min_by_key(|(one, _)| preference(job, one));
-            if let Some((one, profile)) = best {
-                taken.insert((one.worker.id.clone(), device_key(one.device.device)));
-                idle -= 1;
-                placements.push(Placement {
-                    job: id.clone(),
-                    worker: one.worker.id.clone(),
-                    device: one.device.device,
-                    profile,
-                });
-            }
-        }
-        placements
-    }
-
     /// Starts what can start.
     pub(super) fn place(&mut self, step: &mut Step) {
-        self.replace = false;
-        for placement in self.placements(step.now) {
-            self.assign(step, placement);
+        self.release_timed(step.now);
+        if self.classes.candidates.is_empty() {
+            return;
         }
-        self.replace = false;
+        let mut turns: BTreeSet<(Turn, ClassId)> = BTreeSet::new();
+        for class in std::mem::take(&mut self.classes.candidates) {
+            turns.extend(self.turn(class).map(|turn| (turn, class)));
+        }
+        while let Some((turn, class)) = turns.pop_first() {
+            if self.slots.with_room() == 0 && self.yielding.is_empty() {
+                // Nobody's turn matters any more.
+                let rest = turns.into_iter().map(|(_, class)| class);
+                for class in rest.chain([class]) {
+                    if let Some(class) = self.classes.get_mut(class) {
+                        class.stuck = true;
+                    }
+                }
+                break;
+            }
+            // Shares grow while we go: whoever's turn was taken by that goes back in line.
+            match self.turn(class) {
+                Some(now) if now == turn => {}
+                Some(now) => {
+                    turns.insert((now, class));
+                    continue;
+                }
+                None => continue,
+            }
+            match self.choose(&turn.job, class) {
+                Some(chosen) => {
+                    self.assign(step, &turn.job, class, chosen);
+                    // The class stays in line; whose turn it is there is looked up when it is its.
+                    turns.insert((turn, class));
+                }
+                None => {
+                    if let Some(class) = self.classes.get_mut(class) {
+                        class.stuck = true;
+                    }
+                    self.claim(step, class, &turn);
+                }
+            }
+        }
+        // Assigning wakes nobody; a claim may not either.
+        self.classes.candidates.clear();
     }
 
-    fn assign(&mut self, step: &mut Step, placement: Placement) {
-        let Placement {
-            job: id,
-            worker: worker_id,
-            device,
-            profile,
-        } = placement;
+    /// The least seconds per unit of work that an open device offers to the class.
+    fn best_speed(&mut self, id: ClassId) -> f64 {
+        let Some(class) = self.classes.get(id) else { return 0.0 };
+        if let Some(best) = class.best {
+            return best;
+        }
+        let open = |slot: &SlotId| self.slots.get(*slot).is_some_and(|slot| slot.open);
+        let offers = class
+            .offers
+            .iter()
+            .filter(|(slot, _)| open(slot))
+            .map(|(_, offer)| offer);
+        let (mut best, mut least) = (f64::INFINITY, u64::MAX);
+        for offer in offers {
+            best = best.min(offer.seconds_per_unit);
+            least = least.min(offer.choice.1.unwrap_or(u64::MAX));
+        }
+        if let Some(class) = self.classes.get_mut(id) {
+            class.best = Some(best);
+            class.least = least;
+        }
+        best
+    }
+
+    /// Whether the class had better wait than take this device.
+    fn is_too_slow(&self, class: ClassId, seconds_per_unit: f64, best: f64) -> bool {
+        let asked_for = self
+            .classes
+            .get(class)
+            .is_some_and(|class| class.needs.device.is_some());
+        !asked_for && seconds_per_unit > best * TOO_SLOW
+    }
+
+    /// The best device with room for a job of the class.
+    fn choose(&mut self, id: &JobId, class_id: ClassId) -> Option<Chosen> {
+        if self.slots.with_room() == 0 {
+            return None;
+        }
+        let best = self.best_speed(class_id);
+        let class = self.classes.get(class_id)?;
+        let job = self.jobs.get(id)?;
+        let mut chosen: Option<(Cost, Chosen)> = None;
+        let mut look = |slot: SlotId| {
+            if let Some(found) = self.price(job, class_id, slot, best)
+                && chosen.as_ref().is_none_or(|(cost, _)| found.0 < *cost)
+            {
+                chosen = Some(found);
+            }
+        };
+        if class.offers.len() < self.slots.with_room() {
+            class.offers.keys().copied().for_each(&mut look);
+        } else {
+            self.slots.idle.iter().copied().for_each(&mut look);
+            let enough = self.slots.beside.range((class.least, 0)..);
+            enough.map(|(_, slot)| *slot).for_each(&mut look);
+        }
+        chosen.map(|(_, chosen)| chosen)
+    }
+
+    fn price(&self, job: &Job, class_id: ClassId, slot_id: SlotId, best: f64) -> Option<(Cost, Chosen)> {
+        let class = self.classes.get(class_id)?;
+        let offer = class.offers.get(&slot_id)?;
+        let slot = self.slots.get(slot_id)?;
+        if !slot.has_room() || self.is_too_slow(class_id, offer.seconds_per_unit, best) {
+            return None;
+        }
+        let (profile, bytes) = offer.choice;
+        if !slot.has_room_for(class.needs.held(bytes), None) {
+            return None;
+        }
+        let last = job.attempts.last().filter(|attempt| attempt.worker == slot.worker);
+        let failed_here = last.is_some_and(|one| matches!(one.state, AttemptState::Failed | AttemptState::Lost));
+        let worker = self.workers.get(&slot.worker)?;
+        // Where it ran before, its checkpoint lies as well.
+        let missing = job.wants.data.iter().filter(|data| !worker.has.contains(data)).count()
+            + usize::from(last.is_none() && job.checkpoint.is_some());
+        let beside = slot.running.len() as f64 + 1.0;
+        let all = work_left(job) * offer.seconds_per_unit * beside + missing as f64 * FETCH_SECONDS;
+        #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+        let all = (all * 1000.0).clamp(0.0, 1e18) as u64;
+        let cost = (failed_here, all, slot.device.memory_budget, slot_id);
+        Some((
+            cost,
+            Chosen {
+                slot: slot_id,
+                profile,
+                bytes,
+            },
+        ))
+    }
+
+    fn assign(&mut self, step: &mut Step, id: &JobId, class: ClassId, chosen: Chosen) {
+        let Some(slot) = self.slots.get(chosen.slot) else {
+            return;
+        };
+        let (worker_id, device) = (slot.worker.clone(), slot.device.device);
         let Some(worker) = self.workers.get(&worker_id) else {
             return;
         };
         let Some(session) = worker.session else { return };
         let worker_name = worker.name.clone();
-        let lease_until = step.now.after(self.settings.lease);
-        let Some(job) = self.jobs.get_mut(&id) else { return };
+        let place = format!("on {worker_name}, {} {}", device.kind.name(), device.index);
+        self.set_state(step, id, JobState::Running, place);
+        let Some(job) = self.jobs.get_mut(id) else { return };
         let epoch = job.epoch().next();
         let attempt = job.attempt_id(epoch);
         job.attempts.push(AttemptView {
             id: attempt.clone(),
             epoch,
-            worker: worker_id.clone(),
+            worker: worker_id,
             worker_name: worker_name.clone(),
             device,
-            profile,
+            profile: chosen.profile,
+            memory: chosen.bytes,
             state: AttemptState::Assigned,
             created: step.now,
             ended: None,
             message: String::new(),
         });
         job.started = job.started.or(Some(step.now));
-        job.live = Some(Live { lease_until, seq: 0 });
+        let left = |limit: u64| Duration::from_millis(limit.saturating_sub(job.used));
+        let deadline = job.wants.time_limit.map(|limit| step.now.after(left(limit)));
+        job.live = Some(Live {
+            lease_until: step.now.after(self.settings.lease),
+            seq: 0,
+            deadline,
+            pace: None,
+        });
         let placed = Placed {
             job: id.clone(),
             task: job.task(),
@@ -174,119 +221,126 @@ impl State {
             local: job.local,
             resume: job.checkpoint.as_ref().map(|checkpoint| checkpoint.manifest),
             device,
-            profile,
+            profile: chosen.profile,
             seed: job.seed,
         };
+        let (owner, yields, alone) = (job.wants.owner.clone(), job.wants.yields, job.wants.alone);
+        if let Some(deadline) = deadline {
+            self.deadlines.insert((deadline, id.clone()));
+        }
+        if yields {
+            self.yielding.insert(id.clone());
+        }
         self.live.insert(id.clone());
-        self.busy
-            .entry(worker_id)
-            .or_default()
-            .insert(device_key(device), id.clone());
-        let place = format!("on {worker_name}, {} {}", device.kind.name(), device.index);
-        self.set_state(step, &id, JobState::Running, place);
+        let bytes = chosen.bytes;
+        self.slots.occupy(chosen.slot, id, Held { bytes, alone });
+        self.user_starts(&owner);
         let body = EventBody::Attempt {
             state: AttemptState::Assigned,
             worker_name,
             device,
             message: String::new(),
         };
-        self.log(step, &id, Some(attempt), body, None);
+        self.log(step, id, Some(attempt), body, None);
         step.push(Effect::Assign(session, Box::new(placed)));
+        tracing::debug!(job = %id, class, "placed");
     }
 
-    /// Why a waiting job waits, as one would say it.
-    pub(super) fn explain(&self, now: UnixMillis, job: &Job) -> String {
-        if job.not_before > now {
-            let wait = job.not_before.since(now).as_millis().div_ceil(1000);
-            let (failures, tries) = (job.failures.max(1), u64::from(job.wants.retries) + 1);
-            return format!(
-                "try {} of {tries} in {wait} s; before: {}",
-                u64::from(failures) + 1,
-                job.reason
-            );
-        }
-        let candidates = self.candidates();
-        if candidates.is_empty() {
-            return "no worker is connected; `aitk-worker` starts one".into();
-        }
-        let skips_cpu = skips_cpu(job, &candidates);
-        let mut fitting = 0_usize;
-        let mut idle = 0_usize;
-        let mut misfits = Vec::new();
-        for one in &candidates {
-            if skips_cpu && one.device.device.kind == DeviceKind::Cpu {
-                continue;
-            }
-            match fits(job, one.worker, one.device) {
-                Ok(_) => {
-                    fitting += 1;
-                    idle += usize::from(self.is_idle(one, &BTreeSet::new()));
-                }
-                Err(misfit) => misfits.push(misfit),
-            }
-        }
-        if fitting > 0 {
-            let ahead = self.queue.iter().take_while(|key| **key < job.queue_key()).count();
-            let devices = if fitting == 1 {
-                "the one device that fits is".to_owned()
-            } else {
-                format!("all {fitting} devices that fit are")
+    /// Takes devices back from running jobs that yield, as many as there are jobs of the class that may have them.
+    fn claim(&mut self, step: &mut Step, class_id: ClassId, turn: &Turn) {
+        while !self.yielding.is_empty() {
+            let Some((victim, level)) = self.victim(class_id, turn) else {
+                return;
             };
-            return match (idle, ahead) {
-                (0, 0) => format!("next in line; {devices} busy"),
-                (0, ahead) => format!("{ahead} ahead in line; {devices} busy"),
-                // Placement follows every change, so this is only ever seen between two steps.
-                _ => "starts now".into(),
+            let Some(class) = self.classes.get_mut(class_id) else {
+                return;
             };
+            let entitled: usize = class
+                .waiting
+                .range(..level)
+                .flat_map(|(_, users)| users.values())
+                .map(BTreeSet::len)
+                .sum();
+            if class.claims.len() >= entitled {
+                return;
+            }
+            class.claims.insert(victim.clone());
+            let name = self.jobs.get(&turn.job).map(|job| job.name.clone()).unwrap_or_default();
+            let words = format!("saves and gives way to {} ({name}); comes back by itself", turn.job);
+            self.recall(step, &victim, Recall::GiveWay(turn.job.clone()), words);
         }
-        // Sorted so that the misfit which came closest is last.
-        misfits.sort();
-        match misfits.pop() {
-            None | Some(Misfit::NoBudget) => "no connected device has memory to offer".into(),
-            Some(Misfit::OtherMachine) => "it runs in place, and no worker of this machine is connected".into(),
-            Some(Misfit::Label(key, value)) => {
-                format!("no connected worker carries all its labels; missing is {key}: {value}")
+    }
+
+    /// The running job that had best give way: the one of the lowest standing, and of those the latest started.
+    fn victim(&mut self, class_id: ClassId, turn: &Turn) -> Option<(JobId, Level)> {
+        let best = self.best_speed(class_id);
+        let class = self.classes.get(class_id)?;
+        let fits = |id: &JobId| {
+            let job = self.jobs.get(id).filter(|job| job.level() > turn.level)?;
+            let attempt = job.current()?;
+            let slot_id = self.slots.find(&attempt.worker, attempt.device)?;
+            let (slot, offer) = (self.slots.get(slot_id)?, class.offers.get(&slot_id)?);
+            let usable = slot.open
+                && !self.is_too_slow(class_id, offer.seconds_per_unit, best)
+                && slot.has_room_for(class.needs.held(offer.choice.1), Some(id));
+            usable.then(|| (job.level(), attempt.created, id.clone()))
+        };
+        let (level, _, id) = self.yielding.iter().filter_map(fits).max()?;
+        Some((id, level))
+    }
+
+    /// Tells a running job to save and to come back to the queue.
+    pub(super) fn recall(&mut self, step: &mut Step, id: &JobId, why: Recall, words: String) {
+        self.yielding.remove(id);
+        if let Some(job) = self.jobs.get_mut(id) {
+            job.recall = Some(why);
+        }
+        self.set_state(step, id, JobState::Running, words);
+        self.yielding.remove(id);
+        self.send_stop(step, id);
+    }
+
+    /// Who was told to give way has ended, one way or another.
+    pub(super) fn drop_claim(&mut self, id: &JobId) {
+        let Some(Recall::GiveWay(to)) = self.jobs.get_mut(id).and_then(|job| job.recall.take()) else {
+            return;
+        };
+        let class = match self.jobs.get(&to).map(|job| job.spot) {
+            Some(Spot::Ready(class)) if self.classes.get(class).is_some_and(|class| class.claims.contains(id)) => {
+                Some(class)
             }
-            Some(Misfit::Kind(kind)) => format!("no connected device is of kind {}", kind.name()),
-            Some(Misfit::Profile(profile)) => match profile {
-                MemoryProfile::CpuOnly => "it asks for the profile cpu_only, and no connected device is a CPU".into(),
-                other => format!(
-                    "it asks for the profile {}, and no connected device is a GPU",
-                    other.name()
-                ),
-            },
-            Some(Misfit::Memory { wanted, most }) => {
-                format!(
-                    "it asks for {} of device memory; the most that fits otherwise has {}",
-                    gib(wanted),
-                    gib(most)
-                )
-            }
+            // Whom it gave way to waits no longer; the claim is still its class's.
+            _ => self
+                .classes
+                .iter()
+                .find(|(_, class)| class.claims.contains(id))
+                .map(|(class, _)| class),
+        };
+        if let Some(class) = class.and_then(|class| self.classes.get_mut(class)) {
+            class.claims.remove(id);
         }
     }
 }
 
-/// Smaller is better: not where it failed last, fast kinds first, then where its files are, then the most memory.
-fn preference(job: &Job, one: &Candidate<'_>) -> (bool, u8, bool, std::cmp::Reverse<u64>) {
-    let last = job.attempts.last();
-    let here_before = last.is_some_and(|attempt| attempt.worker == one.worker.id);
-    let failed_here =
-        here_before && last.is_some_and(|attempt| matches!(attempt.state, AttemptState::Failed | AttemptState::Lost));
-    let kind = match one.device.device.kind {
-        DeviceKind::Cuda => 0,
-        DeviceKind::Metal => 1,
-        DeviceKind::Cpu => 2,
-    };
-    (
-        failed_here,
-        kind,
-        !here_before,
-        std::cmp::Reverse(one.device.memory_budget),
-    )
+/// Units of work that a job still has to do, as far as it is known.
+pub(super) fn work_left(job: &Job) -> f64 {
+    let all = job.wants.demand.as_ref().map_or(USUAL_UNITS, |demand| demand.units());
+    let done = job.progress.map_or(0.0, |progress| {
+        if progress.total == 0 {
+            0.0
+        } else {
+            (progress.done as f64 / progress.total as f64).clamp(0.0, 1.0)
+        }
+    });
+    (all * (1.0 - done)).max(0.0)
 }
 
-/// Bytes as people read them, with one decimal.
-fn gib(bytes: u64) -> String {
-    let tenths = u128::from(bytes) * 10 / (1 << 30);
-    format!("{}.{} GiB", tenths / 10, tenths % 10)
+/// Whether a device of this kind is a GPU.
+pub(super) fn is_gpu(kind: DeviceKind) -> bool {
+    kind != DeviceKind::Cpu
+}
+
+/// How long until then, rounded up to seconds.
+pub(super) fn seconds_until(now: UnixMillis, then: UnixMillis) -> u128 {
+    then.since(now).as_millis().div_ceil(1000)
 }

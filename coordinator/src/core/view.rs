@@ -1,8 +1,9 @@
 //! What clients see of the state.
 
-use super::model::{Job, State, Worker, device_key};
+use super::model::{Job, Worker};
+use super::state::State;
 use aitk_common::control::{JobState, JobView, UnixMillis, WorkerDeviceView, WorkerView};
-use aitk_common::id::JobId;
+use aitk_common::id::{JobId, WorkerId};
 
 /// Ended jobs that a plain list shows.
 const LAST_ENDED: usize = 10;
@@ -18,14 +19,13 @@ impl State {
     /// `all` every one; `limit` (unless 0) bounds the ended ones.
     #[must_use]
     pub fn job_views(&self, now: UnixMillis, all: bool, limit: usize) -> Vec<JobView> {
-        let mut running: Vec<&Job> = self
-            .jobs
-            .values()
+        let all_jobs = || self.jobs.values().map(|job| &**job);
+        let mut running: Vec<&Job> = all_jobs()
             .filter(|job| matches!(job.state, JobState::Running | JobState::Stopping))
             .collect();
         running.sort_by_key(|job| job.order);
-        let waiting = self.queue.iter().filter_map(|(_, _, id)| self.jobs.get(id));
-        let mut ended: Vec<&Job> = self.jobs.values().filter(|job| job.state.is_ended()).collect();
+        let waiting = self.queue.iter().filter_map(|(_, _, id)| self.job(id));
+        let mut ended: Vec<&Job> = all_jobs().filter(|job| job.state.is_ended()).collect();
         ended.sort_by_key(|job| std::cmp::Reverse((job.ended, job.order)));
         let most = match (limit, all) {
             (0, true) => usize::MAX,
@@ -46,31 +46,43 @@ impl State {
     pub fn worker_views(&self) -> Vec<WorkerView> {
         let mut workers: Vec<&Worker> = self.workers.values().collect();
         workers.sort_by_key(|worker| (worker.session.is_none(), &worker.name, &worker.id));
-        workers
-            .into_iter()
-            .map(|worker| WorkerView {
-                id: worker.id.clone(),
-                name: worker.name.clone(),
-                version: worker.version.clone(),
-                host: worker.host.clone(),
-                connected: worker.session.is_some(),
-                leaving: worker.leaving,
-                last_seen: worker.last_seen,
-                devices: worker
-                    .devices
-                    .iter()
-                    .map(|device| WorkerDeviceView {
-                        device: device.clone(),
-                        job: self
-                            .busy
-                            .get(&worker.id)
-                            .and_then(|devices| devices.get(&device_key(device.device)))
-                            .cloned(),
-                    })
-                    .collect(),
-                labels: worker.labels.clone(),
-            })
-            .collect()
+        workers.into_iter().map(|worker| self.view_of_worker(worker)).collect()
+    }
+
+    /// One worker.
+    pub(super) fn worker_view(&self, id: &WorkerId) -> Option<WorkerView> {
+        self.workers.get(id).map(|worker| self.view_of_worker(worker))
+    }
+
+    fn view_of_worker(&self, worker: &Worker) -> WorkerView {
+        let devices = worker.devices.iter().map(|device| {
+            let slot = self
+                .slots
+                .find(&worker.id, device.device)
+                .and_then(|slot| self.slots.get(slot));
+            let health = worker.health.iter().find(|one| one.device == device.device);
+            WorkerDeviceView {
+                device: device.clone(),
+                jobs: slot
+                    .map(|slot| slot.running.keys().cloned().collect())
+                    .unwrap_or_default(),
+                reserved: slot.map_or(0, |slot| slot.reserved),
+                faults: health.map_or(0, |health| health.faults),
+                quarantined: health.is_some_and(|health| health.quarantined_until.is_some()),
+            }
+        });
+        WorkerView {
+            id: worker.id.clone(),
+            name: worker.name.clone(),
+            version: worker.version.clone(),
+            host: worker.host.clone(),
+            connected: worker.session.is_some(),
+            leaving: worker.leaving,
+            drained: worker.drained,
+            last_seen: worker.last_seen,
+            devices: devices.collect(),
+            labels: worker.labels.clone(),
+        }
     }
 
     /// Open sessions, and jobs that have not ended.
@@ -86,7 +98,10 @@ impl State {
             kind: job.kind.clone(),
             state: job.state,
             reason: self.reason(now, job),
+            owner: job.wants.owner.clone(),
             priority: job.wants.priority,
+            paused: job.paused,
+            yields: job.wants.yields,
             local: job.local,
             created: job.created,
             started: job.started,

@@ -1,10 +1,20 @@
 //! Workers come, beat, leave and are lost.
 
 use super::Step;
-use super::event::{Effect, Record};
-use super::model::{SessionId, State, Worker};
-use aitk_common::control::{AttemptState, HeldAttempt, JobState, Registration, ToWorker};
+use super::event::{Effect, Record, Refusal, Reply};
+use super::model::{Health, Recall, SessionId, Ticket, Worker};
+use super::state::State;
+use super::words::span;
+use aitk_common::capability::{Device, DeviceRef};
+use aitk_common::control::{AttemptState, HeldAttempt, JobState, Registration, ToWorker, UnixMillis};
 use aitk_common::id::{AttemptId, JobId, WorkerId};
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+/// Driver faults in a row after which a device is quarantined.
+pub(super) const FAULTS_MOST: u32 = 3;
+/// Devices of one worker whose faults are remembered.
+const HEALTH_MOST: usize = 64;
 
 impl State {
     pub(super) fn register(
@@ -37,14 +47,26 @@ impl State {
                 retry: false,
             });
         }
+        let earlier = self.workers.get(&id);
+        let mut devices: Vec<Device> = Vec::with_capacity(registration.devices.len());
+        for device in registration.devices {
+            // Told twice, the first one counts.
+            if devices.iter().all(|known| known.device != device.device) {
+                devices.push(device);
+            }
+        }
         let worker = Worker {
             id: id.clone(),
             name: registration.name,
             version: registration.version,
             host: registration.host,
-            devices: registration.devices,
+            devices,
             labels: registration.labels,
             registered: step.now,
+            drained: earlier.is_some_and(|earlier| earlier.drained),
+            health: earlier.map(|earlier| earlier.health.clone()).unwrap_or_default(),
+            speeds: earlier.map(|earlier| earlier.speeds.clone()).unwrap_or_default(),
+            has: earlier.map(|earlier| earlier.has.clone()).unwrap_or_default(),
             session: Some(session),
             leaving: false,
             same_machine,
@@ -53,7 +75,7 @@ impl State {
         step.push(Effect::Persist(Record::Worker(Box::new(worker.clone()))));
         self.sessions.insert(session, id.clone());
         self.workers.insert(id.clone(), worker);
-        self.replace = true;
+        self.refresh_worker(&id);
 
         let keep: Vec<AttemptId> = registration
             .running
@@ -72,7 +94,7 @@ impl State {
                 keep: keep.clone(),
             },
         ));
-        for job in self.jobs_of(&id) {
+        for job in self.slots.jobs_of(&id) {
             let Some(attempt) = self.jobs.get(&job).and_then(|entry| entry.current()).cloned() else {
                 continue;
             };
@@ -81,7 +103,7 @@ impl State {
                 if self
                     .jobs
                     .get(&job)
-                    .is_some_and(|entry| entry.state == JobState::Stopping)
+                    .is_some_and(|entry| entry.state == JobState::Stopping || entry.recall.is_some())
                 {
                     self.send_stop(step, &job);
                 }
@@ -123,6 +145,63 @@ impl State {
         };
         tracing::info!(worker = %worker.id, name = %worker.name, reason, "worker leaves");
         worker.leaving = true;
+        let id = worker.id.clone();
+        self.refresh_worker(&id);
+    }
+
+    /// A worker takes no more work because a person said so, or takes work again.
+    pub(super) fn drain(&mut self, step: &mut Step, ticket: Ticket, text: &str, drain: bool, now: bool) {
+        let reply = self.find_worker(text).map(|id| {
+            if let Some(worker) = self.workers.get_mut(&id) {
+                worker.drained = drain;
+                if !drain {
+                    worker.health.clear();
+                }
+            }
+            self.persist_worker(step, &id);
+            self.refresh_worker(&id);
+            for job in self.slots.jobs_of(&id) {
+                let goes_on = self
+                    .jobs
+                    .get(&job)
+                    .is_some_and(|entry| entry.state == JobState::Running && entry.recall.is_none());
+                if drain && now && goes_on {
+                    let words = "its worker is drained: it saves and goes on elsewhere".into();
+                    self.recall(step, &job, Recall::Drain, words);
+                }
+            }
+            self.worker_view(&id)
+        });
+        let reply = reply.and_then(|view| view.ok_or_else(|| Refusal::NoWorker(text.to_owned())));
+        step.push(Effect::Reply(ticket, reply.map(|view| Reply::Worker(Box::new(view)))));
+    }
+
+    /// The worker with this id or name, or the only one whose id begins so.
+    fn find_worker(&self, text: &str) -> Result<WorkerId, Refusal> {
+        if let Some(exact) = self.workers.keys().find(|id| id.as_str() == text) {
+            return Ok(exact.clone());
+        }
+        let named =
+            |worker: &&Worker| worker.name == text || (!text.is_empty() && worker.id.as_str().starts_with(text));
+        let mut found: Vec<&Worker> = self.workers.values().filter(named).collect();
+        // A machine that was set up anew has the name of its earlier self.
+        if found.iter().any(|worker| worker.session.is_some()) {
+            found.retain(|worker| worker.session.is_some());
+        }
+        match found.as_slice() {
+            [] => Err(Refusal::NoWorker(text.chars().take(80).collect())),
+            [one] => Ok(one.id.clone()),
+            several => Err(Refusal::Ambiguous {
+                text: text.chars().take(80).collect(),
+                matches: several.iter().take(6).map(|worker| worker.id.to_string()).collect(),
+            }),
+        }
+    }
+
+    pub(super) fn persist_worker(&self, step: &mut Step, id: &WorkerId) {
+        if let Some(worker) = self.workers.get(id) {
+            step.push(Effect::Persist(Record::Worker(Box::new(worker.clone()))));
+        }
     }
 
     pub(super) fn session_closed(&mut self, step: &mut Step, session: SessionId) {
@@ -133,9 +212,10 @@ impl State {
             && worker.session == Some(session)
         {
             worker.session = None;
+            self.refresh_worker(&id);
         }
         let until = step.now.after(self.settings.disconnect_grace);
-        for job in self.jobs_of(&id) {
+        for job in self.slots.jobs_of(&id) {
             if let Some(live) = self.jobs.get_mut(&job).and_then(|entry| entry.live.as_mut()) {
                 live.lease_until = live.lease_until.min(until);
             }
@@ -159,16 +239,83 @@ impl State {
         for job in expired {
             self.attempt_lost(step, &job, "its worker was not heard of for too long", true);
         }
-        // A back-off may have ended; without idle devices this costs nothing.
-        self.replace = true;
+        while let Some((deadline, id)) = self.deadlines.first().cloned() {
+            if deadline > now {
+                break;
+            }
+            self.deadlines.pop_first();
+            self.time_is_over(step, &id);
+        }
+        self.end_quarantines(step);
     }
 
-    /// Jobs whose live attempt is on this worker.
-    fn jobs_of(&self, worker: &WorkerId) -> Vec<JobId> {
-        self.busy
-            .get(worker)
-            .map(|devices| devices.values().cloned().collect())
-            .unwrap_or_default()
+    fn time_is_over(&mut self, step: &mut Step, id: &JobId) {
+        let Some(job) = self.jobs.get_mut(id).filter(|job| job.state == JobState::Running) else {
+            return;
+        };
+        job.over_time = true;
+        let limit = span(Duration::from_millis(job.wants.time_limit.unwrap_or(0)));
+        let words = format!("its time limit of {limit} is over: it saves, then stops");
+        self.set_state(step, id, JobState::Stopping, words);
+        self.send_stop(step, id);
+    }
+
+    /// Devices whose quarantine is over get one more chance.
+    fn end_quarantines(&mut self, step: &mut Step) {
+        let now = step.now;
+        let over = |until: Option<UnixMillis>| until.is_some_and(|until| until <= now);
+        let due: BTreeSet<WorkerId> = self
+            .slots
+            .iter()
+            .filter(|(_, slot)| over(slot.quarantined))
+            .map(|(_, slot)| slot.worker.clone())
+            .collect();
+        for id in due {
+            if let Some(worker) = self.workers.get_mut(&id) {
+                for health in worker.health.iter_mut().filter(|one| over(one.quarantined_until)) {
+                    health.quarantined_until = None;
+                    health.faults = FAULTS_MOST - 1;
+                }
+            }
+            self.persist_worker(step, &id);
+            self.refresh_worker(&id);
+        }
+    }
+
+    /// A device had a driver fault. Three in a row, and it gets no work for a while.
+    pub(super) fn fault(&mut self, step: &mut Step, id: &WorkerId, device: DeviceRef) {
+        let until = step.now.after(self.settings.quarantine);
+        let Some(worker) = self.workers.get_mut(id) else { return };
+        if worker.health.iter().all(|one| one.device != device) {
+            if worker.health.len() >= HEALTH_MOST {
+                worker.health.remove(0);
+            }
+            worker.health.push(Health {
+                device,
+                faults: 0,
+                quarantined_until: None,
+            });
+        }
+        for health in worker.health.iter_mut().filter(|one| one.device == device) {
+            health.faults = health.faults.saturating_add(1);
+            if health.faults >= FAULTS_MOST {
+                health.quarantined_until = Some(until);
+                tracing::warn!(worker = %worker.name, ?device, "quarantined after driver faults in a row");
+            }
+        }
+        self.persist_worker(step, id);
+        self.refresh_worker(id);
+    }
+
+    /// A device got something done: earlier faults count no more.
+    pub(super) fn healthy(&mut self, step: &mut Step, id: &WorkerId, device: DeviceRef) {
+        let Some(worker) = self.workers.get_mut(id) else { return };
+        let before = worker.health.len();
+        worker.health.retain(|one| one.device != device);
+        if worker.health.len() != before {
+            self.persist_worker(step, id);
+            self.refresh_worker(id);
+        }
     }
 
     /// The attempt is alive: a full lease from now on.

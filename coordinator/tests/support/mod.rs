@@ -159,6 +159,8 @@ pub(crate) fn submission(name: &str) -> Submission {
         inputs: BTreeMap::from([("./data".to_owned(), ContentHash::of(b"snapshot"))]),
         local: false,
         idempotency_key: None,
+        owner: None,
+        anatomy: None,
     }
 }
 

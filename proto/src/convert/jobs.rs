@@ -1,13 +1,15 @@
 //! Jobs, their events, and workers, as clients see them.
 
 use super::vocabulary::known;
+use super::worker_id;
 use super::workers::{inputs, labels, wire_inputs};
-use super::{ConvertError, Result, Within, artifact_name, attempt_id, hash, job_id, required, short_text, worker_id};
+use super::{ConvertError, Result, Within, artifact_name, attempt_id, hash, job_id, required, short_text, user_name};
 use crate::v1;
 use aitk_common::capability::{Device, DeviceRef};
 use aitk_common::control::{Artifact, AttemptView, EventBody, JobEvent, JobView, ServerInfo, Submission, Submitted};
-use aitk_common::control::{UnixMillis, WorkerDeviceView, WorkerView};
-use aitk_common::id::Epoch;
+use aitk_common::control::{DeviceForecast, Forecast, UnixMillis, WorkerDeviceView, WorkerView};
+use aitk_common::id::{Epoch, UserName};
+use aitk_common::plan::anatomy::Anatomy;
 
 fn non_empty(text: String) -> Option<String> {
     Some(text).filter(|text| !text.is_empty())
@@ -48,6 +50,12 @@ impl From<Submission> for v1::SubmitRequest {
             inputs: wire_inputs(submission.inputs),
             local: submission.local,
             idempotency_key: submission.idempotency_key.unwrap_or_default(),
+            owner: submission.owner.map(|owner| owner.to_string()).unwrap_or_default(),
+            anatomy: submission.anatomy.map(|anatomy| v1::Anatomy {
+                denoiser: anatomy.denoiser,
+                text: anatomy.text,
+                vae: anatomy.vae,
+            }),
         }
     }
 }
@@ -65,6 +73,15 @@ impl TryFrom<v1::SubmitRequest> for Submission {
             inputs: inputs(wire.inputs, "inputs")?,
             local: wire.local,
             idempotency_key: non_empty(short_text(wire.idempotency_key, "idempotency_key")?),
+            owner: match wire.owner.as_str() {
+                "" => None,
+                name => Some(user_name(name, "owner")?),
+            },
+            anatomy: wire.anatomy.map(|wire| Anatomy {
+                denoiser: wire.denoiser,
+                text: wire.text,
+                vae: wire.vae,
+            }),
         })
     }
 }
@@ -99,6 +116,7 @@ impl From<AttemptView> for v1::Attempt {
             worker_name: attempt.worker_name,
             device: Some(attempt.device.into()),
             profile: v1::MemoryProfile::from(attempt.profile).into(),
+            memory: attempt.memory,
             state: v1::AttemptState::from(attempt.state).into(),
             created_ms: attempt.created.0,
             ended_ms: attempt.ended.map(|time| time.0),
@@ -117,6 +135,7 @@ impl TryFrom<v1::Attempt> for AttemptView {
             worker_name: wire.worker_name,
             device: DeviceRef::try_from(required(wire.device, "device")?).within("device")?,
             profile: known::<v1::MemoryProfile, _>(wire.profile, "profile")?,
+            memory: wire.memory,
             state: known::<v1::AttemptState, _>(wire.state, "state")?,
             created: UnixMillis(wire.created_ms),
             ended: wire.ended_ms.map(UnixMillis),
@@ -133,7 +152,10 @@ impl From<JobView> for v1::Job {
             kind: job.kind,
             state: v1::JobState::from(job.state).into(),
             reason: job.reason,
+            owner: job.owner.to_string(),
             priority: job.priority,
+            paused: job.paused,
+            yields: job.yields,
             local: job.local,
             created_ms: job.created.0,
             started_ms: job.started.map(|time| time.0),
@@ -159,7 +181,13 @@ impl TryFrom<v1::Job> for JobView {
             kind: wire.kind,
             state: known::<v1::JobState, _>(wire.state, "state")?,
             reason: wire.reason,
+            owner: match wire.owner.as_str() {
+                "" => UserName::default(),
+                name => user_name(name, "owner")?,
+            },
             priority: wire.priority,
+            paused: wire.paused,
+            yields: wire.yields,
             local: wire.local,
             created: UnixMillis(wire.created_ms),
             started: wire.started_ms.map(UnixMillis),
@@ -274,7 +302,10 @@ impl From<WorkerView> for v1::Worker {
     fn from(worker: WorkerView) -> Self {
         let devices = worker.devices.into_iter().map(|one| v1::WorkerDevice {
             device: Some(one.device.into()),
-            job_id: one.job.map(|id| id.to_string()).unwrap_or_default(),
+            job_ids: one.jobs.iter().map(ToString::to_string).collect(),
+            reserved: one.reserved,
+            faults: one.faults,
+            quarantined: one.quarantined,
         });
         Self {
             id: worker.id.to_string(),
@@ -283,6 +314,7 @@ impl From<WorkerView> for v1::Worker {
             host: worker.host,
             connected: worker.connected,
             leaving: worker.leaving,
+            drained: worker.drained,
             last_seen_ms: worker.last_seen.0,
             devices: devices.collect(),
             labels: worker.labels.into_iter().collect(),
@@ -294,13 +326,16 @@ impl TryFrom<v1::Worker> for WorkerView {
     type Error = ConvertError;
     fn try_from(wire: v1::Worker) -> Result<Self> {
         let device = |one: v1::WorkerDevice| -> Result<WorkerDeviceView> {
-            let job = match one.job_id.as_str() {
-                "" => None,
-                id => Some(job_id(id, "job_id")?),
-            };
             Ok(WorkerDeviceView {
                 device: Device::try_from(required(one.device, "device")?).within("device")?,
-                job,
+                jobs: one
+                    .job_ids
+                    .iter()
+                    .map(|id| job_id(id, "job_ids"))
+                    .collect::<Result<_>>()?,
+                reserved: one.reserved,
+                faults: one.faults,
+                quarantined: one.quarantined,
             })
         };
         Ok(Self {
@@ -310,6 +345,7 @@ impl TryFrom<v1::Worker> for WorkerView {
             host: wire.host,
             connected: wire.connected,
             leaving: wire.leaving,
+            drained: wire.drained,
             last_seen: UnixMillis(wire.last_seen_ms),
             devices: wire
                 .devices
@@ -318,6 +354,66 @@ impl TryFrom<v1::Worker> for WorkerView {
                 .collect::<Result<Vec<_>>>()
                 .within("devices")?,
             labels: labels(wire.labels, "labels")?,
+        })
+    }
+}
+
+impl From<Forecast> for v1::ForecastReply {
+    fn from(forecast: Forecast) -> Self {
+        let devices = forecast.devices.into_iter().map(|one| v1::DeviceForecast {
+            worker_id: one.worker.to_string(),
+            worker_name: one.worker_name,
+            device: Some(one.device.into()),
+            device_name: one.device_name,
+            budget: one.budget,
+            fits: one.fits,
+            ready: one.ready,
+            profile: one
+                .profile
+                .map_or(v1::MemoryProfile::Unspecified, v1::MemoryProfile::from)
+                .into(),
+            memory: one.memory,
+            seconds: one.seconds,
+            measured: one.measured,
+            words: one.words,
+        });
+        Self {
+            summary: forecast.summary,
+            devices: devices.collect(),
+        }
+    }
+}
+
+impl TryFrom<v1::ForecastReply> for Forecast {
+    type Error = ConvertError;
+    fn try_from(wire: v1::ForecastReply) -> Result<Self> {
+        let device = |one: v1::DeviceForecast| -> Result<DeviceForecast> {
+            Ok(DeviceForecast {
+                worker: worker_id(&one.worker_id, "worker_id")?,
+                worker_name: one.worker_name,
+                device: DeviceRef::try_from(required(one.device, "device")?).within("device")?,
+                device_name: one.device_name,
+                budget: one.budget,
+                fits: one.fits,
+                ready: one.ready,
+                profile: match one.profile {
+                    0 => None,
+                    profile => Some(known::<v1::MemoryProfile, _>(profile, "profile")?),
+                },
+                memory: one.memory,
+                seconds: one.seconds.filter(|seconds| seconds.is_finite()),
+                measured: one.measured,
+                words: one.words,
+            })
+        };
+        Ok(Self {
+            summary: wire.summary,
+            devices: wire
+                .devices
+                .into_iter()
+                .map(device)
+                .collect::<Result<_>>()
+                .within("devices")?,
         })
     }
 }

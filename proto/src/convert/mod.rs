@@ -116,3 +116,4 @@ parse_id!(job_id, aitk_common::id::JobId);
 parse_id!(task_id, aitk_common::id::TaskId);
 parse_id!(attempt_id, aitk_common::id::AttemptId);
 parse_id!(worker_id, aitk_common::id::WorkerId);
+parse_id!(user_name, aitk_common::id::UserName);

@@ -1,10 +1,15 @@
 //! The core, step by step.
 
 mod attempts;
+mod placement;
 mod queue;
+mod rules;
 
+use super::check;
 use super::model::job_of;
-use super::{Effect, Event, NewJob, Payload, Record, Refusal, Reply, SessionId, Settings, State, Ticket, Wants, check};
+use super::{
+    Effect, Event, NewJob, Payload, Quotas, Record, Refusal, Reply, SessionId, Settings, State, Ticket, Wants,
+};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::control::{Artifact, AttemptState, HeldAttempt, JobState, JobView, Progress, Registration, Report};
@@ -23,6 +28,8 @@ pub(super) fn settings() -> Settings {
         disconnect_grace: Duration::from_millis(3000),
         backoff: Duration::from_millis(1000),
         backoff_limit: Duration::from_millis(8000),
+        quarantine: Duration::from_secs(60),
+        quotas: Quotas::default(),
     }
 }
 
@@ -66,6 +73,8 @@ pub(super) fn new_job(id: &str, wants: Wants) -> NewJob {
         wants,
         local: false,
         idempotency_key: None,
+        after: Vec::new(),
+        not_before: None,
         payload: Arc::new(Payload::default()),
     }
 }
@@ -180,7 +189,7 @@ impl World {
         });
         reply.expect("no reply").map(|reply| match reply {
             Reply::Job(view) => *view,
-            Reply::Submitted(other) => panic!("{other:?}"),
+            other => panic!("{other:?}"),
         })
     }
 

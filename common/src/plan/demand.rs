@@ -1,0 +1,404 @@
+//! What a job needs: memory under each profile, and how much work it is.
+//!
+//! The figures are predictions on the careful side; `cluster.memory_budget` in a config wins over them. Read from the
+//! job's JSON key by key, so that a job of a newer version, with keys that are not known here, still gets a figure.
+
+use super::anatomy::Anatomy;
+use super::family::{Family, VAE_ACTIVATIONS};
+use super::layout::{GIB, Layout};
+use super::profile::MemoryProfile;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+/// Passes through the denoiser that a training step costs: forward, and a backward of twice its cost.
+const TRAINING_PASSES: f64 = 3.0;
+/// The same with gradient checkpointing: one more forward.
+const CHECKPOINTED_PASSES: f64 = 4.0;
+/// What a job needs.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Demand {
+    /// The family of its model, under which speeds are learned.
+    pub family: String,
+    /// Thousandths of a unit of work; a unit is one pass of one 512 x 512 picture through the denoiser.
+    pub milliunits: u64,
+    /// Bytes of device memory at the peak, by profile; none: not known.
+    pub memory: Option<MemoryNeed>,
+}
+
+/// Bytes of device memory at the peak under each profile, in the order of [`MemoryProfile::ALL`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct MemoryNeed(pub [u64; 5]);
+
+impl MemoryNeed {
+    /// Under this profile.
+    #[must_use]
+    pub fn under(&self, profile: MemoryProfile) -> u64 {
+        self.0[profile as usize]
+    }
+
+    /// The same bytes under every profile.
+    #[must_use]
+    pub fn flat(bytes: u64) -> Self {
+        Self([bytes; 5])
+    }
+
+    fn max(self, other: Self) -> Self {
+        let mut most = self.0;
+        for (one, two) in most.iter_mut().zip(other.0) {
+            *one = (*one).max(two);
+        }
+        Self(most)
+    }
+}
+
+impl Demand {
+    /// What a job (`JobSpec` as JSON) needs; `anatomy` is its model's, where the model's files were seen. `None` when
+    /// the job has no process with a model.
+    #[must_use]
+    pub fn of_job(job: &Value, anatomy: Option<Anatomy>) -> Option<Self> {
+        let mut whole: Option<Self> = None;
+        for process in job.get("process")?.as_array()? {
+            let Some(one) = of_process(process, anatomy) else {
+                continue;
+            };
+            whole = Some(match whole {
+                None => one,
+                Some(before) => Self {
+                    family: before.family,
+                    milliunits: before.milliunits.saturating_add(one.milliunits),
+                    // Processes run one after another; one that is not known makes the whole not known.
+                    memory: before.memory.zip(one.memory).map(|(a, b)| a.max(b)),
+                },
+            });
+        }
+        whole
+    }
+
+    /// Units of work.
+    #[must_use]
+    pub fn units(&self) -> f64 {
+        self.milliunits as f64 / 1000.0
+    }
+}
+
+fn number(value: &Value, pointer: &str) -> Option<f64> {
+    value.pointer(pointer)?.as_f64().filter(|n| n.is_finite() && *n >= 0.0)
+}
+
+fn text<'a>(value: &'a Value, pointer: &str) -> Option<&'a str> {
+    value.pointer(pointer)?.as_str()
+}
+
+fn flag(value: &Value, pointer: &str) -> bool {
+    value.pointer(pointer).and_then(Value::as_bool).unwrap_or(false)
+}
+
+/// A list of numbers, or one.
+fn largest(value: Option<&Value>) -> Option<f64> {
+    let value = value?;
+    match value.as_array() {
+        Some(list) => list
+            .iter()
+            .filter_map(Value::as_f64)
+            .fold(None, |most: Option<f64>, n| Some(most.map_or(n, |most| most.max(n)))),
+        None => value.as_f64(),
+    }
+}
+
+fn milli(units: f64) -> u64 {
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+    let milli = (units * 1000.0).clamp(1.0, 1e15) as u64;
+    milli
+}
+
+/// Bytes per number of a format, by its name in configs.
+fn width(dtype: Option<&str>) -> f64 {
+    match dtype {
+        Some("fp16" | "float16" | "f16" | "bf16" | "bfloat16") => 2.0,
+        _ => 4.0,
+    }
+}
+
+/// Bytes of optimizer state per trained parameter.
+fn state_width(optimizer: &str) -> f64 {
+    let name = optimizer.to_ascii_lowercase();
+    match name.as_str() {
+        // Row and column means only.
+        "adafactor" => 0.1,
+        name if name.contains("prodigy") && name.contains('8') => 8.0,
+        name if name.contains("prodigy") => 16.0,
+        name if name.contains("8bit") || name.ends_with('8') => 2.1,
+        name if name.contains("lion") || name == "sgd" => 4.0,
+        _ => 8.0,
+    }
+}
+
+fn of_process(process: &Value, anatomy: Option<Anatomy>) -> Option<Demand> {
+    let kinds = process.get("kind")?.as_object()?;
+    let (kind, body) = kinds.iter().next()?;
+    let arch = text(body, "/model/arch")?;
+    let family = Family::of(arch);
+    let name = family.map_or_else(
+        || arch.split(':').next().unwrap_or(arch).to_owned(),
+        |f| f.name.to_owned(),
+    );
+    let figures = family.map(|family| Figures::of(family, anatomy));
+    match kind.as_str() {
+        "train" => Some(training(name, body, figures)),
+        "generate" | "img2_img" => Some(generation(name, body, figures)),
+        _ => None,
+    }
+}
+
+/// A family's figures, scaled to the model at hand.
+struct Figures {
+    family: &'static Family,
+    denoiser: f64,
+    text: f64,
+    vae: f64,
+    /// Activations grow with the width of the layers, parameters with its square.
+    scale: f64,
+}
+
+impl Figures {
+    fn of(family: &'static Family, anatomy: Option<Anatomy>) -> Self {
+        match anatomy {
+            None => Self {
+                family,
+                denoiser: family.denoiser,
+                text: family.text,
+                vae: family.vae,
+                scale: 1.0,
+            },
+            Some(anatomy) => {
+                let millions = |n: u64| n as f64 / 1e6;
+                let denoiser = millions(anatomy.denoiser);
+                // A part that was not found lies elsewhere and is as large as usual, except beside a toy.
+                let scale = (denoiser / family.denoiser).sqrt().clamp(0.01, 4.0);
+                let part = |found: u64, usual: f64| match found {
+                    0 => usual * scale.powi(2).min(1.0),
+                    found => millions(found),
+                };
+                Self {
+                    family,
+                    denoiser,
+                    text: part(anatomy.text, family.text),
+                    vae: part(anatomy.vae, family.vae),
+                    scale,
+                }
+            }
+        }
+    }
+}
+
+fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
+    let batch = number(body, "/train/batch_size").unwrap_or(1.0).max(1.0);
+    let datasets = body.get("datasets").and_then(Value::as_array);
+    let side = datasets
+        .into_iter()
+        .flatten()
+        .filter_map(|set| largest(set.get("resolution")))
+        .fold(None, |most: Option<f64>, n| Some(most.map_or(n, |most| most.max(n))))
+        .unwrap_or(512.0);
+    let checkpointed = body
+        .pointer("/train/gradient_checkpointing")
+        .and_then(Value::as_bool)
+        .unwrap_or(true);
+    let steps = number(body, "/train/steps").unwrap_or(1000.0);
+    let accumulated = number(body, "/train/gradient_accumulation").unwrap_or(1.0).max(1.0);
+    let passes = if checkpointed {
+        CHECKPOINTED_PASSES
+    } else {
+        TRAINING_PASSES
+    };
+    let units = steps * batch * accumulated * passes * (side / 512.0).powi(2);
+    let memory = figures.map(|figures| {
+        let megapixels = (side / 1024.0).powi(2) * batch;
+        let Figures { family, scale, .. } = figures;
+        let per_megapixel = if checkpointed {
+            family.train_checkpointed
+        } else {
+            family.train_plain
+        };
+        let optimizer = text(body, "/train/optimizer").unwrap_or("adamw");
+        let network = body.get("network").filter(|network| !network.is_null());
+        let trained = match network {
+            Some(network) => {
+                let rank = number(network, "/rank")
+                    .or_else(|| number(network, "/linear"))
+                    .unwrap_or(4.0);
+                rank * family.lora_per_rank * scale
+            }
+            None => figures.denoiser,
+        };
+        let width = width(text(body, "/train/dtype"));
+        let quantised = flag(body, "/model/quantize");
+        Layout {
+            denoiser: figures.denoiser,
+            text: figures.text,
+            vae: figures.vae,
+            width,
+            denoiser_width: if quantised { 1.0 } else { width },
+            // Adapters are kept in f32; a full fine-tune's weights are counted with the denoiser.
+            trained: trained * 1e6 / GIB
+                * match network {
+                    Some(_) => 8.0 + state_width(optimizer),
+                    None => width + state_width(optimizer),
+                },
+            frozen: network.is_some(),
+            activations: megapixels * per_megapixel * scale * (width / 2.0),
+            vae_activations: megapixels * VAE_ACTIVATIONS * scale * (width / 2.0),
+        }
+        .need()
+    });
+    Demand {
+        family,
+        milliunits: milli(units),
+        memory,
+    }
+}
+
+fn generation(family: String, body: &Value, figures: Option<Figures>) -> Demand {
+    let width_px = number(body, "/generate/width").unwrap_or(512.0);
+    let height_px = number(body, "/generate/height").unwrap_or(512.0);
+    let steps = number(body, "/generate/sample_steps").unwrap_or(20.0);
+    let guided = number(body, "/generate/guidance_scale").unwrap_or(7.0) > 1.0;
+    let prompts = body
+        .pointer("/generate/prompts")
+        .and_then(|prompts| {
+            prompts
+                .as_array()
+                .or_else(|| prompts.as_object()?.values().find_map(Value::as_array))
+        })
+        .map_or(1, |list| list.len().max(1));
+    let repeats = number(body, "/generate/num_repeats").unwrap_or(1.0).max(1.0);
+    let most = number(body, "/generate/max_images").unwrap_or(f64::INFINITY);
+    let pictures = (prompts as f64 * repeats).min(most).max(1.0);
+    let area = width_px * height_px;
+    let passes = if guided { 2.0 } else { 1.0 };
+    let units = pictures * steps * passes * area / (512.0 * 512.0);
+    let memory = figures.map(|figures| {
+        let megapixels = area / (1024.0 * 1024.0);
+        let Figures { family, scale, .. } = figures;
+        let width = width(text(body, "/model/dtype"));
+        let quantised = flag(body, "/model/quantize");
+        Layout {
+            denoiser: figures.denoiser,
+            text: figures.text,
+            vae: figures.vae,
+            width,
+            denoiser_width: if quantised { 1.0 } else { width },
+            trained: 0.0,
+            frozen: true,
+            activations: megapixels * family.denoise * scale * (width / 2.0),
+            vae_activations: megapixels * VAE_ACTIVATIONS * scale * (width / 2.0),
+        }
+        .need()
+    });
+    Demand {
+        family,
+        milliunits: milli(units),
+        memory,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn lora(arch: &str, side: u32, dtype: &str, rank: u32) -> Value {
+        json!({"job": "extension", "name": "a", "process": [{"type": "sd_trainer", "kind": {"train": {
+            "model": {"arch": arch}, "network": {"linear": rank},
+            "train": {"steps": 1000, "batch_size": 1, "dtype": dtype, "gradient_checkpointing": true, "optimizer": "adamw8bit"},
+            "datasets": [{"resolution": [512, side]}]}}}]})
+    }
+
+    fn gib(job: &Value) -> [f64; 5] {
+        let need = Demand::of_job(job, None).unwrap().memory.unwrap();
+        need.0.map(|bytes| bytes as f64 / GIB)
+    }
+
+    #[test]
+    fn published_figures_are_met_on_the_careful_side() {
+        // Each: what the trainers publish, and no more than half as much again.
+        let sd = gib(&lora("sd1", 512, "bf16", 16));
+        assert!((2.9..6.0).contains(&sd[0]), "SD 1.5 LoRA runs in about 4 GB: {sd:?}");
+        let sdxl = gib(&lora("sdxl", 1024, "bf16", 16));
+        assert!((9.0..13.0).contains(&sdxl[1]), "SDXL LoRA: 10 GB advised: {sdxl:?}");
+        assert!((5.5..8.0).contains(&sdxl[2]), "SDXL LoRA: 8 GB possible: {sdxl:?}");
+        let flux = gib(&lora("flux", 1024, "bf16", 16));
+        assert!(
+            (27.0..44.0).contains(&flux[1]),
+            "FLUX LoRA in bf16: above 30 GB: {flux:?}"
+        );
+        assert!(
+            (15.0..20.0).contains(&flux[2]),
+            "FLUX LoRA on an 8-bit base: about 17 GB: {flux:?}"
+        );
+        assert!(
+            (6.0..9.0).contains(&flux[3]),
+            "FLUX LoRA, blocks swapped: 8 GB: {flux:?}"
+        );
+    }
+
+    #[test]
+    fn smaller_profiles_need_less() {
+        for arch in ["sd1", "sd2", "sdxl", "sd3", "flux", "qwen_image"] {
+            for dtype in ["bf16", "float32"] {
+                let need = gib(&lora(arch, 1024, dtype, 32));
+                assert!(
+                    need[0] >= need[1] && need[1] >= need[2] && need[2] >= need[3],
+                    "{arch}: {need:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn a_toy_needs_little_and_a_quantised_base_less() {
+        let job = lora("sd1", 512, "bf16", 4);
+        let toy = Anatomy {
+            denoiser: 1_000_000,
+            text: 100_000,
+            vae: 0,
+        };
+        let need = Demand::of_job(&job, Some(toy)).unwrap().memory.unwrap();
+        assert!(need.0.iter().all(|bytes| *bytes < 1 << 30), "{need:?}");
+        let mut quantised = lora("flux", 1024, "bf16", 16);
+        quantised["process"][0]["kind"]["train"]["model"]["quantize"] = json!(true);
+        assert!(gib(&quantised)[1] < 20.0);
+    }
+
+    #[test]
+    fn work_counts_steps_pictures_and_pixels() {
+        let one = Demand::of_job(&lora("sd1", 512, "bf16", 4), None).unwrap();
+        let four = Demand::of_job(&lora("sd1", 1024, "bf16", 4), None).unwrap();
+        assert_eq!(one.units(), 4000.0);
+        assert_eq!(four.units(), 16_000.0);
+        let pictures = json!({"process": [{"kind": {"generate": {"model": {"arch": "sdxl", "dtype": "float16"},
+            "generate": {"width": 1024, "height": 1024, "sample_steps": 20, "guidance_scale": 7.0, "prompts": ["a", "b"], "num_repeats": 3}}}}]});
+        let made = Demand::of_job(&pictures, None).unwrap();
+        assert_eq!((made.family.as_str(), made.units()), ("sdxl", 6.0 * 20.0 * 2.0 * 4.0));
+    }
+
+    #[test]
+    fn what_is_not_known_is_not_guessed_and_nonsense_does_no_harm() {
+        let wan = Demand::of_job(&lora("wan21", 512, "bf16", 4), None).unwrap();
+        assert_eq!((wan.family.as_str(), wan.memory), ("wan21", None));
+        for job in [
+            json!(null),
+            json!({}),
+            json!({"process": []}),
+            json!({"process": [7, {"kind": "x"}, {"kind": {"train": {}}}, {"kind": {"caption": {"model": {"arch": "sd1"}}}}]}),
+        ] {
+            assert_eq!(Demand::of_job(&job, None), None, "{job}");
+        }
+        let mut absurd = lora("flux", 512, "bf16", 4);
+        absurd["process"][0]["kind"]["train"]["train"]["batch_size"] = json!(1e300);
+        absurd["process"][0]["kind"]["train"]["train"]["steps"] = json!(-5);
+        let need = Demand::of_job(&absurd, None).unwrap();
+        assert!(need.memory.unwrap().under(MemoryProfile::Extreme) > 1 << 50);
+    }
+}

@@ -1,0 +1,207 @@
+//! The scheduler core alone: how many decisions it makes per second, and what a waiting job costs.
+//!
+//!     cargo bench -p aitk-coordinator --bench core
+//!
+//! A decision is a device that becomes free and the choice of the next job for it, with everything that goes with it:
+//! the end of the old attempt, the new one, its events and records as effects (which are dropped: no store, no wire).
+//! Rates are per second of processor time, on one thread; Linux only.
+
+use aitk_common::attempt::Outcome;
+use aitk_common::capability::{Device, DeviceKind, DeviceRef};
+use aitk_common::control::{HeldAttempt, PROTOCOL_VERSION, Registration, UnixMillis};
+use aitk_common::id::{JobId, UserName, WorkerId};
+use aitk_common::plan::demand::{Demand, MemoryNeed};
+use aitk_common::plan::profile::MemoryProfile;
+use aitk_coordinator::core::{Effect, Event, NewJob, Payload, SessionId, Settings, State, Ticket, Wants};
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+const GIB: u64 = 1 << 30;
+const WORKERS: u64 = 200;
+const DECISIONS: u64 = 200_000;
+
+fn resident() -> u64 {
+    let pages = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
+    let pages: u64 = pages.split(' ').nth(1).and_then(|n| n.parse().ok()).unwrap_or(0);
+    pages * 4096
+}
+
+/// Time that this process has had a processor, so that a busy machine does not make the core look slow.
+fn processor_time() -> Duration {
+    let text = std::fs::read_to_string("/proc/self/schedstat").unwrap_or_default();
+    let nanos = text.split(' ').next().and_then(|n| n.parse().ok()).unwrap_or(0);
+    Duration::from_nanos(nanos)
+}
+
+/// Jobs of ten users, three priorities and four families, as a lab might have them.
+fn job(number: u64, fits: bool) -> Event {
+    let families = ["sd1", "sdxl", "flux", "sd3"];
+    let family = families[(number % 4) as usize];
+    let need = MemoryNeed([20, 16, 12, 8, 30].map(|gib: u64| gib * GIB + number % 4 * GIB / 2));
+    let wants = Wants {
+        priority: (number / 7 % 3) as i64,
+        owner: UserName::new(format!("user{}", number % 10)),
+        demand: Some(Demand {
+            family: family.into(),
+            milliunits: 1_000_000,
+            memory: Some(need),
+        }),
+        // Those that fit nowhere are all unlike each other.
+        memory: (!fits).then_some(1024 * GIB + number),
+        retries: 3,
+        ..Wants::default()
+    };
+    Event::JobSubmitted {
+        ticket: Ticket(1),
+        job: Box::new(NewJob {
+            id: JobId::new(format!("j{number:08x}")),
+            seed: number,
+            name: "a_lora_of_my_cat".into(),
+            kind: "extension".into(),
+            wants,
+            local: false,
+            idempotency_key: None,
+            after: Vec::new(),
+            not_before: None,
+            payload: Arc::new(Payload::default()),
+        }),
+    }
+}
+
+fn worker(number: u64) -> Event {
+    let sizes = [24, 24, 48, 80];
+    let budget = sizes[(number % 4) as usize] * GIB;
+    let device = Device {
+        device: DeviceRef {
+            kind: DeviceKind::Cuda,
+            index: 0,
+        },
+        name: format!("card {}", number % 4),
+        architecture: "sm_89".into(),
+        memory_total: budget,
+        memory_budget: budget,
+        dtypes: Vec::new(),
+        attention: Vec::new(),
+        profile: MemoryProfile::FullGpu,
+    };
+    let id = WorkerId::new(format!("w{number}"));
+    Event::WorkerRegistered {
+        session: SessionId(number + 1),
+        fresh_id: id.clone(),
+        same_machine: false,
+        registration: Box::new(Registration {
+            protocol: PROTOCOL_VERSION,
+            worker: Some(id.clone()),
+            name: id.to_string(),
+            version: String::new(),
+            host: String::new(),
+            devices: vec![device],
+            labels: BTreeMap::new(),
+            running: Vec::new(),
+        }),
+    }
+}
+
+struct Bench {
+    state: State,
+    now: UnixMillis,
+    running: VecDeque<(SessionId, HeldAttempt)>,
+    submitted: u64,
+}
+
+impl Bench {
+    fn new() -> Self {
+        Self {
+            state: State::new(Settings::from_lease(Duration::from_secs(60))),
+            now: UnixMillis(1_000_000),
+            running: VecDeque::new(),
+            submitted: 0,
+        }
+    }
+
+    fn step(&mut self, event: Event) -> u64 {
+        self.now = self.now.after(Duration::from_millis(1));
+        let mut placed = 0;
+        for effect in self.state.handle(self.now, event) {
+            if let Effect::Assign(session, assigned) = effect {
+                self.running.push_back((session, assigned.held));
+                placed += 1;
+            }
+        }
+        placed
+    }
+
+    fn submit(&mut self, count: u64, fits: bool) -> Duration {
+        let start = processor_time();
+        for _ in 0..count {
+            let event = job(self.submitted, fits);
+            self.submitted += 1;
+            self.step(event);
+        }
+        processor_time().saturating_sub(start)
+    }
+
+    fn connect(&mut self) {
+        for number in 0..WORKERS {
+            self.step(worker(number));
+        }
+    }
+
+    /// Devices become free one after another; how many decisions a second.
+    fn decide(&mut self, count: u64) -> f64 {
+        let start = processor_time();
+        let mut decisions = 0;
+        while decisions < count {
+            let Some((session, held)) = self.running.pop_front() else {
+                break;
+            };
+            decisions += self.step(Event::Finished {
+                session,
+                request: 1,
+                held,
+                outcome: Outcome::Completed,
+            });
+        }
+        decisions as f64 / processor_time().saturating_sub(start).as_secs_f64()
+    }
+}
+
+fn main() {
+    // `cargo test` builds and starts benches too, with another flag.
+    if !std::env::args().any(|argument| argument == "--bench") {
+        return;
+    }
+    let mut lines = Vec::new();
+    for waiting in [1_000, 10_000, 100_000, 1_000_000] {
+        let before = resident();
+        let mut bench = Bench::new();
+        let took = bench.submit(waiting, true);
+        let bytes = resident().saturating_sub(before);
+        bench.connect();
+        let rate = bench.decide(DECISIONS.min(waiting * 3 / 4));
+        lines.push(format!(
+            "{waiting:>9} waiting: {rate:>9.0} decisions/s, {:>9.0} submissions/s, {:>5} bytes per waiting job ({} MB in all)",
+            waiting as f64 / took.as_secs_f64(),
+            bytes / waiting,
+            bytes / 1_000_000
+        ));
+    }
+    let mut bench = Bench::new();
+    bench.submit(10_000, false);
+    bench.submit(300_000, true);
+    bench.connect();
+    let rate = bench.decide(DECISIONS);
+    lines.push(format!(
+        "  beside 10,000 that fit nowhere, each unlike the others: {rate:>9.0} decisions/s"
+    ));
+    for line in lines {
+        say(&line);
+    }
+}
+
+/// A benchmark's result goes to standard output.
+#[expect(clippy::print_stdout, reason = "the result of a benchmark")]
+fn say(line: &str) {
+    println!("{line}");
+}

@@ -1,0 +1,356 @@
+//! Jobs that are alike in what they need of a device are placed alike: they share a class, and what is found out for
+//! one holds for all. So an event costs what the classes that it concerns cost, and not what the queue costs.
+
+use super::model::{Job, Level, Wants, Worker};
+use super::slots::{Held, SlotId};
+use super::state::State;
+use aitk_common::capability::{Device, DeviceKind};
+use aitk_common::id::{JobId, UserName};
+use aitk_common::plan::demand::MemoryNeed;
+use aitk_common::plan::profile::MemoryProfile;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Index of a class.
+pub(crate) type ClassId = usize;
+
+/// Empty classes that are kept, because the next job is often like the last one.
+const EMPTY_KEPT: usize = 256;
+
+/// What placement needs to know of a job.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Needs {
+    pub(super) local: bool,
+    pub(super) device: Option<DeviceKind>,
+    pub(super) labels: BTreeMap<String, String>,
+    pub(super) profile: Option<MemoryProfile>,
+    pub(super) memory: Option<u64>,
+    pub(super) family: Option<String>,
+    pub(super) predicted: Option<MemoryNeed>,
+    pub(super) at_most: Option<MemoryProfile>,
+    pub(super) alone: bool,
+}
+
+impl Needs {
+    pub(super) fn of(job: &Job) -> Self {
+        Self::of_wants(&job.wants, job.local, job.at_most)
+    }
+
+    pub(super) fn of_wants(wants: &Wants, local: bool, at_most: Option<MemoryProfile>) -> Self {
+        let demand = wants.demand.as_ref();
+        Self {
+            local,
+            device: wants.device,
+            labels: wants.labels.clone(),
+            profile: wants.profile,
+            memory: wants.memory,
+            family: demand.map(|demand| demand.family.clone()),
+            // Whoever runs a job in place wants it to run here: a prediction does not stop it.
+            predicted: demand.and_then(|demand| demand.memory).filter(|_| !local),
+            at_most,
+            alone: wants.alone,
+        }
+    }
+
+    /// What is set aside for such a job under a plan that needs `bytes`.
+    pub(super) fn held(&self, bytes: Option<u64>) -> Held {
+        Held {
+            bytes,
+            alone: self.alone,
+        }
+    }
+}
+
+/// Why a device is not for a job. Ordered: of several devices, the reason that came closest is shown.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Misfit {
+    OtherMachine,
+    Label(String, String),
+    Kind(DeviceKind),
+    Profile(MemoryProfile),
+    /// Predicted, under the leanest profile that may be tried.
+    Needs {
+        most: u64,
+        needed: u64,
+        profile: MemoryProfile,
+    },
+    /// As its user says.
+    Asks {
+        most: u64,
+        wanted: u64,
+    },
+    NoBudget,
+}
+
+/// A way to run a job on a device: the profile, and the bytes that it needs; none: not known.
+pub(super) type Choice = (MemoryProfile, Option<u64>);
+
+/// Whether the device can run such a job when it is idle, and how: under the least slow profile. Beside others it runs
+/// under the same one or not at all; a task that is squeezed in beside others would only crawl.
+pub(super) fn fit(needs: &Needs, worker: &Worker, device: &Device) -> Result<Choice, Misfit> {
+    if needs.local && !worker.same_machine {
+        return Err(Misfit::OtherMachine);
+    }
+    if let Some((key, value)) = needs
+        .labels
+        .iter()
+        .find(|(key, value)| worker.labels.get(*key) != Some(*value))
+    {
+        return Err(Misfit::Label(key.clone(), value.clone()));
+    }
+    let kind = device.device.kind;
+    if let Some(wanted) = needs.device.filter(|wanted| *wanted != kind) {
+        return Err(Misfit::Kind(wanted));
+    }
+    let on_cpu = kind == DeviceKind::Cpu;
+    if let Some(profile) = needs
+        .profile
+        .filter(|profile| (*profile == MemoryProfile::CpuOnly) != on_cpu)
+    {
+        return Err(Misfit::Profile(profile));
+    }
+    let budget = device.memory_budget;
+    if budget == 0 {
+        return Err(Misfit::NoBudget);
+    }
+    let offered = needs.profile.unwrap_or_else(|| {
+        let own = if on_cpu { MemoryProfile::CpuOnly } else { device.profile };
+        needs
+            .at_most
+            .filter(|_| !on_cpu)
+            .map_or(own, |at_most| own.max(at_most))
+    });
+    if let Some(wanted) = needs.memory {
+        return if wanted > budget {
+            Err(Misfit::Asks { most: budget, wanted })
+        } else {
+            Ok((offered, Some(wanted)))
+        };
+    }
+    let Some(predicted) = needs.predicted else {
+        return Ok((offered, None));
+    };
+    let profiles: Vec<MemoryProfile> = match (needs.profile, on_cpu) {
+        (Some(profile), _) => vec![profile],
+        (None, true) => vec![MemoryProfile::CpuOnly],
+        (None, false) => MemoryProfile::ALL
+            .into_iter()
+            .filter(|profile| *profile != MemoryProfile::CpuOnly && needs.at_most.is_none_or(|most| *profile >= most))
+            .collect(),
+    };
+    let fitting = profiles
+        .iter()
+        .map(|profile| (*profile, predicted.under(*profile)))
+        .find(|(_, bytes)| *bytes <= budget);
+    match fitting {
+        Some((profile, bytes)) => Ok((profile, Some(bytes))),
+        None => {
+            let leanest = profiles.last().copied().unwrap_or(offered);
+            Err(Misfit::Needs {
+                most: budget,
+                needed: predicted.under(leanest),
+                profile: leanest,
+            })
+        }
+    }
+}
+
+/// What a device offers to a class.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Offer {
+    pub(super) choice: Choice,
+    /// Seconds per unit of work.
+    pub(super) seconds_per_unit: f64,
+}
+
+/// Jobs that are alike, and where they fit.
+#[derive(Clone, Debug)]
+pub(super) struct Class {
+    pub(super) needs: Needs,
+    /// Connected devices on which one fits when they are idle.
+    pub(super) offers: BTreeMap<SlotId, Offer>,
+    /// The least seconds per unit among open devices; none: to be looked up.
+    pub(super) best: Option<f64>,
+    /// The least bytes that one needs on any open device; looked up with `best`.
+    pub(super) least: u64,
+    /// Those that wait and may start, by level, user and order.
+    pub(super) waiting: BTreeMap<Level, BTreeMap<UserName, BTreeSet<(u64, JobId)>>>,
+    pub(super) count: usize,
+    /// None of them can start until a device on which they fit gets room.
+    pub(super) stuck: bool,
+    /// Running jobs that were told to give way for one of them.
+    pub(super) claims: BTreeSet<JobId>,
+}
+
+/// All classes.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Classes {
+    all: BTreeMap<ClassId, Class>,
+    index: BTreeMap<Needs, ClassId>,
+    next: ClassId,
+    /// Empty ones.
+    empty: usize,
+    /// Those of which one may be able to start now.
+    pub(super) candidates: BTreeSet<ClassId>,
+}
+
+impl Classes {
+    pub(super) fn get(&self, id: ClassId) -> Option<&Class> {
+        self.all.get(&id)
+    }
+
+    pub(super) fn get_mut(&mut self, id: ClassId) -> Option<&mut Class> {
+        self.all.get_mut(&id)
+    }
+
+    pub(super) fn find(&self, needs: &Needs) -> Option<ClassId> {
+        self.index.get(needs).copied()
+    }
+
+    pub(super) fn ids(&self) -> Vec<ClassId> {
+        self.all.keys().copied().collect()
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (ClassId, &Class)> {
+        self.all.iter().map(|(id, class)| (*id, class))
+    }
+
+    /// One of the class may be able to start.
+    pub(super) fn wake(&mut self, id: ClassId) {
+        if let Some(class) = self.all.get_mut(&id) {
+            class.stuck = false;
+            if class.count > 0 {
+                self.candidates.insert(id);
+            }
+        }
+    }
+
+    pub(super) fn add(&mut self, id: ClassId, level: Level, owner: &UserName, order: u64, job: &JobId) {
+        let Some(class) = self.all.get_mut(&id) else { return };
+        self.empty -= usize::from(class.count == 0);
+        class.count += 1;
+        class
+            .waiting
+            .entry(level)
+            .or_default()
+            .entry(owner.clone())
+            .or_default()
+            .insert((order, job.clone()));
+    }
+
+    pub(super) fn remove(&mut self, id: ClassId, level: Level, owner: &UserName, order: u64, job: &JobId) {
+        let Some(class) = self.all.get_mut(&id) else { return };
+        let Some(users) = class.waiting.get_mut(&level) else {
+            return;
+        };
+        let Some(jobs) = users.get_mut(owner) else { return };
+        if !jobs.remove(&(order, job.clone())) {
+            return;
+        }
+        if jobs.is_empty() {
+            users.remove(owner);
+        }
+        if users.is_empty() {
+            class.waiting.remove(&level);
+        }
+        class.count -= 1;
+        if class.count == 0 {
+            self.empty += 1;
+            self.candidates.remove(&id);
+        }
+    }
+}
+
+impl State {
+    /// The class of jobs with these needs, made if need be.
+    pub(super) fn class_of(&mut self, needs: Needs) -> ClassId {
+        if let Some(id) = self.classes.find(&needs) {
+            return id;
+        }
+        if self.classes.empty > EMPTY_KEPT {
+            self.forget_empty_classes();
+        }
+        let id = self.classes.next;
+        self.classes.next += 1;
+        self.classes.index.insert(needs.clone(), id);
+        self.classes.empty += 1;
+        self.classes.all.insert(
+            id,
+            Class {
+                needs,
+                offers: BTreeMap::new(),
+                best: None,
+                least: 0,
+                waiting: BTreeMap::new(),
+                count: 0,
+                stuck: false,
+                claims: BTreeSet::new(),
+            },
+        );
+        let connected: Vec<SlotId> = self
+            .slots
+            .iter()
+            .filter(|(_, slot)| slot.connected)
+            .map(|(id, _)| id)
+            .collect();
+        for slot in connected {
+            self.offer(slot, id);
+        }
+        id
+    }
+
+    fn forget_empty_classes(&mut self) {
+        let gone: Vec<ClassId> = self
+            .classes
+            .iter()
+            .filter(|(_, class)| class.count == 0 && class.claims.is_empty())
+            .map(|(id, _)| id)
+            .collect();
+        for id in gone {
+            let Some(class) = self.classes.all.remove(&id) else {
+                continue;
+            };
+            self.classes.index.remove(&class.needs);
+            self.classes.candidates.remove(&id);
+            self.classes.empty -= 1;
+            for slot in class.offers.keys() {
+                if let Some(slot) = self.slots.get_mut(*slot) {
+                    slot.classes.remove(&id);
+                }
+            }
+        }
+    }
+
+    /// What this device offers to every class, anew.
+    pub(super) fn refit(&mut self, slot: SlotId) {
+        for class in self.classes.ids() {
+            self.offer(slot, class);
+        }
+    }
+
+    /// What this device offers to this class, anew.
+    pub(super) fn offer(&mut self, slot_id: SlotId, class_id: ClassId) {
+        let (Some(slot), Some(class)) = (self.slots.get_mut(slot_id), self.classes.all.get_mut(&class_id)) else {
+            return;
+        };
+        class.best = None;
+        let choice = match self.workers.get(&slot.worker) {
+            Some(worker) if slot.connected => fit(&class.needs, worker, &slot.device).ok(),
+            _ => None,
+        };
+        match choice {
+            Some(choice) => {
+                let family = class.needs.family.as_deref();
+                slot.classes.insert(class_id);
+                let offer = Offer {
+                    choice,
+                    seconds_per_unit: self.speeds.seconds_per_unit(&slot.device, family, choice.0),
+                };
+                class.offers.insert(slot_id, offer);
+            }
+            None => {
+                slot.classes.remove(&class_id);
+                class.offers.remove(&slot_id);
+            }
+        }
+    }
+}

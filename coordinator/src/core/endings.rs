@@ -1,0 +1,249 @@
+//! How attempts end, and what then becomes of their job: blame by cause.
+
+use super::Step;
+use super::attempts::cut;
+use super::model::{Recall, SessionId};
+use super::state::State;
+use aitk_common::attempt::{FailureCause, Outcome};
+use aitk_common::control::{AttemptState, EventBody, HeldAttempt, JobState};
+use aitk_common::hash::ContentHash;
+use aitk_common::id::{JobId, WorkerId};
+use aitk_common::plan::profile::MemoryProfile;
+use std::time::Duration;
+
+/// Inputs of a worker that are remembered, the latest ones.
+const CACHED_MOST: usize = 64;
+
+impl State {
+    /// What becomes of a job whose attempt has ended by itself or as it was told to.
+    pub(super) fn conclude(&mut self, step: &mut Step, session: SessionId, id: &JobId, outcome: Outcome) {
+        let Some(job) = self.jobs.get(id) else { return };
+        let Some(attempt) = job.current().cloned() else { return };
+        let stopping = job.state == JobState::Stopping;
+        let over_time = job.over_time;
+        let recall = job.recall.clone();
+        match outcome {
+            Outcome::Completed => {
+                self.end_attempt(step, id, AttemptState::Completed, String::new());
+                self.healthy(step, &attempt.worker, attempt.device);
+                self.set_state(step, id, JobState::Completed, "all work is done".into());
+            }
+            Outcome::Stopped => {
+                self.end_attempt(step, id, AttemptState::Stopped, "stopped, state saved".into());
+                let leaving = self.sessions.get(&session).and_then(|worker| self.workers.get(worker));
+                let leaving = leaving.is_some_and(|worker| worker.leaving);
+                let again = match recall {
+                    _ if stopping => None,
+                    Some(Recall::GiveWay(to)) => Some(format!("gave way to {to}; goes on by itself")),
+                    Some(Recall::Pause) => Some("paused; its state is saved".into()),
+                    Some(Recall::Drain) => Some("its worker is drained; it goes on elsewhere".into()),
+                    None if leaving => Some("its worker left; it goes on elsewhere".into()),
+                    None => None,
+                };
+                match again {
+                    Some(words) => self.requeue(step, id, words, Duration::ZERO),
+                    None if over_time => {
+                        let words =
+                            "its time limit is over; its state is saved, and `aitk resume` gives it as much time again";
+                        self.set_state(step, id, JobState::Stopped, words.into());
+                    }
+                    None if stopping => self.set_state(step, id, JobState::Stopped, "stopped on request".into()),
+                    // Nobody asked it to stop. Counted, so that it cannot go round for ever.
+                    None => self.retry(step, id, "its attempt stopped without being asked to".into(), true),
+                }
+            }
+            Outcome::Failed { cause, message } => {
+                let message = cut(message);
+                self.end_attempt(step, id, AttemptState::Failed, message.clone());
+                if cause == FailureCause::Machine {
+                    self.fault(step, &attempt.worker, attempt.device);
+                }
+                if stopping {
+                    let reason = format!("stopped on request; its attempt ended with: {message}");
+                    self.set_state(step, id, JobState::Stopped, reason);
+                } else if cause == FailureCause::OutOfMemory {
+                    self.out_of_memory(step, id, attempt.profile, message);
+                } else if cause.is_retryable() {
+                    self.retry(step, id, format!("{}: {message}", blame(cause)), true);
+                } else {
+                    self.set_state(step, id, JobState::Failed, message);
+                }
+            }
+        }
+    }
+
+    /// The next smaller profile, once; a job that also fails there is too large for its device. Where there is no
+    /// smaller one, something else took the memory: an ordinary failure of the machine.
+    fn out_of_memory(&mut self, step: &mut Step, id: &JobId, profile: MemoryProfile, message: String) {
+        let Some(job) = self.jobs.get_mut(id) else { return };
+        let smaller = match profile {
+            MemoryProfile::FullGpu => Some(MemoryProfile::Balanced),
+            MemoryProfile::Balanced => Some(MemoryProfile::GpuPoor),
+            MemoryProfile::GpuPoor => Some(MemoryProfile::Extreme),
+            MemoryProfile::Extreme | MemoryProfile::CpuOnly => None,
+        };
+        let before = job.at_most;
+        match smaller.filter(|_| job.wants.profile.is_none()) {
+            Some(smaller) if before.is_none() => {
+                job.at_most = Some(smaller);
+                let words = format!(
+                    "not enough memory with the profile {}: tried again with {}; it said: {message}",
+                    profile.name(),
+                    smaller.name()
+                );
+                self.requeue(step, id, words, Duration::ZERO);
+            }
+            _ if before.is_some() => {
+                let words = format!(
+                    "not enough memory, with the smaller profile {} as well; `cluster.memory_budget` and                      `cluster.memory_profile` choose another device or layout: {message}",
+                    profile.name()
+                );
+                self.set_state(step, id, JobState::Failed, words);
+            }
+            _ => self.retry(
+                step,
+                id,
+                format!("{}: {message}", blame(FailureCause::OutOfMemory)),
+                true,
+            ),
+        }
+    }
+
+    /// The attempt's worker is gone, or does not know it. From here on it is fenced.
+    pub(super) fn attempt_lost(&mut self, step: &mut Step, id: &JobId, why: &str, counts: bool) {
+        let Some(job) = self.jobs.get(id) else { return };
+        let Some(attempt) = job.current() else { return };
+        let held = HeldAttempt {
+            attempt: attempt.id.clone(),
+            epoch: attempt.epoch,
+        };
+        let session = self.workers.get(&attempt.worker).and_then(|worker| worker.session);
+        let message = format!("lost on {}: {why}", attempt.worker_name);
+        let stopping = job.state == JobState::Stopping;
+        self.end_attempt(step, id, AttemptState::Lost, message.clone());
+        if let Some(session) = session {
+            self.fence(step, session, held);
+        }
+        if stopping {
+            self.set_state(
+                step,
+                id,
+                JobState::Stopped,
+                format!("stopped on request; its attempt was {message}"),
+            );
+        } else {
+            self.retry(step, id, message, counts);
+        }
+    }
+
+    /// The one place where an attempt ends.
+    fn end_attempt(&mut self, step: &mut Step, id: &JobId, state: AttemptState, message: String) {
+        let Some(job) = self.jobs.get(id) else { return };
+        let Some(attempt) = job.current().cloned() else { return };
+        let slot = self.slots.find(&attempt.worker, attempt.device);
+        let ran = step.now.since(attempt.created);
+        // Only who got as far as to report has its inputs there, and only its pace tells a speed.
+        let data = job.progress.map(|_| job.wants.data.clone()).unwrap_or_default();
+        let pace = job.live.and_then(|live| live.pace);
+        let worked = pace.zip(job.wants.demand.clone());
+        if let Some(slot) = slot {
+            let learned = worked.and_then(|(pace, demand)| self.learn(pace, &demand, &attempt, slot));
+            let cached = self.note_caches(&attempt.worker, &data);
+            if learned.is_some() || cached {
+                self.persist_worker(step, &attempt.worker);
+            }
+            self.slots.vacate(slot, id);
+            self.grown(slot);
+        }
+        self.drop_claim(id);
+        let Some(job) = self.jobs.get_mut(id) else { return };
+        let deadline = job.live.and_then(|live| live.deadline);
+        job.live = None;
+        job.progress = job.progress.filter(|_| state == AttemptState::Completed);
+        job.phase = None;
+        job.used = job
+            .used
+            .saturating_add(u64::try_from(ran.as_millis()).unwrap_or(u64::MAX));
+        let owner = job.wants.owner.clone();
+        if let Some(last) = job.attempts.last_mut() {
+            last.state = state;
+            last.ended = Some(step.now);
+            last.message.clone_from(&message);
+        }
+        if let Some(deadline) = deadline {
+            self.deadlines.remove(&(deadline, id.clone()));
+        }
+        self.live.remove(id);
+        self.yielding.remove(id);
+        self.user_ends(&owner, ran);
+        step.touched.insert(id.clone());
+        let body = EventBody::Attempt {
+            state,
+            worker_name: attempt.worker_name,
+            device: attempt.device,
+            message,
+        };
+        self.log(step, id, Some(attempt.id), body, None);
+    }
+
+    /// These inputs lie in a worker's caches now. Whether that is news.
+    fn note_caches(&mut self, worker: &WorkerId, data: &[ContentHash]) -> bool {
+        let Some(worker) = self.workers.get_mut(worker) else {
+            return false;
+        };
+        let news = data.iter().any(|data| !worker.has.contains(data));
+        if news {
+            worker.has.retain(|known| !data.contains(known));
+            worker.has.extend_from_slice(data);
+            let surplus = worker.has.len().saturating_sub(CACHED_MOST);
+            worker.has.drain(..surplus);
+        }
+        news
+    }
+
+    /// Another try, unless there were too many in a row.
+    fn retry(&mut self, step: &mut Step, id: &JobId, why: String, counts: bool) {
+        let settings = self.settings.clone();
+        let Some(job) = self.jobs.get_mut(id) else { return };
+        if counts {
+            job.failures = job.failures.saturating_add(1);
+        }
+        if job.failures > job.wants.retries {
+            let tries = job.failures;
+            let reason = if tries == 1 {
+                why
+            } else {
+                format!("gave up after {tries} tries in a row; the last one: {why}")
+            };
+            return self.set_state(step, id, JobState::Failed, reason);
+        }
+        let doublings = job.failures.saturating_sub(1).min(16);
+        let wait = settings
+            .backoff
+            .saturating_mul(1 << doublings)
+            .min(settings.backoff_limit);
+        self.requeue(step, id, why, wait);
+    }
+
+    fn requeue(&mut self, step: &mut Step, id: &JobId, why: String, wait: Duration) {
+        let Some(job) = self.jobs.get_mut(id) else { return };
+        if job.wants.time_limit.is_some_and(|limit| job.used >= limit) {
+            let words = format!("its time limit is over, and `aitk resume` gives it as much time again; before: {why}");
+            return self.set_state(step, id, JobState::Stopped, words);
+        }
+        job.not_before = step.now.after(wait);
+        self.set_state(step, id, JobState::Queued, why);
+    }
+}
+
+/// Whose fault, in words.
+fn blame(cause: FailureCause) -> &'static str {
+    match cause {
+        FailureCause::BadInput => "the config or its inputs",
+        FailureCause::OutOfMemory => "not enough memory",
+        FailureCause::DiskFull => "the disk is full",
+        FailureCause::Storage => "object storage was not reachable",
+        FailureCause::Machine => "the machine failed",
+        FailureCause::Internal => "a fault of aitk",
+    }
+}

@@ -1,0 +1,345 @@
+//! Why a waiting job waits, and where a job could run, as one would say it.
+
+use super::classes::{Misfit, Needs, fit};
+use super::model::{Job, Recall, Wants, Worker};
+use super::placement::{USUAL_UNITS, is_gpu, seconds_until, work_left};
+use super::queue::Gate;
+use super::slots::{Slot, SlotId};
+use super::speed::TOO_SLOW;
+use super::state::State;
+use super::words::{gib, no_device, not_this_device, span};
+use aitk_common::control::{DeviceForecast, Forecast, JobState, UnixMillis};
+use aitk_common::plan::profile::MemoryProfile;
+use std::time::Duration;
+
+/// Beyond so many, it does not matter how many are ahead.
+const AHEAD_MOST: usize = 1000;
+
+/// A device as a job sees it.
+struct Sight<'a> {
+    slot: SlotId,
+    device: &'a Slot,
+    worker: &'a Worker,
+    found: Found,
+}
+
+/// What a device is to a job.
+enum Found {
+    Unfit(Misfit),
+    Fit {
+        profile: MemoryProfile,
+        bytes: Option<u64>,
+        seconds_per_unit: f64,
+        /// What keeps it from starting there now; empty: nothing.
+        hindrance: String,
+        ready: bool,
+    },
+}
+
+impl State {
+    /// Every connected device as a job with these needs sees it.
+    fn look(&self, needs: &Needs) -> Vec<Sight<'_>> {
+        let family = needs.family.as_deref();
+        let mut sights: Vec<Sight<'_>> = Vec::new();
+        for (id, slot) in self.slots.iter().filter(|(_, slot)| slot.connected) {
+            let Some(worker) = self.workers.get(&slot.worker) else {
+                continue;
+            };
+            let found = match fit(needs, worker, &slot.device) {
+                Err(misfit) => Found::Unfit(misfit),
+                Ok((profile, bytes)) => {
+                    let ready = slot.open && slot.has_room() && slot.has_room_for(needs.held(bytes), None);
+                    Found::Fit {
+                        profile,
+                        bytes,
+                        seconds_per_unit: self.speeds.seconds_per_unit(&slot.device, family, profile),
+                        hindrance: if ready {
+                            String::new()
+                        } else {
+                            self.hindrance(slot, worker)
+                        },
+                        ready,
+                    }
+                }
+            };
+            sights.push(Sight {
+                slot: id,
+                device: slot,
+                worker,
+                found,
+            });
+        }
+        if needs.device.is_none() {
+            Self::discourage(&mut sights);
+        }
+        sights
+    }
+
+    /// A device on which the work would take many times as long as on another one is not taken.
+    fn discourage(sights: &mut [Sight<'_>]) {
+        let speed = |sight: &Sight<'_>| match &sight.found {
+            Found::Fit { seconds_per_unit, .. } if sight.device.open => Some((*seconds_per_unit, name(sight))),
+            _ => None,
+        };
+        let best = sights.iter().filter_map(speed).min_by(|a, b| a.0.total_cmp(&b.0));
+        let Some((best, fastest)) = best else { return };
+        for sight in sights {
+            if let Found::Fit {
+                seconds_per_unit,
+                hindrance,
+                ready,
+                ..
+            } = &mut sight.found
+                && *seconds_per_unit > best * TOO_SLOW
+            {
+                *ready = false;
+                *hindrance = format!(
+                    "it would take about {:.0} times as long as on {fastest}; `cluster.device: {}` allows it",
+                    *seconds_per_unit / best,
+                    sight.device.device.device.kind.name()
+                );
+            }
+        }
+    }
+
+    fn hindrance(&self, slot: &Slot, worker: &Worker) -> String {
+        if worker.drained {
+            return format!("{} is drained", worker.name);
+        }
+        if worker.leaving {
+            return format!("{} is leaving", worker.name);
+        }
+        if slot.quarantined.is_some() {
+            return format!(
+                "quarantined after {} driver faults in a row; `aitk worker undrain {}` frees it",
+                super::workers::FAULTS_MOST,
+                worker.name
+            );
+        }
+        let busy: Vec<String> = slot
+            .running
+            .keys()
+            .map(|id| {
+                let job = self.jobs.get(id);
+                let name = job.map(|job| job.name.as_str()).unwrap_or_default();
+                let gives_way = job.is_some_and(|job| matches!(job.recall, Some(Recall::GiveWay(_))));
+                let doing = if gives_way { ", which saves and gives way" } else { "" };
+                format!("{id} ({name}){doing}")
+            })
+            .collect();
+        format!("busy with {}", busy.join(" and "))
+    }
+
+    /// Why a waiting job waits.
+    pub(super) fn explain(&self, now: UnixMillis, job: &Job) -> String {
+        match self.gate(now, job) {
+            Gate::Paused => return format!("paused; `aitk resume {}` lets it go on", job.id),
+            Gate::After(before) => return self.explain_after(&before),
+            Gate::Until(time) if job.attempts.is_empty() => {
+                let left = span(time.since(now));
+                return format!("starts in {left} at the earliest, as its config asks");
+            }
+            Gate::Until(time) => {
+                let wait = seconds_until(now, time);
+                let (failures, tries) = (job.failures.max(1), u64::from(job.wants.retries) + 1);
+                return format!(
+                    "try {} of {tries} in {wait} s; before: {}",
+                    u64::from(failures) + 1,
+                    job.reason
+                );
+            }
+            Gate::Open => {}
+        }
+        let sights = self.look(&Needs::of(job));
+        if sights.is_empty() {
+            return "no worker is connected; `aitk-worker` starts one".into();
+        }
+        let owner = &job.wants.owner;
+        if self.at_quota(owner) && sights.iter().any(|sight| matches!(sight.found, Found::Fit { .. })) {
+            let quota = self.settings.quotas.of(owner).unwrap_or(0);
+            return format!(
+                "user {owner} may hold {quota} devices at once and does; one of those jobs has to end first"
+            );
+        }
+        self.explain_devices(job, &sights)
+    }
+
+    fn explain_after(&self, before: &aitk_common::id::JobId) -> String {
+        match self.jobs.get(before) {
+            Some(before) if matches!(before.state, JobState::Failed | JobState::Stopped) => format!(
+                "waits for {} ({}), which has {}; `aitk resume {}` lets that go on, `aitk stop` ends this one",
+                before.id, before.name, before.state, before.id
+            ),
+            Some(before) => format!("waits for {} ({}), which is {}", before.id, before.name, before.state),
+            None => format!("waits for {before}, which is not known any more; `aitk stop` ends this one"),
+        }
+    }
+
+    fn explain_devices(&self, job: &Job, sights: &[Sight<'_>]) -> String {
+        let fitting: Vec<&Sight<'_>> = sights
+            .iter()
+            .filter(|sight| matches!(sight.found, Found::Fit { .. }))
+            .collect();
+        let usable: Vec<&&Sight<'_>> = fitting.iter().filter(|sight| sight.device.open).collect();
+        let ready = fitting
+            .iter()
+            .any(|sight| matches!(sight.found, Found::Fit { ready: true, .. }));
+        if ready {
+            // Placement follows every change, so this is only ever seen between two steps.
+            return "starts now".into();
+        }
+        if let (Some(first), true) = (fitting.first(), usable.is_empty()) {
+            let Found::Fit { hindrance, .. } = &first.found else {
+                return String::new();
+            };
+            let others = match fitting.len() {
+                1 => "the one device that fits is not taken".to_owned(),
+                several => format!("none of the {several} devices that fit is taken"),
+            };
+            return format!("{others}: {hindrance}");
+        }
+        if fitting.is_empty() {
+            return no_device(misfits(sights));
+        }
+        let giving = usable
+            .iter()
+            .flat_map(|sight| sight.device.running.keys())
+            .find(|id| matches!(&self.jobs.get(*id).and_then(|job| job.recall.clone()), Some(Recall::GiveWay(to)) if *to == job.id));
+        if let Some(giving) = giving {
+            return format!("starts when {giving} has saved and given way");
+        }
+        let fast = |sight: &&&&Sight<'_>| !matches!(&sight.found, Found::Fit { hindrance, .. } if hindrance.starts_with("it would"));
+        let devices = match usable.iter().filter(fast).count() {
+            1 => "the one device that fits is".to_owned(),
+            several => format!("all {several} devices that fit are"),
+        };
+        let ahead = self.queue.range(..job.queue_key()).take(AHEAD_MOST + 1).count();
+        match ahead {
+            0 => format!("next in line; {devices} busy"),
+            ahead if ahead > AHEAD_MOST => format!("more than {AHEAD_MOST} ahead in line; {devices} busy"),
+            ahead => format!("{ahead} ahead in line; {devices} busy"),
+        }
+    }
+
+    /// A waiting or running job, and every connected device as it sees it.
+    #[must_use]
+    pub fn explain_job(&self, now: UnixMillis, id: &aitk_common::id::JobId) -> Option<Forecast> {
+        let job = self.jobs.get(id)?;
+        let summary = match job.state {
+            JobState::Queued => self.explain(now, job),
+            _ => self.job_view(now, id)?.reason,
+        };
+        Some(Forecast {
+            summary,
+            devices: self.forecast(&Needs::of(job), work_left(job)),
+        })
+    }
+
+    /// Where a job with these wishes could run, were it submitted now.
+    #[must_use]
+    pub fn fit(&self, wants: &Wants) -> Forecast {
+        let needs = Needs::of_wants(wants, false, None);
+        let units = wants.demand.as_ref().map_or(USUAL_UNITS, |demand| demand.units());
+        let devices = self.forecast(&needs, units);
+        let fitting: Vec<&DeviceForecast> = devices.iter().filter(|device| device.fits).collect();
+        let summary = match (fitting.first(), devices.is_empty()) {
+            (_, true) => "no worker is connected; `aitk-worker` starts one".to_owned(),
+            (None, _) => no_device(misfits(&self.look(&needs))),
+            (Some(best), _) if best.ready => format!("would start now on {}", best.words),
+            (Some(best), _) => format!("would wait for a device; the best is {}", best.words),
+        };
+        Forecast { summary, devices }
+    }
+
+    fn forecast(&self, needs: &Needs, units: f64) -> Vec<DeviceForecast> {
+        let family = needs.family.as_deref();
+        let mut sights = self.look(needs);
+        let rank = |sight: &Sight<'_>| match &sight.found {
+            Found::Fit {
+                seconds_per_unit,
+                ready,
+                ..
+            } => (0, !ready, *seconds_per_unit),
+            Found::Unfit(_) => (1, true, 0.0),
+        };
+        sights.sort_by(|a, b| {
+            let (a_rank, b_rank) = (rank(a), rank(b));
+            let order = (a_rank.0, a_rank.1).cmp(&(b_rank.0, b_rank.1));
+            let budget = |sight: &Sight<'_>| sight.device.device.memory_budget;
+            order
+                .then(a_rank.2.total_cmp(&b_rank.2))
+                .then((budget(a), a.slot).cmp(&(budget(b), b.slot)))
+        });
+        sights.iter().map(|sight| self.say(sight, family, units)).collect()
+    }
+
+    fn say(&self, sight: &Sight<'_>, family: Option<&str>, units: f64) -> DeviceForecast {
+        let device = &sight.device.device;
+        let measured = self.speeds.is_measured(device, family);
+        let name = name(sight);
+        let mut said = DeviceForecast {
+            worker: sight.worker.id.clone(),
+            worker_name: sight.worker.name.clone(),
+            device: device.device,
+            device_name: device.name.clone(),
+            budget: device.memory_budget,
+            fits: false,
+            ready: false,
+            profile: None,
+            memory: None,
+            seconds: None,
+            measured,
+            words: String::new(),
+        };
+        match &sight.found {
+            Found::Unfit(misfit) => said.words = format!("{name}: {}", not_this_device(misfit)),
+            Found::Fit {
+                profile,
+                bytes,
+                seconds_per_unit,
+                hindrance,
+                ready,
+            } => {
+                let seconds = family.map(|_| units * seconds_per_unit);
+                let need = match bytes {
+                    Some(bytes) => format!("{} of {}", gib(*bytes), gib(device.memory_budget)),
+                    None => format!("all of {}, its need is not known", gib(device.memory_budget)),
+                };
+                let time = match seconds {
+                    Some(seconds) if seconds.is_finite() => {
+                        let time = span(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX));
+                        let how = if measured { "" } else { ", a guess" };
+                        format!(", about {time}{how}")
+                    }
+                    _ => String::new(),
+                };
+                let now = if *ready { "free" } else { hindrance.as_str() };
+                said.words = format!("{name}: {} ({need}{time}); {now}", profile.name());
+                said.fits = true;
+                said.ready = *ready;
+                said.profile = Some(*profile);
+                said.memory = *bytes;
+                said.seconds = seconds.filter(|seconds| seconds.is_finite());
+            }
+        }
+        said
+    }
+}
+
+/// `box cuda:0`; the processor has no number.
+fn name(sight: &Sight<'_>) -> String {
+    let device = sight.device.device.device;
+    if is_gpu(device.kind) {
+        format!("{} {}:{}", sight.worker.name, device.kind.name(), device.index)
+    } else {
+        format!("{} {}", sight.worker.name, device.kind.name())
+    }
+}
+
+fn misfits<'a>(sights: &'a [Sight<'_>]) -> Vec<&'a Misfit> {
+    let unfit = |sight: &'a Sight<'_>| match &sight.found {
+        Found::Unfit(misfit) => Some(misfit),
+        Found::Fit { .. } => None,
+    };
+    sights.iter().filter_map(unfit).collect()
+}

@@ -1,0 +1,265 @@
+//! The queue: what a waiting job waits for, and whose turn it is.
+
+use super::Step;
+use super::classes::{ClassId, Needs};
+use super::model::{Job, Level};
+use super::state::State;
+use aitk_common::control::{JobState, UnixMillis};
+use aitk_common::id::{JobId, UserName};
+use std::time::Duration;
+
+/// In which index of the queue a job is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Spot {
+    /// In none: it does not wait.
+    #[default]
+    Nowhere,
+    /// It waits, and something has to happen first.
+    Blocked,
+    /// It waits for its time.
+    Timed(UnixMillis),
+    /// It may start.
+    Ready(ClassId),
+}
+
+/// What a waiting job waits for before any device is looked at.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Gate {
+    Paused,
+    After(JobId),
+    Until(UnixMillis),
+    Open,
+}
+
+/// What a user has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct User {
+    /// Jobs that wait.
+    pub(super) waiting: usize,
+    /// Devices, or shares of one.
+    pub(super) running: u32,
+    /// Milliseconds of devices, counted from the least of all active users when this one became active: who was away
+    /// neither saved up nor lost anything.
+    pub(super) spent: u64,
+}
+
+/// Whose turn it is: by level, then who has the least, then who had the least, then who came first.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Turn {
+    pub(super) level: Level,
+    pub(super) running: u32,
+    pub(super) spent: u64,
+    pub(super) order: u64,
+    pub(super) job: JobId,
+}
+
+impl State {
+    /// What holds a waiting job back.
+    pub(super) fn gate(&self, now: UnixMillis, job: &Job) -> Gate {
+        if job.paused {
+            return Gate::Paused;
+        }
+        let unmet = |id: &&JobId| {
+            self.jobs
+                .get(*id)
+                .is_none_or(|before| before.state != JobState::Completed)
+        };
+        if let Some(before) = job.after.iter().find(unmet) {
+            return Gate::After(before.clone());
+        }
+        if job.not_before > now {
+            return Gate::Until(job.not_before);
+        }
+        Gate::Open
+    }
+
+    /// Puts a queued job where it belongs.
+    pub(super) fn enqueue(&mut self, now: UnixMillis, id: &JobId) {
+        let Some(job) = self.jobs.get(id) else { return };
+        let (level, owner, order) = (job.level(), job.wants.owner.clone(), job.order);
+        let gate = self.gate(now, job);
+        let needs = (gate == Gate::Open).then(|| Needs::of(job));
+        for before in &job.after {
+            self.dependents.entry(before.clone()).or_default().insert(id.clone());
+        }
+        self.queue.insert(job.queue_key());
+        self.activate(&owner);
+        self.users.entry(owner.clone()).or_default().waiting += 1;
+        let spot = match (gate, needs) {
+            (Gate::Until(time), _) => {
+                self.timed.insert((time, id.clone()));
+                Spot::Timed(time)
+            }
+            (_, Some(needs)) => {
+                let class = self.class_of(needs);
+                self.classes.add(class, level, &owner, order, id);
+                // Others of its class wait for room, so it does; unless it may take a device from somebody.
+                let waits = self.classes.get(class).is_some_and(|class| class.stuck);
+                if !waits || !self.yielding.is_empty() {
+                    self.classes.wake(class);
+                }
+                Spot::Ready(class)
+            }
+            _ => Spot::Blocked,
+        };
+        if let Some(job) = self.jobs.get_mut(id) {
+            job.spot = spot;
+        }
+    }
+
+    /// Takes a job out of the queue, whatever it waited for.
+    pub(super) fn dequeue(&mut self, id: &JobId) {
+        let Some(job) = self.jobs.get_mut(id) else { return };
+        let spot = std::mem::take(&mut job.spot);
+        if spot == Spot::Nowhere {
+            return;
+        }
+        let (level, owner, order) = (job.level(), job.wants.owner.clone(), job.order);
+        self.queue.remove(&job.queue_key());
+        for before in &job.after {
+            if let Some(waiting) = self.dependents.get_mut(before) {
+                waiting.remove(id);
+                if waiting.is_empty() {
+                    self.dependents.remove(before);
+                }
+            }
+        }
+        match spot {
+            Spot::Timed(time) => {
+                self.timed.remove(&(time, id.clone()));
+            }
+            Spot::Ready(class) => self.classes.remove(class, level, &owner, order, id),
+            Spot::Blocked | Spot::Nowhere => {}
+        }
+        if let Some(user) = self.users.get_mut(&owner) {
+            user.waiting = user.waiting.saturating_sub(1);
+        }
+    }
+
+    /// Looks again at what a waiting job waits for.
+    pub(super) fn requeue_in_place(&mut self, now: UnixMillis, id: &JobId) {
+        if self.jobs.get(id).is_some_and(|job| job.spot != Spot::Nowhere) {
+            self.dequeue(id);
+            self.enqueue(now, id);
+        }
+    }
+
+    /// A job has completed: those which start after it may have to wait no longer.
+    pub(super) fn release_dependents(&mut self, now: UnixMillis, id: &JobId) {
+        let waiting = self.dependents.get(id).cloned().unwrap_or_default();
+        for job in waiting {
+            self.requeue_in_place(now, &job);
+        }
+    }
+
+    /// Jobs whose time has come.
+    pub(super) fn release_timed(&mut self, now: UnixMillis) {
+        while let Some((time, id)) = self.timed.first().cloned() {
+            if time > now {
+                return;
+            }
+            self.requeue_in_place(now, &id);
+            // Whatever it waits for now, it is not this time.
+            self.timed.remove(&(time, id));
+        }
+    }
+
+    /// A user who was away starts level with the one who had the least.
+    fn activate(&mut self, owner: &UserName) {
+        let idle = |user: &User| user.waiting == 0 && user.running == 0;
+        if self.users.get(owner).is_some_and(|user| !idle(user)) {
+            return;
+        }
+        let least = self
+            .users
+            .values()
+            .filter(|user| !idle(user))
+            .map(|user| user.spent)
+            .min()
+            .unwrap_or(0);
+        let user = self.users.entry(owner.clone()).or_default();
+        user.spent = user.spent.max(least);
+    }
+
+    /// Whether a user holds as many devices as allowed.
+    pub(super) fn at_quota(&self, owner: &UserName) -> bool {
+        if self.settings.quotas.is_empty() {
+            return false;
+        }
+        let running = self.users.get(owner).map_or(0, |user| user.running);
+        self.settings.quotas.of(owner).is_some_and(|quota| running >= quota)
+    }
+
+    /// A user has one device more.
+    pub(super) fn user_starts(&mut self, owner: &UserName) {
+        self.users.entry(owner.clone()).or_default().running += 1;
+    }
+
+    /// A user has one device less, after this long.
+    pub(super) fn user_ends(&mut self, owner: &UserName, ran: Duration) {
+        let was_at_quota = self.at_quota(owner);
+        if let Some(user) = self.users.get_mut(owner) {
+            user.running = user.running.saturating_sub(1);
+            let ran = u64::try_from(ran.as_millis()).unwrap_or(u64::MAX);
+            user.spent = user.spent.saturating_add(ran);
+        }
+        if was_at_quota && !self.at_quota(owner) {
+            let waiting = |class: &super::classes::Class| class.waiting.values().any(|users| users.contains_key(owner));
+            let classes: Vec<ClassId> = self
+                .classes
+                .iter()
+                .filter(|(_, class)| waiting(class))
+                .map(|(id, _)| id)
+                .collect();
+            for class in classes {
+                self.classes.wake(class);
+            }
+        }
+    }
+
+    /// Whose turn it is in a class: none when nobody waits, or all who do are at their quota.
+    pub(super) fn turn(&self, class: ClassId) -> Option<Turn> {
+        let class = self.classes.get(class)?;
+        for (level, users) in &class.waiting {
+            let first = users
+                .iter()
+                .filter(|(owner, _)| !self.at_quota(owner))
+                .filter_map(|(owner, jobs)| {
+                    let (order, job) = jobs.first()?;
+                    let user = self.users.get(owner).copied().unwrap_or_default();
+                    Some((user.running, user.spent, *order, job))
+                })
+                .min();
+            if let Some((running, spent, order, job)) = first {
+                return Some(Turn {
+                    level: *level,
+                    running,
+                    spent,
+                    order,
+                    job: job.clone(),
+                });
+            }
+        }
+        None
+    }
+
+    /// The one place where a job's state changes.
+    pub(super) fn set_state(&mut self, step: &mut Step, id: &JobId, state: JobState, reason: String) {
+        self.dequeue(id);
+        let Some(job) = self.jobs.get_mut(id) else { return };
+        job.state = state;
+        job.reason.clone_from(&reason);
+        job.ended = state.is_ended().then_some(step.now);
+        if state != JobState::Running {
+            self.yielding.remove(id);
+        }
+        match state {
+            JobState::Queued => self.enqueue(step.now, id),
+            JobState::Completed => self.release_dependents(step.now, id),
+            _ => {}
+        }
+        step.touched.insert(id.clone());
+        let body = aitk_common::control::EventBody::State { state, reason };
+        self.log(step, id, None, body, None);
+    }
+}

@@ -1,0 +1,117 @@
+//! What must hold of every placement, told again in the plainest way, without the core's indexes.
+
+use crate::core::classes::{Needs, fit};
+use crate::core::queue::Gate;
+use crate::core::speed::TOO_SLOW;
+use crate::core::{Job, Placed, State};
+use aitk_common::control::{JobState, UnixMillis};
+
+/// Seconds per unit of the fastest open device on which such a job fits.
+fn fastest(state: &State, needs: &Needs) -> f64 {
+    let speeds = state
+        .slots
+        .iter()
+        .filter(|(_, slot)| slot.open)
+        .filter_map(|(_, slot)| {
+            let worker = state.workers.get(&slot.worker)?;
+            let (profile, _) = fit(needs, worker, &slot.device).ok()?;
+            Some(
+                state
+                    .speeds
+                    .seconds_per_unit(&slot.device, needs.family.as_deref(), profile),
+            )
+        });
+    speeds.fold(f64::INFINITY, f64::min)
+}
+
+/// Whether the job could start on this device now, or could if `without` did not run there.
+fn could_start(state: &State, job: &Job, slot: usize, without: Option<&Placed>) -> bool {
+    let Some(slot) = state.slots.get(slot).filter(|slot| slot.open) else {
+        return false;
+    };
+    let Some(worker) = state.workers.get(&slot.worker) else {
+        return false;
+    };
+    let needs = Needs::of(job);
+    let Ok((profile, bytes)) = fit(&needs, worker, &slot.device) else {
+        return false;
+    };
+    let speed = state
+        .speeds
+        .seconds_per_unit(&slot.device, needs.family.as_deref(), profile);
+    let slow = needs.device.is_none() && speed > fastest(state, &needs) * TOO_SLOW;
+    let without = without.map(|placed| &placed.job);
+    !slow && slot.has_room_for(needs.held(bytes), without)
+}
+
+/// Those who may start as soon as there is a device for them.
+fn ready(state: &State, now: UnixMillis) -> impl Iterator<Item = &Job> {
+    state.jobs.values().map(|job| &**job).filter(move |job| {
+        job.state == JobState::Queued
+            && state.gate(now, job) == Gate::Open
+            && !matches!(job.spot, crate::core::queue::Spot::Timed(_))
+            && !state.at_quota(&job.wants.owner)
+    })
+}
+
+/// After a step: nobody waits who could start, no device holds more than it has, and whoever was placed was not placed
+/// before somebody of a higher standing, nor before a user who has less.
+pub(super) fn check_step(state: &State, now: UnixMillis, placed: &[Placed]) {
+    for (id, slot) in state.slots.iter() {
+        let sum: u128 = slot
+            .running
+            .values()
+            .map(|held| u128::from(held.bytes.unwrap_or(0)))
+            .sum();
+        assert!(
+            sum <= u128::from(slot.device.memory_budget) || slot.running.len() < 2,
+            "device {id} is over its budget"
+        );
+        let whole = slot.running.values().any(|held| held.bytes.is_none() || held.alone);
+        assert!(
+            !whole || slot.running.len() == 1,
+            "device {id} is shared with one who takes all of it"
+        );
+    }
+    for job in ready(state, now) {
+        for (slot, _) in state.slots.iter() {
+            assert!(
+                !could_start(state, job, slot, None),
+                "{} waits and could start on device {slot}",
+                job.id
+            );
+        }
+    }
+    for one in placed {
+        let Some(winner) = state.jobs.get(&one.job) else {
+            continue;
+        };
+        let Some(attempt) = winner.current() else { continue };
+        let Some(slot) = state.slots.find(&attempt.worker, attempt.device) else {
+            panic!("placed on a device that is not known");
+        };
+        for loser in ready(state, now) {
+            let would_fit = || could_start(state, loser, slot, Some(one));
+            assert!(
+                loser.level() >= winner.level() || !would_fit(),
+                "{} was placed before {}, which stands higher",
+                winner.id,
+                loser.id
+            );
+            // With several placements in a step the counts of the moment are gone.
+            if placed.len() == 1 && loser.level() == winner.level() && loser.wants.owner != winner.wants.owner {
+                let has = |job: &Job| state.users.get(&job.wants.owner).map_or(0, |user| user.running);
+                assert!(
+                    has(winner) <= has(loser) + 1 || !would_fit(),
+                    "{} of {} was placed, who has {}; {} of {} waits, who has {}",
+                    winner.id,
+                    winner.wants.owner,
+                    has(winner),
+                    loser.id,
+                    loser.wants.owner,
+                    has(loser)
+                );
+            }
+        }
+    }
+}

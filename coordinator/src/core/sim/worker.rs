@@ -1,0 +1,248 @@
+//! A worker as the protocol asks for one: it beats, repeats what was not answered, and obeys.
+
+use super::random::Random;
+use crate::core::tests::{device, manifest, registration};
+use crate::core::{Event, Placed, SessionId};
+use aitk_common::attempt::{FailureCause, Outcome};
+use aitk_common::capability::{Device, DeviceKind};
+use aitk_common::control::{HeldAttempt, Progress, Report, ToWorker, UnixMillis};
+use aitk_common::id::{AttemptId, WorkerId};
+use aitk_common::plan::profile::MemoryProfile;
+use std::collections::BTreeMap;
+
+const GIB: u64 = 1 << 30;
+
+/// What it knows of an attempt.
+#[derive(Clone, Debug)]
+pub(super) struct Work {
+    pub(super) held: HeldAttempt,
+    step: u64,
+    total: u64,
+    seq: u64,
+    saves: bool,
+    /// What it says until that is answered.
+    ended: Option<Outcome>,
+}
+
+#[derive(Debug)]
+pub(super) struct SimWorker {
+    pub(super) index: usize,
+    pub(super) session: Option<SessionId>,
+    /// When it asked to be let in; none: it is in.
+    pub(super) knocks: Option<UnixMillis>,
+    pub(super) works: BTreeMap<AttemptId, Work>,
+    /// Attempts that it once had: it talks of them when it is confused.
+    pub(super) past: Vec<HeldAttempt>,
+    /// Stopped, as a laptop whose lid is closed.
+    pub(super) sleeps_until: UnixMillis,
+    /// Its process is gone until then.
+    pub(super) dead_until: UnixMillis,
+    pub(super) leaves: bool,
+}
+
+impl SimWorker {
+    pub(super) fn new(index: usize) -> Self {
+        Self {
+            index,
+            session: None,
+            knocks: None,
+            works: BTreeMap::new(),
+            past: Vec::new(),
+            sleeps_until: UnixMillis(0),
+            dead_until: UnixMillis(0),
+            leaves: false,
+        }
+    }
+
+    pub(super) fn name(&self) -> String {
+        format!("w{}", self.index)
+    }
+
+    /// Unequal machines, as people have them.
+    fn devices(&self) -> Vec<Device> {
+        let gpu = |index, gib: u64| Device {
+            name: format!("card {gib}"),
+            memory_budget: gib * GIB,
+            profile: MemoryProfile::for_gpu_budget(gib * GIB),
+            ..device(DeviceKind::Cuda, index)
+        };
+        match self.index {
+            0 => vec![gpu(0, 22), gpu(1, 11)],
+            1 => vec![gpu(0, 7)],
+            2 => vec![Device {
+                memory_budget: 45 * GIB,
+                ..device(DeviceKind::Metal, 0)
+            }],
+            _ => vec![device(DeviceKind::Cpu, 0)],
+        }
+    }
+
+    pub(super) fn is_awake(&self, now: UnixMillis) -> bool {
+        self.sleeps_until <= now && self.dead_until <= now
+    }
+
+    /// Opens a session.
+    pub(super) fn knock(&mut self, now: UnixMillis, session: SessionId) -> Event {
+        self.session = Some(session);
+        self.knocks = Some(now);
+        self.leaves = false;
+        let running = self.works.values().map(|work| work.held.clone()).collect();
+        Event::WorkerRegistered {
+            session,
+            fresh_id: WorkerId::new("never"),
+            same_machine: self.index.is_multiple_of(2),
+            registration: Box::new(registration(&self.name(), self.devices(), running)),
+        }
+    }
+
+    pub(super) fn crash(&mut self, until: UnixMillis) {
+        self.works.clear();
+        self.session = None;
+        self.knocks = None;
+        self.dead_until = until;
+    }
+
+    pub(super) fn take(&mut self, random: &mut Random, placed: &Placed) {
+        self.past.push(placed.held.clone());
+        self.works.entry(placed.held.attempt.clone()).or_insert_with(|| Work {
+            held: placed.held.clone(),
+            step: 0,
+            total: 5 + random.below(20),
+            seq: 0,
+            saves: false,
+            ended: None,
+        });
+    }
+
+    pub(super) fn hear(&mut self, message: ToWorker) {
+        match message {
+            ToWorker::Welcome { keep, .. } => {
+                self.knocks = None;
+                self.works.retain(|id, _| keep.contains(id));
+            }
+            ToWorker::Fence { held, .. } => {
+                self.works.remove(&held.attempt);
+            }
+            ToWorker::Stop { held, save } => {
+                if let Some(work) = self.works.get_mut(&held.attempt) {
+                    work.saves = true;
+                    if !save && work.ended.is_none() {
+                        work.ended = Some(Outcome::Stopped);
+                    }
+                }
+            }
+            ToWorker::Answer { request, .. } => {
+                // A finished attempt is forgotten once that is known; other answers need no memory here.
+                self.works
+                    .retain(|_, work| work.ended.is_none() || request_of(work) != request);
+            }
+            ToWorker::GoingAway { .. } => {
+                self.session = None;
+                self.knocks = None;
+            }
+            ToWorker::BeatReply { .. } | ToWorker::Assign(_) => {}
+        }
+    }
+
+    /// What it does and says within half a second.
+    pub(super) fn tick(&mut self, random: &mut Random, now: UnixMillis, faults: bool) -> Vec<Event> {
+        let Some(session) = self.session.filter(|_| self.knocks.is_none()) else {
+            return Vec::new();
+        };
+        let mut events = Vec::new();
+        let mut held: Vec<HeldAttempt> = self.works.values().map(|work| work.held.clone()).collect();
+        if faults && random.once_in(40) {
+            // It forgets one, or talks of one that it had long ago.
+            held.pop();
+            held.extend(random.pick(&self.past).cloned());
+        }
+        events.push(Event::WorkerBeat { session, running: held });
+        for work in self.works.values_mut() {
+            let held = work.held.clone();
+            if let Some(outcome) = work.ended.clone() {
+                events.push(Event::Finished {
+                    session,
+                    request: request_of(work),
+                    held,
+                    outcome,
+                });
+                continue;
+            }
+            work.step += 1;
+            work.seq += 1;
+            let progress = Progress {
+                done: work.step,
+                total: work.total,
+                seconds_per_step: None,
+            };
+            events.push(Event::AttemptEvent {
+                session,
+                held: held.clone(),
+                seq: work.seq,
+                time: now,
+                report: Report::Progress(progress),
+            });
+            if work.saves || random.once_in(4) {
+                events.push(Event::CommitCheckpoint {
+                    session,
+                    request: 1,
+                    held: held.clone(),
+                    manifest: manifest(&format!("{}{}", held.attempt, work.step)),
+                    step: work.step,
+                });
+            }
+            if work.saves {
+                work.ended = Some(Outcome::Stopped);
+            } else if work.step >= work.total {
+                work.ended = Some(Outcome::Completed);
+            } else if faults && random.once_in(25) {
+                work.ended = Some(failure(random));
+            } else if faults && self.index == 1 && random.once_in(6) {
+                // One machine has a bad driver.
+                work.ended = Some(Outcome::Failed {
+                    cause: FailureCause::Machine,
+                    message: "driver".into(),
+                });
+            }
+        }
+        if faults && random.once_in(60) {
+            // It talks of an attempt that it lost.
+            events.extend(random.pick(&self.past).map(|held| Event::CommitCheckpoint {
+                session,
+                request: 2,
+                held: held.clone(),
+                manifest: manifest("late"),
+                step: random_step(now),
+            }));
+        }
+        events
+    }
+}
+
+fn random_step(now: UnixMillis) -> u64 {
+    now.0 % 40
+}
+
+/// Of an attempt's end; the same each time it is said.
+fn request_of(work: &Work) -> u64 {
+    let text = work.held.attempt.as_str();
+    text.bytes()
+        .fold(7_u64, |hash, byte| hash.wrapping_mul(31).wrapping_add(u64::from(byte)))
+        | (1 << 40)
+}
+
+fn failure(random: &mut Random) -> Outcome {
+    let causes = [
+        FailureCause::OutOfMemory,
+        FailureCause::OutOfMemory,
+        FailureCause::Machine,
+        FailureCause::Machine,
+        FailureCause::Storage,
+        FailureCause::DiskFull,
+        FailureCause::BadInput,
+    ];
+    Outcome::Failed {
+        cause: random.pick(&causes).copied().unwrap_or(FailureCause::Machine),
+        message: "boom".into(),
+    }
+}

@@ -1,0 +1,183 @@
+//! All that the core knows, and how it comes back from the store.
+
+use super::classes::Classes;
+use super::model::{Job, Live, QueueKey, Recall, SessionId, Settings, Worker};
+use super::queue::{Spot, User};
+use super::slots::Slots;
+use super::speed::Speeds;
+use aitk_common::control::{JobState, UnixMillis};
+use aitk_common::id::{JobId, UserName, WorkerId};
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+/// Everything the core knows. Changed only by [`super::State::handle`].
+#[derive(Clone, Debug)]
+pub struct State {
+    pub(crate) settings: Settings,
+    /// Boxed: a map's nodes are half empty when ids come in order.
+    pub(crate) jobs: BTreeMap<JobId, Box<Job>>,
+    pub(crate) workers: BTreeMap<WorkerId, Worker>,
+    pub(crate) next_order: u64,
+    /// Derived: waiting jobs in queue order.
+    pub(crate) queue: BTreeSet<QueueKey>,
+    /// Derived: jobs with a live attempt.
+    pub(crate) live: BTreeSet<JobId>,
+    /// Derived: devices and what runs on them.
+    pub(crate) slots: Slots,
+    /// Derived: waiting jobs that may start, by what they need.
+    pub(crate) classes: Classes,
+    /// Derived: waiting jobs whose time has not come.
+    pub(crate) timed: BTreeSet<(UnixMillis, JobId)>,
+    /// Derived: job -> waiting jobs that start after it.
+    pub(crate) dependents: BTreeMap<JobId, BTreeSet<JobId>>,
+    /// Derived: live jobs with a time limit.
+    pub(crate) deadlines: BTreeSet<(UnixMillis, JobId)>,
+    /// Derived: live jobs that yield and were not told to.
+    pub(crate) yielding: BTreeSet<JobId>,
+    /// Who has how much. What a user spent is volatile.
+    pub(crate) users: BTreeMap<UserName, User>,
+    /// Derived: what the workers' speeds tell of a kind of device.
+    pub(crate) speeds: Speeds,
+    /// Derived: who has which open session.
+    pub(crate) sessions: BTreeMap<SessionId, WorkerId>,
+    /// Derived: submissions that carried a key.
+    pub(crate) keys: BTreeMap<String, JobId>,
+}
+
+impl State {
+    /// The state that the store's records tell, at `now`: nobody is connected, and every live attempt gets a fresh
+    /// lease, because its worker could not beat while nobody listened.
+    #[must_use]
+    pub fn restore(settings: Settings, now: UnixMillis, jobs: Vec<Restored>, workers: Vec<Worker>) -> Self {
+        let mut state = Self {
+            settings,
+            jobs: BTreeMap::new(),
+            workers: workers.into_iter().map(|worker| (worker.id.clone(), worker)).collect(),
+            next_order: 1,
+            queue: BTreeSet::new(),
+            live: BTreeSet::new(),
+            slots: Slots::default(),
+            classes: Classes::default(),
+            timed: BTreeSet::new(),
+            dependents: BTreeMap::new(),
+            deadlines: BTreeSet::new(),
+            yielding: BTreeSet::new(),
+            users: BTreeMap::new(),
+            speeds: Speeds::default(),
+            sessions: BTreeMap::new(),
+            keys: BTreeMap::new(),
+        };
+        for worker in state.workers.values_mut() {
+            worker.last_seen = worker.registered;
+            for speed in &worker.speeds {
+                state.speeds.take_over(speed);
+            }
+        }
+        let mut waiting = Vec::new();
+        for Restored { mut job, cursor, seq } in jobs {
+            job.cursor = cursor;
+            job.live = None;
+            state.next_order = state.next_order.max(job.order.saturating_add(1));
+            let id = job.id.clone();
+            if let Some(key) = &job.idempotency_key {
+                state.keys.insert(key.clone(), id.clone());
+            }
+            let (queued, live) = (job.state == JobState::Queued, job.current().is_some());
+            state.jobs.insert(id.clone(), Box::new(job));
+            if queued {
+                waiting.push(id);
+            } else if live {
+                state.restore_live(now, &id, seq);
+            }
+        }
+        for id in &waiting {
+            state.enqueue(now, id);
+        }
+        state.restore_claims();
+        state
+    }
+
+    /// A live attempt as the store tells it.
+    fn restore_live(&mut self, now: UnixMillis, id: &JobId, seq: u64) {
+        let Some(job) = self.jobs.get_mut(id) else { return };
+        let Some(attempt) = job.current().cloned() else { return };
+        let deadline = job.wants.time_limit.map(|limit| {
+            let left = Duration::from_millis(limit.saturating_sub(job.used));
+            attempt.created.after(left)
+        });
+        job.live = Some(Live {
+            lease_until: now.after(self.settings.lease),
+            seq,
+            deadline,
+            pace: None,
+        });
+        let (owner, yields, alone) = (job.wants.owner.clone(), job.wants.yields, job.wants.alone);
+        let running = job.state == JobState::Running && job.recall.is_none();
+        let offered = self
+            .workers
+            .get(&attempt.worker)
+            .and_then(|worker| worker.devices.iter().find(|device| device.device == attempt.device));
+        let slot = self.slots.ensure(&attempt.worker, attempt.device, offered);
+        let held = super::slots::Held {
+            bytes: attempt.memory,
+            alone,
+        };
+        self.slots.occupy(slot, id, held);
+        self.live.insert(id.clone());
+        if let Some(deadline) = deadline {
+            self.deadlines.insert((deadline, id.clone()));
+        }
+        if yields && running {
+            self.yielding.insert(id.clone());
+        }
+        self.user_starts(&owner);
+    }
+
+    /// Jobs that were told to give way before the coordinator restarted, and still do.
+    fn restore_claims(&mut self) {
+        let giving: Vec<(JobId, JobId)> = self
+            .live
+            .iter()
+            .filter_map(|id| match &self.jobs.get(id)?.recall {
+                Some(Recall::GiveWay(to)) => Some((id.clone(), to.clone())),
+                _ => None,
+            })
+            .collect();
+        for (victim, to) in giving {
+            if let Some(Spot::Ready(class)) = self.jobs.get(&to).map(|job| job.spot)
+                && let Some(class) = self.classes.get_mut(class)
+            {
+                class.claims.insert(victim);
+            }
+        }
+    }
+
+    /// An empty state.
+    #[must_use]
+    pub fn new(settings: Settings) -> Self {
+        Self::restore(settings, UnixMillis(0), Vec::new(), Vec::new())
+    }
+
+    /// A job by its id.
+    #[must_use]
+    pub fn job(&self, id: &JobId) -> Option<&Job> {
+        self.jobs.get(id).map(|job| &**job)
+    }
+
+    /// The times and limits.
+    #[must_use]
+    pub fn settings(&self) -> &Settings {
+        &self.settings
+    }
+}
+
+/// A job as the store tells it.
+#[derive(Clone, Debug)]
+pub struct Restored {
+    /// The job.
+    pub job: Job,
+    /// The cursor of its newest stored event.
+    pub cursor: u64,
+    /// The newest stored event number of its live attempt.
+    pub seq: u64,
+}

@@ -1,0 +1,503 @@
+//! The cases: what is asked for, where it goes, and what is said.
+
+use super::*;
+
+const POOL: &[&str] = &["4090", "3060", "2080", "1060", "mac", "cpu"];
+
+pub(super) fn alone() -> Vec<Case> {
+    use MemoryProfile::{Balanced, CpuOnly, Extreme, FullGpu, GpuPoor};
+    vec![
+        // Each family on each machine alone: does it fit, and how.
+        case("sd lora, 24 GB", &["4090"], lora("sd1"), "4090 full_gpu", &["free"]),
+        case("sd lora, 12 GB", &["3060"], lora("sd1"), "3060 full_gpu", &[]),
+        case("sd lora, 8 GB", &["2080"], lora("sd1"), "2080 full_gpu", &[]),
+        case("sd lora, 6 GB", &["1060"], lora("sd1"), "1060 full_gpu", &[]),
+        case("sd lora, Mac", &["mac"], lora("sd1"), "mac full_gpu", &[]),
+        case(
+            "sd lora, processor only",
+            &["cpu"],
+            lora("sd1"),
+            "cpu cpu_only",
+            &["a guess"],
+        ),
+        case("sdxl lora, 24 GB", &["4090"], lora("sdxl"), "4090 full_gpu", &[]),
+        case(
+            "sdxl lora, 12 GB",
+            &["3060"],
+            lora("sdxl"),
+            "3060 balanced",
+            &["of 11.0 GiB"],
+        ),
+        case(
+            "sdxl lora, 8 GB: possible, quantised",
+            &["2080"],
+            lora("sdxl"),
+            "2080 gpu_poor",
+            &[],
+        ),
+        case(
+            "sdxl lora, 6 GB: only with streaming",
+            &["1060"],
+            lora("sdxl"),
+            "1060 extreme",
+            &[],
+        ),
+        case("sdxl lora, Mac", &["mac"], lora("sdxl"), "mac full_gpu", &[]),
+        case(
+            "flux lora, 24 GB: 8-bit base",
+            &["4090"],
+            lora("flux"),
+            "4090 gpu_poor",
+            &[],
+        ),
+        case(
+            "flux lora, 12 GB: blocks streamed",
+            &["3060"],
+            lora("flux"),
+            "3060 extreme",
+            &[],
+        ),
+        case(
+            "flux lora, 8 GB: blocks streamed",
+            &["2080"],
+            lora("flux").set("/network/linear", json!(4)),
+            "2080 extreme",
+            &[],
+        ),
+        case(
+            "flux lora, 6 GB: too small, and says how much is missing",
+            &["1060"],
+            lora("flux"),
+            "waits",
+            &[
+                "it needs about",
+                "profile extreme",
+                "has is 5.2 GiB",
+                "cluster.memory_budget",
+            ],
+        ),
+        case("flux lora, Mac: all of it", &["mac"], lora("flux"), "mac full_gpu", &[]),
+        case(
+            "flux lora, processor: no",
+            &["cpu"],
+            lora("flux"),
+            "waits",
+            &["profile cpu_only", "24.0 GiB"],
+        ),
+        case(
+            "sdxl pictures, 12 GB",
+            &["3060"],
+            pictures("sdxl"),
+            "3060 balanced",
+            &[],
+        ),
+        case("sdxl pictures, 8 GB", &["2080"], pictures("sdxl"), "2080 gpu_poor", &[]),
+        case(
+            "sdxl pictures, 6 GB: streamed",
+            &["1060"],
+            pictures("sdxl"),
+            "1060 extreme",
+            &[],
+        ),
+        case(
+            "flux pictures, 24 GB",
+            &["4090"],
+            pictures("flux"),
+            "4090 gpu_poor",
+            &[],
+        ),
+        case(
+            "flux pictures, 6 GB: streamed",
+            &["1060"],
+            pictures("flux"),
+            "1060 extreme",
+            &[],
+        ),
+        case("sd full fine-tune, 24 GB", &["4090"], full("sd1"), "4090 full_gpu", &[]),
+        case(
+            "sd full fine-tune, 6 GB: does not fit",
+            &["1060"],
+            full("sd1"),
+            "waits",
+            &["it needs about"],
+        ),
+        case(
+            "sdxl full fine-tune with 8-bit Adam, 24 GB",
+            &["4090"],
+            full("sdxl"),
+            "4090 full_gpu",
+            &[],
+        ),
+        case(
+            "flux full fine-tune, 24 GB: no",
+            &["4090"],
+            full("flux"),
+            "waits",
+            &["it needs about"],
+        ),
+        case(
+            "a quantised base by its config",
+            &["4090"],
+            lora("flux").set("/model/quantize", json!(true)),
+            "4090 balanced",
+            &[],
+        ),
+        case(
+            "a large batch takes a leaner profile",
+            &["3060"],
+            lora("sdxl").set("/train/batch_size", json!(2)),
+            "3060 gpu_poor",
+            &[],
+        ),
+        case(
+            "f32 takes a leaner profile",
+            &["3060"],
+            train("sdxl", 1024, "float32", 16),
+            "3060 gpu_poor",
+            &[],
+        ),
+        case(
+            "without gradient checkpointing it takes more",
+            &["3060"],
+            lora("sdxl").set("/train/gradient_checkpointing", json!(false)),
+            "waits",
+            &["it needs about"],
+        ),
+        // What the config says wins.
+        case(
+            "a budget in the config wins over the prediction",
+            &["1060"],
+            lora("flux").memory(5),
+            "1060 extreme",
+            &["5.0 GiB of 5.2 GiB"],
+        ),
+        case(
+            "a budget that nobody has",
+            &["4090"],
+            lora("sd1").memory(30),
+            "waits",
+            &["asks for 30.0 GiB", "22.0 GiB"],
+        ),
+        case(
+            "a profile in the config",
+            &["4090"],
+            lora("sd1").profile(GpuPoor),
+            "4090 gpu_poor",
+            &[],
+        ),
+        case(
+            "a profile that does not fit",
+            &["3060"],
+            lora("sdxl").profile(FullGpu),
+            "waits",
+            &["profile full_gpu"],
+        ),
+        case(
+            "a profile for GPUs on a processor",
+            &["cpu"],
+            lora("sd1").profile(Balanced),
+            "waits",
+            &["no connected device is a GPU"],
+        ),
+        case(
+            "a profile for processors on a GPU",
+            &["4090"],
+            lora("sd1").profile(CpuOnly),
+            "waits",
+            &["no connected device is a CPU"],
+        ),
+        case(
+            "nothing known: the device's own profile",
+            &["3060"],
+            unknown(),
+            "3060 balanced",
+            &["its need is not known"],
+        ),
+        case(
+            "nothing known, least memory",
+            &["1060"],
+            unknown().profile(Extreme),
+            "1060 extreme",
+            &[],
+        ),
+    ]
+}
+
+pub(super) fn mixed() -> Vec<Case> {
+    vec![
+        // The whole pool idle: fastest that fits, and the smallest of equals.
+        case(
+            "sd lora leaves the large cards to others",
+            POOL,
+            lora("sd1"),
+            "1060 full_gpu",
+            &[],
+        ),
+        case(
+            "sdxl lora goes where it needs no tricks",
+            POOL,
+            lora("sdxl"),
+            "4090 full_gpu",
+            &["3060 cuda:0: balanced"],
+        ),
+        case(
+            "flux lora goes to the large card, not to the slower Mac",
+            POOL,
+            lora("flux"),
+            "4090 gpu_poor",
+            &["mac metal:0: full_gpu"],
+        ),
+        case(
+            "flux lora without the large card",
+            &["3060", "mac", "cpu"],
+            lora("flux"),
+            "3060 extreme",
+            &[],
+        ),
+        case("sd pictures", POOL, pictures("sd1"), "1060 full_gpu", &[]),
+        case(
+            "a kind that was asked for",
+            POOL,
+            lora("sd1").on(DeviceKind::Metal),
+            "mac full_gpu",
+            &["the job asks for metal"],
+        ),
+        case(
+            "the processor, if asked for",
+            POOL,
+            lora("sd1").on(DeviceKind::Cpu),
+            "cpu cpu_only",
+            &[],
+        ),
+        case(
+            "a kind that nobody has",
+            &["4090"],
+            lora("sd1").on(DeviceKind::Metal),
+            "waits",
+            &["of kind metal"],
+        ),
+        // What was measured counts more than any guess.
+        case(
+            "the faster of two cards",
+            &["4090", "1060"],
+            lora("sd1"),
+            "4090 full_gpu",
+            &[],
+        )
+        .given(|given| {
+            given.speeds = vec![
+                ("NVIDIA GeForce RTX 4090", "sd1", 0.01),
+                ("NVIDIA GeForce GTX 1060", "sd1", 0.06),
+            ]
+        }),
+        case(
+            "a Mac that was measured faster",
+            &["2080", "mac"],
+            lora("sdxl"),
+            "mac full_gpu",
+            &[],
+        )
+        .given(|given| given.speeds = vec![("Apple M4 Max", "sdxl", 0.05), ("NVIDIA GeForce RTX 2080", "sdxl", 0.2)]),
+        case(
+            "a speed of another family says nothing",
+            &["4090", "1060"],
+            lora("sd1"),
+            "1060 full_gpu",
+            &[],
+        )
+        .given(|given| given.speeds = vec![("NVIDIA GeForce RTX 4090", "sdxl", 0.01)]),
+        case(
+            "full speed on a slow card or tricks on a fast one",
+            &["3060", "mac"],
+            lora("sdxl"),
+            "3060 balanced",
+            &[],
+        ),
+        // Busy devices.
+        case(
+            "the next best when the best is busy",
+            &["4090", "3060"],
+            lora("sdxl"),
+            "3060 balanced",
+            &["busy with r0"],
+        )
+        .running(full("sdxl")),
+        case(
+            "a GPU is waited for rather than days on a processor",
+            &["4090", "cpu"],
+            lora("sdxl"),
+            "waits",
+            &["the one device that fits is busy"],
+        )
+        .running(full("sdxl")),
+        case(
+            "why not the processor",
+            &["4090", "cpu"],
+            lora("sdxl"),
+            "waits",
+            &["times as long as on 4090"],
+        )
+        .running(full("sdxl")),
+        case(
+            "the Mac rather than waiting",
+            &["4090", "mac"],
+            lora("flux"),
+            "mac full_gpu",
+            &[],
+        )
+        .running(lora("flux")),
+        case(
+            "small tasks share a large card",
+            &["4090"],
+            lora("sd1"),
+            "4090 full_gpu",
+            &["running"],
+        )
+        .running(lora("sd1")),
+        case(
+            "an idle card before a shared one",
+            &["4090", "3060"],
+            pictures("sd1"),
+            "3060 full_gpu",
+            &[],
+        )
+        .running(full("sdxl")),
+        case(
+            "a large task does not share",
+            &["4090"],
+            lora("sdxl"),
+            "4090 full_gpu",
+            &[],
+        )
+        .given(|_| {}),
+        case(
+            "two that are too large together",
+            &["4090"],
+            lora("flux"),
+            "waits",
+            &["busy with r0"],
+        )
+        .running(lora("sd1")),
+        case(
+            "a small one beside a large one",
+            &["4090"],
+            pictures("sd1"),
+            "waits",
+            &["busy with r0"],
+        )
+        .running(lora("flux")),
+        case(
+            "whoever wants to be alone is",
+            &["4090"],
+            lora("sd1"),
+            "waits",
+            &["busy"],
+        )
+        .running(lora("sd1").with(|wants| wants.alone = true)),
+        case(
+            "nobody is put beside one whose need is not known",
+            &["4090"],
+            lora("sd1"),
+            "waits",
+            &["busy"],
+        )
+        .running(unknown()),
+        case("a processor is not shared", &["cpu"], lora("sd1"), "waits", &["busy"]).running(lora("sd1")),
+        case(
+            "three small ones are enough",
+            &["4090"],
+            pictures("sd1"),
+            "waits",
+            &["busy"],
+        )
+        .running(pictures("sd1"))
+        .running(pictures("sd1"))
+        .running(pictures("sd1")),
+        // Where its files are, where it failed, what a person said.
+        case(
+            "where its data lies",
+            &["3060", "3060.2"],
+            lora("sd1"),
+            "3060-2 full_gpu",
+            &[],
+        )
+        .given(|given| given.cached = vec!["3060.2"]),
+        case(
+            "data does not make up for a slow device",
+            &["4090", "mac"],
+            lora("sdxl"),
+            "4090 full_gpu",
+            &[],
+        )
+        .given(|given| given.cached = vec!["mac"]),
+        case(
+            "not where it failed a moment ago",
+            &["1060", "3060"],
+            lora("sd1"),
+            "3060 full_gpu",
+            &[],
+        )
+        .given(|given| given.failed_on = Some("1060")),
+        case(
+            "there again when there is no other",
+            &["1060"],
+            lora("sd1"),
+            "1060 full_gpu",
+            &[],
+        )
+        .given(|given| given.failed_on = Some("1060")),
+        case(
+            "a drained machine gets nothing",
+            &["1060", "3060"],
+            lora("sd1"),
+            "3060 full_gpu",
+            &["1060 is drained"],
+        )
+        .given(|given| given.drained = vec!["1060"]),
+        case("all are drained", &["3060"], lora("sd1"), "waits", &["3060 is drained"])
+            .given(|given| given.drained = vec!["3060"]),
+        case(
+            "a drained GPU lets the processor work",
+            &["4090", "cpu"],
+            lora("sd1"),
+            "cpu cpu_only",
+            &[],
+        )
+        .given(|given| given.drained = vec!["4090"]),
+        case(
+            "a label",
+            &["1060", "3060"],
+            lora("sd1").with(|wants| {
+                wants.labels.insert("room".into(), "b".into());
+            }),
+            "3060 full_gpu",
+            &["lacks the label room: b"],
+        )
+        .given(|given| given.labels = vec![("3060", "room", "b")]),
+        case(
+            "a label that nobody has",
+            &["3060"],
+            lora("sd1").with(|wants| {
+                wants.labels.insert("room".into(), "b".into());
+            }),
+            "waits",
+            &["missing is room: b"],
+        ),
+        case(
+            "a user at the quota",
+            &["3060", "2080"],
+            lora("sd1"),
+            "waits",
+            &["user default may hold 1 devices"],
+        )
+        .running(full("sd1"))
+        .given(|given| given.quota = Some(1)),
+        case(
+            "no machine at all",
+            &[],
+            lora("sd1"),
+            "waits",
+            &["no worker is connected"],
+        ),
+    ]
+}

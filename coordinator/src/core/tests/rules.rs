@@ -1,0 +1,515 @@
+//! Rules of the queue: shares, quotas, dependencies, times, pauses, drains, giving way, and blame by cause.
+
+use super::*;
+use aitk_common::id::UserName;
+
+impl World {
+    fn submit_after(&mut self, id: &str, wants: Wants, after: &[&str], not_before: Option<UnixMillis>) {
+        let job = NewJob {
+            after: after.iter().map(ToString::to_string).collect(),
+            not_before,
+            ..new_job(id, wants)
+        };
+        self.step(Event::JobSubmitted {
+            ticket: Ticket(1),
+            job: Box::new(job),
+        });
+    }
+
+    fn pause(&mut self, job: &str) -> Result<JobView, Refusal> {
+        self.step(Event::PauseRequested {
+            ticket: Ticket(5),
+            job: job.into(),
+        });
+        self.reply()
+    }
+
+    fn priority(&mut self, job: &str, priority: i64) -> Result<JobView, Refusal> {
+        self.step(Event::PriorityRequested {
+            ticket: Ticket(6),
+            job: job.into(),
+            priority,
+        });
+        self.reply()
+    }
+
+    fn drain(&mut self, worker: &str, drain: bool, now: bool) {
+        self.step(Event::DrainRequested {
+            ticket: Ticket(7),
+            worker: worker.into(),
+            drain,
+            now,
+        });
+        let good =
+            |effect: &Effect| matches!(effect, Effect::Reply(_, Ok(Reply::Worker(view))) if view.drained == drain);
+        assert!(self.last.iter().any(good), "{:?}", self.last);
+    }
+
+    fn gpus(&mut self, name: &str, count: u32) -> SessionId {
+        let devices = (0..count).map(|index| device(DeviceKind::Cuda, index)).collect();
+        self.worker(name, devices, Vec::new())
+    }
+
+    fn state(&self, job: &str) -> JobState {
+        self.view(job).state
+    }
+
+    fn reason(&self, job: &str) -> String {
+        self.view(job).reason
+    }
+
+    fn is_told_to_save(&self, job: &str, epoch: u64) -> bool {
+        self.sent(|message| matches!(message, ToWorker::Stop { held: told, save: true } if *told == held(job, epoch)))
+    }
+
+    fn running(&self) -> Vec<String> {
+        self.state.live.iter().map(ToString::to_string).collect()
+    }
+}
+
+fn of(owner: &str) -> Wants {
+    Wants {
+        owner: UserName::new(owner),
+        ..retries(3)
+    }
+}
+
+fn prior(priority: i64) -> Wants {
+    Wants { priority, ..retries(3) }
+}
+
+fn yielding() -> Wants {
+    Wants {
+        yields: true,
+        ..retries(3)
+    }
+}
+
+#[test]
+fn users_share_devices_whoever_came_first() {
+    let mut world = World::new();
+    for index in 0..6 {
+        world.submit(&format!("a{index}"), of("ada"));
+    }
+    for index in 0..6 {
+        world.submit(&format!("b{index}"), of("bob"));
+    }
+    let session = world.gpus("w1", 4);
+    assert_eq!(world.running(), ["a0", "a1", "b0", "b1"]);
+    // A third one comes and has her share as soon as something ends.
+    world.submit("c0", of("cy"));
+    world.pass(3);
+    world.beat(session, &[held("a0", 1), held("a1", 1), held("b0", 1), held("b1", 1)]);
+    world.finish(session, &held("b0", 1), Outcome::Completed);
+    assert_eq!(world.running(), ["a0", "a1", "b1", "c0"]);
+    world.finish(session, &held("a0", 1), Outcome::Completed);
+    assert_eq!(
+        world.running(),
+        ["a1", "a2", "b1", "c0"],
+        "both had as much; ada came first"
+    );
+}
+
+#[test]
+fn one_device_is_shared_by_time() {
+    let mut world = World::new();
+    for index in 0..4 {
+        world.submit(&format!("a{index}"), of("ada"));
+        world.submit(&format!("b{index}"), of("bob"));
+    }
+    let session = world.gpus("w1", 1);
+    // Ada's jobs take five seconds, Bob's one.
+    let mut order = String::new();
+    while let Some(job) = world.running().first().cloned() {
+        order.push_str(&job[..1]);
+        world.pass(if job.starts_with('a') { 5 } else { 1 });
+        world.finish(session, &held(&job, 1), Outcome::Completed);
+    }
+    assert_eq!(order, "abbbbaaa", "after Ada's first job, Bob has time to make up for");
+    // Who was away saved nothing up.
+    world.submit("a9", of("ada"));
+    world.submit("b9", of("bob"));
+    world.submit("a8", of("ada"));
+    assert_eq!(world.running(), ["a9"]);
+}
+
+#[test]
+fn priority_goes_before_shares_and_quotas_hold() {
+    let mut world = World::new();
+    world.state.settings.quotas.users.insert(UserName::new("ada"), 1);
+    for index in 0..3 {
+        world.submit(
+            &format!("a{index}"),
+            Wants {
+                priority: 5,
+                ..of("ada")
+            },
+        );
+    }
+    world.submit("b0", of("bob"));
+    let session = world.gpus("w1", 2);
+    assert_eq!(world.running(), ["a0", "b0"]);
+    assert!(
+        world.reason("a1").contains("user ada may hold 1 devices at once"),
+        "{}",
+        world.reason("a1")
+    );
+    world.finish(session, &held("b0", 1), Outcome::Completed);
+    assert_eq!(world.running(), ["a0"], "a free device does not lift a quota");
+    world.finish(session, &held("a0", 1), Outcome::Completed);
+    assert_eq!(world.running(), ["a1"]);
+}
+
+#[test]
+fn a_job_starts_after_those_it_names() {
+    let mut world = World::new();
+    let session = world.gpus("w1", 2);
+    world.submit("j1", retries(0));
+    world.submit_after("j2", retries(0), &["j1"], None);
+    world.submit_after("j3", retries(0), &["j2", "j1"], None);
+    assert_eq!(world.running(), ["j1"]);
+    assert_eq!(world.reason("j2"), "waits for j1 (j1), which is running");
+    world.finish(session, &held("j1", 1), failed(FailureCause::BadInput));
+    assert_eq!(world.running(), Vec::<String>::new());
+    assert!(
+        world.reason("j2").contains("which has failed; `aitk resume j1`"),
+        "{}",
+        world.reason("j2")
+    );
+    world.resume("j1").unwrap();
+    world.finish(session, &held("j1", 2), Outcome::Completed);
+    assert_eq!(world.running(), ["j2"]);
+    world.finish(session, &held("j2", 1), Outcome::Completed);
+    assert_eq!(world.running(), ["j3"]);
+    // Names are enough; of several jobs of a name the newest of the same user counts. Nonsense is refused.
+    world.submit_after("k1", retries(0), &["j3"], None);
+    assert!(world.reason("k1").starts_with("waits for j3"));
+    world.submit_after("k2", retries(0), &["nobody"], None);
+    assert!(world.state.job(&JobId::new("k2")).is_none());
+    let refused = world
+        .last
+        .iter()
+        .any(|e| matches!(e, Effect::Reply(_, Err(Refusal::Conflict(why))) if why.contains("\"nobody\"")));
+    assert!(refused, "{:?}", world.last);
+}
+
+#[test]
+fn a_start_time_is_kept() {
+    let mut world = World::new();
+    world.gpus("w1", 1);
+    let at = world.now.after(Duration::from_secs(3725));
+    world.submit_after("j1", retries(0), &[], Some(at));
+    assert_eq!(
+        world.reason("j1"),
+        "starts in 1 h 2 min at the earliest, as its config asks"
+    );
+    world.submit("j2", retries(0));
+    assert_eq!(world.running(), ["j2"], "nobody waits for it");
+    world.finish(SessionId(1), &held("j2", 1), Outcome::Completed);
+    world.pass(3724);
+    assert_eq!(world.running(), Vec::<String>::new());
+    world.pass(1);
+    assert_eq!(world.running(), ["j1"]);
+}
+
+#[test]
+fn a_time_limit_saves_and_stops_and_counts_only_running_time() {
+    let mut world = World::new();
+    let session = world.gpus("w1", 1);
+    let limited = Wants {
+        time_limit: Some(10_000),
+        ..retries(3)
+    };
+    world.submit("j1", limited);
+    world.pass(4);
+    world.beat(session, &[held("j1", 1)]);
+    world.finish(session, &held("j1", 1), failed(FailureCause::Storage));
+    world.pass(60);
+    assert_eq!(
+        world.running(),
+        ["j1"],
+        "the wait between two tries is not running time"
+    );
+    world.pass(5);
+    world.beat(session, &[held("j1", 2)]);
+    assert_eq!(world.state("j1"), JobState::Running);
+    world.pass(1);
+    assert_eq!(world.state("j1"), JobState::Stopping);
+    assert!(world.is_told_to_save("j1", 2));
+    assert_eq!(
+        world.reason("j1"),
+        "its time limit of 10 s is over: it saves, then stops"
+    );
+    world.finish(session, &held("j1", 2), Outcome::Stopped);
+    assert_eq!(world.state("j1"), JobState::Stopped);
+    assert!(
+        world.reason("j1").contains("`aitk resume` gives it as much time again"),
+        "{}",
+        world.reason("j1")
+    );
+    world.resume("j1").unwrap();
+    world.pass(5);
+    assert_eq!(world.state("j1"), JobState::Running);
+}
+
+#[test]
+fn a_paused_job_waits_saved_and_keeps_its_place() {
+    let mut world = World::new();
+    let session = world.gpus("w1", 1);
+    world.submit("j1", retries(0));
+    world.submit("j2", retries(0));
+    world.submit("j3", retries(0));
+    world.pause("j2").unwrap();
+    assert_eq!(world.reason("j2"), "paused; `aitk resume j2` lets it go on");
+    let paused = world.pause("j1").unwrap();
+    assert!(paused.paused && world.is_told_to_save("j1", 1));
+    assert_eq!(world.state("j1"), JobState::Running, "until it has saved");
+    world.finish(session, &held("j1", 1), Outcome::Stopped);
+    assert_eq!(
+        (world.state("j1"), world.running()),
+        (JobState::Queued, vec!["j3".to_owned()])
+    );
+    world.resume("j2").unwrap();
+    world.resume("j1").unwrap();
+    world.finish(session, &held("j3", 1), Outcome::Completed);
+    assert_eq!(world.running(), ["j1"], "it came first");
+    assert_eq!(world.view("j1").failures, 0);
+    // Resumed while it still saves: it goes on as soon as it has.
+    world.pause("j1").unwrap();
+    world.resume("j1").unwrap();
+    world.finish(session, &held("j1", 2), Outcome::Stopped);
+    assert_eq!(world.running(), ["j1"]);
+    world.finish(session, &held("j1", 3), Outcome::Completed);
+    assert!(matches!(world.pause("j1"), Err(Refusal::Conflict(_))));
+}
+
+#[test]
+fn another_priority_reorders_the_queue() {
+    let mut world = World::new();
+    for id in ["j1", "j2", "j3"] {
+        world.submit(id, retries(0));
+    }
+    world.priority("j3", 2).unwrap();
+    world.priority("j1", -1).unwrap();
+    let order: Vec<String> = world
+        .state
+        .job_views(world.now, false, 0)
+        .iter()
+        .map(|job| job.id.to_string())
+        .collect();
+    assert_eq!(order, ["j3", "j2", "j1"]);
+    let session = world.gpus("w1", 1);
+    for id in ["j3", "j2", "j1"] {
+        assert_eq!(world.running(), [id]);
+        world.finish(session, &held(id, 1), Outcome::Completed);
+    }
+    assert!(matches!(world.priority("j1", 3), Err(Refusal::Conflict(_))));
+}
+
+#[test]
+fn a_drained_worker_takes_nothing_and_hands_its_work_on_when_told_to() {
+    let mut world = World::new();
+    let one = world.gpus("w1", 2);
+    world.submit("j1", retries(0));
+    world.drain("w1", true, false);
+    world.submit("j2", retries(0));
+    assert_eq!(world.running(), ["j1"]);
+    assert!(world.reason("j2").contains("w1 is drained"), "{}", world.reason("j2"));
+    // It is remembered over a reconnection.
+    let again = world.worker("w1", vec![device(DeviceKind::Cuda, 0)], vec![held("j1", 1)]);
+    assert_ne!(one, again);
+    assert_eq!(world.running(), ["j1"]);
+    world.drain("w1", true, true);
+    assert!(world.is_told_to_save("j1", 1));
+    world.finish(again, &held("j1", 1), Outcome::Stopped);
+    assert_eq!(world.state("j1"), JobState::Queued);
+    let two = world.gpus("w2", 1);
+    assert_eq!(world.assigned(), [(two, held("j1", 2))]);
+    world.drain("w1", false, false);
+    assert_eq!(world.running(), ["j1", "j2"]);
+    world.step(Event::DrainRequested {
+        ticket: Ticket(7),
+        worker: "nobody".into(),
+        drain: true,
+        now: false,
+    });
+    assert!(matches!(world.last[0], Effect::Reply(_, Err(Refusal::NoWorker(_)))));
+}
+
+#[test]
+fn training_that_yields_gives_way_and_comes_back_by_itself() {
+    let mut world = World::new();
+    let session = world.gpus("w1", 1);
+    world.submit("train", yielding());
+    world.beat(session, &[held("train", 1)]);
+    world.submit("other", yielding());
+    assert!(!world.is_told_to_save("train", 1), "it does not give way to its like");
+    world.submit("low", prior(-1));
+    assert!(!world.is_told_to_save("train", 1), "nor to less urgent ones");
+    world.submit("gen", retries(0));
+    assert!(world.is_told_to_save("train", 1));
+    assert!(
+        world.reason("train").starts_with("saves and gives way to gen (gen)"),
+        "{}",
+        world.reason("train")
+    );
+    assert_eq!(world.reason("gen"), "starts when train has saved and given way");
+    world.commit(session, &held("train", 1), 40);
+    // Another one that waits does not make it stop twice; and a restart of its worker does not forget it.
+    world.submit("gen2", retries(0));
+    assert!(!world.is_told_to_save("train", 1));
+    let session = world.worker("w1", vec![device(DeviceKind::Cuda, 0)], vec![held("train", 1)]);
+    assert!(world.is_told_to_save("train", 1));
+    world.finish(session, &held("train", 1), Outcome::Stopped);
+    assert_eq!(world.running(), ["gen"]);
+    assert_eq!(
+        (world.state("train"), world.view("train").failures),
+        (JobState::Queued, 0)
+    );
+    world.finish(session, &held("gen", 1), Outcome::Completed);
+    assert_eq!(world.running(), ["gen2"], "those that do not yield go first");
+    world.finish(session, &held("gen2", 1), Outcome::Completed);
+    assert_eq!(
+        world.running(),
+        ["train"],
+        "before its like, which came later, and before the less urgent"
+    );
+    let resume = world.last.iter().find_map(|effect| match effect {
+        Effect::Assign(_, placed) => placed.resume,
+        _ => None,
+    });
+    assert_eq!(resume, Some(manifest("40")), "from where it saved");
+}
+
+#[test]
+fn as_many_give_way_as_are_needed_and_no_more() {
+    let mut world = World::new();
+    let session = world.gpus("w1", 3);
+    for id in ["t1", "t2", "t3"] {
+        world.submit(id, yielding());
+        world.pass(1);
+        world.beat(session, &[held("t1", 1), held("t2", 1), held("t3", 1)]);
+    }
+    let told = |world: &World| {
+        ["t1", "t2", "t3"]
+            .iter()
+            .filter(|id| world.reason(id).starts_with("saves and gives way"))
+            .map(ToString::to_string)
+            .collect::<Vec<_>>()
+    };
+    world.submit("g1", retries(0));
+    assert_eq!(told(&world), ["t3"], "the latest has the least to lose");
+    world.submit("g2", retries(0));
+    assert_eq!(told(&world), ["t2", "t3"]);
+    // One that needs what nobody has takes nothing from anybody.
+    world.submit(
+        "g3",
+        Wants {
+            memory: Some(1 << 50),
+            ..retries(0)
+        },
+    );
+    assert_eq!(told(&world), ["t2", "t3"]);
+    // The coordinator restarts in between: nobody else is told.
+    world.stop("g2", false).unwrap();
+    world.finish(session, &held("t3", 1), Outcome::Stopped);
+    world.finish(session, &held("t2", 1), Outcome::Stopped);
+    assert_eq!(world.running(), ["g1", "t1", "t2"]);
+}
+
+#[test]
+fn out_of_memory_steps_down_once() {
+    let mut world = World::new();
+    let session = world.gpus("w1", 1);
+    let oom = || failed(FailureCause::OutOfMemory);
+    world.submit("j1", retries(0));
+    assert_eq!(world.view("j1").attempts[0].profile, MemoryProfile::FullGpu);
+    world.finish(session, &held("j1", 1), oom());
+    let view = world.view("j1");
+    assert_eq!(
+        (view.state, view.failures, view.attempts[1].profile),
+        (JobState::Running, 0, MemoryProfile::Balanced)
+    );
+    assert!(view.attempts[0].message.contains("boom"));
+    world.finish(session, &held("j1", 2), oom());
+    assert_eq!(world.state("j1"), JobState::Failed);
+    assert!(
+        world.reason("j1").contains("with the smaller profile balanced as well"),
+        "{}",
+        world.reason("j1")
+    );
+    // A profile that was asked for is kept; then it is a failure like another.
+    world.submit(
+        "j2",
+        Wants {
+            profile: Some(MemoryProfile::GpuPoor),
+            ..retries(1)
+        },
+    );
+    world.finish(session, &held("j2", 1), oom());
+    assert!(
+        world
+            .reason("j2")
+            .starts_with("try 2 of 2 in 1 s; before: not enough memory"),
+        "{}",
+        world.reason("j2")
+    );
+}
+
+#[test]
+fn a_device_with_three_driver_faults_is_quarantined_for_a_while() {
+    let mut world = World::new();
+    let session = world.gpus("w1", 1);
+    for index in 1..=3 {
+        let id = format!("j{index}");
+        world.submit(&id, retries(0));
+        world.finish(session, &held(&id, 1), failed(FailureCause::Machine));
+        assert_eq!(world.state(&id), JobState::Failed);
+    }
+    world.submit("j4", retries(0));
+    assert_eq!(
+        world.reason("j4"),
+        "the one device that fits is not taken: quarantined after 3 driver faults in a row; `aitk worker undrain w1` frees it"
+    );
+    let seen = world.state.worker_views()[0].devices[0].clone();
+    assert!(seen.quarantined && seen.faults == 3);
+    // One more chance after a while; one more fault, and it is over again. A person may forgive.
+    world.pass(60);
+    assert_eq!(world.running(), ["j4"]);
+    world.beat(session, &[held("j4", 1)]);
+    world.finish(session, &held("j4", 1), failed(FailureCause::Machine));
+    world.submit("j5", retries(0));
+    assert_eq!(world.state("j5"), JobState::Queued);
+    world.drain("w1", false, false);
+    assert_eq!(world.running(), ["j5"]);
+    world.finish(session, &held("j5", 1), Outcome::Completed);
+    assert_eq!(world.state.worker_views()[0].devices[0].faults, 0);
+}
+
+#[test]
+fn ten_thousand_that_fit_nowhere_are_not_looked_at() {
+    let mut world = World::new();
+    let session = world.gpus("w1", 1);
+    for index in 0..2000_u64 {
+        // Each unlike the others.
+        let wants = Wants {
+            memory: Some((1 << 40) + index),
+            ..retries(0)
+        };
+        let job = Box::new(new_job(&format!("big{index}"), wants));
+        world
+            .state
+            .handle(world.now, Event::JobSubmitted { ticket: Ticket(1), job });
+    }
+    world.submit("j1", retries(0));
+    assert_eq!(world.running(), ["j1"]);
+    let slot = world.state.slots.get(0).unwrap();
+    assert_eq!(slot.classes.len(), 1, "the device knows only of those it fits");
+    world.finish(session, &held("j1", 1), Outcome::Completed);
+    assert!(world.state.classes.candidates.is_empty());
+    assert!(
+        world.reason("big7").contains("asks for 1024.0 GiB"),
+        "{}",
+        world.reason("big7")
+    );
+}

@@ -1,0 +1,235 @@
+//! The rules of the queue over the wire, and over a restart.
+
+mod support;
+
+use aitk_common::attempt::Outcome;
+use aitk_common::control::{Forecast, JobState, JobView, Submission, ToWorker, WorkerView};
+use aitk_common::id::UserName;
+use aitk_common::plan::anatomy::Anatomy;
+use aitk_common::plan::profile::MemoryProfile;
+use aitk_proto::v1;
+use std::time::Duration;
+use support::{FakeWorker, Pool, held, submission, within};
+use tonic::Code;
+
+const CALM: Duration = Duration::from_secs(60);
+
+/// A LoRA of Stable Diffusion 1.x, with this `cluster` section.
+fn lora(name: &str, cluster: &str) -> Submission {
+    let job_json = format!(
+        r#"{{"job":"extension","name":"{name}","process":[{{"type":"sd_trainer","kind":{{"train":{{
+            "model":{{"arch":"sd1","name_or_path":"m"}},"network":{{"linear":4}},
+            "train":{{"steps":100,"dtype":"float32"}},"datasets":[{{"resolution":[512]}}]}}}}}}],"cluster":{{{cluster}}}}}"#
+    );
+    Submission {
+        job_json,
+        ..submission(name)
+    }
+}
+
+async fn submit(pool: &Pool, submission: Submission) -> JobView {
+    let mut jobs = pool.clients.jobs.clone();
+    let reply = within(jobs.submit(v1::SubmitRequest::from(submission))).await.unwrap();
+    pool.job(&reply.into_inner().job_id).await
+}
+
+async fn drain(pool: &Pool, worker: &str, drain: bool, now: bool) -> WorkerView {
+    let request = v1::DrainWorkerRequest {
+        worker: worker.into(),
+        drain,
+        now,
+    };
+    let mut jobs = pool.clients.jobs.clone();
+    within(jobs.drain_worker(request))
+        .await
+        .unwrap()
+        .into_inner()
+        .try_into()
+        .unwrap()
+}
+
+async fn stop_message(worker: &mut FakeWorker) -> bool {
+    worker
+        .until(|message| match message {
+            ToWorker::Stop { save, .. } => Some(save),
+            _ => None,
+        })
+        .await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn fit_and_explain_say_where_and_why_not() {
+    let pool = Pool::start(CALM).await;
+    let fit = |submission: Submission| {
+        let mut jobs = pool.clients.jobs.clone();
+        async move {
+            let reply = within(jobs.fit(v1::SubmitRequest::from(submission))).await.unwrap();
+            Forecast::try_from(reply.into_inner()).unwrap()
+        }
+    };
+    let nobody = fit(lora("a", "")).await;
+    assert!(
+        !nobody.fits_somewhere() && nobody.summary.contains("no worker is connected"),
+        "{nobody:?}"
+    );
+    let mut worker = FakeWorker::new(&pool, "w1").await;
+    // A whole SD 1.5 does not fit into the 4 GiB of this one; a toy does, and so does what its user says fits.
+    let whole = fit(lora("a", "")).await;
+    assert!(
+        !whole.fits_somewhere() && whole.summary.contains("with the profile cpu_only"),
+        "{whole:?}"
+    );
+    let toy = Submission {
+        anatomy: Some(Anatomy {
+            denoiser: 1_000_000,
+            text: 1,
+            vae: 1,
+        }),
+        ..lora("a", "")
+    };
+    let toy = fit(toy).await;
+    assert!(
+        toy.fits_somewhere() && toy.devices[0].ready && toy.devices[0].memory.is_some(),
+        "{toy:?}"
+    );
+    assert_eq!(toy.devices[0].profile, Some(MemoryProfile::CpuOnly));
+    let told = fit(lora("a", r#""memory_budget":1000000000"#)).await;
+    assert!(
+        told.summary
+            .starts_with("would start now on w1 cpu: cpu_only (0.9 GiB of 4.0 GiB"),
+        "{told:?}"
+    );
+
+    let job = submit(&pool, lora("a", "")).await;
+    assert_eq!(job.state, JobState::Queued);
+    let request = v1::ExplainRequest {
+        job_id: job.id.to_string(),
+    };
+    let explained = within(pool.clients.jobs.clone().explain(request))
+        .await
+        .unwrap()
+        .into_inner();
+    let explained = Forecast::try_from(explained).unwrap();
+    assert_eq!(explained.summary, job.reason);
+    assert!(
+        explained.devices[0]
+            .words
+            .starts_with("w1 cpu: too small: even cpu_only needs about"),
+        "{explained:?}"
+    );
+    let nobody = v1::ExplainRequest {
+        job_id: "jnobody".into(),
+    };
+    let refused = within(pool.clients.jobs.clone().explain(nobody)).await.unwrap_err();
+    assert_eq!(refused.code(), Code::NotFound);
+    let small = submit(&pool, lora("b", r#""memory_budget":1000000000"#)).await;
+    assert_eq!(worker.assigned().await.job, small.id);
+    within(pool.running.shutdown()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn pauses_priorities_owners_and_dependencies_hold_over_a_restart() {
+    let pool = Pool::start(CALM).await;
+    let mut worker = FakeWorker::new(&pool, "w1").await;
+    let owned = Submission {
+        owner: Some(UserName::new("ada")),
+        ..submission("first")
+    };
+    let first = submit(&pool, owned).await;
+    assert_eq!(first.owner, UserName::new("ada"));
+    let work = worker.assigned().await;
+    worker.beat(&[held(&work)]).await;
+    let small = r#""memory_budget":1000000000"#;
+    let second = submit(&pool, lora("second", &format!(r#"{small},"after":["{}"]"#, first.id))).await;
+    assert!(
+        second.reason.starts_with(&format!("waits for {} (first)", first.id)),
+        "{}",
+        second.reason
+    );
+    let third = submit(&pool, lora("third", small)).await;
+    let change = v1::SetPriorityRequest {
+        job_id: third.id.to_string(),
+        priority: -7,
+    };
+    let third: JobView = within(pool.clients.jobs.clone().set_priority(change))
+        .await
+        .unwrap()
+        .into_inner()
+        .try_into()
+        .unwrap();
+    assert_eq!(third.priority, -7);
+    let pause = v1::PauseJobRequest {
+        job_id: third.id.to_string(),
+    };
+    within(pool.clients.jobs.clone().pause(pause)).await.unwrap();
+    let unknown = lora("fourth", r#""after":["nobody"]"#);
+    let refused = within(pool.clients.jobs.clone().submit(v1::SubmitRequest::from(unknown)))
+        .await
+        .unwrap_err();
+    assert!(refused.message().contains("no job \"nobody\""), "{refused:?}");
+
+    let pool = pool.restart().await;
+    let third = pool.job(third.id.as_str()).await;
+    assert!(
+        third.paused && third.priority == -7 && third.reason.starts_with("paused"),
+        "{third:?}"
+    );
+    let registration = FakeWorker::registration("w1", Some(worker.id.clone()), vec![held(&work)]);
+    let mut worker = FakeWorker::register(&pool.clients, registration).await;
+    assert_eq!(worker.keep, [work.attempt.clone()]);
+    worker
+        .ask(|request| aitk_common::control::ToCoordinator::Finished {
+            request,
+            held: held(&work),
+            outcome: Outcome::Completed,
+        })
+        .await;
+    let next = worker.assigned().await;
+    assert_eq!(next.job, second.id);
+    within(pool.running.shutdown()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_drained_worker_hands_its_work_on_and_stays_drained() {
+    let pool = Pool::start(CALM).await;
+    let mut one = FakeWorker::new(&pool, "w1").await;
+    let job = submit(&pool, submission("a")).await;
+    let work = one.assigned().await;
+    assert_eq!(work.job, job.id);
+    one.beat(&[held(&work)]).await;
+    let drained = drain(&pool, "w1", true, true).await;
+    assert!(
+        drained.drained && drained.devices[0].jobs == [job.id.clone()],
+        "{drained:?}"
+    );
+    assert!(stop_message(&mut one).await, "it saves first");
+    one.ask(|request| aitk_common::control::ToCoordinator::Finished {
+        request,
+        held: held(&work),
+        outcome: Outcome::Stopped,
+    })
+    .await;
+    let waiting = pool.job(job.id.as_str()).await;
+    assert_eq!((waiting.state, waiting.failures), (JobState::Queued, 0));
+    assert!(waiting.reason.contains("w1 is drained"), "{}", waiting.reason);
+    let pool = pool.restart().await;
+    let registration = FakeWorker::registration("w1", Some(one.id.clone()), Vec::new());
+    let mut one = FakeWorker::register(&pool.clients, registration).await;
+    assert_eq!(
+        pool.job(job.id.as_str()).await.state,
+        JobState::Queued,
+        "also after a restart"
+    );
+    drain(&pool, one.id.clone().as_str(), false, false).await;
+    assert_eq!(one.assigned().await.job, job.id);
+    let request = v1::DrainWorkerRequest {
+        worker: "nobody".into(),
+        drain: true,
+        now: false,
+    };
+    let refused = within(pool.clients.jobs.clone().drain_worker(request))
+        .await
+        .unwrap_err();
+    assert_eq!(refused.code(), Code::NotFound);
+    within(pool.running.shutdown()).await;
+}
