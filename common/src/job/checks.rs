@@ -66,7 +66,9 @@ pub(crate) fn trainer(process: &TrainerProcess, cx: &mut Cx) {
             | ProcessType::TextualInversionTrainer
             | ProcessType::ConceptSlider
     );
-    if needs_data && process.datasets.is_empty() {
+    let place = super::schema::join(cx.path(), "datasets");
+    let said = cx.errors.iter().any(|error| error.key.starts_with(&place));
+    if needs_data && process.datasets.is_empty() && !said {
         cx.error_at(
             "datasets",
             "a training needs at least one data set (`- folder_path: …`)",

@@ -109,7 +109,7 @@ fn ui_default_job() {
             "sample.sampler"
         ]
     );
-    assert_eq!(warned(&job), ["device", "use_ui_logger"]);
+    assert_eq!(warned(&job), ["use_ui_logger"]);
 }
 
 #[test]
@@ -151,7 +151,7 @@ fn flux() {
     let mut expected: Vec<String> = expected.iter().map(ToString::to_string).collect();
     expected.sort();
     assert_eq!(found, expected);
-    assert_eq!(warned(&job), ["device", "push_to_hub", "low_vram"]);
+    assert_eq!(warned(&job), ["push_to_hub", "low_vram"]);
 }
 
 #[test]
@@ -183,7 +183,7 @@ fn legacy_sdxl() {
         ("ugly, blurry", 0.8)
     );
     assert_eq!(refused(&job), ["train.optimizer", "model.arch"]);
-    assert_eq!(warned(&job), ["device", "unet_lr", "text_encoder_lr"]);
+    assert_eq!(warned(&job), ["unet_lr", "text_encoder_lr"]);
 }
 
 #[test]

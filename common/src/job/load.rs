@@ -76,16 +76,17 @@ pub fn parse(text: &str, format: Format, file: Option<&str>, options: &LoadOptio
     }
     let body = text.strip_prefix('\u{feff}').unwrap_or(text);
     let mut root = match format {
-        Format::Yaml => yaml::parse(body, file),
+        Format::Yaml => parse_yaml(body, file),
         Format::Json => json::parse(body, false, file),
         Format::Jsonc => json::parse(body, true, file),
     }
     .map_err(invalid)?;
-    template::expand_variables(&mut root, options.env, file).map_err(invalid)?;
+    let secrets = template::expand_variables(&mut root, options.env, file).map_err(invalid)?;
     if let Some(name) = options.name_override.map(str::to_owned).or_else(|| own_name(&root)) {
         template::fill_name(&mut root, &name, file).map_err(invalid)?;
     }
     let mut cx = Cx::new(file.map(str::to_owned));
+    cx.warnings = secrets;
     let spec = JobSpec::read(&root, options.name_override, &mut cx);
     let mut findings = cx.errors;
     match spec {
@@ -104,6 +105,19 @@ pub fn parse(text: &str, format: Format, file: Option<&str>, options: &LoadOptio
             Err(JobError::Invalid { findings })
         }
     }
+}
+
+/// Parses YAML in which variables may stand anywhere.
+fn parse_yaml(body: &str, file: Option<&str>) -> Result<Node, Finding> {
+    let mut parsed = yaml::parse(&template::shield(body), file);
+    match &mut parsed {
+        Ok(root) => template::unshield(root),
+        Err(finding) => {
+            template::unshield_text(&mut finding.message);
+            template::unshield_text(&mut finding.key);
+        }
+    }
+    parsed
 }
 
 fn own_name(root: &Node) -> Option<String> {

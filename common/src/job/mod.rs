@@ -35,6 +35,7 @@ pub mod sampler;
 pub mod save;
 pub mod scalar;
 pub mod schema;
+mod secret;
 pub mod slider;
 pub mod spec;
 pub mod template;

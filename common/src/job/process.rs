@@ -122,7 +122,7 @@ section! {
         /// The run folder is `training_folder/name`.
         training_folder: Option<String> = None, Works, shown "the job's";
         /// A hint in ai-toolkit, ignored there too.
-        device: Option<String> = None, Ignored("the device is given to the job when it starts; use `cluster.device` to require a kind");
+        device: Option<String> = None, Accepted("the device is given to the job when it starts; `cluster.device` asks for a kind");
         /// Trigger word of all data sets without their own, and of sample prompts.
         trigger_word: Option<String> = None, Works;
         /// Seed of everything random in the training. Absent: chosen once per job.
@@ -226,7 +226,7 @@ section! {
         /// Where the pictures go.
         output_folder [required]: String = String::new(), Works;
         /// A hint.
-        device: Option<String> = None, Ignored("the device is given to the job when it starts; use `cluster.device` to require a kind");
+        device: Option<String> = None, Accepted("the device is given to the job when it starts; `cluster.device` asks for a kind");
         /// Number format of the arithmetic.
         dtype: DType = DType::F16, Works, shown "`model.dtype`";
         /// The model.
@@ -257,7 +257,7 @@ section! {
         /// Copy the pictures it starts from into this folder.
         copy_inputs_to: Option<String> = None, Works;
         /// A hint.
-        device: Option<String> = None, Ignored("the device is given to the job when it starts; use `cluster.device` to require a kind");
+        device: Option<String> = None, Accepted("the device is given to the job when it starts; `cluster.device` asks for a kind");
         /// Number format of the arithmetic.
         dtype: DType = DType::F16, Works, shown "`model.dtype`";
         /// The model.

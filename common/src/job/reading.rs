@@ -101,12 +101,13 @@ impl Cx {
     /// Says that a value has the wrong type.
     pub fn wrong_type(&mut self, node: &Node, expected: &str) {
         let mut message = format!("expected {expected}, found {}", node.describe());
+        let quoted = node.plain.is_none();
         match &node.value {
             Value::Bool(_) if expected.contains("text") => message.push_str("; put it in quotes if you mean the word"),
-            Value::Text(text) if expected.contains("number") && text.trim().parse::<f64>().is_ok() => {
+            Value::Text(text) if quoted && expected.contains("number") && text.trim().parse::<f64>().is_ok() => {
                 message.push_str("; write it without quotes");
             }
-            Value::Text(text) if expected.contains("true or false") && bool_word(text) => {
+            Value::Text(text) if quoted && expected.contains("true or false") && bool_word(text) => {
                 message.push_str("; write it without quotes");
             }
             _ => {}

@@ -17,7 +17,7 @@ section! {
         /// What the job runs, one after another.
         process [required]: Vec<Process> = Vec::new(), Works;
         /// A hint.
-        device: Option<String> = None, Ignored("the device is given to the job when it starts; use `cluster.device` to require a kind");
+        device: Option<String> = None, Accepted("the device is given to the job when it starts; `cluster.device` asks for a kind");
         /// Default of the processes' `training_folder`.
         training_folder: Option<String> = None, Works;
         /// Default of the processes' `output_folder` (`job: extract`).

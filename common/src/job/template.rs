@@ -1,28 +1,39 @@
 //! Templating of a parsed document: `${VAR}` and `[name]` in text. Keys and comments are left alone.
+//!
+//! A variable that holds a secret is not filled in: the job is stored and shown, so it keeps the reference.
 
 use super::error::Finding;
 use super::limits::{MAX_EXPANDED, NODE_COST, finding, too_large};
 use super::node::{Node, Value, shorten};
 use super::scalar::resolve;
 use super::schema::join;
+use super::secret;
+use std::borrow::Cow;
 
 /// Looks a variable up.
 pub type Env<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 /// Replaces every `${VAR}` in every text. An unquoted YAML scalar that is nothing but one variable gets the
-/// type that its value would have had in the file.
+/// type that its value would have had in the file. A secret stays `${VAR}`; those places are returned as warnings.
 ///
 /// # Errors
 /// The first variable that is not set.
-pub fn expand_variables(node: &mut Node, env: Env<'_>, file: Option<&str>) -> Result<(), Finding> {
+pub fn expand_variables(node: &mut Node, env: Env<'_>, file: Option<&str>) -> Result<Vec<Finding>, Finding> {
     let mut spent = 0;
+    let mut kept = Vec::new();
     walk(node, "", &mut |node, path| {
         let Value::Text(text) = &node.value else { return Ok(()) };
         spent += NODE_COST + text.len();
+        if secret::looks_like_token(text) {
+            let message = "this looks like an access token; the config is stored with the job and shown, so take it \
+                           out. A worker takes HF_TOKEN from its own environment";
+            kept.push(finding(file, node.mark, path, message));
+        }
         if !text.contains("${") {
             return Ok(());
         }
-        let expanded = expand(text, env).map_err(|name| {
+        let mut secrets = Vec::new();
+        let expanded = expand(text, env, &mut secrets).map_err(|name| {
             let message = match name {
                 Some(name) => format!(
                     "the variable `{}` is not set; set it in the environment or in .env",
@@ -36,6 +47,14 @@ pub fn expand_variables(node: &mut Node, env: Env<'_>, file: Option<&str>) -> Re
         if spent > MAX_EXPANDED {
             return Err(finding(file, node.mark, path, too_large()));
         }
+        for name in secrets {
+            let message = format!(
+                "`{0}` holds a secret, so the job keeps `${{{0}}}` instead of its value: jobs are stored and shown. \
+                 No key needs it; a worker takes HF_TOKEN from its own environment",
+                shorten(&name)
+            );
+            kept.push(finding(file, node.mark, path, message));
+        }
         let whole = node.plain.is_some() && text.starts_with("${") && text.find('}') == Some(text.len() - 1);
         if whole {
             node.value = resolve(&expanded);
@@ -45,11 +64,12 @@ pub fn expand_variables(node: &mut Node, env: Env<'_>, file: Option<&str>) -> Re
             node.plain = None;
         }
         Ok(())
-    })
+    })?;
+    Ok(kept)
 }
 
-/// The text with every variable replaced, or the name of one that is not set (`None`: `${}`).
-fn expand(text: &str, env: Env<'_>) -> Result<String, Option<String>> {
+/// The text with every variable replaced but `secrets`, or the name of one that is not set (`None`: `${}`).
+fn expand(text: &str, env: Env<'_>, secrets: &mut Vec<String>) -> Result<String, Option<String>> {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
     while let Some(start) = rest.find("${") {
@@ -63,7 +83,13 @@ fn expand(text: &str, env: Env<'_>) -> Result<String, Option<String>> {
         if name.is_empty() {
             return Err(None);
         }
-        out.push_str(&env(name).ok_or_else(|| Some(name.to_owned()))?);
+        let value = env(name).ok_or_else(|| Some(name.to_owned()))?;
+        if secret::is_secret(name, &value) {
+            secrets.push(name.to_owned());
+            out.push_str(&after[..=end]);
+        } else {
+            out.push_str(&value);
+        }
         if out.len() > MAX_EXPANDED {
             return Ok(out);
         }
@@ -93,6 +119,60 @@ pub fn fill_name(node: &mut Node, name: &str, file: Option<&str>) -> Result<(), 
         }
         Ok(())
     })
+}
+
+/// Stand-ins for `${` and `}` of a variable while YAML is parsed: ai-toolkit replaced variables in the raw text, so they
+/// may stand unquoted inside `[ ]` and `{ }`, where YAML gives braces a meaning. As many characters, so places stay.
+const OPEN: &str = "\u{e000}\u{e000}";
+const CLOSE: &str = "\u{e001}";
+
+/// The text with every `${NAME}` hidden from the YAML parser; undone by [`unshield`].
+pub(super) fn shield(text: &str) -> Cow<'_, str> {
+    if !text.contains("${") || text.contains(['\u{e000}', '\u{e001}']) {
+        return Cow::Borrowed(text);
+    }
+    let mut out = String::with_capacity(text.len() + 64);
+    let mut rest = text;
+    while let Some(start) = rest.find("${") {
+        let (before, after) = rest.split_at(start);
+        out.push_str(before);
+        let name = after[2..].split('}').next().unwrap_or_default();
+        let whole = after.len() > name.len() + 2;
+        if whole && !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_') {
+            out.push_str(OPEN);
+            out.push_str(name);
+            out.push_str(CLOSE);
+            rest = &after[name.len() + 3..];
+        } else {
+            out.push_str("${");
+            rest = &after[2..];
+        }
+    }
+    out.push_str(rest);
+    Cow::Owned(out)
+}
+
+/// The text of [`shield`] as it was.
+pub(super) fn unshield_text(text: &mut String) {
+    if text.contains(OPEN) {
+        *text = text.replace(OPEN, "${").replace(CLOSE, "}");
+    }
+}
+
+/// Undoes [`shield`] in everything that was parsed.
+pub(super) fn unshield(node: &mut Node) {
+    node.plain.iter_mut().for_each(unshield_text);
+    match &mut node.value {
+        Value::Text(text) => unshield_text(text),
+        Value::List(items) => items.iter_mut().for_each(unshield),
+        Value::Map(entries) => {
+            for entry in entries {
+                unshield_text(&mut entry.key);
+                unshield(&mut entry.node);
+            }
+        }
+        _ => {}
+    }
 }
 
 type Visit<'a> = &'a mut dyn FnMut(&mut Node, &str) -> Result<(), Finding>;

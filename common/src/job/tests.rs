@@ -133,6 +133,82 @@ config:
 }
 
 #[test]
+fn variables_stand_anywhere_in_yaml() {
+    let env = |name: &str| match name {
+        "DIR" => Some("/data/my cats, all".to_owned()),
+        "SIZE" => Some("64".to_owned()),
+        "KEY" => Some("steps".to_owned()),
+        _ => None,
+    };
+    let options = LoadOptions {
+        env: &env,
+        ..LoadOptions::default()
+    };
+    let text = MINIMAL
+        .replace(
+            "        - folder_path: pictures\n",
+            "        - {folder_path: ${DIR}/a, resolution: [${SIZE}, 1${SIZE}]}\n",
+        )
+        .replace("steps: 10", "steps: ${SIZE}${SIZE} # ${NOT_SET}");
+    let job = parse(&text, Format::Yaml, None, &options).unwrap();
+    let trainer = job.spec.process[0].trainer().unwrap();
+    let dataset = &trainer.datasets[0];
+    assert_eq!(dataset.folder_path.as_deref(), Some("/data/my cats, all/a"));
+    assert_eq!((dataset.resolution[0], dataset.resolution[1]), (64, 164));
+    assert_eq!(trainer.train.steps, 6464);
+    // Broken text is quoted as it was written, and keys are left alone.
+    let twice = format!("{MINIMAL}${{KEY}}: 1\n${{KEY}}: 2\n");
+    let error = parse(&twice, Format::Yaml, None, &options).unwrap_err();
+    assert!(error.to_string().contains("`${KEY}` is given twice"), "{error}");
+}
+
+#[test]
+fn hints_about_quotes_are_for_what_is_in_quotes() {
+    let wrong = |value: &str| {
+        yaml(&MINIMAL.replace("steps: 10", &format!("steps: {value}")))
+            .unwrap_err()
+            .to_string()
+    };
+    assert!(wrong("\"10\"").contains("without quotes"));
+    assert!(!wrong("08").contains("without quotes"), "{}", wrong("08"));
+}
+
+#[test]
+fn secrets_stay_out_of_the_job() {
+    let token = "hf_abcdefghijklmnopqrstuvwxyzABCDEFGH";
+    let env = |name: &str| match name {
+        "HF_TOKEN" => Some(token.to_owned()),
+        "TRIGGER_TOKEN" => Some("ohwx cat".to_owned()),
+        _ => None,
+    };
+    let options = LoadOptions {
+        env: &env,
+        ..LoadOptions::default()
+    };
+    let text = with("type: sd_trainer", "      trigger_word: ${TRIGGER_TOKEN}")
+        + "meta:\n  hub: ${HF_TOKEN}\n  link: \"https://me:${HF_TOKEN}@host\"\n";
+    let job = parse(&text, Format::Yaml, Some("job.yaml"), &options).unwrap();
+    let json = serde_json::to_string(&job.spec).unwrap();
+    assert!(!json.contains(token), "{json}");
+    assert_eq!(job.spec.meta["hub"], "${HF_TOKEN}");
+    assert_eq!(job.spec.meta["link"], "https://me:${HF_TOKEN}@host");
+    let trainer = job.spec.process[0].trainer().unwrap();
+    assert_eq!(
+        trainer.trigger_word.as_deref(),
+        Some("ohwx cat"),
+        "a trigger is no secret"
+    );
+    let said: Vec<&str> = job.warnings.iter().map(|finding| finding.key.as_str()).collect();
+    assert_eq!(said, ["meta.hub", "meta.link"]);
+    assert!(!format!("{:?}", job.warnings).contains(token));
+
+    let written = format!("{MINIMAL}meta:\n  hub: {token}\n");
+    let job = yaml(&written).unwrap();
+    assert!(job.warnings[0].message.contains("access token"), "{:?}", job.warnings);
+    assert!(!format!("{:?}", job.warnings).contains(token));
+}
+
+#[test]
 fn anchors_and_merge_keys() {
     let text = "\
 shared: &shared

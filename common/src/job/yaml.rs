@@ -76,9 +76,7 @@ fn scan_error(text: &str, file: Option<&str>, marker: &Marker, info: &str) -> Fi
         .and_then(|index| text.lines().nth(index))
         .unwrap_or("")
         .trim();
-    let hint = if line.contains("${") {
-        "; put a value with ${…} inside [ ] or { } in quotes"
-    } else if info.contains("quoted scalar") {
+    let hint = if info.contains("quoted scalar") {
         "; a quote is probably not closed, in this line or in those above"
     } else if info.contains("unexpected end of stream") {
         "; a bracket or quote is probably not closed"

@@ -1,0 +1,105 @@
+//! Which variables hold secrets.
+
+/// Names that are secrets whatever their value is.
+const ALWAYS: &[&str] = &[
+    "PASSWORD",
+    "PASSWD",
+    "PASSPHRASE",
+    "SECRET",
+    "CREDENTIAL",
+    "CREDENTIALS",
+];
+/// Names that are secrets when their value can be one. People also call the word that a LoRA learns a token.
+const OFTEN: &[&str] = &["TOKEN", "APIKEY", "AUTH"];
+/// What stands before `_KEY` when it opens something.
+const KEYS: &[&str] = &["API", "ACCESS", "PRIVATE", "SECRET", "AUTH", "ACCOUNT", "STORAGE"];
+/// Beginnings of tokens of Hugging Face, GitHub, GitLab, OpenAI, Slack, Google, AWS, and of JSON web tokens.
+const PREFIXES: &[&str] = &[
+    "hf_",
+    "api_org_",
+    "ghp_",
+    "gho_",
+    "github_pat_",
+    "glpat-",
+    "sk-",
+    "xoxb-",
+    "xoxp-",
+    "AIza",
+    "AKIA",
+    "ASIA",
+    "eyJ",
+];
+/// The shortest thing that is taken for a generated token.
+const SHORTEST: usize = 16;
+
+/// Whether the value of a variable must not be written down: by the variable's name, or by the look of the value.
+#[must_use]
+pub(super) fn is_secret(name: &str, value: &str) -> bool {
+    let value = value.trim();
+    if value.is_empty() {
+        return false;
+    }
+    if looks_like_token(value) {
+        return true;
+    }
+    let generated = value.len() >= SHORTEST
+        && value.bytes().all(|byte| byte.is_ascii_graphic())
+        && !value.starts_with(['/', '.', '~']);
+    let name = name.to_ascii_uppercase();
+    let words: Vec<&str> = name.split(['_', '-', '.']).filter(|word| !word.is_empty()).collect();
+    let Some((last, before)) = words.split_last() else {
+        return false;
+    };
+    let ends = |list: &[&str]| words.iter().any(|word| list.iter().any(|end| word.ends_with(end)));
+    let key = *last == "KEY" && before.last().is_some_and(|word| KEYS.contains(word));
+    ends(ALWAYS) || (generated && (ends(OFTEN) || key))
+}
+
+/// Whether a text is a token of one of the well-known kinds.
+#[must_use]
+pub(super) fn looks_like_token(text: &str) -> bool {
+    let Some(rest) = PREFIXES.iter().find_map(|prefix| text.strip_prefix(prefix)) else {
+        return false;
+    };
+    let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    // Words of a name are shorter than what a generator writes in one go.
+    rest.chars().all(plain) && rest.split(['-', '_', '.']).any(|run| run.len() >= SHORTEST)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_secret;
+
+    #[test]
+    fn tokens_are_known_by_name_or_by_look() {
+        let token = "hf_abcdefghijklmnopqrstuvwxyzABCDEFGH";
+        for (name, value) in [
+            ("HF_TOKEN", token),
+            ("MY_VARIABLE", token),
+            ("HUGGINGFACE_HUB_TOKEN", "0123456789abcdef0123"),
+            ("AWS_SECRET_ACCESS_KEY", "short"),
+            ("AWS_ACCESS_KEY", "0123456789ABCDEFGHIJ"),
+            ("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567"),
+            ("AI_TOOLKIT_AUTH", "0123456789abcdef"),
+            ("db_password", "pw"),
+            ("GITHUB", "ghp_0123456789abcdef0123456789"),
+        ] {
+            assert!(is_secret(name, value), "{name}={value}");
+        }
+        for (name, value) in [
+            ("TRIGGER_TOKEN", "ohwx person"),
+            ("CLASS_TOKEN", "cat"),
+            ("HF_TOKEN", ""),
+            ("TOKENIZER_PATH", "/models/clip-vit-large-patch14/tokenizer"),
+            ("TOKEN_FOLDER", "/data/pictures/of/my/cat"),
+            ("OUT", "/data/output_of_last_night_again"),
+            ("MONKEY", "a-long-name-of-a-monkey-in-the-zoo"),
+            ("AUTHOR", "somebody_with_a_long_name"),
+            ("HF_HOME", "hf_home/of/all/the/models"),
+            ("DATA", "hf_dataset_of_small_pictures_2024"),
+            ("ASIA_MODEL", "ASIAN-watercolours-of-the-last-century"),
+        ] {
+            assert!(!is_secret(name, value), "{name}={value}");
+        }
+    }
+}
