@@ -81,7 +81,7 @@ def cases():
             yield name, spacing, SD | {"timestep_spacing": spacing}, 7, 0, {}
     for name in ["ddim", "ddpm", "euler", "lms", "dpmsolver++", "dpmsolver"]:
         yield name, "x0", SD | X0, 6, 0, {}
-    for name in ["ddim", "ddpm", "euler", "euler_a", "dpmsolver++"]:
+    for name in ["ddim", "ddpm", "euler", "euler_a", "dpmsolver++", "pndm", "lms"]:
         yield name, "zero_snr", SD | V | {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}, 6, 0, {}
     for name in ["ddim", "ddpm"]:
         yield name, "clipped", SD | {"clip_sample": True, "clip_sample_range": 0.8}, 6, 0, {}

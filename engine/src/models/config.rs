@@ -4,12 +4,18 @@ use crate::error::{EngineError, Result};
 use serde::de::DeserializeOwned;
 use std::path::Path;
 
+/// What is said about a file that a model folder should have.
+pub const INCOMPLETE: &str = "the model folder does not have this file: download or copy the model again";
+
 /// Reads a JSON file.
 ///
 /// # Errors
 /// When it cannot be read or is not JSON.
 pub fn read_json(path: &Path) -> Result<serde_json::Value> {
-    let text = std::fs::read_to_string(path).map_err(|e| EngineError::io(path, e))?;
+    let text = std::fs::read_to_string(path).map_err(|e| match e.kind() {
+        std::io::ErrorKind::NotFound => EngineError::model_config(path, INCOMPLETE),
+        _ => EngineError::io(path, e),
+    })?;
     parse_json(&text).map_err(|e| EngineError::model_config(path, format!("not valid JSON: {e}")))
 }
 
@@ -42,14 +48,17 @@ pub fn parse_json(text: &str) -> serde_json::Result<serde_json::Value> {
     serde_json::from_str(&cleaned)
 }
 
-/// Reads a JSON file into a config type. A key that is `null` counts as absent.
+/// Keys for which `null` says something: a U-Net without a middle block.
+const NULL_MATTERS: &str = "mid_block_type";
+
+/// Reads a JSON file into a config type. A key that is `null` counts as absent, but for `mid_block_type`.
 ///
 /// # Errors
 /// When it cannot be read, is not JSON, or a key has another type.
 pub fn read<T: DeserializeOwned>(path: &Path) -> Result<T> {
     let mut value = read_json(path)?;
     if let Some(map) = value.as_object_mut() {
-        map.retain(|_, value| !value.is_null());
+        map.retain(|key, value| !value.is_null() || key == NULL_MATTERS);
     }
     serde_json::from_value(value).map_err(|e| EngineError::model_config(path, e.to_string()))
 }

@@ -82,6 +82,41 @@ fn prompts_become_the_same_ids() {
     }
 }
 
+/// Ids as transformers' `CLIPTokenizer` gives them with the vocabulary of `openai/clip-vit-large-patch14`.
+#[test]
+fn the_built_in_tokenizer_is_that_of_openai() {
+    let tokenizer = ClipTokenizer::openai().unwrap();
+    for (text, expected) in [
+        ("a photo of a cat", &[320, 1125, 539, 320, 2368][..]),
+        ("", &[]),
+        (
+            "it's a cyberpunk-style  masterpiece, 8k (best quality:1.2)",
+            &[
+                585, 568, 320, 36896, 268, 1844, 12066, 267, 279, 330, 263, 949, 3027, 281, 272, 269, 273, 264,
+            ],
+        ),
+        (
+            "Ein RÖTER Würfel, 3.5 & 赤い🎨!!",
+            &[
+                24524, 81, 7255, 652, 86, 26132, 20304, 267, 274, 269, 276, 261, 164, 113, 97, 38850, 31953, 748,
+            ],
+        ),
+        (
+            "naïve café <|endoftext|> don't",
+            &[1097, 35689, 563, 15304, 49407, 847, 713],
+        ),
+    ] {
+        assert_eq!(tokenizer.tokens(text).unwrap(), expected, "{text}");
+    }
+    let ids = tokenizer
+        .encode(&["a photo of a cat"])
+        .unwrap()
+        .to_vec2::<u32>()
+        .unwrap();
+    assert_eq!(ids[0].len(), 77);
+    assert_eq!((ids[0][0], ids[0][6], ids[0][76]), (49406, 49407, 49407));
+}
+
 #[test]
 fn the_text_encoder_agrees() {
     let fixture = fixture("clip_tiny");
@@ -306,12 +341,12 @@ fn a_checkpoint_in_one_file_gives_the_same_model() {
         &reference.vae.encode(&image).unwrap().mean,
     );
 
-    // Without configs it is taken for SD 1.5, and what does not fit is named. The tokenizer is looked for beside it.
-    let error = SdModel::load(&file, &LoadOptions::cpu()).unwrap_err().to_string();
-    assert!(error.contains("tokenizer"), "{error}");
-    std::os::unix::fs::symlink(tiny.join("tokenizer"), folder.path().join("tokenizer")).unwrap();
+    // Without configs it is taken for SD 1.5, and what does not fit is named. A tokenizer beside it is used.
     let error = SdModel::load(&file, &LoadOptions::cpu()).unwrap_err().to_string();
     assert!(error.contains("has shape") && error.contains("text_model"), "{error}");
+    std::fs::create_dir(folder.path().join("tokenizer")).unwrap();
+    let error = SdModel::load(&file, &LoadOptions::cpu()).unwrap_err().to_string();
+    assert!(error.contains("vocab.json"), "{error}");
 }
 
 #[test]

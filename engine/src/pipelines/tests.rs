@@ -173,6 +173,28 @@ fn every_picture_is_that_of_diffusers() {
     );
 }
 
+/// Models of other shapes and in other files than the tiny one (`tests/reference/make_odd_models.py`).
+#[test]
+fn models_of_other_shapes_draw_the_pictures_of_diffusers() {
+    let folder = fixtures().join("odd_models");
+    let cases: Vec<Value> = serde_json::from_slice(&std::fs::read(folder.join("cases.json")).unwrap()).unwrap();
+    let tensors = safetensors::load(folder.join("pictures.safetensors"), &Device::Cpu).unwrap();
+    let mut wrong = Vec::new();
+    for name in ["sharded", "distilled", "old"] {
+        let model = SdModel::load(folder.join(name), &LoadOptions::cpu()).unwrap();
+        let own: Vec<&Value> = cases.iter().filter(|case| case["model"] == name).collect();
+        assert_eq!(own.len(), 4, "{name}");
+        for case in own {
+            let key = case["case"].as_str().unwrap();
+            match compare(&draw(case, &model, &tensors).unwrap(), &tensors[key]) {
+                Ok((difference, _)) if difference <= ALLOWED => {}
+                other => wrong.push(format!("{key}: {other:?}")),
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
 #[test]
 fn impossible_pictures_are_errors() {
     let model = tiny_sd();

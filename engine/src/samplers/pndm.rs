@@ -18,6 +18,11 @@ struct Pndm {
 }
 
 pub(super) fn make(params: SamplerParams, options: SamplerOptions) -> Result<Box<dyn Sampler>, SamplerError> {
+    // The diffusers class has no such parameter.
+    let params = SamplerParams {
+        rescale_betas_zero_snr: None,
+        ..params
+    };
     let schedule = NoiseSchedule::new(&params)?;
     if schedule.prediction_type == PredictionType::Sample {
         return Err(SamplerError::Config(

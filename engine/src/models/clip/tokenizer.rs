@@ -8,7 +8,7 @@ use crate::error::{EngineError, Result};
 use crate::models::config;
 use candle_core::{Device, Tensor};
 use std::path::Path;
-use tokenizers::models::bpe::BPE;
+use tokenizers::models::bpe::{BPE, BpeBuilder, Vocab};
 use tokenizers::normalizers::{Lowercase, NFC, Replace, Sequence, replace::ReplacePattern};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::pre_tokenizers::sequence::Sequence as PreSequence;
@@ -16,6 +16,9 @@ use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
 use tokenizers::{AddedToken, SplitDelimiterBehavior, Tokenizer};
 
 const PATTERN: &str = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+";
+
+/// The merges of OpenAI's CLIP: `data/README.md` says where they come from.
+const OPENAI_MERGES: &str = include_str!("../../../data/clip_merges.txt");
 
 /// Turns prompts into ids.
 #[derive(Clone, Debug)]
@@ -40,10 +43,11 @@ impl ClipTokenizer {
             let (vocab, merges) = (folder.join("vocab.json"), folder.join("merges.txt"));
             for file in [&vocab, &merges] {
                 if !file.is_file() {
-                    return Err(EngineError::io(file, std::io::ErrorKind::NotFound.into()));
+                    return Err(EngineError::model_config(file, config::INCOMPLETE));
                 }
             }
-            from_vocabulary(&vocab.to_string_lossy(), &merges.to_string_lossy()).map_err(|e| wrong("vocab.json", &e))?
+            let bpe = BPE::from_file(&vocab.to_string_lossy(), &merges.to_string_lossy());
+            from_vocabulary(bpe).map_err(|e| wrong("vocab.json", &e))?
         };
         let settings = folder.join("tokenizer_config.json");
         let settings = if settings.is_file() {
@@ -80,6 +84,45 @@ impl ClipTokenizer {
             eos,
             pad,
             max_length,
+        })
+    }
+
+    /// The tokenizer of OpenAI's CLIP, which every Stable Diffusion 1.x model has: for checkpoints that bring none.
+    ///
+    /// # Errors
+    /// When the tokenizer cannot be built.
+    pub fn openai() -> Result<Self> {
+        let wrong = |e: &dyn std::fmt::Display| EngineError::Internal(format!("the built-in tokenizer: {e}"));
+        let merges: Vec<(String, String)> = OPENAI_MERGES
+            .lines()
+            .filter_map(|line| line.split_once(' '))
+            .map(|(a, b)| (a.to_owned(), b.to_owned()))
+            .collect();
+        let alphabet = alphabet();
+        let ends = alphabet.iter().map(|c| format!("{c}</w>"));
+        let joined = merges.iter().map(|(a, b)| format!("{a}{b}"));
+        let special = ["<|startoftext|>", "<|endoftext|>"].map(str::to_owned);
+        let names = alphabet
+            .iter()
+            .map(char::to_string)
+            .chain(ends)
+            .chain(joined)
+            .chain(special);
+        let vocab: Vocab = names.zip(0u32..).collect();
+        let id = |name: &str| {
+            vocab
+                .get(name)
+                .copied()
+                .ok_or_else(|| wrong(&format!("it has no {name}")))
+        };
+        let (bos, eos) = (id("<|startoftext|>")?, id("<|endoftext|>")?);
+        let bpe = BPE::builder().vocab_and_merges(vocab, merges);
+        Ok(Self {
+            tokenizer: from_vocabulary(bpe).map_err(|e| wrong(&e))?,
+            bos,
+            eos,
+            pad: eos,
+            max_length: 77,
         })
     }
 
@@ -120,8 +163,18 @@ impl ClipTokenizer {
     }
 }
 
-fn from_vocabulary(vocab: &str, merges: &str) -> tokenizers::Result<Tokenizer> {
-    let bpe = BPE::from_file(vocab, merges)
+/// Bytes as CLIP writes them: printable ones as they are, the others as the letters from U+0100 on; printable ones first.
+fn alphabet() -> Vec<char> {
+    let printable = |byte: &u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
+    let as_is = (0..=u8::MAX).filter(printable).map(char::from);
+    let others = (0..=u8::MAX).filter(|byte| !printable(byte)).count() as u32;
+    as_is
+        .chain((0x100..0x100 + others).filter_map(char::from_u32))
+        .collect()
+}
+
+fn from_vocabulary(bpe: BpeBuilder) -> tokenizers::Result<Tokenizer> {
+    let bpe = bpe
         .unk_token("<|endoftext|>".into())
         .end_of_word_suffix("</w>".into())
         .continuing_subword_prefix(String::new())

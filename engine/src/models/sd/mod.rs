@@ -25,7 +25,7 @@ pub struct LoadOptions {
     /// Where.
     pub device: Device,
     /// For a single-file checkpoint: a diffusers folder whose configs and tokenizer hold. Without it, those of SD 1.x,
-    /// and the tokenizer from a `tokenizer` folder beside the file.
+    /// and the tokenizer from a `tokenizer` folder beside the file, else OpenAI's.
     pub config_folder: Option<PathBuf>,
 }
 
@@ -162,7 +162,10 @@ impl SdModel {
             None => SdConfig::default(),
         };
         let components = ldm::split(&index, &parts)?;
-        let tokenizer = ClipTokenizer::open(&tokenizer_folder(file, options)?)?;
+        let tokenizer = match tokenizer_folder(file, options) {
+            Some(folder) => ClipTokenizer::open(&folder)?,
+            None => ClipTokenizer::openai()?,
+        };
         Self::build(parts, tokenizer, components, options)
     }
 
@@ -209,20 +212,10 @@ impl SdModel {
     }
 }
 
-/// A single file has no tokenizer in it.
-fn tokenizer_folder(file: &Path, options: &LoadOptions) -> Result<PathBuf> {
+/// A single file has no tokenizer in it; one of its own may lie beside it.
+fn tokenizer_folder(file: &Path, options: &LoadOptions) -> Option<PathBuf> {
     let beside = file.parent().unwrap_or(Path::new("."));
     let places = [options.config_folder.as_deref(), Some(beside)];
-    let found = places
-        .into_iter()
-        .flatten()
-        .map(|place| place.join("tokenizer"))
-        .find(|folder| folder.is_dir());
-    found.ok_or_else(|| {
-        EngineError::BadInput(format!(
-            "{}: a single-file checkpoint has no tokenizer in it: put the `tokenizer` folder (vocab.json and merges.txt) \
-             of any Stable Diffusion 1.x model beside it",
-            file.display()
-        ))
-    })
+    let mut folders = places.into_iter().flatten().map(|place| place.join("tokenizer"));
+    folders.find(|folder| folder.is_dir())
 }
