@@ -13,7 +13,7 @@ pub type Result<T, E = EngineError> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
     /// A file could not be read or written.
-    #[error("{path}: {source}")]
+    #[error("{path}: {}", in_words(source))]
     Io {
         /// The file.
         path: PathBuf,
@@ -97,6 +97,20 @@ pub enum EngineError {
     Tensor(#[from] candle_core::Error),
 }
 
+/// What the system said, and what to do where that can be said.
+fn in_words(source: &std::io::Error) -> String {
+    use std::io::ErrorKind as K;
+    match source.kind() {
+        K::NotFound => "there is no such file or folder".into(),
+        K::PermissionDenied => "no permission: change its rights, or choose another folder".into(),
+        K::ReadOnlyFilesystem => "the file system is read-only: choose another folder".into(),
+        K::AlreadyExists | K::NotADirectory => {
+            "a file stands where a folder is needed: move it away, or choose another folder".into()
+        }
+        _ => source.to_string(),
+    }
+}
+
 impl EngineError {
     /// A file error; a full disk becomes [`EngineError::DiskFull`].
     #[must_use]
@@ -176,6 +190,8 @@ mod tests {
         assert!(full.to_string().contains("out/a.safetensors"));
         let gone = EngineError::io("a", std::io::ErrorKind::NotFound.into());
         assert_eq!(gone.cause(), FailureCause::BadInput);
+        let read_only = EngineError::io("out/a", std::io::ErrorKind::ReadOnlyFilesystem.into());
+        assert!(read_only.to_string().contains("choose another folder"), "{read_only}");
         let oom = EngineError::from(candle_core::Error::Msg("CUDA_ERROR_OUT_OF_MEMORY".into()));
         assert_eq!(oom.cause(), FailureCause::OutOfMemory);
     }

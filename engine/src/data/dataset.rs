@@ -150,7 +150,7 @@ impl Dataset {
         let listing = discover(&options.path, options.short_captions)?;
         let mut sizes = SizeCache::open(&listing.root);
         let mut warnings = Warnings::new();
-        let mut files = Vec::new();
+        let (mut files, mut first) = (Vec::new(), None);
         for path in &listing.images {
             let size = match sizes.get(path) {
                 Some(size) => size,
@@ -162,6 +162,7 @@ impl Dataset {
                     // A picture that is too large is a mistake to mend, not a stray file to pass over.
                     Err(error) if is_too_large(path) => return Err(error),
                     Err(error) => {
+                        first.get_or_insert_with(|| error.to_string());
                         warnings.push(format!("{error}; the picture is skipped"));
                         continue;
                     }
@@ -176,7 +177,7 @@ impl Dataset {
         }
         sizes.save();
         if files.is_empty() {
-            let hint = match warnings.first() {
+            let hint = match first {
                 Some(first) => format!(
                     "none of its {} pictures can be read (the first: {first})",
                     listing.images.len()

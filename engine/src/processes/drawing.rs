@@ -55,10 +55,7 @@ impl Drawing {
                     (Component::TextEncoder, &mut model.text_encoder),
                 ];
                 let loaded = load_lora(&mut parts, &path, 1.0)?;
-                cx.log(
-                    "info",
-                    format!("{}: a LoRA on {} layers", path.display(), loaded.layers),
-                );
+                cx.lora_loaded(&path, &loaded);
                 Some(loaded)
             }
         };

@@ -64,7 +64,7 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
     fsutil::create_dir_all(&folder).map_err(image_io::file_error)?;
     let copies = process.copy_inputs_to.as_ref().map(|path| match &cx.spec.output_root {
         Some(root) => root.join("inputs"),
-        None => PathBuf::from(path),
+        None => super::at_home(path),
     });
     if let Some(copies) = &copies {
         fsutil::create_dir_all(copies).map_err(image_io::file_error)?;

@@ -10,6 +10,7 @@ mod img2img;
 mod tests;
 mod train;
 
+use crate::adapters::LoadedLora;
 use crate::error::{EngineError, Result};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::job::{JobSpec, Process, ProcessKind};
@@ -68,11 +69,7 @@ impl Context<'_> {
     /// Where a path of the config lies on this machine.
     #[must_use]
     pub fn local(&self, path: &str) -> PathBuf {
-        self.spec
-            .inputs
-            .get(path)
-            .cloned()
-            .unwrap_or_else(|| PathBuf::from(path))
+        self.spec.inputs.get(path).cloned().unwrap_or_else(|| at_home(path))
     }
 
     /// The folder that results go below: the attempt's own, else the one that the config names.
@@ -80,7 +77,7 @@ impl Context<'_> {
     pub fn output_root(&self, configured: Option<&str>) -> PathBuf {
         match (&self.spec.output_root, configured) {
             (Some(root), _) => root.clone(),
-            (None, Some(folder)) => PathBuf::from(folder),
+            (None, Some(folder)) => at_home(folder),
             (None, None) => PathBuf::from("output"),
         }
     }
@@ -91,6 +88,24 @@ impl Context<'_> {
             level: level.into(),
             message: message.into(),
         });
+    }
+
+    /// Says what was taken of a LoRA file.
+    fn lora_loaded(&mut self, path: &Path, loaded: &LoadedLora) {
+        self.log(
+            "info",
+            format!("{}: a LoRA on {} layers", path.display(), loaded.layers),
+        );
+        if let Some(first) = loaded.unknown.first() {
+            let count = loaded.unknown.len();
+            self.log(
+                "warn",
+                format!(
+                    "{}: {count} names fit nothing in this model and are left out, such as `{first}`",
+                    path.display()
+                ),
+            );
+        }
     }
 
     /// A phase begins.
@@ -108,6 +123,14 @@ impl Context<'_> {
             step,
             index,
         });
+    }
+}
+
+/// A path of the config, with `~/` meaning the user's home as it does for `aitk submit`.
+fn at_home(path: &str) -> PathBuf {
+    match (path.strip_prefix("~/"), std::env::var_os("HOME")) {
+        (Some(rest), Some(home)) if !home.is_empty() => PathBuf::from(home).join(rest),
+        _ => PathBuf::from(path),
     }
 }
 

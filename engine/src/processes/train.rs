@@ -98,10 +98,7 @@ impl<'a> Run<'a> {
             let path = cx.local(lora);
             let mut parts = parts(&mut model);
             let loaded = load_lora(&mut parts, &path, 1.0)?;
-            cx.log(
-                "info",
-                format!("{}: {} layers on the base model", path.display(), loaded.layers),
-            );
+            cx.lora_loaded(&path, &loaded);
         }
 
         let residency = Residency::checkpointing(process.train.gradient_checkpointing);
@@ -308,10 +305,7 @@ impl<'a> Run<'a> {
         if step > self.start && self.checkpointed != Some(step) {
             self.save(cx, step)?;
         }
-        cx.log(
-            "info",
-            format!("stopped after step {step}; run again to go on from there"),
-        );
+        cx.log("info", format!("stopped after step {step}"));
         Ok(Outcome::Stopped)
     }
 
