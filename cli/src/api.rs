@@ -72,7 +72,14 @@ impl Api {
                 ConnectError::CaFile { .. } | ConnectError::Tls { .. } => Exit::Failed,
                 ConnectError::Unreachable { .. } => Exit::Unreachable,
             };
-            Failure::new(exit, error.to_string())
+            let failure = Failure::new(exit, error.to_string());
+            match &error {
+                ConnectError::Unreachable { problem, .. } => match certificate_hint(problem) {
+                    Some(hint) => failure.hint(hint),
+                    None => failure,
+                },
+                _ => failure,
+            }
         })?;
         Ok(Self {
             clients,
@@ -342,6 +349,26 @@ fn newest_named<'a>(jobs: &'a [JobView], name: &str) -> Option<&'a JobView> {
     newest(true).or_else(|| newest(false))
 }
 
+/// What to do about a certificate that our side does not accept, by the words of the TLS library.
+fn certificate_hint(problem: &str) -> Option<&'static str> {
+    let hints = [
+        (
+            "UnknownIssuer",
+            "nobody whom this machine trusts signed its certificate: give --ca-file FILE (the certificate itself, if it is self-made)",
+        ),
+        (
+            "CaUsedAsEndEntity",
+            "its certificate is one of a CA; make one for a server: openssl req -x509 … -addext basicConstraints=critical,CA:FALSE",
+        ),
+        (
+            "NotValidForName",
+            "its certificate is for another name: use the name that it was made for, or add this one as a subjectAltName",
+        ),
+    ];
+    let found = hints.iter().find(|(word, _)| problem.contains(word));
+    found.map(|(_, hint)| *hint)
+}
+
 /// A refusal or failure of the coordinator as one of ours.
 #[must_use]
 pub fn status_failure(server: &str, status: &Status) -> Failure {
@@ -366,6 +393,12 @@ pub fn status_failure(server: &str, status: &Status) -> Failure {
             format!("{server} does not know this call; it is another version of aitk"),
         )
         .hint("`aitk doctor` shows both versions"),
+        // What a server that wants TLS answers to somebody who does not begin with it.
+        _ if said.contains("h2 protocol error") && !server.starts_with("https:") => Failure::new(
+            Exit::Unreachable,
+            format!("{server} does not answer as a coordinator does: {said}"),
+        )
+        .hint("it may want TLS: write https:// before its address"),
         _ => Failure::failed(format!("{server} answered: {said}")),
     }
 }
@@ -420,6 +453,24 @@ pub(crate) mod tests {
             config_text: None,
             config_format: None,
         }
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_certificate_has_a_way_out() {
+        for (problem, part) in [
+            ("invalid peer certificate: UnknownIssuer", "--ca-file"),
+            (
+                "invalid peer certificate: Other(OtherError(CaUsedAsEndEntity))",
+                "CA:FALSE",
+            ),
+            ("certificate not valid for name; NotValidForName", "subjectAltName"),
+        ] {
+            assert!(certificate_hint(problem).unwrap().contains(part));
+        }
+        assert!(certificate_hint("Connection refused").is_none());
+        let refused = status_failure("http://h:1", &Status::internal("h2 protocol error: http2 error"));
+        assert_eq!(refused.exit, Exit::Unreachable);
+        assert!(refused.render(false).contains("https://"), "{}", refused.render(false));
     }
 
     #[test]

@@ -91,9 +91,10 @@ pub enum Command {
                   columns with tabs between them."
     )]
     Ps(PsArgs),
-    /// Show what a job wrote
+    /// Show what happened to a job
     #[command(
-        long_about = "Show what a job wrote.\n\nWith -f the command follows the job until it ends and returns the job's exit \
+        long_about = "Show what happened to a job, with its time: what it wrote, where it ran, its phases, its loss now and \
+                  then, and the files it saved.\n\nWith -f the command follows the job until it ends and returns the job's exit \
                   code; Ctrl-C detaches (130) and the job goes on. A broken connection is taken up where it stopped."
     )]
     Logs(LogsArgs),
@@ -266,7 +267,7 @@ pub struct LogsArgs {
     /// Only lines since then: 10m, 2h, or RFC 3339
     #[arg(long, value_name = "WHEN")]
     pub since: Option<String>,
-    /// One JSON line per log line
+    /// One JSON line per line that the job itself wrote; `aitk watch --json` has every event
     #[arg(long)]
     pub json: bool,
 }

@@ -248,7 +248,7 @@ pub fn say_devices(ui: &Ui, devices: &[Device]) {
         let name = crate::output::format::printable(&found.name);
         let place = crate::views::device(found.device);
         ui.notice(&format!(
-            "device {place}: {name}, {budget} to use, profile {}",
+            "device {place}: {name}, {budget} to use, {}",
             found.profile.name()
         ));
     }

@@ -147,6 +147,8 @@ pub struct Renderer<'a> {
     logs_to: LogsTo,
     progress: JobProgress,
     wait: Option<Wait<'a>>,
+    /// What the last attempt that failed said.
+    said: String,
 }
 
 impl<'a> Renderer<'a> {
@@ -163,6 +165,7 @@ impl<'a> Renderer<'a> {
             logs_to,
             progress,
             wait,
+            said: String::new(),
         }
     }
 
@@ -231,8 +234,8 @@ impl<'a> Renderer<'a> {
         }
     }
 
-    fn say(&self, body: &EventBody) {
-        if let Some((warn, line)) = notice_line(body) {
+    fn say(&mut self, body: &EventBody) {
+        if let Some((warn, line)) = next_notice(&mut self.said, body) {
             let line = printable(&line);
             if warn {
                 self.ui.warn(&line)
@@ -281,6 +284,24 @@ pub fn notice_line(body: &EventBody) -> Option<(bool, String)> {
         | EventBody::Metrics { .. }
         | EventBody::Log { .. } => return None,
     })
+}
+
+/// As [`notice_line`], but a job that fails for the reason which its attempt just gave does not say it again. `said`
+/// is what the last attempt that failed said; the job's reason may have a few words before it.
+pub fn next_notice(said: &mut String, body: &EventBody) -> Option<(bool, String)> {
+    match body {
+        EventBody::Attempt {
+            state: AttemptState::Failed | AttemptState::Lost,
+            message,
+            ..
+        } => message.clone_into(said),
+        EventBody::State {
+            state: JobState::Failed,
+            reason,
+        } if !said.is_empty() && reason.ends_with(said.as_str()) => return Some((true, "job failed".to_owned())),
+        _ => {}
+    }
+    notice_line(body)
 }
 
 /// A log line as it is shown, if the event is one.
@@ -336,7 +357,7 @@ pub fn detached(ui: &Ui, job: &JobView) {
     ui.notice(&format!("  stop it:    aitk stop {}", job.id));
 }
 
-/// Which of a job's log lines `aitk logs` shows.
+/// Which of a job's lines `aitk logs` shows.
 pub struct LogFilter {
     since: Option<jiff::Timestamp>,
     tail: Option<usize>,
@@ -366,9 +387,9 @@ impl LogFilter {
         self.since.is_none_or(|since| moment(event.time) >= since)
     }
 
-    /// Takes an event of what is there already. Returns it if it is to be shown at once.
+    /// Takes an event of what is there already, of those that have a line. Returns it if it is to be shown at once.
     pub fn take(&mut self, event: JobEvent) -> Option<JobEvent> {
-        if !matches!(event.body, EventBody::Log { .. }) || !self.is_recent(&event) {
+        if !self.is_recent(&event) {
             return None;
         }
         let Some(tail) = self.tail else { return Some(event) };
@@ -450,5 +471,10 @@ mod tests {
             notice_line(&failed).unwrap(),
             (true, "job failed: out of memory".to_owned())
         );
+        // The same reason is not told twice.
+        let mut said = "out of memory".to_owned();
+        assert_eq!(next_notice(&mut said, &failed).unwrap().1, "job failed");
+        next_notice(&mut said, &attempt);
+        assert_eq!(next_notice(&mut said, &failed).unwrap().1, "job failed: out of memory");
     }
 }

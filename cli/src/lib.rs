@@ -13,6 +13,7 @@ pub mod embedded;
 pub mod exit;
 pub mod failure;
 pub mod follow;
+pub mod journal;
 pub mod output;
 pub mod paths;
 pub mod settings;

@@ -114,9 +114,11 @@ pub fn jobs_table(jobs: &[JobView], now: Timestamp, full_ids: bool) -> Table {
         id_length(jobs.iter().map(|job| job.id.as_str()))
     };
     for job in jobs {
-        let step = job
-            .progress
-            .map_or_else(|| "-".to_owned(), |p| format!("{}/{}", p.done, p.total));
+        let step = match (job.progress, job.checkpoint_step) {
+            (Some(progress), _) => format!("{}/{}", progress.done, progress.total),
+            (None, Some(saved)) => saved.to_string(),
+            (None, None) => "-".to_owned(),
+        };
         let since = job.ended.or(job.started).unwrap_or(job.created);
         table.row([
             short_id(job.id.as_str(), length).to_owned(),

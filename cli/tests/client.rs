@@ -142,7 +142,10 @@ async fn a_broken_stream_is_taken_up_where_it_stopped() {
     let output = ask(&fake, &["logs", "-f", "j1"]).await;
     assert_eq!(
         (code(&output), out(&output).as_str()),
-        (0, "one\ntwo\nthree\nfour\n"),
+        (
+            0,
+            "2023-11-14T22:13:21Z  one\n2023-11-14T22:13:22Z  two\n2023-11-14T22:13:23Z  three\n2023-11-14T22:13:24Z  four\n"
+        ),
         "{}",
         err(&output)
     );
@@ -159,12 +162,12 @@ async fn logs_are_cut_and_streams_are_json_lines() {
     told(&fake);
     assert_eq!(
         out(&ask(&fake, &["logs", "j1", "--tail", "2"]).await),
-        "line 4\nline 5\n"
+        "2023-11-14T22:13:24Z  line 4\n2023-11-14T22:13:25Z  line 5\n"
     );
     told(&fake);
     assert_eq!(
         out(&ask(&fake, &["logs", "j1", "--since", "2023-11-14T22:13:25Z"]).await),
-        "line 5\n"
+        "2023-11-14T22:13:25Z  line 5\n"
     );
     told(&fake);
     let json = out(&ask(&fake, &["watch", "j1", "--json"]).await);

@@ -4,9 +4,10 @@ use super::Context;
 use crate::args::{LogsArgs, WatchArgs};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
-use crate::follow::{Follow, LogFilter, LogsTo, Renderer, detached, follow_to_end, log_line, notice_line};
+use crate::follow::{Follow, LogFilter, LogsTo, Renderer, detached, follow_to_end};
+use crate::journal::Journal;
+use crate::output::Format;
 use crate::output::format::printable;
-use crate::output::{Format, Ui};
 use crate::views::{event_json, job_exit};
 use aitk_common::control::{EventBody, JobEvent, JobState};
 use futures::StreamExt;
@@ -19,23 +20,36 @@ pub(super) async fn logs(context: &Context, args: LogsArgs) -> CommandResult {
     let mut filter = LogFilter::new(args.since.as_deref(), args.tail)?;
     let api = context.api().await?;
     let job = api.resolve(&args.job).await?;
-    let show = |ui: &Ui, event: &JobEvent| -> Result<(), Failure> {
+    let mut journal = Journal::new(
+        ui.width(),
+        ui.color(),
+        jiff::tz::TimeZone::system(),
+        jiff::Timestamp::now(),
+    );
+    // A program gets the lines that the job itself wrote; everything is in `aitk watch --json`.
+    let wanted = |journal: &mut Journal, event: &JobEvent| match &event.body {
+        EventBody::Log { .. } => true,
+        _ => !args.json && journal.wants(event),
+    };
+    let show = |journal: &mut Journal, event: &JobEvent| -> Result<(), Failure> {
         if args.json {
             return ui.json_line(&event_json(job.id.as_str(), event));
         }
-        log_line(&event.body).map_or(Ok(()), |line| ui.data(&line))
+        ui.data_lines(journal.lines(event))
     };
 
     let mut cursor = 0;
     let mut there = Box::pin(api.events(&job.id, 0, false).await?);
     while let Some(event) = there.next().await.transpose()? {
         cursor = cursor.max(event.cursor);
-        if let Some(event) = filter.take(event) {
-            show(&ui, &event)?;
+        if wanted(&mut journal, &event)
+            && let Some(event) = filter.take(event)
+        {
+            show(&mut journal, &event)?;
         }
     }
     for event in filter.drain().collect::<Vec<_>>() {
-        show(&ui, &event)?;
+        show(&mut journal, &event)?;
     }
     if !args.follow {
         return Ok(Exit::Ok);
@@ -51,14 +65,8 @@ pub(super) async fn logs(context: &Context, args: LogsArgs) -> CommandResult {
             }
         };
         let Some(event) = next else { break };
-        match &event.body {
-            EventBody::Log { .. } => show(&ui, &event)?,
-            EventBody::State { .. } | EventBody::Attempt { .. } if !args.json => {
-                if let Some((_, line)) = notice_line(&event.body) {
-                    ui.notice(&printable(&line));
-                }
-            }
-            _ => {}
+        if wanted(&mut journal, &event) {
+            show(&mut journal, &event)?;
         }
     }
     Ok(job_exit(follow.job()))
@@ -78,7 +86,9 @@ pub(super) async fn watch(context: &Context, args: WatchArgs) -> CommandResult {
         while let Some(event) = there.next().await.transpose()? {
             cursor = cursor.max(event.cursor);
             renderer.catch_up(&event);
-            last.take(event);
+            if matches!(event.body, EventBody::Log { .. }) {
+                last.take(event);
+            }
         }
         for event in last.drain().collect::<Vec<_>>() {
             renderer.event(&event)?;

@@ -144,7 +144,7 @@ fn say_sent(ui: &Ui, sent: &[Staged]) {
 /// What the config names and this machine has. What it does not have is an error with its place.
 fn local_inputs(ui: &Ui, context: &Context, loaded: &LoadedJob) -> Result<BTreeMap<String, PathBuf>, Failure> {
     let mut found = BTreeMap::new();
-    let mut missing = Vec::new();
+    let (mut missing, mut missing_model) = (Vec::new(), false);
     for Input { config_path, key, kind } in loaded.spec.inputs() {
         let path = expand(&config_path, &context.directory, &env);
         if config_path.is_empty() {
@@ -162,6 +162,7 @@ fn local_inputs(ui: &Ui, context: &Context, loaded: &LoadedJob) -> Result<BTreeM
         } else {
             let message = format!("no file or folder '{config_path}' here");
             missing.push(loaded.spec.finding(key, message).to_string());
+            missing_model |= model;
         }
     }
     if missing.is_empty() {
@@ -169,9 +170,13 @@ fn local_inputs(ui: &Ui, context: &Context, loaded: &LoadedJob) -> Result<BTreeM
     }
     missing.dedup();
     let lines: Vec<String> = missing.iter().map(|line| printable(line)).collect();
-    Err(Failure::not_found(lines.join("\n"))
-        .hint("paths are taken from the folder in which the command runs")
-        .hint("a model may also be the name of a Hugging Face repository, ORG/NAME"))
+    let failure =
+        Failure::not_found(lines.join("\n")).hint("paths are taken from the folder in which the command runs");
+    Err(if missing_model {
+        failure.hint("a model may also be the name of a Hugging Face repository, ORG/NAME")
+    } else {
+        failure
+    })
 }
 
 /// Whether this is `ORG/NAME`, which the worker fetches from Hugging Face.

@@ -12,7 +12,8 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// The progress of a job whose number of steps is known.
-const JOB: &str = "{prefix:<14!} [{bar:14}] {pos}/{len}  {wide_msg}";
+/// Loss, rate and time left fit beside it in 80 columns, so the bar is short.
+const JOB: &str = "{prefix} [{bar:8}] {pos}/{len}  {wide_msg}";
 /// The progress of a job that waits, loads or caches.
 const JOB_WITHOUT_STEPS: &str = "{prefix} {elapsed}";
 
@@ -99,6 +100,12 @@ impl Ui {
         let file = open.map_err(|error| Failure::file("open the log file", path, &error))?;
         self.tee = Some(Mutex::new(file));
         Ok(self)
+    }
+
+    /// Whether data on standard output is coloured.
+    #[must_use]
+    pub fn color(&self) -> bool {
+        self.color
     }
 
     /// Whether messages on standard error are coloured.
