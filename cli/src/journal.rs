@@ -181,7 +181,8 @@ fn fold(line: &str, room: usize) -> Vec<String> {
                     columns > room
                 })
                 .map_or(piece.len(), |(at, _)| at);
-            let rest = piece.split_off(fits.max(1));
+            let first = piece.chars().next().map_or(0, char::len_utf8);
+            let rest = piece.split_off(fits.max(first));
             out.push(std::mem::replace(&mut piece, rest));
         }
     }
