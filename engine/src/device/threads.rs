@@ -26,7 +26,7 @@ mod tests {
 
     #[test]
     fn work_runs_on_the_pool_and_its_panics_come_back() {
-        assert!(on_pool(|| rayon::current_thread_index()).is_some());
+        assert!(on_pool(rayon::current_thread_index).is_some());
         let panicked = catch_unwind(AssertUnwindSafe(|| on_pool(|| panic!("expected"))));
         assert!(panicked.is_err());
         assert_eq!(on_pool(|| 7), 7, "and the pool lives on");

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::adapters::{Component, LoadedLora, load_lora};
+use crate::models::sd::LoadOptions;
 use crate::rng::TorchGenerator;
 use crate::testing::{fixtures, tiny_sd};
 use candle_core::safetensors;

@@ -9,8 +9,9 @@ mod folder;
 mod options;
 mod resume;
 mod samples;
+mod saving;
 
-use super::{Context, artifact_name};
+use super::Context;
 use crate::adapters::{Component, LoraNetwork, load_lora};
 use crate::data::Dataset;
 use crate::device;
@@ -299,76 +300,6 @@ impl<'a> Run<'a> {
             }
         }
         Ok(true)
-    }
-
-    fn stopped(&mut self, cx: &mut Context<'_>, step: u64) -> Result<Outcome> {
-        if step > self.start && self.checkpointed != Some(step) {
-            self.save(cx, step)?;
-        }
-        cx.log("info", format!("stopped after step {step}"));
-        Ok(Outcome::Stopped)
-    }
-
-    /// The exact state, the last pictures, and then the final LoRA, which says that the run is complete: until it is
-    /// there, the same command does the rest again.
-    fn finish(&mut self, cx: &mut Context<'_>) -> Result<Outcome> {
-        let steps = self.process.train.steps;
-        if self.checkpointed != Some(steps) {
-            cx.phase("saving");
-            self.checkpoint(cx, steps)?;
-        }
-        if !self.sample(cx, steps, false)? {
-            return Ok(Outcome::Stopped);
-        }
-        cx.phase("saving");
-        let path = self.folder.final_save();
-        let epoch = self.data.epoch(steps, self.process);
-        self.with_averages(|run| {
-            run.folder
-                .write_lora(&path, run.process, &run.network, cx.job, steps, epoch)
-        })?;
-        self.announce_final(cx);
-        Ok(Outcome::Completed)
-    }
-
-    fn announce_final(&self, cx: &mut Context<'_>) {
-        cx.artifact(
-            "lora",
-            &self.folder.root,
-            &self.folder.final_save(),
-            Some(self.process.train.steps),
-            None,
-        );
-    }
-
-    /// A step save: the LoRA, the exact state, and then what retention removes.
-    fn save(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
-        cx.phase("saving");
-        let path = self.folder.step_save(step);
-        let epoch = self.data.epoch(step, self.process);
-        self.with_averages(|run| {
-            run.folder
-                .write_lora(&path, run.process, &run.network, cx.job, step, epoch)
-        })?;
-        cx.artifact("lora", &self.folder.root, &path, Some(step), None);
-        self.checkpoint(cx, step)?;
-        for removed in self.folder.retain(self.process, step)? {
-            let name = artifact_name(&self.folder.root, &removed);
-            cx.events.emit(ChildEvent::ArtifactRemoved { name });
-        }
-        Ok(())
-    }
-
-    /// Runs `f` with the EMA weights in place, where EMA is on.
-    fn with_averages<T>(&mut self, f: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
-        if let Some(ema) = self.trainer.ema() {
-            ema.swap_in().map_err(crate::training::optim_error)?;
-        }
-        let result = f(self);
-        if let Some(ema) = self.trainer.ema() {
-            ema.swap_out().map_err(crate::training::optim_error)?;
-        }
-        result
     }
 }
 
