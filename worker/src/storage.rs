@@ -112,8 +112,9 @@ fn remote(clients: &Clients) -> Way {
 /// Whether our environment has what this kind of storage needs. `file://` is the coordinator's own disk, never ours.
 fn has_keys(url: &str, set: impl Fn(&str) -> bool) -> bool {
     let any = |names: &[&str]| names.iter().any(|name| set(name));
+    // As docs/storage.md says.
     match url.split("://").next().unwrap_or_default() {
-        "s3" | "s3a" => any(&[
+        "s3" => any(&[
             "AWS_ACCESS_KEY_ID",
             "AWS_WEB_IDENTITY_TOKEN_FILE",
             "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
@@ -123,11 +124,11 @@ fn has_keys(url: &str, set: impl Fn(&str) -> bool) -> bool {
             "GOOGLE_SERVICE_ACCOUNT_KEY",
             "GOOGLE_APPLICATION_CREDENTIALS",
         ]),
-        "az" | "azure" | "abfs" | "abfss" => any(&[
+        "az" => any(&[
             "AZURE_STORAGE_ACCOUNT_KEY",
             "AZURE_STORAGE_ACCESS_KEY",
-            "AZURE_CLIENT_ID",
             "AZURE_STORAGE_SAS_TOKEN",
+            "AZURE_CLIENT_ID",
         ]),
         _ => false,
     }

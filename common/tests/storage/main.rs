@@ -6,12 +6,12 @@
     reason = "a test fails by panicking, and says what it skipped"
 )]
 
+#[cfg(feature = "storage")]
+mod buckets;
 mod damage;
 mod disk_full;
 mod kill;
 mod names;
-#[cfg(feature = "storage")]
-mod s3;
 #[cfg(feature = "storage")]
 mod snapshots;
 mod support;

@@ -81,8 +81,9 @@ impl ObjectBlobs {
 
     async fn fetch_range(&self, hash: ContentHash, range: Range<u64>) -> Result<Bytes, StorageError> {
         let key = self.key(hash);
+        // Taken before the clock runs: who waits for his turn has no trouble with storage.
+        let _permit = self.transfers.acquire().await;
         let attempt = || async {
-            let _permit = self.transfers.acquire().await;
             let options = GetOptions {
                 range: Some(GetRange::Bounded(range.clone())),
                 ..GetOptions::default()

@@ -41,7 +41,8 @@ const BLOBS: &str = "blobs";
 pub struct Options {
     /// A request without a body, or a download that stalls, is given up and tried again after this time. Default 30 s.
     pub quick_timeout: Duration,
-    /// One part of a body may take this long. Default 180 s: with the other defaults, a line of 1.5 Mbit/s suffices.
+    /// One whole part of a body may take this long, a smaller body accordingly less, but not less than
+    /// [`Self::quick_timeout`]. Default 180 s: with the other defaults, a line of 1.5 Mbit/s suffices.
     pub transfer_timeout: Duration,
     /// A request that has not succeeded for this long fails for good. Default 300 s.
     pub budget: Duration,
@@ -116,10 +117,12 @@ impl ObjectBlobs {
     ///
     /// - `file:///srv/aitk` or an absolute path: a folder, created where needed.
     /// - `s3://bucket/prefix`: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_REGION`, `AWS_ENDPOINT_URL`, ….
-    ///   An endpoint with plain `http` is accepted on loopback, and elsewhere with `AWS_ALLOW_HTTP=true`.
-    /// - `gs://bucket/prefix`: `GOOGLE_APPLICATION_CREDENTIALS`, ….
-    /// - `az://container/prefix`: `AZURE_STORAGE_ACCOUNT_NAME`, `AZURE_STORAGE_ACCOUNT_KEY`, ….
+    /// - `gs://bucket/prefix`: `GOOGLE_APPLICATION_CREDENTIALS`, `GOOGLE_BASE_URL`, ….
+    /// - `az://container/prefix`: `AZURE_STORAGE_ACCOUNT_NAME`, `AZURE_STORAGE_ACCOUNT_KEY`, `AZURE_STORAGE_ENDPOINT`, ….
     /// - `memory://`: gone with the process, for tests.
+    ///
+    /// An endpoint with plain `http` is accepted on loopback, and elsewhere with `AWS_ALLOW_HTTP=true`,
+    /// `GOOGLE_ALLOW_HTTP=true` or `AZURE_ALLOW_HTTP=true`. The whole list is in `docs/storage.md`.
     ///
     /// # Errors
     /// [`StorageError::Address`], or [`StorageError::Local`] when the folder cannot be created.
@@ -163,6 +166,13 @@ impl ObjectBlobs {
     #[must_use]
     pub fn folder(&self) -> Option<&Path> {
         self.folder.as_deref()
+    }
+
+    /// How long a body of this size may take: a small one that hangs must not cost the time of a large one.
+    fn body_limit(&self, bytes: usize) -> Duration {
+        let share = (bytes as f64 / self.part_bytes as f64).min(1.0);
+        let more = self.transfer_timeout.saturating_sub(self.quick_timeout);
+        self.quick_timeout + more.mul_f64(share)
     }
 
     fn key(&self, hash: ContentHash) -> Key {

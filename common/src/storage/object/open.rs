@@ -9,7 +9,7 @@ use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
 use object_store::multipart::MultipartStore;
 use object_store::path::Path as Key;
-use object_store::{ObjectStore, RetryConfig};
+use object_store::{ClientConfigKey, ObjectStore, RetryConfig};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -62,27 +62,13 @@ pub(super) fn open(address: &str, options: &Options) -> Result<Opened, StorageEr
         }
         "gs" => {
             use_ring();
-            let mut builder = GoogleCloudStorageBuilder::from_env()
-                .with_bucket_name(bucket()?)
-                .with_retry(no_retry());
-            for (key, value) in settings(options) {
-                if let Ok(key) = key.parse::<GoogleConfigKey>() {
-                    builder = builder.with_config(key, value);
-                }
-            }
-            Ok(cloud(builder.build().map_err(fail)?, prefix()?, shown))
+            let store = google(bucket()?, options, &shown)?.build().map_err(fail)?;
+            Ok(cloud(store, prefix()?, shown))
         }
         "az" => {
             use_ring();
-            let mut builder = MicrosoftAzureBuilder::from_env()
-                .with_container_name(bucket()?)
-                .with_retry(no_retry());
-            for (key, value) in settings(options) {
-                if let Ok(key) = key.parse::<AzureConfigKey>() {
-                    builder = builder.with_config(key, value);
-                }
-            }
-            Ok(cloud(builder.build().map_err(fail)?, prefix()?, shown))
+            let store = azure(bucket()?, options, &shown)?.build().map_err(fail)?;
+            Ok(cloud(store, prefix()?, shown))
         }
         other => Err(refuse(
             &shown,
@@ -141,31 +127,79 @@ fn s3(bucket: &str, options: &Options, shown: &str) -> Result<AmazonS3Builder, S
             "AWS_ACCESS_KEY_ID is not set: asking for the role of this machine, which only works inside AWS"
         );
     }
-    let allow_http = AmazonS3ConfigKey::Client(object_store::ClientConfigKey::AllowHttp);
+    let allow_http = AmazonS3ConfigKey::Client(ClientConfigKey::AllowHttp);
     let endpoint = builder.get_config_value(&AmazonS3ConfigKey::S3Endpoint);
     let endpoint = endpoint.or_else(|| builder.get_config_value(&AmazonS3ConfigKey::Endpoint));
-    if let Some(endpoint) = endpoint {
-        let parsed = Url::parse(&endpoint).map_err(|error| {
-            refuse(
-                shown,
-                &format!("AWS_ENDPOINT_URL is {endpoint:?}: {error}; expected https://host:port"),
-            )
-        })?;
-        let is_allowed = builder
-            .get_config_value(&allow_http)
-            .is_some_and(|value| value == "true");
-        if parsed.scheme() == "http" && !is_allowed {
-            if !is_loopback(&parsed) {
-                let message = format!(
-                    "AWS_ENDPOINT_URL is {endpoint}, which sends the data unencrypted; use https, or set \
-                     AWS_ALLOW_HTTP=true if you trust everybody on that network"
-                );
-                return Err(refuse(shown, &message));
-            }
-            builder = builder.with_config(allow_http, "true");
-        }
+    let allowed = builder.get_config_value(&allow_http);
+    if needs_plain_http(endpoint, allowed, ["AWS_ENDPOINT_URL", "AWS_ALLOW_HTTP"], shown)? {
+        builder = builder.with_config(allow_http, "true");
     }
     Ok(builder)
+}
+
+fn google(bucket: &str, options: &Options, shown: &str) -> Result<GoogleCloudStorageBuilder, StorageError> {
+    let mut builder = GoogleCloudStorageBuilder::from_env()
+        .with_bucket_name(bucket)
+        .with_retry(no_retry());
+    for (key, value) in settings(options) {
+        if let Ok(key) = key.parse::<GoogleConfigKey>() {
+            builder = builder.with_config(key, value);
+        }
+    }
+    let allow_http = GoogleConfigKey::Client(ClientConfigKey::AllowHttp);
+    let endpoint = builder.get_config_value(&GoogleConfigKey::BaseUrl);
+    let allowed = builder.get_config_value(&allow_http);
+    if needs_plain_http(endpoint, allowed, ["GOOGLE_BASE_URL", "GOOGLE_ALLOW_HTTP"], shown)? {
+        builder = builder.with_config(allow_http, "true");
+    }
+    Ok(builder)
+}
+
+fn azure(container: &str, options: &Options, shown: &str) -> Result<MicrosoftAzureBuilder, StorageError> {
+    let mut builder = MicrosoftAzureBuilder::from_env()
+        .with_container_name(container)
+        .with_retry(no_retry());
+    for (key, value) in settings(options) {
+        if let Ok(key) = key.parse::<AzureConfigKey>() {
+            builder = builder.with_config(key, value);
+        }
+    }
+    let allow_http = AzureConfigKey::Client(ClientConfigKey::AllowHttp);
+    let endpoint = builder.get_config_value(&AzureConfigKey::Endpoint);
+    let allowed = builder.get_config_value(&allow_http);
+    if needs_plain_http(endpoint, allowed, ["AZURE_STORAGE_ENDPOINT", "AZURE_ALLOW_HTTP"], shown)? {
+        builder = builder.with_config(allow_http, "true");
+    }
+    Ok(builder)
+}
+
+/// Whether the client has to be told that plain `http` is meant: an endpoint on this machine. Elsewhere the user must
+/// have allowed it. `names` are the variables of the endpoint and of the permission.
+fn needs_plain_http(
+    endpoint: Option<String>,
+    allowed: Option<String>,
+    names: [&str; 2],
+    shown: &str,
+) -> Result<bool, StorageError> {
+    let [endpoint_name, permission] = names;
+    let Some(endpoint) = endpoint else { return Ok(false) };
+    let parsed = Url::parse(&endpoint).map_err(|error| {
+        refuse(
+            shown,
+            &format!("{endpoint_name} is {endpoint:?}: {error}; expected https://host:port"),
+        )
+    })?;
+    if parsed.scheme() != "http" || allowed.is_some_and(|value| value == "true") {
+        return Ok(false);
+    }
+    if !is_loopback(&parsed) {
+        let message = format!(
+            "{endpoint_name} is {endpoint}, which sends the data unencrypted; use https, or set {permission}=true if you \
+             trust everybody on that network"
+        );
+        return Err(refuse(shown, &message));
+    }
+    Ok(true)
 }
 
 fn is_loopback(url: &Url) -> bool {
@@ -267,5 +301,15 @@ mod tests {
         assert!(open("s3://b", &with(&[lan, ("aws_allow_http", "true")])).is_ok());
         assert!(open("s3://b", &with(&[("aws_endpoint", "http://127.0.0.1:9000")])).is_ok());
         assert!(open("s3://b", &with(&[("aws_endpoint", "http://127.0.0.1.evil.example")])).is_err());
+        let azure = |endpoint| {
+            let account = ("azure_storage_account_name", "a");
+            with(&[account, ("azure_storage_endpoint", endpoint)])
+        };
+        assert!(open("az://c", &azure("http://127.0.0.1:10000/a")).is_ok());
+        let error = open("az://c", &azure("http://192.168.0.9:10000/a"))
+            .err()
+            .unwrap()
+            .to_string();
+        assert!(error.contains("AZURE_ALLOW_HTTP"), "{error}");
     }
 }

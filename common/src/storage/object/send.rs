@@ -55,13 +55,13 @@ impl ObjectBlobs {
             .await;
         }
         let key = self.key(hash);
+        let limit = self.body_limit(bytes.len());
         let payload = PutPayload::from(bytes);
-        let attempt = || async {
-            let _permit = self.transfers.acquire().await;
-            self.store.put(&key, payload.clone()).await
-        };
+        // Taken before the clock runs: who waits for his turn has no trouble with storage.
+        let _permit = self.transfers.acquire().await;
+        let attempt = || self.store.put(&key, payload.clone());
         self.retry
-            .run(WHAT, self.transfer_timeout, attempt)
+            .run(WHAT, limit, attempt)
             .await?
             .ok_or_else(|| missing_bucket(&self.address))?;
         Ok(())
@@ -131,11 +131,10 @@ impl ObjectBlobs {
         index: usize,
         payload: PutPayload,
     ) -> Result<(usize, PartId), StorageError> {
-        let attempt = || async {
-            let _permit = self.transfers.acquire().await;
-            multipart.put_part(key, id, index, payload.clone()).await
-        };
-        let part = self.retry.run(WHAT, self.transfer_timeout, attempt).await?;
+        let limit = self.body_limit(payload.content_length());
+        let _permit = self.transfers.acquire().await;
+        let attempt = || multipart.put_part(key, id, index, payload.clone());
+        let part = self.retry.run(WHAT, limit, attempt).await?;
         let part = part.ok_or_else(|| StorageError::Failed {
             what: WHAT,
             message: "the upload was removed by somebody while it was under way; try again".to_owned(),

@@ -35,18 +35,20 @@ pub(super) struct Proxy {
 }
 
 impl Proxy {
-    pub(super) async fn start(server: u16, mode: Mode) -> Self {
+    /// In front of `host:port`.
+    pub(super) async fn start(server: &str, mode: Mode) -> Self {
+        let server = server.to_owned();
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();
         let (mode, watched) = watch::channel(mode);
         let cuts = Arc::new(AtomicUsize::new(0));
         let task = tokio::spawn(async move {
             while let Ok((client, _)) = listener.accept().await {
-                let (mut watched, cuts) = (watched.clone(), Arc::clone(&cuts));
+                let (mut watched, cuts, server) = (watched.clone(), Arc::clone(&cuts), server.clone());
                 let mode = *watched.borrow_and_update();
                 tokio::spawn(async move {
                     tokio::select! {
-                        () = serve(client, server, mode, &cuts) => {}
+                        () = serve(client, &server, mode, &cuts) => {}
                         _ = watched.changed() => {}
                     }
                 });
@@ -70,7 +72,7 @@ impl Drop for Proxy {
     }
 }
 
-async fn serve(mut client: TcpStream, server: u16, mode: Mode, cuts: &AtomicUsize) {
+async fn serve(mut client: TcpStream, server: &str, mode: Mode, cuts: &AtomicUsize) {
     let (from_client, from_server) = match mode {
         Mode::Refuse => return,
         Mode::Hang => {
@@ -88,7 +90,7 @@ async fn serve(mut client: TcpStream, server: u16, mode: Mode, cuts: &AtomicUsiz
         }
         Mode::CutRequestsAfter(bytes) => (bytes, usize::MAX),
     };
-    let Ok(mut upstream) = TcpStream::connect(("127.0.0.1", server)).await else {
+    let Ok(mut upstream) = TcpStream::connect(server).await else {
         return;
     };
     let (mut client_read, mut client_write) = client.split();

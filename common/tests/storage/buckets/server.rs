@@ -17,6 +17,15 @@ pub(super) struct Server {
 impl Server {
     /// Starts a server with an empty bucket named `bucket`; `None`, and a word about it, where there is no server.
     pub(super) fn start() -> Option<Self> {
+        Self::start_with(&["--access-key", KEY, "--secret-key", SECRET])
+    }
+
+    /// One that anybody may use.
+    pub(super) fn start_open() -> Option<Self> {
+        Self::start_with(&[])
+    }
+
+    fn start_with(keys: &[&str]) -> Option<Self> {
         let Some(program) = program() else {
             assert!(
                 std::env::var_os("CI").is_none(),
@@ -27,25 +36,17 @@ impl Server {
         };
         // Somebody else may take the port between our looking and the server's binding.
         (0..5)
-            .find_map(|_| Self::try_start(&program))
+            .find_map(|_| Self::try_start(&program, keys))
             .or_else(|| panic!("{} does not start", program.display()))
     }
 
-    fn try_start(program: &Path) -> Option<Self> {
+    fn try_start(program: &Path, keys: &[&str]) -> Option<Self> {
         let folder = tempfile::tempdir().unwrap();
         std::fs::create_dir(folder.path().join("bucket")).unwrap();
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let mut child = Command::new(program)
-            .args([
-                "--host",
-                "127.0.0.1",
-                "--port",
-                &port.to_string(),
-                "--access-key",
-                KEY,
-                "--secret-key",
-                SECRET,
-            ])
+            .args(["--host", "127.0.0.1", "--port", &port.to_string()])
+            .args(keys)
             .arg(folder.path())
             .stdin(Stdio::null())
             .stdout(Stdio::null())

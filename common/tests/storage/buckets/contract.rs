@@ -1,0 +1,191 @@
+//! What every bucket must do, whoever serves it: straight, and through a proxy that misbehaves.
+
+use super::proxy::{Mode, Proxy};
+use super::{Bucket, MIB, blob};
+use crate::support::{files_below, save};
+use aitk_common::hash::ContentHash;
+use aitk_common::storage::{BlobStore, StorageError, checkpoints};
+use std::time::{Duration, Instant};
+
+/// Small ones, empty ones, and large ones in parts.
+pub(super) async fn blobs_go_in_and_come_out(bucket: &Bucket) {
+    let store = bucket.direct();
+    let place = tempfile::tempdir().unwrap();
+    let sizes = [0, 1, 5 * MIB, 5 * MIB + 1, 17 * MIB + 3];
+    let blobs: Vec<_> = sizes.iter().map(|size| blob(*size as u64 + 1, *size)).collect();
+    for (hash, bytes) in &blobs {
+        let source = place.path().join("source");
+        std::fs::write(&source, bytes).unwrap();
+        store.put_file(*hash, &source).await.unwrap();
+        store.put_file(*hash, &source).await.unwrap();
+        let target = place.path().join("target");
+        assert_eq!(store.get_to_file(*hash, &target).await.unwrap(), bytes.len() as u64);
+        assert_eq!(std::fs::read(&target).unwrap(), *bytes);
+        assert_eq!(store.get_bytes(*hash, u64::MAX).await.unwrap(), *bytes);
+    }
+    let hashes: Vec<_> = blobs.iter().map(|(hash, _)| *hash).collect();
+    let absent = ContentHash::of(b"absent");
+    assert_eq!(
+        store.has(&[hashes[4], absent, hashes[0]]).await.unwrap(),
+        [true, false, true]
+    );
+    let mut listed: Vec<_> = store
+        .list()
+        .await
+        .unwrap()
+        .into_iter()
+        .map(|blob| (blob.hash, blob.bytes))
+        .collect();
+    let mut expected: Vec<_> = blobs.iter().map(|(hash, bytes)| (*hash, bytes.len() as u64)).collect();
+    listed.sort();
+    expected.sort();
+    assert_eq!(listed, expected);
+    assert!(matches!(
+        store.get_bytes(absent, 10).await,
+        Err(StorageError::NotFound { .. })
+    ));
+    assert!(matches!(
+        store.get_bytes(hashes[2], 10).await,
+        Err(StorageError::TooLarge { .. })
+    ));
+    store.delete(hashes[1]).await.unwrap();
+    store.delete(hashes[1]).await.unwrap();
+    assert_eq!(store.has(&hashes[..2]).await.unwrap(), [true, false]);
+}
+
+/// A folder with a manifest goes in and comes out the same.
+pub(super) async fn a_checkpoint_travels(bucket: &Bucket) {
+    let store = bucket.direct();
+    let place = tempfile::tempdir().unwrap();
+    let folder = save(&place.path().join("here"), 7, 50_000);
+    let hash = checkpoints::upload(&store, &folder, &mut |_| {}).await.unwrap();
+    assert_eq!(checkpoints::upload(&store, &folder, &mut |_| {}).await.unwrap(), hash);
+    let fetched = checkpoints::fetch(&store, hash, &place.path().join("there"), &mut |_| {})
+        .await
+        .unwrap();
+    assert_eq!(
+        (fetched.step(), files_below(fetched.folder())),
+        (7, files_below(&folder))
+    );
+    assert_eq!(
+        std::fs::read(fetched.folder().join("manifest.json")).unwrap(),
+        std::fs::read(folder.join("manifest.json")).unwrap()
+    );
+}
+
+/// With the default patience; `AITK_TEST_OUTAGE_SECONDS` makes it longer.
+pub(super) async fn an_outage_is_sat_out(bucket: &Bucket) {
+    // The default patience, and an outage as long as asked for.
+    let seconds = std::env::var("AITK_TEST_OUTAGE_SECONDS")
+        .ok()
+        .and_then(|text| text.parse().ok())
+        .unwrap_or(3);
+    let proxy = Proxy::start(&bucket.server, Mode::Answer500).await;
+    let store = bucket.patient(&proxy.endpoint());
+    let (hash, bytes) = blob(1, 20 * MIB);
+    let place = tempfile::tempdir().unwrap();
+    std::fs::write(place.path().join("source"), &bytes).unwrap();
+    let (source, target) = (place.path().join("source"), place.path().join("target"));
+    let begin = Instant::now();
+    let outage = async {
+        tokio::time::sleep(Duration::from_secs(seconds)).await;
+        proxy.set(Mode::Pass);
+    };
+    let (result, ()) = tokio::join!(store.put_file(hash, &source), outage);
+    result.unwrap();
+    let took = begin.elapsed();
+    println!("a put through {seconds} s of 500 took {took:?}");
+    assert!(
+        took >= Duration::from_secs(seconds),
+        "it did not wait for the end of the outage"
+    );
+
+    // An outage in the middle of a download.
+    proxy.set(Mode::CutAnswersAfter(MIB));
+    let outage = async {
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        proxy.set(Mode::Answer500);
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        proxy.set(Mode::Pass);
+    };
+    let (result, ()) = tokio::join!(store.get_to_file(hash, &target), outage);
+    assert_eq!(result.unwrap(), bytes.len() as u64);
+    assert_eq!(std::fs::read(&target).unwrap(), bytes);
+}
+
+/// 500, a hang, a closed port, and answers that are cut: when the patience is over, each is an error.
+pub(super) async fn trouble_without_end_is_said(bucket: &Bucket) {
+    let (hash, bytes) = blob(2, 6 * MIB);
+    bucket.direct().put_bytes(hash, bytes).await.unwrap();
+    let (other, other_bytes) = blob(3, 100_000);
+    let (large, large_bytes) = blob(4, 11 * MIB);
+    for mode in [Mode::Answer500, Mode::Hang, Mode::Refuse, Mode::CutAnswersAfter(40)] {
+        let proxy = Proxy::start(&bucket.server, mode).await;
+        let store = bucket.through(&proxy);
+        let place = tempfile::tempdir().unwrap();
+        let (source, target) = (place.path().join("source"), place.path().join("target"));
+        std::fs::write(&source, &large_bytes).unwrap();
+        let asked = [hash];
+        let (has, small, parts, get) = tokio::join!(
+            store.has(&asked),
+            store.put_bytes(other, other_bytes.clone()),
+            store.put_file(large, &source),
+            store.get_to_file(hash, &target)
+        );
+        for (what, error) in [
+            ("has", has.err()),
+            ("put", small.err()),
+            ("multipart", parts.err()),
+            ("get", get.err()),
+        ] {
+            assert!(
+                matches!(error, Some(StorageError::Unavailable { .. })),
+                "{mode:?} {what}: {error:?}"
+            );
+        }
+        assert_eq!(files_below(place.path()).len(), 1, "{mode:?}: only the source is there");
+    }
+    let direct = bucket.direct();
+    let present = direct.has(&[hash, large]).await.unwrap();
+    assert_eq!(
+        present,
+        [true, false],
+        "what was there stays, and nothing half is there"
+    );
+}
+
+/// Neither of a small one nor of one in parts.
+pub(super) async fn an_upload_that_is_cut_off_leaves_no_half_object(bucket: &Bucket) {
+    let place = tempfile::tempdir().unwrap();
+    for (seed, size) in [(5, 4 * MIB), (6, 12 * MIB)] {
+        let (hash, bytes) = blob(seed, size);
+        let source = place.path().join("source");
+        std::fs::write(&source, &bytes).unwrap();
+        let proxy = Proxy::start(&bucket.server, Mode::CutRequestsAfter(MIB)).await;
+        let store = bucket.through(&proxy);
+        let error = store.put_file(hash, &source).await.unwrap_err();
+        assert!(matches!(error, StorageError::Unavailable { .. }), "{error}");
+        assert_eq!(bucket.direct().has(&[hash]).await.unwrap(), [false]);
+        // The same call afterwards succeeds.
+        proxy.set(Mode::Pass);
+        let store = bucket.patient(&proxy.endpoint());
+        store.put_file(hash, &source).await.unwrap();
+        assert_eq!(store.get_bytes(hash, u64::MAX).await.unwrap(), bytes);
+    }
+}
+
+/// Where it was: what came is not fetched again.
+pub(super) async fn a_download_that_is_cut_off_goes_on(bucket: &Bucket) {
+    let (hash, bytes) = blob(8, 16 * MIB);
+    bucket.direct().put_bytes(hash, bytes.clone()).await.unwrap();
+    let proxy = Proxy::start(&bucket.server, Mode::CutAnswersOnce(3 * MIB, 4)).await;
+    let place = tempfile::tempdir().unwrap();
+    let target = place.path().join("target");
+    bucket
+        .patient(&proxy.endpoint())
+        .get_to_file(hash, &target)
+        .await
+        .unwrap();
+    assert_eq!(std::fs::read(&target).unwrap(), bytes);
+    assert_eq!(files_below(place.path()).len(), 1);
+}

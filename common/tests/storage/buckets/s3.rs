@@ -1,0 +1,108 @@
+//! A real S3 server (`s3s-fs`), straight and through a proxy that misbehaves.
+//!
+//! The server is the one of the whole-system tests (`tests/src/bin/s3-server.rs`), which `cargo test --workspace`
+//! builds, or the one that `AITK_S3S_FS` names. Where there is none these tests say that they were skipped, and fail in CI.
+
+use super::proxy::{Mode, Proxy};
+use super::server::{self, Server};
+use super::{Bucket, MIB, blob, contract};
+use crate::support::files_below;
+use aitk_common::storage::{BlobStore, StorageError};
+
+fn bucket(server: &Server) -> Bucket {
+    Bucket {
+        address: "s3://bucket/pool".to_owned(),
+        server: format!("127.0.0.1:{}", server.port()),
+        settings: |endpoint| {
+            vec![
+                ("aws_endpoint", endpoint.to_owned()),
+                ("aws_access_key_id", server::KEY.to_owned()),
+                ("aws_secret_access_key", server::SECRET.to_owned()),
+                ("aws_region", "us-east-1".to_owned()),
+            ]
+        },
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn blobs_go_in_and_come_out() {
+    let Some(server) = Server::start() else { return };
+    contract::blobs_go_in_and_come_out(&bucket(&server)).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_checkpoint_travels() {
+    let Some(server) = Server::start() else { return };
+    contract::a_checkpoint_travels(&bucket(&server)).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_outage_is_sat_out() {
+    let Some(server) = Server::start() else { return };
+    contract::an_outage_is_sat_out(&bucket(&server)).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn trouble_without_end_is_said() {
+    let Some(server) = Server::start() else { return };
+    contract::trouble_without_end_is_said(&bucket(&server)).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_upload_that_is_cut_off_leaves_no_half_object() {
+    let Some(server) = Server::start() else { return };
+    contract::an_upload_that_is_cut_off_leaves_no_half_object(&bucket(&server)).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_download_that_is_cut_off_goes_on() {
+    let Some(server) = Server::start() else { return };
+    contract::a_download_that_is_cut_off_goes_on(&bucket(&server)).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn wrong_keys_and_a_missing_bucket_are_said_at_once() {
+    let Some(server) = Server::start() else { return };
+    let bucket = bucket(&server);
+    let (hash, bytes) = blob(9, 10);
+    // The test server makes missing buckets, real ones do not.
+    let proxy = Proxy::start(&bucket.server, Mode::AnswerNoBucket).await;
+    let error = bucket.through(&proxy).put_bytes(hash, bytes.clone()).await.unwrap_err();
+    assert!(
+        matches!(error, StorageError::Failed { .. }) && error.to_string().contains("bucket"),
+        "{error}"
+    );
+    let mut options = bucket.impatient(&server.endpoint());
+    options
+        .settings
+        .insert("aws_secret_access_key".to_owned(), "wrong".to_owned());
+    let wrong = bucket.open(&options);
+    let error = wrong.put_bytes(hash, bytes).await.unwrap_err();
+    assert!(matches!(error, StorageError::Denied { .. }), "{error}");
+    assert!(!error.to_string().contains("wrong"), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_blob_that_rots_in_the_bucket_is_refused() {
+    let Some(server) = Server::start() else { return };
+    let (hash, bytes) = blob(10, 7 * MIB);
+    let store = bucket(&server).direct();
+    store.put_bytes(hash, bytes).await.unwrap();
+    let name = hash.to_hex();
+    let object = files_below(server.root())
+        .into_iter()
+        .find(|file| file.ends_with(&name))
+        .unwrap();
+    let path = server.root().join(object);
+    let mut content = std::fs::read(&path).unwrap();
+    content[6 * MIB] ^= 4;
+    std::fs::write(&path, content).unwrap();
+    let place = tempfile::tempdir().unwrap();
+    let error = store.get_to_file(hash, &place.path().join("target")).await.unwrap_err();
+    assert!(matches!(error, StorageError::Corrupt { .. }), "{error}");
+    assert!(matches!(
+        store.get_bytes(hash, u64::MAX).await,
+        Err(StorageError::Corrupt { .. })
+    ));
+    assert!(files_below(place.path()).is_empty());
+}
