@@ -14,6 +14,7 @@ use futures::future::BoxFuture;
 use std::panic::AssertUnwindSafe;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
@@ -24,35 +25,74 @@ const NAME_BYTES: usize = 200;
 /// The longest message of an outcome or a log line.
 const MESSAGE_BYTES: usize = 16 << 10;
 
-/// Runs an attempt until its outcome has arrived at the coordinator, or until it is fenced.
+/// How long the child of a fenced attempt may take to go after its SIGKILL; a disk that hangs can hold it.
+const LAST_BREATH: Duration = Duration::from_secs(20);
+
+/// Runs an attempt until its outcome has arrived at the coordinator, or until it is fenced and its child is gone.
 pub(crate) async fn run(
     context: Arc<Context>,
     assignment: Assignment,
     reporter: Reporter,
-    wanted: watch::Receiver<Wanted>,
+    mut wanted: watch::Receiver<Wanted>,
     fence: CancellationToken,
 ) {
     let folder = context.folders.attempt(&assignment.attempt);
-    let work = async {
-        let executed: BoxFuture<'_, Outcome> = Box::pin(execute(&context, &assignment, &reporter, wanted, &folder));
-        let executed = AssertUnwindSafe(executed).catch_unwind();
-        let outcome = executed
-            .await
-            .unwrap_or_else(|_| internal("the worker failed; its log says where".to_owned()));
-        tracing::info!(attempt = %assignment.attempt, ?outcome, "attempt ended");
-        let answer = reporter.request(Request::Finished(bounded(outcome))).await;
-        if !answer.accepted {
-            tracing::warn!(message = %answer.message, "the coordinator did not accept the end of an attempt");
-        }
-    };
-    tokio::select! {
-        () = fence.cancelled() => {}
-        () = Box::pin(work) => {}
-    }
+    run_to_end(&context, &assignment, &reporter, &mut wanted, &fence, &folder).await;
     let removed = tokio::task::spawn_blocking(move || fsutil::remove(&folder)).await;
     if let Ok(Err(error)) = removed {
         tracing::warn!(%error, "the folder of an attempt was not removed; the next start tries again");
     }
+}
+
+async fn run_to_end(
+    context: &Context,
+    assignment: &Assignment,
+    reporter: &Reporter,
+    wanted: &mut watch::Receiver<Wanted>,
+    fence: &CancellationToken,
+    folder: &Path,
+) {
+    // What the session wants, and the end that a fence means.
+    let (wish, wishes) = watch::channel(*wanted.borrow());
+    let executed: BoxFuture<'_, Outcome> = Box::pin(execute(context, assignment, reporter, wishes, folder));
+    let mut executed = std::pin::pin!(AssertUnwindSafe(executed).catch_unwind());
+    let ended = tokio::select! {
+        ended = &mut executed => Some(ended),
+        () = fence.cancelled() => None,
+        () = pass_on(wanted, &wish) => None,
+    };
+    match ended {
+        Some(ended) => {
+            let outcome = ended.unwrap_or_else(|_| internal("the worker failed; its log says where".to_owned()));
+            tracing::info!(attempt = %assignment.attempt, ?outcome, "attempt ended");
+            tokio::select! {
+                answer = reporter.request(Request::Finished(bounded(outcome))) => if !answer.accepted {
+                    tracing::warn!(message = %answer.message, "the coordinator did not accept the end of an attempt");
+                },
+                () = fence.cancelled() => {}
+            }
+        }
+        None => {
+            wish.send_replace(Wanted::Kill);
+            // Waited for, so that it cannot write into the folder that goes next.
+            if tokio::time::timeout(LAST_BREATH, executed).await.is_err() {
+                tracing::warn!(attempt = %assignment.attempt, "the child of a fenced attempt does not go");
+            }
+        }
+    }
+}
+
+/// Passes wishes on for as long as there is somebody to have them.
+async fn pass_on(wanted: &mut watch::Receiver<Wanted>, to: &watch::Sender<Wanted>) {
+    while wanted.changed().await.is_ok() {
+        let wish = *wanted.borrow_and_update();
+        to.send_if_modified(|now| {
+            let further = wish > *now;
+            *now = (*now).max(wish);
+            further
+        });
+    }
+    std::future::pending::<()>().await;
 }
 
 async fn execute(
@@ -113,22 +153,11 @@ async fn execute(
         }
         synced
     };
-    let forward = async {
-        while wanted.changed().await.is_ok() {
-            let wish = *wanted.borrow_and_update();
-            to_child.send_if_modified(|now| {
-                let further = wish > *now;
-                *now = (*now).max(wish);
-                further
-            });
-        }
-        std::future::pending::<()>().await;
-    };
     tokio::select! {
         (outcome, pumped, synced) = async { tokio::join!(child, pump, synced) } => {
             pumped.and(synced).err().unwrap_or(outcome)
         }
-        () = forward => internal("unreachable".to_owned()),
+        () = pass_on(&mut wanted, &to_child) => internal("unreachable".to_owned()),
     }
 }
 

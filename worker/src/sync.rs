@@ -55,12 +55,12 @@ pub(crate) async fn run(
                         .await;
                 }
             }
-            Item::Artifact { artifact, .. } if local => announce(reporter, artifact).await,
+            Item::Artifact { artifact, .. } if local => announce(reporter, artifact).await?,
             Item::Checkpoint { .. } if local => {}
             Item::Artifact { artifact, pinned } => {
                 let artifact = store(context, artifact, &pinned).await?;
                 remove(&pinned);
-                announce(reporter, artifact).await;
+                announce(reporter, artifact).await?;
             }
             Item::Checkpoint { pinned, step } => {
                 commit(context, reporter, &pinned, step).await?;
@@ -135,14 +135,21 @@ async fn store(context: &Context, mut artifact: Artifact, pinned: &Path) -> Resu
     Ok(artifact)
 }
 
-async fn announce(reporter: &Reporter, artifact: Artifact) {
+/// Tells the coordinator of a file.
+///
+/// # Errors
+/// When it does not take it, for example because storage does not say whether the bytes are there: a job must not
+/// pass for complete without its results. Another try makes them again.
+async fn announce(reporter: &Reporter, artifact: Artifact) -> Result<(), Outcome> {
     let name = artifact.name.clone();
     let answer = reporter.request(Request::ArtifactReady(artifact)).await;
-    if !answer.accepted {
-        reporter
-            .log("warn", format!("the file {name} was not accepted: {}", answer.message))
-            .await;
+    if answer.accepted {
+        return Ok(());
     }
+    Err(Outcome::Failed {
+        cause: FailureCause::Storage,
+        message: format!("the file {name} was not accepted: {}", answer.message),
+    })
 }
 
 async fn commit(context: &Context, reporter: &Reporter, pinned: &Path, step: u64) -> Result<(), Outcome> {

@@ -9,7 +9,7 @@ mod reporter;
 
 use crate::attempt;
 use crate::context::Context;
-use crate::outbox::Outbox;
+use crate::outbox::{Outbox, Request};
 use crate::runner::Wanted;
 use aitk_common::capability::Device;
 use aitk_common::control::{Assignment, HeldAttempt, PROTOCOL_VERSION, Registration, ToCoordinator, ToWorker, Verdict};
@@ -74,6 +74,10 @@ struct Attempt {
     epoch: Epoch,
     wanted: watch::Sender<Wanted>,
     fence: CancellationToken,
+    /// The request that says how it ended.
+    finish: Option<u64>,
+    /// The coordinator knows how it ended; what is left is to put things away.
+    is_over: bool,
 }
 
 pub(crate) struct Session {
@@ -191,7 +195,7 @@ impl Session {
         let ours = self
             .attempts
             .iter()
-            .filter(|(_, attempt)| !attempt.fence.is_cancelled());
+            .filter(|(_, attempt)| !attempt.fence.is_cancelled() && !attempt.is_over);
         ours.map(|(id, attempt)| HeldAttempt {
             attempt: id.clone(),
             epoch: attempt.epoch,
@@ -318,6 +322,8 @@ impl Session {
                 epoch: held.epoch,
                 wanted,
                 fence,
+                finish: None,
+                is_over: false,
             },
         );
     }
@@ -330,7 +336,11 @@ impl Session {
                 request,
                 reply,
             } => {
+                let is_finish = matches!(request, Request::Finished(_));
                 if let Some(id) = self.outbox.request(&attempt, request) {
+                    if let Some(held) = self.attempts.get_mut(&attempt).filter(|_| is_finish) {
+                        held.finish = Some(id);
+                    }
                     self.waiting.insert(id, (attempt, reply));
                 }
             }
@@ -345,6 +355,13 @@ impl Session {
         if verdict == Verdict::Fenced {
             self.fence(&attempt, &message);
         } else {
+            if let Some(held) = self
+                .attempts
+                .get_mut(&attempt)
+                .filter(|held| held.finish == Some(request))
+            {
+                held.is_over = true;
+            }
             let _ = reply.send(Answer {
                 accepted: verdict == Verdict::Accepted,
                 message,
@@ -354,7 +371,7 @@ impl Session {
 
     /// The attempt belongs to somebody else: its child ends at once, and nothing more is said about it.
     fn fence(&mut self, attempt: &AttemptId, reason: &str) {
-        if let Some(held) = self.attempts.get(attempt) {
+        if let Some(held) = self.attempts.get(attempt).filter(|held| !held.is_over) {
             tracing::warn!(%attempt, %reason, "attempt fenced; its child is killed and its work discarded");
             held.fence.cancel();
         }
