@@ -170,6 +170,8 @@ impl<'a> Run<'a> {
             (self.start == 0 && !self.process.train.skip_first_sample) || self.process.train.force_first_sample;
         if baseline && self.start < steps {
             self.sample(cx, self.start, true)?;
+        } else if self.start > 0 && self.start < steps {
+            self.make_up(cx)?;
         }
         if self.start < steps {
             cx.phase("training");

@@ -13,6 +13,21 @@ use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 impl Run<'_> {
+    /// Whether every picture of this step lies in the run folder.
+    pub(super) fn has_samples(&self, step: u64) -> bool {
+        let section = &self.process.sample;
+        let wanted = section.requests(self.process.trigger_word.as_deref()).len();
+        let suffix = suffix(&section.format).unwrap_or(FALLBACK);
+        let entries = std::fs::read_dir(self.folder.samples()).into_iter().flatten().flatten();
+        let files: Vec<String> = entries
+            .map(|entry| entry.file_name().to_string_lossy().into_owned())
+            .collect();
+        (0..wanted).all(|index| {
+            let name = naming::sample_tail(step, index, suffix);
+            files.iter().any(|file| is_picture(file, &name))
+        })
+    }
+
     /// Makes the pictures of the `sample` section (`first_sample` once, before the first step) with the weights of
     /// this moment, as `samples/<unix ms>__<step>_<index>.<format>`. `false`: asked to stop meanwhile; pictures that
     /// are done stay.
@@ -25,13 +40,14 @@ impl Run<'_> {
         if requests.is_empty() || self.process.train.disable_sampling {
             return Ok(true);
         }
-        let suffix = match section.format.as_str() {
-            known @ ("jpg" | "jpeg" | "png" | "webp") => known,
-            other => {
-                cx.log("warn", format!("samples are pictures here: jpg instead of `{other}`"));
-                "jpg"
-            }
-        };
+        let suffix = suffix(&section.format).unwrap_or_else(|| {
+            let format = &section.format;
+            cx.log(
+                "warn",
+                format!("samples are pictures here: {FALLBACK} instead of `{format}`"),
+            );
+            FALLBACK
+        });
         let format = Format::from_suffix(suffix)?;
         cx.phase("sampling");
         let folder = self.folder.samples();
@@ -70,15 +86,26 @@ impl Run<'_> {
     }
 }
 
+/// The format where the config asks for something that is no picture.
+const FALLBACK: &str = "jpg";
+
+/// The ending of pictures in this format.
+fn suffix(format: &str) -> Option<&str> {
+    matches!(format, "jpg" | "jpeg" | "png" | "webp").then_some(format)
+}
+
+/// Whether a file is the picture of this step and index (`__000000010_0.png`), made at any moment.
+fn is_picture(file: &str, name: &str) -> bool {
+    file.strip_suffix(name)
+        .is_some_and(|stamp| !stamp.is_empty() && stamp.bytes().all(|b| b.is_ascii_digit()))
+}
+
 /// Removes earlier pictures of the same step and index, which a run leaves that had to do a step again.
 fn remove_others(folder: &Path, name: &str, keep: &Path) {
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let path = entry.path();
         let file = entry.file_name().to_string_lossy().into_owned();
-        let stamp = file
-            .strip_suffix(name)
-            .filter(|s| !s.is_empty() && s.bytes().all(|b| b.is_ascii_digit()));
-        if stamp.is_some()
+        if is_picture(&file, name)
             && path != keep
             && let Err(error) = fsutil::remove(&path)
         {

@@ -57,9 +57,25 @@ impl Run<'_> {
         })?;
         cx.artifact("lora", &self.folder.root, &path, Some(step), None);
         self.checkpoint(cx, step)?;
+        self.retain(cx, step)
+    }
+
+    /// Removes what retention does not keep after the save of this step.
+    fn retain(&self, cx: &mut Context<'_>, step: u64) -> Result<()> {
         for removed in self.folder.retain(self.process, step)? {
             let name = artifact_name(&self.folder.root, &removed);
             cx.events.emit(ChildEvent::ArtifactRemoved { name });
+        }
+        Ok(())
+    }
+
+    /// What follows the save of a step and was lost when the run was killed right after it: the removal of older
+    /// saves, and the step's pictures.
+    pub(super) fn make_up(&mut self, cx: &mut Context<'_>) -> Result<()> {
+        let step = self.start;
+        self.retain(cx, step)?;
+        if self.process.sample.is_due(step) && !self.has_samples(step) {
+            self.sample(cx, step, false)?;
         }
         Ok(())
     }
