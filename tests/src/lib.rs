@@ -3,9 +3,18 @@
 //! Every process is started by the test that needs it, stopped by its id when its guard is dropped, and writes
 //! its output to a file whose tail is shown when a wait times out.
 
+pub mod chaos;
+pub mod disks;
+pub mod fault;
+pub mod follower;
 pub mod jobs;
+pub mod network;
+pub mod place;
+pub mod pool;
 pub mod processes;
 pub mod programs;
+pub mod s3;
+pub mod s3_server;
 
 use std::time::{Duration, Instant};
 

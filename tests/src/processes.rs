@@ -1,14 +1,13 @@
 //! Child processes with an owner: started here, stopped by id, their output kept in a file.
 
 use crate::eventually;
-use crate::programs::program;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use std::ffi::OsStr;
 use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 /// A process of the system under test. Dropping it kills it.
@@ -16,6 +15,8 @@ pub struct Process {
     name: String,
     child: Child,
     log: PathBuf,
+    /// Where its own part of the log begins: one that is started again goes on in the same file.
+    log_start: u64,
 }
 
 impl Process {
@@ -31,6 +32,7 @@ impl Process {
             .append(true)
             .open(&log)
             .expect("the log file opens");
+        let log_start = out.metadata().map_or(0, |data| data.len());
         let err = out.try_clone().expect("the log file has a second handle");
         let child = command.stdin(Stdio::null()).stdout(out).stderr(err).spawn();
         let child = child.unwrap_or_else(|error| panic!("{name} does not start: {error}"));
@@ -38,6 +40,7 @@ impl Process {
             name: name.to_owned(),
             child,
             log,
+            log_start,
         }
     }
 
@@ -47,8 +50,14 @@ impl Process {
         self.child.id()
     }
 
-    fn pid(&self) -> Pid {
-        Pid::from_raw(i32::try_from(self.child.id()).expect("a process id fits"))
+    /// Sends a signal.
+    pub fn signal(&self, signal: Signal) {
+        send(self.child.id(), signal);
+    }
+
+    /// Whether it has ended.
+    pub fn ended(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(Some(_)))
     }
 
     /// SIGKILL, then waits for the end.
@@ -62,8 +71,15 @@ impl Process {
     /// # Panics
     /// When it does not end in time.
     pub fn terminate(&mut self, limit: Duration) -> Option<i32> {
-        let _ = kill(self.pid(), Signal::SIGTERM);
-        let log = self.tail();
+        self.signal(Signal::SIGTERM);
+        self.wait(limit)
+    }
+
+    /// Waits for the end, and gives the exit code.
+    ///
+    /// # Panics
+    /// When it does not end in time.
+    pub fn wait(&mut self, limit: Duration) -> Option<i32> {
         let start = std::time::Instant::now();
         loop {
             if let Ok(Some(status)) = self.child.try_wait() {
@@ -71,8 +87,9 @@ impl Process {
             }
             assert!(
                 start.elapsed() < limit,
-                "{} did not end {limit:?} after SIGTERM\n{log}",
-                self.name
+                "{} has not ended after {limit:?}\n{}",
+                self.name,
+                self.tail()
             );
             std::thread::sleep(Duration::from_millis(20));
         }
@@ -93,10 +110,22 @@ impl Process {
             .collect()
     }
 
-    /// Its log so far.
+    /// Its log so far, with that of those before it under the same name.
     #[must_use]
     pub fn log(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()
+    }
+
+    /// What comes from now on in its log.
+    #[must_use]
+    pub fn tail_from_now(&self) -> LogTail {
+        LogTail::new(&self.log, std::fs::metadata(&self.log).map_or(0, |data| data.len()))
+    }
+
+    /// Its own log, from its start.
+    #[must_use]
+    pub fn log_from_start(&self) -> LogTail {
+        LogTail::new(&self.log, self.log_start)
     }
 
     /// The last lines of its log, for messages.
@@ -109,6 +138,40 @@ impl Process {
     }
 }
 
+/// Reads a growing log line by line.
+#[derive(Debug)]
+pub struct LogTail {
+    path: PathBuf,
+    offset: u64,
+}
+
+impl LogTail {
+    /// Reads this file from this byte on.
+    #[must_use]
+    pub fn new(path: &Path, offset: u64) -> Self {
+        Self {
+            path: path.to_path_buf(),
+            offset,
+        }
+    }
+
+    /// The whole lines that were added since the last call.
+    pub fn lines(&mut self) -> Vec<String> {
+        let mut added = Vec::new();
+        let read = File::open(&self.path).and_then(|mut file| {
+            file.seek(SeekFrom::Start(self.offset))?;
+            file.read_to_end(&mut added)
+        });
+        let whole = added.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
+        if read.is_err() || whole == 0 {
+            return Vec::new();
+        }
+        self.offset += whole as u64;
+        let text = String::from_utf8_lossy(&added[..whole]);
+        text.lines().map(str::to_owned).collect()
+    }
+}
+
 fn read_ids(path: &Path) -> Vec<u32> {
     let text = std::fs::read_to_string(path).unwrap_or_default();
     text.split_whitespace().filter_map(|word| word.parse().ok()).collect()
@@ -118,6 +181,26 @@ impl Drop for Process {
     fn drop(&mut self) {
         self.kill();
     }
+}
+
+/// Sends a signal to a process that the test started, or that one of those started.
+pub fn send(id: u32, signal: Signal) {
+    if let Ok(id) = i32::try_from(id) {
+        let _ = kill(Pid::from_raw(id), signal);
+    }
+}
+
+/// How long a process has computed, in the ticks of the system's clock.
+#[must_use]
+pub fn processor_time(id: u32) -> u64 {
+    let stat = std::fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();
+    // After the name, which may hold anything: state is the first field, user and system time the 12th and 13th.
+    let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
+    fields
+        .skip(11)
+        .take(2)
+        .filter_map(|field| field.parse::<u64>().ok())
+        .sum()
 }
 
 /// Whether a process with this id still runs (a zombie does not).
@@ -148,181 +231,16 @@ pub fn wait_for_port(address: SocketAddr, owner: &Process) {
     );
 }
 
-/// A pool: one coordinator, its workers, and the folder they all live in.
-pub struct Pool {
-    folder: PathBuf,
-    address: SocketAddr,
-    storage: Option<String>,
-    environment: Vec<(String, String)>,
-    /// The coordinator.
-    pub coordinator: Process,
-}
-
-impl Pool {
-    /// Starts a coordinator in `folder`. `storage` as in `--storage`; `environment` goes to every process of the pool.
-    #[must_use]
-    pub fn start(folder: &Path, storage: Option<String>, environment: Vec<(String, String)>) -> Self {
-        let address = free_address();
-        let coordinator = start_coordinator(folder, address, storage.as_deref(), &environment);
-        Self {
-            folder: folder.to_path_buf(),
-            address,
-            storage,
-            environment,
-            coordinator,
-        }
-    }
-
-    /// Starts the coordinator again, on the same address and data, after it was killed.
-    pub fn restart_coordinator(&mut self) {
-        self.coordinator.kill();
-        self.coordinator = start_coordinator(&self.folder, self.address, self.storage.as_deref(), &self.environment);
-    }
-
-    /// Starts a worker with its own data folder.
-    #[must_use]
-    pub fn worker(&self, name: &str) -> Process {
-        let mut command = self.command("aitk-worker");
-        command.arg("--name").arg(name).arg("--devices").arg("cpu");
-        command.arg("--data-dir").arg(self.folder.join(name));
-        Process::start(name, &self.folder, &mut command)
-    }
-
-    /// The coordinator's data folder.
-    #[must_use]
-    pub fn data_dir(&self) -> PathBuf {
-        self.folder.join("coordinator")
-    }
-
-    /// Runs `aitk` against this pool to its end.
-    ///
-    /// # Panics
-    /// When it does not start.
-    #[must_use]
-    pub fn aitk<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Output {
-        self.command("aitk").args(arguments).output().expect("aitk starts")
-    }
-
-    /// Runs `aitk` and gives its standard output.
-    ///
-    /// # Panics
-    /// When it fails.
-    pub fn aitk_ok<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> String {
-        let output = self.aitk(arguments);
-        let err = String::from_utf8_lossy(&output.stderr);
-        assert!(
-            output.status.success(),
-            "aitk failed with {}\n{err}\n{}",
-            output.status,
-            self.coordinator.tail()
-        );
-        String::from_utf8(output.stdout).expect("aitk writes UTF-8")
-    }
-
-    /// One of our programs with the pool's address, token and environment.
-    #[must_use]
-    pub fn command(&self, name: &str) -> Command {
-        let mut command = Command::new(program(name));
-        command
-            .env("AITK_SERVER", format!("http://{}", self.address))
-            .env("AITK_TOKEN_FILE", self.data_dir().join("token"))
-            .env("HOME", &self.folder)
-            .env("XDG_STATE_HOME", self.folder.join("state"))
-            .env("XDG_CONFIG_HOME", self.folder.join("config"))
-            .env("XDG_CACHE_HOME", self.folder.join("cache"))
-            .env("XDG_DATA_HOME", self.folder.join("data"))
-            .envs(self.environment.iter().map(|(key, value)| (key, value)))
-            .current_dir(&self.folder);
-        command
-    }
-}
-
-fn start_coordinator(folder: &Path, address: SocketAddr, storage: Option<&str>, env: &[(String, String)]) -> Process {
-    let mut command = Command::new(program("aitk-coordinator"));
-    command
-        .arg("--bind")
-        .arg(address.to_string())
-        .arg("--data-dir")
-        .arg(folder.join("coordinator"));
-    command.args(["--lease-seconds", "6"]);
-    if let Some(storage) = storage {
-        command.arg("--storage").arg(storage);
-    }
-    command.envs(env.iter().map(|(key, value)| (key, value)));
-    let process = Process::start("coordinator", folder, &mut command);
-    wait_for_port(address, &process);
-    process
-}
-
-/// A real S3 server with one bucket, `aitk`.
-pub struct S3 {
-    fail_file: PathBuf,
-    address: SocketAddr,
-    /// The server.
-    pub process: Process,
-    /// Where it keeps its objects.
-    pub root: PathBuf,
-}
-
-impl S3 {
-    /// Starts the server program at `program` (`env!("CARGO_BIN_EXE_s3-server")` in a test) below `folder`.
-    ///
-    /// # Panics
-    /// When its folders cannot be made.
-    #[must_use]
-    pub fn start(program: &str, folder: &Path) -> Self {
-        let root = folder.join("s3");
-        std::fs::create_dir_all(root.join("aitk")).expect("the bucket's folder can be made");
-        let fail_file = folder.join("s3-fails");
-        let address = free_address();
-        let mut command = Command::new(program);
-        command
-            .args(["--host", "127.0.0.1", "--port", &address.port().to_string()])
-            .arg("--fail-file")
-            .arg(&fail_file);
-        command
-            .args(["--access-key", "test-key", "--secret-key", "test-secret"])
-            .arg(&root);
-        let process = Process::start("s3", folder, &mut command);
-        wait_for_port(address, &process);
-        Self {
-            fail_file,
-            address,
-            process,
-            root,
-        }
-    }
-
-    /// What `--storage` wants.
-    #[must_use]
-    pub fn url(&self) -> String {
-        "s3://aitk".to_owned()
-    }
-
-    /// What coordinator and workers find in their environment.
-    #[must_use]
-    pub fn environment(&self) -> Vec<(String, String)> {
-        [
-            ("AWS_ENDPOINT_URL", format!("http://{}", self.address)),
-            ("AWS_ACCESS_KEY_ID", "test-key".to_owned()),
-            ("AWS_SECRET_ACCESS_KEY", "test-secret".to_owned()),
-            ("AWS_REGION", "us-east-1".to_owned()),
-            ("AWS_ALLOW_HTTP", "true".to_owned()),
-        ]
-        .into_iter()
-        .map(|(key, value)| (key.to_owned(), value))
+/// The processes on this machine whose command line holds this text, ours left out.
+#[must_use]
+pub fn processes_about(text: &str) -> Vec<(u32, String)> {
+    let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries
+        .filter_map(|entry| {
+            let id: u32 = entry.file_name().to_str()?.parse().ok()?;
+            let line = std::fs::read(entry.path().join("cmdline")).ok()?;
+            let line = String::from_utf8_lossy(&line).replace('\0', " ");
+            (id != std::process::id() && line.contains(text) && alive(id)).then_some((id, line))
+        })
         .collect()
-    }
-
-    /// From now on every request is answered with 500, or no longer.
-    ///
-    /// # Panics
-    /// When the switch cannot be written.
-    pub fn fail(&self, failing: bool) {
-        if failing {
-            std::fs::write(&self.fail_file, b"").expect("the switch can be written");
-        } else {
-            let _ = std::fs::remove_file(&self.fail_file);
-        }
-    }
 }

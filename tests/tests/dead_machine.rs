@@ -3,8 +3,11 @@
 #![allow(clippy::unwrap_used, reason = "a test may stop where it stands")]
 
 use aitk_tests::eventually;
+use aitk_tests::fault::Fault;
 use aitk_tests::jobs::{draw_dataset, training};
-use aitk_tests::processes::{Pool, Process, S3, alive};
+use aitk_tests::pool::Pool;
+use aitk_tests::processes::{Process, alive};
+use aitk_tests::s3::S3;
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
@@ -109,10 +112,10 @@ fn a_killed_worker_a_killed_coordinator_and_a_failing_store_change_nothing() {
     scene.committed(2 * SAVE_EVERY, &[&second, &scene.pool.coordinator]);
     scene.pool.restart_coordinator();
 
-    // … and the store fails for a while.
-    s3.fail(true);
-    std::thread::sleep(Duration::from_secs(8));
-    s3.fail(false);
+    // … and the store answers 500 for 30 seconds.
+    s3.set(Fault::Fail);
+    std::thread::sleep(Duration::from_secs(30));
+    s3.set(Fault::None);
 
     let lora = scene.finished(&[&second]);
     assert!(

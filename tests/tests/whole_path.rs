@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may stop where it stands")]
 
 use aitk_tests::jobs::{draw_dataset, training};
-use aitk_tests::processes::Pool;
+use aitk_tests::pool::Pool;
 use std::time::Duration;
 
 #[test]

@@ -1,16 +1,8 @@
-//! A real S3 server over a folder (the `s3s-fs` crate), with one switch that the fault tests need:
-//! while the file given by `--fail-file` exists, every request is answered with status 500.
+//! A real S3 server over a folder that goes wrong on demand: see `aitk_tests::s3_server`.
 
+use aitk_tests::s3_server::{Settings, serve};
 use clap::Parser;
-use hyper::body::Incoming;
-use hyper::service::service_fn;
-use hyper::{Request, Response, StatusCode};
-use hyper_util::rt::{TokioExecutor, TokioIo};
-use hyper_util::server::conn::auto::Builder;
-use s3s::auth::SimpleAuth;
-use s3s::service::S3ServiceBuilder;
-use s3s_fs::FileSystem;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
 #[derive(Parser)]
@@ -20,13 +12,14 @@ struct Options {
     host: IpAddr,
     #[arg(long)]
     port: u16,
-    /// While this file exists, answer 500.
+    /// The file that says what goes wrong now: fail, flaky N, hang, late, cut-upload N, cut-answer N, slow N.
     #[arg(long)]
-    fail_file: Option<PathBuf>,
-    #[arg(long)]
-    access_key: String,
-    #[arg(long)]
-    secret_key: String,
+    fault_file: Option<PathBuf>,
+    /// Whose requests are taken; without, everybody's.
+    #[arg(long, requires = "secret_key")]
+    access_key: Option<String>,
+    #[arg(long, requires = "access_key")]
+    secret_key: Option<String>,
     /// The folder with one sub-folder per bucket.
     root: PathBuf,
 }
@@ -34,34 +27,11 @@ struct Options {
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
     let options = Options::parse();
-    let files = FileSystem::new(&options.root).map_err(|error| anyhow::anyhow!("{error:?}"))?;
-    let mut builder = S3ServiceBuilder::new(files);
-    builder.set_auth(SimpleAuth::from_single(options.access_key, options.secret_key));
-    let service = builder.build();
-    let listener = tokio::net::TcpListener::bind((options.host, options.port)).await?;
-    loop {
-        let (socket, _) = listener.accept().await?;
-        let service = service.clone();
-        let fail_file = options.fail_file.clone();
-        tokio::spawn(async move {
-            let handler = service_fn(move |request: Request<Incoming>| {
-                let service = service.clone();
-                let failing = fail_file.as_ref().is_some_and(|file| file.exists());
-                async move {
-                    if failing {
-                        let mut answer = Response::new(s3s::Body::from(String::from(
-                            "<Error><Code>InternalError</Code></Error>",
-                        )));
-                        *answer.status_mut() = StatusCode::INTERNAL_SERVER_ERROR;
-                        return Ok(answer);
-                    }
-                    hyper::service::Service::call(&service, request).await
-                }
-            });
-            // A connection that its client cut off is not this server's concern.
-            let _ = Builder::new(TokioExecutor::new())
-                .serve_connection(TokioIo::new(socket), handler)
-                .await;
-        });
-    }
+    serve(Settings {
+        address: SocketAddr::new(options.host, options.port),
+        fault_file: options.fault_file,
+        keys: options.access_key.zip(options.secret_key),
+        root: options.root,
+    })
+    .await
 }

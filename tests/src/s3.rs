@@ -1,0 +1,135 @@
+//! A real S3 server with one bucket, `aitk`, its switches and its log.
+
+use crate::fault::Fault;
+use crate::place::Place;
+use crate::processes::{Process, free_address, wait_for_port};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+
+/// A running S3 server.
+pub struct S3 {
+    fault_file: PathBuf,
+    address: SocketAddr,
+    /// The server.
+    pub process: Process,
+    /// Where it keeps its objects.
+    pub root: PathBuf,
+}
+
+/// What the server was asked to do, from its log.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// Requests that send something.
+    pub puts: u64,
+    /// Bytes of their bodies.
+    pub bytes_in: u64,
+    /// Requests that fetch something.
+    pub gets: u64,
+    /// All requests.
+    pub requests: u64,
+}
+
+impl S3 {
+    /// Starts the server program at `program` (`env!("CARGO_BIN_EXE_s3-server")` in a test) below `folder`.
+    ///
+    /// # Panics
+    /// When its folders cannot be made.
+    #[must_use]
+    pub fn start(program: &str, folder: &Path) -> Self {
+        Self::start_in(program, folder, free_address(), &Place::Here)
+    }
+
+    /// Starts it somewhere.
+    ///
+    /// # Panics
+    /// When its folders cannot be made.
+    #[must_use]
+    pub fn start_in(program: &str, folder: &Path, address: SocketAddr, place: &Place) -> Self {
+        let root = folder.join("s3");
+        std::fs::create_dir_all(root.join("aitk")).expect("the bucket's folder can be made");
+        let fault_file = folder.join("s3-fault");
+        let mut command = place.command(program, folder);
+        command.args(["--host", &address.ip().to_string()]);
+        command.args(["--port", &address.port().to_string()]);
+        command.arg("--fault-file").arg(&fault_file);
+        command
+            .args(["--access-key", "test-key", "--secret-key", "test-secret"])
+            .arg(&root);
+        let process = Process::start("s3", folder, &mut command);
+        if *place == Place::Here {
+            wait_for_port(address, &process);
+        }
+        Self {
+            fault_file,
+            address,
+            process,
+            root,
+        }
+    }
+
+    /// What `--storage` wants.
+    #[must_use]
+    pub fn url(&self) -> String {
+        "s3://aitk".to_owned()
+    }
+
+    /// What coordinator and workers find in their environment.
+    #[must_use]
+    pub fn environment(&self) -> Vec<(String, String)> {
+        [
+            ("AWS_ENDPOINT_URL", format!("http://{}", self.address)),
+            ("AWS_ACCESS_KEY_ID", "test-key".to_owned()),
+            ("AWS_SECRET_ACCESS_KEY", "test-secret".to_owned()),
+            ("AWS_REGION", "us-east-1".to_owned()),
+            ("AWS_ALLOW_HTTP", "true".to_owned()),
+        ]
+        .into_iter()
+        .map(|(key, value)| (key.to_owned(), value))
+        .collect()
+    }
+
+    /// From now on this goes wrong.
+    ///
+    /// # Panics
+    /// When the switch cannot be written.
+    pub fn set(&self, fault: Fault) {
+        // Whole at every moment: a reader in between must not see nothing.
+        let beside = self.fault_file.with_extension("next");
+        std::fs::write(&beside, fault.to_string()).expect("the switch can be written");
+        std::fs::rename(beside, &self.fault_file).expect("the switch can be put in place");
+    }
+
+    /// How many uploads have begun.
+    #[must_use]
+    pub fn uploads_begun(&self) -> usize {
+        let log = self.process.log();
+        log.lines()
+            .filter(|line| line.starts_with("begin ") && line.contains(" PUT "))
+            .count()
+    }
+
+    /// What was asked so far, as far as it is over.
+    #[must_use]
+    pub fn traffic(&self) -> Traffic {
+        let log = self.process.log();
+        let mut traffic = Traffic::default();
+        for line in log.lines() {
+            let words: Vec<&str> = line.split_whitespace().collect();
+            match words.as_slice() {
+                ["begin", _, "PUT" | "POST", _] => {
+                    (traffic.puts, traffic.requests) = (traffic.puts + 1, traffic.requests + 1)
+                }
+                ["begin", _, "GET", _] => (traffic.gets, traffic.requests) = (traffic.gets + 1, traffic.requests + 1),
+                ["begin", ..] => traffic.requests += 1,
+                ["end", _, _, bytes, _] => {
+                    traffic.bytes_in += bytes
+                        .strip_prefix("in=")
+                        .and_then(|text| text.parse::<u64>().ok())
+                        .unwrap_or(0);
+                }
+                _ => {}
+            }
+        }
+        traffic
+    }
+}

@@ -1,0 +1,247 @@
+//! A disk runs full: while a trainer saves, while a worker brings inputs, while results are fetched. Each ends with one
+//! clear message, what was saved before stays usable, and with room again the work goes on to the same result.
+//!
+//! The disks are small file systems in memory (see `aitk_tests::disks`); where the system grants none, the tests say
+//! that they were skipped.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "a test may stop where it stands, and says what it skipped"
+)]
+
+use aitk_common::checkpoint::Checkpoint;
+use aitk_tests::chaos::check::Files;
+use aitk_tests::disks::SmallDisk;
+use aitk_tests::eventually;
+use aitk_tests::follower::Follower;
+use aitk_tests::jobs::{draw_dataset, training};
+use aitk_tests::place::Place;
+use aitk_tests::pool::Pool;
+use aitk_tests::processes::Process;
+use aitk_tests::programs::program;
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Output;
+use std::time::Duration;
+
+const MIB: u64 = 1 << 20;
+const LIMIT: Duration = Duration::from_secs(180);
+/// Enough to have most of it left after the first checkpoint, at step 10.
+const STEPS: u32 = 60;
+
+/// A disk, or a word about why there is none.
+fn disk(folder: &Path, bytes: u64) -> Option<SmallDisk> {
+    std::fs::create_dir_all(folder).unwrap();
+    SmallDisk::mount(folder, bytes)
+        .map_err(|why| println!("skipped: {why}"))
+        .ok()
+}
+
+/// Takes all the room that is left; it comes back when the file is removed.
+fn fill(disk: &SmallDisk) -> PathBuf {
+    let path = disk.seen_from_here().join("filler");
+    let mut file = File::create(&path).unwrap();
+    let mut piece = vec![1_u8; 1 << 16];
+    while !piece.is_empty() {
+        if file.write_all(&piece).is_err() {
+            piece.truncate(piece.len() / 2);
+        }
+    }
+    path
+}
+
+/// A place for a test: its folder, a data set and a job of this many steps.
+struct Scene {
+    _folder: tempfile::TempDir,
+    root: PathBuf,
+}
+
+impl Scene {
+    fn new(steps: u32) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().canonicalize().unwrap();
+        draw_dataset(&root.join("dataset"), 4);
+        let text = training("shapes", &root, steps, 10);
+        let text = text.replace(
+            &format!("training_folder: \"{}\"", root.display()),
+            &format!("training_folder: \"{}/work\"", root.display()),
+        );
+        std::fs::write(root.join("job.yaml"), text).unwrap();
+        Self { _folder: folder, root }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.root.join(name)
+    }
+
+    fn run(&self, place: &Place) -> std::process::Command {
+        let mut command = place.command(program("aitk"), &self.root);
+        command.args(["run", "job.yaml"]);
+        command
+            .env("HOME", &self.root)
+            .env("XDG_STATE_HOME", self.path("state"));
+        command
+    }
+
+    /// What a run makes for which there is room.
+    fn undisturbed(&self) -> Files {
+        let output = self.run(&Place::Here).output().unwrap();
+        assert!(output.status.success(), "{}", words(&output));
+        let files = Files::below(&self.path("work/shapes"));
+        std::fs::remove_dir_all(self.path("work")).unwrap();
+        files
+    }
+}
+
+fn words(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// Names of files and folders that were left unfinished.
+fn unfinished(folder: &Path) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        if entry.file_name().as_encoded_bytes().starts_with(b".tmp-") {
+            found.push(entry.path());
+        } else if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            found.extend(unfinished(&entry.path()));
+        }
+    }
+    found
+}
+
+#[test]
+fn a_trainer_that_cannot_save_leaves_the_checkpoint_before_and_goes_on_from_it() {
+    let scene = Scene::new(STEPS);
+    let expected = scene.undisturbed();
+    let Some(disk) = disk(&scene.path("work"), 24 * MIB) else {
+        return;
+    };
+    let run = disk.seen_from_here().join("shapes");
+    let mut first = Process::start("run", &scene.root, &mut scene.run(&disk.place()));
+    eventually("a checkpoint", LIMIT, &[&first], || {
+        Checkpoint::newest(&run.join(".aitk/checkpoints")).ok()?
+    });
+    let filler = fill(&disk);
+    assert_ne!(
+        first.wait(LIMIT),
+        Some(0),
+        "it ended well without room: {}",
+        first.tail()
+    );
+    let said = first.log();
+    assert!(said.contains("the disk is full: free some space"), "{said}");
+    assert!(!said.contains("panicked"), "{said}");
+
+    let kept = Checkpoint::newest(&run.join(".aitk/checkpoints")).unwrap().unwrap();
+    assert!(kept.step() >= 10 && kept.step() < u64::from(STEPS), "{}", kept.step());
+    assert_eq!(unfinished(&run), Vec::<PathBuf>::new());
+
+    // Room again: the same command goes on from there.
+    std::fs::remove_file(filler).unwrap();
+    let again = scene.run(&disk.place()).output().unwrap();
+    let said = words(&again);
+    assert!(again.status.success(), "{said}");
+    assert!(said.contains(&format!("going on from step {}", kept.step())), "{said}");
+    let differences = Files::below(&run).differences(&expected);
+    assert!(differences.is_empty(), "{differences:?}");
+}
+
+#[test]
+fn a_worker_whose_disk_runs_full_gives_the_job_to_another() {
+    let scene = Scene::new(STEPS);
+    let expected = scene.undisturbed();
+    let Some(disk) = disk(&scene.path("small"), 48 * MIB) else {
+        return;
+    };
+    let pool = Pool::start(&scene.root, None, Vec::new());
+    let small = pool.worker_in("small", &disk.place());
+    let job = pool.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
+    let mut follower = Follower::start(&pool, &job);
+    let checkpoint = follower.wait("a checkpoint", LIMIT, &[&small], |event| event.kind() == "checkpoint");
+    let filler = fill(&disk);
+    let full = follower.wait("the end of the attempt", LIMIT, &[&small], |event| {
+        event.attempt() == checkpoint.attempt() && event.is_end_of_attempt()
+    });
+    assert_eq!(full.state(), "failed", "{full:?}");
+    assert!(
+        full.message().contains("disk") && full.message().contains("full"),
+        "{full:?}"
+    );
+    let seen = disk.seen_from_here();
+    eventually("the attempt's folder to go", LIMIT, &[&small], || {
+        (unfinished(&seen).is_empty()).then_some(())
+    });
+
+    let large = pool.worker("large");
+    let waited = pool.aitk(["wait", &job, "--timeout", "240"]);
+    assert!(
+        waited.status.success(),
+        "{}\n{}\n{}",
+        words(&waited),
+        small.tail(),
+        large.tail()
+    );
+    drop(filler);
+    pool.aitk_ok(["artifacts", "get", &job, "-o", "out"]);
+    let differences = Files::below(&scene.path("out/shapes")).differences(&expected);
+    assert!(differences.is_empty(), "{differences:?}");
+}
+
+#[test]
+fn a_cache_without_room_is_said_and_leaves_nothing_half() {
+    let scene = Scene::new(10);
+    // The model alone is larger.
+    let Some(disk) = disk(&scene.path("small"), MIB / 2) else {
+        return;
+    };
+    let pool = Pool::start(&scene.root, None, Vec::new());
+    let small = pool.worker_in("small", &disk.place());
+    let job = pool.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
+    let mut follower = Follower::start(&pool, &job);
+    let full = follower.wait("the end of the attempt", LIMIT, &[&small], |event| {
+        event.is_end_of_attempt()
+    });
+    assert!(
+        full.message().contains("could not fetch the input") && full.message().contains("disk full"),
+        "{full:?}"
+    );
+    assert_eq!(unfinished(&disk.seen_from_here()), Vec::<PathBuf>::new());
+    // The worker lives, and with room it does the job.
+    disk.grow(64 * MIB);
+    // It may have been given up meanwhile, or wait for its next try.
+    let _ = pool.aitk(["resume", &job]);
+    let waited = pool.aitk(["wait", &job, "--timeout", "240"]);
+    assert!(waited.status.success(), "{}\n{}", words(&waited), small.tail());
+}
+
+#[test]
+fn fetching_results_onto_a_full_disk_is_said_and_goes_on_later() {
+    let scene = Scene::new(10);
+    let Some(disk) = disk(&scene.path("out"), 64 << 10) else {
+        return;
+    };
+    let pool = Pool::start(&scene.root, None, Vec::new());
+    let worker = pool.worker("one");
+    let job = pool.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
+    let waited = pool.aitk(["wait", &job, "--timeout", "240"]);
+    assert!(waited.status.success(), "{}\n{}", words(&waited), worker.tail());
+    let mut get = pool.command_in("aitk", &disk.place());
+    get.args(["artifacts", "get", &job, "-o", "out"]);
+    let full = get.output().unwrap();
+    let said = words(&full);
+    assert!(
+        !full.status.success() && said.contains("disk") && said.contains("full"),
+        "{said}"
+    );
+    assert!(said.contains("out/shapes"), "it says where: {said}");
+    assert_eq!(unfinished(&disk.seen_from_here()), Vec::<PathBuf>::new());
+    disk.grow(64 * MIB);
+    let fetched = get.output().unwrap();
+    assert!(fetched.status.success(), "{}", words(&fetched));
+    pool.aitk_ok(["artifacts", "get", &job, "-o", "elsewhere"]);
+    let differences = Files::below(&disk.seen_from_here()).differences(&Files::below(&scene.path("elsewhere")));
+    assert!(differences.is_empty(), "{differences:?}");
+}
