@@ -239,6 +239,42 @@ fn another_machine_goes_on_from_a_checkpoint_alone() {
 }
 
 #[test]
+fn what_a_kill_right_after_a_checkpoint_took_along_is_made_up_for() {
+    use aitk_common::job::sample::SampleItem;
+    let one = tempfile::tempdir().unwrap();
+    let mut process = trainer(one.path(), 8);
+    process.save.save_every = Some(2);
+    process.save.max_step_saves_to_keep = 1;
+    process.train.disable_sampling = false;
+    process.sample.sample_every = Some(4);
+    process.sample.width = 64;
+    process.sample.height = 64;
+    process.sample.sample_steps = 2;
+    process.sample.samples = vec![SampleItem {
+        prompt: "a circle".into(),
+        ..SampleItem::default()
+    }];
+    assert_eq!(stop_at(&spec(process.clone()), 4).0, Outcome::Stopped);
+    // Another machine, with the checkpoint alone: the one before said neither what it removed nor what it drew.
+    let two = tempfile::tempdir().unwrap();
+    let mut other = spec(process);
+    other.output_root = Some(two.path().join("out"));
+    other.resume_from = Some(one.path().join("out/tiny/.aitk/checkpoints/step_000000004"));
+    let (outcome, events) = go(&other);
+    assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+    let removed = |name: &str| {
+        let is = |event: &ChildEvent| matches!(event, ChildEvent::ArtifactRemoved { name: gone } if gone == name);
+        events.iter().any(is)
+    };
+    assert!(removed("tiny/tiny_000000002.safetensors") && removed("tiny/tiny_000000004.safetensors"));
+    let drawn =
+        |event: &ChildEvent| matches!(event, ChildEvent::Artifact { kind, step: Some(4), .. } if kind == "sample");
+    assert!(events.iter().any(drawn));
+    // Where they are there already, they are not drawn again.
+    assert!(!go(&other).1.iter().any(drawn));
+}
+
+#[test]
 fn a_half_finished_folder_of_ai_toolkit_goes_on() {
     let dir = tempfile::tempdir().unwrap();
     let process = trainer(dir.path(), 8);
