@@ -84,7 +84,7 @@ impl Lab {
             job_json: r#"{"job":"generate","name":"n"}"#.into(),
             inputs,
             local,
-            idempotency_key: String::new(),
+            ..v1::SubmitRequest::default()
         };
         self.clients()
             .await
