@@ -1,5 +1,7 @@
 //! The rules of the queue over the wire, and over a restart.
 
+#![allow(clippy::unwrap_used, reason = "a test may stop where it stands")]
+
 mod support;
 
 use aitk_common::attempt::Outcome;
@@ -176,7 +178,7 @@ async fn pauses_priorities_owners_and_dependencies_hold_over_a_restart() {
     );
     let registration = FakeWorker::registration("w1", Some(worker.id.clone()), vec![held(&work)]);
     let mut worker = FakeWorker::register(&pool.clients, registration).await;
-    assert_eq!(worker.keep, [work.attempt.clone()]);
+    assert_eq!(worker.keep, std::slice::from_ref(&work.attempt));
     worker
         .ask(|request| aitk_common::control::ToCoordinator::Finished {
             request,
