@@ -13,8 +13,8 @@ use std::borrow::Cow;
 /// Looks a variable up.
 pub type Env<'a> = &'a dyn Fn(&str) -> Option<String>;
 
-/// Replaces every `${VAR}` in every text. An unquoted YAML scalar that is nothing but one variable gets the
-/// type that its value would have had in the file. A secret stays `${VAR}`; those places are returned as warnings.
+/// Replaces every `${VAR}` in every text. An unquoted YAML scalar gets the type that the whole of it would have had
+/// in the file. A secret stays `${VAR}`; those places are returned as warnings.
 ///
 /// # Errors
 /// The first variable that is not set.
@@ -55,13 +55,11 @@ pub fn expand_variables(node: &mut Node, env: Env<'_>, file: Option<&str>) -> Re
             );
             kept.push(finding(file, node.mark, path, message));
         }
-        let whole = node.plain.is_some() && text.starts_with("${") && text.find('}') == Some(text.len() - 1);
-        if whole {
+        if node.plain.is_some() {
             node.value = resolve(&expanded);
             node.plain = Some(expanded);
         } else {
             node.value = Value::Text(expanded);
-            node.plain = None;
         }
         Ok(())
     })?;

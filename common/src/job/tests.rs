@@ -149,13 +149,13 @@ fn variables_stand_anywhere_in_yaml() {
             "        - folder_path: pictures\n",
             "        - {folder_path: ${DIR}/a, resolution: [${SIZE}, 1${SIZE}]}\n",
         )
-        .replace("steps: 10", "steps: ${SIZE} # ${NOT_SET}");
+        .replace("steps: 10", "steps: ${SIZE}${SIZE} # ${NOT_SET}");
     let job = parse(&text, Format::Yaml, None, &options).unwrap();
     let trainer = job.spec.process[0].trainer().unwrap();
     let dataset = &trainer.datasets[0];
     assert_eq!(dataset.folder_path.as_deref(), Some("/data/my cats, all/a"));
-    assert_eq!((dataset.resolution[0], dataset.resolution[1]), (64, 96));
-    assert_eq!(trainer.train.steps, 64);
+    assert_eq!((dataset.resolution[0], dataset.resolution[1]), (64, 164));
+    assert_eq!(trainer.train.steps, 6464);
     // Broken text is quoted as it was written, and keys are left alone.
     let twice = format!("{MINIMAL}${{KEY}}: 1\n${{KEY}}: 2\n");
     let error = parse(&twice, Format::Yaml, None, &options).unwrap_err();
