@@ -125,8 +125,9 @@ pub async fn run(
             _ = ticks.tick() => memory.sample(),
         }
     };
-    drop(stdin);
+    // In this order: what the child left behind must not take a closed pipe for a word from us, and act on it.
     group.signal(Signal::SIGKILL);
+    drop(stdin);
     exited.cancel();
     let finished = match stdout {
         Some(task) => task.await.unwrap_or_default(),
