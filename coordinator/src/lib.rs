@@ -1,13 +1,21 @@
 //! The aitk coordinator: queue, leases, store and gRPC API.
 //!
 //! [`core`] decides (pure, sans-io), `runner` owns it and stores every change before anybody hears of it, [`store`]
-//! keeps it, `api` speaks gRPC, `server` starts and ends it all. It never computes and never depends on the engine.
+//! keeps it, `garbage` removes what nobody needs any more, `api` speaks gRPC, `server` starts and ends it all. It never
+//! computes and never depends on the engine.
 
 mod api;
+mod backup;
+mod config;
 pub mod core;
+mod garbage;
 mod runner;
 mod server;
 pub mod store;
 mod submit;
 
-pub use server::{Config, RunError, Running, StartError, TlsFiles, start};
+pub use backup::{CopyError, backup, restore};
+pub use config::{Config, TlsFiles};
+pub use garbage::Retention;
+pub use server::{RunError, Running, StartError, start};
+pub use store::DatabaseUrl;

@@ -128,6 +128,12 @@ impl Core {
         receiver.await.map_err(|_| Gone)
     }
 
+    /// Waits until everything that was handed in before is durable.
+    pub(crate) async fn stored(&self) -> Result<(), Gone> {
+        // A query is answered after the batch that it came with is stored.
+        self.query(|_, _| ()).await
+    }
+
     /// A new session's number and what the core says to it. The receiver ends when the core closes the session.
     pub(crate) async fn open_session(&self) -> Result<(SessionId, mpsc::Receiver<ToWorker>), Gone> {
         let session = SessionId(self.number());
@@ -245,7 +251,7 @@ impl Runner {
         loop {
             match self.store.commit(records).await {
                 Ok(()) => return Ok(()),
-                Err(error) if Instant::now() + wait < deadline => {
+                Err(error) if error.is_transient() && Instant::now() + wait < deadline => {
                     tracing::error!(error = %full(&error), "the store failed; trying again");
                     tokio::time::sleep(wait).await;
                     wait = (wait * 2).min(Duration::from_secs(5));

@@ -1,14 +1,16 @@
 //! Start, serve, shut down.
 
 use crate::api::{Gate, Shared, routes};
-use crate::core::{Quotas, Settings, State};
+use crate::config::{Config, TlsFiles};
+use crate::core::{Settings, State};
+use crate::garbage::{Collector, Pins};
 use crate::runner::{Clock, Runner, full};
-use crate::store::{SqliteStore, Store, StoreError};
+use crate::store::{SqlStore, Store, StoreError};
 use aitk_common::security::token::{Token, TokenError};
 use aitk_common::storage::{BlobStore, ObjectBlobs, StorageError};
 use std::fs::{File, TryLockError};
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,80 +27,10 @@ const SHUTDOWN_PATIENCE: Duration = Duration::from_secs(5);
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
 /// Calls at once on one connection: a worker or a client needs a handful.
 const STREAMS: u32 = 256;
+/// The database in the data folder, when there is no other.
+pub(crate) const DATABASE: &str = "aitk.db";
 /// Blobs on their way through at once, all clients together: each may take a file of its size beside the database.
 const TRANSFERS: usize = 16;
-
-/// Where the certificate and its key lie, as PEM.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct TlsFiles {
-    /// The certificate, with those between it and its authority.
-    pub cert: PathBuf,
-    /// Its private key.
-    pub key: PathBuf,
-}
-
-/// How a coordinator is set up.
-#[derive(Clone, PartialEq, Eq)]
-pub struct Config {
-    /// Where to listen. Anything but loopback needs [`Self::tls`]. Port 0: any free one.
-    pub bind: SocketAddr,
-    /// Where everything lies that must survive: `aitk.db`, `token`, `storage/`. Made when missing.
-    pub data_dir: PathBuf,
-    /// Object storage: `file://`, `s3://`, `gs://`, `az://`. None: `storage/` in the data folder.
-    pub storage_url: Option<String>,
-    /// The token. None: that of the token file.
-    pub token: Option<String>,
-    /// None: `token` in the data folder. Made at the first start.
-    pub token_file: Option<PathBuf>,
-    /// TLS for the listener.
-    pub tls: Option<TlsFiles>,
-    /// How long an attempt lives without a beat of its worker. Workers beat six times as often.
-    pub lease: Duration,
-    /// Failed tries in a row that a job is granted which says nothing about them.
-    pub retries: u32,
-    /// How many devices a user may hold at once.
-    pub quotas: Quotas,
-}
-
-impl std::fmt::Debug for Config {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Config")
-            .field("bind", &self.bind)
-            .field("data_dir", &self.data_dir)
-            .field("storage_url", &self.storage_url)
-            .field("token_file", &self.token_file)
-            .field("tls", &self.tls)
-            .field("lease", &self.lease)
-            .field("retries", &self.retries)
-            .field("quotas", &self.quotas)
-            .finish_non_exhaustive()
-    }
-}
-
-impl Config {
-    /// The port when none is given.
-    pub const DEFAULT_PORT: u16 = 7420;
-    /// Long enough for a laptop that dozes off or a switch that restarts.
-    pub const DEFAULT_LEASE: Duration = Duration::from_secs(45);
-    /// A machine may fail three times in a row before its job gives up.
-    pub const DEFAULT_RETRIES: u32 = 3;
-
-    /// Loopback, storage and token in the data folder, every default.
-    #[must_use]
-    pub fn new(data_dir: impl Into<PathBuf>) -> Self {
-        Self {
-            bind: SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), Self::DEFAULT_PORT),
-            data_dir: data_dir.into(),
-            storage_url: None,
-            token: None,
-            token_file: None,
-            tls: None,
-            lease: Self::DEFAULT_LEASE,
-            retries: Self::DEFAULT_RETRIES,
-            quotas: Quotas::default(),
-        }
-    }
-}
 
 /// Why a coordinator does not start. Each says what to do.
 #[derive(Debug, thiserror::Error)]
@@ -186,6 +118,7 @@ pub struct Running {
     stop: watch::Sender<bool>,
     server: JoinHandle<Result<(), tonic::transport::Error>>,
     runner: JoinHandle<Result<(), StoreError>>,
+    collecting: JoinHandle<()>,
     store: Arc<dyn Store>,
     _lock: File,
 }
@@ -217,6 +150,8 @@ impl Running {
     /// What was acknowledged is stored already.
     pub async fn shutdown(mut self) {
         let _ = self.stop.send(true);
+        // Wherever a collection stands, what it removed was not needed.
+        self.collecting.abort();
         if tokio::time::timeout(SHUTDOWN_PATIENCE, &mut self.server).await.is_err() {
             tracing::warn!("some calls did not end in time; cutting them");
             self.server.abort();
@@ -271,7 +206,11 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     empty(&transit)?;
 
     let clock = Clock::new();
-    let store: Arc<dyn Store> = Arc::new(SqliteStore::open(&data_dir.join("aitk.db")).await?);
+    let store = match &config.database {
+        Some(url) => SqlStore::postgres(url).await?,
+        None => SqlStore::sqlite(&data_dir.join(DATABASE)).await?,
+    };
+    let store: Arc<dyn Store> = Arc::new(store.keeping_events(config.retention.events));
     let loaded = store.load().await?;
     tracing::info!(
         jobs = loaded.jobs.len(),
@@ -283,7 +222,9 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         ..Settings::from_lease(config.lease)
     };
     let state = State::restore(settings, clock.now(), loaded.jobs, loaded.workers);
-    let storage = storage_url.split(':').next().unwrap_or_default().to_owned();
+    // An absolute path stands for `file://`.
+    let scheme = storage_url.split_once(':').filter(|_| !storage_url.starts_with('/'));
+    let storage = scheme.map_or("file", |(scheme, _)| scheme).to_owned();
     // A bucket can be opened by whoever has access; a folder of this machine only goes through us.
     let for_workers = Some(storage_url).filter(|_| !matches!(storage.as_str(), "file" | "memory"));
 
@@ -299,8 +240,20 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     })?;
     let (stop, stopping) = watch::channel(false);
     let (runner, core) = Runner::new(state, clock, store.clone(), for_workers);
+    let pins = Pins::new(config.retention.grace);
+    let collector = Collector {
+        core: core.clone(),
+        clock,
+        store: store.clone(),
+        blobs: blobs.clone(),
+        pins: pins.clone(),
+        retention: config.retention.clone(),
+    };
+    let collecting = tokio::spawn(collector.clone().run());
     let shared = Shared {
         core,
+        pins,
+        collector,
         clock,
         store: store.clone(),
         blobs,
@@ -328,13 +281,14 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         stop,
         server,
         runner,
+        collecting,
         store,
         _lock: lock,
     })
 }
 
 /// The data folder, absolute, there, and closed to others when we make it.
-fn prepare(path: &Path) -> Result<PathBuf, StartError> {
+pub(crate) fn prepare(path: &Path) -> Result<PathBuf, StartError> {
     let failed = |source| StartError::DataDir {
         path: path.to_owned(),
         source,
@@ -352,7 +306,7 @@ fn prepare(path: &Path) -> Result<PathBuf, StartError> {
 }
 
 /// Held as long as the coordinator lives; the system drops it with the process, however that ends.
-fn lock(data_dir: &Path) -> Result<File, StartError> {
+pub(crate) fn lock(data_dir: &Path) -> Result<File, StartError> {
     let failed = |source| StartError::DataDir {
         path: data_dir.to_owned(),
         source,

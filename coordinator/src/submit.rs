@@ -57,6 +57,15 @@ pub(crate) fn wants(submission: &Submission, retries: u32) -> Result<Asked, Stri
             ));
         }
     }
+    // No config needs it, and a text of PostgreSQL cannot hold it.
+    for (what, text) in [
+        ("config_text", &submission.config_text),
+        ("config_format", &submission.config_format),
+    ] {
+        if text.contains('\0') {
+            return Err(format!("{what} holds a NUL character; it is no text"));
+        }
+    }
     let bad = |error: serde_json::Error| format!("job_json: {error}");
     let job: Value = serde_json::from_str(&submission.job_json).map_err(bad)?;
     let Spec { named, cluster } = Spec::deserialize(&job).map_err(bad)?;

@@ -30,7 +30,7 @@ async fn a_job_runs_from_submit_to_artifact() {
     let mut worker = FakeWorker::new(&pool, "w1").await;
     let work = worker.assigned().await;
     assert_eq!((&work.job, work.epoch, work.resume), (&job, Epoch(1), None));
-    assert_eq!(work.inputs["./data"], ContentHash::of(b"snapshot"));
+    assert_eq!(work.inputs["./data"], support::input().id());
     assert!(work.job_json.contains("shapes") && work.config_text.contains("shapes"));
     worker.beat(&[held(&work)]).await;
 
@@ -67,13 +67,24 @@ async fn a_job_runs_from_submit_to_artifact() {
         .await;
     worker.log(&work, 3, "two").await;
 
-    let manifest = ContentHash::of(b"manifest");
+    let (text, file) = support::checkpoint(1);
+    let manifest = ContentHash::of(text.as_bytes());
     assert_eq!(
         worker.commit(&held(&work), manifest, 1).await,
         Verdict::Refused,
         "its bytes are not there yet"
     );
-    assert_eq!(pool.put(b"manifest").await, manifest);
+    within(pool.blobs().put_bytes(manifest, text.into())).await.unwrap();
+    assert_eq!(
+        worker.commit(&held(&work), manifest, 1).await,
+        Verdict::Refused,
+        "a file that it names is not there yet"
+    );
+    within(pool.blobs().put_bytes(ContentHash::of(&file), file.into()))
+        .await
+        .unwrap();
+    let junk = pool.put(b"not a manifest").await;
+    assert_eq!(worker.commit(&held(&work), junk, 1).await, Verdict::Refused);
     assert_eq!(worker.commit(&held(&work), manifest, 1).await, Verdict::Accepted);
     let view = pool.job(job.as_str()).await;
     assert_eq!((view.checkpoint_step, view.progress), (Some(1), Some(progress)));
@@ -157,11 +168,8 @@ async fn a_running_attempt_survives_the_coordinator() {
     let work = worker.assigned().await;
     worker.beat(&[held(&work)]).await;
     worker.log(&work, 1, "before").await;
-    pool.put(b"m1").await;
-    assert_eq!(
-        worker.commit(&held(&work), ContentHash::of(b"m1"), 5).await,
-        Verdict::Accepted
-    );
+    let manifest = pool.checkpoint(5).await;
+    assert_eq!(worker.commit(&held(&work), manifest, 5).await, Verdict::Accepted);
     let id = worker.id.clone();
     let token = pool.running.token.clone();
 
@@ -188,11 +196,8 @@ async fn a_running_attempt_survives_the_coordinator() {
     );
     worker.log(&work, 1, "before").await;
     worker.log(&work, 2, "after").await;
-    pool.put(b"m2").await;
-    assert_eq!(
-        worker.commit(&held(&work), ContentHash::of(b"m2"), 9).await,
-        Verdict::Accepted
-    );
+    let manifest = pool.checkpoint(9).await;
+    assert_eq!(worker.commit(&held(&work), manifest, 9).await, Verdict::Accepted);
     assert_eq!(worker.finish(&held(&work), Outcome::Completed).await, Verdict::Accepted);
     assert_eq!(
         worker.finish(&held(&work), Outcome::Completed).await,
@@ -221,11 +226,8 @@ async fn a_silent_worker_is_fenced_and_its_work_goes_on_elsewhere() {
     let mut one = FakeWorker::new(&pool, "one").await;
     let first = one.assigned().await;
     one.beat(&[held(&first)]).await;
-    pool.put(b"m1").await;
-    assert_eq!(
-        one.commit(&held(&first), ContentHash::of(b"m1"), 10).await,
-        Verdict::Accepted
-    );
+    let saved = pool.checkpoint(10).await;
+    assert_eq!(one.commit(&held(&first), saved, 10).await, Verdict::Accepted);
 
     let mut two = FakeWorker::new(&pool, "two").await;
     let second = loop {
@@ -239,7 +241,7 @@ async fn a_silent_worker_is_fenced_and_its_work_goes_on_elsewhere() {
     };
     assert_eq!(
         (&second.job, second.epoch, second.resume),
-        (&job, Epoch(2), Some(ContentHash::of(b"m1")))
+        (&job, Epoch(2), Some(saved))
     );
     two.beat(&[held(&second)]).await;
 
@@ -248,11 +250,8 @@ async fn a_silent_worker_is_fenced_and_its_work_goes_on_elsewhere() {
     let registration = FakeWorker::registration("one", Some(one.id.clone()), vec![held(&first)]);
     let mut one = FakeWorker::register(&pool.clients, registration).await;
     assert!(one.keep.is_empty());
-    pool.put(b"m3").await;
-    assert_eq!(
-        one.commit(&held(&first), ContentHash::of(b"m3"), 30).await,
-        Verdict::Fenced
-    );
+    let stale = pool.checkpoint(30).await;
+    assert_eq!(one.commit(&held(&first), stale, 30).await, Verdict::Fenced);
     assert_eq!(one.finish(&held(&first), Outcome::Completed).await, Verdict::Fenced);
     assert_eq!(
         one.finish(&held(&second), Outcome::Completed).await,
@@ -303,17 +302,14 @@ async fn stop_saves_and_resume_goes_on() {
         })
         .await;
     assert!(save);
-    pool.put(b"saved").await;
-    assert_eq!(
-        worker.commit(&held(&work), ContentHash::of(b"saved"), 7).await,
-        Verdict::Accepted
-    );
+    let saved = pool.checkpoint(7).await;
+    assert_eq!(worker.commit(&held(&work), saved, 7).await, Verdict::Accepted);
     assert_eq!(worker.finish(&held(&work), Outcome::Stopped).await, Verdict::Accepted);
     pool.in_state(&job, JobState::Stopped).await;
     let resume = v1::ResumeJobRequest { job_id: job.clone() };
     within(pool.clients.jobs.clone().resume(resume.clone())).await.unwrap();
     let again = worker.assigned().await;
-    assert_eq!((again.epoch, again.resume), (Epoch(2), Some(ContentHash::of(b"saved"))));
+    assert_eq!((again.epoch, again.resume), (Epoch(2), Some(saved)));
     assert_eq!(again.seed, work.seed, "every attempt agrees");
     let refused = within(pool.clients.jobs.clone().resume(resume)).await.unwrap_err();
     assert_eq!(refused.code(), Code::Aborted);

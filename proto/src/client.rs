@@ -1,5 +1,6 @@
 //! How worker and command line reach a coordinator.
 
+use crate::v1::admin_client::AdminClient;
 use crate::v1::blobs_client::BlobsClient;
 use crate::v1::jobs_client::JobsClient;
 use crate::v1::workers_client::WorkersClient;
@@ -35,6 +36,8 @@ pub struct Clients {
     pub workers: WorkersClient<AuthChannel>,
     /// Jobs, their events and artifacts, workers, and what the coordinator says about itself.
     pub jobs: JobsClient<AuthChannel>,
+    /// For whoever runs the coordinator.
+    pub admin: AdminClient<AuthChannel>,
     /// The coordinator's object storage.
     pub blobs: BlobsClient<AuthChannel>,
 }
@@ -171,6 +174,9 @@ fn clients(channel: Channel, credentials: Credentials) -> Clients {
             .max_decoding_message_size(MAX_MESSAGE_BYTES)
             .max_encoding_message_size(MAX_MESSAGE_BYTES),
         jobs: JobsClient::new(channel.clone())
+            .max_decoding_message_size(MAX_MESSAGE_BYTES)
+            .max_encoding_message_size(MAX_MESSAGE_BYTES),
+        admin: AdminClient::new(channel.clone())
             .max_decoding_message_size(MAX_MESSAGE_BYTES)
             .max_encoding_message_size(MAX_MESSAGE_BYTES),
         blobs: BlobsClient::new(channel)

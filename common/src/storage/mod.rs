@@ -71,6 +71,24 @@ pub trait BlobStore: Debug + Send + Sync {
     /// # Errors
     /// As [`Self::has`].
     async fn list(&self) -> Result<Vec<BlobInfo>, StorageError>;
+
+    /// When the blob was stored last; none when it is not there.
+    ///
+    /// # Errors
+    /// As [`Self::has`]; [`StorageError::Unsupported`] where that is not known.
+    async fn stored(&self, _hash: ContentHash) -> Result<Option<jiff::Timestamp>, StorageError> {
+        Err(StorageError::Unsupported {
+            what: "say when a blob was stored",
+        })
+    }
+
+    /// Removes what uploads left that died longer than `age` ago, where that lies beside the blobs. Says how much.
+    ///
+    /// # Errors
+    /// As [`Self::has`].
+    async fn sweep(&self, _age: Duration) -> Result<usize, StorageError> {
+        Ok(0)
+    }
 }
 
 /// One blob of a listing.

@@ -55,6 +55,15 @@ impl BlobsApi {
         let path = self.0.transit.join(format!("{}.part", uuid::Uuid::new_v4().simple()));
         Ok(Transit { path, _permit: permit })
     }
+
+    /// Which blobs are there. Those that are stay for a while: whoever asked relies on it.
+    async fn look(&self, hashes: &[ContentHash]) -> Result<Vec<bool>, Status> {
+        let _held = self.0.pins.hold(hashes.to_vec()).await;
+        let present = self.0.blobs.has(hashes).await.map_err(|error| storage_failed(&error))?;
+        let there = hashes.iter().zip(&present).filter(|(_, present)| **present);
+        self.0.pins.tell(there.map(|(hash, _)| *hash));
+        Ok(present)
+    }
 }
 
 async fn next(parts: &mut Streaming<v1::PutBlobRequest>) -> Result<Option<v1::put_blob_request::Part>, Status> {
@@ -81,12 +90,7 @@ impl Blobs for BlobsApi {
             )));
         }
         let hashes = texts.iter().map(|text| parse(text)).collect::<Result<Vec<_>, _>>()?;
-        let present = self
-            .0
-            .blobs
-            .has(&hashes)
-            .await
-            .map_err(|error| storage_failed(&error))?;
+        let present = self.look(&hashes).await?;
         Ok(Response::new(v1::HasReply { present }))
     }
 
@@ -97,13 +101,7 @@ impl Blobs for BlobsApi {
             return Err(Status::invalid_argument("part: the first one must be the header"));
         };
         let hash = parse(&header.sha256)?;
-        let present = self
-            .0
-            .blobs
-            .has(&[hash])
-            .await
-            .map_err(|error| storage_failed(&error))?;
-        if present.first() == Some(&true) {
+        if self.look(&[hash]).await?.first() == Some(&true) {
             return Ok(Response::new(v1::PutBlobReply { existed: true }));
         }
         let transit = self.transit().await?;
@@ -132,12 +130,14 @@ impl Blobs for BlobsApi {
                 header.bytes
             )));
         }
+        let _held = self.0.pins.hold(vec![hash]).await;
         // The store hashes what it reads, and refuses what is not what it should be.
         self.0
             .blobs
             .put_file(hash, &transit.path)
             .await
             .map_err(|error| storage_failed(&error))?;
+        self.0.pins.tell([hash]);
         Ok(Response::new(v1::PutBlobReply { existed: false }))
     }
 

@@ -1,10 +1,13 @@
 //! Jobs, their events and artifacts, workers.
 
-use super::{Shared, refused, stopped, store_failed};
+use super::{Shared, refused, stopped, storage_failed, store_failed};
 use crate::core::{Event, NewJob, Payload, Reply};
+use crate::garbage::{Held, Named, present};
+use crate::runner::full;
 use crate::submit::{Asked, fresh_job_id, fresh_seed, wants};
 use aitk_common::control::{EventBody, JobEvent, PROTOCOL_VERSION, ServerInfo, Submission};
 use aitk_common::id::JobId;
+use aitk_common::storage::StorageError;
 use aitk_proto::v1;
 use aitk_proto::v1::jobs_server::Jobs;
 use std::sync::Arc;
@@ -30,6 +33,37 @@ impl JobsApi {
     async fn find(&self, text: String) -> Result<JobId, Status> {
         let found = self.0.core.query(move |state, _| state.find(&text)).await?;
         found.map_err(|refusal| refused(&refusal))
+    }
+
+    /// Every input is in storage, and stays until the job is stored.
+    async fn inputs_present(&self, submission: &Submission) -> Result<Vec<Held>, Status> {
+        let mut all = Vec::new();
+        for (path, snapshot) in &submission.inputs {
+            let named = Named::Snapshot(*snapshot);
+            match present(&self.0.pins, self.0.blobs.as_ref(), named).await {
+                Ok(held) => all.extend(held),
+                Err(StorageError::NotFound { hash }) if hash == *snapshot => {
+                    return Err(Status::failed_precondition(format!(
+                        "inputs: the snapshot {snapshot} of {path} is not in storage; upload it first (`aitk submit` does)"
+                    )));
+                }
+                Err(StorageError::NotFound { hash }) => {
+                    return Err(Status::failed_precondition(format!(
+                        "inputs: {hash}, a file of the snapshot of {path}, is not in storage; submit again, which uploads what is missing"
+                    )));
+                }
+                Err(
+                    error @ (StorageError::Malformed { .. } | StorageError::Name(_) | StorageError::TooLarge { .. }),
+                ) => {
+                    return Err(Status::invalid_argument(format!(
+                        "inputs: {snapshot}, given for {path}, is no snapshot: {}",
+                        full(&error)
+                    )));
+                }
+                Err(error) => return Err(storage_failed(&error)),
+            }
+        }
+        Ok(all)
     }
 
     async fn call(&self, event: impl FnOnce(crate::core::Ticket) -> Event) -> Result<Reply, Status> {
@@ -73,6 +107,7 @@ impl Jobs for JobsApi {
             after,
             not_before,
         } = wants(&submission, self.0.retries).map_err(Status::invalid_argument)?;
+        let _held = self.inputs_present(&submission).await?;
         let job = NewJob {
             id: fresh_job_id(),
             seed: fresh_seed(),

@@ -1,5 +1,6 @@
 //! The gRPC services: convert, call, convert.
 
+mod admin;
 mod auth;
 mod blobs;
 mod jobs;
@@ -8,11 +9,13 @@ mod workers;
 pub(crate) use auth::Gate;
 
 use crate::core::Refusal;
+use crate::garbage::{Collector, Pins};
 use crate::runner::{Clock, Core, Gone, full};
 use crate::store::{Store, StoreError};
 use aitk_common::control::UnixMillis;
 use aitk_common::storage::{BlobStore, StorageError};
 use aitk_proto::MAX_MESSAGE_BYTES;
+use aitk_proto::v1::admin_server::AdminServer;
 use aitk_proto::v1::blobs_server::BlobsServer;
 use aitk_proto::v1::jobs_server::JobsServer;
 use aitk_proto::v1::workers_server::WorkersServer;
@@ -31,6 +34,9 @@ pub(crate) struct Shared {
     pub(crate) clock: Clock,
     pub(crate) store: Arc<dyn Store>,
     pub(crate) blobs: Arc<dyn BlobStore>,
+    /// What the collection of garbage must leave alone.
+    pub(crate) pins: Arc<Pins>,
+    pub(crate) collector: Collector,
     /// Scheme of the storage address.
     pub(crate) storage: String,
     pub(crate) started: UnixMillis,
@@ -56,7 +62,11 @@ pub(crate) fn routes(shared: &Shared, gate: &Gate) -> Routes {
     let blobs = BlobsServer::new(blobs::BlobsApi(shared.clone()))
         .max_decoding_message_size(MAX_MESSAGE_BYTES)
         .max_encoding_message_size(MAX_MESSAGE_BYTES);
+    let admin = AdminServer::new(admin::AdminApi(shared.clone()))
+        .max_decoding_message_size(MAX_MESSAGE_BYTES)
+        .max_encoding_message_size(MAX_MESSAGE_BYTES);
     Routes::new(InterceptedService::new(workers, gate.clone()))
+        .add_service(InterceptedService::new(admin, gate.clone()))
         .add_service(InterceptedService::new(jobs, gate.clone()))
         .add_service(InterceptedService::new(blobs, gate.clone()))
 }

@@ -3,10 +3,11 @@
 use super::auth::protocol_mismatch;
 use super::{Shared, stopped};
 use crate::core::{Event, SessionId};
+use crate::garbage::{Held, Named, present};
 use crate::runner::full;
 use aitk_common::control::{PROTOCOL_VERSION, ToCoordinator, ToWorker, Verdict};
-use aitk_common::hash::ContentHash;
 use aitk_common::id::WorkerId;
+use aitk_common::storage::StorageError;
 use aitk_proto::v1;
 use aitk_proto::v1::workers_server::Workers;
 use std::time::Duration;
@@ -59,8 +60,8 @@ impl Workers for WorkersApi {
 /// A request on its way to the core.
 struct Pending {
     event: Event,
-    /// The blob that must be in storage first, and the request to refuse when it is not.
-    needs: Option<(u64, ContentHash)>,
+    /// What must be in storage first, and the request to refuse when it is not.
+    needs: Option<(u64, Named)>,
 }
 
 struct Session<'a> {
@@ -179,7 +180,7 @@ impl Session<'_> {
                 held,
                 artifact,
             } => {
-                let needs = artifact.hash.map(|hash| (request, hash));
+                let needs = artifact.hash.map(|hash| (request, Named::Blob(hash)));
                 (
                     Event::ArtifactReady {
                         session,
@@ -212,7 +213,7 @@ impl Session<'_> {
                     manifest,
                     step,
                 },
-                Some((request, manifest)),
+                Some((request, Named::Checkpoint(manifest))),
             ),
             ToCoordinator::Finished { request, held, outcome } => (
                 Event::Finished {
@@ -233,31 +234,41 @@ impl Session<'_> {
     /// Requests one after another, in the order they came: a file announced before the end counts.
     async fn judge(&self, waiting: &mut mpsc::Receiver<Pending>) -> Result<(), Status> {
         while let Some(Pending { event, needs }) = waiting.recv().await {
-            if let Some((request, hash)) = needs
-                && let Some(refusal) = self.missing(request, hash).await
-            {
-                self.give(refusal).await?;
+            let Some((request, named)) = needs else {
+                self.shared.core.event(event).await?;
                 continue;
+            };
+            match self.present(named).await {
+                Err(message) => {
+                    let verdict = Verdict::Refused;
+                    self.give(ToWorker::Answer {
+                        request,
+                        verdict,
+                        message,
+                    })
+                    .await?;
+                }
+                Ok(_held) => {
+                    self.shared.core.event(event).await?;
+                    // Held until the pointer is stored: from then on it is what keeps the blobs.
+                    self.shared.core.stored().await?;
+                }
             }
-            self.shared.core.event(event).await?;
         }
         Ok(())
     }
 
-    /// A refusal when the blob is not in storage: no pointer ever leads to nothing.
-    async fn missing(&self, request: u64, hash: ContentHash) -> Option<ToWorker> {
-        let looked = tokio::time::timeout(LOOK_TIMEOUT, self.shared.blobs.has(&[hash])).await;
+    /// Makes sure that something is in storage, so that no pointer ever leads to nothing; or says why it is refused.
+    async fn present(&self, named: Named) -> Result<Vec<Held>, String> {
+        let (pins, blobs) = (&self.shared.pins, self.shared.blobs.as_ref());
+        let looked = tokio::time::timeout(LOOK_TIMEOUT, present(pins, blobs, named)).await;
         let message = match looked {
-            Ok(Ok(present)) if present.first() == Some(&true) => return None,
-            Ok(Ok(_)) => format!("blob {hash} is not in storage; upload it first"),
-            Ok(Err(error)) => format!("storage does not say whether blob {hash} is there: {}", full(&error)),
-            Err(_) => format!("storage took too long to say whether blob {hash} is there"),
+            Ok(Ok(held)) => return Ok(held),
+            Ok(Err(StorageError::NotFound { hash })) => format!("blob {hash} is not in storage; upload it first"),
+            Ok(Err(error)) => format!("storage does not say whether {named} is there: {}", full(&error)),
+            Err(_) => format!("storage took too long to say whether {named} is there"),
         };
         tracing::warn!(session = self.id.0, message, "refused a request");
-        Some(ToWorker::Answer {
-            request,
-            verdict: Verdict::Refused,
-            message,
-        })
+        Err(message)
     }
 }

@@ -61,6 +61,9 @@ fn check_jobs(state: &State) -> Result<(), String> {
         if job.state == JobState::Queued && state.explain(job.not_before, job).is_empty() {
             return fail("waits without a reason");
         }
+        if job.state != JobState::Completed && job.after.iter().any(|before| !state.jobs.contains_key(before)) {
+            return fail("starts after a job that is forgotten");
+        }
         if let Some(key) = &job.idempotency_key
             && state.keys.get(key) != Some(id)
         {

@@ -192,6 +192,13 @@ pub enum Event {
         /// How.
         outcome: Outcome,
     },
+    /// Retention: ended jobs that are too old are forgotten, or lose the checkpoint they could go on from.
+    Expire {
+        /// Jobs that ended before are forgotten, unless others wait for them.
+        jobs_before: Option<UnixMillis>,
+        /// Jobs that completed or failed before lose their checkpoint.
+        checkpoints_before: Option<UnixMillis>,
+    },
     /// Time went on.
     Tick,
 }
@@ -203,6 +210,8 @@ pub enum Record {
     NewJob(Box<Job>, Arc<Payload>),
     /// A job changed.
     Job(Box<Job>),
+    /// A job is forgotten, with everything that is kept of it.
+    JobGone(JobId),
     /// A worker registered.
     Worker(Box<Worker>),
     /// A job's event.

@@ -15,6 +15,7 @@ mod jobs;
 mod model;
 mod placement;
 mod queue;
+mod retention;
 mod slots;
 mod speed;
 mod state;
@@ -125,6 +126,10 @@ impl State {
             } => {
                 self.finished(&mut step, session, request, held, outcome);
             }
+            Event::Expire {
+                jobs_before,
+                checkpoints_before,
+            } => self.expire(&mut step, jobs_before, checkpoints_before),
             Event::Tick => self.tick(&mut step),
         }
         self.place(&mut step);

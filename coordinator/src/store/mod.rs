@@ -1,14 +1,25 @@
-//! What survives the process: jobs, workers, events and artifacts. One trait; SQLite behind it.
+//! What survives the process: jobs, workers, events and artifacts. One trait; SQLite or PostgreSQL behind it.
+//!
+//! Both keep the same tables and are spoken to with the same statements ([`sql`]); what differs is how they are opened
+//! ([`sqlite`], [`postgres`]) and how a value goes over ([`link`]).
 
+mod backup;
+mod link;
+mod postgres;
+mod records;
+mod roots;
+mod sql;
 mod sqlite;
 
-pub use sqlite::SqliteStore;
+pub use backup::{BackupError, Tally};
+pub use postgres::DatabaseUrl;
+pub use sql::SqlStore;
 
 use crate::core::{Payload, Record, Restored, Worker};
 use aitk_common::control::{Artifact, JobEvent};
+use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
 use async_trait::async_trait;
-use std::path::PathBuf;
 
 /// A job's log keeps about this many of its newest log lines and metrics; state changes, checkpoints and artifacts stay.
 pub const EVENTS_KEPT: u64 = 100_000;
@@ -20,6 +31,19 @@ pub struct Loaded {
     pub jobs: Vec<Restored>,
     /// Workers.
     pub workers: Vec<Worker>,
+}
+
+/// Blobs that one job keeps alive.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct JobRoots {
+    /// The job has ended: what is missing of it hurts nobody.
+    pub ended: bool,
+    /// Ids of snapshots that it reads.
+    pub snapshots: Vec<ContentHash>,
+    /// Manifests of checkpoints that it may go on from.
+    pub checkpoints: Vec<ContentHash>,
+    /// Its files.
+    pub artifacts: Vec<ContentHash>,
 }
 
 /// A durable store. Reads see every earlier commit.
@@ -34,7 +58,7 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// Makes the records durable, all or none, in order. When this returns, a power cut does not undo it.
     ///
     /// # Errors
-    /// [`StoreError`]; nothing was changed then, and the same records may be tried again.
+    /// [`StoreError`]. The same records may be tried again, also when the failure came so late that they are stored.
     async fn commit(&self, records: &[Record]) -> Result<(), StoreError>;
 
     /// What the worker needs of a job.
@@ -55,42 +79,89 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// [`StoreError`]
     async fn artifacts(&self, job: &JobId) -> Result<Vec<Artifact>, StoreError>;
 
+    /// What every job keeps alive in object storage, at one moment: a live job its last two checkpoints (the last may be
+    /// on its way to a worker while the next is committed), an ended one the last if it still has it.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    async fn roots(&self) -> Result<Vec<JobRoots>, StoreError>;
+
     /// Finishes and closes.
     async fn close(&self);
 }
 
-/// Why the store could not.
+/// Why the store could not. `database` is its address without a password.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// The file cannot be opened or brought to this version's schema.
-    #[error("cannot open the database {}", path.display())]
+    /// The database cannot be opened or brought to this version's schema.
+    #[error("cannot open the database {database}")]
     Open {
-        /// The file.
-        path: PathBuf,
+        /// Which.
+        database: String,
         /// Why.
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// The address of a database is none.
+    #[error("the database address cannot be used: {problem}; expected postgres://USER@HOST/NAME")]
+    Address {
+        /// What is wrong, without the address: it may hold a password.
+        problem: String,
+    },
+    /// Its tables are those of another version.
+    #[error(
+        "the database {database} is at schema {found}, this version of aitk reads schema {expected}; use the version that the coordinator runs"
+    )]
+    Schema {
+        /// Which.
+        database: String,
+        /// Its schema.
+        found: i64,
+        /// Ours.
+        expected: i64,
+    },
+    /// A coordinator works on it already.
+    #[error(
+        "another coordinator works on the database {database}; stop it first, or give this one its own with --database"
+    )]
+    InUse {
+        /// Which.
+        database: String,
+    },
+    /// Another coordinator took the database over: this one may not write any more.
+    #[error("another coordinator has taken over the database {database}; this one ends, so that no two of them write")]
+    Superseded {
+        /// Which.
+        database: String,
+    },
     /// A statement failed.
-    #[error("the database {} failed", path.display())]
+    #[error("the database {database} failed")]
     Failed {
-        /// The file.
-        path: PathBuf,
+        /// Which.
+        database: String,
         /// Why.
         #[source]
         source: sqlx::Error,
     },
     /// A row that this version cannot read.
-    #[error("the database {} holds a {what} ({id}) that cannot be read; was it written by a newer version?", path.display())]
+    #[error("the database {database} holds a {what} ({id}) that cannot be read; was it written by a newer version?")]
     Unreadable {
-        /// The file.
-        path: PathBuf,
+        /// Which.
+        database: String,
         /// Kind of row.
         what: &'static str,
-        /// Which.
+        /// Which row.
         id: String,
         /// Why.
         #[source]
         source: serde_json::Error,
     },
+}
+
+impl StoreError {
+    /// Whether the same call may succeed in a moment.
+    #[must_use]
+    pub fn is_transient(&self) -> bool {
+        matches!(self, Self::Failed { .. })
+    }
 }

@@ -2,11 +2,17 @@
 #![allow(
     dead_code,
     clippy::unwrap_used,
+    clippy::print_stdout,
     reason = "each test program uses a part of it; only tests do"
 )]
 
+pub(crate) mod blobs;
+pub(crate) mod daemon;
+pub(crate) mod postgres;
+
 use aitk_common::attempt::Outcome;
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
+use aitk_common::checkpoint::{FORMAT_VERSION, FileEntry, Manifest};
 use aitk_common::control::{
     Assignment, EventBody, HeldAttempt, JobEvent, JobState, JobView, PROTOCOL_VERSION, Registration, Report,
     Submission, Submitted, ToCoordinator, ToWorker, UnixMillis, Verdict,
@@ -15,6 +21,7 @@ use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, WorkerId};
 use aitk_common::plan::profile::MemoryProfile;
 use aitk_common::storage::BlobStore;
+use aitk_common::storage::snapshot::Snapshot;
 use aitk_coordinator::{Config, Running, start};
 use aitk_proto::client::{Clients, connect};
 use aitk_proto::remote_blobs::RemoteBlobs;
@@ -28,7 +35,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Status, Streaming};
 
 /// Nothing in these tests takes longer, even on a busy machine.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Ends a test that hangs.
 pub(crate) async fn within<T>(future: impl Future<Output = T>) -> T {
@@ -67,12 +74,17 @@ impl Pool {
         let dir = tempfile::tempdir().unwrap();
         let running = start(config(dir.path(), lease)).await.unwrap();
         let clients = connect(&running.url(), &running.token, None).await.unwrap();
-        Self {
+        let pool = Self {
             running,
             clients,
             dir,
             lease,
-        }
+        };
+        let input = input();
+        within(pool.blobs().put_bytes(input.id(), input.to_bytes().into()))
+            .await
+            .unwrap();
+        pool
     }
 
     /// Down and up again on the same folder, at another port.
@@ -99,6 +111,11 @@ impl Pool {
         let hash = ContentHash::of(bytes);
         within(self.blobs().put_bytes(hash, bytes.into())).await.unwrap();
         hash
+    }
+
+    /// A checkpoint of one file, complete in storage; its manifest.
+    pub(crate) async fn checkpoint(&self, step: u64) -> ContentHash {
+        put_checkpoint(&self.blobs(), step).await
     }
 
     pub(crate) async fn submit(&self, name: &str) -> Submitted {
@@ -151,12 +168,48 @@ impl Pool {
     }
 }
 
+/// What every job of these tests reads: an empty data set.
+pub(crate) fn input() -> Snapshot {
+    Snapshot::new(Vec::new(), false).unwrap()
+}
+
+/// The manifest of a checkpoint of one file, and that file.
+pub(crate) fn checkpoint(step: u64) -> (String, Vec<u8>) {
+    let file = format!("weights of step {step}").into_bytes();
+    let manifest = Manifest {
+        format_version: FORMAT_VERSION,
+        job: "test".into(),
+        step,
+        epoch: 0,
+        created: jiff::Timestamp::UNIX_EPOCH,
+        state: serde_json::Map::new(),
+        files: vec![FileEntry {
+            path: "adapter.safetensors".into(),
+            sha256: ContentHash::of(&file),
+            bytes: file.len() as u64,
+            role: "adapter".into(),
+        }],
+    };
+    (manifest.to_text().unwrap(), file)
+}
+
+/// Stores a checkpoint of one file; its manifest.
+pub(crate) async fn put_checkpoint(blobs: &dyn BlobStore, step: u64) -> ContentHash {
+    let (manifest, file) = checkpoint(step);
+    let hash = ContentHash::of(manifest.as_bytes());
+    within(blobs.put_bytes(ContentHash::of(&file), file.into()))
+        .await
+        .unwrap();
+    within(blobs.put_bytes(hash, manifest.into())).await.unwrap();
+    hash
+}
+
 pub(crate) fn submission(name: &str) -> Submission {
     Submission {
         config_text: format!("name: {name}\n"),
         config_format: "yaml".into(),
         job_json: format!(r#"{{"job":"extension","name":"{name}","process":[]}}"#),
-        inputs: BTreeMap::from([("./data".to_owned(), ContentHash::of(b"snapshot"))]),
+        inputs: BTreeMap::from([("./data".to_owned(), input().id())]),
         local: false,
         idempotency_key: None,
         owner: None,
@@ -232,13 +285,7 @@ impl FakeWorker {
             keep: Vec::new(),
             request: 0,
         };
-        let Some(ToWorker::Welcome {
-            worker: id,
-            keep,
-            storage_url: None,
-            ..
-        }) = worker.next().await
-        else {
+        let Some(ToWorker::Welcome { worker: id, keep, .. }) = worker.next().await else {
             panic!("no welcome");
         };
         (worker.id, worker.keep) = (id, keep);

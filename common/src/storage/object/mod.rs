@@ -23,7 +23,7 @@ use bytes::Bytes;
 use futures::stream::{self, StreamExt, TryStreamExt};
 use object_store::multipart::MultipartStore;
 use object_store::path::Path as Key;
-use object_store::{ObjectStore, ObjectStoreExt};
+use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt};
 use retry::Retry;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -185,14 +185,17 @@ impl ObjectBlobs {
         folder.join(BLOBS).join(&hex[..2]).join(hex)
     }
 
+    /// What is known of the blob, if it is there.
+    async fn head(&self, hash: ContentHash) -> Result<Option<ObjectMeta>, StorageError> {
+        let key = self.key(hash);
+        self.retry
+            .run("look for a blob", self.quick_timeout, || self.store.head(&key))
+            .await
+    }
+
     /// The blob's size, if it is there.
     async fn size(&self, hash: ContentHash) -> Result<Option<u64>, StorageError> {
-        let key = self.key(hash);
-        let found = self
-            .retry
-            .run("look for a blob", self.quick_timeout, || self.store.head(&key))
-            .await?;
-        Ok(found.map(|meta| meta.size))
+        Ok(self.head(hash).await?.map(|meta| meta.size))
     }
 }
 
@@ -200,7 +203,7 @@ impl ObjectBlobs {
 impl BlobStore for ObjectBlobs {
     async fn has(&self, hashes: &[ContentHash]) -> Result<Vec<bool>, StorageError> {
         stream::iter(hashes.to_vec())
-            .map(|hash| async move { Ok(self.size(hash).await?.is_some()) })
+            .map(|hash| async move { Ok(self.head(hash).await?.is_some()) })
             .buffered(HEADS_AT_ONCE)
             .try_collect()
             .await
@@ -250,10 +253,31 @@ impl BlobStore for ObjectBlobs {
             .await?;
         Ok(found.unwrap_or_default())
     }
+
+    async fn stored(&self, hash: ContentHash) -> Result<Option<jiff::Timestamp>, StorageError> {
+        Ok(self.head(hash).await?.as_ref().and_then(info).map(|blob| blob.stored))
+    }
+
+    async fn sweep(&self, age: Duration) -> Result<usize, StorageError> {
+        let Some(folder) = self.folder.clone() else {
+            return Ok(0);
+        };
+        super::blocking("remove unfinished uploads", move || {
+            let Ok(folders) = std::fs::read_dir(folder.join(BLOBS)) else {
+                return Ok(0);
+            };
+            let mut removed = 0;
+            for entry in folders.flatten() {
+                removed += crate::fsutil::sweep(&entry.path(), age)?;
+            }
+            Ok::<_, StorageError>(removed)
+        })
+        .await
+    }
 }
 
 /// What a listed object is; nothing for objects that are no blobs.
-fn info(meta: &object_store::ObjectMeta) -> Option<BlobInfo> {
+fn info(meta: &ObjectMeta) -> Option<BlobInfo> {
     let hash = ContentHash::parse(meta.location.filename()?).ok()?;
     let stored = jiff::Timestamp::from_second(meta.last_modified.timestamp()).ok()?;
     Some(BlobInfo {

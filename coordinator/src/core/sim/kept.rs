@@ -21,6 +21,11 @@ impl Kept {
                 self.jobs.insert(job.id.clone(), *job).is_some(),
                 "changed before it was new"
             ),
+            Record::JobGone(job) => {
+                let gone = self.jobs.remove(&job).expect("forgotten before it was new");
+                assert!(gone.state.is_ended(), "a job that had not ended was forgotten");
+                self.events.remove(&job);
+            }
             Record::Worker(worker) => {
                 self.workers.insert(worker.id.clone(), *worker);
             }

@@ -4,7 +4,7 @@ use super::world::{Happening, WORKERS, World};
 use crate::core::tests::new_job;
 use crate::core::{Event, NewJob, Ticket, Wants};
 use aitk_common::capability::DeviceKind;
-use aitk_common::control::JobState;
+use aitk_common::control::{JobState, UnixMillis};
 use aitk_common::id::{JobId, UserName};
 use aitk_common::plan::demand::{Demand, MemoryNeed};
 use std::time::Duration;
@@ -66,8 +66,22 @@ impl World {
                 }
             }
             25 => self.crash(),
+            26 => self.expire(),
             _ => {}
         }
+    }
+
+    /// Retention passes, with times as short as a life is.
+    fn expire(&mut self) {
+        let mut before = |at_most: u64| {
+            let ago = self.random.below(at_most);
+            (!self.random.once_in(4)).then(|| UnixMillis(self.now.0.saturating_sub(ago)))
+        };
+        let event = Event::Expire {
+            jobs_before: before(60_000),
+            checkpoints_before: before(30_000),
+        };
+        self.handle(event);
     }
 
     fn ask(&mut self, event: impl FnOnce(Ticket, String) -> Event) {

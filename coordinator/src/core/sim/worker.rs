@@ -197,8 +197,8 @@ impl SimWorker {
                 work.ended = Some(Outcome::Completed);
             } else if faults && random.once_in(25) {
                 work.ended = Some(failure(random));
-            } else if faults && self.index == 1 && random.once_in(6) {
-                // One machine has a bad driver.
+            } else if faults && self.index == 1 && random.once_in(3) {
+                // One machine has a bad driver: it is quarantined in almost every life.
                 work.ended = Some(Outcome::Failed {
                     cause: FailureCause::Machine,
                     message: "driver".into(),

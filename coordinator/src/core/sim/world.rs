@@ -6,7 +6,7 @@ use super::rules::check_step;
 use super::worker::SimWorker;
 use crate::core::model::job_of;
 use crate::core::tests::settings;
-use crate::core::{Effect, Event, Placed, Recall, Reply, SessionId, State, check};
+use crate::core::{Effect, Event, Placed, Recall, Record, Reply, SessionId, State, check};
 use aitk_common::control::{ToWorker, UnixMillis, Verdict};
 use aitk_common::id::{Epoch, JobId};
 use std::collections::{BTreeMap, BTreeSet};
@@ -45,6 +45,8 @@ pub(super) struct Tally {
     doubled: u64,
     quarantines: u64,
     smaller_profiles: u64,
+    forgotten: u64,
+    expired_checkpoints: u64,
 }
 
 impl Tally {
@@ -54,7 +56,7 @@ impl Tally {
         }
     }
 
-    fn all(&mut self) -> [(&'static str, &mut u64); 12] {
+    fn all(&mut self) -> [(&'static str, &mut u64); 14] {
         [
             ("events", &mut self.events),
             ("jobs", &mut self.jobs),
@@ -68,6 +70,8 @@ impl Tally {
             ("doubled messages", &mut self.doubled),
             ("steps with a quarantine", &mut self.quarantines),
             ("attempts with a smaller profile", &mut self.smaller_profiles),
+            ("forgotten jobs", &mut self.forgotten),
+            ("expired checkpoints", &mut self.expired_checkpoints),
         ]
     }
 
@@ -293,6 +297,7 @@ impl World {
             return self.crash();
         }
         for record in records {
+            self.note(&record);
             self.kept.apply(record);
         }
         for (done, effect) in rest.into_iter().enumerate() {
@@ -310,6 +315,20 @@ impl World {
             }
             assert_eq!(stored.0.len(), known.0.len(), "the store knows other jobs");
             assert_eq!(stored.1, known.1, "the store knows something else of the workers");
+        }
+    }
+
+    /// What is forgotten from now on: nobody is promised the job any longer, and one that lost its checkpoint begins again.
+    fn note(&mut self, record: &Record) {
+        match record {
+            Record::JobGone(id) => {
+                self.acknowledged.remove(id);
+                self.tally.forgotten += 1;
+            }
+            Record::Job(job) if job.checkpoint.is_none() => {
+                self.tally.expired_checkpoints += u64::from(self.committed.remove(&job.id).is_some());
+            }
+            _ => {}
         }
     }
 

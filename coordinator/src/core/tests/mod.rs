@@ -3,6 +3,7 @@
 mod attempts;
 mod placement;
 mod queue;
+mod retention;
 mod rules;
 
 use super::check;

@@ -1,0 +1,66 @@
+//! Backup of the store beside a running coordinator, and restore into an empty one.
+
+use crate::server::{DATABASE, StartError, lock, prepare};
+use crate::store::{BackupError, DatabaseUrl, SqlStore, Store, Tally};
+use aitk_common::control::UnixMillis;
+use aitk_common::fsutil;
+use std::fs::File;
+use std::io::BufWriter;
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Why a backup or a restore did not happen.
+#[derive(Debug, thiserror::Error)]
+pub enum CopyError {
+    /// The file or the database.
+    #[error(transparent)]
+    Backup(#[from] BackupError),
+    /// The data folder.
+    #[error(transparent)]
+    Start(#[from] StartError),
+    /// The backup's own file.
+    #[error(transparent)]
+    File(#[from] fsutil::FsError),
+}
+
+/// Writes the store that lies in `data_dir`, or in `database`, to `file`: complete or not at all, readable by its owner
+/// alone. The coordinator may run meanwhile. Blobs are not part of it.
+///
+/// # Errors
+/// [`CopyError`]
+pub async fn backup(data_dir: &Path, database: Option<&DatabaseUrl>, file: &Path) -> Result<Tally, CopyError> {
+    let store = match database {
+        Some(url) => SqlStore::postgres_to_read(url).await,
+        None => SqlStore::sqlite_to_read(&data_dir.join(DATABASE)).await,
+    }
+    .map_err(BackupError::from)?;
+    let failed = |error| fsutil::FsError::new("write the backup", file, error);
+    let temporary = fsutil::temporary_file(fsutil::folder_of(file), 0o600).map_err(failed)?;
+    let mut out = BufWriter::new(temporary.as_file());
+    let tally = store.backup(&mut out).await;
+    store.close().await;
+    let tally = tally?;
+    drop(out);
+    temporary.as_file().sync_all().map_err(failed)?;
+    fsutil::publish(temporary, file)?;
+    Ok(tally)
+}
+
+/// Fills the empty store in `data_dir`, or in `database`, from a backup. No coordinator may work on it.
+///
+/// # Errors
+/// [`CopyError`]; nothing is changed then.
+pub async fn restore(data_dir: &Path, database: Option<&DatabaseUrl>, file: &Path) -> Result<Tally, CopyError> {
+    let mut from = File::open(file).map_err(|error| fsutil::FsError::new("read the backup", file, error))?;
+    let data_dir = prepare(data_dir)?;
+    let _lock = lock(&data_dir)?;
+    let store = match database {
+        Some(url) => SqlStore::postgres(url).await,
+        None => SqlStore::sqlite(&data_dir.join(DATABASE)).await,
+    }
+    .map_err(BackupError::from)?;
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let tally = store.restore(&mut from, UnixMillis(0).after(now)).await;
+    store.close().await;
+    Ok(tally?)
+}

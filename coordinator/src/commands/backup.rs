@@ -1,0 +1,47 @@
+//! `backup` and `restore`.
+
+use super::{default_data_dir, say};
+use aitk_coordinator::DatabaseUrl;
+use clap::Args;
+use std::path::PathBuf;
+
+/// Which store, and which file.
+#[derive(Debug, Args)]
+pub(crate) struct CopyArgs {
+    /// The backup.
+    #[arg(value_name = "FILE")]
+    file: PathBuf,
+    /// Data folder of the coordinator.
+    #[arg(long, env = "AITK_COORDINATOR_DATA_DIR", value_name = "DIR")]
+    data_dir: Option<PathBuf>,
+    /// Its PostgreSQL database, if it has one.
+    #[arg(long, env = "AITK_DATABASE", value_name = "URL", hide_env_values = true)]
+    database: Option<String>,
+}
+
+impl CopyArgs {
+    fn data_dir(&self) -> anyhow::Result<PathBuf> {
+        self.data_dir.clone().map_or_else(default_data_dir, Ok)
+    }
+
+    /// Parsed here: a message about an argument would repeat it, with its password.
+    fn database(&self) -> anyhow::Result<Option<DatabaseUrl>> {
+        Ok(self.database.as_deref().map(str::parse).transpose()?)
+    }
+}
+
+pub(super) async fn backup(args: CopyArgs) -> anyhow::Result<()> {
+    let tally = aitk_coordinator::backup(&args.data_dir()?, args.database()?.as_ref(), &args.file).await?;
+    say(&format!(
+        "{}: {} jobs, {} rows; blobs are not part of it",
+        args.file.display(),
+        tally.jobs,
+        tally.rows
+    ))
+}
+
+pub(super) async fn restore(args: CopyArgs) -> anyhow::Result<()> {
+    let tally = aitk_coordinator::restore(&args.data_dir()?, args.database()?.as_ref(), &args.file).await?;
+    say(&format!("{} jobs, {} rows restored", tally.jobs, tally.rows))?;
+    say("jobs that were running wait for a worker again, from their last checkpoint of then")
+}

@@ -1,0 +1,40 @@
+//! `gc`: have the object storage looked through now.
+
+use super::remote::{RemoteArgs, refused};
+use super::say;
+use aitk_proto::v1::CollectGarbageRequest;
+use clap::Args;
+
+/// What to remove.
+#[derive(Debug, Args)]
+pub(crate) struct GcArgs {
+    /// Only count what would be removed.
+    #[arg(long)]
+    dry_run: bool,
+    #[command(flatten)]
+    remote: RemoteArgs,
+}
+
+pub(super) async fn gc(args: GcArgs) -> anyhow::Result<()> {
+    let mut clients = args.remote.connect().await?;
+    let request = CollectGarbageRequest { dry_run: args.dry_run };
+    let done = clients
+        .admin
+        .collect_garbage(request)
+        .await
+        .map_err(|status| refused(&status))?
+        .into_inner();
+    let gib = done.removed_bytes as f64 / f64::from(1 << 30);
+    let verb = if args.dry_run { "would be removed" } else { "removed" };
+    say(&format!(
+        "{} of {} blobs {verb} ({gib:.2} GiB); {} are needed, {} are too young to say",
+        done.removed,
+        done.blobs,
+        done.needed,
+        done.blobs.saturating_sub(done.needed).saturating_sub(done.removed),
+    ))?;
+    if done.jobs_forgotten > 0 {
+        say(&format!("{} ended jobs were forgotten", done.jobs_forgotten))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,50 @@
+//! The commands of the program.
+
+mod backup;
+mod gc;
+mod remote;
+pub(crate) mod serve;
+
+use anyhow::Context;
+use clap::Subcommand;
+use std::path::PathBuf;
+
+/// What else than serving can be done.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Let a running coordinator remove what no job needs from its object storage
+    Gc(gc::GcArgs),
+    /// Write jobs, logs and workers to a file, while the coordinator runs or not
+    Backup(backup::CopyArgs),
+    /// Fill an empty database from such a file, also one of the other kind
+    Restore(backup::CopyArgs),
+}
+
+impl Command {
+    /// Does it.
+    pub(crate) async fn run(self) -> anyhow::Result<()> {
+        match self {
+            Self::Gc(args) => gc::gc(args).await,
+            Self::Backup(args) => backup::backup(args).await,
+            Self::Restore(args) => backup::restore(args).await,
+        }
+    }
+}
+
+/// Where a coordinator keeps its things when it is not told.
+pub(crate) fn default_data_dir() -> anyhow::Result<PathBuf> {
+    let absolute = |name: &str| {
+        std::env::var_os(name)
+            .map(PathBuf::from)
+            .filter(|path| path.is_absolute())
+    };
+    let base = absolute("XDG_DATA_HOME").or_else(|| absolute("HOME").map(|home| home.join(".local/share")));
+    let base = base.context("there is no home folder; give --data-dir")?;
+    Ok(base.join("aitk/coordinator"))
+}
+
+/// One line of the answer to a command.
+fn say(line: &str) -> anyhow::Result<()> {
+    use std::io::Write;
+    writeln!(std::io::stdout(), "{line}").context("cannot write the answer")
+}

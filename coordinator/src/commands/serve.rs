@@ -1,0 +1,188 @@
+//! Without a command: serve.
+
+use super::default_data_dir;
+use aitk_common::id::UserName;
+use aitk_common::telemetry;
+use aitk_coordinator::core::Quotas;
+use aitk_coordinator::{Config, DatabaseUrl, Retention, TlsFiles, start};
+use anyhow::{Context, bail};
+use clap::Args;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+const HOUR: u64 = 3600;
+const DAY: u64 = 24 * HOUR;
+
+/// How to serve.
+#[derive(Debug, Args)]
+pub(crate) struct ServeArgs {
+    /// Address to listen on. Anything but loopback needs --tls-cert and --tls-key.
+    #[arg(long, env = "AITK_BIND", default_value = "127.0.0.1:7420", value_name = "IP:PORT")]
+    bind: SocketAddr,
+    /// Folder for the database, the token, and blobs. Default: aitk/coordinator below $XDG_DATA_HOME or ~/.local/share.
+    #[arg(long, env = "AITK_COORDINATOR_DATA_DIR", value_name = "DIR")]
+    data_dir: Option<PathBuf>,
+    /// PostgreSQL database: postgres://USER@HOST/NAME[?sslmode=verify-full]. A password is better kept out of it: PGPASSWORD, or
+    /// a line in ~/.pgpass. Default: SQLite, in the data folder.
+    #[arg(long, env = "AITK_DATABASE", value_name = "URL", hide_env_values = true)]
+    database: Option<String>,
+    /// Object storage: file:///path, s3://bucket/prefix, gs://…, az://…. Default: a folder in the data folder.
+    #[arg(long, env = "AITK_STORAGE", value_name = "URL")]
+    storage: Option<String>,
+    /// PEM file with the certificate.
+    #[arg(long, env = "AITK_TLS_CERT", value_name = "FILE", requires = "tls_key")]
+    tls_cert: Option<PathBuf>,
+    /// PEM file with the certificate's private key.
+    #[arg(long, env = "AITK_TLS_KEY", value_name = "FILE", requires = "tls_cert")]
+    tls_key: Option<PathBuf>,
+    /// File with the token that workers and clients must show. Made at the first start. Default: `token` in the data folder.
+    #[arg(long, env = "AITK_COORDINATOR_TOKEN_FILE", value_name = "FILE")]
+    token_file: Option<PathBuf>,
+    /// Seconds that a job may go on without hearing from its worker before it is placed elsewhere.
+    #[arg(long, env = "AITK_LEASE_SECONDS", default_value_t = Config::DEFAULT_LEASE.as_secs_f64(), value_name = "SECONDS")]
+    lease_seconds: f64,
+    /// Failed tries in a row that are followed by another one, for jobs that do not say.
+    #[arg(long, env = "AITK_RETRIES", default_value_t = Config::DEFAULT_RETRIES, value_name = "N")]
+    retries: u32,
+    /// Devices that a user may hold at once: N for everyone, USER=N for one; may be given several times. Default: no limit.
+    #[arg(long = "quota", value_name = "[USER=]N")]
+    quotas: Vec<String>,
+    /// Forget ended jobs that no other job waits for, with their logs and files, after so many days. Default: never.
+    #[arg(long, env = "AITK_KEEP_JOBS_DAYS", value_name = "DAYS")]
+    keep_jobs_days: Option<u32>,
+    /// Keep the last checkpoint of a job that completed or failed for so many days; one that is resumed later begins again.
+    #[arg(long, env = "AITK_KEEP_CHECKPOINTS_DAYS", default_value_t = 30, value_name = "DAYS")]
+    keep_checkpoints_days: u32,
+    /// Keep about so many of a job's newest log lines and metrics; state changes, checkpoints and files stay in its log.
+    #[arg(long, env = "AITK_KEEP_LOG_LINES", default_value_t = Retention::default().events, value_name = "N")]
+    keep_log_lines: u64,
+    /// Look for blobs that no job needs, and remove them, every so many minutes; 0: only with `aitk-coordinator gc`.
+    #[arg(long, env = "AITK_GC_MINUTES", default_value_t = 60, value_name = "MINUTES")]
+    gc_minutes: u32,
+    /// Never remove a blob that was stored less than so many hours ago: more than the longest upload takes.
+    #[arg(long, env = "AITK_GC_GRACE_HOURS", default_value_t = 24, value_name = "HOURS")]
+    gc_grace_hours: u32,
+    /// error, warn, info, debug, trace, or a filter such as `info,aitk_coordinator=debug`. Default: $AITK_LOG_LEVEL, or info.
+    #[arg(long, value_name = "LEVEL", conflicts_with = "json")]
+    log_level: Option<String>,
+    /// Log one JSON object per line.
+    #[arg(long)]
+    json: bool,
+}
+
+impl ServeArgs {
+    fn config(self) -> anyhow::Result<Config> {
+        let data_dir = match self.data_dir {
+            Some(path) => path,
+            None => default_data_dir()?,
+        };
+        let lease = Duration::try_from_secs_f64(self.lease_seconds)
+            .with_context(|| format!("--lease-seconds {}: not a time", self.lease_seconds))?;
+        if lease < Duration::from_secs(1) {
+            bail!("--lease-seconds {}: at least 1 second", self.lease_seconds);
+        }
+        // Parsed here: a message about an argument would repeat it, with its password.
+        let database = self.database.as_deref().map(str::parse::<DatabaseUrl>).transpose()?;
+        let days = |days: u32| Duration::from_secs(u64::from(days) * DAY);
+        let every = Duration::from_secs(u64::from(self.gc_minutes) * 60);
+        Ok(Config {
+            bind: self.bind,
+            database,
+            storage_url: self.storage,
+            token_file: self.token_file,
+            tls: self
+                .tls_cert
+                .zip(self.tls_key)
+                .map(|(cert, key)| TlsFiles { cert, key }),
+            lease,
+            retries: self.retries,
+            quotas: quotas(&self.quotas)?,
+            retention: Retention {
+                every: Some(every).filter(|every| !every.is_zero()),
+                grace: Duration::from_secs(u64::from(self.gc_grace_hours) * HOUR),
+                jobs: self.keep_jobs_days.map(days),
+                checkpoints: Some(days(self.keep_checkpoints_days)),
+                events: self.keep_log_lines.max(1),
+            },
+            ..Config::new(data_dir)
+        })
+    }
+}
+
+/// Reads `4` and `ada=2`.
+fn quotas(given: &[String]) -> anyhow::Result<Quotas> {
+    let mut quotas = Quotas::default();
+    for text in given {
+        let bad = || format!("--quota {text}: expected a number, or USER=NUMBER");
+        match text.split_once('=') {
+            None => quotas.everyone = Some(text.parse().with_context(bad)?),
+            Some((user, number)) => {
+                let user = UserName::parse(user).with_context(bad)?;
+                quotas.users.insert(user, number.parse().with_context(bad)?);
+            }
+        }
+    }
+    Ok(quotas)
+}
+
+/// A level on the command line is checked; one from the environment only gets a warning.
+pub(crate) fn start_logging(args: &ServeArgs) -> Result<(), ExitCode> {
+    let Some(level) = &args.log_level else {
+        telemetry::init(telemetry::Options {
+            kind: telemetry::Kind::Daemon,
+            json: args.json,
+        });
+        return Ok(());
+    };
+    let Ok(filter) = tracing_subscriber::EnvFilter::try_new(level) else {
+        eprintln!("error: --log-level {level:?}: expected error, warn, info, debug, trace, or a filter");
+        return Err(ExitCode::from(2));
+    };
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .init();
+    Ok(())
+}
+
+/// Serves until asked to stop.
+pub(crate) async fn serve(args: ServeArgs) -> anyhow::Result<()> {
+    let mut running = start(args.config()?).await?;
+    // The token itself is in the file only.
+    let token_file = running
+        .token_file
+        .as_deref()
+        .map(|path| path.display().to_string())
+        .unwrap_or_default();
+    tracing::info!(url = %running.url(), token_file, "the coordinator answers");
+    let failure = tokio::select! {
+        failure = running.failed() => Some(failure),
+        () = asked_to_stop() => None,
+    };
+    match failure {
+        Some(failure) => Err(failure.into()),
+        None => {
+            tracing::info!("shutting down");
+            running.shutdown().await;
+            Ok(())
+        }
+    }
+}
+
+/// Ctrl-C or SIGTERM.
+async fn asked_to_stop() {
+    #[cfg(unix)]
+    {
+        use tokio::signal::unix::{SignalKind, signal};
+        if let Ok(mut terminate) = signal(SignalKind::terminate()) {
+            tokio::select! {
+                _ = tokio::signal::ctrl_c() => {}
+                _ = terminate.recv() => {}
+            }
+            return;
+        }
+    }
+    let _ = tokio::signal::ctrl_c().await;
+}

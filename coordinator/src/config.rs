@@ -1,0 +1,88 @@
+//! What a coordinator is told at its start.
+
+use crate::core::Quotas;
+use crate::garbage::Retention;
+use crate::store::DatabaseUrl;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Where the certificate and its key lie, as PEM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TlsFiles {
+    /// The certificate, with those between it and its authority.
+    pub cert: PathBuf,
+    /// Its private key.
+    pub key: PathBuf,
+}
+
+/// How a coordinator is set up.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Config {
+    /// Where to listen. Anything but loopback needs [`Self::tls`]. Port 0: any free one.
+    pub bind: SocketAddr,
+    /// Where everything lies that must survive: `aitk.db`, `token`, `storage/`. Made when missing.
+    pub data_dir: PathBuf,
+    /// A PostgreSQL database. None: `aitk.db` in the data folder.
+    pub database: Option<DatabaseUrl>,
+    /// Object storage: `file://`, `s3://`, `gs://`, `az://`. None: `storage/` in the data folder.
+    pub storage_url: Option<String>,
+    /// The token. None: that of the token file.
+    pub token: Option<String>,
+    /// None: `token` in the data folder. Made at the first start.
+    pub token_file: Option<PathBuf>,
+    /// TLS for the listener.
+    pub tls: Option<TlsFiles>,
+    /// How long an attempt lives without a beat of its worker. Workers beat six times as often.
+    pub lease: Duration,
+    /// Failed tries in a row that a job is granted which says nothing about them.
+    pub retries: u32,
+    /// How many devices a user may hold at once.
+    pub quotas: Quotas,
+    /// How long things are kept.
+    pub retention: Retention,
+}
+
+impl std::fmt::Debug for Config {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Config")
+            .field("bind", &self.bind)
+            .field("data_dir", &self.data_dir)
+            .field("database", &self.database)
+            .field("storage_url", &self.storage_url)
+            .field("token_file", &self.token_file)
+            .field("tls", &self.tls)
+            .field("lease", &self.lease)
+            .field("retries", &self.retries)
+            .field("quotas", &self.quotas)
+            .field("retention", &self.retention)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Config {
+    /// The port when none is given.
+    pub const DEFAULT_PORT: u16 = 7420;
+    /// Long enough for a laptop that dozes off or a switch that restarts.
+    pub const DEFAULT_LEASE: Duration = Duration::from_secs(45);
+    /// A machine may fail three times in a row before its job gives up.
+    pub const DEFAULT_RETRIES: u32 = 3;
+
+    /// Loopback, storage and token in the data folder, every default.
+    #[must_use]
+    pub fn new(data_dir: impl Into<PathBuf>) -> Self {
+        Self {
+            bind: SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), Self::DEFAULT_PORT),
+            data_dir: data_dir.into(),
+            database: None,
+            storage_url: None,
+            token: None,
+            token_file: None,
+            tls: None,
+            lease: Self::DEFAULT_LEASE,
+            retries: Self::DEFAULT_RETRIES,
+            quotas: Quotas::default(),
+            retention: Retention::default(),
+        }
+    }
+}

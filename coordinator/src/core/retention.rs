@@ -1,0 +1,134 @@
+//! What is forgotten, and when; and how a past that was forgotten by a restore is kept out.
+
+use super::Step;
+use super::event::{Effect, Record};
+use super::model::Job;
+use super::state::State;
+use aitk_common::capability::{DeviceKind, DeviceRef};
+use aitk_common::control::{AttemptState, AttemptView, EventBody, JobState, UnixMillis};
+use aitk_common::id::{Epoch, JobId, WorkerId};
+use aitk_common::plan::profile::MemoryProfile;
+use std::collections::BTreeSet;
+
+/// More epochs than a job could have used between a backup and its restore.
+const RESTORE_GAP: u64 = 1_000_000;
+
+/// Whether a job ended before a time.
+fn older(job: &Job, limit: Option<UnixMillis>) -> bool {
+    job.state.is_ended() && matches!((job.ended, limit), (Some(ended), Some(limit)) if ended < limit)
+}
+
+impl Job {
+    /// Prepares the job for a store that was restored from a backup: what happened after the backup is not known here,
+    /// but a worker may still hold an attempt of it. A gap in the epochs keeps that out. Says whether anything changed;
+    /// a job that is complete has no more attempts.
+    #[must_use]
+    pub(crate) fn fence_after_restore(&mut self, now: UnixMillis) -> bool {
+        if self.state == JobState::Completed {
+            return false;
+        }
+        let message = "the coordinator was restored from a backup";
+        if let Some(live) = self.attempts.last_mut().filter(|attempt| attempt.state.is_live()) {
+            live.state = AttemptState::Lost;
+            live.ended = Some(now);
+            message.clone_into(&mut live.message);
+        }
+        let epoch = Epoch(self.epoch().0.saturating_add(RESTORE_GAP));
+        self.attempts.push(AttemptView {
+            id: self.attempt_id(epoch),
+            epoch,
+            worker: WorkerId::new("restored"),
+            worker_name: String::new(),
+            device: DeviceRef {
+                kind: DeviceKind::Cpu,
+                index: 0,
+            },
+            profile: MemoryProfile::CpuOnly,
+            memory: None,
+            state: AttemptState::Lost,
+            created: now,
+            ended: Some(now),
+            message: message.to_owned(),
+        });
+        self.recall = None;
+        match self.state {
+            JobState::Running => self.state = JobState::Queued,
+            JobState::Stopping => {
+                self.state = JobState::Stopped;
+                self.ended = Some(now);
+            }
+            JobState::Queued | JobState::Stopped | JobState::Completed | JobState::Failed => {}
+        }
+        if !self.state.is_ended() {
+            message.clone_into(&mut self.reason);
+        }
+        true
+    }
+}
+
+impl State {
+    /// Ended jobs that may be forgotten: old enough, and no job that stays and may still run starts after them, for that
+    /// one could then never start.
+    #[must_use]
+    pub(crate) fn forgettable(&self, before: Option<UnixMillis>) -> BTreeSet<JobId> {
+        let old = self.jobs.values().filter(|job| older(job, before));
+        let mut forgettable: BTreeSet<JobId> = old.map(|job| job.id.clone()).collect();
+        if forgettable.is_empty() {
+            return forgettable;
+        }
+        let mut staying: Vec<&Job> = self.jobs.values().map(|job| &**job).collect();
+        staying.retain(|job| !forgettable.contains(&job.id));
+        // Whoever stays for the sake of another one keeps those before it, too.
+        while let Some(job) = staying.pop() {
+            if job.state == JobState::Completed {
+                continue;
+            }
+            for id in &job.after {
+                if forgettable.remove(id)
+                    && let Some(before) = self.jobs.get(id)
+                {
+                    staying.push(before);
+                }
+            }
+        }
+        forgettable
+    }
+
+    /// Forgets ended jobs that are old enough, and the checkpoints of those that completed or failed long enough ago. A
+    /// stopped job is one that its user may go on with: it keeps its checkpoint as long as it is there.
+    pub(super) fn expire(
+        &mut self,
+        step: &mut Step,
+        jobs_before: Option<UnixMillis>,
+        checkpoints_before: Option<UnixMillis>,
+    ) {
+        for id in self.forgettable(jobs_before) {
+            if let Some(job) = self.jobs.remove(&id)
+                && let Some(key) = &job.idempotency_key
+            {
+                self.keys.remove(key);
+            }
+            step.push(Effect::Persist(Record::JobGone(id)));
+        }
+        let useless =
+            |job: &Job| job.checkpoint.is_some() && job.state != JobState::Stopped && older(job, checkpoints_before);
+        let ids: Vec<JobId> = self
+            .jobs
+            .values()
+            .filter(|job| useless(job))
+            .map(|job| job.id.clone())
+            .collect();
+        for id in ids {
+            let Some(lost) = self.jobs.get_mut(&id).and_then(|job| job.checkpoint.take()) else {
+                continue;
+            };
+            step.touched.insert(id.clone());
+            let message = format!(
+                "the checkpoint of step {} is not kept any longer; if this job is resumed, it begins again",
+                lost.step
+            );
+            let level = "info".to_owned();
+            self.log(step, &id, None, EventBody::Log { level, message }, None);
+        }
+    }
+}

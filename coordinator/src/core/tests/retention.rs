@@ -1,0 +1,97 @@
+//! What is forgotten, and what others keep.
+
+use super::*;
+use aitk_common::control::EventBody;
+
+fn submit_after(world: &mut World, id: &str, after: &[&str]) {
+    let job = NewJob {
+        after: after.iter().map(ToString::to_string).collect(),
+        ..new_job(id, retries(0))
+    };
+    world.step(Event::JobSubmitted {
+        ticket: Ticket(1),
+        job: Box::new(job),
+    });
+}
+
+/// Everything that has ended is old enough.
+fn expire(world: &mut World) {
+    world.pass(1);
+    let now = Some(world.now);
+    world.step(Event::Expire {
+        jobs_before: now,
+        checkpoints_before: now,
+    });
+}
+
+fn known(world: &World) -> Vec<&str> {
+    world.state.jobs.keys().map(JobId::as_str).collect()
+}
+
+#[test]
+fn a_job_that_others_start_after_is_kept_as_long_as_they_may_start() {
+    let mut world = World::new();
+    let session = world.cpu("w1");
+    world.submit("j1", retries(0));
+    submit_after(&mut world, "j2", &["j1"]);
+    submit_after(&mut world, "j3", &["j2"]);
+    submit_after(&mut world, "j4", &["j3"]);
+    world.finish(session, &held("j1", 1), Outcome::Completed);
+    world.finish(session, &held("j2", 1), failed(FailureCause::BadInput));
+    world.stop("j4", false).unwrap();
+    assert_eq!(
+        world
+            .state
+            .forgettable(Some(world.now.after(Duration::from_secs(1))))
+            .len(),
+        1
+    );
+    // j3 waits for j2, which failed and may be resumed; then it needs j1 to have completed.
+    expire(&mut world);
+    assert_eq!(known(&world), ["j1", "j2", "j3"]);
+    world.resume("j2").unwrap();
+    world.finish(session, &held("j2", 2), Outcome::Completed);
+    expire(&mut world);
+    assert_eq!(known(&world), ["j2", "j3"], "it runs, and may have to wait again");
+    world.finish(session, &held("j3", 1), Outcome::Completed);
+    expire(&mut world);
+    assert_eq!(known(&world), Vec::<&str>::new());
+}
+
+#[test]
+fn a_stopped_job_keeps_its_checkpoint() {
+    let mut world = World::new();
+    let session = world.cpu("w1");
+    for (job, outcome) in [
+        ("j1", Outcome::Stopped),
+        ("j2", failed(FailureCause::BadInput)),
+        ("j3", Outcome::Completed),
+    ] {
+        world.submit(job, retries(0));
+        world.commit(session, &held(job, 1), 3);
+        if job == "j1" {
+            world.stop(job, false).unwrap();
+        }
+        world.finish(session, &held(job, 1), outcome);
+    }
+    world.pass(1);
+    let (jobs_before, checkpoints_before) = (None, Some(world.now));
+    world.step(Event::Expire {
+        jobs_before,
+        checkpoints_before,
+    });
+    let steps = ["j1", "j2", "j3"].map(|job| world.view(job).checkpoint_step);
+    assert_eq!(steps, [Some(3), None, None]);
+    let told = |effect: &Effect| {
+        matches!(effect, Effect::Publish(job, event) if job.as_str() == "j2"
+            && matches!(&event.body, EventBody::Log { message, .. } if message.contains("it begins again")))
+    };
+    assert!(world.last.iter().any(told), "{:?}", world.last);
+    // Its user had it stopped, and has it go on where it was.
+    world.resume("j1").unwrap();
+    let resumed = world.last.iter().find_map(|effect| match effect {
+        Effect::Assign(_, placed) => placed.resume,
+        _ => None,
+    });
+    assert_eq!(resumed, Some(manifest("3")));
+}

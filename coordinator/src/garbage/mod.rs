@@ -1,0 +1,219 @@
+//! Retention: ended jobs and their checkpoints are forgotten when they are old enough, then blobs that nothing needs are
+//! removed from object storage.
+//!
+//! A collection lists the blobs first and asks what is needed afterwards, never touches a blob younger than the grace
+//! period (an upload sends contents before anything names them), and respects [`pins`]. What it cannot be sure about it
+//! leaves: a live job whose inputs cannot be read stops the collection, with the reason in the log.
+
+mod check;
+mod pins;
+
+pub(crate) use check::{Named, present};
+pub(crate) use pins::{Held, Pins};
+
+use crate::core::{Event, State};
+use crate::runner::{Clock, Core, full};
+use crate::store::{EVENTS_KEPT, JobRoots, Store, StoreError};
+use aitk_common::control::UnixMillis;
+use aitk_common::hash::ContentHash;
+use aitk_common::storage::{BlobInfo, BlobStore, StorageError, gc};
+use futures::stream::{self, StreamExt, TryStreamExt};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Blobs removed at once.
+const AT_ONCE: usize = 8;
+/// Parts of uploads that died: anything this old has no living maker.
+const UNFINISHED: Duration = Duration::from_secs(24 * 3600);
+
+/// How long things are kept.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Retention {
+    /// How often the storage is looked through; none: only when somebody asks for it.
+    pub every: Option<Duration>,
+    /// Blobs younger than this are never removed: longer than any upload takes.
+    pub grace: Duration,
+    /// Ended jobs that no other job waits for are forgotten after this time, with their logs and files; none: never.
+    pub jobs: Option<Duration>,
+    /// The last checkpoint of a job that completed or failed is kept for this time; none: as long as the job. One that
+    /// was stopped keeps it in any case.
+    pub checkpoints: Option<Duration>,
+    /// About so many of a job's newest log lines and metrics are kept; everything else in its log stays.
+    pub events: u64,
+}
+
+impl Default for Retention {
+    fn default() -> Self {
+        Self {
+            every: Some(Duration::from_secs(3600)),
+            grace: Duration::from_secs(24 * 3600),
+            jobs: None,
+            checkpoints: Some(Duration::from_secs(30 * 24 * 3600)),
+            events: EVENTS_KEPT,
+        }
+    }
+}
+
+/// What a collection did, or would have done.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Collected {
+    /// Blobs in the storage when it began.
+    pub(crate) blobs: u64,
+    /// Blobs that jobs need.
+    pub(crate) needed: u64,
+    /// Blobs removed.
+    pub(crate) removed: u64,
+    /// Their bytes.
+    pub(crate) removed_bytes: u64,
+    /// Jobs forgotten.
+    pub(crate) jobs_forgotten: u64,
+}
+
+/// Why a collection did not run to its end. What it removed until then was not needed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CollectError {
+    #[error("a collection is running already; try again when it has ended")]
+    Busy,
+    #[error(
+        "nothing was removed: {hash}, which a job that has not ended needs, cannot be read, so what belongs to it is unknown; \
+         stop that job, or put the blob back"
+    )]
+    Broken {
+        hash: ContentHash,
+        #[source]
+        source: StorageError,
+    },
+    #[error(transparent)]
+    Storage(#[from] StorageError),
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error(transparent)]
+    Gone(#[from] crate::runner::Gone),
+}
+
+/// Whoever collects.
+#[derive(Clone, Debug)]
+pub(crate) struct Collector {
+    pub(crate) core: Core,
+    pub(crate) clock: Clock,
+    pub(crate) store: Arc<dyn Store>,
+    pub(crate) blobs: Arc<dyn BlobStore>,
+    pub(crate) pins: Arc<Pins>,
+    pub(crate) retention: Retention,
+}
+
+impl Collector {
+    /// Collects again and again until the coordinator stops.
+    pub(crate) async fn run(self) {
+        let Some(every) = self.retention.every else { return };
+        loop {
+            tokio::time::sleep(every).await;
+            match self.collect(false).await {
+                Ok(_) | Err(CollectError::Busy) => {}
+                Err(CollectError::Gone(_)) => return,
+                Err(error) => tracing::warn!(error = %full(&error), "old blobs were not removed"),
+            }
+        }
+    }
+
+    /// One collection. `dry` only counts.
+    pub(crate) async fn collect(&self, dry: bool) -> Result<Collected, CollectError> {
+        let Some(_collection) = self.pins.begin() else {
+            return Err(CollectError::Busy);
+        };
+        let mut done = Collected::default();
+        if !dry {
+            done.jobs_forgotten = self.expire().await?;
+            let unfinished = self.blobs.sweep(UNFINISHED).await?;
+            if unfinished > 0 {
+                tracing::info!(unfinished, "removed what dead uploads left");
+            }
+        }
+        let listed = self.blobs.list().await?;
+        done.blobs = listed.len() as u64;
+        let needed = self.needed().await?;
+        done.needed = needed.len() as u64;
+        let garbage = gc::unneeded(listed, &needed, self.retention.grace, jiff::Timestamp::now());
+        drop(needed);
+        let removed = stream::iter(garbage)
+            .map(|blob| async move {
+                let gone = dry || self.remove(&blob).await?;
+                Ok::<_, StorageError>(if gone { (1, blob.bytes) } else { (0, 0) })
+            })
+            .buffer_unordered(AT_ONCE)
+            .try_fold((0, 0), |sum, one| async move { Ok((sum.0 + one.0, sum.1 + one.1)) })
+            .await?;
+        (done.removed, done.removed_bytes) = removed;
+        tracing::info!(
+            dry,
+            blobs = done.blobs,
+            needed = done.needed,
+            removed = done.removed,
+            removed_bytes = done.removed_bytes,
+            jobs_forgotten = done.jobs_forgotten,
+            "looked through the object storage"
+        );
+        Ok(done)
+    }
+
+    /// Lets the core forget what is too old. Says how many jobs that were.
+    async fn expire(&self) -> Result<u64, CollectError> {
+        let now = self.clock.now();
+        let before =
+            |kept: Option<Duration>| kept.map(|kept| UnixMillis(now.0.saturating_sub(kept.as_millis() as u64)));
+        let (jobs_before, checkpoints_before) = (before(self.retention.jobs), before(self.retention.checkpoints));
+        let count = move |state: &State, _| state.forgettable(jobs_before).len();
+        let forgotten = self.core.query(count).await?;
+        let expire = Event::Expire {
+            jobs_before,
+            checkpoints_before,
+        };
+        self.core.event(expire).await?;
+        self.core.stored().await?;
+        Ok(forgotten as u64)
+    }
+
+    async fn needed(&self) -> Result<std::collections::HashSet<ContentHash>, CollectError> {
+        let (mut live, mut ended) = (gc::Roots::default(), gc::Roots::default());
+        for job in self.store.roots().await? {
+            let JobRoots {
+                ended: has_ended,
+                snapshots,
+                checkpoints,
+                artifacts,
+            } = job;
+            let roots = if has_ended { &mut ended } else { &mut live };
+            roots.snapshots.extend(snapshots);
+            roots.checkpoints.extend(checkpoints);
+            roots.blobs.extend(artifacts);
+        }
+        let reached = gc::reachable(self.blobs.as_ref(), &live).await?;
+        if let Some((hash, source)) = reached.broken.into_iter().next() {
+            return Err(CollectError::Broken { hash, source });
+        }
+        let mut needed = reached.needed;
+        ended.snapshots.retain(|hash| !live.snapshots.contains(hash));
+        let reached = gc::reachable(self.blobs.as_ref(), &ended).await?;
+        for (hash, error) in &reached.broken {
+            tracing::warn!(%hash, error = %full(error), "a blob of an ended job cannot be read; the job cannot be resumed");
+        }
+        needed.extend(reached.needed);
+        Ok(needed)
+    }
+
+    /// Removes one blob, unless somebody came to need it. Says whether it is gone.
+    async fn remove(&self, blob: &BlobInfo) -> Result<bool, StorageError> {
+        let Some(_doom) = self.pins.doom(blob.hash) else {
+            return Ok(false);
+        };
+        // A worker with its own access to the storage may have sent it again since the listing.
+        let Some(stored) = self.blobs.stored(blob.hash).await? else {
+            return Ok(false);
+        };
+        if !gc::is_older(stored, self.retention.grace, jiff::Timestamp::now()) {
+            return Ok(false);
+        }
+        self.blobs.delete(blob.hash).await?;
+        Ok(true)
+    }
+}

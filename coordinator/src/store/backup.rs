@@ -1,0 +1,384 @@
+//! The whole store as a text: one JSON value per line, the same for both databases, so that a backup of one can be
+//! restored into the other.
+//!
+//! The first line says what it is, then one line per row, and the last line says how many rows there were and what the
+//! SHA-256 of all bytes before it is: a backup that was cut short or changed is refused.
+
+use super::link::{Row, Value, Work};
+use super::{SqlStore, StoreError};
+use crate::core::Job;
+use aitk_common::control::{EventBody, JobEvent, UnixMillis};
+use aitk_common::hash::ContentHash;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use std::io::{BufRead, BufReader, Read, Seek, Write};
+
+/// What the first line says.
+const FORMAT: &str = "aitk-backup-1";
+/// Rows read at a time.
+const PAGE: u64 = 500;
+/// The longest line: a job with the largest config, escaped.
+const MAX_LINE: u64 = 256 << 20;
+/// How far the cursors of restored event logs jump: what was seen after the backup was made is then never seen again
+/// under a number that a follower knows.
+const CURSOR_JUMP: u64 = 1_000_000;
+
+/// A table: how a page of it is read after a key, and how a row is written. The key is the first `key` columns.
+struct Table {
+    name: &'static str,
+    key: usize,
+    /// The key before the first row.
+    before: &'static [Value],
+    read: &'static str,
+    write: &'static str,
+}
+
+const NO_TEXT: Value = Value::Text(None);
+
+/// In the order in which they are restored.
+const TABLES: &[Table] = &[
+    Table {
+        name: "jobs",
+        key: 1,
+        before: &[NO_TEXT],
+        read: "SELECT id, record, config_text, config_format, job_json, inputs FROM jobs \
+               WHERE id > COALESCE($1, '') ORDER BY id LIMIT $2",
+        write: "INSERT INTO jobs (id, record, config_text, config_format, job_json, inputs) VALUES ($1, $2, $3, $4, $5, $6)",
+    },
+    Table {
+        name: "workers",
+        key: 1,
+        before: &[NO_TEXT],
+        read: "SELECT id, record FROM workers WHERE id > COALESCE($1, '') ORDER BY id LIMIT $2",
+        write: "INSERT INTO workers (id, record) VALUES ($1, $2)",
+    },
+    Table {
+        name: "events",
+        key: 2,
+        before: &[NO_TEXT, Value::Int(Some(0))],
+        read: "SELECT job, cursor, attempt, seq, trim, event FROM events \
+               WHERE (job, cursor) > (COALESCE($1, ''), $2) ORDER BY job, cursor LIMIT $3",
+        write: "INSERT INTO events (job, cursor, attempt, seq, trim, event) VALUES ($1, $2, $3, $4, $5, $6)",
+    },
+    Table {
+        name: "artifacts",
+        key: 2,
+        before: &[NO_TEXT, NO_TEXT],
+        read: "SELECT job, identity, name, artifact, hash FROM artifacts \
+               WHERE (job, identity) > (COALESCE($1, ''), COALESCE($2, '')) ORDER BY job, identity LIMIT $3",
+        write: "INSERT INTO artifacts (job, identity, name, artifact, hash) VALUES ($1, $2, $3, $4, $5)",
+    },
+    Table {
+        name: "checkpoints",
+        key: 2,
+        before: &[NO_TEXT, Value::Int(Some(0))],
+        read: "SELECT job, cursor, manifest FROM checkpoints \
+               WHERE (job, cursor) > (COALESCE($1, ''), $2) ORDER BY job, cursor LIMIT $3",
+        write: "INSERT INTO checkpoints (job, cursor, manifest) VALUES ($1, $2, $3)",
+    },
+];
+
+/// Why a backup was not made or not restored.
+#[derive(Debug, thiserror::Error)]
+pub enum BackupError {
+    /// The database.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The file.
+    #[error("the backup file cannot be read or written: {0}")]
+    File(#[from] std::io::Error),
+    /// The file is no backup, or was cut short or changed.
+    #[error("line {line} of the backup: {problem}; nothing was restored")]
+    Damaged {
+        /// Counted from 1.
+        line: u64,
+        /// What is wrong.
+        problem: String,
+    },
+    /// There is something already.
+    #[error("the database {database} holds {jobs} jobs and {workers} workers already; restore into an empty one")]
+    NotEmpty {
+        /// Which.
+        database: String,
+        /// How many.
+        jobs: u64,
+        /// How many.
+        workers: u64,
+    },
+}
+
+/// What a backup or a restore went over.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tally {
+    /// Jobs.
+    pub jobs: u64,
+    /// Rows of every kind.
+    pub rows: u64,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(untagged)]
+enum Cell {
+    Int(i64),
+    Text(String),
+    Null(()),
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+enum Line {
+    #[serde(rename = "format")]
+    Format(String),
+    #[serde(rename = "row")]
+    Row(String, Vec<Cell>),
+    #[serde(rename = "end")]
+    End { rows: u64, sha256: ContentHash },
+}
+
+fn cell(value: &Value) -> Cell {
+    match value {
+        Value::Int(Some(number)) => Cell::Int(*number),
+        Value::Text(Some(text)) => Cell::Text(text.clone()),
+        Value::Int(None) | Value::Text(None) => Cell::Null(()),
+    }
+}
+
+/// Writes, counts and hashes.
+struct Out<'a> {
+    to: &'a mut (dyn Write + Send),
+    hash: Sha256,
+}
+
+impl Out<'_> {
+    fn line(&mut self, line: &Line) -> Result<(), BackupError> {
+        let mut text = serde_json::to_vec(line).map_err(std::io::Error::from)?;
+        text.push(b'\n');
+        self.hash.update(&text);
+        Ok(self.to.write_all(&text)?)
+    }
+}
+
+impl SqlStore {
+    /// Writes everything that one moment's store holds. Others go on writing meanwhile.
+    ///
+    /// # Errors
+    /// [`BackupError::Store`], [`BackupError::File`]
+    pub async fn backup(&self, to: &mut (dyn Write + Send)) -> Result<Tally, BackupError> {
+        let mut tally = Tally::default();
+        let mut out = Out {
+            to,
+            hash: Sha256::new(),
+        };
+        out.line(&Line::Format(FORMAT.into()))?;
+        let mut work = self.reading().await?;
+        for table in TABLES {
+            let mut after = table.before.to_vec();
+            loop {
+                let mut values = after.clone();
+                values.push(PAGE.into());
+                let page = work.rows(table.read, &values).await.map_err(|e| self.failed(e))?;
+                for row in &page {
+                    let cells = row.values().iter().map(cell).collect();
+                    out.line(&Line::Row(table.name.into(), cells))?;
+                }
+                tally.rows += page.len() as u64;
+                if table.name == "jobs" {
+                    tally.jobs += page.len() as u64;
+                }
+                match page.last() {
+                    Some(row) if page.len() as u64 == PAGE => after = key(row, table),
+                    _ => break,
+                }
+            }
+        }
+        let sha256 = ContentHash::from_digest(out.hash.clone().finalize().into());
+        let rows = tally.rows;
+        out.line(&Line::End { rows, sha256 })?;
+        out.to.flush()?;
+        Ok(tally)
+    }
+
+    /// Fills an empty store from a backup, all or nothing.
+    ///
+    /// Workers may still hold attempts that were begun after the backup was made, with epochs that this store has not
+    /// heard of. So every job that can still run gets a gap in its epochs and in its log: what they report is refused.
+    ///
+    /// # Errors
+    /// [`BackupError`]
+    pub async fn restore(&self, from: &mut (impl Read + Seek), now: UnixMillis) -> Result<Tally, BackupError> {
+        verify(from)?;
+        from.rewind()?;
+        let mut work = self.begin().await?;
+        let counts = work
+            .rows(
+                "SELECT (SELECT COUNT(*) FROM jobs), (SELECT COUNT(*) FROM workers)",
+                &[],
+            )
+            .await
+            .map_err(|e| self.failed(e))?;
+        let (jobs, workers) = counts.first().map_or((0, 0), |row| (row.number(0), row.number(1)));
+        if jobs + workers > 0 {
+            return Err(BackupError::NotEmpty {
+                database: self.database().to_owned(),
+                jobs,
+                workers,
+            });
+        }
+        let mut tally = Tally::default();
+        let mut number = 0;
+        let mut lines = Lines::new(from);
+        while let Some((_, line)) = lines.next()? {
+            number += 1;
+            let Line::Row(name, cells) = line else { continue };
+            let damaged = |problem: String| BackupError::Damaged { line: number, problem };
+            let Some(table) = TABLES.iter().find(|table| table.name == name) else {
+                return Err(damaged(format!(
+                    "there is no table {name:?}; was it made by a newer version?"
+                )));
+            };
+            let values = table
+                .values(cells)
+                .ok_or_else(|| damaged("a value of the wrong kind".into()))?;
+            work.run(table.write, &values).await.map_err(|e| self.failed(e))?;
+            tally.rows += 1;
+            tally.jobs += u64::from(name == "jobs");
+        }
+        self.fence(&mut work, now).await?;
+        work.commit().await.map_err(|e| self.failed(e))?;
+        Ok(tally)
+    }
+
+    /// Makes the gaps.
+    async fn fence(&self, work: &mut Work, now: UnixMillis) -> Result<(), StoreError> {
+        let rows = work
+            .rows(
+                "SELECT id, record, (SELECT MAX(cursor) FROM events WHERE events.job = jobs.id) FROM jobs",
+                &[],
+            )
+            .await
+            .map_err(|e| self.failed(e))?;
+        for row in rows {
+            let id = row.text(0);
+            let mut job: Job = self.parse("job", id, row.text(1))?;
+            if !job.fence_after_restore(now) {
+                continue;
+            }
+            let event = JobEvent {
+                cursor: row.number(2).saturating_add(CURSOR_JUMP),
+                time: now,
+                attempt: None,
+                body: EventBody::State {
+                    state: job.state,
+                    reason: job.reason.clone(),
+                },
+            };
+            let records = [
+                crate::core::Record::Event {
+                    job: job.id.clone(),
+                    event: Box::new(event),
+                    seq: None,
+                },
+                crate::core::Record::Job(Box::new(job)),
+            ];
+            for record in &records {
+                super::records::write(work, record, super::EVENTS_KEPT)
+                    .await
+                    .map_err(|e| self.failed(e))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Table {
+    /// The values of a row; none when they do not fit this table. The statement says how many there are, and a NULL is
+    /// of the kind that its column has.
+    fn values(&self, cells: Vec<Cell>) -> Option<Vec<Value>> {
+        let wanted = self.write.matches('$').count();
+        if cells.len() != wanted {
+            return None;
+        }
+        let values = cells.into_iter().enumerate().map(|(column, cell)| match cell {
+            Cell::Int(number) => Value::Int(Some(number)),
+            Cell::Text(text) => Value::Text(Some(text)),
+            // The only number that may be missing: an event's `seq`.
+            Cell::Null(()) if self.name == "events" && column == 3 => Value::Int(None),
+            Cell::Null(()) => Value::Text(None),
+        });
+        Some(values.collect())
+    }
+}
+
+fn key(row: &Row, table: &Table) -> Vec<Value> {
+    row.values().iter().take(table.key).cloned().collect()
+}
+
+/// The lines of a backup with the bytes of each.
+struct Lines<R: Read> {
+    from: BufReader<R>,
+    number: u64,
+}
+
+impl<R: Read> Lines<R> {
+    fn new(from: R) -> Self {
+        Self {
+            from: BufReader::new(from),
+            number: 0,
+        }
+    }
+
+    fn next(&mut self) -> Result<Option<(Vec<u8>, Line)>, BackupError> {
+        let mut bytes = Vec::new();
+        let count = (&mut self.from).take(MAX_LINE).read_until(b'\n', &mut bytes)?;
+        if count == 0 {
+            return Ok(None);
+        }
+        self.number += 1;
+        let parsed = serde_json::from_slice(&bytes).map_err(|error| BackupError::Damaged {
+            line: self.number,
+            problem: format!("it is no line of a backup ({error})"),
+        })?;
+        Ok(Some((bytes, parsed)))
+    }
+}
+
+/// Reads the whole file once, so that nothing is written of one that is damaged.
+fn verify(from: &mut impl Read) -> Result<(), BackupError> {
+    let mut lines = Lines::new(from);
+    let mut hash = Sha256::new();
+    let (mut rows, mut ended) = (0_u64, false);
+    while let Some((bytes, line)) = lines.next()? {
+        let number = lines.number;
+        let damaged = |problem: &str| {
+            Err(BackupError::Damaged {
+                line: number,
+                problem: problem.to_owned(),
+            })
+        };
+        if ended {
+            return damaged("something stands after the end");
+        }
+        match line {
+            Line::Format(format) if number == 1 && format == FORMAT => {}
+            Line::Format(_) => return damaged("it is of another format; was it made by a newer version?"),
+            _ if number == 1 => return damaged("it does not begin as a backup does"),
+            Line::Row(..) => rows += 1,
+            Line::End { rows: told, sha256 } => {
+                if told != rows || sha256 != ContentHash::from_digest(hash.clone().finalize().into()) {
+                    return damaged(
+                        "what stands before does not have the size and the SHA-256 that it should; it was changed",
+                    );
+                }
+                ended = true;
+            }
+        }
+        hash.update(&bytes);
+    }
+    if ended {
+        return Ok(());
+    }
+    Err(BackupError::Damaged {
+        line: lines.number,
+        problem: "its end is missing; it was cut short".into(),
+    })
+}

@@ -1,0 +1,233 @@
+//! One way to speak to either database: text statements with `$1`, values that are texts or numbers.
+
+use sqlx::postgres::{PgArguments, PgConnection, PgPool, PgRow};
+use sqlx::sqlite::{SqliteArguments, SqliteConnection, SqlitePool, SqliteRow};
+use sqlx::{Arguments, Postgres, Row as _, Sqlite, Transaction, TypeInfo, ValueRef};
+
+/// A value on its way in or out. `None` is NULL.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Value {
+    Text(Option<String>),
+    Int(Option<i64>),
+}
+
+impl From<&str> for Value {
+    fn from(text: &str) -> Self {
+        Self::Text(Some(text.to_owned()))
+    }
+}
+
+impl From<String> for Value {
+    fn from(text: String) -> Self {
+        Self::Text(Some(text))
+    }
+}
+
+impl From<Option<&str>> for Value {
+    fn from(text: Option<&str>) -> Self {
+        Self::Text(text.map(str::to_owned))
+    }
+}
+
+/// Numbers beyond `i64` cannot be kept; they are cut to its end, where they still are "very late".
+impl From<u64> for Value {
+    fn from(number: u64) -> Self {
+        Self::Int(Some(i64::try_from(number).unwrap_or(i64::MAX)))
+    }
+}
+
+impl From<Option<u64>> for Value {
+    fn from(number: Option<u64>) -> Self {
+        number.map_or(Self::Int(None), Into::into)
+    }
+}
+
+impl From<bool> for Value {
+    fn from(yes: bool) -> Self {
+        u64::from(yes).into()
+    }
+}
+
+/// One row of an answer.
+#[derive(Clone, Debug)]
+pub(super) struct Row(Vec<Value>);
+
+impl Row {
+    /// A column that is a text; empty when it is none.
+    pub(super) fn text(&self, column: usize) -> &str {
+        self.maybe_text(column).unwrap_or_default()
+    }
+
+    /// A column that may be NULL.
+    pub(super) fn maybe_text(&self, column: usize) -> Option<&str> {
+        match self.0.get(column) {
+            Some(Value::Text(text)) => text.as_deref(),
+            _ => None,
+        }
+    }
+
+    /// A column that is a number; 0 when it is none.
+    pub(super) fn number(&self, column: usize) -> u64 {
+        match self.0.get(column) {
+            Some(Value::Int(number)) => number.and_then(|number| u64::try_from(number).ok()).unwrap_or(0),
+            _ => 0,
+        }
+    }
+
+    /// Every column.
+    pub(super) fn values(&self) -> &[Value] {
+        &self.0
+    }
+}
+
+/// The connections.
+#[derive(Debug)]
+pub(super) enum Link {
+    /// One connection writes, a few read beside it.
+    Sqlite { writer: SqlitePool, readers: SqlitePool },
+    /// Any connection does both.
+    Postgres(PgPool),
+}
+
+/// A transaction. Dropping it undoes it.
+pub(super) enum Work {
+    Sqlite(Transaction<'static, Sqlite>),
+    Postgres(Transaction<'static, Postgres>),
+}
+
+impl Link {
+    /// A transaction that will write.
+    pub(super) async fn write(&self) -> Result<Work, sqlx::Error> {
+        Ok(match self {
+            Self::Sqlite { writer, .. } => Work::Sqlite(writer.begin().await?),
+            Self::Postgres(pool) => Work::Postgres(pool.begin().await?),
+        })
+    }
+
+    /// A transaction that sees one moment.
+    pub(super) async fn read(&self) -> Result<Work, sqlx::Error> {
+        Ok(match self {
+            Self::Sqlite { readers, .. } => Work::Sqlite(readers.begin().await?),
+            Self::Postgres(pool) => Work::Postgres(
+                pool.begin_with("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+                    .await?,
+            ),
+        })
+    }
+
+    /// One statement that reads.
+    pub(super) async fn rows(&self, statement: &'static str, values: &[Value]) -> Result<Vec<Row>, sqlx::Error> {
+        match self {
+            Self::Sqlite { readers, .. } => from_sqlite(&mut *readers.acquire().await?, statement, values).await,
+            Self::Postgres(pool) => from_postgres(&mut *pool.acquire().await?, statement, values).await,
+        }
+    }
+
+    pub(super) async fn close(&self) {
+        match self {
+            Self::Sqlite { writer, readers } => {
+                readers.close().await;
+                writer.close().await;
+            }
+            Self::Postgres(pool) => pool.close().await,
+        }
+    }
+}
+
+impl Work {
+    /// Runs a statement; how many rows it changed.
+    pub(super) async fn run(&mut self, statement: &'static str, values: &[Value]) -> Result<u64, sqlx::Error> {
+        Ok(match self {
+            Self::Sqlite(work) => {
+                let query = sqlx::query_with(statement, sqlite_arguments(values)?);
+                query.execute(&mut **work).await?.rows_affected()
+            }
+            Self::Postgres(work) => {
+                let query = sqlx::query_with(statement, postgres_arguments(values)?);
+                query.execute(&mut **work).await?.rows_affected()
+            }
+        })
+    }
+
+    /// Runs a statement that answers.
+    pub(super) async fn rows(&mut self, statement: &'static str, values: &[Value]) -> Result<Vec<Row>, sqlx::Error> {
+        match self {
+            Self::Sqlite(work) => from_sqlite(&mut *work, statement, values).await,
+            Self::Postgres(work) => from_postgres(&mut *work, statement, values).await,
+        }
+    }
+
+    pub(super) async fn commit(self) -> Result<(), sqlx::Error> {
+        match self {
+            Self::Sqlite(work) => work.commit().await,
+            Self::Postgres(work) => work.commit().await,
+        }
+    }
+}
+
+fn sqlite_arguments(values: &[Value]) -> Result<SqliteArguments, sqlx::Error> {
+    let mut arguments = SqliteArguments::default();
+    for value in values {
+        match value {
+            Value::Text(text) => arguments.add(text.clone()),
+            Value::Int(number) => arguments.add(*number),
+        }
+        .map_err(sqlx::Error::Encode)?;
+    }
+    Ok(arguments)
+}
+
+fn postgres_arguments(values: &[Value]) -> Result<PgArguments, sqlx::Error> {
+    let mut arguments = PgArguments::default();
+    for value in values {
+        match value {
+            Value::Text(text) => arguments.add(text),
+            Value::Int(number) => arguments.add(number),
+        }
+        .map_err(sqlx::Error::Encode)?;
+    }
+    Ok(arguments)
+}
+
+async fn from_sqlite(
+    connection: &mut SqliteConnection,
+    statement: &'static str,
+    values: &[Value],
+) -> Result<Vec<Row>, sqlx::Error> {
+    let query = sqlx::query_with(statement, sqlite_arguments(values)?);
+    let rows = query.fetch_all(connection).await?;
+    let value = |row: &SqliteRow, column: usize| -> Result<Value, sqlx::Error> {
+        // A value of SQLite has its own type; NULL reads as a text that is not there.
+        if row.try_get_raw(column)?.type_info().name() == "INTEGER" {
+            row.try_get(column).map(Value::Int)
+        } else {
+            row.try_get(column).map(Value::Text)
+        }
+    };
+    let row = |row: SqliteRow| -> Result<Row, sqlx::Error> {
+        let values: Result<_, _> = (0..row.len()).map(|column| value(&row, column)).collect();
+        Ok(Row(values?))
+    };
+    rows.into_iter().map(row).collect()
+}
+
+async fn from_postgres(
+    connection: &mut PgConnection,
+    statement: &'static str,
+    values: &[Value],
+) -> Result<Vec<Row>, sqlx::Error> {
+    let query = sqlx::query_with(statement, postgres_arguments(values)?);
+    let rows = query.fetch_all(connection).await?;
+    let value = |row: &PgRow, column: usize| -> Result<Value, sqlx::Error> {
+        if row.try_get_raw(column)?.type_info().name() == "INT8" {
+            row.try_get(column).map(Value::Int)
+        } else {
+            row.try_get(column).map(Value::Text)
+        }
+    };
+    let row = |row: PgRow| -> Result<Row, sqlx::Error> {
+        let values: Result<_, _> = (0..row.len()).map(|column| value(&row, column)).collect();
+        Ok(Row(values?))
+    };
+    rows.into_iter().map(row).collect()
+}

@@ -1,0 +1,77 @@
+//! Which blobs the stored jobs need.
+
+use super::link::{Row, Work};
+use super::{JobRoots, SqlStore, StoreError};
+use crate::core::Job;
+use aitk_common::hash::ContentHash;
+use std::collections::{BTreeMap, HashMap};
+
+/// Jobs read at a time.
+const PAGE: u64 = 1_000;
+
+impl SqlStore {
+    pub(super) async fn read_roots(&self, work: &mut Work) -> Result<Vec<JobRoots>, StoreError> {
+        let artifacts = self
+            .ask(work, "SELECT job, hash FROM artifacts WHERE hash IS NOT NULL")
+            .await?;
+        // The two newest of each job: the last may be on its way to a worker while the next is committed.
+        let checkpoints = self
+            .ask(
+                work,
+                "SELECT job, manifest FROM \
+                 (SELECT job, manifest, ROW_NUMBER() OVER (PARTITION BY job ORDER BY cursor DESC) AS age FROM checkpoints) AS newest \
+                 WHERE age <= 2",
+            )
+            .await?;
+        let (mut artifacts, mut checkpoints) = (self.by_job(&artifacts)?, self.by_job(&checkpoints)?);
+        let (mut all, mut after) = (Vec::new(), String::new());
+        // In pages: records are larger than what is wanted of them.
+        loop {
+            let jobs = work
+                .rows(
+                    "SELECT id, record, inputs FROM jobs WHERE id > $1 ORDER BY id LIMIT $2",
+                    &[after.as_str().into(), PAGE.into()],
+                )
+                .await
+                .map_err(|e| self.failed(e))?;
+            for row in &jobs {
+                let id = row.text(0);
+                let job: Job = self.parse("job", id, row.text(1))?;
+                let inputs: BTreeMap<String, ContentHash> = self.parse("job's inputs", id, row.text(2))?;
+                let ended = job.state.is_ended();
+                let mut manifests = checkpoints.remove(id).filter(|_| !ended).unwrap_or_default();
+                // What the next attempt starts from is kept whatever the log says.
+                manifests.extend(job.checkpoint.as_ref().map(|checkpoint| checkpoint.manifest));
+                all.push(JobRoots {
+                    ended,
+                    snapshots: inputs.into_values().collect(),
+                    checkpoints: manifests,
+                    artifacts: artifacts.remove(id).unwrap_or_default(),
+                });
+            }
+            match jobs.last() {
+                Some(last) if jobs.len() as u64 == PAGE => last.text(0).clone_into(&mut after),
+                _ => return Ok(all),
+            }
+        }
+    }
+
+    async fn ask(&self, work: &mut Work, statement: &'static str) -> Result<Vec<Row>, StoreError> {
+        work.rows(statement, &[]).await.map_err(|e| self.failed(e))
+    }
+
+    fn by_job(&self, rows: &[Row]) -> Result<HashMap<String, Vec<ContentHash>>, StoreError> {
+        let mut found: HashMap<String, Vec<ContentHash>> = HashMap::new();
+        for row in rows {
+            let text = row.text(1);
+            let hash = ContentHash::parse(text).map_err(|error| StoreError::Unreadable {
+                database: self.database().to_owned(),
+                what: "blob's hash",
+                id: row.text(0).to_owned(),
+                source: serde::de::Error::custom(error),
+            })?;
+            found.entry(row.text(0).to_owned()).or_default().push(hash);
+        }
+        Ok(found)
+    }
+}

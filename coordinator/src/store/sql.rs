@@ -1,0 +1,252 @@
+//! The store over either database.
+
+use super::link::{Link, Row, Value, Work};
+use super::postgres::Writer;
+use super::{EVENTS_KEPT, JobRoots, Loaded, Store, StoreError, records};
+use crate::core::{Job, Payload, Record, Restored, Worker};
+use aitk_common::control::{Artifact, JobEvent};
+use aitk_common::id::JobId;
+use async_trait::async_trait;
+use serde::de::DeserializeOwned;
+use sqlx::migrate::Migrator;
+use std::future::Future;
+use std::time::Duration;
+
+/// How long an answer of PostgreSQL may take. A server that went away without a word would otherwise hold us up for as
+/// long as TCP waits. A commit that is given up here and comes through later is no harm: what it wrote stays locked
+/// against its own repetition until then, and both write the same.
+const ANSWER: Duration = Duration::from_secs(15);
+
+/// A store in an SQL database: [`Self::sqlite`] or [`Self::postgres`].
+#[derive(Debug)]
+pub struct SqlStore {
+    /// Its address, for messages.
+    database: String,
+    link: Link,
+    /// PostgreSQL: that we may write.
+    writer: Option<Writer>,
+    events_kept: u64,
+}
+
+impl SqlStore {
+    pub(super) fn new(database: String, link: Link, writer: Option<Writer>) -> Self {
+        Self {
+            database,
+            link,
+            writer,
+            events_kept: EVENTS_KEPT,
+        }
+    }
+
+    /// Keeps about this many log lines and metrics of a job instead of [`EVENTS_KEPT`].
+    #[must_use]
+    pub fn keeping_events(mut self, events: u64) -> Self {
+        self.events_kept = events.max(1);
+        self
+    }
+
+    /// Makes sure that the lock which keeps others away is ours; a commit that failed does so by itself.
+    pub async fn keep_lock(&self) {
+        if let Some(writer) = &self.writer {
+            writer.keep().await;
+        }
+    }
+
+    pub(super) fn database(&self) -> &str {
+        &self.database
+    }
+
+    pub(super) fn failed(&self, source: sqlx::Error) -> StoreError {
+        StoreError::Failed {
+            database: self.database.clone(),
+            source,
+        }
+    }
+
+    pub(super) fn parse<T: DeserializeOwned>(&self, what: &'static str, id: &str, text: &str) -> Result<T, StoreError> {
+        serde_json::from_str(text).map_err(|source| StoreError::Unreadable {
+            database: self.database.clone(),
+            what,
+            id: id.to_owned(),
+            source,
+        })
+    }
+
+    /// A transaction that writes, if we still may.
+    pub(super) async fn begin(&self) -> Result<Work, StoreError> {
+        let mut work = self.link.write().await.map_err(|e| self.failed(e))?;
+        if let Some(writer) = &self.writer {
+            // Shared: whoever wants to take over waits until this transaction is through, and none begins after it.
+            let rows = work
+                .rows("SELECT epoch FROM writer WHERE id = 1 FOR SHARE", &[])
+                .await
+                .map_err(|e| self.failed(e))?;
+            if rows.first().map(|row| row.number(0)) != Some(writer.epoch) {
+                return Err(StoreError::Superseded {
+                    database: self.database.clone(),
+                });
+            }
+        }
+        Ok(work)
+    }
+
+    /// Without bringing it up to date: that the tables are those that we know.
+    pub(super) async fn check_schema(&self, ours: &Migrator) -> Result<(), StoreError> {
+        let rows = self.rows("SELECT MAX(version) FROM _sqlx_migrations", &[]).await?;
+        let found = rows.first().map_or(0, |row| row.number(0)) as i64;
+        let expected = ours.iter().map(|migration| migration.version).max().unwrap_or(0);
+        if found == expected {
+            return Ok(());
+        }
+        Err(StoreError::Schema {
+            database: self.database.clone(),
+            found,
+            expected,
+        })
+    }
+
+    /// A transaction that sees one moment.
+    pub(super) async fn reading(&self) -> Result<Work, StoreError> {
+        self.link.read().await.map_err(|e| self.failed(e))
+    }
+
+    /// Bounds the time of a call to PostgreSQL.
+    async fn in_time<T>(&self, call: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
+        if self.writer.is_none() {
+            return call.await;
+        }
+        tokio::time::timeout(ANSWER, call).await.unwrap_or_else(|_| {
+            let late = std::io::Error::new(std::io::ErrorKind::TimedOut, "no answer in time");
+            Err(self.failed(sqlx::Error::Io(late)))
+        })
+    }
+
+    async fn rows(&self, statement: &'static str, values: &[Value]) -> Result<Vec<Row>, StoreError> {
+        let call = async { self.link.rows(statement, values).await.map_err(|e| self.failed(e)) };
+        self.in_time(call).await
+    }
+
+    async fn write_all(&self, records: &[Record]) -> Result<(), StoreError> {
+        let mut work = self.begin().await?;
+        for record in records::coalesce(records) {
+            records::write(&mut work, record, self.events_kept)
+                .await
+                .map_err(|e| self.failed(e))?;
+        }
+        work.commit().await.map_err(|e| self.failed(e))
+    }
+
+    async fn restored(&self, work: &mut Work) -> Result<Vec<Restored>, StoreError> {
+        let jobs = work
+            .rows(
+                "SELECT id, record, (SELECT MAX(cursor) FROM events WHERE events.job = jobs.id) FROM jobs",
+                &[],
+            )
+            .await
+            .map_err(|e| self.failed(e))?;
+        let mut restored = Vec::with_capacity(jobs.len());
+        for row in jobs {
+            let id = row.text(0);
+            let job: Job = self.parse("job", id, row.text(1))?;
+            let seq = match job.current() {
+                None => 0,
+                Some(attempt) => work
+                    .rows(
+                        "SELECT MAX(seq) FROM events WHERE job = $1 AND attempt = $2",
+                        &[id.into(), attempt.id.as_str().into()],
+                    )
+                    .await
+                    .map_err(|e| self.failed(e))?
+                    .first()
+                    .map_or(0, |row| row.number(0)),
+            };
+            restored.push(Restored {
+                cursor: row.number(2),
+                seq,
+                job,
+            });
+        }
+        Ok(restored)
+    }
+}
+
+#[async_trait]
+impl Store for SqlStore {
+    async fn load(&self) -> Result<Loaded, StoreError> {
+        let mut work = self.reading().await?;
+        let jobs = self.restored(&mut work).await?;
+        let rows = work
+            .rows("SELECT id, record FROM workers", &[])
+            .await
+            .map_err(|e| self.failed(e))?;
+        let workers = rows
+            .iter()
+            .map(|row| self.parse::<Worker>("worker", row.text(0), row.text(1)))
+            .collect::<Result<_, _>>()?;
+        Ok(Loaded { jobs, workers })
+    }
+
+    async fn commit(&self, records: &[Record]) -> Result<(), StoreError> {
+        if records.is_empty() {
+            return Ok(());
+        }
+        let result = self.in_time(self.write_all(records)).await;
+        if matches!(result, Err(StoreError::Failed { .. })) {
+            // Perhaps the server was restarted, and our lock with it.
+            self.keep_lock().await;
+        }
+        result
+    }
+
+    async fn payload(&self, job: &JobId) -> Result<Option<Payload>, StoreError> {
+        let rows = self
+            .rows(
+                "SELECT config_text, config_format, job_json, inputs FROM jobs WHERE id = $1",
+                &[job.as_str().into()],
+            )
+            .await?;
+        let Some(row) = rows.first() else { return Ok(None) };
+        Ok(Some(Payload {
+            config_text: row.text(0).to_owned(),
+            config_format: row.text(1).to_owned(),
+            job_json: row.text(2).to_owned(),
+            inputs: self.parse("job's inputs", job.as_str(), row.text(3))?,
+        }))
+    }
+
+    async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<JobEvent>, StoreError> {
+        let rows = self
+            .rows(
+                "SELECT event FROM events WHERE job = $1 AND cursor > $2 ORDER BY cursor LIMIT $3",
+                &[job.as_str().into(), after.into(), u64::from(limit).into()],
+            )
+            .await?;
+        rows.iter()
+            .map(|row| self.parse("event", job.as_str(), row.text(0)))
+            .collect()
+    }
+
+    async fn artifacts(&self, job: &JobId) -> Result<Vec<Artifact>, StoreError> {
+        let rows = self
+            .rows(
+                "SELECT artifact FROM artifacts WHERE job = $1 ORDER BY name",
+                &[job.as_str().into()],
+            )
+            .await?;
+        rows.iter()
+            .map(|row| self.parse("artifact", job.as_str(), row.text(0)))
+            .collect()
+    }
+
+    async fn roots(&self) -> Result<Vec<JobRoots>, StoreError> {
+        let mut work = self.reading().await?;
+        self.read_roots(&mut work).await
+    }
+
+    async fn close(&self) {
+        if let Some(writer) = &self.writer {
+            writer.close().await;
+        }
+        self.link.close().await;
+    }
+}

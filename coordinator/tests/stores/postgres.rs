@@ -1,0 +1,61 @@
+//! What only PostgreSQL does: one writer, restarts, passwords.
+
+use super::store::{commit, submit};
+use crate::support;
+use crate::support::postgres::{PASSWORD, Postgres};
+use aitk_coordinator::core::{Settings, State};
+use aitk_coordinator::store::{SqlStore, Store, StoreError};
+use std::time::Duration;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn postgres_has_one_writer_and_survives_a_restart() {
+    let Some(mut server) = Postgres::start() else { return };
+    let url = server.url().parse().unwrap();
+    let store = SqlStore::postgres(&url).await.unwrap();
+    let second = SqlStore::postgres(&url).await.unwrap_err();
+    assert!(matches!(second, StoreError::InUse { .. }), "{second}");
+    assert!(!second.to_string().contains(PASSWORD));
+    let mut state = State::new(Settings::from_lease(Duration::from_secs(6)));
+    commit(&store, &submit(&mut state, "ja")).await;
+
+    // Whatever was open breaks; the next tries succeed, and the lock is ours again.
+    server.restart();
+    let records = submit(&mut state, "jb");
+    support::eventually("a commit after the restart", || async {
+        store.commit(&records).await.ok()
+    })
+    .await;
+    assert_eq!(store.load().await.unwrap().jobs.len(), 2);
+    support::eventually("the lock to be ours again", || async {
+        // A commit that fails is what makes it look after its lock; here nothing needs to fail any more.
+        store.keep_lock().await;
+        matches!(SqlStore::postgres(&url).await, Err(StoreError::InUse { .. })).then_some(())
+    })
+    .await;
+
+    // Another one takes over: from then on nothing of ours goes in.
+    let pool = sqlx::PgPool::connect(&server.url()).await.unwrap();
+    sqlx::query("UPDATE writer SET epoch = epoch + 1")
+        .execute(&pool)
+        .await
+        .unwrap();
+    let late = store.commit(&submit(&mut state, "jc")).await.unwrap_err();
+    assert!(
+        matches!(late, StoreError::Superseded { .. }) && !late.is_transient(),
+        "{late}"
+    );
+    assert_eq!(store.load().await.unwrap().jobs.len(), 2);
+    store.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_wrong_password_is_said_without_the_password() {
+    let Some(server) = Postgres::start() else { return };
+    let url = server.url().replace(PASSWORD, "geraten-und-falsch").parse().unwrap();
+    let error = SqlStore::postgres(&url).await.unwrap_err();
+    let text = format!("{error} {error:?}");
+    assert!(
+        matches!(error, StoreError::Open { .. }) && !text.contains("geraten-und-falsch"),
+        "{text}"
+    );
+}

@@ -1,0 +1,318 @@
+//! One suite, both databases.
+
+use crate::support::postgres::Postgres;
+use crate::support::{FakeWorker, cpu};
+use aitk_common::control::{Artifact, EventBody, JobEvent, JobState, Registration, UnixMillis};
+use aitk_common::hash::ContentHash;
+use aitk_common::id::{AttemptId, JobId, WorkerId};
+use aitk_coordinator::core::{Effect, Event, Job, NewJob, Payload, Record, SessionId, Settings, State, Ticket, Wants};
+use aitk_coordinator::store::{SqlStore, Store};
+use std::collections::{BTreeMap, HashSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Log lines and metrics that are kept in these tests.
+const KEPT: u64 = 50;
+
+/// Where a store lies, so that it can be opened again.
+enum Place<'a> {
+    File(&'a std::path::Path),
+    Server(&'a Postgres),
+}
+
+impl Place<'_> {
+    async fn open(&self) -> SqlStore {
+        let store = match self {
+            Self::File(folder) => SqlStore::sqlite(&folder.join("aitk.db")).await,
+            Self::Server(server) => SqlStore::postgres(&server.url().parse().unwrap()).await,
+        };
+        store.unwrap().keeping_events(KEPT)
+    }
+}
+
+pub(super) fn hash(text: &str) -> ContentHash {
+    ContentHash::of(text.as_bytes())
+}
+
+fn payload() -> Payload {
+    Payload {
+        config_text: "name: a\n# \u{1F600} ü\n".into(),
+        config_format: "yaml".into(),
+        job_json: r#"{"name":"a"}"#.into(),
+        inputs: BTreeMap::from([("./data".to_owned(), hash("snapshot"))]),
+    }
+}
+
+/// The records of one step of a real core.
+fn records(state: &mut State, at: u64, event: Event) -> Vec<Record> {
+    let persisted = |effect| match effect {
+        Effect::Persist(record) => Some(record),
+        _ => None,
+    };
+    state
+        .handle(UnixMillis(at), event)
+        .into_iter()
+        .filter_map(persisted)
+        .collect()
+}
+
+pub(super) fn submit(state: &mut State, id: &str) -> Vec<Record> {
+    let job = NewJob {
+        id: JobId::new(id),
+        seed: 7,
+        name: id.into(),
+        kind: "extension".into(),
+        wants: Wants::default(),
+        local: false,
+        after: Vec::new(),
+        not_before: None,
+        idempotency_key: Some(format!("key of {id}")),
+        payload: Arc::new(payload()),
+    };
+    let (ticket, job) = (Ticket(1), Box::new(job));
+    records(state, 1000, Event::JobSubmitted { ticket, job })
+}
+
+/// Stores everything twice: an answer that was lost is asked for again.
+pub(super) async fn commit(store: &dyn Store, records: &[Record]) {
+    store.commit(records).await.unwrap();
+    store.commit(records).await.unwrap();
+}
+
+pub(super) fn job_of(records: &[Record]) -> Job {
+    let found = records.iter().rev().find_map(|record| match record {
+        Record::NewJob(job, _) | Record::Job(job) => Some(*job.clone()),
+        _ => None,
+    });
+    found.unwrap()
+}
+
+pub(super) fn event(job: &str, cursor: u64, body: EventBody, seq: Option<u64>) -> Record {
+    Record::Event {
+        job: JobId::new(job),
+        event: Box::new(JobEvent {
+            cursor,
+            time: UnixMillis(cursor),
+            attempt: seq.map(|_| AttemptId::new(format!("{job}-1"))),
+            body,
+        }),
+        seq,
+    }
+}
+
+fn line(text: &str) -> EventBody {
+    EventBody::Log {
+        level: "info".into(),
+        message: text.into(),
+    }
+}
+
+pub(super) fn artifact(name: &str, index: Option<u64>, content: &str) -> Artifact {
+    Artifact {
+        name: name.into(),
+        kind: "sample".into(),
+        hash: Some(hash(content)),
+        bytes: 1,
+        step: Some(1),
+        index,
+        local_path: None,
+    }
+}
+
+/// Jobs, workers and payloads come back as they were, also from a core's own hand.
+async fn what_a_core_stores_comes_back(place: &Place<'_>) {
+    let store = place.open().await;
+    let mut state = State::new(Settings::from_lease(Duration::from_secs(6)));
+    let first = submit(&mut state, "ja");
+    commit(&store, &first).await;
+    commit(&store, &submit(&mut state, "jb")).await;
+    let registration: Registration = FakeWorker::registration("w1", Some(WorkerId::new("w1")), Vec::new());
+    let registered = Event::WorkerRegistered {
+        session: SessionId(5),
+        fresh_id: WorkerId::new("unused"),
+        same_machine: true,
+        registration: Box::new(registration),
+    };
+    // The worker takes the first job.
+    commit(&store, &records(&mut state, 2000, registered)).await;
+    store.close().await;
+
+    let store = place.open().await;
+    let loaded = store.load().await.unwrap();
+    assert_eq!((loaded.jobs.len(), loaded.workers.len()), (2, 1));
+    assert_eq!(loaded.workers[0].devices, [cpu()]);
+    let again = State::restore(
+        Settings::from_lease(Duration::from_secs(6)),
+        UnixMillis(3000),
+        loaded.jobs,
+        loaded.workers,
+    );
+    for id in ["ja", "jb"] {
+        let (was, is) = (state.job(&JobId::new(id)).unwrap(), again.job(&JobId::new(id)).unwrap());
+        assert_eq!(
+            (was.state, was.cursor, &was.attempts),
+            (is.state, is.cursor, &is.attempts)
+        );
+        assert_eq!(was.idempotency_key, is.idempotency_key);
+    }
+    assert_eq!(again.job(&JobId::new("ja")).unwrap().state, JobState::Running);
+    assert_eq!(store.payload(&JobId::new("ja")).await.unwrap(), Some(payload()));
+    assert_eq!(store.payload(&JobId::new("nobody")).await.unwrap(), None);
+    store.close().await;
+}
+
+/// Events come in order, page by page; old lines go, what matters stays.
+async fn event_logs_are_read_by_cursor_and_trimmed(place: &Place<'_>) {
+    let store = place.open().await;
+    let job = JobId::new("jlog");
+    let mut state = State::new(Settings::from_lease(Duration::from_secs(6)));
+    let mut made = submit(&mut state, "jlog");
+    made.retain(|record| !matches!(record, Record::Event { .. }));
+    commit(&store, &made).await;
+    for cursor in 1..=4 * KEPT {
+        let body = if cursor == 3 {
+            EventBody::Checkpoint {
+                step: 9,
+                manifest: hash("m"),
+            }
+        } else {
+            line(&format!("line {cursor} \u{0}\u{1F600}"))
+        };
+        commit(&store, &[event("jlog", cursor, body, Some(cursor))]).await;
+    }
+    let all = store.events(&job, 0, 1000).await.unwrap();
+    let cursors: Vec<u64> = all.iter().map(|event| event.cursor).collect();
+    assert_eq!(cursors[0], 3, "a checkpoint is never trimmed");
+    assert!(
+        cursors.len() as u64 >= KEPT && (cursors.len() as u64) < 2 * KEPT,
+        "{}",
+        cursors.len()
+    );
+    assert!(cursors.is_sorted() && *cursors.last().unwrap() == 4 * KEPT);
+    assert_eq!(
+        cursors[cursors.len() - KEPT as usize],
+        3 * KEPT + 1,
+        "the newest are all there"
+    );
+    let mut paged = Vec::new();
+    let mut after = 0;
+    loop {
+        let page = store.events(&job, after, 7).await.unwrap();
+        let Some(last) = page.last() else { break };
+        after = last.cursor;
+        paged.extend(page);
+    }
+    assert_eq!(paged, all);
+    assert_eq!(
+        all.last().unwrap().body,
+        line(&format!("line {} \u{0}\u{1F600}", 4 * KEPT))
+    );
+    let loaded = store.load().await.unwrap();
+    let restored = loaded.jobs.iter().find(|restored| restored.job.id == job).unwrap();
+    assert_eq!(restored.cursor, 4 * KEPT);
+    store.close().await;
+}
+
+/// After a restore the cursors of a log have a gap: that must not count as so many lines.
+async fn a_gap_in_the_cursors_is_no_line(place: &Place<'_>) {
+    let store = place.open().await;
+    let lines = |from: u64, to: u64| (from..=to).map(|cursor| event("jgap", cursor, line("x"), Some(cursor)));
+    let after = 1_000_000;
+    let records: Vec<_> = lines(1, KEPT - 10)
+        .chain(lines(after + KEPT - 9, after + KEPT))
+        .collect();
+    commit(&store, &records).await;
+    let all = store.events(&JobId::new("jgap"), 0, 1000).await.unwrap();
+    assert_eq!(all.len() as u64, KEPT, "they are no more than may stay");
+    store.close().await;
+}
+
+/// A file that a step makes again replaces the one of before; one that is gone is gone.
+async fn artifacts_are_replaced_by_identity(place: &Place<'_>) {
+    let store = place.open().await;
+    let job = JobId::new("jart");
+    let record = |artifact| Record::Artifact(job.clone(), Box::new(artifact));
+    commit(&store, &[record(artifact("b.png", Some(0), "one"))]).await;
+    commit(
+        &store,
+        &[
+            record(artifact("a.png", Some(0), "two")),
+            record(artifact("lora", None, "three")),
+        ],
+    )
+    .await;
+    let names = |found: Vec<Artifact>| found.into_iter().map(|a| a.name).collect::<Vec<_>>();
+    assert_eq!(names(store.artifacts(&job).await.unwrap()), ["a.png", "lora"]);
+    commit(&store, &[Record::ArtifactGone(job.clone(), "lora".into())]).await;
+    assert_eq!(
+        store.artifacts(&job).await.unwrap(),
+        [artifact("a.png", Some(0), "two")]
+    );
+    store.close().await;
+}
+
+/// Who keeps what alive, until the job is forgotten.
+async fn roots_are_what_jobs_can_still_use(place: &Place<'_>) {
+    let store = place.open().await;
+    let before = store.roots().await.unwrap().len();
+    let mut state = State::new(Settings::from_lease(Duration::from_secs(6)));
+    let made = submit(&mut state, "jroot");
+    let mut job = job_of(&made);
+    commit(&store, &made).await;
+    let saved = |step: u64| EventBody::Checkpoint {
+        step,
+        manifest: hash(&format!("m{step}")),
+    };
+    for step in 1..=4 {
+        commit(&store, &[event("jroot", 10 + step, saved(step), None)]).await;
+    }
+    let record = Record::Artifact(job.id.clone(), Box::new(artifact("x", None, "file")));
+    let mut committed = serde_json::to_value(&job).unwrap();
+    committed["checkpoint"] = serde_json::json!({ "manifest": hash("m4"), "step": 4 });
+    job = serde_json::from_value(committed).unwrap();
+    commit(&store, &[record, Record::Job(Box::new(job.clone()))]).await;
+    let mine = async || {
+        let mut roots = store.roots().await.unwrap();
+        roots.retain(|roots| roots.artifacts.contains(&hash("file")));
+        roots.pop().unwrap()
+    };
+    let live = mine().await;
+    assert!(!live.ended);
+    assert_eq!(live.snapshots, [hash("snapshot")]);
+    assert_eq!(
+        live.checkpoints.iter().copied().collect::<HashSet<_>>(),
+        [hash("m4"), hash("m3")].into()
+    );
+    job.state = JobState::Failed;
+    job.ended = Some(UnixMillis(5000));
+    commit(&store, &[Record::Job(Box::new(job.clone()))]).await;
+    let ended = mine().await;
+    assert!(ended.ended);
+    assert_eq!(ended.checkpoints, [hash("m4")]);
+    commit(&store, &[Record::JobGone(job.id.clone())]).await;
+    assert_eq!(store.roots().await.unwrap().len(), before);
+    assert_eq!(store.events(&job.id, 0, 10).await.unwrap(), []);
+    assert_eq!(store.artifacts(&job.id).await.unwrap(), []);
+    assert_eq!(store.payload(&job.id).await.unwrap(), None);
+    store.close().await;
+}
+
+async fn suite(place: Place<'_>) {
+    what_a_core_stores_comes_back(&place).await;
+    event_logs_are_read_by_cursor_and_trimmed(&place).await;
+    a_gap_in_the_cursors_is_no_line(&place).await;
+    artifacts_are_replaced_by_identity(&place).await;
+    roots_are_what_jobs_can_still_use(&place).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn sqlite() {
+    let folder = tempfile::tempdir().unwrap();
+    suite(Place::File(folder.path())).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn postgres() {
+    let Some(server) = Postgres::start() else { return };
+    suite(Place::Server(&server)).await;
+}

@@ -1,0 +1,100 @@
+//! A coordinator as a process of its own, which can be killed.
+
+use super::{PATIENCE, eventually};
+use aitk_proto::client::{Clients, connect};
+use std::fs::File;
+use std::net::{SocketAddr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+pub(crate) struct Daemon {
+    child: Child,
+    address: SocketAddr,
+    dir: PathBuf,
+    arguments: Vec<String>,
+    environment: Vec<(String, String)>,
+}
+
+impl Daemon {
+    /// Starts it in a folder, with more arguments, and waits until it answers.
+    pub(crate) async fn start(dir: &Path, arguments: &[&str], environment: &[(&str, &str)]) -> Self {
+        let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let arguments: Vec<String> = arguments.iter().map(ToString::to_string).collect();
+        let environment: Vec<_> = environment
+            .iter()
+            .map(|(k, v)| ((*k).to_owned(), (*v).to_owned()))
+            .collect();
+        let child = spawn(dir, address, &arguments, &environment);
+        let daemon = Self {
+            child,
+            address,
+            dir: dir.to_owned(),
+            arguments,
+            environment,
+        };
+        daemon.answers().await;
+        daemon
+    }
+
+    /// SIGKILL, and a new one on the same folder and address.
+    pub(crate) async fn kill_and_restart(&mut self) {
+        self.kill();
+        self.child = spawn(&self.dir, self.address, &self.arguments, &self.environment);
+        self.answers().await;
+    }
+
+    pub(crate) fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
+    pub(crate) fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    pub(crate) fn token(&self) -> String {
+        std::fs::read_to_string(self.dir.join("token"))
+            .unwrap()
+            .trim()
+            .to_owned()
+    }
+
+    pub(crate) fn log(&self) -> String {
+        std::fs::read_to_string(self.dir.join("log")).unwrap_or_default()
+    }
+
+    pub(crate) async fn clients(&self) -> Clients {
+        connect(&self.url(), &self.token(), None).await.unwrap()
+    }
+
+    async fn answers(&self) {
+        eventually(&format!("an answer within {PATIENCE:?}: {}", self.log()), || async {
+            if !self.dir.join("token").exists() {
+                return None;
+            }
+            connect(&self.url(), &self.token(), None).await.ok()
+        })
+        .await;
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+fn spawn(dir: &Path, address: SocketAddr, arguments: &[String], environment: &[(String, String)]) -> Child {
+    std::fs::create_dir_all(dir).unwrap();
+    let log = File::options().create(true).append(true).open(dir.join("log")).unwrap();
+    Command::new(env!("CARGO_BIN_EXE_aitk-coordinator"))
+        .args(["--bind", &address.to_string(), "--log-level", "debug", "--data-dir"])
+        .arg(dir)
+        .args(arguments)
+        .envs(environment.iter().cloned())
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(log)
+        .spawn()
+        .unwrap()
+}

@@ -1,0 +1,161 @@
+//! A PostgreSQL server for one test: its own folder, a Unix socket, no network.
+
+use std::io::Write;
+use std::os::unix::fs::chown;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Must never be seen in a log or an error.
+pub(crate) const PASSWORD: &str = "geheimes-passwort";
+/// PostgreSQL refuses to run as root; a test that does becomes this user, who owns nothing else.
+const NOBODY: u32 = 65534;
+
+pub(crate) struct Postgres {
+    folder: tempfile::TempDir,
+    programs: PathBuf,
+    as_nobody: bool,
+    server: Child,
+}
+
+impl Postgres {
+    /// Starts a server; `None`, and a word about it, where PostgreSQL is not installed.
+    pub(crate) fn start() -> Option<Self> {
+        let Some(programs) = programs() else {
+            assert!(
+                std::env::var_os("AITK_REQUIRE_POSTGRES").is_none(),
+                "AITK_REQUIRE_POSTGRES is set, but there is no PostgreSQL in /usr/lib/postgresql/*/bin or on the PATH"
+            );
+            let test = std::thread::current();
+            // Straight to the terminal: what a test prints is only shown when it fails.
+            let _ = writeln!(
+                std::io::stderr(),
+                "SKIPPED {}: PostgreSQL is not installed here (Debian: `apt-get install postgresql`)",
+                test.name().unwrap_or("a test")
+            );
+            return None;
+        };
+        let folder = tempfile::tempdir().unwrap();
+        // Our own folder belongs to root only when we are root.
+        let as_nobody = std::os::unix::fs::MetadataExt::uid(&std::fs::metadata(folder.path()).unwrap()) == 0;
+        let password = folder.path().join("password");
+        std::fs::write(&password, PASSWORD).unwrap();
+        if as_nobody {
+            for path in [folder.path(), &password] {
+                chown(path, Some(NOBODY), Some(NOBODY)).unwrap();
+            }
+        }
+        let made = command(&programs, "initdb", as_nobody)
+            .arg("-D")
+            .arg(folder.path().join("data"))
+            .args([
+                "-U",
+                "aitk",
+                "-A",
+                "scram-sha-256",
+                "-E",
+                "UTF8",
+                "--locale=C",
+                "--no-sync",
+            ])
+            .arg(format!("--pwfile={}", password.display()))
+            .stdin(Stdio::null())
+            .output()
+            .unwrap();
+        assert!(
+            made.status.success(),
+            "initdb: {}",
+            String::from_utf8_lossy(&made.stderr)
+        );
+        let server = serve(&programs, folder.path(), as_nobody);
+        Some(Self {
+            folder,
+            programs,
+            as_nobody,
+            server,
+        })
+    }
+
+    /// The address of its database, with the password in it.
+    pub(crate) fn url(&self) -> String {
+        let folder = self.folder.path().display();
+        format!("postgres://aitk:{PASSWORD}@localhost/postgres?host={folder}")
+    }
+
+    /// Down without a goodbye, and up again.
+    pub(crate) fn restart(&mut self) {
+        self.stop("immediate");
+        self.server = serve(&self.programs, self.folder.path(), self.as_nobody);
+    }
+
+    fn stop(&mut self, mode: &str) {
+        let _ = command(&self.programs, "pg_ctl", self.as_nobody)
+            .args(["stop", "-m", mode, "-t", "20", "-s", "-D"])
+            .arg(self.folder.path().join("data"))
+            .status();
+        let _ = self.server.kill();
+        let _ = self.server.wait();
+    }
+}
+
+impl Drop for Postgres {
+    fn drop(&mut self) {
+        // Not by a signal to the first process alone: the others would keep the shared memory.
+        self.stop("immediate");
+    }
+}
+
+/// Where the programs lie: the newest version that Debian installed, else on the `PATH`.
+fn programs() -> Option<PathBuf> {
+    let complete = |bin: &PathBuf| {
+        ["postgres", "initdb", "pg_ctl"]
+            .iter()
+            .all(|name| bin.join(name).is_file())
+    };
+    let versions = std::fs::read_dir("/usr/lib/postgresql").into_iter().flatten().flatten();
+    let newest = versions
+        .filter_map(|entry| {
+            Some((
+                entry.file_name().to_str()?.parse::<u32>().ok()?,
+                entry.path().join("bin"),
+            ))
+        })
+        .filter(|(_, bin)| complete(bin))
+        .max();
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    newest
+        .map(|(_, bin)| bin)
+        .or_else(|| std::env::split_paths(&path).find(complete))
+}
+
+fn command(programs: &Path, name: &str, as_nobody: bool) -> Command {
+    let mut command = Command::new(programs.join(name));
+    command.current_dir("/");
+    if as_nobody {
+        command.uid(NOBODY).gid(NOBODY);
+    }
+    command
+}
+
+fn serve(programs: &Path, folder: &Path, as_nobody: bool) -> Child {
+    let child = command(programs, "postgres", as_nobody)
+        .arg("-D")
+        .arg(folder.join("data"))
+        .arg("-k")
+        .arg(folder)
+        .args(["-c", "listen_addresses="])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    // It writes "ready" into its pid file when it answers.
+    let begin = Instant::now();
+    let pid_file = folder.join("data/postmaster.pid");
+    while !std::fs::read_to_string(&pid_file).is_ok_and(|text| text.contains("ready")) {
+        assert!(begin.elapsed() < Duration::from_secs(30), "PostgreSQL does not start");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    child
+}
