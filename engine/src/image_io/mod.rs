@@ -1,6 +1,7 @@
 //! Pictures in and out: PNG, JPEG and WebP, as Pillow reads, resizes and writes them.
 
 mod encode;
+mod jpeg;
 mod resize;
 
 pub use encode::{Format, encode, save};
@@ -100,7 +101,15 @@ fn decode(bytes: &[u8]) -> Result<DynamicImage, String> {
     let mut decoder = reader.into_decoder().map_err(|e| damaged(&e))?;
     check_size(decoder.dimensions())?;
     let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
-    let mut picture = DynamicImage::from_decoder(decoder).map_err(|e| damaged(&e))?;
+    let pillows = if format == Some(ImageFormat::Jpeg) {
+        jpeg::decode(bytes)
+    } else {
+        None
+    };
+    let mut picture = match pillows {
+        Some(picture) => picture,
+        None => DynamicImage::from_decoder(decoder).map_err(|e| damaged(&e))?,
+    };
     picture.apply_orientation(orientation);
     Ok(picture)
 }

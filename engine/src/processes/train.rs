@@ -387,4 +387,7 @@ mod data_tests;
 mod our_lora;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
+mod replay;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests;
