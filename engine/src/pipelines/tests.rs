@@ -4,7 +4,7 @@ use super::*;
 use crate::adapters::{Component, LoadedLora, load_lora};
 use crate::models::sd::LoadOptions;
 use crate::rng::TorchGenerator;
-use crate::testing::{fixtures, tiny_sd};
+use crate::testing::{fixtures, gap, largest, tiny_sd};
 use candle_core::safetensors;
 use serde_json::Value;
 use std::collections::HashMap;
@@ -131,6 +131,42 @@ fn our_loras_give_the_same_pictures_in_diffusers() {
     }
     eprintln!("{} pictures with {files:?}: largest difference {worst}", cases.len());
     assert!(files.len() >= 3 && cases.iter().any(|case| case["lora"] == 0.7));
+}
+
+/// alpha / rank = 16 (`tests/reference/make_strong_lora.py`): a wrong scale would show here more than anywhere. One pass at
+/// full strength agrees, and so do pictures, wherever diffusers in float32 agrees with itself in float64.
+#[test]
+fn a_strong_lora_has_its_strength() {
+    let folder = fixtures().join("strong_lora");
+    let cases: Vec<Value> = serde_json::from_slice(&std::fs::read(folder.join("cases.json")).unwrap()).unwrap();
+    let tensors = safetensors::load(folder.join("expected.safetensors"), &Device::Cpu).unwrap();
+    let (model, lora) = adapted(&folder.join("lora.safetensors"));
+    assert!(lora.unknown.is_empty(), "{:?}", lora.unknown);
+
+    let far = |ours: &Tensor, name: &str| gap(ours, &tensors[name]) / largest(&tensors[name]);
+    let time = Tensor::new(&[417f32], &Device::Cpu).unwrap();
+    let unet = model.unet.forward(&tensors["x"], &time, &tensors["context"]).unwrap();
+    let ids = model.tokenizer.encode(&["a red circle"]).unwrap();
+    let text = model.text_encoder.forward(&ids).unwrap();
+    let (unet, text) = (far(&unet, "unet"), far(&text, "text"));
+    println!("one pass: the U-Net differs by {unet:.1e}, the text encoder by {text:.1e}");
+    assert!(unet < 1e-4 && text < 1e-5, "{unet:e} {text:e}");
+
+    let calm: Vec<&Value> = cases.iter().filter(|case| case["itself"].as_u64() <= Some(2)).collect();
+    assert!(
+        calm.iter()
+            .filter(|case| case["lora"].as_f64().unwrap().abs() >= 1.0)
+            .count()
+            >= 2
+    );
+    for case in calm {
+        lora.multiplier.set(case["lora"].as_f64().unwrap());
+        let (difference, count) = judge(case, &model, &tensors).unwrap();
+        println!(
+            "{}: differs by {difference} at most, {count} values at all",
+            case["case"]
+        );
+    }
 }
 
 #[test]
