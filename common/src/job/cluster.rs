@@ -24,7 +24,7 @@ section! {
     pub struct ClusterConfig("cluster") {
         /// Jobs of a higher priority start first.
         priority: i64 = 0, Works;
-        /// How a task is laid out in memory: `full_gpu`, `balanced`, `gpu_poor`, `extreme`, `cpu_only`. Absent: what the worker offers.
+        /// How a task is laid out in memory: `cpu_only` wants a processor, `full_gpu`, `balanced`, `gpu_poor` and `extreme` a GPU, on which this release keeps everything whichever it is. Absent: what the worker offers.
         memory_profile: Option<MemoryProfile> = None, Works;
         /// Device memory that a task may use, such as `12GiB`. Absent: what the worker offers.
         memory_budget: Option<ByteCount> = None, Works;

@@ -91,11 +91,11 @@ section! {
         /// 16, 8 or 4 bits for the text encoder.
         text_encoder_bits: u32 = 16, Refused("weights stay in `dtype`");
         /// Quantise and park models in RAM.
-        low_vram: bool = false, Ignored("saves memory only; see `cluster.memory_profile`");
+        low_vram: bool = false, Ignored("saves memory only, and everything stays on the device yet");
         /// Stream layers from RAM.
-        layer_offloading: Option<bool> = None, Ignored("saves memory only; see `cluster.memory_profile`"), shown "`auto_memory`";
+        layer_offloading: Option<bool> = None, Ignored("saves memory only, and everything stays on the device yet"), shown "`auto_memory`";
         /// Older name of `layer_offloading`.
-        auto_memory: bool = false, Ignored("saves memory only; see `cluster.memory_profile`");
+        auto_memory: bool = false, Ignored("saves memory only, and everything stays on the device yet");
         /// Share of the transformer that is streamed.
         layer_offloading_transformer_percent: f64 = 1.0, With("layer_offloading");
         /// Share of the text encoder that is streamed.

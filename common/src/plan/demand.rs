@@ -75,6 +75,16 @@ impl Demand {
         whole
     }
 
+    /// What this release really takes: its engine keeps everything on a GPU under every profile, so none takes less
+    /// than `full_gpu`. To be dropped when the engine lays out by profile.
+    #[must_use]
+    pub fn all_on_device(mut self) -> Self {
+        if let Some(MemoryNeed([full, balanced, poor, extreme, _])) = &mut self.memory {
+            [*balanced, *poor, *extreme] = [*full; 3];
+        }
+        self
+    }
+
     /// Units of work.
     #[must_use]
     pub fn units(&self) -> f64 {
@@ -369,6 +379,22 @@ mod tests {
         let mut quantised = lora("flux", 1024, "bf16", 16);
         quantised["process"][0]["kind"]["train"]["model"]["quantize"] = json!(true);
         assert!(gib(&quantised)[1] < 20.0);
+    }
+
+    #[test]
+    fn what_the_engine_cannot_lay_out_saves_nothing() {
+        let planned = Demand::of_job(&lora("sdxl", 1024, "bf16", 16), None).unwrap();
+        let real = planned.clone().all_on_device().memory.unwrap();
+        let planned = planned.memory.unwrap();
+        assert!(planned.under(MemoryProfile::Extreme) < planned.under(MemoryProfile::FullGpu));
+        assert_eq!(
+            real.under(MemoryProfile::Extreme),
+            planned.under(MemoryProfile::FullGpu)
+        );
+        assert_eq!(
+            real.under(MemoryProfile::CpuOnly),
+            planned.under(MemoryProfile::CpuOnly)
+        );
     }
 
     #[test]

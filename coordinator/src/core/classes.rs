@@ -137,18 +137,17 @@ pub(super) fn fit(needs: &Needs, worker: &Worker, device: &Device) -> Result<Cho
             .filter(|profile| *profile != MemoryProfile::CpuOnly && needs.at_most.is_none_or(|most| *profile >= most))
             .collect(),
     };
-    let fitting = profiles
-        .iter()
-        .map(|profile| (*profile, predicted.under(*profile)))
-        .find(|(_, bytes)| *bytes <= budget);
-    match fitting {
-        Some((profile, bytes)) => Ok((profile, Some(bytes))),
+    let mut layouts: Vec<_> = profiles.iter().map(|one| (*one, predicted.under(*one))).collect();
+    // A leaner profile that saves nothing is no way out.
+    layouts.dedup_by_key(|(_, bytes)| *bytes);
+    match layouts.iter().find(|(_, bytes)| *bytes <= budget) {
+        Some((profile, bytes)) => Ok((*profile, Some(*bytes))),
         None => {
-            let leanest = profiles.last().copied().unwrap_or(offered);
+            let (profile, needed) = layouts.pop().unwrap_or((offered, predicted.under(offered)));
             Err(Misfit::Needs {
                 most: budget,
-                needed: predicted.under(leanest),
-                profile: leanest,
+                needed,
+                profile,
             })
         }
     }

@@ -73,7 +73,7 @@ pub(super) fn outcome(ending: Ending) -> Outcome {
     // Rust's allocator prints this sentence and aborts; there is no other sign of it.
     let allocation = signal == Some(Signal::SIGABRT as i32) && ending.tail.says("memory allocation of");
     let (cause, what) = if (killed && ending.memory_ran_out) || allocation {
-        let advice = "close other programs, choose a smaller memory profile or a smaller batch";
+        let advice = "close other programs, or use a smaller batch, a smaller resolution or gradient checkpointing";
         (
             FailureCause::OutOfMemory,
             format!("the machine ran out of memory and the attempt was ended: {advice}"),
