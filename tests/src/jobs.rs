@@ -1,7 +1,9 @@
 //! Job configs and data sets for the tests: the tiny SD 1.x model of the fixtures and a few drawn pictures.
 
-use crate::programs::repository;
+use crate::place::Place;
+use crate::programs::{program, repository};
 use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
 
 /// The tiny model with random weights that the fixtures ship.
 #[must_use]
@@ -29,6 +31,28 @@ pub fn draw_dataset(folder: &Path, count: u32) {
             .expect("the picture can be written");
         std::fs::write(folder.join(format!("{number:03}.txt")), "a red square").expect("the caption can be written");
     }
+}
+
+/// `aitk run job.yaml` in `folder` of `place`; the folder is its home as well: nothing of the user who runs the tests
+/// gets in.
+#[must_use]
+pub fn run(place: &Place, folder: &Path) -> Command {
+    let mut command = place.command(program("aitk"), folder);
+    command
+        .args(["run", "job.yaml"])
+        .env("HOME", folder)
+        .env("XDG_STATE_HOME", folder.join("state"));
+    command
+}
+
+/// Runs `job.yaml` in `folder` to its end, with no server and nobody who disturbs it.
+///
+/// # Panics
+/// When it fails.
+pub fn run_undisturbed(folder: &Path) -> Output {
+    let output = run(&Place::Here, folder).output().expect("aitk starts");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    output
 }
 
 /// A training config in the shape that ai-toolkit users have.

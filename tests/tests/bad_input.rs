@@ -2,18 +2,14 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may stop where it stands")]
 
-use aitk_tests::jobs::{draw_dataset, tiny_model, training};
-use aitk_tests::programs::program;
+use aitk_tests::jobs::{self, draw_dataset, tiny_model, training};
+use aitk_tests::place::Place;
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::Output;
 
 fn run(folder: &Path) -> Output {
-    Command::new(program("aitk"))
-        .args(["run", "job.yaml"])
-        .current_dir(folder)
-        .env("HOME", folder)
-        .env("XDG_STATE_HOME", folder.join("state"))
+    jobs::run(&Place::Here, folder)
         .env_remove("AITK_UNSET_VARIABLE")
         .output()
         .unwrap()
@@ -73,24 +69,9 @@ fn png_header(width: u32, height: u32) -> Vec<u8> {
         png.extend(u32::try_from(data.len()).unwrap().to_be_bytes());
         let body = [kind.as_slice(), data].concat();
         png.extend(&body);
-        png.extend(crc32(&body).to_be_bytes());
+        png.extend(crc32fast::hash(&body).to_be_bytes());
     }
     png
-}
-
-fn crc32(bytes: &[u8]) -> u32 {
-    let mut crc = u32::MAX;
-    for byte in bytes {
-        crc ^= u32::from(*byte);
-        for _ in 0..8 {
-            crc = if crc & 1 == 1 {
-                (crc >> 1) ^ 0xEDB8_8320
-            } else {
-                crc >> 1
-            };
-        }
-    }
-    !crc
 }
 
 #[test]

@@ -4,12 +4,11 @@
 
 use aitk_tests::eventually;
 use aitk_tests::fault::Fault;
-use aitk_tests::jobs::{draw_dataset, training};
+use aitk_tests::jobs::{draw_dataset, run_undisturbed, training};
 use aitk_tests::pool::Pool;
 use aitk_tests::processes::{Process, alive};
 use aitk_tests::s3::S3;
 use std::path::Path;
-use std::process::Command;
 use std::time::Duration;
 
 const STEPS: u32 = 24;
@@ -21,14 +20,7 @@ fn undisturbed(root: &Path) -> Vec<u8> {
     let folder = root.join("undisturbed");
     draw_dataset(&folder.join("dataset"), 4);
     std::fs::write(folder.join("job.yaml"), training("shapes", &folder, STEPS, SAVE_EVERY)).unwrap();
-    let output = Command::new(aitk_tests::programs::program("aitk"))
-        .args(["run", "job.yaml"])
-        .current_dir(&folder)
-        .env("HOME", &folder)
-        .env("XDG_STATE_HOME", folder.join("state"))
-        .output()
-        .unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    run_undisturbed(&folder);
     std::fs::read(folder.join("shapes/shapes.safetensors")).unwrap()
 }
 

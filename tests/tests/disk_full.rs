@@ -15,11 +15,9 @@ use aitk_tests::chaos::check::Files;
 use aitk_tests::disks::SmallDisk;
 use aitk_tests::eventually;
 use aitk_tests::follower::Follower;
-use aitk_tests::jobs::{draw_dataset, training};
-use aitk_tests::place::Place;
+use aitk_tests::jobs::{draw_dataset, run, run_undisturbed, training};
 use aitk_tests::pool::Pool;
 use aitk_tests::processes::Process;
-use aitk_tests::programs::program;
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -76,19 +74,9 @@ impl Scene {
         self.root.join(name)
     }
 
-    fn run(&self, place: &Place) -> std::process::Command {
-        let mut command = place.command(program("aitk"), &self.root);
-        command.args(["run", "job.yaml"]);
-        command
-            .env("HOME", &self.root)
-            .env("XDG_STATE_HOME", self.path("state"));
-        command
-    }
-
     /// What a run makes for which there is room.
     fn undisturbed(&self) -> Files {
-        let output = self.run(&Place::Here).output().unwrap();
-        assert!(output.status.success(), "{}", words(&output));
+        run_undisturbed(&self.root);
         let files = Files::below(&self.path("work/shapes"));
         std::fs::remove_dir_all(self.path("work")).unwrap();
         files
@@ -120,7 +108,7 @@ fn a_trainer_that_cannot_save_leaves_the_checkpoint_before_and_goes_on_from_it()
         return;
     };
     let run = disk.seen_from_here().join("shapes");
-    let mut first = Process::start("run", &scene.root, &mut scene.run(&disk.place()));
+    let mut first = Process::start("run", &scene.root, &mut run(&disk.place(), &scene.root));
     eventually("a checkpoint", LIMIT, &[&first], || {
         Checkpoint::newest(&run.join(".aitk/checkpoints")).ok()?
     });
@@ -141,7 +129,7 @@ fn a_trainer_that_cannot_save_leaves_the_checkpoint_before_and_goes_on_from_it()
 
     // Room again: the same command goes on from there.
     std::fs::remove_file(filler).unwrap();
-    let again = scene.run(&disk.place()).output().unwrap();
+    let again = run(&disk.place(), &scene.root).output().unwrap();
     let said = words(&again);
     assert!(again.status.success(), "{said}");
     let begins_again = said.contains(&format!("shapes_{:09}.safetensors", kept.step()));

@@ -13,15 +13,13 @@
 use aitk_tests::chaos::events::Event;
 use aitk_tests::eventually;
 use aitk_tests::follower::Follower;
-use aitk_tests::jobs::{draw_dataset, training};
+use aitk_tests::jobs::{draw_dataset, run_undisturbed, training};
 use aitk_tests::network::{Direction, HUB, Network};
 use aitk_tests::pool::{Pool, Setup};
 use aitk_tests::processes::{Process, alive, processor_time};
-use aitk_tests::programs::program;
 use aitk_tests::s3::S3;
 use std::net::SocketAddr;
 use std::path::Path;
-use std::process::Command;
 use std::time::Duration;
 
 /// More than any machine does in this test: the job is stopped at its end.
@@ -177,14 +175,7 @@ fn undisturbed(root: &Path, step: u32) -> Vec<u8> {
     let folder = root.join("undisturbed");
     draw_dataset(&folder.join("dataset"), 4);
     std::fs::write(folder.join("job.yaml"), config(&folder, step + 1, step)).unwrap();
-    let output = Command::new(program("aitk"))
-        .args(["run", "job.yaml"])
-        .current_dir(&folder)
-        .env("HOME", &folder)
-        .env("XDG_STATE_HOME", folder.join("state"))
-        .output()
-        .unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    run_undisturbed(&folder);
     std::fs::read(folder.join("shapes").join(save_of(step))).unwrap()
 }
 

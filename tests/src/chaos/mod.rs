@@ -11,11 +11,9 @@ use crate::fault::Fault;
 use crate::jobs;
 use crate::pool::{Pool, Setup};
 use crate::processes::Process;
-use crate::programs::program;
 use crate::s3::S3;
 use check::Files;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::Duration;
 
 /// Steps of the job.
@@ -105,14 +103,7 @@ impl Cluster {
 }
 
 fn undisturbed(root: &Path) -> Files {
-    let output = Command::new(program("aitk"))
-        .args(["run", "job.yaml"])
-        .current_dir(root)
-        .env("HOME", root)
-        .env("XDG_STATE_HOME", root.join("state"))
-        .output()
-        .expect("aitk starts");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    jobs::run_undisturbed(root);
     let files = Files::below(&root.join("shapes"));
     assert!(files.names().any(|name| name == "shapes.safetensors"), "{files:?}");
     files
