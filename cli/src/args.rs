@@ -144,6 +144,12 @@ pub enum Command {
     Fit(FitArgs),
     /// List or fetch what a job made
     Artifacts(ArtifactsArgs),
+    /// Show machines and jobs, live
+    #[command(
+        long_about = "Show machines and jobs, live: devices with what runs on them, jobs with how far they are, and below them the \
+                      chosen job, with why it waits, device by device.\n\nKeys: arrows or j and k choose a job, q leaves."
+    )]
+    Top(TopArgs),
     /// List workers and their devices
     Workers(WorkersArgs),
     /// Let a worker take no more work, or work again
@@ -165,6 +171,8 @@ pub enum Command {
     Up(UpArgs),
     /// Train a tiny model in two minutes and show the result
     Demo(DemoArgs),
+    /// Measure how fast the parts of aitk are here
+    Bench(BenchArgs),
     /// Write shell completions
     Completions(CompletionsArgs),
     /// Run one attempt (started by the worker)
@@ -512,6 +520,15 @@ pub struct ArtifactsGetArgs {
     pub no_progress: bool,
 }
 
+/// `aitk top`.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Examples:\n  aitk top\n  aitk top --interval 10s --server https://box:7420")]
+pub struct TopArgs {
+    /// How often to look: 1s, 10s, 1m
+    #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "1s")]
+    pub interval: Duration,
+}
+
 /// `aitk workers`.
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:\n  aitk workers\n  aitk workers --json | jq '.workers[].devices[].memory_budget'")]
@@ -588,6 +605,51 @@ pub struct DemoArgs {
     /// No progress bars and no progress lines
     #[arg(long)]
     pub no_progress: bool,
+}
+
+/// `aitk bench`.
+#[derive(Args, Clone, Debug)]
+#[command(
+    after_help = "Examples:\n  aitk bench control\n  aitk bench control --json | jq .tasks_per_s",
+    disable_help_subcommand = true
+)]
+pub struct BenchArgs {
+    /// What to measure.
+    #[command(subcommand)]
+    pub command: BenchCommand,
+}
+
+/// The verbs below `aitk bench`.
+#[derive(Clone, Debug, Subcommand)]
+pub enum BenchCommand {
+    /// Measure a coordinator with simulated workers
+    #[command(
+        long_about = "Measure a coordinator with simulated workers.\n\nStarts a coordinator in a process of its own, on loopback with \
+                      TLS, and workers with a connection each that end their tasks at once. Everything is durable before \
+                      it is acknowledged. Shows tasks per second from submit to finish, then how soon single tasks are \
+                      assigned while others wait, then how long a restart takes. Nothing is left behind."
+    )]
+    Control(BenchControlArgs),
+}
+
+/// `aitk bench control`.
+#[derive(Args, Clone, Debug)]
+#[command(
+    after_help = "Examples:\n  aitk bench control --tasks 5000 --workers 50\n  aitk bench control --json > control.json"
+)]
+pub struct BenchControlArgs {
+    /// Tasks that are submitted as fast as they are taken
+    #[arg(long, value_name = "N", default_value_t = 20_000, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=10_000_000))]
+    pub tasks: usize,
+    /// Simulated workers, one device each
+    #[arg(long, value_name = "N", default_value_t = 200, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(1..=10_000))]
+    pub workers: usize,
+    /// Tasks that wait while single ones are assigned
+    #[arg(long, value_name = "N", default_value_t = 10_000)]
+    pub waiting: usize,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// `aitk completions`.

@@ -2,6 +2,8 @@
 
 pub mod api;
 pub mod args;
+#[cfg(feature = "embedded")]
+pub mod bench;
 pub mod commands;
 pub mod config;
 #[cfg(feature = "embedded")]
@@ -17,6 +19,7 @@ pub mod journal;
 pub mod output;
 pub mod paths;
 pub mod settings;
+pub mod top;
 pub mod upload;
 pub mod views;
 

@@ -108,6 +108,7 @@ pub async fn dispatch(cli: Cli) -> CommandResult {
             ArtifactsCommand::Ls(args) => artifacts::ls(&context, args).await,
             ArtifactsCommand::Get(args) => Box::pin(artifacts::get(&context, args)).await,
         },
+        Command::Top(args) => Box::pin(crate::top::run(&context, &args)).await,
         Command::Workers(args) => workers::workers(&context, args).await,
         Command::Worker(args) => match args.command {
             WorkerCommand::Drain(args) => workers::drain(&context, args).await,
@@ -117,6 +118,8 @@ pub async fn dispatch(cli: Cli) -> CommandResult {
         Command::Init(args) => init::init(&context, &args),
         #[cfg(feature = "embedded")]
         Command::Up(args) => Box::pin(up::up(&context, args)).await,
+        #[cfg(feature = "embedded")]
+        Command::Bench(args) => Box::pin(crate::bench::run(&context, args)).await,
         Command::Completions(args) => completions(&context, args.shell),
         #[cfg(not(feature = "embedded"))]
         Command::Run(_) => Err(not_embedded("run")),
@@ -124,6 +127,8 @@ pub async fn dispatch(cli: Cli) -> CommandResult {
         Command::Up(_) => Err(not_embedded("up")),
         #[cfg(not(feature = "embedded"))]
         Command::Demo(_) => Err(not_embedded("demo")),
+        #[cfg(not(feature = "embedded"))]
+        Command::Bench(_) => Err(not_embedded("bench")),
         #[cfg(feature = "embedded")]
         Command::Demo(args) => Box::pin(crate::demo::run(&context, args)).await,
         Command::Attempt(_) => Err(Failure::failed("`attempt` is started without a runtime")),

@@ -1,0 +1,238 @@
+//! `aitk bench control`: what a coordinator with many workers can do. Real processes, real connections with TLS, every
+//! answer durable; only the computing is left out.
+
+use super::machines::{Machines, SLOW, SLOW_LABEL, Seen};
+use super::server::Server;
+use crate::api::Api;
+use crate::args::BenchControlArgs;
+use crate::commands::Context;
+use crate::embedded::PrivateFolder;
+use crate::exit::Exit;
+use crate::failure::{CommandResult, Failure};
+use crate::output::format::size;
+use aitk_common::control::Submission;
+use aitk_common::id::JobId;
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+use tokio::task::JoinSet;
+
+/// Connections that submit at once, and calls at once on each.
+const CLIENTS: usize = 4;
+const CALLS: usize = 32;
+/// Tasks that are submitted one by one to see how soon each is assigned.
+const PROBES: usize = 1000;
+/// Nothing of a benchmark that works is silent for so long.
+const SILENCE: Duration = Duration::from_secs(60);
+
+pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandResult {
+    let ui = context.ui(true);
+    let folder = PrivateFolder::new(&context.paths.state)?;
+    let mut server = Server::start(folder.path()).await?;
+    let token = server.token()?;
+    let mut api = Vec::new();
+    for _ in 0..CLIENTS {
+        api.push(Api::connect(&server.address, &token, Some(&server.ca_file())).await?);
+    }
+    ui.notice(&format!("{} simulated workers register", args.workers));
+    let mut machines = Machines::start(&server.address, &token, &server.ca_file(), args.workers + 1).await?;
+
+    ui.notice(&format!("{} tasks, submitted as fast as they are taken", args.tasks));
+    let before = server.usage()?.processor;
+    let took = many(&api, &mut machines, args.tasks).await?;
+    let processor = server.usage()?.processor.saturating_sub(before);
+
+    ui.notice(&format!(
+        "{PROBES} tasks one after another while {} wait for a worker that is busy",
+        args.waiting
+    ));
+    submit_all(&api, args.waiting, slow_task).await?;
+    let mut latency = probe(&api[0], &mut machines, PROBES).await?;
+    let resident = server.usage()?.resident;
+    drop(machines);
+    drop(api);
+
+    ui.notice("the coordinator is killed and starts again");
+    let restarted = server.restart().await?;
+
+    let per_second = args.tasks as f64 / took.as_secs_f64();
+    let assign = Quantiles::of(&mut latency.assign);
+    let whole = Quantiles::of(&mut latency.finish);
+    if args.json {
+        ui.json(&json!({
+            "store": "sqlite",
+            "tasks": args.tasks,
+            "workers": args.workers,
+            "waiting": args.waiting,
+            "tasks_per_s": per_second,
+            "seconds": took.as_secs_f64(),
+            "coordinator_cpu_s": processor.as_secs_f64(),
+            "assign_p50_ms": assign.p50,
+            "assign_p99_ms": assign.p99,
+            "finish_p50_ms": whole.p50,
+            "finish_p99_ms": whole.p99,
+            "coordinator_rss_bytes": resident,
+            "restart_s": restarted.ready_after.as_secs_f64(),
+        }))?;
+        return Ok(Exit::Ok);
+    }
+    ui.data_lines([
+        format!(
+            "tasks per second       {per_second:.0}   submit to finish, {} workers, TLS, SQLite",
+            args.workers
+        ),
+        format!(
+            "coordinator            {:.2} s of processor time for {:.2} s",
+            processor.as_secs_f64(),
+            took.as_secs_f64()
+        ),
+        format!(
+            "submit to assigned     {:.1} ms median, {:.1} ms p99   while {} tasks wait",
+            assign.p50, assign.p99, args.waiting
+        ),
+        format!(
+            "submit to finished     {:.1} ms median, {:.1} ms p99",
+            whole.p50, whole.p99
+        ),
+        format!("coordinator's memory   {}", size(resident)),
+        format!(
+            "restart                {:.2} s after SIGKILL, with {} tasks",
+            restarted.ready_after.as_secs_f64(),
+            args.tasks + args.waiting + PROBES
+        ),
+    ])?;
+    Ok(Exit::Ok)
+}
+
+/// The middle and the tail, in milliseconds.
+struct Quantiles {
+    p50: f64,
+    p99: f64,
+}
+
+impl Quantiles {
+    /// Of at least one time.
+    fn of(times: &mut [Duration]) -> Self {
+        times.sort_unstable();
+        let at = |share: f64| {
+            let index = ((times.len() as f64 * share).ceil() as usize).clamp(1, times.len()) - 1;
+            times[index].as_secs_f64() * 1000.0
+        };
+        Self {
+            p50: at(0.5),
+            p99: at(0.99),
+        }
+    }
+}
+
+fn task(name: &str, labels: &BTreeMap<&str, &str>) -> Submission {
+    let job = json!({ "job": "extension", "name": name, "process": [], "cluster": { "labels": labels } });
+    Submission {
+        config_text: format!("job: extension\nconfig:\n  name: {name}\n  process: []\n"),
+        config_format: "yaml".to_owned(),
+        job_json: job.to_string(),
+        inputs: BTreeMap::new(),
+        local: false,
+        idempotency_key: None,
+        owner: None,
+        anatomy: None,
+    }
+}
+
+fn quick_task() -> Submission {
+    task("quick", &BTreeMap::new())
+}
+
+/// Only the slow machine fits.
+fn slow_task() -> Submission {
+    task(SLOW, &BTreeMap::from([(SLOW_LABEL, SLOW)]))
+}
+
+/// Submits `count` tasks over all connections; returns when all are durable.
+async fn submit_all(api: &[Api], count: usize, make: fn() -> Submission) -> Result<(), Failure> {
+    let given = Arc::new(AtomicUsize::new(0));
+    let mut calls = JoinSet::new();
+    for call in 0..CLIENTS * CALLS {
+        let (api, given) = (api[call % api.len()].clone(), given.clone());
+        calls.spawn(async move {
+            while given.fetch_add(1, Ordering::Relaxed) < count {
+                api.submit(make()).await?;
+            }
+            Ok::<(), Failure>(())
+        });
+    }
+    while let Some(ended) = calls.join_next().await {
+        ended.map_err(|error| Failure::failed(error.to_string()))??;
+    }
+    Ok(())
+}
+
+/// From the first submission to the last end that is durable.
+async fn many(api: &[Api], machines: &mut Machines, count: usize) -> Result<Duration, Failure> {
+    let began = Instant::now();
+    let finish = async {
+        let mut finished = 0;
+        let mut last = began;
+        while finished < count {
+            if let Seen::Finished(at) = next(machines).await? {
+                finished += 1;
+                last = last.max(at);
+            }
+        }
+        Ok::<Instant, Failure>(last)
+    };
+    let (submitted, last) = tokio::join!(submit_all(api, count, quick_task), finish);
+    submitted?;
+    Ok(last?.saturating_duration_since(began))
+}
+
+struct Latency {
+    assign: Vec<Duration>,
+    finish: Vec<Duration>,
+}
+
+/// Tasks one after another: how long until each is assigned, and until its end is durable.
+async fn probe(api: &Api, machines: &mut Machines, count: usize) -> Result<Latency, Failure> {
+    let mut latency = Latency {
+        assign: Vec::with_capacity(count),
+        finish: Vec::with_capacity(count),
+    };
+    for _ in 0..count {
+        let began = Instant::now();
+        let job: JobId = api.submit(quick_task()).await?.job;
+        loop {
+            match next(machines).await? {
+                Seen::Assigned(which, at) if which == job => {
+                    latency.assign.push(at.saturating_duration_since(began));
+                }
+                Seen::Finished(at) => {
+                    latency.finish.push(at.saturating_duration_since(began));
+                    break;
+                }
+                _ => {}
+            }
+        }
+    }
+    Ok(latency)
+}
+
+async fn next(machines: &mut Machines) -> Result<Seen, Failure> {
+    let silent = |_| Failure::failed(format!("nothing happened for {} s", SILENCE.as_secs()));
+    tokio::time::timeout(SILENCE, machines.next()).await.map_err(silent)?
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_tail_is_one_of_the_times() {
+        let mut times: Vec<Duration> = (1..=200).rev().map(Duration::from_millis).collect();
+        let found = Quantiles::of(&mut times);
+        assert!((found.p50 - 100.0).abs() < 1e-9 && (found.p99 - 198.0).abs() < 1e-9);
+        let one = Quantiles::of(&mut [Duration::from_millis(7)]);
+        assert!((one.p50 - 7.0).abs() < 1e-9 && (one.p99 - 7.0).abs() < 1e-9);
+    }
+}

@@ -1,0 +1,225 @@
+//! Workers that only pretend to compute: each has its own connection, beats, and ends its work at once.
+
+use crate::failure::Failure;
+use aitk_common::attempt::Outcome;
+use aitk_common::capability::{Device, DeviceKind, DeviceRef};
+use aitk_common::control::{Assignment, HeldAttempt, PROTOCOL_VERSION, Registration, ToCoordinator, ToWorker, Verdict};
+use aitk_common::id::JobId;
+use aitk_common::plan::profile::MemoryProfile;
+use aitk_proto::client::connect;
+use aitk_proto::v1;
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+use std::time::Instant;
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Streaming;
+
+/// The label that only the first machine carries, and the name of the tasks that it never ends.
+pub(super) const SLOW_LABEL: &str = "bench";
+/// The label's value, and the tasks' name.
+pub(super) const SLOW: &str = "slow";
+/// What waits to be sent by one machine: it has one device, so one attempt and a beat.
+const OUTGOING: usize = 8;
+
+/// What a machine saw.
+#[derive(Debug)]
+pub(super) enum Seen {
+    /// It is registered.
+    Registered,
+    /// Work arrived.
+    Assigned(JobId, Instant),
+    /// The coordinator said that the end of an attempt is durable.
+    Finished(Instant),
+}
+
+/// Machines that work until they are dropped.
+pub(super) struct Machines {
+    tasks: JoinSet<Result<(), Failure>>,
+    seen: mpsc::UnboundedReceiver<Seen>,
+}
+
+impl Machines {
+    /// Starts `count` machines, of which the first is the slow one, and returns when all are registered.
+    ///
+    /// # Errors
+    /// When one of them is not let in.
+    pub(super) async fn start(server: &str, token: &str, ca_file: &Path, count: usize) -> Result<Self, Failure> {
+        let (sender, seen) = mpsc::unbounded_channel();
+        let mut machines = Self {
+            tasks: JoinSet::new(),
+            seen,
+        };
+        for number in 0..count {
+            let slow = number == 0;
+            let machine = work(
+                server.to_owned(),
+                token.to_owned(),
+                ca_file.to_owned(),
+                number,
+                slow,
+                sender.clone(),
+            );
+            machines.tasks.spawn(machine);
+        }
+        let mut registered = 0;
+        while registered < count {
+            if matches!(machines.next().await?, Seen::Registered) {
+                registered += 1;
+            }
+        }
+        Ok(machines)
+    }
+
+    /// What a machine saw next.
+    ///
+    /// # Errors
+    /// When a machine lost its session.
+    pub(super) async fn next(&mut self) -> Result<Seen, Failure> {
+        tokio::select! {
+            biased;
+            Some(seen) = self.seen.recv() => Ok(seen),
+            Some(ended) = self.tasks.join_next() => Err(match ended {
+                Ok(Err(failure)) => failure,
+                Ok(Ok(())) => Failure::failed("the coordinator closed the session of a simulated worker"),
+                Err(error) => Failure::failed(format!("a simulated worker failed: {error}")),
+            }),
+            else => Err(Failure::failed("there is no simulated worker")),
+        }
+    }
+}
+
+fn registration(number: usize, slow: bool) -> Registration {
+    let device = Device {
+        device: DeviceRef {
+            kind: DeviceKind::Cpu,
+            index: 0,
+        },
+        name: "simulated".to_owned(),
+        architecture: std::env::consts::ARCH.to_owned(),
+        memory_total: 8 << 30,
+        memory_budget: 8 << 30,
+        dtypes: vec!["f32".to_owned()],
+        attention: vec!["eager".to_owned()],
+        profile: MemoryProfile::CpuOnly,
+    };
+    let mut labels = BTreeMap::new();
+    if slow {
+        labels.insert(SLOW_LABEL.to_owned(), SLOW.to_owned());
+    }
+    Registration {
+        protocol: PROTOCOL_VERSION,
+        worker: None,
+        name: format!("simulated-{number:04}"),
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        host: "simulated".to_owned(),
+        devices: vec![device],
+        labels,
+        running: Vec::new(),
+    }
+}
+
+struct Machine {
+    outgoing: mpsc::Sender<v1::WorkerMessage>,
+    incoming: Streaming<v1::CoordinatorMessage>,
+    holds: HashMap<u64, HeldAttempt>,
+    request: u64,
+    seen: mpsc::UnboundedSender<Seen>,
+}
+
+async fn work(
+    server: String,
+    token: String,
+    ca_file: std::path::PathBuf,
+    number: usize,
+    slow: bool,
+    seen: mpsc::UnboundedSender<Seen>,
+) -> Result<(), Failure> {
+    let cannot = |what: &dyn std::fmt::Display| Failure::failed(format!("simulated worker {number}: {what}"));
+    let mut clients = connect(&server, &token, Some(&ca_file))
+        .await
+        .map_err(|error| cannot(&error))?;
+    let (outgoing, wire) = mpsc::channel(OUTGOING);
+    let first = ToCoordinator::Register(Box::new(registration(number, slow)));
+    // There is room: nothing was sent before.
+    let _ = outgoing.try_send(first.into());
+    let session = clients.workers.session(ReceiverStream::new(wire)).await;
+    let machine = Machine {
+        outgoing,
+        incoming: session.map_err(|status| cannot(&status.message()))?.into_inner(),
+        holds: HashMap::new(),
+        request: 0,
+        seen,
+    };
+    machine.run().await.map_err(|problem| cannot(&problem))
+}
+
+impl Machine {
+    async fn run(mut self) -> Result<(), String> {
+        let far = std::time::Duration::from_secs(3600);
+        let mut beats = tokio::time::interval(far);
+        loop {
+            let message = tokio::select! {
+                message = self.incoming.message() => message.map_err(|status| status.message().to_owned())?,
+                _ = beats.tick() => {
+                    let running = self.holds.values().cloned().collect();
+                    self.say(ToCoordinator::Beat { running }).await?;
+                    continue;
+                }
+            };
+            let Some(message) = message else { return Ok(()) };
+            match ToWorker::try_from(message).map_err(|error| error.to_string())? {
+                ToWorker::Welcome { beat_interval, .. } => {
+                    beats = tokio::time::interval_at(tokio::time::Instant::now() + beat_interval, beat_interval);
+                    self.saw(Seen::Registered);
+                }
+                ToWorker::Assign(work) => self.take(*work).await?,
+                ToWorker::Answer {
+                    request,
+                    verdict,
+                    message,
+                } => {
+                    if verdict != Verdict::Accepted {
+                        return Err(format!("the end of an attempt was not accepted: {message}"));
+                    }
+                    self.holds.remove(&request);
+                    self.saw(Seen::Finished(Instant::now()));
+                }
+                // A beat and the end of its attempt crossed: the beat still named it. Its answer comes as well.
+                ToWorker::Fence { .. } => {}
+                ToWorker::GoingAway { reason, .. } => return Err(reason),
+                ToWorker::BeatReply { .. } | ToWorker::Stop { .. } => {}
+            }
+        }
+    }
+
+    async fn take(&mut self, work: Assignment) -> Result<(), String> {
+        self.saw(Seen::Assigned(work.job, Instant::now()));
+        let held = HeldAttempt {
+            attempt: work.attempt,
+            epoch: work.epoch,
+        };
+        self.request += 1;
+        self.holds.insert(self.request, held.clone());
+        if work.config_text.contains(SLOW) {
+            return Ok(());
+        }
+        self.say(ToCoordinator::Finished {
+            request: self.request,
+            held,
+            outcome: Outcome::Completed,
+        })
+        .await
+    }
+
+    async fn say(&self, message: ToCoordinator) -> Result<(), String> {
+        let closed = |_| "the coordinator closed the session".to_owned();
+        self.outgoing.send(message.into()).await.map_err(closed)
+    }
+
+    fn saw(&self, what: Seen) {
+        // Nobody listens any more when the benchmark is over.
+        let _ = self.seen.send(what);
+    }
+}

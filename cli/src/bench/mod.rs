@@ -1,0 +1,19 @@
+//! `aitk bench`: how fast the parts of aitk are on this machine.
+
+mod control;
+mod machines;
+mod server;
+
+use crate::args::{BenchArgs, BenchCommand};
+use crate::commands::Context;
+use crate::failure::CommandResult;
+
+/// Runs the benchmark that was asked for.
+///
+/// # Errors
+/// When it could not be run to its end.
+pub async fn run(context: &Context, args: BenchArgs) -> CommandResult {
+    match args.command {
+        BenchCommand::Control(args) => control::run(context, &args).await,
+    }
+}

@@ -1,0 +1,73 @@
+//! What the user presses.
+
+use super::state::Key;
+use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
+use std::time::Duration;
+use tokio::sync::mpsc;
+
+/// How often the reading thread looks whether anybody still listens.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// Reads keys in a thread of its own until nobody listens.
+fn read_to(sender: &mpsc::Sender<Key>) {
+    while !sender.is_closed() {
+        match event::poll(LOOK) {
+            Ok(false) => {}
+            Ok(true) => {
+                let key = match event::read() {
+                    Ok(event) => meaning(&event),
+                    // The terminal is gone.
+                    Err(_) => Some(Key::Leave),
+                };
+                if key.is_some_and(|key| sender.blocking_send(key).is_err()) {
+                    return;
+                }
+            }
+            Err(_) => {
+                let _ = sender.blocking_send(Key::Leave);
+                return;
+            }
+        }
+    }
+}
+
+/// Starts the thread.
+pub(super) fn read(sender: mpsc::Sender<Key>) {
+    std::thread::spawn(move || read_to(&sender));
+}
+
+fn meaning(event: &Event) -> Option<Key> {
+    let Event::Key(KeyEvent {
+        code,
+        modifiers,
+        kind: KeyEventKind::Press | KeyEventKind::Repeat,
+        ..
+    }) = event
+    else {
+        // Another size, and whatever else comes: draw again.
+        return Some(Key::Other);
+    };
+    let control = modifiers.contains(KeyModifiers::CONTROL);
+    match code {
+        KeyCode::Char('c') if control => Some(Key::Leave),
+        KeyCode::Char('q') | KeyCode::Esc => Some(Key::Leave),
+        KeyCode::Up | KeyCode::Char('k') => Some(Key::Up),
+        KeyCode::Down | KeyCode::Char('j') => Some(Key::Down),
+        KeyCode::Home | KeyCode::Char('g') => Some(Key::First),
+        KeyCode::End | KeyCode::Char('G') => Some(Key::Last),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ctrl_c_leaves_and_c_does_not() {
+        let press = |modifiers| Event::Key(KeyEvent::new(KeyCode::Char('c'), modifiers));
+        assert_eq!(meaning(&press(KeyModifiers::CONTROL)), Some(Key::Leave));
+        assert_eq!(meaning(&press(KeyModifiers::NONE)), None);
+        assert_eq!(meaning(&Event::Resize(80, 24)), Some(Key::Other));
+    }
+}
