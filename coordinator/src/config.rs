@@ -41,6 +41,8 @@ pub struct Config {
     pub quotas: Quotas,
     /// How long things are kept.
     pub retention: Retention,
+    /// Where metrics and health are told over plain HTTP; loopback only. None: nowhere.
+    pub metrics: Option<SocketAddr>,
 }
 
 impl std::fmt::Debug for Config {
@@ -56,6 +58,7 @@ impl std::fmt::Debug for Config {
             .field("retries", &self.retries)
             .field("quotas", &self.quotas)
             .field("retention", &self.retention)
+            .field("metrics", &self.metrics)
             .finish_non_exhaustive()
     }
 }
@@ -83,6 +86,7 @@ impl Config {
             retries: Self::DEFAULT_RETRIES,
             quotas: Quotas::default(),
             retention: Retention::default(),
+            metrics: None,
         }
     }
 }

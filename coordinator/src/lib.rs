@@ -9,6 +9,8 @@ mod backup;
 mod config;
 pub mod core;
 mod garbage;
+mod metrics;
+mod payloads;
 mod runner;
 mod server;
 pub mod store;

@@ -2,6 +2,8 @@
 //! then lets anybody hear of it.
 
 use crate::core::{self, Effect, Event, Placed, Record, Refusal, Reply, SessionId, State, Ticket};
+use crate::metrics::Metrics;
+use crate::payloads::Payloads;
 use crate::store::{Store, StoreError};
 use aitk_common::control::{Assignment, JobEvent, ToWorker, UnixMillis};
 use aitk_common::id::JobId;
@@ -157,13 +159,21 @@ pub(crate) struct Runner {
     clock: Clock,
     store: Arc<dyn Store>,
     storage_url: Option<String>,
+    metrics: Metrics,
+    payloads: Payloads,
     inputs: mpsc::Receiver<Input>,
     hub: Arc<Hub>,
     sessions: HashMap<SessionId, mpsc::Sender<ToWorker>>,
 }
 
 impl Runner {
-    pub(crate) fn new(state: State, clock: Clock, store: Arc<dyn Store>, storage_url: Option<String>) -> (Self, Core) {
+    pub(crate) fn new(
+        state: State,
+        clock: Clock,
+        store: Arc<dyn Store>,
+        storage_url: Option<String>,
+        metrics: Metrics,
+    ) -> (Self, Core) {
         let (sender, inputs) = mpsc::channel(INPUTS);
         let hub = Arc::new(Hub::default());
         let core = Core {
@@ -177,6 +187,8 @@ impl Runner {
                 clock,
                 store,
                 storage_url,
+                metrics,
+                payloads: Payloads::default(),
                 inputs,
                 hub,
                 sessions: HashMap::new(),
@@ -235,7 +247,14 @@ impl Runner {
             }
             debug_assert_eq!(core::check(&self.state), Ok(()));
         }
+        let began = Instant::now();
         self.persist(&records).await?;
+        self.metrics.stored(&records, began.elapsed());
+        for record in &records {
+            if let Record::NewJob(job, payload) = record {
+                self.payloads.keep(&job.id, payload);
+            }
+        }
         for effect in rest {
             self.carry_out(effect, &mut callers).await;
         }
@@ -309,12 +328,18 @@ impl Runner {
     }
 
     async fn assignment(&self, placed: Placed) -> Option<Assignment> {
-        let payload = match self.store.payload(&placed.job).await {
-            Ok(payload) => payload?,
-            Err(error) => {
-                tracing::error!(job = %placed.job, error = %full(&error), "a job's config could not be read");
-                return None;
-            }
+        if let Some(job) = self.state.job(&placed.job).filter(|job| job.attempts.len() == 1) {
+            self.metrics.assigned(job.created, self.clock.now());
+        }
+        let payload = match self.payloads.get(&placed.job) {
+            Some(payload) => payload,
+            None => match self.store.payload(&placed.job).await {
+                Ok(payload) => payload?,
+                Err(error) => {
+                    tracing::error!(job = %placed.job, error = %full(&error), "a job's config could not be read");
+                    return None;
+                }
+            },
         };
         Some(Assignment {
             job: placed.job,

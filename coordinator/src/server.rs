@@ -4,6 +4,7 @@ use crate::api::{Gate, Shared, routes};
 use crate::config::{Config, TlsFiles};
 use crate::core::{Settings, State};
 use crate::garbage::{Collector, Pins};
+use crate::metrics::{self, Metrics};
 use crate::runner::{Clock, Runner, full};
 use crate::store::{SqlStore, Store, StoreError};
 use aitk_common::security::token::{Token, TokenError};
@@ -52,6 +53,14 @@ pub enum StartError {
         /// Why.
         #[source]
         source: io::Error,
+    },
+    /// Metrics cannot be told there.
+    #[error("cannot tell metrics at {bind}: {problem}; choose another address with --metrics-bind")]
+    Metrics {
+        /// The address.
+        bind: SocketAddr,
+        /// Why.
+        problem: String,
     },
     /// The data folder cannot be used.
     #[error("cannot use the data folder {}", path.display())]
@@ -113,6 +122,8 @@ pub struct Running {
     pub token: String,
     /// The file with the token, unless it was given otherwise.
     pub token_file: Option<PathBuf>,
+    /// Where it tells metrics and health.
+    pub metrics: Option<SocketAddr>,
     /// Whether its listener has TLS.
     pub tls: bool,
     stop: watch::Sender<bool>,
@@ -238,8 +249,16 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         bind: config.bind,
         source,
     })?;
+    let metrics_listener = listen_for_metrics(config.metrics).await?;
+    let metrics_addr = metrics_listener
+        .as_ref()
+        .and_then(|listener| listener.local_addr().ok());
     let (stop, stopping) = watch::channel(false);
-    let (runner, core) = Runner::new(state, clock, store.clone(), for_workers);
+    let metrics = Metrics::new();
+    let (runner, core) = Runner::new(state, clock, store.clone(), for_workers, metrics.clone());
+    if let Some(listener) = metrics_listener {
+        tokio::spawn(metrics::serve(listener, metrics, core.clone(), stopping.clone()));
+    }
     let pins = Pins::new(config.retention.grace);
     let collector = Collector {
         core: core.clone(),
@@ -277,6 +296,7 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         addr,
         token: token.secret().to_owned(),
         token_file,
+        metrics: metrics_addr,
         tls: config.tls.is_some(),
         stop,
         server,
@@ -285,6 +305,24 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         store,
         _lock: lock,
     })
+}
+
+/// Metrics travel in clear, so they stay on this machine.
+async fn listen_for_metrics(bind: Option<SocketAddr>) -> Result<Option<TcpListener>, StartError> {
+    let Some(bind) = bind else { return Ok(None) };
+    if !bind.ip().to_canonical().is_loopback() {
+        return Err(StartError::Metrics {
+            bind,
+            problem: "they travel without TLS, so only loopback will do".to_owned(),
+        });
+    }
+    match TcpListener::bind(bind).await {
+        Ok(listener) => Ok(Some(listener)),
+        Err(error) => Err(StartError::Metrics {
+            bind,
+            problem: error.to_string(),
+        }),
+    }
 }
 
 /// The data folder, absolute, there, and closed to others when we make it.

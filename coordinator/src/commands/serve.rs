@@ -64,6 +64,9 @@ pub(crate) struct ServeArgs {
     /// Never remove a blob that was stored less than so many hours ago: more than the longest upload takes.
     #[arg(long, env = "AITK_GC_GRACE_HOURS", default_value_t = 24, value_name = "HOURS")]
     gc_grace_hours: u32,
+    /// Address for metrics and health over plain HTTP, on loopback. Default: none.
+    #[arg(long, env = "AITK_METRICS_BIND", value_name = "IP:PORT")]
+    metrics_bind: Option<SocketAddr>,
     /// error, warn, info, debug, trace, or a filter such as `info,aitk_coordinator=debug`. Default: $AITK_LOG_LEVEL, or info.
     #[arg(long, value_name = "LEVEL", conflicts_with = "json")]
     log_level: Option<String>,
@@ -106,6 +109,7 @@ impl ServeArgs {
                 checkpoints: Some(days(self.keep_checkpoints_days)),
                 events: self.keep_log_lines.max(1),
             },
+            metrics: self.metrics_bind,
             ..Config::new(data_dir)
         })
     }

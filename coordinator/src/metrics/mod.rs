@@ -1,0 +1,204 @@
+//! Prometheus metrics, and whether the coordinator is alive and ready. Names and meanings stand in docs/metrics.md.
+
+mod http;
+
+use crate::core::{Record, State};
+use crate::runner::{Core, Gone};
+use aitk_common::control::{EventBody, JobState, UnixMillis};
+pub(crate) use http::serve;
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
+use prometheus_client::metrics::info::Info;
+use prometheus_client::registry::{Registry, Unit};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// `state="running"`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct InState {
+    state: String,
+}
+
+/// `kind="cuda",state="busy"`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct DeviceLabels {
+    kind: String,
+    state: String,
+}
+
+fn in_state(state: &str) -> InState {
+    InState {
+        state: state.to_owned(),
+    }
+}
+
+/// Everything that is counted. Cheap to clone.
+#[derive(Clone, Debug)]
+pub(crate) struct Metrics {
+    registry: Arc<Registry>,
+    submitted: Counter,
+    job_ends: Family<InState, Counter>,
+    attempts: Family<InState, Counter>,
+    checkpoints: Counter,
+    wait: Histogram,
+    commit: Histogram,
+    records: Counter,
+    jobs: Family<InState, Gauge>,
+    workers: Family<InState, Gauge>,
+    devices: Family<DeviceLabels, Gauge>,
+}
+
+/// What is counted when somebody looks, rather than as it happens.
+#[derive(Debug, Default)]
+struct Now {
+    jobs: Vec<(&'static str, i64)>,
+    workers: Vec<(&'static str, i64)>,
+    devices: Vec<(DeviceLabels, i64)>,
+}
+
+impl Metrics {
+    pub(crate) fn new() -> Self {
+        let mut registry = Registry::with_prefix("aitk");
+        let build = Info::new([("version", env!("CARGO_PKG_VERSION"))]);
+        registry.register("build", "The program", build);
+        let mut metrics = Self {
+            registry: Arc::default(),
+            submitted: Counter::default(),
+            job_ends: Family::default(),
+            attempts: Family::default(),
+            checkpoints: Counter::default(),
+            // 10 ms to 12 days.
+            wait: Histogram::new(exponential_buckets(0.01, 4.0, 14)),
+            // 0.1 ms to 26 s.
+            commit: Histogram::new(exponential_buckets(0.0001, 4.0, 10)),
+            records: Counter::default(),
+            jobs: Family::default(),
+            workers: Family::default(),
+            devices: Family::default(),
+        };
+        let m = &metrics;
+        registry.register("jobs", "Jobs now, by state", m.jobs.clone());
+        registry.register("workers", "Workers now, by state", m.workers.clone());
+        registry.register("devices", "Devices of connected workers now", m.devices.clone());
+        registry.register("jobs_submitted", "Jobs submitted", m.submitted.clone());
+        registry.register("jobs_ended", "Jobs that ended, by state", m.job_ends.clone());
+        registry.register("attempts", "Attempts that reached a state", m.attempts.clone());
+        registry.register("checkpoints_committed", "Checkpoints committed", m.checkpoints.clone());
+        registry.register_with_unit(
+            "job_first_wait",
+            "From a job's submission to its first assignment",
+            Unit::Seconds,
+            m.wait.clone(),
+        );
+        registry.register_with_unit(
+            "store_commit",
+            "Time of a transaction of the store",
+            Unit::Seconds,
+            m.commit.clone(),
+        );
+        registry.register("store_records", "Records written to the store", m.records.clone());
+        metrics.registry = Arc::new(registry);
+        metrics
+    }
+
+    /// What became durable in one transaction.
+    pub(crate) fn stored(&self, records: &[Record], took: Duration) {
+        if records.is_empty() {
+            return;
+        }
+        self.commit.observe(took.as_secs_f64());
+        self.records.inc_by(records.len() as u64);
+        for record in records {
+            match record {
+                Record::NewJob(..) => {
+                    self.submitted.inc();
+                }
+                Record::Event { event, .. } => self.happened(&event.body),
+                _ => {}
+            }
+        }
+    }
+
+    fn happened(&self, body: &EventBody) {
+        match body {
+            EventBody::State { state, .. } if state.is_ended() => {
+                self.job_ends.get_or_create(&in_state(state.name())).inc();
+            }
+            EventBody::Attempt { state, .. } => {
+                self.attempts.get_or_create(&in_state(state.name())).inc();
+            }
+            EventBody::Checkpoint { .. } => {
+                self.checkpoints.inc();
+            }
+            _ => {}
+        }
+    }
+
+    /// A job was assigned for the first time, after waiting since `created`.
+    pub(crate) fn assigned(&self, created: UnixMillis, now: UnixMillis) {
+        self.wait.observe(now.since(created).as_secs_f64());
+    }
+
+    /// All metrics in the text format that Prometheus reads.
+    async fn text(&self, core: &Core) -> Result<String, Gone> {
+        let now = core.query(|state, _| look(state)).await?;
+        // Those that are not there any more do not stay as they were.
+        self.devices.clear();
+        for (state, count) in now.jobs {
+            self.jobs.get_or_create(&in_state(state)).set(count);
+        }
+        for (state, count) in now.workers {
+            self.workers.get_or_create(&in_state(state)).set(count);
+        }
+        for (labels, count) in now.devices {
+            self.devices.get_or_create(&labels).set(count);
+        }
+        let mut text = String::new();
+        // Writing into a string does not fail.
+        let _ = encode(&mut text, &self.registry);
+        Ok(text)
+    }
+}
+
+/// Counts what there is. Every state is there even when nothing is in it, so that alerts have something to look at.
+fn look(state: &State) -> Now {
+    let mut now = Now::default();
+    let (mut running, mut stopping) = (0, 0);
+    for id in &state.live {
+        match state.job(id).map(|job| job.state) {
+            Some(JobState::Stopping) => stopping += 1,
+            _ => running += 1,
+        }
+    }
+    now.jobs = vec![
+        (JobState::Queued.name(), state.queue.len() as i64),
+        (JobState::Running.name(), running),
+        (JobState::Stopping.name(), stopping),
+    ];
+    let workers = state.worker_views();
+    let connected = workers.iter().filter(|worker| worker.connected).count() as i64;
+    now.workers = vec![("connected", connected), ("away", workers.len() as i64 - connected)];
+    for worker in workers.iter().filter(|worker| worker.connected) {
+        for slot in &worker.devices {
+            let labels = DeviceLabels {
+                kind: slot.device.device.kind.name().to_owned(),
+                state: match slot {
+                    _ if slot.quarantined => "quarantined",
+                    _ if !slot.jobs.is_empty() => "busy",
+                    _ if worker.drained || worker.leaving => "drained",
+                    _ => "idle",
+                }
+                .to_owned(),
+            };
+            match now.devices.iter_mut().find(|(known, _)| *known == labels) {
+                Some((_, count)) => *count += 1,
+                None => now.devices.push((labels, 1)),
+            }
+        }
+    }
+    now
+}

@@ -1,0 +1,78 @@
+//! Configs of jobs that came in lately: most jobs are assigned soon after they are stored, and reading each of them back
+//! would be a query per assignment.
+
+use crate::core::Payload;
+use aitk_common::id::JobId;
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+
+/// Bytes of configs that are kept: thousands of usual ones.
+const MOST: usize = 16 << 20;
+/// What a config takes besides its texts, about.
+const OVERHEAD: usize = 512;
+
+/// The newest configs, as many as there is room for. What is not here is in the store.
+#[derive(Debug, Default)]
+pub(crate) struct Payloads {
+    kept: HashMap<JobId, Arc<Payload>>,
+    order: VecDeque<JobId>,
+    bytes: usize,
+}
+
+impl Payloads {
+    /// Keeps a config; the oldest ones make room.
+    pub(crate) fn keep(&mut self, job: &JobId, payload: &Arc<Payload>) {
+        if self.kept.insert(job.clone(), payload.clone()).is_some() {
+            return;
+        }
+        self.order.push_back(job.clone());
+        self.bytes += size(payload);
+        while self.bytes > MOST
+            && let Some(oldest) = self.order.pop_front()
+        {
+            if let Some(gone) = self.kept.remove(&oldest) {
+                self.bytes -= size(&gone);
+            }
+        }
+    }
+
+    /// A config, if it is kept.
+    pub(crate) fn get(&self, job: &JobId) -> Option<Payload> {
+        self.kept.get(job).map(|payload| Payload::clone(payload))
+    }
+}
+
+fn size(payload: &Payload) -> usize {
+    let inputs: usize = payload.inputs.keys().map(String::len).sum();
+    OVERHEAD + payload.job_json.len() + payload.config_text.len() + inputs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn payload(bytes: usize) -> Arc<Payload> {
+        Arc::new(Payload {
+            config_text: "x".repeat(bytes),
+            ..Payload::default()
+        })
+    }
+
+    #[test]
+    fn the_newest_are_kept_within_bounds() {
+        let mut payloads = Payloads::default();
+        let id = |n: u32| JobId::new(format!("j{n}"));
+        for n in 0..40 {
+            payloads.keep(&id(n), &payload(1 << 20));
+            // The same again takes no more room.
+            payloads.keep(&id(n), &payload(1 << 20));
+            assert!(payloads.bytes <= MOST, "{}", payloads.bytes);
+        }
+        assert!(payloads.get(&id(0)).is_none() && payloads.get(&id(39)).is_some());
+        assert_eq!(payloads.kept.len(), payloads.order.len());
+        // One that is larger than all the room is not kept, and nothing else is harmed.
+        payloads.keep(&id(99), &payload(MOST));
+        assert!(payloads.get(&id(99)).is_none());
+        assert_eq!((payloads.bytes, payloads.kept.len()), (0, 0));
+    }
+}
