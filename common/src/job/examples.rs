@@ -100,15 +100,7 @@ fn ui_default_job() {
     let requests = trainer.sample.requests(trainer.trigger_word.as_deref());
     assert_eq!((requests[1].seed, requests[1].network_multiplier), (Some(43), 0.8));
     assert_eq!(requests[1].prompt, "[trigger] riding a bicycle");
-    assert_eq!(
-        refused(&job),
-        [
-            "train.noise_scheduler",
-            "train.optimizer",
-            "model.arch",
-            "sample.sampler"
-        ]
-    );
+    assert_eq!(refused(&job), ["train.noise_scheduler", "model.arch", "sample.sampler"]);
     assert_eq!(warned(&job), ["use_ui_logger"]);
 }
 
@@ -117,6 +109,7 @@ fn ui_job_for_sd15_runs() {
     let job = load_file!("ui_sd15_job.json");
     assert_eq!(refused(&job), [""; 0]);
     let trainer = job.spec.process[0].trainer().unwrap();
+    assert_eq!(trainer.train.optimizer, optimizer::OptimizerName::AdamW8Bit);
     assert_eq!(trainer.model.arch.name, arch::ArchName::Sd1);
     assert_eq!(
         trainer.model.dtype,
@@ -140,7 +133,6 @@ fn flux() {
     );
     let expected = [
         "train.noise_scheduler",
-        "train.optimizer",
         "model.arch",
         "model.assistant_lora_path",
         "model.quantize",
@@ -182,7 +174,7 @@ fn legacy_sdxl() {
         (request.negative_prompt.as_str(), request.network_multiplier),
         ("ugly, blurry", 0.8)
     );
-    assert_eq!(refused(&job), ["train.optimizer", "model.arch"]);
+    assert_eq!(refused(&job), ["model.arch"]);
     assert_eq!(warned(&job), ["unet_lr", "text_encoder_lr"]);
 }
 
@@ -199,7 +191,6 @@ fn wan() {
         "model.quantize",
         "datasets[0].num_frames",
         "sample.num_frames",
-        "train.optimizer",
     ] {
         assert!(refused.iter().any(|found| found == key), "{key} not in {refused:?}");
     }

@@ -26,6 +26,7 @@ pub mod network;
 pub mod node;
 mod objective;
 pub mod optimizer;
+pub mod optimizer_params;
 pub mod process;
 pub mod prompt;
 mod reading;

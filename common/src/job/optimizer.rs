@@ -2,7 +2,8 @@
 
 use super::schema::choices;
 
-const LATER: &str = "this release has `adam` and `adamw`";
+const LATER: &str = "use one of `adamw`, `adamw8bit`, `lion`, `adafactor`, `prodigy`";
+const OTHER_8BIT: &str = "use `adam8bit` or `adamw8bit`, whose state is as small";
 
 choices! {
     /// An optimizer.
@@ -12,25 +13,25 @@ choices! {
         /// Adam with decoupled weight decay.
         AdamW = "adamw", Works;
         /// Adam with 8-bit state, built in.
-        Adam8 = "adam8", Refused(LATER);
+        Adam8 = "adam8", Refused(OTHER_8BIT);
         /// AdamW with 8-bit state, built in.
-        AdamW8 = "adamw8", Refused(LATER);
+        AdamW8 = "adamw8", Refused(OTHER_8BIT);
         /// bitsandbytes Adam.
-        Adam8Bit = "adam8bit", Refused(LATER);
+        Adam8Bit = "adam8bit", Works;
         /// bitsandbytes AdamW.
-        AdamW8Bit = "adamw8bit", Refused(LATER);
+        AdamW8Bit = "adamw8bit", Works;
         /// bitsandbytes AdEMAMix.
         AdemaMix8Bit = "ademamix8bit", Refused(LATER);
         /// bitsandbytes Lion.
-        Lion8Bit = "lion8bit", Refused(LATER);
+        Lion8Bit = "lion8bit", Works;
         /// Lion.
-        Lion = "lion", Refused(LATER);
+        Lion = "lion", Works;
         /// Adagrad.
         Adagrad = "adagrad", Refused(LATER);
         /// Adafactor.
-        Adafactor = "adafactor", Refused(LATER);
+        Adafactor = "adafactor", Works;
         /// Prodigy; any name that begins with `prodigy`.
-        Prodigy = "prodigy", Refused(LATER);
+        Prodigy = "prodigy", Works;
         /// Prodigy with 8-bit state; any name that begins with `prodigy8bit`.
         Prodigy8Bit = "prodigy8bit", Refused(LATER);
         /// D-Adaptation.

@@ -2,10 +2,10 @@
 
 use super::dtype::DType;
 use super::optimizer::{LrSchedulerName, OptimizerName};
+use super::optimizer_params::OptimizerParams;
 use super::sampler::SamplerName;
-use super::schema::{Cx, Given, Report, join, section};
+use super::schema::{Cx, Given, Report, Status, join, section};
 use super::values::{FloatOrRange, FreeMap};
-use serde_json::Value;
 
 pub use super::averages::{EmaConfig, ValidationConfig, ValidationItem};
 pub use super::objective::{ContentOrStyle, GuidanceLossSchedule, LossTarget, LossType, TimestepType};
@@ -33,9 +33,10 @@ section! {
         embedding_lr: Option<f64> = None, With("embedding"), shown "`lr`";
         /// Learning rate of an adapter.
         adapter_lr: Option<f64> = None, With("adapter"), shown "`lr`";
-        /// Optimizer. For `adam` and `adamw` eps is 1e-6 unless the parameters say another.
+        /// Optimizer. eps is 1e-6 for the Adam family and Prodigy unless the parameters say another. For `prodigy` an `lr`
+        /// below 0.1 is read as 1; `adafactor`'s gradients are not clipped.
         optimizer: OptimizerName = OptimizerName::AdamW, Works;
-        /// Parameters of the optimizer: `weight_decay`, `betas`, ….
+        /// Parameters of the optimizer: `weight_decay`, `betas`, …; one that it does not have is an error that lists them.
         optimizer_params: FreeMap = FreeMap::new(), Works;
         /// How the learning rate changes.
         lr_scheduler: LrSchedulerName = LrSchedulerName::Constant, Works;
@@ -323,24 +324,6 @@ fn finish(train: &mut TrainConfig, _given: &Given, cx: &mut Cx) {
     }
 }
 
-/// What is wrong with a parameter of `adam` or `adamw`, if anything.
-fn adam_problem(name: &str, value: &Value) -> Option<&'static str> {
-    let positive = value.as_f64().is_some_and(|value| value >= 0.0);
-    match name {
-        "betas" => {
-            let pair: Option<Vec<f64>> = value
-                .as_array()
-                .map(|list| list.iter().filter_map(Value::as_f64).collect());
-            let ok = pair.is_some_and(|pair| pair.len() == 2 && pair.iter().all(|beta| (0.0..1.0).contains(beta)));
-            (!ok).then_some("expected two numbers from 0 to below 1")
-        }
-        "eps" | "weight_decay" => (!positive).then_some("expected a number from 0"),
-        "foreach" | "fused" | "capturable" | "differentiable" => None,
-        "amsgrad" | "maximize" => (value.as_bool() != Some(false)).then_some("is not supported yet: only false"),
-        _ => Some("no such parameter; known: betas, eps, weight_decay"),
-    }
-}
-
 /// Parameters of every scheduler that this release has, and those of one.
 fn scheduler_params(name: LrSchedulerName) -> [&'static [&'static str]; 2] {
     let own: &[&str] = match name {
@@ -366,11 +349,11 @@ fn check(train: &TrainConfig, path: &str, report: &mut Report) {
         );
         report.error(join(path, "noise_scheduler"), message);
     }
-    if matches!(train.optimizer, OptimizerName::Adam | OptimizerName::AdamW) {
-        for (key, value) in &train.optimizer_params {
-            if let Some(problem) = adam_problem(key, value) {
-                report.error(join(path, &format!("optimizer_params.{key}")), problem);
-            }
+    // What an optimizer that does not run yet would take is not known.
+    if matches!(train.optimizer.status(), Status::Works) {
+        let checked = OptimizerParams::new(train.optimizer, &train.optimizer_params);
+        for (key, problem) in checked.err().unwrap_or_default() {
+            report.error(join(path, &format!("optimizer_params.{key}")), problem);
         }
     }
     let known = scheduler_params(train.lr_scheduler).concat();

@@ -138,6 +138,8 @@ fn state_width(optimizer: &str) -> f64 {
         "adafactor" => 0.1,
         name if name.contains("prodigy") && name.contains('8') => 8.0,
         name if name.contains("prodigy") => 16.0,
+        // One moment; Adam has two. Besides the codes one float per 256 of them.
+        name if name.contains("lion") && name.contains("8bit") => 1.1,
         name if name.contains("8bit") || name.ends_with('8') => 2.1,
         name if name.contains("lion") || name == "sgd" => 4.0,
         _ => 8.0,

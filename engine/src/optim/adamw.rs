@@ -1,8 +1,11 @@
-//! Adam and AdamW as `torch.optim` computes them.
+//! Adam and AdamW as `torch.optim` computes them, and with 8-bit state as bitsandbytes does.
 
-use super::{Grads, OptimError, Optimizer, Param};
-use candle_core::{DType, Device, Tensor};
-use serde_json::{Map, Value};
+use super::blockwise::Map;
+use super::moment::Moment;
+use super::saved::{self, Saved};
+use super::{Build, Grads, OptimError, Optimizer, Param, Precision, one_each};
+use aitk_common::job::optimizer::OptimizerName;
+use candle_core::{DType, Tensor};
 use std::collections::BTreeMap;
 
 /// Settings of [`Adam`].
@@ -18,6 +21,8 @@ pub struct AdamParams {
     pub weight_decay: f64,
     /// `true` for AdamW.
     pub decoupled: bool,
+    /// How the moments are kept.
+    pub precision: Precision,
 }
 
 impl AdamParams {
@@ -30,55 +35,37 @@ impl AdamParams {
             eps: 1e-6,
             weight_decay: if decoupled { 0.01 } else { 0.0 },
             decoupled,
+            precision: Precision::Full,
         }
     }
+}
 
-    /// Reads `train.optimizer_params`: `betas`, `eps`, `weight_decay`.
-    ///
-    /// # Errors
-    /// On an unknown name, a wrong type or a value out of range.
-    pub fn parse(decoupled: bool, params: &Map<String, Value>) -> Result<Self, OptimError> {
-        let mut out = Self::new(decoupled);
-        let bad = |name: &str, problem: &str| OptimError::Param {
-            key: "optimizer_params",
-            name: name.into(),
-            problem: problem.into(),
-        };
-        for (name, value) in params {
-            match name.as_str() {
-                "betas" => {
-                    let pair: Option<Vec<f64>> = value.as_array().map(|a| a.iter().filter_map(Value::as_f64).collect());
-                    match pair.as_deref() {
-                        Some(&[b1, b2]) if (0.0..1.0).contains(&b1) && (0.0..1.0).contains(&b2) => {
-                            (out.beta1, out.beta2) = (b1, b2);
-                        }
-                        _ => return Err(bad(name, "expected two numbers from 0 up to, not including, 1")),
-                    }
-                }
-                "eps" | "weight_decay" => {
-                    let v = value.as_f64().filter(|v| v.is_finite() && *v >= 0.0);
-                    let v = v.ok_or_else(|| bad(name, "expected a number that is not negative"))?;
-                    if name == "eps" {
-                        out.eps = v
-                    } else {
-                        out.weight_decay = v
-                    }
-                }
-                // Torch's own switches that change nothing in the result.
-                "foreach" | "fused" | "capturable" | "differentiable" => {}
-                "amsgrad" | "maximize" if value.as_bool() == Some(false) => {}
-                "amsgrad" | "maximize" => return Err(bad(name, "not supported yet")),
-                _ => return Err(bad(name, "no such parameter; known: betas, eps, weight_decay")),
-            }
-        }
-        Ok(out)
-    }
+/// `adam`, `adamw`, `adam8bit`, `adamw8bit`.
+pub(super) fn build(input: Build) -> Result<Box<dyn Optimizer>, OptimError> {
+    let of = &input.options;
+    let eight = matches!(input.name, OptimizerName::Adam8Bit | OptimizerName::AdamW8Bit);
+    let usual = AdamParams::new(matches!(input.name, OptimizerName::AdamW | OptimizerName::AdamW8Bit));
+    let (beta1, beta2) = of.pair("betas", (usual.beta1, usual.beta2));
+    let settings = AdamParams {
+        beta1,
+        beta2,
+        eps: of.number("eps", usual.eps),
+        weight_decay: of.number("weight_decay", usual.weight_decay),
+        // bitsandbytes' Adam differs from its AdamW in the default of the decay alone.
+        decoupled: usual.decoupled || eight,
+        precision: if eight {
+            Precision::eight_bits(of)
+        } else {
+            Precision::Full
+        },
+    };
+    Ok(Box::new(Adam::new(input.params, settings)?))
 }
 
 struct Moments {
     step: u64,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+    exp_avg: Moment,
+    exp_avg_sq: Moment,
 }
 
 /// Adam (L2 decay) or AdamW (decoupled decay), the formula of `torch.optim.AdamW`:
@@ -89,6 +76,8 @@ struct Moments {
 /// v   <- v * beta2 + g * g * (1 - beta2)
 /// p   <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 /// ```
+///
+/// With 8-bit state m and v are quantised after each step; p is changed with what they were before that.
 pub struct Adam {
     settings: AdamParams,
     params: Vec<Param>,
@@ -101,14 +90,14 @@ impl Adam {
     /// # Errors
     /// When the device fails.
     pub fn new(params: Vec<Param>, settings: AdamParams) -> Result<Self, OptimError> {
+        let precision = settings.precision;
         let moments = params
             .iter()
             .map(|p| {
-                let zero = Tensor::zeros(p.var.shape(), DType::F32, p.var.device())?;
                 Ok(Moments {
                     step: 0,
-                    exp_avg: zero.clone(),
-                    exp_avg_sq: zero,
+                    exp_avg: Moment::zeros(p, precision, Map::signed())?,
+                    exp_avg_sq: Moment::zeros(p, precision, Map::unsigned())?,
                 })
             })
             .collect::<Result<_, OptimError>>()?;
@@ -122,13 +111,7 @@ impl Adam {
 
 impl Optimizer for Adam {
     fn step(&mut self, grads: &Grads, lr: f64) -> Result<(), OptimError> {
-        if grads.len() != self.params.len() {
-            return Err(OptimError::State(format!(
-                "{} gradients for {} parameters",
-                grads.len(),
-                self.params.len()
-            )));
-        }
+        one_each(grads, &self.params)?;
         let s = self.settings;
         for ((param, state), grad) in self.params.iter().zip(&mut self.moments).zip(grads) {
             let Some(grad) = grad else { continue };
@@ -142,14 +125,17 @@ impl Optimizer for Adam {
                     grad = (grad + (&p * s.weight_decay)?)?;
                 }
             }
-            state.exp_avg = (&state.exp_avg + ((&grad - &state.exp_avg)? * (1.0 - s.beta1))?)?;
-            state.exp_avg_sq = ((&state.exp_avg_sq * s.beta2)? + (grad.sqr()? * (1.0 - s.beta2))?)?;
+            let m = state.exp_avg.read()?;
+            let m = (&m + ((&grad - &m)? * (1.0 - s.beta1))?)?;
+            let v = ((state.exp_avg_sq.read()? * s.beta2)? + (grad.sqr()? * (1.0 - s.beta2))?)?;
             let t = state.step as f64;
             let correction1 = 1.0 - s.beta1.powf(t);
             let correction2 = (1.0 - s.beta2.powf(t)).sqrt();
-            let denom = ((state.exp_avg_sq.sqrt()? / correction2)? + s.eps)?;
-            let update = ((&state.exp_avg / denom)? * (lr / correction1))?;
+            let denom = ((v.sqrt()? / correction2)? + s.eps)?;
+            let update = ((&m / denom)? * (lr / correction1))?;
             param.var.set(&(p - update)?)?;
+            state.exp_avg.write(m)?;
+            state.exp_avg_sq.write(v)?;
         }
         Ok(())
     }
@@ -157,65 +143,27 @@ impl Optimizer for Adam {
     fn state(&self) -> Result<BTreeMap<String, Tensor>, OptimError> {
         let mut out = BTreeMap::new();
         for (param, m) in self.params.iter().zip(&self.moments) {
-            out.insert(format!("{}.exp_avg", param.name), m.exp_avg.clone());
-            out.insert(format!("{}.exp_avg_sq", param.name), m.exp_avg_sq.clone());
-            out.insert(
-                format!("{}.step", param.name),
-                Tensor::new(m.step as i64, &Device::Cpu)?,
-            );
+            m.exp_avg.save(&format!("{}.exp_avg", param.name), &mut out);
+            m.exp_avg_sq.save(&format!("{}.exp_avg_sq", param.name), &mut out);
+            out.insert(format!("{}.step", param.name), saved::count(m.step)?);
         }
         Ok(out)
     }
 
     fn load_state(&mut self, state: &BTreeMap<String, Tensor>) -> Result<(), OptimError> {
-        let get = |name: String| {
-            state
-                .get(&name)
-                .cloned()
-                .ok_or_else(|| OptimError::State(format!("\"{name}\" is missing")))
-        };
-        let mut loaded = Vec::with_capacity(self.params.len());
+        let mut saved = Saved::new(state);
+        let precision = self.settings.precision;
+        let mut moments = Vec::with_capacity(self.params.len());
         for param in &self.params {
-            let device = param.var.device();
-            let step = get(format!("{}.step", param.name))?
-                .to_dtype(DType::I64)?
-                .flatten_all()?
-                .to_vec1::<i64>()?;
-            let step = match step.as_slice() {
-                [step] if *step >= 0 => *step as u64,
-                _ => {
-                    return Err(OptimError::State(format!(
-                        "\"{}.step\" is not a step count",
-                        param.name
-                    )));
-                }
-            };
-            let moment = |part: &str| -> Result<Tensor, OptimError> {
-                let name = format!("{}.{part}", param.name);
-                let t = get(name.clone())?;
-                if t.shape() != param.var.shape() {
-                    return Err(OptimError::State(format!(
-                        "\"{name}\" has shape {:?}, the parameter has {:?}",
-                        t.dims(),
-                        param.var.dims()
-                    )));
-                }
-                Ok(t.to_dtype(DType::F32)?.to_device(device)?)
-            };
-            loaded.push(Moments {
-                step,
-                exp_avg: moment("exp_avg")?,
-                exp_avg_sq: moment("exp_avg_sq")?,
+            let name = |part: &str| format!("{}.{part}", param.name);
+            moments.push(Moments {
+                step: saved.count(&name("step"))?,
+                exp_avg: Moment::load(&mut saved, &name("exp_avg"), param, precision, Map::signed())?,
+                exp_avg_sq: Moment::load(&mut saved, &name("exp_avg_sq"), param, precision, Map::unsigned())?,
             });
         }
-        if state.len() != 3 * self.params.len() {
-            return Err(OptimError::State(format!(
-                "{} tensors, expected {}",
-                state.len(),
-                3 * self.params.len()
-            )));
-        }
-        self.moments = loaded;
+        saved.done()?;
+        self.moments = moments;
         Ok(())
     }
 }

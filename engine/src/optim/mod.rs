@@ -1,18 +1,28 @@
 //! Optimizers whose whole state can be saved, learning-rate schedules, gradient clipping and EMA.
 //!
-//! Everything here follows torch 2.15 to the order of its operations, so that a run can be compared step by
-//! step with the reference. Fixtures: `tests/reference/make_optim.py`.
+//! Everything here follows its reference (torch, bitsandbytes, lion-pytorch, prodigyopt, ai-toolkit) to the order of its
+//! operations, so that a run can be compared step by step. Fixtures: `tests/reference/make_optim.py`, `make_optim8.py`.
 
+mod adafactor;
 mod adamw;
+mod blockwise;
 mod clip;
 mod ema;
+mod factored;
+mod lion;
+mod moment;
+mod prodigy;
+mod saved;
 mod schedule;
 
 pub use adamw::{Adam, AdamParams};
 pub use clip::clip_grad_norm;
 pub use ema::Ema;
+pub use moment::Precision;
 pub use schedule::{Schedule, ScheduleParams};
 
+use aitk_common::job::optimizer::OptimizerName;
+use aitk_common::job::optimizer_params::OptimizerParams;
 use candle_core::{Tensor, Var};
 use std::collections::BTreeMap;
 
@@ -76,37 +86,102 @@ pub trait Optimizer: Send {
     /// Takes back what [`Optimizer::state`] gave.
     ///
     /// # Errors
-    /// When a tensor is missing, is one too many, or has another shape.
+    /// When a tensor is missing, is one too many, or has another shape or type.
     fn load_state(&mut self, state: &BTreeMap<String, Tensor>) -> Result<(), OptimError>;
+
+    /// The learning rate to show, where the schedule asks for `lr`: optimizers that find their own tell it.
+    ///
+    /// # Errors
+    /// When the device fails.
+    fn shown_lr(&self, lr: f64) -> Result<f64, OptimError> {
+        Ok(lr)
+    }
+
+    /// Whether gradients are clipped by their global norm before they come here.
+    fn wants_clipping(&self) -> bool {
+        true
+    }
+}
+
+/// What an optimizer is built from.
+struct Build {
+    /// Which one.
+    name: OptimizerName,
+    /// What it trains.
+    params: Vec<Param>,
+    /// Its parameters, found to be in order.
+    options: OptimizerParams,
+    /// `train.lr`, as [`base_lr`] reads it.
+    lr: f64,
 }
 
 /// Builds the optimizer that `train.optimizer` names.
 ///
 /// # Errors
-/// When the name or one of `optimizer_params` is not known.
+/// When the optimizer or one of its parameters is not known.
 pub fn build(
-    name: &str,
+    name: OptimizerName,
     params: Vec<Param>,
     optimizer_params: &serde_json::Map<String, serde_json::Value>,
+    lr: f64,
 ) -> Result<Box<dyn Optimizer>, OptimError> {
-    let lower = name.to_lowercase();
-    let decoupled = match lower.as_str() {
-        "adamw" => true,
-        "adam" => false,
-        _ => {
-            return Err(OptimError::Unknown {
-                key: "optimizer",
-                value: name.into(),
-                known: "adamw, adam (the others are not supported yet)".into(),
-            });
+    let options = OptimizerParams::new(name, optimizer_params).map_err(|problems| {
+        let (name, problem) = problems.into_iter().next().unwrap_or_default();
+        OptimError::Param {
+            key: "optimizer_params",
+            name,
+            problem,
         }
-    };
-    Ok(Box::new(Adam::new(
+    })?;
+    let input = Build {
+        name,
         params,
-        AdamParams::parse(decoupled, optimizer_params)?,
-    )?))
+        options,
+        lr: base_lr(name, lr),
+    };
+    match name {
+        OptimizerName::Adam | OptimizerName::AdamW | OptimizerName::Adam8Bit | OptimizerName::AdamW8Bit => {
+            adamw::build(input)
+        }
+        OptimizerName::Lion | OptimizerName::Lion8Bit => lion::build(input),
+        OptimizerName::Adafactor => adafactor::build(input),
+        OptimizerName::Prodigy => prodigy::build(input),
+        other => Err(OptimError::Unknown {
+            key: "optimizer",
+            value: other.name().into(),
+            known: "adam, adamw, adam8bit, adamw8bit, lion, lion8bit, adafactor, prodigy (the others are \
+                    not supported yet)"
+                .into(),
+        }),
+    }
 }
 
+/// The learning rate that `train.lr` stands for. Prodigy wants a factor about 1: as in ai-toolkit, what is below 0.1 was
+/// meant for another optimizer and becomes 1.
+#[must_use]
+pub fn base_lr(name: OptimizerName, lr: f64) -> f64 {
+    if matches!(name, OptimizerName::Prodigy) && lr < 0.1 {
+        1.0
+    } else {
+        lr
+    }
+}
+
+/// One gradient (or none) per parameter.
+fn one_each(grads: &Grads, params: &[Param]) -> Result<(), OptimError> {
+    if grads.len() == params.len() {
+        return Ok(());
+    }
+    Err(OptimError::State(format!(
+        "{} gradients for {} parameters",
+        grads.len(),
+        params.len()
+    )))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod reference_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests;

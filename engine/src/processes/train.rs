@@ -29,7 +29,7 @@ use crate::training::{
 };
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::job::process::TrainerProcess;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use data::{Data, Turn};
 use folder::RunFolder;
 use std::collections::BTreeMap;
@@ -113,6 +113,16 @@ impl<'a> Run<'a> {
         });
         let network = LoraNetwork::attach(&config, &mut trained, &mut generator)?;
         let trainer = trainer(process, &network)?;
+        let lr = crate::optim::base_lr(process.train.optimizer, process.train.lr);
+        if lr != process.train.lr {
+            cx.log(
+                "info",
+                format!(
+                    "`{}` finds its own learning rate: lr {} is read as {lr}, as ai-toolkit does",
+                    process.train.optimizer, process.train.lr
+                ),
+            );
+        }
         let params = SamplerParams::from_json(&model.scheduler_config)
             .map_err(|e| EngineError::bad_input(format!("scheduler_config.json: {e}")))?;
         let mut schedule =
@@ -317,11 +327,11 @@ fn trainer(process: &TrainerProcess, network: &LoraNetwork) -> Result<Trainer> {
     let params = network.params();
     let error = crate::training::optim_error;
     let optimizer =
-        crate::optim::build(train.optimizer.name(), params.clone(), &train.optimizer_params).map_err(error)?;
+        crate::optim::build(train.optimizer, params.clone(), &train.optimizer_params, train.lr).map_err(error)?;
     let schedule = Schedule::new(ScheduleParams {
         name: train.lr_scheduler.name(),
         params: &train.lr_scheduler_params,
-        lr: train.lr,
+        lr: crate::optim::base_lr(train.optimizer, train.lr),
         steps: train.steps,
     })
     .map_err(error)?;
@@ -364,18 +374,11 @@ impl Progress {
     }
 }
 
-/// Tensors of a state on the CPU.
+/// Tensors of a state on the CPU, in the types they have: weights and means are float32, 8-bit states are not.
 fn on_cpu(tensors: &BTreeMap<String, Tensor>) -> Result<BTreeMap<String, Tensor>> {
     tensors
         .iter()
-        .map(|(name, t)| {
-            let t = if t.dtype() == DType::I64 {
-                t.clone()
-            } else {
-                t.to_dtype(DType::F32)?
-            };
-            Ok((name.clone(), t.to_device(&Device::Cpu)?.contiguous()?))
-        })
+        .map(|(name, t)| Ok((name.clone(), t.to_device(&Device::Cpu)?.contiguous()?)))
         .collect()
 }
 

@@ -24,9 +24,9 @@ pub struct TrainerOptions {
 pub struct StepReport {
     /// Mean loss of the step's micro-batches.
     pub loss: f64,
-    /// The learning rate it used.
+    /// The learning rate: the schedule's, or what the optimizer made of it by itself.
     pub lr: f64,
-    /// Gradient norm before clipping, when clipping is on and the weights were updated.
+    /// Gradient norm before clipping, when the weights were updated.
     pub grad_norm: Option<f64>,
     /// Something that the user should know: a loss or gradient that is no number.
     pub warning: Option<String>,
@@ -123,32 +123,33 @@ impl Trainer {
             ));
             self.non_finite = 0;
         }
+        report.lr = self.options.optimizer.shown_lr(lr).map_err(optim_error)?;
         if !update {
             return Ok(report);
         }
         let Some(mut grads) = self.pending.take() else {
             return Ok(report);
         };
-        if let Some(max) = self.options.max_grad_norm {
-            let norm = clip_grad_norm(&mut grads, max).map_err(optim_error)?;
-            if !norm.is_finite() {
-                report.warning = Some(format!(
-                    "step {}: the gradients are not finite numbers; the weights stay as they are",
-                    step + 1
-                ));
-                return Ok(report);
-            }
-            report.grad_norm = Some(norm);
+        let optimizer = &mut self.options.optimizer;
+        let max = self.options.max_grad_norm.filter(|_| optimizer.wants_clipping());
+        let norm = clip_grad_norm(&mut grads, max.unwrap_or(f64::INFINITY)).map_err(optim_error)?;
+        if !norm.is_finite() {
+            report.warning = Some(format!(
+                "step {}: the gradients are not finite numbers; the weights stay as they are",
+                step + 1
+            ));
+            return Ok(report);
         }
-        self.options.optimizer.step(&grads, lr).map_err(optim_error)?;
+        report.grad_norm = Some(norm);
+        optimizer.step(&grads, lr).map_err(optim_error)?;
+        report.lr = optimizer.shown_lr(lr).map_err(optim_error)?;
         if let Some(ema) = &mut self.options.ema {
             ema.update().map_err(optim_error)?;
         }
         Ok(report)
     }
 
-    /// What a checkpoint holds, by role: `weights`, `optimizer`, and where they exist `ema` and `gradients`; all
-    /// float32. The second value is the number of EMA updates.
+    /// What a checkpoint holds, by role: `weights`, `optimizer`, and where they exist `ema` and `gradients`. The second value is the number of EMA updates.
     ///
     /// # Errors
     /// When the device fails.

@@ -1,0 +1,135 @@
+//! Adafactor as transformers and ai-toolkit compute it, with the learning rate of the config: `relative_step`,
+//! `scale_parameter` and `warmup_init` are off unless `scale_parameter` is turned on.
+
+use super::factored::{SecondMoment, rms};
+use super::saved::{self, Saved};
+use super::{Build, Grads, OptimError, Optimizer, Param, one_each};
+use candle_core::{DType, Tensor};
+use std::collections::BTreeMap;
+
+/// `adafactor`.
+pub(super) fn build(input: Build) -> Result<Box<dyn Optimizer>, OptimError> {
+    let of = &input.options;
+    let settings = Settings {
+        eps: of.pair("eps", (1e-30, 1e-3)),
+        clip_threshold: of.number("clip_threshold", 1.0),
+        decay_rate: of.number("decay_rate", -0.8),
+        beta1: of.optional("beta1"),
+        weight_decay: of.number("weight_decay", 0.0),
+        scale_parameter: of.flag("scale_parameter", false),
+    };
+    let states = input.params.iter().map(|p| State::new(p, &settings));
+    let states = states.collect::<Result<_, _>>()?;
+    Ok(Box::new(Adafactor {
+        settings,
+        params: input.params,
+        states,
+    }))
+}
+
+struct Settings {
+    /// Added to squared gradients; least scale of a parameter.
+    eps: (f64, f64),
+    clip_threshold: f64,
+    decay_rate: f64,
+    beta1: Option<f64>,
+    weight_decay: f64,
+    scale_parameter: bool,
+}
+
+struct State {
+    step: u64,
+    second: SecondMoment,
+    exp_avg: Option<Tensor>,
+}
+
+impl State {
+    fn new(param: &Param, settings: &Settings) -> Result<Self, OptimError> {
+        let zeros = |_| Tensor::zeros(param.var.shape(), DType::F32, param.var.device());
+        Ok(Self {
+            step: 0,
+            second: SecondMoment::zeros(param)?,
+            exp_avg: settings.beta1.map(zeros).transpose()?,
+        })
+    }
+}
+
+/// ```text
+/// decay = 1 - t^decay_rate
+/// u  <- g / sqrt(second moment with that decay), at most clip_threshold large (root mean square)
+/// lr <- lr * max(eps2, root mean square of p)            (scale_parameter)
+/// m  <- m * beta1 + lr * u * (1 - beta1),  u <- m        (beta1)
+/// p  <- p * (1 - lr * weight_decay) - lr * u
+/// ```
+struct Adafactor {
+    settings: Settings,
+    params: Vec<Param>,
+    states: Vec<State>,
+}
+
+impl Optimizer for Adafactor {
+    fn step(&mut self, grads: &Grads, lr: f64) -> Result<(), OptimError> {
+        one_each(grads, &self.params)?;
+        let s = &self.settings;
+        for ((param, state), grad) in self.params.iter().zip(&mut self.states).zip(grads) {
+            let Some(grad) = grad else { continue };
+            let grad = grad.to_dtype(DType::F32)?.detach();
+            let mut p = param.var.as_tensor().detach();
+            state.step += 1;
+            let lr = if s.scale_parameter {
+                lr * rms(&p)?.max(s.eps.1)
+            } else {
+                lr
+            };
+            let decay = 1.0 - (state.step as f64).powf(s.decay_rate);
+            let mut update = (state.second.update(&grad, decay, s.eps.0, s.clip_threshold)? * lr)?;
+            if let (Some(beta1), Some(exp_avg)) = (s.beta1, &mut state.exp_avg) {
+                *exp_avg = ((&*exp_avg * beta1)? + (update * (1.0 - beta1))?)?;
+                update = exp_avg.clone();
+            }
+            if s.weight_decay != 0.0 {
+                p = (p * (1.0 - lr * s.weight_decay))?;
+            }
+            param.var.set(&(p - update)?)?;
+        }
+        Ok(())
+    }
+
+    fn state(&self) -> Result<BTreeMap<String, Tensor>, OptimError> {
+        let mut out = BTreeMap::new();
+        for (param, state) in self.params.iter().zip(&self.states) {
+            out.insert(format!("{}.step", param.name), saved::count(state.step)?);
+            state.second.save(param, &mut out);
+            if let Some(exp_avg) = &state.exp_avg {
+                out.insert(format!("{}.exp_avg", param.name), exp_avg.clone());
+            }
+        }
+        Ok(out)
+    }
+
+    fn load_state(&mut self, state: &BTreeMap<String, Tensor>) -> Result<(), OptimError> {
+        let mut saved = Saved::new(state);
+        let mut states = Vec::with_capacity(self.params.len());
+        for param in &self.params {
+            let name = |part: &str| format!("{}.{part}", param.name);
+            let (dims, device) = (param.var.dims(), param.var.device());
+            let exp_avg = match self.settings.beta1 {
+                Some(_) => Some(saved.tensor(&name("exp_avg"), DType::F32, dims, device)?),
+                None => None,
+            };
+            states.push(State {
+                step: saved.count(&name("step"))?,
+                second: SecondMoment::load(&mut saved, param)?,
+                exp_avg,
+            });
+        }
+        saved.done()?;
+        self.states = states;
+        Ok(())
+    }
+
+    /// It bounds its updates itself; ai-toolkit does not clip for it either.
+    fn wants_clipping(&self) -> bool {
+        false
+    }
+}

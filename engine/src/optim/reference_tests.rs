@@ -1,0 +1,302 @@
+//! Against `tests/reference/make_optim8.py`: bitsandbytes, lion-pytorch, prodigyopt, transformers, ai-toolkit.
+
+use super::*;
+use crate::rng::TorchGenerator;
+use crate::testing::fixtures;
+use candle_core::{DType, Device};
+use serde_json::Value;
+use std::collections::HashMap;
+
+const SHAPES: [(&str, &[usize]); 4] = [
+    ("w", &[64, 96]),
+    ("ragged", &[70, 61]),
+    ("conv", &[6, 4, 3, 3]),
+    ("list", &[7]),
+];
+const STEPS: usize = 20;
+
+/// What `numbers(seed)` draws there.
+fn numbers(seed: u64) -> Vec<Tensor> {
+    let mut generator = TorchGenerator::manual_seed(seed);
+    SHAPES
+        .iter()
+        .map(|(_, dims)| {
+            let count = dims.iter().product();
+            Tensor::from_vec(generator.randn(count), *dims, &Device::Cpu).unwrap()
+        })
+        .collect()
+}
+
+fn start() -> Vec<Param> {
+    let named = SHAPES.iter().zip(numbers(3));
+    named
+        .map(|((name, _), value)| Param {
+            name: (*name).into(),
+            var: Var::from_tensor(&value).unwrap(),
+        })
+        .collect()
+}
+
+fn gradients(k: usize, params: &[Param], pull: bool) -> Grads {
+    let scale = 10f64.powi((k % 5) as i32 - 2);
+    let noise = numbers(100 + k as u64);
+    let goals = numbers(4);
+    let grad = |((p, noise), goal): ((&Param, &Tensor), &Tensor)| {
+        let noise = (noise * scale).unwrap();
+        if !pull {
+            return noise;
+        }
+        let way = (p.var.as_detached_tensor() - goal).unwrap();
+        ((noise * 0.01).unwrap() + way).unwrap()
+    };
+    params.iter().zip(&noise).zip(&goals).map(grad).map(Some).collect()
+}
+
+struct Case {
+    name: String,
+    optimizer: OptimizerName,
+    lr: f64,
+    options: serde_json::Map<String, Value>,
+    pull: bool,
+    shown: Option<Vec<f64>>,
+}
+
+impl Case {
+    fn all() -> Vec<Self> {
+        let text = std::fs::read(fixtures().join("train/optim8.json")).unwrap();
+        let rows: Vec<Value> = serde_json::from_slice(&text).unwrap();
+        let case = |row: &Value| Self {
+            name: row["name"].as_str().unwrap().into(),
+            optimizer: *OptimizerName::ALL
+                .iter()
+                .find(|o| o.name() == row["optimizer"].as_str().unwrap())
+                .unwrap(),
+            lr: row["lr"].as_f64().unwrap(),
+            options: row["options"].as_object().unwrap().clone(),
+            pull: row["pull"].as_bool().unwrap(),
+            shown: serde_json::from_value(row["shown"].clone()).unwrap(),
+        };
+        rows.iter().map(case).collect()
+    }
+
+    fn build(&self, params: &[Param]) -> Box<dyn Optimizer> {
+        build(self.optimizer, params.to_vec(), &self.options, self.lr).unwrap()
+    }
+
+    fn base_lr(&self) -> f64 {
+        base_lr(self.optimizer, self.lr)
+    }
+}
+
+fn reference() -> HashMap<String, Tensor> {
+    candle_core::safetensors::load(fixtures().join("train/optim8.safetensors"), &Device::Cpu).unwrap()
+}
+
+fn floats(t: &Tensor) -> Vec<f32> {
+    t.flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// The largest difference of the elements that the reference keeps.
+fn weight_gap(param: &Param, want: &Tensor) -> f32 {
+    let got = floats(param.var.as_tensor());
+    let want = floats(want);
+    assert_eq!(got.len().div_ceil(7), want.len());
+    let pairs = got.iter().step_by(7).zip(&want);
+    pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+#[test]
+fn the_tables_are_those_of_bitsandbytes() {
+    let want = reference();
+    for (map, name) in [
+        (blockwise::Map::signed(), "map.signed"),
+        (blockwise::Map::unsigned(), "map.unsigned"),
+    ] {
+        let want = floats(&want[name]);
+        assert_eq!(want.len(), 256);
+        for (ours, theirs) in map.values().iter().zip(&want) {
+            // Two units in the last place: torch spaces numbers with another order of operations.
+            assert!(
+                (ours - theirs).abs() <= 2.0 * f32::EPSILON * theirs.abs(),
+                "{name}: {ours:e} {theirs:e}"
+            );
+        }
+    }
+}
+
+#[test]
+fn twenty_steps_are_the_references() {
+    let want = reference();
+    let mut seen = 0;
+    for case in Case::all() {
+        let params = start();
+        let mut optimizer = case.build(&params);
+        // A step moves a weight by about the learning rate.
+        let unit = case.shown.as_ref().map_or(case.lr, |shown| shown[STEPS - 1]) as f32;
+        let mut gaps = [0f32; 2];
+        let eight = case.name.contains("8bit");
+        for k in 0..STEPS {
+            optimizer
+                .step(&gradients(k, &params, case.pull), case.base_lr())
+                .unwrap();
+            if let Some(shown) = &case.shown {
+                let got = optimizer.shown_lr(case.base_lr()).unwrap();
+                assert!(
+                    (got / shown[k] - 1.0).abs() < 1e-4,
+                    "{} step {k}: {got:e} against {:e}",
+                    case.name,
+                    shown[k]
+                );
+            }
+            if k == 0 || k == STEPS - 1 {
+                for p in &params {
+                    let gap = weight_gap(p, &want[&format!("{}.{k}.{}", case.name, p.name)]);
+                    gaps[usize::from(k > 0)] = gaps[usize::from(k > 0)].max(gap);
+                }
+            }
+        }
+        println!(
+            "{}: {:.1e} after one step, {:.1e} after {STEPS}; a step is {unit:.1e}",
+            case.name, gaps[0], gaps[1]
+        );
+        assert!(gaps[0] < 2e-6, "{}: {:e} after one step", case.name, gaps[0]);
+        let allowed = if eight { 2e-2 * unit } else { 5e-6_f32.max(1e-3 * unit) };
+        assert!(gaps[1] < allowed, "{}: {:e}", case.name, gaps[1]);
+        if eight {
+            codes(&case, optimizer.as_ref(), &want);
+        }
+        seen += 1;
+    }
+    assert_eq!(seen, 10);
+}
+
+/// The 8-bit states: the same tensors in 8 bits, the same codes but where a number lies on the edge between two.
+fn codes(case: &Case, optimizer: &dyn Optimizer, want: &HashMap<String, Tensor>) {
+    let state = optimizer.state().unwrap();
+    let prefix = format!("{}.", case.name);
+    let kept = want
+        .keys()
+        .filter_map(|k| k.strip_prefix(&prefix))
+        .filter(|k| k.contains("exp_avg"));
+    let kept: std::collections::BTreeSet<&str> = kept.collect();
+    let ours = state.keys().filter(|k| k.ends_with("codes") || k.ends_with("absmax"));
+    assert_eq!(
+        ours.map(String::as_str).collect::<std::collections::BTreeSet<_>>(),
+        kept,
+        "{}",
+        case.name
+    );
+    assert!(!kept.is_empty());
+    for key in kept {
+        let theirs = &want[&format!("{prefix}{key}")];
+        assert_eq!(state[key].dims(), theirs.dims(), "{key}");
+        if key.ends_with("absmax") {
+            for (a, b) in floats(&state[key]).into_iter().zip(floats(theirs)) {
+                assert!((a / b - 1.0).abs() < 1e-2, "{prefix}{key}: {a:e} {b:e}");
+            }
+            continue;
+        }
+        let bytes = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<u8>().unwrap();
+        let (a, b) = (bytes(&state[key]), bytes(theirs));
+        let others = a.iter().zip(&b).filter(|(a, b)| a != b).count();
+        let most = a.iter().zip(&b).map(|(a, b)| a.abs_diff(*b)).max().unwrap();
+        println!("{prefix}{key}: {others} of {} codes differ, by {most} at most", a.len());
+        assert!(
+            others * 200 <= a.len() && most <= 2,
+            "{prefix}{key}: {others} of {} differ, by {most}",
+            a.len()
+        );
+    }
+}
+
+#[test]
+fn every_state_continues_bit_for_bit() {
+    for case in Case::all() {
+        let (straight, stopped) = (start(), start());
+        let (mut one, mut two) = (case.build(&straight), case.build(&stopped));
+        for k in 0..STEPS {
+            // A parameter that takes no part now and then.
+            let grads = |params: &[Param]| {
+                let mut grads = gradients(k, params, case.pull);
+                if k % 7 == 3 {
+                    grads[1] = None;
+                }
+                grads
+            };
+            one.step(&grads(&straight), case.base_lr()).unwrap();
+            if k == 9 {
+                // Through a file, as a checkpoint goes.
+                let bytes = crate::adapters::safetensors_bytes(&two.state().unwrap(), &BTreeMap::new()).unwrap();
+                let state = candle_core::safetensors::load_buffer(&bytes, &Device::Cpu).unwrap();
+                two = case.build(&stopped);
+                two.load_state(&state.into_iter().collect()).unwrap();
+            }
+            two.step(&grads(&stopped), case.base_lr()).unwrap();
+        }
+        for (a, b) in straight.iter().zip(&stopped) {
+            assert_eq!(
+                floats(a.var.as_tensor()),
+                floats(b.var.as_tensor()),
+                "{} {}",
+                case.name,
+                a.name
+            );
+        }
+        let (one, two) = (one.state().unwrap(), two.state().unwrap());
+        for (name, tensor) in &one {
+            let same = |t: &Tensor| floats(&t.to_dtype(DType::F32).unwrap());
+            assert_eq!(same(tensor), same(&two[name]), "{} {name}", case.name);
+        }
+    }
+}
+
+#[test]
+fn a_state_that_does_not_belong_is_refused_and_changes_nothing() {
+    for case in Case::all() {
+        let params = start();
+        let mut optimizer = case.build(&params);
+        optimizer
+            .step(&gradients(0, &params, case.pull), case.base_lr())
+            .unwrap();
+        let state = optimizer.state().unwrap();
+        for name in state.keys() {
+            let mut broken = state.clone();
+            let removed = broken.remove(name).unwrap();
+            let error = optimizer.load_state(&broken).unwrap_err().to_string();
+            assert!(error.contains(name.as_str()), "{error}");
+            broken.insert(name.clone(), Tensor::stack(&[&removed, &removed], 0).unwrap());
+            assert!(optimizer.load_state(&broken).is_err(), "{} {name}", case.name);
+            broken.insert(name.clone(), removed.to_dtype(DType::U32).unwrap());
+            assert!(optimizer.load_state(&broken).is_err(), "{} {name}", case.name);
+        }
+        let mut more = state.clone();
+        more.insert("another".into(), state.values().next().unwrap().clone());
+        assert!(optimizer.load_state(&more).is_err());
+        let after = optimizer.state().unwrap();
+        for (name, tensor) in &state {
+            let same = |t: &Tensor| floats(&t.to_dtype(DType::F32).unwrap());
+            assert_eq!(same(tensor), same(&after[name]), "{} {name}", case.name);
+        }
+        assert!(optimizer.step(&vec![None], 1e-3).is_err());
+    }
+}
+
+#[test]
+fn what_ai_toolkit_decides_around_an_optimizer() {
+    let none = serde_json::Map::new();
+    for (name, lr, want) in [
+        (OptimizerName::Prodigy, 1e-4, 1.0),
+        (OptimizerName::Prodigy, 0.5, 0.5),
+        (OptimizerName::AdamW8Bit, 1e-4, 1e-4),
+    ] {
+        assert_eq!(base_lr(name, lr), want);
+    }
+    let clips = |name| build(name, start(), &none, 1e-3).unwrap().wants_clipping();
+    assert!(clips(OptimizerName::AdamW8Bit) && !clips(OptimizerName::Adafactor));
+    // A warm-up begins at 0: nothing moves, and nothing is learnt from it.
+    let params = start();
+    let mut prodigy = build(OptimizerName::Prodigy, params.clone(), &none, 1.0).unwrap();
+    prodigy.step(&gradients(0, &params, true), 0.0).unwrap();
+    assert_eq!(floats(params[0].var.as_tensor()), floats(start()[0].var.as_tensor()));
+    assert_eq!(prodigy.shown_lr(1.0).unwrap(), 1e-6);
+}
