@@ -15,7 +15,7 @@ use aitk_tests::chaos::check::Files;
 use aitk_tests::disks::SmallDisk;
 use aitk_tests::eventually;
 use aitk_tests::follower::Follower;
-use aitk_tests::jobs::{draw_dataset, run, run_undisturbed, training};
+use aitk_tests::jobs::{self, draw_dataset, run_undisturbed, training};
 use aitk_tests::pool::Pool;
 use aitk_tests::processes::Process;
 use std::fs::File;
@@ -108,7 +108,7 @@ fn a_trainer_that_cannot_save_leaves_the_checkpoint_before_and_goes_on_from_it()
         return;
     };
     let run = disk.seen_from_here().join("shapes");
-    let mut first = Process::start("run", &scene.root, &mut run(&disk.place(), &scene.root));
+    let mut first = Process::start("run", &scene.root, &mut jobs::run(&disk.place(), &scene.root));
     eventually("a checkpoint", LIMIT, &[&first], || {
         Checkpoint::newest(&run.join(".aitk/checkpoints")).ok()?
     });
@@ -129,7 +129,7 @@ fn a_trainer_that_cannot_save_leaves_the_checkpoint_before_and_goes_on_from_it()
 
     // Room again: the same command goes on from there.
     std::fs::remove_file(filler).unwrap();
-    let again = run(&disk.place(), &scene.root).output().unwrap();
+    let again = jobs::run(&disk.place(), &scene.root).output().unwrap();
     let said = words(&again);
     assert!(again.status.success(), "{said}");
     let begins_again = said.contains(&format!("shapes_{:09}.safetensors", kept.step()));

@@ -28,6 +28,7 @@ pub(crate) struct Needs {
     pub(super) predicted: Option<MemoryNeed>,
     pub(super) at_most: Option<MemoryProfile>,
     pub(super) alone: bool,
+    pub(super) yields: bool,
 }
 
 impl Needs {
@@ -48,6 +49,7 @@ impl Needs {
             predicted: demand.and_then(|demand| demand.memory).filter(|_| !local),
             at_most,
             alone: wants.alone,
+            yields: wants.yields,
         }
     }
 

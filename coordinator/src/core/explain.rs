@@ -48,7 +48,10 @@ impl State {
             let found = match fit(needs, worker, &slot.device) {
                 Err(misfit) => Found::Unfit(misfit),
                 Ok((profile, bytes)) => {
-                    let ready = slot.open && slot.has_room() && slot.has_room_for(needs.held(bytes), None);
+                    let ready = slot.open
+                        && slot.has_room()
+                        && slot.has_room_for(needs.held(bytes), None)
+                        && !self.is_kept_from(needs, slot);
                     Found::Fit {
                         profile,
                         bytes,

@@ -2,11 +2,11 @@
 //! start are looked at, and of each the one whose turn it is.
 
 use super::Step;
-use super::classes::ClassId;
+use super::classes::{ClassId, Needs};
 use super::event::{Effect, Placed};
 use super::model::{Job, Level, Live, Recall};
 use super::queue::{Spot, Turn};
-use super::slots::{Held, SlotId};
+use super::slots::{Held, Slot, SlotId};
 use super::speed::TOO_SLOW;
 use super::state::State;
 use aitk_common::capability::DeviceKind;
@@ -150,7 +150,7 @@ impl State {
             return None;
         }
         let (profile, bytes) = offer.choice;
-        if !slot.has_room_for(class.needs.held(bytes), None) {
+        if !slot.has_room_for(class.needs.held(bytes), None) || self.is_kept_from(&class.needs, slot) {
             return None;
         }
         let last = job.attempts.last().filter(|attempt| attempt.worker == slot.worker);
@@ -172,6 +172,16 @@ impl State {
                 bytes,
             },
         ))
+    }
+
+    /// Whether such a job may not start here because somebody on this device saves and gives way. A job that yields
+    /// would be the next to give way, while the one before it came back beside it: the two would take turns for ever.
+    pub(super) fn is_kept_from(&self, needs: &Needs, slot: &Slot) -> bool {
+        let gives_way = |id| {
+            let recall = self.jobs.get(id).and_then(|job| job.recall.as_ref());
+            matches!(recall, Some(Recall::GiveWay(_)))
+        };
+        needs.yields && slot.running.keys().any(gives_way)
     }
 
     fn assign(&mut self, step: &mut Step, id: &JobId, class: ClassId, chosen: Chosen) {

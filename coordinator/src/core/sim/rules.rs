@@ -3,7 +3,7 @@
 use crate::core::classes::{Needs, fit};
 use crate::core::queue::Gate;
 use crate::core::speed::TOO_SLOW;
-use crate::core::{Job, Placed, State};
+use crate::core::{Job, Placed, Recall, State};
 use aitk_common::control::{JobState, UnixMillis};
 
 /// Seconds per unit of the fastest open device on which such a job fits.
@@ -41,7 +41,13 @@ fn could_start(state: &State, job: &Job, slot: usize, without: Option<&Placed>) 
         .seconds_per_unit(&slot.device, needs.family.as_deref(), profile);
     let slow = needs.device.is_none() && speed > fastest(state, &needs) * TOO_SLOW;
     let without = without.map(|placed| &placed.job);
-    !slow && slot.has_room_for(needs.held(bytes), without)
+    // Who yields does not start beside somebody who gives way.
+    let gives_way = |id| {
+        let other = state.jobs.get(id).and_then(|job| job.recall.as_ref());
+        matches!(other, Some(Recall::GiveWay(_)))
+    };
+    let kept = job.wants.yields && slot.running.keys().any(gives_way);
+    !slow && !kept && slot.has_room_for(needs.held(bytes), without)
 }
 
 /// Those who may start as soon as there is a device for them.

@@ -382,6 +382,34 @@ fn training_that_yields_gives_way_and_comes_back_by_itself() {
 }
 
 #[test]
+fn two_that_yield_do_not_take_turns_in_giving_way() {
+    let of_size = |wants: Wants, gib: u64| Wants {
+        memory: Some(gib << 30),
+        ..wants
+    };
+    let mut world = World::new();
+    // 20 GiB: the small ones fit beside each other, the large one beside nobody.
+    let session = world.gpus("w1", 1);
+    world.submit("t1", of_size(yielding(), 4));
+    world.beat(session, &[held("t1", 1)]);
+    world.submit("large", of_size(retries(0), 16));
+    assert!(world.is_told_to_save("t1", 1));
+    // There is room beside the one that saves, but the device is being cleared.
+    world.submit("t2", of_size(yielding(), 4));
+    assert_eq!(world.running(), ["t1"]);
+    assert!(world.reason("t2").contains("busy"), "{}", world.reason("t2"));
+    // Who does not yield would not be asked to go again, and may use the time.
+    world.submit("quick", of_size(retries(0), 4));
+    assert_eq!(world.running(), ["quick", "t1"]);
+    world.finish(session, &held("quick", 1), Outcome::Completed);
+    assert_eq!(world.running(), ["t1"]);
+    world.finish(session, &held("t1", 1), Outcome::Stopped);
+    assert_eq!(world.running(), ["large"]);
+    world.finish(session, &held("large", 1), Outcome::Completed);
+    assert_eq!(world.running(), ["t1", "t2"]);
+}
+
+#[test]
 fn as_many_give_way_as_are_needed_and_no_more() {
     let mut world = World::new();
     let session = world.gpus("w1", 3);
