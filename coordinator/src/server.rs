@@ -182,6 +182,11 @@ impl Running {
 /// # Errors
 /// [`StartError`]
 pub async fn start(config: Config) -> Result<Running, StartError> {
+    // Boxed: it holds what the databases' libraries hold while they open, and every caller would carry it.
+    Box::pin(bring_up(config)).await
+}
+
+async fn bring_up(config: Config) -> Result<Running, StartError> {
     if !config.bind.ip().to_canonical().is_loopback() && config.tls.is_none() {
         return Err(StartError::Plaintext { bind: config.bind });
     }

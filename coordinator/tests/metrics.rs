@@ -1,10 +1,13 @@
 //! Metrics and health, as a scraper sees them.
 
+#![allow(clippy::unwrap_used, reason = "a test may stop where it stands")]
+
 mod support;
 
 use aitk_common::attempt::Outcome;
-use aitk_common::control::{ToCoordinator, Verdict};
+use aitk_common::control::{Submission, ToCoordinator, Verdict};
 use aitk_coordinator::{Config, StartError, start};
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::time::Duration;
 use support::{FakeWorker, config, eventually, held, within};
@@ -41,8 +44,12 @@ async fn a_job_shows_up_in_the_metrics_from_its_submission_to_its_end() {
     assert_eq!(get(addr, "/readyz").await.0, "HTTP/1.1 200 OK");
     assert_eq!(get(addr, "/").await.0, "HTTP/1.1 404 Not Found");
 
-    let submission = aitk_proto::v1::SubmitRequest::from(support::submission("secret-name"));
-    within(clients.jobs.clone().submit(submission)).await.unwrap();
+    let submission = Submission {
+        inputs: BTreeMap::new(),
+        ..support::submission("secret-name")
+    };
+    let request = aitk_proto::v1::SubmitRequest::from(submission);
+    within(clients.jobs.clone().submit(request)).await.unwrap();
     let (_, text) = get(addr, "/metrics").await;
     for line in [
         r#"aitk_jobs{state="queued"} 1"#,

@@ -60,6 +60,8 @@ fn rows(frame: &mut Frame, state: &State, area: Rect, lines: &[String], chosen: 
         return;
     };
     let room = usize::from(area.height.saturating_sub(1));
+    // Where not all of them fit, a line says how many are left.
+    let room = if rows.len() > room && room > 1 { room - 1 } else { room };
     let first = chosen.map_or(0, |row| (row + 1).saturating_sub(room));
     let mut text = vec![Line::styled(titles.as_str(), faint(state))];
     for (row, line) in rows.iter().enumerate().skip(first).take(room) {
@@ -71,9 +73,8 @@ fn rows(frame: &mut Frame, state: &State, area: Rect, lines: &[String], chosen: 
         text.push(Line::styled(line.as_str(), style));
     }
     let left = rows.len().saturating_sub(first + room);
-    if left > 0 && room > 1 {
-        text.pop();
-        text.push(Line::styled(format!("… {} more", left + 1), faint(state)));
+    if left > 0 {
+        text.push(Line::styled(format!("… {left} more"), faint(state)));
     }
     frame.render_widget(Paragraph::new(Text::from(text)), area);
 }

@@ -122,7 +122,8 @@ impl SqlStore {
     }
 
     async fn rows(&self, statement: &'static str, values: &[Value]) -> Result<Vec<Row>, StoreError> {
-        let call = async { self.link.rows(statement, values).await.map_err(|e| self.failed(e)) };
+        // Boxed here and below: the library's futures are large, and would be moved from caller to caller.
+        let call = Box::pin(async { self.link.rows(statement, values).await.map_err(|e| self.failed(e)) });
         self.in_time(call).await
     }
 
@@ -190,7 +191,7 @@ impl Store for SqlStore {
         if records.is_empty() {
             return Ok(());
         }
-        let result = self.in_time(self.write_all(records)).await;
+        let result = self.in_time(Box::pin(self.write_all(records))).await;
         if matches!(result, Err(StoreError::Failed { .. })) {
             // Perhaps the server was restarted, and our lock with it.
             self.keep_lock().await;

@@ -1,5 +1,6 @@
 //! What is stored stays as it should: in both databases, in object storage, over kills, in backups.
 
+#![allow(clippy::large_futures, reason = "a test is one future and is moved nowhere")]
 #![allow(clippy::unwrap_used, reason = "a test may stop where it stands")]
 
 mod backup;

@@ -121,7 +121,7 @@ fn edges(pieces: usize) -> Vec<f32> {
     let (start, end) = (0.1f32, 1f32);
     let step = (end - start) / pieces as f32;
     let at = |i: usize| {
-        if i < (pieces + 1) / 2 {
+        if i < pieces.div_ceil(2) {
             start + step * i as f32
         } else {
             end - step * (pieces - i) as f32
