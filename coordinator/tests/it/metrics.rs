@@ -1,16 +1,12 @@
 //! Metrics and health, as a scraper sees them.
 
-#![allow(clippy::unwrap_used, reason = "a test may stop where it stands")]
-
-mod support;
-
+use crate::support::{self, FakeWorker, config, eventually, held, within};
 use aitk_common::attempt::Outcome;
 use aitk_common::control::{Submission, ToCoordinator, Verdict};
 use aitk_coordinator::{Config, StartError, start};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::time::Duration;
-use support::{FakeWorker, config, eventually, held, within};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 

@@ -1,23 +1,20 @@
-//! SIGKILL the daemon: its child must be gone too. The test program plays all three parts itself.
+//! SIGKILL the daemon: its child must be gone too. The daemon is this test program, run once more.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
+use aitk_worker::runner::{Launch, Spawner, Wanted, run};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
-#[cfg(not(target_os = "linux"))]
-fn main() {}
-
-#[cfg(target_os = "linux")]
-fn main() {
-    let arguments: Vec<String> = std::env::args().collect();
-    match arguments.get(1).map(String::as_str) {
-        Some("daemon") => daemon(std::path::Path::new(&arguments[2])),
-        _ => test(),
-    }
-}
+/// The folder of whoever plays the daemon; nobody else has it.
+const DAEMON: &str = "AITK_TEST_DAEMON_IN";
 
 /// Runs a real attempt process whose job never ends by itself: its specification is a pipe that nobody fills.
-#[cfg(target_os = "linux")]
-fn daemon(folder: &std::path::Path) {
-    use aitk_worker::runner::{Launch, Spawner, Wanted, run};
+/// Only when the other test asks for it.
+#[test]
+fn plays_the_daemon() {
+    let Some(folder) = std::env::var_os(DAEMON).map(PathBuf::from) else {
+        return;
+    };
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
         .enable_all()
@@ -28,8 +25,8 @@ fn daemon(folder: &std::path::Path) {
             command: vec![env!("CARGO_BIN_EXE_aitk-worker").into()],
             spec: folder.join("spec.json"),
             work_dir: None,
-            temp_dir: folder.to_owned(),
-            grace: std::time::Duration::from_secs(60),
+            temp_dir: folder,
+            grace: Duration::from_secs(60),
         };
         let (_wanted, wishes) = tokio::sync::watch::channel(Wanted::Run);
         let (events, mut heard) = tokio::sync::mpsc::channel(16);
@@ -39,15 +36,18 @@ fn daemon(folder: &std::path::Path) {
     });
 }
 
-#[cfg(target_os = "linux")]
-fn test() {
-    use std::process::Command;
-    use std::time::{Duration, Instant};
-
+#[test]
+fn a_daemon_that_is_killed_leaves_no_child() {
     let folder = tempfile::tempdir().unwrap();
     nix::unistd::mkfifo(&folder.path().join("spec.json"), nix::sys::stat::Mode::S_IRWXU).unwrap();
     let me = std::env::current_exe().unwrap();
-    let mut daemon = Command::new(me).arg("daemon").arg(folder.path()).spawn().unwrap();
+    let mut daemon = Command::new(me)
+        .args(["--exact", "orphan::plays_the_daemon"])
+        .env(DAEMON, folder.path())
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
     let until = Instant::now() + Duration::from_secs(20);
     let child = loop {
         if let Some(child) = child_of(daemon.id()) {
@@ -69,7 +69,6 @@ fn test() {
 }
 
 /// The parent's id and the state of a process.
-#[cfg(target_os = "linux")]
 fn stat(pid: u32) -> Option<(u32, String)> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let (_, rest) = text.rsplit_once(") ")?;
@@ -78,12 +77,10 @@ fn stat(pid: u32) -> Option<(u32, String)> {
     Some((fields.next()?.parse().ok()?, state))
 }
 
-#[cfg(target_os = "linux")]
 fn alive(pid: u32) -> bool {
     stat(pid).is_some_and(|(_, state)| state != "Z" && state != "X")
 }
 
-#[cfg(target_os = "linux")]
 fn child_of(parent: u32) -> Option<u32> {
     let pids = std::fs::read_dir("/proc")
         .ok()?

@@ -1,14 +1,12 @@
 //! Who gets in, and what happens to those who do not behave.
 
-mod support;
-
+use crate::support::{self, FakeWorker, PATIENCE, Pool, config, eventually, held, within};
 use aitk_common::control::{JobState, ToCoordinator};
 use aitk_coordinator::{Config, StartError, TlsFiles, start};
 use aitk_proto::client::{ConnectError, Credentials, connect, connect_with};
 use aitk_proto::v1;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-use support::{FakeWorker, PATIENCE, Pool, config, eventually, held, within};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tonic::Code;

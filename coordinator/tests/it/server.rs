@@ -1,7 +1,6 @@
 //! A real coordinator over loopback gRPC, with scripted workers.
 
-mod support;
-
+use crate::support::{self, FakeWorker, Pool, eventually, held, logs, submission, within};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::control::{
     Artifact, EventBody, HeldAttempt, JobState, Progress, Report, Submission, ToCoordinator, ToWorker, UnixMillis,
@@ -12,7 +11,6 @@ use aitk_common::id::{AttemptId, Epoch};
 use aitk_common::storage::{BlobStore, StorageError};
 use aitk_proto::v1;
 use std::time::Duration;
-use support::{FakeWorker, Pool, eventually, held, logs, submission, within};
 use tonic::Code;
 
 /// Long enough that nothing expires by accident.

@@ -1,6 +1,6 @@
 //! What the tests of the program share: a home of its own, and a coordinator that says what it is told to.
 
-#![allow(dead_code, unreachable_pub)]
+#![allow(unreachable_pub)]
 
 use aitk_proto::v1::{self, jobs_server};
 use std::collections::VecDeque;

@@ -1,12 +1,8 @@
 //! The program itself: exit codes, messages, signals.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
-
-mod support;
-
+use crate::support::{self, Lab};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
-use support::Lab;
 
 fn program() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_aitk-worker"));

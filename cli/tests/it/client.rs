@@ -1,11 +1,7 @@
 //! The program against a coordinator that says what it is told to.
 
-#![allow(clippy::unwrap_used)]
-
-mod support;
-
+use crate::support::{Fake, Home, code, err, job, log, out};
 use aitk_proto::v1::{self, JobState};
-use support::{Fake, Home, code, err, job, log, out};
 use tonic::Status;
 
 /// Runs the program beside a fake coordinator.

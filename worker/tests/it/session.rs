@@ -1,9 +1,6 @@
 //! A worker and a real coordinator: assignment to artifact, breaks in between, refusals.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
-
-mod support;
-
+use crate::support::{self, Lab, connected, eventually, finished, say, script, wait_for};
 use aitk_common::control::{AttemptState, JobState};
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::{BlobStore, checkpoints, snapshot};
@@ -13,7 +10,6 @@ use aitk_worker::Refusal;
 use serde_json::json;
 use std::collections::HashMap;
 use std::time::Duration;
-use support::{Lab, connected, eventually, finished, say, script, wait_for};
 
 fn artifact(kind: &str, name: &str) -> String {
     let event =

@@ -1,9 +1,6 @@
 //! The rules of the queue over the wire, and over a restart.
 
-#![allow(clippy::unwrap_used, reason = "a test may stop where it stands")]
-
-mod support;
-
+use crate::support::{FakeWorker, Pool, held, submission, within};
 use aitk_common::attempt::Outcome;
 use aitk_common::control::{Forecast, JobState, JobView, Submission, ToWorker, WorkerView};
 use aitk_common::id::UserName;
@@ -11,7 +8,6 @@ use aitk_common::plan::anatomy::Anatomy;
 use aitk_common::plan::profile::MemoryProfile;
 use aitk_proto::v1;
 use std::time::Duration;
-use support::{FakeWorker, Pool, held, submission, within};
 use tonic::Code;
 
 const CALM: Duration = Duration::from_secs(60);

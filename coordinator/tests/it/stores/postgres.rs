@@ -1,6 +1,7 @@
 //! What only PostgreSQL does: one writer, restarts, passwords.
 
 use super::store::{commit, submit};
+
 use crate::support;
 use crate::support::postgres::{PASSWORD, Postgres};
 use aitk_coordinator::core::{Settings, State};

@@ -1,10 +1,5 @@
 //! A coordinator in this process, and workers that do what a test tells them.
-#![allow(
-    dead_code,
-    clippy::unwrap_used,
-    clippy::print_stdout,
-    reason = "each test program uses a part of it; only tests do"
-)]
+#![allow(clippy::print_stdout, reason = "a test that is skipped says so")]
 
 pub(crate) mod blobs;
 pub(crate) mod daemon;

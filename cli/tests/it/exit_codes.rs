@@ -1,12 +1,8 @@
 //! Every exit code that needs no coordinator, and what is said beside it.
 
-#![allow(clippy::unwrap_used)]
-
-mod support;
-
+use crate::support::{Home, code, err, out};
 use std::os::unix::fs::PermissionsExt;
 use std::process::Stdio;
-use support::{Home, code, err, out};
 
 #[test]
 fn help_and_version_succeed_and_name_every_code() {

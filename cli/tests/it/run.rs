@@ -1,16 +1,12 @@
 //! `aitk run` and `aitk up` with the real engine on the tiny model.
-#![cfg(feature = "embedded")]
-#![allow(clippy::unwrap_used)]
 
-mod support;
-
+use crate::support::{Home, code, err, out};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
-use support::{Home, code, err, out};
 
 const TINY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/tiny_sd");
 

@@ -1,7 +1,5 @@
 //! The runner against children that behave, misbehave and crash: shell scripts.
 
-#![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
-
 use aitk_common::attempt::{ChildEvent, FailureCause, Outcome};
 use aitk_worker::runner::{self, Launch, Spawner, Wanted};
 use std::ffi::OsString;

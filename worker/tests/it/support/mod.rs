@@ -1,8 +1,5 @@
 //! A coordinator in this process, and workers whose children are shell scripts.
 
-#![allow(dead_code, reason = "each test program uses its own part")]
-#![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
-
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::checkpoint::CheckpointWriter;
 use aitk_common::control::{JobState, JobView};

@@ -1,11 +1,7 @@
 //! The program against a real coordinator in this process.
-#![cfg(feature = "embedded")]
-#![allow(clippy::unwrap_used)]
 
-mod support;
-
+use crate::support::{Home, code, err, out};
 use std::process::Output;
-use support::{Home, code, err, out};
 
 /// A coordinator and a home with a job file, a model and a data set.
 struct Place {

@@ -1,17 +1,14 @@
-//! What is stored stays as it should: in both databases, in object storage, over kills, in backups.
+//! The coordinator from outside: one program, because each more takes a minute to build. A module is one story.
 
 #![allow(clippy::large_futures, reason = "a test is one future and is moved nowhere")]
 #![allow(clippy::unwrap_used, reason = "a test may stop where it stands")]
 
-mod backup;
-mod crash;
-mod garbage;
-mod postgres;
-mod races;
-mod store;
-#[path = "../support/mod.rs"]
+mod door;
+mod metrics;
+mod rules;
+mod server;
+mod stores;
 mod support;
-mod upgrade;
 
 #[allow(dead_code, clippy::print_stdout, reason = "it is shared with other tests")]
 #[path = "../../../common/tests/storage/buckets/server.rs"]

@@ -1,0 +1,11 @@
+//! The program from outside: one test program, because each more takes a minute to build. A module is one story.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
+
+mod client;
+#[cfg(feature = "embedded")]
+mod coordinator;
+mod exit_codes;
+#[cfg(feature = "embedded")]
+mod run;
+mod support;

@@ -1,0 +1,10 @@
+//! The worker from outside: one program, because each more takes a minute to build. A module is one story.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
+
+#[cfg(target_os = "linux")]
+mod orphan;
+mod program;
+mod runner;
+mod session;
+mod support;
