@@ -62,6 +62,7 @@ fn job(number: u64, fits: bool) -> Event {
             wants,
             local: false,
             idempotency_key: None,
+            sees_all: true,
             after: Vec::new(),
             not_before: None,
             payload: Arc::new(Payload::default()),

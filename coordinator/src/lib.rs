@@ -4,6 +4,7 @@
 //! keeps it, `garbage` removes what nobody needs any more, `api` speaks gRPC, `server` starts and ends it all. It never
 //! computes and never depends on the engine.
 
+mod access;
 mod api;
 mod backup;
 mod config;
@@ -16,6 +17,7 @@ mod server;
 pub mod store;
 mod submit;
 
+pub use access::AuditLine;
 pub use backup::{CopyError, backup, restore};
 pub use config::{Config, TlsFiles};
 pub use garbage::Retention;

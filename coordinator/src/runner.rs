@@ -1,6 +1,7 @@
 //! The one task that owns the core: takes events in batches, stores what they changed in one transaction, and only
 //! then lets anybody hear of it.
 
+use crate::access::AuditLine;
 use crate::core::{self, Effect, Event, Placed, Record, Refusal, Reply, SessionId, State, Ticket};
 use crate::metrics::Metrics;
 use crate::payloads::Payloads;
@@ -50,9 +51,11 @@ impl Clock {
 
 type Query = Box<dyn FnOnce(&State, UnixMillis) + Send>;
 
+type Caller = oneshot::Sender<Result<Reply, Refusal>>;
+
 enum Input {
     Event(Event),
-    Call(Event, Ticket, oneshot::Sender<Result<Reply, Refusal>>),
+    Call(Event, Ticket, Caller, Box<AuditLine>),
     Query(Query),
     OpenSession(SessionId, mpsc::Sender<ToWorker>),
 }
@@ -106,12 +109,17 @@ impl Core {
         self.inputs.send(Input::Event(event)).await.map_err(|_| Gone)
     }
 
-    /// Hands in an event that is answered. The answer comes when everything behind it is durable.
-    pub(crate) async fn call(&self, event: impl FnOnce(Ticket) -> Event) -> Result<Result<Reply, Refusal>, Gone> {
+    /// Hands in an event that is answered. The answer comes when everything behind it is durable, together with a line of
+    /// the audit log, which says so when it was refused.
+    pub(crate) async fn call(
+        &self,
+        event: impl FnOnce(Ticket) -> Event,
+        line: Box<AuditLine>,
+    ) -> Result<Result<Reply, Refusal>, Gone> {
         let ticket = Ticket(self.number());
         let (sender, receiver) = oneshot::channel();
         self.inputs
-            .send(Input::Call(event(ticket), ticket, sender))
+            .send(Input::Call(event(ticket), ticket, sender, line))
             .await
             .map_err(|_| Gone)?;
         receiver.await.map_err(|_| Gone)
@@ -221,11 +229,11 @@ impl Runner {
         let (mut records, mut rest, mut queries) = (Vec::new(), Vec::new(), Vec::new());
         let mut callers = HashMap::new();
         for input in batch.drain(..) {
-            let event = match input {
-                Input::Event(event) => event,
-                Input::Call(event, ticket, caller) => {
+            let (event, mut line) = match input {
+                Input::Event(event) => (event, None),
+                Input::Call(event, ticket, caller, line) => {
                     callers.insert(ticket, caller);
-                    event
+                    (event, Some(line))
                 }
                 Input::Query(query) => {
                     queries.push(query);
@@ -242,9 +250,15 @@ impl Runner {
             for effect in self.state.handle(now, event) {
                 match effect {
                     Effect::Persist(record) => records.push(record),
-                    other => rest.push(other),
+                    other => {
+                        if let (Effect::Reply(_, reply), Some(line)) = (&other, &mut line) {
+                            conclude(line, reply);
+                        }
+                        rest.push(other);
+                    }
                 }
             }
+            records.extend(line.map(Record::Audit));
             debug_assert_eq!(core::check(&self.state), Ok(()));
         }
         let began = Instant::now();
@@ -379,6 +393,16 @@ impl Runner {
                 retry,
             });
         }
+    }
+}
+
+/// What became of that which a line of the audit log is about.
+fn conclude(line: &mut AuditLine, reply: &Result<Reply, Refusal>) {
+    match reply {
+        Err(refusal) => (line.done, line.detail) = (false, AuditLine::quote(&refusal.to_string())),
+        // A key that was used before leads to the job of then.
+        Ok(Reply::Submitted(submitted)) => line.object = submitted.job.to_string(),
+        Ok(_) => {}
     }
 }
 

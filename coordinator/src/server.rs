@@ -1,5 +1,6 @@
 //! Start, serve, shut down.
 
+use crate::access::{Access, AccessError};
 use crate::api::{Gate, Shared, routes};
 use crate::config::{Config, TlsFiles};
 use crate::core::{Settings, State};
@@ -100,6 +101,19 @@ pub enum StartError {
     /// The database cannot be opened.
     #[error(transparent)]
     Store(#[from] StoreError),
+    /// A token in the database cannot be read.
+    #[error("the tokens in the database cannot be read; were they written by a newer version?")]
+    Tokens(#[source] serde_json::Error),
+}
+
+impl From<AccessError> for StartError {
+    fn from(error: AccessError) -> Self {
+        match error {
+            AccessError::Store(error) => Self::Store(error),
+            AccessError::Record(error) => Self::Tokens(error),
+            AccessError::NoToken(id) | AccessError::NotYours(id) => Self::Tokens(serde::de::Error::custom(id)),
+        }
+    }
 }
 
 /// Why a running coordinator ended by itself.
@@ -130,6 +144,7 @@ pub struct Running {
     server: JoinHandle<Result<(), tonic::transport::Error>>,
     runner: JoinHandle<Result<(), StoreError>>,
     collecting: JoinHandle<()>,
+    auditing: JoinHandle<()>,
     store: Arc<dyn Store>,
     _lock: File,
 }
@@ -173,6 +188,8 @@ impl Running {
             self.runner.abort();
             let _ = (&mut self.runner).await;
         }
+        // What was refused a moment ago is written yet.
+        let _ = tokio::time::timeout(SHUTDOWN_PATIENCE, &mut self.auditing).await;
         self.store.close().await;
     }
 }
@@ -264,6 +281,7 @@ async fn bring_up(config: Config) -> Result<Running, StartError> {
     if let Some(listener) = metrics_listener {
         tokio::spawn(metrics::serve(listener, metrics, core.clone(), stopping.clone()));
     }
+    let (access, auditing) = Access::open(store.clone(), token.clone(), clock).await?;
     let pins = Pins::new(config.retention.grace);
     let collector = Collector {
         core: core.clone(),
@@ -276,6 +294,7 @@ async fn bring_up(config: Config) -> Result<Running, StartError> {
     let collecting = tokio::spawn(collector.clone().run());
     let shared = Shared {
         core,
+        access: access.clone(),
         pins,
         collector,
         clock,
@@ -289,7 +308,7 @@ async fn bring_up(config: Config) -> Result<Running, StartError> {
         transfers: Arc::new(Semaphore::new(TRANSFERS)),
         stopping: stopping.clone(),
     };
-    let router = server.add_routes(routes(&shared, &Gate::new(token.clone())));
+    let router = server.add_routes(routes(&shared, &Gate::new(access)));
     let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
     let mut stopped = stopping;
     let serving = router.serve_with_incoming_shutdown(incoming, async move {
@@ -307,6 +326,7 @@ async fn bring_up(config: Config) -> Result<Running, StartError> {
         server,
         runner,
         collecting,
+        auditing,
         store,
         _lock: lock,
     })

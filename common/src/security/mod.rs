@@ -1,3 +1,4 @@
 //! Who may talk to whom.
 
+pub mod role;
 pub mod token;

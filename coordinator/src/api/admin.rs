@@ -1,34 +1,132 @@
 //! What the one who runs the coordinator may do.
 
-use super::{Shared, storage_failed, store_failed};
+use super::auth::caller;
+use super::{Shared, access_failed, storage_failed, store_failed};
+use crate::access::{AuditLine, TokenRecord};
 use crate::garbage::CollectError;
 use crate::runner::full;
+use aitk_common::id::UserName;
+use aitk_common::security::role::Role;
 use aitk_proto::v1;
 use aitk_proto::v1::admin_server::Admin;
+use std::time::Duration;
 use tonic::{Request, Response, Status};
+
+/// Lines of the audit log in one answer.
+const MOST_LINES: u32 = 1000;
 
 #[derive(Debug)]
 pub(super) struct AdminApi(pub(super) Shared);
 
+impl From<TokenRecord> for v1::TokenInfo {
+    fn from(record: TokenRecord) -> Self {
+        Self {
+            id: record.id,
+            name: record.name.to_string(),
+            role: record.role.name().to_owned(),
+            created_ms: record.created.0,
+            created_by: record.created_by,
+            expires_ms: record.expires.map(|time| time.0),
+            revoked_ms: record.revoked.map(|time| time.0),
+        }
+    }
+}
+
+fn wire_line((seq, line): (u64, AuditLine)) -> v1::AuditLine {
+    v1::AuditLine {
+        seq,
+        time_ms: line.time.0,
+        who: line.who,
+        by: line.by,
+        from: line.from,
+        action: line.action,
+        object: line.object,
+        done: line.done,
+        detail: line.detail,
+    }
+}
+
 #[tonic::async_trait]
 impl Admin for AdminApi {
+    async fn create_token(
+        &self,
+        request: Request<v1::CreateTokenRequest>,
+    ) -> Result<Response<v1::CreateTokenReply>, Status> {
+        let by = caller(&request)?;
+        let wire = request.into_inner();
+        let name = UserName::parse(&wire.name).map_err(|_| {
+            Status::invalid_argument(
+                "name: expected 1 to 64 letters, digits, '-' or '_': it is written on this user's jobs",
+            )
+        })?;
+        let role: Role = wire
+            .role
+            .parse()
+            .map_err(|error| Status::invalid_argument(format!("role: {error}")))?;
+        if wire.expires_in_ms == Some(0) {
+            return Err(Status::invalid_argument(
+                "expires_in_ms: 0, which is over at once; leave it out for a token that does not end by itself",
+            ));
+        }
+        let life = wire.expires_in_ms.map(Duration::from_millis);
+        let made = self.0.access.create(&by, name, role, life).await;
+        let (secret, record) = made.map_err(|error| access_failed(&error))?;
+        Ok(Response::new(v1::CreateTokenReply {
+            secret: secret.secret().to_owned(),
+            token: Some(record.into()),
+        }))
+    }
+
+    async fn list_tokens(&self, _: Request<v1::ListTokensRequest>) -> Result<Response<v1::ListTokensReply>, Status> {
+        let tokens = self.0.access.tokens().into_iter().map(Into::into).collect();
+        Ok(Response::new(v1::ListTokensReply { tokens }))
+    }
+
+    async fn revoke_token(&self, request: Request<v1::RevokeTokenRequest>) -> Result<Response<v1::TokenInfo>, Status> {
+        let by = caller(&request)?;
+        let revoked = self.0.access.revoke(&by, &request.into_inner().id).await;
+        Ok(Response::new(revoked.map_err(|error| access_failed(&error))?.into()))
+    }
+
+    async fn read_audit(&self, request: Request<v1::ReadAuditRequest>) -> Result<Response<v1::ReadAuditReply>, Status> {
+        let v1::ReadAuditRequest { after, limit } = request.into_inner();
+        let limit = if limit == 0 { MOST_LINES } else { limit.min(MOST_LINES) };
+        let lines = self.0.store.audit(after, limit).await;
+        let lines = lines.map_err(|error| store_failed(&error))?;
+        Ok(Response::new(v1::ReadAuditReply {
+            lines: lines.into_iter().map(wire_line).collect(),
+        }))
+    }
+
     async fn collect_garbage(
         &self,
         request: Request<v1::CollectGarbageRequest>,
     ) -> Result<Response<v1::CollectGarbageReply>, Status> {
-        let collector = self.0.collector.clone();
+        let who = caller(&request)?;
+        let shared = self.0.clone();
         let dry_run = request.into_inner().dry_run;
         // On its own task: a caller that goes away does not stop it halfway.
-        let collected = tokio::spawn(async move { collector.collect(dry_run).await })
-            .await
-            .map_err(|error| Status::internal(error.to_string()))?
-            .map_err(|error| match error {
-                CollectError::Busy => Status::aborted(error.to_string()),
-                CollectError::Broken { .. } => Status::failed_precondition(full(&error)),
-                CollectError::Storage(error) => storage_failed(&error),
-                CollectError::Store(error) => store_failed(&error),
-                CollectError::Gone(gone) => gone.into(),
-            })?;
+        let collected = tokio::spawn(async move {
+            let collected = shared.collector.collect(dry_run).await?;
+            if !dry_run {
+                let mut line = who.line(shared.clock.now(), "storage.gc", "");
+                line.detail = format!(
+                    "{} blobs removed, {} jobs forgotten",
+                    collected.removed, collected.jobs_forgotten
+                );
+                shared.store.administer(&[], &[line]).await?;
+            }
+            Ok(collected)
+        })
+        .await
+        .map_err(|error| Status::internal(error.to_string()))?
+        .map_err(|error: CollectError| match error {
+            CollectError::Busy => Status::aborted(error.to_string()),
+            CollectError::Broken { .. } => Status::failed_precondition(full(&error)),
+            CollectError::Storage(error) => storage_failed(&error),
+            CollectError::Store(error) => store_failed(&error),
+            CollectError::Gone(gone) => gone.into(),
+        })?;
         Ok(Response::new(v1::CollectGarbageReply {
             blobs: collected.blobs,
             needed: collected.needed,

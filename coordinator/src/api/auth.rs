@@ -1,43 +1,141 @@
-//! Who may call: the token, and the protocol version.
+//! The door: who calls, whether they may do that, and whether they speak our version of the protocol.
+//!
+//! One table says which right a call needs. A call that is not in it is refused: a new one cannot be forgotten open.
 
+use crate::access::{Access, Denied, Identity};
 use aitk_common::control::PROTOCOL_VERSION;
-use aitk_common::security::token::Token;
+use aitk_common::security::role::Right;
 use aitk_proto::PROTOCOL_HEADER;
-use std::sync::Arc;
-use tonic::service::Interceptor;
+use std::convert::Infallible;
+use std::net::SocketAddr;
+use std::task::{Context, Poll};
+use tonic::body::Body;
+use tonic::codegen::{BoxFuture, Service, http};
+use tonic::server::NamedService;
+use tonic::transport::server::{TcpConnectInfo, TlsConnectInfo};
 use tonic::{Request, Status};
+
+/// The right that a call needs.
+fn right_of(path: &str) -> Option<Right> {
+    Some(match path.strip_prefix("/aitk.v1.")? {
+        "Workers/Session" => Right::Work,
+        "Jobs/Info" => Right::Greet,
+        "Jobs/Submit" => Right::Submit,
+        "Jobs/Get" | "Jobs/List" | "Jobs/Explain" | "Jobs/Events" | "Jobs/Artifacts" => Right::SeeJobs,
+        "Jobs/Stop" | "Jobs/Resume" | "Jobs/Pause" | "Jobs/SetPriority" => Right::ChangeJobs,
+        "Jobs/ListWorkers" | "Jobs/Fit" => Right::SeeWorkers,
+        "Jobs/DrainWorker" => Right::ChangeWorkers,
+        "Blobs/Has" | "Blobs/Put" => Right::Upload,
+        "Blobs/Get" => Right::Download,
+        "Admin/CollectGarbage" | "Admin/CreateToken" | "Admin/ListTokens" | "Admin/RevokeToken" | "Admin/ReadAudit" => {
+            Right::Administer
+        }
+        _ => return None,
+    })
+}
 
 /// Stands before every service.
 #[derive(Clone, Debug)]
 pub(crate) struct Gate {
-    token: Arc<Token>,
+    access: Access,
 }
 
 impl Gate {
-    pub(crate) fn new(token: Token) -> Self {
-        Self { token: Arc::new(token) }
+    pub(crate) fn new(access: Access) -> Self {
+        Self { access }
     }
-}
 
-impl Interceptor for Gate {
-    fn call(&mut self, request: Request<()>) -> Result<Request<()>, Status> {
-        let metadata = request.metadata();
-        let given = metadata.get("authorization").and_then(|value| value.to_str().ok());
-        let Some(given) = given.and_then(|text| text.strip_prefix("Bearer ")) else {
+    /// Puts a service behind the door.
+    pub(super) fn guard<S>(&self, service: S) -> Guarded<S> {
+        Guarded {
+            gate: self.clone(),
+            service,
+        }
+    }
+
+    fn check<B>(&self, request: &http::Request<B>) -> Result<Identity, Status> {
+        let header = |name: &str| request.headers().get(name).and_then(|value| value.to_str().ok());
+        let Some(given) = header("authorization").and_then(|text| text.strip_prefix("Bearer ")) else {
             return Err(Status::unauthenticated(
                 "no token was given; set AITK_TOKEN, or AITK_TOKEN_FILE to a copy of the coordinator's token file",
             ));
         };
-        if !self.token.is(given) {
-            return Err(Status::unauthenticated(
-                "the token is not this coordinator's; compare AITK_TOKEN or AITK_TOKEN_FILE with the coordinator's token file",
-            ));
-        }
-        let protocol = metadata.get(PROTOCOL_HEADER).and_then(|value| value.to_str().ok());
+        let who = self.access.enter(given, peer(request)).map_err(|denied| match denied {
+            Denied::Wrong => Status::unauthenticated(
+                "the token is not this coordinator's, or has expired or been revoked; compare AITK_TOKEN or AITK_TOKEN_FILE \
+                 with what the administrator gave you (`aitk-coordinator token ls` shows what is valid)",
+            ),
+            Denied::TooMany => Status::resource_exhausted(
+                "too many wrong tokens came from your address; wait a minute, then try again with the right one",
+            ),
+        })?;
+        let protocol = header(PROTOCOL_HEADER);
         if protocol.and_then(|text| text.parse().ok()) != Some(PROTOCOL_VERSION) {
             return Err(protocol_mismatch(protocol.unwrap_or("none")));
         }
-        Ok(request)
+        let Some(right) = right_of(request.uri().path()) else {
+            return Err(Status::unimplemented("this coordinator does not know that call"));
+        };
+        if !self.access.may(&who, right) {
+            return Err(Status::permission_denied(format!(
+                "your token's role is {}, which may not {right}; ask an administrator for another one",
+                who.role
+            )));
+        }
+        Ok(who)
+    }
+}
+
+/// The address of the other side.
+fn peer<B>(request: &http::Request<B>) -> Option<SocketAddr> {
+    let extensions = request.extensions();
+    let plain = extensions.get::<TcpConnectInfo>();
+    let info = plain.or_else(|| {
+        extensions
+            .get::<TlsConnectInfo<TcpConnectInfo>>()
+            .map(TlsConnectInfo::get_ref)
+    });
+    info.and_then(TcpConnectInfo::remote_addr)
+}
+
+/// Who makes this call. The door has let them in.
+pub(super) fn caller<T>(request: &Request<T>) -> Result<Identity, Status> {
+    let found = request.extensions().get::<Identity>().cloned();
+    found.ok_or_else(|| Status::internal("a call came past the door"))
+}
+
+/// A service behind the door.
+#[derive(Clone, Debug)]
+pub(super) struct Guarded<S> {
+    gate: Gate,
+    service: S,
+}
+
+impl<S: NamedService> NamedService for Guarded<S> {
+    const NAME: &'static str = S::NAME;
+}
+
+impl<S> Service<http::Request<Body>> for Guarded<S>
+where
+    S: Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible>,
+    S::Future: Send + 'static,
+{
+    type Response = http::Response<Body>;
+    type Error = Infallible;
+    type Future = BoxFuture<Self::Response, Infallible>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        self.service.poll_ready(context)
+    }
+
+    fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
+        match self.gate.check(&request) {
+            Ok(who) => {
+                request.extensions_mut().insert(who);
+                Box::pin(self.service.call(request))
+            }
+            Err(status) => Box::pin(async move { Ok(status.into_http()) }),
+        }
     }
 }
 
@@ -49,4 +147,33 @@ pub(super) fn protocol_mismatch(theirs: &str) -> Status {
          install the same version of aitk on both sides",
         env!("CARGO_PKG_VERSION"),
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_call_of_the_protocol_needs_a_right() {
+        let text = include_str!("../../../proto/proto/aitk/v1/aitk.proto");
+        let (mut service, mut calls) = ("", 0);
+        for line in text.lines() {
+            let mut words = line.split_whitespace();
+            match (words.next(), words.next()) {
+                (Some("service"), Some(name)) => service = name,
+                (Some("rpc"), Some(rest)) => {
+                    let name = rest.split('(').next().unwrap();
+                    assert!(
+                        right_of(&format!("/aitk.v1.{service}/{name}")).is_some(),
+                        "{service}/{name}"
+                    );
+                    calls += 1;
+                }
+                _ => {}
+            }
+        }
+        assert!(calls >= 23, "{calls}");
+        assert_eq!(right_of("/aitk.v1.Jobs/Nothing"), None);
+        assert_eq!(right_of("/other.Jobs/Get"), None);
+    }
 }

@@ -1,8 +1,12 @@
 //! The object storage, for whoever cannot reach it: blobs pass through a file of ours, so that they are checked before
 //! they are stored, and stored before they are acknowledged.
 
-use super::{Shared, storage_failed};
+use super::auth::caller;
+use super::{Shared, storage_failed, store_failed, token_ended};
+use crate::access::Identity;
+use crate::core::State;
 use aitk_common::hash::ContentHash;
+use aitk_common::security::role::Role;
 use aitk_proto::BLOB_CHUNK_BYTES;
 use aitk_proto::v1;
 use aitk_proto::v1::blobs_server::Blobs;
@@ -56,6 +60,33 @@ impl BlobsApi {
         Ok(Transit { path, _permit: permit })
     }
 
+    /// Workers, operators and administrators fetch anything, others only files of jobs that they see. What they may not
+    /// see looks as if it were not there.
+    async fn may_fetch(&self, who: &Identity, hash: ContentHash) -> Result<(), Status> {
+        if who.role == Role::Worker || who.role.changes_all() {
+            return Ok(());
+        }
+        let jobs = self
+            .0
+            .store
+            .jobs_with_file(&hash)
+            .await
+            .map_err(|error| store_failed(&error))?;
+        let name = who.clone();
+        let sees = move |state: &State, _| {
+            jobs.iter()
+                .filter_map(|id| state.job(id))
+                .any(|job| name.sees(&job.wants.owner))
+        };
+        if self.0.core.query(sees).await? {
+            return Ok(());
+        }
+        let mut line = who.line(self.0.clock.now(), "blob.get", &hash.to_hex());
+        (line.done, line.detail) = (false, "not a file of a job that this user sees".into());
+        self.0.access.note(line);
+        Err(Status::not_found(format!("the object storage has no blob {hash}")))
+    }
+
     /// Which blobs are there. Those that are stay for a while: whoever asked relies on it.
     async fn look(&self, hashes: &[ContentHash]) -> Result<Vec<bool>, Status> {
         let _held = self.0.pins.hold(hashes.to_vec()).await;
@@ -64,39 +95,10 @@ impl BlobsApi {
         self.0.pins.tell(there.map(|(hash, _)| *hash));
         Ok(present)
     }
-}
 
-async fn next(parts: &mut Streaming<v1::PutBlobRequest>) -> Result<Option<v1::put_blob_request::Part>, Status> {
-    let message = tokio::time::timeout(SILENCE, parts.message())
-        .await
-        .map_err(|_| Status::deadline_exceeded("nothing was sent for a minute; send the blob again"))??;
-    match message {
-        None => Ok(None),
-        Some(message) => message
-            .part
-            .map(Some)
-            .ok_or_else(|| Status::invalid_argument("part: neither header nor data")),
-    }
-}
-
-#[tonic::async_trait]
-impl Blobs for BlobsApi {
-    async fn has(&self, request: Request<v1::HasRequest>) -> Result<Response<v1::HasReply>, Status> {
-        let texts = request.into_inner().sha256;
-        if texts.len() > MOST_HASHES {
-            return Err(Status::invalid_argument(format!(
-                "sha256: {} hashes; at most {MOST_HASHES}",
-                texts.len()
-            )));
-        }
-        let hashes = texts.iter().map(|text| parse(text)).collect::<Result<Vec<_>, _>>()?;
-        let present = self.look(&hashes).await?;
-        Ok(Response::new(v1::HasReply { present }))
-    }
-
-    async fn put(&self, request: Request<Streaming<v1::PutBlobRequest>>) -> Result<Response<v1::PutBlobReply>, Status> {
+    /// An upload, from its header to the storage.
+    async fn receive(&self, mut parts: Streaming<v1::PutBlobRequest>) -> Result<Response<v1::PutBlobReply>, Status> {
         use v1::put_blob_request::Part;
-        let mut parts = request.into_inner();
         let Some(Part::Header(header)) = next(&mut parts).await? else {
             return Err(Status::invalid_argument("part: the first one must be the header"));
         };
@@ -140,11 +142,50 @@ impl Blobs for BlobsApi {
         self.0.pins.tell([hash]);
         Ok(Response::new(v1::PutBlobReply { existed: false }))
     }
+}
+
+async fn next(parts: &mut Streaming<v1::PutBlobRequest>) -> Result<Option<v1::put_blob_request::Part>, Status> {
+    let message = tokio::time::timeout(SILENCE, parts.message())
+        .await
+        .map_err(|_| Status::deadline_exceeded("nothing was sent for a minute; send the blob again"))??;
+    match message {
+        None => Ok(None),
+        Some(message) => message
+            .part
+            .map(Some)
+            .ok_or_else(|| Status::invalid_argument("part: neither header nor data")),
+    }
+}
+
+#[tonic::async_trait]
+impl Blobs for BlobsApi {
+    async fn has(&self, request: Request<v1::HasRequest>) -> Result<Response<v1::HasReply>, Status> {
+        let texts = request.into_inner().sha256;
+        if texts.len() > MOST_HASHES {
+            return Err(Status::invalid_argument(format!(
+                "sha256: {} hashes; at most {MOST_HASHES}",
+                texts.len()
+            )));
+        }
+        let hashes = texts.iter().map(|text| parse(text)).collect::<Result<Vec<_>, _>>()?;
+        let present = self.look(&hashes).await?;
+        Ok(Response::new(v1::HasReply { present }))
+    }
+
+    async fn put(&self, request: Request<Streaming<v1::PutBlobRequest>>) -> Result<Response<v1::PutBlobReply>, Status> {
+        let who = caller(&request)?;
+        tokio::select! {
+            put = self.receive(request.into_inner()) => put,
+            () = self.0.access.ended(&who) => Err(token_ended()),
+        }
+    }
 
     type GetStream = ReceiverStream<Result<v1::GetBlobReply, Status>>;
 
     async fn get(&self, request: Request<v1::GetBlobRequest>) -> Result<Response<Self::GetStream>, Status> {
+        let who = caller(&request)?;
         let hash = parse(&request.into_inner().sha256)?;
+        self.may_fetch(&who, hash).await?;
         let transit = self.transit().await?;
         let bytes = self
             .0
@@ -156,9 +197,15 @@ impl Blobs for BlobsApi {
             .await
             .map_err(|error| local(&error))?;
         let (sender, receiver) = mpsc::channel(WIRE_BUFFER);
+        let access = self.0.access.clone();
         tokio::spawn(async move {
             // A receiver that went away, or an error it cannot be told, ends the transfer; both show on its side.
-            let _ = send_file(transit, file, hash, bytes, &sender).await;
+            tokio::select! {
+                _ = send_file(transit, file, hash, bytes, &sender) => {}
+                () = access.ended(&who) => {
+                    let _ = tokio::time::timeout(SILENCE, sender.send(Err(token_ended()))).await;
+                }
+            }
         });
         Ok(Response::new(ReceiverStream::new(receiver)))
     }

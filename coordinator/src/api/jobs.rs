@@ -1,77 +1,76 @@
-//! Jobs, their events and artifacts, workers.
+//! Jobs, their files, and workers.
 
-use super::{Shared, refused, stopped, storage_failed, store_failed};
-use crate::core::{Event, NewJob, Payload, Reply};
-use crate::garbage::{Held, Named, present};
-use crate::runner::full;
+use super::auth::caller;
+use super::follow::{FOLLOWER_TIMEOUT, WIRE_BUFFER, stream_events};
+use super::{Shared, refused, store_failed, token_ended};
+use crate::access::{AuditLine, Identity};
+use crate::core::{Event, NewJob, Payload, Reply, Ticket};
 use crate::submit::{Asked, fresh_job_id, fresh_seed, wants};
-use aitk_common::control::{EventBody, JobEvent, PROTOCOL_VERSION, ServerInfo, Submission};
-use aitk_common::id::JobId;
-use aitk_common::storage::StorageError;
+use aitk_common::control::{PROTOCOL_VERSION, ServerInfo, Submission};
+use aitk_common::id::{JobId, UserName};
 use aitk_proto::v1;
 use aitk_proto::v1::jobs_server::Jobs;
 use std::sync::Arc;
-use std::time::Duration;
-use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
-
-/// Events read from the store at a time.
-const PAGE: u32 = 500;
-/// Events between us and a follower's socket. A follower that reads slowly waits in its own task, nobody else does.
-const WIRE_BUFFER: usize = 64;
-/// A follower that takes nothing for so long is gone.
-const FOLLOWER_TIMEOUT: Duration = Duration::from_secs(60);
-
-type Follower = mpsc::Sender<Result<v1::JobEvent, Status>>;
 
 #[derive(Debug)]
 pub(super) struct JobsApi(pub(super) Shared);
 
 impl JobsApi {
-    async fn find(&self, text: String) -> Result<JobId, Status> {
-        let found = self.0.core.query(move |state, _| state.find(&text)).await?;
+    /// The job that this caller means, if they may see it. Others might as well not be there.
+    async fn find(&self, who: &Identity, text: String) -> Result<JobId, Status> {
+        self.find_if(who, text, Identity::sees).await
+    }
+
+    async fn find_if(
+        &self,
+        who: &Identity,
+        text: String,
+        may: fn(&Identity, &UserName) -> bool,
+    ) -> Result<JobId, Status> {
+        let who = who.clone();
+        let look = move |state: &crate::core::State, _| state.find_among(&text, |job| may(&who, &job.wants.owner));
+        let found = self.0.core.query(look).await?;
         found.map_err(|refusal| refused(&refusal))
     }
 
-    /// Every input is in storage, and stays until the job is stored.
-    async fn inputs_present(&self, submission: &Submission) -> Result<Vec<Held>, Status> {
-        let mut all = Vec::new();
-        for (path, snapshot) in &submission.inputs {
-            let named = Named::Snapshot(*snapshot);
-            match present(&self.0.pins, self.0.blobs.as_ref(), named).await {
-                Ok(held) => all.extend(held),
-                Err(StorageError::NotFound { hash }) if hash == *snapshot => {
-                    return Err(Status::failed_precondition(format!(
-                        "inputs: the snapshot {snapshot} of {path} is not in storage; upload it first (`aitk submit` does)"
-                    )));
-                }
-                Err(StorageError::NotFound { hash }) => {
-                    return Err(Status::failed_precondition(format!(
-                        "inputs: {hash}, a file of the snapshot of {path}, is not in storage; submit again, which uploads what is missing"
-                    )));
-                }
-                Err(
-                    error @ (StorageError::Malformed { .. } | StorageError::Name(_) | StorageError::TooLarge { .. }),
-                ) => {
-                    return Err(Status::invalid_argument(format!(
-                        "inputs: {snapshot}, given for {path}, is no snapshot: {}",
-                        full(&error)
-                    )));
-                }
-                Err(error) => return Err(storage_failed(&error)),
+    /// The job that this caller means, if they may change it; a refusal is noted.
+    async fn find_to_change(
+        &self,
+        who: &Identity,
+        action: &str,
+        text: String,
+    ) -> Result<(JobId, Box<AuditLine>), Status> {
+        let found = self.find_if(who, text.clone(), Identity::changes).await;
+        let object = found.as_ref().map_or(text.as_str(), JobId::as_str);
+        let mut line = who.line(self.0.clock.now(), action, object);
+        match found {
+            Ok(id) => Ok((id, Box::new(line))),
+            Err(status) => {
+                (line.done, line.detail) = (false, AuditLine::quote(status.message()));
+                self.0.access.note(line);
+                Err(status)
             }
         }
-        Ok(all)
     }
 
-    async fn call(&self, event: impl FnOnce(crate::core::Ticket) -> Event) -> Result<Reply, Status> {
-        self.0.core.call(event).await?.map_err(|refusal| refused(&refusal))
+    async fn call(&self, line: Box<AuditLine>, event: impl FnOnce(Ticket) -> Event) -> Result<Reply, Status> {
+        let answer = self.0.core.call(event, line).await?;
+        answer.map_err(|refusal| refused(&refusal))
     }
 
-    async fn change(&self, event: impl FnOnce(crate::core::Ticket) -> Event) -> Result<Response<v1::Job>, Status> {
-        match self.call(event).await? {
+    /// Changes a job that this caller may change.
+    async fn change(
+        &self,
+        who: &Identity,
+        action: &str,
+        text: String,
+        event: impl FnOnce(Ticket, String) -> Event,
+    ) -> Result<Response<v1::Job>, Status> {
+        let (id, line) = self.find_to_change(who, action, text).await?;
+        match self.call(line, |ticket| event(ticket, id.to_string())).await? {
             Reply::Job(view) => Ok(Response::new((*view).into())),
             Reply::Submitted(_) | Reply::Worker(_) => Err(Status::internal("an answer of another kind")),
         }
@@ -94,13 +93,12 @@ impl Jobs for JobsApi {
     }
 
     async fn submit(&self, request: Request<v1::SubmitRequest>) -> Result<Response<v1::SubmitReply>, Status> {
-        let peer = request.remote_addr();
-        let submission = Submission::try_from(request.into_inner())?;
-        if submission.local && !peer.is_some_and(|peer| peer.ip().to_canonical().is_loopback()) {
-            return Err(Status::invalid_argument(
-                "a job that runs in place can only be submitted on the coordinator's own machine; use `aitk submit`",
-            ));
-        }
+        let who = caller(&request)?;
+        let same_machine = request
+            .remote_addr()
+            .is_some_and(|peer| peer.ip().to_canonical().is_loopback());
+        let mut submission = Submission::try_from(request.into_inner())?;
+        submission.owner = Some(self.owner(&who, &submission, same_machine)?);
         let Asked {
             named,
             wants,
@@ -115,9 +113,10 @@ impl Jobs for JobsApi {
             kind: named.kind,
             wants,
             after,
+            sees_all: who.role.sees_all(),
             not_before,
             local: submission.local,
-            idempotency_key: submission.idempotency_key,
+            idempotency_key: submission.idempotency_key.map(|key| who.key(&key)),
             payload: Arc::new(Payload {
                 config_text: submission.config_text,
                 config_format: submission.config_format,
@@ -125,20 +124,21 @@ impl Jobs for JobsApi {
                 inputs: submission.inputs,
             }),
         };
-        match self
-            .call(|ticket| Event::JobSubmitted {
-                ticket,
-                job: Box::new(job),
-            })
-            .await?
-        {
+        let mut line = who.line(self.0.clock.now(), "job.submit", job.id.as_str());
+        line.detail = AuditLine::quote(&job.name);
+        let submitted = self.call(Box::new(line), |ticket| Event::JobSubmitted {
+            ticket,
+            job: Box::new(job),
+        });
+        match submitted.await? {
             Reply::Submitted(submitted) => Ok(Response::new(submitted.into())),
             Reply::Job(_) | Reply::Worker(_) => Err(Status::internal("an answer of another kind")),
         }
     }
 
     async fn get(&self, request: Request<v1::GetJobRequest>) -> Result<Response<v1::Job>, Status> {
-        let id = self.find(request.into_inner().job_id).await?;
+        let who = caller(&request)?;
+        let id = self.find(&who, request.into_inner().job_id).await?;
         let wanted = id.clone();
         let view = self
             .0
@@ -154,11 +154,12 @@ impl Jobs for JobsApi {
     }
 
     async fn list(&self, request: Request<v1::ListJobsRequest>) -> Result<Response<v1::ListJobsReply>, Status> {
+        let who = caller(&request)?;
         let v1::ListJobsRequest { all, limit } = request.into_inner();
         let views = self
             .0
             .core
-            .query(move |state, now| state.job_views(now, all, limit as usize))
+            .query(move |state, now| state.job_views(now, all, limit as usize, |job| who.sees(&job.wants.owner)))
             .await?;
         Ok(Response::new(v1::ListJobsReply {
             jobs: views.into_iter().map(Into::into).collect(),
@@ -166,37 +167,35 @@ impl Jobs for JobsApi {
     }
 
     async fn stop(&self, request: Request<v1::StopJobRequest>) -> Result<Response<v1::Job>, Status> {
+        let who = caller(&request)?;
         let v1::StopJobRequest { job_id, now } = request.into_inner();
-        self.change(|ticket| Event::StopRequested {
-            ticket,
-            job: job_id,
-            now,
-        })
-        .await
+        let stop = |ticket, job| Event::StopRequested { ticket, job, now };
+        self.change(&who, "job.stop", job_id, stop).await
     }
 
     async fn resume(&self, request: Request<v1::ResumeJobRequest>) -> Result<Response<v1::Job>, Status> {
-        let job = request.into_inner().job_id;
-        self.change(|ticket| Event::ResumeRequested { ticket, job }).await
+        let who = caller(&request)?;
+        let resume = |ticket, job| Event::ResumeRequested { ticket, job };
+        self.change(&who, "job.resume", request.into_inner().job_id, resume)
+            .await
     }
 
     async fn pause(&self, request: Request<v1::PauseJobRequest>) -> Result<Response<v1::Job>, Status> {
-        let job = request.into_inner().job_id;
-        self.change(|ticket| Event::PauseRequested { ticket, job }).await
+        let who = caller(&request)?;
+        let pause = |ticket, job| Event::PauseRequested { ticket, job };
+        self.change(&who, "job.pause", request.into_inner().job_id, pause).await
     }
 
     async fn set_priority(&self, request: Request<v1::SetPriorityRequest>) -> Result<Response<v1::Job>, Status> {
+        let who = caller(&request)?;
         let v1::SetPriorityRequest { job_id, priority } = request.into_inner();
-        self.change(|ticket| Event::PriorityRequested {
-            ticket,
-            job: job_id,
-            priority,
-        })
-        .await
+        let set = |ticket, job| Event::PriorityRequested { ticket, job, priority };
+        self.change(&who, "job.priority", job_id, set).await
     }
 
     async fn explain(&self, request: Request<v1::ExplainRequest>) -> Result<Response<v1::ForecastReply>, Status> {
-        let id = self.find(request.into_inner().job_id).await?;
+        let who = caller(&request)?;
+        let id = self.find(&who, request.into_inner().job_id).await?;
         let wanted = id.clone();
         let forecast = self
             .0
@@ -208,15 +207,21 @@ impl Jobs for JobsApi {
     }
 
     async fn fit(&self, request: Request<v1::SubmitRequest>) -> Result<Response<v1::ForecastReply>, Status> {
-        let submission = Submission::try_from(request.into_inner())?;
+        let who = caller(&request)?;
+        let mut submission = Submission::try_from(request.into_inner())?;
+        // Nothing is submitted: whose it would be only decides whose jobs are named in the answer.
+        submission.owner = Some(who.owner());
         let asked = wants(&submission, self.0.retries).map_err(Status::invalid_argument)?;
         let forecast = self.0.core.query(move |state, _| state.fit(&asked.wants)).await?;
         Ok(Response::new(forecast.into()))
     }
 
     async fn drain_worker(&self, request: Request<v1::DrainWorkerRequest>) -> Result<Response<v1::Worker>, Status> {
+        let who = caller(&request)?;
         let v1::DrainWorkerRequest { worker, drain, now } = request.into_inner();
-        let drained = self.call(|ticket| Event::DrainRequested {
+        let action = if drain { "worker.drain" } else { "worker.undrain" };
+        let line = who.line(self.0.clock.now(), action, &worker);
+        let drained = self.call(Box::new(line), |ticket| Event::DrainRequested {
             ticket,
             worker,
             drain,
@@ -231,12 +236,17 @@ impl Jobs for JobsApi {
     type EventsStream = ReceiverStream<Result<v1::JobEvent, Status>>;
 
     async fn events(&self, request: Request<v1::EventsRequest>) -> Result<Response<Self::EventsStream>, Status> {
+        let who = caller(&request)?;
         let v1::EventsRequest { job_id, cursor, follow } = request.into_inner();
-        let job = self.find(job_id).await?;
+        let job = self.find(&who, job_id).await?;
         let (follower, receiver) = mpsc::channel(WIRE_BUFFER);
         let shared = self.0.clone();
         tokio::spawn(async move {
-            if let Err(status) = stream_events(&shared, &job, cursor, follow, &follower).await {
+            let streamed = tokio::select! {
+                streamed = stream_events(&shared, &job, cursor, follow, &follower) => streamed,
+                () = shared.access.ended(&who) => Err(token_ended()),
+            };
+            if let Err(status) = streamed {
                 let _ = tokio::time::timeout(FOLLOWER_TIMEOUT, follower.send(Err(status))).await;
             }
         });
@@ -244,7 +254,8 @@ impl Jobs for JobsApi {
     }
 
     async fn artifacts(&self, request: Request<v1::ArtifactsRequest>) -> Result<Response<v1::ArtifactsReply>, Status> {
-        let job = self.find(request.into_inner().job_id).await?;
+        let who = caller(&request)?;
+        let job = self.find(&who, request.into_inner().job_id).await?;
         let artifacts = self
             .0
             .store
@@ -258,111 +269,18 @@ impl Jobs for JobsApi {
         }))
     }
 
-    async fn list_workers(&self, _: Request<v1::ListWorkersRequest>) -> Result<Response<v1::ListWorkersReply>, Status> {
-        let views = self.0.core.query(|state, _| state.worker_views()).await?;
+    async fn list_workers(
+        &self,
+        request: Request<v1::ListWorkersRequest>,
+    ) -> Result<Response<v1::ListWorkersReply>, Status> {
+        let who = caller(&request)?;
+        let views = self
+            .0
+            .core
+            .query(move |state, _| state.worker_views(|job| who.sees(&job.wants.owner)))
+            .await?;
         Ok(Response::new(v1::ListWorkersReply {
             workers: views.into_iter().map(Into::into).collect(),
         }))
-    }
-}
-
-/// Whether the follower is still there.
-async fn tell(follower: &Follower, event: JobEvent) -> bool {
-    matches!(
-        tokio::time::timeout(FOLLOWER_TIMEOUT, follower.send(Ok(event.into()))).await,
-        Ok(Ok(()))
-    )
-}
-
-/// What is stored, then what happens, without a gap and without a repetition. Ends when the job has ended.
-async fn stream_events(
-    shared: &Shared,
-    job: &JobId,
-    mut cursor: u64,
-    follow: bool,
-    follower: &Follower,
-) -> Result<(), Status> {
-    let mut stopping = shared.stopping.clone();
-    // Listening before reading: what happens in between is then seen twice, and dropped by its cursor.
-    let mut live = shared.core.follow(job);
-    let mut told_progress = false;
-    loop {
-        loop {
-            let page = shared
-                .store
-                .events(job, cursor, PAGE)
-                .await
-                .map_err(|error| store_failed(&error))?;
-            let full_page = page.len() == PAGE as usize;
-            for event in page {
-                cursor = event.cursor;
-                if !tell(follower, event).await {
-                    return Ok(());
-                }
-            }
-            if !full_page {
-                break;
-            }
-        }
-        // Progress is not stored: the last one is told from the state.
-        let id = job.clone();
-        let look = move |state: &crate::core::State, _| {
-            state
-                .job(&id)
-                .map(|job| (job.state.is_ended(), job.cursor, job.progress))
-        };
-        let Some((ended, newest, progress)) = shared.core.query(look).await? else {
-            return Ok(());
-        };
-        if let Some(progress) = progress.filter(|_| !told_progress && newest == cursor) {
-            told_progress = true;
-            let event = JobEvent {
-                cursor,
-                time: shared.clock.now(),
-                attempt: None,
-                body: EventBody::Progress(progress),
-            };
-            if !tell(follower, event).await {
-                return Ok(());
-            }
-        }
-        if newest > cursor {
-            continue;
-        }
-        if ended || !follow {
-            return Ok(());
-        }
-        loop {
-            let event = tokio::select! {
-                event = live.recv() => event,
-                () = follower.closed() => return Ok(()),
-                () = stopped(&mut stopping) => {
-                    return Err(Status::unavailable("the coordinator shuts down; follow again from the last cursor"));
-                }
-            };
-            let event = match event {
-                Ok(event) => event,
-                // Too slow for the channel: read on from the store.
-                Err(RecvError::Lagged(_)) => break,
-                Err(RecvError::Closed) => {
-                    live = shared.core.follow(job);
-                    break;
-                }
-            };
-            let ephemeral = matches!(event.body, EventBody::Progress(_));
-            if event.cursor < cursor + u64::from(!ephemeral) {
-                continue;
-            }
-            if event.cursor > cursor + 1 {
-                // A gap cannot be told; the store has what lies in it.
-                break;
-            }
-            cursor = event.cursor;
-            told_progress |= ephemeral;
-            let ended = matches!(&event.body, EventBody::State { state, .. } if state.is_ended());
-            if !tell(follower, (*event).clone()).await || ended {
-                return Ok(());
-            }
-        }
     }
 }

@@ -3,11 +3,14 @@
 mod admin;
 mod auth;
 mod blobs;
+mod follow;
 mod jobs;
+mod submission;
 mod workers;
 
 pub(crate) use auth::Gate;
 
+use crate::access::{Access, AccessError};
 use crate::core::Refusal;
 use crate::garbage::{Collector, Pins};
 use crate::runner::{Clock, Core, Gone, full};
@@ -25,7 +28,6 @@ use std::time::Duration;
 use tokio::sync::{Semaphore, watch};
 use tonic::Status;
 use tonic::service::Routes;
-use tonic::service::interceptor::InterceptedService;
 
 /// What the services share.
 #[derive(Clone, Debug)]
@@ -33,6 +35,8 @@ pub(crate) struct Shared {
     pub(crate) core: Core,
     pub(crate) clock: Clock,
     pub(crate) store: Arc<dyn Store>,
+    /// Tokens, and what their owners may do.
+    pub(crate) access: Access,
     pub(crate) blobs: Arc<dyn BlobStore>,
     /// What the collection of garbage must leave alone.
     pub(crate) pins: Arc<Pins>,
@@ -65,10 +69,10 @@ pub(crate) fn routes(shared: &Shared, gate: &Gate) -> Routes {
     let admin = AdminServer::new(admin::AdminApi(shared.clone()))
         .max_decoding_message_size(MAX_MESSAGE_BYTES)
         .max_encoding_message_size(MAX_MESSAGE_BYTES);
-    Routes::new(InterceptedService::new(workers, gate.clone()))
-        .add_service(InterceptedService::new(admin, gate.clone()))
-        .add_service(InterceptedService::new(jobs, gate.clone()))
-        .add_service(InterceptedService::new(blobs, gate.clone()))
+    Routes::new(gate.guard(workers))
+        .add_service(gate.guard(admin))
+        .add_service(gate.guard(jobs))
+        .add_service(gate.guard(blobs))
 }
 
 impl From<Gone> for Status {
@@ -83,6 +87,20 @@ fn refused(refusal: &Refusal) -> Status {
         Refusal::NotFound(_) | Refusal::NoWorker(_) => Status::not_found(refusal.to_string()),
         Refusal::Ambiguous { .. } => Status::invalid_argument(refusal.to_string()),
         Refusal::Conflict(_) => Status::aborted(refusal.to_string()),
+    }
+}
+
+/// What whoever has a stream open is told when their token is revoked or expires.
+fn token_ended() -> Status {
+    Status::unauthenticated("your token was revoked, or has expired; ask an administrator for another one")
+}
+
+pub(crate) fn access_failed(error: &AccessError) -> Status {
+    match error {
+        AccessError::NoToken(_) => Status::not_found(error.to_string()),
+        AccessError::NotYours(_) => Status::permission_denied(error.to_string()),
+        AccessError::Record(_) => Status::internal(error.to_string()),
+        AccessError::Store(error) => store_failed(error),
     }
 }
 

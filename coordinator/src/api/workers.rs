@@ -1,12 +1,14 @@
 //! Sessions of workers.
 
-use super::auth::protocol_mismatch;
-use super::{Shared, stopped};
+use super::auth::{caller, protocol_mismatch};
+use super::{Shared, access_failed, stopped, token_ended};
+use crate::access::Identity;
 use crate::core::{Event, SessionId};
 use crate::garbage::{Held, Named, present};
 use crate::runner::full;
 use aitk_common::control::{PROTOCOL_VERSION, ToCoordinator, ToWorker, Verdict};
 use aitk_common::id::WorkerId;
+use aitk_common::security::role::Role;
 use aitk_common::storage::StorageError;
 use aitk_proto::v1;
 use aitk_proto::v1::workers_server::Workers;
@@ -41,6 +43,7 @@ impl Workers for WorkersApi {
         &self,
         request: Request<Streaming<v1::WorkerMessage>>,
     ) -> Result<Response<Self::SessionStream>, Status> {
+        let who = caller(&request)?;
         let same_machine = request
             .remote_addr()
             .is_some_and(|peer| peer.ip().to_canonical().is_loopback());
@@ -48,13 +51,30 @@ impl Workers for WorkersApi {
         let shared = self.0.clone();
         let messages = request.into_inner();
         tokio::spawn(async move {
-            if let Err(status) = Session::run(shared, messages, &wire, same_machine).await {
+            if let Err(status) = Session::run(shared, messages, &wire, same_machine, who).await {
                 tracing::info!(status = %status.message(), "a worker's session ended");
                 let _ = tokio::time::timeout(SEND_TIMEOUT, wire.send(Err(status))).await;
             }
         });
         Ok(Response::new(ReceiverStream::new(receiver)))
     }
+}
+
+/// A worker that is here with an administrator's token is nobody's yet. While it is, no worker's token takes its place.
+async fn not_in_use(shared: &Shared, who: &Identity, worker: &WorkerId) -> Result<(), Status> {
+    if who.role != Role::Worker || shared.access.owner_of(worker).await.is_some() {
+        return Ok(());
+    }
+    let wanted = worker.clone();
+    if !shared.core.query(move |state, _| state.is_connected(&wanted)).await? {
+        return Ok(());
+    }
+    let mut line = who.line(shared.clock.now(), "worker.join", worker.as_str());
+    (line.done, line.detail) = (false, "it is connected with an administrator's token".into());
+    shared.access.note(line);
+    Err(Status::unavailable(format!(
+        "worker {worker} is connected with an administrator's token; end that session first, then this one gets its place"
+    )))
 }
 
 /// A request on its way to the core.
@@ -77,6 +97,7 @@ impl Session<'_> {
         mut messages: Streaming<v1::WorkerMessage>,
         wire: &Wire,
         same_machine: bool,
+        who: Identity,
     ) -> Result<(), Status> {
         let first = tokio::time::timeout(REGISTER_TIMEOUT.min(shared.lease), messages.message())
             .await
@@ -90,14 +111,22 @@ impl Session<'_> {
         if registration.protocol != PROTOCOL_VERSION {
             return Err(protocol_mismatch(&registration.protocol.to_string()));
         }
-        let (id, mut outbox) = shared.core.open_session().await?;
         let fresh_id = WorkerId::new(format!("w{}", uuid::Uuid::new_v4().simple()));
+        let worker = registration.worker.as_ref().unwrap_or(&fresh_id);
+        not_in_use(&shared, &who, worker).await?;
+        shared
+            .access
+            .claim(&who, worker)
+            .await
+            .map_err(|error| access_failed(&error))?;
+        let (id, mut outbox) = shared.core.open_session().await?;
         tracing::info!(name = %registration.name, host = %registration.host, session = id.0, "a worker registers");
         let session = Session { shared, id, wire };
         let registered = Event::WorkerRegistered {
             session: id,
             fresh_id,
-            same_machine,
+            // Jobs that run in place are for whoever has the server's own token.
+            same_machine: same_machine && who.role == Role::Admin,
             registration,
         };
         session.shared.core.event(registered).await?;
@@ -106,6 +135,7 @@ impl Session<'_> {
         let result = tokio::select! {
             result = session.serve(&mut messages, &mut outbox, &requests) => result,
             result = session.judge(&mut waiting) => result,
+            () = session.shared.access.ended(&who) => Err(token_ended()),
         };
         // Whatever ended it, the core hears of it, once.
         session.shared.core.event(Event::WorkerLost { session: id }).await?;

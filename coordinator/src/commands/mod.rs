@@ -4,6 +4,7 @@ mod backup;
 mod gc;
 mod remote;
 pub(crate) mod serve;
+mod token;
 
 use anyhow::Context;
 use clap::Subcommand;
@@ -12,6 +13,11 @@ use std::path::PathBuf;
 /// What else than serving can be done.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
+    /// Make, list and revoke the tokens of users and workers
+    #[command(subcommand)]
+    Token(token::TokenCommand),
+    /// Show who did what
+    Audit(token::AuditArgs),
     /// Let a running coordinator remove what no job needs from its object storage
     Gc(gc::GcArgs),
     /// Write jobs, logs and workers to a file, while the coordinator runs or not
@@ -24,6 +30,8 @@ impl Command {
     /// Does it.
     pub(crate) async fn run(self) -> anyhow::Result<()> {
         match self {
+            Self::Token(command) => token::token(command).await,
+            Self::Audit(args) => token::audit(args).await,
             Self::Gc(args) => gc::gc(args).await,
             Self::Backup(args) => backup::backup(args).await,
             Self::Restore(args) => backup::restore(args).await,

@@ -1,6 +1,7 @@
 //! What happens to the core, and what it wants done.
 
 use super::model::{Job, SessionId, Ticket, Wants, Worker};
+use crate::access::AuditLine;
 use aitk_common::attempt::Outcome;
 use aitk_common::capability::DeviceRef;
 use aitk_common::control::UnixMillis;
@@ -42,6 +43,8 @@ pub struct NewJob {
     pub local: bool,
     /// The submission's key.
     pub idempotency_key: Option<String>,
+    /// Whoever submits it sees everybody's jobs, so that it may start after any of them; otherwise after their own.
+    pub sees_all: bool,
     /// Jobs that must complete first: ids, unique beginnings of ids, or names.
     pub after: Vec<String>,
     /// Not started before.
@@ -227,6 +230,8 @@ pub enum Record {
     Artifact(JobId, Box<Artifact>),
     /// A job's file is gone.
     ArtifactGone(JobId, String),
+    /// A line of the audit log, about what else is stored with it.
+    Audit(Box<AuditLine>),
 }
 
 /// An assignment without the job's payload, which only the store has.

@@ -9,6 +9,7 @@ use super::speed::TOO_SLOW;
 use super::state::State;
 use super::words::{gib, no_device, not_this_device, span};
 use aitk_common::control::{DeviceForecast, Forecast, JobState, UnixMillis};
+use aitk_common::id::{JobId, UserName};
 use aitk_common::plan::profile::MemoryProfile;
 use std::time::Duration;
 
@@ -37,8 +38,8 @@ enum Found {
 }
 
 impl State {
-    /// Every connected device as a job with these needs sees it.
-    fn look(&self, needs: &Needs) -> Vec<Sight<'_>> {
+    /// Every connected device as a job of this user with these needs sees it.
+    fn look(&self, needs: &Needs, owner: &UserName) -> Vec<Sight<'_>> {
         let family = needs.family.as_deref();
         let mut sights: Vec<Sight<'_>> = Vec::new();
         for (id, slot) in self.slots.iter().filter(|(_, slot)| slot.connected) {
@@ -59,7 +60,7 @@ impl State {
                         hindrance: if ready {
                             String::new()
                         } else {
-                            self.hindrance(slot, worker)
+                            self.hindrance(slot, worker, owner)
                         },
                         ready,
                     }
@@ -105,7 +106,16 @@ impl State {
         }
     }
 
-    fn hindrance(&self, slot: &Slot, worker: &Worker) -> String {
+    /// A job as this user may know it: of other people's no more than whose it is.
+    fn known_as(&self, id: &JobId, to: &UserName) -> String {
+        match self.jobs.get(id) {
+            Some(job) if job.wants.owner == *to => format!("{id} ({})", job.name),
+            Some(job) => format!("a job of {}", job.wants.owner),
+            None => id.to_string(),
+        }
+    }
+
+    fn hindrance(&self, slot: &Slot, worker: &Worker, owner: &UserName) -> String {
         if worker.drained {
             return format!("{} is drained", worker.name);
         }
@@ -124,10 +134,9 @@ impl State {
             .keys()
             .map(|id| {
                 let job = self.jobs.get(id);
-                let name = job.map(|job| job.name.as_str()).unwrap_or_default();
                 let gives_way = job.is_some_and(|job| matches!(job.recall, Some(Recall::GiveWay(_))));
                 let doing = if gives_way { ", which saves and gives way" } else { "" };
-                format!("{id} ({name}){doing}")
+                format!("{}{doing}", self.known_as(id, owner))
             })
             .collect();
         format!("busy with {}", busy.join(" and "))
@@ -153,7 +162,7 @@ impl State {
             }
             Gate::Open => {}
         }
-        let sights = self.look(&Needs::of(job));
+        let sights = self.look(&Needs::of(job), &job.wants.owner);
         if sights.is_empty() {
             return "no worker is connected; `aitk-worker` starts one".into();
         }
@@ -167,7 +176,7 @@ impl State {
         self.explain_devices(job, &sights)
     }
 
-    fn explain_after(&self, before: &aitk_common::id::JobId) -> String {
+    fn explain_after(&self, before: &JobId) -> String {
         match self.jobs.get(before) {
             Some(before) if matches!(before.state, JobState::Failed | JobState::Stopped) => format!(
                 "waits for {} ({}), which has {}; `aitk resume {}` lets that go on, `aitk stop` ends this one",
@@ -209,6 +218,7 @@ impl State {
             .flat_map(|sight| sight.device.running.keys())
             .find(|id| matches!(&self.jobs.get(*id).and_then(|job| job.recall.clone()), Some(Recall::GiveWay(to)) if *to == job.id));
         if let Some(giving) = giving {
+            let giving = self.known_as(giving, &job.wants.owner);
             return format!("starts when {giving} has saved and given way");
         }
         let fast = |sight: &&&&Sight<'_>| !matches!(&sight.found, Found::Fit { hindrance, .. } if hindrance.starts_with("it would"));
@@ -226,7 +236,7 @@ impl State {
 
     /// A waiting or running job, and every connected device as it sees it.
     #[must_use]
-    pub fn explain_job(&self, now: UnixMillis, id: &aitk_common::id::JobId) -> Option<Forecast> {
+    pub fn explain_job(&self, now: UnixMillis, id: &JobId) -> Option<Forecast> {
         let job = self.jobs.get(id)?;
         let summary = match job.state {
             JobState::Queued => self.explain(now, job),
@@ -234,7 +244,7 @@ impl State {
         };
         Some(Forecast {
             summary,
-            devices: self.forecast(&Needs::of(job), work_left(job)),
+            devices: self.forecast(&Needs::of(job), &job.wants.owner, work_left(job)),
         })
     }
 
@@ -243,20 +253,20 @@ impl State {
     pub fn fit(&self, wants: &Wants) -> Forecast {
         let needs = Needs::of_wants(wants, false, None);
         let units = wants.demand.as_ref().map_or(USUAL_UNITS, |demand| demand.units());
-        let devices = self.forecast(&needs, units);
+        let devices = self.forecast(&needs, &wants.owner, units);
         let fitting: Vec<&DeviceForecast> = devices.iter().filter(|device| device.fits).collect();
         let summary = match (fitting.first(), devices.is_empty()) {
             (_, true) => "no worker is connected; `aitk-worker` starts one".to_owned(),
-            (None, _) => no_device(misfits(&self.look(&needs))),
+            (None, _) => no_device(misfits(&self.look(&needs, &wants.owner))),
             (Some(best), _) if best.ready => format!("would start now on {}", best.words),
             (Some(best), _) => format!("would wait for a device; the best is {}", best.words),
         };
         Forecast { summary, devices }
     }
 
-    fn forecast(&self, needs: &Needs, units: f64) -> Vec<DeviceForecast> {
+    fn forecast(&self, needs: &Needs, owner: &UserName, units: f64) -> Vec<DeviceForecast> {
         let family = needs.family.as_deref();
-        let mut sights = self.look(needs);
+        let mut sights = self.look(needs, owner);
         let rank = |sight: &Sight<'_>| match &sight.found {
             Found::Fit {
                 seconds_per_unit,

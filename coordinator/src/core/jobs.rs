@@ -25,7 +25,7 @@ impl State {
             step.push(Effect::Reply(ticket, Err(refusal)));
             return;
         }
-        let after = match self.find_all(&new.after, &new.wants.owner) {
+        let after = match self.find_all(&new.after, &new.wants.owner, new.sees_all) {
             Ok(after) => after,
             Err(refusal) => {
                 step.push(Effect::Reply(ticket, Err(refusal)));
@@ -258,10 +258,10 @@ impl State {
     }
 
     /// The jobs that these texts mean: ids, unique beginnings of ids, or names, of which the newest of this user counts.
-    fn find_all(&self, texts: &[String], owner: &UserName) -> Result<Vec<JobId>, Refusal> {
+    fn find_all(&self, texts: &[String], owner: &UserName, sees_all: bool) -> Result<Vec<JobId>, Refusal> {
         let mut found = Vec::with_capacity(texts.len());
         for text in texts {
-            let id = match self.find(text) {
+            let id = match self.find_among(text, |job| sees_all || job.wants.owner == *owner) {
                 Ok(id) => id,
                 Err(Refusal::NotFound(_)) => self
                     .jobs
@@ -289,17 +289,26 @@ impl State {
     /// # Errors
     /// [`Refusal::NotFound`], [`Refusal::Ambiguous`]
     pub fn find(&self, text: &str) -> Result<JobId, Refusal> {
+        self.find_among(text, |_| true)
+    }
+
+    /// [`Self::find`] among the jobs that somebody sees; the others might as well not be there.
+    ///
+    /// # Errors
+    /// [`Refusal::NotFound`], [`Refusal::Ambiguous`]
+    pub fn find_among(&self, text: &str, sees: impl Fn(&Job) -> bool) -> Result<JobId, Refusal> {
         let Ok(from) = JobId::parse(text) else {
             return Err(Refusal::NotFound(text.chars().take(80).collect()));
         };
-        if self.jobs.contains_key(&from) {
+        if self.jobs.get(&from).is_some_and(|job| sees(job)) {
             return Ok(from);
         }
         let mut matches = self
             .jobs
             .range(from..)
+            .take_while(|(id, _)| id.as_str().starts_with(text))
+            .filter(|(_, job)| sees(job))
             .map(|(id, _)| id)
-            .take_while(|id| id.as_str().starts_with(text))
             .take(6);
         match (matches.next(), matches.next()) {
             (None, _) => Err(Refusal::NotFound(text.to_owned())),

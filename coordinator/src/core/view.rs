@@ -15,16 +15,17 @@ impl State {
         self.jobs.get(id).map(|job| self.view(now, job))
     }
 
-    /// Running jobs, then waiting ones in queue order, then ended ones, the newest first: the last few, or with
-    /// `all` every one; `limit` (unless 0) bounds the ended ones.
+    /// Of the jobs that somebody sees, running ones, then waiting ones in queue order, then ended ones, the newest first:
+    /// the last few, or with `all` every one; `limit` (unless 0) bounds the ended ones.
     #[must_use]
-    pub fn job_views(&self, now: UnixMillis, all: bool, limit: usize) -> Vec<JobView> {
-        let all_jobs = || self.jobs.values().map(|job| &**job);
+    pub fn job_views(&self, now: UnixMillis, all: bool, limit: usize, sees: impl Fn(&Job) -> bool) -> Vec<JobView> {
+        let all_jobs = || self.jobs.values().map(|job| &**job).filter(|job| sees(job));
         let mut running: Vec<&Job> = all_jobs()
             .filter(|job| matches!(job.state, JobState::Running | JobState::Stopping))
             .collect();
         running.sort_by_key(|job| job.order);
         let waiting = self.queue.iter().filter_map(|(_, _, id)| self.job(id));
+        let waiting = waiting.filter(|job| sees(job));
         let mut ended: Vec<&Job> = all_jobs().filter(|job| job.state.is_ended()).collect();
         ended.sort_by_key(|job| std::cmp::Reverse((job.ended, job.order)));
         let most = match (limit, all) {
@@ -41,20 +42,25 @@ impl State {
             .collect()
     }
 
-    /// Every worker that ever registered: connected ones first, then by name.
+    /// Every worker that ever registered: connected ones first, then by name; with those of their jobs that somebody sees.
     #[must_use]
-    pub fn worker_views(&self) -> Vec<WorkerView> {
+    pub fn worker_views(&self, sees: impl Fn(&Job) -> bool) -> Vec<WorkerView> {
         let mut workers: Vec<&Worker> = self.workers.values().collect();
         workers.sort_by_key(|worker| (worker.session.is_none(), &worker.name, &worker.id));
-        workers.into_iter().map(|worker| self.view_of_worker(worker)).collect()
+        workers
+            .into_iter()
+            .map(|worker| self.view_of_worker(worker, &sees))
+            .collect()
     }
 
     /// One worker.
     pub(super) fn worker_view(&self, id: &WorkerId) -> Option<WorkerView> {
-        self.workers.get(id).map(|worker| self.view_of_worker(worker))
+        self.workers
+            .get(id)
+            .map(|worker| self.view_of_worker(worker, &|_| true))
     }
 
-    fn view_of_worker(&self, worker: &Worker) -> WorkerView {
+    fn view_of_worker(&self, worker: &Worker, sees: &dyn Fn(&Job) -> bool) -> WorkerView {
         let devices = worker.devices.iter().map(|device| {
             let slot = self
                 .slots
@@ -64,7 +70,10 @@ impl State {
             WorkerDeviceView {
                 device: device.clone(),
                 jobs: slot
-                    .map(|slot| slot.running.keys().cloned().collect())
+                    .map(|slot| {
+                        let seen = |id: &&JobId| self.job(id).is_some_and(sees);
+                        slot.running.keys().filter(seen).cloned().collect()
+                    })
                     .unwrap_or_default(),
                 reserved: slot.map_or(0, |slot| slot.reserved),
                 faults: health.map_or(0, |health| health.faults),
@@ -83,6 +92,12 @@ impl State {
             devices: devices.collect(),
             labels: worker.labels.clone(),
         }
+    }
+
+    /// Whether a worker has an open session.
+    #[must_use]
+    pub fn is_connected(&self, worker: &WorkerId) -> bool {
+        self.workers.get(worker).is_some_and(|worker| worker.session.is_some())
     }
 
     /// Open sessions, and jobs that have not ended.

@@ -179,7 +179,7 @@ fn look(state: &State) -> Now {
         (JobState::Running.name(), running),
         (JobState::Stopping.name(), stopping),
     ];
-    let workers = state.worker_views();
+    let workers = state.worker_views(|_| true);
     let connected = workers.iter().filter(|worker| worker.connected).count() as i64;
     now.workers = vec![("connected", connected), ("away", workers.len() as i64 - connected)];
     for worker in workers.iter().filter(|worker| worker.connected) {

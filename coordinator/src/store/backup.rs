@@ -4,7 +4,8 @@
 //! The first line says what it is, then one line per row, and the last line says how many rows there were and what the
 //! SHA-256 of all bytes before it is: a backup that was cut short or changed is refused.
 
-use super::link::{Row, Value, Work};
+use super::link::Work;
+use super::tables::{Cell, TABLES};
 use super::{SqlStore, StoreError};
 use crate::core::Job;
 use aitk_common::control::{EventBody, JobEvent, UnixMillis};
@@ -22,61 +23,6 @@ const MAX_LINE: u64 = 256 << 20;
 /// How far the cursors of restored event logs jump: what was seen after the backup was made is then never seen again
 /// under a number that a follower knows.
 const CURSOR_JUMP: u64 = 1_000_000;
-
-/// A table: how a page of it is read after a key, and how a row is written. The key is the first `key` columns.
-struct Table {
-    name: &'static str,
-    key: usize,
-    /// The key before the first row.
-    before: &'static [Value],
-    read: &'static str,
-    write: &'static str,
-}
-
-const NO_TEXT: Value = Value::Text(None);
-
-/// In the order in which they are restored.
-const TABLES: &[Table] = &[
-    Table {
-        name: "jobs",
-        key: 1,
-        before: &[NO_TEXT],
-        read: "SELECT id, record, config_text, config_format, job_json, inputs FROM jobs \
-               WHERE id > COALESCE($1, '') ORDER BY id LIMIT $2",
-        write: "INSERT INTO jobs (id, record, config_text, config_format, job_json, inputs) VALUES ($1, $2, $3, $4, $5, $6)",
-    },
-    Table {
-        name: "workers",
-        key: 1,
-        before: &[NO_TEXT],
-        read: "SELECT id, record FROM workers WHERE id > COALESCE($1, '') ORDER BY id LIMIT $2",
-        write: "INSERT INTO workers (id, record) VALUES ($1, $2)",
-    },
-    Table {
-        name: "events",
-        key: 2,
-        before: &[NO_TEXT, Value::Int(Some(0))],
-        read: "SELECT job, cursor, attempt, seq, trim, event FROM events \
-               WHERE (job, cursor) > (COALESCE($1, ''), $2) ORDER BY job, cursor LIMIT $3",
-        write: "INSERT INTO events (job, cursor, attempt, seq, trim, event) VALUES ($1, $2, $3, $4, $5, $6)",
-    },
-    Table {
-        name: "artifacts",
-        key: 2,
-        before: &[NO_TEXT, NO_TEXT],
-        read: "SELECT job, identity, name, artifact, hash FROM artifacts \
-               WHERE (job, identity) > (COALESCE($1, ''), COALESCE($2, '')) ORDER BY job, identity LIMIT $3",
-        write: "INSERT INTO artifacts (job, identity, name, artifact, hash) VALUES ($1, $2, $3, $4, $5)",
-    },
-    Table {
-        name: "checkpoints",
-        key: 2,
-        before: &[NO_TEXT, Value::Int(Some(0))],
-        read: "SELECT job, cursor, manifest FROM checkpoints \
-               WHERE (job, cursor) > (COALESCE($1, ''), $2) ORDER BY job, cursor LIMIT $3",
-        write: "INSERT INTO checkpoints (job, cursor, manifest) VALUES ($1, $2, $3)",
-    },
-];
 
 /// Why a backup was not made or not restored.
 #[derive(Debug, thiserror::Error)]
@@ -96,7 +42,9 @@ pub enum BackupError {
         problem: String,
     },
     /// There is something already.
-    #[error("the database {database} holds {jobs} jobs and {workers} workers already; restore into an empty one")]
+    #[error(
+        "the database {database} holds {jobs} jobs, {workers} workers and {tokens} tokens already; restore into an empty one"
+    )]
     NotEmpty {
         /// Which.
         database: String,
@@ -104,6 +52,8 @@ pub enum BackupError {
         jobs: u64,
         /// How many.
         workers: u64,
+        /// How many.
+        tokens: u64,
     },
 }
 
@@ -117,14 +67,6 @@ pub struct Tally {
 }
 
 #[derive(Serialize, Deserialize)]
-#[serde(untagged)]
-enum Cell {
-    Int(i64),
-    Text(String),
-    Null(()),
-}
-
-#[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 enum Line {
     #[serde(rename = "format")]
@@ -133,14 +75,6 @@ enum Line {
     Row(String, Vec<Cell>),
     #[serde(rename = "end")]
     End { rows: u64, sha256: ContentHash },
-}
-
-fn cell(value: &Value) -> Cell {
-    match value {
-        Value::Int(Some(number)) => Cell::Int(*number),
-        Value::Text(Some(text)) => Cell::Text(text.clone()),
-        Value::Int(None) | Value::Text(None) => Cell::Null(()),
-    }
 }
 
 /// Writes, counts and hashes.
@@ -178,15 +112,14 @@ impl SqlStore {
                 values.push(PAGE.into());
                 let page = work.rows(table.read, &values).await.map_err(|e| self.failed(e))?;
                 for row in &page {
-                    let cells = row.values().iter().map(cell).collect();
-                    out.line(&Line::Row(table.name.into(), cells))?;
+                    out.line(&Line::Row(table.name.into(), table.cells(row)))?;
                 }
                 tally.rows += page.len() as u64;
                 if table.name == "jobs" {
                     tally.jobs += page.len() as u64;
                 }
                 match page.last() {
-                    Some(row) if page.len() as u64 == PAGE => after = key(row, table),
+                    Some(row) if page.len() as u64 == PAGE => after = table.key(row),
                     _ => break,
                 }
             }
@@ -211,17 +144,19 @@ impl SqlStore {
         let mut work = self.begin().await?;
         let counts = work
             .rows(
-                "SELECT (SELECT COUNT(*) FROM jobs), (SELECT COUNT(*) FROM workers)",
+                "SELECT (SELECT COUNT(*) FROM jobs), (SELECT COUNT(*) FROM workers), (SELECT COUNT(*) FROM documents)",
                 &[],
             )
             .await
             .map_err(|e| self.failed(e))?;
-        let (jobs, workers) = counts.first().map_or((0, 0), |row| (row.number(0), row.number(1)));
-        if jobs + workers > 0 {
+        let count = |column| counts.first().map_or(0, |row| row.number(column));
+        let (jobs, workers, tokens) = (count(0), count(1), count(2));
+        if jobs + workers + tokens > 0 {
             return Err(BackupError::NotEmpty {
                 database: self.database().to_owned(),
                 jobs,
                 workers,
+                tokens,
             });
         }
         let mut tally = Tally::default();
@@ -288,29 +223,6 @@ impl SqlStore {
         }
         Ok(())
     }
-}
-
-impl Table {
-    /// The values of a row; none when they do not fit this table. The statement says how many there are, and a NULL is
-    /// of the kind that its column has.
-    fn values(&self, cells: Vec<Cell>) -> Option<Vec<Value>> {
-        let wanted = self.write.matches('$').count();
-        if cells.len() != wanted {
-            return None;
-        }
-        let values = cells.into_iter().enumerate().map(|(column, cell)| match cell {
-            Cell::Int(number) => Value::Int(Some(number)),
-            Cell::Text(text) => Value::Text(Some(text)),
-            // The only number that may be missing: an event's `seq`.
-            Cell::Null(()) if self.name == "events" && column == 3 => Value::Int(None),
-            Cell::Null(()) => Value::Text(None),
-        });
-        Some(values.collect())
-    }
-}
-
-fn key(row: &Row, table: &Table) -> Vec<Value> {
-    row.values().iter().take(table.key).cloned().collect()
 }
 
 /// The lines of a backup with the bytes of each.

@@ -3,6 +3,7 @@
 //! Both keep the same tables and are spoken to with the same statements ([`sql`]); what differs is how they are opened
 //! ([`sqlite`], [`postgres`]) and how a value goes over ([`link`]).
 
+mod access;
 mod backup;
 mod link;
 mod postgres;
@@ -10,11 +11,14 @@ mod records;
 mod roots;
 mod sql;
 mod sqlite;
+mod tables;
 
+pub use access::Document;
 pub use backup::{BackupError, Tally};
 pub use postgres::DatabaseUrl;
 pub use sql::SqlStore;
 
+use crate::access::AuditLine;
 use crate::core::{Payload, Record, Restored, Worker};
 use aitk_common::control::{Artifact, JobEvent};
 use aitk_common::hash::ContentHash;
@@ -85,6 +89,30 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// [`StoreError`]
     async fn roots(&self) -> Result<Vec<JobRoots>, StoreError>;
+
+    /// The jobs that have this blob among their files.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    async fn jobs_with_file(&self, blob: &ContentHash) -> Result<Vec<JobId>, StoreError>;
+
+    /// What administrators made, of one kind.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    async fn documents(&self, kind: &'static str) -> Result<Vec<Document>, StoreError>;
+
+    /// Stores what an administrator made, with the lines of the audit log that say so.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    async fn administer(&self, documents: &[Document], lines: &[AuditLine]) -> Result<(), StoreError>;
+
+    /// At most `limit` lines of the audit log after one, with their numbers.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    async fn audit(&self, after: u64, limit: u32) -> Result<Vec<(u64, AuditLine)>, StoreError>;
 
     /// Finishes and closes.
     async fn close(&self);

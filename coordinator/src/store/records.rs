@@ -90,6 +90,7 @@ pub(super) async fn write(to: &mut Work, record: &Record, events_kept: u64) -> R
             )
             .await?;
         }
+        Record::Audit(line) => super::access::add_line(to, line).await?,
         Record::ArtifactGone(job, name) => {
             to.run(
                 "DELETE FROM artifacts WHERE job = $1 AND name = $2",

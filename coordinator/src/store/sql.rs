@@ -2,9 +2,11 @@
 
 use super::link::{Link, Row, Value, Work};
 use super::postgres::Writer;
-use super::{EVENTS_KEPT, JobRoots, Loaded, Store, StoreError, records};
+use super::{Document, EVENTS_KEPT, JobRoots, Loaded, Store, StoreError, records};
+use crate::access::AuditLine;
 use crate::core::{Job, Payload, Record, Restored, Worker};
 use aitk_common::control::{Artifact, JobEvent};
+use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
 use async_trait::async_trait;
 use serde::de::DeserializeOwned;
@@ -242,6 +244,28 @@ impl Store for SqlStore {
     async fn roots(&self) -> Result<Vec<JobRoots>, StoreError> {
         let mut work = self.reading().await?;
         self.read_roots(&mut work).await
+    }
+
+    async fn jobs_with_file(&self, blob: &ContentHash) -> Result<Vec<JobId>, StoreError> {
+        let rows = self
+            .rows(
+                "SELECT DISTINCT job FROM artifacts WHERE hash = $1",
+                &[blob.to_hex().into()],
+            )
+            .await?;
+        Ok(rows.iter().map(|row| JobId::new(row.text(0))).collect())
+    }
+
+    async fn documents(&self, kind: &'static str) -> Result<Vec<Document>, StoreError> {
+        self.in_time(Box::pin(self.read_documents(kind))).await
+    }
+
+    async fn administer(&self, documents: &[Document], lines: &[AuditLine]) -> Result<(), StoreError> {
+        self.in_time(Box::pin(self.write_documents(documents, lines))).await
+    }
+
+    async fn audit(&self, after: u64, limit: u32) -> Result<Vec<(u64, AuditLine)>, StoreError> {
+        self.in_time(Box::pin(self.read_audit(after, limit))).await
     }
 
     async fn close(&self) {

@@ -3,6 +3,7 @@
 #![allow(clippy::large_futures, reason = "a test is one future and is moved nowhere")]
 #![allow(clippy::unwrap_used, reason = "a test may stop where it stands")]
 
+mod access;
 mod door;
 mod metrics;
 mod rules;

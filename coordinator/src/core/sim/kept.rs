@@ -34,7 +34,7 @@ impl Kept {
                 assert_eq!(event.cursor, log.len() as u64 + 1, "a gap in the log");
                 log.push((*event, seq));
             }
-            Record::Artifact(..) | Record::ArtifactGone(..) => {}
+            Record::Artifact(..) | Record::ArtifactGone(..) | Record::Audit(_) => {}
         }
     }
 

@@ -74,6 +74,7 @@ pub(super) fn new_job(id: &str, wants: Wants) -> NewJob {
         wants,
         local: false,
         idempotency_key: None,
+        sees_all: true,
         after: Vec::new(),
         not_before: None,
         payload: Arc::new(Payload::default()),

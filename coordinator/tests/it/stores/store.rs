@@ -65,6 +65,7 @@ pub(super) fn submit(state: &mut State, id: &str) -> Vec<Record> {
         wants: Wants::default(),
         local: false,
         after: Vec::new(),
+        sees_all: true,
         not_before: None,
         idempotency_key: Some(format!("key of {id}")),
         payload: Arc::new(payload()),

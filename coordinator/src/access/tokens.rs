@@ -1,0 +1,123 @@
+//! The tokens of users and workers.
+
+use super::{Access, AccessError, AuditLine, FILE, Identity};
+use crate::store::Document;
+use aitk_common::control::UnixMillis;
+use aitk_common::hash::ContentHash;
+use aitk_common::id::UserName;
+use aitk_common::security::role::Role;
+use aitk_common::security::token::Token;
+use serde::{Deserialize, Serialize};
+use std::sync::PoisonError;
+use std::time::Duration;
+
+/// Kind of a token's document.
+pub(super) const TOKEN: &str = "token";
+
+/// A user's token, without its secret.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct TokenRecord {
+    pub(crate) id: String,
+    /// Whose it is.
+    pub(crate) name: UserName,
+    pub(crate) role: Role,
+    /// Of the secret.
+    pub(crate) sha256: ContentHash,
+    pub(crate) created: UnixMillis,
+    /// Name of whoever made it.
+    pub(crate) created_by: String,
+    pub(crate) expires: Option<UnixMillis>,
+    pub(crate) revoked: Option<UnixMillis>,
+}
+
+impl TokenRecord {
+    pub(super) fn is_good(&self, now: UnixMillis) -> bool {
+        self.revoked.is_none() && self.expires.is_none_or(|end| now < end)
+    }
+
+    pub(super) fn document(&self) -> Result<Document, AccessError> {
+        Ok(Document {
+            kind: TOKEN,
+            id: self.id.clone(),
+            record: serde_json::to_string(self).map_err(AccessError::Record)?,
+        })
+    }
+}
+
+impl Access {
+    /// Waits until this caller's token is no good any more.
+    pub(crate) async fn ended(&self, who: &Identity) {
+        let mut revoked = self.inner.revoked.subscribe();
+        loop {
+            let end = {
+                let tokens = self.inner.tokens.read().unwrap_or_else(PoisonError::into_inner);
+                let record = tokens.values().find(|record| record.id == who.by);
+                match record {
+                    // The file's token cannot be revoked while the coordinator runs.
+                    None if who.by == FILE => None,
+                    None => return,
+                    Some(record) if !record.is_good(self.inner.clock.now()) => return,
+                    Some(record) => record.expires,
+                }
+            };
+            let left = end.map_or(Duration::from_secs(3600), |end| end.since(self.inner.clock.now()));
+            tokio::select! {
+                _ = tokio::time::sleep(left.max(Duration::from_millis(10))) => {}
+                changed = revoked.changed() => if changed.is_err() { return std::future::pending().await },
+            }
+        }
+    }
+
+    /// Makes a token. The secret is known to the one who gets this answer only.
+    pub(crate) async fn create(
+        &self,
+        by: &Identity,
+        name: UserName,
+        role: Role,
+        life: Option<Duration>,
+    ) -> Result<(Token, TokenRecord), AccessError> {
+        let now = self.inner.clock.now();
+        let secret = Token::generate();
+        let record = TokenRecord {
+            id: format!("t{}", &uuid::Uuid::new_v4().simple().to_string()[..10]),
+            name,
+            role,
+            sha256: ContentHash::of(secret.secret().as_bytes()),
+            created: now,
+            created_by: by.name.to_string(),
+            expires: life.map(|life| now.after(life)),
+            revoked: None,
+        };
+        let mut line = by.line(now, "token.create", &record.id);
+        line.detail = format!("{} for {}", record.role, record.name);
+        self.inner.store.administer(&[record.document()?], &[line]).await?;
+        let mut tokens = self.inner.tokens.write().unwrap_or_else(PoisonError::into_inner);
+        tokens.insert(record.sha256, record.clone());
+        Ok((secret, record))
+    }
+
+    /// Every token, the newest last.
+    pub(crate) fn tokens(&self) -> Vec<TokenRecord> {
+        let tokens = self.inner.tokens.read().unwrap_or_else(PoisonError::into_inner);
+        let mut all: Vec<_> = tokens.values().cloned().collect();
+        all.sort_by(|a, b| (a.created, &a.id).cmp(&(b.created, &b.id)));
+        all
+    }
+
+    /// Ends a token: calls with it are refused from now on, and its open streams are cut.
+    pub(crate) async fn revoke(&self, by: &Identity, id: &str) -> Result<TokenRecord, AccessError> {
+        let found = self.tokens().into_iter().find(|record| record.id == id);
+        let mut record = found.ok_or_else(|| AccessError::NoToken(AuditLine::quote(id)))?;
+        let now = self.inner.clock.now();
+        record.revoked = Some(record.revoked.unwrap_or(now));
+        let mut line = by.line(now, "token.revoke", id);
+        line.detail = format!("{} of {}", record.role, record.name);
+        self.inner.store.administer(&[record.document()?], &[line]).await?;
+        {
+            let mut tokens = self.inner.tokens.write().unwrap_or_else(PoisonError::into_inner);
+            tokens.insert(record.sha256, record.clone());
+        }
+        self.inner.revoked.send_modify(|count| *count += 1);
+        Ok(record)
+    }
+}

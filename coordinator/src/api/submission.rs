@@ -1,0 +1,75 @@
+//! What must hold before a submission is taken: that its caller may submit it, and that its inputs are there.
+
+use super::jobs::JobsApi;
+use super::storage_failed;
+use crate::access::Identity;
+use crate::garbage::{Held, Named, present};
+use crate::runner::full;
+use aitk_common::control::Submission;
+use aitk_common::id::UserName;
+use aitk_common::security::role::Role;
+use aitk_common::storage::StorageError;
+use tonic::Status;
+
+impl JobsApi {
+    /// In whose name a job is submitted, and that it may be submitted so.
+    pub(super) fn owner(
+        &self,
+        who: &Identity,
+        submission: &Submission,
+        same_machine: bool,
+    ) -> Result<UserName, Status> {
+        let owner = submission.owner.clone().unwrap_or_else(|| who.owner());
+        let refusal = if submission.local && who.role != Role::Admin {
+            Status::permission_denied(
+                "a job that runs in place reads and writes the server's own files, which takes an admin's token; use `aitk submit`",
+            )
+        } else if submission.local && !same_machine {
+            Status::invalid_argument(
+                "a job that runs in place can only be submitted on the coordinator's own machine; use `aitk submit`",
+            )
+        } else if owner != who.name && !who.role.changes_all() {
+            Status::permission_denied(format!(
+                "your token is {}'s, so your jobs are, too; only an operator submits in another name (--user, AITK_USER)",
+                who.name
+            ))
+        } else {
+            return Ok(owner);
+        };
+        let mut line = who.line(self.0.clock.now(), "job.submit", "");
+        (line.done, line.detail) = (false, refusal.message().to_owned());
+        self.0.access.note(line);
+        Err(refusal)
+    }
+
+    /// Every input is in storage, and stays until the job is stored.
+    pub(super) async fn inputs_present(&self, submission: &Submission) -> Result<Vec<Held>, Status> {
+        let mut all = Vec::new();
+        for (path, snapshot) in &submission.inputs {
+            let named = Named::Snapshot(*snapshot);
+            match present(&self.0.pins, self.0.blobs.as_ref(), named).await {
+                Ok(held) => all.extend(held),
+                Err(StorageError::NotFound { hash }) if hash == *snapshot => {
+                    return Err(Status::failed_precondition(format!(
+                        "inputs: the snapshot {snapshot} of {path} is not in storage; upload it first (`aitk submit` does)"
+                    )));
+                }
+                Err(StorageError::NotFound { hash }) => {
+                    return Err(Status::failed_precondition(format!(
+                        "inputs: {hash}, a file of the snapshot of {path}, is not in storage; submit again, which uploads what is missing"
+                    )));
+                }
+                Err(
+                    error @ (StorageError::Malformed { .. } | StorageError::Name(_) | StorageError::TooLarge { .. }),
+                ) => {
+                    return Err(Status::invalid_argument(format!(
+                        "inputs: {snapshot}, given for {path}, is no snapshot: {}",
+                        full(&error)
+                    )));
+                }
+                Err(error) => return Err(storage_failed(&error)),
+            }
+        }
+        Ok(all)
+    }
+}

@@ -1,0 +1,209 @@
+//! `token` and `audit`: who may talk to the coordinator, and who did what.
+
+use super::remote::{RemoteArgs, refused};
+use super::say;
+use aitk_common::fsutil;
+use aitk_proto::v1;
+use anyhow::Context;
+use clap::{Args, Subcommand};
+use std::path::PathBuf;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+const DAY: Duration = Duration::from_secs(24 * 3600);
+
+/// What to do with tokens.
+#[derive(Debug, Subcommand)]
+pub(crate) enum TokenCommand {
+    /// Make a token for a user or a worker. It is shown once, here; the coordinator keeps only its hash
+    Create(CreateArgs),
+    /// List tokens, without their secrets
+    Ls(ListArgs),
+    /// End a token at once
+    Revoke(RevokeArgs),
+}
+
+/// A new token.
+#[derive(Debug, Args)]
+pub(crate) struct CreateArgs {
+    /// Whose it is: 1 to 64 letters, digits, '-' or '_'. Jobs submitted with it belong to this name.
+    name: String,
+    /// viewer: sees all jobs. submitter: submits, and sees their own. operator: changes everybody's. admin: everything.
+    /// worker: for aitk-worker.
+    #[arg(long)]
+    role: String,
+    /// Days until it ends by itself; 0: never.
+    #[arg(long, default_value_t = 365, value_name = "DAYS")]
+    expires_days: u32,
+    /// Write it to this new file (mode 0600) instead of showing it.
+    #[arg(long, short, value_name = "FILE")]
+    output: Option<PathBuf>,
+    #[command(flatten)]
+    remote: RemoteArgs,
+}
+
+/// How to list.
+#[derive(Debug, Args)]
+pub(crate) struct ListArgs {
+    /// One JSON object per line.
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    remote: RemoteArgs,
+}
+
+/// Which token.
+#[derive(Debug, Args)]
+pub(crate) struct RevokeArgs {
+    /// Its id, from `token ls`.
+    id: String,
+    #[command(flatten)]
+    remote: RemoteArgs,
+}
+
+/// Which part of the audit log.
+#[derive(Debug, Args)]
+pub(crate) struct AuditArgs {
+    /// Lines after this one.
+    #[arg(long, default_value_t = 0, value_name = "NUMBER")]
+    after: u64,
+    /// One JSON object per line.
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    remote: RemoteArgs,
+}
+
+pub(super) async fn token(command: TokenCommand) -> anyhow::Result<()> {
+    match command {
+        TokenCommand::Create(args) => create(args).await,
+        TokenCommand::Ls(args) => list(args).await,
+        TokenCommand::Revoke(args) => {
+            let mut clients = args.remote.connect().await?;
+            let request = v1::RevokeTokenRequest { id: args.id };
+            let token = clients
+                .admin
+                .revoke_token(request)
+                .await
+                .map_err(|status| refused(&status))?;
+            let token = token.into_inner();
+            say(&format!("{} of {} ({}) is revoked", token.id, token.name, token.role))
+        }
+    }
+}
+
+async fn create(args: CreateArgs) -> anyhow::Result<()> {
+    if let Some(path) = args.output.as_ref().filter(|path| path.exists()) {
+        anyhow::bail!("{} is there already; a token is not written over it", path.display());
+    }
+    let mut clients = args.remote.connect().await?;
+    let days = DAY.saturating_mul(args.expires_days);
+    let request = v1::CreateTokenRequest {
+        name: args.name,
+        role: args.role,
+        expires_in_ms: (args.expires_days > 0).then(|| u64::try_from(days.as_millis()).unwrap_or(u64::MAX)),
+    };
+    let made = clients
+        .admin
+        .create_token(request)
+        .await
+        .map_err(|status| refused(&status))?;
+    let made = made.into_inner();
+    let token = made.token.context("the coordinator made no token")?;
+    eprintln!(
+        "token {} for {}, role {}{}",
+        token.id,
+        token.name,
+        token.role,
+        ending(&token)
+    );
+    match args.output {
+        None => say(&made.secret),
+        Some(path) => {
+            fsutil::write_private(&path, format!("{}\n", made.secret).as_bytes())?;
+            say(&path.display().to_string())
+        }
+    }
+}
+
+fn ending(token: &v1::TokenInfo) -> String {
+    let now = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default()
+        .as_millis() as u64;
+    match (token.revoked_ms, token.expires_ms) {
+        (Some(time), _) => format!(", revoked {}", date(time)),
+        (None, Some(time)) if time <= now => format!(", expired {}", date(time)),
+        (None, Some(time)) => format!(", until {}", date(time)),
+        (None, None) => ", without end".to_owned(),
+    }
+}
+
+fn date(millis: u64) -> String {
+    let time = i64::try_from(millis)
+        .ok()
+        .and_then(|ms| jiff::Timestamp::from_millisecond(ms).ok());
+    time.map_or_else(
+        || "?".to_owned(),
+        |time| time.strftime("%Y-%m-%dT%H:%M:%SZ").to_string(),
+    )
+}
+
+async fn list(args: ListArgs) -> anyhow::Result<()> {
+    let mut clients = args.remote.connect().await?;
+    let reply = clients.admin.list_tokens(v1::ListTokensRequest {}).await;
+    for token in reply.map_err(|status| refused(&status))?.into_inner().tokens {
+        if args.json {
+            let value = serde_json::json!({
+                "id": token.id, "name": token.name, "role": token.role, "created": date(token.created_ms),
+                "created_by": token.created_by, "expires": token.expires_ms.map(date), "revoked": token.revoked_ms.map(date),
+            });
+            say(&value.to_string())?;
+        } else {
+            say(&format!(
+                "{:<12} {:<20} {:<10}{}",
+                token.id,
+                token.name,
+                token.role,
+                ending(&token)
+            ))?;
+        }
+    }
+    Ok(())
+}
+
+pub(super) async fn audit(args: AuditArgs) -> anyhow::Result<()> {
+    let mut clients = args.remote.connect().await?;
+    let mut after = args.after;
+    loop {
+        let request = v1::ReadAuditRequest { after, limit: 0 };
+        let reply = clients
+            .admin
+            .read_audit(request)
+            .await
+            .map_err(|status| refused(&status))?;
+        let lines = reply.into_inner().lines;
+        let Some(last) = lines.last() else { return Ok(()) };
+        after = last.seq;
+        for line in lines {
+            if args.json {
+                let value = serde_json::json!({
+                    "seq": line.seq, "time": date(line.time_ms), "who": line.who, "by": line.by, "from": line.from,
+                    "action": line.action, "object": line.object, "done": line.done, "detail": line.detail,
+                });
+                say(&value.to_string())?;
+            } else {
+                let verdict = if line.done { "done" } else { "REFUSED" };
+                let (who, from) = (or_dash(&line.who), or_dash(&line.from));
+                let (time, action) = (date(line.time_ms), &line.action);
+                say(&format!(
+                    "{} {time} {who} {from} {action} {} {verdict} {}",
+                    line.seq, line.object, line.detail
+                ))?;
+            }
+        }
+    }
+}
+
+fn or_dash(text: &str) -> &str {
+    if text.is_empty() { "-" } else { text }
+}

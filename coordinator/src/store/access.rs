@@ -1,0 +1,83 @@
+//! Tokens and the audit log.
+
+use super::link::Work;
+use super::{SqlStore, StoreError};
+use crate::access::AuditLine;
+
+/// What an administrator made, as JSON.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Document {
+    /// `token`, ….
+    pub kind: &'static str,
+    /// Unique within its kind.
+    pub id: String,
+    /// JSON.
+    pub record: String,
+}
+
+impl SqlStore {
+    pub(super) async fn read_documents(&self, kind: &'static str) -> Result<Vec<Document>, StoreError> {
+        let mut work = self.reading().await?;
+        let rows = work
+            .rows(
+                "SELECT id, record FROM documents WHERE kind = $1 ORDER BY id",
+                &[kind.into()],
+            )
+            .await
+            .map_err(|e| self.failed(e))?;
+        let document = |row: &super::link::Row| Document {
+            kind,
+            id: row.text(0).to_owned(),
+            record: row.text(1).to_owned(),
+        };
+        Ok(rows.iter().map(document).collect())
+    }
+
+    pub(super) async fn write_documents(&self, documents: &[Document], lines: &[AuditLine]) -> Result<(), StoreError> {
+        let mut work = self.begin().await?;
+        for Document { kind, id, record } in documents {
+            work.run(
+                "INSERT INTO documents (kind, id, record) VALUES ($1, $2, $3) \
+                 ON CONFLICT (kind, id) DO UPDATE SET record = excluded.record",
+                &[(*kind).into(), id.as_str().into(), record.as_str().into()],
+            )
+            .await
+            .map_err(|e| self.failed(e))?;
+        }
+        for line in lines {
+            add_line(&mut work, line).await.map_err(|e| self.failed(e))?;
+        }
+        work.commit().await.map_err(|e| self.failed(e))
+    }
+
+    pub(super) async fn read_audit(&self, after: u64, limit: u32) -> Result<Vec<(u64, AuditLine)>, StoreError> {
+        let mut work = self.reading().await?;
+        let rows = work
+            .rows(
+                "SELECT seq, record FROM audit WHERE seq > $1 ORDER BY seq LIMIT $2",
+                &[after.into(), u64::from(limit).into()],
+            )
+            .await
+            .map_err(|e| self.failed(e))?;
+        rows.iter()
+            .map(|row| {
+                let number = row.number(0);
+                Ok((
+                    number,
+                    self.parse("line of the audit log", &number.to_string(), row.text(1))?,
+                ))
+            })
+            .collect()
+    }
+}
+
+/// Adds a line to the audit log, unless it is there already.
+pub(super) async fn add_line(work: &mut Work, line: &AuditLine) -> Result<(), sqlx::Error> {
+    let record = serde_json::to_string(line).map_err(|error| sqlx::Error::Encode(Box::new(error)))?;
+    work.run(
+        "INSERT INTO audit (id, record) VALUES ($1, $2) ON CONFLICT (id) DO NOTHING",
+        &[line.id.as_str().into(), record.into()],
+    )
+    .await?;
+    Ok(())
+}

@@ -1,0 +1,130 @@
+//! What a backup holds: every table, how it is read in pages, and how a row is written.
+
+use super::link::{Row, Value};
+use serde::{Deserialize, Serialize};
+
+/// A table: how a page of it is read after a key, and how a row is written. The key is the first `key` columns.
+pub(super) struct Table {
+    pub(super) name: &'static str,
+    key: usize,
+    /// So many of the key's columns are no part of the row: others are given anew.
+    given: usize,
+    /// The key before the first row.
+    pub(super) before: &'static [Value],
+    pub(super) read: &'static str,
+    pub(super) write: &'static str,
+}
+
+const NO_TEXT: Value = Value::Text(None);
+
+/// In the order in which they are restored.
+pub(super) const TABLES: &[Table] = &[
+    Table {
+        name: "jobs",
+        key: 1,
+        given: 0,
+        before: &[NO_TEXT],
+        read: "SELECT id, record, config_text, config_format, job_json, inputs FROM jobs \
+               WHERE id > COALESCE($1, '') ORDER BY id LIMIT $2",
+        write: "INSERT INTO jobs (id, record, config_text, config_format, job_json, inputs) VALUES ($1, $2, $3, $4, $5, $6)",
+    },
+    Table {
+        name: "workers",
+        key: 1,
+        given: 0,
+        before: &[NO_TEXT],
+        read: "SELECT id, record FROM workers WHERE id > COALESCE($1, '') ORDER BY id LIMIT $2",
+        write: "INSERT INTO workers (id, record) VALUES ($1, $2)",
+    },
+    Table {
+        name: "events",
+        key: 2,
+        given: 0,
+        before: &[NO_TEXT, Value::Int(Some(0))],
+        read: "SELECT job, cursor, attempt, seq, trim, event FROM events \
+               WHERE (job, cursor) > (COALESCE($1, ''), $2) ORDER BY job, cursor LIMIT $3",
+        write: "INSERT INTO events (job, cursor, attempt, seq, trim, event) VALUES ($1, $2, $3, $4, $5, $6)",
+    },
+    Table {
+        name: "artifacts",
+        key: 2,
+        given: 0,
+        before: &[NO_TEXT, NO_TEXT],
+        read: "SELECT job, identity, name, artifact, hash FROM artifacts \
+               WHERE (job, identity) > (COALESCE($1, ''), COALESCE($2, '')) ORDER BY job, identity LIMIT $3",
+        write: "INSERT INTO artifacts (job, identity, name, artifact, hash) VALUES ($1, $2, $3, $4, $5)",
+    },
+    Table {
+        name: "checkpoints",
+        key: 2,
+        given: 0,
+        before: &[NO_TEXT, Value::Int(Some(0))],
+        read: "SELECT job, cursor, manifest FROM checkpoints \
+               WHERE (job, cursor) > (COALESCE($1, ''), $2) ORDER BY job, cursor LIMIT $3",
+        write: "INSERT INTO checkpoints (job, cursor, manifest) VALUES ($1, $2, $3)",
+    },
+    Table {
+        name: "documents",
+        key: 2,
+        given: 0,
+        before: &[NO_TEXT, NO_TEXT],
+        read: "SELECT kind, id, record FROM documents \
+               WHERE (kind, id) > (COALESCE($1, ''), COALESCE($2, '')) ORDER BY kind, id LIMIT $3",
+        write: "INSERT INTO documents (kind, id, record) VALUES ($1, $2, $3)",
+    },
+    // Numbers are given in the same order: the log goes on after them.
+    Table {
+        name: "audit",
+        key: 1,
+        given: 1,
+        before: &[Value::Int(Some(0))],
+        read: "SELECT seq, id, record FROM audit WHERE seq > $1 ORDER BY seq LIMIT $2",
+        write: "INSERT INTO audit (id, record) VALUES ($1, $2)",
+    },
+];
+
+/// A value of a row in a backup.
+#[derive(Serialize, Deserialize)]
+#[serde(untagged)]
+pub(super) enum Cell {
+    Int(i64),
+    Text(String),
+    Null(()),
+}
+
+impl Table {
+    /// The key of a row as it was read.
+    pub(super) fn key(&self, row: &Row) -> Vec<Value> {
+        row.values().iter().take(self.key).cloned().collect()
+    }
+
+    /// What a backup holds of a row.
+    pub(super) fn cells(&self, row: &Row) -> Vec<Cell> {
+        row.values().iter().skip(self.given).map(cell).collect()
+    }
+
+    /// The values of a row; none when they do not fit this table. The statement says how many there are, and a NULL is
+    /// of the kind that its column has.
+    pub(super) fn values(&self, cells: Vec<Cell>) -> Option<Vec<Value>> {
+        let wanted = self.write.matches('$').count();
+        if cells.len() != wanted {
+            return None;
+        }
+        let values = cells.into_iter().enumerate().map(|(column, cell)| match cell {
+            Cell::Int(number) => Value::Int(Some(number)),
+            Cell::Text(text) => Value::Text(Some(text)),
+            // The only number that may be missing: an event's `seq`.
+            Cell::Null(()) if self.name == "events" && column == 3 => Value::Int(None),
+            Cell::Null(()) => Value::Text(None),
+        });
+        Some(values.collect())
+    }
+}
+
+fn cell(value: &Value) -> Cell {
+    match value {
+        Value::Int(Some(number)) => Cell::Int(*number),
+        Value::Text(Some(text)) => Cell::Text(text.clone()),
+        Value::Int(None) | Value::Text(None) => Cell::Null(()),
+    }
+}

@@ -1,0 +1,121 @@
+//! What is stored of tokens, and that the audit log only grows.
+
+use super::{CALM, audit, get, line, submit, token};
+use crate::support::postgres::Postgres;
+use crate::support::{Pool, config, input, within};
+use aitk_common::storage::BlobStore;
+use aitk_coordinator::store::{SqlStore, Store};
+use aitk_coordinator::{Config, start};
+use aitk_proto::client::connect;
+use aitk_proto::remote_blobs::RemoteBlobs;
+use aitk_proto::v1;
+use std::time::Duration;
+use tonic::Code;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_database_holds_no_secret_and_the_audit_log_only_grows() {
+    let pool = Pool::start(CALM).await;
+    let (secret, _) = token(&pool.clients, "anna", "admin", None).await;
+    for file in ["aitk.db", "aitk.db-wal"] {
+        let bytes = std::fs::read(pool.dir.path().join(file)).unwrap_or_default();
+        let holds = |text: &str| bytes.windows(text.len()).any(|window| window == text.as_bytes());
+        assert!(
+            !holds(&secret) && !holds(&secret[5..]) && !holds(&pool.running.token),
+            "{file}"
+        );
+    }
+    let options = sqlx::sqlite::SqliteConnectOptions::new().filename(pool.dir.path().join("aitk.db"));
+    let database = sqlx::SqlitePool::connect_with(options).await.unwrap();
+    for attack in ["DELETE FROM audit", "UPDATE audit SET record = '{}'"] {
+        let error = sqlx::query(attack).execute(&database).await.unwrap_err();
+        assert!(error.to_string().contains("append-only"), "{error}");
+    }
+    for attack in [
+        "INSERT OR REPLACE INTO audit (seq, id, record) SELECT seq, 'x', '{}' FROM audit",
+        "REPLACE INTO audit (id, record) SELECT id, '{}' FROM audit",
+    ] {
+        sqlx::query(attack).execute(&database).await.unwrap();
+        let changed = "SELECT COUNT(*) FROM audit WHERE record = '{}'";
+        let changed: i64 = sqlx::query_scalar(changed).fetch_one(&database).await.unwrap();
+        assert_eq!(changed, 0, "{attack}");
+    }
+    assert!(
+        audit(&pool.clients)
+            .await
+            .iter()
+            .any(|line| line.action == "token.create" && line.done)
+    );
+    within(pool.running.shutdown()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_audit_log_of_postgres_only_grows() {
+    let Some(server) = Postgres::start() else { return };
+    let store = SqlStore::postgres(&server.url().parse().unwrap()).await.unwrap();
+    let line: aitk_coordinator::AuditLine = serde_json::from_value(serde_json::json!({
+        "id": "1", "time": 1, "who": "a", "by": "b", "from": "", "action": "x", "object": "", "done": true, "detail": "",
+    }))
+    .unwrap();
+    for _ in 0..2 {
+        // The answer to a commit may be lost: the same line is there once.
+        store.administer(&[], std::slice::from_ref(&line)).await.unwrap();
+    }
+    let database = sqlx::PgPool::connect(&server.url()).await.unwrap();
+    for attack in [
+        "DELETE FROM audit",
+        "UPDATE audit SET record = '{}'",
+        "TRUNCATE audit",
+        "INSERT INTO audit (id, record) VALUES ('1', '{}') ON CONFLICT (id) DO UPDATE SET record = excluded.record",
+    ] {
+        let error = sqlx::query(attack).execute(&database).await.unwrap_err();
+        assert!(error.to_string().contains("append-only"), "{error}");
+    }
+    assert_eq!(store.audit(0, 10).await.unwrap(), [(1, line)]);
+    store.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tokens_do_on_postgres_what_they_do_on_sqlite() {
+    let Some(server) = Postgres::start() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let config = || Config {
+        database: Some(server.url().parse().unwrap()),
+        ..config(dir.path(), CALM)
+    };
+    let running = start(config()).await.unwrap();
+    let admin = connect(&running.url(), &running.token, None).await.unwrap();
+    let blobs = RemoteBlobs::with_budget(&admin, Duration::from_secs(5));
+    within(blobs.put_bytes(input().id(), input().to_bytes().into()))
+        .await
+        .unwrap();
+    let (anna_secret, _) = token(&admin, "anna", "submitter", None).await;
+    let (ben_secret, ben_id) = token(&admin, "ben", "submitter", None).await;
+    let anna = connect(&running.url(), &anna_secret, None).await.unwrap();
+    let job = submit(&anna, "hers").await.unwrap();
+    let ben = connect(&running.url(), &ben_secret, None).await.unwrap();
+    assert_eq!(get(&ben, &job).await.unwrap_err().code(), Code::NotFound);
+    let request = v1::GetBlobRequest {
+        sha256: input().id().to_hex(),
+    };
+    let error = within(ben.blobs.clone().get(request)).await.unwrap_err();
+    assert_eq!(error.code(), Code::NotFound, "{error}");
+    let request = v1::RevokeTokenRequest { id: ben_id };
+    within(admin.admin.clone().revoke_token(request)).await.unwrap();
+    within(running.shutdown()).await;
+
+    let running = start(config()).await.unwrap();
+    let again = async |secret: &str| connect(&running.url(), secret, None).await.unwrap();
+    assert_eq!(get(&again(&anna_secret).await, &job).await.unwrap().owner, "anna");
+    let error = get(&again(&ben_secret).await, &job).await.unwrap_err();
+    assert_eq!(error.code(), Code::Unauthenticated);
+    let admin = again(&running.token).await;
+    let submitted = line(&admin, "the submission", |line| line.action == "job.submit").await;
+    assert!(
+        submitted.done && submitted.who == "anna" && submitted.object == job,
+        "{submitted:?}"
+    );
+    let lines = audit(&admin).await;
+    assert!(lines.windows(2).all(|pair| pair[0].seq < pair[1].seq), "{lines:?}");
+    assert!(!format!("{lines:?}").contains(&anna_secret));
+    within(running.shutdown()).await;
+}

@@ -1,0 +1,158 @@
+//! Every call of the protocol, tried by everybody who must not make it. A call that is added to the protocol is tried, too.
+
+use super::{CALM, token};
+use crate::support::{Pool, within};
+use aitk_proto::PROTOCOL_HEADER;
+use bytes::Buf;
+use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
+use tonic::codegen::http::uri::PathAndQuery;
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Code, Request, Status};
+
+const PROTOCOL: &str = include_str!("../../../../proto/proto/aitk/v1/aitk.proto");
+const VIEWER: &str =
+    "Jobs/Info Jobs/Get Jobs/List Jobs/Explain Jobs/Fit Jobs/Events Jobs/Artifacts Jobs/ListWorkers Blobs/Get";
+const SUBMITTER: &str = "Jobs/Submit Jobs/Stop Jobs/Resume Jobs/Pause Jobs/SetPriority Blobs/Has Blobs/Put";
+const OPERATOR: &str = "Jobs/DrainWorker";
+const WORKER: &str = "Workers/Session Jobs/Info Blobs/Has Blobs/Put Blobs/Get";
+
+/// `Jobs/Get` and all the others.
+fn calls() -> Vec<String> {
+    let (mut service, mut calls) = ("", Vec::new());
+    for line in PROTOCOL.lines() {
+        let mut words = line.split_whitespace();
+        match (words.next(), words.next()) {
+            (Some("service"), Some(name)) => service = name,
+            (Some("rpc"), Some(rest)) => calls.push(format!("{service}/{}", rest.split('(').next().unwrap())),
+            _ => {}
+        }
+    }
+    assert!(calls.len() >= 23, "{calls:?}");
+    calls
+}
+
+/// Messages without content, as every message may be.
+#[derive(Default)]
+struct Empty;
+
+impl Codec for Empty {
+    type Encode = ();
+    type Decode = ();
+    type Encoder = Self;
+    type Decoder = Self;
+
+    fn encoder(&mut self) -> Self {
+        Self
+    }
+
+    fn decoder(&mut self) -> Self {
+        Self
+    }
+}
+
+impl Encoder for Empty {
+    type Item = ();
+    type Error = Status;
+
+    fn encode(&mut self, (): (), _: &mut EncodeBuf<'_>) -> Result<(), Status> {
+        Ok(())
+    }
+}
+
+impl Decoder for Empty {
+    type Item = ();
+    type Error = Status;
+
+    fn decode(&mut self, from: &mut DecodeBuf<'_>) -> Result<Option<()>, Status> {
+        from.advance(from.remaining());
+        Ok(Some(()))
+    }
+}
+
+/// Makes a call and says how it ended.
+async fn make(channel: &Channel, call: &str, authorization: Option<&str>) -> Code {
+    let mut client = tonic::client::Grpc::new(channel.clone());
+    within(client.ready()).await.unwrap();
+    let mut request = Request::new(tokio_stream::once(()));
+    let headers = request.metadata_mut();
+    headers.insert(PROTOCOL_HEADER, "1".parse().unwrap());
+    if let Some(text) = authorization {
+        headers.insert("authorization", text.parse().unwrap());
+    }
+    let path: PathAndQuery = format!("/aitk.v1.{call}").parse().unwrap();
+    let ended = within(async {
+        let mut answers = client.streaming(request, path, Empty).await?.into_inner();
+        while answers.message().await?.is_some() {}
+        Ok::<_, Status>(())
+    });
+    ended.await.map_or_else(|status| status.code(), |()| Code::Ok)
+}
+
+async fn channel(pool: &Pool) -> Channel {
+    Endpoint::from_shared(pool.running.url())
+        .unwrap()
+        .connect()
+        .await
+        .unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn no_call_is_open_to_a_stranger() {
+    let pool = Pool::start(CALM).await;
+    let channel = channel(&pool).await;
+    let basic = format!("Basic {}", pool.running.token);
+    for call in calls() {
+        for authorization in [
+            None,
+            Some("Bearer"),
+            Some(basic.as_str()),
+            Some(pool.running.token.as_str()),
+        ] {
+            let code = make(&channel, &call, authorization).await;
+            assert_eq!(code, Code::Unauthenticated, "{call} {authorization:?}");
+        }
+    }
+    // Wrong ones last: after some of them nothing is looked at any more.
+    for call in calls() {
+        let code = make(&channel, &call, Some("Bearer not-the-right-one-but-long")).await;
+        assert!(
+            matches!(code, Code::Unauthenticated | Code::ResourceExhausted),
+            "{call}: {code}"
+        );
+    }
+    within(pool.running.shutdown()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_role_makes_its_calls_and_no_other() {
+    let pool = Pool::start(CALM).await;
+    let channel = channel(&pool).await;
+    for (role, allowed) in [
+        ("viewer", VIEWER.to_owned()),
+        ("submitter", format!("{VIEWER} {SUBMITTER}")),
+        ("operator", format!("{VIEWER} {SUBMITTER} {OPERATOR}")),
+        ("worker", WORKER.to_owned()),
+    ] {
+        let allowed: Vec<&str> = allowed.split(' ').collect();
+        let (secret, _) = token(&pool.clients, "somebody", role, None).await;
+        let authorization = format!("Bearer {secret}");
+        for call in calls() {
+            let code = make(&channel, &call, Some(&authorization)).await;
+            let refused = matches!(
+                code,
+                Code::PermissionDenied | Code::Unauthenticated | Code::Unimplemented
+            );
+            if allowed.contains(&call.as_str()) {
+                assert!(!refused, "{role} {call}: {code}");
+            } else {
+                assert_eq!(code, Code::PermissionDenied, "{role} {call}");
+            }
+        }
+    }
+    // What is in the table is in the protocol.
+    let calls = calls();
+    for name in [VIEWER, SUBMITTER, OPERATOR, WORKER].join(" ").split(' ') {
+        assert!(calls.iter().any(|call| call == name), "{name}");
+    }
+    within(pool.running.shutdown()).await;
+}

@@ -1,0 +1,92 @@
+//! Who may do what: each test tries what it must not, is refused, and finds the line in the audit log.
+
+mod audit;
+mod calls;
+mod commands;
+mod endings;
+mod guesses;
+mod machines;
+mod ownership;
+mod roles;
+
+use crate::support::{Pool, eventually, submission, within};
+use aitk_proto::client::{Clients, connect};
+use aitk_proto::v1;
+use std::time::Duration;
+use tonic::Status;
+
+const CALM: Duration = Duration::from_secs(60);
+
+/// A token of this role; its secret and id.
+pub(super) async fn token(admin: &Clients, name: &str, role: &str, expires_in_ms: Option<u64>) -> (String, String) {
+    let request = v1::CreateTokenRequest {
+        name: name.into(),
+        role: role.into(),
+        expires_in_ms,
+    };
+    let made = within(admin.admin.clone().create_token(request))
+        .await
+        .unwrap()
+        .into_inner();
+    (made.secret, made.token.unwrap().id)
+}
+
+/// Somebody of this role.
+pub(super) async fn somebody(pool: &Pool, name: &str, role: &str) -> Clients {
+    let (secret, _) = token(&pool.clients, name, role, None).await;
+    connect(&pool.running.url(), &secret, None).await.unwrap()
+}
+
+pub(super) async fn audit(admin: &Clients) -> Vec<v1::AuditLine> {
+    let request = v1::ReadAuditRequest { after: 0, limit: 0 };
+    within(admin.admin.clone().read_audit(request))
+        .await
+        .unwrap()
+        .into_inner()
+        .lines
+}
+
+/// Waits for a line; refusals are written a moment after they are told.
+pub(super) async fn line(admin: &Clients, what: &str, fits: impl Fn(&v1::AuditLine) -> bool) -> v1::AuditLine {
+    eventually(what, || async {
+        audit(admin).await.into_iter().find(|line| fits(line))
+    })
+    .await
+}
+
+pub(super) async fn submit(clients: &Clients, name: &str) -> Result<String, Status> {
+    let request = v1::SubmitRequest::from(submission(name));
+    Ok(within(clients.jobs.clone().submit(request)).await?.into_inner().job_id)
+}
+
+pub(super) async fn get(clients: &Clients, job_id: &str) -> Result<v1::Job, Status> {
+    let request = v1::GetJobRequest { job_id: job_id.into() };
+    Ok(within(clients.jobs.clone().get(request)).await?.into_inner())
+}
+
+pub(super) async fn stop(clients: &Clients, job_id: &str) -> Result<v1::Job, Status> {
+    let request = v1::StopJobRequest {
+        job_id: job_id.into(),
+        now: false,
+    };
+    Ok(within(clients.jobs.clone().stop(request)).await?.into_inner())
+}
+
+pub(super) async fn drain(clients: &Clients) -> Result<(), Status> {
+    let request = v1::DrainWorkerRequest {
+        worker: "w".into(),
+        drain: true,
+        now: true,
+    };
+    within(clients.jobs.clone().drain_worker(request)).await.map(drop)
+}
+
+pub(super) async fn list(clients: &Clients) -> Vec<String> {
+    let request = v1::ListJobsRequest { all: true, limit: 0 };
+    let jobs = within(clients.jobs.clone().list(request))
+        .await
+        .unwrap()
+        .into_inner()
+        .jobs;
+    jobs.into_iter().map(|job| job.id).collect()
+}

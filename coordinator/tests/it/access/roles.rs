@@ -1,0 +1,90 @@
+//! What each role may do, by name.
+
+use super::{CALM, audit, drain, get, line, somebody, stop, submit};
+use crate::support::{FakeWorker, Pool, eventually, within};
+use aitk_common::control::ToCoordinator;
+use aitk_common::hash::ContentHash;
+use aitk_proto::v1;
+use tonic::Code;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_role_may_what_it_may_and_no_more() {
+    let pool = Pool::start(CALM).await;
+    let job = pool.submit("a").await.job.to_string();
+    let viewer = somebody(&pool, "vera", "viewer").await;
+    assert_eq!(get(&viewer, &job).await.unwrap().owner, "default");
+    let has = v1::HasRequest {
+        sha256: vec![ContentHash::of(b"x").to_hex()],
+    };
+    let worker = somebody(&pool, "box", "worker").await;
+    let submitter = somebody(&pool, "sam", "submitter").await;
+    let operator = somebody(&pool, "olga", "operator").await;
+    let gc = v1::CollectGarbageRequest { dry_run: true };
+    let make = v1::CreateTokenRequest {
+        name: "me".into(),
+        role: "admin".into(),
+        expires_in_ms: None,
+    };
+    let refusals = [
+        submit(&viewer, "b").await.map(drop),
+        stop(&viewer, &job).await.map(drop),
+        within(viewer.blobs.clone().has(has)).await.map(drop),
+        get(&worker, &job).await.map(drop),
+        within(worker.jobs.clone().list_workers(v1::ListWorkersRequest {}))
+            .await
+            .map(drop),
+        submit(&worker, "b").await.map(drop),
+        drain(&submitter).await,
+        drain(&viewer).await,
+        within(submitter.admin.clone().create_token(make.clone()))
+            .await
+            .map(drop),
+        within(operator.admin.clone().create_token(make)).await.map(drop),
+        within(operator.admin.clone().list_tokens(v1::ListTokensRequest {}))
+            .await
+            .map(drop),
+        within(operator.admin.clone().read_audit(v1::ReadAuditRequest::default()))
+            .await
+            .map(drop),
+        within(operator.admin.clone().collect_garbage(gc)).await.map(drop),
+    ];
+    let many = refusals.len();
+    for (number, refusal) in refusals.into_iter().enumerate() {
+        let error = refusal.unwrap_err();
+        assert_eq!(error.code(), Code::PermissionDenied, "{number}: {error}");
+        assert!(error.message().contains("your token's role is"), "{error}");
+    }
+    for clients in [&viewer, &submitter, &operator] {
+        let first = ToCoordinator::Register(Box::new(FakeWorker::registration("w", None, Vec::new())));
+        let error = FakeWorker::open(clients, Some(first)).await.unwrap_err();
+        assert_eq!(error.code(), Code::PermissionDenied, "{error}");
+    }
+    let refused = eventually("every refusal in the log", || async {
+        let lines = audit(&pool.clients).await;
+        let refused: Vec<_> = lines.into_iter().filter(|line| line.action == "refused").collect();
+        (refused.len() == many + 3).then_some(refused)
+    })
+    .await;
+    assert!(
+        refused
+            .iter()
+            .all(|line| !line.done && line.from == "127.0.0.1" && !line.by.is_empty())
+    );
+    assert!(
+        refused[0].who == "vera" && refused[0].detail.contains("viewer may not submit"),
+        "{refused:?}"
+    );
+
+    // What they may.
+    let theirs = submit(&operator, "c").await.unwrap();
+    assert_eq!(get(&operator, &theirs).await.unwrap().owner, "olga");
+    stop(&operator, &job).await.unwrap();
+    let done = line(&pool.clients, "the stop", |line| line.action == "job.stop").await;
+    assert!(done.done && done.who == "olga" && done.object == job, "{done:?}");
+    let registration = FakeWorker::registration("w", None, Vec::new());
+    let _worker = FakeWorker::register(&worker, registration).await;
+    drain(&operator).await.unwrap();
+    let done = line(&pool.clients, "the drain", |line| line.action == "worker.drain").await;
+    assert!(done.done && done.who == "olga" && done.object == "w", "{done:?}");
+    within(pool.running.shutdown()).await;
+}
