@@ -3,15 +3,58 @@
 
 use image::{DynamicImage, GrayImage, RgbImage};
 use mozjpeg::{ColorSpace, Decompress};
+use std::cell::Cell;
+use std::io::{self, BufRead, Read};
+use std::panic::AssertUnwindSafe;
 
 /// The picture as it is stored, not yet turned. `None`: libjpeg gives it up, or it is in the colours of printers.
-pub(super) fn decode(bytes: &[u8]) -> Option<DynamicImage> {
+///
+/// # Errors
+/// When the file ends before the picture does. libjpeg would make the rest up in gray; Pillow refuses it as well.
+pub(super) fn decode(bytes: &[u8]) -> Result<Option<DynamicImage>, String> {
+    let starved = Cell::new(false);
     // libjpeg reports what it cannot decode by unwinding, without a word on the standard error.
-    std::panic::catch_unwind(|| pixels(bytes)).ok().flatten()
+    let decoded = std::panic::catch_unwind(AssertUnwindSafe(|| {
+        pixels(Bytes {
+            bytes,
+            starved: &starved,
+        })
+    }));
+    if starved.get() {
+        return Err("the picture is cut off: the file ends before it does".to_owned());
+    }
+    Ok(decoded.ok().flatten())
 }
 
-fn pixels(bytes: &[u8]) -> Option<DynamicImage> {
-    let file = Decompress::new_mem(bytes).ok()?;
+/// A file in memory, which notes when more is wanted than there is.
+struct Bytes<'a> {
+    bytes: &'a [u8],
+    starved: &'a Cell<bool>,
+}
+
+impl Read for Bytes<'_> {
+    fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
+        let count = self.fill_buf()?.read(to)?;
+        self.consume(count);
+        Ok(count)
+    }
+}
+
+impl BufRead for Bytes<'_> {
+    fn fill_buf(&mut self) -> io::Result<&[u8]> {
+        if self.bytes.is_empty() {
+            self.starved.set(true);
+        }
+        Ok(self.bytes)
+    }
+
+    fn consume(&mut self, count: usize) {
+        self.bytes = self.bytes.get(count..).unwrap_or_default();
+    }
+}
+
+fn pixels(bytes: Bytes<'_>) -> Option<DynamicImage> {
+    let file = Decompress::new_reader(bytes).ok()?;
     let (width, height) = (u32::try_from(file.width()).ok()?, u32::try_from(file.height()).ok()?);
     match file.color_space() {
         ColorSpace::JCS_GRAYSCALE => {

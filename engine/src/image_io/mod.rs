@@ -102,7 +102,7 @@ fn decode(bytes: &[u8]) -> Result<DynamicImage, String> {
     check_size(decoder.dimensions())?;
     let orientation = decoder.orientation().unwrap_or(Orientation::NoTransforms);
     let pillows = if format == Some(ImageFormat::Jpeg) {
-        jpeg::decode(bytes)
+        jpeg::decode(bytes)?
     } else {
         None
     };

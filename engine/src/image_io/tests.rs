@@ -118,20 +118,41 @@ fn bad_files_are_one_clear_error() {
     assert!(complaint(b"GIF89a\x01\x00\x01\x00\x00\x00\x00").contains("Gif"));
     assert!(complaint(&png_header(30_000, 30_000)).contains("30000 x 30000"));
     assert!(dimensions(&path).unwrap_err().to_string().contains("30000 x 30000"));
-    for file in ["rgb.png", "444.jpg", "progressive.jpg", "rgb.webp", "lossy.webp"] {
+    for file in [
+        "rgb.png",
+        "420.jpg",
+        "444.jpg",
+        "gray.jpg",
+        "progressive.jpg",
+        "rough422.jpg",
+        "rgb.webp",
+        "lossy.webp",
+    ] {
         let whole = std::fs::read(folder().join(file)).unwrap();
-        for keep in [5, 20, 40, whole.len() / 2] {
-            // A cut-off JPEG may still show its upper part; everything else is refused. Nothing panics.
+        for keep in [5, 20, 40, whole.len() / 2, whole.len() * 9 / 10] {
             std::fs::write(&path, &whole[..keep]).unwrap();
-            let opened = open_rgb(&path);
-            assert!(opened.is_err() || file.ends_with("jpg"), "{file} cut to {keep}");
+            assert!(
+                open_rgb(&path).is_err(),
+                "{file} cut to {keep} of {} bytes",
+                whole.len()
+            );
         }
+        // What stands behind the picture is nobody's business.
+        std::fs::write(&path, [whole.as_slice(), b"behind"].concat()).unwrap();
+        assert!(open_rgb(&path).is_ok(), "{file} with more behind it");
         let mut noisy = whole.clone();
         for i in (30..noisy.len()).step_by(7) {
             noisy[i] ^= 0x5a;
         }
         std::fs::write(&path, &noisy).unwrap();
         let _ = open_rgb(&path);
+    }
+    let half = |file: &str| {
+        let whole = std::fs::read(folder().join(file)).unwrap();
+        complaint(&whole[..whole.len() / 2])
+    };
+    for file in ["420.jpg", "progressive.jpg"] {
+        assert!(half(file).contains("cut off"), "{}", half(file));
     }
     let missing = open_rgb(&dir.path().join("none.png")).unwrap_err().to_string();
     assert!(missing.contains("none.png"));
