@@ -1,0 +1,71 @@
+//! Flags of the verbs for a job's files.
+
+use clap::{Args, Subcommand};
+use std::path::PathBuf;
+
+/// `aitk artifacts`.
+#[derive(Args, Clone, Debug)]
+#[command(
+    after_help = "Examples:\n  aitk artifacts ls my_lora\n  aitk artifacts get my_lora -o out",
+    disable_help_subcommand = true
+)]
+pub struct ArtifactsArgs {
+    /// List or fetch.
+    #[command(subcommand)]
+    pub command: ArtifactsCommand,
+}
+
+/// The verbs below `aitk artifacts`.
+#[derive(Clone, Debug, Subcommand)]
+pub enum ArtifactsCommand {
+    /// List what a job made
+    Ls(ArtifactsLsArgs),
+    /// Fetch what a job made
+    #[command(
+        long_about = "Fetch what a job made into a folder.\n\nEvery file is checked against its hash and appears only when it is \
+                  complete. Files that are there already with the same content are skipped, so the same command goes on \
+                  after a break. Nothing is ever written outside the folder. Prints the paths of the files."
+    )]
+    Get(ArtifactsGetArgs),
+}
+
+/// `aitk artifacts ls`.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Examples:\n  aitk artifacts ls my_lora\n  aitk artifacts ls 3f2a -q | grep safetensors")]
+pub struct ArtifactsLsArgs {
+    /// Job: its id, the beginning of its id, or its name
+    #[arg(value_name = "JOB")]
+    pub job: String,
+    /// Names only
+    #[arg(short, long, conflicts_with = "json")]
+    pub quiet: bool,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `aitk artifacts get`.
+#[derive(Args, Clone, Debug)]
+#[command(
+    after_help = "Examples:\n  aitk artifacts get my_lora -o out\n  aitk artifacts get 3f2a -o out '*.safetensors'"
+)]
+pub struct ArtifactsGetArgs {
+    /// Job: its id, the beginning of its id, or its name
+    #[arg(value_name = "JOB")]
+    pub job: String,
+    /// Only these: names, folders, or patterns with * and ?
+    #[arg(value_name = "NAME")]
+    pub names: Vec<String>,
+    /// Folder to write into; it is made if need be
+    #[arg(short, long, value_name = "DIR")]
+    pub output: PathBuf,
+    /// Replace files that are there with another content
+    #[arg(long)]
+    pub force: bool,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+    /// No progress bar and no progress lines
+    #[arg(long)]
+    pub no_progress: bool,
+}

@@ -1,0 +1,200 @@
+//! Flags of the verbs that look at jobs, queue them and steer them.
+
+use crate::output::format::parse_duration;
+use clap::Args;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// `aitk submit`.
+#[derive(Args, Clone, Debug)]
+#[command(
+    after_help = "Examples:\n  aitk submit my_lora.yaml\n  id=$(aitk submit my_lora.yaml -n ada -y) && aitk wait \"$id\""
+)]
+pub struct SubmitArgs {
+    /// Config file: a name in ./config or a path
+    #[arg(value_name = "CONFIG")]
+    pub config: PathBuf,
+    /// Follow the job until it ends
+    #[arg(short, long)]
+    pub follow: bool,
+    /// Replaces `[name]` in the config
+    #[arg(short, long)]
+    pub name: Option<String>,
+    /// Higher goes first; wins over cluster.priority
+    #[arg(long, allow_negative_numbers = true, value_name = "N")]
+    pub priority: Option<i32>,
+    /// Whose job it is, for shares and quotas [env: AITK_USER]
+    #[arg(long, value_name = "NAME")]
+    pub user: Option<String>,
+    /// Do not ask before a large upload
+    #[arg(short, long)]
+    pub yes: bool,
+    /// The same key gives the same job, however often it is submitted
+    #[arg(long, value_name = "KEY")]
+    pub idempotency_key: Option<String>,
+    /// Print JSON: id, name, uploaded bytes; with --follow one line per event
+    #[arg(long)]
+    pub json: bool,
+    /// No progress bars and no progress lines
+    #[arg(long)]
+    pub no_progress: bool,
+}
+
+/// `aitk ps`.
+#[derive(Args, Clone, Debug)]
+#[command(
+    after_help = "Examples:\n  aitk ps -a\n  aitk ps --json | jq -r '.jobs[] | select(.state == \"failed\") | .id'"
+)]
+pub struct PsArgs {
+    /// All jobs, not only the active and the last ones
+    #[arg(short, long)]
+    pub all: bool,
+    /// Show again every two seconds, until Ctrl-C; with --json one line each time
+    #[arg(short, long)]
+    pub watch: bool,
+    /// Ids only
+    #[arg(short, long, conflicts_with = "json")]
+    pub quiet: bool,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `aitk logs`.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Examples:\n  aitk logs 3f2a --tail 50\n  aitk logs my_lora -f --since 10m")]
+pub struct LogsArgs {
+    /// Job: its id, the beginning of its id, or its name
+    #[arg(value_name = "JOB")]
+    pub job: String,
+    /// Follow until the job ends
+    #[arg(short, long)]
+    pub follow: bool,
+    /// Only the last N lines of what is there
+    #[arg(long, value_name = "N")]
+    pub tail: Option<usize>,
+    /// Only lines since then: 10m, 2h, or RFC 3339
+    #[arg(long, value_name = "WHEN")]
+    pub since: Option<String>,
+    /// One JSON line per line that the job itself wrote; `aitk watch --json` has every event
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `aitk watch`.
+#[derive(Args, Clone, Debug)]
+#[command(
+    after_help = "Examples:\n  aitk watch my_lora\n  aitk watch 3f2a --json | jq -c 'select(.event == \"metrics\")'"
+)]
+pub struct WatchArgs {
+    /// Job: its id, the beginning of its id, or its name
+    #[arg(value_name = "JOB")]
+    pub job: String,
+    /// One JSON line per event
+    #[arg(long)]
+    pub json: bool,
+    /// No progress bar and no progress lines
+    #[arg(long)]
+    pub no_progress: bool,
+}
+
+/// `aitk wait`.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Examples:\n  aitk wait my_lora\n  aitk wait 3f2a 91bc --timeout 2h")]
+pub struct WaitArgs {
+    /// Jobs: ids, beginnings of ids, or names
+    #[arg(required = true, value_name = "JOB")]
+    pub jobs: Vec<String>,
+    /// Give up after this long: 90s, 10m, 2h
+    #[arg(long, value_name = "TIME", value_parser = parse_duration)]
+    pub timeout: Option<Duration>,
+    /// Print the jobs' ids and nothing else
+    #[arg(short, long, conflicts_with = "json")]
+    pub quiet: bool,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `aitk stop`.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Examples:\n  aitk stop my_lora\n  aitk stop 3f2a --now")]
+pub struct StopArgs {
+    /// Jobs: ids, beginnings of ids, or names
+    #[arg(required = true, value_name = "JOB")]
+    pub jobs: Vec<String>,
+    /// End it at once, without saving: work since the last checkpoint is lost
+    #[arg(long)]
+    pub now: bool,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `aitk resume`.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Examples:\n  aitk resume my_lora\n  aitk resume 3f2a && aitk watch 3f2a")]
+pub struct ResumeArgs {
+    /// Jobs: ids, beginnings of ids, or names
+    #[arg(required = true, value_name = "JOB")]
+    pub jobs: Vec<String>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `aitk pause`.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Examples:\n  aitk pause my_lora\n  aitk pause 3f2a && aitk resume 3f2a")]
+pub struct PauseArgs {
+    /// Jobs: ids, beginnings of ids, or names
+    #[arg(required = true, value_name = "JOB")]
+    pub jobs: Vec<String>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `aitk priority`.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Examples:\n  aitk priority my_lora 10\n  aitk priority 3f2a -5")]
+pub struct PriorityArgs {
+    /// Job: its id, the beginning of its id, or its name
+    #[arg(value_name = "JOB")]
+    pub job: String,
+    /// Higher goes first; 0 is usual
+    #[arg(value_name = "N", allow_negative_numbers = true)]
+    pub priority: i32,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `aitk explain`.
+#[derive(Args, Clone, Debug)]
+#[command(
+    after_help = "Examples:\n  aitk explain my_lora\n  aitk explain 3f2a --json | jq '.devices[] | select(.fits)'"
+)]
+pub struct ExplainArgs {
+    /// Job: its id, the beginning of its id, or its name
+    #[arg(value_name = "JOB")]
+    pub job: String,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `aitk fit`.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Examples:\n  aitk fit my_lora.yaml\n  aitk fit my_lora.yaml --json | jq -r .summary")]
+pub struct FitArgs {
+    /// Config file: a name in ./config or a path
+    #[arg(value_name = "CONFIG")]
+    pub config: PathBuf,
+    /// Replaces `[name]` in the config
+    #[arg(short, long)]
+    pub name: Option<String>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}

@@ -1,0 +1,107 @@
+//! Flags of the verbs that work on this machine, without a server.
+
+use clap::Args;
+use std::path::PathBuf;
+
+/// `aitk run`.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Examples:\n  aitk run my_lora.yaml\n  aitk run a.yaml b.yaml --recover -l run.log")]
+pub struct RunArgs {
+    /// Config files, run in this order: names in ./config or paths
+    #[arg(required = true, value_name = "CONFIG")]
+    pub configs: Vec<PathBuf>,
+    /// Go on with the next config when one fails
+    #[arg(short, long)]
+    pub recover: bool,
+    /// Replaces `[name]` in the config
+    #[arg(short, long)]
+    pub name: Option<String>,
+    /// Also write everything that is shown to the end of this file
+    #[arg(short, long = "log", value_name = "LOGFILE")]
+    pub log: Option<PathBuf>,
+    /// Where to compute: cuda, cuda:1, metal, cpu
+    #[arg(long, value_name = "DEVICE")]
+    pub device: Option<String>,
+    /// No progress bar and no progress lines
+    #[arg(long)]
+    pub no_progress: bool,
+}
+
+/// `aitk init`.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Examples:\n  aitk init\n  aitk init config/my_lora.yaml --force")]
+pub struct InitArgs {
+    /// Folder (then job.yaml in it) or file to write
+    #[arg(value_name = "DIR|FILE", default_value = ".")]
+    pub path: PathBuf,
+    /// Overwrite what is there
+    #[arg(long)]
+    pub force: bool,
+}
+
+/// `aitk up`.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Examples:\n  aitk up\n  aitk up --bind 0.0.0.0:7420 --tls-cert cert.pem --tls-key key.pem")]
+pub struct UpArgs {
+    /// Address to listen at; port 0 takes a free one
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:7420")]
+    pub bind: std::net::SocketAddr,
+    /// Where jobs, checkpoints and the token are kept [default: ~/.local/share/aitk]
+    #[arg(long, value_name = "DIR")]
+    pub data_dir: Option<PathBuf>,
+    /// PostgreSQL database of the coordinator: postgres://USER@HOST/NAME [default: SQLite below --data-dir]
+    #[arg(long, value_name = "URL")]
+    pub database: Option<String>,
+    /// Object storage: file:///…, s3://bucket/prefix, gs://…, az://… [default: below --data-dir]
+    #[arg(long, value_name = "URL")]
+    pub storage: Option<String>,
+    /// TLS certificate (PEM)
+    #[arg(long, value_name = "FILE", requires = "tls_key")]
+    pub tls_cert: Option<PathBuf>,
+    /// TLS key (PEM)
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    pub tls_key: Option<PathBuf>,
+    /// Only the coordinator, no worker
+    #[arg(long)]
+    pub no_worker: bool,
+    /// The worker's device: cuda, cuda:1, metal, cpu [default: the best there is]
+    #[arg(long, value_name = "DEVICE")]
+    pub device: Option<String>,
+    /// The worker's name [default: the name of this machine]
+    #[arg(long, value_name = "NAME")]
+    pub worker_name: Option<String>,
+}
+
+/// `aitk demo`.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Examples:\n  aitk demo\n  aitk demo -o my_demo")]
+pub struct DemoArgs {
+    /// Folder for what it makes
+    #[arg(short, long, value_name = "DIR", default_value = "aitk-demo")]
+    pub output: PathBuf,
+    /// Where to compute: cuda, cuda:1, metal, cpu
+    #[arg(long, value_name = "DEVICE")]
+    pub device: Option<String>,
+    /// No progress bars and no progress lines
+    #[arg(long)]
+    pub no_progress: bool,
+}
+
+/// `aitk completions`.
+#[derive(Args, Clone, Debug)]
+#[command(
+    after_help = "Examples:\n  aitk completions bash > ~/.local/share/bash-completion/completions/aitk\n  aitk completions zsh \
+                  > ~/.zfunc/_aitk"
+)]
+pub struct CompletionsArgs {
+    /// Which shell
+    pub shell: clap_complete::Shell,
+}
+
+/// `aitk attempt`, hidden.
+#[derive(Args, Clone, Debug)]
+pub struct AttemptArgs {
+    /// What to run, as the worker wrote it
+    #[arg(long, value_name = "FILE")]
+    pub spec: PathBuf,
+}
