@@ -1,5 +1,6 @@
 //! CLIP's text side: tokenizer and encoder.
 
+mod special;
 mod text;
 mod tokenizer;
 

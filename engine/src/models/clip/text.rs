@@ -28,6 +28,8 @@ pub struct ClipTextConfig {
     pub hidden_act: String,
     /// For the layer norms.
     pub layer_norm_eps: f64,
+    /// Whether the end of a prompt's words is told to the model; refused, because Stable Diffusion does not.
+    pub use_attention_mask: bool,
 }
 
 impl Default for ClipTextConfig {
@@ -41,6 +43,7 @@ impl Default for ClipTextConfig {
             max_position_embeddings: 77,
             hidden_act: "quick_gelu".into(),
             layer_norm_eps: 1e-5,
+            use_attention_mask: false,
         }
     }
 }
@@ -81,6 +84,9 @@ impl ClipTextModel {
         let (width, heads) = (config.hidden_size, config.num_attention_heads);
         if heads == 0 || width % heads != 0 {
             return Err(weights.config_error(format!("hidden_size {width} cannot be split into {heads} heads")));
+        }
+        if config.use_attention_mask {
+            return Err(weights.config_error("`use_attention_mask` is not supported".into()));
         }
         let prefixed = weights.pp("text_model");
         let weights = if prefixed.contains("final_layer_norm.weight") {

@@ -1,9 +1,11 @@
 //! CLIP's tokenizer.
 //!
-//! A `tokenizer/` folder has `tokenizer.json` (transformers 5), or `vocab.json` and `merges.txt` (earlier). The rules
+//! A `tokenizer/` folder has `tokenizer.json` (transformers 5), or `vocab.json` and `merges.txt` (earlier), and files about
+//! special and added tokens (`special.rs`). The rules
 //! are those of transformers' `CLIPTokenizer`: NFC, white space to single blanks, lower case, split by CLIP's pattern,
 //! bytes to printable characters, BPE with `</w>` at the end of a word.
 
+use super::special::Special;
 use crate::error::{EngineError, Result};
 use crate::models::config;
 use candle_core::{Device, Tensor};
@@ -37,7 +39,7 @@ impl ClipTokenizer {
     /// When files are missing or are not a CLIP tokenizer.
     pub fn open(folder: &Path) -> Result<Self> {
         let wrong = |file: &str, e: &dyn std::fmt::Display| EngineError::model_config(folder.join(file), e.to_string());
-        let tokenizer = if folder.join("tokenizer.json").is_file() {
+        let mut tokenizer = if folder.join("tokenizer.json").is_file() {
             Tokenizer::from_file(folder.join("tokenizer.json")).map_err(|e| wrong("tokenizer.json", &e))?
         } else {
             let (vocab, merges) = (folder.join("vocab.json"), folder.join("merges.txt"));
@@ -49,41 +51,14 @@ impl ClipTokenizer {
             let bpe = BPE::from_file(&vocab.to_string_lossy(), &merges.to_string_lossy());
             from_vocabulary(bpe).map_err(|e| wrong("vocab.json", &e))?
         };
-        let settings = folder.join("tokenizer_config.json");
-        let settings = if settings.is_file() {
-            config::read_json(&settings)?
-        } else {
-            serde_json::Value::Null
-        };
-        let special = |key: &str, default: &str| {
-            let value = settings.get(key);
-            let text = value.and_then(|v| v.as_str().or_else(|| v.get("content").and_then(|c| c.as_str())));
-            let text = text.unwrap_or(default);
-            let id = tokenizer.token_to_id(text);
-            id.ok_or_else(|| {
-                wrong(
-                    "tokenizer_config.json",
-                    &format!("{key} `{text}` is not in the vocabulary"),
-                )
-            })
-        };
-        // Early SD 2 folders give `model_max_length` as a huge number: CLIP has 77 positions.
-        let length = settings
-            .get("model_max_length")
-            .and_then(serde_json::Value::as_u64)
-            .unwrap_or(77);
-        let max_length = length.clamp(2, 77) as usize;
-        let (bos, eos) = (
-            special("bos_token", "<|startoftext|>")?,
-            special("eos_token", "<|endoftext|>")?,
-        );
-        let pad = special("pad_token", "<|endoftext|>")?;
+        let special = Special::read(folder)?;
+        special.give_to(&mut tokenizer)?;
         Ok(Self {
+            bos: special.id("bos_token", &tokenizer)?,
+            eos: special.id("eos_token", &tokenizer)?,
+            pad: special.id("pad_token", &tokenizer)?,
+            max_length: special.max_length(),
             tokenizer,
-            bos,
-            eos,
-            pad,
-            max_length,
         })
     }
 
@@ -117,8 +92,11 @@ impl ClipTokenizer {
         };
         let (bos, eos) = (id("<|startoftext|>")?, id("<|endoftext|>")?);
         let bpe = BPE::builder().vocab_and_merges(vocab, merges);
+        let mut tokenizer = from_vocabulary(bpe).map_err(|e| wrong(&e))?;
+        let special = |text: &str| AddedToken::from(text, true).normalized(false);
+        tokenizer.add_special_tokens(&[special("<|startoftext|>"), special("<|endoftext|>")]);
         Ok(Self {
-            tokenizer: from_vocabulary(bpe).map_err(|e| wrong(&e))?,
+            tokenizer,
             bos,
             eos,
             pad: eos,
@@ -156,6 +134,13 @@ impl ClipTokenizer {
         Ok(Tensor::from_vec(ids, (texts.len(), self.max_length), &Device::Cpu)?)
     }
 
+    /// The same for a text encoder of this many positions.
+    #[must_use]
+    pub fn at_most(mut self, positions: usize) -> Self {
+        self.max_length = self.max_length.min(positions).max(2);
+        self
+    }
+
     /// Ids per prompt, special tokens included.
     #[must_use]
     pub fn max_length(&self) -> usize {
@@ -189,7 +174,5 @@ fn from_vocabulary(bpe: BpeBuilder) -> tokenizers::Result<Tokenizer> {
     )?;
     let bytes = ByteLevel::default().add_prefix_space(false);
     tokenizer.with_pre_tokenizer(Some(PreSequence::new(vec![split.into(), bytes.into()])));
-    let special = |text: &str| AddedToken::from(text, true).normalized(false);
-    tokenizer.add_special_tokens(&[special("<|startoftext|>"), special("<|endoftext|>")]);
     Ok(tokenizer)
 }

@@ -176,8 +176,9 @@ impl SdModel {
         options: &LoadOptions,
     ) -> Result<Self> {
         let weights = |index| Weights::from_index(index, options.dtype, &options.device);
+        let positions = parts.text_encoder.max_position_embeddings;
         let model = Self {
-            tokenizer,
+            tokenizer: tokenizer.at_most(positions),
             text_encoder: ClipTextModel::new(&weights(text_encoder), &parts.text_encoder)?,
             unet: UNet2DConditionModel::new(&weights(unet), &parts.unet)?,
             vae: AutoencoderKl::new(&weights(vae), &parts.vae)?,
@@ -193,6 +194,12 @@ impl SdModel {
             return Err(EngineError::Unsupported(format!(
                 "the U-Net takes {} channels and the autoencoder gives {}: inpainting and depth models do not work yet",
                 parts.unet.in_channels, parts.vae.latent_channels
+            )));
+        }
+        if parts.unet.out_channels != parts.unet.in_channels {
+            return Err(EngineError::Unsupported(format!(
+                "the U-Net takes {} channels and gives {}: models that predict their own variance do not work yet",
+                parts.unet.in_channels, parts.unet.out_channels
             )));
         }
         Ok(model)
