@@ -35,6 +35,9 @@ use folder::RunFolder;
 use std::collections::BTreeMap;
 use std::time::Instant;
 
+/// Steps without a finite loss in a row after which a run gives up; ai-toolkit counts such a loss as zero and goes on.
+const LOST_STEPS: u64 = 25;
+
 /// Runs one trainer process to its end, to a stop, or to a failure.
 pub(super) fn run(process: &TrainerProcess, cx: &mut Context<'_>) -> Result<Outcome> {
     let mut run = Run::prepare(process, cx)?;
@@ -187,6 +190,7 @@ impl<'a> Run<'a> {
             cx.phase("training");
         }
         let mut clock = Progress::new();
+        let mut lost = 0;
         for step in self.start..steps {
             if cx.stop.is_set() {
                 return self.stopped(cx, step);
@@ -198,8 +202,15 @@ impl<'a> Run<'a> {
             let update = self.data.updates(step, self.process);
             let report = self.trainer.finish_step(step, update)?;
             let done = step + 1;
+            lost = if report.warning.is_some() { lost + 1 } else { 0 };
             if let Some(warning) = report.warning {
                 cx.log("warn", warning);
+            }
+            if lost == LOST_STEPS || (done == steps && lost == steps - self.start) {
+                return Err(EngineError::bad_input(format!(
+                    "{lost} steps in a row, up to step {done}, had a loss or gradients that are not finite numbers, so nothing \
+                     was learned: is the base model or the LoRA that it started from damaged, or `train.lr` too high?"
+                )));
             }
             if done.is_multiple_of(self.process.logging.every()) || done == steps {
                 let mut values = BTreeMap::from([

@@ -11,8 +11,11 @@ use aitk_common::job::{JobSpec, naming};
 use candle_core::DType;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::fs::{File, TryLockError};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// `<output root>/<process name>/`, whose files begin with the job's name.
 #[derive(Clone, Debug)]
@@ -24,19 +27,28 @@ pub(super) struct RunFolder {
     /// The config in it.
     pub(super) config: PathBuf,
     job: String,
+    /// Held while the run works here.
+    _lock: Arc<File>,
 }
 
+/// How long another run in the same folder is waited for.
+const OTHER_RUN: Duration = Duration::from_secs(12);
 /// Checkpoints that stay on disk: the newest, and the one before, in case a disk damages the newest.
 const CHECKPOINTS: usize = 2;
 
 impl RunFolder {
     /// Creates the folder and writes the config as its user wrote it: `${VAR}` stays unexpanded, so that no secret
     /// gets into it (quirk 25).
-    pub(super) fn open(process: &TrainerProcess, cx: &Context<'_>) -> Result<Self> {
+    pub(super) fn open(process: &TrainerProcess, cx: &mut Context<'_>) -> Result<Self> {
         let root = cx.output_root(process.training_folder.as_deref());
         let job = cx.job.name.clone();
         let path = root.join(process.name.as_deref().filter(|n| !n.is_empty()).unwrap_or(&job));
         fsutil::create_dir_all(&path).map_err(fs_error)?;
+        let lock = lock(&path, cx)?;
+        // What a run left half-written that was killed.
+        for folder in [&path, &path.join("samples")] {
+            fsutil::sweep(folder, Duration::ZERO).map_err(fs_error)?;
+        }
         let suffix = match cx.spec.config_format.as_str() {
             format @ ("json" | "jsonc") => format,
             _ => "yaml",
@@ -48,6 +60,7 @@ impl RunFolder {
             path,
             config,
             job,
+            _lock: lock,
         })
     }
 
@@ -163,6 +176,38 @@ impl RunFolder {
             here.push(old);
         }
         Ok(here.into_iter().map(|s| self.step_save(s)).collect())
+    }
+}
+
+/// Two runs at once in one folder would overwrite each other's files. A run that was just killed may take a moment to end.
+fn lock(folder: &Path, cx: &mut Context<'_>) -> Result<Arc<File>> {
+    let own = folder.join(".aitk");
+    fsutil::create_dir_all(&own).map_err(fs_error)?;
+    let path = own.join("lock");
+    let file = File::create(&path).map_err(|error| EngineError::io(&path, error))?;
+    let began = Instant::now();
+    let mut said = false;
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(Arc::new(file)),
+            // A file system without locks.
+            Err(TryLockError::Error(error)) => {
+                tracing::debug!(%error, path = %path.display(), "the run folder cannot be locked");
+                return Ok(Arc::new(file));
+            }
+            Err(TryLockError::WouldBlock) if began.elapsed() < OTHER_RUN && !cx.stop.is_set() => {
+                if !std::mem::replace(&mut said, true) {
+                    cx.log("info", format!("waiting for another run in {}", folder.display()));
+                }
+                std::thread::sleep(Duration::from_millis(100));
+            }
+            Err(TryLockError::WouldBlock) => {
+                return Err(EngineError::bad_input(format!(
+                    "{}: another run works in this folder; stop it, or give this one another `config.name`",
+                    folder.display()
+                )));
+            }
+        }
     }
 }
 

@@ -46,9 +46,16 @@ impl Run<'_> {
         );
     }
 
-    /// A step save: the LoRA, the exact state, and then what retention removes.
+    /// A step save: the exact state, the LoRA, and then what retention removes. In this order, so that a kill in between
+    /// leaves a state to go on from: from a LoRA alone the run would go on without the optimizer's state.
     pub(super) fn save(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
         cx.phase("saving");
+        self.checkpoint(cx, step)?;
+        self.save_lora(cx, step)?;
+        self.retain(cx, step)
+    }
+
+    fn save_lora(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
         let path = self.folder.step_save(step);
         let epoch = self.data.epoch(step, self.process);
         self.with_averages(|run| {
@@ -56,8 +63,7 @@ impl Run<'_> {
                 .write_lora(&path, run.process, &run.network, cx.job, step, epoch)
         })?;
         cx.artifact("lora", &self.folder.root, &path, Some(step), None);
-        self.checkpoint(cx, step)?;
-        self.retain(cx, step)
+        Ok(())
     }
 
     /// Removes what retention does not keep after the save of this step.
@@ -69,10 +75,14 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// What follows the save of a step and was lost when the run was killed right after it: the removal of older
-    /// saves, and the step's pictures.
+    /// What follows the exact state of a step and was lost when the run was killed right after it: the step's LoRA, the
+    /// removal of older saves, and the step's pictures.
     pub(super) fn make_up(&mut self, cx: &mut Context<'_>) -> Result<()> {
         let step = self.start;
+        let exact = self.checkpointed == Some(step);
+        if exact && self.process.save.is_due(step) && !self.folder.step_save(step).exists() {
+            self.save_lora(cx, step)?;
+        }
         self.retain(cx, step)?;
         if self.process.sample.is_due(step) && !self.has_samples(step) {
             self.sample(cx, step, false)?;

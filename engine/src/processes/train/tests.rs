@@ -270,8 +270,54 @@ fn what_a_kill_right_after_a_checkpoint_took_along_is_made_up_for() {
     let drawn =
         |event: &ChildEvent| matches!(event, ChildEvent::Artifact { kind, step: Some(4), .. } if kind == "sample");
     assert!(events.iter().any(drawn));
+    let saved =
+        |event: &ChildEvent| matches!(event, ChildEvent::Artifact { kind, step: Some(4), .. } if kind == "lora");
+    assert!(events.iter().any(saved));
     // Where they are there already, they are not drawn again.
     assert!(!go(&other).1.iter().any(drawn));
+}
+
+/// Whenever a LoRA is there, the exact state of its step is: a run that is killed at the worst moment goes on exactly.
+#[test]
+fn no_lora_is_there_before_the_state_of_its_step() {
+    struct Watch(std::path::PathBuf, usize);
+    impl crate::processes::EventSink for Watch {
+        fn emit(&mut self, event: ChildEvent) {
+            let checkpoints = self.0.join(".aitk/checkpoints");
+            for step in [2u64, 4] {
+                if self.0.join(format!("tiny_{step:09}.safetensors")).exists() {
+                    let state = checkpoints.join(format!("step_{step:09}/manifest.json"));
+                    assert!(state.is_file(), "{} at {event:?}", state.display());
+                    self.1 += 1;
+                }
+            }
+        }
+    }
+    let whole = tempfile::tempdir().unwrap();
+    let mut process = trainer(whole.path(), 5);
+    process.save.save_every = Some(2);
+    let out = whole.path().join("out/tiny");
+    let mut watch = Watch(out.clone(), 0);
+    assert_eq!(
+        run(&spec(process.clone()), &mut watch, &StopSignal::new()),
+        Outcome::Completed
+    );
+    assert!(watch.1 > 2);
+
+    // Killed between the state and the LoRA of the first save.
+    let cut = tempfile::tempdir().unwrap();
+    let mut process = trainer(cut.path(), 5);
+    process.save.save_every = Some(2);
+    assert_eq!(stop_at(&spec(process.clone()), 2).0, Outcome::Stopped);
+    let first = "out/tiny/tiny_000000002.safetensors";
+    std::fs::remove_file(cut.path().join(first)).unwrap();
+    let (outcome, events) = go(&spec(process));
+    assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+    assert_eq!(losses(&events).len(), 3, "steps 3, 4 and 5");
+    for name in [first, "out/tiny/tiny.safetensors"] {
+        let read = |root: &Path| std::fs::read(root.join(name)).unwrap();
+        assert!(read(cut.path()) == read(whole.path()), "{name} differs");
+    }
 }
 
 #[test]
@@ -381,6 +427,46 @@ fn retention_keeps_the_newest_and_says_what_went() {
     let out = dir.path().join("out/tiny");
     assert!(!out.join("tiny_000000002.safetensors").exists() && out.join("tiny_000000006.safetensors").exists());
     assert!(out.join("tiny.safetensors").exists());
+}
+
+#[test]
+fn a_run_that_cannot_learn_ends_and_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut process = trainer(dir.path(), 60);
+    process.train.lr = 1e30;
+    process.train.max_grad_norm = 0.0;
+    let (outcome, events) = go(&spec(process));
+    let Outcome::Failed {
+        cause: FailureCause::BadInput,
+        message,
+    } = outcome
+    else {
+        panic!("{outcome:?}");
+    };
+    assert!(message.contains("finite") && message.contains("train.lr"), "{message}");
+    assert!(losses(&events).len() < 60);
+    assert!(!dir.path().join("out/tiny/tiny.safetensors").exists());
+}
+
+#[test]
+fn two_runs_do_not_share_a_folder() {
+    let dir = tempfile::tempdir().unwrap();
+    let spec = spec(trainer(dir.path(), 2));
+    let own = dir.path().join("out/tiny/.aitk");
+    std::fs::create_dir_all(&own).unwrap();
+    let other = std::fs::File::create(own.join("lock")).unwrap();
+    other.lock().unwrap();
+    // Asked to stop, so that it does not wait for the other one.
+    let stop = StopSignal::new();
+    stop.stop();
+    let outcome = run(&spec, &mut Vec::new(), &stop);
+    let is_refused = |message: &str| message.contains("another run") && message.contains("out/tiny");
+    assert!(
+        matches!(&outcome, Outcome::Failed { message, .. } if is_refused(message)),
+        "{outcome:?}"
+    );
+    drop(other);
+    assert_eq!(go(&spec).0, Outcome::Completed);
 }
 
 #[test]
