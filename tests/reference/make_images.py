@@ -43,6 +43,13 @@ def main():
         for width, height in SIZES:
             put(f"resize:{name}:{width}x{height}", base.resize((width, height), resample))
 
+    # Tall ones: Pillow resizes the other axis first where that leaves fewer pixels.
+    tall = Image.fromarray(picture(16, 50, 4))
+    put("tall", tall)
+    for name, resample in FILTERS.items():
+        for width, height in [(16, 20), (15, 20), (8, 33), (8, 35), (20, 41), (24, 44), (5, 10)]:
+            put(f"tall:{name}:{width}x{height}", tall.resize((width, height), resample))
+
     rgb = picture(21, 13, 2)
     alpha = (np.arange(21 * 13).reshape(13, 21) % 256).astype(np.uint8)
     gray16 = (rgb[..., 0].astype(np.uint16) * 257 + 31).astype(np.uint16)

@@ -27,16 +27,24 @@ pub struct CaptionRules {
     pub random_triggers_max: usize,
 }
 
-/// The caption file beside a picture: the whole file, not trimmed; blank or missing means `default`.
+/// The caption file beside a picture: the whole file, not trimmed, or `caption` of a `.json` file; blank or missing means
+/// `default`.
 ///
 /// # Errors
-/// When it cannot be read, or is not UTF-8.
+/// When it cannot be read, is not UTF-8, or is JSON without a caption.
 pub fn read_caption(image: &Path, extension: &str, default: Option<&str>) -> Result<String> {
     let stem = image.file_stem().unwrap_or_default().to_os_string();
     let mut name = stem;
     name.push(extension);
     let path = image.with_file_name(name);
     let fallback = || default.unwrap_or_default().to_owned();
+    // Opening a pipe would wait for ever.
+    if path.exists() && !path.is_file() {
+        return Err(EngineError::bad_input(format!(
+            "{}: a caption is a file; this is none",
+            path.display()
+        )));
+    }
     let bytes = match std::fs::read(&path) {
         Ok(bytes) => bytes,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(fallback()),
@@ -50,11 +58,26 @@ pub fn read_caption(image: &Path, extension: &str, default: Option<&str>) -> Res
         ))
     })?;
     let text = text.strip_prefix('\u{feff}').map(str::to_owned).unwrap_or(text);
+    let text = if extension.ends_with(".json") && !text.trim().is_empty() {
+        from_json(&path, &text)?
+    } else {
+        text
+    };
     if text.trim().is_empty() && default.is_some() {
         Ok(fallback())
     } else {
         Ok(text)
     }
+}
+
+/// The caption of `{"caption": …}`, as ai-toolkit reads caption files in JSON.
+fn from_json(path: &Path, text: &str) -> Result<String> {
+    let wrong = |what: String| EngineError::bad_input(format!("{}: {what}", path.display()));
+    let value: serde_json::Value = serde_json::from_str(text).map_err(|e| wrong(format!("not valid JSON: {e}")))?;
+    let caption = value.get("caption").and_then(serde_json::Value::as_str);
+    caption
+        .map(str::to_owned)
+        .ok_or_else(|| wrong("expected a JSON object with a text `caption`".into()))
 }
 
 /// Fisher-Yates with one draw of `torch.randperm`.

@@ -64,6 +64,13 @@ fn walk(folder: &Path, out: &mut Vec<PathBuf>, seen: &mut HashSet<PathBuf>) -> R
         if path.is_dir() {
             walk(&path, out, seen)?;
         } else if is_image(&path) {
+            // Opening a pipe would wait for ever.
+            if path.exists() && !path.is_file() {
+                return Err(EngineError::bad_input(format!(
+                    "{}: this is not a file; take it out of the data set",
+                    path.display()
+                )));
+            }
             out.push(path);
         }
     }
@@ -94,6 +101,11 @@ fn from_json(path: &Path, short_captions: bool) -> Result<Listing> {
         }
         if !image.is_file() {
             return Err(wrong(format!("\"{name}\" does not exist")));
+        }
+        if !entry.is_object() {
+            return Err(wrong(format!(
+                "\"{name}\": expected an object such as {{\"caption\": \"a red circle\"}}"
+            )));
         }
         let text = |key: &str| entry.get(key).and_then(serde_json::Value::as_str).map(str::to_owned);
         let caption = if short_captions {

@@ -94,6 +94,41 @@ fn caption_files_are_read_as_they_are() {
 }
 
 #[test]
+fn captions_in_json_are_their_text() {
+    let dir = tempfile::tempdir().unwrap();
+    let image = dir.path().join("a.png");
+    let file = dir.path().join("a.json");
+    std::fs::write(&file, r#"{"caption": "a red circle", "caption_short": "circle"}"#).unwrap();
+    assert_eq!(read_caption(&image, ".json", None).unwrap(), "a red circle");
+    for wrong in ["a red circle", r#"{"text": "a red circle"}"#, r#"{"caption": 5}"#, "[]"] {
+        std::fs::write(&file, wrong).unwrap();
+        let message = read_caption(&image, ".json", None).unwrap_err().to_string();
+        assert!(message.contains("a.json"), "{message}");
+    }
+    // The same in a data set of one file.
+    std::fs::write(&image, b"").unwrap();
+    let set = dir.path().join("set.json");
+    std::fs::write(&set, r#"{"a.png": "a red circle"}"#).unwrap();
+    let message = discover(&set, false).unwrap_err().to_string();
+    assert!(message.contains("a.png") && message.contains("caption"), "{message}");
+}
+
+#[cfg(unix)]
+#[test]
+fn a_pipe_in_a_data_set_is_refused_instead_of_waited_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("x.png");
+    let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    assert!(discover(dir.path(), false).unwrap_err().to_string().contains("x.png"));
+    let caption = dir.path().join("a.txt");
+    let _other = std::os::unix::net::UnixListener::bind(&caption).unwrap();
+    let message = read_caption(&dir.path().join("a.png"), ".txt", None)
+        .unwrap_err()
+        .to_string();
+    assert!(message.contains("a.txt"), "{message}");
+}
+
+#[test]
 fn the_latent_key_hashes_as_ai_toolkits() {
     let key = LatentKey {
         filename: "a.png".into(),

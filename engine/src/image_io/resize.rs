@@ -92,48 +92,74 @@ fn rounded(sum: i32) -> u8 {
 /// `picture.resize((width, height), filter)`: the same bytes as Pillow. A size of 0 gives an empty picture.
 #[must_use]
 pub fn resize(picture: &RgbImage, width: u32, height: u32, filter: Filter) -> RgbImage {
-    const START: i32 = 1 << (PRECISION - 1);
     let (old_width, old_height) = (picture.width() as usize, picture.height() as usize);
     let (width, height) = (width as usize, height as usize);
     if old_width == 0 || old_height == 0 || width == 0 || height == 0 {
         return RgbImage::new(width as u32, height as u32);
     }
-    let mut pixels = picture.as_raw().clone();
-    if width != old_width {
-        let taps = taps(old_width, width, filter);
-        let mut out = vec![0u8; 3 * width * old_height];
-        for (old, new) in pixels.chunks_exact(3 * old_width).zip(out.chunks_exact_mut(3 * width)) {
-            for (tap, pixel) in taps.iter().zip(new.chunks_exact_mut(3)) {
-                let mut sums = [START; 3];
-                for (source, weight) in old[3 * tap.first..].chunks_exact(3).zip(&tap.weights) {
-                    for (sum, value) in sums.iter_mut().zip(source) {
-                        *sum = sum.wrapping_add(i32::from(*value) * weight);
-                    }
-                }
-                for (value, sum) in pixel.iter_mut().zip(sums) {
-                    *value = rounded(sum);
-                }
-            }
+    let across = |pixels: Vec<u8>| {
+        if width == old_width {
+            pixels
+        } else {
+            across(&pixels, old_width, width, filter)
         }
-        pixels = out;
-    }
-    if height != old_height {
-        let taps = taps(old_height, height, filter);
-        let row = 3 * width;
-        let mut out = vec![0u8; row * height];
-        let mut sums = vec![0i32; row];
-        for (tap, new) in taps.iter().zip(out.chunks_exact_mut(row)) {
-            sums.fill(START);
-            for (old, weight) in pixels[row * tap.first..].chunks_exact(row).zip(&tap.weights) {
-                for (sum, value) in sums.iter_mut().zip(old) {
+    };
+    let down = |pixels: Vec<u8>, row| {
+        if height == old_height {
+            pixels
+        } else {
+            down(&pixels, row, old_height, height, filter)
+        }
+    };
+    let pixels = picture.as_raw().clone();
+    // Each axis rounds to bytes, so the order shows. Pillow 13 takes the one that shrinks the picture more first.
+    let (less_wide, less_high) = (old_width as i64 - width as i64, old_height as i64 - height as i64);
+    let pixels = if less_high > 0 && less_high > 2 * less_wide {
+        across(down(pixels, 3 * old_width))
+    } else {
+        down(across(pixels), 3 * width)
+    };
+    RgbImage::from_raw(width as u32, height as u32, pixels).unwrap_or_default()
+}
+
+/// What every sum begins with: a half, so that cutting off rounds.
+const START: i32 = 1 << (PRECISION - 1);
+
+/// Rows of `old` pixels to rows of `new`.
+fn across(pixels: &[u8], old: usize, new: usize, filter: Filter) -> Vec<u8> {
+    let taps = taps(old, new, filter);
+    let mut out = vec![0u8; pixels.len() / old * new];
+    for (old, new) in pixels.chunks_exact(3 * old).zip(out.chunks_exact_mut(3 * new)) {
+        for (tap, pixel) in taps.iter().zip(new.chunks_exact_mut(3)) {
+            let mut sums = [START; 3];
+            for (source, weight) in old[3 * tap.first..].chunks_exact(3).zip(&tap.weights) {
+                for (sum, value) in sums.iter_mut().zip(source) {
                     *sum = sum.wrapping_add(i32::from(*value) * weight);
                 }
             }
-            for (value, sum) in new.iter_mut().zip(&sums) {
-                *value = rounded(*sum);
+            for (value, sum) in pixel.iter_mut().zip(sums) {
+                *value = rounded(sum);
             }
         }
-        pixels = out;
     }
-    RgbImage::from_raw(width as u32, height as u32, pixels).unwrap_or_default()
+    out
+}
+
+/// `old` rows of `row` bytes to `new` rows.
+fn down(pixels: &[u8], row: usize, old: usize, new: usize, filter: Filter) -> Vec<u8> {
+    let taps = taps(old, new, filter);
+    let mut out = vec![0u8; row * new];
+    let mut sums = vec![0i32; row];
+    for (tap, new) in taps.iter().zip(out.chunks_exact_mut(row)) {
+        sums.fill(START);
+        for (old, weight) in pixels[row * tap.first..].chunks_exact(row).zip(&tap.weights) {
+            for (sum, value) in sums.iter_mut().zip(old) {
+                *sum = sum.wrapping_add(i32::from(*value) * weight);
+            }
+        }
+        for (value, sum) in new.iter_mut().zip(&sums) {
+            *value = rounded(*sum);
+        }
+    }
+    out
 }
