@@ -93,8 +93,16 @@ pub enum EngineError {
     #[error("internal error: {0}")]
     Internal(String),
     /// Arithmetic failed.
-    #[error("{0}")]
+    #[error("{}", without_trace(.0))]
     Tensor(#[from] candle_core::Error),
+}
+
+/// What candle said; with RUST_BACKTRACE set it puts twenty frames behind it.
+fn without_trace(error: &candle_core::Error) -> String {
+    match error {
+        candle_core::Error::WithBacktrace { inner, .. } => without_trace(inner),
+        other => other.to_string(),
+    }
 }
 
 /// What the system said, and what to do where that can be said.

@@ -76,7 +76,7 @@ impl LoraFile {
                 })?;
         }
         let index = Index::open(&path)?;
-        let metadata = index.metadata().into_iter().collect();
+        let metadata: BTreeMap<String, String> = index.metadata().into_iter().collect();
         let mut keys: Vec<(String, Vec<usize>)> = index.tensors().map(|(n, s)| (n.to_owned(), s.to_vec())).collect();
         keys.sort();
         let weights = Weights::from_index(index, DType::F32, &Device::Cpu);
@@ -84,6 +84,13 @@ impl LoraFile {
             path: path.clone(),
             reason,
         };
+
+        if let Some(pattern) = regular_expression(&metadata) {
+            return Err(wrong(format!(
+                "its alpha_pattern `{pattern}` is a regular expression, which is not supported yet; save the LoRA with an \
+                 alpha for each layer (`.alpha` tensors, as sd-scripts does)"
+            )));
+        }
 
         let mut layers: BTreeMap<String, Parts> = BTreeMap::new();
         let mut unknown = Vec::new();
@@ -204,6 +211,22 @@ impl LoraFile {
             info.get("epoch").and_then(serde_json::Value::as_u64).unwrap_or(0),
         ))
     }
+}
+
+/// An `alpha_pattern` of peft's metadata that is more than the end of a layer's name. peft matches each as
+/// `(.*\.)?(pattern)$`.
+fn regular_expression(metadata: &BTreeMap<String, String>) -> Option<String> {
+    let peft: serde_json::Value = serde_json::from_str(metadata.get("lora_adapter_metadata")?).ok()?;
+    let patterns = peft
+        .as_object()?
+        .iter()
+        .filter(|(key, _)| key.ends_with("alpha_pattern"));
+    let mut names = patterns
+        .filter_map(|(_, value)| value.as_object())
+        .flat_map(|object| object.keys());
+    names
+        .find(|name| name.contains(|c: char| !(c.is_alphanumeric() || matches!(c, '.' | '_' | '-'))))
+        .cloned()
 }
 
 /// The alpha that diffusers writes into the header (`unet.lora_alpha`, `unet.alpha_pattern`, `unet.use_rslora`).

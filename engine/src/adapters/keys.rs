@@ -86,7 +86,8 @@ const ENDINGS: [(&str, Part); 21] = [
     (".scalar", Part::Scalar),
 ];
 
-const FOREIGN: [(&str, &str); 9] = [
+const FOREIGN: [(&str, &str); 10] = [
+    (".lora_B.bias", "LoRA with biases"),
     (".hada_", "LoHa"),
     (".lokr_", "LoKr"),
     (".oft_", "OFT"),

@@ -258,6 +258,14 @@ fn wrong_files_are_told_in_words() {
         "incomplete",
     );
     fail(&one(&[("lora_unet_conv_in.lokr_w1", &[4, 4])]), "LoKr");
+    fail(&one(&[("unet.conv_in.lora_B.bias", &[4])]), "biases");
+    let layer = [("unet.conv_in.lora_A.weight", t(&[4, 4, 3, 3]))].map(|(n, t)| (n.to_owned(), t));
+    let peft = r#"{"unet.r": 4, "unet.lora_alpha": 4, "unet.alpha_pattern": {"attn2.*": 2}}"#;
+    let metadata = BTreeMap::from([("lora_adapter_metadata".to_owned(), peft.to_owned())]);
+    fail(
+        &safetensors_bytes(&layer.into_iter().collect(), &metadata).unwrap(),
+        "attn2.*",
+    );
     fail(
         &one(&[
             ("lora_unet_x.lora_down.weight", &[4, 4]),

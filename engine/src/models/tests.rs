@@ -82,6 +82,53 @@ fn prompts_become_the_same_ids() {
     }
 }
 
+/// `tests/reference/make_tokenizers.py`: textual inversion, SD 2's padding, and other tokens beside the vocabulary.
+#[test]
+fn added_and_special_tokens_are_those_of_transformers() {
+    #[derive(serde::Deserialize)]
+    struct Case {
+        name: String,
+        vocabulary: Vec<String>,
+        files: std::collections::BTreeMap<String, serde_json::Value>,
+        prompts: Vec<String>,
+        ids: Vec<Vec<u32>>,
+    }
+    let text = std::fs::read_to_string(fixtures().join("models/tokenizers.json")).unwrap();
+    let cases: Vec<Case> = serde_json::from_str(&text).unwrap();
+    assert!(cases.len() >= 9);
+    let folder = tempfile::tempdir().unwrap();
+    for case in cases {
+        let folder = folder.path().join(&case.name);
+        std::fs::create_dir(&folder).unwrap();
+        for name in &case.vocabulary {
+            std::fs::copy(fixtures().join("tiny_sd/tokenizer").join(name), folder.join(name)).unwrap();
+        }
+        for (name, content) in &case.files {
+            std::fs::write(folder.join(name), content.to_string()).unwrap();
+        }
+        let prompts: Vec<&str> = case.prompts.iter().map(String::as_str).collect();
+        let ids = ClipTokenizer::open(&folder).unwrap().encode(&prompts).unwrap();
+        assert_eq!(ids.to_vec2::<u32>().unwrap(), case.ids, "{}", case.name);
+    }
+}
+
+#[test]
+fn an_added_token_of_another_vocabulary_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["vocab.json", "merges.txt"] {
+        std::fs::copy(
+            fixtures().join("tiny_sd/tokenizer").join(name),
+            folder.path().join(name),
+        )
+        .unwrap();
+    }
+    std::fs::write(folder.path().join("added_tokens.json"), r#"{"<cat-toy>": 49408}"#).unwrap();
+    let error = ClipTokenizer::open(folder.path()).unwrap_err().to_string();
+    for part in ["added_tokens.json", "<cat-toy>", "49408"] {
+        assert!(error.contains(part), "{error}");
+    }
+}
+
 /// Ids as transformers' `CLIPTokenizer` gives them with the vocabulary of `openai/clip-vit-large-patch14`.
 #[test]
 fn the_built_in_tokenizer_is_that_of_openai() {
@@ -372,12 +419,26 @@ fn what_is_no_such_model_is_refused_with_the_reason() {
 
 #[test]
 fn a_unet_of_another_family_is_refused() {
-    let config = super::unet::UNetConfig {
-        addition_embed_type: Some("text_time".into()),
-        ..Default::default()
+    let text = std::fs::read_to_string(fixtures().join("tiny_sd/unet/config.json")).unwrap();
+    let plain: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let with = |key: &str, value: serde_json::Value| {
+        let mut config = plain.clone();
+        config[key] = value;
+        let config: super::unet::UNetConfig = serde_json::from_value(config).unwrap();
+        UNet2DConditionModel::new(&tiny("unet"), &config).map(drop)
     };
-    let error = UNet2DConditionModel::new(&tiny("unet"), &config)
-        .unwrap_err()
-        .to_string();
-    assert!(error.contains("addition_embed_type"), "{error}");
+    for (key, value) in [
+        ("addition_embed_type", "text_time".into()),
+        ("time_embedding_act_fn", "gelu".into()),
+        ("timestep_post_act", "gelu".into()),
+        ("reverse_transformer_layers_per_block", serde_json::json!([[1], [2]])),
+        ("encoder_hid_dim_type", "text_proj".into()),
+        ("attention_type", "gated".into()),
+        ("only_cross_attention", serde_json::json!([false, true])),
+    ] {
+        let error = with(key, value).unwrap_err().to_string();
+        assert!(error.contains(key), "{error}");
+    }
+    with("attention_type", "default".into()).unwrap();
+    with("only_cross_attention", serde_json::json!([false, false])).unwrap();
 }

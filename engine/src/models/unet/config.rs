@@ -61,6 +61,11 @@ pub struct UNetConfig {
     pub time_embedding_type: String,
     pub time_embedding_dim: Option<usize>,
     pub time_cond_proj_dim: Option<usize>,
+    pub time_embedding_act_fn: Option<String>,
+    pub timestep_post_act: Option<String>,
+    pub reverse_transformer_layers_per_block: Option<serde_json::Value>,
+    pub encoder_hid_dim_type: Option<String>,
+    pub attention_type: Option<String>,
     pub conv_in_kernel: usize,
     pub conv_out_kernel: usize,
 }
@@ -106,6 +111,11 @@ impl Default for UNetConfig {
             time_embedding_type: "positional".into(),
             time_embedding_dim: None,
             time_cond_proj_dim: None,
+            time_embedding_act_fn: None,
+            timestep_post_act: None,
+            reverse_transformer_layers_per_block: None,
+            encoder_hid_dim_type: None,
+            attention_type: None,
             conv_in_kernel: 3,
             conv_out_kernel: 3,
         }
@@ -219,13 +229,27 @@ impl UNetConfig {
             (self.encoder_hid_dim.is_some(), "encoder_hid_dim"),
             (self.time_cond_proj_dim.is_some(), "time_cond_proj_dim"),
             (self.time_embedding_dim.is_some(), "time_embedding_dim"),
+            (self.time_embedding_act_fn.is_some(), "time_embedding_act_fn"),
+            (self.timestep_post_act.is_some(), "timestep_post_act"),
+            (
+                self.reverse_transformer_layers_per_block.is_some(),
+                "reverse_transformer_layers_per_block",
+            ),
+            (self.encoder_hid_dim_type.is_some(), "encoder_hid_dim_type"),
+            (
+                self.attention_type.as_deref().is_some_and(|name| name != "default"),
+                "attention_type",
+            ),
             (self.time_embedding_type != "positional", "time_embedding_type"),
             (self.resnet_time_scale_shift != "default", "resnet_time_scale_shift"),
             (self.resnet_out_scale_factor != 1.0, "resnet_out_scale_factor"),
             (self.mid_block_scale_factor != 1.0, "mid_block_scale_factor"),
             (!matches!(self.act_fn.as_str(), "silu" | "swish"), "act_fn"),
             (
-                !matches!(self.only_cross_attention, PerBlock::One(false)),
+                match &self.only_cross_attention {
+                    PerBlock::One(only) => *only,
+                    PerBlock::Each(only) => only.contains(&true),
+                },
                 "only_cross_attention",
             ),
             (
