@@ -4,7 +4,7 @@ use super::node::shorten;
 use super::process::ProcessKind;
 use super::prompt::PromptFlags;
 use super::sample::SampleConfig;
-use super::schema::{Cx, Input, InputKind};
+use super::schema::{Cx, Input, InputKind, Report};
 use super::spec::JobSpec;
 use super::values::TextSource;
 
@@ -18,6 +18,38 @@ pub(crate) fn from_prompts(job: &JobSpec, out: &mut Vec<Input>) {
                     kind: InputKind::ControlImages,
                     key,
                 });
+            }
+        });
+    }
+}
+
+/// Says which flags of prompts this release does not follow; the keys of the same meaning say the same.
+pub(crate) fn unsupported(job: &JobSpec, report: &mut Report) {
+    for (index, process) in job.process.iter().enumerate() {
+        each_prompt(&process.kind, &format!("config.process[{index}]"), &mut |key, text| {
+            let flags = PromptFlags::parse(text);
+            if flags.num_frames.is_some_and(|frames| frames > 1) {
+                report.error(key.as_str(), "the prompt's flag `--frames`: no video models yet");
+            }
+            if flags.ctrl_img.is_some() {
+                report.error(
+                    key.as_str(),
+                    "the prompt's flag `--ctrl_img`: control images are not used yet",
+                );
+            }
+            for (flag, given) in [
+                ("a", flags.adapter_conditioning_scale.is_some()),
+                ("ref", flags.refiner_start_at.is_some()),
+                ("ev", flags.extra_values.is_some()),
+                ("fps", flags.fps.is_some()),
+                ("ctrl_idx", flags.ctrl_idx.is_some()),
+            ] {
+                if given {
+                    report.warn(
+                        key.as_str(),
+                        format!("the prompt's flag `--{flag}` has no effect with the models of this release"),
+                    );
+                }
             }
         });
     }
@@ -67,5 +99,31 @@ fn samples(sample: &SampleConfig, path: &str, f: &mut dyn FnMut(String, &str)) {
         } else {
             f(format!("{path}.samples[{index}].prompt"), &item.prompt);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::job::{Format, LoadOptions, parse};
+
+    #[test]
+    fn flags_say_what_their_keys_say() {
+        let config = |prompt: &str| {
+            let text = format!(
+                "job: generate\nconfig:\n  name: a\n  process:\n    - type: to_folder\n      output_folder: out\n      model:\n        \
+                 name_or_path: m\n      generate:\n        prompts:\n          - '{prompt}'\n"
+            );
+            let job = parse(&text, Format::Yaml, Some("a.yaml"), &LoadOptions::default()).unwrap();
+            job.spec.unsupported()
+        };
+        let usual = config("a cat --w 512 --seed 3 --frames 1");
+        assert!(usual.errors.is_empty() && usual.warnings.is_empty(), "{usual}");
+        for flag in ["--frames 9", "--ctrl_img y.png"] {
+            let found = config(&format!("a cat {flag}")).to_string();
+            assert!(found.contains("a.yaml:11") && found.contains(&flag[..5]), "{found}");
+            assert_eq!(config(&format!("a cat {flag}")).errors.len(), 1);
+        }
+        let quiet = config("a cat --fps 8 --ref 0.5");
+        assert_eq!((quiet.errors.len(), quiet.warnings.len()), (0, 2), "{quiet}");
     }
 }

@@ -161,6 +161,7 @@ impl JobSpec {
             self.config.check("config", &mut report);
             self.process.check("config.process", &mut report);
             self.cluster.check("cluster", &mut report);
+            super::inputs::unsupported(self, &mut report);
         }
         Support {
             errors: self.findings(report.errors),
