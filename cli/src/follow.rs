@@ -149,6 +149,8 @@ pub struct Renderer<'a> {
     wait: Option<Wait<'a>>,
     /// What the last attempt that failed said.
     said: String,
+    /// Runs in place: there is one attempt, and what it says is what the job says.
+    local: bool,
 }
 
 impl<'a> Renderer<'a> {
@@ -166,6 +168,7 @@ impl<'a> Renderer<'a> {
             progress,
             wait,
             said: String::new(),
+            local: job.local,
         }
     }
 
@@ -235,9 +238,31 @@ impl<'a> Renderer<'a> {
     }
 
     fn say(&mut self, body: &EventBody) {
+        if let EventBody::State {
+            state: JobState::Failed,
+            reason,
+        } = body
+            && self.local
+        {
+            self.ui.failure(&Failure::failed(printable(reason)));
+            return;
+        }
+        if self.local
+            && matches!(
+                body,
+                EventBody::Attempt {
+                    state: AttemptState::Failed,
+                    ..
+                }
+            )
+        {
+            return;
+        }
         if let Some((warn, line)) = next_notice(&mut self.said, body) {
             let line = printable(&line);
-            if warn {
+            if matches!(body, EventBody::State { .. }) && warn {
+                self.ui.failure(&Failure::failed(line));
+            } else if warn {
                 self.ui.warn(&line)
             } else {
                 self.ui.notice(&line)

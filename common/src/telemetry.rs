@@ -11,7 +11,7 @@ use tracing_subscriber::fmt::MakeWriter;
 /// The environment variable with the level or filter.
 pub const LEVEL_VARIABLE: &str = "AITK_LOG_LEVEL";
 /// Libraries whose own news interests nobody who runs aitk.
-const QUIET: &str = "hyper=warn,h2=warn,tonic=warn,sqlx=warn,object_store=warn,reqwest=warn,rustls=warn,tower=warn";
+const QUIET: &str = "hyper=warn,h2=warn,tonic=warn,sqlx=error,object_store=warn,reqwest=warn,rustls=warn,tower=warn";
 
 /// Which program logs; it decides what is said by default and how.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
