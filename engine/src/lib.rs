@@ -4,6 +4,7 @@
 //! `adapters`, `optim`, `data`, `samplers` -> `models` -> `residency`, `nn` -> `weights`, `device`, `error`, `rng`.
 
 pub mod adapters;
+pub mod bench;
 pub mod data;
 pub mod device;
 pub mod error;

@@ -4,6 +4,7 @@
 //! the main function of the child processes that it starts.
 
 mod attempt;
+pub mod bench;
 mod child;
 mod context;
 mod folders;

@@ -4,7 +4,7 @@
 use super::machines::{Machines, SLOW, SLOW_LABEL, Seen};
 use super::server::Server;
 use crate::api::Api;
-use crate::args::BenchControlArgs;
+use crate::args::{BenchControlArgs, BenchStore};
 use crate::commands::Context;
 use crate::embedded::PrivateFolder;
 use crate::exit::Exit;
@@ -14,6 +14,7 @@ use aitk_common::control::Submission;
 use aitk_common::id::JobId;
 use serde_json::json;
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -29,14 +30,25 @@ const SILENCE: Duration = Duration::from_secs(60);
 
 pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandResult {
     let ui = context.ui(true);
-    let folder = PrivateFolder::new(&context.paths.state)?;
-    let mut server = Server::start(folder.path()).await?;
+    let (disk, memory);
+    let folder = if args.store == BenchStore::Memory {
+        memory = in_memory()?;
+        memory.path()
+    } else {
+        disk = PrivateFolder::new(&context.paths.state)?;
+        disk.path()
+    };
+    let database = args.database.as_deref().filter(|_| args.store == BenchStore::Postgres);
+    let mut server = Server::start(folder, database).await?;
     let token = server.token()?;
     let mut api = Vec::new();
     for _ in 0..CLIENTS {
         api.push(Api::connect(&server.address, &token, Some(&server.ca_file())).await?);
     }
     ui.notice(&format!("{} simulated workers register", args.workers));
+    if !api[0].list(true, 1).await?.is_empty() {
+        return Err(Failure::usage("--database holds jobs already; give an empty database"));
+    }
     let mut machines = Machines::start(&server.address, &token, &server.ca_file(), args.workers + 1).await?;
 
     ui.notice(&format!("{} tasks, submitted as fast as they are taken", args.tasks));
@@ -62,7 +74,7 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
     let whole = Quantiles::of(&mut latency.finish);
     if args.json {
         ui.json(&json!({
-            "store": "sqlite",
+            "store": args.store.name(),
             "tasks": args.tasks,
             "workers": args.workers,
             "waiting": args.waiting,
@@ -80,8 +92,9 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
     }
     ui.data_lines([
         format!(
-            "tasks per second       {per_second:.0}   submit to finish, {} workers, TLS, SQLite",
-            args.workers
+            "tasks per second       {per_second:.0}   submit to finish, {} workers, TLS, store: {}",
+            args.workers,
+            args.store.name()
         ),
         format!(
             "coordinator            {:.2} s of processor time for {:.2} s",
@@ -104,6 +117,18 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
         ),
     ])?;
     Ok(Exit::Ok)
+}
+
+/// A folder of its own on a file system in memory. Dropping it removes it.
+fn in_memory() -> Result<tempfile::TempDir, Failure> {
+    let shm = Path::new("/dev/shm");
+    if !shm.is_dir() {
+        return Err(Failure::usage(
+            "--store memory needs /dev/shm, which this machine does not have",
+        ));
+    }
+    let folder = tempfile::Builder::new().prefix("aitk-bench-").tempdir_in(shm);
+    folder.map_err(|error| Failure::file("make a folder in", shm, &error))
 }
 
 /// The middle and the tail, in milliseconds.

@@ -1,6 +1,7 @@
 //! `aitk bench`: how fast the parts of aitk are on this machine.
 
 mod control;
+mod engine;
 mod machines;
 mod server;
 
@@ -15,5 +16,6 @@ use crate::failure::CommandResult;
 pub async fn run(context: &Context, args: BenchArgs) -> CommandResult {
     match args.command {
         BenchCommand::Control(args) => control::run(context, &args).await,
+        BenchCommand::Engine(args) => engine::run(context, &args).await,
     }
 }

@@ -19,6 +19,7 @@ pub(super) struct Server {
     /// Kept open: a pipe that nobody reads would stop it.
     _output: BufReader<ChildStdout>,
     folder: PathBuf,
+    database: Option<String>,
     pid: Pid,
     system: System,
     /// Where it listens.
@@ -37,11 +38,11 @@ pub(super) struct Usage {
 }
 
 impl Server {
-    /// Makes a certificate in `folder` and starts a coordinator whose data lie there.
+    /// Makes a certificate in `folder` and starts a coordinator whose data lie there, or in a PostgreSQL database.
     ///
     /// # Errors
     /// When that does not work.
-    pub(super) async fn start(folder: &Path) -> Result<Self, Failure> {
+    pub(super) async fn start(folder: &Path, database: Option<&str>) -> Result<Self, Failure> {
         let certificate = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned(), "localhost".to_owned()])
             .map_err(|error| Failure::failed(format!("no certificate could be made: {error}")))?;
         let write = |name: &str, text: String| {
@@ -49,11 +50,13 @@ impl Server {
         };
         write("cert.pem", certificate.cert.pem())?;
         write("key.pem", certificate.signing_key.serialize_pem())?;
-        Self::again(folder).await
+        Self::again(folder, database).await
     }
 
     /// Starts a coordinator on what an earlier one left in `folder`.
-    async fn again(folder: &Path) -> Result<Self, Failure> {
+    async fn again(folder: &Path, database: Option<&str>) -> Result<Self, Failure> {
+        let log = folder.join("log");
+        let errors = std::fs::File::create(&log).map_err(|error| Failure::file("write", &log, &error))?;
         let program = std::env::current_exe().map_err(|error| Failure::failed(error.to_string()))?;
         let began = Instant::now();
         let mut child = Command::new(program)
@@ -64,15 +67,21 @@ impl Server {
             .arg(folder.join("cert.pem"))
             .arg("--tls-key")
             .arg(folder.join("key.pem"))
+            .args(database.into_iter().flat_map(|url| ["--database", url]))
             // It must not take the place of an `aitk up` that this user has.
             .env("XDG_STATE_HOME", folder.join("state"))
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            .stderr(Stdio::null())
+            .stderr(errors)
             .kill_on_drop(true)
             .spawn()
             .map_err(|error| Failure::failed(format!("the coordinator did not start: {error}")))?;
-        let silent = || Failure::failed("the coordinator did not say where it listens");
+        let silent = || {
+            let said = std::fs::read_to_string(&log).unwrap_or_default();
+            let said = said.trim();
+            let why = if said.is_empty() { "it said nothing" } else { said };
+            Failure::failed(format!("the coordinator did not start: {why}"))
+        };
         let mut output = BufReader::new(child.stdout.take().ok_or_else(silent)?);
         let mut line = String::new();
         tokio::time::timeout(START, output.read_line(&mut line))
@@ -86,6 +95,7 @@ impl Server {
             child,
             _output: output,
             folder: folder.to_owned(),
+            database: database.map(str::to_owned),
             pid,
             system: System::new().map_err(|error| Failure::failed(error.to_string()))?,
             address,
@@ -102,7 +112,7 @@ impl Server {
             .kill()
             .await
             .map_err(|error| Failure::failed(format!("the coordinator could not be ended: {error}")))?;
-        Self::again(&self.folder).await
+        Self::again(&self.folder, self.database.as_deref()).await
     }
 
     /// The certificate to trust.

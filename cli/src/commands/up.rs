@@ -6,7 +6,7 @@ use crate::commands::init::shell_word;
 use crate::download::disk;
 use crate::embedded::{Local, Stops, find_devices, say_devices};
 use crate::exit::Exit;
-use crate::failure::{CommandResult, Failure};
+use crate::failure::{CommandResult, Failure, chain};
 use crate::paths::display_path;
 use crate::settings::UpState;
 use aitk_common::fsutil;
@@ -38,6 +38,7 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
     let worker_dir = data_dir.join("worker");
     let mut config = aitk_coordinator::Config::new(&coordinator_dir);
     config.bind = args.bind;
+    config.database = database(&args)?;
     config.storage_url.clone_from(&args.storage);
     config.tls = tls(&args);
     // A self-signed certificate is its own authority; one of an authority the system knows does not need it.
@@ -110,6 +111,11 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
     ui.notice("stopped");
     // Ctrl-C is how one leaves here, so it is a success.
     Ok(if exit == Exit::Interrupted { Exit::Ok } else { exit })
+}
+
+fn database(args: &UpArgs) -> Result<Option<aitk_coordinator::DatabaseUrl>, Failure> {
+    let url = args.database.as_deref().map(str::parse).transpose();
+    url.map_err(|error| Failure::usage(chain(&error)))
 }
 
 fn tls(args: &UpArgs) -> Option<aitk_coordinator::TlsFiles> {

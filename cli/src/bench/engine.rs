@@ -1,0 +1,183 @@
+//! `aitk bench engine`: how fast parts of models run here. Each in a process of its own, so that one does not count the
+//! memory of another, and one that the system kills for its memory ends alone.
+
+use crate::args::BenchEngineArgs;
+use crate::commands::Context;
+use crate::embedded::find_devices;
+use crate::exit::Exit;
+use crate::failure::{CommandResult, Failure};
+use crate::output::format::size;
+use crate::output::{Column, Table};
+use aitk_common::capability::DeviceRef;
+use aitk_worker::bench::{Finding, WORKS, Work, measure};
+use aitk_worker::probe::Choice;
+use serde_json::{Value, json};
+use std::process::Stdio;
+use tokio::process::Command;
+
+pub(super) async fn run(context: &Context, args: &BenchEngineArgs) -> CommandResult {
+    let ui = context.ui(true);
+    let works = chosen(args.only.as_deref())?;
+    if args.list {
+        return list(context, args, &works);
+    }
+    if args.here {
+        let found = here(&works, args.device.as_deref()).await?;
+        ui.data(&json!(found).to_string())?;
+        return Ok(Exit::Ok);
+    }
+    let devices = find_devices(args.device.as_deref()).await?;
+    let device = devices
+        .first()
+        .ok_or_else(|| Failure::failed("no device can be used"))?;
+    ui.notice(&format!(
+        "{} ({}): time of one run, operations per second, most memory held",
+        device.name, device.architecture
+    ));
+    let mut found = Vec::new();
+    let mut failed = 0;
+    for work in works {
+        ui.notice(&format!("{}: {}", work.name, work.about));
+        match apart(work, device.device).await {
+            Ok(finding) => {
+                if !args.json {
+                    ui.data(&line(&finding))?;
+                }
+                found.push(finding);
+            }
+            Err(failure) => {
+                failed += 1;
+                ui.warn(&format!("{}: {}", work.name, failure.message));
+            }
+        }
+    }
+    if args.json {
+        ui.data(&pretty(&json!(found)))?;
+    }
+    if failed > 0 {
+        return Err(Failure::failed(format!("{failed} could not be measured")));
+    }
+    Ok(Exit::Ok)
+}
+
+/// The one with this name, else all whose name has the text in it.
+fn chosen(only: Option<&str>) -> Result<Vec<&'static Work>, Failure> {
+    let Some(only) = only else {
+        return Ok(WORKS.iter().collect());
+    };
+    if let Some(work) = Work::named(only) {
+        return Ok(vec![work]);
+    }
+    let some: Vec<_> = WORKS.iter().filter(|work| work.name.contains(only)).collect();
+    if some.is_empty() {
+        return Err(
+            Failure::usage(format!("no work has `{only}` in its name")).hint("`aitk bench engine --list` shows all")
+        );
+    }
+    Ok(some)
+}
+
+fn list(context: &Context, args: &BenchEngineArgs, works: &[&'static Work]) -> CommandResult {
+    let ui = context.ui(true);
+    if args.json {
+        let works = works
+            .iter()
+            .map(|work| json!({ "work": work.name, "about": work.about, "flops": work.flops }));
+        ui.data(&pretty(&works.collect()))?;
+        return Ok(Exit::Ok);
+    }
+    let mut table = Table::new(&[Column::fixed("WORK"), Column::text("WHAT IT IS", 20)]);
+    for work in works {
+        table.row([work.name.to_owned(), work.about.to_owned()]);
+    }
+    ui.table(&table)?;
+    Ok(Exit::Ok)
+}
+
+/// A list, as scripts expect it.
+fn pretty(value: &Value) -> String {
+    format!("{value:#}")
+}
+
+/// No device is looked for here: that would compute, before the threads that models need are there.
+async fn here(works: &[&'static Work], device: Option<&str>) -> Result<Finding, Failure> {
+    let choice = device.unwrap_or("cpu").parse::<Choice>();
+    let (&[work], Ok(Choice::These(devices))) = (works, choice) else {
+        return Err(Failure::usage("--here takes one work and one device"));
+    };
+    let device = devices.first().copied();
+    let device = device.ok_or_else(|| Failure::usage("--here takes one device"))?;
+    let measured = tokio::task::spawn_blocking(move || measure(work, device)).await;
+    measured
+        .map_err(|error| Failure::failed(error.to_string()))?
+        .map_err(|error| Failure::failed(crate::failure::chain(&error)))
+}
+
+/// In a process of its own.
+async fn apart(work: &Work, device: DeviceRef) -> Result<Finding, Failure> {
+    let failed = |why: String| Failure::failed(why);
+    let program = std::env::current_exe().map_err(|error| failed(error.to_string()))?;
+    let output = Command::new(program)
+        .args(["bench", "engine", "--here", "--json", "--only", work.name, "--device"])
+        .arg(format!("{}:{}", device.kind.name(), device.index))
+        // candle's own threads wait by spinning; the engine's are all that is wanted, as in a worker.
+        .env("CANDLE_NUM_THREADS", "1")
+        .stdin(Stdio::null())
+        .kill_on_drop(true)
+        .output()
+        .await
+        .map_err(|error| failed(error.to_string()))?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr);
+        let last = said.lines().last().unwrap_or("").trim();
+        return Err(failed(format!(
+            "{}{}{last}",
+            output.status,
+            if last.is_empty() { "" } else { ": " }
+        )));
+    }
+    serde_json::from_slice(&output.stdout).map_err(|error| failed(format!("unreadable answer: {error}")))
+}
+
+fn line(found: &Finding) -> String {
+    let rate = if found.flops > 0 {
+        format!("{:8.1} GFLOP/s", found.flops as f64 / found.seconds / 1e9)
+    } else {
+        " ".repeat(16)
+    };
+    format!(
+        "{:<36}{:>10.4} s{rate}{:>12}",
+        found.work,
+        found.seconds,
+        size(found.peak_bytes)
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_is_exact_before_it_is_a_part() {
+        assert_eq!(chosen(Some("unet_sd15_lora_step_64")).unwrap().len(), 1);
+        assert_eq!(chosen(Some("lora_step")).unwrap().len(), 2);
+        assert_eq!(chosen(None).unwrap().len(), WORKS.len());
+        let none = chosen(Some("sd99"))
+            .err()
+            .map(|failure| failure.message)
+            .unwrap_or_default();
+        assert!(none.contains("sd99"), "{none}");
+    }
+
+    #[test]
+    fn a_line_fits_a_terminal() {
+        let found = Finding {
+            work: "unet_sd15_lora_step_64_recomputed".to_owned(),
+            seconds: 123.4567,
+            flops: 2_432_043_569_152,
+            peak_bytes: 12 << 30,
+            runs: 3,
+        };
+        assert!(line(&found).len() <= 80, "{}", line(&found).len());
+    }
+}

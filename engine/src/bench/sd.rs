@@ -1,0 +1,114 @@
+//! Stable Diffusion at full size.
+
+use super::Run;
+use super::parts::{normal, watched};
+use crate::adapters::{Component, LoraConfig, LoraNetwork};
+use crate::device::Compute;
+use crate::error::Result;
+use crate::models::clip::{ClipTextConfig, ClipTextModel};
+use crate::models::sd::SdConfig;
+use crate::models::unet::{Transformer2d, TransformerSizes, UNet2DConditionModel};
+use crate::models::vae::{AutoencoderKl, VaeConfig};
+use crate::nn::VisitLayers;
+use crate::optim::{Adam, AdamParams, Grads, Optimizer};
+use crate::residency::Residency;
+use crate::rng::TorchGenerator;
+use crate::samplers::{NoiseSchedule, SamplerParams};
+use crate::training::{LossOptions, MicroBatch, loss, optim_error};
+use crate::weights::Weights;
+use candle_core::{Device, Tensor};
+
+/// Fresh weights that get no gradient.
+fn frozen(device: &Device) -> Weights {
+    Weights::init(1, device).frozen()
+}
+
+pub(super) fn text_encoder(compute: &Compute) -> Result<Run> {
+    let model = ClipTextModel::new(&frozen(&compute.device), &ClipTextConfig::default())?;
+    let ids = Tensor::full(320u32, (1, 77), &compute.device)?;
+    Ok(Box::new(move || Ok(drop(model.forward(&ids)?))))
+}
+
+fn unet(compute: &Compute) -> Result<UNet2DConditionModel> {
+    UNet2DConditionModel::new(&frozen(&compute.device), &SdConfig::default().unet)
+}
+
+pub(super) fn unet_forward(compute: &Compute, side: usize) -> Result<Run> {
+    let model = unet(compute)?;
+    let x = normal(compute, &[1, 4, side, side])?;
+    let context = normal(compute, &[1, 77, 768])?;
+    let time = Tensor::new(&[500f32], &compute.device)?;
+    Ok(Box::new(move || Ok(drop(model.forward(&x, &time, &context)?))))
+}
+
+pub(super) fn lora_step(compute: &Compute, side: usize, recomputed: bool) -> Result<Run> {
+    let mut unet = unet(compute)?;
+    if recomputed {
+        unet.residency = Residency::Recomputed { steps: 1 };
+    }
+    let lora = LoraConfig {
+        rank: 16,
+        alpha: 16.0,
+        conv_rank: None,
+        conv_alpha: 1.0,
+        dropout: 0.0,
+        only_if_contains: vec![],
+        ignore_if_contains: vec![],
+    };
+    let network = LoraNetwork::attach(
+        &lora,
+        &mut [(Component::Unet, &mut unet as &mut dyn VisitLayers)],
+        &mut TorchGenerator::manual_seed(2),
+    )?;
+    network.handle.set_training(Some(""));
+    let params = network.params();
+    let mut optimizer = Adam::new(params.clone(), AdamParams::new(true)).map_err(optim_error)?;
+    let schedule = NoiseSchedule::new(&SamplerParams::from_json(&SdConfig::default().scheduler)?)?;
+    let batch = MicroBatch {
+        latents: normal(compute, &[1, 4, side, side])?,
+        noise: normal(compute, &[1, 4, side, side])?,
+        timesteps: vec![500],
+        context: normal(compute, &[1, 77, 768])?,
+        weights: vec![1.0],
+        mask: None,
+    };
+    let dtype = compute.dtype;
+    Ok(Box::new(move || {
+        let store = loss(&unet, &schedule, &LossOptions::default(), &batch, dtype)?.backward()?;
+        let grads: Grads = params.iter().map(|p| store.get(&p.var).cloned()).collect();
+        optimizer.step(&grads, 1e-4).map_err(optim_error)
+    }))
+}
+
+pub(super) fn vae(compute: &Compute, decode: bool) -> Result<Run> {
+    let model = AutoencoderKl::new(&frozen(&compute.device), &VaeConfig::default())?;
+    let x = normal(compute, if decode { &[1, 4, 64, 64] } else { &[1, 3, 512, 512] })?;
+    Ok(Box::new(move || {
+        if decode {
+            model.decode(&x)?;
+        } else {
+            model.encode(&x)?;
+        }
+        Ok(())
+    }))
+}
+
+pub(super) fn sdxl_block(compute: &Compute, step: bool) -> Result<Run> {
+    let weights = Weights::init(1, &compute.device);
+    let weights = if step { weights } else { weights.frozen() };
+    let sizes = TransformerSizes {
+        channels: 1280,
+        heads: 20,
+        context: 2048,
+        layers: 1,
+        groups: 32,
+        linear: true,
+    };
+    let model = Transformer2d::new(&weights, sizes)?;
+    let x = normal(compute, &[1, 1280, 32, 32])?;
+    let context = normal(compute, &[1, 77, 2048])?;
+    Ok(Box::new(move || {
+        let y = model.forward(&x, &context)?;
+        if step { watched(&y) } else { Ok(()) }
+    }))
+}
