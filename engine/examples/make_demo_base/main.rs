@@ -8,21 +8,26 @@ mod draw;
 mod files;
 mod train;
 
+use aitk_engine::device::threads::on_pool;
 use draw::{Artist, BACKGROUNDS, COLOURS, SIZE};
 use std::path::{Path, PathBuf};
 
 /// Anything can go wrong here and ends the program.
-type Fallible<T> = Result<T, Box<dyn std::error::Error>>;
+type Fallible<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
 const SEED: u64 = 42;
-const VAE_STEPS: u64 = 1100;
-const DIFFUSION_STEPS: u64 = 2400;
+const VAE_STEPS: u64 = 3000;
+const DIFFUSION_STEPS: u64 = 5000;
 
 fn say(line: &str) {
     eprintln!("{line}");
 }
 
 fn main() -> Fallible<()> {
+    on_pool(make)
+}
+
+fn make() -> Fallible<()> {
     let mut arguments = std::env::args().skip(1);
     let folder = arguments
         .next()

@@ -59,7 +59,7 @@ impl Learner {
         self.optimizer.step(&grads, self.schedule.at(self.step))?;
         self.step += 1;
         // A short memory at first, a long one later.
-        let decay = (self.step as f64 / (self.step as f64 + 20.0)).min(0.99);
+        let decay = (self.step as f64 / (self.step as f64 + 20.0)).min(0.998);
         for (average, param) in self.average.iter_mut().zip(&self.params) {
             *average = ((&*average * decay)? + (param.var.as_tensor().detach() * (1.0 - decay))?)?;
         }
@@ -174,7 +174,7 @@ impl Album {
 /// Trains text encoder and U-Net and writes them.
 pub(crate) fn diffusion(folder: &Path, steps: u64, seed: u64) -> Fallible<()> {
     const BATCH: usize = 16;
-    const PICTURES: usize = 3072;
+    const PICTURES: usize = 6144;
     let album = Album::draw(folder, PICTURES, seed)?;
     say("pictures are drawn and encoded");
     let tokenizer = ClipTokenizer::open(&folder.join("tokenizer"))?;
