@@ -70,7 +70,7 @@ pub(super) fn adamw(compute: &Compute, eight_bits: bool) -> Result<Run> {
 pub(super) fn load(compute: &Compute) -> Result<Run> {
     const TENSORS: usize = 32;
     const NUMBERS: usize = 1 << 22;
-    let io = |error: std::io::Error| EngineError::io(&std::env::temp_dir(), error);
+    let io = |error: std::io::Error| EngineError::io(std::env::temp_dir(), error);
     let folder = tempfile::tempdir().map_err(io)?;
     let file = folder.path().join("weights.safetensors");
     let zeros = Tensor::zeros(NUMBERS, DType::F32, &candle_core::Device::Cpu)?;

@@ -26,7 +26,10 @@ fn frozen(device: &Device) -> Weights {
 pub(super) fn text_encoder(compute: &Compute) -> Result<Run> {
     let model = ClipTextModel::new(&frozen(&compute.device), &ClipTextConfig::default())?;
     let ids = Tensor::full(320u32, (1, 77), &compute.device)?;
-    Ok(Box::new(move || Ok(drop(model.forward(&ids)?))))
+    Ok(Box::new(move || {
+        model.forward(&ids)?;
+        Ok(())
+    }))
 }
 
 fn unet(compute: &Compute) -> Result<UNet2DConditionModel> {
@@ -38,7 +41,10 @@ pub(super) fn unet_forward(compute: &Compute, side: usize) -> Result<Run> {
     let x = normal(compute, &[1, 4, side, side])?;
     let context = normal(compute, &[1, 77, 768])?;
     let time = Tensor::new(&[500f32], &compute.device)?;
-    Ok(Box::new(move || Ok(drop(model.forward(&x, &time, &context)?))))
+    Ok(Box::new(move || {
+        model.forward(&x, &time, &context)?;
+        Ok(())
+    }))
 }
 
 pub(super) fn lora_step(compute: &Compute, side: usize, recomputed: bool) -> Result<Run> {

@@ -112,7 +112,7 @@ impl Special {
         let known = tokenizer.get_added_tokens_decoder();
         let fresh = |token: &&AddedToken| !known.values().any(|there| there.content == token.content);
         for token in named.iter().filter(fresh) {
-            tokenizer.add_special_tokens(&[token.clone()]);
+            tokenizer.add_special_tokens(std::slice::from_ref(token));
         }
         for (id, token) in &self.added {
             let got = tokenizer.token_to_id(&token.content);
