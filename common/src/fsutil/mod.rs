@@ -242,6 +242,10 @@ pub fn create_dir_all(folder: &Path) -> Result<(), FsError> {
     }
 }
 
+/// How often a folder is removed again because work that was given up, and is still busy on another thread, put a file
+/// into it after it was looked through.
+const LATE_FILES: u32 = 10;
+
 /// Removes a file or a whole folder, so that nobody sees half of it: it is renamed first.
 ///
 /// # Errors
@@ -258,15 +262,21 @@ pub fn remove(path: &Path) -> Result<(), FsError> {
 
 pub(crate) fn remove_now(path: &Path) -> Result<(), FsError> {
     let is_dir = fs::symlink_metadata(path).is_ok_and(|meta| meta.is_dir());
-    let removed = if is_dir {
-        fs::remove_dir_all(path)
-    } else {
-        fs::remove_file(path)
-    };
-    match removed {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(FsError::new("remove", path, error)),
-        _ => Ok(()),
+    for again in (0..LATE_FILES).rev() {
+        let removed = if is_dir {
+            fs::remove_dir_all(path)
+        } else {
+            fs::remove_file(path)
+        };
+        match removed {
+            Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty && again > 0 => {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(FsError::new("remove", path, error)),
+            _ => break,
+        }
     }
+    Ok(())
 }
 
 /// Removes unfinished files and folders directly in `folder` that nobody touched for `age` and whose maker is dead,
