@@ -16,6 +16,15 @@ pub struct TlsFiles {
     pub key: PathBuf,
 }
 
+/// How a coordinator shares its work with others on the same PostgreSQL database: one leads, the others stand by.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cluster {
+    /// Where the others reach this one: `https://host:7420`.
+    pub address: String,
+    /// A PEM file with the certificate authority of the others' certificates; none: that of the system.
+    pub ca_file: Option<PathBuf>,
+}
+
 /// How a coordinator is set up.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Config {
@@ -43,6 +52,8 @@ pub struct Config {
     pub retention: Retention,
     /// Where metrics and health are told over plain HTTP; loopback only. None: nowhere.
     pub metrics: Option<SocketAddr>,
+    /// With others. None: alone on its database.
+    pub cluster: Option<Cluster>,
 }
 
 impl std::fmt::Debug for Config {
@@ -59,6 +70,7 @@ impl std::fmt::Debug for Config {
             .field("quotas", &self.quotas)
             .field("retention", &self.retention)
             .field("metrics", &self.metrics)
+            .field("cluster", &self.cluster)
             .finish_non_exhaustive()
     }
 }
@@ -87,6 +99,7 @@ impl Config {
             quotas: Quotas::default(),
             retention: Retention::default(),
             metrics: None,
+            cluster: None,
         }
     }
 }

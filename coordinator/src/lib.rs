@@ -1,12 +1,13 @@
 //! The aitk coordinator: queue, leases, store and gRPC API.
 //!
 //! [`core`] decides (pure, sans-io), `runner` owns it and stores every change before anybody hears of it, [`store`]
-//! keeps it, `garbage` removes what nobody needs any more, `api` speaks gRPC, `server` starts and ends it all. It never
+//! keeps it, `cluster` lets one of several lead, `garbage` removes what nobody needs any more, `api` speaks gRPC, `server` starts and ends it all. It never
 //! computes and never depends on the engine.
 
 mod access;
 mod api;
 mod backup;
+mod cluster;
 mod config;
 pub mod core;
 mod garbage;
@@ -19,7 +20,8 @@ mod submit;
 
 pub use access::AuditLine;
 pub use backup::{CopyError, backup, restore};
-pub use config::{Config, TlsFiles};
+pub use cluster::{Member, MemberError};
+pub use config::{Cluster, Config, TlsFiles};
 pub use garbage::Retention;
 pub use server::{RunError, Running, StartError, start};
 pub use store::DatabaseUrl;

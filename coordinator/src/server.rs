@@ -7,6 +7,7 @@ use crate::core::{Settings, State};
 use crate::garbage::{Collector, Pins};
 use crate::metrics::{self, Metrics};
 use crate::runner::{Clock, Runner, full};
+use crate::store::lease::RENEW;
 use crate::store::{SqlStore, Store, StoreError};
 use aitk_common::security::token::{Token, TokenError};
 use aitk_common::storage::{BlobStore, ObjectBlobs, StorageError};
@@ -19,6 +20,7 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinHandle;
+use tokio::time::{Instant, MissedTickBehavior};
 use tonic::transport::server::TcpIncoming;
 use tonic::transport::{Identity, Server, ServerTlsConfig};
 use url::Url;
@@ -92,6 +94,25 @@ pub enum StartError {
         /// The lease.
         lease: Duration,
     },
+    /// It is to share its work with others, and does not say what they need.
+    #[error("several coordinators share a database and an object storage: with --advertise, give {missing} as well")]
+    Cluster {
+        /// The options.
+        missing: &'static str,
+    },
+    /// The address for the others cannot be used.
+    #[error("--advertise: {0}")]
+    Advertise(String),
+    /// The leader has another token or storage.
+    #[error("{what} of this coordinator differs from that of {leader}, which leads: {remedy}")]
+    Unlike {
+        /// What.
+        what: &'static str,
+        /// Address of the leader.
+        leader: String,
+        /// What to do.
+        remedy: &'static str,
+    },
     /// There is no token.
     #[error(transparent)]
     Token(#[from] TokenError),
@@ -145,8 +166,9 @@ pub struct Running {
     runner: JoinHandle<Result<(), StoreError>>,
     collecting: JoinHandle<()>,
     auditing: JoinHandle<()>,
+    leading: JoinHandle<StoreError>,
     store: Arc<dyn Store>,
-    _lock: File,
+    _ground: Ground,
 }
 
 impl Running {
@@ -164,6 +186,10 @@ impl Running {
                 Ok(Ok(())) => RunError::Serve("the queue ended".into()),
                 Err(error) => RunError::Serve(error.to_string()),
             },
+            result = &mut self.leading => match result {
+                Ok(error) => RunError::Store(error),
+                Err(error) => RunError::Serve(error.to_string()),
+            },
             result = &mut self.server => RunError::Serve(match result {
                 Ok(Ok(())) => "it ended".into(),
                 Ok(Err(error)) => full(&error),
@@ -178,20 +204,27 @@ impl Running {
         let _ = self.stop.send(true);
         // Wherever a collection stands, what it removed was not needed.
         self.collecting.abort();
-        if tokio::time::timeout(SHUTDOWN_PATIENCE, &mut self.server).await.is_err() {
+        if !ended(&mut self.server).await {
             tracing::warn!("some calls did not end in time; cutting them");
             self.server.abort();
-            let _ = (&mut self.server).await;
+            ended(&mut self.server).await;
         }
         // Every handle to the core is gone now or soon; what hangs is cut: its callers have no answer, so no promise.
-        if tokio::time::timeout(SHUTDOWN_PATIENCE, &mut self.runner).await.is_err() {
+        if !ended(&mut self.runner).await {
             self.runner.abort();
-            let _ = (&mut self.runner).await;
+            ended(&mut self.runner).await;
         }
+        self.leading.abort();
         // What was refused a moment ago is written yet.
-        let _ = tokio::time::timeout(SHUTDOWN_PATIENCE, &mut self.auditing).await;
+        ended(&mut self.auditing).await;
         self.store.close().await;
     }
+}
+
+/// Waits a while for the end of a task; whether it came. Who waited for the same task before has taken its result, and it
+/// must not be asked again.
+async fn ended<T>(task: &mut JoinHandle<T>) -> bool {
+    task.is_finished() || tokio::time::timeout(SHUTDOWN_PATIENCE, task).await.is_ok()
 }
 
 /// Starts a coordinator and returns when it answers.
@@ -200,49 +233,97 @@ impl Running {
 /// [`StartError`]
 pub async fn start(config: Config) -> Result<Running, StartError> {
     // Boxed: it holds what the databases' libraries hold while they open, and every caller would carry it.
-    Box::pin(bring_up(config)).await
+    Box::pin(async {
+        let ground = Ground::prepare(&config)?;
+        let store = match &config.database {
+            Some(url) => SqlStore::postgres(url).await?,
+            None => SqlStore::sqlite(&ground.data_dir.join(DATABASE)).await?,
+        };
+        bring_up(config, &ground, store).await
+    })
+    .await
 }
 
-async fn bring_up(config: Config) -> Result<Running, StartError> {
-    if !config.bind.ip().to_canonical().is_loopback() && config.tls.is_none() {
-        return Err(StartError::Plaintext { bind: config.bind });
+/// What a coordinator stands on, whether it leads or not.
+#[derive(Clone)]
+pub(crate) struct Ground {
+    pub(crate) data_dir: PathBuf,
+    pub(crate) token: Token,
+    token_file: Option<PathBuf>,
+    pub(crate) storage_url: String,
+    /// Held as long as anybody stands on it.
+    _lock: Arc<File>,
+}
+
+impl std::fmt::Debug for Ground {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Ground")
+            .field("data_dir", &self.data_dir)
+            .finish_non_exhaustive()
     }
-    if config.lease < Duration::from_millis(200) {
-        return Err(StartError::Lease { lease: config.lease });
+}
+
+impl Ground {
+    /// Checks the config, takes the data folder, and reads or makes what lies in it.
+    pub(crate) fn prepare(config: &Config) -> Result<Self, StartError> {
+        if !config.bind.ip().to_canonical().is_loopback() && config.tls.is_none() {
+            return Err(StartError::Plaintext { bind: config.bind });
+        }
+        if config.lease < Duration::from_millis(200) {
+            return Err(StartError::Lease { lease: config.lease });
+        }
+        let data_dir = prepare(&config.data_dir)?;
+        let lock = lock(&data_dir)?;
+        let (token, token_file) = match &config.token {
+            Some(token) => (Token::parse(token, "the configuration")?, None),
+            None => {
+                let path = config.token_file.clone().unwrap_or_else(|| data_dir.join("token"));
+                (Token::read_or_create(&path)?, Some(path))
+            }
+        };
+        let storage_url = match &config.storage_url {
+            Some(url) => url.clone(),
+            None => local_storage(&data_dir)?,
+        };
+        Ok(Self {
+            data_dir,
+            token,
+            token_file,
+            storage_url,
+            _lock: Arc::new(lock),
+        })
     }
-    let data_dir = prepare(&config.data_dir)?;
-    let lock = lock(&data_dir)?;
-    let mut server = Server::builder()
+}
+
+/// A server with the config's limits and certificate.
+pub(crate) fn limited(config: &Config) -> Result<Server, StartError> {
+    let server = Server::builder()
         .http2_keepalive_interval(Some(KEEP_ALIVE))
         .http2_keepalive_timeout(Some(KEEP_ALIVE))
         .max_concurrent_streams(STREAMS)
         .tcp_nodelay(true);
-    if let Some(files) = &config.tls {
-        server = server.tls_config(tls(files)?).map_err(|error| StartError::Tls {
-            path: files.cert.clone(),
-            problem: full(&error),
-        })?;
-    }
-    let (token, token_file) = match &config.token {
-        Some(token) => (Token::parse(token, "the configuration")?, None),
-        None => {
-            let path = config.token_file.clone().unwrap_or_else(|| data_dir.join("token"));
-            (Token::read_or_create(&path)?, Some(path))
-        }
-    };
-    let storage_url = match &config.storage_url {
-        Some(url) => url.clone(),
-        None => local_storage(&data_dir)?,
-    };
+    let Some(files) = &config.tls else { return Ok(server) };
+    server.tls_config(tls(files)?).map_err(|error| StartError::Tls {
+        path: files.cert.clone(),
+        problem: full(&error),
+    })
+}
+
+/// Leads, with a store that may write.
+pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -> Result<Running, StartError> {
+    let mut server = limited(&config)?;
+    let Ground {
+        data_dir,
+        token,
+        token_file,
+        storage_url,
+        ..
+    } = ground.clone();
     let blobs: Arc<dyn BlobStore> = Arc::new(ObjectBlobs::open(&storage_url)?);
     let transit = data_dir.join("transit");
     empty(&transit)?;
 
     let clock = Clock::new();
-    let store = match &config.database {
-        Some(url) => SqlStore::postgres(url).await?,
-        None => SqlStore::sqlite(&data_dir.join(DATABASE)).await?,
-    };
     let store: Arc<dyn Store> = Arc::new(store.keeping_events(config.retention.events));
     let loaded = store.load().await?;
     tracing::info!(
@@ -261,16 +342,7 @@ async fn bring_up(config: Config) -> Result<Running, StartError> {
     // A bucket can be opened by whoever has access; a folder of this machine only goes through us.
     let for_workers = Some(storage_url).filter(|_| !matches!(storage.as_str(), "file" | "memory"));
 
-    let listener = TcpListener::bind(config.bind)
-        .await
-        .map_err(|source| StartError::Bind {
-            bind: config.bind,
-            source,
-        })?;
-    let addr = listener.local_addr().map_err(|source| StartError::Bind {
-        bind: config.bind,
-        source,
-    })?;
+    let (listener, addr) = listen(config.bind).await?;
     let metrics_listener = listen_for_metrics(config.metrics).await?;
     let metrics_addr = metrics_listener
         .as_ref()
@@ -308,13 +380,14 @@ async fn bring_up(config: Config) -> Result<Running, StartError> {
         transfers: Arc::new(Semaphore::new(TRANSFERS)),
         stopping: stopping.clone(),
     };
-    let router = server.add_routes(routes(&shared, &Gate::new(access)));
+    let router = server.add_routes(routes(&shared, &Gate::new(access, store.proof())));
     let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
     let mut stopped = stopping;
     let serving = router.serve_with_incoming_shutdown(incoming, async move {
         let _ = stopped.wait_for(|stop| *stop).await;
     });
     let runner = tokio::spawn(runner.run());
+    let leading = tokio::spawn(keep_leading(store.clone(), config.cluster.is_some()));
     let server = tokio::spawn(serving);
     Ok(Running {
         addr,
@@ -327,13 +400,51 @@ async fn bring_up(config: Config) -> Result<Running, StartError> {
         runner,
         collecting,
         auditing,
+        leading,
         store,
-        _lock: lock,
+        _ground: ground.clone(),
     })
 }
 
+/// Renews the lease until somebody else has it. With others beside us we also stop believing in it when it has run out without
+/// an answer of the database: whoever can reach it may lead by now, and workers must not hear two voices.
+async fn keep_leading(store: Arc<dyn Store>, others: bool) -> StoreError {
+    let mut ticks = tokio::time::interval(RENEW);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut believed = None;
+    loop {
+        let lost = async {
+            match believed {
+                Some(until) if others => tokio::time::sleep_until(until).await,
+                _ => std::future::pending().await,
+            }
+        };
+        let renewing = async {
+            ticks.tick().await;
+            store.renew().await
+        };
+        match tokio::select! {
+            biased;
+            renewed = renewing => renewed,
+            () = lost => return StoreError::LeaseLost,
+        } {
+            Err(error) => return error,
+            Ok(None) => return std::future::pending().await,
+            Ok(Some(until)) => believed = Some(Instant::from_std(until)),
+        }
+    }
+}
+
+/// Listens, and says where.
+pub(crate) async fn listen(bind: SocketAddr) -> Result<(TcpListener, SocketAddr), StartError> {
+    let failed = |source| StartError::Bind { bind, source };
+    let listener = TcpListener::bind(bind).await.map_err(failed)?;
+    let addr = listener.local_addr().map_err(failed)?;
+    Ok((listener, addr))
+}
+
 /// Metrics travel in clear, so they stay on this machine.
-async fn listen_for_metrics(bind: Option<SocketAddr>) -> Result<Option<TcpListener>, StartError> {
+pub(crate) async fn listen_for_metrics(bind: Option<SocketAddr>) -> Result<Option<TcpListener>, StartError> {
     let Some(bind) = bind else { return Ok(None) };
     if !bind.ip().to_canonical().is_loopback() {
         return Err(StartError::Metrics {

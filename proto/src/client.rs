@@ -1,5 +1,6 @@
 //! How worker and command line reach a coordinator.
 
+pub use crate::switch::Switch;
 use crate::v1::admin_client::AdminClient;
 use crate::v1::blobs_client::BlobsClient;
 use crate::v1::jobs_client::JobsClient;
@@ -27,7 +28,7 @@ const KEEP_ALIVE: Duration = Duration::from_secs(10);
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A channel whose every call carries the token and the protocol version.
-pub type AuthChannel = InterceptedService<Channel, Credentials>;
+pub type AuthChannel = InterceptedService<Switch, Credentials>;
 
 /// One client per service, over one connection. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -141,7 +142,8 @@ impl Interceptor for Credentials {
 }
 
 /// Connects to a coordinator: `https://host:7420`, `http://127.0.0.1:7420`, or `host[:port]`, which means `http` on this
-/// machine and `https` elsewhere. `ca_file` is a PEM file with the certificate authority (or the self-signed
+/// machine and `https` elsewhere; or to one of several that share their work, with commas between (see [`addresses`]):
+/// the first that answers, and another one when it does not any more. `ca_file` is a PEM file with the certificate authority (or the self-signed
 /// certificate) to trust. Later losses of the connection are healed by the channel itself, call by call.
 ///
 /// # Errors
@@ -159,15 +161,47 @@ pub async fn connect_with(
     credentials: Credentials,
     ca_file: Option<&Path>,
 ) -> Result<Clients, ConnectError> {
-    let endpoint = endpoint(server, ca_file)?;
-    let channel = endpoint.connect().await.map_err(|error| ConnectError::Unreachable {
+    let endpoints = addresses(server)
+        .into_iter()
+        .map(|address| endpoint(address, ca_file))
+        .collect::<Result<Vec<_>, _>>()?;
+    let mut problem = String::new();
+    for (first, endpoint) in endpoints.iter().enumerate() {
+        match endpoint.connect().await {
+            Ok(channel) => {
+                let mut channels: Vec<_> = endpoints.iter().map(Endpoint::connect_lazy).collect();
+                channels[first] = channel;
+                return Ok(clients(Switch::new(channels, first), credentials));
+            }
+            Err(error) => problem = root_cause(&error),
+        }
+    }
+    Err(ConnectError::Unreachable {
         server: server.to_owned(),
-        problem: root_cause(&error),
-    })?;
-    Ok(clients(channel, credentials))
+        problem,
+    })
 }
 
-fn clients(channel: Channel, credentials: Credentials) -> Clients {
+/// The addresses in `one:7420,two:7420`: several coordinators that share their work. Never empty.
+#[must_use]
+pub fn addresses(server: &str) -> Vec<&str> {
+    let all: Vec<&str> = server
+        .split(',')
+        .map(str::trim)
+        .filter(|text| !text.is_empty())
+        .collect();
+    if all.is_empty() { vec![server] } else { all }
+}
+
+/// A connection to another coordinator, which is only made when it is used.
+///
+/// # Errors
+/// [`ConnectError`], but nobody is asked yet.
+pub fn lazily(server: &str, ca_file: Option<&Path>) -> Result<Channel, ConnectError> {
+    Ok(endpoint(server, ca_file)?.connect_lazy())
+}
+
+fn clients(channel: Switch, credentials: Credentials) -> Clients {
     let channel = InterceptedService::new(channel, credentials);
     Clients {
         workers: WorkersClient::new(channel.clone())
@@ -286,6 +320,13 @@ mod tests {
         assert_eq!(address("gpu.lab"), "https://gpu.lab:7420/");
         assert_eq!(address("https://gpu.lab:443"), "https://gpu.lab/");
         assert_eq!(address("https://gpu.lab"), "https://gpu.lab:7420/");
+    }
+
+    #[test]
+    fn several_addresses_have_commas_between() {
+        assert_eq!(addresses("a:1, b:2,"), ["a:1", "b:2"]);
+        assert_eq!(addresses("a:1"), ["a:1"]);
+        assert_eq!(addresses(" , "), [" , "]);
     }
 
     #[test]

@@ -8,6 +8,7 @@ pub mod client;
 mod convert;
 #[cfg(feature = "client-blobs")]
 pub mod remote_blobs;
+mod switch;
 
 pub use convert::ConvertError;
 
@@ -19,6 +20,13 @@ pub mod v1 {
 
 /// Metadata entry with the protocol version.
 pub const PROTOCOL_HEADER: &str = "aitk-protocol";
+
+/// Set by a coordinator that passes a call on to the one that leads: the address it came from.
+pub const FORWARDED_HEADER: &str = "aitk-forwarded-for";
+/// With [`FORWARDED_HEADER`]: that it is a coordinator that says so.
+pub const PROOF_HEADER: &str = "aitk-forwarded-proof";
+/// In the answer of a coordinator that leads not: try another one. Its value is the address of the leader, or `none`.
+pub const LEADER_HEADER: &str = "aitk-leader";
 
 /// The largest message either side takes, in bytes: a config of 4 MiB with its parsed form, and some room.
 pub const MAX_MESSAGE_BYTES: usize = 16 << 20;

@@ -60,7 +60,8 @@ enum Command {
 
 #[derive(Debug, Args)]
 struct Daemon {
-    /// The coordinator: https://HOST[:PORT], or http://127.0.0.1[:PORT] on this machine.
+    /// The coordinator: https://HOST[:PORT], or http://127.0.0.1[:PORT] on this machine. Of several coordinators all, with commas
+    /// between.
     #[arg(long, env = "AITK_SERVER", default_value = "http://127.0.0.1:7420")]
     server: String,
     /// A file with the coordinator's token, readable by its owner only. AITK_TOKEN holds a token itself.

@@ -58,7 +58,7 @@ pub struct Cli {
 #[derive(Args, Clone, Debug, Default)]
 #[command(next_help_heading = "Global options")]
 pub struct Global {
-    /// Address of the coordinator [env: AITK_SERVER]
+    /// Address of the coordinator; of several that share their work all, with commas between [env: AITK_SERVER]
     #[arg(long, global = true, value_name = "URL")]
     pub server: Option<String>,
     /// File that holds the token, mode 0600 [env: AITK_TOKEN_FILE]

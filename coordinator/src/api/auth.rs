@@ -5,7 +5,8 @@
 use crate::access::{Access, Denied, Identity};
 use aitk_common::control::PROTOCOL_VERSION;
 use aitk_common::security::role::Right;
-use aitk_proto::PROTOCOL_HEADER;
+use aitk_common::security::token::Token;
+use aitk_proto::{FORWARDED_HEADER, PROOF_HEADER, PROTOCOL_HEADER};
 use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::task::{Context, Poll};
@@ -35,14 +36,49 @@ fn right_of(path: &str) -> Option<Right> {
 }
 
 /// Stands before every service.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) struct Gate {
     access: Access,
+    proof: Option<Token>,
+}
+
+impl std::fmt::Debug for Gate {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Gate").finish_non_exhaustive()
+    }
 }
 
 impl Gate {
-    pub(crate) fn new(access: Access) -> Self {
-        Self { access }
+    /// `proof` is what another coordinator shows with a call that it passes on.
+    pub(crate) fn new(access: Access, proof: Option<Token>) -> Self {
+        Self { access, proof }
+    }
+
+    /// Where a call comes from. What another coordinator says counts only with the proof that it is one: otherwise
+    /// everybody could choose the address that their wrong guesses are counted for.
+    fn origin<B>(&self, request: &http::Request<B>) -> Origin {
+        let passed_on = self.proof.as_ref().is_some_and(|proof| {
+            let shown = request
+                .headers()
+                .get(PROOF_HEADER)
+                .and_then(|value| value.to_str().ok());
+            shown.is_some_and(|shown| proof.is(shown))
+        });
+        if passed_on {
+            let from = request
+                .headers()
+                .get(FORWARDED_HEADER)
+                .and_then(|value| value.to_str().ok());
+            return Origin {
+                from: from.and_then(|text| text.parse().ok()),
+                same_machine: false,
+            };
+        }
+        let from = peer(request);
+        Origin {
+            from,
+            same_machine: from.is_some_and(|from| from.ip().to_canonical().is_loopback()),
+        }
     }
 
     /// Puts a service behind the door.
@@ -53,14 +89,14 @@ impl Gate {
         }
     }
 
-    fn check<B>(&self, request: &http::Request<B>) -> Result<Identity, Status> {
+    fn check<B>(&self, request: &http::Request<B>, origin: &Origin) -> Result<Identity, Status> {
         let header = |name: &str| request.headers().get(name).and_then(|value| value.to_str().ok());
         let Some(given) = header("authorization").and_then(|text| text.strip_prefix("Bearer ")) else {
             return Err(Status::unauthenticated(
                 "no token was given; set AITK_TOKEN, or AITK_TOKEN_FILE to a copy of the coordinator's token file",
             ));
         };
-        let who = self.access.enter(given, peer(request)).map_err(|denied| match denied {
+        let who = self.access.enter(given, origin.from).map_err(|denied| match denied {
             Denied::Wrong => Status::unauthenticated(
                 "the token is not this coordinator's, or has expired or been revoked; compare AITK_TOKEN or AITK_TOKEN_FILE \
                  with what the administrator gave you (`aitk-coordinator token ls` shows what is valid)",
@@ -86,8 +122,22 @@ impl Gate {
     }
 }
 
+/// Where a call comes from.
+#[derive(Clone, Copy, Debug)]
+struct Origin {
+    from: Option<SocketAddr>,
+    /// It came over loopback, and straight.
+    same_machine: bool,
+}
+
+/// Whether this call was made on the coordinator's own machine.
+pub(super) fn same_machine<T>(request: &Request<T>) -> bool {
+    let origin = request.extensions().get::<Origin>();
+    origin.is_some_and(|origin| origin.same_machine)
+}
+
 /// The address of the other side.
-fn peer<B>(request: &http::Request<B>) -> Option<SocketAddr> {
+pub(crate) fn peer<B>(request: &http::Request<B>) -> Option<SocketAddr> {
     let extensions = request.extensions();
     let plain = extensions.get::<TcpConnectInfo>();
     let info = plain.or_else(|| {
@@ -129,8 +179,10 @@ where
     }
 
     fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
-        match self.gate.check(&request) {
+        let origin = self.gate.origin(&request);
+        match self.gate.check(&request, &origin) {
             Ok(who) => {
+                request.extensions_mut().insert(origin);
                 request.extensions_mut().insert(who);
                 Box::pin(self.service.call(request))
             }

@@ -1,6 +1,6 @@
 //! Jobs, their files, and workers.
 
-use super::auth::caller;
+use super::auth::{caller, same_machine};
 use super::follow::{FOLLOWER_TIMEOUT, WIRE_BUFFER, stream_events};
 use super::{Shared, refused, store_failed, token_ended};
 use crate::access::{AuditLine, Identity};
@@ -94,9 +94,7 @@ impl Jobs for JobsApi {
 
     async fn submit(&self, request: Request<v1::SubmitRequest>) -> Result<Response<v1::SubmitReply>, Status> {
         let who = caller(&request)?;
-        let same_machine = request
-            .remote_addr()
-            .is_some_and(|peer| peer.ip().to_canonical().is_loopback());
+        let same_machine = same_machine(&request);
         let mut submission = Submission::try_from(request.into_inner())?;
         submission.owner = Some(self.owner(&who, &submission, same_machine)?);
         let Asked {

@@ -8,7 +8,7 @@ mod jobs;
 mod submission;
 mod workers;
 
-pub(crate) use auth::Gate;
+pub(crate) use auth::{Gate, peer};
 
 use crate::access::{Access, AccessError};
 use crate::core::Refusal;

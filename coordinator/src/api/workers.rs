@@ -1,6 +1,6 @@
 //! Sessions of workers.
 
-use super::auth::{caller, protocol_mismatch};
+use super::auth::{caller, protocol_mismatch, same_machine};
 use super::{Shared, access_failed, stopped, token_ended};
 use crate::access::Identity;
 use crate::core::{Event, SessionId};
@@ -44,9 +44,7 @@ impl Workers for WorkersApi {
         request: Request<Streaming<v1::WorkerMessage>>,
     ) -> Result<Response<Self::SessionStream>, Status> {
         let who = caller(&request)?;
-        let same_machine = request
-            .remote_addr()
-            .is_some_and(|peer| peer.ip().to_canonical().is_loopback());
+        let same_machine = same_machine(&request);
         let (wire, receiver) = mpsc::channel(WIRE_BUFFER);
         let shared = self.0.clone();
         let messages = request.into_inner();

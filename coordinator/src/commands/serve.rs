@@ -4,7 +4,7 @@ use super::default_data_dir;
 use aitk_common::id::UserName;
 use aitk_common::telemetry;
 use aitk_coordinator::core::Quotas;
-use aitk_coordinator::{Config, DatabaseUrl, Retention, TlsFiles, start};
+use aitk_coordinator::{Cluster, Config, DatabaseUrl, Member, Retention, TlsFiles, start};
 use anyhow::{Context, bail};
 use clap::Args;
 use std::net::SocketAddr;
@@ -67,6 +67,19 @@ pub(crate) struct ServeArgs {
     /// Address for metrics and health over plain HTTP, on loopback. Default: none.
     #[arg(long, env = "AITK_METRICS_BIND", value_name = "IP:PORT")]
     metrics_bind: Option<SocketAddr>,
+    /// Share the work with other coordinators on the same --database and --storage: one leads, the others stand by and take over
+    /// within seconds. This is where the others reach this one: https://HOST:7420.
+    #[arg(
+        long,
+        env = "AITK_ADVERTISE",
+        value_name = "URL",
+        requires = "database",
+        requires = "storage"
+    )]
+    advertise: Option<String>,
+    /// PEM file with the authority that signed the other coordinators' certificates. Default: those that the system trusts.
+    #[arg(long, env = "AITK_PEER_CA_FILE", value_name = "FILE", requires = "advertise")]
+    peer_ca_file: Option<PathBuf>,
     /// error, warn, info, debug, trace, or a filter such as `info,aitk_coordinator=debug`. Default: $AITK_LOG_LEVEL, or info.
     #[arg(long, value_name = "LEVEL", conflicts_with = "json")]
     log_level: Option<String>,
@@ -110,6 +123,10 @@ impl ServeArgs {
                 events: self.keep_log_lines.max(1),
             },
             metrics: self.metrics_bind,
+            cluster: self.advertise.map(|address| Cluster {
+                address,
+                ca_file: self.peer_ca_file,
+            }),
             ..Config::new(data_dir)
         })
     }
@@ -153,7 +170,11 @@ pub(crate) fn start_logging(args: &ServeArgs) -> Result<(), ExitCode> {
 
 /// Serves until asked to stop.
 pub(crate) async fn serve(args: ServeArgs) -> anyhow::Result<()> {
-    let mut running = start(args.config()?).await?;
+    let config = args.config()?;
+    if config.cluster.is_some() {
+        return share(Member::prepare(config)?).await;
+    }
+    let mut running = start(config).await?;
     // The token itself is in the file only.
     let token_file = running
         .token_file
@@ -172,6 +193,21 @@ pub(crate) async fn serve(args: ServeArgs) -> anyhow::Result<()> {
             running.shutdown().await;
             Ok(())
         }
+    }
+}
+
+/// Leads or stands by until asked to stop.
+async fn share(member: Member) -> anyhow::Result<()> {
+    let (stop, stopping) = tokio::sync::watch::channel(false);
+    let asked = async {
+        asked_to_stop().await;
+        tracing::info!("shutting down");
+        let _ = stop.send(true);
+        std::future::pending::<()>().await;
+    };
+    tokio::select! {
+        ended = Box::pin(member.run(stopping)) => Ok(ended?),
+        () = asked => Ok(()),
     }
 }
 

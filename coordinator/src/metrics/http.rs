@@ -14,7 +14,7 @@ use tokio::sync::watch;
 /// A core that takes longer to answer is not ready.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// The content type of the format.
-const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+pub(crate) const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 #[derive(Clone)]
 struct Served {

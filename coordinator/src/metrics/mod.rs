@@ -5,7 +5,7 @@ mod http;
 use crate::core::{Record, State};
 use crate::runner::{Core, Gone};
 use aitk_common::control::{EventBody, JobState, UnixMillis};
-pub(crate) use http::serve;
+pub(crate) use http::{OPENMETRICS, serve};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
@@ -65,6 +65,9 @@ impl Metrics {
         let mut registry = Registry::with_prefix("aitk");
         let build = Info::new([("version", env!("CARGO_PKG_VERSION"))]);
         registry.register("build", "The program", build);
+        let leading = Gauge::<i64>::default();
+        leading.set(1);
+        registry.register("leading", "Whether this coordinator leads", leading);
         let mut metrics = Self {
             registry: Arc::default(),
             submitted: Counter::default(),

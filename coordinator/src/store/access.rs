@@ -1,6 +1,7 @@
 //! Tokens and the audit log.
 
-use super::link::Work;
+use super::batch::{Bulk, statements};
+use super::records::json;
 use super::{SqlStore, StoreError};
 use crate::access::AuditLine;
 
@@ -44,9 +45,12 @@ impl SqlStore {
             .await
             .map_err(|e| self.failed(e))?;
         }
-        for line in lines {
-            add_line(&mut work, line).await.map_err(|e| self.failed(e))?;
-        }
+        let rows: Result<_, _> = lines
+            .iter()
+            .map(|line| Ok(vec![line.id.as_str().into(), json(line)?]))
+            .collect();
+        let rows = rows.map_err(|e| self.failed(e))?;
+        AUDIT.run(&mut work, rows).await.map_err(|e| self.failed(e))?;
         work.commit().await.map_err(|e| self.failed(e))
     }
 
@@ -71,13 +75,11 @@ impl SqlStore {
     }
 }
 
-/// Adds a line to the audit log, unless it is there already.
-pub(super) async fn add_line(work: &mut Work, line: &AuditLine) -> Result<(), sqlx::Error> {
-    let record = serde_json::to_string(line).map_err(|error| sqlx::Error::Encode(Box::new(error)))?;
-    work.run(
-        "INSERT INTO audit (id, record) VALUES ($1, $2) ON CONFLICT (id) DO NOTHING",
-        &[line.id.as_str().into(), record.into()],
+/// Lines of the audit log that are not there already.
+pub(super) static AUDIT: Bulk = Bulk::new(|| {
+    statements(
+        "INSERT INTO audit (id, record) VALUES",
+        2,
+        "ON CONFLICT (id) DO NOTHING",
     )
-    .await?;
-    Ok(())
-}
+});

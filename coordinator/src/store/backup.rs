@@ -215,11 +215,9 @@ impl SqlStore {
                 },
                 crate::core::Record::Job(Box::new(job)),
             ];
-            for record in &records {
-                super::records::write(work, record, super::EVENTS_KEPT)
-                    .await
-                    .map_err(|e| self.failed(e))?;
-            }
+            super::records::write_all(work, &records, super::EVENTS_KEPT)
+                .await
+                .map_err(|e| self.failed(e))?;
         }
         Ok(())
     }

@@ -5,6 +5,8 @@
 
 mod access;
 mod backup;
+mod batch;
+pub(crate) mod lease;
 mod link;
 mod postgres;
 mod records;
@@ -23,7 +25,9 @@ use crate::core::{Payload, Record, Restored, Worker};
 use aitk_common::control::{Artifact, JobEvent};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
+use aitk_common::security::token::Token;
 use async_trait::async_trait;
+use std::time::Instant;
 
 /// A job's log keeps about this many of its newest log lines and metrics; state changes, checkpoints and artifacts stay.
 pub const EVENTS_KEPT: u64 = 100_000;
@@ -114,6 +118,16 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// [`StoreError`]
     async fn audit(&self, after: u64, limit: u32) -> Result<Vec<(u64, AuditLine)>, StoreError>;
 
+    /// Tells the others that we still lead. Until when they believe it, by this machine's clock, even if this renewal did not
+    /// succeed; none where there are no others.
+    ///
+    /// # Errors
+    /// [`StoreError::Superseded`]
+    async fn renew(&self) -> Result<Option<Instant>, StoreError>;
+
+    /// What other coordinators show with a call that they pass on to us; none where there are no others.
+    fn proof(&self) -> Option<Token>;
+
     /// Finishes and closes.
     async fn close(&self);
 }
@@ -157,11 +171,16 @@ pub enum StoreError {
         database: String,
     },
     /// Another coordinator took the database over: this one may not write any more.
-    #[error("another coordinator has taken over the database {database}; this one ends, so that no two of them write")]
+    #[error(
+        "another coordinator has taken over the database {database}; this one leads no more, so that no two of them write"
+    )]
     Superseded {
         /// Which.
         database: String,
     },
+    /// The lease ran out while the database did not answer: another one may lead by now.
+    #[error("the database did not answer for so long that another coordinator may lead by now")]
+    LeaseLost,
     /// A statement failed.
     #[error("the database {database} failed")]
     Failed {

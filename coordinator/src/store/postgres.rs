@@ -1,27 +1,23 @@
-//! PostgreSQL: a server that may be restarted, and that several coordinators may know.
-//!
-//! Only one of them writes. It holds an advisory lock, so that a second one is told at its start; and it has an epoch
-//! that every transaction compares with the table `writer`, so that one which lost the lock without noticing (its
-//! connection broke, its machine slept) changes nothing any more.
+//! PostgreSQL: a server that may be restarted, and that several coordinators may know. Who of them writes: [`super::lease`].
 
+use super::lease::{Candidate, Writer, seen};
 use super::link::Link;
 use super::{SqlStore, StoreError};
+use aitk_common::hash::ContentHash;
 use sqlx::migrate::Migrator;
-use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions, PgSslMode};
-use sqlx::{Connection, PgConnection};
+use sqlx::postgres::{PgConnectOptions, PgPoolOptions, PgSslMode};
 use std::str::FromStr;
 use std::time::Duration;
-use tokio::sync::Mutex;
 use url::Url;
 
 /// One writes, the others read events in pages.
-const CONNECTIONS: u32 = 8;
+pub(super) const CONNECTIONS: u32 = 8;
 /// How long a call waits for a connection. Short, so that the retries of a commit are retries.
-const PATIENCE: Duration = Duration::from_secs(10);
+pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 /// The number of our lock: "aitk" in ASCII, and 1.
-const LOCK: i64 = 0x6169_746b_0001;
+pub(super) const LOCK: i64 = 0x6169_746b_0001;
 
-type BoxError = Box<dyn std::error::Error + Send + Sync>;
+pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// The address of a PostgreSQL database. Never shows its password.
 #[derive(Clone, PartialEq, Eq)]
@@ -62,7 +58,7 @@ impl FromStr for DatabaseUrl {
 }
 
 impl DatabaseUrl {
-    fn options(&self) -> Result<PgConnectOptions, StoreError> {
+    pub(super) fn options(&self) -> Result<PgConnectOptions, StoreError> {
         let options = PgConnectOptions::from_str(self.url.as_str()).map_err(|_| StoreError::Address {
             problem: "PostgreSQL does not understand it".to_owned(),
         })?;
@@ -71,83 +67,23 @@ impl DatabaseUrl {
             .application_name("aitk-coordinator")
             .options([("synchronous_commit", "on")]))
     }
-}
 
-/// The right to write, as long as nobody took it.
-pub(super) struct Writer {
-    options: PgConnectOptions,
-    /// Our number in the table `writer`.
-    pub(super) epoch: u64,
-    /// The connection that holds the lock; none after it broke.
-    holder: Mutex<Option<PgConnection>>,
-}
-
-impl std::fmt::Debug for Writer {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Writer")
-            .field("epoch", &self.epoch)
-            .finish_non_exhaustive()
-    }
-}
-
-impl Writer {
-    /// Takes the lock, then changes the tables if they need it, and takes a fresh epoch. Without the lock nothing changes:
-    /// whoever has it may be of another version.
-    async fn take(options: &PgConnectOptions, pool: &PgPool) -> Result<Option<Self>, BoxError> {
-        let mut connection = PgConnection::connect_with(options).await?;
-        if !try_lock(&mut connection).await? {
-            return Ok(None);
+    /// Says so when passwords and prompts may travel in clear.
+    pub(super) fn warn_of_clear_text(&self) -> Result<(), StoreError> {
+        let options = self.options()?;
+        let far = options.get_socket().is_none() && !matches!(options.get_host(), "localhost" | "127.0.0.1" | "::1");
+        let perhaps = matches!(
+            options.get_ssl_mode(),
+            PgSslMode::Disable | PgSslMode::Allow | PgSslMode::Prefer
+        );
+        if far && perhaps {
+            tracing::warn!(database = %self, "the database is on another machine and may be spoken to in clear; add ?sslmode=verify-full to its address");
         }
-        MIGRATIONS.run(pool).await?;
-        let epoch: i64 = sqlx::query_scalar("UPDATE writer SET epoch = epoch + 1 WHERE id = 1 RETURNING epoch")
-            .fetch_one(pool)
-            .await?;
-        Ok(Some(Self {
-            options: options.clone(),
-            epoch: u64::try_from(epoch).unwrap_or(0),
-            holder: Mutex::new(Some(connection)),
-        }))
-    }
-
-    /// Takes the lock again after the server was restarted. The epoch still says who may write, so a failure here is
-    /// no harm: it is tried again with the next commit that fails.
-    pub(super) async fn keep(&self) {
-        // A server that went away without a word does not answer for as long as TCP waits.
-        let _ = tokio::time::timeout(PATIENCE, self.take_again()).await;
-    }
-
-    async fn take_again(&self) {
-        let mut holder = self.holder.lock().await;
-        // Out of its place meanwhile: one that is given up halfway is of no use.
-        if let Some(mut connection) = holder.take()
-            && connection.ping().await.is_ok()
-        {
-            *holder = Some(connection);
-            return;
-        }
-        if let Ok(mut connection) = PgConnection::connect_with(&self.options).await
-            && matches!(try_lock(&mut connection).await, Ok(true))
-        {
-            *holder = Some(connection);
-        }
-    }
-
-    pub(super) async fn close(&self) {
-        if let Some(connection) = self.holder.lock().await.take() {
-            // Closing gives the lock back; so does an end without it, a little later.
-            let _ = connection.close().await;
-        }
+        Ok(())
     }
 }
 
-async fn try_lock(connection: &mut PgConnection) -> Result<bool, sqlx::Error> {
-    sqlx::query_scalar("SELECT pg_try_advisory_lock($1)")
-        .bind(LOCK)
-        .fetch_one(connection)
-        .await
-}
-
-static MIGRATIONS: Migrator = sqlx::migrate!("./migrations/postgres");
+pub(super) static MIGRATIONS: Migrator = sqlx::migrate!("./migrations/postgres");
 
 impl SqlStore {
     /// Opens the database beside the coordinator that works on it, to read.
@@ -170,7 +106,7 @@ impl SqlStore {
         Ok(store)
     }
 
-    /// Opens the database, brings it to this version's schema, and becomes the one who writes.
+    /// Opens the database, brings it to this version's schema, and becomes the one who writes, with no others beside it.
     ///
     /// # Errors
     /// [`StoreError::Open`], [`StoreError::InUse`]
@@ -180,23 +116,20 @@ impl SqlStore {
             database: url.to_string(),
             source,
         };
-        let options = url.options()?;
-        let far = options.get_socket().is_none() && !matches!(options.get_host(), "localhost" | "127.0.0.1" | "::1");
-        if far
-            && matches!(
-                options.get_ssl_mode(),
-                PgSslMode::Disable | PgSslMode::Allow | PgSslMode::Prefer
-            )
-        {
-            tracing::warn!(%database, "the database is on another machine and may be spoken to in clear; add ?sslmode=verify-full to its address");
-        }
+        url.warn_of_clear_text()?;
+        let options = seen(url.options()?);
         let pool = PgPoolOptions::new()
             .max_connections(CONNECTIONS)
             .acquire_timeout(PATIENCE)
             .connect_with(options.clone())
             .await
             .map_err(|e| failed(Box::new(e)))?;
-        let Some(writer) = Writer::take(&options, &pool).await.map_err(failed)? else {
+        let alone = Candidate {
+            address: None,
+            token: ContentHash::of(b""),
+            storage: String::new(),
+        };
+        let Some(writer) = Writer::alone(&options, &pool, &alone).await.map_err(failed)? else {
             return Err(StoreError::InUse { database });
         };
         Ok(Self::new(database, Link::Postgres(pool), Some(writer)))

@@ -1,144 +1,203 @@
 //! What a record changes. Every statement may run twice with the same values: a commit whose answer was lost on the way
 //! is simply tried again.
 
+use super::access::AUDIT;
+use super::batch::{Bulk, statements};
 use super::link::{Value, Work};
-use crate::core::Record;
-use aitk_common::control::{EventBody, JobEvent};
-use aitk_common::id::JobId;
+use crate::access::AuditLine;
+use crate::core::{Job, Payload, Record, Worker};
+use aitk_common::control::{Artifact, EventBody, JobEvent};
+use aitk_common::id::{JobId, WorkerId};
 use serde::Serialize;
-use std::collections::HashSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The log is trimmed at most whenever it grew by this many events: often enough to bound it, rare enough to cost nothing.
 const TRIM_EVERY: u64 = 1_000;
 
+static NEW_JOBS: Bulk = Bulk::new(|| {
+    statements(
+        "INSERT INTO jobs (id, record, config_text, config_format, job_json, inputs) VALUES",
+        6,
+        "ON CONFLICT (id) DO UPDATE SET record = excluded.record",
+    )
+});
+
+// Both databases call the columns of such a list so.
+static JOBS: Bulk = Bulk::new(|| {
+    statements(
+        "UPDATE jobs SET record = fresh.column2 FROM (VALUES",
+        2,
+        ") AS fresh WHERE jobs.id = fresh.column1",
+    )
+});
+
+static WORKERS: Bulk = Bulk::new(|| {
+    statements(
+        "INSERT INTO workers (id, record) VALUES",
+        2,
+        "ON CONFLICT (id) DO UPDATE SET record = excluded.record",
+    )
+});
+
+static EVENTS: Bulk = Bulk::new(|| {
+    statements(
+        "INSERT INTO events (job, cursor, attempt, seq, trim, event) VALUES",
+        6,
+        "ON CONFLICT (job, cursor) DO UPDATE SET attempt = excluded.attempt, seq = excluded.seq, trim = excluded.trim, event = excluded.event",
+    )
+});
+
 /// Our own types always serialise; should one not, the commit fails as a whole.
-fn json(value: &impl Serialize) -> Result<Value, sqlx::Error> {
+pub(super) fn json(value: &impl Serialize) -> Result<Value, sqlx::Error> {
     serde_json::to_string(value)
         .map(Value::from)
         .map_err(|error| sqlx::Error::Encode(Box::new(error)))
 }
 
-/// The records that matter: of several states of a job in one transaction only the last is ever seen.
-pub(super) fn coalesce(records: &[Record]) -> Vec<&Record> {
-    let mut seen = HashSet::new();
-    let mut kept: Vec<&Record> = records
-        .iter()
-        .rev()
-        .filter(|record| match record {
-            Record::Job(job) => seen.insert(&job.id),
-            _ => true,
-        })
-        .collect();
-    kept.reverse();
-    kept
+/// Writes all records of a transaction. A log keeps about `events_kept` of a job's log lines and metrics.
+pub(super) async fn write_all(to: &mut Work, records: &[Record], events_kept: u64) -> Result<(), sqlx::Error> {
+    let mut rows = Rows::default();
+    for record in records {
+        match record {
+            Record::NewJob(job, payload) => {
+                rows.jobs.insert(&job.id, (job, Some(payload)));
+            }
+            Record::Job(job) => rows.jobs.entry(&job.id).or_insert((job, None)).0 = job,
+            Record::JobGone(job) => {
+                rows.write(to).await?;
+                forget(to, job).await?;
+            }
+            Record::Worker(worker) => {
+                rows.workers.insert(&worker.id, worker);
+            }
+            Record::Event { job, event, seq } => {
+                rows.event(job, event, *seq, events_kept);
+                if let EventBody::Checkpoint { manifest, .. } = &event.body {
+                    to.run(
+                        "INSERT INTO checkpoints (job, cursor, manifest) VALUES ($1, $2, $3) \
+                         ON CONFLICT (job, cursor) DO UPDATE SET manifest = excluded.manifest",
+                        &[job.as_str().into(), event.cursor.into(), manifest.to_hex().into()],
+                    )
+                    .await?;
+                }
+            }
+            Record::Artifact(job, artifact) => write_artifact(to, job, artifact).await?,
+            Record::ArtifactGone(job, name) => {
+                to.run(
+                    "DELETE FROM artifacts WHERE job = $1 AND name = $2",
+                    &[job.as_str().into(), name.as_str().into()],
+                )
+                .await?;
+            }
+            Record::Audit(line) => rows.audit.push(line),
+        }
+    }
+    rows.write(to).await?;
+    for job in rows.long {
+        trim(to, job, events_kept).await?;
+    }
+    Ok(())
 }
 
-pub(super) async fn write(to: &mut Work, record: &Record, events_kept: u64) -> Result<(), sqlx::Error> {
-    match record {
-        Record::NewJob(job, payload) => {
-            to.run(
-                "INSERT INTO jobs (id, record, config_text, config_format, job_json, inputs) \
-                 VALUES ($1, $2, $3, $4, $5, $6) ON CONFLICT (id) DO UPDATE SET record = excluded.record",
-                &[
-                    job.id.as_str().into(),
+/// What goes in together: of several states of a job or a worker in one transaction only the last is ever seen.
+#[derive(Default)]
+struct Rows<'a> {
+    /// With the payload of those that are new.
+    jobs: BTreeMap<&'a JobId, (&'a Job, Option<&'a Payload>)>,
+    workers: BTreeMap<&'a WorkerId, &'a Worker>,
+    events: BTreeMap<(&'a JobId, u64), (&'a JobEvent, Option<u64>)>,
+    audit: Vec<&'a AuditLine>,
+    /// Jobs whose log has become too long.
+    long: BTreeSet<&'a JobId>,
+}
+
+impl<'a> Rows<'a> {
+    fn event(&mut self, job: &'a JobId, event: &'a JobEvent, seq: Option<u64>, events_kept: u64) {
+        self.events.insert((job, event.cursor), (event, seq));
+        if event.cursor > events_kept && event.cursor.is_multiple_of(TRIM_EVERY.min(events_kept)) {
+            self.long.insert(job);
+        }
+    }
+
+    async fn write(&mut self, to: &mut Work) -> Result<(), sqlx::Error> {
+        let (mut new, mut known) = (Vec::new(), Vec::new());
+        for (id, (job, payload)) in std::mem::take(&mut self.jobs) {
+            match payload {
+                Some(payload) => new.push(vec![
+                    id.as_str().into(),
                     json(job)?,
                     payload.config_text.as_str().into(),
                     payload.config_format.as_str().into(),
                     payload.job_json.as_str().into(),
                     json(&payload.inputs)?,
-                ],
-            )
-            .await?;
-        }
-        Record::Job(job) => {
-            to.run(
-                "UPDATE jobs SET record = $2 WHERE id = $1",
-                &[job.id.as_str().into(), json(job)?],
-            )
-            .await?;
-        }
-        Record::JobGone(job) => {
-            for statement in [
-                "DELETE FROM jobs WHERE id = $1",
-                "DELETE FROM events WHERE job = $1",
-                "DELETE FROM artifacts WHERE job = $1",
-                "DELETE FROM checkpoints WHERE job = $1",
-            ] {
-                to.run(statement, &[job.as_str().into()]).await?;
+                ]),
+                None => known.push(vec![id.as_str().into(), json(job)?]),
             }
         }
-        Record::Worker(worker) => {
-            to.run(
-                "INSERT INTO workers (id, record) VALUES ($1, $2) ON CONFLICT (id) DO UPDATE SET record = excluded.record",
-                &[worker.id.as_str().into(), json(worker)?],
-            )
-            .await?;
-        }
-        Record::Event { job, event, seq } => write_event(to, job, event, *seq, events_kept).await?,
-        Record::Artifact(job, artifact) => {
-            let hash = artifact.hash.map(|hash| hash.to_hex());
-            to.run(
-                "INSERT INTO artifacts (job, identity, name, artifact, hash) VALUES ($1, $2, $3, $4, $5) \
-                 ON CONFLICT (job, identity) DO UPDATE SET name = excluded.name, artifact = excluded.artifact, hash = excluded.hash",
-                &[
-                    job.as_str().into(),
-                    artifact.identity().into(),
-                    artifact.name.as_str().into(),
-                    json(artifact)?,
-                    hash.as_deref().into(),
-                ],
-            )
-            .await?;
-        }
-        Record::Audit(line) => super::access::add_line(to, line).await?,
-        Record::ArtifactGone(job, name) => {
-            to.run(
-                "DELETE FROM artifacts WHERE job = $1 AND name = $2",
-                &[job.as_str().into(), name.as_str().into()],
-            )
-            .await?;
-        }
+        NEW_JOBS.run(to, new).await?;
+        JOBS.run(to, known).await?;
+        let workers = std::mem::take(&mut self.workers);
+        let worker = |(id, worker): (&WorkerId, &Worker)| Ok(vec![id.as_str().into(), json(worker)?]);
+        WORKERS.run(to, rows(workers.into_iter().map(worker))?).await?;
+        let event = |((job, cursor), (event, seq)): ((&JobId, u64), (&JobEvent, Option<u64>))| {
+            let trim = matches!(event.body, EventBody::Log { .. } | EventBody::Metrics { .. });
+            Ok(vec![
+                job.as_str().into(),
+                cursor.into(),
+                event.attempt.as_ref().map(|attempt| attempt.as_str()).into(),
+                seq.into(),
+                trim.into(),
+                json(event)?,
+            ])
+        };
+        let events = std::mem::take(&mut self.events);
+        EVENTS.run(to, rows(events.into_iter().map(event))?).await?;
+        let line = |line: &AuditLine| Ok(vec![line.id.as_str().into(), json(line)?]);
+        let audit = std::mem::take(&mut self.audit);
+        AUDIT.run(to, rows(audit.into_iter().map(line))?).await
+    }
+}
+
+fn rows(rows: impl Iterator<Item = Result<Vec<Value>, sqlx::Error>>) -> Result<Vec<Vec<Value>>, sqlx::Error> {
+    rows.collect()
+}
+
+async fn forget(to: &mut Work, job: &JobId) -> Result<(), sqlx::Error> {
+    for statement in [
+        "DELETE FROM jobs WHERE id = $1",
+        "DELETE FROM events WHERE job = $1",
+        "DELETE FROM artifacts WHERE job = $1",
+        "DELETE FROM checkpoints WHERE job = $1",
+    ] {
+        to.run(statement, &[job.as_str().into()]).await?;
     }
     Ok(())
 }
 
-async fn write_event(
-    to: &mut Work,
-    job: &JobId,
-    event: &JobEvent,
-    seq: Option<u64>,
-    events_kept: u64,
-) -> Result<(), sqlx::Error> {
-    let trim = matches!(event.body, EventBody::Log { .. } | EventBody::Metrics { .. });
+async fn write_artifact(to: &mut Work, job: &JobId, artifact: &Artifact) -> Result<(), sqlx::Error> {
+    let hash = artifact.hash.map(|hash| hash.to_hex());
     to.run(
-        "INSERT INTO events (job, cursor, attempt, seq, trim, event) VALUES ($1, $2, $3, $4, $5, $6) \
-         ON CONFLICT (job, cursor) DO UPDATE SET attempt = excluded.attempt, seq = excluded.seq, trim = excluded.trim, event = excluded.event",
+        "INSERT INTO artifacts (job, identity, name, artifact, hash) VALUES ($1, $2, $3, $4, $5) \
+         ON CONFLICT (job, identity) DO UPDATE SET name = excluded.name, artifact = excluded.artifact, hash = excluded.hash",
         &[
             job.as_str().into(),
-            event.cursor.into(),
-            event.attempt.as_ref().map(|attempt| attempt.as_str()).into(),
-            seq.into(),
-            trim.into(),
-            json(event)?,
+            artifact.identity().into(),
+            artifact.name.as_str().into(),
+            json(artifact)?,
+            hash.as_deref().into(),
         ],
     )
     .await?;
-    if let EventBody::Checkpoint { manifest, .. } = &event.body {
-        to.run(
-            "INSERT INTO checkpoints (job, cursor, manifest) VALUES ($1, $2, $3) \
-             ON CONFLICT (job, cursor) DO UPDATE SET manifest = excluded.manifest",
-            &[job.as_str().into(), event.cursor.into(), manifest.to_hex().into()],
-        )
-        .await?;
-    }
-    if event.cursor > events_kept && event.cursor.is_multiple_of(TRIM_EVERY.min(events_kept)) {
-        // Counted, not computed from the cursor: after a restore the numbers have a gap.
-        to.run(
-            "DELETE FROM events WHERE job = $1 AND trim = 1 AND cursor <= \
-             (SELECT cursor FROM events WHERE job = $1 AND trim = 1 ORDER BY cursor DESC LIMIT 1 OFFSET $2)",
-            &[job.as_str().into(), events_kept.into()],
-        )
-        .await?;
-    }
+    Ok(())
+}
+
+async fn trim(to: &mut Work, job: &JobId, events_kept: u64) -> Result<(), sqlx::Error> {
+    // Counted, not computed from the cursor: after a restore the numbers have a gap.
+    to.run(
+        "DELETE FROM events WHERE job = $1 AND trim = 1 AND cursor <= \
+         (SELECT cursor FROM events WHERE job = $1 AND trim = 1 ORDER BY cursor DESC LIMIT 1 OFFSET $2)",
+        &[job.as_str().into(), events_kept.into()],
+    )
+    .await?;
     Ok(())
 }

@@ -1,18 +1,19 @@
 //! The store over either database.
 
+use super::lease::Writer;
 use super::link::{Link, Row, Value, Work};
-use super::postgres::Writer;
 use super::{Document, EVENTS_KEPT, JobRoots, Loaded, Store, StoreError, records};
 use crate::access::AuditLine;
 use crate::core::{Job, Payload, Record, Restored, Worker};
 use aitk_common::control::{Artifact, JobEvent};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
+use aitk_common::security::token::Token;
 use async_trait::async_trait;
 use serde::de::DeserializeOwned;
 use sqlx::migrate::Migrator;
 use std::future::Future;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How long an answer of PostgreSQL may take. A server that went away without a word would otherwise hold us up for as
 /// long as TCP waits. A commit that is given up here and comes through later is no harm: what it wrote stays locked
@@ -47,13 +48,6 @@ impl SqlStore {
         self
     }
 
-    /// Makes sure that the lock which keeps others away is ours; a commit that failed does so by itself.
-    pub async fn keep_lock(&self) {
-        if let Some(writer) = &self.writer {
-            writer.keep().await;
-        }
-    }
-
     pub(super) fn database(&self) -> &str {
         &self.database
     }
@@ -84,12 +78,16 @@ impl SqlStore {
                 .await
                 .map_err(|e| self.failed(e))?;
             if rows.first().map(|row| row.number(0)) != Some(writer.epoch) {
-                return Err(StoreError::Superseded {
-                    database: self.database.clone(),
-                });
+                return Err(self.superseded());
             }
         }
         Ok(work)
+    }
+
+    fn superseded(&self) -> StoreError {
+        StoreError::Superseded {
+            database: self.database.clone(),
+        }
     }
 
     /// Without bringing it up to date: that the tables are those that we know.
@@ -131,11 +129,9 @@ impl SqlStore {
 
     async fn write_all(&self, records: &[Record]) -> Result<(), StoreError> {
         let mut work = self.begin().await?;
-        for record in records::coalesce(records) {
-            records::write(&mut work, record, self.events_kept)
-                .await
-                .map_err(|e| self.failed(e))?;
-        }
+        records::write_all(&mut work, records, self.events_kept)
+            .await
+            .map_err(|e| self.failed(e))?;
         work.commit().await.map_err(|e| self.failed(e))
     }
 
@@ -193,12 +189,7 @@ impl Store for SqlStore {
         if records.is_empty() {
             return Ok(());
         }
-        let result = self.in_time(Box::pin(self.write_all(records))).await;
-        if matches!(result, Err(StoreError::Failed { .. })) {
-            // Perhaps the server was restarted, and our lock with it.
-            self.keep_lock().await;
-        }
-        result
+        self.in_time(Box::pin(self.write_all(records))).await
     }
 
     async fn payload(&self, job: &JobId) -> Result<Option<Payload>, StoreError> {
@@ -266,6 +257,20 @@ impl Store for SqlStore {
 
     async fn audit(&self, after: u64, limit: u32) -> Result<Vec<(u64, AuditLine)>, StoreError> {
         self.in_time(Box::pin(self.read_audit(after, limit))).await
+    }
+
+    async fn renew(&self) -> Result<Option<Instant>, StoreError> {
+        let Some(writer) = &self.writer else { return Ok(None) };
+        match writer.renew().await {
+            Ok(true) => {}
+            Ok(false) => return Err(self.superseded()),
+            Err(error) => tracing::warn!(%error, "the database did not answer when the lease was renewed"),
+        }
+        Ok(Some(writer.believed().await))
+    }
+
+    fn proof(&self) -> Option<Token> {
+        self.writer.as_ref().map(|writer| writer.proof.clone())
     }
 
     async fn close(&self) {

@@ -17,6 +17,8 @@ use tonic::Code;
 /// The first and the longest wait between two tries.
 const FIRST_WAIT: Duration = Duration::from_millis(250);
 const LONGEST_WAIT: Duration = Duration::from_secs(15);
+/// The longest wait when there are several coordinators.
+const LONGEST_WAIT_FOR_ONE: Duration = Duration::from_secs(2);
 /// A connection that lived this long was a good one: the next try comes at once.
 const GOOD: Duration = Duration::from_secs(30);
 /// How long the coordinator may take to answer the registration.
@@ -80,10 +82,18 @@ impl From<tonic::Status> for Broken {
 
 /// Keeps a connection until it is refused for good or nobody listens to `events`.
 pub(crate) async fn keep(target: Target, events: mpsc::Sender<LinkEvent>) {
+    let servers = client::addresses(&target.server);
+    // Of several coordinators one leads, and another one does within seconds when it is gone: look often.
+    let longest = if servers.len() > 1 {
+        LONGEST_WAIT_FOR_ONE
+    } else {
+        LONGEST_WAIT
+    };
     let mut wait = FIRST_WAIT;
+    let mut at = 0;
     loop {
         let began = Instant::now();
-        let problem = match once(&target, &events).await {
+        let problem = match once(servers[at % servers.len()], &target, &events).await {
             Ok(()) => return,
             Err(Broken::Never(refusal)) => {
                 let _ = events.send(LinkEvent::Refused(refusal)).await;
@@ -97,17 +107,22 @@ pub(crate) async fn keep(target: Target, events: mpsc::Sender<LinkEvent>) {
         if began.elapsed() >= GOOD {
             wait = FIRST_WAIT;
         }
+        at += 1;
+        // The next one at once, until all were tried.
+        let round = at.is_multiple_of(servers.len());
         tokio::select! {
-            () = sleep(jittered(wait)) => {}
+            () = sleep(jittered(if round { wait } else { FIRST_WAIT })) => {}
             () = events.closed() => return,
         }
-        wait = (wait * 2).min(LONGEST_WAIT);
+        if round {
+            wait = (wait * 2).min(longest);
+        }
     }
 }
 
 /// One connection from its beginning to its end. `Ok` when nobody listens any more.
-async fn once(target: &Target, events: &mpsc::Sender<LinkEvent>) -> Result<(), Broken> {
-    let mut clients = client::connect(&target.server, &target.token, target.ca_file.as_deref()).await?;
+async fn once(server: &str, target: &Target, events: &mpsc::Sender<LinkEvent>) -> Result<(), Broken> {
+    let mut clients = client::connect(server, &target.token, target.ca_file.as_deref()).await?;
     let (ask, registration) = oneshot::channel();
     if events.send(LinkEvent::Opening(ask)).await.is_err() {
         return Ok(());

@@ -16,7 +16,7 @@ pub(crate) struct Daemon {
 }
 
 impl Daemon {
-    /// Starts it in a folder, with more arguments, and waits until it answers.
+    /// Starts it in a folder, with more arguments (`ADDRESS` in them is where it listens), and waits until it answers.
     pub(crate) async fn start(dir: &Path, arguments: &[&str], environment: &[(&str, &str)]) -> Self {
         let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         let arguments: Vec<String> = arguments.iter().map(ToString::to_string).collect();
@@ -46,6 +46,10 @@ impl Daemon {
     pub(crate) fn kill(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
+    }
+
+    pub(crate) fn id(&self) -> u32 {
+        self.child.id()
     }
 
     pub(crate) fn url(&self) -> String {
@@ -81,6 +85,12 @@ impl Daemon {
 impl Drop for Daemon {
     fn drop(&mut self) {
         self.kill();
+        if std::thread::panicking() {
+            let log = self.log();
+            let lines: Vec<&str> = log.lines().filter(|line| line.contains("aitk_coordinator")).collect();
+            let last = &lines[lines.len().saturating_sub(40)..];
+            eprintln!("{}:\n{}", self.dir.display(), last.join("\n"));
+        }
     }
 }
 
@@ -90,7 +100,11 @@ fn spawn(dir: &Path, address: SocketAddr, arguments: &[String], environment: &[(
     Command::new(env!("CARGO_BIN_EXE_aitk-coordinator"))
         .args(["--bind", &address.to_string(), "--log-level", "debug", "--data-dir"])
         .arg(dir)
-        .args(arguments)
+        .args(
+            arguments
+                .iter()
+                .map(|text| text.replace("ADDRESS", &address.to_string())),
+        )
         .envs(environment.iter().cloned())
         .stdin(Stdio::null())
         .stdout(Stdio::null())

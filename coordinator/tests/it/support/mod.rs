@@ -271,8 +271,13 @@ impl FakeWorker {
     }
 
     pub(crate) async fn register(clients: &Clients, registration: Registration) -> Self {
+        Self::try_register(clients, registration).await.expect("a welcome")
+    }
+
+    /// None when the coordinator does not answer with a welcome.
+    pub(crate) async fn try_register(clients: &Clients, registration: Registration) -> Option<Self> {
         let first = ToCoordinator::Register(Box::new(registration));
-        let (sender, messages) = Self::open(clients, Some(first)).await.unwrap();
+        let (sender, messages) = Self::open(clients, Some(first)).await.ok()?;
         let mut worker = Self {
             sender,
             messages,
@@ -281,10 +286,10 @@ impl FakeWorker {
             request: 0,
         };
         let Some(ToWorker::Welcome { worker: id, keep, .. }) = worker.next().await else {
-            panic!("no welcome");
+            return None;
         };
         (worker.id, worker.keep) = (id, keep);
-        worker
+        Some(worker)
     }
 
     pub(crate) async fn new(pool: &Pool, name: &str) -> Self {

@@ -1,0 +1,106 @@
+//! Passes calls on to the coordinator that leads, as they are, with the address they came from.
+
+use crate::api::peer;
+use aitk_proto::{FORWARDED_HEADER, LEADER_HEADER, PROOF_HEADER};
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use tokio::sync::watch;
+use tonic::Status;
+use tonic::body::Body;
+use tonic::codegen::{BoxFuture, Service, http};
+use tonic::transport::Channel;
+
+/// The leader, as whoever stands by sees it.
+pub(super) struct Upstream {
+    pub(super) epoch: u64,
+    pub(super) address: String,
+    /// Makes it believe what we say of where a call came from.
+    pub(super) proof: String,
+    pub(super) channel: Channel,
+}
+
+/// The service of a coordinator that stands by.
+#[derive(Clone)]
+pub(super) struct Forward {
+    leader: watch::Receiver<Option<Arc<Upstream>>>,
+}
+
+impl Forward {
+    pub(super) fn new(leader: watch::Receiver<Option<Arc<Upstream>>>) -> Self {
+        Self { leader }
+    }
+
+    /// What is answered here; or the leader, and the call as it will see it.
+    fn prepare(&self, mut request: http::Request<Body>) -> Result<(Arc<Upstream>, http::Request<Body>), Status> {
+        let leader = self.leader.borrow().clone();
+        let Some(leader) = leader else {
+            return Err(away(
+                "no coordinator leads at the moment; another one takes over within seconds, try again",
+                "none",
+            ));
+        };
+        // A worker's session is long and busy, and its certificate ends here: the worker knows all addresses and goes there.
+        if request.uri().path().starts_with("/aitk.v1.Workers/") {
+            let text = format!("this coordinator stands by; {} leads", leader.address);
+            return Err(away(&text, &leader.address));
+        }
+        // Whoever passed it on to us sees another leader than we do. One of us will know better in a second.
+        if request.headers().contains_key(FORWARDED_HEADER) {
+            return Err(away("this coordinator leads no more; try again", &leader.address));
+        }
+        let from = peer(&request).map(|from| from.to_string()).unwrap_or_default();
+        let headers = request.headers_mut();
+        let (Ok(from), Ok(proof)) = (from.parse(), leader.proof.parse::<http::HeaderValue>()) else {
+            return Err(Status::internal("a call cannot be passed on"));
+        };
+        headers.insert(FORWARDED_HEADER, from);
+        let mut proof = proof;
+        proof.set_sensitive(true);
+        headers.insert(PROOF_HEADER, proof);
+        Ok((leader, request))
+    }
+}
+
+/// "Try another one."
+fn away(text: &str, leader: &str) -> Status {
+    let mut status = Status::unavailable(text);
+    if let Ok(leader) = leader.parse() {
+        status.metadata_mut().insert(LEADER_HEADER, leader);
+    }
+    status
+}
+
+impl Service<http::Request<axum::body::Body>> for Forward {
+    type Response = http::Response<Body>;
+    type Error = Infallible;
+    type Future = BoxFuture<Self::Response, Infallible>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: http::Request<axum::body::Body>) -> Self::Future {
+        let prepared = self.prepare(request.map(Body::new));
+        Box::pin(async move {
+            let (leader, request) = match prepared {
+                Ok(prepared) => prepared,
+                Err(status) => return Ok(status.into_http()),
+            };
+            let mut channel = leader.channel.clone();
+            let answer = async {
+                std::future::poll_fn(|context| channel.poll_ready(context)).await?;
+                channel.call(request).await
+            }
+            .await;
+            Ok(answer.unwrap_or_else(|error: tonic::transport::Error| {
+                tracing::debug!(error = %crate::runner::full(&error), leader = leader.address, "a call could not be passed on");
+                let text = format!(
+                    "the leading coordinator {} does not answer; another one takes over within seconds, try again",
+                    leader.address
+                );
+                away(&text, "none").into_http()
+            }))
+        })
+    }
+}

@@ -1,0 +1,71 @@
+//! Rows that go in together: one statement for many of them.
+//!
+//! A statement costs a hand-over to the database's thread or server, which is more than the writing of a row. So the rows
+//! of a transaction are sorted by what is done with them and written 32, 16, 8 … at a time; few different statements, so
+//! each stays prepared. The order of tables does not matter: nothing refers from one to the other inside the database.
+
+use super::link::{Value, Work};
+use std::sync::LazyLock;
+
+/// Rows of one statement: powers of two, so that any number is a few of them. The widest row times the most rows stays
+/// far below the 32,766 values that SQLite takes.
+const SIZES: [usize; 6] = [32, 16, 8, 4, 2, 1];
+
+/// What is done with rows of one kind.
+pub(super) struct Bulk {
+    /// For each of [`SIZES`].
+    statements: LazyLock<[&'static str; SIZES.len()]>,
+}
+
+impl Bulk {
+    pub(super) const fn new(statements: fn() -> [&'static str; SIZES.len()]) -> Self {
+        Self {
+            statements: LazyLock::new(statements),
+        }
+    }
+
+    /// Runs it for all rows, in order. No key may be there twice.
+    pub(super) async fn run(&self, to: &mut Work, rows: Vec<Vec<Value>>) -> Result<(), sqlx::Error> {
+        let mut left = rows.len();
+        let mut rows = rows.into_iter();
+        for (size, statement) in SIZES.into_iter().zip(self.statements.iter()) {
+            while left >= size {
+                let values: Vec<Value> = rows.by_ref().take(size).flatten().collect();
+                to.run(statement, &values).await?;
+                left -= size;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The statement `head (…), (…) tail` for each size. Kept for as long as the program runs: there are a few dozen.
+pub(super) fn statements(head: &str, columns: usize, tail: &str) -> [&'static str; SIZES.len()] {
+    SIZES.map(|size| {
+        let row = |row: usize| {
+            let places: Vec<String> = (1..=columns)
+                .map(|column| format!("${}", row * columns + column))
+                .collect();
+            format!("({})", places.join(", "))
+        };
+        let rows: Vec<String> = (0..size).map(row).collect();
+        let text = format!("{head} {} {tail}", rows.join(", "));
+        &*Box::leak(text.into_boxed_str())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_statement_has_a_place_for_every_value() {
+        let all = statements("INSERT INTO t (a, b) VALUES", 2, "ON CONFLICT DO NOTHING");
+        assert_eq!(all[5], "INSERT INTO t (a, b) VALUES ($1, $2) ON CONFLICT DO NOTHING");
+        assert_eq!(
+            all[4],
+            "INSERT INTO t (a, b) VALUES ($1, $2), ($3, $4) ON CONFLICT DO NOTHING"
+        );
+        assert!(all[0].contains("($63, $64)") && !all[0].contains("$65"));
+    }
+}

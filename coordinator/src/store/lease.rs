@@ -1,0 +1,336 @@
+//! Which of several coordinators on one PostgreSQL database leads, and for how long.
+//!
+//! Two things keep them apart. The **lease** says when somebody may take over: the leader renews it all the time, by the
+//! database's clock, and when it has run out the first to ask gets it. The **epoch** keeps what is written safe: every
+//! transaction compares it (see [`super::sql`]), so a leader that slept through its lease changes nothing when it wakes.
+//! A coordinator that wants no others beside it holds an advisory lock as well, so that a second one is told at its start.
+
+use super::link::Link;
+use super::postgres::{BoxError, CONNECTIONS, DatabaseUrl, LOCK, MIGRATIONS, PATIENCE};
+use super::{SqlStore, StoreError};
+use aitk_common::hash::ContentHash;
+use aitk_common::security::token::Token;
+use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions};
+use sqlx::{Connection, PgConnection};
+use std::time::{Duration, Instant};
+use tokio::sync::Mutex;
+
+/// How long a leader is believed in that does not renew. Takeover takes this, a look, and the loading of the queue: with
+/// 100,000 jobs about a second, so that all of it stays below ten.
+pub(crate) const LEASE: Duration = Duration::from_secs(5);
+/// How often it is renewed, and looked at.
+pub(crate) const RENEW: Duration = Duration::from_secs(1);
+/// How long one renewal may take.
+const ANSWER: Duration = Duration::from_secs(2);
+/// What a session of ours is for that the server has lost sight of: a leader whose machine vanished must not keep
+/// the row of its epoch locked. Keep-alives find out about the machine, the other limit about a process that stands still.
+const SIGHT: [(&str, &str); 4] = [
+    ("tcp_keepalives_idle", "3"),
+    ("tcp_keepalives_interval", "1"),
+    ("tcp_keepalives_count", "3"),
+    ("idle_in_transaction_session_timeout", "5000"),
+];
+
+/// What a coordinator tells the others when it leads.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Candidate {
+    /// Where the others reach it; none: it wants no others.
+    pub(crate) address: Option<String>,
+    /// SHA-256 of the token in its data folder.
+    pub(crate) token: ContentHash,
+    /// Its object storage.
+    pub(crate) storage: String,
+}
+
+/// Who leads, as the database says.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct Leader {
+    /// Its number; a later leader has a higher one.
+    pub(crate) epoch: u64,
+    /// Where it is reached; none: it wants no others.
+    pub(crate) address: Option<String>,
+    /// What to show with a call that is passed on to it.
+    pub(crate) proof: String,
+    /// SHA-256 of its token, in hexadecimal digits.
+    pub(crate) token: String,
+    /// Its object storage.
+    pub(crate) storage: String,
+}
+
+impl std::fmt::Debug for Leader {
+    /// Without the proof.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Leader")
+            .field("epoch", &self.epoch)
+            .field("address", &self.address)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The connection that renews, and whether it holds the lock.
+struct Holder {
+    connection: PgConnection,
+    locked: bool,
+}
+
+/// The right to write, as long as nobody took it.
+pub(super) struct Writer {
+    options: PgConnectOptions,
+    /// Our number in the table `writer`.
+    pub(super) epoch: u64,
+    /// What others show with a call that they pass on to us.
+    pub(super) proof: Token,
+    /// None after it broke.
+    holder: Mutex<Option<Holder>>,
+    /// Until when we may believe that we lead: from before the last renewal that succeeded.
+    believed: Mutex<Instant>,
+}
+
+impl std::fmt::Debug for Writer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Writer")
+            .field("epoch", &self.epoch)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Writer {
+    /// Alone: takes the lock, then changes the tables if they need it, and takes a fresh epoch. Without the lock nothing
+    /// changes: whoever has it may be of another version.
+    pub(super) async fn alone(
+        options: &PgConnectOptions,
+        pool: &PgPool,
+        candidate: &Candidate,
+    ) -> Result<Option<Self>, BoxError> {
+        let mut connection = PgConnection::connect_with(options).await?;
+        if !try_lock(&mut connection).await? {
+            return Ok(None);
+        }
+        MIGRATIONS.run(pool).await?;
+        let free = "address IS NULL OR until < clock_timestamp()";
+        let holder = Holder {
+            connection,
+            locked: true,
+        };
+        Self::take(options, pool, candidate, holder, free).await
+    }
+
+    /// A fresh epoch and the lease, if it is free.
+    async fn take(
+        options: &PgConnectOptions,
+        pool: &PgPool,
+        candidate: &Candidate,
+        holder: Holder,
+        free: &'static str,
+    ) -> Result<Option<Self>, BoxError> {
+        let began = Instant::now();
+        let proof = Token::generate();
+        let mut work = pool.begin().await?;
+        // Of two that come at once the second waits here, and then sees that it is taken.
+        let look = sqlx::AssertSqlSafe(format!("SELECT id FROM lease WHERE id = 1 AND ({free}) FOR UPDATE"));
+        let vacant: Option<i64> = sqlx::query_scalar(look).fetch_optional(&mut *work).await?;
+        if vacant.is_none() {
+            return Ok(None);
+        }
+        // Waits for transactions of the last leader that are under way, which the server ends if they stand still.
+        let epoch: i64 = sqlx::query_scalar("UPDATE writer SET epoch = epoch + 1 WHERE id = 1 RETURNING epoch")
+            .fetch_one(&mut *work)
+            .await?;
+        sqlx::query(
+            "UPDATE lease SET epoch = $1, until = clock_timestamp() + make_interval(secs => $2), address = $3, \
+             proof = $4, token = $5, storage = $6 WHERE id = 1",
+        )
+        .bind(epoch)
+        .bind(LEASE.as_secs_f64())
+        .bind(candidate.address.as_deref())
+        .bind(proof.secret())
+        .bind(candidate.token.to_hex())
+        .bind(&candidate.storage)
+        .execute(&mut *work)
+        .await?;
+        work.commit().await?;
+        Ok(Some(Self {
+            options: options.clone(),
+            epoch: u64::try_from(epoch).unwrap_or(0),
+            proof,
+            holder: Mutex::new(Some(holder)),
+            believed: Mutex::new(began + LEASE),
+        }))
+    }
+
+    /// Renews the lease, and takes the lock where it is free: it goes with its connection when the server is restarted.
+    /// Whether we still lead; an error says that the database did not answer.
+    pub(super) async fn renew(&self) -> Result<bool, sqlx::Error> {
+        let began = Instant::now();
+        // A server that went away without a word does not answer for as long as TCP waits.
+        let late = std::io::Error::new(std::io::ErrorKind::TimedOut, "no answer in time");
+        let ours = tokio::time::timeout(ANSWER, self.try_renew())
+            .await
+            .unwrap_or(Err(sqlx::Error::Io(late)))?;
+        if ours {
+            *self.believed.lock().await = began + LEASE;
+        }
+        Ok(ours)
+    }
+
+    async fn try_renew(&self) -> Result<bool, sqlx::Error> {
+        let mut slot = self.holder.lock().await;
+        // Out of its place meanwhile: one that is given up halfway is of no use.
+        if let Some(mut holder) = slot.take()
+            && let Ok(ours) = self.renew_on(&mut holder).await
+        {
+            *slot = Some(holder);
+            return Ok(ours);
+        }
+        // The server was restarted, and the lock is free with the connection: take both again at once.
+        let mut holder = Holder {
+            connection: PgConnection::connect_with(&self.options).await?,
+            locked: false,
+        };
+        let ours = self.renew_on(&mut holder).await?;
+        *slot = Some(holder);
+        Ok(ours)
+    }
+
+    async fn renew_on(&self, holder: &mut Holder) -> Result<bool, sqlx::Error> {
+        let renewed = sqlx::query(
+            "UPDATE lease SET until = clock_timestamp() + make_interval(secs => $1) WHERE id = 1 AND epoch = $2",
+        )
+        .bind(LEASE.as_secs_f64())
+        .bind(i64::try_from(self.epoch).unwrap_or(i64::MAX))
+        .execute(&mut holder.connection)
+        .await?
+        .rows_affected();
+        if renewed == 1 && !holder.locked {
+            holder.locked = try_lock(&mut holder.connection).await?;
+        }
+        Ok(renewed == 1)
+    }
+
+    /// Until when nobody else can have taken over, by this machine's clock.
+    pub(super) async fn believed(&self) -> Instant {
+        *self.believed.lock().await
+    }
+
+    /// Gives lease and lock back, so that another one need not wait.
+    pub(super) async fn close(&self) {
+        let Some(mut holder) = self.holder.lock().await.take() else {
+            return;
+        };
+        let leave = async {
+            let _ = sqlx::query("UPDATE lease SET until = '-infinity' WHERE id = 1 AND epoch = $1")
+                .bind(i64::try_from(self.epoch).unwrap_or(i64::MAX))
+                .execute(&mut holder.connection)
+                .await;
+            // Closing gives the lock back; so does an end without it, a little later.
+            let _ = holder.connection.close().await;
+        };
+        let _ = tokio::time::timeout(ANSWER, leave).await;
+    }
+}
+
+async fn try_lock(connection: &mut PgConnection) -> Result<bool, sqlx::Error> {
+    sqlx::query_scalar("SELECT pg_try_advisory_lock($1)")
+        .bind(LOCK)
+        .fetch_one(connection)
+        .await
+}
+
+/// The options of connections that write.
+pub(super) fn seen(options: PgConnectOptions) -> PgConnectOptions {
+    options.options(SIGHT)
+}
+
+/// Whoever would lead if nobody did.
+#[derive(Debug)]
+pub(crate) struct Contender {
+    url: DatabaseUrl,
+    options: PgConnectOptions,
+    /// Looks; a leader gets a pool of its own.
+    pool: PgPool,
+}
+
+impl Contender {
+    /// Prepares to look. Connects only when asked something.
+    pub(crate) fn new(url: &DatabaseUrl) -> Result<Self, StoreError> {
+        url.warn_of_clear_text()?;
+        let options = seen(url.options()?);
+        let pool = PgPoolOptions::new()
+            .max_connections(1)
+            .acquire_timeout(ANSWER)
+            .connect_lazy_with(options.clone());
+        Ok(Self {
+            url: url.clone(),
+            options,
+            pool,
+        })
+    }
+
+    fn failed(&self, source: impl Into<BoxError>) -> StoreError {
+        StoreError::Open {
+            database: self.url.to_string(),
+            source: source.into(),
+        }
+    }
+
+    /// Who leads, or nobody: then [`Self::lead`] is worth a try.
+    ///
+    /// # Errors
+    /// [`StoreError::Open`] when the database does not answer, [`StoreError::Schema`] when it is a newer version's.
+    pub(crate) async fn look(&self) -> Result<Option<Leader>, StoreError> {
+        let looking = async {
+            // Its tables may not be there yet, or be those of the version before.
+            let known: bool = sqlx::query_scalar("SELECT to_regclass('lease') IS NOT NULL")
+                .fetch_one(&self.pool)
+                .await?;
+            if !known {
+                return Ok(None);
+            }
+            let row: Option<(i64, Option<String>, String, String, String)> = sqlx::query_as(
+                "SELECT epoch, address, proof, token, storage FROM lease WHERE id = 1 AND until >= clock_timestamp()",
+            )
+            .fetch_optional(&self.pool)
+            .await?;
+            Ok(row.map(|(epoch, address, proof, token, storage)| Leader {
+                epoch: u64::try_from(epoch).unwrap_or(0),
+                address,
+                proof,
+                token,
+                storage,
+            }))
+        };
+        let late = || sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::TimedOut, "no answer in time"));
+        let found = tokio::time::timeout(ANSWER, looking).await;
+        found.unwrap_or_else(|_| Err(late())).map_err(|e| self.failed(e))
+    }
+
+    /// Becomes the leader, if nobody is.
+    ///
+    /// # Errors
+    /// As [`Self::look`].
+    pub(crate) async fn lead(&self, candidate: &Candidate) -> Result<Option<SqlStore>, StoreError> {
+        let pool = PgPoolOptions::new()
+            .max_connections(CONNECTIONS)
+            .acquire_timeout(PATIENCE)
+            .connect_with(self.options.clone())
+            .await
+            .map_err(|e| self.failed(e))?;
+        let mut connection = PgConnection::connect_with(&self.options)
+            .await
+            .map_err(|e| self.failed(e))?;
+        let locked = try_lock(&mut connection).await.map_err(|e| self.failed(e))?;
+        let store = SqlStore::new(self.url.to_string(), Link::Postgres(pool.clone()), None);
+        if locked {
+            MIGRATIONS.run(&pool).await.map_err(|e| self.failed(e))?;
+        } else if store.check_schema(&MIGRATIONS).await.is_err() {
+            // Whoever has the lock works with these tables.
+            return Ok(None);
+        }
+        let holder = Holder { connection, locked };
+        let writer = Writer::take(&self.options, &pool, candidate, holder, "until < clock_timestamp()")
+            .await
+            .map_err(|e| self.failed(e))?;
+        let database = self.url.to_string();
+        Ok(writer.map(|writer| SqlStore::new(database, Link::Postgres(pool), Some(writer))))
+    }
+}

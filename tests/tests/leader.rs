@@ -1,0 +1,111 @@
+//! Two coordinators on one PostgreSQL: the leader dies in the middle of a training run, and nobody else notices.
+
+#![allow(clippy::unwrap_used, reason = "a test may stop where it stands")]
+
+use aitk_tests::eventually;
+use aitk_tests::jobs::{draw_dataset, run_undisturbed, training};
+use aitk_tests::pool::{Pool, Setup};
+use aitk_tests::processes::free_address;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::time::Duration;
+
+#[allow(dead_code, reason = "it is shared with other tests")]
+#[path = "../../coordinator/tests/it/support/postgres.rs"]
+mod postgres;
+
+const STEPS: u32 = 24;
+const SAVE_EVERY: u32 = 4;
+const LIMIT: Duration = Duration::from_secs(300);
+
+/// A coordinator with a folder of its own, and the token of all.
+fn coordinator(root: &Path, name: &str, environment: &[(String, String)]) -> Pool {
+    let folder = root.join(name);
+    let data = folder.join("coordinator");
+    std::fs::create_dir_all(&data).unwrap();
+    std::fs::write(data.join("token"), "a-token-that-both-of-them-have").unwrap();
+    std::fs::set_permissions(data.join("token"), std::fs::Permissions::from_mode(0o600)).unwrap();
+    let address = free_address();
+    let mut environment = environment.to_vec();
+    environment.push(("AITK_ADVERTISE".into(), format!("http://{address}")));
+    std::fs::create_dir_all(root.join("blobs")).unwrap();
+    Pool::start_with(Setup {
+        address,
+        storage: Some(format!("file://{}", root.join("blobs").display())),
+        environment,
+        ..Setup::new(&folder)
+    })
+}
+
+#[test]
+fn a_leader_that_dies_does_not_interrupt_an_attempt() {
+    let Some(server) = postgres::Postgres::start() else {
+        return;
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    let quiet = root.join("undisturbed");
+    draw_dataset(&quiet.join("dataset"), 4);
+    std::fs::write(quiet.join("job.yaml"), training("shapes", &quiet, STEPS, SAVE_EVERY)).unwrap();
+    run_undisturbed(&quiet);
+    let expected = std::fs::read(quiet.join("shapes/shapes.safetensors")).unwrap();
+
+    let environment = [("AITK_DATABASE".to_owned(), server.url())];
+    let mut first = coordinator(root, "first", &environment);
+    eventually("a leader", LIMIT, &[&first.coordinator], || {
+        let log = first.coordinator.log_from_start().lines();
+        log.iter()
+            .any(|line| line.contains("this coordinator leads"))
+            .then_some(())
+    });
+    let second = coordinator(root, "second", &environment);
+    let both = format!("http://{},http://{}", first.setup().address, second.setup().address);
+
+    // Both addresses, for the worker and for whoever asks.
+    let mut worker = second.command("aitk-worker");
+    worker
+        .env("AITK_SERVER", &both)
+        .args(["--name", "box", "--devices", "cpu", "--data-dir"]);
+    worker.arg(root.join("box"));
+    let worker = aitk_tests::processes::Process::start("box", root, &mut worker);
+    let aitk = |arguments: &[&str]| {
+        let mut command = second.command("aitk");
+        let output = command.env("AITK_SERVER", &both).args(arguments).output().unwrap();
+        output
+            .status
+            .success()
+            .then(|| String::from_utf8(output.stdout).unwrap())
+    };
+    let scene = second.setup().folder.clone();
+    draw_dataset(&scene.join("dataset"), 4);
+    std::fs::write(scene.join("job.yaml"), training("shapes", &scene, STEPS, SAVE_EVERY)).unwrap();
+    let id = aitk(&["submit", "job.yaml"]).unwrap().trim().to_owned();
+    let seen = |what: &str, wanted: &dyn Fn(&serde_json::Value) -> bool| {
+        eventually(what, LIMIT, &[&worker, &second.coordinator], || {
+            // While nobody leads there is no answer.
+            let text = aitk(&["ps", "-a", "--json"])?;
+            let jobs: serde_json::Value = serde_json::from_str(&text).unwrap();
+            let job = jobs["jobs"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .find(|job| job["id"] == id.as_str())?
+                .clone();
+            wanted(&job).then_some(job)
+        })
+    };
+    seen("a checkpoint", &|job| {
+        job["checkpoint_step"].as_u64() >= Some(u64::from(SAVE_EVERY))
+    });
+    first.coordinator.kill();
+
+    let job = seen("the end", &|job| job["state"] == "completed");
+    assert_eq!(job["attempts"].as_array().unwrap().len(), 1, "{job}\n{}", worker.tail());
+    aitk(&["artifacts", "get", &id, "-o", "out"]).unwrap();
+    let lora = std::fs::read(scene.join("out/shapes/shapes.safetensors")).unwrap();
+    assert!(
+        lora == expected,
+        "the LoRA differs from the undisturbed run's\n{}",
+        worker.tail()
+    );
+}
