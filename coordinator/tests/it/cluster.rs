@@ -144,7 +144,7 @@ async fn another_one_takes_over_and_what_runs_goes_on() {
     assert!(job(&to_both, &id).await.is_some());
     first.kill();
     let mut worker = back(&to_second, "box", &worker, &[held(&work)]).await;
-    assert_eq!(worker.keep, [work.attempt.clone()], "the attempt goes on");
+    assert_eq!(worker.keep, std::slice::from_ref(&work.attempt), "the attempt goes on");
     let seen = eventually("an answer with both addresses", || job(&to_both, &id)).await;
     assert_eq!((seen.state, seen.checkpoint_step), (JobState::Running, Some(4)));
 
