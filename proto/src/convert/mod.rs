@@ -14,13 +14,24 @@ pub struct ConvertError {
     problem: String,
 }
 
+/// Most characters of a field's name and of a problem: both may repeat what the peer sent, and travel in a header.
+const MOST: usize = 200;
+
+fn cut(mut text: String) -> String {
+    if let Some((at, _)) = text.char_indices().nth(MOST) {
+        text.truncate(at);
+        text.push('…');
+    }
+    text
+}
+
 impl ConvertError {
-    /// A problem with a field, named as in the protobuf file (`register.devices[1].kind`).
+    /// A problem with a field, named as in the protobuf file (`register.devices[1].kind`). Long texts are cut.
     #[must_use]
     pub fn new(field: impl Into<String>, problem: impl Into<String>) -> Self {
         Self {
-            field: field.into(),
-            problem: problem.into(),
+            field: cut(field.into()),
+            problem: cut(problem.into()),
         }
     }
 
@@ -117,3 +128,32 @@ parse_id!(task_id, aitk_common::id::TaskId);
 parse_id!(attempt_id, aitk_common::id::AttemptId);
 parse_id!(worker_id, aitk_common::id::WorkerId);
 parse_id!(user_name, aitk_common::id::UserName);
+
+#[cfg(test)]
+mod tests {
+    use crate::v1;
+    use aitk_common::control::{Artifact, Submission};
+
+    #[test]
+    fn an_error_is_short_however_long_the_name_was() {
+        let long = "é".repeat(1 << 20);
+        let artifact = v1::Artifact {
+            name: long.clone(),
+            local_path: "x".into(),
+            ..Default::default()
+        };
+        let submission = v1::SubmitRequest {
+            config_format: "yaml".into(),
+            inputs: [(long, "no hash".to_owned())].into(),
+            ..Default::default()
+        };
+        let errors = [
+            Artifact::try_from(artifact).unwrap_err(),
+            Submission::try_from(submission).unwrap_err(),
+        ];
+        for (error, start) in errors.iter().zip(["name: \"éé", "inputs[\"éé"]) {
+            let text = error.to_string();
+            assert!(text.starts_with(start) && text.len() < 2048, "{} bytes", text.len());
+        }
+    }
+}

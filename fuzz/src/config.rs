@@ -1,0 +1,200 @@
+//! A job config, whatever its bytes: never a panic, and what is understood survives the way into the queue.
+
+use super::dice::Dice;
+use aitk_common::job::{Format, JobSpec, LoadOptions, parse};
+use aitk_common::plan::demand::Demand;
+use std::fmt::Write as _;
+use std::sync::OnceLock;
+
+const FORMATS: [Format; 3] = [Format::Yaml, Format::Json, Format::Jsonc];
+
+/// The first byte says how the text is written, whether it has a name of its own, and whether the others are the text
+/// or changes of one that is good.
+pub fn run(data: &[u8]) {
+    let mut dice = Dice::new(data);
+    let first = dice.byte();
+    let (text, format) = if first & 0x80 == 0 {
+        let Ok(text) = str::from_utf8(dice.rest()) else { return };
+        (text.to_owned(), FORMATS[usize::from(first & 0x3f) % 3])
+    } else {
+        (changed(&mut dice), Format::Yaml)
+    };
+    let options = LoadOptions {
+        name_override: (first & 0x40 != 0).then_some("given"),
+        env: &|name| name.starts_with('A').then(|| "value".to_owned()),
+        search_dir: None,
+    };
+    match parse(&text, format, Some("fuzz.yaml"), &options) {
+        Err(error) => assert!(!error.to_string().trim().is_empty(), "an error without a word"),
+        Ok(job) => {
+            let _ = job.spec.unsupported().to_string();
+            let _ = job.spec.inputs();
+            let json = serde_json::to_value(&job.spec).expect("a job is written as JSON");
+            if let Some(demand) = Demand::of_job(&json, None) {
+                assert!(demand.units().is_finite(), "{demand:?}");
+            }
+            let back: JobSpec = serde_json::from_value(json.clone()).expect("and read back");
+            // Through JSON again: a NaN is not equal to itself, its text is.
+            assert_eq!(json, serde_json::to_value(back).expect("a job is written as JSON"));
+        }
+    }
+}
+
+/// Good configs, one section after another, in the few lines that are worth changing.
+const GOOD: [&str; 3] = [
+    "job: extension
+config:
+  name: one
+  process:
+    - type: sd_trainer
+      training_folder: out
+      trigger_word: w
+      network:
+        type: lora
+        linear: 4
+      save:
+        save_every: 10
+      datasets:
+        - folder_path: in
+          resolution: 512
+      train:
+        steps: 20
+        lr: 1e-4
+        optimizer: adamw
+      model:
+        name_or_path: m
+        arch: sd1
+      sample:
+        sampler: ddpm
+        samples:
+          - prompt: a --w 512
+meta:
+  name: '[name]'
+cluster:
+  priority: 1
+",
+    "job: generate
+config:
+  name: two
+  process:
+    - type: to_folder
+      output_folder: out
+      generate:
+        sampler: ddim
+        width: 512
+        prompts:
+          - a cat --seed 1
+      model:
+        name_or_path: m
+",
+    "job: extension
+config:
+  name: three
+  process:
+    - type: batch_img2img
+      output_folder: out
+      model:
+        name_or_path: m
+      datasets:
+        - folder_path: in
+          resolution: [512, 768]
+",
+];
+
+/// What a value becomes.
+const VALUES: [&str; 32] = [
+    "",
+    "null",
+    "0",
+    "-1",
+    "1e400",
+    "-.inf",
+    ".nan",
+    "4294967296",
+    "18446744073709551615",
+    "0.5",
+    "true",
+    "off",
+    "''",
+    "'[name]'",
+    "${A}",
+    "'${B'",
+    "[]",
+    "{}",
+    "[1, 2]",
+    "[[0, 1], [a, b]]",
+    "{a: 1}",
+    "sdxl",
+    "flux",
+    "prodigy",
+    "cuda",
+    "float32",
+    "2h30m",
+    "8GB",
+    "2026-01-01T00:00:00Z",
+    "&a x",
+    "*a",
+    "|-",
+];
+
+/// Every key that there is, from the page that is made from their declarations.
+fn keys() -> &'static Vec<&'static str> {
+    static KEYS: OnceLock<Vec<&'static str>> = OnceLock::new();
+    KEYS.get_or_init(|| {
+        let mut keys: Vec<&str> = include_str!("../../docs/config-keys.md")
+            .lines()
+            .filter_map(|line| line.strip_prefix("| `")?.split_once("` |"))
+            .map(|(key, _)| key)
+            .collect();
+        keys.sort_unstable();
+        keys.dedup();
+        keys
+    })
+}
+
+/// A good config with a few lines changed, doubled, left out or put in.
+fn changed(dice: &mut Dice<'_>) -> String {
+    let mut lines: Vec<String> = dice.pick(&GOOD).lines().map(str::to_owned).collect();
+    for _ in 0..8 {
+        if dice.is_empty() || lines.is_empty() {
+            break;
+        }
+        let at = dice.below(lines.len());
+        let deed = dice.byte() % 8;
+        match deed {
+            0 => drop(lines.remove(at)),
+            1 => lines.insert(at, lines[at].clone()),
+            2 => lines[at].insert_str(0, dice.pick(&[" ", "  ", "- ", "#", "\t"])),
+            _ => {
+                let indent: String = lines[at].chars().take_while(|c| matches!(c, ' ' | '-')).collect();
+                let key = if deed < 5 {
+                    lines[at]
+                        .split(':')
+                        .next()
+                        .unwrap_or("")
+                        .trim_start_matches([' ', '-'])
+                        .to_owned()
+                } else {
+                    let all = keys();
+                    let index = usize::from(dice.byte()) << 8 | usize::from(dice.byte());
+                    all[index % all.len()].to_owned()
+                };
+                let value = if dice.one_in(8) {
+                    dice.chars()
+                } else {
+                    (*dice.pick(&VALUES)).to_owned()
+                };
+                let line = format!("{indent}{key}: {value}");
+                if deed < 6 {
+                    lines[at] = line;
+                } else {
+                    lines.insert(at + 1, line.replacen('-', " ", 1));
+                }
+            }
+        }
+    }
+    lines.iter().fold(String::new(), |mut text, line| {
+        let _ = writeln!(text, "{line}");
+        text
+    })
+}

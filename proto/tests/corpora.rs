@@ -1,0 +1,67 @@
+//! What the fuzzer found worth keeping (`fuzz/corpus`), through the very functions that it calls, without a fuzzer.
+
+#![allow(
+    clippy::unwrap_used,
+    unreachable_pub,
+    reason = "a test fails by panicking; the fuzzer has these files as a library"
+)]
+
+use std::path::{Path, PathBuf};
+
+#[path = "../../fuzz/src/config.rs"]
+mod config;
+#[path = "../../fuzz/src/dice.rs"]
+mod dice;
+#[path = "../../fuzz/src/manifest.rs"]
+mod manifest;
+#[path = "../../fuzz/src/wire/mod.rs"]
+mod wire;
+
+fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+fn replay(target: &str, run: fn(&[u8])) {
+    let folder = repository().join("fuzz/corpus").join(target);
+    let mut inputs: Vec<PathBuf> = std::fs::read_dir(&folder)
+        .unwrap_or_else(|error| panic!("{}: {error}", folder.display()))
+        .map(|entry| entry.unwrap().path())
+        .collect();
+    inputs.sort();
+    assert!(!inputs.is_empty(), "{} is empty", folder.display());
+    for input in inputs {
+        // Shown only when the test fails: the last one is to blame.
+        eprintln!("{}", input.display());
+        run(&std::fs::read(&input).unwrap());
+    }
+}
+
+#[test]
+fn configs() {
+    replay("config", config::run);
+}
+
+#[test]
+fn manifests() {
+    replay("manifest", manifest::run);
+}
+
+#[test]
+fn messages() {
+    replay("wire", wire::run);
+}
+
+#[test]
+fn every_message_of_every_call_is_tried() {
+    let proto = std::fs::read_to_string(repository().join("proto/proto/aitk/v1/aitk.proto")).unwrap();
+    let calls = proto.lines().filter_map(|line| line.trim().strip_prefix("rpc "));
+    let mut seen = 0;
+    for call in calls {
+        for part in call.split('(').skip(1) {
+            let name = part.split(')').next().unwrap().trim_start_matches("stream ");
+            assert!(wire::MESSAGES.contains(&name), "{name} of `rpc {call}`");
+            seen += 1;
+        }
+    }
+    assert!(seen > 40, "only {seen} messages in the calls");
+}
