@@ -3,7 +3,9 @@
 use crate::exit::Exit;
 use crate::failure::Failure;
 use crate::settings::{Origin, Settings, TokenSource};
-use aitk_common::control::{Artifact, Forecast, JobEvent, JobView, ServerInfo, Submission, Submitted, WorkerView};
+use aitk_common::control::{
+    Artifact, Forecast, JobEvent, JobView, NewMember, ServerInfo, Submission, Submitted, WorkerView,
+};
 use aitk_common::id::JobId;
 use aitk_common::security::token::{Token, TokenError};
 use aitk_proto::client::{Clients, ConnectError, connect};
@@ -120,6 +122,28 @@ impl Api {
             .map_err(impossible)
     }
 
+    /// Submits an array: jobs that have everything of `shared` but their JSON. `at_most` 0: no limit.
+    ///
+    /// # Errors
+    /// As [`status_failure`].
+    pub async fn submit_array(
+        &self,
+        shared: Submission,
+        name: String,
+        members: Vec<NewMember>,
+        at_most: u32,
+    ) -> Result<Submitted, Failure> {
+        let mut jobs = self.clients.jobs.clone();
+        let request = v1::SubmitArrayRequest {
+            shared: Some(shared.into()),
+            name,
+            members: members.into_iter().map(Into::into).collect(),
+            at_most,
+        };
+        let reply = self.call(jobs.submit_array(request)).await?;
+        reply.try_into().map_err(impossible)
+    }
+
     /// One job by its id or a unique beginning of it.
     ///
     /// # Errors
@@ -132,13 +156,48 @@ impl Api {
             .map_err(impossible)
     }
 
-    /// Jobs: active ones, then ended ones. `limit` 0 leaves it to the coordinator.
+    /// Jobs: active ones, then ended ones; an array is one of them. `limit` 0 leaves it to the coordinator.
     ///
     /// # Errors
     /// As [`status_failure`].
     pub async fn list(&self, all: bool, limit: u32) -> Result<Vec<JobView>, Failure> {
+        self.listed(v1::ListJobsRequest {
+            all,
+            limit,
+            ..Default::default()
+        })
+        .await
+    }
+
+    /// As [`Self::list`], with the members of arrays instead of the arrays.
+    ///
+    /// # Errors
+    /// As [`status_failure`].
+    pub async fn list_members(&self, all: bool, limit: u32) -> Result<Vec<JobView>, Failure> {
+        self.listed(v1::ListJobsRequest {
+            all,
+            limit,
+            members: true,
+            ..Default::default()
+        })
+        .await
+    }
+
+    /// The members of an array, by index.
+    ///
+    /// # Errors
+    /// As [`status_failure`].
+    pub async fn members(&self, array: &JobId) -> Result<Vec<JobView>, Failure> {
+        self.listed(v1::ListJobsRequest {
+            array_id: array.to_string(),
+            ..Default::default()
+        })
+        .await
+    }
+
+    async fn listed(&self, request: v1::ListJobsRequest) -> Result<Vec<JobView>, Failure> {
         let mut jobs = self.clients.jobs.clone();
-        let reply = self.call(jobs.list(v1::ListJobsRequest { all, limit })).await?;
+        let reply = self.call(jobs.list(request)).await?;
         reply
             .jobs
             .into_iter()
@@ -312,6 +371,12 @@ impl Api {
         if let Some(Ok(job)) = by_id {
             return Ok(job);
         }
+        // A member of an array by its name.
+        if listed.iter().any(|job| job.array.is_some())
+            && let Some(job) = newest_named(&self.list_members(true, NAME_SEARCH).await?, text)
+        {
+            return Ok(job.clone());
+        }
         let fitting: Vec<&JobView> = listed.iter().filter(|job| job.id.as_str().starts_with(text)).collect();
         if fitting.len() > 1 && !text.is_empty() {
             let mut failure = Failure::usage(format!("'{text}' is the beginning of {} job ids", fitting.len()));
@@ -450,6 +515,7 @@ pub(crate) mod tests {
             attempts: Vec::new(),
             failures: 0,
             retries: 3,
+            array: None,
             config_text: None,
             config_format: None,
         }

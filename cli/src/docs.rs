@@ -18,7 +18,9 @@ one such object per line. Times in JSON are RFC 3339, sizes are bytes. A field m
 grows when one changes its meaning or goes away.
 
 A job is named by its id, a unique beginning of its id, or its name (the newest job of that name that has not ended,
-else the newest). Errors are `error: …` with `hint: …` lines that say what to do.
+else the newest). An array (`submit --sweep`, `--array`, or a job with `cluster.split`) is named the same way and stands
+for all its members, each of which is also a job: `ID-0`, `ID-1` and so on. Errors are `error: …` with `hint: …` lines that
+say what to do.
 
 Which coordinator: flag, then environment, then `./aitk.yaml`, then the user file `~/.config/aitk/config.yaml`
 (`$XDG_CONFIG_HOME`), then a running `aitk up` of this user. The files hold `server:`, `token_file:` and `ca_file:`, never a

@@ -38,6 +38,9 @@ pub struct AttemptSpec {
     pub profile: MemoryProfile,
     /// The seed that decides everything which the config leaves open. Chosen once per job, so that every attempt agrees.
     pub seed: u64,
+    /// Numbers (as artifacts) of the pictures that earlier attempts drew and that are kept: they are not drawn again.
+    #[serde(default)]
+    pub drawn: Vec<u64>,
 }
 
 /// One line of a child's standard output.

@@ -355,6 +355,7 @@ impl Runner {
                 }
             },
         };
+        let drawn = self.drawn(&placed).await?;
         Some(Assignment {
             job: placed.job,
             task: placed.task,
@@ -369,7 +370,30 @@ impl Runner {
             device: placed.device,
             profile: placed.profile,
             seed: placed.seed,
+            drawn,
         })
+    }
+
+    /// Numbers of the pictures that earlier attempts of a job drew and that are kept.
+    async fn drawn(&self, placed: &Placed) -> Option<Vec<u64>> {
+        let job = self.state.job(&placed.job);
+        // Pictures in place are found in their folder, and a training has its checkpoint.
+        if placed.local || placed.resume.is_some() || job.is_none_or(|job| job.attempts.len() < 2) {
+            return Some(Vec::new());
+        }
+        match self.store.artifacts(&placed.job).await {
+            Ok(files) => Some(
+                files
+                    .iter()
+                    .filter(|file| file.kind == "image")
+                    .filter_map(|file| file.index)
+                    .collect(),
+            ),
+            Err(error) => {
+                tracing::error!(job = %placed.job, error = %full(&error), "a job's files could not be read");
+                None
+            }
+        }
     }
 
     /// Never waits: a worker that does not read loses its session, which its task then reports as closed.

@@ -4,7 +4,7 @@ use crate::core::Wants;
 use aitk_common::control::{Submission, UnixMillis};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
-use aitk_common::job::cluster::{ClusterConfig, TimeSpan};
+use aitk_common::job::cluster::{ClusterConfig, Split, TimeSpan};
 use aitk_common::plan::demand::Demand;
 use serde::Deserialize;
 use serde_json::Value;
@@ -18,16 +18,18 @@ const AFTER_LIMIT: usize = 64;
 const DATA_LIMIT: usize = 16;
 
 /// Everything that the queue needs to know of a job.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Asked {
     pub(crate) named: Named,
     pub(crate) wants: Wants,
     pub(crate) after: Vec<String>,
     pub(crate) not_before: Option<UnixMillis>,
+    /// To be cut into parts, of so many pictures.
+    pub(crate) split: Option<(Split, u64)>,
 }
 
 /// Name and kind of a job.
-#[derive(Debug, Deserialize)]
+#[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Named {
     pub(crate) name: String,
     #[serde(rename = "job")]
@@ -77,6 +79,13 @@ pub(crate) fn wants(submission: &Submission, retries: u32) -> Result<Asked, Stri
     if after.len() > AFTER_LIMIT {
         return Err(format!("cluster.after: {} jobs; at most {AFTER_LIMIT}", after.len()));
     }
+    let split = cluster.split.filter(|_| !submission.local);
+    let split = split.map(|split| countable(&job, submission.pictures).map(|pictures| (split, pictures)));
+    let split = split.transpose()?;
+    let counted = |demand: Demand| match submission.pictures {
+        Some(pictures) => demand.of_pictures(&job, pictures),
+        None => demand,
+    };
     let wants = Wants {
         priority: cluster.priority,
         owner: submission.owner.clone().unwrap_or_default(),
@@ -86,7 +95,9 @@ pub(crate) fn wants(submission: &Submission, retries: u32) -> Result<Asked, Stri
         labels: cluster.labels.0,
         profile: cluster.memory_profile,
         memory: cluster.memory_budget.map(|bytes| bytes.0),
-        demand: Demand::of_job(&job, submission.anatomy).map(Demand::all_on_device),
+        demand: Demand::of_job(&job, submission.anatomy)
+            .map(Demand::all_on_device)
+            .map(counted),
         data: inputs(submission, &job),
         time_limit: cluster.time_limit.map(limit),
         retries: cluster.retries.unwrap_or(retries),
@@ -96,6 +107,18 @@ pub(crate) fn wants(submission: &Submission, retries: u32) -> Result<Asked, Stri
         wants,
         after,
         not_before: cluster.not_before.map(|moment| moment.0),
+        split,
+    })
+}
+
+/// The pictures of a job that is to be cut into parts.
+fn countable(job: &Value, pictures: Option<u64>) -> Result<u64, String> {
+    let processes = job.get("process").and_then(Value::as_array);
+    let one = processes.is_some_and(|list| list.len() == 1) && job.pointer("/process/0/kind/generate").is_some();
+    pictures.filter(|pictures| one && *pictures > 0).ok_or_else(|| {
+        "cluster.split: only a job with one `to_folder` process can be cut into parts; take the key out, or put the \
+         other processes into jobs of their own"
+            .into()
     })
 }
 
@@ -151,6 +174,7 @@ mod tests {
             idempotency_key: None,
             owner: None,
             anatomy: None,
+            pictures: None,
         }
     }
 
@@ -200,6 +224,42 @@ mod tests {
                 .unwrap_err()
                 .contains("cluster.after")
         );
+    }
+
+    #[test]
+    fn only_pictures_from_prompts_are_cut_into_parts() {
+        let job = |kind: &str, split: &str| {
+            format!(
+                r#"{{"job":"generate","name":"a","process":[{{"type":"x","kind":{{"{kind}":{{"model":{{"arch":"sd1"}},"generate":{{"prompts":{{"file":"p.txt"}}}}}}}}}}],"cluster":{{"split":{split}}}}}"#
+            )
+        };
+        let asked = |job_json: &str, pictures| {
+            wants(
+                &Submission {
+                    pictures,
+                    ..submission(job_json)
+                },
+                3,
+            )
+        };
+        let parts = asked(&job("generate", r#"{"parts":4}"#), Some(40)).unwrap();
+        assert_eq!(parts.split, Some((Split::Parts(4), 40)));
+        // The prompts lie in a file: the client counted them.
+        let one = asked(&job("generate", "null"), Some(1)).unwrap();
+        assert_eq!(one.split, None);
+        let (one, many) = (one.wants.demand.unwrap(), parts.wants.demand.unwrap());
+        assert_eq!(many.milliunits, 40 * one.milliunits);
+        assert_eq!(
+            asked(&job("generate", r#""auto""#), Some(2)).unwrap().split,
+            Some((Split::Auto, 2))
+        );
+        for (kind, pictures) in [("generate", None), ("generate", Some(0)), ("train", Some(3))] {
+            let error = asked(&job(kind, r#""auto""#), pictures).unwrap_err();
+            assert!(
+                error.starts_with("cluster.split: only a job with one `to_folder`"),
+                "{error}"
+            );
+        }
     }
 
     #[test]

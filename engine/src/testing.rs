@@ -49,5 +49,6 @@ pub(crate) fn attempt(job: &JobSpec, config_text: &str) -> AttemptSpec {
         },
         profile: MemoryProfile::CpuOnly,
         seed: 7,
+        drawn: Vec::new(),
     }
 }

@@ -177,6 +177,7 @@ fn specification(assignment: &Assignment, staged: &Staged, folder: &Path) -> Res
         device: assignment.device,
         profile: assignment.profile,
         seed: assignment.seed,
+        drawn: assignment.drawn.clone(),
     };
     serde_json::to_vec_pretty(&spec).map_err(|error| internal(format!("the attempt cannot be written down: {error}")))
 }

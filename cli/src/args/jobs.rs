@@ -2,13 +2,14 @@
 
 use crate::output::format::parse_duration;
 use clap::Args;
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::time::Duration;
 
 /// `aitk submit`.
 #[derive(Args, Clone, Debug)]
 #[command(
-    after_help = "Examples:\n  aitk submit my_lora.yaml\n  id=$(aitk submit my_lora.yaml -n ada -y) && aitk wait \"$id\""
+    after_help = "Examples:\n  aitk submit my_lora.yaml\n  id=$(aitk submit my_lora.yaml -n ada -y) && aitk wait \"$id\"\n  aitk submit my_lora.yaml --sweep train.lr=1e-4,2e-4 --sweep network.linear=8,16 --at-most 2"
 )]
 pub struct SubmitArgs {
     /// Config file: a name in ./config or a path
@@ -23,6 +24,15 @@ pub struct SubmitArgs {
     /// Higher goes first; wins over cluster.priority
     #[arg(long, allow_negative_numbers = true, value_name = "N")]
     pub priority: Option<i32>,
+    /// One job per value of this key; several keys: every combination of their values
+    #[arg(long, value_name = "KEY=V1,V2,…")]
+    pub sweep: Vec<String>,
+    /// N jobs that differ in ${AITK_ARRAY_INDEX} and their seed; with --sweep N of each
+    #[arg(long, value_name = "N")]
+    pub array: Option<NonZeroU32>,
+    /// Of the jobs of --sweep and --array at most N run at the same time
+    #[arg(long, value_name = "N")]
+    pub at_most: Option<NonZeroU32>,
     /// Whose job it is, for shares and quotas [env: AITK_USER]
     #[arg(long, value_name = "NAME")]
     pub user: Option<String>,
@@ -46,6 +56,12 @@ pub struct SubmitArgs {
     after_help = "Examples:\n  aitk ps -a\n  aitk ps --json | jq -r '.jobs[] | select(.state == \"failed\") | .id'"
 )]
 pub struct PsArgs {
+    /// Only the members of this array: its id, the beginning of its id, or its name
+    #[arg(value_name = "ARRAY", conflicts_with_all = ["all", "members"])]
+    pub array: Option<String>,
+    /// The members of arrays instead of one line for each array
+    #[arg(short, long)]
+    pub members: bool,
     /// All jobs, not only the active and the last ones
     #[arg(short, long)]
     pub all: bool,

@@ -163,6 +163,7 @@ fn task(name: &str, labels: &BTreeMap<&str, &str>) -> Submission {
         idempotency_key: None,
         owner: None,
         anatomy: None,
+        pictures: None,
     }
 }
 

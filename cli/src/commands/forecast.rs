@@ -1,7 +1,7 @@
 //! `explain` and `fit`: where a job could run, and why not elsewhere.
 
 use super::Context;
-use super::submit::anatomy;
+use super::submit::{anatomy, pictures};
 use crate::args::{ExplainArgs, FitArgs};
 use crate::config;
 use crate::exit::Exit;
@@ -27,6 +27,7 @@ pub(super) async fn fit(context: &Context, args: FitArgs) -> CommandResult {
         .map_err(|error| Failure::failed(format!("{}: cannot be sent: {error}", args.config.display())))?;
     let submission = Submission {
         anatomy: anatomy(&loaded, &context.directory),
+        pictures: pictures(&loaded.spec, &context.directory),
         config_text: loaded.text,
         config_format: loaded.format.name().to_owned(),
         job_json,

@@ -6,6 +6,7 @@ use crate::args::{PauseArgs, PriorityArgs, PsArgs, ResumeArgs, StopArgs, WaitArg
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::follow::PATIENCE;
+use crate::members::is_array;
 use crate::output::{Format, Ui};
 use crate::views::{job_exit, job_json, jobs_table};
 use aitk_common::control::{JobState, JobView};
@@ -20,8 +21,24 @@ pub(super) async fn ps(context: &Context, args: PsArgs) -> CommandResult {
     let ui = context.ui(true);
     let api = context.api().await?;
     let format = Format::from_flags(args.json, args.quiet);
+    let array = match &args.array {
+        None => None,
+        Some(text) => {
+            let job = api.resolve(text).await?;
+            if !is_array(&job) {
+                return Err(Failure::usage(format!("{} is a job and no array", job.id))
+                    .hint(format!("`aitk explain {0}` and `aitk watch {0}` show one job", job.id)));
+            }
+            Some(job.id)
+        }
+    };
     loop {
-        let jobs = match api.list(args.all, 0).await {
+        let listed = match (&array, args.members) {
+            (Some(array), _) => api.members(array).await,
+            (None, true) => api.list_members(args.all, 0).await,
+            (None, false) => api.list(args.all, 0).await,
+        };
+        let jobs = match listed {
             // The next look may find it back.
             Err(failure) if args.watch && failure.exit == Exit::Unreachable => {
                 ui.failure(&failure);
@@ -172,6 +189,7 @@ pub(super) async fn resume(context: &Context, args: ResumeArgs) -> CommandResult
         resumed.push(api.resume(&job.id).await?);
     }
     changed(&ui, &resumed, args.json, |job| match job.checkpoint_step {
+        _ if is_array(job) => format!("is {}: {}", job.state, job.reason),
         Some(step) => format!("is {}, goes on from step {step}", job.state),
         None => format!("is {}, starts from the beginning: it has no checkpoint", job.state),
     })

@@ -6,6 +6,7 @@ use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::follow::{Follow, LogFilter, LogsTo, Renderer, detached, follow_to_end};
 use crate::journal::Journal;
+use crate::members::{self, Lines, is_array, watch_array};
 use crate::output::Format;
 use crate::output::format::printable;
 use crate::views::{event_json, job_exit};
@@ -20,6 +21,16 @@ pub(super) async fn logs(context: &Context, args: LogsArgs) -> CommandResult {
     let mut filter = LogFilter::new(args.since.as_deref(), args.tail)?;
     let api = context.api().await?;
     let job = api.resolve(&args.job).await?;
+    if is_array(&job) {
+        let lines = Lines {
+            ui: &ui,
+            json: args.json,
+            since: args.since,
+            tail: args.tail,
+            follow: args.follow,
+        };
+        return members::logs(&api, &job, &lines).await;
+    }
     let mut journal = Journal::new(
         ui.width(),
         ui.color(),
@@ -77,6 +88,9 @@ pub(super) async fn watch(context: &Context, args: WatchArgs) -> CommandResult {
     let api = context.api().await?;
     let job = api.resolve(&args.job).await?;
     let format = if args.json { Format::Json } else { Format::Human };
+    if is_array(&job) {
+        return watch_array(&api, &ui, job, format, LogsTo::Stdout).await;
+    }
     let mut renderer = Renderer::new(&ui, &job, format, LogsTo::Stdout);
     let mut cursor = 0;
     if format == Format::Human {

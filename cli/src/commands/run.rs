@@ -252,6 +252,7 @@ async fn run_one(ui: &Ui, local: &Local, path: &Path, loaded: LoadedJob, stops: 
         idempotency_key: None,
         owner: None,
         anatomy: None,
+        pictures: None,
     };
     let submitted = api.submit(submission).await?;
     let job = api.get(submitted.job.as_str()).await?;

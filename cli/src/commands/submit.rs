@@ -3,21 +3,26 @@
 use super::{Context, env};
 use crate::api::Api;
 use crate::args::SubmitArgs;
-use crate::config;
+use crate::config::{Reading, read_as};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::follow::{LogsTo, Renderer, follow_to_end};
+use crate::members::{is_array, watch_array};
 use crate::output::format::{printable, size};
 use crate::output::{Format, Ui};
 use crate::paths::expand;
+use crate::sweep::{self, Sweep};
 use crate::upload::{Staged, Upload, stage};
-use aitk_common::control::{Submission, Submitted};
+use aitk_common::control::{NewMember, Submission, Submitted};
 use aitk_common::id::UserName;
-use aitk_common::job::{Input, InputKind, LoadedJob};
+use aitk_common::job::generate::prompt_lines;
+use aitk_common::job::{Input, InputKind, JobSpec, LoadedJob};
 use aitk_common::plan::anatomy::Anatomy;
 use serde_json::json;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::future::Future;
 use std::io::{BufRead, IsTerminal};
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -28,13 +33,12 @@ const TRIES: u32 = 5;
 
 pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult {
     let ui = context.ui(args.no_progress);
-    let mut loaded = config::read(&ui, &args.config, args.name.as_deref(), &context.directory)?;
-    if let Some(priority) = args.priority {
-        loaded.spec.cluster.priority = i64::from(priority);
-    }
-    let inputs = local_inputs(&ui, context, &loaded)?;
+    let jobs = read_all(&ui, context, &args)?;
+    let Some(first) = jobs.first().cloned() else {
+        return Err(Failure::failed("there is nothing to submit"));
+    };
+    let inputs = inputs_of_all(&ui, context, &jobs)?;
     let owner = owner(args.user.as_deref())?;
-    let anatomy = anatomy(&loaded, &context.directory);
     let api = context.api().await?;
 
     let staged = stage(&ui, &inputs).await?;
@@ -53,12 +57,26 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
         say_sent(&ui, &sent);
     }
 
-    let job_json = serde_json::to_string(&loaded.spec)
+    let json: Vec<String> = jobs
+        .iter()
+        .map(|job| serde_json::to_string(&job.loaded.spec))
+        .collect::<Result<_, _>>()
         .map_err(|error| Failure::failed(format!("{}: cannot be sent: {error}", args.config.display())))?;
+    // What is known of all of them; of unequal ones nothing is.
+    let (anatomies, counts): (Vec<_>, Vec<_>) = jobs
+        .iter()
+        .map(|job| {
+            let spec = &job.loaded.spec;
+            (
+                anatomy(&job.loaded, &context.directory),
+                pictures(spec, &context.directory),
+            )
+        })
+        .unzip();
     let submission = Submission {
-        config_text: loaded.text,
-        config_format: loaded.format.name().to_owned(),
-        job_json,
+        config_text: first.loaded.text.clone(),
+        config_format: first.loaded.format.name().to_owned(),
+        job_json: json.first().cloned().unwrap_or_default(),
         inputs: sent
             .iter()
             .map(|staged| (staged.config_path.clone(), staged.snapshot))
@@ -66,15 +84,43 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
         local: false,
         idempotency_key: Some(args.idempotency_key.unwrap_or_else(|| uuid::Uuid::new_v4().to_string())),
         owner,
-        anatomy,
+        anatomy: common(&anatomies),
+        pictures: common(&counts),
     };
-    let submitted = hand_over(&api, &ui, submission).await?;
+    let submitted = if jobs.len() == 1 {
+        hand_over(&api, &ui, |api| {
+            let submission = submission.clone();
+            async move { api.submit(submission).await }
+        })
+        .await?
+    } else {
+        let members: Vec<NewMember> = jobs
+            .iter()
+            .zip(json)
+            .map(|(job, job_json)| NewMember {
+                job_json,
+                twin: job.twin,
+            })
+            .collect();
+        let name = array_name(&jobs);
+        let at_most = args.at_most.map_or(0, NonZeroU32::get);
+        hand_over(&api, &ui, |api| {
+            let (shared, name, members) = (submission.clone(), name.clone(), members.clone());
+            async move { api.submit_array(shared, name, members, at_most).await }
+        })
+        .await?
+    };
     if submitted.existed {
         ui.notice("this key was submitted before; here is that job");
     }
+    let job = api.get(submitted.job.as_str()).await?;
     if args.json {
         let sent: Vec<_> = sent.iter().map(staged_json).collect();
-        let line = json!({ "id": submitted.job, "name": submitted.name, "existed": submitted.existed, "inputs": sent });
+        let mut line =
+            json!({ "id": submitted.job, "name": submitted.name, "existed": submitted.existed, "inputs": sent });
+        if let Some(array) = &job.array {
+            line["array"] = json!({ "size": array.size, "at_most": array.at_most, "split": array.split });
+        }
         if args.follow {
             ui.json_line(&line)?
         } else {
@@ -82,6 +128,13 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
         }
     } else {
         ui.data(submitted.job.as_str())?;
+        if let Some(array) = &job.array {
+            let what = if array.split { "parts of it" } else { "jobs" };
+            ui.notice(&format!(
+                "an array of {} {what}; `aitk ps {}` lists them",
+                array.size, submitted.job
+            ));
+        }
     }
     if !args.follow {
         if ui.has_bars() {
@@ -89,11 +142,147 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
         }
         return Ok(Exit::Ok);
     }
-    let job = api.get(submitted.job.as_str()).await?;
     let format = if args.json { Format::Json } else { Format::Human };
+    if is_array(&job) {
+        return watch_array(&api, &ui, job, format, LogsTo::Stderr).await;
+    }
     // Standard output holds the id, for `id=$(aitk submit -f …)`.
     let mut renderer = Renderer::new(&ui, &job, format, LogsTo::Stderr);
     follow_to_end(&api, &ui, job, 0, &mut renderer).await
+}
+
+/// One job to submit.
+#[derive(Clone)]
+struct Job {
+    loaded: LoadedJob,
+    twin: u32,
+    suffix: String,
+}
+
+/// The job of the config, or the members of the array that the flags ask for; each is checked before anything is sent.
+fn read_all(ui: &Ui, context: &Context, args: &SubmitArgs) -> Result<Vec<Job>, Failure> {
+    let sweeps: Vec<Sweep> = args
+        .sweep
+        .iter()
+        .map(|text| Sweep::parse(text))
+        .collect::<Result<_, _>>()?;
+    if sweeps.is_empty() && args.array.is_none() {
+        if args.at_most.is_some() {
+            return Err(Failure::usage(
+                "--at-most is for an array: give --sweep or --array as well",
+            ));
+        }
+        let loaded = read_one(ui, context, args, Reading::default(), &mut BTreeSet::new())?;
+        let (twin, suffix) = (0, String::new());
+        return Ok(vec![Job { loaded, twin, suffix }]);
+    }
+    let mut members = sweep::members(&sweeps, args.array.map_or(1, |n| n.get() as usize))?;
+    let mut warned = BTreeSet::new();
+    let count = members.len();
+    let mut jobs: Vec<Job> = Vec::with_capacity(count);
+    for again in [false, true] {
+        jobs.clear();
+        for member in &mut members {
+            if again {
+                member.suffix = sweep::numbered(member.index, count);
+            }
+            let reading = Reading {
+                changes: &member.changes,
+                suffix: &member.suffix,
+                index: Some(member.index),
+                ..Reading::default()
+            };
+            let (twin, suffix) = (member.twin, member.suffix.clone());
+            let loaded = read_one(ui, context, args, reading, &mut warned)?;
+            if !again && jobs.iter().any(|job| job.loaded.spec.name == loaded.spec.name) {
+                // The config gives them no names of their own.
+                break;
+            }
+            jobs.push(Job { loaded, twin, suffix });
+        }
+        if jobs.len() == count {
+            break;
+        }
+    }
+    Ok(jobs)
+}
+
+/// Reads the config once. A warning that was said before is not said again.
+fn read_one(
+    ui: &Ui,
+    context: &Context,
+    args: &SubmitArgs,
+    reading: Reading<'_>,
+    warned: &mut BTreeSet<String>,
+) -> Result<LoadedJob, Failure> {
+    let reading = Reading {
+        name: args.name.as_deref(),
+        ..reading
+    };
+    let (mut loaded, warnings) = read_as(&args.config, &context.directory, reading)?;
+    for warning in warnings {
+        if !warned.contains(&warning) {
+            ui.warn(&warning);
+            warned.insert(warning);
+        }
+    }
+    if let Some(priority) = args.priority {
+        loaded.spec.cluster.priority = i64::from(priority);
+    }
+    Ok(loaded)
+}
+
+fn inputs_of_all(ui: &Ui, context: &Context, jobs: &[Job]) -> Result<BTreeMap<String, PathBuf>, Failure> {
+    let mut seen: Vec<Vec<Input>> = Vec::new();
+    let mut all = BTreeMap::new();
+    for job in jobs {
+        // Members mostly read the same.
+        let inputs = job.loaded.spec.inputs();
+        if !seen.contains(&inputs) {
+            all.extend(local_inputs(ui, context, &job.loaded)?);
+            seen.push(inputs);
+        }
+    }
+    Ok(all)
+}
+
+/// What all of them are, if they are alike.
+fn common<T: Clone + PartialEq>(all: &[Option<T>]) -> Option<T> {
+    let first = all.first()?;
+    all.iter().all(|one| one == first).then(|| first.clone()).flatten()
+}
+
+/// The name without what tells the members apart.
+fn array_name(jobs: &[Job]) -> String {
+    let Some(first) = jobs.first() else {
+        return String::new();
+    };
+    let name = &first.loaded.spec.name;
+    let base = name.strip_suffix(&first.suffix).filter(|_| !first.suffix.is_empty());
+    if let Some(base) = base.filter(|base| !base.is_empty()) {
+        return base.to_owned();
+    }
+    let mut length = name.len();
+    for job in jobs {
+        let same = name.char_indices().zip(job.loaded.spec.name.chars());
+        let same = same.take_while(|((_, a), b)| a == b).last();
+        length = length.min(same.map_or(0, |((at, c), _)| at + c.len_utf8()));
+    }
+    let shared = name.get(..length).unwrap_or_default();
+    let shared = shared.trim_end_matches(|c: char| !c.is_alphanumeric());
+    if shared.is_empty() {
+        name.clone()
+    } else {
+        shared.to_owned()
+    }
+}
+
+/// How many pictures the job draws, where its prompts lie here.
+pub(super) fn pictures(spec: &JobSpec, directory: &Path) -> Option<u64> {
+    spec.pictures(|file| {
+        let text = std::fs::read_to_string(expand(file, directory, &env)).ok()?;
+        Some(prompt_lines(&text).len())
+    })
 }
 
 /// Whose job it is: as the flag says, else the environment, else the coordinator's default.
@@ -205,10 +394,13 @@ fn ask(ui: &Ui, bytes: u64) -> Result<(), Failure> {
     }
 }
 
-async fn hand_over(api: &Api, ui: &Ui, submission: Submission) -> Result<Submitted, Failure> {
+async fn hand_over<F>(api: &Api, ui: &Ui, submit: impl Fn(Api) -> F) -> Result<Submitted, Failure>
+where
+    F: Future<Output = Result<Submitted, Failure>>,
+{
     let mut pause = Duration::from_millis(500);
     for _ in 1..TRIES {
-        match api.submit(submission.clone()).await {
+        match submit(api.clone()).await {
             Err(failure) if failure.exit == Exit::Unreachable => {
                 ui.warn(&format!("{failure}; trying again"));
                 tokio::time::sleep(pause).await;
@@ -217,7 +409,7 @@ async fn hand_over(api: &Api, ui: &Ui, submission: Submission) -> Result<Submitt
             other => return other,
         }
     }
-    api.submit(submission).await
+    submit(api.clone()).await
 }
 
 #[cfg(test)]

@@ -144,9 +144,8 @@ fn examples(dataset: &Path, count: usize) -> Result<Vec<RgbImage>, Failure> {
 /// The prompts of the config's samples, without their flags.
 fn prompts(config: &Path) -> Result<Vec<String>, Failure> {
     let options = LoadOptions {
-        name_override: None,
         env: &crate::commands::env,
-        search_dir: None,
+        ..LoadOptions::default()
     };
     let name = config.to_str().unwrap_or_default();
     let loaded: LoadedJob = load(name, &options).map_err(|error| Failure::failed(error.to_string()))?;

@@ -111,6 +111,108 @@ async fn a_job_is_submitted_listed_stopped_and_resumed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_sweep_is_an_array() {
+    let place = Place::new().await;
+    let sweep = [
+        "submit",
+        "job.yaml",
+        "--sweep",
+        "train.lr=1e-4,2e-4",
+        "--sweep",
+        "network.linear=4,8",
+    ];
+    let submitted = place.aitk(&[&sweep[..], &["--at-most", "2", "--json"]].concat()).await;
+    assert_eq!(code(&submitted), 0, "{}", err(&submitted));
+    let json: serde_json::Value = serde_json::from_str(&out(&submitted)).unwrap();
+    assert_eq!(
+        json["array"],
+        serde_json::json!({"size": 4, "at_most": 2, "split": false})
+    );
+    let id = json["id"].as_str().unwrap().to_owned();
+    let name = json["name"].as_str().unwrap().to_owned();
+
+    let list = place.aitk(&["ps"]).await;
+    assert_eq!(out(&list).lines().count(), 2, "one line: {}", out(&list));
+    assert!(out(&list).contains("4 waiting"), "{}", out(&list));
+    let members = place.aitk(&["ps", &id, "--json"]).await;
+    let json: serde_json::Value = serde_json::from_str(&out(&members)).unwrap();
+    let names: Vec<&str> = json["jobs"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|job| job["name"].as_str().unwrap())
+        .collect();
+    assert_eq!(names[0], format!("{name}_lr1e-4_linear4"));
+    assert_eq!(names[3], format!("{name}_lr2e-4_linear8"));
+    assert_eq!(json["jobs"][3]["array"]["index"], 3);
+    assert_eq!(out(&place.aitk(&["ps", "--members", "-q"]).await).lines().count(), 4);
+    assert_eq!(code(&place.aitk(&["ps", names[0]]).await), 2, "a member is no array");
+
+    // By name, by the beginning of its id, and as something to wait for.
+    let text = std::fs::read_to_string(place.home.path().join("job.yaml")).unwrap();
+    place
+        .home
+        .write("later.yaml", &format!("{text}\ncluster: {{after: [{name}]}}\n"));
+    let later = place.aitk(&["submit", "later.yaml", "-n", "later"]).await;
+    assert_eq!(code(&later), 0, "{}", err(&later));
+    let explained = out(&place.aitk(&["explain", out(&later).trim()]).await);
+    assert!(explained.contains("waits for the array"), "{explained}");
+    let explained = out(&place.aitk(&["explain", &id[..6]]).await);
+    assert!(
+        explained.starts_with("4 waiting; no worker is connected"),
+        "{explained}"
+    );
+    let logs = place.aitk(&["logs", &id]).await;
+    assert!(
+        out(&logs).lines().any(|line| line.starts_with("[3] ")),
+        "{}",
+        out(&logs)
+    );
+    assert_eq!(code(&place.aitk(&["pause", &id]).await), 0);
+    assert_eq!(code(&place.aitk(&["resume", &id]).await), 0);
+    assert_eq!(
+        code(&place.aitk(&["artifacts", "get", &id, "-o", "out"]).await),
+        3,
+        "nothing yet"
+    );
+    let stopped = place.aitk(&["stop", &id]).await;
+    assert_eq!(
+        (code(&stopped), out(&stopped).trim()),
+        (0, id.as_str()),
+        "{}",
+        err(&stopped)
+    );
+    assert_eq!(code(&place.aitk(&["wait", &id]).await), 143);
+    assert_eq!(code(&place.aitk(&["logs", "-f", &id]).await), 143);
+    assert_eq!(code(&place.aitk(&["watch", &id]).await), 143);
+
+    // What is wrong with one member is said before anything is sent.
+    for (args, exit, says) in [
+        (&["--sweep", "train.lrr=1,2"][..], 1, "did you mean `lr`?"),
+        (&["--sweep", "train.no_such_key=1,2"], 1, "has no key"),
+        (&["--sweep", "train.steps=10,many"], 1, "train.steps"),
+        (&["--sweep", "train.steps"], 2, "no '='"),
+        (&["--at-most", "2"], 2, "--sweep or --array"),
+    ] {
+        let wrong = place.aitk(&[&["submit", "job.yaml"], args].concat()).await;
+        assert!(
+            code(&wrong) == exit && err(&wrong).contains(says),
+            "{args:?}: {}",
+            err(&wrong)
+        );
+    }
+    let same = place.aitk(&["submit", "job.yaml", "--array", "3", "-q"]).await;
+    assert_eq!(code(&same), 2, "there is no -q");
+    let same = place.aitk(&["submit", "job.yaml", "--array", "3"]).await;
+    let names = out(&place.aitk(&["ps", out(&same).trim()]).await);
+    assert!(
+        names.contains(&format!("{name}_0")) && names.contains(&format!("{name}_2")),
+        "{names}"
+    );
+    place.coordinator.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn the_same_key_is_the_same_job() {
     let place = Place::new().await;
     let submit = ["submit", "job.yaml", "--idempotency-key", "monday"];

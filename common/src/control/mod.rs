@@ -1,8 +1,10 @@
 //! What coordinator, workers and clients tell each other about jobs: plain data, no wire types.
 
+mod array;
 mod forecast;
 mod session;
 
+pub use array::{ArrayCounts, ArrayView, MEMBERS_MOST, NewMember};
 pub use forecast::{DeviceForecast, Forecast};
 pub use session::{Assignment, HeldAttempt, Registration, ToCoordinator, ToWorker, Verdict};
 
@@ -349,6 +351,9 @@ pub struct JobView {
     pub failures: u32,
     /// Failed tries it is allowed in a row.
     pub retries: u32,
+    /// The array that it belongs to, or that this is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub array: Option<ArrayView>,
     /// The config as its user wrote it; only when one job is asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub config_text: Option<String>,
@@ -433,6 +438,8 @@ pub struct Submission {
     pub owner: Option<UserName>,
     /// What its model consists of, where the client has seen the model's files.
     pub anatomy: Option<Anatomy>,
+    /// How many pictures it draws, where the client could count them; what `cluster.split` cuts into parts.
+    pub pictures: Option<u64>,
 }
 
 /// The answer to a submission.

@@ -135,6 +135,8 @@ pub struct Assignment {
     pub profile: MemoryProfile,
     /// The job's seed.
     pub seed: u64,
+    /// Numbers of the pictures that earlier attempts drew and that are kept.
+    pub drawn: Vec<u64>,
 }
 
 /// How the coordinator judges a request of a worker.

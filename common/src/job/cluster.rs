@@ -44,6 +44,44 @@ section! {
         yields: bool = false, Works;
         /// Shares its device with no other job, however small both are.
         alone: bool = false, Works;
+        /// Cuts a job of one `to_folder` process into at most so many parts, which several devices draw at the same time; `auto`: as many as pay. The pictures are the same.
+        split: Option<Split> = None, Works;
+    }
+}
+
+/// Parts that a job is cut into.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Split {
+    /// As many as pay, by the devices that are there and by how long the work takes.
+    Auto,
+    /// At most so many.
+    Parts(u32),
+}
+
+impl FieldValue for Split {
+    fn kind() -> String {
+        "whole number from 1, or `auto`".into()
+    }
+    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+        let parsed = match &node.value {
+            super::node::Value::Text(text) if text.eq_ignore_ascii_case("auto") => Some(Self::Auto),
+            super::node::Value::Int(parts) => u32::try_from(*parts).ok().filter(|parts| *parts > 0).map(Self::Parts),
+            _ => None,
+        };
+        if parsed.is_none() {
+            cx.wrong_type(node, "a number of parts from 1, or `auto`");
+        }
+        parsed
+    }
+    fn show(&self) -> String {
+        match self {
+            Self::Auto => "auto".into(),
+            Self::Parts(parts) => parts.to_string(),
+        }
+    }
+    fn is_off(&self) -> bool {
+        false
     }
 }
 

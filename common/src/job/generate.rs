@@ -51,6 +51,26 @@ section! {
     finish = finish_generate;
 }
 
+/// The prompts of a text file: its lines without the space around them, empty ones left out.
+#[must_use]
+pub fn prompt_lines(text: &str) -> Vec<&str> {
+    let text = text.trim_start_matches('\u{feff}');
+    text.lines().map(str::trim).filter(|line| !line.is_empty()).collect()
+}
+
+impl GenerateConfig {
+    /// How many pictures are drawn from so many prompts.
+    #[must_use]
+    pub fn pictures(&self, prompts: usize) -> u64 {
+        let list = if self.random_prompts {
+            u64::from(self.max_images)
+        } else {
+            prompts as u64
+        };
+        list.saturating_mul(u64::from(self.num_repeats.max(1)))
+    }
+}
+
 fn finish_generate(generate: &mut GenerateConfig, _given: &Given, cx: &mut Cx) {
     generate.ext = generate.ext.trim_start_matches('.').to_ascii_lowercase();
     picture_suffix(&generate.ext, cx);

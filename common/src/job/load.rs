@@ -1,5 +1,6 @@
 //! From a name or a path to a [`LoadedJob`].
 
+use super::change::{self, Change};
 use super::error::{Finding, JobError};
 use super::limits::{MAX_BYTES, finding};
 use super::node::{Mark, Node, Value};
@@ -19,6 +20,10 @@ pub struct LoadOptions<'a> {
     pub env: template::Env<'a>,
     /// The folder in which `config/` is looked for. Unset: the current one.
     pub search_dir: Option<&'a Path>,
+    /// Keys that have another value than in the file.
+    pub changes: &'a [Change],
+    /// Appended to the job's name, and to what replaces `[name]`.
+    pub suffix: &'a str,
 }
 
 impl Default for LoadOptions<'_> {
@@ -28,6 +33,8 @@ impl Default for LoadOptions<'_> {
             name_override: None,
             env: &|_| None,
             search_dir: None,
+            changes: &[],
+            suffix: "",
         }
     }
 }
@@ -81,13 +88,18 @@ pub fn parse(text: &str, format: Format, file: Option<&str>, options: &LoadOptio
         Format::Jsonc => json::parse(body, true, file),
     }
     .map_err(invalid)?;
+    let changed = change::apply(&mut root, options.changes, file).map_err(invalid)?;
     let secrets = template::expand_variables(&mut root, options.env, file).map_err(invalid)?;
     if let Some(name) = options.name_override.map(str::to_owned).or_else(|| own_name(&root)) {
+        let name = format!("{name}{}", options.suffix);
         template::fill_name(&mut root, &name, file).map_err(invalid)?;
     }
+    change::append_to_name(&mut root, options.suffix);
+    let given = options.name_override.map(|name| format!("{name}{}", options.suffix));
     let mut cx = Cx::new(file.map(str::to_owned));
     cx.warnings = secrets;
-    let spec = JobSpec::read(&root, options.name_override, &mut cx);
+    let spec = JobSpec::read(&root, given.as_deref(), &mut cx);
+    change::refuse_unknown(&changed, &mut cx);
     let mut findings = cx.errors;
     match spec {
         Some(spec) if findings.is_empty() => Ok(LoadedJob {

@@ -6,6 +6,7 @@
 pub mod arch;
 mod averages;
 pub mod caption;
+pub mod change;
 mod checks;
 pub mod cluster;
 mod compound;

@@ -28,6 +28,8 @@ pub struct Cx {
     pub warnings: Vec<Finding>,
     /// Key path -> place.
     pub positions: BTreeMap<String, (u32, u32)>,
+    /// Paths of keys that no section knows and that are ignored with a warning.
+    pub unknown: BTreeSet<String>,
     path: String,
     mark: Mark,
 }
@@ -222,6 +224,7 @@ impl Cx {
                 } else {
                     let message = format!("`{title}` has no key `{}`; it is ignored", shorten(key));
                     let finding = cx.finding(&cx.path, cx.mark, message);
+                    cx.unknown.insert(cx.path.clone());
                     push(&mut cx.warnings, finding);
                 }
             });

@@ -5,7 +5,7 @@ use super::error::{Finding, Support};
 use super::node::Node;
 use super::process::{JobKind, Process, ProcessKind};
 use super::schema::{Cx, FieldValue, Input, Report, section};
-use super::values::FreeMap;
+use super::values::{FreeMap, TextSource};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -76,6 +76,18 @@ pub struct JobSpec {
     /// Key path -> line and column in that file, for findings.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub positions: BTreeMap<String, (u32, u32)>,
+    /// Only these of its pictures: the coordinator cuts a job into such parts. No key of a config.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub part: Option<Part>,
+}
+
+/// Some of the pictures of a job, by their numbers: from the first one to before the last one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Part {
+    /// The first one.
+    pub from: u64,
+    /// Before this one.
+    pub to: u64,
 }
 
 /// The keys of `config` other than `name` and `process`; what of it is the default of a process is already there.
@@ -133,6 +145,7 @@ impl JobSpec {
             config: Box::new(body),
             file: cx.file.clone(),
             positions: std::mem::take(&mut cx.positions),
+            part: None,
         })
     }
 
@@ -150,6 +163,25 @@ impl JobSpec {
             }
         }
         unique
+    }
+
+    /// How many pictures the job draws, if its only process is a `to_folder`; `lines` counts the prompts in a file.
+    #[must_use]
+    pub fn pictures(&self, lines: impl Fn(&str) -> Option<usize>) -> Option<u64> {
+        let [
+            Process {
+                kind: ProcessKind::Generate(process),
+                ..
+            },
+        ] = self.process.as_slice()
+        else {
+            return None;
+        };
+        let prompts = match &process.generate.prompts {
+            TextSource::List(list) => list.len(),
+            TextSource::File(file) => lines(file)?,
+        };
+        Some(process.generate.pictures(prompts))
     }
 
     /// What the job asks for that this release does not have.

@@ -75,6 +75,16 @@ impl Demand {
         whole
     }
 
+    /// The same work for another number of pictures than is seen in the job, where its prompts lie in a file.
+    #[must_use]
+    pub fn of_pictures(mut self, job: &Value, pictures: u64) -> Self {
+        let Some(body) = job.pointer("/process/0/kind/generate") else {
+            return self;
+        };
+        self.milliunits = milli(self.units() / pictures_seen(body) * pictures as f64);
+        self
+    }
+
     /// What this release really takes: its engine keeps everything on a GPU under every profile, so none takes less
     /// than `full_gpu`. To be dropped when the engine lays out by profile.
     #[must_use]
@@ -276,17 +286,7 @@ fn generation(family: String, body: &Value, figures: Option<Figures>) -> Demand 
     let height_px = number(body, "/generate/height").unwrap_or(512.0);
     let steps = number(body, "/generate/sample_steps").unwrap_or(20.0);
     let guided = number(body, "/generate/guidance_scale").unwrap_or(7.0) > 1.0;
-    let prompts = body
-        .pointer("/generate/prompts")
-        .and_then(|prompts| {
-            prompts
-                .as_array()
-                .or_else(|| prompts.as_object()?.values().find_map(Value::as_array))
-        })
-        .map_or(1, |list| list.len().max(1));
-    let repeats = number(body, "/generate/num_repeats").unwrap_or(1.0).max(1.0);
-    let most = number(body, "/generate/max_images").unwrap_or(f64::INFINITY);
-    let pictures = (prompts as f64 * repeats).min(most).max(1.0);
+    let pictures = pictures_seen(body);
     let area = width_px * height_px;
     let passes = if guided { 2.0 } else { 1.0 };
     let units = pictures * steps * passes * area / (512.0 * 512.0);
@@ -313,6 +313,21 @@ fn generation(family: String, body: &Value, figures: Option<Figures>) -> Demand 
         milliunits: milli(units),
         memory,
     }
+}
+
+/// Pictures, as far as the job itself says.
+fn pictures_seen(body: &Value) -> f64 {
+    let prompts = body
+        .pointer("/generate/prompts")
+        .and_then(|prompts| {
+            prompts
+                .as_array()
+                .or_else(|| prompts.as_object()?.values().find_map(Value::as_array))
+        })
+        .map_or(1, |list| list.len().max(1));
+    let repeats = number(body, "/generate/num_repeats").unwrap_or(1.0).max(1.0);
+    let most = number(body, "/generate/max_images").unwrap_or(f64::INFINITY);
+    (prompts as f64 * repeats).min(most).max(1.0)
 }
 
 #[cfg(test)]

@@ -21,7 +21,7 @@ fn right_of(path: &str) -> Option<Right> {
     Some(match path.strip_prefix("/aitk.v1.")? {
         "Workers/Session" => Right::Work,
         "Jobs/Info" => Right::Greet,
-        "Jobs/Submit" => Right::Submit,
+        "Jobs/Submit" | "Jobs/SubmitArray" => Right::Submit,
         "Jobs/Get" | "Jobs/List" | "Jobs/Explain" | "Jobs/Events" | "Jobs/Artifacts" => Right::SeeJobs,
         "Jobs/Stop" | "Jobs/Resume" | "Jobs/Pause" | "Jobs/SetPriority" => Right::ChangeJobs,
         "Jobs/ListWorkers" | "Jobs/Fit" => Right::SeeWorkers,

@@ -1,16 +1,16 @@
 //! Jobs, their files, and workers.
 
+use super::arrays::new_job;
 use super::auth::{caller, same_machine};
 use super::follow::{FOLLOWER_TIMEOUT, WIRE_BUFFER, stream_events};
 use super::{Shared, refused, store_failed, token_ended};
 use crate::access::{AuditLine, Identity};
-use crate::core::{Event, NewJob, Payload, Reply, Ticket};
-use crate::submit::{Asked, fresh_job_id, fresh_seed, wants};
+use crate::core::{Event, Reply, Ticket};
+use crate::submit::{fresh_job_id, fresh_seed, wants};
 use aitk_common::control::{PROTOCOL_VERSION, ServerInfo, Submission};
 use aitk_common::id::{JobId, UserName};
 use aitk_proto::v1;
 use aitk_proto::v1::jobs_server::Jobs;
-use std::sync::Arc;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
@@ -56,7 +56,11 @@ impl JobsApi {
         }
     }
 
-    async fn call(&self, line: Box<AuditLine>, event: impl FnOnce(Ticket) -> Event) -> Result<Reply, Status> {
+    pub(super) async fn call(
+        &self,
+        line: Box<AuditLine>,
+        event: impl FnOnce(Ticket) -> Event,
+    ) -> Result<Reply, Status> {
         let answer = self.0.core.call(event, line).await?;
         answer.map_err(|refusal| refused(&refusal))
     }
@@ -97,31 +101,14 @@ impl Jobs for JobsApi {
         let same_machine = same_machine(&request);
         let mut submission = Submission::try_from(request.into_inner())?;
         submission.owner = Some(self.owner(&who, &submission, same_machine)?);
-        let Asked {
-            named,
-            wants,
-            after,
-            not_before,
-        } = wants(&submission, self.0.retries).map_err(Status::invalid_argument)?;
+        let asked = wants(&submission, self.0.retries).map_err(Status::invalid_argument)?;
         let _held = self.inputs_present(&submission).await?;
-        let job = NewJob {
-            id: fresh_job_id(),
-            seed: fresh_seed(),
-            name: named.name,
-            kind: named.kind,
-            wants,
-            after,
-            sees_all: who.role.sees_all(),
-            not_before,
-            local: submission.local,
-            idempotency_key: submission.idempotency_key.map(|key| who.key(&key)),
-            payload: Arc::new(Payload {
-                config_text: submission.config_text,
-                config_format: submission.config_format,
-                job_json: submission.job_json,
-                inputs: submission.inputs,
-            }),
-        };
+        if let Some(split) = asked.split
+            && let Some(array) = self.cut(&who, &asked, split, &submission).await?
+        {
+            return Ok(Response::new(self.submit_together(&who, array).await?.into()));
+        }
+        let job = new_job(&who, fresh_job_id(), fresh_seed(), asked, submission);
         let mut line = who.line(self.0.clock.now(), "job.submit", job.id.as_str());
         line.detail = AuditLine::quote(&job.name);
         let submitted = self.call(Box::new(line), |ticket| Event::JobSubmitted {
@@ -134,17 +121,34 @@ impl Jobs for JobsApi {
         }
     }
 
+    async fn submit_array(
+        &self,
+        request: Request<v1::SubmitArrayRequest>,
+    ) -> Result<Response<v1::SubmitReply>, Status> {
+        let who = caller(&request)?;
+        let same_machine = same_machine(&request);
+        let submitted = self.take_array(&who, request.into_inner(), same_machine).await?;
+        Ok(Response::new(submitted.into()))
+    }
+
     async fn get(&self, request: Request<v1::GetJobRequest>) -> Result<Response<v1::Job>, Status> {
         let who = caller(&request)?;
         let id = self.find(&who, request.into_inner().job_id).await?;
         let wanted = id.clone();
-        let view = self
+        let look = move |state: &crate::core::State, now| {
+            // An array has no config of its own: its first member's is as good as any.
+            let first = state.members(&wanted).into_iter().next();
+            state.job_view(now, &wanted).zip(first)
+        };
+        let found = self.0.core.query(look).await?;
+        let (mut view, first) = found.ok_or_else(|| Status::not_found(format!("there is no job {id}")))?;
+        if let Some(payload) = self
             .0
-            .core
-            .query(move |state, now| state.job_view(now, &wanted))
-            .await?;
-        let mut view = view.ok_or_else(|| Status::not_found(format!("there is no job {id}")))?;
-        if let Some(payload) = self.0.store.payload(&id).await.map_err(|error| store_failed(&error))? {
+            .store
+            .payload(&first)
+            .await
+            .map_err(|error| store_failed(&error))?
+        {
             view.config_text = Some(payload.config_text);
             view.config_format = Some(payload.config_format);
         }
@@ -153,12 +157,25 @@ impl Jobs for JobsApi {
 
     async fn list(&self, request: Request<v1::ListJobsRequest>) -> Result<Response<v1::ListJobsReply>, Status> {
         let who = caller(&request)?;
-        let v1::ListJobsRequest { all, limit } = request.into_inner();
-        let views = self
-            .0
-            .core
-            .query(move |state, now| state.job_views(now, all, limit as usize, |job| who.sees(&job.wants.owner)))
-            .await?;
+        let v1::ListJobsRequest {
+            all,
+            limit,
+            members,
+            array_id,
+        } = request.into_inner();
+        let array = match array_id.as_str() {
+            "" => None,
+            text => Some(self.find(&who, text.to_owned()).await?),
+        };
+        let look = move |state: &crate::core::State, now| {
+            let sees = |job: &crate::core::Job| who.sees(&job.wants.owner);
+            match array {
+                Some(id) => state.member_views(now, &id, sees),
+                None if members => state.job_views(now, all, limit as usize, sees),
+                None => state.overview(now, all, limit as usize, sees),
+            }
+        };
+        let views = self.0.core.query(look).await?;
         Ok(Response::new(v1::ListJobsReply {
             jobs: views.into_iter().map(Into::into).collect(),
         }))
@@ -237,6 +254,12 @@ impl Jobs for JobsApi {
         let who = caller(&request)?;
         let v1::EventsRequest { job_id, cursor, follow } = request.into_inner();
         let job = self.find(&who, job_id).await?;
+        let sought = job.clone();
+        if self.0.core.query(move |state, _| state.is_array(&sought)).await? {
+            return Err(Status::invalid_argument(format!(
+                "{job} is an array, whose members have their events; ask for those of a member, such as {job}-0"
+            )));
+        }
         let (follower, receiver) = mpsc::channel(WIRE_BUFFER);
         let shared = self.0.clone();
         tokio::spawn(async move {
@@ -254,12 +277,7 @@ impl Jobs for JobsApi {
     async fn artifacts(&self, request: Request<v1::ArtifactsRequest>) -> Result<Response<v1::ArtifactsReply>, Status> {
         let who = caller(&request)?;
         let job = self.find(&who, request.into_inner().job_id).await?;
-        let artifacts = self
-            .0
-            .store
-            .artifacts(&job)
-            .await
-            .map_err(|error| store_failed(&error))?;
+        let artifacts = self.artifacts_of(&job).await?;
         let artifacts = artifacts.into_iter().map(Into::into).collect();
         Ok(Response::new(v1::ArtifactsReply {
             job_id: job.to_string(),

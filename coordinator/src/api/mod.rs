@@ -1,6 +1,7 @@
 //! The gRPC services: convert, call, convert.
 
 mod admin;
+mod arrays;
 mod auth;
 mod blobs;
 mod follow;

@@ -1,5 +1,6 @@
 //! What always holds.
 
+use super::arrays::Array;
 use super::model::live_states;
 use super::queue::{Gate, Spot};
 use super::slots::Held;
@@ -15,6 +16,7 @@ use std::collections::{BTreeMap, BTreeSet};
 pub fn check(state: &State) -> Result<(), String> {
     check_jobs(state)?;
     check_queue(state)?;
+    check_arrays(state)?;
     check_devices(state)?;
     check_sessions(state)
 }
@@ -61,11 +63,12 @@ fn check_jobs(state: &State) -> Result<(), String> {
         if job.state == JobState::Queued && state.explain(job.not_before, job).is_empty() {
             return fail("waits without a reason");
         }
-        if job.state != JobState::Completed && job.after.iter().any(|before| !state.jobs.contains_key(before)) {
+        let known = |id: &JobId| state.jobs.contains_key(id) || state.arrays.contains_key(id);
+        if job.state != JobState::Completed && !job.after.iter().all(known) {
             return fail("starts after a job that is forgotten");
         }
         if let Some(key) = &job.idempotency_key
-            && state.keys.get(key) != Some(id)
+            && state.keys.get(key) != Some(job.array_id().unwrap_or(id))
         {
             return fail("its idempotency key leads elsewhere");
         }
@@ -99,7 +102,7 @@ fn check_queue(state: &State) -> Result<(), String> {
             (Spot::Timed(time), _) => {
                 timed.insert((time, id.clone()));
             }
-            (Spot::Blocked, Gate::Paused | Gate::After(_)) => {}
+            (Spot::Blocked, Gate::Paused | Gate::After(_)) | (Spot::Held, Gate::Open) => {}
             (Spot::Ready(class), Gate::Open) => {
                 ready += 1;
                 let waits = state.classes.get(class).is_some_and(|class| {
@@ -144,6 +147,68 @@ fn check_queue(state: &State) -> Result<(), String> {
         }
     }
     Ok(())
+}
+
+/// Arrays are what their members say, and no more of them run or wait for a device than may; nobody is held back
+/// without need.
+fn check_arrays(state: &State) -> Result<(), String> {
+    let mut arrays: BTreeMap<JobId, Array> = BTreeMap::new();
+    for (id, job) in &state.jobs {
+        let Some(place) = &job.array else {
+            if job.spot == Spot::Held {
+                return Err(format!("{id} is held back and in no array"));
+            }
+            continue;
+        };
+        let array = arrays.entry(place.id.clone()).or_insert_with(|| Array {
+            name: place.name.clone(),
+            size: place.size,
+            at_most: place.at_most,
+            split: place.split,
+            ..Array::default()
+        });
+        if array.members.insert(place.index, id.clone()).is_some() || place.index >= array.size {
+            return Err(format!("{id} is not at its place in its array"));
+        }
+        array.completed += usize::from(job.state == JobState::Completed);
+        if job.current().is_some() {
+            array.running.insert(id.clone());
+        }
+        match job.spot {
+            Spot::Ready(_) if place.at_most.is_some() => {
+                array.ready.insert(id.clone());
+            }
+            Spot::Held => {
+                array.held.insert(job.queue_key());
+            }
+            _ => {}
+        }
+    }
+    for (id, array) in &arrays {
+        let most = array.at_most.map_or(usize::MAX, |most| most as usize);
+        if array.running.len() + array.ready.len() > most {
+            return Err(format!("more than {most} of the array {id} run or may start"));
+        }
+        if !array.held.is_empty() && array.has_room() {
+            return Err(format!("the array {id} holds members back without need"));
+        }
+    }
+    if arrays != state.arrays {
+        return Err(format!(
+            "the index of arrays is wrong: {:?}, not {arrays:?}",
+            state.arrays
+        ));
+    }
+    let splits = arrays
+        .iter()
+        .filter(|(_, array)| array.split && !array.running.is_empty());
+    if !splits.map(|(id, _)| id).eq(&state.splits) || !state.kept_until_placed.is_empty() {
+        return Err("the index of parts that run is wrong".into());
+    }
+    match state.roomy.first() {
+        Some(id) => Err(format!("the array {id} was not looked at")),
+        None => Ok(()),
+    }
 }
 
 /// Devices hold what their jobs say, and no more than they have.
@@ -203,9 +268,19 @@ fn check_devices(state: &State) -> Result<(), String> {
                 return Err(format!("{name} is over its budget and takes more"));
             }
         }
+        if let Some(kept_for) = &slot.kept_for {
+            let comes = |job: &super::model::Job| matches!(job.recall, Some(super::model::Recall::Faster { .. }));
+            if !state.jobs.get(kept_for).is_some_and(|job| comes(job)) {
+                return Err(format!("{name} is kept for {kept_for}, which does not come"));
+            }
+        }
         if !state.slots.is_listed_right(id) {
             return Err(format!("{name}: the index of devices with room is wrong"));
         }
+    }
+    let kept = state.slots.iter().filter(|(_, slot)| slot.kept_for.is_some());
+    if kept.count() != state.kept {
+        return Err("the count of devices that are kept is wrong".into());
     }
     let with_room = state.slots.iter().filter(|(_, slot)| slot.has_room()).count();
     if with_room != state.slots.with_room() {

@@ -29,11 +29,21 @@ pub(crate) struct Needs {
     pub(super) at_most: Option<MemoryProfile>,
     pub(super) alone: bool,
     pub(super) yields: bool,
+    /// The job that it is a part of: what devices do for that one matters.
+    pub(super) part_of: Option<JobId>,
 }
 
 impl Needs {
     pub(super) fn of(job: &Job) -> Self {
-        Self::of_wants(&job.wants, job.local, job.at_most)
+        let part_of = job
+            .array
+            .as_ref()
+            .filter(|place| place.split)
+            .map(|place| place.id.clone());
+        Self {
+            part_of,
+            ..Self::of_wants(&job.wants, job.local, job.at_most)
+        }
     }
 
     pub(super) fn of_wants(wants: &Wants, local: bool, at_most: Option<MemoryProfile>) -> Self {
@@ -50,6 +60,7 @@ impl Needs {
             at_most,
             alone: wants.alone,
             yields: wants.yields,
+            part_of: None,
         }
     }
 

@@ -36,6 +36,7 @@ impl State {
                     _ if stopping => None,
                     Some(Recall::GiveWay(to)) => Some(format!("gave way to {to}; goes on by itself")),
                     Some(Recall::Pause) => Some("paused; its state is saved".into()),
+                    Some(Recall::Faster { .. }) => Some("goes on on a faster device".into()),
                     Some(Recall::Drain) => Some("its worker is drained; it goes on elsewhere".into()),
                     None if leaving => Some("its worker left; it goes on elsewhere".into()),
                     None => None,
@@ -176,6 +177,7 @@ impl State {
         self.live.remove(id);
         self.yielding.remove(id);
         self.user_ends(&owner, ran);
+        self.member_ends(id);
         step.touched.insert(id.clone());
         let body = EventBody::Attempt {
             state,

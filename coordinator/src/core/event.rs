@@ -53,6 +53,23 @@ pub struct NewJob {
     pub payload: Arc<Payload>,
 }
 
+/// Jobs that come in together.
+#[derive(Clone, Debug)]
+pub struct NewArray {
+    /// A fresh id, chosen by the caller.
+    pub id: JobId,
+    /// Its name.
+    pub name: String,
+    /// Members that may run at the same time.
+    pub at_most: Option<u32>,
+    /// The members are parts of one job.
+    pub split: bool,
+    /// The submission's key.
+    pub idempotency_key: Option<String>,
+    /// Its members; their own keys are not looked at.
+    pub members: Vec<NewJob>,
+}
+
 /// What happens.
 #[derive(Clone, Debug)]
 pub enum Event {
@@ -62,6 +79,13 @@ pub enum Event {
         ticket: Ticket,
         /// The job.
         job: Box<NewJob>,
+    },
+    /// Somebody submits an array.
+    ArraySubmitted {
+        /// Who waits.
+        ticket: Ticket,
+        /// The array.
+        array: Box<NewArray>,
     },
     /// Somebody wants a job to stop.
     StopRequested {

@@ -1,9 +1,9 @@
 //! Why a waiting job waits, and where a job could run, as one would say it.
 
 use super::classes::{Misfit, Needs, fit};
-use super::model::{Job, Recall, Wants, Worker};
+use super::model::{ArrayPlace, Job, Recall, Wants, Worker};
 use super::placement::{USUAL_UNITS, is_gpu, seconds_until, work_left};
-use super::queue::Gate;
+use super::queue::{Gate, Spot};
 use super::slots::{Slot, SlotId};
 use super::speed::TOO_SLOW;
 use super::state::State;
@@ -15,6 +15,9 @@ use std::time::Duration;
 
 /// Beyond so many, it does not matter how many are ahead.
 const AHEAD_MOST: usize = 1000;
+
+/// Why a part of a job does not begin on a slow device.
+const LEFT: &str = "faster devices are through with all that waits before it would be with this part";
 
 /// A device as a job sees it.
 struct Sight<'a> {
@@ -39,7 +42,7 @@ enum Found {
 
 impl State {
     /// Every connected device as a job of this user with these needs sees it.
-    fn look(&self, needs: &Needs, owner: &UserName) -> Vec<Sight<'_>> {
+    fn look(&self, now: UnixMillis, needs: &Needs, owner: &UserName, job: Option<&Job>) -> Vec<Sight<'_>> {
         let family = needs.family.as_deref();
         let mut sights: Vec<Sight<'_>> = Vec::new();
         for (id, slot) in self.slots.iter().filter(|(_, slot)| slot.connected) {
@@ -52,11 +55,33 @@ impl State {
                     let ready = slot.open
                         && slot.has_room()
                         && slot.has_room_for(needs.held(bytes), None)
-                        && !self.is_kept_from(needs, slot);
+                        && !self.is_kept_from(needs, slot)
+                        && !job.is_some_and(|job| self.is_kept_for_other(job, slot));
+                    let speed = self.speeds.seconds_per_unit(&slot.device, family, profile);
+                    let slow = job.filter(|job| {
+                        let takes = work_left(job) * speed * (slot.running.len() as f64 + 1.0);
+                        ready && self.is_left_to_faster(now, job, id, speed, takes)
+                    });
+                    if let Some(job) = slow {
+                        let found = Found::Fit {
+                            profile,
+                            bytes,
+                            seconds_per_unit: speed,
+                            hindrance: format!("{LEFT}, {}", self.faster_ones(now, job, speed)),
+                            ready: false,
+                        };
+                        sights.push(Sight {
+                            slot: id,
+                            device: slot,
+                            worker,
+                            found,
+                        });
+                        continue;
+                    }
                     Found::Fit {
                         profile,
                         bytes,
-                        seconds_per_unit: self.speeds.seconds_per_unit(&slot.device, family, profile),
+                        seconds_per_unit: speed,
                         hindrance: if ready {
                             String::new()
                         } else {
@@ -129,6 +154,12 @@ impl State {
                 worker.name
             );
         }
+        if let (true, Some(id)) = (slot.running.is_empty(), &slot.kept_for) {
+            return format!(
+                "kept for {}, which comes from a slower device",
+                self.known_as(id, owner)
+            );
+        }
         let busy: Vec<String> = slot
             .running
             .keys()
@@ -162,7 +193,18 @@ impl State {
             }
             Gate::Open => {}
         }
-        let sights = self.look(&Needs::of(job), &job.wants.owner);
+        if let (
+            Spot::Held,
+            Some(ArrayPlace {
+                id,
+                at_most: Some(most),
+                ..
+            }),
+        ) = (job.spot, job.array.as_deref())
+        {
+            return format!("{most} of its array {id} may run at the same time and do; one of them has to end first");
+        }
+        let sights = self.look(now, &Needs::of(job), &job.wants.owner, Some(job));
         if sights.is_empty() {
             return "no worker is connected; `aitk-worker` starts one".into();
         }
@@ -183,7 +225,10 @@ impl State {
                 before.id, before.name, before.state, before.id
             ),
             Some(before) => format!("waits for {} ({}), which is {}", before.id, before.name, before.state),
-            None => format!("waits for {before}, which is not known any more; `aitk stop` ends this one"),
+            None => match self.array_summary(before) {
+                Some((name, counts)) => format!("waits for the array {before} ({name}): {counts}"),
+                None => format!("waits for {before}, which is not known any more; `aitk stop` ends this one"),
+            },
         }
     }
 
@@ -221,6 +266,13 @@ impl State {
             let giving = self.known_as(giving, &job.wants.owner);
             return format!("starts when {giving} has saved and given way");
         }
+        let left = usable.iter().find_map(|sight| match &sight.found {
+            Found::Fit { hindrance, .. } if hindrance.starts_with(LEFT) => Some((name(sight), hindrance)),
+            _ => None,
+        });
+        if let Some((slow, why)) = left {
+            return format!("not begun on {slow}: {why}");
+        }
         let fast = |sight: &&&&Sight<'_>| !matches!(&sight.found, Found::Fit { hindrance, .. } if hindrance.starts_with("it would"));
         let devices = match usable.iter().filter(fast).count() {
             1 => "the one device that fits is".to_owned(),
@@ -234,17 +286,19 @@ impl State {
         }
     }
 
-    /// A waiting or running job, and every connected device as it sees it.
+    /// A waiting or running job or array, and every connected device as it sees it.
     #[must_use]
     pub fn explain_job(&self, now: UnixMillis, id: &JobId) -> Option<Forecast> {
-        let job = self.jobs.get(id)?;
+        let Some(job) = self.jobs.get(id) else {
+            return self.explain_array(now, id);
+        };
         let summary = match job.state {
             JobState::Queued => self.explain(now, job),
             _ => self.job_view(now, id)?.reason,
         };
         Some(Forecast {
             summary,
-            devices: self.forecast(&Needs::of(job), &job.wants.owner, work_left(job)),
+            devices: self.forecast(now, &Needs::of(job), &job.wants.owner, work_left(job), Some(job)),
         })
     }
 
@@ -253,20 +307,27 @@ impl State {
     pub fn fit(&self, wants: &Wants) -> Forecast {
         let needs = Needs::of_wants(wants, false, None);
         let units = wants.demand.as_ref().map_or(USUAL_UNITS, |demand| demand.units());
-        let devices = self.forecast(&needs, &wants.owner, units);
+        let devices = self.forecast(UnixMillis(0), &needs, &wants.owner, units, None);
         let fitting: Vec<&DeviceForecast> = devices.iter().filter(|device| device.fits).collect();
         let summary = match (fitting.first(), devices.is_empty()) {
             (_, true) => "no worker is connected; `aitk-worker` starts one".to_owned(),
-            (None, _) => no_device(misfits(&self.look(&needs, &wants.owner))),
+            (None, _) => no_device(misfits(&self.look(UnixMillis(0), &needs, &wants.owner, None))),
             (Some(best), _) if best.ready => format!("would start now on {}", best.words),
             (Some(best), _) => format!("would wait for a device; the best is {}", best.words),
         };
         Forecast { summary, devices }
     }
 
-    fn forecast(&self, needs: &Needs, owner: &UserName, units: f64) -> Vec<DeviceForecast> {
+    fn forecast(
+        &self,
+        now: UnixMillis,
+        needs: &Needs,
+        owner: &UserName,
+        units: f64,
+        job: Option<&Job>,
+    ) -> Vec<DeviceForecast> {
         let family = needs.family.as_deref();
-        let mut sights = self.look(needs, owner);
+        let mut sights = self.look(now, needs, owner, job);
         let rank = |sight: &Sight<'_>| match &sight.found {
             Found::Fit {
                 seconds_per_unit,

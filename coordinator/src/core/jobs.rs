@@ -2,7 +2,7 @@
 
 use super::Step;
 use super::event::{Effect, NewJob, Record, Refusal, Reply};
-use super::model::{Job, Recall, Ticket};
+use super::model::{ArrayPlace, Job, Recall, Ticket};
 use super::queue::Spot;
 use super::state::State;
 use aitk_common::control::{EventBody, HeldAttempt, JobState, Submitted, ToWorker, UnixMillis};
@@ -10,31 +10,35 @@ use aitk_common::id::{JobId, UserName};
 
 impl State {
     pub(super) fn submit(&mut self, step: &mut Step, ticket: Ticket, new: NewJob) {
-        if let Some(earlier) = new.idempotency_key.as_ref().and_then(|key| self.keys.get(key)) {
-            let name = self.jobs.get(earlier).map(|job| job.name.clone()).unwrap_or_default();
-            let submitted = Submitted {
-                job: earlier.clone(),
-                name,
-                existed: true,
-            };
-            step.push(Effect::Reply(ticket, Ok(Reply::Submitted(submitted))));
-            return;
+        let reply = self.take_new(step, new);
+        step.push(Effect::Reply(ticket, reply.map(Reply::Submitted)));
+    }
+
+    fn take_new(&mut self, step: &mut Step, new: NewJob) -> Result<Submitted, Refusal> {
+        if let Some(earlier) = self.submitted_before(new.idempotency_key.as_ref()) {
+            return Ok(earlier);
         }
-        if self.jobs.contains_key(&new.id) {
-            let refusal = Refusal::Conflict(format!("the job id {} is taken; submit again", new.id));
-            step.push(Effect::Reply(ticket, Err(refusal)));
-            return;
+        if self.jobs.contains_key(&new.id) || self.arrays.contains_key(&new.id) {
+            return Err(Refusal::Conflict(format!(
+                "the job id {} is taken; submit again",
+                new.id
+            )));
         }
-        let after = match self.find_all(&new.after, &new.wants.owner, new.sees_all) {
-            Ok(after) => after,
-            Err(refusal) => {
-                step.push(Effect::Reply(ticket, Err(refusal)));
-                return;
-            }
-        };
+        let after = self.find_all(&new.after, &new.wants.owner, new.sees_all)?;
+        let (job, name) = (new.id.clone(), new.name.clone());
+        self.take(step, new, after, None);
+        Ok(Submitted {
+            job,
+            name,
+            existed: false,
+        })
+    }
+
+    /// Takes a job in; its id is free.
+    pub(super) fn take(&mut self, step: &mut Step, new: NewJob, after: Vec<JobId>, array: Option<Box<ArrayPlace>>) {
         let job = Job {
             id: new.id.clone(),
-            name: new.name.clone(),
+            name: new.name,
             kind: new.kind,
             wants: new.wants,
             local: new.local,
@@ -57,6 +61,8 @@ impl State {
             at_most: None,
             used: 0,
             over_time: false,
+            array,
+            stolen: false,
             cursor: 0,
             live: None,
             progress: None,
@@ -64,12 +70,10 @@ impl State {
             spot: Spot::Nowhere,
         };
         self.next_order += 1;
-        if let Some(key) = &job.idempotency_key {
-            self.keys.insert(key.clone(), job.id.clone());
-        }
         let job = Box::new(job);
         step.push(Effect::Persist(Record::NewJob(job.clone(), new.payload)));
         self.jobs.insert(job.id.clone(), job);
+        self.join_array(&new.id);
         self.enqueue(step.now, &new.id);
         self.log(
             step,
@@ -81,152 +85,169 @@ impl State {
             },
             None,
         );
-        let submitted = Submitted {
-            job: new.id,
-            name: new.name,
-            existed: false,
-        };
-        step.push(Effect::Reply(ticket, Ok(Reply::Submitted(submitted))));
+    }
+
+    /// Changes a job, or all members of an array that it can be done to; refused when there is none of these.
+    fn change(
+        &mut self,
+        step: &mut Step,
+        ticket: Ticket,
+        text: &str,
+        one: impl Fn(&mut Self, &mut Step, &JobId) -> Result<(), Refusal>,
+    ) {
+        let found = self.find(text).and_then(|id| {
+            let mut refusal = None;
+            let mut done = false;
+            for member in self.members(&id) {
+                match one(self, step, &member) {
+                    Ok(()) => done = true,
+                    Err(why) => refusal = refusal.or(Some(why)),
+                }
+            }
+            match refusal {
+                Some(why) if !done => Err(why),
+                _ => Ok(id),
+            }
+        });
+        self.reply_job(step, ticket, found);
     }
 
     pub(super) fn stop(&mut self, step: &mut Step, ticket: Ticket, text: &str, now: bool) {
-        let found = self.find(text).and_then(|id| {
-            let Some(job) = self.jobs.get_mut(&id) else {
-                return Err(Refusal::NotFound(text.to_owned()));
-            };
-            match job.state {
-                JobState::Stopped => {}
-                JobState::Completed | JobState::Failed => {
-                    return Err(Refusal::Conflict(format!(
-                        "job {id} has ended already: it is {}",
-                        job.state
-                    )));
-                }
-                JobState::Queued => {
-                    self.set_state(step, &id, JobState::Stopped, "stopped before it ran".into());
-                }
-                JobState::Running | JobState::Stopping => {
-                    let first = job.state == JobState::Running;
-                    job.stop_now |= now;
-                    step.touched.insert(id.clone());
-                    if first {
-                        let reason = if now { "ends now" } else { "saves, then stops" };
-                        self.set_state(step, &id, JobState::Stopping, reason.into());
-                    }
-                    self.send_stop(step, &id);
-                }
+        self.change(step, ticket, text, |state, step, id| state.stop_one(step, id, now));
+    }
+
+    fn stop_one(&mut self, step: &mut Step, id: &JobId, now: bool) -> Result<(), Refusal> {
+        let Some(job) = self.jobs.get_mut(id) else {
+            return Err(Refusal::NotFound(id.to_string()));
+        };
+        match job.state {
+            JobState::Stopped => {}
+            JobState::Completed | JobState::Failed => return Err(has_ended(job)),
+            JobState::Queued => {
+                self.set_state(step, id, JobState::Stopped, "stopped before it ran".into());
             }
-            Ok(id)
-        });
-        self.reply_job(step, ticket, found);
+            JobState::Running | JobState::Stopping => {
+                let first = job.state == JobState::Running;
+                job.stop_now |= now;
+                step.touched.insert(id.clone());
+                if first {
+                    let reason = if now { "ends now" } else { "saves, then stops" };
+                    self.set_state(step, id, JobState::Stopping, reason.into());
+                }
+                self.send_stop(step, id);
+            }
+        }
+        Ok(())
     }
 
     pub(super) fn resume(&mut self, step: &mut Step, ticket: Ticket, text: &str) {
-        let found = self.find(text).and_then(|id| {
-            let Some(job) = self.jobs.get_mut(&id) else {
-                return Err(Refusal::NotFound(text.to_owned()));
-            };
-            match job.state {
-                JobState::Stopped | JobState::Failed => {
-                    job.failures = 0;
-                    job.stop_now = false;
-                    job.paused = false;
-                    job.over_time = false;
-                    job.used = 0;
-                    job.not_before = step.now;
-                    self.set_state(step, &id, JobState::Queued, "resumed".into());
-                }
-                JobState::Queued if job.paused => {
-                    job.paused = false;
-                    self.set_state(step, &id, JobState::Queued, "resumed".into());
-                }
-                JobState::Running if job.paused => {
-                    job.paused = false;
-                    self.set_state(step, &id, JobState::Running, "saves, then goes on".into());
-                }
-                JobState::Stopping => {
-                    return Err(Refusal::Conflict(format!(
-                        "job {id} is still stopping; resume it when it has stopped"
-                    )));
-                }
-                JobState::Queued | JobState::Running | JobState::Completed => {
-                    return Err(Refusal::Conflict(format!(
-                        "job {id} is {}: there is nothing to resume",
-                        job.state
-                    )));
-                }
+        self.change(step, ticket, text, Self::resume_one);
+    }
+
+    fn resume_one(&mut self, step: &mut Step, id: &JobId) -> Result<(), Refusal> {
+        let Some(job) = self.jobs.get_mut(id) else {
+            return Err(Refusal::NotFound(id.to_string()));
+        };
+        match job.state {
+            JobState::Stopped | JobState::Failed => {
+                job.failures = 0;
+                job.stop_now = false;
+                job.paused = false;
+                job.over_time = false;
+                job.used = 0;
+                job.not_before = step.now;
+                self.set_state(step, id, JobState::Queued, "resumed".into());
             }
-            Ok(id)
-        });
-        self.reply_job(step, ticket, found);
+            JobState::Queued if job.paused => {
+                job.paused = false;
+                self.set_state(step, id, JobState::Queued, "resumed".into());
+            }
+            JobState::Running if job.paused => {
+                job.paused = false;
+                self.set_state(step, id, JobState::Running, "saves, then goes on".into());
+            }
+            JobState::Stopping => {
+                return Err(Refusal::Conflict(format!(
+                    "job {id} is still stopping; resume it when it has stopped"
+                )));
+            }
+            JobState::Queued | JobState::Running | JobState::Completed => {
+                return Err(Refusal::Conflict(format!(
+                    "job {id} is {}: there is nothing to resume",
+                    job.state
+                )));
+            }
+        }
+        Ok(())
     }
 
     /// A waiting job waits on until it is resumed; a running one saves first, and leaves its device to others.
     pub(super) fn pause(&mut self, step: &mut Step, ticket: Ticket, text: &str) {
-        let found = self.find(text).and_then(|id| {
-            let Some(job) = self.jobs.get_mut(&id) else {
-                return Err(Refusal::NotFound(text.to_owned()));
-            };
-            match job.state {
-                JobState::Queued if job.paused => {}
-                JobState::Queued => {
-                    job.paused = true;
-                    self.set_state(step, &id, JobState::Queued, "paused".into());
-                }
-                JobState::Running => {
-                    job.paused = true;
-                    step.touched.insert(id.clone());
-                    if job.recall.is_none() {
-                        let words = "saves, then waits until it is resumed".into();
-                        self.recall(step, &id, Recall::Pause, words);
-                    }
-                }
-                JobState::Stopping | JobState::Stopped | JobState::Completed | JobState::Failed => {
-                    return Err(Refusal::Conflict(format!(
-                        "job {id} is {}: there is nothing to pause",
-                        job.state
-                    )));
-                }
-            }
-            Ok(id)
-        });
-        self.reply_job(step, ticket, found);
+        self.change(step, ticket, text, Self::pause_one);
     }
 
-    pub(super) fn set_priority(&mut self, step: &mut Step, ticket: Ticket, text: &str, priority: i64) {
-        let found = self.find(text).and_then(|id| {
-            let Some(job) = self.jobs.get(&id) else {
-                return Err(Refusal::NotFound(text.to_owned()));
-            };
-            if job.state.is_ended() {
+    fn pause_one(&mut self, step: &mut Step, id: &JobId) -> Result<(), Refusal> {
+        let Some(job) = self.jobs.get_mut(id) else {
+            return Err(Refusal::NotFound(id.to_string()));
+        };
+        match job.state {
+            JobState::Queued if job.paused => {}
+            JobState::Queued => {
+                job.paused = true;
+                self.set_state(step, id, JobState::Queued, "paused".into());
+            }
+            JobState::Running => {
+                job.paused = true;
+                step.touched.insert(id.clone());
+                if job.recall.is_none() {
+                    let words = "saves, then waits until it is resumed".into();
+                    self.recall(step, id, Recall::Pause, words);
+                }
+            }
+            JobState::Stopping | JobState::Stopped | JobState::Completed | JobState::Failed => {
                 return Err(Refusal::Conflict(format!(
-                    "job {id} has ended already: it is {}",
+                    "job {id} is {}: there is nothing to pause",
                     job.state
                 )));
             }
-            let waits = job.state == JobState::Queued;
-            // It stands in several indexes under its old priority.
-            self.dequeue(&id);
-            if let Some(job) = self.jobs.get_mut(&id) {
-                job.wants.priority = priority;
-            }
-            if waits {
-                self.enqueue(step.now, &id);
-            } else {
-                // Those who wait may now be above it.
-                let slot = self.jobs.get(&id).and_then(|job| job.current());
-                let slot = slot.and_then(|attempt| self.slots.find(&attempt.worker, attempt.device));
-                let classes = slot
-                    .and_then(|slot| self.slots.get(slot))
-                    .map(|slot| slot.classes.clone());
-                for class in classes.unwrap_or_default() {
-                    self.classes.wake(class);
-                }
-            }
-            step.touched.insert(id.clone());
-            Ok(id)
+        }
+        Ok(())
+    }
+
+    pub(super) fn set_priority(&mut self, step: &mut Step, ticket: Ticket, text: &str, priority: i64) {
+        self.change(step, ticket, text, |state, step, id| {
+            state.prioritise(step, id, priority)
         });
-        self.reply_job(step, ticket, found);
+    }
+
+    fn prioritise(&mut self, step: &mut Step, id: &JobId, priority: i64) -> Result<(), Refusal> {
+        let Some(job) = self.jobs.get(id) else {
+            return Err(Refusal::NotFound(id.to_string()));
+        };
+        if job.state.is_ended() {
+            return Err(has_ended(job));
+        }
+        let waits = job.state == JobState::Queued;
+        // It stands in several indexes under its old priority.
+        self.dequeue(id);
+        if let Some(job) = self.jobs.get_mut(id) {
+            job.wants.priority = priority;
+        }
+        if waits {
+            self.enqueue(step.now, id);
+        } else {
+            // Those who wait may now be above it.
+            let slot = self.jobs.get(id).and_then(|job| job.current());
+            let slot = slot.and_then(|attempt| self.slots.find(&attempt.worker, attempt.device));
+            let classes = slot
+                .and_then(|slot| self.slots.get(slot))
+                .map(|slot| slot.classes.clone());
+            for class in classes.unwrap_or_default() {
+                self.classes.wake(class);
+            }
+        }
+        step.touched.insert(id.clone());
+        Ok(())
     }
 
     fn reply_job(&self, step: &mut Step, ticket: Ticket, found: Result<JobId, Refusal>) {
@@ -257,24 +278,19 @@ impl State {
         }
     }
 
-    /// The jobs that these texts mean: ids, unique beginnings of ids, or names, of which the newest of this user counts.
-    fn find_all(&self, texts: &[String], owner: &UserName, sees_all: bool) -> Result<Vec<JobId>, Refusal> {
+    /// The jobs and arrays that these texts mean: ids, unique beginnings of ids, or names, of which the newest of this
+    /// user counts.
+    pub(super) fn find_all(&self, texts: &[String], owner: &UserName, sees_all: bool) -> Result<Vec<JobId>, Refusal> {
         let mut found = Vec::with_capacity(texts.len());
         for text in texts {
             let id = match self.find_among(text, |job| sees_all || job.wants.owner == *owner) {
                 Ok(id) => id,
-                Err(Refusal::NotFound(_)) => self
-                    .jobs
-                    .values()
-                    .filter(|job| job.name == *text && job.wants.owner == *owner)
-                    .max_by_key(|job| job.order)
-                    .map(|job| job.id.clone())
-                    .ok_or_else(|| {
-                        let shown: String = text.chars().take(80).collect();
-                        Refusal::Conflict(format!(
-                            "cluster.after: there is no job {shown:?} to wait for; give the id or the name of a job that was submitted"
-                        ))
-                    })?,
+                Err(Refusal::NotFound(_)) => self.newest_named(text, owner).ok_or_else(|| {
+                    let shown: String = text.chars().take(80).collect();
+                    Refusal::Conflict(format!(
+                        "cluster.after: there is no job {shown:?} to wait for; give the id or the name of a job that was submitted"
+                    ))
+                })?,
                 Err(other) => return Err(other),
             };
             if !found.contains(&id) {
@@ -284,7 +300,17 @@ impl State {
         Ok(found)
     }
 
-    /// The job with this id, or the only one whose id begins so.
+    /// The newest job or array of this user with this name.
+    fn newest_named(&self, name: &str, owner: &UserName) -> Option<JobId> {
+        let own = self.jobs.values().filter(|job| job.wants.owner == *owner);
+        let named = own.filter_map(|job| match &job.array {
+            Some(array) if array.name == name => Some((job.order, &array.id)),
+            _ => (job.name == name).then_some((job.order, &job.id)),
+        });
+        named.max().map(|(_, id)| id.clone())
+    }
+
+    /// The job or array with this id, or the only one whose id begins so.
     ///
     /// # Errors
     /// [`Refusal::NotFound`], [`Refusal::Ambiguous`]
@@ -303,23 +329,37 @@ impl State {
         if self.jobs.get(&from).is_some_and(|job| sees(job)) {
             return Ok(from);
         }
-        let mut matches = self
+        if self.arrays.contains_key(&from) && self.members(&from).iter().filter_map(|id| self.job(id)).any(&sees) {
+            return Ok(from);
+        }
+        let fitting = self
             .jobs
             .range(from..)
             .take_while(|(id, _)| id.as_str().starts_with(text))
-            .filter(|(_, job)| sees(job))
-            .map(|(id, _)| id)
-            .take(6);
-        match (matches.next(), matches.next()) {
-            (None, _) => Err(Refusal::NotFound(text.to_owned())),
-            (Some(only), None) => Ok(only.clone()),
-            (Some(one), Some(two)) => {
-                let matches = [one, two].into_iter().chain(matches).map(ToString::to_string).collect();
-                Err(Refusal::Ambiguous {
-                    text: text.to_owned(),
-                    matches,
-                })
+            .filter(|(_, job)| sees(job));
+        let mut matches: Vec<JobId> = Vec::new();
+        for (id, job) in fitting {
+            // What all members of an array begin with means the array.
+            let array = job.array_id().filter(|array| array.as_str().starts_with(text));
+            let meant = array.unwrap_or(id);
+            if matches.last() != Some(meant) {
+                matches.push(meant.clone());
+            }
+            if matches.len() > 5 {
+                break;
             }
         }
+        match matches.as_slice() {
+            [] => Err(Refusal::NotFound(text.to_owned())),
+            [only] => Ok(only.clone()),
+            several => Err(Refusal::Ambiguous {
+                text: text.to_owned(),
+                matches: several.iter().map(ToString::to_string).collect(),
+            }),
+        }
     }
+}
+
+fn has_ended(job: &Job) -> Refusal {
+    Refusal::Conflict(format!("job {} has ended already: it is {}", job.id, job.state))
 }

@@ -5,6 +5,7 @@
 //! lives as long as its lease, which its worker's beats renew. Whoever reports for an attempt that is not the live one
 //! is told so (fenced) and changes nothing.
 
+mod arrays;
 mod attempts;
 mod check;
 mod classes;
@@ -13,11 +14,14 @@ mod event;
 mod explain;
 mod jobs;
 mod model;
+mod overview;
+mod parts;
 mod placement;
 mod queue;
 mod retention;
 mod slots;
 mod speed;
+mod split;
 mod state;
 mod view;
 mod words;
@@ -29,8 +33,8 @@ mod sim;
 mod tests;
 
 pub use check::check;
-pub use event::{Effect, Event, NewJob, Payload, Placed, Record, Refusal, Reply};
-pub use model::{Committed, Health, Job, Live, Pace, Quotas, Recall, SessionId, Settings, Speed, Ticket};
+pub use event::{Effect, Event, NewArray, NewJob, Payload, Placed, Record, Refusal, Reply};
+pub use model::{ArrayPlace, Committed, Health, Job, Live, Pace, Quotas, Recall, SessionId, Settings, Speed, Ticket};
 pub use model::{Wants, Worker};
 pub use state::{Restored, State};
 
@@ -61,6 +65,7 @@ impl State {
         };
         match event {
             Event::JobSubmitted { ticket, job } => self.submit(&mut step, ticket, *job),
+            Event::ArraySubmitted { ticket, array } => self.submit_array(&mut step, ticket, *array),
             Event::StopRequested { ticket, job, now } => self.stop(&mut step, ticket, &job, now),
             Event::ResumeRequested { ticket, job } => self.resume(&mut step, ticket, &job),
             Event::PauseRequested { ticket, job } => self.pause(&mut step, ticket, &job),

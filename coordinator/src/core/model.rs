@@ -100,6 +100,23 @@ pub struct Wants {
     pub retries: u32,
 }
 
+/// The place of a job in an array.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ArrayPlace {
+    /// The array.
+    pub id: JobId,
+    /// The array's name.
+    pub name: String,
+    /// Counted from 0.
+    pub index: u32,
+    /// Members that the array was submitted with.
+    pub size: u32,
+    /// Members that may run at the same time.
+    pub at_most: Option<u32>,
+    /// The members are parts of one job.
+    pub split: bool,
+}
+
 /// Why the coordinator takes a device back from a running job that is to come back by itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -110,6 +127,13 @@ pub enum Recall {
     Pause,
     /// Its worker is drained.
     Drain,
+    /// A faster device takes over.
+    Faster {
+        /// Its worker.
+        worker: WorkerId,
+        /// Which of its devices.
+        device: DeviceRef,
+    },
 }
 
 /// The checkpoint from which the next attempt goes on.
@@ -178,6 +202,12 @@ pub struct Job {
     /// Its time limit is over; it saves, then stops.
     #[serde(default)]
     pub over_time: bool,
+    /// Its place in an array. Boxed: most jobs have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub array: Option<Box<ArrayPlace>>,
+    /// A faster device has taken over once.
+    #[serde(default)]
+    pub stolen: bool,
     /// Its last event. Rebuilt from the event log.
     #[serde(skip)]
     pub cursor: u64,

@@ -18,7 +18,7 @@ use std::time::Duration;
 
 /// Seconds that a worker takes to fetch an input which it does not have: of the order of a small model over a home
 /// line. Only the order matters: it is weighed against hours of work.
-const FETCH_SECONDS: f64 = 60.0;
+pub(super) const FETCH_SECONDS: f64 = 60.0;
 /// Units of work of a job of which nothing is known: a thousand steps.
 pub(super) const USUAL_UNITS: f64 = 4000.0;
 
@@ -38,6 +38,14 @@ impl State {
     /// Starts what can start.
     pub(super) fn place(&mut self, step: &mut Step) {
         self.release_timed(step.now);
+        self.release_members(step.now);
+        self.place_ready(step);
+        if self.give_up_kept() {
+            self.place_ready(step);
+        }
+    }
+
+    fn place_ready(&mut self, step: &mut Step) {
         if self.classes.candidates.is_empty() {
             return;
         }
@@ -65,7 +73,7 @@ impl State {
                 }
                 None => continue,
             }
-            match self.choose(&turn.job, class) {
+            match self.choose(step.now, &turn.job, class) {
                 Some(chosen) => {
                     self.assign(step, &turn.job, class, chosen);
                     // The class stays in line; whose turn it is there is looked up when it is its.
@@ -79,8 +87,9 @@ impl State {
                 }
             }
         }
-        // Assigning wakes nobody; a claim may not either.
+        // Assigning wakes nobody; a claim may not either. Who was assigned runs in the place of its waiting.
         self.classes.candidates.clear();
+        self.roomy.clear();
     }
 
     /// The least seconds per unit of work that an open device offers to the class.
@@ -117,7 +126,7 @@ impl State {
     }
 
     /// The best device with room for a job of the class.
-    fn choose(&mut self, id: &JobId, class_id: ClassId) -> Option<Chosen> {
+    fn choose(&mut self, now: UnixMillis, id: &JobId, class_id: ClassId) -> Option<Chosen> {
         if self.slots.with_room() == 0 {
             return None;
         }
@@ -126,7 +135,7 @@ impl State {
         let job = self.jobs.get(id)?;
         let mut chosen: Option<(Cost, Chosen)> = None;
         let mut look = |slot: SlotId| {
-            if let Some(found) = self.price(job, class_id, slot, best)
+            if let Some(found) = self.price(now, job, class_id, slot, best)
                 && chosen.as_ref().is_none_or(|(cost, _)| found.0 < *cost)
             {
                 chosen = Some(found);
@@ -142,7 +151,14 @@ impl State {
         chosen.map(|(_, chosen)| chosen)
     }
 
-    fn price(&self, job: &Job, class_id: ClassId, slot_id: SlotId, best: f64) -> Option<(Cost, Chosen)> {
+    fn price(
+        &self,
+        now: UnixMillis,
+        job: &Job,
+        class_id: ClassId,
+        slot_id: SlotId,
+        best: f64,
+    ) -> Option<(Cost, Chosen)> {
         let class = self.classes.get(class_id)?;
         let offer = class.offers.get(&slot_id)?;
         let slot = self.slots.get(slot_id)?;
@@ -150,7 +166,10 @@ impl State {
             return None;
         }
         let (profile, bytes) = offer.choice;
-        if !slot.has_room_for(class.needs.held(bytes), None) || self.is_kept_from(&class.needs, slot) {
+        if !slot.has_room_for(class.needs.held(bytes), None)
+            || self.is_kept_from(&class.needs, slot)
+            || self.is_kept_for_other(job, slot)
+        {
             return None;
         }
         let last = job.attempts.last().filter(|attempt| attempt.worker == slot.worker);
@@ -161,6 +180,9 @@ impl State {
             + usize::from(last.is_none() && job.checkpoint.is_some());
         let beside = slot.running.len() as f64 + 1.0;
         let all = work_left(job) * offer.seconds_per_unit * beside + missing as f64 * FETCH_SECONDS;
+        if self.is_left_to_faster(now, job, slot_id, offer.seconds_per_unit, all) {
+            return None;
+        }
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
         let all = (all * 1000.0).clamp(0.0, 1e18) as u64;
         let cost = (failed_here, all, slot.device.memory_budget, slot_id);
@@ -245,6 +267,7 @@ impl State {
         let bytes = chosen.bytes;
         self.slots.occupy(chosen.slot, id, Held { bytes, alone });
         self.user_starts(&owner);
+        self.member_starts(id);
         let body = EventBody::Attempt {
             state: AttemptState::Assigned,
             worker_name,
@@ -312,8 +335,10 @@ impl State {
 
     /// Who was told to give way has ended, one way or another.
     pub(super) fn drop_claim(&mut self, id: &JobId) {
-        let Some(Recall::GiveWay(to)) = self.jobs.get_mut(id).and_then(|job| job.recall.take()) else {
-            return;
+        let to = match self.jobs.get_mut(id).and_then(|job| job.recall.take()) {
+            Some(Recall::GiveWay(to)) => to,
+            Some(Recall::Faster { .. }) => return self.comes_over(id),
+            _ => return,
         };
         let class = match self.jobs.get(&to).map(|job| job.spot) {
             Some(Spot::Ready(class)) if self.classes.get(class).is_some_and(|class| class.claims.contains(id)) => {

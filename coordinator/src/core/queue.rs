@@ -16,6 +16,8 @@ pub(crate) enum Spot {
     Nowhere,
     /// It waits, and something has to happen first.
     Blocked,
+    /// It waits for others of its array, of which only so many may run at the same time.
+    Held,
     /// It waits for its time.
     Timed(UnixMillis),
     /// It may start.
@@ -59,12 +61,7 @@ impl State {
         if job.paused {
             return Gate::Paused;
         }
-        let unmet = |id: &&JobId| {
-            self.jobs
-                .get(*id)
-                .is_none_or(|before| before.state != JobState::Completed)
-        };
-        if let Some(before) = job.after.iter().find(unmet) {
+        if let Some(before) = job.after.iter().find(|before| !self.has_completed(before)) {
             return Gate::After(before.clone());
         }
         if job.not_before > now {
@@ -78,7 +75,13 @@ impl State {
         let Some(job) = self.jobs.get(id) else { return };
         let (level, owner, order) = (job.level(), job.wants.owner.clone(), job.order);
         let gate = self.gate(now, job);
-        let needs = (gate == Gate::Open).then(|| Needs::of(job));
+        let held = if gate == Gate::Open {
+            self.admit_member(id)
+        } else {
+            None
+        };
+        let Some(job) = self.jobs.get(id) else { return };
+        let needs = (gate == Gate::Open && held.is_none()).then(|| Needs::of(job));
         for before in &job.after {
             self.dependents.entry(before.clone()).or_default().insert(id.clone());
         }
@@ -93,14 +96,15 @@ impl State {
             (_, Some(needs)) => {
                 let class = self.class_of(needs);
                 self.classes.add(class, level, &owner, order, id);
-                // Others of its class wait for room, so it does; unless it may take a device from somebody.
+                // Others of its class wait for room, so it does; unless it may take a device from somebody, or one that is
+                // kept from the others.
                 let waits = self.classes.get(class).is_some_and(|class| class.stuck);
-                if !waits || !self.yielding.is_empty() {
+                if !waits || !self.yielding.is_empty() || self.kept > 0 {
                     self.classes.wake(class);
                 }
                 Spot::Ready(class)
             }
-            _ => Spot::Blocked,
+            _ => held.unwrap_or(Spot::Blocked),
         };
         if let Some(job) = self.jobs.get_mut(id) {
             job.spot = spot;
@@ -129,8 +133,9 @@ impl State {
                 self.timed.remove(&(time, id.clone()));
             }
             Spot::Ready(class) => self.classes.remove(class, level, &owner, order, id),
-            Spot::Blocked | Spot::Nowhere => {}
+            Spot::Blocked | Spot::Held | Spot::Nowhere => {}
         }
+        self.dismiss_member(id, spot);
         if let Some(user) = self.users.get_mut(&owner) {
             user.waiting = user.waiting.saturating_sub(1);
         }
@@ -255,7 +260,12 @@ impl State {
         }
         match state {
             JobState::Queued => self.enqueue(step.now, id),
-            JobState::Completed => self.release_dependents(step.now, id),
+            JobState::Completed => {
+                self.release_dependents(step.now, id);
+                if let Some(array) = self.member_completed(id) {
+                    self.release_dependents(step.now, &array);
+                }
+            }
             _ => {}
         }
         step.touched.insert(id.clone());

@@ -67,12 +67,26 @@ impl Job {
 }
 
 impl State {
+    /// All that stays when this job or array does: an array stays as a whole.
+    fn family(&self, id: &JobId) -> Vec<JobId> {
+        let array = self.jobs.get(id).and_then(|job| job.array_id());
+        self.members(array.unwrap_or(id))
+    }
+
     /// Ended jobs that may be forgotten: old enough, and no job that stays and may still run starts after them, for that
     /// one could then never start.
     #[must_use]
     pub(crate) fn forgettable(&self, before: Option<UnixMillis>) -> BTreeSet<JobId> {
         let old = self.jobs.values().filter(|job| older(job, before));
         let mut forgettable: BTreeSet<JobId> = old.map(|job| job.id.clone()).collect();
+        // An array is forgotten as a whole.
+        for array in self.arrays.values() {
+            if array.members.values().any(|member| !forgettable.contains(member)) {
+                for member in array.members.values() {
+                    forgettable.remove(member);
+                }
+            }
+        }
         if forgettable.is_empty() {
             return forgettable;
         }
@@ -83,9 +97,9 @@ impl State {
             if job.state == JobState::Completed {
                 continue;
             }
-            for id in &job.after {
-                if forgettable.remove(id)
-                    && let Some(before) = self.jobs.get(id)
+            for id in job.after.iter().flat_map(|id| self.family(id)) {
+                if forgettable.remove(&id)
+                    && let Some(before) = self.jobs.get(&id)
                 {
                     staying.push(before);
                 }
@@ -103,10 +117,8 @@ impl State {
         checkpoints_before: Option<UnixMillis>,
     ) {
         for id in self.forgettable(jobs_before) {
-            if let Some(job) = self.jobs.remove(&id)
-                && let Some(key) = &job.idempotency_key
-            {
-                self.keys.remove(key);
+            if let Some(job) = self.jobs.remove(&id) {
+                self.leave_array(&job);
             }
             step.push(Effect::Persist(Record::JobGone(id)));
         }

@@ -31,6 +31,8 @@ pub(crate) struct Slot {
     pub(super) quarantined: Option<UnixMillis>,
     /// Classes of waiting jobs that fit on it.
     pub(super) classes: BTreeSet<ClassId>,
+    /// A part that leaves a slower device for this one.
+    pub(super) kept_for: Option<JobId>,
     /// Where it is listed among those with room.
     listed: Option<Room>,
 }
@@ -148,6 +150,7 @@ impl Slots {
             open: false,
             quarantined: None,
             classes: BTreeSet::new(),
+            kept_for: None,
             listed: None,
         });
         self.index.entry(worker.clone()).or_default().insert(key, id);

@@ -1,9 +1,10 @@
 //! All that the core knows, and how it comes back from the store.
 
+use super::arrays::Array;
 use super::classes::Classes;
 use super::model::{Job, Live, QueueKey, Recall, SessionId, Settings, Worker};
 use super::queue::{Spot, User};
-use super::slots::Slots;
+use super::slots::{SlotId, Slots};
 use super::speed::Speeds;
 use aitk_common::control::{JobState, UnixMillis};
 use aitk_common::id::{JobId, UserName, WorkerId};
@@ -40,8 +41,18 @@ pub struct State {
     pub(crate) speeds: Speeds,
     /// Derived: who has which open session.
     pub(crate) sessions: BTreeMap<SessionId, WorkerId>,
-    /// Derived: submissions that carried a key.
+    /// Derived: submissions that carried a key, and the job or array that they gave.
     pub(crate) keys: BTreeMap<String, JobId>,
+    /// Derived: arrays, by their members.
+    pub(crate) arrays: BTreeMap<JobId, Array>,
+    /// Derived, empty between steps: arrays of which more members may wait for a device.
+    pub(crate) roomy: BTreeSet<JobId>,
+    /// Derived: arrays of parts of which some run.
+    pub(crate) splits: BTreeSet<JobId>,
+    /// Derived: how many devices are kept for a part that comes to them.
+    pub(crate) kept: usize,
+    /// Empty between steps: devices whose part has come and may be placed now.
+    pub(crate) kept_until_placed: BTreeSet<SlotId>,
 }
 
 impl State {
@@ -66,6 +77,11 @@ impl State {
             speeds: Speeds::default(),
             sessions: BTreeMap::new(),
             keys: BTreeMap::new(),
+            arrays: BTreeMap::new(),
+            roomy: BTreeSet::new(),
+            splits: BTreeSet::new(),
+            kept: 0,
+            kept_until_placed: BTreeSet::new(),
         };
         for worker in state.workers.values_mut() {
             worker.last_seen = worker.registered;
@@ -79,11 +95,9 @@ impl State {
             job.live = None;
             state.next_order = state.next_order.max(job.order.saturating_add(1));
             let id = job.id.clone();
-            if let Some(key) = &job.idempotency_key {
-                state.keys.insert(key.clone(), id.clone());
-            }
             let (queued, live) = (job.state == JobState::Queued, job.current().is_some());
             state.jobs.insert(id.clone(), Box::new(job));
+            state.join_array(&id);
             if queued {
                 waiting.push(id);
             } else if live {
@@ -93,6 +107,7 @@ impl State {
         for id in &waiting {
             state.enqueue(now, id);
         }
+        state.roomy.clear();
         state.restore_claims();
         state
     }
@@ -131,6 +146,7 @@ impl State {
             self.yielding.insert(id.clone());
         }
         self.user_starts(&owner);
+        self.member_starts(id);
     }
 
     /// Jobs that were told to give way before the coordinator restarted, and still do.

@@ -6,40 +6,50 @@ use aitk_common::control::{JobState, JobView, UnixMillis, WorkerDeviceView, Work
 use aitk_common::id::{JobId, WorkerId};
 
 /// Ended jobs that a plain list shows.
-const LAST_ENDED: usize = 10;
+pub(super) const LAST_ENDED: usize = 10;
+
+/// How many ended jobs a list shows.
+pub(super) fn most_shown(all: bool, limit: usize, usual: usize) -> usize {
+    match (limit, all) {
+        (0, true) => usize::MAX,
+        (0, false) => usual,
+        (limit, _) => limit,
+    }
+}
 
 impl State {
-    /// One job.
+    /// One job, or an array as if it were one.
     #[must_use]
     pub fn job_view(&self, now: UnixMillis, id: &JobId) -> Option<JobView> {
-        self.jobs.get(id).map(|job| self.view(now, job))
+        match self.jobs.get(id) {
+            Some(job) => Some(self.view(now, job)),
+            None => self.array_view(now, id),
+        }
     }
 
     /// Of the jobs that somebody sees, running ones, then waiting ones in queue order, then ended ones, the newest first:
     /// the last few, or with `all` every one; `limit` (unless 0) bounds the ended ones.
     #[must_use]
     pub fn job_views(&self, now: UnixMillis, all: bool, limit: usize, sees: impl Fn(&Job) -> bool) -> Vec<JobView> {
+        let jobs = self.listed(sees);
+        let ended = jobs.iter().position(|job| job.state.is_ended()).unwrap_or(jobs.len());
+        let most = ended.saturating_add(most_shown(all, limit, LAST_ENDED));
+        jobs.into_iter().take(most).map(|job| self.view(now, job)).collect()
+    }
+
+    /// The jobs that somebody sees in the order of lists.
+    pub(super) fn listed(&self, sees: impl Fn(&Job) -> bool) -> Vec<&Job> {
         let all_jobs = || self.jobs.values().map(|job| &**job).filter(|job| sees(job));
-        let mut running: Vec<&Job> = all_jobs()
+        let mut listed: Vec<&Job> = all_jobs()
             .filter(|job| matches!(job.state, JobState::Running | JobState::Stopping))
             .collect();
-        running.sort_by_key(|job| job.order);
+        listed.sort_by_key(|job| job.order);
         let waiting = self.queue.iter().filter_map(|(_, _, id)| self.job(id));
-        let waiting = waiting.filter(|job| sees(job));
+        listed.extend(waiting.filter(|job| sees(job)));
         let mut ended: Vec<&Job> = all_jobs().filter(|job| job.state.is_ended()).collect();
         ended.sort_by_key(|job| std::cmp::Reverse((job.ended, job.order)));
-        let most = match (limit, all) {
-            (0, true) => usize::MAX,
-            (0, false) => LAST_ENDED,
-            (limit, _) => limit,
-        };
-        ended.truncate(most);
-        running
-            .into_iter()
-            .chain(waiting)
-            .chain(ended)
-            .map(|job| self.view(now, job))
-            .collect()
+        listed.extend(ended);
+        listed
     }
 
     /// Every worker that ever registered: connected ones first, then by name; with those of their jobs that somebody sees.
@@ -127,6 +137,7 @@ impl State {
             attempts: job.attempts.clone(),
             failures: job.failures,
             retries: job.wants.retries,
+            array: Self::place_in_array(job),
             config_text: None,
             config_format: None,
         }

@@ -247,6 +247,7 @@ impl State {
             self.time_is_over(step, &id);
         }
         self.end_quarantines(step);
+        self.look_at_parts(step);
     }
 
     fn time_is_over(&mut self, step: &mut Step, id: &JobId) {

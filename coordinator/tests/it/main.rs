@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may stop where it stands")]
 
 mod access;
+mod arrays;
 mod cluster;
 mod door;
 mod metrics;

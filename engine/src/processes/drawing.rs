@@ -113,10 +113,6 @@ impl Finished {
         self.pictures.pictures.get(&index).map(String::as_str)
     }
 
-    pub(super) fn len(&self) -> u64 {
-        self.pictures.pictures.len() as u64
-    }
-
     /// Notes the name of a picture that is about to be written. Pictures appear whole, so once there is a file of that
     /// name it is finished.
     pub(super) fn add(&mut self, index: u64, name: String) -> Result<()> {

@@ -14,10 +14,13 @@ use crate::samplers;
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::fsutil;
 use aitk_common::job::ProcessKind;
-use aitk_common::job::generate::GenerateConfig;
+use aitk_common::job::generate::{GenerateConfig, prompt_lines};
 use aitk_common::job::process::GenerateProcess;
 use aitk_common::job::prompt::{ImageRequest, PromptFlags};
+use aitk_common::job::spec::JobSpec;
 use aitk_common::job::values::TextSource;
+use std::collections::BTreeSet;
+use std::ops::Range;
 use std::time::Instant;
 
 /// Most pictures of one process.
@@ -32,6 +35,10 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
     let sampler = config.sampler.name();
     samplers::check_name(sampler)?;
     let requests = requests(config, cx)?;
+    let range = part(cx.job, requests.len())?;
+    let first = range.start as u64;
+    // Each picture keeps the number and the seed that it has in the whole job.
+    let requests = requests.get(range).unwrap_or_default();
     let folder = cx.output_root(Some(&process.output_folder));
     fsutil::create_dir_all(&folder).map_err(image_io::file_error)?;
     let mut finished = Finished::open(&folder, cx, process)?;
@@ -39,7 +46,8 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
         cx.job,
         |kind| matches!(kind, ProcessKind::Generate(own) if std::ptr::eq(&raw const **own, process)),
     );
-    for index in 0..requests.len() as u64 {
+    let drawn: BTreeSet<u64> = cx.spec.drawn.iter().copied().collect();
+    for index in first..first + requests.len() as u64 {
         if let Some(name) = finished.get(index) {
             let path = folder.join(name);
             cx.artifact("image", &folder, &path, None, Some(base + index));
@@ -47,12 +55,12 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
     }
     let (open, left): (Vec<u64>, Vec<ImageRequest>) = requests
         .iter()
-        .zip(0u64..)
-        .filter(|(_, i)| finished.get(*i).is_none())
+        .zip(first..)
+        .filter(|(_, i)| finished.get(*i).is_none() && !drawn.contains(&(base + *i)))
         .map(|(r, i)| (i, r.clone()))
         .unzip();
     let total = requests.len() as u64;
-    if finished.len() > 0 {
+    if left.len() < requests.len() {
         cx.log(
             "info",
             format!("{} of {total} pictures are finished already", total - left.len() as u64),
@@ -120,6 +128,19 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
     Ok(Outcome::Completed)
 }
 
+/// Which of the pictures this job is to draw.
+fn part(job: &JobSpec, pictures: usize) -> Result<Range<usize>> {
+    let Some(part) = job.part else { return Ok(0..pictures) };
+    let bound = |number: u64| usize::try_from(number).ok().filter(|number| *number <= pictures);
+    match (bound(part.from), bound(part.to)) {
+        (Some(from), Some(to)) if from < to && job.process.len() == 1 => Ok(from..to),
+        _ => Err(EngineError::bad_input(format!(
+            "this part of the job has pictures {} to {}, but the job draws {pictures}; were its prompts changed? Submit it again",
+            part.from, part.to
+        ))),
+    }
+}
+
 /// Every picture to draw, in order, each with its seed.
 fn requests(config: &GenerateConfig, cx: &mut Context<'_>) -> Result<Vec<ImageRequest>> {
     let lines = prompts(&config.prompts, cx)?;
@@ -179,12 +200,7 @@ fn prompts(source: &TextSource, cx: &Context<'_>) -> Result<Vec<String>> {
             let bytes = std::fs::read(&path).map_err(|e| EngineError::io(&path, e))?;
             let text = String::from_utf8(bytes)
                 .map_err(|_| EngineError::bad_input(format!("{}: the prompts are not UTF-8", path.display())))?;
-            let text = text.trim_start_matches('\u{feff}');
-            text.lines()
-                .map(str::trim)
-                .filter(|line| !line.is_empty())
-                .map(str::to_owned)
-                .collect()
+            prompt_lines(&text).into_iter().map(str::to_owned).collect()
         }
     };
     if lines.is_empty() {

@@ -15,6 +15,7 @@ use aitk_common::job::dataset::DatasetConfig;
 use aitk_common::job::process::Img2ImgProcess;
 use aitk_common::job::prompt::{ImageRequest, PromptFlags};
 use image::RgbImage;
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -79,11 +80,16 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
 
     cx.phase("generating");
     let total = tasks.len() as u64;
+    let drawn: BTreeSet<u64> = cx.spec.drawn.iter().copied().collect();
     let mut done = 0;
     for (index, task) in (0u64..).zip(&tasks) {
         if let Some(name) = finished.get(index) {
             let path = folder.join(name);
             cx.artifact("image", &folder, &path, None, Some(base + index));
+            done += 1;
+            continue;
+        }
+        if drawn.contains(&(base + index)) {
             done += 1;
             continue;
         }

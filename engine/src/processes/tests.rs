@@ -166,6 +166,54 @@ fn an_attempt_goes_on_where_the_last_one_was_lost_with_the_same_seeds() {
 }
 
 #[test]
+fn parts_of_a_job_draw_the_pictures_of_the_whole_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let job = |folder: &str| {
+        let generate = "sampler: ddim, sample_steps: 1, prompts: [a cat, a dog --seed 3, zorb], num_repeats: 2, shuffle: true, \
+                        size_list: [[64, 64], [72, 64]], guidance_scale: 1";
+        spec(&generate_job(&dir.path().join(folder), "", generate))
+    };
+    let (outcome, events) = go(&job("whole"));
+    assert_eq!(outcome, Outcome::Completed);
+    let expected = pictures(&events);
+    assert_eq!(expected.len(), 6);
+    let part = |from: u64, to: u64, drawn: Vec<u64>| {
+        let mut spec = job(&format!("part{from}"));
+        spec.job["part"] = serde_json::json!({"from": from, "to": to});
+        spec.drawn = drawn;
+        go(&spec)
+    };
+    // The second part is one that an earlier attempt began: picture 3 is not drawn again.
+    for (from, to, drawn, left) in [(0, 2, vec![], vec![0, 1]), (2, 6, vec![3], vec![2, 4, 5])] {
+        let (outcome, events) = part(from, to, drawn);
+        assert_eq!(outcome, Outcome::Completed);
+        let ours = pictures(&events);
+        assert_eq!(ours.iter().map(|(index, _)| *index).collect::<Vec<_>>(), left);
+        for (index, path) in &ours {
+            let whole = &expected[*index as usize].1;
+            assert_eq!(
+                std::fs::read(path).unwrap(),
+                std::fs::read(whole).unwrap(),
+                "picture {index}"
+            );
+            let count = |path: &Path| path.to_str().unwrap().rsplit_once('_').unwrap().1.to_owned();
+            assert_eq!(count(path), count(whole));
+        }
+        let told = events.iter().rev().find_map(|event| match event {
+            ChildEvent::Progress { done, total, .. } => Some((*done, *total)),
+            _ => None,
+        });
+        assert_eq!(told, Some((to - from, to - from)));
+    }
+    let (outcome, _) = part(4, 7, Vec::new());
+    let Outcome::Failed { cause, message } = outcome else {
+        panic!("{outcome:?}")
+    };
+    assert_eq!(cause, FailureCause::BadInput);
+    assert!(message.contains("the job draws 6"), "{message}");
+}
+
+#[test]
 fn prompts_come_from_a_file_and_at_random() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("prompts.txt");

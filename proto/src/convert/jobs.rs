@@ -6,8 +6,10 @@ use super::workers::{inputs, labels, wire_inputs};
 use super::{ConvertError, Result, Within, artifact_name, attempt_id, hash, job_id, required, short_text, user_name};
 use crate::v1;
 use aitk_common::capability::{Device, DeviceRef};
+use aitk_common::control::{
+    ArrayCounts, ArrayView, DeviceForecast, Forecast, NewMember, UnixMillis, WorkerDeviceView, WorkerView,
+};
 use aitk_common::control::{Artifact, AttemptView, EventBody, JobEvent, JobView, ServerInfo, Submission, Submitted};
-use aitk_common::control::{DeviceForecast, Forecast, UnixMillis, WorkerDeviceView, WorkerView};
 use aitk_common::id::{Epoch, UserName};
 use aitk_common::plan::anatomy::Anatomy;
 
@@ -56,6 +58,7 @@ impl From<Submission> for v1::SubmitRequest {
                 text: anatomy.text,
                 vae: anatomy.vae,
             }),
+            pictures: submission.pictures,
         }
     }
 }
@@ -82,7 +85,60 @@ impl TryFrom<v1::SubmitRequest> for Submission {
                 text: wire.text,
                 vae: wire.vae,
             }),
+            pictures: wire.pictures,
         })
+    }
+}
+
+impl From<ArrayView> for v1::Array {
+    fn from(array: ArrayView) -> Self {
+        let counts = array.counts;
+        Self {
+            id: array.id.to_string(),
+            index: array.index,
+            size: array.size,
+            at_most: array.at_most,
+            split: array.split,
+            waiting: counts.waiting,
+            running: counts.running,
+            completed: counts.completed,
+            failed: counts.failed,
+            stopped: counts.stopped,
+        }
+    }
+}
+
+impl TryFrom<v1::Array> for ArrayView {
+    type Error = ConvertError;
+    fn try_from(wire: v1::Array) -> Result<Self> {
+        Ok(Self {
+            id: job_id(&wire.id, "id")?,
+            index: wire.index,
+            size: wire.size,
+            at_most: wire.at_most,
+            split: wire.split,
+            counts: ArrayCounts {
+                waiting: wire.waiting,
+                running: wire.running,
+                completed: wire.completed,
+                failed: wire.failed,
+                stopped: wire.stopped,
+            },
+        })
+    }
+}
+
+impl From<NewMember> for v1::ArrayMember {
+    fn from(member: NewMember) -> Self {
+        let NewMember { job_json, twin } = member;
+        Self { job_json, twin }
+    }
+}
+
+impl From<v1::ArrayMember> for NewMember {
+    fn from(wire: v1::ArrayMember) -> Self {
+        let v1::ArrayMember { job_json, twin } = wire;
+        Self { job_json, twin }
     }
 }
 
@@ -168,6 +224,7 @@ impl From<JobView> for v1::Job {
             retries: job.retries,
             config_text: job.config_text.unwrap_or_default(),
             config_format: job.config_format.unwrap_or_default(),
+            array: job.array.map(Into::into),
         }
     }
 }
@@ -205,6 +262,7 @@ impl TryFrom<v1::Job> for JobView {
             retries: wire.retries,
             config_text: non_empty(wire.config_text),
             config_format: non_empty(wire.config_format),
+            array: wire.array.map(ArrayView::try_from).transpose().within("array")?,
         })
     }
 }

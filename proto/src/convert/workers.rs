@@ -275,6 +275,7 @@ impl TryFrom<v1::Assign> for Assignment {
             device: DeviceRef::try_from(required(wire.device, "device")?).within("device")?,
             profile: known::<v1::MemoryProfile, _>(wire.profile, "profile")?,
             seed: wire.seed,
+            drawn: wire.drawn,
         })
     }
 }
@@ -295,6 +296,7 @@ impl From<Assignment> for v1::Assign {
             device: Some(work.device.into()),
             profile: v1::MemoryProfile::from(work.profile).into(),
             seed: work.seed,
+            drawn: work.drawn,
         }
     }
 }

@@ -152,6 +152,10 @@ impl jobs_server::Jobs for Fake {
         Err(Status::unimplemented("not here"))
     }
 
+    async fn submit_array(&self, _: Request<v1::SubmitArrayRequest>) -> Result<Response<v1::SubmitReply>, Status> {
+        Err(Status::unimplemented("not here"))
+    }
+
     async fn get(&self, request: Request<v1::GetJobRequest>) -> Result<Response<v1::Job>, Status> {
         self.job(&request.into_inner().job_id)
     }

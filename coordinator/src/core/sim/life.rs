@@ -2,7 +2,7 @@
 
 use super::world::{Happening, WORKERS, World};
 use crate::core::tests::new_job;
-use crate::core::{Event, NewJob, Ticket, Wants};
+use crate::core::{Event, NewArray, NewJob, Ticket, Wants};
 use aitk_common::capability::DeviceKind;
 use aitk_common::control::{JobState, UnixMillis};
 use aitk_common::id::{JobId, UserName};
@@ -18,7 +18,8 @@ impl World {
     pub(super) fn life(&mut self) {
         let index = self.random.below(WORKERS as u64) as usize;
         match self.random.below(30) {
-            0..=8 => self.submit(),
+            0..=7 => self.submit(),
+            8 => self.submit_array(),
             9 => self.ask(|ticket, job| Event::StopRequested {
                 ticket,
                 job,
@@ -85,7 +86,8 @@ impl World {
     }
 
     fn ask(&mut self, event: impl FnOnce(Ticket, String) -> Event) {
-        let jobs: Vec<JobId> = self.state.jobs.keys().cloned().collect();
+        let mut jobs: Vec<JobId> = self.state.jobs.keys().cloned().collect();
+        jobs.extend(self.state.arrays.keys().cloned());
         if let Some(job) = self.random.pick(&jobs) {
             let event = event(Ticket(1), job.to_string());
             self.handle(event);
@@ -154,6 +156,54 @@ impl World {
         });
     }
 
+    /// An array, now and then of parts, now and then with a limit.
+    fn submit_array(&mut self) {
+        if self.state.jobs.len() >= JOBS {
+            return;
+        }
+        let random = &mut self.random;
+        let (split, count) = (!random.once_in(3), 2 + random.below(6));
+        let owners = ["ada", "bob", "cy"];
+        let demand = Demand {
+            family: "sd1".into(),
+            milliunits: 1000 * (50 + random.below(250)),
+            memory: Some(MemoryNeed([3 * GIB; 5])),
+        };
+        let wants = Wants {
+            owner: UserName::new(*random.pick(&owners).unwrap_or(&"ada")),
+            priority: random.below(3) as i64 - 1,
+            yields: random.once_in(4),
+            alone: random.once_in(2),
+            demand: Some(demand),
+            retries: random.below(4) as u32,
+            ..Wants::default()
+        };
+        let at_most = random.once_in(3).then(|| 1 + random.below(3) as u32);
+        let jobs: Vec<JobId> = self.acknowledged.iter().cloned().collect();
+        let after: Vec<String> = match self.random.once_in(6) {
+            true => self.random.pick(&jobs).map(ToString::to_string).into_iter().collect(),
+            false => Vec::new(),
+        };
+        let number = self.number();
+        let id = format!("j{number}");
+        let member = |index| NewJob {
+            after: after.clone(),
+            ..new_job(&format!("{id}-{index}"), wants.clone())
+        };
+        let array = NewArray {
+            id: JobId::new(&*id),
+            name: id.clone(),
+            at_most,
+            split,
+            idempotency_key: self.random.once_in(5).then(|| format!("a{}", number % 3)),
+            members: (0..count).map(member).collect(),
+        };
+        self.handle(Event::ArraySubmitted {
+            ticket: Ticket(1),
+            array: Box::new(array),
+        });
+    }
+
     /// The trouble is over: machines are up and take work, nobody holds anything back, and what failed or was stopped
     /// goes on, since others may wait for it.
     pub(super) fn set_right(&mut self) {
@@ -196,9 +246,11 @@ impl World {
         for job in stuck {
             let before = self.state.job(&job).map(|job| job.after.clone()).unwrap_or_default();
             let ended = |id: &JobId| {
-                self.state
-                    .job(id)
-                    .is_some_and(|job| matches!(job.state, JobState::Failed | JobState::Stopped))
+                let members = self.state.members(id);
+                members
+                    .iter()
+                    .filter_map(|id| self.state.job(id))
+                    .any(|job| matches!(job.state, JobState::Failed | JobState::Stopped))
             };
             if before.iter().any(ended) {
                 self.handle(Event::StopRequested {

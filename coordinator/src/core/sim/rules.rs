@@ -1,7 +1,7 @@
 //! What must hold of every placement, told again in the plainest way, without the core's indexes.
 
 use crate::core::classes::{Needs, fit};
-use crate::core::queue::Gate;
+use crate::core::queue::{Gate, Spot};
 use crate::core::speed::TOO_SLOW;
 use crate::core::{Job, Placed, Recall, State};
 use aitk_common::control::{JobState, UnixMillis};
@@ -47,7 +47,33 @@ fn could_start(state: &State, job: &Job, slot: usize, without: Option<&Placed>) 
         matches!(other, Some(Recall::GiveWay(_)))
     };
     let kept = job.wants.yields && slot.running.keys().any(gives_way);
+    // A device is kept for a part that comes to it; a slow one begins no part while faster ones work on its job.
+    let kept = kept
+        || slot
+            .kept_for
+            .as_ref()
+            .is_some_and(|id| state.jobs.get(id).is_some_and(|other| job.level() >= other.level()));
+    let kept = kept || (needs.part_of.is_some() && is_with_faster(state, job, speed));
     !slow && !kept && slot.has_room_for(needs.held(bytes), without)
+}
+
+/// Whether a faster device works on the job that this one is a part of.
+fn is_with_faster(state: &State, job: &Job, speed: f64) -> bool {
+    let array = |job: &Job| job.array.as_ref().map(|place| place.id.clone());
+    let same = |other: &&Job| array(other) == array(job);
+    state.jobs.values().map(|other| &**other).filter(same).any(|other| {
+        let pace = other.live.and_then(|live| live.pace);
+        let units = job.wants.demand.as_ref().map_or(4000.0, |demand| demand.units());
+        let theirs = pace.filter(|pace| pace.to > pace.from).map(|pace| {
+            pace.until.since(pace.since).as_secs_f64() / (pace.to - pace.from) as f64 * pace.total as f64 / units
+        });
+        let told = other.current().and_then(|attempt| {
+            let slot = state.slots.get(state.slots.find(&attempt.worker, attempt.device)?)?;
+            let family = job.wants.demand.as_ref().map(|demand| demand.family.as_str());
+            Some(state.speeds.seconds_per_unit(&slot.device, family, attempt.profile))
+        });
+        theirs.or(told).is_some_and(|theirs| theirs < speed)
+    })
 }
 
 /// Those who may start as soon as there is a device for them.
@@ -55,7 +81,7 @@ fn ready(state: &State, now: UnixMillis) -> impl Iterator<Item = &Job> {
     state.jobs.values().map(|job| &**job).filter(move |job| {
         job.state == JobState::Queued
             && state.gate(now, job) == Gate::Open
-            && !matches!(job.spot, crate::core::queue::Spot::Timed(_))
+            && !matches!(job.spot, Spot::Timed(_) | Spot::Held)
             && !state.at_quota(&job.wants.owner)
     })
 }
@@ -105,7 +131,12 @@ pub(super) fn check_step(state: &State, now: UnixMillis, placed: &[Placed]) {
                 loser.id
             );
             // With several placements in a step the counts of the moment are gone.
-            if placed.len() == 1 && loser.level() == winner.level() && loser.wants.owner != winner.wants.owner {
+            // A part that changed its device had one before, and the new one was kept for it.
+            if placed.len() == 1
+                && !winner.stolen
+                && loser.level() == winner.level()
+                && loser.wants.owner != winner.wants.owner
+            {
                 let has = |job: &Job| state.users.get(&job.wants.owner).map_or(0, |user| user.running);
                 assert!(
                     has(winner) <= has(loser) + 1 || !would_fit(),

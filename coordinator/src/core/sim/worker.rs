@@ -104,10 +104,16 @@ impl SimWorker {
 
     pub(super) fn take(&mut self, random: &mut Random, placed: &Placed) {
         self.past.push(placed.held.clone());
+        // Members of arrays are long work on the slow machines: only then does it pay to change the device.
+        let slowness = if placed.job.as_str().contains('-') {
+            self.index as u64 * 50
+        } else {
+            0
+        };
         self.works.entry(placed.held.attempt.clone()).or_insert_with(|| Work {
             held: placed.held.clone(),
             step: 0,
-            total: 5 + random.below(20),
+            total: 5 + slowness + random.below(20),
             seq: 0,
             saves: false,
             ended: None,

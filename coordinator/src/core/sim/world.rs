@@ -38,6 +38,8 @@ pub(super) struct Tally {
     attempts: u64,
     shared: u64,
     gave_way: u64,
+    held_back: u64,
+    took_over: u64,
     lost: u64,
     crashes: u64,
     store_failures: u64,
@@ -56,13 +58,15 @@ impl Tally {
         }
     }
 
-    fn all(&mut self) -> [(&'static str, &mut u64); 14] {
+    fn all(&mut self) -> [(&'static str, &mut u64); 16] {
         [
             ("events", &mut self.events),
             ("jobs", &mut self.jobs),
             ("attempts", &mut self.attempts),
             ("placements while a device was shared", &mut self.shared),
             ("jobs that gave way", &mut self.gave_way),
+            ("steps with members held back", &mut self.held_back),
+            ("parts that a faster device took over", &mut self.took_over),
             ("fences", &mut self.lost),
             ("crashes", &mut self.crashes),
             ("store failures", &mut self.store_failures),
@@ -254,7 +258,8 @@ impl World {
         self.state = self.kept.load(self.now);
         check(&self.state).unwrap();
         for id in &self.acknowledged {
-            assert!(self.state.jobs.contains_key(id), "{id} was acknowledged and is lost");
+            let known = self.state.jobs.contains_key(id) || self.state.is_array(id);
+            assert!(known, "{id} was acknowledged and is lost");
         }
         for worker in &mut self.workers {
             worker.session = None;
@@ -283,6 +288,7 @@ impl World {
         check_step(&self.state, self.now, &placed);
         let quarantined = self.state.slots.iter().any(|(_, slot)| slot.quarantined.is_some());
         self.tally.quarantines += u64::from(quarantined);
+        self.tally.held_back += u64::from(self.state.arrays.values().any(|array| !array.held.is_empty()));
         let (mut records, mut rest) = (Vec::new(), Vec::new());
         for effect in effects {
             match effect {
@@ -323,6 +329,10 @@ impl World {
         match record {
             Record::JobGone(id) => {
                 self.acknowledged.remove(id);
+                if let Some((array, _)) = id.as_str().rsplit_once('-') {
+                    // It is forgotten as a whole.
+                    self.acknowledged.remove(&JobId::new(array));
+                }
                 self.tally.forgotten += 1;
             }
             Record::Job(job) if job.checkpoint.is_none() => {
@@ -362,6 +372,8 @@ impl World {
                         let job = job_of(&held.attempt).and_then(|id| self.state.job(&id));
                         let gives_way = job.is_some_and(|job| matches!(job.recall, Some(Recall::GiveWay(_))));
                         self.tally.gave_way += u64::from(gives_way);
+                        let faster = job.is_some_and(|job| matches!(job.recall, Some(Recall::Faster { .. })));
+                        self.tally.took_over += u64::from(faster);
                     }
                     _ => {}
                 }

@@ -1,5 +1,6 @@
 //! The core, step by step.
 
+mod arrays;
 mod attempts;
 mod placement;
 mod queue;

@@ -12,7 +12,8 @@ use tonic::{Code, Request, Status};
 const PROTOCOL: &str = include_str!("../../../../proto/proto/aitk/v1/aitk.proto");
 const VIEWER: &str =
     "Jobs/Info Jobs/Get Jobs/List Jobs/Explain Jobs/Fit Jobs/Events Jobs/Artifacts Jobs/ListWorkers Blobs/Get";
-const SUBMITTER: &str = "Jobs/Submit Jobs/Stop Jobs/Resume Jobs/Pause Jobs/SetPriority Blobs/Has Blobs/Put";
+const SUBMITTER: &str =
+    "Jobs/Submit Jobs/SubmitArray Jobs/Stop Jobs/Resume Jobs/Pause Jobs/SetPriority Blobs/Has Blobs/Put";
 const OPERATOR: &str = "Jobs/DrainWorker";
 const WORKER: &str = "Workers/Session Jobs/Info Blobs/Has Blobs/Put Blobs/Get";
 

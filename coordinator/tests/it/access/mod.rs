@@ -82,7 +82,10 @@ pub(super) async fn drain(clients: &Clients) -> Result<(), Status> {
 }
 
 pub(super) async fn list(clients: &Clients) -> Vec<String> {
-    let request = v1::ListJobsRequest { all: true, limit: 0 };
+    let request = v1::ListJobsRequest {
+        all: true,
+        ..Default::default()
+    };
     let jobs = within(clients.jobs.clone().list(request))
         .await
         .unwrap()

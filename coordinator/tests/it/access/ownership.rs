@@ -119,6 +119,54 @@ async fn nobody_reaches_another_users_job_or_log() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn an_array_belongs_to_somebody_like_its_members() {
+    let lab = Lab::start().await;
+    let members = ["one", "two"].map(|name| v1::ArrayMember {
+        job_json: submission(name).job_json,
+        twin: 0,
+    });
+    let request = v1::SubmitArrayRequest {
+        shared: Some(submission("both").into()),
+        name: "both".into(),
+        members: members.to_vec(),
+        at_most: 0,
+    };
+    let forged = v1::SubmitArrayRequest {
+        shared: Some(v1::SubmitRequest {
+            owner: "anna".into(),
+            ..submission("both").into()
+        }),
+        ..request.clone()
+    };
+    let refused = within(lab.ben.jobs.clone().submit_array(forged)).await.unwrap_err();
+    assert_eq!(refused.code(), Code::PermissionDenied, "{refused}");
+    let reply = within(lab.anna.jobs.clone().submit_array(request)).await.unwrap();
+    let array = reply.into_inner().job_id;
+    for name in [array.clone(), array[..8].to_owned(), format!("{array}-1")] {
+        for refused in attempts(&lab.ben, &name).await {
+            assert_eq!(refused.unwrap_err().code(), Code::NotFound, "{name}");
+        }
+        assert_eq!(get(&lab.anna, &name).await.unwrap().owner, "anna");
+    }
+    let theirs = v1::ListJobsRequest {
+        array_id: array.clone(),
+        ..Default::default()
+    };
+    let refused = within(lab.ben.jobs.clone().list(theirs)).await.unwrap_err();
+    assert_eq!(refused.code(), Code::NotFound);
+    let submitted = line(&lab.pool.clients, "her array", |line| {
+        line.action == "job.submit" && line.object == array
+    })
+    .await;
+    assert!(
+        submitted.done && submitted.who == "anna" && submitted.detail.contains("2 members"),
+        "{submitted:?}"
+    );
+    stop(&lab.anna, &array).await.unwrap();
+    within(lab.pool.running.shutdown()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn nobody_fetches_another_users_files() {
     let mut lab = Lab::start().await;
     let lora = lab.pool.put(b"her lora").await;

@@ -117,7 +117,10 @@ async fn under_load(folder: &Path, from: Option<&str>, to: Option<&str>) {
     arguments.extend(["--storage", storage.to_str().unwrap()]);
     let daemon = Daemon::start(&there, &arguments, &[]).await;
     let clients = daemon.clients().await;
-    let request = v1::ListJobsRequest { all: true, limit: 0 };
+    let request = v1::ListJobsRequest {
+        all: true,
+        ..Default::default()
+    };
     let jobs = within(clients.jobs.clone().list(request))
         .await
         .unwrap()

@@ -78,7 +78,10 @@ async fn survives(daemon: &mut Daemon) {
 
     let acknowledged = acknowledged.lock().unwrap().clone();
     let mut jobs = daemon.clients().await.jobs;
-    let request = v1::ListJobsRequest { all: true, limit: 0 };
+    let request = v1::ListJobsRequest {
+        all: true,
+        ..Default::default()
+    };
     let listed = within(jobs.list(request)).await.unwrap().into_inner().jobs;
     let found: BTreeMap<String, String> = listed.iter().map(|job| (job.name.clone(), job.id.clone())).collect();
     assert_eq!(found, acknowledged, "every acknowledged job, once, and no other");

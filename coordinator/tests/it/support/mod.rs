@@ -209,6 +209,7 @@ pub(crate) fn submission(name: &str) -> Submission {
         idempotency_key: None,
         owner: None,
         anatomy: None,
+        pictures: None,
     }
 }
 

@@ -67,6 +67,7 @@ pub(super) fn spec(process: TrainerProcess) -> AttemptSpec {
         config: Default::default(),
         file: None,
         positions: Default::default(),
+        part: None,
     };
     attempt(&job, "job: extension # ${SECRET}\n")
 }

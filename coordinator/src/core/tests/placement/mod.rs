@@ -5,6 +5,7 @@
 //! Mac with 64 GB, `cpu` a processor with 32 GB. Budgets are what the probes tell of such machines when idle.
 
 mod cases;
+mod parts;
 
 use super::*;
 use crate::core::model::{Speed, Worker};

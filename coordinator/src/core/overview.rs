@@ -1,0 +1,161 @@
+//! Arrays as clients see them: each as if it were one job.
+
+use super::arrays::Array;
+use super::model::Job;
+use super::state::State;
+use super::view::{LAST_ENDED, most_shown};
+use aitk_common::control::{ArrayCounts, ArrayView, Forecast, JobState, JobView, Progress, UnixMillis};
+use aitk_common::id::JobId;
+use std::collections::BTreeSet;
+
+impl State {
+    fn of_array<'a>(&'a self, array: &'a Array) -> impl Iterator<Item = &'a Job> {
+        array.members.values().filter_map(|id| self.job(id))
+    }
+
+    /// What the view of a member says of its array.
+    pub(super) fn place_in_array(job: &Job) -> Option<ArrayView> {
+        job.array.as_ref().map(|place| ArrayView {
+            id: place.id.clone(),
+            index: Some(place.index),
+            size: place.size,
+            at_most: place.at_most,
+            split: place.split,
+            counts: ArrayCounts::default(),
+        })
+    }
+
+    /// The array as one job.
+    pub(super) fn array_view(&self, now: UnixMillis, id: &JobId) -> Option<JobView> {
+        let array = self.arrays.get(id)?;
+        let first = self.of_array(array).next()?;
+        let counts = self.count(array);
+        let state = state_of(counts, self.of_array(array));
+        let ended = state.is_ended();
+        let waiting: Vec<&Job> = self
+            .of_array(array)
+            .filter(|job| job.state == JobState::Queued)
+            .collect();
+        let shown = waiting.first().copied().unwrap_or(first);
+        Some(JobView {
+            id: id.clone(),
+            name: array.name.clone(),
+            kind: first.kind.clone(),
+            state,
+            reason: self.array_reason(now, array, counts),
+            owner: first.wants.owner.clone(),
+            priority: shown.wants.priority,
+            paused: !waiting.is_empty() && waiting.iter().all(|job| job.paused),
+            yields: first.wants.yields,
+            local: false,
+            created: first.created,
+            started: self.of_array(array).filter_map(|job| job.started).min(),
+            ended: self.of_array(array).filter_map(|job| job.ended).max().filter(|_| ended),
+            progress: Some(Progress {
+                done: u64::from(counts.completed),
+                total: array.members.len() as u64,
+                seconds_per_step: None,
+            }),
+            phase: None,
+            checkpoint_step: None,
+            attempts: Vec::new(),
+            failures: 0,
+            retries: first.wants.retries,
+            array: Some(ArrayView {
+                id: id.clone(),
+                index: None,
+                size: array.size,
+                at_most: array.at_most,
+                split: array.split,
+                counts,
+            }),
+            config_text: None,
+            config_format: None,
+        })
+    }
+
+    /// Its name, and how many of its members stand where.
+    pub(super) fn array_summary(&self, id: &JobId) -> Option<(&str, String)> {
+        let array = self.arrays.get(id)?;
+        Some((&array.name, self.count(array).words()))
+    }
+
+    fn count(&self, array: &Array) -> ArrayCounts {
+        let mut counts = ArrayCounts::default();
+        for job in self.of_array(array) {
+            counts.add(job.state);
+        }
+        counts
+    }
+
+    /// How many stand where, and what is to be said of the first one that waits or failed.
+    fn array_reason(&self, now: UnixMillis, array: &Array, counts: ArrayCounts) -> String {
+        let in_state = |state| self.of_array(array).filter(move |job| job.state == state);
+        // Who may wait for a device has more to say than who waits for the others.
+        let waits = in_state(JobState::Queued).min_by_key(|job| (!array.ready.contains(&job.id), job.queue_key()));
+        let told = match (in_state(JobState::Failed).next(), waits) {
+            (Some(failed), _) => format!("{} failed: {}", failed.id, failed.reason),
+            (None, Some(job)) => self.explain(now, job),
+            (None, None) => return counts.words(),
+        };
+        format!("{}; {told}", counts.words())
+    }
+
+    /// Why an array is where it is, and every connected device as its first waiting member sees it.
+    pub(super) fn explain_array(&self, now: UnixMillis, id: &JobId) -> Option<Forecast> {
+        let array = self.arrays.get(id)?;
+        let summary = self.array_view(now, id)?.reason;
+        let waits = self.of_array(array).find(|job| job.state == JobState::Queued);
+        let shown = waits.or_else(|| self.of_array(array).find(|job| !job.state.is_ended()));
+        let devices = match shown.or_else(|| self.of_array(array).next()) {
+            Some(job) => self.explain_job(now, &job.id)?.devices,
+            None => Vec::new(),
+        };
+        Some(Forecast { summary, devices })
+    }
+
+    /// The members of an array that somebody sees, by index.
+    #[must_use]
+    pub fn member_views(&self, now: UnixMillis, id: &JobId, sees: impl Fn(&Job) -> bool) -> Vec<JobView> {
+        let Some(array) = self.arrays.get(id) else {
+            return Vec::new();
+        };
+        let seen = self.of_array(array).filter(|job| sees(job));
+        seen.filter_map(|job| self.job_view(now, &job.id)).collect()
+    }
+
+    /// As [`Self::job_views`], with arrays in the place of their members: at the first member that runs, else at the
+    /// first that waits, else where the last one ended.
+    #[must_use]
+    pub fn overview(&self, now: UnixMillis, all: bool, limit: usize, sees: impl Fn(&Job) -> bool) -> Vec<JobView> {
+        let mut listed: BTreeSet<&JobId> = BTreeSet::new();
+        let mut rows: Vec<&JobId> = Vec::new();
+        let mut ended = 0;
+        for job in self.listed(sees) {
+            let row = job.array_id().unwrap_or(&job.id);
+            let over = job.state.is_ended();
+            if over && ended == most_shown(all, limit, LAST_ENDED) {
+                break;
+            }
+            if listed.insert(row) {
+                rows.push(row);
+                ended += usize::from(over);
+            }
+        }
+        rows.into_iter().filter_map(|id| self.job_view(now, id)).collect()
+    }
+}
+
+/// The state of all of them together.
+fn state_of<'a>(counts: ArrayCounts, mut members: impl Iterator<Item = &'a Job>) -> JobState {
+    match counts {
+        ArrayCounts { running: 1.., .. } => {
+            let stops = members.all(|job| job.state != JobState::Running && job.state != JobState::Queued);
+            if stops { JobState::Stopping } else { JobState::Running }
+        }
+        ArrayCounts { waiting: 1.., .. } => JobState::Queued,
+        ArrayCounts { failed: 1.., .. } => JobState::Failed,
+        ArrayCounts { stopped: 1.., .. } => JobState::Stopped,
+        _ => JobState::Completed,
+    }
+}

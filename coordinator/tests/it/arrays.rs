@@ -1,0 +1,269 @@
+//! Jobs that come in together, over the wire: arrays, and jobs that are cut into parts.
+
+use crate::support::{FakeWorker, Pool, held, submission, within};
+use aitk_common::attempt::{FailureCause, Outcome};
+use aitk_common::control::{Artifact, Assignment, JobState, JobView, NewMember, Submission, ToCoordinator, Verdict};
+use aitk_common::hash::ContentHash;
+use aitk_proto::v1;
+use serde_json::Value;
+use std::time::Duration;
+use tonic::{Code, Status};
+
+const CALM: Duration = Duration::from_secs(60);
+
+fn request(names: &[&str], key: &str) -> v1::SubmitArrayRequest {
+    let members = names.iter().zip(0..).map(|(name, twin)| NewMember {
+        job_json: submission(name).job_json,
+        twin: twin / 2,
+    });
+    let shared = Submission {
+        idempotency_key: Some(key.into()),
+        ..submission("shared")
+    };
+    v1::SubmitArrayRequest {
+        shared: Some(shared.into()),
+        name: "sweep".into(),
+        members: members.map(Into::into).collect(),
+        at_most: 0,
+    }
+}
+
+async fn submit(pool: &Pool, request: v1::SubmitArrayRequest) -> Result<String, Status> {
+    let reply = within(pool.clients.jobs.clone().submit_array(request)).await?;
+    Ok(reply.into_inner().job_id)
+}
+
+async fn members(pool: &Pool, array: &str) -> Vec<JobView> {
+    let request = v1::ListJobsRequest {
+        array_id: array.into(),
+        ..Default::default()
+    };
+    let reply = within(pool.clients.jobs.clone().list(request)).await.unwrap();
+    reply
+        .into_inner()
+        .jobs
+        .into_iter()
+        .map(|job| job.try_into().unwrap())
+        .collect()
+}
+
+async fn artifacts(pool: &Pool, id: &str) -> Vec<String> {
+    let request = v1::ArtifactsRequest { job_id: id.into() };
+    let reply = within(pool.clients.jobs.clone().artifacts(request)).await.unwrap();
+    reply
+        .into_inner()
+        .artifacts
+        .into_iter()
+        .map(|artifact| artifact.name)
+        .collect()
+}
+
+async fn makes(worker: &mut FakeWorker, work: &Assignment, name: &str, blob: ContentHash, index: Option<u64>) {
+    let artifact = Artifact {
+        name: name.into(),
+        kind: "image".into(),
+        hash: Some(blob),
+        bytes: 4,
+        step: None,
+        index,
+        local_path: None,
+    };
+    let held = held(work);
+    let ready = worker.ask(|request| ToCoordinator::ArtifactReady {
+        request,
+        held,
+        artifact,
+    });
+    assert_eq!(ready.await.0, Verdict::Accepted);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_array_is_one_job_to_its_user_and_several_to_the_workers() {
+    let pool = Pool::start(CALM).await;
+    let array = submit(&pool, request(&["a", "b", "c"], "monday")).await.unwrap();
+    assert_eq!(submit(&pool, request(&["a", "b", "c"], "monday")).await.unwrap(), array);
+    let all = members(&pool, &array).await;
+    let names: Vec<&str> = all.iter().map(|job| job.name.as_str()).collect();
+    assert_eq!(names, ["a", "b", "c"]);
+    let view = pool.job(&array[..5]).await;
+    assert_eq!((view.id.as_str(), view.state), (array.as_str(), JobState::Queued));
+    assert_eq!(view.array.as_ref().unwrap().counts.waiting, 3);
+    assert!(view.config_text.unwrap().contains("shared"));
+    let list = within(pool.clients.jobs.clone().list(v1::ListJobsRequest::default()))
+        .await
+        .unwrap();
+    assert_eq!(list.into_inner().jobs.len(), 1);
+
+    let blob = pool.put(b"file").await;
+    let mut worker = FakeWorker::new(&pool, "w1").await;
+    let mut seeds = Vec::new();
+    for name in ["a", "b"] {
+        let work = worker.assigned().await;
+        seeds.push(work.seed);
+        assert!(work.job_json.contains(&format!(r#""name":"{name}""#)));
+        assert!(work.inputs.contains_key("./data") && work.drawn.is_empty());
+        makes(
+            &mut worker,
+            &work,
+            if name == "a" { "a/a.safetensors" } else { "1_0.png" },
+            blob,
+            None,
+        )
+        .await;
+        worker.finish(&held(&work), Outcome::Completed).await;
+    }
+    let last = worker.assigned().await;
+    assert!(
+        seeds[0] == seeds[1] && seeds[0] != last.seed,
+        "twins share a seed: {seeds:?}"
+    );
+    assert_eq!(artifacts(&pool, &array).await, ["a/a.safetensors", "b/1_0.png"]);
+    assert_eq!(artifacts(&pool, &format!("{array}-1")).await, ["1_0.png"]);
+
+    let pool = pool.restart().await;
+    let view = pool.job(&array).await;
+    let counts = view.array.unwrap().counts;
+    assert_eq!(
+        (view.state, counts.completed, counts.running),
+        (JobState::Running, 2, 1)
+    );
+    let stop = v1::StopJobRequest {
+        job_id: array.clone(),
+        now: true,
+    };
+    within(pool.clients.jobs.clone().stop(stop)).await.unwrap();
+    assert_eq!(pool.job(&array).await.state, JobState::Stopping);
+    let events = v1::EventsRequest {
+        job_id: array.clone(),
+        cursor: 0,
+        follow: false,
+    };
+    let refused = within(pool.clients.jobs.clone().events(events)).await.unwrap_err();
+    assert!(
+        refused.code() == Code::InvalidArgument && refused.message().contains("-0"),
+        "{refused}"
+    );
+    within(pool.running.shutdown()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_no_array_is_refused_as_a_whole() {
+    let pool = Pool::start(CALM).await;
+    let bad = |change: fn(&mut v1::SubmitArrayRequest)| {
+        let mut request = request(&["a", "b"], "key");
+        change(&mut request);
+        request
+    };
+    for (request, says) in [
+        (bad(|request| request.members.truncate(1)), "2 to 1000"),
+        (
+            bad(|request| request.members[1].job_json = "{".into()),
+            "members[1]: job_json",
+        ),
+        (
+            bad(|request| request.members[1] = request.members[0].clone()),
+            "same name",
+        ),
+        (bad(|request| request.shared = None), "shared: missing"),
+        (
+            bad(|request| request.shared.as_mut().unwrap().local = true),
+            "shared.local",
+        ),
+        (bad(|request| request.name.clear()), "name:"),
+        (
+            bad(|request| {
+                let shared = request.shared.as_mut().unwrap();
+                shared.inputs.insert("x".into(), ContentHash::of(b"nowhere").to_hex());
+            }),
+            "is not in storage",
+        ),
+    ] {
+        let refused = submit(&pool, request).await.unwrap_err();
+        assert!(refused.message().contains(says), "{refused}");
+    }
+    let list = v1::ListJobsRequest {
+        all: true,
+        members: true,
+        ..Default::default()
+    };
+    assert!(
+        within(pool.clients.jobs.clone().list(list))
+            .await
+            .unwrap()
+            .into_inner()
+            .jobs
+            .is_empty()
+    );
+    within(pool.running.shutdown()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_job_is_cut_into_parts_and_a_part_goes_on_where_it_was() {
+    let pool = Pool::start(CALM).await;
+    let whole = Submission {
+        job_json: r#"{"job":"generate","name":"cats","process":[{"type":"to_folder","kind":{"generate":{"generate":{"prompts":{"list":["a"]}}}}}],"cluster":{"split":{"parts":4},"retries":3}}"#.into(),
+        pictures: Some(10),
+        ..submission("cats")
+    };
+    let uncounted = Submission {
+        pictures: None,
+        ..whole.clone()
+    };
+    let refused = within(pool.clients.jobs.clone().submit(v1::SubmitRequest::from(uncounted)))
+        .await
+        .unwrap_err();
+    assert!(
+        refused.message().starts_with("cluster.split: only a job with one"),
+        "{refused}"
+    );
+    let reply = within(pool.clients.jobs.clone().submit(v1::SubmitRequest::from(whole)))
+        .await
+        .unwrap();
+    let array = reply.into_inner().job_id;
+    let view = pool.job(&array).await;
+    assert!(
+        view.name == "cats" && view.array.as_ref().is_some_and(|array| array.split),
+        "{view:?}"
+    );
+    assert_eq!(members(&pool, &array).await.len(), 4);
+
+    let blob = pool.put(b"file").await;
+    let mut worker = FakeWorker::new(&pool, "w1").await;
+    let mut ended = std::collections::BTreeMap::new();
+    let mut failed = false;
+    while ended.len() < 4 {
+        let work = worker.assigned().await;
+        let job: Value = serde_json::from_str(&work.job_json).unwrap();
+        let bound = |key: &str| job["part"][key].as_u64().unwrap();
+        let (from, to) = (bound("from"), bound("to"));
+        assert_eq!(job["name"], "cats");
+        if from == 2 && !failed {
+            // It fails after its first picture; the next try draws the others.
+            failed = true;
+            makes(&mut worker, &work, "1_2.png", blob, Some(2)).await;
+            let outcome = Outcome::Failed {
+                cause: FailureCause::DiskFull,
+                message: "full".into(),
+            };
+            worker.finish(&held(&work), outcome).await;
+            continue;
+        }
+        assert_eq!(work.drawn, if from == 2 { vec![2] } else { Vec::new() });
+        for index in (from..to).filter(|index| !work.drawn.contains(index)) {
+            makes(&mut worker, &work, &format!("2_{index}.png"), blob, Some(index)).await;
+        }
+        worker.finish(&held(&work), Outcome::Completed).await;
+        ended.insert((from, to), work.seed);
+    }
+    pool.in_state(&array, JobState::Completed).await;
+    let ranges: Vec<(u64, u64)> = ended.keys().copied().collect();
+    assert_eq!(ranges, [(0, 2), (2, 5), (5, 7), (7, 10)]);
+    assert!(
+        ended.values().all(|seed| Some(seed) == ended.values().next()),
+        "one job, one seed"
+    );
+    let names = artifacts(&pool, &array).await;
+    let expected = (0..10).map(|index| format!("{}_{index}.png", if index == 2 { 1 } else { 2 }));
+    assert_eq!(names, expected.collect::<Vec<_>>());
+    within(pool.running.shutdown()).await;
+}
