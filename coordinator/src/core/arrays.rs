@@ -251,6 +251,9 @@ impl State {
         };
         if let Some(array) = self.arrays.get_mut(&array_id) {
             array.running.remove(id);
+            if array.split {
+                self.shaken.insert(array_id.clone());
+            }
             if array.running.is_empty() {
                 self.splits.remove(&array_id);
             }

@@ -108,6 +108,7 @@ impl State {
                     attempt: Some(held.attempt),
                     body,
                 };
+                self.shake(&id);
                 step.push(Effect::Publish(id, Box::new(event)));
             }
             Report::Phase { name } => {

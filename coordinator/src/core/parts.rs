@@ -2,7 +2,7 @@
 //! ones would be through with before it, and what it has begun is taken over by a faster one that has nothing to do.
 
 use super::Step;
-use super::classes::{Needs, fit};
+use super::classes::{ClassId, Needs, fit};
 use super::model::{Job, Recall};
 use super::placement::{FETCH_SECONDS, USUAL_UNITS, work_left};
 use super::queue::Spot;
@@ -122,6 +122,37 @@ impl State {
         Some(format!("{} {}:{}", worker.name, device.kind.name(), device.index))
     }
 
+    /// A part runs no longer, or at another pace: those that wait for it are looked at again in this step.
+    pub(super) fn shake(&mut self, id: &JobId) {
+        let array = self.jobs.get(id).and_then(|job| job.array.as_ref());
+        if let Some(place) = array.filter(|place| place.split) {
+            self.shaken.insert(place.id.clone());
+        }
+    }
+
+    /// Whether any of those wait for a device.
+    pub(super) fn wake_shaken(&mut self) -> bool {
+        let mut any = false;
+        for id in std::mem::take(&mut self.shaken) {
+            if let Some(class) = self.waiting_class(&id).filter(|_| self.slots.with_room() > 0) {
+                self.classes.wake(class);
+                any = true;
+            }
+        }
+        any
+    }
+
+    /// The class of the parts that wait for a device.
+    fn waiting_class(&self, array: &JobId) -> Option<ClassId> {
+        let members = self.arrays.get(array)?.members.values();
+        members
+            .filter_map(|member| self.job(member))
+            .find_map(|job| match job.spot {
+                Spot::Ready(class) => Some(class),
+                _ => None,
+            })
+    }
+
     /// Looks at the parts that run, as time goes on: what waits for faster devices may have to wait no longer, and a
     /// device that has nothing to do may take over from a slower one.
     pub(super) fn look_at_parts(&mut self, step: &mut Step) {
@@ -130,18 +161,7 @@ impl State {
         }
         let arrays: Vec<JobId> = self.splits.iter().cloned().collect();
         for id in arrays {
-            let waiting = self
-                .arrays
-                .get(&id)
-                .into_iter()
-                .flat_map(|array| array.members.values());
-            let waiting = waiting
-                .filter_map(|member| self.job(member))
-                .find_map(|job| match job.spot {
-                    Spot::Ready(class) => Some(class),
-                    _ => None,
-                });
-            match waiting {
+            match self.waiting_class(&id) {
                 Some(class) => self.classes.wake(class),
                 None => {
                     while let Some(change) = self.best_change(step.now, &id) {

@@ -39,8 +39,10 @@ impl State {
     pub(super) fn place(&mut self, step: &mut Step) {
         self.release_timed(step.now);
         self.release_members(step.now);
+        self.wake_shaken();
         self.place_ready(step);
-        if self.give_up_kept() {
+        // Whoever was told to give way in this may have been what others were left to.
+        while self.give_up_kept() | self.wake_shaken() {
             self.place_ready(step);
         }
     }
@@ -330,6 +332,7 @@ impl State {
         }
         self.set_state(step, id, JobState::Running, words);
         self.yielding.remove(id);
+        self.shake(id);
         self.send_stop(step, id);
     }
 

@@ -260,6 +260,7 @@ impl State {
         }
         match state {
             JobState::Queued => self.enqueue(step.now, id),
+            JobState::Stopping => self.shake(id),
             JobState::Completed => {
                 self.release_dependents(step.now, id);
                 if let Some(array) = self.member_completed(id) {

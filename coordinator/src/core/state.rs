@@ -49,6 +49,8 @@ pub struct State {
     pub(crate) roomy: BTreeSet<JobId>,
     /// Derived: arrays of parts of which some run.
     pub(crate) splits: BTreeSet<JobId>,
+    /// Empty between steps: arrays of parts of which one runs no longer, or at another pace.
+    pub(crate) shaken: BTreeSet<JobId>,
     /// Derived: how many devices are kept for a part that comes to them.
     pub(crate) kept: usize,
     /// Empty between steps: devices whose part has come and may be placed now.
@@ -80,6 +82,7 @@ impl State {
             arrays: BTreeMap::new(),
             roomy: BTreeSet::new(),
             splits: BTreeSet::new(),
+            shaken: BTreeSet::new(),
             kept: 0,
             kept_until_placed: BTreeSet::new(),
         };
