@@ -22,7 +22,7 @@ pub fn run(data: &[u8]) {
     let options = LoadOptions {
         name_override: (first & 0x40 != 0).then_some("given"),
         env: &|name| name.starts_with('A').then(|| "value".to_owned()),
-        search_dir: None,
+        ..LoadOptions::default()
     };
     match parse(&text, format, Some("fuzz.yaml"), &options) {
         Err(error) => assert!(!error.to_string().trim().is_empty(), "an error without a word"),

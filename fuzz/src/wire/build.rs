@@ -153,7 +153,7 @@ messages! {
     BeatReply { events }
     Assign {
         job_id task_id attempt_id epoch job_json config_text config_format inputs local resume_manifest_sha256 device
-        profile seed
+        profile seed drawn
     }
     StopAttempt { attempt_id epoch save }
     Fence { attempt_id epoch reason }
@@ -162,7 +162,9 @@ messages! {
     CoordinatorMessage { message }
     InfoRequest {}
     InfoReply { version protocol started_ms storage workers_connected jobs_active }
-    SubmitRequest { config_text config_format job_json inputs local idempotency_key owner anatomy }
+    SubmitRequest { config_text config_format job_json inputs local idempotency_key owner anatomy pictures }
+    ArrayMember { job_json twin }
+    SubmitArrayRequest { shared name members at_most }
     Anatomy { denoiser text vae }
     SubmitReply { job_id name existed }
     GetJobRequest { job_id }
@@ -171,9 +173,10 @@ messages! {
     }
     Job {
         id name kind state reason priority local created_ms started_ms ended_ms progress phase checkpoint_step attempts
-        failures retries config_text config_format owner paused yields
+        failures retries config_text config_format owner paused yields array
     }
-    ListJobsRequest { all limit }
+    Array { id index size at_most split waiting running completed failed stopped }
+    ListJobsRequest { all limit members array_id }
     ListJobsReply { jobs }
     StopJobRequest { job_id now }
     ResumeJobRequest { job_id }

@@ -77,7 +77,7 @@ messages! {
     SetPriorityRequest ExplainRequest EventsRequest ArtifactsRequest ArtifactsReply ListWorkersRequest ListWorkersReply
     DrainWorkerRequest CreateTokenRequest CreateTokenReply ListTokensRequest ListTokensReply RevokeTokenRequest TokenInfo
     ReadAuditRequest ReadAuditReply CollectGarbageRequest CollectGarbageReply
-    HasRequest HasReply PutBlobRequest PutBlobReply GetBlobRequest GetBlobReply
+    HasRequest HasReply PutBlobRequest PutBlobReply GetBlobRequest GetBlobReply SubmitArrayRequest
 }
 
 fn encoded<Wire: Message + Make>(form: Form, dice: &mut Dice<'_>) -> Vec<u8> {
