@@ -188,7 +188,7 @@ async fn a_sweep_is_an_array() {
 
     // What is wrong with one member is said before anything is sent.
     for (args, exit, says) in [
-        (&["--sweep", "train.lrr=1,2"][..], 1, "did you mean `lr`?"),
+        (&["--sweep", "train.stepz=1,2"][..], 1, "did you mean `steps`?"),
         (&["--sweep", "train.no_such_key=1,2"], 1, "has no key"),
         (&["--sweep", "train.steps=10,many"], 1, "train.steps"),
         (&["--sweep", "train.steps"], 2, "no '='"),

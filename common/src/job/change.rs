@@ -259,9 +259,9 @@ mod tests {
 
     #[test]
     fn keys_that_are_not_there_are_errors_with_the_nearest() {
-        let near = with(&[("train.lrr", "1")], "").unwrap_err();
+        let near = with(&[("train.stepz", "1")], "").unwrap_err();
         assert!(
-            near.starts_with("cat.yaml:") && near.contains("train.lrr") && near.contains("did you mean `lr`?"),
+            near.starts_with("cat.yaml:") && near.contains("train.stepz") && near.contains("did you mean `steps`?"),
             "{near}"
         );
         for (key, value, says) in [
