@@ -72,7 +72,7 @@ impl Api {
                 ConnectError::BadToken => Exit::Unauthorised,
                 ConnectError::CaFile { source, .. } if source.kind() == std::io::ErrorKind::NotFound => Exit::NotFound,
                 ConnectError::CaFile { .. } | ConnectError::Tls { .. } => Exit::Failed,
-                ConnectError::Unreachable { .. } => Exit::Unreachable,
+                ConnectError::Unreachable { .. } | ConnectError::Untrusted { .. } => Exit::Unreachable,
             };
             let failure = Failure::new(exit, error.to_string());
             match &error {
@@ -419,7 +419,7 @@ fn certificate_hint(problem: &str) -> Option<&'static str> {
     let hints = [
         (
             "UnknownIssuer",
-            "nobody whom this machine trusts signed its certificate: give --ca-file FILE (the certificate itself, if it is self-made)",
+            "nobody whom this machine trusts signed its certificate: use the whole token from `aitk-coordinator token create`, which names the authority, or give --ca-file FILE (the certificate itself, if it is self-made)",
         ),
         (
             "CaUsedAsEndEntity",
@@ -478,7 +478,7 @@ fn impossible(error: aitk_proto::ConvertError) -> Failure {
 }
 
 /// Reads a token file, refusing one that others may read.
-fn read_token(path: &std::path::Path) -> Result<String, Failure> {
+pub(crate) fn read_token(path: &std::path::Path) -> Result<String, Failure> {
     let token = Token::read(path).map_err(|error| {
         let failure = Failure::new(Exit::Unauthorised, error.to_string());
         match &error {

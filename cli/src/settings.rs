@@ -4,6 +4,7 @@
 
 use crate::failure::Failure;
 use crate::paths::{Paths, expand};
+use aitk_common::fsutil;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -242,6 +243,37 @@ impl Settings {
     }
 }
 
+/// Writes settings into a file, in place of those that it has; other lines stay. A setting without a value is removed.
+///
+/// # Errors
+/// When the file cannot be read, understood or written.
+pub fn remember(path: &Path, settings: &[(&str, Option<String>)]) -> Result<(), Failure> {
+    read_file(path)?;
+    let old = match std::fs::read_to_string(path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
+        Err(error) => return Err(Failure::file("read", path, &error)),
+    };
+    let named = |line: &str| {
+        settings
+            .iter()
+            .any(|(key, _)| line.split_once(':').is_some_and(|(k, _)| k.trim() == *key))
+    };
+    let mut text = String::new();
+    for line in old.lines().filter(|line| !named(line)) {
+        text.push_str(line);
+        text.push('\n');
+    }
+    for (key, value) in settings {
+        if let Some(value) = value {
+            let quote = if value.contains('"') { '\'' } else { '"' };
+            text.push_str(&format!("{key}: {quote}{value}{quote}\n"));
+        }
+    }
+    let write = |out: &mut std::io::BufWriter<&std::fs::File>| std::io::Write::write_all(out, text.as_bytes());
+    fsutil::write_atomic(path, write).map_err(|error| Failure::file("write", path, error.io()))
+}
+
 fn setting<T>(value: Option<T>, origin: impl FnOnce() -> Origin) -> Option<Setting<T>> {
     value.map(|value| Setting {
         value,
@@ -440,5 +472,30 @@ mod tests {
             let failure = place.resolve(&Flags::default()).unwrap_err();
             assert!(failure.message.contains(wanted), "{text:?}: {}", failure.message);
         }
+    }
+
+    #[test]
+    fn what_is_remembered_takes_the_place_of_what_was_there() {
+        let place = Place::new();
+        let path = place.dir.path().join("config/config.yaml");
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, "# mine\nserver: http://old\nca_file: gone.pem\n").unwrap();
+        let token = "/home/o'neil/a b: c".to_owned();
+        let new = [
+            ("server", Some("https://new:1".to_owned())),
+            ("token_file", Some(token.clone())),
+            ("ca_file", None),
+        ];
+        for _ in 0..2 {
+            remember(&path, &new).unwrap();
+            let text = std::fs::read_to_string(&path).unwrap();
+            assert!(text.starts_with("# mine\n") && text.lines().count() == 3, "{text}");
+            let read = parse_file(&text).unwrap();
+            assert_eq!((read.server.as_deref(), read.ca_file), (Some("https://new:1"), None));
+            assert_eq!(read.token_file, Some(token.clone()));
+        }
+        std::fs::write(&path, "nonsense").unwrap();
+        assert!(remember(&path, &new).is_err());
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "nonsense");
     }
 }

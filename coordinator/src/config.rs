@@ -25,10 +25,44 @@ pub struct Cluster {
     pub ca_file: Option<PathBuf>,
 }
 
+/// The certificate authority of a pool, and what it does.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PkiConfig {
+    /// Its folder.
+    pub folder: PathBuf,
+    /// Names and addresses of this coordinator, besides those that the machine knows.
+    pub hostnames: Vec<String>,
+    /// How long a worker's certificate lives; it is renewed after two thirds.
+    pub worker_life: Duration,
+    /// The same for the coordinator's own.
+    pub server_life: Duration,
+    /// Let workers on other machines in that have a token and no certificate.
+    pub allow_worker_tokens: bool,
+}
+
+impl PkiConfig {
+    /// How long a worker's certificate lives.
+    pub const WORKER_LIFE: Duration = Duration::from_secs(7 * 24 * 3600);
+    /// How long the coordinator's own certificate lives.
+    pub const SERVER_LIFE: Duration = Duration::from_secs(30 * 24 * 3600);
+
+    /// The authority in this folder, every default.
+    #[must_use]
+    pub fn new(folder: impl Into<PathBuf>) -> Self {
+        Self {
+            folder: folder.into(),
+            hostnames: Vec::new(),
+            worker_life: Self::WORKER_LIFE,
+            server_life: Self::SERVER_LIFE,
+            allow_worker_tokens: false,
+        }
+    }
+}
+
 /// How a coordinator is set up.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Config {
-    /// Where to listen. Anything but loopback needs [`Self::tls`]. Port 0: any free one.
+    /// Where to listen. Anything but loopback needs [`Self::pki`] or [`Self::tls`]. Port 0: any free one.
     pub bind: SocketAddr,
     /// Where everything lies that must survive: `aitk.db`, `token`, `storage/`. Made when missing.
     pub data_dir: PathBuf,
@@ -40,8 +74,10 @@ pub struct Config {
     pub token: Option<String>,
     /// None: `token` in the data folder. Made at the first start.
     pub token_file: Option<PathBuf>,
-    /// TLS for the listener.
+    /// The listener's own certificate. None: one of [`Self::pki`], or no TLS.
     pub tls: Option<TlsFiles>,
+    /// A certificate authority: the listener speaks TLS, and workers show certificates.
+    pub pki: Option<PkiConfig>,
     /// How long an attempt lives without a beat of its worker. Workers beat six times as often.
     pub lease: Duration,
     /// Failed tries in a row that a job is granted which says nothing about them.
@@ -65,6 +101,7 @@ impl std::fmt::Debug for Config {
             .field("storage_url", &self.storage_url)
             .field("token_file", &self.token_file)
             .field("tls", &self.tls)
+            .field("pki", &self.pki)
             .field("lease", &self.lease)
             .field("retries", &self.retries)
             .field("quotas", &self.quotas)
@@ -94,6 +131,7 @@ impl Config {
             token: None,
             token_file: None,
             tls: None,
+            pki: None,
             lease: Self::DEFAULT_LEASE,
             retries: Self::DEFAULT_RETRIES,
             quotas: Quotas::default(),

@@ -1,7 +1,8 @@
 //! The aitk coordinator: queue, leases, store and gRPC API.
 //!
 //! [`core`] decides (pure, sans-io), `runner` owns it and stores every change before anybody hears of it, [`store`]
-//! keeps it, `cluster` lets one of several lead, `garbage` removes what nobody needs any more, `api` speaks gRPC, `server` starts and ends it all. It never
+//! keeps it, `cluster` lets one of several lead, `garbage` removes what nobody needs any more, `pki` is about
+//! certificates, `api` speaks gRPC, `server` starts and ends it all. It never
 //! computes and never depends on the engine.
 
 mod access;
@@ -13,6 +14,7 @@ pub mod core;
 mod garbage;
 mod metrics;
 mod payloads;
+mod pki;
 mod runner;
 mod server;
 pub mod store;
@@ -21,7 +23,8 @@ mod submit;
 pub use access::AuditLine;
 pub use backup::{CopyError, backup, restore};
 pub use cluster::{Member, MemberError};
-pub use config::{Cluster, Config, TlsFiles};
+pub use config::{Cluster, Config, PkiConfig, TlsFiles};
 pub use garbage::Retention;
+pub use pki::{Made, PkiError, ca_folder, init};
 pub use server::{RunError, Running, StartError, start};
 pub use store::DatabaseUrl;

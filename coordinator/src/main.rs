@@ -21,8 +21,13 @@ struct Args {
 const EXAMPLES: &str = "Examples:
   aitk-coordinator
       For this machine only, everything below ~/.local/share/aitk/coordinator.
-  aitk-coordinator --bind 0.0.0.0:7420 --tls-cert cert.pem --tls-key key.pem --storage s3://bucket/aitk
-      For a network, with blobs in a bucket.
+  aitk-coordinator init --hostname gpu.lab
+  aitk-coordinator --bind 0.0.0.0:7420 --storage s3://bucket/aitk
+      For a network, with certificates of its own, and blobs in a bucket.
+  aitk-coordinator worker join-token
+      Let a machine join: aitk-worker join https://gpu.lab:7420 TOKEN
+  aitk-coordinator token create anna --role submitter
+      Let a user in: aitk login https://gpu.lab:7420
   aitk-coordinator gc --dry-run
       How much of the object storage no job needs any more.";
 

@@ -2,15 +2,17 @@
 
 use crate::access::{Access, AccessError};
 use crate::api::{Gate, Shared, routes};
-use crate::config::{Config, TlsFiles};
+use crate::config::Config;
 use crate::core::{Settings, State};
 use crate::garbage::{Collector, Pins};
 use crate::metrics::{self, Metrics};
+use crate::pki::{PkiError, Tls};
 use crate::runner::{Clock, Runner, full};
 use crate::store::lease::RENEW;
 use crate::store::{SqlStore, Store, StoreError};
 use aitk_common::security::token::{Token, TokenError};
 use aitk_common::storage::{BlobStore, ObjectBlobs, StorageError};
+use futures::future::BoxFuture;
 use std::fs::{File, TryLockError};
 use std::io;
 use std::net::SocketAddr;
@@ -21,8 +23,8 @@ use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, MissedTickBehavior};
+use tonic::transport::Server;
 use tonic::transport::server::TcpIncoming;
-use tonic::transport::{Identity, Server, ServerTlsConfig};
 use url::Url;
 
 /// How long open calls may take to end at a shutdown; then they are cut.
@@ -42,7 +44,7 @@ pub enum StartError {
     /// The network would see tokens and data in clear.
     #[error(
         "refusing to listen on {bind} without TLS: everyone on the network could read the token and the data; \
-         give --tls-cert and --tls-key, or bind 127.0.0.1"
+         run `aitk-coordinator init` once, which makes a certificate authority (or give --tls-cert and --tls-key), or bind 127.0.0.1"
     )]
     Plaintext {
         /// The address.
@@ -80,14 +82,9 @@ pub enum StartError {
         /// The folder.
         path: PathBuf,
     },
-    /// A certificate or key cannot be used.
-    #[error("cannot use the TLS file {}: {problem}", path.display())]
-    Tls {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        problem: String,
-    },
+    /// A certificate, a key or the authority cannot be used.
+    #[error(transparent)]
+    Tls(#[from] PkiError),
     /// The lease is no lease.
     #[error("a lease of {} ms is too short; workers could not renew it in time. Give at least one second", lease.as_millis())]
     Lease {
@@ -132,7 +129,9 @@ impl From<AccessError> for StartError {
         match error {
             AccessError::Store(error) => Self::Store(error),
             AccessError::Record(error) => Self::Tokens(error),
-            AccessError::NoToken(id) | AccessError::NotYours(id) => Self::Tokens(serde::de::Error::custom(id)),
+            AccessError::NoToken(id) | AccessError::NoWorker(id) | AccessError::NotYours(id) => {
+                Self::Tokens(serde::de::Error::custom(id))
+            }
         }
     }
 }
@@ -166,6 +165,8 @@ pub struct Running {
     runner: JoinHandle<Result<(), StoreError>>,
     collecting: JoinHandle<()>,
     auditing: JoinHandle<()>,
+    /// Keeps the listener's own certificate fresh.
+    renewing: Option<JoinHandle<()>>,
     leading: JoinHandle<StoreError>,
     store: Arc<dyn Store>,
     _ground: Ground,
@@ -204,6 +205,9 @@ impl Running {
         let _ = self.stop.send(true);
         // Wherever a collection stands, what it removed was not needed.
         self.collecting.abort();
+        if let Some(renewing) = &self.renewing {
+            renewing.abort();
+        }
         if !ended(&mut self.server).await {
             tracing::warn!("some calls did not end in time; cutting them");
             self.server.abort();
@@ -266,7 +270,7 @@ impl std::fmt::Debug for Ground {
 impl Ground {
     /// Checks the config, takes the data folder, and reads or makes what lies in it.
     pub(crate) fn prepare(config: &Config) -> Result<Self, StartError> {
-        if !config.bind.ip().to_canonical().is_loopback() && config.tls.is_none() {
+        if !config.bind.ip().to_canonical().is_loopback() && config.tls.is_none() && config.pki.is_none() {
             return Err(StartError::Plaintext { bind: config.bind });
         }
         if config.lease < Duration::from_millis(200) {
@@ -295,23 +299,18 @@ impl Ground {
     }
 }
 
-/// A server with the config's limits and certificate.
-pub(crate) fn limited(config: &Config) -> Result<Server, StartError> {
-    let server = Server::builder()
+/// A server with our limits.
+pub(crate) fn limited() -> Server {
+    Server::builder()
         .http2_keepalive_interval(Some(KEEP_ALIVE))
         .http2_keepalive_timeout(Some(KEEP_ALIVE))
         .max_concurrent_streams(STREAMS)
-        .tcp_nodelay(true);
-    let Some(files) = &config.tls else { return Ok(server) };
-    server.tls_config(tls(files)?).map_err(|error| StartError::Tls {
-        path: files.cert.clone(),
-        problem: full(&error),
-    })
+        .tcp_nodelay(true)
 }
 
 /// Leads, with a store that may write.
 pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -> Result<Running, StartError> {
-    let mut server = limited(&config)?;
+    let mut server = limited();
     let Ground {
         data_dir,
         token,
@@ -332,7 +331,7 @@ pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -
         "database loaded"
     );
     let settings = Settings {
-        quotas: config.quotas,
+        quotas: config.quotas.clone(),
         ..Settings::from_lease(config.lease)
     };
     let state = State::restore(settings, clock.now(), loaded.jobs, loaded.workers);
@@ -343,6 +342,7 @@ pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -
     let for_workers = Some(storage_url).filter(|_| !matches!(storage.as_str(), "file" | "memory"));
 
     let (listener, addr) = listen(config.bind).await?;
+    let tls = Tls::open(&config, addr)?;
     let metrics_listener = listen_for_metrics(config.metrics).await?;
     let metrics_addr = metrics_listener
         .as_ref()
@@ -376,16 +376,33 @@ pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -
         started: clock.now(),
         lease: config.lease,
         retries: config.retries,
+        signer: tls.as_ref().and_then(Tls::signer),
         transit,
         transfers: Arc::new(Semaphore::new(TRANSFERS)),
         stopping: stopping.clone(),
     };
-    let router = server.add_routes(routes(&shared, &Gate::new(access, store.proof())));
-    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+    let is_tls = tls.is_some();
+    let certificates_only = tls.as_ref().is_some_and(|tls| tls.certificates_only);
+    let gate = Gate::new(access.clone(), store.proof(), certificates_only);
+    let router = server.add_routes(routes(&shared, &gate));
     let mut stopped = stopping;
-    let serving = router.serve_with_incoming_shutdown(incoming, async move {
+    let stopped = async move {
         let _ = stopped.wait_for(|stop| *stop).await;
-    });
+    };
+    let (serving, renewing): (BoxFuture<'static, _>, _) = match tls {
+        None => {
+            let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+            (Box::pin(router.serve_with_incoming_shutdown(incoming, stopped)), None)
+        }
+        Some(tls) => {
+            let refused = move |from, problem: &str| access.note_refused_certificate(from, problem);
+            let (incoming, renewing) = tls.accept(listener, refused);
+            (
+                Box::pin(router.serve_with_incoming_shutdown(incoming, stopped)),
+                renewing,
+            )
+        }
+    };
     let runner = tokio::spawn(runner.run());
     let leading = tokio::spawn(keep_leading(store.clone(), config.cluster.is_some()));
     let server = tokio::spawn(serving);
@@ -394,8 +411,9 @@ pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -
         token: token.secret().to_owned(),
         token_file,
         metrics: metrics_addr,
-        tls: config.tls.is_some(),
+        tls: is_tls,
         stop,
+        renewing,
         server,
         runner,
         collecting,
@@ -498,16 +516,6 @@ pub(crate) fn lock(data_dir: &Path) -> Result<File, StartError> {
         }),
         Err(TryLockError::Error(source)) => Err(failed(source)),
     }
-}
-
-fn tls(files: &TlsFiles) -> Result<ServerTlsConfig, StartError> {
-    let read = |path: &Path| {
-        std::fs::read(path).map_err(|error| StartError::Tls {
-            path: path.to_owned(),
-            problem: error.to_string(),
-        })
-    };
-    Ok(ServerTlsConfig::new().identity(Identity::from_pem(read(&files.cert)?, read(&files.key)?)))
 }
 
 fn local_storage(data_dir: &Path) -> Result<String, StartError> {

@@ -1,5 +1,6 @@
 //! How worker and command line reach a coordinator.
 
+use crate::pin::{Pinned, Problem};
 pub use crate::switch::Switch;
 use crate::v1::admin_client::AdminClient;
 use crate::v1::blobs_client::BlobsClient;
@@ -7,13 +8,15 @@ use crate::v1::jobs_client::JobsClient;
 use crate::v1::workers_client::WorkersClient;
 use crate::{MAX_MESSAGE_BYTES, PROTOCOL_HEADER};
 use aitk_common::control::PROTOCOL_VERSION;
+use aitk_common::hash::ContentHash;
+use aitk_common::security::join;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::service::Interceptor;
 use tonic::service::interceptor::InterceptedService;
-use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
+use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
 use tonic::{Request, Status};
 use url::Url;
 
@@ -85,6 +88,14 @@ pub enum ConnectError {
         /// Why.
         problem: String,
     },
+    /// Whoever answers there is not the one that the token was made by.
+    #[error("{server} is not trusted: {problem}")]
+    Untrusted {
+        /// The server.
+        server: String,
+        /// Why, and what to do.
+        problem: String,
+    },
     /// Nobody answers there.
     #[error("no coordinator answers at {server} ({problem}); is it running? `aitk up` starts one on this machine")]
     Unreachable {
@@ -95,11 +106,25 @@ pub enum ConnectError {
     },
 }
 
-/// Puts token and protocol version into a call.
+/// Which server is trusted when no `ca_file` says so.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Trust {
+    /// None with TLS.
+    Nobody,
+    /// One whose chain ends in the authority with this hash (SHA-256 of the certificate, DER).
+    Authority(ContentHash),
+    /// One whose chain ends in an authority of this PEM text.
+    Pem(String),
+}
+
+/// Puts token and protocol version into a call; and whom to trust, and which certificate to show, into a connection.
 #[derive(Clone)]
 pub struct Credentials {
-    bearer: MetadataValue<Ascii>,
+    bearer: Option<MetadataValue<Ascii>>,
     protocol: MetadataValue<Ascii>,
+    trust: Trust,
+    /// Certificate and key, PEM.
+    certificate: Option<(String, String)>,
 }
 
 impl std::fmt::Debug for Credentials {
@@ -109,7 +134,8 @@ impl std::fmt::Debug for Credentials {
 }
 
 impl Credentials {
-    /// Credentials with this token and this program's protocol version.
+    /// Credentials with this token and this program's protocol version. If the token names an authority
+    /// (`aitk_common::security::join`), that one is trusted.
     ///
     /// # Errors
     /// [`ConnectError::BadToken`]
@@ -122,20 +148,35 @@ impl Credentials {
     /// # Errors
     /// [`ConnectError::BadToken`]
     pub fn with_protocol(token: &str, protocol: u32) -> Result<Self, ConnectError> {
-        let mut bearer: MetadataValue<Ascii> = format!("Bearer {}", token.trim())
-            .parse()
-            .map_err(|_| ConnectError::BadToken)?;
+        let (secret, ca) = join::split(token.trim());
+        let mut bearer: MetadataValue<Ascii> =
+            format!("Bearer {secret}").parse().map_err(|_| ConnectError::BadToken)?;
         bearer.set_sensitive(true);
         Ok(Self {
-            bearer,
+            bearer: Some(bearer),
             protocol: MetadataValue::from(protocol),
+            trust: ca.map_or(Trust::Nobody, Trust::Authority),
+            certificate: None,
         })
+    }
+
+    /// Credentials of a worker that joined: its certificate and its key, PEM.
+    #[must_use]
+    pub fn certified(certificate: impl Into<String>, key: impl Into<String>, trust: Trust) -> Self {
+        Self {
+            bearer: None,
+            protocol: MetadataValue::from(PROTOCOL_VERSION),
+            trust,
+            certificate: Some((certificate.into(), key.into())),
+        }
     }
 }
 
 impl Interceptor for Credentials {
     fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
-        request.metadata_mut().insert("authorization", self.bearer.clone());
+        if let Some(bearer) = &self.bearer {
+            request.metadata_mut().insert("authorization", bearer.clone());
+        }
         request.metadata_mut().insert(PROTOCOL_HEADER, self.protocol.clone());
         Ok(request)
     }
@@ -161,9 +202,18 @@ pub async fn connect_with(
     credentials: Credentials,
     ca_file: Option<&Path>,
 ) -> Result<Clients, ConnectError> {
+    let untrusted = Problem::default();
     let endpoints = addresses(server)
         .into_iter()
-        .map(|address| endpoint(address, ca_file))
+        .map(|address| {
+            endpoint(
+                address,
+                &credentials.trust,
+                credentials.certificate.as_ref(),
+                ca_file,
+                &untrusted,
+            )
+        })
         .collect::<Result<Vec<_>, _>>()?;
     let mut problem = String::new();
     for (first, endpoint) in endpoints.iter().enumerate() {
@@ -176,9 +226,10 @@ pub async fn connect_with(
             Err(error) => problem = root_cause(&error),
         }
     }
-    Err(ConnectError::Unreachable {
-        server: server.to_owned(),
-        problem,
+    let server = server.to_owned();
+    Err(match untrusted.take() {
+        Some(problem) => ConnectError::Untrusted { server, problem },
+        None => ConnectError::Unreachable { server, problem },
     })
 }
 
@@ -198,7 +249,7 @@ pub fn addresses(server: &str) -> Vec<&str> {
 /// # Errors
 /// [`ConnectError`], but nobody is asked yet.
 pub fn lazily(server: &str, ca_file: Option<&Path>) -> Result<Channel, ConnectError> {
-    Ok(endpoint(server, ca_file)?.connect_lazy())
+    Ok(endpoint(server, &Trust::Nobody, None, ca_file, &Problem::default())?.connect_lazy())
 }
 
 fn clients(channel: Switch, credentials: Credentials) -> Clients {
@@ -219,7 +270,13 @@ fn clients(channel: Switch, credentials: Credentials) -> Clients {
     }
 }
 
-fn endpoint(server: &str, ca_file: Option<&Path>) -> Result<Endpoint, ConnectError> {
+fn endpoint(
+    server: &str,
+    trust: &Trust,
+    certificate: Option<&(String, String)>,
+    ca_file: Option<&Path>,
+    problem: &Problem,
+) -> Result<Endpoint, ConnectError> {
     let url = parse_address(server)?;
     let tls = url.scheme() == "https";
     let bad = |problem: String| ConnectError::BadAddress {
@@ -239,17 +296,30 @@ fn endpoint(server: &str, ca_file: Option<&Path>) -> Result<Endpoint, ConnectErr
         return Ok(endpoint);
     }
     let mut config = ClientTlsConfig::new();
+    if let Some((certificate, key)) = certificate {
+        config = config.identity(Identity::from_pem(certificate, key));
+    }
     if let Some(path) = ca_file {
         let pem = std::fs::read(path).map_err(|source| ConnectError::CaFile {
             path: path.to_owned(),
             source,
         })?;
         config = config.ca_certificate(Certificate::from_pem(pem));
+    } else if let Trust::Pem(pem) = trust {
+        config = config.ca_certificate(Certificate::from_pem(pem));
+    } else if let Trust::Authority(ca) = trust {
+        return endpoint
+            .tls_config_with_verifier(config, Pinned::new(*ca, problem.clone()))
+            .map_err(|error| no_tls(server, &error));
     }
-    endpoint.tls_config(config).map_err(|error| ConnectError::Tls {
+    endpoint.tls_config(config).map_err(|error| no_tls(server, &error))
+}
+
+fn no_tls(server: &str, error: &tonic::transport::Error) -> ConnectError {
+    ConnectError::Tls {
         server: server.to_owned(),
-        problem: root_cause(&error),
-    })
+        problem: root_cause(error),
+    }
 }
 
 fn parse_address(server: &str) -> Result<Url, ConnectError> {

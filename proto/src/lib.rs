@@ -6,6 +6,7 @@
 
 pub mod client;
 mod convert;
+mod pin;
 #[cfg(feature = "client-blobs")]
 pub mod remote_blobs;
 mod switch;

@@ -3,6 +3,7 @@
 //! ```text
 //! lock          held by the running daemon, so that there is only one
 //! worker_id     the id that the coordinator gave us
+//! identity.json the certificate and key of a worker that joined
 //! attempts/ID/  spec.json, tmp/, output/, resume/, pins/: gone when the attempt has ended
 //! cache/        inputs: blobs/, trees/ (snapshots), hub/ (models from Hugging Face)
 //! ```

@@ -8,6 +8,8 @@ pub mod bench;
 mod child;
 mod context;
 mod folders;
+mod identity;
+mod join;
 mod outbox;
 pub mod probe;
 pub mod runner;
@@ -19,6 +21,8 @@ mod sync;
 use aitk_common::capability::Device;
 pub use child::run_attempt;
 pub use folders::FoldersError;
+pub use identity::Membership;
+pub use join::{JoinError, JoinOptions, join};
 pub use session::{Refusal, Status};
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -34,8 +38,10 @@ use tokio_util::sync::CancellationToken;
 pub struct Config {
     /// The coordinator: `https://host[:port]`, or `http://127.0.0.1[:port]`.
     pub server: String,
-    /// The token that it wants.
+    /// The token that it wants; empty with a [`Self::membership`].
     pub token: String,
+    /// What `join` got: shown instead of a token.
+    pub membership: Option<Membership>,
     /// A certificate authority to trust besides those of the system.
     pub ca_file: Option<PathBuf>,
     /// What people call this worker.
@@ -67,6 +73,7 @@ impl Config {
         Self {
             server: server.into(),
             token: token.into(),
+            membership: None,
             ca_file: None,
             name: host_name(),
             data_dir: data_dir.into(),
@@ -108,6 +115,8 @@ pub enum StartError {
 #[derive(Debug)]
 pub struct Running {
     leave: CancellationToken,
+    /// Keeps the certificate fresh.
+    renewing: Option<JoinHandle<()>>,
     session: JoinHandle<Result<(), Refusal>>,
     status: watch::Receiver<Status>,
 }
@@ -125,7 +134,10 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     let folders = tokio::task::spawn_blocking(move || folders::Folders::open(&data_dir)).await;
     let folders = folders.map_err(std::io::Error::other)??;
     let identity = session::Identity {
-        worker: folders.worker_id(),
+        worker: config
+            .membership
+            .as_ref()
+            .map_or_else(|| folders.worker_id(), |joined| Some(joined.worker.clone())),
         name: config.name,
         host: host_name(),
         devices: config.devices,
@@ -143,15 +155,21 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     });
     let (status, watched) = watch::channel(Status::Connecting(None));
     let leave = CancellationToken::new();
+    let keeper = config.membership.map(|joined| {
+        let (folder, server) = (config.data_dir.clone(), config.server.clone());
+        Arc::new(identity::Keeper::new(folder, server, config.ca_file.clone(), joined))
+    });
     let target = session::Target {
         server: config.server,
         token: config.token,
         ca_file: config.ca_file,
+        keeper: keeper.clone(),
     };
     let session = session::Session::new(context, identity, status);
     let session = tokio::spawn(session.run(target, leave.clone(), config.shutdown_patience));
     Ok(Running {
         leave,
+        renewing: keeper.map(|keeper| tokio::spawn(keeper.run())),
         session,
         status: watched,
     })
@@ -190,5 +208,8 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         self.session.abort();
+        if let Some(renewing) = &self.renewing {
+            renewing.abort();
+        }
     }
 }

@@ -3,11 +3,12 @@
 use aitk_common::security::token::Token;
 use aitk_common::telemetry;
 use aitk_worker::probe::{self, Choice};
-use aitk_worker::{Config, Refusal};
+use aitk_worker::{Config, JoinOptions, Membership, Refusal};
 use anyhow::Context as _;
 use clap::{Args, Parser, Subcommand};
 use std::collections::BTreeMap;
-use std::io::Write;
+use std::fs::File;
+use std::io::{Read, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use tokio::signal::unix::{SignalKind, signal};
@@ -22,10 +23,13 @@ Exit codes:
   0  left in order, after SIGTERM or Ctrl-C
   1  failed; the last line says why
   2  wrong usage
-  4  the coordinator refused the token
+  4  the coordinator refused the token or certificate
   6  the coordinator refused this worker, for example because of another protocol version
 
 Examples:
+  aitk-worker join https://gpu-lab:7420 TOKEN
+  aitk-worker
+      Once with the token of `aitk-coordinator worker join-token`; then this machine works there whenever it runs.
   aitk-worker --server https://gpu-lab:7420 --token-file ~/.config/aitk/token --ca-file lab-ca.pem
   aitk-worker --server http://127.0.0.1:7420 --devices cuda:0,cuda:1 --label room=basement
   aitk-worker probe --json";
@@ -43,6 +47,9 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Join a coordinator: a join token, good once, turns into a certificate that renews itself.
+    #[command(after_help = JOIN_HELP)]
+    Join(Join),
     /// Show what this machine can offer, and leave.
     Probe {
         /// As JSON.
@@ -58,13 +65,40 @@ enum Command {
     },
 }
 
+const JOIN_HELP: &str = "\
+Examples:
+  aitk-worker join https://gpu-lab:7420 aitk_join_…
+  ssh gpu-lab aitk-coordinator worker join-token box-3 | aitk-worker join https://gpu-lab:7420 --token-file -";
+
+#[derive(Debug, Args)]
+struct Join {
+    /// The coordinator: https://HOST[:PORT].
+    server: String,
+    /// The join token, from `aitk-coordinator worker join-token`.
+    #[arg(required_unless_present = "token_file", conflicts_with = "token_file")]
+    token: Option<String>,
+    /// A file with the join token; - for standard input.
+    #[arg(long, value_name = "FILE")]
+    token_file: Option<PathBuf>,
+    /// What to be called. Default: what the token says, or the name of the machine.
+    #[arg(long)]
+    name: Option<String>,
+    /// A PEM file with the authority of a coordinator that has a certificate from elsewhere (--tls-cert).
+    #[arg(long)]
+    ca_file: Option<PathBuf>,
+    /// The worker's own folder, where the certificate goes. Default: ~/.local/share/aitk/worker.
+    #[arg(long, env = "AITK_WORKER_DATA_DIR")]
+    data_dir: Option<PathBuf>,
+}
+
 #[derive(Debug, Args)]
 struct Daemon {
     /// The coordinator: https://HOST[:PORT], or http://127.0.0.1[:PORT] on this machine. Of several coordinators all, with commas
-    /// between.
-    #[arg(long, env = "AITK_SERVER", default_value = "http://127.0.0.1:7420")]
-    server: String,
-    /// A file with the coordinator's token, readable by its owner only. AITK_TOKEN holds a token itself.
+    /// between. Default: the one that was joined, or http://127.0.0.1:7420.
+    #[arg(long, env = "AITK_SERVER")]
+    server: Option<String>,
+    /// A file with the coordinator's token, readable by its owner only. AITK_TOKEN holds a token itself. A worker that joined
+    /// needs none.
     #[arg(long, env = "AITK_TOKEN_FILE")]
     token_file: Option<PathBuf>,
     /// A PEM file with the certificate authority to trust.
@@ -99,12 +133,68 @@ fn main() -> ExitCode {
         // Before any thread or runtime: the attempt decides about both.
         Some(Command::Attempt { spec }) => return aitk_worker::run_attempt(&spec),
         Some(Command::Probe { json }) => show_probe(json).map(|()| ExitCode::SUCCESS),
+        Some(Command::Join(join)) => join_now(join),
         None => daemon(cli.daemon),
     };
     result.unwrap_or_else(|error| {
         let _ = writeln!(std::io::stderr(), "error: {error:#}");
         ExitCode::FAILURE
     })
+}
+
+fn join_now(options: Join) -> anyhow::Result<ExitCode> {
+    let mut token = options.token.unwrap_or_default();
+    if let Some(path) = &options.token_file {
+        let from_stdin = path.as_os_str() == "-";
+        let read = if from_stdin {
+            read_some(std::io::stdin())
+        } else {
+            File::open(path).and_then(read_some)
+        };
+        token = read.with_context(|| format!("cannot read the join token from {}", path.display()))?;
+    }
+    let said = options.data_dir.clone();
+    let data_dir = folder(options.data_dir)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let joined = runtime.block_on(aitk_worker::join(JoinOptions {
+        server: options.server,
+        token,
+        name: options.name,
+        ca_file: options.ca_file,
+        data_dir,
+    }));
+    let joined = match joined {
+        Ok(joined) => joined,
+        Err(error) if error.is_refused() => {
+            let _ = writeln!(std::io::stderr(), "error: {error}");
+            return Ok(ExitCode::from(4));
+        }
+        Err(error) => return Err(error.into()),
+    };
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{}", joined.name)?;
+    let option = said
+        .map(|path| format!(" --data-dir {}", path.display()))
+        .unwrap_or_default();
+    writeln!(
+        std::io::stderr(),
+        "joined {} as {}; start it with: aitk-worker{option}\nThe certificate renews itself while the worker runs.",
+        joined.server,
+        joined.name,
+    )?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A token is short; what is longer is none.
+fn read_some(from: impl Read) -> std::io::Result<String> {
+    let mut text = String::new();
+    from.take(4096).read_to_string(&mut text)?;
+    Ok(text)
+}
+
+fn folder(given: Option<PathBuf>) -> anyhow::Result<PathBuf> {
+    let folder = given.or_else(default_data_dir);
+    folder.context("there is no home folder; say where to work with --data-dir")
 }
 
 fn show_probe(json: bool) -> anyhow::Result<()> {
@@ -146,13 +236,30 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
         Some(path) => Some(Token::read(path)?),
         None => Token::from_env(&|name| std::env::var(name).ok())?,
     };
-    let token = token.context("no token; give --token-file with the coordinator's token file, or set AITK_TOKEN")?;
     let choice: Choice = options.devices.parse()?;
-    let data_dir = match options.data_dir {
-        Some(folder) => folder,
-        None => default_data_dir().context("there is no home folder; say where to work with --data-dir")?,
+    let data_dir = folder(options.data_dir)?;
+    // A token that is given is meant.
+    let joined = if token.is_none() {
+        Membership::read(&data_dir)?
+    } else {
+        None
     };
-    let mut config = Config::new(options.server, token.secret(), data_dir);
+    let (secret, name) = match (&token, &joined) {
+        (Some(token), _) => (token.secret(), None),
+        (None, Some(joined)) => ("", Some(joined.name.to_string())),
+        (None, None) => {
+            return Err(anyhow::anyhow!(
+                "no token; run `aitk-worker join` once, or give --token-file with the coordinator's token file, or set AITK_TOKEN"
+            ));
+        }
+    };
+    let server = options
+        .server
+        .or_else(|| joined.as_ref().map(|joined| joined.server.clone()));
+    let server = server.unwrap_or_else(|| "http://127.0.0.1:7420".to_owned());
+    let mut config = Config::new(server, secret, data_dir);
+    config.name = name.unwrap_or(config.name);
+    config.membership = joined;
     config.ca_file = options.ca_file;
     if let Some(name) = options.name {
         config.name = name;

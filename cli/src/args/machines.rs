@@ -88,3 +88,14 @@ pub struct DoctorArgs {
     #[arg(long)]
     pub json: bool,
 }
+
+/// `aitk login`.
+#[derive(Args, Clone, Debug)]
+#[command(
+    after_help = "Examples:\n  aitk login https://gpu.lab:7420\n  aitk login https://gpu.lab:7420 --token-file anna.token"
+)]
+pub struct LoginArgs {
+    /// Address of the coordinator
+    #[arg(value_name = "URL")]
+    pub server: String,
+}

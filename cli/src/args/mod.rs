@@ -11,7 +11,7 @@ pub use bench::{BenchArgs, BenchCommand, BenchControlArgs, BenchEngineArgs, Benc
 pub use jobs::{ExplainArgs, FitArgs, LogsArgs, PauseArgs, PriorityArgs, PsArgs};
 pub use jobs::{ResumeArgs, StopArgs, SubmitArgs, WaitArgs, WatchArgs};
 pub use local::{AttemptArgs, CompletionsArgs, DemoArgs, InitArgs, RunArgs, UpArgs};
-pub use machines::{DoctorArgs, DrainArgs, TopArgs, UndrainArgs, WorkerArgs, WorkerCommand, WorkersArgs};
+pub use machines::{DoctorArgs, DrainArgs, LoginArgs, TopArgs, UndrainArgs, WorkerArgs, WorkerCommand, WorkersArgs};
 
 use crate::exit::help_table;
 use clap::{Args, Parser, Subcommand};
@@ -171,6 +171,14 @@ pub enum Command {
                   about it. The exit code is 0 when jobs can run, here or there; 1 when there is a problem."
     )]
     Doctor(DoctorArgs),
+    /// Remember a coordinator and a token, for every command of this user
+    #[command(
+        long_about = "Remember a coordinator and a token, for every command of this user.\n\nThe token comes from standard input (or \
+                      --token-file). One from a coordinator with a certificate authority names that authority: nothing else \
+                      is needed, and whoever else answers at the address gets nothing. Both are tried, then kept beside the \
+                      user file (~/.config/aitk/config.yaml), the token with mode 0600."
+    )]
+    Login(LoginArgs),
     /// Write a commented job file to start from
     Init(InitArgs),
     /// Start a coordinator and a worker here

@@ -5,6 +5,7 @@ mod doctor;
 mod forecast;
 mod init;
 mod jobs;
+mod login;
 mod logs;
 mod submit;
 #[cfg(feature = "embedded")]
@@ -115,6 +116,7 @@ pub async fn dispatch(cli: Cli) -> CommandResult {
             WorkerCommand::Undrain(args) => workers::undrain(&context, args).await,
         },
         Command::Doctor(args) => Box::pin(doctor::doctor(&context, args)).await,
+        Command::Login(args) => Box::pin(login::login(&context, args)).await,
         Command::Init(args) => init::init(&context, &args),
         #[cfg(feature = "embedded")]
         Command::Up(args) => Box::pin(up::up(&context, args)).await,

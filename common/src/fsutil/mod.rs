@@ -242,6 +242,29 @@ pub fn create_dir_all(folder: &Path) -> Result<(), FsError> {
     }
 }
 
+/// [`create_dir_all`] of a folder that only its owner may enter (mode 0700). One that is there keeps its mode.
+///
+/// # Errors
+/// [`FsError`].
+pub fn create_private_dir(folder: &Path) -> Result<(), FsError> {
+    if folder.is_dir() {
+        return Ok(());
+    }
+    let parent = folder_of(folder);
+    create_dir_all(parent)?;
+    let mut builder = fs::DirBuilder::new();
+    builder.recursive(true);
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::DirBuilderExt;
+        builder.mode(0o700);
+    }
+    builder
+        .create(folder)
+        .map_err(|error| FsError::new("create the folder", folder, error))?;
+    sync_dir(parent)
+}
+
 /// How often a folder is removed again because work that was given up, and is still busy on another thread, put a file
 /// into it after it was looked through.
 const LATE_FILES: u32 = 10;

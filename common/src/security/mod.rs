@@ -1,4 +1,7 @@
 //! Who may talk to whom.
 
+#[cfg(feature = "pki")]
+pub mod ca;
+pub mod join;
 pub mod role;
 pub mod token;

@@ -37,6 +37,8 @@ pub enum Right {
     ChangeWorkers,
     /// Open a worker's session.
     Work,
+    /// Turn a join token into a certificate. No role has it: the join token does.
+    Join,
     /// Put blobs in, and ask which are there.
     Upload,
     /// Fetch a blob; which ones is another question.
@@ -73,6 +75,7 @@ impl Role {
             Right::ChangeWorkers => matches!(self, Self::Operator | Self::Admin),
             Right::Work => matches!(self, Self::Worker | Self::Admin),
             Right::Administer => self == Self::Admin,
+            Right::Join => false,
         }
     }
 
@@ -123,6 +126,7 @@ impl fmt::Display for Right {
             Self::ChangeJobs => "change jobs",
             Self::ChangeWorkers => "change workers",
             Self::Work => "work",
+            Self::Join => "join as a worker (a join token may: `aitk-coordinator worker join-token`)",
             Self::Upload => "upload",
             Self::Download => "download",
             Self::Administer => "administer the coordinator",
@@ -147,13 +151,14 @@ mod tests {
             Right::Upload,
             Right::Download,
             Right::Administer,
+            Right::Join,
         ];
         let table = [
-            (Role::Viewer, [1, 1, 1, 0, 0, 0, 0, 0, 1, 0]),
-            (Role::Submitter, [1, 1, 1, 1, 1, 0, 0, 1, 1, 0]),
-            (Role::Operator, [1, 1, 1, 1, 1, 1, 0, 1, 1, 0]),
-            (Role::Admin, [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
-            (Role::Worker, [1, 0, 0, 0, 0, 0, 1, 1, 1, 0]),
+            (Role::Viewer, [1, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0]),
+            (Role::Submitter, [1, 1, 1, 1, 1, 0, 0, 1, 1, 0, 0]),
+            (Role::Operator, [1, 1, 1, 1, 1, 1, 0, 1, 1, 0, 0]),
+            (Role::Admin, [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0]),
+            (Role::Worker, [1, 0, 0, 0, 0, 0, 1, 1, 1, 0, 0]),
         ];
         for (role, allowed) in table {
             for (right, allowed) in rights.into_iter().zip(allowed) {

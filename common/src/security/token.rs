@@ -58,12 +58,17 @@ impl Token {
     /// A new one: 256 bits from the system's random source.
     #[must_use]
     pub fn generate() -> Self {
+        Self::generate_with(PREFIX)
+    }
+
+    /// [`Self::generate`] with another beginning.
+    pub(super) fn generate_with(prefix: &str) -> Self {
         // Each version 4 UUID carries 122 random bits; three of them, hashed, fill 256.
         let mut random = Vec::with_capacity(48);
         for _ in 0..3 {
             random.extend_from_slice(uuid::Uuid::new_v4().as_bytes());
         }
-        Self(format!("{PREFIX}{}", ContentHash::of(&random)))
+        Self(format!("{prefix}{}", ContentHash::of(&random)))
     }
 
     /// Accepts a text as a token; white space around it is dropped. `origin` is for the message.

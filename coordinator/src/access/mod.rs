@@ -4,11 +4,13 @@
 //! folder is the first administrator's: it is not in the database, so that it opens a restored or an empty one too.
 
 mod audit;
+mod enrolments;
 mod limit;
 mod machines;
 mod tokens;
 
 pub use audit::AuditLine;
+pub(crate) use enrolments::{Certified, EnrolError, Enrolment};
 pub(crate) use tokens::TokenRecord;
 
 use crate::runner::Clock;
@@ -16,9 +18,11 @@ use crate::store::{Store, StoreError};
 use aitk_common::control::UnixMillis;
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{UserName, WorkerId};
+use aitk_common::security::join;
 use aitk_common::security::role::{Right, Role};
 use aitk_common::security::token::Token;
 use audit::Budget;
+use enrolments::Enrolments;
 use limit::{Failure, Limit};
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
@@ -40,10 +44,12 @@ const FILE: &str = "file";
 pub(crate) struct Identity {
     pub(crate) name: UserName,
     pub(crate) role: Role,
-    /// Id of the token that was shown.
+    /// Id of the token that was shown, or of the enrolment whose certificate was.
     pub(crate) by: String,
     /// Where from.
     pub(crate) from: Option<SocketAddr>,
+    /// When the certificate ends that was shown; none: a token was.
+    pub(crate) certificate: Option<UnixMillis>,
 }
 
 impl Identity {
@@ -104,6 +110,10 @@ pub(crate) enum Denied {
     Wrong,
     /// Too many wrong ones came from there.
     TooMany,
+    /// A certificate that is no good any more, and why.
+    Certificate(&'static str),
+    /// A join token that is no good any more, and why.
+    Join(&'static str),
 }
 
 /// What a token is.
@@ -119,9 +129,11 @@ enum Found {
 pub(crate) enum AccessError {
     #[error("there is no token {0:?}; `aitk-coordinator token ls` lists them")]
     NoToken(String),
+    #[error("no worker {0:?} has joined; `aitk-coordinator worker certs ls` lists those that have")]
+    NoWorker(String),
     #[error(
-        "worker {0} is another machine's, as its token has another name; let this one have its own --data-dir, or give it a \
-         token of that name"
+        "worker {0} is another machine's, as its token or certificate has another name; let this one have its own \
+         --data-dir, or give it a token of that name"
     )]
     NotYours(String),
     #[error("a token cannot be written down: {0}")]
@@ -150,6 +162,7 @@ struct Inner {
     revoked: watch::Sender<u64>,
     /// Whose which worker is.
     machines: tokio::sync::Mutex<HashMap<WorkerId, UserName>>,
+    enrolments: Enrolments,
 }
 
 impl Access {
@@ -169,6 +182,7 @@ impl Access {
         }
         let machines = store.documents(machines::MACHINE).await?;
         let machines = machines.iter().map(machines::read).collect::<Result<_, _>>()?;
+        let enrolments = Enrolments::load(store.as_ref()).await?;
         let (lines, mut waiting) = mpsc::channel(WAITING);
         let inner = Arc::new(Inner {
             first,
@@ -181,6 +195,7 @@ impl Access {
             lost: AtomicU64::new(0),
             revoked: watch::Sender::new(0),
             machines: tokio::sync::Mutex::new(machines),
+            enrolments,
         });
         let weak = Arc::downgrade(&inner);
         let writing = tokio::spawn(async move {
@@ -199,6 +214,8 @@ impl Access {
 
     /// Whoever shows this token from this address.
     pub(crate) fn enter(&self, secret: &str, from: Option<SocketAddr>) -> Result<Identity, Denied> {
+        // What a client shows should be the secret alone; one that shows the whole text is understood.
+        let (secret, _) = join::split(secret);
         // A listener without an address is one of a test or of this machine.
         let ip = limit::place(from.map_or(IpAddr::from([127, 0, 0, 1]), |from| from.ip()));
         let (now, sha256) = (Instant::now(), ContentHash::of(secret.as_bytes()));
@@ -242,6 +259,7 @@ impl Access {
                 role: Role::Admin,
                 by: FILE.to_owned(),
                 from,
+                certificate: None,
             });
         }
         // Looked up by its hash: how long that takes says nothing about any secret.
@@ -254,6 +272,7 @@ impl Access {
             role: record.role,
             by: record.id.clone(),
             from,
+            certificate: None,
         };
         match record.revoked {
             Some(_) => Found::Ended(who, "was revoked"),

@@ -45,11 +45,16 @@ impl TokenRecord {
 }
 
 impl Access {
-    /// Waits until this caller's token is no good any more.
+    /// Waits until this caller's token or certificate is no good any more.
     pub(crate) async fn ended(&self, who: &Identity) {
         let mut revoked = self.inner.revoked.subscribe();
         loop {
-            let end = {
+            let end = if let Some(until) = who.certificate {
+                match self.certificate_end(who, until) {
+                    None => return,
+                    end => end,
+                }
+            } else {
                 let tokens = self.inner.tokens.read().unwrap_or_else(PoisonError::into_inner);
                 let record = tokens.values().find(|record| record.id == who.by);
                 match record {

@@ -1,7 +1,7 @@
 //! What the one who runs the coordinator may do.
 
 use super::auth::caller;
-use super::{Shared, access_failed, storage_failed, store_failed};
+use super::{Shared, access_failed, enrol, storage_failed, store_failed};
 use crate::access::{AuditLine, TokenRecord};
 use crate::garbage::CollectError;
 use crate::runner::full;
@@ -74,7 +74,34 @@ impl Admin for AdminApi {
         Ok(Response::new(v1::CreateTokenReply {
             secret: secret.secret().to_owned(),
             token: Some(record.into()),
+            ca_sha256: self
+                .0
+                .signer
+                .as_ref()
+                .map(|signer| signer.hash().to_hex())
+                .unwrap_or_default(),
         }))
+    }
+
+    async fn create_join_token(
+        &self,
+        request: Request<v1::CreateJoinTokenRequest>,
+    ) -> Result<Response<v1::CreateJoinTokenReply>, Status> {
+        enrol::create_join_token(&self.0, request).await
+    }
+
+    async fn list_certificates(
+        &self,
+        _: Request<v1::ListCertificatesRequest>,
+    ) -> Result<Response<v1::ListCertificatesReply>, Status> {
+        Ok(Response::new(enrol::certificates(&self.0)))
+    }
+
+    async fn revoke_worker(
+        &self,
+        request: Request<v1::RevokeWorkerRequest>,
+    ) -> Result<Response<v1::RevokeWorkerReply>, Status> {
+        enrol::revoke_worker(&self.0, request).await
     }
 
     async fn list_tokens(&self, _: Request<v1::ListTokensRequest>) -> Result<Response<v1::ListTokensReply>, Status> {

@@ -4,7 +4,8 @@
 
 use crate::access::{Access, Denied, Identity};
 use aitk_common::control::PROTOCOL_VERSION;
-use aitk_common::security::role::Right;
+use aitk_common::security::ca::WorkerCertificate;
+use aitk_common::security::role::{Right, Role};
 use aitk_common::security::token::Token;
 use aitk_proto::{FORWARDED_HEADER, PROOF_HEADER, PROTOCOL_HEADER};
 use std::convert::Infallible;
@@ -16,10 +17,14 @@ use tonic::server::NamedService;
 use tonic::transport::server::{TcpConnectInfo, TlsConnectInfo};
 use tonic::{Request, Status};
 
+/// The call that a join token opens, and nothing else.
+const JOIN: &str = "Workers/Join";
+
 /// The right that a call needs.
 fn right_of(path: &str) -> Option<Right> {
     Some(match path.strip_prefix("/aitk.v1.")? {
-        "Workers/Session" => Right::Work,
+        "Workers/Session" | "Workers/Renew" => Right::Work,
+        JOIN => Right::Join,
         "Jobs/Info" => Right::Greet,
         "Jobs/Submit" | "Jobs/SubmitArray" => Right::Submit,
         "Jobs/Get" | "Jobs/List" | "Jobs/Explain" | "Jobs/Events" | "Jobs/Artifacts" => Right::SeeJobs,
@@ -31,6 +36,7 @@ fn right_of(path: &str) -> Option<Right> {
         "Admin/CollectGarbage" | "Admin/CreateToken" | "Admin/ListTokens" | "Admin/RevokeToken" | "Admin/ReadAudit" => {
             Right::Administer
         }
+        "Admin/CreateJoinToken" | "Admin/ListCertificates" | "Admin/RevokeWorker" => Right::Administer,
         _ => return None,
     })
 }
@@ -40,6 +46,8 @@ fn right_of(path: &str) -> Option<Right> {
 pub(crate) struct Gate {
     access: Access,
     proof: Option<Token>,
+    /// A worker on another machine needs a certificate.
+    certificates_only: bool,
 }
 
 impl std::fmt::Debug for Gate {
@@ -50,8 +58,12 @@ impl std::fmt::Debug for Gate {
 
 impl Gate {
     /// `proof` is what another coordinator shows with a call that it passes on.
-    pub(crate) fn new(access: Access, proof: Option<Token>) -> Self {
-        Self { access, proof }
+    pub(crate) fn new(access: Access, proof: Option<Token>, certificates_only: bool) -> Self {
+        Self {
+            access,
+            proof,
+            certificates_only,
+        }
     }
 
     /// Where a call comes from. What another coordinator says counts only with the proof that it is one: otherwise
@@ -91,20 +103,24 @@ impl Gate {
 
     fn check<B>(&self, request: &http::Request<B>, origin: &Origin) -> Result<Identity, Status> {
         let header = |name: &str| request.headers().get(name).and_then(|value| value.to_str().ok());
-        let Some(given) = header("authorization").and_then(|text| text.strip_prefix("Bearer ")) else {
-            return Err(Status::unauthenticated(
-                "no token was given; set AITK_TOKEN, or AITK_TOKEN_FILE to a copy of the coordinator's token file",
-            ));
+        let (given, from) = (header("authorization"), origin.from);
+        let given = given.and_then(|text| text.strip_prefix("Bearer "));
+        let joins = request.uri().path().strip_prefix("/aitk.v1.") == Some(JOIN);
+        let joining = given
+            .filter(|_| joins)
+            .and_then(|given| self.access.enter_joining(given, from));
+        let is_joining = joining.is_some();
+        let who = match (joining, given, certificate(request)) {
+            (Some(joining), _, _) => joining,
+            (None, Some(given), _) => self.access.enter(given, from),
+            (None, None, Some(shown)) => self.access.enter_certified(&shown, from),
+            (None, None, None) => {
+                return Err(Status::unauthenticated(
+                    "no token was given; set AITK_TOKEN, or AITK_TOKEN_FILE to a copy of the coordinator's token file",
+                ));
+            }
         };
-        let who = self.access.enter(given, origin.from).map_err(|denied| match denied {
-            Denied::Wrong => Status::unauthenticated(
-                "the token is not this coordinator's, or has expired or been revoked; compare AITK_TOKEN or AITK_TOKEN_FILE \
-                 with what the administrator gave you (`aitk-coordinator token ls` shows what is valid)",
-            ),
-            Denied::TooMany => Status::resource_exhausted(
-                "too many wrong tokens came from your address; wait a minute, then try again with the right one",
-            ),
-        })?;
+        let who = who.map_err(denied)?;
         let protocol = header(PROTOCOL_HEADER);
         if protocol.and_then(|text| text.parse().ok()) != Some(PROTOCOL_VERSION) {
             return Err(protocol_mismatch(protocol.unwrap_or("none")));
@@ -112,6 +128,17 @@ impl Gate {
         let Some(right) = right_of(request.uri().path()) else {
             return Err(Status::unimplemented("this coordinator does not know that call"));
         };
+        if is_joining {
+            return Ok(who);
+        }
+        if self.certificates_only && !origin.same_machine && needs_certificate(&who, right) {
+            self.access.note_no_certificate(&who);
+            return Err(Status::permission_denied(
+                "this coordinator lets workers on other machines in with a certificate only, not with a token: make a join token \
+                 with `aitk-coordinator worker join-token`, then run `aitk-worker join` here (or start the coordinator with \
+                 --allow-worker-tokens)",
+            ));
+        }
         if !self.access.may(&who, right) {
             return Err(Status::permission_denied(format!(
                 "your token's role is {}, which may not {right}; ask an administrator for another one",
@@ -134,6 +161,40 @@ struct Origin {
 pub(super) fn same_machine<T>(request: &Request<T>) -> bool {
     let origin = request.extensions().get::<Origin>();
     origin.is_some_and(|origin| origin.same_machine)
+}
+
+/// Whether this is a worker that shows a token instead of a certificate.
+fn needs_certificate(who: &Identity, right: Right) -> bool {
+    let is_worker = who.role == Role::Worker || (right == Right::Work && who.role.may(right));
+    is_worker && who.certificate.is_none()
+}
+
+fn denied(denied: Denied) -> Status {
+    match denied {
+        Denied::Wrong => Status::unauthenticated(
+            "the token is not this coordinator's, or has expired or been revoked; compare AITK_TOKEN or AITK_TOKEN_FILE \
+             with what the administrator gave you (`aitk-coordinator token ls` shows what is valid)",
+        ),
+        Denied::TooMany => Status::resource_exhausted(
+            "too many wrong tokens came from your address; wait a minute, then try again with the right one",
+        ),
+        Denied::Certificate(problem) => Status::unauthenticated(format!(
+            "this worker's certificate {problem}; join again with a new join token: `aitk-coordinator worker join-token` there, \
+             `aitk-worker join` here"
+        )),
+        Denied::Join(problem) => Status::unauthenticated(format!(
+            "{problem}; ask for another one: aitk-coordinator worker join-token"
+        )),
+    }
+}
+
+/// The worker's certificate that TLS has found to be good, if one was shown.
+fn certificate<B>(request: &http::Request<B>) -> Option<WorkerCertificate> {
+    let shown = request
+        .extensions()
+        .get::<TlsConnectInfo<TcpConnectInfo>>()?
+        .peer_certs()?;
+    WorkerCertificate::read(shown.first()?).ok()
 }
 
 /// The address of the other side.
@@ -204,6 +265,27 @@ pub(super) fn protocol_mismatch(theirs: &str) -> Status {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_worker_with_a_token_needs_a_certificate_and_a_user_does_not() {
+        use aitk_common::control::UnixMillis;
+        use aitk_common::id::UserName;
+        let who = |role, certificate| Identity {
+            name: UserName::new("x"),
+            role,
+            by: "t1".into(),
+            from: None,
+            certificate,
+        };
+        for right in [Right::Work, Right::Download, Right::Upload] {
+            assert!(needs_certificate(&who(Role::Worker, None), right));
+            assert!(!needs_certificate(&who(Role::Worker, Some(UnixMillis(9))), right));
+        }
+        assert!(needs_certificate(&who(Role::Admin, None), Right::Work));
+        assert!(!needs_certificate(&who(Role::Admin, None), Right::Download));
+        // What nobody may do anyway is refused for that reason.
+        assert!(!needs_certificate(&who(Role::Viewer, None), Right::Work));
+    }
 
     #[test]
     fn every_call_of_the_protocol_needs_a_right() {

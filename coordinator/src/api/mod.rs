@@ -4,6 +4,7 @@ mod admin;
 mod arrays;
 mod auth;
 mod blobs;
+mod enrol;
 mod follow;
 mod jobs;
 mod submission;
@@ -14,6 +15,7 @@ pub(crate) use auth::{Gate, peer};
 use crate::access::{Access, AccessError};
 use crate::core::Refusal;
 use crate::garbage::{Collector, Pins};
+use crate::pki::Signer;
 use crate::runner::{Clock, Core, Gone, full};
 use crate::store::{Store, StoreError};
 use aitk_common::control::UnixMillis;
@@ -48,6 +50,8 @@ pub(crate) struct Shared {
     pub(crate) lease: Duration,
     /// Failed tries that a job is granted which says nothing about them.
     pub(crate) retries: u32,
+    /// Who signs certificates, if there is an authority.
+    pub(crate) signer: Option<Arc<Signer>>,
     /// Where blobs on their way through lie.
     pub(crate) transit: PathBuf,
     /// Blobs on their way through, all clients together.
@@ -93,12 +97,14 @@ fn refused(refusal: &Refusal) -> Status {
 
 /// What whoever has a stream open is told when their token is revoked or expires.
 fn token_ended() -> Status {
-    Status::unauthenticated("your token was revoked, or has expired; ask an administrator for another one")
+    Status::unauthenticated(
+        "your token or certificate was revoked, or has expired; ask an administrator for another one",
+    )
 }
 
 pub(crate) fn access_failed(error: &AccessError) -> Status {
     match error {
-        AccessError::NoToken(_) => Status::not_found(error.to_string()),
+        AccessError::NoToken(_) | AccessError::NoWorker(_) => Status::not_found(error.to_string()),
         AccessError::NotYours(_) => Status::permission_denied(error.to_string()),
         AccessError::Record(_) => Status::internal(error.to_string()),
         AccessError::Store(error) => store_failed(error),

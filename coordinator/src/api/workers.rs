@@ -1,7 +1,7 @@
 //! Sessions of workers.
 
 use super::auth::{caller, protocol_mismatch, same_machine};
-use super::{Shared, access_failed, stopped, token_ended};
+use super::{Shared, access_failed, enrol, stopped, token_ended};
 use crate::access::Identity;
 use crate::core::{Event, SessionId};
 use crate::garbage::{Held, Named, present};
@@ -56,6 +56,14 @@ impl Workers for WorkersApi {
         });
         Ok(Response::new(ReceiverStream::new(receiver)))
     }
+
+    async fn join(&self, request: Request<v1::JoinRequest>) -> Result<Response<v1::JoinReply>, Status> {
+        enrol::join(&self.0, request).await
+    }
+
+    async fn renew(&self, request: Request<v1::RenewRequest>) -> Result<Response<v1::RenewReply>, Status> {
+        enrol::renew(&self.0, request).await
+    }
 }
 
 /// A worker that is here with an administrator's token is nobody's yet. While it is, no worker's token takes its place.
@@ -101,7 +109,7 @@ impl Session<'_> {
             .await
             .map_err(|_| Status::deadline_exceeded("the worker opened a session but did not register"))??;
         let Some(first) = first else { return Ok(()) };
-        let ToCoordinator::Register(registration) = ToCoordinator::try_from(first)? else {
+        let ToCoordinator::Register(mut registration) = ToCoordinator::try_from(first)? else {
             return Err(Status::invalid_argument(
                 "the first message of a session must be `register`",
             ));
@@ -110,6 +118,7 @@ impl Session<'_> {
             return Err(protocol_mismatch(&registration.protocol.to_string()));
         }
         let fresh_id = WorkerId::new(format!("w{}", uuid::Uuid::new_v4().simple()));
+        enrol::takes_its_place(&shared, &who, &mut registration)?;
         let worker = registration.worker.as_ref().unwrap_or(&fresh_id);
         not_in_use(&shared, &who, worker).await?;
         shared

@@ -41,7 +41,9 @@ impl Forward {
             ));
         };
         // A worker's session is long and busy, and its certificate ends here: the worker knows all addresses and goes there.
-        if request.uri().path().starts_with("/aitk.v1.Workers/") {
+        let is_worker =
+            request.uri().path().starts_with("/aitk.v1.Workers/") || !request.headers().contains_key("authorization");
+        if is_worker {
             let text = format!("this coordinator stands by; {} leads", leader.address);
             return Err(away(&text, &leader.address));
         }

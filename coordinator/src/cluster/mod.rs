@@ -7,12 +7,15 @@ mod forward;
 mod health;
 
 use crate::config::{Cluster, Config};
+use crate::pki::Tls;
 use crate::server::{Ground, RunError, Running, StartError, bring_up, limited, listen, listen_for_metrics};
 use crate::store::lease::{Candidate, Contender, Leader, RENEW};
 use crate::store::{SqlStore, StoreError};
 use aitk_common::hash::ContentHash;
+use aitk_common::security::ca::CERT_FILE;
 use aitk_proto::client;
 use forward::{Forward, Upstream};
+use futures::future::BoxFuture;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
@@ -48,7 +51,7 @@ impl Member {
     /// [`StartError`]; without a database and a storage that others can reach there is nothing to share.
     pub fn prepare(config: Config) -> Result<Self, StartError> {
         let missing = |missing| StartError::Cluster { missing };
-        let cluster = config.cluster.clone().ok_or_else(|| missing("an address"))?;
+        let mut cluster = config.cluster.clone().ok_or_else(|| missing("an address"))?;
         let database = config
             .database
             .as_ref()
@@ -57,6 +60,10 @@ impl Member {
             return Err(missing(
                 "--storage, the same for all: a bucket, or a folder that all of them see",
             ));
+        }
+        // Coordinators with an authority share it.
+        if cluster.ca_file.is_none() && config.tls.is_none() {
+            cluster.ca_file = config.pki.as_ref().map(|pki| pki.folder.join(CERT_FILE));
         }
         client::lazily(&cluster.address, cluster.ca_file.as_deref())
             .map_err(|error| StartError::Advertise(error.to_string()))?;
@@ -122,14 +129,24 @@ impl Member {
         if let Some(listener) = listen_for_metrics(self.config.metrics).await? {
             health = Some(tokio::spawn(health::serve(listener, leader.clone(), ended.clone())));
         }
-        let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
         let mut over = ended;
+        let over = async move {
+            let _ = over.wait_for(|over| *over).await;
+        };
         let routes = axum::Router::new().fallback_service(Forward::new(leader));
-        let serving = limited(&self.config)?
-            .add_routes(tonic::service::Routes::from(routes))
-            .serve_with_incoming_shutdown(incoming, async move {
-                let _ = over.wait_for(|over| *over).await;
-            });
+        let router = limited().add_routes(tonic::service::Routes::from(routes));
+        let (serving, renewing): (BoxFuture<'static, _>, _) =
+            match Tls::open(&self.config, addr).map_err(StartError::from)? {
+                None => {
+                    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+                    (Box::pin(router.serve_with_incoming_shutdown(incoming, over)), None)
+                }
+                Some(tls) => {
+                    let refused = |from, problem: &str| tracing::info!(%from, problem, "a certificate was refused");
+                    let (incoming, renewing) = tls.accept(listener, refused);
+                    (Box::pin(router.serve_with_incoming_shutdown(incoming, over)), renewing)
+                }
+            };
         let mut serving = tokio::spawn(serving);
         tracing::info!(%addr, "this coordinator stands by");
         let found = tokio::select! {
@@ -139,6 +156,9 @@ impl Member {
         };
         // The address must be free for the one that leads.
         let _ = end.send(true);
+        if let Some(renewing) = renewing {
+            renewing.abort();
+        }
         if !serving.is_finished() && tokio::time::timeout(HANDOVER, &mut serving).await.is_err() {
             serving.abort();
             let _ = serving.await;

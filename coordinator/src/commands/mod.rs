@@ -2,9 +2,11 @@
 
 mod backup;
 mod gc;
+mod init;
 mod remote;
 pub(crate) mod serve;
 mod token;
+mod worker;
 
 use anyhow::Context;
 use clap::Subcommand;
@@ -13,6 +15,11 @@ use std::path::PathBuf;
 /// What else than serving can be done.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
+    /// Make a certificate authority, for a coordinator that other machines reach
+    Init(init::InitArgs),
+    /// Let machines join as workers, list their certificates, end them
+    #[command(subcommand)]
+    Worker(worker::WorkerCommand),
     /// Make, list and revoke the tokens of users and workers
     #[command(subcommand)]
     Token(token::TokenCommand),
@@ -30,6 +37,8 @@ impl Command {
     /// Does it.
     pub(crate) async fn run(self) -> anyhow::Result<()> {
         match self {
+            Self::Init(args) => init::run(&args),
+            Self::Worker(command) => worker::worker(command).await,
             Self::Token(command) => token::token(command).await,
             Self::Audit(args) => token::audit(args).await,
             Self::Gc(args) => gc::gc(args).await,

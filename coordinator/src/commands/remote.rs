@@ -1,7 +1,10 @@
 //! How a command reaches the coordinator that runs.
 
 use super::default_data_dir;
+use aitk_common::security::ca::CERT_FILE;
+use aitk_common::security::join;
 use aitk_common::security::token::Token;
+use aitk_coordinator::ca_folder;
 use aitk_proto::client::{Clients, connect};
 use anyhow::Context;
 use clap::Args;
@@ -11,14 +14,10 @@ use tonic::Status;
 /// Which coordinator, and with what right.
 #[derive(Debug, Args)]
 pub(crate) struct RemoteArgs {
-    /// Address of the coordinator. Default: this machine.
-    #[arg(
-        long,
-        env = "AITK_SERVER",
-        default_value = "http://127.0.0.1:7420",
-        value_name = "URL"
-    )]
-    server: String,
+    /// Address of the coordinator. Default: this machine, http://127.0.0.1:7420, or https://localhost:7420 with a certificate
+    /// authority in the data folder.
+    #[arg(long, env = "AITK_SERVER", value_name = "URL")]
+    server: Option<String>,
     /// File with an administrator's token. Default: $AITK_TOKEN, $AITK_TOKEN_FILE, or `token` in the data folder.
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
@@ -33,18 +32,28 @@ pub(crate) struct RemoteArgs {
 impl RemoteArgs {
     /// A connection.
     pub(crate) async fn connect(&self) -> anyhow::Result<Clients> {
+        let dir = || self.data_dir.clone().map_or_else(default_data_dir, Ok);
         let token = match &self.token_file {
             Some(path) => Token::read(path)?,
             None => match Token::from_env(&|name| std::env::var(name).ok())? {
                 Some(token) => token,
-                None => {
-                    let dir = self.data_dir.clone().map_or_else(default_data_dir, Ok)?;
-                    Token::read(&dir.join("token"))
-                        .context("no token was given, and there is none in the data folder")?
-                }
+                None => Token::read(&dir()?.join("token"))
+                    .context("no token was given, and there is none in the data folder")?,
             },
         };
-        Ok(connect(&self.server, token.secret(), self.ca_file.as_deref()).await?)
+        // Whoever can read the data folder knows the authority that made the coordinator's certificate.
+        let authority = dir()
+            .ok()
+            .map(|dir| ca_folder(&dir).join(CERT_FILE))
+            .filter(|path| path.exists());
+        let server = match (&self.server, &authority) {
+            (Some(server), _) => server.as_str(),
+            (None, Some(_)) => "https://localhost:7420",
+            (None, None) => "http://127.0.0.1:7420",
+        };
+        let names_one = join::split(token.secret()).1.is_some();
+        let ca_file = self.ca_file.as_ref().or(authority.as_ref().filter(|_| !names_one));
+        Ok(connect(server, token.secret(), ca_file.map(PathBuf::as_path)).await?)
     }
 }
 

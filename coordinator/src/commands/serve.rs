@@ -4,7 +4,7 @@ use super::default_data_dir;
 use aitk_common::id::UserName;
 use aitk_common::telemetry;
 use aitk_coordinator::core::Quotas;
-use aitk_coordinator::{Cluster, Config, DatabaseUrl, Member, Retention, TlsFiles, start};
+use aitk_coordinator::{Cluster, Config, DatabaseUrl, Member, PkiConfig, Retention, TlsFiles, ca_folder, start};
 use anyhow::{Context, bail};
 use clap::Args;
 use std::net::SocketAddr;
@@ -18,7 +18,7 @@ const DAY: u64 = 24 * HOUR;
 /// How to serve.
 #[derive(Debug, Args)]
 pub(crate) struct ServeArgs {
-    /// Address to listen on. Anything but loopback needs --tls-cert and --tls-key.
+    /// Address to listen on. Anything but loopback needs a certificate: `aitk-coordinator init`, or --tls-cert and --tls-key.
     #[arg(long, env = "AITK_BIND", default_value = "127.0.0.1:7420", value_name = "IP:PORT")]
     bind: SocketAddr,
     /// Folder for the database, the token, and blobs. Default: aitk/coordinator below $XDG_DATA_HOME or ~/.local/share.
@@ -31,7 +31,25 @@ pub(crate) struct ServeArgs {
     /// Object storage: file:///path, s3://bucket/prefix, gs://…, az://…. Default: a folder in the data folder.
     #[arg(long, env = "AITK_STORAGE", value_name = "URL")]
     storage: Option<String>,
-    /// PEM file with the certificate.
+    /// A name or address under which this coordinator is reached, for the certificate that it makes itself. May be repeated.
+    /// Default: those that `init` was given, and what the machine knows of itself.
+    #[arg(
+        long = "hostname",
+        env = "AITK_HOSTNAMES",
+        value_delimiter = ',',
+        value_name = "NAME"
+    )]
+    hostnames: Vec<String>,
+    /// Days that a worker's certificate lives; the worker renews it after two thirds.
+    #[arg(long, env = "AITK_WORKER_CERT_DAYS", default_value_t = 7, value_name = "DAYS",
+          value_parser = clap::value_parser!(u32).range(1..=365))]
+    worker_cert_days: u32,
+    /// Let workers on other machines in that have a token and no certificate. For the time of a change: a token that is copied
+    /// opens for ever, a certificate for days, and its key never travels.
+    #[arg(long, env = "AITK_ALLOW_WORKER_TOKENS")]
+    allow_worker_tokens: bool,
+    /// PEM file with a certificate from elsewhere. Default: with an authority (`init`), one that the coordinator makes and
+    /// renews itself.
     #[arg(long, env = "AITK_TLS_CERT", value_name = "FILE", requires = "tls_key")]
     tls_cert: Option<PathBuf>,
     /// PEM file with the certificate's private key.
@@ -101,6 +119,7 @@ impl ServeArgs {
         }
         // Parsed here: a message about an argument would repeat it, with its password.
         let database = self.database.as_deref().map(str::parse::<DatabaseUrl>).transpose()?;
+        let authority = ca_folder(&data_dir);
         let days = |days: u32| Duration::from_secs(u64::from(days) * DAY);
         let every = Duration::from_secs(u64::from(self.gc_minutes) * 60);
         Ok(Config {
@@ -112,6 +131,13 @@ impl ServeArgs {
                 .tls_cert
                 .zip(self.tls_key)
                 .map(|(cert, key)| TlsFiles { cert, key }),
+            // A folder without a certificate is a damaged one, which is said at the start.
+            pki: authority.exists().then(|| PkiConfig {
+                hostnames: self.hostnames,
+                worker_life: days(self.worker_cert_days),
+                allow_worker_tokens: self.allow_worker_tokens,
+                ..PkiConfig::new(authority)
+            }),
             lease,
             retries: self.retries,
             quotas: quotas(&self.quotas)?,

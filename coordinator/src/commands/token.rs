@@ -109,6 +109,11 @@ async fn create(args: CreateArgs) -> anyhow::Result<()> {
         .map_err(|status| refused(&status))?;
     let made = made.into_inner();
     let token = made.token.context("the coordinator made no token")?;
+    // With the hash of the authority: whoever has this text needs no certificate file.
+    let text = match made.ca_sha256.as_str() {
+        "" => made.secret,
+        ca => format!("{}.{ca}", made.secret),
+    };
     eprintln!(
         "token {} for {}, role {}{}",
         token.id,
@@ -117,9 +122,9 @@ async fn create(args: CreateArgs) -> anyhow::Result<()> {
         ending(&token)
     );
     match args.output {
-        None => say(&made.secret),
+        None => say(&text),
         Some(path) => {
-            fsutil::write_private(&path, format!("{}\n", made.secret).as_bytes())?;
+            fsutil::write_private(&path, format!("{text}\n").as_bytes())?;
             say(&path.display().to_string())
         }
     }
@@ -138,7 +143,7 @@ fn ending(token: &v1::TokenInfo) -> String {
     }
 }
 
-fn date(millis: u64) -> String {
+pub(super) fn date(millis: u64) -> String {
     let time = i64::try_from(millis)
         .ok()
         .and_then(|ms| jiff::Timestamp::from_millisecond(ms).ok());

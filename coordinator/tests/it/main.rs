@@ -8,6 +8,7 @@ mod arrays;
 mod cluster;
 mod door;
 mod metrics;
+mod pki;
 mod rules;
 mod server;
 mod stores;

@@ -1,5 +1,6 @@
 //! Wire <-> domain. Everything that comes in is checked here, and only here.
 
+mod certificates;
 mod jobs;
 mod vocabulary;
 mod workers;

@@ -3,13 +3,15 @@
 //! One task. It decides nothing about attempts; it only says what happened to the connection.
 
 use super::Refusal;
+use crate::identity::{Keeper, Membership};
 use aitk_common::control::{Registration, ToCoordinator, ToWorker};
-use aitk_proto::client::{self, Clients, ConnectError};
+use aitk_proto::client::{self, Clients, ConnectError, Credentials};
 use aitk_proto::v1;
 use std::hash::{BuildHasher, Hasher};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{Instant, sleep, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Code;
@@ -34,6 +36,33 @@ pub(crate) struct Target {
     pub(crate) server: String,
     pub(crate) token: String,
     pub(crate) ca_file: Option<PathBuf>,
+    /// The certificate of a worker that joined, shown instead of the token.
+    pub(crate) keeper: Option<Arc<Keeper>>,
+}
+
+impl Target {
+    /// What to show, and word of something newer.
+    fn credentials(&self) -> Result<(Credentials, Option<watch::Receiver<Membership>>), Broken> {
+        let Some(keeper) = &self.keeper else {
+            return Ok((Credentials::new(&self.token)?, None));
+        };
+        let mut newest = keeper.newest();
+        let joined = newest.borrow_and_update().clone();
+        if joined.ended().is_some() {
+            return Err(Broken::Never(Refusal::Config(joined.join_again())));
+        }
+        Ok((joined.credentials(), Some(newest)))
+    }
+}
+
+/// Waits for a newer certificate.
+async fn newer(newest: Option<&mut watch::Receiver<Membership>>) {
+    if let Some(newest) = newest
+        && newest.changed().await.is_ok()
+    {
+        return;
+    }
+    std::future::pending().await
 }
 
 /// What happens to the connection.
@@ -61,7 +90,8 @@ enum Broken {
 impl From<ConnectError> for Broken {
     fn from(error: ConnectError) -> Self {
         match error {
-            ConnectError::Unreachable { .. } => Self::Retry(error.to_string()),
+            // Somebody else may stand there for a while: in a hotel's network, say. Nothing was sent to them.
+            ConnectError::Unreachable { .. } | ConnectError::Untrusted { .. } => Self::Retry(error.to_string()),
             other => Self::Never(Refusal::Config(other.to_string())),
         }
     }
@@ -122,7 +152,8 @@ pub(crate) async fn keep(target: Target, events: mpsc::Sender<LinkEvent>) {
 
 /// One connection from its beginning to its end. `Ok` when nobody listens any more.
 async fn once(server: &str, target: &Target, events: &mpsc::Sender<LinkEvent>) -> Result<(), Broken> {
-    let mut clients = client::connect(server, &target.token, target.ca_file.as_deref()).await?;
+    let (credentials, mut newest) = target.credentials()?;
+    let mut clients = client::connect_with(server, credentials, target.ca_file.as_deref()).await?;
     let (ask, registration) = oneshot::channel();
     if events.send(LinkEvent::Opening(ask)).await.is_err() {
         return Ok(());
@@ -181,6 +212,9 @@ async fn once(server: &str, target: &Target, events: &mpsc::Sender<LinkEvent>) -
                     Some(message) => waiting = Some(message.into()),
                     None => break 'talk,
                 },
+                () = newer(newest.as_mut()) => {
+                    return Err(Broken::Retry("the certificate was renewed; connecting again with the new one".to_owned()));
+                }
                 () = events.closed() => return Ok(()),
             }
         }

@@ -35,8 +35,8 @@ const FROM_LINK: usize = 64;
 /// Why it is no use to go on asking the coordinator.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// The token is wrong, or may not do this.
-    #[error("the coordinator refused the token: {0}")]
+    /// The token or certificate is no good, or may not do this.
+    #[error("the coordinator refused this worker's token or certificate: {0}")]
     Token(String),
     /// It speaks another version of the protocol, or does not understand our registration.
     #[error("the coordinator refused this worker: {0}")]

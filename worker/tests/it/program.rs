@@ -4,7 +4,7 @@ use crate::support::{self, Lab};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-fn program() -> Command {
+pub(crate) fn program() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_aitk-worker"));
     for name in [
         "AITK_TOKEN",
@@ -12,6 +12,8 @@ fn program() -> Command {
         "AITK_SERVER",
         "AITK_LOG_LEVEL",
         "AITK_DEVICES",
+        "AITK_CA_FILE",
+        "AITK_WORKER_NAME",
     ] {
         command.env_remove(name);
     }
@@ -23,7 +25,7 @@ fn program() -> Command {
 }
 
 /// Runs to the end, within bounds.
-async fn run(command: &mut Command) -> Output {
+pub(crate) async fn run(command: &mut Command) -> Output {
     let mut child = command.spawn().unwrap();
     let deadline = Instant::now() + support::PATIENCE;
     while child.try_wait().unwrap().is_none() {
@@ -36,7 +38,7 @@ async fn run(command: &mut Command) -> Output {
     child.wait_with_output().unwrap()
 }
 
-fn text(bytes: &[u8]) -> String {
+pub(crate) fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 

@@ -281,6 +281,20 @@ impl v1::workers_server::Workers for Newer {
             "this coordinator speaks protocol 2; update aitk-worker",
         ))
     }
+
+    async fn join(
+        &self,
+        _request: tonic::Request<v1::JoinRequest>,
+    ) -> Result<tonic::Response<v1::JoinReply>, tonic::Status> {
+        Err(tonic::Status::unimplemented("not here"))
+    }
+
+    async fn renew(
+        &self,
+        _request: tonic::Request<v1::RenewRequest>,
+    ) -> Result<tonic::Response<v1::RenewReply>, tonic::Status> {
+        Err(tonic::Status::unimplemented("not here"))
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

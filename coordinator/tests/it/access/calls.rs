@@ -15,7 +15,7 @@ const VIEWER: &str =
 const SUBMITTER: &str =
     "Jobs/Submit Jobs/SubmitArray Jobs/Stop Jobs/Resume Jobs/Pause Jobs/SetPriority Blobs/Has Blobs/Put";
 const OPERATOR: &str = "Jobs/DrainWorker";
-const WORKER: &str = "Workers/Session Jobs/Info Blobs/Has Blobs/Put Blobs/Get";
+const WORKER: &str = "Workers/Session Workers/Renew Jobs/Info Blobs/Has Blobs/Put Blobs/Get";
 
 /// `Jobs/Get` and all the others.
 fn calls() -> Vec<String> {
@@ -122,6 +122,45 @@ async fn no_call_is_open_to_a_stranger() {
         );
     }
     within(pool.running.shutdown()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_workers_certificate_opens_what_a_workers_token_does() {
+    let lab = crate::pki::Lab::start().await;
+    let member = lab.member("box").await;
+    let channel = member.channel(&lab).await;
+    let allowed: Vec<&str> = WORKER.split(' ').collect();
+    for call in calls() {
+        let code = make(&channel, &call, None).await;
+        let refused = matches!(
+            code,
+            Code::PermissionDenied | Code::Unauthenticated | Code::Unimplemented
+        );
+        if allowed.contains(&call.as_str()) {
+            assert!(!refused, "{call}: {code}");
+        } else {
+            assert_eq!(code, Code::PermissionDenied, "{call}");
+        }
+    }
+    crate::pki::line(&lab, "a refusal", |line| line.action == "refused" && line.who == "box").await;
+    // A token beside it is a token: the certificate adds nothing.
+    let wrong = make(&channel, "Jobs/Info", Some("Bearer not-the-right-one-but-long")).await;
+    assert_eq!(wrong, Code::Unauthenticated);
+    // A join token makes one call.
+    let (text, _) = lab.join_token("other").await;
+    let bearer = format!("Bearer {}", aitk_common::security::join::split(&text).0);
+    assert_eq!(
+        make(&channel, "Workers/Join", Some(&bearer)).await,
+        Code::InvalidArgument
+    );
+    for call in calls().into_iter().filter(|call| call != "Workers/Join").take(15) {
+        assert_eq!(
+            make(&channel, &call, Some(&bearer)).await,
+            Code::Unauthenticated,
+            "{call}"
+        );
+    }
+    within(lab.running.shutdown()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

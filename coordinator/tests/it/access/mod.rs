@@ -8,9 +8,11 @@ mod guesses;
 mod machines;
 mod ownership;
 mod roles;
+mod scope;
 
-use crate::support::{Pool, eventually, submission, within};
+use crate::support::{Pool, blobs, eventually, input, submission, within};
 use aitk_proto::client::{Clients, connect};
+use aitk_proto::remote_blobs::RemoteBlobs;
 use aitk_proto::v1;
 use std::time::Duration;
 use tonic::Status;
@@ -18,7 +20,7 @@ use tonic::Status;
 const CALM: Duration = Duration::from_secs(60);
 
 /// A token of this role; its secret and id.
-pub(super) async fn token(admin: &Clients, name: &str, role: &str, expires_in_ms: Option<u64>) -> (String, String) {
+pub(crate) async fn token(admin: &Clients, name: &str, role: &str, expires_in_ms: Option<u64>) -> (String, String) {
     let request = v1::CreateTokenRequest {
         name: name.into(),
         role: role.into(),
@@ -34,10 +36,19 @@ pub(super) async fn token(admin: &Clients, name: &str, role: &str, expires_in_ms
 /// Somebody of this role.
 pub(super) async fn somebody(pool: &Pool, name: &str, role: &str) -> Clients {
     let (secret, _) = token(&pool.clients, name, role, None).await;
-    connect(&pool.running.url(), &secret, None).await.unwrap()
+    let clients = connect(&pool.running.url(), &secret, None).await.unwrap();
+    if role == "submitter" {
+        put_input(&clients).await;
+    }
+    clients
 }
 
-pub(super) async fn audit(admin: &Clients) -> Vec<v1::AuditLine> {
+/// Sends what every job of these tests reads: nobody submits what they did not send.
+pub(super) async fn put_input(clients: &Clients) {
+    blobs::put(&RemoteBlobs::with_budget(clients, CALM), &input().to_bytes()).await;
+}
+
+pub(crate) async fn audit(admin: &Clients) -> Vec<v1::AuditLine> {
     let request = v1::ReadAuditRequest { after: 0, limit: 0 };
     within(admin.admin.clone().read_audit(request))
         .await
@@ -47,7 +58,7 @@ pub(super) async fn audit(admin: &Clients) -> Vec<v1::AuditLine> {
 }
 
 /// Waits for a line; refusals are written a moment after they are told.
-pub(super) async fn line(admin: &Clients, what: &str, fits: impl Fn(&v1::AuditLine) -> bool) -> v1::AuditLine {
+pub(crate) async fn line(admin: &Clients, what: &str, fits: impl Fn(&v1::AuditLine) -> bool) -> v1::AuditLine {
     eventually(what, || async {
         audit(admin).await.into_iter().find(|line| fits(line))
     })
@@ -81,7 +92,7 @@ pub(super) async fn drain(clients: &Clients) -> Result<(), Status> {
     within(clients.jobs.clone().drain_worker(request)).await.map(drop)
 }
 
-pub(super) async fn list(clients: &Clients) -> Vec<String> {
+pub(crate) async fn list(clients: &Clients) -> Vec<String> {
     let request = v1::ListJobsRequest {
         all: true,
         ..Default::default()

@@ -53,7 +53,12 @@ impl Daemon {
     }
 
     pub(crate) fn url(&self) -> String {
-        format!("http://{}", self.address)
+        let scheme = if self.authority().is_some() { "https" } else { "http" };
+        format!("{scheme}://{}", self.address)
+    }
+
+    fn authority(&self) -> Option<PathBuf> {
+        Some(self.dir.join("ca/ca.pem")).filter(|path| path.exists())
     }
 
     pub(crate) fn token(&self) -> String {
@@ -68,7 +73,8 @@ impl Daemon {
     }
 
     pub(crate) async fn clients(&self) -> Clients {
-        connect(&self.url(), &self.token(), None).await.unwrap()
+        let authority = self.authority();
+        connect(&self.url(), &self.token(), authority.as_deref()).await.unwrap()
     }
 
     async fn answers(&self) {
@@ -76,7 +82,8 @@ impl Daemon {
             if !self.dir.join("token").exists() {
                 return None;
             }
-            connect(&self.url(), &self.token(), None).await.ok()
+            let authority = self.authority();
+            connect(&self.url(), &self.token(), authority.as_deref()).await.ok()
         })
         .await;
     }

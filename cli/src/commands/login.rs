@@ -1,0 +1,87 @@
+//! `login`: remember a coordinator and a token for every command of this user.
+
+use super::{Context, env};
+use crate::api::{Api, read_token};
+use crate::args::LoginArgs;
+use crate::download::disk;
+use crate::exit::Exit;
+use crate::failure::{CommandResult, Failure};
+use crate::settings;
+use aitk_common::fsutil;
+use aitk_common::security::join;
+use aitk_common::security::token::Token;
+use std::io::{BufRead, IsTerminal, Read};
+use std::path::{Path, PathBuf};
+
+/// Longer lines are no token.
+const LONGEST: u64 = 4096;
+
+pub(super) async fn login(context: &Context, args: LoginArgs) -> CommandResult {
+    let ui = context.ui(true);
+    let token = match &context.global.token_file {
+        Some(path) => read_token(path)?,
+        None => asked(&args.server)?,
+    };
+    let (secret, authority) = join::split(&token);
+    if join::is_join_secret(secret) {
+        return Err(Failure::usage("this is a join token: it lets a worker in, not a user")
+            .hint(format!("on the worker: aitk-worker join {} TOKEN", args.server))
+            .hint("for a user, on the coordinator: aitk-coordinator token create NAME --role submitter"));
+    }
+    let ca_file = match context
+        .global
+        .ca_file
+        .clone()
+        .or_else(|| env("AITK_CA_FILE").map(PathBuf::from))
+    {
+        None => None,
+        Some(path) => Some(std::path::absolute(&path).map_err(|error| Failure::file("find", &path, &error))?),
+    };
+    let api = Api::connect(&args.server, &token, ca_file.as_deref()).await;
+    let api = api.map_err(|failure| match (authority, &ca_file) {
+        (None, None) if args.server.starts_with("https:") => failure.hint(
+            "this token names no authority; the administrator's `aitk-coordinator token create` makes one that does, where \
+             there is a certificate authority (`aitk-coordinator init`)",
+        ),
+        _ => failure,
+    })?;
+    let info = api.info().await?;
+
+    let config = context.paths.user_config();
+    let folder = fsutil::folder_of(&config).to_path_buf();
+    let token_file = folder.join("token");
+    fsutil::create_dir_all(&folder).map_err(|error| disk(&error))?;
+    fsutil::write_private(&token_file, format!("{token}\n").as_bytes()).map_err(|error| disk(&error))?;
+    let lines = [
+        ("server", Some(args.server.clone())),
+        ("token_file", Some(word(&token_file))),
+        ("ca_file", ca_file.as_deref().map(word)),
+    ];
+    settings::remember(&config, &lines)?;
+    ui.data(&config.display().to_string())?;
+    ui.notice(&format!(
+        "{} (aitk {}) is the coordinator of every command from now on",
+        args.server, info.version
+    ));
+    Ok(Exit::Ok)
+}
+
+fn word(path: &Path) -> String {
+    path.display().to_string()
+}
+
+/// The token from standard input, so that it is neither in the shell's history nor in the list of processes.
+fn asked(server: &str) -> Result<String, Failure> {
+    let stdin = std::io::stdin();
+    if stdin.is_terminal() {
+        eprintln!("The token for {server}, from `aitk-coordinator token create` (it is shown while you paste it):");
+    }
+    let mut line = String::new();
+    let read = stdin.lock().take(LONGEST).read_line(&mut line);
+    read.map_err(|error| Failure::failed(format!("cannot read the token from standard input: {error}")))?;
+    let token = Token::parse(&line, "standard input").map_err(|error| {
+        Failure::new(Exit::Unauthorised, error.to_string())
+            .hint("paste it, or pipe it in, or name a file with --token-file FILE")
+    })?;
+    Ok(token.secret().to_owned())
+}

@@ -1,0 +1,57 @@
+//! `init`: a certificate authority for a network of one's own.
+
+use super::{default_data_dir, say};
+use aitk_coordinator::{ca_folder, init};
+use anyhow::Context;
+use clap::Args;
+use std::path::PathBuf;
+
+/// What the authority is for.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  aitk-coordinator init --hostname gpu.lab
+  aitk-coordinator init --data-dir /var/lib/aitk --hostname gpu.lab --hostname 203.0.113.7")]
+pub(crate) struct InitArgs {
+    /// A name or address under which workers and users reach the coordinator. May be repeated. The machine's own name and
+    /// addresses need not be said.
+    #[arg(long = "hostname", value_name = "NAME")]
+    hostnames: Vec<String>,
+    /// Data folder of the coordinator. Default: as for the coordinator itself.
+    #[arg(long, env = "AITK_COORDINATOR_DATA_DIR", value_name = "DIR")]
+    data_dir: Option<PathBuf>,
+}
+
+pub(super) fn run(args: &InitArgs) -> anyhow::Result<()> {
+    let data_dir = args.data_dir.clone().map_or_else(default_data_dir, Ok)?;
+    let made = init(&data_dir, &args.hostnames).context("no certificate authority was made")?;
+    let folder = ca_folder(&data_dir);
+    if !made.new {
+        say(&format!(
+            "{} is there already (SHA-256 {}); nothing was changed",
+            folder.display(),
+            made.hash
+        ))?;
+        if !args.hostnames.is_empty() {
+            eprintln!("names are added at the start now: aitk-coordinator --hostname NAME");
+        }
+        return Ok(());
+    }
+    let option = match &args.data_dir {
+        Some(path) => format!(" --data-dir {}", path.display()),
+        None => String::new(),
+    };
+    let host = args.hostnames.first().map_or("THIS-HOST", String::as_str);
+    say(&format!("{} (SHA-256 {})", folder.display(), made.hash))?;
+    eprintln!(
+        "A certificate authority was made; {} is its key: keep a copy in a safe place.
+Next:
+  aitk-coordinator --bind 0.0.0.0:7420{option}
+      starts the coordinator with a certificate of its own
+  aitk-coordinator worker join-token{option}
+      here, for each worker; then there: aitk-worker join https://{host}:7420 TOKEN
+  aitk-coordinator token create NAME --role submitter{option}
+      here, for each user; then there: aitk login https://{host}:7420",
+        folder.join("ca.key").display()
+    );
+    Ok(())
+}

@@ -1,0 +1,144 @@
+//! `worker`: join tokens and certificates of workers.
+
+use super::remote::{RemoteArgs, refused};
+use super::say;
+use super::token::date;
+use aitk_common::fsutil;
+use aitk_proto::v1;
+use anyhow::bail;
+use clap::{Args, Subcommand};
+use std::path::PathBuf;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// What to do with workers.
+#[derive(Debug, Subcommand)]
+pub(crate) enum WorkerCommand {
+    /// Make a token that lets one machine join as a worker, once. It is shown once, here
+    JoinToken(JoinTokenArgs),
+    /// Certificates of workers
+    #[command(subcommand)]
+    Certs(CertsCommand),
+    /// End a worker's certificates and unused join tokens at once; its open session is cut
+    Revoke(RevokeArgs),
+}
+
+/// What to do with certificates.
+#[derive(Debug, Subcommand)]
+pub(crate) enum CertsCommand {
+    /// List the workers that joined, each with its newest certificate
+    Ls(LsArgs),
+}
+
+/// A new join token.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:
+  aitk-coordinator worker join-token
+  aitk-coordinator worker join-token box-3 --expires-minutes 1440 -o box-3.join
+On the machine: aitk-worker join https://HOST:7420 TOKEN")]
+pub(crate) struct JoinTokenArgs {
+    /// What the worker will be called. Default: what it says itself, as a rule the name of its machine.
+    name: Option<String>,
+    /// Minutes until it ends unused.
+    #[arg(long, default_value_t = 60, value_name = "MINUTES")]
+    expires_minutes: u32,
+    /// Write it to this new file (mode 0600) instead of showing it.
+    #[arg(long, short, value_name = "FILE")]
+    output: Option<PathBuf>,
+    #[command(flatten)]
+    remote: RemoteArgs,
+}
+
+/// How to list.
+#[derive(Debug, Args)]
+pub(crate) struct LsArgs {
+    /// One JSON object per line.
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    remote: RemoteArgs,
+}
+
+/// Which worker.
+#[derive(Debug, Args)]
+pub(crate) struct RevokeArgs {
+    /// Its name, from `worker certs ls`.
+    name: String,
+    #[command(flatten)]
+    remote: RemoteArgs,
+}
+
+pub(super) async fn worker(command: WorkerCommand) -> anyhow::Result<()> {
+    match command {
+        WorkerCommand::JoinToken(args) => join_token(args).await,
+        WorkerCommand::Certs(CertsCommand::Ls(args)) => list(args).await,
+        WorkerCommand::Revoke(args) => revoke(args).await,
+    }
+}
+
+async fn join_token(args: JoinTokenArgs) -> anyhow::Result<()> {
+    if let Some(path) = args.output.as_ref().filter(|path| path.exists()) {
+        bail!("{} is there already; a token is not written over it", path.display());
+    }
+    let mut clients = args.remote.connect().await?;
+    let request = v1::CreateJoinTokenRequest {
+        name: args.name.clone().unwrap_or_default(),
+        expires_in_ms: u64::from(args.expires_minutes) * 60_000,
+    };
+    let made = clients.admin.create_join_token(request).await;
+    let made = made.map_err(|status| refused(&status))?.into_inner();
+    eprintln!(
+        "join token {} for {}, good once, until {}; on that machine: aitk-worker join https://HOST:7420 TOKEN",
+        made.id,
+        args.name.as_deref().unwrap_or("any worker"),
+        date(made.expires_ms)
+    );
+    match args.output {
+        None => say(&made.text),
+        Some(path) => {
+            fsutil::write_private(&path, format!("{}\n", made.text).as_bytes())?;
+            say(&path.display().to_string())
+        }
+    }
+}
+
+fn state(certificate: &v1::WorkerCertificateInfo) -> String {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let now = u64::try_from(now.as_millis()).unwrap_or(u64::MAX);
+    match certificate.revoked_ms {
+        Some(time) => format!("revoked {}", date(time)),
+        None if certificate.expires_ms <= now => format!("expired {}", date(certificate.expires_ms)),
+        None => format!("until {}", date(certificate.expires_ms)),
+    }
+}
+
+async fn list(args: LsArgs) -> anyhow::Result<()> {
+    let mut clients = args.remote.connect().await?;
+    let reply = clients.admin.list_certificates(v1::ListCertificatesRequest {}).await;
+    for one in reply.map_err(|status| refused(&status))?.into_inner().certificates {
+        if args.json {
+            let value = serde_json::json!({
+                "id": one.id, "name": one.name, "worker": one.worker_id, "joined": date(one.joined_ms),
+                "issued": date(one.issued_ms), "serial": one.serial, "expires": date(one.expires_ms),
+                "revoked": one.revoked_ms.map(date),
+            });
+            say(&value.to_string())?;
+        } else {
+            say(&format!("{:<12} {:<20} {}", one.id, one.name, state(&one)))?;
+        }
+    }
+    Ok(())
+}
+
+async fn revoke(args: RevokeArgs) -> anyhow::Result<()> {
+    let mut clients = args.remote.connect().await?;
+    let request = v1::RevokeWorkerRequest { name: args.name };
+    let reply = clients.admin.revoke_worker(request).await;
+    let reply = reply.map_err(|status| refused(&status))?.into_inner();
+    for one in &reply.certificates {
+        say(&format!("the certificates of {} ({}) are revoked", one.name, one.id))?;
+    }
+    if reply.join_tokens > 0 {
+        say(&format!("{} unused join tokens are revoked", reply.join_tokens))?;
+    }
+    Ok(())
+}

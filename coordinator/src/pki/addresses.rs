@@ -1,0 +1,105 @@
+//! Under which names and addresses this machine is reached.
+
+use aitk_common::fsutil;
+use aitk_common::security::ca::{CaError, is_server_name};
+use std::collections::BTreeSet;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::path::Path;
+
+/// The file beside the authority with names that its coordinators are reached under, one a line.
+const FILE: &str = "hostnames";
+
+/// Keeps names for every start.
+pub(super) fn keep(folder: &Path, names: &[String]) -> Result<(), CaError> {
+    if names.is_empty() {
+        return Ok(());
+    }
+    fsutil::create_private_dir(folder)?;
+    let text: String = names.iter().map(|name| format!("{name}\n")).collect();
+    fsutil::write_private(&folder.join(FILE), text.as_bytes())?;
+    Ok(())
+}
+
+/// The names that were kept. A file that cannot be read only means that they are not there.
+pub(super) fn kept(folder: &Path) -> Vec<String> {
+    let text = std::fs::read_to_string(folder.join(FILE)).unwrap_or_default();
+    text.split_whitespace().map(ToOwned::to_owned).collect()
+}
+
+/// Every name and address for a certificate of a coordinator that listens at `bind`, each once.
+pub(super) fn names(bind: SocketAddr, told: &[String]) -> Vec<String> {
+    let mut names: BTreeSet<String> = told.iter().cloned().collect();
+    names.insert("localhost".to_owned());
+    for loopback in [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST)] {
+        names.insert(loopback.to_string());
+    }
+    if let Some(host) = host_name() {
+        // What people type is often the first part.
+        names.extend(host.split_once('.').map(|(first, _)| first.to_owned()));
+        names.insert(host);
+    }
+    let ip = bind.ip().to_canonical();
+    if ip.is_unspecified() {
+        names.extend(interfaces().iter().map(ToString::to_string));
+    } else {
+        names.insert(ip.to_string());
+    }
+    // A machine may have a name that no certificate can.
+    names.into_iter().filter(|name| is_server_name(name)).collect()
+}
+
+#[cfg(unix)]
+fn host_name() -> Option<String> {
+    nix::unistd::gethostname().ok()?.into_string().ok()
+}
+
+#[cfg(not(unix))]
+fn host_name() -> Option<String> {
+    std::env::var("COMPUTERNAME").ok()
+}
+
+/// Addresses of this machine that others can name.
+#[cfg(unix)]
+fn interfaces() -> Vec<IpAddr> {
+    let Ok(all) = nix::ifaddrs::getifaddrs() else {
+        return Vec::new();
+    };
+    let addresses = all.filter_map(|interface| {
+        let address = interface.address?;
+        let four = address.as_sockaddr_in().map(|four| IpAddr::V4(four.ip()));
+        four.or_else(|| address.as_sockaddr_in6().map(|six| IpAddr::V6(six.ip())))
+    });
+    // A link-local address means nothing without the name of an interface, which no certificate has.
+    let named = |ip: &IpAddr| !matches!(ip, IpAddr::V6(six) if six.is_unicast_link_local());
+    addresses.filter(named).collect()
+}
+
+#[cfg(not(unix))]
+fn interfaces() -> Vec<IpAddr> {
+    Vec::new()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_has_the_names_it_was_told_and_those_it_knows() {
+        let told = ["gpu.lab".to_owned(), "not a name".to_owned()];
+        let some = names("10.1.2.3:7420".parse().unwrap(), &told);
+        for name in ["gpu.lab", "localhost", "127.0.0.1", "::1", "10.1.2.3"] {
+            assert!(some.iter().any(|other| other == name), "{name}: {some:?}");
+        }
+        assert!(!some.contains(&"not a name".to_owned()));
+        let all = names("[::]:7420".parse().unwrap(), &[]);
+        assert!(
+            !all.iter().any(|name| name == "::" || name.starts_with("fe80:")),
+            "{all:?}"
+        );
+
+        let folder = tempfile::tempdir().unwrap();
+        assert!(kept(folder.path()).is_empty());
+        keep(folder.path(), &told[..1]).unwrap();
+        assert_eq!(kept(folder.path()), ["gpu.lab"]);
+    }
+}

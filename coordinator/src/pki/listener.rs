@@ -1,0 +1,90 @@
+//! Connections with TLS. Many shake hands at once, none for long, and a certificate that is refused is told.
+
+use rustls::{CertificateError, ServerConfig};
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Semaphore, mpsc};
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
+use tokio_stream::wrappers::ReceiverStream;
+
+/// Handshakes at once: what a pool of workers that comes back in one moment needs. More wait in the system's queue.
+const HANDSHAKES: usize = 1024;
+/// A peer that takes longer than this is gone, or only holds a place.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// The wait after the system could not accept: it has no more files, say.
+const BREATH: Duration = Duration::from_millis(100);
+/// Connections that wait for the server's task.
+const READY: usize = 16;
+
+/// Connections that shook hands.
+pub(super) type Incoming = ReceiverStream<io::Result<TlsStream<TcpStream>>>;
+
+/// Accepts until nobody takes the connections any more.
+pub(super) fn accept(
+    listener: TcpListener,
+    config: Arc<ServerConfig>,
+    refused: impl Fn(SocketAddr, &str) + Send + Sync + 'static,
+) -> Incoming {
+    let (sender, receiver) = mpsc::channel(READY);
+    let (acceptor, refused) = (TlsAcceptor::from(config), Arc::new(refused));
+    let places = Arc::new(Semaphore::new(HANDSHAKES));
+    tokio::spawn(async move {
+        loop {
+            let next = async {
+                let place = places.clone().acquire_owned().await;
+                (place, listener.accept().await)
+            };
+            let (place, accepted) = tokio::select! {
+                next = next => next,
+                () = sender.closed() => return,
+            };
+            let (tcp, from) = match accepted {
+                Ok(accepted) => accepted,
+                Err(error) => {
+                    tracing::warn!(%error, "a connection could not be accepted");
+                    tokio::time::sleep(BREATH).await;
+                    continue;
+                }
+            };
+            let (acceptor, refused, sender) = (acceptor.clone(), refused.clone(), sender.clone());
+            tokio::spawn(async move {
+                let _place = place;
+                // Small messages both ways: none should wait for the next.
+                let _ = tcp.set_nodelay(true);
+                match tokio::time::timeout(PATIENCE, acceptor.accept(tcp)).await {
+                    // A receiver that is gone means that we shut down.
+                    Ok(Ok(stream)) => drop(sender.send(Ok(stream)).await),
+                    Ok(Err(error)) => {
+                        tracing::debug!(%error, %from, "no TLS came about");
+                        if let Some(problem) = certificate_problem(&error) {
+                            refused(from, &problem);
+                        }
+                    }
+                    Err(_) => tracing::debug!(%from, "no TLS came about in time"),
+                }
+            });
+        }
+    });
+    ReceiverStream::new(receiver)
+}
+
+/// What was wrong with the client's certificate, if it was that.
+fn certificate_problem(error: &io::Error) -> Option<String> {
+    let rustls::Error::InvalidCertificate(problem) = error.get_ref()?.downcast_ref::<rustls::Error>()? else {
+        return None;
+    };
+    Some(match problem {
+        CertificateError::Expired | CertificateError::ExpiredContext { .. } => "a certificate that has expired".into(),
+        CertificateError::UnknownIssuer | CertificateError::BadSignature => {
+            "a certificate that another authority has signed".into()
+        }
+        CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => {
+            "a certificate that is none of a worker".into()
+        }
+        other => format!("a certificate that is not accepted: {other}"),
+    })
+}

@@ -1,0 +1,221 @@
+//! Certificates: who signs them, which one the listener shows, and who is asked for one.
+//!
+//! With an authority the listener always speaks TLS. It shows a certificate of its own ([`server`]), or one that the
+//! administrator has from elsewhere, and asks every client for one: a worker must have one of our authority, a user comes
+//! with a token and has none. Who a certificate is and whether it was revoked is asked at the door, at every call.
+
+mod addresses;
+mod listener;
+mod server;
+
+use crate::config::{Config, PkiConfig, TlsFiles};
+use crate::runner::{Clock, full};
+use aitk_common::control::UnixMillis;
+use aitk_common::hash::ContentHash;
+use aitk_common::id::UserName;
+use aitk_common::security::ca::{Ca, CaError, CheckedRequest, WorkerCertificate};
+use rustls::crypto::ring;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::server::{ResolvesServerCert, WebPkiClientVerifier};
+use rustls::sign::CertifiedKey;
+use rustls::{RootCertStore, ServerConfig};
+use server::Current;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::net::TcpListener;
+use tokio::task::JoinHandle;
+
+/// Why there is no TLS.
+#[derive(Debug, thiserror::Error)]
+pub enum PkiError {
+    /// The authority.
+    #[error(transparent)]
+    Ca(#[from] CaError),
+    /// A certificate or key that the administrator gave.
+    #[error("cannot use the TLS file {}: {problem}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        problem: String,
+    },
+    /// The library.
+    #[error("TLS cannot be set up: {0}")]
+    Library(String),
+}
+
+/// The authority at work.
+#[derive(Debug)]
+pub(crate) struct Signer {
+    ca: Ca,
+    worker_life: Duration,
+}
+
+impl Signer {
+    /// What tokens name the authority by.
+    pub(crate) fn hash(&self) -> ContentHash {
+        self.ca.hash()
+    }
+
+    /// A worker's certificate, from now on.
+    pub(crate) fn worker(
+        &self,
+        request: &CheckedRequest,
+        name: &UserName,
+        enrolment: &str,
+    ) -> Result<(String, WorkerCertificate), CaError> {
+        self.ca.issue_worker(request, name, enrolment, wall(), self.worker_life)
+    }
+
+    /// When a worker should ask for the next one: after two thirds of its life.
+    pub(crate) fn renew_after(&self) -> Duration {
+        self.worker_life * 2 / 3
+    }
+}
+
+/// What the clock on the wall says. Not the coordinator's own one: that stands still while the machine sleeps, and TLS asks
+/// the wall.
+pub(crate) fn wall() -> UnixMillis {
+    Clock::new().now()
+}
+
+/// TLS for the listener.
+pub(crate) struct Tls {
+    config: Arc<ServerConfig>,
+    signer: Option<Arc<Signer>>,
+    renewing: Option<server::Renewing>,
+    /// Workers on other machines must have a certificate.
+    pub(crate) certificates_only: bool,
+}
+
+impl Tls {
+    /// What the config wants. None: no TLS.
+    pub(crate) fn open(config: &Config, addr: SocketAddr) -> Result<Option<Self>, PkiError> {
+        let signer = match &config.pki {
+            None => None,
+            Some(pki) => Some(Arc::new(Signer {
+                ca: Ca::open(&pki.folder)?,
+                worker_life: pki.worker_life,
+            })),
+        };
+        let (resolver, renewing): (Arc<dyn ResolvesServerCert>, _) = match (&config.tls, &config.pki, &signer) {
+            (Some(files), _, _) => (Arc::new(Current::new(own(files)?)), None),
+            (None, Some(pki), Some(signer)) => {
+                let renewing = server::Renewing::begin(signer.clone(), pki, addr)?;
+                (renewing.current(), Some(renewing))
+            }
+            _ => return Ok(None),
+        };
+        let library = |error: &dyn std::error::Error| PkiError::Library(full(error));
+        let provider = Arc::new(ring::default_provider());
+        let builder = ServerConfig::builder_with_provider(provider.clone())
+            .with_safe_default_protocol_versions()
+            .map_err(|error| library(&error))?;
+        let builder = match &signer {
+            None => builder.with_no_client_auth(),
+            Some(signer) => {
+                let mut roots = RootCertStore::empty();
+                roots
+                    .add(CertificateDer::from(signer.ca.der().to_vec()))
+                    .map_err(|error| library(&error))?;
+                let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider)
+                    .allow_unauthenticated()
+                    .build()
+                    .map_err(|error| library(&error))?;
+                builder.with_client_cert_verifier(verifier)
+            }
+        };
+        let mut tls = builder.with_cert_resolver(resolver);
+        tls.alpn_protocols.push(b"h2".to_vec());
+        let allowed = config.pki.as_ref().is_some_and(|pki| pki.allow_worker_tokens);
+        Ok(Some(Self {
+            config: Arc::new(tls),
+            certificates_only: signer.is_some() && !allowed,
+            signer,
+            renewing,
+        }))
+    }
+
+    /// Who signs.
+    pub(crate) fn signer(&self) -> Option<Arc<Signer>> {
+        self.signer.clone()
+    }
+
+    /// Takes connections; the certificate is renewed as long as they are.
+    pub(crate) fn accept(
+        self,
+        listener: TcpListener,
+        refused: impl Fn(SocketAddr, &str) + Send + Sync + 'static,
+    ) -> (listener::Incoming, Option<JoinHandle<()>>) {
+        let renewing = self.renewing.map(|renewing| tokio::spawn(renewing.run()));
+        (listener::accept(listener, self.config, refused), renewing)
+    }
+}
+
+/// A certificate that the administrator gave.
+fn own(files: &TlsFiles) -> Result<CertifiedKey, PkiError> {
+    let bad = |path: &std::path::Path, problem: String| PkiError::File {
+        path: path.to_owned(),
+        problem,
+    };
+    let chain = CertificateDer::pem_file_iter(&files.cert)
+        .and_then(|certs| certs.collect::<Result<Vec<_>, _>>())
+        .map_err(|error| bad(&files.cert, full(&error)))?;
+    if chain.is_empty() {
+        return Err(bad(&files.cert, "it holds no certificate in PEM form".into()));
+    }
+    let key = PrivateKeyDer::from_pem_file(&files.key).map_err(|error| bad(&files.key, full(&error)))?;
+    CertifiedKey::from_der(chain, key, &ring::default_provider())
+        .map_err(|error| bad(&files.cert, format!("with the key {}: {error}", files.key.display())))
+}
+
+/// What `init` made.
+#[derive(Debug)]
+pub struct Made {
+    /// False: it was there already, and nothing was changed.
+    pub new: bool,
+    /// SHA-256 of the authority's certificate.
+    pub hash: ContentHash,
+}
+
+/// The authority's folder in a data folder.
+#[must_use]
+pub fn ca_folder(data_dir: &std::path::Path) -> PathBuf {
+    data_dir.join("ca")
+}
+
+/// Makes a certificate authority in a data folder, unless there is one.
+///
+/// # Errors
+/// [`PkiError`]
+pub fn init(data_dir: &std::path::Path, hostnames: &[String]) -> Result<Made, PkiError> {
+    let folder = ca_folder(data_dir);
+    if Ca::is_in(&folder) {
+        let hash = Ca::open(&folder)?.hash();
+        return Ok(Made { new: false, hash });
+    }
+    if let Some(bad) = hostnames
+        .iter()
+        .find(|name| !aitk_common::security::ca::is_server_name(name))
+    {
+        return Err(CaError::BadName(bad.clone()).into());
+    }
+    // Closed to others, as at the first start.
+    crate::server::prepare(data_dir).map_err(|error| PkiError::Library(full(&error)))?;
+    addresses::keep(&folder, hostnames)?;
+    let ca = Ca::create(&folder, wall())?;
+    Ok(Made {
+        new: true,
+        hash: ca.hash(),
+    })
+}
+
+/// The names under which `init` was told that coordinators are reached.
+fn told(pki: &PkiConfig) -> Vec<String> {
+    let mut names = addresses::kept(&pki.folder);
+    names.extend(pki.hostnames.iter().cloned());
+    names
+}

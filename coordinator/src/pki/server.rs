@@ -1,0 +1,112 @@
+//! The coordinator's own certificate: signed at the start, and again in time, while it runs.
+
+use super::{PkiError, Signer, addresses, told, wall};
+use crate::config::PkiConfig;
+use crate::runner::full;
+use aitk_common::control::UnixMillis;
+use rustls::crypto::ring;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
+use rustls::server::{ClientHello, ResolvesServerCert};
+use rustls::sign::CertifiedKey;
+use std::net::SocketAddr;
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+/// How often it is looked whether the machine has other addresses now.
+const LOOK: Duration = Duration::from_secs(600);
+/// The wait before another try when a certificate could not be made.
+const RETRY: Duration = Duration::from_secs(60);
+
+/// The certificate that is shown now.
+#[derive(Debug)]
+pub(super) struct Current(RwLock<Arc<CertifiedKey>>);
+
+impl Current {
+    pub(super) fn new(key: CertifiedKey) -> Self {
+        Self(RwLock::new(Arc::new(key)))
+    }
+}
+
+impl ResolvesServerCert for Current {
+    fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        Some(self.0.read().unwrap_or_else(PoisonError::into_inner).clone())
+    }
+}
+
+/// Keeps a certificate that is good.
+pub(super) struct Renewing {
+    signer: Arc<Signer>,
+    current: Arc<Current>,
+    life: Duration,
+    addr: SocketAddr,
+    told: Vec<String>,
+    /// What the current one says, and when it was made.
+    names: Vec<String>,
+    issued: UnixMillis,
+}
+
+impl Renewing {
+    /// Signs the first one.
+    pub(super) fn begin(signer: Arc<Signer>, pki: &PkiConfig, addr: SocketAddr) -> Result<Self, PkiError> {
+        if let Some(bad) = pki
+            .hostnames
+            .iter()
+            .find(|name| !aitk_common::security::ca::is_server_name(name))
+        {
+            return Err(aitk_common::security::ca::CaError::BadName(bad.clone()).into());
+        }
+        let told = told(pki);
+        let names = addresses::names(addr, &told);
+        let issued = wall();
+        let current = Arc::new(Current::new(sign(&signer, &names, issued, pki.server_life)?));
+        tracing::info!(names = names.join(", "), "certificate of this coordinator");
+        Ok(Self {
+            signer,
+            current,
+            life: pki.server_life,
+            addr,
+            told,
+            names,
+            issued,
+        })
+    }
+
+    pub(super) fn current(&self) -> Arc<Current> {
+        self.current.clone()
+    }
+
+    /// Signs another one after two thirds of its life, or when the machine has other addresses. Looks at the clock often: a
+    /// machine that was asleep must not find out weeks later.
+    pub(super) async fn run(mut self) {
+        let mut wait = Duration::ZERO;
+        loop {
+            let due = self.issued.after(self.life * 2 / 3);
+            let left = due.since(wall());
+            tokio::time::sleep(left.min(LOOK).max(wait)).await;
+            wait = Duration::ZERO;
+            let now = wall();
+            let names = addresses::names(self.addr, &self.told);
+            if now < due && names == self.names {
+                continue;
+            }
+            match sign(&self.signer, &names, now, self.life) {
+                Ok(key) => {
+                    tracing::info!(names = names.join(", "), "certificate of this coordinator renewed");
+                    *self.current.0.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(key);
+                    (self.names, self.issued) = (names, now);
+                }
+                Err(error) => {
+                    tracing::error!(error = %full(&error), "the coordinator's certificate could not be renewed");
+                    wait = RETRY;
+                }
+            }
+        }
+    }
+}
+
+fn sign(signer: &Signer, names: &[String], now: UnixMillis, life: Duration) -> Result<CertifiedKey, PkiError> {
+    let made = signer.ca.issue_server(names, now, life)?;
+    let chain = made.chain.into_iter().map(CertificateDer::from).collect();
+    let key = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(made.key));
+    CertifiedKey::from_der(chain, key, &ring::default_provider()).map_err(|error| PkiError::Library(error.to_string()))
+}

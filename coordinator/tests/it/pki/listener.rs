@@ -1,0 +1,244 @@
+//! Who is let in how, and the coordinator's own certificate.
+
+use super::{Config, Lab, Member, PkiConfig, TlsFiles, Trust, ca_folder, connect, eventually, init, start, within};
+use crate::support::FakeWorker;
+use aitk_common::control::ToCoordinator;
+use aitk_coordinator::StartError;
+use aitk_proto::client::Clients;
+use aitk_proto::v1;
+use std::net::{IpAddr, UdpSocket};
+use std::time::Duration;
+use tonic::{Code, Status};
+
+async fn open(clients: &Clients) -> Result<(), Status> {
+    let first = ToCoordinator::Register(Box::new(FakeWorker::registration("w", None, Vec::new())));
+    let (_sender, mut messages) = FakeWorker::open(clients, Some(first)).await?;
+    within(messages.message()).await.map(drop)
+}
+
+async fn has(clients: &Clients) -> Result<(), Status> {
+    within(clients.blobs.clone().has(v1::HasRequest::default()))
+        .await
+        .map(drop)
+}
+
+/// An address of this machine that is not loopback. Nothing is sent: it is only asked which one would be used.
+fn own_address() -> Option<IpAddr> {
+    let socket = UdpSocket::bind("0.0.0.0:0").ok()?;
+    socket.connect("192.0.2.1:9").ok()?;
+    let ip = socket.local_addr().ok()?.ip();
+    (!ip.is_loopback() && !ip.is_unspecified()).then_some(ip)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn over_the_network_a_worker_needs_a_certificate_and_a_user_a_token() {
+    let Some(ip) = own_address() else {
+        println!("skipped: this machine has no address but loopback");
+        return;
+    };
+    for allow in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        let ca = init(dir.path(), &[]).unwrap().hash;
+        let config = Config {
+            bind: (ip, 0).into(),
+            pki: Some(PkiConfig {
+                allow_worker_tokens: allow,
+                ..PkiConfig::new(ca_folder(dir.path()))
+            }),
+            ..Config::new(dir.path())
+        };
+        let lab = Lab::run(dir, config, ca).await;
+        let user = format!(
+            "{}.{ca}",
+            crate::access::token(&lab.admin, "anna", "submitter", None).await.0
+        );
+        let anna = within(connect(&lab.url(), &user, None)).await.unwrap();
+        has(&anna).await.unwrap();
+        assert!(crate::access::list(&anna).await.is_empty());
+
+        let worker = format!(
+            "{}.{ca}",
+            crate::access::token(&lab.admin, "box", "worker", None).await.0
+        );
+        let with_token = within(connect(&lab.url(), &worker, None)).await.unwrap();
+        for (who, clients) in [("box", &with_token), ("admin", &lab.admin)] {
+            let opened = open(clients).await;
+            if allow {
+                opened.unwrap();
+                continue;
+            }
+            let refused = opened.unwrap_err();
+            assert_eq!(refused.code(), Code::PermissionDenied, "{refused}");
+            assert!(refused.message().contains("--allow-worker-tokens"), "{refused}");
+            let noted = super::line(&lab, "the token", |line| line.action == "refused" && line.who == who).await;
+            assert!(noted.detail.contains("needs a certificate"), "{noted:?}");
+        }
+        assert_eq!(has(&with_token).await.is_ok(), allow);
+        has(&lab.admin).await.unwrap();
+
+        let member = lab.member("box-1").await;
+        let certified = member.connect(&lab).await.unwrap();
+        open(&certified).await.unwrap();
+        has(&certified).await.unwrap();
+        within(lab.running.shutdown()).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn on_the_coordinators_own_machine_tokens_do() {
+    let lab = Lab::start().await;
+    let worker = format!(
+        "{}.{}",
+        crate::access::token(&lab.admin, "box", "worker", None).await.0,
+        lab.ca
+    );
+    let with_token = within(connect(&lab.url(), &worker, None)).await.unwrap();
+    open(&with_token).await.unwrap();
+    open(&lab.admin).await.unwrap();
+    within(lab.running.shutdown()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_certificate_from_elsewhere_and_an_authority_go_together() {
+    let dir = tempfile::tempdir().unwrap();
+    let ca = init(dir.path(), &[]).unwrap().hash;
+    let (cert, key) = crate::door::certificate(dir.path());
+    let config = Config {
+        tls: Some(TlsFiles {
+            cert: cert.clone(),
+            key,
+        }),
+        pki: Some(PkiConfig::new(ca_folder(dir.path()))),
+        ..crate::support::config(dir.path(), Duration::from_secs(60))
+    };
+    let running = start(config.clone()).await.unwrap();
+    let admin = within(connect(&running.url(), &running.token, Some(&cert)))
+        .await
+        .unwrap();
+    let lab = Lab {
+        running,
+        admin,
+        dir,
+        ca,
+        config,
+    };
+    let (text, _) = lab.join_token("box").await;
+    // The token names an authority that this certificate does not come from.
+    within(connect(&lab.url(), &text, None)).await.unwrap_err();
+    let request = aitk_common::security::ca::WorkerRequest::new(None).unwrap();
+    let clients = within(connect(&lab.url(), &text, Some(&cert))).await.unwrap();
+    let wire = v1::JoinRequest {
+        request: Some(request.request.into()),
+        ..v1::JoinRequest::default()
+    };
+    let reply = within(clients.workers.clone().join(wire)).await.unwrap().into_inner();
+    let member = Member {
+        name: reply.name,
+        worker_id: reply.worker_id,
+        certificate: reply.certificate.unwrap().certificate,
+        key: request.key_pem,
+        trust: Trust::Pem(std::fs::read_to_string(&cert).unwrap()),
+    };
+    member.knock(&lab).await.unwrap();
+    open(&member.connect(&lab).await.unwrap()).await.unwrap();
+    within(lab.running.shutdown()).await;
+}
+
+/// The certificate that a client is shown.
+async fn shown(lab: &Lab) -> Vec<Vec<u8>> {
+    use std::sync::Arc;
+    use tokio_rustls::rustls;
+    let mut roots = rustls::RootCertStore::empty();
+    let pem = std::fs::read(lab.dir.path().join("ca/ca.pem")).unwrap();
+    let ca = <rustls::pki_types::CertificateDer as rustls::pki_types::pem::PemObject>::from_pem_slice(&pem).unwrap();
+    roots.add(ca).unwrap();
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let config = rustls::ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    let tcp = tokio::net::TcpStream::connect(lab.running.addr).await.unwrap();
+    let name = rustls::pki_types::ServerName::try_from("localhost").unwrap();
+    let stream = tokio_rustls::TlsConnector::from(Arc::new(config))
+        .connect(name, tcp)
+        .await
+        .unwrap();
+    let chain = stream.get_ref().1.peer_certificates().unwrap();
+    chain.iter().map(|cert| cert.to_vec()).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_coordinators_certificate_is_renewed_while_it_runs() {
+    let lab = Lab::with(|pki| {
+        pki.server_life = Duration::from_secs(30);
+        pki.hostnames = vec!["gpu.lab".into()];
+    })
+    .await;
+    let first = within(shown(&lab)).await;
+    assert_eq!(first.len(), 2, "the authority's is shown, too");
+    assert_eq!(aitk_common::hash::ContentHash::of(&first[1]), lab.ca);
+    let member = lab.member("box").await;
+    let clients = member.connect(&lab).await.unwrap();
+    eventually("another certificate", || async {
+        let now = within(shown(&lab)).await;
+        (now[0] != first[0]).then_some(())
+    })
+    .await;
+    // Who was in stays in, and others come in.
+    within(clients.jobs.clone().info(v1::InfoRequest {})).await.unwrap();
+    member.knock(&lab).await.unwrap();
+    within(lab.running.shutdown()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn it_does_not_start_with_half_an_authority() {
+    let dir = tempfile::tempdir().unwrap();
+    let open = Config {
+        bind: "0.0.0.0:0".parse().unwrap(),
+        ..Config::new(dir.path())
+    };
+    let error = start(open.clone()).await.unwrap_err();
+    assert!(error.to_string().contains("aitk-coordinator init"), "{error}");
+    let made = init(dir.path(), &["gpu.lab".into()]).unwrap();
+    let again = init(dir.path(), &["other.lab".into()]).unwrap();
+    assert!(made.new && !again.new && made.hash == again.hash);
+    let folder = ca_folder(dir.path());
+    assert_eq!(std::fs::read_to_string(folder.join("hostnames")).unwrap(), "gpu.lab\n");
+    let with = |pki| Config {
+        pki: Some(pki),
+        ..open.clone()
+    };
+    let bad = PkiConfig {
+        hostnames: vec!["https://gpu.lab".into()],
+        ..PkiConfig::new(&folder)
+    };
+    let error = start(with(bad)).await.unwrap_err();
+    assert!(
+        matches!(error, StartError::Tls(_)) && error.to_string().contains("host name"),
+        "{error}"
+    );
+    std::fs::remove_file(folder.join("ca.key")).unwrap();
+    let error = start(with(PkiConfig::new(&folder))).await.unwrap_err();
+    assert!(error.to_string().contains("ca.key"), "{error}");
+    assert!(init(dir.path(), &[]).is_err(), "nothing is written over it");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_an_authority_nobody_joins() {
+    let dir = tempfile::tempdir().unwrap();
+    let running = start(crate::support::config(dir.path(), Duration::from_secs(60)))
+        .await
+        .unwrap();
+    let admin = connect(&running.url(), &running.token, None).await.unwrap();
+    let request = v1::CreateJoinTokenRequest {
+        name: String::new(),
+        expires_in_ms: 1000,
+    };
+    let error = within(admin.admin.clone().create_join_token(request))
+        .await
+        .unwrap_err();
+    assert_eq!(error.code(), Code::FailedPrecondition);
+    assert!(error.message().contains("aitk-coordinator init"), "{error}");
+    within(running.shutdown()).await;
+}

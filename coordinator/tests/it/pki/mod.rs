@@ -1,0 +1,193 @@
+//! Certificates: each rule attacked over real TLS, refused, and found in the audit log.
+
+mod commands;
+mod ends;
+mod joining;
+mod listener;
+mod strangers;
+
+use crate::support::{eventually, within};
+use aitk_common::hash::ContentHash;
+use aitk_common::id::UserName;
+use aitk_common::security::ca::WorkerRequest;
+use aitk_coordinator::{Config, PkiConfig, Running, TlsFiles, ca_folder, init, start};
+use aitk_proto::client::{Clients, ConnectError, Credentials, Trust, connect, connect_with};
+use aitk_proto::v1;
+use std::time::Duration;
+use tonic::Status;
+
+/// A coordinator with an authority, on loopback.
+pub(crate) struct Lab {
+    pub(crate) running: Running,
+    /// With the administrator's token.
+    pub(crate) admin: Clients,
+    pub(crate) dir: tempfile::TempDir,
+    pub(crate) ca: ContentHash,
+    config: Config,
+}
+
+/// A machine that joined, as its files would hold it.
+#[derive(Clone)]
+pub(crate) struct Member {
+    pub(crate) name: String,
+    pub(crate) worker_id: String,
+    certificate: String,
+    key: String,
+    trust: Trust,
+}
+
+impl Lab {
+    pub(crate) async fn start() -> Self {
+        Self::with(|_| {}).await
+    }
+
+    pub(crate) async fn with(change: impl FnOnce(&mut PkiConfig)) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let made = init(dir.path(), &[]).unwrap();
+        assert!(made.new);
+        let mut pki = PkiConfig::new(ca_folder(dir.path()));
+        change(&mut pki);
+        let config = Config {
+            bind: "127.0.0.1:0".parse().unwrap(),
+            pki: Some(pki),
+            ..Config::new(dir.path())
+        };
+        Self::run(dir, config, made.hash).await
+    }
+
+    async fn run(dir: tempfile::TempDir, config: Config, ca: ContentHash) -> Self {
+        let running = start(config.clone()).await.unwrap();
+        let token = format!("{}.{ca}", running.token);
+        let admin = within(connect(&running.url(), &token, None)).await.unwrap();
+        Self {
+            running,
+            admin,
+            dir,
+            ca,
+            config,
+        }
+    }
+
+    /// Down and up again on the same folder, at another port.
+    pub(crate) async fn restart(self) -> Self {
+        let Self {
+            running,
+            dir,
+            config,
+            ca,
+            admin,
+        } = self;
+        drop(admin);
+        within(running.shutdown()).await;
+        Self::run(dir, config, ca).await
+    }
+
+    pub(crate) fn url(&self) -> String {
+        self.running.url()
+    }
+
+    /// A join token's text, and its id.
+    pub(crate) async fn join_token(&self, name: &str) -> (String, String) {
+        self.join_token_for(name, Duration::from_secs(600)).await
+    }
+
+    pub(crate) async fn join_token_for(&self, name: &str, life: Duration) -> (String, String) {
+        let request = v1::CreateJoinTokenRequest {
+            name: name.into(),
+            expires_in_ms: life.as_millis() as u64,
+        };
+        let made = within(self.admin.admin.clone().create_join_token(request))
+            .await
+            .unwrap()
+            .into_inner();
+        (made.text, made.id)
+    }
+
+    /// Joins with a token, as `asked` if that is said.
+    pub(crate) async fn join(&self, text: &str, asked: Option<&str>) -> Result<Member, Status> {
+        self.join_as(text, asked, "").await
+    }
+
+    pub(crate) async fn join_as(&self, text: &str, asked: Option<&str>, worker_id: &str) -> Result<Member, Status> {
+        let request = WorkerRequest::new(asked.map(UserName::new).as_ref()).unwrap();
+        let wire = v1::JoinRequest {
+            request: Some(request.request.into()),
+            host: "gpu.lab".into(),
+            worker_id: worker_id.into(),
+        };
+        let clients = within(connect(&self.url(), text, None)).await.unwrap();
+        let reply = within(clients.workers.clone().join(wire)).await?.into_inner();
+        assert_eq!(reply.ca_sha256, self.ca.to_hex());
+        Ok(Member {
+            name: reply.name,
+            worker_id: reply.worker_id,
+            certificate: reply.certificate.unwrap().certificate,
+            key: request.key_pem,
+            trust: Trust::Authority(self.ca),
+        })
+    }
+
+    /// A machine of this name.
+    pub(crate) async fn member(&self, name: &str) -> Member {
+        let (text, _) = self.join_token(name).await;
+        self.join(&text, None).await.unwrap()
+    }
+
+    pub(crate) async fn certificates(&self) -> Vec<v1::WorkerCertificateInfo> {
+        let request = v1::ListCertificatesRequest {};
+        let reply = within(self.admin.admin.clone().list_certificates(request)).await;
+        reply.unwrap().into_inner().certificates
+    }
+
+    pub(crate) async fn revoke(&self, name: &str) -> Result<v1::RevokeWorkerReply, Status> {
+        let request = v1::RevokeWorkerRequest { name: name.into() };
+        Ok(within(self.admin.admin.clone().revoke_worker(request))
+            .await?
+            .into_inner())
+    }
+}
+
+impl Member {
+    pub(crate) async fn connect(&self, lab: &Lab) -> Result<Clients, ConnectError> {
+        let credentials = Credentials::certified(&self.certificate, &self.key, self.trust.clone());
+        within(connect_with(&lab.url(), credentials, None)).await
+    }
+
+    /// A bare channel.
+    pub(crate) async fn channel(&self, lab: &Lab) -> tonic::transport::Channel {
+        use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity};
+        let ca = std::fs::read(lab.dir.path().join("ca/ca.pem")).unwrap();
+        let tls = ClientTlsConfig::new()
+            .ca_certificate(Certificate::from_pem(ca))
+            .identity(Identity::from_pem(&self.certificate, &self.key));
+        let endpoint = Endpoint::from_shared(lab.url()).unwrap().tls_config(tls).unwrap();
+        endpoint.connect().await.unwrap()
+    }
+
+    /// The next certificate, over a connection with this one.
+    pub(crate) async fn renew(&self, clients: &Clients, asked: &str) -> Result<Self, Status> {
+        let request = WorkerRequest::new(Some(&UserName::new(asked))).unwrap();
+        let wire = v1::RenewRequest {
+            request: Some(request.request.into()),
+        };
+        let reply = within(clients.workers.clone().renew(wire)).await?.into_inner();
+        Ok(Self {
+            certificate: reply.certificate.unwrap().certificate,
+            key: request.key_pem,
+            ..self.clone()
+        })
+    }
+
+    /// Connects and makes a small call: what the coordinator, or TLS, thinks of the certificate.
+    pub(crate) async fn knock(&self, lab: &Lab) -> Result<(), String> {
+        let clients = self.connect(lab).await.map_err(|error| error.to_string())?;
+        let info = within(clients.jobs.clone().info(v1::InfoRequest {})).await;
+        info.map(drop)
+            .map_err(|status| format!("{:?}: {}", status.code(), status.message()))
+    }
+}
+
+/// Waits for a line of the audit log.
+pub(crate) async fn line(lab: &Lab, what: &str, fits: impl Fn(&v1::AuditLine) -> bool) -> v1::AuditLine {
+    crate::access::line(&lab.admin, what, fits).await
+}
