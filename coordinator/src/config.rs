@@ -70,6 +70,9 @@ pub struct Config {
     pub database: Option<DatabaseUrl>,
     /// Object storage: `file://`, `s3://`, `gs://`, `az://`. None: `storage/` in the data folder.
     pub storage_url: Option<String>,
+    /// Workers with tokens of their own are told the bucket's address, too, and use it directly where they have keys for
+    /// it. Nobody knows what they send then, so they may name every blob as a result.
+    pub direct_storage: bool,
     /// The token. None: that of the token file.
     pub token: Option<String>,
     /// None: `token` in the data folder. Made at the first start.
@@ -99,6 +102,7 @@ impl std::fmt::Debug for Config {
             .field("data_dir", &self.data_dir)
             .field("database", &self.database)
             .field("storage_url", &self.storage_url)
+            .field("direct_storage", &self.direct_storage)
             .field("token_file", &self.token_file)
             .field("tls", &self.tls)
             .field("pki", &self.pki)
@@ -128,6 +132,7 @@ impl Config {
             data_dir: data_dir.into(),
             database: None,
             storage_url: None,
+            direct_storage: false,
             token: None,
             token_file: None,
             tls: None,

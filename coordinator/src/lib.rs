@@ -2,7 +2,7 @@
 //!
 //! [`core`] decides (pure, sans-io), `runner` owns it and stores every change before anybody hears of it, [`store`]
 //! keeps it, `cluster` lets one of several lead, `garbage` removes what nobody needs any more, `pki` is about
-//! certificates, `api` speaks gRPC, `server` starts and ends it all. It never
+//! certificates, `scope` says who sees which blob, `api` speaks gRPC, `server` starts and ends it all. It never
 //! computes and never depends on the engine.
 
 mod access;
@@ -16,6 +16,7 @@ mod metrics;
 mod payloads;
 mod pki;
 mod runner;
+mod scope;
 mod server;
 pub mod store;
 mod submit;

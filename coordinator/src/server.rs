@@ -8,6 +8,7 @@ use crate::garbage::{Collector, Pins};
 use crate::metrics::{self, Metrics};
 use crate::pki::{PkiError, Tls};
 use crate::runner::{Clock, Runner, full};
+use crate::scope::{Scope, Uploads};
 use crate::store::lease::RENEW;
 use crate::store::{SqlStore, Store, StoreError};
 use aitk_common::security::token::{Token, TokenError};
@@ -355,18 +356,29 @@ pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -
     }
     let (access, auditing) = Access::open(store.clone(), token.clone(), clock).await?;
     let pins = Pins::new(config.retention.grace);
+    let uploads = Arc::new(Uploads::new(store.clone()));
     let collector = Collector {
         core: core.clone(),
         clock,
         store: store.clone(),
         blobs: blobs.clone(),
         pins: pins.clone(),
+        uploads: uploads.clone(),
         retention: config.retention.clone(),
     };
     let collecting = tokio::spawn(collector.clone().run());
+    let scope = Scope::new(
+        core.clone(),
+        access.clone(),
+        store.clone(),
+        blobs.clone(),
+        uploads,
+        config.direct_storage,
+    );
     let shared = Shared {
         core,
         access: access.clone(),
+        scope,
         pins,
         collector,
         clock,

@@ -14,6 +14,13 @@ impl Access {
         self.inner.machines.lock().await.get(worker).cloned()
     }
 
+    /// The workers of this name.
+    pub(crate) async fn workers_of(&self, name: &UserName) -> Vec<WorkerId> {
+        let machines = self.inner.machines.lock().await;
+        let theirs = machines.iter().filter(|(_, owner)| *owner == name);
+        theirs.map(|(worker, _)| worker.clone()).collect()
+    }
+
     /// Makes sure that this caller may register as this worker. The first one with a worker's token who does has it from
     /// then on; another token of the same name will do, one of another name will not.
     ///

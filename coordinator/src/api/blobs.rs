@@ -5,11 +5,13 @@ use super::auth::caller;
 use super::{Shared, storage_failed, store_failed, token_ended};
 use crate::access::Identity;
 use crate::core::State;
+use crate::scope::Reach;
 use aitk_common::hash::ContentHash;
 use aitk_common::security::role::Role;
 use aitk_proto::BLOB_CHUNK_BYTES;
 use aitk_proto::v1;
 use aitk_proto::v1::blobs_server::Blobs;
+use std::collections::HashSet;
 use std::path::PathBuf;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -60,12 +62,36 @@ impl BlobsApi {
         Ok(Transit { path, _permit: permit })
     }
 
-    /// Workers, operators and administrators fetch anything, others only files of jobs that they see. What they may not
-    /// see looks as if it were not there.
+    /// Operators and administrators fetch anything, workers what they need for what they run, others only files of jobs
+    /// that they see. What they may not see looks as if it were not there.
     async fn may_fetch(&self, who: &Identity, hash: ContentHash) -> Result<(), Status> {
-        if who.role == Role::Worker || who.role.changes_all() {
+        if who.role.changes_all() {
             return Ok(());
         }
+        let (may, why) = if who.role == Role::Worker {
+            let reach = self.0.scope.reach(who).await?;
+            (
+                reach.is_at_work(who) && reach.holds(&hash),
+                "nothing that this worker runs needs it",
+            )
+        } else {
+            let sees = self.sees_file(who, hash).await?;
+            (sees, "not a file of a job that this user sees")
+        };
+        if may {
+            return Ok(());
+        }
+        self.refused(who, "blob.get", hash, why);
+        Err(Status::not_found(format!("the object storage has no blob {hash}")))
+    }
+
+    fn refused(&self, who: &Identity, action: &str, hash: ContentHash, why: &str) {
+        let mut line = who.line(self.0.clock.now(), action, &hash.to_hex());
+        (line.done, line.detail) = (false, why.to_owned());
+        self.0.access.note(line);
+    }
+
+    async fn sees_file(&self, who: &Identity, hash: ContentHash) -> Result<bool, Status> {
         let jobs = self
             .0
             .store
@@ -78,34 +104,58 @@ impl BlobsApi {
                 .filter_map(|id| state.job(id))
                 .any(|job| name.sees(&job.wants.owner))
         };
-        if self.0.core.query(sees).await? {
-            return Ok(());
-        }
-        let mut line = who.line(self.0.clock.now(), "blob.get", &hash.to_hex());
-        (line.done, line.detail) = (false, "not a file of a job that this user sees".into());
-        self.0.access.note(line);
-        Err(Status::not_found(format!("the object storage has no blob {hash}")))
+        Ok(self.0.core.query(sees).await?)
     }
 
-    /// Which blobs are there. Those that are stay for a while: whoever asked relies on it.
-    async fn look(&self, hashes: &[ContentHash]) -> Result<Vec<bool>, Status> {
-        let _held = self.0.pins.hold(hashes.to_vec()).await;
-        let present = self.0.blobs.has(hashes).await.map_err(|error| storage_failed(&error))?;
-        let there = hashes.iter().zip(&present).filter(|(_, present)| **present);
-        self.0.pins.tell(there.map(|(hash, _)| *hash));
-        Ok(present)
+    /// Which blobs are there, of those in reach: of others nobody is told. Those that are stay for a while, as whoever
+    /// asked relies on it.
+    async fn look(&self, reach: &Reach, hashes: &[ContentHash]) -> Result<Vec<bool>, Status> {
+        let near: Vec<_> = hashes.iter().copied().filter(|hash| reach.holds(hash)).collect();
+        let _held = self.0.pins.hold(near.clone()).await;
+        let present = self.0.blobs.has(&near).await.map_err(|error| storage_failed(&error))?;
+        let there: HashSet<_> = near
+            .into_iter()
+            .zip(present)
+            .filter_map(|(hash, there)| there.then_some(hash))
+            .collect();
+        self.0.pins.tell(there.iter().copied());
+        Ok(hashes.iter().map(|hash| there.contains(hash)).collect())
+    }
+
+    /// What a caller may see who is about to send this blob; a worker that runs nothing has nothing to send.
+    async fn may_send(&self, who: &Identity, hash: ContentHash) -> Result<Reach, Status> {
+        let reach = self.0.scope.reach(who).await?;
+        if reach.is_at_work(who) {
+            return Ok(reach);
+        }
+        self.refused(who, "blob.put", hash, "this worker runs nothing");
+        Err(Status::permission_denied(
+            "this worker has no attempt that runs, so there is nothing for it to store",
+        ))
     }
 
     /// An upload, from its header to the storage.
-    async fn receive(&self, mut parts: Streaming<v1::PutBlobRequest>) -> Result<Response<v1::PutBlobReply>, Status> {
+    async fn receive(
+        &self,
+        who: &Identity,
+        mut parts: Streaming<v1::PutBlobRequest>,
+    ) -> Result<Response<v1::PutBlobReply>, Status> {
         use v1::put_blob_request::Part;
         let Some(Part::Header(header)) = next(&mut parts).await? else {
             return Err(Status::invalid_argument("part: the first one must be the header"));
         };
         let hash = parse(&header.sha256)?;
-        if self.look(&[hash]).await?.first() == Some(&true) {
+        let reach = self.may_send(who, hash).await?;
+        if self.look(&reach, &[hash]).await?.first() == Some(&true) {
             return Ok(Response::new(v1::PutBlobReply { existed: true }));
         }
+        let Some(spending) = self.0.scope.spend(who, &reach, header.bytes) else {
+            self.refused(who, "blob.put", hash, "more than a worker may store for what it runs");
+            return Err(Status::resource_exhausted(format!(
+                "{} bytes are more than this worker may still store before something of it is accepted",
+                header.bytes
+            )));
+        };
         let transit = self.transit().await?;
         let mut file = tokio::fs::File::create(&transit.path)
             .await
@@ -132,6 +182,8 @@ impl BlobsApi {
                 header.bytes
             )));
         }
+        // An upload takes time: the attempt that it was for may have ended.
+        self.may_send(who, hash).await?;
         let _held = self.0.pins.hold(vec![hash]).await;
         // The store hashes what it reads, and refuses what is not what it should be.
         self.0
@@ -139,6 +191,8 @@ impl BlobsApi {
             .put_file(hash, &transit.path)
             .await
             .map_err(|error| storage_failed(&error))?;
+        self.0.scope.sent(who, hash).await?;
+        spending.arrived();
         self.0.pins.tell([hash]);
         Ok(Response::new(v1::PutBlobReply { existed: false }))
     }
@@ -160,6 +214,7 @@ async fn next(parts: &mut Streaming<v1::PutBlobRequest>) -> Result<Option<v1::pu
 #[tonic::async_trait]
 impl Blobs for BlobsApi {
     async fn has(&self, request: Request<v1::HasRequest>) -> Result<Response<v1::HasReply>, Status> {
+        let who = caller(&request)?;
         let texts = request.into_inner().sha256;
         if texts.len() > MOST_HASHES {
             return Err(Status::invalid_argument(format!(
@@ -168,14 +223,15 @@ impl Blobs for BlobsApi {
             )));
         }
         let hashes = texts.iter().map(|text| parse(text)).collect::<Result<Vec<_>, _>>()?;
-        let present = self.look(&hashes).await?;
+        let reach = self.0.scope.reach(&who).await?;
+        let present = self.look(&reach, &hashes).await?;
         Ok(Response::new(v1::HasReply { present }))
     }
 
     async fn put(&self, request: Request<Streaming<v1::PutBlobRequest>>) -> Result<Response<v1::PutBlobReply>, Status> {
         let who = caller(&request)?;
         tokio::select! {
-            put = self.receive(request.into_inner()) => put,
+            put = self.receive(&who, request.into_inner()) => put,
             () = self.0.access.ended(&who) => Err(token_ended()),
         }
     }

@@ -102,7 +102,7 @@ impl Jobs for JobsApi {
         let mut submission = Submission::try_from(request.into_inner())?;
         submission.owner = Some(self.owner(&who, &submission, same_machine)?);
         let asked = wants(&submission, self.0.retries).map_err(Status::invalid_argument)?;
-        let _held = self.inputs_present(&submission).await?;
+        let _held = self.inputs_present(&who, &submission).await?;
         if let Some(split) = asked.split
             && let Some(array) = self.cut(&who, &asked, split, &submission).await?
         {

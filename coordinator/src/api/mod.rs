@@ -17,6 +17,7 @@ use crate::core::Refusal;
 use crate::garbage::{Collector, Pins};
 use crate::pki::Signer;
 use crate::runner::{Clock, Core, Gone, full};
+use crate::scope::{Scope, ScopeError};
 use crate::store::{Store, StoreError};
 use aitk_common::control::UnixMillis;
 use aitk_common::storage::{BlobStore, StorageError};
@@ -41,6 +42,8 @@ pub(crate) struct Shared {
     /// Tokens, and what their owners may do.
     pub(crate) access: Access,
     pub(crate) blobs: Arc<dyn BlobStore>,
+    /// Who may see which of them.
+    pub(crate) scope: Scope,
     /// What the collection of garbage must leave alone.
     pub(crate) pins: Arc<Pins>,
     pub(crate) collector: Collector,
@@ -83,6 +86,16 @@ pub(crate) fn routes(shared: &Shared, gate: &Gate) -> Routes {
 impl From<Gone> for Status {
     fn from(gone: Gone) -> Self {
         Self::unavailable(gone.to_string())
+    }
+}
+
+impl From<ScopeError> for Status {
+    fn from(error: ScopeError) -> Self {
+        match error {
+            ScopeError::Gone(gone) => gone.into(),
+            ScopeError::Store(error) => store_failed(&error),
+            ScopeError::Storage(error) => storage_failed(&error),
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 use super::jobs::JobsApi;
 use super::storage_failed;
 use crate::access::Identity;
-use crate::garbage::{Held, Named, present};
+use crate::garbage::{Held, Named, Unfit, present};
 use crate::runner::full;
 use aitk_common::control::Submission;
 use aitk_common::id::UserName;
@@ -43,31 +43,43 @@ impl JobsApi {
     }
 
     /// Every input is in storage, and stays until the job is stored.
-    pub(super) async fn inputs_present(&self, submission: &Submission) -> Result<Vec<Held>, Status> {
+    pub(super) async fn inputs_present(&self, who: &Identity, submission: &Submission) -> Result<Vec<Held>, Status> {
+        let reach = self.0.scope.may_name(who).await?;
         let mut all = Vec::new();
         for (path, snapshot) in &submission.inputs {
             let named = Named::Snapshot(*snapshot);
-            match present(&self.0.pins, self.0.blobs.as_ref(), named).await {
-                Ok(held) => all.extend(held),
-                Err(StorageError::NotFound { hash }) if hash == *snapshot => {
+            let missing = match present(&self.0.pins, self.0.blobs.as_ref(), named, &reach).await {
+                Ok(held) => {
+                    all.extend(held);
+                    continue;
+                }
+                // What others sent is as if it were not there.
+                Err(Unfit::Foreign(hash)) => {
+                    let mut line = who.line(self.0.clock.now(), "job.submit", &hash.to_hex());
+                    (line.done, line.detail) = (false, "an input that this user has not sent".into());
+                    self.0.access.note(line);
+                    StorageError::NotFound { hash }
+                }
+                Err(Unfit::Storage(error)) => error,
+            };
+            match missing {
+                StorageError::NotFound { hash } if hash == *snapshot => {
                     return Err(Status::failed_precondition(format!(
                         "inputs: the snapshot {snapshot} of {path} is not in storage; upload it first (`aitk submit` does)"
                     )));
                 }
-                Err(StorageError::NotFound { hash }) => {
+                StorageError::NotFound { hash } => {
                     return Err(Status::failed_precondition(format!(
                         "inputs: {hash}, a file of the snapshot of {path}, is not in storage; submit again, which uploads what is missing"
                     )));
                 }
-                Err(
-                    error @ (StorageError::Malformed { .. } | StorageError::Name(_) | StorageError::TooLarge { .. }),
-                ) => {
+                error @ (StorageError::Malformed { .. } | StorageError::Name(_) | StorageError::TooLarge { .. }) => {
                     return Err(Status::invalid_argument(format!(
                         "inputs: {snapshot}, given for {path}, is no snapshot: {}",
                         full(&error)
                     )));
                 }
-                Err(error) => return Err(storage_failed(&error)),
+                error => return Err(storage_failed(&error)),
             }
         }
         Ok(all)

@@ -3,10 +3,11 @@
 use super::auth::{caller, protocol_mismatch, same_machine};
 use super::{Shared, access_failed, enrol, stopped, token_ended};
 use crate::access::Identity;
-use crate::core::{Event, SessionId};
-use crate::garbage::{Held, Named, present};
+use crate::core::{Event, SessionId, State};
+use crate::garbage::{Held, Named, Unfit, present};
 use crate::runner::full;
-use aitk_common::control::{PROTOCOL_VERSION, ToCoordinator, ToWorker, Verdict};
+use crate::scope::ScopeError;
+use aitk_common::control::{HeldAttempt, PROTOCOL_VERSION, ToCoordinator, ToWorker, Verdict};
 use aitk_common::id::WorkerId;
 use aitk_common::security::role::Role;
 use aitk_common::storage::StorageError;
@@ -86,12 +87,21 @@ async fn not_in_use(shared: &Shared, who: &Identity, worker: &WorkerId) -> Resul
 /// A request on its way to the core.
 struct Pending {
     event: Event,
-    /// What must be in storage first, and the request to refuse when it is not.
-    needs: Option<(u64, Named)>,
+    /// What must be in storage first.
+    needs: Option<Need>,
+}
+
+/// What must be in storage before a request is looked at.
+struct Need {
+    named: Named,
+    /// Refused when it is not.
+    request: u64,
+    held: HeldAttempt,
 }
 
 struct Session<'a> {
     shared: Shared,
+    who: Identity,
     id: SessionId,
     wire: &'a Wire,
 }
@@ -128,12 +138,12 @@ impl Session<'_> {
             .map_err(|error| access_failed(&error))?;
         let (id, mut outbox) = shared.core.open_session().await?;
         tracing::info!(name = %registration.name, host = %registration.host, session = id.0, "a worker registers");
-        let session = Session { shared, id, wire };
+        let session = Session { shared, who, id, wire };
         let registered = Event::WorkerRegistered {
             session: id,
             fresh_id,
             // Jobs that run in place are for whoever has the server's own token.
-            same_machine: same_machine && who.role == Role::Admin,
+            same_machine: same_machine && session.who.role == Role::Admin,
             registration,
         };
         session.shared.core.event(registered).await?;
@@ -142,7 +152,7 @@ impl Session<'_> {
         let result = tokio::select! {
             result = session.serve(&mut messages, &mut outbox, &requests) => result,
             result = session.judge(&mut waiting) => result,
-            () = session.shared.access.ended(&who) => Err(token_ended()),
+            () = session.shared.access.ended(&session.who) => Err(token_ended()),
         };
         // Whatever ended it, the core hears of it, once.
         session.shared.core.event(Event::WorkerLost { session: id }).await?;
@@ -175,7 +185,12 @@ impl Session<'_> {
         }
     }
 
-    async fn give(&self, message: ToWorker) -> Result<(), Status> {
+    async fn give(&self, mut message: ToWorker) -> Result<(), Status> {
+        if let ToWorker::Welcome { storage_url, .. } = &mut message
+            && self.shared.scope.keeps_bucket_from(&self.who)
+        {
+            *storage_url = None;
+        }
         match tokio::time::timeout(SEND_TIMEOUT, self.wire.send(Ok(message.into()))).await {
             Ok(Ok(())) => Ok(()),
             Ok(Err(_)) => Err(Status::cancelled("the worker closed the session")),
@@ -217,7 +232,11 @@ impl Session<'_> {
                 held,
                 artifact,
             } => {
-                let needs = artifact.hash.map(|hash| (request, Named::Blob(hash)));
+                let needs = artifact.hash.map(|hash| Need {
+                    named: Named::Blob(hash),
+                    request,
+                    held: held.clone(),
+                });
                 (
                     Event::ArtifactReady {
                         session,
@@ -242,16 +261,23 @@ impl Session<'_> {
                 held,
                 manifest,
                 step,
-            } => (
-                Event::CommitCheckpoint {
-                    session,
+            } => {
+                let needs = Need {
+                    named: Named::Checkpoint(manifest),
                     request,
-                    held,
-                    manifest,
-                    step,
-                },
-                Some((request, Named::Checkpoint(manifest))),
-            ),
+                    held: held.clone(),
+                };
+                (
+                    Event::CommitCheckpoint {
+                        session,
+                        request,
+                        held,
+                        manifest,
+                        step,
+                    },
+                    Some(needs),
+                )
+            }
             ToCoordinator::Finished { request, held, outcome } => (
                 Event::Finished {
                     session,
@@ -271,11 +297,13 @@ impl Session<'_> {
     /// Requests one after another, in the order they came: a file announced before the end counts.
     async fn judge(&self, waiting: &mut mpsc::Receiver<Pending>) -> Result<(), Status> {
         while let Some(Pending { event, needs }) = waiting.recv().await {
-            let Some((request, named)) = needs else {
+            let Some(Need { named, request, held }) = needs else {
                 self.shared.core.event(event).await?;
                 continue;
             };
             match self.present(named).await {
+                // Of an attempt that ended the core says so. Once it has, it never runs again.
+                Err(_) if !self.is_current(held).await? => self.shared.core.event(event).await?,
                 Err(message) => {
                     let verdict = Verdict::Refused;
                     self.give(ToWorker::Answer {
@@ -289,20 +317,41 @@ impl Session<'_> {
                     self.shared.core.event(event).await?;
                     // Held until the pointer is stored: from then on it is what keeps the blobs.
                     self.shared.core.stored().await?;
+                    self.shared.scope.named(&self.who);
                 }
             }
         }
         Ok(())
     }
 
+    async fn is_current(&self, held: HeldAttempt) -> Result<bool, Status> {
+        let session = self.id;
+        let look = move |state: &State, _| state.is_current(session, &held);
+        Ok(self.shared.core.query(look).await?)
+    }
+
     /// Makes sure that something is in storage, so that no pointer ever leads to nothing; or says why it is refused.
     async fn present(&self, named: Named) -> Result<Vec<Held>, String> {
-        let (pins, blobs) = (&self.shared.pins, self.shared.blobs.as_ref());
-        let looked = tokio::time::timeout(LOOK_TIMEOUT, present(pins, blobs, named)).await;
+        let look = async {
+            let reach = self.shared.scope.may_name(&self.who).await?;
+            let (pins, blobs) = (&self.shared.pins, self.shared.blobs.as_ref());
+            Ok::<_, ScopeError>(present(pins, blobs, named, &reach).await)
+        };
+        let looked = tokio::time::timeout(LOOK_TIMEOUT, look).await;
+        let absent = |hash| format!("blob {hash} is not in storage; upload it first");
         let message = match looked {
-            Ok(Ok(held)) => return Ok(held),
-            Ok(Err(StorageError::NotFound { hash })) => format!("blob {hash} is not in storage; upload it first"),
-            Ok(Err(error)) => format!("storage does not say whether {named} is there: {}", full(&error)),
+            Ok(Ok(Ok(held))) => return Ok(held),
+            Ok(Ok(Err(Unfit::Storage(StorageError::NotFound { hash })))) => absent(hash),
+            Ok(Ok(Err(Unfit::Foreign(hash)))) => {
+                let mut line = self.who.line(self.shared.clock.now(), "blob.name", &hash.to_hex());
+                (line.done, line.detail) = (false, "this worker neither sent it nor needs it".into());
+                self.shared.access.note(line);
+                absent(hash)
+            }
+            Ok(Ok(Err(Unfit::Storage(error)))) => {
+                format!("storage does not say whether {named} is there: {}", full(&error))
+            }
+            Ok(Err(error)) => format!("it is not known whether {named} is there: {}", full(&error)),
             Err(_) => format!("storage took too long to say whether {named} is there"),
         };
         tracing::warn!(session = self.id.0, message, "refused a request");

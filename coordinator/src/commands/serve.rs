@@ -31,6 +31,10 @@ pub(crate) struct ServeArgs {
     /// Object storage: file:///path, s3://bucket/prefix, gs://…, az://…. Default: a folder in the data folder.
     #[arg(long, env = "AITK_STORAGE", value_name = "URL")]
     storage: Option<String>,
+    /// Let workers with tokens of their own use the bucket directly where they have its keys. What such a worker sends is not
+    /// seen here, so it may name any blob as a result of its jobs. Workers with the token in the data folder always may.
+    #[arg(long, env = "AITK_DIRECT_STORAGE")]
+    direct_storage: bool,
     /// A name or address under which this coordinator is reached, for the certificate that it makes itself. May be repeated.
     /// Default: those that `init` was given, and what the machine knows of itself.
     #[arg(
@@ -126,6 +130,7 @@ impl ServeArgs {
             bind: self.bind,
             database,
             storage_url: self.storage,
+            direct_storage: self.direct_storage,
             token_file: self.token_file,
             tls: self
                 .tls_cert

@@ -37,6 +37,7 @@ pub use event::{Effect, Event, NewArray, NewJob, Payload, Placed, Record, Refusa
 pub use model::{ArrayPlace, Committed, Health, Job, Live, Pace, Quotas, Recall, SessionId, Settings, Speed, Ticket};
 pub use model::{Wants, Worker};
 pub use state::{Restored, State};
+pub use view::Running;
 
 use aitk_common::control::{EventBody, JobEvent, UnixMillis};
 use aitk_common::id::{AttemptId, JobId};

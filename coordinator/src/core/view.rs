@@ -1,9 +1,10 @@
 //! What clients see of the state.
 
-use super::model::{Job, Worker};
+use super::model::{Job, SessionId, Worker};
 use super::state::State;
-use aitk_common::control::{JobState, JobView, UnixMillis, WorkerDeviceView, WorkerView};
-use aitk_common::id::{JobId, WorkerId};
+use aitk_common::control::{HeldAttempt, JobState, JobView, UnixMillis, WorkerDeviceView, WorkerView};
+use aitk_common::hash::ContentHash;
+use aitk_common::id::{AttemptId, JobId, WorkerId};
 
 /// Ended jobs that a plain list shows.
 pub(super) const LAST_ENDED: usize = 10;
@@ -15,6 +16,17 @@ pub(super) fn most_shown(all: bool, limit: usize, usual: usize) -> usize {
         (0, false) => usual,
         (limit, _) => limit,
     }
+}
+
+/// A live attempt, as whoever guards the storage needs it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Running {
+    /// Which.
+    pub attempt: AttemptId,
+    /// Its job.
+    pub job: JobId,
+    /// The job's last checkpoint.
+    pub checkpoint: Option<ContentHash>,
 }
 
 impl State {
@@ -102,6 +114,27 @@ impl State {
             devices: devices.collect(),
             labels: worker.labels.clone(),
         }
+    }
+
+    /// What runs on these workers, or may still report.
+    #[must_use]
+    pub fn running_on(&self, workers: &[WorkerId]) -> Vec<Running> {
+        let jobs = workers.iter().flat_map(|worker| self.slots.jobs_of(worker));
+        let running = jobs.filter_map(|id| {
+            let job = self.job(&id)?;
+            Some(Running {
+                attempt: job.current()?.id.clone(),
+                checkpoint: job.checkpoint.as_ref().map(|checkpoint| checkpoint.manifest),
+                job: id,
+            })
+        });
+        running.collect()
+    }
+
+    /// Whether this is the live attempt of its job, and this session's.
+    #[must_use]
+    pub fn is_current(&self, session: SessionId, held: &HeldAttempt) -> bool {
+        self.current_job(session, held).is_some()
     }
 
     /// Whether a worker has an open session.

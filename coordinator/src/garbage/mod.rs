@@ -8,11 +8,12 @@
 mod check;
 mod pins;
 
-pub(crate) use check::{Named, present};
+pub(crate) use check::{Named, Unfit, present};
 pub(crate) use pins::{Held, Pins};
 
 use crate::core::{Event, State};
 use crate::runner::{Clock, Core, full};
+use crate::scope::Uploads;
 use crate::store::{EVENTS_KEPT, JobRoots, Store, StoreError};
 use aitk_common::control::UnixMillis;
 use aitk_common::hash::ContentHash;
@@ -99,6 +100,7 @@ pub(crate) struct Collector {
     pub(crate) store: Arc<dyn Store>,
     pub(crate) blobs: Arc<dyn BlobStore>,
     pub(crate) pins: Arc<Pins>,
+    pub(crate) uploads: Arc<Uploads>,
     pub(crate) retention: Retention,
 }
 
@@ -214,6 +216,10 @@ impl Collector {
             return Ok(false);
         }
         self.blobs.delete(blob.hash).await?;
+        // What stays is no harm: a blob is there for its sender when it is there at all.
+        if let Err(error) = self.uploads.forget(blob.hash).await {
+            tracing::warn!(error = %full(&error), "who sent a blob that is gone was not forgotten");
+        }
         Ok(true)
     }
 }

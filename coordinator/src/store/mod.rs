@@ -14,6 +14,7 @@ mod roots;
 mod sql;
 mod sqlite;
 mod tables;
+mod uploads;
 
 pub use access::Document;
 pub use backup::{BackupError, Tally};
@@ -127,6 +128,24 @@ pub trait Store: Send + Sync + std::fmt::Debug {
 
     /// What other coordinators show with a call that they pass on to us; none where there are no others.
     fn proof(&self) -> Option<Token>;
+
+    /// Remembers who sent which blobs; what is remembered already stays.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    async fn note_uploads(&self, uploads: &[(String, ContentHash)]) -> Result<(), StoreError>;
+
+    /// The blobs that somebody sent, as far as they are not forgotten.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    async fn uploads_of(&self, who: &str) -> Result<Vec<ContentHash>, StoreError>;
+
+    /// Forgets who sent a blob.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    async fn forget_uploads(&self, hash: ContentHash) -> Result<(), StoreError>;
 
     /// Finishes and closes.
     async fn close(&self);

@@ -63,13 +63,7 @@ impl SqlStore {
     fn by_job(&self, rows: &[Row]) -> Result<HashMap<String, Vec<ContentHash>>, StoreError> {
         let mut found: HashMap<String, Vec<ContentHash>> = HashMap::new();
         for row in rows {
-            let text = row.text(1);
-            let hash = ContentHash::parse(text).map_err(|error| StoreError::Unreadable {
-                database: self.database().to_owned(),
-                what: "blob's hash",
-                id: row.text(0).to_owned(),
-                source: serde::de::Error::custom(error),
-            })?;
+            let hash = self.hash(row.text(0), row.text(1))?;
             found.entry(row.text(0).to_owned()).or_default().push(hash);
         }
         Ok(found)

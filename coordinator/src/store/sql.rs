@@ -68,6 +68,16 @@ impl SqlStore {
         })
     }
 
+    /// A blob's hash in a row that has this id.
+    pub(super) fn hash(&self, id: &str, text: &str) -> Result<ContentHash, StoreError> {
+        ContentHash::parse(text).map_err(|error| StoreError::Unreadable {
+            database: self.database.clone(),
+            what: "blob's hash",
+            id: id.to_owned(),
+            source: serde::de::Error::custom(error),
+        })
+    }
+
     /// A transaction that writes, if we still may.
     pub(super) async fn begin(&self) -> Result<Work, StoreError> {
         let mut work = self.link.write().await.map_err(|e| self.failed(e))?;
@@ -271,6 +281,18 @@ impl Store for SqlStore {
 
     fn proof(&self) -> Option<Token> {
         self.writer.as_ref().map(|writer| writer.proof.clone())
+    }
+
+    async fn note_uploads(&self, uploads: &[(String, ContentHash)]) -> Result<(), StoreError> {
+        self.in_time(Box::pin(self.write_uploads(uploads))).await
+    }
+
+    async fn uploads_of(&self, who: &str) -> Result<Vec<ContentHash>, StoreError> {
+        self.in_time(Box::pin(self.read_uploads(who))).await
+    }
+
+    async fn forget_uploads(&self, hash: ContentHash) -> Result<(), StoreError> {
+        self.in_time(Box::pin(self.drop_uploads(hash))).await
     }
 
     async fn close(&self) {

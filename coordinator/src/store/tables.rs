@@ -72,6 +72,15 @@ pub(super) const TABLES: &[Table] = &[
                WHERE (kind, id) > (COALESCE($1, ''), COALESCE($2, '')) ORDER BY kind, id LIMIT $3",
         write: "INSERT INTO documents (kind, id, record) VALUES ($1, $2, $3)",
     },
+    Table {
+        name: "uploads",
+        key: 2,
+        given: 0,
+        before: &[NO_TEXT, NO_TEXT],
+        read: "SELECT who, hash FROM uploads \
+               WHERE (who, hash) > (COALESCE($1, ''), COALESCE($2, '')) ORDER BY who, hash LIMIT $3",
+        write: "INSERT INTO uploads (who, hash) VALUES ($1, $2)",
+    },
     // Numbers are given in the same order: the log goes on after them.
     Table {
         name: "audit",

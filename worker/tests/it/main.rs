@@ -9,3 +9,4 @@ mod program;
 mod runner;
 mod session;
 mod support;
+mod tokens;

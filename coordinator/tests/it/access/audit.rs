@@ -1,15 +1,12 @@
 //! What is stored of tokens, and that the audit log only grows.
 
-use super::{CALM, audit, get, line, submit, token};
+use super::{CALM, audit, get, line, put_input, submit, token};
 use crate::support::postgres::Postgres;
 use crate::support::{Pool, config, input, within};
-use aitk_common::storage::BlobStore;
 use aitk_coordinator::store::{SqlStore, Store};
 use aitk_coordinator::{Config, start};
 use aitk_proto::client::connect;
-use aitk_proto::remote_blobs::RemoteBlobs;
 use aitk_proto::v1;
-use std::time::Duration;
 use tonic::Code;
 
 #[tokio::test(flavor = "multi_thread")]
@@ -84,13 +81,10 @@ async fn tokens_do_on_postgres_what_they_do_on_sqlite() {
     };
     let running = start(config()).await.unwrap();
     let admin = connect(&running.url(), &running.token, None).await.unwrap();
-    let blobs = RemoteBlobs::with_budget(&admin, Duration::from_secs(5));
-    within(blobs.put_bytes(input().id(), input().to_bytes().into()))
-        .await
-        .unwrap();
     let (anna_secret, _) = token(&admin, "anna", "submitter", None).await;
     let (ben_secret, ben_id) = token(&admin, "ben", "submitter", None).await;
     let anna = connect(&running.url(), &anna_secret, None).await.unwrap();
+    put_input(&anna).await;
     let job = submit(&anna, "hers").await.unwrap();
     let ben = connect(&running.url(), &ben_secret, None).await.unwrap();
     assert_eq!(get(&ben, &job).await.unwrap_err().code(), Code::NotFound);

@@ -1,6 +1,6 @@
 //! Tokens that expire or are revoked, also while something is open.
 
-use super::{CALM, get, line, submit, token};
+use super::{CALM, get, line, put_input, submit, token};
 use crate::support::{FakeWorker, Pool, eventually, within};
 use aitk_common::control::{JobState, ToCoordinator};
 use aitk_common::hash::ContentHash;
@@ -67,6 +67,7 @@ async fn a_revoked_token_opens_nothing_and_its_streams_end() {
     let url = pool.running.url();
     let (secret, anna_id) = token(&pool.clients, "anna", "submitter", None).await;
     let anna = connect(&url, &secret, None).await.unwrap();
+    put_input(&anna).await;
     let job = submit(&anna, "a").await.unwrap();
     let mut log = within(anna.jobs.clone().events(follow(&job)))
         .await

@@ -1,9 +1,10 @@
 //! A machine's token opens that machine's place and no other.
 
 use super::{CALM, line, somebody, token};
-use crate::support::{FakeWorker, Pool, held, within};
+use crate::support::{FakeWorker, Pool, held, put_checkpoint, within};
 use aitk_common::control::{ToCoordinator, Verdict};
 use aitk_proto::client::connect;
+use aitk_proto::remote_blobs::RemoteBlobs;
 use tonic::Code;
 
 #[tokio::test(flavor = "multi_thread")]
@@ -39,7 +40,7 @@ async fn a_machine_does_not_speak_for_another_one() {
     let own = FakeWorker::registration("two", None, vec![held(&work)]);
     let mut other = FakeWorker::register(&two, own).await;
     assert!(other.keep.is_empty());
-    let manifest = pool.checkpoint(3).await;
+    let manifest = put_checkpoint(&RemoteBlobs::with_budget(&one, CALM), 3).await;
     assert_eq!(other.commit(&held(&work), manifest, 3).await, Verdict::Fenced);
     assert_eq!(worker.commit(&held(&work), manifest, 3).await, Verdict::Accepted);
 

@@ -1,0 +1,7 @@
+-- Who sent which blob: only they may name it. Gone with the blob.
+CREATE TABLE uploads (
+    who  TEXT NOT NULL,
+    hash TEXT NOT NULL,
+    PRIMARY KEY (who, hash)
+);
+CREATE INDEX uploads_by_hash ON uploads (hash);

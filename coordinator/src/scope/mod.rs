@@ -1,0 +1,217 @@
+//! Which blobs a caller may see and name.
+//!
+//! A worker's token opens what the live attempts of its workers need, and what it sent itself; a submitter's what they
+//! sent themselves. Everything else looks as if it were not there, whether it is or not, so that nobody finds out what
+//! others have by asking. Operators and administrators see everything.
+
+mod allowance;
+mod lists;
+mod uploads;
+
+pub(crate) use allowance::Spending;
+pub(crate) use uploads::Uploads;
+
+use crate::access::{Access, Identity};
+use crate::core::State;
+use crate::garbage::Named;
+use crate::runner::{Core, Gone};
+use crate::store::{Store, StoreError};
+use aitk_common::hash::ContentHash;
+use aitk_common::id::{AttemptId, JobId};
+use aitk_common::security::role::Role;
+use aitk_common::storage::{BlobStore, StorageError};
+use allowance::Allowance;
+use lists::{Files, Lists};
+use std::collections::{BTreeSet, HashMap};
+use std::sync::{Arc, Mutex, PoisonError};
+use uploads::Sent;
+
+/// Jobs whose inputs are remembered: far more than run at once.
+const JOBS: usize = 10_000;
+
+/// Why it is not known what somebody may see.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ScopeError {
+    #[error(transparent)]
+    Gone(#[from] Gone),
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error(transparent)]
+    Storage(#[from] StorageError),
+}
+
+/// What a caller may see at this moment.
+#[derive(Debug)]
+pub(crate) enum Reach {
+    /// Everything.
+    All,
+    /// These.
+    Some(Box<Part>),
+}
+
+/// A part of the storage.
+#[derive(Debug)]
+pub(crate) struct Part {
+    sent: Sent,
+    lists: Vec<(ContentHash, Files)>,
+    /// A worker's live attempts.
+    attempts: BTreeSet<AttemptId>,
+}
+
+impl Reach {
+    /// Whether this blob is in reach.
+    pub(crate) fn holds(&self, hash: &ContentHash) -> bool {
+        match self {
+            Self::All => true,
+            Self::Some(part) => {
+                let listed = |(list, files): &(ContentHash, Files)| list == hash || files.binary_search(hash).is_ok();
+                part.sent.holds(hash) || part.lists.iter().any(listed)
+            }
+        }
+    }
+
+    /// Whether a worker has anything to send for; true for everybody else.
+    pub(crate) fn is_at_work(&self, who: &Identity) -> bool {
+        match self {
+            Self::Some(part) if who.role == Role::Worker => !part.attempts.is_empty(),
+            _ => true,
+        }
+    }
+}
+
+/// See the module. Cheap to clone.
+#[derive(Clone, Debug)]
+pub(crate) struct Scope {
+    core: Core,
+    access: Access,
+    store: Arc<dyn Store>,
+    blobs: Arc<dyn BlobStore>,
+    uploads: Arc<Uploads>,
+    /// Workers may talk to the bucket themselves, so that nobody knows what they sent.
+    direct: bool,
+    lists: Arc<Lists>,
+    inputs: Arc<Mutex<HashMap<JobId, Arc<[ContentHash]>>>>,
+    allowance: Allowance,
+}
+
+impl Scope {
+    pub(crate) fn new(
+        core: Core,
+        access: Access,
+        store: Arc<dyn Store>,
+        blobs: Arc<dyn BlobStore>,
+        uploads: Arc<Uploads>,
+        direct: bool,
+    ) -> Self {
+        Self {
+            core,
+            access,
+            store,
+            blobs,
+            uploads,
+            direct,
+            lists: Arc::default(),
+            inputs: Arc::default(),
+            allowance: Allowance::default(),
+        }
+    }
+
+    /// What this caller may see.
+    pub(crate) async fn reach(&self, who: &Identity) -> Result<Reach, ScopeError> {
+        if who.role.changes_all() {
+            return Ok(Reach::All);
+        }
+        let running = if who.role == Role::Worker {
+            let workers = self.access.workers_of(&who.name).await;
+            let look = move |state: &State, _| state.running_on(&workers);
+            self.core.query(look).await?
+        } else {
+            Vec::new()
+        };
+        let mut lists = Vec::new();
+        for work in &running {
+            for snapshot in self.inputs_of(&work.job).await?.iter() {
+                self.add(&mut lists, Named::Snapshot(*snapshot)).await?;
+            }
+            if let Some(manifest) = work.checkpoint {
+                self.add(&mut lists, Named::Checkpoint(manifest)).await?;
+            }
+        }
+        Ok(Reach::Some(Box::new(Part {
+            sent: self.uploads.of(&key(who)).await?,
+            lists,
+            attempts: running.into_iter().map(|work| work.attempt).collect(),
+        })))
+    }
+
+    /// What this caller may make a job point to.
+    pub(crate) async fn may_name(&self, who: &Identity) -> Result<Reach, ScopeError> {
+        if who.role == Role::Worker && self.direct {
+            return Ok(Reach::All);
+        }
+        self.reach(who).await
+    }
+
+    /// Whether a worker with this token is kept away from the bucket itself.
+    pub(crate) fn keeps_bucket_from(&self, who: &Identity) -> bool {
+        who.role == Role::Worker && !self.direct
+    }
+
+    /// Sets aside what somebody is about to send; none when a worker sends more than is sensible.
+    pub(crate) fn spend(&self, who: &Identity, reach: &Reach, bytes: u64) -> Option<Spending> {
+        match reach {
+            Reach::Some(part) if who.role == Role::Worker => {
+                self.allowance.spend(who.name.as_str(), part.attempts.clone(), bytes)
+            }
+            _ => Some(Spending::free()),
+        }
+    }
+
+    /// Somebody sent this blob, all of it. Durable when this returns.
+    pub(crate) async fn sent(&self, who: &Identity, hash: ContentHash) -> Result<(), ScopeError> {
+        if who.role.changes_all() {
+            return Ok(());
+        }
+        Ok(self.uploads.note(&key(who), hash).await?)
+    }
+
+    /// Something that a worker sent is part of its job now.
+    pub(crate) fn named(&self, who: &Identity) {
+        self.allowance.named(who.name.as_str());
+    }
+
+    async fn add(&self, lists: &mut Vec<(ContentHash, Files)>, named: Named) -> Result<(), ScopeError> {
+        if lists.iter().any(|(hash, _)| *hash == named.hash()) {
+            return Ok(());
+        }
+        let files = match self.lists.files(self.blobs.as_ref(), named).await {
+            Ok(files) => files,
+            Err(error @ (StorageError::Unavailable { .. } | StorageError::Denied { .. })) => return Err(error.into()),
+            // It leads nowhere; whoever asks for the list itself is told why.
+            Err(_) => Files::from([]),
+        };
+        lists.push((named.hash(), files));
+        Ok(())
+    }
+
+    async fn inputs_of(&self, job: &JobId) -> Result<Arc<[ContentHash]>, StoreError> {
+        let known = || self.inputs.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(inputs) = known().get(job) {
+            return Ok(inputs.clone());
+        }
+        let payload = self.store.payload(job).await?.unwrap_or_default();
+        let inputs: Arc<[ContentHash]> = payload.inputs.into_values().collect();
+        let mut known = known();
+        if known.len() >= JOBS {
+            known.clear();
+        }
+        known.insert(job.clone(), inputs.clone());
+        Ok(inputs)
+    }
+}
+
+/// Under which name somebody's uploads are kept: a machine that is called as a user is, is not that user.
+fn key(who: &Identity) -> String {
+    let kind = if who.role == Role::Worker { "worker" } else { "user" };
+    format!("{kind}/{}", who.name)
+}
