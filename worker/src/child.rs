@@ -3,6 +3,7 @@
 //! Exit codes: 0 completed, 1 failed, 2 the specification cannot be read, 3 stopped with its state saved, 4 the daemon
 //! went away. The last line of standard output says the same in full.
 
+use crate::confine::confine;
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::telemetry;
 use aitk_engine::device::threads::on_pool;
@@ -25,6 +26,7 @@ const SPEC_BYTES: u64 = 64 << 20;
 /// on standard output.
 #[must_use]
 pub fn run_attempt(spec_path: &Path) -> ExitCode {
+    let (privacy, unconfined) = confine();
     telemetry::init(telemetry::Options {
         kind: telemetry::Kind::Attempt,
         json: false,
@@ -35,9 +37,15 @@ pub fn run_attempt(spec_path: &Path) -> ExitCode {
     if let Err(error) = stop_on_signals(&stop) {
         events.emit(log("warn", format!("signals cannot be caught: {error}")));
     }
+    for message in unconfined {
+        events.emit(log("warn", message));
+    }
     bind_to_daemon(&stop);
     let (outcome, code) = match read_spec(spec_path) {
         Ok(spec) => {
+            if spec.output_root.is_none() {
+                privacy.end();
+            }
             let ran = catch_unwind(AssertUnwindSafe(|| {
                 on_pool(|| processes::run(&spec, &mut events, &stop))
             }));

@@ -6,6 +6,7 @@
 mod attempt;
 pub mod bench;
 mod child;
+mod confine;
 mod context;
 mod folders;
 mod identity;

@@ -4,6 +4,8 @@
 
 mod joining;
 #[cfg(target_os = "linux")]
+mod confined;
+#[cfg(target_os = "linux")]
 mod orphan;
 mod program;
 mod runner;

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// The folder of whoever plays the daemon; nobody else has it.
-const DAEMON: &str = "AITK_TEST_DAEMON_IN";
+pub(crate) const DAEMON: &str = "AITK_TEST_DAEMON_IN";
 
 /// Runs a real attempt process whose job never ends by itself: its specification is a pipe that nobody fills.
 /// Only when the other test asks for it.
@@ -81,7 +81,7 @@ fn alive(pid: u32) -> bool {
     stat(pid).is_some_and(|(_, state)| state != "Z" && state != "X")
 }
 
-fn child_of(parent: u32) -> Option<u32> {
+pub(crate) fn child_of(parent: u32) -> Option<u32> {
     let pids = std::fs::read_dir("/proc")
         .ok()?
         .flatten()

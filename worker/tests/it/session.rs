@@ -32,7 +32,7 @@ async fn a_job_runs_from_its_inputs_to_its_artifact() {
 
     let checkpoint = lab.checkpoint(5);
     let text = script(&[
-        r#"where=$(sed -n 's/.*"my.data": "\(.*\)".*/\1/p' "$2"); cat "$where/a.txt"; echo; echo "seed $(grep -c '"seed"' "$2")""#,
+        r#"where=$(sed -n 's/.*"my.data": "\(.*\)".*/\1/p' "$2"); cat "$where/a.txt"; echo; echo "seed $(grep -c '"seed"' "$2")"; printf x > "$TMPDIR/scratch"; case "$TMPDIR" in "$PWD"/*) echo "its own folder";; esac"#,
         "\n",
         &say(json!({"event": "phase", "name": "training"})),
         &say(json!({"event": "progress", "done": 5, "total": 10, "seconds_per_step": 0.5})),
@@ -52,7 +52,9 @@ async fn a_job_runs_from_its_inputs_to_its_artifact() {
     assert_eq!(view.attempts.len(), 1);
     let log = lab.log(&job).await;
     assert!(
-        log.iter().any(|line| line == "a caption") && log.iter().any(|line| line == "seed 1"),
+        ["a caption", "seed 1", "its own folder"]
+            .iter()
+            .all(|expected| log.iter().any(|line| line == expected)),
         "{log:?}"
     );
 
