@@ -11,6 +11,7 @@ mod backup;
 mod cluster;
 mod config;
 pub mod core;
+mod door;
 mod garbage;
 mod metrics;
 mod payloads;

@@ -4,6 +4,7 @@ use crate::access::{Access, AccessError};
 use crate::api::{Gate, Shared, routes};
 use crate::config::Config;
 use crate::core::{Settings, State};
+use crate::door::Door;
 use crate::garbage::{Collector, Pins};
 use crate::metrics::{self, Metrics};
 use crate::pki::{PkiError, Tls};
@@ -25,13 +26,16 @@ use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, MissedTickBehavior};
 use tonic::transport::Server;
-use tonic::transport::server::TcpIncoming;
 use url::Url;
 
 /// How long open calls may take to end at a shutdown; then they are cut.
 const SHUTDOWN_PATIENCE: Duration = Duration::from_secs(5);
 /// A connection that is silent is asked after this time, and closed after as much again without an answer.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
+/// How long a connection may take until its first call with a good token.
+pub(crate) const FIRST_CALL: Duration = Duration::from_secs(15);
+/// Connections that wait for that. With those of [`metrics`] fewer than half of the files that a process may open by default.
+pub(crate) const STRANGERS: usize = 384;
 /// Calls at once on one connection: a worker or a client needs a handful.
 const STREAMS: u32 = 256;
 /// The database in the data folder, when there is no other.
@@ -395,7 +399,8 @@ pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -
     };
     let is_tls = tls.is_some();
     let certificates_only = tls.as_ref().is_some_and(|tls| tls.certificates_only);
-    let gate = Gate::new(access.clone(), store.proof(), certificates_only);
+    let door = Door::new(FIRST_CALL, STRANGERS);
+    let gate = Gate::new(access.clone(), store.proof(), certificates_only, door.clone());
     let router = server.add_routes(routes(&shared, &gate));
     let mut stopped = stopping;
     let stopped = async move {
@@ -403,12 +408,12 @@ pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -
     };
     let (serving, renewing): (BoxFuture<'static, _>, _) = match tls {
         None => {
-            let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+            let incoming = door.incoming(listener);
             (Box::pin(router.serve_with_incoming_shutdown(incoming, stopped)), None)
         }
         Some(tls) => {
             let refused = move |from, problem: &str| access.note_refused_certificate(from, problem);
-            let (incoming, renewing) = tls.accept(listener, refused);
+            let (incoming, renewing) = tls.accept(door, listener, refused);
             (
                 Box::pin(router.serve_with_incoming_shutdown(incoming, stopped)),
                 renewing,

@@ -1,16 +1,13 @@
 //! What the queue needs to know of a submitted job.
 
 use crate::core::Wants;
-use aitk_common::control::{Submission, UnixMillis};
+use aitk_common::control::{MAX_CONFIG_BYTES, Submission, UnixMillis};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
 use aitk_common::job::cluster::{ClusterConfig, Split, TimeSpan};
 use aitk_common::plan::demand::Demand;
 use serde::Deserialize;
 use serde_json::Value;
-
-/// The largest config, in bytes, each for its text and its parsed form.
-const CONFIG_LIMIT: usize = 4 << 20;
 
 /// Jobs that a job may wait for.
 const AFTER_LIMIT: usize = 64;
@@ -53,9 +50,9 @@ pub(crate) fn wants(submission: &Submission, retries: u32) -> Result<Asked, Stri
         ("config_text", submission.config_text.len()),
         ("job_json", submission.job_json.len()),
     ] {
-        if bytes > CONFIG_LIMIT {
+        if bytes > MAX_CONFIG_BYTES {
             return Err(format!(
-                "{what} has {bytes} bytes; a config may have at most {CONFIG_LIMIT}"
+                "{what} has {bytes} bytes; a config may have at most {MAX_CONFIG_BYTES}"
             ));
         }
     }
@@ -275,7 +272,7 @@ mod tests {
             assert!(error.starts_with("job_json"), "{bad}: {error}");
         }
         assert!(
-            wants(&submission(&" ".repeat(CONFIG_LIMIT + 1)), 3)
+            wants(&submission(&" ".repeat(MAX_CONFIG_BYTES + 1)), 3)
                 .unwrap_err()
                 .contains("at most")
         );

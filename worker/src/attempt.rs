@@ -231,7 +231,8 @@ async fn pump(
                 continue;
             }
             ChildEvent::Metrics { step, mut values } => {
-                // The protocol's bound.
+                // The protocol's bounds.
+                values.retain(|name, _| name.len() <= NAME_BYTES && !name.chars().any(char::is_control));
                 while values.len() > 1000 {
                     values.pop_last();
                 }

@@ -1,7 +1,7 @@
 //! `explain` and `fit`: where a job could run, and why not elsewhere.
 
 use super::Context;
-use super::submit::{anatomy, pictures};
+use super::submit::{anatomy, job_json, pictures};
 use crate::args::{ExplainArgs, FitArgs};
 use crate::config;
 use crate::exit::Exit;
@@ -23,8 +23,7 @@ pub(super) async fn explain(context: &Context, args: ExplainArgs) -> CommandResu
 pub(super) async fn fit(context: &Context, args: FitArgs) -> CommandResult {
     let ui = context.ui(true);
     let loaded = config::read(&ui, &args.config, args.name.as_deref(), &context.directory)?;
-    let job_json = serde_json::to_string(&loaded.spec)
-        .map_err(|error| Failure::failed(format!("{}: cannot be sent: {error}", args.config.display())))?;
+    let job_json = job_json(&loaded, &args.config)?;
     let submission = Submission {
         anatomy: anatomy(&loaded, &context.directory),
         pictures: pictures(&loaded.spec, &context.directory),

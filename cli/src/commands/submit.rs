@@ -13,7 +13,7 @@ use crate::output::{Format, Ui};
 use crate::paths::expand;
 use crate::sweep::{self, Sweep};
 use crate::upload::{Staged, Upload, stage};
-use aitk_common::control::{NewMember, Submission, Submitted};
+use aitk_common::control::{MAX_CONFIG_BYTES, NewMember, Submission, Submitted};
 use aitk_common::id::UserName;
 use aitk_common::job::generate::prompt_lines;
 use aitk_common::job::{Input, InputKind, JobSpec, LoadedJob};
@@ -37,6 +37,11 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
     let Some(first) = jobs.first().cloned() else {
         return Err(Failure::failed("there is nothing to submit"));
     };
+    // Before anything is sent for it.
+    let json: Vec<String> = jobs
+        .iter()
+        .map(|job| job_json(&job.loaded, &args.config))
+        .collect::<Result<_, _>>()?;
     let inputs = inputs_of_all(&ui, context, &jobs)?;
     let owner = owner(args.user.as_deref())?;
     let api = context.api().await?;
@@ -57,11 +62,6 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
         say_sent(&ui, &sent);
     }
 
-    let json: Vec<String> = jobs
-        .iter()
-        .map(|job| serde_json::to_string(&job.loaded.spec))
-        .collect::<Result<_, _>>()
-        .map_err(|error| Failure::failed(format!("{}: cannot be sent: {error}", args.config.display())))?;
     // What is known of all of them; of unequal ones nothing is.
     let (anatomies, counts): (Vec<_>, Vec<_>) = jobs
         .iter()
@@ -306,6 +306,22 @@ pub(super) fn anatomy(loaded: &LoadedJob, directory: &Path) -> Option<Anatomy> {
     let inputs = loaded.spec.inputs();
     let model = inputs.iter().find(|input| input.kind == InputKind::Model)?;
     Anatomy::read(&expand(&model.config_path, directory, &env))
+}
+
+/// The parsed form of a config, which with its text is what a coordinator takes.
+pub(super) fn job_json(loaded: &LoadedJob, config: &Path) -> Result<String, Failure> {
+    let text = serde_json::to_string(&loaded.spec)
+        .map_err(|error| Failure::failed(format!("{}: cannot be sent: {error}", config.display())))?;
+    for (what, bytes) in [("the file", loaded.text.len()), ("its content", text.len())] {
+        if bytes > MAX_CONFIG_BYTES {
+            return Err(Failure::failed(format!(
+                "{}: {what} has {bytes} bytes; a coordinator takes {MAX_CONFIG_BYTES} at most",
+                config.display()
+            ))
+            .hint("long lists of prompts can go into several jobs"));
+        }
+    }
+    Ok(text)
 }
 
 fn staged_json(staged: &Staged) -> serde_json::Value {

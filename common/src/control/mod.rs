@@ -20,6 +20,8 @@ use std::time::Duration;
 
 /// The version of the wire protocol. Both sides must have the same one.
 pub const PROTOCOL_VERSION: u32 = 1;
+/// The largest config that is submitted, in bytes, each for its text and its parsed form.
+pub const MAX_CONFIG_BYTES: usize = 4 << 20;
 
 /// A point in time: milliseconds since 1970-01-01 UTC.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

@@ -45,7 +45,7 @@ pub(super) enum Failure {
 }
 
 /// What counts as one address.
-pub(super) fn place(address: IpAddr) -> IpAddr {
+pub(crate) fn place(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(six) => IpAddr::V6(Ipv6Addr::from_bits(six.to_bits() >> 64 << 64)),
         four => four,

@@ -11,6 +11,7 @@ mod tokens;
 
 pub use audit::AuditLine;
 pub(crate) use enrolments::{Certified, EnrolError, Enrolment};
+pub(crate) use limit::place;
 pub(crate) use tokens::TokenRecord;
 
 use crate::runner::Clock;

@@ -46,7 +46,7 @@ impl JobsApi {
         let jobs: usize = request.members.iter().map(|member| member.job_json.len()).sum();
         fits(jobs.saturating_add(shared.config_text.len().saturating_mul(count)))?;
         shared.owner = Some(self.owner(who, &shared, same_machine)?);
-        let _held = self.inputs_present(&shared).await?;
+        let _held = self.inputs_present(who, &shared).await?;
 
         let id = fresh_job_id();
         let mut seeds: BTreeMap<u32, u64> = BTreeMap::new();

@@ -3,6 +3,7 @@
 //! One table says which right a call needs. A call that is not in it is refused: a new one cannot be forgotten open.
 
 use crate::access::{Access, Denied, Identity};
+use crate::door::Door;
 use aitk_common::control::PROTOCOL_VERSION;
 use aitk_common::security::ca::WorkerCertificate;
 use aitk_common::security::role::{Right, Role};
@@ -48,6 +49,7 @@ pub(crate) struct Gate {
     proof: Option<Token>,
     /// A worker on another machine needs a certificate.
     certificates_only: bool,
+    door: Door,
 }
 
 impl std::fmt::Debug for Gate {
@@ -58,11 +60,12 @@ impl std::fmt::Debug for Gate {
 
 impl Gate {
     /// `proof` is what another coordinator shows with a call that it passes on.
-    pub(crate) fn new(access: Access, proof: Option<Token>, certificates_only: bool) -> Self {
+    pub(crate) fn new(access: Access, proof: Option<Token>, certificates_only: bool, door: Door) -> Self {
         Self {
             access,
             proof,
             certificates_only,
+            door,
         }
     }
 
@@ -121,6 +124,10 @@ impl Gate {
             }
         };
         let who = who.map_err(denied)?;
+        // Whose connection it is, that is: another coordinator's, if it passes the call on.
+        if let Some(peer) = peer(request) {
+            self.door.known(peer);
+        }
         let protocol = header(PROTOCOL_HEADER);
         if protocol.and_then(|text| text.parse().ok()) != Some(PROTOCOL_VERSION) {
             return Err(protocol_mismatch(protocol.unwrap_or("none")));

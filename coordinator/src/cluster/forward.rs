@@ -1,6 +1,7 @@
 //! Passes calls on to the coordinator that leads, as they are, with the address they came from.
 
 use crate::api::peer;
+use crate::door::Door;
 use aitk_proto::{FORWARDED_HEADER, LEADER_HEADER, PROOF_HEADER};
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -24,11 +25,12 @@ pub(super) struct Upstream {
 #[derive(Clone)]
 pub(super) struct Forward {
     leader: watch::Receiver<Option<Arc<Upstream>>>,
+    door: Door,
 }
 
 impl Forward {
-    pub(super) fn new(leader: watch::Receiver<Option<Arc<Upstream>>>) -> Self {
-        Self { leader }
+    pub(super) fn new(leader: watch::Receiver<Option<Arc<Upstream>>>, door: Door) -> Self {
+        Self { leader, door }
     }
 
     /// What is answered here; or the leader, and the call as it will see it.
@@ -83,6 +85,7 @@ impl Service<http::Request<axum::body::Body>> for Forward {
     }
 
     fn call(&mut self, request: http::Request<axum::body::Body>) -> Self::Future {
+        let (from, door) = (peer(&request), self.door.clone());
         let prepared = self.prepare(request.map(Body::new));
         Box::pin(async move {
             let (leader, request) = match prepared {
@@ -95,6 +98,12 @@ impl Service<http::Request<axum::body::Body>> for Forward {
                 channel.call(request).await
             }
             .await;
+            // Whether the token was a good one only the leader knows; what it refuses outright has its status in the head.
+            if let (Ok(answer), Some(from)) = (&answer, from)
+                && !answer.headers().contains_key("grpc-status")
+            {
+                door.known(from);
+            }
             Ok(answer.unwrap_or_else(|error: tonic::transport::Error| {
                 tracing::debug!(error = %crate::runner::full(&error), leader = leader.address, "a call could not be passed on");
                 let text = format!(

@@ -7,8 +7,11 @@ mod forward;
 mod health;
 
 use crate::config::{Cluster, Config};
+use crate::door::Door;
 use crate::pki::Tls;
-use crate::server::{Ground, RunError, Running, StartError, bring_up, limited, listen, listen_for_metrics};
+use crate::server::{
+    FIRST_CALL, Ground, RunError, Running, STRANGERS, StartError, bring_up, limited, listen, listen_for_metrics,
+};
 use crate::store::lease::{Candidate, Contender, Leader, RENEW};
 use crate::store::{SqlStore, StoreError};
 use aitk_common::hash::ContentHash;
@@ -20,7 +23,6 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior};
-use tonic::transport::server::TcpIncoming;
 
 /// How long calls that are passed on may take to end when this coordinator begins to lead; then they are cut.
 const HANDOVER: Duration = Duration::from_secs(1);
@@ -133,17 +135,18 @@ impl Member {
         let over = async move {
             let _ = over.wait_for(|over| *over).await;
         };
-        let routes = axum::Router::new().fallback_service(Forward::new(leader));
+        let door = Door::new(FIRST_CALL, STRANGERS);
+        let routes = axum::Router::new().fallback_service(Forward::new(leader, door.clone()));
         let router = limited().add_routes(tonic::service::Routes::from(routes));
         let (serving, renewing): (BoxFuture<'static, _>, _) =
             match Tls::open(&self.config, addr).map_err(StartError::from)? {
                 None => {
-                    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+                    let incoming = door.incoming(listener);
                     (Box::pin(router.serve_with_incoming_shutdown(incoming, over)), None)
                 }
                 Some(tls) => {
                     let refused = |from, problem: &str| tracing::info!(%from, problem, "a certificate was refused");
-                    let (incoming, renewing) = tls.accept(listener, refused);
+                    let (incoming, renewing) = tls.accept(door, listener, refused);
                     (Box::pin(router.serve_with_incoming_shutdown(incoming, over)), renewing)
                 }
             };

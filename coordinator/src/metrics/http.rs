@@ -1,20 +1,46 @@
 //! `/metrics`, `/healthz` and `/readyz`, on a port of their own.
 
 use super::Metrics;
+use crate::door::{Connection, Door};
 use crate::runner::Core;
 use axum::Router;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use axum::serve::Listener;
+use std::net::SocketAddr;
 use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
 /// A core that takes longer to answer is not ready.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// How long a connection lasts: as long as the slowest answer, and some more.
+const CONNECTION: Duration = Duration::from_secs(20);
+/// Connections at once.
+const CONNECTIONS: usize = 64;
 /// The content type of the format.
 pub(crate) const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// Nobody shows a token here, so no connection lasts: whoever looks again opens another one.
+struct Doored {
+    listener: TcpListener,
+    door: Door,
+}
+
+impl Listener for Doored {
+    type Io = Connection;
+    type Addr = SocketAddr;
+
+    async fn accept(&mut self) -> (Connection, SocketAddr) {
+        self.door.accept(&self.listener).await
+    }
+
+    fn local_addr(&self) -> std::io::Result<SocketAddr> {
+        self.listener.local_addr()
+    }
+}
 
 #[derive(Clone)]
 struct Served {
@@ -31,6 +57,10 @@ pub(crate) async fn serve(listener: TcpListener, metrics: Metrics, core: Core, m
         .with_state(Served { metrics, core });
     let stopped = async move {
         let _ = stopping.wait_for(|stop| *stop).await;
+    };
+    let listener = Doored {
+        listener,
+        door: Door::new(CONNECTION, CONNECTIONS),
     };
     if let Err(error) = axum::serve(listener, router).with_graceful_shutdown(stopped).await {
         tracing::error!(%error, "metrics are not served any more");

@@ -1,11 +1,12 @@
 //! Connections with TLS. Many shake hands at once, none for long, and a certificate that is refused is told.
 
+use crate::door::{Connection, Door};
 use rustls::{CertificateError, ServerConfig};
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, mpsc};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
@@ -15,16 +16,15 @@ use tokio_stream::wrappers::ReceiverStream;
 const HANDSHAKES: usize = 1024;
 /// A peer that takes longer than this is gone, or only holds a place.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// The wait after the system could not accept: it has no more files, say.
-const BREATH: Duration = Duration::from_millis(100);
 /// Connections that wait for the server's task.
 const READY: usize = 16;
 
 /// Connections that shook hands.
-pub(super) type Incoming = ReceiverStream<io::Result<TlsStream<TcpStream>>>;
+pub(super) type Incoming = ReceiverStream<io::Result<TlsStream<Connection>>>;
 
 /// Accepts until nobody takes the connections any more.
 pub(super) fn accept(
+    door: Door,
     listener: TcpListener,
     config: Arc<ServerConfig>,
     refused: impl Fn(SocketAddr, &str) + Send + Sync + 'static,
@@ -36,25 +36,15 @@ pub(super) fn accept(
         loop {
             let next = async {
                 let place = places.clone().acquire_owned().await;
-                (place, listener.accept().await)
+                (place, door.accept(&listener).await)
             };
-            let (place, accepted) = tokio::select! {
+            let (place, (tcp, from)) = tokio::select! {
                 next = next => next,
                 () = sender.closed() => return,
-            };
-            let (tcp, from) = match accepted {
-                Ok(accepted) => accepted,
-                Err(error) => {
-                    tracing::warn!(%error, "a connection could not be accepted");
-                    tokio::time::sleep(BREATH).await;
-                    continue;
-                }
             };
             let (acceptor, refused, sender) = (acceptor.clone(), refused.clone(), sender.clone());
             tokio::spawn(async move {
                 let _place = place;
-                // Small messages both ways: none should wait for the next.
-                let _ = tcp.set_nodelay(true);
                 match tokio::time::timeout(PATIENCE, acceptor.accept(tcp)).await {
                     // A receiver that is gone means that we shut down.
                     Ok(Ok(stream)) => drop(sender.send(Ok(stream)).await),

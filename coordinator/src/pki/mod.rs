@@ -9,6 +9,7 @@ mod listener;
 mod server;
 
 use crate::config::{Config, PkiConfig, TlsFiles};
+use crate::door::Door;
 use crate::runner::{Clock, full};
 use aitk_common::control::UnixMillis;
 use aitk_common::hash::ContentHash;
@@ -147,11 +148,12 @@ impl Tls {
     /// Takes connections; the certificate is renewed as long as they are.
     pub(crate) fn accept(
         self,
+        door: Door,
         listener: TcpListener,
         refused: impl Fn(SocketAddr, &str) + Send + Sync + 'static,
     ) -> (listener::Incoming, Option<JoinHandle<()>>) {
         let renewing = self.renewing.map(|renewing| tokio::spawn(renewing.run()));
-        (listener::accept(listener, self.config, refused), renewing)
+        (listener::accept(door, listener, self.config, refused), renewing)
     }
 }
 

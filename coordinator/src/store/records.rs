@@ -140,7 +140,10 @@ impl<'a> Rows<'a> {
         let worker = |(id, worker): (&WorkerId, &Worker)| Ok(vec![id.as_str().into(), json(worker)?]);
         WORKERS.run(to, rows(workers.into_iter().map(worker))?).await?;
         let event = |((job, cursor), (event, seq)): ((&JobId, u64), (&JobEvent, Option<u64>))| {
-            let trim = matches!(event.body, EventBody::Log { .. } | EventBody::Metrics { .. });
+            let trim = matches!(
+                event.body,
+                EventBody::Log { .. } | EventBody::Metrics { .. } | EventBody::Phase { .. }
+            );
             Ok(vec![
                 job.as_str().into(),
                 cursor.into(),

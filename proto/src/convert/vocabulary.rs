@@ -150,9 +150,10 @@ impl TryFrom<v1::attempt_event::Report> for Report {
                 if metrics.values.len() > 1000 {
                     return Err(ConvertError::new("metrics.values", "more than 1000 entries"));
                 }
+                let named = |(name, value)| Ok((short_text(name, "metrics.values")?, value));
                 Self::Metrics {
                     step: metrics.step,
-                    values: metrics.values.into_iter().collect(),
+                    values: metrics.values.into_iter().map(named).collect::<Result<_>>()?,
                 }
             }
             Wire::Log(line) => Self::Log {
@@ -182,6 +183,9 @@ impl TryFrom<v1::Artifact> for Artifact {
     fn try_from(wire: v1::Artifact) -> Result<Self> {
         let hash = optional_hash(&wire.sha256, "sha256")?;
         let local_path = Some(wire.local_path).filter(|path| !path.is_empty());
+        if local_path.as_ref().is_some_and(|path| path.len() > 4096) {
+            return Err(ConvertError::new("local_path", "more than 4096 bytes"));
+        }
         if hash.is_none() && local_path.is_none() {
             return Err(ConvertError::new(
                 "sha256",

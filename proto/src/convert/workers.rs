@@ -42,9 +42,28 @@ fn wire_held(list: Vec<HeldAttempt>) -> Vec<v1::HeldAttempt> {
         .collect()
 }
 
+/// Inputs of a job. Each is a data set or a model, so that a handful is usual.
+const INPUTS: usize = 10_000;
+/// Bytes of a path, as systems bound it.
+const PATH: usize = 4096;
+/// Labels of a machine.
+const LABELS: usize = 256;
+
 pub(super) fn inputs(map: HashMap<String, String>, field: &str) -> Result<BTreeMap<String, ContentHash>> {
+    if map.len() > INPUTS {
+        return Err(ConvertError::new(
+            field,
+            format!("{} entries; at most {INPUTS}", map.len()),
+        ));
+    }
     map.into_iter()
         .map(|(path, text)| {
+            if path.len() > PATH {
+                return Err(ConvertError::new(
+                    field,
+                    format!("a path of {} bytes; at most {PATH}", path.len()),
+                ));
+            }
             let id = hash(&text, &format!("{field}[{path:?}]"))?;
             Ok((path, id))
         })
@@ -56,6 +75,12 @@ pub(super) fn wire_inputs(map: BTreeMap<String, ContentHash>) -> HashMap<String,
 }
 
 pub(super) fn labels(map: HashMap<String, String>, field: &str) -> Result<BTreeMap<String, String>> {
+    if map.len() > LABELS {
+        return Err(ConvertError::new(
+            field,
+            format!("{} entries; at most {LABELS}", map.len()),
+        ));
+    }
     map.into_iter()
         .map(|(key, value)| Ok((short_text(key, field)?, short_text(value, field)?)))
         .collect()

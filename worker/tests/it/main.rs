@@ -2,9 +2,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot be set up fails")]
 
-mod joining;
 #[cfg(target_os = "linux")]
 mod confined;
+mod joining;
 #[cfg(target_os = "linux")]
 mod orphan;
 mod program;

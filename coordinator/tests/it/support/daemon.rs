@@ -52,6 +52,10 @@ impl Daemon {
         self.child.id()
     }
 
+    pub(crate) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
     pub(crate) fn url(&self) -> String {
         let scheme = if self.authority().is_some() { "https" } else { "http" };
         format!("{scheme}://{}", self.address)

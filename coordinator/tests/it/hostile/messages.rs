@@ -1,0 +1,385 @@
+//! A worker with a good token that says what no worker says: every kind of message, in any order, with absurd content.
+
+use super::{Besieged, Dice};
+use crate::support::{FakeWorker, input, submission, within};
+use aitk_common::control::{EventBody, JobEvent, UnixMillis};
+use aitk_common::hash::ContentHash;
+use aitk_proto::client::Clients;
+use aitk_proto::v1;
+use aitk_proto::v1::worker_message::Message;
+use std::time::{Duration, SystemTime};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+
+const SESSIONS: usize = 250;
+const MESSAGES: u64 = 60;
+const GROWTH: u64 = 96 << 20;
+
+const NUMBERS: [u64; 8] = [0, 1, 2, 7, 1 << 32, (1 << 63) - 1, 1 << 63, u64::MAX];
+const FLOATS: [f64; 8] = [
+    0.0,
+    -1.0,
+    1e-300,
+    1e308,
+    f64::NAN,
+    f64::INFINITY,
+    f64::NEG_INFINITY,
+    0.5,
+];
+
+/// An attempt as a worker was told of it.
+#[derive(Clone, Debug, Default)]
+struct Held {
+    attempt: String,
+    epoch: u64,
+}
+
+struct Liar {
+    dice: Dice,
+    held: Vec<Held>,
+    hashes: Vec<String>,
+    /// Attempts that it was given.
+    works: usize,
+}
+
+impl Liar {
+    /// A text that somebody would take, or one that nobody should.
+    fn text(&mut self) -> String {
+        match self.dice.below(12) {
+            0 => String::new(),
+            1 => "x".repeat(1 << self.dice.below(18)),
+            2 => "../../../etc/passwd".into(),
+            3 => "a\0b\u{1b}[31m\u{202e}".into(),
+            4 => "ü\u{1F600}".repeat(40),
+            _ => format!("t{}", self.dice.below(20)),
+        }
+    }
+
+    fn number(&mut self) -> u64 {
+        if self.dice.below(3) == 0 {
+            self.dice.below(100)
+        } else {
+            self.dice.one(&NUMBERS)
+        }
+    }
+
+    fn float(&mut self) -> f64 {
+        self.dice.one(&FLOATS)
+    }
+
+    fn held(&mut self) -> Held {
+        let mut known = self.held.clone();
+        if known.is_empty() {
+            known.push(Held {
+                attempt: "jnobody-1".into(),
+                epoch: 1,
+            });
+        }
+        let mut held = if self.dice.below(30) == 0 {
+            Held {
+                attempt: self.text(),
+                epoch: self.number(),
+            }
+        } else {
+            self.dice.one(&known)
+        };
+        if self.dice.below(6) == 0 {
+            held.epoch = self.number();
+        }
+        held
+    }
+
+    fn hash(&mut self) -> String {
+        let known = self.hashes.clone();
+        match self.dice.below(8) {
+            0 => self.text(),
+            1 => ContentHash::of(&self.dice.next().to_be_bytes()).to_hex(),
+            _ => self.dice.one(&known),
+        }
+    }
+
+    fn report(&mut self) -> Option<v1::attempt_event::Report> {
+        use v1::attempt_event::Report;
+        Some(match self.dice.below(5) {
+            0 => Report::Phase(v1::Phase { name: self.text() }),
+            1 => Report::Log(v1::LogLine {
+                level: "info".into(),
+                message: self.text(),
+            }),
+            2 => Report::Metrics(v1::Metrics {
+                step: self.number(),
+                values: (0..self.dice.below(5)).map(|_| (self.text(), self.float())).collect(),
+            }),
+            3 if self.dice.below(10) == 0 => return None,
+            _ => Report::Progress(v1::Progress {
+                done: self.number(),
+                total: self.number(),
+                seconds_per_step: Some(self.float()),
+            }),
+        })
+    }
+
+    fn artifact(&mut self) -> v1::Artifact {
+        v1::Artifact {
+            name: self.text(),
+            kind: "lora".into(),
+            sha256: self.hash(),
+            bytes: self.number(),
+            step: Some(self.number()),
+            index: Some(self.number()),
+            local_path: String::new(),
+        }
+    }
+
+    fn outcome(&mut self) -> Option<v1::Outcome> {
+        use v1::outcome::{Completed, Failed, Outcome, Stopped};
+        let outcome = match self.dice.below(4) {
+            0 => Outcome::Completed(Completed {}),
+            1 => Outcome::Stopped(Stopped {}),
+            _ => Outcome::Failed(Failed {
+                cause: self.dice.below(9) as i32,
+                message: self.text(),
+            }),
+        };
+        Some(v1::Outcome { outcome: Some(outcome) })
+    }
+
+    fn message(&mut self) -> v1::WorkerMessage {
+        let Held { attempt, epoch } = self.held();
+        let attempt_id = attempt;
+        let message = match self.dice.below(40) {
+            0 => None,
+            1 => Some(Message::Register(
+                FakeWorker::registration("again", None, Vec::new()).into(),
+            )),
+            2 => Some(Message::GoingAway(v1::WorkerGoingAway { reason: self.text() })),
+            3..=8 => {
+                let mut running: Vec<_> = (0..self.dice.below(5))
+                    .map(|_| self.held())
+                    .map(|held| v1::HeldAttempt {
+                        attempt_id: held.attempt,
+                        epoch: held.epoch,
+                    })
+                    .collect();
+                if self.dice.below(40) == 0 {
+                    running = vec![v1::HeldAttempt { attempt_id, epoch }; 5000];
+                }
+                Some(Message::Beat(v1::Beat { running }))
+            }
+            9..=12 => Some(Message::Finished(v1::Finished {
+                attempt_id,
+                epoch,
+                outcome: self.outcome(),
+            })),
+            13..=16 => Some(Message::Commit(v1::CommitCheckpoint {
+                attempt_id,
+                epoch,
+                manifest_sha256: self.hash(),
+                step: self.number(),
+            })),
+            17..=20 => Some(Message::ArtifactReady(v1::ArtifactReady {
+                attempt_id,
+                epoch,
+                artifact: Some(self.artifact()),
+            })),
+            21..=22 => Some(Message::ArtifactRemoved(v1::ArtifactRemoved {
+                attempt_id,
+                epoch,
+                name: self.text(),
+            })),
+            _ => Some(Message::Event(v1::AttemptEvent {
+                attempt_id,
+                epoch,
+                seq: if self.dice.below(3) == 0 {
+                    self.number()
+                } else {
+                    self.dice.below(1000)
+                },
+                time_ms: self.number(),
+                report: self.report(),
+            })),
+        };
+        v1::WorkerMessage {
+            // Repeated ones, too.
+            request_id: self.dice.below(4),
+            message,
+        }
+    }
+}
+
+async fn submit(clients: &Clients, name: &str) -> String {
+    let job_json = format!(r#"{{"job":"extension","name":"{name}","process":[],"cluster":{{"retries":1000}}}}"#);
+    let request = v1::SubmitRequest {
+        job_json,
+        ..v1::SubmitRequest::from(submission(name))
+    };
+    let made = within(clients.jobs.clone().submit(request)).await.unwrap();
+    made.into_inner().job_id
+}
+
+/// One session until it is closed, or everything is said.
+async fn session(clients: &Clients, liar: &mut Liar, worker: &mut String) {
+    let (sender, receiver) = mpsc::channel(64);
+    let mut register = v1::Register::from(FakeWorker::registration("liar", None, Vec::new()));
+    register.worker_id.clone_from(worker);
+    register.running = (0..liar.dice.below(3))
+        .map(|_| liar.held())
+        .filter(|held| held.attempt.starts_with('j'))
+        .map(|held| v1::HeldAttempt {
+            attempt_id: held.attempt,
+            epoch: held.epoch,
+        })
+        .collect();
+    let first = v1::WorkerMessage {
+        request_id: 0,
+        message: Some(Message::Register(register)),
+    };
+    sender.send(first).await.unwrap();
+    let Ok(answer) = within(clients.workers.clone().session(ReceiverStream::new(receiver))).await else {
+        return;
+    };
+    let mut answers = answer.into_inner();
+    let mut left = MESSAGES;
+    // Lies begin when there is work to lie about, or none comes.
+    let mut patience = Duration::from_millis(300);
+    while left > 0 {
+        let said = tokio::time::timeout(patience, answers.message()).await;
+        match said {
+            Ok(Ok(Some(v1::CoordinatorMessage { message: Some(message) }))) => {
+                if let v1::coordinator_message::Message::Welcome(welcome) = message {
+                    *worker = welcome.worker_id;
+                } else if let v1::coordinator_message::Message::Assign(work) = message {
+                    liar.held.push(Held {
+                        attempt: work.attempt_id,
+                        epoch: work.epoch,
+                    });
+                    // What ended is still spoken of for a while.
+                    if liar.held.len() > 6 {
+                        liar.held.remove(0);
+                    }
+                    liar.works += 1;
+                    patience = Duration::from_millis(2);
+                }
+                continue;
+            }
+            Ok(_) => return,
+            Err(_) => patience = Duration::from_millis(2),
+        }
+        if sender.send(liar.message()).await.is_err() {
+            return;
+        }
+        left -= 1;
+    }
+    // Some stay silent in the end, most hang up.
+    drop(sender);
+    let _ = tokio::time::timeout(Duration::from_secs(1), async {
+        while let Ok(Some(_)) = answers.message().await {}
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_says_anything_harms_only_what_it_was_given() {
+    let besieged = Besieged::start().await;
+    let clients = besieged.daemon.clients().await;
+    let own = ContentHash::of(b"own");
+    within(aitk_common::storage::BlobStore::put_bytes(
+        &aitk_proto::remote_blobs::RemoteBlobs::new(&clients),
+        own,
+        b"own".to_vec().into(),
+    ))
+    .await
+    .unwrap();
+    let manifest = crate::support::put_checkpoint(&aitk_proto::remote_blobs::RemoteBlobs::new(&clients), 3).await;
+    let mut liar = Liar {
+        dice: Dice(11),
+        held: Vec::new(),
+        hashes: [own, manifest, input().id()].map(|hash| hash.to_hex()).to_vec(),
+        works: 0,
+    };
+    let mut worker = String::new();
+    let mut jobs = Vec::new();
+    let mut memory = None;
+    for number in 0..SESSIONS {
+        if number % 5 == 0 {
+            jobs.push(submit(&clients, &format!("job{number}")).await);
+        }
+        if number == SESSIONS / 5 {
+            besieged.works().await;
+            memory = besieged.memory();
+        }
+        within(session(&clients, &mut liar, &mut worker)).await;
+    }
+    // Work did get to it, or little of this was tried.
+    assert!(liar.works > 20, "{}", liar.works);
+    besieged.has_not_grown(memory, GROWTH);
+    besieged.works().await;
+    // Everything that it said can be read by those whose jobs these are, and is bounded.
+    for job in &jobs {
+        let request = v1::EventsRequest {
+            job_id: job.clone(),
+            cursor: 0,
+            follow: false,
+        };
+        let mut events = within(clients.jobs.clone().events(request)).await.unwrap().into_inner();
+        while let Some(event) = within(events.message()).await.unwrap() {
+            let event = JobEvent::try_from(event).unwrap();
+            if let EventBody::Log { message, .. } = &event.body {
+                assert!(message.len() < 9 << 10, "{}", message.len());
+            }
+        }
+        super::view(&clients, job).await;
+    }
+    let list = v1::ListJobsRequest { all: true, limit: 0 };
+    within(clients.jobs.clone().list(list)).await.unwrap();
+    within(clients.jobs.clone().list_workers(v1::ListWorkersRequest {}))
+        .await
+        .unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn clocks_that_are_an_hour_off_change_nothing() {
+    let besieged = Besieged::start().await;
+    let clients = besieged.daemon.clients().await;
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap();
+    let hour = Duration::from_secs(3600);
+    let times = [now - hour, now + hour, Duration::ZERO, Duration::from_millis(u64::MAX)];
+    let job = submit(&clients, "clocks").await;
+    let mut worker = FakeWorker::register(&clients, FakeWorker::registration("w", None, Vec::new())).await;
+    let work = worker.assigned().await;
+    for (number, time) in times.iter().enumerate() {
+        worker
+            .send(aitk_common::control::ToCoordinator::Event {
+                held: crate::support::held(&work),
+                seq: number as u64 + 1,
+                time: UnixMillis(time.as_millis() as u64),
+                report: aitk_common::control::Report::Log {
+                    level: "info".into(),
+                    message: format!("line {number}"),
+                },
+            })
+            .await;
+    }
+    let held = crate::support::held(&work);
+    let verdict = worker.finish(&held, aitk_common::attempt::Outcome::Completed).await;
+    assert_eq!(verdict, aitk_common::control::Verdict::Accepted);
+    let request = v1::EventsRequest {
+        job_id: job.clone(),
+        cursor: 0,
+        follow: true,
+    };
+    let mut events = within(clients.jobs.clone().events(request)).await.unwrap().into_inner();
+    let mut all: Vec<JobEvent> = Vec::new();
+    while let Some(event) = within(events.message()).await.unwrap() {
+        all.push(event.try_into().unwrap());
+    }
+    // In the order in which they came, told at the coordinator's time, whatever the worker's clock says.
+    let lines = crate::support::logs(&all);
+    assert_eq!(lines, ["line 0", "line 1", "line 2", "line 3"]);
+    let (begin, end) = (now.as_millis() as u64, (now + hour).as_millis() as u64);
+    for event in all.iter().filter(|event| matches!(event.body, EventBody::Log { .. })) {
+        assert!((begin..end).contains(&event.time.0), "{event:?}");
+    }
+    assert_eq!(super::view(&clients, &job).await.attempts.len(), 1);
+    besieged.works().await;
+}

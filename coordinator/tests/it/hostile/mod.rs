@@ -1,0 +1,122 @@
+//! Whoever speaks to a coordinator says anything: a real process, its memory and its files watched from outside.
+
+mod bytes;
+mod messages;
+mod queue;
+mod silence;
+
+use crate::support::daemon::Daemon;
+use crate::support::{FakeWorker, held, input, submission, within};
+use aitk_common::attempt::Outcome;
+use aitk_common::control::{JobState, JobView, Verdict};
+use aitk_common::storage::BlobStore;
+use aitk_proto::client::Clients;
+use aitk_proto::remote_blobs::RemoteBlobs;
+use aitk_proto::v1;
+use std::net::{SocketAddr, TcpListener};
+
+/// Numbers that a seed decides (SplitMix64, by Sebastiano Vigna).
+struct Dice(u64);
+
+impl Dice {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, end: u64) -> u64 {
+        self.next() % end
+    }
+
+    fn bytes(&mut self, count: u64) -> Vec<u8> {
+        (0..count).map(|_| self.next() as u8).collect()
+    }
+
+    fn one<T: Clone>(&mut self, of: &[T]) -> T {
+        of[self.below(of.len() as u64) as usize].clone()
+    }
+}
+
+/// A coordinator that also tells its metrics.
+struct Besieged {
+    daemon: Daemon,
+    metrics: SocketAddr,
+    _folder: tempfile::TempDir,
+}
+
+impl Besieged {
+    async fn start() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let metrics = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let daemon = Daemon::start(folder.path(), &["--metrics-bind", &metrics.to_string()], &[]).await;
+        let clients = daemon.clients().await;
+        let blobs = RemoteBlobs::new(&clients);
+        within(blobs.put_bytes(input().id(), input().to_bytes().into()))
+            .await
+            .unwrap();
+        Self {
+            daemon,
+            metrics,
+            _folder: folder,
+        }
+    }
+
+    /// Bytes of memory in use; none where the kernel does not say.
+    fn memory(&self) -> Option<u64> {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.daemon.id())).ok()?;
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+        let kib: u64 = line.trim().trim_end_matches(" kB").parse().ok()?;
+        Some(kib << 10)
+    }
+
+    /// Files that are open; none where the kernel does not say.
+    fn files(&self) -> Option<usize> {
+        Some(
+            std::fs::read_dir(format!("/proc/{}/fd", self.daemon.id()))
+                .ok()?
+                .count(),
+        )
+    }
+
+    fn has_not_grown(&self, before: Option<u64>, by: u64) {
+        if let (Some(before), Some(now)) = (before, self.memory()) {
+            assert!(now <= before + by, "{before} bytes grew to {now}");
+        }
+    }
+
+    /// A job goes the whole way, and nothing has panicked.
+    async fn works(&self) {
+        let clients = self.daemon.clients().await;
+        // Alone in front of the queue.
+        let job_json =
+            r#"{"job":"extension","name":"proof","process":[],"cluster":{"priority":1000,"labels":{"proof":"yes"}}}"#;
+        let request = v1::SubmitRequest {
+            job_json: job_json.into(),
+            ..v1::SubmitRequest::from(submission("proof"))
+        };
+        let job = within(clients.jobs.clone().submit(request))
+            .await
+            .unwrap()
+            .into_inner()
+            .job_id;
+        let mut registration = FakeWorker::registration("proof", None, Vec::new());
+        registration.labels.insert("proof".into(), "yes".into());
+        let mut worker = FakeWorker::register(&clients, registration).await;
+        let work = worker.assigned().await;
+        assert_eq!(work.job.as_str(), job);
+        worker.beat(&[held(&work)]).await;
+        assert_eq!(worker.finish(&held(&work), Outcome::Completed).await, Verdict::Accepted);
+        assert_eq!(view(&clients, &job).await.state, JobState::Completed);
+        let log = self.daemon.log();
+        assert!(!log.contains("panicked"), "{log}");
+    }
+}
+
+async fn view(clients: &Clients, job: &str) -> JobView {
+    let request = v1::GetJobRequest { job_id: job.into() };
+    let view = within(clients.jobs.clone().get(request)).await.unwrap().into_inner();
+    view.try_into().unwrap()
+}
