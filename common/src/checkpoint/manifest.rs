@@ -165,6 +165,18 @@ mod tests {
     }
 
     #[test]
+    fn a_number_comes_back_as_it_was_to_the_last_bit() {
+        // A reader of JSON that is only nearly right makes ...516 of it: a resumed run would see other settings.
+        for number in [-7.614582000722517e-97, 1.7976931348623157e-5, 0.1 + 0.2, f64::MIN_POSITIVE] {
+            let mut manifest = manifest();
+            manifest.state.insert("x".to_owned(), number.into());
+            let text = manifest.to_text().unwrap();
+            let back = Manifest::from_text(&text).unwrap();
+            assert_eq!(back.state["x"].as_f64().map(f64::to_bits), Some(f64::to_bits(number)));
+        }
+    }
+
+    #[test]
     fn every_single_bit_and_every_length_counts() {
         let text = manifest().to_text().unwrap().into_bytes();
         let file = Path::new("manifest.json");
