@@ -252,7 +252,7 @@ async fn ten_thousand_jobs_that_fit_nowhere_cost_nothing_to_have() {
     println!("listed in {:?}", begin.elapsed());
     assert_eq!(listed.len() as u64, JOBS);
     assert!(
-        listed.iter().all(|job| job.reason.contains("too small")),
+        listed.iter().all(|job| job.reason.contains("of device memory")),
         "{:?}",
         listed[0]
     );
@@ -261,7 +261,7 @@ async fn ten_thousand_jobs_that_fit_nowhere_cost_nothing_to_have() {
     }))
     .await
     .unwrap();
-    assert!(explained.into_inner().summary.contains("too small"));
+    assert!(explained.into_inner().summary.contains("of device memory"));
 
     // They wait without anything being done for them.
     if let Some(before) = cpu_ticks(besieged.daemon.id()) {
