@@ -171,7 +171,7 @@ mod tests {
             let mut manifest = manifest();
             manifest.state.insert("x".to_owned(), number.into());
             let text = manifest.to_text().unwrap();
-            let back = Manifest::from_text(&text).unwrap();
+            let back = Manifest::from_text(text.as_bytes(), Path::new("manifest.json")).unwrap();
             assert_eq!(back.state["x"].as_f64().map(f64::to_bits), Some(f64::to_bits(number)));
         }
     }
