@@ -167,7 +167,12 @@ mod tests {
     #[test]
     fn a_number_comes_back_as_it_was_to_the_last_bit() {
         // A reader of JSON that is only nearly right makes ...516 of it: a resumed run would see other settings.
-        for number in [-7.614582000722517e-97, 1.7976931348623157e-5, 0.1 + 0.2, f64::MIN_POSITIVE] {
+        for number in [
+            -7.614582000722517e-97,
+            1.7976931348623157e-5,
+            0.1 + 0.2,
+            f64::MIN_POSITIVE,
+        ] {
             let mut manifest = manifest();
             manifest.state.insert("x".to_owned(), number.into());
             let text = manifest.to_text().unwrap();

@@ -201,7 +201,7 @@ messages! {
     ListWorkersReply { workers }
     CreateTokenRequest { name role expires_in_ms }
     TokenInfo { id name role created_ms created_by expires_ms revoked_ms }
-    CreateTokenReply { secret token }
+    CreateTokenReply { secret token ca_sha256 }
     ListTokensRequest {}
     ListTokensReply { tokens }
     RevokeTokenRequest { id }
@@ -217,4 +217,17 @@ messages! {
     PutBlobReply { existed }
     GetBlobRequest { sha256 }
     GetBlobReply { part }
+    CertificateRequest { public_key name signature }
+    JoinRequest { request host worker_id }
+    WorkerCertificate { certificate renew_in_ms ends_in_ms }
+    JoinReply { name worker_id certificate ca_sha256 }
+    RenewRequest { request }
+    RenewReply { certificate }
+    CreateJoinTokenRequest { name expires_in_ms }
+    CreateJoinTokenReply { text id expires_ms }
+    ListCertificatesRequest {}
+    ListCertificatesReply { certificates }
+    WorkerCertificateInfo { id name worker_id joined_ms issued_ms serial expires_ms revoked_ms }
+    RevokeWorkerRequest { name }
+    RevokeWorkerReply { certificates join_tokens }
 }

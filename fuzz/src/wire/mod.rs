@@ -78,6 +78,8 @@ messages! {
     DrainWorkerRequest CreateTokenRequest CreateTokenReply ListTokensRequest ListTokensReply RevokeTokenRequest TokenInfo
     ReadAuditRequest ReadAuditReply CollectGarbageRequest CollectGarbageReply
     HasRequest HasReply PutBlobRequest PutBlobReply GetBlobRequest GetBlobReply SubmitArrayRequest
+    JoinRequest JoinReply RenewRequest RenewReply CreateJoinTokenRequest CreateJoinTokenReply ListCertificatesRequest
+    ListCertificatesReply RevokeWorkerRequest RevokeWorkerReply
 }
 
 fn encoded<Wire: Message + Make>(form: Form, dice: &mut Dice<'_>) -> Vec<u8> {

@@ -330,7 +330,10 @@ async fn a_worker_that_says_anything_harms_only_what_it_was_given() {
         }
         super::view(&clients, job).await;
     }
-    let list = v1::ListJobsRequest { all: true, limit: 0 };
+    let list = v1::ListJobsRequest {
+        all: true,
+        ..Default::default()
+    };
     within(clients.jobs.clone().list(list)).await.unwrap();
     within(clients.jobs.clone().list_workers(v1::ListWorkersRequest {}))
         .await

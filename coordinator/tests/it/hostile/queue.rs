@@ -243,7 +243,10 @@ async fn ten_thousand_jobs_that_fit_nowhere_cost_nothing_to_have() {
     }
     println!("submitted in {:?}", begin.elapsed());
     let begin = Instant::now();
-    let request = v1::ListJobsRequest { all: true, limit: 0 };
+    let request = v1::ListJobsRequest {
+        all: true,
+        ..Default::default()
+    };
     let listed = within(clients.jobs.clone().list(request))
         .await
         .unwrap()
