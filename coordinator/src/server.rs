@@ -28,6 +28,9 @@ use tokio::time::{Instant, MissedTickBehavior};
 use tonic::transport::Server;
 use url::Url;
 
+/// Half a second of tries for the lock of the data folder.
+const LOCK_TRIES: u32 = 25;
+const LOCK_BREATH: Duration = Duration::from_millis(20);
 /// How long open calls may take to end at a shutdown; then they are cut.
 const SHUTDOWN_PATIENCE: Duration = Duration::from_secs(5);
 /// A connection that is silent is asked after this time, and closed after as much again without an answer.
@@ -526,13 +529,18 @@ pub(crate) fn lock(data_dir: &Path) -> Result<File, StartError> {
         .write(true)
         .open(data_dir.join("lock"))
         .map_err(failed)?;
-    match file.try_lock() {
-        Ok(()) => Ok(file),
-        Err(TryLockError::WouldBlock) => Err(StartError::InUse {
-            path: data_dir.to_owned(),
-        }),
-        Err(TryLockError::Error(source)) => Err(failed(source)),
+    // One that is just ending has it for a moment yet; so has a process that another thread of ours is starting, until it
+    // has become another program.
+    for _ in 0..LOCK_TRIES {
+        match file.try_lock() {
+            Ok(()) => return Ok(file),
+            Err(TryLockError::WouldBlock) => std::thread::sleep(LOCK_BREATH),
+            Err(TryLockError::Error(source)) => return Err(failed(source)),
+        }
     }
+    Err(StartError::InUse {
+        path: data_dir.to_owned(),
+    })
 }
 
 fn local_storage(data_dir: &Path) -> Result<String, StartError> {
