@@ -21,7 +21,8 @@ const STEPS: u32 = 24;
 const SAVE_EVERY: u32 = 4;
 const LIMIT: Duration = Duration::from_secs(300);
 
-const TOKEN: &str = "a-token-that-both-of-them-have";
+/// As a coordinator makes it: only such a one can carry the authority's hash.
+const TOKEN: &str = "aitk_0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef";
 
 /// A secret in a file of its own.
 fn write_secret(path: &Path, text: &str) {
