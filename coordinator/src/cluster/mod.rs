@@ -92,7 +92,7 @@ impl Member {
     /// for another reason than a new leader.
     pub async fn run(self, mut stopping: watch::Receiver<bool>) -> Result<(), MemberError> {
         loop {
-            let Some(store) = self.stand_by(&mut stopping).await? else {
+            let Some(store) = Box::pin(self.stand_by(&mut stopping)).await? else {
                 return Ok(());
             };
             tracing::info!(address = self.cluster.address, "this coordinator leads");
