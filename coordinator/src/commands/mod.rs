@@ -42,8 +42,8 @@ impl Command {
             Self::Token(command) => token::token(command).await,
             Self::Audit(args) => token::audit(args).await,
             Self::Gc(args) => gc::gc(args).await,
-            Self::Backup(args) => backup::backup(args).await,
-            Self::Restore(args) => backup::restore(args).await,
+            Self::Backup(args) => Box::pin(backup::backup(args)).await,
+            Self::Restore(args) => Box::pin(backup::restore(args)).await,
         }
     }
 }
