@@ -88,11 +88,9 @@ impl Hub {
             .subscribe()
     }
 
-    fn publish(&self, job: &JobId, event: JobEvent) {
+    fn publish(&self, job: &JobId, event: Arc<JobEvent>) {
         let mut followers = self.followers.lock().unwrap_or_else(PoisonError::into_inner);
-        let nobody = followers
-            .get(job)
-            .is_some_and(|sender| sender.send(Arc::new(event)).is_err());
+        let nobody = followers.get(job).is_some_and(|sender| sender.send(event).is_err());
         if nobody {
             followers.remove(job);
         }
@@ -331,7 +329,7 @@ impl Runner {
                 None => self.close(session, "an assignment could not be read from the store", true),
             },
             Effect::Close { session, reason, retry } => self.close(session, &reason, retry),
-            Effect::Publish(job, event) => self.hub.publish(&job, *event),
+            Effect::Publish(job, event) => self.hub.publish(&job, event),
             Effect::Reply(ticket, reply) => {
                 if let Some(caller) = callers.remove(&ticket) {
                     // A caller that went away does not matter: what it asked for is done.

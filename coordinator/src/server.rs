@@ -140,6 +140,7 @@ impl From<AccessError> for StartError {
             AccessError::NoToken(id) | AccessError::NoWorker(id) | AccessError::NotYours(id) => {
                 Self::Tokens(serde::de::Error::custom(id))
             }
+            AccessError::TooManyWorkers { name, .. } => Self::Tokens(serde::de::Error::custom(name)),
         }
     }
 }

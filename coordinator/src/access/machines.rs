@@ -5,6 +5,10 @@ use crate::store::Document;
 use aitk_common::id::{UserName, WorkerId};
 use aitk_common::security::role::Role;
 
+/// Workers of one name: a lab whose machines share a token has fewer, and a machine that makes up an id each time it
+/// comes fills no table without end.
+const WORKERS_MOST: usize = 1000;
+
 /// Kind of the document that says whose a worker is: its id is the worker's, its record a name in quotes.
 pub(super) const MACHINE: &str = "machine";
 
@@ -25,7 +29,7 @@ impl Access {
     /// then on; another token of the same name will do, one of another name will not.
     ///
     /// # Errors
-    /// [`AccessError::NotYours`]; when the store fails.
+    /// [`AccessError::NotYours`], [`AccessError::TooManyWorkers`]; when the store fails.
     pub(crate) async fn claim(&self, who: &Identity, worker: &WorkerId) -> Result<(), AccessError> {
         if who.role != Role::Worker {
             return Ok(());
@@ -43,6 +47,14 @@ impl Access {
             }
             None => {}
         }
+        if machines.values().filter(|owner| **owner == who.name).count() >= WORKERS_MOST {
+            (line.done, line.detail) = (false, format!("{} has {WORKERS_MOST} workers already", who.name));
+            self.note(line);
+            return Err(AccessError::TooManyWorkers {
+                name: who.name.clone(),
+                most: WORKERS_MOST,
+            });
+        }
         let document = Document {
             kind: MACHINE,
             id: worker.to_string(),
@@ -58,4 +70,43 @@ impl Access {
 pub(super) fn read(document: &Document) -> Result<(WorkerId, UserName), AccessError> {
     let owner = serde_json::from_str(&document.record).map_err(AccessError::Record)?;
     Ok((WorkerId::new(document.id.as_str()), owner))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runner::Clock;
+    use crate::store::{SqlStore, Store};
+    use aitk_common::security::token::Token;
+    use std::sync::Arc;
+
+    #[tokio::test]
+    async fn a_machine_that_makes_up_ids_comes_to_an_end() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = SqlStore::sqlite(&folder.path().join("db")).await.unwrap();
+        let store: Arc<dyn Store> = Arc::new(store);
+        let (access, _writing) = Access::open(store.clone(), Token::generate(), Clock::new())
+            .await
+            .unwrap();
+        let who = |name: &str| Identity {
+            name: UserName::new(name),
+            role: Role::Worker,
+            by: "t1".into(),
+            from: None,
+            certificate: None,
+        };
+        let worker = |number: usize| WorkerId::new(format!("w{number}"));
+        for number in 0..WORKERS_MOST {
+            access.claim(&who("box"), &worker(number)).await.unwrap();
+        }
+        let refused = access.claim(&who("box"), &worker(WORKERS_MOST)).await.unwrap_err();
+        assert!(
+            matches!(refused, AccessError::TooManyWorkers { .. }) && refused.to_string().contains("--data-dir"),
+            "{refused}"
+        );
+        assert_eq!(store.documents(MACHINE).await.unwrap().len(), WORKERS_MOST);
+        // Those that it has it keeps, and others are not in its way.
+        access.claim(&who("box"), &worker(0)).await.unwrap();
+        access.claim(&who("other"), &worker(WORKERS_MOST)).await.unwrap();
+    }
 }

@@ -137,6 +137,11 @@ pub(crate) enum AccessError {
          --data-dir, or give it a token of that name"
     )]
     NotYours(String),
+    #[error(
+        "{name} has registered as {most} workers already. A machine keeps its id in its --data-dir: keep that folder, or let \
+         this machine join under another name"
+    )]
+    TooManyWorkers { name: UserName, most: usize },
     #[error("a token cannot be written down: {0}")]
     Record(serde_json::Error),
     #[error(transparent)]

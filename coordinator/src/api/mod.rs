@@ -118,7 +118,7 @@ fn token_ended() -> Status {
 pub(crate) fn access_failed(error: &AccessError) -> Status {
     match error {
         AccessError::NoToken(_) | AccessError::NoWorker(_) => Status::not_found(error.to_string()),
-        AccessError::NotYours(_) => Status::permission_denied(error.to_string()),
+        AccessError::NotYours(_) | AccessError::TooManyWorkers { .. } => Status::permission_denied(error.to_string()),
         AccessError::Record(_) => Status::internal(error.to_string()),
         AccessError::Store(error) => store_failed(error),
     }

@@ -9,6 +9,7 @@ use aitk_common::control::{Artifact, AttemptState, EventBody, HeldAttempt, JobEv
 use aitk_common::control::{UnixMillis, Verdict};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
+use std::sync::Arc;
 
 /// Text of a peer that is kept: longer log lines and messages are cut.
 const TEXT_LIMIT: usize = 8 << 10;
@@ -109,7 +110,7 @@ impl State {
                     body,
                 };
                 self.shake(&id);
-                step.push(Effect::Publish(id, Box::new(event)));
+                step.push(Effect::Publish(id, Arc::new(event)));
             }
             Report::Phase { name } => {
                 job.phase = Some(name.clone());

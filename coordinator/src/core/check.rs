@@ -109,7 +109,7 @@ fn check_queue(state: &State) -> Result<(), String> {
                     let mine = class
                         .waiting
                         .get(&job.level())
-                        .and_then(|users| users.get(&job.wants.owner));
+                        .and_then(|users| users.get(&state.users.get_index_of(&job.wants.owner)?));
                     class.needs == super::classes::Needs::of(job)
                         && mine.is_some_and(|jobs| jobs.contains(&(job.order, id.clone())))
                 });

@@ -2,10 +2,11 @@
 //! one holds for all. So an event costs what the classes that it concerns cost, and not what the queue costs.
 
 use super::model::{Job, Level, Wants, Worker};
+use super::queue::UserIndex;
 use super::slots::{Held, SlotId};
 use super::state::State;
 use aitk_common::capability::{Device, DeviceKind};
-use aitk_common::id::{JobId, UserName};
+use aitk_common::id::JobId;
 use aitk_common::plan::demand::MemoryNeed;
 use aitk_common::plan::profile::MemoryProfile;
 use std::collections::{BTreeMap, BTreeSet};
@@ -185,7 +186,7 @@ pub(super) struct Class {
     /// The least bytes that one needs on any open device; looked up with `best`.
     pub(super) least: u64,
     /// Those that wait and may start, by level, user and order.
-    pub(super) waiting: BTreeMap<Level, BTreeMap<UserName, BTreeSet<(u64, JobId)>>>,
+    pub(super) waiting: BTreeMap<Level, BTreeMap<UserIndex, BTreeSet<(u64, JobId)>>>,
     pub(super) count: usize,
     /// None of them can start until a device on which they fit gets room.
     pub(super) stuck: bool,
@@ -236,7 +237,7 @@ impl Classes {
         }
     }
 
-    pub(super) fn add(&mut self, id: ClassId, level: Level, owner: &UserName, order: u64, job: &JobId) {
+    pub(super) fn add(&mut self, id: ClassId, level: Level, user: UserIndex, order: u64, job: &JobId) {
         let Some(class) = self.all.get_mut(&id) else { return };
         self.empty -= usize::from(class.count == 0);
         class.count += 1;
@@ -244,22 +245,22 @@ impl Classes {
             .waiting
             .entry(level)
             .or_default()
-            .entry(owner.clone())
+            .entry(user)
             .or_default()
             .insert((order, job.clone()));
     }
 
-    pub(super) fn remove(&mut self, id: ClassId, level: Level, owner: &UserName, order: u64, job: &JobId) {
+    pub(super) fn remove(&mut self, id: ClassId, level: Level, user: UserIndex, order: u64, job: &JobId) {
         let Some(class) = self.all.get_mut(&id) else { return };
         let Some(users) = class.waiting.get_mut(&level) else {
             return;
         };
-        let Some(jobs) = users.get_mut(owner) else { return };
+        let Some(jobs) = users.get_mut(&user) else { return };
         if !jobs.remove(&(order, job.clone())) {
             return;
         }
         if jobs.is_empty() {
-            users.remove(owner);
+            users.remove(&user);
         }
         if users.is_empty() {
             class.waiting.remove(&level);

@@ -246,7 +246,7 @@ pub enum Record {
         /// The job.
         job: JobId,
         /// The event.
-        event: Box<JobEvent>,
+        event: Arc<JobEvent>,
         /// The attempt's own number for it.
         seq: Option<u64>,
     },
@@ -298,7 +298,7 @@ pub enum Effect {
         retry: bool,
     },
     /// Tell those who follow the job.
-    Publish(JobId, Box<JobEvent>),
+    Publish(JobId, Arc<JobEvent>),
     /// Answer a caller.
     Reply(Ticket, Result<Reply, Refusal>),
 }

@@ -332,11 +332,10 @@ impl State {
         if self.arrays.contains_key(&from) && self.members(&from).iter().filter_map(|id| self.job(id)).any(&sees) {
             return Ok(from);
         }
-        let fitting = self
-            .jobs
-            .range(from..)
-            .take_while(|(id, _)| id.as_str().starts_with(text))
-            .filter(|(_, job)| sees(job));
+        // Looks at every job, for a person who did not write a whole id.
+        let begins = |(id, job): &(&JobId, &Box<Job>)| id.as_str().starts_with(text) && sees(job);
+        let mut fitting: Vec<_> = self.jobs.iter().filter(begins).collect();
+        fitting.sort_unstable_by_key(|(id, _)| *id);
         let mut matches: Vec<JobId> = Vec::new();
         for (id, job) in fitting {
             // What all members of an array begin with means the array.

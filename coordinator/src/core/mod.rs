@@ -42,6 +42,7 @@ pub use view::Running;
 use aitk_common::control::{EventBody, JobEvent, UnixMillis};
 use aitk_common::id::{AttemptId, JobId};
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 /// One step in the making: its time, its effects, and the jobs it changed.
 struct Step {
@@ -61,7 +62,8 @@ impl State {
     pub fn handle(&mut self, now: UnixMillis, event: Event) -> Vec<Effect> {
         let mut step = Step {
             now,
-            effects: Vec::new(),
+            // A decision has about so many.
+            effects: Vec::with_capacity(16),
             touched: BTreeSet::new(),
         };
         match event {
@@ -154,7 +156,7 @@ impl State {
     fn log(&mut self, step: &mut Step, job: &JobId, attempt: Option<AttemptId>, body: EventBody, seq: Option<u64>) {
         let Some(entry) = self.jobs.get_mut(job) else { return };
         entry.cursor += 1;
-        let event = Box::new(JobEvent {
+        let event = Arc::new(JobEvent {
             cursor: entry.cursor,
             time: step.now,
             attempt,

@@ -51,35 +51,35 @@ impl State {
         if self.classes.candidates.is_empty() {
             return;
         }
-        let mut turns: BTreeSet<(Turn, ClassId)> = BTreeSet::new();
+        // With each turn how many were assigned before it was looked up.
+        let mut turns: BTreeSet<(Turn, ClassId, u64)> = BTreeSet::new();
+        let mut assigned = 0;
         for class in std::mem::take(&mut self.classes.candidates) {
-            turns.extend(self.turn(class).map(|turn| (turn, class)));
+            if !self.is_hopeless(class) {
+                turns.extend(self.turn(class).map(|turn| (turn, class, assigned)));
+            }
         }
-        while let Some((turn, class)) = turns.pop_first() {
-            if self.slots.with_room() == 0 && self.yielding.is_empty() {
-                // Nobody's turn matters any more.
-                let rest = turns.into_iter().map(|(_, class)| class);
-                for class in rest.chain([class]) {
-                    if let Some(class) = self.classes.get_mut(class) {
-                        class.stuck = true;
-                    }
-                }
-                break;
+        while let Some((turn, class, since)) = turns.pop_first() {
+            if self.is_hopeless(class) {
+                continue;
             }
             // Shares grow while we go: whoever's turn was taken by that goes back in line.
-            match self.turn(class) {
-                Some(now) if now == turn => {}
-                Some(now) => {
-                    turns.insert((now, class));
-                    continue;
+            if since != assigned {
+                match self.turn(class) {
+                    Some(now) if now == turn => {}
+                    Some(now) => {
+                        turns.insert((now, class, assigned));
+                        continue;
+                    }
+                    None => continue,
                 }
-                None => continue,
             }
             match self.choose(step.now, &turn.job, class) {
                 Some(chosen) => {
                     self.assign(step, &turn.job, class, chosen);
                     // The class stays in line; whose turn it is there is looked up when it is its.
-                    turns.insert((turn, class));
+                    turns.insert((turn, class, assigned));
+                    assigned += 1;
                 }
                 None => {
                     if let Some(class) = self.classes.get_mut(class) {
@@ -92,6 +92,21 @@ impl State {
         // Assigning wakes nobody; a claim may not either. Who was assigned runs in the place of its waiting.
         self.classes.candidates.clear();
         self.roomy.clear();
+    }
+
+    /// Whether none of the class can start now, whoever's turn it is: no device has room for the smallest of them, and
+    /// nobody could be told to give way. It then waits until there is more room.
+    fn is_hopeless(&mut self, id: ClassId) -> bool {
+        if !self.yielding.is_empty() || !self.slots.idle.is_empty() {
+            return false;
+        }
+        self.best_speed(id);
+        let Some(class) = self.classes.get_mut(id) else {
+            return true;
+        };
+        let hopeless = self.slots.beside.range((class.least, 0)..).next().is_none();
+        class.stuck |= hopeless;
+        hopeless
     }
 
     /// The least seconds per unit of work that an open device offers to the class.

@@ -33,6 +33,9 @@ pub(super) enum Gate {
     Open,
 }
 
+/// A user's place in the table of users, from which nobody is ever taken.
+pub(crate) type UserIndex = usize;
+
 /// What a user has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct User {
@@ -86,8 +89,7 @@ impl State {
             self.dependents.entry(before.clone()).or_default().insert(id.clone());
         }
         self.queue.insert(job.queue_key());
-        self.activate(&owner);
-        self.users.entry(owner.clone()).or_default().waiting += 1;
+        let user = self.activate(&owner);
         let spot = match (gate, needs) {
             (Gate::Until(time), _) => {
                 self.timed.insert((time, id.clone()));
@@ -95,7 +97,7 @@ impl State {
             }
             (_, Some(needs)) => {
                 let class = self.class_of(needs);
-                self.classes.add(class, level, &owner, order, id);
+                self.classes.add(class, level, user, order, id);
                 // Others of its class wait for room, so it does; unless it may take a device from somebody, or one that is
                 // kept from the others.
                 let waits = self.classes.get(class).is_some_and(|class| class.stuck);
@@ -118,8 +120,12 @@ impl State {
         if spot == Spot::Nowhere {
             return;
         }
-        let (level, owner, order) = (job.level(), job.wants.owner.clone(), job.order);
+        let (level, order) = (job.level(), job.order);
         self.queue.remove(&job.queue_key());
+        let user = self.users.get_full_mut(&job.wants.owner).map(|(index, _, user)| {
+            user.waiting = user.waiting.saturating_sub(1);
+            index
+        });
         for before in &job.after {
             if let Some(waiting) = self.dependents.get_mut(before) {
                 waiting.remove(id);
@@ -132,13 +138,14 @@ impl State {
             Spot::Timed(time) => {
                 self.timed.remove(&(time, id.clone()));
             }
-            Spot::Ready(class) => self.classes.remove(class, level, &owner, order, id),
+            Spot::Ready(class) => {
+                if let Some(user) = user {
+                    self.classes.remove(class, level, user, order, id);
+                }
+            }
             Spot::Blocked | Spot::Held | Spot::Nowhere => {}
         }
         self.dismiss_member(id, spot);
-        if let Some(user) = self.users.get_mut(&owner) {
-            user.waiting = user.waiting.saturating_sub(1);
-        }
     }
 
     /// Looks again at what a waiting job waits for.
@@ -169,11 +176,13 @@ impl State {
         }
     }
 
-    /// A user who was away starts level with the one who had the least.
-    fn activate(&mut self, owner: &UserName) {
+    /// A user has one job more that waits. Who was away starts level with the one who had the least.
+    fn activate(&mut self, owner: &UserName) -> UserIndex {
         let idle = |user: &User| user.waiting == 0 && user.running == 0;
-        if self.users.get(owner).is_some_and(|user| !idle(user)) {
-            return;
+        let known = self.users.get_full_mut(owner).filter(|(_, _, user)| !idle(user));
+        if let Some((index, _, user)) = known {
+            user.waiting += 1;
+            return index;
         }
         let least = self
             .users
@@ -182,8 +191,12 @@ impl State {
             .map(|user| user.spent)
             .min()
             .unwrap_or(0);
-        let user = self.users.entry(owner.clone()).or_default();
+        let entry = self.users.entry(owner.clone());
+        let index = entry.index();
+        let user = entry.or_default();
         user.spent = user.spent.max(least);
+        user.waiting += 1;
+        index
     }
 
     /// Whether a user holds as many devices as allowed.
@@ -203,13 +216,15 @@ impl State {
     /// A user has one device less, after this long.
     pub(super) fn user_ends(&mut self, owner: &UserName, ran: Duration) {
         let was_at_quota = self.at_quota(owner);
-        if let Some(user) = self.users.get_mut(owner) {
-            user.running = user.running.saturating_sub(1);
-            let ran = u64::try_from(ran.as_millis()).unwrap_or(u64::MAX);
-            user.spent = user.spent.saturating_add(ran);
-        }
+        let Some((index, _, user)) = self.users.get_full_mut(owner) else {
+            return;
+        };
+        user.running = user.running.saturating_sub(1);
+        let ran = u64::try_from(ran.as_millis()).unwrap_or(u64::MAX);
+        user.spent = user.spent.saturating_add(ran);
         if was_at_quota && !self.at_quota(owner) {
-            let waiting = |class: &super::classes::Class| class.waiting.values().any(|users| users.contains_key(owner));
+            let waiting =
+                |class: &super::classes::Class| class.waiting.values().any(|users| users.contains_key(&index));
             let classes: Vec<ClassId> = self
                 .classes
                 .iter()
@@ -225,14 +240,15 @@ impl State {
     /// Whose turn it is in a class: none when nobody waits, or all who do are at their quota.
     pub(super) fn turn(&self, class: ClassId) -> Option<Turn> {
         let class = self.classes.get(class)?;
+        let no_quotas = self.settings.quotas.is_empty();
         for (level, users) in &class.waiting {
             let first = users
                 .iter()
-                .filter(|(owner, _)| !self.at_quota(owner))
-                .filter_map(|(owner, jobs)| {
+                .filter_map(|(user, jobs)| {
                     let (order, job) = jobs.first()?;
-                    let user = self.users.get(owner).copied().unwrap_or_default();
-                    Some((user.running, user.spent, *order, job))
+                    let (owner, user) = self.users.get_index(*user)?;
+                    let has_turn = no_quotas || !self.at_quota(owner);
+                    has_turn.then_some((user.running, user.spent, *order, job))
                 })
                 .min();
             if let Some((running, spent, order, job)) = first {

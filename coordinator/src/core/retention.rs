@@ -117,7 +117,7 @@ impl State {
         checkpoints_before: Option<UnixMillis>,
     ) {
         for id in self.forgettable(jobs_before) {
-            if let Some(job) = self.jobs.remove(&id) {
+            if let Some(job) = self.jobs.swap_remove(&id) {
                 self.leave_array(&job);
             }
             step.push(Effect::Persist(Record::JobGone(id)));

@@ -6,7 +6,7 @@ use super::state::State;
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::control::UnixMillis;
 use aitk_common::id::{JobId, WorkerId};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// Index of a device. Never used for another one.
 pub(crate) type SlotId = usize;
@@ -106,7 +106,7 @@ impl Slot {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Slots {
     all: Vec<Slot>,
-    index: BTreeMap<WorkerId, BTreeMap<DeviceKey, SlotId>>,
+    index: HashMap<WorkerId, BTreeMap<DeviceKey, SlotId>>,
     /// Derived: those on which nothing runs.
     pub(super) idle: BTreeSet<SlotId>,
     /// Derived: those with room beside what runs there, by how much.

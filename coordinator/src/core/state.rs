@@ -8,6 +8,7 @@ use super::slots::{SlotId, Slots};
 use super::speed::Speeds;
 use aitk_common::control::{JobState, UnixMillis};
 use aitk_common::id::{JobId, UserName, WorkerId};
+use indexmap::IndexMap;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -15,8 +16,9 @@ use std::time::Duration;
 #[derive(Clone, Debug)]
 pub struct State {
     pub(crate) settings: Settings,
-    /// Boxed: a map's nodes are half empty when ids come in order.
-    pub(crate) jobs: BTreeMap<JobId, Box<Job>>,
+    /// Hashed, because most of what a step does begins by finding a job; and in an order that the events alone decide, so
+    /// that a replay is the same.
+    pub(crate) jobs: IndexMap<JobId, Box<Job>>,
     pub(crate) workers: BTreeMap<WorkerId, Worker>,
     pub(crate) next_order: u64,
     /// Derived: waiting jobs in queue order.
@@ -36,7 +38,7 @@ pub struct State {
     /// Derived: live jobs that yield and were not told to.
     pub(crate) yielding: BTreeSet<JobId>,
     /// Who has how much. What a user spent is volatile.
-    pub(crate) users: BTreeMap<UserName, User>,
+    pub(crate) users: IndexMap<UserName, User>,
     /// Derived: what the workers' speeds tell of a kind of device.
     pub(crate) speeds: Speeds,
     /// Derived: who has which open session.
@@ -64,7 +66,7 @@ impl State {
     pub fn restore(settings: Settings, now: UnixMillis, jobs: Vec<Restored>, workers: Vec<Worker>) -> Self {
         let mut state = Self {
             settings,
-            jobs: BTreeMap::new(),
+            jobs: IndexMap::new(),
             workers: workers.into_iter().map(|worker| (worker.id.clone(), worker)).collect(),
             next_order: 1,
             queue: BTreeSet::new(),
@@ -75,7 +77,7 @@ impl State {
             dependents: BTreeMap::new(),
             deadlines: BTreeSet::new(),
             yielding: BTreeSet::new(),
-            users: BTreeMap::new(),
+            users: IndexMap::new(),
             speeds: Speeds::default(),
             sessions: BTreeMap::new(),
             keys: BTreeMap::new(),

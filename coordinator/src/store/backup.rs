@@ -13,6 +13,7 @@ use aitk_common::hash::ContentHash;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::io::{BufRead, BufReader, Read, Seek, Write};
+use std::sync::Arc;
 
 /// What the first line says.
 const FORMAT: &str = "aitk-backup-1";
@@ -210,7 +211,7 @@ impl SqlStore {
             let records = [
                 crate::core::Record::Event {
                     job: job.id.clone(),
-                    event: Box::new(event),
+                    event: Arc::new(event),
                     seq: None,
                 },
                 crate::core::Record::Job(Box::new(job)),

@@ -32,7 +32,7 @@ impl Kept {
             Record::Event { job, event, seq } => {
                 let log = self.events.entry(job).or_default();
                 assert_eq!(event.cursor, log.len() as u64 + 1, "a gap in the log");
-                log.push((*event, seq));
+                log.push((JobEvent::clone(&event), seq));
             }
             Record::Artifact(..) | Record::ArtifactGone(..) | Record::Audit(_) => {}
         }
@@ -64,7 +64,7 @@ impl Kept {
 
 /// The part of the state that a restart must not change.
 pub(super) fn durable(state: &State) -> (BTreeMap<JobId, Box<Job>>, BTreeMap<WorkerId, Worker>) {
-    let mut jobs = state.jobs.clone();
+    let mut jobs: BTreeMap<JobId, Box<Job>> = state.jobs.clone().into_iter().collect();
     for job in jobs.values_mut() {
         (job.live, job.progress, job.phase) = (None, None, None);
         job.spot = crate::core::queue::Spot::Nowhere;

@@ -25,7 +25,9 @@ fn expire(world: &mut World) {
 }
 
 fn known(world: &World) -> Vec<&str> {
-    world.state.jobs.keys().map(JobId::as_str).collect()
+    let mut known: Vec<&str> = world.state.jobs.keys().map(JobId::as_str).collect();
+    known.sort_unstable();
+    known
 }
 
 #[test]

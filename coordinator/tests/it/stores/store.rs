@@ -91,7 +91,7 @@ pub(super) fn job_of(records: &[Record]) -> Job {
 pub(super) fn event(job: &str, cursor: u64, body: EventBody, seq: Option<u64>) -> Record {
     Record::Event {
         job: JobId::new(job),
-        event: Box::new(JobEvent {
+        event: Arc::new(JobEvent {
             cursor,
             time: UnixMillis(cursor),
             attempt: seq.map(|_| AttemptId::new(format!("{job}-1"))),

@@ -46,7 +46,7 @@ async fn an_older_sqlite_file_is_brought_up_to_date() {
         };
         sqlx::query("INSERT INTO events (job, cursor, trim, event) VALUES ('jold', $1, 0, $2)")
             .bind(cursor as i64)
-            .bind(serde_json::to_string(&event).unwrap())
+            .bind(serde_json::to_string(&*event).unwrap())
             .execute(&old)
             .await
             .unwrap();
