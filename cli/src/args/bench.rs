@@ -63,6 +63,7 @@ pub struct BenchEngineArgs {
 #[derive(Args, Clone, Debug)]
 #[command(
     after_help = "Examples:\n  aitk bench control --tasks 5000 --workers 50\n  aitk bench control --json > control.json\n  \
+                  aitk bench control --workers 1000 --beat 600\n  \
                   aitk bench control --store postgres --database postgres://aitk@localhost/bench"
 )]
 pub struct BenchControlArgs {
@@ -75,6 +76,9 @@ pub struct BenchControlArgs {
     /// Tasks that wait while single ones are assigned
     #[arg(long, value_name = "N", default_value_t = 10_000)]
     pub waiting: usize,
+    /// First let the workers only beat, for so many seconds, and show what share of a core the coordinator takes for it
+    #[arg(long, value_name = "SECONDS", default_value_t = 0)]
+    pub beat: u64,
     /// Where the coordinator keeps its tasks
     #[arg(long, value_enum, default_value_t = BenchStore::Sqlite)]
     pub store: BenchStore,

@@ -51,6 +51,14 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
     }
     let mut machines = Machines::start(&server.address, &token, &server.ca_file(), args.workers + 1).await?;
 
+    let beating = match args.beat {
+        0 => None,
+        seconds => {
+            ui.notice(&format!("they only beat for {seconds} s"));
+            Some(beat(&mut machines, &mut server, Duration::from_secs(seconds)).await?)
+        }
+    };
+
     ui.notice(&format!("{} tasks, submitted as fast as they are taken", args.tasks));
     let before = server.usage()?.processor;
     let took = many(&api, &mut machines, args.tasks).await?;
@@ -78,6 +86,7 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
             "tasks": args.tasks,
             "workers": args.workers,
             "waiting": args.waiting,
+            "beat_cpu_share": beating,
             "tasks_per_s": per_second,
             "seconds": took.as_secs_f64(),
             "coordinator_cpu_s": processor.as_secs_f64(),
@@ -89,6 +98,14 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
             "restart_s": restarted.ready_after.as_secs_f64(),
         }))?;
         return Ok(Exit::Ok);
+    }
+    if let Some(share) = beating {
+        let workers = args.workers;
+        ui.data_lines([format!(
+            "beats                  {:.1}% of a core   {workers} workers, {} s",
+            share * 100.0,
+            args.beat
+        )])?;
     }
     ui.data_lines([
         format!(
@@ -193,6 +210,22 @@ async fn submit_all(api: &[Api], count: usize, make: fn() -> Submission) -> Resu
         ended.map_err(|error| Failure::failed(error.to_string()))??;
     }
     Ok(())
+}
+
+/// The share of a core that the coordinator takes while nothing happens but beats.
+async fn beat(machines: &mut Machines, server: &mut Server, time: Duration) -> Result<f64, Failure> {
+    let (before, began) = (server.usage()?.processor, Instant::now());
+    // Nothing is to be seen but a session that breaks.
+    let seen = async {
+        loop {
+            machines.next().await?;
+        }
+    };
+    if let Ok(broken) = tokio::time::timeout(time, seen).await {
+        return broken;
+    }
+    let took = server.usage()?.processor.saturating_sub(before);
+    Ok(took.as_secs_f64() / began.elapsed().as_secs_f64())
 }
 
 /// From the first submission to the last end that is durable.
