@@ -8,8 +8,9 @@ use aitk_common::control::{
 };
 use aitk_common::id::JobId;
 use aitk_common::security::token::{Token, TokenError};
+use aitk_common::telemetry::context::TraceContext;
 use aitk_proto::client::{Clients, ConnectError, connect};
-use aitk_proto::v1;
+use aitk_proto::{trace, v1};
 use futures::{Stream, StreamExt};
 use std::future::Future;
 use std::path::PathBuf;
@@ -26,6 +27,7 @@ const NAME_SEARCH: u32 = 1000;
 pub struct Api {
     clients: Clients,
     server: String,
+    trace: Option<TraceContext>,
 }
 
 impl Api {
@@ -86,7 +88,21 @@ impl Api {
         Ok(Self {
             clients,
             server: server.to_owned(),
+            trace: None,
         })
+    }
+
+    /// The same, and what is submitted is part of this span.
+    #[must_use]
+    pub fn part_of(mut self, trace: Option<TraceContext>) -> Self {
+        self.trace = trace;
+        self
+    }
+
+    fn request<T>(&self, message: T) -> tonic::Request<T> {
+        let mut request = tonic::Request::new(message);
+        trace::put(request.metadata_mut(), self.trace);
+        request
     }
 
     /// The address as it was given.
@@ -116,7 +132,7 @@ impl Api {
     /// As [`status_failure`].
     pub async fn submit(&self, submission: Submission) -> Result<Submitted, Failure> {
         let mut jobs = self.clients.jobs.clone();
-        self.call(jobs.submit(v1::SubmitRequest::from(submission)))
+        self.call(jobs.submit(self.request(v1::SubmitRequest::from(submission))))
             .await?
             .try_into()
             .map_err(impossible)
@@ -140,7 +156,7 @@ impl Api {
             members: members.into_iter().map(Into::into).collect(),
             at_most,
         };
-        let reply = self.call(jobs.submit_array(request)).await?;
+        let reply = self.call(jobs.submit_array(self.request(request))).await?;
         reply.try_into().map_err(impossible)
     }
 

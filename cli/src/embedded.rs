@@ -5,6 +5,7 @@ use crate::download::disk;
 use crate::exit::Exit;
 use crate::failure::Failure;
 use crate::output::Ui;
+use crate::trace::traces;
 use aitk_common::capability::Device;
 use aitk_common::fsutil;
 use aitk_worker::probe::{Choice, choose, devices};
@@ -113,13 +114,14 @@ impl Local {
     /// # Errors
     /// When one of them cannot start; code 125 unless it is the user's to mend.
     pub async fn start(
-        coordinator: aitk_coordinator::Config,
+        mut coordinator: aitk_coordinator::Config,
         worker_dir: Option<&Path>,
         name: Option<&str>,
         devices: Vec<Device>,
         ca_file: Option<&Path>,
     ) -> Result<Self, Failure> {
         let tls = coordinator.tls.is_some();
+        coordinator.traces.clone_from(traces());
         let running = aitk_coordinator::start(coordinator).await;
         let coordinator = running.map_err(|error| Failure::new(Exit::Failed, crate::failure::chain(&error)))?;
         // What listens at every address is reached at loopback.
@@ -138,6 +140,7 @@ impl Local {
                 let mut config = aitk_worker::Config::new(&server, &coordinator.token, dir);
                 config.ca_file = ca_file.map(Path::to_path_buf);
                 config.devices = devices;
+                config.traces.clone_from(traces());
                 if let Some(name) = name {
                     name.clone_into(&mut config.name);
                 }

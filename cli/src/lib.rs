@@ -22,6 +22,7 @@ pub mod paths;
 pub mod settings;
 pub mod sweep;
 pub mod top;
+pub mod trace;
 pub mod upload;
 pub mod views;
 
@@ -70,6 +71,7 @@ fn with_runtime(cli: Cli) -> CommandResult {
     let ended = runtime.block_on(Box::pin(commands::dispatch(cli)));
     // A file that is still being hashed must not hold up who pressed Ctrl-C.
     runtime.shutdown_timeout(Duration::from_secs(2));
+    trace::finish();
     ended
 }
 

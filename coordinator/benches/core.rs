@@ -65,6 +65,7 @@ fn job(number: u64, fits: bool) -> Event {
             sees_all: true,
             after: Vec::new(),
             not_before: None,
+            trace: None,
             payload: Arc::new(Payload::default()),
         }),
     }

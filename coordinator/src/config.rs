@@ -3,6 +3,7 @@
 use crate::core::Quotas;
 use crate::garbage::Retention;
 use crate::store::DatabaseUrl;
+use aitk_common::telemetry::traces::Traces;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -93,6 +94,8 @@ pub struct Config {
     pub metrics: Option<SocketAddr>,
     /// With others. None: alone on its database.
     pub cluster: Option<Cluster>,
+    /// Where the spans of jobs go.
+    pub traces: Traces,
 }
 
 impl std::fmt::Debug for Config {
@@ -112,6 +115,7 @@ impl std::fmt::Debug for Config {
             .field("retention", &self.retention)
             .field("metrics", &self.metrics)
             .field("cluster", &self.cluster)
+            .field("traces", &self.traces)
             .finish_non_exhaustive()
     }
 }
@@ -143,6 +147,7 @@ impl Config {
             retention: Retention::default(),
             metrics: None,
             cluster: None,
+            traces: Traces::default(),
         }
     }
 }

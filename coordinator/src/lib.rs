@@ -19,6 +19,7 @@ mod pki;
 mod runner;
 mod scope;
 mod server;
+mod spans;
 pub mod store;
 mod submit;
 

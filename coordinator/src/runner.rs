@@ -5,6 +5,7 @@ use crate::access::AuditLine;
 use crate::core::{self, Effect, Event, Placed, Record, Refusal, Reply, SessionId, State, Ticket};
 use crate::metrics::Metrics;
 use crate::payloads::Payloads;
+use crate::spans::Spans;
 use crate::store::{Store, StoreError};
 use aitk_common::control::{Assignment, JobEvent, ToWorker, UnixMillis};
 use aitk_common::id::JobId;
@@ -166,6 +167,7 @@ pub(crate) struct Runner {
     store: Arc<dyn Store>,
     storage_url: Option<String>,
     metrics: Metrics,
+    spans: Spans,
     payloads: Payloads,
     inputs: mpsc::Receiver<Input>,
     hub: Arc<Hub>,
@@ -179,6 +181,7 @@ impl Runner {
         store: Arc<dyn Store>,
         storage_url: Option<String>,
         metrics: Metrics,
+        spans: Spans,
     ) -> (Self, Core) {
         let (sender, inputs) = mpsc::channel(INPUTS);
         let hub = Arc::new(Hub::default());
@@ -194,6 +197,7 @@ impl Runner {
                 store,
                 storage_url,
                 metrics,
+                spans,
                 payloads: Payloads::default(),
                 inputs,
                 hub,
@@ -262,6 +266,7 @@ impl Runner {
         let began = Instant::now();
         self.persist(&records).await?;
         self.metrics.stored(&records, began.elapsed());
+        self.spans.stored(&records);
         for record in &records {
             if let Record::NewJob(job, payload) = record {
                 self.payloads.keep(&job.id, payload);
@@ -354,6 +359,8 @@ impl Runner {
             },
         };
         let drawn = self.drawn(&placed).await?;
+        let job = self.state.job(&placed.job);
+        let trace = job.and_then(|job| self.spans.of_attempt(job, &placed.held.attempt));
         Some(Assignment {
             job: placed.job,
             task: placed.task,
@@ -369,6 +376,7 @@ impl Runner {
             profile: placed.profile,
             seed: placed.seed,
             drawn,
+            trace,
         })
     }
 

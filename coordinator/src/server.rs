@@ -10,6 +10,7 @@ use crate::metrics::{self, Metrics};
 use crate::pki::{PkiError, Tls};
 use crate::runner::{Clock, Runner, full};
 use crate::scope::{Scope, Uploads};
+use crate::spans::Spans;
 use crate::store::lease::RENEW;
 use crate::store::{SqlStore, Store, StoreError};
 use aitk_common::security::token::{Token, TokenError};
@@ -358,7 +359,8 @@ pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -
         .and_then(|listener| listener.local_addr().ok());
     let (stop, stopping) = watch::channel(false);
     let metrics = Metrics::new();
-    let (runner, core) = Runner::new(state, clock, store.clone(), for_workers, metrics.clone());
+    let spans = Spans::to(&config.traces);
+    let (runner, core) = Runner::new(state, clock, store.clone(), for_workers, metrics.clone(), spans);
     if let Some(listener) = metrics_listener {
         tokio::spawn(metrics::serve(listener, metrics, core.clone(), stopping.clone()));
     }

@@ -6,6 +6,7 @@ use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
 use aitk_common::job::cluster::{ClusterConfig, Split, TimeSpan};
 use aitk_common::plan::demand::Demand;
+use aitk_common::telemetry::context::TraceContext;
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -23,6 +24,8 @@ pub(crate) struct Asked {
     pub(crate) not_before: Option<UnixMillis>,
     /// To be cut into parts, of so many pictures.
     pub(crate) split: Option<(Split, u64)>,
+    /// The span of the call that submits it.
+    pub(crate) trace: Option<TraceContext>,
 }
 
 /// Name and kind of a job.
@@ -105,6 +108,7 @@ pub(crate) fn wants(submission: &Submission, retries: u32) -> Result<Asked, Stri
         after,
         not_before: cluster.not_before.map(|moment| moment.0),
         split,
+        trace: None,
     })
 }
 

@@ -10,6 +10,7 @@ mod pin;
 #[cfg(feature = "client-blobs")]
 pub mod remote_blobs;
 mod switch;
+pub mod trace;
 
 pub use convert::ConvertError;
 

@@ -6,6 +6,7 @@ use crate::runner::{self, Launch, Wanted};
 use crate::session::Reporter;
 use crate::stage::{self, Staged};
 use crate::sync::{self, Item, Pins};
+use crate::trace::{AttemptTrace, trace_of};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::control::{Artifact, Assignment, Progress, Report};
 use aitk_common::fsutil::{self, FsError, names};
@@ -17,6 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
+use tracing::Instrument;
 
 /// Events between the child's pipe and their handling, which takes microseconds; a full queue holds the child back.
 const EVENTS: usize = 256;
@@ -37,7 +39,12 @@ pub(crate) async fn run(
     fence: CancellationToken,
 ) {
     let folder = context.folders.attempt(&assignment.attempt);
-    run_to_end(&context, &assignment, &reporter, &mut wanted, &fence, &folder).await;
+    // Every line of the log says what it is about, at whatever level lines are wanted.
+    let (job, attempt, trace_id) = (&assignment.job, &assignment.attempt, trace_of(&assignment));
+    let about = tracing::error_span!("attempt", %job, %attempt, %trace_id);
+    run_to_end(&context, &assignment, &reporter, &mut wanted, &fence, &folder)
+        .instrument(about)
+        .await;
     let removed = tokio::task::spawn_blocking(move || fsutil::remove(&folder)).await;
     if let Ok(Err(error)) = removed {
         tracing::warn!(%error, "the folder of an attempt was not removed; the next start tries again");
@@ -52,9 +59,10 @@ async fn run_to_end(
     fence: &CancellationToken,
     folder: &Path,
 ) {
+    let trace = AttemptTrace::begin(&context.spans, assignment);
     // What the session wants, and the end that a fence means.
     let (wish, wishes) = watch::channel(*wanted.borrow());
-    let executed: BoxFuture<'_, Outcome> = Box::pin(execute(context, assignment, reporter, wishes, folder));
+    let executed: BoxFuture<'_, Outcome> = Box::pin(execute(context, assignment, reporter, &trace, wishes, folder));
     let mut executed = std::pin::pin!(AssertUnwindSafe(executed).catch_unwind());
     let ended = tokio::select! {
         ended = &mut executed => Some(ended),
@@ -64,7 +72,8 @@ async fn run_to_end(
     match ended {
         Some(ended) => {
             let outcome = ended.unwrap_or_else(|_| internal("the worker failed; its log says where".to_owned()));
-            tracing::info!(attempt = %assignment.attempt, ?outcome, "attempt ended");
+            tracing::info!(?outcome, "attempt ended");
+            trace.ended(&outcome);
             tokio::select! {
                 answer = reporter.request(Request::Finished(bounded(outcome))) => if !answer.accepted {
                     tracing::warn!(message = %answer.message, "the coordinator did not accept the end of an attempt");
@@ -73,10 +82,11 @@ async fn run_to_end(
             }
         }
         None => {
+            trace.fenced();
             wish.send_replace(Wanted::Kill);
             // Waited for, so that it cannot write into the folder that goes next.
             if tokio::time::timeout(LAST_BREATH, executed).await.is_err() {
-                tracing::warn!(attempt = %assignment.attempt, "the child of a fenced attempt does not go");
+                tracing::warn!("the child of a fenced attempt does not go");
             }
         }
     }
@@ -99,6 +109,7 @@ async fn execute(
     context: &Context,
     assignment: &Assignment,
     reporter: &Reporter,
+    trace: &AttemptTrace,
     mut wanted: watch::Receiver<Wanted>,
     folder: &Path,
 ) -> Outcome {
@@ -108,13 +119,20 @@ async fn execute(
         }
     }
     reporter.phase("staging").await;
+    let mut staging = trace.step("staging");
     let staged = tokio::select! {
         staged = stage::inputs(context, assignment, reporter, folder) => match staged {
             Ok(staged) => staged,
-            Err(outcome) => return outcome,
+            Err(outcome) => {
+                if let Outcome::Failed { message, .. } = &outcome {
+                    staging.failed(message.as_str());
+                }
+                return outcome;
+            }
         },
         _ = wanted.wait_for(|wanted| *wanted > Wanted::Run) => return Outcome::Stopped,
     };
+    drop(staging);
     let spec_file = folder.join("spec.json");
     let written = specification(assignment, &staged, folder)
         .and_then(|text| fsutil::write_private(&spec_file, &text).map_err(|error| local_failure(&error)));
@@ -135,7 +153,8 @@ async fn execute(
     let child = runner::run(&context.spawner, launch, wishes, events);
     let pump = async {
         let pins = Pins::new(folder.join("pins"));
-        let pumped = pump(heard, items, reporter, assignment.local, pins).await;
+        let pumped = pump(heard, items, reporter, trace, assignment.local, pins).await;
+        trace.no_phase();
         if pumped.is_err() {
             to_child.send_replace(Wanted::Kill);
         }
@@ -144,7 +163,7 @@ async fn execute(
     let synced = async {
         let mut hurry = to_child.subscribe();
         let synced = tokio::select! {
-            synced = sync::run(context, reporter, assignment.local, queue) => synced,
+            synced = sync::run(context, reporter, trace, assignment.local, queue) => synced,
             // Nobody wants the results of an attempt that is ended at once.
             _ = hurry.wait_for(|wanted| *wanted == Wanted::Kill) => Ok(()),
         };
@@ -190,6 +209,7 @@ async fn pump(
     mut events: mpsc::Receiver<ChildEvent>,
     items: mpsc::Sender<Item>,
     reporter: &Reporter,
+    trace: &AttemptTrace,
     local: bool,
     pins: Pins,
 ) -> Result<(), Outcome> {
@@ -213,7 +233,9 @@ async fn pump(
         };
         let item = match event {
             ChildEvent::Phase { name } => {
-                reporter.phase(&one_line(&name)).await;
+                let name = one_line(&name);
+                trace.phase(&name);
+                reporter.phase(&name).await;
                 continue;
             }
             ChildEvent::Progress {

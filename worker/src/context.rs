@@ -5,6 +5,7 @@ use crate::runner::Spawner;
 use crate::stage::cache::Cache;
 use crate::stage::hub::Hub;
 use crate::storage::StorageAccess;
+use crate::trace::Spans;
 use std::ffi::OsString;
 use std::time::Duration;
 
@@ -19,4 +20,5 @@ pub(crate) struct Context {
     pub(crate) grace: Duration,
     /// How long storage may be unavailable before an attempt fails for it.
     pub(crate) storage_patience: Duration,
+    pub(crate) spans: Spans,
 }

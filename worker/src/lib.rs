@@ -18,8 +18,10 @@ mod session;
 mod stage;
 mod storage;
 mod sync;
+mod trace;
 
 use aitk_common::capability::Device;
+use aitk_common::telemetry::traces::Traces;
 pub use child::run_attempt;
 pub use folders::FoldersError;
 pub use identity::Membership;
@@ -63,6 +65,8 @@ pub struct Config {
     pub shutdown_patience: Duration,
     /// How long object storage may be in trouble, while there is a connection, before an attempt fails for it.
     pub storage_patience: Duration,
+    /// Where the spans of attempts go.
+    pub traces: Traces,
 }
 
 impl Config {
@@ -85,6 +89,7 @@ impl Config {
             grace: Duration::from_secs(60),
             shutdown_patience: Duration::from_secs(80),
             storage_patience: Duration::from_secs(15 * 60),
+            traces: Traces::default(),
         }
     }
 }
@@ -134,6 +139,7 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     let data_dir = config.data_dir.clone();
     let folders = tokio::task::spawn_blocking(move || folders::Folders::open(&data_dir)).await;
     let folders = folders.map_err(std::io::Error::other)??;
+    let spans = trace::Spans::to(&config.traces, &config.name);
     let identity = session::Identity {
         worker: config
             .membership
@@ -153,6 +159,7 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         attempt_command: config.attempt_command,
         grace: config.grace,
         storage_patience: config.storage_patience,
+        spans,
     });
     let (status, watched) = watch::channel(Status::Connecting(None));
     let leave = CancellationToken::new();

@@ -2,6 +2,7 @@
 
 use aitk_common::security::token::Token;
 use aitk_common::telemetry;
+use aitk_common::telemetry::traces::Traces;
 use aitk_worker::probe::{self, Choice};
 use aitk_worker::{Config, JoinOptions, Membership, Refusal};
 use anyhow::Context as _;
@@ -11,12 +12,16 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 use tokio::signal::unix::{SignalKind, signal};
 
 /// Weights and activations come and go by the thousand: the system's allocator gives each large one back to the kernel
 /// and takes it again page by page.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+/// How long a collector may take for the spans of the last seconds.
+const LAST_SPANS: Duration = Duration::from_secs(2);
 
 const AFTER_HELP: &str = "\
 Exit codes:
@@ -227,8 +232,11 @@ fn daemon(options: Daemon) -> anyhow::Result<ExitCode> {
     };
     telemetry::init_at(log, options.log_level.as_deref());
     let config = configure(options)?;
+    let traces = config.traces.clone();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    runtime.block_on(serve(config))
+    let served = runtime.block_on(serve(config));
+    traces.finish(LAST_SPANS);
+    served
 }
 
 fn configure(options: Daemon) -> anyhow::Result<Config> {
@@ -261,6 +269,7 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
     config.name = name.unwrap_or(config.name);
     config.membership = joined;
     config.ca_file = options.ca_file;
+    config.traces = Traces::from_environment();
     if let Some(name) = options.name {
         config.name = name;
     }

@@ -7,6 +7,7 @@ use crate::context::Context;
 use crate::outbox::Request;
 use crate::session::Reporter;
 use crate::storage::failure;
+use crate::trace::AttemptTrace;
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::control::Artifact;
 use aitk_common::fsutil::{self, FsError};
@@ -41,6 +42,7 @@ pub(crate) enum Item {
 pub(crate) async fn run(
     context: &Context,
     reporter: &Reporter,
+    trace: &AttemptTrace,
     local: bool,
     mut queue: mpsc::Receiver<Item>,
 ) -> Result<(), Outcome> {
@@ -63,7 +65,7 @@ pub(crate) async fn run(
                 announce(reporter, artifact).await?;
             }
             Item::Checkpoint { pinned, step } => {
-                commit(context, reporter, &pinned, step).await?;
+                commit(context, reporter, trace, &pinned, step).await?;
                 remove(&pinned);
             }
         }
@@ -152,16 +154,30 @@ async fn announce(reporter: &Reporter, artifact: Artifact) -> Result<(), Outcome
     })
 }
 
-async fn commit(context: &Context, reporter: &Reporter, pinned: &Path, step: u64) -> Result<(), Outcome> {
+async fn commit(
+    context: &Context,
+    reporter: &Reporter,
+    trace: &AttemptTrace,
+    pinned: &Path,
+    step: u64,
+) -> Result<(), Outcome> {
+    let kept = trace.step("checkpoint").of_training(step);
+    let mut upload = kept.step("upload");
     let manifest = context
         .storage
         .retry(context.storage_patience, |store| {
             Box::pin(async move { checkpoints::upload(store.as_ref(), pinned, &mut |_| {}).await })
         })
         .await
-        .map_err(|error| failure(&format!("could not store the checkpoint of step {step}"), &error))?;
+        .map_err(|error| {
+            upload.failed(error.to_string());
+            failure(&format!("could not store the checkpoint of step {step}"), &error)
+        })?;
+    drop(upload);
+    let mut commit = kept.step("commit");
     let answer = reporter.request(Request::Commit { manifest, step }).await;
     if !answer.accepted {
+        commit.failed(answer.message.as_str());
         reporter
             .log(
                 "warn",

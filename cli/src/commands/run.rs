@@ -10,6 +10,7 @@ use crate::follow::{Follow, LogsTo, Renderer};
 use crate::output::format::gib;
 use crate::output::{Format, Ui};
 use crate::paths::Paths;
+use crate::trace::Submitting;
 use crate::views::job_exit;
 use aitk_common::capability::{Device, DeviceKind};
 use aitk_common::control::{Artifact, JobView, Submission};
@@ -254,7 +255,9 @@ async fn run_one(ui: &Ui, local: &Local, path: &Path, loaded: LoadedJob, stops: 
         anatomy: None,
         pictures: None,
     };
-    let submitted = api.submit(submission).await?;
+    let trace = Submitting::begin();
+    let submitted = api.clone().part_of(trace.context()).submit(submission).await?;
+    trace.submitted(&submitted.job);
     let job = api.get(submitted.job.as_str()).await?;
     let mut renderer = Renderer::new(ui, &job, Format::Human, LogsTo::Stdout);
     let mut follow = Follow::new(api, ui, job, 0);

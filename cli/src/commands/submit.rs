@@ -12,6 +12,7 @@ use crate::output::format::{printable, size};
 use crate::output::{Format, Ui};
 use crate::paths::expand;
 use crate::sweep::{self, Sweep};
+use crate::trace::Submitting;
 use crate::upload::{Staged, Upload, stage};
 use aitk_common::control::{MAX_CONFIG_BYTES, NewMember, Submission, Submitted};
 use aitk_common::id::UserName;
@@ -24,7 +25,7 @@ use std::future::Future;
 use std::io::{BufRead, IsTerminal};
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 /// Above this a person is asked first.
 const LARGE: u64 = 10 << 30;
@@ -44,13 +45,15 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
         .collect::<Result<_, _>>()?;
     let inputs = inputs_of_all(&ui, context, &jobs)?;
     let owner = owner(args.user.as_deref())?;
-    let api = context.api().await?;
+    let trace = Submitting::begin();
+    let api = context.api().await?.part_of(trace.context());
 
     let staged = stage(&ui, &inputs).await?;
     let upload = Upload::plan(&api, &ui, staged).await?;
     if upload.missing_bytes() > LARGE && !args.yes {
         ask(&ui, upload.missing_bytes())?;
     }
+    let (began, bytes) = (SystemTime::now(), upload.missing_bytes());
     let sent = tokio::select! {
         sent = Box::pin(upload.send(&api, &ui)) => sent?,
         _ = tokio::signal::ctrl_c() => {
@@ -58,6 +61,7 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
             return Ok(Exit::Interrupted);
         }
     };
+    trace.sent(began, bytes);
     if !args.json {
         say_sent(&ui, &sent);
     }
@@ -110,6 +114,7 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
         })
         .await?
     };
+    trace.submitted(&submitted.job);
     if submitted.existed {
         ui.notice("this key was submitted before; here is that job");
     }

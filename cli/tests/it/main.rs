@@ -9,3 +9,5 @@ mod exit_codes;
 #[cfg(feature = "embedded")]
 mod run;
 mod support;
+#[cfg(feature = "embedded")]
+mod traces;

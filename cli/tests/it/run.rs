@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 const TINY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/tiny_sd");
 
-fn generate(home: &Home, name: &str) {
+pub(crate) fn generate(home: &Home, name: &str) {
     let text = format!(
         "job: generate
 config:

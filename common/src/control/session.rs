@@ -6,6 +6,7 @@ use crate::capability::{Device, DeviceRef};
 use crate::hash::ContentHash;
 use crate::id::{AttemptId, Epoch, JobId, TaskId, WorkerId};
 use crate::plan::profile::MemoryProfile;
+use crate::telemetry::context::TraceContext;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -137,6 +138,8 @@ pub struct Assignment {
     pub seed: u64,
     /// Numbers of the pictures that earlier attempts drew and that are kept.
     pub drawn: Vec<u64>,
+    /// The span that the attempt is part of; none: the coordinator knows of none.
+    pub trace: Option<TraceContext>,
 }
 
 /// How the coordinator judges a request of a worker.

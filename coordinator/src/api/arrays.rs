@@ -8,6 +8,7 @@ use aitk_common::control::{Artifact, MEMBERS_MOST, NewMember, Submission, Submit
 use aitk_common::id::JobId;
 use aitk_common::job::cluster::Split;
 use aitk_common::plan::demand::Demand;
+use aitk_common::telemetry::context::TraceContext;
 use aitk_proto::v1;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -23,6 +24,7 @@ impl JobsApi {
         who: &Identity,
         request: v1::SubmitArrayRequest,
         same_machine: bool,
+        trace: Option<TraceContext>,
     ) -> Result<Submitted, Status> {
         let shared = request
             .shared
@@ -64,6 +66,7 @@ impl JobsApi {
                     "members[{index}]: cluster.split: a member of an array is not cut into parts; take the key out"
                 )));
             }
+            let asked = Asked { trace, ..asked };
             let seed = *seeds.entry(twin).or_insert_with(fresh_seed);
             members.push(new_job(who, member_id(&id, index), seed, asked, submission));
         }
@@ -208,6 +211,7 @@ pub(super) fn new_job(who: &Identity, id: JobId, seed: u64, asked: Asked, submis
         after: asked.after,
         sees_all: who.role.sees_all(),
         not_before: asked.not_before,
+        trace: asked.trace,
         local: submission.local,
         idempotency_key: submission.idempotency_key.map(|key| who.key(&key)),
         payload: Arc::new(Payload {

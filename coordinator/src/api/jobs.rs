@@ -6,11 +6,11 @@ use super::follow::{FOLLOWER_TIMEOUT, WIRE_BUFFER, stream_events};
 use super::{Shared, refused, store_failed, token_ended};
 use crate::access::{AuditLine, Identity};
 use crate::core::{Event, Reply, Ticket};
-use crate::submit::{fresh_job_id, fresh_seed, wants};
+use crate::submit::{Asked, fresh_job_id, fresh_seed, wants};
 use aitk_common::control::{PROTOCOL_VERSION, ServerInfo, Submission};
 use aitk_common::id::{JobId, UserName};
-use aitk_proto::v1;
 use aitk_proto::v1::jobs_server::Jobs;
+use aitk_proto::{trace, v1};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
@@ -99,9 +99,11 @@ impl Jobs for JobsApi {
     async fn submit(&self, request: Request<v1::SubmitRequest>) -> Result<Response<v1::SubmitReply>, Status> {
         let who = caller(&request)?;
         let same_machine = same_machine(&request);
+        let trace = trace::get(request.metadata());
         let mut submission = Submission::try_from(request.into_inner())?;
         submission.owner = Some(self.owner(&who, &submission, same_machine)?);
         let asked = wants(&submission, self.0.retries).map_err(Status::invalid_argument)?;
+        let asked = Asked { trace, ..asked };
         let _held = self.inputs_present(&who, &submission).await?;
         if let Some(split) = asked.split
             && let Some(array) = self.cut(&who, &asked, split, &submission).await?
@@ -127,7 +129,8 @@ impl Jobs for JobsApi {
     ) -> Result<Response<v1::SubmitReply>, Status> {
         let who = caller(&request)?;
         let same_machine = same_machine(&request);
-        let submitted = self.take_array(&who, request.into_inner(), same_machine).await?;
+        let trace = trace::get(request.metadata());
+        let submitted = self.take_array(&who, request.into_inner(), same_machine, trace).await?;
         Ok(Response::new(submitted.into()))
     }
 

@@ -3,6 +3,7 @@
 use super::default_data_dir;
 use aitk_common::id::UserName;
 use aitk_common::telemetry;
+use aitk_common::telemetry::traces::Traces;
 use aitk_coordinator::core::Quotas;
 use aitk_coordinator::{Cluster, Config, DatabaseUrl, Member, PkiConfig, Retention, TlsFiles, ca_folder, start};
 use anyhow::{Context, bail};
@@ -14,6 +15,8 @@ use std::time::Duration;
 
 const HOUR: u64 = 3600;
 const DAY: u64 = 24 * HOUR;
+/// How long a collector may take for the spans of the last seconds.
+const LAST_SPANS: Duration = Duration::from_secs(2);
 
 /// How to serve.
 #[derive(Debug, Args)]
@@ -158,6 +161,7 @@ impl ServeArgs {
                 address,
                 ca_file: self.peer_ca_file,
             }),
+            traces: Traces::from_environment(),
             ..Config::new(data_dir)
         })
     }
@@ -202,6 +206,14 @@ pub(crate) fn start_logging(args: &ServeArgs) -> Result<(), ExitCode> {
 /// Serves until asked to stop.
 pub(crate) async fn serve(args: ServeArgs) -> anyhow::Result<()> {
     let config = args.config()?;
+    let traces = config.traces.clone();
+    let served = serve_with(config).await;
+    // The last thing of all; nobody waits for this runtime any more.
+    traces.finish(LAST_SPANS);
+    served
+}
+
+async fn serve_with(config: Config) -> anyhow::Result<()> {
     if config.cluster.is_some() {
         return share(Member::prepare(config)?).await;
     }

@@ -10,6 +10,7 @@ use aitk_common::control::{Artifact, HeldAttempt, JobEvent, JobView, Registratio
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{JobId, TaskId, WorkerId};
 use aitk_common::plan::profile::MemoryProfile;
+use aitk_common::telemetry::context::TraceContext;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -49,6 +50,8 @@ pub struct NewJob {
     pub after: Vec<String>,
     /// Not started before.
     pub not_before: Option<UnixMillis>,
+    /// The span that submitted it.
+    pub trace: Option<TraceContext>,
     /// For the worker.
     pub payload: Arc<Payload>,
 }

@@ -63,6 +63,7 @@ impl State {
             over_time: false,
             array,
             stolen: false,
+            trace: new.trace.map(Box::new),
             cursor: 0,
             live: None,
             progress: None,

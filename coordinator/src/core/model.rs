@@ -7,6 +7,7 @@ use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, Epoch, JobId, TaskId, UserName, WorkerId};
 use aitk_common::plan::demand::Demand;
 use aitk_common::plan::profile::MemoryProfile;
+use aitk_common::telemetry::context::TraceContext;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -208,6 +209,9 @@ pub struct Job {
     /// A faster device has taken over once.
     #[serde(default)]
     pub stolen: bool,
+    /// The span that submitted it. Boxed: most jobs have none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trace: Option<Box<TraceContext>>,
     /// Its last event. Rebuilt from the event log.
     #[serde(skip)]
     pub cursor: u64,

@@ -14,6 +14,7 @@ mod rules;
 mod server;
 mod stores;
 mod support;
+mod traces;
 
 #[allow(dead_code, clippy::print_stdout, reason = "it is shared with other tests")]
 #[path = "../../../common/tests/storage/buckets/server.rs"]

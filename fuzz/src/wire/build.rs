@@ -153,7 +153,7 @@ messages! {
     BeatReply { events }
     Assign {
         job_id task_id attempt_id epoch job_json config_text config_format inputs local resume_manifest_sha256 device
-        profile seed drawn
+        profile seed drawn traceparent
     }
     StopAttempt { attempt_id epoch save }
     Fence { attempt_id epoch reason }

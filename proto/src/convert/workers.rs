@@ -301,6 +301,8 @@ impl TryFrom<v1::Assign> for Assignment {
             profile: known::<v1::MemoryProfile, _>(wire.profile, "profile")?,
             seed: wire.seed,
             drawn: wire.drawn,
+            // As the recommendation has it: a trace is no reason to refuse work.
+            trace: wire.traceparent.parse().ok(),
         })
     }
 }
@@ -322,6 +324,7 @@ impl From<Assignment> for v1::Assign {
             profile: v1::MemoryProfile::from(work.profile).into(),
             seed: work.seed,
             drawn: work.drawn,
+            traceparent: work.trace.map(|trace| trace.to_string()).unwrap_or_default(),
         }
     }
 }

@@ -60,6 +60,7 @@ mod tests {
             "GOOGLE_APPLICATION_CREDENTIALS",
             "CUDA_SECRET",
             "SSH_AUTH_SOCK",
+            "OTEL_EXPORTER_OTLP_HEADERS",
         ];
         let kept = for_child(given.map(|name| (name.into(), "1".into())));
         let names: Vec<_> = kept.iter().map(|(name, _)| name.to_str().unwrap()).collect();

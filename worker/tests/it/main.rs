@@ -12,3 +12,4 @@ mod runner;
 mod session;
 mod support;
 mod tokens;
+mod traces;

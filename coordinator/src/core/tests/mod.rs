@@ -78,6 +78,7 @@ pub(super) fn new_job(id: &str, wants: Wants) -> NewJob {
         sees_all: true,
         after: Vec::new(),
         not_before: None,
+        trace: None,
         payload: Arc::new(Payload::default()),
     }
 }

@@ -67,6 +67,7 @@ pub(super) fn submit(state: &mut State, id: &str) -> Vec<Record> {
         after: Vec::new(),
         sees_all: true,
         not_before: None,
+        trace: None,
         idempotency_key: Some(format!("key of {id}")),
         payload: Arc::new(payload()),
     };

@@ -4,6 +4,8 @@ use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::checkpoint::CheckpointWriter;
 use aitk_common::control::{JobState, JobView};
 use aitk_common::plan::profile::MemoryProfile;
+use aitk_common::telemetry::context::TraceContext;
+use aitk_common::telemetry::traces::Traces;
 use aitk_proto::client::{Clients, connect};
 use aitk_proto::v1;
 use aitk_worker::{Config, Running, Status};
@@ -19,19 +21,26 @@ pub(crate) struct Lab {
     pub(crate) coordinator: Option<aitk_coordinator::Running>,
     pub(crate) addr: SocketAddr,
     pub(crate) token: String,
+    pub(crate) traces: Traces,
 }
 
 impl Lab {
     pub(crate) async fn start() -> Self {
+        Self::traced(Traces::default()).await
+    }
+
+    /// One whose coordinator and workers send their spans there.
+    pub(crate) async fn traced(traces: Traces) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let any = SocketAddr::from(([127, 0, 0, 1], 0));
-        let coordinator = coordinator(folder.path(), any).await;
+        let coordinator = coordinator(folder.path(), any, &traces).await;
         let (addr, token) = (coordinator.addr, coordinator.token.clone());
         Self {
             folder,
             coordinator: Some(coordinator),
             addr,
             token,
+            traces,
         }
     }
 
@@ -42,7 +51,7 @@ impl Lab {
 
     /// Starts it again, at the same address.
     pub(crate) async fn start_coordinator(&mut self) {
-        self.coordinator = Some(coordinator(self.folder.path(), self.addr).await);
+        self.coordinator = Some(coordinator(self.folder.path(), self.addr, &self.traces).await);
     }
 
     pub(crate) fn url(&self) -> String {
@@ -71,10 +80,21 @@ impl Lab {
         config.attempt_command = ["sh", "-c", script].map(Into::into).to_vec();
         config.grace = Duration::from_secs(5);
         config.shutdown_patience = Duration::from_secs(10);
+        config.traces.clone_from(&self.traces);
         config
     }
 
     pub(crate) async fn submit(&self, inputs: HashMap<String, String>, local: bool) -> String {
+        self.submit_in(None, inputs, local).await
+    }
+
+    /// Submits a job that is part of a trace.
+    pub(crate) async fn submit_in(
+        &self,
+        trace: Option<TraceContext>,
+        inputs: HashMap<String, String>,
+        local: bool,
+    ) -> String {
         let request = v1::SubmitRequest {
             config_text: "job: generate".into(),
             config_format: "yaml".into(),
@@ -83,6 +103,8 @@ impl Lab {
             local,
             ..v1::SubmitRequest::default()
         };
+        let mut request = tonic::Request::new(request);
+        aitk_proto::trace::put(request.metadata_mut(), trace);
         self.clients()
             .await
             .jobs
@@ -164,10 +186,11 @@ impl Lab {
     }
 }
 
-async fn coordinator(folder: &Path, bind: SocketAddr) -> aitk_coordinator::Running {
+async fn coordinator(folder: &Path, bind: SocketAddr, traces: &Traces) -> aitk_coordinator::Running {
     let mut config = aitk_coordinator::Config::new(folder.join("coordinator"));
     config.bind = bind;
     config.lease = Duration::from_secs(3);
+    config.traces.clone_from(traces);
     aitk_coordinator::start(config).await.unwrap()
 }
 

@@ -1,8 +1,14 @@
-//! Logging, set up once per process.
+//! What programs tell about themselves: logging, set up once per process, and the traces of jobs.
 //!
 //! Log lines go to standard error, because standard output belongs to the data that a command prints and to the
 //! events of an attempt. `AITK_LOG_LEVEL` takes a level (`error`, `warn`, `info`, `debug`, `trace`) or a filter
 //! such as `info,aitk_worker=debug`; without it the programs' own default holds.
+
+pub mod context;
+#[cfg(feature = "test-collector")]
+pub mod test_collector;
+#[cfg(feature = "traces")]
+pub mod traces;
 
 use std::io::{self, IsTerminal};
 use tracing_subscriber::EnvFilter;
@@ -92,7 +98,13 @@ where
         .with_writer(writer)
         .with_ansi(colours);
     match (options.json, options.kind) {
-        (true, _) => builder.json().flatten_event(true).try_init().is_ok(),
+        // Of spans within spans the innermost says enough.
+        (true, _) => builder
+            .json()
+            .flatten_event(true)
+            .with_span_list(false)
+            .try_init()
+            .is_ok(),
         (false, Kind::Daemon) => builder.try_init().is_ok(),
         (false, Kind::Command | Kind::Attempt) => builder.without_time().with_target(false).try_init().is_ok(),
     }

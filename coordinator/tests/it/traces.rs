@@ -1,0 +1,277 @@
+//! Spans of jobs, as a collector gets them from the program itself, and what happens without one.
+
+use crate::support::daemon::Daemon;
+use crate::support::{FakeWorker, eventually, held, submission, within};
+use aitk_common::attempt::{FailureCause, Outcome};
+use aitk_common::control::{JobState, JobView, NewMember, Submission, Submitted, Verdict};
+use aitk_common::telemetry::context::TraceContext;
+use aitk_common::telemetry::test_collector::{Seen, TestCollector};
+use aitk_proto::client::Clients;
+use aitk_proto::{trace, v1};
+use std::collections::BTreeMap;
+use std::net::TcpListener;
+
+const CLIENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
+
+fn client() -> TraceContext {
+    CLIENT.parse().unwrap()
+}
+
+fn job(name: &str) -> Submission {
+    Submission {
+        inputs: BTreeMap::new(),
+        ..submission(name)
+    }
+}
+
+async fn submit(clients: &Clients, name: &str, from: Option<TraceContext>) -> Submitted {
+    let mut request = tonic::Request::new(v1::SubmitRequest::from(job(name)));
+    trace::put(request.metadata_mut(), from);
+    let reply = within(clients.jobs.clone().submit(request)).await.unwrap();
+    reply.into_inner().try_into().unwrap()
+}
+
+async fn worker(clients: &Clients, name: &str) -> FakeWorker {
+    FakeWorker::register(clients, FakeWorker::registration(name, None, Vec::new())).await
+}
+
+/// Waits until as many spans of this name arrived.
+async fn arrived(collector: &TestCollector, name: &str, count: usize) -> Vec<Seen> {
+    eventually(&format!("{count} spans {name}"), || async {
+        let mut seen = collector.seen();
+        seen.retain(|span| span.name == name);
+        seen.sort_by_key(|span| span.start);
+        (seen.len() >= count).then_some(seen)
+    })
+    .await
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_job_is_one_trace_although_its_worker_and_its_coordinator_died() {
+    let dir = tempfile::tempdir().unwrap();
+    let collector = TestCollector::start().await.unwrap();
+    let endpoint = collector.endpoint();
+    let environment = [
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint.as_str()),
+        ("OTEL_BSP_SCHEDULE_DELAY", "50"),
+    ];
+    let mut daemon = Daemon::start(dir.path(), &["--lease-seconds", "3"], &environment).await;
+
+    let clients = daemon.clients().await;
+    let mut first = worker(&clients, "first").await;
+    let id = submit(&clients, "traced", Some(client())).await.job;
+    let first_try = first.assigned().await;
+    arrived(&collector, "queued", 1).await;
+    drop(first);
+    daemon.kill_and_restart().await;
+
+    let clients = daemon.clients().await;
+    // Nobody knows of the first worker any more; its lease has to run out.
+    eventually("the loss of the first attempt", || async {
+        let request = v1::GetJobRequest { job_id: id.to_string() };
+        let job: JobView = clients
+            .jobs
+            .clone()
+            .get(request)
+            .await
+            .ok()?
+            .into_inner()
+            .try_into()
+            .unwrap();
+        (job.state == JobState::Queued).then_some(())
+    })
+    .await;
+    let mut second = worker(&clients, "second").await;
+    let second_try = second.assigned().await;
+    assert_eq!(second_try.job, id);
+    assert_eq!(
+        second.finish(&held(&second_try), Outcome::Completed).await,
+        Verdict::Accepted
+    );
+
+    let [job] = &arrived(&collector, "job", 1).await[..] else {
+        panic!("{:#?}", collector.seen());
+    };
+    assert_eq!(job.service, "aitk-coordinator");
+    assert_eq!(
+        (job.trace.clone(), job.parent.clone()),
+        (client().trace.to_string(), client().span.to_string())
+    );
+    assert_eq!(
+        (&*job.attributes["aitk.job.id"], &*job.attributes["aitk.outcome"]),
+        (id.as_str(), "completed")
+    );
+    let assigned = arrived(&collector, "assigned", 2).await;
+    let queued = arrived(&collector, "queued", 2).await;
+    for span in assigned.iter().chain(&queued) {
+        assert_eq!((&span.trace, &span.parent), (&job.trace, &job.span), "{span:#?}");
+        assert!(
+            job.start <= span.start && span.end <= job.end,
+            "{span:#?} within {job:#?}"
+        );
+    }
+    for (span, work) in assigned.iter().zip([&first_try, &second_try]) {
+        let told = work.trace.unwrap();
+        assert_eq!(
+            (told.trace.to_string(), told.span.to_string()),
+            (span.trace.clone(), span.span.clone())
+        );
+        assert!(told.sampled);
+        assert_eq!(span.attributes["aitk.attempt.id"], work.attempt.to_string());
+    }
+    let outcomes: Vec<_> = assigned.iter().map(|span| &*span.attributes["aitk.outcome"]).collect();
+    assert_eq!(outcomes, ["lost", "completed"]);
+    assert!(
+        assigned[0].error.as_ref().is_some_and(|why| why.contains("lost")),
+        "{:?}",
+        assigned[0]
+    );
+    assert!(assigned[1].error.is_none() && job.error.is_none());
+    assert_eq!(collector.seen().len(), 5, "{:#?}", collector.seen());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn jobs_without_a_trace_get_one_and_members_of_a_sweep_one_each() {
+    let dir = tempfile::tempdir().unwrap();
+    let collector = TestCollector::start().await.unwrap();
+    let endpoint = collector.traces_endpoint();
+    let environment = [
+        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", endpoint.as_str()),
+        ("OTEL_BSP_SCHEDULE_DELAY", "50"),
+        ("OTEL_SERVICE_NAME", "the lab's"),
+    ];
+    let daemon = Daemon::start(dir.path(), &[], &environment).await;
+    let clients = daemon.clients().await;
+    let mut worker = worker(&clients, "w").await;
+
+    submit(&clients, "alone", None).await;
+    let work = worker.assigned().await;
+    let failed = Outcome::Failed {
+        cause: FailureCause::BadInput,
+        message: "no such model".into(),
+    };
+    worker.finish(&held(&work), failed).await;
+    let alone = arrived(&collector, "job", 1).await.remove(0);
+    assert_eq!((alone.service.as_str(), alone.parent.as_str()), ("the lab's", ""));
+    assert_eq!(alone.error.as_deref(), Some("no such model"));
+
+    // Whoever submitted it does not keep this trace, so nobody does.
+    let unsampled = TraceContext {
+        sampled: false,
+        ..client()
+    };
+    submit(&clients, "not kept", Some(unsampled)).await;
+    let work = worker.assigned().await;
+    assert_eq!(
+        work.trace.map(|trace| (trace.trace, trace.sampled)),
+        Some((client().trace, false))
+    );
+    worker.finish(&held(&work), Outcome::Completed).await;
+
+    let member = |name: &str| NewMember {
+        job_json: job(name).job_json,
+        twin: 0,
+    };
+    let mut request = tonic::Request::new(v1::SubmitArrayRequest {
+        shared: Some(job("sweep").into()),
+        name: "sweep".into(),
+        members: ["a", "b"].map(|name| member(name).into()).to_vec(),
+        at_most: 0,
+    });
+    trace::put(request.metadata_mut(), Some(client()));
+    within(clients.jobs.clone().submit_array(request)).await.unwrap();
+    for _ in 0..2 {
+        let work = worker.assigned().await;
+        worker.finish(&held(&work), Outcome::Completed).await;
+    }
+    let jobs = arrived(&collector, "job", 3).await;
+    let members = &jobs[1..];
+    assert_ne!(members[0].trace, members[1].trace);
+    for member in members {
+        assert_ne!(member.trace, client().trace.to_string());
+        assert_eq!(
+            (member.parent.as_str(), &member.links),
+            ("", &vec![client().trace.to_string()])
+        );
+    }
+    assert!(
+        collector
+            .seen()
+            .iter()
+            .all(|span| span.trace != client().trace.to_string()),
+        "{:#?}",
+        collector.seen()
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_collector_that_is_not_there_is_said_once_and_changes_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let endpoint = format!("http://anna:s3cret@{nobody}");
+    let environment = [
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint.as_str()),
+        ("OTEL_BSP_SCHEDULE_DELAY", "20"),
+    ];
+    let daemon = Daemon::start(dir.path(), &[], &environment).await;
+    let clients = daemon.clients().await;
+    let mut worker = worker(&clients, "w").await;
+    for name in ["one", "two", "three"] {
+        submit(&clients, name, None).await;
+        let work = worker.assigned().await;
+        assert_eq!(worker.finish(&held(&work), Outcome::Completed).await, Verdict::Accepted);
+        let said = || daemon.log().matches("traces do not reach").count();
+        eventually("the warning", || async { (said() > 0).then_some(()) }).await;
+        assert_eq!(said(), 1, "{}", daemon.log());
+    }
+    assert!(!daemon.log().contains("s3cret"), "{}", daemon.log());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_a_collector_the_trace_of_the_client_is_handed_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut daemon = Daemon::start(dir.path(), &["--lease-seconds", "1"], &[]).await;
+    let clients = daemon.clients().await;
+    submit(&clients, "traced", Some(client())).await;
+    daemon.kill_and_restart().await;
+    let mut worker = worker(&daemon.clients().await, "w").await;
+    assert_eq!(worker.assigned().await.trace, Some(client()));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_job_that_is_resumed_sends_its_span_again_and_was_not_queued_while_it_was_stopped() {
+    let dir = tempfile::tempdir().unwrap();
+    let collector = TestCollector::start().await.unwrap();
+    let endpoint = collector.endpoint();
+    let environment = [
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint.as_str()),
+        ("OTEL_BSP_SCHEDULE_DELAY", "50"),
+    ];
+    let daemon = Daemon::start(dir.path(), &[], &environment).await;
+    let clients = daemon.clients().await;
+    let mut worker = worker(&clients, "w").await;
+    let job_id = submit(&clients, "resumed", None).await.job.to_string();
+    let work = worker.assigned().await;
+    let stop = v1::StopJobRequest {
+        job_id: job_id.clone(),
+        now: false,
+    };
+    within(clients.jobs.clone().stop(stop)).await.unwrap();
+    worker.finish(&held(&work), Outcome::Stopped).await;
+    let stopped = arrived(&collector, "job", 1).await.remove(0);
+    assert_eq!(stopped.attributes["aitk.outcome"], "stopped");
+
+    let resume = v1::ResumeJobRequest { job_id };
+    within(clients.jobs.clone().resume(resume)).await.unwrap();
+    let work = worker.assigned().await;
+    worker.finish(&held(&work), Outcome::Completed).await;
+    let mut both = arrived(&collector, "job", 2).await;
+    both.sort_by_key(|span| span.end);
+    let [first, second] = &both[..] else {
+        panic!("{both:#?}");
+    };
+    assert_eq!((&first.span, first.start), (&second.span, second.start));
+    assert_eq!(second.attributes["aitk.outcome"], "completed");
+    let queued = arrived(&collector, "queued", 2).await;
+    assert!(queued[1].start >= first.end, "{queued:#?}");
+}
