@@ -1,2 +1,8 @@
 #![no_main]
-libfuzzer_sys::fuzz_target!(|data: &[u8]| aitk_fuzz::config::run(data));
+
+#[path = "../src/config.rs"]
+mod config;
+#[path = "../src/dice.rs"]
+mod dice;
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| config::run(data));

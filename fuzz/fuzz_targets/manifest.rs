@@ -1,2 +1,8 @@
 #![no_main]
-libfuzzer_sys::fuzz_target!(|data: &[u8]| aitk_fuzz::manifest::run(data));
+
+#[path = "../src/dice.rs"]
+mod dice;
+#[path = "../src/manifest.rs"]
+mod manifest;
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| manifest::run(data));

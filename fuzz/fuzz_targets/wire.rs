@@ -1,2 +1,8 @@
 #![no_main]
-libfuzzer_sys::fuzz_target!(|data: &[u8]| aitk_fuzz::wire::run(data));
+
+#[path = "../src/dice.rs"]
+mod dice;
+#[path = "../src/wire/mod.rs"]
+mod wire;
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| wire::run(data));

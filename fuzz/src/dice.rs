@@ -3,6 +3,8 @@
 //! Ours, in a few lines, so that the ordinary tests replay the corpora without a fuzzer's libraries. When the bytes are
 //! used up every draw is the first choice, so a short input ends soon.
 
+#![allow(dead_code, reason = "each target draws what it needs")]
+
 /// Draws from bytes.
 pub struct Dice<'a>(&'a [u8]);
 

@@ -6,35 +6,18 @@
     reason = "a test fails by panicking; the fuzzer has these files as a library"
 )]
 
-use std::path::{Path, PathBuf};
-
 #[path = "../../fuzz/src/config.rs"]
 mod config;
 #[path = "../../fuzz/src/dice.rs"]
 mod dice;
 #[path = "../../fuzz/src/manifest.rs"]
 mod manifest;
+#[path = "../../fuzz/src/replay.rs"]
+mod replay;
 #[path = "../../fuzz/src/wire/mod.rs"]
 mod wire;
 
-fn repository() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
-}
-
-fn replay(target: &str, run: fn(&[u8])) {
-    let folder = repository().join("fuzz/corpus").join(target);
-    let mut inputs: Vec<PathBuf> = std::fs::read_dir(&folder)
-        .unwrap_or_else(|error| panic!("{}: {error}", folder.display()))
-        .map(|entry| entry.unwrap().path())
-        .collect();
-    inputs.sort();
-    assert!(!inputs.is_empty(), "{} is empty", folder.display());
-    for input in inputs {
-        // Shown only when the test fails: the last one is to blame.
-        eprintln!("{}", input.display());
-        run(&std::fs::read(&input).unwrap());
-    }
-}
+use replay::{replay, repository};
 
 #[test]
 fn configs() {

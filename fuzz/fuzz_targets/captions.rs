@@ -1,0 +1,10 @@
+#![no_main]
+
+#[path = "../src/captions.rs"]
+mod captions;
+#[path = "../src/dice.rs"]
+mod dice;
+#[path = "../src/scratch.rs"]
+mod scratch;
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| captions::run(data));

@@ -1,0 +1,102 @@
+//! Captions, prompts with flags, and the sizes that pictures are brought to.
+
+use super::dice::Dice;
+use super::scratch::with_file;
+use aitk_common::job::prompt::{PromptFlags, floor_size, with_trigger};
+use aitk_engine::data::{BucketPlan, CaptionRules, build_caption, plan, plan_square, read_caption};
+use aitk_engine::rng::TorchGenerator;
+use std::path::Path;
+
+/// The first byte chooses which of them.
+pub fn run(data: &[u8]) {
+    let mut dice = Dice::new(data);
+    match dice.byte() % 5 {
+        0 => buckets(&mut dice),
+        1 => prompt(&String::from_utf8_lossy(dice.rest())),
+        2 => file(dice.rest(), ".txt"),
+        3 => file(dice.rest(), ".json"),
+        _ => caption(&mut dice),
+    }
+}
+
+/// The caption file beside a picture.
+fn file(bytes: &[u8], extension: &str) {
+    let beside = |path: &Path, default: Option<&str>| read_caption(&path.with_extension("png"), extension, default);
+    with_file(&format!("caption{extension}"), bytes, |path| {
+        let (bare, filled) = (beside(path, None), beside(path, Some("a default")));
+        match (bare, filled) {
+            (Err(error), Err(_)) => assert!(!error.to_string().is_empty(), "an error without a word"),
+            (Ok(bare), Ok(filled)) if bare.trim().is_empty() => assert_eq!(filled, "a default"),
+            (Ok(bare), Ok(filled)) => assert_eq!(bare, filled),
+            (bare, filled) => panic!("the default decides whether a file is read: {bare:?}, {filled:?}"),
+        }
+    });
+}
+
+fn prompt(text: &str) {
+    let flags = PromptFlags::parse(text);
+    for side in [flags.width, flags.height].into_iter().flatten() {
+        assert!(side >= 64 && side % 8 == 0, "{side} pixels");
+        assert_eq!(floor_size(side), side);
+    }
+    let numbers = [flags.guidance_scale, flags.network_multiplier, flags.guidance_rescale];
+    assert!(numbers.into_iter().flatten().all(f64::is_finite), "{flags:?}");
+    let _ = with_trigger(&flags.prompt, Some("[trigger]"));
+}
+
+fn caption(dice: &mut Dice<'_>) {
+    let word = |dice: &mut Dice<'_>| dice.flag().then(|| dice.chars());
+    let rules = CaptionRules {
+        trigger: word(dice),
+        process_trigger: word(dice),
+        regularisation: dice.flag(),
+        caption_dropout: dice.real(),
+        token_dropout: dice.real(),
+        keep_tokens: dice.number() as u32 as usize,
+        shuffle: dice.flag(),
+        random_triggers: (0..dice.below(4)).map(|_| dice.chars()).collect(),
+        random_triggers_max: dice.number() as u32 as usize,
+    };
+    let seed = dice.u64();
+    let text = String::from_utf8_lossy(dice.rest());
+    let caption = || build_caption(&text, &rules, &mut TorchGenerator::manual_seed(seed));
+    let once = caption();
+    assert_eq!(once, caption(), "the same seed gives the same caption");
+    // Each token once, each mark at most replaced by the trigger: no rule lets a caption grow without bound.
+    let longest = rules.trigger.as_deref().unwrap_or_default().len();
+    let triggers: usize = rules.random_triggers.iter().map(|word| word.len() + 2).sum();
+    let bound = (text.len() + triggers + 2) * 4 + (text.len() + 1) * (longest + 2);
+    assert!(once.len() <= bound + 64, "{} bytes out of {}", once.len(), text.len());
+}
+
+/// A side of a picture: small, absurd, or anything.
+fn side(dice: &mut Dice<'_>) -> u32 {
+    match dice.byte() % 6 {
+        0 => u32::from(dice.byte()),
+        1 => u32::MAX,
+        2 => u32::MAX >> dice.below(32),
+        3 => (u32::from(dice.byte()) << 8) | u32::from(dice.byte()),
+        _ => dice.u64() as u32,
+    }
+}
+
+fn buckets(dice: &mut Dice<'_>) {
+    let (width, height, resolution) = (side(dice), side(dice), side(dice));
+    let divisibility = [1, 2, 8, 16, 32, 64, 0, side(dice)][dice.below(8)];
+    inside(&plan(width, height, resolution, divisibility, dice.flag()));
+    inside(&plan_square(width, height, resolution));
+}
+
+/// The cut lies inside of the scaled picture.
+fn inside(plan: &BucketPlan) {
+    for (bucket, scaled, crop) in [
+        (plan.bucket.0, plan.scale_to.0, plan.crop.0),
+        (plan.bucket.1, plan.scale_to.1, plan.crop.1),
+    ] {
+        let end = crop.checked_add(bucket);
+        assert!(
+            end.is_some_and(|end| end <= scaled),
+            "cut outside of the picture: {plan:?}"
+        );
+    }
+}

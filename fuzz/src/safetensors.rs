@@ -1,0 +1,110 @@
+//! A weights file, whatever its bytes: refused with a reason, or every tensor that it names lies in it.
+
+use super::dice::Dice;
+use super::scratch::with_file;
+use aitk_engine::weights::{Index, Weights};
+use candle_core::{DType, Device};
+
+/// The first byte says whether the others are a file, a header whose length is right, or what builds one.
+pub fn run(data: &[u8]) {
+    let Some((&first, bytes)) = data.split_first() else {
+        return;
+    };
+    match first % 4 {
+        0 => read(bytes),
+        1 => read(&framed(bytes, &[0; 64])),
+        _ => read(&built(&mut Dice::new(bytes))),
+    }
+}
+
+fn read(file: &[u8]) {
+    with_file("weights.safetensors", file, |path| match Index::open(path) {
+        Err(error) => assert!(!error.to_string().is_empty(), "an error without a word"),
+        Ok(index) => {
+            let _ = index.metadata();
+            let mut elements = 0_usize;
+            for (name, shape) in index.tensors() {
+                assert_eq!(index.shape(name), Some(shape));
+                let count = shape.iter().try_fold(1_usize, |count, side| count.checked_mul(*side));
+                elements = count
+                    .and_then(|count| elements.checked_add(count))
+                    .expect("a count of elements");
+            }
+            // The smallest kind of number has 4 bits.
+            assert!(
+                elements <= file.len().saturating_mul(2),
+                "tensors larger than their file"
+            );
+            tensors(&index);
+        }
+    });
+}
+
+/// Every tensor of floats can be had, in the shape that the file gives it.
+fn tensors(index: &Index) {
+    let weights = Weights::from_index(index.clone(), DType::F32, &Device::Cpu);
+    for (name, shape) in index.tensors() {
+        match weights.get(shape, name) {
+            Err(error) => assert!(error.to_string().contains("is stored as"), "{name}: {error}"),
+            Ok(tensor) => assert_eq!(tensor.dims(), shape),
+        }
+    }
+}
+
+/// A header with its length in front and data behind it.
+fn framed(header: &[u8], data: &[u8]) -> Vec<u8> {
+    [&(header.len() as u64).to_le_bytes(), header, data].concat()
+}
+
+/// A file whose tensors follow each other as they should, with something wrong here and there.
+fn built(dice: &mut Dice<'_>) -> Vec<u8> {
+    let mut entries = Vec::new();
+    let mut end = 0_u64;
+    if dice.one_in(4) {
+        let value = serde_json::Value::String(dice.chars());
+        entries.push(format!(r#""__metadata__":{{"k":{value}}}"#));
+    }
+    for index in 0..dice.below(5) {
+        let (dtype, bits) = [
+            ("F32", 32),
+            ("F16", 16),
+            ("BF16", 16),
+            ("F64", 64),
+            ("I64", 64),
+            ("U8", 8),
+            ("BOOL", 8),
+            ("F8_E4M3", 8),
+            ("F4", 4),
+            ("NONE", 8),
+        ][dice.below(10)];
+        let shape: Vec<u64> = (0..dice.below(4)).map(|_| dice.number()).collect();
+        let bytes = shape
+            .iter()
+            .fold(bits, |product: u64, side| product.wrapping_mul(*side))
+            / 8;
+        let (mut from, mut to) = (end, end.wrapping_add(bytes));
+        end = to;
+        match dice.byte() {
+            250.. => from = dice.number(),
+            244..250 => to = dice.number(),
+            _ => {}
+        }
+        let name = match dice.byte() % 8 {
+            0 => serde_json::Value::String(dice.chars()).to_string(),
+            1 => "\"t0\"".into(),
+            _ => format!("\"t{index}\""),
+        };
+        entries.push(format!(
+            r#"{name}:{{"dtype":"{dtype}","shape":{shape:?},"data_offsets":[{from},{to}]}}"#
+        ));
+    }
+    let mut header = format!("{{{}}}", entries.join(",")).into_bytes();
+    header.extend(std::iter::repeat_n(b' ', dice.below(9)));
+    // Small files hold their data; no file of ours is large.
+    let length = usize::try_from(end).unwrap_or(0).min(4096);
+    let mut file = framed(&header, &vec![0; length]);
+    if dice.one_in(16) {
+        file.truncate(file.len() - dice.below(file.len()));
+    }
+    file
+}
