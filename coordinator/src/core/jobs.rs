@@ -334,8 +334,8 @@ impl State {
             return Ok(from);
         }
         // Looks at every job, for a person who did not write a whole id.
-        let begins = |(id, job): &(&JobId, &Box<Job>)| id.as_str().starts_with(text) && sees(job);
-        let mut fitting: Vec<_> = self.jobs.iter().filter(begins).collect();
+        let begins = |id: &JobId, job: &Job| id.as_str().starts_with(text) && sees(job);
+        let mut fitting: Vec<_> = self.jobs.iter().filter(|(id, job)| begins(id, job)).collect();
         fitting.sort_unstable_by_key(|(id, _)| *id);
         let mut matches: Vec<JobId> = Vec::new();
         for (id, job) in fitting {
