@@ -60,14 +60,26 @@ impl StorageAccess {
             .send_if_modified(|way| way.take_if(|way| way.through_coordinator).is_some());
     }
 
-    async fn get(&self) -> Arc<dyn BlobStore> {
-        let mut way = self.way.subscribe();
-        let store = match way.wait_for(Option::is_some).await {
-            Ok(way) => way.as_ref().map(|way| Arc::clone(&way.store)),
+    /// The way, and a word that is heard when it leads nowhere any more.
+    async fn get(&self) -> (Arc<dyn BlobStore>, BoxFuture<'static, ()>) {
+        let mut changes = self.way.subscribe();
+        let way = match changes.wait_for(Option::is_some).await {
+            Ok(way) => way.clone(),
             Err(_) => None,
         };
-        match store {
-            Some(store) => store,
+        match way {
+            Some(Way {
+                store,
+                through_coordinator: true,
+            }) => {
+                let gone = async move {
+                    if changes.changed().await.is_err() {
+                        std::future::pending().await
+                    }
+                };
+                (store, Box::pin(gone))
+            }
+            Some(way) => (way.store, Box::pin(std::future::pending())),
             // Cannot be: the sender lives in self, and what was waited for is there.
             None => std::future::pending().await,
         }
@@ -75,7 +87,8 @@ impl StorageAccess {
 
     /// Calls `work` until it succeeds, fails for good, or storage was in trouble for longer than `patience`.
     /// While there is no way to storage at all, it waits, and that time does not count: the training that hangs on
-    /// it goes on, and a coordinator that is away for an hour must not cost it.
+    /// it goes on, and a coordinator that is away for an hour must not cost it. What goes through a coordinator ends with the
+    /// session, and begins again with the next one, which may be another coordinator's.
     pub(crate) async fn retry<'a, T>(
         &self,
         patience: Duration,
@@ -84,9 +97,13 @@ impl StorageAccess {
         let mut spent = Duration::ZERO;
         let mut wait = self.first_wait;
         loop {
-            let store = self.get().await;
+            let (store, gone) = self.get().await;
             let began = Instant::now();
-            let error = match work(store).await {
+            let tried = tokio::select! {
+                tried = work(store) => tried,
+                () = gone => continue,
+            };
+            let error = match tried {
                 Ok(value) => return Ok(value),
                 Err(error) => error,
             };
@@ -156,6 +173,40 @@ mod tests {
         let keys = |name: &str| name == "AWS_ACCESS_KEY_ID";
         assert!(has_keys("s3://bucket/x", keys));
         assert!(!has_keys("gs://bucket", keys) && !has_keys("file:///data", |_| true) && !has_keys("", |_| true));
+    }
+
+    #[tokio::test]
+    async fn what_went_through_a_coordinator_that_leads_no_more_goes_through_the_next_one() {
+        let access = StorageAccess::new();
+        let way = |through_coordinator| Way {
+            store: Arc::new(ObjectBlobs::open("memory://").unwrap()),
+            through_coordinator,
+        };
+        access.way.send_replace(Some(way(true)));
+        let mut tries = 0;
+        let mut storing = Box::pin(access.retry(Duration::from_secs(60), |_| {
+            tries += 1;
+            let hangs = tries == 1;
+            Box::pin(async move {
+                if hangs {
+                    std::future::pending::<()>().await;
+                }
+                Ok::<_, StorageError>(())
+            })
+        }));
+        let pause = Duration::from_millis(30);
+        assert!(tokio::time::timeout(pause, &mut storing).await.is_err());
+        access.connection_lost();
+        assert!(tokio::time::timeout(pause, &mut storing).await.is_err());
+        access.way.send_replace(Some(way(true)));
+        storing.await.unwrap();
+        assert_eq!(tries, 2);
+
+        // One that needs no coordinator is not disturbed.
+        access.way.send_replace(Some(way(false)));
+        let (_, gone) = access.get().await;
+        access.way.send_replace(Some(way(true)));
+        assert!(tokio::time::timeout(pause, gone).await.is_err());
     }
 
     #[tokio::test]
