@@ -258,6 +258,9 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     .await
 }
 
+/// The folder for blobs on their way to storage or from it.
+const TRANSIT: &str = "transit";
+
 /// What a coordinator stands on, whether it leads or not.
 #[derive(Clone)]
 pub(crate) struct Ground {
@@ -288,6 +291,8 @@ impl Ground {
         }
         let data_dir = prepare(&config.data_dir)?;
         let lock = lock(&data_dir)?;
+        // Here, not when it begins to lead: one that crashed may stand by for a year.
+        empty(&data_dir.join(TRANSIT))?;
         let (token, token_file) = match &config.token {
             Some(token) => (Token::parse(token, "the configuration")?, None),
             None => {
@@ -329,8 +334,7 @@ pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -
         ..
     } = ground.clone();
     let blobs: Arc<dyn BlobStore> = Arc::new(ObjectBlobs::open(&storage_url)?);
-    let transit = data_dir.join("transit");
-    empty(&transit)?;
+    let transit = data_dir.join(TRANSIT);
 
     let clock = Clock::new();
     let store: Arc<dyn Store> = Arc::new(store.keeping_events(config.retention.events));

@@ -153,8 +153,14 @@ async fn another_one_takes_over_and_what_runs_goes_on() {
     assert_eq!((seen.state, seen.attempts.len()), (JobState::Completed, 1));
 
     // The first one comes back, stands by, and leads again when the second leaves in order.
+    let half = lab.dir.path().join("first/transit/half.part");
+    std::fs::write(&half, "of a blob").unwrap();
     first.kill_and_restart().await;
     let to_first = answers(&first).await;
+    assert!(
+        !half.exists(),
+        "what was on its way when it died is gone before it leads"
+    );
     assert_eq!(job(&to_first, &id).await.unwrap().state, JobState::Completed);
     assert!(second.log().contains("this coordinator leads"));
     signal(&second, "-TERM");
