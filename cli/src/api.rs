@@ -480,6 +480,11 @@ pub fn status_failure(server: &str, status: &Status) -> Failure {
             format!("{server} does not answer as a coordinator does: {said}"),
         )
         .hint("it may want TLS: write https:// before its address"),
+        // So it comes from a coordinator that passed the call on to a leader that died; what a server says has no source.
+        Code::Internal if is_transport(status) => Failure::new(
+            Exit::Unreachable,
+            format!("the connection to {server} broke off: {said}"),
+        ),
         _ => Failure::failed(format!("{server} answered: {said}")),
     }
 }
@@ -579,5 +584,9 @@ pub(crate) mod tests {
         ] {
             assert_eq!(status_failure("http://s", &status).exit, exit);
         }
+        // Not said by the coordinator, but by what is between: such a stream is taken up again.
+        let mut cut = Status::internal("h2 protocol error: error reading a body from connection");
+        cut.set_source(std::sync::Arc::new(std::io::Error::other("reset")));
+        assert_eq!(status_failure("https://s", &cut).exit, Exit::Unreachable);
     }
 }
