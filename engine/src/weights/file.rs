@@ -40,6 +40,17 @@ impl SafetensorsFile {
             return Err(error);
         }
         let (header, metadata) = SafeTensors::read_metadata(&map).map_err(|e| wrong(explain(&e, &map)))?;
+        // One side of zero hides from the length of the file how long the others are; they still have to be counted.
+        let countable = |sides: &[usize]| {
+            let mut sides = sides.iter().filter(|side| **side > 0);
+            sides.try_fold(1_usize, |all, side| all.checked_mul(*side)).is_some()
+        };
+        if let Some((name, info)) = metadata.tensors().iter().find(|(_, info)| !countable(&info.shape)) {
+            return Err(wrong(format!(
+                "tensor {name:?} has the impossible shape {:?}: download or copy it again",
+                info.shape
+            )));
+        }
         Ok(Self {
             path: path.to_path_buf(),
             map,

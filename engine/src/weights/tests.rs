@@ -138,6 +138,13 @@ fn what_is_not_safetensors_is_told_apart() {
     assert!(said(b"{\"a\": 1, \"b\": 2} is JSON").contains("not a safetensors file"));
     let garbage = [&16u64.to_le_bytes()[..], b"{ not JSON !!!!}"].concat();
     assert!(said(&garbage).contains("not a valid safetensors file"));
+    // Found by the fuzzer: nothing in it, and longer than can be counted.
+    let header = format!(
+        r#"{{"a":{{"dtype":"F32","shape":[0,{0},{0}],"data_offsets":[0,0]}}}}"#,
+        1_u64 << 40
+    );
+    let endless = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
+    assert!(said(&endless).contains("impossible shape"), "{}", said(&endless));
 }
 
 #[test]
