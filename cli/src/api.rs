@@ -9,18 +9,24 @@ use aitk_common::control::{
 use aitk_common::id::JobId;
 use aitk_common::security::token::{Token, TokenError};
 use aitk_common::telemetry::context::TraceContext;
-use aitk_proto::client::{Clients, ConnectError, connect};
-use aitk_proto::{trace, v1};
+use aitk_proto::client::{AuthChannel, Clients, ConnectError, addresses, connect};
+use aitk_proto::v1::jobs_client::JobsClient;
+use aitk_proto::{LEADER_HEADER, trace, v1};
 use futures::{Stream, StreamExt};
 use std::future::Future;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tonic::{Code, Status};
 
 /// A coordinator that takes longer than this to answer a small question is as good as not there.
 const CALL_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long a call to one of several coordinators is made again while another one takes over; that takes up to ten seconds.
+const TAKEOVER: Duration = Duration::from_secs(20);
+const TAKEOVER_PAUSE: Duration = Duration::from_millis(250);
 /// How many ended jobs are looked through for a name.
 const NAME_SEARCH: u32 = 1000;
+
+type Jobs = JobsClient<AuthChannel>;
 
 /// A connection to a coordinator.
 #[derive(Clone, Debug)]
@@ -68,7 +74,17 @@ impl Api {
     /// # Errors
     /// When the address or token is malformed, or nobody answers.
     pub async fn connect(server: &str, token: &str, ca_file: Option<&std::path::Path>) -> Result<Self, Failure> {
-        let clients = connect(server, token, ca_file).await.map_err(|error| {
+        let begun = Instant::now();
+        let connected = loop {
+            match connect(server, token, ca_file).await {
+                // Whoever takes over closes one door and opens another.
+                Err(ConnectError::Unreachable { .. }) if is_shared(server) && begun.elapsed() < TAKEOVER => {
+                    tokio::time::sleep(TAKEOVER_PAUSE).await;
+                }
+                connected => break connected,
+            }
+        };
+        let clients = connected.map_err(|error| {
             let exit = match &error {
                 ConnectError::BadAddress { .. } | ConnectError::Plaintext { .. } => Exit::Usage,
                 ConnectError::BadToken => Exit::Unauthorised,
@@ -99,12 +115,6 @@ impl Api {
         self
     }
 
-    fn request<T>(&self, message: T) -> tonic::Request<T> {
-        let mut request = tonic::Request::new(message);
-        trace::put(request.metadata_mut(), self.trace);
-        request
-    }
-
     /// The address as it was given.
     #[must_use]
     pub fn server(&self) -> &str {
@@ -122,8 +132,8 @@ impl Api {
     /// # Errors
     /// As [`status_failure`].
     pub async fn info(&self) -> Result<ServerInfo, Failure> {
-        let mut jobs = self.clients.jobs.clone();
-        Ok(self.call(jobs.info(v1::InfoRequest {})).await?.into())
+        let call = |mut jobs: Jobs, request| async move { jobs.info(request).await };
+        Ok(self.call(v1::InfoRequest {}, call).await?.into())
     }
 
     /// Submits a job.
@@ -131,11 +141,9 @@ impl Api {
     /// # Errors
     /// As [`status_failure`].
     pub async fn submit(&self, submission: Submission) -> Result<Submitted, Failure> {
-        let mut jobs = self.clients.jobs.clone();
-        self.call(jobs.submit(self.request(v1::SubmitRequest::from(submission))))
-            .await?
-            .try_into()
-            .map_err(impossible)
+        let call = |mut jobs: Jobs, request| async move { jobs.submit(request).await };
+        let reply = self.call(v1::SubmitRequest::from(submission), call).await?;
+        reply.try_into().map_err(impossible)
     }
 
     /// Submits an array: jobs that have everything of `shared` but their JSON. `at_most` 0: no limit.
@@ -149,14 +157,14 @@ impl Api {
         members: Vec<NewMember>,
         at_most: u32,
     ) -> Result<Submitted, Failure> {
-        let mut jobs = self.clients.jobs.clone();
         let request = v1::SubmitArrayRequest {
             shared: Some(shared.into()),
             name,
             members: members.into_iter().map(Into::into).collect(),
             at_most,
         };
-        let reply = self.call(jobs.submit_array(self.request(request))).await?;
+        let call = |mut jobs: Jobs, request| async move { jobs.submit_array(request).await };
+        let reply = self.call(request, call).await?;
         reply.try_into().map_err(impossible)
     }
 
@@ -165,11 +173,9 @@ impl Api {
     /// # Errors
     /// As [`status_failure`].
     pub async fn get(&self, id: &str) -> Result<JobView, Failure> {
-        let mut jobs = self.clients.jobs.clone();
-        self.call(jobs.get(v1::GetJobRequest { job_id: id.to_owned() }))
-            .await?
-            .try_into()
-            .map_err(impossible)
+        let call = |mut jobs: Jobs, request| async move { jobs.get(request).await };
+        let reply = self.call(v1::GetJobRequest { job_id: id.to_owned() }, call).await?;
+        reply.try_into().map_err(impossible)
     }
 
     /// Jobs: active ones, then ended ones; an array is one of them. `limit` 0 leaves it to the coordinator.
@@ -212,8 +218,8 @@ impl Api {
     }
 
     async fn listed(&self, request: v1::ListJobsRequest) -> Result<Vec<JobView>, Failure> {
-        let mut jobs = self.clients.jobs.clone();
-        let reply = self.call(jobs.list(request)).await?;
+        let call = |mut jobs: Jobs, request| async move { jobs.list(request).await };
+        let reply = self.call(request, call).await?;
         reply
             .jobs
             .into_iter()
@@ -226,12 +232,12 @@ impl Api {
     /// # Errors
     /// As [`status_failure`].
     pub async fn stop(&self, id: &JobId, now: bool) -> Result<JobView, Failure> {
-        let mut jobs = self.clients.jobs.clone();
         let request = v1::StopJobRequest {
             job_id: id.to_string(),
             now,
         };
-        self.call(jobs.stop(request)).await?.try_into().map_err(impossible)
+        let call = |mut jobs: Jobs, request| async move { jobs.stop(request).await };
+        self.call(request, call).await?.try_into().map_err(impossible)
     }
 
     /// Lets a job go on.
@@ -239,9 +245,9 @@ impl Api {
     /// # Errors
     /// As [`status_failure`].
     pub async fn resume(&self, id: &JobId) -> Result<JobView, Failure> {
-        let mut jobs = self.clients.jobs.clone();
         let request = v1::ResumeJobRequest { job_id: id.to_string() };
-        self.call(jobs.resume(request)).await?.try_into().map_err(impossible)
+        let call = |mut jobs: Jobs, request| async move { jobs.resume(request).await };
+        self.call(request, call).await?.try_into().map_err(impossible)
     }
 
     /// Lets a job wait, saved, until it is resumed.
@@ -249,9 +255,9 @@ impl Api {
     /// # Errors
     /// As [`status_failure`].
     pub async fn pause(&self, id: &JobId) -> Result<JobView, Failure> {
-        let mut jobs = self.clients.jobs.clone();
         let request = v1::PauseJobRequest { job_id: id.to_string() };
-        self.call(jobs.pause(request)).await?.try_into().map_err(impossible)
+        let call = |mut jobs: Jobs, request| async move { jobs.pause(request).await };
+        self.call(request, call).await?.try_into().map_err(impossible)
     }
 
     /// Gives a job another priority.
@@ -259,15 +265,12 @@ impl Api {
     /// # Errors
     /// As [`status_failure`].
     pub async fn set_priority(&self, id: &JobId, priority: i64) -> Result<JobView, Failure> {
-        let mut jobs = self.clients.jobs.clone();
         let request = v1::SetPriorityRequest {
             job_id: id.to_string(),
             priority,
         };
-        self.call(jobs.set_priority(request))
-            .await?
-            .try_into()
-            .map_err(impossible)
+        let call = |mut jobs: Jobs, request| async move { jobs.set_priority(request).await };
+        self.call(request, call).await?.try_into().map_err(impossible)
     }
 
     /// Why a job waits, device by device.
@@ -275,9 +278,9 @@ impl Api {
     /// # Errors
     /// As [`status_failure`].
     pub async fn explain(&self, id: &JobId) -> Result<Forecast, Failure> {
-        let mut jobs = self.clients.jobs.clone();
         let request = v1::ExplainRequest { job_id: id.to_string() };
-        self.call(jobs.explain(request)).await?.try_into().map_err(impossible)
+        let call = |mut jobs: Jobs, request| async move { jobs.explain(request).await };
+        self.call(request, call).await?.try_into().map_err(impossible)
     }
 
     /// Where a job could run, were it submitted now.
@@ -285,11 +288,9 @@ impl Api {
     /// # Errors
     /// As [`status_failure`].
     pub async fn fit(&self, submission: Submission) -> Result<Forecast, Failure> {
-        let mut jobs = self.clients.jobs.clone();
-        self.call(jobs.fit(v1::SubmitRequest::from(submission)))
-            .await?
-            .try_into()
-            .map_err(impossible)
+        let call = |mut jobs: Jobs, request| async move { jobs.fit(request).await };
+        let reply = self.call(v1::SubmitRequest::from(submission), call).await?;
+        reply.try_into().map_err(impossible)
     }
 
     /// Lets a worker take no more work, or work again; `now`: what runs there saves and goes on elsewhere.
@@ -297,16 +298,13 @@ impl Api {
     /// # Errors
     /// As [`status_failure`].
     pub async fn drain_worker(&self, worker: &str, drain: bool, now: bool) -> Result<WorkerView, Failure> {
-        let mut jobs = self.clients.jobs.clone();
         let request = v1::DrainWorkerRequest {
             worker: worker.to_owned(),
             drain,
             now,
         };
-        self.call(jobs.drain_worker(request))
-            .await?
-            .try_into()
-            .map_err(impossible)
+        let call = |mut jobs: Jobs, request| async move { jobs.drain_worker(request).await };
+        self.call(request, call).await?.try_into().map_err(impossible)
     }
 
     /// Events of a job after `cursor`; with `follow` until the job has ended.
@@ -319,13 +317,13 @@ impl Api {
         cursor: u64,
         follow: bool,
     ) -> Result<impl Stream<Item = Result<JobEvent, Failure>> + Send + Unpin + use<>, Failure> {
-        let mut jobs = self.clients.jobs.clone();
         let request = v1::EventsRequest {
             job_id: id.to_string(),
             cursor,
             follow,
         };
-        let stream = self.call(jobs.events(request)).await?;
+        let call = |mut jobs: Jobs, request| async move { jobs.events(request).await };
+        let stream = self.call(request, call).await?;
         let server = self.server.clone();
         Ok(stream.map(move |item| match item {
             Ok(event) => JobEvent::try_from(event).map_err(impossible),
@@ -338,10 +336,9 @@ impl Api {
     /// # Errors
     /// As [`status_failure`].
     pub async fn artifacts(&self, id: &JobId) -> Result<Vec<Artifact>, Failure> {
-        let mut jobs = self.clients.jobs.clone();
-        let reply = self
-            .call(jobs.artifacts(v1::ArtifactsRequest { job_id: id.to_string() }))
-            .await?;
+        let call = |mut jobs: Jobs, request| async move { jobs.artifacts(request).await };
+        let request = v1::ArtifactsRequest { job_id: id.to_string() };
+        let reply = self.call(request, call).await?;
         reply
             .artifacts
             .into_iter()
@@ -354,8 +351,8 @@ impl Api {
     /// # Errors
     /// As [`status_failure`].
     pub async fn workers(&self) -> Result<Vec<WorkerView>, Failure> {
-        let mut jobs = self.clients.jobs.clone();
-        let reply = self.call(jobs.list_workers(v1::ListWorkersRequest {})).await?;
+        let call = |mut jobs: Jobs, request| async move { jobs.list_workers(request).await };
+        let reply = self.call(v1::ListWorkersRequest {}, call).await?;
         reply
             .workers
             .into_iter()
@@ -404,21 +401,40 @@ impl Api {
         Err(Failure::not_found(format!("no job '{text}' at {}", self.server)).hint("`aitk ps -a` lists all jobs"))
     }
 
-    async fn call<T>(&self, call: impl Future<Output = Result<tonic::Response<T>, Status>>) -> Result<T, Failure> {
-        // Boxed: the generated futures are large.
-        match tokio::time::timeout(CALL_TIMEOUT, Box::pin(call)).await {
-            Ok(Ok(response)) => Ok(response.into_inner()),
-            Ok(Err(status)) => Err(status_failure(&self.server, &status)),
-            Err(_) => Err(Failure::new(
-                Exit::Unreachable,
-                format!(
-                    "{} did not answer within {} seconds",
-                    self.server,
-                    CALL_TIMEOUT.as_secs()
-                ),
-            )),
+    /// Makes a call; while another coordinator takes over, again: none of ours does more when it comes twice.
+    async fn call<M: Clone, T, F>(&self, message: M, call: impl Fn(Jobs, tonic::Request<M>) -> F) -> Result<T, Failure>
+    where
+        F: Future<Output = Result<tonic::Response<T>, Status>>,
+    {
+        let begun = Instant::now();
+        loop {
+            let mut request = tonic::Request::new(message.clone());
+            trace::put(request.metadata_mut(), self.trace);
+            // Boxed: the generated futures are large.
+            let called = Box::pin(call(self.clients.jobs.clone(), request));
+            let Ok(answer) = tokio::time::timeout(CALL_TIMEOUT, called).await else {
+                let seconds = CALL_TIMEOUT.as_secs();
+                let text = format!("{} did not answer within {seconds} seconds", self.server);
+                return Err(Failure::new(Exit::Unreachable, text));
+            };
+            let status = match answer {
+                Ok(response) => return Ok(response.into_inner()),
+                Err(status) => status,
+            };
+            let failure = status_failure(&self.server, &status);
+            let another = is_shared(&self.server) || status.metadata().contains_key(LEADER_HEADER);
+            if failure.exit != Exit::Unreachable || !another || begun.elapsed() >= TAKEOVER {
+                return Err(failure);
+            }
+            tracing::debug!(problem = status.message(), "trying again");
+            tokio::time::sleep(TAKEOVER_PAUSE).await;
         }
     }
+}
+
+/// Whether several coordinators share their work there.
+fn is_shared(server: &str) -> bool {
+    addresses(server).len() > 1
 }
 
 /// The newest active job of this name, else the newest of this name.
