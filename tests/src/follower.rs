@@ -1,5 +1,6 @@
 //! Somebody who follows a job with `aitk watch --json` while a test does other things.
 
+use crate::UNREACHABLE;
 use crate::chaos::events::Event;
 use crate::eventually;
 use crate::pool::Pool;
@@ -45,6 +46,11 @@ impl Follower {
     /// Whether the job has ended: what comes with the next look is the last.
     pub fn is_ended(&mut self) -> bool {
         self.process.ended()
+    }
+
+    /// Whether it ended because it never reached anybody: the addresses were all away when it began.
+    pub fn found_nobody(&mut self) -> bool {
+        self.process.exit_code() == Some(UNREACHABLE) && self.events().is_empty()
     }
 
     /// The newest attempt.

@@ -33,13 +33,13 @@ pub fn draw_dataset(folder: &Path, count: u32) {
     }
 }
 
-/// `aitk run job.yaml` in `folder` of `place`; the folder is its home as well: nothing of the user who runs the tests
+/// `aitk run CONFIG` in `folder` of `place`; the folder is its home as well: nothing of the user who runs the tests
 /// gets in.
 #[must_use]
-pub fn run(place: &Place, folder: &Path) -> Command {
+pub fn run(place: &Place, folder: &Path, config: &str) -> Command {
     let mut command = place.command(program("aitk"), folder);
     command
-        .args(["run", "job.yaml"])
+        .args(["run", config])
         .env("HOME", folder)
         .env("XDG_STATE_HOME", folder.join("state"));
     command
@@ -50,7 +50,15 @@ pub fn run(place: &Place, folder: &Path) -> Command {
 /// # Panics
 /// When it fails.
 pub fn run_undisturbed(folder: &Path) -> Output {
-    let output = run(&Place::Here, folder).output().expect("aitk starts");
+    run_config(folder, "job.yaml")
+}
+
+/// The same for another config in `folder`.
+///
+/// # Panics
+/// When it fails.
+pub fn run_config(folder: &Path, config: &str) -> Output {
+    let output = run(&Place::Here, folder, config).output().expect("aitk starts");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     output
 }
@@ -106,5 +114,41 @@ config:
 "#,
         root = folder.display(),
         model = model.display(),
+    )
+}
+
+/// A config that draws three prompts `repeats` times into `folder`, perhaps cut into this many parts.
+#[must_use]
+pub fn pictures(name: &str, folder: &Path, repeats: u32, parts: Option<u32>) -> String {
+    let split = parts.map_or(String::new(), |parts| format!("cluster:\n  split: {parts}\n"));
+    format!(
+        r#"---
+job: generate
+config:
+  name: "{name}"
+  process:
+    - type: to_folder
+      output_folder: "{folder}"
+      device: cpu
+      generate:
+        sampler: ddim
+        width: 64
+        height: 64
+        sample_steps: 2
+        guidance_scale: 4
+        seed: 7
+        ext: png
+        num_repeats: {repeats}
+        prompts:
+          - a red circle
+          - a blue circle
+          - a green square
+      model:
+        name_or_path: "{model}"
+        arch: sd1
+        dtype: float32
+{split}"#,
+        folder = folder.display(),
+        model = tiny_model().display(),
     )
 }

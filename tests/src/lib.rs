@@ -8,15 +8,20 @@ pub mod disks;
 pub mod fault;
 pub mod follower;
 pub mod jobs;
+pub mod members;
 pub mod network;
 pub mod place;
 pub mod pool;
+pub mod postgres;
 pub mod processes;
 pub mod programs;
 pub mod s3;
 pub mod s3_server;
 
 use std::time::{Duration, Instant};
+
+/// The exit code of a command that reached nobody.
+const UNREACHABLE: i32 = 5;
 
 /// Waits until `ready` gives a value; panics with `what` and the given logs' tails after `limit`.
 ///

@@ -1,4 +1,4 @@
-//! Where a process of the system under test runs: here, in a network of its own, or with disks of its own.
+//! Where a process of the system under test runs: here, in a network of its own, with disks of its own, or with both.
 
 use std::ffi::OsStr;
 use std::path::Path;
@@ -14,6 +14,8 @@ pub enum Place {
     Network(String),
     /// Among the disks of this process.
     Disks(u32),
+    /// In the network namespace of this name, among the disks of this process.
+    Both(String, u32),
 }
 
 impl Place {
@@ -27,15 +29,22 @@ impl Place {
                 command.args(["netns", "exec", name]).arg(program.as_ref());
                 command
             }
-            Self::Disks(owner) => {
-                let mut command = crate::disks::enter(*owner);
-                // Entering changes the working folder.
-                command.args(["sh", "-c", r#"cd "$0" && exec "$@""#]);
-                command.arg(folder).arg(program.as_ref());
-                command
-            }
+            Self::Disks(owner) => among_disks(*owner, None, folder, program.as_ref()),
+            Self::Both(network, owner) => among_disks(*owner, Some(network), folder, program.as_ref()),
         };
         command.current_dir(folder);
         command
     }
+}
+
+fn among_disks(owner: u32, network: Option<&str>, folder: &Path, program: &OsStr) -> Command {
+    let mut command = crate::disks::enter(owner);
+    if let Some(name) = network {
+        // Where iproute2 keeps them.
+        command.arg(format!("--net=/run/netns/{name}"));
+    }
+    // Entering changes the working folder.
+    command.args(["--", "sh", "-c", r#"cd "$0" && exec "$@""#]);
+    command.arg(folder).arg(program);
+    command
 }

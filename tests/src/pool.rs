@@ -18,6 +18,8 @@ pub struct Setup {
     pub storage: Option<String>,
     /// Goes to every process of the pool.
     pub environment: Vec<(String, String)>,
+    /// Goes to the coordinator only.
+    pub own_environment: Vec<(String, String)>,
     /// How long an attempt lives without a beat.
     pub lease: Duration,
     /// Failed tries in a row that are followed by another.
@@ -28,6 +30,17 @@ pub struct Setup {
     pub tls: Option<(PathBuf, PathBuf)>,
     /// Where the coordinator and `aitk` run.
     pub place: Place,
+    /// Of several coordinators: what workers and clients have instead of this one's address and token.
+    pub door: Option<Door>,
+}
+
+/// How workers and clients reach several coordinators that have an authority.
+#[derive(Clone, Debug)]
+pub struct Door {
+    /// All their addresses.
+    pub servers: String,
+    /// The file with the token, which names the authority.
+    pub token: PathBuf,
 }
 
 impl Setup {
@@ -38,11 +51,13 @@ impl Setup {
             folder: folder.to_path_buf(),
             storage: None,
             environment: Vec::new(),
+            own_environment: Vec::new(),
             lease: Duration::from_secs(6),
             retries: 3,
             address: free_address(),
             tls: None,
             place: Place::Here,
+            door: None,
         }
     }
 
@@ -80,10 +95,21 @@ impl Pool {
         Self { setup, coordinator }
     }
 
+    /// Workers and clients go through this door from now on.
+    pub fn set_door(&mut self, door: Door) {
+        self.setup.door = Some(door);
+    }
+
     /// Starts the coordinator again, on the same address and data, after it was killed.
     pub fn restart_coordinator(&mut self) {
         self.coordinator.kill();
         self.coordinator = start_coordinator(&self.setup);
+    }
+
+    /// The same, without waiting until it answers.
+    pub fn spawn_coordinator(&mut self) {
+        self.coordinator.kill();
+        self.coordinator = spawn_coordinator(&self.setup);
     }
 
     /// Starts a worker with its own data folder.
@@ -96,7 +122,13 @@ impl Pool {
     #[must_use]
     pub fn worker_in(&self, name: &str, place: &Place) -> Process {
         let mut command = self.command_in("aitk-worker", place);
-        command.arg("--name").arg(name).arg("--devices").arg("cpu");
+        if self.setup.door.is_some() {
+            // It has joined: address, name and certificate lie in its folder.
+            command.env_remove("AITK_SERVER").env_remove("AITK_TOKEN_FILE");
+        } else {
+            command.arg("--name").arg(name);
+        }
+        command.arg("--devices").arg("cpu");
         command.arg("--data-dir").arg(self.worker_dir(name));
         Process::start(name, &self.setup.folder, &mut command)
     }
@@ -166,9 +198,13 @@ impl Pool {
         let folder = &setup.folder;
         let mut command = place.command(program(name), folder);
         let scheme = if setup.tls.is_some() { "https" } else { "http" };
+        let (servers, token) = match &setup.door {
+            Some(door) => (door.servers.clone(), door.token.clone()),
+            None => (format!("{scheme}://{}", setup.address), self.data_dir().join("token")),
+        };
         command
-            .env("AITK_SERVER", format!("{scheme}://{}", setup.address))
-            .env("AITK_TOKEN_FILE", self.data_dir().join("token"))
+            .env("AITK_SERVER", servers)
+            .env("AITK_TOKEN_FILE", token)
             .env("HOME", folder)
             .env("XDG_STATE_HOME", folder.join("state"))
             .env("XDG_CONFIG_HOME", folder.join("config"))
@@ -183,6 +219,17 @@ impl Pool {
 }
 
 fn start_coordinator(setup: &Setup) -> Process {
+    let process = spawn_coordinator(setup);
+    if setup.place == Place::Here {
+        wait_for_port(setup.address, &process);
+    } else {
+        // Of several, one stands by.
+        wait_for_words(&["the coordinator answers", "this coordinator stands by"], &process);
+    }
+    process
+}
+
+fn spawn_coordinator(setup: &Setup) -> Process {
     let mut command = setup.place.command(program("aitk-coordinator"), &setup.folder);
     command.arg("--bind").arg(setup.address.to_string());
     command.arg("--data-dir").arg(setup.folder.join("coordinator"));
@@ -194,20 +241,16 @@ fn start_coordinator(setup: &Setup) -> Process {
     if let Some((certificate, key)) = &setup.tls {
         command.arg("--tls-cert").arg(certificate).arg("--tls-key").arg(key);
     }
-    command.envs(setup.environment.iter().map(|(key, value)| (key, value)));
-    let process = Process::start("coordinator", &setup.folder, &mut command);
-    if setup.place == Place::Here {
-        wait_for_port(setup.address, &process);
-    } else {
-        wait_for_words("the coordinator answers", &process);
-    }
-    process
+    let environment = setup.environment.iter().chain(&setup.own_environment);
+    command.envs(environment.map(|(key, value)| (key, value)));
+    Process::start("coordinator", &setup.folder, &mut command)
 }
 
-/// Waits until a process says this in its log.
-fn wait_for_words(words: &str, process: &Process) {
+/// Waits until a process says one of these in its log.
+fn wait_for_words(words: &[&str], process: &Process) {
     let mut log = process.log_from_start();
-    crate::eventually(words, Duration::from_secs(30), &[process], || {
-        log.lines().iter().any(|line| line.contains(words)).then_some(())
+    let said = |line: &String| words.iter().any(|words| line.contains(words));
+    crate::eventually(words[0], Duration::from_secs(30), &[process], || {
+        log.lines().iter().any(said).then_some(())
     });
 }

@@ -60,6 +60,11 @@ impl Process {
         matches!(self.child.try_wait(), Ok(Some(_)))
     }
 
+    /// Its exit code, once it has ended by itself.
+    pub fn exit_code(&mut self) -> Option<i32> {
+        self.child.try_wait().ok().flatten().and_then(|status| status.code())
+    }
+
     /// SIGKILL, then waits for the end.
     pub fn kill(&mut self) {
         let _ = self.child.kill();

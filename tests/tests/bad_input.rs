@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::Output;
 
 fn run(folder: &Path) -> Output {
-    jobs::run(&Place::Here, folder)
+    jobs::run(&Place::Here, folder, "job.yaml")
         .env_remove("AITK_UNSET_VARIABLE")
         .output()
         .unwrap()

@@ -18,8 +18,6 @@ use aitk_tests::follower::Follower;
 use aitk_tests::jobs::{self, draw_dataset, run_undisturbed, training};
 use aitk_tests::pool::Pool;
 use aitk_tests::processes::Process;
-use std::fs::File;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Output;
 use std::time::Duration;
@@ -35,19 +33,6 @@ fn disk(folder: &Path, bytes: u64) -> Option<SmallDisk> {
     SmallDisk::mount(folder, bytes)
         .map_err(|why| println!("skipped: {why}"))
         .ok()
-}
-
-/// Takes all the room that is left; it comes back when the file is removed.
-fn fill(disk: &SmallDisk) -> PathBuf {
-    let path = disk.seen_from_here().join("filler");
-    let mut file = File::create(&path).unwrap();
-    let mut piece = vec![1_u8; 1 << 16];
-    while !piece.is_empty() {
-        if file.write_all(&piece).is_err() {
-            piece.truncate(piece.len() / 2);
-        }
-    }
-    path
 }
 
 /// A place for a test: its folder, a data set and a job of this many steps.
@@ -108,11 +93,15 @@ fn a_trainer_that_cannot_save_leaves_the_checkpoint_before_and_goes_on_from_it()
         return;
     };
     let run = disk.seen_from_here().join("shapes");
-    let mut first = Process::start("run", &scene.root, &mut jobs::run(&disk.place(), &scene.root));
+    let mut first = Process::start(
+        "run",
+        &scene.root,
+        &mut jobs::run(&disk.place(), &scene.root, "job.yaml"),
+    );
     eventually("a checkpoint", LIMIT, &[&first], || {
         Checkpoint::newest(&run.join(".aitk/checkpoints")).ok()?
     });
-    let filler = fill(&disk);
+    let filler = disk.fill();
     assert_ne!(
         first.wait(LIMIT),
         Some(0),
@@ -129,7 +118,7 @@ fn a_trainer_that_cannot_save_leaves_the_checkpoint_before_and_goes_on_from_it()
 
     // Room again: the same command goes on from there.
     std::fs::remove_file(filler).unwrap();
-    let again = jobs::run(&disk.place(), &scene.root).output().unwrap();
+    let again = jobs::run(&disk.place(), &scene.root, "job.yaml").output().unwrap();
     let said = words(&again);
     assert!(again.status.success(), "{said}");
     let begins_again = said.contains(&format!("shapes_{:09}.safetensors", kept.step()));
@@ -150,7 +139,7 @@ fn a_worker_whose_disk_runs_full_gives_the_job_to_another() {
     let job = pool.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
     let mut follower = Follower::start(&pool, &job);
     let checkpoint = follower.wait("a checkpoint", LIMIT, &[&small], |event| event.kind() == "checkpoint");
-    let filler = fill(&disk);
+    let filler = disk.fill();
     let full = follower.wait("the end of the attempt", LIMIT, &[&small], |event| {
         event.attempt() == checkpoint.attempt() && event.is_end_of_attempt()
     });

@@ -3,19 +3,27 @@
 use super::Cluster;
 use super::events::Event;
 use super::round::Ended;
+use super::work::Work;
+use crate::UNREACHABLE;
 use crate::processes::processes_about;
 use aitk_common::hash::ContentHash;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::process::Output;
 use std::time::{Duration, Instant};
 
-/// How long workers and storage may take to put things away after the job has ended.
-const TIDY: Duration = Duration::from_secs(30);
+/// How long workers and storage may take to put things away after the job has ended. A coordinator gives up a transfer whose
+/// other end vanished after a minute.
+const TIDY: Duration = Duration::from_secs(90);
 
-/// The files of a run by name. The moment in a sample's name is left out: `samples/__000000010_0.png`.
+/// The files of a run by name. The moment in a picture's name is left out: `samples/__000000010_0.png`, `_3.png`.
 #[derive(PartialEq, Eq)]
-pub struct Files(BTreeMap<String, Vec<u8>>);
+pub struct Files {
+    files: BTreeMap<String, Vec<u8>>,
+    /// Those of which there are two, of different moments.
+    doubled: Vec<String>,
+}
 
 impl Files {
     /// Reads the files below a run folder, without its hidden folder.
@@ -24,32 +32,40 @@ impl Files {
     /// When a file cannot be read.
     #[must_use]
     pub fn below(folder: &Path) -> Self {
-        let files = files_below(folder).into_iter().filter_map(|path| {
-            let name = path.strip_prefix(folder).ok()?.to_str()?;
-            let bytes = std::fs::read(&path).expect("a result can be read");
-            let name = match name.split_once("__") {
-                Some((_, rest)) if name.starts_with("samples/") => format!("samples/__{rest}"),
-                _ => name.to_owned(),
+        let (mut files, mut doubled) = (BTreeMap::new(), Vec::new());
+        for path in files_below(folder) {
+            let Some(name) = path.strip_prefix(folder).ok().and_then(Path::to_str) else {
+                continue;
             };
-            (!name.starts_with('.')).then_some((name, bytes))
-        });
-        Self(files.collect())
+            if name.starts_with('.') {
+                continue;
+            }
+            let bytes = std::fs::read(&path).expect("a result can be read");
+            let name = without_moment(name);
+            if files.insert(name.clone(), bytes).is_some() {
+                doubled.push(name);
+            }
+        }
+        Self { files, doubled }
     }
 
     /// Their names.
     pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.0.keys().map(String::as_str)
+        self.files.keys().map(String::as_str)
     }
 
     /// How these differ from the expected ones, in words.
     #[must_use]
     pub fn differences(&self, expected: &Self) -> Vec<String> {
         let mut found = Vec::new();
-        for name in expected.names().filter(|name| !self.0.contains_key(*name)) {
+        for name in &self.doubled {
+            found.push(format!("{name} was made twice"));
+        }
+        for name in expected.names().filter(|name| !self.files.contains_key(*name)) {
             found.push(format!("{name} is missing"));
         }
-        for (name, bytes) in &self.0 {
-            match expected.0.get(name) {
+        for (name, bytes) in &self.files {
+            match expected.files.get(name) {
                 None => found.push(format!("{name} should not be there")),
                 Some(other) if other != bytes => found.push(format!("{name} has other bytes")),
                 Some(_) => {}
@@ -59,53 +75,133 @@ impl Files {
     }
 }
 
+/// `samples/1724085406830__000000010_0.png` as `samples/__000000010_0.png`.
+fn without_moment(name: &str) -> String {
+    let (folder, file) = name
+        .rsplit_once('/')
+        .map_or((String::new(), name), |(folder, file)| (format!("{folder}/"), file));
+    let digits = file.bytes().take_while(u8::is_ascii_digit).count();
+    match file.get(digits..) {
+        Some(rest) if digits >= 12 && rest.starts_with('_') => format!("{folder}{rest}"),
+        _ => name.to_owned(),
+    }
+}
+
 impl fmt::Debug for Files {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_set().entries(self.0.keys()).finish()
+        f.debug_set().entries(self.files.keys()).finish()
     }
 }
 
 /// Everything that does not hold, in words.
 #[must_use]
-pub fn faults(cluster: &Cluster, ended: &Ended) -> Vec<String> {
-    let mut faults = Vec::new();
-    faults.extend(result(cluster, &ended.job));
-    faults.extend(history(cluster, ended));
+pub fn faults(cluster: &mut Cluster, ended: &Ended) -> Vec<String> {
+    let mut faults: Vec<String> = ended.stuck.iter().cloned().collect();
+    for job in &ended.jobs {
+        let Some(id) = &job.id else {
+            faults.push(format!("{} was never acknowledged", cluster.work[job.work].config));
+            continue;
+        };
+        cluster.acknowledged.insert(id.clone());
+        faults.extend(result(cluster, id, &cluster.work[job.work]));
+        for (id, watched) in &job.members {
+            faults.extend(history(cluster, id, watched));
+        }
+    }
+    faults.extend(queue(cluster));
     faults.extend(left_behind(cluster));
+    faults.extend(words(cluster));
     faults
 }
 
+/// What a command says. It is asked again while nobody leads: a crowded machine changes its leader without a wound, too.
+fn ask<const N: usize>(cluster: &Cluster, arguments: [&str; N]) -> Output {
+    let begun = Instant::now();
+    loop {
+        let output = cluster.pool().aitk(arguments);
+        if output.status.code() != Some(UNREACHABLE) || begun.elapsed() > TIDY {
+            return output;
+        }
+        std::thread::sleep(Duration::from_millis(200));
+    }
+}
+
+/// The same, of a command with `--json`; null when it fails.
+fn ask_json<const N: usize>(cluster: &Cluster, arguments: [&str; N]) -> serde_json::Value {
+    serde_json::from_slice(&ask(cluster, arguments).stdout).unwrap_or_default()
+}
+
 /// The job has completed, with the files of an undisturbed run.
-fn result(cluster: &Cluster, job: &str) -> Vec<String> {
-    let waited = cluster.pool.aitk(["wait", job, "--timeout", "60"]);
+fn result(cluster: &Cluster, job: &str, work: &Work) -> Vec<String> {
+    let config = work.config;
+    let waited = ask(cluster, ["wait", job, "--timeout", "60"]);
     if !waited.status.success() {
         let err = String::from_utf8_lossy(&waited.stderr);
-        return vec![format!("the job did not complete: {}", err.trim())];
+        return vec![format!("{job}, {config}, did not complete: {}", err.trim())];
     }
     let out = cluster.root.join("out");
-    let fetched = cluster.pool.aitk(["artifacts", "get", job, "-o", "out"]);
-    let mut faults = if fetched.status.success() {
-        Files::below(&out.join("shapes")).differences(&cluster.expected)
+    let fetched = ask(cluster, ["artifacts", "get", job, "-o", "out"]);
+    let faults = if fetched.status.success() {
+        let differences = Files::below(&out.join(work.folder)).differences(&work.expected);
+        differences
+            .iter()
+            .map(|words| format!("{job}, {config}: {words}"))
+            .collect()
     } else {
-        vec![format!(
-            "no results: {}",
-            String::from_utf8_lossy(&fetched.stderr).trim()
-        )]
+        let err = String::from_utf8_lossy(&fetched.stderr);
+        vec![format!("{job}, {config}: no results: {}", err.trim())]
     };
     let _ = std::fs::remove_dir_all(&out);
-    let jobs = cluster.pool.aitk_json(["ps", "--json"]);
-    for job in jobs["jobs"].as_array().map_or(&[][..], Vec::as_slice) {
+    faults
+}
+
+/// Every job that was ever acknowledged is known and completed, and there is no other.
+fn queue(cluster: &Cluster) -> Vec<String> {
+    let mut faults = Vec::new();
+    let answer = ask_json(cluster, ["ps", "-a", "--json"]);
+    let jobs = answer["jobs"].as_array().map_or(&[][..], Vec::as_slice);
+    let mut known = BTreeSet::new();
+    for job in jobs {
+        let id = job["id"].as_str().unwrap_or_default();
+        known.insert(id.to_owned());
         if job["state"] != "completed" {
             faults.push(format!("a job is left: {job}"));
         }
+        if !cluster.acknowledged.contains(id) {
+            faults.push(format!("{id} is there, and nobody submitted it: {job}"));
+        }
+    }
+    for lost in cluster.acknowledged.difference(&known) {
+        faults.push(format!("{lost} was acknowledged and is lost"));
+    }
+    faults
+}
+
+/// Nobody panicked, and nobody ended by himself.
+fn words(cluster: &mut Cluster) -> Vec<String> {
+    let mut faults: Vec<String> = std::mem::take(&mut cluster.own_ends);
+    for text in &mut faults {
+        *text = format!("ended by itself: {text}");
+    }
+    let folders = cluster.coordinators.iter().map(|pool| pool.setup().folder.clone());
+    for entry in folders.flat_map(std::fs::read_dir).flatten().flatten() {
+        let path = entry.path();
+        if path.extension().is_none_or(|extension| extension != "log") {
+            continue;
+        }
+        let text = std::fs::read(&path).unwrap_or_default();
+        let text = String::from_utf8_lossy(&text);
+        let lines = text.lines().filter(|line| line.contains("panicked at"));
+        faults.extend(lines.map(|line| format!("{}: {line}", path.display())));
     }
     faults
 }
 
 /// The job's log: attempts one after another, checkpoints that only go on, nothing of an attempt after its end, and
 /// whoever followed it has seen every line once, in order, through every restart.
-fn history(cluster: &Cluster, ended: &Ended) -> Vec<String> {
-    let text = cluster.pool.aitk_ok(["watch", &ended.job, "--json"]);
+fn history(cluster: &Cluster, job: &str, watched: &[Event]) -> Vec<String> {
+    let shown = ask(cluster, ["watch", job, "--json"]);
+    let text = String::from_utf8_lossy(&shown.stdout).into_owned();
     // Progress is told beside the log and is no line of it.
     let is_line = |event: &Event| event.kind() != "progress";
     let events: Vec<Event> = text.lines().filter_map(Event::read).filter(is_line).collect();
@@ -130,6 +226,8 @@ fn history(cluster: &Cluster, ended: &Ended) -> Vec<String> {
         if event.kind() == "checkpoint" {
             if event.step() < step {
                 faults.push(format!("the checkpoint went back from step {step} to {}", event.step()));
+            } else if event.step() == step {
+                faults.push(format!("the checkpoint of step {step} was committed twice"));
             }
             step = event.step();
         }
@@ -137,8 +235,7 @@ fn history(cluster: &Cluster, ended: &Ended) -> Vec<String> {
     if let Some(live) = live {
         faults.push(format!("{live} never ended"));
     }
-    let watched: Vec<u64> = ended
-        .watched
+    let watched: Vec<u64> = watched
         .iter()
         .filter(|event| is_line(event))
         .map(Event::cursor)
@@ -148,6 +245,9 @@ fn history(cluster: &Cluster, ended: &Ended) -> Vec<String> {
         faults.push(format!(
             "who watched the job saw other lines than its log has:\n{watched:?}\n{logged:?}"
         ));
+    }
+    for fault in &mut faults {
+        *fault = format!("{job}: {fault}");
     }
     faults
 }
@@ -170,7 +270,7 @@ fn look_for_remains(cluster: &Cluster) -> Vec<String> {
     for (id, line) in processes_about(&attempts) {
         found.push(format!("process {id} is still there: {line}"));
     }
-    let workers = cluster.pool.aitk_json(["workers", "--json"]);
+    let workers = ask_json(cluster, ["workers", "--json"]);
     let connected = workers["workers"].as_array().map_or(&[][..], Vec::as_slice);
     for worker in connected.iter().filter(|worker| worker["connected"] == true) {
         for device in worker["devices"].as_array().map_or(&[][..], Vec::as_slice) {
@@ -184,10 +284,12 @@ fn look_for_remains(cluster: &Cluster) -> Vec<String> {
         found.push(format!("{up} workers are connected"));
     }
     for machine in &cluster.machines {
-        found.extend(remains_of_worker(&cluster.pool.worker_dir(&machine.name)));
+        found.extend(remains_of_worker(&machine.folder));
     }
-    for path in files_below(&cluster.pool.data_dir().join("transit")) {
-        found.push(format!("{} is left of a transfer", path.display()));
+    for pool in &cluster.coordinators {
+        for path in files_below(&pool.data_dir().join("transit")) {
+            found.push(format!("{} is left of a transfer", path.display()));
+        }
     }
     found.extend(remains_in_store(&cluster.s3.root));
     found

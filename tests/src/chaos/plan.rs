@@ -1,6 +1,9 @@
 //! What happens in a round, drawn from its seed.
 
+pub use super::wounds::{Lost, What, When, Whose};
 use crate::fault::Fault;
+use crate::network::Direction;
+use crate::postgres::Stop;
 use std::fmt;
 use std::time::Duration;
 
@@ -28,68 +31,56 @@ impl Random {
         first + self.next() % (last - first + 1)
     }
 
+    /// One of so many.
+    fn one_in(&mut self, count: u64) -> bool {
+        self.between(1, count) == 1
+    }
+
     fn millis(&mut self, first: u64, last: u64) -> Duration {
         Duration::from_millis(self.between(first, last))
     }
+
+    /// Mostly short.
+    fn span(&mut self, first: u64, last: u64) -> Duration {
+        let shorter = self.between(first, last).min(self.between(first, last));
+        Duration::from_millis(shorter.min(self.between(first, last)))
+    }
 }
 
-/// When a wound is made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum When {
-    /// After the one before it, or after the submission.
-    Next,
-    /// An attempt was just given to a worker, which now brings its inputs.
-    Staging,
-    /// Something is being stored.
-    Upload,
-    /// A checkpoint was just committed.
-    Commit,
-    /// Pictures are being drawn.
-    Sampling,
+/// What there is to go wrong, besides workers, their children, a coordinator and storage.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Means {
+    /// Lines that can be cut.
+    pub lines: bool,
+    /// Several coordinators on a PostgreSQL.
+    pub members: bool,
+    /// PostgreSQL's disk can be slow.
+    pub slow_database: bool,
+    /// A worker with a disk that can be full.
+    pub small_disk: bool,
+    /// And slow.
+    pub slow_disk: bool,
 }
 
-/// Whose machine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Whose {
-    /// The one with the attempt.
-    Busy,
-    /// The other one.
-    Idle,
-}
-
-/// A wound.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum What {
-    /// SIGKILL for a worker, whose child goes with it. It starts again later, perhaps on an empty disk.
-    KillWorker {
-        /// Which.
-        whose: Whose,
-        /// When it comes back.
-        back: Duration,
-        /// As another machine would: with nothing.
-        empty: bool,
-    },
-    /// SIGKILL for the child alone.
-    KillChild,
-    /// SIGKILL for the coordinator, which starts again later.
-    KillCoordinator {
-        /// When it comes back.
-        back: Duration,
-    },
-    /// SIGSTOP for a worker, SIGCONT later. Its child is not told.
-    Freeze {
-        /// Which.
-        whose: Whose,
-        /// For how long.
-        time: Duration,
-    },
-    /// Storage goes wrong.
-    Storage {
-        /// How.
-        fault: Fault,
-        /// For how long.
-        time: Duration,
-    },
+/// How a round is drawn.
+#[derive(Clone, Copy, Debug)]
+pub struct Terms {
+    /// That of the pool.
+    pub lease: Duration,
+    /// Storage, lines, disks and the database go wrong for at most so long.
+    pub outage: Duration,
+    /// Wounds, from and to.
+    pub wounds: (u64, u64),
+    /// How many wait for their moments at the same time.
+    pub tracks: u8,
+    /// Work that is in the pool at a time.
+    pub jobs: usize,
+    /// New jobs come until the last wound was made.
+    pub keep_busy: bool,
+    /// Somebody may be frozen for minutes.
+    pub minutes: bool,
+    /// How long a whole round may take: every outage, several leases, and a machine with other work to do.
+    pub limit: Duration,
 }
 
 /// A wound with its moment.
@@ -113,17 +104,27 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Draws a plan. `lease` is that of the pool; storage goes wrong for at most `outage`.
+    /// Draws a plan.
     #[must_use]
-    pub fn draw(seed: u64, lease: Duration, outage: Duration) -> Self {
+    pub fn draw(seed: u64, terms: &Terms, means: Means) -> Self {
         let mut random = Random::new(seed);
-        let count = random.between(2, 5);
-        let wounds = (0..count).map(|_| wound(&mut random, lease, outage)).collect();
+        let count = random.between(terms.wounds.0, terms.wounds.1);
+        let mut wounds: Vec<Wound> = (0..count).map(|_| wound(&mut random, terms, means)).collect();
+        if terms.minutes && random.one_in(2) {
+            // Early, so that most of the round happens meanwhile.
+            let time = random.millis(60_000, 150_000);
+            let whose = whose(&mut random);
+            let leader = means.members && random.one_in(3);
+            wounds[0].what = match leader {
+                true => What::FreezeLeader { time },
+                false => What::Freeze { whose, time },
+            };
+        }
         Self { seed, wounds }
     }
 }
 
-fn wound(random: &mut Random, lease: Duration, outage: Duration) -> Wound {
+fn wound(random: &mut Random, terms: &Terms, means: Means) -> Wound {
     let (when, latest) = match random.between(0, 9) {
         0..=2 => (When::Next, 4000),
         3..=4 => (When::Staging, 400),
@@ -132,35 +133,88 @@ fn wound(random: &mut Random, lease: Duration, outage: Duration) -> Wound {
         _ => (When::Sampling, 400),
     };
     let delay = random.millis(0, latest);
-    let lease = u64::try_from(lease.as_millis()).unwrap_or(u64::MAX);
-    let outage = u64::try_from(outage.as_millis()).unwrap_or(u64::MAX);
-    let what = match random.between(0, 9) {
-        0..=2 => What::KillWorker {
-            whose: whose(random),
-            back: random.millis(0, 2 * lease),
-            empty: random.between(0, 2) == 0,
-        },
-        3 => What::KillChild,
-        4 => What::KillCoordinator {
-            back: random.millis(0, 2 * lease),
-        },
-        // From a hiccup to long after the attempt was given to somebody else.
-        5..=6 => What::Freeze {
-            whose: whose(random),
-            time: random.millis(lease / 4, 3 * lease),
-        },
-        _ => What::Storage {
-            fault: fault(random),
-            time: random.millis(1000, outage),
-        },
+    let what = loop {
+        if let Some(what) = what(random, terms, means) {
+            break what;
+        }
     };
     Wound { when, delay, what }
 }
 
+/// None where there is nothing of what was drawn.
+fn what(random: &mut Random, terms: &Terms, means: Means) -> Option<What> {
+    let lease = millis(terms.lease);
+    let outage = millis(terms.outage);
+    Some(match random.between(0, 23) {
+        0..=2 => What::KillWorker {
+            whose: whose(random),
+            back: random.millis(0, 2 * lease),
+            empty: random.one_in(3),
+        },
+        3..=4 => What::KillChild { whose: whose(random) },
+        5..=6 => What::KillCoordinator {
+            leader: true,
+            back: random.millis(0, 2 * lease),
+        },
+        // From a hiccup to long after the attempt was given to somebody else.
+        7..=9 => What::Freeze {
+            whose: whose(random),
+            time: random.millis(lease / 4, 3 * lease),
+        },
+        10..=13 => What::Storage {
+            fault: fault(random),
+            time: random.span(1000, outage),
+        },
+        14 if means.members => What::KillCoordinator {
+            leader: false,
+            back: random.millis(0, 2 * lease),
+        },
+        15 if means.members => What::FreezeLeader {
+            time: random.millis(lease / 4, 3 * lease),
+        },
+        16..=17 if means.members => What::Database {
+            how: if random.one_in(2) { Stop::Fast } else { Stop::Immediate },
+            // A restart, or an outage.
+            back: if random.one_in(2) {
+                Duration::ZERO
+            } else {
+                random.span(1000, outage)
+            },
+        },
+        18 if means.slow_database => What::SlowDatabase {
+            rate: random.between(100_000, 2_000_000),
+            time: random.span(1000, outage),
+        },
+        19..=21 if means.lines => What::Line {
+            whose: whose(random),
+            lost: match random.between(0, 3) {
+                0 => Lost::One(Direction::Up),
+                1 => Lost::One(Direction::Down),
+                2 => Lost::Both,
+                _ => Lost::Some(random.between(20, 160)),
+            },
+            time: random.span(1000, outage),
+        },
+        22 if means.small_disk => What::FullDisk {
+            time: random.span(1000, outage),
+        },
+        23 if means.slow_disk => What::SlowDisk {
+            rate: random.between(50_000, 1_000_000),
+            time: random.span(1000, outage),
+        },
+        _ => return None,
+    })
+}
+
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
 fn whose(random: &mut Random) -> Whose {
+    let number = u8::try_from(random.between(0, 11)).unwrap_or(0);
     match random.between(0, 4) {
-        0 => Whose::Idle,
-        _ => Whose::Busy,
+        0 => Whose::Idle(number),
+        _ => Whose::Busy(number),
     }
 }
 
@@ -196,22 +250,68 @@ impl fmt::Display for Wound {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::BTreeSet;
+
+    const EVERYTHING: Means = Means {
+        lines: true,
+        members: true,
+        slow_database: true,
+        small_disk: true,
+        slow_disk: true,
+    };
+
+    fn terms() -> Terms {
+        Terms {
+            lease: Duration::from_secs(4),
+            outage: Duration::from_secs(30),
+            wounds: (2, 5),
+            tracks: 1,
+            jobs: 1,
+            keep_busy: false,
+            minutes: true,
+            limit: Duration::from_secs(1),
+        }
+    }
+
+    fn kinds(means: Means) -> BTreeSet<&'static str> {
+        let wounds = (0..400).flat_map(|seed| Plan::draw(seed, &terms(), means).wounds);
+        wounds.map(|wound| wound.what.kind()).collect()
+    }
 
     #[test]
     fn a_seed_draws_the_same_plan_and_another_seed_another() {
-        let draw = |seed| Plan::draw(seed, Duration::from_secs(4), Duration::from_secs(30));
+        let draw = |seed| Plan::draw(seed, &terms(), EVERYTHING);
         assert_eq!(draw(7), draw(7));
         assert_ne!(draw(7).wounds, draw(8).wounds);
-        let all: Vec<Wound> = (0..200).flat_map(|seed| draw(seed).wounds).collect();
-        let some = |is: fn(&What) -> bool| all.iter().any(|wound| is(&wound.what));
-        assert!(some(|what| matches!(what, What::KillWorker { empty: true, .. })));
-        assert!(some(|what| matches!(what, What::KillChild)));
-        assert!(some(|what| matches!(what, What::KillCoordinator { .. })));
-        assert!(some(
-            |what| matches!(what, What::Freeze { time, .. } if *time > Duration::from_secs(8))
-        ));
-        assert!(some(
-            |what| matches!(what, What::Storage { fault: Fault::Fail, time } if *time > Duration::from_secs(20))
-        ));
+        let all = (0..200).flat_map(|seed| draw(seed).wounds);
+        let long =
+            all.filter(|wound| matches!(wound.what, What::Storage { time, .. } if time > Duration::from_secs(15)));
+        assert!(long.count() > 0);
+    }
+
+    #[test]
+    fn everything_is_drawn_that_there_is_and_nothing_else() {
+        let all = kinds(EVERYTHING);
+        for kind in [
+            "worker killed, its disk emptied",
+            "leader frozen for minutes",
+            "worker frozen for minutes",
+            "standby killed",
+            "PostgreSQL stopped, immediate",
+            "line cut, to worker",
+            "worker's disk full",
+            "storage: every request 500",
+        ] {
+            assert!(all.contains(kind), "{kind} of {all:?}");
+        }
+        assert_eq!(all.len(), 25, "{all:?}");
+        let few = kinds(Means::default());
+        let of_others =
+            |kind: &&str| kind.starts_with("line") || kind.starts_with("worker's disk") || kind.contains("PostgreSQL");
+        assert!(!few.iter().any(of_others), "{few:?}");
+        assert!(
+            few.contains("leader killed") && !few.contains("standby killed"),
+            "{few:?}"
+        );
     }
 }

@@ -1,136 +1,185 @@
-//! One round: the job is submitted, the wounds are made at their moments, everything heals, the job ends.
+//! One round: jobs are submitted, the wounds are made at their moments, everything heals, the jobs end.
 
 use super::Cluster;
 use super::events::Event;
-use super::plan::{Plan, What, When, Whose, Wound};
-use crate::fault::Fault;
-use crate::follower::Follower;
-use crate::processes::{LogTail, Process};
-use nix::sys::signal::Signal;
+use super::hurt::Wounded;
+use super::plan::{Plan, Terms, What, When, Whose, Wound};
+use super::work::Submitted;
+use crate::processes::LogTail;
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 /// A wound that waits for longer than this is made anyway.
 const LONGEST_WAIT: Duration = Duration::from_secs(20);
-/// How long a whole round may take: every outage, several leases, and a machine with other work to do.
-const LIMIT: Duration = Duration::from_secs(420);
 /// How often the round looks around.
 const LOOK: Duration = Duration::from_millis(4);
+/// How often it looks who ended by himself.
+const SUPERVISE: Duration = Duration::from_secs(1);
+/// More than any round has.
+const MOST_JOBS: usize = 24;
 
 /// A round that is over.
 pub struct Ended {
-    /// The job.
-    pub job: String,
-    /// What was followed while it ran.
-    pub watched: Vec<Event>,
+    /// The jobs, with what was followed while they ran.
+    pub jobs: Vec<Done>,
     /// The wounds that were made, with the time since the submission.
     pub made: Vec<(Duration, Wound)>,
-    /// How long the job took.
+    /// How long it took until all jobs had ended.
     pub took: Duration,
+    /// In words, when they did not.
+    pub stuck: Option<String>,
 }
 
-/// What gets better by itself, and when.
-struct Cure {
-    at: Instant,
-    what: Cured,
+/// A job, or the members of an array, at the end.
+pub struct Done {
+    /// Which work of the cluster's.
+    pub work: usize,
+    /// None: it was never acknowledged.
+    pub id: Option<String>,
+    /// How often it was submitted.
+    pub tries: u32,
+    /// Each job with what was followed.
+    pub members: Vec<(String, Vec<Event>)>,
 }
 
-enum Cured {
-    Machine { at: usize, empty: bool },
-    Frozen { at: usize, id: u32 },
-    Coordinator,
-    Storage,
+impl Ended {
+    /// Attempts that were made.
+    #[must_use]
+    pub fn attempts(&self) -> usize {
+        self.count(Event::is_assignment)
+    }
+
+    /// Events of this kind that were seen.
+    #[must_use]
+    pub fn count(&self, wanted: impl Fn(&Event) -> bool) -> usize {
+        let members = self.jobs.iter().flat_map(|job| &job.members);
+        members
+            .map(|(_, events)| events.iter().filter(|event| wanted(event)).count())
+            .sum()
+    }
+}
+
+/// A row of wounds, one after the other.
+struct Track {
+    waiting: VecDeque<Wound>,
+    ready: Instant,
+    due: Option<Instant>,
 }
 
 struct Round<'a> {
     cluster: &'a mut Cluster,
-    job: String,
-    follower: Follower,
+    terms: Terms,
+    seed: u64,
+    jobs: Vec<Submitted>,
     requests: LogTail,
-    busy: Option<String>,
-    cures: Vec<Cure>,
-    coordinator_is_down: bool,
+    wounded: Wounded,
+    /// Until when somebody is frozen for minutes.
+    frozen_until: Option<Instant>,
 }
 
-/// Runs a round.
-///
-/// # Panics
-/// When the job does not end in time.
+/// Runs a round, and stops wounding after `most`.
 #[must_use]
-pub fn run(cluster: &mut Cluster, plan: &Plan) -> Ended {
-    let job = cluster.pool.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
+pub fn run(cluster: &mut Cluster, plan: &Plan, terms: &Terms, most: usize) -> Ended {
     let begun = Instant::now();
-    let follower = Follower::start(&cluster.pool, &job);
     let requests = cluster.s3.process.tail_from_now();
     let mut round = Round {
         cluster,
-        job,
-        follower,
+        terms: *terms,
+        seed: plan.seed,
+        jobs: Vec::new(),
         requests,
-        busy: None,
-        cures: Vec::new(),
-        coordinator_is_down: false,
+        wounded: Wounded::default(),
+        frozen_until: None,
     };
-    let made = round.wound(plan, begun);
+    let made = round.wound(plan, begun, most);
     let took = begun.elapsed();
-    round.cure_all();
+    round.wounded.cure_all(round.cluster);
+    let stuck = (took >= terms.limit).then(|| round.words(terms.limit));
+    let jobs = round.jobs.iter_mut().map(|job| Done {
+        work: job.work,
+        id: job.id.clone(),
+        tries: job.tries,
+        members: job
+            .members
+            .iter_mut()
+            .map(|member| (member.id.clone(), member.watched()))
+            .collect(),
+    });
+    let jobs = jobs.collect();
     Ended {
-        watched: round.follower.events().to_vec(),
-        job: round.job,
+        jobs,
         made,
         took,
+        stuck,
     }
 }
 
 impl Round<'_> {
-    /// Makes the wounds, and waits for the end of the job.
-    fn wound(&mut self, plan: &Plan, begun: Instant) -> Vec<(Duration, Wound)> {
+    /// Makes the wounds, and waits for the end of all jobs.
+    fn wound(&mut self, plan: &Plan, begun: Instant, most: usize) -> Vec<(Duration, Wound)> {
         let mut made = Vec::new();
-        let mut waiting = plan.wounds.iter().copied();
-        let mut next = waiting.next();
-        let mut ready = Instant::now();
-        let mut due: Option<Instant> = None;
-        loop {
-            let over = self.follower.is_ended();
+        let mut tracks: Vec<Track> = (0..self.terms.tracks).map(|_| Track::new()).collect();
+        let count = tracks.len();
+        for (at, wound) in plan.wounds.iter().enumerate() {
+            tracks[at % count].waiting.push_back(*wound);
+        }
+        let mut supervised = Instant::now();
+        while begun.elapsed() < self.terms.limit {
+            let wounds_left = made.len() < most && tracks.iter().any(|track| !track.waiting.is_empty());
+            let frozen = self.frozen_until.is_some_and(|until| Instant::now() < until);
+            self.submit(wounds_left || frozen);
             let news = self.look();
-            self.cure(Instant::now());
-            if over {
-                return made;
+            self.wounded.cure(self.cluster, Instant::now());
+            if supervised.elapsed() > SUPERVISE {
+                self.cluster.supervise();
+                supervised = Instant::now();
             }
-            assert!(
-                begun.elapsed() < LIMIT,
-                "the job {} has not ended after {LIMIT:?}\n{plan}\nmade: {made:?}\n{}",
-                self.job,
-                self.cluster.tails()
-            );
-            if let Some(wound) = next {
-                let is_moment = ready.elapsed() > LONGEST_WAIT || news.contains(&wound.when);
-                if due.is_none() && is_moment {
-                    due = Some(Instant::now() + wound.delay);
+            let all_over = self.jobs.iter().all(Submitted::is_over);
+            if all_over && !(self.terms.keep_busy && (wounds_left || frozen)) {
+                break;
+            }
+            for track in &mut tracks {
+                if made.len() >= most {
+                    break;
                 }
-                if due.is_some_and(|due| Instant::now() >= due) {
-                    self.make(wound.what);
+                if let Some(wound) = track.next(&news)
+                    && self.make(wound.what)
+                {
                     made.push((begun.elapsed(), wound));
-                    next = waiting.next();
-                    (ready, due) = (Instant::now(), None);
                 }
             }
             std::thread::sleep(LOOK);
+        }
+        made
+    }
+
+    /// Keeps the pool busy.
+    fn submit(&mut self, more: bool) {
+        let alive = self.jobs.iter().filter(|job| !job.is_over()).count();
+        let first = self.jobs.len() < self.terms.jobs;
+        let again = more && self.terms.keep_busy && self.jobs.len() < MOST_JOBS;
+        if alive < self.terms.jobs && (first || again) {
+            let at = self.jobs.len() % self.cluster.work.len();
+            let key = format!("round-{}-{}", self.seed, self.jobs.len());
+            let work = &self.cluster.work[at];
+            self.jobs.push(Submitted::new(self.cluster.pool(), at, work, key));
         }
     }
 
     /// What has just happened.
     fn look(&mut self) -> Vec<When> {
         let mut news = vec![When::Next];
-        for event in self.follower.news() {
-            if event.is_assignment() {
-                self.busy = Some(event.worker().to_owned());
-                news.push(When::Staging);
-            }
-            if event.kind() == "checkpoint" {
-                news.push(When::Commit);
-            }
-            if event.kind() == "phase" && event.name() == "sampling" {
-                news.push(When::Sampling);
+        for job in &mut self.jobs {
+            for event in job.look(self.cluster.pool()) {
+                if event.is_assignment() {
+                    news.push(When::Staging);
+                }
+                if event.kind() == "checkpoint" {
+                    news.push(When::Commit);
+                }
+                if event.kind() == "phase" && matches!(event.name(), "sampling" | "generating") {
+                    news.push(When::Sampling);
+                }
             }
         }
         let requests = self.requests.lines();
@@ -144,94 +193,71 @@ impl Round<'_> {
     }
 
     fn machine(&self, whose: Whose) -> usize {
-        let busy = self
-            .cluster
-            .machines
-            .iter()
-            .position(|machine| Some(&machine.name) == self.busy.as_ref());
-        let busy = busy.unwrap_or(0);
-        match whose {
-            Whose::Busy => busy,
-            Whose::Idle => 1 - busy,
+        let members = || self.jobs.iter().flat_map(|job| &job.members);
+        let is_busy = |at: &usize| {
+            let name = Some(&self.cluster.machines[*at].name);
+            members().any(|member| member.busy.as_ref() == name && !member.is_over)
+        };
+        let all = 0..self.cluster.machines.len();
+        let (busy, idle): (Vec<usize>, Vec<usize>) = all.partition(is_busy);
+        let (wanted, others, number) = match whose {
+            Whose::Busy(number) => (busy, idle, number),
+            Whose::Idle(number) => (idle, busy, number),
+        };
+        let among = if wanted.is_empty() { others } else { wanted };
+        among[usize::from(number) % among.len()]
+    }
+
+    fn make(&mut self, what: What) -> bool {
+        let at = match what {
+            What::KillWorker { whose, .. }
+            | What::KillChild { whose }
+            | What::Freeze { whose, .. }
+            | What::Line { whose, .. } => self.machine(whose),
+            _ => 0,
+        };
+        let made = self.wounded.make(self.cluster, &what, at);
+        if let (true, true, What::Freeze { time, .. } | What::FreezeLeader { time }) = (made, what.is_long(), what) {
+            self.frozen_until = Some(Instant::now() + time);
+        }
+        made
+    }
+
+    /// What is not over.
+    fn words(&self, limit: Duration) -> String {
+        let mut words = format!("not everything has ended after {limit:?}:");
+        for job in self.jobs.iter().filter(|job| !job.is_over()) {
+            let over = job.members.iter().filter(|member| !member.is_over);
+            let members: Vec<String> = over
+                .map(|member| format!("{} on {:?}", member.id, member.busy))
+                .collect();
+            let config = self.cluster.work[job.work].config;
+            words += &format!("\n{config} {:?}, submitted {} times: {members:?}", job.id, job.tries);
+        }
+        words
+    }
+}
+
+impl Track {
+    fn new() -> Self {
+        Self {
+            waiting: VecDeque::new(),
+            ready: Instant::now(),
+            due: None,
         }
     }
 
-    fn make(&mut self, what: What) {
-        let now = Instant::now();
-        match what {
-            What::KillWorker { whose, back, empty } => {
-                let at = self.machine(whose);
-                if let Some(mut process) = self.cluster.machines[at].process.take() {
-                    process.kill();
-                    self.later(now + back, Cured::Machine { at, empty });
-                }
-            }
-            What::KillChild => {
-                let at = self.machine(Whose::Busy);
-                let children = self.cluster.machines[at].process.as_ref().map(Process::children);
-                for child in children.unwrap_or_default() {
-                    crate::processes::send(child, Signal::SIGKILL);
-                }
-            }
-            What::KillCoordinator { back } => {
-                if !self.coordinator_is_down {
-                    self.cluster.pool.coordinator.kill();
-                    self.coordinator_is_down = true;
-                    self.later(now + back, Cured::Coordinator);
-                }
-            }
-            What::Freeze { whose, time } => {
-                let at = self.machine(whose);
-                if let Some(process) = &self.cluster.machines[at].process {
-                    process.signal(Signal::SIGSTOP);
-                    let id = process.id();
-                    self.later(now + time, Cured::Frozen { at, id });
-                }
-            }
-            What::Storage { fault, time } => {
-                self.cures.retain(|cure| !matches!(cure.what, Cured::Storage));
-                self.cluster.s3.set(fault);
-                self.later(now + time, Cured::Storage);
-            }
+    /// The next wound if it is to be made now.
+    fn next(&mut self, news: &[When]) -> Option<Wound> {
+        let wound = self.waiting.front()?;
+        let is_moment = self.ready.elapsed() > LONGEST_WAIT || news.contains(&wound.when);
+        if self.due.is_none() && is_moment {
+            self.due = Some(Instant::now() + wound.delay);
         }
-    }
-
-    fn later(&mut self, at: Instant, what: Cured) {
-        self.cures.push(Cure { at, what });
-    }
-
-    /// Heals what is due.
-    fn cure(&mut self, now: Instant) {
-        let (due, rest): (Vec<Cure>, Vec<Cure>) = std::mem::take(&mut self.cures)
-            .into_iter()
-            .partition(|cure| cure.at <= now);
-        self.cures = rest;
-        for cure in due {
-            match cure.what {
-                Cured::Machine { at, empty } => {
-                    let name = self.cluster.machines[at].name.clone();
-                    if empty {
-                        let _ = std::fs::remove_dir_all(self.cluster.pool.worker_dir(&name));
-                    }
-                    self.cluster.machines[at].process = Some(self.cluster.pool.worker(&name));
-                }
-                Cured::Frozen { at, id } => {
-                    if let Some(process) = self.cluster.machines[at].process.as_ref().filter(|p| p.id() == id) {
-                        process.signal(Signal::SIGCONT);
-                    }
-                }
-                Cured::Coordinator => {
-                    self.cluster.pool.restart_coordinator();
-                    self.coordinator_is_down = false;
-                }
-                Cured::Storage => self.cluster.s3.set(Fault::None),
-            }
+        if self.due.is_none_or(|due| Instant::now() < due) {
+            return None;
         }
-    }
-
-    fn cure_all(&mut self) {
-        let end_of_time = Instant::now() + Duration::from_secs(3600);
-        self.cure(end_of_time);
-        self.cluster.heal();
+        (self.ready, self.due) = (Instant::now(), None);
+        self.waiting.pop_front()
     }
 }
