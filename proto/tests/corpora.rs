@@ -34,6 +34,24 @@ fn messages() {
     replay("wire", wire::run);
 }
 
+/// Those that need the engine are replayed among its tests.
+#[test]
+fn every_target_is_replayed() {
+    let text = |path: &str| std::fs::read_to_string(repository().join(path)).unwrap();
+    let replays = text("proto/tests/corpora.rs") + &text("engine/tests/corpora.rs");
+    let mut seen = 0;
+    for target in std::fs::read_dir(repository().join("fuzz/fuzz_targets")).unwrap() {
+        let target = target.unwrap().path();
+        let name = target.file_stem().unwrap().to_str().unwrap();
+        assert!(
+            replays.contains(&format!("    replay({name:?}, ")),
+            "no test replays {name}"
+        );
+        seen += 1;
+    }
+    assert!(seen >= 5, "only {seen} targets");
+}
+
 #[test]
 fn every_message_of_every_call_is_tried() {
     let proto = std::fs::read_to_string(repository().join("proto/proto/aitk/v1/aitk.proto")).unwrap();
