@@ -135,7 +135,6 @@ fn flux() {
         "train.noise_scheduler",
         "model.arch",
         "model.assistant_lora_path",
-        "model.quantize",
         "sample.sampler",
     ];
     let mut found = refused(&job);
@@ -188,7 +187,7 @@ fn wan() {
     let refused = refused(&job);
     for key in [
         "model.arch",
-        "model.quantize",
+        "model.qtype",
         "datasets[0].num_frames",
         "sample.num_frames",
     ] {
@@ -283,5 +282,5 @@ fn generating() {
     assert_eq!((request.width, request.height, request.seed), (96, 1280, Some(5)));
     assert_eq!(process.generate.request("a cat", None).seed, None, "-1 is random");
     assert!(job.spec.inputs().iter().any(|input| input.config_path == "prompts.txt"));
-    assert_eq!(refused(&job), ["generate.sampler", "model.arch", "model.quantize"]);
+    assert_eq!(refused(&job), ["generate.sampler", "model.arch"]);
 }

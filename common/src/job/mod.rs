@@ -45,6 +45,7 @@ pub mod train;
 pub mod values;
 mod yaml;
 
+pub use crate::plan::qtype::QType;
 pub use error::{Finding, JobError, Support};
 pub use load::{LoadOptions, LoadedJob, dotenv, env_with, find, load, parse};
 pub use process::{JobKind, Process, ProcessKind, ProcessType};

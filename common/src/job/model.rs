@@ -4,6 +4,7 @@ use super::arch::{Arch, ArchName};
 use super::dtype::DType;
 use super::schema::{Cx, Given, Report, join, section};
 use super::values::{FreeMap, OneOrMany};
+use crate::plan::qtype::QType;
 
 section! {
     /// Which base model, from where, and how it is kept in memory.
@@ -76,18 +77,19 @@ section! {
         /// LoRA that is active only on the unconditional pass.
         unconditional_lora_path: Option<String> = None, Refused("samples use the trained LoRA only"), input Lora;
         /// LoRA that makes up for quantisation.
-        accuracy_recovery_adapter: Option<String> = None, With("quantize"), input Lora;
+        accuracy_recovery_adapter: Option<String> = None, Refused("no accuracy recovery adapters"), input Lora;
 
-        /// Quantise the UNet or transformer.
-        quantize: bool = false, Refused("weights stay in `dtype`; set it to false");
+        /// Quantise the UNet or transformer: its linear layers and convolutions, but for the first and the last and those of the
+        /// time embedding.
+        quantize: bool = false, Works;
         /// Quantise the text encoder.
-        quantize_te: Option<bool> = None, Refused("weights stay in `dtype`; set it to false"), shown "`quantize`";
-        /// How the UNet or transformer is quantised; `type|adapter` adds an accuracy recovery adapter.
-        qtype: String = "qfloat8".into(), With("quantize");
+        quantize_te: Option<bool> = None, Works, shown "`quantize`";
+        /// How the UNet or transformer is quantised: `qfloat8`, `float8`, `qint8`, `int8`, `nf4`, `q8_0`, `q4_k`.
+        qtype: String = "qfloat8".into(), Works;
         /// How the text encoder is quantised.
-        qtype_te: String = "qfloat8".into(), With("quantize_te");
-        /// More options of quantisation.
-        quantize_kwargs: FreeMap = FreeMap::new(), With("quantize");
+        qtype_te: String = "qfloat8".into(), Works;
+        /// `exclude`: a list of the names of layers that are left as they are, with `*` for anything.
+        quantize_kwargs: FreeMap = FreeMap::new(), Works;
         /// 16, 8 or 4 bits for the text encoder.
         text_encoder_bits: u32 = 16, Refused("weights stay in `dtype`");
         /// Quantise and park models in RAM.
@@ -186,6 +188,26 @@ fn finish(model: &mut ModelConfig, given: &Given, cx: &mut Cx) {
 }
 
 fn check(model: &ModelConfig, path: &str, report: &mut Report) {
+    let kinds = [
+        (model.quantize, "qtype", &model.qtype),
+        (model.quantizes_text_encoder(), "qtype_te", &model.qtype_te),
+    ];
+    for (_, key, name) in kinds.into_iter().filter(|(on, ..)| *on) {
+        if name.contains('|') {
+            let message = "an accuracy recovery adapter (after `|`) does not work yet; give the type alone";
+            report.error(join(path, key), message);
+        } else if QType::from_name(name).is_none() {
+            let message = format!("`{name}` does not work yet; expected one of {}", QType::names());
+            report.error(join(path, key), message);
+        }
+    }
+    if let Some(key) = model.quantize_kwargs.keys().find(|key| *key != "exclude") {
+        let key = format!("quantize_kwargs.{key}");
+        report.error(join(path, &key), "is not known; `exclude` is, with a list of names");
+    } else if model.quantize_kwargs.contains_key("exclude") && model.quantize_exclude().is_none() {
+        let message = "expected a list of names of layers, such as `- \"down_blocks.0.*\"`";
+        report.error(join(path, "quantize_kwargs.exclude"), message);
+    }
     if model.name_or_path.contains("civitai.com/") {
         let message = "download the model from civitai.com first and give the path of the file";
         report.error(join(path, "name_or_path"), message);
@@ -197,6 +219,31 @@ impl ModelConfig {
     #[must_use]
     pub fn quantizes_text_encoder(&self) -> bool {
         self.quantize_te.unwrap_or(self.quantize)
+    }
+
+    /// How the UNet or transformer is quantised, if it is.
+    #[must_use]
+    pub fn quantization(&self) -> Option<QType> {
+        QType::from_name(&self.qtype).filter(|_| self.quantize)
+    }
+
+    /// How the text encoder is quantised, if it is.
+    #[must_use]
+    pub fn text_encoder_quantization(&self) -> Option<QType> {
+        QType::from_name(&self.qtype_te).filter(|_| self.quantizes_text_encoder())
+    }
+
+    /// Which layers are left as they are; `None` when that is no list of names.
+    #[must_use]
+    pub fn quantize_exclude(&self) -> Option<Vec<String>> {
+        match self.quantize_kwargs.get("exclude") {
+            None => Some(Vec::new()),
+            Some(serde_json::Value::String(name)) => Some(vec![name.clone()]),
+            Some(list) => {
+                let names = list.as_array()?.iter().map(|name| name.as_str().map(str::to_owned));
+                names.collect()
+            }
+        }
     }
 
     /// Whether layers are streamed from RAM.

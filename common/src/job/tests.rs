@@ -490,3 +490,39 @@ fn a_value_that_repeats_what_holds_anyway_is_not_reported() {
     );
     assert_eq!(yaml(&text).unwrap().spec.unsupported(), Support::default());
 }
+
+#[test]
+fn quantised_weights_are_of_a_kind_that_there_is() {
+    let model = |keys: &str| {
+        let spec = yaml(&with("name_or_path: base", keys)).unwrap().spec;
+        let errors: Vec<String> = spec.unsupported().errors.iter().map(ToString::to_string).collect();
+        errors
+    };
+    for fine in [
+        "quantize: true",
+        "qtype: uint4",
+        "quantize: true\n        qtype: QINT8\n        qtype_te: nf4",
+        "quantize: true\n        quantize_kwargs: {exclude: [\"*.attn1.*\", proj_out]}",
+    ] {
+        assert_eq!(model(&format!("        {fine}")), [""; 0], "{fine}");
+    }
+    for (wrong, part) in [
+        (
+            "quantize: true\n        qtype: uint4",
+            "`uint4` does not work yet; expected one of float8",
+        ),
+        (
+            "quantize: true\n        qtype: qfloat8|someone/adapter",
+            "accuracy recovery adapter",
+        ),
+        ("quantize_te: true\n        qtype_te: \"\"", "qtype_te"),
+        (
+            "quantize: true\n        quantize_kwargs: {exclude: 3}",
+            "a list of names",
+        ),
+        ("quantize: true\n        quantize_kwargs: {group_size: 3}", "group_size"),
+    ] {
+        let errors = model(&format!("        {wrong}"));
+        assert!(errors.len() == 1 && errors[0].contains(part), "{wrong}: {errors:?}");
+    }
+}

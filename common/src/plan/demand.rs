@@ -7,6 +7,7 @@ use super::anatomy::Anatomy;
 use super::family::{Family, VAE_ACTIVATIONS};
 use super::layout::{GIB, Layout};
 use super::profile::MemoryProfile;
+use super::qtype::QType;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -255,13 +256,13 @@ fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
             None => figures.denoiser,
         };
         let width = width(text(body, "/train/dtype"));
-        let quantised = flag(body, "/model/quantize");
+        let denoiser_width = denoiser_width(body, width);
         Layout {
             denoiser: figures.denoiser,
             text: figures.text,
             vae: figures.vae,
             width,
-            denoiser_width: if quantised { 1.0 } else { width },
+            denoiser_width,
             // Adapters are kept in f32; a full fine-tune's weights are counted with the denoiser.
             trained: trained * 1e6 / GIB
                 * match network {
@@ -294,13 +295,13 @@ fn generation(family: String, body: &Value, figures: Option<Figures>) -> Demand 
         let megapixels = area / (1024.0 * 1024.0);
         let Figures { family, scale, .. } = figures;
         let width = width(text(body, "/model/dtype"));
-        let quantised = flag(body, "/model/quantize");
+        let denoiser_width = denoiser_width(body, width);
         Layout {
             denoiser: figures.denoiser,
             text: figures.text,
             vae: figures.vae,
             width,
-            denoiser_width: if quantised { 1.0 } else { width },
+            denoiser_width,
             trained: 0.0,
             frozen: true,
             activations: megapixels * family.denoise * scale * (width / 2.0),
@@ -313,6 +314,15 @@ fn generation(family: String, body: &Value, figures: Option<Figures>) -> Demand 
         milliunits: milli(units),
         memory,
     }
+}
+
+/// Bytes of a weight of the denoiser.
+fn denoiser_width(body: &Value, width: f64) -> f64 {
+    if !flag(body, "/model/quantize") {
+        return width;
+    }
+    let kind = text(body, "/model/qtype").and_then(QType::from_name);
+    kind.unwrap_or(QType::Float8).bytes().min(width)
 }
 
 /// Pictures, as far as the job itself says.

@@ -6,3 +6,4 @@ pub mod demand;
 pub mod family;
 mod layout;
 pub mod profile;
+pub mod qtype;

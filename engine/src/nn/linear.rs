@@ -1,6 +1,6 @@
 //! Linear layers.
 
-use super::{LayerAdapter, cpu};
+use super::{LayerAdapter, Weight, cpu};
 use crate::error::Result;
 use crate::weights::{Init, Weights};
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor};
@@ -10,7 +10,7 @@ use std::sync::Arc;
 #[derive(Clone, Debug)]
 pub struct Linear {
     /// [out, in].
-    pub weight: Tensor,
+    pub weight: Weight,
     /// [out].
     pub bias: Option<Tensor>,
     /// Applied in this order.
@@ -24,7 +24,7 @@ impl Linear {
     /// When a tensor is missing or has another shape.
     pub fn new(weights: &Weights, inputs: usize, outputs: usize, bias: bool) -> Result<Self> {
         let bound = 1.0 / (inputs.max(1) as f64).sqrt();
-        let weight = weights.get_with((outputs, inputs), "weight", Init::Uniform(bound))?;
+        let weight = weights.layer((outputs, inputs), Init::Uniform(bound))?;
         let bias = if bias {
             Some(weights.get_with(outputs, "bias", Init::Uniform(bound))?)
         } else {
@@ -35,9 +35,9 @@ impl Linear {
 
     /// From tensors: weight [out, in], bias [out].
     #[must_use]
-    pub fn from_parts(weight: Tensor, bias: Option<Tensor>) -> Self {
+    pub fn from_parts(weight: impl Into<Weight>, bias: Option<Tensor>) -> Self {
         Self {
-            weight,
+            weight: weight.into(),
             bias,
             adapters: Vec::new(),
         }
@@ -60,7 +60,7 @@ impl Linear {
     /// # Errors
     /// When the shapes do not fit.
     pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let mut y = linear(x, &self.weight, self.bias.as_ref())?;
+        let mut y = project(x, &self.weight, self.bias.as_ref())?;
         for adapter in &self.adapters {
             y = adapter.apply(x, y)?;
         }
@@ -74,7 +74,13 @@ impl Linear {
 /// # Errors
 /// When the shapes do not fit.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> candle_core::Result<Tensor> {
-    let (outputs, inputs) = weight.dims2()?;
+    project(x, &Weight::Plain(weight.clone()), bias)
+}
+
+fn project(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> candle_core::Result<Tensor> {
+    let &[outputs, inputs] = weight.dims() else {
+        candle_core::bail!("linear: {:?} is no weight of two axes", weight.dims());
+    };
     let mut shape = x.dims().to_vec();
     match shape.last_mut() {
         Some(last) if *last == inputs => *last = outputs,
@@ -82,13 +88,15 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> candle_core
     }
     let rows = x.elem_count() / inputs.max(1);
     let flat = x.contiguous()?.reshape((rows, inputs))?;
-    let frozen = !weight.track_op();
-    let y = if frozen && cpu::runs_here(&flat) && weight.dtype() == DType::F32 {
-        flat.apply_op1(FrozenLinear {
-            weight: weight.contiguous()?,
-        })?
-    } else {
-        flat.matmul(&weight.t()?)?
+    let frozen = match weight {
+        Weight::Plain(weight) if weight.track_op() => None,
+        Weight::Plain(weight) => Some(Weight::Plain(weight.contiguous()?)),
+        Weight::Packed(_) => Some(weight.clone()),
+    };
+    let y = match frozen.filter(|weight| cpu::runs_here(&flat) && weight.dtype() == DType::F32) {
+        Some(weight) => flat.apply_op1(FrozenLinear { weight })?,
+        // candle keeps what it multiplied with until the backward pass: here a packed weight is dense for so long.
+        None => flat.matmul(&weight.dense()?.t()?)?,
     };
     let y = y.reshape(shape)?;
     match bias {
@@ -99,7 +107,7 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> candle_core
 
 /// A product with a weight that gets no gradient. candle's own matmul would compute one and throw it away.
 struct FrozenLinear {
-    weight: Tensor,
+    weight: Weight,
 }
 
 impl CustomOp1 for FrozenLinear {
@@ -109,10 +117,11 @@ impl CustomOp1 for FrozenLinear {
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
         let (rows, inputs) = layout.shape().dims2()?;
-        let outputs = self.weight.dim(0)?;
+        let weight = self.weight.dense()?;
+        let outputs = weight.dim(0)?;
         let mut y = vec![0f32; rows * outputs];
         let x = cpu::slice(storage, layout)?;
-        cpu::with_slice(&self.weight, |w| {
+        cpu::with_slice(&weight, |w| {
             cpu::gemm(
                 cpu::MatMut {
                     data: &mut y,
@@ -144,6 +153,6 @@ impl CustomOp1 for FrozenLinear {
     }
 
     fn bwd(&self, _x: &Tensor, _y: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        Ok(Some(grad.matmul(&self.weight)?))
+        Ok(Some(grad.matmul(&self.weight.dense()?)?))
     }
 }

@@ -12,9 +12,11 @@ pub(crate) mod cpu;
 mod embedding;
 mod linear;
 mod norm;
+pub mod quant;
 mod resize;
 #[cfg(test)]
 mod tests;
+mod weight;
 
 pub use activation::{Activation, geglu, gelu, quick_gelu, silu};
 pub(crate) use adapter::join;
@@ -25,3 +27,4 @@ pub use embedding::Embedding;
 pub use linear::{Linear, linear};
 pub use norm::{GroupNorm, LayerNorm};
 pub use resize::upsample_nearest;
+pub use weight::Weight;

@@ -37,11 +37,7 @@ impl Drawing {
             cx.log("info", note);
         }
         let path = cx.local(&config.name_or_path);
-        let options = LoadOptions {
-            dtype: compute.dtype,
-            device: compute.device.clone(),
-            config_folder: None,
-        };
+        let options = LoadOptions::of_job(config, compute.dtype, compute.device.clone());
         let mut model = SdModel::load(&path, &options)?;
         if let Some(vae) = &config.vae_path {
             model.vae = AutoencoderKl::open(&cx.local(vae), compute.dtype, &compute.device)?;

@@ -87,11 +87,7 @@ impl<'a> Run<'a> {
             cx.log("info", note.clone());
         }
         let path = cx.local(&process.model.name_or_path);
-        let load = LoadOptions {
-            dtype: compute.dtype,
-            device: compute.device.clone(),
-            config_folder: None,
-        };
+        let load = LoadOptions::of_job(&process.model, compute.dtype, compute.device.clone());
         let mut model = SdModel::load(&path, &load)?;
         let mut vae_path = path;
         if let Some(vae) = &process.model.vae_path {
@@ -399,6 +395,9 @@ mod data_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod our_lora;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod quantised_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod replay;

@@ -12,6 +12,9 @@ mod tests;
 pub use init::Init;
 
 use crate::error::{EngineError, Result};
+use crate::nn::Weight;
+use crate::nn::quant::Packed;
+use aitk_common::job::QType;
 use candle_core::{DType, Device, Shape, Tensor, Var};
 use file::SafetensorsFile;
 use std::collections::BTreeMap;
@@ -184,6 +187,34 @@ struct Inner {
 pub struct Weights {
     inner: Arc<Inner>,
     prefix: String,
+    packing: Option<Arc<Packing>>,
+}
+
+/// Which layers are quantised as they are read, and how.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Packing {
+    /// How.
+    pub qtype: QType,
+    /// Names of layers that stay as they are, with `*` for anything.
+    pub exclude: Vec<String>,
+}
+
+impl Packing {
+    fn takes(&self, layer: &str) -> bool {
+        !self.exclude.iter().any(|pattern| matches(pattern, layer))
+    }
+}
+
+/// Whether a name fits a pattern in which `*` stands for anything.
+fn matches(pattern: &str, name: &str) -> bool {
+    let Some((before, after)) = pattern.split_once('*') else {
+        return pattern == name;
+    };
+    let Some(rest) = name.strip_prefix(before) else {
+        return false;
+    };
+    let mut tails = rest.char_indices().map(|(at, _)| &rest[at..]).chain([""]);
+    tails.any(|tail| matches(after, tail))
 }
 
 impl std::fmt::Debug for Weights {
@@ -206,6 +237,16 @@ impl Weights {
         Self {
             inner: Arc::new(inner),
             prefix: String::new(),
+            packing: None,
+        }
+    }
+
+    /// The same tensors, and the weights of layers quantised as they are read.
+    #[must_use]
+    pub fn packed(self, packing: Option<Packing>) -> Self {
+        Self {
+            packing: packing.map(Arc::new),
+            ..self
         }
     }
 
@@ -234,6 +275,7 @@ impl Weights {
     pub fn trainable(&self) -> Self {
         Self {
             prefix: self.prefix.clone(),
+            packing: self.packing.clone(),
             ..Self::with(self.source(), self.inner.dtype, &self.inner.device, true)
         }
     }
@@ -243,6 +285,7 @@ impl Weights {
     pub fn frozen(&self) -> Self {
         Self {
             prefix: self.prefix.clone(),
+            packing: self.packing.clone(),
             ..Self::with(self.source(), self.inner.dtype, &self.inner.device, false)
         }
     }
@@ -265,7 +308,23 @@ impl Weights {
         Self {
             inner: Arc::clone(&self.inner),
             prefix,
+            packing: self.packing.clone(),
         }
+    }
+
+    /// The tensor `weight` of the layer at this place, quantised if it is to be.
+    ///
+    /// # Errors
+    /// When it is missing or has another shape.
+    pub fn layer(&self, shape: impl Into<Shape>, init: Init) -> Result<Weight> {
+        let tensor = self.get_with(shape, "weight", init)?;
+        let packing = self.packing.as_ref();
+        if let Some(packing) = packing.filter(|packing| !tensor.track_op() && packing.takes(&self.prefix))
+            && let Some(packed) = Packed::pack(&tensor, packing.qtype)?
+        {
+            return Ok(Weight::Packed(packed));
+        }
+        Ok(Weight::Plain(tensor))
     }
 
     /// The tensor `name` at this place.
@@ -361,6 +420,7 @@ impl Weights {
         Self {
             inner: Arc::new(inner),
             prefix: self.prefix,
+            packing: self.packing,
         }
     }
 

@@ -12,7 +12,9 @@ use crate::models::clip::{ClipTextConfig, ClipTextModel, ClipTokenizer};
 use crate::models::config;
 use crate::models::unet::{UNet2DConditionModel, UNetConfig};
 use crate::models::vae::{self, AutoencoderKl, VaeConfig};
-use crate::weights::{Index, Weights};
+use crate::weights::{Index, Packing, Weights};
+use aitk_common::job::QType;
+use aitk_common::job::model::ModelConfig;
 use candle_core::{DType, Device};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -27,7 +29,14 @@ pub struct LoadOptions {
     /// For a single-file checkpoint: a diffusers folder whose configs and tokenizer hold. Without it, those of SD 1.x,
     /// and the tokenizer from a `tokenizer` folder beside the file, else OpenAI's.
     pub config_folder: Option<PathBuf>,
+    /// How the U-Net's layers are quantised; see [`UNET_EXCLUDED`].
+    pub unet_packing: Option<Packing>,
+    /// How the text encoder's layers are quantised.
+    pub text_encoder_packing: Option<Packing>,
 }
+
+/// Layers of a U-Net that are never quantised: they are small, and everything goes through them.
+const UNET_EXCLUDED: [&str; 3] = ["conv_in", "conv_out", "time_embedding.*"];
 
 impl LoadOptions {
     /// f32 on the processor.
@@ -37,6 +46,27 @@ impl LoadOptions {
             dtype: DType::F32,
             device: Device::Cpu,
             config_folder: None,
+            unet_packing: None,
+            text_encoder_packing: None,
+        }
+    }
+
+    /// What a job's `model` section asks for.
+    #[must_use]
+    pub fn of_job(model: &ModelConfig, dtype: DType, device: Device) -> Self {
+        let exclude = model.quantize_exclude().unwrap_or_default();
+        let packing = |qtype: Option<QType>, exclude: &[String]| {
+            qtype.map(|qtype| Packing {
+                qtype,
+                exclude: exclude.to_vec(),
+            })
+        };
+        Self {
+            dtype,
+            device,
+            config_folder: None,
+            unet_packing: packing(model.quantization(), &exclude),
+            text_encoder_packing: packing(model.text_encoder_quantization(), &exclude),
         }
     }
 }
@@ -176,11 +206,18 @@ impl SdModel {
         options: &LoadOptions,
     ) -> Result<Self> {
         let weights = |index| Weights::from_index(index, options.dtype, &options.device);
+        let unet_packing = options.unet_packing.clone().map(|mut packing| {
+            packing.exclude.extend(UNET_EXCLUDED.map(str::to_owned));
+            packing
+        });
         let positions = parts.text_encoder.max_position_embeddings;
         let model = Self {
             tokenizer: tokenizer.at_most(positions),
-            text_encoder: ClipTextModel::new(&weights(text_encoder), &parts.text_encoder)?,
-            unet: UNet2DConditionModel::new(&weights(unet), &parts.unet)?,
+            text_encoder: ClipTextModel::new(
+                &weights(text_encoder).packed(options.text_encoder_packing.clone()),
+                &parts.text_encoder,
+            )?,
+            unet: UNet2DConditionModel::new(&weights(unet).packed(unet_packing), &parts.unet)?,
             vae: AutoencoderKl::new(&weights(vae), &parts.vae)?,
             scheduler_config: parts.scheduler,
         };

@@ -6,11 +6,11 @@
 mod geometry;
 mod kernels;
 
-use super::LayerAdapter;
 use super::cpu::{self, Kernel3, Op3};
+use super::{LayerAdapter, Weight};
 use crate::error::Result;
 use crate::weights::{Init, Weights};
-use candle_core::{CpuStorage, CustomOp2, DType, Device, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp1, CustomOp2, DType, Device, Layout, Shape, Tensor};
 use geometry::Geometry;
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use std::sync::Arc;
 #[derive(Clone, Debug)]
 pub struct Conv2d {
     /// [out, in, kernel height, kernel width].
-    pub weight: Tensor,
+    pub weight: Weight,
     /// [out].
     pub bias: Option<Tensor>,
     /// Steps between outputs, both axes.
@@ -43,7 +43,7 @@ impl Conv2d {
         padding: usize,
     ) -> Result<Self> {
         let bound = 1.0 / ((inputs * kernel * kernel).max(1) as f64).sqrt();
-        let weight = weights.get_with((outputs, inputs, kernel, kernel), "weight", Init::Uniform(bound))?;
+        let weight = weights.layer((outputs, inputs, kernel, kernel), Init::Uniform(bound))?;
         let bias = weights.get_with(outputs, "bias", Init::Uniform(bound))?;
         Ok(Self {
             weight,
@@ -59,7 +59,18 @@ impl Conv2d {
     /// # Errors
     /// When the shapes do not fit.
     pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let mut y = conv2d(x, &self.weight, self.bias.as_ref(), self.stride, self.padding)?;
+        let bias = self.bias.as_ref();
+        let mut y = match &self.weight {
+            Weight::Packed(packed) if cpu::runs_here(x) && packed.dtype() == DType::F32 => {
+                let bias = bias.map(Tensor::contiguous).transpose()?;
+                let (stride, padding) = (self.stride, self.padding);
+                x.contiguous()?.apply_op1(PackedConv {
+                    op: ConvOp { stride, padding, bias },
+                    weight: self.weight.clone(),
+                })?
+            }
+            weight => conv2d(x, &weight.dense()?, bias, self.stride, self.padding)?,
+        };
         for adapter in &self.adapters {
             y = adapter.apply(x, y)?;
         }
@@ -172,6 +183,37 @@ impl CustomOp2 for ConvOp {
         grad: &Tensor,
     ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
         self.gradients(x, weight, &grad.contiguous()?)
+    }
+}
+
+/// A convolution with a quantised weight, which gets no gradient.
+struct PackedConv {
+    op: ConvOp,
+    weight: Weight,
+}
+
+impl CustomOp1 for PackedConv {
+    fn name(&self) -> &'static str {
+        "conv2d-packed"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
+        let x = (cpu::slice(x, layout)?, layout.shape());
+        let weight = self.weight.dense()?;
+        let run = |weight: &[f32], bias: Option<&[f32]>| {
+            let shape = Shape::from(self.weight.dims());
+            self.op.run(x, (weight, &shape), bias)
+        };
+        let (y, shape) = match &self.op.bias {
+            Some(bias) => cpu::with_slice(&weight, |w| cpu::with_slice(bias, |b| run(w, Some(b))))???,
+            None => cpu::with_slice(&weight, |w| run(w, None))??,
+        };
+        Ok((CpuStorage::F32(y), shape))
+    }
+
+    fn bwd(&self, x: &Tensor, _y: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        let (dx, _) = self.op.gradients(x, &self.weight.dense()?, &grad.contiguous()?)?;
+        Ok(dx)
     }
 }
 

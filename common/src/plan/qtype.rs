@@ -1,0 +1,64 @@
+//! How weights are quantised.
+
+use std::fmt;
+
+/// A kind of quantised weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum QType {
+    /// 8-bit floats (e4m3) with a scale per output.
+    Float8,
+    /// 8-bit integers with a scale per output.
+    Int8,
+    /// 4 bits of the normal-float table with a scale per 64 weights.
+    Nf4,
+    /// GGUF's 8 bits.
+    Q8_0,
+    /// GGUF's 4 bits in super-blocks.
+    Q4K,
+}
+
+/// What each is called: our own name first, then those of quanto and torchao.
+const NAMES: [(&str, QType); 9] = [
+    ("float8", QType::Float8),
+    ("qfloat8", QType::Float8),
+    ("qfloat8_e4m3fn", QType::Float8),
+    ("int8", QType::Int8),
+    ("qint8", QType::Int8),
+    ("uint8", QType::Int8),
+    ("nf4", QType::Nf4),
+    ("q8_0", QType::Q8_0),
+    ("q4_k", QType::Q4K),
+];
+
+impl QType {
+    /// By any of its names; upper or lower case.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        let name = name.trim().to_ascii_lowercase();
+        let found = NAMES.iter().find(|(known, _)| *known == name);
+        found.map(|(_, qtype)| *qtype)
+    }
+
+    /// All names, with commas.
+    #[must_use]
+    pub fn names() -> String {
+        NAMES.map(|(name, _)| name).join(", ")
+    }
+
+    /// Memory of one weight, scales included.
+    #[must_use]
+    pub const fn bytes(self) -> f64 {
+        match self {
+            Self::Float8 | Self::Int8 => 1.01,
+            Self::Nf4 | Self::Q4K => 0.5625,
+            Self::Q8_0 => 1.0625,
+        }
+    }
+}
+
+impl fmt::Display for QType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let found = NAMES.iter().find(|(_, qtype)| qtype == self);
+        f.write_str(found.map_or("", |(name, _)| name))
+    }
+}

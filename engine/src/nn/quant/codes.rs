@@ -1,0 +1,187 @@
+//! Codes and scales of the kinds that are our own: int8, float8 and nf4.
+
+use aitk_common::job::QType;
+use rayon::prelude::*;
+
+/// Weights of nf4 that share a scale, as in bitsandbytes.
+pub(super) const NF4_BLOCK: usize = 64;
+/// What a scale may be at the least: a row of zeros has one, too.
+const SMALLEST: f32 = 1e-12;
+/// Weights that one thread unpacks at a time; a multiple of [`NF4_BLOCK`].
+const STRIPE: usize = 1 << 14;
+
+/// The normal-float table: quantiles of the normal distribution, with a zero (QLoRA, appendix E).
+const NF4: [f32; 16] = [
+    -1.0,
+    -0.696_192_8,
+    -0.525_073_05,
+    -0.394_917_5,
+    -0.284_441_38,
+    -0.184_773_43,
+    -0.091_050_036,
+    0.0,
+    0.079_580_3,
+    0.160_930_2,
+    0.246_112_3,
+    0.337_915_24,
+    0.440_709_83,
+    0.562_617,
+    0.722_956_84,
+    1.0,
+];
+
+/// The value of every code, before its scale.
+pub(super) fn table(qtype: QType) -> Vec<f32> {
+    match qtype {
+        QType::Nf4 => NF4.to_vec(),
+        QType::Float8 => (0..=u8::MAX).map(from_e4m3).collect(),
+        _ => (0..=u8::MAX).map(|code| f32::from(code) - 128.0).collect(),
+    }
+}
+
+/// Codes and scales. The last scale may be for fewer weights.
+pub(super) fn pack(qtype: QType, values: &[f32], per_scale: usize) -> (Vec<u8>, Vec<f32>) {
+    let largest = match qtype {
+        QType::Nf4 => 1.0,
+        QType::Float8 => 448.0,
+        _ => 127.5,
+    };
+    let blocks: Vec<(f32, Vec<u8>)> = values
+        .par_chunks(per_scale.max(1))
+        .map(|block| {
+            let absmax = block.iter().fold(0f32, |most, value| most.max(value.abs()));
+            let scale = (absmax / largest).max(SMALLEST);
+            let scaled = block.iter().map(|value| value / scale);
+            let codes = match qtype {
+                QType::Nf4 => {
+                    let codes: Vec<u8> = scaled.map(nearest_nf4).collect();
+                    codes
+                        .chunks(2)
+                        .map(|pair| pair[0] << 4 | pair.get(1).copied().unwrap_or(7))
+                        .collect()
+                }
+                QType::Float8 => scaled.map(to_e4m3).collect(),
+                _ => scaled
+                    .map(|value| (value.round_ties_even().clamp(-128.0, 127.0) + 128.0) as u8)
+                    .collect(),
+            };
+            (scale, codes)
+        })
+        .collect();
+    let scales = blocks.iter().map(|(scale, _)| *scale).collect();
+    (blocks.into_iter().flat_map(|(_, codes)| codes).collect(), scales)
+}
+
+/// `count` weights from their codes.
+pub(super) fn unpack(qtype: QType, codes: &[u8], scales: &[f32], per_scale: usize, count: usize) -> Vec<f32> {
+    let table = table(qtype);
+    let mut values = vec![0f32; count];
+    let value = |code: u8| table.get(usize::from(code)).copied().unwrap_or(0.0);
+    // Threads get whole rows, or whole blocks.
+    let stripe = STRIPE.next_multiple_of(per_scale.max(1));
+    values
+        .par_chunks_mut(stripe)
+        .enumerate()
+        .for_each(|(at, stripe_values)| {
+            let first = at * stripe;
+            for (block, out) in stripe_values.chunks_mut(per_scale.max(1)).enumerate() {
+                let begin = first + block * per_scale;
+                let scale = scales.get(begin / per_scale.max(1)).copied().unwrap_or(0.0);
+                if qtype == QType::Nf4 {
+                    let bytes = codes.get(begin / 2..).unwrap_or_default();
+                    for (pair, byte) in out.chunks_mut(2).zip(bytes) {
+                        pair[0] = value(byte >> 4) * scale;
+                        if let Some(second) = pair.get_mut(1) {
+                            *second = value(byte & 15) * scale;
+                        }
+                    }
+                } else {
+                    let bytes = codes.get(begin..).unwrap_or_default();
+                    for (out, code) in out.iter_mut().zip(bytes) {
+                        *out = value(*code) * scale;
+                    }
+                }
+            }
+        });
+    values
+}
+
+/// The code whose value is nearest: how many of the middles between neighbours lie below.
+fn nearest_nf4(value: f32) -> u8 {
+    NF4.windows(2)
+        .map(|pair| u8::from(value > f32::midpoint(pair[0], pair[1])))
+        .sum()
+}
+
+/// Rounds to the nearest number with 4 bits of exponent and 3 of mantissa, ties to even; what is too large becomes 448.
+fn to_e4m3(value: f32) -> u8 {
+    let sign = if value.is_sign_negative() { 0x80 } else { 0 };
+    let size = value.abs();
+    let code = if size < 1.0 / 64.0 {
+        // Below the smallest normal number the steps are 2^-9 wide.
+        (size * 512.0).round_ties_even() as u32
+    } else {
+        let bits = size.to_bits();
+        let rounded = bits + 0x7_FFFF + (bits >> 20 & 1);
+        // The exponent's offset is 127 there and 7 here.
+        (rounded >> 20).saturating_sub(120 << 3)
+    };
+    sign | code.min(0x7E) as u8
+}
+
+fn from_e4m3(code: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
+    let size = match (exponent, code & 7) {
+        (15, 7) => f32::NAN,
+        (0, _) => mantissa / 512.0,
+        _ => (1.0 + mantissa / 8.0) * 2f32.powi(exponent - 7),
+    };
+    if code & 0x80 == 0 { size } else { -size }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_float8_number_comes_back_and_what_is_between_goes_to_the_nearest() {
+        let numbers: Vec<f32> = (0..0x7F).map(from_e4m3).collect();
+        assert!(numbers.is_sorted() && numbers[0x7E] == 448.0, "{numbers:?}");
+        for (code, number) in numbers.iter().enumerate() {
+            assert_eq!(to_e4m3(*number), code as u8);
+            assert_eq!(to_e4m3(-number), code as u8 | 0x80);
+        }
+        for i in 0..10_000 {
+            let value = 450.0 * (i as f32 / 10_000.0).powi(5);
+            let nearest = numbers
+                .iter()
+                .map(|number| (number - value).abs())
+                .fold(f32::MAX, f32::min);
+            assert_eq!((from_e4m3(to_e4m3(value)) - value).abs(), nearest, "{value}");
+        }
+        assert!(from_e4m3(0x7F).is_nan());
+    }
+
+    #[test]
+    fn four_bits_hold_the_nearest_of_sixteen_and_odd_counts_fit() {
+        let values: Vec<f32> = (0..133).map(|i| ((i * 37) as f32).sin()).collect();
+        let (codes, scales) = pack(QType::Nf4, &values, NF4_BLOCK);
+        assert_eq!((codes.len(), scales.len()), (67, 3));
+        let back = unpack(QType::Nf4, &codes, &scales, NF4_BLOCK, values.len());
+        for ((at, value), back) in values.iter().enumerate().zip(&back) {
+            let scale = scales[at / NF4_BLOCK];
+            let nearest = NF4
+                .iter()
+                .map(|code| (code * scale - value).abs())
+                .fold(f32::MAX, f32::min);
+            assert!(
+                (back - value).abs() <= nearest * 1.000_01 + 1e-7,
+                "{at}: {value} became {back}"
+            );
+        }
+        for qtype in [QType::Nf4, QType::Int8, QType::Float8] {
+            let (codes, scales) = pack(qtype, &[0.0; 8], 8);
+            assert_eq!(unpack(qtype, &codes, &scales, 8, 8), [0.0; 8], "{qtype}");
+        }
+    }
+}
