@@ -26,7 +26,7 @@ pub(crate) struct Array {
     /// Where there is a limit: members that wait for a device. Together with those that run they are never above it.
     pub(super) ready: BTreeSet<JobId>,
     /// Members that wait for nothing but the limit, in queue order.
-    pub(super) held: BTreeSet<QueueKey>,
+    pub(super) held: BTreeMap<QueueKey, JobId>,
 }
 
 impl Array {
@@ -206,7 +206,7 @@ impl State {
             array.ready.insert(id.clone());
             return None;
         }
-        array.held.insert(key);
+        array.held.insert(key, id.clone());
         Some(Spot::Held)
     }
 
@@ -267,7 +267,7 @@ impl State {
         for id in std::mem::take(&mut self.roomy) {
             while let Some(array) = self.arrays.get_mut(&id)
                 && array.has_room()
-                && let Some((_, _, job)) = array.held.pop_first()
+                && let Some((_, job)) = array.held.pop_first()
             {
                 self.requeue_in_place(now, &job);
             }

@@ -2,7 +2,7 @@
 
 use super::Step;
 use super::event::{Effect, Record};
-use super::model::{Committed, Pace, SessionId, job_of};
+use super::model::{Committed, Job, Pace, SessionId, job_of};
 use super::state::State;
 use aitk_common::attempt::Outcome;
 use aitk_common::control::{Artifact, AttemptState, EventBody, HeldAttempt, JobEvent, Report, ToWorker};
@@ -16,17 +16,25 @@ const TEXT_LIMIT: usize = 8 << 10;
 
 impl State {
     /// The job whose live attempt this is, if it is this session's.
-    pub(super) fn current_job(&self, session: SessionId, held: &HeldAttempt) -> Option<JobId> {
-        let worker = self.sessions.get(&session)?;
-        let id = job_of(&held.attempt)?;
-        let attempt = self.jobs.get(&id)?.current()?;
-        let same = attempt.id == held.attempt && attempt.epoch == held.epoch && attempt.worker == *worker;
-        same.then_some(id)
+    pub(super) fn current_job(&self, session: SessionId, held: &HeldAttempt) -> Option<&Job> {
+        let job = self.jobs.at(*self.live.get(job_of(&held.attempt)?)?)?;
+        let attempt = job.current()?;
+        let same = attempt.id == held.attempt
+            && attempt.epoch == held.epoch
+            && attempt.worker == *self.sessions.get(&session)?;
+        same.then_some(job)
+    }
+
+    /// The id of that job, which is about to change.
+    pub(super) fn turn_to_current(&mut self, session: SessionId, held: &HeldAttempt) -> Option<JobId> {
+        let id = self.current_job(session, held)?.id.clone();
+        self.jobs.turn_to(*self.live.get(&id)?);
+        Some(id)
     }
 
     /// Why an attempt is not current, for the worker's log.
     pub(super) fn fence_reason(&self, held: &HeldAttempt) -> String {
-        let known = job_of(&held.attempt).and_then(|id| self.jobs.get(&id)).and_then(|job| {
+        let known = job_of(&held.attempt).and_then(|id| self.jobs.find(id)).and_then(|job| {
             let attempt = job.attempts.iter().find(|attempt| attempt.id == held.attempt)?;
             Some((attempt.state, attempt.epoch, job.epoch()))
         });
@@ -56,7 +64,7 @@ impl State {
 
     /// The job of a report, its lease renewed. Otherwise the worker is told, and nothing changes.
     fn admit(&mut self, step: &mut Step, session: SessionId, request: u64, held: &HeldAttempt) -> Option<JobId> {
-        match self.current_job(session, held) {
+        match self.turn_to_current(session, held) {
             Some(job) => {
                 self.renew(step, &job);
                 Some(job)
@@ -78,7 +86,7 @@ impl State {
         time: UnixMillis,
         report: Report,
     ) {
-        let Some(id) = self.current_job(session, &held) else {
+        let Some(id) = self.turn_to_current(session, &held) else {
             return self.fence(step, session, held);
         };
         self.renew(step, &id);
@@ -197,7 +205,7 @@ impl State {
         // Whoever gets further is not failing in a row, and neither is its device.
         job.failures = 0;
         let place = job.current().map(|attempt| (attempt.worker.clone(), attempt.device));
-        step.touched.insert(id.clone());
+        step.touch(&id);
         if let Some((worker, device)) = place {
             self.healthy(step, &worker, device);
         }
@@ -219,7 +227,7 @@ impl State {
         held: HeldAttempt,
         outcome: Outcome,
     ) {
-        let Some(id) = self.current_job(session, &held) else {
+        let Some(id) = self.turn_to_current(session, &held) else {
             // The answer to the first one may have been lost on its way.
             return if self.is_repeated(session, &held, &outcome) {
                 self.accept(step, session, request);
@@ -240,7 +248,7 @@ impl State {
         };
         let worker = self.sessions.get(&session);
         job_of(&held.attempt)
-            .and_then(|id| self.jobs.get(&id))
+            .and_then(|id| self.jobs.find(id))
             .is_some_and(|job| {
                 job.attempts.iter().any(|attempt| {
                     attempt.id == held.attempt

@@ -5,6 +5,7 @@ use super::model::live_states;
 use super::queue::{Gate, Spot};
 use super::slots::Held;
 use super::state::State;
+use super::table::Table;
 use aitk_common::control::JobState;
 use aitk_common::id::{JobId, UserName};
 use std::collections::{BTreeMap, BTreeSet};
@@ -22,7 +23,7 @@ pub fn check(state: &State) -> Result<(), String> {
 }
 
 fn check_jobs(state: &State) -> Result<(), String> {
-    for (id, job) in &state.jobs {
+    for (id, job) in state.jobs.iter() {
         let fail = |what: &str| Err(format!("{id} ({}): {what}", job.state));
         if job.id != *id {
             return fail("kept under another id");
@@ -78,12 +79,12 @@ fn check_jobs(state: &State) -> Result<(), String> {
 
 /// Every waiting job is where it waits, and nowhere else; nobody waits who could start.
 fn check_queue(state: &State) -> Result<(), String> {
-    let mut queue = BTreeSet::new();
+    let mut queue = BTreeMap::new();
     let mut timed = BTreeSet::new();
     let mut dependents: BTreeMap<JobId, BTreeSet<JobId>> = BTreeMap::new();
     let mut users: BTreeMap<UserName, (usize, u32)> = BTreeMap::new();
     let mut ready = 0;
-    for (id, job) in &state.jobs {
+    for (id, job) in state.jobs.iter() {
         let fail = |what: &str| Err(format!("{id} ({}): {what}", job.state));
         let user = users.entry(job.wants.owner.clone()).or_default();
         user.1 += u32::from(job.current().is_some());
@@ -94,7 +95,7 @@ fn check_queue(state: &State) -> Result<(), String> {
             continue;
         }
         user.0 += 1;
-        queue.insert(job.queue_key());
+        queue.insert(job.queue_key(), state.jobs.seat(id));
         for before in &job.after {
             dependents.entry(before.clone()).or_default().insert(id.clone());
         }
@@ -110,8 +111,7 @@ fn check_queue(state: &State) -> Result<(), String> {
                         .waiting
                         .get(&job.level())
                         .and_then(|users| users.get(&state.users.get_index_of(&job.wants.owner)?));
-                    class.needs == super::classes::Needs::of(job)
-                        && mine.is_some_and(|jobs| jobs.contains(&(job.order, id.clone())))
+                    class.needs == super::classes::Needs::of(job) && mine.is_some_and(|line| line.holds(job.order))
                 });
                 if !waits {
                     return fail("is not in its class");
@@ -121,7 +121,12 @@ fn check_queue(state: &State) -> Result<(), String> {
         }
     }
     for (what, same) in [
-        ("queue", queue == state.queue),
+        (
+            "queue",
+            queue
+                .into_iter()
+                .eq(state.queue.iter().map(|(key, seat)| (*key, Some(*seat)))),
+        ),
         ("index of times", timed == state.timed),
         ("index of dependents", dependents == state.dependents),
         (
@@ -153,7 +158,7 @@ fn check_queue(state: &State) -> Result<(), String> {
 /// without need.
 fn check_arrays(state: &State) -> Result<(), String> {
     let mut arrays: BTreeMap<JobId, Array> = BTreeMap::new();
-    for (id, job) in &state.jobs {
+    for (id, job) in state.jobs.iter() {
         let Some(place) = &job.array else {
             if job.spot == Spot::Held {
                 return Err(format!("{id} is held back and in no array"));
@@ -179,7 +184,7 @@ fn check_arrays(state: &State) -> Result<(), String> {
                 array.ready.insert(id.clone());
             }
             Spot::Held => {
-                array.held.insert(job.queue_key());
+                array.held.insert(job.queue_key(), id.clone());
             }
             _ => {}
         }
@@ -213,13 +218,13 @@ fn check_arrays(state: &State) -> Result<(), String> {
 
 /// Devices hold what their jobs say, and no more than they have.
 fn check_devices(state: &State) -> Result<(), String> {
-    let mut live = BTreeSet::new();
+    let mut live = Table::default();
     let mut yielding = BTreeSet::new();
     let mut deadlines = BTreeSet::new();
-    let mut running: BTreeMap<usize, BTreeMap<JobId, Held>> = BTreeMap::new();
-    for (id, job) in &state.jobs {
+    let mut running: BTreeMap<usize, Table<JobId, Held>> = BTreeMap::new();
+    for (id, job) in state.jobs.iter() {
         let Some(attempt) = job.current() else { continue };
-        live.insert(id.clone());
+        live.extend(state.jobs.seat(id).map(|seat| (id.clone(), seat)));
         if job.wants.yields && job.recall.is_none() && job.state == JobState::Running {
             yielding.insert(id.clone());
         }
@@ -270,7 +275,7 @@ fn check_devices(state: &State) -> Result<(), String> {
         }
         if let Some(kept_for) = &slot.kept_for {
             let comes = |job: &super::model::Job| matches!(job.recall, Some(super::model::Recall::Faster { .. }));
-            if !state.jobs.get(kept_for).is_some_and(|job| comes(job)) {
+            if !state.jobs.get(kept_for).is_some_and(comes) {
                 return Err(format!("{name} is kept for {kept_for}, which does not come"));
             }
         }

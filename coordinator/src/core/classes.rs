@@ -1,9 +1,11 @@
 //! Jobs that are alike in what they need of a device are placed alike: they share a class, and what is found out for
 //! one holds for all. So an event costs what the classes that it concerns cost, and not what the queue costs.
 
+use super::line::Line;
 use super::model::{Job, Level, Wants, Worker};
 use super::queue::UserIndex;
 use super::slots::{Held, SlotId};
+use super::speed::TOO_SLOW;
 use super::state::State;
 use aitk_common::capability::{Device, DeviceKind};
 use aitk_common::id::JobId;
@@ -11,7 +13,7 @@ use aitk_common::plan::demand::MemoryNeed;
 use aitk_common::plan::profile::MemoryProfile;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Index of a class.
+/// Index of a class. Another one may have it once this one is empty and was forgotten.
 pub(crate) type ClassId = usize;
 
 /// Empty classes that are kept, because the next job is often like the last one.
@@ -186,7 +188,7 @@ pub(super) struct Class {
     /// The least bytes that one needs on any open device; looked up with `best`.
     pub(super) least: u64,
     /// Those that wait and may start, by level, user and order.
-    pub(super) waiting: BTreeMap<Level, BTreeMap<UserIndex, BTreeSet<(u64, JobId)>>>,
+    pub(super) waiting: BTreeMap<Level, BTreeMap<UserIndex, Line>>,
     pub(super) count: usize,
     /// None of them can start until a device on which they fit gets room.
     pub(super) stuck: bool,
@@ -194,12 +196,21 @@ pub(super) struct Class {
     pub(super) claims: BTreeSet<JobId>,
 }
 
+impl Class {
+    /// Whether one had better wait than take a device that needs so many seconds per unit, where the best one needs
+    /// `best`.
+    pub(super) fn is_too_slow(&self, seconds_per_unit: f64, best: f64) -> bool {
+        self.needs.device.is_none() && seconds_per_unit > best * TOO_SLOW
+    }
+}
+
 /// All classes.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Classes {
-    all: BTreeMap<ClassId, Class>,
+    /// By their ids; none: free for the next one.
+    all: Vec<Option<Class>>,
     index: BTreeMap<Needs, ClassId>,
-    next: ClassId,
+    free: Vec<ClassId>,
     /// Empty ones.
     empty: usize,
     /// Those of which one may be able to start now.
@@ -208,11 +219,11 @@ pub(crate) struct Classes {
 
 impl Classes {
     pub(super) fn get(&self, id: ClassId) -> Option<&Class> {
-        self.all.get(&id)
+        self.all.get(id)?.as_ref()
     }
 
     pub(super) fn get_mut(&mut self, id: ClassId) -> Option<&mut Class> {
-        self.all.get_mut(&id)
+        self.all.get_mut(id)?.as_mut()
     }
 
     pub(super) fn find(&self, needs: &Needs) -> Option<ClassId> {
@@ -220,16 +231,17 @@ impl Classes {
     }
 
     pub(super) fn ids(&self) -> Vec<ClassId> {
-        self.all.keys().copied().collect()
+        self.iter().map(|(id, _)| id).collect()
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (ClassId, &Class)> {
-        self.all.iter().map(|(id, class)| (*id, class))
+        let all = self.all.iter().enumerate();
+        all.filter_map(|(id, class)| class.as_ref().map(|class| (id, class)))
     }
 
     /// One of the class may be able to start.
     pub(super) fn wake(&mut self, id: ClassId) {
-        if let Some(class) = self.all.get_mut(&id) {
+        if let Some(class) = self.get_mut(id) {
             class.stuck = false;
             if class.count > 0 {
                 self.candidates.insert(id);
@@ -237,29 +249,31 @@ impl Classes {
         }
     }
 
-    pub(super) fn add(&mut self, id: ClassId, level: Level, user: UserIndex, order: u64, job: &JobId) {
-        let Some(class) = self.all.get_mut(&id) else { return };
+    pub(super) fn add(&mut self, id: ClassId, level: Level, user: UserIndex, order: u64) {
+        let Some(class) = self.all.get_mut(id).and_then(Option::as_mut) else {
+            return;
+        };
         self.empty -= usize::from(class.count == 0);
         class.count += 1;
-        class
-            .waiting
-            .entry(level)
-            .or_default()
+        let users = class.waiting.entry(level).or_default();
+        users
             .entry(user)
-            .or_default()
-            .insert((order, job.clone()));
+            .and_modify(|line| line.add(order))
+            .or_insert_with(|| Line::of(order));
     }
 
-    pub(super) fn remove(&mut self, id: ClassId, level: Level, user: UserIndex, order: u64, job: &JobId) {
-        let Some(class) = self.all.get_mut(&id) else { return };
+    pub(super) fn remove(&mut self, id: ClassId, level: Level, user: UserIndex, order: u64) {
+        let Some(class) = self.all.get_mut(id).and_then(Option::as_mut) else {
+            return;
+        };
         let Some(users) = class.waiting.get_mut(&level) else {
             return;
         };
-        let Some(jobs) = users.get_mut(&user) else { return };
-        if !jobs.remove(&(order, job.clone())) {
+        let Some(line) = users.get_mut(&user) else { return };
+        if !line.take(order) {
             return;
         }
-        if jobs.is_empty() {
+        if line.is_empty() {
             users.remove(&user);
         }
         if users.is_empty() {
@@ -282,13 +296,14 @@ impl State {
         if self.classes.empty > EMPTY_KEPT {
             self.forget_empty_classes();
         }
-        let id = self.classes.next;
-        self.classes.next += 1;
+        let id = self.classes.free.pop().unwrap_or_else(|| {
+            self.classes.all.push(None);
+            self.classes.all.len() - 1
+        });
         self.classes.index.insert(needs.clone(), id);
         self.classes.empty += 1;
-        self.classes.all.insert(
-            id,
-            Class {
+        if let Some(place) = self.classes.all.get_mut(id) {
+            *place = Some(Class {
                 needs,
                 offers: BTreeMap::new(),
                 best: None,
@@ -297,8 +312,8 @@ impl State {
                 count: 0,
                 stuck: false,
                 claims: BTreeSet::new(),
-            },
-        );
+            });
+        }
         let connected: Vec<SlotId> = self
             .slots
             .iter()
@@ -319,9 +334,10 @@ impl State {
             .map(|(id, _)| id)
             .collect();
         for id in gone {
-            let Some(class) = self.classes.all.remove(&id) else {
+            let Some(class) = self.classes.all.get_mut(id).and_then(Option::take) else {
                 continue;
             };
+            self.classes.free.push(id);
             self.classes.index.remove(&class.needs);
             self.classes.candidates.remove(&id);
             self.classes.empty -= 1;
@@ -342,7 +358,7 @@ impl State {
 
     /// What this device offers to this class, anew.
     pub(super) fn offer(&mut self, slot_id: SlotId, class_id: ClassId) {
-        let (Some(slot), Some(class)) = (self.slots.get_mut(slot_id), self.classes.all.get_mut(&class_id)) else {
+        let (Some(slot), Some(class)) = (self.slots.get_mut(slot_id), self.classes.get_mut(class_id)) else {
             return;
         };
         class.best = None;

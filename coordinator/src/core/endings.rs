@@ -5,11 +5,19 @@ use super::attempts::cut;
 use super::model::{Recall, SessionId};
 use super::state::State;
 use aitk_common::attempt::{FailureCause, Outcome};
+use aitk_common::capability::DeviceRef;
 use aitk_common::control::{AttemptState, EventBody, HeldAttempt, JobState};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{JobId, WorkerId};
 use aitk_common::plan::profile::MemoryProfile;
 use std::time::Duration;
+
+/// Where an attempt was that has ended.
+struct Place {
+    worker: WorkerId,
+    device: DeviceRef,
+    profile: MemoryProfile,
+}
 
 /// Inputs of a worker that are remembered, the latest ones.
 const CACHED_MOST: usize = 64;
@@ -17,15 +25,17 @@ const CACHED_MOST: usize = 64;
 impl State {
     /// What becomes of a job whose attempt has ended by itself or as it was told to.
     pub(super) fn conclude(&mut self, step: &mut Step, session: SessionId, id: &JobId, outcome: Outcome) {
-        let Some(job) = self.jobs.get(id) else { return };
-        let Some(attempt) = job.current().cloned() else { return };
+        let Some(job) = self.jobs.get(id).filter(|job| job.current().is_some()) else {
+            return;
+        };
         let stopping = job.state == JobState::Stopping;
         let over_time = job.over_time;
         let recall = job.recall.clone();
         match outcome {
             Outcome::Completed => {
-                self.end_attempt(step, id, AttemptState::Completed, String::new());
-                self.healthy(step, &attempt.worker, attempt.device);
+                if let Some(place) = self.end_attempt(step, id, AttemptState::Completed, String::new()) {
+                    self.healthy(step, &place.worker, place.device);
+                }
                 self.set_state(step, id, JobState::Completed, "all work is done".into());
             }
             Outcome::Stopped => {
@@ -55,15 +65,17 @@ impl State {
             }
             Outcome::Failed { cause, message } => {
                 let message = cut(message);
-                self.end_attempt(step, id, AttemptState::Failed, message.clone());
+                let Some(place) = self.end_attempt(step, id, AttemptState::Failed, message.clone()) else {
+                    return;
+                };
                 if cause == FailureCause::Machine {
-                    self.fault(step, &attempt.worker, attempt.device);
+                    self.fault(step, &place.worker, place.device);
                 }
                 if stopping {
                     let reason = format!("stopped on request; its attempt ended with: {message}");
                     self.set_state(step, id, JobState::Stopped, reason);
                 } else if cause == FailureCause::OutOfMemory {
-                    self.out_of_memory(step, id, attempt.profile, message);
+                    self.out_of_memory(step, id, place.profile, message);
                 } else if cause.is_retryable() {
                     self.retry(step, id, format!("{}: {message}", blame(cause)), true);
                 } else {
@@ -137,59 +149,69 @@ impl State {
         }
     }
 
-    /// The one place where an attempt ends.
-    fn end_attempt(&mut self, step: &mut Step, id: &JobId, state: AttemptState, message: String) {
-        let Some(job) = self.jobs.get(id) else { return };
-        let Some(attempt) = job.current().cloned() else { return };
-        let slot = self.slots.find(&attempt.worker, attempt.device);
+    /// The one place where an attempt ends. Returns where it was.
+    fn end_attempt(&mut self, step: &mut Step, id: &JobId, state: AttemptState, message: String) -> Option<Place> {
+        let job = self.jobs.get_mut(id)?;
+        let attempt = job.attempts.last_mut().filter(|attempt| attempt.state.is_live())?;
+        attempt.state = state;
+        attempt.ended = Some(step.now);
+        attempt.message.clone_from(&message);
+        let place = Place {
+            worker: attempt.worker.clone(),
+            device: attempt.device,
+            profile: attempt.profile,
+        };
+        let (attempt_id, worker_name) = (attempt.id.clone(), attempt.worker_name.clone());
         let ran = step.now.since(attempt.created);
+        let ran_millis = u64::try_from(ran.as_millis()).unwrap_or(u64::MAX);
+        let live = job.live.take();
         // Only who got as far as to report has its inputs there, and only its pace tells a speed.
         let data = job.progress.map(|_| job.wants.data.clone()).unwrap_or_default();
-        let pace = job.live.and_then(|live| live.pace);
-        let worked = pace.zip(job.wants.demand.clone());
-        if let Some(slot) = slot {
-            let learned = worked.and_then(|(pace, demand)| self.learn(pace, &demand, &attempt, slot));
-            let cached = self.note_caches(&attempt.worker, &data);
+        let worked = live.and_then(|live| live.pace).zip(job.wants.demand.as_ref());
+        let worked = worked.map(|(pace, demand)| (pace, demand.clone()));
+        let recall = job.recall.take();
+        job.progress = job.progress.filter(|_| state == AttemptState::Completed);
+        job.phase = None;
+        job.used = job.used.saturating_add(ran_millis);
+        let owner = job.wants.owner.clone();
+        let body = EventBody::Attempt {
+            state,
+            worker_name,
+            device: place.device,
+            message,
+        };
+        step.log(job, Some(attempt_id), body, None);
+        step.touch(id);
+        if let Some(slot) = self.slots.find(&place.worker, place.device) {
+            let learned =
+                worked.and_then(|(pace, demand)| self.learn(pace, &demand, &place.worker, place.profile, slot));
+            let cached = self.note_caches(&place.worker, &data);
             if learned.is_some() || cached {
-                self.persist_worker(step, &attempt.worker);
+                self.persist_worker(step, &place.worker);
             }
             self.slots.vacate(slot, id);
             self.grown(slot);
         }
-        self.drop_claim(id);
-        let Some(job) = self.jobs.get_mut(id) else { return };
-        let deadline = job.live.and_then(|live| live.deadline);
-        job.live = None;
-        job.progress = job.progress.filter(|_| state == AttemptState::Completed);
-        job.phase = None;
-        job.used = job
-            .used
-            .saturating_add(u64::try_from(ran.as_millis()).unwrap_or(u64::MAX));
-        let owner = job.wants.owner.clone();
-        if let Some(last) = job.attempts.last_mut() {
-            last.state = state;
-            last.ended = Some(step.now);
-            last.message.clone_from(&message);
+        match recall {
+            Some(Recall::GiveWay(to)) => self.drop_claim(id, &to),
+            Some(Recall::Faster { .. }) => self.comes_over(id),
+            Some(Recall::Pause | Recall::Drain) | None => {}
         }
-        if let Some(deadline) = deadline {
+        if let Some(deadline) = live.and_then(|live| live.deadline) {
             self.deadlines.remove(&(deadline, id.clone()));
         }
-        self.live.remove(id);
+        self.live.swap_remove(id);
         self.yielding.remove(id);
         self.user_ends(&owner, ran);
         self.member_ends(id);
-        step.touched.insert(id.clone());
-        let body = EventBody::Attempt {
-            state,
-            worker_name: attempt.worker_name,
-            device: attempt.device,
-            message,
-        };
-        self.log(step, id, Some(attempt.id), body, None);
+        Some(place)
     }
 
     /// These inputs lie in a worker's caches now. Whether that is news.
     fn note_caches(&mut self, worker: &WorkerId, data: &[ContentHash]) -> bool {
+        if data.is_empty() {
+            return false;
+        }
         let Some(worker) = self.workers.get_mut(worker) else {
             return false;
         };

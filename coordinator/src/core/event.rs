@@ -237,9 +237,9 @@ pub enum Event {
 #[derive(Clone, Debug)]
 pub enum Record {
     /// A new job with its payload.
-    NewJob(Box<Job>, Arc<Payload>),
+    NewJob(Arc<Job>, Arc<Payload>),
     /// A job changed.
-    Job(Box<Job>),
+    Job(Arc<Job>),
     /// A job is forgotten, with everything that is kept of it.
     JobGone(JobId),
     /// A worker registered.

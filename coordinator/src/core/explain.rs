@@ -261,7 +261,7 @@ impl State {
         let giving = usable
             .iter()
             .flat_map(|sight| sight.device.running.keys())
-            .find(|id| matches!(&self.jobs.get(*id).and_then(|job| job.recall.clone()), Some(Recall::GiveWay(to)) if *to == job.id));
+            .find(|id| matches!(&self.jobs.get(id).and_then(|job| job.recall.clone()), Some(Recall::GiveWay(to)) if *to == job.id));
         if let Some(giving) = giving {
             let giving = self.known_as(giving, &job.wants.owner);
             return format!("starts when {giving} has saved and given way");

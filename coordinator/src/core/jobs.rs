@@ -7,6 +7,7 @@ use super::queue::Spot;
 use super::state::State;
 use aitk_common::control::{EventBody, HeldAttempt, JobState, Submitted, ToWorker, UnixMillis};
 use aitk_common::id::{JobId, UserName};
+use std::sync::Arc;
 
 impl State {
     pub(super) fn submit(&mut self, step: &mut Step, ticket: Ticket, new: NewJob) {
@@ -71,9 +72,8 @@ impl State {
             spot: Spot::Nowhere,
         };
         self.next_order += 1;
-        let job = Box::new(job);
-        step.push(Effect::Persist(Record::NewJob(job.clone(), new.payload)));
-        self.jobs.insert(job.id.clone(), job);
+        self.jobs.insert(Arc::new(job));
+        let before = step.effects.len();
         self.join_array(&new.id);
         self.enqueue(step.now, &new.id);
         self.log(
@@ -86,6 +86,11 @@ impl State {
             },
             None,
         );
+        // Last, for a job that is shared is copied when it changes; and yet before its event.
+        if let Some(job) = self.jobs.share(&new.id) {
+            let record = Effect::Persist(Record::NewJob(job, new.payload));
+            step.effects.insert(before, record);
+        }
     }
 
     /// Changes a job, or all members of an array that it can be done to; refused when there is none of these.
@@ -130,7 +135,7 @@ impl State {
             JobState::Running | JobState::Stopping => {
                 let first = job.state == JobState::Running;
                 job.stop_now |= now;
-                step.touched.insert(id.clone());
+                step.touch(id);
                 if first {
                     let reason = if now { "ends now" } else { "saves, then stops" };
                     self.set_state(step, id, JobState::Stopping, reason.into());
@@ -199,7 +204,7 @@ impl State {
             }
             JobState::Running => {
                 job.paused = true;
-                step.touched.insert(id.clone());
+                step.touch(id);
                 if job.recall.is_none() {
                     let words = "saves, then waits until it is resumed".into();
                     self.recall(step, id, Recall::Pause, words);
@@ -247,7 +252,7 @@ impl State {
                 self.classes.wake(class);
             }
         }
-        step.touched.insert(id.clone());
+        step.touch(id);
         Ok(())
     }
 
@@ -327,7 +332,7 @@ impl State {
         let Ok(from) = JobId::parse(text) else {
             return Err(Refusal::NotFound(text.chars().take(80).collect()));
         };
-        if self.jobs.get(&from).is_some_and(|job| sees(job)) {
+        if self.jobs.get(&from).is_some_and(&sees) {
             return Ok(from);
         }
         if self.arrays.contains_key(&from) && self.members(&from).iter().filter_map(|id| self.job(id)).any(&sees) {

@@ -13,6 +13,7 @@ mod endings;
 mod event;
 mod explain;
 mod jobs;
+mod line;
 mod model;
 mod overview;
 mod parts;
@@ -23,6 +24,7 @@ mod slots;
 mod speed;
 mod split;
 mod state;
+mod table;
 mod view;
 mod words;
 mod workers;
@@ -41,19 +43,41 @@ pub use view::Running;
 
 use aitk_common::control::{EventBody, JobEvent, UnixMillis};
 use aitk_common::id::{AttemptId, JobId};
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// One step in the making: its time, its effects, and the jobs it changed.
 struct Step {
     now: UnixMillis,
     effects: Vec<Effect>,
-    touched: BTreeSet<JobId>,
+    /// Several times, where it changed several times.
+    touched: Vec<JobId>,
 }
 
 impl Step {
     fn push(&mut self, effect: Effect) {
         self.effects.push(effect);
+    }
+
+    /// The job has changed, and is to be stored.
+    fn touch(&mut self, job: &JobId) {
+        self.touched.push(job.clone());
+    }
+
+    /// Adds a durable event to a job's log and tells its followers.
+    fn log(&mut self, job: &mut Job, attempt: Option<AttemptId>, body: EventBody, seq: Option<u64>) {
+        job.cursor += 1;
+        let event = Arc::new(JobEvent {
+            cursor: job.cursor,
+            time: self.now,
+            attempt,
+            body,
+        });
+        self.push(Effect::Persist(Record::Event {
+            job: job.id.clone(),
+            event: event.clone(),
+            seq,
+        }));
+        self.push(Effect::Publish(job.id.clone(), event));
     }
 }
 
@@ -64,7 +88,7 @@ impl State {
             now,
             // A decision has about so many.
             effects: Vec::with_capacity(16),
-            touched: BTreeSet::new(),
+            touched: Vec::with_capacity(8),
         };
         match event {
             Event::JobSubmitted { ticket, job } => self.submit(&mut step, ticket, *job),
@@ -142,31 +166,21 @@ impl State {
         }
         self.place(&mut step);
         let Step {
-            mut effects, touched, ..
+            mut effects,
+            mut touched,
+            ..
         } = step;
-        let records = touched
-            .iter()
-            .filter_map(|id| self.jobs.get(id))
-            .map(|job| Record::Job(job.clone()));
+        touched.sort_unstable();
+        touched.dedup();
+        let records = touched.iter().filter_map(|id| self.jobs.share(id)).map(Record::Job);
         effects.extend(records.map(Effect::Persist));
         effects
     }
 
-    /// Adds a durable event to a job's log and tells its followers.
+    /// [`Step::log`] of a job that has to be found first.
     fn log(&mut self, step: &mut Step, job: &JobId, attempt: Option<AttemptId>, body: EventBody, seq: Option<u64>) {
-        let Some(entry) = self.jobs.get_mut(job) else { return };
-        entry.cursor += 1;
-        let event = Arc::new(JobEvent {
-            cursor: entry.cursor,
-            time: step.now,
-            attempt,
-            body,
-        });
-        step.push(Effect::Persist(Record::Event {
-            job: job.clone(),
-            event: event.clone(),
-            seq,
-        }));
-        step.push(Effect::Publish(job.clone(), event));
+        if let Some(job) = self.jobs.get_mut(job) {
+            step.log(job, attempt, body, seq);
+        }
     }
 }

@@ -273,13 +273,13 @@ impl Job {
     /// The id of its only task.
     #[must_use]
     pub fn task(&self) -> TaskId {
-        TaskId::new(format!("{}-t0", self.id))
+        TaskId::joined(self.id.as_str(), "t0")
     }
 
     /// The id of the attempt with this epoch: derived, so that nobody has to invent it.
     #[must_use]
     pub fn attempt_id(&self, epoch: Epoch) -> AttemptId {
-        AttemptId::new(format!("{}-{epoch}", self.id))
+        AttemptId::numbered(self.id.as_str(), epoch.0)
     }
 
     /// Who goes before whom, whatever the shares: priority first, and at the same priority those that do not yield.
@@ -291,24 +291,21 @@ impl Job {
     /// Where it stands in the queue: its level, then order of submission.
     #[must_use]
     pub(crate) fn queue_key(&self) -> QueueKey {
-        (self.level(), self.order, self.id.clone())
+        (self.level(), self.order)
     }
 }
 
-/// The job of an attempt id.
+/// The id of an attempt's job.
 #[must_use]
-pub(super) fn job_of(attempt: &AttemptId) -> Option<JobId> {
-    attempt
-        .as_str()
-        .rsplit_once('-')
-        .and_then(|(job, _)| JobId::parse(job).ok())
+pub(super) fn job_of(attempt: &AttemptId) -> Option<&str> {
+    attempt.as_str().rsplit_once('-').map(|(job, _)| job)
 }
 
 /// Strictly ordered: whoever is in a smaller one goes first.
 pub(crate) type Level = (std::cmp::Reverse<i64>, bool);
 
-/// Order of the queue.
-pub(crate) type QueueKey = (Level, u64, JobId);
+/// Order of the queue: no two jobs have the same one.
+pub(crate) type QueueKey = (Level, u64);
 
 /// Number of a worker's connection. Never used twice in a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

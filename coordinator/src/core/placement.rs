@@ -2,18 +2,19 @@
 //! start are looked at, and of each the one whose turn it is.
 
 use super::Step;
-use super::classes::{ClassId, Needs};
+use super::classes::{Class, ClassId, Needs};
 use super::event::{Effect, Placed};
+use super::line::Line;
 use super::model::{Job, Level, Live, Recall};
 use super::queue::{Spot, Turn};
 use super::slots::{Held, Slot, SlotId};
-use super::speed::TOO_SLOW;
 use super::state::State;
 use aitk_common::capability::DeviceKind;
 use aitk_common::control::{AttemptState, AttemptView, EventBody, HeldAttempt, JobState, UnixMillis};
 use aitk_common::id::JobId;
 use aitk_common::plan::profile::MemoryProfile;
-use std::collections::BTreeSet;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 use std::time::Duration;
 
 /// Seconds that a worker takes to fetch an input which it does not have: of the order of a small model over a home
@@ -52,14 +53,14 @@ impl State {
             return;
         }
         // With each turn how many were assigned before it was looked up.
-        let mut turns: BTreeSet<(Turn, ClassId, u64)> = BTreeSet::new();
+        let mut turns: BinaryHeap<Reverse<(Turn, ClassId, u64)>> = BinaryHeap::new();
         let mut assigned = 0;
         for class in std::mem::take(&mut self.classes.candidates) {
             if !self.is_hopeless(class) {
-                turns.extend(self.turn(class).map(|turn| (turn, class, assigned)));
+                turns.extend(self.turn(class).map(|turn| Reverse((turn, class, assigned))));
             }
         }
-        while let Some((turn, class, since)) = turns.pop_first() {
+        while let Some(Reverse((turn, class, since))) = turns.pop() {
             if self.is_hopeless(class) {
                 continue;
             }
@@ -68,24 +69,28 @@ impl State {
                 match self.turn(class) {
                     Some(now) if now == turn => {}
                     Some(now) => {
-                        turns.insert((now, class, assigned));
+                        turns.push(Reverse((now, class, assigned)));
                         continue;
                     }
                     None => continue,
                 }
             }
-            match self.choose(step.now, &turn.job, class) {
+            let seat = self.queue.get(&(turn.level, turn.order)).copied();
+            let Some(job) = seat.and_then(|seat| self.jobs.turn_to(seat)).map(|job| job.id.clone()) else {
+                continue;
+            };
+            match self.choose(step.now, &job, class) {
                 Some(chosen) => {
-                    self.assign(step, &turn.job, class, chosen);
+                    self.assign(step, &job, class, chosen);
                     // The class stays in line; whose turn it is there is looked up when it is its.
-                    turns.insert((turn, class, assigned));
+                    turns.push(Reverse((turn, class, assigned)));
                     assigned += 1;
                 }
                 None => {
                     if let Some(class) = self.classes.get_mut(class) {
                         class.stuck = true;
                     }
-                    self.claim(step, class, &turn);
+                    self.claim(step, class, turn, &job);
                 }
             }
         }
@@ -104,7 +109,7 @@ impl State {
         let Some(class) = self.classes.get_mut(id) else {
             return true;
         };
-        let hopeless = self.slots.beside.range((class.least, 0)..).next().is_none();
+        let hopeless = self.slots.beside.last().is_none_or(|(room, _)| *room < class.least);
         class.stuck |= hopeless;
         hopeless
     }
@@ -133,15 +138,6 @@ impl State {
         best
     }
 
-    /// Whether the class had better wait than take this device.
-    fn is_too_slow(&self, class: ClassId, seconds_per_unit: f64, best: f64) -> bool {
-        let asked_for = self
-            .classes
-            .get(class)
-            .is_some_and(|class| class.needs.device.is_some());
-        !asked_for && seconds_per_unit > best * TOO_SLOW
-    }
-
     /// The best device with room for a job of the class.
     fn choose(&mut self, now: UnixMillis, id: &JobId, class_id: ClassId) -> Option<Chosen> {
         if self.slots.with_room() == 0 {
@@ -152,7 +148,7 @@ impl State {
         let job = self.jobs.get(id)?;
         let mut chosen: Option<(Cost, Chosen)> = None;
         let mut look = |slot: SlotId| {
-            if let Some(found) = self.price(now, job, class_id, slot, best)
+            if let Some(found) = self.price(now, job, class, slot, best)
                 && chosen.as_ref().is_none_or(|(cost, _)| found.0 < *cost)
             {
                 chosen = Some(found);
@@ -168,18 +164,10 @@ impl State {
         chosen.map(|(_, chosen)| chosen)
     }
 
-    fn price(
-        &self,
-        now: UnixMillis,
-        job: &Job,
-        class_id: ClassId,
-        slot_id: SlotId,
-        best: f64,
-    ) -> Option<(Cost, Chosen)> {
-        let class = self.classes.get(class_id)?;
+    fn price(&self, now: UnixMillis, job: &Job, class: &Class, slot_id: SlotId, best: f64) -> Option<(Cost, Chosen)> {
         let offer = class.offers.get(&slot_id)?;
         let slot = self.slots.get(slot_id)?;
-        if !slot.has_room() || self.is_too_slow(class_id, offer.seconds_per_unit, best) {
+        if !slot.has_room() || class.is_too_slow(offer.seconds_per_unit, best) {
             return None;
         }
         let (profile, bytes) = offer.choice;
@@ -191,10 +179,15 @@ impl State {
         }
         let last = job.attempts.last().filter(|attempt| attempt.worker == slot.worker);
         let failed_here = last.is_some_and(|one| matches!(one.state, AttemptState::Failed | AttemptState::Lost));
-        let worker = self.workers.get(&slot.worker)?;
+        let lacking = match job.wants.data.as_slice() {
+            [] => 0,
+            data => {
+                let worker = self.workers.get(&slot.worker)?;
+                data.iter().filter(|one| !worker.has.contains(one)).count()
+            }
+        };
         // Where it ran before, its checkpoint lies as well.
-        let missing = job.wants.data.iter().filter(|data| !worker.has.contains(data)).count()
-            + usize::from(last.is_none() && job.checkpoint.is_some());
+        let missing = lacking + usize::from(last.is_none() && job.checkpoint.is_some());
         let beside = slot.running.len() as f64 + 1.0;
         let all = work_left(job) * offer.seconds_per_unit * beside + missing as f64 * FETCH_SECONDS;
         if self.is_left_to_faster(now, job, slot_id, offer.seconds_per_unit, all) {
@@ -238,6 +231,10 @@ impl State {
         let Some(job) = self.jobs.get_mut(id) else { return };
         let epoch = job.epoch().next();
         let attempt = job.attempt_id(epoch);
+        if job.attempts.is_empty() {
+            // Most jobs have one.
+            job.attempts.reserve_exact(1);
+        }
         job.attempts.push(AttemptView {
             id: attempt.clone(),
             epoch,
@@ -274,30 +271,30 @@ impl State {
             seed: job.seed,
         };
         let (owner, yields, alone) = (job.wants.owner.clone(), job.wants.yields, job.wants.alone);
-        if let Some(deadline) = deadline {
-            self.deadlines.insert((deadline, id.clone()));
-        }
-        if yields {
-            self.yielding.insert(id.clone());
-        }
-        self.live.insert(id.clone());
-        let bytes = chosen.bytes;
-        self.slots.occupy(chosen.slot, id, Held { bytes, alone });
-        self.user_starts(&owner);
-        self.member_starts(id);
         let body = EventBody::Attempt {
             state: AttemptState::Assigned,
             worker_name,
             device,
             message: String::new(),
         };
-        self.log(step, id, Some(attempt), body, None);
+        step.log(job, Some(attempt), body, None);
+        if let Some(deadline) = deadline {
+            self.deadlines.insert((deadline, id.clone()));
+        }
+        if yields {
+            self.yielding.insert(id.clone());
+        }
+        self.live.extend(self.jobs.seat(id).map(|seat| (id.clone(), seat)));
+        let bytes = chosen.bytes;
+        self.slots.occupy(chosen.slot, id, Held { bytes, alone });
+        self.user_starts(&owner);
+        self.member_starts(id);
         step.push(Effect::Assign(session, Box::new(placed)));
         tracing::debug!(job = %id, class, "placed");
     }
 
     /// Takes devices back from running jobs that yield, as many as there are jobs of the class that may have them.
-    fn claim(&mut self, step: &mut Step, class_id: ClassId, turn: &Turn) {
+    fn claim(&mut self, step: &mut Step, class_id: ClassId, turn: Turn, to: &JobId) {
         while !self.yielding.is_empty() {
             let Some((victim, level)) = self.victim(class_id, turn) else {
                 return;
@@ -309,20 +306,20 @@ impl State {
                 .waiting
                 .range(..level)
                 .flat_map(|(_, users)| users.values())
-                .map(BTreeSet::len)
+                .map(Line::len)
                 .sum();
             if class.claims.len() >= entitled {
                 return;
             }
             class.claims.insert(victim.clone());
-            let name = self.jobs.get(&turn.job).map(|job| job.name.clone()).unwrap_or_default();
-            let words = format!("saves and gives way to {} ({name}); comes back by itself", turn.job);
-            self.recall(step, &victim, Recall::GiveWay(turn.job.clone()), words);
+            let name = self.jobs.get(to).map(|job| job.name.as_str()).unwrap_or_default();
+            let words = format!("saves and gives way to {to} ({name}); comes back by itself");
+            self.recall(step, &victim, Recall::GiveWay(to.clone()), words);
         }
     }
 
     /// The running job that had best give way: the one of the lowest standing, and of those the latest started.
-    fn victim(&mut self, class_id: ClassId, turn: &Turn) -> Option<(JobId, Level)> {
+    fn victim(&mut self, class_id: ClassId, turn: Turn) -> Option<(JobId, Level)> {
         let best = self.best_speed(class_id);
         let class = self.classes.get(class_id)?;
         let fits = |id: &JobId| {
@@ -331,7 +328,7 @@ impl State {
             let slot_id = self.slots.find(&attempt.worker, attempt.device)?;
             let (slot, offer) = (self.slots.get(slot_id)?, class.offers.get(&slot_id)?);
             let usable = slot.open
-                && !self.is_too_slow(class_id, offer.seconds_per_unit, best)
+                && !class.is_too_slow(offer.seconds_per_unit, best)
                 && slot.has_room_for(class.needs.held(offer.choice.1), Some(id));
             usable.then(|| (job.level(), attempt.created, id.clone()))
         };
@@ -351,14 +348,9 @@ impl State {
         self.send_stop(step, id);
     }
 
-    /// Who was told to give way has ended, one way or another.
-    pub(super) fn drop_claim(&mut self, id: &JobId) {
-        let to = match self.jobs.get_mut(id).and_then(|job| job.recall.take()) {
-            Some(Recall::GiveWay(to)) => to,
-            Some(Recall::Faster { .. }) => return self.comes_over(id),
-            _ => return,
-        };
-        let class = match self.jobs.get(&to).map(|job| job.spot) {
+    /// Who was told to give way `to` another one has ended, one way or another.
+    pub(super) fn drop_claim(&mut self, id: &JobId, to: &JobId) {
+        let class = match self.jobs.get(to).map(|job| job.spot) {
             Some(Spot::Ready(class)) if self.classes.get(class).is_some_and(|class| class.claims.contains(id)) => {
                 Some(class)
             }

@@ -49,13 +49,12 @@ pub(crate) struct User {
 }
 
 /// Whose turn it is: by level, then who has the least, then who had the least, then who came first.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Turn {
     pub(super) level: Level,
     pub(super) running: u32,
     pub(super) spent: u64,
     pub(super) order: u64,
-    pub(super) job: JobId,
 }
 
 impl State {
@@ -88,7 +87,9 @@ impl State {
         for before in &job.after {
             self.dependents.entry(before.clone()).or_default().insert(id.clone());
         }
-        self.queue.insert(job.queue_key());
+        if let Some(seat) = self.jobs.seat(id) {
+            self.queue.insert(job.queue_key(), seat);
+        }
         let user = self.activate(&owner);
         let spot = match (gate, needs) {
             (Gate::Until(time), _) => {
@@ -97,7 +98,7 @@ impl State {
             }
             (_, Some(needs)) => {
                 let class = self.class_of(needs);
-                self.classes.add(class, level, user, order, id);
+                self.classes.add(class, level, user, order);
                 // Others of its class wait for room, so it does; unless it may take a device from somebody, or one that is
                 // kept from the others.
                 let waits = self.classes.get(class).is_some_and(|class| class.stuck);
@@ -140,7 +141,7 @@ impl State {
             }
             Spot::Ready(class) => {
                 if let Some(user) = user {
-                    self.classes.remove(class, level, user, order, id);
+                    self.classes.remove(class, level, user, order);
                 }
             }
             Spot::Blocked | Spot::Held | Spot::Nowhere => {}
@@ -210,7 +211,10 @@ impl State {
 
     /// A user has one device more.
     pub(super) fn user_starts(&mut self, owner: &UserName) {
-        self.users.entry(owner.clone()).or_default().running += 1;
+        match self.users.get_mut(owner) {
+            Some(user) => user.running += 1,
+            None => self.users.entry(owner.clone()).or_default().running += 1,
+        }
     }
 
     /// A user has one device less, after this long.
@@ -244,20 +248,18 @@ impl State {
         for (level, users) in &class.waiting {
             let first = users
                 .iter()
-                .filter_map(|(user, jobs)| {
-                    let (order, job) = jobs.first()?;
+                .filter_map(|(user, line)| {
                     let (owner, user) = self.users.get_index(*user)?;
                     let has_turn = no_quotas || !self.at_quota(owner);
-                    has_turn.then_some((user.running, user.spent, *order, job))
+                    has_turn.then_some((user.running, user.spent, line.first()))
                 })
                 .min();
-            if let Some((running, spent, order, job)) = first {
+            if let Some((running, spent, order)) = first {
                 return Some(Turn {
                     level: *level,
                     running,
                     spent,
                     order,
-                    job: job.clone(),
                 });
             }
         }
@@ -271,6 +273,9 @@ impl State {
         job.state = state;
         job.reason.clone_from(&reason);
         job.ended = state.is_ended().then_some(step.now);
+        let body = aitk_common::control::EventBody::State { state, reason };
+        step.log(job, None, body, None);
+        step.touch(id);
         if state != JobState::Running {
             self.yielding.remove(id);
         }
@@ -285,8 +290,5 @@ impl State {
             }
             _ => {}
         }
-        step.touched.insert(id.clone());
-        let body = aitk_common::control::EventBody::State { state, reason };
-        self.log(step, id, None, body, None);
     }
 }

@@ -90,7 +90,7 @@ impl State {
         if forgettable.is_empty() {
             return forgettable;
         }
-        let mut staying: Vec<&Job> = self.jobs.values().map(|job| &**job).collect();
+        let mut staying: Vec<&Job> = self.jobs.values().collect();
         staying.retain(|job| !forgettable.contains(&job.id));
         // Whoever stays for the sake of another one keeps those before it, too.
         while let Some(job) = staying.pop() {
@@ -117,7 +117,12 @@ impl State {
         checkpoints_before: Option<UnixMillis>,
     ) {
         for id in self.forgettable(jobs_before) {
-            if let Some(job) = self.jobs.swap_remove(&id) {
+            if let Some((job, seat)) = self.jobs.remove(&id) {
+                if let Some(moved) = self.jobs.at(seat) {
+                    let waiting = self.queue.get_mut(&moved.queue_key());
+                    let known = waiting.into_iter().chain(self.live.get_mut(&moved.id));
+                    known.for_each(|old| *old = seat);
+                }
                 self.leave_array(&job);
             }
             step.push(Effect::Persist(Record::JobGone(id)));
@@ -134,7 +139,7 @@ impl State {
             let Some(lost) = self.jobs.get_mut(&id).and_then(|job| job.checkpoint.take()) else {
                 continue;
             };
-            step.touched.insert(id.clone());
+            step.touch(&id);
             let message = format!(
                 "the checkpoint of step {} is not kept any longer; if this job is resumed, it begins again",
                 lost.step

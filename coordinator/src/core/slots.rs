@@ -3,10 +3,11 @@
 use super::classes::ClassId;
 use super::model::{DeviceKey, device_key};
 use super::state::State;
+use super::table::Table;
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::control::UnixMillis;
 use aitk_common::id::{JobId, WorkerId};
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Index of a device. Never used for another one.
 pub(crate) type SlotId = usize;
@@ -20,7 +21,7 @@ pub(crate) struct Slot {
     pub(super) worker: WorkerId,
     pub(super) device: Device,
     /// Who runs on it, and what is set aside for each.
-    pub(super) running: BTreeMap<JobId, Held>,
+    pub(super) running: Table<JobId, Held>,
     /// What is set aside in all, as far as it is known.
     pub(super) reserved: u64,
     /// Its worker is connected and offers it.
@@ -106,7 +107,7 @@ impl Slot {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Slots {
     all: Vec<Slot>,
-    index: HashMap<WorkerId, BTreeMap<DeviceKey, SlotId>>,
+    index: Table<WorkerId, BTreeMap<DeviceKey, SlotId>>,
     /// Derived: those on which nothing runs.
     pub(super) idle: BTreeSet<SlotId>,
     /// Derived: those with room beside what runs there, by how much.
@@ -144,7 +145,7 @@ impl Slots {
         self.all.push(Slot {
             worker: worker.clone(),
             device,
-            running: BTreeMap::new(),
+            running: Table::default(),
             reserved: 0,
             connected: false,
             open: false,
@@ -240,7 +241,7 @@ impl Slots {
     /// Takes it off again.
     pub(super) fn vacate(&mut self, id: SlotId, job: &JobId) {
         let Some(slot) = self.all.get_mut(id) else { return };
-        slot.running.remove(job);
+        slot.running.shift_remove(job);
         let whole = slot.device.memory_budget;
         slot.reserved = slot
             .running

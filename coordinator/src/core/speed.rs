@@ -4,7 +4,6 @@ use super::model::{Pace, Speed};
 use super::slots::SlotId;
 use super::state::State;
 use aitk_common::capability::{Device, DeviceKind};
-use aitk_common::control::AttemptView;
 use aitk_common::id::WorkerId;
 use aitk_common::plan::demand::Demand;
 use aitk_common::plan::family::{Family, UNKNOWN_SECONDS_PER_UNIT};
@@ -87,7 +86,8 @@ impl State {
         &mut self,
         pace: Pace,
         demand: &Demand,
-        attempt: &AttemptView,
+        worker: &WorkerId,
+        profile: MemoryProfile,
         slot: SlotId,
     ) -> Option<WorkerId> {
         let steps = pace.to.checked_sub(pace.from).filter(|steps| *steps >= STEPS)?;
@@ -98,7 +98,7 @@ impl State {
             return None;
         }
         let units = demand.units() * steps as f64 / pace.total as f64;
-        let fresh = seconds / units / slowdown(attempt.profile);
+        let fresh = seconds / units / slowdown(profile);
         if !fresh.is_finite() || fresh <= 0.0 {
             return None;
         }
@@ -117,7 +117,7 @@ impl State {
             .or_default()
             .insert(family.clone(), learned);
         self.apply_speed(&device.name, &family);
-        let worker = self.workers.get_mut(&attempt.worker)?;
+        let worker = self.workers.get_mut(worker)?;
         let nanoseconds = Duration::try_from_secs_f64(learned).ok()?.as_nanos();
         let speed = Speed {
             device: device.name.clone(),

@@ -6,25 +6,24 @@ use super::model::{Job, Live, QueueKey, Recall, SessionId, Settings, Worker};
 use super::queue::{Spot, User};
 use super::slots::{SlotId, Slots};
 use super::speed::Speeds;
+use super::table::{Jobs, Seat, Table};
 use aitk_common::control::{JobState, UnixMillis};
 use aitk_common::id::{JobId, UserName, WorkerId};
-use indexmap::IndexMap;
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Everything the core knows. Changed only by [`super::State::handle`].
 #[derive(Clone, Debug)]
 pub struct State {
     pub(crate) settings: Settings,
-    /// Hashed, because most of what a step does begins by finding a job; and in an order that the events alone decide, so
-    /// that a replay is the same.
-    pub(crate) jobs: IndexMap<JobId, Box<Job>>,
-    pub(crate) workers: BTreeMap<WorkerId, Worker>,
+    pub(crate) jobs: Jobs,
+    pub(crate) workers: Table<WorkerId, Worker>,
     pub(crate) next_order: u64,
     /// Derived: waiting jobs in queue order.
-    pub(crate) queue: BTreeSet<QueueKey>,
-    /// Derived: jobs with a live attempt.
-    pub(crate) live: BTreeSet<JobId>,
+    pub(crate) queue: BTreeMap<QueueKey, Seat>,
+    /// Derived: jobs with a live attempt. Whatever a worker says is about one of these, and they are few.
+    pub(crate) live: Table<JobId, Seat>,
     /// Derived: devices and what runs on them.
     pub(crate) slots: Slots,
     /// Derived: waiting jobs that may start, by what they need.
@@ -38,7 +37,7 @@ pub struct State {
     /// Derived: live jobs that yield and were not told to.
     pub(crate) yielding: BTreeSet<JobId>,
     /// Who has how much. What a user spent is volatile.
-    pub(crate) users: IndexMap<UserName, User>,
+    pub(crate) users: Table<UserName, User>,
     /// Derived: what the workers' speeds tell of a kind of device.
     pub(crate) speeds: Speeds,
     /// Derived: who has which open session.
@@ -66,18 +65,18 @@ impl State {
     pub fn restore(settings: Settings, now: UnixMillis, jobs: Vec<Restored>, workers: Vec<Worker>) -> Self {
         let mut state = Self {
             settings,
-            jobs: IndexMap::new(),
+            jobs: Jobs::default(),
             workers: workers.into_iter().map(|worker| (worker.id.clone(), worker)).collect(),
             next_order: 1,
-            queue: BTreeSet::new(),
-            live: BTreeSet::new(),
+            queue: BTreeMap::new(),
+            live: Table::default(),
             slots: Slots::default(),
             classes: Classes::default(),
             timed: BTreeSet::new(),
             dependents: BTreeMap::new(),
             deadlines: BTreeSet::new(),
             yielding: BTreeSet::new(),
-            users: IndexMap::new(),
+            users: Table::default(),
             speeds: Speeds::default(),
             sessions: BTreeMap::new(),
             keys: BTreeMap::new(),
@@ -101,7 +100,7 @@ impl State {
             state.next_order = state.next_order.max(job.order.saturating_add(1));
             let id = job.id.clone();
             let (queued, live) = (job.state == JobState::Queued, job.current().is_some());
-            state.jobs.insert(id.clone(), Box::new(job));
+            state.jobs.insert(Arc::new(job));
             state.join_array(&id);
             if queued {
                 waiting.push(id);
@@ -143,7 +142,7 @@ impl State {
             alone,
         };
         self.slots.occupy(slot, id, held);
-        self.live.insert(id.clone());
+        self.live.extend(self.jobs.seat(id).map(|seat| (id.clone(), seat)));
         if let Some(deadline) = deadline {
             self.deadlines.insert((deadline, id.clone()));
         }
@@ -158,7 +157,7 @@ impl State {
     fn restore_claims(&mut self) {
         let giving: Vec<(JobId, JobId)> = self
             .live
-            .iter()
+            .keys()
             .filter_map(|id| match &self.jobs.get(id)?.recall {
                 Some(Recall::GiveWay(to)) => Some((id.clone(), to.clone())),
                 _ => None,
@@ -182,7 +181,7 @@ impl State {
     /// A job by its id.
     #[must_use]
     pub fn job(&self, id: &JobId) -> Option<&Job> {
-        self.jobs.get(id).map(|job| &**job)
+        self.jobs.get(id)
     }
 
     /// The times and limits.

@@ -51,12 +51,12 @@ impl State {
 
     /// The jobs that somebody sees in the order of lists.
     pub(super) fn listed(&self, sees: impl Fn(&Job) -> bool) -> Vec<&Job> {
-        let all_jobs = || self.jobs.values().map(|job| &**job).filter(|job| sees(job));
+        let all_jobs = || self.jobs.values().filter(|job| sees(job));
         let mut listed: Vec<&Job> = all_jobs()
             .filter(|job| matches!(job.state, JobState::Running | JobState::Stopping))
             .collect();
         listed.sort_by_key(|job| job.order);
-        let waiting = self.queue.iter().filter_map(|(_, _, id)| self.job(id));
+        let waiting = self.queue.values().filter_map(|seat| self.jobs.at(*seat));
         listed.extend(waiting.filter(|job| sees(job)));
         let mut ended: Vec<&Job> = all_jobs().filter(|job| job.state.is_ended()).collect();
         ended.sort_by_key(|job| std::cmp::Reverse((job.ended, job.order)));

@@ -123,7 +123,7 @@ impl State {
         }
         let mut events = Vec::with_capacity(running.len());
         for held in running {
-            match self.current_job(session, &held) {
+            match self.turn_to_current(session, &held) {
                 Some(job) => {
                     self.renew(step, &job);
                     let seq = self
@@ -178,8 +178,8 @@ impl State {
 
     /// The worker with this id or name, or the only one whose id begins so.
     fn find_worker(&self, text: &str) -> Result<WorkerId, Refusal> {
-        if let Some(exact) = self.workers.keys().find(|id| id.as_str() == text) {
-            return Ok(exact.clone());
+        if let Some(exact) = self.workers.get(text) {
+            return Ok(exact.id.clone());
         }
         let named =
             |worker: &&Worker| worker.name == text || (!text.is_empty() && worker.id.as_str().starts_with(text));
@@ -188,6 +188,7 @@ impl State {
         if found.iter().any(|worker| worker.session.is_some()) {
             found.retain(|worker| worker.session.is_some());
         }
+        found.sort_unstable_by_key(|worker| &worker.id);
         match found.as_slice() {
             [] => Err(Refusal::NoWorker(text.chars().take(80).collect())),
             [one] => Ok(one.id.clone()),
@@ -228,13 +229,11 @@ impl State {
         let expired: Vec<JobId> = self
             .live
             .iter()
-            .filter(|id| {
-                self.jobs
-                    .get(*id)
-                    .and_then(|job| job.live)
-                    .is_some_and(|live| live.lease_until <= now)
+            .filter(|(_, seat)| {
+                let live = self.jobs.at(**seat).and_then(|job| job.live);
+                live.is_some_and(|live| live.lease_until <= now)
             })
-            .cloned()
+            .map(|(id, _)| id.clone())
             .collect();
         for job in expired {
             self.attempt_lost(step, &job, "its worker was not heard of for too long", true);
@@ -329,7 +328,7 @@ impl State {
             && attempt.state == AttemptState::Assigned
         {
             attempt.state = AttemptState::Running;
-            step.touched.insert(id.clone());
+            step.touch(id);
         }
     }
 

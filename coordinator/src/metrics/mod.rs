@@ -171,7 +171,7 @@ impl Metrics {
 fn look(state: &State) -> Now {
     let mut now = Now::default();
     let (mut running, mut stopping) = (0, 0);
-    for id in &state.live {
+    for id in state.live.keys() {
         match state.job(id).map(|job| job.state) {
             Some(JobState::Stopping) => stopping += 1,
             _ => running += 1,

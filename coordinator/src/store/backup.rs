@@ -214,7 +214,7 @@ impl SqlStore {
                     event: Arc::new(event),
                     seq: None,
                 },
-                crate::core::Record::Job(Box::new(job)),
+                crate::core::Record::Job(Arc::new(job)),
             ];
             super::records::write_all(work, &records, super::EVENTS_KEPT)
                 .await

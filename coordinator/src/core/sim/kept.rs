@@ -16,9 +16,12 @@ pub(super) struct Kept {
 impl Kept {
     pub(super) fn apply(&mut self, record: Record) {
         match record {
-            Record::NewJob(job, _) => assert!(self.jobs.insert(job.id.clone(), *job).is_none(), "stored twice"),
+            Record::NewJob(job, _) => assert!(
+                self.jobs.insert(job.id.clone(), Job::clone(&job)).is_none(),
+                "stored twice"
+            ),
             Record::Job(job) => assert!(
-                self.jobs.insert(job.id.clone(), *job).is_some(),
+                self.jobs.insert(job.id.clone(), Job::clone(&job)).is_some(),
                 "changed before it was new"
             ),
             Record::JobGone(job) => {
@@ -63,13 +66,13 @@ impl Kept {
 }
 
 /// The part of the state that a restart must not change.
-pub(super) fn durable(state: &State) -> (BTreeMap<JobId, Box<Job>>, BTreeMap<WorkerId, Worker>) {
-    let mut jobs: BTreeMap<JobId, Box<Job>> = state.jobs.clone().into_iter().collect();
+pub(super) fn durable(state: &State) -> (BTreeMap<JobId, Job>, BTreeMap<WorkerId, Worker>) {
+    let mut jobs: BTreeMap<JobId, Job> = state.jobs.iter().map(|(id, job)| (id.clone(), job.clone())).collect();
     for job in jobs.values_mut() {
         (job.live, job.progress, job.phase) = (None, None, None);
         job.spot = crate::core::queue::Spot::Nowhere;
     }
-    let mut workers = state.workers.clone();
+    let mut workers: BTreeMap<WorkerId, Worker> = state.workers.clone().into_iter().collect();
     for worker in workers.values_mut() {
         (worker.session, worker.leaving, worker.same_machine, worker.last_seen) = (None, false, false, UnixMillis(0));
     }

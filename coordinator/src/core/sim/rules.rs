@@ -61,7 +61,7 @@ fn could_start(state: &State, job: &Job, slot: usize, without: Option<&Placed>) 
 fn is_with_faster(state: &State, job: &Job, speed: f64) -> bool {
     let array = |job: &Job| job.array.as_ref().map(|place| place.id.clone());
     let same = |other: &&Job| array(other) == array(job);
-    state.jobs.values().map(|other| &**other).filter(same).any(|other| {
+    state.jobs.values().filter(same).any(|other| {
         let pace = other.live.and_then(|live| live.pace);
         let units = job.wants.demand.as_ref().map_or(4000.0, |demand| demand.units());
         let theirs = pace.filter(|pace| pace.to > pace.from).map(|pace| {
@@ -78,7 +78,7 @@ fn is_with_faster(state: &State, job: &Job, speed: f64) -> bool {
 
 /// Those who may start as soon as there is a device for them.
 fn ready(state: &State, now: UnixMillis) -> impl Iterator<Item = &Job> {
-    state.jobs.values().map(|job| &**job).filter(move |job| {
+    state.jobs.values().filter(move |job| {
         job.state == JobState::Queued
             && state.gate(now, job) == Gate::Open
             && !matches!(job.spot, Spot::Timed(_) | Spot::Held)

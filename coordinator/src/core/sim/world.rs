@@ -361,7 +361,7 @@ impl World {
                 } = &message
                 {
                     let (held, step) = about.expect("an answer to nothing");
-                    let job = job_of(&held.attempt).unwrap();
+                    let job = JobId::new(job_of(&held.attempt).unwrap());
                     assert_eq!(self.epochs[&job], held.epoch, "a stale epoch committed");
                     let before = self.committed.insert(job, *step);
                     assert!(before.is_none_or(|before| before <= *step), "a checkpoint regressed");
@@ -369,7 +369,7 @@ impl World {
                 match &message {
                     ToWorker::Fence { .. } => self.tally.lost += 1,
                     ToWorker::Stop { held, .. } => {
-                        let job = job_of(&held.attempt).and_then(|id| self.state.job(&id));
+                        let job = job_of(&held.attempt).and_then(|id| self.state.jobs.find(id));
                         let gives_way = job.is_some_and(|job| matches!(job.recall, Some(Recall::GiveWay(_))));
                         self.tally.gave_way += u64::from(gives_way);
                         let faster = job.is_some_and(|job| matches!(job.recall, Some(Recall::Faster { .. })));

@@ -63,7 +63,9 @@ impl World {
     }
 
     fn running(&self) -> Vec<String> {
-        self.state.live.iter().map(ToString::to_string).collect()
+        let mut running: Vec<String> = self.state.live.keys().map(ToString::to_string).collect();
+        running.sort();
+        running
     }
 }
 

@@ -83,7 +83,7 @@ pub(super) async fn commit(store: &dyn Store, records: &[Record]) {
 
 pub(super) fn job_of(records: &[Record]) -> Job {
     let found = records.iter().rev().find_map(|record| match record {
-        Record::NewJob(job, _) | Record::Job(job) => Some(*job.clone()),
+        Record::NewJob(job, _) | Record::Job(job) => Some(Job::clone(job)),
         _ => None,
     });
     found.unwrap()
@@ -272,7 +272,7 @@ async fn roots_are_what_jobs_can_still_use(place: &Place<'_>) {
     let mut committed = serde_json::to_value(&job).unwrap();
     committed["checkpoint"] = serde_json::json!({ "manifest": hash("m4"), "step": 4 });
     job = serde_json::from_value(committed).unwrap();
-    commit(&store, &[record, Record::Job(Box::new(job.clone()))]).await;
+    commit(&store, &[record, Record::Job(Arc::new(job.clone()))]).await;
     let mine = async || {
         let mut roots = store.roots().await.unwrap();
         roots.retain(|roots| roots.artifacts.contains(&hash("file")));
@@ -287,7 +287,7 @@ async fn roots_are_what_jobs_can_still_use(place: &Place<'_>) {
     );
     job.state = JobState::Failed;
     job.ended = Some(UnixMillis(5000));
-    commit(&store, &[Record::Job(Box::new(job.clone()))]).await;
+    commit(&store, &[Record::Job(Arc::new(job.clone()))]).await;
     let ended = mine().await;
     assert!(ended.ended);
     assert_eq!(ended.checkpoints, [hash("m4")]);

@@ -72,7 +72,7 @@ impl Bed {
             .world
             .state
             .live
-            .iter()
+            .keys()
             .filter_map(|id| self.world.state.job(id)?.current().map(|one| (one, id)));
         let mut said: Vec<String> = live.map(|(one, id)| format!("{}: {id}", one.worker_name)).collect();
         said.sort();
@@ -118,7 +118,7 @@ impl Bed {
     /// So many seconds, in which every machine beats.
     fn pass(&mut self, seconds: u64) {
         for _ in 0..seconds {
-            let live: Vec<String> = self.world.state.live.iter().map(ToString::to_string).collect();
+            let live: Vec<String> = self.world.state.live.keys().map(ToString::to_string).collect();
             for job in live {
                 let (session, held) = self.held(&job);
                 self.world.beat(session, &[held]);
