@@ -1,279 +1,289 @@
-"""`aitk bench engine` and PyTorch (diffusers, peft) on the same shapes, in turns, on the same machine; writes a table.
+"""`aitk bench engine` and the same work in PyTorch (diffusers, transformers, peft), in turns on this machine; a table.
 
     cargo build --release --bin aitk
-    python tests/reference/bench/engine.py [--rounds 3] [--only NAME] [--table docs/benchmarks.md]
+    python tests/reference/bench/engine.py                                   # everything: half an hour on two cores
+    python tests/reference/bench/engine.py --only unet_sd15_forward_64 --repeat 5
+    python tests/reference/bench/engine.py --json > engine.json
 
-Both sides run each piece of work in a process of its own: weights and inputs are made first, one run is not counted, then
-the median of the runs counts. Peak memory is of the whole process from there on. `--flops` only counts operations, with
-PyTorch's counter and no arithmetic, and checks that aitk counts the same.
+Both sides: the processor, float32, random weights, the same shapes and number of threads, no gradients in forward passes.
+Each measurement is a process of its own, first aitk, then PyTorch, and so on, so that a machine that gets slower does so
+for both and that peak memory is that of one work alone. Both make weights and inputs first, run once uncounted, then time
+runs for three seconds, at least three, and say the median. The table has the median and the least of the processes.
+
+The ratio is PyTorch's seconds by aitk's: 1 is equal, more is faster than PyTorch.
+
+Other programs spoil a measurement. What they took of the processors meanwhile is in the last column; with --quiet each
+process waits until they take little.
 """
 import argparse
 import datetime
-import gc
 import json
 import os
 import pathlib
 import platform
+import resource
+import shutil
+import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 
-ROOT = pathlib.Path(__file__).resolve().parents[3]
-SECONDS = 3.0
+import twins
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+MOST_REPEATS = 50
+# A machine counts as quiet when others take less than this part of its processors.
+LITTLE = 0.05
 
 
-def sd15_unet():
-    from diffusers import UNet2DConditionModel
-    return UNet2DConditionModel(sample_size=64, cross_attention_dim=768)
+class Failure(Exception):
+    """One clear message, then the end."""
 
 
-def with_lora(unet, checkpointing):
-    import torch
-    from peft import LoraConfig
-    unet.requires_grad_(False)
-    layers = [
-        name for name, layer in unet.named_modules()
-        if isinstance(layer, torch.nn.Linear) or (isinstance(layer, torch.nn.Conv2d) and layer.kernel_size == (1, 1))]
-    unet.add_adapter(LoraConfig(r=16, lora_alpha=16, target_modules=layers))
-    if checkpointing:
-        unet.enable_gradient_checkpointing()
-    return unet.train()
+def say(text):
+    print(text, file=sys.stderr, flush=True)
 
 
-def unet_forward(side):
-    import torch
-    unet = sd15_unet().eval()
-    x, context = torch.randn(1, 4, side, side), torch.randn(1, 77, 768)
-    time_step = torch.tensor([500.0])
-
-    def run():
-        with torch.no_grad():
-            unet(x, time_step, context).sample
-    return run
+def cores():
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def lora_step(side, checkpointing):
-    import torch
-    unet = with_lora(sd15_unet(), checkpointing)
-    params = [p for p in unet.parameters() if p.requires_grad]
-    meta = params[0].is_meta
-    optimizer = torch.optim.AdamW(params, lr=1e-4, fused=not meta, foreach=False if meta else None)
-    x, noise, context = torch.randn(1, 4, side, side), torch.randn(1, 4, side, side), torch.randn(1, 77, 768)
-    time_step = torch.tensor([500.0])
-
-    def run():
-        loss = (unet(x, time_step, context).sample - noise).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return run
+def program(given):
+    """Where aitk is."""
+    built = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "release/aitk"
+    found = given or (str(built) if built.exists() else shutil.which("aitk"))
+    if not found or not shutil.which(found):
+        raise Failure(
+            f"no program at {given}" if given else
+            f"no aitk in {built.parent} and none on the PATH: `cargo build --release --bin aitk`, or --aitk PROGRAM")
+    return found
 
 
-def vae(decode):
-    import torch
-    from diffusers import AutoencoderKL
-    blocks = ["UpDecoderBlock2D"] * 4
-    model = AutoencoderKL(
-        down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=blocks, block_out_channels=[128, 256, 512, 512],
-        layers_per_block=2, latent_channels=4, sample_size=512).eval()
-    x = torch.randn(1, 4, 64, 64) if decode else torch.randn(1, 3, 512, 512)
-
-    def run():
-        with torch.no_grad():
-            model.decode(x).sample if decode else model.encode(x).latent_dist.mean
-    return run
+def known(aitk):
+    """What this aitk can measure: {name: operations}."""
+    done = subprocess.run([aitk, "bench", "engine", "--list", "--json"], stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        raise Failure(f"{aitk} has no `bench engine --list --json` (status {done.returncode})")
+    try:
+        return {work["work"]: work["flops"] for work in json.loads(done.stdout)}
+    except (ValueError, LookupError, TypeError):
+        raise Failure(f"{aitk} did not print a list of works for `bench engine --list --json`") from None
 
 
-def text_encoder():
-    import torch
-    from transformers import CLIPTextConfig, CLIPTextModel
-    model = CLIPTextModel(CLIPTextConfig(
-        hidden_size=768, intermediate_size=3072, num_attention_heads=12, num_hidden_layers=12, projection_dim=768)).eval()
-    ids = torch.full((1, 77), 320)
-
-    def run():
-        with torch.no_grad():
-            model(ids).last_hidden_state
-    return run
-
-
-def sdxl_block(step):
-    import torch
-    from diffusers.models.transformers.transformer_2d import Transformer2DModel
-    model = Transformer2DModel(
-        num_attention_heads=20, attention_head_dim=64, in_channels=1280, num_layers=1, cross_attention_dim=2048,
-        use_linear_projection=True)
-    x, context = torch.randn(1, 1280, 32, 32), torch.randn(1, 77, 2048)
-
-    def forward():
-        with torch.no_grad():
-            model(x, context).sample
-
-    def both():
-        model(x, context).sample.square().mean().backward()
-        model.zero_grad()
-    return both if step else forward
+def chosen(only, listed):
+    """The works with these names, or with these in their names, as `aitk bench engine --only` has it."""
+    for name in listed:
+        if name not in twins.WORKS:
+            say(f"{name}: left out, nobody wrote it in PyTorch yet (tests/reference/bench/twins.py)")
+    for name in twins.WORKS:
+        if name not in listed:
+            say(f"{name}: left out, this aitk does not have it")
+    names = [name for name in twins.WORKS if name in listed]
+    if not only:
+        return names
+    picked = set()
+    for part in only:
+        some = {part} if part in names else {name for name in names if part in name}
+        if not some:
+            raise Failure(f"--only: no work has `{part}` in its name; there are: {', '.join(names)}")
+        picked |= some
+    return [name for name in names if name in picked]
 
 
-def conv():
-    import torch
-    model = torch.nn.Conv2d(320, 320, 3, padding=1)
-    x = torch.randn(1, 320, 64, 64, requires_grad=True)
-
-    def run():
-        model(x).square().mean().backward()
-        model.zero_grad()
-        x.grad = None
-    return run
+def busy():
+    """Seconds that the processors spent on anything so far; None where the system does not tell."""
+    try:
+        fields = pathlib.Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    except OSError:
+        return None
+    user, nice, system, _idle, _wait, irq, softirq, steal = map(int, fields)
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def attention(keys):
-    import torch
-    q, k, v = (torch.randn(1, 8, rows, 40, requires_grad=True) for rows in (4096, keys, keys))
-
-    def run():
-        torch.nn.functional.scaled_dot_product_attention(q, k, v).square().mean().backward()
-        q.grad = k.grad = v.grad = None
-    return run
+def ours():
+    """Seconds of processor time of all processes that this one started and that ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
-def adamw():
-    import torch
-    params = [torch.nn.Parameter(torch.randn(1 << 20)) for _ in range(32)]
-    for p in params:
-        p.grad = torch.randn(1 << 20)
-    meta = params[0].is_meta
-    optimizer = torch.optim.AdamW(params, lr=1e-4, fused=not meta, foreach=False if meta else None)
-    return optimizer.step
+def wait_for_quiet(limit):
+    """Until others take little, at most so many seconds."""
+    end = time.monotonic() + limit
+    while busy() is not None and time.monotonic() < end:
+        before, began = busy(), time.monotonic()
+        time.sleep(1)
+        if (busy() - before) / (time.monotonic() - began) / os.cpu_count() < LITTLE:
+            return
 
 
-def load():
-    import torch
-    from safetensors.torch import load_file, save_file
-    folder = tempfile.TemporaryDirectory()
-    file = pathlib.Path(folder.name) / "weights.safetensors"
-    save_file({f"t{i}": torch.zeros(1 << 22) for i in range(32)}, file)
-
-    def run(folder=folder):
-        # Touched, as whoever computes with them will: a mapping alone has read nothing.
-        sum(float(t.sum()) for t in load_file(file).values())
-    return run
-
-
-WORKS = {
-    "text_encoder_sd15_forward": text_encoder,
-    "unet_sd15_forward_32": lambda: unet_forward(32),
-    "unet_sd15_forward_64": lambda: unet_forward(64),
-    "unet_sd15_lora_step_64": lambda: lora_step(64, False),
-    "unet_sd15_lora_step_64_recomputed": lambda: lora_step(64, True),
-    "vae_sd15_encode_512": lambda: vae(False),
-    "vae_sd15_decode_512": lambda: vae(True),
-    "sdxl_block_forward": lambda: sdxl_block(False),
-    "sdxl_block_step": lambda: sdxl_block(True),
-    "conv_320_64_step": conv,
-    "attention_self_4096_step": lambda: attention(4096),
-    "attention_cross_4096_77_step": lambda: attention(77),
-    "adamw_step_32m": adamw,
-    # The same work as adamw_step_32m: what 8-bit state has to keep up with.
-    "adamw8bit_step_32m": adamw,
-    "safetensors_load_512mib": load,
-}
+def spawn(command, args):
+    """What one process found, with the part of the processors that others took while it ran."""
+    if args.quiet:
+        wait_for_quiet(args.quiet)
+    threads = str(args.threads)
+    env = os.environ | {
+        "RAYON_NUM_THREADS": threads, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
+    before, mine, began = busy(), ours(), time.monotonic()
+    # A session of its own: aitk measures in a child, and both have to go when they take too long.
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True)
+    try:
+        said, complaint = child.communicate(timeout=args.limit)
+    except subprocess.TimeoutExpired:
+        raise Failure(f"not done after {args.limit} s (--limit)") from None
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    if child.returncode != 0:
+        last = complaint.strip().rpartition("\n")[2]
+        raise Failure(f"ended with status {child.returncode}{': ' if last else ''}{last}")
+    try:
+        found = json.loads(said)[0]
+    except (ValueError, LookupError):
+        raise Failure("did not print what it found") from None
+    took = time.monotonic() - began
+    found["others"] = None if before is None else max(0.0, busy() - before - (ours() - mine)) / took / os.cpu_count()
+    return found
 
 
-def count(name):
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-    if name == "safetensors_load_512mib":
-        return 0
-    with torch.device("meta"):
-        run = WORKS[name]()
-        counter = FlopCounterMode(display=False)
-        with counter:
-            run()
-    return counter.get_total_flops()
+def side(found):
+    seconds = [one["seconds"] for one in found]
+    return {
+        "seconds": seconds, "median": statistics.median(seconds), "least": min(seconds),
+        "peak_bytes": max(one["peak_bytes"] for one in found)}
 
 
-def reset_peak():
-    pathlib.Path("/proc/self/clear_refs").write_text("5")
+def compare(name, operations, aitk, args):
+    """One work, in turns."""
+    commands = {
+        "aitk": [aitk, "bench", "engine", "--device", "cpu", "--only", name, "--json"],
+        "pytorch": [sys.executable, str(HERE / "twins.py"), name, "--threads", str(args.threads)]}
+    found = {who: [] for who in commands}
+    for turn in range(args.repeat):
+        for who, command in commands.items():
+            try:
+                found[who].append(spawn(command, args))
+            except Failure as failure:
+                raise Failure(f"{name}: {who}: {failure}") from None
+            last = found[who][-1]
+            say(f"{name} {turn + 1}/{args.repeat} {who}: {last['seconds']:.4f} s, {last['peak_bytes'] / 2**30:.2f} GiB")
+    sides = {who: side(some) for who, some in found.items()}
+    others = [one["others"] for some in found.values() for one in some if one["others"] is not None]
+    return {
+        "work": name, "shape": twins.WORKS[name][0], "flops": operations, **sides,
+        "ratio": sides["pytorch"]["median"] / sides["aitk"]["median"],
+        "ratio_of_least": sides["pytorch"]["least"] / sides["aitk"]["least"],
+        "others": max(others, default=None)}
 
 
-def peak():
-    for line in pathlib.Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
+def line(row):
+    def cell(of):
+        digits = 2 if of["median"] >= 1 else 3 if of["median"] >= 0.1 else 4
+        return f"{of['median']:.{digits}f} ({of['least']:.{digits}f})"
+
+    ours_, theirs = row["aitk"], row["pytorch"]
+    others = "" if row["others"] is None else f"{row['others']:.0%}"
+    return (
+        f"| `{row['work']}` | {row['shape']} | {cell(ours_)} | {cell(theirs)} | {row['ratio']:.2f} ({row['ratio_of_least']:.2f}) | "
+        f"{ours_['peak_bytes'] / 2**30:.2f} | {theirs['peak_bytes'] / 2**30:.2f} | {others} |")
 
 
-def measure_here(name):
-    import torch
-    torch.manual_seed(0)
-    run = WORKS[name]()
-    gc.collect()
-    reset_peak()
-    run()
-    times, began = [], time.perf_counter()
-    while len(times) < 3 or (time.perf_counter() - began < SECONDS and len(times) < 1000):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    print(json.dumps({"work": name, "seconds": statistics.median(times), "peak_bytes": peak()}))
+HEAD = (
+    "| work | shape | aitk, s: median (least) | PyTorch, s | PyTorch / aitk | aitk, GiB | PyTorch, GiB | others |\n"
+    "|---|---|---|---|---|---|---|---|")
 
 
-def spawn(command):
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
-    found = json.loads(done.stdout)
-    return found[0] if isinstance(found, list) else found
+def libraries():
+    """What the other side is, by version; all of it has to be there before anything is measured."""
+    from importlib.metadata import PackageNotFoundError, version
+    try:
+        return ", ".join(f"{name} {version(name)}" for name in ("torch", "diffusers", "transformers", "peft", "safetensors"))
+    except PackageNotFoundError as missing:
+        raise Failure(f"Python has no {missing.name}: pip install -r tests/reference/requirements.txt") from None
 
 
 def machine():
-    import torch
-    cpu = platform.processor()
-    if pathlib.Path("/proc/cpuinfo").exists():
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), cpu)
-    return f"{cpu}, {os.cpu_count()} cores; PyTorch {torch.__version__}, {torch.get_num_threads()} threads"
+    cpu = platform.processor() or platform.machine()
+    info = pathlib.Path("/proc/cpuinfo")
+    if info.exists():
+        names = [one for one in info.read_text().splitlines() if one.startswith("model name")]
+        cpu = names[0].split(":", 1)[1].strip() if names else cpu
+    return f"{cpu}, {cores()} cores"
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--aitk", default=str(ROOT / "target/release/aitk"))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--table", type=pathlib.Path)
-    parser.add_argument("--flops", action="store_true")
-    parser.add_argument("--here", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.here:
-        return measure_here(args.here)
-    names = [name for name in WORKS if args.only in name]
-    if args.flops:
-        for name in names:
-            print(f"{name} {count(name)}", flush=True)
-        return
-    rows = []
+def check_flops(names, listed):
+    """Whether aitk counts as PyTorch does."""
+    wrong = 0
     for name in names:
-        ours, theirs = [], []
-        for _ in range(args.rounds):
-            ours.append(spawn([args.aitk, "bench", "engine", "--only", name, "--json"]))
-            theirs.append(spawn([sys.executable, __file__, "--here", name]))
-        seconds = [statistics.median(r["seconds"] for r in side) for side in (ours, theirs)]
-        memory = [max(r["peak_bytes"] for r in side) / 2**30 for side in (ours, theirs)]
-        rate = ours[0]["flops"] / seconds[0] / 1e9
-        rows.append(
-            f"| `{name}` | {seconds[0]:.3f} | {seconds[1]:.3f} | {seconds[1] / seconds[0]:.2f} | {rate:.0f} | "
-            f"{memory[0]:.2f} | {memory[1]:.2f} |")
-        print(rows[-1], flush=True)
-    text = "\n".join([
-        f"{datetime.date.today()}, {machine()}, float32, median of {args.rounds} rounds in turns:", "",
-        "| work | aitk, s | PyTorch, s | speed, PyTorch = 1 | aitk, GFLOP/s | aitk, GiB | PyTorch, GiB |",
-        "|---|---|---|---|---|---|---|", *rows, ""])
+        theirs = twins.flops(name)
+        wrong += theirs != listed[name]
+        print(f"{name} {theirs}{'' if theirs == listed[name] else f', but aitk says {listed[name]}'}", flush=True)
+    return 1 if wrong else 0
+
+
+def arguments():
+    def number(least, most, kind=int):
+        def read(text):
+            value = kind(text)
+            if not least <= value <= most:
+                raise argparse.ArgumentTypeError(f"{text}: from {least} to {most}")
+            return value
+        return read
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--aitk", metavar="PROGRAM", help="default: target/release/aitk, else the one on the PATH")
+    parser.add_argument("--only", metavar="NAME", action="append", help="this work, or all with this in their name; several times")
+    parser.add_argument("--repeat", metavar="N", type=number(1, MOST_REPEATS), default=3, help="processes of each side (3)")
+    parser.add_argument("--threads", metavar="N", type=number(1, 1024), default=cores(), help="of both sides (all cores)")
+    parser.add_argument("--limit", metavar="SECONDS", type=number(1, 86400), default=900, help="for one process (900)")
+    parser.add_argument(
+        "--quiet", metavar="SECONDS", type=number(0, 86400), default=0,
+        help=f"before each process wait until others take under {LITTLE:.0%} of the processors, at most this long (0)")
+    parser.add_argument("--table", metavar="FILE", type=pathlib.Path, help="write the table there, not to standard output")
+    parser.add_argument("--json", action="store_true", help="everything that was measured, instead of the table")
+    parser.add_argument("--flops", action="store_true", help="only compare how many operations both count; no arithmetic")
+    return parser.parse_args()
+
+
+def run(args):
+    aitk, theirs = program(args.aitk), libraries()
+    listed = known(aitk)
+    names = chosen(args.only, listed)
+    if args.flops:
+        return check_flops(names, listed)
+    rows, failures = [], []
+    for name in names:
+        try:
+            rows.append(compare(name, listed[name], aitk, args))
+        except Failure as failure:
+            failures.append(str(failure))
+            say(str(failure))
+    today = str(datetime.date.today())
+    if args.json:
+        text = json.dumps({
+            "date": today, "machine": machine(), "libraries": theirs, "threads": args.threads, "repeat": args.repeat,
+            "works": rows, "failures": failures}, indent=2) + "\n"
+    else:
+        text = "\n".join([
+            f"{today}, {machine()}; {theirs}; float32, {args.threads} threads, {args.repeat} processes of each in turns:", "",
+            HEAD, *map(line, rows), "", *(f"Not measured: {failure}" for failure in failures)]) + "\n"
     if args.table:
         args.table.write_text(text)
     else:
-        print(text)
+        print(text, end="")
+    return 1 if failures else 0
+
+
+def main():
+    try:
+        return run(arguments())
+    except Failure as failure:
+        say(f"engine.py: {failure}")
+        return 2
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""Every work of `aitk bench engine` in PyTorch (diffusers, transformers, peft): the same shapes, random weights, float32.
+
+    python tests/reference/bench/twins.py NAME [--threads N]
+
+measures one and prints what `aitk bench engine --only NAME --json` prints: weights and inputs are made first, one run is
+not counted, then runs are timed for three seconds, at least three; the median counts. Peak memory is the most that the
+process held from there on (`VmHWM`). `engine.py` starts this in turns with aitk.
+
+A work is a function that makes weights and inputs and returns what is timed.
+"""
+import argparse
+import gc
+import json
+import pathlib
+import resource
+import sys
+import tempfile
+import time
+
+# As in engine/src/bench/mod.rs.
+PATIENCE, LEAST_RUNS, MOST_RUNS = 3.0, 3, 1000
+
+
+def sd15_unet():
+    from diffusers import UNet2DConditionModel
+    return UNet2DConditionModel(sample_size=64, cross_attention_dim=768)
+
+
+def with_lora(unet, checkpointing):
+    """Rank 16 on every linear layer and 1 x 1 convolution."""
+    import torch
+    from peft import LoraConfig
+    unet.requires_grad_(False)
+    layers = [
+        name for name, layer in unet.named_modules()
+        if isinstance(layer, torch.nn.Linear) or (isinstance(layer, torch.nn.Conv2d) and layer.kernel_size == (1, 1))]
+    unet.add_adapter(LoraConfig(r=16, lora_alpha=16, target_modules=layers))
+    if checkpointing:
+        unet.enable_gradient_checkpointing()
+    return unet.train()
+
+
+def adamw_of(params):
+    """torch's fused AdamW, with aitk's constants. Without numbers (`--flops`) the fused one cannot be had."""
+    import torch
+    meta = params[0].is_meta
+    fused = {"foreach": False} if meta else {"fused": True}
+    return torch.optim.AdamW(params, lr=1e-4, eps=1e-6, weight_decay=0.01, **fused)
+
+
+def unet_forward(side):
+    import torch
+    unet = sd15_unet().requires_grad_(False).eval()
+    x, context = torch.randn(1, 4, side, side), torch.randn(1, 77, 768)
+    time_step = torch.tensor([500.0])
+
+    def run():
+        with torch.no_grad():
+            unet(x, time_step, context).sample
+    return run
+
+
+def lora_step(side, checkpointing):
+    import torch
+    unet = with_lora(sd15_unet(), checkpointing)
+    params = [p for p in unet.parameters() if p.requires_grad]
+    optimizer = adamw_of(params)
+    latents, noise = torch.randn(1, 4, side, side), torch.randn(1, 4, side, side)
+    context, time_step = torch.randn(1, 77, 768), torch.tensor([500.0])
+
+    def run():
+        noisy = 0.6 * latents + 0.8 * noise
+        loss = (unet(noisy, time_step, context).sample - noise).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return run
+
+
+def vae(decode):
+    import torch
+    from diffusers import AutoencoderKL
+    model = AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4,
+        block_out_channels=[128, 256, 512, 512], layers_per_block=2, latent_channels=4, sample_size=512)
+    model.requires_grad_(False).eval()
+    x = torch.randn(1, 4, 64, 64) if decode else torch.randn(1, 3, 512, 512)
+
+    def run():
+        with torch.no_grad():
+            model.decode(x).sample if decode else model.encode(x).latent_dist.mean
+    return run
+
+
+def text_encoder():
+    import torch
+    from transformers import CLIPTextConfig, CLIPTextModel
+    model = CLIPTextModel(CLIPTextConfig(
+        hidden_size=768, intermediate_size=3072, num_attention_heads=12, num_hidden_layers=12, projection_dim=768))
+    model.requires_grad_(False).eval()
+    ids = torch.full((1, 77), 320)
+
+    def run():
+        with torch.no_grad():
+            model(ids).last_hidden_state
+    return run
+
+
+def sdxl_block(step):
+    import torch
+    from diffusers.models.transformers.transformer_2d import Transformer2DModel
+    model = Transformer2DModel(
+        num_attention_heads=20, attention_head_dim=64, in_channels=1280, num_layers=1, cross_attention_dim=2048,
+        use_linear_projection=True)
+    x, context = torch.randn(1, 1280, 32, 32), torch.randn(1, 77, 2048)
+
+    def forward():
+        with torch.no_grad():
+            model(x, context).sample
+
+    def both():
+        model(x, context).sample.square().mean().backward()
+        model.zero_grad()
+    return both if step else forward
+
+
+def conv():
+    import torch
+    model = torch.nn.Conv2d(320, 320, 3, padding=1)
+    x = torch.randn(1, 320, 64, 64, requires_grad=True)
+
+    def run():
+        model(x).square().mean().backward()
+        model.zero_grad()
+        x.grad = None
+    return run
+
+
+def attention(keys):
+    import torch
+    q, k, v = (torch.randn(1, rows, 320, requires_grad=True) for rows in (4096, keys, keys))
+
+    def run():
+        # Heads lie side by side in the rows, as a model's linear layers leave them and the next one wants them.
+        heads = (t.view(1, -1, 8, 40).transpose(1, 2) for t in (q, k, v))
+        y = torch.nn.functional.scaled_dot_product_attention(*heads)
+        y.transpose(1, 2).reshape(1, -1, 320).square().mean().backward()
+        q.grad = k.grad = v.grad = None
+    return run
+
+
+def adamw():
+    import torch
+    params = [torch.nn.Parameter(torch.randn(1 << 20)) for _ in range(32)]
+    for p in params:
+        p.grad = torch.randn(1 << 20)
+    return adamw_of(params).step
+
+
+def load():
+    import torch
+    from safetensors.torch import load_file, save_file
+    folder = tempfile.TemporaryDirectory()
+    file = pathlib.Path(folder.name) / "weights.safetensors"
+    save_file({f"t{i}": torch.zeros(1 << 22) for i in range(32)}, file)
+
+    def run(folder=folder):
+        # Read through, as whoever computes with them will: load_file only maps the file, and has read nothing.
+        sum(float(t.sum()) for t in load_file(file).values())
+    return run
+
+
+UNET_64 = "1x4x64x64, text 77x768"
+LORA_64 = UNET_64 + ", rank 16"
+ADAMW = "32 x 1,048,576"
+
+# Name: (shape, what makes it).
+WORKS = {
+    "text_encoder_sd15_forward": ("1x77 tokens", text_encoder),
+    "unet_sd15_forward_32": ("1x4x32x32, text 77x768", lambda: unet_forward(32)),
+    "unet_sd15_forward_64": (UNET_64, lambda: unet_forward(64)),
+    "unet_sd15_lora_step_64": (LORA_64, lambda: lora_step(64, False)),
+    "unet_sd15_lora_step_64_recomputed": (LORA_64, lambda: lora_step(64, True)),
+    "vae_sd15_encode_512": ("1x3x512x512", lambda: vae(False)),
+    "vae_sd15_decode_512": ("1x4x64x64", lambda: vae(True)),
+    "sdxl_block_forward": ("1x1280x32x32, text 77x2048", lambda: sdxl_block(False)),
+    "sdxl_block_step": ("1x1280x32x32, text 77x2048", lambda: sdxl_block(True)),
+    "conv_320_64_step": ("1x320x64x64 to 320, 3x3", conv),
+    "attention_self_4096_step": ("8 heads, 4096 to 4096, 40", lambda: attention(4096)),
+    "attention_cross_4096_77_step": ("8 heads, 4096 to 77, 40", lambda: attention(77)),
+    "adamw_step_32m": (ADAMW, adamw),
+    # The same work as adamw_step_32m: what 8-bit state has to keep up with.
+    "adamw8bit_step_32m": (ADAMW, adamw),
+    "safetensors_load_512mib": ("32 x 4,194,304", load),
+}
+# Works that bytes limit: aitk counts no operations of them.
+UNCOUNTED = {"adamw_step_32m", "adamw8bit_step_32m", "safetensors_load_512mib"}
+
+
+def flops(name):
+    """Floating-point operations of one run by PyTorch's own counter, without any arithmetic."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    if name in UNCOUNTED:
+        return 0
+    with torch.device("meta"):
+        run = WORKS[name][1]()
+        with FlopCounterMode(display=False) as counter:
+            run()
+    return counter.get_total_flops()
+
+
+def forget_peak():
+    """From here on the peak counts anew, where the system can do that: as aitk does."""
+    try:
+        pathlib.Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pass
+
+
+def peak():
+    """The most memory that this process held at once, in bytes."""
+    status = pathlib.Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    # Macs count bytes here; elsewhere it is KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def measure(name):
+    import torch
+    torch.manual_seed(0)
+    run = WORKS[name][1]()
+    gc.collect()
+    forget_peak()
+    run()
+    times, began = [], time.perf_counter()
+    while len(times) < LEAST_RUNS or (time.perf_counter() - began < PATIENCE and len(times) < MOST_RUNS):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return {"work": name, "seconds": sorted(times)[len(times) // 2], "peak_bytes": peak(), "runs": len(times)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", choices=WORKS, metavar="NAME")
+    parser.add_argument("--threads", type=int, help="default: as PyTorch likes")
+    args = parser.parse_args()
+    # No more libraries than the work needs: they count as memory.
+    import torch
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    print(json.dumps([measure(args.work)]))
+
+
+if __name__ == "__main__":
+    main()
