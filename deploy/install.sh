@@ -1,0 +1,349 @@
+#!/bin/sh
+# Installs aitk's programs, and the worker or coordinator as a service: systemd on Linux, launchd on a Mac. See usage below.
+set -eu
+
+usage() {
+  cat <<'END'
+usage: deploy/install.sh [worker] [coordinator] [aitk] [OPTIONS]
+
+Installs the programs that are named (default: worker aitk) into PREFIX/bin, and a service for a worker or a coordinator.
+Nothing is started: what to do next is printed. A second run installs a newer version.
+
+  --prefix DIR    where programs go: DIR/bin (default: /usr/local as root, else ~/.local)
+  --from DIR      take built programs from there (default: build them here with cargo)
+  --cpu           build for the processor alone (default: with CUDA where nvcc is found, with Metal on an Apple Silicon Mac)
+  --no-service    programs only
+  --destdir DIR   put everything below DIR, for a package or a look; users and services of this machine stay as they are
+  --uninstall     remove programs and services that this script installed; configuration and data stay
+  --dry-run       only print what would be done
+  --help          this
+
+Configuration is in /etc/aitk/worker.env and coordinator.env (on a Mac ~/.config/aitk/worker.env): made once, never overwritten.
+
+Exit codes: 0 done, 1 something failed, 2 wrong usage, 3 this machine lacks something (rights, cargo, systemd, ...)
+END
+}
+
+say() { printf '%s\n' "$*"; }
+fail() { # CODE MESSAGE
+  printf 'install.sh: %s\n' "$2" >&2
+  exit "$1"
+}
+
+here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P) || fail 1 "cannot tell where this script is"
+source_root=$(dirname -- "$here")
+# A service file with this line is ours to replace and to remove.
+mark='Written by install.sh of aitk'
+
+# ---------------------------------------------------------------- what is wanted
+parts='' prefix='' from='' cpu=no service=yes destdir='' action=install dry=no
+value() { # OPTION VALUE...: the value that has to be there
+  if [ "$#" -lt 2 ] || [ -z "$2" ]; then fail 2 "$1 wants a value (--help)"; fi
+}
+while [ "$#" -gt 0 ]; do
+  case $1 in
+  worker | coordinator | aitk) case " $parts " in *" $1 "*) ;; *) parts="$parts $1" ;; esac ;;
+  --prefix) value "$@"; prefix=$2; shift ;;
+  --prefix=*) prefix=${1#*=}; value --prefix "$prefix" ;;
+  --from) value "$@"; from=$2; shift ;;
+  --from=*) from=${1#*=}; value --from "$from" ;;
+  --destdir) value "$@"; destdir=$2; shift ;;
+  --destdir=*) destdir=${1#*=}; value --destdir "$destdir" ;;
+  --cpu) cpu=yes ;;
+  --no-service) service=no ;;
+  --uninstall) action=uninstall ;;
+  --dry-run) dry=yes ;;
+  -h | --help) usage; exit 0 ;;
+  *) fail 2 "what is \`$1\`? (--help)" ;;
+  esac
+  shift
+done
+if [ -z "$parts" ]; then
+  if [ "$action" = uninstall ]; then parts='worker coordinator aitk'; else parts='worker aitk'; fi
+fi
+if [ "$action" = uninstall ] && { [ -n "$from" ] || [ "$cpu" = yes ]; }; then
+  fail 2 "--uninstall takes neither --from nor --cpu"
+fi
+if [ -n "$from" ] && [ "$cpu" = yes ]; then fail 2 "--from takes what was built; --cpu is for building"; fi
+
+system=$(uname -s)
+case $system in
+Linux | Darwin) ;;
+*) fail 3 "$system: only Linux and macOS; \`cargo install --path cli\` puts the command line anywhere" ;;
+esac
+root=no
+if [ "$(id -u)" = 0 ]; then root=yes; fi
+
+# Programs of the parts, and those among them that are services here.
+services=''
+for part in $parts; do
+  case $system,$part in
+  *,aitk) ;;
+  # None for a Mac.
+  Darwin,coordinator) ;;
+  *) services="$services $part" ;;
+  esac
+done
+if [ "$service" = no ]; then services=''; fi
+if [ -n "$services" ] && [ -z "$destdir" ] && [ "$dry" = no ]; then
+  if [ "$system" = Linux ]; then
+    [ "$root" = yes ] || fail 3 "a service wants root: sudo $0 ..., or --no-service for programs only"
+    [ -d /run/systemd/system ] || fail 3 "systemd does not run here: --no-service installs programs only"
+  else
+    [ "$root" = no ] || fail 3 "not with sudo: on a Mac the worker runs as your user, who may use the GPU"
+  fi
+fi
+
+if [ -z "$prefix" ]; then
+  if [ "$root" = yes ] || { [ "$system" = Linux ] && [ -n "$services" ]; }; then prefix=/usr/local; else prefix=${HOME:?}/.local; fi
+fi
+case $prefix in
+/*) ;;
+*) prefix=$(pwd -P)/$prefix ;;
+esac
+prefix=${prefix%/}
+case $destdir in
+'' | /*) destdir=${destdir%/} ;;
+*) destdir=$(pwd -P)/${destdir%/} ;;
+esac
+# It stands in service files, which have rules of their own about other characters.
+case $prefix in
+*[!A-Za-z0-9_./+@-]*) fail 2 "--prefix $prefix: only letters, digits and _ . / + @ - (it is written into service files)" ;;
+esac
+bin=$destdir$prefix/bin
+case $system,$services,$prefix/ in
+Linux,?*,/home/* | Linux,?*,/root/* | Linux,?*,/tmp/* | Linux,?*,/var/tmp/*)
+  if [ "$action" = install ]; then fail 2 "--prefix $prefix: services may not look there (ProtectHome, PrivateTmp); /usr/local or /opt/aitk, or --no-service"; fi
+  ;;
+esac
+
+# ---------------------------------------------------------------- doing, or saying so
+run() {
+  if [ "$dry" = yes ]; then
+    say "would run: $*"
+  else
+    "$@" || fail 1 "failed: $*"
+  fi
+}
+
+remove() {
+  run rm -f -- "$1"
+  if [ "$dry" = no ]; then say "removed $1"; fi
+}
+
+program_of() {
+  case $1 in
+  aitk) say aitk ;;
+  *) say "aitk-$1" ;;
+  esac
+}
+
+unit_of() {
+  if [ "$system" = Linux ]; then
+    say "$destdir/etc/systemd/system/aitk-$1.service"
+  else
+    say "$destdir${HOME:?}/Library/LaunchAgents/dev.aitk.$1.plist"
+  fi
+}
+
+config_of() {
+  if [ "$system" = Linux ]; then say "$destdir/etc/aitk/$1.env"; else say "$destdir${HOME:?}/.config/aitk/$1.env"; fi
+}
+
+# FILE MODE: standard input becomes the file, as a whole or not at all.
+write() {
+  if [ "$dry" = yes ]; then
+    cat >/dev/null
+    say "would write: $1"
+    return
+  fi
+  mkdir -p -- "$(dirname -- "$1")" || fail 1 "cannot make the folder of $1"
+  if ! (umask 077 && cat >"$1.new") || ! chmod "$2" "$1.new" || ! mv -f -- "$1.new" "$1"; then
+    rm -f -- "$1.new"
+    fail 1 "cannot write $1"
+  fi
+  say "wrote $1"
+}
+
+# ---------------------------------------------------------------- programs
+# Which packages of the workspace, with what they compute on.
+build() {
+  command -v cargo >/dev/null ||
+    fail 3 "no cargo for this user: install Rust (https://rustup.rs), or build as another user and take the programs: --from target/release"
+  command -v cc >/dev/null || fail 3 "no C compiler (cc) here: install one (Debian: build-essential, macOS: xcode-select --install)"
+  feature=''
+  if [ "$cpu" = no ]; then
+    case $system,$(uname -m) in
+    Darwin,arm64) feature=metal ;;
+    Linux,*)
+      for nvcc in "$(command -v nvcc || true)" "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" /usr/local/cuda/bin/nvcc; do
+        if [ -n "$nvcc" ] && [ -x "$nvcc" ]; then
+          feature=cuda
+          break
+        fi
+      done
+      ;;
+    esac
+  fi
+  if [ "$feature" = cuda ]; then
+    if [ -z "${CUDA_COMPUTE_CAP:-}" ] && ! command -v nvidia-smi >/dev/null; then
+      fail 3 "$nvcc is here, but no nvidia-smi to ask what the card is: set CUDA_COMPUTE_CAP (80: A100, 89: RTX 40, 90: H100), or --cpu"
+    fi
+    PATH=$(dirname -- "$nvcc"):$PATH
+    export PATH
+  fi
+  packages='' features=''
+  for part in $parts; do
+    package=$(program_of "$part")
+    packages="$packages -p $package"
+    if [ -n "$feature" ] && [ "$part" != coordinator ]; then features="$features${features:+,}$package/$feature"; fi
+  done
+  say "building$packages${feature:+ with $feature}"
+  # $packages is a list of words.
+  # shellcheck disable=SC2086
+  run cargo build --release --locked --manifest-path "$source_root/Cargo.toml" $packages ${features:+--features "$features"}
+  from=${CARGO_TARGET_DIR:-$source_root/target}/release
+}
+
+install_programs() {
+  if [ -n "$from" ]; then
+    [ -d "$from" ] || fail 2 "--from $from: no such folder"
+    for part in $parts; do
+      [ -x "$from/$(program_of "$part")" ] || fail 2 "--from $from: no program $(program_of "$part") in it"
+    done
+  else
+    build
+  fi
+  for part in $parts; do
+    program=$(program_of "$part")
+    if [ "$dry" = no ]; then
+      # One that was built for another machine, or with CUDA where there is none, shows now.
+      version=$("$from/$program" --version 2>&1) || fail 3 "$from/$program does not start on this machine: $version"
+      mkdir -p -- "$bin" || fail 1 "cannot make $bin"
+      # Beside it, then in its place: one that runs goes on undisturbed.
+      if ! cp -- "$from/$program" "$bin/.$program.new" || ! chmod 755 "$bin/.$program.new" || ! mv -f -- "$bin/.$program.new" "$bin/$program"; then
+        rm -f -- "$bin/.$program.new"
+        fail 1 "cannot write $bin/$program"
+      fi
+      say "installed $bin/$program ($version)"
+    else
+      say "would install: $bin/$program"
+    fi
+  done
+}
+
+# ---------------------------------------------------------------- services
+check_units() {
+  for part in $services; do
+    unit=$(unit_of "$part")
+    if [ -e "$unit" ] && ! grep -q "$mark" "$unit"; then
+      fail 1 "$unit is there and was not written by this script: move it away, or --no-service"
+    fi
+  done
+}
+
+# The service file of a part with the programs' place in it.
+unit_text() {
+  if [ "$system" = Linux ]; then
+    say "# $mark, which replaces it. Changes belong into a drop-in: systemctl edit aitk-$1"
+    sed "s|/usr/local/bin/|$prefix/bin/|g" "$here/systemd/aitk-$1.service"
+  else
+    sed -e "s|/usr/local/bin/|$prefix/bin/|g" -e "s|^<plist |<!-- $mark, which replaces it. -->\\
+&|" "$here/launchd/dev.aitk.$1.plist"
+  fi
+}
+
+config_text() {
+  say "# Options of aitk-$1, one NAME=VALUE a line; \`aitk-$1 --help\` has them all. Never overwritten by install.sh."
+  case $1 in
+  worker) printf '%s\n' '#AITK_DEVICES=cuda:0' '#AITK_CACHE_GIB=100' '#AITK_WORKER_NAME=box-3' ;;
+  coordinator) printf '%s\n' '#AITK_BIND=0.0.0.0:7420' '#AITK_DATABASE=postgres://aitk@db.lab/aitk?sslmode=verify-full' '#AITK_KEEP_JOBS_DAYS=90' ;;
+  esac
+}
+
+install_services() {
+  if [ -n "$services" ] && [ "$system" = Linux ] && [ -z "$destdir" ] && ! id aitk >/dev/null 2>&1; then
+    run useradd --system --home-dir /var/lib/aitk --create-home --shell /usr/sbin/nologin aitk
+  fi
+  for part in $services; do
+    unit_text "$part" | write "$(unit_of "$part")" 644
+    config=$(config_of "$part")
+    if [ -e "$config" ]; then
+      say "left as it is: $config"
+    else
+      config_text "$part" | write "$config" 600
+    fi
+  done
+  if [ -n "$services" ] && [ "$system" = Linux ] && [ -z "$destdir" ]; then run systemctl daemon-reload; fi
+}
+
+next_steps() {
+  say ""
+  case ":$PATH:" in
+  *":$prefix/bin:"*) ;;
+  *) say "$prefix/bin is not on your PATH." ;;
+  esac
+  for part in $services; do
+    case $system,$part in
+    Linux,coordinator)
+      say "Coordinator, the first time (for other machines also AITK_BIND=0.0.0.0:7420 in $(config_of coordinator)):"
+      say "  sudo -u aitk $prefix/bin/aitk-coordinator init --data-dir /var/lib/aitk --hostname NAME"
+      say "  sudo systemctl enable --now aitk-coordinator"
+      ;;
+    Linux,worker)
+      say "Worker, the first time (the token: \`aitk-coordinator worker join-token\` on the server):"
+      say "  sudo -u aitk $prefix/bin/aitk-worker join https://SERVER:7420 TOKEN --data-dir /var/lib/aitk/worker"
+      say "  sudo systemctl enable --now aitk-worker"
+      ;;
+    Darwin,worker)
+      say "Worker, the first time (the token: \`aitk-coordinator worker join-token\` on the server):"
+      say "  $prefix/bin/aitk-worker join https://SERVER:7420 TOKEN"
+      say "  launchctl load -w $(unit_of worker)"
+      ;;
+    esac
+    if [ "$system" = Linux ]; then
+      say "After an update: sudo systemctl try-restart aitk-$part"
+    else
+      say "After an update: launchctl kickstart -k gui/$(id -u)/dev.aitk.$part"
+    fi
+  done
+}
+
+# ---------------------------------------------------------------- the other way
+uninstall() {
+  kept=''
+  for part in $services; do
+    unit=$(unit_of "$part")
+    [ -e "$unit" ] || continue
+    if ! grep -q "$mark" "$unit"; then
+      say "left as it is, with its program, because this script did not write it: $unit"
+      kept="$kept $part"
+      continue
+    fi
+    if [ -z "$destdir" ]; then
+      # It is stopped first: a worker saves what it trains.
+      if [ "$system" = Linux ]; then
+        run systemctl disable --now "aitk-$part"
+      elif launchctl list "dev.aitk.$part" >/dev/null 2>&1; then
+        run launchctl unload -w "$unit"
+      fi
+    fi
+    remove "$unit"
+    if [ -z "$destdir" ] && [ "$system" = Linux ]; then run systemctl daemon-reload; fi
+  done
+  for part in $parts; do
+    case " $kept " in *" $part "*) continue ;; esac
+    program=$bin/$(program_of "$part")
+    if [ -e "$program" ]; then remove "$program"; fi
+  done
+  say "Configuration, data and the user aitk are left: /etc/aitk and /var/lib/aitk (on a Mac ~/.config/aitk and ~/.local/share/aitk)."
+}
+
+if [ "$action" = uninstall ]; then
+  uninstall
+else
+  check_units
+  install_programs
+  install_services
+  if [ "$dry" = no ] && [ -z "$destdir" ]; then next_steps; fi
+fi
