@@ -12,8 +12,8 @@ runs for three seconds, at least three, and say the median. The table has the me
 
 The ratio is PyTorch's seconds by aitk's: 1 is equal, more is faster than PyTorch.
 
-Other programs spoil a measurement. What they took of the processors meanwhile is in the last column; with --quiet each
-process waits until they take little.
+Other programs spoil a measurement. What they took of the processors meanwhile is in the last column (some of it may have
+been idle anyway); with --quiet each process waits until they take little.
 """
 import argparse
 import datetime
@@ -92,16 +92,6 @@ def chosen(only, listed):
     return [name for name in names if name in picked]
 
 
-def busy():
-    """Seconds that the processors spent on anything so far; None where the system does not tell."""
-    try:
-        fields = pathlib.Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
-    except OSError:
-        return None
-    user, nice, system, _idle, _wait, irq, softirq, steal = map(int, fields)
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-
-
 def ours():
     """Seconds of processor time of all processes that this one started and that ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -111,10 +101,10 @@ def ours():
 def wait_for_quiet(limit):
     """Until others take little, at most so many seconds."""
     end = time.monotonic() + limit
-    while busy() is not None and time.monotonic() < end:
-        before, began = busy(), time.monotonic()
+    while twins.busy() is not None and time.monotonic() < end:
+        before, began = twins.busy(), time.monotonic()
         time.sleep(1)
-        if (busy() - before) / (time.monotonic() - began) / os.cpu_count() < LITTLE:
+        if (twins.busy() - before) / (time.monotonic() - began) / os.cpu_count() < LITTLE:
             return
 
 
@@ -125,7 +115,7 @@ def spawn(command, args):
     threads = str(args.threads)
     env = os.environ | {
         "RAYON_NUM_THREADS": threads, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
-    before, mine, began = busy(), ours(), time.monotonic()
+    before, mine, began = twins.busy(), ours(), time.monotonic()
     # A session of its own: aitk measures in a child, and both have to go when they take too long.
     pipe = subprocess.PIPE
     child = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True)
@@ -145,7 +135,9 @@ def spawn(command, args):
     except (ValueError, LookupError):
         raise Failure("did not print what it found") from None
     took = time.monotonic() - began
-    found["others"] = None if before is None else max(0.0, busy() - before - (ours() - mine)) / took / os.cpu_count()
+    # Loading PyTorch from a disk is waiting: its process tells what others took while it computed.
+    if "others" not in found:
+        found["others"] = None if before is None else max(0.0, twins.busy() - before - (ours() - mine)) / took / os.cpu_count()
     return found
 
 
@@ -153,7 +145,8 @@ def side(found):
     seconds = [one["seconds"] for one in found]
     return {
         "seconds": seconds, "median": statistics.median(seconds), "least": min(seconds),
-        "peak_bytes": max(one["peak_bytes"] for one in found)}
+        "peak_bytes": max(one["peak_bytes"] for one in found),
+        "base_bytes": max(one.get("base_bytes", 0) for one in found)}
 
 
 def compare(name, operations, aitk, args):
@@ -203,6 +196,11 @@ def libraries():
         return ", ".join(f"{name} {version(name)}" for name in ("torch", "diffusers", "transformers", "peft", "safetensors"))
     except PackageNotFoundError as missing:
         raise Failure(f"Python has no {missing.name}: pip install -r tests/reference/requirements.txt") from None
+
+
+def notes(rows):
+    base = max((row["pytorch"]["base_bytes"] for row in rows), default=0)
+    return [f"Of PyTorch's memory {base / 2**30:.2f} GiB is what `import torch` alone takes."] if base else []
 
 
 def machine():
@@ -269,7 +267,7 @@ def run(args):
     else:
         text = "\n".join([
             f"{today}, {machine()}; {theirs}; float32, {args.threads} threads, {args.repeat} processes of each in turns:", "",
-            HEAD, *map(line, rows), "", *(f"Not measured: {failure}" for failure in failures)]) + "\n"
+            HEAD, *map(line, rows), "", *notes(rows), *(f"Not measured: {failure}" for failure in failures)]) + "\n"
     if args.table:
         args.table.write_text(text)
     else:

@@ -11,6 +11,7 @@ A work is a function that makes weights and inputs and returns what is timed.
 import argparse
 import gc
 import json
+import os
 import pathlib
 import resource
 import sys
@@ -229,19 +230,35 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def busy():
+    """Seconds that the processors spent on anything so far; None where the system does not tell."""
+    try:
+        fields = pathlib.Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    except OSError:
+        return None
+    user, nice, system, _idle, _wait, irq, softirq, steal = map(int, fields)
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
 def measure(name):
     import torch
+    base = peak()
     torch.manual_seed(0)
     run = WORKS[name][1]()
     gc.collect()
     forget_peak()
     run()
+    before, mine = busy(), time.process_time()
     times, began = [], time.perf_counter()
     while len(times) < LEAST_RUNS or (time.perf_counter() - began < PATIENCE and len(times) < MOST_RUNS):
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
-    return {"work": name, "seconds": sorted(times)[len(times) // 2], "peak_bytes": peak(), "runs": len(times)}
+    took, mine = time.perf_counter() - began, time.process_time() - mine
+    return {
+        "work": name, "seconds": sorted(times)[len(times) // 2], "peak_bytes": peak(), "runs": len(times),
+        # What `import torch` alone takes, and the part of the processors that other programs had while runs were timed.
+        "base_bytes": base, "others": None if before is None else max(0.0, busy() - before - mine) / took / os.cpu_count()}
 
 
 def main():
