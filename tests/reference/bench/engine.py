@@ -1,7 +1,7 @@
 """`aitk bench engine` and the same work in PyTorch (diffusers, transformers, peft), in turns on this machine; a table.
 
     cargo build --release --bin aitk
-    python tests/reference/bench/engine.py                                   # everything: half an hour on two cores
+    python tests/reference/bench/engine.py                                   # everything: more than an hour on two cores
     python tests/reference/bench/engine.py --only unet_sd15_forward_64 --repeat 5
     python tests/reference/bench/engine.py --json > engine.json
 
@@ -239,7 +239,7 @@ def arguments():
     parser.add_argument("--limit", metavar="SECONDS", type=number(1, 86400), default=900, help="for one process (900)")
     parser.add_argument(
         "--quiet", metavar="SECONDS", type=number(0, 86400), default=0,
-        help=f"before each process wait until others take under {LITTLE:.0%} of the processors, at most this long (0)")
+        help=f"before each process wait until others take under {LITTLE:.0%}% of the processors, at most this long (0)")
     parser.add_argument("--table", metavar="FILE", type=pathlib.Path, help="write the table there, not to standard output")
     parser.add_argument("--json", action="store_true", help="everything that was measured, instead of the table")
     parser.add_argument("--flops", action="store_true", help="only compare how many operations both count; no arithmetic")
