@@ -10,8 +10,9 @@ use crate::output::{Column, Table, Ui};
 use crate::paths::display_path;
 use crate::settings::{Settings, TokenSource, UpState};
 use crate::views::{device, moment};
-use aitk_common::capability::Device;
+use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::control::{PROTOCOL_VERSION, ServerInfo};
+use aitk_common::job::process::TrainerProcess;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
@@ -43,6 +44,40 @@ struct Shown {
     origin: Option<String>,
 }
 
+/// What holds on a device where a config says nothing else.
+#[derive(Debug, Serialize)]
+struct Defaults {
+    device: DeviceRef,
+    memory_profile: &'static str,
+    /// What is computed in, whatever the config's `dtype` is; none: in that.
+    dtype: Option<&'static str>,
+    batch_size: u32,
+    gradient_checkpointing: bool,
+}
+
+impl Defaults {
+    fn of(found: &Device) -> Self {
+        let train = TrainerProcess::default().train;
+        Self {
+            device: found.device,
+            memory_profile: found.profile.name(),
+            dtype: (found.device.kind == DeviceKind::Cpu).then_some("f32"),
+            batch_size: train.batch_size,
+            gradient_checkpointing: train.gradient_checkpointing,
+        }
+    }
+
+    fn words(&self) -> String {
+        let dtype = self.dtype.unwrap_or("the config's dtype");
+        let checkpointing = if self.gradient_checkpointing { "on" } else { "off" };
+        format!(
+            "computes in {dtype}; memory profile: the least slow that fits, from {} on; batch size {}, gradient \
+             checkpointing {checkpointing}",
+            self.memory_profile, self.batch_size
+        )
+    }
+}
+
 /// Everything that was found.
 #[derive(Debug, Default, Serialize)]
 struct Report {
@@ -55,6 +90,7 @@ struct Report {
     ca_file: Shown,
     coordinator: Option<ServerInfo>,
     devices: Vec<Device>,
+    defaults: Vec<Defaults>,
     disks: Vec<Disk>,
     problems: Vec<Problem>,
 }
@@ -100,6 +136,7 @@ pub(super) async fn doctor(context: &Context, args: DoctorArgs) -> CommandResult
     {
         let _spinner = (!args.json && ui.has_bars()).then(|| ui.spinner("trying the devices"));
         report.devices = devices(problems).await;
+        report.defaults = report.devices.iter().map(Defaults::of).collect();
     }
     report.disks = disks(context);
     crowded(&report.disks, problems);
@@ -309,6 +346,7 @@ fn show(ui: &Ui, report: &Report) -> Result<(), crate::failure::Failure> {
             Column::number("MEMORY"),
             Column::fixed("PROFILE"),
             Column::text("DTYPES", 10),
+            Column::fixed("ATTENTION"),
         ]);
         for found in &report.devices {
             table.row([
@@ -318,9 +356,13 @@ fn show(ui: &Ui, report: &Report) -> Result<(), crate::failure::Failure> {
                 gib(found.memory_total),
                 found.profile.name().to_owned(),
                 found.dtypes.join(" "),
+                found.attention.join(" "),
             ]);
         }
         ui.table(&table)?;
+        for defaults in &report.defaults {
+            ui.data(&format!("  {}: {}", device(defaults.device), defaults.words()))?;
+        }
     } else {
         ui.data("  not looked at by the small client")?;
     }

@@ -37,7 +37,8 @@ pub(super) fn device() -> Device {
         // The rest is for the system, for file caches, and for whoever else lives here.
         memory_budget: memory.available / 4 * 3,
         dtypes: trial::cpu_dtypes(),
-        attention: vec!["eager".to_owned()],
+        // In tiles: the scores of all tokens with all tokens never exist at once.
+        attention: vec!["flash".to_owned()],
         profile: MemoryProfile::CpuOnly,
     }
 }
