@@ -11,7 +11,8 @@ use aitk_common::attempt::Outcome;
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::control::{HeldAttempt, PROTOCOL_VERSION, Registration, UnixMillis};
 use aitk_common::id::{JobId, UserName, WorkerId};
-use aitk_common::plan::demand::{Demand, MemoryNeed};
+use aitk_common::plan::demand::Demand;
+use aitk_common::plan::need::MemoryNeed;
 use aitk_common::plan::profile::MemoryProfile;
 use aitk_coordinator::core::{Effect, Event, NewJob, Payload, SessionId, Settings, State, Ticket, Wants};
 use nix::sys::resource::{UsageWho, getrusage};
@@ -44,7 +45,8 @@ fn processor_time() -> Duration {
 fn job(number: u64, fits: bool) -> Event {
     let families = ["sd1", "sdxl", "flux", "sd3"];
     let family = families[(number % 4) as usize];
-    let need = MemoryNeed([20, 16, 12, 8, 30].map(|gib: u64| gib * GIB + number % 4 * GIB / 2));
+    let bytes = |gib: u64| gib * GIB + number % 4 * GIB / 2;
+    let need = MemoryNeed::new([20, 16, 12, 8].map(bytes), [bytes(30); 4]);
     let wants = Wants {
         priority: (number / 7 % 3) as i64,
         owner: UserName::new(format!("user{}", number % 10)),

@@ -95,9 +95,7 @@ pub(crate) fn wants(submission: &Submission, retries: u32) -> Result<Asked, Stri
         labels: cluster.labels.0,
         profile: cluster.memory_profile,
         memory: cluster.memory_budget.map(|bytes| bytes.0),
-        demand: Demand::of_job(&job, submission.anatomy)
-            .map(Demand::all_on_device)
-            .map(counted),
+        demand: Demand::of_job(&job, submission.anatomy).map(counted),
         data: inputs(submission, &job),
         time_limit: cluster.time_limit.map(limit),
         retries: cluster.retries.unwrap_or(retries),

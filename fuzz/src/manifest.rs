@@ -54,7 +54,7 @@ fn sealed(open: &[u8]) -> Vec<u8> {
 fn job(bytes: &[u8]) {
     if let Ok(value) = serde_json::from_slice::<serde_json::Value>(bytes) {
         if let Some(demand) = Demand::of_job(&value, None) {
-            let _ = demand.all_on_device().units();
+            let _ = demand.units();
         }
         if let Ok(spec) = serde_json::from_value::<JobSpec>(value) {
             let _ = spec.inputs();

@@ -162,3 +162,41 @@ fn models() {
         );
     });
 }
+
+/// A picture of this side, with these wishes about the machine.
+fn drawing(name: &str, root: &Path, side: u32, cluster: &str) -> String {
+    format!(
+        "job: generate\nconfig:\n  name: {name}\n  process:\n  - type: to_folder\n    output_folder: {}\n    model: \
+         {{name_or_path: {}, arch: sd1, dtype: float32}}\n    generate: {{sampler: ddim, sample_steps: 1, width: {side}, \
+         height: {side}, prompts: [a zorb]}}\n{cluster}\n",
+        root.join(name).display(),
+        tiny_model().display()
+    )
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_memory_budget_that_is_too_small_ends_the_attempt_with_the_numbers() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    let tight = "cluster: {memory_profile: cpu_only, memory_budget: 128MiB}";
+    fs::write(root.join("job.yaml"), drawing("large", root, 1536, tight)).unwrap();
+    fs::write(root.join("next.yaml"), drawing("small", root, 64, "")).unwrap();
+    let output = jobs::run(&Place::Here, root, "job.yaml")
+        .arg("next.yaml")
+        .output()
+        .unwrap();
+    let err = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && !err.contains("panicked"), "{err}");
+    for words in [
+        "not enough memory",
+        "memory profile cpu_only, predicted to need",
+        "0.12 GiB is allowed (`cluster.memory_budget`)",
+        "next to try is `cluster.memory_profile: balanced`",
+    ] {
+        assert!(err.contains(words), "{words}: {err}");
+    }
+    // The one after it has what it needs.
+    let drawn = fs::read_dir(root.join("small")).map(Iterator::count).unwrap_or(0);
+    assert!(drawn > 0, "{err}");
+}

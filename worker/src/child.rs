@@ -4,6 +4,7 @@
 //! went away. The last line of standard output says the same in full.
 
 use crate::confine::confine;
+use crate::usage::{Usage, keep_to_budget};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::telemetry;
 use aitk_engine::device::threads::on_pool;
@@ -31,7 +32,7 @@ pub fn run_attempt(spec_path: &Path) -> ExitCode {
         kind: telemetry::Kind::Attempt,
         json: false,
     });
-    let mut events = Lines;
+    let mut events = Lines::default();
     let stop = StopSignal::new();
     // Before the first thread: one that does not block the signals would end the process with them.
     if let Err(error) = stop_on_signals(&stop) {
@@ -46,6 +47,9 @@ pub fn run_attempt(spec_path: &Path) -> ExitCode {
             if spec.output_root.is_none() {
                 privacy.end();
             }
+            if let Some(message) = keep_to_budget(&spec) {
+                events.emit(log("warn", message));
+            }
             let ran = catch_unwind(AssertUnwindSafe(|| {
                 on_pool(|| processes::run(&spec, &mut events, &stop))
             }));
@@ -55,6 +59,9 @@ pub fn run_attempt(spec_path: &Path) -> ExitCode {
                 Outcome::Stopped => 3,
                 Outcome::Failed { .. } => 1,
             };
+            for event in std::mem::take(&mut events.usage).report(&spec) {
+                events.emit(event);
+            }
             (outcome, code)
         }
         Err(error) => (internal(format!("cannot read {}: {error}", spec_path.display())), 2),
@@ -63,7 +70,7 @@ pub fn run_attempt(spec_path: &Path) -> ExitCode {
     ExitCode::from(code)
 }
 
-fn read_spec(path: &Path) -> io::Result<AttemptSpec> {
+pub(crate) fn read_spec(path: &Path) -> io::Result<AttemptSpec> {
     let mut text = Vec::new();
     std::fs::File::open(path)?.take(SPEC_BYTES).read_to_end(&mut text)?;
     Ok(serde_json::from_slice(&text)?)
@@ -114,11 +121,15 @@ fn stop_on_signals(stop: &StopSignal) -> nix::Result<()> {
     Ok(())
 }
 
-/// Writes each event as a line of JSON.
-struct Lines;
+/// Writes each event as a line of JSON, and looks at the memory between phases.
+#[derive(Default)]
+struct Lines {
+    usage: Usage,
+}
 
 impl EventSink for Lines {
     fn emit(&mut self, event: ChildEvent) {
+        self.usage.see(&event);
         let Ok(mut line) = serde_json::to_vec(&event) else {
             return;
         };

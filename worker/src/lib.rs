@@ -19,6 +19,7 @@ mod stage;
 mod storage;
 mod sync;
 mod trace;
+mod usage;
 
 use aitk_common::capability::Device;
 use aitk_common::telemetry::traces::Traces;

@@ -216,9 +216,12 @@ fn settle_here(ui: &Ui, cluster: &mut ClusterConfig, devices: &[Device]) -> Resu
         )));
     }
     let suits = |profile: MemoryProfile| {
-        kinds
-            .iter()
-            .any(|d| (d.device.kind == DeviceKind::Cpu) == (profile == MemoryProfile::CpuOnly))
+        let on_cpu = |d: &&Device| d.device.kind == DeviceKind::Cpu;
+        match profile {
+            MemoryProfile::CpuOnly => kinds.iter().any(on_cpu),
+            MemoryProfile::FullGpu => !kinds.iter().all(on_cpu),
+            _ => true,
+        }
     };
     if let Some(profile) = cluster.memory_profile.filter(|profile| !suits(*profile)) {
         ui.warn(&format!(

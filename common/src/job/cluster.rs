@@ -24,9 +24,9 @@ section! {
     pub struct ClusterConfig("cluster") {
         /// Jobs of a higher priority start first.
         priority: i64 = 0, Works;
-        /// How a task is laid out in memory: `cpu_only` wants a processor, `full_gpu`, `balanced`, `gpu_poor` and `extreme` a GPU, on which this release keeps everything whichever it is. Absent: what the worker offers.
+        /// How a task is laid out in memory: `full_gpu` (wants a GPU) and `cpu_only` (wants a processor) keep everything there; under `balanced` text encoders and VAE are read from their files when they run; under `gpu_poor` half of the UNet as well, guidance asks twice, the VAE works in tiles and training recomputes; under `extreme` all of the UNet. Absent: the least slow one that is predicted to fit.
         memory_profile: Option<MemoryProfile> = None, Works;
-        /// Device memory that a task may use, such as `12GiB`. Absent: what the worker offers.
+        /// Device memory that a task may use, such as `12GiB`: the memory profile is chosen by it. Absent: what the worker offers.
         memory_budget: Option<ByteCount> = None, Works;
         /// Labels that a worker must carry, all of them.
         labels: Labels = Labels::default(), Works;

@@ -142,7 +142,7 @@ fn flux() {
     let mut expected: Vec<String> = expected.iter().map(ToString::to_string).collect();
     expected.sort();
     assert_eq!(found, expected);
-    assert_eq!(warned(&job), ["push_to_hub", "low_vram"]);
+    assert_eq!(warned(&job), ["push_to_hub"]);
 }
 
 #[test]

@@ -4,6 +4,7 @@ use super::arch::{Arch, ArchName};
 use super::dtype::DType;
 use super::schema::{Cx, Given, Report, join, section};
 use super::values::{FreeMap, OneOrMany};
+use crate::plan::choices::Choices;
 use crate::plan::qtype::QType;
 
 section! {
@@ -92,16 +93,16 @@ section! {
         quantize_kwargs: FreeMap = FreeMap::new(), Works;
         /// 16, 8 or 4 bits for the text encoder.
         text_encoder_bits: u32 = 16, Refused("weights stay in `dtype`");
-        /// Quantise and park models in RAM.
-        low_vram: bool = false, Ignored("saves memory only, and everything stays on the device yet");
-        /// Stream layers from RAM.
-        layer_offloading: Option<bool> = None, Ignored("saves memory only, and everything stays on the device yet"), shown "`auto_memory`";
+        /// At least what the memory profile `balanced` does, guidance in two passes, and the VAE in tiles.
+        low_vram: bool = false, Works;
+        /// Layers of the model do not stay in memory: each is read from its file when it runs.
+        layer_offloading: Option<bool> = None, Works, shown "`auto_memory`";
         /// Older name of `layer_offloading`.
-        auto_memory: bool = false, Ignored("saves memory only, and everything stays on the device yet");
-        /// Share of the transformer that is streamed.
-        layer_offloading_transformer_percent: f64 = 1.0, With("layer_offloading");
-        /// Share of the text encoder that is streamed.
-        layer_offloading_text_encoder_percent: f64 = 1.0, With("layer_offloading");
+        auto_memory: bool = false, Works;
+        /// Share of the UNet or transformer that is treated so, 0 to 1.
+        layer_offloading_transformer_percent: f64 = 1.0, Works;
+        /// The same of the text encoders.
+        layer_offloading_text_encoder_percent: f64 = 1.0, Works;
         /// FLUX.1 over several GPUs.
         split_model_over_gpus: bool = false, Accepted("only FLUX.1 cares");
         /// A hint for that.
@@ -208,6 +209,19 @@ fn check(model: &ModelConfig, path: &str, report: &mut Report) {
         let message = "expected a list of names of layers, such as `- \"down_blocks.0.*\"`";
         report.error(join(path, "quantize_kwargs.exclude"), message);
     }
+    let shares = [
+        (
+            "layer_offloading_transformer_percent",
+            model.layer_offloading_transformer_percent,
+        ),
+        (
+            "layer_offloading_text_encoder_percent",
+            model.layer_offloading_text_encoder_percent,
+        ),
+    ];
+    for (key, _) in shares.into_iter().filter(|(_, share)| !(0.0..=1.0).contains(share)) {
+        report.error(join(path, key), "expected a share from 0 (nothing) to 1 (everything)");
+    }
     if model.name_or_path.contains("civitai.com/") {
         let message = "download the model from civitai.com first and give the path of the file";
         report.error(join(path, "name_or_path"), message);
@@ -250,6 +264,16 @@ impl ModelConfig {
     #[must_use]
     pub fn offloads_layers(&self) -> bool {
         self.layer_offloading.unwrap_or(self.auto_memory)
+    }
+
+    /// What the keys of this section ask for, beside the memory profile.
+    #[must_use]
+    pub fn memory_choices(&self) -> Choices {
+        let shares = [
+            self.layer_offloading_transformer_percent,
+            self.layer_offloading_text_encoder_percent,
+        ];
+        Choices::asked(self.low_vram, self.offloads_layers().then_some(shares))
     }
 
     /// Number format of the VAE.

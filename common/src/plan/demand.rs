@@ -4,9 +4,10 @@
 //! job's JSON key by key, so that a job of a newer version, with keys that are not known here, still gets a figure.
 
 use super::anatomy::Anatomy;
-use super::family::{Family, VAE_ACTIVATIONS};
-use super::layout::{GIB, Layout};
-use super::profile::MemoryProfile;
+use super::choices::Choices;
+use super::family::{Activity, Family};
+use super::layout::{Activations, GIB, Layout, need};
+use super::need::MemoryNeed;
 use super::qtype::QType;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -15,6 +16,11 @@ use serde_json::Value;
 const TRAINING_PASSES: f64 = 3.0;
 /// The same with gradient checkpointing: one more forward.
 const CHECKPOINTED_PASSES: f64 = 4.0;
+/// GiB that the VAE takes beside what grows with the picture.
+const VAE_FIXED: f64 = 0.05;
+/// GiB that training takes beside what it trains: the batch, the LoRA on its way to a file.
+const TRAINING_FIXED: f64 = 0.02;
+
 /// What a job needs.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Demand {
@@ -24,33 +30,6 @@ pub struct Demand {
     pub milliunits: u64,
     /// Bytes of device memory at the peak, by profile; none: not known.
     pub memory: Option<MemoryNeed>,
-}
-
-/// Bytes of device memory at the peak under each profile, in the order of [`MemoryProfile::ALL`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(transparent)]
-pub struct MemoryNeed(pub [u64; 5]);
-
-impl MemoryNeed {
-    /// Under this profile.
-    #[must_use]
-    pub fn under(&self, profile: MemoryProfile) -> u64 {
-        self.0[profile as usize]
-    }
-
-    /// The same bytes under every profile.
-    #[must_use]
-    pub fn flat(bytes: u64) -> Self {
-        Self([bytes; 5])
-    }
-
-    fn max(self, other: Self) -> Self {
-        let mut most = self.0;
-        for (one, two) in most.iter_mut().zip(other.0) {
-            *one = (*one).max(two);
-        }
-        Self(most)
-    }
 }
 
 impl Demand {
@@ -83,16 +62,6 @@ impl Demand {
             return self;
         };
         self.milliunits = milli(self.units() / pictures_seen(body) * pictures as f64);
-        self
-    }
-
-    /// What this release really takes: its engine keeps everything on a GPU under every profile, so none takes less
-    /// than `full_gpu`. To be dropped when the engine lays out by profile.
-    #[must_use]
-    pub fn all_on_device(mut self) -> Self {
-        if let Some(MemoryNeed([full, balanced, poor, extreme, _])) = &mut self.memory {
-            [*balanced, *poor, *extreme] = [*full; 3];
-        }
         self
     }
 
@@ -215,6 +184,29 @@ impl Figures {
     }
 }
 
+impl Figures {
+    /// As `scale`, of the VAE.
+    fn vae_scale(&self) -> f64 {
+        (self.vae / self.family.vae).sqrt().clamp(0.01, 4.0)
+    }
+
+    /// The weights, where one that is not quantised takes `width` bytes; nothing trained, nothing computed.
+    fn layout(&self, body: &Value, width: f64) -> Layout {
+        let gib = |millions: f64, width: f64| millions * 1e6 * width / GIB;
+        let denoiser_width = denoiser_width(body, width);
+        Layout {
+            denoiser: gib(self.denoiser, denoiser_width),
+            streams: !flag(body, "/model/quantize"),
+            text: gib(self.text, width),
+            vae: gib(self.vae, width),
+            trained: 0.0,
+            saving: 0.0,
+            activations: Activations::default(),
+            asked: asked(body),
+        }
+    }
+}
+
 fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
     let batch = number(body, "/train/batch_size").unwrap_or(1.0).max(1.0);
     let datasets = body.get("datasets").and_then(Value::as_array);
@@ -237,13 +229,6 @@ fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
     };
     let units = steps * batch * accumulated * passes * (side / 512.0).powi(2);
     let memory = figures.map(|figures| {
-        let megapixels = (side / 1024.0).powi(2) * batch;
-        let Figures { family, scale, .. } = figures;
-        let per_megapixel = if checkpointed {
-            family.train_checkpointed
-        } else {
-            family.train_plain
-        };
         let optimizer = text(body, "/train/optimizer").unwrap_or("adamw");
         let network = body.get("network").filter(|network| !network.is_null());
         let trained = match network {
@@ -251,29 +236,48 @@ fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
                 let rank = number(network, "/rank")
                     .or_else(|| number(network, "/linear"))
                     .unwrap_or(4.0);
-                rank * family.lora_per_rank * scale
+                let of_text = match flag(body, "/train/train_text_encoder") {
+                    true => figures.family.text_lora_per_rank,
+                    false => 0.0,
+                };
+                rank * (figures.family.lora_per_rank + of_text) * figures.scale
             }
             None => figures.denoiser,
         };
         let width = width(text(body, "/train/dtype"));
-        let denoiser_width = denoiser_width(body, width);
-        Layout {
-            denoiser: figures.denoiser,
-            text: figures.text,
-            vae: figures.vae,
-            width,
-            denoiser_width,
-            // Adapters are kept in f32; a full fine-tune's weights are counted with the denoiser.
-            trained: trained * 1e6 / GIB
-                * match network {
-                    Some(_) => 8.0 + state_width(optimizer),
-                    None => width + state_width(optimizer),
+        let trained = trained * 1e6 / GIB;
+        let state = state_width(optimizer);
+        // Adapters are kept in f32; a full fine-tune's weights are counted with the denoiser.
+        let own = if network.is_some() { 4.0 } else { 0.0 };
+        let gradient = if network.is_some() { 4.0 } else { width };
+        let one = (side / 1024.0).powi(2);
+        let layout = |width: f64, activity: Activity| {
+            let per_picture = |activations: f64| one * batch * activations * figures.scale;
+            let recomputed = per_picture(activity.train_checkpointed);
+            Layout {
+                streams: network.is_some() && !flag(body, "/model/quantize"),
+                // A number more for each while the step is worked out: on the processor it is seen.
+                trained: trained * (own + gradient + state + activity.step) + TRAINING_FIXED,
+                saving: trained * activity.saving * (4.0 * own + 2.0 * state),
+                activations: Activations {
+                    work: if checkpointed {
+                        recomputed
+                    } else {
+                        per_picture(activity.train_plain)
+                    },
+                    lean_work: recomputed,
+                    // Pictures are encoded one by one.
+                    vae: (one * activity.encode + VAE_FIXED) * figures.vae_scale(),
+                    vae_megapixels: one,
                 },
-            frozen: network.is_some(),
-            activations: megapixels * per_megapixel * scale * (width / 2.0),
-            vae_activations: megapixels * VAE_ACTIVATIONS * scale * (width / 2.0),
-        }
-        .need()
+                ..figures.layout(body, width)
+            }
+        };
+        let family = figures.family;
+        need(
+            &layout(width, family.on_gpu(width)),
+            &layout(4.0, family.on_processor()),
+        )
     });
     Demand {
         family,
@@ -293,27 +297,45 @@ fn generation(family: String, body: &Value, figures: Option<Figures>) -> Demand 
     let units = pictures * steps * passes * area / (512.0 * 512.0);
     let memory = figures.map(|figures| {
         let megapixels = area / (1024.0 * 1024.0);
-        let Figures { family, scale, .. } = figures;
-        let width = width(text(body, "/model/dtype"));
-        let denoiser_width = denoiser_width(body, width);
-        Layout {
-            denoiser: figures.denoiser,
-            text: figures.text,
-            vae: figures.vae,
-            width,
-            denoiser_width,
-            trained: 0.0,
-            frozen: true,
-            activations: megapixels * family.denoise * scale * (width / 2.0),
-            vae_activations: megapixels * VAE_ACTIVATIONS * scale * (width / 2.0),
-        }
-        .need()
+        let layout = |width: f64, activity: Activity| {
+            let one = megapixels * activity.denoise * figures.scale;
+            Layout {
+                activations: Activations {
+                    work: passes * one,
+                    lean_work: one,
+                    vae: (megapixels * activity.decode + VAE_FIXED) * figures.vae_scale(),
+                    vae_megapixels: megapixels,
+                },
+                ..figures.layout(body, width)
+            }
+        };
+        let (family, width) = (figures.family, width(text(body, "/model/dtype")));
+        need(
+            &layout(width, family.on_gpu(width)),
+            &layout(4.0, family.on_processor()),
+        )
     });
     Demand {
         family,
         milliunits: milli(units),
         memory,
     }
+}
+
+/// What the keys of the `model` section ask for.
+fn asked(body: &Value) -> Choices {
+    let offloads = body
+        .pointer("/model/layer_offloading")
+        .and_then(Value::as_bool)
+        .unwrap_or_else(|| flag(body, "/model/auto_memory"));
+    let share = |key: &str| number(body, key).unwrap_or(1.0);
+    Choices::asked(
+        flag(body, "/model/low_vram"),
+        offloads.then(|| {
+            let shares = ["transformer", "text_encoder"];
+            shares.map(|part| share(&format!("/model/layer_offloading_{part}_percent")))
+        }),
+    )
 }
 
 /// Bytes of a weight of the denoiser.
@@ -343,6 +365,7 @@ fn pictures_seen(body: &Value) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::profile::MemoryProfile;
     use serde_json::json;
 
     fn lora(arch: &str, side: u32, dtype: &str, rank: u32) -> Value {
@@ -352,9 +375,10 @@ mod tests {
             "datasets": [{"resolution": [512, side]}]}}}]})
     }
 
-    fn gib(job: &Value) -> [f64; 5] {
+    /// On a GPU.
+    fn gib(job: &Value) -> [f64; 4] {
         let need = Demand::of_job(job, None).unwrap().memory.unwrap();
-        need.0.map(|bytes| bytes as f64 / GIB)
+        MemoryProfile::on(false).map(|profile| need.under(profile, false) as f64 / GIB)
     }
 
     #[test]
@@ -402,26 +426,15 @@ mod tests {
             vae: 0,
         };
         let need = Demand::of_job(&job, Some(toy)).unwrap().memory.unwrap();
-        assert!(need.0.iter().all(|bytes| *bytes < 1 << 30), "{need:?}");
+        assert!(
+            MemoryProfile::on(false)
+                .iter()
+                .all(|one| need.under(*one, false) < 1 << 30),
+            "{need:?}"
+        );
         let mut quantised = lora("flux", 1024, "bf16", 16);
         quantised["process"][0]["kind"]["train"]["model"]["quantize"] = json!(true);
         assert!(gib(&quantised)[1] < 20.0);
-    }
-
-    #[test]
-    fn what_the_engine_cannot_lay_out_saves_nothing() {
-        let planned = Demand::of_job(&lora("sdxl", 1024, "bf16", 16), None).unwrap();
-        let real = planned.clone().all_on_device().memory.unwrap();
-        let planned = planned.memory.unwrap();
-        assert!(planned.under(MemoryProfile::Extreme) < planned.under(MemoryProfile::FullGpu));
-        assert_eq!(
-            real.under(MemoryProfile::Extreme),
-            planned.under(MemoryProfile::FullGpu)
-        );
-        assert_eq!(
-            real.under(MemoryProfile::CpuOnly),
-            planned.under(MemoryProfile::CpuOnly)
-        );
     }
 
     #[test]
@@ -452,6 +465,6 @@ mod tests {
         absurd["process"][0]["kind"]["train"]["train"]["batch_size"] = json!(1e300);
         absurd["process"][0]["kind"]["train"]["train"]["steps"] = json!(-5);
         let need = Demand::of_job(&absurd, None).unwrap();
-        assert!(need.memory.unwrap().under(MemoryProfile::Extreme) > 1 << 50);
+        assert!(need.memory.unwrap().under(MemoryProfile::Extreme, false) > 1 << 50);
     }
 }

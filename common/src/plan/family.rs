@@ -17,8 +17,10 @@ pub struct Family {
     pub text: f64,
     /// The VAE.
     pub vae: f64,
-    /// Parameters of a LoRA over every linear layer, per unit of rank.
+    /// Parameters of a LoRA over every linear layer of the denoiser, per unit of rank.
     pub lora_per_rank: f64,
+    /// The same of the text encoders that can be trained.
+    pub text_lora_per_rank: f64,
     /// GiB of activations per megapixel in training, with gradient checkpointing.
     pub train_checkpointed: f64,
     /// The same without.
@@ -30,8 +32,38 @@ pub struct Family {
     pub seconds_per_unit: f64,
 }
 
-/// GiB of activations per megapixel while the VAE decodes or encodes, the same KL-VAE everywhere.
-pub const VAE_ACTIVATIONS: f64 = 3.0;
+/// GiB of activations per megapixel while the VAE decodes or encodes in half precision, the same KL-VAE everywhere.
+const VAE_ACTIVATIONS: f64 = 3.0;
+
+/// GiB of activations per megapixel of picture, on one kind of device.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Activity {
+    /// Training with gradient checkpointing.
+    pub train_checkpointed: f64,
+    /// Training without.
+    pub train_plain: f64,
+    /// One prediction of the denoiser.
+    pub denoise: f64,
+    /// The VAE from latents to pixels.
+    pub decode: f64,
+    /// The VAE from pixels to latents.
+    pub encode: f64,
+    /// Bytes for each trained number while an optimizer step is worked out.
+    pub step: f64,
+    /// How much of what is trained is held again while it is saved; 0 where that is not on this device.
+    pub saving: f64,
+}
+
+/// Stable Diffusion 1.5 on a processor in float32, measured (docs/memory.md).
+const SD_ON_PROCESSOR: Activity = Activity {
+    train_checkpointed: 3.4,
+    train_plain: 23.8,
+    denoise: 2.6,
+    decode: 3.47,
+    encode: 2.8,
+    step: 4.0,
+    saving: 1.1,
+};
 
 /// The families whose figures are known. Speeds are of the order of the published ones on an RTX 3090.
 const FAMILIES: [Family; 6] = [
@@ -40,7 +72,8 @@ const FAMILIES: [Family; 6] = [
         denoiser: 860.0,
         text: 123.0,
         vae: 84.0,
-        lora_per_rank: 0.6,
+        lora_per_rank: 0.43,
+        text_lora_per_rank: 0.166,
         train_checkpointed: 2.5,
         train_plain: 7.0,
         denoise: 4.0,
@@ -51,7 +84,8 @@ const FAMILIES: [Family; 6] = [
         denoiser: 866.0,
         text: 340.0,
         vae: 84.0,
-        lora_per_rank: 0.6,
+        lora_per_rank: 0.43,
+        text_lora_per_rank: 0.417,
         train_checkpointed: 2.5,
         train_plain: 7.0,
         denoise: 4.0,
@@ -63,6 +97,7 @@ const FAMILIES: [Family; 6] = [
         text: 818.0,
         vae: 84.0,
         lora_per_rank: 2.0,
+        text_lora_per_rank: 0.72,
         train_checkpointed: 3.0,
         train_plain: 10.0,
         denoise: 2.0,
@@ -74,6 +109,7 @@ const FAMILIES: [Family; 6] = [
         text: 5580.0,
         vae: 84.0,
         lora_per_rank: 3.5,
+        text_lora_per_rank: 0.0,
         train_checkpointed: 3.0,
         train_plain: 16.0,
         denoise: 2.0,
@@ -85,6 +121,7 @@ const FAMILIES: [Family; 6] = [
         text: 4885.0,
         vae: 84.0,
         lora_per_rank: 4.79,
+        text_lora_per_rank: 0.0,
         train_checkpointed: 3.0,
         train_plain: 20.0,
         denoise: 2.0,
@@ -96,6 +133,7 @@ const FAMILIES: [Family; 6] = [
         text: 8292.0,
         vae: 127.0,
         lora_per_rank: 5.9,
+        text_lora_per_rank: 0.0,
         train_checkpointed: 4.0,
         train_plain: 30.0,
         denoise: 2.0,
@@ -107,6 +145,41 @@ const FAMILIES: [Family; 6] = [
 pub const UNKNOWN_SECONDS_PER_UNIT: f64 = 0.2;
 
 impl Family {
+    /// On a GPU, where a number has this many bytes.
+    #[must_use]
+    pub fn on_gpu(&self, width: f64) -> Activity {
+        let wide = width / 2.0;
+        Activity {
+            train_checkpointed: self.train_checkpointed * wide,
+            train_plain: self.train_plain * wide,
+            // Published for both predictions in one batch.
+            denoise: self.denoise * wide / 2.0,
+            decode: VAE_ACTIVATIONS * wide,
+            encode: VAE_ACTIVATIONS * wide,
+            step: 0.0,
+            saving: 0.0,
+        }
+    }
+
+    /// On a processor, in float32. What was measured is Stable Diffusion; others are in the same relation to it as on a
+    /// GPU.
+    #[must_use]
+    pub fn on_processor(&self) -> Activity {
+        let sd = &FAMILIES[0];
+        let Activity {
+            train_checkpointed,
+            train_plain,
+            denoise,
+            ..
+        } = SD_ON_PROCESSOR;
+        Activity {
+            train_checkpointed: train_checkpointed * self.train_checkpointed / sd.train_checkpointed,
+            train_plain: train_plain * self.train_plain / sd.train_plain,
+            denoise: denoise * self.denoise / sd.denoise,
+            ..SD_ON_PROCESSOR
+        }
+    }
+
     /// The figures of an architecture, as `model.arch` names it; text after `:` does not matter.
     #[must_use]
     pub fn of(arch: &str) -> Option<&'static Self> {

@@ -1,67 +1,109 @@
 //! From parameters and activations to bytes under each memory profile.
 
-use super::demand::MemoryNeed;
+use super::choices::Choices;
+use super::need::MemoryNeed;
+use super::profile::MemoryProfile;
 
 pub(super) const GIB: f64 = 1_073_741_824.0;
-/// What the driver's context, the allocator's rounding and small buffers take.
-const CONTEXT: f64 = 0.6;
-/// On top of everything, for fragmentation.
-const MARGIN: f64 = 1.1;
-/// Share of the denoiser that stays on the device while its blocks are streamed: what is not in a block, and two
-/// blocks (the ring of two slots; FLUX.1 has 57 blocks of which two are 3.6 %, the UNets have fewer and larger ones).
-const STREAMED_SHARE: f64 = 0.15;
-/// Needs are rounded up to this, so that jobs which differ by a few bytes are alike.
+/// Needs on a GPU are rounded up to this, so that jobs which differ by a few bytes are alike.
 const ROUND: u64 = 64 << 20;
+/// Side of a VAE's tile, squared, in megapixels of 1024 x 1024.
+const TILE: f64 = 0.25;
 
-/// Bytes per parameter of each component, and GiB of activations.
-pub(super) struct Layout {
-    pub(super) denoiser: f64,
-    pub(super) text: f64,
+/// What is the same for every job on a kind of device.
+pub(super) struct Machine {
+    /// GiB that are there before anything is: the driver's context, or the program itself.
+    base: f64,
+    /// For each GiB that stays; rounding and fragments.
+    weights: f64,
+    /// On top of everything.
+    margin: f64,
+    /// Share of a streamed denoiser that is in memory at a time: what is not in a layer, and the layer that runs.
+    streamed: f64,
+}
+
+/// A GPU: the figures that trainers publish, on the careful side.
+const GPU: Machine = Machine {
+    base: 0.6,
+    weights: 1.0,
+    margin: 1.1,
+    streamed: 0.15,
+};
+
+/// A processor, measured (docs/memory.md).
+const PROCESSOR: Machine = Machine {
+    base: 0.06,
+    weights: 1.055,
+    margin: 1.02,
+    streamed: 0.036,
+};
+
+/// GiB of activations of a job.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Activations {
+    /// While denoising or training, as the config wants it.
+    pub(super) work: f64,
+    /// The same where the profile wants it in smaller pieces: guidance in turn, blocks recomputed.
+    pub(super) lean_work: f64,
+    /// While the VAE works.
     pub(super) vae: f64,
-    /// Bytes per parameter as the config wants them kept.
-    pub(super) width: f64,
-    /// The same for the denoiser, which may be quantised by the config.
-    pub(super) denoiser_width: f64,
-    /// What is trained beside the denoiser's own weights: adapters, gradients, optimizer state. GiB.
+    /// Megapixels that the VAE works on at once.
+    pub(super) vae_megapixels: f64,
+}
+
+/// What a job keeps on one kind of device.
+pub(super) struct Layout {
+    /// GiB of the denoiser's weights.
+    pub(super) denoiser: f64,
+    /// Whether they may stay in their files: those that are quantised or trained may not.
+    pub(super) streams: bool,
+    /// GiB of the text encoders' weights.
+    pub(super) text: f64,
+    /// GiB of the VAE's.
+    pub(super) vae: f64,
+    /// Adapters, gradients, optimizer state. GiB.
     pub(super) trained: f64,
-    /// The denoiser's weights do not change: they may be quantised and streamed.
-    pub(super) frozen: bool,
-    /// Activations while denoising or training, GiB.
-    pub(super) activations: f64,
-    /// Activations of the VAE, GiB.
-    pub(super) vae_activations: f64,
+    /// What is trained and its state, twice: as it is, and on its way to a file. GiB; none where that is elsewhere.
+    pub(super) saving: f64,
+    pub(super) activations: Activations,
+    /// What the config's own keys ask for.
+    pub(super) asked: Choices,
+}
+
+/// The peaks on both kinds of device.
+pub(super) fn need(gpu: &Layout, processor: &Layout) -> MemoryNeed {
+    MemoryNeed::new(
+        MemoryProfile::on(false).map(|profile| gpu.peak(profile, &GPU).div_ceil(ROUND) * ROUND),
+        MemoryProfile::on(true).map(|profile| processor.peak(profile, &PROCESSOR)),
+    )
 }
 
 impl Layout {
-    /// The peak under each profile.
-    pub(super) fn need(&self) -> MemoryNeed {
-        let gib = |millions: f64, width: f64| millions * 1e6 * width / GIB;
-        let denoiser = gib(self.denoiser, self.denoiser_width);
-        let (text, vae) = (gib(self.text, self.width), gib(self.vae, self.width));
-        // Weights below one byte are not for us yet, and weights that are trained keep their width.
-        let small = match self.frozen {
-            true => gib(self.denoiser, self.denoiser_width.min(1.0)),
-            false => denoiser,
-        };
-        let streamed = if self.frozen { small * STREAMED_SHARE } else { small };
-        let (small_text, vae_work) = (gib(self.text, self.width.min(1.0)), vae + self.vae_activations);
-        let work = self.trained + self.activations;
-        let full = denoiser + text + vae + self.trained + self.activations.max(self.vae_activations);
-        // Encoders leave when idle: the peak is the largest stage, not the sum.
-        let balanced = (denoiser + work).max(text + 0.1).max(vae_work);
-        let poor = (small + work).max(small_text + 0.1).max(vae_work);
-        // The VAE works in tiles, text encoders are streamed as well.
-        let extreme = (streamed + work).max(small_text * STREAMED_SHARE).max(vae_work / 2.0);
-        // Everything stays in memory, in f32.
-        let cpu =
-            gib(self.denoiser + self.text + self.vae, 4.0) + self.trained + self.activations.max(self.vae_activations);
-        let bytes = |gib: f64| round_up((gib + CONTEXT) * MARGIN * GIB);
-        MemoryNeed([bytes(full), bytes(balanced), bytes(poor), bytes(extreme), bytes(cpu)])
+    fn peak(&self, profile: MemoryProfile, machine: &Machine) -> u64 {
+        let choices = Choices::of(profile).and(self.asked);
+        let streamed = if self.streams { choices.denoiser_streamed } else { 0.0 };
+        let kept = self.denoiser * (1.0 - streamed)
+            + self.text * (1.0 - choices.text_streamed)
+            + self.vae * (1.0 - choices.vae_streamed);
+        // A layer of the denoiser is there while it runs, not while the VAE does.
+        let layer = self.denoiser * machine.streamed * streamed;
+        let Activations {
+            work,
+            lean_work,
+            mut vae,
+            vae_megapixels,
+        } = self.activations;
+        if choices.vae_tiled && vae_megapixels > TILE {
+            vae *= TILE / vae_megapixels;
+        }
+        let lean = choices.guidance_in_turn || choices.recomputed;
+        let work = if lean { lean_work } else { work };
+        let running = self.trained + (work + layer).max(vae);
+        // Half of what the last step took is still held.
+        let saving = self.saving + (work + layer) / 2.0;
+        let whole = kept * machine.weights + running.max(saving) + machine.base;
+        #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+        let bytes = (whole * machine.margin * GIB).clamp(0.0, 1e18) as u64;
+        bytes
     }
-}
-
-fn round_up(bytes: f64) -> u64 {
-    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
-    let bytes = bytes.clamp(0.0, 1e18) as u64;
-    bytes.div_ceil(ROUND) * ROUND
 }

@@ -2,8 +2,10 @@
 //! Pure arithmetic, the same in the coordinator and on the command line.
 
 pub mod anatomy;
+pub mod choices;
 pub mod demand;
 pub mod family;
 mod layout;
+pub mod need;
 pub mod profile;
 pub mod qtype;

@@ -9,7 +9,7 @@ use super::speed::TOO_SLOW;
 use super::state::State;
 use aitk_common::capability::{Device, DeviceKind};
 use aitk_common::id::JobId;
-use aitk_common::plan::demand::MemoryNeed;
+use aitk_common::plan::need::MemoryNeed;
 use aitk_common::plan::profile::MemoryProfile;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -58,8 +58,7 @@ impl Needs {
             profile: wants.profile,
             memory: wants.memory,
             family: demand.map(|demand| demand.family.clone()),
-            // Whoever runs a job in place wants it to run here: a prediction does not stop it.
-            predicted: demand.and_then(|demand| demand.memory).filter(|_| !local),
+            predicted: demand.and_then(|demand| demand.memory),
             at_most,
             alone: wants.alone,
             yields: wants.yields,
@@ -118,54 +117,54 @@ pub(super) fn fit(needs: &Needs, worker: &Worker, device: &Device) -> Result<Cho
         return Err(Misfit::Kind(wanted));
     }
     let on_cpu = kind == DeviceKind::Cpu;
-    if let Some(profile) = needs
-        .profile
-        .filter(|profile| (*profile == MemoryProfile::CpuOnly) != on_cpu)
-    {
+    let wrong_kind = match needs.profile {
+        Some(MemoryProfile::CpuOnly) => !on_cpu,
+        Some(MemoryProfile::FullGpu) => on_cpu,
+        _ => false,
+    };
+    if let Some(profile) = needs.profile.filter(|_| wrong_kind) {
         return Err(Misfit::Profile(profile));
     }
     let budget = device.memory_budget;
     if budget == 0 {
         return Err(Misfit::NoBudget);
     }
-    let offered = needs.profile.unwrap_or_else(|| {
-        let own = if on_cpu { MemoryProfile::CpuOnly } else { device.profile };
-        needs
-            .at_most
-            .filter(|_| !on_cpu)
-            .map_or(own, |at_most| own.max(at_most))
-    });
-    if let Some(wanted) = needs.memory {
-        return if wanted > budget {
-            Err(Misfit::Asks { most: budget, wanted })
-        } else {
-            Ok((offered, Some(wanted)))
-        };
+    if let Some(wanted) = needs.memory.filter(|wanted| *wanted > budget) {
+        return Err(Misfit::Asks { most: budget, wanted });
     }
-    let Some(predicted) = needs.predicted else {
-        return Ok((offered, None));
-    };
-    let profiles: Vec<MemoryProfile> = match (needs.profile, on_cpu) {
-        (Some(profile), _) => vec![profile],
-        (None, true) => vec![MemoryProfile::CpuOnly],
-        (None, false) => MemoryProfile::ALL
+    // From the one after which it ran out of memory.
+    let rest = |most: MemoryProfile| {
+        MemoryProfile::on(on_cpu)
             .into_iter()
-            .filter(|profile| *profile != MemoryProfile::CpuOnly && needs.at_most.is_none_or(|most| *profile >= most))
-            .collect(),
+            .skip_while(move |one| *one != most)
     };
-    let mut layouts: Vec<_> = profiles.iter().map(|one| (*one, predicted.under(*one))).collect();
+    let tried: Vec<MemoryProfile> = match (needs.profile, needs.at_most) {
+        (Some(profile), _) => vec![profile],
+        (None, Some(most)) => rest(most).collect(),
+        (None, None) => MemoryProfile::on(on_cpu).to_vec(),
+    };
+    let Some(predicted) = needs.predicted else {
+        let own = if on_cpu { MemoryProfile::CpuOnly } else { device.profile };
+        let chosen = tried.iter().find(|one| **one == own).or(tried.first());
+        return Ok((*chosen.unwrap_or(&own), needs.memory));
+    };
+    let mut layouts: Vec<_> = tried.iter().map(|one| (*one, predicted.under(*one, on_cpu))).collect();
     // A leaner profile that saves nothing is no way out.
     layouts.dedup_by_key(|(_, bytes)| *bytes);
-    match layouts.iter().find(|(_, bytes)| *bytes <= budget) {
-        Some((profile, bytes)) => Ok((*profile, Some(*bytes))),
-        None => {
-            let (profile, needed) = layouts.pop().unwrap_or((offered, predicted.under(offered)));
-            Err(Misfit::Needs {
-                most: budget,
-                needed,
-                profile,
-            })
-        }
+    // What the user allows is what it gets; otherwise it may fill the device.
+    let room = needs.memory.unwrap_or(budget);
+    let fitting = layouts.iter().find(|(_, bytes)| *bytes <= room);
+    let leanest = layouts.last().copied().unwrap_or((MemoryProfile::Extreme, 0));
+    match (fitting, needs.memory) {
+        // Its user knows better, and whoever runs a job in place wants it to run here: a prediction does not stop it.
+        (found, Some(wanted)) => Ok((found.map_or(leanest.0, |found| found.0), Some(wanted))),
+        (found, None) if needs.local => Ok((found.map_or(leanest.0, |found| found.0), None)),
+        (Some((profile, bytes)), None) => Ok((*profile, Some(*bytes))),
+        (None, None) => Err(Misfit::Needs {
+            most: budget,
+            needed: leanest.1,
+            profile: leanest.0,
+        }),
     }
 }
 

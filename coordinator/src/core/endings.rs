@@ -89,12 +89,7 @@ impl State {
     /// smaller one, something else took the memory: an ordinary failure of the machine.
     fn out_of_memory(&mut self, step: &mut Step, id: &JobId, profile: MemoryProfile, message: String) {
         let Some(job) = self.jobs.get_mut(id) else { return };
-        let smaller = match profile {
-            MemoryProfile::FullGpu => Some(MemoryProfile::Balanced),
-            MemoryProfile::Balanced => Some(MemoryProfile::GpuPoor),
-            MemoryProfile::GpuPoor => Some(MemoryProfile::Extreme),
-            MemoryProfile::Extreme | MemoryProfile::CpuOnly => None,
-        };
+        let smaller = profile.smaller();
         let before = job.at_most;
         match smaller.filter(|_| job.wants.profile.is_none()) {
             Some(smaller) if before.is_none() => {
@@ -111,6 +106,11 @@ impl State {
                     "not enough memory, with the smaller profile {} as well; `cluster.memory_budget` and                      `cluster.memory_profile` choose another device or layout: {message}",
                     profile.name()
                 );
+                self.set_state(step, id, JobState::Failed, words);
+            }
+            // The profile is its user's choice and so is the limit: the next try would end as this one did.
+            _ if job.wants.memory.is_some() && job.wants.profile.is_some() => {
+                let words = format!("{}: {message}", blame(FailureCause::OutOfMemory));
                 self.set_state(step, id, JobState::Failed, words);
             }
             _ => self.retry(

@@ -1,13 +1,15 @@
 //! Embedding tables.
 
+use super::Weight;
 use crate::error::Result;
 use crate::weights::{Init, Weights};
-use candle_core::Tensor;
+use candle_core::{Shape, Tensor};
 
 /// A table of vectors, one per id.
 #[derive(Clone, Debug)]
 pub struct Embedding {
-    weight: Tensor,
+    /// [count, width]; never a packed one.
+    weight: Weight,
 }
 
 impl Embedding {
@@ -16,8 +18,12 @@ impl Embedding {
     /// # Errors
     /// When it is missing or has another shape.
     pub fn new(weights: &Weights, count: usize, width: usize) -> Result<Self> {
+        let shape = Shape::from((count, width));
         Ok(Self {
-            weight: weights.get_with((count, width), "weight", Init::Normal(0.02))?,
+            weight: match weights.stream(&shape, "weight")? {
+                Some(streamed) => Weight::Streamed(streamed),
+                None => Weight::Plain(weights.get_with(shape, "weight", Init::Normal(0.02))?),
+            },
         })
     }
 
@@ -27,14 +33,12 @@ impl Embedding {
     /// When an id is not in the table.
     pub fn forward(&self, ids: &Tensor) -> candle_core::Result<Tensor> {
         let mut shape = ids.dims().to_vec();
-        shape.push(self.weight.dim(1)?);
-        let ids = ids.flatten_all()?.to_device(self.weight.device())?;
-        self.weight.index_select(&ids, 0)?.reshape(shape)
-    }
-
-    /// The table, [count, width].
-    #[must_use]
-    pub fn weight(&self) -> &Tensor {
-        &self.weight
+        shape.push(self.weight.dims().get(1).copied().unwrap_or(0));
+        let ids = ids.flatten_all()?;
+        let rows = match &self.weight {
+            Weight::Streamed(table) => table.rows(&ids.to_vec1()?).map_err(candle_core::Error::wrap)?,
+            table => table.dense()?.index_select(&ids.to_device(table.device())?, 0)?,
+        };
+        rows.reshape(shape)
     }
 }

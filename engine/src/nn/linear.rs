@@ -91,11 +91,12 @@ fn project(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> candle_core::R
     let frozen = match weight {
         Weight::Plain(weight) if weight.track_op() => None,
         Weight::Plain(weight) => Some(Weight::Plain(weight.contiguous()?)),
-        Weight::Packed(_) => Some(weight.clone()),
+        Weight::Packed(_) | Weight::Streamed(_) => Some(weight.clone()),
     };
     let y = match frozen.filter(|weight| cpu::runs_here(&flat) && weight.dtype() == DType::F32) {
         Some(weight) => flat.apply_op1(FrozenLinear { weight })?,
-        // candle keeps what it multiplied with until the backward pass: here a packed weight is dense for so long.
+        // candle keeps what it multiplied with until the backward pass: here a weight that is not plain is dense for so
+        // long, unless the part is recomputed.
         None => flat.matmul(&weight.dense()?.t()?)?,
     };
     let y = y.reshape(shape)?;

@@ -1,6 +1,7 @@
-//! The weight of a layer: a tensor, or a packed one that is unpacked whenever it is used.
+//! The weight of a layer: a tensor, or one that is unpacked or read from its file whenever it is used.
 
 use super::quant::Packed;
+use crate::weights::Streamed;
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
@@ -11,15 +12,18 @@ pub enum Weight {
     Plain(Tensor),
     /// Quantised; gets no gradient.
     Packed(Arc<Packed>),
+    /// In its file; gets no gradient.
+    Streamed(Arc<Streamed>),
 }
 
 impl Weight {
-    /// Its shape, packed or not.
+    /// Its shape.
     #[must_use]
     pub fn dims(&self) -> &[usize] {
         match self {
             Self::Plain(tensor) => tensor.dims(),
             Self::Packed(packed) => packed.dims(),
+            Self::Streamed(streamed) => streamed.dims(),
         }
     }
 
@@ -29,6 +33,7 @@ impl Weight {
         match self {
             Self::Plain(tensor) => tensor.dtype(),
             Self::Packed(packed) => packed.dtype(),
+            Self::Streamed(streamed) => streamed.dtype(),
         }
     }
 
@@ -38,26 +43,29 @@ impl Weight {
         match self {
             Self::Plain(tensor) => tensor.device(),
             Self::Packed(packed) => packed.device(),
+            Self::Streamed(streamed) => streamed.device(),
         }
     }
 
-    /// Memory that it takes.
+    /// Memory that it takes while it is not used.
     #[must_use]
     pub fn bytes(&self) -> usize {
         match self {
             Self::Plain(tensor) => tensor.elem_count() * tensor.dtype().size_in_bytes(),
             Self::Packed(packed) => packed.bytes(),
+            Self::Streamed(_) => 0,
         }
     }
 
-    /// The tensor; of a packed one a fresh one, which should not outlive its use.
+    /// The tensor; unless it is a plain one a fresh one, which should not outlive its use.
     ///
     /// # Errors
-    /// When a packed one cannot be unpacked.
+    /// When it cannot be unpacked or read.
     pub fn dense(&self) -> candle_core::Result<Tensor> {
         match self {
             Self::Plain(tensor) => Ok(tensor.clone()),
             Self::Packed(packed) => packed.unpack(),
+            Self::Streamed(streamed) => streamed.read(),
         }
     }
 }

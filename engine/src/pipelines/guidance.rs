@@ -50,22 +50,22 @@ impl Guidance {
     /// The model's output, in f32, for what the sampler shows it at time step `t`.
     pub(super) fn predict(&self, pipeline: &Pipeline<'_>, input: &Tensor, t: f64) -> Result<Tensor> {
         let input = input.to_dtype(pipeline.dtype)?;
-        let input = if self.guided {
-            Tensor::cat(&[&input, &input], 0)?
-        } else {
-            input
+        let ask = |input: &Tensor, context: &Tensor| -> Result<Tensor> {
+            let timesteps = Tensor::full(t as f32, input.dim(0)?, &pipeline.device)?;
+            let output = pipeline.model.unet.forward(input, &timesteps, context)?;
+            Ok(output.to_dtype(DType::F32)?)
         };
-        let timesteps = Tensor::full(t as f32, input.dim(0)?, &pipeline.device)?;
-        let output = pipeline
-            .model
-            .unet
-            .forward(&input, &timesteps, &self.context)?
-            .to_dtype(DType::F32)?;
         if !self.guided {
-            return Ok(output);
+            return ask(&input, &self.context);
         }
-        let halves = output.chunk(2, 0)?;
-        let (without, with) = (&halves[0], &halves[1]);
+        let (without, with) = if pipeline.model.guidance_in_turn {
+            let contexts = self.context.chunk(2, 0)?;
+            (ask(&input, &contexts[0])?, ask(&input, &contexts[1])?)
+        } else {
+            let halves = ask(&Tensor::cat(&[&input, &input], 0)?, &self.context)?.chunk(2, 0)?;
+            (halves[0].clone(), halves[1].clone())
+        };
+        let (without, with) = (&without, &with);
         let joined = (without + ((with - without)? * self.scale)?)?;
         if self.rescale > 0.0 {
             return rescaled(&joined, with, self.rescale);

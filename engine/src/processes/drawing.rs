@@ -6,7 +6,6 @@ use crate::device;
 use crate::error::{EngineError, Result};
 use crate::image_io;
 use crate::models::sd::{LoadOptions, SdModel};
-use crate::models::vae::AutoencoderKl;
 use crate::nn::VisitLayers;
 use aitk_common::fsutil;
 use aitk_common::job::model::ModelConfig;
@@ -37,10 +36,10 @@ impl Drawing {
             cx.log("info", note);
         }
         let path = cx.local(&config.name_or_path);
-        let options = LoadOptions::of_job(config, compute.dtype, compute.device.clone());
+        let options = LoadOptions::of_job(config, cx.spec.profile, compute.dtype, compute.device.clone());
         let mut model = SdModel::load(&path, &options)?;
         if let Some(vae) = &config.vae_path {
-            model.vae = AutoencoderKl::open(&cx.local(vae), compute.dtype, &compute.device)?;
+            model.vae = options.vae(&cx.local(vae))?;
         }
         let lora = match &config.lora_path {
             None => None,

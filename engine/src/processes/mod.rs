@@ -7,6 +7,9 @@ mod drawing;
 mod generate;
 mod img2img;
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod memory_tests;
+#[cfg(test)]
 mod tests;
 mod train;
 

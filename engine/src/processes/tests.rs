@@ -7,13 +7,13 @@ use aitk_common::job::{self, LoadOptions};
 use candle_core::{Device, safetensors};
 use std::path::PathBuf;
 
-fn spec(yaml: &str) -> AttemptSpec {
+pub(super) fn spec(yaml: &str) -> AttemptSpec {
     let format = serde_json::from_value(serde_json::json!("yaml")).unwrap();
     let loaded = job::parse(yaml, format, None, &LoadOptions::default()).unwrap();
     attempt(&loaded.spec, yaml)
 }
 
-fn generate_job(folder: &Path, model: &str, generate: &str) -> String {
+pub(super) fn generate_job(folder: &Path, model: &str, generate: &str) -> String {
     format!(
         "job: generate\nconfig:\n  name: pictures\n  process:\n  - type: to_folder\n    output_folder: {}\n    \
          model: {{name_or_path: {}, dtype: float32{model}}}\n    generate: {{{generate}}}\n",
@@ -22,14 +22,14 @@ fn generate_job(folder: &Path, model: &str, generate: &str) -> String {
     )
 }
 
-fn go(spec: &AttemptSpec) -> (Outcome, Vec<ChildEvent>) {
+pub(super) fn go(spec: &AttemptSpec) -> (Outcome, Vec<ChildEvent>) {
     let mut events = Vec::new();
     let outcome = run(spec, &mut events, &StopSignal::new());
     (outcome, events)
 }
 
 /// Index and path of the pictures that were announced.
-fn pictures(events: &[ChildEvent]) -> Vec<(u64, PathBuf)> {
+pub(super) fn pictures(events: &[ChildEvent]) -> Vec<(u64, PathBuf)> {
     let picture = |event: &ChildEvent| match event {
         ChildEvent::Artifact {
             kind,

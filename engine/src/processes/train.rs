@@ -17,7 +17,6 @@ use crate::data::Dataset;
 use crate::device;
 use crate::error::{EngineError, Result};
 use crate::models::sd::{LoadOptions, SdModel};
-use crate::models::vae::AutoencoderKl;
 use crate::nn::VisitLayers;
 use crate::optim::{Ema, Schedule, ScheduleParams};
 use crate::residency::Residency;
@@ -87,12 +86,12 @@ impl<'a> Run<'a> {
             cx.log("info", note.clone());
         }
         let path = cx.local(&process.model.name_or_path);
-        let load = LoadOptions::of_job(&process.model, compute.dtype, compute.device.clone());
+        let load = LoadOptions::of_job(&process.model, cx.spec.profile, compute.dtype, compute.device.clone());
         let mut model = SdModel::load(&path, &load)?;
         let mut vae_path = path;
         if let Some(vae) = &process.model.vae_path {
             vae_path = cx.local(vae);
-            model.vae = AutoencoderKl::open(&vae_path, compute.dtype, &compute.device)?;
+            model.vae = load.vae(&vae_path)?;
         }
         if let Some(lora) = &process.model.lora_path {
             let path = cx.local(lora);
@@ -101,7 +100,7 @@ impl<'a> Run<'a> {
             cx.lora_loaded(&path, &loaded);
         }
 
-        let residency = Residency::checkpointing(process.train.gradient_checkpointing);
+        let residency = Residency::checkpointing(process.train.gradient_checkpointing || load.choices.recomputed);
         (model.unet.residency, model.text_encoder.residency) = (residency, residency);
         let config = options::network(process)?;
         let mut generator = generator_for(seed, "network", 0, 0);
@@ -392,6 +391,9 @@ fn on_cpu(tensors: &BTreeMap<String, Tensor>) -> Result<BTreeMap<String, Tensor>
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod data_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod memory_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod our_lora;

@@ -1,4 +1,5 @@
-//! One safetensors file: mapped into memory, its header checked before anything is read.
+//! One safetensors file: its header is checked before anything is read, and tensors are read one by one when they are
+//! asked for. Nothing of them stays mapped: a process holds each number once, in the tensor that it became.
 
 use crate::error::{EngineError, Result};
 use candle_core::{DType, Device, Tensor};
@@ -6,15 +7,19 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use safetensors::tensor::{Metadata, SafeTensorError, SafeTensors};
 use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 /// An open safetensors file.
 pub(super) struct SafetensorsFile {
     path: PathBuf,
-    map: memmap2::Mmap,
+    file: File,
     metadata: Metadata,
     data_start: usize,
 }
+
+/// Read at a time.
+const CHUNK: usize = 64 << 10;
 
 impl SafetensorsFile {
     pub(super) fn open(path: &Path) -> Result<Self> {
@@ -32,8 +37,8 @@ impl SafetensorsFile {
         }
         #[expect(
             unsafe_code,
-            reason = "weights are gigabytes, so they are mapped, not copied; while a model loads, \
-            nothing may shorten its file, which holds for downloaded models and for our content-addressed cache"
+            reason = "the parser of headers wants the whole file, of which it looks at the header only: mapped for as long \
+            as that takes, in which nothing may shorten it, as holds for downloaded models and our content-addressed cache"
         )]
         let map = unsafe { memmap2::Mmap::map(&file) }.map_err(|e| EngineError::io(path, e))?;
         if let Some(error) = mislabelled(path, &map) {
@@ -53,7 +58,7 @@ impl SafetensorsFile {
         }
         Ok(Self {
             path: path.to_path_buf(),
-            map,
+            file,
             metadata,
             data_start: header + 8,
         })
@@ -83,17 +88,37 @@ impl SafetensorsFile {
 
     /// Reads one tensor as `dtype`; `shape` replaces the stored one and has as many elements.
     pub(super) fn read(&self, name: &str, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
-        let missing = || EngineError::MissingTensor {
+        let (stored, start, end) = self.place(name)?;
+        if device.is_cpu() && dtype == DType::F32 {
+            return Ok(Tensor::from_vec(self.floats(stored, start, end)?, shape, device)?);
+        }
+        let mut bytes = vec![0; end - start];
+        self.fill(&mut bytes, start)?;
+        Ok(Tensor::from_raw_buffer(&bytes, stored, shape, device)?.to_dtype(dtype)?)
+    }
+
+    /// Reads some rows of a tensor of two axes, in this order, as `dtype`: [rows, width].
+    pub(super) fn rows(&self, name: &str, rows: &[u32], width: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+        let (stored, start, end) = self.place(name)?;
+        let row_bytes = width * stored.size_in_bytes();
+        let mut bytes = vec![0; rows.len() * row_bytes];
+        for (row, part) in rows.iter().zip(bytes.chunks_mut(row_bytes.max(1))) {
+            let at = start + *row as usize * row_bytes;
+            if at + row_bytes > end {
+                return Err(EngineError::bad_input(format!("`{name}` has no row {row}")));
+            }
+            self.fill(part, at)?;
+        }
+        Ok(Tensor::from_raw_buffer(&bytes, stored, &[rows.len(), width], device)?.to_dtype(dtype)?)
+    }
+
+    /// How a tensor is stored, and where it begins and ends in the file.
+    fn place(&self, name: &str) -> Result<(DType, usize, usize)> {
+        let info = self.metadata.info(name).ok_or_else(|| EngineError::MissingTensor {
             path: self.path.clone(),
             name: name.to_owned(),
             nearest: None,
-        };
-        let info = self.metadata.info(name).ok_or_else(missing)?;
-        let (start, end) = info.data_offsets;
-        let bytes = self
-            .map
-            .get(self.data_start + start..self.data_start + end)
-            .ok_or_else(missing)?;
+        })?;
         use safetensors::Dtype as D;
         let stored = match info.dtype {
             D::F32 => DType::F32,
@@ -107,37 +132,50 @@ impl SafetensorsFile {
                 });
             }
         };
-        if device.is_cpu() && dtype == DType::F32 {
-            return Ok(Tensor::from_vec(to_f32(bytes, stored), shape, device)?);
-        }
-        Ok(Tensor::from_raw_buffer(bytes, stored, shape, device)?.to_dtype(dtype)?)
+        let (start, end) = info.data_offsets;
+        Ok((stored, self.data_start + start, self.data_start + end))
     }
-}
 
-fn to_f32(bytes: &[u8], stored: DType) -> Vec<f32> {
-    const BLOCK: usize = 4096;
-    let mut out = Vec::with_capacity(bytes.len() / stored.size_in_bytes());
-    match stored {
-        DType::F16 => {
-            let (mut halves, mut floats) = (Vec::with_capacity(BLOCK), vec![0f32; BLOCK]);
-            for block in bytes.chunks(2 * BLOCK) {
-                halves.clear();
-                halves.extend(block.as_chunks::<2>().0.iter().map(|b| f16::from_le_bytes(*b)));
-                halves.convert_to_f32_slice(&mut floats[..halves.len()]);
-                out.extend_from_slice(&floats[..halves.len()]);
+    fn fill(&self, bytes: &mut [u8], at: usize) -> Result<()> {
+        self.file
+            .read_exact_at(bytes, at as u64)
+            .map_err(|error| match error.kind() {
+                std::io::ErrorKind::UnexpectedEof => EngineError::WeightsFile {
+                    path: self.path.clone(),
+                    reason: "the file became shorter while it was in use: download or copy it again".into(),
+                },
+                _ => EngineError::io(&self.path, error),
+            })
+    }
+
+    fn floats(&self, stored: DType, start: usize, end: usize) -> Result<Vec<f32>> {
+        let mut out = Vec::with_capacity((end - start) / stored.size_in_bytes());
+        let mut chunk = vec![0; CHUNK.min(end - start)];
+        let mut halves = Vec::new();
+        for at in (start..end).step_by(CHUNK) {
+            let bytes = &mut chunk[..CHUNK.min(end - at)];
+            self.fill(bytes, at)?;
+            match stored {
+                DType::F16 => {
+                    halves.clear();
+                    halves.extend(bytes.as_chunks::<2>().0.iter().map(|b| f16::from_le_bytes(*b)));
+                    let before = out.len();
+                    out.resize(before + halves.len(), 0.0);
+                    halves.convert_to_f32_slice(&mut out[before..]);
+                }
+                DType::BF16 => out.extend(
+                    bytes
+                        .as_chunks::<2>()
+                        .0
+                        .iter()
+                        .map(|b| bf16::from_le_bytes(*b).to_f32()),
+                ),
+                DType::F64 => out.extend(bytes.as_chunks::<8>().0.iter().map(|b| f64::from_le_bytes(*b) as f32)),
+                _ => out.extend(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b))),
             }
         }
-        DType::BF16 => out.extend(
-            bytes
-                .as_chunks::<2>()
-                .0
-                .iter()
-                .map(|b| bf16::from_le_bytes(*b).to_f32()),
-        ),
-        DType::F64 => out.extend(bytes.as_chunks::<8>().0.iter().map(|b| f64::from_le_bytes(*b) as f32)),
-        _ => out.extend(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b))),
+        Ok(out)
     }
-    out
 }
 
 /// A file that is something else than its name says.

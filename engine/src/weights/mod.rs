@@ -6,10 +6,12 @@
 mod file;
 mod folder;
 mod init;
+mod streamed;
 #[cfg(test)]
 mod tests;
 
 pub use init::Init;
+pub use streamed::Streamed;
 
 use crate::error::{EngineError, Result};
 use crate::nn::Weight;
@@ -128,6 +130,39 @@ impl Index {
         self.files[entry.file].read(&entry.stored_name, &entry.shape, dtype, device)
     }
 
+    /// A tensor that stays in its file.
+    #[cfg_attr(not(test), allow(clippy::unnecessary_wraps))]
+    fn stream(&self, name: &str, dtype: DType, device: &Device) -> Result<Option<Arc<Streamed>>> {
+        let entry = self.entries.get(name).ok_or_else(|| self.missing(name))?;
+        #[cfg(test)]
+        if self.files.is_empty() {
+            return Ok(None);
+        }
+        let file = Arc::clone(&self.files[entry.file]);
+        let shape = entry.shape.clone();
+        Ok(Some(Arc::new(Streamed::new(
+            file,
+            entry.stored_name.clone(),
+            shape,
+            dtype,
+            device,
+        ))))
+    }
+
+    /// That there is a tensor of this name and shape.
+    fn check(&self, name: &str, shape: &Shape) -> Result<()> {
+        let found = self.shape(name).ok_or_else(|| self.missing(name))?;
+        if found != shape.dims() {
+            return Err(EngineError::ShapeMismatch {
+                path: self.path.clone(),
+                name: name.to_owned(),
+                expected: shape.dims().to_vec(),
+                found: found.to_vec(),
+            });
+        }
+        Ok(())
+    }
+
     /// Names and shapes of no file at all: every tensor is one zero in memory.
     #[cfg(test)]
     pub(crate) fn of_shapes(shapes: impl Iterator<Item = (String, Vec<usize>)>) -> Self {
@@ -188,6 +223,7 @@ pub struct Weights {
     inner: Arc<Inner>,
     prefix: String,
     packing: Option<Arc<Packing>>,
+    streaming: Option<Arc<streamed::Share>>,
 }
 
 /// Which layers are quantised as they are read, and how.
@@ -238,6 +274,7 @@ impl Weights {
             inner: Arc::new(inner),
             prefix: String::new(),
             packing: None,
+            streaming: None,
         }
     }
 
@@ -246,6 +283,16 @@ impl Weights {
     pub fn packed(self, packing: Option<Packing>) -> Self {
         Self {
             packing: packing.map(Arc::new),
+            ..self
+        }
+    }
+
+    /// The same tensors, of which the weights of layers, this share of their bytes (0 to 1), stay in their files and are
+    /// read whenever they are used. Which ones is spread evenly, in the order in which they are asked for.
+    #[must_use]
+    pub fn streamed(self, share: f64) -> Self {
+        Self {
+            streaming: (share > 0.0).then(|| Arc::new(streamed::Share::new(share))),
             ..self
         }
     }
@@ -276,6 +323,7 @@ impl Weights {
         Self {
             prefix: self.prefix.clone(),
             packing: self.packing.clone(),
+            streaming: self.streaming.clone(),
             ..Self::with(self.source(), self.inner.dtype, &self.inner.device, true)
         }
     }
@@ -286,6 +334,7 @@ impl Weights {
         Self {
             prefix: self.prefix.clone(),
             packing: self.packing.clone(),
+            streaming: self.streaming.clone(),
             ..Self::with(self.source(), self.inner.dtype, &self.inner.device, false)
         }
     }
@@ -309,22 +358,47 @@ impl Weights {
             inner: Arc::clone(&self.inner),
             prefix,
             packing: self.packing.clone(),
+            streaming: self.streaming.clone(),
         }
     }
 
-    /// The tensor `weight` of the layer at this place, quantised if it is to be.
+    /// The tensor `weight` of the layer at this place, quantised or left in its file if it is to be.
     ///
     /// # Errors
     /// When it is missing or has another shape.
     pub fn layer(&self, shape: impl Into<Shape>, init: Init) -> Result<Weight> {
+        let shape = shape.into();
+        let packing = self.packing.as_ref().filter(|packing| packing.takes(&self.prefix));
+        if packing.is_none()
+            && let Some(streamed) = self.stream(&shape, "weight")?
+        {
+            return Ok(Weight::Streamed(streamed));
+        }
         let tensor = self.get_with(shape, "weight", init)?;
-        let packing = self.packing.as_ref();
-        if let Some(packing) = packing.filter(|packing| !tensor.track_op() && packing.takes(&self.prefix))
+        if let Some(packing) = packing.filter(|_| !tensor.track_op())
             && let Some(packed) = Packed::pack(&tensor, packing.qtype)?
         {
             return Ok(Weight::Packed(packed));
         }
         Ok(Weight::Plain(tensor))
+    }
+
+    /// The tensor `name` at this place, if it is one that stays in its file.
+    ///
+    /// # Errors
+    /// When it is missing or has another shape.
+    pub fn stream(&self, shape: &Shape, name: &str) -> Result<Option<Arc<Streamed>>> {
+        let (Some(share), Source::Files(index), false) = (&self.streaming, &self.inner.source, self.inner.trainable)
+        else {
+            return Ok(None);
+        };
+        if !share.takes(shape.elem_count()) {
+            return Ok(None);
+        }
+        let full = self.full_name(name);
+        self.note(&full);
+        index.check(&full, shape)?;
+        index.stream(&full, self.inner.dtype, &self.inner.device)
     }
 
     /// The tensor `name` at this place.
@@ -342,24 +416,13 @@ impl Weights {
     pub fn get_with(&self, shape: impl Into<Shape>, name: &str, init: Init) -> Result<Tensor> {
         let shape = shape.into();
         let full = self.full_name(name);
-        #[cfg(test)]
-        if let Some(recorded) = &self.inner.recorded {
-            recorded.lock().unwrap().insert(full.clone());
-        }
+        self.note(&full);
         if let Some(var) = self.lock().get(&full) {
             return Ok(var.as_tensor().clone());
         }
         let tensor = match &self.inner.source {
             Source::Files(index) => {
-                let found = index.shape(&full).ok_or_else(|| index.missing(&full))?;
-                if found != shape.dims() {
-                    return Err(EngineError::ShapeMismatch {
-                        path: index.path.clone(),
-                        name: full,
-                        expected: shape.dims().to_vec(),
-                        found: found.to_vec(),
-                    });
-                }
+                index.check(&full, &shape)?;
                 index.read(&full, self.inner.dtype, &self.inner.device)?
             }
             Source::Fresh { seed } => init::draw(*seed, &full, shape.dims(), init, &self.inner.device)?,
@@ -421,6 +484,7 @@ impl Weights {
             inner: Arc::new(inner),
             prefix: self.prefix,
             packing: self.packing,
+            streaming: self.streaming,
         }
     }
 
@@ -446,6 +510,14 @@ impl Weights {
             format!("{}: ", self.prefix)
         };
         EngineError::model_config(self.path(), format!("{place}{message}"))
+    }
+
+    #[cfg_attr(not(test), allow(clippy::unused_self))]
+    fn note(&self, _name: &str) {
+        #[cfg(test)]
+        if let Some(recorded) = &self.inner.recorded {
+            recorded.lock().unwrap().insert(_name.to_owned());
+        }
     }
 
     fn full_name(&self, name: &str) -> String {

@@ -73,11 +73,11 @@ pub(super) fn outcome(ending: Ending) -> Outcome {
     // Rust's allocator prints this sentence and aborts; there is no other sign of it.
     let allocation = signal == Some(Signal::SIGABRT as i32) && ending.tail.says("memory allocation of");
     let (cause, what) = if (killed && ending.memory_ran_out) || allocation {
-        let advice = "close other programs, or use a smaller batch, a smaller resolution or gradient checkpointing";
-        (
-            FailureCause::OutOfMemory,
-            format!("the machine ran out of memory and the attempt was ended: {advice}"),
-        )
+        let what = match allocation {
+            true => "the attempt asked for more memory than it may have, and was ended",
+            false => "the machine ran out of memory, and the attempt was ended",
+        };
+        (FailureCause::OutOfMemory, what.to_owned())
     } else if let Some(signal) = signal {
         let name = Signal::try_from(signal).map_or_else(|_| format!("signal {signal}"), |name| name.to_string());
         (

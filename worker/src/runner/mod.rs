@@ -9,6 +9,7 @@ mod lines;
 mod memory;
 mod spawner;
 
+use crate::usage;
 use aitk_common::attempt::{ChildEvent, FailureCause, Outcome};
 use ending::{Asked, Ending, Tail};
 use lines::{BoundedLines, Line};
@@ -17,7 +18,7 @@ use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::Pid;
 pub use spawner::Spawner;
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 use tokio::io::AsyncRead;
@@ -140,15 +141,34 @@ pub async fn run(
     match status {
         Ok(status) => {
             let memory_ran_out = finished.is_none() && memory.ran_out();
-            ending::outcome(Ending {
+            let outcome = ending::outcome(Ending {
                 status,
                 finished,
                 asked,
                 memory_ran_out,
                 tail,
-            })
+            });
+            advised(outcome, &launch.spec)
         }
         Err(error) => finished.unwrap_or_else(|| machine(format!("the attempt's process was lost: {error}"))),
+    }
+}
+
+/// To an attempt that ran out of memory: the numbers, and what to try next.
+fn advised(outcome: Outcome, spec: &Path) -> Outcome {
+    match outcome {
+        Outcome::Failed {
+            cause: cause @ FailureCause::OutOfMemory,
+            message,
+        } => {
+            let numbers = crate::child::read_spec(spec).map(|spec| usage::advice(&spec, crate::probe::memory().total));
+            let message = match numbers {
+                Ok(numbers) => format!("{message}\n{numbers}"),
+                Err(_) => message,
+            };
+            Outcome::Failed { cause, message }
+        }
+        other => other,
     }
 }
 

@@ -6,7 +6,8 @@ use crate::core::{Event, NewArray, NewJob, Ticket, Wants};
 use aitk_common::capability::DeviceKind;
 use aitk_common::control::{JobState, UnixMillis};
 use aitk_common::id::{JobId, UserName};
-use aitk_common::plan::demand::{Demand, MemoryNeed};
+use aitk_common::plan::demand::Demand;
+use aitk_common::plan::need::MemoryNeed;
 use std::time::Duration;
 
 /// Jobs of a life: many for four machines, few enough to look at each after every step.
@@ -106,7 +107,10 @@ impl World {
         } else {
             6 + random.below(15)
         };
-        let memory = MemoryNeed([need * 2, need, need * 2 / 3, need / 2, need].map(|gib| gib * GIB));
+        let memory = MemoryNeed::new(
+            [need * 2, need, need * 2 / 3, need / 2].map(|gib| gib * GIB),
+            [need * GIB; 4],
+        );
         let family = if small { "sd1" } else { "sdxl" };
         let demand = Demand {
             family: family.into(),
@@ -167,7 +171,7 @@ impl World {
         let demand = Demand {
             family: "sd1".into(),
             milliunits: 1000 * (50 + random.below(250)),
-            memory: Some(MemoryNeed([3 * GIB; 5])),
+            memory: Some(MemoryNeed::flat(3 * GIB)),
         };
         let wants = Wants {
             owner: UserName::new(*random.pick(&owners).unwrap_or(&"ada")),

@@ -87,7 +87,7 @@ fn placement_fits_and_says_why_not() {
     world.submit(
         "jprof",
         Wants {
-            profile: Some(MemoryProfile::Balanced),
+            profile: Some(MemoryProfile::FullGpu),
             ..retries(3)
         },
     );
@@ -107,7 +107,7 @@ fn placement_fits_and_says_why_not() {
         ),
         (
             "jprof",
-            "asks for the profile balanced, and no connected device is a GPU",
+            "asks for the profile full_gpu, and no connected device is a GPU",
         ),
     ] {
         assert!(

@@ -15,6 +15,8 @@ use crate::models::vae::{self, AutoencoderKl, VaeConfig};
 use crate::weights::{Index, Packing, Weights};
 use aitk_common::job::QType;
 use aitk_common::job::model::ModelConfig;
+use aitk_common::plan::choices::Choices;
+use aitk_common::plan::profile::MemoryProfile;
 use candle_core::{DType, Device};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -33,6 +35,8 @@ pub struct LoadOptions {
     pub unet_packing: Option<Packing>,
     /// How the text encoder's layers are quantised.
     pub text_encoder_packing: Option<Packing>,
+    /// What stays in memory, and what works in smaller pieces.
+    pub choices: Choices,
 }
 
 /// Layers of a U-Net that are never quantised: they are small, and everything goes through them.
@@ -48,12 +52,13 @@ impl LoadOptions {
             config_folder: None,
             unet_packing: None,
             text_encoder_packing: None,
+            choices: Choices::default(),
         }
     }
 
-    /// What a job's `model` section asks for.
+    /// What a job's `model` section asks for, under the memory profile that was chosen for it.
     #[must_use]
-    pub fn of_job(model: &ModelConfig, dtype: DType, device: Device) -> Self {
+    pub fn of_job(model: &ModelConfig, profile: MemoryProfile, dtype: DType, device: Device) -> Self {
         let exclude = model.quantize_exclude().unwrap_or_default();
         let packing = |qtype: Option<QType>, exclude: &[String]| {
             qtype.map(|qtype| Packing {
@@ -67,7 +72,19 @@ impl LoadOptions {
             config_folder: None,
             unet_packing: packing(model.quantization(), &exclude),
             text_encoder_packing: packing(model.text_encoder_quantization(), &exclude),
+            choices: Choices::of(profile).and(model.memory_choices()),
         }
+    }
+}
+
+impl LoadOptions {
+    /// Another VAE instead of the model's own.
+    ///
+    /// # Errors
+    /// As [`AutoencoderKl::open`].
+    pub fn vae(&self, folder: &Path) -> Result<AutoencoderKl> {
+        let vae = AutoencoderKl::open_streamed(folder, self.dtype, &self.device, self.choices.vae_streamed)?;
+        Ok(vae.tiled(self.choices.vae_tiled))
     }
 }
 
@@ -137,6 +154,8 @@ pub struct SdModel {
     pub vae: AutoencoderKl,
     /// `scheduler_config.json`, as it is.
     pub scheduler_config: Value,
+    /// Guidance asks the U-Net for the two predictions one after another, which takes half the memory.
+    pub guidance_in_turn: bool,
 }
 
 impl SdModel {
@@ -205,7 +224,9 @@ impl SdModel {
         [text_encoder, unet, vae]: [Index; 3],
         options: &LoadOptions,
     ) -> Result<Self> {
-        let weights = |index| Weights::from_index(index, options.dtype, &options.device);
+        let choices = &options.choices;
+        let weights =
+            |index, streamed: f64| Weights::from_index(index, options.dtype, &options.device).streamed(streamed);
         let unet_packing = options.unet_packing.clone().map(|mut packing| {
             packing.exclude.extend(UNET_EXCLUDED.map(str::to_owned));
             packing
@@ -214,12 +235,16 @@ impl SdModel {
         let model = Self {
             tokenizer: tokenizer.at_most(positions),
             text_encoder: ClipTextModel::new(
-                &weights(text_encoder).packed(options.text_encoder_packing.clone()),
+                &weights(text_encoder, choices.text_streamed).packed(options.text_encoder_packing.clone()),
                 &parts.text_encoder,
             )?,
-            unet: UNet2DConditionModel::new(&weights(unet).packed(unet_packing), &parts.unet)?,
-            vae: AutoencoderKl::new(&weights(vae), &parts.vae)?,
+            unet: UNet2DConditionModel::new(
+                &weights(unet, choices.denoiser_streamed).packed(unet_packing),
+                &parts.unet,
+            )?,
+            vae: AutoencoderKl::new(&weights(vae, choices.vae_streamed), &parts.vae)?.tiled(choices.vae_tiled),
             scheduler_config: parts.scheduler,
+            guidance_in_turn: choices.guidance_in_turn,
         };
         let (context, hidden) = (parts.unet.context_width(), parts.text_encoder.hidden_size);
         if context != Ok(hidden) {

@@ -1,6 +1,10 @@
 //! The KL autoencoder (diffusers' `AutoencoderKL`): pictures to latents and back.
 
 mod coder;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests;
+mod tiles;
 
 use crate::error::Result;
 use crate::models::config;
@@ -10,6 +14,7 @@ use candle_core::{DType, Device, Tensor};
 use coder::{Decoder, Encoder};
 use serde::Deserialize;
 use std::path::Path;
+use tiles::Tiling;
 
 /// `vae/config.json`. Absent keys have the values of SD 1.x.
 #[derive(Clone, Debug, Deserialize)]
@@ -30,6 +35,25 @@ pub struct VaeConfig {
     pub use_quant_conv: bool,
     pub use_post_quant_conv: bool,
     pub mid_block_add_attention: bool,
+    pub sample_size: SampleSize,
+}
+
+/// One side for both, or height and width, of which the first counts.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(untagged)]
+#[expect(missing_docs, reason = "said above")]
+pub enum SampleSize {
+    One(usize),
+    Two(Vec<usize>),
+}
+
+impl SampleSize {
+    fn side(&self) -> usize {
+        match self {
+            Self::One(side) => *side,
+            Self::Two(sides) => sides.first().copied().unwrap_or(0),
+        }
+    }
 }
 
 impl Default for VaeConfig {
@@ -49,6 +73,7 @@ impl Default for VaeConfig {
             use_quant_conv: true,
             use_post_quant_conv: true,
             mid_block_add_attention: true,
+            sample_size: SampleSize::One(512),
         }
     }
 }
@@ -100,6 +125,8 @@ pub struct AutoencoderKl {
     pub scaling_factor: f64,
     /// Taken from latents before they are scaled (0 for SD 1.x).
     pub shift_factor: f64,
+    /// Larger pictures than the model was made for are done in tiles.
+    tiles: Option<Tiling>,
 }
 
 impl AutoencoderKl {
@@ -122,8 +149,16 @@ impl AutoencoderKl {
             post_quant_conv: pointwise(config.use_post_quant_conv, "post_quant_conv", latent)?,
             scaling_factor: config.scaling_factor,
             shift_factor: config.shift_factor.unwrap_or(0.0),
+            tiles: None,
             config: config.clone(),
         })
+    }
+
+    /// In tiles where a picture is larger than the model was made for, or always whole.
+    #[must_use]
+    pub fn tiled(self, on: bool) -> Self {
+        let tiles = on.then(|| Tiling::new(self.config.sample_size.side(), self.scale_factor()));
+        Self { tiles, ..self }
     }
 
     /// Opens a diffusers `vae/` folder (or a model folder that has one).
@@ -131,6 +166,14 @@ impl AutoencoderKl {
     /// # Errors
     /// As [`Self::new`], or when files are missing.
     pub fn open(folder: &Path, dtype: DType, device: &Device) -> Result<Self> {
+        Self::open_streamed(folder, dtype, device, 0.0)
+    }
+
+    /// The same, of which this share of the layers stays in its files.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_streamed(folder: &Path, dtype: DType, device: &Device, share: f64) -> Result<Self> {
         let inner = folder.join("vae");
         let folder = if inner.join("config.json").is_file() {
             &inner
@@ -139,7 +182,7 @@ impl AutoencoderKl {
         };
         let settings = config::read(&folder.join("config.json"))?;
         let index = Index::open(folder)?.renamed(|name, shape| Some((modern_name(name), shape.to_vec())));
-        Self::new(&Weights::from_index(index, dtype, device), &settings)
+        Self::new(&Weights::from_index(index, dtype, device).streamed(share), &settings)
     }
 
     /// What it was built from.
@@ -160,10 +203,10 @@ impl AutoencoderKl {
     /// # Errors
     /// When the shapes do not fit.
     pub fn encode(&self, images: &Tensor) -> Result<DiagonalGaussian> {
-        let mut moments = self.encoder.forward(images)?;
-        if let Some(conv) = &self.quant_conv {
-            moments = conv.forward(&moments)?;
-        }
+        let moments = match self.tiles.filter(|tiles| tiles.wanted(images, tiles.pixels)) {
+            Some(tiles) => tiles.encode(images, |tile| self.moments(tile))?,
+            None => self.moments(images)?,
+        };
         let parts = moments.chunk(2, 1)?;
         Ok(DiagonalGaussian {
             mean: parts[0].contiguous()?,
@@ -176,11 +219,26 @@ impl AutoencoderKl {
     /// # Errors
     /// When the shapes do not fit.
     pub fn decode(&self, latents: &Tensor) -> Result<Tensor> {
+        Ok(match self.tiles.filter(|tiles| tiles.wanted(latents, tiles.latents)) {
+            Some(tiles) => tiles.decode(latents, |tile| self.pixels(tile))?,
+            None => self.pixels(latents)?,
+        })
+    }
+
+    fn moments(&self, images: &Tensor) -> candle_core::Result<Tensor> {
+        let moments = self.encoder.forward(images)?;
+        match &self.quant_conv {
+            Some(conv) => conv.forward(&moments),
+            None => Ok(moments),
+        }
+    }
+
+    fn pixels(&self, latents: &Tensor) -> candle_core::Result<Tensor> {
         let x = match &self.post_quant_conv {
             Some(conv) => conv.forward(latents)?,
             None => latents.clone(),
         };
-        Ok(self.decoder.forward(&x)?)
+        self.decoder.forward(&x)
     }
 }
 

@@ -61,12 +61,12 @@ impl Conv2d {
     pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         let bias = self.bias.as_ref();
         let mut y = match &self.weight {
-            Weight::Packed(packed) if cpu::runs_here(x) && packed.dtype() == DType::F32 => {
+            weight @ (Weight::Packed(_) | Weight::Streamed(_)) if cpu::runs_here(x) && weight.dtype() == DType::F32 => {
                 let bias = bias.map(Tensor::contiguous).transpose()?;
                 let (stride, padding) = (self.stride, self.padding);
-                x.contiguous()?.apply_op1(PackedConv {
+                x.contiguous()?.apply_op1(FrozenConv {
                     op: ConvOp { stride, padding, bias },
-                    weight: self.weight.clone(),
+                    weight: weight.clone(),
                 })?
             }
             weight => conv2d(x, &weight.dense()?, bias, self.stride, self.padding)?,
@@ -186,15 +186,15 @@ impl CustomOp2 for ConvOp {
     }
 }
 
-/// A convolution with a quantised weight, which gets no gradient.
-struct PackedConv {
+/// A convolution with a weight that is made when it is used and gets no gradient.
+struct FrozenConv {
     op: ConvOp,
     weight: Weight,
 }
 
-impl CustomOp1 for PackedConv {
+impl CustomOp1 for FrozenConv {
     fn name(&self) -> &'static str {
-        "conv2d-packed"
+        "conv2d-frozen"
     }
 
     fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {

@@ -195,9 +195,16 @@ pub(super) fn alone() -> Vec<Case> {
         case(
             "a profile for GPUs on a processor",
             &["cpu"],
-            lora("sd1").profile(Balanced),
+            lora("sd1").profile(FullGpu),
             "waits",
             &["no connected device is a GPU"],
+        ),
+        case(
+            "a lean profile on a processor",
+            &["cpu"],
+            lora("sd1").profile(Balanced),
+            "cpu balanced",
+            &[],
         ),
         case(
             "a profile for processors on a GPU",

@@ -1,0 +1,55 @@
+//! However a model is laid out in memory, it draws the same pictures.
+
+use super::tests::{generate_job, go, pictures, spec};
+use crate::image_io;
+use crate::testing::fixtures;
+use aitk_common::attempt::Outcome;
+use aitk_common::plan::profile::MemoryProfile;
+
+/// The colours of one picture, drawn with these keys in the `model` section.
+fn drawn(model: &str, profile: MemoryProfile) -> Vec<u8> {
+    let dir = tempfile::tempdir().unwrap();
+    let lora = fixtures().join("pipelines/lora.safetensors");
+    let yaml = generate_job(
+        &dir.path().join("out"),
+        &format!(", lora_path: {}{model}", lora.display()),
+        "sampler: ddim, sample_steps: 4, width: 64, height: 40, neg: blurry, prompts: [a red circle --seed 3]",
+    );
+    let mut spec = spec(&yaml);
+    spec.profile = profile;
+    let (outcome, events) = go(&spec);
+    assert_eq!(outcome, Outcome::Completed);
+    let picture = image_io::open_rgb(&pictures(&events)[0].1).unwrap();
+    picture.into_raw()
+}
+
+#[test]
+fn every_layout_draws_the_same() {
+    let expected = drawn("", MemoryProfile::FullGpu);
+    let layouts = MemoryProfile::ALL.map(|profile| ("", profile)).into_iter().chain([
+        (", low_vram: true", MemoryProfile::FullGpu),
+        (", layer_offloading: true", MemoryProfile::FullGpu),
+        (
+            ", layer_offloading: true, layer_offloading_transformer_percent: 0.3, layer_offloading_text_encoder_percent: 0",
+            MemoryProfile::Balanced,
+        ),
+    ]);
+    for (model, profile) in layouts {
+        let found = drawn(model, profile);
+        let worst = found.iter().zip(&expected).map(|(a, b)| a.abs_diff(*b)).max();
+        assert!(
+            worst <= Some(1) && found.len() == expected.len(),
+            "{model} {profile:?}: {worst:?}"
+        );
+    }
+}
+
+/// A quantised layer stays in memory, in its few bits; what is not quantised is streamed.
+#[test]
+fn a_quantised_model_is_laid_out_as_well() {
+    let quantised = ", quantize: true, qtype: int8, quantize_te: false";
+    let expected = drawn(quantised, MemoryProfile::FullGpu);
+    let found = drawn(quantised, MemoryProfile::Extreme);
+    let worst = found.iter().zip(&expected).map(|(a, b)| a.abs_diff(*b)).max();
+    assert!(worst <= Some(1), "{worst:?}");
+}

@@ -1,0 +1,183 @@
+//! What an attempt's process really takes of memory, phase by phase, and how that compares with what was predicted.
+
+use aitk_common::attempt::{AttemptSpec, ChildEvent};
+use aitk_common::capability::DeviceKind;
+use aitk_common::plan::anatomy::Anatomy;
+use aitk_common::plan::demand::Demand;
+use aitk_common::plan::need::MemoryNeed;
+use aitk_common::plan::profile::MemoryProfile;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+const GIB: f64 = 1_073_741_824.0;
+
+/// From here on the peak counts anew, where the system can do that.
+pub(crate) fn forget_peak() {
+    #[cfg(target_os = "linux")]
+    let _ = std::fs::write("/proc/self/clear_refs", "5");
+}
+
+/// The most memory that this process held at once; 0 where the system does not tell.
+pub(crate) fn peak() -> u64 {
+    #[cfg(target_os = "linux")]
+    {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+        let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+        kib.unwrap_or(0).saturating_mul(1024)
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        use nix::sys::resource::{UsageWho, getrusage};
+        // Macs count bytes here; elsewhere it is KiB.
+        let most = getrusage(UsageWho::RUSAGE_SELF).map_or(0, |usage| usage.max_rss());
+        u64::try_from(most).unwrap_or(0)
+    }
+}
+
+/// The peak of each phase of an attempt so far.
+#[derive(Debug, Default)]
+pub(crate) struct Usage {
+    phase: Option<String>,
+    /// In the order in which they first came.
+    phases: Vec<(String, u64)>,
+    step: u64,
+}
+
+impl Usage {
+    /// Looks at what the attempt says.
+    pub(crate) fn see(&mut self, event: &ChildEvent) {
+        match event {
+            ChildEvent::Phase { name } => {
+                self.leave();
+                self.phase = Some(name.clone());
+            }
+            ChildEvent::Progress { done, .. } => self.step = *done,
+            _ => {}
+        }
+    }
+
+    fn leave(&mut self) {
+        let Some(phase) = self.phase.take() else { return };
+        let bytes = peak();
+        forget_peak();
+        match self.phases.iter_mut().find(|(name, _)| *name == phase) {
+            Some((_, most)) => *most = bytes.max(*most),
+            None => self.phases.push((phase, bytes)),
+        }
+    }
+
+    /// A line for the log and numbers for the metrics: the peak, of which phase, and what was predicted.
+    pub(crate) fn report(mut self, spec: &AttemptSpec) -> Vec<ChildEvent> {
+        self.leave();
+        let Some(most) = self
+            .phases
+            .iter()
+            .map(|(_, bytes)| *bytes)
+            .max()
+            .filter(|most| *most > 0)
+        else {
+            return Vec::new();
+        };
+        let gib = |bytes: u64| bytes as f64 / GIB;
+        let mut values = BTreeMap::from([("memory/peak_gib".to_owned(), gib(most))]);
+        let on_processor = spec.device.kind == DeviceKind::Cpu;
+        // What a GPU holds is not seen here.
+        let predicted = needed(spec).filter(|_| on_processor);
+        let predicted = predicted.map(|need| need.under(spec.profile, on_processor));
+        let mut words = format!("host memory: at most {:.2} GiB", gib(most));
+        if let Some(predicted) = predicted {
+            values.insert("memory/predicted_gib".into(), gib(predicted));
+            words.push_str(&format!(
+                ", {:.2} GiB predicted under {}",
+                gib(predicted),
+                spec.profile.name()
+            ));
+        }
+        let phases = self
+            .phases
+            .iter()
+            .map(|(name, bytes)| format!("{name} {:.2}", gib(*bytes)));
+        words.push_str(&format!(" ({})", phases.collect::<Vec<_>>().join(", ")));
+        vec![
+            ChildEvent::Log {
+                level: "info".into(),
+                message: words,
+            },
+            ChildEvent::Metrics {
+                step: self.step,
+                values,
+            },
+        ]
+    }
+}
+
+/// What the plan says that this attempt takes.
+fn needed(spec: &AttemptSpec) -> Option<MemoryNeed> {
+    let named = spec.job.pointer("/process/0/kind")?.as_object()?.values().next()?;
+    let model = named.pointer("/model/name_or_path")?.as_str()?;
+    let path = spec.inputs.get(model).map_or(Path::new(model), |path| path.as_path());
+    Demand::of_job(&spec.job, Anatomy::read(path))?.memory
+}
+
+/// `cluster.memory_budget`, in bytes.
+fn budget(spec: &AttemptSpec) -> Option<u64> {
+    spec.job.pointer("/cluster/memory_budget")?.as_u64()
+}
+
+/// Holds this process to the budget that its job names, where it computes on the processor: what it asks for beyond it,
+/// the kernel refuses. Says what could not be done.
+pub(crate) fn keep_to_budget(spec: &AttemptSpec) -> Option<String> {
+    let bytes = budget(spec).filter(|_| spec.device.kind == DeviceKind::Cpu)?;
+    // Macs do not heed this limit.
+    if !cfg!(target_os = "linux") {
+        return Some("`cluster.memory_budget` chooses the memory profile; this system does not enforce it".into());
+    }
+    let (_, most) = getrlimit(Resource::RLIMIT_DATA).unwrap_or((0, bytes));
+    let bytes = bytes.min(most);
+    let error = setrlimit(Resource::RLIMIT_DATA, bytes, bytes).err()?;
+    Some(format!("`cluster.memory_budget` cannot be enforced: {error}"))
+}
+
+/// For an attempt that ran out of memory: the numbers, and what to try next.
+pub(crate) fn advice(spec: &AttemptSpec, total: u64) -> String {
+    let on_processor = spec.device.kind == DeviceKind::Cpu;
+    let gib = |bytes: u64| format!("{:.2} GiB", bytes as f64 / GIB);
+    let need = needed(spec);
+    let under = |profile: MemoryProfile| {
+        let bytes = need.map(|need| need.under(profile, on_processor));
+        bytes.map_or_else(String::new, |bytes| format!(", predicted to need {}", gib(bytes)))
+    };
+    let allowed = match budget(spec) {
+        Some(bytes) => format!("{} is allowed (`cluster.memory_budget`)", gib(bytes)),
+        None if on_processor => format!("this machine, or the group that the worker runs in, has {}", gib(total)),
+        None => "the device has no more".to_owned(),
+    };
+    let next = match spec.profile.smaller() {
+        Some(next) => format!(
+            "next to try is `cluster.memory_profile: {}`{}",
+            next.name(),
+            under(next)
+        ),
+        None => "there is no smaller profile: use a smaller resolution or batch, or quantise the model".to_owned(),
+    };
+    let name = spec.profile.name();
+    format!(
+        "it ran under the memory profile {name}{}, and {allowed}; {next}",
+        under(spec.profile)
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn the_peak_is_at_least_what_is_held() {
+        forget_peak();
+        let held = vec![1u8; 64 << 20];
+        assert!(peak() >= held.len() as u64 && held.iter().all(|byte| *byte == 1));
+    }
+}
