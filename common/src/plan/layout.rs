@@ -27,12 +27,12 @@ const GPU: Machine = Machine {
     base: 0.6,
     weights: 1.0,
     margin: 1.1,
-    streamed: 0.15,
+    streamed: 0.05,
 };
 
 /// A processor, measured (docs/memory.md).
 const PROCESSOR: Machine = Machine {
-    base: 0.06,
+    base: 0.09,
     weights: 1.055,
     margin: 1.02,
     streamed: 0.036,

@@ -71,12 +71,15 @@ async fn fit_and_explain_say_where_and_why_not() {
         "{nobody:?}"
     );
     let mut worker = FakeWorker::new(&pool, "w1").await;
-    // A whole SD 1.5 does not fit into the 4 GiB of this one; a toy does, and so does what its user says fits.
-    let whole = fit(lora("a", "")).await;
+    // A whole SD 1.5 does not fit into the 4 GiB of this one; half of it does, a toy does, and so does what its user says fits.
+    let all_in_memory = || lora("a", r#""memory_profile":"cpu_only""#);
+    let whole = fit(all_in_memory()).await;
     assert!(
         !whole.fits_somewhere() && whole.summary.contains("with the profile cpu_only"),
         "{whole:?}"
     );
+    let half = fit(lora("a", "")).await;
+    assert_eq!(half.devices[0].profile, Some(MemoryProfile::GpuPoor), "{half:?}");
     let toy = Submission {
         anatomy: Some(Anatomy {
             denoiser: 1_000_000,
@@ -94,11 +97,11 @@ async fn fit_and_explain_say_where_and_why_not() {
     let told = fit(lora("a", r#""memory_budget":1000000000"#)).await;
     assert!(
         told.summary
-            .starts_with("would start now on w1 cpu: cpu_only (0.9 GiB of 4.0 GiB"),
+            .starts_with("would start now on w1 cpu: extreme (0.9 GiB of 4.0 GiB"),
         "{told:?}"
     );
 
-    let job = submit(&pool, lora("a", "")).await;
+    let job = submit(&pool, all_in_memory()).await;
     assert_eq!(job.state, JobState::Queued);
     let request = v1::ExplainRequest {
         job_id: job.id.to_string(),

@@ -112,7 +112,8 @@ def run(aitk, model, job):
                 Image.effect_noise((side, side), 80).convert("RGB").save(f"{folder}/data/{i}.png")
                 Path(f"{folder}/data/{i}.txt").write_text("a zorb")
         text = process.replace("FOLDER", folder).replace("MODEL", str(model))
-        text = f"job: extension\nconfig:\n  name: memory\n  process:{text}cluster: {{memory_profile: {profile}}}\n"
+        kind = "extension" if data else "generate"
+        text = f"job: {kind}\nconfig:\n  name: memory\n  process:{text}cluster: {{memory_profile: {profile}}}\n"
         Path(folder, "job.yaml").write_text(text)
         environment = {**os.environ, "HOME": folder, "XDG_STATE_HOME": f"{folder}/state"}
         done = subprocess.run(

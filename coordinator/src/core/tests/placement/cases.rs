@@ -78,11 +78,11 @@ pub(super) fn alone() -> Vec<Case> {
         ),
         case("flux lora, Mac: all of it", &["mac"], lora("flux"), "mac full_gpu", &[]),
         case(
-            "flux lora, processor: no",
+            "flux lora, processor: from its file",
             &["cpu"],
             lora("flux"),
-            "waits",
-            &["profile cpu_only", "24.0 GiB"],
+            "cpu extreme",
+            &["a guess"],
         ),
         case(
             "sdxl pictures, 12 GB",
@@ -93,10 +93,10 @@ pub(super) fn alone() -> Vec<Case> {
         ),
         case("sdxl pictures, 8 GB", &["2080"], pictures("sdxl"), "2080 gpu_poor", &[]),
         case(
-            "sdxl pictures, 6 GB: streamed",
+            "sdxl pictures, 6 GB: half of it streamed",
             &["1060"],
             pictures("sdxl"),
-            "1060 extreme",
+            "1060 gpu_poor",
             &[],
         ),
         case(
@@ -153,15 +153,15 @@ pub(super) fn alone() -> Vec<Case> {
             "f32 takes a leaner profile",
             &["3060"],
             train("sdxl", 1024, "float32", 16),
-            "3060 gpu_poor",
+            "3060 extreme",
             &[],
         ),
         case(
-            "without gradient checkpointing it takes more",
+            "without gradient checkpointing it takes more, so the profile turns it on",
             &["3060"],
             lora("sdxl").set("/train/gradient_checkpointing", json!(false)),
-            "waits",
-            &["it needs about"],
+            "3060 gpu_poor",
+            &[],
         ),
         // What the config says wins.
         case(

@@ -354,13 +354,13 @@ fn an_explanation_reads_as_one_would_say_it() {
         words[1]
     );
     assert!(
-        words[2].starts_with("cpu cpu: too small: even cpu_only needs about"),
+        words[2].starts_with("cpu cpu: extreme (") && words[2].contains("it would take about 1"),
         "{}",
         words[2]
     );
     let before = world.state.fit(&pictures("sdxl").wants());
     assert!(
-        before.summary.starts_with("would start now on 1060 cuda:0: extreme ("),
+        before.summary.starts_with("would start now on 1060 cuda:0: gpu_poor ("),
         "{}",
         before.summary
     );
