@@ -183,7 +183,7 @@ fn a_memory_budget_that_is_too_small_ends_the_attempt_with_the_numbers() {
     fs::write(root.join("job.yaml"), drawing("large", root, 1536, tight)).unwrap();
     fs::write(root.join("next.yaml"), drawing("small", root, 64, "")).unwrap();
     let output = jobs::run(&Place::Here, root, "job.yaml")
-        .arg("next.yaml")
+        .args(["next.yaml", "--recover"])
         .output()
         .unwrap();
     let err = String::from_utf8_lossy(&output.stderr).into_owned();

@@ -47,11 +47,14 @@ pub fn run_attempt(spec_path: &Path) -> ExitCode {
             if spec.output_root.is_none() {
                 privacy.end();
             }
-            if let Some(message) = keep_to_budget(&spec) {
-                events.emit(log("warn", message));
-            }
             let ran = catch_unwind(AssertUnwindSafe(|| {
-                on_pool(|| processes::run(&spec, &mut events, &stop))
+                on_pool(|| {
+                    // Here, because the threads and their stacks are there now and no part of the work.
+                    if let Some(message) = keep_to_budget(&spec) {
+                        events.emit(log("warn", message));
+                    }
+                    processes::run(&spec, &mut events, &stop)
+                })
             }));
             let outcome = ran.unwrap_or_else(|panic| internal(format!("a fault in aitk: {}", words(&*panic))));
             let code = match outcome {

@@ -22,10 +22,7 @@ pub(crate) fn forget_peak() {
 pub(crate) fn peak() -> u64 {
     #[cfg(target_os = "linux")]
     {
-        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
-        let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
-        kib.unwrap_or(0).saturating_mul(1024)
+        of_status("VmHWM:")
     }
     #[cfg(not(target_os = "linux"))]
     {
@@ -34,6 +31,14 @@ pub(crate) fn peak() -> u64 {
         let most = getrusage(UsageWho::RUSAGE_SELF).map_or(0, |usage| usage.max_rss());
         u64::try_from(most).unwrap_or(0)
     }
+}
+
+/// Bytes of a line of `/proc/self/status`; 0 where there is none.
+fn of_status(name: &str) -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix(name));
+    let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+    kib.unwrap_or(0).saturating_mul(1024)
 }
 
 /// The peak of each phase of an attempt so far.
@@ -126,16 +131,16 @@ fn budget(spec: &AttemptSpec) -> Option<u64> {
     spec.job.pointer("/cluster/memory_budget")?.as_u64()
 }
 
-/// Holds this process to the budget that its job names, where it computes on the processor: what it asks for beyond it,
-/// the kernel refuses. Says what could not be done.
+/// Holds this process to the budget that its job names, where it computes on the processor: what it asks for beyond it
+/// from now on, the kernel refuses. Says what could not be done.
 pub(crate) fn keep_to_budget(spec: &AttemptSpec) -> Option<String> {
     let bytes = budget(spec).filter(|_| spec.device.kind == DeviceKind::Cpu)?;
     // Macs do not heed this limit.
     if !cfg!(target_os = "linux") {
         return Some("`cluster.memory_budget` chooses the memory profile; this system does not enforce it".into());
     }
-    let (_, most) = getrlimit(Resource::RLIMIT_DATA).unwrap_or((0, bytes));
-    let bytes = bytes.min(most);
+    let (_, most) = getrlimit(Resource::RLIMIT_DATA).unwrap_or((0, u64::MAX));
+    let bytes = bytes.saturating_add(of_status("VmData:")).min(most);
     let error = setrlimit(Resource::RLIMIT_DATA, bytes, bytes).err()?;
     Some(format!("`cluster.memory_budget` cannot be enforced: {error}"))
 }

@@ -103,7 +103,7 @@ impl State {
             }
             _ if before.is_some() => {
                 let words = format!(
-                    "not enough memory, with the smaller profile {} as well; `cluster.memory_budget` and                      `cluster.memory_profile` choose another device or layout: {message}",
+                    "not enough memory, with the smaller profile {} as well; `cluster.memory_budget` and `cluster.memory_profile` choose another device or layout: {message}",
                     profile.name()
                 );
                 self.set_state(step, id, JobState::Failed, words);

@@ -163,7 +163,7 @@ fn advised(outcome: Outcome, spec: &Path) -> Outcome {
         } => {
             let numbers = crate::child::read_spec(spec).map(|spec| usage::advice(&spec, crate::probe::memory().total));
             let message = match numbers {
-                Ok(numbers) => format!("{message}\n{numbers}"),
+                Ok(numbers) => format!("{message}; {numbers}"),
                 Err(_) => message,
             };
             Outcome::Failed { cause, message }

@@ -348,13 +348,13 @@ fn an_explanation_reads_as_one_would_say_it() {
         words[0]
     );
     assert!(
-        words[1].starts_with("1060 cuda:0: too small: even extreme needs about")
-            && words[1].ends_with("and it has 5.2 GiB"),
+        words[1].starts_with("cpu cpu: extreme (") && words[1].contains("it would take about 1"),
         "{}",
         words[1]
     );
     assert!(
-        words[2].starts_with("cpu cpu: extreme (") && words[2].contains("it would take about 1"),
+        words[2].starts_with("1060 cuda:0: too small: even extreme needs about")
+            && words[2].ends_with("and it has 5.2 GiB"),
         "{}",
         words[2]
     );
