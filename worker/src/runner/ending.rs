@@ -13,11 +13,14 @@ const TAIL_LINES: usize = 12;
 #[derive(Debug, Default, Clone)]
 pub(super) struct Tail {
     lines: VecDeque<String>,
+    /// A line said that memory was refused; a backtrace may have pushed it out since.
+    refused_memory: bool,
 }
 
 impl Tail {
     /// Adds a line, forgetting the oldest.
     pub(super) fn push(&mut self, line: &str) {
+        self.refused_memory |= line.contains("memory allocation of");
         if self.lines.len() == TAIL_LINES {
             self.lines.pop_front();
         }
@@ -26,10 +29,6 @@ impl Tail {
 
     fn text(&self) -> String {
         self.lines.iter().map(String::as_str).collect::<Vec<_>>().join("\n")
-    }
-
-    fn says(&self, words: &str) -> bool {
-        self.lines.iter().any(|line| line.contains(words))
     }
 }
 
@@ -71,7 +70,7 @@ pub(super) fn outcome(ending: Ending) -> Outcome {
     let signal = ending.status.signal();
     let killed = signal == Some(Signal::SIGKILL as i32);
     // Rust's allocator prints this sentence and aborts; there is no other sign of it.
-    let allocation = signal == Some(Signal::SIGABRT as i32) && ending.tail.says("memory allocation of");
+    let allocation = signal == Some(Signal::SIGABRT as i32) && ending.tail.refused_memory;
     let (cause, what) = if (killed && ending.memory_ran_out) || allocation {
         let what = match allocation {
             true => "the attempt asked for more memory than it may have, and was ended",
@@ -172,6 +171,6 @@ mod tests {
             tail.push(&line.to_string());
         }
         assert_eq!(tail.lines.len(), TAIL_LINES);
-        assert!(tail.says("999"));
+        assert!(tail.text().contains("999"));
     }
 }
