@@ -1,7 +1,6 @@
 //! Activations, each with its derivative: SiLU, GELU (exact and by tanh), quick GELU, GEGLU.
 
-use super::cpu;
-use candle_core::cpu::erf::erf_f32;
+use super::cpu::{self, Function, Simd, each, each_here};
 use candle_core::{CpuStorage, CustomOp1, D, Device, Layout, Shape, Tensor};
 use rayon::prelude::*;
 
@@ -47,34 +46,39 @@ impl Activation {
         }
     }
 
-    fn value(self, x: f32) -> f32 {
+    #[inline(always)]
+    fn value<S: Simd>(self, x: S::V) -> S::V {
         match self {
-            Self::Silu => x * sigmoid(x),
-            Self::Gelu => 0.5 * x * (1.0 + erf_f32(x * std::f32::consts::FRAC_1_SQRT_2)),
-            Self::GeluTanh => 0.5 * x * (1.0 + (TANH_SCALE * (x + TANH_CUBE * x * x * x)).tanh()),
-            Self::QuickGelu => x * sigmoid(1.702 * x),
+            Self::Silu => S::mul(x, sigmoid::<S>(x)),
+            Self::Gelu => S::mul(x, normal::<S>(x)),
+            Self::GeluTanh => S::mul(x, sigmoid::<S>(tanh_inner::<S>(x))),
+            Self::QuickGelu => S::mul(x, sigmoid::<S>(S::mul(x, S::splat(1.702)))),
         }
     }
 
-    fn derivative(self, x: f32) -> f32 {
+    #[inline(always)]
+    fn derivative<S: Simd>(self, x: S::V) -> S::V {
+        // Of x * s(u(x)) with the logistic function s: s + x * s * (1 - s) * u'.
+        let logistic = |s: S::V, slope: S::V| {
+            let inner = S::mul(S::mul(x, S::sub(S::splat(1.0), s)), slope);
+            S::mul_add(s, inner, s)
+        };
         match self {
-            Self::Silu => {
-                let s = sigmoid(x);
-                s * (1.0 + x * (1.0 - s))
-            }
+            Self::Silu => logistic(sigmoid::<S>(x), S::splat(1.0)),
             Self::Gelu => {
-                let density = (-0.5 * x * x).exp() * 0.398_942_3;
-                0.5 * (1.0 + erf_f32(x * std::f32::consts::FRAC_1_SQRT_2)) + x * density
+                let density = S::exp(S::mul(S::mul(x, x), S::splat(-0.5)));
+                S::mul_add(x, S::mul(density, S::splat(0.398_942_3)), normal::<S>(x))
             }
             Self::GeluTanh => {
-                let t = (TANH_SCALE * (x + TANH_CUBE * x * x * x)).tanh();
-                let inner = TANH_SCALE * (1.0 + 3.0 * TANH_CUBE * x * x);
-                0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner
+                let square = S::mul(x, x);
+                let slope = S::mul_add(
+                    square,
+                    S::splat(6.0 * TANH_SCALE * TANH_CUBE),
+                    S::splat(2.0 * TANH_SCALE),
+                );
+                logistic(sigmoid::<S>(tanh_inner::<S>(x)), slope)
             }
-            Self::QuickGelu => {
-                let s = sigmoid(1.702 * x);
-                s + 1.702 * x * s * (1.0 - s)
-            }
+            Self::QuickGelu => logistic(sigmoid::<S>(S::mul(x, S::splat(1.702))), S::splat(1.702)),
         }
     }
 }
@@ -82,8 +86,44 @@ impl Activation {
 const TANH_SCALE: f32 = 0.797_884_6;
 const TANH_CUBE: f32 = 0.044_715;
 
-fn sigmoid(x: f32) -> f32 {
-    1.0 / (1.0 + (-x).exp())
+#[inline(always)]
+fn sigmoid<S: Simd>(x: S::V) -> S::V {
+    let one = S::splat(1.0);
+    S::div(one, S::add(one, S::exp(S::sub(S::splat(0.0), x))))
+}
+
+/// Twice what GELU by tanh takes the tanh of: (1 + tanh u) / 2 is the logistic function of 2 u.
+#[inline(always)]
+fn tanh_inner<S: Simd>(x: S::V) -> S::V {
+    let cube = S::mul_add(S::mul(x, x), S::splat(TANH_CUBE), S::splat(1.0));
+    S::mul(S::mul(x, S::splat(2.0 * TANH_SCALE)), cube)
+}
+
+/// The distribution function of the normal distribution, to 1e-6 of itself even far below zero. Its complement by the
+/// Chebyshev fit of Press and others, "Numerical Recipes" (`erfcc`).
+#[inline(always)]
+fn normal<S: Simd>(x: S::V) -> S::V {
+    const FIT: [f32; 9] = [
+        -0.822_152_2,
+        1.488_515_9,
+        -1.135_203_98,
+        0.278_868_07,
+        -0.186_288_06,
+        0.096_784_18,
+        0.374_091_96,
+        1.000_023_68,
+        -1.265_512_2,
+    ];
+    let (zero, one) = (S::splat(0.0), S::splat(1.0));
+    let z = S::mul(S::max(x, S::sub(zero, x)), S::splat(std::f32::consts::FRAC_1_SQRT_2));
+    let t = S::div(one, S::mul_add(z, S::splat(0.5), one));
+    let mut p = S::splat(0.170_872_77);
+    for c in FIT {
+        p = S::mul_add(p, t, S::splat(c));
+    }
+    let exponent = S::sub(p, S::mul(z, z));
+    let tail = S::mul(S::mul(t, S::splat(0.5)), S::exp(exponent));
+    S::where_negative(x, tail, S::sub(one, tail))
 }
 
 /// x * sigmoid(x).
@@ -127,10 +167,23 @@ pub fn geglu(x: &Tensor) -> candle_core::Result<Tensor> {
     hidden * gelu(&gate)?
 }
 
-/// Elements that one task of the thread pool takes.
-const GRAIN: usize = 1 << 13;
-
+/// An activation as a function of one number, and its gradient as one of two: the number, and what comes back.
+#[derive(Clone, Copy)]
 struct Elementwise(Activation);
+
+impl Function<1> for Elementwise {
+    #[inline(always)]
+    fn of<S: Simd>(self, [x]: [S::V; 1]) -> S::V {
+        self.0.value::<S>(x)
+    }
+}
+
+impl Function<2> for Elementwise {
+    #[inline(always)]
+    fn of<S: Simd>(self, [x, dy]: [S::V; 2]) -> S::V {
+        S::mul(dy, self.0.derivative::<S>(x))
+    }
+}
 
 impl CustomOp1 for Elementwise {
     fn name(&self) -> &'static str {
@@ -140,31 +193,35 @@ impl CustomOp1 for Elementwise {
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
         let x = cpu::slice(storage, layout)?;
         let mut y = vec![0f32; x.len()];
-        y.par_chunks_mut(GRAIN).zip(x.par_chunks(GRAIN)).for_each(|(y, x)| {
-            y.iter_mut().zip(x).for_each(|(y, x)| *y = self.0.value(*x));
-        });
+        each(*self, [x], &mut y);
         Ok((CpuStorage::F32(y), layout.shape().clone()))
     }
 
     fn bwd(&self, x: &Tensor, _y: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
         let grad = grad.contiguous()?;
         let mut dx = vec![0f32; x.elem_count()];
-        cpu::with_slice(x, |x| {
-            cpu::with_slice(&grad, |dy| {
-                let inputs = x.par_chunks(GRAIN).zip(dy.par_chunks(GRAIN));
-                dx.par_chunks_mut(GRAIN).zip(inputs).for_each(|(dx, (x, dy))| {
-                    let inputs = x.iter().zip(dy);
-                    dx.iter_mut()
-                        .zip(inputs)
-                        .for_each(|(dx, (x, dy))| *dx = dy * self.0.derivative(*x));
-                });
-            })
-        })??;
+        cpu::with_slice(x, |x| cpu::with_slice(&grad, |dy| each(*self, [x, dy], &mut dx)))??;
         Ok(Some(Tensor::from_vec(dx, x.shape(), &Device::Cpu)?))
     }
 }
 
+/// hidden * gelu(gate) and its gradients.
+#[derive(Clone, Copy)]
 struct Geglu;
+
+impl Function<2> for Geglu {
+    #[inline(always)]
+    fn of<S: Simd>(self, [hidden, gate]: [S::V; 2]) -> S::V {
+        S::mul(hidden, Activation::Gelu.value::<S>(gate))
+    }
+}
+
+impl Function<3> for Geglu {
+    #[inline(always)]
+    fn of<S: Simd>(self, [hidden, gate, dy]: [S::V; 3]) -> S::V {
+        S::mul(S::mul(dy, hidden), Activation::Gelu.derivative::<S>(gate))
+    }
+}
 
 impl CustomOp1 for Geglu {
     fn name(&self) -> &'static str {
@@ -182,9 +239,7 @@ impl CustomOp1 for Geglu {
         if half > 0 {
             y.par_chunks_mut(half).zip(x.par_chunks(2 * half)).for_each(|(y, x)| {
                 let (hidden, gate) = x.split_at(half);
-                for ((y, hidden), gate) in y.iter_mut().zip(hidden).zip(gate) {
-                    *y = hidden * Activation::Gelu.value(*gate);
-                }
+                each_here(*self, [hidden, gate], y);
             });
         }
         Ok((CpuStorage::F32(y), dims.into()))
@@ -201,10 +256,8 @@ impl CustomOp1 for Geglu {
                     dx.par_chunks_mut(2 * half).zip(inputs).for_each(|(dx, (x, dy))| {
                         let (hidden, gate) = x.split_at(half);
                         let (d_hidden, d_gate) = dx.split_at_mut(half);
-                        for i in 0..half {
-                            d_hidden[i] = dy[i] * Activation::Gelu.value(gate[i]);
-                            d_gate[i] = dy[i] * hidden[i] * Activation::Gelu.derivative(gate[i]);
-                        }
+                        each_here(Geglu, [dy, gate], d_hidden);
+                        each_here(Geglu, [hidden, gate, dy], d_gate);
                     });
                 })
             })??;

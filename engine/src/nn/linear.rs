@@ -3,7 +3,7 @@
 use super::{LayerAdapter, Weight, cpu};
 use crate::error::Result;
 use crate::weights::{Init, Weights};
-use candle_core::{CpuStorage, CustomOp1, DType, Layout, Shape, Tensor};
+use candle_core::{CpuStorage, CustomOp1, CustomOp2, D, DType, Layout, Shape, Tensor};
 use std::sync::Arc;
 
 /// `y = x W^T + b`, with adapters.
@@ -86,29 +86,106 @@ fn project(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> candle_core::R
         Some(last) if *last == inputs => *last = outputs,
         _ => candle_core::bail!("linear: input {:?} does not fit weight {:?}", x.dims(), weight.dims()),
     }
-    let rows = x.elem_count() / inputs.max(1);
-    let flat = x.contiguous()?.reshape((rows, inputs))?;
     let frozen = match weight {
         Weight::Plain(weight) if weight.track_op() => None,
         Weight::Plain(weight) => Some(Weight::Plain(weight.contiguous()?)),
         Weight::Packed(_) | Weight::Streamed(_) => Some(weight.clone()),
     };
-    let y = match frozen.filter(|weight| cpu::runs_here(&flat) && weight.dtype() == DType::F32) {
-        Some(weight) => flat.apply_op1(FrozenLinear { weight })?,
-        // candle keeps what it multiplied with until the backward pass: here a weight that is not plain is dense for so
-        // long, unless the part is recomputed.
-        None => flat.matmul(&weight.dense()?.t()?)?,
+    let x = x.contiguous()?;
+    if let Some(weight) = frozen.filter(|weight| cpu::runs_here(&x) && weight.dtype() == DType::F32) {
+        let (inside, outside) = match bias {
+            Some(bias) if !bias.track_op() && cpu::runs_here(bias) && bias.elem_count() == outputs => {
+                (Some(bias.contiguous()?), None)
+            }
+            other => (None, other),
+        };
+        let y = x.apply_op1(FrozenLinear { weight, bias: inside })?;
+        return match outside {
+            Some(bias) => y.broadcast_add(bias),
+            None => Ok(y),
+        };
+    }
+    // candle keeps what it multiplied with until the backward pass: here a weight that is not plain is dense for so
+    // long, unless the part is recomputed.
+    let weight = weight.dense()?;
+    let y = if cpu::runs_here(&x) && weight.dtype() == DType::F32 {
+        x.apply_op2(&weight.contiguous()?, TrainedLinear)?
+    } else {
+        let rows = x.elem_count() / inputs.max(1);
+        x.reshape((rows, inputs))?.matmul(&weight.t()?)?.reshape(shape)?
     };
-    let y = y.reshape(shape)?;
     match bias {
         Some(bias) => y.broadcast_add(bias),
         None => Ok(y),
     }
 }
 
+/// `y` [.., out] (+)= x W^T: x [.., in], weight [out, in].
+fn multiply(x: &[f32], dims: &[usize], weight: &[f32], outputs: usize, mut y: Vec<f32>, beta: f32) -> Product {
+    let inputs = dims.last().copied().unwrap_or(0);
+    let rows = x.len() / inputs.max(1);
+    y.resize(rows * outputs, 0.0);
+    let out = cpu::MatMut::new(&mut y, rows, outputs);
+    let (x, weight) = (cpu::Mat::new(x, rows, inputs), cpu::Mat::new(weight, outputs, inputs));
+    cpu::gemm(out, x, weight.t(), beta, 1.0, cpu::threads())?;
+    let mut shape = dims.to_vec();
+    if let Some(last) = shape.last_mut() {
+        *last = outputs;
+    }
+    Ok((CpuStorage::F32(y), shape.into()))
+}
+
+type Product = candle_core::Result<(CpuStorage, Shape)>;
+
+/// x [.., width] as rows.
+fn rows(x: &Tensor) -> candle_core::Result<Tensor> {
+    let x = x.contiguous()?;
+    let width = x.dim(D::Minus1)?;
+    x.reshape((x.elem_count() / width.max(1), width))
+}
+
+/// A product of which both sides may get a gradient. With candle's own there would be a change of shape before and
+/// after, each of which goes through memory several times in the backward pass.
+struct TrainedLinear;
+
+impl CustomOp2 for TrainedLinear {
+    fn name(&self) -> &'static str {
+        "linear"
+    }
+
+    fn cpu_fwd(&self, x: &CpuStorage, x_layout: &Layout, w: &CpuStorage, w_layout: &Layout) -> Product {
+        let (x, weight) = (cpu::slice(x, x_layout)?, cpu::slice(w, w_layout)?);
+        let (outputs, _) = w_layout.shape().dims2()?;
+        multiply(x, x_layout.dims(), weight, outputs, Vec::new(), 0.0)
+    }
+
+    fn bwd(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        _y: &Tensor,
+        grad: &Tensor,
+    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
+        let grad = rows(grad)?;
+        let dx = if x.track_op() {
+            Some(grad.matmul(weight)?.reshape(x.shape())?)
+        } else {
+            None
+        };
+        let dw = if weight.track_op() {
+            Some(grad.t()?.matmul(&rows(&x.detach())?)?)
+        } else {
+            None
+        };
+        Ok((dx, dw))
+    }
+}
+
 /// A product with a weight that gets no gradient. candle's own matmul would compute one and throw it away.
 struct FrozenLinear {
     weight: Weight,
+    /// Gets no gradient either.
+    bias: Option<Tensor>,
 }
 
 impl CustomOp1 for FrozenLinear {
@@ -116,44 +193,21 @@ impl CustomOp1 for FrozenLinear {
         "frozen-linear"
     }
 
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        let (rows, inputs) = layout.shape().dims2()?;
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Product {
         let weight = self.weight.dense()?;
-        let outputs = weight.dim(0)?;
-        let mut y = vec![0f32; rows * outputs];
+        let (outputs, inputs) = weight.dims2()?;
         let x = cpu::slice(storage, layout)?;
-        cpu::with_slice(&weight, |w| {
-            cpu::gemm(
-                cpu::MatMut {
-                    data: &mut y,
-                    rows,
-                    cols: outputs,
-                    row_stride: outputs,
-                    col_stride: 1,
-                },
-                cpu::Mat {
-                    data: x,
-                    rows,
-                    cols: inputs,
-                    row_stride: inputs,
-                    col_stride: 1,
-                },
-                cpu::Mat {
-                    data: w,
-                    rows: inputs,
-                    cols: outputs,
-                    row_stride: 1,
-                    col_stride: inputs,
-                },
-                0.0,
-                1.0,
-                cpu::threads(),
-            )
-        })??;
-        Ok((CpuStorage::F32(y), (rows, outputs).into()))
+        let rows = x.len() / inputs.max(1);
+        let (mut y, mut beta) = (Vec::with_capacity(rows * outputs), 0.0);
+        if let Some(bias) = &self.bias {
+            cpu::with_slice(bias, |bias| (0..rows).for_each(|_| y.extend_from_slice(bias)))?;
+            beta = 1.0;
+        }
+        cpu::with_slice(&weight, |weight| multiply(x, layout.dims(), weight, outputs, y, beta))?
     }
 
-    fn bwd(&self, _x: &Tensor, _y: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        Ok(Some(grad.matmul(&self.weight.dense()?)?))
+    fn bwd(&self, x: &Tensor, _y: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        let dx = rows(grad)?.matmul(&self.weight.dense()?)?;
+        Ok(Some(dx.reshape(x.shape())?))
     }
 }

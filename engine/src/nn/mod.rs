@@ -16,6 +16,7 @@ pub mod quant;
 mod resize;
 #[cfg(test)]
 mod tests;
+mod transpose;
 mod weight;
 
 pub use activation::{Activation, geglu, gelu, quick_gelu, silu};
@@ -27,4 +28,5 @@ pub use embedding::Embedding;
 pub use linear::{Linear, linear};
 pub use norm::{GroupNorm, LayerNorm};
 pub use resize::upsample_nearest;
+pub use transpose::swap_last;
 pub use weight::Weight;

@@ -3,7 +3,7 @@
 //! Both take the mean and the variance over a row (of all elements of a group, or of the last dimension), then scale
 //! and shift. Sums run in f64, one row on one thread, so that the result does not depend on the number of threads.
 
-use super::cpu::{self, Kernel3, Op3};
+use super::cpu::{self, Kernel3, Op3, Simd, Work, vectorised};
 use crate::error::Result;
 use crate::weights::{Init, Weights};
 use candle_core::{D, DType, Device, Shape, Tensor};
@@ -157,10 +157,7 @@ struct Rows {
 impl Rows {
     /// Mean and 1 / sqrt(variance + eps).
     fn statistics(&self, row: &[f32]) -> (f32, f32) {
-        let n = row.len().max(1) as f64;
-        let mean = row.iter().map(|v| f64::from(*v)).sum::<f64>() / n;
-        let variance = row.iter().map(|v| (f64::from(*v) - mean).powi(2)).sum::<f64>() / n;
-        (mean as f32, (1.0 / (variance + self.eps).sqrt()) as f32)
+        vectorised(Statistics { row, eps: self.eps })
     }
 
     /// The channel of the first element of row `r`.
@@ -185,6 +182,13 @@ impl Kernel3 for Rows {
                 .for_each(|(r, (y, x))| {
                     let (mean, scale) = self.statistics(x);
                     let first = self.first_channel(r);
+                    if self.spatial == 1 {
+                        let (weight, bias) = (&weight[first..], &bias[first..]);
+                        for (((y, x), w), b) in y.iter_mut().zip(x).zip(weight).zip(bias) {
+                            *y = (x - mean) * scale * w + b;
+                        }
+                        return;
+                    }
                     for (i, (y, x)) in y.chunks_mut(self.spatial).zip(x.chunks(self.spatial)).enumerate() {
                         let (w, b) = (weight[first + i], bias[first + i]);
                         let (mul, add) = (scale * w, b - mean * scale * w);
@@ -243,23 +247,105 @@ impl Rows {
     /// dx = scale * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * weight.
     fn backward_row(&self, first: usize, x: &[f32], dy: &[f32], weight: &[f32], dx: &mut [f32]) {
         let (mean, scale) = self.statistics(x);
-        let (mut sum, mut sum_xhat) = (0f64, 0f64);
-        for (i, (x, dy)) in x.chunks(self.spatial).zip(dy.chunks(self.spatial)).enumerate() {
-            let w = weight[first + i];
-            for (x, dy) in x.iter().zip(dy) {
-                let g = dy * w;
-                sum += f64::from(g);
-                sum_xhat += f64::from(g * (x - mean) * scale);
-            }
+        vectorised(BackwardRow {
+            x,
+            dy,
+            dx,
+            weight: &weight[first..],
+            spatial: self.spatial,
+            mean,
+            scale,
+        });
+    }
+}
+
+/// Partial sums: so many that the processor need not wait for one addition before the next, in an order of their own.
+const PARTS: usize = 16;
+
+#[inline(always)]
+fn sum<const N: usize>(inputs: [&[f32]; N], parts: &mut [f64; PARTS], f: impl Fn([f32; N]) -> f32) {
+    let length = inputs.iter().map(|x| x.len()).min().unwrap_or(0);
+    let whole = length - length % PARTS;
+    for at in (0..whole).step_by(PARTS) {
+        let blocks = inputs.map(|x| &x[at..at + PARTS]);
+        for (i, part) in parts.iter_mut().enumerate() {
+            *part += f64::from(f(blocks.map(|block| block[i])));
         }
+    }
+    for i in whole..length {
+        parts[i - whole] += f64::from(f(inputs.map(|x| x[i])));
+    }
+}
+
+struct Statistics<'a> {
+    row: &'a [f32],
+    eps: f64,
+}
+
+impl Work for Statistics<'_> {
+    type Out = (f32, f32);
+
+    #[inline(always)]
+    fn run<S: Simd>(self) -> (f32, f32) {
+        let n = self.row.len().max(1) as f64;
+        let (mut total, mut squares) = ([0f64; PARTS], [0f64; PARTS]);
+        sum([self.row], &mut total, |[v]| v);
+        let mean = total.iter().sum::<f64>() / n;
+        // Of what is left when the mean is taken away: squares of large numbers would cancel.
+        let centre = mean as f32;
+        sum([self.row], &mut squares, |[v]| (v - centre) * (v - centre));
+        let variance = squares.iter().sum::<f64>() / n - (mean - f64::from(centre)).powi(2);
+        (centre, (1.0 / (variance.max(0.0) + self.eps).sqrt()) as f32)
+    }
+}
+
+struct BackwardRow<'a> {
+    x: &'a [f32],
+    dy: &'a [f32],
+    dx: &'a mut [f32],
+    /// From the row's first channel on.
+    weight: &'a [f32],
+    spatial: usize,
+    mean: f32,
+    scale: f32,
+}
+
+impl Work for BackwardRow<'_> {
+    type Out = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self) {
+        let Self {
+            x,
+            dy,
+            dx,
+            weight,
+            spatial,
+            mean,
+            scale,
+        } = self;
+        let (mut g_sum, mut gx_sum) = ([0f64; PARTS], [0f64; PARTS]);
         let n = x.len() as f64;
-        let (mean_g, mean_gx) = ((sum / n) as f32, (sum_xhat / n) as f32);
-        let parts = x
-            .chunks(self.spatial)
-            .zip(dy.chunks(self.spatial))
-            .zip(dx.chunks_mut(self.spatial));
-        for (i, ((x, dy), dx)) in parts.enumerate() {
-            let w = weight[first + i];
+        let means = |g: [f64; PARTS], gx: [f64; PARTS]| {
+            let (g, gx) = (g.iter().sum::<f64>() / n, gx.iter().sum::<f64>() / n);
+            (g as f32, gx as f32)
+        };
+        if spatial == 1 {
+            sum([dy, weight], &mut g_sum, |[dy, w]| dy * w);
+            sum([dy, weight, x], &mut gx_sum, |[dy, w, x]| dy * w * (x - mean) * scale);
+            let (mean_g, mean_gx) = means(g_sum, gx_sum);
+            for (((dx, x), dy), w) in dx.iter_mut().zip(x).zip(dy).zip(weight) {
+                *dx = scale * (dy * w - mean_g - (x - mean) * scale * mean_gx);
+            }
+            return;
+        }
+        let channels = || x.chunks(spatial).zip(dy.chunks(spatial)).zip(weight);
+        for ((x, dy), w) in channels() {
+            sum([dy], &mut g_sum, |[dy]| dy * w);
+            sum([dy, x], &mut gx_sum, |[dy, x]| dy * w * (x - mean) * scale);
+        }
+        let (mean_g, mean_gx) = means(g_sum, gx_sum);
+        for (((x, dy), w), dx) in channels().zip(dx.chunks_mut(spatial)) {
             for ((x, dy), dx) in x.iter().zip(dy).zip(dx) {
                 *dx = scale * (dy * w - mean_g - (x - mean) * scale * mean_gx);
             }

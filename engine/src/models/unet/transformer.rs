@@ -76,12 +76,12 @@ impl Projection {
 
 /// [b, c, h, w] -> [b, h * w, c].
 fn to_tokens(x: &Tensor) -> candle_core::Result<Tensor> {
-    x.flatten_from(2)?.transpose(1, 2)?.contiguous()
+    nn::swap_last(&x.flatten_from(2)?)
 }
 
 /// [b, h * w, c] -> [b, c, h, w].
 fn to_picture(x: &Tensor, shape: &[usize]) -> candle_core::Result<Tensor> {
-    x.transpose(1, 2)?.contiguous()?.reshape(shape)
+    nn::swap_last(x)?.reshape(shape)
 }
 
 impl Transformer2d {

@@ -71,16 +71,11 @@ impl MidBlock {
 
 impl MidAttention {
     fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let h = self
-            .group_norm
-            .forward(x)?
-            .flatten_from(2)?
-            .transpose(1, 2)?
-            .contiguous()?;
+        let h = nn::swap_last(&self.group_norm.forward(x)?.flatten_from(2)?)?;
         let (q, k, v) = (self.to_q.forward(&h)?, self.to_k.forward(&h)?, self.to_v.forward(&h)?);
         let scale = 1.0 / (q.dim(2)? as f64).sqrt();
         let h = self.to_out.forward(&nn::attention(&q, &k, &v, 1, scale, false)?)?;
-        h.transpose(1, 2)?.contiguous()?.reshape(x.shape())? + x
+        nn::swap_last(&h)?.reshape(x.shape())? + x
     }
 }
 

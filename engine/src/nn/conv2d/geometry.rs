@@ -1,4 +1,4 @@
-//! The sizes of a convolution, and the im2col matrix in tiles: where its elements come from and go back to.
+//! The sizes of a convolution, and where the elements of a gradient go back to when its windows overlap with steps.
 
 use candle_core::Shape;
 use rayon::prelude::*;
@@ -11,15 +11,15 @@ pub(super) struct Geometry {
     pub(super) height: usize,
     pub(super) width: usize,
     pub(super) outputs: usize,
-    kernel_h: usize,
-    kernel_w: usize,
+    pub(super) kernel_h: usize,
+    pub(super) kernel_w: usize,
     pub(super) out_h: usize,
     pub(super) out_w: usize,
-    stride: usize,
-    padding: usize,
+    pub(super) stride: usize,
+    pub(super) padding: usize,
 }
 
-/// Elements of the im2col buffer that one tile may have: 4 MiB of f32.
+/// Elements of the buffer of windows that one tile may have: 4 MiB of f32.
 const TILE: usize = 1 << 20;
 
 /// A tile: whole images, or some rows of pixels of one image.
@@ -59,7 +59,7 @@ impl Geometry {
         })
     }
 
-    /// Rows of the im2col matrix: in * kh * kw.
+    /// Elements of a window: in * kh * kw.
     pub(super) fn depth(&self) -> usize {
         self.inputs * self.kernel_h * self.kernel_w
     }
@@ -68,9 +68,25 @@ impl Geometry {
         self.out_h * self.out_w
     }
 
-    /// The im2col matrix of an image is the image itself.
+    /// The windows of an image are the image itself.
     pub(super) fn is_pointwise(&self) -> bool {
         self.kernel_h == 1 && self.kernel_w == 1 && self.stride == 1 && self.padding == 0
+    }
+
+    /// The convolution that takes the gradient of the output to that of the input, with the weight turned around: if
+    /// windows move by one.
+    pub(super) fn turned(&self) -> Option<Self> {
+        let square = self.kernel_h == self.kernel_w && self.padding < self.kernel_h;
+        (self.stride == 1 && square).then(|| Self {
+            inputs: self.outputs,
+            outputs: self.inputs,
+            height: self.out_h,
+            width: self.out_w,
+            out_h: self.height,
+            out_w: self.width,
+            padding: self.kernel_h - 1 - self.padding,
+            ..*self
+        })
     }
 
     pub(super) fn tiles(&self) -> Vec<Tile> {
@@ -108,7 +124,7 @@ impl Geometry {
     }
 
     /// Where output rows `oy`/columns `ox` and kernel offset `k` fall: the input index, if inside.
-    fn source(&self, o: usize, k: usize, limit: usize) -> Option<usize> {
+    pub(super) fn source(&self, o: usize, k: usize, limit: usize) -> Option<usize> {
         (o * self.stride + k).checked_sub(self.padding).filter(|&i| i < limit)
     }
 
@@ -122,45 +138,7 @@ impl Geometry {
         (first, end.max(first))
     }
 
-    /// Fills `col` [depth, columns of the tile].
-    pub(super) fn im2col(&self, x: &[f32], tile: Tile, col: &mut [f32]) {
-        let columns = self.columns(tile);
-        let plane = self.height * self.width;
-        let taps = self.kernel_h * self.kernel_w;
-        col.par_chunks_mut(columns)
-            .with_min_len((1 << 14) / columns.max(1) + 1)
-            .enumerate()
-            .for_each(|(k, out)| {
-                let (c, ky, kx) = (k / taps, k % taps / self.kernel_w, k % self.kernel_w);
-                let (first, end) = self.inside(kx);
-                for (at, line) in out.chunks_exact_mut(self.out_w).enumerate() {
-                    let (image, oy) = (tile.image + at / tile.rows, tile.row + at % tile.rows);
-                    let Some(iy) = self.source(oy, ky, self.height) else {
-                        line.fill(0.0);
-                        continue;
-                    };
-                    let start = (image * self.inputs + c) * plane + iy * self.width;
-                    let source = &x[start..start + self.width];
-                    line[..first].fill(0.0);
-                    line[end..].fill(0.0);
-                    if first < end {
-                        let from = first * self.stride + kx - self.padding;
-                        if self.stride == 1 {
-                            line[first..end].copy_from_slice(&source[from..from + end - first]);
-                        } else {
-                            for (value, pixel) in line[first..end]
-                                .iter_mut()
-                                .zip(source[from..].iter().step_by(self.stride))
-                            {
-                                *value = *pixel;
-                            }
-                        }
-                    }
-                }
-            });
-    }
-
-    /// Adds `col` [depth, columns of the tile] back to where im2col took it from. `dx` [batch, in, h, w].
+    /// Adds `col`, the gradients of windows [depth, columns of the tile], to where the windows lie. `dx` [batch, in, h, w].
     pub(super) fn col2im(&self, col: &[f32], tile: Tile, dx: &mut [f32]) {
         let columns = self.columns(tile);
         let plane = self.height * self.width;

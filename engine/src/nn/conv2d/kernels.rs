@@ -1,65 +1,89 @@
-//! The convolution and its gradients as matrix products over tiles.
+//! The convolution and its gradients as matrix products.
 
 use super::geometry::Geometry;
-use crate::nn::cpu::{self, Mat, MatMut};
+use super::windows::{Taps, Turned, Windows};
+use crate::nn::cpu::{self, Mat, MatMut, Rows, Sizes, Start, product};
 use rayon::prelude::*;
 
+/// Images with fewer pixels of output than this go through one product together.
+const SMALL: usize = 512;
+
 impl Geometry {
+    /// y [batch, out, pixels] of x [batch, in, h, w] and weight [out, in, kh, kw].
     pub(super) fn forward(&self, x: &[f32], weight: &[f32], bias: Option<&[f32]>) -> candle_core::Result<Vec<f32>> {
-        let (pixels, depth) = (self.pixels(), self.depth());
+        let depth = self.depth();
+        let weight = Mat::new(weight, self.outputs, depth);
+        if !self.is_pointwise() {
+            return Ok(self.convolve(x, &weight, bias));
+        }
+        let pixels = self.pixels();
         let mut y = vec![0f32; self.batch * self.outputs * pixels];
         if y.is_empty() {
             return Ok(y);
         }
-        let weight = Mat::new(weight, self.outputs, depth);
-        let tiles = self.tiles();
-        let largest = tiles.iter().map(|tile| self.columns(*tile)).max().unwrap_or(0);
-        let mut col = vec![0f32; if self.is_pointwise() { 0 } else { depth * largest }];
-        let mut flat = Vec::new();
-        for tile in tiles {
-            let columns = self.columns(tile);
-            let image_out = &mut y[tile.image * self.outputs * pixels..];
-            if tile.images == 1 {
-                let data = if self.is_pointwise() {
-                    &x[tile.image * self.inputs * pixels..]
-                } else {
-                    let col = &mut col[..depth * columns];
-                    self.im2col(x, tile, col);
-                    &*col
-                };
-                let out = &mut image_out[tile.row * self.out_w..];
-                let out = MatMut::strided(out, self.outputs, columns, pixels);
-                let col = Mat::new(data, depth, columns);
-                cpu::gemm(out, weight, col, 0.0, 1.0, cpu::threads())?;
-            } else {
-                col.resize(depth * largest, 0.0);
-                let col = &mut col[..depth * columns];
-                self.im2col(x, tile, col);
-                flat.resize(self.outputs * columns, 0.0);
-                let out = MatMut::new(&mut flat, self.outputs, columns);
-                let col = Mat::new(col, depth, columns);
-                cpu::gemm(out, weight, col, 0.0, 1.0, cpu::threads())?;
-                let outputs = &mut image_out[..tile.images * self.outputs * pixels];
-                outputs
-                    .par_chunks_mut(pixels)
-                    .with_min_len(8)
-                    .enumerate()
-                    .for_each(|(at, plane)| {
-                        let (image, o) = (at / self.outputs, at % self.outputs);
-                        plane.copy_from_slice(&flat[o * columns + image * pixels..][..pixels]);
-                    });
-            }
-        }
-        if let Some(bias) = bias {
-            y.par_chunks_mut(pixels).enumerate().for_each(|(at, plane)| {
-                let b = bias[at % self.outputs];
-                plane.iter_mut().for_each(|value| *value += b);
-            });
+        for (y, x) in y.chunks_mut(self.outputs * pixels).zip(x.chunks(self.inputs * pixels)) {
+            let beta = match bias {
+                Some(bias) => {
+                    y.chunks_mut(pixels).zip(bias).for_each(|(plane, b)| plane.fill(*b));
+                    1.0
+                }
+                None => 0.0,
+            };
+            let out = MatMut::new(y, self.outputs, pixels);
+            cpu::gemm(out, weight, Mat::new(x, depth, pixels), beta, 1.0, cpu::threads())?;
         }
         Ok(y)
     }
 
+    fn convolve(&self, x: &[f32], weight: &impl Rows, bias: Option<&[f32]>) -> Vec<f32> {
+        let pixels = self.pixels();
+        let (image_in, image_out) = (self.inputs * self.height * self.width, self.outputs * pixels);
+        let mut y = vec![0f32; self.batch * image_out];
+        if y.is_empty() {
+            return y;
+        }
+        let start = bias.map_or(Start::Zero, Start::Rows);
+        let run = |x: &[f32], images: usize, out: &mut [f32]| {
+            let cols = images * pixels;
+            let sizes = Sizes {
+                rows: self.outputs,
+                cols,
+                depth: self.depth(),
+            };
+            product(sizes, out, cols, weight, &Windows { g: self, x }, start, cpu::threads());
+        };
+        if self.batch == 1 || pixels >= SMALL {
+            for (image, out) in y.chunks_mut(image_out).enumerate() {
+                run(&x[image * image_in..], 1, out);
+            }
+            return y;
+        }
+        let together = (SMALL / pixels).max(1);
+        let mut flat = vec![0f32; together.min(self.batch) * image_out];
+        for (group, y) in y.chunks_mut(together * image_out).enumerate() {
+            let images = y.len() / image_out;
+            run(&x[group * together * image_in..], images, &mut flat);
+            y.par_chunks_mut(pixels)
+                .with_min_len(8)
+                .enumerate()
+                .for_each(|(at, plane)| {
+                    let (image, o) = (at / self.outputs, at % self.outputs);
+                    plane.copy_from_slice(&flat[(o * images + image) * pixels..][..pixels]);
+                });
+        }
+        y
+    }
+
+    /// dx [batch, in, h, w] of weight [out, in, kh, kw] and dy [batch, out, pixels].
     pub(super) fn backward_input(&self, weight: &[f32], dy: &[f32]) -> candle_core::Result<Vec<f32>> {
+        if let Some(turned) = self.turned().filter(|_| !self.is_pointwise()) {
+            let weight = Turned {
+                weight,
+                inputs: self.inputs,
+                taps: self.kernel_h * self.kernel_w,
+            };
+            return Ok(turned.convolve(dy, &weight, None));
+        }
         let depth = self.depth();
         let mut dx = vec![0f32; self.batch * self.inputs * self.height * self.width];
         let weight = Mat::new(weight, self.outputs, depth).t();
@@ -77,22 +101,24 @@ impl Geometry {
         Ok(dx)
     }
 
-    pub(super) fn backward_weight(&self, x: &[f32], dy: &[f32]) -> candle_core::Result<Vec<f32>> {
-        let depth = self.depth();
+    /// dw [out, in, kh, kw] of x [batch, in, h, w] and dy [batch, out, pixels].
+    pub(super) fn backward_weight(&self, x: &[f32], dy: &[f32]) -> Vec<f32> {
+        let (pixels, depth) = (self.pixels(), self.depth());
         let mut dw = vec![0f32; self.outputs * depth];
-        let (mut flat, mut col) = (Vec::new(), Vec::new());
-        for (n, tile) in self.tiles().into_iter().enumerate() {
-            let columns = self.columns(tile);
-            flat.resize(self.outputs * columns, 0.0);
-            col.resize(depth * columns, 0.0);
-            self.gather(dy, tile, &mut flat);
-            self.im2col(x, tile, &mut col);
-            let grad = Mat::new(&flat, self.outputs, columns);
-            let col = Mat::new(&col, depth, columns).t();
-            let out = MatMut::new(&mut dw, self.outputs, depth);
-            let keep = if n == 0 { 0.0 } else { 1.0 };
-            cpu::gemm(out, grad, col, keep, 1.0, cpu::threads())?;
+        if pixels == 0 || self.outputs == 0 {
+            return dw;
         }
-        Ok(dw)
+        let sizes = Sizes {
+            rows: self.outputs,
+            cols: depth,
+            depth: pixels,
+        };
+        let images = x.chunks(self.inputs * self.height * self.width);
+        for (image, (x, dy)) in images.zip(dy.chunks(self.outputs * pixels)).enumerate() {
+            let start = if image == 0 { Start::Zero } else { Start::Keep };
+            let dy = Mat::new(dy, self.outputs, pixels);
+            product(sizes, &mut dw, depth, &dy, &Taps { g: self, x }, start, cpu::threads());
+        }
+        dw
     }
 }

@@ -1,10 +1,11 @@
 //! Two-dimensional convolution.
 //!
-//! On the processor: im2col in tiles of a bounded size, then a matrix product; gradients for input and weight the
-//! same way. Elsewhere: candle's convolution.
+//! On the processor: a matrix product whose one side is packed from the windows of the image as it is needed; gradients
+//! for input and weight the same way. Elsewhere: candle's convolution.
 
 mod geometry;
 mod kernels;
+mod windows;
 
 use super::cpu::{self, Kernel3, Op3};
 use super::{LayerAdapter, Weight};
@@ -145,7 +146,7 @@ impl ConvOp {
             None
         };
         let dw = if weight.track_op() {
-            let dw = cpu::with_slice(x, |x| cpu::with_slice(grad, |dy| g.backward_weight(x, dy)))???;
+            let dw = cpu::with_slice(x, |x| cpu::with_slice(grad, |dy| g.backward_weight(x, dy)))??;
             Some(Tensor::from_vec(dw, weight.shape(), &Device::Cpu)?)
         } else {
             None
@@ -156,7 +157,7 @@ impl ConvOp {
 
 impl CustomOp2 for ConvOp {
     fn name(&self) -> &'static str {
-        "conv2d-im2col"
+        "conv2d"
     }
 
     fn cpu_fwd(
@@ -218,7 +219,7 @@ impl CustomOp1 for FrozenConv {
 }
 
 impl Kernel3 for ConvOp {
-    const NAME: &'static str = "conv2d-im2col-bias";
+    const NAME: &'static str = "conv2d-bias";
 
     fn forward(
         &self,

@@ -3,8 +3,13 @@
 //! Queries are taken in chunks, so that the matrix of all scores (heads x 4096 x 4096 for SD 1.5 at 512 pixels) is
 //! never held; the backward pass computes the scores again.
 
-use super::cpu::{self, Kernel3, Mat, MatMut, Op3};
+mod kernel;
+#[cfg(test)]
+mod tests;
+
+use super::cpu::{self, Kernel3, Mat, Op3, vectorised};
 use candle_core::{D, DType, Device, Shape, Tensor};
+use kernel::{Backward, Forward, Pack, Problem, Room};
 use rayon::prelude::*;
 
 /// softmax(q k^T * scale) v per head.
@@ -68,17 +73,13 @@ impl Sizes {
         self.heads * self.width
     }
 
-    /// Queries per chunk: a chunk's scores stay below 1 MiB.
-    fn chunk(&self) -> usize {
-        ((1 << 18) / self.keys).clamp(1, self.queries.max(1))
-    }
-
-    /// Head `h` of image `b` as a matrix [rows from `start`, width], in a tensor of `length` rows per image.
-    fn head<'a>(&self, data: &'a [f32], b: usize, h: usize, start: usize, rows: usize, length: usize) -> Mat<'a> {
-        let offset = (b * length + start) * self.features() + h * self.width;
+    /// Head `head` of all images, one after the other, as a matrix [length, width] in a tensor of `length` rows per image.
+    fn head<'a>(&self, data: &'a [f32], head: usize, length: usize) -> Mat<'a> {
+        let (b, h) = (head / self.heads, head % self.heads);
+        let offset = b * length * self.features() + h * self.width;
         Mat {
             data: data.get(offset..).unwrap_or(&[]),
-            rows,
+            rows: length,
             cols: self.width,
             row_stride: self.features(),
             col_stride: 1,
@@ -92,90 +93,67 @@ struct AttentionOp {
     causal: bool,
 }
 
+/// Queries that one task takes: a few panels of any vector unit.
+const CHUNK: usize = 128;
+
 impl AttentionOp {
-    /// softmax(q k^T * scale) for the queries from `start` on, into `scores` [rows, keys].
-    fn probabilities(&self, q: Mat<'_>, k: Mat<'_>, start: usize, scores: &mut [f32]) -> candle_core::Result<()> {
-        let keys = k.rows;
-        let out = MatMut::new(scores, q.rows, keys);
-        cpu::gemm(out, q, k.t(), 0.0, self.scale, 1)?;
-        for (i, row) in scores.chunks_exact_mut(keys).enumerate() {
-            let seen = if self.causal { (start + i + 1).min(keys) } else { keys };
-            let (row, hidden) = row.split_at_mut(seen);
-            let highest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            let mut sum = 0f32;
-            for value in row.iter_mut() {
-                *value = (*value - highest).exp();
-                sum += *value;
-            }
-            let factor = 1.0 / sum;
-            row.iter_mut().for_each(|value| *value *= factor);
-            hidden.fill(0.0);
+    fn problem(&self, s: Sizes) -> Problem {
+        Problem {
+            queries: s.queries,
+            keys: s.keys,
+            width: s.width,
+            scale: self.scale,
+            causal: self.causal,
         }
-        Ok(())
     }
 
-    fn weigh(&self, s: Sizes, q: &[f32], k: &[f32], v: &[f32]) -> candle_core::Result<Vec<f32>> {
+    fn weigh(&self, s: Sizes, q: &[f32], k: &[f32], v: &[f32]) -> Vec<f32> {
         // [b, heads, n, width] first, so that every task owns a contiguous piece.
         let mut by_head = vec![0f32; s.batch * s.queries * s.features()];
         if by_head.is_empty() {
-            return Ok(by_head);
+            return by_head;
         }
-        let chunk = s.chunk();
+        let problem = self.problem(s);
+        let heads: Vec<_> = (0..s.batch * s.heads)
+            .into_par_iter()
+            .map(|head| {
+                vectorised(Pack {
+                    k: s.head(k, head, s.keys),
+                    v: s.head(v, head, s.keys),
+                })
+            })
+            .collect();
         let mut tasks = Vec::new();
-        for (bh, head) in by_head.chunks_mut(s.queries * s.width).enumerate() {
-            for (c, part) in head.chunks_mut(chunk * s.width).enumerate() {
-                tasks.push((bh / s.heads, bh % s.heads, c * chunk, part));
+        for (head, part) in by_head.chunks_mut(s.queries * s.width).enumerate() {
+            for (c, y) in part.chunks_mut(CHUNK * s.width).enumerate() {
+                tasks.push((head, c * CHUNK, y));
             }
         }
         tasks
             .into_par_iter()
-            .try_for_each_init(Vec::new, |scores, (b, h, start, part)| {
-                let rows = part.len() / s.width;
-                scores.resize(rows * s.keys, 0.0);
-                let head_q = s.head(q, b, h, start, rows, s.queries);
-                self.probabilities(head_q, s.head(k, b, h, 0, s.keys, s.keys), start, scores)?;
-                let p = Mat::new(scores, rows, s.keys);
-                let out = MatMut::new(part, rows, s.width);
-                cpu::gemm(out, p, s.head(v, b, h, 0, s.keys, s.keys), 0.0, 1.0, 1)
-            })?;
-        Ok(merge_heads(s, s.queries, &by_head))
+            .for_each_init(Room::default, |room, (head, start, y)| {
+                vectorised(Forward {
+                    problem,
+                    q: s.head(q, head, s.queries),
+                    head: &heads[head],
+                    start,
+                    y,
+                    room,
+                });
+            });
+        merge_heads(s, s.queries, &by_head)
     }
 
     /// The gradients of q, k and v of one head, each [rows, width].
-    fn backward_head(&self, s: Sizes, b: usize, h: usize, at: &Point<'_>) -> candle_core::Result<[Vec<f32>; 3]> {
-        let (mut dq, mut dk, mut dv) = (
-            vec![0f32; s.queries * s.width],
-            vec![0f32; s.keys * s.width],
-            vec![0f32; s.keys * s.width],
-        );
-        let (k, v) = (
-            s.head(at.k, b, h, 0, s.keys, s.keys),
-            s.head(at.v, b, h, 0, s.keys, s.keys),
-        );
-        let chunk = s.chunk();
-        let (mut p, mut dp) = (vec![0f32; chunk * s.keys], vec![0f32; chunk * s.keys]);
-        for start in (0..s.queries).step_by(chunk) {
-            let rows = chunk.min(s.queries - start);
-            let q = s.head(at.q, b, h, start, rows, s.queries);
-            let dy = s.head(at.dy, b, h, start, rows, s.queries);
-            let (p, dp) = (&mut p[..rows * s.keys], &mut dp[..rows * s.keys]);
-            self.probabilities(q, k, start, p)?;
-            let scores = |data| MatMut::new(data, rows, s.keys);
-            let per_key = |data| MatMut::new(data, s.keys, s.width);
-            let probabilities = Mat::new(&*p, rows, s.keys);
-            cpu::gemm(per_key(&mut dv), probabilities.t(), dy, 1.0, 1.0, 1)?;
-            cpu::gemm(scores(dp), dy, v.t(), 0.0, 1.0, 1)?;
-            for (p, dp) in p.chunks_exact(s.keys).zip(dp.chunks_exact_mut(s.keys)) {
-                let dot: f32 = p.iter().zip(dp.iter()).map(|(p, dp)| p * dp).sum();
-                p.iter().zip(dp).for_each(|(p, dp)| *dp = p * (*dp - dot) * self.scale);
-            }
-            let ds = Mat::new(&*dp, rows, s.keys);
-            let dq = &mut dq[start * s.width..(start + rows) * s.width];
-            let dq = MatMut::new(dq, rows, s.width);
-            cpu::gemm(dq, ds, k, 0.0, 1.0, 1)?;
-            cpu::gemm(per_key(&mut dk), ds.t(), q, 1.0, 1.0, 1)?;
-        }
-        Ok([dq, dk, dv])
+    fn backward_head(&self, s: Sizes, head: usize, at: &Point<'_>, room: &mut Room) -> [Vec<f32>; 3] {
+        vectorised(Backward {
+            problem: self.problem(s),
+            q: s.head(at.q, head, s.queries),
+            k: s.head(at.k, head, s.keys),
+            v: s.head(at.v, head, s.keys),
+            dy: s.head(at.dy, head, s.queries),
+            room,
+        })
     }
 }
 
@@ -209,7 +187,7 @@ impl Kernel3 for AttentionOp {
 
     fn forward(&self, [q, k, v]: [&[f32]; 3], shapes: [&Shape; 3]) -> candle_core::Result<(Vec<f32>, Shape)> {
         let sizes = Sizes::new(shapes[0], shapes[1], shapes[2], self.heads)?;
-        Ok((self.weigh(sizes, q, k, v)?, shapes[0].clone()))
+        Ok((self.weigh(sizes, q, k, v), shapes[0].clone()))
     }
 
     fn backward(&self, [q, k, v]: [&Tensor; 3], grad: &Tensor) -> candle_core::Result<[Option<Tensor>; 3]> {
@@ -221,12 +199,12 @@ impl Kernel3 for AttentionOp {
                         let at = Point { q, k, v, dy };
                         (0..s.batch * s.heads)
                             .into_par_iter()
-                            .map(|bh| self.backward_head(s, bh / s.heads, bh % s.heads, &at))
-                            .collect::<candle_core::Result<_>>()
+                            .map_init(Room::default, |room, head| self.backward_head(s, head, &at, room))
+                            .collect()
                     })
                 })
             })
-        })?????;
+        })????;
         let whole = |which: usize, length: usize, shape: &Shape| {
             let by_head: Vec<f32> = heads.iter().flat_map(|head| head[which].iter().copied()).collect();
             Tensor::from_vec(merge_heads(s, length, &by_head), shape, &Device::Cpu)

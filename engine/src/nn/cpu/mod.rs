@@ -4,6 +4,22 @@
 //! functions are composed from candle's operations. Every sum has a fixed order that does not depend on the number
 //! of threads, so that the same inputs give the same bits.
 
+mod lanes;
+mod mat;
+mod product;
+mod simd;
+#[cfg(test)]
+mod tests;
+mod tile;
+
+pub(crate) use lanes::{Function, each, each_here};
+pub(crate) use mat::Mat;
+pub(crate) use product::{Columns, Rows, Sizes, product};
+pub(crate) use simd::{Simd, Work, vectorised};
+#[cfg(test)]
+pub(crate) use simd::{Unit, on, units};
+pub(crate) use tile::{Side, Start, Target, tile};
+
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Storage, Tensor};
 
 /// Whether the kernels of this folder can take this tensor.
@@ -38,16 +54,6 @@ pub(crate) fn with_slice<R>(x: &Tensor, f: impl FnOnce(&[f32]) -> R) -> candle_c
     Ok(f(slice(storage, layout)?))
 }
 
-/// A matrix in a slice.
-#[derive(Clone, Copy)]
-pub(crate) struct Mat<'a> {
-    pub(crate) data: &'a [f32],
-    pub(crate) rows: usize,
-    pub(crate) cols: usize,
-    pub(crate) row_stride: usize,
-    pub(crate) col_stride: usize,
-}
-
 /// A matrix to write.
 pub(crate) struct MatMut<'a> {
     pub(crate) data: &'a mut [f32],
@@ -55,30 +61,6 @@ pub(crate) struct MatMut<'a> {
     pub(crate) cols: usize,
     pub(crate) row_stride: usize,
     pub(crate) col_stride: usize,
-}
-
-impl<'a> Mat<'a> {
-    /// Row by row.
-    pub(crate) fn new(data: &'a [f32], rows: usize, cols: usize) -> Self {
-        Self {
-            data,
-            rows,
-            cols,
-            row_stride: cols,
-            col_stride: 1,
-        }
-    }
-
-    /// Transposed.
-    pub(crate) fn t(self) -> Self {
-        Self {
-            data: self.data,
-            rows: self.cols,
-            cols: self.rows,
-            row_stride: self.col_stride,
-            col_stride: self.row_stride,
-        }
-    }
 }
 
 impl<'a> MatMut<'a> {
@@ -99,14 +81,6 @@ impl<'a> MatMut<'a> {
     }
 }
 
-fn extent(rows: usize, cols: usize, row_stride: usize, col_stride: usize) -> usize {
-    if rows == 0 || cols == 0 {
-        0
-    } else {
-        (rows - 1) * row_stride + (cols - 1) * col_stride + 1
-    }
-}
-
 /// `out = beta * out + alpha * a * b`, on `threads` threads.
 pub(crate) fn gemm(
     out: MatMut<'_>,
@@ -116,11 +90,12 @@ pub(crate) fn gemm(
     alpha: f32,
     threads: usize,
 ) -> candle_core::Result<()> {
+    use mat::extent;
     let fits = a.cols == b.rows
         && out.rows == a.rows
         && out.cols == b.cols
-        && extent(a.rows, a.cols, a.row_stride, a.col_stride) <= a.data.len()
-        && extent(b.rows, b.cols, b.row_stride, b.col_stride) <= b.data.len()
+        && a.is_whole()
+        && b.is_whole()
         && extent(out.rows, out.cols, out.row_stride, out.col_stride) <= out.data.len();
     if !fits {
         candle_core::bail!(

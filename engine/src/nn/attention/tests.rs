@@ -1,0 +1,112 @@
+//! Every vector unit of this processor against the others.
+
+use super::kernel::{Backward, Forward, Pack, Problem, Room};
+use crate::nn::cpu::{Mat, Unit, on, units};
+
+fn numbers(seed: usize, length: usize) -> Vec<f32> {
+    (0..length)
+        .map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 501.5 - 2.0)
+        .collect()
+}
+
+fn results(unit: Unit, problem: Problem) -> Vec<Vec<f32>> {
+    let Problem {
+        queries, keys, width, ..
+    } = problem;
+    let (q, k) = (numbers(1, queries * width), numbers(2, keys * width));
+    let (v, dy) = (numbers(3, keys * width), numbers(4, queries * width));
+    let q = Mat::new(&q, queries, width);
+    let (k, v) = (Mat::new(&k, keys, width), Mat::new(&v, keys, width));
+    let mut y = vec![0f32; queries * width];
+    let head = on(unit, Pack { k, v });
+    // In two parts, the second of which does not begin where a panel does.
+    let (first, second) = y.split_at_mut(queries / 2 * width);
+    for (start, y) in [(0, first), (queries / 2, second)] {
+        let (head, room) = (&head, &mut Room::default());
+        on(
+            unit,
+            Forward {
+                problem,
+                q,
+                head,
+                start,
+                y,
+                room,
+            },
+        );
+    }
+    let dy = Mat::new(&dy, queries, width);
+    let room = &mut Room::default();
+    let grads = on(
+        unit,
+        Backward {
+            problem,
+            q,
+            k,
+            v,
+            dy,
+            room,
+        },
+    );
+    std::iter::once(y).chain(grads).collect()
+}
+
+/// By definition, in f64: y, dq, dk, dv.
+fn exact(p: Problem) -> Vec<Vec<f64>> {
+    let (n, m, w) = (p.queries, p.keys, p.width);
+    let wide = |seed, length| -> Vec<f64> { numbers(seed, length).into_iter().map(f64::from).collect() };
+    let (q, k, v, dy) = (wide(1, n * w), wide(2, m * w), wide(3, m * w), wide(4, n * w));
+    let scale = f64::from(p.scale);
+    let dot = |a: &[f64], i: usize, b: &[f64], j: usize| -> f64 { (0..w).map(|d| a[i * w + d] * b[j * w + d]).sum() };
+    let mut out = vec![vec![0.0; n * w], vec![0.0; n * w], vec![0.0; m * w], vec![0.0; m * w]];
+    for i in 0..n {
+        let seen = if p.causal { (i + 1).min(m) } else { m };
+        let e: Vec<f64> = (0..seen).map(|j| (dot(&q, i, &k, j) * scale).exp()).collect();
+        let sum: f64 = e.iter().sum();
+        let mean: f64 = (0..seen).map(|j| e[j] / sum * dot(&dy, i, &v, j)).sum();
+        for j in 0..seen {
+            let probability = e[j] / sum;
+            let ds = probability * (dot(&dy, i, &v, j) - mean) * scale;
+            for d in 0..w {
+                out[0][i * w + d] += probability * v[j * w + d];
+                out[1][i * w + d] += ds * k[j * w + d];
+                out[2][j * w + d] += ds * q[i * w + d];
+                out[3][j * w + d] += probability * dy[i * w + d];
+            }
+        }
+    }
+    out
+}
+
+#[test]
+fn every_unit_computes_attention() {
+    for (queries, keys, width, causal) in [
+        (1, 1, 1, false),
+        (5, 3, 8, false),
+        (33, 77, 40, false),
+        (64, 130, 64, false),
+        (77, 77, 64, true),
+        (70, 600, 12, false),
+        (40, 20, 5, true),
+    ] {
+        let problem = Problem {
+            queries,
+            keys,
+            width,
+            causal,
+            scale: 1.0 / (width as f32).sqrt(),
+        };
+        let expected = exact(problem);
+        for unit in units() {
+            for (which, (got, expected)) in results(unit, problem).iter().zip(&expected).enumerate() {
+                let largest = expected.iter().fold(1e-3, |most: f64, v| most.max(v.abs()));
+                let error = got.iter().zip(expected).map(|(a, b)| (f64::from(*a) - b).abs());
+                let error = error.fold(0.0, f64::max) / largest;
+                assert!(
+                    error < 1e-4,
+                    "{unit:?}, {queries} x {keys} x {width}: result {which} is off by {error}"
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! The windows of images as a side of a matrix product, packed straight from the images.
+
+use super::geometry::Geometry;
+use crate::nn::cpu::{Columns, Rows, Simd};
+use std::ops::Range;
+
+/// A column for every pixel of the output, image after image; depth runs over channel, row and column of the window.
+pub(super) struct Windows<'a> {
+    pub(super) g: &'a Geometry,
+    /// [images, in, h, w].
+    pub(super) x: &'a [f32],
+}
+
+/// Pixels of one row of the output that follow each other.
+#[derive(Clone, Copy, Default)]
+struct Run {
+    /// The first element of the image.
+    image: usize,
+    y: usize,
+    x: usize,
+    /// Its place in the panel.
+    at: usize,
+    length: usize,
+}
+
+/// The widest panel there is.
+const WIDEST: usize = 32;
+
+impl Windows<'_> {
+    /// These columns as runs, and how many those are.
+    #[inline(always)]
+    fn runs(&self, cols: &Range<usize>) -> ([Run; WIDEST], usize) {
+        let (pixels, out_w) = (self.g.pixels(), self.g.out_w);
+        let (mut runs, mut count, mut col) = ([Run::default(); WIDEST], 0, cols.start);
+        while col < cols.end && count < WIDEST {
+            let (image, pixel) = (col / pixels, col % pixels);
+            let (y, x) = (pixel / out_w, pixel % out_w);
+            let length = (out_w - x).min(cols.end - col);
+            runs[count] = Run {
+                image: image * self.g.inputs * self.g.height * self.g.width,
+                y,
+                x,
+                at: col - cols.start,
+                length,
+            };
+            count += 1;
+            col += length;
+        }
+        (runs, count)
+    }
+}
+
+impl Columns for Windows<'_> {
+    #[inline(always)]
+    fn pack(&self, cols: Range<usize>, depth: Range<usize>, width: usize, panel: &mut [f32]) {
+        let g = self.g;
+        let (plane, taps) = (g.height * g.width, g.kernel_h * g.kernel_w);
+        let (runs, count) = self.runs(&cols);
+        let (mut channel, mut ky, mut kx) = (
+            depth.start / taps,
+            depth.start % taps / g.kernel_w,
+            depth.start % g.kernel_w,
+        );
+        for line in panel.chunks_exact_mut(width).take(depth.len()) {
+            for run in &runs[..count] {
+                let to = &mut line[run.at..run.at + run.length];
+                match g.source(run.y, ky, g.height) {
+                    Some(y) => {
+                        let from = &self.x[run.image + channel * plane + y * g.width..][..g.width];
+                        g.take(from, run.x * g.stride + kx, to);
+                    }
+                    None => to.fill(0.0),
+                }
+            }
+            kx += 1;
+            if kx == g.kernel_w {
+                (kx, ky) = (0, ky + 1);
+            }
+            if ky == g.kernel_h {
+                (ky, channel) = (0, channel + 1);
+            }
+        }
+    }
+}
+
+impl Geometry {
+    /// Every `stride`-th pixel of a row, the first at `first - padding`; zeros outside of the row.
+    #[inline(always)]
+    fn take(&self, row: &[f32], first: usize, to: &mut [f32]) {
+        let (padding, stride) = (self.padding, self.stride);
+        if stride == 1 && first >= padding && first - padding + to.len() <= row.len() {
+            copy(&row[first - padding..][..to.len()], to);
+        } else {
+            for (i, to) in to.iter_mut().enumerate() {
+                let at = (first + i * stride).checked_sub(padding);
+                *to = at.and_then(|at| row.get(at)).copied().unwrap_or(0.0);
+            }
+        }
+    }
+}
+
+/// Short rows, without a call for each.
+#[inline(always)]
+fn copy(from: &[f32], to: &mut [f32]) {
+    let (from_blocks, from_rest) = from.as_chunks::<8>();
+    let (to_blocks, to_rest) = to.as_chunks_mut::<8>();
+    for (to, from) in to_blocks.iter_mut().zip(from_blocks) {
+        *to = *from;
+    }
+    for (to, from) in to_rest.iter_mut().zip(from_rest) {
+        *to = *from;
+    }
+}
+
+/// A column for every element of a window; depth runs over the pixels of the output of one image.
+pub(super) struct Taps<'a> {
+    pub(super) g: &'a Geometry,
+    /// [in, h, w].
+    pub(super) x: &'a [f32],
+}
+
+impl Columns for Taps<'_> {
+    #[inline(always)]
+    fn pack(&self, cols: Range<usize>, depth: Range<usize>, width: usize, panel: &mut [f32]) {
+        let g = self.g;
+        let (plane, taps) = (g.height * g.width, g.kernel_h * g.kernel_w);
+        for (j, col) in cols.enumerate() {
+            let (channel, ky, kx) = (col / taps, col % taps / g.kernel_w, col % g.kernel_w);
+            let mut pixel = depth.start;
+            while pixel < depth.end {
+                let (y, x) = (pixel / g.out_w, pixel % g.out_w);
+                let length = (g.out_w - x).min(depth.end - pixel);
+                let lines = panel[(pixel - depth.start) * width + j..]
+                    .iter_mut()
+                    .step_by(width)
+                    .take(length);
+                match g.source(y, ky, g.height) {
+                    Some(y) => {
+                        let row = &self.x[channel * plane + y * g.width..][..g.width];
+                        for (i, to) in lines.enumerate() {
+                            let at = ((x + i) * g.stride + kx).checked_sub(g.padding);
+                            *to = at.and_then(|at| row.get(at)).copied().unwrap_or(0.0);
+                        }
+                    }
+                    None => lines.for_each(|to| *to = 0.0),
+                }
+                pixel += length;
+            }
+        }
+    }
+}
+
+/// A weight [out, in, kh, kw] turned around: a row for every input; depth runs over output and window, backwards.
+pub(super) struct Turned<'a> {
+    pub(super) weight: &'a [f32],
+    pub(super) inputs: usize,
+    pub(super) taps: usize,
+}
+
+impl Rows for Turned<'_> {
+    fn as_rows(&self) -> Option<(&[f32], usize)> {
+        None
+    }
+
+    #[inline(always)]
+    fn fetch<S: Simd>(&self, _rows: Range<usize>, _depth: Range<usize>, _part: usize, _parts: usize) {}
+
+    #[inline(always)]
+    fn pack(&self, rows: Range<usize>, depth: Range<usize>, panel: &mut [f32]) {
+        let (mut output, mut tap) = (depth.start / self.taps, depth.start % self.taps);
+        for line in panel.chunks_exact_mut(rows.len()).take(depth.len()) {
+            let first = (output * self.inputs + rows.start) * self.taps + (self.taps - 1 - tap);
+            for (to, value) in line.iter_mut().zip(self.weight[first..].iter().step_by(self.taps)) {
+                *to = *value;
+            }
+            tap += 1;
+            if tap == self.taps {
+                (tap, output) = (0, output + 1);
+            }
+        }
+    }
+}

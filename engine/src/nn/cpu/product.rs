@@ -1,0 +1,232 @@
+//! Matrix products: cut into tasks, packed into panels, multiplied tile by tile.
+//!
+//! A task makes one block of the result. For every stretch of depth it packs its columns once (they stay in the second
+//! cache) and then its rows, a panel at a time (they stay in the first). The loops are those of K. Goto and R. van de
+//! Geijn, "Anatomy of high-performance matrix multiplication" (2008), each thread on blocks of its own. What the columns
+//! are made of is the business of [`Columns`]: a matrix, or the windows of an image, which are then never written down
+//! as a matrix.
+
+use super::simd::{Simd, Unit, Work, on, unit};
+use super::tile::{Side, Start, Target, tile, width};
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// The most of depth that is packed at a time: a panel of rows and one of columns fit the first cache together.
+const DEPTH: usize = 256;
+
+/// The most columns of a task: packed, 1 MiB.
+const COLUMNS: usize = 1024;
+
+/// So few panels of columns make it not worth to pack rows that already lie along depth.
+const DIRECT: usize = 2;
+
+/// The left side of a product.
+pub(crate) trait Rows: Sync {
+    /// The slice and the distance of its rows, if depth runs along them without gaps.
+    fn as_rows(&self) -> Option<(&[f32], usize)>;
+
+    /// Sends for one of so many parts of what will be packed next.
+    #[inline(always)]
+    fn fetch<S: Simd>(&self, _rows: Range<usize>, _depth: Range<usize>, _part: usize, _parts: usize) {}
+
+    /// Writes `[depth][rows]`: the elements of these rows over this stretch of depth.
+    fn pack(&self, rows: Range<usize>, depth: Range<usize>, panel: &mut [f32]);
+}
+
+/// The right side of a product.
+pub(crate) trait Columns: Sync {
+    /// Writes `[depth][width]`: the elements of these columns over this stretch of depth; `width` is at least their
+    /// number, what is beyond them is of no account.
+    fn pack(&self, cols: Range<usize>, depth: Range<usize>, width: usize, panel: &mut [f32]);
+}
+
+/// The sizes of a product: `rows x depth` by `depth x cols`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Sizes {
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) depth: usize,
+}
+
+impl Sizes {
+    /// Into how many parts rows and columns are cut, for this many threads.
+    fn cut(self, threads: usize) -> (usize, usize) {
+        let (mut down, mut across) = (1, self.cols.div_ceil(COLUMNS).max(1));
+        if threads <= 1 || self.rows * self.cols * self.depth < 1 << 16 {
+            return (down, across);
+        }
+        // Some for every thread, so that none waits long for the last; but not so small that packing outweighs.
+        while down * across < 4 * threads {
+            let (rows, cols) = (self.rows / down, self.cols / across);
+            if rows >= cols && rows >= 64 {
+                down += 1;
+            } else if cols >= 128 {
+                across += 1;
+            } else if rows >= 64 {
+                down += 1;
+            } else {
+                break;
+            }
+        }
+        (down, across)
+    }
+}
+
+/// Part `i` of `total` cut into `parts`, in multiples of `grain`.
+fn part(total: usize, parts: usize, grain: usize, i: usize) -> Range<usize> {
+    let length = total.div_ceil(parts).next_multiple_of(grain);
+    (i * length).min(total)..((i + 1) * length).min(total)
+}
+
+/// The result of a product, on which tasks write blocks of their own.
+struct Shared(*mut f32);
+
+#[expect(
+    unsafe_code,
+    reason = "tasks write blocks that do not overlap, inside a slice that is borrowed for as long"
+)]
+unsafe impl Sync for Shared {}
+
+/// `out = start + a * b`: `out` has `sizes.rows` rows, `stride` apart. On `threads` threads; the bits are the same
+/// for any number of them.
+///
+/// # Panics
+/// When `out` or the start is too short.
+pub(crate) fn product(
+    sizes: Sizes,
+    out: &mut [f32],
+    stride: usize,
+    a: &impl Rows,
+    b: &impl Columns,
+    start: Start<'_>,
+    threads: usize,
+) {
+    product_on(unit(), sizes, out, stride, a, b, start, threads);
+}
+
+/// The same on this unit.
+#[expect(clippy::too_many_arguments, reason = "what `product` takes, and the unit")]
+pub(super) fn product_on(
+    unit: Unit,
+    sizes: Sizes,
+    out: &mut [f32],
+    stride: usize,
+    a: &impl Rows,
+    b: &impl Columns,
+    start: Start<'_>,
+    threads: usize,
+) {
+    if sizes.rows == 0 || sizes.cols == 0 {
+        return;
+    }
+    assert!(
+        stride >= sizes.cols && out.len() >= (sizes.rows - 1) * stride + sizes.cols,
+        "the result of a product has room"
+    );
+    match start {
+        Start::Rows(values) => assert!(values.len() >= sizes.rows, "a start has an element for each row"),
+        Start::Zero | Start::Keep => {}
+    }
+    let (down, across) = sizes.cut(threads);
+    let shared = Shared(out.as_mut_ptr());
+    let run = |buffers: &mut Vec<f32>, i: usize| {
+        let block = Block {
+            sizes,
+            parts: (down, across),
+            at: (i % down, i / down),
+            out: &shared,
+            stride,
+            a,
+            b,
+            start,
+            buffers,
+        };
+        on(unit, block);
+    };
+    if threads <= 1 || down * across == 1 {
+        let mut buffers = Vec::new();
+        (0..down * across).for_each(|i| run(&mut buffers, i));
+    } else {
+        (0..down * across).into_par_iter().for_each_init(Vec::new, run);
+    }
+}
+
+struct Block<'a, A, B> {
+    sizes: Sizes,
+    parts: (usize, usize),
+    at: (usize, usize),
+    out: &'a Shared,
+    stride: usize,
+    a: &'a A,
+    b: &'a B,
+    start: Start<'a>,
+    buffers: &'a mut Vec<f32>,
+}
+
+impl<A: Rows, B: Columns> Work for Block<'_, A, B> {
+    type Out = ();
+
+    #[inline(always)]
+    #[expect(
+        unsafe_code,
+        reason = "the block lies inside of `out`, whose size `product` checked; panels are as large as `tile` wants them"
+    )]
+    fn run<S: Simd>(self) {
+        let wide = 2 * S::LANES;
+        let rows = part(self.sizes.rows, self.parts.0, S::ROWS, self.at.0);
+        let cols = part(self.sizes.cols, self.parts.1, wide, self.at.1);
+        if rows.is_empty() || cols.is_empty() {
+            return;
+        }
+        let stretches = self.sizes.depth.div_ceil(DEPTH).max(1);
+        let longest = self.sizes.depth.div_ceil(stretches);
+        let packed_cols = longest * cols.len().next_multiple_of(wide);
+        self.buffers.resize(packed_cols + longest * S::ROWS, 0.0);
+        let (packed_b, packed_a) = self.buffers.split_at_mut(packed_cols);
+        // Packing a row costs about as much as four tiles with it.
+        let direct = self
+            .a
+            .as_rows()
+            .filter(|_| cols.len() <= DIRECT * wide && self.sizes.depth > 0);
+        for stretch in 0..stretches {
+            let depth = part(self.sizes.depth, stretches, 1, stretch);
+            for col in cols.clone().step_by(wide) {
+                let these = col..(col + wide).min(cols.end);
+                let width = width::<S>(these.len());
+                let panel = &mut packed_b[(col - cols.start) * longest..][..depth.len() * width];
+                self.b.pack(these, depth.clone(), width, panel);
+            }
+            for row in rows.clone().step_by(S::ROWS) {
+                let these = row..(row + S::ROWS).min(rows.end);
+                let (side, a) = match direct {
+                    Some((data, stride)) => (Side::Rows(stride), data[row * stride + depth.start..].as_ptr()),
+                    None => {
+                        let panel = &mut packed_a[..depth.len() * these.len()];
+                        self.a.pack(these.clone(), depth.clone(), panel);
+                        (Side::Panel, panel.as_ptr())
+                    }
+                };
+                let ahead = these.end..(these.end + S::ROWS).min(rows.end);
+                let tiles = cols.len().div_ceil(wide);
+                for (n, col) in cols.clone().step_by(wide).enumerate() {
+                    self.a.fetch::<S>(ahead.clone(), depth.clone(), n, tiles);
+                    let start = if stretch == 0 {
+                        self.start.from(row)
+                    } else {
+                        Start::Keep
+                    };
+                    unsafe {
+                        let target = Target {
+                            data: self.out.0.add(row * self.stride + col),
+                            stride: self.stride,
+                            cols: wide.min(cols.end - col),
+                            start,
+                        };
+                        let b = packed_b[(col - cols.start) * longest..].as_ptr();
+                        tile::<S>(these.len(), depth.len(), a, side, b, target);
+                    }
+                }
+            }
+        }
+    }
+}

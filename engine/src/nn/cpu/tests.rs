@@ -1,0 +1,122 @@
+//! Every vector unit of this processor against plain arithmetic.
+
+use super::lanes::Each;
+use super::product::product_on;
+use super::simd::{Unit, on, units};
+use super::*;
+use proptest::prelude::*;
+
+fn numbers(seed: usize, length: usize) -> Vec<f32> {
+    (0..length)
+        .map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 1001.5 - 1.0)
+        .collect()
+}
+
+#[derive(Clone, Copy)]
+struct Exp;
+
+impl Function<1> for Exp {
+    fn of<S: Simd>(self, [x]: [S::V; 1]) -> S::V {
+        S::exp(x)
+    }
+}
+
+#[test]
+fn exponentials_are_right_to_the_last_places() {
+    let x: Vec<f32> = (-8700..=8870).map(|i| i as f32 / 100.0).collect();
+    for unit in units() {
+        let mut y = vec![0f32; x.len()];
+        let (f, inputs) = (Exp, [&x[..]]);
+        on(unit, Each { f, inputs, y: &mut y });
+        for (x, y) in x.iter().zip(&y) {
+            let exact = f64::from(*x).exp();
+            let error = (f64::from(*y) - exact).abs() / exact;
+            assert!(error < 3e-7, "{unit:?}: e^{x} is {exact}, not {y}");
+        }
+        let odd = [f32::NEG_INFINITY, -200.0, 0.0, 100.0, f32::INFINITY, f32::NAN];
+        let mut y = [1f32; 6];
+        let inputs = [&odd[..]];
+        on(unit, Each { f, inputs, y: &mut y });
+        assert_eq!(y[..5], [0.0, 0.0, 1.0, f32::INFINITY, f32::INFINITY], "{unit:?}");
+        assert!(y[5].is_nan(), "{unit:?}");
+    }
+}
+
+/// The product on one unit, and what it should be.
+fn check(unit: Unit, sizes: Sizes, turned: (bool, bool), start: u8, threads: usize) -> Vec<f32> {
+    let Sizes { rows, cols, depth } = sizes;
+    let (a, b, bias) = (numbers(1, rows * depth), numbers(2, depth * cols), numbers(3, rows));
+    let at = |data: &[f32], turned: bool, (i, j): (usize, usize), (n, m): (usize, usize)| {
+        f64::from(if turned { data[j * n + i] } else { data[i * m + j] })
+    };
+    let left = match turned.0 {
+        true => Mat::new(&a, depth, rows).t(),
+        false => Mat::new(&a, rows, depth),
+    };
+    let right = match turned.1 {
+        true => Mat::new(&b, cols, depth).t(),
+        false => Mat::new(&b, depth, cols),
+    };
+    let stride = cols + 3;
+    let before = numbers(4, rows * stride);
+    let mut out = before.clone();
+    let how = match start {
+        0 => Start::Zero,
+        1 => Start::Keep,
+        _ => Start::Rows(&bias),
+    };
+    product_on(unit, sizes, &mut out, stride, &left, &right, how, threads);
+    for i in 0..rows {
+        for j in 0..cols {
+            let sum: f64 = (0..depth)
+                .map(|k| at(&a, turned.0, (i, k), (rows, depth)) * at(&b, turned.1, (k, j), (depth, cols)))
+                .sum();
+            let begin = match start {
+                0 => 0.0,
+                1 => before[i * stride + j],
+                _ => bias[i],
+            };
+            let (expected, got) = (f64::from(begin) + sum, f64::from(out[i * stride + j]));
+            let close = (expected - got).abs() <= 1e-5 * (depth as f64).sqrt().max(1.0);
+            assert!(close, "{unit:?}, {sizes:?} at {i}, {j}: {got}, not {expected}");
+        }
+        assert_eq!(
+            out[i * stride + cols..][..3],
+            before[i * stride + cols..][..3],
+            "beyond the row"
+        );
+    }
+    out
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+    #[test]
+    fn products_are_products(
+        rows in 1usize..70, cols in 1usize..150, depth in 0usize..600,
+        turned in any::<(bool, bool)>(), start in 0u8..3,
+    ) {
+        for unit in units() {
+            check(unit, Sizes { rows, cols, depth }, turned, start, 1);
+        }
+    }
+}
+
+#[test]
+fn a_product_has_the_same_bits_on_any_number_of_threads() {
+    let sizes = Sizes {
+        rows: 333,
+        cols: 1100,
+        depth: 270,
+    };
+    for unit in units() {
+        let one = check(unit, sizes, (false, true), 2, 1);
+        for threads in [2, 5] {
+            assert_eq!(
+                one,
+                check(unit, sizes, (false, true), 2, threads),
+                "{unit:?}, {threads} threads"
+            );
+        }
+    }
+}
