@@ -135,7 +135,7 @@ impl Problem {
     /// `out` [keys, width] += `scores` [keys][line], transposed, times `b` [queries, width], whose rows are scaled.
     #[inline(always)]
     #[expect(unsafe_code, reason = "sizes are checked against the slices first")]
-    fn to_keys<S: Simd>(
+    fn onto_keys<S: Simd>(
         &self,
         scores: &[f32],
         b: (Mat<'_>, Range<usize>),
@@ -284,7 +284,7 @@ impl Work for Backward<'_> {
             let softmax = p.exponentials::<S>(&mut room.scores, line, first);
 
             let dy = (self.dy, queries.clone());
-            p.to_keys::<S>(&room.scores, dy, Some(&softmax.inverse), &mut room.panel, &mut dv);
+            p.onto_keys::<S>(&room.scores, dy, Some(&softmax.inverse), &mut room.panel, &mut dv);
 
             p.across::<S>(self.dy, queries.clone(), 1.0, &mut room.panel);
             grads.resize(p.keys * line, 0.0);
@@ -293,7 +293,7 @@ impl Work for Backward<'_> {
 
             p.over_keys::<S>(&keys_turned, &grads, cols, &mut room.turned);
             turn(&room.turned, line, None, dq, p.width);
-            p.to_keys::<S>(&grads, (self.q, queries), None, &mut room.panel, &mut dk);
+            p.onto_keys::<S>(&grads, (self.q, queries), None, &mut room.panel, &mut dk);
         }
         [dq, dk, dv]
     }

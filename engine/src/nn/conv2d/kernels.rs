@@ -2,7 +2,7 @@
 
 use super::geometry::Geometry;
 use super::windows::{Taps, Turned, Windows};
-use crate::nn::cpu::{self, Mat, MatMut, Rows, Sizes, Start, product};
+use crate::nn::cpu::{self, Mat, MatMut, Product, Rows, Sizes, Start};
 use rayon::prelude::*;
 
 /// Images with fewer pixels of output than this go through one product together.
@@ -45,12 +45,17 @@ impl Geometry {
         let start = bias.map_or(Start::Zero, Start::Rows);
         let run = |x: &[f32], images: usize, out: &mut [f32]| {
             let cols = images * pixels;
-            let sizes = Sizes {
-                rows: self.outputs,
-                cols,
-                depth: self.depth(),
+            let product = Product {
+                sizes: Sizes {
+                    rows: self.outputs,
+                    cols,
+                    depth: self.depth(),
+                },
+                a: weight,
+                b: &Windows { g: self, x },
+                start,
             };
-            product(sizes, out, cols, weight, &Windows { g: self, x }, start, cpu::threads());
+            product.write(out, cols, cpu::threads());
         };
         if self.batch == 1 || pixels >= SMALL {
             for (image, out) in y.chunks_mut(image_out).enumerate() {
@@ -116,8 +121,13 @@ impl Geometry {
         let images = x.chunks(self.inputs * self.height * self.width);
         for (image, (x, dy)) in images.zip(dy.chunks(self.outputs * pixels)).enumerate() {
             let start = if image == 0 { Start::Zero } else { Start::Keep };
-            let dy = Mat::new(dy, self.outputs, pixels);
-            product(sizes, &mut dw, depth, &dy, &Taps { g: self, x }, start, cpu::threads());
+            let product = Product {
+                sizes,
+                a: &Mat::new(dy, self.outputs, pixels),
+                b: &Taps { g: self, x },
+                start,
+            };
+            product.write(&mut dw, depth, cpu::threads());
         }
         dw
     }

@@ -14,7 +14,7 @@ mod tile;
 
 pub(crate) use lanes::{Function, each, each_here};
 pub(crate) use mat::Mat;
-pub(crate) use product::{Columns, Rows, Sizes, product};
+pub(crate) use product::{Columns, Product, Rows, Sizes};
 pub(crate) use simd::{Simd, Work, vectorised};
 #[cfg(test)]
 pub(crate) use simd::{Unit, on, units};

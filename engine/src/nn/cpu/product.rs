@@ -87,79 +87,68 @@ struct Shared(*mut f32);
 )]
 unsafe impl Sync for Shared {}
 
-/// `out = start + a * b`: `out` has `sizes.rows` rows, `stride` apart. On `threads` threads; the bits are the same
-/// for any number of them.
-///
-/// # Panics
-/// When `out` or the start is too short.
-pub(crate) fn product(
-    sizes: Sizes,
-    out: &mut [f32],
-    stride: usize,
-    a: &impl Rows,
-    b: &impl Columns,
-    start: Start<'_>,
-    threads: usize,
-) {
-    product_on(unit(), sizes, out, stride, a, b, start, threads);
+/// `start + a * b`.
+pub(crate) struct Product<'a, A, B> {
+    pub(crate) sizes: Sizes,
+    pub(crate) a: &'a A,
+    pub(crate) b: &'a B,
+    pub(crate) start: Start<'a>,
 }
 
-/// The same on this unit.
-#[expect(clippy::too_many_arguments, reason = "what `product` takes, and the unit")]
-pub(super) fn product_on(
-    unit: Unit,
-    sizes: Sizes,
-    out: &mut [f32],
-    stride: usize,
-    a: &impl Rows,
-    b: &impl Columns,
-    start: Start<'_>,
-    threads: usize,
-) {
-    if sizes.rows == 0 || sizes.cols == 0 {
-        return;
+impl<A: Rows, B: Columns> Product<'_, A, B> {
+    /// Writes it to `out`: rows that lie `stride` apart. On `threads` threads; the bits are the same for any number of
+    /// them.
+    ///
+    /// # Panics
+    /// When `out`, the start or the left side is too short.
+    pub(crate) fn write(&self, out: &mut [f32], stride: usize, threads: usize) {
+        self.write_on(unit(), out, stride, threads);
     }
-    assert!(
-        stride >= sizes.cols && out.len() >= (sizes.rows - 1) * stride + sizes.cols,
-        "the result of a product has room"
-    );
-    match start {
-        Start::Rows(values) => assert!(values.len() >= sizes.rows, "a start has an element for each row"),
-        Start::Zero | Start::Keep => {}
-    }
-    let (down, across) = sizes.cut(threads);
-    let shared = Shared(out.as_mut_ptr());
-    let run = |buffers: &mut Vec<f32>, i: usize| {
-        let block = Block {
-            sizes,
-            parts: (down, across),
-            at: (i % down, i / down),
-            out: &shared,
-            stride,
-            a,
-            b,
-            start,
-            buffers,
+
+    /// The same on this unit.
+    pub(super) fn write_on(&self, unit: Unit, out: &mut [f32], stride: usize, threads: usize) {
+        let Sizes { rows, cols, depth } = self.sizes;
+        if rows == 0 || cols == 0 {
+            return;
+        }
+        assert!(
+            stride >= cols && out.len() >= (rows - 1) * stride + cols,
+            "the result of a product has room"
+        );
+        if let Start::Rows(values) = self.start {
+            assert!(values.len() >= rows, "a start has an element for each row");
+        }
+        if let Some((data, apart)) = self.a.as_rows() {
+            assert!(data.len() >= (rows - 1) * apart + depth, "the left side is all there");
+        }
+        let (down, across) = self.sizes.cut(threads);
+        let shared = Shared(out.as_mut_ptr());
+        let run = |buffers: &mut Vec<f32>, i: usize| {
+            let block = Block {
+                product: self,
+                parts: (down, across),
+                at: (i % down, i / down),
+                out: &shared,
+                stride,
+                buffers,
+            };
+            on(unit, block);
         };
-        on(unit, block);
-    };
-    if threads <= 1 || down * across == 1 {
-        let mut buffers = Vec::new();
-        (0..down * across).for_each(|i| run(&mut buffers, i));
-    } else {
-        (0..down * across).into_par_iter().for_each_init(Vec::new, run);
+        if threads <= 1 || down * across == 1 {
+            let mut buffers = Vec::new();
+            (0..down * across).for_each(|i| run(&mut buffers, i));
+        } else {
+            (0..down * across).into_par_iter().for_each_init(Vec::new, run);
+        }
     }
 }
 
 struct Block<'a, A, B> {
-    sizes: Sizes,
+    product: &'a Product<'a, A, B>,
     parts: (usize, usize),
     at: (usize, usize),
     out: &'a Shared,
     stride: usize,
-    a: &'a A,
-    b: &'a B,
-    start: Start<'a>,
     buffers: &'a mut Vec<f32>,
 }
 
@@ -169,61 +158,55 @@ impl<A: Rows, B: Columns> Work for Block<'_, A, B> {
     #[inline(always)]
     #[expect(
         unsafe_code,
-        reason = "the block lies inside of `out`, whose size `product` checked; panels are as large as `tile` wants them"
+        reason = "the block lies inside of `out`, whose size was checked; panels are as large as `tile` wants them"
     )]
     fn run<S: Simd>(self) {
+        let Product { sizes, a, b, start } = *self.product;
         let wide = 2 * S::LANES;
-        let rows = part(self.sizes.rows, self.parts.0, S::ROWS, self.at.0);
-        let cols = part(self.sizes.cols, self.parts.1, wide, self.at.1);
+        let rows = part(sizes.rows, self.parts.0, S::ROWS, self.at.0);
+        let cols = part(sizes.cols, self.parts.1, wide, self.at.1);
         if rows.is_empty() || cols.is_empty() {
             return;
         }
-        let stretches = self.sizes.depth.div_ceil(DEPTH).max(1);
-        let longest = self.sizes.depth.div_ceil(stretches);
+        let stretches = sizes.depth.div_ceil(DEPTH).max(1);
+        let longest = sizes.depth.div_ceil(stretches);
         let packed_cols = longest * cols.len().next_multiple_of(wide);
         self.buffers.resize(packed_cols + longest * S::ROWS, 0.0);
         let (packed_b, packed_a) = self.buffers.split_at_mut(packed_cols);
         // Packing a row costs about as much as four tiles with it.
-        let direct = self
-            .a
-            .as_rows()
-            .filter(|_| cols.len() <= DIRECT * wide && self.sizes.depth > 0);
+        let direct = a.as_rows().filter(|_| cols.len() <= DIRECT * wide && sizes.depth > 0);
         for stretch in 0..stretches {
-            let depth = part(self.sizes.depth, stretches, 1, stretch);
+            let depth = part(sizes.depth, stretches, 1, stretch);
             for col in cols.clone().step_by(wide) {
                 let these = col..(col + wide).min(cols.end);
                 let width = width::<S>(these.len());
                 let panel = &mut packed_b[(col - cols.start) * longest..][..depth.len() * width];
-                self.b.pack(these, depth.clone(), width, panel);
+                b.pack(these, depth.clone(), width, panel);
             }
             for row in rows.clone().step_by(S::ROWS) {
                 let these = row..(row + S::ROWS).min(rows.end);
-                let (side, a) = match direct {
+                let (side, left) = match direct {
                     Some((data, stride)) => (Side::Rows(stride), data[row * stride + depth.start..].as_ptr()),
                     None => {
                         let panel = &mut packed_a[..depth.len() * these.len()];
-                        self.a.pack(these.clone(), depth.clone(), panel);
+                        a.pack(these.clone(), depth.clone(), panel);
                         (Side::Panel, panel.as_ptr())
                     }
                 };
                 let ahead = these.end..(these.end + S::ROWS).min(rows.end);
                 let tiles = cols.len().div_ceil(wide);
                 for (n, col) in cols.clone().step_by(wide).enumerate() {
-                    self.a.fetch::<S>(ahead.clone(), depth.clone(), n, tiles);
-                    let start = if stretch == 0 {
-                        self.start.from(row)
-                    } else {
-                        Start::Keep
-                    };
+                    a.fetch::<S>(ahead.clone(), depth.clone(), n, tiles);
+                    let begin = if stretch == 0 { start.from(row) } else { Start::Keep };
                     unsafe {
                         let target = Target {
                             data: self.out.0.add(row * self.stride + col),
                             stride: self.stride,
                             cols: wide.min(cols.end - col),
-                            start,
+                            start: begin,
                         };
-                        let b = packed_b[(col - cols.start) * longest..].as_ptr();
-                        tile::<S>(these.len(), depth.len(), a, side, b, target);
+                        let right = packed_b[(col - cols.start) * longest..].as_ptr();
+                        tile::<S>(these.len(), depth.len(), left, side, right, target);
                     }
                 }
             }

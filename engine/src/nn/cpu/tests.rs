@@ -1,7 +1,6 @@
 //! Every vector unit of this processor against plain arithmetic.
 
 use super::lanes::Each;
-use super::product::product_on;
 use super::simd::{Unit, on, units};
 use super::*;
 use proptest::prelude::*;
@@ -60,12 +59,17 @@ fn check(unit: Unit, sizes: Sizes, turned: (bool, bool), start: u8, threads: usi
     let stride = cols + 3;
     let before = numbers(4, rows * stride);
     let mut out = before.clone();
-    let how = match start {
-        0 => Start::Zero,
-        1 => Start::Keep,
-        _ => Start::Rows(&bias),
+    let product = Product {
+        sizes,
+        a: &left,
+        b: &right,
+        start: match start {
+            0 => Start::Zero,
+            1 => Start::Keep,
+            _ => Start::Rows(&bias),
+        },
     };
-    product_on(unit, sizes, &mut out, stride, &left, &right, how, threads);
+    product.write_on(unit, &mut out, stride, threads);
     for i in 0..rows {
         for j in 0..cols {
             let sum: f64 = (0..depth)
