@@ -1,6 +1,7 @@
 //! `run`: what `python run.py` did, on this machine, with coordinator and worker inside this program.
 
 use super::Context;
+use super::submit::{anatomy, job_json};
 use crate::args::RunArgs;
 use crate::config;
 use crate::embedded::{Local, PrivateFolder, Stops, find_devices, say_devices};
@@ -130,8 +131,9 @@ pub async fn run_embedded(
         if several {
             ui.notice(&format!("--- {}", path.display()));
         }
-        let done = match settle_here(ui, &mut loaded.spec.cluster, &devices) {
-            Ok(()) => run_one(ui, &local, &path, loaded, &mut stops).await,
+        let settled = settle_here(ui, &mut loaded.spec.cluster, &devices);
+        let done = match settled.and_then(|()| submission(&path, directory, loaded)) {
+            Ok(submission) => run_one(ui, &local, &path, submission, &mut stops).await,
             Err(failure) => Err(failure),
         };
         let done = match done {
@@ -242,22 +244,31 @@ fn report(ran: Vec<Ran>) -> RunReport {
     RunReport { ran, exit }
 }
 
-/// Runs one config. The exit code is the job's, or that of the signal which ended it.
-async fn run_one(ui: &Ui, local: &Local, path: &Path, loaded: LoadedJob, stops: &mut Stops) -> Result<Ran, Failure> {
-    let api = local.api();
-    let job_json = serde_json::to_string(&loaded.spec)
-        .map_err(|error| Failure::failed(format!("{}: cannot be sent: {error}", path.display())))?;
-    let submission = Submission {
+/// A config as the coordinator takes it. What its model consists of decides how it is laid out in memory: without it a
+/// toy would be taken for the whole of its family.
+fn submission(path: &Path, directory: &Path, loaded: LoadedJob) -> Result<Submission, Failure> {
+    Ok(Submission {
+        job_json: job_json(&loaded, path)?,
+        anatomy: anatomy(&loaded, directory),
         config_text: loaded.text,
         config_format: loaded.format.name().to_owned(),
-        job_json,
         inputs: BTreeMap::new(),
         local: true,
         idempotency_key: None,
         owner: None,
-        anatomy: None,
         pictures: None,
-    };
+    })
+}
+
+/// Runs one config. The exit code is the job's, or that of the signal which ended it.
+async fn run_one(
+    ui: &Ui,
+    local: &Local,
+    path: &Path,
+    submission: Submission,
+    stops: &mut Stops,
+) -> Result<Ran, Failure> {
+    let api = local.api();
     let trace = Submitting::begin();
     let submitted = api.clone().part_of(trace.context()).submit(submission).await?;
     trace.submitted(&submitted.job);
@@ -351,5 +362,32 @@ mod tests {
             ..ClusterConfig::default()
         };
         assert!(settle(&mut large).unwrap_err().message.contains("7.0 GiB"));
+    }
+
+    #[test]
+    fn the_model_that_lies_here_is_looked_at_and_no_other() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        let header = r#"{"w":{"dtype":"F32","shape":[10,10],"data_offsets":[0,400]}}"#;
+        let toy = [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &[0; 400]].concat();
+        std::fs::create_dir_all(at("toy/unet")).unwrap();
+        std::fs::write(at("toy/unet/diffusion_pytorch_model.safetensors"), toy).unwrap();
+        std::fs::write(at("broken.safetensors"), b"no weights").unwrap();
+        let parameters = |model: &str| {
+            let config = at("job.yaml");
+            let text = format!(
+                "job: generate\nconfig:\n  name: a\n  process:\n    - type: to_folder\n      output_folder: out\n      \
+                 model: {{name_or_path: {model}, arch: sd1}}\n      generate: {{prompts: [a]}}\n"
+            );
+            std::fs::write(&config, text).unwrap();
+            let loaded = config::read(&Ui::silent(), &config, None, folder.path()).unwrap();
+            let submission = submission(&config, folder.path(), loaded).unwrap();
+            submission.anatomy.map(|anatomy| anatomy.denoiser)
+        };
+        assert_eq!(parameters("toy"), Some(100));
+        assert_eq!(parameters(&at("toy").display().to_string()), Some(100));
+        for model in ["broken.safetensors", "nothing.safetensors", "some/repository"] {
+            assert_eq!(parameters(model), None, "{model}");
+        }
     }
 }
