@@ -6,9 +6,11 @@ use aitk_common::plan::anatomy::Anatomy;
 use aitk_common::plan::demand::Demand;
 use aitk_common::plan::need::MemoryNeed;
 use aitk_common::plan::profile::MemoryProfile;
+use aitk_engine::processes::at_home;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use serde_json::Value;
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::PathBuf;
 
 const GIB: f64 = 1_073_741_824.0;
 
@@ -120,10 +122,15 @@ impl Usage {
 
 /// What the plan says that this attempt takes.
 fn needed(spec: &AttemptSpec) -> Option<MemoryNeed> {
-    let named = spec.job.pointer("/process/0/kind")?.as_object()?.values().next()?;
+    let model = model(&spec.job, &spec.inputs)?;
+    Demand::of_job(&spec.job, Anatomy::read(&model))?.memory
+}
+
+/// Where the model of the job's first process lies here, as the engine finds it.
+fn model(job: &Value, inputs: &BTreeMap<String, PathBuf>) -> Option<PathBuf> {
+    let named = job.pointer("/process/0/kind")?.as_object()?.values().next()?;
     let model = named.pointer("/model/name_or_path")?.as_str()?;
-    let path = spec.inputs.get(model).map_or(Path::new(model), |path| path.as_path());
-    Demand::of_job(&spec.job, Anatomy::read(path))?.memory
+    Some(inputs.get(model).cloned().unwrap_or_else(|| at_home(model)))
 }
 
 /// `cluster.memory_budget`, in bytes.
@@ -177,6 +184,7 @@ pub(crate) fn advice(spec: &AttemptSpec, total: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
 
     #[cfg(target_os = "linux")]
     #[test]
@@ -184,5 +192,18 @@ mod tests {
         forget_peak();
         let held = vec![1u8; 64 << 20];
         assert!(peak() >= held.len() as u64 && held.iter().all(|byte| *byte == 1));
+    }
+
+    #[test]
+    fn the_model_is_looked_for_where_the_engine_finds_it() {
+        let home = std::env::var_os("HOME").expect("tests run for a user");
+        let found = |path: &str, inputs: &BTreeMap<_, _>| {
+            let job = json!({"process": [{"kind": {"train": {"model": {"name_or_path": path}}}}]});
+            model(&job, inputs).unwrap()
+        };
+        let staged = BTreeMap::from([("~/sd15".to_owned(), PathBuf::from("/cache/1"))]);
+        assert_eq!(found("~/sd15", &staged), PathBuf::from("/cache/1"));
+        assert_eq!(found("~/sd15", &BTreeMap::new()), PathBuf::from(home).join("sd15"));
+        assert_eq!(found("models/sd15", &staged), PathBuf::from("models/sd15"));
     }
 }

@@ -129,8 +129,10 @@ impl Context<'_> {
     }
 }
 
-/// A path of the config, with `~/` meaning the user's home as it does for `aitk submit`.
-fn at_home(path: &str) -> PathBuf {
+/// A path of the config, with `~/` meaning the user's home as it does for `aitk submit`; any other path, and every path
+/// where the environment names no home, as it is.
+#[must_use]
+pub fn at_home(path: &str) -> PathBuf {
     match (path.strip_prefix("~/"), std::env::var_os("HOME")) {
         (Some(rest), Some(home)) if !home.is_empty() => PathBuf::from(home).join(rest),
         _ => PathBuf::from(path),
