@@ -83,26 +83,6 @@ impl MemoryNeed {
     }
 }
 
-impl MemoryProfile {
-    /// What may be tried on such a device, the least slow first.
-    #[must_use]
-    pub fn on(processor: bool) -> [Self; 4] {
-        let first = if processor { Self::CpuOnly } else { Self::FullGpu };
-        [first, Self::Balanced, Self::GpuPoor, Self::Extreme]
-    }
-
-    /// The next smaller one; none: this is the smallest.
-    #[must_use]
-    pub fn smaller(self) -> Option<Self> {
-        match self {
-            Self::FullGpu | Self::CpuOnly => Some(Self::Balanced),
-            Self::Balanced => Some(Self::GpuPoor),
-            Self::GpuPoor => Some(Self::Extreme),
-            Self::Extreme => None,
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -116,14 +96,5 @@ mod tests {
         let text = serde_json::to_string(&now).unwrap();
         assert_eq!(serde_json::from_str::<MemoryNeed>(&text).unwrap(), now);
         assert!(now.under(MemoryProfile::CpuOnly, true) > 1 << 50);
-    }
-
-    #[test]
-    fn profiles_come_in_order() {
-        for processor in [false, true] {
-            for pair in MemoryProfile::on(processor).windows(2) {
-                assert_eq!(pair[0].smaller(), Some(pair[1]));
-            }
-        }
     }
 }

@@ -58,6 +58,24 @@ impl MemoryProfile {
             _ => Self::Extreme,
         }
     }
+
+    /// What may be tried on such a device, the least slow first.
+    #[must_use]
+    pub fn on(processor: bool) -> [Self; 4] {
+        let first = if processor { Self::CpuOnly } else { Self::FullGpu };
+        [first, Self::Balanced, Self::GpuPoor, Self::Extreme]
+    }
+
+    /// The next smaller one; none: this is the smallest.
+    #[must_use]
+    pub fn smaller(self) -> Option<Self> {
+        match self {
+            Self::FullGpu | Self::CpuOnly => Some(Self::Balanced),
+            Self::Balanced => Some(Self::GpuPoor),
+            Self::GpuPoor => Some(Self::Extreme),
+            Self::Extreme => None,
+        }
+    }
 }
 
 #[cfg(test)]
@@ -73,5 +91,14 @@ mod tests {
         assert_eq!(MemoryProfile::for_gpu_budget(16 * GIB - 1), MemoryProfile::Balanced);
         assert_eq!(MemoryProfile::for_gpu_budget(6 * GIB), MemoryProfile::GpuPoor);
         assert_eq!(MemoryProfile::for_gpu_budget(0), MemoryProfile::Extreme);
+    }
+
+    #[test]
+    fn profiles_come_in_order() {
+        for processor in [false, true] {
+            for pair in MemoryProfile::on(processor).windows(2) {
+                assert_eq!(pair[0].smaller(), Some(pair[1]));
+            }
+        }
     }
 }
