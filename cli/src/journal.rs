@@ -139,10 +139,10 @@ fn text(body: &EventBody, said: &mut String) -> Option<(Tone, String)> {
         EventBody::Phase { name } => (Tone::Plain, printable(name)),
         EventBody::Metrics { step, values } => {
             let named = [("loss", "loss/loss"), ("lr", "learning_rate")];
-            let mut text = format!("step {step}");
             if !named.iter().any(|(_, name)| values.contains_key(*name)) {
                 return None;
             }
+            let mut text = format!("step {step}");
             for (shown, name) in named {
                 if let Some(value) = values.get(name) {
                     text.push_str(&format!("  {shown} {}", number(*value)));
