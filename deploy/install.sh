@@ -111,11 +111,13 @@ case $prefix in
 *[!A-Za-z0-9_./+@-]*) fail 2 "--prefix $prefix: only letters, digits and _ . / + @ - (it is written into service files)" ;;
 esac
 bin=$destdir$prefix/bin
-case $system,$services,$prefix/ in
-Linux,?*,/home/* | Linux,?*,/root/* | Linux,?*,/tmp/* | Linux,?*,/var/tmp/*)
-  if [ "$action" = install ]; then fail 2 "--prefix $prefix: services may not look there (ProtectHome, PrivateTmp); /usr/local or /opt/aitk, or --no-service"; fi
-  ;;
-esac
+if [ "$action,$system" = install,Linux ] && [ -n "$services" ]; then
+  for hidden in home root tmp var/tmp; do
+    case $prefix/ in
+    "/$hidden"/*) fail 2 "--prefix $prefix: services may not look there (ProtectHome, PrivateTmp); /usr/local or /opt/aitk, or --no-service" ;;
+    esac
+  done
+fi
 
 # ---------------------------------------------------------------- doing, or saying so
 run() {
