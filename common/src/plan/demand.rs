@@ -6,7 +6,7 @@
 use super::anatomy::Anatomy;
 use super::choices::Choices;
 use super::family::{Activity, Family};
-use super::layout::{Activations, GIB, Layout, need};
+use super::layout::{Activations, Denoiser, GIB, Layout, need};
 use super::need::MemoryNeed;
 use super::qtype::QType;
 use serde::{Deserialize, Serialize};
@@ -190,14 +190,36 @@ impl Figures {
         (self.vae / self.family.vae).sqrt().clamp(0.01, 4.0)
     }
 
-    /// The weights, where one that is not quantised takes `width` bytes; nothing trained, nothing computed.
-    fn layout(&self, body: &Value, width: f64) -> Layout {
+    /// Millions of parameters of the text encoders that are never quantised. A vocabulary stays as long where its vectors
+    /// get shorter.
+    fn text_tables(&self) -> f64 {
+        let smaller = (self.text / self.family.text).sqrt();
+        (self.family.text_tables * smaller).min(self.text)
+    }
+
+    /// The weights, where one that is not quantised takes `width` bytes; `full` where the denoiser itself is trained.
+    /// Nothing that training adds, nothing computed.
+    fn layout(&self, body: &Value, width: f64, full: bool) -> Layout {
         let gib = |millions: f64, width: f64| millions * 1e6 * width / GIB;
-        let denoiser_width = denoiser_width(body, width);
+        let unpacked = gib(self.denoiser, width);
+        let of_text = quantised_width(body, Part::TextEncoder, width);
+        let tables = if of_text.is_some() {
+            self.text_tables()
+        } else {
+            self.text
+        };
         Layout {
-            denoiser: gib(self.denoiser, denoiser_width),
-            streams: !flag(body, "/model/quantize"),
-            text: gib(self.text, width),
+            denoiser: match quantised_width(body, Part::Denoiser, width) {
+                // What is trained is not quantised.
+                _ if full => Denoiser::Trained(unpacked),
+                Some(width) => Denoiser::Quantised {
+                    unpacked,
+                    kept: gib(self.denoiser, width),
+                },
+                None => Denoiser::Streams(unpacked),
+            },
+            text: gib(tables, width),
+            text_quantised: gib(self.text - tables, of_text.unwrap_or(width)),
             vae: gib(self.vae, width),
             trained: 0.0,
             saving: 0.0,
@@ -255,7 +277,6 @@ fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
             let per_picture = |activations: f64| one * batch * activations * figures.scale;
             let recomputed = per_picture(activity.train_checkpointed);
             Layout {
-                streams: network.is_some() && !flag(body, "/model/quantize"),
                 // A number more for each while the step is worked out: on the processor it is seen.
                 trained: trained * (own + gradient + state + activity.step) + TRAINING_FIXED,
                 saving: trained * activity.saving * (4.0 * own + 2.0 * state),
@@ -270,7 +291,7 @@ fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
                     vae: (one * activity.encode + VAE_FIXED) * figures.vae_scale(),
                     vae_megapixels: one,
                 },
-                ..figures.layout(body, width)
+                ..figures.layout(body, width, network.is_none())
             }
         };
         let family = figures.family;
@@ -306,7 +327,7 @@ fn generation(family: String, body: &Value, figures: Option<Figures>) -> Demand 
                     vae: (megapixels * activity.decode + VAE_FIXED) * figures.vae_scale(),
                     vae_megapixels: megapixels,
                 },
-                ..figures.layout(body, width)
+                ..figures.layout(body, width, false)
             }
         };
         let (family, width) = (figures.family, width(text(body, "/model/dtype")));
@@ -338,13 +359,25 @@ fn asked(body: &Value) -> Choices {
     )
 }
 
-/// Bytes of a weight of the denoiser.
-fn denoiser_width(body: &Value, width: f64) -> f64 {
-    if !flag(body, "/model/quantize") {
-        return width;
-    }
-    let kind = text(body, "/model/qtype").and_then(QType::from_name);
-    kind.unwrap_or(QType::Float8).bytes().min(width)
+/// What can be quantised.
+#[derive(Clone, Copy)]
+enum Part {
+    Denoiser,
+    TextEncoder,
+}
+
+/// Bytes of a weight of this part, if it is quantised.
+fn quantised_width(body: &Value, part: Part, width: f64) -> Option<f64> {
+    let quantize = flag(body, "/model/quantize");
+    let (on, key) = match part {
+        Part::Denoiser => (quantize, "/model/qtype"),
+        Part::TextEncoder => {
+            let own = body.pointer("/model/quantize_te").and_then(Value::as_bool);
+            (own.unwrap_or(quantize), "/model/qtype_te")
+        }
+    };
+    let kind = text(body, key).and_then(QType::from_name);
+    on.then(|| kind.unwrap_or(QType::Float8).bytes().min(width))
 }
 
 /// Pictures, as far as the job itself says.
@@ -433,8 +466,78 @@ mod tests {
             "{need:?}"
         );
         let mut quantised = lora("flux", 1024, "bf16", 16);
-        quantised["process"][0]["kind"]["train"]["model"]["quantize"] = json!(true);
-        assert!(gib(&quantised)[1] < 20.0);
+        let mut base = |te: bool| {
+            let model = &mut quantised["process"][0]["kind"]["train"]["model"];
+            model["quantize"] = json!(true);
+            model["quantize_te"] = json!(te);
+            gib(&quantised)[1]
+        };
+        let one = base(false);
+        assert!(one < 20.0, "{one}");
+        // T5 takes the rest.
+        assert!((one + 4.0..one + 6.0).contains(&base(true)), "{one} {}", base(true));
+    }
+
+    /// GiB on a processor under each profile, for pictures of this side by Stable Diffusion 1.5.
+    fn drawing(model: &Value, side: u32, anatomy: Option<Anatomy>) -> [f64; 4] {
+        let mut job = json!({"process": [{"kind": {"generate": {"model": {"arch": "sd1"},
+            "generate": {"width": side, "height": side, "guidance_scale": 7.0, "prompts": ["a"]}}}}]});
+        let keys = job.pointer_mut("/process/0/kind/generate/model").unwrap();
+        keys.as_object_mut().unwrap().extend(model.as_object().unwrap().clone());
+        let need = Demand::of_job(&job, anatomy).unwrap().memory.unwrap();
+        MemoryProfile::on(true).map(|profile| need.under(profile, true) as f64 / GIB)
+    }
+
+    /// What jobs with quantised parts took (docs/memory.md), the most of several runs.
+    #[test]
+    fn quantised_parts_are_predicted_as_they_were_measured() {
+        let unet = json!({"quantize": true, "quantize_te": false, "qtype": "int8"});
+        let nf4 = json!({"quantize": true, "quantize_te": false, "qtype": "nf4"});
+        let text = json!({"quantize_te": true, "qtype_te": "int8"});
+        let both = json!({"quantize": true, "qtype": "int8", "qtype_te": "int8"});
+        // Half of the channels in its U-Net.
+        let half = Some(Anatomy {
+            denoiser: 219_789_284,
+            text: 123_060_480,
+            vae: 83_653_863,
+        });
+        let (whole, balanced, extreme) = (0, 1, 3);
+        for (model, anatomy, side, profile, taken) in [
+            (&unet, None, 64, balanced, 1.31),
+            (&unet, None, 256, balanced, 1.43),
+            (&nf4, None, 64, balanced, 0.83),
+            (&both, None, 256, whole, 2.10),
+            (&text, None, 256, extreme, 0.52),
+            (&unet, half, 64, balanced, 0.47),
+            (&unet, half, 192, balanced, 0.57),
+            (&both, half, 192, whole, 1.17),
+            (&both, half, 192, extreme, 0.68),
+            (&text, half, 192, whole, 1.72),
+            (&text, half, 192, extreme, 0.34),
+        ] {
+            let predicted = drawing(model, side, anatomy)[profile];
+            let over = predicted / taken - 1.0;
+            assert!(
+                (-0.05..0.25).contains(&over),
+                "{model}, {side}: {predicted:.2} predicted, {taken} taken"
+            );
+        }
+        // As `quantize` says where `quantize_te` says nothing.
+        let said = json!({"quantize": true, "quantize_te": true, "qtype": "int8", "qtype_te": "int8"});
+        assert_eq!(drawing(&both, 256, None), drawing(&said, 256, None));
+    }
+
+    #[test]
+    fn what_is_trained_is_not_quantised() {
+        let full = |quantize: bool| {
+            let mut job = lora("sd1", 512, "bf16", 4);
+            let train = job.pointer_mut("/process/0/kind/train").unwrap();
+            train.as_object_mut().unwrap().remove("network");
+            train["model"]["quantize"] = json!(quantize);
+            train["model"]["quantize_te"] = json!(false);
+            gib(&job)
+        };
+        assert_eq!(full(true), full(false));
     }
 
     #[test]

@@ -15,6 +15,8 @@ pub struct Family {
     pub denoiser: f64,
     /// All text encoders.
     pub text: f64,
+    /// Those of the text encoders' parameters that are never quantised: vectors of tokens and positions.
+    pub text_tables: f64,
     /// The VAE.
     pub vae: f64,
     /// Parameters of a LoRA over every linear layer of the denoiser, per unit of rank.
@@ -71,6 +73,7 @@ const FAMILIES: [Family; 6] = [
         name: "sd1",
         denoiser: 860.0,
         text: 123.0,
+        text_tables: 38.0,
         vae: 84.0,
         lora_per_rank: 0.43,
         text_lora_per_rank: 0.166,
@@ -83,6 +86,7 @@ const FAMILIES: [Family; 6] = [
         name: "sd2",
         denoiser: 866.0,
         text: 340.0,
+        text_tables: 50.7,
         vae: 84.0,
         lora_per_rank: 0.43,
         text_lora_per_rank: 0.417,
@@ -95,6 +99,7 @@ const FAMILIES: [Family; 6] = [
         name: "sdxl",
         denoiser: 2567.0,
         text: 818.0,
+        text_tables: 101.4,
         vae: 84.0,
         lora_per_rank: 2.0,
         text_lora_per_rank: 0.72,
@@ -107,6 +112,7 @@ const FAMILIES: [Family; 6] = [
         name: "sd3",
         denoiser: 8057.0,
         text: 5580.0,
+        text_tables: 233.0,
         vae: 84.0,
         lora_per_rank: 3.5,
         text_lora_per_rank: 0.0,
@@ -119,6 +125,7 @@ const FAMILIES: [Family; 6] = [
         name: "flux",
         denoiser: 11_901.0,
         text: 4885.0,
+        text_tables: 169.6,
         vae: 84.0,
         lora_per_rank: 4.79,
         text_lora_per_rank: 0.0,
@@ -131,6 +138,7 @@ const FAMILIES: [Family; 6] = [
         name: "qwen_image",
         denoiser: 20_430.0,
         text: 8292.0,
+        text_tables: 545.0,
         vae: 127.0,
         lora_per_rank: 5.9,
         text_lora_per_rank: 0.0,

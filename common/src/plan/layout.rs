@@ -16,26 +16,35 @@ pub(super) struct Machine {
     base: f64,
     /// For each GiB that stays; rounding and fragments.
     weights: f64,
+    /// The same where it is quantised: what it was before lay between.
+    quantised: f64,
+    /// GiB that the quantising of layer after layer leaves behind.
+    packing: f64,
     /// On top of everything.
     margin: f64,
-    /// Share of a streamed denoiser that is in memory at a time: what is not in a layer, and the layer that runs.
-    streamed: f64,
+    /// Share of a streamed or quantised denoiser that is there as it is computed with: what is not in a layer, and the
+    /// layer that runs.
+    unpacked: f64,
 }
 
 /// A GPU: the figures that trainers publish, on the careful side.
 const GPU: Machine = Machine {
     base: 0.6,
     weights: 1.0,
+    quantised: 1.0,
+    packing: 0.0,
     margin: 1.1,
-    streamed: 0.05,
+    unpacked: 0.05,
 };
 
 /// A processor, measured (docs/memory.md).
 const PROCESSOR: Machine = Machine {
     base: 0.09,
     weights: 1.055,
+    quantised: 1.2,
+    packing: 0.04,
     margin: 1.02,
-    streamed: 0.036,
+    unpacked: 0.036,
 };
 
 /// GiB of activations of a job.
@@ -51,14 +60,24 @@ pub(super) struct Activations {
     pub(super) vae_megapixels: f64,
 }
 
+/// A denoiser's weights. GiB, of numbers as they are computed with unless said otherwise.
+pub(super) enum Denoiser {
+    /// They may stay in their files.
+    Streams(f64),
+    /// Quantised to so many GiB: these stay in memory, and each layer is unpacked when it runs.
+    Quantised { unpacked: f64, kept: f64 },
+    /// They are trained: these stay in memory.
+    Trained(f64),
+}
+
 /// What a job keeps on one kind of device.
 pub(super) struct Layout {
-    /// GiB of the denoiser's weights.
-    pub(super) denoiser: f64,
-    /// Whether they may stay in their files: those that are quantised or trained may not.
-    pub(super) streams: bool,
-    /// GiB of the text encoders' weights.
+    /// What the denoiser's weights are.
+    pub(super) denoiser: Denoiser,
+    /// GiB of the text encoders' weights that may stay in their files.
     pub(super) text: f64,
+    /// GiB of those that are quantised: they stay in memory under every profile.
+    pub(super) text_quantised: f64,
     /// GiB of the VAE's.
     pub(super) vae: f64,
     /// Adapters, gradients, optimizer state. GiB.
@@ -81,12 +100,19 @@ pub(super) fn need(gpu: &Layout, processor: &Layout) -> MemoryNeed {
 impl Layout {
     fn peak(&self, profile: MemoryProfile, machine: &Machine) -> u64 {
         let choices = Choices::of(profile).and(self.asked);
-        let streamed = if self.streams { choices.denoiser_streamed } else { 0.0 };
-        let kept = self.denoiser * (1.0 - streamed)
-            + self.text * (1.0 - choices.text_streamed)
-            + self.vae * (1.0 - choices.vae_streamed);
         // A layer of the denoiser is there while it runs, not while the VAE does.
-        let layer = self.denoiser * machine.streamed * streamed;
+        let (denoiser, quantised, layer) = match self.denoiser {
+            Denoiser::Streams(all) => {
+                let streamed = choices.denoiser_streamed;
+                (all * (1.0 - streamed), 0.0, all * streamed * machine.unpacked)
+            }
+            Denoiser::Quantised { unpacked, kept } => (0.0, kept, unpacked * machine.unpacked),
+            Denoiser::Trained(all) => (all, 0.0, 0.0),
+        };
+        let kept = denoiser + self.text * (1.0 - choices.text_streamed) + self.vae * (1.0 - choices.vae_streamed);
+        let quantised = quantised + self.text_quantised;
+        let packing = if quantised > 0.0 { machine.packing } else { 0.0 };
+        let stays = kept * machine.weights + quantised * machine.quantised + packing;
         let Activations {
             work,
             lean_work,
@@ -101,7 +127,7 @@ impl Layout {
         let running = self.trained + (work + layer).max(vae);
         // Half of what the last step took is still held.
         let saving = self.saving + (work + layer) / 2.0;
-        let whole = kept * machine.weights + running.max(saving) + machine.base;
+        let whole = stays + running.max(saving) + machine.base;
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
         let bytes = (whole * machine.margin * GIB).clamp(0.0, 1e18) as u64;
         bytes
