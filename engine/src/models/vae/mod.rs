@@ -90,6 +90,13 @@ impl VaeConfig {
         if !matches!(self.act_fn.as_str(), "silu" | "swish") {
             return Err(format!("act_fn `{}` is not supported", self.act_fn));
         }
+        // Latents are multiplied by it and later divided.
+        if self.scaling_factor == 0.0 || !self.scaling_factor.is_finite() {
+            let found = self.scaling_factor;
+            return Err(format!(
+                "`scaling_factor` is {found}, expected a number such as 0.18215, not 0"
+            ));
+        }
         Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! Tiles, against diffusers (`tests/reference/make_tiles.py`).
+//! Tiles, against diffusers (`tests/reference/make_tiles.py`), and configs that are refused.
 
 use super::*;
 use crate::testing::{fixtures, gap, largest};
@@ -31,4 +31,28 @@ fn what_fits_into_a_tile_is_done_whole() {
     let latents = latents.reshape((1, 4, 32, 32)).unwrap();
     let tiled = whole.clone().tiled(true).decode(&latents).unwrap();
     assert_eq!(gap(&tiled, &whole.decode(&latents).unwrap()), 0.0);
+}
+
+#[test]
+fn a_scale_that_latents_cannot_be_divided_by_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let tiny = fixtures().join("tiny_sd/vae");
+    for entry in std::fs::read_dir(&tiny).unwrap() {
+        let entry = entry.unwrap();
+        std::fs::copy(entry.path(), folder.path().join(entry.file_name())).unwrap();
+    }
+    let text = std::fs::read_to_string(tiny.join("config.json")).unwrap();
+    let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let mut open = |factor: serde_json::Value| {
+        config["scaling_factor"] = factor;
+        std::fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+        AutoencoderKl::open(folder.path(), DType::F32, &Device::Cpu).map(drop)
+    };
+    open(0.5.into()).unwrap();
+    let error = open(0.into()).unwrap_err().to_string();
+    let place = folder.path().display().to_string();
+    assert!(
+        error.contains(&place) && error.contains("`scaling_factor` is 0, expected"),
+        "{error}"
+    );
 }
