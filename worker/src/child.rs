@@ -3,6 +3,7 @@
 //! Exit codes: 0 completed, 1 failed, 2 the specification cannot be read, 3 stopped with its state saved, 4 the daemon
 //! went away. The last line of standard output says the same in full.
 
+use crate::as_written::AsWritten;
 use crate::confine::confine;
 use crate::usage::{Usage, keep_to_budget};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
@@ -44,6 +45,7 @@ pub fn run_attempt(spec_path: &Path) -> ExitCode {
     bind_to_daemon(&stop);
     let (outcome, code) = match read_spec(spec_path) {
         Ok(spec) => {
+            events.names = AsWritten::of(&spec);
             if spec.output_root.is_none() {
                 privacy.end();
             }
@@ -128,12 +130,13 @@ fn stop_on_signals(stop: &StopSignal) -> nix::Result<()> {
 #[derive(Default)]
 struct Lines {
     usage: Usage,
+    names: AsWritten,
 }
 
 impl EventSink for Lines {
     fn emit(&mut self, event: ChildEvent) {
         self.usage.see(&event);
-        let Ok(mut line) = serde_json::to_vec(&event) else {
+        let Ok(mut line) = serde_json::to_vec(&self.names.event(event)) else {
             return;
         };
         line.push(b'\n');

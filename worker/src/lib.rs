@@ -3,6 +3,7 @@
 //! [`start`] runs a worker inside this process (the daemon, or the command line's `run` and `up`); [`run_attempt`] is
 //! the main function of the child processes that it starts.
 
+mod as_written;
 mod attempt;
 pub mod bench;
 mod child;

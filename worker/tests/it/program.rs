@@ -1,6 +1,9 @@
 //! The program itself: exit codes, messages, signals.
 
 use crate::support::{self, Lab};
+use aitk_common::attempt::Outcome;
+use aitk_common::job;
+use aitk_worker::runner::{self, Launch, Spawner, Wanted};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -165,4 +168,51 @@ async fn an_attempt_without_a_specification_says_so() {
             (&"finished".into(), &"internal".into())
         );
     }
+}
+
+/// An attempt at a job that was submitted, whose model is no model.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_failed_attempt_names_files_as_its_config_does() {
+    let folder = tempfile::tempdir().unwrap();
+    let staged = folder.path().join("cache/trees/ab12");
+    std::fs::create_dir_all(&staged).unwrap();
+    std::fs::write(staged.join("model_index.json"), "{").unwrap();
+    let text = "job: generate\nconfig:\n  name: a\n  process:\n    - type: to_folder\n      output_folder: out\n      \
+                model: {name_or_path: ~/models/mine}\n      generate: {prompts: [a cat]}\n";
+    let format = serde_json::from_value(serde_json::json!("yaml")).unwrap();
+    let loaded = job::parse(text, format, None, &job::LoadOptions::default()).unwrap();
+    let spec = serde_json::json!({
+        "job_id": "00000000-0000-7000-8000-000000000001",
+        "attempt_id": "00000000-0000-7000-8000-000000000002",
+        "epoch": 1,
+        "job": loaded.spec,
+        "config_text": text,
+        "config_format": "yaml",
+        "inputs": {"~/models/mine": staged},
+        "output_root": folder.path().join("output"),
+        "resume_from": null,
+        "device": {"kind": "cpu", "index": 0},
+        "profile": "cpu_only",
+        "seed": 7,
+    });
+    std::fs::write(folder.path().join("spec.json"), spec.to_string()).unwrap();
+    let launch = Launch {
+        command: vec![env!("CARGO_BIN_EXE_aitk-worker").into()],
+        spec: folder.path().join("spec.json"),
+        work_dir: Some(folder.path().to_owned()),
+        temp_dir: folder.path().to_owned(),
+        grace: Duration::from_secs(60),
+    };
+    let (_wanted, wishes) = tokio::sync::watch::channel(Wanted::Run);
+    let (events, mut heard) = tokio::sync::mpsc::channel(16);
+    let spawner = Spawner::start(tokio::runtime::Handle::current()).unwrap();
+    let listen = async { while heard.recv().await.is_some() {} };
+    let (outcome, ()) = tokio::join!(runner::run(&spawner, launch, wishes, events), listen);
+    let Outcome::Failed { message, .. } = outcome else {
+        panic!("{outcome:?}");
+    };
+    assert!(
+        message.contains("~/models/mine/model_index.json") && !message.contains("ab12"),
+        "{message}"
+    );
 }
