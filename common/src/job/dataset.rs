@@ -71,7 +71,7 @@ section! {
         batch_size: Option<u32> = None, Works, shown "`train.batch_size`";
         /// Repeat the list of files.
         num_repeats: u32 = 1, Works;
-        /// Suffix of caption files, with or without the dot.
+        /// Suffix of caption files, with or without the dot. A `.json` file holds the caption under `caption`.
         caption_ext: String = ".txt".into(), Works;
         /// Older name of `caption_ext`.
         caption_type: Option<String> = None, Works;
