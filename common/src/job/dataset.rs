@@ -1,5 +1,6 @@
 //! `datasets`: pictures, captions, and what is done to them on the way.
 
+use super::limits::{MAX_BATCH, MAX_REPEATS, MAX_SIDE};
 use super::node::Node;
 use super::schema::{Cx, FieldValue, Given, Report, choices, join, section};
 use super::values::{Float, OneOrMany, TextSource};
@@ -277,6 +278,13 @@ fn finish(dataset: &mut DatasetConfig, given: &Given, cx: &mut Cx) {
     if dataset.batch_size == Some(0) {
         cx.error_at("batch_size", "expected at least 1");
     }
+    cx.at_most(
+        "resolution",
+        dataset.resolution.iter().max().copied().unwrap_or(0),
+        MAX_SIDE,
+    );
+    cx.at_most("batch_size", dataset.batch_size.unwrap_or(0), MAX_BATCH);
+    cx.at_most("num_repeats", dataset.num_repeats, MAX_REPEATS);
     for (rate, key) in [
         (*dataset.caption_dropout_rate, "caption_dropout_rate"),
         (*dataset.token_dropout_rate, "token_dropout_rate"),

@@ -1,5 +1,6 @@
 //! `generate` of the processes that only make pictures: `to_folder` and `batch_img2img`.
 
+use super::limits::{MAX_REPEATS, MAX_SAMPLE_STEPS, MAX_SIDE};
 use super::sampler::SamplerName;
 use super::schema::{Cx, Given, section};
 use super::values::{Pair, TextSource};
@@ -77,6 +78,13 @@ fn finish_generate(generate: &mut GenerateConfig, _given: &Given, cx: &mut Cx) {
     if generate.sample_steps == 0 {
         cx.error_at("sample_steps", "expected at least 1");
     }
+    cx.at_most("sample_steps", generate.sample_steps, MAX_SAMPLE_STEPS);
+    cx.at_most("width", generate.width, MAX_SIDE);
+    cx.at_most("height", generate.height, MAX_SIDE);
+    cx.at_most("num_repeats", generate.num_repeats, MAX_REPEATS);
+    for (index, Pair(width, height)) in generate.size_list.iter().flatten().enumerate() {
+        cx.at_most(&format!("size_list[{index}]"), *width.max(height), MAX_SIDE);
+    }
     if generate.size_list.as_ref().is_some_and(Vec::is_empty) {
         generate.size_list = None;
     }
@@ -115,6 +123,7 @@ fn finish_img2img(generate: &mut Img2ImgConfig, _given: &Given, cx: &mut Cx) {
     if generate.sample_steps == 0 {
         cx.error_at("sample_steps", "expected at least 1");
     }
+    cx.at_most("sample_steps", generate.sample_steps, MAX_SAMPLE_STEPS);
     if !(0.0..=1.0).contains(&generate.denoise_strength) {
         cx.error_at("denoise_strength", "expected a share from 0 to 1");
     }

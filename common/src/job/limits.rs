@@ -9,6 +9,18 @@ pub const MAX_BYTES: u64 = 10 * 1024 * 1024;
 pub const MAX_DEPTH: usize = 64;
 /// Bytes of the tree after aliases, variables and names were filled in; a value counts for 64 and its text.
 pub const MAX_EXPANDED: usize = 64 * 1024 * 1024;
+/// Pixels of a side of a picture: 256 megapixels as a square.
+pub const MAX_SIDE: u32 = 16_384;
+/// Rank of a network. More than the narrower side of a layer adds nothing, and FLUX.1's widest layers have 15360.
+pub const MAX_RANK: u32 = 16_384;
+/// Items of a batch.
+pub const MAX_BATCH: u32 = 65_536;
+/// Steps of a picture; models are made for 1000.
+pub const MAX_SAMPLE_STEPS: u32 = 10_000;
+/// Length of the time step table; models are made for 1000.
+pub const MAX_TIMESTEPS: u32 = 1_000_000;
+/// How often a list of files or prompts is repeated.
+pub const MAX_REPEATS: u32 = 1_000_000;
 /// What one value costs besides its text.
 pub(crate) const NODE_COST: usize = 64;
 

@@ -1,5 +1,6 @@
 //! `network`: which small weights are trained beside the frozen model.
 
+use super::limits::MAX_RANK;
 use super::schema::{Cx, Given, choices, section};
 use super::values::{Integer, OneOrMany};
 
@@ -124,10 +125,12 @@ fn finish(network: &mut NetworkConfig, given: &Given, cx: &mut Cx) {
     {
         network.network_kwargs.only_if_contains = None;
     }
+    let key = if network.rank.is_some() { "rank" } else { "linear" };
     if network.linear == 0 {
-        let key = if network.rank.is_some() { "rank" } else { "linear" };
         cx.error_at(key, "the rank must be at least 1");
     }
+    cx.at_most(key, network.linear, MAX_RANK);
+    cx.at_most("conv", network.conv.unwrap_or(0), MAX_RANK);
     if network.conv == Some(0) {
         network.conv = None;
     }

@@ -1,6 +1,7 @@
 //! Prompts with flags (`a cat --n blurry --seed 7`), and what one picture is made from.
 
 use super::generate::GenerateConfig;
+use super::limits::{MAX_SAMPLE_STEPS, MAX_SIDE};
 use super::sample::SampleConfig;
 use serde::{Deserialize, Serialize};
 
@@ -71,11 +72,11 @@ impl PromptFlags {
             "n" => self.negative_prompt = Some(value.to_owned()),
             "p2" => self.prompt_2 = Some(value.to_owned()),
             "n2" => self.negative_prompt_2 = Some(value.to_owned()),
-            "w" => put(&mut self.width, whole(flag, value, problems).map(floor_size)),
-            "h" => put(&mut self.height, whole(flag, value, problems).map(floor_size)),
+            "w" => put(&mut self.width, upto(MAX_SIDE, flag, value, problems).map(floor_size)),
+            "h" => put(&mut self.height, upto(MAX_SIDE, flag, value, problems).map(floor_size)),
             "d" | "seed" => put(&mut self.seed, number(flag, value, "a whole number", problems)),
             "l" | "cfg" => put(&mut self.guidance_scale, float(flag, value, problems)),
-            "s" | "steps" => put(&mut self.steps, whole(flag, value, problems)),
+            "s" | "steps" => put(&mut self.steps, upto(MAX_SAMPLE_STEPS, flag, value, problems)),
             "m" | "network_multiplier" => put(&mut self.network_multiplier, float(flag, value, problems)),
             "gr" => put(&mut self.guidance_rescale, float(flag, value, problems)),
             "a" => put(&mut self.adapter_conditioning_scale, float(flag, value, problems)),
@@ -114,6 +115,18 @@ fn number<T: std::str::FromStr>(flag: &str, value: &str, expected: &str, problem
 
 fn whole(flag: &str, value: &str, problems: &mut Vec<String>) -> Option<u32> {
     number(flag, value, "a whole number from 0", problems)
+}
+
+fn upto(most: u32, flag: &str, value: &str, problems: &mut Vec<String>) -> Option<u32> {
+    whole(flag, value, problems).filter(|number| {
+        let fits = *number <= most;
+        if !fits {
+            problems.push(format!(
+                "the prompt's flag `--{flag}` expects at most {most}, found {number}"
+            ));
+        }
+        fits
+    })
 }
 
 fn float(flag: &str, value: &str, problems: &mut Vec<String>) -> Option<f64> {

@@ -77,6 +77,13 @@ impl Cx {
         push(&mut self.errors, finding);
     }
 
+    /// An error at a key of the section that is being read, where its value is beyond what anybody means.
+    pub fn at_most(&mut self, key: &str, value: u32, most: u32) {
+        if value > most {
+            self.error_at(key, format!("expected at most {most}, found {value}"));
+        }
+    }
+
     /// A warning at a key of the section that is being read.
     pub fn warn_at(&mut self, key: &str, message: impl Into<String>) {
         let path = join(&self.path, key);

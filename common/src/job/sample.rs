@@ -1,5 +1,6 @@
 //! `sample`: pictures made while training, to see how it goes.
 
+use super::limits::{MAX_SAMPLE_STEPS, MAX_SIDE};
 use super::sampler::SamplerName;
 use super::schema::{Cx, Given, section};
 use super::values::{Float, TextOrFalse};
@@ -43,7 +44,7 @@ section! {
     finish = finish_item;
 }
 
-fn finish_item(item: &mut SampleItem, _given: &Given, _cx: &mut Cx) {
+fn finish_item(item: &mut SampleItem, _given: &Given, cx: &mut Cx) {
     for path in [
         &mut item.ctrl_img,
         &mut item.ctrl_img_1,
@@ -57,6 +58,9 @@ fn finish_item(item: &mut SampleItem, _given: &Given, _cx: &mut Cx) {
     if item.num_frames == Some(1) {
         item.num_frames = None;
     }
+    cx.at_most("width", item.width.unwrap_or(0), MAX_SIDE);
+    cx.at_most("height", item.height.unwrap_or(0), MAX_SIDE);
+    cx.at_most("sample_steps", item.sample_steps.unwrap_or(0), MAX_SAMPLE_STEPS);
 }
 
 section! {
@@ -138,6 +142,9 @@ fn finish(sample: &mut SampleConfig, given: &Given, cx: &mut Cx) {
     if sample.sample_steps == 0 {
         cx.error_at("sample_steps", "expected at least 1");
     }
+    cx.at_most("sample_steps", sample.sample_steps, MAX_SAMPLE_STEPS);
+    cx.at_most("width", sample.width, MAX_SIDE);
+    cx.at_most("height", sample.height, MAX_SIDE);
 }
 
 const FORMATS: &[&str] = &["jpg", "jpeg", "png", "webp", "wav", "mp3", "flac", "ogg", "mp4"];

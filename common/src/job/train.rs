@@ -1,6 +1,7 @@
 //! `train`: steps, optimizer, noise, loss and everything else about the loop.
 
 use super::dtype::DType;
+use super::limits::{MAX_BATCH, MAX_TIMESTEPS};
 use super::optimizer::{LrSchedulerName, OptimizerName};
 use super::optimizer_params::OptimizerParams;
 use super::sampler::SamplerName;
@@ -269,6 +270,8 @@ fn finish(train: &mut TrainConfig, _given: &Given, cx: &mut Cx) {
     if train.batch_size == 0 {
         cx.error_at("batch_size", "expected at least 1");
     }
+    cx.at_most("batch_size", train.batch_size, MAX_BATCH);
+    cx.at_most("num_train_timesteps", train.num_train_timesteps, MAX_TIMESTEPS);
     if train.gradient_accumulation == 0 {
         cx.error_at("gradient_accumulation", "expected at least 1");
     }
