@@ -138,9 +138,18 @@ pub(super) fn alone() -> Vec<Case> {
         case(
             "a quantised base by its config",
             &["4090"],
-            lora("flux").set("/model/quantize", json!(true)),
+            lora("flux")
+                .set("/model/quantize", json!(true))
+                .set("/model/quantize_te", json!(false)),
             "4090 balanced",
             &[],
+        ),
+        case(
+            "text encoders in 8 bits stay in memory, beside the base",
+            &["4090"],
+            lora("flux").set("/model/quantize", json!(true)),
+            "waits",
+            &["it needs about"],
         ),
         case(
             "a large batch takes a leaner profile",
