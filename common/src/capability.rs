@@ -49,7 +49,7 @@ pub struct Device {
     pub memory_total: u64,
     /// Bytes a task may use: free memory less a margin.
     pub memory_budget: u64,
-    /// dtypes in which a small product was computed and came out right: `f32`, `bf16`, `f16`.
+    /// dtypes in which every operation was tried on small tensors and came out right: `f32`, `bf16`, `f16`.
     pub dtypes: Vec<String>,
     /// Attention implementations that run here: `eager` now; fused ones follow.
     pub attention: Vec<String>,

@@ -49,6 +49,7 @@ pub fn run_attempt(spec_path: &Path) -> ExitCode {
             if spec.output_root.is_none() {
                 privacy.end();
             }
+            events.usage.watch(spec.device);
             let ran = catch_unwind(AssertUnwindSafe(|| {
                 on_pool(|| {
                     // Here, because the threads and their stacks are there now and no part of the work.

@@ -203,12 +203,12 @@ fn folder(given: Option<PathBuf>) -> anyhow::Result<PathBuf> {
 }
 
 fn show_probe(json: bool) -> anyhow::Result<()> {
-    let devices = probe::devices();
+    let probe::Found { devices, left_out } = probe::look();
     let mut out = std::io::stdout().lock();
     if json {
         serde_json::to_writer_pretty(
             &mut out,
-            &serde_json::json!({ "schema_version": 1, "devices": devices }),
+            &serde_json::json!({ "schema_version": 1, "devices": devices, "left_out": left_out }),
         )?;
         writeln!(out)?;
         return Ok(());
@@ -221,6 +221,9 @@ fn show_probe(json: bool) -> anyhow::Result<()> {
         writeln!(out, "    memory        {budget:.1} GiB for a task, of {total:.1} GiB")?;
         writeln!(out, "    dtypes        {}", device.dtypes.join(", "))?;
         writeln!(out, "    profile       {}", device.profile.name())?;
+    }
+    for reason in left_out {
+        writeln!(out, "left out: {reason}")?;
     }
     Ok(())
 }

@@ -1,11 +1,12 @@
 //! What an attempt's process really takes of memory, phase by phase, and how that compares with what was predicted.
 
 use aitk_common::attempt::{AttemptSpec, ChildEvent};
-use aitk_common::capability::DeviceKind;
+use aitk_common::capability::{DeviceKind, DeviceRef};
 use aitk_common::plan::anatomy::Anatomy;
 use aitk_common::plan::demand::Demand;
 use aitk_common::plan::need::MemoryNeed;
 use aitk_common::plan::profile::MemoryProfile;
+use aitk_engine::device::take_peak;
 use aitk_engine::processes::at_home;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde_json::Value;
@@ -46,13 +47,28 @@ fn of_status(name: &str) -> u64 {
 /// The peak of each phase of an attempt so far.
 #[derive(Debug, Default)]
 pub(crate) struct Usage {
+    device: Option<DeviceRef>,
     phase: Option<String>,
     /// In the order in which they first came.
-    phases: Vec<(String, u64)>,
+    phases: Vec<Phase>,
     step: u64,
 }
 
+#[derive(Debug, PartialEq)]
+struct Phase {
+    name: String,
+    /// Bytes of main memory.
+    host: u64,
+    /// Bytes of a GPU's memory, where its driver tells.
+    device: Option<u64>,
+}
+
 impl Usage {
+    /// What is held on this device counts too.
+    pub(crate) fn watch(&mut self, device: DeviceRef) {
+        self.device = Some(device);
+    }
+
     /// Looks at what the attempt says.
     pub(crate) fn see(&mut self, event: &ChildEvent) {
         match event {
@@ -66,58 +82,72 @@ impl Usage {
     }
 
     fn leave(&mut self) {
-        let Some(phase) = self.phase.take() else { return };
-        let bytes = peak();
+        let Some(name) = self.phase.take() else { return };
+        let host = peak();
         forget_peak();
-        match self.phases.iter_mut().find(|(name, _)| *name == phase) {
-            Some((_, most)) => *most = bytes.max(*most),
-            None => self.phases.push((phase, bytes)),
+        let device = self.device.and_then(take_peak);
+        self.add(Phase { name, host, device });
+    }
+
+    fn add(&mut self, phase: Phase) {
+        match self.phases.iter_mut().find(|known| known.name == phase.name) {
+            Some(known) => {
+                known.host = known.host.max(phase.host);
+                known.device = known.device.max(phase.device);
+            }
+            None => self.phases.push(phase),
         }
     }
 
-    /// A line for the log and numbers for the metrics: the peak, of which phase, and what was predicted.
+    /// Lines for the log and numbers for the metrics: the peak, of which phase, and what was predicted.
     pub(crate) fn report(mut self, spec: &AttemptSpec) -> Vec<ChildEvent> {
         self.leave();
-        let Some(most) = self
-            .phases
-            .iter()
-            .map(|(_, bytes)| *bytes)
-            .max()
-            .filter(|most| *most > 0)
-        else {
-            return Vec::new();
-        };
-        let gib = |bytes: u64| bytes as f64 / GIB;
-        let mut values = BTreeMap::from([("memory/peak_gib".to_owned(), gib(most))]);
         let on_processor = spec.device.kind == DeviceKind::Cpu;
-        // What a GPU holds is not seen here.
-        let predicted = needed(spec).filter(|_| on_processor);
-        let predicted = predicted.map(|need| need.under(spec.profile, on_processor));
-        let mut words = format!("host memory: at most {:.2} GiB", gib(most));
-        if let Some(predicted) = predicted {
-            values.insert("memory/predicted_gib".into(), gib(predicted));
-            words.push_str(&format!(
-                ", {:.2} GiB predicted under {}",
-                gib(predicted),
-                spec.profile.name()
-            ));
-        }
-        let phases = self
+        let predicted = needed(spec).map(|need| need.under(spec.profile, on_processor));
+        let host: Vec<_> = self.phases.iter().map(|phase| (&*phase.name, phase.host)).collect();
+        let device = self
             .phases
             .iter()
-            .map(|(name, bytes)| format!("{name} {:.2}", gib(*bytes)));
-        words.push_str(&format!(" ({})", phases.collect::<Vec<_>>().join(", ")));
-        vec![
-            ChildEvent::Log {
+            .filter_map(|phase| Some((&*phase.name, phase.device?)));
+        let device: Vec<_> = device.collect();
+        let mut values = BTreeMap::new();
+        let mut lines = Vec::new();
+        // What is predicted for a GPU is predicted of its own memory.
+        for (place, key, phases, predicted) in [
+            ("host", "memory/peak_gib", host, predicted.filter(|_| on_processor)),
+            ("device", "memory/device_peak_gib", device, predicted),
+        ] {
+            let most = phases.iter().map(|(_, bytes)| *bytes).max().filter(|most| *most > 0);
+            let Some(most) = most else { continue };
+            values.insert(key.to_owned(), gib(most));
+            let mut words = format!("{place} memory: at most {:.2} GiB", gib(most));
+            if let Some(predicted) = predicted {
+                values.insert("memory/predicted_gib".into(), gib(predicted));
+                let profile = spec.profile.name();
+                words.push_str(&format!(", {:.2} GiB predicted under {profile}", gib(predicted)));
+            }
+            let phases: Vec<_> = phases
+                .iter()
+                .map(|(name, bytes)| format!("{name} {:.2}", gib(*bytes)))
+                .collect();
+            words.push_str(&format!(" ({})", phases.join(", ")));
+            lines.push(ChildEvent::Log {
                 level: "info".into(),
                 message: words,
-            },
-            ChildEvent::Metrics {
+            });
+        }
+        if !values.is_empty() {
+            lines.push(ChildEvent::Metrics {
                 step: self.step,
                 values,
-            },
-        ]
+            });
+        }
+        lines
     }
+}
+
+fn gib(bytes: u64) -> f64 {
+    bytes as f64 / GIB
 }
 
 /// What the plan says that this attempt takes.
@@ -205,5 +235,23 @@ mod tests {
         assert_eq!(found("~/sd15", &staged), PathBuf::from("/cache/1"));
         assert_eq!(found("~/sd15", &BTreeMap::new()), PathBuf::from(home).join("sd15"));
         assert_eq!(found("models/sd15", &staged), PathBuf::from("models/sd15"));
+    }
+
+    #[test]
+    fn a_phase_that_comes_again_keeps_its_most() {
+        let phase = |name: &str, host, device| Phase {
+            name: name.to_owned(),
+            host,
+            device,
+        };
+        let mut usage = Usage::default();
+        for seen in [
+            phase("train", 5, None),
+            phase("sample", 7, Some(4)),
+            phase("train", 3, Some(9)),
+        ] {
+            usage.add(seen);
+        }
+        assert_eq!(usage.phases, [phase("train", 5, Some(9)), phase("sample", 7, Some(4))]);
     }
 }

@@ -219,23 +219,22 @@ fn is_alive(pid: u32) -> bool {
 
 #[cfg(feature = "embedded")]
 async fn devices(problems: &mut Vec<Problem>) -> Vec<Device> {
-    let devices = tokio::task::spawn_blocking(aitk_worker::probe::devices)
-        .await
-        .unwrap_or_default();
-    for found in devices
-        .iter()
-        .filter(|found| !found.dtypes.iter().any(|dtype| dtype == "f32"))
-    {
-        problems.push(Problem {
-            what: format!(
-                "{} ({}) does not compute f32 correctly",
-                device(found.device),
-                printable(&found.name)
-            ),
-            fix: "update its driver; until then use another device with --device".to_owned(),
-        });
+    match tokio::task::spawn_blocking(aitk_worker::probe::look).await {
+        Ok(found) => {
+            problems.extend(found.left_out.into_iter().map(|what| Problem {
+                what,
+                fix: "until then jobs run on the devices above; --device picks one".to_owned(),
+            }));
+            found.devices
+        }
+        Err(error) => {
+            problems.push(Problem {
+                what: format!("looking for devices failed: {error}"),
+                fix: String::new(),
+            });
+            Vec::new()
+        }
     }
-    devices
 }
 
 #[cfg(not(feature = "embedded"))]

@@ -1,204 +1,276 @@
-//! What the devices of this machine can do, found by trying: a small product in each dtype, compared with plain loops.
+//! What a device can do, found by trying: each operation that models are made of, forwards and backwards, on small
+//! tensors in each dtype, compared with what the processor computes in f32.
 
-use aitk_common::capability::{DeviceKind, DeviceRef};
-use candle_core::{DType, Device, Tensor};
+use crate::nn;
+use candle_core::{D, DType, Device, Tensor, Var};
 
-/// A GPU as its driver describes it, and what came out right on it.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Gpu {
-    /// Which one.
-    pub device: DeviceRef,
-    /// What the vendor calls it. Empty when the driver does not say.
-    pub name: String,
-    /// `sm_89`, `applegpu_g15s`, ….
-    pub architecture: String,
-    /// Bytes it has.
-    pub memory_total: u64,
-    /// Bytes that are free now; on a Mac, of what the system recommends to use at once.
-    pub memory_free: u64,
-    /// dtypes that work.
-    pub dtypes: Vec<String>,
+/// An operation, and its result for x [2, 8, 6, 6].
+struct Operation {
+    name: &'static str,
+    run: fn(&Tensor) -> candle_core::Result<Tensor>,
 }
 
-const ROWS: usize = 8;
-const INNER: usize = 16;
-const COLUMNS: usize = 4;
+const INPUT: [usize; 4] = [2, 8, 6, 6];
 
-/// The dtypes in which `device` computes a small product rightly: some of `f32`, `bf16`, `f16`.
-fn working_dtypes(device: &Device) -> Vec<String> {
-    [(DType::F32, "f32"), (DType::BF16, "bf16"), (DType::F16, "f16")]
-        .into_iter()
-        .filter(|&(dtype, _)| product_is_right(device, dtype).unwrap_or(false))
-        .map(|(_, name)| name.to_owned())
-        .collect()
+const OPERATIONS: [Operation; 8] = [
+    Operation {
+        name: "linear",
+        run: |x| nn::linear(&tokens(x)?, &values(&[5, 8], 3, x)?, Some(&values(&[5], 2, x)?)),
+    },
+    Operation {
+        name: "conv2d",
+        run: |x| nn::conv2d(x, &values(&[4, 8, 3, 3], 3, x)?, Some(&values(&[4], 2, x)?), 1, 1),
+    },
+    Operation {
+        name: "conv2d in steps of two",
+        run: |x| nn::conv2d(x, &values(&[4, 8, 3, 3], 5, x)?, None, 2, 1),
+    },
+    Operation {
+        name: "attention",
+        run: |x| {
+            let x = tokens(x)?;
+            let keys = nn::linear(&x, &values(&[8, 8], 3, &x)?, None)?;
+            nn::attention(&x, &keys, &x, 2, 0.5, true)
+        },
+    },
+    Operation {
+        name: "norm",
+        // As nn's norms compute it on GPUs: in f32 whatever x is in.
+        run: |x| {
+            let x = tokens(x)?;
+            let full = x.to_dtype(DType::F32)?;
+            let centred = full.broadcast_sub(&full.mean_keepdim(D::Minus1)?)?;
+            let variance = centred.sqr()?.mean_keepdim(D::Minus1)?;
+            centred
+                .broadcast_div(&(variance + 1e-5)?.sqrt()?)?
+                .to_dtype(x.dtype())?
+                .broadcast_mul(&values(&[8], 3, &x)?)
+        },
+    },
+    Operation {
+        name: "activations",
+        run: |x| nn::silu(&nn::gelu(x)?)? + nn::quick_gelu(x)?,
+    },
+    Operation {
+        name: "enlarging",
+        run: |x| nn::upsample_nearest(x, 12, 12),
+    },
+    Operation {
+        name: "joining and picking",
+        run: |x| {
+            let gated = nn::geglu(&tokens(x)?)?;
+            let joined = Tensor::cat(&[&gated, &tokens(x)?.narrow(D::Minus1, 2, 3)?], 2)?;
+            let rows = Tensor::new(&[3u32, 0, 3, 7], x.device())?;
+            joined.transpose(0, 1)?.contiguous()?.index_select(&rows, 0)
+        },
+    },
+];
+
+/// The picture as tokens: [2, 36, 8].
+fn tokens(x: &Tensor) -> candle_core::Result<Tensor> {
+    x.flatten_from(2)?.transpose(1, 2)?.contiguous()
+}
+
+/// A tensor whose entries every dtype holds exactly, on x's device and in its dtype.
+fn values(shape: &[usize], by: usize, x: &Tensor) -> candle_core::Result<Tensor> {
+    let count = shape.iter().product();
+    let entries: Vec<f32> = (0..count).map(|at| entry(at, by)).collect();
+    Tensor::from_vec(entries, shape, &Device::Cpu)?
+        .to_dtype(x.dtype())?
+        .to_device(x.device())
+}
+
+fn entry(at: usize, by: usize) -> f32 {
+    ((at * by % 11) as f32 - 5.0) / 8.0
+}
+
+/// The result of an operation and the gradient of its input, as f32 on the processor.
+fn run(operation: &Operation, device: &Device, dtype: DType) -> candle_core::Result<[Vec<f32>; 2]> {
+    let like = Tensor::zeros(1, dtype, device)?;
+    let x = Var::from_tensor(&values(&INPUT, 7, &like)?)?;
+    let y = (operation.run)(x.as_tensor())?;
+    let probe = values(y.dims(), 4, &y)?;
+    let grads = (&y * &probe)?.sum_all()?.backward()?;
+    let Some(dx) = grads.get(x.as_tensor()) else {
+        candle_core::bail!("no gradient reaches its input");
+    };
+    Ok([plain(&y)?, plain(dx)?])
+}
+
+fn plain(x: &Tensor) -> candle_core::Result<Vec<f32>> {
+    x.to_device(&Device::Cpu)?
+        .to_dtype(DType::F32)?
+        .flatten_all()?
+        .to_vec1()
+}
+
+/// How far off a result may be, as a share of the largest one: operations of several roundings each, of 8 bits in bf16
+/// and of 11 in f16.
+fn tolerance(dtype: DType) -> f32 {
+    match dtype {
+        DType::BF16 => 1.0 / 24.0,
+        DType::F16 => 1.0 / 192.0,
+        _ => 1e-4,
+    }
+}
+
+/// The first thing that `device` does not do right in `dtype`, as `conv2d: …`; none when all of it works.
+#[must_use]
+pub fn fault(device: &Device, dtype: DType) -> Option<String> {
+    let tried = |name: &str, outcome: Option<candle_core::Result<Option<f32>>>| match outcome {
+        Some(Ok(None)) => None,
+        Some(Ok(Some(gap))) => Some(format!("{name}: wrong by {:.2} % of the largest value", gap * 100.0)),
+        Some(Err(error)) => Some(format!("{name}: {}", first_line(&error.to_string()))),
+        None => Some(format!("{name}: the driver failed")),
+    };
+    let product = || product(device, dtype).map(|(got, expected)| gap(&got, &expected, tolerance(dtype)));
+    tried("product", quietly(product)).or_else(|| {
+        OPERATIONS.iter().find_map(|operation| {
+            tried(
+                operation.name,
+                quietly(|| {
+                    let expected = run(operation, &Device::Cpu, DType::F32)?;
+                    let got = run(operation, device, dtype)?;
+                    let pairs = got.iter().zip(&expected);
+                    Ok(pairs
+                        .filter_map(|(got, expected)| gap(got, expected, tolerance(dtype)))
+                        .reduce(f32::max))
+                }),
+            )
+        })
+    })
+}
+
+/// The largest difference as a share of the largest value expected, if it exceeds the tolerance.
+fn gap(got: &[f32], expected: &[f32], tolerance: f32) -> Option<f32> {
+    let scale = expected.iter().fold(f32::MIN_POSITIVE, |most, x| most.max(x.abs()));
+    let differences = got
+        .iter()
+        .zip(expected)
+        .map(|(got, expected)| (got - expected).abs() / scale);
+    // What is no number counts as infinitely far off.
+    let most = differences.fold(
+        0.0,
+        |most: f32, gap| if gap.is_nan() { f32::INFINITY } else { most.max(gap) },
+    );
+    let most = if got.len() == expected.len() {
+        most
+    } else {
+        f32::INFINITY
+    };
+    (most > tolerance).then_some(most)
+}
+
+/// A matrix product on the device, and by plain loops: what everything else stands on owes nothing to candle.
+fn product(device: &Device, dtype: DType) -> candle_core::Result<(Vec<f32>, Vec<f32>)> {
+    const ROWS: usize = 8;
+    const INNER: usize = 16;
+    const COLUMNS: usize = 4;
+    let like = Tensor::zeros(1, dtype, device)?;
+    let got = values(&[ROWS, INNER], 7, &like)?.matmul(&values(&[INNER, COLUMNS], 3, &like)?)?;
+    let of = |row: usize, column: usize| {
+        (0..INNER)
+            .map(|k| entry(row * INNER + k, 7) * entry(k * COLUMNS + column, 3))
+            .sum()
+    };
+    let expected = (0..ROWS * COLUMNS).map(|at| of(at / COLUMNS, at % COLUMNS)).collect();
+    Ok((plain(&got)?, expected))
+}
+
+/// Errors of drivers go on with a backtrace.
+fn first_line(text: &str) -> &str {
+    text.lines().next().unwrap_or_default()
+}
+
+/// The dtypes in which everything works on `device`, some of `f32`, `bf16`, `f16`; and for the others, why not.
+pub(super) fn working_dtypes(device: &Device) -> (Vec<String>, Vec<String>) {
+    let (mut dtypes, mut faults) = (Vec::new(), Vec::new());
+    for (dtype, name) in [(DType::F32, "f32"), (DType::BF16, "bf16"), (DType::F16, "f16")] {
+        match fault(device, dtype) {
+            None => dtypes.push(name.to_owned()),
+            Some(fault) => faults.push(format!("{name}: {fault}")),
+        }
+    }
+    (dtypes, faults)
 }
 
 /// The dtypes that work on the processor.
 #[must_use]
 pub fn cpu_dtypes() -> Vec<String> {
-    working_dtypes(&Device::Cpu)
+    working_dtypes(&Device::Cpu).0
 }
 
-/// Multiplies two matrices whose entries every dtype holds exactly, and compares with the exact product.
-fn product_is_right(device: &Device, dtype: DType) -> candle_core::Result<bool> {
-    let entry = |at: usize, by: usize| ((at * by % 11) as f32 - 5.0) / 8.0;
-    let left: Vec<f32> = (0..ROWS * INNER).map(|at| entry(at, 7)).collect();
-    let right: Vec<f32> = (0..INNER * COLUMNS).map(|at| entry(at, 3)).collect();
-    let place = |values: &[f32], rows, columns| {
-        Tensor::from_slice(values, (rows, columns), &Device::Cpu)?
-            .to_dtype(dtype)?
-            .to_device(device)
-    };
-    let product = place(&left, ROWS, INNER)?.matmul(&place(&right, INNER, COLUMNS)?)?;
-    let product = product
-        .to_device(&Device::Cpu)?
-        .to_dtype(DType::F32)?
-        .flatten_all()?
-        .to_vec1::<f32>()?;
-    // Half precisions round the sum: bf16 keeps 8 bits of it, f16 11.
-    let tolerance = match dtype {
-        DType::BF16 => 1.0 / 64.0,
-        DType::F16 => 1.0 / 512.0,
-        _ => 1e-5,
-    };
-    let right_everywhere = product.iter().enumerate().all(|(at, &got)| {
-        let (row, column) = (at / COLUMNS, at % COLUMNS);
-        let expected: f32 = (0..INNER)
-            .map(|k| left[row * INNER + k] * right[k * COLUMNS + column])
-            .sum();
-        (got - expected).abs() <= tolerance * expected.abs().max(1.0)
-    });
-    Ok(product.len() == ROWS * COLUMNS && right_everywhere)
-}
-
-/// Every GPU that this build can use and that answers. A GPU whose driver fails is left out with a line in the log.
-#[must_use]
-pub fn gpus() -> Vec<Gpu> {
-    let mut found = Vec::new();
-    for (kind, count, open) in [
-        (
-            DeviceKind::Cuda,
-            cuda::count as fn() -> u32,
-            cuda::open as fn(u32) -> candle_core::Result<Gpu>,
-        ),
-        (DeviceKind::Metal, metal::count, metal::open),
-    ] {
-        for index in 0..quietly(count).unwrap_or(0) {
-            match quietly(|| open(index)) {
-                Some(Ok(gpu)) => found.push(gpu),
-                Some(Err(error)) => tracing::warn!(%error, kind = kind.name(), index, "device left out"),
-                None => tracing::warn!(kind = kind.name(), index, "device left out: its driver failed"),
-            }
-        }
-    }
-    found
-}
-
-/// A driver library that is missing or broken ends in a panic inside its binding.
-fn quietly<T>(call: impl FnOnce() -> T) -> Option<T> {
+/// What a binding to a driver panics about, as a value.
+pub(super) fn quietly<T>(call: impl FnOnce() -> T) -> Option<T> {
     std::panic::catch_unwind(std::panic::AssertUnwindSafe(call)).ok()
-}
-
-#[cfg(feature = "cuda")]
-mod cuda {
-    use super::{Gpu, working_dtypes};
-    use aitk_common::capability::{DeviceKind, DeviceRef};
-    use candle_core::Device;
-    use candle_core::cuda_backend::WrapErr;
-    use candle_core::cuda_backend::cudarc::driver::CudaContext;
-    use std::path::Path;
-
-    pub(super) fn count() -> u32 {
-        // Asked of the file system first: without a driver the binding panics. /dev/dxg is the driver under WSL.
-        let driver = ["/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg"]
-            .iter()
-            .any(|path| Path::new(path).exists());
-        if !driver {
-            return 0;
-        }
-        CudaContext::device_count()
-            .ok()
-            .and_then(|count| u32::try_from(count).ok())
-            .unwrap_or(0)
-    }
-
-    pub(super) fn open(index: u32) -> candle_core::Result<Gpu> {
-        let device = Device::new_cuda(index as usize)?;
-        let stream = device.as_cuda_device()?.cuda_stream();
-        let context = stream.context();
-        let (major, minor) = context.compute_capability().w()?;
-        let (free, total) = context.mem_get_info().w()?;
-        Ok(Gpu {
-            device: DeviceRef {
-                kind: DeviceKind::Cuda,
-                index,
-            },
-            name: context.name().w()?,
-            architecture: format!("sm_{major}{minor}"),
-            memory_total: total as u64,
-            memory_free: free as u64,
-            dtypes: working_dtypes(&device),
-        })
-    }
-}
-
-#[cfg(not(feature = "cuda"))]
-mod cuda {
-    pub(super) fn count() -> u32 {
-        0
-    }
-
-    pub(super) fn open(_index: u32) -> candle_core::Result<super::Gpu> {
-        Err(candle_core::Error::NotCompiledWithCudaSupport)
-    }
-}
-
-#[cfg(feature = "metal")]
-mod metal {
-    use super::{Gpu, working_dtypes};
-    use aitk_common::capability::{DeviceKind, DeviceRef};
-    use candle_core::Device;
-
-    pub(super) fn count() -> u32 {
-        // Apple Silicon has one GPU.
-        u32::from(candle_core::utils::metal_is_available())
-    }
-
-    pub(super) fn open(index: u32) -> candle_core::Result<Gpu> {
-        let device = Device::new_metal(index as usize)?;
-        let metal = device.as_metal_device()?.metal_device();
-        let usable = metal.recommended_max_working_set_size() as u64;
-        Ok(Gpu {
-            device: DeviceRef {
-                kind: DeviceKind::Metal,
-                index,
-            },
-            name: String::new(),
-            architecture: metal.architecture_name(),
-            memory_total: usable,
-            memory_free: usable.saturating_sub(metal.current_allocated_size() as u64),
-            dtypes: working_dtypes(&device),
-        })
-    }
-}
-
-#[cfg(not(feature = "metal"))]
-mod metal {
-    pub(super) fn count() -> u32 {
-        0
-    }
-
-    pub(super) fn open(_index: u32) -> candle_core::Result<super::Gpu> {
-        Err(candle_core::Error::NotCompiledWithMetalSupport)
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::weights::Weights;
 
     #[test]
     fn the_processor_computes_in_every_dtype() {
-        assert_eq!(cpu_dtypes(), ["f32", "bf16", "f16"]);
+        let (dtypes, faults) = working_dtypes(&Device::Cpu);
+        assert_eq!(faults, [""; 0]);
+        assert_eq!(dtypes, ["f32", "bf16", "f16"]);
+    }
+
+    #[test]
+    fn wrong_results_are_seen() {
+        let right = [1.0, -4.0, 2.0];
+        assert_eq!(gap(&[1.0, -4.0, 2.1], &right, 0.05), None);
+        assert!(gap(&[1.0, -4.0, 2.4], &right, 0.05).is_some_and(|gap| (gap - 0.1).abs() < 1e-6));
+        assert_eq!(gap(&[1.0, f32::NAN, 2.0], &right, 0.05), Some(f32::INFINITY));
+        assert_eq!(gap(&[f32::NAN, -3.0, 2.0], &right, 0.05), Some(f32::INFINITY));
+        assert_eq!(gap(&[1.0, -4.0], &right, 0.05), Some(f32::INFINITY));
+        assert!(gap(&[0.0; 3], &right, 0.05).is_some(), "a kernel that did not run");
+    }
+
+    /// How far off the second is, as a share of its largest value.
+    fn error(got: &Tensor, expected: &Tensor) -> f32 {
+        crate::testing::gap(&got.to_dtype(DType::F32).unwrap(), expected) / crate::testing::largest(expected)
+    }
+
+    #[test]
+    fn norms_in_half_precision_add_up_in_f32() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("norm.safetensors");
+        let like = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap();
+        let parts =
+            [("weight", 3), ("bias", 2)].map(|(name, by)| (name.to_owned(), values(&[512], by, &like).unwrap()));
+        candle_core::safetensors::save(&std::collections::HashMap::from(parts), &file).unwrap();
+        let full = Weights::open(&file, DType::F32, &Device::Cpu).unwrap();
+        // Far from zero beside how far they are apart: what a mean in half precision loses.
+        let far = ((values(&[2, 512, 4], 7, &like).unwrap() * 8.0).unwrap() + 30.0).unwrap();
+        for (dtype, tolerance) in [(DType::BF16, 1.0 / 128.0), (DType::F16, 1.0 / 1024.0)] {
+            let half = Weights::open(&file, dtype, &Device::Cpu).unwrap();
+            let x = far.to_dtype(dtype).unwrap();
+            let exact = x.to_dtype(DType::F32).unwrap();
+            let group = |weights, x| nn::GroupNorm::new(weights, 4, 512, 1e-5).unwrap().forward(x).unwrap();
+            assert!(
+                error(&group(&half, &x), &group(&full, &exact)) < tolerance,
+                "group norm in {dtype:?}"
+            );
+            let (x, exact) = (x.transpose(1, 2).unwrap(), exact.transpose(1, 2).unwrap());
+            let layer = |weights, x| nn::LayerNorm::new(weights, 512, 1e-5).unwrap().forward(x).unwrap();
+            assert!(
+                error(&layer(&half, &x), &layer(&full, &exact)) < tolerance,
+                "layer norm in {dtype:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn softmax_in_half_precision_adds_up_in_f32() {
+        // A sum of 4096 equal shares stops growing at 256 in bf16, and at 2048 in f16.
+        for dtype in [DType::BF16, DType::F16] {
+            let query = Tensor::ones((1, 1, 8), dtype, &Device::Cpu).unwrap();
+            let keys = Tensor::ones((1, 4096, 8), dtype, &Device::Cpu).unwrap();
+            let mean = nn::attention(&query, &keys, &keys, 1, 1.0, false).unwrap();
+            let expected = Tensor::ones((1, 1, 8), DType::F32, &Device::Cpu).unwrap();
+            assert!(error(&mean, &expected) < 0.01, "{dtype:?}: {mean}");
+        }
     }
 }

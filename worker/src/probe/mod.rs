@@ -4,7 +4,7 @@ mod cpu;
 
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::plan::profile::MemoryProfile;
-use aitk_engine::device::trial;
+use aitk_engine::device::gpus::{self, Gpu};
 use std::str::FromStr;
 
 const GIB: u64 = 1 << 30;
@@ -24,16 +24,42 @@ pub fn memory() -> Memory {
     cpu::memory()
 }
 
-/// Every device of this machine that this build can use: GPUs first, the processor last. Takes a second or so.
-#[must_use]
-pub fn devices() -> Vec<Device> {
-    let mut devices: Vec<Device> = trial::gpus().into_iter().map(gpu).collect();
-    devices.push(cpu::device());
-    devices
+/// What looking for devices found.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Found {
+    /// Every device that this build can use and that computes: GPUs first, the processor last.
+    pub devices: Vec<Device>,
+    /// GPUs and drivers that do not; a sentence each, for people.
+    pub left_out: Vec<String>,
 }
 
-fn gpu(found: trial::Gpu) -> Device {
-    let memory_budget = gpu_budget(found.memory_free);
+/// Looks for devices and tries them. Takes a second or so; with CUDA, the first time on a machine, more.
+#[must_use]
+pub fn look() -> Found {
+    let survey = gpus::survey();
+    let mut devices: Vec<Device> = survey.gpus.into_iter().map(gpu).collect();
+    devices.push(cpu::device());
+    Found {
+        devices,
+        left_out: survey.left_out,
+    }
+}
+
+/// The devices of [`look`]; what is left out goes to the log.
+#[must_use]
+pub fn devices() -> Vec<Device> {
+    let found = look();
+    for reason in &found.left_out {
+        tracing::warn!("{reason}");
+    }
+    found.devices
+}
+
+fn gpu(found: Gpu) -> Device {
+    for fault in &found.faults {
+        tracing::debug!(device = label(found.device), fault, "a dtype is not used");
+    }
+    let memory_budget = gpu_budget(found.device.kind, found.memory_free);
     Device {
         device: found.device,
         name: if found.name.is_empty() { cpu::name() } else { found.name },
@@ -46,9 +72,13 @@ fn gpu(found: trial::Gpu) -> Device {
     }
 }
 
-/// Free memory less a margin for the driver's own needs and for fragmentation: a sixteenth, at least half a GiB.
-fn gpu_budget(free: u64) -> u64 {
-    free.saturating_sub((free / 16).max(GIB / 2))
+/// With CUDA, free memory less a margin for the driver's own needs and for fragmentation: a sixteenth, at least half a
+/// GiB. What Metal recommends leaves room for the rest of the system already.
+fn gpu_budget(kind: DeviceKind, free: u64) -> u64 {
+    match kind {
+        DeviceKind::Cuda => free.saturating_sub((free / 16).max(GIB / 2)),
+        DeviceKind::Metal | DeviceKind::Cpu => free,
+    }
 }
 
 /// Which devices a worker offers.
@@ -197,10 +227,11 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_keeps_a_margin() {
-        assert_eq!(gpu_budget(0), 0);
-        assert_eq!(gpu_budget(4 * GIB), 4 * GIB - GIB / 2);
-        assert_eq!(gpu_budget(32 * GIB), 30 * GIB);
+    fn a_card_keeps_a_margin() {
+        assert_eq!(gpu_budget(DeviceKind::Cuda, 0), 0);
+        assert_eq!(gpu_budget(DeviceKind::Cuda, 4 * GIB), 4 * GIB - GIB / 2);
+        assert_eq!(gpu_budget(DeviceKind::Cuda, 32 * GIB), 30 * GIB);
+        assert_eq!(gpu_budget(DeviceKind::Metal, 32 * GIB), 32 * GIB);
     }
 
     #[test]

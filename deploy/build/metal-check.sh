@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+# Checks that aitk with Metal compiles: types and borrows, no program. On a Mac with cargo; on Debian with tools that it
+# puts into the target folder, without root and without changing the system.
+#
+#   deploy/build/metal-check.sh          the programs aitk and aitk-worker
+#   deploy/build/metal-check.sh --ci     the engine alone, whose feature it is; nothing if nothing changed
+#
+# CARGO_TARGET_DIR is as cargo knows it. Exit codes: 0 done, 1 something does not compile, 3 the tools cannot be had.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+say() { printf 'metal-check.sh: %s\n' "$*" >&2; }
+
+target=${CARGO_TARGET_DIR:-$PWD/target}
+tools=$target/gpu-tools
+triple=aarch64-apple-darwin
+rust=$tools/rust-web
+zig=$tools/zig
+
+packages=(-p aitk -p aitk-worker --features 'aitk/metal,aitk-worker/metal')
+[ "${1:-}" != --ci ] || packages=(-p aitk-engine --features metal)
+
+if [ "$(uname)" = Darwin ]; then
+  # The programs' own command is `cargo build --release --features metal`.
+  exec cargo check --release --locked "${packages[@]}"
+fi
+
+# Debian's rustc-web is a compiler whose standard library comes as source, so that it can be checked for a Mac too. From
+# its packages, unpacked: what the system has installed stays as it is.
+install_rust() {
+  [ ! -x "$rust/usr/bin/cargo" ] || return 0
+  command -v apt-get >/dev/null && command -v dpkg >/dev/null || return 1
+  local names=(rustc-web cargo-web rust-web-src) wanted
+  if ! apt-cache show rust-web-src >/dev/null 2>&1; then
+    [ "$(id -u)" = 0 ] && timeout 120 apt-get update -qq || return 1
+  fi
+  # They, and whatever of what they depend on is not installed here.
+  mapfile -t wanted < <(apt-get install --simulate --no-install-recommends --reinstall "${names[@]}" | sed -n 's/^Inst \([^ ]*\).*/\1/p')
+  [ "${#wanted[@]}" -ge 3 ] || return 1
+  say "unpacking Debian's rustc-web into $rust"
+  rm -rf "$rust" "$rust.new" && mkdir -p "$rust.new/packages" || return 1
+  (cd "$rust.new/packages" && timeout 600 apt-get download -qq "${wanted[@]}" 2>/dev/null) || return 1
+  local package
+  for package in "$rust.new"/packages/*.deb; do
+    dpkg -x "$package" "$rust.new" || return 1
+  done
+  rm -r "$rust.new/packages" && mv "$rust.new" "$rust"
+}
+
+# zig is a C compiler with macOS' headers: some crates compile C. Cargo's crates call it as they would call Apple's.
+install_zig() {
+  [ ! -x "$zig/cc" ] || return 0
+  say "installing zig from PyPI into $zig"
+  python3 -m venv "$zig" && "$zig/bin/pip" install --quiet --disable-pip-version-check 'ziglang==0.*' || return 1
+  printf '#!/bin/sh\nexec "%s" -m ziglang ar "$@"\n' "$zig/bin/python" >"$zig/ar"
+  cat >"$zig/cc.new" <<END
+#!/bin/bash
+# zig names the target in its own way.
+keep=()
+for word; do
+  case \$word in --target=* | -mmacosx-version-min=* | -mmacos-version-min=*) ;; *) keep+=("\$word") ;; esac
+done
+exec "$zig/bin/python" -m ziglang cc -target aarch64-macos "\${keep[@]}"
+END
+  chmod +x "$zig/ar" "$zig/cc.new" && mv "$zig/cc.new" "$zig/cc"
+}
+
+# Everything that goes into what --ci compiles.
+fingerprint() {
+  {
+    cat "$0" Cargo.lock Cargo.toml
+    find common engine -type f ! -path '*/tests/*' -print0 | sort -z | xargs -0 sha256sum
+  } | sha256sum | cut -d' ' -f1
+}
+
+if [ "${1:-}" = --ci ]; then
+  now=$(fingerprint)
+  if [ "$(cat "$tools/metal-checked" 2>/dev/null)" = "$now" ]; then
+    say "nothing that it compiles has changed since the last check"
+    exit 0
+  fi
+fi
+
+mkdir -p "$tools"
+if ! install_rust || ! install_zig; then
+  say "Metal cannot be checked: it takes Debian's packages rustc-web, cargo-web and rust-web-src, and ziglang from PyPI"
+  exit 3
+fi
+
+libraries=$rust/usr/lib/$(uname -m)-linux-gnu
+# A compiler that is found by its path: it must find its own libraries, and what it starts must not.
+cat >"$tools/rustc-web" <<END
+#!/bin/sh
+LD_LIBRARY_PATH="$libraries" exec "$rust/usr/bin/rustc" "\$@"
+END
+chmod +x "$tools/rustc-web"
+
+# The standard library's sources want an unstable flag, which this variable allows.
+env RUSTC_BOOTSTRAP=1 RUSTC="$tools/rustc-web" LD_LIBRARY_PATH="$libraries" \
+  CC_aarch64_apple_darwin="$zig/cc" AR_aarch64_apple_darwin="$zig/ar" \
+  CARGO_TARGET_DIR="$target/metal-check" "$rust/usr/bin/cargo" check -Zbuild-std --release --locked --target "$triple" "${packages[@]}"
+
+[ "${1:-}" != --ci ] || printf '%s\n' "$now" >"$tools/metal-checked"
