@@ -1,6 +1,8 @@
 //! Adam and AdamW as `torch.optim` computes them, and with 8-bit state as bitsandbytes does.
 
 use super::blockwise::Map;
+use super::fused;
+use super::kernels::for_every_unit;
 use super::moment::Moment;
 use super::saved::{self, Saved};
 use super::{Build, Grads, OptimError, Optimizer, Param, Precision, one_each};
@@ -77,7 +79,8 @@ struct Moments {
 /// p   <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 /// ```
 ///
-/// With 8-bit state m and v are quantised after each step; p is changed with what they were before that.
+/// With 8-bit state m and v are quantised after each step; p is changed with what they were before that. On the processor
+/// all of it happens in one pass over memory.
 pub struct Adam {
     settings: AdamParams,
     params: Vec<Param>,
@@ -109,33 +112,87 @@ impl Adam {
     }
 }
 
+/// What a step multiplies with, one for all elements of a parameter.
+#[derive(Clone, Copy)]
+struct Factors {
+    /// Of the parameter, for decoupled decay.
+    keep: f64,
+    /// Of the parameter, as a part of the gradient.
+    decay: f64,
+    beta2: f64,
+    /// 1 - beta1 and 1 - beta2.
+    rest: (f64, f64),
+    /// sqrt(1 - beta2^t).
+    correction: f64,
+    eps: f64,
+    /// -lr / (1 - beta1^t).
+    step: f64,
+}
+
+impl AdamParams {
+    fn factors(&self, lr: f64, step: u64) -> Factors {
+        let t = step as f64;
+        let decoupled = if self.decoupled { self.weight_decay } else { 0.0 };
+        Factors {
+            keep: 1.0 - lr * decoupled,
+            decay: self.weight_decay - decoupled,
+            beta2: self.beta2,
+            rest: (1.0 - self.beta1, 1.0 - self.beta2),
+            correction: (1.0 - self.beta2.powf(t)).sqrt(),
+            eps: self.eps,
+            step: -lr / (1.0 - self.beta1.powf(t)),
+        }
+    }
+}
+
+for_every_unit! {
+    /// In the order of operations of `torch.optim.AdamW(fused=True)`.
+    fn kernel(p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32], by: Factors) {
+        let (keep, decay, beta2) = (by.keep as f32, by.decay as f32, by.beta2 as f32);
+        let (rest1, rest2) = (by.rest.0 as f32, by.rest.1 as f32);
+        let (correction, eps, step) = (by.correction as f32, by.eps as f32, by.step as f32);
+        for (((p, g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
+            let g = g + *p * decay;
+            *m += (g - *m) * rest1;
+            *v = *v * beta2 + g * rest2 * g;
+            *p = *p * keep + *m * step / (v.sqrt() / correction + eps);
+        }
+    }
+}
+
+impl Moments {
+    /// The same by the tensor library's operations, for other devices.
+    fn composed(&mut self, param: &Param, grad: &Tensor, by: Factors) -> Result<(), OptimError> {
+        let p = param.var.as_tensor().detach();
+        let mut grad = grad.to_dtype(DType::F32)?.detach();
+        if by.decay != 0.0 {
+            grad = (grad + (&p * by.decay)?)?;
+        }
+        let m = self.exp_avg.read()?;
+        let m = (&m + ((&grad - &m)? * by.rest.0)?)?;
+        let v = ((self.exp_avg_sq.read()? * by.beta2)? + ((&grad * by.rest.1)? * &grad)?)?;
+        let correction = Tensor::new(by.correction as f32, v.device())?;
+        let denominator = (v.sqrt()?.broadcast_div(&correction)? + by.eps)?;
+        let update = ((&m * by.step)? / denominator)?;
+        param.var.set(&((p * by.keep)? + update)?)?;
+        self.exp_avg.write(m)?;
+        self.exp_avg_sq.write(v)
+    }
+}
+
 impl Optimizer for Adam {
     fn step(&mut self, grads: &Grads, lr: f64) -> Result<(), OptimError> {
         one_each(grads, &self.params)?;
-        let s = self.settings;
         for ((param, state), grad) in self.params.iter().zip(&mut self.moments).zip(grads) {
             let Some(grad) = grad else { continue };
-            let mut grad = grad.to_dtype(DType::F32)?.detach();
-            let mut p = param.var.as_tensor().detach();
             state.step += 1;
-            if s.weight_decay != 0.0 {
-                if s.decoupled {
-                    p = (p * (1.0 - lr * s.weight_decay))?;
-                } else {
-                    grad = (grad + (&p * s.weight_decay)?)?;
-                }
+            let by = self.settings.factors(lr, state.step);
+            if fused::takes(param) {
+                let means = [&mut state.exp_avg, &mut state.exp_avg_sq];
+                fused::update(param, grad, means, |p, g, [m, v]| kernel(p, g, m, v, by))?;
+            } else {
+                state.composed(param, grad, by)?;
             }
-            let m = state.exp_avg.read()?;
-            let m = (&m + ((&grad - &m)? * (1.0 - s.beta1))?)?;
-            let v = ((state.exp_avg_sq.read()? * s.beta2)? + (grad.sqr()? * (1.0 - s.beta2))?)?;
-            let t = state.step as f64;
-            let correction1 = 1.0 - s.beta1.powf(t);
-            let correction2 = (1.0 - s.beta2.powf(t)).sqrt();
-            let denom = ((v.sqrt()? / correction2)? + s.eps)?;
-            let update = ((&m / denom)? * (lr / correction1))?;
-            param.var.set(&(p - update)?)?;
-            state.exp_avg.write(m)?;
-            state.exp_avg_sq.write(v)?;
         }
         Ok(())
     }

@@ -1,7 +1,12 @@
 //! Exponential moving average of the trained weights (`train.ema_config`).
 
+use super::fused::{self, PIECE};
+use super::inplace::{self, Part};
+use super::kept::Kept;
+use super::kernels::for_every_unit;
 use super::{OptimError, Param};
 use candle_core::{DType, Tensor};
+use rayon::prelude::*;
 use std::collections::BTreeMap;
 
 /// Shadow weights. ai-toolkit saves and samples with these.
@@ -14,7 +19,7 @@ pub struct Ema {
     param_multiplier: f64,
     updates: u64,
     params: Vec<Param>,
-    shadow: Vec<Tensor>,
+    shadow: Vec<Kept>,
     /// What training goes on with, while the shadow weights are swapped in.
     parked: Option<Vec<Tensor>>,
 }
@@ -27,8 +32,8 @@ impl Ema {
     pub fn new(params: Vec<Param>, decay: f64, use_feedback: bool, param_multiplier: f64) -> Result<Self, OptimError> {
         let shadow = params
             .iter()
-            .map(|p| p.var.as_tensor().detach().copy())
-            .collect::<Result<_, _>>()?;
+            .map(|p| Ok(Kept::new(p.var.as_tensor().detach().copy()?)))
+            .collect::<Result<_, OptimError>>()?;
         Ok(Self {
             decay,
             use_feedback,
@@ -49,9 +54,16 @@ impl Ema {
         self.updates += 1;
         let one_minus_decay = 1.0 - self.decay;
         for (param, shadow) in self.params.iter().zip(&mut self.shadow) {
+            if fused::takes(param) {
+                let pull = if self.use_feedback { 10.0 } else { 0.0 };
+                let by = [one_minus_decay as f32, pull, self.param_multiplier as f32];
+                let tensors = [shadow.own()?, param.var.as_tensor()];
+                inplace::with(&tensors, |parts| in_pieces(parts, by))?;
+                continue;
+            }
             let p = param.var.as_tensor().detach();
-            let step = ((&*shadow - &p)? * one_minus_decay)?;
-            *shadow = (&*shadow - &step)?;
+            let step = ((shadow.get() - &p)? * one_minus_decay)?;
+            shadow.set((shadow.get() - &step)?);
             if self.use_feedback || self.param_multiplier != 1.0 {
                 let mut next = p;
                 if self.use_feedback {
@@ -75,7 +87,7 @@ impl Ema {
             let mut parked = Vec::with_capacity(self.params.len());
             for (param, shadow) in self.params.iter().zip(&self.shadow) {
                 parked.push(param.var.as_tensor().detach().copy()?);
-                param.var.set(shadow)?;
+                param.var.set(shadow.get())?;
             }
             self.parked = Some(parked);
         }
@@ -102,7 +114,7 @@ impl Ema {
             self.params
                 .iter()
                 .map(|p| p.name.clone())
-                .zip(self.shadow.iter().cloned())
+                .zip(self.shadow.iter().map(Kept::lend))
                 .collect(),
             self.updates,
         )
@@ -121,10 +133,47 @@ impl Ema {
                 .ok_or_else(|| {
                     OptimError::State(format!("EMA of \"{}\" is missing or has another shape", param.name))
                 })?;
-            shadow.push(t.to_dtype(DType::F32)?.to_device(param.var.device())?);
+            let t = t.to_dtype(DType::F32)?.to_device(param.var.device())?.contiguous()?;
+            shadow.push(Kept::borrowed(t));
         }
         self.shadow = shadow;
         self.updates = updates;
         Ok(())
+    }
+}
+
+/// The shadow, then the weights, piece by piece.
+fn in_pieces(parts: Vec<Part<'_>>, by: [f32; 3]) {
+    let mut parts = parts.into_iter().map(Part::f32);
+    let (Some(shadow), Some(p)) = (parts.next(), parts.next()) else {
+        return;
+    };
+    let stays = by[1..] == [0.0, 1.0];
+    let pieces = shadow.par_chunks_mut(PIECE).zip(p.par_chunks_mut(PIECE));
+    pieces.for_each(|(shadow, p)| {
+        if stays {
+            follow(shadow, p, by[0])
+        } else {
+            pull(shadow, p, by)
+        }
+    });
+}
+
+for_every_unit! {
+    fn follow(shadow: &mut [f32], p: &[f32], one_minus_decay: f32) {
+        for (shadow, p) in shadow.iter_mut().zip(p) {
+            *shadow -= (*shadow - p) * one_minus_decay;
+        }
+    }
+}
+
+for_every_unit! {
+    fn pull(shadow: &mut [f32], p: &mut [f32], by: [f32; 3]) {
+        let [one_minus_decay, pull, multiplier] = by;
+        for (shadow, p) in shadow.iter_mut().zip(p) {
+            let step = (*shadow - *p) * one_minus_decay;
+            *shadow -= step;
+            *p = (*p + step * pull) * multiplier;
+        }
     }
 }

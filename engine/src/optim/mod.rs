@@ -2,6 +2,9 @@
 //!
 //! Everything here follows its reference (torch, bitsandbytes, lion-pytorch, prodigyopt, ai-toolkit) to the order of its
 //! operations, so that a run can be compared step by step. Fixtures: `tests/reference/make_optim.py`, `make_optim8.py`.
+//!
+//! On the processor an update is one pass over memory, in place and on all threads (`fused`, `inplace`, `kernels`); on other
+//! devices it is composed of the tensor library's operations. Both are there for every rule, and are compared by tests.
 
 mod adafactor;
 mod adamw;
@@ -9,6 +12,10 @@ mod blockwise;
 mod clip;
 mod ema;
 mod factored;
+mod fused;
+mod inplace;
+mod kept;
+mod kernels;
 mod lion;
 mod moment;
 mod prodigy;
@@ -179,6 +186,9 @@ fn one_each(grads: &Grads, params: &[Param]) -> Result<(), OptimError> {
     )))
 }
 
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod pass_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod reference_tests;

@@ -1,6 +1,7 @@
 //! A running mean that an optimizer keeps for a parameter, in float32 or in 8 bits.
 
 use super::blockwise::{Blocks, Map, blocks};
+use super::kept::Kept;
 use super::saved::Saved;
 use super::{OptimError, Param};
 use aitk_common::job::optimizer_params::OptimizerParams;
@@ -31,7 +32,7 @@ impl Precision {
 
 /// One running mean, of the shape of its parameter.
 pub(super) enum Moment {
-    Full(Tensor),
+    Full(Kept),
     Blocks(Blocks),
 }
 
@@ -43,14 +44,14 @@ impl Moment {
             Precision::Blocks { from } if shape.elem_count() >= from => {
                 Self::Blocks(Blocks::zeros(map, shape, device)?)
             }
-            _ => Self::Full(Tensor::zeros(shape, DType::F32, device)?),
+            _ => Self::Full(Kept::new(Tensor::zeros(shape, DType::F32, device)?)),
         })
     }
 
     /// In float32.
     pub(super) fn read(&self) -> Result<Tensor, OptimError> {
         Ok(match self {
-            Self::Full(tensor) => tensor.clone(),
+            Self::Full(kept) => kept.get().clone(),
             Self::Blocks(blocks) => blocks.read()?,
         })
     }
@@ -58,7 +59,7 @@ impl Moment {
     /// Takes the new mean.
     pub(super) fn write(&mut self, value: Tensor) -> Result<(), OptimError> {
         match self {
-            Self::Full(tensor) => *tensor = value,
+            Self::Full(kept) => kept.set(value),
             Self::Blocks(blocks) => blocks.write(&value)?,
         }
         Ok(())
@@ -67,12 +68,12 @@ impl Moment {
     /// Under `name`; in 8 bits under `name.codes` and `name.absmax`.
     pub(super) fn save(&self, name: &str, out: &mut BTreeMap<String, Tensor>) {
         match self {
-            Self::Full(tensor) => {
-                out.insert(name.to_owned(), tensor.clone());
+            Self::Full(kept) => {
+                out.insert(name.to_owned(), kept.lend());
             }
             Self::Blocks(blocks) => {
-                out.insert(format!("{name}.codes"), blocks.codes.clone());
-                out.insert(format!("{name}.absmax"), blocks.absmax.clone());
+                out.insert(format!("{name}.codes"), blocks.codes.lend());
+                out.insert(format!("{name}.absmax"), blocks.absmax.lend());
             }
         }
     }
@@ -90,10 +91,10 @@ impl Moment {
         Ok(match precision {
             Precision::Blocks { from } if elements >= from => Self::Blocks(Blocks::new(
                 map,
-                saved.tensor(&format!("{name}.codes"), DType::U8, shape, device)?,
-                saved.tensor(&format!("{name}.absmax"), DType::F32, &[blocks(elements)], device)?,
+                saved.kept(&format!("{name}.codes"), DType::U8, shape, device)?,
+                saved.kept(&format!("{name}.absmax"), DType::F32, &[blocks(elements)], device)?,
             )),
-            _ => Self::Full(saved.tensor(name, DType::F32, shape, device)?),
+            _ => Self::Full(saved.kept(name, DType::F32, shape, device)?),
         })
     }
 }

@@ -1,9 +1,14 @@
 //! Prodigy (Mishchenko and Defazio, arXiv 2306.06101) as prodigyopt 1.1.2 computes it: Adam that estimates its own
 //! learning rate, `d`, from how far the weights have moved.
 
+use super::fused::{self, PIECE, take};
+use super::inplace::{self, Part};
+use super::kept::Kept;
+use super::kernels::for_every_unit;
 use super::saved::{self, Saved};
 use super::{Build, Grads, OptimError, Optimizer, Param, one_each};
 use candle_core::{DType, Tensor};
+use rayon::prelude::*;
 use std::collections::BTreeMap;
 
 /// `prodigy` and every name that begins so.
@@ -67,12 +72,12 @@ struct Estimate {
 }
 
 struct State {
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+    exp_avg: Kept,
+    exp_avg_sq: Kept,
     /// Running sum of gradients; flat, sliced.
-    s: Tensor,
+    s: Kept,
     /// The weights before the first update; flat, sliced.
-    p0: Tensor,
+    p0: Kept,
 }
 
 /// Every `slice`-th element of a tensor.
@@ -92,13 +97,13 @@ fn sum(t: &Tensor) -> Result<f64, OptimError> {
 
 impl State {
     fn new(param: &Param, settings: &Settings) -> Result<Self, OptimError> {
-        let zero = Tensor::zeros(param.var.shape(), DType::F32, param.var.device())?;
+        let zero = || Tensor::zeros(param.var.shape(), DType::F32, param.var.device());
         let p0 = sliced(&param.var.as_tensor().detach().copy()?, settings.slice)?;
         Ok(Self {
-            exp_avg: zero.clone(),
-            exp_avg_sq: zero,
-            s: p0.zeros_like()?,
-            p0,
+            exp_avg: Kept::new(zero()?),
+            exp_avg_sq: Kept::new(zero()?),
+            s: Kept::new(p0.zeros_like()?),
+            p0: Kept::new(p0),
         })
     }
 }
@@ -116,27 +121,242 @@ struct Prodigy {
     states: Vec<State>,
 }
 
+impl Settings {
+    /// What taking in a gradient multiplies with.
+    fn lessons(&self, d: f64, dlr: f64) -> Lessons {
+        Lessons {
+            // Without momentum the mean stays as it is.
+            beta1: if self.beta1 > 0.0 { self.beta1 } else { 1.0 },
+            rest1: if self.beta1 > 0.0 { d * (1.0 - self.beta1) } else { 0.0 },
+            beta2: self.beta2,
+            rest2: d * d * (1.0 - self.beta2),
+            beta3: self.beta3,
+            weight: d / self.d0 * if self.safeguard_warmup { d } else { dlr },
+            decay: if self.decouple { 0.0 } else { self.weight_decay },
+        }
+    }
+
+    /// What an update multiplies with, once `d` is known.
+    fn moves(&self, d: f64, dlr: f64) -> Moves {
+        let decay = self.weight_decay;
+        Moves {
+            keep: if self.decouple { 1.0 - decay * dlr } else { 1.0 },
+            decay: if self.decouple { 0.0 } else { decay },
+            eps: d * self.eps,
+            momentum: self.beta1 > 0.0,
+            step: if self.beta1 > 0.0 { dlr } else { dlr * d },
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Lessons {
+    beta1: f64,
+    rest1: f64,
+    beta2: f64,
+    rest2: f64,
+    beta3: f64,
+    weight: f64,
+    /// Of the parameter, as a part of the gradient.
+    decay: f64,
+}
+
+#[derive(Clone, Copy)]
+struct Moves {
+    /// Of the parameter, for decoupled decay.
+    keep: f64,
+    decay: f64,
+    eps: f64,
+    /// Along the mean of gradients, not the last one.
+    momentum: bool,
+    step: f64,
+}
+
+/// The elements of a state beside the parameter and its gradient; of `s` and `p0`, which may be fewer.
+struct Piece<'a> {
+    p: &'a [f32],
+    g: &'a [f32],
+    m: &'a mut [f32],
+    v: &'a mut [f32],
+    s: &'a mut [f32],
+    p0: &'a [f32],
+}
+
+for_every_unit! {
+    /// Sums of g.(p0 - p) and of |s|.
+    fn learn(of: Piece<'_>, slice: usize, by: Lessons) -> [f64; 2] {
+        let (beta1, rest1, beta2, rest2) = (by.beta1 as f32, by.rest1 as f32, by.beta2 as f32, by.rest2 as f32);
+        let (beta3, weight, decay) = (by.beta3 as f32, by.weight as f32, by.decay as f32);
+        for (((p, g), m), v) in of.p.iter().zip(of.g).zip(of.m).zip(of.v) {
+            let g = g + p * decay;
+            *m = *m * beta1 + g * rest1;
+            *v = *v * beta2 + g * g * rest2;
+        }
+        let mut sums = [[0f32; LANES]; 2];
+        let mut row = |p: &[f32], g: &[f32], s: &mut [f32], p0: &[f32], stride: usize| {
+            let few = p.iter().step_by(stride).zip(g.iter().step_by(stride));
+            for (at, (((p, g), s), p0)) in few.zip(s).zip(p0).enumerate() {
+                let g = g + p * decay;
+                sums[0][at] += g * (p0 - p);
+                *s = *s * beta3 + g * weight;
+                sums[1][at] += s.abs();
+            }
+        };
+        if slice == 1 {
+            // The usual case, which vector units can do.
+            let (ps, p) = of.p.as_chunks::<LANES>();
+            let (gs, g) = of.g.as_chunks::<LANES>();
+            let (ss, s) = of.s.as_chunks_mut::<LANES>();
+            let (p0s, p0) = of.p0.as_chunks::<LANES>();
+            for (((p, g), s), p0) in ps.iter().zip(gs).zip(ss).zip(p0s) {
+                row(p, g, s, p0, 1);
+            }
+            row(p, g, s, p0, 1);
+        } else {
+            let many = of.p.chunks(LANES * slice).zip(of.g.chunks(LANES * slice));
+            for (((p, g), s), p0) in many.zip(of.s.chunks_mut(LANES)).zip(of.p0.chunks(LANES)) {
+                row(p, g, s, p0, slice);
+            }
+        }
+        sums.map(|sums| sums.iter().map(|sum| f64::from(*sum)).sum())
+    }
+}
+
+/// Sums beside each other.
+const LANES: usize = 32;
+
+for_every_unit! {
+    fn go(p: &mut [f32], g: &[f32], m: &[f32], v: &[f32], by: Moves) {
+        let (keep, decay, eps, step) = (by.keep as f32, by.decay as f32, by.eps as f32, by.step as f32);
+        for (((p, g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
+            let along = if by.momentum { *m } else { g + *p * decay };
+            *p = *p * keep - along / (v.sqrt() + eps) * step;
+        }
+    }
+}
+
+impl State {
+    /// In one pass over memory.
+    fn learn(&mut self, param: &Param, grad: &Tensor, slice: usize, by: Lessons) -> Result<[f64; 2], OptimError> {
+        let p = param.var.as_tensor();
+        let grad = inplace::gradient(grad, p)?;
+        let tensors = [self.exp_avg.own()?, self.exp_avg_sq.own()?, self.s.own()?];
+        let sums = inplace::read(&grad, |mut g| {
+            inplace::read(p, |mut p| {
+                inplace::read(self.p0.get(), |mut p0| {
+                    inplace::with(&tensors, |parts| {
+                        let [mut m, mut v, mut s] = three(parts);
+                        // Whole slices, about a piece.
+                        let count = (PIECE / slice).max(1);
+                        let mut pieces = Vec::with_capacity(g.len().div_ceil(count * slice));
+                        while !g.is_empty() {
+                            pieces.push(Piece {
+                                p: first(&mut p, count * slice),
+                                g: first(&mut g, count * slice),
+                                m: take(&mut m, count * slice),
+                                v: take(&mut v, count * slice),
+                                s: take(&mut s, count),
+                                p0: first(&mut p0, count),
+                            });
+                        }
+                        let sums = pieces.into_par_iter().map(|piece| learn(piece, slice, by));
+                        sums.collect::<Vec<_>>()
+                    })
+                })
+            })
+        })????;
+        Ok(sums.iter().fold([0.0; 2], |a, b| [a[0] + b[0], a[1] + b[1]]))
+    }
+
+    /// The same by the tensor library's operations, for other devices.
+    fn learn_composed(
+        &mut self,
+        param: &Param,
+        grad: &Tensor,
+        slice: usize,
+        by: Lessons,
+    ) -> Result<[f64; 2], OptimError> {
+        let p = param.var.as_tensor().detach();
+        let grad = coupled(&p, grad, by.decay)?;
+        let few = sliced(&grad, slice)?;
+        let moved = sum(&(&few * (self.p0.get() - sliced(&p, slice)?)?)?)?;
+        self.exp_avg
+            .set(((self.exp_avg.get() * by.beta1)? + (&grad * by.rest1)?)?);
+        self.exp_avg_sq
+            .set(((self.exp_avg_sq.get() * by.beta2)? + (grad.sqr()? * by.rest2)?)?);
+        self.s.set(((self.s.get() * by.beta3)? + (few * by.weight)?)?);
+        Ok([moved, sum(&self.s.get().abs()?)?])
+    }
+
+    fn go(&self, param: &Param, grad: &Tensor, by: Moves) -> Result<(), OptimError> {
+        let p = param.var.as_tensor();
+        let grad = inplace::gradient(grad, p)?;
+        inplace::read(&grad, |g| {
+            inplace::read(self.exp_avg.get(), |m| {
+                inplace::read(self.exp_avg_sq.get(), |v| {
+                    inplace::with(&[p], |parts| {
+                        for p in parts.into_iter().map(Part::f32) {
+                            let means = m.par_chunks(PIECE).zip(v.par_chunks(PIECE));
+                            let pieces = p.par_chunks_mut(PIECE).zip(g.par_chunks(PIECE)).zip(means);
+                            pieces.for_each(|((p, g), (m, v))| go(p, g, m, v, by));
+                        }
+                    })
+                })
+            })
+        })????;
+        Ok(())
+    }
+
+    fn go_composed(&self, param: &Param, grad: &Tensor, by: Moves) -> Result<(), OptimError> {
+        let p = param.var.as_tensor().detach();
+        let denominator = (self.exp_avg_sq.get().sqrt()? + by.eps)?;
+        let along = if by.momentum {
+            self.exp_avg.get().clone()
+        } else {
+            coupled(&p, grad, by.decay)?
+        };
+        let update = ((along / denominator)? * by.step)?;
+        param.var.set(&((p * by.keep)? - update)?)?;
+        Ok(())
+    }
+}
+
+fn coupled(p: &Tensor, grad: &Tensor, decay: f64) -> Result<Tensor, OptimError> {
+    let grad = grad.to_dtype(DType::F32)?.detach();
+    Ok(if decay == 0.0 { grad } else { (grad + (p * decay)?)? })
+}
+
+fn three(parts: Vec<Part<'_>>) -> [&mut [f32]; 3] {
+    let mut parts = parts.into_iter().map(Part::f32);
+    std::array::from_fn(|_| parts.next().unwrap_or_default())
+}
+
+/// The first elements of a slice, which keeps the others.
+fn first<'a>(from: &mut &'a [f32], count: usize) -> &'a [f32] {
+    let (first, rest) = from.split_at(count.min(from.len()));
+    *from = rest;
+    first
+}
+
 impl Prodigy {
     /// Takes in the gradients. What the numerator of `d` grows by, and its denominator.
-    fn learn(&mut self, grads: &[Option<Tensor>], lr: f64, dlr: f64) -> Result<(f64, f64), OptimError> {
+    fn learn(&mut self, grads: &Grads, lr: f64, dlr: f64) -> Result<(f64, f64), OptimError> {
         let s = &self.settings;
         let d = self.estimate.d;
         let (mut numerator, mut denominator) = (0.0, 0.0);
         if lr <= 0.0 {
             return Ok((numerator, denominator));
         }
+        let by = s.lessons(d, dlr);
         for ((param, state), grad) in self.params.iter().zip(&mut self.states).zip(grads) {
             let Some(grad) = grad else { continue };
-            let p = param.var.as_tensor().detach();
-            let few = sliced(grad, s.slice)?;
-            numerator += d / s.d0 * dlr * sum(&(&few * (&state.p0 - sliced(&p, s.slice)?)?)?)?;
-            if s.beta1 > 0.0 {
-                state.exp_avg = ((&state.exp_avg * s.beta1)? + (grad * (d * (1.0 - s.beta1)))?)?;
-            }
-            state.exp_avg_sq = ((&state.exp_avg_sq * s.beta2)? + (grad.sqr()? * (d * d * (1.0 - s.beta2)))?)?;
-            let weight = d / s.d0 * if s.safeguard_warmup { d } else { dlr };
-            state.s = ((&state.s * s.beta3)? + (few * weight)?)?;
-            denominator += sum(&state.s.abs()?)?;
+            let [moved, size] = if fused::takes(param) {
+                state.learn(param, grad, s.slice, by)?
+            } else {
+                state.learn_composed(param, grad, s.slice, by)?
+            };
+            numerator += d / s.d0 * dlr * moved;
+            denominator += size;
         }
         Ok((numerator, denominator))
     }
@@ -156,22 +376,7 @@ impl Optimizer for Prodigy {
         if self.settings.use_bias_correction {
             dlr *= (1.0 - self.settings.beta2.powf(t)).sqrt() / (1.0 - self.settings.beta1.powf(t));
         }
-        let mut coupled = Grads::with_capacity(grads.len());
-        for (param, grad) in self.params.iter().zip(grads) {
-            let grad = grad
-                .as_ref()
-                .map(|g| Ok::<_, OptimError>(g.to_dtype(DType::F32)?.detach()));
-            let mut grad = grad.transpose()?;
-            if let Some(grad) = &mut grad
-                && self.settings.weight_decay != 0.0
-                && !self.settings.decouple
-            {
-                let decay = (param.var.as_tensor().detach() * self.settings.weight_decay)?;
-                *grad = (&*grad + decay)?;
-            }
-            coupled.push(grad);
-        }
-        let (grown, denominator) = self.learn(&coupled, lr, dlr)?;
+        let (grown, denominator) = self.learn(grads, lr, dlr)?;
         // No gradient at all, or a learning rate of 0: nothing moves, and nothing is counted.
         if denominator == 0.0 {
             return Ok(());
@@ -187,19 +392,14 @@ impl Optimizer for Prodigy {
             numerator,
             steps: steps + 1,
         };
-        for ((param, state), grad) in self.params.iter().zip(&self.states).zip(&coupled) {
+        let by = s.moves(self.estimate.d, dlr);
+        for ((param, state), grad) in self.params.iter().zip(&self.states).zip(grads) {
             let Some(grad) = grad else { continue };
-            let mut p = param.var.as_tensor().detach();
-            let denominator = (state.exp_avg_sq.sqrt()? + self.estimate.d * s.eps)?;
-            if s.weight_decay != 0.0 && s.decouple {
-                p = (p * (1.0 - s.weight_decay * dlr))?;
-            }
-            let update = if s.beta1 > 0.0 {
-                ((&state.exp_avg / denominator)? * dlr)?
+            if fused::takes(param) {
+                state.go(param, grad, by)?;
             } else {
-                ((grad / denominator)? * (dlr * self.estimate.d))?
-            };
-            param.var.set(&(p - update)?)?;
+                state.go_composed(param, grad, by)?;
+            }
         }
         Ok(())
     }
@@ -219,7 +419,7 @@ impl Optimizer for Prodigy {
                 ("s", &state.s),
                 ("p0", &state.p0),
             ] {
-                out.insert(format!("{}.{part}", param.name), tensor.clone());
+                out.insert(format!("{}.{part}", param.name), tensor.lend());
             }
         }
         Ok(out)
@@ -238,7 +438,7 @@ impl Optimizer for Prodigy {
             let dims = param.var.dims();
             let few = [param.var.elem_count().div_ceil(self.settings.slice)];
             let mut get = |part: &str, dims: &[usize]| {
-                saved.tensor(&format!("{}.{part}", param.name), DType::F32, dims, param.var.device())
+                saved.kept(&format!("{}.{part}", param.name), DType::F32, dims, param.var.device())
             };
             states.push(State {
                 exp_avg: get("exp_avg", dims)?,

@@ -1,6 +1,7 @@
 //! Reading a saved state back: every tensor is looked at, and none may be left over.
 
 use super::OptimError;
+use super::kept::Kept;
 use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
 
@@ -33,6 +34,18 @@ impl<'a> Saved<'a> {
         }
         self.taken += 1;
         Ok(tensor.to_device(device)?)
+    }
+
+    /// The same, to go on with.
+    pub(super) fn kept(
+        &mut self,
+        name: &str,
+        dtype: DType,
+        shape: &[usize],
+        device: &Device,
+    ) -> Result<Kept, OptimError> {
+        // Whoever reads the saved state again finds it as it was.
+        Ok(Kept::borrowed(self.tensor(name, dtype, shape, device)?.contiguous()?))
     }
 
     /// A count, as [`count`] saved it.

@@ -5,9 +5,10 @@ use crate::error::{EngineError, Result};
 use candle_core::{DType, Device, Tensor};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use rayon::prelude::*;
 use safetensors::tensor::{Metadata, SafeTensorError, SafeTensors};
 use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::mem::MaybeUninit;
 use std::path::{Path, PathBuf};
 
 /// An open safetensors file.
@@ -18,8 +19,10 @@ pub(super) struct SafetensorsFile {
     data_start: usize,
 }
 
-/// Read at a time.
-const CHUNK: usize = 64 << 10;
+/// Bytes that one thread reads before it takes the next.
+const SHARE: usize = 2 << 20;
+/// Numbers that are converted at a time.
+const FEW: usize = 16 << 10;
 
 impl SafetensorsFile {
     pub(super) fn open(path: &Path) -> Result<Self> {
@@ -92,8 +95,7 @@ impl SafetensorsFile {
         if device.is_cpu() && dtype == DType::F32 {
             return Ok(Tensor::from_vec(self.floats(stored, start, end)?, shape, device)?);
         }
-        let mut bytes = vec![0; end - start];
-        self.fill(&mut bytes, start)?;
+        let bytes = filled(end - start, |bytes| self.fill(bytes, start))?;
         Ok(Tensor::from_raw_buffer(&bytes, stored, shape, device)?.to_dtype(dtype)?)
     }
 
@@ -101,14 +103,16 @@ impl SafetensorsFile {
     pub(super) fn rows(&self, name: &str, rows: &[u32], width: usize, dtype: DType, device: &Device) -> Result<Tensor> {
         let (stored, start, end) = self.place(name)?;
         let row_bytes = width * stored.size_in_bytes();
-        let mut bytes = vec![0; rows.len() * row_bytes];
-        for (row, part) in rows.iter().zip(bytes.chunks_mut(row_bytes.max(1))) {
-            let at = start + *row as usize * row_bytes;
-            if at + row_bytes > end {
-                return Err(EngineError::bad_input(format!("`{name}` has no row {row}")));
+        let bytes = filled(rows.len() * row_bytes, |bytes| {
+            for (row, part) in rows.iter().zip(bytes.chunks_mut(row_bytes.max(1))) {
+                let at = start + *row as usize * row_bytes;
+                if at + row_bytes > end {
+                    return Err(EngineError::bad_input(format!("`{name}` has no row {row}")));
+                }
+                self.fill(part, at)?;
             }
-            self.fill(part, at)?;
-        }
+            Ok(())
+        })?;
         Ok(Tensor::from_raw_buffer(&bytes, stored, &[rows.len(), width], device)?.to_dtype(dtype)?)
     }
 
@@ -136,45 +140,107 @@ impl SafetensorsFile {
         Ok((stored, self.data_start + start, self.data_start + end))
     }
 
-    fn fill(&self, bytes: &mut [u8], at: usize) -> Result<()> {
-        self.file
-            .read_exact_at(bytes, at as u64)
-            .map_err(|error| match error.kind() {
-                std::io::ErrorKind::UnexpectedEof => EngineError::WeightsFile {
-                    path: self.path.clone(),
-                    reason: "the file became shorter while it was in use: download or copy it again".into(),
-                },
-                _ => EngineError::io(&self.path, error),
-            })
+    /// All of these bytes, on all threads.
+    fn fill(&self, bytes: &mut [MaybeUninit<u8>], at: usize) -> Result<()> {
+        shared(bytes, SHARE, |offset, part| {
+            self.fill_part(part, at + offset)?;
+            Ok(())
+        })
+    }
+
+    /// All of these bytes, whatever they held.
+    fn fill_part<'a>(&self, bytes: &'a mut [MaybeUninit<u8>], at: usize) -> Result<&'a mut [u8]> {
+        let mut done = 0;
+        while done < bytes.len() {
+            match rustix::io::pread(&self.file, &mut bytes[done..], (at + done) as u64) {
+                Ok(([], _)) => {
+                    return Err(EngineError::WeightsFile {
+                        path: self.path.clone(),
+                        reason: "the file became shorter while it was in use: download or copy it again".into(),
+                    });
+                }
+                Ok((read, _)) => done += read.len(),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(EngineError::io(&self.path, error.into())),
+            }
+        }
+        #[expect(unsafe_code, reason = "the loop ends when all of them were read")]
+        Ok(unsafe { bytes.assume_init_mut() })
     }
 
     fn floats(&self, stored: DType, start: usize, end: usize) -> Result<Vec<f32>> {
-        let mut out = Vec::with_capacity((end - start) / stored.size_in_bytes());
-        let mut chunk = vec![0; CHUNK.min(end - start)];
-        let mut halves = Vec::new();
-        for at in (start..end).step_by(CHUNK) {
-            let bytes = &mut chunk[..CHUNK.min(end - at)];
-            self.fill(bytes, at)?;
+        let size = stored.size_in_bytes();
+        filled((end - start) / size, |out| {
+            if stored == DType::F32 && cfg!(target_endian = "little") {
+                return self.fill(as_bytes(out), start);
+            }
+            shared(out, SHARE / size, |offset, part| {
+                self.convert(stored, start + offset * size, part)
+            })
+        })
+    }
+
+    /// Numbers in float32, a few at a time, so that their bytes stay near.
+    fn convert(&self, stored: DType, start: usize, out: &mut [MaybeUninit<f32>]) -> Result<()> {
+        let size = stored.size_in_bytes();
+        let mut near = Vec::with_capacity(FEW * size);
+        let (mut halves, mut floats) = (Vec::with_capacity(FEW), vec![0f32; FEW]);
+        for (i, out) in out.chunks_mut(FEW).enumerate() {
+            let bytes = &mut near.spare_capacity_mut()[..out.len() * size];
+            let bytes = self.fill_part(bytes, start + i * FEW * size)?;
+            let floats = &mut floats[..out.len()];
             match stored {
                 DType::F16 => {
                     halves.clear();
                     halves.extend(bytes.as_chunks::<2>().0.iter().map(|b| f16::from_le_bytes(*b)));
-                    let before = out.len();
-                    out.resize(before + halves.len(), 0.0);
-                    halves.convert_to_f32_slice(&mut out[before..]);
+                    halves.convert_to_f32_slice(floats);
                 }
-                DType::BF16 => out.extend(
-                    bytes
-                        .as_chunks::<2>()
-                        .0
-                        .iter()
-                        .map(|b| bf16::from_le_bytes(*b).to_f32()),
-                ),
-                DType::F64 => out.extend(bytes.as_chunks::<8>().0.iter().map(|b| f64::from_le_bytes(*b) as f32)),
-                _ => out.extend(bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b))),
+                DType::BF16 => each(bytes, floats, |b| bf16::from_le_bytes(b).to_f32()),
+                DType::F64 => each(bytes, floats, |b| f64::from_le_bytes(b) as f32),
+                _ => each(bytes, floats, f32::from_le_bytes),
             }
+            out.write_copy_of_slice(floats);
         }
-        Ok(out)
+        Ok(())
+    }
+}
+
+fn each<const N: usize>(bytes: &[u8], out: &mut [f32], number: impl Fn([u8; N]) -> f32) {
+    for (out, bytes) in out.iter_mut().zip(bytes.as_chunks::<N>().0) {
+        *out = number(*bytes);
+    }
+}
+
+/// So many numbers, all of which `fill` writes, unless it fails. No zeros are written first.
+fn filled<T: Copy>(count: usize, fill: impl FnOnce(&mut [MaybeUninit<T>]) -> Result<()>) -> Result<Vec<T>> {
+    let mut all = Vec::with_capacity(count);
+    fill(&mut all.spare_capacity_mut()[..count])?;
+    #[expect(
+        unsafe_code,
+        reason = "all were written: every `fill` here writes each element or fails"
+    )]
+    unsafe {
+        all.set_len(count);
+    }
+    Ok(all)
+}
+
+/// Runs `f` on parts of so many elements, and where they begin, on all threads.
+fn shared<T: Send>(all: &mut [T], count: usize, f: impl Fn(usize, &mut [T]) -> Result<()> + Send + Sync) -> Result<()> {
+    if all.len() <= count {
+        return f(0, all);
+    }
+    let parts = all.par_chunks_mut(count).enumerate();
+    parts.try_for_each(|(i, part)| f(i * count, part))
+}
+
+fn as_bytes(numbers: &mut [MaybeUninit<f32>]) -> &mut [MaybeUninit<u8>] {
+    #[expect(
+        unsafe_code,
+        reason = "the same memory; bytes need no alignment and may be uninitialised"
+    )]
+    unsafe {
+        std::slice::from_raw_parts_mut(numbers.as_mut_ptr().cast(), std::mem::size_of_val(numbers))
     }
 }
 

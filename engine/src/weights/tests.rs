@@ -50,6 +50,35 @@ fn every_float_dtype_reads_as_f32() {
 }
 
 #[test]
+fn long_tensors_are_read_in_parts_and_a_file_that_shrinks_is_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("a.safetensors");
+    const COUNT: usize = (5 << 20) / 8 + 3;
+    for dtype in [DType::F32, DType::F16, DType::BF16, DType::F64] {
+        write(&file, &[("v", &[3], dtype), ("w", &[COUNT], dtype)]);
+        let weights = open(&file).unwrap();
+        let got = weights.get(COUNT, "w").unwrap().to_vec1::<f32>().unwrap();
+        let stored = Tensor::from_vec(got.clone(), COUNT, &Device::Cpu).unwrap();
+        let stored = stored.to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap();
+        assert!(
+            stored.to_vec1::<f32>().unwrap() == got,
+            "{dtype:?}: more digits than were stored"
+        );
+        let near = |(i, v): (usize, &f32)| (v - (i as f32 * 0.125 - 0.5)).abs() <= v.abs() / 128.0;
+        assert!(got.iter().enumerate().all(near), "{dtype:?}");
+        let other = if dtype == DType::F32 { DType::BF16 } else { DType::F32 };
+        let converted = Weights::open(&file, other, &Device::Cpu).unwrap();
+        assert_eq!(converted.get(COUNT, "w").unwrap().dtype(), other);
+
+        let length = std::fs::metadata(&file).unwrap().len();
+        let handle = std::fs::OpenOptions::new().write(true).open(&file).unwrap();
+        handle.set_len(length - 1).unwrap();
+        let error = weights.get(COUNT, "w").unwrap_err().to_string();
+        assert!(error.contains("became shorter"), "{dtype:?}: {error}");
+    }
+}
+
+#[test]
 fn what_does_not_fit_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("a.safetensors");

@@ -1,0 +1,237 @@
+//! The pass over memory: against the tensor library's operations, with any number of threads, and towards whoever else
+//! holds a tensor.
+
+use super::inplace::composed;
+use super::*;
+use crate::rng::TorchGenerator;
+use candle_core::{DType, Device};
+use serde_json::json;
+
+/// Several pieces, a short last block, more dimensions, and less than a block.
+const SHAPES: [&[usize]; 4] = [&[300, 211], &[70, 61], &[6, 4, 3, 3], &[7]];
+
+fn numbers(seed: u64) -> Vec<Tensor> {
+    let mut generator = TorchGenerator::manual_seed(seed);
+    let number = |dims: &&[usize]| Tensor::from_vec(generator.randn(dims.iter().product()), *dims, &Device::Cpu);
+    SHAPES.iter().map(number).collect::<Result<_, _>>().unwrap()
+}
+
+fn params() -> Vec<Param> {
+    let named = numbers(1).into_iter().enumerate().map(|(i, value)| Param {
+        name: i.to_string(),
+        var: Var::from_tensor(&value).unwrap(),
+    });
+    named.collect()
+}
+
+/// Gradients that pull the weights to a goal, with noise.
+fn gradients(params: &[Param], seed: u64) -> Grads {
+    let goals = numbers(2);
+    let pairs = params.iter().zip(goals.iter().zip(numbers(seed)));
+    let grad = |(p, (goal, noise)): (&Param, (&Tensor, Tensor))| {
+        let way = (p.var.as_detached_tensor() - goal).unwrap();
+        Some((way + (noise * 0.1).unwrap()).unwrap())
+    };
+    pairs.map(grad).collect()
+}
+
+fn floats(t: &Tensor) -> Vec<f32> {
+    let flat = t.to_dtype(DType::F32).unwrap().flatten_all().unwrap();
+    flat.to_vec1().unwrap()
+}
+
+type Named = BTreeMap<String, Vec<f32>>;
+
+fn values(state: &BTreeMap<String, Tensor>) -> Named {
+    state.iter().map(|(name, t)| (name.clone(), floats(t))).collect()
+}
+
+/// A few steps: weights and state.
+fn run(name: OptimizerName, options: &serde_json::Value) -> Named {
+    let params = params();
+    let options = options.as_object().unwrap();
+    let lr = if name == OptimizerName::Prodigy { 1.0 } else { 1e-2 };
+    let mut optimizer = build(name, params.clone(), options, lr).unwrap();
+    for step in 0..6 {
+        let mut grads = gradients(&params, 10 + step);
+        clip_grad_norm(&mut grads, 5.0).unwrap();
+        if step == 3 {
+            grads[1] = None;
+        }
+        optimizer.step(&grads, lr).unwrap();
+    }
+    let weights = params
+        .iter()
+        .map(|p| (format!("weight.{}", p.name), floats(p.var.as_tensor())));
+    values(&optimizer.state().unwrap()).into_iter().chain(weights).collect()
+}
+
+fn cases() -> Vec<(OptimizerName, serde_json::Value)> {
+    use OptimizerName::*;
+    vec![
+        (AdamW, json!({"weight_decay": 0.1})),
+        (Adam, json!({"weight_decay": 0.1, "betas": [0.4, 0.95]})),
+        (AdamW8Bit, json!({"weight_decay": 0.1})),
+        (Lion, json!({"weight_decay": 0.1})),
+        (Lion8Bit, json!({})),
+        (Prodigy, json!({"weight_decay": 0.1, "d_coef": 2.0})),
+        (
+            Prodigy,
+            json!({"weight_decay": 0.1, "decouple": false, "slice_p": 11, "use_bias_correction": true}),
+        ),
+        (Prodigy, json!({"betas": [0.0, 0.99], "safeguard_warmup": true})),
+        (
+            Adafactor,
+            json!({"beta1": 0.9, "weight_decay": 0.1, "scale_parameter": true}),
+        ),
+    ]
+}
+
+fn in_pool<R: Send>(threads: usize, f: impl FnOnce() -> R + Send) -> R {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+    pool.install(f)
+}
+
+#[test]
+fn the_number_of_threads_changes_no_bit() {
+    for (name, options) in cases() {
+        let bits = |threads| {
+            let run = in_pool(threads, || run(name, &options));
+            let bits = |v: Vec<f32>| v.into_iter().map(f32::to_bits).collect::<Vec<_>>();
+            run.into_iter()
+                .map(|(name, v)| (name, bits(v)))
+                .collect::<BTreeMap<_, _>>()
+        };
+        let one = bits(1);
+        for threads in [2, 5] {
+            assert!(one == bits(threads), "{name:?} {options}: {threads} threads");
+        }
+    }
+}
+
+#[test]
+fn the_pass_computes_what_the_operations_compute() {
+    // In 8 bits a last bit can become another code; those are compared below, without sums.
+    let full = |name: &OptimizerName| !matches!(name, OptimizerName::AdamW8Bit | OptimizerName::Lion8Bit);
+    for (name, options) in cases().into_iter().filter(|(name, _)| full(name)) {
+        let (one, two) = (run(name, &options), composed::only(|| run(name, &options)));
+        assert_eq!(one.keys().collect::<Vec<_>>(), two.keys().collect::<Vec<_>>());
+        // Sums are added in another order: the factor of clipping differs in its last bit, and what follows from it.
+        for (key, want) in &two {
+            let most = want.iter().fold(0f32, |m, x| m.max(x.abs()));
+            let gap = want
+                .iter()
+                .zip(&one[key])
+                .map(|(a, b)| (a - b).abs())
+                .fold(0.0, f32::max);
+            assert!(gap <= 1e-5 * most, "{name:?} {options} {key}: {gap:e} of {most:e}");
+        }
+    }
+}
+
+#[test]
+fn without_sums_the_bits_are_the_same() {
+    use OptimizerName::*;
+    for name in [AdamW, Adam, AdamW8Bit, Adam8Bit, Lion, Lion8Bit] {
+        let steps = || {
+            let params = params();
+            let options = json!({"weight_decay": 0.1});
+            let mut optimizer = build(name, params.clone(), options.as_object().unwrap(), 1e-2).unwrap();
+            for step in 0..6 {
+                optimizer.step(&gradients(&params, 10 + step), 1e-2).unwrap();
+            }
+            let weights: Vec<_> = params.iter().map(|p| floats(p.var.as_tensor())).collect();
+            (values(&optimizer.state().unwrap()), weights)
+        };
+        assert!(steps() == composed::only(steps), "{name:?}");
+    }
+}
+
+#[test]
+fn ema_and_clipping_too() {
+    let ema = |feedback: bool, multiplier: f64| {
+        let params = params();
+        let mut ema = Ema::new(params.clone(), 0.9, feedback, multiplier).unwrap();
+        for (param, value) in params.iter().zip(numbers(3)) {
+            param.var.set(&value).unwrap();
+        }
+        ema.update().unwrap();
+        ema.update().unwrap();
+        let weights: Vec<_> = params.iter().map(|p| floats(p.var.as_tensor())).collect();
+        (values(&ema.state().0), weights)
+    };
+    for (feedback, multiplier) in [(false, 1.0), (true, 1.0), (false, 0.99), (true, 0.99)] {
+        let bits = in_pool(3, || ema(feedback, multiplier));
+        assert!(
+            bits == composed::only(|| ema(feedback, multiplier)),
+            "{feedback} {multiplier}"
+        );
+    }
+    let clip = |most: f64| {
+        let mut grads = gradients(&params(), 4);
+        let norm = clip_grad_norm(&mut grads, most).unwrap();
+        (norm, grads)
+    };
+    let ((a, one), (b, two)) = (clip(0.5), composed::only(|| clip(0.5)));
+    assert!(a > 1.0 && (a / b - 1.0).abs() < 1e-5, "{a} {b}");
+    for (a, b) in one.iter().flatten().zip(two.iter().flatten()) {
+        let gap = floats(a).into_iter().zip(floats(b)).map(|(a, b)| (a - b).abs());
+        assert!(gap.fold(0.0, f32::max) < 1e-7);
+    }
+    // Whoever has a gradient keeps it.
+    let (mine, mut theirs) = (gradients(&params(), 4), gradients(&params(), 4));
+    theirs.clone_from(&mine);
+    clip_grad_norm(&mut theirs, 0.5).unwrap();
+    for (a, b) in mine.iter().flatten().zip(gradients(&params(), 4).iter().flatten()) {
+        assert_eq!(floats(a), floats(b));
+    }
+}
+
+#[test]
+fn a_state_that_was_taken_or_given_stays_as_it_was() {
+    for (name, options) in cases() {
+        let params = params();
+        let mut optimizer = build(name, params.clone(), options.as_object().unwrap(), 1e-2).unwrap();
+        let step = |optimizer: &mut dyn Optimizer| optimizer.step(&gradients(&params, 10), 1.0).unwrap();
+        step(optimizer.as_mut());
+        let taken = optimizer.state().unwrap();
+        let before = values(&taken);
+        step(optimizer.as_mut());
+        assert!(values(&taken) == before, "{name:?}: taken");
+        assert!(values(&optimizer.state().unwrap()) != before, "{name:?}");
+        optimizer.load_state(&taken).unwrap();
+        step(optimizer.as_mut());
+        assert!(values(&taken) == before, "{name:?}: given");
+    }
+    let params = params();
+    let mut ema = Ema::new(params.clone(), 0.9, false, 1.0).unwrap();
+    let (taken, _) = ema.state();
+    let before = values(&taken);
+    params[0].var.set(&params[0].var.zeros_like().unwrap()).unwrap();
+    ema.update().unwrap();
+    assert!(values(&taken) == before && values(&ema.state().0) != before);
+    ema.load_state(&taken, 0).unwrap();
+    ema.update().unwrap();
+    assert!(values(&taken) == before);
+}
+
+#[test]
+fn a_gradient_may_be_the_parameter_itself_or_lie_across() {
+    let after = |grad: &dyn Fn(&Tensor) -> Tensor| {
+        let params = params();
+        let grads: Grads = params.iter().map(|p| Some(grad(p.var.as_tensor()))).collect();
+        let none = serde_json::Map::new();
+        let mut optimizer = build(OptimizerName::AdamW, params.clone(), &none, 1e-2).unwrap();
+        optimizer.step(&grads, 1e-2).unwrap();
+        params.iter().map(|p| floats(p.var.as_tensor())).collect::<Vec<_>>()
+    };
+    let copied = after(&|p| p.copy().unwrap());
+    assert_eq!(after(&Tensor::detach), copied);
+    let across = |p: &Tensor| match p.dims() {
+        [_, _] => p.t().unwrap().contiguous().unwrap().t().unwrap(),
+        _ => p.copy().unwrap(),
+    };
+    assert_eq!(after(&across), copied);
+    let doubles = |p: &Tensor| p.to_dtype(DType::F64).unwrap();
+    assert_eq!(after(&doubles), copied);
+}
