@@ -193,15 +193,7 @@ for_every_unit! {
             *v = *v * beta2 + g * g * rest2;
         }
         let mut sums = [[0f32; LANES]; 2];
-        let mut row = |p: &[f32], g: &[f32], s: &mut [f32], p0: &[f32], stride: usize| {
-            let few = p.iter().step_by(stride).zip(g.iter().step_by(stride));
-            for (at, (((p, g), s), p0)) in few.zip(s).zip(p0).enumerate() {
-                let g = g + p * decay;
-                sums[0][at] += g * (p0 - p);
-                *s = *s * beta3 + g * weight;
-                sums[1][at] += s.abs();
-            }
-        };
+        let by = [beta3, weight, decay];
         if slice == 1 {
             // The usual case, which vector units can do.
             let (ps, p) = of.p.as_chunks::<LANES>();
@@ -209,13 +201,13 @@ for_every_unit! {
             let (ss, s) = of.s.as_chunks_mut::<LANES>();
             let (p0s, p0) = of.p0.as_chunks::<LANES>();
             for (((p, g), s), p0) in ps.iter().zip(gs).zip(ss).zip(p0s) {
-                row(p, g, s, p0, 1);
+                remember(p.iter().zip(g), s, p0, &mut sums, by);
             }
-            row(p, g, s, p0, 1);
+            remember(p.iter().zip(g), s, p0, &mut sums, by);
         } else {
             let many = of.p.chunks(LANES * slice).zip(of.g.chunks(LANES * slice));
             for (((p, g), s), p0) in many.zip(of.s.chunks_mut(LANES)).zip(of.p0.chunks(LANES)) {
-                row(p, g, s, p0, slice);
+                remember(p.iter().zip(g).step_by(slice), s, p0, &mut sums, by);
             }
         }
         sums.map(|sums| sums.iter().map(|sum| f64::from(*sum)).sum())
@@ -224,6 +216,25 @@ for_every_unit! {
 
 /// Sums beside each other.
 const LANES: usize = 32;
+
+/// The part of [`learn`] that `d` is estimated from, for as many elements as there are sums, or fewer.
+#[inline(always)]
+fn remember<'a>(
+    now: impl Iterator<Item = (&'a f32, &'a f32)>,
+    s: &mut [f32],
+    p0: &[f32],
+    sums: &mut [[f32; LANES]; 2],
+    [beta3, weight, decay]: [f32; 3],
+) {
+    let [moved, size] = sums;
+    let sums = moved.iter_mut().zip(size);
+    for ((((p, g), s), p0), (moved, size)) in now.zip(s).zip(p0).zip(sums) {
+        let g = g + p * decay;
+        *moved += g * (p0 - p);
+        *s = *s * beta3 + g * weight;
+        *size += s.abs();
+    }
+}
 
 for_every_unit! {
     fn go(p: &mut [f32], g: &[f32], m: &[f32], v: &[f32], by: Moves) {

@@ -95,23 +95,27 @@ fn encode_with<L: Lanes>(map: &Map, values: &[f32], codes: &mut [u8], absmax: &m
     for ((codes, values), absmax) in codes.chunks_mut(BLOCK).zip(values.chunks(BLOCK)).zip(absmax) {
         let whole = values.len() / L::COUNT * L::COUNT;
         let (up, factor) = factors(*absmax);
-        let (up, factor) = (L::splat(up), L::splat(factor));
+        if up != 1.0 {
+            // Rare, and not worth a multiplication each.
+            encode_each(map, values, *absmax, codes);
+            continue;
+        }
+        let factor = L::splat(factor);
         for (codes, values) in codes.chunks_exact_mut(L::COUNT).zip(values.chunks_exact(L::COUNT)) {
-            let x = L::times(L::times(L::load(values), up), factor);
+            let x = L::times(L::load(values), factor);
             let y = if map.signed { L::abs(x) } else { x };
             let decade = L::mul_add(L::float(L::bits(y)), decades, first);
             let decade = L::truncate(L::max(decade, L::splat(0.0)));
             let decade = L::count(decade, y, L::lookup(limit, decade));
             let rank = L::mul_add(y, L::lookup(gain, decade), L::lookup(offset, decade));
-            let rank = L::truncate(L::min(rank, L::lookup(most, decade)));
-            let rank = L::count(rank, x, L::splat(lines.one));
-            let code = if map.signed {
-                // -rank where x is negative: all bits turned over, and one more.
-                let mask = L::negative(L::bits(x));
-                L::add(L::sub(L::xor(rank, mask), mask), L::whole(127))
+            let rank = L::min(rank, L::lookup(most, decade));
+            let (rank, zero) = if map.signed {
+                (L::of_bits(L::or(L::bits(rank), L::sign(L::bits(x)))), 127)
             } else {
-                L::sub(rank, L::whole(1))
+                (rank, -1)
             };
+            let rank = L::count(L::truncate(rank), x, L::splat(lines.one));
+            let code = L::add(rank, L::whole(zero));
             L::narrow(code, codes);
         }
         encode_each(map, &values[whole..], *absmax, &mut codes[whole..]);
@@ -155,13 +159,10 @@ trait Lanes {
     fn sub(a: Self::I, b: Self::I) -> Self::I;
     fn and(a: Self::I, b: Self::I) -> Self::I;
     fn or(a: Self::I, b: Self::I) -> Self::I;
-    fn xor(a: Self::I, b: Self::I) -> Self::I;
     fn double(a: Self::I) -> Self::I;
     fn distance(a: Self::I) -> Self::I;
     /// The upper bits from the exponent on.
     fn exponent(a: Self::I) -> Self::I;
-    /// All bits set where the number is negative.
-    fn negative(a: Self::I) -> Self::I;
     /// The sign alone.
     fn sign(a: Self::I) -> Self::I {
         Self::and(a, Self::whole(i32::MIN))
@@ -190,7 +191,7 @@ impl Lanes for Avx512 {
     type I = __m512i;
 
     alike! {
-        lookup(table: F, place: I) -> F = _mm512_permutexvar_ps(_mm512_and_si512(place, _mm512_set1_epi32(7)), table);
+        lookup(table: F, place: I) -> F = _mm512_permutexvar_ps(place, table);
         times(a: F, b: F) -> F = _mm512_mul_ps(a, b);
         minus(a: F, b: F) -> F = _mm512_sub_ps(a, b);
         mul_add(a: F, b: F, c: F) -> F = _mm512_fmadd_ps(a, b, c);
@@ -205,11 +206,9 @@ impl Lanes for Avx512 {
         sub(a: I, b: I) -> I = _mm512_sub_epi32(a, b);
         and(a: I, b: I) -> I = _mm512_and_si512(a, b);
         or(a: I, b: I) -> I = _mm512_or_si512(a, b);
-        xor(a: I, b: I) -> I = _mm512_xor_si512(a, b);
         double(a: I) -> I = _mm512_slli_epi32::<1>(a);
         distance(a: I) -> I = _mm512_abs_epi32(a);
         exponent(a: I) -> I = _mm512_srli_epi32::<23>(a);
-        negative(a: I) -> I = _mm512_srai_epi32::<31>(a);
         count(n: I, a: F, b: F) -> I = {
             let greater = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b);
             _mm512_mask_add_epi32(n, greater, n, _mm512_set1_epi32(1))
@@ -249,7 +248,8 @@ impl Lanes for Avx512 {
             reason = "inlined where the instructions are enabled only; eight numbers are there"
         )]
         unsafe {
-            _mm512_castps256_ps512(_mm256_loadu_ps(of.as_ptr()))
+            // Twice, as four bits of a place count here.
+            _mm512_broadcast_f32x8(_mm256_loadu_ps(of.as_ptr()))
         }
     }
 
@@ -325,11 +325,9 @@ impl Lanes for Avx2 {
         sub(a: I, b: I) -> I = _mm256_sub_epi32(a, b);
         and(a: I, b: I) -> I = _mm256_and_si256(a, b);
         or(a: I, b: I) -> I = _mm256_or_si256(a, b);
-        xor(a: I, b: I) -> I = _mm256_xor_si256(a, b);
         double(a: I) -> I = _mm256_slli_epi32::<1>(a);
         distance(a: I) -> I = _mm256_abs_epi32(a);
         exponent(a: I) -> I = _mm256_srli_epi32::<23>(a);
-        negative(a: I) -> I = _mm256_srai_epi32::<31>(a);
         count(n: I, a: F, b: F) -> I =
             _mm256_sub_epi32(n, _mm256_castps_si256(_mm256_cmp_ps::<_CMP_GT_OQ>(a, b)));
         where_equal(a: I, b: I, then: F, otherwise: F) -> F =
