@@ -39,10 +39,10 @@ impl<'a> Mean<'a> {
         }
     }
 
-    fn pack(&mut self, from: &[f32]) {
+    fn pack(&mut self, from: &[f32], soon: &[f32]) {
         match self {
             Self::Full(numbers) => numbers.copy_from_slice(from),
-            Self::Blocks(map, codes, absmax) => encode(map, from, codes, absmax),
+            Self::Blocks(map, codes, absmax) => encode(map, from, codes, absmax, soon),
         }
     }
 
@@ -151,12 +151,14 @@ impl<const N: usize> Piece<'_, N> {
             for mean in &self.means {
                 mean.soon(soon);
             }
-            prefetch(&self.p[..soon]);
             let few = now.g.len();
             kernel(now.p, now.g, unpacked.each_mut().map(|mean| &mut mean[..few]));
-            prefetch(&self.g[..soon]);
-            for (mean, from) in now.means.iter_mut().zip(&unpacked) {
-                mean.pack(&from[..few]);
+            let (p, g) = (&self.p[..soon], &self.g[..soon]);
+            for (at, (mean, from)) in now.means.iter_mut().zip(&unpacked).enumerate() {
+                mean.pack(&from[..few], if at == 0 { g } else { p });
+            }
+            if N == 1 {
+                prefetch(p);
             }
         }
     }

@@ -109,17 +109,25 @@ for_every_unit! {
 /// Tells the processor that these elements are wanted soon.
 #[inline(always)]
 pub(super) fn prefetch<T>(x: &[T]) {
-    #[cfg(target_arch = "x86_64")]
     for line in x.chunks(64 / size_of::<T>()) {
+        prefetch_at(line, 0);
+    }
+}
+
+/// Tells the processor that what is there is wanted soon, if there is something.
+#[inline(always)]
+pub(super) fn prefetch_at<T>(x: &[T], at: usize) {
+    #[cfg(target_arch = "x86_64")]
+    if let Some(x) = x.get(at) {
         #[expect(
             unsafe_code,
             reason = "the address is that of an element; the instruction only hints"
         )]
         unsafe {
             use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast());
+            _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(x).cast());
         }
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = x;
+    let _ = (x, at);
 }

@@ -18,11 +18,13 @@ pub(in super::super) fn decode(map: &Map, codes: &[u8], absmax: &[f32], out: &mu
 }
 
 /// The nearest codes of these numbers, and a scale for each block. Blocks begin with the slices; the last may be shorter.
-pub(in super::super) fn encode(map: &Map, values: &[f32], codes: &mut [u8], absmax: &mut [f32]) {
+/// `soon` is what will be read next: this takes longer than memory does, which can bring it meanwhile.
+pub(in super::super) fn encode(map: &Map, values: &[f32], codes: &mut [u8], absmax: &mut [f32], soon: &[f32]) {
     #[cfg(target_arch = "x86_64")]
     if let Some(unit) = Unit::here() {
-        return lanes::encode(unit, map, values, codes, absmax);
+        return lanes::encode(unit, map, values, codes, absmax, soon);
     }
+    let _ = soon;
     encode_by_table(map, values, codes, absmax);
 }
 

@@ -3,7 +3,7 @@
 use super::BLOCK;
 use super::codec::{decode_each, encode_each, factors, greatest};
 use super::map::Map;
-use crate::optim::kernels::Unit;
+use crate::optim::kernels::{Unit, prefetch_at};
 use std::arch::x86_64::*;
 
 /// [`super::codec::decode`] on a unit.
@@ -23,20 +23,20 @@ pub(super) fn decode(unit: Unit, map: &Map, codes: &[u8], absmax: &[f32], out: &
     }
 }
 
-/// [`super::codec::encode`] on a unit.
-pub(super) fn encode(unit: Unit, map: &Map, values: &[f32], codes: &mut [u8], absmax: &mut [f32]) {
+/// [`super::codec::encode`] on a unit. Meanwhile asks for `soon`, which will be needed, a line with every few codes.
+pub(super) fn encode(unit: Unit, map: &Map, values: &[f32], codes: &mut [u8], absmax: &mut [f32], soon: &[f32]) {
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    fn wide(map: &Map, values: &[f32], codes: &mut [u8], absmax: &mut [f32]) {
-        encode_with::<Avx512>(map, values, codes, absmax);
+    fn wide(map: &Map, values: &[f32], codes: &mut [u8], absmax: &mut [f32], soon: &[f32]) {
+        encode_with::<Avx512>(map, values, codes, absmax, soon);
     }
     #[target_feature(enable = "avx2,fma")]
-    fn narrow(map: &Map, values: &[f32], codes: &mut [u8], absmax: &mut [f32]) {
-        encode_with::<Avx2>(map, values, codes, absmax);
+    fn narrow(map: &Map, values: &[f32], codes: &mut [u8], absmax: &mut [f32], soon: &[f32]) {
+        encode_with::<Avx2>(map, values, codes, absmax, soon);
     }
     #[expect(unsafe_code, reason = "a `Unit` is a proof that the processor has it")]
     match unit {
-        Unit::Avx512 => unsafe { wide(map, values, codes, absmax) },
-        Unit::Avx2 => unsafe { narrow(map, values, codes, absmax) },
+        Unit::Avx512 => unsafe { wide(map, values, codes, absmax, soon) },
+        Unit::Avx2 => unsafe { narrow(map, values, codes, absmax, soon) },
     }
 }
 
@@ -72,7 +72,7 @@ fn decode_with<L: Lanes>(map: &Map, codes: &[u8], absmax: &[f32], out: &mut [f32
 }
 
 #[inline(always)]
-fn encode_with<L: Lanes>(map: &Map, values: &[f32], codes: &mut [u8], absmax: &mut [f32]) {
+fn encode_with<L: Lanes>(map: &Map, values: &[f32], codes: &mut [u8], absmax: &mut [f32], soon: &[f32]) {
     // Floats' bits, read as a whole number, are nearly a logarithm: too small by at most 0.026 decades. That names the
     // decade or the one below it.
     let decades = L::splat(std::f32::consts::LOG10_2 / (1 << 23) as f32);
@@ -92,6 +92,7 @@ fn encode_with<L: Lanes>(map: &Map, values: &[f32], codes: &mut [u8], absmax: &m
         let [a, b, c, d] = tops;
         *absmax = greatest(rest, L::greatest(L::max(L::max(a, b), L::max(c, d))));
     }
+    let mut at = 0;
     for ((codes, values), absmax) in codes.chunks_mut(BLOCK).zip(values.chunks(BLOCK)).zip(absmax) {
         let whole = values.len() / L::COUNT * L::COUNT;
         let (up, factor) = factors(*absmax);
@@ -117,6 +118,8 @@ fn encode_with<L: Lanes>(map: &Map, values: &[f32], codes: &mut [u8], absmax: &m
             let rank = L::count(L::truncate(rank), x, L::splat(lines.one));
             let code = L::add(rank, L::whole(zero));
             L::narrow(code, codes);
+            prefetch_at(soon, at);
+            at += L::COUNT;
         }
         encode_each(map, &values[whole..], *absmax, &mut codes[whole..]);
     }

@@ -238,7 +238,7 @@ mod tests {
             let mut numbers = numbers(map);
             // Every block reaches 1, so that the edges stay where they are; the last is short.
             numbers.iter_mut().step_by(BLOCK).for_each(|x| *x = 1.0);
-            if numbers.len() % 8 == 0 {
+            if numbers.len().is_multiple_of(8) {
                 numbers.pop();
             }
             let blocks = numbers.len().div_ceil(BLOCK);
@@ -250,15 +250,15 @@ mod tests {
             for unit in crate::optim::kernels::Unit::all_here() {
                 use super::super::lanes;
                 let (mut others, mut scales) = (vec![0; numbers.len()], vec![0.0; blocks]);
-                lanes::encode(unit, map, &numbers, &mut others, &mut scales);
+                lanes::encode(unit, map, &numbers, &mut others, &mut scales, &[]);
                 assert!(others == codes && scales == absmax, "{unit:?}");
                 let mut back = vec![0.0; numbers.len()];
                 lanes::decode(unit, map, &codes, &absmax, &mut back);
                 let bits = |x: &[f32]| x.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
                 assert!(bits(&back) == bits(&values), "{unit:?}");
                 // And numbers that are none do no harm.
-                lanes::encode(unit, map, &[f32::NAN; 300], &mut [0; 300], &mut [0.0; 2]);
-                lanes::encode(unit, map, &[f32::INFINITY; 300], &mut [0; 300], &mut [0.0; 2]);
+                lanes::encode(unit, map, &[f32::NAN; 300], &mut [0; 300], &mut [0.0; 2], &[]);
+                lanes::encode(unit, map, &[f32::INFINITY; 300], &mut [0; 300], &mut [0.0; 2], &[]);
             }
         }
     }

@@ -75,7 +75,7 @@ impl Blocks {
         let blocks = codes.par_chunks_mut(BLOCK).zip(values.par_chunks(BLOCK));
         blocks
             .zip(absmax.par_chunks_mut(1))
-            .for_each(|((codes, values), absmax)| encode(self.map, values, codes, absmax));
+            .for_each(|((codes, values), absmax)| encode(self.map, values, codes, absmax, &[]));
         let count = absmax.len();
         self.codes.set(Tensor::from_vec(codes, shape, &Device::Cpu)?);
         self.absmax.set(Tensor::from_vec(absmax, count, &Device::Cpu)?);
