@@ -21,12 +21,12 @@ macro_rules! for_every_unit {
                 fn avx2($($arg: $kind),*) $(-> $out)? {
                     body($($arg),*)
                 }
-                match $crate::optim::kernels::Unit::here() {
+                match $crate::nn::cpu::unit() {
                     #[expect(unsafe_code, reason = "the processor was asked whether it has these instructions")]
-                    Some($crate::optim::kernels::Unit::Avx512) => return unsafe { avx512($($arg),*) },
+                    $crate::nn::cpu::Unit::Avx512 => return unsafe { avx512($($arg),*) },
                     #[expect(unsafe_code, reason = "the processor was asked whether it has these instructions")]
-                    Some($crate::optim::kernels::Unit::Avx2) => return unsafe { avx2($($arg),*) },
-                    None => {}
+                    $crate::nn::cpu::Unit::Avx2 => return unsafe { avx2($($arg),*) },
+                    $crate::nn::cpu::Unit::Plain => {}
                 }
             }
             body($($arg),*)
@@ -34,51 +34,6 @@ macro_rules! for_every_unit {
     };
 }
 pub(super) use for_every_unit;
-
-/// A kind of vector unit that this processor has: the functions that need it take one as a proof of that.
-#[cfg(target_arch = "x86_64")]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Unit {
-    /// AVX-512 with F, BW, DQ and VL.
-    Avx512,
-    /// AVX2 with FMA.
-    Avx2,
-}
-
-#[cfg(target_arch = "x86_64")]
-impl Unit {
-    /// The best of them.
-    #[inline]
-    pub(super) fn here() -> Option<Self> {
-        if Self::has_avx512() {
-            Some(Self::Avx512)
-        } else if Self::has_avx2() {
-            Some(Self::Avx2)
-        } else {
-            None
-        }
-    }
-
-    /// Each of them.
-    #[cfg(test)]
-    pub(super) fn all_here() -> impl Iterator<Item = Self> {
-        let wide = Self::has_avx512().then_some(Self::Avx512);
-        wide.into_iter().chain(Self::has_avx2().then_some(Self::Avx2))
-    }
-
-    #[inline]
-    fn has_avx512() -> bool {
-        is_x86_feature_detected!("avx512f")
-            && is_x86_feature_detected!("avx512bw")
-            && is_x86_feature_detected!("avx512dq")
-            && is_x86_feature_detected!("avx512vl")
-    }
-
-    #[inline]
-    fn has_avx2() -> bool {
-        is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")
-    }
-}
 
 for_every_unit! {
     /// The sum of the squares, in 64 sums beside each other.

@@ -16,8 +16,10 @@ pub(crate) use lanes::{Function, each, each_here};
 pub(crate) use mat::Mat;
 pub(crate) use product::{Columns, Product, Rows, Sizes};
 pub(crate) use simd::{Simd, Work, vectorised};
+#[cfg(any(test, target_arch = "x86_64"))]
+pub(crate) use simd::{Unit, unit};
 #[cfg(test)]
-pub(crate) use simd::{Unit, on, units};
+pub(crate) use simd::{on, units};
 pub(crate) use tile::{Side, Start, Target, tile};
 
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Storage, Tensor};

@@ -6,14 +6,13 @@ use super::BLOCK;
 use super::lanes;
 use super::map::Map;
 #[cfg(target_arch = "x86_64")]
-use crate::optim::kernels::Unit;
+use crate::nn::cpu::unit;
 
 /// What these codes stand for. Blocks begin with the slices; the last may be shorter.
 pub(in super::super) fn decode(map: &Map, codes: &[u8], absmax: &[f32], out: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
-    if let Some(unit) = Unit::here() {
-        return lanes::decode(unit, map, codes, absmax, out);
-    }
+    lanes::decode(unit(), map, codes, absmax, out);
+    #[cfg(not(target_arch = "x86_64"))]
     decode_by_table(map, codes, absmax, out);
 }
 
@@ -21,11 +20,12 @@ pub(in super::super) fn decode(map: &Map, codes: &[u8], absmax: &[f32], out: &mu
 /// `soon` is what will be read next: this takes longer than memory does, which can bring it meanwhile.
 pub(in super::super) fn encode(map: &Map, values: &[f32], codes: &mut [u8], absmax: &mut [f32], soon: &[f32]) {
     #[cfg(target_arch = "x86_64")]
-    if let Some(unit) = Unit::here() {
-        return lanes::encode(unit, map, values, codes, absmax, soon);
+    lanes::encode(unit(), map, values, codes, absmax, soon);
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        let _ = soon;
+        encode_by_table(map, values, codes, absmax);
     }
-    let _ = soon;
-    encode_by_table(map, values, codes, absmax);
 }
 
 /// [`decode`] for any processor.

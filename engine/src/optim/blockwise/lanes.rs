@@ -1,9 +1,10 @@
 //! 8-bit numbers on the vector units of x86-64, 8 or 16 at a time: AVX2 or AVX-512, whichever the processor has.
 
 use super::BLOCK;
-use super::codec::{decode_each, encode_each, factors, greatest};
+use super::codec::{decode_by_table, decode_each, encode_by_table, encode_each, factors, greatest};
 use super::map::Map;
-use crate::optim::kernels::{Unit, prefetch_at};
+use crate::nn::cpu::Unit;
+use crate::optim::kernels::prefetch_at;
 use std::arch::x86_64::*;
 
 /// [`super::codec::decode`] on a unit.
@@ -16,10 +17,11 @@ pub(super) fn decode(unit: Unit, map: &Map, codes: &[u8], absmax: &[f32], out: &
     fn narrow(map: &Map, codes: &[u8], absmax: &[f32], out: &mut [f32]) {
         decode_with::<Avx2>(map, codes, absmax, out);
     }
-    #[expect(unsafe_code, reason = "a `Unit` is a proof that the processor has it")]
+    #[expect(unsafe_code, reason = "a unit is only ever one that the processor was asked for")]
     match unit {
         Unit::Avx512 => unsafe { wide(map, codes, absmax, out) },
         Unit::Avx2 => unsafe { narrow(map, codes, absmax, out) },
+        Unit::Plain => decode_by_table(map, codes, absmax, out),
     }
 }
 
@@ -33,10 +35,11 @@ pub(super) fn encode(unit: Unit, map: &Map, values: &[f32], codes: &mut [u8], ab
     fn narrow(map: &Map, values: &[f32], codes: &mut [u8], absmax: &mut [f32], soon: &[f32]) {
         encode_with::<Avx2>(map, values, codes, absmax, soon);
     }
-    #[expect(unsafe_code, reason = "a `Unit` is a proof that the processor has it")]
+    #[expect(unsafe_code, reason = "a unit is only ever one that the processor was asked for")]
     match unit {
         Unit::Avx512 => unsafe { wide(map, values, codes, absmax, soon) },
         Unit::Avx2 => unsafe { narrow(map, values, codes, absmax, soon) },
+        Unit::Plain => encode_by_table(map, values, codes, absmax),
     }
 }
 
