@@ -3,8 +3,9 @@
 //! Everything here follows its reference (torch, bitsandbytes, lion-pytorch, prodigyopt, ai-toolkit) to the order of its
 //! operations, so that a run can be compared step by step. Fixtures: `tests/reference/make_optim.py`, `make_optim8.py`.
 //!
-//! On the processor an update is one pass over memory, in place and on all threads (`fused`, `inplace`, `kernels`); on other
-//! devices it is composed of the tensor library's operations. Both are there for every rule, and are compared by tests.
+//! On the processor an update is one pass over memory, in place and on all threads (`fused`, `inplace`, `kernels`; two
+//! passes for Prodigy, which must know `d` first); on other devices it is composed of the tensor library's operations,
+//! and so is Adafactor everywhere. Tests compare the two.
 
 mod adafactor;
 mod adamw;
