@@ -104,41 +104,56 @@ fn plain(x: &Tensor) -> candle_core::Result<Vec<f32>> {
         .to_vec1()
 }
 
-/// How far off a result may be, as a share of the largest one: operations of several roundings each, of 8 bits in bf16
-/// and of 11 in f16.
+/// How far off a result may be, as a share of the largest one. What is told here is a kernel that works from one that
+/// does not, and some that work add up 72 products in half precision: 8 bits in bf16, 11 in f16.
 fn tolerance(dtype: DType) -> f32 {
     match dtype {
-        DType::BF16 => 1.0 / 24.0,
-        DType::F16 => 1.0 / 192.0,
-        _ => 1e-4,
+        DType::BF16 => 1.0 / 8.0,
+        DType::F16 => 1.0 / 64.0,
+        _ => 1e-3,
     }
 }
 
 /// The first thing that `device` does not do right in `dtype`, as `conv2d: …`; none when all of it works.
 #[must_use]
 pub fn fault(device: &Device, dtype: DType) -> Option<String> {
-    let tried = |name: &str, outcome: Option<candle_core::Result<Option<f32>>>| match outcome {
+    // One row takes other kernels.
+    let products = [
+        ("product", 8, 16),
+        ("product of 4096 terms", 8, 4096),
+        ("product of one row and 4096 terms", 1, 4096),
+    ];
+    // Their entries are exact in every dtype: added up in f32, only the result is rounded.
+    let once = tolerance(dtype) / 16.0;
+    let wrong = |rows, inner| product(device, dtype, rows, inner).map(|(got, expected)| gap(&got, &expected, once));
+    products
+        .into_iter()
+        .find_map(|(name, rows, inner)| told(name, quietly(|| wrong(rows, inner))))
+        .or_else(|| OPERATIONS.iter().find_map(|operation| operation.fault(device, dtype)))
+}
+
+impl Operation {
+    fn fault(&self, device: &Device, dtype: DType) -> Option<String> {
+        let wrong = || {
+            let expected = run(self, &Device::Cpu, DType::F32)?;
+            let got = run(self, device, dtype)?;
+            let pairs = got.iter().zip(&expected);
+            Ok(pairs
+                .filter_map(|(got, expected)| gap(got, expected, tolerance(dtype)))
+                .reduce(f32::max))
+        };
+        told(self.name, quietly(wrong))
+    }
+}
+
+/// What is wrong, in words; none if nothing is.
+fn told(name: &str, outcome: Option<candle_core::Result<Option<f32>>>) -> Option<String> {
+    match outcome {
         Some(Ok(None)) => None,
         Some(Ok(Some(gap))) => Some(format!("{name}: wrong by {:.2} % of the largest value", gap * 100.0)),
         Some(Err(error)) => Some(format!("{name}: {}", first_line(&error.to_string()))),
         None => Some(format!("{name}: the driver failed")),
-    };
-    let product = || product(device, dtype).map(|(got, expected)| gap(&got, &expected, tolerance(dtype)));
-    tried("product", quietly(product)).or_else(|| {
-        OPERATIONS.iter().find_map(|operation| {
-            tried(
-                operation.name,
-                quietly(|| {
-                    let expected = run(operation, &Device::Cpu, DType::F32)?;
-                    let got = run(operation, device, dtype)?;
-                    let pairs = got.iter().zip(&expected);
-                    Ok(pairs
-                        .filter_map(|(got, expected)| gap(got, expected, tolerance(dtype)))
-                        .reduce(f32::max))
-                }),
-            )
-        })
-    })
+    }
 }
 
 /// The largest difference as a share of the largest value expected, if it exceeds the tolerance.
@@ -161,19 +176,22 @@ fn gap(got: &[f32], expected: &[f32], tolerance: f32) -> Option<f32> {
     (most > tolerance).then_some(most)
 }
 
-/// A matrix product on the device, and by plain loops: what everything else stands on owes nothing to candle.
-fn product(device: &Device, dtype: DType) -> candle_core::Result<(Vec<f32>, Vec<f32>)> {
-    const ROWS: usize = 8;
-    const INNER: usize = 16;
+/// A matrix product on the device, and by plain loops: what everything else stands on owes nothing to candle. Many
+/// terms of one sign also show whether they are added up in f32: a sum in f16 hardly grows in the end.
+fn product(device: &Device, dtype: DType, rows: usize, inner: usize) -> candle_core::Result<(Vec<f32>, Vec<f32>)> {
     const COLUMNS: usize = 4;
     let like = Tensor::zeros(1, dtype, device)?;
-    let got = values(&[ROWS, INNER], 7, &like)?.matmul(&values(&[INNER, COLUMNS], 3, &like)?)?;
+    let share = 16.0 / inner as f64;
+    let left = (values(&[rows, inner], 7, &like)? * share)?;
+    let got = (left.abs()? + share)?.matmul(&values(&[inner, COLUMNS], 3, &like)?.abs()?)?;
     let of = |row: usize, column: usize| {
-        (0..INNER)
-            .map(|k| entry(row * INNER + k, 7) * entry(k * COLUMNS + column, 3))
-            .sum()
+        let terms = (0..inner).map(|k| {
+            let left = entry(row * inner + k, 7).abs() + 1.0;
+            f64::from(left * entry(k * COLUMNS + column, 3).abs()) * share
+        });
+        terms.sum::<f64>() as f32
     };
-    let expected = (0..ROWS * COLUMNS).map(|at| of(at / COLUMNS, at % COLUMNS)).collect();
+    let expected = (0..rows * COLUMNS).map(|at| of(at / COLUMNS, at % COLUMNS)).collect();
     Ok((plain(&got)?, expected))
 }
 
@@ -188,7 +206,10 @@ pub(super) fn working_dtypes(device: &Device) -> (Vec<String>, Vec<String>) {
     for (dtype, name) in [(DType::F32, "f32"), (DType::BF16, "bf16"), (DType::F16, "f16")] {
         match fault(device, dtype) {
             None => dtypes.push(name.to_owned()),
-            Some(fault) => faults.push(format!("{name}: {fault}")),
+            Some(fault) => {
+                tracing::debug!(?device, "{name} does not work: {fault}");
+                faults.push(format!("{name}: {fault}"));
+            }
         }
     }
     (dtypes, faults)
@@ -211,10 +232,27 @@ mod tests {
     use crate::weights::Weights;
 
     #[test]
-    fn the_processor_computes_in_every_dtype() {
+    fn the_processor_computes_in_f32_and_says_why_not_in_others() {
         let (dtypes, faults) = working_dtypes(&Device::Cpu);
-        assert_eq!(faults, [""; 0]);
-        assert_eq!(dtypes, ["f32", "bf16", "f16"]);
+        assert_eq!(dtypes, ["f32"]);
+        // candle has no convolution in bf16 there, and adds up in f16 where there is one row.
+        assert!(faults[0].starts_with("bf16: conv2d: unsupported"), "{faults:?}");
+        assert!(
+            faults[1].starts_with("f16: product of one row and 4096 terms: wrong by"),
+            "{faults:?}"
+        );
+    }
+
+    #[test]
+    fn what_gpus_run_comes_out_right_in_half_precision() {
+        for operation in &OPERATIONS {
+            assert_eq!(operation.fault(&Device::Cpu, DType::F16), None);
+            // On the processor candle has no convolution in bf16, and none for the gradient of enlarging.
+            let fault = operation.fault(&Device::Cpu, DType::BF16);
+            let convolves = operation.name.starts_with("conv2d") || operation.name == "enlarging";
+            let missing = |fault: &String| convolves && fault.contains("unsupported dtype BF16 for op matmul");
+            assert!(fault.as_ref().is_none_or(missing), "{fault:?}");
+        }
     }
 
     #[test]
@@ -263,14 +301,12 @@ mod tests {
     }
 
     #[test]
-    fn softmax_in_half_precision_adds_up_in_f32() {
-        // A sum of 4096 equal shares stops growing at 256 in bf16, and at 2048 in f16.
-        for dtype in [DType::BF16, DType::F16] {
-            let query = Tensor::ones((1, 1, 8), dtype, &Device::Cpu).unwrap();
-            let keys = Tensor::ones((1, 4096, 8), dtype, &Device::Cpu).unwrap();
-            let mean = nn::attention(&query, &keys, &keys, 1, 1.0, false).unwrap();
-            let expected = Tensor::ones((1, 1, 8), DType::F32, &Device::Cpu).unwrap();
-            assert!(error(&mean, &expected) < 0.01, "{dtype:?}: {mean}");
-        }
+    fn softmax_in_bf16_adds_up_in_f32() {
+        // A sum of 4096 equal shares stops growing at 256 in bf16. Not tried in f16, whose products add up in f16 here.
+        let query = Tensor::ones((1, 1, 8), DType::BF16, &Device::Cpu).unwrap();
+        let keys = Tensor::ones((1, 4096, 8), DType::BF16, &Device::Cpu).unwrap();
+        let mean = nn::attention(&query, &keys, &keys, 1, 1.0, false).unwrap();
+        let expected = Tensor::ones((1, 1, 8), DType::F32, &Device::Cpu).unwrap();
+        assert!(error(&mean, &expected) < 0.01, "{mean}");
     }
 }

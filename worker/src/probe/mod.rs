@@ -56,9 +56,6 @@ pub fn devices() -> Vec<Device> {
 }
 
 fn gpu(found: Gpu) -> Device {
-    for fault in &found.faults {
-        tracing::debug!(device = label(found.device), fault, "a dtype is not used");
-    }
     let memory_budget = gpu_budget(found.device.kind, found.memory_free);
     Device {
         device: found.device,
