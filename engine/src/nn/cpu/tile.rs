@@ -127,6 +127,14 @@ unsafe fn fixed<S: Simd, const R: usize, const V: usize>(
     target: Target<'_>,
 ) {
     unsafe {
+        if matches!(target.start, Start::Keep) {
+            // While the sums are made, what they are added to comes nearer.
+            for r in 0..R {
+                for v in 0..V {
+                    S::soon(target.data.wrapping_add(r * target.stride + v * S::LANES));
+                }
+            }
+        }
         let sums = match side {
             Side::Panel => sums::<S, R, V>(depth, a, 1, R, b),
             Side::Rows(stride) => sums::<S, R, V>(depth, a, stride, 1, b),
