@@ -17,6 +17,9 @@ const DEPTH: usize = 256;
 /// The most columns of a task: packed, 1 MiB.
 const COLUMNS: usize = 1024;
 
+/// Lines of panels of columns that are packed before the next panel.
+const LINES: usize = 16;
+
 /// So few panels of columns make it not worth to pack rows that already lie along depth.
 const DIRECT: usize = 2;
 
@@ -177,11 +180,17 @@ impl<A: Rows, B: Columns> Work for Block<'_, A, B> {
         let direct = a.as_rows().filter(|_| cols.len() <= DIRECT * wide && sizes.depth > 0);
         for stretch in 0..stretches {
             let depth = part(sizes.depth, stretches, 1, stretch);
-            for col in cols.clone().step_by(wide) {
-                let these = col..(col + wide).min(cols.end);
-                let width = width::<S>(these.len());
-                let panel = &mut packed_b[(col - cols.start) * longest..][..depth.len() * width];
-                b.pack(these, depth.clone(), width, panel);
+            // A few lines of all panels at a time: what is read lies side by side, where a panel alone would jump from page to
+            // page.
+            for few in depth.clone().step_by(LINES) {
+                let few = few..(few + LINES).min(depth.end);
+                for col in cols.clone().step_by(wide) {
+                    let these = col..(col + wide).min(cols.end);
+                    let width = width::<S>(these.len());
+                    let first = (col - cols.start) * longest + (few.start - depth.start) * width;
+                    let panel = &mut packed_b[first..][..few.len() * width];
+                    b.pack(these, few.clone(), width, panel);
+                }
             }
             for row in rows.clone().step_by(S::ROWS) {
                 let these = row..(row + S::ROWS).min(rows.end);
