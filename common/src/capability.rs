@@ -51,7 +51,8 @@ pub struct Device {
     pub memory_budget: u64,
     /// dtypes in which every operation was tried on small tensors and came out right: `f32`, `bf16`, `f16`.
     pub dtypes: Vec<String>,
-    /// Attention implementations that run here: `eager` now; fused ones follow.
+    /// Attention implementations that run here: `flash` never holds all scores (the processor), `eager` is composed of
+    /// products and a softmax, some queries at a time (GPUs).
     pub attention: Vec<String>,
     /// The memory profile that this device offers to a task that asks for none.
     pub profile: MemoryProfile,

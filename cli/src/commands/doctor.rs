@@ -230,7 +230,7 @@ async fn devices(problems: &mut Vec<Problem>) -> Vec<Device> {
         Err(error) => {
             problems.push(Problem {
                 what: format!("looking for devices failed: {error}"),
-                fix: String::new(),
+                fix: "a driver may have failed: `aitk-worker probe` shows more; without it no job runs here".to_owned(),
             });
             Vec::new()
         }

@@ -5,7 +5,7 @@
 //! is there per thread. The backward pass computes the scores again, as FlashAttention does (T. Dao and others,
 //! arXiv:2205.14135).
 
-use crate::nn::cpu::{Columns, Mat, Rows, Side, Simd, Start, Target, Work, tile};
+use crate::nn::cpu::{Columns, Mat, Rows, Side, Simd, Start, Target, Work, tile, width};
 use std::ops::Range;
 
 /// Sums over more keys than this are sums of sums, which keeps rounding small.
@@ -46,7 +46,7 @@ impl Packed {
     #[inline(always)]
     #[expect(unsafe_code, reason = "sizes are checked against the slices first")]
     fn times<S: Simd>(&self, depth: Range<usize>, b: &[f32], cols: usize, out: &mut [f32], start: Start<'_>) {
-        let line = panel_width::<S>(cols);
+        let line = width::<S>(cols);
         assert!(depth.end <= self.depth && b.len() >= depth.len() * line && out.len() >= self.rows * line);
         for row in (0..self.rows).step_by(S::ROWS) {
             let rows = S::ROWS.min(self.rows - row);
@@ -64,14 +64,9 @@ impl Packed {
     }
 }
 
-/// One vector, or two.
-#[inline(always)]
-fn panel_width<S: Simd>(cols: usize) -> usize {
-    if cols <= S::LANES { S::LANES } else { 2 * S::LANES }
-}
-
-/// Queries of a panel of scores: the highest score of each and one by the sum of its exponentials.
+/// What exponentials are to be multiplied with to be probabilities.
 struct Softmax {
+    /// One by the sum, for each query of a panel.
     inverse: Vec<f32>,
 }
 
@@ -79,7 +74,7 @@ impl Problem {
     /// `[depth = width][panel]`: these rows of `matrix` [rows, width], times `factor`.
     #[inline(always)]
     fn across<S: Simd>(&self, matrix: Mat<'_>, rows: Range<usize>, factor: f32, panel: &mut Vec<f32>) {
-        let line = panel_width::<S>(rows.len());
+        let line = width::<S>(rows.len());
         panel.clear();
         panel.resize(self.width * line, 0.0);
         Columns::pack(&matrix.t(), rows, 0..self.width, line, panel);
@@ -123,7 +118,7 @@ impl Problem {
     /// `a * scores` over all keys, a stretch at a time: `[a.rows][line]`.
     #[inline(always)]
     fn over_keys<S: Simd>(&self, a: &Packed, scores: &[f32], cols: usize, out: &mut Vec<f32>) {
-        let line = panel_width::<S>(cols);
+        let line = width::<S>(cols);
         out.clear();
         out.resize(a.rows * line, 0.0);
         for first in (0..self.keys).step_by(STRETCH) {
@@ -144,11 +139,11 @@ impl Problem {
         out: &mut [f32],
     ) {
         let (matrix, queries) = b;
-        let line = panel_width::<S>(queries.len());
+        let line = width::<S>(queries.len());
         assert!(scores.len() >= self.keys * line && out.len() >= self.keys * self.width);
         for col in (0..self.width).step_by(2 * S::LANES) {
             let cols = col..(col + 2 * S::LANES).min(self.width);
-            let wide = panel_width::<S>(cols.len());
+            let wide = width::<S>(cols.len());
             panel.clear();
             panel.resize(queries.len() * wide, 0.0);
             Columns::pack(&matrix, cols.clone(), queries.clone(), wide, panel);
@@ -237,7 +232,7 @@ impl Work for Forward<'_> {
         for (n, y) in self.y.chunks_mut(2 * S::LANES * p.width).enumerate() {
             let first = self.start + n * 2 * S::LANES;
             let queries = first..first + y.len() / p.width;
-            let (cols, line) = (queries.len(), panel_width::<S>(queries.len()));
+            let (cols, line) = (queries.len(), width::<S>(queries.len()));
             p.across::<S>(self.q, queries, p.scale, &mut room.panel);
             room.scores.resize(p.keys * line, 0.0);
             self.head
@@ -277,7 +272,7 @@ impl Work for Backward<'_> {
         for (n, dq) in dq.chunks_mut(2 * S::LANES * p.width).enumerate() {
             let first = n * 2 * S::LANES;
             let queries = first..first + dq.len() / p.width;
-            let (cols, line) = (queries.len(), panel_width::<S>(queries.len()));
+            let (cols, line) = (queries.len(), width::<S>(queries.len()));
             p.across::<S>(self.q, queries.clone(), p.scale, &mut room.panel);
             room.scores.resize(p.keys * line, 0.0);
             keys.times::<S>(0..p.width, &room.panel, cols, &mut room.scores, Start::Zero);

@@ -20,7 +20,7 @@ pub(crate) use simd::{Simd, Work, vectorised};
 pub(crate) use simd::{Unit, unit};
 #[cfg(test)]
 pub(crate) use simd::{on, units};
-pub(crate) use tile::{Side, Start, Target, tile};
+pub(crate) use tile::{Side, Start, Target, tile, width};
 
 use candle_core::{CpuStorage, CustomOp3, DType, Layout, Shape, Storage, Tensor};
 

@@ -176,7 +176,7 @@ impl<A: Rows, B: Columns> Work for Block<'_, A, B> {
         let packed_cols = longest * cols.len().next_multiple_of(wide);
         self.buffers.resize(packed_cols + longest * S::ROWS, 0.0);
         let (packed_b, packed_a) = self.buffers.split_at_mut(packed_cols);
-        // Packing a row costs about as much as four tiles with it.
+        // For one or two panels it costs more to pack a row than to read it as it lies; for eight it makes no difference.
         let direct = a.as_rows().filter(|_| cols.len() <= DIRECT * wide && sizes.depth > 0);
         for stretch in 0..stretches {
             let depth = part(sizes.depth, stretches, 1, stretch);
