@@ -1,9 +1,10 @@
 //! The engine of aitk: models, adapters, optimizers, samplers, data, training and generation on candle.
 //!
 //! No network and no async runtime here. Imports run one way: `processes` -> `training`, `pipelines` ->
-//! `adapters`, `optim`, `data`, `samplers` -> `models` -> `residency`, `nn` -> `weights`, `device`, `error`, `rng`.
+//! `adapters`, `optim`, `data`, `samplers` -> `models` -> `residency`, `nn` -> `autograd`, `weights`, `device`, `error`, `rng`.
 
 pub mod adapters;
+pub mod autograd;
 pub mod bench;
 pub mod data;
 pub mod device;

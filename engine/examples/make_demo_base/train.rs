@@ -3,6 +3,7 @@
 use super::draw::{Artist, SIZE};
 use super::files::{read_config, write_configs, write_weights};
 use super::{Fallible, say};
+use aitk_engine::autograd::record;
 use aitk_engine::models::clip::{ClipTextModel, ClipTokenizer};
 use aitk_engine::models::unet::UNet2DConditionModel;
 use aitk_engine::models::vae::AutoencoderKl;
@@ -52,8 +53,9 @@ impl Learner {
         })
     }
 
-    fn learn(&mut self, loss: &Tensor, what: &str) -> Fallible<()> {
-        let store = loss.backward()?;
+    fn learn(&mut self, what: &str, loss: impl FnOnce() -> Fallible<Tensor>) -> Fallible<()> {
+        let (loss, tape) = record(loss)?;
+        let store = tape.backward(&loss)?;
         let mut grads: Grads = self.params.iter().map(|p| store.get(&p.var).cloned()).collect();
         clip_grad_norm(&mut grads, 1.0)?;
         self.optimizer.step(&grads, self.schedule.at(self.step))?;
@@ -115,15 +117,18 @@ pub(crate) fn autoencoder(folder: &Path, steps: u64, seed: u64) -> Fallible<()> 
     let (mut artist, mut random) = (Artist::new(seed), TorchGenerator::manual_seed(seed));
     for _ in 0..steps {
         let pictures = to_batch((0..BATCH).map(|_| artist.anything()).collect())?;
-        let latents = model.encode(&pictures)?;
-        // Noise of a small, fixed deviation makes the decoder forgiving; the encoder is taught to report that deviation.
-        let noise = (normal(&mut random, latents.mean.dims())? * NOISE)?;
-        let error = (model.decode(&(&latents.mean + noise)?)? - pictures)?;
-        let difference = (error.sqr()?.mean_all()? + (error.abs()?.mean_all()? * 0.3)?)?;
-        let size = latents.mean.sqr()?.mean_all()?;
-        let report = (latents.logvar - 2.0 * NOISE.ln())?.sqr()?.mean_all()?;
-        let kl = (size + report)?;
-        learner.learn(&(difference + (kl * 1e-3)?)?, "autoencoder")?;
+        learner.learn("autoencoder", || {
+            let latents = model.encode(&pictures)?;
+            // Noise of a small, fixed deviation makes the decoder forgiving; the encoder is taught to report that
+            // deviation.
+            let noise = (normal(&mut random, latents.mean.dims())? * NOISE)?;
+            let error = (model.decode(&(&latents.mean + noise)?)? - pictures)?;
+            let difference = (error.sqr()?.mean_all()? + (error.abs()?.mean_all()? * 0.3)?)?;
+            let size = latents.mean.sqr()?.mean_all()?;
+            let report = (latents.logvar - 2.0 * NOISE.ln())?.sqr()?.mean_all()?;
+            let kl = (size + report)?;
+            Ok((difference + (kl * 1e-3)?)?)
+        })?;
     }
     write_weights(
         &folder.join("vae/diffusion_pytorch_model.safetensors"),
@@ -221,9 +226,11 @@ pub(crate) fn diffusion(folder: &Path, steps: u64, seed: u64) -> Fallible<()> {
             .collect::<Result<Vec<_>, _>>()?;
         let weight = Tensor::from_vec(weight, BATCH, &CPU)?;
         let times = Tensor::from_vec(times.iter().map(|t| *t as f32).collect::<Vec<_>>(), BATCH, &CPU)?;
-        let predicted = unet.forward(&noisy, &times, &text_encoder.forward(&ids)?)?;
-        let loss = (predicted - noise)?.sqr()?.flatten_from(1)?.mean(1)?;
-        learner.learn(&(loss * weight)?.mean_all()?, "diffusion")?;
+        learner.learn("diffusion", || {
+            let predicted = unet.forward(&noisy, &times, &text_encoder.forward(&ids)?)?;
+            let loss = (predicted - noise)?.sqr()?.flatten_from(1)?.mean(1)?;
+            Ok((loss * weight)?.mean_all()?)
+        })?;
         if step.is_multiple_of(500) || step == steps {
             write_weights(
                 &folder.join("text_encoder/model.safetensors"),

@@ -1,6 +1,6 @@
 //! One LoRA layer: `y + up(dropout(down(x))) * alpha / rank * multiplier`.
 
-use crate::nn::{LayerAdapter, conv2d, linear};
+use crate::nn::{self, LayerAdapter, LowRank, conv2d, linear};
 use crate::rng::generator_of;
 use candle_core::{DType, Result, Tensor, Var};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -104,6 +104,22 @@ impl LoraLayer {
         self.down.dims().first().copied().unwrap_or(1).max(1)
     }
 
+    /// alpha / rank times the multiplier of now.
+    fn strength(&self) -> f64 {
+        self.handle.multiplier.get() * self.alpha / self.rank() as f64
+    }
+
+    /// `down` and `up`, tracked while they train.
+    fn weights(&self, training: bool) -> [Tensor; 2] {
+        [&self.down, &self.up].map(|v| {
+            if training {
+                v.as_tensor().clone()
+            } else {
+                v.as_tensor().detach()
+            }
+        })
+    }
+
     /// Zeros and 1 / (1 - p).
     fn mask(&self, masks: &str, like: &Tensor) -> Result<Tensor> {
         let keep = (1.0 / (1.0 - self.dropout)) as f32;
@@ -118,19 +134,12 @@ impl LoraLayer {
 
 impl LayerAdapter for LoraLayer {
     fn apply(&self, x: &Tensor, base_output: Tensor) -> Result<Tensor> {
-        let strength = self.handle.multiplier.get() * self.alpha / self.rank() as f64;
+        let strength = self.strength();
         if strength == 0.0 {
             return Ok(base_output);
         }
         let training = self.handle.training();
-        let weight = |v: &Var| {
-            if training.is_some() {
-                v.as_tensor().clone()
-            } else {
-                v.as_tensor().detach()
-            }
-        };
-        let (down, up) = (weight(&self.down), weight(&self.up));
+        let [down, up] = self.weights(training.is_some());
         let x = x.to_dtype(DType::F32)?;
         let project = |x: &Tensor, w: &Tensor, stride: usize, padding: usize| match self.shape {
             Shape::Linear => linear(x, w, None),
@@ -149,6 +158,15 @@ impl LayerAdapter for LoraLayer {
         }
         let change = (project(&h, &up, 1, 0)? * strength)?;
         let change = change.to_dtype(base_output.dtype())?;
-        base_output + change
+        nn::add(&base_output, &change)
+    }
+
+    fn low_rank(&self) -> Option<LowRank> {
+        let (scale, training) = (self.strength(), self.handle.training().is_some());
+        if scale == 0.0 || self.mid.is_some() || (training && self.dropout > 0.0) {
+            return None;
+        }
+        let [down, up] = self.weights(training);
+        Some(LowRank { down, up, scale })
     }
 }

@@ -1,6 +1,7 @@
 //! Single operations, an optimizer, a file.
 
 use super::Run;
+use crate::autograd::gradients;
 use crate::device::Compute;
 use crate::error::{EngineError, Result};
 use crate::nn;
@@ -18,9 +19,9 @@ pub(super) fn normal(compute: &Compute, shape: &[usize]) -> Result<Tensor> {
     Ok(Tensor::from_vec(numbers, shape, &compute.device)?)
 }
 
-/// The backward pass of the mean of the squares.
-pub(super) fn watched(y: &Tensor) -> Result<()> {
-    y.sqr()?.mean_all()?.backward()?;
+/// Forwards, and the backward pass of the mean of the squares.
+pub(super) fn watched(forward: impl FnOnce() -> candle_core::Result<Tensor>) -> Result<()> {
+    gradients(|| forward()?.sqr()?.mean_all())?;
     Ok(())
 }
 
@@ -32,7 +33,7 @@ pub(super) fn conv(compute: &Compute) -> Result<Run> {
     let x = variable(compute, &[1, 320, 64, 64])?;
     let weight = variable(compute, &[320, 320, 3, 3])?;
     let bias = variable(compute, &[320])?;
-    Ok(Box::new(move || watched(&nn::conv2d(&x, &weight, Some(&bias), 1, 1)?)))
+    Ok(Box::new(move || watched(|| nn::conv2d(&x, &weight, Some(&bias), 1, 1))))
 }
 
 pub(super) fn attention(compute: &Compute, keys: usize) -> Result<Run> {
@@ -43,7 +44,7 @@ pub(super) fn attention(compute: &Compute, keys: usize) -> Result<Run> {
     let v = variable(compute, &[1, keys, HEADS * WIDTH])?;
     let scale = 1.0 / (WIDTH as f64).sqrt();
     Ok(Box::new(move || {
-        watched(&nn::attention(&q, &k, &v, HEADS, scale, false)?)
+        watched(|| nn::attention(&q, &k, &v, HEADS, scale, false))
     }))
 }
 

@@ -3,6 +3,7 @@
 use super::Run;
 use super::parts::{normal, watched};
 use crate::adapters::{Component, LoraConfig, LoraNetwork};
+use crate::autograd::gradients;
 use crate::device::Compute;
 use crate::error::Result;
 use crate::models::clip::{ClipTextConfig, ClipTextModel};
@@ -80,7 +81,7 @@ pub(super) fn lora_step(compute: &Compute, side: usize, recomputed: bool) -> Res
     };
     let dtype = compute.dtype;
     Ok(Box::new(move || {
-        let store = loss(&unet, &schedule, &LossOptions::default(), &batch, dtype)?.backward()?;
+        let (_, store) = gradients(|| loss(&unet, &schedule, &LossOptions::default(), &batch, dtype))?;
         let grads: Grads = params.iter().map(|p| store.get(&p.var).cloned()).collect();
         optimizer.step(&grads, 1e-4).map_err(optim_error)
     }))
@@ -114,7 +115,10 @@ pub(super) fn sdxl_block(compute: &Compute, step: bool) -> Result<Run> {
     let x = normal(compute, &[1, 1280, 32, 32])?;
     let context = normal(compute, &[1, 77, 2048])?;
     Ok(Box::new(move || {
-        let y = model.forward(&x, &context)?;
-        if step { watched(&y) } else { Ok(()) }
+        if step {
+            return watched(|| model.forward(&x, &context));
+        }
+        model.forward(&x, &context)?;
+        Ok(())
     }))
 }

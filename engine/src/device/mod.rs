@@ -1,5 +1,6 @@
 //! Where tensors live and in which dtype they are computed.
 
+pub mod allocator;
 #[cfg(feature = "cuda")]
 mod cuda;
 pub mod gpus;

@@ -1,7 +1,8 @@
 //! Activations, each with its derivative: SiLU, GELU (exact and by tanh), quick GELU, GEGLU.
 
 use super::cpu::{self, Function, Simd, each, each_here};
-use candle_core::{CpuStorage, CustomOp1, D, Device, Layout, Shape, Tensor};
+use crate::autograd::{Input, Operation, apply};
+use candle_core::{D, Device, Shape, Tensor};
 use rayon::prelude::*;
 
 /// An activation by its name in a model's config.
@@ -36,7 +37,7 @@ impl Activation {
     /// When the arithmetic fails.
     pub fn forward(self, x: &Tensor) -> candle_core::Result<Tensor> {
         if cpu::runs_here(x) {
-            return x.contiguous()?.apply_op1(Elementwise(self));
+            return apply([x], Elementwise(self));
         }
         match self {
             Self::Silu => x.silu(),
@@ -47,7 +48,7 @@ impl Activation {
     }
 
     #[inline(always)]
-    fn value<S: Simd>(self, x: S::V) -> S::V {
+    pub(super) fn value<S: Simd>(self, x: S::V) -> S::V {
         match self {
             Self::Silu => S::mul(x, sigmoid::<S>(x)),
             Self::Gelu => S::mul(x, normal::<S>(x)),
@@ -57,7 +58,7 @@ impl Activation {
     }
 
     #[inline(always)]
-    fn derivative<S: Simd>(self, x: S::V) -> S::V {
+    pub(super) fn derivative<S: Simd>(self, x: S::V) -> S::V {
         // Of x * s(u(x)) with the logistic function s: s + x * s * (1 - s) * u'.
         let logistic = |s: S::V, slope: S::V| {
             let inner = S::mul(S::mul(x, S::sub(S::splat(1.0), s)), slope);
@@ -160,7 +161,7 @@ pub fn geglu(x: &Tensor) -> candle_core::Result<Tensor> {
         candle_core::bail!("geglu: the last dimension of {:?} is odd", x.dims());
     }
     if cpu::runs_here(x) {
-        return x.contiguous()?.apply_op1(Geglu);
+        return apply([x], Geglu);
     }
     let hidden = x.narrow(D::Minus1, 0, width / 2)?;
     let gate = x.narrow(D::Minus1, width / 2, width / 2)?;
@@ -185,23 +186,23 @@ impl Function<2> for Elementwise {
     }
 }
 
-impl CustomOp1 for Elementwise {
-    fn name(&self) -> &'static str {
-        "activation"
+impl Operation<1> for Elementwise {
+    const NAME: &'static str = "activation";
+
+    fn keeps(&self, _: [bool; 1]) -> [bool; 1] {
+        [true]
     }
 
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        let x = cpu::slice(storage, layout)?;
+    fn forward(&self, [x]: [&[f32]; 1], [shape]: [&Shape; 1]) -> candle_core::Result<(Vec<f32>, Shape)> {
         let mut y = vec![0f32; x.len()];
         each(*self, [x], &mut y);
-        Ok((CpuStorage::F32(y), layout.shape().clone()))
+        Ok((y, shape.clone()))
     }
 
-    fn bwd(&self, x: &Tensor, _y: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        let grad = grad.contiguous()?;
-        let mut dx = vec![0f32; x.elem_count()];
-        cpu::with_slice(x, |x| cpu::with_slice(&grad, |dy| each(*self, [x, dy], &mut dx)))??;
-        Ok(Some(Tensor::from_vec(dx, x.shape(), &Device::Cpu)?))
+    fn backward(&self, [x]: [&Input; 1], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 1]> {
+        let mut dx = vec![0f32; x.shape().elem_count()];
+        x.with(|x| cpu::with_slice(gradient, |dy| each(*self, [x, dy], &mut dx)))??;
+        Ok([Some(Tensor::from_vec(dx, x.shape(), &Device::Cpu)?)])
     }
 }
 
@@ -223,14 +224,15 @@ impl Function<3> for Geglu {
     }
 }
 
-impl CustomOp1 for Geglu {
-    fn name(&self) -> &'static str {
-        "geglu"
+impl Operation<1> for Geglu {
+    const NAME: &'static str = "geglu";
+
+    fn keeps(&self, _: [bool; 1]) -> [bool; 1] {
+        [true]
     }
 
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        let x = cpu::slice(storage, layout)?;
-        let mut dims = layout.dims().to_vec();
+    fn forward(&self, [x]: [&[f32]; 1], [shape]: [&Shape; 1]) -> candle_core::Result<(Vec<f32>, Shape)> {
+        let mut dims = shape.dims().to_vec();
         let half = dims.last().copied().unwrap_or(0) / 2;
         if let Some(last) = dims.last_mut() {
             *last = half;
@@ -242,16 +244,15 @@ impl CustomOp1 for Geglu {
                 each_here(*self, [hidden, gate], y);
             });
         }
-        Ok((CpuStorage::F32(y), dims.into()))
+        Ok((y, dims.into()))
     }
 
-    fn bwd(&self, x: &Tensor, _y: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        let grad = grad.contiguous()?;
-        let half = grad.dim(D::Minus1)?;
-        let mut dx = vec![0f32; x.elem_count()];
+    fn backward(&self, [x]: [&Input; 1], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 1]> {
+        let half = gradient.dim(D::Minus1)?;
+        let mut dx = vec![0f32; x.shape().elem_count()];
         if half > 0 {
-            cpu::with_slice(x, |x| {
-                cpu::with_slice(&grad, |dy| {
+            x.with(|x| {
+                cpu::with_slice(gradient, |dy| {
                     let inputs = x.par_chunks(2 * half).zip(dy.par_chunks(half));
                     dx.par_chunks_mut(2 * half).zip(inputs).for_each(|(dx, (x, dy))| {
                         let (hidden, gate) = x.split_at(half);
@@ -262,6 +263,6 @@ impl CustomOp1 for Geglu {
                 })
             })??;
         }
-        Ok(Some(Tensor::from_vec(dx, x.shape(), &Device::Cpu)?))
+        Ok([Some(Tensor::from_vec(dx, x.shape(), &Device::Cpu)?)])
     }
 }

@@ -1,7 +1,7 @@
 //! How a layer is changed from outside: the hooks that LoRA and its relatives use.
 
 use crate::error::Result;
-use crate::nn::{Conv2d, Linear};
+use crate::nn::{Conv2d, Linear, LowRank};
 use candle_core::Tensor;
 use std::fmt::Debug;
 
@@ -13,6 +13,12 @@ pub trait LayerAdapter: Send + Sync + Debug {
     /// # Errors
     /// When shapes do not fit or the arithmetic fails.
     fn apply(&self, x: &Tensor, base_output: Tensor) -> candle_core::Result<Tensor>;
+
+    /// The same as a change of the layer's weight, where it is one: a layer then computes it together with its own
+    /// product. It has to mean the same as [`Self::apply`].
+    fn low_rank(&self) -> Option<LowRank> {
+        None
+    }
 }
 
 /// A layer that takes adapters.

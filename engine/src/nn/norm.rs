@@ -3,7 +3,9 @@
 //! Both take the mean and the variance over a row (of all elements of a group, or of the last dimension), then scale
 //! and shift. Sums run in f64, one row on one thread, so that the result does not depend on the number of threads.
 
-use super::cpu::{self, Kernel3, Op3, Simd, Work, vectorised};
+use super::activation::Activation;
+use super::cpu::{self, Function, Simd, Work, each_here, vectorised};
+use crate::autograd::{Input, Operation, apply};
 use crate::error::Result;
 use crate::weights::{Init, Weights};
 use candle_core::{D, DType, Device, Shape, Tensor};
@@ -52,6 +54,19 @@ impl GroupNorm {
     /// # Errors
     /// When the shapes do not fit.
     pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        self.forward_then(x, None)
+    }
+
+    /// SiLU of the norm, as one operation: what the norm alone gives is neither written down nor kept for the backward
+    /// pass.
+    ///
+    /// # Errors
+    /// When the shapes do not fit.
+    pub fn forward_silu(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        self.forward_then(x, Some(Activation::Silu))
+    }
+
+    fn forward_then(&self, x: &Tensor, then: Option<Activation>) -> candle_core::Result<Tensor> {
         let channels = x.dim(1)?;
         if channels != self.weight.elem_count() {
             candle_core::bail!(
@@ -67,20 +82,23 @@ impl GroupNorm {
                 channels,
                 spatial,
                 eps: self.eps,
+                then,
             };
-            return x
-                .contiguous()?
-                .apply_op3(&self.weight.contiguous()?, &self.bias.contiguous()?, Op3(rows));
+            return apply([x, &self.weight, &self.bias], rows);
         }
         let dtype = x.dtype();
         let grouped = x.reshape((x.dim(0)?, self.groups, ()))?.to_dtype(DType::F32)?;
         let mut affine = vec![1; x.rank()];
         affine[1] = channels;
-        normalise(&grouped, self.eps)?
+        let y = normalise(&grouped, self.eps)?
             .to_dtype(dtype)?
             .reshape(x.shape())?
             .broadcast_mul(&self.weight.reshape(affine.as_slice())?)?
-            .broadcast_add(&self.bias.reshape(affine.as_slice())?)
+            .broadcast_add(&self.bias.reshape(affine.as_slice())?)?;
+        match then {
+            Some(then) => then.forward(&y),
+            None => Ok(y),
+        }
     }
 }
 
@@ -127,10 +145,9 @@ impl LayerNorm {
                 channels: features,
                 spatial: 1,
                 eps: self.eps,
+                then: None,
             };
-            return x
-                .contiguous()?
-                .apply_op3(&self.weight.contiguous()?, &self.bias.contiguous()?, Op3(rows));
+            return apply([x, &self.weight, &self.bias], rows);
         }
         normalise(&x.to_dtype(DType::F32)?, self.eps)?
             .to_dtype(x.dtype())?
@@ -152,9 +169,51 @@ struct Rows {
     channels: usize,
     spatial: usize,
     eps: f64,
+    /// What the result goes through.
+    then: Option<Activation>,
+}
+
+/// `mul * x + add`, and what that goes through.
+#[derive(Clone, Copy)]
+struct Affine {
+    mul: f32,
+    add: f32,
+    then: Option<Activation>,
+}
+
+impl Function<1> for Affine {
+    #[inline(always)]
+    fn of<S: Simd>(self, [x]: [S::V; 1]) -> S::V {
+        let y = S::mul_add(x, S::splat(self.mul), S::splat(self.add));
+        match self.then {
+            Some(then) => then.value::<S>(y),
+            None => y,
+        }
+    }
+}
+
+/// The gradient of what came before `then`.
+impl Function<2> for Affine {
+    #[inline(always)]
+    fn of<S: Simd>(self, [x, dy]: [S::V; 2]) -> S::V {
+        let y = S::mul_add(x, S::splat(self.mul), S::splat(self.add));
+        match self.then {
+            Some(then) => S::mul(dy, then.derivative::<S>(y)),
+            None => dy,
+        }
+    }
 }
 
 impl Rows {
+    /// What becomes of a channel's elements, with the mean of its row and 1 / sqrt(variance + eps).
+    fn affine(&self, (mean, scale): (f32, f32), weight: f32, bias: f32) -> Affine {
+        Affine {
+            mul: scale * weight,
+            add: bias - mean * scale * weight,
+            then: self.then,
+        }
+    }
+
     /// Mean and 1 / sqrt(variance + eps).
     fn statistics(&self, row: &[f32]) -> (f32, f32) {
         vectorised(Statistics { row, eps: self.eps })
@@ -166,8 +225,12 @@ impl Rows {
     }
 }
 
-impl Kernel3 for Rows {
+impl Operation<3> for Rows {
     const NAME: &'static str = "norm";
+
+    fn keeps(&self, _: [bool; 3]) -> [bool; 3] {
+        [true, true, self.then.is_some()]
+    }
 
     fn forward(
         &self,
@@ -182,7 +245,7 @@ impl Kernel3 for Rows {
                 .for_each(|(r, (y, x))| {
                     let (mean, scale) = self.statistics(x);
                     let first = self.first_channel(r);
-                    if self.spatial == 1 {
+                    if self.spatial == 1 && self.then.is_none() {
                         let (weight, bias) = (&weight[first..], &bias[first..]);
                         for (((y, x), w), b) in y.iter_mut().zip(x).zip(weight).zip(bias) {
                             *y = (x - mean) * scale * w + b;
@@ -190,36 +253,43 @@ impl Kernel3 for Rows {
                         return;
                     }
                     for (i, (y, x)) in y.chunks_mut(self.spatial).zip(x.chunks(self.spatial)).enumerate() {
-                        let (w, b) = (weight[first + i], bias[first + i]);
-                        let (mul, add) = (scale * w, b - mean * scale * w);
-                        y.iter_mut().zip(x).for_each(|(y, x)| *y = x * mul + add);
+                        each_here(self.affine((mean, scale), weight[first + i], bias[first + i]), [x], y);
                     }
                 });
         }
         Ok((y, shape.clone()))
     }
 
-    fn backward(&self, [x, weight, bias]: [&Tensor; 3], grad: &Tensor) -> candle_core::Result<[Option<Tensor>; 3]> {
-        let affine = weight.track_op() || bias.track_op();
-        let mut dx = vec![0f32; x.elem_count()];
+    fn backward(&self, [x, weight, bias]: [&Input; 3], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 3]> {
+        let affine = weight.wanted() || bias.wanted();
+        let shape = x.shape();
+        let mut dx = vec![0f32; shape.elem_count()];
         let (mut dw, mut db) = (vec![0f64; self.channels], vec![0f64; self.channels]);
-        cpu::with_slice(x, |x| {
-            cpu::with_slice(weight, |weight| {
-                cpu::with_slice(grad, |dy| {
+        let biases = match self.then {
+            Some(_) => bias.with(<[f32]>::to_vec)?,
+            None => Vec::new(),
+        };
+        x.with(|x| {
+            weight.with(|weight| {
+                cpu::with_slice(gradient, |dy| {
                     if x.is_empty() {
                         return;
                     }
                     let inputs = x.par_chunks(self.length).zip(dy.par_chunks(self.length));
-                    dx.par_chunks_mut(self.length)
-                        .zip(inputs)
-                        .enumerate()
-                        .for_each(|(r, (dx, (x, dy)))| {
-                            self.backward_row(self.first_channel(r), x, dy, weight, dx);
-                        });
+                    dx.par_chunks_mut(self.length).zip(inputs).enumerate().for_each_init(
+                        Vec::new,
+                        |room, (r, (dx, (x, dy)))| {
+                            let first = self.first_channel(r);
+                            let dy = self.before(first, x, dy, (weight, &biases), room);
+                            self.backward_row(first, x, dy, weight, dx);
+                        },
+                    );
                     if affine {
+                        let mut room = Vec::new();
                         for (r, (x, dy)) in x.chunks(self.length).zip(dy.chunks(self.length)).enumerate() {
                             let (mean, scale) = self.statistics(x);
                             let first = self.first_channel(r);
+                            let dy = self.before(first, x, dy, (weight, &biases), &mut room);
                             for (i, (x, dy)) in x.chunks(self.spatial).zip(dy.chunks(self.spatial)).enumerate() {
                                 let (mut w, mut b) = (0f64, 0f64);
                                 for (x, dy) in x.iter().zip(dy) {
@@ -236,7 +306,7 @@ impl Kernel3 for Rows {
         })???;
         let vector = |v: Vec<f64>| Tensor::from_vec(v.iter().map(|v| *v as f32).collect(), self.channels, &Device::Cpu);
         Ok([
-            Some(Tensor::from_vec(dx, x.shape(), &Device::Cpu)?),
+            Some(Tensor::from_vec(dx, shape, &Device::Cpu)?),
             if affine { Some(vector(dw)?) } else { None },
             if affine { Some(vector(db)?) } else { None },
         ])
@@ -244,6 +314,30 @@ impl Kernel3 for Rows {
 }
 
 impl Rows {
+    /// The gradient before the activation, of a row; in `room` if there is an activation.
+    fn before<'a>(
+        &self,
+        first: usize,
+        x: &[f32],
+        dy: &'a [f32],
+        (weight, bias): (&[f32], &[f32]),
+        room: &'a mut Vec<f32>,
+    ) -> &'a [f32] {
+        if self.then.is_none() {
+            return dy;
+        }
+        let statistics = self.statistics(x);
+        room.resize(x.len(), 0.0);
+        let channels = room
+            .chunks_mut(self.spatial)
+            .zip(x.chunks(self.spatial))
+            .zip(dy.chunks(self.spatial));
+        for (i, ((to, x), dy)) in channels.enumerate() {
+            each_here(self.affine(statistics, weight[first + i], bias[first + i]), [x, dy], to);
+        }
+        room
+    }
+
     /// dx = scale * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * weight.
     fn backward_row(&self, first: usize, x: &[f32], dy: &[f32], weight: &[f32], dx: &mut [f32]) {
         let (mean, scale) = self.statistics(x);

@@ -1,7 +1,8 @@
 //! Nearest-neighbour enlarging, as the up blocks of a U-Net need it.
 
 use super::cpu;
-use candle_core::{CpuStorage, CustomOp1, Device, Layout, Shape, Tensor};
+use crate::autograd::{Input, Operation, apply};
+use candle_core::{Device, Shape, Tensor};
 use rayon::prelude::*;
 
 /// x [b, c, h, w] -> [b, c, height, width], every pixel from the nearest one by PyTorch's rule
@@ -15,10 +16,8 @@ pub fn upsample_nearest(x: &Tensor, height: usize, width: usize) -> candle_core:
         return Ok(x.clone());
     }
     if cpu::runs_here(x) {
-        return x.contiguous()?.apply_op1(Nearest {
-            from: (h, w),
-            to: (height, width),
-        });
+        let (from, to) = ((h, w), (height, width));
+        return apply([x], Nearest { from, to });
     }
     x.upsample_nearest2d(height, width)
 }
@@ -35,14 +34,15 @@ fn sources(from: usize, to: usize) -> Vec<usize> {
         .collect()
 }
 
-impl CustomOp1 for Nearest {
-    fn name(&self) -> &'static str {
-        "upsample-nearest"
+impl Operation<1> for Nearest {
+    const NAME: &'static str = "upsample-nearest";
+
+    fn keeps(&self, _: [bool; 1]) -> [bool; 1] {
+        [false]
     }
 
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        let (b, c, h, w) = layout.shape().dims4()?;
-        let x = cpu::slice(storage, layout)?;
+    fn forward(&self, [x]: [&[f32]; 1], [shape]: [&Shape; 1]) -> candle_core::Result<(Vec<f32>, Shape)> {
+        let (b, c, h, w) = shape.dims4()?;
         let (height, width) = self.to;
         let (ys, xs) = (sources(h, height), sources(w, width));
         let mut y = vec![0f32; b * c * height * width];
@@ -56,16 +56,15 @@ impl CustomOp1 for Nearest {
                     }
                 });
         }
-        Ok((CpuStorage::F32(y), (b, c, height, width).into()))
+        Ok((y, (b, c, height, width).into()))
     }
 
-    fn bwd(&self, x: &Tensor, _y: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
+    fn backward(&self, [x]: [&Input; 1], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 1]> {
         let ((h, w), (height, width)) = (self.from, self.to);
         let (ys, xs) = (sources(h, height), sources(w, width));
-        let grad = grad.contiguous()?;
-        let mut dx = vec![0f32; x.elem_count()];
+        let mut dx = vec![0f32; x.shape().elem_count()];
         if !dx.is_empty() && height * width > 0 {
-            cpu::with_slice(&grad, |dy| {
+            cpu::with_slice(gradient, |dy| {
                 dx.par_chunks_mut(h * w)
                     .zip(dy.par_chunks(height * width))
                     .for_each(|(plane, dy)| {
@@ -76,6 +75,6 @@ impl CustomOp1 for Nearest {
                     });
             })?;
         }
-        Ok(Some(Tensor::from_vec(dx, x.shape(), &Device::Cpu)?))
+        Ok([Some(Tensor::from_vec(dx, x.shape(), &Device::Cpu)?)])
     }
 }

@@ -1,6 +1,7 @@
 //! Every kernel against plain arithmetic, and its gradient against differences.
 
 use super::*;
+use crate::autograd::gradients;
 use crate::testing::{gap, largest};
 use crate::weights::Weights;
 use candle_core::{DType, Device, Tensor, Var};
@@ -22,16 +23,17 @@ fn close(a: &Tensor, b: &Tensor, tolerance: f32) {
 fn check_gradients(inputs: &[Tensor], f: impl Fn(&[Tensor]) -> Tensor) {
     let vars: Vec<Var> = inputs.iter().map(|x| Var::from_tensor(x).unwrap()).collect();
     let tracked: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();
-    let out = f(&tracked);
-    let probe = random(99, out.dims());
+    let probe = random(99, f(inputs).dims());
     let value = |x: &[Tensor]| {
         let y = (f(x) * &probe).unwrap().to_dtype(DType::F64).unwrap();
         y.sum_all().unwrap().to_scalar::<f64>().unwrap()
     };
-    let grads = (out * &probe).unwrap().sum_all().unwrap().backward().unwrap();
+    let candles = (f(&tracked) * &probe).unwrap().sum_all().unwrap().backward().unwrap();
+    let (_, grads) = gradients(|| (f(&tracked) * &probe)?.sum_all()).unwrap();
     for (i, var) in vars.iter().enumerate() {
         let direction = random(200 + i as u64, inputs[i].dims());
         let grad = grads.get(var).unwrap();
+        close(grad, candles.get(var).unwrap(), 1e-6);
         let analytic = (grad * &direction)
             .unwrap()
             .sum_all()
@@ -322,4 +324,137 @@ fn the_number_of_threads_changes_no_bit() {
     };
     let one = run(1);
     assert!(one == run(2) && one == run(3));
+}
+
+#[test]
+fn sums_and_skips_are_candles_sums_and_skips() {
+    let (a, b) = (random(1, &[2, 3, 5, 4]), random(2, &[2, 3, 5, 4]));
+    let (wide, shift) = (random(3, &[2, 7, 5, 4]), random(4, &[2, 3]));
+    close(&add(&a, &b).unwrap(), &(&a + &b).unwrap(), 1e-7);
+    close(
+        &cat_channels(&a, &wide).unwrap(),
+        &Tensor::cat(&[&a, &wide], 1).unwrap(),
+        1e-7,
+    );
+    let column = shift.reshape((2, 3, 1, 1)).unwrap();
+    close(
+        &add_channels(&a, &shift).unwrap(),
+        &a.broadcast_add(&column).unwrap(),
+        1e-7,
+    );
+    check_gradients(&[a.clone(), b], |x| add(&x[0], &x[1]).unwrap());
+    check_gradients(&[a.clone(), wide.clone()], |x| cat_channels(&x[0], &x[1]).unwrap());
+    check_gradients(&[a.clone(), shift.clone()], |x| add_channels(&x[0], &x[1]).unwrap());
+    assert!(add(&a, &wide).is_err() && add_channels(&wide, &shift).is_err());
+    assert!(cat_channels(&a, &random(5, &[2, 3, 4, 5])).is_err());
+}
+
+#[test]
+fn pictures_and_tokens_turn_into_each_other() {
+    let x = random(1, &[2, 5, 7, 6]);
+    let tokens = to_tokens(&x).unwrap();
+    let theirs = x
+        .flatten_from(2)
+        .unwrap()
+        .transpose(1, 2)
+        .unwrap()
+        .contiguous()
+        .unwrap();
+    close(&tokens, &theirs, 1e-7);
+    close(&to_picture(&tokens, x.dims()).unwrap(), &x, 1e-7);
+    check_gradients(std::slice::from_ref(&x), |x| to_tokens(&x[0]).unwrap());
+    check_gradients(std::slice::from_ref(&tokens), |t| {
+        to_picture(&t[0], &[2, 5, 7, 6]).unwrap()
+    });
+    assert!(to_picture(&tokens, &[2, 5, 7, 7]).is_err());
+}
+
+/// A LoRA that can be had both ways.
+#[derive(Debug)]
+struct Change {
+    low_rank: LowRank,
+    together: bool,
+    /// Of the convolution that it sits on.
+    place: Option<(usize, usize)>,
+}
+
+impl LayerAdapter for Change {
+    fn apply(&self, x: &Tensor, base_output: Tensor) -> candle_core::Result<Tensor> {
+        let LowRank { down, up, scale } = &self.low_rank;
+        let change = match self.place {
+            None => linear(&linear(x, down, None)?, up, None)?,
+            Some((stride, padding)) => conv2d(&conv2d(x, down, None, stride, padding)?, up, None, 1, 0)?,
+        };
+        base_output + (change * *scale)?
+    }
+
+    fn low_rank(&self) -> Option<LowRank> {
+        self.together.then(|| self.low_rank.clone())
+    }
+}
+
+#[test]
+fn a_layer_together_with_its_lora_is_the_sum_of_both() {
+    // The first of each changes the weight, the second adds to the result.
+    for rows in [40, 2] {
+        let (weight, bias) = (random(1, &[12, 9]), random(2, &[12]));
+        let inputs = [random(3, &[2, rows / 2, 9]), random(4, &[4, 9]), random(5, &[12, 4])];
+        let forward = |x: &[Tensor], together: bool, twice: bool| {
+            let mut layer = Linear::from_parts(weight.clone(), Some(bias.clone()));
+            for _ in 0..=usize::from(twice) {
+                let (down, up, scale) = (x[1].clone(), x[2].clone(), 0.7);
+                let low_rank = LowRank { down, up, scale };
+                let place = None;
+                layer.adapters.push(std::sync::Arc::new(Change {
+                    low_rank,
+                    together,
+                    place,
+                }));
+            }
+            layer.forward(&x[0]).unwrap()
+        };
+        for twice in [false, true] {
+            close(&forward(&inputs, true, twice), &forward(&inputs, false, twice), 1e-5);
+            check_gradients(&inputs, |x| forward(x, true, twice));
+        }
+    }
+    for (kernel, stride, padding, size) in [(1, 1, 0, 8), (1, 1, 0, 1), (3, 1, 1, 9), (3, 2, 1, 7), (3, 2, 1, 2)] {
+        let (weight, bias) = (random(1, &[6, 5, kernel, kernel]), random(2, &[6]));
+        let inputs = [
+            random(3, &[2, 5, size, size]),
+            random(4, &[3, 5, kernel, kernel]),
+            random(5, &[6, 3, 1, 1]),
+        ];
+        let forward = |x: &[Tensor], together: bool| {
+            let (down, up, scale) = (x[1].clone(), x[2].clone(), 0.7);
+            let low_rank = LowRank { down, up, scale };
+            let place = Some((stride, padding));
+            let layer = Conv2d {
+                weight: weight.clone().into(),
+                bias: Some(bias.clone()),
+                stride,
+                padding,
+                adapters: vec![std::sync::Arc::new(Change {
+                    low_rank,
+                    together,
+                    place,
+                })],
+            };
+            layer.forward(&x[0]).unwrap()
+        };
+        close(&forward(&inputs, true), &forward(&inputs, false), 1e-5);
+        check_gradients(&inputs, |x| forward(x, true));
+    }
+}
+
+#[test]
+fn a_norm_with_silu_is_the_norm_and_then_silu() {
+    for shape in [&[2, 4, 5, 7][..], &[2, 4, 1, 1], &[3, 4]] {
+        let norm = |w: &Tensor, b: &Tensor| norm::GroupNorm::of(w.clone(), b.clone(), 2, 1e-5);
+        let inputs = [random(1, shape), random(2, &[4]), random(3, &[4])];
+        let [x, w, b] = &inputs;
+        let (norm_of, both) = (norm(w, b).forward(x).unwrap(), norm(w, b).forward_silu(x).unwrap());
+        close(&both, &silu(&norm_of).unwrap(), 1e-5);
+        check_gradients(&inputs, |x| norm(&x[1], &x[2]).forward_silu(&x[0]).unwrap());
+    }
 }

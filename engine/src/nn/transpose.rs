@@ -1,19 +1,35 @@
-//! The last two dimensions the other way round, written out: between pictures and sequences.
+//! Between pictures and sequences of tokens: the last two dimensions the other way round, written out.
 
 use super::cpu;
-use candle_core::{CpuStorage, CustomOp1, Layout, Shape, Tensor};
+use crate::autograd::{Input, Operation, apply};
+use candle_core::{Device, Shape, Tensor};
 use rayon::prelude::*;
 
-/// x [b, n, m] -> [b, m, n], contiguous.
+/// [b, c, h, w] -> [b, h * w, c]: a token for each place.
 ///
 /// # Errors
-/// When x does not have three dimensions.
-pub fn swap_last(x: &Tensor) -> candle_core::Result<Tensor> {
-    x.dims3()?;
+/// When x does not have four dimensions.
+pub fn to_tokens(x: &Tensor) -> candle_core::Result<Tensor> {
+    let (batch, channels, height, width) = x.dims4()?;
+    turned(x, [batch, channels, height * width], &[batch, height * width, channels])
+}
+
+/// [b, h * w, c] -> `shape`, [b, c, h, w].
+///
+/// # Errors
+/// When x has another size.
+pub fn to_picture(x: &Tensor, shape: &[usize]) -> candle_core::Result<Tensor> {
+    let (batch, places, channels) = x.dims3()?;
+    turned(x, [batch, places, channels], shape)
+}
+
+/// x, taken as [b, n, m], turned to [b, m, n], taken as `to`.
+fn turned(x: &Tensor, from: [usize; 3], to: &[usize]) -> candle_core::Result<Tensor> {
     if cpu::runs_here(x) {
-        return x.contiguous()?.apply_op1(SwapLast);
+        let to = Shape::from(to);
+        return apply([x], Turned { from, to });
     }
-    x.transpose(1, 2)?.contiguous()
+    x.reshape(&from)?.transpose(1, 2)?.contiguous()?.reshape(to)
 }
 
 /// Elements along each side of a block: its lines of both sides fit the first cache.
@@ -30,28 +46,41 @@ fn columns(x: &[f32], m: usize, first: usize, y: &mut [f32], n: usize) {
     }
 }
 
-struct SwapLast;
-
-impl CustomOp1 for SwapLast {
-    fn name(&self) -> &'static str {
-        "swap-last"
-    }
-
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        let (batch, n, m) = layout.shape().dims3()?;
-        let x = cpu::slice(storage, layout)?;
-        let mut y = vec![0f32; x.len()];
-        if !x.is_empty() {
-            for (x, y) in x.chunks(n * m).zip(y.chunks_mut(n * m)) {
-                y.par_chunks_mut(n * BLOCK)
-                    .enumerate()
-                    .for_each(|(i, y)| columns(x, m, i * BLOCK, y, n));
-            }
+/// x [b, n, m] -> [b, m, n].
+pub(super) fn turn(x: &[f32], [_, n, m]: [usize; 3]) -> Vec<f32> {
+    let mut y = vec![0f32; x.len()];
+    if !x.is_empty() {
+        for (x, y) in x.chunks(n * m).zip(y.chunks_mut(n * m)) {
+            y.par_chunks_mut(n * BLOCK)
+                .enumerate()
+                .for_each(|(i, y)| columns(x, m, i * BLOCK, y, n));
         }
-        Ok((CpuStorage::F32(y), (batch, m, n).into()))
+    }
+    y
+}
+
+struct Turned {
+    from: [usize; 3],
+    to: Shape,
+}
+
+impl Operation<1> for Turned {
+    const NAME: &'static str = "turn";
+
+    fn keeps(&self, _: [bool; 1]) -> [bool; 1] {
+        [false]
     }
 
-    fn bwd(&self, _x: &Tensor, _y: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        Ok(Some(swap_last(grad)?))
+    fn forward(&self, [x]: [&[f32]; 1], [shape]: [&Shape; 1]) -> candle_core::Result<(Vec<f32>, Shape)> {
+        if self.from.iter().product::<usize>() != x.len() || self.to.elem_count() != x.len() {
+            candle_core::bail!("{shape:?} cannot be turned into {:?}", self.to);
+        }
+        Ok((turn(x, self.from), self.to.clone()))
+    }
+
+    fn backward(&self, [x]: [&Input; 1], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 1]> {
+        let [b, n, m] = self.from;
+        let dx = cpu::with_slice(gradient, |dy| turn(dy, [b, m, n]))?;
+        Ok([Some(Tensor::from_vec(dx, x.shape(), &Device::Cpu)?)])
     }
 }

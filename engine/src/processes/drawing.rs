@@ -5,7 +5,7 @@ use crate::adapters::{Component, LoadedLora, load_lora};
 use crate::device;
 use crate::error::{EngineError, Result};
 use crate::image_io;
-use crate::models::sd::{LoadOptions, SdModel};
+use crate::models::sd::SdModel;
 use crate::nn::VisitLayers;
 use aitk_common::fsutil;
 use aitk_common::job::model::ModelConfig;
@@ -32,11 +32,11 @@ impl Drawing {
     pub(super) fn load(config: &ModelConfig, cx: &mut Context<'_>) -> Result<Self> {
         cx.phase("loading model");
         let compute = device::compute(cx.spec.device, config.dtype.name())?;
-        for note in compute.notes {
-            cx.log("info", note);
+        for note in &compute.notes {
+            cx.log("info", note.clone());
         }
         let path = cx.local(&config.name_or_path);
-        let options = LoadOptions::of_job(config, cx.spec.profile, compute.dtype, compute.device.clone());
+        let options = cx.load_options(config, &compute);
         let mut model = SdModel::load(&path, &options)?;
         if let Some(vae) = &config.vae_path {
             model.vae = options.vae(&cx.local(vae))?;

@@ -14,8 +14,12 @@ mod tests;
 mod train;
 
 use crate::adapters::LoadedLora;
+use crate::device::Compute;
+use crate::device::allocator::FreePages;
 use crate::error::{EngineError, Result};
+use crate::models::sd::LoadOptions;
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
+use aitk_common::job::model::ModelConfig;
 use aitk_common::job::{JobSpec, Process, ProcessKind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -109,6 +113,18 @@ impl Context<'_> {
                 ),
             );
         }
+    }
+
+    /// How a model is loaded under the attempt's memory profile. From here on free memory is treated as the profile wants.
+    fn load_options(&self, model: &ModelConfig, compute: &Compute) -> LoadOptions {
+        let options = LoadOptions::of_job(model, self.spec.profile, compute.dtype, compute.device.clone());
+        let pages = if options.choices.pages_returned {
+            FreePages::GivenBack
+        } else {
+            FreePages::Kept
+        };
+        pages.set();
+        options
     }
 
     /// A phase begins.

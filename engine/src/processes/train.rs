@@ -16,7 +16,7 @@ use crate::adapters::{Component, LoraNetwork, load_lora};
 use crate::data::Dataset;
 use crate::device;
 use crate::error::{EngineError, Result};
-use crate::models::sd::{LoadOptions, SdModel};
+use crate::models::sd::SdModel;
 use crate::nn::VisitLayers;
 use crate::optim::{Ema, Schedule, ScheduleParams};
 use crate::residency::Residency;
@@ -86,7 +86,7 @@ impl<'a> Run<'a> {
             cx.log("info", note.clone());
         }
         let path = cx.local(&process.model.name_or_path);
-        let load = LoadOptions::of_job(&process.model, cx.spec.profile, compute.dtype, compute.device.clone());
+        let load = cx.load_options(&process.model, &compute);
         let mut model = SdModel::load(&path, &load)?;
         let mut vae_path = path;
         if let Some(vae) = &process.model.vae_path {
@@ -260,28 +260,29 @@ impl<'a> Run<'a> {
     fn learn(&mut self, turn: &Turn, captions: &[String], latents: Tensor, drawn: Draw) -> Result<()> {
         let model = &self.model;
         let mask = self.masks.get(self.data.items_of(&turn.batch), &model.vae)?;
-        let context = if self.network.covers_text_encoder() {
-            Contexts::fresh(captions, &model.tokenizer, &model.text_encoder)?
+        let mask = mask.map(|mask| mask.to_device(&self.compute.device)).transpose()?;
+        let known = if self.network.covers_text_encoder() {
+            None
         } else {
-            self.contexts
-                .get(captions, &model.tokenizer, &model.text_encoder, self.compute.dtype)?
+            let contexts = &mut self.contexts;
+            Some(contexts.get(captions, &model.tokenizer, &model.text_encoder, self.compute.dtype)?)
         };
-        let micro_batch = MicroBatch {
-            latents,
-            noise: drawn.noise,
-            timesteps: drawn.timesteps,
-            context,
-            weights: vec![turn.weight; turn.batch.items.len()],
-            mask: mask.map(|mask| mask.to_device(&self.compute.device)).transpose()?,
-        };
-        let loss = loss(
-            &model.unet,
-            &self.schedule,
-            &self.loss,
-            &micro_batch,
-            self.compute.dtype,
-        )?;
-        self.trainer.add(&loss)
+        let (schedule, options, dtype) = (&self.schedule, &self.loss, self.compute.dtype);
+        self.trainer.add(|| {
+            let context = match known {
+                Some(context) => context,
+                None => Contexts::fresh(captions, &model.tokenizer, &model.text_encoder)?,
+            };
+            let micro_batch = MicroBatch {
+                latents,
+                noise: drawn.noise,
+                timesteps: drawn.timesteps,
+                context,
+                weights: vec![turn.weight; turn.batch.items.len()],
+                mask,
+            };
+            loss(&model.unet, schedule, options, &micro_batch, dtype)
+        })
     }
 
     /// Encodes all pictures ahead where they are cached. `false`: asked to stop.

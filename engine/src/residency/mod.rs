@@ -4,11 +4,11 @@
 //! steps are run is decided here, once for every family: whether a step simply runs, or is run a second time in the
 //! backward pass. No model file knows which.
 
-mod recompute;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests;
 
+use crate::autograd;
 use candle_core::{Result, Tensor};
 use std::sync::Arc;
 
@@ -135,7 +135,7 @@ impl Stack {
             let makes = part.makes.clone();
             let made = match residency {
                 Residency::Resident => part.run(&inputs)?,
-                Residency::Recomputed { .. } => recompute::run(inputs, move |tensors| part.run(tensors))?,
+                Residency::Recomputed { .. } => autograd::recomputed(inputs, move |tensors| part.run(tensors))?,
             };
             for (value, tensor) in makes.into_iter().zip(made) {
                 self.values[value.0] = Some(tensor);

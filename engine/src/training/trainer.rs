@@ -1,5 +1,6 @@
 //! Accumulation, clipping, optimizer and EMA: what turns losses into weights.
 
+use crate::autograd::record;
 use crate::error::{EngineError, Result};
 use crate::optim::{Ema, Grads, OptimError, Optimizer, Param, Schedule, clip_grad_norm};
 use candle_core::{DType, Tensor};
@@ -67,12 +68,13 @@ impl Trainer {
         self.options.ema.as_mut()
     }
 
-    /// Adds the gradients of a micro-batch's loss. Gradients are summed, as ai-toolkit does (quirk 6). A loss that is
-    /// not finite counts as zero and adds nothing.
+    /// Runs the forward pass of a micro-batch, and adds the gradients of its loss. Gradients are summed, as ai-toolkit does
+    /// (quirk 6). A loss that is not finite counts as zero and adds nothing.
     ///
     /// # Errors
-    /// When the backward pass fails.
-    pub fn add(&mut self, loss: &Tensor) -> Result<()> {
+    /// When the forward or the backward pass fails.
+    pub fn add(&mut self, loss: impl FnOnce() -> Result<Tensor>) -> Result<()> {
+        let (loss, tape) = record(loss)?;
         let value = f64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
         if !value.is_finite() {
             self.non_finite += 1;
@@ -80,7 +82,7 @@ impl Trainer {
             return Ok(());
         }
         self.losses.push(value);
-        let store = loss.backward()?;
+        let store = tape.backward(&loss)?;
         let grads = self
             .options
             .params

@@ -170,9 +170,9 @@ impl Layer {
         );
         let width = q.dim(2)? / self.heads;
         let h = nn::attention(&q, &k, &v, self.heads, 1.0 / (width as f64).sqrt(), true)?;
-        let x = (x + self.out_proj.forward(&h)?)?;
+        let x = nn::add(x, &self.out_proj.forward(&h)?)?;
         let h = self.fc1.forward(&self.layer_norm2.forward(&x)?)?;
-        x + self.fc2.forward(&self.activation.forward(&h)?)?
+        nn::add(&x, &self.fc2.forward(&self.activation.forward(&h)?)?)
     }
 }
 

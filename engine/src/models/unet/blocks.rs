@@ -4,10 +4,9 @@ use super::config::{Plan, UNetConfig};
 use super::resnet::{Downsample, ResnetBlock, ResnetSizes, Upsample, Visitor};
 use super::transformer::{Transformer2d, TransformerSizes};
 use crate::error::Result;
-use crate::nn::join;
+use crate::nn::{cat_channels, join};
 use crate::residency::{Stack, Value};
 use crate::weights::Weights;
-use candle_core::Tensor;
 use std::sync::Arc;
 
 fn resnet(weights: &Weights, config: &UNetConfig, plan: &Plan, inputs: usize, outputs: usize) -> Result<ResnetBlock> {
@@ -73,7 +72,7 @@ impl Layers {
         let (name, resnet) = (format!("{path}.resnets.{i}"), Arc::clone(&self.resnets[i]));
         let x = match skip {
             Some(skip) => stack.step(name, [x, skip, c.time], move |[x, skip, time]| {
-                resnet.forward(&Tensor::cat(&[x, skip], 1)?, Some(time))
+                resnet.forward(&cat_channels(x, skip)?, Some(time))
             }),
             None => stack.step(name, [x, c.time], move |[x, time]| resnet.forward(x, Some(time))),
         };

@@ -107,7 +107,7 @@ impl UNet2DConditionModel {
             x = block.stack(&format!("up_blocks.{i}"), &mut stack, x, &mut skips, conditions);
         }
         let x = stack.run(self.residency, x)?;
-        let x = silu(&self.conv_norm_out.forward(&x)?)?;
+        let x = self.conv_norm_out.forward_silu(&x)?;
         Ok(self.conv_out.forward(&x)?)
     }
 

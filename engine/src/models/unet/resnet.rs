@@ -1,7 +1,7 @@
 //! Residual blocks and changes of size, shared by the U-Net and the VAE.
 
 use crate::error::Result;
-use crate::nn::{Conv2d, GroupNorm, LayerMut, Linear, join, silu, upsample_nearest};
+use crate::nn::{Conv2d, GroupNorm, LayerMut, Linear, add, add_channels, join, silu, upsample_nearest};
 use crate::weights::Weights;
 use candle_core::Tensor;
 
@@ -68,15 +68,15 @@ impl ResnetBlock {
     /// # Errors
     /// When the shapes do not fit.
     pub fn forward(&self, x: &Tensor, time: Option<&Tensor>) -> candle_core::Result<Tensor> {
-        let mut h = self.conv1.forward(&silu(&self.norm1.forward(x)?)?)?;
+        let mut h = self.conv1.forward(&self.norm1.forward_silu(x)?)?;
         if let (Some(projection), Some(time)) = (&self.time_emb_proj, time) {
             let shift = projection.forward(&silu(time)?)?;
-            h = h.broadcast_add(&shift.unsqueeze(2)?.unsqueeze(3)?)?;
+            h = add_channels(&h, &shift)?;
         }
-        let h = self.conv2.forward(&silu(&self.norm2.forward(&h)?)?)?;
+        let h = self.conv2.forward(&self.norm2.forward_silu(&h)?)?;
         match &self.conv_shortcut {
-            Some(conv) => conv.forward(x)? + h,
-            None => x + h,
+            Some(conv) => add(&conv.forward(x)?, &h),
+            None => add(x, &h),
         }
     }
 

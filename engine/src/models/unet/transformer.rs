@@ -74,16 +74,6 @@ impl Projection {
     }
 }
 
-/// [b, c, h, w] -> [b, h * w, c].
-fn to_tokens(x: &Tensor) -> candle_core::Result<Tensor> {
-    nn::swap_last(&x.flatten_from(2)?)
-}
-
-/// [b, h * w, c] -> [b, c, h, w].
-fn to_picture(x: &Tensor, shape: &[usize]) -> candle_core::Result<Tensor> {
-    nn::swap_last(x)?.reshape(shape)
-}
-
 impl Transformer2d {
     /// Loads the transformer.
     ///
@@ -126,17 +116,17 @@ impl Transformer2d {
     pub fn forward(&self, x: &Tensor, context: &Tensor) -> candle_core::Result<Tensor> {
         let h = self.norm.forward(x)?;
         let mut h = match &self.proj_in {
-            Projection::Linear(layer) => layer.forward(&to_tokens(&h)?)?,
-            Projection::Conv(layer) => to_tokens(&layer.forward(&h)?)?,
+            Projection::Linear(layer) => layer.forward(&nn::to_tokens(&h)?)?,
+            Projection::Conv(layer) => nn::to_tokens(&layer.forward(&h)?)?,
         };
         for block in &self.blocks {
             h = block.forward(&h, context)?;
         }
         let h = match &self.proj_out {
-            Projection::Linear(layer) => to_picture(&layer.forward(&h)?, x.dims())?,
-            Projection::Conv(layer) => layer.forward(&to_picture(&h, x.dims())?)?,
+            Projection::Linear(layer) => nn::to_picture(&layer.forward(&h)?, x.dims())?,
+            Projection::Conv(layer) => layer.forward(&nn::to_picture(&h, x.dims())?)?,
         };
-        h + x
+        nn::add(&h, x)
     }
 
     pub(crate) fn visit(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {
@@ -155,10 +145,10 @@ impl Transformer2d {
 impl TransformerBlock {
     fn forward(&self, x: &Tensor, context: &Tensor) -> candle_core::Result<Tensor> {
         let h = self.norm1.forward(x)?;
-        let x = (self.attn1.forward(&h, &h)? + x)?;
-        let x = (self.attn2.forward(&self.norm2.forward(&x)?, context)? + x)?;
+        let x = nn::add(&self.attn1.forward(&h, &h)?, x)?;
+        let x = nn::add(&self.attn2.forward(&self.norm2.forward(&x)?, context)?, &x)?;
         let h = nn::geglu(&self.ff_in.forward(&self.norm3.forward(&x)?)?)?;
-        self.ff_out.forward(&h)? + x
+        nn::add(&self.ff_out.forward(&h)?, &x)
     }
 }
 

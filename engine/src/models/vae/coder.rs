@@ -3,7 +3,7 @@
 use super::VaeConfig;
 use crate::error::Result;
 use crate::models::unet::{Downsample, ResnetBlock, ResnetSizes, Upsample};
-use crate::nn::{self, Conv2d, GroupNorm, Linear, silu};
+use crate::nn::{self, Conv2d, GroupNorm, Linear};
 use crate::weights::Weights;
 use candle_core::Tensor;
 
@@ -71,11 +71,11 @@ impl MidBlock {
 
 impl MidAttention {
     fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let h = nn::swap_last(&self.group_norm.forward(x)?.flatten_from(2)?)?;
+        let h = nn::to_tokens(&self.group_norm.forward(x)?)?;
         let (q, k, v) = (self.to_q.forward(&h)?, self.to_k.forward(&h)?, self.to_v.forward(&h)?);
         let scale = 1.0 / (q.dim(2)? as f64).sqrt();
         let h = self.to_out.forward(&nn::attention(&q, &k, &v, 1, scale, false)?)?;
-        nn::swap_last(&h)?.reshape(x.shape())? + x
+        nn::add(&nn::to_picture(&h, x.dims())?, x)
     }
 }
 
@@ -128,7 +128,7 @@ impl Encoder {
             }
         }
         let x = self.mid_block.forward(&x)?;
-        self.conv_out.forward(&silu(&self.conv_norm_out.forward(&x)?)?)
+        self.conv_out.forward(&self.conv_norm_out.forward_silu(&x)?)
     }
 }
 
@@ -181,6 +181,6 @@ impl Decoder {
                 x = up.forward(&x, size)?;
             }
         }
-        self.conv_out.forward(&silu(&self.conv_norm_out.forward(&x)?)?)
+        self.conv_out.forward(&self.conv_norm_out.forward_silu(&x)?)
     }
 }

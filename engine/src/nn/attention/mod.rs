@@ -7,7 +7,8 @@ mod kernel;
 #[cfg(test)]
 mod tests;
 
-use super::cpu::{self, Kernel3, Mat, Op3, vectorised};
+use super::cpu::{self, Mat, vectorised};
+use crate::autograd::{Input, Operation, apply};
 use candle_core::{D, DType, Device, Shape, Tensor};
 use kernel::{Backward, Forward, Pack, Problem, Room};
 use rayon::prelude::*;
@@ -34,7 +35,7 @@ pub fn attention(
             scale: scale as f32,
             causal,
         };
-        return q.contiguous()?.apply_op3(&k.contiguous()?, &v.contiguous()?, Op3(op));
+        return apply([q, k, v], op);
     }
     composed(q, k, v, sizes, scale, causal)
 }
@@ -182,20 +183,25 @@ fn merge_heads(s: Sizes, length: usize, by_head: &[f32]) -> Vec<f32> {
     merged
 }
 
-impl Kernel3 for AttentionOp {
+impl Operation<3> for AttentionOp {
     const NAME: &'static str = "attention";
+
+    fn keeps(&self, _: [bool; 3]) -> [bool; 3] {
+        [true; 3]
+    }
 
     fn forward(&self, [q, k, v]: [&[f32]; 3], shapes: [&Shape; 3]) -> candle_core::Result<(Vec<f32>, Shape)> {
         let sizes = Sizes::new(shapes[0], shapes[1], shapes[2], self.heads)?;
         Ok((self.weigh(sizes, q, k, v), shapes[0].clone()))
     }
 
-    fn backward(&self, [q, k, v]: [&Tensor; 3], grad: &Tensor) -> candle_core::Result<[Option<Tensor>; 3]> {
-        let s = Sizes::new(q.shape(), k.shape(), v.shape(), self.heads)?;
-        let heads: Vec<[Vec<f32>; 3]> = cpu::with_slice(q, |q| {
-            cpu::with_slice(k, |k| {
-                cpu::with_slice(v, |v| {
-                    cpu::with_slice(grad, |dy| {
+    fn backward(&self, [q, k, v]: [&Input; 3], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 3]> {
+        let shapes = [q.shape(), k.shape(), v.shape()];
+        let s = Sizes::new(shapes[0], shapes[1], shapes[2], self.heads)?;
+        let heads: Vec<[Vec<f32>; 3]> = q.with(|q| {
+            k.with(|k| {
+                v.with(|v| {
+                    cpu::with_slice(gradient, |dy| {
                         let at = Point { q, k, v, dy };
                         (0..s.batch * s.heads)
                             .into_par_iter()
@@ -210,9 +216,9 @@ impl Kernel3 for AttentionOp {
             Tensor::from_vec(merge_heads(s, length, &by_head), shape, &Device::Cpu)
         };
         Ok([
-            Some(whole(0, s.queries, q.shape())?),
-            Some(whole(1, s.keys, k.shape())?),
-            Some(whole(2, s.keys, v.shape())?),
+            Some(whole(0, s.queries, shapes[0])?),
+            Some(whole(1, s.keys, shapes[1])?),
+            Some(whole(2, s.keys, shapes[2])?),
         ])
     }
 }

@@ -5,14 +5,16 @@
 
 mod geometry;
 mod kernels;
+mod low_rank;
 mod windows;
 
-use super::cpu::{self, Kernel3, Op3};
-use super::{LayerAdapter, Weight};
+use super::{LayerAdapter, Weight, cpu};
+use crate::autograd::{Input, Operation, apply};
 use crate::error::Result;
 use crate::weights::{Init, Weights};
-use candle_core::{CpuStorage, CustomOp1, CustomOp2, DType, Device, Layout, Shape, Tensor};
+use candle_core::{DType, Device, Shape, Tensor};
 use geometry::Geometry;
+use low_rank::LowRankConv;
 use std::sync::Arc;
 
 /// A convolution with square padding and one stride for both axes, with adapters.
@@ -60,22 +62,62 @@ impl Conv2d {
     /// # Errors
     /// When the shapes do not fit.
     pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let bias = self.bias.as_ref();
-        let mut y = match &self.weight {
-            weight @ (Weight::Packed(_) | Weight::Streamed(_)) if cpu::runs_here(x) && weight.dtype() == DType::F32 => {
-                let bias = bias.map(Tensor::contiguous).transpose()?;
-                let (stride, padding) = (self.stride, self.padding);
-                x.contiguous()?.apply_op1(FrozenConv {
-                    op: ConvOp { stride, padding, bias },
-                    weight: weight.clone(),
-                })?
-            }
-            weight => conv2d(x, &weight.dense()?, bias, self.stride, self.padding)?,
+        let (mut y, others) = match self.changed(x)? {
+            Some(y) => (y, self.adapters.get(1..).unwrap_or_default()),
+            None => (self.alone(x)?, self.adapters.as_slice()),
         };
-        for adapter in &self.adapters {
+        for adapter in others {
             y = adapter.apply(x, y)?;
         }
         Ok(y)
+    }
+
+    fn alone(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        let bias = self.bias.as_ref();
+        match &self.weight {
+            weight @ (Weight::Packed(_) | Weight::Streamed(_)) if cpu::runs_here(x) && weight.dtype() == DType::F32 => {
+                let op = self.op(bias)?;
+                let weight = weight.clone();
+                apply([x], FrozenConv { op, weight })
+            }
+            weight => conv2d(x, &weight.dense()?, bias, self.stride, self.padding),
+        }
+    }
+
+    /// With the first adapter, where both are one operation.
+    fn changed(&self, x: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        let Some(change) = self.adapters.first().and_then(|adapter| adapter.low_rank()) else {
+            return Ok(None);
+        };
+        let (weight, bias) = (
+            match &self.weight {
+                Weight::Plain(weight) if weight.track_op() => return Ok(None),
+                Weight::Plain(weight) => Weight::Plain(weight.contiguous()?),
+                other => other.clone(),
+            },
+            self.bias.as_ref(),
+        );
+        let here = [x, &change.down, &change.up]
+            .into_iter()
+            .chain(bias)
+            .all(cpu::runs_here);
+        if !here || weight.dtype() != DType::F32 || bias.is_some_and(Tensor::track_op) {
+            return Ok(None);
+        }
+        let operation = LowRankConv {
+            op: self.op(bias)?,
+            weight,
+            scale: change.scale as f32,
+        };
+        apply([x, &change.down, &change.up], operation).map(Some)
+    }
+
+    fn op(&self, bias: Option<&Tensor>) -> candle_core::Result<ConvOp> {
+        Ok(ConvOp {
+            stride: self.stride,
+            padding: self.padding,
+            bias: bias.map(Tensor::contiguous).transpose()?,
+        })
     }
 }
 
@@ -98,14 +140,14 @@ pub fn conv2d(
             None => Ok(y),
         };
     }
-    let (x, weight) = (x.contiguous()?, weight.contiguous()?);
-    let bias = bias.map(Tensor::contiguous).transpose()?;
     let op = |bias| ConvOp { stride, padding, bias };
-    match bias {
-        Some(bias) if bias.track_op() => x.apply_op3(&weight, &bias, Op3(op(None))),
-        frozen => x.apply_op2(&weight, op(frozen)),
+    match bias.map(Tensor::contiguous).transpose()? {
+        Some(bias) if bias.track_op() => apply([x, weight, &bias], op(None)),
+        frozen => apply([x, weight], op(frozen)),
     }
 }
+
+type Made = candle_core::Result<(Vec<f32>, Shape)>;
 
 /// With a trained bias it is an operation of three tensors, otherwise of two.
 struct ConvOp {
@@ -120,7 +162,7 @@ impl ConvOp {
         (x, x_shape): (&[f32], &Shape),
         (weight, weight_shape): (&[f32], &Shape),
         bias: Option<&[f32]>,
-    ) -> candle_core::Result<(Vec<f32>, Shape)> {
+    ) -> Made {
         let g = Geometry::new(x_shape, weight_shape, self.stride, self.padding)?;
         if bias.is_some_and(|bias| bias.len() != g.outputs) {
             candle_core::bail!("conv2d: the bias does not have {} elements", g.outputs);
@@ -131,59 +173,46 @@ impl ConvOp {
         ))
     }
 
-    /// The gradients of x and weight; `grad` is contiguous.
-    fn gradients(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        grad: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
+    /// The gradient of x.
+    fn backward_input(&self, x: &Shape, weight: &Tensor, gradient: &Tensor) -> candle_core::Result<Tensor> {
+        let g = Geometry::new(x, weight.shape(), self.stride, self.padding)?;
+        let dx = cpu::with_slice(weight, |w| cpu::with_slice(gradient, |dy| g.backward_input(w, dy)))???;
+        Tensor::from_vec(dx, x, &Device::Cpu)
+    }
+
+    /// The gradients of x and weight.
+    fn gradients(&self, x: &Input, weight: &Input, gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 2]> {
+        let dx = if x.wanted() {
+            Some(self.backward_input(x.shape(), weight.tensor()?, gradient)?)
+        } else {
+            None
+        };
+        if !weight.wanted() {
+            return Ok([dx, None]);
+        }
         let g = Geometry::new(x.shape(), weight.shape(), self.stride, self.padding)?;
-        let dx = if x.track_op() {
-            let dx = cpu::with_slice(weight, |w| cpu::with_slice(grad, |dy| g.backward_input(w, dy)))???;
-            Some(Tensor::from_vec(dx, x.shape(), &Device::Cpu)?)
-        } else {
-            None
-        };
-        let dw = if weight.track_op() {
-            let dw = cpu::with_slice(x, |x| cpu::with_slice(grad, |dy| g.backward_weight(x, dy)))??;
-            Some(Tensor::from_vec(dw, weight.shape(), &Device::Cpu)?)
-        } else {
-            None
-        };
-        Ok((dx, dw))
+        let dw = x.with(|x| cpu::with_slice(gradient, |dy| g.backward_weight(x, dy)))??;
+        Ok([dx, Some(Tensor::from_vec(dw, weight.shape(), &Device::Cpu)?)])
     }
 }
 
-impl CustomOp2 for ConvOp {
-    fn name(&self) -> &'static str {
-        "conv2d"
+impl Operation<2> for ConvOp {
+    const NAME: &'static str = "conv2d";
+
+    fn keeps(&self, [x, weight]: [bool; 2]) -> [bool; 2] {
+        [weight, x]
     }
 
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        weight: &CpuStorage,
-        weight_layout: &Layout,
-    ) -> candle_core::Result<(CpuStorage, Shape)> {
-        let x = (cpu::slice(x, x_layout)?, x_layout.shape());
-        let weight = (cpu::slice(weight, weight_layout)?, weight_layout.shape());
-        let (y, shape) = match &self.bias {
-            Some(bias) => cpu::with_slice(bias, |bias| self.run(x, weight, Some(bias)))??,
-            None => self.run(x, weight, None)?,
-        };
-        Ok((CpuStorage::F32(y), shape))
+    fn forward(&self, [x, weight]: [&[f32]; 2], [x_shape, weight_shape]: [&Shape; 2]) -> Made {
+        let (x, weight) = ((x, x_shape), (weight, weight_shape));
+        match &self.bias {
+            Some(bias) => cpu::with_slice(bias, |bias| self.run(x, weight, Some(bias)))?,
+            None => self.run(x, weight, None),
+        }
     }
 
-    fn bwd(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        _y: &Tensor,
-        grad: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
-        self.gradients(x, weight, &grad.contiguous()?)
+    fn backward(&self, [x, weight]: [&Input; 2], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 2]> {
+        self.gradients(x, weight, gradient)
     }
 }
 
@@ -193,48 +222,44 @@ struct FrozenConv {
     weight: Weight,
 }
 
-impl CustomOp1 for FrozenConv {
-    fn name(&self) -> &'static str {
-        "conv2d-frozen"
+impl Operation<1> for FrozenConv {
+    const NAME: &'static str = "conv2d-frozen";
+
+    fn keeps(&self, _: [bool; 1]) -> [bool; 1] {
+        [false]
     }
 
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> candle_core::Result<(CpuStorage, Shape)> {
-        let x = (cpu::slice(x, layout)?, layout.shape());
+    fn forward(&self, [x]: [&[f32]; 1], [x_shape]: [&Shape; 1]) -> Made {
         let weight = self.weight.dense()?;
-        let run = |weight: &[f32], bias: Option<&[f32]>| {
-            let shape = Shape::from(self.weight.dims());
-            self.op.run(x, (weight, &shape), bias)
-        };
-        let (y, shape) = match &self.op.bias {
-            Some(bias) => cpu::with_slice(&weight, |w| cpu::with_slice(bias, |b| run(w, Some(b))))???,
-            None => cpu::with_slice(&weight, |w| run(w, None))??,
-        };
-        Ok((CpuStorage::F32(y), shape))
+        let shape = Shape::from(self.weight.dims());
+        cpu::with_slice(&weight, |weight| {
+            Operation::<2>::forward(&self.op, [x, weight], [x_shape, &shape])
+        })?
     }
 
-    fn bwd(&self, x: &Tensor, _y: &Tensor, grad: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        let (dx, _) = self.op.gradients(x, &self.weight.dense()?, &grad.contiguous()?)?;
-        Ok(dx)
+    fn backward(&self, [x]: [&Input; 1], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 1]> {
+        let dx = self.op.backward_input(x.shape(), &self.weight.dense()?, gradient)?;
+        Ok([Some(dx)])
     }
 }
 
-impl Kernel3 for ConvOp {
+impl Operation<3> for ConvOp {
     const NAME: &'static str = "conv2d-bias";
 
-    fn forward(
-        &self,
-        [x, weight, bias]: [&[f32]; 3],
-        [x_shape, weight_shape, _]: [&Shape; 3],
-    ) -> candle_core::Result<(Vec<f32>, Shape)> {
+    fn keeps(&self, [x, weight, _]: [bool; 3]) -> [bool; 3] {
+        [weight, x, false]
+    }
+
+    fn forward(&self, [x, weight, bias]: [&[f32]; 3], [x_shape, weight_shape, _]: [&Shape; 3]) -> Made {
         self.run((x, x_shape), (weight, weight_shape), Some(bias))
     }
 
-    fn backward(&self, [x, weight, bias]: [&Tensor; 3], grad: &Tensor) -> candle_core::Result<[Option<Tensor>; 3]> {
-        let (dx, dw) = self.gradients(x, weight, grad)?;
-        let outputs = bias.elem_count();
-        let pixels = grad.dim(2)? * grad.dim(3)?;
+    fn backward(&self, [x, weight, bias]: [&Input; 3], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 3]> {
+        let [dx, dw] = self.gradients(x, weight, gradient)?;
+        let outputs = bias.shape().elem_count();
+        let pixels = gradient.dim(2)? * gradient.dim(3)?;
         let mut db = vec![0f64; outputs];
-        cpu::with_slice(grad, |dy| {
+        cpu::with_slice(gradient, |dy| {
             for (at, plane) in dy.chunks(pixels.max(1)).enumerate() {
                 // Eight partial sums, in an order of their own: fast, and always the same.
                 let mut parts = [0f32; 8];

@@ -21,7 +21,7 @@ const COLUMNS: usize = 1024;
 const LINES: usize = 16;
 
 /// So few panels of columns make it not worth to pack rows that already lie along depth.
-const DIRECT: usize = 2;
+const DIRECT: usize = 3;
 
 /// The left side of a product.
 pub(crate) trait Rows: Sync {

@@ -1,0 +1,139 @@
+//! A frozen convolution with a LoRA (LoCon): one operation instead of five.
+
+use super::ConvOp;
+use super::geometry::Geometry;
+use crate::autograd::{Input, Operation};
+use crate::nn::Weight;
+use crate::nn::cpu::{self, Mat, MatMut};
+use crate::nn::low_rank::Thin;
+use candle_core::{Device, Result, Shape, Tensor};
+
+/// The convolution of x [b, in, h, w] with `W + scale * up * down`, of down [rank, in, kh, kw] and up [out, rank, 1, 1].
+pub(super) struct LowRankConv {
+    pub(super) op: ConvOp,
+    /// Gets no gradient.
+    pub(super) weight: Weight,
+    pub(super) scale: f32,
+}
+
+/// The whole convolution, the one down to the rank, and both as matrices.
+struct Sizes {
+    whole: Geometry,
+    thin: Geometry,
+    matrix: Thin,
+    pixels: usize,
+}
+
+impl LowRankConv {
+    fn sizes(&self, x: &Shape, down: &Shape, up: &Shape) -> Result<Sizes> {
+        let weight = Shape::from(self.weight.dims());
+        let ((outputs, inputs, kh, kw), (rank, ..)) = (weight.dims4()?, down.dims4()?);
+        if down.dims() != [rank, inputs, kh, kw] || up.dims() != [outputs, rank, 1, 1] {
+            candle_core::bail!("a LoRA of {down:?} and {up:?} does not fit the weight {weight:?}");
+        }
+        let (stride, padding) = (self.op.stride, self.op.padding);
+        let whole = Geometry::new(x, &weight, stride, padding)?;
+        let pixels = whole.out_h * whole.out_w;
+        Ok(Sizes {
+            thin: Geometry::new(x, down, stride, padding)?,
+            matrix: Thin {
+                rows: whole.batch * pixels,
+                inputs: inputs * kh * kw,
+                outputs,
+                rank,
+            },
+            pixels,
+            whole,
+        })
+    }
+}
+
+/// `out[b] (+)= alpha * a * b[b]` for every picture of the batch.
+fn per_picture(out: &mut [f32], a: Mat<'_>, b: &[f32], (pixels, beta, alpha): (usize, f32, f32)) -> Result<()> {
+    let (to, from) = ((a.rows * pixels).max(1), (a.cols * pixels).max(1));
+    for (out, b) in out.chunks_mut(to).zip(b.chunks(from)) {
+        let b = Mat::new(b, a.cols, pixels);
+        cpu::gemm(MatMut::new(out, a.rows, pixels), a, b, beta, alpha, cpu::threads())?;
+    }
+    Ok(())
+}
+
+impl Operation<3> for LowRankConv {
+    const NAME: &'static str = "low-rank-conv2d";
+
+    fn keeps(&self, [_, down, up]: [bool; 3]) -> [bool; 3] {
+        [down || up, true, true]
+    }
+
+    fn forward(
+        &self,
+        [x, down, up]: [&[f32]; 3],
+        [x_shape, down_shape, up_shape]: [&Shape; 3],
+    ) -> Result<(Vec<f32>, Shape)> {
+        let s = self.sizes(x_shape, down_shape, up_shape)?;
+        let Thin { outputs, rank, .. } = s.matrix;
+        let weight = self.weight.dense()?;
+        let run = |weight: &[f32]| match &self.op.bias {
+            Some(bias) => cpu::with_slice(bias, |bias| s.whole.forward(x, weight, Some(bias)))?,
+            None => s.whole.forward(x, weight, None),
+        };
+        let y = cpu::with_slice(&weight, |weight| {
+            if s.matrix.is_merged() {
+                return run(&s.matrix.merged(weight, down, up, self.scale)?);
+            }
+            let mut y = run(weight)?;
+            let h = s.thin.forward(x, down, None)?;
+            per_picture(&mut y, Mat::new(up, outputs, rank), &h, (s.pixels, 1.0, self.scale))?;
+            Ok(y)
+        })??;
+        Ok((y, (s.whole.batch, outputs, s.whole.out_h, s.whole.out_w).into()))
+    }
+
+    fn backward(&self, [x, down, up]: [&Input; 3], gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
+        let s = self.sizes(x.shape(), down.shape(), up.shape())?;
+        let Thin { outputs, rank, .. } = s.matrix;
+        let (trains, wants_dx) = (down.wanted() || up.wanted(), x.wanted());
+        let tensor = |elements: Vec<f32>, shape: &Shape| Tensor::from_vec(elements, shape, &Device::Cpu).map(Some);
+        let [mut dx, mut d_down, mut d_up] = [const { None }; 3];
+        cpu::with_slice(gradient, |dy| {
+            down.with(|d| {
+                up.with(|u| {
+                    let mut dh = vec![0f32; s.whole.batch * rank * s.pixels];
+                    let u_mat = Mat::new(u, outputs, rank);
+                    per_picture(&mut dh, u_mat.t(), dy, (s.pixels, 0.0, self.scale))?;
+                    if trains {
+                        x.with(|x| {
+                            let h = s.thin.forward(x, d, None)?;
+                            let mut sum = vec![0f32; outputs * rank];
+                            let pictures = dy.chunks((outputs * s.pixels).max(1));
+                            for (dy, h) in pictures.zip(h.chunks((rank * s.pixels).max(1))) {
+                                let (dy, h) = (Mat::new(dy, outputs, s.pixels), Mat::new(h, rank, s.pixels));
+                                let out = MatMut::new(&mut sum, outputs, rank);
+                                cpu::gemm(out, dy, h.t(), 1.0, self.scale, cpu::threads())?;
+                            }
+                            d_up = tensor(sum, up.shape())?;
+                            d_down = tensor(s.thin.backward_weight(x, &dh), down.shape())?;
+                            candle_core::Result::Ok(())
+                        })??;
+                    }
+                    if !wants_dx {
+                        return Ok(());
+                    }
+                    let weight = self.weight.dense()?;
+                    let back = cpu::with_slice(&weight, |weight| {
+                        if s.matrix.is_merged() {
+                            return s.whole.backward_input(&s.matrix.merged(weight, d, u, self.scale)?, dy);
+                        }
+                        let mut back = s.whole.backward_input(weight, dy)?;
+                        let thin = s.thin.backward_input(d, &dh)?;
+                        back.iter_mut().zip(thin).for_each(|(sum, change)| *sum += change);
+                        Ok(back)
+                    })??;
+                    dx = tensor(back, x.shape())?;
+                    candle_core::Result::Ok(())
+                })
+            })
+        })????;
+        Ok([dx, d_down, d_up])
+    }
+}

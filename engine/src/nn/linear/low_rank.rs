@@ -1,0 +1,126 @@
+//! A frozen linear layer with a LoRA: one operation instead of five.
+
+use super::{filled, rows_of};
+use crate::autograd::{Input, Operation};
+use crate::nn::Weight;
+use crate::nn::cpu::{self, Mat, MatMut};
+use crate::nn::low_rank::Thin;
+use candle_core::{Device, Result, Shape, Tensor};
+
+/// `x (W + scale * up * down)^T + b`, of x [.., in], down [rank, in] and up [out, rank].
+pub(super) struct LowRankLinear {
+    /// Gets no gradient.
+    pub(super) weight: Weight,
+    /// Gets no gradient either.
+    pub(super) bias: Option<Tensor>,
+    pub(super) scale: f32,
+}
+
+impl LowRankLinear {
+    fn sizes(&self, x: &Shape, down: &Shape, up: &Shape) -> Result<Thin> {
+        let ((rank, inputs), (outputs, up_rank)) = (down.dims2()?, up.dims2()?);
+        if self.weight.dims() != [outputs, inputs] || rank != up_rank || x.dims().last() != Some(&inputs) {
+            candle_core::bail!(
+                "a LoRA of {down:?} and {up:?} fits neither weight {:?} nor input {x:?}",
+                self.weight.dims()
+            );
+        }
+        Ok(Thin {
+            rows: rows_of(x),
+            inputs,
+            outputs,
+            rank,
+        })
+    }
+}
+
+/// `a b` of these sizes into a fresh matrix.
+fn product(a: Mat<'_>, b: Mat<'_>, alpha: f32) -> Result<Vec<f32>> {
+    let mut out = vec![0f32; a.rows * b.cols];
+    cpu::gemm(MatMut::new(&mut out, a.rows, b.cols), a, b, 0.0, alpha, cpu::threads())?;
+    Ok(out)
+}
+
+impl Operation<3> for LowRankLinear {
+    const NAME: &'static str = "low-rank-linear";
+
+    fn keeps(&self, [_, down, up]: [bool; 3]) -> [bool; 3] {
+        [down || up, true, true]
+    }
+
+    fn forward(
+        &self,
+        [x, down, up]: [&[f32]; 3],
+        [x_shape, down_shape, up_shape]: [&Shape; 3],
+    ) -> Result<(Vec<f32>, Shape)> {
+        let t = self.sizes(x_shape, down_shape, up_shape)?;
+        let x = Mat::new(x, t.rows, t.inputs);
+        let (mut y, beta) = filled(self.bias.as_ref(), t.rows, t.outputs)?;
+        let mut add = |a: Mat<'_>, b: Mat<'_>, beta, alpha| {
+            let out = MatMut::new(&mut y, t.rows, t.outputs);
+            cpu::gemm(out, a, b, beta, alpha, cpu::threads())
+        };
+        let weight = self.weight.dense()?;
+        cpu::with_slice(&weight, |weight| {
+            if t.is_merged() {
+                let merged = t.merged(weight, down, up, self.scale)?;
+                return add(x, Mat::new(&merged, t.outputs, t.inputs).t(), beta, 1.0);
+            }
+            add(x, Mat::new(weight, t.outputs, t.inputs).t(), beta, 1.0)?;
+            let h = product(x, Mat::new(down, t.rank, t.inputs).t(), 1.0)?;
+            let up = Mat::new(up, t.outputs, t.rank).t();
+            add(Mat::new(&h, t.rows, t.rank), up, 1.0, self.scale)
+        })??;
+        let mut dims = x_shape.dims().to_vec();
+        if let Some(last) = dims.last_mut() {
+            *last = t.outputs;
+        }
+        Ok((y, dims.into()))
+    }
+
+    fn backward(&self, [x, down, up]: [&Input; 3], gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
+        let t = self.sizes(x.shape(), down.shape(), up.shape())?;
+        let (trains, wants_dx) = (down.wanted() || up.wanted(), x.wanted());
+        let tensor = |elements: Vec<f32>, shape: &Shape| Tensor::from_vec(elements, shape, &Device::Cpu).map(Some);
+        let [mut dx, mut d_down, mut d_up] = [const { None }; 3];
+        cpu::with_slice(gradient, |dy| {
+            down.with(|d| {
+                up.with(|u| {
+                    let dy = Mat::new(dy, t.rows, t.outputs);
+                    let (d_mat, u_mat) = (Mat::new(d, t.rank, t.inputs), Mat::new(u, t.outputs, t.rank));
+                    let mut dh = Vec::new();
+                    if trains || (wants_dx && !t.is_merged()) {
+                        dh = product(dy, u_mat, self.scale)?;
+                    }
+                    let dh = Mat::new(&dh, t.rows, t.rank);
+                    if trains {
+                        x.with(|x| {
+                            let x = Mat::new(x, t.rows, t.inputs);
+                            let h = product(x, d_mat.t(), 1.0)?;
+                            d_up = tensor(product(dy.t(), Mat::new(&h, t.rows, t.rank), self.scale)?, up.shape())?;
+                            d_down = tensor(product(dh.t(), x, 1.0)?, down.shape())?;
+                            candle_core::Result::Ok(())
+                        })??;
+                    }
+                    if !wants_dx {
+                        return Ok(());
+                    }
+                    let weight = self.weight.dense()?;
+                    let back = cpu::with_slice(&weight, |weight| {
+                        if t.is_merged() {
+                            let merged = t.merged(weight, d, u, self.scale)?;
+                            return product(dy, Mat::new(&merged, t.outputs, t.inputs), 1.0);
+                        }
+                        let mut back = product(dy, Mat::new(weight, t.outputs, t.inputs), 1.0)?;
+                        let out = MatMut::new(&mut back, t.rows, t.inputs);
+                        cpu::gemm(out, dh, d_mat, 1.0, 1.0, cpu::threads())?;
+                        Ok(back)
+                    })??;
+                    dx = tensor(back, x.shape())?;
+                    candle_core::Result::Ok(())
+                })
+            })
+        })????;
+        Ok([dx, d_down, d_up])
+    }
+}

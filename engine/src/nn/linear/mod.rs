@@ -1,0 +1,320 @@
+//! Linear layers.
+
+mod low_rank;
+
+use super::cpu::{self, Product, Sizes, Start};
+use super::transpose::turn;
+use super::{LayerAdapter, Weight};
+use crate::autograd::{Input, Operation, apply};
+use crate::error::Result;
+use crate::weights::{Init, Weights};
+use candle_core::{DType, Device, Shape, Tensor};
+use low_rank::LowRankLinear;
+use rayon::prelude::*;
+use std::sync::Arc;
+
+/// `y = x W^T + b`, with adapters.
+#[derive(Clone, Debug)]
+pub struct Linear {
+    /// [out, in].
+    pub weight: Weight,
+    /// [out].
+    pub bias: Option<Tensor>,
+    /// Applied in this order.
+    pub adapters: Vec<Arc<dyn LayerAdapter>>,
+}
+
+impl Linear {
+    /// Loads `weight` ([outputs, inputs]) and, if asked, `bias` ([outputs]).
+    ///
+    /// # Errors
+    /// When a tensor is missing or has another shape.
+    pub fn new(weights: &Weights, inputs: usize, outputs: usize, bias: bool) -> Result<Self> {
+        let bound = 1.0 / (inputs.max(1) as f64).sqrt();
+        let weight = weights.layer((outputs, inputs), Init::Uniform(bound))?;
+        let bias = if bias {
+            Some(weights.get_with(outputs, "bias", Init::Uniform(bound))?)
+        } else {
+            None
+        };
+        Ok(Self::from_parts(weight, bias))
+    }
+
+    /// From tensors: weight [out, in], bias [out].
+    #[must_use]
+    pub fn from_parts(weight: impl Into<Weight>, bias: Option<Tensor>) -> Self {
+        Self {
+            weight: weight.into(),
+            bias,
+            adapters: Vec::new(),
+        }
+    }
+
+    /// Features of an input.
+    #[must_use]
+    pub fn in_features(&self) -> usize {
+        self.weight.dims().get(1).copied().unwrap_or(0)
+    }
+
+    /// Features of an output.
+    #[must_use]
+    pub fn out_features(&self) -> usize {
+        self.weight.dims().first().copied().unwrap_or(0)
+    }
+
+    /// x [.., in] -> [.., out].
+    ///
+    /// # Errors
+    /// When the shapes do not fit.
+    pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        let (mut y, others) = match self.changed(x)? {
+            Some(y) => (y, self.adapters.get(1..).unwrap_or_default()),
+            None => (project(x, &self.weight, self.bias.as_ref())?, self.adapters.as_slice()),
+        };
+        for adapter in others {
+            y = adapter.apply(x, y)?;
+        }
+        Ok(y)
+    }
+
+    /// With the first adapter, where both are one operation.
+    fn changed(&self, x: &Tensor) -> candle_core::Result<Option<Tensor>> {
+        let Some(change) = self.adapters.first().and_then(|adapter| adapter.low_rank()) else {
+            return Ok(None);
+        };
+        let (Some(weight), bias) = (frozen(&self.weight)?, self.bias.as_ref()) else {
+            return Ok(None);
+        };
+        let here = [x, &change.down, &change.up]
+            .into_iter()
+            .chain(bias)
+            .all(cpu::runs_here);
+        if !here || weight.dtype() != DType::F32 || bias.is_some_and(Tensor::track_op) {
+            return Ok(None);
+        }
+        let operation = LowRankLinear {
+            weight,
+            bias: bias.map(Tensor::contiguous).transpose()?,
+            scale: change.scale as f32,
+        };
+        apply([x, &change.down, &change.up], operation).map(Some)
+    }
+}
+
+/// `x W^T + b`: x [.., in], weight [out, in], bias [out] -> [.., out]. Gradients go to whatever is tracked; a frozen
+/// weight costs nothing in the backward pass.
+///
+/// # Errors
+/// When the shapes do not fit.
+pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> candle_core::Result<Tensor> {
+    project(x, &Weight::Plain(weight.clone()), bias)
+}
+
+fn project(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> candle_core::Result<Tensor> {
+    let &[outputs, inputs] = weight.dims() else {
+        candle_core::bail!("linear: {:?} is no weight of two axes", weight.dims());
+    };
+    let mut shape = x.dims().to_vec();
+    match shape.last_mut() {
+        Some(last) if *last == inputs => *last = outputs,
+        _ => candle_core::bail!("linear: input {:?} does not fit weight {:?}", x.dims(), weight.dims()),
+    }
+    if let Some(weight) = frozen(weight)?.filter(|weight| cpu::runs_here(x) && weight.dtype() == DType::F32) {
+        let (inside, outside) = match bias {
+            Some(bias) if !bias.track_op() && cpu::runs_here(bias) && bias.elem_count() == outputs => {
+                (Some(bias.contiguous()?), None)
+            }
+            other => (None, other),
+        };
+        let y = apply([x], FrozenLinear { weight, bias: inside })?;
+        return match outside {
+            Some(bias) => y.broadcast_add(bias),
+            None => Ok(y),
+        };
+    }
+    // candle keeps what it multiplied with until the backward pass: here a weight that is not plain is dense for so
+    // long, unless the part is recomputed.
+    let weight = weight.dense()?;
+    let y = if cpu::runs_here(x) && weight.dtype() == DType::F32 {
+        apply([x, &weight], TrainedLinear)?
+    } else {
+        let rows = x.elem_count() / inputs.max(1);
+        x.contiguous()?
+            .reshape((rows, inputs))?
+            .matmul(&weight.t()?)?
+            .reshape(shape)?
+    };
+    match bias {
+        Some(bias) => y.broadcast_add(bias),
+        None => Ok(y),
+    }
+}
+
+/// The weight, if it gets no gradient.
+fn frozen(weight: &Weight) -> candle_core::Result<Option<Weight>> {
+    Ok(match weight {
+        Weight::Plain(weight) if weight.track_op() => None,
+        Weight::Plain(weight) => Some(Weight::Plain(weight.contiguous()?)),
+        Weight::Packed(_) | Weight::Streamed(_) => Some(weight.clone()),
+    })
+}
+
+/// Rows of x [.., width].
+fn rows_of(x: &Shape) -> usize {
+    x.elem_count() / x.dims().last().copied().unwrap_or(1).max(1)
+}
+
+/// Room for [rows, outputs], with the bias in every row, and what a product that is written there multiplies it with.
+fn filled(bias: Option<&Tensor>, rows: usize, outputs: usize) -> candle_core::Result<(Vec<f32>, f32)> {
+    let mut y = vec![0f32; rows * outputs];
+    let Some(bias) = bias.filter(|_| outputs > 0) else {
+        return Ok((y, 0.0));
+    };
+    if bias.elem_count() != outputs {
+        candle_core::bail!("linear: the bias does not have {outputs} elements");
+    }
+    cpu::with_slice(bias, |bias| {
+        y.par_chunks_mut(outputs)
+            .with_min_len(64)
+            .for_each(|row| row.copy_from_slice(bias));
+    })?;
+    Ok((y, 1.0))
+}
+
+/// x W^T + b: x [.., in], weight [out, in] -> [.., out].
+fn multiply(x: &[f32], shape: &Shape, weight: &[f32], outputs: usize, bias: Option<&Tensor>) -> Made {
+    let (rows, mut dims) = (rows_of(shape), shape.dims().to_vec());
+    let Some(width) = dims.last_mut() else {
+        candle_core::bail!("linear: the input is a single number");
+    };
+    let inputs = std::mem::replace(width, outputs);
+    let bias = bias.map(Tensor::contiguous).transpose()?;
+    if rows <= FEW {
+        let y = match &bias {
+            Some(bias) => cpu::with_slice(bias, |bias| of_few(x, weight, Some(bias), [rows, inputs, outputs]))??,
+            None => of_few(x, weight, None, [rows, inputs, outputs])?,
+        };
+        return Ok((y, dims.into()));
+    }
+    let (mut y, beta) = filled(bias.as_ref(), rows, outputs)?;
+    let out = cpu::MatMut::new(&mut y, rows, outputs);
+    let (x, weight) = (cpu::Mat::new(x, rows, inputs), cpu::Mat::new(weight, outputs, inputs));
+    cpu::gemm(out, x, weight.t(), beta, 1.0, cpu::threads())?;
+    Ok((y, dims.into()))
+}
+
+/// Up to so many rows it takes longer to pack a weight than to multiply with it.
+const FEW: usize = 160;
+
+/// The same with few rows: the other way round, so that each element of the weight is read once, as it lies.
+fn of_few(
+    x: &[f32],
+    weight: &[f32],
+    bias: Option<&[f32]>,
+    [rows, inputs, outputs]: [usize; 3],
+) -> candle_core::Result<Vec<f32>> {
+    if weight.len() != inputs * outputs || bias.is_some_and(|bias| bias.len() != outputs) {
+        candle_core::bail!("linear: weight and bias do not have {inputs} inputs and {outputs} outputs");
+    }
+    let mut turned = vec![0f32; outputs * rows];
+    let product = Product {
+        sizes: Sizes {
+            rows: outputs,
+            cols: rows,
+            depth: inputs,
+        },
+        a: &cpu::Mat::new(weight, outputs, inputs),
+        b: &cpu::Mat::new(x, rows, inputs).t(),
+        start: bias.map_or(Start::Zero, Start::Rows),
+    };
+    product.write(&mut turned, rows, cpu::threads());
+    Ok(turn(&turned, [1, outputs, rows]))
+}
+
+type Made = candle_core::Result<(Vec<f32>, Shape)>;
+
+/// The gradient of x: dy W.
+fn backward_input(x: &Shape, weight: &Tensor, gradient: &Tensor) -> candle_core::Result<Tensor> {
+    let (outputs, inputs) = weight.dims2()?;
+    let rows = rows_of(x);
+    let mut dx = vec![0f32; rows * inputs];
+    cpu::with_slice(weight, |weight| {
+        cpu::with_slice(gradient, |dy| {
+            let (dy, weight) = (cpu::Mat::new(dy, rows, outputs), cpu::Mat::new(weight, outputs, inputs));
+            cpu::gemm(
+                cpu::MatMut::new(&mut dx, rows, inputs),
+                dy,
+                weight,
+                0.0,
+                1.0,
+                cpu::threads(),
+            )
+        })
+    })???;
+    Tensor::from_vec(dx, x, &Device::Cpu)
+}
+
+/// A product of which both sides may get a gradient. With candle's own there would be a change of shape before and
+/// after, each of which goes through memory several times in the backward pass.
+struct TrainedLinear;
+
+impl Operation<2> for TrainedLinear {
+    const NAME: &'static str = "linear";
+
+    fn keeps(&self, [x, weight]: [bool; 2]) -> [bool; 2] {
+        [weight, x]
+    }
+
+    fn forward(&self, [x, weight]: [&[f32]; 2], [x_shape, weight_shape]: [&Shape; 2]) -> Made {
+        let (outputs, _) = weight_shape.dims2()?;
+        multiply(x, x_shape, weight, outputs, None)
+    }
+
+    fn backward(&self, [x, weight]: [&Input; 2], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 2]> {
+        let dx = if x.wanted() {
+            Some(backward_input(x.shape(), weight.tensor()?, gradient)?)
+        } else {
+            None
+        };
+        if !weight.wanted() {
+            return Ok([dx, None]);
+        }
+        let ((outputs, inputs), rows) = (weight.shape().dims2()?, rows_of(x.shape()));
+        let mut dw = vec![0f32; outputs * inputs];
+        x.with(|x| {
+            cpu::with_slice(gradient, |dy| {
+                let (dy, x) = (cpu::Mat::new(dy, rows, outputs), cpu::Mat::new(x, rows, inputs));
+                let out = cpu::MatMut::new(&mut dw, outputs, inputs);
+                cpu::gemm(out, dy.t(), x, 0.0, 1.0, cpu::threads())
+            })
+        })???;
+        Ok([dx, Some(Tensor::from_vec(dw, weight.shape(), &Device::Cpu)?)])
+    }
+}
+
+/// A product with a weight that gets no gradient. candle's own matmul would compute one and throw it away.
+struct FrozenLinear {
+    weight: Weight,
+    /// Gets no gradient either.
+    bias: Option<Tensor>,
+}
+
+impl Operation<1> for FrozenLinear {
+    const NAME: &'static str = "frozen-linear";
+
+    fn keeps(&self, _: [bool; 1]) -> [bool; 1] {
+        [false]
+    }
+
+    fn forward(&self, [x]: [&[f32]; 1], [shape]: [&Shape; 1]) -> Made {
+        let weight = self.weight.dense()?;
+        let (outputs, _) = weight.dims2()?;
+        cpu::with_slice(&weight, |weight| {
+            multiply(x, shape, weight, outputs, self.bias.as_ref())
+        })?
+    }
+
+    fn backward(&self, [x]: [&Input; 1], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 1]> {
+        Ok([Some(backward_input(x.shape(), &self.weight.dense()?, gradient)?)])
+    }
+}

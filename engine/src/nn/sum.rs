@@ -1,0 +1,164 @@
+//! Where tensors come together: sums and skips.
+
+use super::cpu::{self, Function, Simd, each, each_here};
+use crate::autograd::{Input, Operation, apply};
+use candle_core::{Shape, Tensor};
+use rayon::prelude::*;
+
+/// a + b, of the same shape.
+///
+/// # Errors
+/// When the shapes differ.
+pub fn add(a: &Tensor, b: &Tensor) -> candle_core::Result<Tensor> {
+    if cpu::runs_here(a) && cpu::runs_here(b) {
+        return apply([a, b], Sum);
+    }
+    a + b
+}
+
+/// x [b, c, ..] plus shift [b, c] in every place of a channel.
+///
+/// # Errors
+/// When the shapes do not fit.
+pub fn add_channels(x: &Tensor, shift: &Tensor) -> candle_core::Result<Tensor> {
+    if cpu::runs_here(x) && cpu::runs_here(shift) {
+        return apply([x, shift], Shifted);
+    }
+    let mut shape = vec![1; x.rank()];
+    shape[..2].copy_from_slice(&[x.dim(0)?, x.dim(1)?]);
+    x.broadcast_add(&shift.reshape(shape)?)
+}
+
+/// a [b, c, ..] and b [b, d, ..] -> [b, c + d, ..].
+///
+/// # Errors
+/// When the shapes differ anywhere else.
+pub fn cat_channels(a: &Tensor, b: &Tensor) -> candle_core::Result<Tensor> {
+    if cpu::runs_here(a) && cpu::runs_here(b) {
+        return apply([a, b], Cat);
+    }
+    Tensor::cat(&[a, b], 1)
+}
+
+type Made = candle_core::Result<(Vec<f32>, Shape)>;
+type Back = candle_core::Result<[Option<Tensor>; 2]>;
+
+/// Two numbers.
+#[derive(Clone, Copy)]
+struct Sum;
+
+impl Function<2> for Sum {
+    #[inline(always)]
+    fn of<S: Simd>(self, [a, b]: [S::V; 2]) -> S::V {
+        S::add(a, b)
+    }
+}
+
+impl Operation<2> for Sum {
+    const NAME: &'static str = "add";
+
+    fn keeps(&self, _: [bool; 2]) -> [bool; 2] {
+        [false; 2]
+    }
+
+    fn forward(&self, [a, b]: [&[f32]; 2], [a_shape, b_shape]: [&Shape; 2]) -> Made {
+        if a_shape != b_shape {
+            candle_core::bail!("add: {a_shape:?} and {b_shape:?} differ");
+        }
+        let mut y = vec![0f32; a.len()];
+        each(Self, [a, b], &mut y);
+        Ok((y, a_shape.clone()))
+    }
+
+    fn backward(&self, _: [&Input; 2], gradient: &Tensor) -> Back {
+        Ok([Some(gradient.clone()), Some(gradient.clone())])
+    }
+}
+
+/// One number for all places of a channel.
+#[derive(Clone, Copy)]
+struct Plus(f32);
+
+impl Function<1> for Plus {
+    #[inline(always)]
+    fn of<S: Simd>(self, [x]: [S::V; 1]) -> S::V {
+        S::add(x, S::splat(self.0))
+    }
+}
+
+struct Shifted;
+
+impl Operation<2> for Shifted {
+    const NAME: &'static str = "add-channels";
+
+    fn keeps(&self, _: [bool; 2]) -> [bool; 2] {
+        [false; 2]
+    }
+
+    fn forward(&self, [x, shift]: [&[f32]; 2], [x_shape, shift_shape]: [&Shape; 2]) -> Made {
+        if x_shape.rank() < 2 || shift_shape.dims() != &x_shape.dims()[..2] {
+            candle_core::bail!("add_channels: {shift_shape:?} does not fit {x_shape:?}");
+        }
+        let mut y = vec![0f32; x.len()];
+        if !x.is_empty() {
+            let places = x.len() / shift.len();
+            y.par_chunks_mut(places)
+                .zip(x.par_chunks(places))
+                .zip(shift)
+                .for_each(|((y, x), shift)| each_here(Plus(*shift), [x], y));
+        }
+        Ok((y, x_shape.clone()))
+    }
+
+    fn backward(&self, [_, shift]: [&Input; 2], gradient: &Tensor) -> Back {
+        let sums = if shift.wanted() {
+            Some(gradient.flatten_from(2)?.sum(2)?)
+        } else {
+            None
+        };
+        Ok([Some(gradient.clone()), sums])
+    }
+}
+
+struct Cat;
+
+impl Operation<2> for Cat {
+    const NAME: &'static str = "cat-channels";
+
+    fn keeps(&self, _: [bool; 2]) -> [bool; 2] {
+        [false; 2]
+    }
+
+    fn forward(&self, [a, b]: [&[f32]; 2], [a_shape, b_shape]: [&Shape; 2]) -> Made {
+        let (mut dims, others) = (a_shape.dims().to_vec(), b_shape.dims());
+        if dims.len() < 2 || others.len() != dims.len() || dims[0] != others[0] || dims[2..] != others[2..] {
+            candle_core::bail!("cat_channels: {a_shape:?} and {b_shape:?} do not fit");
+        }
+        dims[1] += others[1];
+        let mut y = vec![0f32; a.len() + b.len()];
+        let batch = dims[0].max(1);
+        let (first, second) = (a.len() / batch, b.len() / batch);
+        if !y.is_empty() {
+            for (i, y) in y.chunks_mut(first + second).enumerate() {
+                let (to_a, to_b) = y.split_at_mut(first);
+                let copy = |to: &mut [f32], from: &[f32]| {
+                    let grain = 1 << 14;
+                    to.par_chunks_mut(grain)
+                        .zip(from.par_chunks(grain))
+                        .for_each(|(to, from)| to.copy_from_slice(from));
+                };
+                copy(to_a, &a[i * first..(i + 1) * first]);
+                copy(to_b, &b[i * second..(i + 1) * second]);
+            }
+        }
+        Ok((y, dims.into()))
+    }
+
+    fn backward(&self, [a, b]: [&Input; 2], gradient: &Tensor) -> Back {
+        let (first, second) = (a.shape().dims()[1], b.shape().dims()[1]);
+        Ok([
+            Some(gradient.narrow(1, 0, first)?),
+            Some(gradient.narrow(1, first, second)?),
+        ])
+    }
+}
