@@ -35,12 +35,7 @@ impl Drawing {
         for note in &compute.notes {
             cx.log("info", note.clone());
         }
-        let path = cx.local(&config.name_or_path);
-        let options = cx.load_options(config, &compute);
-        let mut model = SdModel::load(&path, &options)?;
-        if let Some(vae) = &config.vae_path {
-            model.vae = options.vae(&cx.local(vae))?;
-        }
+        let mut model = cx.load_model(config, &compute)?.model;
         let lora = match &config.lora_path {
             None => None,
             Some(path) => {

@@ -17,10 +17,11 @@ use crate::adapters::LoadedLora;
 use crate::device::Compute;
 use crate::device::allocator::FreePages;
 use crate::error::{EngineError, Result};
-use crate::models::sd::LoadOptions;
+use crate::models::sd::{LoadOptions, SdModel};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::job::model::ModelConfig;
 use aitk_common::job::{JobSpec, Process, ProcessKind};
+use aitk_common::plan::choices::Choices;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -58,6 +59,14 @@ impl StopSignal {
     pub fn is_set(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
+}
+
+/// A model, and what was decided when it was loaded.
+struct Loaded {
+    model: SdModel,
+    /// The folder or file that its VAE is from: its own, or that of `model.vae_path`.
+    vae_path: PathBuf,
+    choices: Choices,
 }
 
 /// What a process works with.
@@ -115,16 +124,29 @@ impl Context<'_> {
         }
     }
 
-    /// How a model is loaded under the attempt's memory profile. From here on free memory is treated as the profile wants.
-    fn load_options(&self, model: &ModelConfig, compute: &Compute) -> LoadOptions {
-        let options = LoadOptions::of_job(model, self.spec.profile, compute.dtype, compute.device.clone());
-        let pages = if options.choices.pages_returned {
-            FreePages::GivenBack
-        } else {
-            FreePages::Kept
+    /// The model that a `model` section names, as the attempt's memory profile wants it. From here on free memory is treated as the profile wants; what loading leaves
+    /// behind, such as weights as they were before they were quantised, is given back.
+    fn load_model(&self, config: &ModelConfig, compute: &Compute) -> Result<Loaded> {
+        let options = LoadOptions::of_job(config, self.spec.profile, compute.dtype, compute.device.clone());
+        FreePages::GivenBack.set();
+        let path = self.local(&config.name_or_path);
+        let mut model = SdModel::load(&path, &options)?;
+        let vae_path = match &config.vae_path {
+            Some(vae) => {
+                let path = self.local(vae);
+                model.vae = options.vae(&path)?;
+                path
+            }
+            None => path,
         };
-        pages.set();
-        options
+        if !options.choices.pages_returned {
+            FreePages::Kept.set();
+        }
+        Ok(Loaded {
+            model,
+            vae_path,
+            choices: options.choices,
+        })
     }
 
     /// A phase begins.

@@ -11,7 +11,7 @@ mod resume;
 mod samples;
 mod saving;
 
-use super::Context;
+use super::{Context, Loaded};
 use crate::adapters::{Component, LoraNetwork, load_lora};
 use crate::data::Dataset;
 use crate::device;
@@ -85,14 +85,11 @@ impl<'a> Run<'a> {
         for note in &compute.notes {
             cx.log("info", note.clone());
         }
-        let path = cx.local(&process.model.name_or_path);
-        let load = cx.load_options(&process.model, &compute);
-        let mut model = SdModel::load(&path, &load)?;
-        let mut vae_path = path;
-        if let Some(vae) = &process.model.vae_path {
-            vae_path = cx.local(vae);
-            model.vae = load.vae(&vae_path)?;
-        }
+        let Loaded {
+            mut model,
+            vae_path,
+            choices,
+        } = cx.load_model(&process.model, &compute)?;
         if let Some(lora) = &process.model.lora_path {
             let path = cx.local(lora);
             let mut parts = parts(&mut model);
@@ -100,7 +97,7 @@ impl<'a> Run<'a> {
             cx.lora_loaded(&path, &loaded);
         }
 
-        let residency = Residency::checkpointing(process.train.gradient_checkpointing || load.choices.recomputed);
+        let residency = Residency::checkpointing(process.train.gradient_checkpointing || choices.recomputed);
         (model.unet.residency, model.text_encoder.residency) = (residency, residency);
         let config = options::network(process)?;
         let mut generator = generator_for(seed, "network", 0, 0);

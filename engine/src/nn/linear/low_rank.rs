@@ -1,6 +1,6 @@
 //! A frozen linear layer with a LoRA: one operation instead of five.
 
-use super::{filled, rows_of};
+use super::{filled, rows_of, with_bias};
 use crate::autograd::{Input, Operation};
 use crate::nn::Weight;
 use crate::nn::cpu::{self, Mat, MatMut};
@@ -55,7 +55,7 @@ impl Operation<3> for LowRankLinear {
     ) -> Result<(Vec<f32>, Shape)> {
         let t = self.sizes(x_shape, down_shape, up_shape)?;
         let x = Mat::new(x, t.rows, t.inputs);
-        let (mut y, beta) = filled(self.bias.as_ref(), t.rows, t.outputs)?;
+        let (mut y, beta) = with_bias(self.bias.as_ref(), |bias| filled(bias, t.rows, t.outputs))?;
         let mut add = |a: Mat<'_>, b: Mat<'_>, beta, alpha| {
             let out = MatMut::new(&mut y, t.rows, t.outputs);
             cpu::gemm(out, a, b, beta, alpha, cpu::threads())

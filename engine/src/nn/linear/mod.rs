@@ -132,18 +132,21 @@ fn project(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> candle_core::R
             None => Ok(y),
         };
     }
-    // candle keeps what it multiplied with until the backward pass: here a weight that is not plain is dense for so
-    // long, unless the part is recomputed.
+    // What is multiplied with is kept until the backward pass: here a weight that is not plain is dense for so long,
+    // unless the part is recomputed.
     let weight = weight.dense()?;
-    let y = if cpu::runs_here(x) && weight.dtype() == DType::F32 {
-        apply([x, &weight], TrainedLinear)?
-    } else {
-        let rows = x.elem_count() / inputs.max(1);
-        x.contiguous()?
-            .reshape((rows, inputs))?
-            .matmul(&weight.t()?)?
-            .reshape(shape)?
-    };
+    if cpu::runs_here(x) && cpu::runs_here(&weight) && bias.is_none_or(cpu::runs_here) {
+        return match bias {
+            Some(bias) => apply([x, &weight, bias], TrainedLinear),
+            None => apply([x, &weight], TrainedLinear),
+        };
+    }
+    let rows = x.elem_count() / inputs.max(1);
+    let y = x
+        .contiguous()?
+        .reshape((rows, inputs))?
+        .matmul(&weight.t()?)?
+        .reshape(shape)?;
     match bias {
         Some(bias) => y.broadcast_add(bias),
         None => Ok(y),
@@ -165,38 +168,31 @@ fn rows_of(x: &Shape) -> usize {
 }
 
 /// Room for [rows, outputs], with the bias in every row, and what a product that is written there multiplies it with.
-fn filled(bias: Option<&Tensor>, rows: usize, outputs: usize) -> candle_core::Result<(Vec<f32>, f32)> {
+fn filled(bias: Option<&[f32]>, rows: usize, outputs: usize) -> candle_core::Result<(Vec<f32>, f32)> {
     let mut y = vec![0f32; rows * outputs];
     let Some(bias) = bias.filter(|_| outputs > 0) else {
         return Ok((y, 0.0));
     };
-    if bias.elem_count() != outputs {
+    if bias.len() != outputs {
         candle_core::bail!("linear: the bias does not have {outputs} elements");
     }
-    cpu::with_slice(bias, |bias| {
-        y.par_chunks_mut(outputs)
-            .with_min_len(64)
-            .for_each(|row| row.copy_from_slice(bias));
-    })?;
+    y.par_chunks_mut(outputs)
+        .with_min_len(64)
+        .for_each(|row| row.copy_from_slice(bias));
     Ok((y, 1.0))
 }
 
 /// x W^T + b: x [.., in], weight [out, in] -> [.., out].
-fn multiply(x: &[f32], shape: &Shape, weight: &[f32], outputs: usize, bias: Option<&Tensor>) -> Made {
+fn multiply(x: &[f32], shape: &Shape, weight: &[f32], outputs: usize, bias: Option<&[f32]>) -> Made {
     let (rows, mut dims) = (rows_of(shape), shape.dims().to_vec());
     let Some(width) = dims.last_mut() else {
         candle_core::bail!("linear: the input is a single number");
     };
     let inputs = std::mem::replace(width, outputs);
-    let bias = bias.map(Tensor::contiguous).transpose()?;
     if rows <= FEW {
-        let y = match &bias {
-            Some(bias) => cpu::with_slice(bias, |bias| of_few(x, weight, Some(bias), [rows, inputs, outputs]))??,
-            None => of_few(x, weight, None, [rows, inputs, outputs])?,
-        };
-        return Ok((y, dims.into()));
+        return Ok((of_few(x, weight, bias, [rows, inputs, outputs])?, dims.into()));
     }
-    let (mut y, beta) = filled(bias.as_ref(), rows, outputs)?;
+    let (mut y, beta) = filled(bias, rows, outputs)?;
     let out = cpu::MatMut::new(&mut y, rows, outputs);
     let (x, weight) = (cpu::Mat::new(x, rows, inputs), cpu::Mat::new(weight, outputs, inputs));
     cpu::gemm(out, x, weight.t(), beta, 1.0, cpu::threads())?;
@@ -231,6 +227,17 @@ fn of_few(
     Ok(turn(&turned, [1, outputs, rows]))
 }
 
+/// Runs `f` on the elements of a bias.
+fn with_bias<R>(
+    bias: Option<&Tensor>,
+    f: impl FnOnce(Option<&[f32]>) -> candle_core::Result<R>,
+) -> candle_core::Result<R> {
+    match bias {
+        Some(bias) => cpu::with_slice(bias, |bias| f(Some(bias)))?,
+        None => f(None),
+    }
+}
+
 type Made = candle_core::Result<(Vec<f32>, Shape)>;
 
 /// The gradient of x: dy W.
@@ -258,19 +265,8 @@ fn backward_input(x: &Shape, weight: &Tensor, gradient: &Tensor) -> candle_core:
 /// after, each of which goes through memory several times in the backward pass.
 struct TrainedLinear;
 
-impl Operation<2> for TrainedLinear {
-    const NAME: &'static str = "linear";
-
-    fn keeps(&self, [x, weight]: [bool; 2]) -> [bool; 2] {
-        [weight, x]
-    }
-
-    fn forward(&self, [x, weight]: [&[f32]; 2], [x_shape, weight_shape]: [&Shape; 2]) -> Made {
-        let (outputs, _) = weight_shape.dims2()?;
-        multiply(x, x_shape, weight, outputs, None)
-    }
-
-    fn backward(&self, [x, weight]: [&Input; 2], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 2]> {
+impl TrainedLinear {
+    fn gradients(x: &Input, weight: &Input, gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 2]> {
         let dx = if x.wanted() {
             Some(backward_input(x.shape(), weight.tensor()?, gradient)?)
         } else {
@@ -292,6 +288,74 @@ impl Operation<2> for TrainedLinear {
     }
 }
 
+/// The sum over the rows of x [rows, width]. In an order that does not depend on the number of threads.
+fn sum_rows(x: &[f32], width: usize) -> Vec<f32> {
+    /// Columns that a task adds up, and rows that it adds before it goes over to greater precision.
+    const COLUMNS: usize = 256;
+    const ROWS: usize = 32;
+    let mut sums = vec![0f32; width];
+    sums.par_chunks_mut(COLUMNS).enumerate().for_each(|(i, sums)| {
+        let columns = i * COLUMNS..i * COLUMNS + sums.len();
+        let mut exact = vec![0f64; sums.len()];
+        for rows in x.chunks(ROWS * width) {
+            sums.fill(0.0);
+            for row in rows.chunks_exact(width) {
+                sums.iter_mut()
+                    .zip(&row[columns.clone()])
+                    .for_each(|(sum, v)| *sum += v);
+            }
+            exact
+                .iter_mut()
+                .zip(&*sums)
+                .for_each(|(exact, sum)| *exact += f64::from(*sum));
+        }
+        sums.iter_mut().zip(exact).for_each(|(sum, exact)| *sum = exact as f32);
+    });
+    sums
+}
+
+impl Operation<2> for TrainedLinear {
+    const NAME: &'static str = "linear";
+
+    fn keeps(&self, [x, weight]: [bool; 2]) -> [bool; 2] {
+        [weight, x]
+    }
+
+    fn forward(&self, [x, weight]: [&[f32]; 2], [x_shape, weight_shape]: [&Shape; 2]) -> Made {
+        let (outputs, _) = weight_shape.dims2()?;
+        multiply(x, x_shape, weight, outputs, None)
+    }
+
+    fn backward(&self, [x, weight]: [&Input; 2], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 2]> {
+        Self::gradients(x, weight, gradient)
+    }
+}
+
+impl Operation<3> for TrainedLinear {
+    const NAME: &'static str = "linear-bias";
+
+    fn keeps(&self, [x, weight, _]: [bool; 3]) -> [bool; 3] {
+        [weight, x, false]
+    }
+
+    fn forward(&self, [x, weight, bias]: [&[f32]; 3], [x_shape, weight_shape, _]: [&Shape; 3]) -> Made {
+        let (outputs, _) = weight_shape.dims2()?;
+        multiply(x, x_shape, weight, outputs, Some(bias))
+    }
+
+    fn backward(&self, [x, weight, bias]: [&Input; 3], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 3]> {
+        let [dx, dw] = Self::gradients(x, weight, gradient)?;
+        let db = if bias.wanted() {
+            let outputs = bias.shape().elem_count();
+            let sums = cpu::with_slice(gradient, |dy| sum_rows(dy, outputs))?;
+            Some(Tensor::from_vec(sums, bias.shape(), &Device::Cpu)?)
+        } else {
+            None
+        };
+        Ok([dx, dw, db])
+    }
+}
+
 /// A product with a weight that gets no gradient. candle's own matmul would compute one and throw it away.
 struct FrozenLinear {
     weight: Weight,
@@ -309,9 +373,9 @@ impl Operation<1> for FrozenLinear {
     fn forward(&self, [x]: [&[f32]; 1], [shape]: [&Shape; 1]) -> Made {
         let weight = self.weight.dense()?;
         let (outputs, _) = weight.dims2()?;
-        cpu::with_slice(&weight, |weight| {
-            multiply(x, shape, weight, outputs, self.bias.as_ref())
-        })?
+        with_bias(self.bias.as_ref(), |bias| {
+            cpu::with_slice(&weight, |weight| multiply(x, shape, weight, outputs, bias))?
+        })
     }
 
     fn backward(&self, [x]: [&Input; 1], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 1]> {
