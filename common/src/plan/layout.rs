@@ -18,8 +18,8 @@ pub(super) struct Machine {
     weights: f64,
     /// The same where it is quantised: what it was before lay between.
     quantised: f64,
-    /// GiB that the quantising of layer after layer leaves behind.
-    packing: f64,
+    /// GiB of free pages that stay with the program, where they are not given back at once.
+    free_pages: f64,
     /// On top of everything.
     margin: f64,
     /// Share of a streamed or quantised denoiser that is there as it is computed with: what is not in a layer, and the
@@ -32,19 +32,19 @@ const GPU: Machine = Machine {
     base: 0.6,
     weights: 1.0,
     quantised: 1.0,
-    packing: 0.0,
+    free_pages: 0.0,
     margin: 1.1,
     unpacked: 0.05,
 };
 
 /// A processor, measured (docs/memory.md).
 const PROCESSOR: Machine = Machine {
-    base: 0.09,
-    weights: 1.055,
-    quantised: 1.2,
-    packing: 0.04,
+    base: 0.02,
+    weights: 1.091,
+    quantised: 1.327,
+    free_pages: 0.121,
     margin: 1.02,
-    unpacked: 0.036,
+    unpacked: 0.043,
 };
 
 /// GiB of activations of a job.
@@ -82,7 +82,7 @@ pub(super) struct Layout {
     pub(super) vae: f64,
     /// Adapters, gradients, optimizer state. GiB.
     pub(super) trained: f64,
-    /// What is trained and its state, twice: as it is, and on its way to a file. GiB; none where that is elsewhere.
+    /// What is trained and its state, as they are and on their way to a file. GiB; none where that is elsewhere.
     pub(super) saving: f64,
     pub(super) activations: Activations,
     /// What the config's own keys ask for.
@@ -111,23 +111,25 @@ impl Layout {
         };
         let kept = denoiser + self.text * (1.0 - choices.text_streamed) + self.vae * (1.0 - choices.vae_streamed);
         let quantised = quantised + self.text_quantised;
-        let packing = if quantised > 0.0 { machine.packing } else { 0.0 };
-        let stays = kept * machine.weights + quantised * machine.quantised + packing;
+        let stays = kept * machine.weights + quantised * machine.quantised;
         let Activations {
             work,
             lean_work,
             mut vae,
             vae_megapixels,
         } = self.activations;
+        let free_pages = if choices.pages_returned {
+            0.0
+        } else {
+            machine.free_pages
+        };
         if choices.vae_tiled && vae_megapixels > TILE {
             vae *= TILE / vae_megapixels;
         }
         let lean = choices.guidance_in_turn || choices.recomputed;
         let work = if lean { lean_work } else { work };
         let running = self.trained + (work + layer).max(vae);
-        // Half of what the last step took is still held.
-        let saving = self.saving + (work + layer) / 2.0;
-        let whole = stays + running.max(saving) + machine.base;
+        let whole = stays + running.max(self.saving) + free_pages + machine.base;
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
         let bytes = (whole * machine.margin * GIB).clamp(0.0, 1e18) as u64;
         bytes

@@ -1,7 +1,9 @@
 //! The change that LoRA makes to a layer, as a change of its weight.
 
 use super::cpu::{self, Mat, MatMut};
-use candle_core::Tensor;
+use super::{LayerAdapter, Weight};
+use candle_core::{DType, Tensor};
+use std::sync::Arc;
 
 /// `weight + scale * up * down`, where both are thin (E. Hu and others, "LoRA: Low-Rank Adaptation of Large Language
 /// Models", 2021).
@@ -13,6 +15,42 @@ pub struct LowRank {
     pub up: Tensor,
     /// alpha / rank times the strength.
     pub scale: f64,
+}
+
+/// What a layer is computed from together with its first adapter.
+pub(super) struct Together {
+    pub(super) change: LowRank,
+    /// Gets no gradient.
+    pub(super) weight: Weight,
+    /// Gets no gradient either.
+    pub(super) bias: Option<Tensor>,
+}
+
+impl Together {
+    /// `None` where both are computed on their own: the adapter is no low-rank change, the layer is trained itself, or this
+    /// is not float32 on the processor.
+    pub(super) fn of(
+        x: &Tensor,
+        weight: &Weight,
+        bias: Option<&Tensor>,
+        adapters: &[Arc<dyn LayerAdapter>],
+    ) -> candle_core::Result<Option<Self>> {
+        let Some(change) = adapters.first().and_then(|adapter| adapter.low_rank()) else {
+            return Ok(None);
+        };
+        let here = [x, &change.down, &change.up]
+            .into_iter()
+            .chain(bias)
+            .all(cpu::runs_here);
+        if !here || weight.dtype() != DType::F32 || bias.is_some_and(Tensor::track_op) {
+            return Ok(None);
+        }
+        let Some(weight) = weight.frozen()? else {
+            return Ok(None);
+        };
+        let bias = bias.map(Tensor::contiguous).transpose()?;
+        Ok(Some(Self { change, weight, bias }))
+    }
 }
 
 /// The sizes of a layer with a low-rank change, as matrices.

@@ -57,6 +57,15 @@ impl Weight {
         }
     }
 
+    /// The same, if it gets no gradient.
+    pub(super) fn frozen(&self) -> candle_core::Result<Option<Self>> {
+        Ok(match self {
+            Self::Plain(weight) if weight.track_op() => None,
+            Self::Plain(weight) => Some(Self::Plain(weight.contiguous()?)),
+            Self::Packed(_) | Self::Streamed(_) => Some(self.clone()),
+        })
+    }
+
     /// The tensor; unless it is a plain one a fresh one, which should not outlive its use.
     ///
     /// # Errors

@@ -8,6 +8,7 @@ mod kernels;
 mod low_rank;
 mod windows;
 
+use super::low_rank::Together;
 use super::{LayerAdapter, Weight, cpu};
 use crate::autograd::{Input, Operation, apply};
 use crate::error::Result;
@@ -86,30 +87,13 @@ impl Conv2d {
 
     /// With the first adapter, where both are one operation.
     fn changed(&self, x: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        let Some(change) = self.adapters.first().and_then(|adapter| adapter.low_rank()) else {
+        let Some(Together { change, weight, bias }) =
+            Together::of(x, &self.weight, self.bias.as_ref(), &self.adapters)?
+        else {
             return Ok(None);
         };
-        let (weight, bias) = (
-            match &self.weight {
-                Weight::Plain(weight) if weight.track_op() => return Ok(None),
-                Weight::Plain(weight) => Weight::Plain(weight.contiguous()?),
-                other => other.clone(),
-            },
-            self.bias.as_ref(),
-        );
-        let here = [x, &change.down, &change.up]
-            .into_iter()
-            .chain(bias)
-            .all(cpu::runs_here);
-        if !here || weight.dtype() != DType::F32 || bias.is_some_and(Tensor::track_op) {
-            return Ok(None);
-        }
-        let operation = LowRankConv {
-            op: self.op(bias)?,
-            weight,
-            scale: change.scale as f32,
-        };
-        apply([x, &change.down, &change.up], operation).map(Some)
+        let (op, scale) = (self.op(bias.as_ref())?, change.scale as f32);
+        apply([x, &change.down, &change.up], LowRankConv { op, weight, scale }).map(Some)
     }
 
     fn op(&self, bias: Option<&Tensor>) -> candle_core::Result<ConvOp> {

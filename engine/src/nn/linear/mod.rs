@@ -1,8 +1,10 @@
 //! Linear layers.
 
 mod low_rank;
+mod trained;
 
 use super::cpu::{self, Product, Sizes, Start};
+use super::low_rank::Together;
 use super::transpose::turn;
 use super::{LayerAdapter, Weight};
 use crate::autograd::{Input, Operation, apply};
@@ -12,6 +14,7 @@ use candle_core::{DType, Device, Shape, Tensor};
 use low_rank::LowRankLinear;
 use rayon::prelude::*;
 use std::sync::Arc;
+use trained::TrainedLinear;
 
 /// `y = x W^T + b`, with adapters.
 #[derive(Clone, Debug)]
@@ -79,24 +82,13 @@ impl Linear {
 
     /// With the first adapter, where both are one operation.
     fn changed(&self, x: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        let Some(change) = self.adapters.first().and_then(|adapter| adapter.low_rank()) else {
+        let Some(Together { change, weight, bias }) =
+            Together::of(x, &self.weight, self.bias.as_ref(), &self.adapters)?
+        else {
             return Ok(None);
         };
-        let (Some(weight), bias) = (frozen(&self.weight)?, self.bias.as_ref()) else {
-            return Ok(None);
-        };
-        let here = [x, &change.down, &change.up]
-            .into_iter()
-            .chain(bias)
-            .all(cpu::runs_here);
-        if !here || weight.dtype() != DType::F32 || bias.is_some_and(Tensor::track_op) {
-            return Ok(None);
-        }
-        let operation = LowRankLinear {
-            weight,
-            bias: bias.map(Tensor::contiguous).transpose()?,
-            scale: change.scale as f32,
-        };
+        let scale = change.scale as f32;
+        let operation = LowRankLinear { weight, bias, scale };
         apply([x, &change.down, &change.up], operation).map(Some)
     }
 }
@@ -119,7 +111,10 @@ fn project(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> candle_core::R
         Some(last) if *last == inputs => *last = outputs,
         _ => candle_core::bail!("linear: input {:?} does not fit weight {:?}", x.dims(), weight.dims()),
     }
-    if let Some(weight) = frozen(weight)?.filter(|weight| cpu::runs_here(x) && weight.dtype() == DType::F32) {
+    if let Some(weight) = weight
+        .frozen()?
+        .filter(|weight| cpu::runs_here(x) && weight.dtype() == DType::F32)
+    {
         let (inside, outside) = match bias {
             Some(bias) if !bias.track_op() && cpu::runs_here(bias) && bias.elem_count() == outputs => {
                 (Some(bias.contiguous()?), None)
@@ -151,15 +146,6 @@ fn project(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> candle_core::R
         Some(bias) => y.broadcast_add(bias),
         None => Ok(y),
     }
-}
-
-/// The weight, if it gets no gradient.
-fn frozen(weight: &Weight) -> candle_core::Result<Option<Weight>> {
-    Ok(match weight {
-        Weight::Plain(weight) if weight.track_op() => None,
-        Weight::Plain(weight) => Some(Weight::Plain(weight.contiguous()?)),
-        Weight::Packed(_) | Weight::Streamed(_) => Some(weight.clone()),
-    })
 }
 
 /// Rows of x [.., width].
@@ -259,101 +245,6 @@ fn backward_input(x: &Shape, weight: &Tensor, gradient: &Tensor) -> candle_core:
         })
     })???;
     Tensor::from_vec(dx, x, &Device::Cpu)
-}
-
-/// A product of which both sides may get a gradient. With candle's own there would be a change of shape before and
-/// after, each of which goes through memory several times in the backward pass.
-struct TrainedLinear;
-
-impl TrainedLinear {
-    fn gradients(x: &Input, weight: &Input, gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 2]> {
-        let dx = if x.wanted() {
-            Some(backward_input(x.shape(), weight.tensor()?, gradient)?)
-        } else {
-            None
-        };
-        if !weight.wanted() {
-            return Ok([dx, None]);
-        }
-        let ((outputs, inputs), rows) = (weight.shape().dims2()?, rows_of(x.shape()));
-        let mut dw = vec![0f32; outputs * inputs];
-        x.with(|x| {
-            cpu::with_slice(gradient, |dy| {
-                let (dy, x) = (cpu::Mat::new(dy, rows, outputs), cpu::Mat::new(x, rows, inputs));
-                let out = cpu::MatMut::new(&mut dw, outputs, inputs);
-                cpu::gemm(out, dy.t(), x, 0.0, 1.0, cpu::threads())
-            })
-        })???;
-        Ok([dx, Some(Tensor::from_vec(dw, weight.shape(), &Device::Cpu)?)])
-    }
-}
-
-/// The sum over the rows of x [rows, width]. In an order that does not depend on the number of threads.
-fn sum_rows(x: &[f32], width: usize) -> Vec<f32> {
-    /// Columns that a task adds up, and rows that it adds before it goes over to greater precision.
-    const COLUMNS: usize = 256;
-    const ROWS: usize = 32;
-    let mut sums = vec![0f32; width];
-    sums.par_chunks_mut(COLUMNS).enumerate().for_each(|(i, sums)| {
-        let columns = i * COLUMNS..i * COLUMNS + sums.len();
-        let mut exact = vec![0f64; sums.len()];
-        for rows in x.chunks(ROWS * width) {
-            sums.fill(0.0);
-            for row in rows.chunks_exact(width) {
-                sums.iter_mut()
-                    .zip(&row[columns.clone()])
-                    .for_each(|(sum, v)| *sum += v);
-            }
-            exact
-                .iter_mut()
-                .zip(&*sums)
-                .for_each(|(exact, sum)| *exact += f64::from(*sum));
-        }
-        sums.iter_mut().zip(exact).for_each(|(sum, exact)| *sum = exact as f32);
-    });
-    sums
-}
-
-impl Operation<2> for TrainedLinear {
-    const NAME: &'static str = "linear";
-
-    fn keeps(&self, [x, weight]: [bool; 2]) -> [bool; 2] {
-        [weight, x]
-    }
-
-    fn forward(&self, [x, weight]: [&[f32]; 2], [x_shape, weight_shape]: [&Shape; 2]) -> Made {
-        let (outputs, _) = weight_shape.dims2()?;
-        multiply(x, x_shape, weight, outputs, None)
-    }
-
-    fn backward(&self, [x, weight]: [&Input; 2], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 2]> {
-        Self::gradients(x, weight, gradient)
-    }
-}
-
-impl Operation<3> for TrainedLinear {
-    const NAME: &'static str = "linear-bias";
-
-    fn keeps(&self, [x, weight, _]: [bool; 3]) -> [bool; 3] {
-        [weight, x, false]
-    }
-
-    fn forward(&self, [x, weight, bias]: [&[f32]; 3], [x_shape, weight_shape, _]: [&Shape; 3]) -> Made {
-        let (outputs, _) = weight_shape.dims2()?;
-        multiply(x, x_shape, weight, outputs, Some(bias))
-    }
-
-    fn backward(&self, [x, weight, bias]: [&Input; 3], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 3]> {
-        let [dx, dw] = Self::gradients(x, weight, gradient)?;
-        let db = if bias.wanted() {
-            let outputs = bias.shape().elem_count();
-            let sums = cpu::with_slice(gradient, |dy| sum_rows(dy, outputs))?;
-            Some(Tensor::from_vec(sums, bias.shape(), &Device::Cpu)?)
-        } else {
-            None
-        };
-        Ok([dx, dw, db])
-    }
 }
 
 /// A product with a weight that gets no gradient. candle's own matmul would compute one and throw it away.

@@ -1,0 +1,102 @@
+//! A linear layer that is trained: gradients for input, weight and bias.
+
+use super::{Made, backward_input, multiply, rows_of};
+use crate::autograd::{Input, Operation};
+use crate::nn::cpu;
+use candle_core::{Device, Shape, Tensor};
+use rayon::prelude::*;
+
+/// A product of which both sides may get a gradient. With candle's own there would be a change of shape before and
+/// after, each of which goes through memory several times in the backward pass.
+pub(super) struct TrainedLinear;
+
+impl TrainedLinear {
+    fn gradients(x: &Input, weight: &Input, gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 2]> {
+        let dx = if x.wanted() {
+            Some(backward_input(x.shape(), weight.tensor()?, gradient)?)
+        } else {
+            None
+        };
+        if !weight.wanted() {
+            return Ok([dx, None]);
+        }
+        let ((outputs, inputs), rows) = (weight.shape().dims2()?, rows_of(x.shape()));
+        let mut dw = vec![0f32; outputs * inputs];
+        x.with(|x| {
+            cpu::with_slice(gradient, |dy| {
+                let (dy, x) = (cpu::Mat::new(dy, rows, outputs), cpu::Mat::new(x, rows, inputs));
+                let out = cpu::MatMut::new(&mut dw, outputs, inputs);
+                cpu::gemm(out, dy.t(), x, 0.0, 1.0, cpu::threads())
+            })
+        })???;
+        Ok([dx, Some(Tensor::from_vec(dw, weight.shape(), &Device::Cpu)?)])
+    }
+}
+
+/// The sum over the rows of x [rows, width]. In an order that does not depend on the number of threads.
+fn sum_rows(x: &[f32], width: usize) -> Vec<f32> {
+    /// Columns that a task adds up, and rows that it adds before it goes over to greater precision.
+    const COLUMNS: usize = 256;
+    const ROWS: usize = 32;
+    let mut sums = vec![0f32; width];
+    sums.par_chunks_mut(COLUMNS).enumerate().for_each(|(i, sums)| {
+        let columns = i * COLUMNS..i * COLUMNS + sums.len();
+        let mut exact = vec![0f64; sums.len()];
+        for rows in x.chunks(ROWS * width) {
+            sums.fill(0.0);
+            for row in rows.chunks_exact(width) {
+                sums.iter_mut()
+                    .zip(&row[columns.clone()])
+                    .for_each(|(sum, v)| *sum += v);
+            }
+            exact
+                .iter_mut()
+                .zip(&*sums)
+                .for_each(|(exact, sum)| *exact += f64::from(*sum));
+        }
+        sums.iter_mut().zip(exact).for_each(|(sum, exact)| *sum = exact as f32);
+    });
+    sums
+}
+
+impl Operation<2> for TrainedLinear {
+    const NAME: &'static str = "linear";
+
+    fn keeps(&self, [x, weight]: [bool; 2]) -> [bool; 2] {
+        [weight, x]
+    }
+
+    fn forward(&self, [x, weight]: [&[f32]; 2], [x_shape, weight_shape]: [&Shape; 2]) -> Made {
+        let (outputs, _) = weight_shape.dims2()?;
+        multiply(x, x_shape, weight, outputs, None)
+    }
+
+    fn backward(&self, [x, weight]: [&Input; 2], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 2]> {
+        Self::gradients(x, weight, gradient)
+    }
+}
+
+impl Operation<3> for TrainedLinear {
+    const NAME: &'static str = "linear-bias";
+
+    fn keeps(&self, [x, weight, _]: [bool; 3]) -> [bool; 3] {
+        [weight, x, false]
+    }
+
+    fn forward(&self, [x, weight, bias]: [&[f32]; 3], [x_shape, weight_shape, _]: [&Shape; 3]) -> Made {
+        let (outputs, _) = weight_shape.dims2()?;
+        multiply(x, x_shape, weight, outputs, Some(bias))
+    }
+
+    fn backward(&self, [x, weight, bias]: [&Input; 3], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 3]> {
+        let [dx, dw] = Self::gradients(x, weight, gradient)?;
+        let db = if bias.wanted() {
+            let outputs = bias.shape().elem_count();
+            let sums = cpu::with_slice(gradient, |dy| sum_rows(dy, outputs))?;
+            Some(Tensor::from_vec(sums, bias.shape(), &Device::Cpu)?)
+        } else {
+            None
+        };
+        Ok([dx, dw, db])
+    }
+}
