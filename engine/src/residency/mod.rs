@@ -20,7 +20,7 @@ pub enum Residency {
     Resident,
     /// Gradient checkpointing: of every so many steps in a row only what goes in and what comes out is kept; the backward
     /// pass runs them a second time. Same numbers, less memory, about a third more time. One step at a time keeps
-    /// least; where nothing is trained it costs nothing.
+    /// least; where nothing is trained, or no [`autograd::record`] goes on, it costs nothing.
     Recomputed {
         /// Steps that are run again together; 0 counts as 1.
         steps: usize,

@@ -113,6 +113,14 @@ def jobs():
         yield "half", training(profile, 256, parts=both)
         yield "half", generation(profile, 192, parts=both[1:])
     yield "half", generation("balanced", 192, parts=both[:1])
+    for profile in ("gpu_poor", "cpu_only"):
+        yield "sd15", generation(profile, 512)
+    for profile in ("extreme", "gpu_poor", "cpu_only"):
+        yield "sd15", training(profile, 512)
+    for side in (512, 384):
+        yield "sd15", training("cpu_only", side, recomputed=False)
+    for profile, parts in [("balanced", both[:1]), ("cpu_only", both), ("extreme", both[1:])]:
+        yield "sd15", generation(profile, 256, parts=parts)
 
 
 def run(aitk, model, job):

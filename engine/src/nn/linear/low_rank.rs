@@ -1,6 +1,6 @@
 //! A frozen linear layer with a LoRA: one operation instead of five.
 
-use super::{filled, rows_of, with_bias};
+use super::{Made, multiply, rows_of, with_bias};
 use crate::autograd::{Input, Operation};
 use crate::nn::Weight;
 use crate::nn::cpu::{self, Mat, MatMut};
@@ -48,34 +48,22 @@ impl Operation<3> for LowRankLinear {
         [down || up, true, true]
     }
 
-    fn forward(
-        &self,
-        [x, down, up]: [&[f32]; 3],
-        [x_shape, down_shape, up_shape]: [&Shape; 3],
-    ) -> Result<(Vec<f32>, Shape)> {
+    fn forward(&self, [x, down, up]: [&[f32]; 3], [x_shape, down_shape, up_shape]: [&Shape; 3]) -> Made {
         let t = self.sizes(x_shape, down_shape, up_shape)?;
-        let x = Mat::new(x, t.rows, t.inputs);
-        let (mut y, beta) = with_bias(self.bias.as_ref(), |bias| filled(bias, t.rows, t.outputs))?;
-        let mut add = |a: Mat<'_>, b: Mat<'_>, beta, alpha| {
-            let out = MatMut::new(&mut y, t.rows, t.outputs);
-            cpu::gemm(out, a, b, beta, alpha, cpu::threads())
-        };
         let weight = self.weight.dense()?;
+        let run = |weight: &[f32]| with_bias(self.bias.as_ref(), |bias| multiply(x, x_shape, weight, t.outputs, bias));
         cpu::with_slice(&weight, |weight| {
             if t.is_merged() {
-                let merged = t.merged(weight, down, up, self.scale)?;
-                return add(x, Mat::new(&merged, t.outputs, t.inputs).t(), beta, 1.0);
+                return run(&t.merged(weight, down, up, self.scale)?);
             }
-            add(x, Mat::new(weight, t.outputs, t.inputs).t(), beta, 1.0)?;
+            let (mut y, shape) = run(weight)?;
+            let x = Mat::new(x, t.rows, t.inputs);
             let h = product(x, Mat::new(down, t.rank, t.inputs).t(), 1.0)?;
-            let up = Mat::new(up, t.outputs, t.rank).t();
-            add(Mat::new(&h, t.rows, t.rank), up, 1.0, self.scale)
-        })??;
-        let mut dims = x_shape.dims().to_vec();
-        if let Some(last) = dims.last_mut() {
-            *last = t.outputs;
-        }
-        Ok((y, dims.into()))
+            let (h, up) = (Mat::new(&h, t.rows, t.rank), Mat::new(up, t.outputs, t.rank).t());
+            let out = MatMut::new(&mut y, t.rows, t.outputs);
+            cpu::gemm(out, h, up, 1.0, self.scale, cpu::threads())?;
+            Ok((y, shape))
+        })?
     }
 
     fn backward(&self, [x, down, up]: [&Input; 3], gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
