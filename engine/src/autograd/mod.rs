@@ -3,7 +3,7 @@
 //! candle has a backward pass of its own, which works on everything that is made of its operations, here too. Two things
 //! it does not do: a gradient goes through memory three times at every operation (zeros, a sum, the result), and all
 //! that the forward pass kept stays until the backward pass is through. So inside of [`record`] the engine's own
-//! operations ([`Operation`]) are steps of a [`Tape`]: gradients are handed on as they are, and what a step kept goes
+//! operations (`Operation`) are steps of a [`Tape`]: gradients are handed on as they are, and what a step kept goes
 //! when the step is done.
 //!
 //! ```text
