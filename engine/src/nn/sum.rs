@@ -112,7 +112,8 @@ impl Operation<2> for Shifted {
 
     fn backward(&self, [_, shift]: [&Input; 2], gradient: &Tensor) -> Back {
         let sums = if shift.wanted() {
-            Some(gradient.flatten_from(2)?.sum(2)?)
+            let (batch, channels) = shift.shape().dims2()?;
+            Some(gradient.reshape((batch, channels, ()))?.sum(2)?)
         } else {
             None
         };

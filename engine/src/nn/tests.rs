@@ -345,6 +345,10 @@ fn sums_and_skips_are_candles_sums_and_skips() {
     check_gradients(&[a.clone(), b], |x| add(&x[0], &x[1]).unwrap());
     check_gradients(&[a.clone(), wide.clone()], |x| cat_channels(&x[0], &x[1]).unwrap());
     check_gradients(&[a.clone(), shift.clone()], |x| add_channels(&x[0], &x[1]).unwrap());
+    // Without places, a channel is one number.
+    check_gradients(&[random(6, &[2, 3]), shift.clone()], |x| {
+        add_channels(&x[0], &x[1]).unwrap()
+    });
     assert!(add(&a, &wide).is_err() && add_channels(&wide, &shift).is_err());
     assert!(cat_channels(&a, &random(5, &[2, 3, 4, 5])).is_err());
 }

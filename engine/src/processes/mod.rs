@@ -124,8 +124,12 @@ impl Context<'_> {
         }
     }
 
-    /// The model that a `model` section names, as the attempt's memory profile wants it. From here on free memory is treated as the profile wants; what loading leaves
-    /// behind, such as weights as they were before they were quantised, is given back.
+    /// The model that a `model` section names, as the attempt's memory profile wants it, with its other VAE if it names one.
+    /// What loading leaves behind, such as weights as they were before they were quantised, is given back; from then on free
+    /// memory is treated as the profile wants.
+    ///
+    /// # Errors
+    /// As [`SdModel::load`] and [`LoadOptions::vae`].
     fn load_model(&self, config: &ModelConfig, compute: &Compute) -> Result<Loaded> {
         let options = LoadOptions::of_job(config, self.spec.profile, compute.dtype, compute.device.clone());
         FreePages::GivenBack.set();
