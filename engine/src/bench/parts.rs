@@ -4,7 +4,7 @@ use super::Run;
 use crate::autograd::gradients;
 use crate::device::Compute;
 use crate::error::{EngineError, Result};
-use crate::nn;
+use crate::nn::{self, Attention};
 use crate::optim::{Grads, Param, build};
 use crate::rng::TorchGenerator;
 use crate::training::optim_error;
@@ -42,10 +42,7 @@ pub(super) fn attention(compute: &Compute, keys: usize) -> Result<Run> {
     let q = variable(compute, &[1, 4096, HEADS * WIDTH])?;
     let k = variable(compute, &[1, keys, HEADS * WIDTH])?;
     let v = variable(compute, &[1, keys, HEADS * WIDTH])?;
-    let scale = 1.0 / (WIDTH as f64).sqrt();
-    Ok(Box::new(move || {
-        watched(|| nn::attention(&q, &k, &v, HEADS, scale, false))
-    }))
+    Ok(Box::new(move || watched(|| Attention::of(HEADS).forward(&q, &k, &v))))
 }
 
 pub(super) fn adamw(compute: &Compute, eight_bits: bool) -> Result<Run> {

@@ -1,7 +1,7 @@
 //! What a device can do, found by trying: each operation that models are made of, forwards and backwards, on small
 //! tensors in each dtype, compared with what the processor computes in f32.
 
-use crate::nn;
+use crate::nn::{self, Attention};
 use candle_core::{D, DType, Device, Tensor, Var};
 
 /// An operation, and its result for x [2, 8, 6, 6].
@@ -30,7 +30,11 @@ const OPERATIONS: [Operation; 8] = [
         run: |x| {
             let x = tokens(x)?;
             let keys = nn::linear(&x, &values(&[8, 8], 3, &x)?, None)?;
-            nn::attention(&x, &keys, &x, 2, 0.5, true)
+            let attention = Attention {
+                causal: true,
+                ..Attention::of(2)
+            };
+            attention.forward(&x, &keys, &x)
         },
     },
     Operation {
@@ -305,7 +309,7 @@ mod tests {
         // A sum of 4096 equal shares stops growing at 256 in bf16. Not tried in f16, whose products add up in f16 here.
         let query = Tensor::ones((1, 1, 8), DType::BF16, &Device::Cpu).unwrap();
         let keys = Tensor::ones((1, 4096, 8), DType::BF16, &Device::Cpu).unwrap();
-        let mean = nn::attention(&query, &keys, &keys, 1, 1.0, false).unwrap();
+        let mean = Attention::of(1).forward(&query, &keys, &keys).unwrap();
         let expected = Tensor::ones((1, 1, 8), DType::F32, &Device::Cpu).unwrap();
         assert!(error(&mean, &expected) < 0.01, "{mean}");
     }

@@ -2,6 +2,7 @@
 
 pub mod clip;
 pub mod config;
+pub mod flux;
 pub mod sd;
 pub mod unet;
 pub mod vae;

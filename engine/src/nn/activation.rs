@@ -1,4 +1,4 @@
-//! Activations, each with its derivative: SiLU, GELU (exact and by tanh), quick GELU, GEGLU.
+//! Activations, each with its derivative: SiLU, GELU (exact and by tanh), quick GELU; gated ones: GEGLU, SwiGLU.
 
 use super::cpu::{self, Function, Simd, each, each_here};
 use crate::autograd::{Input, Operation, apply};
@@ -151,21 +151,33 @@ pub fn quick_gelu(x: &Tensor) -> candle_core::Result<Tensor> {
     Activation::QuickGelu.forward(x)
 }
 
-/// x [.., 2 d] = (hidden, gate) -> hidden * gelu(gate) [.., d].
+/// x [.., 2 d] = (hidden, gate) -> hidden * gelu(gate) [.., d] (N. Shazeer, arXiv:2002.05202).
 ///
 /// # Errors
 /// When the last dimension is odd.
 pub fn geglu(x: &Tensor) -> candle_core::Result<Tensor> {
+    gated(x, Activation::Gelu)
+}
+
+/// x [.., 2 d] = (hidden, gate) -> hidden * silu(gate) [.., d], the halves as in diffusers' `SwiGLU`.
+///
+/// # Errors
+/// When the last dimension is odd.
+pub fn swiglu(x: &Tensor) -> candle_core::Result<Tensor> {
+    gated(x, Activation::Silu)
+}
+
+fn gated(x: &Tensor, activation: Activation) -> candle_core::Result<Tensor> {
     let width = x.dim(D::Minus1)?;
     if width % 2 != 0 {
-        candle_core::bail!("geglu: the last dimension of {:?} is odd", x.dims());
+        candle_core::bail!("a gated activation: the last dimension of {:?} is odd", x.dims());
     }
     if cpu::runs_here(x) {
-        return apply([x], Geglu);
+        return apply([x], Gated(activation));
     }
     let hidden = x.narrow(D::Minus1, 0, width / 2)?;
     let gate = x.narrow(D::Minus1, width / 2, width / 2)?;
-    hidden * gelu(&gate)?
+    hidden * activation.forward(&gate)?
 }
 
 /// An activation as a function of one number, and its gradient as one of two: the number, and what comes back.
@@ -206,26 +218,26 @@ impl Operation<1> for Elementwise {
     }
 }
 
-/// hidden * gelu(gate) and its gradients.
+/// hidden * activation(gate) and its gradients.
 #[derive(Clone, Copy)]
-struct Geglu;
+struct Gated(Activation);
 
-impl Function<2> for Geglu {
+impl Function<2> for Gated {
     #[inline(always)]
     fn of<S: Simd>(self, [hidden, gate]: [S::V; 2]) -> S::V {
-        S::mul(hidden, Activation::Gelu.value::<S>(gate))
+        S::mul(hidden, self.0.value::<S>(gate))
     }
 }
 
-impl Function<3> for Geglu {
+impl Function<3> for Gated {
     #[inline(always)]
     fn of<S: Simd>(self, [hidden, gate, dy]: [S::V; 3]) -> S::V {
-        S::mul(S::mul(dy, hidden), Activation::Gelu.derivative::<S>(gate))
+        S::mul(S::mul(dy, hidden), self.0.derivative::<S>(gate))
     }
 }
 
-impl Operation<1> for Geglu {
-    const NAME: &'static str = "geglu";
+impl Operation<1> for Gated {
+    const NAME: &'static str = "gated-activation";
 
     fn keeps(&self, _: [bool; 1]) -> [bool; 1] {
         [true]
@@ -257,8 +269,8 @@ impl Operation<1> for Geglu {
                     dx.par_chunks_mut(2 * half).zip(inputs).for_each(|(dx, (x, dy))| {
                         let (hidden, gate) = x.split_at(half);
                         let (d_hidden, d_gate) = dx.split_at_mut(half);
-                        each_here(Geglu, [dy, gate], d_hidden);
-                        each_here(Geglu, [hidden, gate, dy], d_gate);
+                        each_here(*self, [dy, gate], d_hidden);
+                        each_here(*self, [hidden, gate, dy], d_gate);
                     });
                 })
             })??;

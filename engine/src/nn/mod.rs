@@ -7,30 +7,40 @@
 mod activation;
 mod adapter;
 mod attention;
+mod conv1d;
 mod conv2d;
+mod conv3d;
 pub(crate) mod cpu;
 mod embedding;
 mod linear;
 mod low_rank;
+mod modulate;
 mod norm;
 pub mod quant;
+#[cfg(test)]
+pub(crate) mod reference_tests;
 mod resize;
+mod rotary;
 mod sum;
 #[cfg(test)]
 mod tests;
 mod transpose;
 mod weight;
 
-pub use activation::{Activation, geglu, gelu, quick_gelu, silu};
+pub use activation::{Activation, geglu, gelu, quick_gelu, silu, swiglu};
 pub(crate) use adapter::join;
 pub use adapter::{LayerAdapter, LayerMut, VisitLayers};
-pub use attention::{attention, softmax};
+pub use attention::{Attention, key_bias, softmax};
+pub use conv1d::conv1d;
 pub use conv2d::{Conv2d, conv2d};
+pub use conv3d::conv3d;
 pub use embedding::Embedding;
 pub use linear::{Linear, linear};
 pub use low_rank::LowRank;
-pub use norm::{GroupNorm, LayerNorm};
+pub use modulate::{gated, modulate};
+pub use norm::{GroupNorm, LayerNorm, RmsNorm};
 pub use resize::upsample_nearest;
+pub use rotary::{Pairs, Rotary};
 pub use sum::{add, add_channels, cat_channels};
 pub use transpose::{to_picture, to_tokens};
 pub use weight::Weight;

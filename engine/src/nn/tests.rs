@@ -182,6 +182,22 @@ fn norms_have_the_right_gradients() {
     assert!(GroupNorm::new(&group, 4, 6, 1e-5).is_err());
 }
 
+fn attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    heads: usize,
+    scale: f64,
+    causal: bool,
+) -> candle_core::Result<Tensor> {
+    let attention = Attention {
+        scale: Some(scale),
+        causal,
+        ..Attention::of(heads)
+    };
+    attention.forward(q, k, v)
+}
+
 /// Attention by candle's operations.
 fn plain_attention(q: &Tensor, k: &Tensor, v: &Tensor, heads: usize, causal: bool) -> Tensor {
     let (b, n, c) = q.dims3().unwrap();

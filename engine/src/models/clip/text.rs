@@ -1,7 +1,7 @@
 //! CLIP's text encoder (transformers' `CLIPTextModel`).
 
 use crate::error::Result;
-use crate::nn::{self, Activation, Embedding, LayerMut, LayerNorm, Linear, VisitLayers};
+use crate::nn::{self, Activation, Attention, Embedding, LayerMut, LayerNorm, Linear, VisitLayers};
 use crate::residency::{Residency, Stack};
 use crate::weights::{Init, Weights};
 use candle_core::Tensor;
@@ -168,8 +168,11 @@ impl Layer {
             self.k_proj.forward(&h)?,
             self.v_proj.forward(&h)?,
         );
-        let width = q.dim(2)? / self.heads;
-        let h = nn::attention(&q, &k, &v, self.heads, 1.0 / (width as f64).sqrt(), true)?;
+        let attention = Attention {
+            causal: true,
+            ..Attention::of(self.heads)
+        };
+        let h = attention.forward(&q, &k, &v)?;
         let x = nn::add(x, &self.out_proj.forward(&h)?)?;
         let h = self.fc1.forward(&self.layer_norm2.forward(&x)?)?;
         nn::add(&x, &self.fc2.forward(&self.activation.forward(&h)?)?)

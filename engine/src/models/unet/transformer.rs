@@ -2,7 +2,7 @@
 
 use super::resnet::Visitor;
 use crate::error::Result;
-use crate::nn::{self, Conv2d, GroupNorm, LayerMut, LayerNorm, Linear, join};
+use crate::nn::{self, Attention, Conv2d, GroupNorm, LayerMut, LayerNorm, Linear, join};
 use crate::weights::Weights;
 use candle_core::Tensor;
 
@@ -169,15 +169,7 @@ impl CrossAttention {
             self.to_k.forward(context)?,
             self.to_v.forward(context)?,
         );
-        let width = q.dim(2)? / self.heads;
-        self.to_out.forward(&nn::attention(
-            &q,
-            &k,
-            &v,
-            self.heads,
-            1.0 / (width as f64).sqrt(),
-            false,
-        )?)
+        self.to_out.forward(&Attention::of(self.heads).forward(&q, &k, &v)?)
     }
 
     fn visit(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {

@@ -3,7 +3,7 @@
 use super::VaeConfig;
 use crate::error::Result;
 use crate::models::unet::{Downsample, ResnetBlock, ResnetSizes, Upsample};
-use crate::nn::{self, Conv2d, GroupNorm, Linear};
+use crate::nn::{self, Attention, Conv2d, GroupNorm, Linear};
 use crate::weights::Weights;
 use candle_core::Tensor;
 
@@ -73,8 +73,7 @@ impl MidAttention {
     fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         let h = nn::to_tokens(&self.group_norm.forward(x)?)?;
         let (q, k, v) = (self.to_q.forward(&h)?, self.to_k.forward(&h)?, self.to_v.forward(&h)?);
-        let scale = 1.0 / (q.dim(2)? as f64).sqrt();
-        let h = self.to_out.forward(&nn::attention(&q, &k, &v, 1, scale, false)?)?;
+        let h = self.to_out.forward(&Attention::of(1).forward(&q, &k, &v)?)?;
         nn::add(&nn::to_picture(&h, x.dims())?, x)
     }
 }

@@ -11,15 +11,43 @@ use std::ops::Range;
 /// Sums over more keys than this are sums of sums, which keeps rounding small.
 const STRETCH: usize = 512;
 
+/// What is added to scores of one head.
+#[derive(Clone, Copy)]
+pub(super) struct Bias<'a> {
+    /// [queries, keys], or [keys], which is the same for all queries.
+    pub(super) data: &'a [f32],
+    pub(super) of_query: bool,
+}
+
+impl Bias<'_> {
+    /// Adds to `scores` [keys][line] of `queries` queries from `start` on.
+    fn add(&self, scores: &mut [f32], line: usize, start: usize, queries: usize) {
+        let keys = scores.len() / line;
+        if self.of_query {
+            for query in 0..queries {
+                let bias = &self.data[(start + query) * keys..][..keys];
+                for (score, bias) in scores[query..].iter_mut().step_by(line).zip(bias) {
+                    *score += bias;
+                }
+            }
+            return;
+        }
+        for (scores, bias) in scores.chunks_exact_mut(line).zip(self.data) {
+            scores.iter_mut().for_each(|score| *score += bias);
+        }
+    }
+}
+
 /// What is computed.
 #[derive(Clone, Copy)]
-pub(super) struct Problem {
+pub(super) struct Problem<'a> {
     pub(super) queries: usize,
     pub(super) keys: usize,
     /// Features of a head.
     pub(super) width: usize,
     pub(super) scale: f32,
     pub(super) causal: bool,
+    pub(super) bias: Option<Bias<'a>>,
 }
 
 /// The left side of a product in panels of `S::ROWS` rows, `[rows / ROWS][depth][ROWS]`.
@@ -70,7 +98,7 @@ struct Softmax {
     inverse: Vec<f32>,
 }
 
-impl Problem {
+impl Problem<'_> {
     /// `[depth = width][panel]`: these rows of `matrix` [rows, width], times `factor`.
     #[inline(always)]
     fn across<S: Simd>(&self, matrix: Mat<'_>, rows: Range<usize>, factor: f32, panel: &mut Vec<f32>) {
@@ -81,10 +109,15 @@ impl Problem {
         panel.iter_mut().for_each(|value| *value *= factor);
     }
 
-    /// Turns `scores` [keys][line] of the queries from `start` on into exponentials.
+    /// Turns `scores` [keys][line] of `queries` queries from `start` on into exponentials. A query that sees no key gets
+    /// nothing of any.
     #[inline(always)]
     #[expect(unsafe_code, reason = "vectors are read and written inside of lines of the slice")]
-    fn exponentials<S: Simd>(&self, scores: &mut [f32], line: usize, start: usize) -> Softmax {
+    fn exponentials<S: Simd>(&self, scores: &mut [f32], start: usize, queries: usize) -> Softmax {
+        let line = width::<S>(queries);
+        if let Some(bias) = &self.bias {
+            bias.add(scores, line, start, queries);
+        }
         if self.causal {
             for (key, scores) in scores.chunks_exact_mut(line).enumerate().skip(start + 1) {
                 let hidden = (key - start).min(line);
@@ -94,7 +127,7 @@ impl Problem {
         let mut inverse = vec![0f32; line];
         for lane in (0..line).step_by(S::LANES) {
             unsafe {
-                let mut highest = S::splat(f32::NEG_INFINITY);
+                let mut highest = S::splat(f32::MIN);
                 for scores in scores.chunks_exact(line) {
                     highest = S::max(highest, S::load(scores.as_ptr().add(lane)));
                 }
@@ -109,6 +142,8 @@ impl Problem {
                     }
                     sum = S::add(sum, part);
                 }
+                // The highest alone is 1, unless all are hidden.
+                let sum = S::max(S::splat(f32::MIN_POSITIVE), sum);
                 S::store(inverse.as_mut_ptr().add(lane), S::div(S::splat(1.0), sum));
             }
         }
@@ -214,7 +249,7 @@ pub(super) struct Room {
 
 /// The forward pass of some queries of one head: `y` [queries from `start` on, width].
 pub(super) struct Forward<'a> {
-    pub(super) problem: Problem,
+    pub(super) problem: Problem<'a>,
     /// [queries, width], all of the head.
     pub(super) q: Mat<'a>,
     pub(super) head: &'a Head,
@@ -238,7 +273,7 @@ impl Work for Forward<'_> {
             self.head
                 .keys
                 .times::<S>(0..p.width, &room.panel, cols, &mut room.scores, Start::Zero);
-            let softmax = p.exponentials::<S>(&mut room.scores, line, first);
+            let softmax = p.exponentials::<S>(&mut room.scores, first, cols);
             p.over_keys::<S>(&self.head.values, &room.scores, cols, &mut room.turned);
             turn(&room.turned, line, Some(&softmax.inverse), y, p.width);
         }
@@ -247,7 +282,7 @@ impl Work for Forward<'_> {
 
 /// The backward pass of one head: the gradients of q, k and v, each [rows, width].
 pub(super) struct Backward<'a> {
-    pub(super) problem: Problem,
+    pub(super) problem: Problem<'a>,
     pub(super) q: Mat<'a>,
     pub(super) k: Mat<'a>,
     pub(super) v: Mat<'a>,
@@ -276,7 +311,7 @@ impl Work for Backward<'_> {
             p.across::<S>(self.q, queries.clone(), p.scale, &mut room.panel);
             room.scores.resize(p.keys * line, 0.0);
             keys.times::<S>(0..p.width, &room.panel, cols, &mut room.scores, Start::Zero);
-            let softmax = p.exponentials::<S>(&mut room.scores, line, first);
+            let softmax = p.exponentials::<S>(&mut room.scores, first, cols);
 
             let dy = (self.dy, queries.clone());
             p.onto_keys::<S>(&room.scores, dy, Some(&softmax.inverse), &mut room.panel, &mut dv);
@@ -294,7 +329,7 @@ impl Work for Backward<'_> {
     }
 }
 
-impl Problem {
+impl Problem<'_> {
     /// From the gradients of probabilities those of q k^T, in place: `[keys][line]` both.
     #[inline(always)]
     #[expect(

@@ -4,40 +4,82 @@
 //! never held; the backward pass computes the scores again.
 
 mod kernel;
+mod processor;
 #[cfg(test)]
 mod tests;
 
-use super::cpu::{self, Mat, vectorised};
-use crate::autograd::{Input, Operation, apply};
-use candle_core::{D, DType, Device, Shape, Tensor};
-use kernel::{Backward, Forward, Pack, Problem, Room};
-use rayon::prelude::*;
+use super::cpu::{self, Mat};
+use crate::autograd::apply;
+use candle_core::{D, DType, Shape, Tensor};
+use kernel::Bias;
+use processor::AttentionOp;
 
-/// softmax(q k^T * scale) v per head.
-///
-/// q [b, n, heads * d], k and v [b, m, heads * d] -> [b, n, heads * d]; head h has the features h * d .. (h + 1) * d,
-/// as in diffusers. `causal`: query i sees keys 0 ..= i only.
+/// softmax(q k^T * scale + bias) v per head.
+#[derive(Clone, Copy, Debug)]
+pub struct Attention<'a> {
+    /// Heads of the queries.
+    pub heads: usize,
+    /// Heads of keys and values, each of which serves `heads / key_heads` heads of queries in a row (grouped queries: J.
+    /// Ainslie and others, arXiv:2305.13245).
+    pub key_heads: usize,
+    /// What scores are multiplied with; 1 / sqrt(features of a head) if left open.
+    pub scale: Option<f64>,
+    /// Query i sees keys 0 ..= i only.
+    pub causal: bool,
+    /// Added to the scores, [b or 1, heads or 1, queries or 1, keys]: minus infinity hides a key. Gets no gradient. A query
+    /// that sees no key gets zeros.
+    pub bias: Option<&'a Tensor>,
+}
+
+impl Attention<'_> {
+    /// Of so many heads, each of which sees everything.
+    #[must_use]
+    pub fn of(heads: usize) -> Self {
+        Self {
+            heads,
+            key_heads: heads,
+            scale: None,
+            causal: false,
+            bias: None,
+        }
+    }
+
+    /// q [b, n, heads * d], k and v [b, m, key heads * d] -> [b, n, heads * d]; head h has the features
+    /// h * d .. (h + 1) * d, as in diffusers.
+    ///
+    /// # Errors
+    /// When the shapes do not fit.
+    pub fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> candle_core::Result<Tensor> {
+        let sizes = Sizes::new(self, q.shape(), k.shape(), v.shape())?;
+        let scale = self.scale.unwrap_or(1.0 / (sizes.width as f64).sqrt());
+        let bias = self.bias.map(Tensor::detach);
+        if let Some(bias) = &bias {
+            sizes.check_bias(bias.dims())?;
+        }
+        if cpu::runs_here(q) && cpu::runs_here(k) && cpu::runs_here(v) && bias.as_ref().is_none_or(cpu::runs_here) {
+            let op = AttentionOp {
+                heads: self.heads,
+                key_heads: self.key_heads,
+                scale: scale as f32,
+                causal: self.causal,
+                bias: bias.map(|bias| bias.contiguous()).transpose()?,
+            };
+            return apply([q, k, v], op);
+        }
+        composed([q, k, v], sizes, scale, self.causal, bias.as_ref())
+    }
+}
+
+/// The bias that hides the keys where `mask` [b, keys] is 0: [b, 1, 1, keys], 0 or minus infinity.
 ///
 /// # Errors
-/// When the shapes do not fit.
-pub fn attention(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    heads: usize,
-    scale: f64,
-    causal: bool,
-) -> candle_core::Result<Tensor> {
-    let sizes = Sizes::new(q.shape(), k.shape(), v.shape(), heads)?;
-    if cpu::runs_here(q) && cpu::runs_here(k) && cpu::runs_here(v) {
-        let op = AttentionOp {
-            heads,
-            scale: scale as f32,
-            causal,
-        };
-        return apply([q, k, v], op);
-    }
-    composed(q, k, v, sizes, scale, causal)
+/// When the mask does not have two axes.
+pub fn key_bias(mask: &Tensor) -> candle_core::Result<Tensor> {
+    let (batch, keys) = mask.dims2()?;
+    let seen = mask.ne(0u32)?;
+    let hidden = Tensor::full(f32::NEG_INFINITY, (batch, keys), mask.device())?;
+    seen.where_cond(&hidden.zeros_like()?, &hidden)?
+        .reshape((batch, 1, 1, keys))
 }
 
 #[derive(Clone, Copy)]
@@ -46,16 +88,19 @@ struct Sizes {
     queries: usize,
     keys: usize,
     heads: usize,
+    key_heads: usize,
     width: usize,
 }
 
 impl Sizes {
-    fn new(q: &Shape, k: &Shape, v: &Shape, heads: usize) -> candle_core::Result<Self> {
+    fn new(attention: &Attention<'_>, q: &Shape, k: &Shape, v: &Shape) -> candle_core::Result<Self> {
+        let Attention { heads, key_heads, .. } = *attention;
         let ((batch, queries, features), (k_batch, keys, k_features)) = (q.dims3()?, k.dims3()?);
-        let fits = k.dims() == v.dims() && k_batch == batch && k_features == features && heads > 0 && keys > 0;
-        if !fits || features % heads != 0 {
+        let grouped = key_heads > 0 && heads > 0 && heads.is_multiple_of(key_heads);
+        let fits = k.dims() == v.dims() && k_batch == batch && keys > 0;
+        if !grouped || !fits || features % heads != 0 || features / heads * key_heads != k_features {
             candle_core::bail!(
-                "attention with {heads} heads: q {:?}, k {:?} and v {:?} do not fit",
+                "attention with {heads} heads ({key_heads} of keys): q {:?}, k {:?} and v {:?} do not fit",
                 q.dims(),
                 k.dims(),
                 v.dims()
@@ -66,172 +111,85 @@ impl Sizes {
             queries,
             keys,
             heads,
+            key_heads,
             width: features / heads,
         })
+    }
+
+    fn check_bias(&self, bias: &[usize]) -> candle_core::Result<()> {
+        let whole = [self.batch, self.heads, self.queries, self.keys];
+        let fits = bias.len() == 4 && bias[3] == self.keys;
+        if !fits || bias.iter().zip(whole).any(|(side, whole)| *side != 1 && *side != whole) {
+            candle_core::bail!("attention: a bias of {bias:?} does not fit scores of {whole:?}");
+        }
+        Ok(())
     }
 
     fn features(&self) -> usize {
         self.heads * self.width
     }
 
-    /// Head `head` of all images, one after the other, as a matrix [length, width] in a tensor of `length` rows per image.
-    fn head<'a>(&self, data: &'a [f32], head: usize, length: usize) -> Mat<'a> {
+    /// The head of keys and values, of all images, that head `head` of queries looks at.
+    fn key_head(&self, head: usize) -> usize {
         let (b, h) = (head / self.heads, head % self.heads);
-        let offset = b * length * self.features() + h * self.width;
-        Mat {
-            data: data.get(offset..).unwrap_or(&[]),
-            rows: length,
-            cols: self.width,
-            row_stride: self.features(),
-            col_stride: 1,
+        b * self.key_heads + h / (self.heads / self.key_heads)
+    }
+
+    /// A head of the queries of all images, one after the other, as a matrix [queries, width].
+    fn query_head<'a>(&self, data: &'a [f32], head: usize) -> Mat<'a> {
+        head_of(data, head, [self.queries, self.heads, self.width])
+    }
+
+    /// The same of keys or values: [keys, width].
+    fn keys_of_head<'a>(&self, data: &'a [f32], head: usize) -> Mat<'a> {
+        head_of(data, head, [self.keys, self.key_heads, self.width])
+    }
+
+    /// What is added to the scores of a head; `dims` are those of the bias.
+    fn bias_of<'a>(&self, bias: &'a [f32], dims: &[usize], head: usize) -> Bias<'a> {
+        let side = |axis: usize| dims.get(axis).copied().unwrap_or(1);
+        let at = |i: usize, axis: usize| if side(axis) == 1 { 0 } else { i };
+        let table = side(2) * side(3);
+        let start = (at(head / self.heads, 0) * side(1) + at(head % self.heads, 1)) * table;
+        Bias {
+            data: &bias[start..start + table],
+            of_query: side(2) != 1,
         }
     }
 }
 
-struct AttentionOp {
-    heads: usize,
-    scale: f32,
-    causal: bool,
-}
-
-/// Queries that one task takes: a few panels of any vector unit.
-const CHUNK: usize = 128;
-
-impl AttentionOp {
-    fn problem(&self, s: Sizes) -> Problem {
-        Problem {
-            queries: s.queries,
-            keys: s.keys,
-            width: s.width,
-            scale: self.scale,
-            causal: self.causal,
-        }
-    }
-
-    fn weigh(&self, s: Sizes, q: &[f32], k: &[f32], v: &[f32]) -> Vec<f32> {
-        // [b, heads, n, width] first, so that every task owns a contiguous piece.
-        let mut by_head = vec![0f32; s.batch * s.queries * s.features()];
-        if by_head.is_empty() {
-            return by_head;
-        }
-        let problem = self.problem(s);
-        let heads: Vec<_> = (0..s.batch * s.heads)
-            .into_par_iter()
-            .map(|head| {
-                vectorised(Pack {
-                    k: s.head(k, head, s.keys),
-                    v: s.head(v, head, s.keys),
-                })
-            })
-            .collect();
-        let mut tasks = Vec::new();
-        for (head, part) in by_head.chunks_mut(s.queries * s.width).enumerate() {
-            for (c, y) in part.chunks_mut(CHUNK * s.width).enumerate() {
-                tasks.push((head, c * CHUNK, y));
-            }
-        }
-        tasks
-            .into_par_iter()
-            .for_each_init(Room::default, |room, (head, start, y)| {
-                vectorised(Forward {
-                    problem,
-                    q: s.head(q, head, s.queries),
-                    head: &heads[head],
-                    start,
-                    y,
-                    room,
-                });
-            });
-        merge_heads(s, s.queries, &by_head)
-    }
-
-    /// The gradients of q, k and v of one head, each [rows, width].
-    fn backward_head(&self, s: Sizes, head: usize, at: &Point<'_>, room: &mut Room) -> [Vec<f32>; 3] {
-        vectorised(Backward {
-            problem: self.problem(s),
-            q: s.head(at.q, head, s.queries),
-            k: s.head(at.k, head, s.keys),
-            v: s.head(at.v, head, s.keys),
-            dy: s.head(at.dy, head, s.queries),
-            room,
-        })
-    }
-}
-
-/// Where the gradient is taken.
-struct Point<'a> {
-    q: &'a [f32],
-    k: &'a [f32],
-    v: &'a [f32],
-    dy: &'a [f32],
-}
-
-/// [b, heads, length, width] -> [b, length, heads * width].
-fn merge_heads(s: Sizes, length: usize, by_head: &[f32]) -> Vec<f32> {
-    let mut merged = vec![0f32; by_head.len()];
-    merged
-        .par_chunks_mut(s.features())
-        .with_min_len(64)
-        .enumerate()
-        .for_each(|(row, out)| {
-            let (b, i) = (row / length, row % length);
-            for (h, part) in out.chunks_exact_mut(s.width).enumerate() {
-                let start = ((b * s.heads + h) * length + i) * s.width;
-                part.copy_from_slice(&by_head[start..start + s.width]);
-            }
-        });
-    merged
-}
-
-impl Operation<3> for AttentionOp {
-    const NAME: &'static str = "attention";
-
-    fn keeps(&self, _: [bool; 3]) -> [bool; 3] {
-        [true; 3]
-    }
-
-    fn forward(&self, [q, k, v]: [&[f32]; 3], shapes: [&Shape; 3]) -> candle_core::Result<(Vec<f32>, Shape)> {
-        let sizes = Sizes::new(shapes[0], shapes[1], shapes[2], self.heads)?;
-        Ok((self.weigh(sizes, q, k, v), shapes[0].clone()))
-    }
-
-    fn backward(&self, [q, k, v]: [&Input; 3], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 3]> {
-        let shapes = [q.shape(), k.shape(), v.shape()];
-        let s = Sizes::new(shapes[0], shapes[1], shapes[2], self.heads)?;
-        let heads: Vec<[Vec<f32>; 3]> = q.with(|q| {
-            k.with(|k| {
-                v.with(|v| {
-                    cpu::with_slice(gradient, |dy| {
-                        let at = Point { q, k, v, dy };
-                        (0..s.batch * s.heads)
-                            .into_par_iter()
-                            .map_init(Room::default, |room, head| self.backward_head(s, head, &at, room))
-                            .collect()
-                    })
-                })
-            })
-        })????;
-        let whole = |which: usize, length: usize, shape: &Shape| {
-            let by_head: Vec<f32> = heads.iter().flat_map(|head| head[which].iter().copied()).collect();
-            Tensor::from_vec(merge_heads(s, length, &by_head), shape, &Device::Cpu)
-        };
-        Ok([
-            Some(whole(0, s.queries, shapes[0])?),
-            Some(whole(1, s.keys, shapes[1])?),
-            Some(whole(2, s.keys, shapes[2])?),
-        ])
+/// A head, counted over all images, of a tensor [b, length, heads * width], as a matrix [length, width].
+fn head_of(data: &[f32], head: usize, [length, heads, width]: [usize; 3]) -> Mat<'_> {
+    let (b, h) = (head / heads, head % heads);
+    let offset = b * length * heads * width + h * width;
+    Mat {
+        data: data.get(offset..).unwrap_or(&[]),
+        rows: length,
+        cols: width,
+        row_stride: heads * width,
+        col_stride: 1,
     }
 }
 
 /// The same by candle's operations, for CUDA and Metal.
-fn composed(q: &Tensor, k: &Tensor, v: &Tensor, s: Sizes, scale: f64, causal: bool) -> candle_core::Result<Tensor> {
-    let split = |x: &Tensor, length: usize| {
-        x.reshape((s.batch, length, s.heads, s.width))?
-            .transpose(1, 2)?
+fn composed(
+    [q, k, v]: [&Tensor; 3],
+    s: Sizes,
+    scale: f64,
+    causal: bool,
+    bias: Option<&Tensor>,
+) -> candle_core::Result<Tensor> {
+    let split = |x: &Tensor, length: usize, heads: usize| x.reshape((s.batch, length, heads, s.width))?.transpose(1, 2);
+    let q = split(q, s.queries, s.heads)?.contiguous()?;
+    // A head of keys once for each head of queries that looks at it.
+    let serve = |x: &Tensor| {
+        split(x, s.keys, s.key_heads)?
+            .unsqueeze(2)?
+            .broadcast_as((s.batch, s.key_heads, s.heads / s.key_heads, s.keys, s.width))?
+            .reshape((s.batch, s.heads, s.keys, s.width))?
             .contiguous()
     };
-    let (q, k, v) = (split(q, s.queries)?, split(k, s.keys)?, split(v, s.keys)?);
-    let k = k.t()?;
+    let (k, v) = (serve(k)?.t()?, serve(v)?);
     // 64 Mi scores at a time.
     let chunk = ((1 << 26) / (s.batch * s.heads * s.keys).max(1)).clamp(1, s.queries.max(1));
     let mut parts = Vec::new();
@@ -243,6 +201,13 @@ fn composed(q: &Tensor, k: &Tensor, v: &Tensor, s: Sizes, scale: f64, causal: bo
             q.narrow(2, start, rows)?.contiguous()?
         };
         let mut scores = (part.matmul(&k)? * scale)?.to_dtype(DType::F32)?;
+        if let Some(bias) = bias {
+            let bias = match bias.dim(2)? {
+                1 => bias.clone(),
+                _ => bias.narrow(2, start, rows)?,
+            };
+            scores = scores.broadcast_add(&bias.to_dtype(DType::F32)?)?;
+        }
         if causal {
             let mask: Vec<f32> = (0..rows * s.keys)
                 .map(|i| {
@@ -262,12 +227,13 @@ fn composed(q: &Tensor, k: &Tensor, v: &Tensor, s: Sizes, scale: f64, causal: bo
         .reshape((s.batch, s.queries, s.features()))
 }
 
-/// Softmax over the last dimension, by operations that have a backward pass.
+/// Softmax over the last dimension, by operations that have a backward pass. A row of nothing but minus infinity becomes
+/// zeros.
 ///
 /// # Errors
 /// When the arithmetic fails.
 pub fn softmax(x: &Tensor) -> candle_core::Result<Tensor> {
-    let shifted = x.broadcast_sub(&x.max_keepdim(D::Minus1)?.detach())?;
-    let e = shifted.exp()?;
-    e.broadcast_div(&e.sum_keepdim(D::Minus1)?)
+    let highest = x.max_keepdim(D::Minus1)?.detach().maximum(f64::from(f32::MIN))?;
+    let e = x.broadcast_sub(&highest)?.exp()?;
+    e.broadcast_div(&e.sum_keepdim(D::Minus1)?.maximum(f64::from(f32::MIN_POSITIVE))?)
 }

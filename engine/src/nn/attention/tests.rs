@@ -1,6 +1,6 @@
 //! Every vector unit of this processor against the others.
 
-use super::kernel::{Backward, Forward, Pack, Problem, Room};
+use super::kernel::{Backward, Bias, Forward, Pack, Problem, Room};
 use crate::nn::cpu::{Mat, Unit, on, units};
 
 fn numbers(seed: usize, length: usize) -> Vec<f32> {
@@ -9,7 +9,7 @@ fn numbers(seed: usize, length: usize) -> Vec<f32> {
         .collect()
 }
 
-fn results(unit: Unit, problem: Problem) -> Vec<Vec<f32>> {
+fn results(unit: Unit, problem: Problem<'_>) -> Vec<Vec<f32>> {
     let Problem {
         queries, keys, width, ..
     } = problem;
@@ -52,7 +52,7 @@ fn results(unit: Unit, problem: Problem) -> Vec<Vec<f32>> {
 }
 
 /// By definition, in f64: y, dq, dk, dv.
-fn exact(p: Problem) -> Vec<Vec<f64>> {
+fn exact(p: Problem<'_>) -> Vec<Vec<f64>> {
     let (n, m, w) = (p.queries, p.keys, p.width);
     let wide = |seed, length| -> Vec<f64> { numbers(seed, length).into_iter().map(f64::from).collect() };
     let (q, k, v, dy) = (wide(1, n * w), wide(2, m * w), wide(3, m * w), wide(4, n * w));
@@ -61,8 +61,14 @@ fn exact(p: Problem) -> Vec<Vec<f64>> {
     let mut out = vec![vec![0.0; n * w], vec![0.0; n * w], vec![0.0; m * w], vec![0.0; m * w]];
     for i in 0..n {
         let seen = if p.causal { (i + 1).min(m) } else { m };
-        let e: Vec<f64> = (0..seen).map(|j| (dot(&q, i, &k, j) * scale).exp()).collect();
-        let sum: f64 = e.iter().sum();
+        let bias = |j: usize| match p.bias {
+            Some(bias) if bias.of_query => f64::from(bias.data[i * m + j]),
+            Some(bias) => f64::from(bias.data[j]),
+            None => 0.0,
+        };
+        let e: Vec<f64> = (0..seen).map(|j| (dot(&q, i, &k, j) * scale + bias(j)).exp()).collect();
+        // A query that sees nothing gets nothing.
+        let sum = e.iter().sum::<f64>().max(1e-30);
         let mean: f64 = (0..seen).map(|j| e[j] / sum * dot(&dy, i, &v, j)).sum();
         for j in 0..seen {
             let probability = e[j] / sum;
@@ -80,20 +86,33 @@ fn exact(p: Problem) -> Vec<Vec<f64>> {
 
 #[test]
 fn every_unit_computes_attention() {
-    for (queries, keys, width, causal) in [
-        (1, 1, 1, false),
-        (5, 3, 8, false),
-        (33, 77, 40, false),
-        (64, 130, 64, false),
-        (77, 77, 64, true),
-        (70, 600, 12, false),
-        (40, 20, 5, true),
+    // Biases hide a key here and there, and all of them from query 2.
+    let table: Vec<f32> = (0..33 * 77)
+        .map(|i| match (i / 77, i % 77) {
+            (2, _) | (_, 0 | 50) => f32::NEG_INFINITY,
+            _ => ((i * 31) % 17) as f32 / 8.0 - 1.0,
+        })
+        .collect();
+    let bias = |data, of_query| Some(Bias { data, of_query });
+    for (queries, keys, width, causal, bias) in [
+        (1, 1, 1, false, None),
+        (5, 3, 8, false, None),
+        (33, 77, 40, false, None),
+        (64, 130, 64, false, None),
+        (77, 77, 64, true, None),
+        (70, 600, 12, false, None),
+        (40, 20, 5, true, None),
+        (33, 77, 40, false, bias(table.as_slice(), true)),
+        (33, 77, 40, false, bias(&table[..77], false)),
+        (50, 77, 128, true, bias(&table[77..2 * 77], false)),
+        (33, 77, 256, true, bias(table.as_slice(), true)),
     ] {
         let problem = Problem {
             queries,
             keys,
             width,
             causal,
+            bias,
             scale: 1.0 / (width as f32).sqrt(),
         };
         let expected = exact(problem);

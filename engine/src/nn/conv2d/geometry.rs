@@ -3,6 +3,9 @@
 use candle_core::Shape;
 use rayon::prelude::*;
 
+/// Zeros above and below, and left and right.
+pub(super) type Padding = [usize; 2];
+
 /// The sizes of one convolution.
 #[derive(Clone, Copy)]
 pub(super) struct Geometry {
@@ -16,7 +19,10 @@ pub(super) struct Geometry {
     pub(super) out_h: usize,
     pub(super) out_w: usize,
     pub(super) stride: usize,
-    pub(super) padding: usize,
+    /// Zeros above and below.
+    pub(super) padding_h: usize,
+    /// Zeros left and right.
+    pub(super) padding_w: usize,
 }
 
 /// Elements of the buffer of windows that one tile may have: 4 MiB of f32.
@@ -32,13 +38,14 @@ pub(super) struct Tile {
 }
 
 impl Geometry {
-    pub(super) fn new(x: &Shape, weight: &Shape, stride: usize, padding: usize) -> candle_core::Result<Self> {
+    pub(super) fn new(x: &Shape, weight: &Shape, stride: usize, padding: Padding) -> candle_core::Result<Self> {
+        let [padding_h, padding_w] = padding;
         let (batch, inputs, height, width) = x.dims4()?;
         let (outputs, weight_inputs, kernel_h, kernel_w) = weight.dims4()?;
-        let (padded_h, padded_w) = (height + 2 * padding, width + 2 * padding);
+        let (padded_h, padded_w) = (height + 2 * padding_h, width + 2 * padding_w);
         if inputs != weight_inputs || stride == 0 || padded_h < kernel_h || padded_w < kernel_w {
             candle_core::bail!(
-                "conv2d: input {:?} does not fit weight {:?} with stride {stride} and padding {padding}",
+                "conv2d: input {:?} does not fit weight {:?} with stride {stride} and padding {padding:?}",
                 x.dims(),
                 weight.dims()
             );
@@ -55,7 +62,8 @@ impl Geometry {
             out_h,
             out_w,
             stride,
-            padding,
+            padding_h,
+            padding_w,
         })
     }
 
@@ -70,21 +78,22 @@ impl Geometry {
 
     /// The windows of an image are the image itself.
     pub(super) fn is_pointwise(&self) -> bool {
-        self.kernel_h == 1 && self.kernel_w == 1 && self.stride == 1 && self.padding == 0
+        self.kernel_h == 1 && self.kernel_w == 1 && self.stride == 1 && self.padding_h + self.padding_w == 0
     }
 
     /// The convolution that takes the gradient of the output to that of the input, with the weight turned around: if
     /// windows move by one.
     pub(super) fn turned(&self) -> Option<Self> {
-        let square = self.kernel_h == self.kernel_w && self.padding < self.kernel_h;
-        (self.stride == 1 && square).then(|| Self {
+        let inside = self.padding_h < self.kernel_h && self.padding_w < self.kernel_w;
+        (self.stride == 1 && inside).then(|| Self {
             inputs: self.outputs,
             outputs: self.inputs,
             height: self.out_h,
             width: self.out_w,
             out_h: self.height,
             out_w: self.width,
-            padding: self.kernel_h - 1 - self.padding,
+            padding_h: self.kernel_h - 1 - self.padding_h,
+            padding_w: self.kernel_w - 1 - self.padding_w,
             ..*self
         })
     }
@@ -123,15 +132,17 @@ impl Geometry {
         tile.images * tile.rows * self.out_w
     }
 
-    /// Where output rows `oy`/columns `ox` and kernel offset `k` fall: the input index, if inside.
-    pub(super) fn source(&self, o: usize, k: usize, limit: usize) -> Option<usize> {
-        (o * self.stride + k).checked_sub(self.padding).filter(|&i| i < limit)
+    /// The input row of output row `oy` and kernel row `ky`, if it lies inside.
+    pub(super) fn source(&self, oy: usize, ky: usize) -> Option<usize> {
+        (oy * self.stride + ky)
+            .checked_sub(self.padding_h)
+            .filter(|row| *row < self.height)
     }
 
     /// The output columns whose input column lies inside, for kernel column `kx`.
     fn inside(&self, kx: usize) -> (usize, usize) {
-        let first = self.padding.saturating_sub(kx).div_ceil(self.stride).min(self.out_w);
-        let end = (self.width + self.padding)
+        let first = self.padding_w.saturating_sub(kx).div_ceil(self.stride).min(self.out_w);
+        let end = (self.width + self.padding_w)
             .saturating_sub(kx)
             .div_ceil(self.stride)
             .min(self.out_w);
@@ -153,10 +164,10 @@ impl Geometry {
                 if first == end {
                     continue;
                 }
-                let from = first * self.stride + kx - self.padding;
+                let from = first * self.stride + kx - self.padding_w;
                 let row = &col[(c * taps + tap) * columns..][..columns];
                 for r in 0..tile.rows {
-                    let Some(iy) = self.source(tile.row + r, ky, self.height) else {
+                    let Some(iy) = self.source(tile.row + r, ky) else {
                         continue;
                     };
                     let line = &row[(image * tile.rows + r) * self.out_w..][..self.out_w];

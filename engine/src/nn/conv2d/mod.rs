@@ -14,7 +14,7 @@ use crate::autograd::{Input, Operation, apply};
 use crate::error::Result;
 use crate::weights::{Init, Weights};
 use candle_core::{DType, Device, Shape, Tensor};
-use geometry::Geometry;
+use geometry::{Geometry, Padding};
 use low_rank::LowRankConv;
 use std::sync::Arc;
 
@@ -99,7 +99,7 @@ impl Conv2d {
     fn op(&self, bias: Option<&Tensor>) -> candle_core::Result<ConvOp> {
         Ok(ConvOp {
             stride: self.stride,
-            padding: self.padding,
+            padding: [self.padding; 2],
             bias: bias.map(Tensor::contiguous).transpose()?,
         })
     }
@@ -118,12 +118,49 @@ pub fn conv2d(
 ) -> candle_core::Result<Tensor> {
     let outputs = weight.dim(0)?;
     if !cpu::runs_here(x) || weight.dtype() != DType::F32 {
-        let y = x.conv2d(weight, padding, stride, 1, 1)?;
+        let y = if stride == 1 {
+            x.conv2d(weight, padding, stride, 1, 1)?
+        } else {
+            in_steps(x, weight, stride, padding)?
+        };
         return match bias {
             Some(bias) => y.broadcast_add(&bias.reshape((1, outputs, 1, 1))?),
             None => Ok(y),
         };
     }
+    on_processor(x, weight, bias, stride, [padding; 2])
+}
+
+/// candle's convolution with windows that move by more than one. Its gradient takes the rest of the last step from the
+/// height alone, so what no window sees is cut off first, along both axes.
+fn in_steps(x: &Tensor, weight: &Tensor, stride: usize, padding: usize) -> candle_core::Result<Tensor> {
+    let (height, width) = (x.dim(2)? + 2 * padding, x.dim(3)? + 2 * padding);
+    let (kernel_h, kernel_w) = (weight.dim(2)?, weight.dim(3)?);
+    if stride == 0 || height < kernel_h || width < kernel_w {
+        candle_core::bail!(
+            "conv2d: input {:?} does not fit weight {:?} with stride {stride} and padding {padding}",
+            x.dims(),
+            weight.dims()
+        );
+    }
+    let seen = |whole: usize, kernel: usize| (whole - kernel) / stride * stride + kernel;
+    let x = x
+        .pad_with_zeros(2, padding, padding)?
+        .pad_with_zeros(3, padding, padding)?
+        .narrow(2, 0, seen(height, kernel_h))?
+        .narrow(3, 0, seen(width, kernel_w))?
+        .contiguous()?;
+    x.conv2d(weight, 0, stride, 1, 1)
+}
+
+/// The same in f32 on the processor, with a padding for each axis.
+pub(super) fn on_processor(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    stride: usize,
+    padding: Padding,
+) -> candle_core::Result<Tensor> {
     let op = |bias| ConvOp { stride, padding, bias };
     match bias.map(Tensor::contiguous).transpose()? {
         Some(bias) if bias.track_op() => apply([x, weight, &bias], op(None)),
@@ -136,7 +173,7 @@ type Made = candle_core::Result<(Vec<f32>, Shape)>;
 /// With a trained bias it is an operation of three tensors, otherwise of two.
 struct ConvOp {
     stride: usize,
-    padding: usize,
+    padding: Padding,
     bias: Option<Tensor>,
 }
 

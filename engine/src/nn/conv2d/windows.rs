@@ -64,7 +64,7 @@ impl Columns for Windows<'_> {
         for line in panel.chunks_exact_mut(width).take(depth.len()) {
             for run in &runs[..count] {
                 let to = &mut line[run.at..run.at + run.length];
-                match g.source(run.y, ky, g.height) {
+                match g.source(run.y, ky) {
                     Some(y) => {
                         let from = &self.x[run.image + channel * plane + y * g.width..][..g.width];
                         g.take(from, run.x * g.stride + kx, to);
@@ -87,7 +87,7 @@ impl Geometry {
     /// Every `stride`-th pixel of a row, the first at `first - padding`; zeros outside of the row.
     #[inline(always)]
     fn take(&self, row: &[f32], first: usize, to: &mut [f32]) {
-        let (padding, stride) = (self.padding, self.stride);
+        let (padding, stride) = (self.padding_w, self.stride);
         if stride == 1 && first >= padding && first - padding + to.len() <= row.len() {
             copy(&row[first - padding..][..to.len()], to);
         } else {
@@ -134,11 +134,11 @@ impl Columns for Taps<'_> {
                     .iter_mut()
                     .step_by(width)
                     .take(length);
-                match g.source(y, ky, g.height) {
+                match g.source(y, ky) {
                     Some(y) => {
                         let row = &self.x[channel * plane + y * g.width..][..g.width];
                         for (i, to) in lines.enumerate() {
-                            let at = ((x + i) * g.stride + kx).checked_sub(g.padding);
+                            let at = ((x + i) * g.stride + kx).checked_sub(g.padding_w);
                             *to = at.and_then(|at| row.get(at)).copied().unwrap_or(0.0);
                         }
                     }

@@ -1,176 +1,22 @@
-//! Group norm and layer norm.
-//!
-//! Both take the mean and the variance over a row (of all elements of a group, or of the last dimension), then scale
-//! and shift. Sums run in f64, one row on one thread, so that the result does not depend on the number of threads.
+//! Norms on the processor. Sums run in f64, one row on one thread, so that the result does not depend on the number of
+//! threads.
 
-use super::activation::Activation;
-use super::cpu::{self, Function, Simd, Work, each_here, vectorised};
-use crate::autograd::{Input, Operation, apply};
-use crate::error::Result;
-use crate::weights::{Init, Weights};
-use candle_core::{D, DType, Device, Shape, Tensor};
+use crate::autograd::{Input, Operation};
+use crate::nn::activation::Activation;
+use crate::nn::cpu::{self, Function, Simd, Work, each_here, vectorised};
+use candle_core::{Device, Shape, Tensor};
 use rayon::prelude::*;
 
-/// Group normalisation over the channels of [b, c, ..].
-#[derive(Clone, Debug)]
-pub struct GroupNorm {
-    weight: Tensor,
-    bias: Tensor,
-    groups: usize,
-    eps: f64,
-}
-
-impl GroupNorm {
-    /// Loads `weight` and `bias` ([channels]).
-    ///
-    /// # Errors
-    /// When a tensor is missing or has another shape, or the groups do not divide the channels.
-    pub fn new(weights: &Weights, groups: usize, channels: usize, eps: f64) -> Result<Self> {
-        if !channels.is_multiple_of(groups) {
-            return Err(weights.config_error(format!("{channels} channels cannot be split into {groups} groups")));
-        }
-        let weight = weights.get_with(channels, "weight", Init::Ones)?;
-        let bias = weights.get_with(channels, "bias", Init::Zeros)?;
-        Ok(Self {
-            weight,
-            bias,
-            groups,
-            eps,
-        })
-    }
-
-    #[cfg(test)]
-    pub(super) fn of(weight: Tensor, bias: Tensor, groups: usize, eps: f64) -> Self {
-        Self {
-            weight,
-            bias,
-            groups,
-            eps,
-        }
-    }
-
-    /// x [b, c, ..] -> the same shape.
-    ///
-    /// # Errors
-    /// When the shapes do not fit.
-    pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        self.forward_then(x, None)
-    }
-
-    /// SiLU of the norm, as one operation: what the norm alone gives is neither written down nor kept for the backward
-    /// pass.
-    ///
-    /// # Errors
-    /// When the shapes do not fit.
-    pub fn forward_silu(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        self.forward_then(x, Some(Activation::Silu))
-    }
-
-    fn forward_then(&self, x: &Tensor, then: Option<Activation>) -> candle_core::Result<Tensor> {
-        let channels = x.dim(1)?;
-        if channels != self.weight.elem_count() {
-            candle_core::bail!(
-                "group norm of {} channels: input {:?}",
-                self.weight.elem_count(),
-                x.dims()
-            );
-        }
-        if cpu::runs_here(x) && self.weight.dtype() == DType::F32 {
-            let spatial = x.elem_count() / (x.dim(0)? * channels).max(1);
-            let rows = Rows {
-                length: channels / self.groups * spatial,
-                channels,
-                spatial,
-                eps: self.eps,
-                then,
-            };
-            return apply([x, &self.weight, &self.bias], rows);
-        }
-        let dtype = x.dtype();
-        let grouped = x.reshape((x.dim(0)?, self.groups, ()))?.to_dtype(DType::F32)?;
-        let mut affine = vec![1; x.rank()];
-        affine[1] = channels;
-        let y = normalise(&grouped, self.eps)?
-            .to_dtype(dtype)?
-            .reshape(x.shape())?
-            .broadcast_mul(&self.weight.reshape(affine.as_slice())?)?
-            .broadcast_add(&self.bias.reshape(affine.as_slice())?)?;
-        match then {
-            Some(then) => then.forward(&y),
-            None => Ok(y),
-        }
-    }
-}
-
-/// Normalisation over the last dimension.
-#[derive(Clone, Debug)]
-pub struct LayerNorm {
-    weight: Tensor,
-    bias: Tensor,
-    eps: f64,
-}
-
-impl LayerNorm {
-    /// Loads `weight` and `bias` ([features]).
-    ///
-    /// # Errors
-    /// When a tensor is missing or has another shape.
-    pub fn new(weights: &Weights, features: usize, eps: f64) -> Result<Self> {
-        let weight = weights.get_with(features, "weight", Init::Ones)?;
-        let bias = weights.get_with(features, "bias", Init::Zeros)?;
-        Ok(Self { weight, bias, eps })
-    }
-
-    #[cfg(test)]
-    pub(super) fn of(weight: Tensor, bias: Tensor, eps: f64) -> Self {
-        Self { weight, bias, eps }
-    }
-
-    /// x [.., features] -> the same shape.
-    ///
-    /// # Errors
-    /// When the shapes do not fit.
-    pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let features = x.dim(D::Minus1)?;
-        if features != self.weight.elem_count() {
-            candle_core::bail!(
-                "layer norm of {} features: input {:?}",
-                self.weight.elem_count(),
-                x.dims()
-            );
-        }
-        if cpu::runs_here(x) && self.weight.dtype() == DType::F32 {
-            let rows = Rows {
-                length: features,
-                channels: features,
-                spatial: 1,
-                eps: self.eps,
-                then: None,
-            };
-            return apply([x, &self.weight, &self.bias], rows);
-        }
-        normalise(&x.to_dtype(DType::F32)?, self.eps)?
-            .to_dtype(x.dtype())?
-            .broadcast_mul(&self.weight)?
-            .broadcast_add(&self.bias)
-    }
-}
-
-/// (x - mean) / sqrt(variance + eps) over the last dimension, by candle's operations.
-fn normalise(x: &Tensor, eps: f64) -> candle_core::Result<Tensor> {
-    let centred = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
-    let variance = centred.sqr()?.mean_keepdim(D::Minus1)?;
-    centred.broadcast_div(&(variance + eps)?.sqrt()?)
-}
-
 /// Rows of `length` elements; element `i` of the whole tensor belongs to channel `i / spatial % channels`.
-struct Rows {
-    length: usize,
-    channels: usize,
-    spatial: usize,
-    eps: f64,
+pub(super) struct Rows {
+    pub(super) length: usize,
+    pub(super) channels: usize,
+    pub(super) spatial: usize,
+    pub(super) eps: f64,
+    /// Whether the mean is taken away first; what is divided by is the root mean square in any case.
+    pub(super) centred: bool,
     /// What the result goes through.
-    then: Option<Activation>,
+    pub(super) then: Option<Activation>,
 }
 
 /// `mul * x + add`, and what that goes through.
@@ -216,7 +62,11 @@ impl Rows {
 
     /// Mean and 1 / sqrt(variance + eps).
     fn statistics(&self, row: &[f32]) -> (f32, f32) {
-        vectorised(Statistics { row, eps: self.eps })
+        vectorised(Statistics {
+            row,
+            eps: self.eps,
+            centred: self.centred,
+        })
     }
 
     /// The channel of the first element of row `r`.
@@ -338,7 +188,7 @@ impl Rows {
         room
     }
 
-    /// dx = scale * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * weight.
+    /// dx = scale * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * weight; without mean(g) if not centred.
     fn backward_row(&self, first: usize, x: &[f32], dy: &[f32], weight: &[f32], dx: &mut [f32]) {
         let (mean, scale) = self.statistics(x);
         vectorised(BackwardRow {
@@ -347,6 +197,7 @@ impl Rows {
             dx,
             weight: &weight[first..],
             spatial: self.spatial,
+            centred: self.centred,
             mean,
             scale,
         });
@@ -374,6 +225,7 @@ fn sum<const N: usize>(inputs: [&[f32]; N], parts: &mut [f64; PARTS], f: impl Fn
 struct Statistics<'a> {
     row: &'a [f32],
     eps: f64,
+    centred: bool,
 }
 
 impl Work for Statistics<'_> {
@@ -383,7 +235,9 @@ impl Work for Statistics<'_> {
     fn run<S: Simd>(self) -> (f32, f32) {
         let n = self.row.len().max(1) as f64;
         let (mut total, mut squares) = ([0f64; PARTS], [0f64; PARTS]);
-        sum([self.row], &mut total, |[v]| v);
+        if self.centred {
+            sum([self.row], &mut total, |[v]| v);
+        }
         let mean = total.iter().sum::<f64>() / n;
         // Of what is left when the mean is taken away: squares of large numbers would cancel.
         let centre = mean as f32;
@@ -400,6 +254,7 @@ struct BackwardRow<'a> {
     /// From the row's first channel on.
     weight: &'a [f32],
     spatial: usize,
+    centred: bool,
     mean: f32,
     scale: f32,
 }
@@ -415,14 +270,16 @@ impl Work for BackwardRow<'_> {
             dx,
             weight,
             spatial,
+            centred,
             mean,
             scale,
         } = self;
         let (mut g_sum, mut gx_sum) = ([0f64; PARTS], [0f64; PARTS]);
         let n = x.len() as f64;
         let means = |g: [f64; PARTS], gx: [f64; PARTS]| {
-            let (g, gx) = (g.iter().sum::<f64>() / n, gx.iter().sum::<f64>() / n);
-            (g as f32, gx as f32)
+            // What a mean that is not taken away would send back.
+            let g = if centred { g.iter().sum::<f64>() / n } else { 0.0 };
+            (g as f32, (gx.iter().sum::<f64>() / n) as f32)
         };
         if spatial == 1 {
             sum([dy, weight], &mut g_sum, |[dy, w]| dy * w);

@@ -1,0 +1,259 @@
+//! The two kinds of blocks of FLUX.1's transformer, under diffusers' names (`models/transformers/transformer_flux.py`):
+//! first those in which text and picture have weights of their own and attend to each other, then those in which both
+//! are one sequence and attention and feed-forward run side by side.
+
+use crate::error::Result;
+use crate::nn::{self, Activation, Attention, LayerNorm, Linear, Pairs, RmsNorm, Rotary};
+use crate::weights::Weights;
+use candle_core::Tensor;
+
+const EPS: f64 = 1e-6;
+
+/// Sizes of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FluxSizes {
+    /// Attention heads: 24.
+    pub heads: usize,
+    /// Features of a head: 128.
+    pub head_width: usize,
+}
+
+impl FluxSizes {
+    /// Features of a token.
+    #[must_use]
+    pub fn width(&self) -> usize {
+        self.heads * self.head_width
+    }
+}
+
+/// Angles for `text` text tokens, all at the origin, and after them a picture of `height` x `width` tokens. `axes`: features
+/// of a head that turn with the (unused) first axis, with the row and with the column; 16, 56 and 56 in FLUX.1.
+///
+/// # Errors
+/// When one of the axes is odd.
+pub fn rotary(text: usize, (height, width): (usize, usize), axes: [usize; 3]) -> candle_core::Result<Rotary> {
+    let picture = (0..height * width).map(|i| vec![0.0, (i / width) as f64, (i % width) as f64]);
+    let positions: Vec<_> = std::iter::repeat_n(vec![0.0; 3], text).chain(picture).collect();
+    Rotary::of_axes(&positions, &axes, 10_000.0, Pairs::Neighbours)
+}
+
+/// A layer norm whose scale and shift come from the conditioning vector, as do `N` minus two other vectors.
+#[derive(Clone, Debug)]
+struct AdaLayerNorm<const N: usize> {
+    linear: Linear,
+    norm: LayerNorm,
+}
+
+impl<const N: usize> AdaLayerNorm<N> {
+    fn new(weights: &Weights, width: usize) -> Result<Self> {
+        let linear = Linear::new(&weights.pp("linear"), width, N * width, true)?;
+        let norm = LayerNorm::plain(width, EPS, linear.weight.dtype(), linear.weight.device())?;
+        Ok(Self { linear, norm })
+    }
+
+    /// The norm of x [b, n, c] under temb [b, c], and what is left of the vectors [b, c], whose first two were shift and
+    /// scale.
+    fn forward(&self, x: &Tensor, temb: &Tensor) -> candle_core::Result<(Tensor, Vec<Tensor>)> {
+        let vectors = self.linear.forward(&nn::silu(temb)?)?.chunk(N, 1)?;
+        let [shift, scale, rest @ ..] = vectors.as_slice() else {
+            candle_core::bail!("a conditioned norm takes two vectors");
+        };
+        Ok((nn::modulate(&self.norm.forward(x)?, scale, shift)?, rest.to_vec()))
+    }
+}
+
+/// Queries, keys and values with a norm over each head.
+#[derive(Clone, Debug)]
+struct Projections {
+    q: Linear,
+    k: Linear,
+    v: Linear,
+    norm_q: RmsNorm,
+    norm_k: RmsNorm,
+}
+
+impl Projections {
+    /// Loads the layers of these names.
+    fn new(weights: &Weights, sizes: FluxSizes, [q, k, v, norm_q, norm_k]: [&str; 5]) -> Result<Self> {
+        let width = sizes.width();
+        let linear = |name: &str| Linear::new(&weights.pp(name), width, width, true);
+        let norm = |name: &str| RmsNorm::new(&weights.pp(name), sizes.head_width, EPS);
+        Ok(Self {
+            q: linear(q)?,
+            k: linear(k)?,
+            v: linear(v)?,
+            norm_q: norm(norm_q)?,
+            norm_k: norm(norm_k)?,
+        })
+    }
+
+    fn own(weights: &Weights, sizes: FluxSizes) -> Result<Self> {
+        Self::new(weights, sizes, ["to_q", "to_k", "to_v", "norm_q", "norm_k"])
+    }
+
+    /// x [b, n, c] -> queries, keys and values, each [b, n, c].
+    fn forward(&self, x: &Tensor) -> candle_core::Result<[Tensor; 3]> {
+        Ok([
+            self.norm_q.forward(&self.q.forward(x)?)?,
+            self.norm_k.forward(&self.k.forward(x)?)?,
+            self.v.forward(x)?,
+        ])
+    }
+}
+
+/// Attention among all tokens, with their positions.
+fn attend([q, k, v]: &[Tensor; 3], sizes: FluxSizes, rotary: &Rotary) -> candle_core::Result<Tensor> {
+    Attention::of(sizes.heads).forward(&rotary.forward(q)?, &rotary.forward(k)?, v)
+}
+
+/// Two linear layers with a GELU (by tanh) between them.
+#[derive(Clone, Debug)]
+struct FeedForward {
+    first: Linear,
+    second: Linear,
+}
+
+impl FeedForward {
+    fn new(weights: &Weights, width: usize) -> Result<Self> {
+        let net = weights.pp("net");
+        Ok(Self {
+            first: Linear::new(&net.pp("0.proj"), width, 4 * width, true)?,
+            second: Linear::new(&net.pp("2"), 4 * width, width, true)?,
+        })
+    }
+
+    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        self.second
+            .forward(&Activation::GeluTanh.forward(&self.first.forward(x)?)?)
+    }
+}
+
+/// What text or picture has for itself in a double block.
+#[derive(Clone, Debug)]
+struct Stream {
+    norm1: AdaLayerNorm<6>,
+    attention: Projections,
+    to_out: Linear,
+    norm2: LayerNorm,
+    ff: FeedForward,
+}
+
+impl Stream {
+    /// After attention: `attended` is what came out of it, `vectors` what the norm before it left.
+    fn after(&self, x: &Tensor, attended: &Tensor, vectors: &[Tensor]) -> candle_core::Result<Tensor> {
+        let [gate_attention, shift, scale, gate] = vectors else {
+            candle_core::bail!("a block takes six vectors");
+        };
+        let x = nn::gated(x, gate_attention, &self.to_out.forward(attended)?)?;
+        let h = nn::modulate(&self.norm2.forward(&x)?, scale, shift)?;
+        nn::gated(&x, gate, &self.ff.forward(&h)?)
+    }
+}
+
+/// A block in which text and picture have weights of their own.
+#[derive(Clone, Debug)]
+pub struct FluxTransformerBlock {
+    picture: Stream,
+    text: Stream,
+    sizes: FluxSizes,
+}
+
+impl FluxTransformerBlock {
+    /// Loads the block.
+    ///
+    /// # Errors
+    /// When a tensor is missing or has another shape.
+    pub fn new(weights: &Weights, sizes: FluxSizes) -> Result<Self> {
+        let (width, attn) = (sizes.width(), weights.pp("attn"));
+        let stream = |norm: &str, attention: Projections, out: &str, ff: &str| {
+            let norm1 = AdaLayerNorm::new(&weights.pp(norm), width)?;
+            Ok::<_, crate::error::EngineError>(Stream {
+                attention,
+                to_out: Linear::new(&attn.pp(out), width, width, true)?,
+                norm2: norm1.norm.clone(),
+                ff: FeedForward::new(&weights.pp(ff), width)?,
+                norm1,
+            })
+        };
+        let added = ["add_q_proj", "add_k_proj", "add_v_proj", "norm_added_q", "norm_added_k"];
+        Ok(Self {
+            picture: stream("norm1", Projections::own(&attn, sizes)?, "to_out.0", "ff")?,
+            text: stream(
+                "norm1_context",
+                Projections::new(&attn, sizes, added)?,
+                "to_add_out",
+                "ff_context",
+            )?,
+            sizes,
+        })
+    }
+
+    /// x [b, n, c] and text [b, m, c] under temb [b, c] -> the same shapes. `rotary` is of m + n positions, text first.
+    ///
+    /// # Errors
+    /// When the shapes do not fit.
+    pub fn forward(
+        &self,
+        x: &Tensor,
+        text: &Tensor,
+        temb: &Tensor,
+        rotary: &Rotary,
+    ) -> candle_core::Result<(Tensor, Tensor)> {
+        let (h, for_picture) = self.picture.norm1.forward(x, temb)?;
+        let (h_text, for_text) = self.text.norm1.forward(text, temb)?;
+        let (of_picture, of_text) = (
+            self.picture.attention.forward(&h)?,
+            self.text.attention.forward(&h_text)?,
+        );
+        let joined = |i: usize| nn::cat_channels(&of_text[i], &of_picture[i]);
+        let all = attend(&[joined(0)?, joined(1)?, joined(2)?], self.sizes, rotary)?;
+        let words = text.dim(1)?;
+        let attended = all.narrow(1, words, x.dim(1)?)?;
+        Ok((
+            self.picture.after(x, &attended, &for_picture)?,
+            self.text.after(text, &all.narrow(1, 0, words)?, &for_text)?,
+        ))
+    }
+}
+
+/// A block in which text and picture are one sequence.
+#[derive(Clone, Debug)]
+pub struct FluxSingleTransformerBlock {
+    norm: AdaLayerNorm<3>,
+    attention: Projections,
+    proj_mlp: Linear,
+    proj_out: Linear,
+    sizes: FluxSizes,
+}
+
+impl FluxSingleTransformerBlock {
+    /// Loads the block.
+    ///
+    /// # Errors
+    /// When a tensor is missing or has another shape.
+    pub fn new(weights: &Weights, sizes: FluxSizes) -> Result<Self> {
+        let width = sizes.width();
+        Ok(Self {
+            norm: AdaLayerNorm::new(&weights.pp("norm"), width)?,
+            attention: Projections::own(&weights.pp("attn"), sizes)?,
+            proj_mlp: Linear::new(&weights.pp("proj_mlp"), width, 4 * width, true)?,
+            proj_out: Linear::new(&weights.pp("proj_out"), 5 * width, width, true)?,
+            sizes,
+        })
+    }
+
+    /// x [b, n, c], text first, under temb [b, c] -> the same shape. `rotary` is of n positions.
+    ///
+    /// # Errors
+    /// When the shapes do not fit.
+    pub fn forward(&self, x: &Tensor, temb: &Tensor, rotary: &Rotary) -> candle_core::Result<Tensor> {
+        let (h, vectors) = self.norm.forward(x, temb)?;
+        let [gate] = vectors.as_slice() else {
+            candle_core::bail!("a single block takes three vectors");
+        };
+        let mlp = Activation::GeluTanh.forward(&self.proj_mlp.forward(&h)?)?;
+        let attended = attend(&self.attention.forward(&h)?, self.sizes, rotary)?;
+        let h = Tensor::cat(&[&attended, &mlp], 2)?;
+        nn::gated(x, gate, &self.proj_out.forward(&h)?)
+    }
+}

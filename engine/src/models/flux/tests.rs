@@ -1,0 +1,66 @@
+//! FLUX's blocks against diffusers (`tests/reference/make_ops.py`), with the gradients of all weights.
+
+use super::{FluxSingleTransformerBlock, FluxSizes, FluxTransformerBlock, rotary};
+use crate::autograd::gradients;
+use crate::nn::cat_channels;
+use crate::nn::reference_tests::{Oracle, close};
+use crate::testing::fixtures;
+use crate::weights::{Index, Weights};
+use candle_core::{DType, Device, Result, Tensor};
+
+type Block = Box<dyn Fn(&[Tensor]) -> Result<Tensor>>;
+
+/// The gradients of a block's inputs and of all its weights.
+fn block_check(case: &str, make: impl Fn(&Weights) -> crate::error::Result<Block>) {
+    let oracle = Oracle::open();
+    let index = Index::open(fixtures().join("models/ops.safetensors")).unwrap();
+    let prefix = format!("{case}/weights.");
+    let index = index.renamed(|name, shape| Some((name.strip_prefix(&prefix)?.to_owned(), shape.to_vec())));
+    for dtype in [DType::F32, DType::F64] {
+        let weights = Weights::from_index(index.clone(), dtype, &Device::Cpu).trainable();
+        let block = make(&weights).unwrap();
+        let vars = weights.vars();
+        assert_eq!(vars.len(), index.tensors().count(), "every weight is used");
+        oracle.check(case, &["x", "text", "temb"], |x| {
+            // Inputs come in both types, weights in one.
+            let inputs: Vec<_> = x.iter().map(|x| x.to_dtype(dtype)).collect::<Result<_>>()?;
+            block(&inputs)?.to_dtype(x[0].dtype())
+        });
+        let inputs = ["x", "text", "temb"].map(|name| oracle.get(case, name, dtype));
+        let probe = oracle.get(case, "probe", dtype);
+        let (_, found) = gradients(|| (block(&inputs)? * &probe)?.sum_all()).unwrap();
+        for (name, var) in &vars {
+            let expected = oracle.get(case, &format!("d.weights.{name}"), dtype);
+            close(
+                found.get(var).unwrap(),
+                &expected,
+                &format!("{case}: gradient of {name}"),
+            );
+        }
+    }
+}
+
+const SIZES: FluxSizes = FluxSizes {
+    heads: 3,
+    head_width: 16,
+};
+
+#[test]
+fn flux_blocks_are_diffusers() {
+    let positions = rotary(4, (2, 3), [4, 6, 6]).unwrap();
+    block_check("flux_double", |weights| {
+        let block = FluxTransformerBlock::new(weights, SIZES)?;
+        let positions = positions.clone();
+        Ok(Box::new(move |x| {
+            let (picture, text) = block.forward(&x[0], &x[1], &x[2], &positions)?;
+            cat_channels(&text, &picture)
+        }))
+    });
+    block_check("flux_single", |weights| {
+        let block = FluxSingleTransformerBlock::new(weights, SIZES)?;
+        let positions = positions.clone();
+        Ok(Box::new(move |x| {
+            block.forward(&cat_channels(&x[1], &x[0])?, &x[2], &positions)
+        }))
+    });
+}

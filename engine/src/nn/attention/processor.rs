@@ -1,0 +1,188 @@
+//! Attention on the processor as an operation: heads and queries shared out to threads.
+
+use super::kernel::{Backward, Forward, Pack, Problem, Room};
+use super::{Attention, Sizes};
+use crate::autograd::{Input, Operation};
+use crate::nn::cpu::{self, vectorised};
+use candle_core::{Device, Shape, Tensor};
+use rayon::prelude::*;
+
+pub(super) struct AttentionOp {
+    pub(super) heads: usize,
+    pub(super) key_heads: usize,
+    pub(super) scale: f32,
+    pub(super) causal: bool,
+    /// As of [`Attention`], contiguous f32.
+    pub(super) bias: Option<Tensor>,
+}
+
+/// Queries that one task takes: a few panels of any vector unit.
+const CHUNK: usize = 128;
+
+impl AttentionOp {
+    fn sizes(&self, [q, k, v]: [&Shape; 3]) -> candle_core::Result<Sizes> {
+        let attention = Attention {
+            key_heads: self.key_heads,
+            ..Attention::of(self.heads)
+        };
+        Sizes::new(&attention, q, k, v)
+    }
+
+    /// Runs `f` on the elements of the bias.
+    fn with_bias<R>(&self, f: impl FnOnce(Option<&[f32]>) -> R) -> candle_core::Result<R> {
+        match &self.bias {
+            Some(bias) => cpu::with_slice(bias, |bias| f(Some(bias))),
+            None => Ok(f(None)),
+        }
+    }
+
+    /// What is computed for a head.
+    fn problem<'a>(&self, s: Sizes, bias: Option<&'a [f32]>, head: usize) -> Problem<'a> {
+        let dims = self.bias.as_ref().map(Tensor::dims).unwrap_or_default();
+        Problem {
+            queries: s.queries,
+            keys: s.keys,
+            width: s.width,
+            scale: self.scale,
+            causal: self.causal,
+            bias: bias.map(|bias| s.bias_of(bias, dims, head)),
+        }
+    }
+
+    fn weigh(&self, s: Sizes, q: &[f32], k: &[f32], v: &[f32]) -> candle_core::Result<Vec<f32>> {
+        // [b, heads, n, width] first, so that every task owns a contiguous piece.
+        let mut by_head = vec![0f32; s.batch * s.queries * s.features()];
+        if by_head.is_empty() {
+            return Ok(by_head);
+        }
+        let heads: Vec<_> = (0..s.batch * s.key_heads)
+            .into_par_iter()
+            .map(|head| {
+                vectorised(Pack {
+                    k: s.keys_of_head(k, head),
+                    v: s.keys_of_head(v, head),
+                })
+            })
+            .collect();
+        let mut tasks = Vec::new();
+        for (head, part) in by_head.chunks_mut(s.queries * s.width).enumerate() {
+            for (c, y) in part.chunks_mut(CHUNK * s.width).enumerate() {
+                tasks.push((head, c * CHUNK, y));
+            }
+        }
+        self.with_bias(|bias| {
+            tasks
+                .into_par_iter()
+                .for_each_init(Room::default, |room, (head, start, y)| {
+                    vectorised(Forward {
+                        problem: self.problem(s, bias, head),
+                        q: s.query_head(q, head),
+                        head: &heads[s.key_head(head)],
+                        start,
+                        y,
+                        room,
+                    });
+                });
+        })?;
+        Ok(merge_heads(&by_head, s.queries, s.heads, s.width))
+    }
+
+    /// The gradients of one head of queries and the keys and values that it looked at, each [rows, width].
+    fn backward_head(s: Sizes, problem: Problem<'_>, head: usize, at: &Point<'_>, room: &mut Room) -> [Vec<f32>; 3] {
+        let key_head = s.key_head(head);
+        vectorised(Backward {
+            problem,
+            q: s.query_head(at.q, head),
+            k: s.keys_of_head(at.k, key_head),
+            v: s.keys_of_head(at.v, key_head),
+            dy: s.query_head(at.dy, head),
+            room,
+        })
+    }
+
+    /// The gradients of q, k and v by heads.
+    fn backward_heads(&self, s: Sizes, at: &Point<'_>) -> candle_core::Result<[Vec<f32>; 3]> {
+        let heads: Vec<[Vec<f32>; 3]> = self.with_bias(|bias| {
+            (0..s.batch * s.heads)
+                .into_par_iter()
+                .map_init(Room::default, |room, head| {
+                    Self::backward_head(s, self.problem(s, bias, head), head, at, room)
+                })
+                .collect()
+        })?;
+        let group = s.heads / s.key_heads;
+        // Those of keys and values are sums over the heads that looked at them.
+        let summed = |which: usize| -> Vec<f32> {
+            let mut all = Vec::with_capacity(s.batch * s.keys * s.key_heads * s.width);
+            for heads in heads.chunks(group) {
+                let start = all.len();
+                for (i, head) in heads.iter().enumerate() {
+                    if i == 0 {
+                        all.extend_from_slice(&head[which]);
+                        continue;
+                    }
+                    for (sum, part) in all[start..].iter_mut().zip(&head[which]) {
+                        *sum += part;
+                    }
+                }
+            }
+            all
+        };
+        let (dk, dv) = (summed(1), summed(2));
+        let dq = heads.iter().flat_map(|head| head[0].iter().copied()).collect();
+        Ok([dq, dk, dv])
+    }
+}
+
+/// Where the gradient is taken.
+struct Point<'a> {
+    q: &'a [f32],
+    k: &'a [f32],
+    v: &'a [f32],
+    dy: &'a [f32],
+}
+
+/// [b, heads, length, width] -> [b, length, heads * width].
+fn merge_heads(by_head: &[f32], length: usize, heads: usize, width: usize) -> Vec<f32> {
+    let mut merged = vec![0f32; by_head.len()];
+    merged
+        .par_chunks_mut((heads * width).max(1))
+        .with_min_len(64)
+        .enumerate()
+        .for_each(|(row, out)| {
+            let (b, i) = (row / length, row % length);
+            for (h, part) in out.chunks_exact_mut(width).enumerate() {
+                let start = ((b * heads + h) * length + i) * width;
+                part.copy_from_slice(&by_head[start..start + width]);
+            }
+        });
+    merged
+}
+
+impl Operation<3> for AttentionOp {
+    const NAME: &'static str = "attention";
+
+    fn keeps(&self, _: [bool; 3]) -> [bool; 3] {
+        [true; 3]
+    }
+
+    fn forward(&self, [q, k, v]: [&[f32]; 3], shapes: [&Shape; 3]) -> candle_core::Result<(Vec<f32>, Shape)> {
+        Ok((self.weigh(self.sizes(shapes)?, q, k, v)?, shapes[0].clone()))
+    }
+
+    fn backward(&self, [q, k, v]: [&Input; 3], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 3]> {
+        let shapes = [q.shape(), k.shape(), v.shape()];
+        let s = self.sizes(shapes)?;
+        let [dq, dk, dv] = q.with(|q| {
+            k.with(|k| v.with(|v| cpu::with_slice(gradient, |dy| self.backward_heads(s, &Point { q, k, v, dy }))))
+        })?????;
+        let whole = |by_head: &[f32], length: usize, heads: usize, shape: &Shape| {
+            Tensor::from_vec(merge_heads(by_head, length, heads, s.width), shape, &Device::Cpu).map(Some)
+        };
+        Ok([
+            whole(&dq, s.queries, s.heads, shapes[0])?,
+            whole(&dk, s.keys, s.key_heads, shapes[1])?,
+            whole(&dv, s.keys, s.key_heads, shapes[2])?,
+        ])
+    }
+}

@@ -1,0 +1,57 @@
+//! Three-dimensional convolution: for each tap along time a convolution of pictures, added up.
+
+use super::{add, conv2d};
+use candle_core::Tensor;
+
+/// x [b, in, frames, h, w], weight [out, in, kernel frames, kernel h, kernel w], bias [out] -> [b, out, frames', h', w'],
+/// with as many zeros before as after. Steps and zeros: along time, and along both sides of a picture. Video autoencoders that look back only put their zeros before x themselves.
+/// Gradients go to whatever is tracked.
+///
+/// # Errors
+/// When the shapes do not fit.
+pub fn conv3d(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    [stride_t, stride]: [usize; 2],
+    [padding_t, padding]: [usize; 2],
+) -> candle_core::Result<Tensor> {
+    let (batch, inputs, frames, height, width) = x.dims5()?;
+    let taps = weight.dims5()?.2;
+    let padded = frames + 2 * padding_t;
+    if taps == 0 || padded < taps || stride_t == 0 {
+        candle_core::bail!(
+            "conv3d: input {:?} does not fit weight {:?} with step {stride_t} and {padding_t} zeros along time",
+            x.dims(),
+            weight.dims()
+        );
+    }
+    let count = (padded - taps) / stride_t + 1;
+    let x = x.pad_with_zeros(2, padding_t, padding_t)?.transpose(1, 2)?;
+    let mut sum: Option<Tensor> = None;
+    for tap in 0..taps {
+        let these = if stride_t == 1 {
+            x.narrow(1, tap, count)?
+        } else {
+            let at = (0..count).map(|frame| (frame * stride_t + tap) as u32).collect();
+            x.contiguous()?
+                .index_select(&Tensor::from_vec(at, count, x.device())?, 1)?
+        };
+        let pictures = these.contiguous()?.reshape((batch * count, inputs, height, width))?;
+        let weight = weight.narrow(2, tap, 1)?.squeeze(2)?.contiguous()?;
+        // Added once.
+        let bias = bias.filter(|_| tap == 0);
+        let part = conv2d(&pictures, &weight, bias, stride, padding)?;
+        sum = Some(match sum {
+            Some(sum) => add(&sum, &part)?,
+            None => part,
+        });
+    }
+    let Some(sum) = sum else {
+        candle_core::bail!("conv3d: a weight without taps");
+    };
+    let (_, outputs, height, width) = sum.dims4()?;
+    sum.reshape((batch, count, outputs, height, width))?
+        .transpose(1, 2)?
+        .contiguous()
+}

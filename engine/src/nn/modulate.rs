@@ -1,0 +1,197 @@
+//! What a conditioning vector does to the tokens of a diffusion transformer (adaLN: W. Peebles and S. Xie,
+//! arXiv:2212.09748).
+
+use super::cpu;
+use crate::autograd::{Input, Operation, apply};
+use candle_core::{Device, Shape, Tensor};
+use rayon::prelude::*;
+
+/// x (1 + scale) + shift: x [b, n, c], scale and shift [b, c] -> [b, n, c].
+///
+/// # Errors
+/// When the shapes do not fit.
+pub fn modulate(x: &Tensor, scale: &Tensor, shift: &Tensor) -> candle_core::Result<Tensor> {
+    if cpu::runs_here(x) && cpu::runs_here(scale) && cpu::runs_here(shift) {
+        return apply([x, scale, shift], Modulate);
+    }
+    let over_tokens = |v: &Tensor| v.unsqueeze(1);
+    x.broadcast_mul(&over_tokens(&(scale + 1.0)?)?)?
+        .broadcast_add(&over_tokens(shift)?)
+}
+
+/// x + gate y: x and y [b, n, c], gate [b, c] -> [b, n, c].
+///
+/// # Errors
+/// When the shapes do not fit.
+pub fn gated(x: &Tensor, gate: &Tensor, y: &Tensor) -> candle_core::Result<Tensor> {
+    if cpu::runs_here(x) && cpu::runs_here(gate) && cpu::runs_here(y) {
+        return apply([x, gate, y], GatedSum);
+    }
+    x + y.broadcast_mul(&gate.unsqueeze(1)?)?
+}
+
+/// Tokens of an image, and features: x [b, n, c] with vectors [b, c].
+fn sizes(x: &Shape, vectors: [&Shape; 2]) -> candle_core::Result<(usize, usize)> {
+    let (batch, tokens, features) = x.dims3()?;
+    if vectors.iter().any(|vector| vector.dims() != [batch, features]) {
+        candle_core::bail!("modulation: {vectors:?} do not fit {x:?}");
+    }
+    Ok((tokens, features))
+}
+
+/// Writes `f(token, row)` for every token, whose row has `features` numbers.
+fn rows(y: &mut [f32], features: usize, f: impl Fn(usize, &mut [f32]) + Sync) {
+    y.par_chunks_mut(features.max(1))
+        .with_min_len(16)
+        .enumerate()
+        .for_each(|(token, row)| f(token, row));
+}
+
+/// Sums of `a * b` over the tokens of each image, or of `a` alone: [b, c]. Each sum is one thread's, in f64.
+fn sums(a: &[f32], b: Option<&[f32]>, (batch, tokens, features): (usize, usize, usize)) -> candle_core::Result<Tensor> {
+    /// Features that a thread takes.
+    const STRIP: usize = 64;
+    let mut out = vec![0f32; batch * features];
+    if !a.is_empty() {
+        for (image, out) in out.chunks_mut(features).enumerate() {
+            let of_image = image * tokens * features;
+            out.par_chunks_mut(STRIP).enumerate().for_each(|(strip, out)| {
+                let mut sums = [0f64; STRIP];
+                for token in 0..tokens {
+                    let at = of_image + token * features + strip * STRIP;
+                    let a = &a[at..at + out.len()];
+                    match b {
+                        Some(b) => {
+                            let products = a.iter().zip(&b[at..]);
+                            for (sum, (a, b)) in sums.iter_mut().zip(products) {
+                                *sum += f64::from(a * b);
+                            }
+                        }
+                        None => {
+                            for (sum, a) in sums.iter_mut().zip(a) {
+                                *sum += f64::from(*a);
+                            }
+                        }
+                    }
+                }
+                for (out, sum) in out.iter_mut().zip(sums) {
+                    *out = sum as f32;
+                }
+            });
+        }
+    }
+    Tensor::from_vec(out, (batch, features), &Device::Cpu)
+}
+
+struct Modulate;
+
+impl Operation<3> for Modulate {
+    const NAME: &'static str = "modulate";
+
+    fn keeps(&self, [x, scale, _]: [bool; 3]) -> [bool; 3] {
+        [scale, x, false]
+    }
+
+    fn forward(
+        &self,
+        [x, scale, shift]: [&[f32]; 3],
+        [shape, scales, shifts]: [&Shape; 3],
+    ) -> candle_core::Result<(Vec<f32>, Shape)> {
+        let (tokens, features) = sizes(shape, [scales, shifts])?;
+        let mut y = vec![0f32; x.len()];
+        rows(&mut y, features, |token, y| {
+            let (at, of_image) = (token * features, token / tokens * features);
+            let vectors = scale[of_image..].iter().zip(&shift[of_image..]);
+            for ((y, x), (scale, shift)) in y.iter_mut().zip(&x[at..]).zip(vectors) {
+                *y = x * (1.0 + scale) + shift;
+            }
+        });
+        Ok((y, shape.clone()))
+    }
+
+    fn backward(&self, [x, scale, shift]: [&Input; 3], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 3]> {
+        let (batch, tokens, features) = x.shape().dims3()?;
+        let all = (batch, tokens, features);
+        cpu::with_slice(gradient, |dy| {
+            let dx = if x.wanted() {
+                let mut dx = vec![0f32; dy.len()];
+                scale.with(|scale| {
+                    rows(&mut dx, features, |token, dx| {
+                        let scale = &scale[token / tokens * features..];
+                        for ((dx, dy), scale) in dx.iter_mut().zip(&dy[token * features..]).zip(scale) {
+                            *dx = dy * (1.0 + scale);
+                        }
+                    });
+                })?;
+                Some(Tensor::from_vec(dx, x.shape(), &Device::Cpu)?)
+            } else {
+                None
+            };
+            let d_scale = match scale.wanted() {
+                true => Some(x.with(|x| sums(dy, Some(x), all))??),
+                false => None,
+            };
+            let d_shift = match shift.wanted() {
+                true => Some(sums(dy, None, all)?),
+                false => None,
+            };
+            Ok([dx, d_scale, d_shift])
+        })?
+    }
+}
+
+struct GatedSum;
+
+impl Operation<3> for GatedSum {
+    const NAME: &'static str = "gated-sum";
+
+    fn keeps(&self, [_, gate, y]: [bool; 3]) -> [bool; 3] {
+        [false, y, gate]
+    }
+
+    fn forward(
+        &self,
+        [x, gate, y]: [&[f32]; 3],
+        [shape, gates, other]: [&Shape; 3],
+    ) -> candle_core::Result<(Vec<f32>, Shape)> {
+        let (tokens, features) = sizes(shape, [gates, gates])?;
+        if other != shape {
+            candle_core::bail!("a gated sum: {other:?} and {shape:?} differ");
+        }
+        let mut out = vec![0f32; x.len()];
+        rows(&mut out, features, |token, out| {
+            let at = token * features;
+            let gate = &gate[token / tokens * features..];
+            let inputs = x[at..].iter().zip(&y[at..]).zip(gate);
+            for (out, ((x, y), gate)) in out.iter_mut().zip(inputs) {
+                *out = x + gate * y;
+            }
+        });
+        Ok((out, shape.clone()))
+    }
+
+    fn backward(&self, [x, gate, y]: [&Input; 3], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 3]> {
+        let (batch, tokens, features) = x.shape().dims3()?;
+        cpu::with_slice(gradient, |d| {
+            let d_gate = match gate.wanted() {
+                true => Some(y.with(|y| sums(d, Some(y), (batch, tokens, features)))??),
+                false => None,
+            };
+            let dy = if y.wanted() {
+                let mut dy = vec![0f32; d.len()];
+                gate.with(|gate| {
+                    rows(&mut dy, features, |token, dy| {
+                        let gate = &gate[token / tokens * features..];
+                        for ((dy, d), gate) in dy.iter_mut().zip(&d[token * features..]).zip(gate) {
+                            *dy = d * gate;
+                        }
+                    });
+                })?;
+                Some(Tensor::from_vec(dy, y.shape(), &Device::Cpu)?)
+            } else {
+                None
+            };
+            Ok([Some(gradient.clone()), d_gate, dy])
+        })?
+    }
+}

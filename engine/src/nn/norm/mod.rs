@@ -1,0 +1,234 @@
+//! Group norm, layer norm and RMS norm.
+//!
+//! Each takes its statistics over a row (of all elements of a group, or of the last dimension), then scales and shifts.
+
+mod rows;
+
+use super::activation::Activation;
+use super::cpu;
+use crate::autograd::apply;
+use crate::error::Result;
+use crate::weights::{Init, Weights};
+use candle_core::{D, DType, Device, Tensor};
+use rows::Rows;
+
+/// Group normalisation over the channels of [b, c, ..].
+#[derive(Clone, Debug)]
+pub struct GroupNorm {
+    weight: Tensor,
+    bias: Tensor,
+    groups: usize,
+    eps: f64,
+}
+
+impl GroupNorm {
+    /// Loads `weight` and `bias` ([channels]).
+    ///
+    /// # Errors
+    /// When a tensor is missing or has another shape, or the groups do not divide the channels.
+    pub fn new(weights: &Weights, groups: usize, channels: usize, eps: f64) -> Result<Self> {
+        if !channels.is_multiple_of(groups) {
+            return Err(weights.config_error(format!("{channels} channels cannot be split into {groups} groups")));
+        }
+        let weight = weights.get_with(channels, "weight", Init::Ones)?;
+        let bias = weights.get_with(channels, "bias", Init::Zeros)?;
+        Ok(Self {
+            weight,
+            bias,
+            groups,
+            eps,
+        })
+    }
+
+    #[cfg(test)]
+    pub(super) fn of(weight: Tensor, bias: Tensor, groups: usize, eps: f64) -> Self {
+        Self {
+            weight,
+            bias,
+            groups,
+            eps,
+        }
+    }
+
+    /// x [b, c, ..] -> the same shape.
+    ///
+    /// # Errors
+    /// When the shapes do not fit.
+    pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        self.forward_then(x, None)
+    }
+
+    /// SiLU of the norm, as one operation: what the norm alone gives is neither written down nor kept for the backward
+    /// pass.
+    ///
+    /// # Errors
+    /// When the shapes do not fit.
+    pub fn forward_silu(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        self.forward_then(x, Some(Activation::Silu))
+    }
+
+    fn forward_then(&self, x: &Tensor, then: Option<Activation>) -> candle_core::Result<Tensor> {
+        let channels = x.dim(1)?;
+        if channels != self.weight.elem_count() {
+            candle_core::bail!(
+                "group norm of {} channels: input {:?}",
+                self.weight.elem_count(),
+                x.dims()
+            );
+        }
+        if cpu::runs_here(x) && self.weight.dtype() == DType::F32 {
+            let spatial = x.elem_count() / (x.dim(0)? * channels).max(1);
+            let rows = Rows {
+                length: channels / self.groups * spatial,
+                channels,
+                spatial,
+                eps: self.eps,
+                centred: true,
+                then,
+            };
+            return apply([x, &self.weight, &self.bias], rows);
+        }
+        let dtype = x.dtype();
+        let grouped = x.reshape((x.dim(0)?, self.groups, ()))?.to_dtype(DType::F32)?;
+        let mut affine = vec![1; x.rank()];
+        affine[1] = channels;
+        let y = normalise(&grouped, self.eps)?
+            .to_dtype(dtype)?
+            .reshape(x.shape())?
+            .broadcast_mul(&self.weight.reshape(affine.as_slice())?)?
+            .broadcast_add(&self.bias.reshape(affine.as_slice())?)?;
+        match then {
+            Some(then) => then.forward(&y),
+            None => Ok(y),
+        }
+    }
+}
+
+/// Normalisation over the last dimension.
+#[derive(Clone, Debug)]
+pub struct LayerNorm {
+    weight: Tensor,
+    bias: Tensor,
+    eps: f64,
+}
+
+impl LayerNorm {
+    /// Loads `weight` and `bias` ([features]).
+    ///
+    /// # Errors
+    /// When a tensor is missing or has another shape.
+    pub fn new(weights: &Weights, features: usize, eps: f64) -> Result<Self> {
+        let weight = weights.get_with(features, "weight", Init::Ones)?;
+        let bias = weights.get_with(features, "bias", Init::Zeros)?;
+        Ok(Self { weight, bias, eps })
+    }
+
+    /// Without weight and bias: `elementwise_affine=False`.
+    ///
+    /// # Errors
+    /// When the device has no memory for a row of ones.
+    pub fn plain(features: usize, eps: f64, dtype: DType, device: &Device) -> candle_core::Result<Self> {
+        let weight = Tensor::ones(features, dtype, device)?;
+        let bias = Tensor::zeros(features, dtype, device)?;
+        Ok(Self { weight, bias, eps })
+    }
+
+    #[cfg(test)]
+    pub(super) fn of(weight: Tensor, bias: Tensor, eps: f64) -> Self {
+        Self { weight, bias, eps }
+    }
+
+    /// x [.., features] -> the same shape.
+    ///
+    /// # Errors
+    /// When the shapes do not fit.
+    pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        let features = x.dim(D::Minus1)?;
+        if features != self.weight.elem_count() {
+            candle_core::bail!(
+                "layer norm of {} features: input {:?}",
+                self.weight.elem_count(),
+                x.dims()
+            );
+        }
+        if cpu::runs_here(x) && self.weight.dtype() == DType::F32 {
+            let rows = Rows {
+                length: features,
+                channels: features,
+                spatial: 1,
+                eps: self.eps,
+                centred: true,
+                then: None,
+            };
+            return apply([x, &self.weight, &self.bias], rows);
+        }
+        normalise(&x.to_dtype(DType::F32)?, self.eps)?
+            .to_dtype(x.dtype())?
+            .broadcast_mul(&self.weight)?
+            .broadcast_add(&self.bias)
+    }
+}
+
+/// Division by the root mean square over the last dimension, then a weight (B. Zhang and R. Sennrich, arXiv:1910.07467).
+#[derive(Clone, Debug)]
+pub struct RmsNorm {
+    weight: Tensor,
+    /// What is added: nothing.
+    zeros: Tensor,
+    eps: f64,
+}
+
+impl RmsNorm {
+    /// Loads `weight` ([features]).
+    ///
+    /// # Errors
+    /// When it is missing or has another shape.
+    pub fn new(weights: &Weights, features: usize, eps: f64) -> Result<Self> {
+        Ok(Self::of(weights.get_with(features, "weight", Init::Ones)?, eps)?)
+    }
+
+    /// With this weight [features].
+    ///
+    /// # Errors
+    /// When the device has no memory for a row of zeros.
+    pub fn of(weight: Tensor, eps: f64) -> candle_core::Result<Self> {
+        let zeros = weight.zeros_like()?.detach();
+        Ok(Self { weight, zeros, eps })
+    }
+
+    /// Each `features` numbers in a row of x [.., n * features] by themselves: as of [.., n, features], in the shape that
+    /// x has. So the heads of a query are normalised without being taken apart.
+    ///
+    /// # Errors
+    /// When the last dimension is no multiple of the features.
+    pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        let features = self.weight.elem_count();
+        if features == 0 || !x.dim(D::Minus1)?.is_multiple_of(features) {
+            candle_core::bail!("RMS norm of {features} features: input {:?}", x.dims());
+        }
+        if cpu::runs_here(x) && self.weight.dtype() == DType::F32 {
+            let rows = Rows {
+                length: features,
+                channels: features,
+                spatial: 1,
+                eps: self.eps,
+                centred: false,
+                then: None,
+            };
+            return apply([x, &self.weight, &self.zeros], rows);
+        }
+        let rows = x.reshape(((), features))?.to_dtype(DType::F32)?;
+        let size = (rows.sqr()?.mean_keepdim(D::Minus1)? + self.eps)?.sqrt()?;
+        rows.broadcast_div(&size)?
+            .to_dtype(x.dtype())?
+            .broadcast_mul(&self.weight)?
+            .reshape(x.shape())
+    }
+}
+
+/// (x - mean) / sqrt(variance + eps) over the last dimension, by candle's operations.
+fn normalise(x: &Tensor, eps: f64) -> candle_core::Result<Tensor> {
+    let centred = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
+    let variance = centred.sqr()?.mean_keepdim(D::Minus1)?;
+    centred.broadcast_div(&(variance + eps)?.sqrt()?)
+}

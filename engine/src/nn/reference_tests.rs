@@ -1,0 +1,187 @@
+//! Operations against PyTorch and diffusers (`tests/reference/make_ops.py`): results and gradients, on the processor by
+//! our kernels, and in f64 by candle's operations, which is what GPUs compute.
+
+use super::*;
+use crate::autograd::gradients;
+use crate::testing::{fixtures, gap, largest};
+use candle_core::{DType, Device, Result, Tensor, Var};
+use std::collections::HashMap;
+
+/// The cases that PyTorch computed.
+pub(crate) struct Oracle(HashMap<String, Tensor>);
+
+impl Oracle {
+    pub(crate) fn open() -> Self {
+        Self(candle_core::safetensors::load(fixtures().join("models/ops.safetensors"), &Device::Cpu).unwrap())
+    }
+
+    pub(crate) fn get(&self, case: &str, name: &str, dtype: DType) -> Tensor {
+        let tensor = self.0.get(&format!("{case}/{name}"));
+        tensor
+            .unwrap_or_else(|| panic!("no {case}/{name}"))
+            .to_dtype(dtype)
+            .unwrap()
+    }
+
+    /// Compares the result of `f` and the gradients of its inputs, in f32 and f64.
+    pub(crate) fn check(&self, case: &str, inputs: &[&str], f: impl Fn(&[Tensor]) -> Result<Tensor>) {
+        for dtype in [DType::F32, DType::F64] {
+            let vars = inputs.iter().map(|name| self.get(case, name, dtype));
+            let vars: Vec<Var> = vars.map(|x| Var::from_tensor(&x).unwrap()).collect();
+            let tracked: Vec<_> = vars.iter().map(|var| var.as_tensor().clone()).collect();
+            close(&f(&tracked).unwrap(), &self.get(case, "y", dtype), case);
+            let probe = self.get(case, "probe", dtype);
+            let (_, found) = gradients(|| (f(&tracked)? * &probe)?.sum_all()).unwrap();
+            for (name, var) in inputs.iter().zip(&vars) {
+                let gradient = found
+                    .get(var)
+                    .unwrap_or_else(|| panic!("{case}: no gradient of {name}"));
+                let expected = self.get(case, &format!("d.{name}"), dtype);
+                close(gradient, &expected, &format!("{case}: gradient of {name} in {dtype:?}"));
+            }
+        }
+    }
+}
+
+pub(crate) fn close(ours: &Tensor, expected: &Tensor, what: &str) {
+    let [ours, expected] = [ours, expected].map(|t| t.to_dtype(DType::F32).unwrap());
+    let error = gap(&ours, &expected) / largest(&expected).max(1e-3);
+    assert!(error < 2e-5, "{what}: relative error {error}");
+}
+
+#[test]
+fn norms_and_modulation_are_pytorchs() {
+    let oracle = Oracle::open();
+    oracle.check("rms_norm", &["x", "w"], |x| {
+        RmsNorm::of(x[1].clone(), 1e-6)?.forward(&x[0])
+    });
+    oracle.check("layer_norm_plain", &["x"], |x| {
+        LayerNorm::plain(12, 1e-6, x[0].dtype(), &Device::Cpu)?.forward(&x[0])
+    });
+    oracle.check("modulate", &["x", "scale", "shift"], |x| modulate(&x[0], &x[1], &x[2]));
+    oracle.check("gated", &["x", "gate", "y0"], |x| gated(&x[0], &x[1], &x[2]));
+    oracle.check("swiglu", &["hidden_states"], |x| swiglu(&x[0]));
+}
+
+#[test]
+fn positions_turn_as_in_diffusers() {
+    let oracle = Oracle::open();
+    let positions: Vec<_> = (0..6).map(|i| vec![0.0, f64::from(i / 3), f64::from(i % 3)]).collect();
+    let axes = Rotary::of_axes(&positions, &[2, 4, 6], 10_000.0, Pairs::Neighbours).unwrap();
+    oracle.check("rotary_axes", &["x"], |x| axes.forward(&x[0]));
+    let halves = Rotary::of_sequence(6, 12, 500.0, Pairs::Halves).unwrap();
+    oracle.check("rotary_halves", &["x"], |x| halves.forward(&x[0]));
+
+    let x = oracle.get("rotary_axes", "x", DType::F32);
+    assert!(halves.forward(&x.narrow(1, 0, 5).unwrap()).is_err(), "five positions");
+    assert!(
+        halves.forward(&x.narrow(2, 0, 30).unwrap()).is_err(),
+        "two and a half heads"
+    );
+    assert!(Rotary::of_sequence(6, 11, 500.0, Pairs::Halves).is_err());
+    assert!(Rotary::of_axes(&positions, &[2, 4], 500.0, Pairs::Halves).is_err());
+}
+
+#[test]
+fn attention_with_groups_and_masks_is_pytorchs() {
+    let oracle = Oracle::open();
+    let grouped = Attention {
+        key_heads: 2,
+        ..Attention::of(4)
+    };
+    oracle.check("attention_grouped", &["q", "k", "v"], |x| {
+        grouped.forward(&x[0], &x[1], &x[2])
+    });
+    let causal = Attention {
+        key_heads: 1,
+        causal: true,
+        ..Attention::of(4)
+    };
+    oracle.check("attention_grouped_causal", &["q", "k", "v"], |x| {
+        causal.forward(&x[0], &x[1], &x[2])
+    });
+    let biased = |case: &str, bias: &Tensor| {
+        oracle.check(case, &["q", "k", "v"], |x| {
+            let bias = bias.to_dtype(x[0].dtype())?;
+            let attention = Attention {
+                bias: Some(&bias),
+                ..Attention::of(4)
+            };
+            attention.forward(&x[0], &x[1], &x[2])
+        });
+    };
+    let mask = oracle.get("attention_masked", "mask", DType::F32);
+    biased("attention_masked", &key_bias(&mask).unwrap());
+    biased(
+        "attention_masked",
+        &key_bias(&mask.to_dtype(DType::U32).unwrap()).unwrap(),
+    );
+    for which in ["heads", "images", "all"] {
+        let case = format!("attention_bias_{which}");
+        biased(&case, &oracle.get(&case, "bias", DType::F32));
+    }
+}
+
+#[test]
+fn a_query_that_sees_nothing_gets_nothing() {
+    let oracle = Oracle::open();
+    for dtype in [DType::F32, DType::F64] {
+        let [q, k, v] = ["q", "k", "v"].map(|name| oracle.get("attention_masked", name, dtype));
+        let bias = key_bias(&Tensor::zeros((2, 7), DType::U8, &Device::Cpu).unwrap()).unwrap();
+        let attention = Attention {
+            bias: Some(&bias.to_dtype(dtype).unwrap()),
+            ..Attention::of(4)
+        };
+        let y = attention.forward(&q, &k, &v).unwrap().to_dtype(DType::F32).unwrap();
+        assert_eq!(largest(&y), 0.0);
+    }
+}
+
+#[test]
+fn attention_says_what_does_not_fit() {
+    let x = Tensor::zeros((2, 5, 24), DType::F32, &Device::Cpu).unwrap();
+    let bias = Tensor::zeros((2, 3, 5, 5), DType::F32, &Device::Cpu).unwrap();
+    let of = |heads, key_heads, bias| Attention {
+        key_heads,
+        bias,
+        ..Attention::of(heads)
+    };
+    for attention in [
+        of(4, 3, None),
+        of(0, 0, None),
+        of(4, 2, None),
+        of(5, 5, None),
+        of(4, 4, Some(&bias)),
+    ] {
+        assert!(attention.forward(&x, &x, &x).is_err(), "{attention:?}");
+    }
+}
+
+#[test]
+fn convolutions_are_pytorchs() {
+    let oracle = Oracle::open();
+    for (stride, padding, size) in [(2, 1, "7x8"), (2, 1, "8x7"), (2, 0, "6x9"), (3, 1, "9x11")] {
+        let case = format!("conv2d_{stride}_{padding}_{size}");
+        oracle.check(&case, &["x", "w", "b"], |x| {
+            conv2d(&x[0], &x[1], Some(&x[2]), stride, padding)
+        });
+    }
+    for (stride, padding, kernel) in [(1, 1, 3), (2, 3, 7), (3, 0, 4)] {
+        let case = format!("conv1d_{stride}_{padding}_{kernel}");
+        oracle.check(&case, &["x", "w", "b"], |x| {
+            conv1d(&x[0], &x[1], Some(&x[2]), stride, padding)
+        });
+    }
+    for (strides, paddings, kernel) in [([1, 1], [1, 1], "33"), ([2, 2], [0, 1], "33"), ([2, 1], [1, 0], "21")] {
+        let case = format!(
+            "conv3d_{}{}_{}{}_{kernel}",
+            strides[0], strides[1], paddings[0], paddings[1]
+        );
+        oracle.check(&case, &["x", "w", "b"], |x| {
+            conv3d(&x[0], &x[1], Some(&x[2]), strides, paddings)
+        });
+    }
+    let x = Tensor::zeros((1, 2, 3, 4, 4), DType::F32, &Device::Cpu).unwrap();
+    let w = Tensor::zeros((1, 2, 5, 3, 3), DType::F32, &Device::Cpu).unwrap();
+    assert!(conv3d(&x, &w, None, [1, 1], [0, 1]).is_err(), "five taps, three frames");
+}
