@@ -3,6 +3,7 @@
 //! How many operations each takes is a fact of its shapes. They were counted with PyTorch's `FlopCounterMode` on the same
 //! work (`tests/reference/bench/engine.py --flops`): a multiplication with an addition is two.
 
+mod flux;
 mod parts;
 mod sd;
 
@@ -94,6 +95,30 @@ pub const WORKS: &[Work] = &[
         "one SDXL transformer block, with all gradients",
         220_258_631_680,
         |c| sd::sdxl_block(c, true),
+    ),
+    work(
+        "flux_double_block_forward",
+        "one FLUX.1 block with two streams, 512 x 512 pixels, 512 text tokens",
+        377_109_872_640,
+        |c| flux::double(c, false),
+    ),
+    work(
+        "flux_double_block_step",
+        "one FLUX.1 block with two streams, with all gradients",
+        1_131_103_125_504,
+        |c| flux::double(c, true),
+    ),
+    work(
+        "flux_single_block_forward",
+        "one FLUX.1 block with one stream, 512 x 512 pixels, 512 text tokens",
+        376_940_003_328,
+        |c| flux::single(c, false),
+    ),
+    work(
+        "flux_single_block_step",
+        "one FLUX.1 block with one stream, with all gradients",
+        1_130_763_386_880,
+        |c| flux::single(c, true),
     ),
     work(
         "conv_320_64_step",

@@ -48,22 +48,23 @@ impl MemoryWatch {
     }
 }
 
-/// Counts out-of-memory kills: of our control group where there is one, and of the machine.
+/// Counts out-of-memory kills: of our control groups where there are any, and of the machine.
 fn kernel_kills() -> u64 {
-    let count = |path: PathBuf, name: &str| {
-        let text = fs::read_to_string(path).unwrap_or_default();
-        field(&text, name).unwrap_or(0)
+    let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let of_group = |mark: &str, root: &str, file: &str| {
+        let path = own.lines().find_map(|line| Some(line.split_once(mark)?.1))?;
+        Some(PathBuf::from(root).join(path).join(file))
     };
-    let group = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    let group = group
-        .lines()
-        .find_map(|line| line.strip_prefix("0::/"))
-        .unwrap_or_default()
-        .to_owned();
-    count(PathBuf::from("/proc/vmstat"), "oom_kill").saturating_add(count(
-        PathBuf::from("/sys/fs/cgroup").join(group).join("memory.events"),
-        "oom_kill",
-    ))
+    let counters = [
+        Some(PathBuf::from("/proc/vmstat")),
+        of_group("0::/", "/sys/fs/cgroup", "memory.events"),
+        of_group(":memory:/", "/sys/fs/cgroup/memory", "memory.oom_control"),
+    ];
+    let kills = |path: PathBuf| {
+        let text = fs::read_to_string(path).unwrap_or_default();
+        field(&text, "oom_kill").unwrap_or(0)
+    };
+    counters.into_iter().flatten().map(kills).fold(0, u64::saturating_add)
 }
 
 /// The number after `name` in lines of `name number`.
