@@ -8,6 +8,7 @@ pub mod capability;
 pub mod checkpoint;
 pub mod control;
 pub mod fsutil;
+pub mod gguf;
 pub mod hash;
 pub mod id;
 pub mod job;

@@ -39,6 +39,13 @@ impl QType {
         found.map(|(_, qtype)| *qtype)
     }
 
+    /// Our own name.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        let found = NAMES.iter().find(|(_, qtype)| *qtype == self);
+        found.map_or("", |(name, _)| name)
+    }
+
     /// All names, with commas.
     #[must_use]
     pub fn names() -> String {
@@ -58,7 +65,6 @@ impl QType {
 
 impl fmt::Display for QType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let found = NAMES.iter().find(|(_, qtype)| qtype == self);
-        f.write_str(found.map_or("", |(name, _)| name))
+        f.write_str(self.name())
     }
 }

@@ -130,11 +130,28 @@ impl Context<'_> {
     ///
     /// # Errors
     /// As [`SdModel::load`] and [`LoadOptions::vae`].
-    fn load_model(&self, config: &ModelConfig, compute: &Compute) -> Result<Loaded> {
+    fn load_model(&mut self, config: &ModelConfig, compute: &Compute) -> Result<Loaded> {
         let options = LoadOptions::of_job(config, self.spec.profile, compute.dtype, compute.device.clone());
         FreePages::GivenBack.set();
         let path = self.local(&config.name_or_path);
         let mut model = SdModel::load(&path, &options)?;
+        for (part, kinds) in &model.quantised_in_file {
+            let asked = match *part {
+                "U-Net" => config.quantization().map(|qtype| ("qtype", qtype)),
+                "text encoder" => config.text_encoder_quantization().map(|qtype| ("qtype_te", qtype)),
+                _ => None,
+            };
+            let rest = asked.map_or(String::new(), |(key, qtype)| {
+                format!("; `{key}` ({qtype}) is for the layers that are not quantised there")
+            });
+            self.log(
+                "info",
+                format!(
+                    "the file of the {part} holds {} weights: they stay so{rest}",
+                    kinds.join(", ")
+                ),
+            );
+        }
         let vae_path = match &config.vae_path {
             Some(vae) => {
                 let path = self.local(vae);

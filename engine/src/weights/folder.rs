@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 /// Names that diffusers and transformers give to weights, without their ending.
 const STEMS: [&str; 2] = ["diffusion_pytorch_model", "model"];
 
-/// The safetensors files of `path`: itself, or what a diffusers or transformers folder holds. A full-precision file
-/// comes before shards, those before a variant (`fp16` before others).
+/// The weights files of `path`: itself, or what a diffusers or transformers folder holds. A full-precision file
+/// comes before shards, those before a variant (`fp16` before others), and safetensors before GGUF.
 pub(super) fn find(path: &Path) -> Result<Vec<PathBuf>> {
     if !path.is_dir() {
         refuse_pickle(path)?;
@@ -42,9 +42,18 @@ pub(super) fn find(path: &Path) -> Result<Vec<PathBuf>> {
             };
         }
     }
-    let files: Vec<&String> = names.iter().filter(|name| name.ends_with(".safetensors")).collect();
-    if let [only] = files.as_slice() {
-        return Ok(vec![path.join(only)]);
+    for ending in [".safetensors", ".gguf"] {
+        let files: Vec<&String> = names.iter().filter(|name| name.ends_with(ending)).collect();
+        match files.as_slice() {
+            [only] => return Ok(vec![path.join(only)]),
+            [one, other, ..] if ending == ".gguf" => {
+                return Err(EngineError::WeightsFile {
+                    path: path.to_path_buf(),
+                    reason: format!("`{one}` and `{other}` both hold weights: leave one of them here"),
+                });
+            }
+            _ => {}
+        }
     }
     for name in &names {
         refuse_pickle(&path.join(name))?;
@@ -52,7 +61,7 @@ pub(super) fn find(path: &Path) -> Result<Vec<PathBuf>> {
     Err(EngineError::WeightsFile {
         path: path.to_path_buf(),
         reason: format!(
-            "no weights found: expected {0}.safetensors, {0}.safetensors.index.json or model.safetensors",
+            "no weights found: expected {0}.safetensors, {0}.safetensors.index.json, model.safetensors or one .gguf file",
             STEMS[0]
         ),
     })

@@ -3,9 +3,13 @@
 //! A model asks by name and shape; whatever does not fit is an error that names the file, the tensor, and what was
 //! expected. Models never see files, dtypes on disk, or other people's names.
 
+mod bytes;
+mod few_bits;
 mod file;
 mod folder;
+mod gguf;
 mod init;
+mod safetensors;
 mod streamed;
 #[cfg(test)]
 mod tests;
@@ -17,25 +21,36 @@ use crate::error::{EngineError, Result};
 use crate::nn::Weight;
 use crate::nn::quant::Packed;
 use aitk_common::job::QType;
+use bytes::Number;
+use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Shape, Tensor, Var};
-use file::SafetensorsFile;
-use std::collections::BTreeMap;
+use few_bits::FewBits;
+use file::{Kind, TensorFile};
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The tensors of one or several safetensors files, by name. Nothing is read yet.
+/// The tensors of one or several safetensors or GGUF files, by name. Nothing is read yet.
 #[derive(Clone)]
 pub struct Index {
     path: PathBuf,
-    files: Vec<Arc<SafetensorsFile>>,
+    files: Vec<Arc<TensorFile>>,
     entries: BTreeMap<String, Entry>,
 }
 
 #[derive(Clone)]
 struct Entry {
-    file: usize,
-    stored_name: String,
+    place: Place,
+    kind: Kind,
     shape: Vec<usize>,
+    few_bits: Option<FewBits>,
+}
+
+/// Which tensor of which file.
+#[derive(Clone, Debug)]
+struct Place {
+    file: usize,
+    name: String,
 }
 
 impl std::fmt::Debug for Index {
@@ -45,27 +60,30 @@ impl std::fmt::Debug for Index {
 }
 
 impl Index {
-    /// Opens a `.safetensors` file, or a folder with one file, shards and their index, or a variant (`fp16`).
+    /// Opens a `.safetensors` or `.gguf` file, or a folder with one file, shards and their index, or a variant (`fp16`).
     ///
     /// # Errors
-    /// When there are no weights, or a file is a pickle, cut off, or something else than safetensors.
+    /// When there are no weights, or a file is a pickle, cut off, or something else than safetensors or GGUF.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let (mut files, mut entries) = (Vec::new(), BTreeMap::new());
         for name in folder::find(path)? {
-            let file = SafetensorsFile::open(&name)?;
-            for (stored_name, shape) in file.tensors() {
-                entries.insert(
-                    stored_name.clone(),
-                    Entry {
+            let file = TensorFile::open(&name)?;
+            for (name, place) in file.tensors() {
+                let entry = Entry {
+                    place: Place {
                         file: files.len(),
-                        stored_name,
-                        shape,
+                        name: name.clone(),
                     },
-                );
+                    kind: place.kind.clone(),
+                    shape: place.shape.clone(),
+                    few_bits: None,
+                };
+                entries.insert(name.clone(), entry);
             }
             files.push(Arc::new(file));
         }
+        few_bits::recognise(&files, &mut entries)?;
         let path = match files.as_slice() {
             [only] => only.path().to_path_buf(),
             _ => path.to_path_buf(),
@@ -104,6 +122,15 @@ impl Index {
         self.entries.get(name).map(|entry| entry.shape.as_slice())
     }
 
+    /// In which kinds of few bits weights are stored, by name: `q4_k`, `float8`, `nf4`. Empty where none is quantised.
+    #[must_use]
+    pub fn quantised(&self) -> BTreeSet<&'static str> {
+        let entries = self.entries.values();
+        entries
+            .filter_map(|entry| Some(entry.few_bits.as_ref()?.name()))
+            .collect()
+    }
+
     /// The same tensors under other names. `rename` gets a name and a shape, and answers with the new name and shape
     /// (of as many elements), or `None` to leave the tensor out.
     #[must_use]
@@ -127,22 +154,55 @@ impl Index {
         if self.files.is_empty() {
             return Ok(Tensor::zeros(1, dtype, device)?.broadcast_as(entry.shape.as_slice())?);
         }
-        self.files[entry.file].read(&entry.stored_name, &entry.shape, dtype, device)
+        if entry.few_bits.as_ref().is_some_and(|few_bits| !few_bits.stands_alone()) {
+            if let Some(packed) = self.packed(name, dtype, device)? {
+                return Ok(packed.unpack()?);
+            }
+        }
+        self.files[entry.place.file].read(&entry.place.name, &entry.shape, dtype, device)
     }
 
-    /// A tensor that stays in its file.
-    #[cfg_attr(not(test), allow(clippy::unnecessary_wraps))]
+    /// A weight that is quantised in its file, as it is.
+    fn packed(&self, name: &str, dtype: DType, device: &Device) -> Result<Option<Arc<Packed>>> {
+        let entry = self.entries.get(name).ok_or_else(|| self.missing(name))?;
+        match &entry.few_bits {
+            Some(few_bits) if entry.shape.iter().all(|side| *side > 0) => {
+                few_bits.packed(&self.files, entry, dtype, device).map(Some)
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// A weight of a GGUF file that has 16 bits, as it is, where it is computed with more of them.
+    fn halves(&self, name: &str, dtype: DType, device: &Device) -> Result<Option<Arc<Packed>>> {
+        let entry = self.entries.get(name).ok_or_else(|| self.missing(name))?;
+        let (block, kind) = match entry.kind {
+            Kind::Halves(Number::F16) => (GgmlDType::F16, "f16"),
+            Kind::Halves(Number::Bf16) => (GgmlDType::BF16, "bf16"),
+            _ => return Ok(None),
+        };
+        if !device.is_cpu() || dtype.size_in_bytes() <= 2 || entry.shape.contains(&0) {
+            return Ok(None);
+        }
+        let few_bits = FewBits::Blocks(block, kind);
+        few_bits.packed(&self.files, entry, dtype, device).map(Some)
+    }
+
+    /// A tensor that stays in its file; none where several tensors make it up.
     fn stream(&self, name: &str, dtype: DType, device: &Device) -> Result<Option<Arc<Streamed>>> {
         let entry = self.entries.get(name).ok_or_else(|| self.missing(name))?;
         #[cfg(test)]
         if self.files.is_empty() {
             return Ok(None);
         }
-        let file = Arc::clone(&self.files[entry.file]);
+        if entry.few_bits.as_ref().is_some_and(|few_bits| !few_bits.stands_alone()) {
+            return Ok(None);
+        }
+        let file = Arc::clone(&self.files[entry.place.file]);
         let shape = entry.shape.clone();
         Ok(Some(Arc::new(Streamed::new(
             file,
-            entry.stored_name.clone(),
+            entry.place.name.clone(),
             shape,
             dtype,
             device,
@@ -167,9 +227,13 @@ impl Index {
     #[cfg(test)]
     pub(crate) fn of_shapes(shapes: impl Iterator<Item = (String, Vec<usize>)>) -> Self {
         let entry = |name: &String, shape| Entry {
-            file: 0,
-            stored_name: name.clone(),
+            place: Place {
+                file: 0,
+                name: name.clone(),
+            },
+            kind: Kind::Bytes,
             shape,
+            few_bits: None,
         };
         let entries = shapes
             .map(|(name, shape)| (name.clone(), entry(&name, shape)))
@@ -362,17 +426,26 @@ impl Weights {
         }
     }
 
-    /// The tensor `weight` of the layer at this place, quantised or left in its file if it is to be.
+    /// The tensor `weight` of the layer at this place: as it is in its file if it is quantised there, else quantised or
+    /// left in its file if it is to be.
     ///
     /// # Errors
     /// When it is missing or has another shape.
     pub fn layer(&self, shape: impl Into<Shape>, init: Init) -> Result<Weight> {
         let shape = shape.into();
+        if let Some(packed) = self.as_stored(&shape, Index::packed)? {
+            return Ok(Weight::Packed(packed));
+        }
         let packing = self.packing.as_ref().filter(|packing| packing.takes(&self.prefix));
         if packing.is_none()
             && let Some(streamed) = self.stream(&shape, "weight")?
         {
             return Ok(Weight::Streamed(streamed));
+        }
+        if packing.is_none()
+            && let Some(packed) = self.as_stored(&shape, Index::halves)?
+        {
+            return Ok(Weight::Packed(packed));
         }
         let tensor = self.get_with(shape, "weight", init)?;
         if let Some(packing) = packing.filter(|_| !tensor.track_op())
@@ -381,6 +454,21 @@ impl Weights {
             return Ok(Weight::Packed(packed));
         }
         Ok(Weight::Plain(tensor))
+    }
+
+    /// The layer's weight in the bits that its file has, if `read` finds it to be of that kind and nobody trains it.
+    fn as_stored(
+        &self,
+        shape: &Shape,
+        read: impl Fn(&Index, &str, DType, &Device) -> Result<Option<Arc<Packed>>>,
+    ) -> Result<Option<Arc<Packed>>> {
+        let (Source::Files(index), false) = (&self.inner.source, self.inner.trainable) else {
+            return Ok(None);
+        };
+        let full = self.full_name("weight");
+        self.note(&full);
+        index.check(&full, shape)?;
+        read(index, &full, self.inner.dtype, &self.inner.device)
     }
 
     /// The tensor `name` at this place, if it is one that stays in its file.

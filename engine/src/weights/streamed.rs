@@ -4,14 +4,14 @@
 //! in memory at a time. The system's page cache keeps the file near for as long as nobody else wants that memory, so
 //! that where memory is plentiful this costs a copy, and where it is not, the speed of the disk.
 
-use super::file::SafetensorsFile;
+use super::file::TensorFile;
 use crate::error::Result;
 use candle_core::{DType, Device, Tensor};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// A weight in its file.
 pub struct Streamed {
-    file: Arc<SafetensorsFile>,
+    file: Arc<TensorFile>,
     stored_name: String,
     shape: Vec<usize>,
     dtype: DType,
@@ -26,7 +26,7 @@ impl std::fmt::Debug for Streamed {
 
 impl Streamed {
     pub(super) fn new(
-        file: Arc<SafetensorsFile>,
+        file: Arc<TensorFile>,
         stored_name: String,
         shape: Vec<usize>,
         dtype: DType,

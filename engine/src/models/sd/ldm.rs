@@ -4,6 +4,9 @@ use super::SdConfig;
 use crate::error::{EngineError, Result};
 use crate::weights::Index;
 
+/// What the U-Net's names begin with.
+const UNET: &str = "model.diffusion_model.";
+
 /// The text encoder's, the U-Net's and the autoencoder's tensors of a checkpoint, under diffusers' names.
 pub(in crate::models) fn split(index: &Index, config: &SdConfig) -> Result<[Index; 3]> {
     let has = |prefix: &str| index.tensors().any(|(name, _)| name.starts_with(prefix));
@@ -26,18 +29,21 @@ pub(in crate::models) fn split(index: &Index, config: &SdConfig) -> Result<[Inde
         )));
     }
     for (prefix, what) in [
-        ("model.diffusion_model.", "U-Net"),
+        (UNET, "U-Net"),
         ("first_stage_model.", "autoencoder (VAE)"),
         ("cond_stage_model.transformer.", "text encoder"),
     ] {
         if !has(prefix) {
             return Err(EngineError::WeightsFile {
                 path: index.path().to_path_buf(),
-                reason: format!("not a complete Stable Diffusion 1.x checkpoint: it has no {what} (`{prefix}…`)"),
+                reason: format!(
+                    "not a complete Stable Diffusion 1.x checkpoint: it has no {what} (`{prefix}…`); a U-Net alone \
+                     belongs into the `unet` folder of a diffusers folder"
+                ),
             });
         }
     }
-    let layers = unet_layers(index);
+    let layers = unet_layers(index, UNET);
     let vae_levels = config.vae.block_out_channels.len();
     let text = index.renamed(|name, shape| {
         Some((
@@ -45,12 +51,7 @@ pub(in crate::models) fn split(index: &Index, config: &SdConfig) -> Result<[Inde
             shape.to_vec(),
         ))
     });
-    let unet = index.renamed(|name, shape| {
-        Some((
-            unet_name(name.strip_prefix("model.diffusion_model.")?, layers)?,
-            shape.to_vec(),
-        ))
-    });
+    let unet = index.renamed(|name, shape| Some((unet_name(name.strip_prefix(UNET)?, layers)?, shape.to_vec())));
     let vae = index.renamed(|name, shape| {
         let name = vae_name(name.strip_prefix("first_stage_model.")?, vae_levels)?;
         // The attention was written as 1 x 1 convolutions; diffusers has linear layers.
@@ -61,10 +62,21 @@ pub(in crate::models) fn split(index: &Index, config: &SdConfig) -> Result<[Inde
     Ok([text, unet, vae])
 }
 
+/// A U-Net that lies in a file of its own, with or without its prefix in a checkpoint, under diffusers' names; one that has
+/// these already as it is.
+pub(super) fn unet_alone(index: Index) -> Index {
+    let names_of = |prefix: &str| index.contains(&format!("{prefix}input_blocks.0.0.weight"));
+    let Some(prefix) = [UNET, ""].into_iter().find(|prefix| names_of(prefix)) else {
+        return index;
+    };
+    let layers = unet_layers(&index, prefix);
+    index.renamed(|name, shape| Some((unet_name(name.strip_prefix(prefix)?, layers)?, shape.to_vec())))
+}
+
 /// Residual blocks per level: the first downsampler stands right behind those of the first level.
-fn unet_layers(index: &Index) -> usize {
+fn unet_layers(index: &Index, prefix: &str) -> usize {
     (1..64)
-        .find(|i| index.contains(&format!("model.diffusion_model.input_blocks.{i}.0.op.weight")))
+        .find(|i| index.contains(&format!("{prefix}input_blocks.{i}.0.op.weight")))
         .map_or(2, |i| i - 1)
 }
 

@@ -1,8 +1,12 @@
 //! Stable Diffusion 1.x: tokenizer, text encoder, U-Net, autoencoder and the settings of its sampler.
 //!
-//! From a diffusers folder, or from a single-file checkpoint in the layout of the first release (`ldm`).
+//! From a diffusers folder, or from a single-file checkpoint in the layout of the first release (`ldm`). Weights that are
+//! quantised in their files stay so.
 
 mod ldm;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod stored_tests;
 
 #[cfg(test)]
 pub(super) use ldm::split as split_checkpoint;
@@ -156,6 +160,8 @@ pub struct SdModel {
     pub scheduler_config: Value,
     /// Guidance asks the U-Net for the two predictions one after another, which takes half the memory.
     pub guidance_in_turn: bool,
+    /// Parts whose files hold quantised weights, and of which kinds.
+    pub quantised_in_file: Vec<(&'static str, Vec<&'static str>)>,
 }
 
 impl SdModel {
@@ -170,7 +176,7 @@ impl SdModel {
         }
         if !path.exists() {
             return Err(EngineError::BadInput(format!(
-                "{}: no such model: expected a diffusers folder or a .safetensors checkpoint",
+                "{}: no such model: expected a diffusers folder, or a .safetensors or .gguf checkpoint",
                 path.display()
             )));
         }
@@ -201,7 +207,8 @@ impl SdModel {
         let open = |name: &str| Index::open(folder.join(name));
         let vae = open("vae")?.renamed(|name, shape| Some((vae::modern_name(name), shape.to_vec())));
         let tokenizer = ClipTokenizer::open(&folder.join("tokenizer"))?;
-        Self::build(parts, tokenizer, [open("text_encoder")?, open("unet")?, vae], options)
+        let unet = ldm::unet_alone(open("unet")?);
+        Self::build(parts, tokenizer, [open("text_encoder")?, unet, vae], options)
     }
 
     fn load_checkpoint(file: &Path, options: &LoadOptions) -> Result<Self> {
@@ -231,6 +238,8 @@ impl SdModel {
             packing.exclude.extend(UNET_EXCLUDED.map(str::to_owned));
             packing
         });
+        let quantised = [("text encoder", &text_encoder), ("U-Net", &unet), ("VAE", &vae)]
+            .map(|(part, index)| (part, index.quantised().into_iter().collect::<Vec<_>>()));
         let positions = parts.text_encoder.max_position_embeddings;
         let model = Self {
             tokenizer: tokenizer.at_most(positions),
@@ -245,6 +254,7 @@ impl SdModel {
             vae: AutoencoderKl::new(&weights(vae, choices.vae_streamed), &parts.vae)?.tiled(choices.vae_tiled),
             scheduler_config: parts.scheduler,
             guidance_in_turn: choices.guidance_in_turn,
+            quantised_in_file: quantised.into_iter().filter(|(_, kinds)| !kinds.is_empty()).collect(),
         };
         let (context, hidden) = (parts.unet.context_width(), parts.text_encoder.hidden_size);
         if context != Ok(hidden) {

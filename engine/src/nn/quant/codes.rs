@@ -1,6 +1,7 @@
-//! Codes and scales of the kinds that are our own: int8, float8 and nf4.
+//! Codes and scales: our own kinds, int8, float8 and nf4, and those in which files come.
 
 use aitk_common::job::QType;
+use half::f16;
 use rayon::prelude::*;
 
 /// Weights of nf4 that share a scale, as in bitsandbytes.
@@ -30,12 +31,54 @@ const NF4: [f32; 16] = [
     1.0,
 ];
 
-/// The value of every code, before its scale.
-pub(super) fn table(qtype: QType) -> Vec<f32> {
-    match qtype {
-        QType::Nf4 => NF4.to_vec(),
-        QType::Float8 => (0..=u8::MAX).map(from_e4m3).collect(),
-        _ => (0..=u8::MAX).map(|code| f32::from(code) - 128.0).collect(),
+/// What the codes of a weight stand for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Code {
+    /// A byte, of which 128 is 0.
+    Int8,
+    /// A byte, in two's complement.
+    Signed,
+    /// An 8-bit float of 4 bits of exponent and 3 of mantissa, without infinities.
+    E4m3,
+    /// An 8-bit float of 5 bits of exponent and 2 of mantissa: the upper half of a half float.
+    E5m2,
+    /// Two in a byte, the first in its upper half: places in a table.
+    Four([f32; 16]),
+}
+
+impl Code {
+    /// Those of a kind that we pack ourselves; none for GGUF's blocks.
+    pub(super) fn of(qtype: QType) -> Option<Self> {
+        match qtype {
+            QType::Int8 => Some(Self::Int8),
+            QType::Float8 => Some(Self::E4m3),
+            QType::Nf4 => Some(Self::Four(NF4)),
+            QType::Q8_0 | QType::Q4K => None,
+        }
+    }
+
+    /// Codes in a byte.
+    #[must_use]
+    pub fn per_byte(&self) -> usize {
+        match self {
+            Self::Four(_) => 2,
+            _ => 1,
+        }
+    }
+
+    /// The value of every code, before its scale.
+    #[must_use]
+    pub fn table(&self) -> Vec<f32> {
+        let bytes = 0..=u8::MAX;
+        match self {
+            Self::Int8 => bytes.map(|code| f32::from(code) - 128.0).collect(),
+            Self::Signed => bytes.map(|code| f32::from(code.cast_signed())).collect(),
+            Self::E4m3 => bytes.map(from_e4m3).collect(),
+            Self::E5m2 => bytes
+                .map(|code| f16::from_bits(u16::from(code) << 8).to_f32())
+                .collect(),
+            Self::Four(table) => table.to_vec(),
+        }
     }
 }
 
@@ -73,8 +116,8 @@ pub(super) fn pack(qtype: QType, values: &[f32], per_scale: usize) -> (Vec<u8>, 
 }
 
 /// `count` weights from their codes.
-pub(super) fn unpack(qtype: QType, codes: &[u8], scales: &[f32], per_scale: usize, count: usize) -> Vec<f32> {
-    let table = table(qtype);
+pub(super) fn unpack(code: &Code, codes: &[u8], scales: &[f32], per_scale: usize, count: usize) -> Vec<f32> {
+    let table = code.table();
     let mut values = vec![0f32; count];
     let value = |code: u8| table.get(usize::from(code)).copied().unwrap_or(0.0);
     // Threads get whole rows, or whole blocks.
@@ -87,7 +130,7 @@ pub(super) fn unpack(qtype: QType, codes: &[u8], scales: &[f32], per_scale: usiz
             for (block, out) in stripe_values.chunks_mut(per_scale.max(1)).enumerate() {
                 let begin = first + block * per_scale;
                 let scale = scales.get(begin / per_scale.max(1)).copied().unwrap_or(0.0);
-                if qtype == QType::Nf4 {
+                if code.per_byte() == 2 {
                     let bytes = codes.get(begin / 2..).unwrap_or_default();
                     for (pair, byte) in out.chunks_mut(2).zip(bytes) {
                         pair[0] = value(byte >> 4) * scale;
@@ -167,7 +210,7 @@ mod tests {
         let values: Vec<f32> = (0..133).map(|i| ((i * 37) as f32).sin()).collect();
         let (codes, scales) = pack(QType::Nf4, &values, NF4_BLOCK);
         assert_eq!((codes.len(), scales.len()), (67, 3));
-        let back = unpack(QType::Nf4, &codes, &scales, NF4_BLOCK, values.len());
+        let back = unpack(&Code::Four(NF4), &codes, &scales, NF4_BLOCK, values.len());
         for ((at, value), back) in values.iter().enumerate().zip(&back) {
             let scale = scales[at / NF4_BLOCK];
             let nearest = NF4
@@ -181,7 +224,8 @@ mod tests {
         }
         for qtype in [QType::Nf4, QType::Int8, QType::Float8] {
             let (codes, scales) = pack(qtype, &[0.0; 8], 8);
-            assert_eq!(unpack(qtype, &codes, &scales, 8, 8), [0.0; 8], "{qtype}");
+            let code = Code::of(qtype).unwrap();
+            assert_eq!(unpack(&code, &codes, &scales, 8, 8), [0.0; 8], "{qtype}");
         }
     }
 }

@@ -8,23 +8,42 @@
 //! | `nf4` | 4 bits of the normal-float table, a scale per 64 weights: absmax (Dettmers et al. 2023, QLoRA) | 4 bytes per 64 |
 //! | `q8_0` | GGUF: 8 bits, a half-float scale per 32 | |
 //! | `q4_k` | GGUF: 4 bits in super-blocks of 256; rows that are no multiple of 256 take `q8_0` | |
+//!
+//! These are packed here. What a file holds in few bits comes as it is: other blocks of GGUF, float8 with scales for
+//! runs of weights or none, and the 4 and 8 bits of bitsandbytes.
 
 mod codes;
 #[cfg(test)]
 mod tests;
 
 use aitk_common::job::QType;
-use candle_core::quantized::{GgmlDType, QTensor};
+use candle_core::quantized::{GgmlDType, QStorage, QTensor};
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
+use std::borrow::Cow;
 use std::sync::Arc;
+
+pub use codes::Code;
 
 /// A weight of a linear layer `[out, in]` or a convolution `[out, in, kernel, kernel]` in a few bits.
 pub struct Packed {
-    qtype: QType,
+    kind: &'static str,
     shape: Vec<usize>,
     dtype: DType,
     device: Device,
     data: Data,
+}
+
+/// A weight as codes and scales, on its way from a file.
+#[derive(Clone, Debug)]
+pub struct Codes {
+    /// What a code stands for.
+    pub code: Code,
+    /// The codes.
+    pub bytes: Vec<u8>,
+    /// A scale for each run of weights.
+    pub scales: Vec<f32>,
+    /// How long a run is; the last may be shorter.
+    pub per_scale: usize,
 }
 
 // With CUDA a QTensor takes 232 bytes, in a few hundred layers.
@@ -32,6 +51,7 @@ pub struct Packed {
 enum Data {
     /// A byte each, or two in a byte with the first in its upper half; f32 scales, each for as many weights in a row.
     Codes {
+        code: Code,
         codes: Tensor,
         scales: Tensor,
         per_scale: usize,
@@ -42,7 +62,7 @@ enum Data {
 
 impl std::fmt::Debug for Packed {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Packed({} {:?})", self.qtype, self.shape)
+        write!(f, "Packed({} {:?})", self.kind, self.shape)
     }
 }
 
@@ -62,8 +82,8 @@ impl Packed {
         let inputs = count / outputs;
         // Packed on the processor wherever it lies: once, and to the same bits everywhere.
         let plain = weight.detach().to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
-        let data = match qtype {
-            QType::Q8_0 | QType::Q4K => {
+        let data = match Code::of(qtype) {
+            None => {
                 let kind = match qtype {
                     QType::Q4K if inputs.is_multiple_of(256) => GgmlDType::Q4K,
                     _ => GgmlDType::Q8_0,
@@ -74,12 +94,13 @@ impl Packed {
                 let rows = plain.reshape((outputs, inputs))?.contiguous()?;
                 Data::Gguf(QTensor::quantize_onto(&rows, kind, &device)?)
             }
-            QType::Int8 | QType::Float8 | QType::Nf4 => {
+            Some(code) => {
                 let values = plain.flatten_all()?.to_vec1::<f32>()?;
                 let per_scale = if qtype == QType::Nf4 { codes::NF4_BLOCK } else { inputs };
                 let (bytes, scales) = codes::pack(qtype, &values, per_scale);
                 let (length, blocks) = (bytes.len(), scales.len());
                 Data::Codes {
+                    code,
                     codes: Tensor::from_vec(bytes, length, &device)?,
                     scales: Tensor::from_vec(scales, blocks, &device)?,
                     per_scale,
@@ -87,12 +108,90 @@ impl Packed {
             }
         };
         Ok(Some(Arc::new(Self {
-            qtype,
+            kind: qtype.name(),
             shape,
             dtype,
             device,
             data,
         })))
+    }
+
+    /// A weight that comes as codes, each run of `per_scale` of them with a scale of its own. `kind` is its name in
+    /// messages, `dtype` what it is unpacked to.
+    ///
+    /// # Errors
+    /// When there are not as many codes and scales as the shape wants, or the device has no memory for them.
+    pub fn from_codes(
+        kind: &'static str,
+        codes: Codes,
+        shape: &[usize],
+        dtype: DType,
+        device: &Device,
+    ) -> candle_core::Result<Arc<Self>> {
+        let Codes {
+            code,
+            bytes,
+            scales,
+            per_scale,
+        } = codes;
+        let count: usize = shape.iter().product();
+        let (length, blocks) = (bytes.len(), scales.len());
+        let per_byte = code.per_byte();
+        if per_scale == 0
+            || !per_scale.is_multiple_of(per_byte)
+            || length != count.div_ceil(per_byte)
+            || blocks != count.div_ceil(per_scale)
+        {
+            candle_core::bail!("{length} bytes and {blocks} scales, each for {per_scale}, are no {kind} of {shape:?}");
+        }
+        Ok(Arc::new(Self {
+            kind,
+            shape: shape.to_vec(),
+            dtype,
+            device: device.clone(),
+            data: Data::Codes {
+                code,
+                codes: Tensor::from_vec(bytes, length, device)?,
+                scales: Tensor::from_vec(scales, blocks, device)?,
+                per_scale,
+            },
+        }))
+    }
+
+    /// A weight that comes as GGUF's blocks; they follow each other whatever the shape is.
+    ///
+    /// # Errors
+    /// When there are not as many blocks as the shape wants, or the device has no memory for them.
+    pub fn from_blocks(
+        kind: &'static str,
+        block: GgmlDType,
+        bytes: &[u8],
+        shape: &[usize],
+        dtype: DType,
+        device: &Device,
+    ) -> candle_core::Result<Arc<Self>> {
+        let count: usize = shape.iter().product();
+        let (size, length) = (block.block_size(), bytes.len());
+        if count == 0 || !count.is_multiple_of(size) || length != count / size * block.type_size() {
+            candle_core::bail!("{length} bytes are no {kind} of {shape:?}");
+        }
+        if bytes.as_ptr().align_offset(align_of::<f32>()) != 0 {
+            candle_core::bail!("the bytes of a {kind} lie askew in memory");
+        }
+        let blocks = QTensor::new(QStorage::from_data(Cow::Borrowed(bytes), device, block)?, count)?;
+        Ok(Arc::new(Self {
+            kind,
+            shape: shape.to_vec(),
+            dtype,
+            device: device.clone(),
+            data: Data::Gguf(blocks),
+        }))
+    }
+
+    /// What kind it is, as it is called in files and configs.
+    #[must_use]
+    pub fn kind(&self) -> &'static str {
+        self.kind
     }
 
     /// The shape of the weight.
@@ -130,34 +229,40 @@ impl Packed {
         let flat = match &self.data {
             Data::Gguf(blocks) => blocks.dequantize(&self.device)?,
             Data::Codes {
+                code,
                 codes,
                 scales,
                 per_scale,
             } if self.device.is_cpu() => {
                 let count = self.shape.iter().product();
                 let values = with_bytes(codes, |codes| {
-                    super::cpu::with_slice(scales, |scales| {
-                        codes::unpack(self.qtype, codes, scales, *per_scale, count)
-                    })
+                    super::cpu::with_slice(scales, |scales| codes::unpack(code, codes, scales, *per_scale, count))
                 })??;
                 Tensor::from_vec(values, count, &self.device)?
             }
             Data::Codes {
+                code,
                 codes,
                 scales,
                 per_scale,
-            } => self.unpack_anywhere(codes, scales, *per_scale)?,
+            } => self.unpack_anywhere(code, codes, scales, *per_scale)?,
         };
         flat.reshape(self.shape.as_slice())?.to_dtype(self.dtype)
     }
 
     /// The same of candle's operations, on any device.
-    fn unpack_anywhere(&self, codes: &Tensor, scales: &Tensor, per_scale: usize) -> candle_core::Result<Tensor> {
+    fn unpack_anywhere(
+        &self,
+        code: &Code,
+        codes: &Tensor,
+        scales: &Tensor,
+        per_scale: usize,
+    ) -> candle_core::Result<Tensor> {
         let count: usize = self.shape.iter().product();
-        let table = codes::table(self.qtype);
+        let table = code.table();
         let table = Tensor::from_slice(table.as_slice(), table.len(), &self.device)?;
-        let codes = match self.qtype {
-            QType::Nf4 => {
+        let codes = match code {
+            Code::Four(_) => {
                 let bytes = codes.to_dtype(DType::F32)?;
                 let upper = (&bytes / 16.0)?.floor()?;
                 let lower = (bytes - (&upper * 16.0)?)?;

@@ -117,6 +117,7 @@ fn candles_operations_unpack_to_the_same_numbers() {
     ] {
         let packed = Packed::pack(&randn(7, &shape, 0.3), qtype).unwrap().unwrap();
         let Data::Codes {
+            code,
             codes,
             scales,
             per_scale,
@@ -124,7 +125,7 @@ fn candles_operations_unpack_to_the_same_numbers() {
         else {
             panic!("{qtype} has codes")
         };
-        let composed = packed.unpack_anywhere(codes, scales, *per_scale).unwrap();
+        let composed = packed.unpack_anywhere(code, codes, scales, *per_scale).unwrap();
         assert_eq!(flat(&composed), flat(&packed.unpack().unwrap()), "{qtype} {shape:?}");
     }
 }
