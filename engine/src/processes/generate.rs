@@ -72,6 +72,9 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
     }
 
     let drawing = Drawing::load(&process.model, cx)?;
+    if config.compile && !process.model.compile && !process.model.block_compile {
+        cx.log("info", super::COMPILE);
+    }
     cx.phase("generating");
     let mut done = total - left.len() as u64;
     cx.events.emit(ChildEvent::Progress {

@@ -61,6 +61,10 @@ impl StopSignal {
     }
 }
 
+/// What a `compile` key comes to.
+const COMPILE: &str = "`compile`: nothing is compiled when a job starts; what that would fuse is one operation in the program \
+                       already (attention, a norm with its activation, a LoRA with its layer)";
+
 /// A model, and what was decided when it was loaded.
 struct Loaded {
     model: SdModel,
@@ -162,6 +166,9 @@ impl Context<'_> {
         };
         if !options.choices.pages_returned {
             FreePages::Kept.set();
+        }
+        if config.compile || config.block_compile {
+            self.log("info", COMPILE);
         }
         Ok(Loaded {
             model,

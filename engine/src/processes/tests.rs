@@ -72,9 +72,9 @@ fn a_job_draws_what_diffusers_draws_and_honours_every_flag() {
 
     let with_lora = generate_job(
         &out,
-        &format!(", lora_path: {}", lora.display()),
+        &format!(", lora_path: {}, block_compile: true", lora.display()),
         &format!(
-            "sampler: k_euler, neg: blurry, width: 72, height: 64, sample_steps: 4, guidance_scale: 4, prompt_file: true, \
+            "compile: true, sampler: k_euler, neg: blurry, width: 72, height: 64, sample_steps: 4, guidance_scale: 4, prompt_file: true, \
                   prompts: ['{prompt} --m 0 --seed 42 --cfg 7.5', '{prompt} --network_multiplier 0.5 --seed 11 --cfg 4 --steps 4']"
         ),
     );
@@ -83,6 +83,12 @@ fn a_job_draws_what_diffusers_draws_and_honours_every_flag() {
     let drawn = pictures(&events);
     assert_eq!(drawn.len(), 2);
     assert_like_diffusers(&drawn[1].1, "job_lora");
+    let said = |event: &&ChildEvent| matches!(event, ChildEvent::Log { message, .. } if message.contains("`compile`"));
+    assert_eq!(
+        events.iter().filter(said).count(),
+        1,
+        "what became of `compile` is said, once"
+    );
     let note = std::fs::read_to_string(drawn[1].1.with_extension("txt")).unwrap();
     assert_eq!(
         note,
