@@ -583,6 +583,38 @@ mod tests {
         assert_eq!(drawing(&both, 256, None), drawing(&said, 256, None));
     }
 
+    #[test]
+    fn what_is_quantised_in_its_file_stays_in_its_bits() {
+        let half = |denoiser_stored: Stored| {
+            Some(Anatomy {
+                denoiser: 219_789_284,
+                text: 123_060_480,
+                vae: 83_653_863,
+                denoiser_stored,
+                ..Anatomy::default()
+            })
+        };
+        // Linear layers in q8_0, convolutions in 16 bits.
+        let stored = Stored {
+            quantised: 72_304_640,
+            bytes: 76_823_680,
+            halves: 147_262_720,
+        };
+        let (none, int8) = (
+            json!({}),
+            json!({"quantize": true, "quantize_te": false, "qtype": "int8"}),
+        );
+        let dense = drawing(&none, 192, half(Stored::default()));
+        let gguf = drawing(&none, 192, half(stored));
+        let packed = drawing(&int8, 192, half(stored));
+        // A weight of 4 bytes has 17 / 16 or 2.
+        assert!((0.4..0.6).contains(&(dense[0] - gguf[0])), "{dense:?} {gguf:?}");
+        // Quantised layers stay where others are streamed.
+        assert!((0.05..0.12).contains(&(gguf[3] - dense[3])), "{dense:?} {gguf:?}");
+        // `quantize` is for those that are not yet.
+        assert!(packed[0] < gguf[0] && packed[3] > gguf[3], "{gguf:?} {packed:?}");
+    }
+
     /// What LoRAs of Stable Diffusion 1.5 took on a processor (docs/memory.md).
     #[test]
     fn loras_are_predicted_as_they_were_measured() {
