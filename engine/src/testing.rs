@@ -19,6 +19,38 @@ pub(crate) fn tiny_sd() -> SdModel {
     SdModel::load(fixtures().join("tiny_sd"), &LoadOptions::cpu()).unwrap()
 }
 
+/// A diffusers folder of files of `tests/fixtures/prequantised`: of a text encoder, and of a U-Net with its name there.
+pub(crate) fn quantised_folder(text: &str, unet: (&str, &str)) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let (tiny, made) = (fixtures().join("tiny_sd"), fixtures().join("prequantised"));
+    let copy = |from: PathBuf, to: &str| {
+        let to = folder.path().join(to);
+        std::fs::create_dir_all(to.parent().unwrap()).unwrap();
+        std::fs::copy(&from, &to).unwrap_or_else(|e| panic!("{}: {e}", from.display()));
+    };
+    for file in [
+        "model_index.json",
+        "scheduler/scheduler_config.json",
+        "tokenizer/tokenizer.json",
+        "tokenizer/tokenizer_config.json",
+        "tokenizer/vocab.json",
+        "tokenizer/merges.txt",
+        "vae/config.json",
+        "vae/diffusion_pytorch_model.safetensors",
+    ] {
+        copy(tiny.join(file), file);
+    }
+    for part in ["text_encoder", "unet"] {
+        copy(
+            made.join(format!("configs/{part}/config.json")),
+            &format!("{part}/config.json"),
+        );
+    }
+    copy(made.join(text), "text_encoder/model.safetensors");
+    copy(made.join(unet.0), &format!("unet/{}", unet.1));
+    folder
+}
+
 /// The largest absolute number.
 pub(crate) fn largest(t: &Tensor) -> f32 {
     let flat = t.abs().unwrap().flatten_all().unwrap();

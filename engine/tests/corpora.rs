@@ -10,6 +10,8 @@
 mod captions;
 #[path = "../../fuzz/src/dice.rs"]
 mod dice;
+#[path = "../../fuzz/src/gguf.rs"]
+mod gguf;
 #[path = "../../fuzz/src/replay.rs"]
 mod replay;
 #[path = "../../fuzz/src/safetensors.rs"]
@@ -27,4 +29,21 @@ fn captions_prompts_and_buckets() {
 #[test]
 fn weights_files() {
     replay("safetensors", safetensors::run);
+}
+
+#[test]
+fn weights_files_of_gguf() {
+    replay("gguf", gguf::run);
+    // As a fuzzer begins, without one: bytes from a seed.
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    for round in 0..2_000_usize {
+        let mut bytes = vec![if round % 8 == 0 { 1 } else { 2 }];
+        bytes.extend((0..40 + round % 160).map(|_| {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            (state >> 32) as u8
+        }));
+        gguf::run(&bytes);
+    }
 }

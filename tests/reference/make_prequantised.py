@@ -3,7 +3,7 @@
 Each file holds a U-Net (or a whole model) in few bits; `expected.safetensors` holds, under `<file>.…`, what the library
 that the format is from makes of its weights (every 29th number of each) and what diffusers computes with them.
 
-    pip install --no-deps bitsandbytes==0.50.2 gguf==0.19.0
+    pip install --no-deps bitsandbytes==0.50.2
 
 `bitsandbytes` is large and not pure Python, so it is no requirement.
 """
@@ -244,7 +244,6 @@ def apart(merged, parts):
 def main():
     try:
         import bitsandbytes  # noqa: F401
-        import gguf  # noqa: F401
     except ImportError as missing:
         print(f"skipped: {missing}; see the head of this file", file=sys.stderr)
         return

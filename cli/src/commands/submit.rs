@@ -395,7 +395,7 @@ fn is_repository(text: &str) -> bool {
         let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
         !part.is_empty() && !part.starts_with('.') && part.chars().all(plain)
     };
-    let file = [".safetensors", ".ckpt", ".json", ".txt"]
+    let file = [".safetensors", ".gguf", ".ckpt", ".json", ".txt"]
         .iter()
         .any(|ending| text.ends_with(ending));
     !file && text.split_once('/').is_some_and(|(org, name)| part(org) && part(name))
@@ -450,6 +450,7 @@ mod tests {
             "~/a",
             "a b/c",
             "a/b.safetensors",
+            "a/b.gguf",
             "",
         ] {
             assert!(!is_repository(path), "{path}");

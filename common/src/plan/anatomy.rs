@@ -1,13 +1,10 @@
 //! What a model consists of, counted from the headers of its files. Weights are never read.
 
+use super::headers::{Kind, Tensor, tensors};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::path::Path;
-
-/// A header larger than this belongs to no model that we know.
-const HEADER_LIMIT: u64 = 64 << 20;
 
 /// Parameters of the components of a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -18,102 +15,206 @@ pub struct Anatomy {
     pub text: u64,
     /// The VAE.
     pub vae: u64,
+    /// Of the denoiser's, those that its files hold in few bits.
+    #[serde(default)]
+    pub denoiser_stored: Stored,
+    /// The same of the text encoders.
+    #[serde(default)]
+    pub text_stored: Stored,
+    /// The same of the VAE.
+    #[serde(default)]
+    pub vae_stored: Stored,
+}
+
+/// Parameters that lie in files in fewer bits than they are computed with, and have these in memory, too.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Stored {
+    /// Those of quantised weights, which stay in memory under every profile.
+    pub quantised: u64,
+    /// Bytes that these take.
+    pub bytes: u64,
+    /// Those of a GGUF file's weights of 16 bits, which a processor keeps so, or leaves in the file as others.
+    pub halves: u64,
+}
+
+/// Parameters of a component.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+struct Count {
+    all: u64,
+    stored: Stored,
 }
 
 impl Anatomy {
-    /// Counts what lies here: a folder as diffusers writes it, or a single safetensors file. `None` when it is
+    /// Counts what lies here: a folder as diffusers writes it, or a single safetensors or GGUF file. `None` when it is
     /// neither, or has no denoiser.
     #[must_use]
     pub fn read(path: &Path) -> Option<Self> {
-        let counted = if path.is_dir() {
-            Self::of_folder(path)
+        let [denoiser, text, vae] = if path.is_dir() {
+            let part = |names: &[&str]| {
+                let counts = names.iter().map(|name| parameters_below(&path.join(name)));
+                counts.fold(Count::default(), Count::and)
+            };
+            [
+                part(&["unet", "transformer"]),
+                part(&["text_encoder", "text_encoder_2", "text_encoder_3"]),
+                part(&["vae"]),
+            ]
         } else {
             Self::of_file(path).ok()?
+        };
+        let counted = Self {
+            denoiser: denoiser.all,
+            text: text.all,
+            vae: vae.all,
+            denoiser_stored: denoiser.stored,
+            text_stored: text.stored,
+            vae_stored: vae.stored,
         };
         (counted.denoiser > 0).then_some(counted)
     }
 
-    fn of_folder(folder: &Path) -> Self {
-        let part = |names: &[&str]| names.iter().map(|name| parameters_below(&folder.join(name))).sum();
-        Self {
-            denoiser: part(&["unet", "transformer"]),
-            text: part(&["text_encoder", "text_encoder_2", "text_encoder_3"]),
-            vae: part(&["vae"]),
-        }
-    }
-
-    fn of_file(path: &Path) -> io::Result<Self> {
-        let mut counted = Self::default();
-        for (name, parameters) in tensors(path)? {
+    fn of_file(path: &Path) -> io::Result<[Count; 3]> {
+        let mut parts: [BTreeMap<String, Tensor>; 3] = Default::default();
+        for (name, tensor) in tensors(path)? {
             // Names of the original checkpoints of Stable Diffusion; what has no such name is a bare transformer.
-            let slot = if name.starts_with("first_stage_model.") || name.starts_with("vae.") {
-                &mut counted.vae
+            let part = if name.starts_with("first_stage_model.") || name.starts_with("vae.") {
+                2
             } else if ["cond_stage_model.", "conditioner.", "text_encoders."]
                 .iter()
                 .any(|prefix| name.starts_with(prefix))
             {
-                &mut counted.text
+                1
             } else {
-                &mut counted.denoiser
+                0
             };
-            *slot = slot.saturating_add(parameters);
+            parts[part].insert(name, tensor);
         }
-        Ok(counted)
+        Ok(parts.map(|tensors| Count::of(&tensors)))
     }
+}
+
+impl Count {
+    fn and(self, other: Self) -> Self {
+        let (one, two) = (self.stored, other.stored);
+        Self {
+            all: self.all.saturating_add(other.all),
+            stored: Stored {
+                quantised: one.quantised.saturating_add(two.quantised),
+                bytes: one.bytes.saturating_add(two.bytes),
+                halves: one.halves.saturating_add(two.halves),
+            },
+        }
+    }
+
+    fn of(tensors: &BTreeMap<String, Tensor>) -> Self {
+        let each = tensors.iter().map(|(name, tensor)| Self::of_one(name, tensor, tensors));
+        each.fold(Self::default(), Self::and)
+    }
+
+    /// One tensor, by what lies beside it (`engine/src/weights/few_bits.rs` has the names).
+    fn of_one(name: &str, tensor: &Tensor, all: &BTreeMap<String, Tensor>) -> Self {
+        if belongs_to_another(name) {
+            return Self::default();
+        }
+        let count = tensor.count();
+        let plain = Self {
+            all: count,
+            stored: Stored::default(),
+        };
+        // Tables are no layers: they are unpacked, as is what has one axis.
+        let table = ["token_embedding", "position_embedding"]
+            .iter()
+            .any(|table| name.contains(table));
+        let beside = |ending: &str| all.get(&format!("{}{ending}", name.strip_suffix("weight")?));
+        let outputs = tensor.shape.first().copied().unwrap_or(1);
+        let quantised = |parameters: u64, bytes: u64, scales: u64| Self {
+            all: parameters,
+            stored: Stored {
+                quantised: parameters,
+                bytes: bytes.saturating_add(scales.saturating_mul(4)),
+                halves: 0,
+            },
+        };
+        let flat = tensor.shape.len() < 2;
+        match tensor.kind {
+            Kind::Half if !table && !flat => Self {
+                all: count,
+                stored: Stored {
+                    halves: count,
+                    ..Stored::default()
+                },
+            },
+            Kind::Blocks(block, bytes) if !table && !flat => quantised(count, (count / block).saturating_mul(bytes), 0),
+            Kind::Float8 if !table && !flat => {
+                let scale = beside("scale_weight").or_else(|| beside("weight_scale"));
+                quantised(count, count, scale.map_or(outputs, |scale| scale.count().max(outputs)))
+            }
+            Kind::Signed => match beside("SCB") {
+                Some(_) => quantised(count, count, outputs),
+                None => plain,
+            },
+            // Two weights in a byte; its blocks' scales are unpacked.
+            Kind::Bytes => match beside("weight.absmax") {
+                Some(scales) => quantised(count.saturating_mul(2), count, scales.count()),
+                None => plain,
+            },
+            _ => plain,
+        }
+    }
+}
+
+/// Whether this belongs to a quantised weight, and is counted with that.
+fn belongs_to_another(name: &str) -> bool {
+    let last = name.rsplit('.').next().unwrap_or(name);
+    let beside = [
+        "absmax",
+        "quant_map",
+        "nested_absmax",
+        "nested_quant_map",
+        "SCB",
+        "weight_format",
+        "scale_weight",
+        "weight_scale",
+        "scale_input",
+        "input_scale",
+        "scaled_fp8",
+        "comfy_quant",
+    ];
+    name.contains(".quant_state.") || beside.contains(&last)
 }
 
 /// Parameters in a component's folder: its shards together, or its largest file, since the others are the same in
-/// another number format.
-fn parameters_below(folder: &Path) -> u64 {
+/// another number format. GGUF counts where there is nothing else.
+fn parameters_below(folder: &Path) -> Count {
     let Ok(entries) = std::fs::read_dir(folder) else {
-        return 0;
+        return Count::default();
     };
-    let (mut shards, mut largest) = (0_u64, 0_u64);
+    let mut shards = BTreeMap::new();
+    let (mut largest, mut gguf) = (Count::default(), Count::default());
+    // Of two with as many parameters the one that takes more.
+    let more = |one: Count, two: Count| {
+        let size = |count: &Count| (count.all, u64::MAX - count.stored.quantised);
+        if size(&one) >= size(&two) { one } else { two }
+    };
     for entry in entries.flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
-        if !name.ends_with(".safetensors") {
+        let is_gguf = name.ends_with(".gguf");
+        if !is_gguf && !name.ends_with(".safetensors") {
             continue;
         }
-        let count = tensors(&entry.path())
-            .map(|tensors| tensors.iter().fold(0_u64, |sum, (_, n)| sum.saturating_add(*n)))
-            .unwrap_or(0);
-        if name.contains("-of-") {
-            shards = shards.saturating_add(count);
+        let Ok(tensors) = tensors(&entry.path()) else {
+            continue;
+        };
+        if is_gguf {
+            gguf = more(gguf, Count::of(&tensors));
+        } else if name.contains("-of-") {
+            shards.extend(tensors);
         } else {
-            largest = largest.max(count);
+            largest = more(largest, Count::of(&tensors));
         }
     }
-    shards.max(largest)
-}
-
-#[derive(Deserialize)]
-struct Tensor {
-    shape: Vec<u64>,
-}
-
-/// Names and sizes of the tensors of a safetensors file: 8 bytes with the header's length, then JSON.
-fn tensors(path: &Path) -> io::Result<Vec<(String, u64)>> {
-    let bad = |what: &str| io::Error::new(io::ErrorKind::InvalidData, format!("{}: {what}", path.display()));
-    let mut file = File::open(path)?;
-    let mut length = [0; 8];
-    file.read_exact(&mut length)?;
-    let length = u64::from_le_bytes(length);
-    if length > HEADER_LIMIT {
-        return Err(bad("no safetensors header"));
-    }
-    let mut header = Vec::new();
-    file.take(length).read_to_end(&mut header)?;
-    let header: BTreeMap<String, serde_json::Value> =
-        serde_json::from_slice(&header).map_err(|_| bad("no safetensors header"))?;
-    Ok(header
-        .into_iter()
-        .filter(|(name, _)| name != "__metadata__")
-        .filter_map(|(name, value)| {
-            let tensor: Tensor = serde_json::from_value(value).ok()?;
-            let parameters = tensor.shape.iter().fold(1_u64, |product, n| product.saturating_mul(*n));
-            Some((name, parameters))
-        })
-        .collect())
+    let found = more(largest, Count::of(&shards));
+    if found.all > 0 { found } else { gguf }
 }
 
 #[cfg(test)]
@@ -140,6 +241,7 @@ mod tests {
             denoiser: 105,
             text: 7,
             vae: 3,
+            ..Anatomy::default()
         };
         assert_eq!(Anatomy::read(&at("m")), Some(whole));
         let single = r#"{"__metadata__":{"a":"b"},"model.diffusion_model.w":{"shape":[2,2]},"first_stage_model.w":{"shape":[6]},"cond_stage_model.w":{"shape":[]}}"#;
@@ -148,6 +250,7 @@ mod tests {
             denoiser: 4,
             text: 1,
             vae: 6,
+            ..Anatomy::default()
         };
         assert_eq!(Anatomy::read(&at("one.safetensors")), Some(counted));
     }
@@ -167,5 +270,79 @@ mod tests {
         }
         assert_eq!(Anatomy::read(&folder.path().join("nothing")), None);
         assert_eq!(Anatomy::read(folder.path()), None);
+    }
+
+    #[test]
+    fn what_is_quantised_is_counted_with_its_bytes() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        let entry = |name: &str, dtype: &str, shape: &str| format!(r#""{name}":{{"dtype":"{dtype}","shape":{shape}}}"#);
+        let header = |entries: &[String]| format!("{{{}}}", entries.join(","));
+        let float8 = header(&[
+            entry("model.diffusion_model.a.weight", "F8_E4M3", "[10,64]"),
+            entry("model.diffusion_model.a.scale_weight", "F32", "[10,2,1]"),
+            entry("model.diffusion_model.a.bias", "F16", "[10]"),
+            entry("cond_stage_model.token_embedding.weight", "F8_E4M3", "[9,64]"),
+            entry("first_stage_model.b.weight", "F8_E5M2", "[4,4,3,3]"),
+            entry("scaled_fp8", "F8_E4M3", "[2]"),
+        ]);
+        write(&at("one.safetensors"), &float8);
+        let stored = |quantised, bytes| Stored {
+            quantised,
+            bytes,
+            halves: 0,
+        };
+        let counted = Anatomy {
+            denoiser: 650,
+            text: 576,
+            vae: 144,
+            denoiser_stored: stored(640, 640 + 80),
+            text_stored: Stored::default(),
+            vae_stored: stored(144, 144 + 16),
+        };
+        assert_eq!(Anatomy::read(&at("one.safetensors")), Some(counted));
+        // Shards may hold a weight and its scales apart.
+        let first = header(&[
+            entry("a.weight", "U8", "[320,1]"),
+            entry("a.weight.quant_map", "F32", "[16]"),
+            entry("b.weight", "I8", "[10,20]"),
+            entry("c.weight", "F32", "[10,20]"),
+        ]);
+        let second = header(&[
+            entry("a.weight.absmax", "U8", "[10]"),
+            entry("a.weight.nested_absmax", "F32", "[1]"),
+            entry("a.weight.quant_state.bitsandbytes__nf4", "U8", "[99]"),
+            entry("b.SCB", "F32", "[10]"),
+        ]);
+        write(&at("m/unet/x-00001-of-00002.safetensors"), &first);
+        write(&at("m/unet/x-00002-of-00002.safetensors"), &second);
+        let folder = Anatomy::read(&at("m")).unwrap();
+        assert_eq!(
+            (folder.denoiser, folder.denoiser_stored),
+            (640 + 200 + 200, stored(840, 320 + 40 + 200 + 40))
+        );
+    }
+
+    /// Made by the library of the format (`tests/reference/make_prequantised.py`).
+    #[test]
+    fn gguf_is_counted() {
+        let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/prequantised");
+        let whole = Anatomy::read(&fixtures.join("checkpoint.gguf")).unwrap();
+        let float8 = Anatomy::read(&fixtures.join("checkpoint_float8.safetensors")).unwrap();
+        assert_eq!(
+            [whole.denoiser, whole.text, whole.vae],
+            [float8.denoiser, float8.text, float8.vae]
+        );
+        let Stored {
+            quantised,
+            bytes,
+            halves,
+        } = whole.denoiser_stored;
+        assert!(quantised > 0 && halves > quantised && quantised + halves < whole.denoiser);
+        assert!((0.3..0.9).contains(&(bytes as f64 / quantised as f64)));
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::create_dir(folder.path().join("unet")).unwrap();
+        std::fs::copy(fixtures.join("unet_comfy.gguf"), folder.path().join("unet/a.gguf")).unwrap();
+        assert_eq!(Anatomy::read(folder.path()).unwrap().denoiser, whole.denoiser);
     }
 }

@@ -3,10 +3,10 @@
 //! The figures are predictions on the careful side; `cluster.memory_budget` in a config wins over them. Read from the
 //! job's JSON key by key, so that a job of a newer version, with keys that are not known here, still gets a figure.
 
-use super::anatomy::Anatomy;
+use super::anatomy::{Anatomy, Stored};
 use super::choices::Choices;
 use super::family::{Activity, Family};
-use super::layout::{Activations, Denoiser, GIB, Layout, need};
+use super::layout::{Activations, GIB, Layout, Part, need};
 use super::need::MemoryNeed;
 use super::qtype::QType;
 use serde::{Deserialize, Serialize};
@@ -149,6 +149,8 @@ struct Figures {
     vae: f64,
     /// Activations grow with the width of the layers, parameters with its square.
     scale: f64,
+    /// Of denoiser, text encoders and VAE, what their files hold in few bits.
+    stored: [Stored; 3],
 }
 
 impl Figures {
@@ -160,6 +162,7 @@ impl Figures {
                 text: family.text,
                 vae: family.vae,
                 scale: 1.0,
+                stored: Default::default(),
             },
             Some(anatomy) => {
                 let millions = |n: u64| n as f64 / 1e6;
@@ -176,6 +179,7 @@ impl Figures {
                     text: part(anatomy.text, family.text),
                     vae: part(anatomy.vae, family.vae),
                     scale,
+                    stored: [anatomy.denoiser_stored, anatomy.text_stored, anatomy.vae_stored],
                 }
             }
         }
@@ -197,33 +201,80 @@ impl Figures {
 
     /// The weights, where one that is not quantised takes `width` bytes; `full` where the denoiser itself is trained.
     /// Nothing that training adds, nothing computed.
-    fn layout(&self, body: &Value, width: f64, full: bool) -> Layout {
-        let gib = |millions: f64, width: f64| millions * 1e6 * width / GIB;
-        let unpacked = gib(self.denoiser, width);
-        let of_text = quantised_width(body, Part::TextEncoder, width);
-        let tables = if of_text.is_some() {
-            self.text_tables()
-        } else {
-            self.text
-        };
+    fn layout(&self, body: &Value, place: Place, full: bool) -> Layout {
+        let [denoiser, text, vae] = self.stored;
+        let tables = self.text_tables();
         Layout {
-            denoiser: match quantised_width(body, Part::Denoiser, width) {
-                // What is trained is not quantised.
-                _ if full => Denoiser::Trained(unpacked),
-                Some(width) => Denoiser::Quantised {
-                    unpacked,
-                    kept: gib(self.denoiser, width),
-                },
-                None => Denoiser::Streams(unpacked),
+            denoiser: match full {
+                // What is trained is neither quantised nor left as it is stored.
+                true => part(self.denoiser, 0.0, Stored::default(), None, place),
+                false => {
+                    let quantised = quantised_width(body, Quantisable::Denoiser, place.width);
+                    part(self.denoiser, 0.0, denoiser, quantised, place)
+                }
             },
-            text: gib(tables, width),
-            text_quantised: gib(self.text - tables, of_text.unwrap_or(width)),
-            vae: gib(self.vae, width),
+            denoiser_trained: full,
+            text: {
+                let quantised = quantised_width(body, Quantisable::TextEncoder, place.width);
+                part(self.text, tables, text, quantised, place)
+            },
+            vae: part(self.vae, 0.0, vae, None, place),
             trained: 0.0,
             saving: 0.0,
             activations: Activations::default(),
             asked: asked(body),
         }
+    }
+}
+
+/// Where weights are computed with, and in how many bytes each.
+#[derive(Clone, Copy)]
+struct Place {
+    width: f64,
+    processor: bool,
+}
+
+impl Place {
+    fn gpu(width: f64) -> Self {
+        Self {
+            width,
+            processor: false,
+        }
+    }
+
+    /// There everything is computed in float32.
+    fn processor() -> Self {
+        Self {
+            width: 4.0,
+            processor: true,
+        }
+    }
+}
+
+/// Of so many millions of parameters, of which `tables` are never quantised: those that are quantised in their file, and of
+/// the others, those that are quantised to so many bytes, if any.
+fn part(all: f64, tables: f64, stored: Stored, quantised: Option<f64>, place: Place) -> Part {
+    let gib = |millions: f64, width: f64| millions * 1e6 * width / GIB;
+    let in_file = (stored.quantised as f64 / 1e6).min(all);
+    let others = all - in_file;
+    let halves = match place.processor && quantised.is_none() {
+        true => (stored.halves as f64 / 1e6).min(others),
+        false => 0.0,
+    };
+    let (packed, plain) = match quantised {
+        Some(width) => {
+            let tables = tables.min(others);
+            (gib(others - tables, width), tables)
+        }
+        None => (0.0, others - halves),
+    };
+    let wide = gib(plain, place.width);
+    Part {
+        plain: wide + gib(halves, 2.0),
+        quantised: packed,
+        stored: stored.bytes as f64 / GIB,
+        wide,
+        unpacked: gib(all, place.width) - wide,
     }
 }
 
@@ -271,7 +322,7 @@ fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
         let own = if network.is_some() { 4.0 } else { 0.0 };
         let gradient = if network.is_some() { 4.0 } else { width };
         let one = (side / 1024.0).powi(2);
-        let layout = |width: f64, activity: Activity| {
+        let layout = |place: Place, activity: Activity| {
             let per_picture = |activations: f64| one * batch * activations * figures.scale;
             Layout {
                 // A number more for each while the step is worked out: on the processor it is seen.
@@ -288,13 +339,13 @@ fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
                     vae: (one * activity.encode + VAE_FIXED) * figures.vae_scale(),
                     vae_megapixels: one,
                 },
-                ..figures.layout(body, width, network.is_none())
+                ..figures.layout(body, place, network.is_none())
             }
         };
         let family = figures.family;
         need(
-            &layout(width, family.on_gpu(width)),
-            &layout(4.0, family.on_processor()),
+            &layout(Place::gpu(width), family.on_gpu(width)),
+            &layout(Place::processor(), family.on_processor()),
         )
     });
     Demand {
@@ -315,7 +366,7 @@ fn generation(family: String, body: &Value, figures: Option<Figures>) -> Demand 
     let units = pictures * steps * passes * area / (512.0 * 512.0);
     let memory = figures.map(|figures| {
         let megapixels = area / (1024.0 * 1024.0);
-        let layout = |width: f64, activity: Activity| {
+        let layout = |place: Place, activity: Activity| {
             let one = megapixels * activity.denoise * figures.scale;
             Layout {
                 activations: Activations {
@@ -324,13 +375,13 @@ fn generation(family: String, body: &Value, figures: Option<Figures>) -> Demand 
                     vae: (megapixels * activity.decode + VAE_FIXED) * figures.vae_scale(),
                     vae_megapixels: megapixels,
                 },
-                ..figures.layout(body, width, false)
+                ..figures.layout(body, place, false)
             }
         };
         let (family, width) = (figures.family, width(text(body, "/model/dtype")));
         need(
-            &layout(width, family.on_gpu(width)),
-            &layout(4.0, family.on_processor()),
+            &layout(Place::gpu(width), family.on_gpu(width)),
+            &layout(Place::processor(), family.on_processor()),
         )
     });
     Demand {
@@ -358,17 +409,17 @@ fn asked(body: &Value) -> Choices {
 
 /// What can be quantised.
 #[derive(Clone, Copy)]
-enum Part {
+enum Quantisable {
     Denoiser,
     TextEncoder,
 }
 
 /// Bytes of a weight of this part, if it is quantised.
-fn quantised_width(body: &Value, part: Part, width: f64) -> Option<f64> {
+fn quantised_width(body: &Value, part: Quantisable, width: f64) -> Option<f64> {
     let quantize = flag(body, "/model/quantize");
     let (on, key) = match part {
-        Part::Denoiser => (quantize, "/model/qtype"),
-        Part::TextEncoder => {
+        Quantisable::Denoiser => (quantize, "/model/qtype"),
+        Quantisable::TextEncoder => {
             let own = body.pointer("/model/quantize_te").and_then(Value::as_bool);
             (own.unwrap_or(quantize), "/model/qtype_te")
         }
@@ -454,6 +505,7 @@ mod tests {
             denoiser: 1_000_000,
             text: 100_000,
             vae: 0,
+            ..Anatomy::default()
         };
         let need = Demand::of_job(&job, Some(toy)).unwrap().memory.unwrap();
         assert!(
@@ -497,6 +549,7 @@ mod tests {
             denoiser: 219_789_284,
             text: 123_060_480,
             vae: 83_653_863,
+            ..Anatomy::default()
         });
         let (whole, balanced, poor, extreme) = (0, 1, 2, 3);
         let plain = json!({});
@@ -530,6 +583,38 @@ mod tests {
         assert_eq!(drawing(&both, 256, None), drawing(&said, 256, None));
     }
 
+    #[test]
+    fn what_is_quantised_in_its_file_stays_in_its_bits() {
+        let half = |denoiser_stored: Stored| {
+            Some(Anatomy {
+                denoiser: 219_789_284,
+                text: 123_060_480,
+                vae: 83_653_863,
+                denoiser_stored,
+                ..Anatomy::default()
+            })
+        };
+        // Linear layers in q8_0, convolutions in 16 bits.
+        let stored = Stored {
+            quantised: 72_304_640,
+            bytes: 76_823_680,
+            halves: 147_262_720,
+        };
+        let (none, int8) = (
+            json!({}),
+            json!({"quantize": true, "quantize_te": false, "qtype": "int8"}),
+        );
+        let dense = drawing(&none, 192, half(Stored::default()));
+        let gguf = drawing(&none, 192, half(stored));
+        let packed = drawing(&int8, 192, half(stored));
+        // A weight of 4 bytes has 17 / 16 or 2.
+        assert!((0.4..0.6).contains(&(dense[0] - gguf[0])), "{dense:?} {gguf:?}");
+        // Quantised layers stay where others are streamed.
+        assert!((0.05..0.12).contains(&(gguf[3] - dense[3])), "{dense:?} {gguf:?}");
+        // `quantize` is for those that are not yet.
+        assert!(packed[0] < gguf[0] && packed[3] > gguf[3], "{gguf:?} {packed:?}");
+    }
+
     /// What LoRAs of Stable Diffusion 1.5 took on a processor (docs/memory.md).
     #[test]
     fn loras_are_predicted_as_they_were_measured() {
@@ -537,6 +622,7 @@ mod tests {
             denoiser: 219_789_284,
             text: 123_060_480,
             vae: 83_653_863,
+            ..Anatomy::default()
         });
         let (whole, balanced, poor, extreme) = (0, 1, 2, 3);
         for (anatomy, side, rank, batch, checkpointed, optimizer, profile, taken) in [

@@ -60,26 +60,35 @@ pub(super) struct Activations {
     pub(super) vae_megapixels: f64,
 }
 
-/// A denoiser's weights. GiB, of numbers as they are computed with unless said otherwise.
-pub(super) enum Denoiser {
-    /// They may stay in their files.
-    Streams(f64),
-    /// Quantised to so many GiB: these stay in memory, and each layer is unpacked when it runs.
-    Quantised { unpacked: f64, kept: f64 },
-    /// They are trained: these stay in memory.
-    Trained(f64),
+/// The weights of a part of a model. GiB, as they lie in memory.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Part {
+    /// What may stay in its file.
+    pub(super) plain: f64,
+    /// What is quantised as it is read. It stays in memory.
+    pub(super) quantised: f64,
+    /// What is quantised in its file already. It stays in memory.
+    pub(super) stored: f64,
+    /// As `plain`, of what is there as it is computed with: all but what has 16 bits.
+    pub(super) wide: f64,
+    /// GiB that everything else would be as it is computed with: each layer is unpacked when it runs.
+    pub(super) unpacked: f64,
+}
+
+impl Part {
+    /// What stays, where this share of `plain` does not: as it was read, and quantised on the way.
+    fn stays(&self, streamed: f64) -> [f64; 2] {
+        [self.plain * (1.0 - streamed) + self.stored, self.quantised]
+    }
 }
 
 /// What a job keeps on one kind of device.
 pub(super) struct Layout {
-    /// What the denoiser's weights are.
-    pub(super) denoiser: Denoiser,
-    /// GiB of the text encoders' weights that may stay in their files.
-    pub(super) text: f64,
-    /// GiB of those that are quantised: they stay in memory under every profile.
-    pub(super) text_quantised: f64,
-    /// GiB of the VAE's.
-    pub(super) vae: f64,
+    pub(super) denoiser: Part,
+    /// The denoiser is trained: it stays in memory.
+    pub(super) denoiser_trained: bool,
+    pub(super) text: Part,
+    pub(super) vae: Part,
     /// Adapters, gradients, optimizer state. GiB.
     pub(super) trained: f64,
     /// What is trained and its state, as they are and on their way to a file. GiB; none where that is elsewhere.
@@ -100,18 +109,21 @@ pub(super) fn need(gpu: &Layout, processor: &Layout) -> MemoryNeed {
 impl Layout {
     fn peak(&self, profile: MemoryProfile, machine: &Machine) -> u64 {
         let choices = Choices::of(profile).and(self.asked);
-        // A layer of the denoiser is there while it runs, not while the VAE does.
-        let (denoiser, quantised, layer) = match self.denoiser {
-            Denoiser::Streams(all) => {
-                let streamed = choices.denoiser_streamed;
-                (all * (1.0 - streamed), 0.0, all * streamed * machine.unpacked)
-            }
-            Denoiser::Quantised { unpacked, kept } => (0.0, kept, unpacked * machine.unpacked),
-            Denoiser::Trained(all) => (all, 0.0, 0.0),
+        let streamed = match self.denoiser_trained {
+            true => 0.0,
+            false => choices.denoiser_streamed,
         };
-        let kept = denoiser + self.text * (1.0 - choices.text_streamed) + self.vae * (1.0 - choices.vae_streamed);
-        let quantised = quantised + self.text_quantised;
-        let stays = kept * machine.weights + quantised * machine.quantised;
+        // A layer of the denoiser is there while it runs, not while the VAE does.
+        let layer = (self.denoiser.wide * streamed + self.denoiser.unpacked) * machine.unpacked;
+        let parts = [
+            self.denoiser.stays(streamed),
+            self.text.stays(choices.text_streamed),
+            self.vae.stays(choices.vae_streamed),
+        ];
+        let stays: f64 = parts
+            .iter()
+            .map(|[kept, quantised]| kept * machine.weights + quantised * machine.quantised)
+            .sum();
         let Activations {
             work,
             lean_work,

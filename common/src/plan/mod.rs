@@ -5,6 +5,7 @@ pub mod anatomy;
 pub mod choices;
 pub mod demand;
 pub mod family;
+mod headers;
 mod layout;
 pub mod need;
 pub mod profile;

@@ -85,6 +85,7 @@ async fn fit_and_explain_say_where_and_why_not() {
             denoiser: 1_000_000,
             text: 1,
             vae: 1,
+            ..Anatomy::default()
         }),
         ..lora("a", "")
     };

@@ -2,8 +2,8 @@
 
 use super::tests::{generate_job, go, pictures, spec};
 use crate::image_io;
-use crate::testing::fixtures;
-use aitk_common::attempt::Outcome;
+use crate::testing::{fixtures, quantised_folder};
+use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::plan::profile::MemoryProfile;
 
 /// The colours of one picture, drawn with these keys in the `model` section.
@@ -52,4 +52,51 @@ fn a_quantised_model_is_laid_out_as_well() {
     let found = drawn(quantised, MemoryProfile::Extreme);
     let worst = found.iter().zip(&expected).map(|(a, b)| a.abs_diff(*b)).max();
     assert!(worst <= Some(1), "{worst:?}");
+}
+
+/// The same where it is quantised in its files; the log says so.
+#[test]
+fn a_model_that_is_quantised_in_its_files_is_laid_out_as_well() {
+    let unets = [
+        ("unet_comfy.gguf", "unet.gguf", "q"),
+        ("unet_float8.safetensors", "model.safetensors", "float8"),
+        ("unet_bitsandbytes.safetensors", "model.safetensors", "fp4, int8, nf4"),
+    ];
+    for (file, name, kinds) in unets {
+        let folder = quantised_folder("text_bitsandbytes.safetensors", (file, name));
+        let mut expected = None;
+        for profile in [MemoryProfile::CpuOnly, MemoryProfile::GpuPoor, MemoryProfile::Extreme] {
+            let yaml = generate_job(
+                &folder.path().join(format!("out-{}", profile.name())),
+                ", quantize: true, qtype: int8, qtype_te: int8",
+                "sampler: ddim, sample_steps: 2, width: 32, height: 32, prompts: [a red circle --seed 3]",
+            );
+            let tiny = fixtures().join("tiny_sd").display().to_string();
+            let mut spec = spec(&yaml.replace(&tiny, &folder.path().display().to_string()));
+            spec.profile = profile;
+            let (outcome, events) = go(&spec);
+            assert_eq!(outcome, Outcome::Completed, "{file}");
+            let lines: Vec<&String> = events
+                .iter()
+                .filter_map(|event| match event {
+                    ChildEvent::Log { message, .. } => Some(message),
+                    _ => None,
+                })
+                .collect();
+            let said = |part: &str, kinds: &str| {
+                let start = format!("the file of the {part} holds {kinds}");
+                lines
+                    .iter()
+                    .any(|line| line.starts_with(&start) && line.contains("they stay so; `qtype"))
+            };
+            assert!(
+                said("U-Net", kinds) && said("text encoder", "fp4, int8, nf4"),
+                "{lines:?}"
+            );
+            let picture = image_io::open_rgb(&pictures(&events)[0].1).unwrap().into_raw();
+            let expected = expected.get_or_insert_with(|| picture.clone());
+            let worst = picture.iter().zip(expected.iter()).map(|(a, b)| a.abs_diff(*b)).max();
+            assert!(worst <= Some(1), "{file} {profile:?}: {worst:?}");
+        }
+    }
 }

@@ -286,9 +286,9 @@ fn four(
         None => None,
     };
     let counted = |entry: &Entry| entry.shape.iter().product::<usize>();
-    let sides = state.shape.iter();
+    let mut sides = state.shape.iter();
     let count = sides
-        .fold(Some(1_usize), |all, side| all?.checked_mul(*side))
+        .try_fold(1_usize, |all, side| all.checked_mul(*side))
         .unwrap_or(usize::MAX);
     let Some(weight) = entries.get_mut(name) else {
         return Err(said("is missing itself".into()));

@@ -155,10 +155,10 @@ impl Index {
         if self.files.is_empty() {
             return Ok(Tensor::zeros(1, dtype, device)?.broadcast_as(entry.shape.as_slice())?);
         }
-        if entry.few_bits.as_ref().is_some_and(|few_bits| !few_bits.stands_alone()) {
-            if let Some(packed) = self.packed(name, dtype, device)? {
-                return Ok(packed.unpack()?);
-            }
+        if entry.few_bits.as_ref().is_some_and(|few_bits| !few_bits.stands_alone())
+            && let Some(packed) = self.packed(name, dtype, device)?
+        {
+            return Ok(packed.unpack()?);
         }
         self.files[entry.place.file].read(&entry.place.name, &entry.shape, dtype, device)
     }

@@ -165,7 +165,8 @@ messages! {
     SubmitRequest { config_text config_format job_json inputs local idempotency_key owner anatomy pictures }
     ArrayMember { job_json twin }
     SubmitArrayRequest { shared name members at_most }
-    Anatomy { denoiser text vae }
+    Anatomy { denoiser text vae denoiser_stored text_stored vae_stored }
+    StoredWeights { quantised bytes halves }
     SubmitReply { job_id name existed }
     GetJobRequest { job_id }
     Attempt {

@@ -11,7 +11,7 @@ use aitk_common::control::{
 };
 use aitk_common::control::{Artifact, AttemptView, EventBody, JobEvent, JobView, ServerInfo, Submission, Submitted};
 use aitk_common::id::{Epoch, UserName};
-use aitk_common::plan::anatomy::Anatomy;
+use aitk_common::plan::anatomy::{Anatomy, Stored};
 
 fn non_empty(text: String) -> Option<String> {
     Some(text).filter(|text| !text.is_empty())
@@ -57,6 +57,9 @@ impl From<Submission> for v1::SubmitRequest {
                 denoiser: anatomy.denoiser,
                 text: anatomy.text,
                 vae: anatomy.vae,
+                denoiser_stored: wire_stored(anatomy.denoiser_stored),
+                text_stored: wire_stored(anatomy.text_stored),
+                vae_stored: wire_stored(anatomy.vae_stored),
             }),
             pictures: submission.pictures,
         }
@@ -84,10 +87,29 @@ impl TryFrom<v1::SubmitRequest> for Submission {
                 denoiser: wire.denoiser,
                 text: wire.text,
                 vae: wire.vae,
+                denoiser_stored: stored(wire.denoiser_stored),
+                text_stored: stored(wire.text_stored),
+                vae_stored: stored(wire.vae_stored),
             }),
             pictures: wire.pictures,
         })
     }
+}
+
+fn wire_stored(stored: Stored) -> Option<v1::StoredWeights> {
+    (stored != Stored::default()).then_some(v1::StoredWeights {
+        quantised: stored.quantised,
+        bytes: stored.bytes,
+        halves: stored.halves,
+    })
+}
+
+fn stored(wire: Option<v1::StoredWeights>) -> Stored {
+    wire.map_or(Stored::default(), |wire| Stored {
+        quantised: wire.quantised,
+        bytes: wire.bytes,
+        halves: wire.halves,
+    })
 }
 
 impl From<ArrayView> for v1::Array {

@@ -65,7 +65,7 @@ pub(crate) fn is_repository(path: &str) -> bool {
             && part.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b))
     };
     let looks_so = path.split_once('/').is_some_and(|(org, name)| part(org) && part(name));
-    let file = [".safetensors", ".ckpt", ".json", ".txt"]
+    let file = [".safetensors", ".gguf", ".ckpt", ".json", ".txt"]
         .iter()
         .any(|ending| path.ends_with(ending));
     looks_so && !file && !Path::new(path).exists()

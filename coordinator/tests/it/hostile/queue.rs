@@ -167,6 +167,12 @@ async fn machines_of_absurd_sizes_do_not_register() {
             denoiser: u64::MAX,
             text: u64::MAX,
             vae: u64::MAX,
+            denoiser_stored: Some(v1::StoredWeights {
+                quantised: u64::MAX,
+                bytes: u64::MAX,
+                halves: u64::MAX,
+            }),
+            ..v1::Anatomy::default()
         }),
         ..named(
             "sized",

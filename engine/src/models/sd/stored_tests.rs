@@ -5,7 +5,7 @@ use super::*;
 use crate::adapters::{Component, LoraConfig, LoraNetwork};
 use crate::nn::{LayerMut, VisitLayers, Weight};
 use crate::rng::TorchGenerator;
-use crate::testing::{fixtures, gap, largest};
+use crate::testing::{fixtures, gap, largest, quantised_folder};
 use candle_core::Tensor;
 use std::collections::BTreeMap;
 
@@ -21,38 +21,6 @@ fn expected() -> BTreeMap<String, Tensor> {
     all.into_iter().collect()
 }
 
-/// A diffusers folder of these files, each under a name that it may have there.
-fn folder(text: &str, unet: (&str, &str)) -> tempfile::TempDir {
-    let folder = tempfile::tempdir().unwrap();
-    let tiny = fixtures().join("tiny_sd");
-    let copy = |from: PathBuf, to: &str| {
-        let to = folder.path().join(to);
-        std::fs::create_dir_all(to.parent().unwrap()).unwrap();
-        std::fs::copy(&from, &to).unwrap_or_else(|e| panic!("{}: {e}", from.display()));
-    };
-    for file in [
-        "model_index.json",
-        "scheduler/scheduler_config.json",
-        "tokenizer/tokenizer.json",
-        "tokenizer/tokenizer_config.json",
-        "tokenizer/vocab.json",
-        "tokenizer/merges.txt",
-        "vae/config.json",
-        "vae/diffusion_pytorch_model.safetensors",
-    ] {
-        copy(tiny.join(file), file);
-    }
-    for part in ["text_encoder", "unet"] {
-        copy(
-            place(&format!("configs/{part}/config.json")),
-            &format!("{part}/config.json"),
-        );
-    }
-    copy(place(text), "text_encoder/model.safetensors");
-    copy(place(unet.0), &format!("unet/{}", unet.1));
-    folder
-}
-
 /// Configs and a tokenizer for the checkpoints.
 fn options(folder: &tempfile::TempDir) -> LoadOptions {
     LoadOptions {
@@ -62,7 +30,7 @@ fn options(folder: &tempfile::TempDir) -> LoadOptions {
 }
 
 fn any_folder() -> tempfile::TempDir {
-    folder(
+    quantised_folder(
         "text_bitsandbytes.safetensors",
         ("unet_float8.safetensors", "model.safetensors"),
     )
@@ -182,7 +150,7 @@ fn a_checkpoint_in_float8_stays_so() {
 #[test]
 fn a_unet_in_float8_stays_so_in_a_folder() {
     for name in ["diffusion_pytorch_model.safetensors", "of_my_own.safetensors"] {
-        let folder = folder("text_bitsandbytes.safetensors", ("unet_float8.safetensors", name));
+        let folder = quantised_folder("text_bitsandbytes.safetensors", ("unet_float8.safetensors", name));
         let mut model = SdModel::load(folder.path(), &LoadOptions::cpu()).unwrap();
         let kinds = agrees(&mut model, "unet_float8", &["unet"]);
         assert!(kinds["float8"] > 20, "{kinds:?}");
@@ -209,7 +177,7 @@ fn a_checkpoint_in_gguf_stays_in_its_blocks() {
 
 #[test]
 fn a_unet_of_comfyui_lies_in_a_folder_under_any_names() {
-    let folder = folder("text_bitsandbytes.safetensors", ("unet_comfy.gguf", "unet-Q4_0.gguf"));
+    let folder = quantised_folder("text_bitsandbytes.safetensors", ("unet_comfy.gguf", "unet-Q4_0.gguf"));
     let mut model = SdModel::load(folder.path(), &LoadOptions::cpu()).unwrap();
     let kinds = agrees(&mut model, "unet_comfy", &["unet"]);
     assert!(kinds.contains_key("q8_0") && kinds.contains_key("q4_k"), "{kinds:?}");
@@ -234,7 +202,7 @@ fn a_unet_of_comfyui_lies_in_a_folder_under_any_names() {
 
 #[test]
 fn folders_of_bitsandbytes_stay_in_their_bits() {
-    let folder = folder(
+    let folder = quantised_folder(
         "text_bitsandbytes.safetensors",
         ("unet_bitsandbytes.safetensors", "diffusion_pytorch_model.safetensors"),
     );
@@ -292,7 +260,7 @@ fn what_is_quantised_stays_so_and_the_rest_is_packed_or_left_in_its_file() {
 
 #[test]
 fn a_lora_trains_on_quantised_weights_as_on_what_they_stand_for() {
-    let folder = folder(
+    let folder = quantised_folder(
         "text_bitsandbytes.safetensors",
         ("unet_bitsandbytes.safetensors", "model.safetensors"),
     );

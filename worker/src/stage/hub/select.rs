@@ -109,13 +109,32 @@ fn pick(listed: &Listed, belongs: impl Fn(&Remote) -> bool) -> Result<Vec<&Remot
             let kind = [".safetensors", ".json", ".txt"]
                 .iter()
                 .any(|ending| file.name.ends_with(ending));
-            belongs(file) && kind && !plain_version(&file.name).is_some_and(|plain| has(&names, &plain))
+            belongs(file)
+                && (kind || is_only_gguf(&names, &file.name))
+                && !plain_version(&file.name).is_some_and(|plain| has(&names, &plain))
         })
         .collect();
-    if !wanted.iter().any(|file| file.name.ends_with(".safetensors")) {
-        return Err("it has no safetensors file; models in pickle files (.bin, .ckpt) are refused".to_owned());
+    let weights = [".safetensors", ".gguf"];
+    if !wanted
+        .iter()
+        .any(|file| weights.iter().any(|ending| file.name.ends_with(ending)))
+    {
+        return Err("it has no safetensors or GGUF file; models in pickle files (.bin, .ckpt) are refused".to_owned());
     }
     Ok(wanted)
+}
+
+/// Whether this is a part's one GGUF file, where it has no safetensors: of several nobody said which.
+fn is_only_gguf(names: &BTreeSet<&str>, name: &str) -> bool {
+    let folder = |name: &str| {
+        name.rsplit_once('/')
+            .map_or(String::new(), |(folder, _)| folder.to_owned())
+    };
+    let beside = |ending: &str| {
+        let same = |other: &&&str| other.ends_with(ending) && folder(other) == folder(name);
+        names.iter().filter(same).count()
+    };
+    name.ends_with(".gguf") && beside(".gguf") == 1 && beside(".safetensors") == 0
 }
 
 /// `unet/diffusion_pytorch_model.fp16.safetensors` -> `unet/diffusion_pytorch_model.safetensors`, for any variant.

@@ -1,0 +1,181 @@
+//! A GGUF file, whatever its bytes: refused with a reason, or every tensor that it names lies in it and can be had, and the
+//! planner counts the same.
+
+use super::dice::Dice;
+use super::scratch::with_file;
+use aitk_common::plan::anatomy::Anatomy;
+use aitk_engine::weights::{Index, Init, Weights};
+use candle_core::{DType, Device};
+
+/// Kinds of ggml, some of which are none, and numbers and bytes of their blocks.
+const KINDS: [(u32, u64, u64); 12] = [
+    (0, 1, 4),
+    (1, 1, 2),
+    (2, 32, 18),
+    (6, 32, 22),
+    (8, 32, 34),
+    (10, 256, 84),
+    (11, 256, 110),
+    (12, 256, 144),
+    (14, 256, 210),
+    (30, 1, 2),
+    (20, 32, 18),
+    (99, 1, 1),
+];
+
+/// The first byte says whether the others are a file, what comes behind its first bytes, or what builds one.
+pub fn run(data: &[u8]) {
+    let Some((&first, bytes)) = data.split_first() else {
+        return;
+    };
+    match first % 4 {
+        0 => read(bytes),
+        1 => read(&[b"GGUF\x03\0\0\0", bytes, &[0; 64]].concat()),
+        _ => read(&built(&mut Dice::new(bytes))),
+    }
+}
+
+fn read(file: &[u8]) {
+    with_file("weights.gguf", file, |path| {
+        let anatomy = Anatomy::read(path);
+        match Index::open(path) {
+            Err(error) => assert!(!error.to_string().is_empty(), "an error without a word"),
+            Ok(index) => {
+                let _ = (index.metadata(), index.quantised());
+                let counted = tensors(&index, file.len());
+                if file.starts_with(b"GGUF") {
+                    let all = |one: Anatomy| one.denoiser.saturating_add(one.text).saturating_add(one.vae);
+                    let found = anatomy.map_or(0, all);
+                    // One without a denoiser is no model.
+                    assert!(anatomy.is_none() || found == counted, "{found} of {counted}");
+                }
+            }
+        }
+    });
+}
+
+/// Every tensor can be had in its shape, by itself and as the weight of a layer, unless its kind is unknown. How many numbers
+/// they have together.
+fn tensors(index: &Index, length: usize) -> u64 {
+    let renamed = index.renamed(|name, shape| Some((format!("{name}.weight"), shape.to_vec())));
+    let plain = Weights::from_index(index.clone(), DType::F32, &Device::Cpu);
+    let layers = Weights::from_index(renamed, DType::F32, &Device::Cpu);
+    let (mut all, mut readable) = (0_u64, 0);
+    for (name, shape) in index.tensors() {
+        let count = shape.iter().try_fold(1_usize, |count, side| count.checked_mul(*side));
+        let count = count.expect("a count of elements");
+        all = all.saturating_add(count as u64);
+        match plain.get(shape, name) {
+            Err(error) => assert!(error.to_string().contains("is stored as"), "{name}: {error}"),
+            Ok(tensor) => {
+                readable += count;
+                assert_eq!(tensor.dims(), shape);
+                // A place without a name is the root.
+                if name.is_empty() {
+                    continue;
+                }
+                let weight = layers
+                    .pp(name)
+                    .layer(shape, Init::Zeros)
+                    .expect("what can be read is a layer");
+                assert_eq!(weight.dims(), shape);
+                assert_eq!(weight.dense().expect("a layer is unpacked").dims(), shape);
+            }
+        }
+    }
+    // The smallest kind takes 84 bytes for 256.
+    assert!(readable <= length.saturating_mul(4), "tensors larger than their file");
+    all
+}
+
+/// A file whose tensors follow each other as they should, with something wrong here and there.
+fn built(dice: &mut Dice<'_>) -> Vec<u8> {
+    let mut file = b"GGUF".to_vec();
+    let version = if dice.one_in(16) { dice.byte() } else { 3 };
+    file.extend(u32::from(version).to_le_bytes());
+    let (tensors, pairs) = (dice.below(5) as u64, dice.below(4) as u64);
+    for count in [tensors, pairs] {
+        let said = if dice.one_in(32) { dice.number() } else { count };
+        file.extend(said.to_le_bytes());
+    }
+    for _ in 0..pairs {
+        pair(dice, &mut file);
+    }
+    let mut offset = 0_u64;
+    for index in 0..tensors {
+        let name = match dice.byte() % 8 {
+            0 => dice.chars(),
+            1 => "t0".to_owned(),
+            _ => format!("t{index}"),
+        };
+        text(&mut file, &name);
+        let (kind, block, bytes) = KINDS[dice.below(KINDS.len())];
+        let mut sides: Vec<u64> = (0..dice.below(4)).map(|_| 1 + u64::from(dice.byte() % 3)).collect();
+        if let Some(first) = sides.first_mut() {
+            *first *= block;
+        }
+        if dice.one_in(8) {
+            sides.push(dice.number());
+        }
+        file.extend((sides.len() as u32).to_le_bytes());
+        sides.iter().for_each(|side| file.extend(side.to_le_bytes()));
+        file.extend(kind.to_le_bytes());
+        let said = if dice.one_in(32) { dice.number() } else { offset };
+        file.extend(said.to_le_bytes());
+        let count = sides.iter().fold(1, |all: u64, side| all.wrapping_mul(*side));
+        offset = offset
+            .wrapping_add((count / block).wrapping_mul(bytes))
+            .wrapping_add(31)
+            & !31;
+    }
+    // Small files hold their data; no file of ours is large.
+    let length = usize::try_from(offset).unwrap_or(0).min(8192);
+    file.resize(file.len().next_multiple_of(32) + length, dice.byte());
+    if dice.one_in(16) {
+        file.truncate(file.len() - dice.below(file.len()));
+    }
+    file
+}
+
+fn text(file: &mut Vec<u8>, text: &str) {
+    file.extend((text.len() as u64).to_le_bytes());
+    file.extend(text.as_bytes());
+}
+
+/// An entry of the metadata.
+fn pair(dice: &mut Dice<'_>, file: &mut Vec<u8>) {
+    let key = dice.pick(&[
+        "general.alignment",
+        "comfy.gguf.orig_shape.t0",
+        "comfy.gguf.orig_shape.t1",
+        "x",
+    ]);
+    text(file, key);
+    match dice.byte() % 6 {
+        0 => {
+            file.extend(8_u32.to_le_bytes());
+            text(file, "words");
+        }
+        1 => {
+            file.extend(4_u32.to_le_bytes());
+            let alignment = *[32, 64, 8, 0, 7].get(dice.below(5)).unwrap_or(&32);
+            file.extend(u32::to_le_bytes(alignment));
+        }
+        2 => {
+            file.extend([9_u32, 8].map(u32::to_le_bytes).concat());
+            file.extend(1_u64.to_le_bytes());
+            text(file, "word");
+        }
+        3 => {
+            let kind = u32::from(dice.byte() % 16);
+            file.extend(kind.to_le_bytes());
+            file.extend(dice.number().to_le_bytes());
+        }
+        _ => {
+            file.extend([9_u32, 5].map(u32::to_le_bytes).concat());
+            let sides = dice.below(4);
+            file.extend((sides as u64).to_le_bytes());
+            (0..sides).for_each(|_| file.extend(u32::from(dice.byte() % 65).to_le_bytes()));
+        }
+    }
+}
