@@ -2,8 +2,7 @@
 
 use super::schema::choices;
 
-const LATER: &str = "use one of `adamw`, `adamw8bit`, `lion`, `adafactor`, `prodigy`";
-const OTHER_8BIT: &str = "use `adam8bit` or `adamw8bit`, whose state is as small";
+const LATER: &str = "use one of `adamw`, `adamw8bit`, `lion`, `adafactor`, `prodigy`, `automagic`";
 
 choices! {
     /// An optimizer.
@@ -12,10 +11,10 @@ choices! {
         Adam = "adam", Works;
         /// Adam with decoupled weight decay.
         AdamW = "adamw", Works;
-        /// Adam with 8-bit state, built in.
-        Adam8 = "adam8", Refused(OTHER_8BIT);
-        /// AdamW with 8-bit state, built in.
-        AdamW8 = "adamw8", Refused(OTHER_8BIT);
+        /// ai-toolkit's own Adam with 8-bit state; its decay is decoupled too.
+        Adam8 = "adam8", Works;
+        /// ai-toolkit's own AdamW with 8-bit state.
+        AdamW8 = "adamw8", Works;
         /// bitsandbytes Adam.
         Adam8Bit = "adam8bit", Works;
         /// bitsandbytes AdamW.
@@ -33,7 +32,7 @@ choices! {
         /// Prodigy; any name that begins with `prodigy`.
         Prodigy = "prodigy", Works;
         /// Prodigy with 8-bit state; any name that begins with `prodigy8bit`.
-        Prodigy8Bit = "prodigy8bit", Refused(LATER);
+        Prodigy8Bit = "prodigy8bit", Works;
         /// D-Adaptation.
         DAdaptation = "dadaptation", Refused(LATER);
         /// D-Adapted Adam.
@@ -41,11 +40,11 @@ choices! {
         /// D-Adapted Lion.
         DAdaptationLion = "dadaptationlion", Refused(LATER);
         /// Learning rate per element.
-        Automagic = "automagic", Refused(LATER);
+        Automagic = "automagic", Works;
         /// Learning rate per parameter.
-        Automagic2 = "automagic2", Refused(LATER);
-        /// Learning rate per group.
-        Automagic3 = "automagic3", Refused(LATER);
+        Automagic2 = "automagic2", Works;
+        /// One learning rate, voted about.
+        Automagic3 = "automagic3", Works;
         /// Experimental.
         AutomagicExperiment = "automagicexperiment", Refused(LATER);
     }
