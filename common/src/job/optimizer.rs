@@ -20,13 +20,13 @@ choices! {
         /// bitsandbytes AdamW.
         AdamW8Bit = "adamw8bit", Works;
         /// bitsandbytes AdEMAMix.
-        AdemaMix8Bit = "ademamix8bit", Refused(LATER);
+        AdemaMix8Bit = "ademamix8bit", Works;
         /// bitsandbytes Lion.
         Lion8Bit = "lion8bit", Works;
         /// Lion.
         Lion = "lion", Works;
         /// Adagrad.
-        Adagrad = "adagrad", Refused(LATER);
+        Adagrad = "adagrad", Works;
         /// Adafactor.
         Adafactor = "adafactor", Works;
         /// Prodigy; any name that begins with `prodigy`.

@@ -10,6 +10,8 @@ use serde_json::Value;
 pub enum Kind {
     /// Two numbers from 0 up to, not including, 1.
     Betas,
+    /// Three numbers above 0 and below 1.
+    ThreeBetas,
     /// A number from 0 up to, not including, 1, or `null`.
     OptionalBeta,
     /// A number from 0 up to, not including, 1.
@@ -115,6 +117,31 @@ fn known(name: OptimizerName) -> [&'static [(&'static str, Kind)]; 2] {
         ],
         OptimizerName::Prodigy => [PRODIGY, &[("fsdp_in_use", Kind::Off)]],
         OptimizerName::Prodigy8Bit => [PRODIGY, &[("min_8bit_size", Kind::Whole), ("fsdp_in_use", Kind::Off)]],
+        OptimizerName::Adagrad => [
+            &[
+                ("lr_decay", Kind::FromZero),
+                ("weight_decay", Kind::FromZero),
+                ("initial_accumulator_value", Kind::FromZero),
+                ("eps", Kind::FromZero),
+            ],
+            &[
+                ("foreach", Kind::Any),
+                ("fused", Kind::Any),
+                ("differentiable", Kind::Any),
+                ("maximize", Kind::Off),
+            ],
+        ],
+        OptimizerName::AdemaMix8Bit => [
+            &[
+                ("betas", Kind::ThreeBetas),
+                ("alpha", Kind::FromZero),
+                ("t_alpha", Kind::OptionalAboveZero),
+                ("t_beta3", Kind::OptionalAboveZero),
+                ("eps", Kind::FromZero),
+                ("weight_decay", Kind::FromZero),
+            ],
+            &[("min_8bit_size", Kind::Whole), ("is_paged", Kind::Any)],
+        ],
         OptimizerName::Automagic => [
             AUTOMAGIC,
             &[
@@ -158,6 +185,10 @@ fn problem(kind: Kind, value: &Value) -> Option<&'static str> {
             pair(|beta| (0.0..1.0).contains(beta)),
             "expected two numbers from 0 to below 1",
         ),
+        Kind::ThreeBetas => (
+            numbers(value).is_some_and(|all| all.len() == 3 && all.iter().all(|beta| *beta > 0.0 && *beta < 1.0)),
+            "expected three numbers above 0 and below 1",
+        ),
         Kind::Beta => (is(below_one), "expected a number from 0 to below 1"),
         Kind::OptionalBeta => (
             value.is_null() || is(below_one),
@@ -167,10 +198,7 @@ fn problem(kind: Kind, value: &Value) -> Option<&'static str> {
         Kind::FromZero => (is(|n| n >= 0.0), "expected a number from 0"),
         Kind::FromZeroToOne => (is(|n| (0.0..=1.0).contains(&n)), "expected a number from 0 to 1"),
         Kind::AboveZero => (is(|n| n > 0.0), "expected a number above 0"),
-        Kind::OptionalAboveZero => (
-            value.is_null() || is(|n| n > 0.0),
-            "expected a number above 0, or null for no bound",
-        ),
+        Kind::OptionalAboveZero => (value.is_null() || is(|n| n > 0.0), "expected a number above 0, or null"),
         Kind::OneOrTwoFromZero => (
             is(|n| n >= 0.0) || pair(|n| *n >= 0.0),
             "expected one or two numbers from 0",
@@ -251,6 +279,13 @@ impl OptimizerParams {
         }
     }
 
+    /// Three numbers, or their defaults.
+    #[must_use]
+    pub fn three(&self, key: &str, default: [f64; 3]) -> [f64; 3] {
+        let found = self.0.get(key).and_then(numbers);
+        found.and_then(|all| all.try_into().ok()).unwrap_or(default)
+    }
+
     /// A whole number, or its default.
     #[must_use]
     pub fn whole(&self, key: &str, default: u64) -> u64 {
@@ -328,6 +363,11 @@ mod tests {
                 "known: min_lr, max_lr",
             ),
             (OptimizerName::Lion, json!({"weight_decay": "high"}), "0"),
+            (
+                OptimizerName::AdemaMix8Bit,
+                json!({"betas": [0.9, 0.999]}),
+                "three numbers",
+            ),
         ] {
             let problems = check(name, &params).unwrap_err();
             assert_eq!(problems.len(), 1, "{params}");

@@ -121,8 +121,9 @@ fn state_width(optimizer: &str) -> f64 {
         name if name.contains("prodigy") => 16.0,
         // One moment; Adam has two. Besides the codes one float per 256 of them.
         name if name.contains("lion") && name.contains("8bit") => 1.1,
+        "ademamix8bit" => 3.1,
         name if name.contains("8bit") || name.ends_with('8') => 2.1,
-        name if name.contains("lion") || name == "sgd" => 4.0,
+        name if name.contains("lion") || name == "adagrad" || name == "sgd" => 4.0,
         _ => 8.0,
     }
 }
@@ -583,6 +584,8 @@ mod tests {
             ("adamw8bit", 2.1),
             ("lion", 4.0),
             ("lion8bit", 1.1),
+            ("ademamix8bit", 3.1),
+            ("adagrad", 4.0),
             ("adafactor", 0.1),
             ("prodigyopt", 16.0),
             ("prodigy8bit", 3.7),

@@ -6,10 +6,12 @@
 //!
 //! On the processor an update is one pass over memory, in place and on all threads (`fused`, `inplace`, `kernels`; two
 //! passes for Prodigy, which must know `d` first); on other devices it is composed of the tensor library's operations,
-//! and so is Adafactor everywhere. Tests compare the two.
+//! and so is everywhere what Adafactor and the automagics share (`factored`). Tests compare the two.
 
 mod adafactor;
+mod adagrad;
 mod adamw;
+mod ademamix;
 mod automagic;
 mod automagic2;
 mod automagic3;
@@ -160,6 +162,8 @@ pub fn build(
         | OptimizerName::AdamW8Bit => adamw::build(input),
         OptimizerName::Lion | OptimizerName::Lion8Bit => lion::build(input),
         OptimizerName::Adafactor => adafactor::build(input),
+        OptimizerName::Adagrad => adagrad::build(input),
+        OptimizerName::AdemaMix8Bit => ademamix::build(input),
         OptimizerName::Automagic => automagic::build(input),
         OptimizerName::Automagic2 => automagic2::build(input),
         OptimizerName::Automagic3 => automagic3::build(input),
@@ -167,7 +171,7 @@ pub fn build(
         other => Err(OptimError::Unknown {
             key: "optimizer",
             value: other.name().into(),
-            known: "adam, adamw, adam8, adamw8, adam8bit, adamw8bit, lion, lion8bit, adafactor, prodigy, prodigy8bit, \
+            known: "adam, adamw, adam8, adamw8, adam8bit, adamw8bit, ademamix8bit, lion, lion8bit, adagrad, adafactor, prodigy, prodigy8bit, \
                     automagic, automagic2, automagic3 (the others are not supported yet)"
                 .into(),
         }),

