@@ -1,7 +1,7 @@
 """Optimizers beyond torch's Adam -> tests/fixtures/train/optim8.{safetensors,json}.
 
-References: bitsandbytes (adamw8bit, adam8bit, lion8bit, ademamix8bit), lion-pytorch, prodigyopt, transformers' Adafactor and torch's
-Adagrad.
+References: bitsandbytes (adamw8bit, adam8bit, lion8bit, ademamix8bit), lion-pytorch, prodigyopt, dadaptation, transformers'
+Adafactor and torch's Adagrad.
 bitsandbytes is large and not pure Python, so it is no requirement:
 
     pip install --no-deps bitsandbytes==0.50.2
@@ -54,6 +54,7 @@ def nearest_codes():
 
 
 def variants():
+    from dadaptation import DAdaptAdam, DAdaptLion
     from lion_pytorch import Lion
     from prodigyopt import Prodigy
     from transformers.optimization import Adafactor
@@ -61,6 +62,9 @@ def variants():
     plain = {"relative_step": False, "scale_parameter": False, "warmup_init": False}
     yield "lion", "lion", 1e-3, {}, False, lambda p, o: Lion(p, lr=1e-3, **o)
     yield "lion_decay", "lion", 1e-3, {"weight_decay": 0.1, "betas": [0.8, 0.95], "decoupled_weight_decay": True}, False, lambda p, o: Lion(p, lr=1e-3, **o)
+    yield "dadaptation", "dadaptation", 1e-4, {}, True, lambda p, o: DAdaptAdam(p, lr=1.0, eps=1e-6, **o)
+    yield "dadaptation_all", "dadaptationadam", 0.5, {"weight_decay": 0.05, "decouple": True, "use_bias_correction": True, "d0": 1e-5, "growth_rate": 1.5, "betas": [0.8, 0.95]}, True, lambda p, o: DAdaptAdam(p, lr=0.5, eps=1e-6, **o)
+    yield "dadaptation_lion", "dadaptationlion", 0.5, {"weight_decay": 0.05, "d0": 1e-5, "betas": [0.8, 0.95]}, True, lambda p, o: DAdaptLion(p, lr=0.5, **o)
     yield "adagrad", "adagrad", 1e-2, {}, False, lambda p, o: torch.optim.Adagrad(p, lr=1e-2, **o)
     yield "adagrad_all", "adagrad", 1e-2, {"lr_decay": 0.1, "weight_decay": 0.05, "initial_accumulator_value": 0.3, "eps": 1e-6}, False, lambda p, o: torch.optim.Adagrad(p, lr=1e-2, **o)
     yield "adafactor", "adafactor", 1e-2, {}, False, lambda p, o: Adafactor(p, lr=1e-2, **plain)
@@ -91,7 +95,7 @@ def run():
             for n, p in ps.items():
                 p.grad = gradient(k, n, p, pull)
             rate = opt.step()
-            if optimizer == "prodigy":
+            if optimizer.startswith(("prodigy", "dadaptation")):
                 rate = opt.param_groups[0]["d"] * opt.param_groups[0]["lr"]
             shown.append(rate)
             if k in (0, STEPS - 1):

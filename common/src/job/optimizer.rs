@@ -34,11 +34,11 @@ choices! {
         /// Prodigy with 8-bit state; any name that begins with `prodigy8bit`.
         Prodigy8Bit = "prodigy8bit", Works;
         /// D-Adaptation.
-        DAdaptation = "dadaptation", Refused(LATER);
+        DAdaptation = "dadaptation", Works;
         /// D-Adapted Adam.
-        DAdaptationAdam = "dadaptationadam", Refused(LATER);
+        DAdaptationAdam = "dadaptationadam", Works;
         /// D-Adapted Lion.
-        DAdaptationLion = "dadaptationlion", Refused(LATER);
+        DAdaptationLion = "dadaptationlion", Works;
         /// Learning rate per element.
         Automagic = "automagic", Works;
         /// Learning rate per parameter.

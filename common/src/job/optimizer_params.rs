@@ -117,6 +117,26 @@ fn known(name: OptimizerName) -> [&'static [(&'static str, Kind)]; 2] {
         ],
         OptimizerName::Prodigy => [PRODIGY, &[("fsdp_in_use", Kind::Off)]],
         OptimizerName::Prodigy8Bit => [PRODIGY, &[("min_8bit_size", Kind::Whole), ("fsdp_in_use", Kind::Off)]],
+        OptimizerName::DAdaptation | OptimizerName::DAdaptationAdam => [
+            &[
+                ("betas", Kind::Betas),
+                ("eps", Kind::AboveZero),
+                ("weight_decay", Kind::FromZero),
+                ("decouple", Kind::Flag),
+                ("use_bias_correction", Kind::Flag),
+                ("d0", Kind::AboveZero),
+                ("growth_rate", Kind::OptionalAboveZero),
+            ],
+            &[("log_every", Kind::Any), ("fsdp_in_use", Kind::Off)],
+        ],
+        OptimizerName::DAdaptationLion => [
+            &[
+                ("betas", Kind::Betas),
+                ("weight_decay", Kind::FromZero),
+                ("d0", Kind::AboveZero),
+            ],
+            &[("log_every", Kind::Any), ("fsdp_in_use", Kind::Off)],
+        ],
         OptimizerName::Adagrad => [
             &[
                 ("lr_decay", Kind::FromZero),

@@ -116,6 +116,8 @@ fn state_width(optimizer: &str) -> f64 {
         "adafactor" => 0.1,
         "automagic" => 2.1,
         "automagic2" | "automagic3" => 1.1,
+        "dadaptation" | "dadaptationadam" => 12.0,
+        "dadaptationlion" => 8.0,
         // Two moments in 8 bits, two tensors for a fifth of the elements in float32.
         name if name.starts_with("prodigy8bit") => 3.7,
         name if name.contains("prodigy") => 16.0,
@@ -586,6 +588,8 @@ mod tests {
             ("lion8bit", 1.1),
             ("ademamix8bit", 3.1),
             ("adagrad", 4.0),
+            ("dadaptation", 12.0),
+            ("dadaptationlion", 8.0),
             ("adafactor", 0.1),
             ("prodigyopt", 16.0),
             ("prodigy8bit", 3.7),

@@ -6,7 +6,7 @@
 //!
 //! On the processor an update is one pass over memory, in place and on all threads (`fused`, `inplace`, `kernels`; two
 //! passes for Prodigy, which must know `d` first); on other devices it is composed of the tensor library's operations,
-//! and so is everywhere what Adafactor and the automagics share (`factored`). Tests compare the two.
+//! and so is everywhere what Adafactor and the automagics share (`factored`), and D-Adaptation. Tests compare the two.
 
 mod adafactor;
 mod adagrad;
@@ -17,6 +17,7 @@ mod automagic2;
 mod automagic3;
 mod blockwise;
 mod clip;
+mod dadaptation;
 mod ema;
 mod factored;
 mod fused;
@@ -167,24 +168,30 @@ pub fn build(
         OptimizerName::Automagic => automagic::build(input),
         OptimizerName::Automagic2 => automagic2::build(input),
         OptimizerName::Automagic3 => automagic3::build(input),
+        OptimizerName::DAdaptation | OptimizerName::DAdaptationAdam | OptimizerName::DAdaptationLion => {
+            dadaptation::build(input)
+        }
         OptimizerName::Prodigy | OptimizerName::Prodigy8Bit => prodigy::build(input),
         other => Err(OptimError::Unknown {
             key: "optimizer",
             value: other.name().into(),
-            known: "adam, adamw, adam8, adamw8, adam8bit, adamw8bit, ademamix8bit, lion, lion8bit, adagrad, adafactor, prodigy, prodigy8bit, \
-                    automagic, automagic2, automagic3 (the others are not supported yet)"
+            known: "adam, adamw, adam8, adamw8, adam8bit, adamw8bit, ademamix8bit, lion, lion8bit, adagrad, \
+                    adafactor, prodigy, prodigy8bit, automagic, automagic2, automagic3, dadaptation, dadaptationadam, \
+                    dadaptationlion (the others are not supported yet)"
                 .into(),
         }),
     }
 }
 
-/// The learning rate that `train.lr` stands for, as in ai-toolkit. Prodigy wants a factor about 1: what is below 0.1 was
-/// meant for another optimizer and becomes 1. The first two automagics want to begin low: what is above 1e-3 becomes 1e-6.
+/// The learning rate that `train.lr` stands for, as in ai-toolkit. Prodigy and D-Adaptation want a factor about 1: what is
+/// below 0.1 was meant for another optimizer and becomes 1. The first two automagics want to begin low: what is above 1e-3
+/// becomes 1e-6.
 #[must_use]
 pub fn base_lr(name: OptimizerName, lr: f64) -> f64 {
+    use OptimizerName::*;
     match name {
-        OptimizerName::Prodigy | OptimizerName::Prodigy8Bit if lr < 0.1 => 1.0,
-        OptimizerName::Automagic | OptimizerName::Automagic2 if lr > 1e-3 => 1e-6,
+        Prodigy | Prodigy8Bit | DAdaptation | DAdaptationAdam | DAdaptationLion if lr < 0.1 => 1.0,
+        Automagic | Automagic2 if lr > 1e-3 => 1e-6,
         _ => lr,
     }
 }

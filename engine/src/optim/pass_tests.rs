@@ -89,6 +89,8 @@ fn cases() -> Vec<(OptimizerName, serde_json::Value)> {
         (Automagic, json!({"weight_decay": 0.1, "lr_bump": 1e-5})),
         (Automagic, json!({"weight_decay": 0.1, "lr_bump": 1e-7})),
         (Automagic2, json!({"weight_decay": 0.1, "lr_bump": 1e-5})),
+        (DAdaptation, json!({"weight_decay": 0.1})),
+        (DAdaptationLion, json!({"weight_decay": 0.1})),
         (Automagic3, json!({"weight_decay": 0.1, "polarity_history": 3})),
         (
             Adafactor,

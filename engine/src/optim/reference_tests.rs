@@ -1,4 +1,4 @@
-//! Against `tests/reference/make_optim8.py`: bitsandbytes, lion-pytorch, prodigyopt, transformers, torch; and against
+//! Against `tests/reference/make_optim8.py`: bitsandbytes, lion-pytorch, prodigyopt, dadaptation, transformers, torch; and against
 //! `make_optim_toolkit.py`: ai-toolkit.
 
 use super::blockwise::Map;
@@ -173,7 +173,7 @@ fn twenty_steps_are_the_references() {
         }
         seen += 1;
     }
-    assert_eq!(seen, 24);
+    assert_eq!(seen, 27);
 }
 
 /// The 8-bit states: the same tensors in 8 bits, the same codes but where a number lies on the edge between two.
@@ -265,6 +265,8 @@ fn states_are_as_small_as_they_say() {
         (AdamW8Bit, 2.0 + 8.0 / 256.0),
         (AdamW8, 2.0 + 8.0 / 256.0),
         (Adagrad, 4.0),
+        (DAdaptationAdam, 12.0),
+        (DAdaptationLion, 8.0),
         (AdemaMix8Bit, 3.0 + 12.0 / 256.0),
         (Lion8Bit, 1.0 + 4.0 / 256.0),
         (Prodigy, 16.0),
