@@ -1,6 +1,7 @@
-"""Optimizers beyond torch's own -> tests/fixtures/train/optim8.{safetensors,json}.
+"""Optimizers beyond torch's Adam -> tests/fixtures/train/optim8.{safetensors,json}.
 
-References: bitsandbytes (adamw8bit, adam8bit, lion8bit), lion-pytorch, prodigyopt, and transformers' Adafactor.
+References: bitsandbytes (adamw8bit, adam8bit, lion8bit, ademamix8bit), lion-pytorch, prodigyopt, dadaptation, transformers'
+Adafactor and torch's Adagrad.
 bitsandbytes is large and not pure Python, so it is no requirement:
 
     pip install --no-deps bitsandbytes==0.50.2
@@ -53,6 +54,7 @@ def nearest_codes():
 
 
 def variants():
+    from dadaptation import DAdaptAdam, DAdaptLion
     from lion_pytorch import Lion
     from prodigyopt import Prodigy
     from transformers.optimization import Adafactor
@@ -60,6 +62,11 @@ def variants():
     plain = {"relative_step": False, "scale_parameter": False, "warmup_init": False}
     yield "lion", "lion", 1e-3, {}, False, lambda p, o: Lion(p, lr=1e-3, **o)
     yield "lion_decay", "lion", 1e-3, {"weight_decay": 0.1, "betas": [0.8, 0.95], "decoupled_weight_decay": True}, False, lambda p, o: Lion(p, lr=1e-3, **o)
+    yield "dadaptation", "dadaptation", 1e-4, {}, True, lambda p, o: DAdaptAdam(p, lr=1.0, eps=1e-6, **o)
+    yield "dadaptation_all", "dadaptationadam", 0.5, {"weight_decay": 0.05, "decouple": True, "use_bias_correction": True, "d0": 1e-5, "growth_rate": 1.5, "betas": [0.8, 0.95]}, True, lambda p, o: DAdaptAdam(p, lr=0.5, eps=1e-6, **o)
+    yield "dadaptation_lion", "dadaptationlion", 0.5, {"weight_decay": 0.05, "d0": 1e-5, "betas": [0.8, 0.95]}, True, lambda p, o: DAdaptLion(p, lr=0.5, **o)
+    yield "adagrad", "adagrad", 1e-2, {}, False, lambda p, o: torch.optim.Adagrad(p, lr=1e-2, **o)
+    yield "adagrad_all", "adagrad", 1e-2, {"lr_decay": 0.1, "weight_decay": 0.05, "initial_accumulator_value": 0.3, "eps": 1e-6}, False, lambda p, o: torch.optim.Adagrad(p, lr=1e-2, **o)
     yield "adafactor", "adafactor", 1e-2, {}, False, lambda p, o: Adafactor(p, lr=1e-2, **plain)
     yield "adafactor_all", "adafactor", 1e-2, {"scale_parameter": True, "beta1": 0.9, "weight_decay": 0.05, "clip_threshold": 0.7, "decay_rate": -0.6}, False, lambda p, o: Adafactor(p, lr=1e-2, **plain | o)
     yield "prodigy", "prodigy", 1e-4, {}, True, lambda p, o: Prodigy(p, lr=1.0, eps=1e-6, **o)
@@ -73,6 +80,8 @@ def variants():
     yield "adamw8bit", "adamw8bit", 1e-2, {}, False, lambda p, o: bnb.optim.AdamW8bit(p, lr=1e-2, eps=1e-6, **o)
     yield "adamw8bit_decay", "adamw8bit", 1e-2, {"weight_decay": 0.1, "betas": [0.8, 0.95], "min_8bit_size": 5000}, False, lambda p, o: bnb.optim.AdamW8bit(p, lr=1e-2, eps=1e-6, **o)
     yield "adam8bit", "adam8bit", 1e-2, {"weight_decay": 0.05}, False, lambda p, o: bnb.optim.Adam8bit(p, lr=1e-2, eps=1e-6, **o)
+    yield "ademamix8bit", "ademamix8bit", 1e-2, {}, False, lambda p, o: bnb.optim.AdEMAMix8bit(p, lr=1e-2, eps=1e-6, **o)
+    yield "ademamix8bit_all", "ademamix8bit", 1e-2, {"weight_decay": 0.1, "betas": [0.8, 0.95, 0.99], "alpha": 2.0, "t_alpha": 10, "t_beta3": 15}, False, lambda p, o: bnb.optim.AdEMAMix8bit(p, lr=1e-2, eps=1e-6, **o)
     yield "lion8bit", "lion8bit", 1e-3, {"weight_decay": 0.05}, False, lambda p, o: bnb.optim.Lion8bit(p, lr=1e-3, **o)
 
 
@@ -86,7 +95,7 @@ def run():
             for n, p in ps.items():
                 p.grad = gradient(k, n, p, pull)
             rate = opt.step()
-            if optimizer == "prodigy":
+            if optimizer.startswith(("prodigy", "dadaptation")):
                 rate = opt.param_groups[0]["d"] * opt.param_groups[0]["lr"]
             shown.append(rate)
             if k in (0, STEPS - 1):
@@ -96,9 +105,14 @@ def run():
             for n, p in ps.items():
                 state = opt.state[p]
                 for ours, theirs in (("exp_avg", "1"), ("exp_avg_sq", "2")):
-                    if f"absmax{theirs}" in state:
-                        tensors[f"{name}.{n}.{ours}.codes"] = state[f"state{theirs}"].clone()
-                        tensors[f"{name}.{n}.{ours}.absmax"] = state[f"absmax{theirs}"].clone()
+                    if f"absmax{theirs}" not in state:
+                        continue
+                    codes, absmax = state[f"state{theirs}"], state[f"absmax{theirs}"]
+                    # AdEMAMix has two means of gradients in one.
+                    both = [ours, "exp_avg_slow"] if absmax.dim() == 2 else [ours]
+                    for i, part in enumerate(both):
+                        tensors[f"{name}.{n}.{part}.codes"] = (codes[i] if len(both) == 2 else codes).clone()
+                        tensors[f"{name}.{n}.{part}.absmax"] = (absmax[i] if len(both) == 2 else absmax).clone()
         index.append({"name": name, "optimizer": optimizer, "lr": lr, "options": options, "pull": pull, "shown": shown if shown[0] is not None else None})
     import bitsandbytes.functional as F
 

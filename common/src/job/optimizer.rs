@@ -2,8 +2,7 @@
 
 use super::schema::choices;
 
-const LATER: &str = "use one of `adamw`, `adamw8bit`, `lion`, `adafactor`, `prodigy`";
-const OTHER_8BIT: &str = "use `adam8bit` or `adamw8bit`, whose state is as small";
+const LATER: &str = "use one of `adamw`, `adamw8bit`, `lion`, `adafactor`, `prodigy`, `automagic`";
 
 choices! {
     /// An optimizer.
@@ -12,40 +11,40 @@ choices! {
         Adam = "adam", Works;
         /// Adam with decoupled weight decay.
         AdamW = "adamw", Works;
-        /// Adam with 8-bit state, built in.
-        Adam8 = "adam8", Refused(OTHER_8BIT);
-        /// AdamW with 8-bit state, built in.
-        AdamW8 = "adamw8", Refused(OTHER_8BIT);
+        /// ai-toolkit's own Adam with 8-bit state; its decay is decoupled too.
+        Adam8 = "adam8", Works;
+        /// ai-toolkit's own AdamW with 8-bit state.
+        AdamW8 = "adamw8", Works;
         /// bitsandbytes Adam.
         Adam8Bit = "adam8bit", Works;
         /// bitsandbytes AdamW.
         AdamW8Bit = "adamw8bit", Works;
         /// bitsandbytes AdEMAMix.
-        AdemaMix8Bit = "ademamix8bit", Refused(LATER);
+        AdemaMix8Bit = "ademamix8bit", Works;
         /// bitsandbytes Lion.
         Lion8Bit = "lion8bit", Works;
         /// Lion.
         Lion = "lion", Works;
         /// Adagrad.
-        Adagrad = "adagrad", Refused(LATER);
+        Adagrad = "adagrad", Works;
         /// Adafactor.
         Adafactor = "adafactor", Works;
         /// Prodigy; any name that begins with `prodigy`.
         Prodigy = "prodigy", Works;
         /// Prodigy with 8-bit state; any name that begins with `prodigy8bit`.
-        Prodigy8Bit = "prodigy8bit", Refused(LATER);
+        Prodigy8Bit = "prodigy8bit", Works;
         /// D-Adaptation.
-        DAdaptation = "dadaptation", Refused(LATER);
+        DAdaptation = "dadaptation", Works;
         /// D-Adapted Adam.
-        DAdaptationAdam = "dadaptationadam", Refused(LATER);
+        DAdaptationAdam = "dadaptationadam", Works;
         /// D-Adapted Lion.
-        DAdaptationLion = "dadaptationlion", Refused(LATER);
+        DAdaptationLion = "dadaptationlion", Works;
         /// Learning rate per element.
-        Automagic = "automagic", Refused(LATER);
+        Automagic = "automagic", Works;
         /// Learning rate per parameter.
-        Automagic2 = "automagic2", Refused(LATER);
-        /// Learning rate per group.
-        Automagic3 = "automagic3", Refused(LATER);
+        Automagic2 = "automagic2", Works;
+        /// One learning rate, voted about.
+        Automagic3 = "automagic3", Works;
         /// Experimental.
         AutomagicExperiment = "automagicexperiment", Refused(LATER);
     }

@@ -282,7 +282,7 @@ fn json_and_jsonc() {
 fn unsupported_keys_are_errors_or_warnings_with_their_line() {
     let text = with(
         "steps: 10",
-        "        do_cfg: true\n        max_loss: 0.5\n        optimizer: dadaptation\n        unet_lr: 1e-4\n        gradient_checkpointing: false\n        timestep_type: weighted\n        optimizer_params: {weight_decay: 0.01, speed: 9}",
+        "        do_cfg: true\n        max_loss: 0.5\n        optimizer: automagicexperiment\n        unet_lr: 1e-4\n        gradient_checkpointing: false\n        timestep_type: weighted\n        optimizer_params: {weight_decay: 0.01, speed: 9}",
     );
     let job = yaml(&text).unwrap();
     let support = job.spec.unsupported();

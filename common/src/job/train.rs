@@ -34,8 +34,10 @@ section! {
         embedding_lr: Option<f64> = None, With("embedding"), shown "`lr`";
         /// Learning rate of an adapter.
         adapter_lr: Option<f64> = None, With("adapter"), shown "`lr`";
-        /// Optimizer. eps is 1e-6 for the Adam family and Prodigy unless the parameters say another. For `prodigy` an `lr`
-        /// below 0.1 is read as 1; `adafactor`'s gradients are not clipped.
+        /// Optimizer. eps is 1e-6 for the Adam family and Prodigy unless the parameters say another. For `prodigy`,
+        /// `prodigy8bit` and the dadaptations an `lr` below 0.1 is read as 1. For `automagic` and `automagic2` one above
+        /// 1e-3 is read as 1e-6; all automagics begin with `lr` and go on by themselves, whatever `lr_scheduler` says. The
+        /// gradients of `adafactor`, `automagic2` and (unless its parameters say `fused: false`) `automagic3` are not clipped.
         optimizer: OptimizerName = OptimizerName::AdamW, Works;
         /// Parameters of the optimizer: `weight_decay`, `betas`, …; one that it does not have is an error that lists them.
         optimizer_params: FreeMap = FreeMap::new(), Works;

@@ -42,10 +42,14 @@ impl AdamParams {
     }
 }
 
-/// `adam`, `adamw`, `adam8bit`, `adamw8bit`.
+/// `adam`, `adamw`, `adam8bit`, `adamw8bit`, `adam8`, `adamw8`.
+///
+/// The last two are ai-toolkit's own (its `toolkit/optimizers/adam8bit.py`), which keeps each tensor in int8, in equal steps
+/// with one scale. Here their state is that of the two before, which is as small and from which comes what float32 gives.
 pub(super) fn build(input: Build) -> Result<Box<dyn Optimizer>, OptimError> {
     let of = &input.options;
-    let eight = matches!(input.name, OptimizerName::Adam8Bit | OptimizerName::AdamW8Bit);
+    let own = matches!(input.name, OptimizerName::Adam8 | OptimizerName::AdamW8);
+    let eight = own || matches!(input.name, OptimizerName::Adam8Bit | OptimizerName::AdamW8Bit);
     let usual = AdamParams::new(matches!(input.name, OptimizerName::AdamW | OptimizerName::AdamW8Bit));
     let (beta1, beta2) = of.pair("betas", (usual.beta1, usual.beta2));
     let settings = AdamParams {
@@ -54,7 +58,11 @@ pub(super) fn build(input: Build) -> Result<Box<dyn Optimizer>, OptimError> {
         eps: of.number("eps", usual.eps),
         weight_decay: of.number("weight_decay", usual.weight_decay),
         // bitsandbytes' Adam differs from its AdamW in the default of the decay alone.
-        decoupled: usual.decoupled || eight,
+        decoupled: if own {
+            of.flag("decouple", true)
+        } else {
+            usual.decoupled || eight
+        },
         precision: if eight {
             Precision::eight_bits(of)
         } else {

@@ -1,30 +1,41 @@
 //! The elements of tensors on the processor, changed where they lie.
 
 use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor};
+use half::f16;
 use std::cell::{Cell, RefCell};
 
 /// The elements of one tensor.
 pub(super) enum Part<'a> {
     /// In float32.
     F32(&'a mut [f32]),
+    /// In float16.
+    F16(&'a mut [f16]),
     /// Codes.
     U8(&'a mut [u8]),
 }
 
 impl<'a> Part<'a> {
-    /// The numbers; none if it holds codes.
+    /// The numbers in float32; none if it holds something else.
     pub(super) fn f32(self) -> &'a mut [f32] {
         match self {
             Self::F32(numbers) => numbers,
-            Self::U8(_) => &mut [],
+            _ => &mut [],
         }
     }
 
-    /// The codes; none if it holds numbers.
+    /// The numbers in float16; none if it holds something else.
+    pub(super) fn f16(self) -> &'a mut [f16] {
+        match self {
+            Self::F16(numbers) => numbers,
+            _ => &mut [],
+        }
+    }
+
+    /// The codes; none if it holds something else.
     pub(super) fn u8(self) -> &'a mut [u8] {
         match self {
             Self::U8(codes) => codes,
-            Self::F32(_) => &mut [],
+            _ => &mut [],
         }
     }
 }
@@ -35,7 +46,7 @@ pub(super) fn possible(t: &Tensor) -> bool {
     if composed::asked_for() {
         return false;
     }
-    t.device().is_cpu() && matches!(t.dtype(), DType::F32 | DType::U8) && t.is_contiguous()
+    t.device().is_cpu() && matches!(t.dtype(), DType::F32 | DType::F16 | DType::U8) && t.is_contiguous()
 }
 
 /// Calls `f` with the elements of all these tensors, for which this is [`possible`] and which are different ones.
@@ -78,8 +89,9 @@ impl<F: FnOnce(Part<'_>)> InplaceOp1 for Change<F> {
         let short = || candle_core::Error::Msg("layout exceeds storage".into());
         let part = match storage {
             CpuStorage::F32(all) => Part::F32(all.get_mut(start..end).ok_or_else(short)?),
+            CpuStorage::F16(all) => Part::F16(all.get_mut(start..end).ok_or_else(short)?),
             CpuStorage::U8(all) => Part::U8(all.get_mut(start..end).ok_or_else(short)?),
-            _ => candle_core::bail!("expected f32 or u8"),
+            _ => candle_core::bail!("expected f32, f16 or u8"),
         };
         if let Some(f) = self.0.borrow_mut().take() {
             f(part);

@@ -1,16 +1,23 @@
 //! Optimizers whose whole state can be saved, learning-rate schedules, gradient clipping and EMA.
 //!
 //! Everything here follows its reference (torch, bitsandbytes, lion-pytorch, prodigyopt, ai-toolkit) to the order of its
-//! operations, so that a run can be compared step by step. Fixtures: `tests/reference/make_optim.py`, `make_optim8.py`.
+//! operations, so that a run can be compared step by step. Fixtures: `tests/reference/make_optim.py`, `make_optim8.py`,
+//! `make_optim_toolkit.py`.
 //!
 //! On the processor an update is one pass over memory, in place and on all threads (`fused`, `inplace`, `kernels`; two
 //! passes for Prodigy, which must know `d` first); on other devices it is composed of the tensor library's operations,
-//! and so is Adafactor everywhere. Tests compare the two.
+//! and so is everywhere what Adafactor and the automagics share (`factored`), and D-Adaptation. Tests compare the two.
 
 mod adafactor;
+mod adagrad;
 mod adamw;
+mod ademamix;
+mod automagic;
+mod automagic2;
+mod automagic3;
 mod blockwise;
 mod clip;
+mod dadaptation;
 mod ema;
 mod factored;
 mod fused;
@@ -148,31 +155,50 @@ pub fn build(
         lr: base_lr(name, lr),
     };
     match name {
-        OptimizerName::Adam | OptimizerName::AdamW | OptimizerName::Adam8Bit | OptimizerName::AdamW8Bit => {
-            adamw::build(input)
-        }
+        OptimizerName::Adam
+        | OptimizerName::AdamW
+        | OptimizerName::Adam8
+        | OptimizerName::AdamW8
+        | OptimizerName::Adam8Bit
+        | OptimizerName::AdamW8Bit => adamw::build(input),
         OptimizerName::Lion | OptimizerName::Lion8Bit => lion::build(input),
         OptimizerName::Adafactor => adafactor::build(input),
-        OptimizerName::Prodigy => prodigy::build(input),
+        OptimizerName::Adagrad => adagrad::build(input),
+        OptimizerName::AdemaMix8Bit => ademamix::build(input),
+        OptimizerName::Automagic => automagic::build(input),
+        OptimizerName::Automagic2 => automagic2::build(input),
+        OptimizerName::Automagic3 => automagic3::build(input),
+        OptimizerName::DAdaptation | OptimizerName::DAdaptationAdam | OptimizerName::DAdaptationLion => {
+            dadaptation::build(input)
+        }
+        OptimizerName::Prodigy | OptimizerName::Prodigy8Bit => prodigy::build(input),
         other => Err(OptimError::Unknown {
             key: "optimizer",
             value: other.name().into(),
-            known: "adam, adamw, adam8bit, adamw8bit, lion, lion8bit, adafactor, prodigy (the others are \
-                    not supported yet)"
+            known: "adam, adamw, adam8, adamw8, adam8bit, adamw8bit, ademamix8bit, lion, lion8bit, adagrad, \
+                    adafactor, prodigy, prodigy8bit, automagic, automagic2, automagic3, dadaptation, dadaptationadam, \
+                    dadaptationlion (the others are not supported yet)"
                 .into(),
         }),
     }
 }
 
-/// The learning rate that `train.lr` stands for. Prodigy wants a factor about 1: as in ai-toolkit, what is below 0.1 was
-/// meant for another optimizer and becomes 1.
+/// The learning rate that `train.lr` stands for, as in ai-toolkit. Prodigy and D-Adaptation want a factor about 1: what is
+/// below 0.1 was meant for another optimizer and becomes 1. The first two automagics want to begin low: what is above 1e-3
+/// becomes 1e-6.
 #[must_use]
 pub fn base_lr(name: OptimizerName, lr: f64) -> f64 {
-    if matches!(name, OptimizerName::Prodigy) && lr < 0.1 {
-        1.0
-    } else {
-        lr
+    use OptimizerName::*;
+    match name {
+        Prodigy | Prodigy8Bit | DAdaptation | DAdaptationAdam | DAdaptationLion if lr < 0.1 => 1.0,
+        Automagic | Automagic2 if lr > 1e-3 => 1e-6,
+        _ => lr,
     }
+}
+
+/// The mean of a list that is not empty.
+fn mean(of: &[f64]) -> Option<f64> {
+    (!of.is_empty()).then(|| of.iter().sum::<f64>() / of.len() as f64)
 }
 
 /// One gradient (or none) per parameter.

@@ -50,7 +50,7 @@ fn values(state: &BTreeMap<String, Tensor>) -> Named {
 fn run(name: OptimizerName, options: &serde_json::Value) -> Named {
     let params = params();
     let options = options.as_object().unwrap();
-    let lr = if name == OptimizerName::Prodigy { 1.0 } else { 1e-2 };
+    let lr = base_lr(name, 1e-2);
     let mut optimizer = build(name, params.clone(), options, lr).unwrap();
     for step in 0..6 {
         let mut grads = gradients(&params, 10 + step);
@@ -72,7 +72,12 @@ fn cases() -> Vec<(OptimizerName, serde_json::Value)> {
         (AdamW, json!({"weight_decay": 0.1})),
         (Adam, json!({"weight_decay": 0.1, "betas": [0.4, 0.95]})),
         (AdamW8Bit, json!({"weight_decay": 0.1})),
+        (AdemaMix8Bit, json!({"t_alpha": 3, "t_beta3": 4})),
         (Lion, json!({"weight_decay": 0.1})),
+        (
+            Adagrad,
+            json!({"weight_decay": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5}),
+        ),
         (Lion8Bit, json!({})),
         (Prodigy, json!({"weight_decay": 0.1, "d_coef": 2.0})),
         (
@@ -80,6 +85,13 @@ fn cases() -> Vec<(OptimizerName, serde_json::Value)> {
             json!({"weight_decay": 0.1, "decouple": false, "slice_p": 11, "use_bias_correction": true}),
         ),
         (Prodigy, json!({"betas": [0.0, 0.99], "safeguard_warmup": true})),
+        (Prodigy8Bit, json!({"weight_decay": 0.1, "d_coef": 2.0})),
+        (Automagic, json!({"weight_decay": 0.1, "lr_bump": 1e-5})),
+        (Automagic, json!({"weight_decay": 0.1, "lr_bump": 1e-7})),
+        (Automagic2, json!({"weight_decay": 0.1, "lr_bump": 1e-5})),
+        (DAdaptation, json!({"weight_decay": 0.1})),
+        (DAdaptationLion, json!({"weight_decay": 0.1})),
+        (Automagic3, json!({"weight_decay": 0.1, "polarity_history": 3})),
         (
             Adafactor,
             json!({"beta1": 0.9, "weight_decay": 0.1, "scale_parameter": true}),
@@ -111,20 +123,24 @@ fn the_number_of_threads_changes_no_bit() {
 
 #[test]
 fn the_pass_computes_what_the_operations_compute() {
-    // In 8 bits a last bit can become another code; those are compared below, without sums.
-    let full = |name: &OptimizerName| !matches!(name, OptimizerName::AdamW8Bit | OptimizerName::Lion8Bit);
+    // In 8 bits a last bit can become another code; most of those are compared below, without sums.
+    let full = |name: &OptimizerName| {
+        use OptimizerName::*;
+        !matches!(name, AdamW8Bit | AdemaMix8Bit | Lion8Bit)
+    };
     for (name, options) in cases().into_iter().filter(|(name, _)| full(name)) {
+        let near = if name == OptimizerName::Prodigy8Bit { 1e-3 } else { 1e-5 };
         let (one, two) = (run(name, &options), composed::only(|| run(name, &options)));
         assert_eq!(one.keys().collect::<Vec<_>>(), two.keys().collect::<Vec<_>>());
         // Sums are added in another order: the factor of clipping differs in its last bit, and what follows from it.
-        for (key, want) in &two {
+        for (key, want) in two.iter().filter(|(key, _)| !key.ends_with(".codes")) {
             let most = want.iter().fold(0f32, |m, x| m.max(x.abs()));
             let gap = want
                 .iter()
                 .zip(&one[key])
                 .map(|(a, b)| (a - b).abs())
                 .fold(0.0, f32::max);
-            assert!(gap <= 1e-5 * most, "{name:?} {options} {key}: {gap:e} of {most:e}");
+            assert!(gap <= near * most, "{name:?} {options} {key}: {gap:e} of {most:e}");
         }
     }
 }
@@ -132,7 +148,19 @@ fn the_pass_computes_what_the_operations_compute() {
 #[test]
 fn without_sums_the_bits_are_the_same() {
     use OptimizerName::*;
-    for name in [AdamW, Adam, AdamW8Bit, Adam8Bit, Lion, Lion8Bit] {
+    for name in [
+        AdamW,
+        Adam,
+        AdamW8Bit,
+        Adam8Bit,
+        AdamW8,
+        AdemaMix8Bit,
+        Adagrad,
+        Lion,
+        Lion8Bit,
+        Automagic,
+        Automagic2,
+    ] {
         let steps = || {
             let params = params();
             let options = json!({"weight_decay": 0.1});

@@ -1,19 +1,34 @@
 //! Prodigy (Mishchenko and Defazio, arXiv 2306.06101) as prodigyopt 1.1.2 computes it: Adam that estimates its own
 //! learning rate, `d`, from how far the weights have moved.
+//!
+//! `prodigy8bit` is ai-toolkit's name (its `toolkit/optimizers/prodigy_8bit.py`) for the same with all four of its tensors
+//! in 8 bits, each with one scale and equal steps: what is below a 254th of a tensor's largest number is lost, which takes
+//! the denominator from under most weights, and the beginning is known only to a 254th of the largest weight, where the
+//! way from it, of which `d` is made, begins with a millionth. Here the means are kept as bitsandbytes keeps Adam's, and `d`
+//! is estimated in float32 from every fifth element, which prodigyopt's `slice_p` does for the same purpose: 3.6 bytes per
+//! weight instead of 4, and what comes out lies by the float32 optimizer (`reference_tests`).
 
-use super::fused::{self, PIECE, take};
-use super::inplace::{self, Part};
+use super::blockwise::{BLOCK, Map};
+use super::fused::{self, Mean, PIECE, take, unpacked};
+use super::inplace;
 use super::kept::Kept;
 use super::kernels::for_every_unit;
+use super::moment::Moment;
 use super::saved::{self, Saved};
-use super::{Build, Grads, OptimError, Optimizer, Param, one_each};
+use super::{Build, Grads, OptimError, Optimizer, Param, Precision, one_each};
+use aitk_common::job::optimizer::OptimizerName;
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 
-/// `prodigy` and every name that begins so.
+/// One of so many elements is enough to estimate `d` from, in 8 bits. No factor of the usual ranks, heights and widths, so
+/// that no row, column or corner of a kernel is left out.
+const EIGHT_BIT_SLICE: u64 = 5;
+
+/// `prodigy` and `prodigy8bit`, and every name that begins so.
 pub(super) fn build(input: Build) -> Result<Box<dyn Optimizer>, OptimError> {
     let of = &input.options;
+    let eight = matches!(input.name, OptimizerName::Prodigy8Bit);
     let (beta1, beta2) = of.pair("betas", (0.9, 0.999));
     let settings = Settings {
         beta1,
@@ -27,7 +42,12 @@ pub(super) fn build(input: Build) -> Result<Box<dyn Optimizer>, OptimError> {
         d0: of.number("d0", 1e-6),
         d_coef: of.number("d_coef", 1.0),
         growth_rate: of.optional("growth_rate").unwrap_or(f64::INFINITY),
-        slice: usize::try_from(of.whole("slice_p", 1)).unwrap_or(usize::MAX),
+        slice: usize::try_from(of.whole("slice_p", if eight { EIGHT_BIT_SLICE } else { 1 })).unwrap_or(usize::MAX),
+        precision: if eight {
+            Precision::eight_bits(of)
+        } else {
+            Precision::Full
+        },
     };
     let estimate = Estimate {
         d: settings.d0,
@@ -60,6 +80,8 @@ struct Settings {
     growth_rate: f64,
     /// `d` is estimated from every so-manyth element.
     slice: usize,
+    /// How the two means are kept.
+    precision: Precision,
 }
 
 /// What all parameters share.
@@ -72,8 +94,8 @@ struct Estimate {
 }
 
 struct State {
-    exp_avg: Kept,
-    exp_avg_sq: Kept,
+    exp_avg: Moment,
+    exp_avg_sq: Moment,
     /// Running sum of gradients; flat, sliced.
     s: Kept,
     /// The weights before the first update; flat, sliced.
@@ -97,11 +119,10 @@ fn sum(t: &Tensor) -> Result<f64, OptimError> {
 
 impl State {
     fn new(param: &Param, settings: &Settings) -> Result<Self, OptimError> {
-        let zero = || Tensor::zeros(param.var.shape(), DType::F32, param.var.device());
         let p0 = sliced(&param.var.as_tensor().detach().copy()?, settings.slice)?;
         Ok(Self {
-            exp_avg: Kept::new(zero()?),
-            exp_avg_sq: Kept::new(zero()?),
+            exp_avg: Moment::zeros(param, settings.precision, Map::signed())?,
+            exp_avg_sq: Moment::zeros(param, settings.precision, Map::unsigned())?,
             s: Kept::new(p0.zeros_like()?),
             p0: Kept::new(p0),
         })
@@ -176,37 +197,50 @@ struct Moves {
 struct Piece<'a> {
     p: &'a [f32],
     g: &'a [f32],
-    m: &'a mut [f32],
-    v: &'a mut [f32],
+    means: [Mean<'a>; 2],
     s: &'a mut [f32],
     p0: &'a [f32],
 }
 
-for_every_unit! {
+impl Piece<'_> {
     /// Sums of g.(p0 - p) and of |s|.
-    fn learn(of: Piece<'_>, slice: usize, by: Lessons) -> [f64; 2] {
+    fn learn(self, slice: usize, by: Lessons) -> [f64; 2] {
+        unpacked(self.means, self.g.len(), |at, [m, v]| {
+            average(&self.p[at.clone()], &self.g[at], m, v, by);
+        });
+        estimate(self.p, self.g, self.s, self.p0, slice, by)
+    }
+}
+
+for_every_unit! {
+    fn average(p: &[f32], g: &[f32], m: &mut [f32], v: &mut [f32], by: Lessons) {
         let (beta1, rest1, beta2, rest2) = (by.beta1 as f32, by.rest1 as f32, by.beta2 as f32, by.rest2 as f32);
-        let (beta3, weight, decay) = (by.beta3 as f32, by.weight as f32, by.decay as f32);
-        for (((p, g), m), v) in of.p.iter().zip(of.g).zip(of.m).zip(of.v) {
+        let decay = by.decay as f32;
+        for (((p, g), m), v) in p.iter().zip(g).zip(m).zip(v) {
             let g = g + p * decay;
             *m = *m * beta1 + g * rest1;
             *v = *v * beta2 + g * g * rest2;
         }
+    }
+}
+
+for_every_unit! {
+    fn estimate(p: &[f32], g: &[f32], s: &mut [f32], p0: &[f32], slice: usize, by: Lessons) -> [f64; 2] {
+        let by = [by.beta3 as f32, by.weight as f32, by.decay as f32];
         let mut sums = [[0f32; LANES]; 2];
-        let by = [beta3, weight, decay];
         if slice == 1 {
             // The usual case, which vector units can do.
-            let (ps, p) = of.p.as_chunks::<LANES>();
-            let (gs, g) = of.g.as_chunks::<LANES>();
-            let (ss, s) = of.s.as_chunks_mut::<LANES>();
-            let (p0s, p0) = of.p0.as_chunks::<LANES>();
+            let (ps, p) = p.as_chunks::<LANES>();
+            let (gs, g) = g.as_chunks::<LANES>();
+            let (ss, s) = s.as_chunks_mut::<LANES>();
+            let (p0s, p0) = p0.as_chunks::<LANES>();
             for (((p, g), s), p0) in ps.iter().zip(gs).zip(ss).zip(p0s) {
                 remember(p.iter().zip(g), s, p0, &mut sums, by);
             }
             remember(p.iter().zip(g), s, p0, &mut sums, by);
         } else {
-            let many = of.p.chunks(LANES * slice).zip(of.g.chunks(LANES * slice));
-            for (((p, g), s), p0) in many.zip(of.s.chunks_mut(LANES)).zip(of.p0.chunks(LANES)) {
+            let many = p.chunks(LANES * slice).zip(g.chunks(LANES * slice));
+            for (((p, g), s), p0) in many.zip(s.chunks_mut(LANES)).zip(p0.chunks(LANES)) {
                 remember(p.iter().zip(g).step_by(slice), s, p0, &mut sums, by);
             }
         }
@@ -217,7 +251,7 @@ for_every_unit! {
 /// Sums beside each other.
 const LANES: usize = 32;
 
-/// The part of [`learn`] that `d` is estimated from, for as many elements as there are sums, or fewer.
+/// [`estimate`] for as many elements as there are sums, or fewer.
 #[inline(always)]
 fn remember<'a>(
     now: impl Iterator<Item = (&'a f32, &'a f32)>,
@@ -251,26 +285,25 @@ impl State {
     fn learn(&mut self, param: &Param, grad: &Tensor, slice: usize, by: Lessons) -> Result<[f64; 2], OptimError> {
         let p = param.var.as_tensor();
         let grad = inplace::gradient(grad, p)?;
-        let tensors = [self.exp_avg.own()?, self.exp_avg_sq.own()?, self.s.own()?];
+        let means = [&mut self.exp_avg, &mut self.exp_avg_sq];
         let sums = inplace::read(&grad, |mut g| {
             inplace::read(p, |mut p| {
                 inplace::read(self.p0.get(), |mut p0| {
-                    inplace::with(&tensors, |parts| {
-                        let [mut m, mut v, mut s] = three(parts);
-                        // Whole slices, about a piece.
-                        let count = (PIECE / slice).max(1);
-                        let mut pieces = Vec::with_capacity(g.len().div_ceil(count * slice));
+                    fused::with([self.s.own()?], means, |[mut s], [mut m, mut v]| {
+                        // Whole slices and whole blocks, about a piece.
+                        let count = BLOCK * (PIECE / BLOCK / slice).max(1);
+                        let many = count.saturating_mul(slice);
+                        let mut pieces = Vec::with_capacity(g.len().div_ceil(many));
                         while !g.is_empty() {
                             pieces.push(Piece {
-                                p: first(&mut p, count * slice),
-                                g: first(&mut g, count * slice),
-                                m: take(&mut m, count * slice),
-                                v: take(&mut v, count * slice),
+                                p: first(&mut p, many),
+                                g: first(&mut g, many),
+                                means: [m.take(many), v.take(many)],
                                 s: take(&mut s, count),
                                 p0: first(&mut p0, count),
                             });
                         }
-                        let sums = pieces.into_par_iter().map(|piece| learn(piece, slice, by));
+                        let sums = pieces.into_par_iter().map(|piece| piece.learn(slice, by));
                         sums.collect::<Vec<_>>()
                     })
                 })
@@ -291,38 +324,24 @@ impl State {
         let grad = coupled(&p, grad, by.decay)?;
         let few = sliced(&grad, slice)?;
         let moved = sum(&(&few * (self.p0.get() - sliced(&p, slice)?)?)?)?;
-        self.exp_avg
-            .set(((self.exp_avg.get() * by.beta1)? + (&grad * by.rest1)?)?);
-        self.exp_avg_sq
-            .set(((self.exp_avg_sq.get() * by.beta2)? + (grad.sqr()? * by.rest2)?)?);
+        let m = ((self.exp_avg.read()? * by.beta1)? + (&grad * by.rest1)?)?;
+        self.exp_avg.write(m)?;
+        let v = ((self.exp_avg_sq.read()? * by.beta2)? + (grad.sqr()? * by.rest2)?)?;
+        self.exp_avg_sq.write(v)?;
         self.s.set(((self.s.get() * by.beta3)? + (few * by.weight)?)?);
         Ok([moved, sum(&self.s.get().abs()?)?])
     }
 
-    fn go(&self, param: &Param, grad: &Tensor, by: Moves) -> Result<(), OptimError> {
-        let p = param.var.as_tensor();
-        let grad = inplace::gradient(grad, p)?;
-        inplace::read(&grad, |g| {
-            inplace::read(self.exp_avg.get(), |m| {
-                inplace::read(self.exp_avg_sq.get(), |v| {
-                    inplace::with(&[p], |parts| {
-                        for p in parts.into_iter().map(Part::f32) {
-                            let means = m.par_chunks(PIECE).zip(v.par_chunks(PIECE));
-                            let pieces = p.par_chunks_mut(PIECE).zip(g.par_chunks(PIECE)).zip(means);
-                            pieces.for_each(|((p, g), (m, v))| go(p, g, m, v, by));
-                        }
-                    })
-                })
-            })
-        })????;
-        Ok(())
+    fn go(&mut self, param: &Param, grad: &Tensor, by: Moves) -> Result<(), OptimError> {
+        let means = [&mut self.exp_avg, &mut self.exp_avg_sq];
+        fused::apply(param, grad, means, |p, g, [m, v]| go(p, g, m, v, by))
     }
 
     fn go_composed(&self, param: &Param, grad: &Tensor, by: Moves) -> Result<(), OptimError> {
         let p = param.var.as_tensor().detach();
-        let denominator = (self.exp_avg_sq.get().sqrt()? + by.eps)?;
+        let denominator = (self.exp_avg_sq.read()?.sqrt()? + by.eps)?;
         let along = if by.momentum {
-            self.exp_avg.get().clone()
+            self.exp_avg.read()?
         } else {
             coupled(&p, grad, by.decay)?
         };
@@ -335,11 +354,6 @@ impl State {
 fn coupled(p: &Tensor, grad: &Tensor, decay: f64) -> Result<Tensor, OptimError> {
     let grad = grad.to_dtype(DType::F32)?.detach();
     Ok(if decay == 0.0 { grad } else { (grad + (p * decay)?)? })
-}
-
-fn three(parts: Vec<Part<'_>>) -> [&mut [f32]; 3] {
-    let mut parts = parts.into_iter().map(Part::f32);
-    std::array::from_fn(|_| parts.next().unwrap_or_default())
 }
 
 /// The first elements of a slice, which keeps the others.
@@ -404,7 +418,7 @@ impl Optimizer for Prodigy {
             steps: steps + 1,
         };
         let by = s.moves(self.estimate.d, dlr);
-        for ((param, state), grad) in self.params.iter().zip(&self.states).zip(grads) {
+        for ((param, state), grad) in self.params.iter().zip(&mut self.states).zip(grads) {
             let Some(grad) = grad else { continue };
             if fused::takes(param) {
                 state.go(param, grad, by)?;
@@ -424,14 +438,11 @@ impl Optimizer for Prodigy {
             ("steps".to_owned(), saved::count(e.steps)?),
         ]);
         for (param, state) in self.params.iter().zip(&self.states) {
-            for (part, tensor) in [
-                ("exp_avg", &state.exp_avg),
-                ("exp_avg_sq", &state.exp_avg_sq),
-                ("s", &state.s),
-                ("p0", &state.p0),
-            ] {
-                out.insert(format!("{}.{part}", param.name), tensor.lend());
-            }
+            let name = |part: &str| format!("{}.{part}", param.name);
+            state.exp_avg.save(&name("exp_avg"), &mut out);
+            state.exp_avg_sq.save(&name("exp_avg_sq"), &mut out);
+            out.insert(name("s"), state.s.lend());
+            out.insert(name("p0"), state.p0.lend());
         }
         Ok(out)
     }
@@ -446,16 +457,14 @@ impl Optimizer for Prodigy {
         };
         let mut states = Vec::with_capacity(self.params.len());
         for param in &self.params {
-            let dims = param.var.dims();
+            let name = |part: &str| format!("{}.{part}", param.name);
             let few = [param.var.elem_count().div_ceil(self.settings.slice)];
-            let mut get = |part: &str, dims: &[usize]| {
-                saved.kept(&format!("{}.{part}", param.name), DType::F32, dims, param.var.device())
-            };
+            let precision = self.settings.precision;
             states.push(State {
-                exp_avg: get("exp_avg", dims)?,
-                exp_avg_sq: get("exp_avg_sq", dims)?,
-                s: get("s", &few)?,
-                p0: get("p0", &few)?,
+                exp_avg: Moment::load(&mut saved, &name("exp_avg"), param, precision, Map::signed())?,
+                exp_avg_sq: Moment::load(&mut saved, &name("exp_avg_sq"), param, precision, Map::unsigned())?,
+                s: saved.kept(&name("s"), DType::F32, &few, param.var.device())?,
+                p0: saved.kept(&name("p0"), DType::F32, &few, param.var.device())?,
             });
         }
         saved.done()?;

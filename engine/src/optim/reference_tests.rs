@@ -1,5 +1,7 @@
-//! Against `tests/reference/make_optim8.py`: bitsandbytes, lion-pytorch, prodigyopt, transformers, ai-toolkit.
+//! Against `tests/reference/make_optim8.py`: bitsandbytes, lion-pytorch, prodigyopt, dadaptation, transformers, torch; and against
+//! `make_optim_toolkit.py`: ai-toolkit.
 
+use super::blockwise::Map;
 use super::*;
 use crate::rng::TorchGenerator;
 use crate::testing::fixtures;
@@ -14,6 +16,7 @@ const SHAPES: [(&str, &[usize]); 4] = [
     ("list", &[7]),
 ];
 const STEPS: usize = 20;
+const FIXTURES: [&str; 2] = ["optim8", "optim_toolkit"];
 
 /// What `numbers(seed)` draws there.
 fn numbers(seed: u64) -> Vec<Tensor> {
@@ -63,8 +66,10 @@ struct Case {
 
 impl Case {
     fn all() -> Vec<Self> {
-        let text = std::fs::read(fixtures().join("train/optim8.json")).unwrap();
-        let rows: Vec<Value> = serde_json::from_slice(&text).unwrap();
+        let rows = FIXTURES.map(|name| {
+            let text = std::fs::read(fixtures().join(format!("train/{name}.json"))).unwrap();
+            serde_json::from_slice::<Vec<Value>>(&text).unwrap()
+        });
         let case = |row: &Value| Self {
             name: row["name"].as_str().unwrap().into(),
             optimizer: *OptimizerName::ALL
@@ -76,7 +81,7 @@ impl Case {
             pull: row["pull"].as_bool().unwrap(),
             shown: serde_json::from_value(row["shown"].clone()).unwrap(),
         };
-        rows.iter().map(case).collect()
+        rows.iter().flatten().map(case).collect()
     }
 
     fn build(&self, params: &[Param]) -> Box<dyn Optimizer> {
@@ -89,7 +94,11 @@ impl Case {
 }
 
 fn reference() -> HashMap<String, Tensor> {
-    candle_core::safetensors::load(fixtures().join("train/optim8.safetensors"), &Device::Cpu).unwrap()
+    let load = |name| {
+        let file = fixtures().join(format!("train/{name}.safetensors"));
+        candle_core::safetensors::load(file, &Device::Cpu).unwrap()
+    };
+    FIXTURES.into_iter().flat_map(load).collect()
 }
 
 fn floats(t: &Tensor) -> Vec<f32> {
@@ -108,10 +117,7 @@ fn weight_gap(param: &Param, want: &Tensor) -> f32 {
 #[test]
 fn the_tables_are_those_of_bitsandbytes() {
     let want = reference();
-    for (map, name) in [
-        (blockwise::Map::signed(), "map.signed"),
-        (blockwise::Map::unsigned(), "map.unsigned"),
-    ] {
+    for (map, name) in [(Map::signed(), "map.signed"), (Map::unsigned(), "map.unsigned")] {
         let want = floats(&want[name]);
         assert_eq!(want.len(), 256);
         for (ours, theirs) in map.values().iter().zip(&want) {
@@ -167,7 +173,7 @@ fn twenty_steps_are_the_references() {
         }
         seen += 1;
     }
-    assert_eq!(seen, 10);
+    assert_eq!(seen, 27);
 }
 
 /// The 8-bit states: the same tensors in 8 bits, the same codes but where a number lies on the edge between two.
@@ -198,14 +204,87 @@ fn codes(case: &Case, optimizer: &dyn Optimizer, want: &HashMap<String, Tensor>)
         }
         let bytes = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<u8>().unwrap();
         let (a, b) = (bytes(&state[key]), bytes(theirs));
-        let others = a.iter().zip(&b).filter(|(a, b)| a != b).count();
-        let most = a.iter().zip(&b).map(|(a, b)| a.abs_diff(*b)).max().unwrap();
-        println!("{prefix}{key}: {others} of {} codes differ, by {most} at most", a.len());
-        assert!(
-            others * 200 <= a.len() && most <= 2,
-            "{prefix}{key}: {others} of {} differ, by {most}",
+        let gaps = || a.iter().zip(&b).map(|(a, b)| a.abs_diff(*b));
+        let (others, far) = (
+            gaps().filter(|gap| *gap > 0).count(),
+            gaps().filter(|gap| *gap > 2).count(),
+        );
+        println!(
+            "{prefix}{key}: {others} of {} codes differ, {far} by more than 2",
             a.len()
         );
+        // Who was once on the other side of an edge may be far off when the scale of its block has shrunk.
+        assert!(
+            others * 200 <= a.len() && far * 2000 <= a.len(),
+            "{prefix}{key}: {others} of {} differ, {far} by more than 2",
+            a.len()
+        );
+    }
+}
+
+/// Where ai-toolkit keeps each tensor in 8 bits with one scale, what comes out here lies much nearer to float32.
+#[test]
+fn eight_bits_end_by_the_32_that_they_stand_for() {
+    let want = reference();
+    for case in Case::all() {
+        let key = |kept: &str, param: &Param| format!("near.{}.{kept}.{}", case.name, param.name);
+        let params = start();
+        if !want.contains_key(&key("float32", &params[0])) {
+            continue;
+        }
+        let mut optimizer = case.build(&params);
+        for k in 0..STEPS {
+            let grads = gradients(k, &params, case.pull);
+            optimizer.step(&grads, case.base_lr()).unwrap();
+        }
+        // The tensors that are large enough for 8 bits.
+        for param in &params[..2] {
+            let float32 = floats(&want[&key("float32", param)]);
+            let distance = |other: Vec<f32>| {
+                let pairs = other.iter().zip(&float32);
+                pairs.map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>().sqrt()
+            };
+            let ours = distance(floats(param.var.as_tensor()).into_iter().step_by(7).collect());
+            let theirs = distance(floats(&want[&key("int8", param)]));
+            println!(
+                "{} {}: {ours:.3} away, one scale per tensor {theirs:.3}",
+                case.name, param.name
+            );
+            assert!(ours < 0.2 * theirs, "{} {}: {ours} {theirs}", case.name, param.name);
+        }
+    }
+}
+
+/// Bytes of state for each of many elements.
+#[test]
+fn states_are_as_small_as_they_say() {
+    use OptimizerName::*;
+    let value = Tensor::zeros((512, 640), DType::F32, &Device::Cpu).unwrap();
+    for (name, want) in [
+        (AdamW, 8.0),
+        (AdamW8Bit, 2.0 + 8.0 / 256.0),
+        (AdamW8, 2.0 + 8.0 / 256.0),
+        (Adagrad, 4.0),
+        (DAdaptationAdam, 12.0),
+        (DAdaptationLion, 8.0),
+        (AdemaMix8Bit, 3.0 + 12.0 / 256.0),
+        (Lion8Bit, 1.0 + 4.0 / 256.0),
+        (Prodigy, 16.0),
+        (Prodigy8Bit, 2.0 + 8.0 / 256.0 + 8.0 / 5.0),
+        (Automagic, 2.0),
+        (Automagic2, 1.0),
+        (Automagic3, 1.0),
+    ] {
+        let param = Param {
+            name: "w".into(),
+            var: Var::from_tensor(&value).unwrap(),
+        };
+        let optimizer = build(name, vec![param], &serde_json::Map::new(), 1e-4).unwrap();
+        let state = optimizer.state().unwrap();
+        let bytes: usize = state.values().map(|t| t.elem_count() * t.dtype().size_in_bytes()).sum();
+        let each = bytes as f64 / value.elem_count() as f64;
+        // Besides it one number per row and per column, and a few of their own.
+        assert!((want..want + 0.02).contains(&each), "{name:?}: {each}");
     }
 }
 
@@ -287,16 +366,55 @@ fn what_ai_toolkit_decides_around_an_optimizer() {
     for (name, lr, want) in [
         (OptimizerName::Prodigy, 1e-4, 1.0),
         (OptimizerName::Prodigy, 0.5, 0.5),
+        (OptimizerName::Prodigy8Bit, 1e-4, 1.0),
+        (OptimizerName::Automagic, 1e-4, 1e-4),
+        (OptimizerName::Automagic, 2e-3, 1e-6),
+        (OptimizerName::Automagic2, 1.0, 1e-6),
+        (OptimizerName::Automagic3, 1.0, 1.0),
         (OptimizerName::AdamW8Bit, 1e-4, 1e-4),
     ] {
         assert_eq!(base_lr(name, lr), want);
     }
     let clips = |name| build(name, start(), &none, 1e-3).unwrap().wants_clipping();
     assert!(clips(OptimizerName::AdamW8Bit) && !clips(OptimizerName::Adafactor));
+    assert!(clips(OptimizerName::Automagic) && !clips(OptimizerName::Automagic2) && !clips(OptimizerName::Automagic3));
+    let traditional = serde_json::json!({"fused": false});
+    let three = build(
+        OptimizerName::Automagic3,
+        start(),
+        traditional.as_object().unwrap(),
+        1e-3,
+    )
+    .unwrap();
+    assert!(three.wants_clipping());
     // A warm-up begins at 0: nothing moves, and nothing is learnt from it.
     let params = start();
     let mut prodigy = build(OptimizerName::Prodigy, params.clone(), &none, 1.0).unwrap();
     prodigy.step(&gradients(0, &params, true), 0.0).unwrap();
     assert_eq!(floats(params[0].var.as_tensor()), floats(start()[0].var.as_tensor()));
     assert_eq!(prodigy.shown_lr(1.0).unwrap(), 1e-6);
+}
+
+/// What was learnt about rates survives another bump, and no bump is lost where float16 has gaps.
+#[test]
+fn the_rates_of_automagic_are_kept() {
+    let options = |bump: f64| serde_json::json!({"lr_bump": bump}).as_object().unwrap().clone();
+    let params = start();
+    let mut one = build(OptimizerName::Automagic, params.clone(), &options(1e-6), 5e-4).unwrap();
+    assert_eq!(one.shown_lr(0.0).unwrap(), 5e-4);
+    one.step(&gradients(0, &params, true), 0.0).unwrap();
+    for bump in [1e-6, 4e-6, 1e-8] {
+        let mut other = build(OptimizerName::Automagic, params.clone(), &options(bump), 1e-5).unwrap();
+        let loaded = other.load_state(&one.state().unwrap());
+        if bump < 1e-7 {
+            // 100,000 bumps up to the greatest rate: in float32.
+            assert!(loaded.unwrap_err().to_string().contains("F16"));
+            let value = other.state().unwrap().remove("w.lr").unwrap();
+            assert_eq!(value.dtype(), DType::F32);
+            continue;
+        }
+        loaded.unwrap();
+        let (want, got) = (one.shown_lr(0.0).unwrap(), other.shown_lr(0.0).unwrap());
+        assert!((got / want - 1.0).abs() < 1e-3, "{bump}: {got} {want}");
+    }
 }

@@ -391,6 +391,9 @@ fn on_cpu(tensors: &BTreeMap<String, Tensor>) -> Result<BTreeMap<String, Tensor>
 mod data_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
+mod eight_bit_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod memory_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
