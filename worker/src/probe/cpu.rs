@@ -122,7 +122,6 @@ fn features() -> Vec<&'static str> {
 }
 
 #[cfg(all(test, target_os = "linux"))]
-#[expect(clippy::print_stdout, reason = "a test says what it skipped")]
 mod tests {
     use std::path::{Path, PathBuf};
     use std::process::Command;
