@@ -119,7 +119,12 @@ fn pick(listed: &Listed, belongs: impl Fn(&Remote) -> bool) -> Result<Vec<&Remot
         .iter()
         .any(|file| weights.iter().any(|ending| file.name.ends_with(ending)))
     {
-        return Err("it has no safetensors or GGUF file; models in pickle files (.bin, .ckpt) are refused".to_owned());
+        let several = names.iter().filter(|name| name.ends_with(".gguf")).count() > 1;
+        return Err(match several {
+            true => "it has several GGUF files, and nothing says which to take: download one and give its path",
+            false => "it has no safetensors or GGUF file; models in pickle files (.bin, .ckpt) are refused",
+        }
+        .to_owned());
     }
     Ok(wanted)
 }
@@ -151,4 +156,42 @@ fn has(names: &BTreeSet<&str>, plain: &str) -> bool {
     [".safetensors", ".safetensors.index.json"]
         .iter()
         .any(|ending| names.contains(format!("{plain}{ending}").as_str()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is fetched of a pipeline with these files.
+    fn fetched(names: &[&str]) -> Result<Vec<String>, String> {
+        let file = |name: &&str| Remote {
+            name: (*name).to_owned(),
+            bytes: 1,
+            hash: None,
+        };
+        let listed = Listed {
+            revision: "0".to_owned(),
+            files: names.iter().map(file).collect(),
+        };
+        let files = files(&listed, br#"{"unet": ["diffusers", "UNet2DConditionModel"]}"#)?;
+        Ok(files.into_iter().map(|file| file.name.clone()).collect())
+    }
+
+    #[test]
+    fn a_gguf_file_is_fetched_where_it_is_the_only_weights() {
+        let config = "unet/config.json";
+        assert_eq!(
+            fetched(&[config, "unet/m-q8_0.gguf", "vae/x.gguf"]),
+            Ok(vec![config.to_owned(), "unet/m-q8_0.gguf".to_owned()])
+        );
+        let plain = "unet/m.safetensors";
+        assert_eq!(
+            fetched(&[config, "unet/m-q8_0.gguf", plain]),
+            Ok(vec![config.to_owned(), plain.to_owned()])
+        );
+        let several = fetched(&[config, "unet/m-q8_0.gguf", "unet/m-q4_k.gguf"]).unwrap_err();
+        assert!(several.contains("several GGUF files"), "{several}");
+        let none = fetched(&[config, "unet/m.bin"]).unwrap_err();
+        assert!(none.contains("no safetensors or GGUF file"), "{none}");
+    }
 }
