@@ -91,21 +91,6 @@ impl Bytes {
         })
     }
 
-    /// Has these bytes fetched from the disk, where the system can be asked to; what it makes of that is its own affair.
-    pub(super) fn soon(&self, at: usize, length: usize) {
-        #[cfg(target_os = "linux")]
-        let _ = rustix::fs::fadvise(
-            &self.file,
-            at as u64,
-            std::num::NonZeroU64::new(length as u64),
-            rustix::fs::Advice::WillNeed,
-        );
-        #[cfg(target_vendor = "apple")]
-        let _ = rustix::fs::fcntl_rdadvise(&self.file, at as u64, length as u64);
-        #[cfg(not(any(target_os = "linux", target_vendor = "apple")))]
-        let _ = (&self.file, at, length);
-    }
-
     /// All of these bytes, whatever they held.
     pub(super) fn fill_part<'a>(&self, bytes: &'a mut [MaybeUninit<u8>], at: usize) -> Result<&'a mut [u8]> {
         let mut done = 0;

@@ -97,13 +97,6 @@ impl TensorFile {
         pairs.map(|(k, v)| (k.clone(), v.clone())).collect()
     }
 
-    /// Has a tensor fetched from the disk, without waiting for that.
-    pub(super) fn soon(&self, name: &str) {
-        if let Some(place) = self.table.tensors.get(name) {
-            self.bytes.soon(place.start, place.end - place.start);
-        }
-    }
-
     /// Reads one tensor as `dtype`; `shape` replaces the stored one and has as many elements.
     pub(super) fn read(&self, name: &str, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
         let place = self.place(name)?;

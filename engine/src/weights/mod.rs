@@ -3,7 +3,6 @@
 //! A model asks by name and shape; whatever does not fit is an error that names the file, the tensor, and what was
 //! expected. Models never see files, dtypes on disk, or other people's names.
 
-mod ahead;
 mod bytes;
 mod few_bits;
 mod file;
@@ -441,9 +440,6 @@ impl Weights {
         if packing.is_none()
             && let Some(streamed) = self.stream(&shape, "weight")?
         {
-            if let Some(share) = &self.streaming {
-                share.in_order(&streamed);
-            }
             return Ok(Weight::Streamed(streamed));
         }
         if packing.is_none()

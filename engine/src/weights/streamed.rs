@@ -2,14 +2,12 @@
 //!
 //! A layer reads such a weight when it runs, forwards and again backwards, and lets it go: of a model there is one layer
 //! in memory at a time. The system's page cache keeps the file near for as long as nobody else wants that memory, so
-//! that where memory is plentiful this costs a copy, and where it is not, the speed of the disk; the next layers are
-//! fetched from there while one computes.
+//! that where memory is plentiful this costs a copy, and where it is not, the speed of the disk.
 
-use super::ahead::Order;
 use super::file::TensorFile;
 use crate::error::Result;
 use candle_core::{DType, Device, Tensor};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// A weight in its file.
 pub struct Streamed {
@@ -18,8 +16,6 @@ pub struct Streamed {
     shape: Vec<usize>,
     dtype: DType,
     device: Device,
-    /// Among the layers that run one after another, and its number there.
-    order: OnceLock<(Arc<Order>, usize)>,
 }
 
 impl std::fmt::Debug for Streamed {
@@ -42,7 +38,6 @@ impl Streamed {
             shape,
             dtype,
             device: device.clone(),
-            order: OnceLock::new(),
         }
     }
 
@@ -69,16 +64,8 @@ impl Streamed {
     /// # Errors
     /// When the file can no longer be read, or the device has no memory for it.
     pub fn read(&self) -> candle_core::Result<Tensor> {
-        if let Some((order, at)) = self.order.get() {
-            order.reading(*at);
-        }
         let read = self.file.read(&self.stored_name, &self.shape, self.dtype, &self.device);
         read.map_err(candle_core::Error::wrap)
-    }
-
-    /// Has it fetched from the disk, without waiting for that.
-    pub(super) fn soon(&self) {
-        self.file.soon(&self.stored_name);
     }
 
     /// These rows of a table, in this order: [rows, width].
@@ -97,7 +84,6 @@ pub(super) struct Share {
     share: f64,
     /// Numbers that should have been left so far, less those that were.
     owed: Mutex<f64>,
-    order: Arc<Order>,
 }
 
 impl Share {
@@ -105,15 +91,7 @@ impl Share {
         Self {
             share: share.clamp(0.0, 1.0),
             owed: Mutex::new(0.0),
-            order: Arc::default(),
         }
-    }
-
-    /// Takes the next of the weights that are read one after another.
-    pub(super) fn in_order(&self, weight: &Arc<Streamed>) {
-        let at = self.order.add(weight);
-        // A weight is made once, and belongs to one order.
-        let _ = weight.order.set((Arc::clone(&self.order), at));
     }
 
     /// Whether the next weight, of so many numbers, stays.
