@@ -80,9 +80,9 @@ pub(super) fn load(compute: &Compute) -> Result<Run> {
         // The folder lives as long as this.
         let _ = &folder;
         let weights = Weights::open(&file, dtype, &device)?;
-        for i in 0..TENSORS {
-            weights.get(NUMBERS, &format!("t{i}"))?;
-        }
+        // All of them are there together in the end, as those of a model are.
+        let all = (0..TENSORS).map(|i| weights.get(NUMBERS, &format!("t{i}")));
+        all.collect::<Result<Vec<_>>>()?;
         Ok(())
     }))
 }
