@@ -4,6 +4,7 @@
 //! says whose fault it is, which decides whether an attempt is tried again.
 
 use aitk_common::attempt::FailureCause;
+use aitk_common::fsutil::FsError;
 use std::path::{Path, PathBuf};
 
 /// The engine's result.
@@ -120,10 +121,15 @@ fn in_words(source: &std::io::Error) -> String {
 }
 
 impl EngineError {
-    /// A file error; a full disk becomes [`EngineError::DiskFull`].
+    /// A file error; a full disk becomes [`EngineError::DiskFull`]. An error of the engine that passed through a writer, as
+    /// [`std::io::Error::other`], is what it was.
     #[must_use]
     pub fn io(path: impl AsRef<Path>, source: std::io::Error) -> Self {
         let path = path.as_ref().to_path_buf();
+        let source = match source.downcast::<Self>() {
+            Ok(error) => return error,
+            Err(source) => source,
+        };
         match source.kind() {
             std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => Self::DiskFull { path },
             _ => Self::Io { path, source },
@@ -169,6 +175,15 @@ impl EngineError {
             Self::Device { .. } => FailureCause::Machine,
             Self::Internal(_) => FailureCause::Internal,
             Self::Tensor(error) => tensor_cause(error),
+        }
+    }
+}
+
+impl From<FsError> for EngineError {
+    fn from(error: FsError) -> Self {
+        match error {
+            FsError::DiskFull { path, .. } => Self::DiskFull { path },
+            FsError::Io { path, source, .. } => Self::io(path, source),
         }
     }
 }

@@ -1,6 +1,8 @@
 //! Writes safetensors bytes that depend on nothing but their content, and the metadata of ai-toolkit.
 
-use candle_core::{DType, Result, Tensor};
+use crate::error::{EngineError, Result};
+use crate::weights::write_tensors;
+use candle_core::Tensor;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
@@ -70,64 +72,14 @@ fn write_string(out: &mut String, text: &str) {
     out.push('"');
 }
 
-/// Little-endian bytes of a tensor.
-fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
-    let t = tensor
-        .to_device(&candle_core::Device::Cpu)?
-        .flatten_all()?
-        .contiguous()?;
-    Ok(match t.dtype() {
-        DType::F32 => t.to_vec1::<f32>()?.iter().flat_map(|v| v.to_le_bytes()).collect(),
-        DType::F16 => t.to_vec1::<half::f16>()?.iter().flat_map(|v| v.to_le_bytes()).collect(),
-        DType::BF16 => t
-            .to_vec1::<half::bf16>()?
-            .iter()
-            .flat_map(|v| v.to_le_bytes())
-            .collect(),
-        DType::F64 => t.to_vec1::<f64>()?.iter().flat_map(|v| v.to_le_bytes()).collect(),
-        DType::I64 => t.to_vec1::<i64>()?.iter().flat_map(|v| v.to_le_bytes()).collect(),
-        DType::U8 => t.to_vec1::<u8>()?,
-        other => candle_core::bail!("tensors of type {other:?} cannot be saved"),
-    })
-}
-
-/// A safetensors file: metadata and tensors in the order of their names, so that equal content is equal bytes (the
-/// `safetensors` crate writes metadata in a random order).
+/// A safetensors file: metadata and tensors in the order of their names, so that equal content is equal bytes.
 ///
 /// # Errors
 /// When a tensor cannot be read from its device or has a type that is never saved.
 pub fn safetensors_bytes(tensors: &BTreeMap<String, Tensor>, metadata: &BTreeMap<String, String>) -> Result<Vec<u8>> {
-    let mut header = serde_json::Map::new();
-    if !metadata.is_empty() {
-        let map = metadata
-            .iter()
-            .map(|(k, v)| (k.clone(), Value::String(v.clone())))
-            .collect();
-        header.insert("__metadata__".into(), Value::Object(map));
-    }
-    let mut data = Vec::new();
-    for (name, tensor) in tensors {
-        let start = data.len();
-        data.extend(bytes_of(tensor)?);
-        let dtype = match tensor.dtype() {
-            DType::F16 => "F16",
-            DType::BF16 => "BF16",
-            DType::F64 => "F64",
-            DType::I64 => "I64",
-            DType::U8 => "U8",
-            _ => "F32",
-        };
-        header.insert(
-            name.clone(),
-            serde_json::json!({"dtype": dtype, "shape": tensor.dims(), "data_offsets": [start, data.len()]}),
-        );
-    }
-    let mut text = Value::Object(header).to_string().into_bytes();
-    text.resize(text.len().next_multiple_of(8), b' ');
-    let mut out = Vec::with_capacity(8 + text.len() + data.len());
-    out.extend((text.len() as u64).to_le_bytes());
-    out.extend(text);
-    out.extend(data);
+    let size = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
+    let mut out = Vec::with_capacity(tensors.values().map(|t| size(t) + 256).sum());
+    write_tensors(&mut out, tensors, metadata).map_err(|error| EngineError::io("(memory)", error))?;
     Ok(out)
 }
 

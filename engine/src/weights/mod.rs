@@ -1,4 +1,4 @@
-//! Where a model's tensors come from: files, or fresh random numbers.
+//! Where a model's tensors come from: files, or fresh random numbers; and how they are written into files.
 //!
 //! A model asks by name and shape; whatever does not fit is an error that names the file, the tensor, and what was
 //! expected. Models never see files, dtypes on disk, or other people's names.
@@ -13,9 +13,11 @@ mod safetensors;
 mod streamed;
 #[cfg(test)]
 mod tests;
+mod write;
 
 pub use init::Init;
 pub use streamed::Streamed;
+pub use write::{Layout, write_tensors};
 
 use crate::error::{EngineError, Result};
 use crate::nn::Weight;
@@ -148,7 +150,11 @@ impl Index {
         }
     }
 
-    fn read(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
+    /// Reads a tensor as `dtype`; what is quantised is unpacked.
+    ///
+    /// # Errors
+    /// When there is none of this name, or its file cannot be read.
+    pub fn read(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
         let entry = self.entries.get(name).ok_or_else(|| self.missing(name))?;
         #[cfg(test)]
         if self.files.is_empty() {
@@ -277,8 +283,8 @@ struct Inner {
     device: Device,
     trainable: bool,
     vars: Mutex<BTreeMap<String, Var>>,
-    #[cfg(test)]
-    recorded: Option<Mutex<std::collections::BTreeSet<String>>>,
+    /// Names that were asked for.
+    asked: Mutex<BTreeSet<String>>,
 }
 
 /// A place in the tree of a model's tensors.
@@ -331,8 +337,7 @@ impl Weights {
             device: device.clone(),
             trainable,
             vars: Mutex::default(),
-            #[cfg(test)]
-            recorded: None,
+            asked: Mutex::default(),
         };
         Self {
             inner: Arc::new(inner),
@@ -563,31 +568,14 @@ impl Weights {
         &self.inner.device
     }
 
-    /// The same, noting every name that is asked for.
-    #[cfg(test)]
-    pub(crate) fn recording(self) -> Self {
-        let mut inner = Arc::into_inner(self.inner).unwrap();
-        inner.recorded = Some(Mutex::default());
-        Self {
-            inner: Arc::new(inner),
-            prefix: self.prefix,
-            packing: self.packing,
-            streaming: self.streaming,
-        }
-    }
-
-    /// Names asked for, sorted.
-    #[cfg(test)]
-    pub(crate) fn recorded(&self) -> Vec<String> {
-        self.inner
-            .recorded
-            .as_ref()
-            .unwrap()
-            .lock()
-            .unwrap()
-            .iter()
-            .cloned()
-            .collect()
+    /// The tensors of its files that were asked for so far: those that a model is made of. None for fresh ones.
+    #[must_use]
+    pub fn asked_for(&self) -> Option<Index> {
+        let Source::Files(index) = &self.inner.source else {
+            return None;
+        };
+        let asked = self.inner.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        Some(index.renamed(|name, shape| asked.contains(name).then(|| (name.to_owned(), shape.to_vec()))))
     }
 
     /// An error about the config that these weights belong to.
@@ -600,12 +588,9 @@ impl Weights {
         EngineError::model_config(self.path(), format!("{place}{message}"))
     }
 
-    #[cfg_attr(not(test), allow(clippy::unused_self))]
-    fn note(&self, _name: &str) {
-        #[cfg(test)]
-        if let Some(recorded) = &self.inner.recorded {
-            recorded.lock().unwrap().insert(_name.to_owned());
-        }
+    fn note(&self, name: &str) {
+        let mut asked = self.inner.asked.lock().unwrap_or_else(PoisonError::into_inner);
+        asked.insert(name.to_owned());
     }
 
     fn full_name(&self, name: &str) -> String {

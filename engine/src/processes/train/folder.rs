@@ -213,10 +213,7 @@ fn lock(folder: &Path, cx: &mut Context<'_>) -> Result<Arc<File>> {
 
 /// A file error as the engine's.
 pub(super) fn fs_error(error: FsError) -> EngineError {
-    match error {
-        FsError::DiskFull { path, .. } => EngineError::DiskFull { path },
-        FsError::Io { path, source, .. } => EngineError::Io { path, source },
-    }
+    error.into()
 }
 
 /// A checkpoint error as the engine's.

@@ -1,0 +1,226 @@
+//! Writes safetensors files, one tensor at a time.
+//!
+//! The header says where every tensor lies before the first of them is at hand, so a model of gigabytes is written with one
+//! tensor converted. Metadata and tensors stand in the order of their names, so that equal content is equal bytes (the
+//! `safetensors` crate writes metadata in a random order).
+
+use crate::error::{EngineError, Result};
+use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::io::{self, Write};
+
+/// Numbers that are put in bytes at a time.
+const FEW: usize = 16 << 10;
+
+/// Of which tensors a file consists, and its metadata.
+#[derive(Clone, Debug, Default)]
+pub struct Layout {
+    metadata: BTreeMap<String, String>,
+    tensors: BTreeMap<String, (DType, Vec<usize>)>,
+}
+
+impl Layout {
+    /// A file with this metadata and no tensor yet.
+    #[must_use]
+    pub fn new(metadata: BTreeMap<String, String>) -> Self {
+        Self {
+            metadata,
+            tensors: BTreeMap::new(),
+        }
+    }
+
+    /// Adds a tensor. The answer is whether there was none of this name yet.
+    pub fn add(&mut self, name: impl Into<String>, dtype: DType, shape: impl Into<Vec<usize>>) -> bool {
+        self.tensors.insert(name.into(), (dtype, shape.into())).is_none()
+    }
+
+    /// Writes the file. `tensor` is asked for each tensor by its name, in their order, and gives it on any device.
+    ///
+    /// # Errors
+    /// What `out` says; an [`EngineError`] as [`io::Error::other`] when `tensor` fails, gives another type or shape than
+    /// was added, or when the type is one that is never saved. [`EngineError::io`] gives it back.
+    pub fn write(&self, out: &mut dyn Write, mut tensor: impl FnMut(&str) -> Result<Tensor>) -> io::Result<()> {
+        let header = self.header().map_err(io::Error::other)?;
+        out.write_all(&(header.len() as u64).to_le_bytes())?;
+        out.write_all(&header)?;
+        for (name, (dtype, shape)) in &self.tensors {
+            let tensor = tensor(name).map_err(io::Error::other)?;
+            if tensor.dtype() != *dtype || tensor.dims() != shape {
+                return Err(io::Error::other(EngineError::Internal(format!(
+                    "`{name}` was to be saved as {dtype:?} {shape:?} and is {:?} {:?}",
+                    tensor.dtype(),
+                    tensor.dims()
+                ))));
+            }
+            write_numbers(out, &tensor)?;
+        }
+        Ok(())
+    }
+
+    /// JSON, with blanks up to a multiple of 8 bytes.
+    fn header(&self) -> Result<Vec<u8>> {
+        let mut header = serde_json::Map::new();
+        if !self.metadata.is_empty() {
+            let pairs = self.metadata.iter();
+            let pairs = pairs.map(|(key, value)| (key.clone(), Value::String(value.clone())));
+            header.insert("__metadata__".into(), Value::Object(pairs.collect()));
+        }
+        let mut start = 0;
+        for (name, (dtype, shape)) in &self.tensors {
+            let end = start + shape.iter().product::<usize>() * dtype.size_in_bytes();
+            let place = json!({"dtype": type_name(*dtype)?, "shape": shape, "data_offsets": [start, end]});
+            header.insert(name.clone(), place);
+            start = end;
+        }
+        let mut text = Value::Object(header).to_string().into_bytes();
+        text.resize(text.len().next_multiple_of(8), b' ');
+        Ok(text)
+    }
+}
+
+/// Writes tensors as a safetensors file; only one is on the processor at a time.
+///
+/// # Errors
+/// As [`Layout::write`].
+pub fn write_tensors(
+    out: &mut dyn Write,
+    tensors: &BTreeMap<String, Tensor>,
+    metadata: &BTreeMap<String, String>,
+) -> io::Result<()> {
+    let mut layout = Layout::new(metadata.clone());
+    for (name, tensor) in tensors {
+        layout.add(name, tensor.dtype(), tensor.dims());
+    }
+    layout.write(out, |name| {
+        let tensor = tensors.get(name).cloned();
+        tensor.ok_or_else(|| EngineError::Internal(format!("`{name}` is gone")))
+    })
+}
+
+fn type_name(dtype: DType) -> Result<&'static str> {
+    Ok(match dtype {
+        DType::F16 => "F16",
+        DType::BF16 => "BF16",
+        DType::F32 => "F32",
+        DType::F64 => "F64",
+        DType::I64 => "I64",
+        DType::U8 => "U8",
+        other => {
+            return Err(EngineError::Internal(format!(
+                "tensors of type {other:?} cannot be saved"
+            )));
+        }
+    })
+}
+
+/// The numbers of a tensor, little-endian.
+fn write_numbers(out: &mut dyn Write, tensor: &Tensor) -> io::Result<()> {
+    let fail = |error: candle_core::Error| io::Error::other(EngineError::Tensor(error));
+    let tensor = tensor.detach().to_device(&Device::Cpu).map_err(fail)?;
+    let tensor = tensor.contiguous().map_err(fail)?;
+    let (storage, layout) = tensor.storage_and_layout();
+    let (Storage::Cpu(storage), Some((from, to))) = (&*storage, layout.contiguous_offsets()) else {
+        return Err(internal("a tensor on the processor is not there in one piece"));
+    };
+    match storage {
+        CpuStorage::U8(all) => out.write_all(part(all, from, to)?),
+        CpuStorage::I64(all) => in_pieces(out, part(all, from, to)?, |n| n.to_le_bytes()),
+        CpuStorage::BF16(all) => in_pieces(out, part(all, from, to)?, |n| n.to_le_bytes()),
+        CpuStorage::F16(all) => in_pieces(out, part(all, from, to)?, |n| n.to_le_bytes()),
+        CpuStorage::F32(all) => in_pieces(out, part(all, from, to)?, |n| n.to_le_bytes()),
+        CpuStorage::F64(all) => in_pieces(out, part(all, from, to)?, |n| n.to_le_bytes()),
+        _ => Err(internal("this type of tensor cannot be saved")),
+    }
+}
+
+fn internal(what: &str) -> io::Error {
+    io::Error::other(EngineError::Internal(what.to_owned()))
+}
+
+fn part<T>(all: &[T], from: usize, to: usize) -> io::Result<&[T]> {
+    all.get(from..to)
+        .ok_or_else(|| internal("a tensor is longer than what it is kept in"))
+}
+
+/// Through one small buffer, whatever the length.
+fn in_pieces<T: Copy, const N: usize>(
+    out: &mut dyn Write,
+    numbers: &[T],
+    bytes: impl Fn(T) -> [u8; N],
+) -> io::Result<()> {
+    let mut buffer = vec![0; numbers.len().min(FEW) * N];
+    for piece in numbers.chunks(FEW) {
+        for (place, number) in buffer.chunks_exact_mut(N).zip(piece) {
+            place.copy_from_slice(&bytes(*number));
+        }
+        out.write_all(&buffer[..piece.len() * N])?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::IndexOp;
+
+    fn of(tensors: &[(&str, Tensor)]) -> BTreeMap<String, Tensor> {
+        tensors.iter().map(|(n, t)| ((*n).to_owned(), t.clone())).collect()
+    }
+
+    fn counted(count: usize) -> Tensor {
+        Tensor::arange(0f32, count as f32, &Device::Cpu).unwrap()
+    }
+
+    #[test]
+    fn what_is_written_is_what_the_crate_reads() {
+        let long = counted(2 * FEW + 5);
+        let table = counted(24).reshape((4, 6)).unwrap();
+        let tensors = of(&[
+            ("a.long", long.clone()),
+            ("b.view", table.i((1..3, 2..5)).unwrap()),
+            ("c.turned", table.t().unwrap()),
+            ("d.f16", table.to_dtype(DType::F16).unwrap()),
+            ("e.bf16", long.to_dtype(DType::BF16).unwrap()),
+            ("f.f64", table.to_dtype(DType::F64).unwrap()),
+            ("g.i64", table.to_dtype(DType::I64).unwrap()),
+            ("h.u8", table.to_dtype(DType::U8).unwrap()),
+            ("i.empty", Tensor::zeros((0, 3), DType::F32, &Device::Cpu).unwrap()),
+            ("j.number", Tensor::new(1.5f32, &Device::Cpu).unwrap()),
+        ]);
+        let metadata = BTreeMap::from([("z".to_owned(), "1".to_owned()), ("b \"q\"".to_owned(), "é".to_owned())]);
+        let mut bytes = Vec::new();
+        write_tensors(&mut bytes, &tensors, &metadata).unwrap();
+        let (header, _) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+        assert_eq!(header % 8, 0);
+        let read = candle_core::safetensors::load_buffer(&bytes, &Device::Cpu).unwrap();
+        assert_eq!(read.len(), tensors.len());
+        for (name, tensor) in &tensors {
+            let read = &read[name];
+            assert_eq!((read.dtype(), read.dims()), (tensor.dtype(), tensor.dims()), "{name}");
+            let numbers = |t: &Tensor| {
+                let flat = t.flatten_all().unwrap().to_dtype(DType::F64).unwrap();
+                flat.to_vec1::<f64>().unwrap()
+            };
+            assert_eq!(numbers(read), numbers(tensor), "{name}");
+        }
+        let mut again = Vec::new();
+        write_tensors(&mut again, &tensors, &metadata).unwrap();
+        assert_eq!(bytes, again);
+    }
+
+    #[test]
+    fn an_error_of_the_engine_passes_through_and_is_had_back() {
+        let mut layout = Layout::default();
+        assert!(layout.add("w", DType::F32, [2]));
+        assert!(!layout.add("w", DType::F32, [3]), "there is one already");
+        let error = layout.write(&mut Vec::new(), |_| Ok(counted(2))).unwrap_err();
+        assert!(error.to_string().contains("`w` was to be saved as F32 [3]"), "{error}");
+        let error = layout.write(&mut Vec::new(), |_| Err(EngineError::bad_input("no such weight")));
+        let error = EngineError::io("x.safetensors", error.unwrap_err());
+        assert!(matches!(&error, EngineError::BadInput(text) if text == "no such weight"), "{error:?}");
+        let mut odd = Layout::default();
+        odd.add("ids", DType::U32, [2]);
+        assert!(odd.write(&mut Vec::new(), |_| Ok(counted(2))).is_err());
+    }
+}
