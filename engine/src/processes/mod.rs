@@ -133,7 +133,7 @@ impl Context<'_> {
     /// memory is treated as the profile wants.
     ///
     /// # Errors
-    /// As [`SdModel::load`] and [`LoadOptions::vae`].
+    /// As [`SdModel::load`] and [`SdModel::replace_vae`].
     fn load_model(&mut self, config: &ModelConfig, compute: &Compute) -> Result<Loaded> {
         let options = LoadOptions::of_job(config, self.spec.profile, compute.dtype, compute.device.clone());
         FreePages::GivenBack.set();
@@ -159,7 +159,7 @@ impl Context<'_> {
         let vae_path = match &config.vae_path {
             Some(vae) => {
                 let path = self.local(vae);
-                model.vae = options.vae(&path)?;
+                model.replace_vae(&path, &options)?;
                 path
             }
             None => path,

@@ -218,7 +218,10 @@ mod tests {
         assert!(error.to_string().contains("`w` was to be saved as F32 [3]"), "{error}");
         let error = layout.write(&mut Vec::new(), |_| Err(EngineError::bad_input("no such weight")));
         let error = EngineError::io("x.safetensors", error.unwrap_err());
-        assert!(matches!(&error, EngineError::BadInput(text) if text == "no such weight"), "{error:?}");
+        assert!(
+            matches!(&error, EngineError::BadInput(text) if text == "no such weight"),
+            "{error:?}"
+        );
         let mut odd = Layout::default();
         odd.add("ids", DType::U32, [2]);
         assert!(odd.write(&mut Vec::new(), |_| Ok(counted(2))).is_err());

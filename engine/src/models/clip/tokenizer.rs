@@ -9,6 +9,7 @@ use super::special::Special;
 use crate::error::{EngineError, Result};
 use crate::models::config;
 use candle_core::{Device, Tensor};
+use serde_json::{Value, json};
 use std::path::Path;
 use tokenizers::models::bpe::{BPE, BpeBuilder, Vocab};
 use tokenizers::normalizers::{Lowercase, NFC, Replace, Sequence, replace::ReplacePattern};
@@ -18,6 +19,10 @@ use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
 use tokenizers::{AddedToken, SplitDelimiterBehavior, Tokenizer};
 
 const PATTERN: &str = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+";
+
+/// What a prompt begins with, and ends.
+const START: &str = "<|startoftext|>";
+const END: &str = "<|endoftext|>";
 
 /// The merges of OpenAI's CLIP: `data/README.md` says where they come from.
 const OPENAI_MERGES: &str = include_str!("../../../data/clip_merges.txt");
@@ -68,33 +73,19 @@ impl ClipTokenizer {
     /// When the tokenizer cannot be built.
     pub fn openai() -> Result<Self> {
         let wrong = |e: &dyn std::fmt::Display| EngineError::Internal(format!("the built-in tokenizer: {e}"));
-        let merges: Vec<(String, String)> = OPENAI_MERGES
-            .lines()
-            .filter_map(|line| line.split_once(' '))
-            .map(|(a, b)| (a.to_owned(), b.to_owned()))
-            .collect();
-        let alphabet = alphabet();
-        let ends = alphabet.iter().map(|c| format!("{c}</w>"));
-        let joined = merges.iter().map(|(a, b)| format!("{a}{b}"));
-        let special = ["<|startoftext|>", "<|endoftext|>"].map(str::to_owned);
-        let names = alphabet
-            .iter()
-            .map(char::to_string)
-            .chain(ends)
-            .chain(joined)
-            .chain(special);
-        let vocab: Vocab = names.zip(0u32..).collect();
+        let vocab: Vocab = openai_vocabulary().into_iter().zip(0u32..).collect();
         let id = |name: &str| {
             vocab
                 .get(name)
                 .copied()
                 .ok_or_else(|| wrong(&format!("it has no {name}")))
         };
-        let (bos, eos) = (id("<|startoftext|>")?, id("<|endoftext|>")?);
+        let (bos, eos) = (id(START)?, id(END)?);
+        let merges = openai_merges().map(|(a, b)| (a.to_owned(), b.to_owned())).collect();
         let bpe = BPE::builder().vocab_and_merges(vocab, merges);
         let mut tokenizer = from_vocabulary(bpe).map_err(|e| wrong(&e))?;
         let special = |text: &str| AddedToken::from(text, true).normalized(false);
-        tokenizer.add_special_tokens(&[special("<|startoftext|>"), special("<|endoftext|>")]);
+        tokenizer.add_special_tokens(&[special(START), special(END)]);
         Ok(Self {
             tokenizer,
             bos,
@@ -102,6 +93,26 @@ impl ClipTokenizer {
             pad: eos,
             max_length: 77,
         })
+    }
+
+    /// The files of a `tokenizer/` folder that is [`Self::openai`]: names and texts.
+    #[must_use]
+    pub fn openai_files() -> [(&'static str, String); 4] {
+        let ids = openai_vocabulary().into_iter().zip(0u32..);
+        let vocabulary: serde_json::Map<_, _> = ids.map(|(name, id)| (name, id.into())).collect();
+        let roles = json!({"bos_token": START, "eos_token": END, "pad_token": END, "unk_token": END});
+        let mut settings = roles.clone();
+        settings["add_prefix_space"] = false.into();
+        settings["do_lower_case"] = true.into();
+        settings["errors"] = "replace".into();
+        settings["model_max_length"] = 77.into();
+        settings["tokenizer_class"] = "CLIPTokenizer".into();
+        [
+            ("vocab.json", Value::Object(vocabulary).to_string()),
+            ("merges.txt", format!("#version: 0.2\n{OPENAI_MERGES}")),
+            ("special_tokens_map.json", format!("{roles:#}\n")),
+            ("tokenizer_config.json", format!("{settings:#}\n")),
+        ]
     }
 
     /// Ids of a prompt without the special tokens at both ends, uncut.
@@ -146,6 +157,20 @@ impl ClipTokenizer {
     pub fn max_length(&self) -> usize {
         self.max_length
     }
+}
+
+fn openai_merges() -> impl Iterator<Item = (&'static str, &'static str)> {
+    OPENAI_MERGES.lines().filter_map(|line| line.split_once(' '))
+}
+
+/// The tokens of OpenAI's CLIP in the order of their ids.
+fn openai_vocabulary() -> Vec<String> {
+    let alphabet = alphabet();
+    let ends = alphabet.iter().map(|c| format!("{c}</w>"));
+    let joined = openai_merges().map(|(a, b)| format!("{a}{b}"));
+    let special = [START, END].map(str::to_owned);
+    let all = alphabet.iter().map(char::to_string).chain(ends);
+    all.chain(joined).chain(special).collect()
 }
 
 /// Bytes as CLIP writes them: printable ones as they are, the others as the letters from U+0100 on; printable ones first.

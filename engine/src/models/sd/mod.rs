@@ -1,15 +1,24 @@
 //! Stable Diffusion 1.x: tokenizer, text encoder, U-Net, autoencoder and the settings of its sampler.
 //!
 //! From a diffusers folder, or from a single-file checkpoint in the layout of the first release (`ldm`). Weights that are
-//! quantised in their files stay so.
+//! quantised in their files stay so. A model that was trained is written whole in either form (`save`).
 
 mod ldm;
+mod meta;
+mod save;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod save_tests;
+mod source;
+mod stock;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod stored_tests;
 
 #[cfg(test)]
 pub(super) use ldm::split as split_checkpoint;
+pub use save::{FullModel, META_FILE};
+pub use source::SdSource;
 
 use crate::error::{EngineError, Result};
 use crate::models::clip::{ClipTextConfig, ClipTextModel, ClipTokenizer};
@@ -23,7 +32,9 @@ use aitk_common::plan::choices::Choices;
 use aitk_common::plan::profile::MemoryProfile;
 use candle_core::{DType, Device};
 use serde_json::{Value, json};
+use source::{Component, Part, SmallFiles};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// How to load a model.
 #[derive(Clone, Debug)]
@@ -78,17 +89,6 @@ impl LoadOptions {
             text_encoder_packing: packing(model.text_encoder_quantization(), &exclude),
             choices: Choices::of(profile).and(model.memory_choices()),
         }
-    }
-}
-
-impl LoadOptions {
-    /// Another VAE instead of the model's own.
-    ///
-    /// # Errors
-    /// As [`AutoencoderKl::open`].
-    pub fn vae(&self, folder: &Path) -> Result<AutoencoderKl> {
-        let vae = AutoencoderKl::open_streamed(folder, self.dtype, &self.device, self.choices.vae_streamed)?;
-        Ok(vae.tiled(self.choices.vae_tiled))
     }
 }
 
@@ -162,6 +162,8 @@ pub struct SdModel {
     pub guidance_in_turn: bool,
     /// Parts whose files hold quantised weights, and of which kinds.
     pub quantised_in_file: Vec<(&'static str, Vec<&'static str>)>,
+    /// What it was loaded from, to write it whole.
+    pub source: Arc<SdSource>,
 }
 
 impl SdModel {
@@ -208,24 +210,27 @@ impl SdModel {
         let vae = open("vae")?.renamed(|name, shape| Some((vae::modern_name(name), shape.to_vec())));
         let tokenizer = ClipTokenizer::open(&folder.join("tokenizer"))?;
         let unet = ldm::unet_alone(open("unet")?);
-        Self::build(parts, tokenizer, [open("text_encoder")?, unet, vae], options)
+        let base = (folder, SmallFiles::open(folder)?);
+        Self::build(base, parts, tokenizer, [open("text_encoder")?, unet, vae], options)
     }
 
     fn load_checkpoint(file: &Path, options: &LoadOptions) -> Result<Self> {
         let index = Index::open(file)?;
-        let parts = match &options.config_folder {
-            Some(folder) => SdConfig::open(folder)?,
-            None => SdConfig::default(),
+        let (parts, mut small) = match &options.config_folder {
+            Some(folder) => (SdConfig::open(folder)?, SmallFiles::open(folder)?),
+            None => (SdConfig::default(), SmallFiles::stock()),
         };
         let components = ldm::split(&index, &parts)?;
-        let tokenizer = match tokenizer_folder(file, options) {
-            Some(folder) => ClipTokenizer::open(&folder)?,
+        small.tokenizer = tokenizer_folder(file, options);
+        let tokenizer = match &small.tokenizer {
+            Some(folder) => ClipTokenizer::open(folder)?,
             None => ClipTokenizer::openai()?,
         };
-        Self::build(parts, tokenizer, components, options)
+        Self::build((file, small), parts, tokenizer, components, options)
     }
 
     fn build(
+        (path, small): (&Path, SmallFiles),
         parts: SdConfig,
         tokenizer: ClipTokenizer,
         [text_encoder, unet, vae]: [Index; 3],
@@ -241,17 +246,19 @@ impl SdModel {
         let quantised = [("text encoder", &text_encoder), ("U-Net", &unet), ("VAE", &vae)]
             .map(|(part, index)| (part, index.quantised().into_iter().collect::<Vec<_>>()));
         let positions = parts.text_encoder.max_position_embeddings;
+        let text_weights = weights(text_encoder, choices.text_streamed).packed(options.text_encoder_packing.clone());
+        let unet_weights = weights(unet, choices.denoiser_streamed).packed(unet_packing);
+        let vae_weights = weights(vae, choices.vae_streamed);
         let model = Self {
             tokenizer: tokenizer.at_most(positions),
-            text_encoder: ClipTextModel::new(
-                &weights(text_encoder, choices.text_streamed).packed(options.text_encoder_packing.clone()),
-                &parts.text_encoder,
-            )?,
-            unet: UNet2DConditionModel::new(
-                &weights(unet, choices.denoiser_streamed).packed(unet_packing),
-                &parts.unet,
-            )?,
-            vae: AutoencoderKl::new(&weights(vae, choices.vae_streamed), &parts.vae)?.tiled(choices.vae_tiled),
+            text_encoder: ClipTextModel::new(&text_weights, &parts.text_encoder)?,
+            unet: UNet2DConditionModel::new(&unet_weights, &parts.unet)?,
+            vae: AutoencoderKl::new(&vae_weights, &parts.vae)?.tiled(choices.vae_tiled),
+            source: Arc::new(SdSource::new(
+                path,
+                small,
+                [&text_weights, &unet_weights, &vae_weights],
+            )?),
             scheduler_config: parts.scheduler,
             guidance_in_turn: choices.guidance_in_turn,
             quantised_in_file: quantised.into_iter().filter(|(_, kinds)| !kinds.is_empty()).collect(),
@@ -275,6 +282,20 @@ impl SdModel {
             )));
         }
         Ok(model)
+    }
+
+    /// Takes another VAE instead of the model's own: that of a diffusers `vae/` folder, or of a model folder that has one.
+    ///
+    /// # Errors
+    /// As [`AutoencoderKl::open`].
+    pub fn replace_vae(&mut self, folder: &Path, options: &LoadOptions) -> Result<()> {
+        let (settings, index) = vae::files(folder)?;
+        let weights = Weights::from_index(index, options.dtype, &options.device).streamed(options.choices.vae_streamed);
+        let vae = AutoencoderKl::new(&weights, &config::read(&settings)?)?.tiled(options.choices.vae_tiled);
+        let config = std::fs::read_to_string(&settings).map_err(|e| EngineError::io(&settings, e))?;
+        Arc::make_mut(&mut self.source).replace_vae(Component::new(Part::Vae, &weights, config)?);
+        self.vae = vae;
+        Ok(())
     }
 
     /// Pixels per latent, along each axis: 8 for SD 1.x.

@@ -13,7 +13,7 @@ use crate::weights::{Index, Weights};
 use candle_core::{DType, Device, Tensor};
 use coder::{Decoder, Encoder};
 use serde::Deserialize;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use tiles::Tiling;
 
 /// `vae/config.json`. Absent keys have the values of SD 1.x.
@@ -173,23 +173,8 @@ impl AutoencoderKl {
     /// # Errors
     /// As [`Self::new`], or when files are missing.
     pub fn open(folder: &Path, dtype: DType, device: &Device) -> Result<Self> {
-        Self::open_streamed(folder, dtype, device, 0.0)
-    }
-
-    /// The same, of which this share of the layers stays in its files.
-    ///
-    /// # Errors
-    /// As [`Self::open`].
-    pub fn open_streamed(folder: &Path, dtype: DType, device: &Device, share: f64) -> Result<Self> {
-        let inner = folder.join("vae");
-        let folder = if inner.join("config.json").is_file() {
-            &inner
-        } else {
-            folder
-        };
-        let settings = config::read(&folder.join("config.json"))?;
-        let index = Index::open(folder)?.renamed(|name, shape| Some((modern_name(name), shape.to_vec())));
-        Self::new(&Weights::from_index(index, dtype, device).streamed(share), &settings)
+        let (settings, index) = files(folder)?;
+        Self::new(&Weights::from_index(index, dtype, device), &config::read(&settings)?)
     }
 
     /// What it was built from.
@@ -247,6 +232,17 @@ impl AutoencoderKl {
         };
         self.decoder.forward(&x)
     }
+}
+
+/// The config of a diffusers `vae/` folder (or of a model folder that has one), and its tensors under the names of today.
+pub(crate) fn files(folder: &Path) -> Result<(PathBuf, Index)> {
+    let inner = folder.join("vae");
+    let folder = match inner.join("config.json").is_file() {
+        true => &inner,
+        false => folder,
+    };
+    let index = Index::open(folder)?.renamed(|name, shape| Some((modern_name(name), shape.to_vec())));
+    Ok((folder.join("config.json"), index))
 }
 
 /// Folders written before diffusers 0.15 (SD 1.5's own among them) name the attention's layers differently.

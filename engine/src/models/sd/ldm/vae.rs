@@ -1,0 +1,97 @@
+//! The names of an autoencoder's tensors, those of the first release and diffusers', into each other.
+//!
+//! The first release counts the decoder's levels from the picture, diffusers in the order they run.
+
+/// The attention in the middle: the old name of a layer, and the new one.
+const ATTENTION: [(&str, &str); 5] = [
+    ("norm", "group_norm"),
+    ("q", "to_q"),
+    ("k", "to_k"),
+    ("v", "to_v"),
+    ("proj_out", "to_out.0"),
+];
+
+/// diffusers' name of a tensor, in a model with so many levels.
+pub(super) fn new_name(name: &str, levels: usize) -> Option<String> {
+    let parts: Vec<&str> = name.split('.').collect();
+    let (half, rest) = (*parts.first()?, parts.get(1..)?);
+    if matches!(half, "quant_conv" | "post_quant_conv") {
+        return Some(name.to_owned());
+    }
+    if !matches!(half, "encoder" | "decoder") {
+        return None;
+    }
+    let tail = |from: usize| rest.get(from..).map(|rest| rest.join(".")).unwrap_or_default();
+    let place = match rest {
+        ["conv_in" | "conv_out", ..] => tail(0),
+        ["norm_out", ..] => format!("conv_norm_out.{}", tail(1)),
+        ["mid", "block_1", ..] => format!("mid_block.resnets.0.{}", tail(2)),
+        ["mid", "block_2", ..] => format!("mid_block.resnets.1.{}", tail(2)),
+        ["mid", "attn_1", layer, ..] => {
+            let (_, layer) = ATTENTION.iter().find(|(old, _)| old == layer)?;
+            format!("mid_block.attentions.0.{layer}.{}", tail(3))
+        }
+        [side @ ("down" | "up"), level, kind, ..] => {
+            let level = other_level(side, level, levels)?;
+            match *kind {
+                "block" => format!(
+                    "{side}_blocks.{level}.resnets.{}",
+                    tail(3).replace("nin_shortcut", "conv_shortcut")
+                ),
+                "downsample" | "upsample" => format!("{side}_blocks.{level}.{kind}rs.0.{}", tail(3)),
+                _ => return None,
+            }
+        }
+        _ => return None,
+    };
+    Some(format!("{half}.{place}"))
+}
+
+/// The first release's name of a tensor, in a model with so many levels.
+pub(super) fn old_name(name: &str, levels: usize) -> Option<String> {
+    let parts: Vec<&str> = name.split('.').collect();
+    let (half, rest) = (*parts.first()?, parts.get(1..)?);
+    if matches!(half, "quant_conv" | "post_quant_conv") {
+        return Some(name.to_owned());
+    }
+    if !matches!(half, "encoder" | "decoder") {
+        return None;
+    }
+    let tail = |from: usize| rest.get(from..).map(|rest| rest.join(".")).unwrap_or_default();
+    let place = match rest {
+        ["conv_in" | "conv_out", ..] => tail(0),
+        ["conv_norm_out", ..] => format!("norm_out.{}", tail(1)),
+        ["mid_block", "resnets", "0", ..] => format!("mid.block_1.{}", tail(3)),
+        ["mid_block", "resnets", "1", ..] => format!("mid.block_2.{}", tail(3)),
+        ["mid_block", "attentions", "0", ..] => {
+            let layer = tail(3);
+            let (old, new) = ATTENTION.iter().find(|(_, new)| layer.starts_with(new))?;
+            format!("mid.attn_1.{old}{}", &layer[new.len()..])
+        }
+        [side @ ("down_blocks" | "up_blocks"), level, kind, ..] => {
+            let side = side.trim_end_matches("_blocks");
+            let level = other_level(side, level, levels)?;
+            match *kind {
+                "resnets" => format!(
+                    "{side}.{level}.block.{}",
+                    tail(3).replace("conv_shortcut", "nin_shortcut")
+                ),
+                "downsamplers" | "upsamplers" => {
+                    format!("{side}.{level}.{}.{}", kind.trim_end_matches("rs"), tail(4))
+                }
+                _ => return None,
+            }
+        }
+        _ => return None,
+    };
+    Some(format!("{half}.{place}"))
+}
+
+/// The same level as the other one counts it.
+fn other_level(side: &str, level: &str, levels: usize) -> Option<usize> {
+    let level: usize = level.parse().ok()?;
+    match side {
+        "up" => levels.checked_sub(level + 1),
+        _ => Some(level),
+    }
+}
