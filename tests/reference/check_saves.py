@@ -1,8 +1,74 @@
-"""Loads whole models that the engine saved with diffusers, and compares every tensor with the base model's.
+"""Whole models that the engine saved, loaded by diffusers: every number is the base model's, or what it was trained to.
 
     AITK_KEEP_SAVES=FOLDER cargo test -p aitk-engine --lib a_folder_is_saved
     python tests/reference/check_saves.py FOLDER
 
-Of each base model there is `folder` (diffusers) and, where its layout allows, `file.safetensors` (the first release's). The
-test changed `x` to `x / 2 + (its place % 100) / 1000` in some tensors; all others are the base's.
+Without a folder there is nothing to check. For each base model there is `folder` (diffusers' layout) and, where it has names for
+the model, `file.safetensors` (the first release's layout). The engine's test (`engine/src/models/sd/save_tests.rs`) changed some
+tensors by the rule of `trained`.
 """
+import pathlib
+import sys
+
+import numpy as np
+import torch
+from diffusers import StableDiffusionPipeline
+from tiny_sd import FIXTURES
+
+BASES = ["tiny_sd", "odd_models/old", "odd_models/distilled", "odd_models/sharded"]
+NO_FILE = ["odd_models/sharded"]
+
+
+def numbers(pipe):
+    """Part and name of every tensor; the text encoder's without the prefix that transformers had up to version 4."""
+    out = {}
+    for part in ("text_encoder", "unet", "vae"):
+        for name, value in getattr(pipe, part).state_dict().items():
+            if not name.endswith("position_ids"):
+                out[f"{part}.{name.removeprefix('text_model.')}"] = value.float().numpy()
+    return out
+
+
+def trained(name, value):
+    if name.startswith("vae.") or not (name.endswith("conv1.weight") or "layers.0." in name):
+        return value
+    steps = (np.arange(value.size) % 100).astype(np.float32).reshape(value.shape)
+    return value * np.float32(0.5) + np.float32(0.001) * steps
+
+
+def draw(pipe):
+    pipe.set_progress_bar_config(disable=True)
+    generator = torch.Generator("cpu").manual_seed(5)
+    return np.array(pipe("a red circle", num_inference_steps=3, width=64, height=64, generator=generator).images[0])
+
+
+def main():
+    if len(sys.argv) < 2:
+        print("no folder of saves is given: nothing is checked")
+        return
+    place = pathlib.Path(sys.argv[1])
+    bare = {"torch_dtype": torch.float32, "safety_checker": None, "feature_extractor": None}
+    for name in BASES:
+        variant = {"variant": "fp16"} if name.endswith("distilled") else {}
+        base = StableDiffusionPipeline.from_pretrained(FIXTURES / name, requires_safety_checker=False, **bare, **variant)
+        wanted = {key: trained(key, value) for key, value in numbers(base).items()}
+        folder = place / name / "folder"
+        # As users do it: nothing is said about a safety checker.
+        loaded = {"folder": StableDiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)}
+        if name not in NO_FILE:
+            file = place / name / "file.safetensors"
+            loaded["file"] = StableDiffusionPipeline.from_single_file(file, config=str(folder), local_files_only=True, **bare)
+        pictures = {}
+        for form, pipe in loaded.items():
+            found = numbers(pipe)
+            assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+            for key, value in wanted.items():
+                assert found[key].shape == value.shape and (found[key] == value).all(), (name, form, key)
+            changed = sum((value != before).any() for value, before in zip(wanted.values(), numbers(base).values()))
+            pictures[form] = draw(pipe)
+            print(f"{name} {form}: {len(found)} tensors are equal, {changed} of them trained")
+        assert all((picture == pictures["folder"]).all() for picture in pictures.values())
+
+
+if __name__ == "__main__":
+    main()
