@@ -210,6 +210,26 @@ mod tests {
     }
 
     #[test]
+    fn the_header_is_this() {
+        let tensors = of(&[
+            ("b", counted(2).to_dtype(DType::BF16).unwrap()),
+            ("a.weight", counted(2).reshape((1, 2)).unwrap()),
+        ]);
+        let metadata = BTreeMap::from([("y".to_owned(), "1".to_owned()), ("x".to_owned(), "2".to_owned())]);
+        let mut bytes = Vec::new();
+        write_tensors(&mut bytes, &tensors, &metadata).unwrap();
+        let header = concat!(
+            r#"{"__metadata__":{"x":"2","y":"1"},"#,
+            r#""a.weight":{"dtype":"F32","shape":[1,2],"data_offsets":[0,8]},"#,
+            r#""b":{"dtype":"BF16","shape":[2],"data_offsets":[8,12]}}"#,
+        );
+        let mut wanted = (header.len().next_multiple_of(8) as u64).to_le_bytes().to_vec();
+        wanted.extend(format!("{header:<width$}", width = header.len().next_multiple_of(8)).into_bytes());
+        wanted.extend([0, 0, 0, 0, 0, 0, 128, 63, 0, 0, 128, 63]);
+        assert_eq!(bytes, wanted);
+    }
+
+    #[test]
     fn an_error_of_the_engine_passes_through_and_is_had_back() {
         let mut layout = Layout::default();
         assert!(layout.add("w", DType::F32, [2]));
