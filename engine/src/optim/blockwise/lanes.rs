@@ -2,7 +2,7 @@
 
 use super::BLOCK;
 use super::codec::{decode_by_table, decode_each, encode_by_table, encode_each, factors, greatest};
-use super::map::Map;
+use super::map::{ByExponent, Map};
 use crate::nn::cpu::Unit;
 use crate::optim::kernels::prefetch_at;
 use std::arch::x86_64::*;
@@ -46,28 +46,28 @@ pub(super) fn encode(unit: Unit, map: &Map, values: &[f32], codes: &mut [u8], ab
 #[inline(always)]
 fn decode_with<L: Lanes>(map: &Map, codes: &[u8], absmax: &[f32], out: &mut [f32]) {
     let lines = &map.lines;
-    let (start, slope) = (L::table(&lines.start), L::table(&lines.slope));
+    let (start, slope) = (L::by_exponent(&lines.start), L::by_exponent(&lines.slope));
     for ((out, codes), absmax) in out.chunks_mut(BLOCK).zip(codes.chunks(BLOCK)).zip(absmax) {
         let scale = L::splat(*absmax);
         let whole = out.len() / L::COUNT * L::COUNT;
         let parts = out.chunks_exact_mut(L::COUNT).zip(codes.chunks_exact(L::COUNT));
         for (out, codes) in parts {
-            let code = L::widen(codes);
-            let (significand, sign) = if map.signed {
-                let distance = L::sub(code, L::whole(127));
-                let odd = L::add(L::double(L::distance(distance)), L::whole(1));
-                (odd, L::sign(distance))
+            let code = L::float(L::widen(codes));
+            let (y, sign) = if map.signed {
+                let distance = L::minus(code, L::splat(127.0));
+                (L::plus(L::abs(distance), L::splat(0.5)), L::sign(L::bits(distance)))
             } else {
-                (L::add(code, L::whole(1)), L::whole(0))
+                (L::plus(code, L::splat(1.0)), L::whole(0))
             };
-            let bits = L::bits(L::float(significand));
-            // The tables have a place for each of eight exponents, of which 127 comes first.
-            let place = L::sub(L::exponent(bits), L::whole(127));
-            let fraction = L::or(L::and(bits, L::whole(0x007f_ffff)), L::whole(0x3f80_0000));
-            let t = L::minus(L::of_bits(fraction), L::splat(1.0));
-            let value = L::mul_add(t, L::lookup(slope, place), L::lookup(start, place));
+            let place = L::exponent(L::bits(y));
+            let value = L::mul_add(y, L::lookup(slope, place), L::lookup(start, place));
             let value = L::of_bits(L::or(L::bits(value), sign));
-            let value = L::where_equal(code, L::whole(255), L::splat(1.0), value);
+            // A table of eight has no place for this one.
+            let value = if L::COUNT < 16 {
+                L::where_equal(code, L::splat(255.0), L::splat(1.0), value)
+            } else {
+                value
+            };
             L::store(L::times(value, scale), out);
         }
         decode_each(map, &codes[whole..], *absmax, &mut out[whole..]);
@@ -139,7 +139,9 @@ trait Lanes {
     fn whole(x: i32) -> Self::I;
     /// Eight numbers to look up.
     fn table(of: &[f32; 8]) -> Self::F;
-    /// The number at each place, of which the last three bits count.
+    /// [`Lanes::COUNT`] numbers to look up.
+    fn by_exponent(of: &ByExponent) -> Self::F;
+    /// The number at each place, of which the last bits count: three or, of sixteen, four.
     fn lookup(table: Self::F, place: Self::I) -> Self::F;
     /// From and to a slice of [`Lanes::COUNT`].
     fn load(from: &[f32]) -> Self::F;
@@ -148,6 +150,7 @@ trait Lanes {
     fn narrow(x: Self::I, to: &mut [u8]);
 
     fn times(a: Self::F, b: Self::F) -> Self::F;
+    fn plus(a: Self::F, b: Self::F) -> Self::F;
     fn minus(a: Self::F, b: Self::F) -> Self::F;
     fn mul_add(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     fn min(a: Self::F, b: Self::F) -> Self::F;
@@ -162,11 +165,8 @@ trait Lanes {
     fn truncate(a: Self::F) -> Self::I;
 
     fn add(a: Self::I, b: Self::I) -> Self::I;
-    fn sub(a: Self::I, b: Self::I) -> Self::I;
     fn and(a: Self::I, b: Self::I) -> Self::I;
     fn or(a: Self::I, b: Self::I) -> Self::I;
-    fn double(a: Self::I) -> Self::I;
-    fn distance(a: Self::I) -> Self::I;
     /// The upper bits from the exponent on.
     fn exponent(a: Self::I) -> Self::I;
     /// The sign alone.
@@ -175,7 +175,7 @@ trait Lanes {
     }
     /// One more where `a > b`.
     fn count(n: Self::I, a: Self::F, b: Self::F) -> Self::I;
-    fn where_equal(a: Self::I, b: Self::I, then: Self::F, otherwise: Self::F) -> Self::F;
+    fn where_equal(a: Self::F, b: Self::F, then: Self::F, otherwise: Self::F) -> Self::F;
 }
 
 /// The instructions that differ in their prefixes only.
@@ -199,6 +199,7 @@ impl Lanes for Avx512 {
     alike! {
         lookup(table: F, place: I) -> F = _mm512_permutexvar_ps(place, table);
         times(a: F, b: F) -> F = _mm512_mul_ps(a, b);
+        plus(a: F, b: F) -> F = _mm512_add_ps(a, b);
         minus(a: F, b: F) -> F = _mm512_sub_ps(a, b);
         mul_add(a: F, b: F, c: F) -> F = _mm512_fmadd_ps(a, b, c);
         min(a: F, b: F) -> F = _mm512_min_ps(a, b);
@@ -209,18 +210,15 @@ impl Lanes for Avx512 {
         float(a: I) -> F = _mm512_cvtepi32_ps(a);
         truncate(a: F) -> I = _mm512_cvttps_epi32(a);
         add(a: I, b: I) -> I = _mm512_add_epi32(a, b);
-        sub(a: I, b: I) -> I = _mm512_sub_epi32(a, b);
         and(a: I, b: I) -> I = _mm512_and_si512(a, b);
         or(a: I, b: I) -> I = _mm512_or_si512(a, b);
-        double(a: I) -> I = _mm512_slli_epi32::<1>(a);
-        distance(a: I) -> I = _mm512_abs_epi32(a);
         exponent(a: I) -> I = _mm512_srli_epi32::<23>(a);
         count(n: I, a: F, b: F) -> I = {
             let greater = _mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b);
             _mm512_mask_add_epi32(n, greater, n, _mm512_set1_epi32(1))
         };
-        where_equal(a: I, b: I, then: F, otherwise: F) -> F =
-            _mm512_mask_blend_ps(_mm512_cmpeq_epi32_mask(a, b), otherwise, then);
+        where_equal(a: F, b: F, then: F, otherwise: F) -> F =
+            _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_EQ_OQ>(a, b), otherwise, then);
     }
 
     #[inline(always)]
@@ -257,6 +255,11 @@ impl Lanes for Avx512 {
             // Twice, as four bits of a place count here.
             _mm512_broadcast_f32x8(_mm256_loadu_ps(of.as_ptr()))
         }
+    }
+
+    #[inline(always)]
+    fn by_exponent(of: &ByExponent) -> __m512 {
+        Self::load(&of.sixteen)
     }
 
     #[inline(always)]
@@ -318,6 +321,7 @@ impl Lanes for Avx2 {
     alike! {
         lookup(table: F, place: I) -> F = _mm256_permutevar8x32_ps(table, place);
         times(a: F, b: F) -> F = _mm256_mul_ps(a, b);
+        plus(a: F, b: F) -> F = _mm256_add_ps(a, b);
         minus(a: F, b: F) -> F = _mm256_sub_ps(a, b);
         mul_add(a: F, b: F, c: F) -> F = _mm256_fmadd_ps(a, b, c);
         min(a: F, b: F) -> F = _mm256_min_ps(a, b);
@@ -328,16 +332,13 @@ impl Lanes for Avx2 {
         float(a: I) -> F = _mm256_cvtepi32_ps(a);
         truncate(a: F) -> I = _mm256_cvttps_epi32(a);
         add(a: I, b: I) -> I = _mm256_add_epi32(a, b);
-        sub(a: I, b: I) -> I = _mm256_sub_epi32(a, b);
         and(a: I, b: I) -> I = _mm256_and_si256(a, b);
         or(a: I, b: I) -> I = _mm256_or_si256(a, b);
-        double(a: I) -> I = _mm256_slli_epi32::<1>(a);
-        distance(a: I) -> I = _mm256_abs_epi32(a);
         exponent(a: I) -> I = _mm256_srli_epi32::<23>(a);
         count(n: I, a: F, b: F) -> I =
             _mm256_sub_epi32(n, _mm256_castps_si256(_mm256_cmp_ps::<_CMP_GT_OQ>(a, b)));
-        where_equal(a: I, b: I, then: F, otherwise: F) -> F =
-            _mm256_blendv_ps(otherwise, then, _mm256_castsi256_ps(_mm256_cmpeq_epi32(a, b)));
+        where_equal(a: F, b: F, then: F, otherwise: F) -> F =
+            _mm256_blendv_ps(otherwise, then, _mm256_cmp_ps::<_CMP_EQ_OQ>(a, b));
     }
 
     #[inline(always)]
@@ -369,6 +370,11 @@ impl Lanes for Avx2 {
     #[inline(always)]
     fn table(of: &[f32; 8]) -> __m256 {
         Self::load(of)
+    }
+
+    #[inline(always)]
+    fn by_exponent(of: &ByExponent) -> __m256 {
+        Self::load(&of.eight)
     }
 
     #[inline(always)]

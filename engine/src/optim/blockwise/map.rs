@@ -2,8 +2,8 @@
 //!
 //! Codes are counted by their distance from zero, the rank: one rank is zero, one is 1, and decade `d` of seven holds
 //! 2^d of them (2^(d + 1) where there are no negative ones) in equal steps over 0.1 to 1, times 10^(d - 6). Within a
-//! decade both directions are straight lines, so that a vector unit needs no table of 256: the bits of the rank's
-//! exponent name the decade. The tables here come from the same lines, rounded alike, for whoever looks them up.
+//! decade both directions are straight lines, so that a vector unit needs no table of 256: the exponent of a number near
+//! the rank names the decade. The tables here come from the same lines, rounded alike, for whoever looks them up.
 
 use std::sync::OnceLock;
 
@@ -16,10 +16,9 @@ const CELLS: usize = (23 << (23 - CELL_BITS)) + 1;
 
 /// The lines of every decade. Place 0 is for zero, place `d + 1` for decade `d`.
 pub(super) struct Lines {
-    /// A value is `start + slope * t`, where 1 + t is the significand of twice the rank and one (of the rank, where
-    /// there is no sign).
-    pub(super) start: [f32; 8],
-    pub(super) slope: [f32; 8],
+    /// A value is `start + slope * y`, where y is the rank and a half (the rank, where there is no sign).
+    pub(super) start: ByExponent,
+    pub(super) slope: ByExponent,
     /// What is greater belongs to the next decade.
     pub(super) limit: [f32; 8],
     /// The rank of `y` is the whole part of `y * gain + offset`, but at most `most`.
@@ -30,18 +29,42 @@ pub(super) struct Lines {
     pub(super) one: f32,
 }
 
+/// A number for zero, each decade, and 1, at the place that the last bits of y's exponent name.
+pub(super) struct ByExponent {
+    /// Four bits.
+    pub(super) sixteen: [f32; 16],
+    /// Three bits: without the number for 1.
+    pub(super) eight: [f32; 8],
+}
+
+impl ByExponent {
+    fn new(numbers: [f32; 9], signed: bool) -> Self {
+        // That of zero's y.
+        let first = if signed { 126 } else { 127 };
+        let (mut sixteen, mut eight) = ([0.0; 16], [0.0; 8]);
+        for (exponent, number) in (first..).zip(numbers) {
+            sixteen[exponent % 16] = number;
+        }
+        for (exponent, number) in (first..).zip(&numbers[..8]) {
+            eight[exponent % 8] = *number;
+        }
+        Self { sixteen, eight }
+    }
+}
+
 impl Lines {
     fn new(signed: bool) -> Self {
-        let (mut start, mut slope, mut limit) = ([0.0; 8], [0.0; 8], [f32::INFINITY; 8]);
+        let (mut start, mut slope, mut limit) = ([0.0; 9], [0.0; 9], [f32::INFINITY; 8]);
         let (mut gain, mut offset, mut most) = ([0.0; 8], [0.5; 8], [f32::INFINITY; 8]);
         let pieces = |decade: i32| f64::from(1 << (decade + i32::from(!signed)));
         for decade in 0..7 {
             let at = decade as usize + 1;
             let (n, top) = (pieces(decade), 10f64.powi(decade - 6));
-            // The middle of a piece is half a piece further on; with a sign that is in `t` already.
+            // The middle of a piece, where y is its rank and a half already, or its rank.
             let half = if signed { 0.0 } else { 0.45 / n };
-            start[at] = (top * (0.1 + half)) as f32;
-            slope[at] = (top * 0.9) as f32;
+            slope[at] = (top * 0.9 / n) as f32;
+            // y begins with n; what was rounded off the slope must not be felt there, where values are smallest.
+            start[at] = (top * (0.1 + half) - f64::from(slope[at]) * n) as f32;
             // Half way from the last value here to the first of the next decade, whose steps are five times as long.
             limit[at] = (top * (1.0 + 0.9 / n)) as f32;
             gain[at] = (n / (0.9 * top)) as f32;
@@ -51,13 +74,14 @@ impl Lines {
         // Half of the smallest value.
         limit[0] = (1e-6 * (0.1 + 0.45 / pieces(0)) / 2.0) as f32;
         limit[7] = f32::INFINITY;
+        start[8] = 1.0;
         if !signed {
             offset[0] = 1.5;
         }
         let one = (1.0 - 0.225 / pieces(6)) as f32;
         Self {
-            start,
-            slope,
+            start: ByExponent::new(start, signed),
+            slope: ByExponent::new(slope, signed),
             limit,
             gain,
             offset,
@@ -140,19 +164,15 @@ impl Map {
 /// One number at a time, as `codec` does it with many.
 impl Lines {
     fn value(&self, code: i32, signed: bool) -> f32 {
-        if code == 255 {
-            return 1.0;
-        }
-        let (significand, sign) = if signed {
-            let distance = code - 127;
-            (2 * distance.abs() + 1, distance.signum() as f32)
+        let (y, sign) = if signed {
+            let distance = code as f32 - 127.0;
+            (distance.abs() + 0.5, distance)
         } else {
-            (code + 1, 1.0)
+            (code as f32 + 1.0, 1.0)
         };
-        let bits = (significand as f32).to_bits();
-        let at = ((bits >> 23) - 127) as usize;
-        let t = f32::from_bits(bits & 0x007f_ffff | 0x3f80_0000) - 1.0;
-        sign * t.mul_add(self.slope[at], self.start[at])
+        let place = (y.to_bits() >> 23) as usize % 16;
+        y.mul_add(self.slope.sixteen[place], self.start.sixteen[place])
+            .copysign(sign)
     }
 
     pub(super) fn code(&self, x: f32, signed: bool) -> i32 {
