@@ -35,14 +35,24 @@ use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 
 thread_local! {
-    /// What is written on now, the innermost last. `None`: nothing is written, but what depends on variables is marked.
-    static SCOPES: RefCell<Vec<Option<Tape>>> = const { RefCell::new(Vec::new()) };
+    /// What is written on now, the innermost last.
+    static SCOPES: RefCell<Vec<Written>> = const { RefCell::new(Vec::new()) };
+}
+
+/// What a forward pass leaves.
+enum Written {
+    /// Its steps.
+    Steps(Tape),
+    /// Of steps that are run again only the variables that they read; what depends on variables is marked all the same.
+    Reads(HashSet<TensorId>),
 }
 
 /// Takes what comes back for a step's outputs and answers what goes on, and to which tensors.
 type Backward = dyn FnOnce(Vec<Option<Tensor>>) -> Result<Vec<(TensorId, Tensor)>>;
 
 struct Step {
+    /// The variables that its gradients may go to, or more.
+    reads: Vec<TensorId>,
     makes: Vec<TensorId>,
     backward: Box<Backward>,
 }
@@ -66,9 +76,13 @@ impl std::fmt::Debug for Tape {
 /// # Errors
 /// What `forward` answers.
 pub fn record<R, E>(forward: impl FnOnce() -> std::result::Result<R, E>) -> std::result::Result<(R, Tape), E> {
-    let scope = Scope::enter(Some(Tape::default()));
+    let scope = Scope::enter(Written::Steps(Tape::default()));
     let result = forward()?;
-    Ok((result, scope.leave().unwrap_or_default()))
+    let tape = match scope.leave() {
+        Some(Written::Steps(tape)) => tape,
+        _ => Tape::default(),
+    };
+    Ok((result, tape))
 }
 
 /// `loss()` with the gradients of all variables that it depends on.
@@ -106,15 +120,53 @@ impl Tape {
             }
         }
         while let Some(step) = self.steps.pop() {
-            let back: Vec<_> = step.makes.iter().map(|id| gradients.0.remove(id)).collect();
-            if back.iter().all(Option::is_none) {
-                continue;
-            }
-            for (id, gradient) in (step.backward)(back)? {
-                gradients.add(id, gradient)?;
-            }
+            step.go_back(&mut gradients)?;
         }
         Ok(gradients)
+    }
+
+    /// As [`Tape::backward`] of one output, but gives the gradient of each variable to `take` as soon as it is complete,
+    /// and keeps none of them: where the parts of a model are recomputed, those of one part exist at a time. Nothing
+    /// reads a variable after its gradient was given, so that `take` may change it.
+    ///
+    /// # Errors
+    /// What `take` answers, or when the arithmetic fails.
+    pub fn backward_each<E: From<candle_core::Error>>(
+        mut self,
+        output: &Tensor,
+        mut take: impl FnMut(TensorId, Tensor) -> std::result::Result<(), E>,
+    ) -> std::result::Result<(), E> {
+        self.bridge(output);
+        // By the step that reads it first, which is the last one here.
+        let mut first: HashMap<TensorId, usize> = HashMap::new();
+        for (at, step) in self.steps.iter().enumerate() {
+            for id in &step.reads {
+                first.entry(*id).or_insert(at);
+            }
+        }
+        for id in self.steps.iter().flat_map(|step| &step.makes) {
+            first.remove(id);
+        }
+        let mut gradients = Gradients::default();
+        if output.track_op() {
+            gradients.add(output.id(), output.ones_like()?)?;
+        }
+        while let Some(mut step) = self.steps.pop() {
+            let (at, reads) = (self.steps.len(), std::mem::take(&mut step.reads));
+            step.go_back(&mut gradients)?;
+            for id in reads {
+                if first.get(&id) == Some(&at)
+                    && let Some(gradient) = gradients.0.remove(&id)
+                {
+                    take(id, gradient)?;
+                }
+            }
+        }
+        // An output that is a variable itself.
+        gradients
+            .0
+            .into_iter()
+            .try_for_each(|(id, gradient)| take(id, gradient))
     }
 
     /// Makes a result of candle's graph the output of a step, so that its gradient finds its way.
@@ -122,23 +174,46 @@ impl Tape {
         if tensor.is_variable() || !tensor.track_op() || !self.bridged.insert(tensor.id()) {
             return;
         }
-        let result = tensor.clone();
+        let (result, variables) = (tensor.clone(), variables_of(tensor));
         self.steps.push(Step {
+            reads: variables.iter().map(Tensor::id).collect(),
             makes: vec![tensor.id()],
             backward: Box::new(move |back| {
                 let Some(gradient) = back.into_iter().flatten().next() else {
                     return Ok(vec![]);
                 };
                 let mut store = result.apply_op1(Seed { gradient })?.backward()?;
-                let variables = result.sorted_nodes().into_iter().filter(|node| node.is_variable());
-                let mut found = Vec::new();
-                for variable in variables {
-                    found.extend(store.remove(variable).map(|gradient| (variable.id(), gradient)));
-                }
-                Ok(found)
+                let found = variables.iter().filter_map(|v| Some((v.id(), store.remove(v)?)));
+                Ok(found.collect())
             }),
         });
     }
+}
+
+impl Step {
+    /// Sends what came back for its outputs on to its inputs.
+    fn go_back(self, gradients: &mut Gradients) -> Result<()> {
+        let back: Vec<_> = self.makes.iter().map(|id| gradients.0.remove(id)).collect();
+        if back.iter().all(Option::is_none) {
+            return Ok(());
+        }
+        for (id, gradient) in (self.backward)(back)? {
+            gradients.add(id, gradient)?;
+        }
+        Ok(())
+    }
+}
+
+/// The variables that a tensor was made of by candle's operations; its own self, if it is one.
+fn variables_of(tensor: &Tensor) -> Vec<Tensor> {
+    if tensor.is_variable() {
+        return vec![tensor.clone()];
+    }
+    if !tensor.track_op() {
+        return vec![];
+    }
+    let nodes = tensor.sorted_nodes().into_iter();
+    nodes.filter(|node| node.is_variable()).cloned().collect()
 }
 
 /// Gradients by tensor.
@@ -172,21 +247,15 @@ struct Scope {
 }
 
 impl Scope {
-    fn enter(tape: Option<Tape>) -> Self {
+    fn enter(written: Written) -> Self {
         SCOPES.with_borrow_mut(|scopes| {
-            scopes.push(tape);
+            scopes.push(written);
             Self { depth: scopes.len() }
         })
     }
 
-    fn leave(self) -> Option<Tape> {
-        SCOPES.with_borrow_mut(|scopes| {
-            if scopes.len() == self.depth {
-                scopes.pop()?
-            } else {
-                None
-            }
-        })
+    fn leave(self) -> Option<Written> {
+        SCOPES.with_borrow_mut(|scopes| if scopes.len() == self.depth { scopes.pop() } else { None })
     }
 }
 
@@ -202,14 +271,33 @@ fn is_recording() -> bool {
     SCOPES.with_borrow(|scopes| !scopes.is_empty())
 }
 
-/// Writes a step that reads `inputs` and makes `makes`, if steps are written here.
-fn push<'a>(inputs: impl IntoIterator<Item = &'a Tensor>, makes: Vec<TensorId>, backward: Box<Backward>) {
-    SCOPES.with_borrow_mut(|scopes| {
-        if let Some(Some(tape)) = scopes.last_mut() {
-            inputs.into_iter().for_each(|input| tape.bridge(input));
-            tape.steps.push(Step { makes, backward });
+/// Writes a step that reads `inputs`, and inside of it the variables `within`, and makes `makes`, if steps are written here.
+fn push<'a>(
+    inputs: impl IntoIterator<Item = &'a Tensor>,
+    within: HashSet<TensorId>,
+    makes: Vec<TensorId>,
+    backward: Box<Backward>,
+) {
+    SCOPES.with_borrow_mut(|scopes| match scopes.last_mut() {
+        Some(Written::Steps(tape)) => {
+            let mut reads: Vec<TensorId> = within.into_iter().collect();
+            for input in inputs.into_iter().filter(|input| input.track_op()) {
+                tape.bridge(input);
+                reads.push(input.id());
+            }
+            tape.steps.push(Step { reads, makes, backward });
         }
+        Some(Written::Reads(reads)) => {
+            reads.extend(within);
+            inputs.into_iter().for_each(|input| note(input, reads));
+        }
+        None => {}
     });
+}
+
+/// Notes the variables that a tensor was made of.
+fn note(tensor: &Tensor, reads: &mut HashSet<TensorId>) {
+    reads.extend(variables_of(tensor).iter().map(Tensor::id));
 }
 
 /// A tensor that looks like a variable to candle.
@@ -230,13 +318,17 @@ pub(crate) fn recomputed(
     if !is_recording() {
         return forward(&inputs);
     }
-    let scope = Scope::enter(None);
+    let scope = Scope::enter(Written::Reads(HashSet::new()));
     let outputs = forward(&inputs);
-    scope.leave();
+    let mut within = match scope.leave() {
+        Some(Written::Reads(reads)) => reads,
+        _ => HashSet::new(),
+    };
     let mut outputs = outputs?;
     let mut tracked = Vec::new();
     for (index, output) in outputs.iter_mut().enumerate() {
         if output.track_op() {
+            note(output, &mut within);
             // What candle made holds on to its graph; a copy does not.
             if !output.is_variable() {
                 *output = Var::from_tensor(&output.detach())?.into_inner();
@@ -257,7 +349,7 @@ pub(crate) fn recomputed(
         });
         Ok(tape.backward_from(seeds.collect::<Vec<_>>())?.0.into_iter().collect())
     });
-    push(&read, makes, backward);
+    push(&read, within, makes, backward);
     Ok(outputs)
 }
 

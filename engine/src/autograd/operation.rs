@@ -3,6 +3,7 @@
 use super::slices::{of, slice};
 use super::{is_recording, leaf, push};
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, Device, Layout, Result, Shape, Tensor};
+use std::collections::HashSet;
 
 /// An operation of `N` contiguous f32 tensors on the processor.
 pub(crate) trait Operation<const N: usize>: Send + Sync + 'static {
@@ -93,7 +94,7 @@ where
             .filter_map(|((gradient, id), wanted)| Some((id, gradient.filter(|_| wanted)?)))
             .collect())
     });
-    push(&whole, vec![result.id()], backward);
+    push(&whole, HashSet::new(), vec![result.id()], backward);
     Ok(result)
 }
 

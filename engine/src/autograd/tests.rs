@@ -31,6 +31,32 @@ fn both(vars: &[&Var], loss: impl Fn() -> Result<Tensor>) {
         }
     }
     assert_eq!(ours.0.len(), vars.iter().filter(|v| candles.get(v).is_some()).count());
+    // The same one by one; each is complete, as it is spoilt the moment that it has been given.
+    let given = one_by_one(vars, &loss);
+    for (i, var) in vars.iter().enumerate() {
+        match (ours.get(var), given.get(&var.id())) {
+            (Some(a), Some(b)) => assert!(gap(a, b) == 0.0, "variable {i}: {} when it is given", gap(a, b)),
+            (a, b) => assert!(a.is_none() && b.is_none(), "variable {i} is given in one way only"),
+        }
+    }
+}
+
+/// Gradients as they are given; variables that got theirs are made useless until the end.
+fn one_by_one(vars: &[&Var], loss: impl Fn() -> Result<Tensor>) -> HashMap<TensorId, Tensor> {
+    let kept: Vec<_> = vars.iter().map(|var| var.as_tensor().copy().unwrap()).collect();
+    let mut given = HashMap::new();
+    let (value, tape) = record(loss).unwrap();
+    tape.backward_each(&value, |id, gradient| {
+        let var = vars.iter().find(|var| var.id() == id).unwrap();
+        var.set(&(var.ones_like()? * f64::NAN)?)?;
+        assert!(given.insert(id, gradient).is_none(), "given twice");
+        Ok::<_, candle_core::Error>(())
+    })
+    .unwrap();
+    for (var, value) in vars.iter().zip(&kept) {
+        var.set(value).unwrap();
+    }
+    given
 }
 
 #[test]
@@ -101,7 +127,7 @@ fn recomputed_parts_get_the_same_gradients_and_may_be_nested() {
 fn an_error_ends_the_scope() {
     let x = var(1, &[2, 2]);
     let failed = gradients(|| {
-        let scope = Scope::enter(None);
+        let scope = Scope::enter(Written::Reads(HashSet::new()));
         silu(&x)?;
         drop(scope);
         linear(&x, &random(1, &[2, 3]), None)

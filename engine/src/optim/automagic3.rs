@@ -199,6 +199,10 @@ impl Optimizer for Automagic3 {
         Ok(())
     }
 
+    fn separable(&self) -> bool {
+        false
+    }
+
     fn state(&self) -> Result<BTreeMap<String, Tensor>, OptimError> {
         let mut out = BTreeMap::from([("lr".to_owned(), saved::number(self.lr)?)]);
         for (param, state) in self.params.iter().zip(&self.states) {

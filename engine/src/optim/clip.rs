@@ -12,21 +12,43 @@ use rayon::prelude::*;
 /// # Errors
 /// When the device fails.
 pub fn clip_grad_norm(grads: &mut Grads, max_norm: f64) -> std::result::Result<f64, OptimError> {
-    let mut squares = 0f64;
+    let mut squares = Vec::with_capacity(grads.len());
     for grad in grads.iter().flatten() {
-        squares += sum_of_squares(grad)?;
+        squares.push(sum_of_squares(grad)?);
     }
-    let norm = squares.sqrt();
-    let factor = max_norm / (norm + 1e-6);
-    if factor < 1.0 {
-        for grad in grads.iter_mut().flatten() {
-            *grad = times(grad, factor)?;
-        }
+    let norm = norm_of(&squares);
+    let factor = clip_factor(norm, max_norm);
+    for grad in grads.iter_mut() {
+        *grad = grad.take().map(|grad| scaled_by(grad, factor)).transpose()?;
     }
     Ok(norm)
 }
 
-fn sum_of_squares(t: &Tensor) -> Result<f64> {
+/// The norm of gradients, from each one's sum of squares, in their order.
+#[must_use]
+pub fn norm_of(squares: &[f64]) -> f64 {
+    squares.iter().sum::<f64>().sqrt()
+}
+
+/// What gradients of this norm are multiplied with: at most 1.
+#[must_use]
+pub fn clip_factor(norm: f64, max_norm: f64) -> f64 {
+    (max_norm / (norm + 1e-6)).min(1.0)
+}
+
+/// A gradient times the factor of [`clip_factor`].
+///
+/// # Errors
+/// When the device fails.
+pub fn scaled_by(grad: Tensor, factor: f64) -> Result<Tensor> {
+    if factor < 1.0 { times(&grad, factor) } else { Ok(grad) }
+}
+
+/// The sum of the squares of a gradient's elements.
+///
+/// # Errors
+/// When the device fails.
+pub fn sum_of_squares(t: &Tensor) -> Result<f64> {
     let t = t.to_dtype(DType::F32)?;
     if !inplace::possible(&t) {
         return Ok(f64::from(t.sqr()?.sum_all()?.to_scalar::<f32>()?));

@@ -174,6 +174,10 @@ impl Optimizer for DAdaptation {
         Ok(())
     }
 
+    fn separable(&self) -> bool {
+        false
+    }
+
     fn state(&self) -> Result<BTreeMap<String, Tensor>, OptimError> {
         let e = self.estimate;
         let mut out = BTreeMap::from([

@@ -31,7 +31,7 @@ mod saved;
 mod schedule;
 
 pub use adamw::{Adam, AdamParams};
-pub use clip::clip_grad_norm;
+pub use clip::{clip_factor, clip_grad_norm, norm_of, scaled_by, sum_of_squares};
 pub use ema::Ema;
 pub use moment::Precision;
 pub use schedule::{Schedule, ScheduleParams};
@@ -114,6 +114,12 @@ pub trait Optimizer: Send {
 
     /// Whether gradients are clipped by their global norm before they come here.
     fn wants_clipping(&self) -> bool {
+        true
+    }
+
+    /// Whether a step of all parameters may be taken as a step of each, in any order, where the others have no gradient.
+    /// Not where something is found out over all of them.
+    fn separable(&self) -> bool {
         true
     }
 }

@@ -429,6 +429,10 @@ impl Optimizer for Prodigy {
         Ok(())
     }
 
+    fn separable(&self) -> bool {
+        false
+    }
+
     fn state(&self) -> Result<BTreeMap<String, Tensor>, OptimError> {
         let e = self.estimate;
         let mut out = BTreeMap::from([
