@@ -107,10 +107,10 @@ section! {
         split_model_over_gpus: bool = false, Accepted("only FLUX.1 cares");
         /// A hint for that.
         split_model_other_module_param_count_scale: f64 = 0.3, With("split_model_over_gpus");
-        /// Full fine-tune: parameters to leave alone.
-        ignore_if_contains: Option<OneOrMany<String>> = None, Accepted("only full fine-tunes care");
-        /// Full fine-tune: parameters to train.
-        only_if_contains: Option<OneOrMany<String>> = None, Accepted("only full fine-tunes care");
+        /// Full fine-tune: no parameter whose name contains one of these. Wins over the other.
+        ignore_if_contains: Option<OneOrMany<String>> = None, Works;
+        /// Full fine-tune: only parameters whose name contains one of these.
+        only_if_contains: Option<OneOrMany<String>> = None, Works;
         /// torch.compile.
         compile: bool = false, Accepted("the same result another way");
         /// torch.compile, block by block.

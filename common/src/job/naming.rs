@@ -25,11 +25,16 @@ fn step_suffix(step: u64) -> String {
     format!("_{step:09}")
 }
 
-/// File name of a LoRA: `job_000000500.safetensors`, or `job.safetensors` for the final one.
+/// File name of a LoRA, or of a whole model: `job_000000500.safetensors`, or `job.safetensors` for the final one.
 #[must_use]
-pub fn lora_file(job: &str, step: Option<u64>) -> String {
-    let step = step.map_or_else(String::new, step_suffix);
-    format!("{job}{step}.safetensors")
+pub fn save_file(job: &str, step: Option<u64>) -> String {
+    format!("{}.safetensors", save_folder(job, step))
+}
+
+/// Folder name of a whole model: `job_000000500`, or `job` for the final one.
+#[must_use]
+pub fn save_folder(job: &str, step: Option<u64>) -> String {
+    format!("{job}{}", step.map_or_else(String::new, step_suffix))
 }
 
 /// The step in the name of a step save of this job, file or folder: `job_000000500.safetensors` -> 500.
@@ -82,8 +87,9 @@ mod tests {
 
     #[test]
     fn names_are_those_of_ai_toolkit() {
-        assert_eq!(lora_file("cat", Some(500)), "cat_000000500.safetensors");
-        assert_eq!(lora_file("cat", None), "cat.safetensors");
+        assert_eq!(save_file("cat", Some(500)), "cat_000000500.safetensors");
+        assert_eq!(save_file("cat", None), "cat.safetensors");
+        assert_eq!(save_folder("cat", Some(500)), "cat_000000500");
         assert_eq!(
             sample_file(1_724_085_406_830, 500, 0, "jpg"),
             "1724085406830__000000500_0.jpg"

@@ -171,7 +171,6 @@ section! {
         "rescale" => With("type: rescale_sd");
     }
     finish = finish_trainer;
-    check = check_trainer;
 }
 
 fn finish_trainer(process: &mut TrainerProcess, _given: &Given, cx: &mut Cx) {
@@ -185,15 +184,6 @@ fn finish_trainer(process: &mut TrainerProcess, _given: &Given, cx: &mut Cx) {
         }
     }
     super::checks::trainer(process, cx);
-}
-
-fn check_trainer(process: &TrainerProcess, path: &str, report: &mut Report) {
-    if process.network.is_none() && process.embedding.is_none() && !process.rare.contains_key("adapter") {
-        report.error(
-            join(path, "network"),
-            "full fine-tuning is not supported yet: add a `network` section (`type: lora`)",
-        );
-    }
 }
 
 impl TrainerProcess {

@@ -23,7 +23,7 @@ section! {
         /// Older step saves beyond this number are deleted; 0 keeps all.
         max_step_saves_to_keep: u64 = 5, Works;
         /// `safetensors` or `diffusers`; only matters when a full model is saved.
-        save_format: SaveFormat = SaveFormat::Safetensors, Accepted("only full-model saves care");
+        save_format: SaveFormat = SaveFormat::Safetensors, Works;
         /// Upload the run folder to Hugging Face at the end.
         push_to_hub: bool = false, Ignored("nothing is uploaded; take the files from the run folder");
         /// Repository to upload to.

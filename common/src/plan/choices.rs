@@ -19,6 +19,9 @@ pub struct Choices {
     pub vae_tiled: bool,
     /// Training keeps what goes into a block only, and runs it again in the backward pass, whatever the config says.
     pub recomputed: bool,
+    /// Where the denoiser itself is trained, each of its parameters is updated as soon as its gradient is there, so that
+    /// the gradients of one block exist at a time. Where gradients are clipped a step goes through the model twice.
+    pub one_by_one: bool,
     /// Memory that is free goes back to the operating system at once. Otherwise it is kept for the next step, which is a
     /// good deal faster on a processor.
     pub pages_returned: bool,
@@ -38,6 +41,7 @@ impl Choices {
             guidance_in_turn: true,
             vae_tiled: true,
             recomputed: true,
+            one_by_one: true,
             pages_returned: true,
             ..idle_parts_leave
         };
@@ -85,6 +89,7 @@ impl Choices {
             guidance_in_turn: self.guidance_in_turn || other.guidance_in_turn,
             vae_tiled: self.vae_tiled || other.vae_tiled,
             recomputed: self.recomputed || other.recomputed,
+            one_by_one: self.one_by_one || other.one_by_one,
             pages_returned: self.pages_returned || other.pages_returned,
         }
     }

@@ -130,6 +130,12 @@ fn state_width(optimizer: &str) -> f64 {
     }
 }
 
+/// Whether this optimizer keeps means of rows and columns, for convolutions those of each kernel.
+fn factored(optimizer: &str) -> bool {
+    let name = optimizer.to_ascii_lowercase();
+    name == "adafactor" || name.starts_with("automagic")
+}
+
 fn of_process(process: &Value, anatomy: Option<Anatomy>) -> Option<Demand> {
     let kinds = process.get("kind")?.as_object()?;
     let (kind, body) = kinds.iter().next()?;
@@ -205,13 +211,13 @@ impl Figures {
         (self.family.text_tables * smaller).min(self.text)
     }
 
-    /// The weights, where one that is not quantised takes `width` bytes; `full` where the denoiser itself is trained.
-    /// Nothing that training adds, nothing computed.
-    fn layout(&self, body: &Value, place: Place, full: bool) -> Layout {
+    /// The weights, where one that is not quantised takes `width` bytes; `full` where denoiser and text encoders themselves
+    /// are trained. Nothing that training adds, nothing computed.
+    fn layout(&self, body: &Value, place: Place, full: [bool; 2]) -> Layout {
         let [denoiser, text, vae] = self.stored;
         let tables = self.text_tables();
         Layout {
-            denoiser: match full {
+            denoiser: match full[0] {
                 // What is trained is neither quantised nor left as it is stored.
                 true => part(self.denoiser, 0.0, Stored::default(), None, place),
                 false => {
@@ -219,13 +225,18 @@ impl Figures {
                     part(self.denoiser, 0.0, denoiser, quantised, place)
                 }
             },
-            denoiser_trained: full,
-            text: {
-                let quantised = quantised_width(body, Quantisable::TextEncoder, place.width);
-                part(self.text, tables, text, quantised, place)
+            denoiser_trained: full[0],
+            text: match full[1] {
+                true => part(self.text, 0.0, Stored::default(), None, place),
+                false => {
+                    let quantised = quantised_width(body, Quantisable::TextEncoder, place.width);
+                    part(self.text, tables, text, quantised, place)
+                }
             },
+            text_trained: full[1],
             vae: part(self.vae, 0.0, vae, None, place),
             trained: 0.0,
+            gradients: 0.0,
             saving: 0.0,
             activations: Activations::default(),
             asked: asked(body),
@@ -308,32 +319,57 @@ fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
     let memory = figures.map(|figures| {
         let optimizer = text(body, "/train/optimizer").unwrap_or("adamw");
         let network = body.get("network").filter(|network| !network.is_null());
+        let parts = [
+            body.pointer("/train/train_unet")
+                .and_then(Value::as_bool)
+                .unwrap_or(true),
+            flag(body, "/train/train_text_encoder"),
+        ];
+        let full = parts.map(|part| part && network.is_none());
         let trained = match network {
             Some(network) => {
                 let rank = number(network, "/rank")
                     .or_else(|| number(network, "/linear"))
                     .unwrap_or(4.0);
-                let of_text = match flag(body, "/train/train_text_encoder") {
+                let of_text = match parts[1] {
                     true => figures.family.text_lora_per_rank,
                     false => 0.0,
                 };
                 rank * (figures.family.lora_per_rank + of_text) * figures.scale
             }
-            None => figures.denoiser,
+            None => f64::from(full[0]) * figures.denoiser + f64::from(full[1]) * figures.text,
         };
-        let width = width(text(body, "/train/dtype"));
+        // What is trained is kept in f32, and what it is trained in is too.
+        let width = match network {
+            Some(_) => width(text(body, "/train/dtype")),
+            None => 4.0,
+        };
         let trained = trained * 1e6 / GIB;
-        let state = state_width(optimizer);
-        // Adapters are kept in f32; a full fine-tune's weights are counted with the denoiser.
-        let own = if network.is_some() { 4.0 } else { 0.0 };
-        let gradient = if network.is_some() { 4.0 } else { width };
+        let mut state = state_width(optimizer);
+        if full[0] && factored(optimizer) {
+            // Six numbers for nine weights.
+            state += 4.0 * figures.family.convolutions * 6.0 / 9.0;
+        }
+        // The gradient of the table of tokens is there a second time, as what a lookup sends back.
+        let tables = f64::from(full[1]) * figures.text_tables() * 1e6 * 4.0 / GIB;
+        let averaged = flag(body, "/train/ema_config/use_ema");
         let one = (side / 1024.0).powi(2);
         let layout = |place: Place, activity: Activity| {
             let per_picture = |activations: f64| one * batch * activations * figures.scale;
+            // A full fine-tune's weights are counted with their part, are updated in place, and are saved one by one; their
+            // averages change places with them to be saved. An adapter takes a number more for each while the step is worked out: on the processor it is seen.
+            let (beside, saving) = match network {
+                Some(_) => (
+                    4.0 + activity.step,
+                    activity.saving.own * 4.0 + activity.saving.state * state,
+                ),
+                None if averaged => (8.0, 0.0),
+                None => (0.0, 0.0),
+            };
             Layout {
-                // A number more for each while the step is worked out: on the processor it is seen.
-                trained: trained * (own + gradient + state + activity.step),
-                saving: trained * (activity.saving.own * own + activity.saving.state * state),
+                trained: trained * (beside + state),
+                gradients: trained * 4.0 + tables,
+                saving: trained * saving,
                 activations: Activations {
                     work: if checkpointed {
                         per_picture(activity.train_checkpointed)
@@ -345,7 +381,7 @@ fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
                     vae: (one * activity.encode + VAE_FIXED) * figures.vae_scale(),
                     vae_megapixels: one,
                 },
-                ..figures.layout(body, place, network.is_none())
+                ..figures.layout(body, place, full)
             }
         };
         let family = figures.family;
@@ -381,7 +417,7 @@ fn generation(family: String, body: &Value, figures: Option<Figures>) -> Demand 
                     vae: (megapixels * activity.decode + VAE_FIXED) * figures.vae_scale(),
                     vae_megapixels: megapixels,
                 },
-                ..figures.layout(body, place, false)
+                ..figures.layout(body, place, [false; 2])
             }
         };
         let (family, width) = (figures.family, width(text(body, "/model/dtype")));
@@ -657,6 +693,48 @@ mod tests {
             assert!(
                 (-0.05..0.10).contains(&over),
                 "{side}, rank {rank}, {profile}: {predicted:.2} predicted, {taken} taken"
+            );
+        }
+    }
+
+    /// What full fine-tunes of Stable Diffusion 1.5 took on a processor (docs/memory.md).
+    #[test]
+    fn full_fine_tunes_are_predicted_as_they_were_measured() {
+        let half = Some(Anatomy {
+            denoiser: 219_789_284,
+            text: 123_060_480,
+            vae: 83_653_863,
+            ..Anatomy::default()
+        });
+        let (whole, balanced, poor, extreme) = (0, 1, 2, 3);
+        for (anatomy, optimizer, text, profile, taken) in [
+            (half, "adamw", false, whole, 4.71),
+            (half, "adamw8bit", false, whole, 3.40),
+            (half, "adamw", false, balanced, 3.84),
+            (half, "adamw8bit", false, balanced, 2.52),
+            (half, "adamw", false, poor, 3.06),
+            (half, "adamw8bit", false, poor, 1.76),
+            (half, "adamw", false, extreme, 3.06),
+            (half, "adamw8bit", false, extreme, 1.76),
+            (half, "adamw", true, balanced, 6.00),
+            (half, "adafactor", false, balanced, 2.47),
+            (half, "adamw", true, extreme, 4.35),
+            (half, "adafactor", false, extreme, 1.76),
+            (None, "adamw8bit", false, whole, 10.18),
+            (None, "adafactor", false, extreme, 5.53),
+        ] {
+            let mut job = lora("sd1", 256, "float32", 1);
+            let body = job.pointer_mut("/process/0/kind/train").unwrap();
+            body["datasets"] = json!([{"resolution": [256]}]);
+            body["network"] = json!(null);
+            body["train"]["optimizer"] = json!(optimizer);
+            body["train"]["train_text_encoder"] = json!(text);
+            let need = Demand::of_job(&job, anatomy).unwrap().memory.unwrap();
+            let predicted = need.under(MemoryProfile::on(true)[profile], true) as f64 / GIB;
+            let over = predicted / taken - 1.0;
+            assert!(
+                (-0.05..0.10).contains(&over),
+                "{optimizer}, {profile}: {predicted:.2} predicted, {taken} taken"
             );
         }
     }

@@ -13,6 +13,8 @@ pub struct Family {
     pub name: &'static str,
     /// UNet or transformer.
     pub denoiser: f64,
+    /// The share of these that are convolutions of 3 x 3.
+    pub convolutions: f64,
     /// All text encoders.
     pub text: f64,
     /// Those of the text encoders' parameters that are never quantised: vectors of tokens and positions.
@@ -85,6 +87,7 @@ const FAMILIES: [Family; 6] = [
     Family {
         name: "sd1",
         denoiser: 860.0,
+        convolutions: 0.63,
         text: 123.0,
         text_tables: 38.0,
         vae: 84.0,
@@ -98,6 +101,7 @@ const FAMILIES: [Family; 6] = [
     Family {
         name: "sd2",
         denoiser: 866.0,
+        convolutions: 0.62,
         text: 340.0,
         text_tables: 50.7,
         vae: 84.0,
@@ -111,6 +115,7 @@ const FAMILIES: [Family; 6] = [
     Family {
         name: "sdxl",
         denoiser: 2567.0,
+        convolutions: 0.12,
         text: 818.0,
         text_tables: 101.4,
         vae: 84.0,
@@ -124,6 +129,7 @@ const FAMILIES: [Family; 6] = [
     Family {
         name: "sd3",
         denoiser: 8057.0,
+        convolutions: 0.0,
         text: 5580.0,
         text_tables: 233.0,
         vae: 84.0,
@@ -137,6 +143,7 @@ const FAMILIES: [Family; 6] = [
     Family {
         name: "flux",
         denoiser: 11_901.0,
+        convolutions: 0.0,
         text: 4885.0,
         text_tables: 169.6,
         vae: 84.0,
@@ -150,6 +157,7 @@ const FAMILIES: [Family; 6] = [
     Family {
         name: "qwen_image",
         denoiser: 20_430.0,
+        convolutions: 0.0,
         text: 8292.0,
         text_tables: 545.0,
         vae: 127.0,

@@ -7,6 +7,9 @@ use super::profile::MemoryProfile;
 pub(super) const GIB: f64 = 1_073_741_824.0;
 /// Needs on a GPU are rounded up to this, so that jobs which differ by a few bytes are alike.
 const ROUND: u64 = 64 << 20;
+/// GiB of gradients that are held at a time where those of one block are, and the share of all that comes on top; measured on
+/// a processor (docs/memory.md).
+const ONE_BLOCK: (f64, f64) = (0.2, 0.04);
 /// Side of a VAE's tile, squared, in megapixels of 1024 x 1024.
 const TILE: f64 = 0.25;
 
@@ -88,9 +91,13 @@ pub(super) struct Layout {
     /// The denoiser is trained: it stays in memory.
     pub(super) denoiser_trained: bool,
     pub(super) text: Part,
+    /// The same of the text encoders.
+    pub(super) text_trained: bool,
     pub(super) vae: Part,
-    /// Adapters, gradients, optimizer state. GiB.
+    /// Adapters, optimizer state. GiB.
     pub(super) trained: f64,
+    /// Gradients. GiB.
+    pub(super) gradients: f64,
     /// What is trained and its state, as they are and on their way to a file. GiB; none where that is elsewhere.
     pub(super) saving: f64,
     pub(super) activations: Activations,
@@ -109,15 +116,14 @@ pub(super) fn need(gpu: &Layout, processor: &Layout) -> MemoryNeed {
 impl Layout {
     fn peak(&self, profile: MemoryProfile, machine: &Machine) -> u64 {
         let choices = Choices::of(profile).and(self.asked);
-        let streamed = match self.denoiser_trained {
-            true => 0.0,
-            false => choices.denoiser_streamed,
-        };
+        let unless = |trained: bool, streamed: f64| if trained { 0.0 } else { streamed };
+        let streamed = unless(self.denoiser_trained, choices.denoiser_streamed);
+        let text_streamed = unless(self.text_trained, choices.text_streamed);
         // A layer of the denoiser is there while it runs, not while the VAE does.
         let layer = (self.denoiser.wide * streamed + self.denoiser.unpacked) * machine.unpacked;
         let parts = [
             self.denoiser.stays(streamed),
-            self.text.stays(choices.text_streamed),
+            self.text.stays(text_streamed),
             self.vae.stays(choices.vae_streamed),
         ];
         let stays: f64 = parts
@@ -140,7 +146,13 @@ impl Layout {
         }
         let lean = choices.guidance_in_turn || choices.recomputed;
         let work = if lean { lean_work } else { work };
-        let running = self.trained + (work + layer).max(vae);
+        let whole_parts = self.denoiser_trained || self.text_trained;
+        let gradients = match whole_parts {
+            true if choices.one_by_one => self.gradients.min(ONE_BLOCK.0 + ONE_BLOCK.1 * self.gradients),
+            true => self.gradients * machine.weights,
+            false => self.gradients,
+        };
+        let running = self.trained + gradients + (work + layer).max(vae);
         let whole = stays + running.max(self.saving) + free_pages + machine.base;
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
         let bytes = (whole * machine.margin * GIB).clamp(0.0, 1e18) as u64;

@@ -243,35 +243,6 @@ impl LoraNetwork {
         Ok(report)
     }
 
-    /// Sets the parameters from what [`LoraNetwork::params`] named, bit for bit.
-    ///
-    /// # Errors
-    /// When a tensor is missing or has another shape.
-    pub fn restore(&self, tensors: &BTreeMap<String, Tensor>) -> Result<()> {
-        let params = self.params();
-        for p in &params {
-            match tensors.get(&p.name) {
-                Some(t) if t.shape() == p.var.shape() => {}
-                Some(t) => {
-                    return Err(EngineError::bad_input(format!(
-                        "the checkpoint's `{}` has shape {:?}, this job needs {:?}",
-                        p.name,
-                        t.dims(),
-                        p.var.dims()
-                    )));
-                }
-                None => return Err(EngineError::bad_input(format!("the checkpoint has no `{}`", p.name))),
-            }
-        }
-        for p in &params {
-            if let Some(t) = tensors.get(&p.name) {
-                p.var
-                    .set(&t.to_device(p.var.device())?.to_dtype(DType::F32)?.contiguous()?)?;
-            }
-        }
-        Ok(())
-    }
-
     /// Whether a layer is a convolution with a kernel above 1x1 (for reports).
     #[must_use]
     pub fn convolutions(&self) -> usize {

@@ -35,7 +35,7 @@ impl Drawing {
         for note in &compute.notes {
             cx.log("info", note.clone());
         }
-        let mut model = cx.load_model(config, &compute)?.model;
+        let mut model = cx.load_model(config, &compute, Default::default())?.model;
         let lora = match &config.lora_path {
             None => None,
             Some(path) => {

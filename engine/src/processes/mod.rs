@@ -18,6 +18,7 @@ use crate::device::Compute;
 use crate::device::allocator::FreePages;
 use crate::error::{EngineError, Result};
 use crate::models::sd::{LoadOptions, SdModel};
+use crate::weights::Trained;
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::job::model::ModelConfig;
 use aitk_common::job::{JobSpec, Process, ProcessKind};
@@ -130,12 +131,19 @@ impl Context<'_> {
 
     /// The model that a `model` section names, as the attempt's memory profile wants it, with its other VAE if it names one.
     /// What loading leaves behind, such as weights as they were before they were quantised, is given back; from then on free
-    /// memory is treated as the profile wants.
+    /// memory is treated as the profile wants. Of its own tensors, those of U-Net and text encoder are trained that
+    /// `trained` says.
     ///
     /// # Errors
     /// As [`SdModel::load`] and [`SdModel::replace_vae`].
-    fn load_model(&mut self, config: &ModelConfig, compute: &Compute) -> Result<Loaded> {
-        let options = LoadOptions::of_job(config, self.spec.profile, compute.dtype, compute.device.clone());
+    fn load_model(
+        &mut self,
+        config: &ModelConfig,
+        compute: &Compute,
+        [unet, text_encoder]: [Trained; 2],
+    ) -> Result<Loaded> {
+        let options = LoadOptions::of_job(config, self.spec.profile, compute.dtype, compute.device.clone())
+            .training(unet, text_encoder);
         FreePages::GivenBack.set();
         let path = self.local(&config.name_or_path);
         let mut model = SdModel::load(&path, &options)?;

@@ -10,9 +10,11 @@ mod options;
 mod resume;
 mod samples;
 mod saving;
+mod target;
+mod write;
 
 use super::{Context, Loaded};
-use crate::adapters::{Component, LoraNetwork, load_lora};
+use crate::adapters::{Component, load_lora};
 use crate::data::Dataset;
 use crate::device;
 use crate::error::{EngineError, Result};
@@ -20,19 +22,21 @@ use crate::models::sd::SdModel;
 use crate::nn::VisitLayers;
 use crate::optim::{Ema, Schedule, ScheduleParams};
 use crate::residency::Residency;
-use crate::rng::generator_for;
 use crate::samplers::{NoiseSchedule, PredictionType, SamplerParams};
 use crate::training::{
     Contexts, Draw, Latents, LossOptions, Masks, MicroBatch, NoiseOptions, Trainer, TrainerOptions, batch_generator,
     draw, loss,
 };
 use aitk_common::attempt::{ChildEvent, Outcome};
+use aitk_common::capability::DeviceKind;
 use aitk_common::job::process::TrainerProcess;
-use candle_core::{Device, Tensor};
+use aitk_common::plan::choices::Choices;
+use candle_core::Tensor;
 use data::{Data, Turn};
 use folder::RunFolder;
 use std::collections::BTreeMap;
 use std::time::Instant;
+use target::Target;
 
 /// Steps without a finite loss in a row after which a run gives up; ai-toolkit counts such a loss as zero and goes on.
 const LOST_STEPS: u64 = 25;
@@ -50,8 +54,9 @@ struct Run<'a> {
     folder: RunFolder,
     compute: device::Compute,
     model: SdModel,
-    network: LoraNetwork,
+    target: Target,
     trainer: Trainer,
+    choices: Choices,
     schedule: NoiseSchedule,
     loss: LossOptions,
     noise: NoiseOptions,
@@ -67,7 +72,7 @@ struct Run<'a> {
 
 impl<'a> Run<'a> {
     fn prepare(process: &'a TrainerProcess, cx: &mut Context<'_>) -> Result<Self> {
-        options::check(process)?;
+        options::check(process, &cx.job.name)?;
         let folder = RunFolder::open(process, cx)?;
         // A seed that the config leaves open is chosen once: a run that goes on keeps the one it began with.
         let seed = process
@@ -81,7 +86,12 @@ impl<'a> Run<'a> {
         let data = Data::open(process, seed, cx)?;
 
         cx.phase("loading model");
-        let compute = device::compute(cx.spec.device, process.train.dtype.name())?;
+        // On a GPU too, a model's own weights are trained in float32, so that small changes are not rounded away.
+        let dtype = match (&process.network, cx.spec.device.kind) {
+            (None, kind) if kind != DeviceKind::Cpu => "float32",
+            _ => process.train.dtype.name(),
+        };
+        let compute = device::compute(cx.spec.device, dtype)?;
         for note in &compute.notes {
             cx.log("info", note.clone());
         }
@@ -89,7 +99,7 @@ impl<'a> Run<'a> {
             mut model,
             vae_path,
             choices,
-        } = cx.load_model(&process.model, &compute)?;
+        } = cx.load_model(&process.model, &compute, target::of_the_model(process))?;
         if let Some(lora) = &process.model.lora_path {
             let path = cx.local(lora);
             let mut parts = parts(&mut model);
@@ -99,15 +109,8 @@ impl<'a> Run<'a> {
 
         let residency = Residency::checkpointing(process.train.gradient_checkpointing || choices.recomputed);
         (model.unet.residency, model.text_encoder.residency) = (residency, residency);
-        let config = options::network(process)?;
-        let mut generator = generator_for(seed, "network", 0, 0);
-        let mut trained = Vec::from(parts(&mut model));
-        trained.retain(|(component, _)| match component {
-            Component::TextEncoder => process.train.train_text_encoder,
-            Component::Unet => process.train.train_unet,
-        });
-        let network = LoraNetwork::attach(&config, &mut trained, &mut generator)?;
-        let trainer = trainer(process, &network)?;
+        let target = Target::of(process, &mut model, seed, cx)?;
+        let trainer = trainer(process, &target, &choices)?;
         let lr = crate::optim::base_lr(process.train.optimizer, process.train.lr);
         if lr != process.train.lr {
             cx.log(
@@ -138,8 +141,9 @@ impl<'a> Run<'a> {
             seed,
             folder,
             compute,
-            network,
+            target,
             trainer,
+            choices,
             loss: options::loss(process),
             noise: options::noise(process, schedule.len()),
             schedule,
@@ -157,7 +161,7 @@ impl<'a> Run<'a> {
 
     fn train(&mut self, cx: &mut Context<'_>) -> Result<Outcome> {
         let steps = self.process.train.steps;
-        if self.start >= steps && self.folder.final_save().is_file() {
+        if self.start >= steps && self.folder.final_save().exists() {
             cx.log(
                 "info",
                 format!(
@@ -243,43 +247,53 @@ impl<'a> Run<'a> {
         let latents = latents.to_device(&self.compute.device)?;
         let drawn = draw(&self.noise, &mut generator, latents.dims4()?, &self.compute.device)?;
 
+        let Some(handle) = self.target.handle().cloned() else {
+            return self.learn(step, &turn, &captions, latents, drawn);
+        };
         let strength = self.data.datasets[turn.batch.dataset].options.network_weight;
-        self.network.handle.multiplier.set(strength);
+        handle.multiplier.set(strength);
         // Until the backward pass is done, which may run blocks again.
         let masks = format!("{}/dropout/{step}/{micro}", self.seed);
-        self.network.handle.set_training(Some(&masks));
-        let result = self.learn(&turn, &captions, latents, drawn);
-        self.network.handle.set_training(None);
+        handle.set_training(Some(&masks));
+        let result = self.learn(step, &turn, &captions, latents, drawn);
+        handle.set_training(None);
         result
     }
 
     /// The loss of these captions and latents, and the gradients.
-    fn learn(&mut self, turn: &Turn, captions: &[String], latents: Tensor, drawn: Draw) -> Result<()> {
+    fn learn(&mut self, step: u64, turn: &Turn, captions: &[String], latents: Tensor, drawn: Draw) -> Result<()> {
         let model = &self.model;
         let mask = self.masks.get(self.data.items_of(&turn.batch), &model.vae)?;
         let mask = mask.map(|mask| mask.to_device(&self.compute.device)).transpose()?;
-        let known = if self.network.covers_text_encoder() {
+        let known = if self.target.covers_text_encoder() {
             None
         } else {
             let contexts = &mut self.contexts;
             Some(contexts.get(captions, &model.tokenizer, &model.text_encoder, self.compute.dtype)?)
         };
         let (schedule, options, dtype) = (&self.schedule, &self.loss, self.compute.dtype);
-        self.trainer.add(|| {
-            let context = match known {
-                Some(context) => context,
+        let forward = || {
+            let context = match &known {
+                Some(context) => context.clone(),
                 None => Contexts::fresh(captions, &model.tokenizer, &model.text_encoder)?,
             };
             let micro_batch = MicroBatch {
-                latents,
-                noise: drawn.noise,
-                timesteps: drawn.timesteps,
+                latents: latents.clone(),
+                noise: drawn.noise.clone(),
+                timesteps: drawn.timesteps.clone(),
                 context,
                 weights: vec![turn.weight; turn.batch.items.len()],
-                mask,
+                mask: mask.clone(),
             };
             loss(&model.unet, schedule, options, &micro_batch, dtype)
-        })
+        };
+        let train = &self.process.train;
+        let alone = train.gradient_accumulation <= 1 && train.gradient_accumulation_steps == 1;
+        if alone && self.trainer.one_by_one() {
+            self.trainer.apply(step, forward)
+        } else {
+            self.trainer.add(forward)
+        }
     }
 
     /// Encodes all pictures ahead where they are cached. `false`: asked to stop.
@@ -326,9 +340,9 @@ fn parts(model: &mut SdModel) -> [(Component, &mut dyn VisitLayers); 2] {
     ]
 }
 
-fn trainer(process: &TrainerProcess, network: &LoraNetwork) -> Result<Trainer> {
+fn trainer(process: &TrainerProcess, target: &Target, choices: &Choices) -> Result<Trainer> {
     let train = &process.train;
-    let params = network.params();
+    let params = target.params();
     let error = crate::training::optim_error;
     let optimizer =
         crate::optim::build(train.optimizer, params.clone(), &train.optimizer_params, train.lr).map_err(error)?;
@@ -352,6 +366,8 @@ fn trainer(process: &TrainerProcess, network: &LoraNetwork) -> Result<Trainer> {
         schedule,
         max_grad_norm,
         ema,
+        // The gradients of a LoRA are small.
+        one_by_one: choices.one_by_one && matches!(target, Target::Model(_)),
     }))
 }
 
@@ -378,20 +394,15 @@ impl Progress {
     }
 }
 
-/// Tensors of a state on the CPU, in the types they have: weights and means are float32, 8-bit states are not.
-fn on_cpu(tensors: &BTreeMap<String, Tensor>) -> Result<BTreeMap<String, Tensor>> {
-    tensors
-        .iter()
-        .map(|(name, t)| Ok((name.clone(), t.to_device(&Device::Cpu)?.contiguous()?)))
-        .collect()
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod data_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod eight_bit_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod full_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod memory_tests;

@@ -1,5 +1,7 @@
 //! Against `tests/reference/make_train_lora.py`: the same twenty steps by diffusers and peft.
 
+mod full;
+
 use super::*;
 use crate::adapters::{Component, LoraConfig, LoraNetwork};
 use crate::autograd::gradients;
@@ -27,6 +29,18 @@ fn worst(ours: &BTreeMap<String, Tensor>, theirs: &BTreeMap<String, Tensor>) -> 
     assert_eq!(ours.keys().collect::<Vec<_>>(), theirs.keys().collect::<Vec<_>>());
     let gaps = ours.values().zip(theirs.values()).map(|(a, b)| f64::from(gap(a, b)));
     gaps.fold(0.0, f64::max)
+}
+
+/// The same learning rate at each of twenty steps.
+fn constant(lr: f64) -> Schedule {
+    let params = &serde_json::Map::new();
+    Schedule::new(ScheduleParams {
+        name: "constant",
+        params,
+        lr,
+        steps: 20,
+    })
+    .unwrap()
 }
 
 /// Largest relative difference of a loss, largest difference of a weight.
@@ -71,22 +85,23 @@ fn compare(name: &str) -> (f64, f64) {
     }
     let network = LoraNetwork::attach(&config, &mut trained, &mut TorchGenerator::manual_seed(0)).unwrap();
     assert_eq!(network.covers_text_encoder(), trains("text_encoder"));
-    network.restore(&start).unwrap();
     let params = network.params();
-    let none = serde_json::Map::new();
-    let mut trainer = Trainer::new(TrainerOptions {
-        params: params.clone(),
-        optimizer: Box::new(Adam::new(params.clone(), AdamParams::new(true)).unwrap()),
-        schedule: Schedule::new(ScheduleParams {
-            name: "constant",
-            params: &none,
-            lr: 1e-3,
-            steps: 20,
+    let fresh = || {
+        Trainer::new(TrainerOptions {
+            params: params.clone(),
+            optimizer: Box::new(Adam::new(params.clone(), AdamParams::new(true)).unwrap()),
+            schedule: constant(1e-3),
+            max_grad_norm: number("max_norm"),
+            ema: number("ema").map(|decay| Ema::new(params.clone(), decay, false, 1.0).unwrap()),
+            one_by_one: false,
         })
-        .unwrap(),
-        max_grad_norm: number("max_norm"),
-        ema: number("ema").map(|decay| Ema::new(params.clone(), decay, false, 1.0).unwrap()),
-    });
+    };
+    let start: BTreeMap<_, _> = start
+        .into_iter()
+        .filter(|(name, _)| !name.ends_with(".alpha"))
+        .collect();
+    fresh().restore_weights(&start).unwrap();
+    let mut trainer = fresh();
     let mut schedule = NoiseSchedule::new(&SamplerParams::from_json(&model.scheduler_config).unwrap()).unwrap();
     if variant["prediction"] == "v_prediction" {
         schedule.prediction_type = PredictionType::VPrediction;
@@ -283,19 +298,13 @@ fn a_loss_that_is_no_number_changes_nothing() {
         name: "p".into(),
         var: var.clone(),
     }];
-    let none = serde_json::Map::new();
     let mut trainer = Trainer::new(TrainerOptions {
         params: params.clone(),
         optimizer: Box::new(Adam::new(params, AdamParams::new(true)).unwrap()),
-        schedule: Schedule::new(ScheduleParams {
-            name: "constant",
-            params: &none,
-            lr: 1e-3,
-            steps: 20,
-        })
-        .unwrap(),
+        schedule: constant(1e-3),
         max_grad_norm: Some(1.0),
         ema: None,
+        one_by_one: false,
     });
     let of_sum = |factor: f64| (var.as_tensor().sum_all()? * factor).map_err(Into::into);
     trainer.add(|| of_sum(f64::NAN)).unwrap();

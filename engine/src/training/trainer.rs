@@ -1,10 +1,12 @@
 //! Accumulation, clipping, optimizer and EMA: what turns losses into weights.
 
-use crate::autograd::record;
+use crate::autograd::{Tape, record};
 use crate::error::{EngineError, Result};
-use crate::optim::{Ema, Grads, OptimError, Optimizer, Param, Schedule, clip_grad_norm};
+use crate::optim::{
+    Ema, Grads, OptimError, Optimizer, Param, Schedule, clip_factor, clip_grad_norm, norm_of, scaled_by, sum_of_squares,
+};
 use candle_core::{DType, Tensor};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 /// What a [`Trainer`] is made of.
 pub struct TrainerOptions {
@@ -18,6 +20,8 @@ pub struct TrainerOptions {
     pub max_grad_norm: Option<f64>,
     /// Moving average.
     pub ema: Option<Ema>,
+    /// Update each parameter as soon as its gradient is there, where that gives the same: gradients of few exist at a time.
+    pub one_by_one: bool,
 }
 
 /// What one step did.
@@ -41,6 +45,8 @@ pub struct Trainer {
     options: TrainerOptions,
     /// Gradients that wait for an update (legacy accumulation, where each micro-batch counts as a step).
     pending: Option<Grads>,
+    /// Squares of the gradients that were applied already, by parameter.
+    applied: Option<Vec<f64>>,
     losses: Vec<f64>,
     non_finite: u64,
 }
@@ -52,9 +58,16 @@ impl Trainer {
         Self {
             options,
             pending: None,
+            applied: None,
             losses: Vec::new(),
             non_finite: 0,
         }
+    }
+
+    /// Whether a step of one micro-batch is [`Trainer::apply`].
+    #[must_use]
+    pub fn one_by_one(&self) -> bool {
+        self.options.one_by_one && self.pending.is_none() && self.options.optimizer.separable()
     }
 
     /// The trained parameters.
@@ -74,14 +87,9 @@ impl Trainer {
     /// # Errors
     /// When the forward or the backward pass fails.
     pub fn add(&mut self, loss: impl FnOnce() -> Result<Tensor>) -> Result<()> {
-        let (loss, tape) = record(loss)?;
-        let value = f64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
-        if !value.is_finite() {
-            self.non_finite += 1;
-            self.losses.push(0.0);
+        let Some((loss, tape)) = self.forward(loss)? else {
             return Ok(());
-        }
-        self.losses.push(value);
+        };
         let store = tape.backward(&loss)?;
         let grads = self
             .options
@@ -100,6 +108,71 @@ impl Trainer {
             }
         }
         Ok(())
+    }
+
+    /// The whole of step number `step` but its end: as [`Trainer::add`] once, with every parameter updated as soon as its
+    /// gradient is there, which is then let go. What comes out is the same bit for bit. The norm that gradients are
+    /// clipped by is that of all of them: where they are clipped, `loss` is gone through twice, first for the norm. Where
+    /// they are not, and some are not finite, only those parameters stay as they are.
+    ///
+    /// # Errors
+    /// When a pass or the arithmetic fails.
+    pub fn apply(&mut self, step: u64, loss: impl Fn() -> Result<Tensor>) -> Result<()> {
+        let lr = self.options.schedule.at(step);
+        let Some((mut value, mut tape)) = self.forward(&loss)? else {
+            return Ok(());
+        };
+        let (params, optimizer) = (&self.options.params, &mut self.options.optimizer);
+        let places: HashMap<_, _> = params.iter().enumerate().map(|(at, p)| (p.var.id(), at)).collect();
+        let mut squares = vec![0.0; params.len()];
+        let clipped = self.options.max_grad_norm.filter(|_| optimizer.wants_clipping());
+        let mut factor = 1.0;
+        if let Some(max) = clipped {
+            tape.backward_each(&value, |id, gradient| {
+                if let Some(at) = places.get(&id) {
+                    squares[*at] = sum_of_squares(&gradient)?;
+                }
+                Ok::<_, EngineError>(())
+            })?;
+            let norm = norm_of(&squares);
+            if !norm.is_finite() {
+                self.applied = Some(squares);
+                return Ok(());
+            }
+            factor = clip_factor(norm, max);
+            (value, tape) = record(&loss)?;
+        }
+        let mut one: Grads = vec![None; params.len()];
+        tape.backward_each(&value, |id, gradient| {
+            let Some(at) = places.get(&id) else {
+                return Ok(());
+            };
+            if clipped.is_none() {
+                squares[*at] = sum_of_squares(&gradient)?;
+                if !squares[*at].is_finite() {
+                    return Ok(());
+                }
+            }
+            one[*at] = Some(scaled_by(gradient, factor)?);
+            optimizer.step(&one, lr).map_err(optim_error)?;
+            one[*at] = None;
+            Ok::<_, EngineError>(())
+        })?;
+        self.applied = Some(squares);
+        Ok(())
+    }
+
+    /// The loss of a micro-batch and the way back, unless it is not finite.
+    fn forward(&mut self, loss: impl FnOnce() -> Result<Tensor>) -> Result<Option<(Tensor, Tape)>> {
+        let (loss, tape) = record(loss)?;
+        let value = f64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
+        if !value.is_finite() {
+            self.non_finite += 1;
+            self.losses.push(0.0);
+            return Ok(None);
+        }
+        self.losses.push(value);
+        Ok(Some((loss, tape)))
     }
 
     /// Ends step number `step`. With `update`, the gradients so far are clipped and applied; without, they wait for a
@@ -129,12 +202,19 @@ impl Trainer {
         if !update {
             return Ok(report);
         }
-        let Some(mut grads) = self.pending.take() else {
-            return Ok(report);
-        };
         let optimizer = &mut self.options.optimizer;
-        let max = self.options.max_grad_norm.filter(|_| optimizer.wants_clipping());
-        let norm = clip_grad_norm(&mut grads, max.unwrap_or(f64::INFINITY)).map_err(optim_error)?;
+        let norm = match (self.applied.take(), self.pending.take()) {
+            (Some(squares), _) => norm_of(&squares),
+            (None, Some(mut grads)) => {
+                let max = self.options.max_grad_norm.filter(|_| optimizer.wants_clipping());
+                let norm = clip_grad_norm(&mut grads, max.unwrap_or(f64::INFINITY)).map_err(optim_error)?;
+                if norm.is_finite() {
+                    optimizer.step(&grads, lr).map_err(optim_error)?;
+                }
+                norm
+            }
+            (None, None) => return Ok(report),
+        };
         if !norm.is_finite() {
             report.warning = Some(format!(
                 "step {}: the gradients are not finite numbers; the weights stay as they are",
@@ -143,7 +223,6 @@ impl Trainer {
             return Ok(report);
         }
         report.grad_norm = Some(norm);
-        optimizer.step(&grads, lr).map_err(optim_error)?;
         report.lr = optimizer.shown_lr(lr).map_err(optim_error)?;
         if let Some(ema) = &mut self.options.ema {
             ema.update().map_err(optim_error)?;
@@ -179,7 +258,42 @@ impl Trainer {
         Ok((out, updates))
     }
 
-    /// Takes back what [`Trainer::state`] gave, except the weights, which belong to the network.
+    /// Sets the parameters from the weights of [`Trainer::state`], bit for bit, or none of them.
+    ///
+    /// # Errors
+    /// When a tensor is missing, is one too many, or has another shape.
+    pub fn restore_weights(&self, tensors: &BTreeMap<String, Tensor>) -> Result<()> {
+        let params = &self.options.params;
+        if tensors.len() != params.len() {
+            return Err(EngineError::bad_input(format!(
+                "it has {} trained tensors, this job {}",
+                tensors.len(),
+                params.len()
+            )));
+        }
+        let mut found = Vec::with_capacity(params.len());
+        for p in params {
+            match tensors.get(&p.name) {
+                Some(t) if t.shape() == p.var.shape() => found.push(t),
+                Some(t) => {
+                    return Err(EngineError::bad_input(format!(
+                        "the checkpoint's `{}` has shape {:?}, this job needs {:?}",
+                        p.name,
+                        t.dims(),
+                        p.var.dims()
+                    )));
+                }
+                None => return Err(EngineError::bad_input(format!("the checkpoint has no `{}`", p.name))),
+            }
+        }
+        for (p, t) in params.iter().zip(found) {
+            p.var
+                .set(&t.to_device(p.var.device())?.to_dtype(DType::F32)?.contiguous()?)?;
+        }
+        Ok(())
+    }
+
+    /// Takes back the rest of what [`Trainer::state`] gave: all but the weights.
     ///
     /// # Errors
     /// When something is missing or has another shape.

@@ -216,7 +216,7 @@ impl Index {
     }
 
     /// That there is a tensor of this name and shape.
-    fn check(&self, name: &str, shape: &Shape) -> Result<()> {
+    pub(crate) fn check(&self, name: &str, shape: &Shape) -> Result<()> {
         let found = self.shape(name).ok_or_else(|| self.missing(name))?;
         if found != shape.dims() {
             return Err(EngineError::ShapeMismatch {
@@ -274,17 +274,65 @@ impl Index {
 
 enum Source {
     Files(Index),
-    Fresh { seed: u64 },
+    Fresh {
+        seed: u64,
+    },
+    /// What others gave out before.
+    Given {
+        path: PathBuf,
+        weights: BTreeMap<String, Weight>,
+    },
 }
 
 struct Inner {
     source: Source,
     dtype: DType,
     device: Device,
-    trainable: bool,
+    trained: Trained,
     vars: Mutex<BTreeMap<String, Var>>,
+    /// What was given out, without a graph, where some of it is trained.
+    given: Mutex<BTreeMap<String, Weight>>,
     /// Names that were asked for.
     asked: Mutex<BTreeSet<String>>,
+}
+
+/// Which tensors are given out as variables, by their names.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Trained {
+    /// None.
+    #[default]
+    Nothing,
+    /// Those whose name contains one of the first (where there are none, all), but none of the second.
+    Names {
+        /// `model.only_if_contains`.
+        only_if_contains: Vec<String>,
+        /// `model.ignore_if_contains`. Wins over the other.
+        ignore_if_contains: Vec<String>,
+    },
+}
+
+impl Trained {
+    /// Every tensor.
+    #[must_use]
+    pub fn everything() -> Self {
+        Self::Names {
+            only_if_contains: Vec::new(),
+            ignore_if_contains: Vec::new(),
+        }
+    }
+
+    /// Whether this tensor is.
+    #[must_use]
+    pub fn takes(&self, name: &str) -> bool {
+        let among = |parts: &[String]| parts.iter().any(|part| name.contains(part.as_str()));
+        match self {
+            Self::Nothing => false,
+            Self::Names {
+                only_if_contains: only,
+                ignore_if_contains: ignored,
+            } => (only.is_empty() || among(only)) && !among(ignored),
+        }
+    }
 }
 
 /// A place in the tree of a model's tensors.
@@ -330,13 +378,14 @@ impl std::fmt::Debug for Weights {
 }
 
 impl Weights {
-    fn with(source: Source, dtype: DType, device: &Device, trainable: bool) -> Self {
+    fn with(source: Source, dtype: DType, device: &Device, trained: Trained) -> Self {
         let inner = Inner {
             source,
             dtype,
             device: device.clone(),
-            trainable,
+            trained,
             vars: Mutex::default(),
+            given: Mutex::default(),
             asked: Mutex::default(),
         };
         Self {
@@ -377,41 +426,46 @@ impl Weights {
     /// Tensors of an index, given out as `dtype` on `device`.
     #[must_use]
     pub fn from_index(index: Index, dtype: DType, device: &Device) -> Self {
-        Self::with(Source::Files(index), dtype, device, false)
+        Self::with(Source::Files(index), dtype, device, Trained::Nothing)
     }
 
     /// Fresh, trainable f32 tensors. Each depends on `seed` and its own name only.
     #[must_use]
     pub fn init(seed: u64, device: &Device) -> Self {
-        Self::with(Source::Fresh { seed }, DType::F32, device, true)
+        Self::with(Source::Fresh { seed }, DType::F32, device, Trained::everything())
     }
 
     /// The same tensors, given out as trainable variables from here on.
     #[must_use]
     pub fn trainable(&self) -> Self {
+        self.training(Trained::everything())
+    }
+
+    /// The same tensors, of which these are given out as trainable variables from here on.
+    #[must_use]
+    pub fn training(&self, trained: Trained) -> Self {
         Self {
             prefix: self.prefix.clone(),
             packing: self.packing.clone(),
             streaming: self.streaming.clone(),
-            ..Self::with(self.source(), self.inner.dtype, &self.inner.device, true)
+            ..Self::with(self.source(), self.inner.dtype, &self.inner.device, trained)
         }
     }
 
     /// The same tensors, given out as plain tensors that get no gradient from here on.
     #[must_use]
     pub fn frozen(&self) -> Self {
-        Self {
-            prefix: self.prefix.clone(),
-            packing: self.packing.clone(),
-            streaming: self.streaming.clone(),
-            ..Self::with(self.source(), self.inner.dtype, &self.inner.device, false)
-        }
+        self.training(Trained::Nothing)
     }
 
     fn source(&self) -> Source {
         match &self.inner.source {
             Source::Files(index) => Source::Files(index.clone()),
             Source::Fresh { seed } => Source::Fresh { seed: *seed },
+            Source::Given { path, weights } => Source::Given {
+                path: path.clone(),
+                weights: weights.clone(),
+            },
         }
     }
 
@@ -437,7 +491,17 @@ impl Weights {
     /// # Errors
     /// When it is missing or has another shape.
     pub fn layer(&self, shape: impl Into<Shape>, init: Init) -> Result<Weight> {
-        let shape = shape.into();
+        let weight = self.layer_as_asked(shape.into(), init)?;
+        self.keep(&self.full_name("weight"), &weight);
+        Ok(weight)
+    }
+
+    fn layer_as_asked(&self, shape: Shape, init: Init) -> Result<Weight> {
+        if let Source::Given { weights, .. } = &self.inner.source
+            && let Some(weight) = weights.get(&self.full_name("weight"))
+        {
+            return Ok(weight.clone());
+        }
         if let Some(packed) = self.as_stored(&shape, Index::packed)? {
             return Ok(Weight::Packed(packed));
         }
@@ -467,10 +531,10 @@ impl Weights {
         shape: &Shape,
         read: impl Fn(&Index, &str, DType, &Device) -> Result<Option<Arc<Packed>>>,
     ) -> Result<Option<Arc<Packed>>> {
-        let (Source::Files(index), false) = (&self.inner.source, self.inner.trainable) else {
+        let full = self.full_name("weight");
+        let (Source::Files(index), false) = (&self.inner.source, self.inner.trained.takes(&full)) else {
             return Ok(None);
         };
-        let full = self.full_name("weight");
         self.note(&full);
         index.check(&full, shape)?;
         read(index, &full, self.inner.dtype, &self.inner.device)
@@ -481,14 +545,14 @@ impl Weights {
     /// # Errors
     /// When it is missing or has another shape.
     pub fn stream(&self, shape: &Shape, name: &str) -> Result<Option<Arc<Streamed>>> {
-        let (Some(share), Source::Files(index), false) = (&self.streaming, &self.inner.source, self.inner.trainable)
-        else {
+        let full = self.full_name(name);
+        let trained = self.inner.trained.takes(&full);
+        let (Some(share), Source::Files(index), false) = (&self.streaming, &self.inner.source, trained) else {
             return Ok(None);
         };
         if !share.takes(shape.elem_count()) {
             return Ok(None);
         }
-        let full = self.full_name(name);
         self.note(&full);
         index.check(&full, shape)?;
         index.stream(&full, self.inner.dtype, &self.inner.device)
@@ -519,14 +583,49 @@ impl Weights {
                 index.read(&full, self.inner.dtype, &self.inner.device)?
             }
             Source::Fresh { seed } => init::draw(*seed, &full, shape.dims(), init, &self.inner.device)?,
+            Source::Given { weights, .. } => match weights.get(&full) {
+                Some(Weight::Plain(tensor)) => tensor.clone(),
+                _ => return Err(EngineError::Internal(format!("`{full}` was not given out before"))),
+            },
         };
-        if !self.inner.trainable {
-            return Ok(tensor);
-        }
-        let var = Var::from_tensor(&tensor)?;
-        let tensor = var.as_tensor().clone();
-        self.lock().insert(full, var);
+        let tensor = if self.inner.trained.takes(&full) {
+            let var = Var::from_tensor(&tensor)?;
+            let tensor = var.as_tensor().clone();
+            self.lock().insert(full.clone(), var);
+            tensor
+        } else {
+            tensor
+        };
+        self.keep(&full, &Weight::Plain(tensor.clone()));
         Ok(tensor)
+    }
+
+    /// Keeps what is given out, for [`Weights::again`].
+    fn keep(&self, name: &str, weight: &Weight) {
+        if self.inner.trained == Trained::Nothing {
+            return;
+        }
+        let weight = match weight {
+            Weight::Plain(tensor) => Weight::Plain(tensor.detach()),
+            other => other.clone(),
+        };
+        let mut given = self.inner.given.lock().unwrap_or_else(PoisonError::into_inner);
+        given.insert(name.to_owned(), weight);
+    }
+
+    /// What was given out so far, where some of it is trained, to be given out again: the same memory, so that it changes as
+    /// training goes on, but no variables, so that nothing is kept for a backward pass.
+    #[must_use]
+    pub fn again(&self) -> Self {
+        let given = self.inner.given.lock().unwrap_or_else(PoisonError::into_inner);
+        let source = Source::Given {
+            path: self.path().to_path_buf(),
+            weights: given.clone(),
+        };
+        Self {
+            prefix: self.prefix.clone(),
+            ..Self::with(source, self.inner.dtype, &self.inner.device, Trained::Nothing)
+        }
     }
 
     /// Whether the tensor `name` exists at this place; always, for fresh ones.
@@ -535,10 +634,11 @@ impl Weights {
         match &self.inner.source {
             Source::Files(index) => index.contains(&self.full_name(name)),
             Source::Fresh { .. } => true,
+            Source::Given { weights, .. } => weights.contains_key(&self.full_name(name)),
         }
     }
 
-    /// Every variable given out so far, by full name, sorted. Empty unless trainable.
+    /// Every variable given out so far, by full name, sorted.
     #[must_use]
     pub fn vars(&self) -> Vec<(String, Var)> {
         self.lock()
@@ -553,6 +653,7 @@ impl Weights {
         match &self.inner.source {
             Source::Files(index) => &index.path,
             Source::Fresh { .. } => Path::new("(fresh weights)"),
+            Source::Given { path, .. } => path,
         }
     }
 

@@ -72,13 +72,15 @@ def generation(profile, side, guidance=7, parts=()):
 
 
 def training(profile, side, batch=1, rank=16, recomputed=True, optimizer="adamw", text=False, parts=()):
-    said = f"{profile}, LoRA of rank {rank}{' (text encoder too)' if text else ''}, {side} x {side}, batch {batch}, {optimizer}"
+    what = f"LoRA of rank {rank}" if rank else "full fine-tune"
+    said = f"{profile}, {what}{' (text encoder too)' if text else ''}, {side} x {side}, batch {batch}, {optimizer}"
     more, keys = quantised(parts)
     said += (", checkpointing" if recomputed else "") + more
+    network = f"{{type: lora, linear: {rank}, linear_alpha: {rank}}}" if rank else "null"
     return said, profile, (side, batch), f"""
     - type: sd_trainer
       training_folder: FOLDER/out
-      network: {{type: lora, linear: {rank}, linear_alpha: {rank}}}
+      network: {network}
       datasets: [{{folder_path: FOLDER/data, caption_ext: txt, resolution: [{side}], cache_latents: true}}]
       train: {{batch_size: {batch}, steps: 1, gradient_checkpointing: {json.dumps(recomputed)}, train_text_encoder: {json.dumps(text)},
         noise_scheduler: ddpm, optimizer: {optimizer}, lr: 1e-4, dtype: float32, disable_sampling: true}}
@@ -119,6 +121,14 @@ def jobs():
         yield "sd15", training(profile, 512)
     for side in (512, 384):
         yield "sd15", training("cpu_only", side, recomputed=False)
+    for profile in everything:
+        yield "half", training(profile, 256, rank=None)
+        yield "half", training(profile, 256, rank=None, optimizer="adamw8bit")
+    for profile in ("balanced", "extreme"):
+        yield "half", training(profile, 256, rank=None, text=True)
+        yield "half", training(profile, 256, rank=None, optimizer="adafactor")
+    yield "sd15", training("cpu_only", 256, rank=None, optimizer="adamw8bit")
+    yield "sd15", training("extreme", 256, rank=None, optimizer="adafactor")
     for profile, parts in [("balanced", both[:1]), ("cpu_only", both), ("extreme", both[1:])]:
         yield "sd15", generation(profile, 256, parts=parts)
 

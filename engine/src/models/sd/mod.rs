@@ -5,6 +5,7 @@
 
 mod ldm;
 mod meta;
+mod resume;
 mod save;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
@@ -17,6 +18,7 @@ mod stored_tests;
 
 #[cfg(test)]
 pub(super) use ldm::split as split_checkpoint;
+pub use resume::saved_step;
 pub use save::{FullModel, META_FILE};
 pub use source::SdSource;
 
@@ -25,14 +27,14 @@ use crate::models::clip::{ClipTextConfig, ClipTextModel, ClipTokenizer};
 use crate::models::config;
 use crate::models::unet::{UNet2DConditionModel, UNetConfig};
 use crate::models::vae::{self, AutoencoderKl, VaeConfig};
-use crate::weights::{Index, Packing, Weights};
+use crate::weights::{Index, Packing, Trained, Weights};
 use aitk_common::job::QType;
 use aitk_common::job::model::ModelConfig;
 use aitk_common::plan::choices::Choices;
 use aitk_common::plan::profile::MemoryProfile;
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Var};
 use serde_json::{Value, json};
-use source::{Component, Part, SmallFiles};
+use source::{Component, Part, SmallFiles, text_name};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -52,6 +54,10 @@ pub struct LoadOptions {
     pub text_encoder_packing: Option<Packing>,
     /// What stays in memory, and what works in smaller pieces.
     pub choices: Choices,
+    /// Which of the U-Net's own tensors are trained.
+    pub unet_trained: Trained,
+    /// The same of the text encoder.
+    pub text_encoder_trained: Trained,
 }
 
 /// Layers of a U-Net that are never quantised: they are small, and everything goes through them.
@@ -68,6 +74,8 @@ impl LoadOptions {
             unet_packing: None,
             text_encoder_packing: None,
             choices: Choices::default(),
+            unet_trained: Trained::Nothing,
+            text_encoder_trained: Trained::Nothing,
         }
     }
 
@@ -88,7 +96,25 @@ impl LoadOptions {
             unet_packing: packing(model.quantization(), &exclude),
             text_encoder_packing: packing(model.text_encoder_quantization(), &exclude),
             choices: Choices::of(profile).and(model.memory_choices()),
+            unet_trained: Trained::Nothing,
+            text_encoder_trained: Trained::Nothing,
         }
+    }
+
+    /// The same, and these tensors of U-Net and text encoder are trained. A part that is trained is neither quantised nor
+    /// left in its file.
+    #[must_use]
+    pub fn training(mut self, unet: Trained, text_encoder: Trained) -> Self {
+        if unet != Trained::Nothing {
+            self.unet_packing = None;
+            self.choices.denoiser_streamed = 0.0;
+        }
+        if text_encoder != Trained::Nothing {
+            self.text_encoder_packing = None;
+            self.choices.text_streamed = 0.0;
+        }
+        (self.unet_trained, self.text_encoder_trained) = (unet, text_encoder);
+        self
     }
 }
 
@@ -162,8 +188,14 @@ pub struct SdModel {
     pub guidance_in_turn: bool,
     /// Parts whose files hold quantised weights, and of which kinds.
     pub quantised_in_file: Vec<(&'static str, Vec<&'static str>)>,
+    /// The tensors that are trained, by part and name (`unet.conv_in.weight`), sorted.
+    pub trained: Vec<(String, Var)>,
     /// What it was loaded from, to write it whole.
     pub source: Arc<SdSource>,
+    /// The text encoder once more where it is trained, of the same memory and without variables.
+    still_text_encoder: Option<ClipTextModel>,
+    /// The same of the U-Net.
+    still_unet: Option<UNet2DConditionModel>,
 }
 
 impl SdModel {
@@ -246,10 +278,14 @@ impl SdModel {
         let quantised = [("text encoder", &text_encoder), ("U-Net", &unet), ("VAE", &vae)]
             .map(|(part, index)| (part, index.quantised().into_iter().collect::<Vec<_>>()));
         let positions = parts.text_encoder.max_position_embeddings;
-        let text_weights = weights(text_encoder, choices.text_streamed).packed(options.text_encoder_packing.clone());
-        let unet_weights = weights(unet, choices.denoiser_streamed).packed(unet_packing);
+        let text_weights = weights(text_encoder, choices.text_streamed)
+            .packed(options.text_encoder_packing.clone())
+            .training(options.text_encoder_trained.clone());
+        let unet_weights = weights(unet, choices.denoiser_streamed)
+            .packed(unet_packing)
+            .training(options.unet_trained.clone());
         let vae_weights = weights(vae, choices.vae_streamed);
-        let model = Self {
+        let mut model = Self {
             tokenizer: tokenizer.at_most(positions),
             text_encoder: ClipTextModel::new(&text_weights, &parts.text_encoder)?,
             unet: UNet2DConditionModel::new(&unet_weights, &parts.unet)?,
@@ -262,7 +298,21 @@ impl SdModel {
             scheduler_config: parts.scheduler,
             guidance_in_turn: choices.guidance_in_turn,
             quantised_in_file: quantised.into_iter().filter(|(_, kinds)| !kinds.is_empty()).collect(),
+            trained: Vec::new(),
+            still_text_encoder: None,
+            still_unet: None,
         };
+        if options.text_encoder_trained != Trained::Nothing {
+            model.still_text_encoder = Some(ClipTextModel::new(&text_weights.again(), &parts.text_encoder)?);
+        }
+        if options.unet_trained != Trained::Nothing {
+            model.still_unet = Some(UNet2DConditionModel::new(&unet_weights.again(), &parts.unet)?);
+        }
+        let text_encoder = text_weights.vars().into_iter();
+        let text_encoder = text_encoder.map(|(name, var)| (format!("text_encoder.{}", text_name(&name)), var));
+        let unet = unet_weights.vars().into_iter();
+        let unet = unet.map(|(name, var)| (format!("unet.{name}"), var));
+        model.trained = text_encoder.chain(unet).collect();
         let (context, hidden) = (parts.unet.context_width(), parts.text_encoder.hidden_size);
         if context != Ok(hidden) {
             return Err(EngineError::Unsupported(format!(
@@ -296,6 +346,23 @@ impl SdModel {
         Arc::make_mut(&mut self.source).replace_vae(Component::new(Part::Vae, &weights, config)?);
         self.vae = vae;
         Ok(())
+    }
+
+    /// The model to draw with while it is trained: it changes with the weights, but keeps nothing for a backward pass, which
+    /// a forward pass of variables does. None where no weights of its own are trained.
+    #[must_use]
+    pub fn untracked(&self) -> Option<Self> {
+        if self.still_text_encoder.is_none() && self.still_unet.is_none() {
+            return None;
+        }
+        let mut model = self.clone();
+        if let Some(still) = &self.still_text_encoder {
+            model.text_encoder = still.clone();
+        }
+        if let Some(still) = &self.still_unet {
+            model.unet = still.clone();
+        }
+        Some(model)
     }
 
     /// Pixels per latent, along each axis: 8 for SD 1.x.

@@ -1,16 +1,13 @@
-//! The run folder (section 15): names, saves, retention.
+//! The run folder (section 15): names, retention.
 
 use super::super::Context;
-use crate::adapters::{LoraNetwork, python_json, with_hashes};
+use super::write::files_of;
 use crate::error::{EngineError, Result};
 use aitk_common::checkpoint::CheckpointError;
-use aitk_common::fsutil::{self, FsError};
-use aitk_common::job::dtype::DType as SaveDType;
+use aitk_common::fsutil;
+use aitk_common::job::naming;
 use aitk_common::job::process::TrainerProcess;
-use aitk_common::job::{JobSpec, naming};
-use candle_core::DType;
-use serde_json::{Value, json};
-use std::collections::BTreeMap;
+use aitk_common::job::save::SaveFormat;
 use std::fs::{File, TryLockError};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -27,10 +24,14 @@ pub(super) struct RunFolder {
     /// The config in it.
     pub(super) config: PathBuf,
     job: String,
+    /// Saves are folders.
+    folders: bool,
     /// Held while the run works here.
     _lock: Arc<File>,
 }
 
+/// The folder of the pictures.
+pub(super) const SAMPLES: &str = "samples";
 /// How long another run in the same folder is waited for.
 const OTHER_RUN: Duration = Duration::from_secs(12);
 /// Checkpoints that stay on disk: the newest, and the one before, in case a disk damages the newest.
@@ -43,23 +44,24 @@ impl RunFolder {
         let root = cx.output_root(process.training_folder.as_deref());
         let job = cx.job.name.clone();
         let path = root.join(process.name.as_deref().filter(|n| !n.is_empty()).unwrap_or(&job));
-        fsutil::create_dir_all(&path).map_err(fs_error)?;
+        fsutil::create_dir_all(&path)?;
         let lock = lock(&path, cx)?;
         // What a run left half-written that was killed.
-        for folder in [&path, &path.join("samples")] {
-            fsutil::sweep(folder, Duration::ZERO).map_err(fs_error)?;
+        for folder in [&path, &path.join(SAMPLES)] {
+            fsutil::sweep(folder, Duration::ZERO)?;
         }
         let suffix = match cx.spec.config_format.as_str() {
             format @ ("json" | "jsonc") => format,
             _ => "yaml",
         };
         let config = path.join(format!("config.{suffix}"));
-        fsutil::write_atomic(&config, |out| out.write_all(cx.spec.config_text.as_bytes())).map_err(fs_error)?;
+        fsutil::write_atomic(&config, |out| out.write_all(cx.spec.config_text.as_bytes()))?;
         Ok(Self {
             root,
             path,
             config,
             job,
+            folders: process.network.is_none() && process.save.save_format == SaveFormat::Diffusers,
             _lock: lock,
         })
     }
@@ -71,26 +73,39 @@ impl RunFolder {
 
     /// Where pictures lie.
     pub(super) fn samples(&self) -> PathBuf {
-        self.path.join("samples")
+        self.path.join(SAMPLES)
     }
 
-    /// The LoRA of a step.
+    /// Whether a save is a folder, and not one file.
+    pub(super) fn saves_folders(&self) -> bool {
+        self.folders
+    }
+
+    fn save_name(&self, step: Option<u64>) -> String {
+        if self.folders {
+            naming::save_folder(&self.job, step)
+        } else {
+            naming::save_file(&self.job, step)
+        }
+    }
+
+    /// The save of a step: a file or a folder.
     pub(super) fn step_save(&self, step: u64) -> PathBuf {
-        self.path.join(naming::lora_file(&self.job, Some(step)))
+        self.path.join(self.save_name(Some(step)))
     }
 
-    /// The LoRA at the end.
+    /// The save at the end.
     pub(super) fn final_save(&self) -> PathBuf {
-        self.path.join(naming::lora_file(&self.job, None))
+        self.path.join(self.save_name(None))
     }
 
-    /// All LoRAs of this run: step saves with their steps, and the final one without.
+    /// All saves of this run: step saves with their steps, and the final one without.
     pub(super) fn saves(&self) -> Vec<(Option<u64>, PathBuf)> {
         let mut out = Vec::new();
         for entry in std::fs::read_dir(&self.path).into_iter().flatten().flatten() {
             let name = entry.file_name().to_string_lossy().into_owned();
             let step = naming::step_of(&self.job, &name);
-            if name == naming::lora_file(&self.job, step) {
+            if name == self.save_name(step) {
                 out.push((step, entry.path()));
             }
         }
@@ -98,60 +113,8 @@ impl RunFolder {
         out
     }
 
-    /// Writes the LoRA in `save.dtype` with the metadata of section 14.6. Its bytes depend on the weights, the config
-    /// and the step, on nothing else.
-    pub(super) fn write_lora(
-        &self,
-        path: &Path,
-        process: &TrainerProcess,
-        network: &LoraNetwork,
-        job: &JobSpec,
-        step: u64,
-        epoch: u64,
-    ) -> Result<()> {
-        let dtype = match process.save.dtype {
-            SaveDType::F32 => DType::F32,
-            SaveDType::F16 => DType::F16,
-            SaveDType::BF16 => DType::BF16,
-            SaveDType::F8 => {
-                return Err(EngineError::Unsupported(
-                    "save.dtype: float8 is not supported yet; use float16".into(),
-                ));
-            }
-        };
-        let mut metadata = BTreeMap::new();
-        for (key, value) in &job.meta {
-            let text = match value {
-                Value::String(text) => text.replace("[name]", &job.name),
-                other => python_json(other, false).replace("[name]", &job.name),
-            };
-            metadata.insert(key.clone(), text);
-        }
-        let mut put = |key: &str, value: Value| {
-            let text = value.as_str().map_or_else(|| python_json(&value, false), str::to_owned);
-            metadata.insert(key.to_owned(), text);
-        };
-        put("training_info", json!({"step": step, "epoch": epoch}));
-        put(
-            "ss_base_model_version",
-            process.model.arch.name.base_model_version().into(),
-        );
-        put("ss_output_name", job.name.clone().into());
-        if let Some(trigger) = &process.trigger_word {
-            let tag = json!({format!("1_{trigger}"): {trigger.as_str(): 1}});
-            put("ss_tag_frequency", tag);
-        }
-        put(
-            "software",
-            json!({"name": "aitk", "version": env!("CARGO_PKG_VERSION")}),
-        );
-        put("format", "pt".into());
-        let bytes = with_hashes(&network.tensors(dtype)?, metadata)?;
-        fsutil::write_atomic(path, |out| out.write_all(&bytes)).map_err(fs_error)
-    }
-
-    /// Removes old step saves and old checkpoints. The answer names the LoRAs that are gone, also one that another
-    /// machine made and that falls out of the kept ones now.
+    /// Removes old step saves and old checkpoints. The answer names the files that are gone, also of a save that
+    /// another machine made and that falls out of the kept ones now.
     pub(super) fn retain(&self, process: &TrainerProcess, step: u64) -> Result<Vec<PathBuf>> {
         aitk_common::checkpoint::Checkpoint::prune(&self.checkpoints(), CHECKPOINTS).map_err(checkpoint_error)?;
         let keep = process.save.max_step_saves_to_keep;
@@ -159,13 +122,19 @@ impl RunFolder {
             return Ok(Vec::new());
         }
         let steps = self.saves().into_iter().filter_map(|(s, _)| s);
-        let mut here = naming::expired(&steps.filter(|s| *s <= step).collect::<Vec<_>>(), keep);
+        let here = naming::expired(&steps.filter(|s| *s <= step).collect::<Vec<_>>(), keep);
+        let mut gone = Vec::new();
         for old in &here {
-            fsutil::remove(&self.step_save(*old)).map_err(fs_error)?;
+            let save = self.step_save(*old);
+            gone.extend(files_of(&save));
+            fsutil::remove(&save)?;
             // ai-toolkit removes a config of the same stem too.
-            let yaml = self.step_save(*old).with_extension("yaml");
+            let yaml = self
+                .path
+                .join(naming::save_folder(&self.job, Some(*old)))
+                .with_extension("yaml");
             if yaml.is_file() {
-                fsutil::remove(&yaml).map_err(fs_error)?;
+                fsutil::remove(&yaml)?;
             }
         }
         let elsewhere = process
@@ -173,16 +142,22 @@ impl RunFolder {
             .save_every
             .and_then(|every| step.checked_sub(every.checked_mul(keep)?));
         if let Some(old) = elsewhere.filter(|old| *old > 0 && !here.contains(old) && !self.step_save(*old).exists()) {
-            here.push(old);
+            // It had the files that this step's has.
+            let (this, old) = (self.step_save(step), self.step_save(old));
+            let inside = files_of(&this).into_iter();
+            gone.extend(inside.map(|file| match file.strip_prefix(&this) {
+                Ok(below) if !below.as_os_str().is_empty() => old.join(below),
+                _ => old.clone(),
+            }));
         }
-        Ok(here.into_iter().map(|s| self.step_save(s)).collect())
+        Ok(gone)
     }
 }
 
 /// Two runs at once in one folder would overwrite each other's files. A run that was just killed may take a moment to end.
 fn lock(folder: &Path, cx: &mut Context<'_>) -> Result<Arc<File>> {
     let own = folder.join(".aitk");
-    fsutil::create_dir_all(&own).map_err(fs_error)?;
+    fsutil::create_dir_all(&own)?;
     let path = own.join("lock");
     let file = File::create(&path).map_err(|error| EngineError::io(&path, error))?;
     let began = Instant::now();
@@ -211,15 +186,10 @@ fn lock(folder: &Path, cx: &mut Context<'_>) -> Result<Arc<File>> {
     }
 }
 
-/// A file error as the engine's.
-pub(super) fn fs_error(error: FsError) -> EngineError {
-    error.into()
-}
-
 /// A checkpoint error as the engine's.
 pub(super) fn checkpoint_error(error: CheckpointError) -> EngineError {
     match error {
-        CheckpointError::Fs(error) => fs_error(error),
+        CheckpointError::Fs(error) => error.into(),
         other => EngineError::bad_input(other.to_string()),
     }
 }

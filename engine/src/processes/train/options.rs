@@ -1,12 +1,15 @@
 //! What the config says, as the engine's own types.
 
 use super::super::Context;
+use super::folder::SAMPLES;
 use crate::adapters::LoraConfig;
 use crate::data::{CaptionRules, DatasetOptions, MaskOptions};
 use crate::error::{EngineError, Result};
 use crate::training::{LossKind, LossOptions, NoiseOptions, Preference};
 use aitk_common::job::arch::ArchName;
+use aitk_common::job::network::NetworkConfig;
 use aitk_common::job::process::TrainerProcess;
+use aitk_common::job::save::SaveFormat;
 use aitk_common::job::train::{ContentOrStyle, LossType};
 use aitk_common::job::values::TextSource;
 use sha2::{Digest, Sha256};
@@ -16,7 +19,7 @@ use std::path::{Path, PathBuf};
 
 /// Refuses what would train something else than was asked for. The job was checked before it was accepted; this holds
 /// for specs that come another way.
-pub(super) fn check(process: &TrainerProcess) -> Result<()> {
+pub(super) fn check(process: &TrainerProcess, job: &str) -> Result<()> {
     let unsupported = |what: String| Err(EngineError::Unsupported(what));
     if !matches!(process.model.arch.name, ArchName::Sd1) {
         return unsupported(format!(
@@ -24,8 +27,10 @@ pub(super) fn check(process: &TrainerProcess) -> Result<()> {
             process.model.arch.name.name()
         ));
     }
-    if process.network.is_none() {
-        return unsupported("full fine-tuning is not supported yet: add a `network` section (`type: lora`)".into());
+    if process.network.is_none() && process.save.save_format == SaveFormat::Diffusers && job == SAMPLES {
+        return Err(EngineError::bad_input(format!(
+            "config.name: a model that is saved as a folder cannot be called `{SAMPLES}`: the run folder keeps its pictures there"
+        )));
     }
     if !process.train.train_text_encoder && !process.train.train_unet {
         return Err(EngineError::bad_input(
@@ -44,12 +49,9 @@ pub(super) fn check(process: &TrainerProcess) -> Result<()> {
 }
 
 /// The network section.
-pub(super) fn network(process: &TrainerProcess) -> Result<LoraConfig> {
-    let Some(network) = &process.network else {
-        return Err(EngineError::Internal("a training without network".into()));
-    };
+pub(super) fn network(network: &NetworkConfig) -> LoraConfig {
     let kwargs = &network.network_kwargs;
-    Ok(LoraConfig {
+    LoraConfig {
         rank: network.linear as usize,
         alpha: network.linear_alpha,
         conv_rank: network.conv.map(|r| r as usize),
@@ -61,7 +63,7 @@ pub(super) fn network(process: &TrainerProcess) -> Result<LoraConfig> {
             .map(|l| l.0.clone())
             .unwrap_or_default(),
         ignore_if_contains: kwargs.ignore_if_contains.0.clone(),
-    })
+    }
 }
 
 /// The data sets, one per resolution.

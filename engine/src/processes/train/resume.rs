@@ -1,13 +1,16 @@
 //! Where a run begins, and the exact states it leaves behind.
 //!
 //! Order: the checkpoint that the attempt was given, else the newest whole checkpoint of the run folder, else its
-//! newest LoRA by step (a half-finished folder of ai-toolkit), else `network.pretrained_lora_path`, else fresh.
+//! newest save by step (a half-finished folder of ai-toolkit), else `network.pretrained_lora_path`, else fresh.
 
 use super::super::Context;
+use super::Run;
 use super::folder::{RunFolder, checkpoint_error};
-use super::{Run, on_cpu};
-use crate::adapters::{LoraFile, safetensors_bytes};
+use super::target::Target;
+use crate::adapters::LoraFile;
 use crate::error::{EngineError, Result};
+use crate::models::sd::saved_step;
+use crate::weights::write_tensors;
 use aitk_common::attempt::{AttemptSpec, ChildEvent};
 use aitk_common::checkpoint::{Checkpoint, CheckpointWriter};
 use candle_core::{Device, Tensor};
@@ -65,12 +68,12 @@ impl Run<'_> {
             cx.log("warn", format!("{}: {error}", folder.display()));
         }
         if let Some(checkpoint) = scan.newest {
-            let lora_step = self.folder.saves().iter().filter_map(|(step, _)| *step).max();
-            if lora_step.is_some_and(|step| step > checkpoint.step()) {
+            let saved = self.folder.saves().iter().filter_map(|(step, _)| *step).max();
+            if saved.is_some_and(|step| step > checkpoint.step()) {
                 cx.log(
                     "info",
                     format!(
-                        "there is a newer LoRA, but only the checkpoint of step {} is exact",
+                        "there is a newer save, but only the checkpoint of step {} is exact",
                         checkpoint.step()
                     ),
                 );
@@ -87,16 +90,23 @@ impl Run<'_> {
                 Err(error) => cx.log(
                     "warn",
                     format!(
-                        "the checkpoint of step {} does not fit this config ({error}); trying its LoRA",
+                        "the checkpoint of step {} does not fit this config ({error}); trying its last save",
                         checkpoint.step()
                     ),
                 ),
             }
         }
-        let Some((step, path)) = self.newest_lora(cx) else {
+        let Some((step, path)) = self.newest_save(cx) else {
             return Ok(false);
         };
-        self.take_lora(&path, cx)?;
+        match self.target {
+            Target::Lora(_) => self.take_lora(&path, cx)?,
+            Target::Model(_) => {
+                self.model.take_trained(&path)?;
+                // The average starts from these weights too.
+                self.trainer = super::trainer(self.process, &self.target, &self.choices)?;
+            }
+        }
         self.start = step;
         cx.log(
             "info",
@@ -105,13 +115,17 @@ impl Run<'_> {
         Ok(true)
     }
 
-    /// The newest LoRA of the run folder by step, the step as the file itself says it.
-    fn newest_lora(&self, cx: &mut Context<'_>) -> Option<(u64, PathBuf)> {
+    /// The newest save of the run folder by step, the step as it says itself.
+    fn newest_save(&self, cx: &mut Context<'_>) -> Option<(u64, PathBuf)> {
         let mut newest: Option<(u64, PathBuf)> = None;
         for (named, path) in self.folder.saves() {
-            match LoraFile::open(&path) {
-                Ok(file) => {
-                    let step = file.training_info().map_or(named, |(step, _)| Some(step)).unwrap_or(0);
+            let step = match self.target {
+                Target::Lora(_) => LoraFile::open(&path).map(|file| file.training_info().map(|(step, _)| step)),
+                Target::Model(_) => saved_step(&path),
+            };
+            match step {
+                Ok(step) => {
+                    let step = step.or(named).unwrap_or(0);
                     if newest.as_ref().is_none_or(|(best, _)| step > *best) {
                         newest = Some((step, path));
                     }
@@ -123,7 +137,10 @@ impl Run<'_> {
     }
 
     fn take_lora(&mut self, path: &Path, cx: &mut Context<'_>) -> Result<()> {
-        let report = self.network.load(&LoraFile::open(path)?)?;
+        let Target::Lora(network) = &self.target else {
+            return Err(EngineError::Internal("a LoRA for a full fine-tune".into()));
+        };
+        let report = network.load(&LoraFile::open(path)?)?;
         if report.resized > 0 {
             cx.log(
                 "warn",
@@ -146,7 +163,7 @@ impl Run<'_> {
             );
         }
         // The average starts from these weights too.
-        self.trainer = super::trainer(self.process, &self.network)?;
+        self.trainer = super::trainer(self.process, &self.target, &self.choices)?;
         Ok(())
     }
 
@@ -165,26 +182,24 @@ impl Run<'_> {
                 text("optimizer")
             )));
         }
-        let mut tensors: BTreeMap<String, BTreeMap<String, Tensor>> = BTreeMap::new();
-        for role in ["weights", "optimizer", "ema", "gradients"] {
-            if let Some(path) = checkpoint.file_with_role(role) {
-                let map = candle_core::safetensors::load(&path, &Device::Cpu)?;
-                tensors.insert(role.to_owned(), map.into_iter().collect());
-            }
-        }
-        let Some(weights) = tensors.remove("weights") else {
-            return Err(EngineError::bad_input("it has no weights"));
+        let read = |role: &str| -> Result<Option<BTreeMap<String, Tensor>>> {
+            let Some(path) = checkpoint.file_with_role(role) else {
+                return Ok(None);
+            };
+            let map = candle_core::safetensors::load(&path, &Device::Cpu)?;
+            Ok(Some(map.into_iter().collect()))
         };
-        if weights.len() != self.trainer.params().len() {
-            return Err(EngineError::bad_input(format!(
-                "it has {} trained tensors, this network has {}",
-                weights.len(),
-                self.trainer.params().len()
-            )));
+        // Gone before the rest is read, which for a whole model is twice as large.
+        match read("weights")? {
+            Some(weights) => self.trainer.restore_weights(&weights)?,
+            None => return Err(EngineError::bad_input("it has no weights")),
         }
-        self.network.restore(&weights)?;
+        let mut tensors = BTreeMap::new();
+        for role in ["optimizer", "ema", "gradients"] {
+            tensors.extend(read(role)?.map(|map| (role.to_owned(), map)));
+        }
         // Made anew, so that a moving average which the checkpoint lacks begins with these weights.
-        self.trainer = super::trainer(self.process, &self.network)?;
+        self.trainer = super::trainer(self.process, &self.target, &self.choices)?;
         self.trainer.restore(tensors, number("ema_updates").unwrap_or(0))?;
         self.start = checkpoint.step();
         self.checkpointed = Some(checkpoint.step());
@@ -248,9 +263,10 @@ impl Run<'_> {
             .job(cx.job.name.clone())
             .data_epoch(self.data.epoch(step, self.process));
         for (role, tensors) in &parts {
-            let bytes = safetensors_bytes(&on_cpu(tensors)?, &BTreeMap::new())?;
             writer
-                .add_bytes(&format!("{role}.safetensors"), role, &bytes)
+                .add_file(&format!("{role}.safetensors"), role, |out| {
+                    write_tensors(out, tensors, &BTreeMap::new())
+                })
                 .map_err(checkpoint_error)?;
         }
         let mut state = self.identity();

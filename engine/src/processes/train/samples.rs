@@ -2,7 +2,6 @@
 
 use super::super::Context;
 use super::Run;
-use super::folder::fs_error;
 use crate::error::{EngineError, Result};
 use crate::image_io::{Format, encode};
 use crate::pipelines::{SampleSettings, sample_prompts};
@@ -51,7 +50,7 @@ impl Run<'_> {
         let format = Format::from_suffix(suffix)?;
         cx.phase("sampling");
         let folder = self.folder.samples();
-        fsutil::create_dir_all(&folder).map_err(fs_error)?;
+        fsutil::create_dir_all(&folder)?;
         let root = self.folder.root.clone();
         self.with_averages(|run| {
             let settings = SampleSettings {
@@ -59,12 +58,13 @@ impl Run<'_> {
                 dtype: run.compute.dtype,
                 sampler: section.sampler.name(),
                 v_prediction: run.process.model.is_v_pred,
-                multiplier: Some(&run.network.handle.multiplier),
+                multiplier: run.target.handle().map(|handle| &handle.multiplier),
                 job_seed: run.seed,
             };
             let stop = cx.stop.clone();
+            let untracked = run.model.untracked();
             let finished = sample_prompts(
-                &run.model,
+                untracked.as_ref().unwrap_or(&run.model),
                 &settings,
                 &requests,
                 &mut |_, _| !stop.is_set(),
@@ -75,7 +75,7 @@ impl Run<'_> {
                     let path = folder.join(naming::sample_file(ms, step, index, suffix));
                     let text = format!("{} --seed {seed}", request.prompt);
                     let bytes = encode(&picture, format, &[("parameters", &text)])?;
-                    fsutil::write_atomic(&path, |out| out.write_all(&bytes)).map_err(fs_error)?;
+                    fsutil::write_atomic(&path, |out| out.write_all(&bytes))?;
                     remove_others(&folder, &naming::sample_tail(step, index, suffix), &path);
                     cx.artifact("sample", &root, &path, Some(step), Some(index as u64));
                     Ok(())

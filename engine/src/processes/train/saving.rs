@@ -14,7 +14,7 @@ impl Run<'_> {
         Ok(Outcome::Stopped)
     }
 
-    /// The exact state, the last pictures, and then the final LoRA, which says that the run is complete: until it is
+    /// The exact state, the last pictures, and then the final save, which says that the run is complete: until it is
     /// there, the same command does the rest again.
     pub(super) fn finish(&mut self, cx: &mut Context<'_>) -> Result<Outcome> {
         let steps = self.process.train.steps;
@@ -27,43 +27,21 @@ impl Run<'_> {
         }
         cx.phase("saving");
         let path = self.folder.final_save();
-        let epoch = self.data.epoch(steps, self.process);
-        self.with_averages(|run| {
-            run.folder
-                .write_lora(&path, run.process, &run.network, cx.job, steps, epoch)
-        })?;
-        self.announce_final(cx);
+        self.write_save(cx, &path, steps)?;
         Ok(Outcome::Completed)
     }
 
     pub(super) fn announce_final(&self, cx: &mut Context<'_>) {
-        cx.artifact(
-            "lora",
-            &self.folder.root,
-            &self.folder.final_save(),
-            Some(self.process.train.steps),
-            None,
-        );
+        self.announce(cx, &self.folder.final_save(), self.process.train.steps);
     }
 
-    /// A step save: the exact state, the LoRA, and then what retention removes. In this order, so that a kill in between
-    /// leaves a state to go on from: from a LoRA alone the run would go on without the optimizer's state.
+    /// A step save: the exact state, the LoRA or model, and then what retention removes. In this order, so that a kill in
+    /// between leaves a state to go on from: from weights alone the run would go on without the optimizer's state.
     pub(super) fn save(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
         cx.phase("saving");
         self.checkpoint(cx, step)?;
-        self.save_lora(cx, step)?;
+        self.write_save(cx, &self.folder.step_save(step), step)?;
         self.retain(cx, step)
-    }
-
-    fn save_lora(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
-        let path = self.folder.step_save(step);
-        let epoch = self.data.epoch(step, self.process);
-        self.with_averages(|run| {
-            run.folder
-                .write_lora(&path, run.process, &run.network, cx.job, step, epoch)
-        })?;
-        cx.artifact("lora", &self.folder.root, &path, Some(step), None);
-        Ok(())
     }
 
     /// Removes what retention does not keep after the save of this step.
@@ -75,13 +53,13 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// What follows the exact state of a step and was lost when the run was killed right after it: the step's LoRA, the
-    /// removal of older saves, and the step's pictures.
+    /// What follows the exact state of a step and was lost when the run was killed right after it: the step's save, the
+    /// removal of older ones, and the step's pictures.
     pub(super) fn make_up(&mut self, cx: &mut Context<'_>) -> Result<()> {
         let step = self.start;
         let exact = self.checkpointed == Some(step);
         if exact && self.process.save.is_due(step) && !self.folder.step_save(step).exists() {
-            self.save_lora(cx, step)?;
+            self.write_save(cx, &self.folder.step_save(step), step)?;
         }
         self.retain(cx, step)?;
         if self.process.sample.is_due(step) && !self.has_samples(step) {

@@ -122,10 +122,17 @@ pub(super) fn alone() -> Vec<Case> {
             &["it needs about"],
         ),
         case(
-            "sdxl full fine-tune with 8-bit Adam, 24 GB",
+            "sdxl full fine-tune with 8-bit Adam, 24 GB: weights and gradients are float32",
             &["4090"],
             full("sdxl"),
-            "4090 full_gpu",
+            "waits",
+            &["it needs about"],
+        ),
+        case(
+            "sdxl full fine-tune with Adafactor, 24 GB: the gradients of one block at a time",
+            &["4090"],
+            large(),
+            "4090 gpu_poor",
             &[],
         ),
         case(
@@ -337,7 +344,7 @@ pub(super) fn mixed() -> Vec<Case> {
             "3060 balanced",
             &["busy with r0"],
         )
-        .running(full("sdxl")),
+        .running(large()),
         case(
             "a GPU is waited for rather than days on a processor",
             &["4090", "cpu"],
@@ -345,7 +352,7 @@ pub(super) fn mixed() -> Vec<Case> {
             "waits",
             &["the one device that fits is busy"],
         )
-        .running(full("sdxl")),
+        .running(large()),
         case(
             "why not the processor",
             &["4090", "cpu"],
@@ -353,7 +360,7 @@ pub(super) fn mixed() -> Vec<Case> {
             "waits",
             &["times as long as on 4090"],
         )
-        .running(full("sdxl")),
+        .running(large()),
         case(
             "the Mac rather than waiting",
             &["4090", "mac"],
@@ -377,7 +384,7 @@ pub(super) fn mixed() -> Vec<Case> {
             "3060 full_gpu",
             &[],
         )
-        .running(full("sdxl")),
+        .running(large()),
         case(
             "a large task does not share",
             &["4090"],

@@ -78,6 +78,11 @@ fn full(arch: &str) -> Ask {
     ask
 }
 
+/// One that takes most of a card of 24 GB.
+fn large() -> Ask {
+    full("sdxl").set("/train/optimizer", json!("adafactor"))
+}
+
 /// A job of which nothing is known.
 fn unknown() -> Ask {
     Ask {

@@ -1,0 +1,89 @@
+//! Takes the weights of a model that was saved while it was trained.
+
+use super::save::META_FILE;
+use super::source::text_name;
+use super::{SdConfig, SdModel, ldm};
+use crate::error::{EngineError, Result};
+use crate::weights::Index;
+use candle_core::DType;
+use serde_json::Value;
+use std::path::Path;
+
+/// After how many steps a model was saved, if it says so: in the metadata of its file, or beside it in its folder.
+///
+/// # Errors
+/// When it cannot be read.
+pub fn saved_step(path: &Path) -> Result<Option<u64>> {
+    if path.is_dir() {
+        let notes = path.join(META_FILE);
+        // What makes it a model is written last.
+        let whole = path.join("model_index.json");
+        std::fs::metadata(&whole).map_err(|e| EngineError::io(&whole, e))?;
+        return match std::fs::read_to_string(&notes) {
+            Ok(text) => Ok(step_in(&text)),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(EngineError::io(&notes, error)),
+        };
+    }
+    let index = Index::open(path)?;
+    let info = index.metadata().into_iter().find(|(key, _)| key == "training_info");
+    let info = info.and_then(|(_, text)| serde_json::from_str::<Value>(&text).ok());
+    Ok(info.and_then(|info| info.get("step")?.as_u64()))
+}
+
+/// The step of `training_info`, a mapping of plain numbers, in one line or several.
+fn step_in(yaml: &str) -> Option<u64> {
+    let (_, info) = yaml.split_once("training_info:")?;
+    let (_, step) = info.split_once("step")?;
+    let step = step.trim_start_matches(['"', '\'', ':', ' ']);
+    let digits = step.find(|c: char| !c.is_ascii_digit()).unwrap_or(step.len());
+    step.get(..digits)?.parse().ok()
+}
+
+impl SdModel {
+    /// Sets what is trained to what a saved model has, a diffusers folder or a file in the layout of the first release.
+    ///
+    /// # Errors
+    /// When it cannot be read, or lacks a tensor, or has one of another shape; nothing is changed then.
+    pub fn take_trained(&self, path: &Path) -> Result<()> {
+        let [text_encoder, unet] = if path.is_dir() {
+            [Index::open(path.join("text_encoder"))?, Index::open(path.join("unet"))?]
+        } else {
+            let [text_encoder, unet, _] = ldm::split(&Index::open(path)?, &SdConfig::default())?;
+            [text_encoder, unet]
+        };
+        let text_encoder = text_encoder.renamed(|name, shape| Some((text_name(name), shape.to_vec())));
+        let mut places = Vec::with_capacity(self.trained.len());
+        for (name, var) in &self.trained {
+            let place = match name.split_once('.') {
+                Some(("unet", inner)) => (&unet, inner.to_owned()),
+                Some((_, inner)) => (&text_encoder, text_name(inner)),
+                None => return Err(EngineError::Internal(format!("`{name}` belongs to no part"))),
+            };
+            place.0.check(&place.1, var.shape())?;
+            places.push((place, var));
+        }
+        for ((index, name), var) in places {
+            var.set(&index.read(&name, DType::F32, var.device())?.contiguous()?)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::step_in;
+
+    #[test]
+    fn the_step_is_found_in_any_style() {
+        for (text, step) in [
+            ("format: pt\ntraining_info:\n  step: 250\n  epoch: 3\n", Some(250)),
+            ("training_info:\n  epoch: 3\n  step: 250\nversion: '1'\n", Some(250)),
+            ("training_info: {\"step\": 7, \"epoch\": 0}\n", Some(7)),
+            ("training_info: {}\n", None),
+            ("step: 5\n", None),
+        ] {
+            assert_eq!(step_in(text), step, "{text}");
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! One save: a LoRA, a whole model as one file, or a whole model as a diffusers folder.
+
+use super::super::Context;
+use super::Run;
+use super::target::Target;
+use crate::adapters::{python_json, with_hashes};
+use crate::error::{EngineError, Result};
+use crate::models::sd::FullModel;
+use aitk_common::fsutil::{self, TemporaryFolder};
+use aitk_common::job::JobSpec;
+use aitk_common::job::dtype::DType as SaveDType;
+use aitk_common::job::process::TrainerProcess;
+use candle_core::{DType, Tensor};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+
+impl Run<'_> {
+    /// Writes what is trained as it is after `step` steps to a file or folder of the run folder, in `save.dtype`, with the
+    /// metadata of section 14.6, and announces it. The bytes depend on the weights, the config and the step, on nothing
+    /// else.
+    pub(super) fn write_save(&mut self, cx: &mut Context<'_>, path: &Path, step: u64) -> Result<()> {
+        let epoch = self.data.epoch(step, self.process);
+        let metadata = metadata(self.process, cx.job, step, epoch);
+        self.with_averages(|run| run.write(path, metadata))?;
+        self.announce(cx, path, step);
+        Ok(())
+    }
+
+    fn write(&self, path: &Path, metadata: BTreeMap<String, String>) -> Result<()> {
+        let dtype = dtype(self.process)?;
+        let params = match &self.target {
+            Target::Lora(network) => {
+                let bytes = with_hashes(&network.tensors(dtype)?, metadata)?;
+                return Ok(fsutil::write_atomic(path, |out| out.write_all(&bytes))?);
+            }
+            Target::Model(params) => params,
+        };
+        let trained: BTreeMap<String, Tensor> = params
+            .iter()
+            .map(|p| (p.name.clone(), p.var.as_detached_tensor()))
+            .collect();
+        let model = FullModel::new(&self.model.source, &trained, dtype, metadata)?;
+        let model = model.v_prediction(self.process.model.is_v_pred);
+        if !self.folder.saves_folders() {
+            return Ok(fsutil::write_atomic(path, |out| model.write_file(out))?);
+        }
+        let unfinished = TemporaryFolder::new(fsutil::folder_of(path), "save")?;
+        let inner = unfinished.path().join("model");
+        model.write_folder(&inner)?;
+        // One from before the run went back to an earlier step.
+        fsutil::remove(path)?;
+        std::fs::rename(&inner, path).map_err(|error| EngineError::io(path, error))?;
+        Ok(fsutil::sync_dir(fsutil::folder_of(path))?)
+    }
+
+    /// Tells of the files of a save.
+    pub(super) fn announce(&self, cx: &mut Context<'_>, path: &Path, step: u64) {
+        let kind = match &self.target {
+            Target::Lora(_) => "lora",
+            Target::Model(_) => "model",
+        };
+        for file in files_of(path) {
+            cx.artifact(kind, &self.folder.root, &file, Some(step), None);
+        }
+    }
+}
+
+/// The files of a save, which may be one; in their order.
+pub(super) fn files_of(save: &Path) -> Vec<PathBuf> {
+    if !save.is_dir() {
+        return vec![save.to_owned()];
+    }
+    let mut inside: Vec<PathBuf> = std::fs::read_dir(save)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|entry| entry.path())
+        .collect();
+    inside.sort();
+    inside.iter().flat_map(|path| files_of(path)).collect()
+}
+
+fn dtype(process: &TrainerProcess) -> Result<DType> {
+    match process.save.dtype {
+        SaveDType::F32 => Ok(DType::F32),
+        SaveDType::F16 => Ok(DType::F16),
+        SaveDType::BF16 => Ok(DType::BF16),
+        SaveDType::F8 => Err(EngineError::Unsupported(
+            "save.dtype: float8 is not supported yet; use float16".into(),
+        )),
+    }
+}
+
+fn metadata(process: &TrainerProcess, job: &JobSpec, step: u64, epoch: u64) -> BTreeMap<String, String> {
+    let mut metadata = BTreeMap::new();
+    for (key, value) in &job.meta {
+        let text = match value {
+            Value::String(text) => text.replace("[name]", &job.name),
+            other => python_json(other, false).replace("[name]", &job.name),
+        };
+        metadata.insert(key.clone(), text);
+    }
+    let mut put = |key: &str, value: Value| {
+        let text = value.as_str().map_or_else(|| python_json(&value, false), str::to_owned);
+        metadata.insert(key.to_owned(), text);
+    };
+    put("training_info", json!({"step": step, "epoch": epoch}));
+    put(
+        "ss_base_model_version",
+        process.model.arch.name.base_model_version().into(),
+    );
+    put("ss_output_name", job.name.clone().into());
+    if let Some(trigger) = &process.trigger_word {
+        let tag = json!({format!("1_{trigger}"): {trigger.as_str(): 1}});
+        put("ss_tag_frequency", tag);
+    }
+    put(
+        "software",
+        json!({"name": "aitk", "version": env!("CARGO_PKG_VERSION")}),
+    );
+    put("format", "pt".into());
+    metadata
+}
