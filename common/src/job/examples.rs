@@ -50,6 +50,10 @@ fn shipped_examples_run() {
             include_str!("../../../config/examples/train_lora_sd15.yaml"),
         ),
         (
+            "train_full_sd15.yaml",
+            include_str!("../../../config/examples/train_full_sd15.yaml"),
+        ),
+        (
             "generate_sd15.yaml",
             include_str!("../../../config/examples/generate_sd15.yaml"),
         ),

@@ -360,7 +360,7 @@ fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
             // averages change places with them to be saved. An adapter takes a number more for each while the step is worked out: on the processor it is seen.
             let (beside, saving) = match network {
                 Some(_) => (
-                    4.0 + activity.step,
+                    4.0 + activity.step * state,
                     activity.saving.own * 4.0 + activity.saving.state * state,
                 ),
                 None if averaged => (8.0, 0.0),
@@ -676,8 +676,8 @@ mod tests {
             (None, 512, 16, 1, true, "adamw", extreme, 0.68),
             (half, 256, 16, 2, false, "adamw", whole, 2.28),
             (half, 256, 16, 2, false, "adamw", balanced, 1.44),
-            (half, 192, 64, 1, true, "adamw", extreme, 0.56),
-            (half, 192, 64, 1, true, "adamw8bit", extreme, 0.30),
+            (half, 192, 64, 1, true, "adamw", extreme, 0.40),
+            (half, 192, 64, 1, true, "adamw8bit", extreme, 0.27),
             (half, 192, 4, 1, true, "adamw", extreme, 0.14),
         ] {
             let mut job = lora("sd1", side, "float32", rank);
