@@ -73,6 +73,12 @@ pub const WORKS: &[Work] = &[
         |c| sd::lora_step(c, 64, true),
     ),
     work(
+        "unet_sd15_full_gradients_32",
+        "SD 1.5 U-Net, 256 x 256 pixels, forwards and backwards with the gradients of all weights",
+        537_342_853_120,
+        |c| sd::full_gradients(c, 32),
+    ),
+    work(
         "vae_sd15_encode_512",
         "SD 1.5 VAE, pixels to latents",
         1_116_658_466_816,

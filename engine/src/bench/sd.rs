@@ -5,7 +5,7 @@ use super::parts::{normal, watched};
 use crate::adapters::{Component, LoraConfig, LoraNetwork};
 use crate::autograd::gradients;
 use crate::device::Compute;
-use crate::error::Result;
+use crate::error::{EngineError, Result};
 use crate::models::clip::{ClipTextConfig, ClipTextModel};
 use crate::models::sd::SdConfig;
 use crate::models::unet::{Transformer2d, TransformerSizes, UNet2DConditionModel};
@@ -84,6 +84,19 @@ pub(super) fn lora_step(compute: &Compute, side: usize, recomputed: bool) -> Res
         let (_, store) = gradients(|| loss(&unet, &schedule, &LossOptions::default(), &batch, dtype))?;
         let grads: Grads = params.iter().map(|p| store.get(&p.var).cloned()).collect();
         optimizer.step(&grads, 1e-4).map_err(optim_error)
+    }))
+}
+
+pub(super) fn full_gradients(compute: &Compute, side: usize) -> Result<Run> {
+    let weights = Weights::init(1, &compute.device);
+    let model = UNet2DConditionModel::new(&weights, &SdConfig::default().unet)?;
+    let x = normal(compute, &[1, 4, side, side])?;
+    let context = normal(compute, &[1, 77, 768])?;
+    let time = Tensor::new(&[500f32], &compute.device)?;
+    Ok(Box::new(move || {
+        let all = gradients(|| Ok::<_, EngineError>(model.forward(&x, &time, &context)?.sqr()?.mean_all()?))?;
+        std::hint::black_box(all);
+        Ok(())
     }))
 }
 

@@ -78,6 +78,18 @@ def lora_step(side, checkpointing):
     return run
 
 
+def full_gradients(side):
+    import torch
+    unet = sd15_unet()
+    x, context = torch.randn(1, 4, side, side), torch.randn(1, 77, 768)
+    time_step = torch.tensor([500.0])
+
+    def run():
+        unet(x, time_step, context).sample.square().mean().backward()
+        unet.zero_grad()
+    return run
+
+
 def vae(decode):
     import torch
     from diffusers import AutoencoderKL
@@ -226,6 +238,7 @@ WORKS = {
     "unet_sd15_forward_64": (UNET_64, lambda: unet_forward(64)),
     "unet_sd15_lora_step_64": (LORA_64, lambda: lora_step(64, False)),
     "unet_sd15_lora_step_64_recomputed": (LORA_64, lambda: lora_step(64, True)),
+    "unet_sd15_full_gradients_32": ("1x4x32x32, text 77x768", lambda: full_gradients(32)),
     "vae_sd15_encode_512": ("1x3x512x512", lambda: vae(False)),
     "vae_sd15_decode_512": ("1x4x64x64", lambda: vae(True)),
     "sdxl_block_forward": ("1x1280x32x32, text 77x2048", lambda: sdxl_block(False)),
