@@ -34,6 +34,12 @@ pub(crate) fn trainer(process: &TrainerProcess, cx: &mut Cx) {
             cx.error_at("train.diff_output_preservation", "needs a `network`");
         }
     }
+    if model.lora_path.is_some() && process.network.is_none() {
+        cx.error_at(
+            "model.lora_path",
+            "needs a `network`: what a full fine-tune saves would lack this LoRA; merge it into the model first",
+        );
+    }
     if train.blank_prompt_preservation && process.network.is_none() {
         cx.error_at("train.blank_prompt_preservation", "needs a `network`");
     }

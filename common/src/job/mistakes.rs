@@ -62,6 +62,16 @@ fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
             "a map",
         ),
         (
+            "a LoRA below a full fine-tune",
+            MINIMAL.replace(
+                "      network: {type: lora, linear: 8}",
+                "        lora_path: a.safetensors",
+            ),
+            9,
+            "config.process[0].model.lora_path",
+            "needs a `network`",
+        ),
+        (
             "infinite",
             with("steps: 10", "        lr: .inf"),
             14,

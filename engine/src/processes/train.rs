@@ -87,11 +87,16 @@ impl<'a> Run<'a> {
 
         cx.phase("loading model");
         // On a GPU too, a model's own weights are trained in float32, so that small changes are not rounded away.
-        let dtype = match (&process.network, cx.spec.device.kind) {
-            (None, kind) if kind != DeviceKind::Cpu => "float32",
-            _ => process.train.dtype.name(),
-        };
+        let whole = process.network.is_none() && cx.spec.device.kind != DeviceKind::Cpu;
+        let dtype = if whole { "float32" } else { process.train.dtype.name() };
         let compute = device::compute(cx.spec.device, dtype)?;
+        if whole && process.train.dtype.name() != dtype {
+            let asked = process.train.dtype.name();
+            cx.log(
+                "info",
+                format!("computing in {dtype} (the config asks for {asked}): the model's own weights are trained"),
+            );
+        }
         for note in &compute.notes {
             cx.log("info", note.clone());
         }

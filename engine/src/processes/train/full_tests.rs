@@ -167,3 +167,26 @@ fn only_what_was_chosen_is_trained() {
     assert_eq!(cause, FailureCause::BadInput);
     assert!(message.contains("no parameter is left to train"), "{message}");
 }
+
+#[test]
+fn a_folder_of_a_lora_is_not_gone_on_in() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut process = trainer(dir.path(), 2);
+    let (outcome, _) = go(&spec(process.clone()));
+    assert_eq!(outcome, Outcome::Completed);
+    process.network = None;
+    process.train.steps = 3;
+    let (outcome, events) = go(&spec(process));
+    let Outcome::Failed { cause, message } = outcome else {
+        panic!("{outcome:?}: {}", logs(&events));
+    };
+    assert_eq!(cause, FailureCause::BadInput);
+    for part in [
+        "tiny.safetensors",
+        "a LoRA",
+        "newest save of the run folder",
+        "config.name",
+    ] {
+        assert!(message.contains(part), "{message}");
+    }
+}

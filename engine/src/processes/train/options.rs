@@ -27,6 +27,13 @@ pub(super) fn check(process: &TrainerProcess, job: &str) -> Result<()> {
             process.model.arch.name.name()
         ));
     }
+    if process.network.is_none() && process.model.lora_path.is_some() {
+        return unsupported(
+            "model.lora_path: a full fine-tune would not have the LoRA in what it saves; train with a `network` section, or \
+             start from a model into which the LoRA was merged"
+                .into(),
+        );
+    }
     if process.network.is_none() && process.save.save_format == SaveFormat::Diffusers && job == SAMPLES {
         return Err(EngineError::bad_input(format!(
             "config.name: a model that is saved as a folder cannot be called `{SAMPLES}`: the run folder keeps its pictures there"

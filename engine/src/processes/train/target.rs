@@ -80,10 +80,25 @@ impl Target {
                 params.len()
             ),
         );
-        if process.model.quantize && process.train.train_unet {
+        let packed = [
+            (
+                process.train.train_unet,
+                process.model.quantization(),
+                "quantize: the U-Net",
+            ),
+            (
+                process.train.train_text_encoder,
+                process.model.text_encoder_quantization(),
+                "quantize_te: the text encoder",
+            ),
+        ];
+        for (_, _, part) in packed
+            .into_iter()
+            .filter(|(trained, qtype, _)| *trained && qtype.is_some())
+        {
             cx.log(
                 "warn",
-                "model.quantize: the U-Net itself is trained, so it is not quantised",
+                format!("model.{part} itself is trained, so it is not quantised"),
             );
         }
         Ok(Self::Model(params))
