@@ -2,6 +2,8 @@
 //! `scale_parameter` and `warmup_init` are off unless `scale_parameter` is turned on.
 
 use super::factored::{SecondMoment, rms};
+use super::fused;
+use super::kernels::for_every_unit;
 use super::saved::{self, Saved};
 use super::{Build, Grads, OptimError, Optimizer, Param, one_each};
 use candle_core::{DType, Tensor};
@@ -67,6 +69,14 @@ struct Adafactor {
     states: Vec<State>,
 }
 
+for_every_unit! {
+    fn go(p: &mut [f32], update: &[f32], keep: f32, lr: f32) {
+        for (p, u) in p.iter_mut().zip(update) {
+            *p = *p * keep - *u * lr;
+        }
+    }
+}
+
 impl Optimizer for Adafactor {
     fn step(&mut self, grads: &Grads, lr: f64) -> Result<(), OptimError> {
         one_each(grads, &self.params)?;
@@ -82,13 +92,19 @@ impl Optimizer for Adafactor {
                 lr
             };
             let decay = 1.0 - (state.step as f64).powf(s.decay_rate);
-            let mut update = (state.second.update(&grad, decay, s.eps.0, s.clip_threshold)? * lr)?;
+            let update = state.second.update(&grad, decay, s.eps.0, s.clip_threshold)?;
+            let keep = 1.0 - lr * s.weight_decay;
+            if s.beta1.is_none() && fused::takes(param) {
+                fused::update(param, &update, [], |p, u, []| go(p, u, keep as f32, lr as f32))?;
+                continue;
+            }
+            let mut update = (update * lr)?;
             if let (Some(beta1), Some(exp_avg)) = (s.beta1, &mut state.exp_avg) {
                 *exp_avg = ((&*exp_avg * beta1)? + (update * (1.0 - beta1))?)?;
                 update = exp_avg.clone();
             }
             if s.weight_decay != 0.0 {
-                p = (p * (1.0 - lr * s.weight_decay))?;
+                p = (p * keep)?;
             }
             param.var.set(&(p - update)?)?;
         }

@@ -1,8 +1,9 @@
 //! The second moment of Adafactor (Shazeer and Stern, arXiv 1804.04235): one mean per row and one per column instead of
 //! one per element.
 
+use super::factored_pass::{self, Matrix};
 use super::saved::Saved;
-use super::{OptimError, Param};
+use super::{OptimError, Param, inplace};
 use candle_core::{D, DType, Device, Tensor};
 use std::collections::BTreeMap;
 
@@ -36,6 +37,43 @@ fn rsqrt(t: &Tensor) -> Result<Tensor, OptimError> {
     Ok(t.sqrt()?.recip()?)
 }
 
+/// The next means of rows and columns, and the update.
+fn in_passes(
+    grad: &Tensor,
+    [row, column]: [&Tensor; 2],
+    decay: f64,
+    eps: f64,
+    threshold: f64,
+) -> Result<(Tensor, Tensor, Tensor), OptimError> {
+    let dims = grad.dims();
+    let [.., rows, columns] = *dims else {
+        return Err(OptimError::State("a list of numbers has no rows".into()));
+    };
+    let matrix = Matrix { rows, columns };
+    let mean = |old: &Tensor, sums: Vec<f32>, of: usize| -> Result<Vec<f32>, OptimError> {
+        let next = |(old, sum): (&f32, f32)| old * decay as f32 + (sum / of as f32 + eps as f32) * (1.0 - decay) as f32;
+        Ok(inplace::read(old, |old| old.iter().zip(sums).map(next).collect())?)
+    };
+    let (of_rows, of_columns) = inplace::read(grad, |g| factored_pass::sums(g, matrix))?;
+    let (next_row, next_column) = (mean(row, of_rows, columns)?, mean(column, of_columns, rows)?);
+    // The mean of the rows' means is that of the whole matrix.
+    let by_row: Vec<f32> = next_row
+        .chunks_exact(rows)
+        .flat_map(|means| {
+            let whole = means.iter().sum::<f32>() / rows as f32;
+            means.iter().map(move |mean| (mean / whole).sqrt().recip())
+        })
+        .collect();
+    let by_column: Vec<f32> = next_column.iter().map(|mean| mean.sqrt().recip()).collect();
+    let (mut update, squares) = inplace::read(grad, |g| factored_pass::scaled(g, matrix, &by_row, &by_column))?;
+    let divisor = (squares / update.len() as f64).sqrt() / threshold;
+    if divisor > 1.0 {
+        factored_pass::times(&mut update, divisor.recip() as f32);
+    }
+    let like = |numbers: Vec<f32>, t: &Tensor| Tensor::from_vec(numbers, t.shape(), t.device());
+    Ok((like(next_row, row)?, like(next_column, column)?, like(update, grad)?))
+}
+
 impl SecondMoment {
     /// All zero.
     pub(super) fn zeros(param: &Param) -> Result<Self, OptimError> {
@@ -53,6 +91,14 @@ impl SecondMoment {
     /// Takes in a gradient's squares (plus `eps`) with this decay and returns the gradient divided by the root of the
     /// mean, scaled down so that its own root mean square is at most `threshold`.
     pub(super) fn update(&mut self, grad: &Tensor, decay: f64, eps: f64, threshold: f64) -> Result<Tensor, OptimError> {
+        if let Self::Factored { row, column } = self
+            && [&*grad, row, column].iter().all(|t| inplace::possible(t))
+            && grad.elem_count() > 0
+        {
+            let (next_row, next_column, update) = in_passes(grad, [row, column], decay, eps, threshold)?;
+            (*row, *column) = (next_row, next_column);
+            return Ok(update);
+        }
         let squares = (grad.sqr()? + eps)?;
         let mean = |old: &Tensor, new: Tensor| (old * decay)? + (new * (1.0 - decay))?;
         let scaled = match self {

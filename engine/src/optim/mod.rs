@@ -20,6 +20,7 @@ mod clip;
 mod dadaptation;
 mod ema;
 mod factored;
+mod factored_pass;
 mod fused;
 mod inplace;
 mod kept;
