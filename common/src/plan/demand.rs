@@ -130,6 +130,13 @@ fn state_width(optimizer: &str) -> f64 {
     }
 }
 
+/// Whether this optimizer's step may be taken parameter by parameter: it finds nothing out over all of them. As the engine's
+/// `Optimizer::separable`.
+fn separable(optimizer: &str) -> bool {
+    let name = optimizer.to_ascii_lowercase();
+    !(name.contains("prodigy") || name.starts_with("dadaptation") || name == "automagic3")
+}
+
 /// Whether this optimizer keeps means of rows and columns, for convolutions those of each kernel.
 fn factored(optimizer: &str) -> bool {
     let name = optimizer.to_ascii_lowercase();
@@ -237,6 +244,7 @@ impl Figures {
             vae: part(self.vae, 0.0, vae, None, place),
             trained: 0.0,
             gradients: 0.0,
+            separable: false,
             saving: 0.0,
             activations: Activations::default(),
             asked: asked(body),
@@ -310,6 +318,10 @@ fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
         .unwrap_or(true);
     let steps = number(body, "/train/steps").unwrap_or(1000.0);
     let accumulated = number(body, "/train/gradient_accumulation").unwrap_or(1.0).max(1.0);
+    // Below zero: those of an epoch.
+    let every_step = body
+        .pointer("/train/gradient_accumulation_steps")
+        .is_none_or(|steps| steps == 1);
     let passes = if checkpointed {
         CHECKPOINTED_PASSES
     } else {
@@ -369,6 +381,7 @@ fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
             Layout {
                 trained: trained * (beside + state),
                 gradients: trained * 4.0 + tables,
+                separable: separable(optimizer) && accumulated == 1.0 && every_step,
                 saving: trained * saving,
                 activations: Activations {
                     work: if checkpointed {
@@ -776,6 +789,28 @@ mod tests {
             gib(&job)
         };
         assert_eq!(full(true), full(false));
+    }
+
+    #[test]
+    fn all_gradients_are_counted_where_they_are_needed_together() {
+        let poor = |change: &dyn Fn(&mut Value)| {
+            let mut job = lora("sd1", 512, "float32", 4);
+            let body = job.pointer_mut("/process/0/kind/train").unwrap();
+            body["network"] = json!(null);
+            body["train"]["optimizer"] = json!("adamw");
+            change(&mut body["train"]);
+            gib(&job)[2]
+        };
+        let apart = poor(&|_| {});
+        for (key, value) in [
+            ("gradient_accumulation", json!(2)),
+            ("gradient_accumulation_steps", json!(-1)),
+        ] {
+            let together = poor(&|train| train[key] = value.clone());
+            assert!(together > apart + 2.5, "{key}: {together} {apart}");
+        }
+        let [one, all] = ["automagic2", "automagic3"].map(|name| poor(&|train| train["optimizer"] = json!(name)));
+        assert!(all > one + 2.5, "{all} {one}");
     }
 
     #[test]

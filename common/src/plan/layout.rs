@@ -98,6 +98,8 @@ pub(super) struct Layout {
     pub(super) trained: f64,
     /// Gradients. GiB.
     pub(super) gradients: f64,
+    /// Parameters may be updated one by one, each when its gradient is there.
+    pub(super) separable: bool,
     /// What is trained and its state, as they are and on their way to a file. GiB; none where that is elsewhere.
     pub(super) saving: f64,
     pub(super) activations: Activations,
@@ -148,7 +150,9 @@ impl Layout {
         let work = if lean { lean_work } else { work };
         let whole_parts = self.denoiser_trained || self.text_trained;
         let gradients = match whole_parts {
-            true if choices.one_by_one => self.gradients.min(ONE_BLOCK.0 + ONE_BLOCK.1 * self.gradients),
+            true if choices.one_by_one && self.separable => {
+                self.gradients.min(ONE_BLOCK.0 + ONE_BLOCK.1 * self.gradients)
+            }
             true => self.gradients * machine.weights,
             false => self.gradients,
         };
