@@ -92,7 +92,7 @@ impl SecondMoment {
     /// mean, scaled down so that its own root mean square is at most `threshold`.
     pub(super) fn update(&mut self, grad: &Tensor, decay: f64, eps: f64, threshold: f64) -> Result<Tensor, OptimError> {
         if let Self::Factored { row, column } = self
-            && [&*grad, row, column].iter().all(|t| inplace::possible(t))
+            && [grad, &*row, &*column].iter().all(|t| inplace::possible(t))
             && grad.elem_count() > 0
         {
             let (next_row, next_column, update) = in_passes(grad, [row, column], decay, eps, threshold)?;
