@@ -7,8 +7,8 @@ use super::profile::MemoryProfile;
 pub(super) const GIB: f64 = 1_073_741_824.0;
 /// Needs on a GPU are rounded up to this, so that jobs which differ by a few bytes are alike.
 const ROUND: u64 = 64 << 20;
-/// GiB of gradients that are held at a time where those of one block are, and the share of all that comes on top; measured on
-/// a processor (docs/memory.md).
+/// Where gradients of one block are held at a time: GiB of these, or of the largest tensors as they are written to a file, and
+/// the share of all gradients that comes on top. Measured on a processor (docs/memory.md).
 const ONE_BLOCK: (f64, f64) = (0.2, 0.04);
 /// Side of a VAE's tile, squared, in megapixels of 1024 x 1024.
 const TILE: f64 = 0.25;
