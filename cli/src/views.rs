@@ -169,14 +169,16 @@ pub fn workers_table(workers: &[WorkerView], now: Timestamp) -> Table {
                 (None, false) => vec![format!("runs {}", runs.join(" "))],
                 (None, true) => Vec::new(),
             };
-            for (is, word) in [
-                (worker.leaving, "leaving"),
-                (worker.drained, "drained"),
-                (slot.quarantined, "quarantined"),
-            ] {
+            for (is, word) in [(worker.leaving, "leaving"), (worker.drained, "drained")] {
                 if is {
                     state.push(word.to_owned());
                 }
+            }
+            if slot.quarantined {
+                state.push(match slot.quarantine_reason.as_str() {
+                    "" => "quarantined".to_owned(),
+                    reason => format!("quarantined: {reason}"),
+                });
             }
             let state = if state.is_empty() {
                 "idle".to_owned()
@@ -335,6 +337,7 @@ mod tests {
                 reserved: 0,
                 faults: 3,
                 quarantined: true,
+                quarantine_reason: "3 faults in a row, the last one: CUDA error 700".to_owned(),
             }],
             labels: std::collections::BTreeMap::new(),
         };

@@ -58,7 +58,7 @@ pub enum ChildEvent {
         done: u64,
         /// Steps (or pictures) in all.
         total: u64,
-        /// Seconds that the last step took.
+        /// Wall time in seconds per step over the last steps, everything included; none where that is not known or not true any more.
         seconds_per_step: Option<f64>,
     },
     /// Numbers of a step: `loss/loss`, `learning_rate`, ….
@@ -115,8 +115,16 @@ pub enum ChildEvent {
 pub enum Outcome {
     /// All work is done.
     Completed,
-    /// Asked to stop; the state was saved.
-    Stopped,
+    /// Asked to stop, and ended. It may not have saved: the steps say what was.
+    Stopped {
+        /// Steps done in the newest state that the attempt saved; none: it saved nothing. The coordinator goes by what was
+        /// committed there, unless the job runs in place.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        saved_step: Option<u64>,
+        /// Steps done when it ended, as far as that is known.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        at_step: Option<u64>,
+    },
     /// It failed.
     Failed {
         /// Whose fault it is, which decides whether it is tried again.
@@ -124,6 +132,17 @@ pub enum Outcome {
         /// One message for a person: what, where, what to do.
         message: String,
     },
+}
+
+impl Outcome {
+    /// Stopped, and nothing is known of its steps.
+    #[must_use]
+    pub const fn stopped() -> Self {
+        Self::Stopped {
+            saved_step: None,
+            at_step: None,
+        }
+    }
 }
 
 /// Whose fault a failure is.
@@ -142,6 +161,16 @@ pub enum FailureCause {
     Machine,
     /// A fault of ours.
     Internal,
+    /// A model hub or the network on the way to it: nobody's fault here, so it has a patience of its own.
+    Network,
+    /// The attempt did nothing for too long and was ended.
+    NoProgress,
+    /// The attempt's process does not end even when it is killed: its device is no use until somebody looks at the machine.
+    DeviceStuck,
+    /// The worker ended it for a reason of its own that says nothing about the job: not counted.
+    Interrupted,
+    /// A cause that a newer peer knows and this version does not.
+    Unknown,
 }
 
 impl FailureCause {

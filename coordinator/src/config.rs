@@ -43,7 +43,8 @@ pub struct PkiConfig {
 
 impl PkiConfig {
     /// How long a worker's certificate lives.
-    pub const WORKER_LIFE: Duration = Duration::from_secs(7 * 24 * 3600);
+    /// It is renewed after half of that, so that a coordinator may be away for two weeks and nobody has to join again.
+    pub const WORKER_LIFE: Duration = Duration::from_secs(30 * 24 * 3600);
     /// How long the coordinator's own certificate lives.
     pub const SERVER_LIFE: Duration = Duration::from_secs(30 * 24 * 3600);
 

@@ -8,10 +8,12 @@ use crate::stage::{self, Staged};
 use crate::sync::{self, Item, Pins};
 use crate::trace::{AttemptTrace, trace_of};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
+use aitk_common::capability::DeviceKind;
 use aitk_common::control::{Artifact, Assignment, Progress, Report};
 use aitk_common::fsutil::{self, FsError, names};
 use futures::FutureExt;
 use futures::future::BoxFuture;
+use serde::Deserialize;
 use std::panic::AssertUnwindSafe;
 use std::path::Path;
 use std::sync::Arc;
@@ -130,7 +132,7 @@ async fn execute(
                 return outcome;
             }
         },
-        _ = wanted.wait_for(|wanted| *wanted > Wanted::Run) => return Outcome::Stopped,
+        _ = wanted.wait_for(|wanted| *wanted > Wanted::Run) => return Outcome::stopped(),
     };
     drop(staging);
     let spec_file = folder.join("spec.json");
@@ -139,12 +141,15 @@ async fn execute(
     if let Err(outcome) = written {
         return outcome;
     }
+    let wishes = ClusterWishes::of(&assignment.job_json);
     let launch = Launch {
         command: context.attempt_command.clone(),
         spec: spec_file,
         work_dir: (!assignment.local).then(|| folder.to_owned()),
         temp_dir: folder.join("tmp"),
         grace: context.grace,
+        progress_timeout: Some(wishes.progress_timeout.unwrap_or(context.progress_timeout)),
+        memory_limited: wishes.memory_budget.is_some() && assignment.device.kind == DeviceKind::Cpu,
     };
     let (events, heard) = mpsc::channel(EVENTS);
     let (items, queue) = mpsc::channel(sync::QUEUE);
@@ -153,12 +158,13 @@ async fn execute(
     let child = runner::run(&context.spawner, launch, wishes, events);
     let pump = async {
         let pins = Pins::new(folder.join("pins"));
-        let pumped = pump(heard, items, reporter, trace, assignment.local, pins).await;
+        let mut steps = Steps::default();
+        let pumped = pump(heard, items, reporter, trace, assignment.local, pins, &mut steps).await;
         trace.no_phase();
         if pumped.is_err() {
             to_child.send_replace(Wanted::Kill);
         }
-        pumped
+        (pumped, steps)
     };
     let synced = async {
         let mut hurry = to_child.subscribe();
@@ -173,10 +179,32 @@ async fn execute(
         synced
     };
     tokio::select! {
-        (outcome, pumped, synced) = async { tokio::join!(child, pump, synced) } => {
-            pumped.and(synced).err().unwrap_or(outcome)
+        (outcome, (pumped, steps), synced) = async { tokio::join!(child, pump, synced) } => {
+            pumped.and(synced).err().unwrap_or_else(|| steps.complete(outcome))
         }
         () = pass_on(&mut wanted, &to_child) => internal("unreachable".to_owned()),
+    }
+}
+
+/// What a job's `cluster` section asks of the worker.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct ClusterWishes {
+    progress_timeout: Option<Duration>,
+    memory_budget: Option<u64>,
+}
+
+impl ClusterWishes {
+    /// A job that cannot be read is the child's to explain.
+    fn of(job: &str) -> Self {
+        #[derive(Default, Deserialize)]
+        #[serde(default)]
+        struct Job {
+            cluster: ClusterWishes,
+        }
+        let mut wishes = serde_json::from_str::<Job>(job).unwrap_or_default().cluster;
+        wishes.progress_timeout = wishes.progress_timeout.map(|asked| asked.max(Duration::from_secs(1)));
+        wishes
     }
 }
 
@@ -201,6 +229,43 @@ fn specification(assignment: &Assignment, staged: &Staged, folder: &Path) -> Res
     serde_json::to_vec_pretty(&spec).map_err(|error| internal(format!("the attempt cannot be written down: {error}")))
 }
 
+/// How far a child came, by what it said. One that is killed cannot sum it up itself.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Steps {
+    training: bool,
+    done: Option<u64>,
+    /// The newest checkpoint of a job in place; of others the coordinator knows what was committed.
+    saved: Option<u64>,
+}
+
+impl Steps {
+    fn see(&mut self, event: &ChildEvent, local: bool) {
+        match event {
+            ChildEvent::Phase { name } => self.training = name == "training",
+            // In other phases something else is counted: images, latents.
+            ChildEvent::Progress { done, .. } if self.training => self.done = Some(*done),
+            ChildEvent::Checkpoint { step, .. } => {
+                self.done = self.done.max(Some(*step));
+                if local {
+                    self.saved = Some(*step);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Adds what a stopped child did not say.
+    fn complete(self, outcome: Outcome) -> Outcome {
+        match outcome {
+            Outcome::Stopped { saved_step, at_step } => Outcome::Stopped {
+                saved_step: saved_step.or(self.saved),
+                at_step: at_step.or(self.done),
+            },
+            other => other,
+        }
+    }
+}
+
 /// Passes on what the child says: reports to the session, files to the sync.
 ///
 /// # Errors
@@ -212,9 +277,11 @@ async fn pump(
     trace: &AttemptTrace,
     local: bool,
     pins: Pins,
+    steps: &mut Steps,
 ) -> Result<(), Outcome> {
     let mut number = 0_u64;
     while let Some(event) = events.recv().await {
+        steps.see(&event, local);
         let pinned = match &event {
             ChildEvent::Artifact { path, .. } | ChildEvent::Checkpoint { path, .. } if !local => {
                 number += 1;
@@ -353,6 +420,54 @@ fn local_failure(error: &FsError) -> Outcome {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_wishes_of_a_job_are_read() {
+        let wishes = ClusterWishes::of(
+            r#"{"job":"x","cluster":{"progress_timeout":{"secs":90,"nanos":0},"memory_budget":1024,"priority":3}}"#,
+        );
+        assert_eq!(wishes.progress_timeout, Some(Duration::from_secs(90)));
+        assert_eq!(wishes.memory_budget, Some(1024));
+        assert_eq!(ClusterWishes::of("{}").progress_timeout, None);
+        assert_eq!(ClusterWishes::of("no JSON").memory_budget, None);
+    }
+
+    #[test]
+    fn a_child_that_was_killed_is_said_to_have_come_as_far_as_it_said() {
+        let progress = |done| ChildEvent::Progress {
+            done,
+            total: 1000,
+            seconds_per_step: None,
+        };
+        let phase = |name: &str| ChildEvent::Phase { name: name.into() };
+        let checkpoint = |step| ChildEvent::Checkpoint {
+            path: Default::default(),
+            step,
+        };
+        let after = |local: bool| {
+            let mut steps = Steps::default();
+            for event in [
+                phase("caching latents"),
+                progress(12),
+                phase("training"),
+                progress(437),
+                checkpoint(400),
+                phase("sampling"),
+                progress(999),
+            ] {
+                steps.see(&event, local);
+            }
+            steps.complete(Outcome::stopped())
+        };
+        let stopped = |saved_step| Outcome::Stopped {
+            saved_step,
+            at_step: Some(437),
+        };
+        assert_eq!(after(false), stopped(None), "the coordinator knows what was committed");
+        assert_eq!(after(true), stopped(Some(400)));
+        let steps = Steps::default();
+        assert_eq!(steps.complete(Outcome::Completed), Outcome::Completed);
+    }
 
     #[test]
     fn names_fit_the_protocol() {

@@ -1,6 +1,6 @@
 //! The other side of the pipe: the main function of an attempt's process.
 //!
-//! Exit codes: 0 completed, 1 failed, 2 the specification cannot be read, 3 stopped with its state saved, 4 the daemon
+//! Exit codes: 0 completed, 1 failed, 2 the specification cannot be read, 3 stopped as it was asked to, 4 the daemon
 //! went away. The last line of standard output says the same in full.
 
 use crate::as_written::AsWritten;
@@ -62,7 +62,7 @@ pub fn run_attempt(spec_path: &Path) -> ExitCode {
             let outcome = ran.unwrap_or_else(|panic| internal(format!("a fault in aitk: {}", words(&*panic))));
             let code = match outcome {
                 Outcome::Completed => 0,
-                Outcome::Stopped => 3,
+                Outcome::Stopped { .. } => 3,
                 Outcome::Failed { .. } => 1,
             };
             for event in std::mem::take(&mut events.usage).report(&spec) {

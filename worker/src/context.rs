@@ -18,6 +18,8 @@ pub(crate) struct Context {
     pub(crate) attempt_command: Vec<OsString>,
     /// How long a child may take to save and stop.
     pub(crate) grace: Duration,
+    /// How long a child may show no progress, where its job does not say.
+    pub(crate) progress_timeout: Duration,
     /// How long storage may be unavailable before an attempt fails for it.
     pub(crate) storage_patience: Duration,
     pub(crate) spans: Spans,

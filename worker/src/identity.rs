@@ -180,7 +180,7 @@ impl Keeper {
         self.now.subscribe()
     }
 
-    /// Renews after two thirds of the certificate's life, and again whenever that fails.
+    /// Renews after half of the certificate's life, and again whenever that fails.
     pub(crate) async fn run(self: Arc<Self>) {
         loop {
             let current = self.now.borrow().clone();

@@ -63,6 +63,9 @@ pub struct Config {
     pub cache_quota: u64,
     /// How long a child may take to save and stop.
     pub grace: Duration,
+    /// How long a child may show no progress before it is ended and tried again, where its job does not say
+    /// (`cluster.progress_timeout`); longer where its own steps take long.
+    pub progress_timeout: Duration,
     /// How long all attempts together may take to save, upload and report when the worker leaves.
     pub shutdown_patience: Duration,
     /// How long object storage may be in trouble, while there is a connection, before an attempt fails for it.
@@ -89,6 +92,7 @@ impl Config {
             attempt_command: vec![program],
             cache_quota: 100 << 30,
             grace: Duration::from_secs(60),
+            progress_timeout: Duration::from_secs(600),
             shutdown_patience: Duration::from_secs(80),
             storage_patience: Duration::from_secs(15 * 60),
             traces: Traces::default(),
@@ -160,6 +164,7 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         storage: storage::StorageAccess::new(),
         attempt_command: config.attempt_command,
         grace: config.grace,
+        progress_timeout: config.progress_timeout,
         storage_patience: config.storage_patience,
         spans,
     });

@@ -1,5 +1,6 @@
 //! The worker daemon.
 
+use aitk_common::job::cluster::TimeSpan;
 use aitk_common::security::token::Token;
 use aitk_common::telemetry;
 use aitk_common::telemetry::traces::Traces;
@@ -124,6 +125,10 @@ struct Daemon {
     /// How much the cache of inputs may take, in GiB.
     #[arg(long, env = "AITK_CACHE_GIB", default_value_t = 100)]
     cache_gib: u64,
+    /// How long a job may show no progress before its process is ended and tried again, such as 30m; longer where its own steps
+    /// take long. A job's `cluster.progress_timeout` wins.
+    #[arg(long, env = "AITK_PROGRESS_TIMEOUT", default_value = "10m", value_parser = time_span)]
+    progress_timeout: Duration,
     /// error, warn, info, debug or trace. Default: info.
     #[arg(long, env = "AITK_LOG_LEVEL")]
     log_level: Option<String>,
@@ -277,6 +282,7 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
         config.name = name;
     }
     config.labels = labels(&options.labels)?;
+    config.progress_timeout = options.progress_timeout;
     config.cache_quota = options.cache_gib.saturating_mul(1 << 30);
     config.devices = probe::choose(probe::devices(), &choice)?;
     for device in &config.devices {
@@ -288,6 +294,11 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
         );
     }
     Ok(config)
+}
+
+fn time_span(text: &str) -> Result<Duration, String> {
+    let span = TimeSpan::parse(text).map(|span| span.0);
+    span.ok_or_else(|| "expected a length of time such as 90s, 10m or 1h30m".to_owned())
 }
 
 fn labels(texts: &[String]) -> anyhow::Result<BTreeMap<String, String>> {

@@ -122,7 +122,7 @@ impl AttemptTrace {
         let Some(open) = &self.0 else { return };
         let (outcome, error) = match outcome {
             Outcome::Completed => ("completed", None),
-            Outcome::Stopped => ("stopped", None),
+            Outcome::Stopped { .. } => ("stopped", None),
             Outcome::Failed { message, .. } => ("failed", Some(message.clone())),
         };
         open.end(outcome, error);

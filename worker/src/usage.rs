@@ -7,6 +7,7 @@ use aitk_common::plan::demand::Demand;
 use aitk_common::plan::need::MemoryNeed;
 use aitk_common::plan::profile::MemoryProfile;
 use aitk_engine::device::take_peak;
+use aitk_engine::device::threads::stack_space;
 use aitk_engine::processes::at_home;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde_json::Value;
@@ -168,8 +169,15 @@ fn budget(spec: &AttemptSpec) -> Option<u64> {
     spec.job.pointer("/cluster/memory_budget")?.as_u64()
 }
 
-/// Holds this process to the budget that its job names, where it computes on the processor: what it asks for beyond it
-/// from now on, the kernel refuses. Says what could not be done.
+/// Memory that the stacks of the compute threads and what is mapped of files later may take, beyond what is counted.
+const SLACK: u64 = 16 << 20;
+
+/// Holds this process to the budget that its job names, where it computes on the processor: the kernel refuses what it asks for
+/// beyond. Says what could not be done. Must be called when the compute threads are there.
+///
+/// The budget is of all that the process holds at its peak, the program itself as well. The kernel limits address space of
+/// data, so what is held of files (the program) comes off the budget, and the stacks of the threads, which are large and
+/// hardly used, are let off.
 pub(crate) fn keep_to_budget(spec: &AttemptSpec) -> Option<String> {
     let bytes = budget(spec).filter(|_| spec.device.kind == DeviceKind::Cpu)?;
     // Macs do not heed this limit.
@@ -177,7 +185,9 @@ pub(crate) fn keep_to_budget(spec: &AttemptSpec) -> Option<String> {
         return Some("`cluster.memory_budget` chooses the memory profile; this system does not enforce it".into());
     }
     let (_, most) = getrlimit(Resource::RLIMIT_DATA).unwrap_or((0, u64::MAX));
-    let bytes = bytes.saturating_add(of_status("VmData:")).min(most);
+    let files = of_status("RssFile:").saturating_add(of_status("RssShmem:"));
+    let bytes = bytes.saturating_sub(files.saturating_add(SLACK));
+    let bytes = bytes.saturating_add(stack_space()).min(most);
     let error = setrlimit(Resource::RLIMIT_DATA, bytes, bytes).err()?;
     Some(format!("`cluster.memory_budget` cannot be enforced: {error}"))
 }

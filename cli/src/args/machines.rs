@@ -27,7 +27,7 @@ pub enum WorkerCommand {
     Drain(DrainArgs),
     /// A worker takes work again
     #[command(
-        long_about = "A worker takes work again, after a drain, or after its devices were quarantined for driver faults."
+        long_about = "A worker takes work again, after a drain, or after its devices were quarantined for faults."
     )]
     Undrain(UndrainArgs),
 }

@@ -17,14 +17,11 @@ pub struct JobProgress {
     pub loss: Option<f64>,
     /// The newest learning rate.
     pub learning_rate: Option<f64>,
-    /// Seconds a step takes, averaged over the last ones.
+    /// Wall time in seconds that each of the last steps took, as the attempt says; none where that is not true at the moment.
     pub seconds_per_step: Option<f64>,
 }
 
 impl JobProgress {
-    /// Weight of the newest step in the average: about the last ten count.
-    const WEIGHT: f64 = 0.1;
-
     /// A phase began.
     pub fn phase(&mut self, name: &str) {
         name.clone_into(&mut self.phase);
@@ -34,12 +31,7 @@ impl JobProgress {
     pub fn steps(&mut self, done: u64, total: u64, seconds_per_step: Option<f64>) {
         self.done = done;
         self.total = total;
-        if let Some(seconds) = seconds_per_step.filter(|s| s.is_finite() && *s >= 0.0) {
-            self.seconds_per_step = Some(match self.seconds_per_step {
-                Some(old) => old + (seconds - old) * Self::WEIGHT,
-                None => seconds,
-            });
-        }
+        self.seconds_per_step = seconds_per_step.filter(|s| s.is_finite() && *s >= 0.0);
     }
 
     /// Numbers of a step: `loss/loss` or `loss`, `learning_rate` or `lr`.
@@ -141,8 +133,15 @@ mod tests {
             "training  100/500  loss 0.1234  lr 1.0e-4  2.00 it/s  ETA 3m 20s"
         );
         assert!(progress.line().len() < 80);
-        progress.steps(500, 500, None);
+        progress.steps(500, 500, Some(0.5));
         assert_eq!(progress.line(), "training  500/500  loss 0.1234  lr 1.0e-4  2.00 it/s");
+        // A rate that is not true any more, and the time that would follow from it, are not shown.
+        progress.phase("no progress for 6 min");
+        progress.steps(100, 500, None);
+        assert_eq!(
+            progress.line(),
+            "no progress for 6 min  100/500  loss 0.1234  lr 1.0e-4"
+        );
     }
 
     #[test]

@@ -100,7 +100,7 @@ pub enum AttemptState {
     Running,
     /// Did all the work.
     Completed,
-    /// Stopped with its state saved.
+    /// Stopped as it was asked to; its message says what was saved.
     Stopped,
     /// Ended with an error.
     Failed,
@@ -136,7 +136,7 @@ pub struct Progress {
     pub done: u64,
     /// Steps (or pictures) in all.
     pub total: u64,
-    /// Seconds that the last step took.
+    /// Wall time in seconds per step over the last steps, everything included; none where that is not known or not true any more.
     pub seconds_per_step: Option<f64>,
 }
 
@@ -373,10 +373,13 @@ pub struct WorkerDeviceView {
     pub jobs: Vec<JobId>,
     /// Bytes that are set aside for them, as far as it is known.
     pub reserved: u64,
-    /// Driver faults in a row.
+    /// Faults in a row.
     pub faults: u32,
     /// Whether it gets no work because of its faults.
     pub quarantined: bool,
+    /// Why it is quarantined, in words; empty unless it is.
+    #[serde(default)]
+    pub quarantine_reason: String,
 }
 
 /// A worker, for screens.

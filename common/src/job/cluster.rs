@@ -26,7 +26,7 @@ section! {
         priority: i64 = 0, Works;
         /// How a task is laid out in memory: `full_gpu` (wants a GPU) and `cpu_only` (wants a processor) keep everything there; under `balanced` text encoders and VAE are read from their files when they run; under `gpu_poor` half of the UNet as well, guidance asks twice, the VAE works in tiles and training recomputes; under `extreme` all of the UNet. Absent: the least slow one that is predicted to fit.
         memory_profile: Option<MemoryProfile> = None, Works;
-        /// Device memory that a task may use, such as `12GiB`: the memory profile is chosen by it. Absent: what the worker offers.
+        /// Device memory that a task may use, such as `12GiB`: the memory profile is chosen by it. On a processor under Linux it is also a limit on all that the attempt's process holds at once, the program itself as well. Absent: what the worker offers.
         memory_budget: Option<ByteCount> = None, Works;
         /// Labels that a worker must carry, all of them.
         labels: Labels = Labels::default(), Works;
@@ -40,6 +40,8 @@ section! {
         not_before: Option<Moment> = None, Works;
         /// Running time after which the job saves and stops, such as `8h`. `aitk resume` gives it as much again.
         time_limit: Option<TimeSpan> = None, Works;
+        /// How long the job may show no progress before its process is ended and tried again, such as `30m`; it gets longer by itself where its own steps take long. Absent: what the worker is set to, 10 minutes.
+        progress_timeout: Option<TimeSpan> = None, Works;
         /// Gives way: saves and leaves its device when a job that does not yield waits for it at the same or a higher priority, and comes back by itself.
         yields: bool = false, Works;
         /// Shares its device with no other job, however small both are.

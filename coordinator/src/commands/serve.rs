@@ -47,8 +47,8 @@ pub(crate) struct ServeArgs {
         value_name = "NAME"
     )]
     hostnames: Vec<String>,
-    /// Days that a worker's certificate lives; the worker renews it after two thirds.
-    #[arg(long, env = "AITK_WORKER_CERT_DAYS", default_value_t = 7, value_name = "DAYS",
+    /// Days that a worker's certificate lives; the worker renews it after half of them.
+    #[arg(long, env = "AITK_WORKER_CERT_DAYS", default_value_t = 30, value_name = "DAYS",
           value_parser = clap::value_parser!(u32).range(1..=365))]
     worker_cert_days: u32,
     /// Let workers on other machines in that have a token and no certificate. For the time of a change: a token that is copied

@@ -99,7 +99,13 @@ impl State {
             // Overtaken progress interests nobody: told to those who listen, not kept, and no step of the cursor.
             Report::Progress(progress) => {
                 job.progress = Some(progress);
-                if let Some(live) = &mut job.live {
+                // What it needed from the network is there.
+                if job.network.take().is_some() {
+                    step.touch(&id);
+                }
+                // Samples and caches count something else than the work that a pace is of.
+                let works = !matches!(job.phase.as_deref(), Some("sampling" | "caching latents"));
+                if let Some(live) = job.live.as_mut().filter(|_| works) {
                     let first = Pace {
                         since: step.now,
                         from: progress.done,
@@ -204,6 +210,7 @@ impl State {
         job.checkpoint = Some(committed);
         // Whoever gets further is not failing in a row, and neither is its device.
         job.failures = 0;
+        job.network = None;
         let place = job.current().map(|attempt| (attempt.worker.clone(), attempt.device));
         step.touch(&id);
         if let Some((worker, device)) = place {
@@ -243,7 +250,7 @@ impl State {
     fn is_repeated(&self, session: SessionId, held: &HeldAttempt, outcome: &Outcome) -> bool {
         let expected = match outcome {
             Outcome::Completed => AttemptState::Completed,
-            Outcome::Stopped => AttemptState::Stopped,
+            Outcome::Stopped { .. } => AttemptState::Stopped,
             Outcome::Failed { .. } => AttemptState::Failed,
         };
         let worker = self.sessions.get(&session);

@@ -2,7 +2,8 @@
 
 use super::Step;
 use super::attempts::cut;
-use super::model::{Recall, SessionId};
+use super::model::{NetworkOutage, Recall, SessionId};
+use super::saved::what_is_saved;
 use super::state::State;
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::capability::DeviceRef;
@@ -38,14 +39,15 @@ impl State {
                 }
                 self.set_state(step, id, JobState::Completed, "all work is done".into());
             }
-            Outcome::Stopped => {
-                self.end_attempt(step, id, AttemptState::Stopped, "stopped, state saved".into());
+            Outcome::Stopped { saved_step, at_step } => {
+                let saved = what_is_saved(job, saved_step, at_step);
+                self.end_attempt(step, id, AttemptState::Stopped, format!("stopped: {saved}"));
                 let leaving = self.sessions.get(&session).and_then(|worker| self.workers.get(worker));
                 let leaving = leaving.is_some_and(|worker| worker.leaving);
                 let again = match recall {
                     _ if stopping => None,
-                    Some(Recall::GiveWay(to)) => Some(format!("gave way to {to}; goes on by itself")),
-                    Some(Recall::Pause) => Some("paused; its state is saved".into()),
+                    Some(Recall::GiveWay(to)) => Some(format!("gave way to {to}: {saved}; goes on by itself")),
+                    Some(Recall::Pause) => Some(format!("paused: {saved}")),
                     Some(Recall::Faster { .. }) => Some("goes on on a faster device".into()),
                     Some(Recall::Drain) => Some("its worker is drained; it goes on elsewhere".into()),
                     None if leaving => Some("its worker left; it goes on elsewhere".into()),
@@ -55,27 +57,38 @@ impl State {
                     Some(words) => self.requeue(step, id, words, Duration::ZERO),
                     None if over_time => {
                         let words =
-                            "its time limit is over; its state is saved, and `aitk resume` gives it as much time again";
-                        self.set_state(step, id, JobState::Stopped, words.into());
+                            format!("its time limit is over: {saved}; `aitk resume` gives it as much time again");
+                        self.set_state(step, id, JobState::Stopped, words);
                     }
-                    None if stopping => self.set_state(step, id, JobState::Stopped, "stopped on request".into()),
+                    None if stopping => {
+                        self.set_state(step, id, JobState::Stopped, format!("stopped on request: {saved}"));
+                    }
                     // Nobody asked it to stop. Counted, so that it cannot go round for ever.
                     None => self.retry(step, id, "its attempt stopped without being asked to".into(), true),
                 }
             }
             Outcome::Failed { cause, message } => {
                 let message = cut(message);
+                let saved = what_is_saved(job, None, None);
                 let Some(place) = self.end_attempt(step, id, AttemptState::Failed, message.clone()) else {
                     return;
                 };
-                if cause == FailureCause::Machine {
-                    self.fault(step, &place.worker, place.device);
+                match cause {
+                    FailureCause::Machine | FailureCause::NoProgress => {
+                        self.fault(step, &place.worker, place.device, &message, false);
+                    }
+                    FailureCause::DeviceStuck => self.fault(step, &place.worker, place.device, &message, true),
+                    _ => {}
                 }
                 if stopping {
-                    let reason = format!("stopped on request; its attempt ended with: {message}");
+                    let reason = format!("stopped on request: {saved}; its attempt ended with: {message}");
                     self.set_state(step, id, JobState::Stopped, reason);
                 } else if cause == FailureCause::OutOfMemory {
                     self.out_of_memory(step, id, place.profile, message);
+                } else if cause == FailureCause::Network {
+                    self.network_failed(step, id, message);
+                } else if cause == FailureCause::Interrupted {
+                    self.retry(step, id, message, false);
                 } else if cause.is_retryable() {
                     self.retry(step, id, format!("{}: {message}", blame(cause)), true);
                 } else {
@@ -133,6 +146,7 @@ impl State {
         let session = self.workers.get(&attempt.worker).and_then(|worker| worker.session);
         let message = format!("lost on {}: {why}", attempt.worker_name);
         let stopping = job.state == JobState::Stopping;
+        let saved = what_is_saved(job, None, job.trained());
         self.end_attempt(step, id, AttemptState::Lost, message.clone());
         if let Some(session) = session {
             self.fence(step, session, held);
@@ -142,7 +156,7 @@ impl State {
                 step,
                 id,
                 JobState::Stopped,
-                format!("stopped on request; its attempt was {message}"),
+                format!("stopped on request: {saved}; its attempt was {message}"),
             );
         } else {
             self.retry(step, id, message, counts);
@@ -249,6 +263,25 @@ impl State {
         self.requeue(step, id, why, wait);
     }
 
+    /// A hub or the network failed. Such an outage can take hours and says nothing about the job or the device: it is tried
+    /// again, ever less often, and only after a long patience do the tries count.
+    fn network_failed(&mut self, step: &mut Step, id: &JobId, message: String) {
+        let (backoff, most) = (self.settings.network_backoff, self.settings.backoff_limit);
+        let patience = self.settings.network_patience;
+        let Some(job) = self.jobs.get_mut(id) else { return };
+        let outage = job.network.get_or_insert(NetworkOutage {
+            since: step.now,
+            tries: 0,
+        });
+        outage.tries = outage.tries.saturating_add(1);
+        let words = format!("{}: {message}", blame(FailureCause::Network));
+        if step.now.since(outage.since) > patience {
+            return self.retry(step, id, words, true);
+        }
+        let doublings = outage.tries.saturating_sub(1).min(16);
+        self.requeue(step, id, words, backoff.saturating_mul(1 << doublings).min(most));
+    }
+
     fn requeue(&mut self, step: &mut Step, id: &JobId, why: String, wait: Duration) {
         let Some(job) = self.jobs.get_mut(id) else { return };
         if job.wants.time_limit.is_some_and(|limit| job.used >= limit) {
@@ -269,5 +302,10 @@ fn blame(cause: FailureCause) -> &'static str {
         FailureCause::Storage => "object storage was not reachable",
         FailureCause::Machine => "the machine failed",
         FailureCause::Internal => "a fault of aitk",
+        FailureCause::Network => "the network or a model hub failed",
+        FailureCause::NoProgress => "it made no progress",
+        FailureCause::DeviceStuck => "its device is stuck",
+        FailureCause::Interrupted => "its worker interrupted it",
+        FailureCause::Unknown => "a cause that this coordinator does not know",
     }
 }

@@ -149,8 +149,8 @@ impl State {
         }
         if slot.quarantined.is_some() {
             return format!(
-                "quarantined after {} driver faults in a row; `aitk worker undrain {}` frees it",
-                super::workers::FAULTS_MOST,
+                "quarantined: {}; `aitk worker undrain {}` frees it",
+                Self::quarantine_reason(worker, slot.device.device),
                 worker.name
             );
         }
@@ -176,7 +176,12 @@ impl State {
     /// Why a waiting job waits.
     pub(super) fn explain(&self, now: UnixMillis, job: &Job) -> String {
         match self.gate(now, job) {
-            Gate::Paused => return format!("paused; `aitk resume {}` lets it go on", job.id),
+            Gate::Paused => {
+                // What was saved when it paused, if it ran.
+                let paused = Some(&job.reason).filter(|reason| reason.starts_with("paused"));
+                let paused = paused.map_or("paused", String::as_str);
+                return format!("{paused}; `aitk resume {}` lets it go on", job.id);
+            }
             Gate::After(before) => return self.explain_after(&before),
             Gate::Until(time) if job.attempts.is_empty() => {
                 let left = span(time.since(now));
@@ -184,6 +189,9 @@ impl State {
             }
             Gate::Until(time) => {
                 let wait = seconds_until(now, time);
+                if job.network.is_some() && job.failures == 0 {
+                    return format!("tried again in {wait} s; before: {}", job.reason);
+                }
                 let (failures, tries) = (job.failures.max(1), u64::from(job.wants.retries) + 1);
                 return format!(
                     "try {} of {tries} in {wait} s; before: {}",

@@ -53,6 +53,7 @@ impl State {
             reason: String::new(),
             not_before: new.not_before.unwrap_or(UnixMillis(0)),
             failures: 0,
+            network: None,
             checkpoint: None,
             attempts: Vec::new(),
             stop_now: false,
@@ -157,6 +158,7 @@ impl State {
         match job.state {
             JobState::Stopped | JobState::Failed => {
                 job.failures = 0;
+                job.network = None;
                 job.stop_now = false;
                 job.paused = false;
                 job.over_time = false;

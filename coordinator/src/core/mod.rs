@@ -20,6 +20,7 @@ mod parts;
 mod placement;
 mod queue;
 mod retention;
+mod saved;
 mod slots;
 mod speed;
 mod split;

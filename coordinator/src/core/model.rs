@@ -26,7 +26,11 @@ pub struct Settings {
     pub backoff: Duration,
     /// The longest wait between two tries.
     pub backoff_limit: Duration,
-    /// How long a device with driver faults gets no work; then it gets one more chance.
+    /// Wait before the second try after a failure of the network; doubles with each further one.
+    pub network_backoff: Duration,
+    /// How long failures of the network in a row do not count as failures of the job.
+    pub network_patience: Duration,
+    /// How long a device with faults gets no work; then it gets one more chance.
     pub quarantine: Duration,
     /// How many devices a user may hold at once.
     pub quotas: Quotas,
@@ -42,6 +46,8 @@ impl Settings {
             disconnect_grace: lease / 2,
             backoff: (lease / 20).clamp(Duration::from_millis(20), Duration::from_secs(5)),
             backoff_limit: Duration::from_secs(300),
+            network_backoff: Duration::from_secs(15),
+            network_patience: Duration::from_secs(24 * 3600),
             quarantine: Duration::from_secs(3600),
             quotas: Quotas::default(),
         }
@@ -146,6 +152,15 @@ pub struct Committed {
     pub manifest: ContentHash,
 }
 
+/// Failures of the network or of a hub in a row, with nothing done in between.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NetworkOutage {
+    /// When the first one came.
+    pub since: UnixMillis,
+    /// How many.
+    pub tries: u32,
+}
+
 /// A job with its only task and all its attempts. What is marked volatile is not kept over a restart.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Job {
@@ -179,6 +194,9 @@ pub struct Job {
     pub not_before: UnixMillis,
     /// Failed tries since the last commit.
     pub failures: u32,
+    /// The network failures in a row that it goes through.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network: Option<NetworkOutage>,
     /// Where the next attempt goes on.
     pub checkpoint: Option<Committed>,
     /// Its tries, the newest last. At most the last one is live.
@@ -264,6 +282,13 @@ impl Job {
         self.attempts.last().filter(|attempt| attempt.state.is_live())
     }
 
+    /// Optimizer steps done, as far as reports of progress tell: those of other phases count something else.
+    #[must_use]
+    pub fn trained(&self) -> Option<u64> {
+        let training = self.phase.as_deref() == Some("training");
+        self.progress.filter(|_| training).map(|progress| progress.done)
+    }
+
     /// The epoch of the newest attempt; 0 before the first.
     #[must_use]
     pub fn epoch(&self) -> Epoch {
@@ -335,7 +360,7 @@ pub struct Worker {
     /// A person said that it takes no more work.
     #[serde(default)]
     pub drained: bool,
-    /// Devices that had driver faults.
+    /// Devices that had faults.
     #[serde(default)]
     pub health: Vec<Health>,
     /// How fast its devices are.
@@ -358,7 +383,7 @@ pub struct Worker {
     pub last_seen: UnixMillis,
 }
 
-/// Driver faults of a device.
+/// Faults of a device: crashes of its attempts, hangs, a process that does not go.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Health {
     /// The device.
@@ -367,6 +392,9 @@ pub struct Health {
     pub faults: u32,
     /// No work until then.
     pub quarantined_until: Option<UnixMillis>,
+    /// Why it is quarantined, in words.
+    #[serde(default)]
+    pub reason: String,
 }
 
 /// How fast a device is with a family of models.

@@ -100,6 +100,10 @@ impl State {
                 reserved: slot.map_or(0, |slot| slot.reserved),
                 faults: health.map_or(0, |health| health.faults),
                 quarantined: health.is_some_and(|health| health.quarantined_until.is_some()),
+                quarantine_reason: health
+                    .filter(|health| health.quarantined_until.is_some())
+                    .map(|_| Self::quarantine_reason(worker, device.device).to_owned())
+                    .unwrap_or_default(),
             }
         });
         WorkerView {

@@ -11,8 +11,10 @@ use aitk_common::id::{AttemptId, JobId, WorkerId};
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-/// Driver faults in a row after which a device is quarantined.
+/// Faults in a row after which a device is quarantined.
 pub(super) const FAULTS_MOST: u32 = 3;
+/// Bytes of a message that are kept as the reason of a quarantine.
+const REASON_BYTES: usize = 300;
 /// Devices of one worker whose faults are remembered.
 const HEALTH_MOST: usize = 64;
 
@@ -48,6 +50,8 @@ impl State {
             });
         }
         let earlier = self.workers.get(&id);
+        // What it lost by a shutdown that it announced is nobody's failure.
+        let announced = earlier.is_some_and(|earlier| earlier.leaving);
         let mut devices: Vec<Device> = Vec::with_capacity(registration.devices.len());
         for device in registration.devices {
             // Told twice, the first one counts.
@@ -111,7 +115,7 @@ impl State {
                 // It never arrived: the connection broke in between. Nobody's fault.
                 self.attempt_lost(step, &job, "it did not reach its worker", false);
             } else {
-                self.attempt_lost(step, &job, "its worker restarted", true);
+                self.attempt_lost(step, &job, "its worker restarted", !announced);
             }
         }
     }
@@ -236,7 +240,15 @@ impl State {
             .map(|(id, _)| id.clone())
             .collect();
         for job in expired {
-            self.attempt_lost(step, &job, "its worker was not heard of for too long", true);
+            let worker = self.jobs.get(&job).and_then(|entry| entry.current());
+            let announced = worker
+                .and_then(|attempt| self.workers.get(&attempt.worker))
+                .is_some_and(|worker| worker.leaving);
+            let why = match announced {
+                true => "its worker was shut down",
+                false => "its worker was not heard of for too long",
+            };
+            self.attempt_lost(step, &job, why, !announced);
         }
         while let Some((deadline, id)) = self.deadlines.first().cloned() {
             if deadline > now {
@@ -274,6 +286,7 @@ impl State {
             if let Some(worker) = self.workers.get_mut(&id) {
                 for health in worker.health.iter_mut().filter(|one| over(one.quarantined_until)) {
                     health.quarantined_until = None;
+                    health.reason.clear();
                     health.faults = FAULTS_MOST - 1;
                 }
             }
@@ -282,8 +295,8 @@ impl State {
         }
     }
 
-    /// A device had a driver fault. Three in a row, and it gets no work for a while.
-    pub(super) fn fault(&mut self, step: &mut Step, id: &WorkerId, device: DeviceRef) {
+    /// A device had a fault. Three in a row, or one after which it is `stuck`, and it gets no work for a while.
+    pub(super) fn fault(&mut self, step: &mut Step, id: &WorkerId, device: DeviceRef, what: &str, stuck: bool) {
         let until = step.now.after(self.settings.quarantine);
         let Some(worker) = self.workers.get_mut(id) else { return };
         if worker.health.iter().all(|one| one.device != device) {
@@ -294,17 +307,34 @@ impl State {
                 device,
                 faults: 0,
                 quarantined_until: None,
+                reason: String::new(),
             });
         }
         for health in worker.health.iter_mut().filter(|one| one.device == device) {
             health.faults = health.faults.saturating_add(1);
-            if health.faults >= FAULTS_MOST {
+            if stuck || health.faults >= FAULTS_MOST {
                 health.quarantined_until = Some(until);
-                tracing::warn!(worker = %worker.name, ?device, "quarantined after driver faults in a row");
+                let what = short(what);
+                health.reason = match stuck {
+                    true => what,
+                    false => format!("{} faults in a row, the last one: {what}", health.faults),
+                };
+                tracing::warn!(worker = %worker.name, ?device, reason = health.reason, "device quarantined");
             }
         }
         self.persist_worker(step, id);
         self.refresh_worker(id);
+    }
+
+    /// Why a device gets no work, in words.
+    pub(super) fn quarantine_reason(worker: &Worker, device: DeviceRef) -> &str {
+        let health = worker.health.iter().find(|one| one.device == device);
+        match health {
+            // One that was quarantined before reasons were kept.
+            Some(health) if health.reason.is_empty() => "several faults in a row",
+            Some(health) => &health.reason,
+            None => "",
+        }
     }
 
     /// A device got something done: earlier faults count no more.
@@ -337,4 +367,14 @@ impl State {
         let reason = self.fence_reason(&held);
         step.push(Effect::Send(session, ToWorker::Fence { held, reason }));
     }
+}
+
+/// The first line of a message, for a table.
+fn short(text: &str) -> String {
+    let line = text.lines().next().unwrap_or_default();
+    let end = (0..=REASON_BYTES.min(line.len()))
+        .rev()
+        .find(|&at| line.is_char_boundary(at))
+        .unwrap_or(0);
+    line[..end].to_owned()
 }

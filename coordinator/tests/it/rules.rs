@@ -208,7 +208,7 @@ async fn a_drained_worker_hands_its_work_on_and_stays_drained() {
     one.ask(|request| aitk_common::control::ToCoordinator::Finished {
         request,
         held: held(&work),
-        outcome: Outcome::Stopped,
+        outcome: Outcome::stopped(),
     })
     .await;
     let waiting = pool.job(job.id.as_str()).await;

@@ -302,7 +302,7 @@ async fn stop_saves_and_resume_goes_on() {
     assert!(save);
     let saved = pool.checkpoint(7).await;
     assert_eq!(worker.commit(&held(&work), saved, 7).await, Verdict::Accepted);
-    assert_eq!(worker.finish(&held(&work), Outcome::Stopped).await, Verdict::Accepted);
+    assert_eq!(worker.finish(&held(&work), Outcome::stopped()).await, Verdict::Accepted);
     pool.in_state(&job, JobState::Stopped).await;
     let resume = v1::ResumeJobRequest { job_id: job.clone() };
     within(pool.clients.jobs.clone().resume(resume.clone())).await.unwrap();

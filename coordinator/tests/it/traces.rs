@@ -257,7 +257,7 @@ async fn a_job_that_is_resumed_sends_its_span_again_and_was_not_queued_while_it_
         now: false,
     };
     within(clients.jobs.clone().stop(stop)).await.unwrap();
-    worker.finish(&held(&work), Outcome::Stopped).await;
+    worker.finish(&held(&work), Outcome::stopped()).await;
     let stopped = arrived(&collector, "job", 1).await.remove(0);
     assert_eq!(stopped.attributes["aitk.outcome"], "stopped");
 

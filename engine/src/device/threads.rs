@@ -3,6 +3,12 @@
 /// Stack of each thread: the backward pass walks the graph of a whole model recursively. Only what is used is real.
 const STACK_BYTES: usize = 64 << 20;
 
+/// Address space that the stacks of the pool's threads take, of which hardly anything is ever real.
+#[must_use]
+pub fn stack_space() -> u64 {
+    (STACK_BYTES as u64).saturating_mul(rayon::current_num_threads() as u64)
+}
+
 /// Runs `work` on a thread of the pool that the arithmetic uses, and waits for it.
 ///
 /// From a thread outside, each parallel operation would hand its work over and sleep until it is woken; small models

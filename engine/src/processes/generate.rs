@@ -5,6 +5,7 @@
 //! job's seed, so that an attempt which goes on after a lost one draws the same pictures.
 
 use super::drawing::{Drawing, Finished, as_prompt, first_index, parameters, picture_name};
+use super::rate::Progress;
 use super::{Context, artifact_name};
 use crate::error::{EngineError, Result};
 use crate::image_io;
@@ -21,7 +22,6 @@ use aitk_common::job::spec::JobSpec;
 use aitk_common::job::values::TextSource;
 use std::collections::BTreeSet;
 use std::ops::Range;
-use std::time::Instant;
 
 /// Most pictures of one process.
 const MOST_PICTURES: usize = 1_000_000;
@@ -91,7 +91,7 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
         job_seed: cx.spec.seed,
     };
     let stop = cx.stop.clone();
-    let mut started = Instant::now();
+    let mut clock = Progress::new();
     let complete = sample_prompts(
         &drawing.model,
         &settings,
@@ -114,18 +114,12 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
             );
             cx.artifact("image", &folder, &path, None, Some(base + index));
             done += 1;
-            let seconds = started.elapsed().as_secs_f64();
-            started = Instant::now();
-            cx.events.emit(ChildEvent::Progress {
-                done,
-                total,
-                seconds_per_step: Some(seconds),
-            });
+            clock.step(cx, done, total);
             Ok(())
         },
     )?;
     if !complete {
-        return Ok(Outcome::Stopped);
+        return Ok(Outcome::stopped());
     }
     finished.clear();
     Ok(Outcome::Completed)

@@ -1,6 +1,7 @@
 //! `batch_img2img` (section 3.3 of the config reference): the pictures of data sets, redrawn, with captions as prompts.
 
 use super::drawing::{Drawing, Finished, first_index, parameters, picture_name};
+use super::rate::Progress;
 use super::{Context, artifact_name};
 use crate::data::{CaptionRules, Dataset, DatasetOptions, build_caption};
 use crate::error::{EngineError, Result};
@@ -8,7 +9,7 @@ use crate::image_io::{self, Filter};
 use crate::pipelines::{Pipeline, picture_of, random_seed};
 use crate::rng::generator_for;
 use crate::samplers::{self, NoiseSource};
-use aitk_common::attempt::{ChildEvent, Outcome};
+use aitk_common::attempt::Outcome;
 use aitk_common::fsutil;
 use aitk_common::job::ProcessKind;
 use aitk_common::job::dataset::DatasetConfig;
@@ -17,7 +18,6 @@ use aitk_common::job::prompt::{ImageRequest, PromptFlags};
 use image::RgbImage;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
-use std::time::Instant;
 
 /// One picture to redraw.
 struct Task {
@@ -82,6 +82,7 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
     let total = tasks.len() as u64;
     let drawn: BTreeSet<u64> = cx.spec.drawn.iter().copied().collect();
     let mut done = 0;
+    let mut clock = Progress::new();
     for (index, task) in (0u64..).zip(&tasks) {
         if let Some(name) = finished.get(index) {
             let path = folder.join(name);
@@ -93,12 +94,7 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
             done += 1;
             continue;
         }
-        cx.events.emit(ChildEvent::Progress {
-            done,
-            total,
-            seconds_per_step: None,
-        });
-        let started = Instant::now();
+        clock.tell(cx, done, total);
         let source = task.open()?;
         let request = request(process, &task.prompt, index, &source, cx.spec.seed);
         let seed = request.seed.unwrap_or_default() as u64;
@@ -115,7 +111,7 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
             &mut |_, _| !stop.is_set(),
         )?;
         let Some(result) = drawn.and_then(|pictures| pictures.into_iter().next()) else {
-            return Ok(Outcome::Stopped);
+            return Ok(Outcome::stopped());
         };
         let name = picture_name(&folder, index, &config.ext);
         let path = folder.join(&name);
@@ -134,12 +130,7 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
         );
         cx.artifact("image", &folder, &path, None, Some(base + index));
         done += 1;
-        let seconds = started.elapsed().as_secs_f64();
-        cx.events.emit(ChildEvent::Progress {
-            done,
-            total,
-            seconds_per_step: Some(seconds),
-        });
+        clock.step(cx, done, total);
     }
     finished.clear();
     Ok(Outcome::Completed)

@@ -9,6 +9,7 @@ mod img2img;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod memory_tests;
+mod rate;
 #[cfg(test)]
 mod tests;
 mod train;

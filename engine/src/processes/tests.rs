@@ -147,7 +147,7 @@ fn an_attempt_goes_on_where_the_last_one_was_lost_with_the_same_seeds() {
         signal: signal.clone(),
         events: Vec::new(),
     };
-    assert_eq!(run(&broken, &mut sink, &signal), Outcome::Stopped);
+    assert_eq!(run(&broken, &mut sink, &signal), Outcome::stopped());
     let first = pictures(&sink.events);
     assert_eq!(first.len(), 2);
     let (outcome, events) = go(&broken);

@@ -13,6 +13,7 @@ mod saving;
 mod target;
 mod write;
 
+use super::rate::Progress;
 use super::{Context, Loaded};
 use crate::adapters::{Component, load_lora};
 use crate::data::Dataset;
@@ -178,7 +179,7 @@ impl<'a> Run<'a> {
             return Ok(Outcome::Completed);
         }
         if self.start < steps && !self.cache_latents(cx)? {
-            return Ok(Outcome::Stopped);
+            return Ok(Outcome::stopped());
         }
         let baseline =
             (self.start == 0 && !self.process.train.skip_first_sample) || self.process.train.force_first_sample;
@@ -196,7 +197,6 @@ impl<'a> Run<'a> {
             if cx.stop.is_set() {
                 return self.stopped(cx, step);
             }
-            let begun = Instant::now();
             for micro in 0..self.process.train.gradient_accumulation.max(1) {
                 self.micro_batch(step, micro)?;
             }
@@ -223,7 +223,7 @@ impl<'a> Run<'a> {
                 }
                 cx.events.emit(ChildEvent::Metrics { step: done, values });
             }
-            clock.step(cx, done, steps, begun.elapsed().as_secs_f64());
+            clock.step(cx, done, steps);
             if done < steps {
                 let save = self.process.save.is_due(done);
                 if save {
@@ -231,10 +231,16 @@ impl<'a> Run<'a> {
                 }
                 let sample = self.process.sample.is_due(done) && !self.process.train.disable_sampling;
                 if sample {
+                    let begun = Instant::now();
                     self.sample(cx, done, false)?;
+                    // It has a phase and a rate of its own.
+                    clock.leave_out(begun.elapsed());
                 }
                 if save || sample {
                     cx.phase("training");
+                }
+                if sample {
+                    clock.tell(cx, done, steps);
                 }
             }
         }
@@ -322,7 +328,6 @@ impl<'a> Run<'a> {
                 if cx.stop.is_set() {
                     return Ok(false);
                 }
-                let begun = Instant::now();
                 let options = &dataset.options;
                 self.latents.get(
                     item,
@@ -331,7 +336,7 @@ impl<'a> Run<'a> {
                     options.cache_latents_to_disk,
                 )?;
                 done += 1;
-                clock.step(cx, done, total, begun.elapsed().as_secs_f64());
+                clock.step(cx, done, total);
             }
         }
         Ok(true)
@@ -374,29 +379,6 @@ fn trainer(process: &TrainerProcess, target: &Target, choices: &Choices) -> Resu
         // The gradients of a LoRA are small.
         one_by_one: choices.one_by_one && matches!(target, Target::Model(_)),
     }))
-}
-
-/// Tells progress at most ten times a second, and always at the end.
-struct Progress {
-    last: Option<Instant>,
-}
-
-impl Progress {
-    fn new() -> Self {
-        Self { last: None }
-    }
-
-    fn step(&mut self, cx: &mut Context<'_>, done: u64, total: u64, seconds: f64) {
-        let due = self.last.is_none_or(|t| t.elapsed().as_millis() >= 100);
-        if due || done == total {
-            self.last = Some(Instant::now());
-            cx.events.emit(ChildEvent::Progress {
-                done,
-                total,
-                seconds_per_step: Some(seconds),
-            });
-        }
-    }
 }
 
 #[cfg(test)]

@@ -115,8 +115,11 @@ impl Make for v1::outcome::Completed {
 }
 
 impl Make for v1::outcome::Stopped {
-    fn make(_: &mut Dice<'_>) -> Self {
-        Self {}
+    fn make(dice: &mut Dice<'_>) -> Self {
+        Self {
+            saved_step: Make::make(dice),
+            at_step: Make::make(dice),
+        }
     }
 }
 
@@ -196,7 +199,7 @@ messages! {
     ArtifactsRequest { job_id }
     ArtifactsReply { job_id artifacts }
     ListWorkersRequest {}
-    WorkerDevice { device job_ids reserved faults quarantined }
+    WorkerDevice { device job_ids reserved faults quarantined quarantine_reason }
     Worker { id name version host connected leaving last_seen_ms devices labels drained }
     DrainWorkerRequest { worker drain now }
     ListWorkersReply { workers }

@@ -386,6 +386,7 @@ impl From<WorkerView> for v1::Worker {
             reserved: one.reserved,
             faults: one.faults,
             quarantined: one.quarantined,
+            quarantine_reason: one.quarantine_reason,
         });
         Self {
             id: worker.id.to_string(),
@@ -416,6 +417,7 @@ impl TryFrom<v1::Worker> for WorkerView {
                 reserved: one.reserved,
                 faults: one.faults,
                 quarantined: one.quarantined,
+                quarantine_reason: one.quarantine_reason,
             })
         };
         Ok(Self {

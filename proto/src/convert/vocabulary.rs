@@ -29,7 +29,9 @@ macro_rules! wire_enum {
 
 wire_enum!(v1::DeviceKind, DeviceKind, "kind", { Cuda, Metal, Cpu });
 wire_enum!(v1::MemoryProfile, MemoryProfile, "profile", { FullGpu, Balanced, GpuPoor, Extreme, CpuOnly });
-wire_enum!(v1::FailureCause, FailureCause, "cause", { BadInput, OutOfMemory, DiskFull, Storage, Machine, Internal });
+wire_enum!(v1::FailureCause, FailureCause, "cause", {
+    BadInput, OutOfMemory, DiskFull, Storage, Machine, Internal, Network, NoProgress, DeviceStuck, Interrupted, Unknown,
+});
 wire_enum!(v1::JobState, JobState, "state", { Queued, Running, Stopping, Stopped, Completed, Failed });
 wire_enum!(v1::AttemptState, AttemptState, "state", { Assigned, Running, Completed, Stopped, Failed, Lost });
 
@@ -41,6 +43,14 @@ where
 {
     let wire = W::try_from(number).map_err(|_| ConvertError::new(field, format!("unknown value {number}")))?;
     D::try_from(wire).map_err(|_| ConvertError::new(field, "not set"))
+}
+
+/// A cause that a newer peer knows is a failure all the same.
+fn failure_cause(number: i32) -> Result<FailureCause> {
+    match v1::FailureCause::try_from(number) {
+        Ok(_) => known::<v1::FailureCause, _>(number, "failed.cause"),
+        Err(_) => Ok(FailureCause::Unknown),
+    }
 }
 
 impl From<DeviceRef> for v1::DeviceRef {
@@ -209,7 +219,7 @@ impl From<Outcome> for v1::Outcome {
         use v1::outcome::{Completed, Failed, Outcome as Wire, Stopped};
         let wire = match outcome {
             Outcome::Completed => Wire::Completed(Completed {}),
-            Outcome::Stopped => Wire::Stopped(Stopped {}),
+            Outcome::Stopped { saved_step, at_step } => Wire::Stopped(Stopped { saved_step, at_step }),
             Outcome::Failed { cause, message } => Wire::Failed(Failed {
                 cause: v1::FailureCause::from(cause).into(),
                 message,
@@ -225,9 +235,12 @@ impl TryFrom<v1::Outcome> for Outcome {
         use v1::outcome::Outcome as Wire;
         Ok(match required(wire.outcome, "outcome")? {
             Wire::Completed(_) => Self::Completed,
-            Wire::Stopped(_) => Self::Stopped,
+            Wire::Stopped(stopped) => Self::Stopped {
+                saved_step: stopped.saved_step,
+                at_step: stopped.at_step,
+            },
             Wire::Failed(failed) => Self::Failed {
-                cause: known::<v1::FailureCause, _>(failed.cause, "failed.cause")?,
+                cause: failure_cause(failed.cause)?,
                 message: failed.message,
             },
         })

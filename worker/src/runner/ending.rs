@@ -39,7 +39,7 @@ pub(super) enum Asked {
     Nothing,
     /// To save and stop; it did so in time, or ended otherwise.
     Stop,
-    /// It did not stop in time and was killed.
+    /// It did not stop in time and was killed: what it did since its last checkpoint is lost.
     Killed,
 }
 
@@ -52,6 +52,8 @@ pub(super) struct Ending {
     pub finished: Option<Outcome>,
     /// What was asked of it.
     pub asked: Asked,
+    /// Why it was ended, if it made no progress.
+    pub hung: Option<String>,
     /// Whether the machine ran out of memory.
     pub memory_ran_out: bool,
     /// Its last words.
@@ -61,11 +63,23 @@ pub(super) struct Ending {
 /// Decides how the attempt ended. What the child said itself counts; a child that said nothing crashed.
 #[must_use]
 pub(super) fn outcome(ending: Ending) -> Outcome {
+    if let Some(why) = ending.hung
+        && matches!(ending.finished, None | Some(Outcome::Stopped { .. }))
+    {
+        let how = match ending.finished {
+            Some(_) => "it stopped when it was told to",
+            None => "it was killed",
+        };
+        return Outcome::Failed {
+            cause: FailureCause::NoProgress,
+            message: format!("{why}; {how}"),
+        };
+    }
     if let Some(finished) = ending.finished {
         return finished;
     }
     if ending.asked == Asked::Killed {
-        return Outcome::Stopped;
+        return Outcome::stopped();
     }
     let signal = ending.status.signal();
     let killed = signal == Some(Signal::SIGKILL as i32);
@@ -120,6 +134,7 @@ mod tests {
             status,
             finished: None,
             asked: Asked::Nothing,
+            hung: None,
             memory_ran_out,
             tail,
         }) {
@@ -154,6 +169,7 @@ mod tests {
             status: ExitStatus::from_raw(9),
             finished,
             asked,
+            hung: None,
             memory_ran_out: true,
             tail: Tail::default(),
         };
@@ -161,7 +177,17 @@ mod tests {
             outcome(ending(Some(Outcome::Completed), Asked::Killed)),
             Outcome::Completed
         );
-        assert_eq!(outcome(ending(None, Asked::Killed)), Outcome::Stopped);
+        assert_eq!(outcome(ending(None, Asked::Killed)), Outcome::stopped());
+        for (finished, how) in [(None, "killed"), (Some(Outcome::stopped()), "told to")] {
+            let ended = outcome(Ending {
+                hung: Some("no progress for 10 min".into()),
+                ..ending(finished, Asked::Nothing)
+            });
+            assert!(
+                matches!(&ended, Outcome::Failed { cause: FailureCause::NoProgress, message } if message.contains(how)),
+                "{ended:?}"
+            );
+        }
     }
 
     #[test]

@@ -8,6 +8,7 @@ mod environment;
 mod lines;
 mod memory;
 mod spawner;
+mod watchdog;
 
 use crate::usage;
 use aitk_common::attempt::{ChildEvent, FailureCause, Outcome};
@@ -20,12 +21,15 @@ pub use spawner::Spawner;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::io::AsyncRead;
 use tokio::process::{Child, Command};
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, watch};
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{Instant, MissedTickBehavior, sleep, sleep_until};
 use tokio_util::sync::CancellationToken;
+use watchdog::{Finding, Watchdog};
 
 /// The longest line of JSON that is read: far above any real event.
 const EVENT_BYTES: usize = 1 << 20;
@@ -33,6 +37,10 @@ const EVENT_BYTES: usize = 1 << 20;
 const TEXT_BYTES: usize = 8 << 10;
 /// How long a pipe may stay open after its child ended, when something that left the group still holds it.
 const PIPE_LINGER: Duration = Duration::from_secs(2);
+/// How long a child may take to go after its SIGKILL, with all its memory to be given back, before its device counts as stuck.
+const LAST_BREATH: Duration = Duration::from_secs(60);
+/// How often a child is looked at.
+const LOOK: Duration = Duration::from_secs(2);
 /// How long a child may take to exit after it said how it ended.
 const EXIT_LINGER: Duration = Duration::from_secs(20);
 
@@ -49,6 +57,10 @@ pub struct Launch {
     pub temp_dir: PathBuf,
     /// How long it may take to save and stop.
     pub grace: Duration,
+    /// How long it may show no progress before it is ended; longer where its own steps take long. None: for ever.
+    pub progress_timeout: Option<Duration>,
+    /// Its memory has a limit: its allocator takes address space only as it is needed, because the limit counts that.
+    pub memory_limited: bool,
 }
 
 /// What is wanted of a running child. It only goes from one to the next.
@@ -81,16 +93,25 @@ pub async fn run(
     };
     let group = Group(pid);
     let stdin = child.stdin.take();
+    let began = Instant::now();
+    let period = launch.progress_timeout.map_or(LOOK, |timeout| LOOK.min(timeout / 8));
+    let period = period.max(Duration::from_millis(20));
+    let watch = Watch {
+        dog: launch
+            .progress_timeout
+            .map(|timeout| Arc::new(Mutex::new(Watchdog::new(timeout, period, Duration::ZERO)))),
+        began,
+    };
     let exited = CancellationToken::new();
     let (said, mut has_said) = watch::channel(None);
     let stdout = child
         .stdout
         .take()
-        .map(|pipe| tokio::spawn(read_events(pipe, events.clone(), said, exited.clone())));
+        .map(|pipe| tokio::spawn(read_events(pipe, events.clone(), said, watch.clone(), exited.clone())));
     let stderr = child
         .stderr
         .take()
-        .map(|pipe| tokio::spawn(read_text(pipe, events, exited.clone())));
+        .map(|pipe| tokio::spawn(read_text(pipe, events.clone(), exited.clone())));
     let _aborts = (AbortOnDrop::of(&stdout), AbortOnDrop::of(&stderr));
 
     // What was wanted before the child existed counts, too.
@@ -98,14 +119,20 @@ pub async fn run(
     let mut asked = Asked::Nothing;
     let mut deadline: Option<Instant> = None;
     let mut memory = MemoryWatch::start();
-    let mut ticks = tokio::time::interval(Duration::from_secs(2));
+    let mut ticks = tokio::time::interval(period);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut hung: Option<String> = None;
+    // After a SIGKILL: when it is time to give up waiting.
+    let mut gone_by: Option<Instant> = None;
     let status = loop {
         tokio::select! {
-            status = child.wait() => break status,
+            status = child.wait() => break Some(status),
+            () = until(gone_by) => break None,
             () = until(deadline) => {
                 deadline = None;
                 asked = if has_said.borrow().is_some() { asked } else { Asked::Killed };
                 group.signal(Signal::SIGKILL);
+                gone_by.get_or_insert(Instant::now() + LAST_BREATH);
             }
             Ok(()) = wanted.changed() => match *wanted.borrow_and_update() {
                 Wanted::Run => {}
@@ -118,14 +145,27 @@ pub async fn run(
                 Wanted::Kill => {
                     asked = Asked::Killed;
                     group.signal(Signal::SIGKILL);
+                    gone_by.get_or_insert(Instant::now() + LAST_BREATH);
                 }
             },
             Ok(()) = has_said.changed(), if has_said.borrow().is_none() => {
                 deadline = Some(Instant::now() + EXIT_LINGER);
             }
-            _ = ticks.tick() => memory.sample(),
+            _ = ticks.tick() => {
+                memory.sample();
+                let watched = hung.is_none() && has_said.borrow().is_none();
+                let found = if watched { watch.look(pid) } else { Finding::Fine };
+                if let Some(why) = announce(found, &events) {
+                    hung = Some(why);
+                    deadline.get_or_insert(Instant::now() + launch.grace);
+                    let _ = kill(pid, Signal::SIGTERM);
+                    // One that was stopped by a signal may still save.
+                    group.signal(Signal::SIGCONT);
+                }
+            }
         }
     };
+    drop(events);
     // In this order: what the child left behind must not take a closed pipe for a word from us, and act on it.
     group.signal(Signal::SIGKILL);
     drop(stdin);
@@ -138,6 +178,9 @@ pub async fn run(
         Some(task) => task.await.unwrap_or_default(),
         None => Tail::default(),
     };
+    let Some(status) = status else {
+        return stuck(pid, hung);
+    };
     match status {
         Ok(status) => {
             let memory_ran_out = finished.is_none() && memory.ran_out();
@@ -145,6 +188,7 @@ pub async fn run(
                 status,
                 finished,
                 asked,
+                hung,
                 memory_ran_out,
                 tail,
             });
@@ -172,6 +216,85 @@ fn advised(outcome: Outcome, spec: &Path) -> Outcome {
     }
 }
 
+/// Tells what the watchdog found. Returns why the child is to be ended, if it is.
+fn announce(found: Finding, events: &mpsc::Sender<ChildEvent>) -> Option<String> {
+    // What finds no room is lost: whoever reads the events is behind, and then silence says nothing.
+    let say = |event| drop(events.try_send(event));
+    match found {
+        Finding::Fine => {}
+        Finding::Silent {
+            phase,
+            message,
+            progress,
+        } => {
+            say(log("warn", message));
+            say(ChildEvent::Phase { name: phase });
+            if let Some((done, total)) = progress {
+                say(ChildEvent::Progress {
+                    done,
+                    total,
+                    seconds_per_step: None,
+                });
+            }
+        }
+        Finding::Back { phase, message } => {
+            say(log("info", message));
+            if let Some(name) = phase {
+                say(ChildEvent::Phase { name });
+            }
+        }
+        Finding::Hung(why) => {
+            say(log("error", format!("{why}: its process is ended")));
+            return Some(why);
+        }
+    }
+    None
+}
+
+/// The end of an attempt whose process outlives its SIGKILL.
+fn stuck(pid: Pid, hung: Option<String>) -> Outcome {
+    let before = hung.map(|why| format!("{why}, and ")).unwrap_or_default();
+    Outcome::Failed {
+        cause: FailureCause::DeviceStuck,
+        message: format!(
+            "{before}its process {pid} does not end although it was killed {} s ago: a driver or a disk of this machine hangs; \
+             look at the machine, then free the device with `aitk worker undrain`",
+            LAST_BREATH.as_secs()
+        ),
+    }
+}
+
+/// The watchdog of a child, if it has one, and the clock that it goes by.
+#[derive(Clone)]
+struct Watch {
+    dog: Option<Arc<Mutex<Watchdog>>>,
+    began: Instant,
+}
+
+impl Watch {
+    fn with<T>(&self, act: impl FnOnce(&mut Watchdog, Duration) -> T) -> Option<T> {
+        let dog = self.dog.as_ref()?;
+        let mut dog = dog.lock().unwrap_or_else(PoisonError::into_inner);
+        Some(act(&mut dog, self.began.elapsed()))
+    }
+
+    fn look(&self, pid: Pid) -> Finding {
+        self.with(|dog, now| dog.look(now, processor_time(pid)))
+            .unwrap_or(Finding::Fine)
+    }
+}
+
+/// Processor time that a process has used; none where the system does not tell.
+fn processor_time(pid: Pid) -> Option<Duration> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name before may hold anything, spaces and brackets as well.
+    let (_, fields) = stat.rsplit_once(')')?;
+    let mut times = fields.split_whitespace().skip(11).map(str::parse::<u64>);
+    let (user, system) = (times.next()?.ok()?, times.next()?.ok()?);
+    // Linux shows these in hundredths of a second, whatever its own clock is.
+    Some(Duration::from_millis(user.saturating_add(system).saturating_mul(10)))
+}
+
 async fn start(spawner: &Spawner, launch: &Launch) -> Result<Child, Outcome> {
     let Some((program, arguments)) = launch.command.split_first() else {
         return Err(Outcome::Failed {
@@ -197,6 +320,9 @@ async fn start(spawner: &Spawner, launch: &Launch) -> Result<Child, Outcome> {
         .stderr(Stdio::piped())
         .process_group(0)
         .kill_on_drop(true);
+    if launch.memory_limited {
+        command.env("MIMALLOC_ARENA_EAGER_COMMIT", "0");
+    }
     if let Some(folder) = &launch.work_dir {
         command.current_dir(folder);
     }
@@ -231,6 +357,7 @@ async fn read_events(
     pipe: impl AsyncRead + Unpin,
     events: mpsc::Sender<ChildEvent>,
     said: watch::Sender<Option<()>>,
+    watched: Watch,
     exited: CancellationToken,
 ) -> Option<Outcome> {
     let mut lines = BoundedLines::new(pipe, EVENT_BYTES);
@@ -254,8 +381,13 @@ async fn read_events(
             finished = Some(outcome);
             said.send_replace(Some(()));
         } else {
+            watched.with(|dog, now| dog.heard(now, &event));
             // A full queue holds the child back. A closed one means that nobody wants the events any more.
-            let _ = events.send(event).await;
+            if let Err(TrySendError::Full(event)) = events.try_send(event) {
+                watched.with(|dog, now| dog.waits_for_us(now, true));
+                let _ = events.send(event).await;
+                watched.with(|dog, now| dog.waits_for_us(now, false));
+            }
         }
     }
     finished

@@ -88,7 +88,7 @@ async fn models(
         let folder = fetched.map_err(|error| {
             let cause = match &error {
                 HubError::NotFound { .. } | HubError::Denied { .. } | HubError::Layout { .. } => FailureCause::BadInput,
-                HubError::Unavailable { .. } | HubError::Damaged { .. } => FailureCause::Machine,
+                HubError::Unavailable { .. } | HubError::Damaged { .. } => FailureCause::Network,
                 HubError::Files(error) if error.is_disk_full() => FailureCause::DiskFull,
                 HubError::Files(_) => FailureCause::Machine,
             };

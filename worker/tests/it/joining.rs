@@ -205,7 +205,7 @@ async fn a_worker_renews_its_certificate_and_goes_on_with_the_new_one() {
     let before = lab.certificate().await;
     let worker = lab.worker(&joined).await;
     connected(&worker).await;
-    // Two thirds of its life later.
+    // Half of its life later.
     let data = lab.path("w");
     while Membership::read(&data).unwrap() == Some(joined.clone()) {
         assert!(joined.ended().is_none(), "not renewed in time");

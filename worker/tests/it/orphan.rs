@@ -27,6 +27,8 @@ fn plays_the_daemon() {
             work_dir: None,
             temp_dir: folder,
             grace: Duration::from_secs(60),
+            progress_timeout: None,
+            memory_limited: false,
         };
         let (_wanted, wishes) = tokio::sync::watch::channel(Wanted::Run);
         let (events, mut heard) = tokio::sync::mpsc::channel(16);

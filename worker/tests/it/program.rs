@@ -202,6 +202,8 @@ async fn a_failed_attempt_names_files_as_its_config_does() {
         work_dir: Some(folder.path().to_owned()),
         temp_dir: folder.path().to_owned(),
         grace: Duration::from_secs(60),
+        progress_timeout: None,
+        memory_limited: false,
     };
     let (_wanted, wishes) = tokio::sync::watch::channel(Wanted::Run);
     let (events, mut heard) = tokio::sync::mpsc::channel(16);

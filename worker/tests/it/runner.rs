@@ -39,16 +39,26 @@ fn launch(script: &str, folder: &Path) -> Launch {
         work_dir: Some(folder.to_owned()),
         temp_dir: folder.to_owned(),
         grace: Duration::from_millis(300),
+        progress_timeout: None,
+        memory_limited: false,
     }
 }
 
 async fn run_and(script: &str, wishes: &[(u64, Wanted)]) -> Child {
+    run_watched(script, wishes, None).await
+}
+
+async fn run_watched(script: &str, wishes: &[(u64, Wanted)], progress_timeout: Option<Duration>) -> Child {
     let folder = tempfile::tempdir().unwrap();
     let spawner = Spawner::start(tokio::runtime::Handle::current()).unwrap();
     let (wanted, receiver) = watch::channel(Wanted::Run);
     let (events, mut heard) = mpsc::channel(4);
     let began = Instant::now();
-    let child = runner::run(&spawner, launch(script, folder.path()), receiver, events);
+    let launch = Launch {
+        progress_timeout,
+        ..launch(script, folder.path())
+    };
+    let child = runner::run(&spawner, launch, receiver, events);
     let listen = async {
         let mut all = Vec::new();
         while let Some(event) = heard.recv().await {
@@ -166,7 +176,7 @@ async fn a_child_that_is_asked_to_stop_may_save_first() {
     let script = r#"trap 'echo "{\"event\":\"finished\",\"outcome\":{\"outcome\":\"stopped\"}}"; exit 3' TERM
         while :; do sleep 0.05; done"#;
     let child = run_and(script, &[(200, Wanted::Stop)]).await;
-    assert_eq!(child.outcome, Outcome::Stopped);
+    assert_eq!(child.outcome, Outcome::stopped());
     assert!(child.took < Duration::from_secs(3), "{:?}", child.took);
 }
 
@@ -179,7 +189,7 @@ async fn a_child_that_does_not_stop_is_killed_with_all_it_started() {
         note.display()
     );
     let child = run_and(&script, &[(300, Wanted::Stop)]).await;
-    assert_eq!(child.outcome, Outcome::Stopped);
+    assert_eq!(child.outcome, Outcome::stopped());
     assert!(child.took < Duration::from_secs(5), "{:?}", child.took);
     let grandchild: i32 = std::fs::read_to_string(note).unwrap().trim().parse().unwrap();
     let gone =
@@ -220,4 +230,51 @@ async fn something_that_keeps_the_pipe_open_does_not_hang_the_attempt() {
     let child = run(&format!("setsid sleep 4 & {DONE}")).await;
     assert_eq!(child.outcome, Outcome::Completed);
     assert!(child.took < Duration::from_millis(3900), "{:?}", child.took);
+}
+
+const STEP: &str = r#"echo '{"event":"progress","done":1,"total":9,"seconds_per_step":0.1}'"#;
+const TRAINING: &str = r#"echo '{"event":"phase","name":"training"}'"#;
+
+#[tokio::test]
+async fn a_child_that_hangs_is_announced_ended_and_told_apart() {
+    // Stopped by a signal, as somebody or a debugger may do it; it ignores that it is told to stop and hangs again.
+    let script = format!("trap '' TERM; {TRAINING}; {STEP}; {STEP}; while :; do kill -STOP $$; done");
+    let child = run_watched(&script, &[], Some(Duration::from_millis(800))).await;
+    let (cause, message) = child.failure();
+    assert_eq!(cause, FailureCause::NoProgress);
+    assert!(
+        message.starts_with("no progress for ") && message.ends_with("it was killed"),
+        "{message}"
+    );
+    let logs = child.logs();
+    assert!(
+        logs.iter()
+            .any(|line| line.starts_with("no progress for ") && line.contains("it is ended and tried again")),
+        "{logs:?}"
+    );
+    // What screens show: not the rate of before.
+    let said = |wanted: fn(&ChildEvent) -> bool| child.events.iter().any(wanted);
+    assert!(said(
+        |event| matches!(event, ChildEvent::Phase { name } if name.starts_with("no progress for "))
+    ));
+    assert!(said(|event| matches!(
+        event,
+        ChildEvent::Progress {
+            done: 1,
+            total: 9,
+            seconds_per_step: None
+        }
+    )));
+}
+
+#[tokio::test]
+async fn a_child_that_was_stopped_by_a_signal_may_save_before_it_is_ended() {
+    let script = format!(
+        "trap 'echo saved >&2; echo \"{{\\\"event\\\":\\\"finished\\\",\\\"outcome\\\":{{\\\"outcome\\\":\\\"stopped\\\"}}}}\"; exit 3' TERM\n{TRAINING}; {STEP}; {STEP}; kill -STOP $$; sleep 10"
+    );
+    let child = run_watched(&script, &[], Some(Duration::from_millis(800))).await;
+    let (cause, message) = child.failure();
+    assert_eq!(cause, FailureCause::NoProgress);
+    assert!(message.ends_with("it stopped when it was told to"), "{message}");
+    assert!(child.logs().contains(&"saved"), "{:?}", child.logs());
 }

@@ -218,6 +218,72 @@ async fn a_local_job_uploads_nothing_and_says_where_things_lie() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_child_that_outlasts_its_grace_is_not_said_to_have_saved() {
+    let lab = Lab::start().await;
+    let checkpoint = lab.checkpoint(400);
+    let text = script(&[
+        "trap '' TERM\n",
+        &say(json!({"event": "phase", "name": "training"})),
+        &say(json!({"event": "checkpoint", "path": checkpoint, "step": 400})),
+        &say(json!({"event": "progress", "done": 437, "total": 1000, "seconds_per_step": 1.0})),
+        "while :; do sleep 0.02; done\n",
+    ]);
+    let mut config = lab.config("w", &text);
+    config.grace = Duration::from_millis(300);
+    let worker = aitk_worker::start(config).await.unwrap();
+    connected(&worker).await;
+    let job = lab.submit_training().await;
+    lab.until(&job, "under way", |job| {
+        job.checkpoint_step.is_some() && job.progress.is_some()
+    })
+    .await;
+    lab.stop(&job).await;
+    let view = lab.until_state(&job, JobState::Stopped).await;
+    assert_eq!(
+        view.reason,
+        "stopped on request: saved at step 400; 37 steps since are lost"
+    );
+    worker.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_hung_child_is_shown_ended_and_tried_again() {
+    let lab = Lab::start().await;
+    let (first, go_on) = (lab.path("first"), lab.path("go on"));
+    let text = script(&[
+        &say(json!({"event": "phase", "name": "training"})),
+        &say(json!({"event": "progress", "done": 1, "total": 10, "seconds_per_step": 0.1})),
+        &say(json!({"event": "progress", "done": 2, "total": 10, "seconds_per_step": 0.1})),
+        &format!("if [ ! -e '{0}' ]; then touch '{0}'; ", first.display()),
+        "while :; do kill -STOP $$; done; fi\n",
+        &wait_for(&go_on),
+        &finished("completed"),
+    ]);
+    let mut config = lab.config("w", &text);
+    config.grace = Duration::from_millis(300);
+    config.progress_timeout = Duration::from_secs(2);
+    let worker = aitk_worker::start(config).await.unwrap();
+    connected(&worker).await;
+    let job = lab.submit_training().await;
+    let view = lab
+        .until(&job, "shown to hang", |job| {
+            job.phase.as_ref().is_some_and(|phase| phase.starts_with("no progress"))
+                && job.progress.is_some_and(|progress| progress.seconds_per_step.is_none())
+        })
+        .await;
+    assert_eq!(view.state, JobState::Running);
+    let view = lab.until(&job, "tried again", |job| job.attempts.len() == 2).await;
+    assert!(
+        view.attempts[0].message.starts_with("no progress for "),
+        "{:?}",
+        view.attempts[0]
+    );
+    std::fs::write(&go_on, "").unwrap();
+    lab.until_state(&job, JobState::Completed).await;
+    worker.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_lost_attempt_is_fenced_and_its_child_killed() {
     let mut lab = Lab::start().await;
     let pid = lab.path("pid");

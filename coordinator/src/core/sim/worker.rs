@@ -133,7 +133,7 @@ impl SimWorker {
                 if let Some(work) = self.works.get_mut(&held.attempt) {
                     work.saves = true;
                     if !save && work.ended.is_none() {
-                        work.ended = Some(Outcome::Stopped);
+                        work.ended = Some(Outcome::stopped());
                     }
                 }
             }
@@ -198,7 +198,7 @@ impl SimWorker {
                 });
             }
             if work.saves {
-                work.ended = Some(Outcome::Stopped);
+                work.ended = Some(Outcome::stopped());
             } else if work.step >= work.total {
                 work.ended = Some(Outcome::Completed);
             } else if faults && random.once_in(25) {

@@ -135,7 +135,7 @@ fn what_is_done_to_an_array_is_done_to_its_members() {
     world.step(event);
     let view = world.reply().unwrap();
     assert!(view.paused && view.array.is_some(), "{view:?}");
-    world.finish(session, &held("ja-1", 1), Outcome::Stopped);
+    world.finish(session, &held("ja-1", 1), Outcome::stopped());
     assert_eq!(world.states("ja"), "cqqq");
     world.step(Event::PriorityRequested {
         ticket: Ticket(6),
@@ -149,7 +149,7 @@ fn what_is_done_to_an_array_is_done_to_its_members() {
     let stopped = world.stop("ja", false).unwrap();
     assert_eq!(stopped.state, JobState::Stopping);
     assert_eq!(world.states("ja"), "csss");
-    world.finish(session, &held("ja-1", 2), Outcome::Stopped);
+    world.finish(session, &held("ja-1", 2), Outcome::stopped());
     let view = world.view("ja");
     assert_eq!(
         (view.state, view.reason.as_str()),
@@ -186,7 +186,7 @@ fn a_list_has_an_array_once() {
         "{reason}"
     );
     world.stop("ja", true).unwrap();
-    world.finish(session, &held("ja-1", 1), Outcome::Stopped);
+    world.finish(session, &held("ja-1", 1), Outcome::stopped());
     assert_eq!(overview(&world), ["jz", "ja"], "it has ended");
     assert_eq!(world.view("ja").state, JobState::Failed);
     assert_eq!(ids(world.state.overview(world.now, true, 0, |_| true)).len(), 2);
@@ -240,7 +240,7 @@ fn no_more_run_than_may() {
     assert_eq!(world.states("ja"), "frrqq");
     world.stop("ja-3", false).unwrap();
     world.stop("ja-1", true).unwrap();
-    world.finish(session, &held("ja-1", 1), Outcome::Stopped);
+    world.finish(session, &held("ja-1", 1), Outcome::stopped());
     assert_eq!(world.states("ja"), "fsrsr");
     world.resume("ja").unwrap();
     assert_eq!(world.states("ja"), "qqrqr");
@@ -257,7 +257,7 @@ fn no_more_run_than_may() {
         drain: true,
         now: true,
     });
-    world.finish(session, &held("ja-2", 1), Outcome::Stopped);
+    world.finish(session, &held("ja-2", 1), Outcome::stopped());
     let ready = |world: &World| {
         world.state.arrays[&JobId::new("ja")]
             .ready

@@ -47,7 +47,7 @@ fn a_job_runs_to_its_end() {
         "again"
     );
     assert_eq!(
-        world.finish(session, &held("ja", 1), Outcome::Stopped),
+        world.finish(session, &held("ja", 1), Outcome::stopped()),
         Verdict::Fenced,
         "it said something else before"
     );
@@ -216,7 +216,7 @@ fn a_leaving_worker_hands_its_work_on() {
         session: one,
         reason: "shutdown".into(),
     });
-    world.finish(one, &held("ja", 1), Outcome::Stopped);
+    world.finish(one, &held("ja", 1), Outcome::stopped());
     assert_eq!(world.assigned(), [(two, held("ja", 2))]);
     assert_eq!(world.view("ja").failures, 0);
 }

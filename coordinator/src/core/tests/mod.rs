@@ -2,6 +2,7 @@
 
 mod arrays;
 mod attempts;
+mod endings;
 mod placement;
 mod queue;
 mod retention;
@@ -30,6 +31,8 @@ pub(super) fn settings() -> Settings {
         disconnect_grace: Duration::from_millis(3000),
         backoff: Duration::from_millis(1000),
         backoff_limit: Duration::from_millis(8000),
+        network_backoff: Duration::from_millis(2000),
+        network_patience: Duration::from_secs(3600),
         quarantine: Duration::from_secs(60),
         quotas: Quotas::default(),
     }

@@ -33,7 +33,7 @@ fn stop_and_resume() {
         "impatient now"
     );
     world.commit(two, &held("ja", 1), 12);
-    world.finish(two, &held("ja", 1), Outcome::Stopped);
+    world.finish(two, &held("ja", 1), Outcome::stopped());
     assert_eq!(world.view("ja").state, JobState::Stopped);
     world.resume("ja").unwrap();
     assert_eq!(world.assigned(), [(two, held("ja", 2))]);

@@ -65,7 +65,7 @@ fn a_stopped_job_keeps_its_checkpoint() {
     let mut world = World::new();
     let session = world.cpu("w1");
     for (job, outcome) in [
-        ("j1", Outcome::Stopped),
+        ("j1", Outcome::stopped()),
         ("j2", failed(FailureCause::BadInput)),
         ("j3", Outcome::Completed),
     ] {

@@ -242,7 +242,7 @@ fn a_time_limit_saves_and_stops_and_counts_only_running_time() {
         world.reason("j1"),
         "its time limit of 10 s is over: it saves, then stops"
     );
-    world.finish(session, &held("j1", 2), Outcome::Stopped);
+    world.finish(session, &held("j1", 2), Outcome::stopped());
     assert_eq!(world.state("j1"), JobState::Stopped);
     assert!(
         world.reason("j1").contains("`aitk resume` gives it as much time again"),
@@ -266,7 +266,7 @@ fn a_paused_job_waits_saved_and_keeps_its_place() {
     let paused = world.pause("j1").unwrap();
     assert!(paused.paused && world.is_told_to_save("j1", 1));
     assert_eq!(world.state("j1"), JobState::Running, "until it has saved");
-    world.finish(session, &held("j1", 1), Outcome::Stopped);
+    world.finish(session, &held("j1", 1), Outcome::stopped());
     assert_eq!(
         (world.state("j1"), world.running()),
         (JobState::Queued, vec!["j3".to_owned()])
@@ -279,7 +279,7 @@ fn a_paused_job_waits_saved_and_keeps_its_place() {
     // Resumed while it still saves: it goes on as soon as it has.
     world.pause("j1").unwrap();
     world.resume("j1").unwrap();
-    world.finish(session, &held("j1", 2), Outcome::Stopped);
+    world.finish(session, &held("j1", 2), Outcome::stopped());
     assert_eq!(world.running(), ["j1"]);
     world.finish(session, &held("j1", 3), Outcome::Completed);
     assert!(matches!(world.pause("j1"), Err(Refusal::Conflict(_))));
@@ -323,7 +323,7 @@ fn a_drained_worker_takes_nothing_and_hands_its_work_on_when_told_to() {
     assert_eq!(world.running(), ["j1"]);
     world.drain("w1", true, true);
     assert!(world.is_told_to_save("j1", 1));
-    world.finish(again, &held("j1", 1), Outcome::Stopped);
+    world.finish(again, &held("j1", 1), Outcome::stopped());
     assert_eq!(world.state("j1"), JobState::Queued);
     let two = world.gpus("w2", 1);
     assert_eq!(world.assigned(), [(two, held("j1", 2))]);
@@ -362,7 +362,7 @@ fn training_that_yields_gives_way_and_comes_back_by_itself() {
     assert!(!world.is_told_to_save("train", 1));
     let session = world.worker("w1", vec![device(DeviceKind::Cuda, 0)], vec![held("train", 1)]);
     assert!(world.is_told_to_save("train", 1));
-    world.finish(session, &held("train", 1), Outcome::Stopped);
+    world.finish(session, &held("train", 1), Outcome::stopped());
     assert_eq!(world.running(), ["gen"]);
     assert_eq!(
         (world.state("train"), world.view("train").failures),
@@ -405,7 +405,7 @@ fn two_that_yield_do_not_take_turns_in_giving_way() {
     assert_eq!(world.running(), ["quick", "t1"]);
     world.finish(session, &held("quick", 1), Outcome::Completed);
     assert_eq!(world.running(), ["t1"]);
-    world.finish(session, &held("t1", 1), Outcome::Stopped);
+    world.finish(session, &held("t1", 1), Outcome::stopped());
     assert_eq!(world.running(), ["large"]);
     world.finish(session, &held("large", 1), Outcome::Completed);
     assert_eq!(world.running(), ["t1", "t2"]);
@@ -442,8 +442,8 @@ fn as_many_give_way_as_are_needed_and_no_more() {
     assert_eq!(told(&world), ["t2", "t3"]);
     // The coordinator restarts in between: nobody else is told.
     world.stop("g2", false).unwrap();
-    world.finish(session, &held("t3", 1), Outcome::Stopped);
-    world.finish(session, &held("t2", 1), Outcome::Stopped);
+    world.finish(session, &held("t3", 1), Outcome::stopped());
+    world.finish(session, &held("t2", 1), Outcome::stopped());
     assert_eq!(world.running(), ["g1", "t1", "t2"]);
 }
 
@@ -487,7 +487,7 @@ fn out_of_memory_steps_down_once() {
 }
 
 #[test]
-fn a_device_with_three_driver_faults_is_quarantined_for_a_while() {
+fn a_device_with_three_faults_is_quarantined_for_a_while() {
     let mut world = World::new();
     let session = world.gpus("w1", 1);
     for index in 1..=3 {
@@ -499,7 +499,7 @@ fn a_device_with_three_driver_faults_is_quarantined_for_a_while() {
     world.submit("j4", retries(0));
     assert_eq!(
         world.reason("j4"),
-        "the one device that fits is not taken: quarantined after 3 driver faults in a row; `aitk worker undrain w1` frees it"
+        "the one device that fits is not taken: quarantined: 3 faults in a row, the last one: boom; `aitk worker undrain w1` frees it"
     );
     let seen = world.state.worker_views(|_| true)[0].devices[0].clone();
     assert!(seen.quarantined && seen.faults == 3);

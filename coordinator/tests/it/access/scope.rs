@@ -291,7 +291,7 @@ async fn the_next_worker_reads_the_checkpoint_and_the_last_one_no_more() {
     lab.worker
         .send(ToCoordinator::GoingAway { reason: "away".into() })
         .await;
-    let stopped = lab.worker.finish(&held(&lab.work), Outcome::Stopped).await;
+    let stopped = lab.worker.finish(&held(&lab.work), Outcome::stopped()).await;
     assert_eq!(stopped, Verdict::Accepted);
     let work = lab.idle.assigned().await;
     assert_eq!((work.job.clone(), work.resume), (lab.work.job.clone(), Some(manifest)));

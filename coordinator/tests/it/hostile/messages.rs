@@ -135,9 +135,9 @@ impl Liar {
         use v1::outcome::{Completed, Failed, Outcome, Stopped};
         let outcome = match self.dice.below(4) {
             0 => Outcome::Completed(Completed {}),
-            1 => Outcome::Stopped(Stopped {}),
+            1 => Outcome::Stopped(Stopped::default()),
             _ => Outcome::Failed(Failed {
-                cause: self.dice.below(9) as i32,
+                cause: self.dice.below(14) as i32,
                 message: self.text(),
             }),
         };

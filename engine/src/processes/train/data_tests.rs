@@ -85,7 +85,7 @@ fn a_regularised_run_goes_on_without_a_change() {
     let broken = tempfile::tempdir().unwrap();
     let mut process = process;
     process.training_folder = trainer(broken.path(), 9).training_folder;
-    assert_eq!(stop_at(&spec(process.clone()), 6).0, Outcome::Stopped);
+    assert_eq!(stop_at(&spec(process.clone()), 6).0, Outcome::stopped());
     run(&process);
     assert_eq!(lora(broken.path()), lora(straight.path()));
 }
@@ -163,7 +163,7 @@ fn a_trained_text_encoder_goes_on_without_a_change() {
     }
     let broken = tempfile::tempdir().unwrap();
     process.training_folder = trainer(broken.path(), 6).training_folder;
-    assert_eq!(stop_at(&spec(process.clone()), 3).0, Outcome::Stopped);
+    assert_eq!(stop_at(&spec(process.clone()), 3).0, Outcome::stopped());
     run(&process);
     assert_eq!(lora(broken.path()), lora(straight.path()));
     let file = crate::adapters::LoraFile::open(&straight.path().join("out/tiny/tiny.safetensors")).unwrap();

@@ -91,7 +91,7 @@ fn stopping_and_every_memory_profile_come_to_the_same_bits() {
         let mut spec = spec(same);
         spec.profile = profile;
         let (outcome, first) = stop_at(&spec, 2);
-        assert_eq!(outcome, Outcome::Stopped);
+        assert_eq!(outcome, Outcome::stopped());
         let (outcome, second) = go(&spec);
         assert_eq!(outcome, Outcome::Completed, "{}", logs(&second));
         let all: Vec<f64> = losses(&first).into_iter().chain(losses(&second)).collect();

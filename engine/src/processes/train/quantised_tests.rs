@@ -44,7 +44,7 @@ fn it_goes_on_bit_for_bit_where_it_stopped() {
     train(quantised(quiet.path(), "nf4"));
     let spec = spec(quantised(stopped.path(), "nf4"));
     let (outcome, events) = stop_at(&spec, 6);
-    assert_eq!(outcome, Outcome::Stopped, "{}", logs(&events));
+    assert_eq!(outcome, Outcome::stopped(), "{}", logs(&events));
     assert_eq!(go(&spec).0, Outcome::Completed);
     assert!(lora(quiet.path()) == lora(stopped.path()), "the LoRAs differ");
 }

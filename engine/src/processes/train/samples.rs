@@ -1,15 +1,17 @@
 //! Pictures made while training.
 
 use super::super::Context;
+use super::super::rate::Progress;
 use super::Run;
 use crate::error::{EngineError, Result};
 use crate::image_io::{Format, encode};
 use crate::pipelines::{SampleSettings, sample_prompts};
 use aitk_common::fsutil;
 use aitk_common::job::naming;
+use std::cell::RefCell;
 use std::io::Write as _;
 use std::path::Path;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 impl Run<'_> {
     /// Whether every picture of this step lies in the run folder.
@@ -35,6 +37,7 @@ impl Run<'_> {
             Some(section) if first => section,
             _ => &self.process.sample,
         };
+        let at = step;
         let requests = section.requests(self.process.trigger_word.as_deref());
         if requests.is_empty() || self.process.train.disable_sampling {
             return Ok(true);
@@ -62,13 +65,26 @@ impl Run<'_> {
                 job_seed: run.seed,
             };
             let stop = cx.stop.clone();
+            let begun = Instant::now();
+            let mut clock = Progress::new();
+            let mut steps = 0;
+            // Both the steps and the pictures tell something.
+            let cx = RefCell::new(cx);
             let untracked = run.model.untracked();
             let finished = sample_prompts(
                 untracked.as_ref().unwrap_or(&run.model),
                 &settings,
                 &requests,
-                &mut |_, _| !stop.is_set(),
+                &mut |done, all| {
+                    // Asked before each step.
+                    if done > 0 {
+                        clock.step(&mut cx.borrow_mut(), done as u64, all as u64);
+                    }
+                    steps = all;
+                    !stop.is_set()
+                },
                 &mut |index, request, seed, picture| {
+                    let cx = &mut cx.borrow_mut();
                     let ms = SystemTime::now()
                         .duration_since(UNIX_EPOCH)
                         .map_or(0, |t| t.as_millis() as u64);
@@ -81,6 +97,15 @@ impl Run<'_> {
                     Ok(())
                 },
             )?;
+            if finished {
+                let (seconds, count) = (begun.elapsed().as_secs_f64(), requests.len());
+                let (each, step) = (seconds / count as f64, seconds / steps.max(1) as f64);
+                let cx = cx.into_inner();
+                cx.log(
+                    "info",
+                    format!("samples of step {at}: {count} in {seconds:.1} s, {each:.2} s per image, {step:.2} s per sampling step"),
+                );
+            }
             Ok::<bool, EngineError>(finished)
         })
     }

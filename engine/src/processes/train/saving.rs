@@ -11,7 +11,7 @@ impl Run<'_> {
             self.save(cx, step)?;
         }
         cx.log("info", format!("stopped after step {step}"));
-        Ok(Outcome::Stopped)
+        Ok(Outcome::stopped())
     }
 
     /// The exact state, the last pictures, and then the final save, which says that the run is complete: until it is
@@ -23,8 +23,14 @@ impl Run<'_> {
             self.checkpoint(cx, steps)?;
         }
         if !self.sample(cx, steps, false)? {
-            return Ok(Outcome::Stopped);
+            return Ok(Outcome::stopped());
         }
+        // The pictures told their own progress.
+        cx.events.emit(ChildEvent::Progress {
+            done: steps,
+            total: steps,
+            seconds_per_step: None,
+        });
         cx.phase("saving");
         let path = self.folder.final_save();
         self.write_save(cx, &path, steps)?;

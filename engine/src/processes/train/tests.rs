@@ -199,7 +199,7 @@ fn stopping_and_going_on_changes_no_bit() {
         same.datasets[0].folder_path = other.datasets[0].folder_path.clone();
         let spec = spec(same);
         let (outcome, first) = stop_at(&spec, stop);
-        assert_eq!(outcome, Outcome::Stopped);
+        assert_eq!(outcome, Outcome::stopped());
         let (outcome, second) = go(&spec);
         assert_eq!(outcome, Outcome::Completed, "{}", logs(&second));
         assert!(!logs(&second).contains("changed"), "{}", logs(&second));
@@ -217,7 +217,7 @@ fn a_stop_within_an_accumulation_keeps_its_gradients() {
     assert_eq!(go(&spec(process.clone())).0, Outcome::Completed);
     let broken = tempfile::tempdir().unwrap();
     process.training_folder = trainer(broken.path(), 7).training_folder;
-    assert_eq!(stop_at(&spec(process.clone()), 2).0, Outcome::Stopped);
+    assert_eq!(stop_at(&spec(process.clone()), 2).0, Outcome::stopped());
     assert_eq!(go(&spec(process)).0, Outcome::Completed);
     assert_eq!(lora(broken.path()), lora(straight.path()));
 }
@@ -255,7 +255,7 @@ fn what_a_kill_right_after_a_checkpoint_took_along_is_made_up_for() {
         prompt: "a circle".into(),
         ..SampleItem::default()
     }];
-    assert_eq!(stop_at(&spec(process.clone()), 4).0, Outcome::Stopped);
+    assert_eq!(stop_at(&spec(process.clone()), 4).0, Outcome::stopped());
     // Another machine, with the checkpoint alone: the one before said neither what it removed nor what it drew.
     let two = tempfile::tempdir().unwrap();
     let mut other = spec(process);
@@ -309,7 +309,7 @@ fn no_lora_is_there_before_the_state_of_its_step() {
     let cut = tempfile::tempdir().unwrap();
     let mut process = trainer(cut.path(), 5);
     process.save.save_every = Some(2);
-    assert_eq!(stop_at(&spec(process.clone()), 2).0, Outcome::Stopped);
+    assert_eq!(stop_at(&spec(process.clone()), 2).0, Outcome::stopped());
     let first = "out/tiny/tiny_000000002.safetensors";
     std::fs::remove_file(cut.path().join(first)).unwrap();
     let (outcome, events) = go(&spec(process));
@@ -327,7 +327,7 @@ fn a_half_finished_folder_of_ai_toolkit_goes_on() {
     let process = trainer(dir.path(), 8);
     let spec = spec(process);
     let (outcome, _) = stop_at(&spec, 5);
-    assert_eq!(outcome, Outcome::Stopped);
+    assert_eq!(outcome, Outcome::stopped());
     std::fs::remove_dir_all(dir.path().join("out/tiny/.aitk")).unwrap();
     std::fs::write(dir.path().join("out/tiny/optimizer.pt"), b"a pickle of torch").unwrap();
     let (outcome, events) = go(&spec);

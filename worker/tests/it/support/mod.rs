@@ -115,6 +115,26 @@ impl Lab {
             .job_id
     }
 
+    /// Submits a job that trains: what is said of its end goes by its checkpoints.
+    pub(crate) async fn submit_training(&self) -> String {
+        let request = v1::SubmitRequest {
+            config_text: "job: extension".into(),
+            config_format: "yaml".into(),
+            job_json: r#"{"job":"extension","name":"n"}"#.into(),
+            ..v1::SubmitRequest::default()
+        };
+        let submitted = self.clients().await.jobs.submit(request).await.unwrap();
+        submitted.into_inner().job_id
+    }
+
+    pub(crate) async fn stop(&self, id: &str) {
+        let request = v1::StopJobRequest {
+            job_id: id.to_owned(),
+            ..v1::StopJobRequest::default()
+        };
+        self.clients().await.jobs.stop(request).await.unwrap();
+    }
+
     pub(crate) async fn job(&self, id: &str) -> JobView {
         let request = v1::GetJobRequest { job_id: id.to_owned() };
         self.clients()

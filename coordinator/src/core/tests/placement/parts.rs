@@ -208,7 +208,7 @@ fn an_idle_fast_one_takes_over_once(bed: &mut Bed) {
         bed.reason("j-1"),
         "goes on on 4090 cuda:0, which is faster and has nothing else to do"
     );
-    bed.ends("j-1", Outcome::Stopped);
+    bed.ends("j-1", Outcome::stopped());
     assert_eq!(bed.runs(), "4090: j-1");
     assert_eq!(bed.world.state.jobs[&JobId::new("j-1")].failures, 0);
 }
@@ -219,7 +219,7 @@ fn nothing_is_taken_over_twice(bed: &mut Bed) {
     bed.ends("j-0", Outcome::Completed);
     bed.comes("3060");
     bed.pass(1);
-    bed.ends("j-1", Outcome::Stopped);
+    bed.ends("j-1", Outcome::stopped());
     assert_eq!(bed.runs(), "3060: j-1");
     bed.comes("4090");
     bed.says("j-1", 0, 400);
@@ -280,7 +280,7 @@ fn a_kept_device_is_for_those_who_stand_higher(bed: &mut Bed) {
     );
     bed.world.submit("l", other.with(|wants| wants.priority = 5).wants());
     assert_eq!(bed.runs(), "3060: j-1; 4090: l");
-    bed.ends("j-1", Outcome::Stopped);
+    bed.ends("j-1", Outcome::stopped());
     assert_eq!(
         bed.runs(),
         "3060: j-1; 4090: l",

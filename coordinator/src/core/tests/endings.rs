@@ -1,0 +1,237 @@
+//! What is said of attempts that ended: what was saved, whose fault it was, what counts.
+
+use super::*;
+
+fn stopped_at(step: u64) -> Outcome {
+    Outcome::Stopped {
+        // What the child claims does not count: here it is always wrong.
+        saved_step: Some(step),
+        at_step: Some(step),
+    }
+}
+
+fn leaves(world: &mut World, session: SessionId) {
+    world.step(Event::WorkerLeaving {
+        session,
+        reason: "the worker is shutting down".into(),
+    });
+}
+
+#[test]
+fn a_stop_says_what_was_committed_and_how_much_is_lost() {
+    let mut world = World::new();
+    let session = world.cpu("w1");
+    let stopped = |world: &mut World, id: &str, committed: Option<u64>, at: u64| {
+        world.submit(id, retries(0));
+        if let Some(committed) = committed {
+            world.commit(session, &held(id, 1), committed);
+        }
+        world.stop(id, false).unwrap();
+        world.finish(session, &held(id, 1), stopped_at(at));
+        let view = world.view(id);
+        assert_eq!(view.state, JobState::Stopped);
+        (view.reason, view.attempts[0].message.clone())
+    };
+    assert_eq!(
+        stopped(&mut world, "ja", Some(400), 437),
+        (
+            "stopped on request: saved at step 400; 37 steps since are lost".to_owned(),
+            "stopped: saved at step 400; 37 steps since are lost".to_owned()
+        )
+    );
+    assert_eq!(
+        stopped(&mut world, "jb", Some(400), 400).0,
+        "stopped on request: saved at step 400"
+    );
+    assert_eq!(
+        stopped(&mut world, "jc", None, 1).0,
+        "stopped on request: no state was saved: 1 step is lost, and it starts from the beginning"
+    );
+    assert_eq!(
+        stopped(&mut world, "jd", None, 0).0,
+        "stopped on request: no state was saved"
+    );
+}
+
+#[test]
+fn a_pause_says_what_was_committed() {
+    let mut world = World::new();
+    let session = world.cpu("w1");
+    world.submit("ja", retries(0));
+    world.commit(session, &held("ja", 1), 10);
+    world.step(Event::PauseRequested {
+        ticket: Ticket(1),
+        job: "ja".into(),
+    });
+    world.finish(session, &held("ja", 1), stopped_at(12));
+    let view = world.view("ja");
+    assert!(view.paused && view.state == JobState::Queued);
+    assert_eq!(
+        view.reason,
+        "paused: saved at step 10; 2 steps since are lost; `aitk resume ja` lets it go on"
+    );
+}
+
+#[test]
+fn a_stopped_job_whose_attempt_fails_or_is_lost_says_what_was_saved() {
+    let mut world = World::new();
+    let session = world.cpu("w1");
+    world.submit("ja", retries(0));
+    world.commit(session, &held("ja", 1), 10);
+    world.stop("ja", false).unwrap();
+    world.finish(session, &held("ja", 1), failed(FailureCause::Machine));
+    assert_eq!(
+        world.view("ja").reason,
+        "stopped on request: saved at step 10; its attempt ended with: boom"
+    );
+    world.submit("jb", retries(0));
+    world.beat(session, &[held("jb", 1)]);
+    world.stop("jb", false).unwrap();
+    world.pass(7);
+    let reason = world.view("jb").reason;
+    assert!(
+        reason.starts_with("stopped on request: no state was saved; its attempt was lost on w1"),
+        "{reason}"
+    );
+}
+
+#[test]
+fn a_hub_that_cannot_be_reached_blames_neither_device_nor_job() {
+    let mut world = World::new();
+    let session = world.cpu("w1");
+    world.submit("ja", retries(1));
+    let mut waits = Vec::new();
+    for epoch in 1..=6 {
+        world.finish(session, &held("ja", epoch), failed(FailureCause::Network));
+        let view = world.view("ja");
+        assert_eq!((view.state, view.failures), (JobState::Queued, 0), "{}", view.reason);
+        assert!(
+            view.reason.starts_with("tried again in ")
+                && view.reason.contains("the network or a model hub failed: boom"),
+            "{}",
+            view.reason
+        );
+        // Nobody waits behind it: the device takes others meanwhile.
+        let other = format!("jo{epoch}");
+        world.submit(&other, retries(0));
+        assert_eq!(world.view(&other).state, JobState::Running);
+        world.finish(session, &held(&other, 1), Outcome::Completed);
+        let mut wait = 0;
+        while world.view("ja").state == JobState::Queued && wait < 60 {
+            world.pass(1);
+            world.beat(session, &[]);
+            wait += 1;
+        }
+        waits.push(wait);
+    }
+    assert_eq!(waits, [2, 4, 8, 8, 8, 8], "ever less often, up to the limit");
+    let seen = world.state.worker_views(|_| true)[0].devices[0].clone();
+    assert_eq!((seen.faults, seen.quarantined), (0, false));
+    // After the patience with networks the tries count.
+    world.now = world.now.after(Duration::from_secs(2 * 3600));
+    let session = world.worker("w1", vec![device(DeviceKind::Cpu, 0)], vec![held("ja", 7)]);
+    world.finish(session, &held("ja", 7), failed(FailureCause::Network));
+    assert_eq!(world.view("ja").failures, 1);
+}
+
+#[test]
+fn progress_ends_an_outage_of_the_network() {
+    let mut world = World::new();
+    let session = world.cpu("w1");
+    world.submit("ja", retries(0));
+    world.finish(session, &held("ja", 1), failed(FailureCause::Network));
+    world.pass(2);
+    let progress = Progress {
+        done: 1,
+        total: 10,
+        seconds_per_step: None,
+    };
+    world.step(Event::AttemptEvent {
+        session,
+        held: held("ja", 2),
+        seq: 1,
+        time: UnixMillis(0),
+        report: Report::Progress(progress),
+    });
+    assert_eq!(world.state.job(&JobId::new("ja")).unwrap().network, None);
+}
+
+#[test]
+fn a_loss_that_was_announced_is_not_counted() {
+    // By its lease, and by a new registration of the worker.
+    for comes_back in [false, true] {
+        let mut world = World::new();
+        let session = world.cpu("w1");
+        world.submit("ja", retries(0));
+        world.beat(session, &[held("ja", 1)]);
+        leaves(&mut world, session);
+        world.step(Event::WorkerLost { session });
+        if comes_back {
+            world.cpu("w1");
+        }
+        world.pass(4);
+        let view = world.view("ja");
+        assert_eq!(view.attempts[0].state, AttemptState::Lost, "{view:#?}");
+        assert_eq!(view.failures, 0);
+        assert_ne!(view.state, JobState::Failed, "{}", view.reason);
+    }
+    // One that was not announced counts.
+    let mut world = World::new();
+    let session = world.cpu("w1");
+    world.submit("ja", retries(0));
+    world.beat(session, &[held("ja", 1)]);
+    world.step(Event::WorkerLost { session });
+    world.pass(4);
+    assert_eq!(world.view("ja").state, JobState::Failed);
+}
+
+#[test]
+fn a_device_whose_process_does_not_go_is_quarantined_with_its_reason_and_the_job_goes_elsewhere() {
+    let mut world = World::new();
+    let one = world.cpu("w1");
+    world.submit("ja", retries(1));
+    world.beat(one, &[held("ja", 1)]);
+    let two = world.cpu("w2");
+    let outcome = Outcome::Failed {
+        cause: FailureCause::DeviceStuck,
+        message: "no progress for 10 min, and its process 77 does not go\nmore".into(),
+    };
+    world.finish(one, &held("ja", 1), outcome);
+    let of = |world: &World, name: &str| {
+        let workers = world.state.worker_views(|_| true);
+        let worker = workers.into_iter().find(|worker| worker.name == name).unwrap();
+        worker.devices[0].clone()
+    };
+    let seen = of(&world, "w1");
+    assert!(seen.quarantined);
+    assert_eq!(
+        seen.quarantine_reason,
+        "no progress for 10 min, and its process 77 does not go"
+    );
+    assert_eq!(of(&world, "w2").quarantine_reason, "");
+    world.pass(1);
+    assert_eq!(world.assigned(), [(two, held("ja", 2))]);
+    world.step(Event::DrainRequested {
+        ticket: Ticket(1),
+        worker: "w1".into(),
+        drain: false,
+        now: false,
+    });
+    let seen = of(&world, "w1");
+    assert!(!seen.quarantined && seen.quarantine_reason.is_empty());
+}
+
+#[test]
+fn what_a_worker_interrupted_is_not_counted() {
+    let mut world = World::new();
+    let session = world.cpu("w1");
+    world.submit("ja", retries(0));
+    world.finish(session, &held("ja", 1), failed(FailureCause::Interrupted));
+    assert_eq!(
+        (world.view("ja").state, world.view("ja").failures),
+        (JobState::Queued, 0)
+    );
+    world.pass(1);
+    world.finish(session, &held("ja", 2), failed(FailureCause::Unknown));
+    assert_eq!(world.view("ja").state, JobState::Failed);
+}
