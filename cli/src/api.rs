@@ -2,6 +2,7 @@
 
 use crate::exit::Exit;
 use crate::failure::Failure;
+use crate::output::format::printable;
 use crate::settings::{Origin, Settings, TokenSource};
 use aitk_common::control::{
     Artifact, Forecast, JobEvent, JobView, NewMember, ServerInfo, Submission, Submitted, WorkerView,
@@ -23,8 +24,6 @@ const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a call to one of several coordinators is made again while another one takes over; that takes up to ten seconds.
 const TAKEOVER: Duration = Duration::from_secs(20);
 const TAKEOVER_PAUSE: Duration = Duration::from_millis(250);
-/// How many ended jobs are looked through for a name.
-const NAME_SEARCH: u32 = 1000;
 
 type Jobs = JobsClient<AuthChannel>;
 
@@ -307,6 +306,28 @@ impl Api {
         self.call(request, call).await?.try_into().map_err(impossible)
     }
 
+    /// Forgets a job or an array that has ended.
+    ///
+    /// # Errors
+    /// As [`status_failure`].
+    pub async fn remove(&self, id: &JobId) -> Result<JobView, Failure> {
+        let request = v1::RemoveJobRequest { job_id: id.to_string() };
+        let call = |mut jobs: Jobs, request| async move { jobs.remove(request).await };
+        self.call(request, call).await?.try_into().map_err(impossible)
+    }
+
+    /// Forgets a worker that is gone.
+    ///
+    /// # Errors
+    /// As [`status_failure`].
+    pub async fn forget_worker(&self, worker: &str) -> Result<WorkerView, Failure> {
+        let request = v1::ForgetWorkerRequest {
+            worker: worker.to_owned(),
+        };
+        let call = |mut jobs: Jobs, request| async move { jobs.forget_worker(request).await };
+        self.call(request, call).await?.try_into().map_err(impossible)
+    }
+
     /// Events of a job after `cursor`; with `follow` until the job has ended.
     ///
     /// # Errors
@@ -360,49 +381,42 @@ impl Api {
             .collect()
     }
 
-    /// A job by its id, its name, or a unique beginning of its id; in this order.
+    /// A job by its id, its name, or a unique beginning of its id; in this order. The coordinator knows all of them, so
+    /// that is where it is looked up.
     ///
     /// # Errors
-    /// Code 3 when there is none, code 2 when a beginning fits several.
+    /// Code 3 when there is none, code 2 when the name or the beginning fits several.
     pub async fn resolve(&self, text: &str) -> Result<JobView, Failure> {
-        let by_id = if JobId::parse(text).is_ok() {
-            Some(self.get(text).await)
-        } else {
-            None
+        let call = |mut jobs: Jobs, request| async move { jobs.get(request).await };
+        let request = v1::GetJobRequest {
+            job_id: text.to_owned(),
         };
-        match by_id {
-            Some(Ok(job)) if job.id.as_str() == text => return Ok(job),
-            Some(Err(failure)) if matches!(failure.exit, Exit::Unauthorised | Exit::Unreachable) => {
-                return Err(failure);
-            }
-            _ => {}
-        }
-        let listed = self.list(true, NAME_SEARCH).await?;
-        if let Some(job) = newest_named(&listed, text) {
-            return Ok(job.clone());
-        }
-        if let Some(Ok(job)) = by_id {
-            return Ok(job);
-        }
-        // A member of an array by its name.
-        if listed.iter().any(|job| job.array.is_some())
-            && let Some(job) = newest_named(&self.list_members(true, NAME_SEARCH).await?, text)
-        {
-            return Ok(job.clone());
-        }
-        let fitting: Vec<&JobView> = listed.iter().filter(|job| job.id.as_str().starts_with(text)).collect();
-        if fitting.len() > 1 && !text.is_empty() {
-            let mut failure = Failure::usage(format!("'{text}' is the beginning of {} job ids", fitting.len()));
-            for job in fitting.iter().take(5) {
-                failure = failure.hint(format!("{}  {}", job.id, job.name));
-            }
-            return Err(failure);
-        }
-        Err(Failure::not_found(format!("no job '{text}' at {}", self.server)).hint("`aitk ps -a` lists all jobs"))
+        let describe = |server: &str, status: &Status| match status.code() {
+            Code::NotFound => Failure::not_found(format!("no job '{}' at {server}", printable(text)))
+                .hint("`aitk ps -a` lists all jobs"),
+            // The text means several.
+            Code::InvalidArgument => Failure::usage(printable(status.message())),
+            _ => status_failure(server, status),
+        };
+        let reply = self.call_or(request, call, describe).await?;
+        reply.try_into().map_err(impossible)
     }
 
     /// Makes a call; while another coordinator takes over, again: none of ours does more when it comes twice.
     async fn call<M: Clone, T, F>(&self, message: M, call: impl Fn(Jobs, tonic::Request<M>) -> F) -> Result<T, Failure>
+    where
+        F: Future<Output = Result<tonic::Response<T>, Status>>,
+    {
+        self.call_or(message, call, status_failure).await
+    }
+
+    /// [`Self::call`], with errors in other words.
+    async fn call_or<M: Clone, T, F>(
+        &self,
+        message: M,
+        call: impl Fn(Jobs, tonic::Request<M>) -> F,
+        describe: impl Fn(&str, &Status) -> Failure,
+    ) -> Result<T, Failure>
     where
         F: Future<Output = Result<tonic::Response<T>, Status>>,
     {
@@ -421,7 +435,7 @@ impl Api {
                 Ok(response) => return Ok(response.into_inner()),
                 Err(status) => status,
             };
-            let failure = status_failure(&self.server, &status);
+            let failure = describe(&self.server, &status);
             let another = is_shared(&self.server) || status.metadata().contains_key(LEADER_HEADER);
             if failure.exit != Exit::Unreachable || !another || begun.elapsed() >= TAKEOVER {
                 return Err(failure);
@@ -435,15 +449,6 @@ impl Api {
 /// Whether several coordinators share their work there.
 fn is_shared(server: &str) -> bool {
     addresses(server).len() > 1
-}
-
-/// The newest active job of this name, else the newest of this name.
-fn newest_named<'a>(jobs: &'a [JobView], name: &str) -> Option<&'a JobView> {
-    let newest = |active: bool| {
-        let fits = move |job: &&JobView| job.name == name && job.state.is_ended() != active;
-        jobs.iter().filter(fits).max_by_key(|job| job.created)
-    };
-    newest(true).or_else(|| newest(false))
 }
 
 /// What to do about a certificate that our side does not accept, by the words of the TLS library.
@@ -548,6 +553,7 @@ pub(crate) mod tests {
             ended: None,
             progress: None,
             phase: None,
+            loss: None,
             checkpoint_step: None,
             attempts: Vec::new(),
             failures: 0,
@@ -574,19 +580,6 @@ pub(crate) mod tests {
         let refused = status_failure("http://h:1", &Status::internal("h2 protocol error: http2 error"));
         assert_eq!(refused.exit, Exit::Unreachable);
         assert!(refused.render(false).contains("https://"), "{}", refused.render(false));
-    }
-
-    #[test]
-    fn a_name_means_the_newest_active_job() {
-        let jobs = [
-            job("a", "ada", JobState::Completed, 9),
-            job("b", "ada", JobState::Running, 2),
-            job("c", "ada", JobState::Queued, 5),
-            job("d", "bob", JobState::Failed, 1),
-        ];
-        assert_eq!(newest_named(&jobs, "ada").map(|job| job.id.as_str()), Some("c"));
-        assert_eq!(newest_named(&jobs, "bob").map(|job| job.id.as_str()), Some("d"));
-        assert_eq!(newest_named(&jobs, "eve"), None);
     }
 
     #[test]

@@ -5,7 +5,7 @@ use crate::failure::Failure;
 use crate::output::Ui;
 use crate::output::format::printable;
 use aitk_common::job::change::Change;
-use aitk_common::job::{JobError, LoadOptions, LoadedJob, dotenv, env_with, load};
+use aitk_common::job::{InputKind, JobError, LoadOptions, LoadedJob, dotenv, env_with, load};
 use std::path::Path;
 
 /// How a config is read.
@@ -21,14 +21,46 @@ pub struct Reading<'a> {
     pub index: Option<usize>,
 }
 
+/// Reads `KEY=VALUE` of each `--set`.
+///
+/// # Errors
+/// When one is something else.
+pub fn changes(set: &[String]) -> Result<Vec<Change>, Failure> {
+    let read = |text: &String| {
+        let wrong = |why: &str| {
+            Failure::usage(format!("--set '{}': {why}", printable(text)))
+                .hint("write a key and its value, such as --set train.lr=2e-4")
+        };
+        let (key, value) = text.split_once('=').ok_or_else(|| wrong("there is no '='"))?;
+        if key.trim().is_empty() {
+            return Err(wrong("there is no key before '='"));
+        }
+        if value.trim().is_empty() {
+            return Err(wrong("there is no value; null is written as null, an empty text as ''"));
+        }
+        Ok(Change {
+            key: key.trim().to_owned(),
+            value: value.trim().to_owned(),
+        })
+    };
+    set.iter().map(read).collect()
+}
+
 /// Reads a config from the current folder (`directory`, for its `.env`) and refuses what this release does not have. Warnings and the one "not supported yet"
 /// list are shown before anything starts.
 ///
 /// # Errors
 /// When there is no such config (code 3), or it is wrong, or asks for what is not there yet (code 1).
-pub fn read(ui: &Ui, config: &Path, name: Option<&str>, directory: &Path) -> Result<LoadedJob, Failure> {
+pub fn read(
+    ui: &Ui,
+    config: &Path,
+    name: Option<&str>,
+    changes: &[Change],
+    directory: &Path,
+) -> Result<LoadedJob, Failure> {
     let reading = Reading {
         name,
+        changes,
         ..Reading::default()
     };
     let (loaded, warnings) = read_as(config, directory, reading)?;
@@ -66,6 +98,7 @@ pub fn read_as(config: &Path, directory: &Path, reading: Reading<'_>) -> Result<
         },
     );
     let mut loaded = loaded.map_err(|error| config_failure(&error))?;
+    refuse_placeholders(&loaded)?;
     let support = loaded.spec.unsupported();
     let mut warnings = std::mem::take(&mut loaded.warnings);
     warnings.extend(support.warnings);
@@ -78,7 +111,32 @@ pub fn read_as(config: &Path, directory: &Path, reading: Reading<'_>) -> Result<
         message.push_str("\n  ");
         message.push_str(&printable(&finding.to_string()));
     }
-    Err(Failure::failed(message).hint("ignoring these would change the result; docs/config-keys.md lists what works"))
+    Err(Failure::failed(message)
+        .hint("ignoring these would change the result; `aitk help config-keys` lists what works"))
+}
+
+/// What `aitk init` writes where only its user knows what belongs there.
+pub const PLACEHOLDER: &str = "FILL-IN";
+
+fn refuse_placeholders(loaded: &LoadedJob) -> Result<(), Failure> {
+    let inputs = loaded.spec.inputs();
+    let left = inputs
+        .into_iter()
+        .filter(|input| input.config_path.starts_with(PLACEHOLDER));
+    let lines: Vec<String> = left
+        .map(|input| {
+            let what = match input.kind {
+                InputKind::Model => "the path of your model, or ORG/NAME of a repository on Hugging Face",
+                _ => "the path of your own files",
+            };
+            let message = format!("'{}' is to be replaced: write {what}", input.config_path);
+            printable(&loaded.spec.finding(input.key, message).to_string())
+        })
+        .collect();
+    if lines.is_empty() {
+        return Ok(());
+    }
+    Err(Failure::failed(lines.join("\n")))
 }
 
 fn config_failure(error: &JobError) -> Failure {
@@ -92,5 +150,41 @@ fn config_failure(error: &JobError) -> Failure {
     match exit {
         Exit::NotFound => failure.hint("`aitk init` writes a config to start from"),
         _ => failure,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_template_says_where_to_fill_in_and_is_refused_until_then() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("job.yaml");
+        std::fs::write(&path, include_str!("templates/job.yaml")).unwrap();
+        let refused = read(&Ui::silent(), &path, None, &[], folder.path()).unwrap_err();
+        let lines: Vec<&str> = refused.message.lines().collect();
+        assert_eq!(lines.len(), 2, "{lines:?}");
+        assert!(
+            lines[0].contains("job.yaml:") && lines[0].contains("name_or_path"),
+            "{lines:?}"
+        );
+        assert!(lines[1].contains("folder_path"), "{lines:?}");
+        let set = |key: &str| Change {
+            key: key.to_owned(),
+            value: "here".to_owned(),
+        };
+        let filled = [set("model.name_or_path"), set("datasets[0].folder_path")];
+        read(&Ui::silent(), &path, None, &filled, folder.path()).unwrap();
+    }
+
+    #[test]
+    fn what_set_takes() {
+        let set = |text: &str| changes(&[text.to_owned()]);
+        let change = set("train.lr = a=b").unwrap().remove(0);
+        assert_eq!((change.key.as_str(), change.value.as_str()), ("train.lr", "a=b"));
+        for wrong in ["train.lr", "=1", "train.lr="] {
+            assert_eq!(set(wrong).unwrap_err().exit, Exit::Usage, "{wrong}");
+        }
     }
 }

@@ -7,7 +7,8 @@ use aitk_common::fsutil::{self, FsError, names};
 use aitk_common::hash::ContentHash;
 use aitk_proto::v1::{self, get_blob_reply::Part};
 use std::fs::File;
-use std::io::Write;
+use std::io::{Seek, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -81,8 +82,9 @@ pub fn present(path: &Path, hash: ContentHash, bytes: u64) -> Result<Present, Fa
     Ok(if found == hash { Present::Same } else { Present::Other })
 }
 
-/// Fetches one blob to `path`. It appears only when its length and hash are right. `progress` hears of
-/// each piece, and takes back what a broken try had brought.
+/// Fetches one blob to `path`. It appears only when its length and hash are right. What has come before a break stays
+/// beside it in a hidden file, so that another try, also of another run of the program, fetches only the rest.
+/// `progress` hears of each piece, and takes back what is fetched again.
 ///
 /// # Errors
 /// When the store does not have it, the connection breaks too often, or the disk does not take it.
@@ -95,23 +97,19 @@ pub async fn fetch(
 ) -> Result<(), Failure> {
     let folder = fsutil::folder_of(path);
     fsutil::create_dir_all(folder).map_err(|error| disk(&error))?;
+    let mut partial = Partial::open(folder, hash, bytes)?;
+    progress(i64::try_from(partial.hasher.bytes).unwrap_or(i64::MAX));
     let mut pause = Duration::from_millis(250);
     let mut tries = 1;
     loop {
-        let mut brought = 0_u64;
-        let outcome = try_fetch(api, hash, bytes, path, folder, |piece| {
-            brought += piece;
-            progress(i64::try_from(piece).unwrap_or(i64::MAX));
-        })
-        .await;
-        match outcome {
+        match try_fetch(api, hash, bytes, path, &mut partial, &mut progress).await {
+            Ok(()) => return partial.publish(path),
             Err(failure) if failure.exit == Exit::Unreachable && tries < TRIES => {
-                progress(-i64::try_from(brought).unwrap_or(i64::MAX));
                 tracing::debug!(%failure, tries, "download broke off");
                 tokio::time::sleep(pause).await;
                 (tries, pause) = (tries + 1, pause * 2);
             }
-            other => return other,
+            Err(failure) => return Err(failure),
         }
     }
 }
@@ -121,19 +119,19 @@ async fn try_fetch(
     hash: ContentHash,
     bytes: u64,
     path: &Path,
-    folder: &Path,
-    mut progress: impl FnMut(u64),
+    partial: &mut Partial,
+    progress: &mut impl FnMut(i64),
 ) -> Result<(), Failure> {
     let name = path.display();
     let broken = |why: &str| Failure::new(Exit::Unreachable, format!("{name}: the download broke off: {why}"));
     let mut blobs = api.clients().blobs;
     let refused = |status: tonic::Status| status_failure(api.server(), &status);
-    let request = v1::GetBlobRequest { sha256: hash.to_hex() };
+    let request = v1::GetBlobRequest {
+        sha256: hash.to_hex(),
+        offset: partial.hasher.bytes,
+    };
     let mut stream = blobs.get(request).await.map_err(refused)?.into_inner();
-    // Others may read what the user fetches, as with any file they make.
-    let mut temporary =
-        fsutil::temporary_file(folder, 0o666).map_err(|error| Failure::file("write into", folder, &error))?;
-    let mut hasher = HashingWriter::default();
+    let mut begins = 0;
     loop {
         let message = match tokio::time::timeout(SILENCE, stream.message()).await {
             Ok(message) => message.map_err(refused)?,
@@ -141,35 +139,135 @@ async fn try_fetch(
         };
         let Some(message) = message else { break };
         match message.part {
+            Some(Part::Header(header)) => begins = header.offset,
             Some(Part::Data(data)) => {
-                if hasher.bytes + data.len() as u64 > bytes {
+                // An older coordinator sends all of it.
+                if begins == 0 && partial.hasher.bytes > 0 && !partial.goes_on {
+                    progress(-i64::try_from(partial.hasher.bytes).unwrap_or(i64::MAX));
+                    partial.begin_again()?;
+                }
+                partial.goes_on = true;
+                if partial.hasher.bytes + data.len() as u64 > bytes {
+                    partial.begin_again()?;
                     return Err(Failure::failed(format!(
                         "{name}: the store sends more than the {bytes} bytes announced"
                     )));
                 }
-                temporary
-                    .write_all(&data)
-                    .map_err(|error| Failure::file("write", path, &error))?;
-                hasher.add(&data);
-                progress(data.len() as u64);
+                partial.add(&data)?;
+                progress(i64::try_from(data.len()).unwrap_or(i64::MAX));
             }
-            Some(Part::Header(_)) | None => {}
+            None => {}
         }
     }
-    if hasher.bytes < bytes {
-        return Err(broken(&format!("{} of {bytes} bytes came", hasher.bytes)));
+    partial.goes_on = false;
+    if partial.hasher.bytes < bytes {
+        return Err(broken(&format!("{} of {bytes} bytes came", partial.hasher.bytes)));
     }
-    if hasher.finish() != hash {
+    if std::mem::take(&mut partial.hasher).finish() != hash {
+        // Whatever it is, it is no beginning of this blob.
+        partial.begin_again()?;
         return Err(Failure::failed(format!(
             "{name}: what came does not have the announced hash; nothing was kept"
         ))
-        .hint("the stored file is damaged: run the job's last steps again with `aitk resume`"));
+        .hint("try again; if that does not help, the stored file is damaged: run the job's last steps again with `aitk resume`"));
     }
-    temporary
-        .as_file()
-        .sync_all()
-        .map_err(|error| Failure::file("write", path, &error))?;
-    fsutil::publish(temporary, path).map_err(|error| disk(&error))
+    Ok(())
+}
+
+/// What has come of a blob, in a hidden file beside the place where it is to go.
+struct Partial {
+    path: PathBuf,
+    file: File,
+    /// Of all that is in the file.
+    hasher: HashingWriter,
+    /// Pieces of the call that runs were written.
+    goes_on: bool,
+    /// The file is for this program alone, and goes with it: another one fetches the same blob at the same time.
+    alone: bool,
+}
+
+impl Partial {
+    /// What is there of it, or an empty file.
+    fn open(folder: &Path, hash: ContentHash, bytes: u64) -> Result<Self, Failure> {
+        let name = hash.to_hex();
+        let shared = folder.join(format!(".{}.part", name.get(..16).unwrap_or(&name)));
+        let opened = open_partial(&shared).and_then(|file| match file.try_lock() {
+            Ok(()) => Ok((shared.clone(), file, false)),
+            Err(std::fs::TryLockError::WouldBlock) => {
+                let own = folder.join(format!(
+                    ".{}.{}.part",
+                    name.get(..16).unwrap_or(&name),
+                    std::process::id()
+                ));
+                open_partial(&own).map(|file| (own, file, true))
+            }
+            Err(std::fs::TryLockError::Error(error)) => Err(error),
+        });
+        let (path, mut file, alone) = opened.map_err(|error| Failure::file("write", &shared, &error))?;
+        let mut hasher = HashingWriter::default();
+        let mut piece = vec![0; 1 << 20];
+        loop {
+            match std::io::Read::read(&mut file, &mut piece) {
+                Ok(0) => break,
+                Ok(read) => hasher.add(&piece[..read]),
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(Failure::file("read", &path, &error)),
+            }
+        }
+        let mut partial = Self {
+            path,
+            file,
+            hasher,
+            goes_on: false,
+            alone,
+        };
+        if partial.hasher.bytes > bytes {
+            partial.begin_again()?;
+        }
+        Ok(partial)
+    }
+
+    fn add(&mut self, data: &[u8]) -> Result<(), Failure> {
+        self.file
+            .write_all(data)
+            .map_err(|error| Failure::file("write", &self.path, &error))?;
+        self.hasher.add(data);
+        Ok(())
+    }
+
+    fn begin_again(&mut self) -> Result<(), Failure> {
+        self.hasher = HashingWriter::default();
+        let emptied = self.file.set_len(0).and_then(|()| self.file.rewind());
+        emptied.map_err(|error| Failure::file("write", &self.path, &error))
+    }
+
+    /// The whole blob, under its name.
+    fn publish(mut self, path: &Path) -> Result<(), Failure> {
+        let published = self.file.sync_all().and_then(|()| std::fs::rename(&self.path, path));
+        published.map_err(|error| Failure::file("write", path, &error))?;
+        self.alone = false;
+        Ok(())
+    }
+}
+
+impl Drop for Partial {
+    fn drop(&mut self) {
+        // An empty one says nothing.
+        if self.alone || self.file.metadata().is_ok_and(|meta| meta.len() == 0) {
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Others may read what the user fetches, as with any file they make; a link in its place is not followed.
+fn open_partial(path: &Path) -> std::io::Result<File> {
+    File::options()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .custom_flags(nix::libc::O_NOFOLLOW)
+        .open(path)
 }
 
 /// Hashes pieces as they come.

@@ -159,7 +159,7 @@ impl<'a> Renderer<'a> {
     pub fn new(ui: &'a Ui, job: &JobView, format: Format, logs_to: LogsTo) -> Self {
         let wait = (format == Format::Human && !job.state.is_ended()).then(|| ui.job());
         let mut progress = JobProgress::default();
-        job.state.name().clone_into(&mut progress.phase);
+        job.status().clone_into(&mut progress.phase);
         Self {
             ui,
             job: job.id.to_string(),
@@ -199,9 +199,10 @@ impl<'a> Renderer<'a> {
                 self.show(progress.total > 0 && progress.done == progress.total);
             }
             EventBody::Metrics { values, .. } => self.progress.metrics(values),
-            EventBody::State { state, .. } => {
-                if matches!(state, JobState::Queued | JobState::Stopping) {
-                    self.progress.phase(state.name());
+            EventBody::State { state, paused, .. } => {
+                if *paused || matches!(state, JobState::Queued | JobState::Stopping) {
+                    self.progress.phase(state.status(*paused));
+                    self.show(false);
                 }
                 self.say(&event.body);
             }
@@ -216,7 +217,9 @@ impl<'a> Renderer<'a> {
             EventBody::Phase { name } => self.progress.phase(name),
             EventBody::Progress(p) => self.progress.steps(p.done, p.total, p.seconds_per_step),
             EventBody::Metrics { values, .. } => self.progress.metrics(values),
-            EventBody::State { state, .. } if *state != JobState::Running => self.progress.phase(state.name()),
+            EventBody::State { state, paused, .. } if *paused || *state != JobState::Running => {
+                self.progress.phase(state.status(*paused));
+            }
             _ => {}
         }
     }
@@ -241,6 +244,7 @@ impl<'a> Renderer<'a> {
         if let EventBody::State {
             state: JobState::Failed,
             reason,
+            ..
         } = body
             && self.local
         {
@@ -282,7 +286,12 @@ pub fn notice_line(body: &EventBody) -> Option<(bool, String)> {
         }
     };
     Some(match body {
-        EventBody::State { state, reason } => (*state == JobState::Failed, with(format!("job {state}"), reason)),
+        EventBody::State { state, reason, paused } => {
+            // "job paused: paused" says it twice.
+            let status = state.status(*paused);
+            let reason = if reason == status { "" } else { reason };
+            (*state == JobState::Failed, with(format!("job {status}"), reason))
+        }
         EventBody::Attempt {
             state,
             worker_name,
@@ -323,6 +332,7 @@ pub fn next_notice(said: &mut String, body: &EventBody) -> Option<(bool, String)
         EventBody::State {
             state: JobState::Failed,
             reason,
+            ..
         } if !said.is_empty() && reason.ends_with(said.as_str()) => return Some((true, "job failed".to_owned())),
         _ => {}
     }
@@ -491,6 +501,7 @@ mod tests {
         let failed = EventBody::State {
             state: JobState::Failed,
             reason: "out of memory".to_owned(),
+            paused: false,
         };
         assert_eq!(
             notice_line(&failed).unwrap(),

@@ -4,14 +4,13 @@
 //! RFC 3339 in UTC and one line per thing.
 
 use crate::follow::{log_line, next_notice};
-use crate::output::format::{number, printable};
+use crate::output::format::{fold, number, printable};
 use crate::views::moment;
 use aitk_common::control::{EventBody, JobEvent, JobState};
 use jiff::civil::Date;
 use jiff::tz::TimeZone;
 use jiff::{SignedDuration, Timestamp};
 use std::collections::BTreeSet;
-use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
 /// Losses are shown not more often than this: a fast job tells many.
 const LOSSES: SignedDuration = SignedDuration::from_secs(10);
@@ -165,41 +164,12 @@ fn text(body: &EventBody, said: &mut String) -> Option<(Tone, String)> {
     })
 }
 
-/// A line in pieces of at most `room` columns, cut between words where there are any.
-fn fold(line: &str, room: usize) -> Vec<String> {
-    let mut out = Vec::new();
-    let mut piece = String::new();
-    for word in line.split_inclusive(' ') {
-        if !piece.is_empty() && piece.width() + word.trim_end().width() > room {
-            out.push(std::mem::take(&mut piece).trim_end().to_owned());
-        }
-        piece.push_str(word);
-        // A word that is longer than a line.
-        while piece.trim_end().width() > room {
-            let mut columns = 0;
-            let fits = piece
-                .char_indices()
-                .find(|(_, c)| {
-                    columns += c.width().unwrap_or(0);
-                    columns > room
-                })
-                .map_or(piece.len(), |(at, _)| at);
-            let first = piece.chars().next().map_or(0, char::len_utf8);
-            let rest = piece.split_off(fits.max(first));
-            out.push(std::mem::replace(&mut piece, rest));
-        }
-    }
-    if !piece.trim_end().is_empty() || out.is_empty() {
-        out.push(piece.trim_end().to_owned());
-    }
-    out
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use aitk_common::control::UnixMillis;
     use std::collections::BTreeMap;
+    use unicode_width::UnicodeWidthStr;
 
     fn event(seconds: u64, body: EventBody) -> JobEvent {
         JobEvent {
@@ -281,6 +251,7 @@ mod tests {
         let failed = EventBody::State {
             state: JobState::Failed,
             reason: "no disk".to_owned(),
+            paused: false,
         };
         assert_eq!(journal.lines(&event(12, failed)), ["00:00:12  job failed: no disk"]);
     }

@@ -17,6 +17,7 @@ pub mod failure;
 pub mod follow;
 pub mod journal;
 pub mod members;
+pub mod notify;
 pub mod output;
 pub mod paths;
 pub mod settings;

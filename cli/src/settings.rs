@@ -215,7 +215,8 @@ impl Settings {
             );
         }
 
-        // A running `aitk up`: serves when nothing names a server, or when its own address is named.
+        // A running `aitk up`: serves when nothing names a server, or when its own address is named. The user file's token is
+        // for the user file's server then, and no good here.
         let up_path = paths.up_state();
         if let Some(up) = UpState::read(&up_path)?
             && server
@@ -223,6 +224,11 @@ impl Settings {
                 .is_none_or(|server| server.value.trim_end_matches('/') == up.server)
         {
             let origin = || Origin::Up(up_path.clone());
+            let in_user_file = |origin: &Origin| matches!(origin, Origin::User(_));
+            if !server.as_ref().is_some_and(|server| in_user_file(&server.origin)) {
+                token = token.filter(|token| !in_user_file(&token.origin));
+                ca_file = ca_file.filter(|ca_file| !in_user_file(&ca_file.origin));
+            }
             server = server.or_else(|| setting(Some(up.server), origin));
             token = token.or_else(|| setting(Some(TokenSource::File(up.token_file)), origin));
             ca_file = ca_file.or_else(|| setting(up.ca_file, origin));
@@ -455,6 +461,18 @@ mod tests {
             ..Flags::default()
         };
         assert!(place.resolve(&other).unwrap().token.is_none());
+        // The token that `aitk login` kept is for another coordinator.
+        place.write(
+            "home/.config/aitk/config.yaml",
+            "server: http://user:1\ntoken_file: /t/user\n",
+        );
+        let token = |flags| match place.resolve(flags).unwrap().token.unwrap().value {
+            TokenSource::File(path) => path,
+            TokenSource::Value(_) => panic!(),
+        };
+        assert_eq!(token(&named), Path::new("/t/up"));
+        assert_eq!(token(&other), Path::new("/t/user"));
+        assert_eq!(token(&Flags::default()), Path::new("/t/user"));
     }
 
     #[test]

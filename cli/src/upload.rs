@@ -243,6 +243,7 @@ async fn try_send(
         part: Some(Part::Header(v1::BlobHeader {
             sha256: hash.to_hex(),
             bytes,
+            offset: 0,
         })),
     };
     let count = |length: usize| {

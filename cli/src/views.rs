@@ -1,7 +1,7 @@
 //! Jobs, workers and artifacts as tables and as JSON.
 
 use crate::exit::Exit;
-use crate::output::format::{ago, duration, gib, rfc3339, size};
+use crate::output::format::{ago, duration, gib, number, rate, rfc3339, size};
 use crate::output::{Column, Table};
 use aitk_common::capability::DeviceRef;
 use aitk_common::control::{Artifact, AttemptState, JobEvent, JobState, JobView, UnixMillis, WorkerView};
@@ -65,6 +65,17 @@ pub fn short_id(id: &str, length: usize) -> &str {
     id.get(..length).unwrap_or(id)
 }
 
+/// How long a job will still take, if that can be said.
+fn eta(job: &JobView) -> Option<Duration> {
+    let progress = job.progress.filter(|_| is_at_work(job))?;
+    let left = progress.total.checked_sub(progress.done).filter(|&left| left > 0)?;
+    Duration::try_from_secs_f64(progress.seconds_per_step? * left as f64).ok()
+}
+
+fn is_at_work(job: &JobView) -> bool {
+    matches!(job.state, JobState::Running | JobState::Stopping)
+}
+
 /// What a job does now or why it is where it is, in a few words.
 #[must_use]
 pub fn job_detail(job: &JobView) -> String {
@@ -76,18 +87,10 @@ pub fn job_detail(job: &JobView) -> String {
         JobState::Running | JobState::Stopping => {
             let mut parts: Vec<String> = place.into_iter().collect();
             parts.extend(job.phase.clone().filter(|phase| !phase.is_empty()));
-            if let Some(progress) = &job.progress
-                && let Some(seconds) = progress.seconds_per_step
-                && let Some(left) = progress.total.checked_sub(progress.done).filter(|&left| left > 0)
-                && let Ok(eta) = Duration::try_from_secs_f64(seconds * left as f64)
-            {
-                parts.push(format!("ETA {}", duration(eta)));
+            if parts.is_empty() || job.paused {
+                parts.extend(Some(job.reason.clone()).filter(|reason| !reason.is_empty()));
             }
-            if parts.is_empty() {
-                job.reason.clone()
-            } else {
-                parts.join(", ")
-            }
+            parts.join(", ")
         }
         JobState::Queued | JobState::Stopped | JobState::Failed => job.reason.clone(),
         JobState::Completed => match (job.started, job.ended) {
@@ -100,19 +103,37 @@ pub fn job_detail(job: &JobView) -> String {
 /// The table of `aitk ps`.
 #[must_use]
 pub fn jobs_table(jobs: &[JobView], now: Timestamp, full_ids: bool) -> Table {
-    let mut table = Table::new(&[
-        Column::fixed("ID"),
-        Column::text("NAME", 10),
-        Column::fixed("STATE"),
-        Column::number("STEP"),
-        Column::number("SINCE"),
-        Column::text("DETAIL", 12),
-    ]);
     let length = if full_ids {
         usize::MAX
     } else {
         id_length(jobs.iter().map(|job| job.id.as_str()))
     };
+    let numbers = |job: &JobView| {
+        let at_work = is_at_work(job);
+        let or_none = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
+        let speed = job
+            .progress
+            .and_then(|progress| progress.seconds_per_step)
+            .filter(|_| at_work);
+        [
+            or_none(job.loss.filter(|_| at_work).map(number)),
+            or_none(speed.map(rate)),
+            or_none(eta(job).map(duration)),
+        ]
+    };
+    // Without a training there is nothing to say in them, and reasons need the place. A script always gets them.
+    let numbered = full_ids || jobs.iter().any(|job| numbers(job).iter().any(|cell| cell != "-"));
+    let mut columns = vec![
+        Column::fixed("ID"),
+        Column::text("NAME", 8),
+        Column::fixed("STATE"),
+        Column::number("STEP"),
+    ];
+    if numbered {
+        columns.extend([Column::number("LOSS"), Column::number("SPEED"), Column::number("ETA")]);
+    }
+    columns.push(Column::number("SINCE"));
+    let mut table = Table::with_notes(&columns, "DETAIL");
     for job in jobs {
         let step = match (job.progress, job.checkpoint_step) {
             (Some(progress), _) => format!("{}/{}", progress.done, progress.total),
@@ -120,14 +141,18 @@ pub fn jobs_table(jobs: &[JobView], now: Timestamp, full_ids: bool) -> Table {
             (None, None) => "-".to_owned(),
         };
         let since = job.ended.or(job.started).unwrap_or(job.created);
-        table.row([
+        let mut cells = vec![
             short_id(job.id.as_str(), length).to_owned(),
             job.name.clone(),
-            job.state.name().to_owned(),
+            job.status().to_owned(),
             step,
-            ago(moment(since), now),
-            job_detail(job),
-        ]);
+        ];
+        if numbered {
+            cells.extend(numbers(job));
+        }
+        cells.push(ago(moment(since), now));
+        table.row(cells);
+        table.note(&job_detail(job));
     }
     table
 }
@@ -232,6 +257,7 @@ fn with_times(value: impl serde::Serialize, times: &[&str]) -> Value {
 #[must_use]
 pub fn job_json(job: &JobView) -> Value {
     let mut value = with_times(job, &["created", "started", "ended"]);
+    value["status"] = job.status().into();
     value["attempts"] = job
         .attempts
         .iter()
@@ -290,6 +316,7 @@ mod tests {
         let mut running = job("0193aaaa-1", name, JobState::Running, 0);
         running.attempts.push(attempt(AttemptState::Running));
         running.phase = Some("training".to_owned());
+        running.loss = Some(0.123_46);
         running.progress = Some(Progress {
             done: 1200,
             total: 20_000,
@@ -308,7 +335,12 @@ mod tests {
             assert!(line.width() <= 80, "{line}");
         }
         assert!(lines[1].starts_with("0193aaaa-  a_lora"), "{}", lines[1]);
-        assert!(lines[1].contains("running  1200/20000  1h ago"), "{}", lines[1]);
+        let numbers = "running  1200/20000  0.1235  2.50 it/s  2h 5m  1h ago";
+        assert!(lines[1].ends_with(numbers), "{}", lines[1]);
+        // Where it is, and why another waits, whole.
+        assert_eq!(lines[2], "  the-box-under-the-desk cuda:0, training");
+        let why = "waits for a device with 24.0 GiB: the-box-under-the-desk has 11.2 GiB free";
+        assert_eq!(lines[4], format!("  {why}"));
         let device = Device {
             device: DeviceRef {
                 kind: DeviceKind::Cuda,
@@ -382,6 +414,14 @@ mod tests {
         assert_eq!(value["created"], "1970-01-01T00:00:00.000Z");
         assert_eq!(value["attempts"][0]["created"], "1970-01-01T00:00:01.000Z");
         assert_eq!(value["state"], "running");
+        assert_eq!(value["status"], "running");
+        let mut paused = job("j", "j", JobState::Queued, 0);
+        paused.paused = true;
+        let value = job_json(&paused);
+        assert_eq!(
+            (&value["state"], &value["status"]),
+            (&"queued".into(), &"paused".into())
+        );
         let body = EventBody::Log {
             level: "info".to_owned(),
             message: "hi".to_owned(),

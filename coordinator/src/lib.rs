@@ -6,6 +6,7 @@
 //! computes and never depends on the engine.
 
 mod access;
+mod address;
 mod api;
 mod backup;
 mod cluster;
@@ -24,6 +25,7 @@ pub mod store;
 mod submit;
 
 pub use access::AuditLine;
+pub use address::ClientAddress;
 pub use backup::{CopyError, backup, restore};
 pub use cluster::{Member, MemberError};
 pub use config::{Cluster, Config, PkiConfig, TlsFiles};

@@ -1,6 +1,7 @@
 //! Start, serve, shut down.
 
 use crate::access::{Access, AccessError};
+use crate::address::ClientAddress;
 use crate::api::{Gate, Shared, routes};
 use crate::config::Config;
 use crate::core::{Settings, State};
@@ -357,12 +358,13 @@ pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -
 
     let (listener, addr) = listen(config.bind).await?;
     let tls = Tls::open(&config, addr)?;
+    ClientAddress::of(&config, addr).write(&data_dir);
     let metrics_listener = listen_for_metrics(config.metrics).await?;
     let metrics_addr = metrics_listener
         .as_ref()
         .and_then(|listener| listener.local_addr().ok());
     let (stop, stopping) = watch::channel(false);
-    let metrics = Metrics::new();
+    let metrics = Metrics::new(&config.traces);
     let spans = Spans::to(&config.traces);
     let (runner, core) = Runner::new(state, clock, store.clone(), for_workers, metrics.clone(), spans);
     if let Some(listener) = metrics_listener {

@@ -75,7 +75,7 @@ impl Spans {
 
     fn happened(&self, job: &Job, event: &JobEvent) {
         match &event.body {
-            EventBody::State { state, reason } if state.is_ended() => self.ended(job, *state, reason, event.time),
+            EventBody::State { state, reason, .. } if state.is_ended() => self.ended(job, *state, reason, event.time),
             EventBody::Attempt { state, message, .. } => {
                 let id = event.attempt.as_ref();
                 let Some(at) = job.attempts.iter().rposition(|attempt| Some(&attempt.id) == id) else {

@@ -1,6 +1,6 @@
 //! What the queue needs to know of a submitted job.
 
-use crate::core::Wants;
+use crate::core::{Condition, Prerequisite, Wants};
 use aitk_common::control::{MAX_CONFIG_BYTES, Submission, UnixMillis};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
@@ -20,7 +20,7 @@ const DATA_LIMIT: usize = 16;
 pub(crate) struct Asked {
     pub(crate) named: Named,
     pub(crate) wants: Wants,
-    pub(crate) after: Vec<String>,
+    pub(crate) after: Vec<Prerequisite>,
     pub(crate) not_before: Option<UnixMillis>,
     /// To be cut into parts, of so many pictures.
     pub(crate) split: Option<(Split, u64)>,
@@ -75,9 +75,19 @@ pub(crate) fn wants(submission: &Submission, retries: u32) -> Result<Asked, Stri
         return Err("job_json: `name` must have 1 to 256 bytes and no control characters".into());
     }
     let limit = |limit: TimeSpan| u64::try_from(limit.0.as_millis()).unwrap_or(u64::MAX);
-    let after = cluster.after.0;
+    let mut after: Vec<Prerequisite> = Vec::new();
+    for (jobs, condition) in [
+        (cluster.after.0, Condition::Completed),
+        (cluster.after_any.0, Condition::Ended),
+        (cluster.after_failed.0, Condition::Failed),
+    ] {
+        after.extend(jobs.into_iter().map(|job| Prerequisite { job, condition }));
+    }
     if after.len() > AFTER_LIMIT {
-        return Err(format!("cluster.after: {} jobs; at most {AFTER_LIMIT}", after.len()));
+        return Err(format!(
+            "cluster.after, after_any and after_failed: {} jobs; at most {AFTER_LIMIT}",
+            after.len()
+        ));
     }
     let split = cluster.split.filter(|_| !submission.local);
     let split = split.map(|split| countable(&job, submission.pictures).map(|pictures| (split, pictures)));
@@ -207,7 +217,7 @@ mod tests {
         let asked = wants(&asked, 3).unwrap();
         assert_eq!(
             (asked.after, asked.not_before),
-            (vec!["j1".to_owned()], Some(UnixMillis(1000)))
+            (vec!["j1".into()], Some(UnixMillis(1000)))
         );
         let wants = asked.wants;
         assert_eq!((wants.owner.as_str(), wants.time_limit), ("ada", Some(60_000)));

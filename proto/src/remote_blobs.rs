@@ -13,11 +13,11 @@ use aitk_common::storage::{BlobInfo, BlobStore, StorageError};
 use async_trait::async_trait;
 use bytes::Bytes;
 use std::future::Future;
-use std::io::Write;
+use std::io::{Seek, Write};
 use std::path::Path;
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncRead, AsyncReadExt};
-use tokio::sync::mpsc;
+use tokio::sync::{Mutex, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Status, Streaming};
 
@@ -143,6 +143,7 @@ impl RemoteBlobs {
             let header = v1::BlobHeader {
                 sha256: hash.to_hex(),
                 bytes,
+                offset: 0,
             };
             let mut part = Part::Header(header);
             loop {
@@ -177,20 +178,40 @@ impl RemoteBlobs {
         }
     }
 
-    /// The beginning of a download: its size, and where the bytes come from.
-    async fn open(&self, hash: ContentHash) -> Result<(u64, Streaming<v1::GetBlobReply>), Failure> {
+    /// The beginning of a download after so many bytes of the blob: its size, where the bytes begin (at 0, if the
+    /// coordinator knows of no other way), and where they come from.
+    async fn open(
+        &self,
+        hash: ContentHash,
+        offset: u64,
+    ) -> Result<(v1::BlobHeader, Streaming<v1::GetBlobReply>), Failure> {
         let mut client = self.client.clone();
-        let request = v1::GetBlobRequest { sha256: hash.to_hex() };
+        let request = v1::GetBlobRequest {
+            sha256: hash.to_hex(),
+            offset,
+        };
         // The coordinator fetches the blob from its own storage before it answers.
         let answer = tokio::time::timeout(STORE_TIMEOUT, client.get(request))
             .await
             .map_err(|_| silent())?;
         let mut parts = answer?.into_inner();
         match next(&mut parts).await? {
-            Some(v1::get_blob_reply::Part::Header(header)) => Ok((header.bytes, parts)),
+            Some(v1::get_blob_reply::Part::Header(header)) => Ok((header, parts)),
             _ => Err(Failure::Status(Status::internal("a blob without a header"))),
         }
     }
+}
+
+/// What came of a blob before the connection broke.
+struct Partial {
+    file: tempfile::NamedTempFile,
+    received: u64,
+}
+
+/// Empties a file that was partly written.
+fn begin_again(file: &mut tempfile::NamedTempFile) -> std::io::Result<()> {
+    file.as_file().set_len(0)?;
+    file.as_file_mut().rewind()
 }
 
 async fn next(parts: &mut Streaming<v1::GetBlobReply>) -> Result<Option<v1::get_blob_reply::Part>, Failure> {
@@ -303,16 +324,46 @@ impl BlobStore for RemoteBlobs {
     }
 
     async fn get_to_file(&self, hash: ContentHash, path: &Path) -> Result<u64, StorageError> {
+        // Kept from try to try: after a break only the rest is fetched.
+        let partial: Mutex<Option<Partial>> = Mutex::new(None);
         self.repeat("fetch a blob", Some(hash), || async {
-            let (bytes, mut parts) = self.open(hash).await?;
-            let target = path.to_owned();
-            let mut file = blocking(move || {
-                fsutil::temporary_file(fsutil::folder_of(&target), 0o666)
-                    .map_err(|error| FsError::new("write", target, error).into())
-            })
-            .await?;
-            let mut received = 0_u64;
-            while let Some(data) = next_data(&mut parts).await? {
+            let (mut file, mut received) = match partial.lock().await.take() {
+                Some(partial) => (partial.file, partial.received),
+                None => {
+                    let target = path.to_owned();
+                    let file = blocking(move || {
+                        fsutil::temporary_file(fsutil::folder_of(&target), 0o666)
+                            .map_err(|error| FsError::new("write", target, error).into())
+                    });
+                    (file.await?, 0)
+                }
+            };
+            let opened = self.open(hash, received).await;
+            let (header, mut parts) = match opened {
+                Ok(opened) => opened,
+                Err(failure) => {
+                    *partial.lock().await = Some(Partial { file, received });
+                    return Err(failure);
+                }
+            };
+            if header.offset != received {
+                let target = path.to_owned();
+                file = blocking(move || match begin_again(&mut file) {
+                    Ok(()) => Ok(file),
+                    Err(error) => Err(FsError::new("write", target, error).into()),
+                })
+                .await?;
+                received = 0;
+            }
+            loop {
+                let data = match next_data(&mut parts).await {
+                    Ok(Some(data)) => data,
+                    Ok(None) => break,
+                    Err(failure) => {
+                        *partial.lock().await = Some(Partial { file, received });
+                        return Err(failure);
+                    }
+                };
                 received = received.saturating_add(data.len() as u64);
                 let target = path.to_owned();
                 file = blocking(move || {
@@ -323,7 +374,11 @@ impl BlobStore for RemoteBlobs {
                 })
                 .await?;
             }
-            if received != bytes {
+            if received != header.bytes {
+                // More than announced is not the beginning of anything.
+                if received < header.bytes {
+                    *partial.lock().await = Some(Partial { file, received });
+                }
                 return Err(Failure::Status(Status::unavailable("the download was cut short")));
             }
             let (target, name) = (path.to_owned(), format!("blob {hash}"));
@@ -344,7 +399,7 @@ impl BlobStore for RemoteBlobs {
     async fn get_bytes(&self, hash: ContentHash, limit: u64) -> Result<Bytes, StorageError> {
         let all = self
             .repeat("fetch a blob", Some(hash), || async {
-                let (bytes, mut parts) = self.open(hash).await?;
+                let (v1::BlobHeader { bytes, .. }, mut parts) = self.open(hash, 0).await?;
                 if bytes > limit {
                     return Err(Failure::Final(StorageError::TooLarge { hash, bytes, limit }));
                 }

@@ -49,7 +49,7 @@ impl AsWritten {
         }
     }
 
-    fn text(&self, mut text: String) -> String {
+    pub(crate) fn text(&self, mut text: String) -> String {
         for (here, written) in &self.0 {
             if text.contains(here.as_str()) {
                 text = replaced(&text, here, written);

@@ -4,6 +4,7 @@
 //! went away. The last line of standard output says the same in full.
 
 use crate::as_written::AsWritten;
+use crate::config_place::with_place;
 use crate::confine::confine;
 use crate::usage::{Usage, keep_to_budget};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
@@ -60,6 +61,17 @@ pub fn run_attempt(spec_path: &Path) -> ExitCode {
                 })
             }));
             let outcome = ran.unwrap_or_else(|panic| internal(format!("a fault in aitk: {}", words(&*panic))));
+            let outcome = match outcome {
+                Outcome::Failed {
+                    cause: FailureCause::BadInput,
+                    message,
+                } => Outcome::Failed {
+                    cause: FailureCause::BadInput,
+                    // In the words of the config, which is what is looked for in it.
+                    message: with_place(&spec.job, events.names.text(message)),
+                },
+                other => other,
+            };
             let code = match outcome {
                 Outcome::Completed => 0,
                 Outcome::Stopped { .. } => 3,

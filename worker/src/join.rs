@@ -2,7 +2,7 @@
 
 use crate::folders::{Folders, FoldersError};
 use crate::identity::Membership;
-use aitk_common::fsutil::FsError;
+use aitk_common::fsutil::{self, FsError};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::UserName;
 use aitk_common::security::ca::{CaError, WorkerRequest};
@@ -10,7 +10,7 @@ use aitk_common::security::join::{BadInvitation, Invitation};
 use aitk_proto::client::{self, ConnectError, Credentials};
 use aitk_proto::v1;
 use std::future::Future;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tonic::{Code, Response, Status};
 
@@ -20,6 +20,9 @@ const ANSWER: Duration = Duration::from_secs(30);
 /// How often one that cannot answer now is asked, and the wait between.
 const TRIES: u32 = 5;
 const BREATH: Duration = Duration::from_millis(500);
+
+/// The key of a join whose answer has not come yet, in the data folder.
+const KEY_FILE: &str = "join.key";
 
 /// What is needed to join.
 #[derive(Debug)]
@@ -36,7 +39,7 @@ pub struct JoinOptions {
     pub data_dir: PathBuf,
 }
 
-/// Why a machine did not join. Nothing was written then.
+/// Why a machine did not join. Nothing was written then but the key with which it asks again.
 #[derive(Debug, thiserror::Error)]
 pub enum JoinError {
     /// The token is none.
@@ -141,7 +144,7 @@ pub async fn join(options: JoinOptions) -> Result<Membership, JoinError> {
     };
     // Nobody else works in this folder while it gets an identity.
     let folders = Folders::open(&options.data_dir)?;
-    let request = WorkerRequest::new(name.as_ref())?;
+    let request = request_with_kept_key(&options.data_dir, name.as_ref())?;
     let credentials = Credentials::new(&invitation.text())?;
     let connected = deadline(client::connect_with(&server, credentials, options.ca_file.as_deref()));
     let clients = connected.await??;
@@ -164,5 +167,20 @@ pub async fn join(options: JoinOptions) -> Result<Membership, JoinError> {
     let joined = Membership::new(server, reply, invitation.ca, ca_pem, request)?;
     folders.keep_worker_id(&joined.worker)?;
     joined.write(&options.data_dir)?;
+    let _ = std::fs::remove_file(options.data_dir.join(KEY_FILE));
     Ok(joined)
+}
+
+/// A request whose key is kept in the data folder until the answer has come: should that be lost on its way, the next try
+/// asks with the same key, and the coordinator answers a key that it knows as it did before.
+fn request_with_kept_key(data_dir: &Path, name: Option<&UserName>) -> Result<WorkerRequest, JoinError> {
+    let path = data_dir.join(KEY_FILE);
+    if let Ok(key) = std::fs::read_to_string(&path)
+        && let Ok(request) = WorkerRequest::again(&key, name)
+    {
+        return Ok(request);
+    }
+    let request = WorkerRequest::new(name)?;
+    fsutil::write_private(&path, request.key_pem.as_bytes())?;
+    Ok(request)
 }

@@ -7,6 +7,7 @@ mod as_written;
 mod attempt;
 pub mod bench;
 mod child;
+mod config_place;
 mod confine;
 mod context;
 mod folders;

@@ -208,12 +208,16 @@ fn folder(given: Option<PathBuf>) -> anyhow::Result<PathBuf> {
 }
 
 fn show_probe(json: bool) -> anyhow::Result<()> {
-    let probe::Found { devices, left_out } = probe::look();
+    let probe::Found {
+        devices,
+        left_out,
+        not_built_for,
+    } = probe::look();
     let mut out = std::io::stdout().lock();
     if json {
         serde_json::to_writer_pretty(
             &mut out,
-            &serde_json::json!({ "schema_version": 1, "devices": devices, "left_out": left_out }),
+            &serde_json::json!({ "schema_version": 1, "devices": devices, "left_out": left_out, "not_built_for": not_built_for }),
         )?;
         writeln!(out)?;
         return Ok(());
@@ -229,6 +233,9 @@ fn show_probe(json: bool) -> anyhow::Result<()> {
     }
     for reason in left_out {
         writeln!(out, "left out: {reason}")?;
+    }
+    for notice in not_built_for {
+        writeln!(out, "{notice}")?;
     }
     Ok(())
 }

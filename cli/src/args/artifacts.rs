@@ -33,7 +33,7 @@ pub enum ArtifactsCommand {
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:\n  aitk artifacts ls my_lora\n  aitk artifacts ls 3f2a -q | grep safetensors")]
 pub struct ArtifactsLsArgs {
-    /// Job: its id, the beginning of its id, or its name
+    /// Job: its id, its name, or the beginning of its id
     #[arg(value_name = "JOB")]
     pub job: String,
     /// Names only
@@ -46,19 +46,17 @@ pub struct ArtifactsLsArgs {
 
 /// `aitk artifacts get`.
 #[derive(Args, Clone, Debug)]
-#[command(
-    after_help = "Examples:\n  aitk artifacts get my_lora -o out\n  aitk artifacts get 3f2a -o out '*.safetensors'"
-)]
+#[command(after_help = "Examples:\n  aitk artifacts get my_lora\n  aitk artifacts get 3f2a -o out '*.safetensors'")]
 pub struct ArtifactsGetArgs {
-    /// Job: its id, the beginning of its id, or its name
+    /// Job: its id, its name, or the beginning of its id
     #[arg(value_name = "JOB")]
     pub job: String,
     /// Only these: names, folders, or patterns with * and ?
     #[arg(value_name = "NAME")]
     pub names: Vec<String>,
-    /// Folder to write into; it is made if need be
+    /// Folder to write into; it is made if need be [default: one with the job's name, here]
     #[arg(short, long, value_name = "DIR")]
-    pub output: PathBuf,
+    pub output: Option<PathBuf>,
     /// Replace files that are there with another content
     #[arg(long)]
     pub force: bool,

@@ -9,7 +9,8 @@ use std::time::Duration;
 /// `aitk submit`.
 #[derive(Args, Clone, Debug)]
 #[command(
-    after_help = "Examples:\n  aitk submit my_lora.yaml\n  id=$(aitk submit my_lora.yaml -n ada -y) && aitk wait \"$id\"\n  aitk submit my_lora.yaml --sweep train.lr=1e-4,2e-4 --sweep network.linear=8,16 --at-most 2"
+    after_help = "Examples:\n  aitk submit my_lora.yaml\n  id=$(aitk submit my_lora.yaml -n ada -y) && aitk wait \"$id\"\n  aitk submit my_lora.yaml --sweep train.lr=1e-4,2e-4 --sweep network.linear=8,16 --at-most 2\n  \
+                  aitk submit my_lora.yaml --set train.steps=200 --set cluster.device=cuda"
 )]
 pub struct SubmitArgs {
     /// Config file: a name in ./config or a path
@@ -18,9 +19,16 @@ pub struct SubmitArgs {
     /// Follow the job until it ends
     #[arg(short, long)]
     pub follow: bool,
-    /// Replaces `[name]` in the config
+    /// Run this when the job has ended: a program and its arguments. It finds AITK_JOB_ID, _NAME, _STATE and _REASON in
+    /// its environment
+    #[arg(long, value_name = "COMMAND", requires = "follow")]
+    pub notify_command: Option<String>,
+    /// What the job is called; also replaces `[name]` in the config
     #[arg(short, long)]
     pub name: Option<String>,
+    /// Another value for a key than the config has; may be given several times
+    #[arg(long, value_name = "KEY=VALUE")]
+    pub set: Vec<String>,
     /// Higher goes first; wins over cluster.priority
     #[arg(long, allow_negative_numbers = true, value_name = "N")]
     pub priority: Option<i32>,
@@ -56,9 +64,9 @@ pub struct SubmitArgs {
     after_help = "Examples:\n  aitk ps -a\n  aitk ps --json | jq -r '.jobs[] | select(.state == \"failed\") | .id'"
 )]
 pub struct PsArgs {
-    /// Only the members of this array: its id, the beginning of its id, or its name
-    #[arg(value_name = "ARRAY", conflicts_with_all = ["all", "members"])]
-    pub array: Option<String>,
+    /// Only this job, or the members of this array: its id, its name, or the beginning of its id
+    #[arg(value_name = "JOB", conflicts_with_all = ["all", "members"])]
+    pub job: Option<String>,
     /// The members of arrays instead of one line for each array
     #[arg(short, long)]
     pub members: bool,
@@ -80,7 +88,7 @@ pub struct PsArgs {
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:\n  aitk logs 3f2a --tail 50\n  aitk logs my_lora -f --since 10m")]
 pub struct LogsArgs {
-    /// Job: its id, the beginning of its id, or its name
+    /// Job: its id, its name, or the beginning of its id
     #[arg(value_name = "JOB")]
     pub job: String,
     /// Follow until the job ends
@@ -103,9 +111,13 @@ pub struct LogsArgs {
     after_help = "Examples:\n  aitk watch my_lora\n  aitk watch 3f2a --json | jq -c 'select(.event == \"metrics\")'"
 )]
 pub struct WatchArgs {
-    /// Job: its id, the beginning of its id, or its name
+    /// Job: its id, its name, or the beginning of its id
     #[arg(value_name = "JOB")]
     pub job: String,
+    /// Run this when a job has ended: a program and its arguments. It finds AITK_JOB_ID, _NAME, _STATE and _REASON in its
+    /// environment
+    #[arg(long, value_name = "COMMAND")]
+    pub notify_command: Option<String>,
     /// One JSON line per event
     #[arg(long)]
     pub json: bool,
@@ -118,9 +130,13 @@ pub struct WatchArgs {
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:\n  aitk wait my_lora\n  aitk wait 3f2a 91bc --timeout 2h")]
 pub struct WaitArgs {
-    /// Jobs: ids, beginnings of ids, or names
+    /// Jobs: ids, names, or beginnings of ids
     #[arg(required = true, value_name = "JOB")]
     pub jobs: Vec<String>,
+    /// Run this when a job has ended: a program and its arguments. It finds AITK_JOB_ID, _NAME, _STATE and _REASON in its
+    /// environment
+    #[arg(long, value_name = "COMMAND")]
+    pub notify_command: Option<String>,
     /// Give up after this long: 90s, 10m, 2h
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     pub timeout: Option<Duration>,
@@ -136,7 +152,7 @@ pub struct WaitArgs {
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:\n  aitk stop my_lora\n  aitk stop 3f2a --now")]
 pub struct StopArgs {
-    /// Jobs: ids, beginnings of ids, or names
+    /// Jobs: ids, names, or beginnings of ids
     #[arg(required = true, value_name = "JOB")]
     pub jobs: Vec<String>,
     /// End it at once, without saving: work since the last checkpoint is lost
@@ -147,11 +163,25 @@ pub struct StopArgs {
     pub json: bool,
 }
 
+/// `aitk rm`.
+#[derive(Args, Clone, Debug)]
+#[command(
+    after_help = "Examples:\n  aitk rm my_lora\n  aitk ps -a --json | jq -r '.jobs[] | select(.state == \"failed\") | .id' | xargs aitk rm"
+)]
+pub struct RmArgs {
+    /// Jobs: ids, names, or beginnings of ids
+    #[arg(required = true, value_name = "JOB")]
+    pub jobs: Vec<String>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
 /// `aitk resume`.
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:\n  aitk resume my_lora\n  aitk resume 3f2a && aitk watch 3f2a")]
 pub struct ResumeArgs {
-    /// Jobs: ids, beginnings of ids, or names
+    /// Jobs: ids, names, or beginnings of ids
     #[arg(required = true, value_name = "JOB")]
     pub jobs: Vec<String>,
     /// Print JSON
@@ -163,7 +193,7 @@ pub struct ResumeArgs {
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:\n  aitk pause my_lora\n  aitk pause 3f2a && aitk resume 3f2a")]
 pub struct PauseArgs {
-    /// Jobs: ids, beginnings of ids, or names
+    /// Jobs: ids, names, or beginnings of ids
     #[arg(required = true, value_name = "JOB")]
     pub jobs: Vec<String>,
     /// Print JSON
@@ -175,7 +205,7 @@ pub struct PauseArgs {
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:\n  aitk priority my_lora 10\n  aitk priority 3f2a -5")]
 pub struct PriorityArgs {
-    /// Job: its id, the beginning of its id, or its name
+    /// Job: its id, its name, or the beginning of its id
     #[arg(value_name = "JOB")]
     pub job: String,
     /// Higher goes first; 0 is usual
@@ -192,7 +222,7 @@ pub struct PriorityArgs {
     after_help = "Examples:\n  aitk explain my_lora\n  aitk explain 3f2a --json | jq '.devices[] | select(.fits)'"
 )]
 pub struct ExplainArgs {
-    /// Job: its id, the beginning of its id, or its name
+    /// Job: its id, its name, or the beginning of its id
     #[arg(value_name = "JOB")]
     pub job: String,
     /// Print JSON
@@ -210,6 +240,9 @@ pub struct FitArgs {
     /// Replaces `[name]` in the config
     #[arg(short, long)]
     pub name: Option<String>,
+    /// Another value for a key than the config has; may be given several times
+    #[arg(long, value_name = "KEY=VALUE")]
+    pub set: Vec<String>,
     /// Print JSON
     #[arg(long)]
     pub json: bool,

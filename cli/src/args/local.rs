@@ -5,7 +5,9 @@ use std::path::PathBuf;
 
 /// `aitk run`.
 #[derive(Args, Clone, Debug)]
-#[command(after_help = "Examples:\n  aitk run my_lora.yaml\n  aitk run a.yaml b.yaml --recover -l run.log")]
+#[command(
+    after_help = "Examples:\n  aitk run my_lora.yaml\n  aitk run a.yaml b.yaml --recover -l run.log\n  aitk run my_lora.yaml --set train.steps=50"
+)]
 pub struct RunArgs {
     /// Config files, run in this order: names in ./config or paths
     #[arg(required = true, value_name = "CONFIG")]
@@ -16,6 +18,9 @@ pub struct RunArgs {
     /// Replaces `[name]` in the config
     #[arg(short, long)]
     pub name: Option<String>,
+    /// Another value for a key than the configs have; may be given several times
+    #[arg(long, value_name = "KEY=VALUE")]
+    pub set: Vec<String>,
     /// Also write everything that is shown to the end of this file
     #[arg(short, long = "log", value_name = "LOGFILE")]
     pub log: Option<PathBuf>,
@@ -104,4 +109,13 @@ pub struct AttemptArgs {
     /// What to run, as the worker wrote it
     #[arg(long, value_name = "FILE")]
     pub spec: PathBuf,
+}
+
+/// `aitk help`.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Examples:\n  aitk help topics\n  aitk help config-keys\n  aitk help worker drain")]
+pub struct HelpArgs {
+    /// A topic, or a command
+    #[arg(value_name = "TOPIC|COMMAND")]
+    pub topic: Vec<String>,
 }

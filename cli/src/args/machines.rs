@@ -30,6 +30,24 @@ pub enum WorkerCommand {
         long_about = "A worker takes work again, after a drain, or after its devices were quarantined for faults."
     )]
     Undrain(UndrainArgs),
+    /// A worker that is gone is no longer listed
+    #[command(
+        long_about = "A worker that is gone is no longer listed.\n\nOnly one that is not connected can be forgotten. Should it come back, it \
+                      registers again; `aitk-coordinator worker revoke` ends its certificate."
+    )]
+    Forget(ForgetArgs),
+}
+
+/// `aitk worker forget`.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Examples:\n  aitk worker forget box1\n  aitk worker forget box1 --json | jq -r .id")]
+pub struct ForgetArgs {
+    /// Worker: its name, its id, or the beginning of its id
+    #[arg(value_name = "WORKER")]
+    pub worker: String,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// `aitk worker drain`.

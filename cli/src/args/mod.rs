@@ -9,9 +9,11 @@ mod machines;
 pub use artifacts::{ArtifactsArgs, ArtifactsCommand, ArtifactsGetArgs, ArtifactsLsArgs};
 pub use bench::{BenchArgs, BenchCommand, BenchControlArgs, BenchEngineArgs, BenchStore};
 pub use jobs::{ExplainArgs, FitArgs, LogsArgs, PauseArgs, PriorityArgs, PsArgs};
-pub use jobs::{ResumeArgs, StopArgs, SubmitArgs, WaitArgs, WatchArgs};
-pub use local::{AttemptArgs, CompletionsArgs, DemoArgs, InitArgs, RunArgs, UpArgs};
-pub use machines::{DoctorArgs, DrainArgs, LoginArgs, TopArgs, UndrainArgs, WorkerArgs, WorkerCommand, WorkersArgs};
+pub use jobs::{ResumeArgs, RmArgs, StopArgs, SubmitArgs, WaitArgs, WatchArgs};
+pub use local::{AttemptArgs, CompletionsArgs, DemoArgs, HelpArgs, InitArgs, RunArgs, UpArgs};
+pub use machines::{
+    DoctorArgs, DrainArgs, ForgetArgs, LoginArgs, TopArgs, UndrainArgs, WorkerArgs, WorkerCommand, WorkersArgs,
+};
 
 use crate::exit::help_table;
 use clap::{Args, Parser, Subcommand};
@@ -98,6 +100,7 @@ pub enum Command {
     Submit(SubmitArgs),
     /// List jobs
     #[command(
+        visible_alias = "status",
         long_about = "List jobs: the active ones and the last ones that ended.\n\nOn a terminal a table; in a pipe the same \
                   columns with tabs between them."
     )]
@@ -123,10 +126,17 @@ pub enum Command {
     Wait(WaitArgs),
     /// Stop a job after saving its state
     #[command(
+        visible_alias = "cancel",
         long_about = "Stop a job after saving its state.\n\n`aitk resume` lets it go on from there. The command returns when the \
                   job is asked to stop; `aitk wait` waits until it has."
     )]
     Stop(StopArgs),
+    /// Forget a job that has ended, with its log, its checkpoints and its files
+    #[command(
+        long_about = "Forget a job that has ended, with its log, its checkpoints and its files.\n\nWhat no other job needs is removed \
+                      from storage by the coordinator's next collection. An array is removed as a whole."
+    )]
+    Rm(RmArgs),
     /// Let a stopped, paused or failed job go on from its last checkpoint
     #[command(
         long_about = "Let a stopped, paused or failed job go on from its last checkpoint, on whatever machine fits."
@@ -192,6 +202,12 @@ pub enum Command {
     Demo(DemoArgs),
     /// Measure how fast the parts of aitk are here
     Bench(BenchArgs),
+    /// Show the documentation that comes with the program, or the help of a command
+    #[command(
+        long_about = "Show the documentation that comes with the program, or the help of a command.\n\nWithout a topic: all commands and \
+                  all topics. On a terminal the text is shown in $PAGER, or less."
+    )]
+    Help(HelpArgs),
     /// Write shell completions
     Completions(CompletionsArgs),
     /// Run one attempt (started by the worker)

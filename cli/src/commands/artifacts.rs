@@ -8,10 +8,10 @@ use crate::failure::{CommandResult, Failure};
 use crate::output::Format;
 use crate::output::format::size;
 use crate::views::artifacts_table;
-use aitk_common::control::Artifact;
+use aitk_common::control::{Artifact, JobView};
 use aitk_common::hash::ContentHash;
 use serde_json::json;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 pub(super) async fn ls(context: &Context, args: ArtifactsLsArgs) -> CommandResult {
     let ui = context.ui(true);
@@ -50,6 +50,7 @@ pub(super) async fn get(context: &Context, args: ArtifactsGetArgs) -> CommandRes
     let ui = context.ui(args.no_progress);
     let api = context.api().await?;
     let job = api.resolve(&args.job).await?;
+    let folder = args.output.clone().unwrap_or_else(|| folder_of_job(&job));
     let chosen = choose(api.artifacts(&job.id).await?, &args.names)?;
     let mut items = Vec::new();
     for artifact in chosen {
@@ -62,7 +63,7 @@ pub(super) async fn get(context: &Context, args: ArtifactsGetArgs) -> CommandRes
             .hint("jobs of `aitk run` leave their files there; nothing has to be fetched"));
         };
         // Every name is checked before anything is written.
-        let path = target(&args.output, &artifact.name)?;
+        let path = target(&folder, &artifact.name)?;
         items.push(Item {
             name: artifact.name,
             hash,
@@ -129,6 +130,17 @@ pub(super) async fn get(context: &Context, args: ArtifactsGetArgs) -> CommandRes
     Ok(Exit::Ok)
 }
 
+/// A folder here with the job's name; its id where the name is none of a folder.
+fn folder_of_job(job: &JobView) -> PathBuf {
+    let name = Path::new(&job.name);
+    let plain = name.components().count() == 1 && name.file_name() == Some(name.as_os_str());
+    if plain && !job.name.contains(['\\', ':']) && !job.name.chars().any(char::is_control) {
+        name.to_owned()
+    } else {
+        PathBuf::from(job.id.as_str())
+    }
+}
+
 /// Those that are asked for; all without names.
 fn choose(artifacts: Vec<Artifact>, names: &[String]) -> Result<Vec<Artifact>, Failure> {
     for wanted in names {
@@ -144,4 +156,20 @@ fn choose(artifacts: Vec<Artifact>, names: &[String]) -> Result<Vec<Artifact>, F
     }
     let chosen = |artifact: &Artifact| names.is_empty() || names.iter().any(|w| is_chosen(&artifact.name, w));
     Ok(artifacts.into_iter().filter(chosen).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::tests::job;
+    use aitk_common::control::JobState;
+
+    #[test]
+    fn files_go_into_a_folder_with_the_jobs_name_here_and_nowhere_else() {
+        let folder = |name: &str| folder_of_job(&job("j1", name, JobState::Completed, 0));
+        assert_eq!(folder("my lora"), Path::new("my lora"));
+        for name in ["", ".", "..", "/etc", "a/b", "../a", "a\\b", "c:", "a\n"] {
+            assert_eq!(folder(name), Path::new("j1"), "{name}");
+        }
+    }
 }

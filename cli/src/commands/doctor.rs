@@ -92,6 +92,8 @@ struct Report {
     devices: Vec<Device>,
     defaults: Vec<Defaults>,
     disks: Vec<Disk>,
+    /// What is worth knowing, and hinders nothing.
+    notices: Vec<String>,
     problems: Vec<Problem>,
 }
 
@@ -135,7 +137,7 @@ pub(super) async fn doctor(context: &Context, args: DoctorArgs) -> CommandResult
     }
     {
         let _spinner = (!args.json && ui.has_bars()).then(|| ui.spinner("trying the devices"));
-        report.devices = devices(problems).await;
+        report.devices = devices(problems, &mut report.notices).await;
         report.defaults = report.devices.iter().map(Defaults::of).collect();
     }
     report.disks = disks(context);
@@ -218,9 +220,10 @@ fn is_alive(pid: u32) -> bool {
 }
 
 #[cfg(feature = "embedded")]
-async fn devices(problems: &mut Vec<Problem>) -> Vec<Device> {
+async fn devices(problems: &mut Vec<Problem>, notices: &mut Vec<String>) -> Vec<Device> {
     match tokio::task::spawn_blocking(aitk_worker::probe::look).await {
         Ok(found) => {
+            notices.extend(found.not_built_for);
             problems.extend(found.left_out.into_iter().map(|what| Problem {
                 what,
                 fix: "until then jobs run on the devices above; --device picks one".to_owned(),
@@ -239,7 +242,7 @@ async fn devices(problems: &mut Vec<Problem>) -> Vec<Device> {
 
 #[cfg(not(feature = "embedded"))]
 #[allow(clippy::unused_async)]
-async fn devices(_problems: &mut Vec<Problem>) -> Vec<Device> {
+async fn devices(_problems: &mut Vec<Problem>, _notices: &mut Vec<String>) -> Vec<Device> {
     Vec::new()
 }
 
@@ -375,6 +378,12 @@ fn show(ui: &Ui, report: &Report) -> Result<(), crate::failure::Failure> {
             disk.purpose,
             display_path(&disk.path, &env)
         ))?;
+    }
+    if !report.notices.is_empty() {
+        ui.data("\nNotices")?;
+        for notice in &report.notices {
+            ui.data(&format!("  {}", printable(notice)))?;
+        }
     }
     if report.problems.is_empty() {
         return ui.data("\nNo problems found.");

@@ -22,7 +22,8 @@ pub(super) async fn explain(context: &Context, args: ExplainArgs) -> CommandResu
 
 pub(super) async fn fit(context: &Context, args: FitArgs) -> CommandResult {
     let ui = context.ui(true);
-    let loaded = config::read(&ui, &args.config, args.name.as_deref(), &context.directory)?;
+    let changes = config::changes(&args.set)?;
+    let loaded = config::read(&ui, &args.config, args.name.as_deref(), &changes, &context.directory)?;
     let job_json = job_json(&loaded, &args.config)?;
     let submission = Submission {
         anatomy: anatomy(&loaded, &context.directory),

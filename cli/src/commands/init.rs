@@ -24,7 +24,7 @@ pub(super) fn init(context: &Context, args: &InitArgs) -> CommandResult {
     let text = TEMPLATE.replace("THIS_FILE", &shell_word(&path));
     fsutil::write_atomic(&path, |out| out.write_all(text.as_bytes())).map_err(|error| disk(&error))?;
     ui.data(&path.display().to_string())?;
-    ui.notice("set the model, the data set and the trigger word in it, then:");
+    ui.notice("fill in the model, the data set and the trigger word in it, then:");
     ui.notice(&format!("  aitk run {}", shell_word(&path)));
     Ok(Exit::Ok)
 }

@@ -2,11 +2,12 @@
 
 use super::Context;
 use crate::api::Api;
-use crate::args::{PauseArgs, PriorityArgs, PsArgs, ResumeArgs, StopArgs, WaitArgs};
+use crate::args::{PauseArgs, PriorityArgs, PsArgs, ResumeArgs, RmArgs, StopArgs, WaitArgs};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::follow::PATIENCE;
 use crate::members::is_array;
+use crate::notify;
 use crate::output::{Format, Ui};
 use crate::views::{job_exit, job_json, jobs_table};
 use aitk_common::control::{JobState, JobView};
@@ -21,20 +22,14 @@ pub(super) async fn ps(context: &Context, args: PsArgs) -> CommandResult {
     let ui = context.ui(true);
     let api = context.api().await?;
     let format = Format::from_flags(args.json, args.quiet);
-    let array = match &args.array {
+    let job = match &args.job {
         None => None,
-        Some(text) => {
-            let job = api.resolve(text).await?;
-            if !is_array(&job) {
-                return Err(Failure::usage(format!("{} is a job and no array", job.id))
-                    .hint(format!("`aitk explain {0}` and `aitk watch {0}` show one job", job.id)));
-            }
-            Some(job.id)
-        }
+        Some(text) => Some(api.resolve(text).await?),
     };
     loop {
-        let listed = match (&array, args.members) {
-            (Some(array), _) => api.members(array).await,
+        let listed = match (&job, args.members) {
+            (Some(job), _) if is_array(job) => api.members(&job.id).await,
+            (Some(job), _) => api.get(job.id.as_str()).await.map(|job| vec![job]),
             (None, true) => api.list_members(args.all, 0).await,
             (None, false) => api.list(args.all, 0).await,
         };
@@ -98,7 +93,15 @@ pub(super) async fn wait(context: &Context, args: WaitArgs) -> CommandResult {
     let jobs = resolve_all(&api, &args.jobs).await?;
     let ended = {
         let _spinner = ui.has_bars().then(|| ui.spinner(&waiting_for(&jobs)));
-        let all = join_all(jobs.into_iter().map(|job| to_end(&api, &ui, job)));
+        let command = args.notify_command.as_deref();
+        let all = join_all(jobs.into_iter().map(|job| {
+            let (api, ui) = (&api, &ui);
+            async move {
+                let ended = to_end(api, ui, job).await?;
+                notify::job_ended(ui, command, &ended).await;
+                Ok::<_, Failure>(ended)
+            }
+        }));
         let limit = args.timeout.unwrap_or(Duration::from_secs(u64::from(u32::MAX)));
         tokio::select! {
             ended = tokio::time::timeout(limit, all) => ended,
@@ -179,6 +182,16 @@ pub(super) async fn stop(context: &Context, args: StopArgs) -> CommandResult {
         JobState::Stopping => "saves and stops; `aitk wait` waits for it".to_owned(),
         state => format!("is {state}"),
     })
+}
+
+pub(super) async fn rm(context: &Context, args: RmArgs) -> CommandResult {
+    let ui = context.ui(true);
+    let api = context.api().await?;
+    let mut removed = Vec::new();
+    for job in resolve_all(&api, &args.jobs).await? {
+        removed.push(api.remove(&job.id).await?);
+    }
+    changed(&ui, &removed, args.json, |_| "is removed".to_owned())
 }
 
 pub(super) async fn resume(context: &Context, args: ResumeArgs) -> CommandResult {

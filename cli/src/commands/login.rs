@@ -10,6 +10,7 @@ use crate::settings;
 use aitk_common::fsutil;
 use aitk_common::security::join;
 use aitk_common::security::token::Token;
+use nix::sys::termios::{LocalFlags, SetArg, Termios, tcgetattr, tcsetattr};
 use std::io::{BufRead, IsTerminal, Read};
 use std::path::{Path, PathBuf};
 
@@ -20,7 +21,7 @@ pub(super) async fn login(context: &Context, args: LoginArgs) -> CommandResult {
     let ui = context.ui(true);
     let token = match &context.global.token_file {
         Some(path) => read_token(path)?,
-        None => asked(&args.server)?,
+        None => asked(&args.server).await?,
     };
     let (secret, authority) = join::split(&token);
     if join::is_join_secret(secret) {
@@ -44,8 +45,15 @@ pub(super) async fn login(context: &Context, args: LoginArgs) -> CommandResult {
              there is a certificate authority (`aitk-coordinator init`)",
         ),
         _ => failure,
-    })?;
-    let info = api.info().await?;
+    });
+    let asked = match api {
+        Ok(api) => api.info().await,
+        Err(failure) => Err(failure),
+    };
+    let info = match asked {
+        Ok(info) => info,
+        Err(failure) => return Err(about_tls(&args.server, &token, failure).await),
+    };
 
     let config = context.paths.user_config();
     let folder = fsutil::folder_of(&config).to_path_buf();
@@ -66,22 +74,82 @@ pub(super) async fn login(context: &Context, args: LoginArgs) -> CommandResult {
     Ok(Exit::Ok)
 }
 
+/// The failure; where a coordinator wants TLS at an address that was given without, that.
+async fn about_tls(server: &str, token: &str, failure: Failure) -> Failure {
+    let Some(host) = server.trim().strip_prefix("http://") else {
+        return failure;
+    };
+    let secure = format!("https://{host}");
+    let speaks_tls = match Api::connect(&secure, token, None).await {
+        Ok(_) => true,
+        // It showed a certificate: that is what TLS begins with.
+        Err(answer) => answer.message.to_lowercase().contains("certificate"),
+    };
+    if !speaks_tls {
+        return failure;
+    }
+    Failure::new(
+        failure.exit,
+        format!("the coordinator at {host} wants TLS, and {server} is an address without"),
+    )
+    .hint(format!("aitk login {secure}"))
+}
+
 fn word(path: &Path) -> String {
     path.display().to_string()
 }
 
 /// The token from standard input, so that it is neither in the shell's history nor in the list of processes.
-fn asked(server: &str) -> Result<String, Failure> {
+async fn asked(server: &str) -> Result<String, Failure> {
     let stdin = std::io::stdin();
     if stdin.is_terminal() {
-        eprintln!("The token for {server}, from `aitk-coordinator token create` (it is shown while you paste it):");
+        eprintln!("The token for {server}, from `aitk-coordinator token create` (it is not shown while you paste it):");
     }
-    let mut line = String::new();
-    let read = stdin.lock().take(LONGEST).read_line(&mut line);
-    read.map_err(|error| Failure::failed(format!("cannot read the token from standard input: {error}")))?;
+    // On a thread of its own, so that Ctrl-C finds the terminal as it was.
+    let reading = tokio::task::spawn_blocking(|| {
+        let mut line = String::new();
+        std::io::stdin().lock().take(LONGEST).read_line(&mut line).map(|_| line)
+    });
+    let read = {
+        let _hidden = HiddenInput::begin();
+        tokio::select! {
+            read = reading => read.map_err(std::io::Error::other).flatten(),
+            _ = tokio::signal::ctrl_c() => return Err(Failure::new(Exit::Interrupted, "interrupted; nothing was changed")),
+        }
+    };
+    let line = read.map_err(|error| Failure::failed(format!("cannot read the token from standard input: {error}")))?;
     let token = Token::parse(&line, "standard input").map_err(|error| {
         Failure::new(Exit::Unauthorised, error.to_string())
             .hint("paste it, or pipe it in, or name a file with --token-file FILE")
     })?;
     Ok(token.secret().to_owned())
+}
+
+/// Standard input without echo, while this lives.
+struct HiddenInput {
+    before: Option<Termios>,
+}
+
+impl HiddenInput {
+    /// Without a terminal it does nothing.
+    fn begin() -> Self {
+        let stdin = std::io::stdin();
+        let before = tcgetattr(&stdin).ok();
+        if let Some(before) = &before {
+            let mut hidden = before.clone();
+            hidden.local_flags.remove(LocalFlags::ECHO);
+            // The line break is shown: the next line of ours begins at the left.
+            hidden.local_flags.insert(LocalFlags::ECHONL);
+            let _ = tcsetattr(&stdin, SetArg::TCSANOW, &hidden);
+        }
+        Self { before }
+    }
+}
+
+impl Drop for HiddenInput {
+    fn drop(&mut self) {
+        if let Some(before) = &self.before {
+            let _ = tcsetattr(std::io::stdin(), SetArg::TCSANOW, before);
+        }
+    }
 }

@@ -1,16 +1,18 @@
 //! `logs` and `watch`.
 
 use super::Context;
+use crate::api::Api;
 use crate::args::{LogsArgs, WatchArgs};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::follow::{Follow, LogFilter, LogsTo, Renderer, detached, follow_to_end};
 use crate::journal::Journal;
 use crate::members::{self, Lines, is_array, watch_array};
-use crate::output::Format;
+use crate::notify;
 use crate::output::format::printable;
+use crate::output::{Format, Ui};
 use crate::views::{event_json, job_exit};
-use aitk_common::control::{EventBody, JobEvent, JobState};
+use aitk_common::control::{EventBody, JobEvent, JobState, JobView};
 use futures::StreamExt;
 
 /// How many log lines of the past `watch` shows.
@@ -89,7 +91,8 @@ pub(super) async fn watch(context: &Context, args: WatchArgs) -> CommandResult {
     let job = api.resolve(&args.job).await?;
     let format = if args.json { Format::Json } else { Format::Human };
     if is_array(&job) {
-        return watch_array(&api, &ui, job, format, LogsTo::Stdout).await;
+        let exit = watch_array(&api, &ui, job.clone(), format, LogsTo::Stdout).await?;
+        return ended(&api, &ui, args.notify_command.as_deref(), &job, exit).await;
     }
     let mut renderer = Renderer::new(&ui, &job, format, LogsTo::Stdout);
     let mut cursor = 0;
@@ -108,10 +111,19 @@ pub(super) async fn watch(context: &Context, args: WatchArgs) -> CommandResult {
             renderer.event(&event)?;
         }
         if job.state == JobState::Queued || job.state.is_ended() {
-            ui.notice(&printable(&format!("{} is {}: {}", job.name, job.state, job.reason)));
+            ui.notice(&printable(&format!("{} is {}: {}", job.name, job.status(), job.reason)));
         } else {
             renderer.caught_up();
         }
     }
-    follow_to_end(&api, &ui, job, cursor, &mut renderer).await
+    let exit = follow_to_end(&api, &ui, job.clone(), cursor, &mut renderer).await?;
+    ended(&api, &ui, args.notify_command.as_deref(), &job, exit).await
+}
+
+/// Runs the user's command when a job was followed to its end.
+pub(super) async fn ended(api: &Api, ui: &Ui, command: Option<&str>, job: &JobView, exit: Exit) -> CommandResult {
+    if command.is_some() && exit != Exit::Interrupted {
+        notify::job_ended(ui, command, &api.get(job.id.as_str()).await?).await;
+    }
+    Ok(exit)
 }

@@ -3,6 +3,7 @@
 mod artifacts;
 mod doctor;
 mod forecast;
+mod help;
 mod init;
 mod jobs;
 mod login;
@@ -100,6 +101,7 @@ pub async fn dispatch(cli: Cli) -> CommandResult {
         Command::Watch(args) => logs::watch(&context, args).await,
         Command::Wait(args) => jobs::wait(&context, args).await,
         Command::Stop(args) => jobs::stop(&context, args).await,
+        Command::Rm(args) => jobs::rm(&context, args).await,
         Command::Resume(args) => jobs::resume(&context, args).await,
         Command::Pause(args) => jobs::pause(&context, args).await,
         Command::Priority(args) => jobs::priority(&context, args).await,
@@ -114,6 +116,7 @@ pub async fn dispatch(cli: Cli) -> CommandResult {
         Command::Worker(args) => match args.command {
             WorkerCommand::Drain(args) => workers::drain(&context, args).await,
             WorkerCommand::Undrain(args) => workers::undrain(&context, args).await,
+            WorkerCommand::Forget(args) => workers::forget(&context, args).await,
         },
         Command::Doctor(args) => Box::pin(doctor::doctor(&context, args)).await,
         Command::Login(args) => Box::pin(login::login(&context, args)).await,
@@ -122,6 +125,7 @@ pub async fn dispatch(cli: Cli) -> CommandResult {
         Command::Up(args) => Box::pin(up::up(&context, args)).await,
         #[cfg(feature = "embedded")]
         Command::Bench(args) => Box::pin(crate::bench::run(&context, args)).await,
+        Command::Help(args) => help::help(&context, &args),
         Command::Completions(args) => completions(&context, args.shell),
         #[cfg(not(feature = "embedded"))]
         Command::Run(_) => Err(not_embedded("run")),

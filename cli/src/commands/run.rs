@@ -16,6 +16,7 @@ use crate::views::job_exit;
 use aitk_common::capability::{Device, DeviceKind};
 use aitk_common::control::{Artifact, JobView, Submission};
 use aitk_common::job::LoadedJob;
+use aitk_common::job::change::Change;
 use aitk_common::job::cluster::{ClusterConfig, Labels};
 use aitk_common::job::values::OneOrMany;
 use aitk_common::plan::profile::MemoryProfile;
@@ -29,6 +30,8 @@ pub struct RunOptions {
     pub recover: bool,
     /// Replaces `[name]`.
     pub name: Option<String>,
+    /// Keys that have another value than in the configs.
+    pub changes: Vec<Change>,
     /// `cuda:1`, `cpu`; the best there is when unset.
     pub device: Option<String>,
 }
@@ -64,6 +67,7 @@ pub(super) async fn run(context: &Context, args: RunArgs) -> CommandResult {
     let options = RunOptions {
         recover: args.recover,
         name: args.name,
+        changes: config::changes(&args.set)?,
         device: args.device,
     };
     let report = run_embedded(&ui, &context.paths, &context.directory, &args.configs, &options).await;
@@ -93,7 +97,7 @@ pub async fn run_embedded(
     let mut ran = Vec::new();
     let mut ready = Vec::new();
     for path in configs {
-        match config::read(ui, path, options.name.as_deref(), directory) {
+        match config::read(ui, path, options.name.as_deref(), &options.changes, directory) {
             Ok(loaded) => ready.push((path.clone(), loaded)),
             Err(failure) if options.recover => {
                 ui.failure(&failure);
@@ -195,6 +199,8 @@ fn settle_here(ui: &Ui, cluster: &mut ClusterConfig, devices: &[Device]) -> Resu
     cluster.labels = Labels::default();
     // Now and here is what was asked for.
     cluster.after = OneOrMany(Vec::new());
+    cluster.after_any = OneOrMany(Vec::new());
+    cluster.after_failed = OneOrMany(Vec::new());
     cluster.not_before = None;
     let nothing = |what: String| {
         Failure::new(Exit::NothingFits, what).hint("change `cluster` in the config, or submit it to a cluster that can")
@@ -380,7 +386,7 @@ mod tests {
                  model: {{name_or_path: {model}, arch: sd1}}\n      generate: {{prompts: [a]}}\n"
             );
             std::fs::write(&config, text).unwrap();
-            let loaded = config::read(&Ui::silent(), &config, None, folder.path()).unwrap();
+            let loaded = config::read(&Ui::silent(), &config, None, &[], folder.path()).unwrap();
             let submission = submission(&config, folder.path(), loaded).unwrap();
             submission.anatomy.map(|anatomy| anatomy.denoiser)
         };

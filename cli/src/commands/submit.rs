@@ -1,9 +1,10 @@
 //! `submit`: check here, send what is missing, hand over.
 
+use super::logs::ended;
 use super::{Context, env};
 use crate::api::Api;
 use crate::args::SubmitArgs;
-use crate::config::{Reading, read_as};
+use crate::config::{self, Reading, read_as};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::follow::{LogsTo, Renderer, follow_to_end};
@@ -16,6 +17,7 @@ use crate::trace::Submitting;
 use crate::upload::{Staged, Upload, stage};
 use aitk_common::control::{MAX_CONFIG_BYTES, NewMember, Submission, Submitted};
 use aitk_common::id::UserName;
+use aitk_common::job::change::Change;
 use aitk_common::job::generate::prompt_lines;
 use aitk_common::job::{Input, InputKind, JobSpec, LoadedJob};
 use aitk_common::plan::anatomy::Anatomy;
@@ -149,11 +151,13 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
     }
     let format = if args.json { Format::Json } else { Format::Human };
     if is_array(&job) {
-        return watch_array(&api, &ui, job, format, LogsTo::Stderr).await;
+        let exit = watch_array(&api, &ui, job.clone(), format, LogsTo::Stderr).await?;
+        return ended(&api, &ui, args.notify_command.as_deref(), &job, exit).await;
     }
     // Standard output holds the id, for `id=$(aitk submit -f …)`.
     let mut renderer = Renderer::new(&ui, &job, format, LogsTo::Stderr);
-    follow_to_end(&api, &ui, job, 0, &mut renderer).await
+    let exit = follow_to_end(&api, &ui, job.clone(), 0, &mut renderer).await?;
+    ended(&api, &ui, args.notify_command.as_deref(), &job, exit).await
 }
 
 /// One job to submit.
@@ -220,11 +224,27 @@ fn read_one(
     reading: Reading<'_>,
     warned: &mut BTreeSet<String>,
 ) -> Result<LoadedJob, Failure> {
-    let reading = Reading {
-        name: args.name.as_deref(),
-        ..reading
+    let mut changes = config::changes(&args.set)?;
+    changes.extend_from_slice(reading.changes);
+    let read = |changes: &[Change]| {
+        let reading = Reading {
+            name: args.name.as_deref(),
+            changes,
+            ..reading
+        };
+        read_as(&args.config, &context.directory, reading)
     };
-    let (mut loaded, warnings) = read_as(&args.config, &context.directory, reading)?;
+    let (mut loaded, mut warnings) = read(&changes)?;
+    // `[name]` is elsewhere in the config, or nowhere: the job is called as its user says all the same.
+    if let Some(name) = &args.name
+        && !loaded.spec.name.contains(name.as_str())
+    {
+        changes.push(Change {
+            key: "config.name".to_owned(),
+            value: format!("'{name}'"),
+        });
+        (loaded, warnings) = read(&changes)?;
+    }
     for warning in warnings {
         if !warned.contains(&warning) {
             ui.warn(&warning);

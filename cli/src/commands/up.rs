@@ -7,8 +7,9 @@ use crate::download::disk;
 use crate::embedded::{Local, Stops, find_devices, say_devices};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure, chain};
+use crate::output::format::printable;
 use crate::paths::display_path;
-use crate::settings::UpState;
+use crate::settings::{Setting, UpState};
 use aitk_common::fsutil;
 use std::path::{Path, PathBuf};
 
@@ -73,9 +74,9 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
     ui.data(&format!("data        {}", display_path(&data_dir, &env)))?;
     say_devices(&ui, &devices);
     ui.notice("");
-    ui.notice("Next, in another terminal:");
-    ui.notice("  aitk submit CONFIG --follow     run a job");
-    ui.notice("  aitk ps                         see all jobs");
+    for line in next_steps(&server, context.settings().ok().and_then(|settings| settings.server)) {
+        ui.notice(&line);
+    }
     if !args.bind.ip().is_loopback() {
         let place = shell_word(&token_file);
         ui.notice("On each other machine, with a copy of the token file:");
@@ -113,6 +114,31 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
     Ok(if exit == Exit::Interrupted { Exit::Ok } else { exit })
 }
 
+/// The commands that reach this coordinator; `usual` is where they go when they are not told.
+fn next_steps(server: &str, usual: Option<Setting<String>>) -> Vec<String> {
+    let elsewhere = usual.filter(|usual| usual.value.trim_end_matches('/') != server);
+    let option = match &elsewhere {
+        Some(_) => format!(" --server {server}"),
+        None => String::new(),
+    };
+    let mut lines = Vec::new();
+    if let Some(usual) = &elsewhere {
+        lines.push(format!(
+            "Without --server, commands go to {}, from {}.",
+            printable(&usual.value),
+            printable(&usual.origin.to_string())
+        ));
+    }
+    lines.push("Next, in another terminal:".to_owned());
+    for (command, what) in [("submit CONFIG --follow", "run a job"), ("ps", "see all jobs")] {
+        lines.push(match &elsewhere {
+            Some(_) => format!("  aitk {command}{option}"),
+            None => format!("  aitk {command:<27}{what}"),
+        });
+    }
+    lines
+}
+
 fn database(args: &UpArgs) -> Result<Option<aitk_coordinator::DatabaseUrl>, Failure> {
     let url = args.database.as_deref().map(str::parse).transpose();
     url.map_err(|error| Failure::usage(chain(&error)))
@@ -133,6 +159,27 @@ fn write_state(path: &Path, state: &UpState) -> Result<StateFile, Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::settings::Origin;
+
+    #[test]
+    fn what_to_type_next_reaches_this_coordinator() {
+        let here = "http://127.0.0.1:7431";
+        let named = |value: &str| Setting {
+            value: value.to_owned(),
+            origin: Origin::User("/home/ada/.config/aitk/config.yaml".into()),
+        };
+        for usual in [None, Some(named("http://127.0.0.1:7431/"))] {
+            let lines = next_steps(here, usual);
+            assert_eq!(lines.len(), 3);
+            assert!(lines.iter().all(|line| !line.contains("--server")), "{lines:?}");
+        }
+        let lines = next_steps(here, Some(named("https://gpu.lab:7420")));
+        assert!(
+            lines[0].contains("https://gpu.lab:7420, from user file /home/ada"),
+            "{lines:?}"
+        );
+        assert_eq!(lines[2], "  aitk submit CONFIG --follow --server http://127.0.0.1:7431");
+    }
 
     #[test]
     fn the_state_file_lives_as_long_as_up_does() {

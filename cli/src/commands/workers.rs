@@ -1,7 +1,7 @@
 //! `workers`, `worker drain`, `worker undrain`.
 
 use super::Context;
-use crate::args::{DrainArgs, UndrainArgs, WorkersArgs};
+use crate::args::{DrainArgs, ForgetArgs, UndrainArgs, WorkersArgs};
 use crate::exit::Exit;
 use crate::failure::CommandResult;
 use crate::output::format::printable;
@@ -42,6 +42,12 @@ pub(super) async fn undrain(context: &Context, args: UndrainArgs) -> CommandResu
     let ui = context.ui(true);
     let worker = context.api().await?.drain_worker(&args.worker, false, false).await?;
     changed(&ui, &worker, args.json, "takes work again")
+}
+
+pub(super) async fn forget(context: &Context, args: ForgetArgs) -> CommandResult {
+    let ui = context.ui(true);
+    let worker = context.api().await?.forget_worker(&args.worker).await?;
+    changed(&ui, &worker, args.json, "is forgotten")
 }
 
 fn changed(ui: &Ui, worker: &WorkerView, json: bool, says: &str) -> CommandResult {

@@ -2,6 +2,7 @@
 
 use jiff::{SignedDuration, Timestamp};
 use std::time::Duration;
+use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
 const KIB: f64 = 1024.0;
 
@@ -165,6 +166,37 @@ pub fn printable(text: &str) -> String {
 /// Characters that reorder what follows, so that a name could look like another.
 fn is_bidi(c: char) -> bool {
     matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
+/// A line in pieces of at most `room` columns, cut between words where there are any.
+#[must_use]
+pub fn fold(line: &str, room: usize) -> Vec<String> {
+    let mut out = Vec::new();
+    let mut piece = String::new();
+    for word in line.split_inclusive(' ') {
+        if !piece.is_empty() && piece.width() + word.trim_end().width() > room {
+            out.push(std::mem::take(&mut piece).trim_end().to_owned());
+        }
+        piece.push_str(word);
+        // A word that is longer than a line.
+        while piece.trim_end().width() > room {
+            let mut columns = 0;
+            let fits = piece
+                .char_indices()
+                .find(|(_, c)| {
+                    columns += c.width().unwrap_or(0);
+                    columns > room
+                })
+                .map_or(piece.len(), |(at, _)| at);
+            let first = piece.chars().next().map_or(0, char::len_utf8);
+            let rest = piece.split_off(fits.max(first));
+            out.push(std::mem::replace(&mut piece, rest));
+        }
+    }
+    if !piece.trim_end().is_empty() || out.is_empty() {
+        out.push(piece.trim_end().to_owned());
+    }
+    out
 }
 
 #[cfg(test)]

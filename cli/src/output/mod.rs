@@ -6,7 +6,7 @@ pub mod table;
 pub mod ui;
 
 pub use table::{Align, Column, Table};
-pub use ui::{Format, Ui};
+pub use ui::{Format, Ui, Wait};
 
 /// Version of every JSON document and line that the program prints. It grows when a field
 /// changes its meaning or goes away, not when one is added.

@@ -1,6 +1,6 @@
 //! Tables that fit a terminal: plain columns, two spaces apart; wide text columns give way first.
 
-use super::format::printable;
+use super::format::{fold, printable};
 use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
 /// On which side a column is aligned.
@@ -53,11 +53,19 @@ impl Column {
     }
 }
 
+/// How far a note stands in from the left when it is below its row.
+const NOTE_INDENT: usize = 2;
+/// No note is folded into less than this.
+const NARROWEST_NOTE: usize = 20;
+
 /// Rows under column titles.
 #[derive(Clone, Debug)]
 pub struct Table {
     columns: Vec<Column>,
     rows: Vec<Vec<String>>,
+    /// Title of the notes, and a note for each row that has one.
+    note_title: &'static str,
+    notes: Vec<String>,
 }
 
 impl Table {
@@ -67,6 +75,26 @@ impl Table {
         Self {
             columns: columns.to_vec(),
             rows: Vec::new(),
+            note_title: "",
+            notes: Vec::new(),
+        }
+    }
+
+    /// A table whose rows may have a note: a sentence that is never cut. It is the last column where all notes fit into
+    /// it, otherwise it stands below its row, on as many lines as it needs.
+    #[must_use]
+    pub fn with_notes(columns: &[Column], title: &'static str) -> Self {
+        Self {
+            note_title: title,
+            ..Self::new(columns)
+        }
+    }
+
+    /// The note of the row that was added last.
+    pub fn note(&mut self, text: &str) {
+        self.notes.resize(self.rows.len(), String::new());
+        if let Some(note) = self.notes.last_mut() {
+            *note = printable(text);
         }
     }
 
@@ -81,6 +109,45 @@ impl Table {
     /// the shrinkable columns allow it.
     #[must_use]
     pub fn aligned(&self, width: usize) -> Vec<String> {
+        self.blocks(width).concat()
+    }
+
+    /// As [`Self::aligned`]: the titles, then the lines of each row.
+    #[must_use]
+    pub fn blocks(&self, width: usize) -> Vec<Vec<String>> {
+        let notes = |row: usize| self.notes.get(row).map_or("", String::as_str);
+        let longest = self.notes.iter().map(|note| note.width()).max().unwrap_or(0);
+        let beside = longest.max(self.note_title.width()) + 2;
+        // Below its row where names would have to be cut for it.
+        let natural = self
+            .lines(usize::MAX)
+            .iter()
+            .map(|line| line.width())
+            .max()
+            .unwrap_or(0);
+        if longest == 0 || natural + beside > width {
+            let room = width.saturating_sub(NOTE_INDENT).max(NARROWEST_NOTE);
+            let mut lines = self.lines(width).into_iter();
+            let titles = lines.next().map(|line| vec![line]);
+            let rows = lines.enumerate().map(|(row, line)| {
+                let below = Some(notes(row)).filter(|note| !note.is_empty());
+                let below = below.into_iter().flat_map(|note| fold(note, room));
+                std::iter::once(line)
+                    .chain(below.map(|line| format!("{:NOTE_INDENT$}{line}", "")))
+                    .collect()
+            });
+            return titles.into_iter().chain(rows).collect();
+        }
+        let lines = self.lines(usize::MAX).into_iter().enumerate();
+        let noted = lines.map(|(row, line)| {
+            let note = if row == 0 { self.note_title } else { notes(row - 1) };
+            let pad = " ".repeat(natural.saturating_sub(line.width()) + 2);
+            vec![format!("{line}{pad}{note}").trim_end().to_owned()]
+        });
+        noted.collect()
+    }
+
+    fn lines(&self, width: usize) -> Vec<String> {
         let mut widths: Vec<usize> = (0..self.columns.len())
             .map(|i| {
                 let cells = self.rows.iter().map(|row| row[i].width());
@@ -112,9 +179,16 @@ impl Table {
     /// For a script: tab between cells, titles first, nothing shortened.
     #[must_use]
     pub fn tabbed(&self) -> Vec<String> {
-        let titles: Vec<&str> = self.columns.iter().map(|column| column.title).collect();
+        let mut titles: Vec<&str> = self.columns.iter().map(|column| column.title).collect();
+        titles.extend(Some(self.note_title).filter(|title| !title.is_empty()));
+        let noted = |(row, cells): (usize, &Vec<String>)| {
+            let note = self.notes.get(row).map_or("", String::as_str);
+            let note = (!self.note_title.is_empty()).then_some(note);
+            let cells = cells.iter().map(String::as_str).chain(note);
+            cells.collect::<Vec<_>>().join("\t")
+        };
         std::iter::once(titles.join("\t"))
-            .chain(self.rows.iter().map(|row| row.join("\t")))
+            .chain(self.rows.iter().enumerate().map(noted))
             .collect()
     }
 
@@ -197,6 +271,30 @@ mod tests {
         assert_eq!(
             table().tabbed()[2],
             "j2\ta very long name that nobody wants to read\t1200"
+        );
+    }
+
+    #[test]
+    fn notes_stand_beside_where_they_fit_and_below_uncut_where_they_do_not() {
+        let mut table = Table::with_notes(&[Column::fixed("ID"), Column::text("NAME", 8)], "DETAIL");
+        table.row(["j1".to_owned(), "ada".to_owned()]);
+        table.note("runs on box cuda:0");
+        table.row(["j2".to_owned(), "bob".to_owned()]);
+        assert_eq!(
+            table.aligned(40),
+            ["ID  NAME  DETAIL", "j1  ada   runs on box cuda:0", "j2  bob"]
+        );
+        assert_eq!(
+            table.blocks(20),
+            [
+                vec!["ID  NAME"],
+                vec!["j1  ada", "  runs on box", "  cuda:0"],
+                vec!["j2  bob"]
+            ]
+        );
+        assert_eq!(
+            table.tabbed(),
+            ["ID\tNAME\tDETAIL", "j1\tada\truns on box cuda:0", "j2\tbob\t"]
         );
     }
 

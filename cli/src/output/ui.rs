@@ -282,6 +282,12 @@ impl Ui {
         wait
     }
 
+    /// Lines that change while one waits.
+    #[must_use]
+    pub fn live(&self) -> Wait<'_> {
+        self.wait("", 0, Unit::Job, "{msg}")
+    }
+
     /// The progress of a job.
     #[must_use]
     pub fn job(&self) -> Wait<'_> {
@@ -364,6 +370,21 @@ impl Wait<'_> {
         what.clone_into(&mut self.what);
         if let Some(bar) = &self.bar {
             bar.set_message(self.what.clone());
+        }
+    }
+
+    /// What there is to see now, of [`Ui::live`]: in place of what was there, or every ten seconds where there is no terminal.
+    pub fn show_lines(&mut self, lines: &[String]) {
+        match &self.bar {
+            Some(bar) => {
+                let width = self.ui.width.unwrap_or(80).saturating_sub(1);
+                let lines: Vec<String> = lines.iter().map(|line| super::table::shorten(line, width)).collect();
+                bar.set_message(lines.join("\n"));
+            }
+            None if self.ui.plain_progress && self.pace.due(self.ui.started.elapsed(), false) => {
+                lines.iter().for_each(|line| self.ui.notice(line));
+            }
+            None => {}
         }
     }
 

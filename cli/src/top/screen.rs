@@ -1,7 +1,6 @@
 //! The picture: machines above, jobs in the middle, the chosen job below.
 
 use super::state::{State, waits};
-use crate::output::Table;
 use crate::output::format::printable;
 use crate::views::{job_detail, jobs_table, workers_table};
 use jiff::Timestamp;
@@ -19,7 +18,7 @@ pub(super) fn draw(frame: &mut Frame, state: &State, now: Timestamp) {
     let machines = workers_table(&state.seen.workers, now);
     let jobs = jobs_table(&state.seen.jobs, now, false);
     let width = usize::from(frame.area().width);
-    let machines = lines(&machines, width);
+    let machines = machines.blocks(width);
     // Machines take what they need, but leave jobs half of the rest.
     let room = frame.area().height.saturating_sub(PANEL + 4);
     let needed = u16::try_from(machines.len()).unwrap_or(u16::MAX);
@@ -35,14 +34,10 @@ pub(super) fn draw(frame: &mut Frame, state: &State, now: Timestamp) {
     .split(frame.area());
     frame.render_widget(head(state), areas[0]);
     rows(frame, state, areas[2], &machines, None);
-    rows(frame, state, areas[4], &lines(&jobs, width), state.row());
+    rows(frame, state, areas[4], &jobs.blocks(width), state.row());
     frame.render_widget(Paragraph::new(panel(state)).wrap(Wrap { trim: false }), areas[5]);
     let help = "q leave   ↑↓ choose a job   aitk explain, logs, stop JOB: more of it";
     frame.render_widget(Paragraph::new(help).style(faint(state)), areas[6]);
-}
-
-fn lines(table: &Table, width: usize) -> Vec<String> {
-    table.aligned(width)
 }
 
 fn head(state: &State) -> Paragraph<'_> {
@@ -54,29 +49,56 @@ fn head(state: &State) -> Paragraph<'_> {
     }
 }
 
-/// Titles, then as many rows as there is room for, among them the chosen one.
-fn rows(frame: &mut Frame, state: &State, area: Rect, lines: &[String], chosen: Option<usize>) {
-    let Some((titles, rows)) = lines.split_first() else {
+/// Titles, then as many rows as there is room for, among them the chosen one. A row may have several lines.
+fn rows(frame: &mut Frame, state: &State, area: Rect, blocks: &[Vec<String>], chosen: Option<usize>) {
+    let Some((titles, rows)) = blocks.split_first() else {
         return;
     };
     let room = usize::from(area.height.saturating_sub(1));
     // Where not all of them fit, a line says how many are left.
-    let room = if rows.len() > room && room > 1 { room - 1 } else { room };
-    let first = chosen.map_or(0, |row| (row + 1).saturating_sub(room));
-    let mut text = vec![Line::styled(titles.as_str(), faint(state))];
-    for (row, line) in rows.iter().enumerate().skip(first).take(room) {
+    let all: usize = rows.iter().map(Vec::len).sum();
+    let room = if all > room && room > 1 { room - 1 } else { room };
+    let first = first_row(rows, room, chosen.unwrap_or(0));
+    let mut text: Vec<Line<'_>> = titles
+        .iter()
+        .map(|line| Line::styled(line.as_str(), faint(state)))
+        .collect();
+    let (mut used, mut shown) = (0, first);
+    for (row, lines) in rows.iter().enumerate().skip(first) {
+        // The last one is cut only when it is the only one.
+        if used + lines.len() > room && used > 0 {
+            break;
+        }
         let style = if Some(row) == chosen {
             Style::new().add_modifier(Modifier::REVERSED)
         } else {
             Style::new()
         };
-        text.push(Line::styled(line.as_str(), style));
+        text.extend(
+            lines
+                .iter()
+                .take(room - used)
+                .map(|line| Line::styled(line.as_str(), style)),
+        );
+        used += lines.len().min(room - used);
+        shown = row + 1;
     }
-    let left = rows.len().saturating_sub(first + room);
+    let left = rows.len().saturating_sub(shown);
     if left > 0 {
         text.push(Line::styled(format!("… {left} more"), faint(state)));
     }
     frame.render_widget(Paragraph::new(Text::from(text)), area);
+}
+
+/// The first row that is shown, so that the chosen one is seen whole.
+fn first_row(rows: &[Vec<String>], room: usize, chosen: usize) -> usize {
+    let upto = rows.len().min(chosen + 1);
+    let mut used = 0;
+    let fits = rows[..upto].iter().rev().take_while(|lines| {
+        used += lines.len();
+        used <= room
+    });
+    upto.saturating_sub(fits.count().max(1))
 }
 
 fn panel(state: &State) -> Text<'_> {
@@ -105,11 +127,7 @@ fn panel(state: &State) -> Text<'_> {
                 text.push_line(printable(&format!("{sign} {}", device.words)));
             }
         }
-        None => text.push_line(printable(&format!(
-            "{}: {} ({owner})",
-            job.state.name(),
-            job_detail(job)
-        ))),
+        None => text.push_line(printable(&format!("{}: {} ({owner})", job.status(), job_detail(job)))),
     }
     text
 }

@@ -1,6 +1,6 @@
 //! What the screen knows. Pure: no terminal, no clock, no connection.
 
-use aitk_common::control::{Forecast, JobState, JobView, WorkerView};
+use aitk_common::control::{ArrayCounts, Forecast, JobState, JobView, WorkerView};
 use aitk_common::id::JobId;
 
 /// What the user wants.
@@ -103,15 +103,59 @@ impl State {
         self.chosen = self.seen.jobs.get(row.min(last)).map(|job| job.id.clone());
     }
 
-    /// `3 running, 12 waiting`.
+    /// `1 of 2 workers, 3 running, 12 waiting`: jobs, not rows, so each member of an array counts.
     pub(super) fn counts(&self) -> String {
-        let count = |wanted: &[JobState]| self.seen.jobs.iter().filter(|job| wanted.contains(&job.state)).count();
+        let mut counts = ArrayCounts::default();
+        for job in &self.seen.jobs {
+            match job.array.as_ref().filter(|array| array.index.is_none()) {
+                Some(array) => counts.merge(array.counts),
+                None => counts.add(job.state, job.paused),
+            }
+        }
         let connected = self.seen.workers.iter().filter(|worker| worker.connected).count();
+        let paused = match counts.paused {
+            0 => String::new(),
+            paused => format!(", {paused} paused"),
+        };
         format!(
-            "{connected} of {} workers, {} running, {} waiting",
+            "{connected} of {} workers, {} running, {} waiting{paused}",
             self.seen.workers.len(),
-            count(&[JobState::Running, JobState::Stopping]),
-            count(&[JobState::Queued]),
+            counts.running,
+            counts.waiting,
         )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::tests::job;
+    use aitk_common::control::ArrayView;
+
+    #[test]
+    fn members_of_an_array_are_counted_one_by_one() {
+        let mut array = job("a", "a", JobState::Running, 0);
+        array.array = Some(ArrayView {
+            id: JobId::new("a"),
+            index: None,
+            size: 9,
+            at_most: None,
+            split: false,
+            counts: ArrayCounts {
+                running: 2,
+                waiting: 3,
+                paused: 1,
+                completed: 3,
+                ..ArrayCounts::default()
+            },
+        });
+        let mut paused = job("p", "p", JobState::Queued, 0);
+        paused.paused = true;
+        let mut state = State::new("s", false);
+        state.see(Seen {
+            jobs: vec![array, job("b", "b", JobState::Queued, 0), paused],
+            ..Seen::default()
+        });
+        assert_eq!(state.counts(), "0 of 0 workers, 2 running, 4 waiting, 2 paused");
     }
 }

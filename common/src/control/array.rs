@@ -27,8 +27,11 @@ pub struct ArrayView {
 /// How many members of an array stand where.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ArrayCounts {
-    /// Wait.
+    /// Wait, and are not paused.
     pub waiting: u32,
+    /// Wait until they are resumed.
+    #[serde(default)]
+    pub paused: u32,
     /// Run, or stop.
     pub running: u32,
     /// All work is done.
@@ -40,9 +43,10 @@ pub struct ArrayCounts {
 }
 
 impl ArrayCounts {
-    /// Counts one member.
-    pub fn add(&mut self, state: JobState) {
+    /// Counts one member; `paused`: its user paused it.
+    pub fn add(&mut self, state: JobState, paused: bool) {
         let count = match state {
+            JobState::Queued if paused => &mut self.paused,
             JobState::Queued => &mut self.waiting,
             JobState::Running | JobState::Stopping => &mut self.running,
             JobState::Completed => &mut self.completed,
@@ -52,6 +56,21 @@ impl ArrayCounts {
         *count = count.saturating_add(1);
     }
 
+    /// Counts those of another array as well.
+    pub fn merge(&mut self, other: Self) {
+        let pairs = [
+            (&mut self.waiting, other.waiting),
+            (&mut self.paused, other.paused),
+            (&mut self.running, other.running),
+            (&mut self.completed, other.completed),
+            (&mut self.failed, other.failed),
+            (&mut self.stopped, other.stopped),
+        ];
+        for (count, more) in pairs {
+            *count = count.saturating_add(more);
+        }
+    }
+
     /// In words: `12 completed, 2 running, 26 waiting`.
     #[must_use]
     pub fn words(&self) -> String {
@@ -59,6 +78,7 @@ impl ArrayCounts {
             (self.completed, "completed"),
             (self.running, "running"),
             (self.waiting, "waiting"),
+            (self.paused, "paused"),
             (self.failed, "failed"),
             (self.stopped, "stopped"),
         ];
@@ -87,15 +107,16 @@ mod tests {
     #[test]
     fn counts_are_said_without_zeros() {
         let mut counts = ArrayCounts::default();
-        for state in [
-            JobState::Queued,
-            JobState::Queued,
-            JobState::Stopping,
-            JobState::Completed,
+        for (state, paused) in [
+            (JobState::Queued, false),
+            (JobState::Queued, true),
+            (JobState::Queued, false),
+            (JobState::Stopping, false),
+            (JobState::Completed, false),
         ] {
-            counts.add(state);
+            counts.add(state, paused);
         }
-        assert_eq!(counts.words(), "1 completed, 1 running, 2 waiting");
+        assert_eq!(counts.words(), "1 completed, 1 running, 2 waiting, 1 paused");
         assert_eq!(ArrayCounts::default().words(), "");
     }
 }

@@ -77,6 +77,17 @@ impl JobState {
         }
     }
 
+    /// The name used on screens for a job that its user paused, or not: `paused` while it waits for `resume`, `pausing`
+    /// while it saves.
+    #[must_use]
+    pub fn status(self, paused: bool) -> &'static str {
+        match self {
+            Self::Queued if paused => "paused",
+            Self::Running if paused => "pausing",
+            state => state.name(),
+        }
+    }
+
     /// Whether nothing more happens by itself.
     #[must_use]
     pub fn is_ended(self) -> bool {
@@ -223,6 +234,9 @@ pub enum EventBody {
         state: JobState,
         /// Why, in words.
         reason: String,
+        /// It waits until it is resumed, or saves in order to.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        paused: bool,
     },
     /// A try began or ended.
     Attempt {
@@ -345,6 +359,9 @@ pub struct JobView {
     pub progress: Option<Progress>,
     /// What it does now.
     pub phase: Option<String>,
+    /// The last loss that it reported; none: it reported none, or not since the coordinator started.
+    #[serde(default)]
+    pub loss: Option<f64>,
     /// The step of its last committed checkpoint.
     pub checkpoint_step: Option<u64>,
     /// Its tries, the newest last.
@@ -362,6 +379,14 @@ pub struct JobView {
     /// `yaml`, `json` or `jsonc`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub config_format: Option<String>,
+}
+
+impl JobView {
+    /// Where it stands, in the word that screens use.
+    #[must_use]
+    pub fn status(&self) -> &'static str {
+        self.state.status(self.paused)
+    }
 }
 
 /// A device of a worker and what it does.

@@ -59,7 +59,7 @@ pub(super) fn refuse_unknown(paths: &[String], cx: &mut Cx) {
     for mut finding in unknown {
         finding.message = finding
             .message
-            .replace("; it is ignored", "; docs/config-keys.md lists all");
+            .replace("; it is ignored", "; `aitk help config-keys` lists all");
         cx.errors.push(finding);
     }
 }

@@ -36,6 +36,10 @@ section! {
         retries: Option<u32> = None, Works;
         /// Jobs, by id or name, that must complete first.
         after: OneOrMany<String> = OneOrMany(Vec::new()), Works;
+        /// Jobs, by id or name, that must end first, however they end.
+        after_any: OneOrMany<String> = OneOrMany(Vec::new()), Works;
+        /// Jobs, by id or name, that must fail first: a job that tidies up, or tries again with other settings. When one of them completes, this job is not needed and is stopped.
+        after_failed: OneOrMany<String> = OneOrMany(Vec::new()), Works;
         /// Not started before this time, such as `2026-11-22T02:00:00Z`.
         not_before: Option<Moment> = None, Works;
         /// Running time after which the job saves and stops, such as `8h`. `aitk resume` gives it as much again.

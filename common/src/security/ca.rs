@@ -313,6 +313,12 @@ impl CheckedRequest {
         Ok(Self { key, name })
     }
 
+    /// Which key it is for.
+    #[must_use]
+    pub fn key_hash(&self) -> ContentHash {
+        ContentHash::of(&self.key.0)
+    }
+
     /// The name that it asks for, if it does.
     #[must_use]
     pub fn asked(&self) -> Option<&str> {
@@ -326,7 +332,21 @@ impl WorkerRequest {
     /// # Errors
     /// When the library fails.
     pub fn new(worker: Option<&UserName>) -> Result<Self, CaError> {
-        let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
+        Self::with_key(&KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?, worker)
+    }
+
+    /// The same request once more, with the key (PEM) of an earlier one.
+    ///
+    /// # Errors
+    /// When that is no key.
+    pub fn again(key_pem: &str, worker: Option<&UserName>) -> Result<Self, CaError> {
+        Self::with_key(
+            &KeyPair::from_pem_and_sign_algo(key_pem, &PKCS_ECDSA_P256_SHA256)?,
+            worker,
+        )
+    }
+
+    fn with_key(key: &KeyPair, worker: Option<&UserName>) -> Result<Self, CaError> {
         let name = worker.map(ToString::to_string).unwrap_or_default();
         let public_key = key.der_bytes().to_vec();
         let signature = key.sign(&signed_text(&name, &public_key))?;

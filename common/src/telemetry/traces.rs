@@ -12,6 +12,7 @@ mod exporter;
 
 use super::context::{SpanId, TraceContext, TraceId};
 use exporter::Outage;
+pub use exporter::SpanCounts;
 use opentelemetry::trace::{Link, SpanContext, SpanKind, Status, TraceContextExt, TraceFlags, TraceState};
 use opentelemetry::{Context, InstrumentationScope, KeyValue, Value};
 use opentelemetry_sdk::trace::{
@@ -234,6 +235,12 @@ impl Traces {
         }))
     }
 
+    /// What became of the spans of all services in this program.
+    #[must_use]
+    pub fn counts(&self) -> SpanCounts {
+        self.0.as_ref().map(|shared| shared.outage.counts()).unwrap_or_default()
+    }
+
     /// Sends what waits, for at most this long, and ends. Blocks; for the end of a program.
     pub fn finish(&self, patience: Duration) {
         let Some(shared) = &self.0 else { return };
@@ -311,6 +318,7 @@ impl Tracer {
         let Some(inner) = self.0.as_ref().filter(|_| span.context.sampled) else {
             return;
         };
+        inner.shared.outage.note_recorded();
         let mut links = SpanLinks::default();
         links.links = span.links;
         inner.processor.on_end(SpanData {

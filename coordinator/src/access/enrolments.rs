@@ -60,6 +60,20 @@ pub(crate) struct JoinToken {
     pub(crate) expires: UnixMillis,
     pub(crate) used: Option<UnixMillis>,
     pub(crate) revoked: Option<UnixMillis>,
+    /// What it was turned into.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) answer: Option<JoinAnswer>,
+}
+
+/// The answer to a join, kept because it may be lost on its way: the machine then asks again.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct JoinAnswer {
+    /// SHA-256 of the public key for which it asked.
+    pub(crate) key: ContentHash,
+    /// The certificate, PEM. No secret.
+    pub(crate) certificate: String,
+    /// Id of the enrolment.
+    pub(crate) enrolment: String,
 }
 
 impl JoinToken {
@@ -73,6 +87,15 @@ impl JoinToken {
             Some("the join token has expired")
         } else {
             None
+        }
+    }
+
+    /// Whether a machine may ask with it: for the first time, or, while it would still be good, for an answer that was lost.
+    fn may_ask(&self, now: UnixMillis) -> Result<(), &'static str> {
+        match self.ended(now) {
+            Some(_) if self.answer.is_some() && self.revoked.is_none() && now < self.expires => Ok(()),
+            Some(why) => Err(why),
+            None => Ok(()),
         }
     }
 }
@@ -189,7 +212,7 @@ impl Access {
             from,
             certificate: Some(shown.not_after),
         };
-        let now = self.inner.clock.now();
+        let now = self.inner.clock.date();
         let known = self.inner.enrolments.get(&shown.enrolment);
         let problem = match known {
             None => "is of no worker that this coordinator knows",
@@ -218,7 +241,7 @@ impl Access {
     pub(crate) fn note_refused_certificate(&self, from: SocketAddr, problem: &str) {
         self.note(AuditLine {
             id: AuditLine::fresh_id(),
-            time: self.inner.clock.now(),
+            time: self.inner.clock.date(),
             who: String::new(),
             by: String::new(),
             from: address(Some(from)),
@@ -231,7 +254,7 @@ impl Access {
 
     /// A worker without the certificate that it must have here.
     pub(crate) fn note_no_certificate(&self, who: &Identity) {
-        let mut line = who.line(self.inner.clock.now(), "refused", "");
+        let mut line = who.line(self.inner.clock.date(), "refused", "");
         line.done = false;
         line.detail = "a worker on another machine needs a certificate here".to_owned();
         self.note(line);
@@ -259,10 +282,10 @@ impl Access {
             from,
             certificate: None,
         };
-        let now = self.inner.clock.now();
-        Some(match found.ended(now) {
-            None => Ok(who),
-            Some(why) => {
+        let now = self.inner.clock.date();
+        Some(match found.may_ask(now) {
+            Ok(()) => Ok(who),
+            Err(why) => {
                 let mut line = who.line(now, "worker.enrol", &found.id);
                 (line.done, line.detail) = (false, why.to_owned());
                 self.note(line);
@@ -278,7 +301,7 @@ impl Access {
         name: Option<UserName>,
         life: Duration,
     ) -> Result<(Token, JoinToken), AccessError> {
-        let now = self.inner.clock.now();
+        let now = self.inner.clock.date();
         let secret = join::join_secret();
         let record = JoinToken {
             id: fresh('j'),
@@ -289,6 +312,7 @@ impl Access {
             expires: now.after(life),
             used: None,
             revoked: None,
+            answer: None,
         };
         let mut line = by.line(now, "join_token.create", &record.id);
         line.detail = record
@@ -312,7 +336,7 @@ impl Access {
     ) -> Result<Certified, EnrolError> {
         let result = self.try_enrol(who, signer, request, host, worker).await;
         if let Err(error) = &result {
-            let mut line = who.line(self.inner.clock.now(), "worker.enrol", &who.by);
+            let mut line = who.line(self.inner.clock.date(), "worker.enrol", &who.by);
             (line.done, line.detail) = (false, AuditLine::quote(&error.to_string()));
             self.note(line);
         }
@@ -330,12 +354,14 @@ impl Access {
         let request = CheckedRequest::check(request)?;
         let known = &self.inner.enrolments;
         let _changing = known.changing.lock().await;
-        let now = self.inner.clock.now();
+        let now = self.inner.clock.date();
         let mut join = known
             .join(|join| join.id == who.by)
             .ok_or(EnrolError::Token("the join token is not known"))?;
         if let Some(why) = join.ended(now) {
-            return Err(EnrolError::Token(why));
+            return self
+                .answer_again(who, &join, &request, now)
+                .ok_or(EnrolError::Token(why));
         }
         let name = match (&join.name, request.asked()) {
             (Some(name), _) => name.clone(),
@@ -375,6 +401,11 @@ impl Access {
             revoked: None,
         };
         join.used = Some(now);
+        join.answer = Some(JoinAnswer {
+            key: request.key_hash(),
+            certificate: pem.clone(),
+            enrolment: enrolment.id.clone(),
+        });
         documents.push(document(JOIN, &join.id, &join)?);
         documents.push(document(ENROLMENT, &enrolment.id, &enrolment)?);
         let mut line = who.line(now, "worker.enrol", worker.as_str());
@@ -394,6 +425,28 @@ impl Access {
         Ok(Certified { enrolment, pem })
     }
 
+    /// The answer that this join token got before, for the machine that holds the same key: its own was lost.
+    fn answer_again(
+        &self,
+        who: &Identity,
+        join: &JoinToken,
+        request: &CheckedRequest,
+        now: UnixMillis,
+    ) -> Option<Certified> {
+        join.may_ask(now).ok()?;
+        let answer = join.answer.as_ref().filter(|answer| answer.key == request.key_hash())?;
+        let good = |enrolment: &Enrolment| enrolment.revoked.is_none() && wall() < enrolment.expires;
+        let enrolment = self.inner.enrolments.get(&answer.enrolment).filter(good)?;
+        let mut line = who.line(now, "worker.enrol", enrolment.worker.as_str());
+        line.who = enrolment.name.to_string();
+        line.detail = format!("{} with {}, again: the answer was lost", enrolment.id, join.id);
+        self.note(line);
+        Some(Certified {
+            enrolment,
+            pem: answer.certificate.clone(),
+        })
+    }
+
     /// A newer certificate for a worker that has a good one.
     pub(crate) async fn renew(
         &self,
@@ -409,7 +462,7 @@ impl Access {
         let _changing = known.changing.lock().await;
         let found = known.get(&who.by).filter(|found| found.revoked.is_none());
         let mut enrolment = found.ok_or(EnrolError::Token("the certificate was revoked"))?;
-        let now = self.inner.clock.now();
+        let now = self.inner.clock.date();
         let signed = signer.worker(&request, &enrolment.name, &enrolment.id);
         let (pem, certificate) = signed.inspect_err(|error| {
             let mut line = who.line(now, "worker.renew", enrolment.worker.as_str());
@@ -442,7 +495,7 @@ impl Access {
 
     /// Another worker's place was asked for with a certificate.
     pub(crate) fn note_other_place(&self, who: &Identity, wanted: &WorkerId) -> AccessError {
-        let mut line = who.line(self.inner.clock.now(), "worker.join", wanted.as_str());
+        let mut line = who.line(self.inner.clock.date(), "worker.join", wanted.as_str());
         (line.done, line.detail) = (false, "its certificate is another worker's".to_owned());
         self.note(line);
         AccessError::NotYours(wanted.to_string())
@@ -452,7 +505,7 @@ impl Access {
     pub(crate) async fn revoke_worker(&self, by: &Identity, name: &str) -> Result<(Vec<Enrolment>, u32), AccessError> {
         let known = &self.inner.enrolments;
         let _changing = known.changing.lock().await;
-        let now = self.inner.clock.now();
+        let now = self.inner.clock.date();
         let mut ended: Vec<Enrolment> = known.all();
         ended.retain(|enrolment| enrolment.name.as_str() == name && enrolment.revoked.is_none());
         let mut joins = {

@@ -34,7 +34,7 @@ impl Access {
         if who.role != Role::Worker {
             return Ok(());
         }
-        let now = self.inner.clock.now();
+        let now = self.inner.clock.date();
         let mut line = who.line(now, "worker.join", worker.as_str());
         // Held while the store writes: of two who come first at once only one is.
         let mut machines = self.inner.machines.lock().await;

@@ -237,14 +237,14 @@ impl Access {
                 let first = limit.right(now, ip, sha256);
                 drop(limit);
                 if first {
-                    self.note(who.line(self.inner.clock.now(), "token.use", &who.by));
+                    self.note(who.line(self.inner.clock.date(), "token.use", &who.by));
                 }
                 Ok(who)
             }
             // No guess: a machine that goes on with an old token shuts nobody out who shares its address.
             Found::Ended(who, why) => {
                 drop(limit);
-                let mut line = who.line(self.inner.clock.now(), "login", &who.by);
+                let mut line = who.line(self.inner.clock.date(), "login", &who.by);
                 (line.done, line.detail) = (false, format!("the token {why}"));
                 self.note(line);
                 Err(Denied::Wrong)
@@ -282,7 +282,7 @@ impl Access {
         };
         match record.revoked {
             Some(_) => Found::Ended(who, "was revoked"),
-            None if record.is_good(self.inner.clock.now()) => Found::Good(who),
+            None if record.is_good(self.inner.clock.date()) => Found::Good(who),
             None => Found::Ended(who, "has expired"),
         }
     }
@@ -298,7 +298,7 @@ impl Access {
         };
         self.note(AuditLine {
             id: AuditLine::fresh_id(),
-            time: self.inner.clock.now(),
+            time: self.inner.clock.date(),
             who: String::new(),
             by: String::new(),
             from: address(from),
@@ -324,7 +324,7 @@ impl Access {
     pub(crate) fn may(&self, who: &Identity, right: Right) -> bool {
         let may = who.role.may(right);
         if !may {
-            let mut line = who.line(self.inner.clock.now(), "refused", "");
+            let mut line = who.line(self.inner.clock.date(), "refused", "");
             line.done = false;
             line.detail = format!("a {} may not {right}", who.role);
             self.note(line);

@@ -13,6 +13,9 @@ use std::time::Duration;
 
 /// Kind of a token's document.
 pub(super) const TOKEN: &str = "token";
+/// How often an open stream looks whether its caller's token is still good. A timer stands still while the machine is
+/// suspended, so none is set for the whole life of a token.
+const LOOK: Duration = Duration::from_secs(30);
 
 /// A user's token, without its secret.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -61,13 +64,13 @@ impl Access {
                     // The file's token cannot be revoked while the coordinator runs.
                     None if who.by == FILE => None,
                     None => return,
-                    Some(record) if !record.is_good(self.inner.clock.now()) => return,
+                    Some(record) if !record.is_good(self.inner.clock.date()) => return,
                     Some(record) => record.expires,
                 }
             };
-            let left = end.map_or(Duration::from_secs(3600), |end| end.since(self.inner.clock.now()));
+            let left = end.map_or(LOOK, |end| end.since(self.inner.clock.date()));
             tokio::select! {
-                _ = tokio::time::sleep(left.max(Duration::from_millis(10))) => {}
+                _ = tokio::time::sleep(left.clamp(Duration::from_millis(10), LOOK)) => {}
                 changed = revoked.changed() => if changed.is_err() { return std::future::pending().await },
             }
         }
@@ -81,7 +84,7 @@ impl Access {
         role: Role,
         life: Option<Duration>,
     ) -> Result<(Token, TokenRecord), AccessError> {
-        let now = self.inner.clock.now();
+        let now = self.inner.clock.date();
         let secret = Token::generate();
         let record = TokenRecord {
             id: format!("t{}", &uuid::Uuid::new_v4().simple().to_string()[..10]),
@@ -113,7 +116,7 @@ impl Access {
     pub(crate) async fn revoke(&self, by: &Identity, id: &str) -> Result<TokenRecord, AccessError> {
         let found = self.tokens().into_iter().find(|record| record.id == id);
         let mut record = found.ok_or_else(|| AccessError::NoToken(AuditLine::quote(id)))?;
-        let now = self.inner.clock.now();
+        let now = self.inner.clock.date();
         record.revoked = Some(record.revoked.unwrap_or(now));
         let mut line = by.line(now, "token.revoke", id);
         line.detail = format!("{} of {}", record.role, record.name);
@@ -124,5 +127,46 @@ impl Access {
         }
         self.inner.revoked.send_modify(|count| *count += 1);
         Ok(record)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runner::Clock;
+    use crate::store::{SqlStore, Store};
+    use std::sync::Arc;
+
+    #[tokio::test]
+    async fn a_token_ends_on_its_date_though_the_machine_slept_meanwhile() {
+        let hour = Duration::from_secs(3600);
+        let clock = Clock::after_sleep(hour);
+        let folder = tempfile::tempdir().unwrap();
+        let store = SqlStore::sqlite(&folder.path().join("db")).await.unwrap();
+        let store: Arc<dyn Store> = Arc::new(store);
+        let (access, _writing) = Access::open(store, Token::generate(), clock).await.unwrap();
+        let admin = Identity {
+            name: UserName::new("ada"),
+            role: Role::Admin,
+            by: FILE.to_owned(),
+            from: None,
+            certificate: None,
+        };
+        let (secret, record) = access
+            .create(&admin, UserName::new("bob"), Role::Submitter, Some(hour / 2))
+            .await
+            .unwrap();
+        let mut old = record.clone();
+        old.expires = Some(clock.now().after(hour / 2));
+        let replace = |record: &TokenRecord| {
+            let mut tokens = access.inner.tokens.write().unwrap();
+            tokens.insert(record.sha256, record.clone());
+        };
+        let bob = access.enter(secret.secret(), None).unwrap();
+        // Made before the sleep, for half of its time.
+        replace(&old);
+        assert!(access.enter(secret.secret(), None).is_err());
+        // An open stream is cut as well, without a timer that would have to run out.
+        access.ended(&bob).await;
     }
 }

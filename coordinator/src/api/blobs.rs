@@ -12,9 +12,10 @@ use aitk_proto::BLOB_CHUNK_BYTES;
 use aitk_proto::v1;
 use aitk_proto::v1::blobs_server::Blobs;
 use std::collections::HashSet;
+use std::io::SeekFrom;
 use std::path::PathBuf;
 use std::time::Duration;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncReadExt, AsyncSeekExt, AsyncWriteExt};
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
@@ -240,7 +241,8 @@ impl Blobs for BlobsApi {
 
     async fn get(&self, request: Request<v1::GetBlobRequest>) -> Result<Response<Self::GetStream>, Status> {
         let who = caller(&request)?;
-        let hash = parse(&request.into_inner().sha256)?;
+        let v1::GetBlobRequest { sha256, offset } = request.into_inner();
+        let hash = parse(&sha256)?;
         self.may_fetch(&who, hash).await?;
         let transit = self.transit().await?;
         let bytes = self
@@ -249,15 +251,28 @@ impl Blobs for BlobsApi {
             .get_to_file(hash, &transit.path)
             .await
             .map_err(|error| storage_failed(&error))?;
-        let file = tokio::fs::File::open(&transit.path)
+        let mut file = tokio::fs::File::open(&transit.path)
             .await
             .map_err(|error| local(&error))?;
+        if offset > bytes {
+            return Err(Status::out_of_range(format!(
+                "offset: {offset}, but the blob has {bytes} bytes"
+            )));
+        }
+        file.seek(SeekFrom::Start(offset))
+            .await
+            .map_err(|error| local(&error))?;
+        let header = v1::BlobHeader {
+            sha256: hash.to_hex(),
+            bytes,
+            offset,
+        };
         let (sender, receiver) = mpsc::channel(WIRE_BUFFER);
         let access = self.0.access.clone();
         tokio::spawn(async move {
             // A receiver that went away, or an error it cannot be told, ends the transfer; both show on its side.
             tokio::select! {
-                _ = send_file(transit, file, hash, bytes, &sender) => {}
+                _ = send_file(transit, file, header, &sender) => {}
                 () = access.ended(&who) => {
                     let _ = tokio::time::timeout(SILENCE, sender.send(Err(token_ended()))).await;
                 }
@@ -270,16 +285,13 @@ impl Blobs for BlobsApi {
 async fn send_file(
     transit: Transit,
     mut file: tokio::fs::File,
-    hash: ContentHash,
-    bytes: u64,
+    header: v1::BlobHeader,
     sender: &mpsc::Sender<Result<v1::GetBlobReply, Status>>,
 ) -> Result<(), tokio::time::error::Elapsed> {
     use v1::get_blob_reply::Part;
-    let header = Part::Header(v1::BlobHeader {
-        sha256: hash.to_hex(),
-        bytes,
+    let mut message = Ok(v1::GetBlobReply {
+        part: Some(Part::Header(header)),
     });
-    let mut message = Ok(v1::GetBlobReply { part: Some(header) });
     loop {
         let failed = message.is_err();
         if tokio::time::timeout(SILENCE, sender.send(message)).await?.is_err() || failed {

@@ -251,6 +251,24 @@ impl Jobs for JobsApi {
         }
     }
 
+    async fn remove(&self, request: Request<v1::RemoveJobRequest>) -> Result<Response<v1::Job>, Status> {
+        let who = caller(&request)?;
+        let remove = |ticket, job| Event::RemoveRequested { ticket, job };
+        self.change(&who, "job.remove", request.into_inner().job_id, remove)
+            .await
+    }
+
+    async fn forget_worker(&self, request: Request<v1::ForgetWorkerRequest>) -> Result<Response<v1::Worker>, Status> {
+        let who = caller(&request)?;
+        let worker = request.into_inner().worker;
+        let line = who.line(self.0.clock.now(), "worker.forget", &worker);
+        let forget = |ticket| Event::ForgetWorkerRequested { ticket, worker };
+        match self.call(Box::new(line), forget).await? {
+            Reply::Worker(view) => Ok(Response::new((*view).into())),
+            Reply::Job(_) | Reply::Submitted(_) => Err(Status::internal("an answer of another kind")),
+        }
+    }
+
     type EventsStream = ReceiverStream<Result<v1::JobEvent, Status>>;
 
     async fn events(&self, request: Request<v1::EventsRequest>) -> Result<Response<Self::EventsStream>, Status> {

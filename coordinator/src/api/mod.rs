@@ -103,7 +103,7 @@ impl From<ScopeError> for Status {
 fn refused(refusal: &Refusal) -> Status {
     match refusal {
         Refusal::NotFound(_) | Refusal::NoWorker(_) => Status::not_found(refusal.to_string()),
-        Refusal::Ambiguous { .. } => Status::invalid_argument(refusal.to_string()),
+        Refusal::Ambiguous { .. } | Refusal::SameName { .. } => Status::invalid_argument(refusal.to_string()),
         Refusal::Conflict(_) => Status::aborted(refusal.to_string()),
     }
 }

@@ -6,6 +6,7 @@
 mod forward;
 mod health;
 
+use crate::address::ClientAddress;
 use crate::config::{Cluster, Config};
 use crate::door::Door;
 use crate::pki::Tls;
@@ -127,6 +128,7 @@ impl Member {
         let (tell, leader) = watch::channel(None);
         let (end, ended) = watch::channel(false);
         let (listener, addr) = listen(self.config.bind).await?;
+        ClientAddress::of(&self.config, addr).write(&self.ground.data_dir);
         let mut health = None;
         if let Some(listener) = listen_for_metrics(self.config.metrics).await? {
             health = Some(tokio::spawn(health::serve(listener, leader.clone(), ended.clone())));

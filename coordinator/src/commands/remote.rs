@@ -4,7 +4,7 @@ use super::default_data_dir;
 use aitk_common::security::ca::CERT_FILE;
 use aitk_common::security::join;
 use aitk_common::security::token::Token;
-use aitk_coordinator::ca_folder;
+use aitk_coordinator::{ClientAddress, ca_folder};
 use aitk_proto::client::{Clients, connect};
 use anyhow::Context;
 use clap::Args;
@@ -14,8 +14,7 @@ use tonic::Status;
 /// Which coordinator, and with what right.
 #[derive(Debug, Args)]
 pub(crate) struct RemoteArgs {
-    /// Address of the coordinator. Default: this machine, http://127.0.0.1:7420, or https://localhost:7420 with a certificate
-    /// authority in the data folder.
+    /// Address of the coordinator. Default: where the one with this data folder listens.
     #[arg(long, env = "AITK_SERVER", value_name = "URL")]
     server: Option<String>,
     /// File with an administrator's token. Default: $AITK_TOKEN, $AITK_TOKEN_FILE, or `token` in the data folder.
@@ -30,6 +29,23 @@ pub(crate) struct RemoteArgs {
 }
 
 impl RemoteArgs {
+    /// What to write as the coordinator's address on another machine.
+    pub(crate) fn for_others(&self) -> String {
+        if let Some(server) = &self.server {
+            // An address of this machine means another one there.
+            let here = ["localhost", "127.", "[::1]"];
+            let host = server.split_once("://").map_or(server.as_str(), |(_, host)| host);
+            if !here.iter().any(|prefix| host.starts_with(prefix)) {
+                return server.clone();
+            }
+            let port = host.rsplit_once(':').map_or("7420", |(_, port)| port);
+            return format!("https://HOST:{port}");
+        }
+        let dir = self.data_dir.clone().map_or_else(default_data_dir, Ok);
+        let address = dir.ok().and_then(|dir| ClientAddress::read(&dir));
+        address.map_or_else(|| "https://HOST:7420".to_owned(), |address| address.for_others())
+    }
+
     /// A connection.
     pub(crate) async fn connect(&self) -> anyhow::Result<Clients> {
         let dir = || self.data_dir.clone().map_or_else(default_data_dir, Ok);
@@ -46,10 +62,12 @@ impl RemoteArgs {
             .ok()
             .map(|dir| ca_folder(&dir).join(CERT_FILE))
             .filter(|path| path.exists());
-        let server = match (&self.server, &authority) {
-            (Some(server), _) => server.as_str(),
-            (None, Some(_)) => "https://localhost:7420",
-            (None, None) => "http://127.0.0.1:7420",
+        let address = dir().ok().and_then(|dir| ClientAddress::read(&dir));
+        let server = match (&self.server, &address, &authority) {
+            (Some(server), ..) => server.as_str(),
+            (None, Some(address), _) => address.here.as_str(),
+            (None, None, Some(_)) => "https://localhost:7420",
+            (None, None, None) => "http://127.0.0.1:7420",
         };
         let names_one = join::split(token.secret()).1.is_some();
         let ca_file = self.ca_file.as_ref().or(authority.as_ref().filter(|_| !names_one));

@@ -121,6 +121,9 @@ async fn create(args: CreateArgs) -> anyhow::Result<()> {
         token.role,
         ending(&token)
     );
+    if token.role != "worker" {
+        eprintln!("its user keeps it with: aitk login {}", args.remote.for_others());
+    }
     match args.output {
         None => say(&text),
         Some(path) => {

@@ -87,10 +87,11 @@ async fn join_token(args: JoinTokenArgs) -> anyhow::Result<()> {
     let made = clients.admin.create_join_token(request).await;
     let made = made.map_err(|status| refused(&status))?.into_inner();
     eprintln!(
-        "join token {} for {}, good once, until {}; on that machine: aitk-worker join https://HOST:7420 TOKEN",
+        "join token {} for {}, good once, until {}; on that machine: aitk-worker join {} TOKEN",
         made.id,
         args.name.as_deref().unwrap_or("any worker"),
-        date(made.expires_ms)
+        date(made.expires_ms),
+        args.remote.for_others()
     );
     match args.output {
         None => say(&made.text),

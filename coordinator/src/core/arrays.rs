@@ -3,7 +3,7 @@
 
 use super::Step;
 use super::event::{Effect, NewArray, NewJob, Refusal, Reply};
-use super::model::{ArrayPlace, Job, QueueKey, Ticket};
+use super::model::{ArrayPlace, Condition, Job, QueueKey, Ticket};
 use super::queue::Spot;
 use super::state::State;
 use aitk_common::control::{JobState, MEMBERS_MOST, Submitted, UnixMillis};
@@ -80,7 +80,7 @@ impl State {
                 "two members of the array have the same name; their files would be taken for each other's".into(),
             ));
         }
-        let mut afters: Vec<Vec<JobId>> = Vec::with_capacity(members.len());
+        let mut afters: Vec<Vec<(JobId, Condition)>> = Vec::with_capacity(members.len());
         for (index, member) in members.iter().enumerate() {
             // Members mostly wait for the same, and a name is looked for among all jobs.
             let before = index
@@ -91,6 +91,9 @@ impl State {
                 Some((_, found)) => found.clone(),
                 None => self.find_all(&member.after, &member.wants.owner, member.sees_all)?,
             });
+        }
+        for after in &afters {
+            self.refuse_impossible(after)?;
         }
         for ((index, mut member), after) in (0..).zip(members).zip(afters) {
             // The key is the array's; its first member remembers it.
@@ -187,12 +190,36 @@ impl State {
         }
     }
 
-    /// A member has completed. Returns its array if it was the last one.
-    pub(super) fn member_completed(&mut self, id: &JobId) -> Option<JobId> {
-        let array_id = self.jobs.get(id)?.array_id()?.clone();
-        let array = self.arrays.get_mut(&array_id)?;
-        array.completed += 1;
-        (array.completed == array.members.len()).then_some(array_id)
+    /// Whether what a job starts after has ended as it has to.
+    pub(super) fn is_met(&self, id: &JobId, condition: Condition) -> bool {
+        match condition {
+            Condition::Completed => self.has_completed(id),
+            Condition::Ended => self.has_ended(id, |_| false),
+            Condition::Failed => self.has_ended(id, |any| any != JobState::Failed),
+        }
+    }
+
+    /// Whether a job, or every member of an array, has ended; not so if all of them ended in a way that does not count.
+    fn has_ended(&self, id: &JobId, counts_not: impl Fn(JobState) -> bool) -> bool {
+        let members = self.members(id);
+        let mut states = members
+            .iter()
+            .filter_map(|id| self.job(id))
+            .map(|job| job.state)
+            .peekable();
+        if states.peek().is_none() {
+            return false;
+        }
+        let states: Vec<JobState> = states.collect();
+        states.iter().all(|state| state.is_ended()) && !states.iter().all(|state| counts_not(*state))
+    }
+
+    /// A member has completed.
+    pub(super) fn member_completed(&mut self, id: &JobId) {
+        let array = self.jobs.get(id).and_then(|job| job.array_id()).cloned();
+        if let Some(array) = array.and_then(|array| self.arrays.get_mut(&array)) {
+            array.completed += 1;
+        }
     }
 
     /// Where a member that could start now waits: for a device, or for others of its array. `None`: it is in no array

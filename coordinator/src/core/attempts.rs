@@ -138,6 +138,11 @@ impl State {
                 self.log(step, &id, Some(held.attempt), body, Some(seq));
             }
             metrics @ Report::Metrics { .. } => {
+                if let Report::Metrics { values, .. } = &metrics
+                    && let Some(loss) = values.get("loss/loss").or_else(|| values.get("loss"))
+                {
+                    job.loss = loss.is_finite().then_some(*loss);
+                }
                 self.log(step, &id, Some(held.attempt), metrics.into(), Some(seq));
             }
         }

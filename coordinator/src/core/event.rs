@@ -1,6 +1,6 @@
 //! What happens to the core, and what it wants done.
 
-use super::model::{Job, SessionId, Ticket, Wants, Worker};
+use super::model::{Condition, Job, SessionId, Ticket, Wants, Worker};
 use crate::access::AuditLine;
 use aitk_common::attempt::Outcome;
 use aitk_common::capability::DeviceRef;
@@ -27,6 +27,25 @@ pub struct Payload {
     pub inputs: BTreeMap<String, ContentHash>,
 }
 
+/// A job or an array that another one starts after.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Prerequisite {
+    /// Its id, its name, or a unique beginning of its id.
+    pub job: String,
+    /// How it has to end.
+    pub condition: Condition,
+}
+
+impl From<&str> for Prerequisite {
+    /// It has to complete.
+    fn from(job: &str) -> Self {
+        Self {
+            job: job.to_owned(),
+            condition: Condition::Completed,
+        }
+    }
+}
+
 /// A job that comes in.
 #[derive(Clone, Debug)]
 pub struct NewJob {
@@ -46,8 +65,8 @@ pub struct NewJob {
     pub idempotency_key: Option<String>,
     /// Whoever submits it sees everybody's jobs, so that it may start after any of them; otherwise after their own.
     pub sees_all: bool,
-    /// Jobs that must complete first: ids, unique beginnings of ids, or names.
-    pub after: Vec<String>,
+    /// What it starts after.
+    pub after: Vec<Prerequisite>,
     /// Not started before.
     pub not_before: Option<UnixMillis>,
     /// The span that submitted it.
@@ -121,6 +140,20 @@ pub enum Event {
         job: String,
         /// Higher goes first.
         priority: i64,
+    },
+    /// Somebody wants a job that has ended to be forgotten, with everything that is kept of it.
+    RemoveRequested {
+        /// Who waits.
+        ticket: Ticket,
+        /// The job's id, or a unique beginning of it.
+        job: String,
+    },
+    /// Somebody wants a worker that is gone to be forgotten.
+    ForgetWorkerRequested {
+        /// Who waits.
+        ticket: Ticket,
+        /// The worker's id, a unique beginning of it, or its name.
+        worker: String,
     },
     /// Somebody wants a worker to take no more work, or to take work again.
     DrainRequested {
@@ -244,6 +277,8 @@ pub enum Record {
     JobGone(JobId),
     /// A worker registered.
     Worker(Box<Worker>),
+    /// A worker is forgotten.
+    WorkerGone(WorkerId),
     /// A job's event.
     Event {
         /// The job.
@@ -333,6 +368,16 @@ pub enum Refusal {
         text: String,
         /// Some of them.
         matches: Vec<String>,
+    },
+    /// A name that several jobs share which have not ended.
+    #[error("{count} jobs that have not ended are called {name:?}; give the id: {}", ids.iter().map(JobId::as_str).collect::<Vec<_>>().join(", "))]
+    SameName {
+        /// As given.
+        name: String,
+        /// How many there are.
+        count: usize,
+        /// Some of them.
+        ids: Vec<JobId>,
     },
     /// Not in this state.
     #[error("{0}")]

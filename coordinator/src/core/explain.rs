@@ -1,13 +1,14 @@
 //! Why a waiting job waits, and where a job could run, as one would say it.
 
 use super::classes::{Misfit, Needs, fit};
-use super::model::{ArrayPlace, Job, Recall, Wants, Worker};
+use super::model::{ArrayPlace, Condition, Job, Recall, Wants, Worker};
 use super::placement::{USUAL_UNITS, is_gpu, seconds_until, work_left};
 use super::queue::{Gate, Spot};
 use super::slots::{Slot, SlotId};
 use super::speed::TOO_SLOW;
 use super::state::State;
 use super::words::{gib, no_device, not_this_device, span};
+use aitk_common::capability::DeviceRef;
 use aitk_common::control::{DeviceForecast, Forecast, JobState, UnixMillis};
 use aitk_common::id::{JobId, UserName};
 use aitk_common::plan::profile::MemoryProfile;
@@ -18,6 +19,9 @@ const AHEAD_MOST: usize = 1000;
 
 /// Why a part of a job does not begin on a slow device.
 const LEFT: &str = "faster devices are through with all that waits before it would be with this part";
+
+/// What is said of the device on which a job runs.
+const RUNS_HERE: &str = "runs here";
 
 /// A device as a job sees it.
 struct Sight<'a> {
@@ -50,6 +54,8 @@ impl State {
                 continue;
             };
             let found = match fit(needs, worker, &slot.device) {
+                // Whatever is predicted: it is there.
+                _ if job.is_some_and(|job| slot.running.contains_key(&job.id)) => self.own_place(job, slot, family),
                 Err(misfit) => Found::Unfit(misfit),
                 Ok((profile, bytes)) => {
                     let ready = slot.open
@@ -104,6 +110,19 @@ impl State {
         sights
     }
 
+    /// The device on which a job runs, as that job sees it.
+    fn own_place(&self, job: Option<&Job>, slot: &Slot, family: Option<&str>) -> Found {
+        let attempt = job.and_then(Job::current);
+        let profile = attempt.map_or(slot.device.profile, |attempt| attempt.profile);
+        Found::Fit {
+            profile,
+            bytes: attempt.and_then(|attempt| attempt.memory),
+            seconds_per_unit: self.speeds.seconds_per_unit(&slot.device, family, profile),
+            hindrance: RUNS_HERE.to_owned(),
+            ready: false,
+        }
+    }
+
     /// A device on which the work would take many times as long as on another one is not taken.
     fn discourage(sights: &mut [Sight<'_>]) {
         let speed = |sight: &Sight<'_>| match &sight.found {
@@ -120,6 +139,7 @@ impl State {
                 ..
             } = &mut sight.found
                 && *seconds_per_unit > best * TOO_SLOW
+                && hindrance != RUNS_HERE
             {
                 *ready = false;
                 *hindrance = format!(
@@ -182,7 +202,7 @@ impl State {
                 let paused = paused.map_or("paused", String::as_str);
                 return format!("{paused}; `aitk resume {}` lets it go on", job.id);
             }
-            Gate::After(before) => return self.explain_after(&before),
+            Gate::After(before) => return self.explain_after(&before, job.condition(&before)),
             Gate::Until(time) if job.attempts.is_empty() => {
                 let left = span(time.since(now));
                 return format!("starts in {left} at the earliest, as its config asks");
@@ -226,15 +246,25 @@ impl State {
         self.explain_devices(job, &sights)
     }
 
-    fn explain_after(&self, before: &JobId) -> String {
-        match self.jobs.get(before) {
-            Some(before) if matches!(before.state, JobState::Failed | JobState::Stopped) => format!(
-                "waits for {} ({}), which has {}; `aitk resume {}` lets that go on, `aitk stop` ends this one",
-                before.id, before.name, before.state, before.id
+    fn explain_after(&self, before: &JobId, condition: Condition) -> String {
+        let ends = match condition {
+            Condition::Completed => "",
+            Condition::Ended => " to end",
+            Condition::Failed => " to fail",
+        };
+        match (self.jobs.get(before), condition) {
+            (Some(before), Condition::Completed) if matches!(before.state, JobState::Failed | JobState::Stopped) => {
+                format!(
+                    "waits for {} ({}), which has {}; `aitk resume {}` lets that go on, `aitk stop` ends this one",
+                    before.id, before.name, before.state, before.id
+                )
+            }
+            (Some(before), _) => format!(
+                "waits for {} ({}){ends}, which is {}",
+                before.id, before.name, before.state
             ),
-            Some(before) => format!("waits for {} ({}), which is {}", before.id, before.name, before.state),
-            None => match self.array_summary(before) {
-                Some((name, counts)) => format!("waits for the array {before} ({name}): {counts}"),
+            (None, _) => match self.array_summary(before) {
+                Some((name, counts)) => format!("waits for the array {before} ({name}){ends}: {counts}"),
                 None => format!("waits for {before}, which is not known any more; `aitk stop` ends this one"),
             },
         }
@@ -302,12 +332,28 @@ impl State {
         };
         let summary = match job.state {
             JobState::Queued => self.explain(now, job),
-            _ => self.job_view(now, id)?.reason,
+            _ => self.where_it_stands(now, job),
         };
         Some(Forecast {
             summary,
             devices: self.forecast(now, &Needs::of(job), &job.wants.owner, work_left(job), Some(job)),
         })
+    }
+
+    /// What is to be said of a job that does not wait.
+    fn where_it_stands(&self, now: UnixMillis, job: &Job) -> String {
+        let reason = self.reason(now, job);
+        let place = job.current().map(|attempt| {
+            let since = span(now.since(attempt.created));
+            let device = device_name(attempt.device);
+            format!("{} for {since} on {} {device}", job.state, attempt.worker_name)
+        });
+        match (place, reason.is_empty()) {
+            (Some(place), true) => place,
+            (Some(place), false) => format!("{place}: {reason}"),
+            (None, true) => job.state.to_string(),
+            (None, false) => format!("{}: {reason}", job.state),
+        }
     }
 
     /// Where a job with these wishes could run, were it submitted now.
@@ -410,11 +456,15 @@ impl State {
 
 /// `box cuda:0`; the processor has no number.
 fn name(sight: &Sight<'_>) -> String {
-    let device = sight.device.device.device;
+    format!("{} {}", sight.worker.name, device_name(sight.device.device.device))
+}
+
+/// `cuda:0`, `cpu`.
+fn device_name(device: DeviceRef) -> String {
     if is_gpu(device.kind) {
-        format!("{} {}:{}", sight.worker.name, device.kind.name(), device.index)
+        format!("{}:{}", device.kind.name(), device.index)
     } else {
-        format!("{} {}", sight.worker.name, device.kind.name())
+        device.kind.name().to_owned()
     }
 }
 

@@ -1,13 +1,17 @@
 //! Submit, stop, resume.
 
 use super::Step;
-use super::event::{Effect, NewJob, Record, Refusal, Reply};
-use super::model::{ArrayPlace, Job, Recall, Ticket};
+use super::event::{Effect, NewJob, Prerequisite, Record, Refusal, Reply};
+use super::model::{ArrayPlace, Condition, Job, Recall, Ticket};
 use super::queue::Spot;
 use super::state::State;
 use aitk_common::control::{EventBody, HeldAttempt, JobState, Submitted, ToWorker, UnixMillis};
 use aitk_common::id::{JobId, UserName};
+use std::collections::BTreeSet;
 use std::sync::Arc;
+
+/// Jobs of one name that a refusal lists.
+const NAMED_MOST: usize = 5;
 
 impl State {
     pub(super) fn submit(&mut self, step: &mut Step, ticket: Ticket, new: NewJob) {
@@ -26,6 +30,7 @@ impl State {
             )));
         }
         let after = self.find_all(&new.after, &new.wants.owner, new.sees_all)?;
+        self.refuse_impossible(&after)?;
         let (job, name) = (new.id.clone(), new.name.clone());
         self.take(step, new, after, None);
         Ok(Submitted {
@@ -36,7 +41,18 @@ impl State {
     }
 
     /// Takes a job in; its id is free.
-    pub(super) fn take(&mut self, step: &mut Step, new: NewJob, after: Vec<JobId>, array: Option<Box<ArrayPlace>>) {
+    pub(super) fn take(
+        &mut self,
+        step: &mut Step,
+        new: NewJob,
+        after: Vec<(JobId, Condition)>,
+        array: Option<Box<ArrayPlace>>,
+    ) {
+        // Met for good, see `note_met`.
+        let met = |(before, condition): &(JobId, Condition)| {
+            *condition != Condition::Completed && self.is_met(before, *condition)
+        };
+        let after: Vec<(JobId, Condition)> = after.into_iter().filter(|one| !met(one)).collect();
         let job = Job {
             id: new.id.clone(),
             name: new.name,
@@ -57,7 +73,12 @@ impl State {
             checkpoint: None,
             attempts: Vec::new(),
             stop_now: false,
-            after,
+            conditions: after
+                .iter()
+                .filter(|(_, condition)| *condition != Condition::Completed)
+                .cloned()
+                .collect(),
+            after: after.into_iter().map(|(before, _)| before).collect(),
             paused: false,
             recall: None,
             at_most: None,
@@ -70,6 +91,7 @@ impl State {
             live: None,
             progress: None,
             phase: None,
+            loss: None,
             spot: Spot::Nowhere,
         };
         self.next_order += 1;
@@ -84,6 +106,7 @@ impl State {
             EventBody::State {
                 state: JobState::Queued,
                 reason: "submitted".into(),
+                paused: false,
             },
             None,
         );
@@ -152,10 +175,16 @@ impl State {
     }
 
     fn resume_one(&mut self, step: &mut Step, id: &JobId) -> Result<(), Refusal> {
+        let never = self.can_never_start(id);
         let Some(job) = self.jobs.get_mut(id) else {
             return Err(Refusal::NotFound(id.to_string()));
         };
         match job.state {
+            JobState::Stopped if never => {
+                return Err(Refusal::Conflict(format!(
+                    "job {id} starts only after a job fails that has completed; submit it again without cluster.after_failed"
+                )));
+            }
             JobState::Stopped | JobState::Failed => {
                 job.failures = 0;
                 job.network = None;
@@ -163,11 +192,14 @@ impl State {
                 job.paused = false;
                 job.over_time = false;
                 job.used = 0;
+                // What was learned on machines that may be gone, from memory that may be free now: its user wants a fresh try.
+                job.at_most = None;
                 job.not_before = step.now;
                 self.set_state(step, id, JobState::Queued, "resumed".into());
             }
             JobState::Queued if job.paused => {
                 job.paused = false;
+                job.at_most = None;
                 self.set_state(step, id, JobState::Queued, "resumed".into());
             }
             JobState::Running if job.paused => {
@@ -286,26 +318,51 @@ impl State {
         }
     }
 
-    /// The jobs and arrays that these texts mean: ids, unique beginnings of ids, or names, of which the newest of this
-    /// user counts.
-    pub(super) fn find_all(&self, texts: &[String], owner: &UserName, sees_all: bool) -> Result<Vec<JobId>, Refusal> {
-        let mut found = Vec::with_capacity(texts.len());
-        for text in texts {
-            let id = match self.find_among(text, |job| sees_all || job.wants.owner == *owner) {
-                Ok(id) => id,
-                Err(Refusal::NotFound(_)) => self.newest_named(text, owner).ok_or_else(|| {
-                    let shown: String = text.chars().take(80).collect();
-                    Refusal::Conflict(format!(
+    /// The jobs and arrays that these prerequisites mean: ids, names, of which the newest of this user counts, or unique
+    /// beginnings of ids.
+    pub(super) fn find_all(
+        &self,
+        prerequisites: &[Prerequisite],
+        owner: &UserName,
+        sees_all: bool,
+    ) -> Result<Vec<(JobId, Condition)>, Refusal> {
+        let mut found: Vec<(JobId, Condition)> = Vec::with_capacity(prerequisites.len());
+        for Prerequisite { job: text, condition } in prerequisites {
+            let sees = |job: &Job| sees_all || job.wants.owner == *owner;
+            let named = || self.newest_named(text, owner).map(Ok);
+            let id = self.find_whole(text, sees).map(Ok).or_else(named);
+            let shown: String = text.chars().take(80).collect();
+            let id = match id.unwrap_or_else(|| self.find_beginning(text, sees)) {
+                Err(Refusal::NotFound(_)) => {
+                    return Err(Refusal::Conflict(format!(
                         "cluster.after: there is no job {shown:?} to wait for; give the id or the name of a job that was submitted"
-                    ))
-                })?,
-                Err(other) => return Err(other),
+                    )));
+                }
+                other => other?,
             };
-            if !found.contains(&id) {
-                found.push(id);
+            match found.iter().find(|(known, _)| *known == id) {
+                None => found.push((id, *condition)),
+                Some((_, other)) if other == condition => {}
+                Some(_) => {
+                    return Err(Refusal::Conflict(format!(
+                        "job {shown:?} stands in two of cluster.after, after_any and after_failed; leave it in one of them"
+                    )));
+                }
             }
         }
         Ok(found)
+    }
+
+    /// Refuses a job that could never start.
+    pub(super) fn refuse_impossible(&self, after: &[(JobId, Condition)]) -> Result<(), Refusal> {
+        let impossible =
+            |(before, condition): &&(JobId, Condition)| *condition == Condition::Failed && self.has_completed(before);
+        match after.iter().find(impossible) {
+            Some((before, _)) => Err(Refusal::Conflict(format!(
+                "cluster.after_failed: {before} has completed, so it will not fail, and this job would never start"
+            ))),
+            None => Ok(()),
+        }
     }
 
     /// The newest job or array of this user with this name.
@@ -318,10 +375,10 @@ impl State {
         named.max().map(|(_, id)| id.clone())
     }
 
-    /// The job or array with this id, or the only one whose id begins so.
+    /// The job or array with this id, with this name, or the only one whose id begins so.
     ///
     /// # Errors
-    /// [`Refusal::NotFound`], [`Refusal::Ambiguous`]
+    /// [`Refusal::NotFound`], [`Refusal::Ambiguous`], [`Refusal::SameName`]
     pub fn find(&self, text: &str) -> Result<JobId, Refusal> {
         self.find_among(text, |_| true)
     }
@@ -329,16 +386,75 @@ impl State {
     /// [`Self::find`] among the jobs that somebody sees; the others might as well not be there.
     ///
     /// # Errors
-    /// [`Refusal::NotFound`], [`Refusal::Ambiguous`]
+    /// [`Refusal::NotFound`], [`Refusal::Ambiguous`], [`Refusal::SameName`]
     pub fn find_among(&self, text: &str, sees: impl Fn(&Job) -> bool) -> Result<JobId, Refusal> {
-        let Ok(from) = JobId::parse(text) else {
-            return Err(Refusal::NotFound(text.chars().take(80).collect()));
-        };
-        if self.jobs.get(&from).is_some_and(&sees) {
-            return Ok(from);
+        if let Some(id) = self.find_whole(text, &sees) {
+            return Ok(id);
         }
-        if self.arrays.contains_key(&from) && self.members(&from).iter().filter_map(|id| self.job(id)).any(&sees) {
-            return Ok(from);
+        match self.find_named(text, &sees)? {
+            Some(id) => Ok(id),
+            None => self.find_beginning(text, sees),
+        }
+    }
+
+    /// The job or array with exactly this id.
+    fn find_whole(&self, text: &str, sees: impl Fn(&Job) -> bool) -> Option<JobId> {
+        let id = JobId::parse(text).ok()?;
+        let there = self.jobs.get(&id).is_some_and(&sees)
+            || (self.arrays.contains_key(&id) && self.members(&id).iter().filter_map(|id| self.job(id)).any(&sees));
+        there.then_some(id)
+    }
+
+    /// The job or array with this name: the one that has not ended, else the newest of those that have; a member of an
+    /// array only when nothing else has the name. Several that have not ended are an error: none of them is more likely
+    /// to be meant than the others.
+    fn find_named(&self, name: &str, sees: impl Fn(&Job) -> bool) -> Result<Option<JobId>, Refusal> {
+        /// Jobs or arrays of a name.
+        #[derive(Default)]
+        struct Named<'a> {
+            active: BTreeSet<&'a JobId>,
+            newest_ended: Option<(u64, &'a JobId)>,
+        }
+        impl<'a> Named<'a> {
+            fn add(&mut self, job: &Job, id: &'a JobId) {
+                if job.state.is_ended() {
+                    self.newest_ended = self.newest_ended.max(Some((job.order, id)));
+                } else {
+                    self.active.insert(id);
+                }
+            }
+        }
+        let (mut whole, mut members) = (Named::default(), Named::default());
+        for job in self.jobs.values() {
+            match &job.array {
+                None if job.name == name && sees(job) => whole.add(job, &job.id),
+                Some(array) if array.name == name && sees(job) => whole.add(job, &array.id),
+                Some(_) if job.name == name && sees(job) => members.add(job, &job.id),
+                _ => {}
+            }
+        }
+        for named in [whole, members] {
+            let mut active = named.active.iter();
+            match (active.next(), active.next(), named.newest_ended) {
+                (Some(only), None, _) => return Ok(Some((*only).clone())),
+                (Some(_), Some(_), _) => {
+                    return Err(Refusal::SameName {
+                        name: name.chars().take(80).collect(),
+                        count: named.active.len(),
+                        ids: named.active.iter().take(NAMED_MOST).map(|id| (*id).clone()).collect(),
+                    });
+                }
+                (None, _, Some((_, newest))) => return Ok(Some(newest.clone())),
+                (None, _, None) => {}
+            }
+        }
+        Ok(None)
+    }
+
+    /// The only job or array whose id begins so.
+    fn find_beginning(&self, text: &str, sees: impl Fn(&Job) -> bool) -> Result<JobId, Refusal> {
+        if JobId::parse(text).is_err() {
+            return Err(Refusal::NotFound(text.chars().take(80).collect()));
         }
         // Looks at every job, for a person who did not write a whole id.
         let begins = |id: &JobId, job: &Job| id.as_str().starts_with(text) && sees(job);

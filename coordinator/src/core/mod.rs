@@ -36,8 +36,10 @@ mod sim;
 mod tests;
 
 pub use check::check;
-pub use event::{Effect, Event, NewArray, NewJob, Payload, Placed, Record, Refusal, Reply};
-pub use model::{ArrayPlace, Committed, Health, Job, Live, Pace, Quotas, Recall, SessionId, Settings, Speed, Ticket};
+pub use event::{Effect, Event, NewArray, NewJob, Payload, Placed, Prerequisite, Record, Refusal, Reply};
+pub use model::{
+    ArrayPlace, Committed, Condition, Health, Job, Live, Pace, Quotas, Recall, SessionId, Settings, Speed, Ticket,
+};
 pub use model::{Wants, Worker};
 pub use state::{Restored, State};
 pub use view::Running;
@@ -100,6 +102,8 @@ impl State {
             Event::PriorityRequested { ticket, job, priority } => {
                 self.set_priority(&mut step, ticket, &job, priority);
             }
+            Event::RemoveRequested { ticket, job } => self.remove(&mut step, ticket, &job),
+            Event::ForgetWorkerRequested { ticket, worker } => self.forget_worker(&mut step, ticket, &worker),
             Event::DrainRequested {
                 ticket,
                 worker,

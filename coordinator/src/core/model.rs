@@ -161,6 +161,19 @@ pub struct NetworkOutage {
     pub tries: u32,
 }
 
+/// How a job has to end for another one to start after it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Condition {
+    /// All its work is done.
+    #[default]
+    Completed,
+    /// It has ended, in whatever way.
+    Ended,
+    /// It failed. An array: all of it has ended, and a member failed.
+    Failed,
+}
+
 /// A job with its only task and all its attempts. What is marked volatile is not kept over a restart.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Job {
@@ -203,9 +216,12 @@ pub struct Job {
     pub attempts: Vec<AttemptView>,
     /// The user asked for an end without saving.
     pub stop_now: bool,
-    /// Jobs that must complete first.
+    /// Jobs that it starts after.
     #[serde(default)]
     pub after: Vec<JobId>,
+    /// How those of them have to end that need not complete.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub conditions: BTreeMap<JobId, Condition>,
     /// Its user paused it.
     #[serde(default)]
     pub paused: bool,
@@ -242,6 +258,9 @@ pub struct Job {
     /// Volatile.
     #[serde(skip)]
     pub phase: Option<String>,
+    /// Volatile: the last loss that it reported.
+    #[serde(skip)]
+    pub loss: Option<f64>,
     /// Derived: which index of the queue it is in.
     #[serde(skip)]
     pub(crate) spot: Spot,
@@ -287,6 +306,18 @@ impl Job {
     pub fn trained(&self) -> Option<u64> {
         let training = self.phase.as_deref() == Some("training");
         self.progress.filter(|_| training).map(|progress| progress.done)
+    }
+
+    /// How a job that this one starts after has to end.
+    #[must_use]
+    pub fn condition(&self, before: &JobId) -> Condition {
+        self.conditions.get(before).copied().unwrap_or_default()
+    }
+
+    /// Where it stands, in the word that screens use.
+    #[must_use]
+    pub fn status(&self) -> &'static str {
+        self.state.status(self.paused)
     }
 
     /// The epoch of the newest attempt; 0 before the first.

@@ -45,7 +45,7 @@ impl State {
             reason: self.array_reason(now, array, counts),
             owner: first.wants.owner.clone(),
             priority: shown.wants.priority,
-            paused: !waiting.is_empty() && waiting.iter().all(|job| job.paused),
+            paused: !ended && self.of_array(array).all(|job| job.paused || job.state.is_ended()),
             yields: first.wants.yields,
             local: false,
             created: first.created,
@@ -57,6 +57,7 @@ impl State {
                 seconds_per_step: None,
             }),
             phase: None,
+            loss: None,
             checkpoint_step: None,
             attempts: Vec::new(),
             failures: 0,
@@ -83,7 +84,7 @@ impl State {
     fn count(&self, array: &Array) -> ArrayCounts {
         let mut counts = ArrayCounts::default();
         for job in self.of_array(array) {
-            counts.add(job.state);
+            counts.add(job.state, job.paused);
         }
         counts
     }
@@ -153,7 +154,7 @@ fn state_of<'a>(counts: ArrayCounts, mut members: impl Iterator<Item = &'a Job>)
             let stops = members.all(|job| job.state != JobState::Running && job.state != JobState::Queued);
             if stops { JobState::Stopping } else { JobState::Running }
         }
-        ArrayCounts { waiting: 1.., .. } => JobState::Queued,
+        ArrayCounts { waiting: 1.., .. } | ArrayCounts { paused: 1.., .. } => JobState::Queued,
         ArrayCounts { failed: 1.., .. } => JobState::Failed,
         ArrayCounts { stopped: 1.., .. } => JobState::Stopped,
         _ => JobState::Completed,

@@ -2,7 +2,7 @@
 
 use super::Step;
 use super::classes::{ClassId, Needs};
-use super::model::{Job, Level};
+use super::model::{Condition, Job, Level};
 use super::state::State;
 use aitk_common::control::{JobState, UnixMillis};
 use aitk_common::id::{JobId, UserName};
@@ -63,7 +63,11 @@ impl State {
         if job.paused {
             return Gate::Paused;
         }
-        if let Some(before) = job.after.iter().find(|before| !self.has_completed(before)) {
+        if let Some(before) = job
+            .after
+            .iter()
+            .find(|before| !self.is_met(before, job.condition(before)))
+        {
             return Gate::After(before.clone());
         }
         if job.not_before > now {
@@ -157,12 +161,40 @@ impl State {
         }
     }
 
-    /// A job has completed: those which start after it may have to wait no longer.
-    pub(super) fn release_dependents(&mut self, now: UnixMillis, id: &JobId) {
+    /// A job or an array has ended: those which start after it may have to wait no longer, or for ever.
+    fn release_dependents(&mut self, step: &mut Step, id: &JobId) {
         let waiting = self.dependents.get(id).cloned().unwrap_or_default();
         for job in waiting {
-            self.requeue_in_place(now, &job);
+            if self.can_never_start(&job) {
+                let reason = format!("not needed: {id} has completed, and this job starts only if it fails");
+                self.set_state(step, &job, JobState::Stopped, reason);
+                continue;
+            }
+            self.dequeue(&job);
+            self.note_met(step, &job, id);
+            self.enqueue(step.now, &job);
         }
+    }
+
+    /// Once another job has ended or failed as a waiting one needs it, that is so for good, also when the other one is resumed.
+    /// Completion needs no note: nothing takes it back.
+    fn note_met(&mut self, step: &mut Step, id: &JobId, before: &JobId) {
+        let condition = self.jobs.get(id).map(|job| job.condition(before)).unwrap_or_default();
+        if condition == Condition::Completed || !self.is_met(before, condition) {
+            return;
+        }
+        if let Some(job) = self.jobs.get_mut(id) {
+            job.after.retain(|other| other != before);
+            job.conditions.remove(before);
+            step.touch(id);
+        }
+    }
+
+    /// Whether a job starts only after another one fails, which has completed.
+    pub(super) fn can_never_start(&self, id: &JobId) -> bool {
+        let Some(job) = self.jobs.get(id) else { return false };
+        let mut conditions = job.conditions.iter();
+        conditions.any(|(before, condition)| *condition == Condition::Failed && self.has_completed(before))
     }
 
     /// Jobs whose time has come.
@@ -273,7 +305,8 @@ impl State {
         job.state = state;
         job.reason.clone_from(&reason);
         job.ended = state.is_ended().then_some(step.now);
-        let body = aitk_common::control::EventBody::State { state, reason };
+        let paused = job.paused && !state.is_ended();
+        let body = aitk_common::control::EventBody::State { state, reason, paused };
         step.log(job, None, body, None);
         step.touch(id);
         if state != JobState::Running {
@@ -282,10 +315,15 @@ impl State {
         match state {
             JobState::Queued => self.enqueue(step.now, id),
             JobState::Stopping => self.shake(id),
-            JobState::Completed => {
-                self.release_dependents(step.now, id);
-                if let Some(array) = self.member_completed(id) {
-                    self.release_dependents(step.now, &array);
+            JobState::Completed | JobState::Failed | JobState::Stopped => {
+                if state == JobState::Completed {
+                    self.member_completed(id);
+                }
+                self.release_dependents(step, id);
+                let array = self.jobs.get(id).and_then(|job| job.array_id()).cloned();
+                // Only for the sake of those who wait for it: an array has many members.
+                if let Some(array) = array.filter(|array| self.dependents.contains_key(array)) {
+                    self.release_dependents(step, &array);
                 }
             }
             _ => {}

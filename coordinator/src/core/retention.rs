@@ -1,11 +1,11 @@
 //! What is forgotten, and when; and how a past that was forgotten by a restore is kept out.
 
 use super::Step;
-use super::event::{Effect, Record};
-use super::model::Job;
+use super::event::{Effect, Record, Refusal, Reply};
+use super::model::{Job, Ticket};
 use super::state::State;
 use aitk_common::capability::{DeviceKind, DeviceRef};
-use aitk_common::control::{AttemptState, AttemptView, EventBody, JobState, UnixMillis};
+use aitk_common::control::{AttemptState, AttemptView, EventBody, JobState, JobView, UnixMillis};
 use aitk_common::id::{Epoch, JobId, WorkerId};
 use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeSet;
@@ -117,15 +117,7 @@ impl State {
         checkpoints_before: Option<UnixMillis>,
     ) {
         for id in self.forgettable(jobs_before) {
-            if let Some((job, seat)) = self.jobs.remove(&id) {
-                if let Some(moved) = self.jobs.at(seat) {
-                    let waiting = self.queue.get_mut(&moved.queue_key());
-                    let known = waiting.into_iter().chain(self.live.get_mut(&moved.id));
-                    known.for_each(|old| *old = seat);
-                }
-                self.leave_array(&job);
-            }
-            step.push(Effect::Persist(Record::JobGone(id)));
+            self.forget(step, &id);
         }
         let useless =
             |job: &Job| job.checkpoint.is_some() && job.state != JobState::Stopped && older(job, checkpoints_before);
@@ -147,5 +139,54 @@ impl State {
             let level = "info".to_owned();
             self.log(step, &id, None, EventBody::Log { level, message }, None);
         }
+    }
+
+    fn forget(&mut self, step: &mut Step, id: &JobId) {
+        if let Some((job, seat)) = self.jobs.remove(id) {
+            if let Some(moved) = self.jobs.at(seat) {
+                let waiting = self.queue.get_mut(&moved.queue_key());
+                let known = waiting.into_iter().chain(self.live.get_mut(&moved.id));
+                known.for_each(|old| *old = seat);
+            }
+            self.leave_array(&job);
+        }
+        step.push(Effect::Persist(Record::JobGone(id.clone())));
+    }
+
+    /// Forgets a job or an array that has ended, because its user says so.
+    pub(super) fn remove(&mut self, step: &mut Step, ticket: Ticket, text: &str) {
+        let removed = self.find(text).and_then(|id| self.remove_one(step, &id));
+        step.push(Effect::Reply(ticket, removed.map(|view| Reply::Job(Box::new(view)))));
+    }
+
+    fn remove_one(&mut self, step: &mut Step, id: &JobId) -> Result<JobView, Refusal> {
+        if let Some(array) = self.jobs.get(id).and_then(|job| job.array_id()) {
+            return Err(Refusal::Conflict(format!(
+                "job {id} is a member of the array {array}, which is removed as a whole: aitk rm {array}"
+            )));
+        }
+        let view = self
+            .job_view(step.now, id)
+            .ok_or_else(|| Refusal::NotFound(id.to_string()))?;
+        if !view.state.is_ended() {
+            return Err(Refusal::Conflict(format!(
+                "job {id} is {}; it has to end first: aitk stop {id}",
+                view.status()
+            )));
+        }
+        let members = self.members(id);
+        let goes = |other: &JobId| other == id || members.contains(other);
+        let waits = |job: &&Job| job.state != JobState::Completed && !goes(&job.id) && job.after.iter().any(goes);
+        if let Some(waiting) = self.jobs.values().find(waits) {
+            return Err(Refusal::Conflict(format!(
+                "{} ({}) starts after job {id}; remove that one first",
+                waiting.id,
+                waiting.status()
+            )));
+        }
+        for member in &members {
+            self.forget(step, member);
+        }
+        Ok(view)
     }
 }

@@ -170,6 +170,7 @@ impl State {
             ended: job.ended,
             progress: job.progress,
             phase: job.phase.clone(),
+            loss: job.loss,
             checkpoint_step: job.checkpoint.as_ref().map(|checkpoint| checkpoint.step),
             attempts: job.attempts.clone(),
             failures: job.failures,
@@ -180,7 +181,7 @@ impl State {
         }
     }
 
-    fn reason(&self, now: UnixMillis, job: &Job) -> String {
+    pub(super) fn reason(&self, now: UnixMillis, job: &Job) -> String {
         if job.state == JobState::Queued {
             return self.explain(now, job);
         }

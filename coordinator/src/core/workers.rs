@@ -180,6 +180,34 @@ impl State {
         step.push(Effect::Reply(ticket, reply.map(|view| Reply::Worker(Box::new(view)))));
     }
 
+    /// Forgets a worker that is gone for good. Should it come back, it registers as a new one.
+    pub(super) fn forget_worker(&mut self, step: &mut Step, ticket: Ticket, text: &str) {
+        let forgotten = self.find_worker(text).and_then(|id| {
+            let view = self
+                .worker_view(&id)
+                .ok_or_else(|| Refusal::NoWorker(text.to_owned()))?;
+            if view.connected {
+                return Err(Refusal::Conflict(format!(
+                    "{} is connected; end its aitk-worker first",
+                    view.name
+                )));
+            }
+            if let Some(job) = self.slots.jobs_of(&id).first() {
+                return Err(Refusal::Conflict(format!(
+                    "{} may still run {job}; that is known when its lease has ended",
+                    view.name
+                )));
+            }
+            self.workers.swap_remove(&id);
+            step.push(Effect::Persist(Record::WorkerGone(id)));
+            Ok(view)
+        });
+        step.push(Effect::Reply(
+            ticket,
+            forgotten.map(|view| Reply::Worker(Box::new(view))),
+        ));
+    }
+
     /// The worker with this id or name, or the only one whose id begins so.
     fn find_worker(&self, text: &str) -> Result<WorkerId, Refusal> {
         if let Some(exact) = self.workers.get(text) {

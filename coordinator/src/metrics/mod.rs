@@ -5,6 +5,7 @@ mod http;
 use crate::core::{Record, State};
 use crate::runner::{Core, Gone};
 use aitk_common::control::{EventBody, JobState, UnixMillis};
+use aitk_common::telemetry::traces::Traces;
 pub(crate) use http::{OPENMETRICS, serve};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::encoding::text::encode;
@@ -50,6 +51,8 @@ pub(crate) struct Metrics {
     jobs: Family<InState, Gauge>,
     workers: Family<InState, Gauge>,
     devices: Family<DeviceLabels, Gauge>,
+    spans: Family<InState, Gauge>,
+    traces: Traces,
 }
 
 /// What is counted when somebody looks, rather than as it happens.
@@ -61,7 +64,8 @@ struct Now {
 }
 
 impl Metrics {
-    pub(crate) fn new() -> Self {
+    /// `traces`: where spans go, which are counted as well.
+    pub(crate) fn new(traces: &Traces) -> Self {
         let mut registry = Registry::with_prefix("aitk");
         let build = Info::new([("version", env!("CARGO_PKG_VERSION"))]);
         registry.register("build", "The program", build);
@@ -82,6 +86,8 @@ impl Metrics {
             jobs: Family::default(),
             workers: Family::default(),
             devices: Family::default(),
+            spans: Family::default(),
+            traces: traces.clone(),
         };
         let m = &metrics;
         registry.register("jobs", "Jobs now, by state", m.jobs.clone());
@@ -104,6 +110,11 @@ impl Metrics {
             m.commit.clone(),
         );
         registry.register("store_records", "Records written to the store", m.records.clone());
+        registry.register(
+            "spans",
+            "Spans since the start that were recorded, sent to the collector, and lost on the way",
+            m.spans.clone(),
+        );
         metrics.registry = Arc::new(registry);
         metrics
     }
@@ -159,6 +170,17 @@ impl Metrics {
         }
         for (labels, count) in now.devices {
             self.devices.get_or_create(&labels).set(count);
+        }
+        if self.traces.is_on() {
+            let counts = self.traces.counts();
+            for (state, count) in [
+                ("recorded", counts.recorded),
+                ("sent", counts.sent),
+                ("lost", counts.lost),
+            ] {
+                let count = i64::try_from(count).unwrap_or(i64::MAX);
+                self.spans.get_or_create(&in_state(state)).set(count);
+            }
         }
         let mut text = String::new();
         // Writing into a string does not fail.

@@ -204,6 +204,7 @@ impl SqlStore {
                 time: now,
                 attempt: None,
                 body: EventBody::State {
+                    paused: false,
                     state: job.state,
                     reason: job.reason.clone(),
                 },

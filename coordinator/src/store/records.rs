@@ -70,6 +70,11 @@ pub(super) async fn write_all(to: &mut Work, records: &[Record], events_kept: u6
             Record::Worker(worker) => {
                 rows.workers.insert(&worker.id, worker);
             }
+            Record::WorkerGone(worker) => {
+                rows.workers.remove(worker);
+                to.run("DELETE FROM workers WHERE id = $1", &[worker.as_str().into()])
+                    .await?;
+            }
             Record::Event { job, event, seq } => {
                 rows.event(job, event, *seq, events_kept);
                 if let EventBody::Checkpoint { manifest, .. } = &event.body {

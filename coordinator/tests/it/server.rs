@@ -447,6 +447,7 @@ async fn blobs_go_through_checked() {
         Part::Header(v1::BlobHeader {
             sha256: ContentHash::of(b"abc").to_hex(),
             bytes,
+            offset: 0,
         })
     };
     let cases = [

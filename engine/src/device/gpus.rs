@@ -29,6 +29,8 @@ pub struct Survey {
     pub gpus: Vec<Gpu>,
     /// Those that do not, and drivers that do not start; a sentence each, for people.
     pub left_out: Vec<String>,
+    /// Kinds of GPUs that may be here and that this build was not made for; a sentence each. Nothing is wrong with that.
+    pub not_built_for: Vec<String>,
 }
 
 /// How a kind of GPU is asked.
@@ -61,7 +63,7 @@ pub fn survey() -> Survey {
     for kind in KINDS {
         look(kind, &mut survey);
     }
-    survey.left_out.extend(unused_card());
+    survey.not_built_for.extend(unused_card());
     survey
 }
 

@@ -177,9 +177,9 @@ messages! {
     }
     Job {
         id name kind state reason priority local created_ms started_ms ended_ms progress phase checkpoint_step attempts
-        failures retries config_text config_format owner paused yields array
+        failures retries config_text config_format owner paused yields array loss
     }
-    Array { id index size at_most split waiting running completed failed stopped }
+    Array { id index size at_most split waiting running completed failed stopped paused }
     ListJobsRequest { all limit members array_id }
     ListJobsReply { jobs }
     StopJobRequest { job_id now }
@@ -192,7 +192,7 @@ messages! {
     }
     ForecastReply { summary devices }
     EventsRequest { job_id cursor follow }
-    StateChanged { state reason }
+    StateChanged { state reason paused }
     AttemptChanged { state worker_name device message }
     CheckpointCommitted { step manifest_sha256 }
     JobEvent { cursor time_ms attempt_id body }
@@ -202,6 +202,8 @@ messages! {
     WorkerDevice { device job_ids reserved faults quarantined quarantine_reason }
     Worker { id name version host connected leaving last_seen_ms devices labels drained }
     DrainWorkerRequest { worker drain now }
+    RemoveJobRequest { job_id }
+    ForgetWorkerRequest { worker }
     ListWorkersReply { workers }
     CreateTokenRequest { name role expires_in_ms }
     TokenInfo { id name role created_ms created_by expires_ms revoked_ms }
@@ -216,10 +218,10 @@ messages! {
     CollectGarbageReply { blobs needed removed removed_bytes jobs_forgotten }
     HasRequest { sha256 }
     HasReply { present }
-    BlobHeader { sha256 bytes }
+    BlobHeader { sha256 bytes offset }
     PutBlobRequest { part }
     PutBlobReply { existed }
-    GetBlobRequest { sha256 }
+    GetBlobRequest { sha256 offset }
     GetBlobReply { part }
     CertificateRequest { public_key name signature }
     JoinRequest { request host worker_id }

@@ -75,7 +75,7 @@ messages! {
     ;
     InfoRequest GetJobRequest ListJobsRequest ListJobsReply StopJobRequest ResumeJobRequest PauseJobRequest
     SetPriorityRequest ExplainRequest EventsRequest ArtifactsRequest ArtifactsReply ListWorkersRequest ListWorkersReply
-    DrainWorkerRequest CreateTokenRequest CreateTokenReply ListTokensRequest ListTokensReply RevokeTokenRequest TokenInfo
+    DrainWorkerRequest RemoveJobRequest ForgetWorkerRequest CreateTokenRequest CreateTokenReply ListTokensRequest ListTokensReply RevokeTokenRequest TokenInfo
     ReadAuditRequest ReadAuditReply CollectGarbageRequest CollectGarbageReply
     HasRequest HasReply PutBlobRequest PutBlobReply GetBlobRequest GetBlobReply SubmitArrayRequest
     JoinRequest JoinReply RenewRequest RenewReply CreateJoinTokenRequest CreateJoinTokenReply ListCertificatesRequest

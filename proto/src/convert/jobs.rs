@@ -126,6 +126,7 @@ impl From<ArrayView> for v1::Array {
             completed: counts.completed,
             failed: counts.failed,
             stopped: counts.stopped,
+            paused: counts.paused,
         }
     }
 }
@@ -145,6 +146,7 @@ impl TryFrom<v1::Array> for ArrayView {
                 completed: wire.completed,
                 failed: wire.failed,
                 stopped: wire.stopped,
+                paused: wire.paused,
             },
         })
     }
@@ -247,6 +249,7 @@ impl From<JobView> for v1::Job {
             config_text: job.config_text.unwrap_or_default(),
             config_format: job.config_format.unwrap_or_default(),
             array: job.array.map(Into::into),
+            loss: job.loss,
         }
     }
 }
@@ -285,6 +288,7 @@ impl TryFrom<v1::Job> for JobView {
             config_text: non_empty(wire.config_text),
             config_format: non_empty(wire.config_format),
             array: wire.array.map(ArrayView::try_from).transpose().within("array")?,
+            loss: wire.loss.filter(|loss| loss.is_finite()),
         })
     }
 }
@@ -293,9 +297,10 @@ impl From<JobEvent> for v1::JobEvent {
     fn from(event: JobEvent) -> Self {
         use v1::job_event::Body as Wire;
         let body = match event.body {
-            EventBody::State { state, reason } => Wire::State(v1::StateChanged {
+            EventBody::State { state, reason, paused } => Wire::State(v1::StateChanged {
                 state: v1::JobState::from(state).into(),
                 reason,
+                paused,
             }),
             EventBody::Attempt {
                 state,
@@ -339,6 +344,7 @@ impl TryFrom<v1::JobEvent> for JobEvent {
             Wire::State(changed) => EventBody::State {
                 state: known::<v1::JobState, _>(changed.state, "state.state")?,
                 reason: changed.reason,
+                paused: changed.paused,
             },
             Wire::Attempt(changed) => EventBody::Attempt {
                 state: known::<v1::AttemptState, _>(changed.state, "attempt.state")?,

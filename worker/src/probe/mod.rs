@@ -31,6 +31,8 @@ pub struct Found {
     pub devices: Vec<Device>,
     /// GPUs and drivers that do not; a sentence each, for people.
     pub left_out: Vec<String>,
+    /// GPUs that may be here and that this build was not made for; a sentence each.
+    pub not_built_for: Vec<String>,
 }
 
 /// Looks for devices and tries them. Takes a second or so; with CUDA, the first time on a machine, more.
@@ -42,6 +44,7 @@ pub fn look() -> Found {
     Found {
         devices,
         left_out: survey.left_out,
+        not_built_for: survey.not_built_for,
     }
 }
 
@@ -51,6 +54,9 @@ pub fn devices() -> Vec<Device> {
     let found = look();
     for reason in &found.left_out {
         tracing::warn!("{reason}");
+    }
+    for notice in &found.not_built_for {
+        tracing::info!("{notice}");
     }
     found.devices
 }

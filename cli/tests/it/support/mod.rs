@@ -124,7 +124,7 @@ impl Fake {
 
     fn job(&self, id: &str) -> Result<Response<v1::Job>, Status> {
         let jobs = self.told(|told| told.jobs.clone())?.into_inner();
-        let found = jobs.into_iter().find(|job| job.id.starts_with(id));
+        let found = jobs.into_iter().find(|job| job.id.starts_with(id) || job.name == id);
         found
             .map(Response::new)
             .ok_or_else(|| Status::not_found(format!("no job {id}")))
@@ -193,6 +193,14 @@ impl jobs_server::Jobs for Fake {
     }
 
     async fn drain_worker(&self, _: Request<v1::DrainWorkerRequest>) -> Result<Response<v1::Worker>, Status> {
+        Err(Status::unimplemented("not here"))
+    }
+
+    async fn remove(&self, request: Request<v1::RemoveJobRequest>) -> Result<Response<v1::Job>, Status> {
+        self.job(&request.into_inner().job_id)
+    }
+
+    async fn forget_worker(&self, _: Request<v1::ForgetWorkerRequest>) -> Result<Response<v1::Worker>, Status> {
         Err(Status::unimplemented("not here"))
     }
 

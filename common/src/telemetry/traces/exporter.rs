@@ -6,7 +6,7 @@ use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::error::OTelSdkResult;
 use opentelemetry_sdk::trace::{self, BatchSpanProcessor, SpanData, SpanProcessor};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 /// A queue with a thread that empties it. None when it could not be set up; then that is logged.
@@ -53,6 +53,17 @@ fn resource(service: &'static str) -> Resource {
     Resource::builder().with_service_name(service).build()
 }
 
+/// What became of spans so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SpanCounts {
+    /// Written down.
+    pub recorded: u64,
+    /// The collector has them.
+    pub sent: u64,
+    /// Sent, and not taken by the collector. What is in none of the two waits, or found no room in the queue.
+    pub lost: u64,
+}
+
 /// Whether spans arrive: said once when they do not, and once when they do again.
 #[derive(Debug)]
 pub(super) struct Outage {
@@ -60,6 +71,10 @@ pub(super) struct Outage {
     /// Name and password that stand in the address, if they do.
     secret: Option<String>,
     lasts: AtomicBool,
+    /// Spans that were written down, that arrived, and that were sent and did not arrive.
+    recorded: AtomicU64,
+    sent: AtomicU64,
+    lost: AtomicU64,
 }
 
 impl Outage {
@@ -71,6 +86,23 @@ impl Outage {
             endpoint: endpoint.to_owned(),
             secret,
             lasts: AtomicBool::new(false),
+            recorded: AtomicU64::new(0),
+            sent: AtomicU64::new(0),
+            lost: AtomicU64::new(0),
+        }
+    }
+
+    pub(super) fn note_recorded(&self) {
+        self.recorded.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn counts(&self) -> SpanCounts {
+        // The order matters: what is sent was recorded before.
+        let (sent, lost) = (self.sent.load(Ordering::Relaxed), self.lost.load(Ordering::Relaxed));
+        SpanCounts {
+            recorded: self.recorded.load(Ordering::Relaxed),
+            sent,
+            lost,
         }
     }
 
@@ -109,10 +141,17 @@ struct Watched {
 
 impl trace::SpanExporter for Watched {
     async fn export(&self, batch: Vec<SpanData>) -> OTelSdkResult {
+        let spans = batch.len() as u64;
         let sent = trace::SpanExporter::export(&self.exporter, batch).await;
         match &sent {
-            Ok(()) => self.outage.ends(),
-            Err(error) => self.outage.begins(&error.to_string()),
+            Ok(()) => {
+                self.outage.sent.fetch_add(spans, Ordering::Relaxed);
+                self.outage.ends();
+            }
+            Err(error) => {
+                self.outage.lost.fetch_add(spans, Ordering::Relaxed);
+                self.outage.begins(&error.to_string());
+            }
         }
         sent
     }

@@ -32,6 +32,9 @@ impl Kept {
             Record::Worker(worker) => {
                 self.workers.insert(worker.id.clone(), *worker);
             }
+            Record::WorkerGone(worker) => {
+                self.workers.remove(&worker).expect("forgotten before it was new");
+            }
             Record::Event { job, event, seq } => {
                 let log = self.events.entry(job).or_default();
                 assert_eq!(event.cursor, log.len() as u64 + 1, "a gap in the log");

@@ -2,7 +2,7 @@
 
 use super::world::{Happening, WORKERS, World};
 use crate::core::tests::new_job;
-use crate::core::{Event, NewArray, NewJob, Ticket, Wants};
+use crate::core::{Condition, Event, NewArray, NewJob, Prerequisite, Ticket, Wants};
 use aitk_common::capability::DeviceKind;
 use aitk_common::control::{JobState, UnixMillis};
 use aitk_common::id::{JobId, UserName};
@@ -139,7 +139,15 @@ impl World {
         };
         let jobs: Vec<JobId> = self.acknowledged.iter().cloned().collect();
         let after = match random.once_in(6) {
-            true => random.pick(&jobs).map(ToString::to_string).into_iter().collect(),
+            true => {
+                let condition = match random.below(4) {
+                    0 => Condition::Ended,
+                    1 => Condition::Failed,
+                    _ => Condition::Completed,
+                };
+                let job = random.pick(&jobs).map(ToString::to_string);
+                job.map(|job| Prerequisite { job, condition }).into_iter().collect()
+            }
             false => Vec::new(),
         };
         let not_before = random
@@ -184,8 +192,13 @@ impl World {
         };
         let at_most = random.once_in(3).then(|| 1 + random.below(3) as u32);
         let jobs: Vec<JobId> = self.acknowledged.iter().cloned().collect();
-        let after: Vec<String> = match self.random.once_in(6) {
-            true => self.random.pick(&jobs).map(ToString::to_string).into_iter().collect(),
+        let after: Vec<Prerequisite> = match self.random.once_in(6) {
+            true => self
+                .random
+                .pick(&jobs)
+                .map(|job| job.as_str().into())
+                .into_iter()
+                .collect(),
             false => Vec::new(),
         };
         let number = self.number();

@@ -1,6 +1,9 @@
 //! What waits, where it goes, and what is kept of it.
 
+use super::super::model::Job;
+use super::super::{Condition, Prerequisite};
 use super::*;
+use aitk_common::control::EventBody;
 
 #[test]
 fn stop_and_resume() {
@@ -288,5 +291,158 @@ fn a_unique_beginning_is_enough() {
     assert_eq!(matches, ["jabc1", "jabd2"]);
     for bad in ["", "jz", "../x", "j abc"] {
         assert!(matches!(world.state.find(bad), Err(Refusal::NotFound(_))), "{bad}");
+    }
+}
+
+impl World {
+    fn reply_of_submission(&self) -> Result<(), Refusal> {
+        let reply = self.last.iter().find_map(|effect| match effect {
+            Effect::Reply(_, reply) => Some(reply.clone()),
+            _ => None,
+        });
+        reply.expect("no reply").map(drop)
+    }
+
+    fn named(&mut self, id: &str, name: &str, wants: Wants) {
+        let mut job = new_job(id, wants);
+        name.clone_into(&mut job.name);
+        self.step(Event::JobSubmitted {
+            ticket: Ticket(1),
+            job: Box::new(job),
+        });
+    }
+}
+
+#[test]
+fn a_name_of_two_active_jobs_stops_neither() {
+    let mut world = World::new();
+    world.named("j1", "ada", retries(3));
+    world.named("j2", "ada", retries(3));
+    world.named("j3", "bob", retries(3));
+    let refused = world.stop("ada", false).unwrap_err();
+    assert_eq!(
+        refused.to_string(),
+        "2 jobs that have not ended are called \"ada\"; give the id: j1, j2"
+    );
+    for id in ["j1", "j2"] {
+        assert_eq!(world.view(id).state, JobState::Queued);
+    }
+    // One of them has ended: the other is meant. Both have: the newest.
+    world.stop("j2", false).unwrap();
+    assert_eq!(world.stop("ada", false).unwrap().id.as_str(), "j1");
+    assert_eq!(world.state.find("ada").unwrap().as_str(), "j2");
+    assert_eq!(world.state.find("bob").unwrap().as_str(), "j3");
+    // Somebody else's jobs of the name are in nobody's way, and an id wins over a name.
+    world.named("j4", "j3", retries(3));
+    assert_eq!(world.state.find("j3").unwrap().as_str(), "j3");
+    world.named("j5", "bob", retries(3));
+    let not_j5 = |job: &Job| job.id.as_str() != "j5";
+    assert_eq!(world.state.find_among("bob", not_j5).unwrap().as_str(), "j3");
+    assert!(matches!(
+        world.state.find("bob"),
+        Err(Refusal::SameName { count: 2, .. })
+    ));
+    assert!(matches!(world.state.find("j"), Err(Refusal::Ambiguous { .. })));
+    assert!(matches!(world.state.find("no such job"), Err(Refusal::NotFound(_))));
+}
+
+#[test]
+fn a_running_job_does_not_blame_itself() {
+    let mut world = World::new();
+    world.submit("ja", retries(3));
+    let session = world.cpu("w1");
+    world.beat(session, &[held("ja", 1)]);
+    world.pass(1);
+    world.beat(session, &[held("ja", 1)]);
+    let forecast = world.state.explain_job(world.now, &JobId::new("ja")).unwrap();
+    assert!(
+        forecast.summary.starts_with("running for 1 s on w1 cpu"),
+        "{forecast:?}"
+    );
+    assert_eq!(forecast.devices.len(), 1);
+    let words = &forecast.devices[0].words;
+    assert!(words.ends_with("; runs here") && !words.contains("busy"), "{words}");
+}
+
+#[test]
+fn paused_has_a_word_of_its_own() {
+    let mut world = World::new();
+    world.submit("ja", retries(3));
+    let session = world.cpu("w1");
+    world.beat(session, &[held("ja", 1)]);
+    assert_eq!(world.view("ja").status(), "running");
+    world.step(Event::PauseRequested {
+        ticket: Ticket(4),
+        job: "ja".into(),
+    });
+    let said = |world: &World| {
+        world.last.iter().rev().find_map(|effect| match effect {
+            Effect::Publish(_, event) => match &event.body {
+                EventBody::State { state, paused, .. } => Some(state.status(*paused)),
+                _ => None,
+            },
+            _ => None,
+        })
+    };
+    assert_eq!((world.view("ja").status(), said(&world)), ("pausing", Some("pausing")));
+    world.finish(session, &held("ja", 1), Outcome::stopped());
+    assert_eq!((world.view("ja").status(), said(&world)), ("paused", Some("paused")));
+    assert_eq!(world.view("ja").state, JobState::Queued);
+    world.resume("ja").unwrap();
+    assert_ne!(world.view("ja").status(), "paused");
+}
+
+#[test]
+fn a_job_may_start_after_the_end_or_the_failure_of_another() {
+    let after = |world: &mut World, id: &str, before: &str, condition| {
+        let job = NewJob {
+            after: vec![Prerequisite {
+                job: before.to_owned(),
+                condition,
+            }],
+            ..new_job(id, retries(0))
+        };
+        world.step(Event::JobSubmitted {
+            ticket: Ticket(1),
+            job: Box::new(job),
+        });
+    };
+    for outcome in [Outcome::Completed, failed(FailureCause::BadInput), Outcome::stopped()] {
+        let mut world = World::new();
+        let session = world.cpu("w1");
+        world.submit("ja", retries(0));
+        world.beat(session, &[held("ja", 1)]);
+        after(&mut world, "jany", "ja", Condition::Ended);
+        after(&mut world, "jfailed", "ja", Condition::Failed);
+        after(&mut world, "jdone", "ja", Condition::Completed);
+        assert!(world.view("jany").reason.contains("waits for ja (ja) to end"));
+        assert!(world.view("jfailed").reason.contains("waits for ja (ja) to fail"));
+        if outcome == Outcome::Stopped {
+            world.stop("ja", false).unwrap();
+        }
+        world.finish(session, &held("ja", 1), outcome.clone());
+        // One device: the first of those that may start has it, and the others stand in line.
+        let may_start = |world: &World, id: &str| {
+            let view = world.view(id);
+            view.state == JobState::Running || view.reason.contains("in line")
+        };
+        assert!(may_start(&world, "jany"), "{outcome:?}");
+        assert_eq!(
+            may_start(&world, "jfailed"),
+            matches!(outcome, Outcome::Failed { .. }),
+            "{outcome:?}"
+        );
+        assert_eq!(may_start(&world, "jdone"), outcome == Outcome::Completed, "{outcome:?}");
+        if outcome == Outcome::Completed {
+            let view = world.view("jfailed");
+            assert_eq!(
+                (view.state, view.reason.starts_with("not needed")),
+                (JobState::Stopped, true)
+            );
+            assert!(matches!(world.resume("jfailed"), Err(Refusal::Conflict(_))));
+            after(&mut world, "jlate", "ja", Condition::Failed);
+            let refused = world.reply_of_submission().unwrap_err().to_string();
+            assert!(refused.contains("will not fail"), "{refused}");
+        }
     }
 }

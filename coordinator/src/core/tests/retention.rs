@@ -5,7 +5,7 @@ use aitk_common::control::EventBody;
 
 fn submit_after(world: &mut World, id: &str, after: &[&str]) {
     let job = NewJob {
-        after: after.iter().map(ToString::to_string).collect(),
+        after: after.iter().map(|id| (*id).into()).collect(),
         ..new_job(id, retries(0))
     };
     world.step(Event::JobSubmitted {
@@ -96,4 +96,65 @@ fn a_stopped_job_keeps_its_checkpoint() {
         _ => None,
     });
     assert_eq!(resumed, Some(manifest("3")));
+}
+
+impl World {
+    fn remove(&mut self, job: &str) -> Result<JobView, Refusal> {
+        self.step(Event::RemoveRequested {
+            ticket: Ticket(4),
+            job: job.into(),
+        });
+        self.reply()
+    }
+
+    fn forget(&mut self, worker: &str) -> Result<(), Refusal> {
+        self.step(Event::ForgetWorkerRequested {
+            ticket: Ticket(4),
+            worker: worker.into(),
+        });
+        let reply = self.last.iter().find_map(|effect| match effect {
+            Effect::Reply(_, reply) => Some(reply.clone()),
+            _ => None,
+        });
+        reply.expect("no reply").map(drop)
+    }
+}
+
+#[test]
+fn a_job_is_removed_when_it_has_ended_and_nobody_waits_for_it() {
+    let mut world = World::new();
+    world.submit("ja", retries(0));
+    submit_after(&mut world, "jb", &["ja"]);
+    let refused = world.remove("ja").unwrap_err().to_string();
+    assert!(refused.contains("aitk stop ja"), "{refused}");
+    world.stop("ja", false).unwrap();
+    let refused = world.remove("ja").unwrap_err().to_string();
+    assert!(refused.contains("jb (queued) starts after job ja"), "{refused}");
+    world.stop("jb", false).unwrap();
+    world.remove("jb").unwrap();
+    assert_eq!(world.remove("ja").unwrap().id.as_str(), "ja");
+    let gone = |effect: &Effect| matches!(effect, Effect::Persist(Record::JobGone(id)) if id.as_str() == "ja");
+    assert!(world.last.iter().any(gone));
+    assert!(matches!(world.remove("ja"), Err(Refusal::NotFound(_))));
+}
+
+#[test]
+fn a_worker_is_forgotten_when_it_is_gone_and_holds_nothing() {
+    let mut world = World::new();
+    let session = world.cpu("w1");
+    world.submit("ja", retries(0));
+    assert!(world.forget("w1").unwrap_err().to_string().contains("is connected"));
+    world.step(Event::WorkerLost { session });
+    assert!(world.forget("w1").unwrap_err().to_string().contains("may still run ja"));
+    world.stop("ja", true).unwrap();
+    world.pass(60);
+    world.forget("w1").unwrap();
+    assert!(world.state.worker_views(|_| true).is_empty());
+    let gone = |effect: &Effect| matches!(effect, Effect::Persist(Record::WorkerGone(id)) if id.as_str() == "w1");
+    assert!(world.last.iter().any(gone));
+    assert!(matches!(world.forget("w1"), Err(Refusal::NoWorker(_))));
+    // It comes back, and works.
+    world.cpu("w1");
+    world.submit("jb", retries(0));
+    assert_eq!(world.view("jb").state, JobState::Running);
 }

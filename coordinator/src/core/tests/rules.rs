@@ -6,7 +6,7 @@ use aitk_common::id::UserName;
 impl World {
     fn submit_after(&mut self, id: &str, wants: Wants, after: &[&str], not_before: Option<UnixMillis>) {
         let job = NewJob {
-            after: after.iter().map(ToString::to_string).collect(),
+            after: after.iter().map(|id| (*id).into()).collect(),
             not_before,
             ..new_job(id, wants)
         };
@@ -484,6 +484,29 @@ fn out_of_memory_steps_down_once() {
         "{}",
         world.reason("j2")
     );
+}
+
+#[test]
+fn resume_forgets_that_memory_was_short() {
+    let mut world = World::new();
+    let session = world.gpus("w1", 1);
+    world.submit("j1", retries(0));
+    world.finish(session, &held("j1", 1), failed(FailureCause::OutOfMemory));
+    assert_eq!(world.view("j1").attempts[1].profile, MemoryProfile::Balanced);
+    world.stop("j1", false).unwrap();
+    world.finish(session, &held("j1", 2), Outcome::stopped());
+    world.resume("j1").unwrap();
+    assert_eq!(world.view("j1").attempts[2].profile, MemoryProfile::FullGpu);
+    // The same by way of a pause.
+    world.finish(session, &held("j1", 3), failed(FailureCause::OutOfMemory));
+    assert_eq!(world.view("j1").attempts[3].profile, MemoryProfile::Balanced);
+    world.step(Event::PauseRequested {
+        ticket: Ticket(4),
+        job: "j1".into(),
+    });
+    world.finish(session, &held("j1", 4), Outcome::stopped());
+    world.resume("j1").unwrap();
+    assert_eq!(world.view("j1").attempts[4].profile, MemoryProfile::FullGpu);
 }
 
 #[test]

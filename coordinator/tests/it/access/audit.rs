@@ -90,6 +90,7 @@ async fn tokens_do_on_postgres_what_they_do_on_sqlite() {
     assert_eq!(get(&ben, &job).await.unwrap_err().code(), Code::NotFound);
     let request = v1::GetBlobRequest {
         sha256: input().id().to_hex(),
+        offset: 0,
     };
     let error = within(ben.blobs.clone().get(request)).await.unwrap_err();
     assert_eq!(error.code(), Code::NotFound, "{error}");

@@ -79,6 +79,7 @@ async fn a_revoked_token_opens_nothing_and_its_streams_end() {
     let header = v1::BlobHeader {
         sha256: ContentHash::of(b"something").to_hex(),
         bytes: data.len() as u64 + 1,
+        offset: 0,
     };
     for part in [Part::Header(header), Part::Data(data.to_vec())] {
         parts.send(v1::PutBlobRequest { part: Some(part) }).await.unwrap();
@@ -151,7 +152,10 @@ async fn a_download_ends_with_its_token() {
     let blob = pool.put(bytes).await;
     let (secret, id) = token(&pool.clients, "olga", "operator", None).await;
     let olga = connect(&pool.running.url(), &secret, None).await.unwrap();
-    let request = v1::GetBlobRequest { sha256: blob.to_hex() };
+    let request = v1::GetBlobRequest {
+        sha256: blob.to_hex(),
+        offset: 0,
+    };
     let mut download = within(olga.blobs.clone().get(request)).await.unwrap().into_inner();
     within(download.message()).await.unwrap().unwrap();
     revoke(&pool.clients, &id).await;

@@ -188,7 +188,10 @@ async fn nobody_fetches_another_users_files() {
     assert_eq!(ready.await.0, Verdict::Accepted);
     let file = |clients: &Clients| RemoteBlobs::with_budget(clients, Duration::from_secs(5));
     for blob in [lora, support::input().id()] {
-        let request = v1::GetBlobRequest { sha256: blob.to_hex() };
+        let request = v1::GetBlobRequest {
+            sha256: blob.to_hex(),
+            offset: 0,
+        };
         let error = within(lab.ben.blobs.clone().get(request)).await.unwrap_err();
         assert_eq!(error.code(), Code::NotFound, "{error}");
         let refused = line(&lab.pool.clients, "the file", |line| {

@@ -27,7 +27,10 @@ async fn has(clients: &Clients, hashes: &[ContentHash]) -> Vec<bool> {
 }
 
 async fn fetch(clients: &Clients, hash: ContentHash) -> Result<Vec<u8>, Status> {
-    let request = v1::GetBlobRequest { sha256: hash.to_hex() };
+    let request = v1::GetBlobRequest {
+        sha256: hash.to_hex(),
+        offset: 0,
+    };
     let mut parts = within(clients.blobs.clone().get(request)).await?.into_inner();
     let mut all = Vec::new();
     while let Some(part) = within(parts.message()).await? {
@@ -63,6 +66,7 @@ fn header(hash: ContentHash, bytes: u64) -> Part {
     Part::Header(v1::BlobHeader {
         sha256: hash.to_hex(),
         bytes,
+        offset: 0,
     })
 }
 

@@ -1,6 +1,8 @@
 //! Join tokens: one machine, once, at the right coordinator, under the right name.
 
 use super::{Lab, eventually, line, within};
+use aitk_common::id::UserName;
+use aitk_common::security::ca::WorkerRequest;
 use aitk_common::security::join;
 use aitk_proto::client::{ConnectError, connect};
 use aitk_proto::v1;
@@ -51,6 +53,44 @@ async fn a_join_token_lets_one_machine_in_and_only_once() {
             assert!(!holds, "{}", entry.path().display());
         }
     }
+    within(lab.running.shutdown()).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_machine_whose_answer_was_lost_asks_again_and_gets_the_same_one() {
+    let lab = Lab::start().await;
+    let (text, _) = lab.join_token("").await;
+    let request = WorkerRequest::new(Some(&UserName::new("box"))).unwrap();
+    let ask = async |lab: &Lab, request: &WorkerRequest| {
+        let clients = within(connect(&lab.url(), &text, None)).await.unwrap();
+        let wire = v1::JoinRequest {
+            request: Some(request.request.clone().into()),
+            host: "box".to_owned(),
+            worker_id: String::new(),
+        };
+        let reply = within(clients.workers.clone().join(wire)).await;
+        reply.map(tonic::Response::into_inner)
+    };
+    let first = ask(&lab, &request).await.unwrap();
+    // As if it had never come. Also after a restart.
+    let lab = lab.restart().await;
+    let again = WorkerRequest::again(&request.key_pem, Some(&UserName::new("box"))).unwrap();
+    let second = ask(&lab, &again).await.unwrap();
+    assert_eq!(first.worker_id, second.worker_id);
+    assert_eq!(
+        first.certificate.unwrap().certificate,
+        second.certificate.unwrap().certificate
+    );
+    assert_eq!(lab.certificates().await.len(), 1);
+    line(&lab, "the second answer", |line| {
+        line.done && line.detail.contains("again")
+    })
+    .await;
+    // Another key gets nothing, and after a revocation nobody does.
+    let other = WorkerRequest::new(Some(&UserName::new("box"))).unwrap();
+    assert_eq!(ask(&lab, &other).await.unwrap_err().code(), Code::Unauthenticated);
+    lab.revoke("box").await.unwrap();
+    assert_eq!(ask(&lab, &again).await.unwrap_err().code(), Code::Unauthenticated);
     within(lab.running.shutdown()).await;
 }
 

@@ -1,0 +1,140 @@
+//! `help`: the documentation that comes with the program, and the help of its commands.
+
+use super::Context;
+use crate::args::{Cli, HelpArgs};
+use crate::exit::Exit;
+use crate::failure::{CommandResult, Failure};
+use crate::output::Ui;
+use clap::CommandFactory;
+use include_dir::{Dir, include_dir};
+use std::io::{IsTerminal, Write};
+use std::process::{Command, Stdio};
+
+/// Every page of documentation. An installed program has no folder `docs` beside it.
+static DOCS: Dir<'_> = include_dir!("$CARGO_MANIFEST_DIR/../docs");
+
+/// One page.
+struct Topic {
+    name: String,
+    title: String,
+    text: &'static str,
+}
+
+fn topics() -> Vec<Topic> {
+    let page = |file: &'static include_dir::File<'_>| {
+        let name = file.path().to_str()?.strip_suffix(".md")?;
+        let text = file.contents_utf8()?;
+        let title = text.lines().find_map(|line| line.strip_prefix("# ")).unwrap_or(name);
+        Some(Topic {
+            name: name.to_owned(),
+            title: title.replace('`', ""),
+            text,
+        })
+    };
+    let mut topics: Vec<Topic> = DOCS.files().filter_map(page).collect();
+    topics.sort_by(|a, b| a.name.cmp(&b.name));
+    topics
+}
+
+pub(super) fn help(context: &Context, args: &HelpArgs) -> CommandResult {
+    let ui = context.ui(true);
+    let wanted: Vec<&str> = args.topic.iter().map(String::as_str).collect();
+    match wanted.as_slice() {
+        [] => {
+            let mut text = Cli::command().render_help().to_string();
+            text.push_str("\nTopics (aitk help TOPIC):\n");
+            text.push_str(&list());
+            page(&ui, &text)?;
+        }
+        ["topics"] => ui.data(list().trim_end())?,
+        [topic, ..] => {
+            if let (Some(found), 1) = (topics().iter().find(|known| known.name == *topic), wanted.len()) {
+                page(&ui, &plain(found.text))?;
+            } else {
+                page(&ui, &of_command(&wanted)?)?;
+            }
+        }
+    }
+    Ok(Exit::Ok)
+}
+
+fn list() -> String {
+    let topics = topics();
+    let longest = topics.iter().map(|topic| topic.name.len()).max().unwrap_or(0);
+    let line = |topic: &Topic| format!("  {:longest$}  {}\n", topic.name, topic.title);
+    topics.iter().map(line).collect()
+}
+
+/// `aitk help worker drain`.
+fn of_command(path: &[&str]) -> Result<String, Failure> {
+    let mut command = Cli::command();
+    command.build();
+    for name in path {
+        let found = command.find_subcommand(name).cloned();
+        command = found.ok_or_else(|| {
+            let text = crate::output::format::printable(&path.join(" "));
+            Failure::not_found(format!("there is no topic and no command '{text}'"))
+                .hint("`aitk help topics` lists the topics, `aitk help` the commands as well")
+        })?;
+    }
+    Ok(command.render_long_help().to_string())
+}
+
+/// A page without what only a browser needs.
+fn plain(text: &str) -> String {
+    let lines = text.lines().filter(|line| !line.trim_start().starts_with("<!--"));
+    lines.flat_map(|line| [line, "\n"]).collect()
+}
+
+/// Shows a text in the user's pager, where there is a terminal; `PAGER` is a program and its arguments, not a shell line.
+fn page(ui: &Ui, text: &str) -> Result<(), Failure> {
+    let text = text.trim_end();
+    if std::io::stdout().is_terminal() && std::io::stdin().is_terminal() {
+        let pager = super::env("PAGER").filter(|pager| !pager.trim().is_empty());
+        let pager = pager.unwrap_or_else(|| "less -FRX".to_owned());
+        let mut words = pager.split_whitespace();
+        if let Some(program) = words.next()
+            && let Ok(mut child) = Command::new(program).args(words).stdin(Stdio::piped()).spawn()
+        {
+            if let Some(mut input) = child.stdin.take() {
+                // Somebody who leaves the pager early has read enough.
+                let _ = writeln!(input, "{text}");
+            }
+            if child.wait().is_ok_and(|status| status.success()) {
+                return Ok(());
+            }
+        }
+    }
+    ui.data(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_page_of_documentation_is_a_topic() {
+        let mut files = std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs"))
+            .unwrap()
+            .filter_map(|entry| entry.unwrap().file_name().into_string().ok())
+            .filter_map(|name| name.strip_suffix(".md").map(str::to_owned))
+            .collect::<Vec<_>>();
+        files.sort();
+        let topics = topics();
+        let names: Vec<&str> = topics.iter().map(|topic| topic.name.as_str()).collect();
+        assert_eq!(names, files);
+        assert!(
+            names.contains(&"config-keys") && list().lines().all(|line| line.len() <= 80),
+            "{}",
+            list()
+        );
+        assert!(!plain(topics[1].text).contains("<!--"));
+    }
+
+    #[test]
+    fn commands_and_their_verbs_have_help_and_nonsense_does_not() {
+        assert!(of_command(&["worker", "drain"]).unwrap().contains("--now"));
+        assert!(of_command(&["cancel"]).unwrap().contains("after saving"));
+        assert_eq!(of_command(&["nonsense"]).unwrap_err().exit, Exit::NotFound);
+    }
+}

@@ -1,0 +1,84 @@
+//! Where clients reach a running coordinator, written into its data folder for the commands beside it.
+
+use crate::config::Config;
+use aitk_common::fsutil;
+use serde::{Deserialize, Serialize};
+use std::net::SocketAddr;
+use std::path::Path;
+
+/// The file, in the data folder.
+const FILE: &str = "address.json";
+
+/// Where clients reach a coordinator.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ClientAddress {
+    /// For this machine.
+    pub here: String,
+    /// For other machines, if that is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub elsewhere: Option<String>,
+}
+
+impl ClientAddress {
+    /// The addresses of a coordinator with this config, which listens at `addr`.
+    pub(crate) fn of(config: &Config, addr: SocketAddr) -> Self {
+        let tls = config.tls.is_some() || config.pki.is_some();
+        let port = addr.port();
+        let ip = addr.ip().to_canonical();
+        let here = match (tls, ip.is_unspecified() || ip.is_loopback()) {
+            // Its certificate names the machine's names and addresses; `localhost` is always one of them.
+            (true, true) => format!("https://localhost:{port}"),
+            (true, false) => format!("https://{addr}"),
+            (false, _) => format!("http://{addr}"),
+        };
+        let host = config.pki.as_ref().and_then(|pki| pki.hostnames.first());
+        let advertised = config.cluster.as_ref().map(|cluster| cluster.address.clone());
+        let elsewhere = advertised
+            .or_else(|| host.map(|host| format!("https://{host}:{port}")))
+            .or_else(|| (!ip.is_unspecified() && !ip.is_loopback()).then(|| here.clone()));
+        Self { here, elsewhere }
+    }
+
+    /// Says so in the data folder. That it cannot is no reason not to serve.
+    pub(crate) fn write(&self, data_dir: &Path) {
+        let path = data_dir.join(FILE);
+        let text = serde_json::to_vec_pretty(self).unwrap_or_default();
+        if let Err(error) = fsutil::write_private(&path, &text) {
+            tracing::warn!(%error, "commands beside this coordinator will need --server");
+        }
+    }
+
+    /// What the coordinator on this data folder wrote, which runs there or did last; none: none that can be read.
+    #[must_use]
+    pub fn read(data_dir: &Path) -> Option<Self> {
+        let text = std::fs::read(data_dir.join(FILE)).ok()?;
+        serde_json::from_slice(&text).ok()
+    }
+
+    /// What another machine writes as the address.
+    #[must_use]
+    pub fn for_others(&self) -> String {
+        let port = self.here.rsplit(':').next().unwrap_or_default();
+        self.elsewhere.clone().unwrap_or_else(|| format!("https://HOST:{port}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_command_beside_it_finds_the_port_that_it_listens_at() {
+        let folder = tempfile::tempdir().unwrap();
+        assert_eq!(ClientAddress::read(folder.path()), None);
+        let config = Config::new(folder.path());
+        let at = |addr: &str| ClientAddress::of(&config, addr.parse().unwrap());
+        let plain = at("127.0.0.1:7431");
+        assert_eq!(
+            (plain.here.as_str(), plain.for_others().as_str()),
+            ("http://127.0.0.1:7431", "https://HOST:7431")
+        );
+        plain.write(folder.path());
+        assert_eq!(ClientAddress::read(folder.path()), Some(plain));
+    }
+}
