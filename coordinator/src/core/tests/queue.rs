@@ -417,7 +417,7 @@ fn a_job_may_start_after_the_end_or_the_failure_of_another() {
         after(&mut world, "jdone", "ja", Condition::Completed);
         assert!(world.view("jany").reason.contains("waits for ja (ja) to end"));
         assert!(world.view("jfailed").reason.contains("waits for ja (ja) to fail"));
-        if outcome == Outcome::Stopped {
+        if matches!(outcome, Outcome::Stopped { .. }) {
             world.stop("ja", false).unwrap();
         }
         world.finish(session, &held("ja", 1), outcome.clone());
