@@ -74,6 +74,8 @@ fn job(number: u64, fits: bool) -> Event {
             after: Vec::new(),
             not_before: None,
             trace: None,
+            capped: false,
+            config_bytes: 0,
             payload: Arc::new(Payload::default()),
         }),
     }

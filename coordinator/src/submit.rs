@@ -12,6 +12,10 @@ use serde_json::Value;
 
 /// Jobs that a job may wait for.
 const AFTER_LIMIT: usize = 64;
+/// Labels that a job may ask for: as many as a machine can have.
+const LABELS_LIMIT: usize = 256;
+/// Bytes of a label, of a kind, and of the name of a job to wait for.
+const TEXT_LIMIT: usize = 256;
 /// Inputs that placement looks at.
 const DATA_LIMIT: usize = 16;
 
@@ -74,6 +78,23 @@ pub(crate) fn wants(submission: &Submission, retries: u32) -> Result<Asked, Stri
     if named.name.is_empty() || named.name.len() > 256 || named.name.chars().any(char::is_control) {
         return Err("job_json: `name` must have 1 to 256 bytes and no control characters".into());
     }
+    for (what, text) in [("job", &named.kind)]
+        .into_iter()
+        .chain(cluster.after.0.iter().map(|one| ("cluster.after", one)))
+    {
+        short(what, text)?;
+    }
+    let labels = &cluster.labels.0;
+    if labels.len() > LABELS_LIMIT {
+        return Err(format!(
+            "cluster.labels: {} labels; at most {LABELS_LIMIT}",
+            labels.len()
+        ));
+    }
+    labels
+        .iter()
+        .flat_map(|(name, value)| [name, value])
+        .try_for_each(|text| short("cluster.labels", text))?;
     let limit = |limit: TimeSpan| u64::try_from(limit.0.as_millis()).unwrap_or(u64::MAX);
     let mut after: Vec<Prerequisite> = Vec::new();
     for (jobs, condition) in [
@@ -120,6 +141,17 @@ pub(crate) fn wants(submission: &Submission, retries: u32) -> Result<Asked, Stri
     })
 }
 
+/// The queue keeps it in memory, and in a record that is written whenever the job changes.
+fn short(what: &str, text: &str) -> Result<(), String> {
+    if text.len() <= TEXT_LIMIT {
+        return Ok(());
+    }
+    Err(format!(
+        "job_json: {what}: a text of {} bytes; at most {TEXT_LIMIT}",
+        text.len()
+    ))
+}
+
 /// The pictures of a job that is to be cut into parts.
 fn countable(job: &Value, pictures: Option<u64>) -> Result<u64, String> {
     let processes = job.get("process").and_then(Value::as_array);
@@ -133,7 +165,7 @@ fn countable(job: &Value, pictures: Option<u64>) -> Result<u64, String> {
 
 /// What the job reads: its snapshots, and models that the worker fetches by their name.
 fn inputs(submission: &Submission, job: &Value) -> Vec<ContentHash> {
-    let mut data: Vec<ContentHash> = submission.inputs.values().copied().collect();
+    let mut data = least(submission.inputs.values());
     let processes = job.get("process").and_then(Value::as_array).into_iter().flatten();
     for process in processes {
         let body = process
@@ -147,10 +179,22 @@ fn inputs(submission: &Submission, job: &Value) -> Vec<ContentHash> {
             data.push(ContentHash::of(model.as_bytes()));
         }
     }
-    data.sort_unstable();
-    data.dedup();
-    data.truncate(DATA_LIMIT);
-    data
+    least(&data)
+}
+
+/// The smallest of these, each once: there may be thousands, and members of an array are many.
+fn least<'a>(hashes: impl IntoIterator<Item = &'a ContentHash>) -> Vec<ContentHash> {
+    let mut least: Vec<ContentHash> = Vec::with_capacity(DATA_LIMIT + 1);
+    for hash in hashes {
+        if least.len() == DATA_LIMIT && least.last() <= Some(hash) {
+            continue;
+        }
+        if let Err(at) = least.binary_search(hash) {
+            least.insert(at, *hash);
+            least.truncate(DATA_LIMIT);
+        }
+    }
+    least
 }
 
 /// `j` and 8 characters of 32: 2^40 ids, short enough to type a beginning of.

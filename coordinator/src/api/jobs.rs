@@ -5,12 +5,15 @@ use super::auth::{caller, same_machine};
 use super::follow::{FOLLOWER_TIMEOUT, WIRE_BUFFER, stream_events};
 use super::{Shared, refused, store_failed, token_ended};
 use crate::access::{AuditLine, Identity};
-use crate::core::{Event, Reply, Ticket};
+use crate::core::{Event, NewJob, Payload, Reply, Ticket};
+use crate::size;
+use crate::store::StoreError;
 use crate::submit::{Asked, fresh_job_id, fresh_seed, wants};
-use aitk_common::control::{PROTOCOL_VERSION, ServerInfo, Submission};
+use aitk_common::control::{MAX_CONFIG_BYTES, PROTOCOL_VERSION, ServerInfo, Submission};
 use aitk_common::id::{JobId, UserName};
 use aitk_proto::v1::jobs_server::Jobs;
 use aitk_proto::{trace, v1};
+use std::sync::Arc;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
@@ -65,6 +68,13 @@ impl JobsApi {
         answer.map_err(|refusal| refused(&refusal))
     }
 
+    /// What the queue needs to know of a submission of so many bytes.
+    async fn asked(&self, submission: Submission, bytes: usize) -> Result<(Asked, Submission), Status> {
+        let retries = self.0.retries;
+        let read = move || wants(&submission, retries).map(|asked| (asked, submission));
+        self.parse(bytes, read).await
+    }
+
     /// Changes a job that this caller may change.
     async fn change(
         &self,
@@ -101,8 +111,13 @@ impl Jobs for JobsApi {
         let same_machine = same_machine(&request);
         let trace = trace::get(request.metadata());
         let mut submission = Submission::try_from(request.into_inner())?;
-        submission.owner = Some(self.owner(&who, &submission, same_machine)?);
-        let asked = wants(&submission, self.0.retries).map_err(Status::invalid_argument)?;
+        let owner = self.owner(&who, &submission, same_machine)?;
+        let (shared, own) = (size::of_shared(&submission), submission.job_json.len());
+        size::check(shared, own).map_err(Status::invalid_argument)?;
+        self.has_room(&who, &owner, submission.idempotency_key.as_ref(), (1, shared + own))
+            .await?;
+        submission.owner = Some(owner);
+        let (asked, submission) = self.asked(submission, shared + own).await?;
         let asked = Asked { trace, ..asked };
         let _held = self.inputs_present(&who, &submission).await?;
         if let Some(split) = asked.split
@@ -110,17 +125,29 @@ impl Jobs for JobsApi {
         {
             return Ok(Response::new(self.submit_together(&who, array).await?.into()));
         }
-        let job = new_job(&who, fresh_job_id(), fresh_seed(), asked, submission);
-        let mut line = who.line(self.0.clock.now(), "job.submit", job.id.as_str());
+        let id = fresh_job_id();
+        let large = shared + own > size::SMALL;
+        let payload = Payload {
+            config_text: submission.config_text.as_str().into(),
+            config_format: submission.config_format.as_str().into(),
+            job_json: submission.job_json.as_str().into(),
+            inputs: Arc::new(submission.inputs.clone()),
+            shared: large.then(|| format!("{id}/shared").into()),
+        };
+        let job = NewJob {
+            config_bytes: (shared + own) as u64,
+            ..new_job(&who, id.clone(), fresh_seed(), asked, &submission, payload)
+        };
+        let mut line = who.line(self.0.clock.now(), "job.submit", id.as_str());
         line.detail = AuditLine::quote(&job.name);
-        let submitted = self.call(Box::new(line), |ticket| Event::JobSubmitted {
-            ticket,
-            job: Box::new(job),
+        let payloads = vec![(id, job.payload.clone())];
+        let submitted = self.stored_first(payloads, || {
+            self.call(Box::new(line), |ticket| Event::JobSubmitted {
+                ticket,
+                job: Box::new(job),
+            })
         });
-        match submitted.await? {
-            Reply::Submitted(submitted) => Ok(Response::new(submitted.into())),
-            Reply::Job(_) | Reply::Worker(_) => Err(Status::internal("an answer of another kind")),
-        }
+        Ok(Response::new(submitted.await?.into()))
     }
 
     async fn submit_array(
@@ -145,15 +172,16 @@ impl Jobs for JobsApi {
         };
         let found = self.0.core.query(look).await?;
         let (mut view, first) = found.ok_or_else(|| Status::not_found(format!("there is no job {id}")))?;
-        if let Some(payload) = self
-            .0
-            .store
-            .payload(&first)
-            .await
-            .map_err(|error| store_failed(&error))?
-        {
-            view.config_text = Some(payload.config_text);
-            view.config_format = Some(payload.config_format);
+        let payload = match self.0.store.payload(&first).await {
+            // Everything else of the job can be shown; the job itself says what is wrong when it should run.
+            Err(StoreError::Unreadable { .. }) => None,
+            read => read.map_err(|error| store_failed(&error))?,
+        };
+        if let Some(payload) = payload {
+            // One that an older version took in may be larger than an answer.
+            let fits = payload.config_text.len() <= MAX_CONFIG_BYTES;
+            view.config_text = fits.then(|| payload.config_text.to_string());
+            view.config_format = fits.then(|| payload.config_format.to_string());
         }
         Ok(Response::new(view.into()))
     }
@@ -229,7 +257,8 @@ impl Jobs for JobsApi {
         let mut submission = Submission::try_from(request.into_inner())?;
         // Nothing is submitted: whose it would be only decides whose jobs are named in the answer.
         submission.owner = Some(who.owner());
-        let asked = wants(&submission, self.0.retries).map_err(Status::invalid_argument)?;
+        let bytes = size::of_shared(&submission) + submission.job_json.len();
+        let (asked, _) = self.asked(submission, bytes).await?;
         let forecast = self.0.core.query(move |state, _| state.fit(&asked.wants)).await?;
         Ok(Response::new(forecast.into()))
     }

@@ -38,7 +38,7 @@ mod tests;
 pub use check::check;
 pub use event::{Effect, Event, NewArray, NewJob, Payload, Placed, Prerequisite, Record, Refusal, Reply};
 pub use model::{
-    ArrayPlace, Committed, Condition, Health, Job, Live, Pace, Quotas, Recall, SessionId, Settings, Speed, Ticket,
+    ArrayPlace, Caps, Committed, Condition, Health, Job, Live, Pace, Quotas, Recall, SessionId, Settings, Speed, Ticket,
 };
 pub use model::{Wants, Worker};
 pub use state::{Restored, State};
@@ -167,6 +167,13 @@ impl State {
                 jobs_before,
                 checkpoints_before,
             } => self.expire(&mut step, jobs_before, checkpoints_before),
+            Event::AssignmentFailed {
+                session,
+                held,
+                reason,
+                transient,
+            } => self.assignment_failed(&mut step, session, &held, reason, transient),
+            Event::Stalled { by } => self.extend_leases(by),
             Event::Tick => self.tick(&mut step),
         }
         self.place(&mut step);

@@ -34,6 +34,8 @@ pub struct Settings {
     pub quarantine: Duration,
     /// How many devices a user may hold at once.
     pub quotas: Quotas,
+    /// How much of the queue a user may take.
+    pub caps: Caps,
 }
 
 impl Settings {
@@ -50,8 +52,18 @@ impl Settings {
             network_patience: Duration::from_secs(24 * 3600),
             quarantine: Duration::from_secs(3600),
             quotas: Quotas::default(),
+            caps: Caps::default(),
         }
     }
+}
+
+/// How much of the queue one user may take, so that it stays good for the others. None: no limit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Caps {
+    /// Jobs that wait.
+    pub waiting_jobs: Option<u64>,
+    /// Bytes of the configs of all jobs that are kept, ended ones included.
+    pub config_bytes: Option<u64>,
 }
 
 /// How many devices a user may hold at once.
@@ -243,6 +255,9 @@ pub struct Job {
     /// A faster device has taken over once.
     #[serde(default)]
     pub stolen: bool,
+    /// Bytes of its config in the store; what an array shares counts as its first member's.
+    #[serde(default)]
+    pub config_bytes: u64,
     /// The span that submitted it. Boxed: most jobs have none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trace: Option<Box<TraceContext>>,
