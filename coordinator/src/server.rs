@@ -342,6 +342,10 @@ pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -
     let transit = data_dir.join(TRANSIT);
 
     let clock = Clock::new();
+    let swept = store.sweep_payloads().await?;
+    if swept > 0 {
+        tracing::info!(swept, "removed configs of jobs that were never taken in");
+    }
     let store: Arc<dyn Store> = Arc::new(store.keeping_events(config.retention.events));
     let loaded = store.load().await?;
     tracing::info!(

@@ -13,6 +13,7 @@ mod switch;
 pub mod trace;
 
 pub use convert::ConvertError;
+pub use prost::Message;
 
 /// Generated from `proto/aitk/v1/aitk.proto`.
 #[allow(missing_docs, unreachable_pub, clippy::all)]

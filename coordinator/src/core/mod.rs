@@ -14,6 +14,7 @@ mod event;
 mod explain;
 mod jobs;
 mod line;
+mod listing;
 mod model;
 mod overview;
 mod parts;
@@ -37,6 +38,7 @@ mod tests;
 
 pub use check::check;
 pub use event::{Effect, Event, NewArray, NewJob, Payload, Placed, Prerequisite, Record, Refusal, Reply};
+pub use listing::{Listing, Page, Place};
 pub use model::{
     ArrayPlace, Caps, Committed, Condition, Health, Job, Live, Pace, Quotas, Recall, SessionId, Settings, Speed, Ticket,
 };

@@ -112,8 +112,12 @@ impl SqlStore {
         work.commit().await.map_err(|e| self.failed(e))
     }
 
-    /// Removes what was written for jobs that were never taken in. At the start, when nobody is writing any.
-    pub(super) async fn sweep_bodies(&self) -> Result<u64, StoreError> {
+    /// Removes what was written for jobs that were never taken in. At the start, when nobody is writing any. Says how many rows
+    /// that were.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn sweep_payloads(&self) -> Result<u64, StoreError> {
         let mut work = self.begin().await?;
         let swept = work
             .run(

@@ -182,10 +182,6 @@ impl SqlStore {
 #[async_trait]
 impl Store for SqlStore {
     async fn load(&self) -> Result<Loaded, StoreError> {
-        let swept = self.sweep_bodies().await?;
-        if swept > 0 {
-            tracing::info!(swept, "removed configs of jobs that were never taken in");
-        }
         let mut work = self.reading().await?;
         let jobs = self.restored(&mut work).await?;
         let rows = work

@@ -48,7 +48,10 @@ async fn members(pool: &Pool, array: &str) -> Vec<JobView> {
 }
 
 async fn artifacts(pool: &Pool, id: &str) -> Vec<String> {
-    let request = v1::ArtifactsRequest { job_id: id.into() };
+    let request = v1::ArtifactsRequest {
+        job_id: id.into(),
+        ..Default::default()
+    };
     let reply = within(pool.clients.jobs.clone().artifacts(request)).await.unwrap();
     reply
         .into_inner()

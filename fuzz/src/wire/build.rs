@@ -180,8 +180,8 @@ messages! {
         failures retries config_text config_format owner paused yields array loss
     }
     Array { id index size at_most split waiting running completed failed stopped paused }
-    ListJobsRequest { all limit members array_id }
-    ListJobsReply { jobs }
+    ListJobsRequest { all limit members array_id page_size page_token owner name name_part states since_ms }
+    ListJobsReply { jobs next_page_token total }
     StopJobRequest { job_id now }
     ResumeJobRequest { job_id }
     PauseJobRequest { job_id }
@@ -196,15 +196,15 @@ messages! {
     AttemptChanged { state worker_name device message }
     CheckpointCommitted { step manifest_sha256 }
     JobEvent { cursor time_ms attempt_id body }
-    ArtifactsRequest { job_id }
-    ArtifactsReply { job_id artifacts }
-    ListWorkersRequest {}
+    ArtifactsRequest { job_id page_token }
+    ArtifactsReply { job_id artifacts next_page_token }
+    ListWorkersRequest { page_token }
     WorkerDevice { device job_ids reserved faults quarantined quarantine_reason }
     Worker { id name version host connected leaving last_seen_ms devices labels drained }
     DrainWorkerRequest { worker drain now }
     RemoveJobRequest { job_id }
     ForgetWorkerRequest { worker }
-    ListWorkersReply { workers }
+    ListWorkersReply { workers next_page_token }
     CreateTokenRequest { name role expires_in_ms }
     TokenInfo { id name role created_ms created_by expires_ms revoked_ms }
     CreateTokenReply { secret token ca_sha256 }

@@ -70,9 +70,12 @@ async fn attempts(clients: &Clients, job: &str) -> Vec<Result<(), Status>> {
             .map(drop),
         within(jobs.events(events(false))).await.map(drop),
         within(jobs.events(events(true))).await.map(drop),
-        within(jobs.artifacts(v1::ArtifactsRequest { job_id: job_id() }))
-            .await
-            .map(drop),
+        within(jobs.artifacts(v1::ArtifactsRequest {
+            job_id: job_id(),
+            ..Default::default()
+        }))
+        .await
+        .map(drop),
         within(jobs.set_priority(priority)).await.map(drop),
         within(jobs.pause(v1::PauseJobRequest { job_id: job_id() }))
             .await
@@ -212,7 +215,11 @@ async fn of_other_peoples_jobs_only_their_owners_are_told() {
     let lab = Lab::start().await;
     let workers = |clients: &Clients| {
         let mut jobs = clients.jobs.clone();
-        async move { within(jobs.list_workers(v1::ListWorkersRequest {})).await.unwrap() }
+        async move {
+            within(jobs.list_workers(v1::ListWorkersRequest::default()))
+                .await
+                .unwrap()
+        }
     };
     let fit = within(lab.ben.jobs.clone().fit(v1::SubmitRequest::from(submission("fit"))))
         .await

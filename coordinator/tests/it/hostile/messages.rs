@@ -335,7 +335,7 @@ async fn a_worker_that_says_anything_harms_only_what_it_was_given() {
         ..Default::default()
     };
     within(clients.jobs.clone().list(list)).await.unwrap();
-    within(clients.jobs.clone().list_workers(v1::ListWorkersRequest {}))
+    within(clients.jobs.clone().list_workers(v1::ListWorkersRequest::default()))
         .await
         .unwrap();
 }
