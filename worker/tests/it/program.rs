@@ -113,7 +113,7 @@ async fn sigterm_is_leaving_in_order() {
         .unwrap();
     let seen = async {
         loop {
-            let request = aitk_proto::v1::ListWorkersRequest {};
+            let request = aitk_proto::v1::ListWorkersRequest::default();
             let workers = lab
                 .clients()
                 .await

@@ -58,7 +58,10 @@ async fn a_job_runs_from_its_inputs_to_its_artifact() {
         "{log:?}"
     );
 
-    let request = v1::ArtifactsRequest { job_id: job };
+    let request = v1::ArtifactsRequest {
+        job_id: job,
+        ..Default::default()
+    };
     let artifacts = lab
         .clients()
         .await
@@ -193,7 +196,10 @@ async fn a_local_job_uploads_nothing_and_says_where_things_lie() {
     let job = lab.submit(HashMap::new(), true).await;
     let view = lab.until_state(&job, JobState::Completed).await;
     assert_eq!(view.checkpoint_step, None);
-    let request = v1::ArtifactsRequest { job_id: job.clone() };
+    let request = v1::ArtifactsRequest {
+        job_id: job.clone(),
+        ..Default::default()
+    };
     let artifacts = lab
         .clients()
         .await
