@@ -111,6 +111,7 @@ fn worker(number: u64) -> Event {
             devices: vec![device],
             labels: BTreeMap::new(),
             running: Vec::new(),
+            confinement: None,
         }),
     }
 }

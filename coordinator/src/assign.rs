@@ -6,6 +6,7 @@ use crate::payloads::Payloads;
 use crate::runner::full;
 use crate::store::{Store, StoreError};
 use aitk_common::control::{Assignment, ToWorker};
+use aitk_common::id::UserName;
 use aitk_common::telemetry::context::TraceContext;
 use aitk_proto::{MAX_MESSAGE_BYTES, encoded_len, v1};
 use std::sync::Arc;
@@ -31,6 +32,8 @@ pub(crate) struct Work {
     pub(crate) placed: Placed,
     /// The span of the attempt.
     pub(crate) trace: Option<TraceContext>,
+    /// Whose job it is.
+    pub(crate) owner: Option<UserName>,
     /// Earlier attempts may have made images that are kept.
     pub(crate) may_have_drawn: bool,
 }
@@ -76,6 +79,7 @@ impl Assigner {
         let Work {
             placed,
             trace,
+            owner,
             may_have_drawn,
         } = work;
         let payload = match self.payloads.get(&placed.job) {
@@ -107,6 +111,7 @@ impl Assigner {
             seed: placed.seed,
             drawn: Vec::new(),
             trace,
+            owner,
         };
         let mut message = v1::CoordinatorMessage::from(ToWorker::Assign(Box::new(assignment)));
         let bytes = encoded_len(&message);

@@ -382,6 +382,7 @@ impl Runner {
             self.metrics.assigned(job.created, self.clock.now());
         }
         Work {
+            owner: job.map(|job| job.wants.owner.clone()),
             trace: job.and_then(|job| self.spans.of_attempt(job, &placed.held.attempt)),
             // Images in place are found in their folder, and a training has its checkpoint.
             may_have_drawn: !placed.local && placed.resume.is_none() && job.is_some_and(|job| job.attempts.len() > 1),

@@ -82,5 +82,8 @@ pub(crate) fn attempt(job: &JobSpec, config_text: &str) -> AttemptSpec {
         profile: MemoryProfile::CpuOnly,
         seed: 7,
         drawn: Vec::new(),
+        derived: Default::default(),
+        require_sandbox: false,
+        largest_file: None,
     }
 }

@@ -2,6 +2,7 @@
 
 use super::queue::Spot;
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
+use aitk_common::confinement::Confinement;
 use aitk_common::control::{AttemptState, AttemptView, JobState, Progress, UnixMillis};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, Epoch, JobId, TaskId, UserName, WorkerId};
@@ -401,6 +402,9 @@ pub struct Worker {
     pub devices: Vec<Device>,
     /// Its labels.
     pub labels: BTreeMap<String, String>,
+    /// How its attempts are confined; none: it did not say.
+    #[serde(default)]
+    pub confinement: Option<Confinement>,
     /// When it registered.
     pub registered: UnixMillis,
     /// A person said that it takes no more work.

@@ -95,6 +95,7 @@ impl State {
             last_seen: worker.last_seen,
             devices: devices.collect(),
             labels: worker.labels.clone(),
+            confinement: worker.confinement.clone(),
         }
     }
 

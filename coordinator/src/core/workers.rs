@@ -66,6 +66,7 @@ impl State {
             host: registration.host,
             devices,
             labels: registration.labels,
+            confinement: registration.confinement,
             registered: step.now,
             drained: earlier.is_some_and(|earlier| earlier.drained),
             health: earlier.map(|earlier| earlier.health.clone()).unwrap_or_default(),

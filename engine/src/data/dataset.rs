@@ -17,6 +17,8 @@ use std::path::{Path, PathBuf};
 pub struct DatasetOptions {
     /// Folder or JSON file.
     pub path: PathBuf,
+    /// Where image sizes and latents are kept. `None`: beside the images.
+    pub derived: Option<PathBuf>,
     /// Pixel budget: resolution squared.
     pub resolution: u32,
     /// Items per batch.
@@ -62,6 +64,7 @@ impl Default for DatasetOptions {
     fn default() -> Self {
         Self {
             path: PathBuf::new(),
+            derived: None,
             resolution: 512,
             batch_size: 1,
             repeats: 1,
@@ -92,6 +95,8 @@ pub struct Item {
     pub path: PathBuf,
     /// SHA-256 of the file.
     pub content: String,
+    /// Where its latent is kept. `None`: beside it.
+    pub derived: Option<PathBuf>,
     /// How it is scaled and cut.
     pub plan: BucketPlan,
     /// Left to right.
@@ -148,7 +153,7 @@ impl Dataset {
             masks.check()?;
         }
         let listing = discover(&options.path, options.short_captions)?;
-        let mut sizes = SizeCache::open(&listing.root);
+        let mut sizes = SizeCache::open(&listing.root, options.derived.as_deref().unwrap_or(&listing.root));
         let mut warnings = Warnings::new();
         let (mut files, mut first) = (Vec::new(), None);
         for path in &listing.images {
@@ -207,6 +212,7 @@ impl Dataset {
                     items.push(Item {
                         path: path.clone(),
                         content,
+                        derived: options.derived.clone(),
                         plan,
                         flip_x: flips.0,
                         flip_y: flips.1,

@@ -162,33 +162,39 @@ fn latent_caches_are_verified_and_old_ones_still_read() {
         latent_space: "sd1".into(),
     };
     let cache = LatentCache::new("vae", 4, 8);
-    assert!(cache.read(&image, &key, "c1").is_none());
+    assert!(cache.read(&image, None, &key, "c1").is_none());
     let latent = Tensor::arange(0f32, 256.0, &Device::Cpu)
         .unwrap()
         .reshape((4, 8, 8))
         .unwrap();
-    cache.write(&image, &key, "c1", &latent).unwrap();
+    cache.write(&image, None, &key, "c1", &latent).unwrap();
     let same = |t: &Tensor| {
         t.flatten_all().unwrap().to_vec1::<f32>().unwrap() == latent.flatten_all().unwrap().to_vec1::<f32>().unwrap()
     };
-    assert!(same(&cache.read(&image, &key, "c1").unwrap()));
-    assert!(cache.read(&image, &key, "edited").is_none());
-    assert!(LatentCache::new("other", 4, 8).read(&image, &key, "c1").is_none());
+    assert!(same(&cache.read(&image, None, &key, "c1").unwrap()));
+    assert!(cache.read(&image, None, &key, "edited").is_none());
+    assert!(LatentCache::new("other", 4, 8).read(&image, None, &key, "c1").is_none());
     // Any damage is noticed.
-    let path = cache.path(&image, &key, "c1");
+    let path = cache.path(&image, None, &key, "c1");
     let bytes = std::fs::read(&path).unwrap();
     for at in [bytes.len() - 1, bytes.len() - 700, 9] {
         let mut broken = bytes.clone();
         broken[at] ^= 1;
         std::fs::write(&path, &broken).unwrap();
-        assert!(cache.read(&image, &key, "c1").is_none(), "flip at {at}");
+        assert!(cache.read(&image, None, &key, "c1").is_none(), "flip at {at}");
     }
     std::fs::write(&path, &bytes[..bytes.len() / 2]).unwrap();
-    assert!(cache.read(&image, &key, "c1").is_none());
+    assert!(cache.read(&image, None, &key, "c1").is_none());
+    // What a worker keeps elsewhere is not looked for here, nor the other way round.
+    let elsewhere = dir.path().join("derived");
+    assert!(cache.read(&image, Some(&elsewhere), &key, "c1").is_none());
+    cache.write(&image, Some(&elsewhere), &key, "c1", &latent).unwrap();
+    assert!(same(&cache.read(&image, Some(&elsewhere), &key, "c1").unwrap()));
+    assert_eq!(std::fs::read_dir(&elsewhere).unwrap().count(), 1);
     // One that ai-toolkit left there.
     let theirs = path.with_file_name(format!("a_{}.safetensors", key.upstream_hash()));
     candle_core::safetensors::save(&std::collections::HashMap::from([("latent", latent.clone())]), &theirs).unwrap();
-    assert!(same(&cache.read(&image, &key, "c1").unwrap()));
+    assert!(same(&cache.read(&image, None, &key, "c1").unwrap()));
 }
 
 fn options(path: &Path) -> DatasetOptions {
@@ -310,11 +316,14 @@ fn sizes_are_remembered_and_large_pictures_refused() {
         "{text}"
     );
     assert_eq!(
-        SizeCache::open(dir.path()).get(&dir.path().join("a.png")),
+        SizeCache::open(dir.path(), dir.path()).get(&dir.path().join("a.png")),
         Some((64, 48))
     );
     picture(&dir.path().join("a.png"), 32, 32);
-    assert_eq!(SizeCache::open(dir.path()).get(&dir.path().join("a.png")), None);
+    assert_eq!(
+        SizeCache::open(dir.path(), dir.path()).get(&dir.path().join("a.png")),
+        None
+    );
 
     // A PNG header that promises 30,000 x 30,000.
     let mut huge = std::fs::read(dir.path().join("a.png")).unwrap();

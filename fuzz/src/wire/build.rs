@@ -142,7 +142,9 @@ messages! {
     Artifact { name kind sha256 bytes step index local_path }
     Outcome { outcome }
     HeldAttempt { attempt_id epoch }
-    Register { protocol worker_id name version host devices labels running }
+    Register { protocol worker_id name version host devices labels running confinement }
+    Confinement { files network syscalls limits }
+    Protection { in_force by }
     Beat { running }
     AttemptEvent { attempt_id epoch seq time_ms report }
     ArtifactReady { attempt_id epoch artifact }
@@ -156,7 +158,7 @@ messages! {
     BeatReply { events }
     Assign {
         job_id task_id attempt_id epoch job_json config_text config_format inputs local resume_manifest_sha256 device
-        profile seed drawn traceparent
+        profile seed drawn traceparent owner
     }
     StopAttempt { attempt_id epoch save }
     Fence { attempt_id epoch reason }
@@ -200,7 +202,7 @@ messages! {
     ArtifactsReply { job_id artifacts next_page_token }
     ListWorkersRequest { page_token }
     WorkerDevice { device job_ids reserved faults quarantined quarantine_reason }
-    Worker { id name version host connected leaving last_seen_ms devices labels drained }
+    Worker { id name version host connected leaving last_seen_ms devices labels drained confinement }
     DrainWorkerRequest { worker drain now }
     RemoveJobRequest { job_id }
     ForgetWorkerRequest { worker }

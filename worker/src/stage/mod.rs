@@ -1,19 +1,24 @@
 //! Inputs of an attempt: brought to this machine, cache first.
 
 pub(crate) mod cache;
+pub(crate) mod derived;
 pub(crate) mod hub;
 
+use crate::attempt::local_failure;
 use crate::context::Context;
 use crate::session::Reporter;
 use crate::storage::failure;
 use aitk_common::attempt::{FailureCause, Outcome};
+use aitk_common::capability::DeviceKind;
 use aitk_common::control::Assignment;
 use aitk_common::job::{InputKind, JobSpec};
 use aitk_common::storage::checkpoints;
 use cache::Lease;
+use derived::DerivedLease;
 use hub::HubError;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 /// What an attempt starts from.
 #[derive(Debug, Default)]
@@ -22,6 +27,10 @@ pub(crate) struct Staged {
     pub(crate) inputs: BTreeMap<String, PathBuf>,
     /// The checkpoint to go on from.
     pub(crate) resume: Option<PathBuf>,
+    /// Inputs as the config names them -> where what is computed from them is kept.
+    pub(crate) derived: BTreeMap<String, DerivedLease>,
+    /// Where CUDA keeps the kernels that it compiles.
+    pub(crate) cuda: Option<DerivedLease>,
     /// Keep the inputs in the cache for as long as this lives.
     pub(crate) _leases: Vec<Lease>,
 }
@@ -39,14 +48,28 @@ pub(crate) async fn inputs(
         return Ok(staged);
     }
     for (config_path, id) in &assignment.inputs {
+        let warnings = Mutex::new(Vec::new());
+        let warn = |message| warnings.lock().unwrap_or_else(PoisonError::into_inner).push(message);
         let fetched = context
             .cache
-            .materialise(&context.storage, context.storage_patience, *id)
+            .materialise(&context.storage, context.storage_patience, *id, &warn)
             .await;
+        for message in warnings.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            reporter.log("warn", message).await;
+        }
         let (path, lease) =
             fetched.map_err(|error| failure(&format!("could not fetch the input {config_path:?}"), &error))?;
         staged.inputs.insert(config_path.clone(), path);
         staged._leases.push(lease);
+        let derived = context
+            .derived
+            .of_input(assignment.owner.as_ref(), &assignment.job, *id);
+        let derived = derived.map_err(|error| local_failure(&error))?;
+        staged.derived.insert(config_path.clone(), derived);
+    }
+    if assignment.device.kind == DeviceKind::Cuda {
+        let cuda = context.derived.of_cuda(assignment.owner.as_ref(), &assignment.job);
+        staged.cuda = Some(cuda.map_err(|error| local_failure(&error))?);
     }
     if let Some(manifest) = assignment.resume {
         let target = folder.join("resume");

@@ -9,7 +9,10 @@ mod joining;
 mod orphan;
 mod program;
 mod runner;
+#[cfg(target_os = "linux")]
+mod sandboxed;
 mod session;
 mod support;
 mod tokens;
 mod traces;
+mod units;

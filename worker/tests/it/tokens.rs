@@ -1,6 +1,6 @@
 //! Workers and a user with tokens of their own: what each may see of the storage is enough for the whole path.
 
-use crate::support::{Lab, connected, finished, say, script};
+use crate::support::{Lab, connected, finished, saved, say, script};
 use aitk_common::control::JobState;
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::{BlobStore, snapshot};
@@ -58,7 +58,7 @@ async fn a_job_moves_between_machines_that_see_nothing_but_what_they_need() {
         "\n",
         &say(json!({"event": "progress", "done": 5, "total": 10, "seconds_per_step": null})),
         "while [ -z \"$stop\" ]; do sleep 0.02; done\n",
-        &say(json!({"event": "checkpoint", "path": checkpoint, "step": 5})),
+        &saved(&checkpoint, 5),
         &finished("stopped"),
     ]);
     let leaving = worker(&lab, token(&admin, "box-1", "worker").await, "one", &first).await;

@@ -67,6 +67,7 @@ pub(super) fn registration(worker: &str, devices: Vec<Device>, running: Vec<Held
         devices,
         labels: BTreeMap::new(),
         running,
+        confinement: None,
     }
 }
 

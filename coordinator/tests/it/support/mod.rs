@@ -256,6 +256,7 @@ impl FakeWorker {
             devices: vec![cpu()],
             labels: BTreeMap::new(),
             running,
+            confinement: None,
         }
     }
 

@@ -95,6 +95,7 @@ pub(super) fn datasets(process: &TrainerProcess, cx: &Context<'_>) -> Result<Vec
         };
         out.push(DatasetOptions {
             path: cx.local(path),
+            derived: cx.spec.derived.get(path).cloned(),
             resolution: dataset.resolution.first().copied().unwrap_or(512),
             batch_size: dataset.batch_size.unwrap_or(process.train.batch_size).max(1) as usize,
             repeats: dataset.num_repeats.max(1) as usize,

@@ -253,6 +253,17 @@ pub(crate) fn say(event: serde_json::Value) -> String {
     format!("echo '{event}'\n")
 }
 
+/// Shell lines that take over a checkpoint (see [`Lab::checkpoint`]) into the attempt's own folder, and announce it.
+pub(crate) fn saved(checkpoint: &Path, step: u64) -> String {
+    let name = checkpoint.file_name().unwrap().to_str().unwrap();
+    let event = serde_json::json!({"event": "checkpoint", "path": "HERE", "step": step}).to_string();
+    let event = event.replace("HERE", &format!("'\"$PWD\"'/output/{name}"));
+    format!(
+        "mkdir -p output && cp -r '{}' output/\necho '{event}'\n",
+        checkpoint.display()
+    )
+}
+
 pub(crate) fn finished(outcome: &str) -> String {
     say(serde_json::json!({ "event": "finished", "outcome": { "outcome": outcome } }))
 }
