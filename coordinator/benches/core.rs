@@ -74,8 +74,6 @@ fn job(number: u64, fits: bool) -> Event {
             after: Vec::new(),
             not_before: None,
             trace: None,
-            capped: false,
-            config_bytes: 0,
             payload: Arc::new(Payload::default()),
         }),
     }
@@ -111,7 +109,6 @@ fn worker(number: u64) -> Event {
             devices: vec![device],
             labels: BTreeMap::new(),
             running: Vec::new(),
-            confinement: None,
         }),
     }
 }

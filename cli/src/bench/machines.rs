@@ -117,7 +117,6 @@ fn registration(number: usize, slow: bool) -> Registration {
         devices: vec![device],
         labels,
         running: Vec::new(),
-        confinement: None,
     }
 }
 

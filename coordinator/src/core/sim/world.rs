@@ -142,7 +142,7 @@ impl World {
                 self.now < patience,
                 "without any trouble, some job never ends: {:#?}",
                 self.state
-                    .all_listed(self.now, false, true)
+                    .job_views(self.now, false, 0, |_| true)
                     .iter()
                     .filter(|job| !job.state.is_ended())
                     .map(|job| format!("{} {}: {}", job.id, job.state, job.reason))
