@@ -263,11 +263,30 @@ config_text() {
   esac
 }
 
-install_services() {
-  if [ -n "$services" ] && [ "$system" = Linux ] && [ -z "$destdir" ] && ! id aitk >/dev/null 2>&1; then
-    run useradd --system --home-dir /var/lib/aitk --create-home --shell /usr/sbin/nologin aitk
+# Of a service: worker and coordinator do not see each other's files.
+user_of() {
+  case $1 in
+  coordinator) say aitk ;;
+  *) say "aitk-$1" ;;
+  esac
+}
+
+make_user() { # NAME: also the name of its folder
+  if ! id "$1" >/dev/null 2>&1; then
+    run useradd --system --home-dir "/var/lib/$1" --create-home --shell /usr/sbin/nologin "$1"
+    run chmod 0700 "/var/lib/$1"
   fi
+  if [ "$1" = aitk-worker ]; then
+    # Some distributions let these groups use GPUs, and nobody else.
+    for group in video render; do
+      if getent group "$group" >/dev/null 2>&1; then run usermod --append --groups "$group" "$1"; fi
+    done
+  fi
+}
+
+install_services() {
   for part in $services; do
+    if [ "$system" = Linux ] && [ -z "$destdir" ]; then make_user "$(user_of "$part")"; fi
     unit_text "$part" | write "$(unit_of "$part")" 644
     config=$(config_of "$part")
     if [ -e "$config" ]; then
@@ -294,7 +313,10 @@ next_steps() {
       ;;
     Linux,worker)
       say "Worker, the first time (the token: \`aitk-coordinator worker join-token\` on the server):"
-      say "  sudo -u aitk $prefix/bin/aitk-worker join https://SERVER:7420 TOKEN --data-dir /var/lib/aitk/worker"
+      if [ -e /var/lib/aitk/worker/identity.json ] && [ ! -e /var/lib/aitk-worker/identity.json ]; then
+        say "  (this machine has a worker in /var/lib/aitk/worker, of the user aitk: deploy/README.md tells how to take it over)"
+      fi
+      say "  sudo -u aitk-worker $prefix/bin/aitk-worker join https://SERVER:7420 TOKEN --data-dir /var/lib/aitk-worker"
       say "  sudo systemctl enable --now aitk-worker"
       ;;
     Darwin,worker)
@@ -338,7 +360,7 @@ uninstall() {
     program=$bin/$(program_of "$part")
     if [ -e "$program" ]; then remove "$program"; fi
   done
-  say "Configuration, data and the user aitk are left: /etc/aitk and /var/lib/aitk (on a Mac ~/.config/aitk and ~/.local/share/aitk)."
+  say "Configuration, data and users are left: /etc/aitk, /var/lib/aitk and /var/lib/aitk-worker (on a Mac ~/.config/aitk and ~/.local/share/aitk)."
 }
 
 if [ "$action" = uninstall ]; then

@@ -14,6 +14,7 @@ use aitk_proto::client::{AuthChannel, Clients, ConnectError, addresses, connect}
 use aitk_proto::v1::jobs_client::JobsClient;
 use aitk_proto::{LEADER_HEADER, trace, v1};
 use futures::{Stream, StreamExt};
+use std::collections::HashSet;
 use std::future::Future;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -190,20 +191,6 @@ impl Api {
         .await
     }
 
-    /// As [`Self::list`], with the members of arrays instead of the arrays.
-    ///
-    /// # Errors
-    /// As [`status_failure`].
-    pub async fn list_members(&self, all: bool, limit: u32) -> Result<Vec<JobView>, Failure> {
-        self.listed(v1::ListJobsRequest {
-            all,
-            limit,
-            members: true,
-            ..Default::default()
-        })
-        .await
-    }
-
     /// The members of an array, by index.
     ///
     /// # Errors
@@ -217,13 +204,37 @@ impl Api {
     }
 
     async fn listed(&self, request: v1::ListJobsRequest) -> Result<Vec<JobView>, Failure> {
+        Ok(self.list_jobs(request, usize::MAX).await?.0)
+    }
+
+    /// The first jobs of a list, as many as are wanted, page by page; and how many fit in all.
+    ///
+    /// # Errors
+    /// As [`status_failure`].
+    pub async fn list_jobs(
+        &self,
+        mut request: v1::ListJobsRequest,
+        most: usize,
+    ) -> Result<(Vec<JobView>, u64), Failure> {
         let call = |mut jobs: Jobs, request| async move { jobs.list(request).await };
-        let reply = self.call(request, call).await?;
-        reply
-            .jobs
-            .into_iter()
-            .map(|job| job.try_into().map_err(impossible))
-            .collect()
+        let (mut jobs, mut known): (Vec<JobView>, HashSet<JobId>) = (Vec::new(), HashSet::new());
+        loop {
+            request.page_size = u32::try_from(most.saturating_sub(jobs.len())).unwrap_or(0);
+            let reply = self.call(request.clone(), call).await?;
+            for job in reply.jobs {
+                let job: JobView = job.try_into().map_err(impossible)?;
+                // One that changed meanwhile may be on two pages.
+                if jobs.len() < most && known.insert(job.id.clone()) {
+                    jobs.push(job);
+                }
+            }
+            let total = reply.total.max(jobs.len() as u64);
+            let stuck = reply.next_page_token == request.page_token;
+            if jobs.len() >= most || reply.next_page_token.is_empty() || stuck {
+                return Ok((jobs, total));
+            }
+            request.page_token = reply.next_page_token;
+        }
     }
 
     /// Asks a job to stop: with a save, or at once.
@@ -358,13 +369,21 @@ impl Api {
     /// As [`status_failure`].
     pub async fn artifacts(&self, id: &JobId) -> Result<Vec<Artifact>, Failure> {
         let call = |mut jobs: Jobs, request| async move { jobs.artifacts(request).await };
-        let request = v1::ArtifactsRequest { job_id: id.to_string() };
-        let reply = self.call(request, call).await?;
-        reply
-            .artifacts
-            .into_iter()
-            .map(|artifact| artifact.try_into().map_err(impossible))
-            .collect()
+        let mut request = v1::ArtifactsRequest {
+            job_id: id.to_string(),
+            page_token: String::new(),
+        };
+        let mut all = Vec::new();
+        loop {
+            let reply = self.call(request.clone(), call).await?;
+            for artifact in reply.artifacts {
+                all.push(artifact.try_into().map_err(impossible)?);
+            }
+            if reply.next_page_token.is_empty() || reply.next_page_token == request.page_token {
+                return Ok(all);
+            }
+            request.page_token = reply.next_page_token;
+        }
     }
 
     /// Workers and their devices.
@@ -373,12 +392,17 @@ impl Api {
     /// As [`status_failure`].
     pub async fn workers(&self) -> Result<Vec<WorkerView>, Failure> {
         let call = |mut jobs: Jobs, request| async move { jobs.list_workers(request).await };
-        let reply = self.call(v1::ListWorkersRequest {}, call).await?;
-        reply
-            .workers
-            .into_iter()
-            .map(|worker| worker.try_into().map_err(impossible))
-            .collect()
+        let (mut request, mut all) = (v1::ListWorkersRequest::default(), Vec::new());
+        loop {
+            let reply = self.call(request.clone(), call).await?;
+            for worker in reply.workers {
+                all.push(worker.try_into().map_err(impossible)?);
+            }
+            if reply.next_page_token.is_empty() || reply.next_page_token == request.page_token {
+                return Ok(all);
+            }
+            request.page_token = reply.next_page_token;
+        }
     }
 
     /// A job by its id, its name, or a unique beginning of its id; in this order. The coordinator knows all of them, so

@@ -7,6 +7,7 @@ use crate::failure::Failure;
 use crate::output::Ui;
 use crate::trace::traces;
 use aitk_common::capability::Device;
+use aitk_common::confinement::Confinement;
 use aitk_common::fsutil;
 use aitk_worker::probe::{Choice, choose, devices};
 use std::fs::File;
@@ -101,6 +102,13 @@ pub async fn find_devices(wanted: Option<&str>) -> Result<Vec<Device>, Failure> 
     })
 }
 
+/// How attempts of this program are confined; none: it could not be measured.
+pub async fn measure_confinement() -> Option<Confinement> {
+    let command = vec![std::env::current_exe().ok()?.into_os_string()];
+    let measured = tokio::task::spawn_blocking(move || aitk_worker::sandbox::measure(&command)).await;
+    measured.ok()
+}
+
 /// A coordinator and a worker that run in this program.
 pub struct Local {
     coordinator: aitk_coordinator::Running,
@@ -141,13 +149,7 @@ impl Local {
                 config.ca_file = ca_file.map(Path::to_path_buf);
                 config.devices = devices;
                 config.traces.clone_from(traces());
-                // As the worker daemon takes it.
-                let allowed = std::env::var("AITK_HUB_ALLOW").unwrap_or_default();
-                config.hub_allow = allowed
-                    .split(',')
-                    .filter(|name| !name.trim().is_empty())
-                    .map(str::to_owned)
-                    .collect();
+                config.confinement = measure_confinement().await;
                 if let Some(name) = name {
                     name.clone_into(&mut config.name);
                 }

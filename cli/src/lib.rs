@@ -92,11 +92,17 @@ fn start_logging(global: &args::Global) {
 /// The child process of a worker inside this program. The worker reads what it prints, so it prints nothing itself.
 #[cfg(feature = "embedded")]
 fn attempt(args: &args::AttemptArgs, _ui: &Ui) -> ExitCode {
+    if let Some(folder) = &args.try_sandbox {
+        return aitk_worker::sandbox::try_in_this_process(folder);
+    }
     telemetry::init(telemetry::Options {
         kind: telemetry::Kind::Attempt,
         json: false,
     });
-    aitk_worker::run_attempt(&args.spec)
+    match &args.spec {
+        Some(spec) => aitk_worker::run_attempt(spec),
+        None => ExitCode::from(2),
+    }
 }
 
 #[cfg(not(feature = "embedded"))]

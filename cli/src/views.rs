@@ -272,6 +272,25 @@ pub fn worker_json(worker: &WorkerView) -> Value {
     with_times(worker, &["last_seen"])
 }
 
+/// A line about how a connected worker confines attempts; the reasons are in `--json`.
+#[must_use]
+pub fn confinement_line(worker: &WorkerView) -> Option<String> {
+    let confinement = worker.confinement.as_ref().filter(|_| worker.connected)?;
+    let parts = confinement.parts();
+    let named = |in_force: bool| {
+        let names = parts.iter().filter(|(_, part)| part.in_force == in_force);
+        names.map(|(name, _)| *name).collect::<Vec<_>>().join(", ")
+    };
+    let (held, open) = (named(true), named(false));
+    let held = if held.is_empty() { "nothing" } else { &held };
+    let open = if open.is_empty() {
+        String::new()
+    } else {
+        format!("; not {open}")
+    };
+    Some(format!("{} confines {held}{open}", worker.name))
+}
+
 /// An event in JSON, with its job.
 #[must_use]
 pub fn event_json(job: &str, event: &JobEvent) -> Value {
@@ -287,6 +306,7 @@ mod tests {
     use super::*;
     use crate::api::tests::job;
     use aitk_common::capability::{Device, DeviceKind};
+    use aitk_common::confinement::{Confinement, Protection};
     use aitk_common::control::{AttemptView, EventBody, Progress, WorkerDeviceView};
     use aitk_common::id::{AttemptId, Epoch, JobId, WorkerId};
     use aitk_common::plan::profile::MemoryProfile;
@@ -372,7 +392,26 @@ mod tests {
                 quarantine_reason: "3 faults in a row, the last one: CUDA error 700".to_owned(),
             }],
             labels: std::collections::BTreeMap::new(),
+            confinement: None,
         };
+        let mut confined = worker.clone();
+        assert_eq!(confinement_line(&confined), None);
+        let mut confinement = Confinement::none("this kernel has no Landlock");
+        confined.confinement = Some(confinement.clone());
+        let line = confinement_line(&confined).unwrap();
+        assert_eq!(
+            line,
+            "the-box-under-the-desk confines nothing; not files, network, syscalls, limits"
+        );
+        confinement.files = Protection::by("Landlock ABI 7");
+        confinement.network = Protection::by("seccomp");
+        confined.confinement = Some(confinement);
+        let line = confinement_line(&confined).unwrap();
+        assert_eq!(
+            line,
+            "the-box-under-the-desk confines files, network; not syscalls, limits"
+        );
+        assert!(line.width() <= 80);
         for line in workers_table(&[worker], now).aligned(80) {
             assert!(line.width() <= 80, "{line}");
         }

@@ -26,8 +26,7 @@ pub struct AttemptSpec {
     pub config_text: String,
     /// `yaml`, `json` or `jsonc`.
     pub config_format: String,
-    /// Inputs as the config names them -> where they lie on this machine. A path that is not here is used as it is by a
-    /// job that runs in place, and refused otherwise.
+    /// Inputs as the config names them -> where they lie on this machine. A path that is not here is used as it is.
     pub inputs: BTreeMap<String, PathBuf>,
     /// Replaces `training_folder` / `output_folder`, when set: the attempt's own folder. Unset for `aitk run`.
     pub output_root: Option<PathBuf>,
@@ -42,6 +41,16 @@ pub struct AttemptSpec {
     /// Numbers (as artifacts) of the pictures that earlier attempts drew and that are kept: they are not drawn again.
     #[serde(default)]
     pub drawn: Vec<u64>,
+    /// Inputs as the config names them -> the folder for what is computed from them (cached latents, image sizes). An
+    /// input that is not here keeps such files beside its own, as ai-toolkit does.
+    #[serde(default)]
+    pub derived: BTreeMap<String, PathBuf>,
+    /// The attempt fails before it reads an input where the system cannot confine its files and network.
+    #[serde(default)]
+    pub require_sandbox: bool,
+    /// The largest file that it may write, in bytes. Unset: no limit.
+    #[serde(default)]
+    pub largest_file: Option<u64>,
 }
 
 /// One line of a child's standard output.

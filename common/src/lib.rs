@@ -6,6 +6,7 @@
 pub mod attempt;
 pub mod capability;
 pub mod checkpoint;
+pub mod confinement;
 pub mod control;
 pub mod fsutil;
 pub mod gguf;

@@ -74,6 +74,8 @@ fn job(number: u64, fits: bool) -> Event {
             after: Vec::new(),
             not_before: None,
             trace: None,
+            capped: false,
+            config_bytes: 0,
             payload: Arc::new(Payload::default()),
         }),
     }
@@ -109,6 +111,7 @@ fn worker(number: u64) -> Event {
             devices: vec![device],
             labels: BTreeMap::new(),
             running: Vec::new(),
+            confinement: None,
         }),
     }
 }

@@ -61,6 +61,25 @@ impl PkiConfig {
     }
 }
 
+/// How much one user may take, so that the service stays good for the others. Operators and administrators are not held to
+/// it. None: no limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Jobs that wait.
+    pub waiting_jobs: Option<u64>,
+    /// Bytes of the configs of all jobs that are kept.
+    pub config_bytes: Option<u64>,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            waiting_jobs: Some(20_000),
+            config_bytes: Some(1 << 30),
+        }
+    }
+}
+
 /// How a coordinator is set up.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Config {
@@ -89,6 +108,8 @@ pub struct Config {
     pub retries: u32,
     /// How many devices a user may hold at once.
     pub quotas: Quotas,
+    /// How much a user may take who only submits.
+    pub limits: Limits,
     /// How long things are kept.
     pub retention: Retention,
     /// Where metrics and health are told over plain HTTP; loopback only. None: nowhere.
@@ -113,6 +134,7 @@ impl std::fmt::Debug for Config {
             .field("lease", &self.lease)
             .field("retries", &self.retries)
             .field("quotas", &self.quotas)
+            .field("limits", &self.limits)
             .field("retention", &self.retention)
             .field("metrics", &self.metrics)
             .field("cluster", &self.cluster)
@@ -145,6 +167,7 @@ impl Config {
             lease: Self::DEFAULT_LEASE,
             retries: Self::DEFAULT_RETRIES,
             quotas: Quotas::default(),
+            limits: Limits::default(),
             retention: Retention::default(),
             metrics: None,
             cluster: None,

@@ -4,24 +4,42 @@
 use crate::core::Payload;
 use aitk_common::id::JobId;
 use std::collections::{HashMap, VecDeque};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Bytes of configs that are kept: thousands of usual ones.
 const MOST: usize = 16 << 20;
 /// What a config takes besides its texts, about.
 const OVERHEAD: usize = 512;
 
-/// The newest configs, as many as there is room for. What is not here is in the store.
+/// The newest configs, as many as there is room for. What is not here is in the store. Cheap to clone.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Payloads(Arc<Mutex<Inner>>);
+
 #[derive(Debug, Default)]
-pub(crate) struct Payloads {
+struct Inner {
     kept: HashMap<JobId, Arc<Payload>>,
     order: VecDeque<JobId>,
     bytes: usize,
 }
 
 impl Payloads {
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Keeps a config; the oldest ones make room.
-    pub(crate) fn keep(&mut self, job: &JobId, payload: &Arc<Payload>) {
+    pub(crate) fn keep(&self, job: &JobId, payload: &Arc<Payload>) {
+        self.inner().keep(job, payload);
+    }
+
+    /// A config, if it is kept.
+    pub(crate) fn get(&self, job: &JobId) -> Option<Arc<Payload>> {
+        self.inner().kept.get(job).cloned()
+    }
+}
+
+impl Inner {
+    fn keep(&mut self, job: &JobId, payload: &Arc<Payload>) {
         if self.kept.insert(job.clone(), payload.clone()).is_some() {
             return;
         }
@@ -34,11 +52,6 @@ impl Payloads {
                 self.bytes -= size(&gone);
             }
         }
-    }
-
-    /// A config, if it is kept.
-    pub(crate) fn get(&self, job: &JobId) -> Option<Payload> {
-        self.kept.get(job).map(|payload| Payload::clone(payload))
     }
 }
 
@@ -53,26 +66,33 @@ mod tests {
 
     fn payload(bytes: usize) -> Arc<Payload> {
         Arc::new(Payload {
-            config_text: "x".repeat(bytes),
+            config_text: "x".repeat(bytes).into(),
             ..Payload::default()
         })
     }
 
     #[test]
     fn the_newest_are_kept_within_bounds() {
-        let mut payloads = Payloads::default();
+        let payloads = Payloads::default();
         let id = |n: u32| JobId::new(format!("j{n}"));
         for n in 0..40 {
             payloads.keep(&id(n), &payload(1 << 20));
             // The same again takes no more room.
             payloads.keep(&id(n), &payload(1 << 20));
-            assert!(payloads.bytes <= MOST, "{}", payloads.bytes);
+            let bytes = payloads.inner().bytes;
+            assert!(bytes <= MOST, "{bytes}");
         }
         assert!(payloads.get(&id(0)).is_none() && payloads.get(&id(39)).is_some());
-        assert_eq!(payloads.kept.len(), payloads.order.len());
+        let kept = |payloads: &Payloads| {
+            let inner = payloads.inner();
+            (inner.bytes, inner.kept.len(), inner.order.len())
+        };
+        let (_, jobs, order) = kept(&payloads);
+        assert_eq!(jobs, order);
         // One that is larger than all the room is not kept, and nothing else is harmed.
         payloads.keep(&id(99), &payload(MOST));
         assert!(payloads.get(&id(99)).is_none());
-        assert_eq!((payloads.bytes, payloads.kept.len()), (0, 0));
+        let (bytes, jobs, _) = kept(&payloads);
+        assert_eq!((bytes, jobs), (0, 0));
     }
 }

@@ -2,12 +2,13 @@
 //! then lets anybody hear of it.
 
 use crate::access::AuditLine;
+use crate::assign::{Outgoing, Work};
 use crate::core::{self, Effect, Event, Placed, Record, Refusal, Reply, SessionId, State, Ticket};
 use crate::metrics::Metrics;
 use crate::payloads::Payloads;
 use crate::spans::Spans;
 use crate::store::{Store, StoreError};
-use aitk_common::control::{Assignment, JobEvent, ToWorker, UnixMillis};
+use aitk_common::control::{JobEvent, ToWorker, UnixMillis};
 use aitk_common::id::JobId;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -25,6 +26,8 @@ const BATCH: usize = 256;
 const OUTBOX: usize = 256;
 /// Events that wait for one follower. One that is further behind reads them from the store.
 const FOLLOWER: usize = 1024;
+/// A tick that comes this much later than it should is a sign that the core stood still, and so could hear no beat.
+const STALL: Duration = Duration::from_millis(100);
 /// A store that fails is tried again for this long. After that this process ends: what it knows is then ahead of what is
 /// stored, and a fresh start from the store is the safe way on.
 const STORE_PATIENCE: Duration = Duration::from_secs(30);
@@ -76,7 +79,7 @@ enum Input {
     Event(Event),
     Call(Event, Ticket, Caller, Box<AuditLine>),
     Query(Query),
-    OpenSession(SessionId, mpsc::Sender<ToWorker>),
+    OpenSession(SessionId, mpsc::Sender<Outgoing>),
 }
 
 /// Nobody runs the core any more: the coordinator shuts down.
@@ -162,7 +165,7 @@ impl Core {
     }
 
     /// A new session's number and what the core says to it. The receiver ends when the core closes the session.
-    pub(crate) async fn open_session(&self) -> Result<(SessionId, mpsc::Receiver<ToWorker>), Gone> {
+    pub(crate) async fn open_session(&self) -> Result<(SessionId, mpsc::Receiver<Outgoing>), Gone> {
         let session = SessionId(self.number());
         let (sender, receiver) = mpsc::channel(OUTBOX);
         self.inputs
@@ -189,7 +192,7 @@ pub(crate) struct Runner {
     payloads: Payloads,
     inputs: mpsc::Receiver<Input>,
     hub: Arc<Hub>,
-    sessions: HashMap<SessionId, mpsc::Sender<ToWorker>>,
+    sessions: HashMap<SessionId, mpsc::Sender<Outgoing>>,
 }
 
 impl Runner {
@@ -200,6 +203,7 @@ impl Runner {
         storage_url: Option<String>,
         metrics: Metrics,
         spans: Spans,
+        payloads: Payloads,
     ) -> (Self, Core) {
         let (sender, inputs) = mpsc::channel(INPUTS);
         let hub = Arc::new(Hub::default());
@@ -216,7 +220,7 @@ impl Runner {
                 storage_url,
                 metrics,
                 spans,
-                payloads: Payloads::default(),
+                payloads,
                 inputs,
                 hub,
                 sessions: HashMap::new(),
@@ -238,7 +242,20 @@ impl Runner {
                         return Ok(());
                     }
                 }
-                _ = ticks.tick() => batch.push(Input::Event(Event::Tick)),
+                due = ticks.tick() => {
+                    // What came while the core was busy was said in time: it counts before any lease is judged.
+                    while batch.len() < BATCH && let Ok(input) = self.inputs.try_recv() {
+                        batch.push(input);
+                    }
+                    let by = due.elapsed();
+                    if by > STALL {
+                        if by > Duration::from_secs(1) {
+                            tracing::warn!(by = ?by, "the coordinator stood still; leases are extended by that time");
+                        }
+                        batch.push(Input::Event(Event::Stalled { by }));
+                    }
+                    batch.push(Input::Event(Event::Tick));
+                }
             }
             self.step(&mut batch).await?;
         }
@@ -291,7 +308,7 @@ impl Runner {
             }
         }
         for effect in rest {
-            self.carry_out(effect, &mut callers).await;
+            self.carry_out(effect, &mut callers);
         }
         for query in queries {
             query(&self.state, now);
@@ -315,11 +332,7 @@ impl Runner {
         }
     }
 
-    async fn carry_out(
-        &mut self,
-        effect: Effect,
-        callers: &mut HashMap<Ticket, oneshot::Sender<Result<Reply, Refusal>>>,
-    ) {
+    fn carry_out(&mut self, effect: Effect, callers: &mut HashMap<Ticket, oneshot::Sender<Result<Reply, Refusal>>>) {
         match effect {
             // Sorted out before; here for completeness.
             Effect::Persist(_) => {}
@@ -342,15 +355,15 @@ impl Runner {
                         lease,
                         storage_url,
                         keep,
-                    },
+                    }
+                    .into(),
                 );
             }
-            Effect::Send(session, message) => self.send(session, message),
-            Effect::Assign(session, placed) => match self.assignment(*placed).await {
-                Some(work) => self.send(session, ToWorker::Assign(Box::new(work))),
-                // The worker registers again without the attempt, which is then placed again.
-                None => self.close(session, "an assignment could not be read from the store", true),
-            },
+            Effect::Send(session, message) => self.send(session, message.into()),
+            Effect::Assign(session, placed) => {
+                let work = self.work(*placed);
+                self.send(session, Outgoing::Work(Box::new(work)));
+            }
             Effect::Close { session, reason, retry } => self.close(session, &reason, retry),
             Effect::Publish(job, event) => self.hub.publish(&job, event),
             Effect::Reply(ticket, reply) => {
@@ -362,66 +375,23 @@ impl Runner {
         }
     }
 
-    async fn assignment(&self, placed: Placed) -> Option<Assignment> {
-        if let Some(job) = self.state.job(&placed.job).filter(|job| job.attempts.len() == 1) {
+    /// What the session's task needs to make the assignment.
+    fn work(&self, placed: Placed) -> Work {
+        let job = self.state.job(&placed.job);
+        if let Some(job) = job.filter(|job| job.attempts.len() == 1) {
             self.metrics.assigned(job.created, self.clock.now());
         }
-        let payload = match self.payloads.get(&placed.job) {
-            Some(payload) => payload,
-            None => match self.store.payload(&placed.job).await {
-                Ok(payload) => payload?,
-                Err(error) => {
-                    tracing::error!(job = %placed.job, error = %full(&error), "a job's config could not be read");
-                    return None;
-                }
-            },
-        };
-        let drawn = self.drawn(&placed).await?;
-        let job = self.state.job(&placed.job);
-        let trace = job.and_then(|job| self.spans.of_attempt(job, &placed.held.attempt));
-        Some(Assignment {
-            job: placed.job,
-            task: placed.task,
-            attempt: placed.held.attempt,
-            epoch: placed.held.epoch,
-            job_json: payload.job_json,
-            config_text: payload.config_text,
-            config_format: payload.config_format,
-            inputs: payload.inputs,
-            local: placed.local,
-            resume: placed.resume,
-            device: placed.device,
-            profile: placed.profile,
-            seed: placed.seed,
-            drawn,
-            trace,
-        })
-    }
-
-    /// Numbers of the pictures that earlier attempts of a job drew and that are kept.
-    async fn drawn(&self, placed: &Placed) -> Option<Vec<u64>> {
-        let job = self.state.job(&placed.job);
-        // Pictures in place are found in their folder, and a training has its checkpoint.
-        if placed.local || placed.resume.is_some() || job.is_none_or(|job| job.attempts.len() < 2) {
-            return Some(Vec::new());
-        }
-        match self.store.artifacts(&placed.job).await {
-            Ok(files) => Some(
-                files
-                    .iter()
-                    .filter(|file| file.kind == "image")
-                    .filter_map(|file| file.index)
-                    .collect(),
-            ),
-            Err(error) => {
-                tracing::error!(job = %placed.job, error = %full(&error), "a job's files could not be read");
-                None
-            }
+        Work {
+            owner: job.map(|job| job.wants.owner.clone()),
+            trace: job.and_then(|job| self.spans.of_attempt(job, &placed.held.attempt)),
+            // Images in place are found in their folder, and a training has its checkpoint.
+            may_have_drawn: !placed.local && placed.resume.is_none() && job.is_some_and(|job| job.attempts.len() > 1),
+            placed,
         }
     }
 
     /// Never waits: a worker that does not read loses its session, which its task then reports as closed.
-    fn send(&mut self, session: SessionId, message: ToWorker) {
+    fn send(&mut self, session: SessionId, message: Outgoing) {
         let Some(sender) = self.sessions.get(&session) else {
             return;
         };
@@ -436,10 +406,11 @@ impl Runner {
 
     fn close(&mut self, session: SessionId, reason: &str, retry: bool) {
         if let Some(sender) = self.sessions.remove(&session) {
-            let _ = sender.try_send(ToWorker::GoingAway {
+            let message = ToWorker::GoingAway {
                 reason: reason.to_owned(),
                 retry,
-            });
+            };
+            let _ = sender.try_send(message.into());
         }
     }
 }

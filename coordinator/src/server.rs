@@ -3,11 +3,13 @@
 use crate::access::{Access, AccessError};
 use crate::address::ClientAddress;
 use crate::api::{Gate, Shared, routes};
+use crate::assign::Assigner;
 use crate::config::Config;
-use crate::core::{Settings, State};
+use crate::core::{Caps, Settings, State};
 use crate::door::Door;
 use crate::garbage::{Collector, Pins};
 use crate::metrics::{self, Metrics};
+use crate::payloads::Payloads;
 use crate::pki::{PkiError, Tls};
 use crate::runner::{Clock, Runner, full};
 use crate::scope::{Scope, Uploads};
@@ -45,6 +47,8 @@ pub(crate) const STRANGERS: usize = 384;
 const STREAMS: u32 = 256;
 /// The database in the data folder, when there is no other.
 pub(crate) const DATABASE: &str = "aitk.db";
+/// Large submissions that are looked at at once: each takes a core, and serving needs one, too.
+const PARSING: usize = 2;
 /// Blobs on their way through at once, all clients together: each may take a file of its size beside the database.
 const TRANSFERS: usize = 16;
 
@@ -338,6 +342,10 @@ pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -
     let transit = data_dir.join(TRANSIT);
 
     let clock = Clock::new();
+    let swept = store.sweep_payloads().await?;
+    if swept > 0 {
+        tracing::info!(swept, "removed configs of jobs that were never taken in");
+    }
     let store: Arc<dyn Store> = Arc::new(store.keeping_events(config.retention.events));
     let loaded = store.load().await?;
     tracing::info!(
@@ -347,6 +355,10 @@ pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -
     );
     let settings = Settings {
         quotas: config.quotas.clone(),
+        caps: Caps {
+            waiting_jobs: config.limits.waiting_jobs,
+            config_bytes: config.limits.config_bytes,
+        },
         ..Settings::from_lease(config.lease)
     };
     let state = State::restore(settings, clock.now(), loaded.jobs, loaded.workers);
@@ -366,7 +378,17 @@ pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -
     let (stop, stopping) = watch::channel(false);
     let metrics = Metrics::new(&config.traces);
     let spans = Spans::to(&config.traces);
-    let (runner, core) = Runner::new(state, clock, store.clone(), for_workers, metrics.clone(), spans);
+    let payloads = Payloads::default();
+    let assigner = Assigner::new(store.clone(), payloads.clone());
+    let (runner, core) = Runner::new(
+        state,
+        clock,
+        store.clone(),
+        for_workers,
+        metrics.clone(),
+        spans,
+        payloads,
+    );
     if let Some(listener) = metrics_listener {
         tokio::spawn(metrics::serve(listener, metrics, core.clone(), stopping.clone()));
     }
@@ -406,6 +428,8 @@ pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -
         retries: config.retries,
         signer: tls.as_ref().and_then(Tls::signer),
         transit,
+        parsing: Arc::new(Semaphore::new(PARSING)),
+        assigner,
         transfers: Arc::new(Semaphore::new(TRANSFERS)),
         stopping: stopping.clone(),
     };

@@ -13,6 +13,7 @@ mod switch;
 pub mod trace;
 
 pub use convert::ConvertError;
+pub use prost::Message;
 
 /// Generated from `proto/aitk/v1/aitk.proto`.
 #[allow(missing_docs, unreachable_pub, clippy::all)]
@@ -32,6 +33,12 @@ pub const LEADER_HEADER: &str = "aitk-leader";
 
 /// The largest message either side takes, in bytes: a config of 4 MiB with its parsed form, and some room.
 pub const MAX_MESSAGE_BYTES: usize = 16 << 20;
+
+/// Bytes that a message takes on the wire.
+#[must_use]
+pub fn encoded_len(message: &impl prost::Message) -> usize {
+    message.encoded_len()
+}
 
 /// The largest piece of a blob in one message, in bytes.
 pub const BLOB_CHUNK_BYTES: usize = 1 << 20;

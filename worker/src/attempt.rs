@@ -3,6 +3,7 @@
 use crate::context::Context;
 use crate::outbox::Request;
 use crate::runner::{self, Launch, Wanted};
+use crate::sandbox::{self, Rules};
 use crate::session::Reporter;
 use crate::stage::{self, Staged};
 use crate::sync::{self, Item, Pins};
@@ -11,7 +12,6 @@ use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::capability::DeviceKind;
 use aitk_common::control::{Artifact, Assignment, Progress, Report};
 use aitk_common::fsutil::{self, FsError, names};
-use aitk_common::job::JobSpec;
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use serde::Deserialize;
@@ -23,6 +23,8 @@ use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tracing::Instrument;
 
+/// The name of an attempt's specification in its folder.
+const SPEC: &str = "spec.json";
 /// Events between the child's pipe and their handling, which takes microseconds; a full queue holds the child back.
 const EVENTS: usize = 256;
 /// The longest name that the protocol takes, and some room.
@@ -48,7 +50,12 @@ pub(crate) async fn run(
     run_to_end(&context, &assignment, &reporter, &mut wanted, &fence, &folder)
         .instrument(about)
         .await;
-    let removed = tokio::task::spawn_blocking(move || fsutil::remove(&folder)).await;
+    let after = Arc::clone(&context);
+    let removed = tokio::task::spawn_blocking(move || {
+        after.derived.tidy();
+        fsutil::remove(&folder)
+    });
+    let removed = removed.await;
     if let Ok(Err(error)) = removed {
         tracing::warn!(%error, "the folder of an attempt was not removed; the next start tries again");
     }
@@ -116,10 +123,6 @@ async fn execute(
     mut wanted: watch::Receiver<Wanted>,
     folder: &Path,
 ) -> Outcome {
-    let job = match stage::job_of(assignment) {
-        Ok(job) => job,
-        Err(outcome) => return outcome,
-    };
     for part in ["tmp", "pins", "output"] {
         if let Err(error) = fsutil::create_dir_all(&folder.join(part)) {
             return local_failure(&error);
@@ -128,7 +131,7 @@ async fn execute(
     reporter.phase("staging").await;
     let mut staging = trace.step("staging");
     let staged = tokio::select! {
-        staged = stage::inputs(context, assignment, &job, reporter, folder) => match staged {
+        staged = stage::inputs(context, assignment, reporter, folder) => match staged {
             Ok(staged) => staged,
             Err(outcome) => {
                 if let Outcome::Failed { message, .. } = &outcome {
@@ -140,13 +143,16 @@ async fn execute(
         _ = wanted.wait_for(|wanted| *wanted > Wanted::Run) => return Outcome::stopped(),
     };
     drop(staging);
-    let spec_file = folder.join("spec.json");
-    let written = specification(assignment, &job, &staged, folder)
-        .and_then(|text| fsutil::write_private(&spec_file, &text).map_err(|error| local_failure(&error)));
-    if let Err(outcome) = written {
-        return outcome;
-    }
     let wishes = ClusterWishes::of(&assignment.job_json);
+    let spec_file = folder.join(SPEC);
+    let prepared = specification(context, assignment, &staged, folder).and_then(|spec| {
+        fsutil::write_private(&spec_file, &written(&spec)?).map_err(|error| local_failure(&error))?;
+        sandbox_profile(context, &spec, folder)
+    });
+    let sandbox_profile = match prepared {
+        Ok(profile) => profile,
+        Err(outcome) => return outcome,
+    };
     let launch = Launch {
         command: context.attempt_command.clone(),
         spec: spec_file,
@@ -155,6 +161,9 @@ async fn execute(
         grace: context.grace,
         progress_timeout: Some(wishes.progress_timeout.unwrap_or(context.progress_timeout)),
         memory_limited: wishes.memory_budget.is_some() && assignment.device.kind == DeviceKind::Cpu,
+        sandbox_profile,
+        groups: context.groups.clone(),
+        cuda_cache: staged.cuda.as_ref().map(|lease| lease.path().to_owned()),
     };
     let (events, heard) = mpsc::channel(EVENTS);
     let (items, queue) = mpsc::channel(sync::QUEUE);
@@ -164,7 +173,9 @@ async fn execute(
     let pump = async {
         let pins = Pins::new(folder.join("pins"));
         let mut steps = Steps::default();
-        let pumped = pump(heard, items, reporter, trace, assignment.local, pins, &mut steps).await;
+        let output = folder.join("output");
+        let output = (!assignment.local).then_some(output.as_path());
+        let pumped = pump(heard, items, reporter, trace, output, pins, &mut steps).await;
         trace.no_phase();
         if pumped.is_err() {
             to_child.send_replace(Wanted::Kill);
@@ -213,11 +224,15 @@ impl ClusterWishes {
     }
 }
 
-fn specification(assignment: &Assignment, job: &JobSpec, staged: &Staged, folder: &Path) -> Result<Vec<u8>, Outcome> {
-    // As it was checked, not as it was sent: nothing is read twice in two ways.
-    let job =
-        serde_json::to_value(job).map_err(|error| internal(format!("the job cannot be written down: {error}")))?;
-    let spec = AttemptSpec {
+fn specification(
+    context: &Context,
+    assignment: &Assignment,
+    staged: &Staged,
+    folder: &Path,
+) -> Result<AttemptSpec, Outcome> {
+    let job = serde_json::from_str(&assignment.job_json)
+        .map_err(|error| internal(format!("the job that the coordinator sent is no JSON: {error}")))?;
+    Ok(AttemptSpec {
         job_id: assignment.job.clone(),
         attempt_id: assignment.attempt.clone(),
         epoch: assignment.epoch,
@@ -231,8 +246,36 @@ fn specification(assignment: &Assignment, job: &JobSpec, staged: &Staged, folder
         profile: assignment.profile,
         seed: assignment.seed,
         drawn: assignment.drawn.clone(),
+        derived: staged
+            .derived
+            .iter()
+            .map(|(name, lease)| (name.clone(), lease.path().to_owned()))
+            .collect(),
+        require_sandbox: context.require_sandbox && !assignment.local,
+        largest_file: (!assignment.local).then_some(context.largest_file),
+    })
+}
+
+/// On a Mac, the rules around the child; elsewhere it confines itself.
+fn sandbox_profile(context: &Context, spec: &AttemptSpec, folder: &Path) -> Result<Option<String>, Outcome> {
+    let Some(rules) = Rules::of(spec, &folder.join("tmp")) else {
+        return Ok(None);
     };
-    serde_json::to_vec_pretty(&spec).map_err(|error| internal(format!("the attempt cannot be written down: {error}")))
+    if !cfg!(target_os = "macos") || !context.files_are_confined {
+        return Ok(None);
+    }
+    let program = context.attempt_command.first().map(Path::new).unwrap_or(Path::new(""));
+    let mut rules = rules;
+    rules.read.push(folder.join(SPEC));
+    let profile = sandbox::profile(&rules, program);
+    profile.map(Some).map_err(|message| Outcome::Failed {
+        cause: FailureCause::Machine,
+        message,
+    })
+}
+
+fn written(spec: &AttemptSpec) -> Result<Vec<u8>, Outcome> {
+    serde_json::to_vec_pretty(spec).map_err(|error| internal(format!("the attempt cannot be written down: {error}")))
 }
 
 /// How far a child came, by what it said. One that is killed cannot sum it up itself.
@@ -272,7 +315,8 @@ impl Steps {
     }
 }
 
-/// Passes on what the child says: reports to the session, files to the sync.
+/// Passes on what the child says: reports to the session, files to the sync. Results count that lie in the attempt's `own` folder;
+/// `None` for a local job, whose results lie where its user wants them.
 ///
 /// # Errors
 /// How the attempt ends when a file that it made cannot be kept: a job must not pass for complete without its results.
@@ -281,13 +325,24 @@ async fn pump(
     items: mpsc::Sender<Item>,
     reporter: &Reporter,
     trace: &AttemptTrace,
-    local: bool,
+    own: Option<&Path>,
     pins: Pins,
     steps: &mut Steps,
 ) -> Result<(), Outcome> {
+    let local = own.is_none();
     let mut number = 0_u64;
     while let Some(event) = events.recv().await {
         steps.see(&event, local);
+        if let ChildEvent::Artifact { path, .. } | ChildEvent::Checkpoint { path, .. } = &event
+            && own.is_some_and(|own| !sync::is_below(own, path))
+        {
+            let message = format!(
+                "a result was left out: {} is not in the attempt's own folder",
+                path.display()
+            );
+            reporter.log("error", message).await;
+            continue;
+        }
         let pinned = match &event {
             ChildEvent::Artifact { path, .. } | ChildEvent::Checkpoint { path, .. } if !local => {
                 number += 1;
@@ -411,7 +466,7 @@ fn internal(message: String) -> Outcome {
     }
 }
 
-fn local_failure(error: &FsError) -> Outcome {
+pub(crate) fn local_failure(error: &FsError) -> Outcome {
     let cause = if error.is_disk_full() {
         FailureCause::DiskFull
     } else {

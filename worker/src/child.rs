@@ -6,11 +6,14 @@
 use crate::as_written::AsWritten;
 use crate::config_place::with_place;
 use crate::confine::confine;
+use crate::sandbox::{self, Rules};
 use crate::usage::{Usage, keep_to_budget};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
+use aitk_common::confinement::Confinement;
 use aitk_common::telemetry;
 use aitk_engine::device::threads::on_pool;
 use aitk_engine::processes::{self, EventSink, StopSignal};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::{SigSet, Signal};
 use std::io::{self, Read, Write};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -37,15 +40,35 @@ pub fn run_attempt(spec_path: &Path) -> ExitCode {
     let mut events = Lines::default();
     let stop = StopSignal::new();
     // Before the first thread: one that does not block the signals would end the process with them.
-    if let Err(error) = stop_on_signals(&stop) {
-        events.emit(log("warn", format!("signals cannot be caught: {error}")));
-    }
+    let signals = block_signals();
     for message in unconfined {
         events.emit(log("warn", message));
     }
-    bind_to_daemon(&stop);
-    let (outcome, code) = match read_spec(spec_path) {
-        Ok(spec) => {
+    die_with_daemon();
+    // Before the first thread, too, and before anything that the specification names is opened.
+    let spec = read_spec(spec_path).map(|spec| {
+        let confinement = sandbox::enter(Rules::of(&spec, &std::env::temp_dir()).as_ref());
+        (spec, confinement)
+    });
+    match signals {
+        Ok(signals) => stop_on(signals, &stop),
+        Err(error) => events.emit(log("warn", format!("signals cannot be caught: {error}"))),
+    }
+    stop_without_daemon(&stop);
+    let (outcome, code) = match spec {
+        Ok((spec, confinement)) if spec.require_sandbox && !confinement.holds() && spec.output_root.is_some() => {
+            (not_confined(&confinement), 1)
+        }
+        Ok((spec, confinement)) => {
+            if spec.output_root.is_some() {
+                events.emit(log(
+                    level_of(&confinement),
+                    format!("confined to its own files: {}", as_line(&confinement)),
+                ));
+            }
+            if let Some(message) = limit_files(&spec) {
+                events.emit(log("warn", message));
+            }
             events.names = AsWritten::of(&spec);
             if spec.output_root.is_none() {
                 privacy.end();
@@ -94,9 +117,8 @@ pub(crate) fn read_spec(path: &Path) -> io::Result<AttemptSpec> {
     Ok(serde_json::from_slice(&text)?)
 }
 
-/// Makes sure that this process does not outlive the daemon: the kernel kills it with the daemon where it can do that,
-/// and everywhere the end of standard input says that nobody is there any more.
-fn bind_to_daemon(stop: &StopSignal) {
+/// Asks the kernel to kill this process when its daemon ends, where it can do that; see also [`stop_without_daemon`].
+fn die_with_daemon() {
     #[cfg(target_os = "linux")]
     {
         if let Err(error) = nix::sys::prctl::set_pdeathsig(Signal::SIGKILL) {
@@ -105,8 +127,12 @@ fn bind_to_daemon(stop: &StopSignal) {
         // When memory is short, this process goes, not the daemon.
         let _ = std::fs::write("/proc/self/oom_score_adj", "500");
     }
+}
+
+/// Stops, and then ends, this process when the end of standard input says that the daemon is gone. Also covers a daemon
+/// that ended before [`die_with_daemon`].
+fn stop_without_daemon(stop: &StopSignal) {
     let stop = stop.clone();
-    // Also covers a daemon that ended before the line above.
     std::thread::spawn(move || {
         let mut buffer = [0_u8; 64];
         let mut stdin = io::stdin().lock();
@@ -123,20 +149,58 @@ fn bind_to_daemon(stop: &StopSignal) {
     });
 }
 
-/// Blocks the signals in this thread, and so in all that it starts later, and waits for them in one of its own.
-fn stop_on_signals(stop: &StopSignal) -> nix::Result<()> {
+/// Blocks the signals that ask for a stop in this thread, and so in all that it starts later.
+fn block_signals() -> nix::Result<SigSet> {
     let mut signals = SigSet::empty();
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
         signals.add(signal);
     }
-    signals.thread_block()?;
+    // Blocked as well: a file that grows beyond the limit is then an error of the write, and not the end of the process.
+    let mut blocked = signals;
+    blocked.add(Signal::SIGXFSZ);
+    blocked.thread_block()?;
+    Ok(signals)
+}
+
+/// Waits for blocked signals in a thread of its own.
+fn stop_on(signals: SigSet, stop: &StopSignal) {
     let stop = stop.clone();
     std::thread::spawn(move || {
         while signals.wait().is_ok() {
             stop.stop();
         }
     });
-    Ok(())
+}
+
+/// Limits the size of the files that this process writes. Says what could not be done.
+fn limit_files(spec: &AttemptSpec) -> Option<String> {
+    let (_, most) = getrlimit(Resource::RLIMIT_FSIZE).unwrap_or((0, u64::MAX));
+    let bytes = spec.largest_file?.min(most);
+    let error = setrlimit(Resource::RLIMIT_FSIZE, bytes, bytes).err()?;
+    Some(format!("the size of files cannot be limited: {error}"))
+}
+
+fn level_of(confinement: &Confinement) -> &'static str {
+    if confinement.holds() { "info" } else { "warn" }
+}
+
+/// What this process knows of its confinement; its control group is the daemon's.
+fn as_line(confinement: &Confinement) -> String {
+    let known = confinement.parts().into_iter().filter(|(name, _)| *name != "limits");
+    known
+        .map(|(name, part)| format!("{name}: {part}"))
+        .collect::<Vec<_>>()
+        .join("; ")
+}
+
+fn not_confined(confinement: &Confinement) -> Outcome {
+    Outcome::Failed {
+        cause: FailureCause::Machine,
+        message: format!(
+            "the attempt was ended before it read anything: this worker demands a sandbox (--require-sandbox), and has: {}",
+            as_line(confinement)
+        ),
+    }
 }
 
 /// Writes each event as a line of JSON, and looks at the memory between phases.

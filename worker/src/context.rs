@@ -1,8 +1,9 @@
 //! What every attempt of this worker shares.
 
 use crate::folders::Folders;
-use crate::runner::Spawner;
+use crate::runner::{Groups, Spawner};
 use crate::stage::cache::Cache;
+use crate::stage::derived::DerivedCaches;
 use crate::stage::hub::Hub;
 use crate::storage::StorageAccess;
 use crate::trace::Spans;
@@ -12,10 +13,19 @@ use std::time::Duration;
 pub(crate) struct Context {
     pub(crate) folders: Folders,
     pub(crate) cache: Cache,
+    pub(crate) derived: DerivedCaches,
     pub(crate) hub: Hub,
     pub(crate) spawner: Spawner,
     pub(crate) storage: StorageAccess,
     pub(crate) attempt_command: Vec<OsString>,
+    /// Attempts can be confined on this machine.
+    pub(crate) files_are_confined: bool,
+    /// Attempts that cannot be confined fail.
+    pub(crate) require_sandbox: bool,
+    /// The largest file that an attempt may write.
+    pub(crate) largest_file: u64,
+    /// Makes control groups for attempts, where this machine lets it.
+    pub(crate) groups: Option<Groups>,
     /// How long a child may take to save and stop.
     pub(crate) grace: Duration,
     /// How long a child may show no progress, where its job does not say.

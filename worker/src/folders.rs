@@ -5,7 +5,8 @@
 //! worker_id     the id that the coordinator gave us
 //! identity.json the certificate and key of a worker that joined
 //! attempts/ID/  spec.json, tmp/, output/, resume/, pins/: gone when the attempt has ended
-//! cache/        inputs: blobs/, trees/ (snapshots), hub/ (models from Hugging Face)
+//! cache/        inputs: blobs/, trees/ (snapshots, read-only), hub/ (models from Hugging Face); derived/USER/INPUT/: what
+//!               attempts computed from them
 //! ```
 
 use aitk_common::fsutil::{self, FsError};
@@ -52,7 +53,13 @@ impl Folders {
             Err(TryLockError::Error(error)) => return Err(FsError::new("lock", &path, error).into()),
         }
         let folders = Self { root, _lock: lock };
-        for folder in [folders.attempts(), folders.blobs(), folders.trees(), folders.hub()] {
+        for folder in [
+            folders.attempts(),
+            folders.blobs(),
+            folders.trees(),
+            folders.hub(),
+            folders.derived(),
+        ] {
             fsutil::create_dir_all(&folder)?;
         }
         folders.sweep();
@@ -96,6 +103,11 @@ impl Folders {
     /// Models from Hugging Face.
     pub(crate) fn hub(&self) -> PathBuf {
         self.root.join("cache/hub")
+    }
+
+    /// What attempts computed from their inputs.
+    pub(crate) fn derived(&self) -> PathBuf {
+        self.root.join("cache/derived")
     }
 
     /// The id that an earlier session was given.

@@ -16,6 +16,7 @@ mod join;
 mod outbox;
 pub mod probe;
 pub mod runner;
+pub mod sandbox;
 mod session;
 mod stage;
 mod storage;
@@ -23,9 +24,8 @@ mod sync;
 mod trace;
 mod usage;
 
-use aitk_common::attempt::Outcome;
 use aitk_common::capability::Device;
-use aitk_common::control::Assignment;
+use aitk_common::confinement::Confinement;
 use aitk_common::telemetry::traces::Traces;
 pub use child::run_attempt;
 pub use folders::FoldersError;
@@ -62,8 +62,20 @@ pub struct Config {
     pub labels: BTreeMap<String, String>,
     /// The program that runs attempts, and its first arguments; `attempt --spec FILE` is added.
     pub attempt_command: Vec<OsString>,
+    /// How its attempts are confined, as [`sandbox::measure`] found; none: it was not measured.
+    pub confinement: Option<Confinement>,
+    /// Start, and run attempts, only where files and network are confined.
+    pub require_sandbox: bool,
+    /// Makes a control group for each attempt; none: attempts share the daemon's.
+    pub groups: Option<runner::Groups>,
+    /// The largest file that an attempt may write.
+    pub largest_file: u64,
     /// Bytes that inputs may take in the cache.
     pub cache_quota: u64,
+    /// How long ago the contents of a cached input may have been hashed when it is used.
+    pub verify_cache_after: Duration,
+    /// Bytes that files may take which attempts compute from their inputs and keep.
+    pub derived_quota: u64,
     /// How long a child may take to save and stop.
     pub grace: Duration,
     /// How long a child may show no progress before it is ended and tried again, where its job does not say
@@ -75,9 +87,6 @@ pub struct Config {
     pub storage_patience: Duration,
     /// Where the spans of attempts go.
     pub traces: Traces,
-    /// Repositories on Hugging Face, `ORG/NAME` or `ORG/*`, for which jobs of others may use this worker's `HF_TOKEN`. Jobs
-    /// that run in place always may.
-    pub hub_allow: Vec<String>,
 }
 
 impl Config {
@@ -96,13 +105,19 @@ impl Config {
             devices: Vec::new(),
             labels: BTreeMap::new(),
             attempt_command: vec![program],
+            confinement: None,
+            require_sandbox: false,
+            groups: None,
+            // Several times the largest model that is trained whole.
+            largest_file: 512 << 30,
             cache_quota: 100 << 30,
+            verify_cache_after: Duration::from_secs(7 * 24 * 60 * 60),
+            derived_quota: 20 << 30,
             grace: Duration::from_secs(60),
             progress_timeout: Duration::from_secs(600),
             shutdown_patience: Duration::from_secs(80),
             storage_patience: Duration::from_secs(15 * 60),
             traces: Traces::default(),
-            hub_allow: Vec::new(),
         }
     }
 }
@@ -116,27 +131,18 @@ pub fn host_name() -> String {
         .unwrap_or_else(|| "worker".to_owned())
 }
 
-/// Whether a worker would run the job of an assignment, as far as the job alone says: what it checks before it fetches
-/// or starts anything.
-///
-/// # Errors
-/// How the attempt would end.
-pub fn check_assignment(assignment: &Assignment) -> Result<(), Outcome> {
-    stage::job_of(assignment).map(|_| ())
-}
-
 /// A worker that could not start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     /// Its data folder.
     #[error(transparent)]
     Folders(#[from] FoldersError),
-    /// The list of repositories.
-    #[error("--hub-allow: `{0}` is no repository; expected ORG/NAME, or ORG/* for all of an organisation")]
-    HubAllow(String),
     /// It has nothing to offer.
     #[error("the worker has no device to offer; choose one with --devices")]
     NoDevice,
+    /// It demands a sandbox that this machine does not give.
+    #[error("--require-sandbox: attempts cannot be confined here ({0}); docs/security.md says what is needed")]
+    NotConfined(String),
     /// The system gave us no thread.
     #[error("the worker could not start: {0}")]
     System(#[from] std::io::Error),
@@ -161,10 +167,16 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     if config.devices.is_empty() {
         return Err(StartError::NoDevice);
     }
-    let allow = stage::hub::AllowList::parse(&config.hub_allow).map_err(StartError::HubAllow)?;
+    if config.require_sandbox && !config.confinement.as_ref().is_some_and(Confinement::holds) {
+        let found = config.confinement.as_ref().map(ToString::to_string);
+        return Err(StartError::NotConfined(
+            found.unwrap_or_else(|| "it was not measured".to_owned()),
+        ));
+    }
     let data_dir = config.data_dir.clone();
     let folders = tokio::task::spawn_blocking(move || folders::Folders::open(&data_dir)).await;
     let folders = folders.map_err(std::io::Error::other)??;
+    let files_are_confined = config.confinement.as_ref().is_some_and(|found| found.files.in_force);
     let spans = trace::Spans::to(&config.traces, &config.name);
     let identity = session::Identity {
         worker: config
@@ -175,19 +187,35 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         host: host_name(),
         devices: config.devices,
         labels: config.labels,
+        confinement: config.confinement,
     };
     let context = Arc::new(context::Context {
-        cache: stage::cache::Cache::new(folders.blobs(), folders.trees(), config.cache_quota),
-        hub: stage::hub::Hub::from_environment(folders.hub(), allow),
+        cache: stage::cache::Cache::new(
+            folders.blobs(),
+            folders.trees(),
+            config.cache_quota,
+            config.verify_cache_after,
+        ),
+        derived: stage::derived::DerivedCaches::new(folders.derived(), config.derived_quota),
+        hub: stage::hub::Hub::from_environment(folders.hub()),
         folders,
         spawner: runner::Spawner::start(tokio::runtime::Handle::current())?,
         storage: storage::StorageAccess::new(),
         attempt_command: config.attempt_command,
+        files_are_confined,
+        require_sandbox: config.require_sandbox,
+        groups: config.groups,
+        largest_file: config.largest_file,
         grace: config.grace,
         progress_timeout: config.progress_timeout,
         storage_patience: config.storage_patience,
         spans,
     });
+    let found = Arc::clone(&context);
+    // Half-written files of attempts that ended with the daemon before.
+    tokio::task::spawn_blocking(move || found.derived.tidy())
+        .await
+        .map_err(std::io::Error::other)?;
     let (status, watched) = watch::channel(Status::Connecting(None));
     let leave = CancellationToken::new();
     let keeper = config.membership.map(|joined| {

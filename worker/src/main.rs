@@ -1,11 +1,13 @@
 //! The worker daemon.
 
+use aitk_common::confinement::Protection;
 use aitk_common::job::cluster::TimeSpan;
 use aitk_common::security::token::Token;
 use aitk_common::telemetry;
 use aitk_common::telemetry::traces::Traces;
 use aitk_worker::probe::{self, Choice};
-use aitk_worker::{Config, JoinOptions, Membership, Refusal};
+use aitk_worker::runner::Groups;
+use aitk_worker::{Config, JoinOptions, Membership, Refusal, sandbox};
 use anyhow::Context as _;
 use clap::{Args, Parser, Subcommand};
 use std::collections::BTreeMap;
@@ -66,8 +68,11 @@ enum Command {
     #[command(hide = true)]
     Attempt {
         /// The attempt's specification.
-        #[arg(long)]
-        spec: PathBuf,
+        #[arg(long, required_unless_present = "try_sandbox")]
+        spec: Option<PathBuf>,
+        /// Confine this process to a folder, try what is forbidden, and print what is in force.
+        #[arg(long, value_name = "FOLDER", conflicts_with = "spec")]
+        try_sandbox: Option<PathBuf>,
     },
 }
 
@@ -129,15 +134,19 @@ struct Daemon {
     /// take long. A job's `cluster.progress_timeout` wins.
     #[arg(long, env = "AITK_PROGRESS_TIMEOUT", default_value = "10m", value_parser = time_span)]
     progress_timeout: Duration,
-    /// A repository on Hugging Face, ORG/NAME or ORG/*, for which jobs of others may use this worker's HF_TOKEN. May be repeated;
-    /// with commas in the variable. Default: none, so that jobs get public models only.
-    #[arg(
-        long = "hub-allow",
-        env = "AITK_HUB_ALLOW",
-        value_name = "REPOSITORY",
-        value_delimiter = ','
-    )]
-    hub_allow: Vec<String>,
+    /// How much may be kept of what jobs compute from their inputs (cached latents, compiled kernels), in GiB.
+    #[arg(long, env = "AITK_DERIVED_CACHE_GIB", default_value_t = 20)]
+    derived_cache_gib: u64,
+    /// Hash a cached input again when it is used and that was so many days ago; 0: each time.
+    #[arg(long, env = "AITK_VERIFY_CACHE_DAYS", default_value_t = 7)]
+    verify_cache_days: u64,
+    /// Refuse to start where the files and the network of attempts cannot be confined (docs/security.md).
+    #[arg(long, env = "AITK_REQUIRE_SANDBOX", value_parser = clap::builder::BoolishValueParser::new(), num_args = 0..=1,
+          default_missing_value = "true", default_value = "false", require_equals = true, value_name = "BOOL")]
+    require_sandbox: bool,
+    /// The largest file that an attempt may write, in GiB.
+    #[arg(long, env = "AITK_LARGEST_FILE_GIB", default_value_t = 512)]
+    largest_file_gib: u64,
     /// error, warn, info, debug or trace. Default: info.
     #[arg(long, env = "AITK_LOG_LEVEL")]
     log_level: Option<String>,
@@ -150,7 +159,13 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let result = match cli.command {
         // Before any thread or runtime: the attempt decides about both.
-        Some(Command::Attempt { spec }) => return aitk_worker::run_attempt(&spec),
+        Some(Command::Attempt { spec, try_sandbox }) => {
+            return match (try_sandbox, spec) {
+                (Some(folder), _) => sandbox::try_in_this_process(&folder),
+                (None, Some(spec)) => aitk_worker::run_attempt(&spec),
+                (None, None) => ExitCode::from(2),
+            };
+        }
         Some(Command::Probe { json }) => show_probe(json).map(|()| ExitCode::SUCCESS),
         Some(Command::Join(join)) => join_now(join),
         None => daemon(cli.daemon),
@@ -300,7 +315,26 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
     config.labels = labels(&options.labels)?;
     config.progress_timeout = options.progress_timeout;
     config.cache_quota = options.cache_gib.saturating_mul(1 << 30);
-    config.hub_allow = options.hub_allow;
+    config.require_sandbox = options.require_sandbox;
+    config.largest_file = options.largest_file_gib.saturating_mul(1 << 30);
+    let mut confinement = sandbox::measure(&config.attempt_command);
+    // Something is left to the daemon and the rest of the machine.
+    let memory = probe::memory().total;
+    confinement.limits = match Groups::find(memory - (memory / 16).min(1 << 30)) {
+        Ok(groups) => {
+            let limits = Protection::by(groups.describe());
+            config.groups = Some(groups);
+            limits
+        }
+        Err(reason) => Protection::missing(reason.chars().take(60).collect::<String>()),
+    };
+    match confinement.holds() {
+        true => tracing::info!(%confinement, "attempts are confined"),
+        false => tracing::warn!(%confinement, "attempts are not confined: docs/security.md says what is needed"),
+    }
+    config.confinement = Some(confinement);
+    config.verify_cache_after = Duration::from_secs(options.verify_cache_days.saturating_mul(24 * 60 * 60));
+    config.derived_quota = options.derived_cache_gib.saturating_mul(1 << 30);
     config.devices = probe::choose(probe::devices(), &choice)?;
     for device in &config.devices {
         tracing::info!(

@@ -15,7 +15,7 @@ use aitk_common::hash::ContentHash;
 use aitk_common::storage::checkpoints;
 use std::collections::VecDeque;
 use std::fs::{self, File};
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 use tokio::sync::mpsc;
 
@@ -194,6 +194,20 @@ fn remove(pinned: &Path) {
     }
 }
 
+/// Whether a path that a child announced is in this folder of its own, without links on the way.
+pub(crate) fn is_below(folder: &Path, path: &Path) -> bool {
+    let Ok(rest) = path.strip_prefix(folder) else {
+        return false;
+    };
+    let mut at = folder.to_owned();
+    let mut parts = rest.components().peekable();
+    parts.peek().is_some()
+        && parts.all(|part| {
+            at.push(part);
+            matches!(part, Component::Normal(_)) && !fs::symlink_metadata(&at).is_ok_and(|data| data.is_symlink())
+        })
+}
+
 /// Keeps what the child announced, by hard links in a folder of our own: the child may delete or replace its file,
 /// ours stays.
 #[derive(Clone, Debug)]
@@ -218,7 +232,12 @@ impl Pins {
 
 fn link(from: &Path, to: &Path) -> Result<(), FsError> {
     let failed = |error| FsError::new("keep", from, error);
-    if !fs::metadata(from).map_err(failed)?.is_dir() {
+    // What is behind a link is not the child's, and a pipe or a device has no end.
+    let kind = fs::symlink_metadata(from).map_err(failed)?;
+    if !kind.is_dir() && !kind.is_file() {
+        return Err(failed(std::io::Error::other("it is no regular file")));
+    }
+    if kind.is_file() {
         return fs::hard_link(from, to)
             .or_else(|_| fs::copy(from, to).map(drop))
             .map_err(failed);
@@ -282,6 +301,33 @@ mod tests {
             });
         }
         assert_eq!(got, ["2", "-a", "b"]);
+    }
+
+    #[tokio::test]
+    async fn a_child_announces_regular_files_of_its_own() {
+        let folder = tempfile::tempdir().unwrap();
+        let output = folder.path().join("output");
+        fs::create_dir_all(output.join("deep")).unwrap();
+        fs::write(folder.path().join("token"), "secret").unwrap();
+        fs::write(output.join("deep/a.png"), "image").unwrap();
+        std::os::unix::fs::symlink(folder.path().join("token"), output.join("link")).unwrap();
+        std::os::unix::fs::symlink(folder.path(), output.join("up")).unwrap();
+        nix::unistd::mkfifo(&output.join("fifo"), nix::sys::stat::Mode::S_IRWXU).unwrap();
+        assert!(is_below(&output, &output.join("deep/a.png")) && is_below(&output, &output.join("not there yet")));
+        for other in ["", "../token", "deep/../../token", "link", "up/token"] {
+            assert!(!is_below(&output, &output.join(other)), "{other}");
+        }
+        for other in ["/etc/passwd", "output", ""] {
+            assert!(!is_below(&output, Path::new(other)), "{other}");
+        }
+        fs::create_dir(folder.path().join("pins")).unwrap();
+        let pins = Pins::new(folder.path().join("pins"));
+        pins.pin(output.join("deep/a.png"), 1).await.unwrap();
+        for (number, other) in [(2, "link"), (3, "fifo")] {
+            assert!(pins.pin(output.join(other), number).await.is_err(), "{other}");
+        }
+        // Nor inside a folder that is announced.
+        assert!(pins.pin(output.clone(), 4).await.is_err());
     }
 
     #[tokio::test]

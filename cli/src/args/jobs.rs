@@ -1,6 +1,7 @@
 //! Flags of the verbs that look at jobs, queue them and steer them.
 
 use crate::output::format::parse_duration;
+use aitk_common::control::JobState;
 use clap::Args;
 use std::num::NonZeroU32;
 use std::path::PathBuf;
@@ -73,6 +74,18 @@ pub struct PsArgs {
     /// All jobs, not only the active and the last ones
     #[arg(short, long)]
     pub all: bool,
+    /// Only jobs in this state: queued, running, stopping, stopped, completed, failed; may be given several times
+    #[arg(long = "state", value_name = "STATE", value_parser = job_state)]
+    pub states: Vec<JobState>,
+    /// Only this user's jobs
+    #[arg(long, value_name = "NAME")]
+    pub user: Option<String>,
+    /// Only jobs with this text in their name, or in that of their array
+    #[arg(long, value_name = "TEXT")]
+    pub name: Option<String>,
+    /// At most so many; a person otherwise sees 100, a script all
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub limit: Option<u32>,
     /// Show again every two seconds, until Ctrl-C; with --json one line each time
     #[arg(short, long)]
     pub watch: bool,
@@ -246,4 +259,19 @@ pub struct FitArgs {
     /// Print JSON
     #[arg(long)]
     pub json: bool,
+}
+
+fn job_state(text: &str) -> Result<JobState, String> {
+    let all = [
+        JobState::Queued,
+        JobState::Running,
+        JobState::Stopping,
+        JobState::Stopped,
+        JobState::Completed,
+        JobState::Failed,
+    ];
+    all.into_iter().find(|state| state.name() == text).ok_or_else(|| {
+        let names: Vec<&str> = all.iter().map(|state| state.name()).collect();
+        format!("expected one of {}", names.join(", "))
+    })
 }

@@ -107,8 +107,11 @@ pub struct CompletionsArgs {
 #[derive(Args, Clone, Debug)]
 pub struct AttemptArgs {
     /// What to run, as the worker wrote it
-    #[arg(long, value_name = "FILE")]
-    pub spec: PathBuf,
+    #[arg(long, value_name = "FILE", required_unless_present = "try_sandbox")]
+    pub spec: Option<PathBuf>,
+    /// Confine this process to a folder, try what is forbidden, and print what is in force
+    #[arg(long, value_name = "FOLDER", conflicts_with = "spec")]
+    pub try_sandbox: Option<PathBuf>,
 }
 
 /// `aitk help`.

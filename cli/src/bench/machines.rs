@@ -117,6 +117,7 @@ fn registration(number: usize, slow: bool) -> Registration {
         devices: vec![device],
         labels,
         running: Vec::new(),
+        confinement: None,
     }
 }
 

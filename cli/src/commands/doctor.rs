@@ -11,6 +11,7 @@ use crate::paths::display_path;
 use crate::settings::{Settings, TokenSource, UpState};
 use crate::views::{device, moment};
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
+use aitk_common::confinement::Confinement;
 use aitk_common::control::{PROTOCOL_VERSION, ServerInfo};
 use aitk_common::job::process::TrainerProcess;
 use serde::Serialize;
@@ -91,6 +92,8 @@ struct Report {
     coordinator: Option<ServerInfo>,
     devices: Vec<Device>,
     defaults: Vec<Defaults>,
+    /// How attempts of other users' jobs are confined on this machine.
+    confinement: Option<Confinement>,
     disks: Vec<Disk>,
     /// What is worth knowing, and hinders nothing.
     notices: Vec<String>,
@@ -139,6 +142,7 @@ pub(super) async fn doctor(context: &Context, args: DoctorArgs) -> CommandResult
         let _spinner = (!args.json && ui.has_bars()).then(|| ui.spinner("trying the devices"));
         report.devices = devices(problems, &mut report.notices).await;
         report.defaults = report.devices.iter().map(Defaults::of).collect();
+        report.confinement = confinement().await;
     }
     report.disks = disks(context);
     crowded(&report.disks, problems);
@@ -244,6 +248,17 @@ async fn devices(problems: &mut Vec<Problem>, notices: &mut Vec<String>) -> Vec<
 #[allow(clippy::unused_async)]
 async fn devices(_problems: &mut Vec<Problem>, _notices: &mut Vec<String>) -> Vec<Device> {
     Vec::new()
+}
+
+#[cfg(feature = "embedded")]
+async fn confinement() -> Option<Confinement> {
+    crate::embedded::measure_confinement().await
+}
+
+#[cfg(not(feature = "embedded"))]
+#[allow(clippy::unused_async)]
+async fn confinement() -> Option<Confinement> {
+    None
 }
 
 fn disks(context: &Context) -> Vec<Disk> {
@@ -367,6 +382,12 @@ fn show(ui: &Ui, report: &Report) -> Result<(), crate::failure::Failure> {
         }
     } else {
         ui.data("  not looked at by the small client")?;
+    }
+    if let Some(confinement) = &report.confinement {
+        ui.data("\nSandbox of attempts (jobs of `aitk submit`; `aitk run` works in your folders)")?;
+        for (name, part) in confinement.parts() {
+            ui.data(&format!("  {name:<10}{}", printable(&part.to_string())))?;
+        }
     }
     ui.data("\nDisk space")?;
     for disk in &report.disks {

@@ -11,10 +11,14 @@ use crate::notify;
 use crate::output::{Format, Ui};
 use crate::views::{job_exit, job_json, jobs_table};
 use aitk_common::control::{JobState, JobView};
+use aitk_common::id::JobId;
+use aitk_proto::v1;
 use futures::future::join_all;
 use serde_json::{Value, json};
 use std::time::Duration;
 
+/// Jobs that `ps` shows a person who does not say how many.
+const ROWS: usize = 100;
 /// How often `ps --watch` looks again.
 const WATCH_INTERVAL: Duration = Duration::from_secs(2);
 
@@ -26,12 +30,18 @@ pub(super) async fn ps(context: &Context, args: PsArgs) -> CommandResult {
         None => None,
         Some(text) => Some(api.resolve(text).await?),
     };
+    let array = job.as_ref().filter(|job| is_array(job)).map(|job| job.id.clone());
+    let asked = what_to_list(&args, array);
+    // A script gets everything; a person as much as can be looked at.
+    let most = match (args.limit, format) {
+        (Some(limit), _) => limit as usize,
+        (None, Format::Human) if !args.all => ROWS,
+        (None, _) => usize::MAX,
+    };
     loop {
-        let listed = match (&job, args.members) {
-            (Some(job), _) if is_array(job) => api.members(&job.id).await,
-            (Some(job), _) => api.get(job.id.as_str()).await.map(|job| vec![job]),
-            (None, true) => api.list_members(args.all, 0).await,
-            (None, false) => api.list(args.all, 0).await,
+        let listed = match &job {
+            Some(job) if !is_array(job) => api.get(job.id.as_str()).await.map(|job| (vec![job], 1)),
+            _ => api.list_jobs(asked.clone(), most).await,
         };
         let jobs = match listed {
             // The next look may find it back.
@@ -41,11 +51,18 @@ pub(super) async fn ps(context: &Context, args: PsArgs) -> CommandResult {
             }
             other => Some(other?),
         };
-        if let Some(jobs) = &jobs {
+        if let Some((jobs, total)) = &jobs {
             if args.watch && format == Format::Human {
                 ui.clear_screen()?;
             }
             show_jobs(&ui, jobs, format, args.watch)?;
+            let more = total.saturating_sub(jobs.len() as u64);
+            if more > 0 && jobs.len() >= most && format == Format::Human {
+                ui.notice(&format!(
+                    "… and {} more (`aitk ps --all` shows all of them, --state, --user and --name some)",
+                    thousands(more)
+                ));
+            }
         }
         if !args.watch {
             return Ok(Exit::Ok);
@@ -55,6 +72,38 @@ pub(super) async fn ps(context: &Context, args: PsArgs) -> CommandResult {
             _ = tokio::signal::ctrl_c() => return Ok(Exit::Interrupted),
         }
     }
+}
+
+/// The question to the coordinator.
+fn what_to_list(args: &PsArgs, array: Option<JobId>) -> v1::ListJobsRequest {
+    let filtered = !args.states.is_empty() || args.user.is_some() || args.name.is_some();
+    v1::ListJobsRequest {
+        // Whoever looks for something finds it among the ended ones, too.
+        all: args.all || filtered,
+        members: args.members,
+        array_id: array.map(|id| id.to_string()).unwrap_or_default(),
+        owner: args.user.clone().unwrap_or_default(),
+        name_part: args.name.clone().unwrap_or_default(),
+        states: args
+            .states
+            .iter()
+            .map(|state| v1::JobState::from(*state).into())
+            .collect(),
+        ..Default::default()
+    }
+}
+
+/// `50,870`.
+fn thousands(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::new();
+    for (at, digit) in digits.chars().enumerate() {
+        if at > 0 && (digits.len() - at).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
 }
 
 fn show_jobs(ui: &Ui, jobs: &[JobView], format: Format, stream: bool) -> Result<(), Failure> {
@@ -241,4 +290,22 @@ fn changed(ui: &Ui, jobs: &[JobView], json: bool, say: impl Fn(&JobView) -> Stri
         ui.notice(&crate::output::format::printable(&format!("{} {}", job.name, say(job))));
     }
     Ok(Exit::Ok)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn large_numbers_are_readable() {
+        for (number, text) in [
+            (0, "0"),
+            (999, "999"),
+            (1_000, "1,000"),
+            (50_870, "50,870"),
+            (1_234_567, "1,234,567"),
+        ] {
+            assert_eq!(thousands(number), text);
+        }
+    }
 }

@@ -97,9 +97,7 @@ pub async fn run_embedded(
     let mut ran = Vec::new();
     let mut ready = Vec::new();
     for path in configs {
-        let read = config::read(ui, path, options.name.as_deref(), &options.changes, directory);
-        let read = read.and_then(|loaded| config::refuse_special_files(&loaded, directory).map(|()| loaded));
-        match read {
+        match config::read(ui, path, options.name.as_deref(), &options.changes, directory) {
             Ok(loaded) => ready.push((path.clone(), loaded)),
             Err(failure) if options.recover => {
                 ui.failure(&failure);

@@ -6,7 +6,7 @@ use crate::exit::Exit;
 use crate::failure::CommandResult;
 use crate::output::format::printable;
 use crate::output::{Format, Ui};
-use crate::views::{worker_json, workers_table};
+use crate::views::{confinement_line, worker_json, workers_table};
 use aitk_common::control::WorkerView;
 use serde_json::{Value, json};
 
@@ -18,6 +18,9 @@ pub(super) async fn workers(context: &Context, args: WorkersArgs) -> CommandResu
         Format::Quiet => ui.data_lines(workers.iter().map(|worker| worker.id.as_str()))?,
         Format::Human => {
             ui.table(&workers_table(&workers, jiff::Timestamp::now()))?;
+            for line in workers.iter().filter_map(confinement_line) {
+                ui.data(&printable(&line))?;
+            }
             if workers.is_empty() {
                 ui.notice("no workers; start one on each machine: aitk-worker --server URL --token-file FILE");
             }

@@ -10,6 +10,7 @@ use crate::commands::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use aitk_common::id::JobId;
+use aitk_proto::v1;
 use ratatui::DefaultTerminal;
 use state::{Key, Seen, State};
 use std::io::IsTerminal;
@@ -110,9 +111,13 @@ async fn keep_looking(
     }
 }
 
+/// Jobs that are asked for: more than any screen has lines.
+const ROWS: usize = 500;
+
 /// Everything that the screen shows, and why the chosen job waits.
 async fn look(api: &Api, chosen: Option<&JobId>) -> Result<Seen, Failure> {
-    let (jobs, workers) = tokio::try_join!(api.list(false, 0), api.workers())?;
+    let (jobs, workers) = tokio::try_join!(api.list_jobs(v1::ListJobsRequest::default(), ROWS), api.workers())?;
+    let jobs = jobs.0;
     let waits = |id: &JobId| jobs.iter().any(|job| job.id == *id && state::waits(job));
     let forecast = match chosen {
         // A job that was removed or began meanwhile is nothing to complain about.

@@ -9,6 +9,7 @@ pub use forecast::{DeviceForecast, Forecast};
 pub use session::{Assignment, HeldAttempt, Registration, ToCoordinator, ToWorker, Verdict};
 
 use crate::capability::{Device, DeviceRef};
+use crate::confinement::Confinement;
 use crate::hash::ContentHash;
 use crate::id::{AttemptId, Epoch, JobId, UserName, WorkerId};
 use crate::plan::anatomy::Anatomy;
@@ -430,6 +431,9 @@ pub struct WorkerView {
     pub devices: Vec<WorkerDeviceView>,
     /// Its labels.
     pub labels: BTreeMap<String, String>,
+    /// How its attempts are confined; none: it did not say.
+    #[serde(default)]
+    pub confinement: Option<Confinement>,
 }
 
 /// What a coordinator says about itself.

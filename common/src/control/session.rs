@@ -3,8 +3,9 @@
 use super::{Artifact, Report, UnixMillis};
 use crate::attempt::Outcome;
 use crate::capability::{Device, DeviceRef};
+use crate::confinement::Confinement;
 use crate::hash::ContentHash;
-use crate::id::{AttemptId, Epoch, JobId, TaskId, WorkerId};
+use crate::id::{AttemptId, Epoch, JobId, TaskId, UserName, WorkerId};
 use crate::plan::profile::MemoryProfile;
 use crate::telemetry::context::TraceContext;
 use serde::{Deserialize, Serialize};
@@ -39,6 +40,8 @@ pub struct Registration {
     pub labels: BTreeMap<String, String>,
     /// Attempts whose child runs, or whose result was not acknowledged yet.
     pub running: Vec<HeldAttempt>,
+    /// How its attempts are confined; none: it did not say.
+    pub confinement: Option<Confinement>,
 }
 
 /// What a worker says to its coordinator. Those with a `request` are answered by [`ToWorker::Answer`].
@@ -140,6 +143,8 @@ pub struct Assignment {
     pub drawn: Vec<u64>,
     /// The span that the attempt is part of; none: the coordinator knows of none.
     pub trace: Option<TraceContext>,
+    /// Whose job it is: what is cached of it is for that user alone. None: nobody is known.
+    pub owner: Option<UserName>,
 }
 
 /// How the coordinator judges a request of a worker.

@@ -6,7 +6,6 @@
 //! a person can do something about and the one for which another machine helps.
 
 pub mod names;
-pub mod regular;
 
 use std::fs::{self, File, TryLockError};
 use std::io::{self, BufWriter, Write};
@@ -286,6 +285,7 @@ pub fn remove(path: &Path) -> Result<(), FsError> {
 
 pub(crate) fn remove_now(path: &Path) -> Result<(), FsError> {
     let is_dir = fs::symlink_metadata(path).is_ok_and(|meta| meta.is_dir());
+    let mut is_opened = false;
     for again in (0..LATE_FILES).rev() {
         let removed = if is_dir {
             fs::remove_dir_all(path)
@@ -296,11 +296,30 @@ pub(crate) fn remove_now(path: &Path) -> Result<(), FsError> {
             Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty && again > 0 => {
                 std::thread::sleep(Duration::from_millis(1));
             }
+            // Folders that were made read-only keep their files until they are not.
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied && is_dir && !is_opened => {
+                is_opened = true;
+                make_removable(path);
+            }
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(FsError::new("remove", path, error)),
             _ => break,
         }
     }
     Ok(())
+}
+
+/// Gives the owner the right to change each folder of a tree. What is refused shows when it is removed.
+fn make_removable(folder: &Path) {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        let _ = fs::set_permissions(folder, fs::Permissions::from_mode(0o700));
+    }
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            make_removable(&entry.path());
+        }
+    }
 }
 
 /// Removes unfinished files and folders directly in `folder` that nobody touched for `age` and whose maker is dead,

@@ -1,21 +1,84 @@
 //! Jobs that come in together: arrays, and jobs that are cut into parts.
 
 use super::jobs::JobsApi;
+use super::{refused, store_failed};
 use crate::access::{AuditLine, Identity};
-use crate::core::{Event, NewArray, NewJob, Payload, Reply};
+use crate::core::{Event, NewArray, NewJob, Payload, Reply, State};
+use crate::runner::full;
+use crate::size;
+use crate::store::Body;
 use crate::submit::{Asked, fresh_job_id, fresh_seed, wants};
 use aitk_common::control::{Artifact, MEMBERS_MOST, NewMember, Submission, Submitted};
-use aitk_common::id::JobId;
+use aitk_common::id::{JobId, UserName};
 use aitk_common::job::cluster::Split;
 use aitk_common::plan::demand::Demand;
 use aitk_common::telemetry::context::TraceContext;
 use aitk_proto::v1;
 use std::collections::BTreeMap;
+use std::future::Future;
 use std::sync::Arc;
-use tonic::Status;
+use tonic::{Code, Status};
 
-/// Bytes of configs of all members of an array together: what one transaction may hold.
-const CONFIGS_MOST: usize = 64 << 20;
+/// Bytes of the jobs of all members of an array together, without what they share: as much as one request can bring.
+const MEMBERS_BYTES: usize = aitk_proto::MAX_MESSAGE_BYTES;
+
+/// What the members of an array have in common.
+struct Common {
+    who: Identity,
+    id: JobId,
+    /// Its `job_json` is that of one member after the other.
+    submission: Submission,
+    /// Bytes that they share.
+    bytes: usize,
+    retries: u32,
+    trace: Option<TraceContext>,
+}
+
+impl Common {
+    /// Looks at every member. What they share is there once, however many they are.
+    fn members(mut self, members: Vec<NewMember>) -> Result<Vec<NewJob>, String> {
+        let payload = Arc::new(Payload {
+            config_text: self.submission.config_text.as_str().into(),
+            config_format: self.submission.config_format.as_str().into(),
+            job_json: "".into(),
+            inputs: Arc::new(self.submission.inputs.clone()),
+            shared: Some(format!("{}/shared", self.id).into()),
+        });
+        let mut seeds: BTreeMap<u32, u64> = BTreeMap::new();
+        let mut jobs = Vec::with_capacity(members.len());
+        for (index, NewMember { job_json, twin }) in members.into_iter().enumerate() {
+            let job = self.member(index, job_json, *seeds.entry(twin).or_insert_with(fresh_seed), &payload);
+            jobs.push(job.map_err(|problem| format!("members[{index}]: {problem}"))?);
+        }
+        Ok(jobs)
+    }
+
+    fn member(&mut self, index: usize, job_json: String, seed: u64, shared: &Payload) -> Result<NewJob, String> {
+        let own = job_json.len();
+        size::check(self.bytes, own)?;
+        self.submission.job_json = job_json;
+        let asked = wants(&self.submission, self.retries)?;
+        if asked.split.is_some() {
+            return Err("cluster.split: a member of an array is not cut into parts; take the key out".into());
+        }
+        let payload = Payload {
+            job_json: self.submission.job_json.as_str().into(),
+            ..shared.clone()
+        };
+        Ok(NewJob {
+            config_bytes: (own + if index == 0 { self.bytes } else { 0 }) as u64,
+            trace: self.trace,
+            ..new_job(
+                &self.who,
+                member_id(&self.id, index),
+                seed,
+                asked,
+                &self.submission,
+                payload,
+            )
+        })
+    }
+}
 
 impl JobsApi {
     /// Takes in an array whose members are jobs of their own.
@@ -45,40 +108,83 @@ impl JobsApi {
         if shared.local {
             return Err(Status::invalid_argument("shared.local: an array does not run in place"));
         }
-        let jobs: usize = request.members.iter().map(|member| member.job_json.len()).sum();
-        fits(jobs.saturating_add(shared.config_text.len().saturating_mul(count)))?;
-        shared.owner = Some(self.owner(who, &shared, same_machine)?);
+        let bytes = size::of_shared(&shared);
+        let longest = request.members.iter().map(|member| member.job_json.len()).max();
+        size::check(bytes, longest.unwrap_or(0)).map_err(Status::invalid_argument)?;
+        let owner = self.owner(who, &shared, same_machine)?;
+        let own: usize = request.members.iter().map(|member| member.job_json.len()).sum();
+        self.has_room(who, &owner, shared.idempotency_key.as_ref(), (count, bytes + own))
+            .await?;
+        shared.owner = Some(owner);
         let _held = self.inputs_present(who, &shared).await?;
 
         let id = fresh_job_id();
-        let mut seeds: BTreeMap<u32, u64> = BTreeMap::new();
-        let mut members = Vec::with_capacity(count);
-        for (index, member) in request.members.into_iter().enumerate() {
-            let NewMember { job_json, twin } = member.into();
-            let submission = Submission {
-                job_json,
-                ..shared.clone()
-            };
-            let asked = wants(&submission, self.0.retries)
-                .map_err(|problem| self.refuse_job(who, format!("members[{index}]: {problem}")))?;
-            if asked.split.is_some() {
-                return Err(Status::invalid_argument(format!(
-                    "members[{index}]: cluster.split: a member of an array is not cut into parts; take the key out"
-                )));
-            }
-            let asked = Asked { trace, ..asked };
-            let seed = *seeds.entry(twin).or_insert_with(fresh_seed);
-            members.push(new_job(who, member_id(&id, index), seed, asked, submission));
-        }
+        let idempotency_key = shared.idempotency_key.take().map(|key| who.key(&key));
+        let common = Common {
+            who: who.clone(),
+            id: id.clone(),
+            submission: shared,
+            bytes,
+            retries: self.0.retries,
+            trace,
+        };
+        let members = request.members.into_iter().map(Into::into).collect();
+        let members = self.parse(bytes + own, move || common.members(members)).await?;
         let array = NewArray {
             id,
             name,
             at_most: Some(request.at_most).filter(|most| *most > 0),
             split: false,
-            idempotency_key: shared.idempotency_key.map(|key| who.key(&key)),
+            idempotency_key,
             members,
         };
         self.submit_together(who, array).await
+    }
+
+    /// Runs work over a submission of so many bytes. What is not small is done beside the threads that serve sockets, a little
+    /// of it at a time.
+    pub(super) async fn parse<T: Send + 'static>(
+        &self,
+        bytes: usize,
+        work: impl FnOnce() -> Result<T, String> + Send + 'static,
+    ) -> Result<T, Status> {
+        if bytes <= size::SMALL {
+            return work().map_err(Status::invalid_argument);
+        }
+        let permit = self.0.parsing.clone().acquire_owned().await;
+        let permit = permit.map_err(|_| Status::unavailable("the coordinator is shutting down"))?;
+        let worked = tokio::task::spawn_blocking(move || {
+            let _permit = permit;
+            work()
+        });
+        let worked = worked.await.map_err(|error| Status::internal(error.to_string()))?;
+        worked.map_err(Status::invalid_argument)
+    }
+
+    /// Whether this user may have so many jobs more; asked before anything of them is stored. A refusal is noted.
+    pub(super) async fn has_room(
+        &self,
+        who: &Identity,
+        owner: &UserName,
+        key: Option<&String>,
+        (jobs, bytes): (usize, usize),
+    ) -> Result<(), Status> {
+        if who.role.changes_all() {
+            return Ok(());
+        }
+        let (of, key) = (owner.clone(), key.map(|key| who.key(key)));
+        // What was submitted before is answered again, however much there is by now.
+        let look = move |state: &State, _| match state.submitted_before(key.as_ref()) {
+            Some(_) => Ok(()),
+            None => state.has_room_for(&of, jobs as u64, bytes as u64),
+        };
+        let Err(refusal) = self.0.core.query(look).await? else {
+            return Ok(());
+        };
+        let mut line = who.line(self.0.clock.now(), "job.submit", "");
+        (line.done, line.detail) = (false, AuditLine::quote(&refusal.to_string()));
+        self.0.access.note(line);
+        Err(refused(&refusal))
     }
 
     /// Cuts a job into parts if that pays: none when it stays whole.
@@ -96,14 +202,21 @@ impl JobsApi {
             .query(move |state, _| state.parts(&wishes, pictures, split))
             .await?;
         // At most so many were asked for: fewer if the configs would not fit.
-        let size = submission.job_json.len() + submission.config_text.len();
-        let parts = parts.min((CONFIGS_MOST / size.max(1)) as u64);
+        let own = submission.job_json.len();
+        let parts = parts.min((MEMBERS_BYTES / own.max(1)) as u64);
         if parts < 2 {
             return Ok(None);
         }
         let mut whole: serde_json::Value =
             serde_json::from_str(&submission.job_json).map_err(|error| Status::invalid_argument(error.to_string()))?;
         let (id, seed) = (fresh_job_id(), fresh_seed());
+        let shared = Payload {
+            config_text: submission.config_text.as_str().into(),
+            config_format: submission.config_format.as_str().into(),
+            job_json: "".into(),
+            inputs: Arc::new(submission.inputs.clone()),
+            shared: Some(format!("{id}/shared").into()),
+        };
         let mut members = Vec::new();
         for part in 0..parts {
             let bound = |part: u64| u128::from(pictures) * u128::from(part) / u128::from(parts);
@@ -112,12 +225,16 @@ impl JobsApi {
             let mut asked = asked.clone();
             asked.named.name = format!("{}[{part}]", asked.named.name);
             asked.wants.demand = asked.wants.demand.map(|demand| share(demand, to - from, pictures));
-            let submission = Submission {
-                job_json: whole.to_string(),
-                ..submission.clone()
+            let payload = Payload {
+                job_json: whole.to_string().into(),
+                ..shared.clone()
             };
             let index = usize::try_from(part).unwrap_or(usize::MAX);
-            members.push(new_job(who, member_id(&id, index), seed, asked, submission));
+            let bytes = payload.job_json.len() + if index == 0 { size::of_shared(submission) } else { 0 };
+            members.push(NewJob {
+                config_bytes: bytes as u64,
+                ..new_job(who, member_id(&id, index), seed, asked, submission, payload)
+            });
         }
         Ok(Some(NewArray {
             id,
@@ -130,13 +247,66 @@ impl JobsApi {
     }
 
     pub(super) async fn submit_together(&self, who: &Identity, array: NewArray) -> Result<Submitted, Status> {
+        let key = array.idempotency_key.clone();
+        if let Some(earlier) = self
+            .0
+            .core
+            .query(move |state, _| state.submitted_before(key.as_ref()))
+            .await?
+        {
+            return Ok(earlier);
+        }
         let mut line = who.line(self.0.clock.now(), "job.submit", array.id.as_str());
         line.detail = AuditLine::quote(&format!("{} ({} members)", array.name, array.members.len()));
-        let submitted = self.call(Box::new(line), |ticket| Event::ArraySubmitted {
-            ticket,
-            array: Box::new(array),
+        let payloads: Vec<_> = array
+            .members
+            .iter()
+            .map(|job| (job.id.clone(), job.payload.clone()))
+            .collect();
+        let submitted = self.stored_first(payloads, || {
+            self.call(Box::new(line), |ticket| Event::ArraySubmitted {
+                ticket,
+                array: Box::new(array),
+            })
         });
-        match submitted.await? {
+        submitted.await
+    }
+
+    /// Stores the configs of jobs, a slice at a time, then submits the jobs: the core's own transaction stays small. What does
+    /// not come in after all is removed again.
+    pub(super) async fn stored_first<F>(
+        &self,
+        payloads: Vec<(JobId, Arc<Payload>)>,
+        submit: impl FnOnce() -> F,
+    ) -> Result<Submitted, Status>
+    where
+        F: Future<Output = Result<Reply, Status>>,
+    {
+        let mut bodies: Vec<Body> = payloads
+            .first()
+            .and_then(|(_, first)| Body::shared(first))
+            .into_iter()
+            .collect();
+        if !bodies.is_empty() {
+            bodies.extend(payloads.into_iter().map(|(id, payload)| Body {
+                id: id.to_string(),
+                text: payload.job_json.clone(),
+            }));
+            let written = self.0.store.write_payloads(&bodies).await;
+            written.map_err(|error| store_failed(&error))?;
+        }
+        let submitted = submit().await;
+        let taken = matches!(&submitted, Ok(Reply::Submitted(submitted)) if !submitted.existed);
+        // An answer that did not come says nothing: the next start looks what is needed.
+        let refused =
+            matches!(&submitted, Ok(_)) || matches!(&submitted, Err(status) if status.code() != Code::Unavailable);
+        if !taken && refused && !bodies.is_empty() {
+            let ids: Vec<String> = bodies.into_iter().map(|body| body.id).collect();
+            if let Err(error) = self.0.store.forget_payloads(&ids).await {
+                tracing::warn!(error = %full(&error), "configs of jobs that were not taken in stay until the next start");
+            }
+        }
+        match submitted? {
             Reply::Submitted(submitted) => Ok(submitted),
             Reply::Job(_) | Reply::Worker(_) => Err(Status::internal("an answer of another kind")),
         }
@@ -181,15 +351,6 @@ fn folder(name: &str, index: u32) -> String {
     if plain { name.to_owned() } else { index.to_string() }
 }
 
-fn fits(bytes: usize) -> Result<(), Status> {
-    if bytes <= CONFIGS_MOST {
-        return Ok(());
-    }
-    Err(Status::invalid_argument(format!(
-        "members: their configs have {bytes} bytes together; at most {CONFIGS_MOST}: submit several arrays"
-    )))
-}
-
 fn share(mut demand: Demand, pictures: u64, of: u64) -> Demand {
     let units = u128::from(demand.milliunits) * u128::from(pictures) / u128::from(of.max(1));
     demand.milliunits = u64::try_from(units).unwrap_or(u64::MAX).max(1);
@@ -201,7 +362,14 @@ fn member_id(array: &JobId, index: usize) -> JobId {
 }
 
 /// What the core is told of a submission.
-pub(super) fn new_job(who: &Identity, id: JobId, seed: u64, asked: Asked, submission: Submission) -> NewJob {
+pub(super) fn new_job(
+    who: &Identity,
+    id: JobId,
+    seed: u64,
+    asked: Asked,
+    submission: &Submission,
+    payload: Payload,
+) -> NewJob {
     NewJob {
         id,
         seed,
@@ -213,12 +381,9 @@ pub(super) fn new_job(who: &Identity, id: JobId, seed: u64, asked: Asked, submis
         not_before: asked.not_before,
         trace: asked.trace,
         local: submission.local,
-        idempotency_key: submission.idempotency_key.map(|key| who.key(&key)),
-        payload: Arc::new(Payload {
-            config_text: submission.config_text,
-            config_format: submission.config_format,
-            job_json: submission.job_json,
-            inputs: submission.inputs,
-        }),
+        idempotency_key: submission.idempotency_key.as_ref().map(|key| who.key(key)),
+        capped: !who.role.changes_all(),
+        config_bytes: 0,
+        payload: Arc::new(payload),
     }
 }

@@ -5,12 +5,15 @@ use super::auth::{caller, same_machine};
 use super::follow::{FOLLOWER_TIMEOUT, WIRE_BUFFER, stream_events};
 use super::{Shared, refused, store_failed, token_ended};
 use crate::access::{AuditLine, Identity};
-use crate::core::{Event, Reply, Ticket};
-use crate::submit::{Asked, fresh_job_id, fresh_seed, wants, wants_to_fit};
-use aitk_common::control::{PROTOCOL_VERSION, ServerInfo, Submission};
+use crate::core::{Event, Listing, NewJob, Payload, Reply, Ticket};
+use crate::size;
+use crate::store::StoreError;
+use crate::submit::{Asked, fresh_job_id, fresh_seed, wants};
+use aitk_common::control::{JobState, JobView, MAX_CONFIG_BYTES, PROTOCOL_VERSION, ServerInfo, Submission, UnixMillis};
 use aitk_common::id::{JobId, UserName};
 use aitk_proto::v1::jobs_server::Jobs;
-use aitk_proto::{trace, v1};
+use aitk_proto::{Message, encoded_len, trace, v1};
+use std::sync::Arc;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
@@ -65,6 +68,13 @@ impl JobsApi {
         answer.map_err(|refusal| refused(&refusal))
     }
 
+    /// What the queue needs to know of a submission of so many bytes.
+    async fn asked(&self, submission: Submission, bytes: usize) -> Result<(Asked, Submission), Status> {
+        let retries = self.0.retries;
+        let read = move || wants(&submission, retries).map(|asked| (asked, submission));
+        self.parse(bytes, read).await
+    }
+
     /// Changes a job that this caller may change.
     async fn change(
         &self,
@@ -101,8 +111,13 @@ impl Jobs for JobsApi {
         let same_machine = same_machine(&request);
         let trace = trace::get(request.metadata());
         let mut submission = Submission::try_from(request.into_inner())?;
-        submission.owner = Some(self.owner(&who, &submission, same_machine)?);
-        let asked = wants(&submission, self.0.retries).map_err(|problem| self.refuse_job(&who, problem))?;
+        let owner = self.owner(&who, &submission, same_machine)?;
+        let (shared, own) = (size::of_shared(&submission), submission.job_json.len());
+        size::check(shared, own).map_err(Status::invalid_argument)?;
+        self.has_room(&who, &owner, submission.idempotency_key.as_ref(), (1, shared + own))
+            .await?;
+        submission.owner = Some(owner);
+        let (asked, submission) = self.asked(submission, shared + own).await?;
         let asked = Asked { trace, ..asked };
         let _held = self.inputs_present(&who, &submission).await?;
         if let Some(split) = asked.split
@@ -110,17 +125,29 @@ impl Jobs for JobsApi {
         {
             return Ok(Response::new(self.submit_together(&who, array).await?.into()));
         }
-        let job = new_job(&who, fresh_job_id(), fresh_seed(), asked, submission);
-        let mut line = who.line(self.0.clock.now(), "job.submit", job.id.as_str());
+        let id = fresh_job_id();
+        let large = shared + own > size::SMALL;
+        let payload = Payload {
+            config_text: submission.config_text.as_str().into(),
+            config_format: submission.config_format.as_str().into(),
+            job_json: submission.job_json.as_str().into(),
+            inputs: Arc::new(submission.inputs.clone()),
+            shared: large.then(|| format!("{id}/shared").into()),
+        };
+        let job = NewJob {
+            config_bytes: (shared + own) as u64,
+            ..new_job(&who, id.clone(), fresh_seed(), asked, &submission, payload)
+        };
+        let mut line = who.line(self.0.clock.now(), "job.submit", id.as_str());
         line.detail = AuditLine::quote(&job.name);
-        let submitted = self.call(Box::new(line), |ticket| Event::JobSubmitted {
-            ticket,
-            job: Box::new(job),
+        let payloads = vec![(id, job.payload.clone())];
+        let submitted = self.stored_first(payloads, || {
+            self.call(Box::new(line), |ticket| Event::JobSubmitted {
+                ticket,
+                job: Box::new(job),
+            })
         });
-        match submitted.await? {
-            Reply::Submitted(submitted) => Ok(Response::new(submitted.into())),
-            Reply::Job(_) | Reply::Worker(_) => Err(Status::internal("an answer of another kind")),
-        }
+        Ok(Response::new(submitted.await?.into()))
     }
 
     async fn submit_array(
@@ -145,42 +172,44 @@ impl Jobs for JobsApi {
         };
         let found = self.0.core.query(look).await?;
         let (mut view, first) = found.ok_or_else(|| Status::not_found(format!("there is no job {id}")))?;
-        if let Some(payload) = self
-            .0
-            .store
-            .payload(&first)
-            .await
-            .map_err(|error| store_failed(&error))?
-        {
-            view.config_text = Some(payload.config_text);
-            view.config_format = Some(payload.config_format);
+        let payload = match self.0.store.payload(&first).await {
+            // Everything else of the job can be shown; the job itself says what is wrong when it should run.
+            Err(StoreError::Unreadable { .. }) => None,
+            read => read.map_err(|error| store_failed(&error))?,
+        };
+        if let Some(payload) = payload {
+            // One that an older version took in may be larger than an answer.
+            let fits = payload.config_text.len() <= MAX_CONFIG_BYTES;
+            view.config_text = fits.then(|| payload.config_text.to_string());
+            view.config_format = fits.then(|| payload.config_format.to_string());
         }
         Ok(Response::new(view.into()))
     }
 
     async fn list(&self, request: Request<v1::ListJobsRequest>) -> Result<Response<v1::ListJobsReply>, Status> {
         let who = caller(&request)?;
-        let v1::ListJobsRequest {
-            all,
-            limit,
-            members,
-            array_id,
-        } = request.into_inner();
-        let array = match array_id.as_str() {
+        let (array_id, mut listing) = listing(request.into_inner())?;
+        listing.array = match array_id.as_str() {
             "" => None,
             text => Some(self.find(&who, text.to_owned()).await?),
         };
         let look = move |state: &crate::core::State, now| {
-            let sees = |job: &crate::core::Job| who.sees(&job.wants.owner);
-            match array {
-                Some(id) => state.member_views(now, &id, sees),
-                None if members => state.job_views(now, all, limit as usize, sees),
-                None => state.overview(now, all, limit as usize, sees),
-            }
+            let mut bytes = 0;
+            state.list(
+                now,
+                &listing,
+                |job| who.sees(&job.wants.owner),
+                |view| {
+                    bytes += about(view);
+                    bytes >= REPLY_BYTES
+                },
+            )
         };
-        let views = self.0.core.query(look).await?;
+        let page = self.0.core.query(look).await?;
         Ok(Response::new(v1::ListJobsReply {
-            jobs: views.into_iter().map(Into::into).collect(),
+            jobs: page.jobs.into_iter().map(Into::into).collect(),
+            next_page_token: page.next.map(|place| place.to_string()).unwrap_or_default(),
+            total: page.total,
         }))
     }
 
@@ -220,7 +249,8 @@ impl Jobs for JobsApi {
             .core
             .query(move |state, now| state.explain_job(now, &wanted))
             .await?;
-        let forecast = forecast.ok_or_else(|| Status::not_found(format!("there is no job {id}")))?;
+        let mut forecast = forecast.ok_or_else(|| Status::not_found(format!("there is no job {id}")))?;
+        forecast.devices.truncate(DEVICES_SHOWN);
         Ok(Response::new(forecast.into()))
     }
 
@@ -229,8 +259,10 @@ impl Jobs for JobsApi {
         let mut submission = Submission::try_from(request.into_inner())?;
         // Nothing is submitted: whose it would be only decides whose jobs are named in the answer.
         submission.owner = Some(who.owner());
-        let asked = wants_to_fit(&submission, self.0.retries).map_err(Status::invalid_argument)?;
-        let forecast = self.0.core.query(move |state, _| state.fit(&asked.wants)).await?;
+        let bytes = size::of_shared(&submission) + submission.job_json.len();
+        let (asked, _) = self.asked(submission, bytes).await?;
+        let mut forecast = self.0.core.query(move |state, _| state.fit(&asked.wants)).await?;
+        forecast.devices.truncate(DEVICES_SHOWN);
         Ok(Response::new(forecast.into()))
     }
 
@@ -297,12 +329,14 @@ impl Jobs for JobsApi {
 
     async fn artifacts(&self, request: Request<v1::ArtifactsRequest>) -> Result<Response<v1::ArtifactsReply>, Status> {
         let who = caller(&request)?;
-        let job = self.find(&who, request.into_inner().job_id).await?;
+        let v1::ArtifactsRequest { job_id, page_token } = request.into_inner();
+        let job = self.find(&who, job_id).await?;
         let artifacts = self.artifacts_of(&job).await?;
-        let artifacts = artifacts.into_iter().map(Into::into).collect();
+        let (artifacts, next_page_token) = page(artifacts, &page_token)?;
         Ok(Response::new(v1::ArtifactsReply {
             job_id: job.to_string(),
             artifacts,
+            next_page_token,
         }))
     }
 
@@ -311,13 +345,86 @@ impl Jobs for JobsApi {
         request: Request<v1::ListWorkersRequest>,
     ) -> Result<Response<v1::ListWorkersReply>, Status> {
         let who = caller(&request)?;
+        let page_token = request.into_inner().page_token;
         let views = self
             .0
             .core
             .query(move |state, _| state.worker_views(|job| who.sees(&job.wants.owner)))
             .await?;
+        let (workers, next_page_token) = page(views, &page_token)?;
         Ok(Response::new(v1::ListWorkersReply {
-            workers: views.into_iter().map(Into::into).collect(),
+            workers,
+            next_page_token,
         }))
     }
+}
+
+/// Bytes of an answer after which it is full: what comes on top is far below the rest of a message.
+const REPLY_BYTES: usize = 4 << 20;
+
+/// Devices of a forecast, the best first.
+const DEVICES_SHOWN: usize = 1_000;
+
+/// What is to be listed, and the array as it was written.
+fn listing(request: v1::ListJobsRequest) -> Result<(String, Listing), Status> {
+    let text = |text: String| Some(text).filter(|text| !text.is_empty());
+    let owner = text(request.owner).map(|name| UserName::parse(&name)).transpose();
+    let owner = owner.map_err(|error| Status::invalid_argument(format!("owner: {error}")))?;
+    let after = text(request.page_token).map(|token| token.parse()).transpose();
+    let after = after.map_err(|problem: String| Status::invalid_argument(format!("page_token: {problem}")))?;
+    let states: Result<_, _> = request
+        .states
+        .iter()
+        .map(|state| {
+            v1::JobState::try_from(*state)
+                .ok()
+                .and_then(|state| JobState::try_from(state).ok())
+        })
+        .map(|state| state.ok_or_else(|| Status::invalid_argument("states: not a state of a job")))
+        .collect();
+    let listing = Listing {
+        all: request.all,
+        limit: request.limit as usize,
+        members: request.members,
+        array: None,
+        states: states?,
+        owner,
+        name: text(request.name),
+        name_part: text(request.name_part),
+        since: Some(UnixMillis(request.since_ms)).filter(|since| since.0 > 0),
+        after,
+        page: request.page_size as usize,
+    };
+    Ok((request.array_id, listing))
+}
+
+/// Bytes of a job in an answer, about.
+fn about(view: &JobView) -> usize {
+    let attempts = view
+        .attempts
+        .iter()
+        .map(|attempt| attempt.message.len() + attempt.worker_name.len() + 200);
+    view.name.len() + view.reason.len() + 300 + attempts.sum::<usize>()
+}
+
+/// The rows after as many as the token says, until the answer is full; and the token of the next page.
+fn page<T, W: From<T> + Message>(rows: Vec<T>, token: &str) -> Result<(Vec<W>, String), Status> {
+    let skip: usize = match token {
+        "" => 0,
+        token => token
+            .parse()
+            .map_err(|_| Status::invalid_argument("page_token: expected the `next_page_token` of an earlier answer"))?,
+    };
+    let all = rows.len();
+    let (mut wire, mut bytes): (Vec<W>, _) = (Vec::new(), 0);
+    for row in rows.into_iter().skip(skip) {
+        if bytes >= REPLY_BYTES {
+            break;
+        }
+        let row = W::from(row);
+        bytes += encoded_len(&row);
+        wire.push(row);
+    }
+    let next = skip.saturating_add(wire.len());
+    Ok((wire, if next < all { next.to_string() } else { String::new() }))
 }

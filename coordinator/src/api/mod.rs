@@ -13,6 +13,7 @@ mod workers;
 pub(crate) use auth::{Gate, peer};
 
 use crate::access::{Access, AccessError};
+use crate::assign::Assigner;
 use crate::core::Refusal;
 use crate::garbage::{Collector, Pins};
 use crate::pki::Signer;
@@ -57,6 +58,10 @@ pub(crate) struct Shared {
     pub(crate) signer: Option<Arc<Signer>>,
     /// Where blobs on their way through lie.
     pub(crate) transit: PathBuf,
+    /// Large submissions that are looked at, all users together.
+    pub(crate) parsing: Arc<Semaphore>,
+    /// Makes messages of what the core places.
+    pub(crate) assigner: Assigner,
     /// Blobs on their way through, all clients together.
     pub(crate) transfers: Arc<Semaphore>,
     /// Turns true when the coordinator shuts down: streams end.
@@ -105,6 +110,7 @@ fn refused(refusal: &Refusal) -> Status {
         Refusal::NotFound(_) | Refusal::NoWorker(_) => Status::not_found(refusal.to_string()),
         Refusal::Ambiguous { .. } | Refusal::SameName { .. } => Status::invalid_argument(refusal.to_string()),
         Refusal::Conflict(_) => Status::aborted(refusal.to_string()),
+        Refusal::TooMuch(_) => Status::resource_exhausted(refusal.to_string()),
     }
 }
 

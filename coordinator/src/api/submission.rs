@@ -2,13 +2,15 @@
 
 use super::jobs::JobsApi;
 use super::storage_failed;
-use crate::access::{AuditLine, Identity};
+use crate::access::Identity;
 use crate::garbage::{Held, Named, Unfit, present};
 use crate::runner::full;
 use aitk_common::control::Submission;
+use aitk_common::hash::ContentHash;
 use aitk_common::id::UserName;
 use aitk_common::security::role::Role;
 use aitk_common::storage::StorageError;
+use std::collections::BTreeSet;
 use tonic::Status;
 
 impl JobsApi {
@@ -42,19 +44,16 @@ impl JobsApi {
         Err(refusal)
     }
 
-    /// Refuses a job that no client sends: it is noted, because somebody made it by hand.
-    pub(super) fn refuse_job(&self, who: &Identity, problem: String) -> Status {
-        let mut line = who.line(self.0.clock.now(), "job.submit", "");
-        (line.done, line.detail) = (false, AuditLine::quote(&problem));
-        self.0.access.note(line);
-        Status::invalid_argument(problem)
-    }
-
     /// Every input is in storage, and stays until the job is stored.
     pub(super) async fn inputs_present(&self, who: &Identity, submission: &Submission) -> Result<Vec<Held>, Status> {
         let reach = self.0.scope.may_name(who).await?;
         let mut all = Vec::new();
+        let mut looked: BTreeSet<ContentHash> = BTreeSet::new();
         for (path, snapshot) in &submission.inputs {
+            // One that is there under several paths is looked for once.
+            if !looked.insert(*snapshot) {
+                continue;
+            }
             let named = Named::Snapshot(*snapshot);
             let missing = match present(&self.0.pins, self.0.blobs.as_ref(), named, &reach).await {
                 Ok(held) => {

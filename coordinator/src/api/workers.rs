@@ -3,6 +3,7 @@
 use super::auth::{caller, protocol_mismatch, same_machine};
 use super::{Shared, access_failed, enrol, stopped, token_ended};
 use crate::access::Identity;
+use crate::assign::{Outgoing, Unsendable, Work};
 use crate::core::{Event, SessionId, State};
 use crate::garbage::{Held, Named, Unfit, present};
 use crate::runner::full;
@@ -162,7 +163,7 @@ impl Session<'_> {
     async fn serve(
         &self,
         messages: &mut Streaming<v1::WorkerMessage>,
-        outbox: &mut mpsc::Receiver<ToWorker>,
+        outbox: &mut mpsc::Receiver<Outgoing>,
         requests: &mpsc::Sender<Pending>,
     ) -> Result<(), Status> {
         let mut stopping = self.shared.stopping.clone();
@@ -176,7 +177,8 @@ impl Session<'_> {
                 },
                 message = outbox.recv() => match message {
                     None => return Ok(()),
-                    Some(message) => self.give(message).await?,
+                    Some(Outgoing::Message(message)) => self.give(message).await?,
+                    Some(Outgoing::Work(work)) => self.assign(*work).await?,
                 },
                 () = stopped(&mut stopping) => {
                     return self.give(ToWorker::GoingAway { reason: "the coordinator shuts down".into(), retry: true }).await;
@@ -191,7 +193,29 @@ impl Session<'_> {
         {
             *storage_url = None;
         }
-        match tokio::time::timeout(SEND_TIMEOUT, self.wire.send(Ok(message.into()))).await {
+        self.send(message.into()).await
+    }
+
+    /// Gives work to the worker; or tells the core why that cannot be done. The session goes on either way.
+    async fn assign(&self, work: Work) -> Result<(), Status> {
+        let (job, held) = (work.placed.job.clone(), work.placed.held.clone());
+        match self.shared.assigner.message(work).await {
+            Ok(message) => self.send(message).await,
+            Err(Unsendable { reason, transient }) => {
+                tracing::error!(%job, reason, transient, "an assignment cannot be sent");
+                let failed = Event::AssignmentFailed {
+                    session: self.id,
+                    held,
+                    reason,
+                    transient,
+                };
+                Ok(self.shared.core.event(failed).await?)
+            }
+        }
+    }
+
+    async fn send(&self, message: v1::CoordinatorMessage) -> Result<(), Status> {
+        match tokio::time::timeout(SEND_TIMEOUT, self.wire.send(Ok(message))).await {
             Ok(Ok(())) => Ok(()),
             Ok(Err(_)) => Err(Status::cancelled("the worker closed the session")),
             Err(_) => Err(Status::resource_exhausted("the worker does not read its messages")),

@@ -5,7 +5,9 @@ use aitk_common::id::UserName;
 use aitk_common::telemetry;
 use aitk_common::telemetry::traces::Traces;
 use aitk_coordinator::core::Quotas;
-use aitk_coordinator::{Cluster, Config, DatabaseUrl, Member, PkiConfig, Retention, TlsFiles, ca_folder, start};
+use aitk_coordinator::{
+    Cluster, Config, DatabaseUrl, Limits, Member, PkiConfig, Retention, TlsFiles, ca_folder, start,
+};
 use anyhow::{Context, bail};
 use clap::Args;
 use std::net::SocketAddr;
@@ -74,6 +76,13 @@ pub(crate) struct ServeArgs {
     /// Devices that a user may hold at once: N for everyone, USER=N for one; may be given several times. Default: no limit.
     #[arg(long = "quota", value_name = "[USER=]N")]
     quotas: Vec<String>,
+    /// Jobs of one user that may wait at once; 0: as many as they like. Operators and administrators are not held to it.
+    #[arg(long, env = "AITK_USER_WAITING_JOBS", default_value_t = Limits::default().waiting_jobs.unwrap_or(0), value_name = "N")]
+    user_waiting_jobs: u64,
+    /// MiB that the configs of all kept jobs of one user may take; 0: as many as they like. Operators and administrators are
+    /// not held to it.
+    #[arg(long, env = "AITK_USER_CONFIG_MIB", default_value_t = Limits::default().config_bytes.unwrap_or(0) >> 20, value_name = "MIB")]
+    user_config_mib: u64,
     /// Forget ended jobs that no other job waits for, with their logs and files, after so many days. Default: never.
     #[arg(long, env = "AITK_KEEP_JOBS_DAYS", value_name = "DAYS")]
     keep_jobs_days: Option<u32>,
@@ -149,6 +158,10 @@ impl ServeArgs {
             lease,
             retries: self.retries,
             quotas: quotas(&self.quotas)?,
+            limits: Limits {
+                waiting_jobs: limit(self.user_waiting_jobs),
+                config_bytes: limit(self.user_config_mib.saturating_mul(1 << 20)),
+            },
             retention: Retention {
                 every: Some(every).filter(|every| !every.is_zero()),
                 grace: Duration::from_secs(u64::from(self.gc_grace_hours) * HOUR),
@@ -165,6 +178,11 @@ impl ServeArgs {
             ..Config::new(data_dir)
         })
     }
+}
+
+/// 0 stands for no limit.
+fn limit(number: u64) -> Option<u64> {
+    Some(number).filter(|number| *number > 0)
 }
 
 /// Reads `4` and `ada=2`.

@@ -64,6 +64,10 @@ impl State {
             members,
         } = new;
         let size = u32::try_from(members.len()).unwrap_or(u32::MAX);
+        if let Some(first) = members.first().filter(|first| first.capped) {
+            let bytes = members.iter().map(|member| member.config_bytes).sum();
+            self.has_room_for(&first.wants.owner, members.len() as u64, bytes)?;
+        }
         if !(2..=MEMBERS_MOST).contains(&members.len()) {
             return Err(Refusal::Conflict(format!(
                 "an array has 2 to {MEMBERS_MOST} members, this one {size}"
@@ -116,7 +120,8 @@ impl State {
     }
 
     /// What a submission with this key gave before.
-    pub(super) fn submitted_before(&self, key: Option<&String>) -> Option<Submitted> {
+    #[must_use]
+    pub fn submitted_before(&self, key: Option<&String>) -> Option<Submitted> {
         let id = self.keys.get(key?)?;
         let name = match (self.jobs.get(id), self.arrays.get(id)) {
             (Some(job), _) => job.name.clone(),
@@ -132,6 +137,9 @@ impl State {
     /// A job became known: a new one, or one of the store.
     pub(super) fn join_array(&mut self, id: &JobId) {
         let Some(job) = self.jobs.get(id) else { return };
+        if job.config_bytes > 0 {
+            *self.config_bytes.entry(job.wants.owner.clone()).or_default() += job.config_bytes;
+        }
         if let Some(key) = &job.idempotency_key {
             let meant = job.array_id().unwrap_or(id);
             self.keys.insert(key.clone(), meant.clone());
@@ -150,6 +158,12 @@ impl State {
 
     /// A job is forgotten.
     pub(super) fn leave_array(&mut self, job: &Job) {
+        if let Some(bytes) = self.config_bytes.get_mut(&job.wants.owner) {
+            *bytes = bytes.saturating_sub(job.config_bytes);
+            if *bytes == 0 {
+                self.config_bytes.remove(&job.wants.owner);
+            }
+        }
         if let Some(key) = &job.idempotency_key {
             self.keys.remove(key);
         }

@@ -163,6 +163,29 @@ impl State {
         }
     }
 
+    /// An assignment never left. It is not the worker's fault: the job fails, or is tried again without counting.
+    pub(super) fn assignment_failed(
+        &mut self,
+        step: &mut Step,
+        session: SessionId,
+        held: &HeldAttempt,
+        reason: String,
+        transient: bool,
+    ) {
+        let Some(job) = self.current_job(session, held) else {
+            return;
+        };
+        let (id, stopping) = (job.id.clone(), job.state == JobState::Stopping);
+        self.end_attempt(step, &id, AttemptState::Failed, reason.clone());
+        if stopping {
+            self.set_state(step, &id, JobState::Stopped, "stopped before it ran".into());
+        } else if transient {
+            self.retry(step, &id, reason, false);
+        } else {
+            self.set_state(step, &id, JobState::Failed, reason);
+        }
+    }
+
     /// The one place where an attempt ends. Returns where it was.
     fn end_attempt(&mut self, step: &mut Step, id: &JobId, state: AttemptState, message: String) -> Option<Place> {
         let job = self.jobs.get_mut(id)?;

@@ -13,18 +13,34 @@ use aitk_common::plan::profile::MemoryProfile;
 use aitk_common::telemetry::context::TraceContext;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
-/// What only the worker needs of a job; the core hands it to the store and forgets it.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// What only the worker needs of a job; the core hands it to the store and forgets it. What the members of an array have in
+/// common they share, in memory and in the store.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Payload {
     /// The config as its user wrote it.
-    pub config_text: String,
+    pub config_text: Arc<str>,
     /// `yaml`, `json` or `jsonc`.
-    pub config_format: String,
+    pub config_format: Arc<str>,
     /// `JobSpec` as JSON.
-    pub job_json: String,
+    pub job_json: Arc<str>,
     /// Path as the config writes it -> snapshot.
-    pub inputs: BTreeMap<String, ContentHash>,
+    pub inputs: Arc<BTreeMap<String, ContentHash>>,
+    /// Its texts were written into the store beforehand, and what it shares with other jobs under this key.
+    pub shared: Option<Arc<str>>,
+}
+
+impl Default for Payload {
+    fn default() -> Self {
+        Self {
+            config_text: "".into(),
+            config_format: "".into(),
+            job_json: "".into(),
+            inputs: Arc::default(),
+            shared: None,
+        }
+    }
 }
 
 /// A job or an array that another one starts after.
@@ -71,6 +87,10 @@ pub struct NewJob {
     pub not_before: Option<UnixMillis>,
     /// The span that submitted it.
     pub trace: Option<TraceContext>,
+    /// Whoever submits it is held to [`super::Caps`].
+    pub capped: bool,
+    /// Bytes of its config in the store.
+    pub config_bytes: u64,
     /// For the worker.
     pub payload: Arc<Payload>,
 }
@@ -262,6 +282,22 @@ pub enum Event {
         /// Jobs that completed or failed before lose their checkpoint.
         checkpoints_before: Option<UnixMillis>,
     },
+    /// An assignment did not go out: the payload of its job could not be read, or makes no message that a worker takes.
+    AssignmentFailed {
+        /// The session that it was for.
+        session: SessionId,
+        /// The attempt.
+        held: HeldAttempt,
+        /// Why, in words.
+        reason: String,
+        /// Another try may succeed; otherwise the job has failed.
+        transient: bool,
+    },
+    /// The coordinator itself stood still for so long: beats could not be heard, so no lease runs meanwhile.
+    Stalled {
+        /// For how long.
+        by: Duration,
+    },
     /// Time went on.
     Tick,
 }
@@ -382,4 +418,7 @@ pub enum Refusal {
     /// Not in this state.
     #[error("{0}")]
     Conflict(String),
+    /// More than a user may have.
+    #[error("{0}")]
+    TooMuch(String),
 }

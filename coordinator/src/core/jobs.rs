@@ -2,7 +2,7 @@
 
 use super::Step;
 use super::event::{Effect, NewJob, Prerequisite, Record, Refusal, Reply};
-use super::model::{ArrayPlace, Condition, Job, Recall, Ticket};
+use super::model::{ArrayPlace, Caps, Condition, Job, Recall, Ticket};
 use super::queue::Spot;
 use super::state::State;
 use aitk_common::control::{EventBody, HeldAttempt, JobState, Submitted, ToWorker, UnixMillis};
@@ -29,6 +29,9 @@ impl State {
                 new.id
             )));
         }
+        if new.capped {
+            self.has_room_for(&new.wants.owner, 1, new.config_bytes)?;
+        }
         let after = self.find_all(&new.after, &new.wants.owner, new.sees_all)?;
         self.refuse_impossible(&after)?;
         let (job, name) = (new.id.clone(), new.name.clone());
@@ -38,6 +41,33 @@ impl State {
             name,
             existed: false,
         })
+    }
+
+    /// Whether a user may have so many jobs more, whose configs have so many bytes.
+    ///
+    /// # Errors
+    /// [`Refusal::TooMuch`] names the limit, what there is, and what to do.
+    pub fn has_room_for(&self, owner: &UserName, jobs: u64, bytes: u64) -> Result<(), Refusal> {
+        let Caps {
+            waiting_jobs,
+            config_bytes,
+        } = self.settings.caps;
+        let waiting = self.users.get(owner).map_or(0, |user| user.waiting as u64);
+        if let Some(most) = waiting_jobs.filter(|most| waiting.saturating_add(jobs) > *most) {
+            return Err(Refusal::TooMuch(format!(
+                "user {owner} has {waiting} waiting jobs and wants {jobs} more; at most {most} may wait \
+                 (`--user-waiting-jobs` of the coordinator): submit again when some have started, or `aitk stop` some"
+            )));
+        }
+        let kept = self.config_bytes.get(owner).copied().unwrap_or(0);
+        if let Some(most) = config_bytes.filter(|most| kept.saturating_add(bytes) > *most) {
+            return Err(Refusal::TooMuch(format!(
+                "the configs of user {owner}'s jobs have {kept} bytes and would get {bytes} more; at most {most} are kept \
+                 (`--user-config-mib` of the coordinator): submit smaller configs, or have old jobs forgotten \
+                 (`--keep-jobs-days`)"
+            )));
+        }
+        Ok(())
     }
 
     /// Takes a job in; its id is free.
@@ -86,6 +116,7 @@ impl State {
             over_time: false,
             array,
             stolen: false,
+            config_bytes: new.config_bytes,
             trace: new.trace.map(Box::new),
             cursor: 0,
             live: None,

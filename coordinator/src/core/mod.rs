@@ -14,6 +14,7 @@ mod event;
 mod explain;
 mod jobs;
 mod line;
+mod listing;
 mod model;
 mod overview;
 mod parts;
@@ -37,8 +38,9 @@ mod tests;
 
 pub use check::check;
 pub use event::{Effect, Event, NewArray, NewJob, Payload, Placed, Prerequisite, Record, Refusal, Reply};
+pub use listing::{Listing, Page, Place};
 pub use model::{
-    ArrayPlace, Committed, Condition, Health, Job, Live, Pace, Quotas, Recall, SessionId, Settings, Speed, Ticket,
+    ArrayPlace, Caps, Committed, Condition, Health, Job, Live, Pace, Quotas, Recall, SessionId, Settings, Speed, Ticket,
 };
 pub use model::{Wants, Worker};
 pub use state::{Restored, State};
@@ -167,6 +169,13 @@ impl State {
                 jobs_before,
                 checkpoints_before,
             } => self.expire(&mut step, jobs_before, checkpoints_before),
+            Event::AssignmentFailed {
+                session,
+                held,
+                reason,
+                transient,
+            } => self.assignment_failed(&mut step, session, &held, reason, transient),
+            Event::Stalled { by } => self.extend_leases(by),
             Event::Tick => self.tick(&mut step),
         }
         self.place(&mut step);

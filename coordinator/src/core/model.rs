@@ -2,6 +2,7 @@
 
 use super::queue::Spot;
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
+use aitk_common::confinement::Confinement;
 use aitk_common::control::{AttemptState, AttemptView, JobState, Progress, UnixMillis};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, Epoch, JobId, TaskId, UserName, WorkerId};
@@ -34,6 +35,8 @@ pub struct Settings {
     pub quarantine: Duration,
     /// How many devices a user may hold at once.
     pub quotas: Quotas,
+    /// How much of the queue a user may take.
+    pub caps: Caps,
 }
 
 impl Settings {
@@ -50,8 +53,18 @@ impl Settings {
             network_patience: Duration::from_secs(24 * 3600),
             quarantine: Duration::from_secs(3600),
             quotas: Quotas::default(),
+            caps: Caps::default(),
         }
     }
+}
+
+/// How much of the queue one user may take, so that it stays good for the others. None: no limit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Caps {
+    /// Jobs that wait.
+    pub waiting_jobs: Option<u64>,
+    /// Bytes of the configs of all jobs that are kept, ended ones included.
+    pub config_bytes: Option<u64>,
 }
 
 /// How many devices a user may hold at once.
@@ -243,6 +256,9 @@ pub struct Job {
     /// A faster device has taken over once.
     #[serde(default)]
     pub stolen: bool,
+    /// Bytes of its config in the store; what an array shares counts as its first member's.
+    #[serde(default)]
+    pub config_bytes: u64,
     /// The span that submitted it. Boxed: most jobs have none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trace: Option<Box<TraceContext>>,
@@ -386,6 +402,9 @@ pub struct Worker {
     pub devices: Vec<Device>,
     /// Its labels.
     pub labels: BTreeMap<String, String>,
+    /// How its attempts are confined; none: it did not say.
+    #[serde(default)]
+    pub confinement: Option<Confinement>,
     /// When it registered.
     pub registered: UnixMillis,
     /// A person said that it takes no more work.

@@ -3,10 +3,8 @@
 use super::arrays::Array;
 use super::model::Job;
 use super::state::State;
-use super::view::{LAST_ENDED, most_shown};
 use aitk_common::control::{ArrayCounts, ArrayView, Forecast, JobState, JobView, Progress, UnixMillis};
 use aitk_common::id::JobId;
-use std::collections::BTreeSet;
 
 impl State {
     fn of_array<'a>(&'a self, array: &'a Array) -> impl Iterator<Item = &'a Job> {
@@ -113,37 +111,6 @@ impl State {
             None => Vec::new(),
         };
         Some(Forecast { summary, devices })
-    }
-
-    /// The members of an array that somebody sees, by index.
-    #[must_use]
-    pub fn member_views(&self, now: UnixMillis, id: &JobId, sees: impl Fn(&Job) -> bool) -> Vec<JobView> {
-        let Some(array) = self.arrays.get(id) else {
-            return Vec::new();
-        };
-        let seen = self.of_array(array).filter(|job| sees(job));
-        seen.filter_map(|job| self.job_view(now, &job.id)).collect()
-    }
-
-    /// As [`Self::job_views`], with arrays in the place of their members: at the first member that runs, else at the
-    /// first that waits, else where the last one ended.
-    #[must_use]
-    pub fn overview(&self, now: UnixMillis, all: bool, limit: usize, sees: impl Fn(&Job) -> bool) -> Vec<JobView> {
-        let mut listed: BTreeSet<&JobId> = BTreeSet::new();
-        let mut rows: Vec<&JobId> = Vec::new();
-        let mut ended = 0;
-        for job in self.listed(sees) {
-            let row = job.array_id().unwrap_or(&job.id);
-            let over = job.state.is_ended();
-            if over && ended == most_shown(all, limit, LAST_ENDED) {
-                break;
-            }
-            if listed.insert(row) {
-                rows.push(row);
-                ended += usize::from(over);
-            }
-        }
-        rows.into_iter().filter_map(|id| self.job_view(now, id)).collect()
     }
 }
 

@@ -23,6 +23,9 @@ pub(super) const FETCH_SECONDS: f64 = 60.0;
 /// Units of work of a job of which nothing is known: a thousand steps.
 pub(super) const USUAL_UNITS: f64 = 4000.0;
 
+/// The newest attempts of a job that are remembered; its log has all of them.
+const ATTEMPTS_KEPT: usize = 100;
+
 /// Where a job goes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Chosen {
@@ -234,6 +237,9 @@ impl State {
         if job.attempts.is_empty() {
             // Most jobs have one.
             job.attempts.reserve_exact(1);
+        }
+        if job.attempts.len() >= ATTEMPTS_KEPT {
+            job.attempts.remove(0);
         }
         job.attempts.push(AttemptView {
             id: attempt.clone(),

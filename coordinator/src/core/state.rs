@@ -44,6 +44,8 @@ pub struct State {
     pub(crate) sessions: BTreeMap<SessionId, WorkerId>,
     /// Derived: submissions that carried a key, and the job or array that they gave.
     pub(crate) keys: BTreeMap<String, JobId>,
+    /// Derived: bytes of the configs of all jobs of a user.
+    pub(crate) config_bytes: BTreeMap<UserName, u64>,
     /// Derived: arrays, by their members.
     pub(crate) arrays: BTreeMap<JobId, Array>,
     /// Derived, empty between steps: arrays of which more members may wait for a device.
@@ -80,6 +82,7 @@ impl State {
             speeds: Speeds::default(),
             sessions: BTreeMap::new(),
             keys: BTreeMap::new(),
+            config_bytes: BTreeMap::new(),
             arrays: BTreeMap::new(),
             roomy: BTreeSet::new(),
             splits: BTreeSet::new(),

@@ -9,6 +9,9 @@ use aitk_common::id::{AttemptId, JobId, WorkerId};
 /// Ended jobs that a plain list shows.
 pub(super) const LAST_ENDED: usize = 10;
 
+/// The newest attempts of a job that are shown.
+const ATTEMPTS_SHOWN: usize = 50;
+
 /// How many ended jobs a list shows.
 pub(super) fn most_shown(all: bool, limit: usize, usual: usize) -> usize {
     match (limit, all) {
@@ -37,31 +40,6 @@ impl State {
             Some(job) => Some(self.view(now, job)),
             None => self.array_view(now, id),
         }
-    }
-
-    /// Of the jobs that somebody sees, running ones, then waiting ones in queue order, then ended ones, the newest first:
-    /// the last few, or with `all` every one; `limit` (unless 0) bounds the ended ones.
-    #[must_use]
-    pub fn job_views(&self, now: UnixMillis, all: bool, limit: usize, sees: impl Fn(&Job) -> bool) -> Vec<JobView> {
-        let jobs = self.listed(sees);
-        let ended = jobs.iter().position(|job| job.state.is_ended()).unwrap_or(jobs.len());
-        let most = ended.saturating_add(most_shown(all, limit, LAST_ENDED));
-        jobs.into_iter().take(most).map(|job| self.view(now, job)).collect()
-    }
-
-    /// The jobs that somebody sees in the order of lists.
-    pub(super) fn listed(&self, sees: impl Fn(&Job) -> bool) -> Vec<&Job> {
-        let all_jobs = || self.jobs.values().filter(|job| sees(job));
-        let mut listed: Vec<&Job> = all_jobs()
-            .filter(|job| matches!(job.state, JobState::Running | JobState::Stopping))
-            .collect();
-        listed.sort_by_key(|job| job.order);
-        let waiting = self.queue.values().filter_map(|seat| self.jobs.at(*seat));
-        listed.extend(waiting.filter(|job| sees(job)));
-        let mut ended: Vec<&Job> = all_jobs().filter(|job| job.state.is_ended()).collect();
-        ended.sort_by_key(|job| std::cmp::Reverse((job.ended, job.order)));
-        listed.extend(ended);
-        listed
     }
 
     /// Every worker that ever registered: connected ones first, then by name; with those of their jobs that somebody sees.
@@ -117,6 +95,7 @@ impl State {
             last_seen: worker.last_seen,
             devices: devices.collect(),
             labels: worker.labels.clone(),
+            confinement: worker.confinement.clone(),
         }
     }
 
@@ -172,7 +151,7 @@ impl State {
             phase: job.phase.clone(),
             loss: job.loss,
             checkpoint_step: job.checkpoint.as_ref().map(|checkpoint| checkpoint.step),
-            attempts: job.attempts.clone(),
+            attempts: job.attempts.iter().rev().take(ATTEMPTS_SHOWN).rev().cloned().collect(),
             failures: job.failures,
             retries: job.wants.retries,
             array: Self::place_in_array(job),

@@ -66,6 +66,7 @@ impl State {
             host: registration.host,
             devices,
             labels: registration.labels,
+            confinement: registration.confinement,
             registered: step.now,
             drained: earlier.is_some_and(|earlier| earlier.drained),
             health: earlier.map(|earlier| earlier.health.clone()).unwrap_or_default(),
@@ -251,6 +252,16 @@ impl State {
         for job in self.slots.jobs_of(&id) {
             if let Some(live) = self.jobs.get_mut(&job).and_then(|entry| entry.live.as_mut()) {
                 live.lease_until = live.lease_until.min(until);
+            }
+        }
+    }
+
+    /// Nobody could beat while the coordinator itself stood still: that time does not count against any lease.
+    pub(super) fn extend_leases(&mut self, by: Duration) {
+        let live: Vec<JobId> = self.live.keys().cloned().collect();
+        for id in live {
+            if let Some(live) = self.jobs.get_mut(&id).and_then(|job| job.live.as_mut()) {
+                live.lease_until = live.lease_until.after(by);
             }
         }
     }

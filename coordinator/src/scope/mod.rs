@@ -26,8 +26,8 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 use uploads::Sent;
 
-/// Jobs whose inputs are remembered: far more than run at once.
-const JOBS: usize = 10_000;
+/// Inputs of jobs that are remembered, all together: 32 MB of hashes.
+const INPUTS: usize = 1_000_000;
 
 /// Why it is not known what somebody may see.
 #[derive(Debug, thiserror::Error)]
@@ -79,6 +79,13 @@ impl Reach {
     }
 }
 
+/// The inputs of jobs that ran lately.
+#[derive(Debug, Default)]
+struct Inputs {
+    of: HashMap<JobId, Arc<[ContentHash]>>,
+    count: usize,
+}
+
 /// See the module. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct Scope {
@@ -90,7 +97,7 @@ pub(crate) struct Scope {
     /// Workers may talk to the bucket themselves, so that nobody knows what they sent.
     direct: bool,
     lists: Arc<Lists>,
-    inputs: Arc<Mutex<HashMap<JobId, Arc<[ContentHash]>>>>,
+    inputs: Arc<Mutex<Inputs>>,
     allowance: Allowance,
 }
 
@@ -196,16 +203,19 @@ impl Scope {
 
     async fn inputs_of(&self, job: &JobId) -> Result<Arc<[ContentHash]>, StoreError> {
         let known = || self.inputs.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(inputs) = known().get(job) {
+        if let Some(inputs) = known().of.get(job) {
             return Ok(inputs.clone());
         }
         let payload = self.store.payload(job).await?.unwrap_or_default();
-        let inputs: Arc<[ContentHash]> = payload.inputs.into_values().collect();
+        let distinct: BTreeSet<ContentHash> = payload.inputs.values().copied().collect();
+        let inputs: Arc<[ContentHash]> = distinct.into_iter().collect();
         let mut known = known();
-        if known.len() >= JOBS {
-            known.clear();
+        if known.count + inputs.len() >= INPUTS {
+            *known = Inputs::default();
         }
-        known.insert(job.clone(), inputs.clone());
+        // A job without inputs takes room, too.
+        known.count += inputs.len() + 1;
+        known.of.insert(job.clone(), inputs.clone());
         Ok(inputs)
     }
 }

@@ -17,8 +17,6 @@ use std::sync::Arc;
 
 /// What the first line says.
 const FORMAT: &str = "aitk-backup-1";
-/// Rows read at a time.
-const PAGE: u64 = 500;
 /// The longest line: a job with the largest config, escaped.
 const MAX_LINE: u64 = 256 << 20;
 /// How far the cursors of restored event logs jump: what was seen after the backup was made is then never seen again
@@ -110,7 +108,7 @@ impl SqlStore {
             let mut after = table.before.to_vec();
             loop {
                 let mut values = after.clone();
-                values.push(PAGE.into());
+                values.push(table.page.into());
                 let page = work.rows(table.read, &values).await.map_err(|e| self.failed(e))?;
                 for row in &page {
                     out.line(&Line::Row(table.name.into(), table.cells(row)))?;
@@ -120,7 +118,7 @@ impl SqlStore {
                     tally.jobs += page.len() as u64;
                 }
                 match page.last() {
-                    Some(row) if page.len() as u64 == PAGE => after = table.key(row),
+                    Some(row) if page.len() as u64 == table.page => after = table.key(row),
                     _ => break,
                 }
             }

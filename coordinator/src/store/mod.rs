@@ -8,6 +8,7 @@ mod backup;
 mod batch;
 pub(crate) mod lease;
 mod link;
+mod payloads;
 mod postgres;
 mod records;
 mod roots;
@@ -18,6 +19,7 @@ mod uploads;
 
 pub use access::Document;
 pub use backup::{BackupError, Tally};
+pub use payloads::Body;
 pub use postgres::DatabaseUrl;
 pub use sql::SqlStore;
 
@@ -69,6 +71,18 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// [`StoreError`]. The same records may be tried again, also when the failure came so late that they are stored.
     async fn commit(&self, records: &[Record]) -> Result<(), StoreError>;
+
+    /// Writes texts of jobs that are about to come in, in small transactions. Written again, they are replaced.
+    ///
+    /// # Errors
+    /// [`StoreError`]; what was written until then stays.
+    async fn write_payloads(&self, bodies: &[Body]) -> Result<(), StoreError>;
+
+    /// Removes such texts when their jobs did not come in.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    async fn forget_payloads(&self, ids: &[String]) -> Result<(), StoreError>;
 
     /// What the worker needs of a job.
     ///

@@ -16,8 +16,8 @@ const TRIM_EVERY: u64 = 1_000;
 
 static NEW_JOBS: Bulk = Bulk::new(|| {
     statements(
-        "INSERT INTO jobs (id, record, config_text, config_format, job_json, inputs) VALUES",
-        6,
+        "INSERT INTO jobs (id, record, config_text, config_format, job_json, inputs, shared) VALUES",
+        7,
         "ON CONFLICT (id) DO UPDATE SET record = excluded.record",
     )
 });
@@ -128,13 +128,23 @@ impl<'a> Rows<'a> {
         let (mut new, mut known) = (Vec::new(), Vec::new());
         for (id, (job, payload)) in std::mem::take(&mut self.jobs) {
             match payload {
+                Some(Payload { shared: Some(key), .. }) => new.push(vec![
+                    id.as_str().into(),
+                    json(job)?,
+                    "".into(),
+                    "".into(),
+                    "".into(),
+                    "{}".into(),
+                    key.as_ref().into(),
+                ]),
                 Some(payload) => new.push(vec![
                     id.as_str().into(),
                     json(job)?,
-                    payload.config_text.as_str().into(),
-                    payload.config_format.as_str().into(),
-                    payload.job_json.as_str().into(),
-                    json(&payload.inputs)?,
+                    payload.config_text.as_ref().into(),
+                    payload.config_format.as_ref().into(),
+                    payload.job_json.as_ref().into(),
+                    json(payload.inputs.as_ref())?,
+                    Value::Text(None),
                 ]),
                 None => known.push(vec![id.as_str().into(), json(job)?]),
             }
@@ -172,6 +182,10 @@ fn rows(rows: impl Iterator<Item = Result<Vec<Value>, sqlx::Error>>) -> Result<V
 
 async fn forget(to: &mut Work, job: &JobId) -> Result<(), sqlx::Error> {
     for statement in [
+        "DELETE FROM payloads WHERE id = $1",
+        // What it shares goes with the last job that does.
+        "DELETE FROM payloads WHERE id = (SELECT shared FROM jobs WHERE jobs.id = $1 AND shared IS NOT NULL) \
+         AND NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.shared = payloads.id AND jobs.id <> $1)",
         "DELETE FROM jobs WHERE id = $1",
         "DELETE FROM events WHERE job = $1",
         "DELETE FROM artifacts WHERE job = $1",

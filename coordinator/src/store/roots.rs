@@ -4,10 +4,10 @@ use super::link::{Row, Work};
 use super::{JobRoots, SqlStore, StoreError};
 use crate::core::Job;
 use aitk_common::hash::ContentHash;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
-/// Jobs read at a time.
-const PAGE: u64 = 1_000;
+/// Jobs read at a time. Few, because rows of older versions hold up to 16 MiB of inputs each.
+const PAGE: u64 = 100;
 
 impl SqlStore {
     pub(super) async fn read_roots(&self, work: &mut Work) -> Result<Vec<JobRoots>, StoreError> {
@@ -25,11 +25,13 @@ impl SqlStore {
             .await?;
         let (mut artifacts, mut checkpoints) = (self.by_job(&artifacts)?, self.by_job(&checkpoints)?);
         let (mut all, mut after) = (Vec::new(), String::new());
+        // What several jobs share is read and counted once.
+        let mut shared: HashSet<(String, bool)> = HashSet::new();
         // In pages: records are larger than what is wanted of them.
         loop {
             let jobs = work
                 .rows(
-                    "SELECT id, record, inputs FROM jobs WHERE id > $1 ORDER BY id LIMIT $2",
+                    "SELECT id, record, inputs, shared FROM jobs WHERE id > $1 ORDER BY id LIMIT $2",
                     &[after.as_str().into(), PAGE.into()],
                 )
                 .await
@@ -37,8 +39,12 @@ impl SqlStore {
             for row in &jobs {
                 let id = row.text(0);
                 let job: Job = self.parse("job", id, row.text(1))?;
-                let inputs: BTreeMap<String, ContentHash> = self.parse("job's inputs", id, row.text(2))?;
                 let ended = job.state.is_ended();
+                let key = row.maybe_text(3);
+                let inputs = match key {
+                    Some(key) if !shared.insert((key.to_owned(), ended)) => BTreeMap::new(),
+                    key => self.inputs_of(work, id, row.text(2), key).await?,
+                };
                 let mut manifests = checkpoints.remove(id).filter(|_| !ended).unwrap_or_default();
                 // What the next attempt starts from is kept whatever the log says.
                 manifests.extend(job.checkpoint.as_ref().map(|checkpoint| checkpoint.manifest));

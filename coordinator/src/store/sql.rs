@@ -2,7 +2,7 @@
 
 use super::lease::Writer;
 use super::link::{Link, Row, Value, Work};
-use super::{Document, EVENTS_KEPT, JobRoots, Loaded, Store, StoreError, records};
+use super::{Body, Document, EVENTS_KEPT, JobRoots, Loaded, Store, StoreError, records};
 use crate::access::AuditLine;
 use crate::core::{Job, Payload, Record, Restored, Worker};
 use aitk_common::control::{Artifact, JobEvent};
@@ -203,19 +203,16 @@ impl Store for SqlStore {
     }
 
     async fn payload(&self, job: &JobId) -> Result<Option<Payload>, StoreError> {
-        let rows = self
-            .rows(
-                "SELECT config_text, config_format, job_json, inputs FROM jobs WHERE id = $1",
-                &[job.as_str().into()],
-            )
-            .await?;
-        let Some(row) = rows.first() else { return Ok(None) };
-        Ok(Some(Payload {
-            config_text: row.text(0).to_owned(),
-            config_format: row.text(1).to_owned(),
-            job_json: row.text(2).to_owned(),
-            inputs: self.parse("job's inputs", job.as_str(), row.text(3))?,
-        }))
+        self.in_time(Box::pin(self.read_payload(job.as_str()))).await
+    }
+
+    async fn write_payloads(&self, bodies: &[Body]) -> Result<(), StoreError> {
+        // Bounded by each of its transactions, not as a whole.
+        self.write_bodies(bodies).await
+    }
+
+    async fn forget_payloads(&self, ids: &[String]) -> Result<(), StoreError> {
+        self.in_time(Box::pin(self.drop_bodies(ids))).await
     }
 
     async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<JobEvent>, StoreError> {

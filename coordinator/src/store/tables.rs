@@ -9,6 +9,10 @@ pub(super) struct Table {
     key: usize,
     /// So many of the key's columns are no part of the row: others are given anew.
     given: usize,
+    /// So many of its last columns are not in backups of older versions; they are empty there.
+    added: usize,
+    /// Rows read at a time: few where rows are large.
+    pub(super) page: u64,
     /// The key before the first row.
     pub(super) before: &'static [Value],
     pub(super) read: &'static str,
@@ -23,15 +27,31 @@ pub(super) const TABLES: &[Table] = &[
         name: "jobs",
         key: 1,
         given: 0,
+        added: 1,
+        page: 50,
         before: &[NO_TEXT],
-        read: "SELECT id, record, config_text, config_format, job_json, inputs FROM jobs \
+        read: "SELECT id, record, config_text, config_format, job_json, inputs, shared FROM jobs \
                WHERE id > COALESCE($1, '') ORDER BY id LIMIT $2",
-        write: "INSERT INTO jobs (id, record, config_text, config_format, job_json, inputs) VALUES ($1, $2, $3, $4, $5, $6)",
+        write: "INSERT INTO jobs (id, record, config_text, config_format, job_json, inputs, shared) \
+                VALUES ($1, $2, $3, $4, $5, $6, $7)",
+    },
+    Table {
+        name: "payloads",
+        key: 2,
+        given: 0,
+        added: 0,
+        page: 50,
+        before: &[NO_TEXT, Value::Int(Some(-1))],
+        read: "SELECT id, piece, body FROM payloads \
+               WHERE (id, piece) > (COALESCE($1, ''), $2) ORDER BY id, piece LIMIT $3",
+        write: "INSERT INTO payloads (id, piece, body) VALUES ($1, $2, $3)",
     },
     Table {
         name: "workers",
         key: 1,
         given: 0,
+        added: 0,
+        page: 500,
         before: &[NO_TEXT],
         read: "SELECT id, record FROM workers WHERE id > COALESCE($1, '') ORDER BY id LIMIT $2",
         write: "INSERT INTO workers (id, record) VALUES ($1, $2)",
@@ -40,6 +60,8 @@ pub(super) const TABLES: &[Table] = &[
         name: "events",
         key: 2,
         given: 0,
+        added: 0,
+        page: 500,
         before: &[NO_TEXT, Value::Int(Some(0))],
         read: "SELECT job, cursor, attempt, seq, trim, event FROM events \
                WHERE (job, cursor) > (COALESCE($1, ''), $2) ORDER BY job, cursor LIMIT $3",
@@ -49,6 +71,8 @@ pub(super) const TABLES: &[Table] = &[
         name: "artifacts",
         key: 2,
         given: 0,
+        added: 0,
+        page: 500,
         before: &[NO_TEXT, NO_TEXT],
         read: "SELECT job, identity, name, artifact, hash FROM artifacts \
                WHERE (job, identity) > (COALESCE($1, ''), COALESCE($2, '')) ORDER BY job, identity LIMIT $3",
@@ -58,6 +82,8 @@ pub(super) const TABLES: &[Table] = &[
         name: "checkpoints",
         key: 2,
         given: 0,
+        added: 0,
+        page: 500,
         before: &[NO_TEXT, Value::Int(Some(0))],
         read: "SELECT job, cursor, manifest FROM checkpoints \
                WHERE (job, cursor) > (COALESCE($1, ''), $2) ORDER BY job, cursor LIMIT $3",
@@ -67,6 +93,8 @@ pub(super) const TABLES: &[Table] = &[
         name: "documents",
         key: 2,
         given: 0,
+        added: 0,
+        page: 500,
         before: &[NO_TEXT, NO_TEXT],
         read: "SELECT kind, id, record FROM documents \
                WHERE (kind, id) > (COALESCE($1, ''), COALESCE($2, '')) ORDER BY kind, id LIMIT $3",
@@ -76,6 +104,8 @@ pub(super) const TABLES: &[Table] = &[
         name: "uploads",
         key: 2,
         given: 0,
+        added: 0,
+        page: 500,
         before: &[NO_TEXT, NO_TEXT],
         read: "SELECT who, hash FROM uploads \
                WHERE (who, hash) > (COALESCE($1, ''), COALESCE($2, '')) ORDER BY who, hash LIMIT $3",
@@ -86,6 +116,8 @@ pub(super) const TABLES: &[Table] = &[
         name: "audit",
         key: 1,
         given: 1,
+        added: 0,
+        page: 500,
         before: &[Value::Int(Some(0))],
         read: "SELECT seq, id, record FROM audit WHERE seq > $1 ORDER BY seq LIMIT $2",
         write: "INSERT INTO audit (id, record) VALUES ($1, $2)",
@@ -116,6 +148,12 @@ impl Table {
     /// of the kind that its column has.
     pub(super) fn values(&self, cells: Vec<Cell>) -> Option<Vec<Value>> {
         let wanted = self.write.matches('$').count();
+        let mut cells = cells;
+        // Columns at the end that an older version did not have yet.
+        let known_since = wanted.saturating_sub(self.added);
+        while (known_since..wanted).contains(&cells.len()) {
+            cells.push(Cell::Null(()));
+        }
         if cells.len() != wanted {
             return None;
         }

@@ -138,6 +138,7 @@ async fn a_job_runs_from_submit_to_artifact() {
 
     let request = v1::ArtifactsRequest {
         job_id: job.as_str()[..5].into(),
+        ..Default::default()
     };
     let reply = within(pool.clients.jobs.clone().artifacts(request))
         .await
@@ -146,10 +147,15 @@ async fn a_job_runs_from_submit_to_artifact() {
     assert_eq!(reply.artifacts, [v1::Artifact::from(artifact)]);
     let lora = pool.blobs().get_bytes(ContentHash::of(b"lora"), 10).await.unwrap();
     assert_eq!(&lora[..], b"lora");
-    let workers = within(pool.clients.jobs.clone().list_workers(v1::ListWorkersRequest {}))
-        .await
-        .unwrap()
-        .into_inner();
+    let workers = within(
+        pool.clients
+            .jobs
+            .clone()
+            .list_workers(v1::ListWorkersRequest::default()),
+    )
+    .await
+    .unwrap()
+    .into_inner();
     assert_eq!(
         (workers.workers[0].name.as_str(), workers.workers[0].connected),
         ("w1", true)

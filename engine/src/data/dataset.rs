@@ -1,9 +1,8 @@
 //! A data set: its pictures with their buckets and captions, and the batches of a run.
 
 use super::bucket::{BucketPlan, plan, plan_square};
-use super::caption::{CaptionRules, caption_file, read_caption};
+use super::caption::{CaptionRules, read_caption};
 use super::discover::discover;
-use super::enclosure::Enclosure;
 use super::latent_cache::{LatentKey, content_hash};
 use super::masks::{Mask, MaskOptions};
 use super::sizes::SizeCache;
@@ -18,6 +17,8 @@ use std::path::{Path, PathBuf};
 pub struct DatasetOptions {
     /// Folder or JSON file.
     pub path: PathBuf,
+    /// Where image sizes and latents are kept. `None`: beside the images.
+    pub derived: Option<PathBuf>,
     /// Pixel budget: resolution squared.
     pub resolution: u32,
     /// Items per batch.
@@ -56,8 +57,6 @@ pub struct DatasetOptions {
     pub cache_latents: bool,
     /// Keep latents on disk.
     pub cache_latents_to_disk: bool,
-    /// Open nothing outside of the folder of pictures, and of that of masks.
-    pub enclosed: bool,
 }
 
 impl Default for DatasetOptions {
@@ -65,6 +64,7 @@ impl Default for DatasetOptions {
     fn default() -> Self {
         Self {
             path: PathBuf::new(),
+            derived: None,
             resolution: 512,
             batch_size: 1,
             repeats: 1,
@@ -84,7 +84,6 @@ impl Default for DatasetOptions {
             loss_multiplier: 1.0,
             cache_latents: false,
             cache_latents_to_disk: false,
-            enclosed: false,
         }
     }
 }
@@ -96,6 +95,8 @@ pub struct Item {
     pub path: PathBuf,
     /// SHA-256 of the file.
     pub content: String,
+    /// Where its latent is kept. `None`: beside it.
+    pub derived: Option<PathBuf>,
     /// How it is scaled and cut.
     pub plan: BucketPlan,
     /// Left to right.
@@ -151,8 +152,8 @@ impl Dataset {
         if let Some(masks) = &options.masks {
             masks.check()?;
         }
-        let listing = discover(&options.path, options.short_captions, options.enclosed)?;
-        let mut sizes = SizeCache::open(&listing.root);
+        let listing = discover(&options.path, options.short_captions)?;
+        let mut sizes = SizeCache::open(&listing.root, options.derived.as_deref().unwrap_or(&listing.root));
         let mut warnings = Warnings::new();
         let (mut files, mut first) = (Vec::new(), None);
         for path in &listing.images {
@@ -175,10 +176,7 @@ impl Dataset {
             let caption = match listing.captions.get(path) {
                 Some(text) if !text.trim().is_empty() || options.default_caption.is_none() => text.clone(),
                 Some(_) => options.default_caption.clone().unwrap_or_default(),
-                None => {
-                    listing.enclosure.check(&caption_file(path, &options.caption_ext))?;
-                    read_caption(path, &options.caption_ext, options.default_caption.as_deref())?
-                }
+                None => read_caption(path, &options.caption_ext, options.default_caption.as_deref())?,
             };
             files.push((path.clone(), size, caption));
         }
@@ -197,10 +195,6 @@ impl Dataset {
             )));
         }
 
-        let masks_enclosure = match options.masks.as_ref().and_then(|masks| masks.folder.as_ref()) {
-            Some(folder) if options.enclosed => Enclosure::of(folder)?,
-            _ => Enclosure::none(),
-        };
         let mut hashes: HashMap<PathBuf, String> = HashMap::new();
         let mut items = Vec::new();
         for flips in flips(options.flip_x, options.flip_y) {
@@ -215,18 +209,15 @@ impl Dataset {
                         }
                     };
                     let plan = place(*size, &options, divisibility, seed, path);
-                    let mask = options.masks.as_ref().and_then(|masks| masks.of(path));
-                    if let Some(mask) = mask.as_ref().filter(|mask| !mask.alpha) {
-                        masks_enclosure.check(&mask.path)?;
-                    }
                     items.push(Item {
                         path: path.clone(),
                         content,
+                        derived: options.derived.clone(),
                         plan,
                         flip_x: flips.0,
                         flip_y: flips.1,
                         caption: caption.clone(),
-                        mask,
+                        mask: options.masks.as_ref().and_then(|masks| masks.of(path)),
                     });
                 }
             }

@@ -1,10 +1,10 @@
-//! Latents on disk (section 10.5): `_latent_cache/<stem>_<hash>.safetensors` beside each picture.
+//! Latents on disk (section 10.5): `<stem>_<hash>.safetensors` in `_latent_cache` beside each picture, or in the folder that
+//! a worker gives to what is computed from the data set.
 
 use super::bucket::BucketPlan;
 use crate::adapters::{python_json, safetensors_bytes};
 use crate::error::{EngineError, Result};
-use crate::image_io;
-use aitk_common::fsutil::{self, regular};
+use aitk_common::fsutil;
 use base64::Engine as _;
 use candle_core::{DType, Device, Tensor};
 use md5::{Digest, Md5};
@@ -99,30 +99,34 @@ impl LatentCache {
         }
     }
 
-    /// Where the latent of a picture lies, given the SHA-256 of its content.
+    /// Where the latent of a picture lies, given the SHA-256 of its content: in the folder `derived`, else beside it.
     #[must_use]
-    pub fn path(&self, image: &Path, key: &LatentKey, content: &str) -> PathBuf {
-        Self::file(image, &key.hash(content, &self.vae))
+    pub fn path(&self, image: &Path, derived: Option<&Path>, key: &LatentKey, content: &str) -> PathBuf {
+        Self::file(image, derived, &key.hash(content, &self.vae))
     }
 
-    fn file(image: &Path, hash: &str) -> PathBuf {
+    fn file(image: &Path, derived: Option<&Path>, hash: &str) -> PathBuf {
         let stem = image.file_stem().unwrap_or_default().to_string_lossy();
-        image
-            .parent()
-            .unwrap_or(Path::new("."))
-            .join("_latent_cache")
-            .join(format!("{stem}_{hash}.safetensors"))
+        let folder = match derived {
+            Some(folder) => folder.to_owned(),
+            None => image.parent().unwrap_or(Path::new(".")).join("_latent_cache"),
+        };
+        folder.join(format!("{stem}_{hash}.safetensors"))
     }
 
     /// The cached latent [channels, h, w] in float32, if there is a whole and fitting one: ours, else one that
     /// ai-toolkit wrote after the picture was last changed.
     #[must_use]
-    pub fn read(&self, image: &Path, key: &LatentKey, content: &str) -> Option<Tensor> {
-        let ours = self.path(image, key, content);
+    pub fn read(&self, image: &Path, derived: Option<&Path>, key: &LatentKey, content: &str) -> Option<Tensor> {
+        let ours = self.path(image, derived, key, content);
         if let Some(latent) = self.read_file(&ours, key, true) {
             return Some(latent);
         }
-        let theirs = Self::file(image, &key.upstream_hash());
+        // ai-toolkit never wrote into a worker's folder.
+        if derived.is_some() {
+            return None;
+        }
+        let theirs = Self::file(image, None, &key.upstream_hash());
         let age = |p: &Path| {
             std::fs::metadata(p)
                 .and_then(|m| m.modified())
@@ -159,8 +163,15 @@ impl LatentCache {
     ///
     /// # Errors
     /// When the folder cannot be written or the disk is full.
-    pub fn write(&self, image: &Path, key: &LatentKey, content: &str, latent: &Tensor) -> Result<()> {
-        let path = self.path(image, key, content);
+    pub fn write(
+        &self,
+        image: &Path,
+        derived: Option<&Path>,
+        key: &LatentKey,
+        content: &str,
+        latent: &Tensor,
+    ) -> Result<()> {
+        let path = self.path(image, derived, key, content);
         let tensors = BTreeMap::from([("latent".to_owned(), latent.to_dtype(DType::F32)?.contiguous()?)]);
         let mut metadata: BTreeMap<String, String> = key
             .full_fields(content, &self.vae)
@@ -187,6 +198,6 @@ impl LatentCache {
 
 /// SHA-256 of a file, as the key wants it.
 pub(super) fn content_hash(path: &Path) -> Result<String> {
-    let bytes = regular::read(path, image_io::MAX_FILE_BYTES).map_err(|e| EngineError::io(path, e))?;
+    let bytes = std::fs::read(path).map_err(|e| EngineError::io(path, e))?;
     Ok(hex::encode(Sha256::digest(&bytes)))
 }

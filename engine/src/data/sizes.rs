@@ -1,7 +1,6 @@
-//! `.aitk_size.json`: the sizes of a data set's pictures, so that a second start need not open them.
+//! `.aitk_size.json`: the sizes of a data set's pictures, so that a second start need not open them. It lies in the data set, or
+//! in the folder that a worker gives to what is computed from it.
 
-use aitk_common::fsutil::regular;
-use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use serde_json::{Map, Value, json};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -16,6 +15,8 @@ const NAME: &str = ".aitk_size.json";
 #[derive(Clone, Debug)]
 pub struct SizeCache {
     root: PathBuf,
+    /// Where the file lies.
+    folder: PathBuf,
     entries: Map<String, Value>,
     changed: bool,
 }
@@ -28,10 +29,10 @@ fn signature(path: &Path) -> Option<String> {
 }
 
 impl SizeCache {
-    /// Reads the file of this folder. One that is damaged or of another version counts as empty.
+    /// Reads the file in `folder` about the pictures below `root`. One that is damaged or of another version counts as empty.
     #[must_use]
-    pub fn open(root: &Path) -> Self {
-        let entries = regular::read(&root.join(NAME), MAX_TEXT_FILE_BYTES)
+    pub fn open(root: &Path, folder: &Path) -> Self {
+        let entries = std::fs::read(folder.join(NAME))
             .ok()
             .and_then(|bytes| serde_json::from_slice::<Value>(&bytes).ok())
             .and_then(|value| match value {
@@ -41,6 +42,7 @@ impl SizeCache {
             .unwrap_or_default();
         Self {
             root: root.to_path_buf(),
+            folder: folder.to_path_buf(),
             entries,
             changed: false,
         }
@@ -80,7 +82,7 @@ impl SizeCache {
         }
         self.entries.insert("__version__".into(), VERSION.into());
         let text = Value::Object(self.entries).to_string();
-        let path = self.root.join(NAME);
+        let path = self.folder.join(NAME);
         if let Err(error) = aitk_common::fsutil::write_atomic(&path, |out| out.write_all(text.as_bytes())) {
             tracing::debug!(%error, "picture sizes are not kept");
         }

@@ -9,7 +9,6 @@ pub(crate) use encode::{file_error, write};
 pub use resize::{Filter, resize};
 
 use crate::error::{EngineError, Result};
-use aitk_common::fsutil::regular;
 use candle_core::{Device, Tensor};
 use image::metadata::Orientation;
 use image::{DynamicImage, ImageDecoder, ImageFormat, ImageReader, RgbImage};
@@ -42,14 +41,14 @@ pub fn open_alpha(path: &Path) -> Result<RgbImage> {
 }
 
 fn open(path: &Path) -> Result<DynamicImage> {
-    let (_, size) = regular::open(path).map_err(|e| EngineError::io(path, e))?;
+    let size = std::fs::metadata(path).map_err(|e| EngineError::io(path, e))?.len();
     if size > MAX_FILE_BYTES {
         return Err(wrong(
             path,
             format!("the file has {size} bytes, more than the {MAX_FILE_BYTES} that are allowed"),
         ));
     }
-    let bytes = regular::read(path, MAX_FILE_BYTES).map_err(|e| EngineError::io(path, e))?;
+    let bytes = std::fs::read(path).map_err(|e| EngineError::io(path, e))?;
     decode(&bytes).map_err(|reason| wrong(path, reason))
 }
 
@@ -58,7 +57,7 @@ fn open(path: &Path) -> Result<DynamicImage> {
 /// # Errors
 /// As [`open_rgb`], for what the header can tell.
 pub fn dimensions(path: &Path) -> Result<(u32, u32)> {
-    let (file, _) = regular::open(path).map_err(|e| EngineError::io(path, e))?;
+    let file = std::fs::File::open(path).map_err(|e| EngineError::io(path, e))?;
     let reader = ImageReader::new(std::io::BufReader::new(file))
         .with_guessed_format()
         .map_err(|e| EngineError::io(path, e))?;

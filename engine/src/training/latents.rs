@@ -45,12 +45,15 @@ impl Latents {
     /// When the picture cannot be decoded or a cache cannot be written.
     pub fn get(&mut self, item: &Item, vae: &AutoencoderKl, in_memory: bool, on_disk: bool) -> Result<Tensor> {
         let key = item.latent_key(&self.space);
-        let name = self.cache.path(&item.path, &key, &item.content);
+        let name = self
+            .cache
+            .path(&item.path, item.derived.as_deref(), &key, &item.content);
         if let Some(latent) = self.memory.get(&name) {
             return Ok(latent.clone());
         }
         let cached = if on_disk {
-            self.cache.read(&item.path, &key, &item.content)
+            self.cache
+                .read(&item.path, item.derived.as_deref(), &key, &item.content)
         } else {
             None
         };
@@ -75,7 +78,8 @@ impl Latents {
     /// A data set that cannot be written (another user's, a read-only disk) is no reason to stop: its latents stay in
     /// memory. A full disk is one.
     fn write(&mut self, item: &Item, key: &LatentKey, latent: &Tensor) -> Result<()> {
-        match self.cache.write(&item.path, key, &item.content, latent) {
+        let derived = item.derived.as_deref();
+        match self.cache.write(&item.path, derived, key, &item.content, latent) {
             Err(full @ EngineError::DiskFull { .. }) => Err(full),
             Err(error) => {
                 if !self.unwritable {

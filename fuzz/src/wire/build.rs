@@ -142,7 +142,9 @@ messages! {
     Artifact { name kind sha256 bytes step index local_path }
     Outcome { outcome }
     HeldAttempt { attempt_id epoch }
-    Register { protocol worker_id name version host devices labels running }
+    Register { protocol worker_id name version host devices labels running confinement }
+    Confinement { files network syscalls limits }
+    Protection { in_force by }
     Beat { running }
     AttemptEvent { attempt_id epoch seq time_ms report }
     ArtifactReady { attempt_id epoch artifact }
@@ -156,7 +158,7 @@ messages! {
     BeatReply { events }
     Assign {
         job_id task_id attempt_id epoch job_json config_text config_format inputs local resume_manifest_sha256 device
-        profile seed drawn traceparent
+        profile seed drawn traceparent owner
     }
     StopAttempt { attempt_id epoch save }
     Fence { attempt_id epoch reason }
@@ -180,8 +182,8 @@ messages! {
         failures retries config_text config_format owner paused yields array loss
     }
     Array { id index size at_most split waiting running completed failed stopped paused }
-    ListJobsRequest { all limit members array_id }
-    ListJobsReply { jobs }
+    ListJobsRequest { all limit members array_id page_size page_token owner name name_part states since_ms }
+    ListJobsReply { jobs next_page_token total }
     StopJobRequest { job_id now }
     ResumeJobRequest { job_id }
     PauseJobRequest { job_id }
@@ -196,15 +198,15 @@ messages! {
     AttemptChanged { state worker_name device message }
     CheckpointCommitted { step manifest_sha256 }
     JobEvent { cursor time_ms attempt_id body }
-    ArtifactsRequest { job_id }
-    ArtifactsReply { job_id artifacts }
-    ListWorkersRequest {}
+    ArtifactsRequest { job_id page_token }
+    ArtifactsReply { job_id artifacts next_page_token }
+    ListWorkersRequest { page_token }
     WorkerDevice { device job_ids reserved faults quarantined quarantine_reason }
-    Worker { id name version host connected leaving last_seen_ms devices labels drained }
+    Worker { id name version host connected leaving last_seen_ms devices labels drained confinement }
     DrainWorkerRequest { worker drain now }
     RemoveJobRequest { job_id }
     ForgetWorkerRequest { worker }
-    ListWorkersReply { workers }
+    ListWorkersReply { workers next_page_token }
     CreateTokenRequest { name role expires_in_ms }
     TokenInfo { id name role created_ms created_by expires_ms revoked_ms }
     CreateTokenReply { secret token ca_sha256 }

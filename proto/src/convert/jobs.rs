@@ -2,7 +2,7 @@
 
 use super::vocabulary::known;
 use super::worker_id;
-use super::workers::{inputs, labels, wire_inputs};
+use super::workers::{confinement, inputs, labels, wire_confinement, wire_inputs};
 use super::{ConvertError, Result, Within, artifact_name, attempt_id, hash, job_id, required, short_text, user_name};
 use crate::v1;
 use aitk_common::capability::{Device, DeviceRef};
@@ -405,6 +405,7 @@ impl From<WorkerView> for v1::Worker {
             last_seen_ms: worker.last_seen.0,
             devices: devices.collect(),
             labels: worker.labels.into_iter().collect(),
+            confinement: worker.confinement.map(wire_confinement),
         }
     }
 }
@@ -442,6 +443,7 @@ impl TryFrom<v1::Worker> for WorkerView {
                 .collect::<Result<Vec<_>>>()
                 .within("devices")?,
             labels: labels(wire.labels, "labels")?,
+            confinement: confinement(wire.confinement)?,
         })
     }
 }

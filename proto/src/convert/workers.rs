@@ -2,10 +2,11 @@
 
 use super::vocabulary::known;
 use super::{ConvertError, Result, Within, artifact_name, attempt_id, hash, job_id, optional_hash, required};
-use super::{short_text, task_id, worker_id};
+use super::{short_text, task_id, user_name, worker_id};
 use crate::v1;
 use aitk_common::attempt::Outcome;
 use aitk_common::capability::{Device, DeviceRef};
+use aitk_common::confinement::{Confinement, Protection};
 use aitk_common::control::{Artifact, Assignment, HeldAttempt, Registration, Report, ToCoordinator, ToWorker};
 use aitk_common::control::{UnixMillis, Verdict};
 use aitk_common::hash::ContentHash;
@@ -118,7 +119,40 @@ impl TryFrom<v1::Register> for Registration {
             devices,
             labels: labels(wire.labels, "labels")?,
             running: held_list(wire.running, "running")?,
+            confinement: confinement(wire.confinement)?,
         })
+    }
+}
+
+pub(super) fn confinement(wire: Option<v1::Confinement>) -> Result<Option<Confinement>> {
+    let part = |wire: Option<v1::Protection>, field: &str| -> Result<Protection> {
+        let wire = wire.unwrap_or_default();
+        Ok(Protection {
+            in_force: wire.in_force,
+            by: short_text(wire.by, field)?,
+        })
+    };
+    let Some(wire) = wire else { return Ok(None) };
+    Ok(Some(Confinement {
+        files: part(wire.files, "confinement.files")?,
+        network: part(wire.network, "confinement.network")?,
+        syscalls: part(wire.syscalls, "confinement.syscalls")?,
+        limits: part(wire.limits, "confinement.limits")?,
+    }))
+}
+
+pub(super) fn wire_confinement(confinement: Confinement) -> v1::Confinement {
+    let part = |part: Protection| {
+        Some(v1::Protection {
+            in_force: part.in_force,
+            by: part.by,
+        })
+    };
+    v1::Confinement {
+        files: part(confinement.files),
+        network: part(confinement.network),
+        syscalls: part(confinement.syscalls),
+        limits: part(confinement.limits),
     }
 }
 
@@ -133,6 +167,7 @@ impl From<Registration> for v1::Register {
             devices: registration.devices.into_iter().map(Into::into).collect(),
             labels: registration.labels.into_iter().collect(),
             running: wire_held(registration.running),
+            confinement: registration.confinement.map(wire_confinement),
         }
     }
 }
@@ -303,6 +338,10 @@ impl TryFrom<v1::Assign> for Assignment {
             drawn: wire.drawn,
             // As the recommendation has it: a trace is no reason to refuse work.
             trace: wire.traceparent.parse().ok(),
+            owner: match wire.owner.as_str() {
+                "" => None,
+                name => Some(user_name(name, "owner")?),
+            },
         })
     }
 }
@@ -325,6 +364,7 @@ impl From<Assignment> for v1::Assign {
             seed: work.seed,
             drawn: work.drawn,
             traceparent: work.trace.map(|trace| trace.to_string()).unwrap_or_default(),
+            owner: work.owner.map(|owner| owner.to_string()).unwrap_or_default(),
         }
     }
 }

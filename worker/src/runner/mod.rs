@@ -5,6 +5,7 @@
 
 mod ending;
 mod environment;
+mod groups;
 mod lines;
 mod memory;
 mod spawner;
@@ -13,6 +14,7 @@ mod watchdog;
 use crate::usage;
 use aitk_common::attempt::{ChildEvent, FailureCause, Outcome};
 use ending::{Asked, Ending, Tail};
+pub use groups::Groups;
 use lines::{BoundedLines, Line};
 use memory::MemoryWatch;
 use nix::sys::signal::{Signal, kill, killpg};
@@ -44,6 +46,12 @@ const LOOK: Duration = Duration::from_secs(2);
 /// How long a child may take to exit after it said how it ended.
 const EXIT_LINGER: Duration = Duration::from_secs(20);
 
+/// What confines a process on a Mac.
+pub(crate) const SANDBOX_EXEC: &str = "/usr/bin/sandbox-exec";
+
+/// What tells CUDA where to keep the kernels that it compiles.
+pub(crate) const CUDA_CACHE: &str = "CUDA_CACHE_PATH";
+
 /// What to start.
 #[derive(Clone, Debug)]
 pub struct Launch {
@@ -61,6 +69,12 @@ pub struct Launch {
     pub progress_timeout: Option<Duration>,
     /// Its memory has a limit: its allocator takes address space only as it is needed, because the limit counts that.
     pub memory_limited: bool,
+    /// The rules of `sandbox-exec` that it starts under, on a Mac.
+    pub sandbox_profile: Option<String>,
+    /// Where CUDA keeps the kernels that it compiles. Unset: where it does by itself.
+    pub cuda_cache: Option<PathBuf>,
+    /// Makes a control group for it. Unset: it has its daemon's.
+    pub groups: Option<Groups>,
 }
 
 /// What is wanted of a running child. It only goes from one to the next.
@@ -92,6 +106,11 @@ pub async fn run(
         return machine("the attempt's process ended before it could be watched".to_owned());
     };
     let group = Group(pid);
+    // At once: it has hardly begun, and what it takes from now on counts for it.
+    let control_group = launch.groups.as_ref().map(|groups| groups.start(pid.as_raw()));
+    if let Some(Err(error)) = &control_group {
+        tracing::warn!(%error, "an attempt has no control group of its own");
+    }
     let stdin = child.stdin.take();
     let began = Instant::now();
     let period = launch.progress_timeout.map_or(LOOK, |timeout| LOOK.min(timeout / 8));
@@ -302,7 +321,14 @@ async fn start(spawner: &Spawner, launch: &Launch) -> Result<Child, Outcome> {
             message: "the worker was started without a program for its attempts".to_owned(),
         });
     };
-    let mut command = Command::new(program);
+    let mut command = match &launch.sandbox_profile {
+        Some(profile) => {
+            let mut command = Command::new(SANDBOX_EXEC);
+            command.arg("-p").arg(profile).arg(program);
+            command
+        }
+        None => Command::new(program),
+    };
     command
         .args(arguments)
         .args(["attempt", "--spec"])
@@ -322,6 +348,9 @@ async fn start(spawner: &Spawner, launch: &Launch) -> Result<Child, Outcome> {
         .kill_on_drop(true);
     if launch.memory_limited {
         command.env("MIMALLOC_ARENA_EAGER_COMMIT", "0");
+    }
+    if let Some(folder) = &launch.cuda_cache {
+        command.env(CUDA_CACHE, folder);
     }
     if let Some(folder) = &launch.work_dir {
         command.current_dir(folder);

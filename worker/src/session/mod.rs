@@ -12,6 +12,7 @@ use crate::context::Context;
 use crate::outbox::{Outbox, Request};
 use crate::runner::Wanted;
 use aitk_common::capability::Device;
+use aitk_common::confinement::Confinement;
 use aitk_common::control::{Assignment, HeldAttempt, PROTOCOL_VERSION, Registration, ToCoordinator, ToWorker, Verdict};
 use aitk_common::id::{AttemptId, Epoch, WorkerId};
 use aitk_proto::client::Clients;
@@ -68,6 +69,7 @@ pub(crate) struct Identity {
     pub(crate) host: String,
     pub(crate) devices: Vec<Device>,
     pub(crate) labels: BTreeMap<String, String>,
+    pub(crate) confinement: Option<Confinement>,
 }
 
 struct Attempt {
@@ -216,6 +218,7 @@ impl Session {
                     devices: self.identity.devices.clone(),
                     labels: self.identity.labels.clone(),
                     running: self.held(),
+                    confinement: self.identity.confinement.clone(),
                 });
             }
             LinkEvent::Open {

@@ -1,9 +1,10 @@
 //! Inputs by content, kept for the next attempt that wants them, within a quota.
 
 use crate::storage::StorageAccess;
-use aitk_common::fsutil;
+use aitk_common::fsutil::{self, FsError};
 use aitk_common::hash::ContentHash;
-use aitk_common::storage::{BlobStore, StorageError, snapshot};
+use aitk_common::storage::snapshot::{self, Snapshot, TreeRecord};
+use aitk_common::storage::{BlobStore, StorageError};
 use futures::future::BoxFuture;
 use std::collections::HashMap;
 use std::fs;
@@ -21,6 +22,10 @@ pub(crate) struct Cache {
     blobs: PathBuf,
     trees: PathBuf,
     quota: u64,
+    /// How old the hash of a tree may be when it is used.
+    verify_after: Duration,
+    /// One at a time: what two find wrong at once is fetched again once.
+    verifying: tokio::sync::Mutex<()>,
     in_use: InUse,
     /// Held to read while something is added, to write while something is removed.
     changing: RwLock<()>,
@@ -47,22 +52,27 @@ impl Drop for Lease {
 
 impl Cache {
     /// A cache in these two folders, which must be on one disk, of at most `quota` bytes, as far as what is in use allows.
-    pub(crate) fn new(blobs: PathBuf, trees: PathBuf, quota: u64) -> Self {
+    /// The contents of a tree are hashed again when that was longer ago than `verify_after`.
+    pub(crate) fn new(blobs: PathBuf, trees: PathBuf, quota: u64, verify_after: Duration) -> Self {
         Self {
             blobs,
             trees,
             quota,
+            verify_after,
+            verifying: tokio::sync::Mutex::default(),
             in_use: InUse::default(),
             changing: RwLock::new(()),
         }
     }
 
-    /// Where the snapshot lies on this machine; it is fetched if it is not here.
+    /// Where the snapshot lies on this machine; it is fetched if it is not here, or not what was sent any more. `warn` is told of
+    /// the latter.
     pub(crate) async fn materialise(
         &self,
         storage: &StorageAccess,
         patience: Duration,
         id: ContentHash,
+        warn: &(dyn Fn(String) + Sync),
     ) -> Result<(PathBuf, Lease), StorageError> {
         let lease = self.lease(id);
         let tree = self.trees.join(id.to_hex());
@@ -72,12 +82,45 @@ impl Cache {
                 let tree = &tree;
                 Box::pin(async move { snapshot::materialise(store.as_ref(), id, &self.blobs, tree, &mut |_| {}).await })
             };
-            storage.retry(patience, fetch).await?.local_path(&tree)?
+            let _one = self.verifying.lock().await;
+            let mut list = storage.retry(patience, fetch).await?;
+            if let Err(error) = self.verify(&list, &tree).await {
+                warn(format!(
+                    "an input in the cache is not what was sent, and is fetched again: {error}"
+                ));
+                discard(&tree)?;
+                list = storage.retry(patience, fetch).await?;
+                let again = self.verify(&list, &tree).await;
+                again.map_err(|error| FsError::new("keep", &tree, std::io::Error::other(error)))?;
+            }
+            list.local_path(&tree)?
         };
         // When it was used last; a marker that cannot be written only makes it go earlier.
         let _ = fs::write(marker(&tree), b"");
         self.trim().await;
         Ok((path, lease))
+    }
+
+    /// Looks at sizes and times of a tree, and hashes its contents where that was never done or too long ago.
+    async fn verify(&self, list: &Snapshot, tree: &Path) -> Result<(), String> {
+        let (list, tree, age) = (list.clone(), tree.to_owned(), self.verify_after);
+        let verified = tokio::task::spawn_blocking(move || {
+            let known = fs::read(record(&tree)).ok();
+            let known = known.and_then(|text| serde_json::from_slice::<TreeRecord>(&text).ok());
+            let fresh = known.filter(|known| !known.is_older(age, SystemTime::now()));
+            let now = snapshot::verify(&list, &tree, fresh.as_ref()).map_err(|error| error.to_string())?;
+            if fresh.is_none() {
+                // Trees of earlier versions can be written.
+                snapshot::make_read_only(&tree).map_err(|error| error.to_string())?;
+                let text = serde_json::to_vec(&now).map_err(|error| error.to_string())?;
+                // Without a record it is hashed each time.
+                if let Err(error) = fsutil::write_private(&record(&tree), &text) {
+                    tracing::warn!(%error, "not kept");
+                }
+            }
+            Ok(())
+        });
+        verified.await.unwrap_or_else(|error| Err(error.to_string()))
     }
 
     fn lease(&self, id: ContentHash) -> Lease {
@@ -115,6 +158,16 @@ fn marker(tree: &Path) -> PathBuf {
     tree.with_extension("used")
 }
 
+/// Where it is written down what a tree looked like when it was hashed.
+fn record(tree: &Path) -> PathBuf {
+    tree.with_extension("verified")
+}
+
+fn discard(tree: &Path) -> Result<(), FsError> {
+    fsutil::remove(&record(tree))?;
+    fsutil::remove(tree)
+}
+
 fn trim(blobs: &Path, trees: &Path, quota: u64, in_use: &[ContentHash]) {
     if size(blobs) <= quota {
         return;
@@ -131,7 +184,7 @@ fn trim(blobs: &Path, trees: &Path, quota: u64, in_use: &[ContentHash]) {
     candidates.sort();
     for (_, tree) in candidates {
         tracing::info!(tree = %tree.display(), "removing an input from the cache to keep its quota");
-        for path in [&tree, &marker(&tree)] {
+        for path in [&tree, &marker(&tree), &record(&tree)] {
             if let Err(error) = fsutil::remove(path) {
                 tracing::warn!(%error, "not removed");
             }
@@ -161,7 +214,7 @@ fn remove_unlinked(folder: &Path) {
     });
 }
 
-fn size(folder: &Path) -> u64 {
+pub(super) fn size(folder: &Path) -> u64 {
     let mut total = 0_u64;
     walk(folder, &mut |_, data| total = total.saturating_add(data.len()));
     total
@@ -228,7 +281,7 @@ mod tests {
 
     #[test]
     fn a_lease_ends_when_it_is_dropped() {
-        let cache = Cache::new(PathBuf::new(), PathBuf::new(), 0);
+        let cache = Cache::new(PathBuf::new(), PathBuf::new(), 0, Duration::ZERO);
         let id = ContentHash::of(b"x");
         let (first, second) = (cache.lease(id), cache.lease(id));
         drop(first);

@@ -1,19 +1,24 @@
 //! Inputs of an attempt: brought to this machine, cache first.
 
 pub(crate) mod cache;
+pub(crate) mod derived;
 pub(crate) mod hub;
 
+use crate::attempt::local_failure;
 use crate::context::Context;
 use crate::session::Reporter;
 use crate::storage::failure;
 use aitk_common::attempt::{FailureCause, Outcome};
+use aitk_common::capability::DeviceKind;
 use aitk_common::control::Assignment;
-use aitk_common::job::{Finding, JobSpec, summary};
+use aitk_common::job::{InputKind, JobSpec};
 use aitk_common::storage::checkpoints;
 use cache::Lease;
-use hub::{HubError, Wanted};
+use derived::DerivedLease;
+use hub::HubError;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 /// What an attempt starts from.
 #[derive(Debug, Default)]
@@ -22,56 +27,49 @@ pub(crate) struct Staged {
     pub(crate) inputs: BTreeMap<String, PathBuf>,
     /// The checkpoint to go on from.
     pub(crate) resume: Option<PathBuf>,
+    /// Inputs as the config names them -> where what is computed from them is kept.
+    pub(crate) derived: BTreeMap<String, DerivedLease>,
+    /// Where CUDA keeps the kernels that it compiles.
+    pub(crate) cuda: Option<DerivedLease>,
     /// Keep the inputs in the cache for as long as this lives.
     pub(crate) _leases: Vec<Lease>,
 }
 
-/// The job of an assignment, checked as the coordinator checked it: by the keys that this program knows, and before
-/// anything is fetched or started. Unless it runs in place, every path of it is an input or a repository.
-///
-/// # Errors
-/// How the attempt ends, with file, line and key of what is wrong.
-pub(crate) fn job_of(assignment: &Assignment) -> Result<JobSpec, Outcome> {
-    let refused = |findings: &[Finding]| Outcome::Failed {
-        cause: FailureCause::BadInput,
-        message: format!("this worker does not run the job: {}", summary(findings)),
-    };
-    let job = JobSpec::from_json(&assignment.job_json).map_err(|error| refused(error.findings()))?;
-    let support = job.unsupported();
-    if !support.errors.is_empty() {
-        return Err(refused(&support.errors));
-    }
-    if !assignment.local {
-        let foreign = job.foreign_paths(|path| assignment.inputs.contains_key(path));
-        if !foreign.is_empty() {
-            return Err(refused(&foreign));
-        }
-    }
-    Ok(job)
-}
-
-/// Brings everything that the job of the assignment names. `folder` is the attempt's own.
+/// Brings everything that the assignment names. `folder` is the attempt's own.
 pub(crate) async fn inputs(
     context: &Context,
     assignment: &Assignment,
-    job: &JobSpec,
     reporter: &Reporter,
     folder: &Path,
 ) -> Result<Staged, Outcome> {
     let mut staged = Staged::default();
-    models(context, assignment, job, reporter, &mut staged).await?;
+    models(context, assignment, reporter, &mut staged).await?;
     if assignment.local {
         return Ok(staged);
     }
     for (config_path, id) in &assignment.inputs {
+        let warnings = Mutex::new(Vec::new());
+        let warn = |message| warnings.lock().unwrap_or_else(PoisonError::into_inner).push(message);
         let fetched = context
             .cache
-            .materialise(&context.storage, context.storage_patience, *id)
+            .materialise(&context.storage, context.storage_patience, *id, &warn)
             .await;
+        for message in warnings.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            reporter.log("warn", message).await;
+        }
         let (path, lease) =
             fetched.map_err(|error| failure(&format!("could not fetch the input {config_path:?}"), &error))?;
         staged.inputs.insert(config_path.clone(), path);
         staged._leases.push(lease);
+        let derived = context
+            .derived
+            .of_input(assignment.owner.as_ref(), &assignment.job, *id);
+        let derived = derived.map_err(|error| local_failure(&error))?;
+        staged.derived.insert(config_path.clone(), derived);
+    }
+    if assignment.device.kind == DeviceKind::Cuda {
+        let cuda = context.derived.of_cuda(assignment.owner.as_ref(), &assignment.job);
+        staged.cuda = Some(cuda.map_err(|error| local_failure(&error))?);
     }
     if let Some(manifest) = assignment.resume {
         let target = folder.join("resume");
@@ -92,24 +90,24 @@ pub(crate) async fn inputs(
 async fn models(
     context: &Context,
     assignment: &Assignment,
-    job: &JobSpec,
     reporter: &Reporter,
     staged: &mut Staged,
 ) -> Result<(), Outcome> {
-    for input in job.repositories(|path| assignment.inputs.contains_key(path)) {
+    // A job that cannot be read is the child's to explain.
+    let Ok(job) = serde_json::from_str::<JobSpec>(&assignment.job_json) else {
+        return Ok(());
+    };
+    for input in job.inputs() {
+        let model = matches!(input.kind, InputKind::Model | InputKind::Vae);
         let path = input.config_path;
-        // In place, a folder of that name is what is meant.
-        if assignment.local && Path::new(&path).exists() {
+        if !model || assignment.inputs.contains_key(&path) || !hub::is_repository(&path) {
             continue;
         }
         reporter.phase("downloading model").await;
-        let wanted = Wanted {
-            repo: &path,
-            revision: job.revisions.get(&path).map(String::as_str),
-            in_place: assignment.local,
-        };
-        let say = |message| reporter.log_now("info", message);
-        let fetched = context.hub.fetch(&wanted, &say).await;
+        let fetched = context
+            .hub
+            .fetch(&path, &|message| reporter.log_now("info", message))
+            .await;
         let folder = fetched.map_err(|error| {
             let cause = match &error {
                 HubError::NotFound { .. } | HubError::Denied { .. } | HubError::Layout { .. } => FailureCause::BadInput,

@@ -106,7 +106,7 @@ async fn a_machine_joins_once_and_then_needs_no_options() {
         .unwrap();
     let seen = async {
         loop {
-            let request = v1::ListWorkersRequest {};
+            let request = v1::ListWorkersRequest::default();
             let workers = lab
                 .admin
                 .jobs

@@ -4,13 +4,15 @@
 
 #[cfg(target_os = "linux")]
 mod confined;
-mod hostile_jobs;
 mod joining;
 #[cfg(target_os = "linux")]
 mod orphan;
 mod program;
 mod runner;
+#[cfg(target_os = "linux")]
+mod sandboxed;
 mod session;
 mod support;
 mod tokens;
 mod traces;
+mod units;

@@ -29,6 +29,9 @@ fn plays_the_daemon() {
             grace: Duration::from_secs(60),
             progress_timeout: None,
             memory_limited: false,
+            sandbox_profile: None,
+            cuda_cache: None,
+            groups: None,
         };
         let (_wanted, wishes) = tokio::sync::watch::channel(Wanted::Run);
         let (events, mut heard) = tokio::sync::mpsc::channel(16);

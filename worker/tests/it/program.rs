@@ -113,7 +113,7 @@ async fn sigterm_is_leaving_in_order() {
         .unwrap();
     let seen = async {
         loop {
-            let request = aitk_proto::v1::ListWorkersRequest {};
+            let request = aitk_proto::v1::ListWorkersRequest::default();
             let workers = lab
                 .clients()
                 .await
@@ -204,6 +204,9 @@ async fn a_failed_attempt_names_files_as_its_config_does() {
         grace: Duration::from_secs(60),
         progress_timeout: None,
         memory_limited: false,
+        sandbox_profile: None,
+        cuda_cache: None,
+        groups: None,
     };
     let (_wanted, wishes) = tokio::sync::watch::channel(Wanted::Run);
     let (events, mut heard) = tokio::sync::mpsc::channel(16);

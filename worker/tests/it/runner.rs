@@ -41,6 +41,9 @@ fn launch(script: &str, folder: &Path) -> Launch {
         grace: Duration::from_millis(300),
         progress_timeout: None,
         memory_limited: false,
+        sandbox_profile: None,
+        cuda_cache: None,
+        groups: None,
     }
 }
 

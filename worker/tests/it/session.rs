@@ -1,6 +1,6 @@
 //! A worker and a real coordinator: assignment to artifact, breaks in between, refusals.
 
-use crate::support::{self, Lab, connected, eventually, finished, say, script, wait_for};
+use crate::support::{self, Lab, connected, eventually, finished, saved, say, script, wait_for};
 use aitk_common::control::{AttemptState, JobState};
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::{BlobStore, checkpoints, snapshot};
@@ -32,13 +32,13 @@ async fn a_job_runs_from_its_inputs_to_its_artifact() {
 
     let checkpoint = lab.checkpoint(5);
     let text = script(&[
-        r#"where=$(sed -n 's/.*"my.data": "\(.*\)".*/\1/p' "$2"); cat "$where/a.txt"; echo; echo "seed $(grep -c '^  "seed"' "$2")"; printf x > "$TMPDIR/scratch"; case "$TMPDIR" in "$PWD"/*) echo "its own folder";; esac"#,
+        r#"where=$(sed -n 's/.*"my.data": "\(.*\)".*/\1/p' "$2"); cat "$where/a.txt"; echo; echo "seed $(grep -c '"seed"' "$2")"; printf x > "$TMPDIR/scratch"; case "$TMPDIR" in "$PWD"/*) echo "its own folder";; esac"#,
         "\n",
         &say(json!({"event": "phase", "name": "training"})),
         &say(json!({"event": "progress", "done": 5, "total": 10, "seconds_per_step": 0.5})),
         "printf lora > output/my.safetensors\n",
         &artifact("lora", "my.safetensors"),
-        &say(json!({"event": "checkpoint", "path": checkpoint, "step": 5})),
+        &saved(&checkpoint, 5),
         &say(json!({"event": "progress", "done": 10, "total": 10, "seconds_per_step": 0.5})),
         &finished("completed"),
     ]);
@@ -58,7 +58,10 @@ async fn a_job_runs_from_its_inputs_to_its_artifact() {
         "{log:?}"
     );
 
-    let request = v1::ArtifactsRequest { job_id: job };
+    let request = v1::ArtifactsRequest {
+        job_id: job,
+        ..Default::default()
+    };
     let artifacts = lab
         .clients()
         .await
@@ -87,7 +90,7 @@ async fn an_attempt_goes_on_while_the_coordinator_is_away() {
         &say(json!({"event": "progress", "done": 1, "total": 10, "seconds_per_step": null})),
         &wait_for(&away),
         &say(json!({"event": "log", "level": "info", "message": "said into the dark"})),
-        &say(json!({"event": "checkpoint", "path": checkpoint, "step": 7})),
+        &saved(&checkpoint, 7),
         "printf lora > output/my.safetensors\n",
         &artifact("lora", "my.safetensors"),
         &say(json!({"event": "progress", "done": 10, "total": 10, "seconds_per_step": null})),
@@ -123,7 +126,7 @@ async fn a_worker_that_leaves_saves_and_another_goes_on_from_there() {
         "trap 'stop=1' TERM\n",
         &say(json!({"event": "progress", "done": 1, "total": 10, "seconds_per_step": null})),
         "while [ -z \"$stop\" ]; do sleep 0.02; done\n",
-        &say(json!({"event": "checkpoint", "path": checkpoint, "step": 3})),
+        &saved(&checkpoint, 3),
         &finished("stopped"),
     ]);
     let leaving = lab.worker("leaves", &first).await;
@@ -193,7 +196,10 @@ async fn a_local_job_uploads_nothing_and_says_where_things_lie() {
     let job = lab.submit(HashMap::new(), true).await;
     let view = lab.until_state(&job, JobState::Completed).await;
     assert_eq!(view.checkpoint_step, None);
-    let request = v1::ArtifactsRequest { job_id: job.clone() };
+    let request = v1::ArtifactsRequest {
+        job_id: job.clone(),
+        ..Default::default()
+    };
     let artifacts = lab
         .clients()
         .await
@@ -403,10 +409,7 @@ async fn the_worker_keeps_its_identity() {
 async fn a_checkpoint_in_storage_is_the_one_that_was_made() {
     let lab = Lab::start().await;
     let checkpoint = lab.checkpoint(9);
-    let text = script(&[
-        &say(json!({"event": "checkpoint", "path": checkpoint, "step": 9})),
-        &finished("completed"),
-    ]);
+    let text = script(&[&saved(&checkpoint, 9), &finished("completed")]);
     let worker = lab.worker("w", &text).await;
     let job = lab.submit(HashMap::new(), false).await;
     lab.until_state(&job, JobState::Completed).await;

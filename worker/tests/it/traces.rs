@@ -1,7 +1,7 @@
 //! Spans of attempts: a real coordinator, real workers and a collector, one of the workers dies.
 
 use crate::program::{program, text};
-use crate::support::{Lab, finished, say, script};
+use crate::support::{Lab, finished, saved, say, script};
 use aitk_common::control::JobState;
 use aitk_common::telemetry::context::TraceContext;
 use aitk_common::telemetry::test_collector::{Seen, TestCollector};
@@ -40,7 +40,7 @@ async fn both_attempts_of_a_job_whose_first_worker_died_are_in_the_clients_trace
     let hangs = script(&[
         &phase("loading model"),
         &phase("training"),
-        &say(json!({"event": "checkpoint", "path": checkpoint, "step": 5})),
+        &saved(&checkpoint, 5),
         "sleep 1000\n",
     ]);
     let ends = script(&[&phase("training"), &phase("saving"), &finished("completed")]);

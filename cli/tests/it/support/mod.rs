@@ -163,6 +163,7 @@ impl jobs_server::Jobs for Fake {
     async fn list(&self, _: Request<v1::ListJobsRequest>) -> Result<Response<v1::ListJobsReply>, Status> {
         self.told(|told| v1::ListJobsReply {
             jobs: told.jobs.clone(),
+            ..Default::default()
         })
     }
 
@@ -219,12 +220,14 @@ impl jobs_server::Jobs for Fake {
         self.told(|told| v1::ArtifactsReply {
             job_id: "j1".to_owned(),
             artifacts: told.artifacts.clone(),
+            ..Default::default()
         })
     }
 
     async fn list_workers(&self, _: Request<v1::ListWorkersRequest>) -> Result<Response<v1::ListWorkersReply>, Status> {
         self.told(|told| v1::ListWorkersReply {
             workers: told.workers.clone(),
+            ..Default::default()
         })
     }
 }

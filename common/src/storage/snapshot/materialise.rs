@@ -17,8 +17,7 @@ const FILES_AT_ONCE: usize = 8;
 /// complete, because it appears by one rename; it is left as it is.
 ///
 /// Contents go through `cache`, a folder of blobs on this machine that many snapshots share, and are hard links
-/// from there where the file system can. So what is in `target` must be treated as read-only: whoever wants to
-/// change a file replaces it. Each cached blob is verified before it is used again.
+/// from there where the file system can. So `target` and all that is in it are read-only. Each cached blob is verified before it is used again.
 ///
 /// Safe against others that do the same at the same time, in this process or another.
 ///
@@ -88,6 +87,7 @@ fn lay_out(snapshot: &Snapshot, cache: &Path, target: &Path) -> Result<(), Stora
     let parent = fsutil::folder_of(target);
     let staging = TemporaryFolder::new(parent, "snapshot")?;
     fill(snapshot, cache, staging.path())?;
+    super::make_read_only(staging.path())?;
     match fs::rename(staging.path(), target) {
         Ok(()) => Ok(fsutil::sync_dir(parent)?),
         // Somebody else was faster, with the same files.

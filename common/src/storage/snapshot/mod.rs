@@ -7,15 +7,18 @@
 //! - [`upload`] sends the contents that the store does not have, each once, and the list last: so an id that is
 //!   in the store has all its files there.
 //! - [`materialise`] puts the files into a folder again, through a cache of blobs on this machine.
+//! - [`verify`] says whether such a folder still is what was sent.
 
 mod materialise;
 mod scan;
 mod upload;
+mod verify;
 
 pub use materialise::materialise;
 pub use scan::{Scanned, scan};
 pub(crate) use upload::missing;
 pub use upload::{Uploaded, upload};
+pub use verify::{TreeError, TreeRecord, make_read_only, verify};
 
 use super::StorageError;
 use crate::fsutil::names;

@@ -142,7 +142,7 @@ impl World {
                 self.now < patience,
                 "without any trouble, some job never ends: {:#?}",
                 self.state
-                    .job_views(self.now, false, 0, |_| true)
+                    .all_listed(self.now, false, true)
                     .iter()
                     .filter(|job| !job.state.is_ended())
                     .map(|job| format!("{} {}: {}", job.id, job.state, job.reason))

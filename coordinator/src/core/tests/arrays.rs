@@ -42,7 +42,7 @@ impl World {
     }
 
     fn states(&self, id: &str) -> String {
-        let states = self.state.member_views(self.now, &JobId::new(id), |_| true);
+        let states = self.state.members_listed(self.now, &JobId::new(id));
         let letter = |view: &JobView| view.state.name().chars().next().unwrap();
         states.iter().map(letter).collect()
     }
@@ -174,9 +174,9 @@ fn a_list_has_an_array_once() {
     world.submit("jz", retries(0));
     let session = world.cpu("w1");
     let ids = |views: Vec<JobView>| views.iter().map(|view| view.id.to_string()).collect::<Vec<_>>();
-    let overview = |world: &World| ids(world.state.overview(world.now, false, 0, |_| true));
+    let overview = |world: &World| ids(world.state.all_listed(world.now, false, false));
     assert_eq!(overview(&world), ["ja", "jz"]);
-    let members = ids(world.state.job_views(world.now, false, 0, |_| true));
+    let members = ids(world.state.all_listed(world.now, false, true));
     assert_eq!(members, ["ja-0", "ja-1", "ja-2", "jz"]);
     world.finish(session, &held("ja-0", 1), failed(FailureCause::BadInput));
     assert_eq!(overview(&world), ["ja", "jz"]);
@@ -189,7 +189,7 @@ fn a_list_has_an_array_once() {
     world.finish(session, &held("ja-1", 1), Outcome::stopped());
     assert_eq!(overview(&world), ["jz", "ja"], "it has ended");
     assert_eq!(world.view("ja").state, JobState::Failed);
-    assert_eq!(ids(world.state.overview(world.now, true, 0, |_| true)).len(), 2);
+    assert_eq!(ids(world.state.all_listed(world.now, true, false)).len(), 2);
     let forecast = world.state.explain_job(world.now, &JobId::new("ja")).unwrap();
     assert!(
         forecast.summary.contains("2 stopped") && forecast.devices.len() == 1,

@@ -35,6 +35,7 @@ pub(super) fn settings() -> Settings {
         network_patience: Duration::from_secs(3600),
         quarantine: Duration::from_secs(60),
         quotas: Quotas::default(),
+        caps: super::Caps::default(),
     }
 }
 
@@ -66,6 +67,7 @@ pub(super) fn registration(worker: &str, devices: Vec<Device>, running: Vec<Held
         devices,
         labels: BTreeMap::new(),
         running,
+        confinement: None,
     }
 }
 
@@ -82,6 +84,8 @@ pub(super) fn new_job(id: &str, wants: Wants) -> NewJob {
         after: Vec::new(),
         not_before: None,
         trace: None,
+        capped: false,
+        config_bytes: 0,
         payload: Arc::new(Payload::default()),
     }
 }

@@ -295,7 +295,7 @@ fn another_priority_reorders_the_queue() {
     world.priority("j1", -1).unwrap();
     let order: Vec<String> = world
         .state
-        .job_views(world.now, false, 0, |_| true)
+        .all_listed(world.now, false, true)
         .iter()
         .map(|job| job.id.to_string())
         .collect();

@@ -1,7 +1,7 @@
 //! Jobs, their logs and their files belong to somebody.
 
 use super::{CALM, audit, get, line, list, somebody, stop, submit};
-use crate::support::{self, FakeWorker, Pool, eventually, held, job_json, submission, within};
+use crate::support::{self, FakeWorker, Pool, eventually, held, submission, within};
 use aitk_common::control::{Artifact, Submission, ToCoordinator, Verdict};
 use aitk_common::id::UserName;
 use aitk_common::storage::BlobStore;
@@ -70,9 +70,12 @@ async fn attempts(clients: &Clients, job: &str) -> Vec<Result<(), Status>> {
             .map(drop),
         within(jobs.events(events(false))).await.map(drop),
         within(jobs.events(events(true))).await.map(drop),
-        within(jobs.artifacts(v1::ArtifactsRequest { job_id: job_id() }))
-            .await
-            .map(drop),
+        within(jobs.artifacts(v1::ArtifactsRequest {
+            job_id: job_id(),
+            ..Default::default()
+        }))
+        .await
+        .map(drop),
         within(jobs.set_priority(priority)).await.map(drop),
         within(jobs.pause(v1::PauseJobRequest { job_id: job_id() }))
             .await
@@ -212,7 +215,11 @@ async fn of_other_peoples_jobs_only_their_owners_are_told() {
     let lab = Lab::start().await;
     let workers = |clients: &Clients| {
         let mut jobs = clients.jobs.clone();
-        async move { within(jobs.list_workers(v1::ListWorkersRequest {})).await.unwrap() }
+        async move {
+            within(jobs.list_workers(v1::ListWorkersRequest::default()))
+                .await
+                .unwrap()
+        }
     };
     let fit = within(lab.ben.jobs.clone().fit(v1::SubmitRequest::from(submission("fit"))))
         .await
@@ -238,7 +245,8 @@ async fn nobody_waits_for_another_users_job() {
     let [whole, beginning] = lab.names();
     for text in [whole, beginning, "hers".to_owned()] {
         let mut after = v1::SubmitRequest::from(submission("after"));
-        after.job_json = job_json("after", &format!(r#""after":["{text}"]"#));
+        after.job_json =
+            format!(r#"{{"job":"extension","name":"after","process":[],"cluster":{{"after":["{text}"]}}}}"#);
         let error = within(lab.ben.jobs.clone().submit(after)).await.unwrap_err();
         assert!(error.message().contains("there is no job"), "{error}");
     }

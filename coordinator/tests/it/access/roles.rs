@@ -30,7 +30,7 @@ async fn a_role_may_what_it_may_and_no_more() {
         stop(&viewer, &job).await.map(drop),
         within(viewer.blobs.clone().has(has)).await.map(drop),
         get(&worker, &job).await.map(drop),
-        within(worker.jobs.clone().list_workers(v1::ListWorkersRequest {}))
+        within(worker.jobs.clone().list_workers(v1::ListWorkersRequest::default()))
             .await
             .map(drop),
         submit(&worker, "b").await.map(drop),

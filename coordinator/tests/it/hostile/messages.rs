@@ -1,7 +1,7 @@
 //! A worker with a good token that says what no worker says: every kind of message, in any order, with absurd content.
 
 use super::{Besieged, Dice};
-use crate::support::{FakeWorker, input, job_json, submission, within};
+use crate::support::{FakeWorker, input, submission, within};
 use aitk_common::control::{EventBody, JobEvent, UnixMillis};
 use aitk_common::hash::ContentHash;
 use aitk_proto::client::Clients;
@@ -208,8 +208,9 @@ impl Liar {
 }
 
 async fn submit(clients: &Clients, name: &str) -> String {
+    let job_json = format!(r#"{{"job":"extension","name":"{name}","process":[],"cluster":{{"retries":1000}}}}"#);
     let request = v1::SubmitRequest {
-        job_json: job_json(name, r#""retries":1000"#),
+        job_json,
         ..v1::SubmitRequest::from(submission(name))
     };
     let made = within(clients.jobs.clone().submit(request)).await.unwrap();
@@ -334,7 +335,7 @@ async fn a_worker_that_says_anything_harms_only_what_it_was_given() {
         ..Default::default()
     };
     within(clients.jobs.clone().list(list)).await.unwrap();
-    within(clients.jobs.clone().list_workers(v1::ListWorkersRequest {}))
+    within(clients.jobs.clone().list_workers(v1::ListWorkersRequest::default()))
         .await
         .unwrap();
 }

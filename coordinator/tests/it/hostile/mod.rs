@@ -1,17 +1,18 @@
 //! Whoever speaks to a coordinator says anything: a real process, its memory and its files watched from outside.
 
+mod arrays;
 mod bytes;
-mod jobs;
 mod messages;
 mod queue;
 mod silence;
+mod sizes;
 
 use crate::support::daemon::Daemon;
-use crate::support::{FakeWorker, held, input, job_json, submission, within};
+use crate::support::{FakeWorker, held, input, submission, within};
 use aitk_common::attempt::Outcome;
 use aitk_common::control::{JobState, JobView, Verdict};
 use aitk_common::storage::BlobStore;
-use aitk_proto::client::Clients;
+use aitk_proto::client::{Clients, connect};
 use aitk_proto::remote_blobs::RemoteBlobs;
 use aitk_proto::v1;
 use std::net::{SocketAddr, TcpListener};
@@ -50,9 +51,16 @@ struct Besieged {
 
 impl Besieged {
     async fn start() -> Self {
+        Self::start_with(&[]).await
+    }
+
+    async fn start_with(arguments: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let metrics = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-        let daemon = Daemon::start(folder.path(), &["--metrics-bind", &metrics.to_string()], &[]).await;
+        let metrics_address = metrics.to_string();
+        let mut all = vec!["--metrics-bind", metrics_address.as_str()];
+        all.extend(arguments);
+        let daemon = Daemon::start(folder.path(), &all, &[]).await;
         let clients = daemon.clients().await;
         let blobs = RemoteBlobs::new(&clients);
         within(blobs.put_bytes(input().id(), input().to_bytes().into()))
@@ -67,8 +75,17 @@ impl Besieged {
 
     /// Bytes of memory in use; none where the kernel does not say.
     fn memory(&self) -> Option<u64> {
+        self.status("VmRSS:")
+    }
+
+    /// The most memory that was ever in use.
+    fn peak_memory(&self) -> Option<u64> {
+        self.status("VmHWM:")
+    }
+
+    fn status(&self, name: &str) -> Option<u64> {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.daemon.id())).ok()?;
-        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
+        let line = status.lines().find_map(|line| line.strip_prefix(name))?;
         let kib: u64 = line.trim().trim_end_matches(" kB").parse().ok()?;
         Some(kib << 10)
     }
@@ -88,12 +105,22 @@ impl Besieged {
         }
     }
 
+    /// A user who may submit, and has sent what every job of these tests reads.
+    async fn submitter(&self, name: &str) -> Clients {
+        let (secret, _) = crate::access::token(&self.daemon.clients().await, name, "submitter", None).await;
+        let clients = connect(&self.daemon.url(), &secret, None).await.unwrap();
+        crate::access::put_input(&clients).await;
+        clients
+    }
+
     /// A job goes the whole way, and nothing has panicked.
     async fn works(&self) {
         let clients = self.daemon.clients().await;
         // Alone in front of the queue.
+        let job_json =
+            r#"{"job":"extension","name":"proof","process":[],"cluster":{"priority":1000,"labels":{"proof":"yes"}}}"#;
         let request = v1::SubmitRequest {
-            job_json: job_json("proof", r#""priority":1000,"labels":{"proof":"yes"}"#),
+            job_json: job_json.into(),
             ..v1::SubmitRequest::from(submission("proof"))
         };
         let job = within(clients.jobs.clone().submit(request))

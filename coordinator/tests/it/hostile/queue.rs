@@ -2,17 +2,18 @@
 #![allow(clippy::print_stdout, reason = "figures for whoever asks for them")]
 
 use super::{Besieged, view};
-use crate::support::{FakeWorker, job_json, submission, within};
+use crate::support::{FakeWorker, submission, within};
 use aitk_common::control::{JobState, ToCoordinator};
 use aitk_common::hash::ContentHash;
+use aitk_proto::client::Clients;
 use aitk_proto::v1;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 use tonic::Code;
 
 fn named(name: &str, cluster: &str) -> v1::SubmitRequest {
     v1::SubmitRequest {
-        job_json: job_json(name, cluster),
+        job_json: format!(r#"{{"job":"extension","name":"{name}","process":[],"cluster":{{{cluster}}}}}"#),
         ..v1::SubmitRequest::from(submission(name))
     }
 }
@@ -176,7 +177,7 @@ async fn machines_of_absurd_sizes_do_not_register() {
         }),
         ..named(
             "sized",
-            r#""memory_budget":9223372036854775807,"labels":{"no":"where"}"#,
+            r#""memory_budget":18446744073709551615,"labels":{"no":"where"}"#,
         )
     };
     let job = within(clients.jobs.clone().submit(sized))
@@ -211,7 +212,7 @@ async fn one_identity_is_one_session() {
         worker.send(ToCoordinator::GoingAway { reason: "echo".into() }).await;
         worker = next;
     }
-    let workers = within(clients.jobs.clone().list_workers(v1::ListWorkersRequest {}))
+    let workers = within(clients.jobs.clone().list_workers(v1::ListWorkersRequest::default()))
         .await
         .unwrap();
     let workers = workers.into_inner().workers;
@@ -253,11 +254,7 @@ async fn ten_thousand_jobs_that_fit_nowhere_cost_nothing_to_have() {
         all: true,
         ..Default::default()
     };
-    let listed = within(clients.jobs.clone().list(request))
-        .await
-        .unwrap()
-        .into_inner()
-        .jobs;
+    let listed = pages(&clients, request).await;
     println!("listed in {:?}", begin.elapsed());
     assert_eq!(listed.len() as u64, JOBS);
     assert!(
@@ -282,6 +279,209 @@ async fn ten_thousand_jobs_that_fit_nowhere_cost_nothing_to_have() {
     let begin = Instant::now();
     besieged.works().await;
     println!("a job between them took {:?}", begin.elapsed());
+}
+
+/// Every job of a list, page by page, each once.
+async fn pages(clients: &Clients, mut request: v1::ListJobsRequest) -> Vec<v1::Job> {
+    let (mut all, mut known) = (Vec::new(), HashSet::new());
+    loop {
+        let reply = within(clients.jobs.clone().list(request.clone())).await.unwrap();
+        assert!(aitk_proto::encoded_len(reply.get_ref()) < 8 << 20);
+        let reply = reply.into_inner();
+        assert!((1..=1000).contains(&reply.jobs.len()), "{}", reply.jobs.len());
+        all.extend(reply.jobs.into_iter().filter(|job| known.insert(job.id.clone())));
+        if reply.next_page_token.is_empty() {
+            assert_eq!(reply.total, all.len() as u64);
+            return all;
+        }
+        request.page_token = reply.next_page_token;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn many_waiting_jobs_with_long_names_leave_lists_and_names_as_they_were() {
+    let besieged = Besieged::start().await;
+    let (ada, eve) = (besieged.submitter("ada").await, besieged.submitter("eve").await);
+    let admin = besieged.daemon.clients().await;
+    for array in 0..3 {
+        let name = |member: usize| format!("{array}-{member:04}-{}", "n".repeat(240));
+        let members = (0..1000).map(|member| v1::ArrayMember {
+            job_json: named(&name(member), r#""labels":{"no":"where"}"#).job_json,
+            twin: 0,
+        });
+        let request = v1::SubmitArrayRequest {
+            shared: Some(v1::SubmitRequest::from(submission("shared"))),
+            name: name(0),
+            members: members.collect(),
+            at_most: 0,
+        };
+        within(eve.jobs.clone().submit_array(request)).await.unwrap();
+    }
+    let submitted = within(ada.jobs.clone().submit(named("needle", r#""priority":-5"#)))
+        .await
+        .unwrap();
+    let needle = submitted.into_inner().job_id;
+
+    let members = v1::ListJobsRequest {
+        members: true,
+        ..Default::default()
+    };
+    let all = pages(&admin, members.clone()).await;
+    assert_eq!(all.len(), 3_001);
+    assert_eq!(
+        all.last().map(|job| job.id.as_str()),
+        Some(needle.as_str()),
+        "it has the lowest priority"
+    );
+    // A client that knows of no pages gets the first one.
+    let first = within(admin.jobs.clone().list(members.clone()))
+        .await
+        .unwrap()
+        .into_inner();
+    assert_eq!((first.jobs.len(), first.total), (1_000, 3_001));
+    let only = |request: v1::ListJobsRequest| {
+        let admin = admin.clone();
+        async move {
+            let jobs = within(admin.jobs.clone().list(request))
+                .await
+                .unwrap()
+                .into_inner()
+                .jobs;
+            jobs.into_iter().map(|job| job.id).collect::<Vec<_>>()
+        }
+    };
+    let (ours, none) = (vec![needle.clone()], Vec::<String>::new());
+    let filters = [
+        (
+            v1::ListJobsRequest {
+                owner: "ada".into(),
+                ..members.clone()
+            },
+            &ours,
+        ),
+        (
+            v1::ListJobsRequest {
+                name: "needle".into(),
+                ..members.clone()
+            },
+            &ours,
+        ),
+        (
+            v1::ListJobsRequest {
+                name_part: "eedl".into(),
+                ..members.clone()
+            },
+            &ours,
+        ),
+        (
+            v1::ListJobsRequest {
+                states: vec![v1::JobState::Running.into()],
+                ..members.clone()
+            },
+            &none,
+        ),
+        (
+            v1::ListJobsRequest {
+                since_ms: u64::MAX,
+                ..members.clone()
+            },
+            &none,
+        ),
+    ];
+    for (request, expected) in filters {
+        assert_eq!(&only(request.clone()).await, expected, "{request:?}");
+    }
+    // A name is found, whoever has filled the list, and a change asks for the id where a name means several.
+    assert_eq!(view(&admin, "needle").await.id.as_str(), needle);
+    assert_eq!(view(&ada, "needle").await.id.as_str(), needle);
+    within(ada.jobs.clone().submit(named("needle", ""))).await.unwrap();
+    let stop = |job: &str| v1::StopJobRequest {
+        job_id: job.into(),
+        now: false,
+    };
+    let error = within(ada.jobs.clone().stop(stop("needle"))).await.unwrap_err();
+    assert!(
+        error.code() == Code::InvalidArgument && error.message().contains(&needle),
+        "{error}"
+    );
+    within(ada.jobs.clone().stop(stop(&needle))).await.unwrap();
+    within(ada.jobs.clone().stop(stop("needle"))).await.unwrap();
+    for bad in ["x", "r.", "w.1.2"] {
+        let request = v1::ListJobsRequest {
+            page_token: bad.into(),
+            ..Default::default()
+        };
+        let error = within(admin.jobs.clone().list(request)).await.unwrap_err();
+        assert!(error.message().starts_with("page_token"), "{error}");
+    }
+    besieged.works().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_user_who_has_enough_is_told_which_limit_and_what_to_do() {
+    let besieged = Besieged::start_with(&["--user-waiting-jobs", "5", "--user-config-mib", "1"]).await;
+    let (ada, eve) = (besieged.submitter("ada").await, besieged.submitter("eve").await);
+    let admin = besieged.daemon.clients().await;
+    let submit = |clients: &Clients, request: v1::SubmitRequest| {
+        let clients = clients.clone();
+        async move { within(clients.jobs.clone().submit(request)).await }
+    };
+    let mut first = String::new();
+    for number in 0..5 {
+        let request = v1::SubmitRequest {
+            idempotency_key: format!("key {number}"),
+            ..named(&format!("n{number}"), "")
+        };
+        first = submit(&eve, request).await.unwrap().into_inner().job_id;
+    }
+    let refused = submit(&eve, named("n5", "")).await.unwrap_err();
+    assert_eq!(refused.code(), Code::ResourceExhausted, "{refused}");
+    for words in [
+        "user eve has 5 waiting jobs",
+        "at most 5",
+        "--user-waiting-jobs",
+        "aitk stop",
+    ] {
+        assert!(refused.message().contains(words), "{refused}");
+    }
+    let member = |name: &str| v1::ArrayMember {
+        job_json: named(name, "").job_json,
+        twin: 0,
+    };
+    let array = v1::SubmitArrayRequest {
+        shared: Some(v1::SubmitRequest::from(submission("shared"))),
+        name: "several".into(),
+        members: vec![member("a"), member("b")],
+        at_most: 0,
+    };
+    let refused = within(eve.jobs.clone().submit_array(array)).await.unwrap_err();
+    assert!(refused.message().contains("wants 2 more"), "{refused}");
+    let line = crate::access::line(&admin, "the refusal", |line| !line.done && line.action == "job.submit").await;
+    assert!(line.who == "eve" && line.detail.contains("waiting jobs"), "{line:?}");
+    // What was taken before is answered again; others are not held to what eve has; room is room.
+    let again = v1::SubmitRequest {
+        idempotency_key: "key 4".into(),
+        ..named("n4", "")
+    };
+    let again = submit(&eve, again).await.unwrap().into_inner();
+    assert!(again.existed && again.job_id == first);
+    submit(&ada, named("hers", "")).await.unwrap();
+    let stop = v1::StopJobRequest {
+        job_id: first,
+        now: false,
+    };
+    within(eve.jobs.clone().stop(stop)).await.unwrap();
+    submit(&eve, named("n6", "")).await.unwrap();
+    // The configs of ended jobs count as well, because they are kept.
+    let long = v1::SubmitRequest {
+        config_text: "x".repeat(1 << 20),
+        ..named("long", "")
+    };
+    let refused = submit(&ada, long.clone()).await.unwrap_err();
+    assert!(refused.message().contains("at most 1048576 are kept"), "{refused}");
+    // An operator or administrator is not held to it.
+    submit(&admin, long).await.unwrap();
+    besieged.works().await;
 }
 
 /// Processor time of a process, in hundredths of a second; none where the kernel does not say.

@@ -146,7 +146,7 @@ async fn a_certificate_decides_which_worker_it_is() {
     // Whatever it calls itself.
     let worker = FakeWorker::register(&clients, FakeWorker::registration("zwei", None, Vec::new())).await;
     assert_eq!(worker.id.as_str(), one.worker_id);
-    let request = super::v1::ListWorkersRequest {};
+    let request = super::v1::ListWorkersRequest::default();
     let seen = within(lab.admin.jobs.clone().list_workers(request))
         .await
         .unwrap()

@@ -39,7 +39,8 @@ fn payload() -> Payload {
         config_text: "name: a\n# \u{1F600} ü\n".into(),
         config_format: "yaml".into(),
         job_json: r#"{"name":"a"}"#.into(),
-        inputs: BTreeMap::from([("./data".to_owned(), hash("snapshot"))]),
+        inputs: Arc::new(BTreeMap::from([("./data".to_owned(), hash("snapshot"))])),
+        shared: None,
     }
 }
 
@@ -69,6 +70,8 @@ pub(super) fn submit(state: &mut State, id: &str) -> Vec<Record> {
         not_before: None,
         trace: None,
         idempotency_key: Some(format!("key of {id}")),
+        capped: false,
+        config_bytes: 0,
         payload: Arc::new(payload()),
     };
     let (ticket, job) = (Ticket(1), Box::new(job));

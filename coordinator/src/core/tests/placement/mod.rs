@@ -207,6 +207,7 @@ fn play(case: &Case) -> Result<(), String> {
             host: String::new(),
             devices: Vec::new(),
             labels: BTreeMap::new(),
+            confinement: None,
             registered: world.now,
             drained: case.given.drained.contains(name),
             health: Vec::new(),

@@ -1,0 +1,193 @@
+//! How a placed attempt becomes a message for its worker. In the session's own task: the configs of many large jobs are read
+//! side by side, and the core waits for none of them.
+
+use crate::core::Placed;
+use crate::payloads::Payloads;
+use crate::runner::full;
+use crate::store::{Store, StoreError};
+use aitk_common::control::{Assignment, ToWorker};
+use aitk_common::id::UserName;
+use aitk_common::telemetry::context::TraceContext;
+use aitk_proto::{MAX_MESSAGE_BYTES, encoded_len, v1};
+use std::sync::Arc;
+
+/// What the core says to a worker.
+#[derive(Debug)]
+pub(crate) enum Outgoing {
+    /// This.
+    Message(ToWorker),
+    /// Work, without the config, which only the store has.
+    Work(Box<Work>),
+}
+
+impl From<ToWorker> for Outgoing {
+    fn from(message: ToWorker) -> Self {
+        Self::Message(message)
+    }
+}
+
+/// Work for a worker.
+#[derive(Debug)]
+pub(crate) struct Work {
+    pub(crate) placed: Placed,
+    /// The span of the attempt.
+    pub(crate) trace: Option<TraceContext>,
+    /// Whose job it is.
+    pub(crate) owner: Option<UserName>,
+    /// Earlier attempts may have made images that are kept.
+    pub(crate) may_have_drawn: bool,
+}
+
+/// Why an assignment does not go out.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Unsendable {
+    /// In words.
+    pub(crate) reason: String,
+    /// Another try may succeed.
+    pub(crate) transient: bool,
+}
+
+impl From<StoreError> for Unsendable {
+    fn from(error: StoreError) -> Self {
+        Self {
+            reason: format!(
+                "its config could not be read from the coordinator's database: {}",
+                full(&error)
+            ),
+            transient: error.is_transient(),
+        }
+    }
+}
+
+/// Reads configs and makes assignments of them. Cheap to clone.
+#[derive(Clone, Debug)]
+pub(crate) struct Assigner {
+    store: Arc<dyn Store>,
+    payloads: Payloads,
+}
+
+impl Assigner {
+    pub(crate) fn new(store: Arc<dyn Store>, payloads: Payloads) -> Self {
+        Self { store, payloads }
+    }
+
+    /// The message, small enough for the worker to take.
+    ///
+    /// # Errors
+    /// [`Unsendable`]
+    pub(crate) async fn message(&self, work: Work) -> Result<v1::CoordinatorMessage, Unsendable> {
+        let Work {
+            placed,
+            trace,
+            owner,
+            may_have_drawn,
+        } = work;
+        let payload = match self.payloads.get(&placed.job) {
+            Some(payload) => payload,
+            None => Arc::new(self.store.payload(&placed.job).await?.ok_or_else(|| Unsendable {
+                reason: "its config is not in the coordinator's database any more; submit the job again".into(),
+                transient: false,
+            })?),
+        };
+        let drawn = if may_have_drawn {
+            self.drawn(&placed).await?
+        } else {
+            Vec::new()
+        };
+        let job = placed.job.clone();
+        let assignment = Assignment {
+            job: placed.job,
+            task: placed.task,
+            attempt: placed.held.attempt,
+            epoch: placed.held.epoch,
+            job_json: payload.job_json.to_string(),
+            config_text: payload.config_text.to_string(),
+            config_format: payload.config_format.to_string(),
+            inputs: payload.inputs.as_ref().clone(),
+            local: placed.local,
+            resume: placed.resume,
+            device: placed.device,
+            profile: placed.profile,
+            seed: placed.seed,
+            drawn: Vec::new(),
+            trace,
+            owner,
+        };
+        let mut message = v1::CoordinatorMessage::from(ToWorker::Assign(Box::new(assignment)));
+        let bytes = encoded_len(&message);
+        if bytes > MAX_MESSAGE_BYTES {
+            return Err(Unsendable {
+                reason: format!(
+                    "its config and the list of its inputs make a message of {bytes} bytes, and a worker takes at most \
+                     {MAX_MESSAGE_BYTES}; submit it again with fewer inputs or a shorter config"
+                ),
+                transient: false,
+            });
+        }
+        let known = drawn.len();
+        let drawn = fitting(drawn, MAX_MESSAGE_BYTES - bytes);
+        if drawn.len() < known {
+            tracing::warn!(%job, known, sent = drawn.len(), "a worker is not told of every image that is kept; some are made again");
+        }
+        if let Some(v1::coordinator_message::Message::Assign(assign)) = &mut message.message {
+            assign.drawn = drawn;
+        }
+        Ok(message)
+    }
+
+    /// Numbers of the images that earlier attempts made and that are kept, in order.
+    async fn drawn(&self, placed: &Placed) -> Result<Vec<u64>, StoreError> {
+        let files = self.store.artifacts(&placed.job).await?;
+        let images = files.iter().filter(|file| file.kind == "image");
+        let mut drawn: Vec<u64> = images.filter_map(|file| file.index).collect();
+        drawn.sort_unstable();
+        Ok(drawn)
+    }
+}
+
+/// The first of these numbers, as many as fit into so many bytes of a message. Those that are left out are made again, with
+/// the same result.
+fn fitting(mut numbers: Vec<u64>, room: usize) -> Vec<u64> {
+    // The lengths of the list and of the message around it grow with it.
+    let mut left = room.saturating_sub(64);
+    let fits = numbers.iter().take_while(|number| {
+        let bytes = (64 - number.leading_zeros()).div_ceil(7).max(1) as usize;
+        match left.checked_sub(bytes) {
+            Some(rest) => {
+                left = rest;
+                true
+            }
+            None => false,
+        }
+    });
+    let count = fits.count();
+    numbers.truncate(count);
+    numbers
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn as_many_numbers_as_fit_are_sent() {
+        let assign = |drawn: Vec<u64>| v1::CoordinatorMessage {
+            message: Some(v1::coordinator_message::Message::Assign(v1::Assign {
+                job_json: "x".repeat(100),
+                drawn,
+                ..Default::default()
+            })),
+        };
+        let all: Vec<u64> = (0..100_000).map(|n| n * n * n).collect();
+        let base = encoded_len(&assign(Vec::new()));
+        for room in [0, 63, 64, 65, 1_000, 100_000, 10_000_000] {
+            let some = fitting(all.clone(), room);
+            assert!(encoded_len(&assign(some.clone())) <= base + room, "{room}");
+            assert!(
+                some.len() == all.len() || encoded_len(&assign(some.clone())) + 80 > base + room,
+                "{room}"
+            );
+        }
+        assert_eq!(fitting(all.clone(), 10_000_000).len(), all.len());
+    }
+}

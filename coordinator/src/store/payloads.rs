@@ -1,0 +1,204 @@
+//! Configs outside the rows of their jobs: what the members of an array share is stored once, and no transaction writes more
+//! than a slice of a large one, so that nobody else waits long for the database.
+
+use super::link::Work;
+use super::{SqlStore, StoreError};
+use crate::core::Payload;
+use aitk_common::hash::ContentHash;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Bytes of one row.
+const PIECE: usize = 256 << 10;
+/// Bytes of one transaction: a few milliseconds of writing.
+const SLICE: usize = 1 << 20;
+
+/// What several jobs have in common, as it is stored.
+#[derive(Debug, Serialize, Deserialize)]
+struct SharedBody<'a> {
+    config_text: std::borrow::Cow<'a, str>,
+    config_format: std::borrow::Cow<'a, str>,
+    inputs: std::borrow::Cow<'a, BTreeMap<String, ContentHash>>,
+}
+
+/// A text that is stored in pieces.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Body {
+    /// A job, or the key of what several share.
+    pub id: String,
+    /// The text.
+    pub text: Arc<str>,
+}
+
+impl Body {
+    /// What `payload` has in common with others, under its key; none when it is stored in the row of its job.
+    #[must_use]
+    pub fn shared(payload: &Payload) -> Option<Self> {
+        let key = payload.shared.as_ref()?;
+        let body = SharedBody {
+            config_text: payload.config_text.as_ref().into(),
+            config_format: payload.config_format.as_ref().into(),
+            inputs: std::borrow::Cow::Borrowed(&payload.inputs),
+        };
+        // Texts and hashes always serialise.
+        let text = serde_json::to_string(&body).ok()?;
+        Some(Self {
+            id: key.to_string(),
+            text: text.into(),
+        })
+    }
+}
+
+/// Pieces of at most [`PIECE`] bytes, cut between characters.
+fn pieces(text: &str) -> Vec<&str> {
+    let (mut pieces, mut rest) = (Vec::new(), text);
+    while rest.len() > PIECE {
+        let end = (1..=PIECE)
+            .rev()
+            .find(|end| rest.is_char_boundary(*end))
+            .unwrap_or(rest.len());
+        let (piece, after) = rest.split_at(end);
+        pieces.push(piece);
+        rest = after;
+    }
+    pieces.push(rest);
+    pieces
+}
+
+impl SqlStore {
+    pub(super) async fn write_bodies(&self, bodies: &[Body]) -> Result<(), StoreError> {
+        let mut rows: Vec<(&str, u64, &str)> = Vec::new();
+        for body in bodies {
+            for (number, piece) in (0..).zip(pieces(&body.text)) {
+                rows.push((&body.id, number, piece));
+            }
+        }
+        let (mut work, mut bytes) = (None, 0);
+        for (id, number, piece) in rows {
+            let mut writing = match work.take() {
+                Some(writing) => writing,
+                None => self.begin().await?,
+            };
+            writing
+                .run(
+                    "INSERT INTO payloads (id, piece, body) VALUES ($1, $2, $3) \
+                     ON CONFLICT (id, piece) DO UPDATE SET body = excluded.body",
+                    &[id.into(), number.into(), piece.into()],
+                )
+                .await
+                .map_err(|e| self.failed(e))?;
+            bytes += piece.len();
+            if bytes < SLICE {
+                work = Some(writing);
+                continue;
+            }
+            bytes = 0;
+            writing.commit().await.map_err(|e| self.failed(e))?;
+        }
+        match work {
+            Some(work) => work.commit().await.map_err(|e| self.failed(e)),
+            None => Ok(()),
+        }
+    }
+
+    pub(super) async fn drop_bodies(&self, ids: &[String]) -> Result<(), StoreError> {
+        let mut work = self.begin().await?;
+        for id in ids {
+            work.run("DELETE FROM payloads WHERE id = $1", &[id.as_str().into()])
+                .await
+                .map_err(|e| self.failed(e))?;
+        }
+        work.commit().await.map_err(|e| self.failed(e))
+    }
+
+    /// Removes what was written for jobs that were never taken in. At the start, when nobody is writing any. Says how many rows
+    /// that were.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn sweep_payloads(&self) -> Result<u64, StoreError> {
+        let mut work = self.begin().await?;
+        let swept = work
+            .run(
+                "DELETE FROM payloads WHERE NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.id = payloads.id) \
+                 AND NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.shared = payloads.id)",
+                &[],
+            )
+            .await
+            .map_err(|e| self.failed(e))?;
+        work.commit().await.map_err(|e| self.failed(e))?;
+        Ok(swept)
+    }
+
+    /// The text under an id; empty when there is none.
+    pub(super) async fn read_body(&self, work: &mut Work, id: &str) -> Result<String, StoreError> {
+        let rows = work
+            .rows("SELECT body FROM payloads WHERE id = $1 ORDER BY piece", &[id.into()])
+            .await
+            .map_err(|e| self.failed(e))?;
+        Ok(rows.iter().map(|row| row.text(0)).collect())
+    }
+
+    /// The inputs of a job whose row has these columns.
+    pub(super) async fn inputs_of(
+        &self,
+        work: &mut Work,
+        job: &str,
+        inputs: &str,
+        shared: Option<&str>,
+    ) -> Result<BTreeMap<String, ContentHash>, StoreError> {
+        match shared {
+            None => self.parse("job's inputs", job, inputs),
+            Some(key) => {
+                let text = self.read_body(work, key).await?;
+                let body: SharedBody<'_> = self.parse("job's config", key, &text)?;
+                Ok(body.inputs.into_owned())
+            }
+        }
+    }
+
+    pub(super) async fn read_payload(&self, job: &str) -> Result<Option<Payload>, StoreError> {
+        let mut work = self.reading().await?;
+        let rows = work
+            .rows(
+                "SELECT config_text, config_format, job_json, inputs, shared FROM jobs WHERE id = $1",
+                &[job.into()],
+            )
+            .await
+            .map_err(|e| self.failed(e))?;
+        let Some(row) = rows.first() else { return Ok(None) };
+        let Some(key) = row.maybe_text(4) else {
+            return Ok(Some(Payload {
+                config_text: row.text(0).into(),
+                config_format: row.text(1).into(),
+                job_json: row.text(2).into(),
+                inputs: Arc::new(self.parse("job's inputs", job, row.text(3))?),
+                shared: None,
+            }));
+        };
+        let text = self.read_body(&mut work, key).await?;
+        let body: SharedBody<'_> = self.parse("job's config", job, &text)?;
+        Ok(Some(Payload {
+            config_text: body.config_text.as_ref().into(),
+            config_format: body.config_format.as_ref().into(),
+            job_json: self.read_body(&mut work, job).await?.into(),
+            inputs: Arc::new(body.inputs.into_owned()),
+            shared: Some(key.into()),
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_text_is_cut_between_characters_and_nothing_is_lost() {
+        for text in ["", "a", &"ü".repeat(PIECE), &format!("x{}", "😀".repeat(PIECE / 2))] {
+            let pieces = pieces(text);
+            assert!(pieces.iter().all(|piece| piece.len() <= PIECE));
+            assert_eq!(pieces.concat(), text);
+        }
+    }
+}

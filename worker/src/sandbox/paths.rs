@@ -1,0 +1,97 @@
+//! What every attempt needs of the system: libraries, a few devices, what the kernel says about memory and CPUs.
+
+use aitk_common::capability::DeviceKind;
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+/// Libraries and the files that name them. Read only: nothing is executed after the start.
+const LIBRARIES: &[&str] = &[
+    "/usr",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/nix/store",
+    "/gnu/store",
+    "/run/opengl-driver",
+    "/etc/ld.so.cache",
+    "/etc/ld.so.conf",
+    "/etc/ld.so.conf.d",
+    "/etc/ld.so.preload",
+    // The time zone of log lines; it links to /usr.
+    "/etc/localtime",
+];
+
+/// What the kernel says about this process and the machine: CPUs (rayon, gemm), memory, limits of control groups, huge pages
+/// (mimalloc).
+const KERNEL: &[&str] = &[
+    "/proc/cpuinfo",
+    "/proc/meminfo",
+    "/proc/stat",
+    "/proc/sys/kernel/osrelease",
+    "/proc/sys/vm",
+    "/proc/version",
+    "/proc/vmstat",
+    "/sys/devices/system",
+    "/sys/fs/cgroup",
+    "/sys/kernel/mm/transparent_hugepage",
+];
+
+/// What NVIDIA's driver reads besides: its own settings, where cards are attached, which modules are loaded.
+const CUDA: &[&str] = &[
+    "/etc/nvidia",
+    "/proc/devices",
+    "/proc/driver/nvidia",
+    "/proc/driver/nvidia-uvm",
+    "/proc/modules",
+    "/sys/bus/pci",
+    "/sys/class",
+    "/sys/devices",
+    "/sys/module",
+];
+
+/// Devices of no hardware.
+#[cfg(target_os = "linux")]
+const PLAIN_DEVICES: &[&str] = &["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"];
+
+/// Beginnings of the names of NVIDIA's devices: cards, Tegra's, and those of Windows' subsystem for Linux.
+#[cfg(target_os = "linux")]
+const CUDA_DEVICES: &[&str] = &["nvidia", "nvhost", "nvmap", "nvgpu", "dxg"];
+
+/// What is read on a device of this kind. Some of it does not exist.
+pub(super) fn readable(device: DeviceKind) -> Vec<PathBuf> {
+    let mut all: Vec<PathBuf> = LIBRARIES.iter().chain(KERNEL).map(PathBuf::from).collect();
+    if device == DeviceKind::Cuda {
+        all.extend(CUDA.iter().map(PathBuf::from));
+        // A toolkit in a place of its own.
+        for name in ["CUDA_HOME", "CUDA_PATH", "CUDA_ROOT"] {
+            all.extend(std::env::var_os(name).map(PathBuf::from));
+        }
+    }
+    // Where whoever set up the worker has libraries besides; the environment is the daemon's, never a job's.
+    for name in ["LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH"] {
+        let paths: OsString = std::env::var_os(name).unwrap_or_default();
+        all.extend(std::env::split_paths(&paths));
+    }
+    all.extend(std::env::current_exe().ok());
+    all.retain(|path| path.is_absolute() && path.parent().is_some());
+    all
+}
+
+/// Devices that are read, written and controlled.
+#[cfg(target_os = "linux")]
+pub(super) fn devices(device: DeviceKind) -> Vec<PathBuf> {
+    let mut all: Vec<PathBuf> = PLAIN_DEVICES.iter().map(PathBuf::from).collect();
+    if device == DeviceKind::Cuda {
+        all.push(PathBuf::from("/dev/dri"));
+        for entry in std::fs::read_dir("/dev").into_iter().flatten().flatten() {
+            let name = entry.file_name();
+            if CUDA_DEVICES
+                .iter()
+                .any(|start| name.as_encoded_bytes().starts_with(start.as_bytes()))
+            {
+                all.push(entry.path());
+            }
+        }
+    }
+    all
+}

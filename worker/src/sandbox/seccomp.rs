@@ -1,0 +1,218 @@
+//! System calls: seccomp.
+//!
+//! A list of what is refused, and not of what is allowed: the libraries of NVIDIA's driver are closed and differ from version
+//! to version. Refused calls fail with "operation not permitted"; nothing is killed.
+
+use aitk_common::capability::DeviceKind;
+use nix::libc;
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
+    apply_filter_all_threads, sock_filter,
+};
+use std::collections::BTreeMap;
+
+/// Never needed by an attempt, with any arguments.
+const REFUSED: &[libc::c_long] = &[
+    // Programs. The driver starts one only to make missing device files, which the daemon's own look at the devices did.
+    libc::SYS_execve,
+    libc::SYS_execveat,
+    // Other processes.
+    libc::SYS_ptrace,
+    libc::SYS_process_vm_readv,
+    libc::SYS_process_vm_writev,
+    libc::SYS_process_madvise,
+    libc::SYS_kcmp,
+    libc::SYS_pidfd_open,
+    libc::SYS_pidfd_getfd,
+    libc::SYS_pidfd_send_signal,
+    libc::SYS_tkill,
+    // The way from a socket to somebody else.
+    libc::SYS_connect,
+    // Calls that reach around these rules, or whose faults attackers like.
+    libc::SYS_io_uring_setup,
+    libc::SYS_io_uring_enter,
+    libc::SYS_io_uring_register,
+    libc::SYS_userfaultfd,
+    libc::SYS_bpf,
+    libc::SYS_perf_event_open,
+    libc::SYS_keyctl,
+    libc::SYS_add_key,
+    libc::SYS_request_key,
+    libc::SYS_open_by_handle_at,
+    libc::SYS_name_to_handle_at,
+    libc::SYS_fanotify_init,
+    libc::SYS_vmsplice,
+    libc::SYS_personality,
+    // Modes, owners and attributes by path, which Landlock leaves alone.
+    libc::SYS_fchmodat,
+    libc::SYS_fchmodat2,
+    libc::SYS_fchownat,
+    libc::SYS_setxattr,
+    libc::SYS_lsetxattr,
+    libc::SYS_removexattr,
+    libc::SYS_lremovexattr,
+    // Before the third version, Landlock does not see it.
+    libc::SYS_truncate,
+    // Namespaces and mounts.
+    libc::SYS_unshare,
+    libc::SYS_setns,
+    libc::SYS_chroot,
+    libc::SYS_pivot_root,
+    libc::SYS_mount,
+    libc::SYS_umount2,
+    libc::SYS_mount_setattr,
+    libc::SYS_move_mount,
+    libc::SYS_open_tree,
+    libc::SYS_fsopen,
+    libc::SYS_fsconfig,
+    libc::SYS_fsmount,
+    libc::SYS_fspick,
+    // The machine.
+    libc::SYS_acct,
+    libc::SYS_adjtimex,
+    libc::SYS_clock_adjtime,
+    libc::SYS_clock_settime,
+    libc::SYS_delete_module,
+    libc::SYS_finit_module,
+    libc::SYS_init_module,
+    libc::SYS_kexec_load,
+    libc::SYS_quotactl,
+    libc::SYS_reboot,
+    libc::SYS_setdomainname,
+    libc::SYS_sethostname,
+    libc::SYS_settimeofday,
+    libc::SYS_swapoff,
+    libc::SYS_swapon,
+    libc::SYS_syslog,
+    libc::SYS_vhangup,
+];
+
+/// Older forms that only this architecture has.
+#[cfg(target_arch = "x86_64")]
+const REFUSED_HERE: &[libc::c_long] = &[
+    libc::SYS_chmod,
+    libc::SYS_chown,
+    libc::SYS_lchown,
+    libc::SYS_utime,
+    libc::SYS_utimes,
+    libc::SYS_futimesat,
+    libc::SYS_ioperm,
+    libc::SYS_iopl,
+    libc::SYS_kexec_file_load,
+    libc::SYS_modify_ldt,
+    libc::SYS_uselib,
+];
+#[cfg(not(target_arch = "x86_64"))]
+const REFUSED_HERE: &[libc::c_long] = &[];
+
+/// Takes system calls from this process and all its threads.
+///
+/// # Errors
+/// Why it did not come about, in words.
+pub(super) fn restrict(device: DeviceKind) -> Result<(), String> {
+    let failed = |error: &dyn std::fmt::Display| format!("seccomp: {error}");
+    let filters = [
+        // A call whose flags cannot be seen here; libraries use `clone` where it does not exist.
+        program(BTreeMap::from([(libc::SYS_clone3, Vec::new())]), libc::ENOSYS),
+        refused(device).and_then(|rules| program(rules, libc::EPERM)),
+    ];
+    for filter in filters {
+        let filter = filter.map_err(|error| failed(&error))?;
+        apply_filter_all_threads(&filter).map_err(|error| failed(&error))?;
+    }
+    Ok(())
+}
+
+type Rules = BTreeMap<i64, Vec<SeccompRule>>;
+
+fn program(rules: Rules, errno: i32) -> Result<BpfProgram, seccompiler::BackendError> {
+    let refuse = SeccompAction::Errno(errno.unsigned_abs());
+    let filter = SeccompFilter::new(
+        rules,
+        SeccompAction::Allow,
+        refuse.clone(),
+        std::env::consts::ARCH.try_into()?,
+    )?;
+    let mut program = BpfProgram::try_from(filter)?;
+    if cfg!(target_arch = "x86_64") {
+        // The same calls by other numbers (the x32 interface), which the list would not see.
+        program.splice(0..0, without_x32());
+    }
+    Ok(program)
+}
+
+/// Refuses calls of the x32 interface: load the number of the call, compare, return.
+fn without_x32() -> [sock_filter; 3] {
+    const X32: u32 = 0x4000_0000;
+    let refuse = u32::from(SeccompAction::Errno(libc::EPERM.unsigned_abs()));
+    let instruction = |code: u32, k: u32, jf: u8| sock_filter {
+        code: code as u16,
+        jt: 0,
+        jf,
+        k,
+    };
+    [
+        instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0),
+        instruction(libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K, X32, 1),
+        instruction(libc::BPF_RET | libc::BPF_K, refuse, 0),
+    ]
+}
+
+fn refused(device: DeviceKind) -> Result<Rules, seccompiler::BackendError> {
+    let mut rules: Rules = REFUSED
+        .iter()
+        .chain(REFUSED_HERE)
+        .map(|call| (*call, Vec::new()))
+        .collect();
+    // Argument `index` is not `value`, compared as 32 bits.
+    let is_not = |index: u8, value: u64| condition(index, SeccompCmpOp::Ne, value);
+    let has = |index: u8, bit: u64| condition(index, SeccompCmpOp::MaskedEq(bit), bit);
+    let rule = SeccompRule::new;
+
+    // Sockets: none. CUDA binds one of its own, to hand memory from one of its processes to another; without `connect` it
+    // reaches nobody.
+    let unix = u64::from(libc::AF_UNIX.unsigned_abs());
+    let mut sockets = Vec::new();
+    if device == DeviceKind::Cuda {
+        let kind = SeccompCmpOp::MaskedEq(0xf);
+        sockets.push(rule(vec![is_not(0, unix)?])?);
+        for other in (0..16).filter(|kind| *kind != u64::from(libc::SOCK_SEQPACKET.unsigned_abs())) {
+            sockets.push(rule(vec![condition(1, kind.clone(), other)?])?);
+        }
+    }
+    rules.insert(libc::SYS_socket, sockets);
+    rules.insert(libc::SYS_socketpair, vec![rule(vec![is_not(0, unix)?])?]);
+
+    // Signals: to itself.
+    let own = u64::from(std::process::id());
+    for call in [
+        libc::SYS_kill,
+        libc::SYS_tgkill,
+        libc::SYS_rt_sigqueueinfo,
+        libc::SYS_rt_tgsigqueueinfo,
+    ] {
+        rules.insert(call, vec![rule(vec![is_not(0, own)?])?]);
+    }
+
+    // Threads yes, namespaces no.
+    let namespaces = [
+        libc::CLONE_NEWCGROUP,
+        libc::CLONE_NEWIPC,
+        libc::CLONE_NEWNET,
+        libc::CLONE_NEWNS,
+        libc::CLONE_NEWPID,
+        libc::CLONE_NEWUSER,
+        libc::CLONE_NEWUTS,
+    ];
+    let namespaces = namespaces.map(|flag| rule(vec![has(0, u64::from(flag.unsigned_abs()))?]));
+    rules.insert(libc::SYS_clone, namespaces.into_iter().collect::<Result<Vec<_>, _>>()?);
+
+    // Times of files that it has open, not by path.
+    let by_path = SeccompCondition::new(1, SeccompCmpArgLen::Qword, SeccompCmpOp::Ne, 0)?;
+    rules.insert(libc::SYS_utimensat, vec![rule(vec![by_path])?]);
+    Ok(rules)
+}
+
+fn condition(index: u8, operator: SeccompCmpOp, value: u64) -> Result<SeccompCondition, seccompiler::BackendError> {
+    SeccompCondition::new(index, SeccompCmpArgLen::Dword, operator, value)
+}
