@@ -9,6 +9,7 @@ use crate::output::ui::Wait;
 use crate::output::{Format, Ui};
 use crate::views::{device, event_json, job_exit, moment};
 use aitk_common::control::{AttemptState, EventBody, JobEvent, JobState, JobView};
+use aitk_common::step_metrics::step_line;
 use futures::{Stream, StreamExt};
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -198,7 +199,16 @@ impl<'a> Renderer<'a> {
                     .steps(progress.done, progress.total, progress.seconds_per_step);
                 self.show(progress.total > 0 && progress.done == progress.total);
             }
-            EventBody::Metrics { values, .. } => self.progress.metrics(values),
+            EventBody::Metrics { step, values } => {
+                self.progress.metrics(values);
+                let total = Some(self.progress.total).filter(|total| *total > 0);
+                if let Some(line) = step_line(*step, total, values) {
+                    match &mut self.wait {
+                        Some(wait) => wait.step_line(&line),
+                        None => self.ui.copy(&line),
+                    }
+                }
+            }
             EventBody::State { state, paused, .. } => {
                 if *paused || matches!(state, JobState::Queued | JobState::Stopping) {
                     self.progress.phase(state.status(*paused));

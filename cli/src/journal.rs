@@ -4,16 +4,15 @@
 //! RFC 3339 in UTC and one line per thing.
 
 use crate::follow::{log_line, next_notice};
-use crate::output::format::{fold, number, printable};
+use crate::output::format::{fold, printable};
 use crate::views::moment;
 use aitk_common::control::{EventBody, JobEvent, JobState};
+use aitk_common::step_metrics::step_line;
+use jiff::Timestamp;
 use jiff::civil::Date;
 use jiff::tz::TimeZone;
-use jiff::{SignedDuration, Timestamp};
 use std::collections::BTreeSet;
 
-/// Losses are shown not more often than this: a fast job tells many.
-const LOSSES: SignedDuration = SignedDuration::from_secs(10);
 /// Columns of `12:34:56  `.
 const INDENT: usize = 10;
 /// Text is not folded into columns narrower than this.
@@ -35,8 +34,8 @@ pub struct Journal {
     zone: TimeZone,
     /// The day of the last line.
     day: Date,
-    /// When losses were shown last.
-    losses: Option<Timestamp>,
+    /// How many steps the job has, where that is known.
+    total: Option<u64>,
     /// What the last attempt that failed said.
     said: String,
     /// Phases that were shown since the job changed its state: a training is interrupted by every save.
@@ -53,15 +52,21 @@ impl Journal {
             color,
             zone,
             day,
-            losses: None,
+            total: None,
             said: String::new(),
             phases: BTreeSet::new(),
         }
     }
 
-    /// Whether the event has a line. Ask once per event: of many losses only some have.
+    /// How many steps the job has.
+    pub fn set_total(&mut self, total: Option<u64>) {
+        self.total = total.filter(|total| *total > 0);
+    }
+
+    /// Whether the event has a line. Ask once per event: a phase has one only where it is new. Of losses all have that the
+    /// job told: how often it does is its `logging.log_every`.
     pub fn wants(&mut self, event: &JobEvent) -> bool {
-        if text(&event.body, &mut String::new()).is_none() {
+        if text(&event.body, self.total, &mut String::new()).is_none() {
             return false;
         }
         match &event.body {
@@ -71,21 +76,13 @@ impl Journal {
                 self.phases.clear();
                 true
             }
-            EventBody::Metrics { .. } => {
-                let now = moment(event.time);
-                let due = self.losses.is_none_or(|last| now.duration_since(last) >= LOSSES);
-                if due {
-                    self.losses = Some(now);
-                }
-                due
-            }
             _ => true,
         }
     }
 
     /// The lines of an event; several where its text is long or has line breaks.
     pub fn lines(&mut self, event: &JobEvent) -> Vec<String> {
-        let Some((tone, text)) = text(&event.body, &mut self.said) else {
+        let Some((tone, text)) = text(&event.body, self.total, &mut self.said) else {
             return Vec::new();
         };
         let time = moment(event.time);
@@ -125,7 +122,7 @@ impl Journal {
 }
 
 /// What is said about an event, if anything.
-fn text(body: &EventBody, said: &mut String) -> Option<(Tone, String)> {
+fn text(body: &EventBody, total: Option<u64>, said: &mut String) -> Option<(Tone, String)> {
     Some(match body {
         EventBody::Log { level, .. } => {
             let tone = match level.as_str() {
@@ -136,19 +133,7 @@ fn text(body: &EventBody, said: &mut String) -> Option<(Tone, String)> {
             (tone, log_line(body)?)
         }
         EventBody::Phase { name } => (Tone::Plain, printable(name)),
-        EventBody::Metrics { step, values } => {
-            let named = [("loss", "loss/loss"), ("lr", "learning_rate")];
-            if !named.iter().any(|(_, name)| values.contains_key(*name)) {
-                return None;
-            }
-            let mut text = format!("step {step}");
-            for (shown, name) in named {
-                if let Some(value) = values.get(name) {
-                    text.push_str(&format!("  {shown} {}", number(*value)));
-                }
-            }
-            (Tone::Plain, text)
-        }
+        EventBody::Metrics { step, values } => (Tone::Plain, step_line(*step, total, values)?),
         body => {
             let (warn, line) = next_notice(said, body)?;
             let tone = match body {
@@ -230,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn losses_and_phases_are_shown_now_and_then() {
+    fn every_loss_that_was_told_is_shown_and_phases_once() {
         let mut journal = journal(Some(80));
         let mut phase = |name: &str| journal.wants(&event(0, EventBody::Phase { name: name.to_owned() }));
         assert_eq!(
@@ -241,12 +226,12 @@ mod tests {
             let values = BTreeMap::from([("loss/loss".to_owned(), 0.25), ("learning_rate".to_owned(), 1e-4)]);
             event(seconds, EventBody::Metrics { step, values })
         };
-        assert!(journal.wants(&step(0, 1)));
-        assert!(!journal.wants(&step(9, 2)));
-        assert!(journal.wants(&step(10, 3)));
+        assert!((1..=3).all(|at| journal.wants(&step(0, at))));
+        assert_eq!(journal.lines(&step(10, 3)), ["00:00:10  step 3  loss 0.2500  lr 1e-4"]);
+        journal.set_total(Some(500));
         assert_eq!(
-            journal.lines(&step(10, 3)),
-            ["00:00:10  step 3  loss 0.2500  lr 1.0e-4"]
+            journal.lines(&step(10, 4)),
+            ["00:00:10  step 4/500  loss 0.2500  lr 1e-4"]
         );
         let failed = EventBody::State {
             state: JobState::Failed,

@@ -4,6 +4,7 @@ pub mod api;
 pub mod args;
 #[cfg(feature = "embedded")]
 pub mod bench;
+pub mod chart;
 pub mod commands;
 pub mod config;
 #[cfg(feature = "embedded")]
@@ -20,6 +21,8 @@ pub mod members;
 pub mod notify;
 pub mod output;
 pub mod paths;
+pub mod preflight;
+pub mod run_folder;
 pub mod settings;
 pub mod sweep;
 pub mod top;

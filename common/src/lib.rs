@@ -1,7 +1,7 @@
 //! The vocabulary of aitk: what coordinator, worker, engine and command line say to each other.
 //!
 //! Everything here is plain data, pure functions and local files, except `storage` (feature `storage`),
-//! which puts our nouns on top of `object_store`.
+//! which puts our nouns on top of `object_store`, and `hub` (feature `hub`), which reads the small files of models on Hugging Face.
 
 pub mod attempt;
 pub mod capability;
@@ -11,10 +11,16 @@ pub mod control;
 pub mod fsutil;
 pub mod gguf;
 pub mod hash;
+#[cfg(feature = "hub")]
+pub mod hub;
 pub mod id;
 pub mod job;
+pub mod model_files;
 pub mod plan;
+#[cfg(feature = "plot")]
+pub mod plot;
 pub mod security;
+pub mod step_metrics;
 #[cfg(feature = "storage")]
 pub mod storage;
 pub mod telemetry;

@@ -45,6 +45,9 @@ pub struct SubmitArgs {
     /// Whose job it is, for shares and quotas [env: AITK_USER]
     #[arg(long, value_name = "NAME")]
     pub user: Option<String>,
+    /// Only show what `aitk validate` shows: nothing is sent
+    #[arg(long, conflicts_with = "follow")]
+    pub dry_run: bool,
     /// Do not ask before a large upload
     #[arg(short, long)]
     pub yes: bool,
@@ -101,8 +104,8 @@ pub struct PsArgs {
 #[derive(Args, Clone, Debug)]
 #[command(after_help = "Examples:\n  aitk logs 3f2a --tail 50\n  aitk logs my_lora -f --since 10m")]
 pub struct LogsArgs {
-    /// Job: its id, its name, or the beginning of its id
-    #[arg(value_name = "JOB")]
+    /// Job: its id, its name, or the beginning of its id; or the run folder of a job that ran here
+    #[arg(value_name = "JOB|FOLDER")]
     pub job: String,
     /// Follow until the job ends
     #[arg(short, long)]
@@ -274,4 +277,42 @@ fn job_state(text: &str) -> Result<JobState, String> {
         let names: Vec<&str> = all.iter().map(|state| state.name()).collect();
         format!("expected one of {}", names.join(", "))
     })
+}
+
+/// `aitk validate`.
+#[derive(Args, Clone, Debug)]
+#[command(
+    after_help = "Examples:\n  aitk validate my_lora.yaml\n  aitk validate my_lora.yaml --json | jq '.trainings[].data.datasets[].captioned'"
+)]
+pub struct ValidateArgs {
+    /// Config file: a name in ./config or a path
+    #[arg(value_name = "CONFIG")]
+    pub config: PathBuf,
+    /// Replaces `[name]` in the config
+    #[arg(short, long)]
+    pub name: Option<String>,
+    /// Another value for a key than the config has; may be given several times
+    #[arg(long, value_name = "KEY=VALUE")]
+    pub set: Vec<String>,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// `aitk plot`.
+#[derive(Args, Clone, Debug)]
+#[command(after_help = "Examples:\n  aitk plot output/my_lora\n  aitk plot 3f2a -o loss.png")]
+pub struct PlotArgs {
+    /// Job (its id, its name, or the beginning of its id), or the run folder of a job that ran here
+    #[arg(value_name = "JOB|FOLDER")]
+    pub job: String,
+    /// Write the curve as an image instead
+    #[arg(short, long, value_name = "FILE.png")]
+    pub output: Option<PathBuf>,
+    /// Plain characters only
+    #[arg(long)]
+    pub ascii: bool,
+    /// Print the losses as JSON
+    #[arg(long, conflicts_with = "output")]
+    pub json: bool,
 }

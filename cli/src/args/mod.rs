@@ -9,6 +9,7 @@ mod machines;
 pub use artifacts::{ArtifactsArgs, ArtifactsCommand, ArtifactsGetArgs, ArtifactsLsArgs};
 pub use bench::{BenchArgs, BenchCommand, BenchControlArgs, BenchEngineArgs, BenchStore};
 pub use jobs::{ExplainArgs, FitArgs, LogsArgs, PauseArgs, PriorityArgs, PsArgs};
+pub use jobs::{PlotArgs, ValidateArgs};
 pub use jobs::{ResumeArgs, RmArgs, StopArgs, SubmitArgs, WaitArgs, WatchArgs};
 pub use local::{AttemptArgs, CompletionsArgs, DemoArgs, HelpArgs, InitArgs, RunArgs, UpArgs};
 pub use machines::{
@@ -107,8 +108,8 @@ pub enum Command {
     Ps(PsArgs),
     /// Show what happened to a job
     #[command(
-        long_about = "Show what happened to a job, with its time: what it wrote, where it ran, its phases, its loss now and \
-                  then, and the files it saved.\n\nWith -f the command follows the job until it ends and returns the job's exit \
+        long_about = "Show what happened to a job, with its time: what it wrote, where it ran, its phases, its loss (every \
+                  logging.log_every steps), and the files it saved; or the log.txt of a run folder.\n\nWith -f the command follows the job until it ends and returns the job's exit \
                   code; Ctrl-C detaches (130) and the job goes on. A broken connection is taken up where it stopped."
     )]
     Logs(LogsArgs),
@@ -163,6 +164,20 @@ pub enum Command {
                       when no connected device fits."
     )]
     Fit(FitArgs),
+    /// Check a config, its model and its data; nothing is sent or trained
+    #[command(
+        long_about = "Check a config, its model and its data; nothing is sent or trained.\n\nShows what its keys give rise to, \
+                      the family of its model (from configs and headers, never weights), its images, captions and sizes \
+                      as training will see them, how many passes its steps make, what it will write, and where it could \
+                      run. The exit code is 1 when something would end the job, and 3 when there is no such config."
+    )]
+    Validate(ValidateArgs),
+    /// Show the curve of a training's loss
+    #[command(
+        long_about = "Show the curve of a training's loss: of a job (the steps that it told, see logging.log_every), or every step \
+                      of a run folder on this machine, from its metrics.jsonl."
+    )]
+    Plot(PlotArgs),
     /// List or fetch what a job made
     Artifacts(ArtifactsArgs),
     /// Show machines and jobs, live

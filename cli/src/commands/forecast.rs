@@ -8,8 +8,11 @@ use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::output::Ui;
 use crate::output::format::printable;
+use crate::preflight::check_models;
 use aitk_common::control::{Forecast, Submission};
+use aitk_common::job::LoadedJob;
 use std::collections::BTreeMap;
+use std::path::Path;
 
 pub(super) async fn explain(context: &Context, args: ExplainArgs) -> CommandResult {
     let ui = context.ui(true);
@@ -24,24 +27,29 @@ pub(super) async fn fit(context: &Context, args: FitArgs) -> CommandResult {
     let ui = context.ui(true);
     let changes = config::changes(&args.set)?;
     let loaded = config::read(&ui, &args.config, args.name.as_deref(), &changes, &context.directory)?;
-    let job_json = job_json(&loaded, &args.config)?;
-    let submission = Submission {
-        anatomy: anatomy(&loaded, &context.directory),
-        pictures: pictures(&loaded.spec, &context.directory),
-        config_text: loaded.text,
-        config_format: loaded.format.name().to_owned(),
-        job_json,
-        inputs: BTreeMap::new(),
-        local: false,
-        idempotency_key: None,
-        owner: None,
-    };
+    check_models(&ui, &loaded, &context.directory).await?;
+    let submission = submission(&loaded, &args.config, &context.directory)?;
     let forecast = context.api().await?.fit(submission).await?;
     show(&ui, &forecast, args.json)?;
     Ok(if forecast.fits_somewhere() {
         Exit::Ok
     } else {
         Exit::NothingFits
+    })
+}
+
+/// A config as a coordinator takes it for a forecast: nothing of it is stored.
+pub(super) fn submission(loaded: &LoadedJob, config: &Path, directory: &Path) -> Result<Submission, Failure> {
+    Ok(Submission {
+        anatomy: anatomy(loaded, directory),
+        pictures: pictures(&loaded.spec, directory),
+        job_json: job_json(loaded, config)?,
+        config_text: loaded.text.clone(),
+        config_format: loaded.format.name().to_owned(),
+        inputs: BTreeMap::new(),
+        local: false,
+        idempotency_key: None,
+        owner: None,
     })
 }
 

@@ -9,11 +9,13 @@ use crate::follow::{Follow, LogFilter, LogsTo, Renderer, detached, follow_to_end
 use crate::journal::Journal;
 use crate::members::{self, Lines, is_array, watch_array};
 use crate::notify;
-use crate::output::format::printable;
+use crate::output::format::{parse_since, printable};
 use crate::output::{Format, Ui};
+use crate::run_folder::{self, run_folder};
 use crate::views::{event_json, job_exit};
 use aitk_common::control::{EventBody, JobEvent, JobState, JobView};
 use futures::StreamExt;
+use std::path::Path;
 
 /// How many log lines of the past `watch` shows.
 const SHOWN_BEFORE: usize = 10;
@@ -21,6 +23,9 @@ const SHOWN_BEFORE: usize = 10;
 pub(super) async fn logs(context: &Context, args: LogsArgs) -> CommandResult {
     let ui = context.ui(true);
     let mut filter = LogFilter::new(args.since.as_deref(), args.tail)?;
+    if let Some(folder) = run_folder(&args.job, &context.directory) {
+        return folder_log(&ui, &folder, &args);
+    }
     let api = context.api().await?;
     let job = api.resolve(&args.job).await?;
     if is_array(&job) {
@@ -39,6 +44,7 @@ pub(super) async fn logs(context: &Context, args: LogsArgs) -> CommandResult {
         jiff::tz::TimeZone::system(),
         jiff::Timestamp::now(),
     );
+    journal.set_total(job.progress.as_ref().map(|progress| progress.total));
     // A program gets the lines that the job itself wrote; everything is in `aitk watch --json`.
     let wanted = |journal: &mut Journal, event: &JobEvent| match &event.body {
         EventBody::Log { .. } => true,
@@ -83,6 +89,31 @@ pub(super) async fn logs(context: &Context, args: LogsArgs) -> CommandResult {
         }
     }
     Ok(job_exit(follow.job()))
+}
+
+/// The log of a run folder. Its lines begin with their time.
+fn folder_log(ui: &Ui, folder: &Path, args: &LogsArgs) -> CommandResult {
+    if args.follow || args.json {
+        return Err(Failure::usage(
+            "--follow and --json are for jobs; a run folder has its lines as they are",
+        ));
+    }
+    let since = args
+        .since
+        .as_deref()
+        .map(|text| parse_since(text, jiff::Timestamp::now()));
+    let since = since.transpose().map_err(Failure::usage)?;
+    let recent = |line: &String| {
+        let time = line
+            .split(' ')
+            .next()
+            .and_then(|time| time.parse::<jiff::Timestamp>().ok());
+        since.is_none_or(|since| time.is_some_and(|time| time >= since))
+    };
+    let lines: Vec<String> = run_folder::log(folder)?.into_iter().filter(recent).collect();
+    let from = args.tail.map_or(0, |tail| lines.len().saturating_sub(tail));
+    ui.data_lines(lines.iter().skip(from).map(|line| printable(line)))?;
+    Ok(Exit::Ok)
 }
 
 pub(super) async fn watch(context: &Context, args: WatchArgs) -> CommandResult {

@@ -8,14 +8,18 @@ mod init;
 mod jobs;
 mod login;
 mod logs;
+mod plot;
 mod submit;
 #[cfg(feature = "embedded")]
 mod up;
+mod validate;
 
 mod workers;
 
 #[cfg(feature = "embedded")]
 pub mod run;
+
+pub(crate) use submit::{anatomy, is_repository, pictures};
 
 use crate::api::Api;
 use crate::args::{ArtifactsCommand, Cli, Command, Global, WorkerCommand};
@@ -82,7 +86,7 @@ impl Context {
     /// The terminal.
     #[must_use]
     pub fn ui(&self, no_progress: bool) -> Ui {
-        Ui::from_env(&env, self.global.no_color, no_progress)
+        Ui::from_env(&env, self.global.no_color, no_progress).verbose(self.global.verbose > 0)
     }
 }
 
@@ -107,6 +111,8 @@ pub async fn dispatch(cli: Cli) -> CommandResult {
         Command::Priority(args) => jobs::priority(&context, args).await,
         Command::Explain(args) => forecast::explain(&context, args).await,
         Command::Fit(args) => Box::pin(forecast::fit(&context, args)).await,
+        Command::Validate(args) => Box::pin(validate::validate(&context, args)).await,
+        Command::Plot(args) => Box::pin(plot::plot(&context, args)).await,
         Command::Artifacts(args) => match args.command {
             ArtifactsCommand::Ls(args) => artifacts::ls(&context, args).await,
             ArtifactsCommand::Get(args) => Box::pin(artifacts::get(&context, args)).await,

@@ -11,6 +11,7 @@ use crate::follow::{Follow, LogsTo, Renderer};
 use crate::output::format::gib;
 use crate::output::{Format, Ui};
 use crate::paths::Paths;
+use crate::preflight;
 use crate::trace::Submitting;
 use crate::views::job_exit;
 use aitk_common::capability::{Device, DeviceKind};
@@ -97,7 +98,14 @@ pub async fn run_embedded(
     let mut ran = Vec::new();
     let mut ready = Vec::new();
     for path in configs {
-        match config::read(ui, path, options.name.as_deref(), &options.changes, directory) {
+        let read = config::read(ui, path, options.name.as_deref(), &options.changes, directory);
+        let checked = match read {
+            Ok(loaded) => preflight::open_with(ui, &loaded, directory, true)
+                .await
+                .map(|()| loaded),
+            Err(failure) => Err(failure),
+        };
+        match checked {
             Ok(loaded) => ready.push((path.clone(), loaded)),
             Err(failure) if options.recover => {
                 ui.failure(&failure);

@@ -1,7 +1,7 @@
 //! `submit`: check here, send what is missing, hand over.
 
 use super::logs::ended;
-use super::{Context, env};
+use super::{Context, env, validate};
 use crate::api::Api;
 use crate::args::SubmitArgs;
 use crate::config::{self, Reading, read_as};
@@ -12,6 +12,7 @@ use crate::members::{is_array, watch_array};
 use crate::output::format::{printable, size};
 use crate::output::{Format, Ui};
 use crate::paths::expand;
+use crate::preflight;
 use crate::sweep::{self, Sweep};
 use crate::trace::Submitting;
 use crate::upload::{Staged, Upload, stage};
@@ -45,7 +46,12 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
         .iter()
         .map(|job| job_json(&job.loaded, &args.config))
         .collect::<Result<_, _>>()?;
+    if args.dry_run {
+        let text = args.config.as_path();
+        return validate::show(context, &ui, text, &first.loaded, Vec::new(), args.json).await;
+    }
     let inputs = inputs_of_all(&ui, context, &jobs)?;
+    check_all(&ui, context, &jobs).await?;
     let owner = owner(args.user.as_deref())?;
     let trace = Submitting::begin();
     let api = context.api().await?.part_of(trace.context());
@@ -257,6 +263,20 @@ fn read_one(
     Ok(loaded)
 }
 
+/// Says what is known of the data and refuses what cannot work, before anything is sent.
+async fn check_all(ui: &Ui, context: &Context, jobs: &[Job]) -> Result<(), Failure> {
+    let mut seen: Vec<Vec<Input>> = Vec::new();
+    for job in jobs {
+        // Members mostly read the same.
+        let inputs = job.loaded.spec.inputs();
+        if !seen.contains(&inputs) {
+            preflight::open_with(ui, &job.loaded, &context.directory, false).await?;
+            seen.push(inputs);
+        }
+    }
+    Ok(())
+}
+
 fn inputs_of_all(ui: &Ui, context: &Context, jobs: &[Job]) -> Result<BTreeMap<String, PathBuf>, Failure> {
     let mut seen: Vec<Vec<Input>> = Vec::new();
     let mut all = BTreeMap::new();
@@ -303,7 +323,7 @@ fn array_name(jobs: &[Job]) -> String {
 }
 
 /// How many pictures the job draws, where its prompts lie here.
-pub(super) fn pictures(spec: &JobSpec, directory: &Path) -> Option<u64> {
+pub(crate) fn pictures(spec: &JobSpec, directory: &Path) -> Option<u64> {
     spec.pictures(|file| {
         let text = std::fs::read_to_string(expand(file, directory, &env)).ok()?;
         Some(prompt_lines(&text).len())
@@ -327,7 +347,7 @@ fn owner(flag: Option<&str>) -> Result<Option<UserName>, Failure> {
 }
 
 /// What the job's first model consists of, when it lies here.
-pub(super) fn anatomy(loaded: &LoadedJob, directory: &Path) -> Option<Anatomy> {
+pub(crate) fn anatomy(loaded: &LoadedJob, directory: &Path) -> Option<Anatomy> {
     let inputs = loaded.spec.inputs();
     let model = inputs.iter().find(|input| input.kind == InputKind::Model)?;
     Anatomy::read(&expand(&model.config_path, directory, &env))
@@ -410,7 +430,7 @@ fn local_inputs(ui: &Ui, context: &Context, loaded: &LoadedJob) -> Result<BTreeM
 }
 
 /// Whether this is `ORG/NAME`, which the worker fetches from Hugging Face.
-fn is_repository(text: &str) -> bool {
+pub(crate) fn is_repository(text: &str) -> bool {
     let part = |part: &str| {
         let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
         !part.is_empty() && !part.starts_with('.') && part.chars().all(plain)

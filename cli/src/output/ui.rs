@@ -48,6 +48,7 @@ pub struct Ui {
     color_err: bool,
     bars: bool,
     plain_progress: bool,
+    verbose: bool,
     started: Instant,
     bar: Mutex<Option<ProgressBar>>,
     tee: Option<Mutex<File>>,
@@ -70,6 +71,7 @@ impl Ui {
             color_err: err && !plain,
             bars: err && !dumb && !no_progress,
             plain_progress: !no_progress,
+            verbose: false,
             started: Instant::now(),
             bar: Mutex::new(None),
             tee: None,
@@ -85,6 +87,7 @@ impl Ui {
             color_err: false,
             bars: false,
             plain_progress: false,
+            verbose: false,
             started: Instant::now(),
             bar: Mutex::new(None),
             tee: None,
@@ -100,6 +103,13 @@ impl Ui {
         let file = open.map_err(|error| Failure::file("open the log file", path, &error))?;
         self.tee = Some(Mutex::new(file));
         Ok(self)
+    }
+
+    /// Says more: -v.
+    #[must_use]
+    pub fn verbose(mut self, verbose: bool) -> Self {
+        self.verbose = verbose;
+        self
     }
 
     /// Whether data on standard output is coloured.
@@ -230,7 +240,8 @@ impl Ui {
         let _ = self.beside_bar(|| writeln!(io::stderr().lock(), "{shown}"));
     }
 
-    fn copy(&self, line: &str) {
+    /// Only into the log file.
+    pub fn copy(&self, line: &str) {
         if let Some(tee) = &self.tee {
             let mut file = tee.lock().unwrap_or_else(PoisonError::into_inner);
             // A full disk must not end the job that is being logged.
@@ -386,6 +397,19 @@ impl Wait<'_> {
             }
             None => {}
         }
+    }
+
+    /// The numbers of a step, which the job tells every `logging.log_every` steps: a line where there is no bar, or where more was
+    /// asked for with -v; beside a bar it only goes to the log file, since the bar has the numbers.
+    pub fn step_line(&mut self, line: &str) {
+        let shown = self.ui.verbose || (self.bar.is_none() && self.ui.plain_progress);
+        if !shown {
+            self.ui.copy(line);
+            return;
+        }
+        self.ui.notice(line);
+        // It says what the next line of progress would say.
+        let _ = self.pace.due(self.ui.started.elapsed(), true);
     }
 
     /// How far the job is. `last`: it will not move any more.

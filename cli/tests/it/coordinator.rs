@@ -18,13 +18,18 @@ impl Place {
         let coordinator = aitk_coordinator::start(config).await.unwrap();
         let home = Home::new();
         assert_eq!(code(&home.aitk().arg("init").output().unwrap()), 0);
-        home.write("models/stable-diffusion-v1-5/model_index.json", "{}");
+        home.write(
+            "models/stable-diffusion-v1-5/model_index.json",
+            r#"{"_class_name":"StableDiffusionPipeline"}"#,
+        );
         home.write(
             "models/stable-diffusion-v1-5/unet/weights.safetensors",
             &"w".repeat(3_000_000),
         );
         for i in 0..20 {
-            home.write(&format!("datasets/my_pictures/{i}.jpg"), &format!("picture {i}"));
+            let path = home.write(&format!("datasets/my_pictures/{i}.jpg"), "");
+            let shade = image::Rgb([u8::try_from(i).unwrap() * 10; 3]);
+            image::RgbImage::from_pixel(64, 64, shade).save(&path).unwrap();
             home.write(&format!("datasets/my_pictures/{i}.txt"), "the same caption");
         }
         Self {

@@ -7,6 +7,10 @@ mod client;
 mod coordinator;
 mod exit_codes;
 #[cfg(feature = "embedded")]
+mod preflight;
+#[cfg(feature = "embedded")]
+mod records;
+#[cfg(feature = "embedded")]
 mod run;
 mod support;
 #[cfg(feature = "embedded")]

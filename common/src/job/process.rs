@@ -332,6 +332,17 @@ impl Process {
         each!(&self.kind, process => process.name.as_deref(), rare => rare.keys.get("name").and_then(|name| name.as_str()))
     }
 
+    /// The base model, for a process that runs one.
+    #[must_use]
+    pub fn model(&self) -> Option<&ModelConfig> {
+        match &self.kind {
+            ProcessKind::Train(process) => Some(&process.model),
+            ProcessKind::Generate(process) => Some(&process.model),
+            ProcessKind::Img2Img(process) => Some(&process.model),
+            _ => None,
+        }
+    }
+
     /// The training, if it is one.
     #[must_use]
     pub fn trainer(&self) -> Option<&TrainerProcess> {

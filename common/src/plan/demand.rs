@@ -109,7 +109,7 @@ fn width(dtype: Option<&str>) -> f64 {
 }
 
 /// Bytes of optimizer state per trained parameter.
-fn state_width(optimizer: &str) -> f64 {
+pub(super) fn state_width(optimizer: &str) -> f64 {
     let name = optimizer.to_ascii_lowercase();
     match name.as_str() {
         // Row and column means only; beside them a rate of two bytes, or a byte of signs.
@@ -138,9 +138,15 @@ fn separable(optimizer: &str) -> bool {
 }
 
 /// Whether this optimizer keeps means of rows and columns, for convolutions those of each kernel.
-fn factored(optimizer: &str) -> bool {
+pub(super) fn factored(optimizer: &str) -> bool {
     let name = optimizer.to_ascii_lowercase();
     name == "adafactor" || name.starts_with("automagic")
+}
+
+/// Bytes of a factored optimizer's means of the kernels of convolutions, per parameter of the model: six numbers for nine
+/// weights.
+pub(super) fn factored_convolutions(family: &Family) -> f64 {
+    4.0 * family.convolutions * 6.0 / 9.0
 }
 
 fn of_process(process: &Value, anatomy: Option<Anatomy>) -> Option<Demand> {
@@ -161,11 +167,11 @@ fn of_process(process: &Value, anatomy: Option<Anatomy>) -> Option<Demand> {
 }
 
 /// A family's figures, scaled to the model at hand.
-struct Figures {
-    family: &'static Family,
-    denoiser: f64,
-    text: f64,
-    vae: f64,
+pub(super) struct Figures {
+    pub(super) family: &'static Family,
+    pub(super) denoiser: f64,
+    pub(super) text: f64,
+    pub(super) vae: f64,
     /// Activations grow with the width of the layers, parameters with its square.
     scale: f64,
     /// Of denoiser, text encoders and VAE, what their files hold in few bits.
@@ -173,7 +179,7 @@ struct Figures {
 }
 
 impl Figures {
-    fn of(family: &'static Family, anatomy: Option<Anatomy>) -> Self {
+    pub(super) fn of(family: &'static Family, anatomy: Option<Anatomy>) -> Self {
         match anatomy {
             None => Self {
                 family,
@@ -331,26 +337,10 @@ fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
     let memory = figures.map(|figures| {
         let optimizer = text(body, "/train/optimizer").unwrap_or("adamw");
         let network = body.get("network").filter(|network| !network.is_null());
-        let parts = [
-            body.pointer("/train/train_unet")
-                .and_then(Value::as_bool)
-                .unwrap_or(true),
-            flag(body, "/train/train_text_encoder"),
-        ];
-        let full = parts.map(|part| part && network.is_none());
-        let trained = match network {
-            Some(network) => {
-                let rank = number(network, "/rank")
-                    .or_else(|| number(network, "/linear"))
-                    .unwrap_or(4.0);
-                let of_text = match parts[1] {
-                    true => figures.family.text_lora_per_rank,
-                    false => 0.0,
-                };
-                rank * (figures.family.lora_per_rank + of_text) * figures.scale
-            }
-            None => f64::from(full[0]) * figures.denoiser + f64::from(full[1]) * figures.text,
-        };
+        let Trained {
+            millions: trained,
+            full,
+        } = Trained::of(body, &figures);
         // What is trained is kept in f32, and what it is trained in is too.
         let width = match network {
             Some(_) => width(text(body, "/train/dtype")),
@@ -359,8 +349,7 @@ fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
         let trained = trained * 1e6 / GIB;
         let mut state = state_width(optimizer);
         if full[0] && factored(optimizer) {
-            // Six numbers for nine weights.
-            state += 4.0 * figures.family.convolutions * 6.0 / 9.0;
+            state += factored_convolutions(figures.family);
         }
         // The gradient of the table of tokens is there a second time, as what a lookup sends back.
         let tables = f64::from(full[1]) * figures.text_tables() * 1e6 * 4.0 / GIB;
@@ -407,6 +396,41 @@ fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
         family,
         milliunits: milli(units),
         memory,
+    }
+}
+
+/// What a training trains.
+pub(super) struct Trained {
+    /// Millions of parameters.
+    pub(super) millions: f64,
+    /// Whether denoiser and text encoders themselves are trained.
+    pub(super) full: [bool; 2],
+}
+
+impl Trained {
+    pub(super) fn of(body: &Value, figures: &Figures) -> Self {
+        let network = body.get("network").filter(|network| !network.is_null());
+        let parts = [
+            body.pointer("/train/train_unet")
+                .and_then(Value::as_bool)
+                .unwrap_or(true),
+            flag(body, "/train/train_text_encoder"),
+        ];
+        let full = parts.map(|part| part && network.is_none());
+        let millions = match network {
+            Some(network) => {
+                let rank = number(network, "/rank")
+                    .or_else(|| number(network, "/linear"))
+                    .unwrap_or(4.0);
+                let of_text = match parts[1] {
+                    true => figures.family.text_lora_per_rank,
+                    false => 0.0,
+                };
+                rank * (figures.family.lora_per_rank + of_text) * figures.scale
+            }
+            None => f64::from(full[0]) * figures.denoiser + f64::from(full[1]) * figures.text,
+        };
+        Self { millions, full }
     }
 }
 

@@ -8,5 +8,6 @@ pub mod family;
 mod headers;
 mod layout;
 pub mod need;
+pub mod output;
 pub mod profile;
 pub mod qtype;

@@ -126,6 +126,147 @@ impl Item {
 /// What was skipped, and why.
 pub type Warnings = Vec<String>;
 
+/// An image of a data set that can be read, as its header and its caption say.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Surveyed {
+    /// The file.
+    pub path: PathBuf,
+    /// Width and height as seen upright.
+    pub size: (u32, u32),
+    /// As read, or the default.
+    pub caption: String,
+    /// Whether it has a caption of its own.
+    pub captioned: bool,
+}
+
+/// What the files of a data set are, before any of them is decoded.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Survey {
+    /// The data set's folder.
+    pub root: PathBuf,
+    /// Images that can be read, in the order of their paths.
+    pub files: Vec<Surveyed>,
+    /// Images that cannot, with the reason, which names the file.
+    pub unreadable: Vec<(PathBuf, String)>,
+}
+
+impl Survey {
+    /// Lists the images and reads their headers and captions. `remember`: sizes are kept for the next time.
+    ///
+    /// # Errors
+    /// When the folder is missing, an image is too large to decode, or a caption is not UTF-8.
+    pub fn read(options: &DatasetOptions, remember: bool) -> Result<Self> {
+        let listing = discover(&options.path, options.short_captions)?;
+        let mut sizes = SizeCache::open(&listing.root, options.derived.as_deref().unwrap_or(&listing.root));
+        let mut survey = Self {
+            root: listing.root.clone(),
+            ..Self::default()
+        };
+        for path in &listing.images {
+            let size = match sizes.get(path) {
+                Some(size) => size,
+                None => match size_of(path) {
+                    Ok(size) => {
+                        sizes.put(path, size);
+                        size
+                    }
+                    // A picture that is too large is a mistake to mend, not a stray file to pass over.
+                    Err(error) if is_too_large(path) => return Err(error),
+                    Err(error) => {
+                        survey.unreadable.push((path.clone(), error.to_string()));
+                        continue;
+                    }
+                },
+            };
+            let own = match listing.captions.get(path) {
+                Some(text) => text.clone(),
+                None => read_caption(path, &options.caption_ext, None)?,
+            };
+            let captioned = !own.trim().is_empty();
+            survey.files.push(Surveyed {
+                path: path.clone(),
+                size,
+                caption: match &options.default_caption {
+                    Some(default) if !captioned => default.clone(),
+                    _ => own,
+                },
+                captioned,
+            });
+        }
+        if remember {
+            sizes.save();
+        }
+        Ok(survey)
+    }
+
+    /// Images, whether they can be read or not.
+    #[must_use]
+    pub fn found(&self) -> usize {
+        self.files.len() + self.unreadable.len()
+    }
+
+    /// Images without a caption of their own.
+    pub fn uncaptioned(&self) -> impl Iterator<Item = &Surveyed> {
+        self.files.iter().filter(|file| !file.captioned)
+    }
+
+    /// What a training has to say about its data before it begins.
+    fn warnings(&self, options: &DatasetOptions) -> Warnings {
+        let skipped = self
+            .unreadable
+            .iter()
+            .map(|(_, error)| format!("{error}; the image is skipped"));
+        skipped.chain(self.caption_warning(options)).collect()
+    }
+
+    /// That images have no caption, which nobody should learn from the result.
+    #[must_use]
+    pub fn caption_warning(&self, options: &DatasetOptions) -> Option<String> {
+        let missing = self.uncaptioned().count();
+        if missing == 0 || options.default_caption.is_some() {
+            return None;
+        }
+        let name = |file: &Surveyed| file.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let first: Vec<String> = self.uncaptioned().take(3).map(name).collect();
+        let more = if missing > first.len() { ", …" } else { "" };
+        let without = match &options.captions.trigger {
+            Some(trigger) if !options.regularisation => {
+                format!("they are trained with the trigger word `{trigger}` alone")
+            }
+            _ => "they are trained with an empty prompt".to_owned(),
+        };
+        let other = self.other_caption_ext(options);
+        let hint = other.map_or(String::new(), |ext| {
+            format!("; files in {ext} lie beside them: set `caption_ext: {ext}`")
+        });
+        Some(format!(
+            "{}: {missing} of {} images have no caption in a {} file ({}{more}): {without}{hint}",
+            options.path.display(),
+            self.files.len(),
+            options.caption_ext,
+            first.join(", "),
+        ))
+    }
+
+    /// Where images have no captions: the ending of text files that lie beside them.
+    fn other_caption_ext(&self, options: &DatasetOptions) -> Option<&'static str> {
+        let beside = |ext: &&&str| {
+            **ext != options.caption_ext
+                && self
+                    .uncaptioned()
+                    .take(20)
+                    .any(|file| caption_beside(&file.path, ext).is_file())
+        };
+        [".txt", ".caption", ".json", ".md"].iter().find(beside).copied()
+    }
+}
+
+fn caption_beside(image: &Path, extension: &str) -> PathBuf {
+    let mut name = image.file_stem().unwrap_or_default().to_os_string();
+    name.push(extension);
+    image.with_file_name(name)
+}
+
 /// The pictures of one data set at one resolution.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Dataset {
@@ -142,51 +283,13 @@ impl Dataset {
     /// # Errors
     /// When the folder is missing, no picture is left, a picture is too large to decode, or a caption is not UTF-8.
     pub fn open(options: DatasetOptions, divisibility: u32, seed: u64) -> Result<(Self, Warnings)> {
-        if !options.buckets && !options.resolution.is_multiple_of(divisibility.max(1)) {
-            return Err(EngineError::bad_input(format!(
-                "datasets: without buckets every picture becomes {side} x {side}, and the model needs a multiple of \
-                 {divisibility}; change `resolution` or remove `buckets: false`",
-                side = options.resolution
-            )));
-        }
-        if let Some(masks) = &options.masks {
-            masks.check()?;
-        }
-        let listing = discover(&options.path, options.short_captions)?;
-        let mut sizes = SizeCache::open(&listing.root, options.derived.as_deref().unwrap_or(&listing.root));
-        let mut warnings = Warnings::new();
-        let (mut files, mut first) = (Vec::new(), None);
-        for path in &listing.images {
-            let size = match sizes.get(path) {
-                Some(size) => size,
-                None => match size_of(path) {
-                    Ok(size) => {
-                        sizes.put(path, size);
-                        size
-                    }
-                    // A picture that is too large is a mistake to mend, not a stray file to pass over.
-                    Err(error) if is_too_large(path) => return Err(error),
-                    Err(error) => {
-                        first.get_or_insert_with(|| error.to_string());
-                        warnings.push(format!("{error}; the picture is skipped"));
-                        continue;
-                    }
-                },
-            };
-            let caption = match listing.captions.get(path) {
-                Some(text) if !text.trim().is_empty() || options.default_caption.is_none() => text.clone(),
-                Some(_) => options.default_caption.clone().unwrap_or_default(),
-                None => read_caption(path, &options.caption_ext, options.default_caption.as_deref())?,
-            };
-            files.push((path.clone(), size, caption));
-        }
-        sizes.save();
+        check(&options, divisibility)?;
+        let survey = Survey::read(&options, true)?;
+        let (warnings, first) = (survey.warnings(&options), survey.unreadable.first());
+        let files = &survey.files;
         if files.is_empty() {
             let hint = match first {
-                Some(first) => format!(
-                    "none of its {} pictures can be read (the first: {first})",
-                    listing.images.len()
-                ),
+                Some((_, first)) => format!("none of its {} images can be read (the first: {first})", survey.found()),
                 None => "there is no .jpg, .jpeg, .png or .webp file in it".to_owned(),
             };
             return Err(EngineError::bad_input(format!(
@@ -199,7 +302,10 @@ impl Dataset {
         let mut items = Vec::new();
         for flips in flips(options.flip_x, options.flip_y) {
             for _ in 0..options.repeats.max(1) {
-                for (path, size, caption) in &files {
+                for Surveyed {
+                    path, size, caption, ..
+                } in files
+                {
                     let content = match hashes.get(path) {
                         Some(hash) => hash.clone(),
                         None => {
@@ -226,6 +332,21 @@ impl Dataset {
     }
 }
 
+/// Refuses options that do not go together, before a file is looked at.
+pub(super) fn check(options: &DatasetOptions, divisibility: u32) -> Result<()> {
+    if !options.buckets && !options.resolution.is_multiple_of(divisibility.max(1)) {
+        return Err(EngineError::bad_input(format!(
+            "datasets: without buckets every picture becomes {side} x {side}, and the model needs a multiple of \
+             {divisibility}; change `resolution` or remove `buckets: false`",
+            side = options.resolution
+        )));
+    }
+    if let Some(masks) = &options.masks {
+        masks.check()?;
+    }
+    Ok(())
+}
+
 fn size_of(path: &Path) -> Result<(u32, u32)> {
     match std::fs::metadata(path) {
         Ok(info) if info.len() == 0 => Err(EngineError::bad_input(format!(
@@ -241,7 +362,7 @@ fn is_too_large(path: &Path) -> bool {
 }
 
 /// The copies of a data set: as it is, then the flipped ones.
-fn flips(x: bool, y: bool) -> Vec<(bool, bool)> {
+pub(super) fn flips(x: bool, y: bool) -> Vec<(bool, bool)> {
     let mut out = vec![(false, false)];
     if x {
         out.push((true, false));
@@ -255,7 +376,7 @@ fn flips(x: bool, y: bool) -> Vec<(bool, bool)> {
     out
 }
 
-fn place(
+pub(super) fn place(
     (width, height): (u32, u32),
     options: &DatasetOptions,
     divisibility: u32,

@@ -10,17 +10,22 @@ mod discover;
 mod latent_cache;
 mod masks;
 mod pixels;
+mod report;
 mod sizes;
 
 pub use bucket::{BucketPlan, plan, plan_square};
 pub use caption::{CaptionRules, build_caption, read_caption};
-pub use dataset::{Batch, Dataset, DatasetOptions, Item, Warnings, batches, epoch_order};
+pub use dataset::{Batch, Dataset, DatasetOptions, Item, Survey, Surveyed, Warnings, batches, epoch_order};
 pub use discover::{Listing, discover};
 pub use latent_cache::{LatentCache, LatentKey};
 pub use masks::{Mask, MaskOptions, mask_of};
 pub use pixels::pixels;
+pub use report::{Bucket, Contents, DatasetReport, Files};
 pub use sizes::SizeCache;
 
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod report_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests;

@@ -3,10 +3,12 @@
 mod encode;
 mod jpeg;
 mod resize;
+mod whole;
 
 pub use encode::{Format, encode, save};
 pub(crate) use encode::{file_error, write};
 pub use resize::{Filter, resize};
+pub use whole::is_cut_off;
 
 use crate::error::{EngineError, Result};
 use candle_core::{Device, Tensor};

@@ -416,7 +416,7 @@ fn what_is_no_such_model_is_refused_with_the_reason() {
     std::fs::write(&pickle, "anything").unwrap();
     assert!(refused(pickle).contains("pickle"));
     let unet = fixtures().join("tiny_sd/unet/diffusion_pytorch_model.safetensors");
-    assert!(refused(unet).contains("not a complete Stable Diffusion 1.x checkpoint"));
+    assert!(refused(unet).contains("not a complete Stable Diffusion 1.x model"));
 }
 
 #[test]

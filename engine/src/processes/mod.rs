@@ -6,6 +6,7 @@
 mod drawing;
 mod generate;
 mod img2img;
+mod log_file;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod memory_tests;
@@ -13,6 +14,9 @@ mod rate;
 #[cfg(test)]
 mod tests;
 mod train;
+
+pub use log_file::LogFile;
+pub use train::{TrainingPreview, preview};
 
 use crate::adapters::LoadedLora;
 use crate::device::Compute;
@@ -85,6 +89,8 @@ pub struct Context<'a> {
     pub events: &'a mut dyn EventSink,
     /// Whether to stop.
     pub stop: &'a StopSignal,
+    /// What is said goes here too, once a run folder is open.
+    pub log_file: LogFile,
 }
 
 impl Context<'_> {
@@ -237,17 +243,24 @@ pub fn run(spec: &AttemptSpec, events: &mut dyn EventSink, stop: &StopSignal) ->
             };
         }
     };
+    let log_file = LogFile::default();
+    let mut recording = log_file::Recording {
+        events,
+        log: log_file.clone(),
+    };
     for process in &job.process {
         let mut context = Context {
             spec,
             job: &job,
-            events: &mut *events,
+            events: &mut recording,
             stop,
+            log_file: log_file.clone(),
         };
         match run_one(process, &mut context) {
-            Ok(Outcome::Completed) => {}
+            Ok(Outcome::Completed) => log_file.write("completed"),
             Ok(other) => return other,
             Err(error) => {
+                log_file.write(&format!("failed: {error}"));
                 return Outcome::Failed {
                     cause: error.cause(),
                     message: error.to_string(),

@@ -7,11 +7,15 @@
 mod data;
 mod folder;
 mod options;
+mod preview;
+mod record;
 mod resume;
 mod samples;
 mod saving;
 mod target;
 mod write;
+
+pub use preview::{TrainingPreview, preview};
 
 use super::rate::Progress;
 use super::{Context, Loaded};
@@ -32,9 +36,11 @@ use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::capability::DeviceKind;
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::plan::choices::Choices;
+use aitk_common::step_metrics::LOG_FILE;
 use candle_core::Tensor;
 use data::{Data, Turn};
 use folder::RunFolder;
+use record::StepRecord;
 use std::collections::BTreeMap;
 use std::time::Instant;
 use target::Target;
@@ -69,12 +75,15 @@ struct Run<'a> {
     start: u64,
     /// The newest checkpoint that is on disk.
     checkpointed: Option<u64>,
+    record: StepRecord,
 }
 
 impl<'a> Run<'a> {
     fn prepare(process: &'a TrainerProcess, cx: &mut Context<'_>) -> Result<Self> {
         options::check(process, &cx.job.name)?;
         let folder = RunFolder::open(process, cx)?;
+        cx.log_file.open(&folder.path.join(LOG_FILE))?;
+        cx.log_file.total(process.train.steps);
         // A seed that the config leaves open is chosen once: a run that goes on keeps the one it began with.
         let seed = process
             .training_seed
@@ -142,6 +151,7 @@ impl<'a> Run<'a> {
             compute.dtype,
             &compute.device,
         );
+        let record = StepRecord::new(&folder.path);
         let mut run = Self {
             process,
             seed,
@@ -160,8 +170,10 @@ impl<'a> Run<'a> {
             model,
             start: 0,
             checkpointed: None,
+            record,
         };
         run.resume(cx)?;
+        run.record.open(run.start)?;
         Ok(run)
     }
 
@@ -192,6 +204,7 @@ impl<'a> Run<'a> {
             cx.phase("training");
         }
         let mut clock = Progress::new();
+        self.record.begin(self.start);
         let mut lost = 0;
         for step in self.start..steps {
             if cx.stop.is_set() {
@@ -204,7 +217,7 @@ impl<'a> Run<'a> {
             let report = self.trainer.finish_step(step, update)?;
             let done = step + 1;
             lost = if report.warning.is_some() { lost + 1 } else { 0 };
-            if let Some(warning) = report.warning {
+            if let Some(warning) = report.warning.clone() {
                 cx.log("warn", warning);
             }
             if lost == LOST_STEPS || (done == steps && lost == steps - self.start) {
@@ -212,6 +225,9 @@ impl<'a> Run<'a> {
                     "{lost} steps in a row, up to step {done}, had a loss or gradients that are not finite numbers, so nothing \
                      was learned: is the base model or the LoRA that it started from damaged, or `train.lr` too high?"
                 )));
+            }
+            if let Some(warning) = self.record.step(done, &report) {
+                cx.log("warn", warning);
             }
             if done.is_multiple_of(self.process.logging.every()) || done == steps {
                 let mut values = BTreeMap::from([
@@ -221,6 +237,11 @@ impl<'a> Run<'a> {
                 if let Some(norm) = report.grad_norm {
                     values.insert("grad_norm".into(), norm);
                 }
+                if let Some(seconds) = self.record.seconds_per_step(done) {
+                    values.insert("seconds_per_step".into(), seconds);
+                }
+                #[allow(clippy::cast_precision_loss)]
+                values.insert("steps".into(), steps as f64);
                 cx.events.emit(ChildEvent::Metrics { step: done, values });
             }
             clock.step(cx, done, steps);
@@ -399,6 +420,9 @@ mod our_lora;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod quantised_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod record_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod replay;

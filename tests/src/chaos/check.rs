@@ -7,6 +7,7 @@ use super::work::Work;
 use crate::UNREACHABLE;
 use crate::processes::processes_about;
 use aitk_common::hash::ContentHash;
+use aitk_common::step_metrics::{LOG_FILE, METRICS_FILE};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -26,7 +27,7 @@ pub struct Files {
 }
 
 impl Files {
-    /// Reads the files below a run folder, without its hidden folder.
+    /// Reads the files below a run folder, without its hidden folder and without the two that tell when something happened.
     ///
     /// # Panics
     /// When a file cannot be read.
@@ -37,7 +38,7 @@ impl Files {
             let Some(name) = path.strip_prefix(folder).ok().and_then(Path::to_str) else {
                 continue;
             };
-            if name.starts_with('.') {
+            if name.starts_with('.') || name.ends_with(METRICS_FILE) || name.ends_with(LOG_FILE) {
                 continue;
             }
             let bytes = std::fs::read(&path).expect("a result can be read");

@@ -8,13 +8,12 @@ mod select;
 mod transfer;
 
 use aitk_common::fsutil::{self, FsError, names};
-use reqwest::{Client, StatusCode, Url, redirect};
+use aitk_common::hub::ENDPOINT;
+use reqwest::{Client, StatusCode};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// The hub when `HF_ENDPOINT` says nothing.
-const ENDPOINT: &str = "https://huggingface.co";
 /// The list of a repository's files: some thousand entries.
 const LIST_BYTES: usize = 16 << 20;
 /// How often a file is begun or continued before it is given up.
@@ -164,28 +163,7 @@ impl Hub {
         if let Some(client) = self.client.get() {
             return Ok(client);
         }
-        // A second installation is refused, which is as good.
-        let _ = rustls::crypto::ring::default_provider().install_default();
-        let home = Url::parse(&self.endpoint)
-            .ok()
-            .map(|url| (url.host_str().map(str::to_owned), url.port()));
-        let follow = redirect::Policy::custom(move |attempt| {
-            let to = attempt.url();
-            let at_home = home == Some((to.host_str().map(str::to_owned), to.port()));
-            if attempt.previous().len() > 5 {
-                attempt.error("too many redirections")
-            } else if to.scheme() == "https" || at_home {
-                attempt.follow()
-            } else {
-                attempt.error("redirected to an address without TLS")
-            }
-        });
-        let built = Client::builder()
-            .user_agent(concat!("aitk/", env!("CARGO_PKG_VERSION")))
-            .connect_timeout(Duration::from_secs(15))
-            .read_timeout(Duration::from_secs(60))
-            .redirect(follow)
-            .build();
+        let built = aitk_common::hub::client(&self.endpoint);
         let client = built.map_err(|error| self.unavailable(&self.endpoint, &error))?;
         Ok(self.client.get_or_init(|| client))
     }

@@ -29,7 +29,9 @@ use crate::models::unet::{UNet2DConditionModel, UNetConfig};
 use crate::models::vae::{self, AutoencoderKl, VaeConfig};
 use crate::weights::{Index, Packing, Trained, Weights};
 use aitk_common::job::QType;
+use aitk_common::job::arch::ArchName;
 use aitk_common::job::model::ModelConfig;
+use aitk_common::model_files::{self, Inventory};
 use aitk_common::plan::choices::Choices;
 use aitk_common::plan::profile::MemoryProfile;
 use candle_core::{DType, Device, Var};
@@ -198,6 +200,14 @@ pub struct SdModel {
     still_unet: Option<UNet2DConditionModel>,
 }
 
+/// Refuses what is of another family or no base model, as the command line did before anything was sent: a spec may have come
+/// another way.
+fn check_family(path: &Path) -> Result<()> {
+    let identity = model_files::identify(&Inventory::open(path));
+    model_files::check(&path.display().to_string(), ArchName::Sd1, &identity)
+        .map_err(|refusal| EngineError::Unsupported(refusal.to_string()))
+}
+
 impl SdModel {
     /// Loads a diffusers folder or a single-file checkpoint.
     ///
@@ -205,38 +215,26 @@ impl SdModel {
     /// When `path` is neither, is of another family, or does not fit its config.
     pub fn load(path: impl AsRef<Path>, options: &LoadOptions) -> Result<Self> {
         let path = path.as_ref();
-        if path.is_dir() {
-            return Self::load_folder(path, options);
-        }
         if !path.exists() {
             return Err(EngineError::BadInput(format!(
                 "{}: no such model: expected a diffusers folder, or a .safetensors or .gguf checkpoint",
                 path.display()
             )));
         }
-        Self::load_checkpoint(path, options)
-    }
-
-    fn load_folder(folder: &Path, options: &LoadOptions) -> Result<Self> {
-        let index_file = folder.join("model_index.json");
-        if !index_file.is_file() {
+        if path.is_dir() && !path.join("model_index.json").is_file() {
             return Err(EngineError::model_config(
-                folder,
+                path,
                 "not a diffusers model folder: it has no model_index.json (a single-file checkpoint is given by its own path)",
             ));
         }
-        let index = config::read_json(&index_file)?;
-        let class = index.get("_class_name").and_then(Value::as_str).unwrap_or_default();
-        if class.contains("XL")
-            || class.contains("Flux")
-            || class.contains("StableDiffusion3")
-            || !class.starts_with("StableDiffusion")
-        {
-            return Err(EngineError::Unsupported(format!(
-                "{}: a {class} model does not work yet: only Stable Diffusion 1.x and 2.x do",
-                index_file.display()
-            )));
+        check_family(path)?;
+        match path.is_dir() {
+            true => Self::load_folder(path, options),
+            false => Self::load_checkpoint(path, options),
         }
+    }
+
+    fn load_folder(folder: &Path, options: &LoadOptions) -> Result<Self> {
         let parts = SdConfig::open(folder)?;
         let open = |name: &str| Index::open(folder.join(name));
         let vae = open("vae")?.renamed(|name, shape| Some((vae::modern_name(name), shape.to_vec())));

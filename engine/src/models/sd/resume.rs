@@ -49,6 +49,7 @@ impl SdModel {
         let [text_encoder, unet] = if path.is_dir() {
             [Index::open(path.join("text_encoder"))?, Index::open(path.join("unet"))?]
         } else {
+            super::check_family(path)?;
             let [text_encoder, unet, _] = ldm::split(&Index::open(path)?, &SdConfig::default())?;
             [text_encoder, unet]
         };

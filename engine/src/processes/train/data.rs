@@ -9,6 +9,7 @@ use crate::rng::TorchGenerator;
 use crate::training::Latents;
 use aitk_common::job::process::TrainerProcess;
 use candle_core::Tensor;
+use std::collections::BTreeSet;
 
 /// The data sets of a run and their batches. Training sets and regularisation sets have epochs of their own.
 pub(super) struct Data {
@@ -29,14 +30,24 @@ pub(super) struct Turn {
     pub(super) weight: f64,
 }
 
+/// Whether step `number` takes regularisation pictures where there are any.
+pub(super) fn takes_regularisation(number: u64, process: &TrainerProcess) -> bool {
+    let saves = process.save.is_due(number);
+    let samples = process.sample.is_due(number) && !process.train.disable_sampling;
+    number.is_multiple_of(2) && !saves && !samples
+}
+
 impl Data {
     /// Opens every data set of the config. A mistake in the data shows here, before the model is loaded.
     pub(super) fn open(process: &TrainerProcess, seed: u64, cx: &mut Context<'_>) -> Result<Self> {
-        let mut datasets = Vec::new();
+        let (mut datasets, mut said) = (Vec::new(), BTreeSet::new());
         for options in options::datasets(process, cx)? {
             let (dataset, warnings) = Dataset::open(options, process.model.arch.name.bucket_divisibility(), seed)?;
+            // The same files at several resolutions have the same to be said of them.
             for warning in warnings {
-                cx.log("warn", warning);
+                if said.insert(warning.clone()) {
+                    cx.log("warn", warning);
+                }
             }
             datasets.push(dataset);
         }
@@ -79,9 +90,7 @@ impl Data {
     /// Whether step `number` (counted from 1, as saves are named) takes regularisation pictures: every even one does,
     /// except where a save or samples are due.
     fn is_regularisation(&self, number: u64, process: &TrainerProcess) -> bool {
-        let saves = process.save.is_due(number);
-        let samples = process.sample.is_due(number) && !process.train.disable_sampling;
-        !self.regularisation.is_empty() && number.is_multiple_of(2) && !saves && !samples
+        !self.regularisation.is_empty() && takes_regularisation(number, process)
     }
 
     /// How many of the first `steps` steps took training pictures, and how many took regularisation pictures.

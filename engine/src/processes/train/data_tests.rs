@@ -67,6 +67,7 @@ fn regularisation_leaves_the_order_of_the_training_pictures_alone() {
         job: &job,
         events: &mut cx_events,
         stop: &crate::processes::StopSignal::new(),
+        log_file: Default::default(),
     };
     let mut data = super::Data::open(&process, 42, &mut cx).unwrap();
     let with: Vec<_> = (0..6).map(|step| data.turn(step, 0, &process).batch).collect();

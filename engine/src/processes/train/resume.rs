@@ -6,6 +6,7 @@
 use super::super::Context;
 use super::Run;
 use super::folder::{RunFolder, checkpoint_error};
+use super::record;
 use super::target::Target;
 use crate::adapters::LoraFile;
 use crate::error::{EngineError, Result};
@@ -208,6 +209,7 @@ impl Run<'_> {
         self.trainer.restore(tensors, number("ema_updates").unwrap_or(0))?;
         self.start = checkpoint.step();
         self.checkpointed = Some(checkpoint.step());
+        self.record.take(checkpoint);
         Ok(())
     }
 
@@ -271,6 +273,14 @@ impl Run<'_> {
             writer
                 .add_file(&format!("{role}.safetensors"), role, |out| {
                     write_tensors(out, tensors, &BTreeMap::new())
+                })
+                .map_err(checkpoint_error)?;
+        }
+        if !self.record.is_empty() {
+            let losses = self.record.tensors()?;
+            writer
+                .add_file("losses.safetensors", record::ROLE, |out| {
+                    write_tensors(out, &losses, &BTreeMap::new())
                 })
                 .map_err(checkpoint_error)?;
         }

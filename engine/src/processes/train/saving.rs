@@ -32,6 +32,7 @@ impl Run<'_> {
             seconds_per_step: None,
         });
         cx.phase("saving");
+        self.draw_losses(cx, steps);
         let path = self.folder.final_save();
         self.write_save(cx, &path, steps)?;
         Ok(Outcome::Completed)
@@ -47,6 +48,7 @@ impl Run<'_> {
         cx.phase("saving");
         self.checkpoint(cx, step)?;
         self.write_save(cx, &self.folder.step_save(step), step)?;
+        self.draw_losses(cx, step);
         self.retain(cx, step)
     }
 

@@ -158,7 +158,10 @@ fn a_run_leaves_the_folder_of_the_reference() {
         [
             "tiny/config.yaml",
             "tiny/tiny_000000004.safetensors",
+            "tiny/loss.png",
             "tiny/tiny_000000008.safetensors",
+            "tiny/loss.png",
+            "tiny/loss.png",
             "tiny/tiny.safetensors"
         ]
     );

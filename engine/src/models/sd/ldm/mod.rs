@@ -17,24 +17,6 @@ const TEXT: &str = "cond_stage_model.transformer.";
 /// The text encoder's, the U-Net's and the autoencoder's tensors of a checkpoint, under diffusers' names.
 pub(in crate::models) fn split(index: &Index, config: &SdConfig) -> Result<[Index; 3]> {
     let has = |prefix: &str| index.tensors().any(|(name, _)| name.starts_with(prefix));
-    let other_family = [
-        ("conditioner.embedders.", "an SDXL checkpoint"),
-        (
-            "cond_stage_model.model.",
-            "a Stable Diffusion 2.x checkpoint in one file (its diffusers folder works)",
-        ),
-        ("double_blocks.", "a FLUX checkpoint"),
-        ("model.diffusion_model.double_blocks.", "a FLUX checkpoint"),
-        ("model.diffusion_model.joint_blocks.", "a Stable Diffusion 3 checkpoint"),
-        ("lora_unet_", "a LoRA, not a base model"),
-        ("unet.down_blocks.", "a LoRA, not a base model"),
-    ];
-    if let Some((_, what)) = other_family.iter().find(|(prefix, _)| has(prefix)) {
-        return Err(EngineError::Unsupported(format!(
-            "{}: this is {what}: only Stable Diffusion 1.x checkpoints work now",
-            index.path().display()
-        )));
-    }
     for (prefix, what) in [(UNET, "U-Net"), (VAE, "autoencoder (VAE)"), (TEXT, "text encoder")] {
         if !has(prefix) {
             return Err(EngineError::WeightsFile {

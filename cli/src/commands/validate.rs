@@ -1,0 +1,80 @@
+//! `validate`: everything that can be said of a config before it is sent or run.
+
+use super::Context;
+use super::forecast::submission;
+use crate::args::ValidateArgs;
+use crate::config::{self, Reading, read_as};
+use crate::exit::Exit;
+use crate::failure::CommandResult;
+use crate::output::Ui;
+use crate::preflight::Report;
+use aitk_common::job::LoadedJob;
+use serde_json::json;
+use std::path::Path;
+
+pub(super) async fn validate(context: &Context, args: ValidateArgs) -> CommandResult {
+    let ui = context.ui(true);
+    let changes = config::changes(&args.set)?;
+    let reading = Reading {
+        name: args.name.as_deref(),
+        changes: &changes,
+        ..Reading::default()
+    };
+    let (loaded, warnings) = match read_as(&args.config, &context.directory, reading) {
+        Ok(read) => read,
+        Err(failure) if args.json => {
+            ui.json(&json!({ "ok": false, "problems": failure.message.lines().collect::<Vec<_>>() }))?;
+            return Ok(failure.exit);
+        }
+        Err(failure) => return Err(failure),
+    };
+    show(context, &ui, &args.config, &loaded, warnings, args.json).await
+}
+
+/// Shows the report of a config. The exit code is 1 when something would end the job.
+pub(super) async fn show(
+    context: &Context,
+    ui: &Ui,
+    config: &Path,
+    loaded: &LoadedJob,
+    warnings: Vec<String>,
+    json: bool,
+) -> CommandResult {
+    let mut report = Report::of(loaded, warnings, &context.directory).await;
+    let problems = report.problems();
+    // Of what cannot run there is no use in asking where it could.
+    if problems.is_empty() {
+        match forecast(context, config, loaded).await {
+            Ok(forecast) => report.forecast = Some(forecast),
+            Err(why) => report.unchecked.push(format!("where it could run: {why}")),
+        }
+    }
+    if json {
+        let mut document = json!({ "ok": problems.is_empty(), "problems": problems });
+        if let (Some(fields), Ok(serde_json::Value::Object(more))) =
+            (document.as_object_mut(), serde_json::to_value(&report))
+        {
+            fields.extend(more);
+        }
+        ui.json(&document)?;
+    } else {
+        ui.data_lines(report.text(&config.display().to_string(), ui.width()))?;
+    }
+    Ok(if problems.is_empty() { Exit::Ok } else { Exit::Failed })
+}
+
+async fn forecast(
+    context: &Context,
+    config: &Path,
+    loaded: &LoadedJob,
+) -> Result<aitk_common::control::Forecast, String> {
+    let ask = async {
+        context
+            .api()
+            .await?
+            .fit(submission(loaded, config, &context.directory)?)
+            .await
+    };
+    let failed = |failure: crate::failure::Failure| failure.message.lines().next().unwrap_or_default().to_owned();
+    ask.await.map_err(failed)
+}

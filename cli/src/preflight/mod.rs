@@ -1,0 +1,56 @@
+//! What can be known of a config before anything is sent or trained: the family of its model, its data, what it will write.
+//! `aitk validate` shows all of it; `run` and `submit` open with what is worth saying, and refuse what cannot work.
+
+mod models;
+mod report;
+mod text;
+
+pub use models::ModelReport;
+pub use report::{ProcessReport, Report};
+
+use crate::exit::Exit;
+use crate::failure::Failure;
+use crate::output::Ui;
+use crate::output::format::printable;
+use aitk_common::job::LoadedJob;
+use std::path::Path;
+
+/// Refuses models that no engine here runs, and says what could not be checked.
+///
+/// # Errors
+/// When the files of a model say that it is of a family, or in a format, that this release does not run.
+pub async fn check_models(ui: &Ui, loaded: &LoadedJob, directory: &Path) -> Result<(), Failure> {
+    let models = models::look(&loaded.spec, directory).await;
+    for note in models.iter().filter_map(|model| model.unchecked.as_deref()) {
+        ui.notice(&printable(note));
+    }
+    refuse(models.iter().filter_map(|model| model.problem.clone()).collect())
+}
+
+/// Opens a run or a submission: one line for each data set and training, warnings, and what could not be checked. `short`:
+/// without what the training itself says a moment later.
+///
+/// # Errors
+/// When there is a problem that would end the job.
+pub async fn open_with(ui: &Ui, loaded: &LoadedJob, directory: &Path, short: bool) -> Result<(), Failure> {
+    let report = Report::of(loaded, Vec::new(), directory).await;
+    for line in report.summary() {
+        ui.notice(&printable(&line));
+    }
+    for note in &report.unchecked {
+        ui.notice(&printable(note));
+    }
+    for warning in report.data_warnings(short) {
+        ui.warn(&printable(&warning));
+    }
+    refuse(report.problems())
+}
+
+fn refuse(mut problems: Vec<String>) -> Result<(), Failure> {
+    problems.dedup();
+    if problems.is_empty() {
+        return Ok(());
+    }
+    let lines: Vec<String> = problems.iter().map(|problem| printable(problem)).collect();
+    Err(Failure::new(Exit::Failed, lines.join("\n")).hint("`aitk validate CONFIG` shows everything that was found"))
+}

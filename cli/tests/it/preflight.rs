@@ -1,0 +1,277 @@
+//! What is told before anything is sent or trained: the family of a model, and what the data comes to.
+
+use crate::support::{Home, code, err, out};
+use std::io::{Read, Write};
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::Output;
+use unicode_width::UnicodeWidthStr;
+
+pub(crate) const TINY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/tiny_sd");
+
+/// Images of two shapes; every one but the first has a caption.
+pub(crate) fn images(home: &Home, folder: &str, count: u32) {
+    for i in 0..count {
+        let (w, h) = if i % 3 == 0 { (48, 24) } else { (32, 32) };
+        let image = image::RgbImage::from_fn(w, h, |x, y| image::Rgb([(x * 5) as u8, (y * 7) as u8, (i * 50) as u8]));
+        let path = home.path().join(folder).join(format!("{i}.png"));
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        image.save(&path).unwrap();
+        if i > 0 {
+            home.write(&format!("{folder}/{i}.txt"), "a red circle");
+        }
+    }
+}
+
+/// A training config; `more` goes into its data set.
+pub(crate) fn training(home: &Home, name: &str, model: &str, steps: u64, more: &str) {
+    let text = format!(
+        "job: extension
+config:
+  name: {name}
+  process:
+    - type: sd_trainer
+      training_folder: out
+      device: cpu
+      network: {{type: lora, linear: 4, linear_alpha: 4}}
+      save: {{dtype: float32, save_every: 2, max_step_saves_to_keep: 1}}
+      logging: {{log_every: 1}}
+      datasets:
+        - folder_path: data
+          resolution: [32]
+          {more}
+      train: {{batch_size: 1, steps: {steps}, lr: 1e-3, dtype: float32, disable_sampling: true, optimizer: adamw}}
+      model: {{name_or_path: {model}}}
+"
+    );
+    home.write(&format!("{name}.yaml"), &text);
+}
+
+/// A file that begins as a safetensors file with this tensor does, and a million bytes of weights.
+fn weights(home: &Home, name: &str, tensor: &str) {
+    let header = format!(r#"{{"{tensor}":{{"dtype":"F16","shape":[9216,3072],"data_offsets":[0,1000000]}}}}"#);
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend_from_slice(header.as_bytes());
+    bytes.resize(bytes.len() + 1_000_000, 7);
+    let path = home.write(name, "");
+    std::fs::write(path, bytes).unwrap();
+}
+
+fn size_of(folder: &Path) -> u64 {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let each = entries.map(|entry| match entry.path() {
+        path if path.is_dir() => size_of(&path),
+        path => path.metadata().map_or(0, |data| data.len()),
+    });
+    each.sum()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_model_of_another_family_is_refused_before_anything_is_sent() {
+    let data = tempfile::tempdir().unwrap();
+    let mut config = aitk_coordinator::Config::new(data.path());
+    config.bind = "127.0.0.1:0".parse().unwrap();
+    let coordinator = aitk_coordinator::start(config).await.unwrap();
+    let home = Home::new();
+    let aitk = async |args: &[&str]| -> Output {
+        let mut command = home.aitk();
+        command
+            .args(args)
+            .env("AITK_SERVER", coordinator.url())
+            .env("AITK_TOKEN", &coordinator.token);
+        tokio::task::spawn_blocking(move || command.output().unwrap())
+            .await
+            .unwrap()
+    };
+    images(&home, "data", 4);
+    home.write(
+        "sdxl/model_index.json",
+        r#"{"_class_name":"StableDiffusionXLPipeline"}"#,
+    );
+    weights(
+        &home,
+        "sdxl/unet/model.safetensors",
+        "down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k.weight",
+    );
+    weights(&home, "flux.safetensors", "double_blocks.0.img_attn.qkv.weight");
+    weights(
+        &home,
+        "lora.safetensors",
+        "lora_unet_down_blocks_0_attentions_0_proj_in.lora_down.weight",
+    );
+    home.write("old.ckpt", &"x".repeat(1_000_000));
+    let before = size_of(data.path());
+    for (model, expected) in [
+        (
+            "sdxl",
+            "sdxl is Stable Diffusion XL: model_index.json names StableDiffusionXLPipeline",
+        ),
+        (
+            "flux.safetensors",
+            "flux.safetensors is FLUX.1: flux.safetensors has `double_blocks.0.img_attn.qkv.weight`",
+        ),
+        ("lora.safetensors", "lora.safetensors is a LoRA, not a base model"),
+        ("old.ckpt", "old.ckpt is a pickle file"),
+    ] {
+        training(&home, "job", model, 10, "");
+        for verb in ["submit", "fit", "validate"] {
+            let output = aitk(&[verb, "job.yaml"]).await;
+            let said = format!("{}{}", out(&output), err(&output));
+            let said = said.split_whitespace().collect::<Vec<_>>().join(" ");
+            assert_eq!(code(&output), 1, "{verb}: {said}");
+            assert!(said.contains(expected), "{verb}: {said}");
+            assert!(!said.contains("would start"), "{verb}: {said}");
+        }
+        let run = home
+            .aitk()
+            .args(["run", "job.yaml", "--device", "cpu"])
+            .output()
+            .unwrap();
+        assert_eq!(code(&run), 1);
+        assert!(err(&run).contains(expected), "{}", err(&run));
+    }
+    assert!(size_of(data.path()) < before + 500_000, "no model was uploaded");
+    let jobs: serde_json::Value = serde_json::from_str(&out(&aitk(&["ps", "--json"]).await)).unwrap();
+    assert_eq!(jobs["jobs"], serde_json::json!([]));
+
+    training(&home, "job", TINY, 10, "");
+    let fits = aitk(&["submit", "job.yaml", "--dry-run"]).await;
+    assert_eq!(code(&fits), 0, "{}", err(&fits));
+    assert!(out(&fits).contains("Stable Diffusion 1.x"), "{}", out(&fits));
+    let jobs: serde_json::Value = serde_json::from_str(&out(&aitk(&["ps", "--json"]).await)).unwrap();
+    assert_eq!(jobs["jobs"], serde_json::json!([]), "a dry run sends nothing");
+    let sent = aitk(&["submit", "job.yaml"]).await;
+    assert_eq!(code(&sent), 0, "{}", err(&sent));
+    assert!(
+        err(&sent).contains("data at 32: 4 images, 3 with captions"),
+        "{}",
+        err(&sent)
+    );
+    assert!(err(&sent).contains("1 of 4 images have no caption"), "{}", err(&sent));
+    coordinator.shutdown().await;
+}
+
+/// A hub with one repository, `org/model`, whose only file is this `model_index.json`. It serves as long as the program.
+fn hub(index: &'static str) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            let mut head = [0; 4096];
+            let read = stream.read(&mut head).unwrap_or(0);
+            let head = String::from_utf8_lossy(&head[..read]).into_owned();
+            let body = if head.starts_with("GET /api/models/org/model/") {
+                format!(
+                    r#"{{"sha":"abc123","siblings":[{{"rfilename":"model_index.json","size":{}}}]}}"#,
+                    index.len()
+                )
+            } else if head.starts_with("GET /org/model/resolve/abc123/model_index.json") {
+                index.to_owned()
+            } else {
+                let _ = stream.write_all(b"HTTP/1.1 404 x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
+                continue;
+            };
+            let head = format!(
+                "HTTP/1.1 200 x\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+                body.len()
+            );
+            let _ = stream.write_all(format!("{head}{body}").as_bytes());
+        }
+    });
+    url
+}
+
+#[test]
+fn a_model_of_the_hub_is_told_from_its_small_files() {
+    let home = Home::new();
+    images(&home, "data", 4);
+    training(&home, "job", "org/model", 10, "");
+    let validate = |endpoint: &str| {
+        let mut command = home.aitk();
+        command
+            .args(["validate", "job.yaml", "--json"])
+            .env("HF_ENDPOINT", endpoint);
+        let output = command.output().unwrap();
+        let json: serde_json::Value = serde_json::from_str(&out(&output)).unwrap();
+        (code(&output), json)
+    };
+    let (exit, flux) = validate(&hub(r#"{"_class_name": "FluxPipeline"}"#));
+    assert_eq!((exit, &flux["ok"]), (1, &false.into()), "{flux}");
+    assert!(
+        flux["problems"][0].as_str().unwrap().starts_with("org/model is FLUX.1"),
+        "{flux}"
+    );
+    let (exit, sd) = validate(&hub(r#"{"_class_name": "StableDiffusionPipeline"}"#));
+    assert_eq!((exit, &sd["models"][0]["commit"]), (0, &"abc123".into()), "{sd}");
+    // A hub that is not there keeps nobody from going on.
+    let (exit, away) = validate("http://127.0.0.1:1");
+    assert_eq!(exit, 0, "{away}");
+    assert!(
+        away["unchecked"][0].as_str().unwrap().contains("could not be checked"),
+        "{away}"
+    );
+}
+
+#[test]
+fn validate_says_what_the_data_comes_to_in_80_columns() {
+    let home = Home::new();
+    images(&home, "data", 7);
+    home.write("data/broken.png", "no image");
+    home.write("data/moving.gif", "GIF89a");
+    training(&home, "job", TINY, 21, "flip_x: true");
+    let validate = |args: &[&str]| {
+        let mut command = home.aitk();
+        command.args(["validate", "job.yaml"]).args(args).env("COLUMNS", "80");
+        command.output().unwrap()
+    };
+    let text = validate(&[]);
+    assert_eq!(code(&text), 0, "{}{}", out(&text), err(&text));
+    let shown = out(&text);
+    assert!(shown.lines().all(|line| line.width() <= 80), "{shown}");
+    for expected in [
+        "job.yaml (job): no problems",
+        "model     ",
+        "7 images, 6 with captions",
+        "no caption",
+        "broken.png",
+        "1 .gif are not used",
+        "x 2 copies with flips: 14 a pass, in 14 batches of 1",
+        "21 steps, 14 a pass over the data: 1.5 passes",
+        "memory    predicted: ",
+        "where it could run",
+    ] {
+        assert!(shown.contains(expected), "{expected}: {shown}");
+    }
+    let json: serde_json::Value = serde_json::from_str(&out(&validate(&["--json"]))).unwrap();
+    let set = &json["trainings"][0]["data"]["datasets"][0];
+    assert_eq!(
+        (&set["captioned"], &set["uncaptioned"]["count"]),
+        (&6.into(), &1.into()),
+        "{json}"
+    );
+    assert_eq!(set["uncaptioned"]["first"][0], "0.png");
+    assert_eq!(json["trainings"][0]["output"]["saves"], 10);
+
+    // Nobody's captions are called so.
+    training(&home, "job", TINY, 21, "caption_ext: caption");
+    let shown = out(&validate(&[])).split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(
+        shown.contains("7 of 7 images have no caption in a .caption file"),
+        "{shown}"
+    );
+    assert!(shown.contains("set `caption_ext: .txt`"), "{shown}");
+
+    std::fs::remove_dir_all(home.path().join("data")).unwrap();
+    let gone = validate(&[]);
+    assert_eq!(code(&gone), 1, "{}", out(&gone));
+    assert!(out(&gone).contains("problem:"), "{}", out(&gone));
+    assert_eq!(
+        code(&home.aitk().args(["validate", "nothing.yaml"]).output().unwrap()),
+        3
+    );
+    home.write("broken.yaml", "job: extension\nconfig: [\n");
+    assert_eq!(
+        code(&home.aitk().args(["validate", "broken.yaml"]).output().unwrap()),
+        1
+    );
+}

@@ -1,0 +1,153 @@
+//! Against a small server that knows ranges.
+
+use super::*;
+use crate::model_files::{Identity, identify};
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+
+#[derive(Default)]
+struct Site {
+    files: BTreeMap<String, Vec<u8>>,
+    requests: Vec<String>,
+}
+
+type Shared = Arc<Mutex<Site>>;
+
+async fn start() -> (Shared, HubReader) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}/", listener.local_addr().unwrap());
+    let site = Shared::default();
+    let shared = site.clone();
+    tokio::spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            tokio::spawn(serve(stream, shared.clone()));
+        }
+    });
+    (site, HubReader::new(Some(url), Some("t".into())))
+}
+
+/// One request a connection.
+async fn serve(mut stream: TcpStream, site: Shared) {
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        match stream.read_u8().await {
+            Ok(byte) => head.push(byte),
+            Err(_) => return,
+        }
+    }
+    let head = String::from_utf8_lossy(&head).to_lowercase();
+    let path = head.split(' ').nth(1).unwrap_or_default().to_owned();
+    let range = head.split_once("range: bytes=").and_then(|(_, rest)| {
+        let (from, rest) = rest.split_once('-')?;
+        let to: usize = rest.split("\r\n").next()?.parse().ok()?;
+        Some((from.parse::<usize>().ok()?, to))
+    });
+    let (status, body) = {
+        let mut site = site.lock().unwrap();
+        site.requests.push(path.clone());
+        match (site.files.get(&path), range) {
+            (None, _) => (404, Vec::new()),
+            (Some(content), None) => (200, content.clone()),
+            (Some(content), Some((from, _))) if from >= content.len() => (416, Vec::new()),
+            (Some(content), Some((from, to))) => (206, content[from..content.len().min(to + 1)].to_vec()),
+        }
+    };
+    let head = format!(
+        "HTTP/1.1 {status} x\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+        body.len()
+    );
+    let _ = stream.write_all(head.as_bytes()).await;
+    let _ = stream.write_all(&body).await;
+    let _ = stream.shutdown().await;
+}
+
+fn publish(site: &Shared, files: &[(&str, &[u8])]) {
+    let siblings: Vec<_> = files
+        .iter()
+        .map(|(name, content)| json!({"rfilename": name, "size": content.len()}))
+        .collect();
+    let list = json!({"sha": "abc123", "siblings": siblings}).to_string().into_bytes();
+    let mut site = site.lock().unwrap();
+    site.files
+        .insert("/api/models/org/tiny/revision/main?blobs=true".to_owned(), list);
+    for (name, content) in files {
+        let path = format!("/org/tiny/resolve/abc123/{name}").to_lowercase();
+        site.files.insert(path, content.to_vec());
+    }
+}
+
+/// A safetensors file with this tensor.
+fn weights(name: &str, shape: &[u64]) -> Vec<u8> {
+    let header = json!({name: {"dtype": "F16", "shape": shape, "data_offsets": [0, 4]}}).to_string();
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend_from_slice(header.as_bytes());
+    bytes.resize(3 << 20, 0);
+    bytes
+}
+
+#[tokio::test]
+async fn the_family_of_a_repository_is_told_from_its_small_files() {
+    let (site, hub) = start().await;
+    let told = async || {
+        let (commit, files) = hub.inventory("org/tiny").await.unwrap();
+        assert_eq!(commit, "abc123");
+        match identify(&files) {
+            Identity::Model { family, evidence, .. } => format!("{family}: {evidence}"),
+            other => format!("{other:?}"),
+        }
+    };
+
+    publish(
+        &site,
+        &[
+            ("model_index.json", br#"{"_class_name": "FluxPipeline"}"#),
+            (
+                "transformer/config.json",
+                br#"{"_class_name": "FluxTransformer2DModel"}"#,
+            ),
+            ("transformer/diffusion_pytorch_model.safetensors", &[0; 100]),
+            ("flux1-dev.safetensors", &[0; 100]),
+        ],
+    );
+    assert_eq!(told().await, "FLUX.1: model_index.json names FluxPipeline");
+    let asked = std::mem::take(&mut site.lock().unwrap().requests);
+    assert!(
+        asked.iter().all(|path| !path.contains("safetensors")),
+        "weights are not read: {asked:?}"
+    );
+
+    let one = weights("double_blocks.0.img_attn.qkv.weight", &[9216, 3072]);
+    publish(&site, &[("one.safetensors", &one), ("README.md", b"x")]);
+    let found = told().await;
+    assert!(
+        found.starts_with("FLUX.1: one.safetensors has `double_blocks."),
+        "{found}"
+    );
+
+    // A header that is longer than what is asked for first.
+    let long = weights(&format!("joint_blocks.0.{}", "x".repeat(600 << 10)), &[1, 1]);
+    publish(&site, &[("one.safetensors", &long)]);
+    assert!(told().await.starts_with("Stable Diffusion 3: "));
+
+    publish(&site, &[("model.bin", b"pickle")]);
+    assert!(told().await.starts_with("Pickle"));
+    publish(&site, &[("empty.safetensors", b"")]);
+    assert!(told().await.starts_with("Unknown"));
+}
+
+#[tokio::test]
+async fn a_hub_without_the_repository_and_one_that_is_not_there_are_two_things() {
+    let (_site, hub) = start().await;
+    assert!(matches!(
+        hub.inventory("org/none").await,
+        Err(HubError::NotFound { .. })
+    ));
+    let nobody = HubReader::new(Some("http://127.0.0.1:1".into()), None);
+    assert!(matches!(
+        nobody.inventory("org/tiny").await,
+        Err(HubError::Unavailable(_))
+    ));
+}

@@ -1,0 +1,416 @@
+//! Single files: what the names and shapes of their tensors say.
+//!
+//! The names are those of the families' published checkpoints: the first releases of Stable Diffusion (`ldm`), Stability's
+//! `generative-models` (SDXL, SD 3), Black Forest Labs' `flux`, Wan-Video's `Wan2.1`, Lightricks' LTX, and what diffusers
+//! writes.
+
+use super::{Family, Identity, Weights};
+use crate::job::arch::ArchName;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::ops::Bound;
+
+/// What the names of a denoiser begin with in a whole checkpoint, and in files of some trainers.
+const PREFIXES: [&str; 4] = ["model.diffusion_model.", "diffusion_model.", "model.model.", "net."];
+
+const SD1: Family = Family::of("Stable Diffusion 1.x", ArchName::Sd1);
+
+/// The tensors of a denoiser without their common prefix.
+struct Names<'a> {
+    prefix: &'a str,
+    shapes: BTreeMap<&'a str, &'a [u64]>,
+}
+
+impl<'a> Names<'a> {
+    fn of(weights: &'a Weights) -> Self {
+        let begins = |prefix: &&&str| weights.shapes.keys().any(|name| name.starts_with(**prefix));
+        let prefix = PREFIXES.iter().find(begins).copied().unwrap_or_default();
+        let shapes = weights
+            .shapes
+            .iter()
+            .filter_map(|(name, shape)| Some((name.strip_prefix(prefix)?, shape.as_slice())));
+        Self {
+            prefix,
+            shapes: shapes.collect(),
+        }
+    }
+
+    /// The first tensor whose name begins so.
+    fn first(&self, prefix: &str) -> Option<&'a str> {
+        let from = (Bound::Included(prefix), Bound::Unbounded);
+        let (name, _) = self.shapes.range::<str, _>(from).next()?;
+        name.starts_with(prefix).then_some(*name)
+    }
+
+    fn has(&self, prefix: &str) -> bool {
+        self.first(prefix).is_some()
+    }
+
+    fn side(&self, name: &str, axis: usize) -> Option<u64> {
+        self.shapes.get(name)?.get(axis).copied()
+    }
+
+    /// The first tensor whose name ends so, with a side of its.
+    fn ending(&self, end: &str, axis: usize) -> Option<(&'a str, u64)> {
+        let found = self.shapes.iter().find(|(name, _)| name.ends_with(end))?;
+        Some((found.0, *found.1.get(axis)?))
+    }
+
+    fn quoted(&self, name: &str) -> String {
+        format!("`{}{name}`", self.prefix)
+    }
+}
+
+/// What a weights file is.
+pub(super) fn of_file(file: &str, weights: &Weights) -> Identity {
+    if let Some((what, name)) = adapter(weights) {
+        return Identity::Other {
+            what: what.to_owned(),
+            evidence: format!("{file} has `{name}`"),
+        };
+    }
+    let names = Names::of(weights);
+    let found = unet(&names, weights).or_else(|| transformer(&names));
+    if let Some((family, why)) = found {
+        let missing = match family.arch {
+            Some(ArchName::Sd1) => missing_parts(weights),
+            _ => Vec::new(),
+        };
+        return Identity::Model {
+            family,
+            evidence: format!("{file} has {why}"),
+            missing,
+        };
+    }
+    if let Some((family, kind)) = weights.architecture.as_deref().and_then(gguf_family) {
+        let evidence = format!("{file} says `general.architecture: {kind}`");
+        return match family {
+            Some(family) => Identity::Model {
+                family,
+                evidence,
+                missing: Vec::new(),
+            },
+            None => Identity::Other {
+                what: "a language model".to_owned(),
+                evidence,
+            },
+        };
+    }
+    if let Some((what, name)) = part_alone(weights) {
+        return Identity::Other {
+            what: what.to_owned(),
+            evidence: format!("{file} has `{name}` and no U-Net or transformer"),
+        };
+    }
+    Identity::Unknown {
+        evidence: match weights.shapes.keys().next() {
+            Some(name) => format!(
+                "{file} has {} tensors of no family that is known, such as `{name}`",
+                weights.shapes.len()
+            ),
+            None => format!("{file} has no tensors"),
+        },
+    }
+}
+
+/// LoRAs and the like: their names end in what no base model has.
+fn adapter(weights: &Weights) -> Option<(&'static str, &str)> {
+    const ENDS: [(&str, &str); 9] = [
+        (".lora_down.weight", "a LoRA"),
+        (".lora_up.weight", "a LoRA"),
+        (".lora_A.weight", "a LoRA"),
+        (".lora_B.weight", "a LoRA"),
+        (".lora.down.weight", "a LoRA"),
+        (".lokr_w1", "a LoKr"),
+        (".lokr_w1_a", "a LoKr"),
+        (".hada_w1_a", "a LoHa"),
+        (".oft_diag", "an OFT"),
+    ];
+    for name in weights.shapes.keys() {
+        if let Some((_, what)) = ENDS.iter().find(|(end, _)| name.ends_with(end)) {
+            return Some((what, name));
+        }
+        if name.starts_with("control_model.") || name.starts_with("controlnet_cond_embedding.") {
+            return Some(("a ControlNet", name));
+        }
+        if name == "emb_params" || name == "string_to_param" {
+            return Some(("a textual inversion", name));
+        }
+    }
+    None
+}
+
+/// U-Nets, in the names of the first release or diffusers'.
+fn unet(names: &Names<'_>, weights: &Weights) -> Option<(Family, String)> {
+    let ldm = names.has("input_blocks.") && names.has("output_blocks.");
+    let diffusers = names.has("down_blocks.") && names.has("up_blocks.") && names.has("time_embedding.");
+    if !ldm && !diffusers {
+        return None;
+    }
+    let temporal = names
+        .shapes
+        .keys()
+        .find(|name| name.contains(".time_stack.") || name.contains(".time_mixer."));
+    if let Some(name) = temporal {
+        return Some((Family::without_arch("Stable Video Diffusion"), names.quoted(name)));
+    }
+    let (name, context) = names.ending("attn2.to_k.weight", 1)?;
+    let depth = |level: &str| {
+        let blocks = names.shapes.keys().filter_map(|name| {
+            let (_, rest) = name.strip_prefix(level)?.split_once("transformer_blocks.")?;
+            rest.split('.').next()?.parse::<u64>().ok()
+        });
+        blocks.max().map(|last| last + 1)
+    };
+    let xl = names.has("label_emb.") || names.has("add_embedding.");
+    let depth = depth("input_blocks.7.").or_else(|| depth("down_blocks.2."));
+    let mut family = unet_family(context, xl && context != 1024, depth);
+    if names.has("encoder_hid_proj.") && context == 2048 {
+        family = Family::without_arch("Kolors");
+    }
+    let inputs = names
+        .side("input_blocks.0.0.weight", 1)
+        .or_else(|| names.side("conv_in.weight", 1));
+    if let Some(variant) = input_variant(inputs) {
+        family = family.kind(variant);
+    }
+    let mut why = format!("{} with a context of {context}", names.quoted(name));
+    if let Some(embedder) = weights
+        .shapes
+        .keys()
+        .find(|name| name.starts_with("conditioner.embedders.1."))
+    {
+        why = format!("`{embedder}`, and {why}");
+    }
+    if family.variant.is_some()
+        && let Some(inputs) = inputs
+    {
+        why += &format!(" and {inputs} input channels");
+    }
+    Some((family, why))
+}
+
+/// The family of a U-Net by the width of its text, by whether it also takes sizes (`label_emb`), and by the number of
+/// transformer blocks of its third level.
+pub(super) fn unet_family(context: u64, xl: bool, depth: Option<u64>) -> Family {
+    let sdxl = Family::of("Stable Diffusion XL", ArchName::Sdxl);
+    match (context, xl) {
+        (1024, false) => Family::of("Stable Diffusion 2.x", ArchName::Sd2),
+        (1280, _) => sdxl.kind("refiner"),
+        (2048, _) | (_, true) => match depth {
+            Some(4) => Family::of("SSD-1B", ArchName::Ssd),
+            Some(2) => Family::of("Segmind Vega", ArchName::Vega),
+            _ => sdxl,
+        },
+        // Also small models that somebody made: whether they are what their config says shows when they are loaded.
+        _ => SD1,
+    }
+}
+
+/// The number of transformer blocks of the third level, as `transformer_layers_per_block` has it.
+pub(super) fn deepest_level(value: &Value) -> u64 {
+    match value {
+        Value::Array(levels) => levels.last().map_or(1, deepest_level),
+        other => other.as_u64().unwrap_or(1),
+    }
+}
+
+/// What a U-Net does that takes more than latents.
+pub(super) fn input_variant(channels: Option<u64>) -> Option<&'static str> {
+    match channels? {
+        5 => Some("depth to image"),
+        7 => Some("upscaler"),
+        8 => Some("InstructPix2Pix"),
+        9 => Some("inpainting"),
+        _ => None,
+    }
+}
+
+/// Parts that a single file of Stable Diffusion 1.x has to have.
+fn missing_parts(weights: &Weights) -> Vec<&'static str> {
+    let has = |prefix: &str| weights.shapes.keys().any(|name| name.starts_with(prefix));
+    let parts = [
+        ("cond_stage_model.", "text encoder (`cond_stage_model.…`)"),
+        ("first_stage_model.", "VAE (`first_stage_model.…`)"),
+    ];
+    parts
+        .into_iter()
+        .filter(|(prefix, _)| !has(prefix))
+        .map(|(_, what)| what)
+        .collect()
+}
+
+/// Transformers.
+fn transformer(names: &Names<'_>) -> Option<(Family, String)> {
+    let quoted = |name: &str| names.quoted(name);
+    let found = |family: Family, prefix: &str| Some((family, quoted(names.first(prefix).unwrap_or(prefix))));
+    let wide =
+        |family: Family, name: &str, side: u64| Some((family, format!("{} with a width of {side}", quoted(name))));
+
+    if names.has("joint_blocks.0.") {
+        return found(Family::of("Stable Diffusion 3", ArchName::Sd3), "joint_blocks.0.");
+    }
+    if names.has("txt_in.individual_token_refiner.") {
+        return found(Family::without_arch("HunyuanVideo"), "txt_in.individual_token_refiner.");
+    }
+    if names.has("double_stream_modulation_img.") {
+        return found(Family::of("FLUX.2", ArchName::Flux2), "double_stream_modulation_img.");
+    }
+    if names.has("double_blocks.0.") {
+        if names.has("nerf_blocks.") {
+            return found(Family::of("Chroma Radiance", ArchName::ChromaRadiance), "nerf_blocks.");
+        }
+        if names.has("distilled_guidance_layer.") {
+            return found(Family::of("Chroma", ArchName::Chroma), "distilled_guidance_layer.");
+        }
+        let flux = Family::of("FLUX.1", ArchName::Flux);
+        let kind = match names.side("img_in.weight", 1) {
+            Some(384) => flux.kind("Fill"),
+            Some(128) => flux.kind("control"),
+            Some(196) => Family::of("Flex.2", ArchName::Flex2),
+            _ => flux,
+        };
+        return found(kind, "double_blocks.0.img_attn");
+    }
+    if names.has("single_transformer_blocks.0.") && names.has("transformer_blocks.0.") {
+        if names.has("double_stream_modulation") {
+            return found(Family::of("FLUX.2", ArchName::Flux2), "double_stream_modulation");
+        }
+        if names.has("distilled_guidance_layer.") {
+            return found(Family::of("Chroma", ArchName::Chroma), "distilled_guidance_layer.");
+        }
+        return found(Family::of("FLUX.1", ArchName::Flux), "single_transformer_blocks.0.");
+    }
+    if let Some(side) = names.side("cap_embedder.1.weight", 0) {
+        return match side {
+            3840 => wide(Family::of("Z-Image", ArchName::Zimage), "cap_embedder.1.weight", side),
+            _ => wide(
+                Family::of("Lumina Image 2", ArchName::Lumina2),
+                "cap_embedder.1.weight",
+                side,
+            ),
+        };
+    }
+    if names.has("time_caption_embed.") {
+        return found(Family::of("OmniGen2", ArchName::Omnigen2), "time_caption_embed.");
+    }
+    if names.has("head.modulation") && names.has("blocks.0.self_attn.")
+        || names.has("condition_embedder.text_embedder.")
+    {
+        return wan(names);
+    }
+    if names.has("audio_adaln_single.") || names.has("transformer_blocks.0.audio_attn1.") {
+        let name = names
+            .first("audio_adaln_single.")
+            .or_else(|| names.first("transformer_blocks.0.audio_attn1."));
+        return Some((Family::of("LTX-2", ArchName::Ltx2), quoted(name.unwrap_or_default())));
+    }
+    if names.has("txt_norm.") && names.has("transformer_blocks.0.") {
+        return found(Family::of("Qwen-Image", ArchName::QwenImage), "txt_norm.");
+    }
+    if names.has("t_block.1.") {
+        return found(Family::of("PixArt", ArchName::Pixart), "t_block.1.");
+    }
+    if names.has("patchify_proj.") || names.has("adaln_single.") {
+        return match names.has("patchify_proj.") || names.has("transformer_blocks.27.") && names.has("proj_in.") {
+            true => found(Family::without_arch("LTX-Video"), "adaln_single."),
+            false => found(Family::of("PixArt", ArchName::Pixart), "adaln_single."),
+        };
+    }
+    if names.has("double_stream_blocks.0.") {
+        return found(Family::of("HiDream I1", ArchName::Hidream), "double_stream_blocks.0.");
+    }
+    if names.has("double_layers.0.") || names.has("joint_transformer_blocks.0.") {
+        let name = names
+            .first("double_layers.0.")
+            .or_else(|| names.first("joint_transformer_blocks.0."));
+        return Some((
+            Family::of("AuraFlow", ArchName::Auraflow),
+            quoted(name.unwrap_or_default()),
+        ));
+    }
+    if names.has("blocks.0.mlp.layer1.") {
+        return match names.has("llm_adapter.") {
+            true => found(Family::of("Anima", ArchName::Anima), "llm_adapter."),
+            false => found(Family::without_arch("Cosmos"), "blocks.0.mlp.layer1."),
+        };
+    }
+    // Stable Diffusion 3 as diffusers writes it: text and image side by side, and no single blocks.
+    if names.has("transformer_blocks.0.attn.add_q_proj.") && names.has("context_embedder.") {
+        return found(
+            Family::of("Stable Diffusion 3", ArchName::Sd3),
+            "transformer_blocks.0.attn.add_q_proj.",
+        );
+    }
+    let rest = [
+        ("genre_embedder.", Family::without_arch("ACE-Step 1")),
+        ("lyric_encoder.", Family::of("ACE-Step 1.5", ArchName::AceStep15)),
+        ("mlp_t5.", Family::without_arch("Hunyuan-DiT")),
+        ("clip_txt_mapper.", Family::without_arch("Stable Cascade")),
+        ("t5_yproj.", Family::without_arch("Mochi")),
+    ];
+    rest.into_iter()
+        .find(|(prefix, _)| names.has(prefix))
+        .and_then(|(prefix, family)| found(family, prefix))
+}
+
+/// Wan, in its makers' names or diffusers'.
+fn wan(names: &Names<'_>) -> Option<(Family, String)> {
+    let image = names.has("img_emb.")
+        || names.has("blocks.0.cross_attn.k_img.")
+        || names.has("condition_embedder.image_embedder.");
+    let inputs = names.side("patch_embedding.weight", 1);
+    let width = names.side("patch_embedding.weight", 0).unwrap_or(0);
+    let family = match (inputs, image) {
+        (Some(48), _) => Family::of("Wan 2.2 5B", ArchName::Wan22_5b),
+        (_, true) => Family::of("Wan 2.1 image to video", ArchName::Wan21I2v),
+        // Without the image encoder that Wan 2.1 had, but with the image's latents beside those of the video.
+        (Some(36), false) => Family::of("Wan 2.2 14B image to video", ArchName::Wan22_14bI2v),
+        // An expert of Wan 2.2 14B has the same tensors as Wan 2.1 14B.
+        _ => Family::of("Wan 2.1 or 2.2", ArchName::Wan21),
+    };
+    let name = names.first("blocks.0.").unwrap_or_default();
+    Some((family, format!("{} with a width of {width}", names.quoted(name))))
+}
+
+/// Families by `general.architecture` of GGUF files. None within: a language model.
+fn gguf_family(architecture: &str) -> Option<(Option<Family>, &str)> {
+    let family = match architecture {
+        "sd1" => SD1,
+        "sdxl" => Family::of("Stable Diffusion XL", ArchName::Sdxl),
+        "sd3" => Family::of("Stable Diffusion 3", ArchName::Sd3),
+        "flux" => Family::of("FLUX.1", ArchName::Flux),
+        "aura" => Family::of("AuraFlow", ArchName::Auraflow),
+        "hidream" => Family::of("HiDream I1", ArchName::Hidream),
+        "lumina2" => Family::of("Lumina Image 2", ArchName::Lumina2),
+        "qwen_image" => Family::of("Qwen-Image", ArchName::QwenImage),
+        "wan" => Family::of("Wan 2.1 or 2.2", ArchName::Wan21),
+        "ltxv" => Family::without_arch("LTX-Video"),
+        "hyvid" => Family::without_arch("HunyuanVideo"),
+        "cosmos" => Family::without_arch("Cosmos"),
+        "llama" | "qwen2" | "qwen3" | "gemma2" | "gemma3" | "phi3" | "mistral" | "starcoder2" => {
+            return Some((None, architecture));
+        }
+        _ => return None,
+    };
+    Some((Some(family), architecture))
+}
+
+/// A VAE or a text encoder without a denoiser.
+fn part_alone(weights: &Weights) -> Option<(&'static str, &str)> {
+    const BEGINS: [(&str, &str); 9] = [
+        ("first_stage_model.", "a VAE"),
+        ("encoder.down.0.", "a VAE"),
+        ("encoder.down_blocks.", "a VAE"),
+        ("decoder.up_blocks.", "a VAE"),
+        ("text_model.encoder.layers.", "a text encoder"),
+        ("encoder.block.0.layer.0.SelfAttention.", "a T5 text encoder"),
+        ("cond_stage_model.", "a text encoder"),
+        ("model.layers.0.self_attn.", "a language model"),
+        ("blk.0.attn_", "a language model"),
+    ];
+    BEGINS.iter().find_map(|(prefix, what)| {
+        let name = weights.shapes.keys().find(|name| name.starts_with(prefix))?;
+        Some((*what, name.as_str()))
+    })
+}

@@ -1,0 +1,152 @@
+//! Lines and letters into pixels.
+
+use font8x8::UnicodeFonts;
+
+/// Red, green, blue.
+pub(super) type Rgb = [u8; 3];
+
+/// An image that is drawn on.
+pub(super) struct Canvas {
+    width: usize,
+    height: usize,
+    pixels: Vec<u8>,
+}
+
+impl Canvas {
+    pub(super) fn new(width: usize, height: usize, paper: Rgb) -> Self {
+        Self {
+            width,
+            height,
+            pixels: paper.repeat(width * height),
+        }
+    }
+
+    /// Mixes a colour into a pixel. Outside of the image nothing happens.
+    fn mix(&mut self, x: usize, y: usize, colour: Rgb, share: f64) {
+        if x >= self.width || y >= self.height {
+            return;
+        }
+        let at = (y * self.width + x) * 3;
+        if let Some(pixel) = self.pixels.get_mut(at..at + 3) {
+            for (old, new) in pixel.iter_mut().zip(colour) {
+                let mixed = f64::from(*old) + (f64::from(new) - f64::from(*old)) * share.clamp(0.0, 1.0);
+                *old = mixed.round() as u8;
+            }
+        }
+    }
+
+    /// How much of each pixel a line covers, by its distance from the line.
+    fn cover(&self, from: (f64, f64), to: (f64, f64), width: f64, mut each: impl FnMut(usize, usize, f64)) {
+        let reach = width / 2.0 + 1.0;
+        let bound = |value: f64, most: usize| value.max(0.0).min(most as f64) as usize;
+        let (x0, x1) = (from.0.min(to.0) - reach, from.0.max(to.0) + reach);
+        let (y0, y1) = (from.1.min(to.1) - reach, from.1.max(to.1) + reach);
+        let (dx, dy) = (to.0 - from.0, to.1 - from.1);
+        let length = dx * dx + dy * dy;
+        for y in bound(y0, self.height)..=bound(y1, self.height - 1) {
+            for x in bound(x0, self.width)..=bound(x1, self.width - 1) {
+                let (px, py) = (x as f64 + 0.5 - from.0, y as f64 + 0.5 - from.1);
+                let along = if length > 0.0 {
+                    ((px * dx + py * dy) / length).clamp(0.0, 1.0)
+                } else {
+                    0.0
+                };
+                let distance = (px - along * dx).hypot(py - along * dy);
+                let share = width / 2.0 + 0.5 - distance;
+                if share > 0.0 {
+                    each(x, y, share.min(1.0));
+                }
+            }
+        }
+    }
+
+    /// A line of this width.
+    pub(super) fn line(&mut self, from: (f64, f64), to: (f64, f64), width: f64, colour: Rgb) {
+        let mut touched = Vec::new();
+        self.cover(from, to, width, |x, y, share| touched.push((x, y, share)));
+        for (x, y, share) in touched {
+            self.mix(x, y, colour, share);
+        }
+    }
+
+    /// A line through all points. Where several lie in one column of pixels, their lowest and their highest are joined.
+    pub(super) fn curve(&mut self, points: &[(f64, f64)], width: f64, colour: Rgb) {
+        let mut thinned: Vec<(f64, f64)> = Vec::new();
+        for column in points.chunk_by(|a, b| a.0.floor() == b.0.floor()) {
+            if column.len() <= 3 {
+                thinned.extend(column);
+                continue;
+            }
+            let low = column.iter().copied().min_by(|a, b| a.1.total_cmp(&b.1));
+            let high = column.iter().copied().max_by(|a, b| a.1.total_cmp(&b.1));
+            let ends = [column.first().copied(), low, high, column.last().copied()];
+            thinned.extend(ends.into_iter().flatten());
+        }
+        // Each pixel once, so that the joints of segments are not darker than the rest.
+        let mut shares = vec![0.0_f32; self.width * self.height];
+        let mut join = |canvas: &Self, from, to| {
+            canvas.cover(from, to, width, |x, y, share| {
+                if let Some(old) = shares.get_mut(y * canvas.width + x) {
+                    *old = old.max(share as f32);
+                }
+            });
+        };
+        match thinned.as_slice() {
+            [one] => join(self, *one, *one),
+            points => points.windows(2).for_each(|pair| join(self, pair[0], pair[1])),
+        }
+        for (at, share) in shares.into_iter().enumerate().filter(|(_, share)| *share > 0.0) {
+            self.mix(at % self.width, at / self.width, colour, f64::from(share));
+        }
+    }
+
+    /// A text whose letters are `scale` times 8 pixels high, from its upper left corner.
+    pub(super) fn text(&mut self, x: usize, y: usize, text: &str, scale: usize, colour: Rgb) {
+        for (at, letter) in text.chars().enumerate() {
+            let fonts = font8x8::BASIC_FONTS
+                .get(letter)
+                .or_else(|| font8x8::LATIN_FONTS.get(letter));
+            let Some(rows) = fonts.or_else(|| font8x8::BASIC_FONTS.get('?')) else {
+                continue;
+            };
+            for (row, bits) in rows.into_iter().enumerate() {
+                for column in (0..8).filter(|column| bits & (1 << column) != 0) {
+                    for (dx, dy) in (0..scale * scale).map(|i| (i % scale, i / scale)) {
+                        self.mix(x + (at * 8 + column) * scale + dx, y + row * scale + dy, colour, 1.0);
+                    }
+                }
+            }
+        }
+    }
+
+    /// A text that ends at `x`, with its middle at `y`.
+    pub(super) fn text_right(&mut self, x: usize, y: usize, text: &str, scale: usize, colour: Rgb) {
+        let width = text.chars().count() * 8 * scale;
+        self.text(
+            x.saturating_sub(width),
+            y.saturating_sub(4 * scale),
+            text,
+            scale,
+            colour,
+        );
+    }
+
+    /// A text with its middle at `x`.
+    pub(super) fn text_middle(&mut self, x: usize, y: usize, text: &str, scale: usize, colour: Rgb) {
+        let width = text.chars().count() * 8 * scale;
+        self.text(x.saturating_sub(width / 2), y, text, scale, colour);
+    }
+
+    /// As a PNG file; none when it cannot be encoded, which does not happen.
+    pub(super) fn png(&self) -> Option<Vec<u8>> {
+        let mut bytes = Vec::new();
+        let (width, height) = (u32::try_from(self.width).ok()?, u32::try_from(self.height).ok()?);
+        let mut encoder = png::Encoder::new(&mut bytes, width, height);
+        encoder.set_color(png::ColorType::Rgb);
+        encoder.set_depth(png::BitDepth::Eight);
+        let mut writer = encoder.write_header().ok()?;
+        writer.write_image_data(&self.pixels).ok()?;
+        writer.finish().ok()?;
+        Some(bytes)
+    }
+}
