@@ -17,8 +17,8 @@ Without a terminal there are no bars, only a plain line now and then.
 one such object per line. Times in JSON are RFC 3339, sizes are bytes. A field may be added at any time; `schema_version`
 grows when one changes its meaning or goes away.
 
-A job is named by its id, a unique beginning of its id, or its name (the newest job of that name that has not ended,
-else the newest). An array (`submit --sweep`, `--array`, or a job with `cluster.split`) is named the same way and stands
+A job is named by its id, its name, or a unique beginning of its id. A name means the job of that name that has not
+ended, else the newest; when several have not ended, the command lists their ids and does nothing. An array (`submit --sweep`, `--array`, or a job with `cluster.split`) is named the same way and stands
 for all its members, each of which is also a job: `ID-0`, `ID-1` and so on. Errors are `error: …` with `hint: …` lines that
 say what to do.
 

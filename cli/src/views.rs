@@ -355,7 +355,7 @@ mod tests {
             assert!(line.width() <= 80, "{line}");
         }
         assert!(lines[1].starts_with("0193aaaa-  a_lora"), "{}", lines[1]);
-        let numbers = "running  1200/20000  0.1235  2.50 it/s  2h 5m  1h ago";
+        let numbers = "running  1200/20000  0.1235  2.50 it/s  2h 05m  1h ago";
         assert!(lines[1].ends_with(numbers), "{}", lines[1]);
         // Where it is, and why another waits, whole.
         assert_eq!(lines[2], "  the-box-under-the-desk cuda:0, training");

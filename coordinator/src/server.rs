@@ -392,7 +392,7 @@ pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -
     if let Some(listener) = metrics_listener {
         tokio::spawn(metrics::serve(listener, metrics, core.clone(), stopping.clone()));
     }
-    let (access, auditing) = Access::open(store.clone(), token.clone(), clock).await?;
+    let (access, auditing) = Access::open(store.clone(), token.clone(), clock, &data_dir).await?;
     let pins = Pins::new(config.retention.grace);
     let uploads = Arc::new(Uploads::new(store.clone()));
     let collector = Collector {
@@ -403,6 +403,7 @@ pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -
         pins: pins.clone(),
         uploads: uploads.clone(),
         retention: config.retention.clone(),
+        refusals_seen: Arc::default(),
     };
     let collecting = tokio::spawn(collector.clone().run());
     let scope = Scope::new(

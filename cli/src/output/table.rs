@@ -278,23 +278,23 @@ mod tests {
     fn notes_stand_beside_where_they_fit_and_below_uncut_where_they_do_not() {
         let mut table = Table::with_notes(&[Column::fixed("ID"), Column::text("NAME", 8)], "DETAIL");
         table.row(["j1".to_owned(), "ada".to_owned()]);
-        table.note("runs on box cuda:0");
+        table.note("runs on the box cuda:0");
         table.row(["j2".to_owned(), "bob".to_owned()]);
         assert_eq!(
             table.aligned(40),
-            ["ID  NAME  DETAIL", "j1  ada   runs on box cuda:0", "j2  bob"]
+            ["ID  NAME  DETAIL", "j1  ada   runs on the box cuda:0", "j2  bob"]
         );
         assert_eq!(
-            table.blocks(20),
+            table.blocks(22),
             [
                 vec!["ID  NAME"],
-                vec!["j1  ada", "  runs on box", "  cuda:0"],
+                vec!["j1  ada", "  runs on the box", "  cuda:0"],
                 vec!["j2  bob"]
             ]
         );
         assert_eq!(
             table.tabbed(),
-            ["ID\tNAME\tDETAIL", "j1\tada\truns on box cuda:0", "j2\tbob\t"]
+            ["ID\tNAME\tDETAIL", "j1\tada\truns on the box cuda:0", "j2\tbob\t"]
         );
     }
 

@@ -85,7 +85,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let store = SqlStore::sqlite(&folder.path().join("db")).await.unwrap();
         let store: Arc<dyn Store> = Arc::new(store);
-        let (access, _writing) = Access::open(store.clone(), Token::generate(), Clock::new())
+        let (access, _writing) = Access::open(store.clone(), Token::generate(), Clock::new(), folder.path())
             .await
             .unwrap();
         let who = |name: &str| Identity {

@@ -27,6 +27,7 @@ use enrolments::Enrolments;
 use limit::{Failure, Limit};
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr};
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Instant;
@@ -180,7 +181,10 @@ impl Access {
         store: Arc<dyn Store>,
         first: Token,
         clock: Clock,
+        data_dir: &Path,
     ) -> Result<(Self, JoinHandle<()>), AccessError> {
+        let unwritten = data_dir.join(audit::UNWRITTEN);
+        audit::write_kept(store.as_ref(), &unwritten).await?;
         let mut tokens = HashMap::new();
         for document in store.documents(tokens::TOKEN).await? {
             let record: TokenRecord = serde_json::from_str(&document.record).map_err(AccessError::Record)?;
@@ -211,7 +215,7 @@ impl Access {
                 if let Some(last) = batch.last_mut().filter(|_| lost > 0) {
                     last.detail = format!("{}; {lost} lines before this one were not written", last.detail);
                 }
-                audit::write(store.as_ref(), &batch).await;
+                audit::write(store.as_ref(), &batch, &unwritten).await;
                 batch.clear();
             }
         });

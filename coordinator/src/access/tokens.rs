@@ -144,7 +144,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let store = SqlStore::sqlite(&folder.path().join("db")).await.unwrap();
         let store: Arc<dyn Store> = Arc::new(store);
-        let (access, _writing) = Access::open(store, Token::generate(), clock).await.unwrap();
+        let (access, _writing) = Access::open(store, Token::generate(), clock, folder.path())
+            .await
+            .unwrap();
         let admin = Identity {
             name: UserName::new("ada"),
             role: Role::Admin,

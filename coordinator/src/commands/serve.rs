@@ -89,6 +89,9 @@ pub(crate) struct ServeArgs {
     /// Keep the last checkpoint of a job that completed or failed for so many days; one that is resumed later begins again.
     #[arg(long, env = "AITK_KEEP_CHECKPOINTS_DAYS", default_value_t = 30, value_name = "DAYS")]
     keep_checkpoints_days: u32,
+    /// Keep what the audit log says of refused calls for so many days; what was done stays in it for ever.
+    #[arg(long, env = "AITK_KEEP_REFUSALS_DAYS", default_value_t = 90, value_name = "DAYS")]
+    keep_refusals_days: u32,
     /// Keep about so many of a job's newest log lines and metrics; state changes, checkpoints and files stay in its log.
     #[arg(long, env = "AITK_KEEP_LOG_LINES", default_value_t = Retention::default().events, value_name = "N")]
     keep_log_lines: u64,
@@ -167,6 +170,7 @@ impl ServeArgs {
                 grace: Duration::from_secs(u64::from(self.gc_grace_hours) * HOUR),
                 jobs: self.keep_jobs_days.map(days),
                 checkpoints: Some(days(self.keep_checkpoints_days)),
+                refusals: days(self.keep_refusals_days),
                 events: self.keep_log_lines.max(1),
             },
             metrics: self.metrics_bind,

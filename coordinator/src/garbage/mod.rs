@@ -20,6 +20,7 @@ use aitk_common::hash::ContentHash;
 use aitk_common::storage::{BlobInfo, BlobStore, StorageError, gc};
 use futures::stream::{self, StreamExt, TryStreamExt};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Blobs removed at once.
@@ -39,6 +40,8 @@ pub struct Retention {
     /// The last checkpoint of a job that completed or failed is kept for this time; none: as long as the job. One that
     /// was stopped keeps it in any case.
     pub checkpoints: Option<Duration>,
+    /// Lines of the audit log about what was refused are kept for this time; those about what was done are kept for ever.
+    pub refusals: Duration,
     /// About so many of a job's newest log lines and metrics are kept; everything else in its log stays.
     pub events: u64,
 }
@@ -50,6 +53,7 @@ impl Default for Retention {
             grace: Duration::from_secs(24 * 3600),
             jobs: None,
             checkpoints: Some(Duration::from_secs(30 * 24 * 3600)),
+            refusals: Duration::from_secs(90 * 24 * 3600),
             events: EVENTS_KEPT,
         }
     }
@@ -102,6 +106,8 @@ pub(crate) struct Collector {
     pub(crate) pins: Arc<Pins>,
     pub(crate) uploads: Arc<Uploads>,
     pub(crate) retention: Retention,
+    /// The line of the audit log up to which old refusals are gone.
+    pub(crate) refusals_seen: Arc<AtomicU64>,
 }
 
 impl Collector {
@@ -126,6 +132,7 @@ impl Collector {
         let mut done = Collected::default();
         if !dry {
             done.jobs_forgotten = self.expire().await?;
+            self.forget_refusals().await?;
             let unfinished = self.blobs.sweep(UNFINISHED).await?;
             if unfinished > 0 {
                 tracing::info!(unfinished, "removed what dead uploads left");
@@ -173,6 +180,26 @@ impl Collector {
         self.core.event(expire).await?;
         self.core.stored().await?;
         Ok(forgotten as u64)
+    }
+
+    /// Refusals are written down as fast as strangers knock, so they do not stay for ever.
+    async fn forget_refusals(&self) -> Result<(), CollectError> {
+        let kept = u64::try_from(self.retention.refusals.as_millis()).unwrap_or(u64::MAX);
+        let before = UnixMillis(self.clock.date().0.saturating_sub(kept));
+        let (mut after, mut lines) = (self.refusals_seen.load(Ordering::Relaxed), 0);
+        loop {
+            let forgotten = self.store.forget_refusals(after, before).await?;
+            after = forgotten.after;
+            lines += forgotten.lines;
+            if !forgotten.more {
+                break;
+            }
+        }
+        self.refusals_seen.store(after, Ordering::Relaxed);
+        if lines > 0 {
+            tracing::info!(lines, "removed old refusals from the audit log");
+        }
+        Ok(())
     }
 
     async fn needed(&self) -> Result<std::collections::HashSet<ContentHash>, CollectError> {

@@ -4,6 +4,21 @@ use super::batch::{Bulk, statements};
 use super::records::json;
 use super::{SqlStore, StoreError};
 use crate::access::AuditLine;
+use aitk_common::control::UnixMillis;
+
+/// Lines of the audit log that are looked at in one transaction.
+const REFUSALS_AT_ONCE: u32 = 500;
+
+/// What [`super::Store::forget_refusals`] did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Forgotten {
+    /// The last line that is old enough.
+    pub after: u64,
+    /// Lines that were removed.
+    pub lines: u64,
+    /// There may be more of them.
+    pub more: bool,
+}
 
 /// What an administrator made, as JSON.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,6 +67,33 @@ impl SqlStore {
         let rows = rows.map_err(|e| self.failed(e))?;
         AUDIT.run(&mut work, rows).await.map_err(|e| self.failed(e))?;
         work.commit().await.map_err(|e| self.failed(e))
+    }
+
+    pub(super) async fn remove_refusals(&self, after: u64, before: UnixMillis) -> Result<Forgotten, StoreError> {
+        let page = self.read_audit(after, REFUSALS_AT_ONCE).await?;
+        let whole = page.len() == REFUSALS_AT_ONCE as usize;
+        let old: Vec<_> = page.into_iter().take_while(|(_, line)| line.time < before).collect();
+        let last = old.last().map_or(after, |(number, _)| *number);
+        let more = whole && old.len() == REFUSALS_AT_ONCE as usize;
+        let refused: Vec<u64> = old
+            .iter()
+            .filter(|(_, line)| !line.done)
+            .map(|(number, _)| *number)
+            .collect();
+        if !refused.is_empty() {
+            let mut work = self.begin().await?;
+            for number in &refused {
+                work.run("DELETE FROM audit WHERE seq = $1", &[(*number).into()])
+                    .await
+                    .map_err(|e| self.failed(e))?;
+            }
+            work.commit().await.map_err(|e| self.failed(e))?;
+        }
+        Ok(Forgotten {
+            after: last,
+            lines: refused.len() as u64,
+            more,
+        })
     }
 
     pub(super) async fn read_audit(&self, after: u64, limit: u32) -> Result<Vec<(u64, AuditLine)>, StoreError> {

@@ -17,7 +17,7 @@ mod sqlite;
 mod tables;
 mod uploads;
 
-pub use access::Document;
+pub use access::{Document, Forgotten};
 pub use backup::{BackupError, Tally};
 pub use payloads::Body;
 pub use postgres::DatabaseUrl;
@@ -25,7 +25,7 @@ pub use sql::SqlStore;
 
 use crate::access::AuditLine;
 use crate::core::{Payload, Record, Restored, Worker};
-use aitk_common::control::{Artifact, JobEvent};
+use aitk_common::control::{Artifact, JobEvent, UnixMillis};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
 use aitk_common::security::token::Token;
@@ -132,6 +132,13 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// [`StoreError`]
     async fn audit(&self, after: u64, limit: u32) -> Result<Vec<(u64, AuditLine)>, StoreError>;
+
+    /// Removes the lines of the audit log after one that tell of something refused before a time. What was done stays.
+    /// Returns the number after which to look the next time, and how many went; few at a time.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    async fn forget_refusals(&self, after: u64, before: UnixMillis) -> Result<Forgotten, StoreError>;
 
     /// Tells the others that we still lead. Until when they believe it, by this machine's clock, even if this renewal did not
     /// succeed; none where there are no others.

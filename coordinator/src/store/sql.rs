@@ -2,10 +2,10 @@
 
 use super::lease::Writer;
 use super::link::{Link, Row, Value, Work};
-use super::{Body, Document, EVENTS_KEPT, JobRoots, Loaded, Store, StoreError, records};
+use super::{Body, Document, EVENTS_KEPT, Forgotten, JobRoots, Loaded, Store, StoreError, records};
 use crate::access::AuditLine;
 use crate::core::{Job, Payload, Record, Restored, Worker};
-use aitk_common::control::{Artifact, JobEvent};
+use aitk_common::control::{Artifact, JobEvent, UnixMillis};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
 use aitk_common::security::token::Token;
@@ -264,6 +264,10 @@ impl Store for SqlStore {
 
     async fn audit(&self, after: u64, limit: u32) -> Result<Vec<(u64, AuditLine)>, StoreError> {
         self.in_time(Box::pin(self.read_audit(after, limit))).await
+    }
+
+    async fn forget_refusals(&self, after: u64, before: UnixMillis) -> Result<Forgotten, StoreError> {
+        self.in_time(Box::pin(self.remove_refusals(after, before))).await
     }
 
     async fn renew(&self) -> Result<Option<Instant>, StoreError> {
