@@ -38,7 +38,8 @@ async fn jobs_are_listed_for_people_scripts_and_programs() {
     let plain = ask(&fake, &["ps"]).await;
     assert_eq!(code(&plain), 0, "{}", err(&plain));
     assert!(
-        out(&plain).starts_with("ID\tNAME\tSTATE\tSTEP\tLOSS\tSPEED\tETA\tSINCE\tDETAIL\nj1-aaaaaaaaaaaa\tada\trunning\t"),
+        out(&plain)
+            .starts_with("ID\tNAME\tSTATE\tSTEP\tLOSS\tSPEED\tETA\tSINCE\tDETAIL\nj1-aaaaaaaaaaaa\tada\trunning\t"),
         "{}",
         out(&plain)
     );
