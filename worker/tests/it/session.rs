@@ -32,7 +32,7 @@ async fn a_job_runs_from_its_inputs_to_its_artifact() {
 
     let checkpoint = lab.checkpoint(5);
     let text = script(&[
-        r#"where=$(sed -n 's/.*"my.data": "\(.*\)".*/\1/p' "$2"); cat "$where/a.txt"; echo; echo "seed $(grep -c '"seed"' "$2")"; printf x > "$TMPDIR/scratch"; case "$TMPDIR" in "$PWD"/*) echo "its own folder";; esac"#,
+        r#"where=$(sed -n 's/.*"my.data": "\(.*trees.*\)".*/\1/p' "$2"); cat "$where/a.txt"; echo; echo "seed $(grep -c '"seed"' "$2")"; printf x > "$TMPDIR/scratch"; case "$TMPDIR" in "$PWD"/*) echo "its own folder";; esac"#,
         "\n",
         &say(json!({"event": "phase", "name": "training"})),
         &say(json!({"event": "progress", "done": 5, "total": 10, "seconds_per_step": 0.5})),
@@ -230,7 +230,7 @@ async fn a_child_that_outlasts_its_grace_is_not_said_to_have_saved() {
     let text = script(&[
         "trap '' TERM\n",
         &say(json!({"event": "phase", "name": "training"})),
-        &say(json!({"event": "checkpoint", "path": checkpoint, "step": 400})),
+        &saved(&checkpoint, 400),
         &say(json!({"event": "progress", "done": 437, "total": 1000, "seconds_per_step": 1.0})),
         "while :; do sleep 0.02; done\n",
     ]);

@@ -51,7 +51,7 @@ async fn a_job_moves_between_machines_that_see_nothing_but_what_they_need() {
     let job = anna.jobs.clone().submit(request).await.unwrap().into_inner().job_id;
 
     let checkpoint = lab.checkpoint(5);
-    let caption = r#"where=$(sed -n 's/.*"my.data": "\(.*\)".*/\1/p' "$2"); cat "$where/a.txt"; echo"#;
+    let caption = r#"where=$(sed -n 's/.*"my.data": "\(.*trees.*\)".*/\1/p' "$2"); cat "$where/a.txt"; echo"#;
     let first = script(&[
         "trap 'stop=1' TERM\n",
         caption,
