@@ -112,6 +112,7 @@ fn worker(number: u64) -> Event {
             labels: BTreeMap::new(),
             running: Vec::new(),
             confinement: None,
+            offers: Vec::new(),
         }),
     }
 }

@@ -343,6 +343,7 @@ impl Runner {
                     beat_interval,
                     lease,
                     keep,
+                    wanted,
                     ..
                 },
             ) => {
@@ -355,6 +356,7 @@ impl Runner {
                         lease,
                         storage_url,
                         keep,
+                        wanted,
                     }
                     .into(),
                 );

@@ -18,6 +18,7 @@ use serde::Deserialize;
 use std::panic::AssertUnwindSafe;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
@@ -50,6 +51,7 @@ pub(crate) async fn run(
     run_to_end(&context, &assignment, &reporter, &mut wanted, &fence, &folder)
         .instrument(about)
         .await;
+    context.kept.attempt_ended(&assignment.attempt);
     let after = Arc::clone(&context);
     let removed = tokio::task::spawn_blocking(move || {
         after.derived.tidy();
@@ -169,13 +171,26 @@ async fn execute(
     let (items, queue) = mpsc::channel(sync::QUEUE);
     // The child hears the session's wishes, and ours when its results cannot be stored.
     let (to_child, wishes) = watch::channel(*wanted.borrow());
+    let interrupted = AtomicBool::new(false);
     let child = runner::run(&context.spawner, launch, wishes, events);
     let pump = async {
         let pins = Pins::new(folder.join("pins"));
         let mut steps = Steps::default();
+        let saved = |step: u64, pinned: &Path| {
+            context.kept.made(reporter.held(), step, pinned);
+            // A refused worker does not train into the blue: what it has is kept, and waits to be let in.
+            if context.refused.borrow().is_some() {
+                interrupted.store(true, Ordering::Relaxed);
+                to_child.send_if_modified(|now| {
+                    let further = *now < Wanted::Stop;
+                    *now = (*now).max(Wanted::Stop);
+                    further
+                });
+            }
+        };
         let output = folder.join("output");
         let output = (!assignment.local).then_some(output.as_path());
-        let pumped = pump(heard, items, reporter, trace, output, pins, &mut steps).await;
+        let pumped = pump(heard, items, reporter, trace, output, pins, &saved, &mut steps).await;
         trace.no_phase();
         if pumped.is_err() {
             to_child.send_replace(Wanted::Kill);
@@ -196,7 +211,14 @@ async fn execute(
     };
     tokio::select! {
         (outcome, (pumped, steps), synced) = async { tokio::join!(child, pump, synced) } => {
-            pumped.and(synced).err().unwrap_or_else(|| steps.complete(outcome))
+            let outcome = pumped.and(synced).err().unwrap_or_else(|| steps.complete(outcome));
+            match outcome {
+                Outcome::Stopped { .. } if interrupted.load(Ordering::Relaxed) => Outcome::Failed {
+                    cause: FailureCause::Interrupted,
+                    message: "the coordinator refused its worker for a while; it saved and waited".to_owned(),
+                },
+                other => other,
+            }
         }
         () = pass_on(&mut wanted, &to_child) => internal("unreachable".to_owned()),
     }
@@ -320,6 +342,7 @@ impl Steps {
 ///
 /// # Errors
 /// How the attempt ends when a file that it made cannot be kept: a job must not pass for complete without its results.
+#[expect(clippy::too_many_arguments, reason = "what an attempt consists of")]
 async fn pump(
     mut events: mpsc::Receiver<ChildEvent>,
     items: mpsc::Sender<Item>,
@@ -327,6 +350,7 @@ async fn pump(
     trace: &AttemptTrace,
     own: Option<&Path>,
     pins: Pins,
+    saved: &(dyn Fn(u64, &Path) + Sync),
     steps: &mut Steps,
 ) -> Result<(), Outcome> {
     let local = own.is_none();
@@ -394,7 +418,12 @@ async fn pump(
                 continue;
             }
             ChildEvent::Finished { .. } => continue,
-            ChildEvent::Checkpoint { step, .. } => Item::Checkpoint { pinned, step },
+            ChildEvent::Checkpoint { step, .. } => {
+                if !local {
+                    saved(step, &pinned);
+                }
+                Item::Checkpoint { pinned, step }
+            }
             ChildEvent::ArtifactRemoved { name } => match names::check(&name) {
                 Ok(()) => Item::Removed(name),
                 Err(_) => continue,

@@ -1,6 +1,7 @@
 //! What every attempt of this worker shares.
 
 use crate::folders::Folders;
+use crate::kept::KeptCheckpoints;
 use crate::runner::{Groups, Spawner};
 use crate::stage::cache::Cache;
 use crate::stage::derived::DerivedCaches;
@@ -9,8 +10,13 @@ use crate::storage::StorageAccess;
 use crate::trace::Spans;
 use std::ffi::OsString;
 use std::time::Duration;
+use tokio::sync::watch;
 
 pub(crate) struct Context {
+    /// Checkpoints that are not with the coordinator yet.
+    pub(crate) kept: KeptCheckpoints,
+    /// Why the coordinator refuses this worker, while it does.
+    pub(crate) refused: watch::Sender<Option<String>>,
     pub(crate) folders: Folders,
     pub(crate) cache: Cache,
     pub(crate) derived: DerivedCaches,

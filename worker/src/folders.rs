@@ -5,10 +5,12 @@
 //! worker_id     the id that the coordinator gave us
 //! identity.json the certificate and key of a worker that joined
 //! attempts/ID/  spec.json, tmp/, output/, resume/, pins/: gone when the attempt has ended
+//! kept/ID/      checkpoints that could not be sent to the coordinator yet
 //! cache/        inputs: blobs/, trees/ (snapshots, read-only), hub/ (models from Hugging Face); derived/USER/INPUT/: what
 //!               attempts computed from them
 //! ```
 
+use crate::kept::KeptCheckpoints;
 use aitk_common::fsutil::{self, FsError};
 use aitk_common::id::{AttemptId, WorkerId};
 use std::fs::{self, File, TryLockError};
@@ -26,6 +28,14 @@ pub enum FoldersError {
     Files(#[from] FsError),
 }
 
+/// Opens the data folder for a daemon: what an earlier one left behind is removed, but for checkpoints that are still to be sent.
+pub(crate) fn open_all(root: &Path) -> Result<(Folders, KeptCheckpoints), FoldersError> {
+    let folders = Folders::open(root)?;
+    let kept = KeptCheckpoints::open(folders.root.join("kept"), &folders.attempts())?;
+    folders.sweep();
+    Ok((folders, kept))
+}
+
 /// The data folder, locked.
 #[derive(Debug)]
 pub(crate) struct Folders {
@@ -35,7 +45,7 @@ pub(crate) struct Folders {
 }
 
 impl Folders {
-    /// Makes the folders, takes the lock, and removes what a killed daemon left behind.
+    /// Makes the folders and takes the lock. What a killed daemon left behind is there until [`Self::sweep`].
     pub(crate) fn open(root: &Path) -> Result<Self, FoldersError> {
         fsutil::create_dir_all(root)?;
         // Absolute, because a child may start elsewhere.
@@ -62,12 +72,11 @@ impl Folders {
         ] {
             fsutil::create_dir_all(&folder)?;
         }
-        folders.sweep();
         Ok(folders)
     }
 
     /// No attempt runs yet, so whatever lies there is a leftover. What cannot be removed does no harm.
-    fn sweep(&self) {
+    pub(crate) fn sweep(&self) {
         for entry in fs::read_dir(self.attempts()).into_iter().flatten().flatten() {
             tracing::info!(folder = %entry.path().display(), "removing what an earlier daemon left behind");
             if let Err(error) = fsutil::remove(&entry.path()) {
@@ -79,6 +88,12 @@ impl Folders {
                 tracing::warn!(%error, "leftover not removed");
             }
         }
+    }
+
+    /// The id that an earlier session of the worker in this folder was given, whoever has it locked.
+    pub(crate) fn worker_id_in(root: &Path) -> Option<WorkerId> {
+        let text = fs::read_to_string(root.join("worker_id")).ok()?;
+        WorkerId::parse(text.trim()).ok()
     }
 
     fn attempts(&self) -> PathBuf {
@@ -112,8 +127,7 @@ impl Folders {
 
     /// The id that an earlier session was given.
     pub(crate) fn worker_id(&self) -> Option<WorkerId> {
-        let text = fs::read_to_string(self.root.join("worker_id")).ok()?;
-        WorkerId::parse(text.trim()).ok()
+        Self::worker_id_in(&self.root)
     }
 
     /// Keeps the id for the next session.
@@ -136,7 +150,7 @@ mod tests {
         fs::create_dir_all(&left).unwrap();
         assert!(matches!(Folders::open(folder.path()), Err(FoldersError::InUse(_))));
         drop(folders);
-        let folders = Folders::open(folder.path()).unwrap();
+        let (folders, _) = open_all(folder.path()).unwrap();
         assert_eq!(folders.worker_id(), Some(WorkerId::new("w-1")));
         assert!(!left.exists());
         fs::write(folder.path().join("worker_id"), "../x").unwrap();

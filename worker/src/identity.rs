@@ -175,6 +175,23 @@ impl Keeper {
         }
     }
 
+    /// Takes over what `aitk-worker join` wrote meanwhile, if it did.
+    pub(crate) fn reload(&self) {
+        match Membership::read(&self.data_dir) {
+            Ok(Some(read)) => {
+                self.now.send_if_modified(|now| {
+                    let newer = read.ends > now.ends && read != *now;
+                    if newer {
+                        *now = read;
+                    }
+                    newer
+                });
+            }
+            Ok(None) => {}
+            Err(error) => tracing::warn!(%error, "the worker's certificate cannot be read again"),
+        }
+    }
+
     /// The newest, and word of newer ones.
     pub(crate) fn newest(&self) -> watch::Receiver<Membership> {
         self.now.subscribe()

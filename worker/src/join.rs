@@ -142,8 +142,16 @@ pub async fn join(options: JoinOptions) -> Result<Membership, JoinError> {
         None => None,
         Some(path) => Some(std::fs::read_to_string(path).map_err(|error| FsError::new("read", path, error))?),
     };
-    // Nobody else works in this folder while it gets an identity.
-    let folders = Folders::open(&options.data_dir)?;
+    // Nobody else works in this folder while it gets an identity, but for a worker that has one: it reads the new one.
+    let folders = match Folders::open(&options.data_dir) {
+        Ok(folders) => Some(folders),
+        Err(FoldersError::InUse(_)) if Membership::read(&options.data_dir)?.is_some() => None,
+        Err(error) => return Err(error.into()),
+    };
+    let known = match &folders {
+        Some(folders) => folders.worker_id(),
+        None => Folders::worker_id_in(&options.data_dir),
+    };
     let request = request_with_kept_key(&options.data_dir, name.as_ref())?;
     let credentials = Credentials::new(&invitation.text())?;
     let connected = deadline(client::connect_with(&server, credentials, options.ca_file.as_deref()));
@@ -151,7 +159,7 @@ pub async fn join(options: JoinOptions) -> Result<Membership, JoinError> {
     let wire = v1::JoinRequest {
         request: Some(request.request.clone().into()),
         host: crate::host_name(),
-        worker_id: folders.worker_id().map(|id| id.to_string()).unwrap_or_default(),
+        worker_id: known.map(|id| id.to_string()).unwrap_or_default(),
     };
     let reply = asking(|| {
         let (mut workers, wire) = (clients.workers.clone(), wire.clone());
@@ -165,7 +173,9 @@ pub async fn join(options: JoinOptions) -> Result<Membership, JoinError> {
         });
     }
     let joined = Membership::new(server, reply, invitation.ca, ca_pem, request)?;
-    folders.keep_worker_id(&joined.worker)?;
+    if let Some(folders) = &folders {
+        folders.keep_worker_id(&joined.worker)?;
+    }
     joined.write(&options.data_dir)?;
     let _ = std::fs::remove_file(options.data_dir.join(KEY_FILE));
     Ok(joined)

@@ -13,6 +13,7 @@ mod context;
 mod folders;
 mod identity;
 mod join;
+mod kept;
 mod outbox;
 pub mod probe;
 pub mod runner;
@@ -48,6 +49,8 @@ pub struct Config {
     pub server: String,
     /// The token that it wants; empty with a [`Self::membership`].
     pub token: String,
+    /// The file that the token is from: read again before each connection, so that a new token needs no restart.
+    pub token_file: Option<PathBuf>,
     /// What `join` got: shown instead of a token.
     pub membership: Option<Membership>,
     /// A certificate authority to trust besides those of the system.
@@ -83,6 +86,8 @@ pub struct Config {
     pub progress_timeout: Duration,
     /// How long all attempts together may take to save, upload and report when the worker leaves.
     pub shutdown_patience: Duration,
+    /// How much longer leaving may take, at most, for checkpoints that are still being sent: a second for each MiB.
+    pub upload_patience: Duration,
     /// How long object storage may be in trouble, while there is a connection, before an attempt fails for it.
     pub storage_patience: Duration,
     /// Where the spans of attempts go.
@@ -98,6 +103,7 @@ impl Config {
         Self {
             server: server.into(),
             token: token.into(),
+            token_file: None,
             membership: None,
             ca_file: None,
             name: host_name(),
@@ -116,6 +122,7 @@ impl Config {
             grace: Duration::from_secs(60),
             progress_timeout: Duration::from_secs(600),
             shutdown_patience: Duration::from_secs(80),
+            upload_patience: Duration::from_secs(15 * 60),
             storage_patience: Duration::from_secs(15 * 60),
             traces: Traces::default(),
         }
@@ -173,9 +180,10 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
             found.unwrap_or_else(|| "it was not measured".to_owned()),
         ));
     }
-    let data_dir = config.data_dir.clone();
-    let folders = tokio::task::spawn_blocking(move || folders::Folders::open(&data_dir)).await;
-    let folders = folders.map_err(std::io::Error::other)??;
+    let (data_dir, upload_patience) = (config.data_dir.clone(), config.upload_patience);
+    let (folders, kept) = tokio::task::spawn_blocking(move || folders::open_all(&data_dir))
+        .await
+        .map_err(std::io::Error::other)??;
     let files_are_confined = config.confinement.as_ref().is_some_and(|found| found.files.in_force);
     let spans = trace::Spans::to(&config.traces, &config.name);
     let identity = session::Identity {
@@ -198,6 +206,8 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         ),
         derived: stage::derived::DerivedCaches::new(folders.derived(), config.derived_quota),
         hub: stage::hub::Hub::from_environment(folders.hub()),
+        kept,
+        refused: watch::Sender::new(None),
         folders,
         spawner: runner::Spawner::start(tokio::runtime::Handle::current())?,
         storage: storage::StorageAccess::new(),
@@ -225,11 +235,12 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     let target = session::Target {
         server: config.server,
         token: config.token,
+        token_file: config.token_file,
         ca_file: config.ca_file,
         keeper: keeper.clone(),
     };
     let session = session::Session::new(context, identity, status);
-    let session = tokio::spawn(session.run(target, leave.clone(), config.shutdown_patience));
+    let session = tokio::spawn(session.run(target, leave.clone(), config.shutdown_patience, upload_patience));
     Ok(Running {
         leave,
         renewing: keeper.map(|keeper| tokio::spawn(keeper.run())),
@@ -245,7 +256,8 @@ impl Running {
         self.status.clone()
     }
 
-    /// Waits until the session is over, which only happens by itself when the coordinator refuses us.
+    /// Waits until the session is over, which only happens by itself when the coordinator refuses us and nothing would be lost:
+    /// a refused worker that runs attempts or keeps their checkpoints goes on and waits to be let in again.
     ///
     /// # Errors
     /// Why it refused.

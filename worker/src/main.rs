@@ -147,6 +147,9 @@ struct Daemon {
     /// The largest file that an attempt may write, in GiB.
     #[arg(long, env = "AITK_LARGEST_FILE_GIB", default_value_t = 512)]
     largest_file_gib: u64,
+    /// How much longer leaving may take, at most, for checkpoints that are still being sent, such as 15m.
+    #[arg(long, env = "AITK_UPLOAD_PATIENCE", default_value = "15m", value_parser = time_span)]
+    upload_patience: Duration,
     /// error, warn, info, debug or trace. Default: info.
     #[arg(long, env = "AITK_LOG_LEVEL")]
     log_level: Option<String>,
@@ -307,6 +310,8 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
     let mut config = Config::new(server, secret, data_dir);
     config.name = name.unwrap_or(config.name);
     config.membership = joined;
+    config.token_file = options.token_file.clone();
+    config.upload_patience = options.upload_patience;
     config.ca_file = options.ca_file;
     config.traces = Traces::from_environment();
     if let Some(name) = options.name {

@@ -9,7 +9,7 @@ use crate::session::Reporter;
 use crate::storage::failure;
 use crate::trace::AttemptTrace;
 use aitk_common::attempt::{FailureCause, Outcome};
-use aitk_common::control::Artifact;
+use aitk_common::control::{Artifact, OfferedCheckpoint};
 use aitk_common::fsutil::{self, FsError};
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::checkpoints;
@@ -66,6 +66,7 @@ pub(crate) async fn run(
             }
             Item::Checkpoint { pinned, step } => {
                 commit(context, reporter, trace, &pinned, step).await?;
+                context.kept.settled(reporter.attempt(), step);
                 remove(&pinned);
             }
         }
@@ -186,6 +187,32 @@ async fn commit(
             .await;
     }
     Ok(())
+}
+
+/// Sends a checkpoint that was kept when its attempt ended.
+pub(crate) async fn send_kept(context: &Context, reporter: &Reporter, kept: &OfferedCheckpoint) {
+    let (attempt, step) = (&kept.held.attempt, kept.step);
+    let folder = context.kept.checkpoint(attempt);
+    let folder = &folder;
+    let sent = context
+        .storage
+        .retry(context.storage_patience, |store| {
+            Box::pin(async move { checkpoints::upload(store.as_ref(), folder, &mut |_| {}).await })
+        })
+        .await;
+    let manifest = match sent {
+        Ok(manifest) => manifest,
+        Err(error) => {
+            tracing::warn!(%attempt, step, %error, "a checkpoint that was kept could not be sent; it is offered again");
+            return;
+        }
+    };
+    let answer = reporter.request(Request::Commit { manifest, step }).await;
+    match answer.accepted {
+        true => tracing::info!(%attempt, step, "a checkpoint that was kept is committed"),
+        false => tracing::warn!(%attempt, step, message = %answer.message, "a checkpoint that was kept is not wanted"),
+    }
+    context.kept.forget(attempt);
 }
 
 fn remove(pinned: &Path) {

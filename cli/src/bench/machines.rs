@@ -118,6 +118,7 @@ fn registration(number: usize, slow: bool) -> Registration {
         labels,
         running: Vec::new(),
         confinement: None,
+        offers: Vec::new(),
     }
 }
 

@@ -6,7 +6,7 @@ mod session;
 
 pub use array::{ArrayCounts, ArrayView, MEMBERS_MOST, NewMember};
 pub use forecast::{DeviceForecast, Forecast};
-pub use session::{Assignment, HeldAttempt, Registration, ToCoordinator, ToWorker, Verdict};
+pub use session::{Assignment, HeldAttempt, OfferedCheckpoint, Registration, ToCoordinator, ToWorker, Verdict};
 
 use crate::capability::{Device, DeviceRef};
 use crate::confinement::Confinement;

@@ -42,6 +42,19 @@ pub struct Registration {
     pub running: Vec<HeldAttempt>,
     /// How its attempts are confined; none: it did not say.
     pub confinement: Option<Confinement>,
+    /// Checkpoints that it has and could not commit, of running attempts and of earlier ones.
+    pub offers: Vec<OfferedCheckpoint>,
+}
+
+/// A checkpoint that lies at a worker and is not committed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OfferedCheckpoint {
+    /// The attempt that made it.
+    pub held: HeldAttempt,
+    /// Optimizer steps done.
+    pub step: u64,
+    /// Its size.
+    pub bytes: u64,
 }
 
 /// What a worker says to its coordinator. Those with a `request` are answered by [`ToWorker::Answer`].
@@ -173,6 +186,8 @@ pub enum ToWorker {
         storage_url: Option<String>,
         /// Those attempts of the registration that go on; the others must be ended.
         keep: Vec<AttemptId>,
+        /// Attempts whose offered checkpoints are to be sent and committed; the others were superseded.
+        wanted: Vec<AttemptId>,
     },
     /// The answer to a beat: per held attempt the number of the last event that arrived.
     BeatReply {

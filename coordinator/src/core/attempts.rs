@@ -200,6 +200,9 @@ impl State {
         manifest: ContentHash,
         at: u64,
     ) {
+        if self.commit_offered(step, session, request, &held, manifest, at) {
+            return;
+        }
         let Some(id) = self.admit(step, session, request, &held) else {
             return;
         };
@@ -270,6 +273,11 @@ impl State {
                 })
             })
     }
+}
+
+/// Why a checkpoint that was offered is not taken.
+pub(super) fn steps_behind(at: u64, reason: &str) -> String {
+    format!("the checkpoint of step {at} was superseded: {reason}")
 }
 
 /// At most `TEXT_LIMIT` bytes, cut between characters.

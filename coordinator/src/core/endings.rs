@@ -305,7 +305,7 @@ impl State {
         self.requeue(step, id, words, backoff.saturating_mul(1 << doublings).min(most));
     }
 
-    fn requeue(&mut self, step: &mut Step, id: &JobId, why: String, wait: Duration) {
+    pub(super) fn requeue(&mut self, step: &mut Step, id: &JobId, why: String, wait: Duration) {
         let Some(job) = self.jobs.get_mut(id) else { return };
         if job.wants.time_limit.is_some_and(|limit| job.used >= limit) {
             let words = format!("its time limit is over, and `aitk resume` gives it as much time again; before: {why}");

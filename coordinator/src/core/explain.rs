@@ -195,6 +195,9 @@ impl State {
 
     /// Why a waiting job waits.
     pub(super) fn explain(&self, now: UnixMillis, job: &Job) -> String {
+        if let Some(offer) = self.offers.get(&job.id).filter(|_| !job.paused) {
+            return offer.reason(now);
+        }
         match self.gate(now, job) {
             Gate::Paused => {
                 // What was saved when it paused, if it ran.

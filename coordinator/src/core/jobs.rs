@@ -4,6 +4,7 @@ use super::Step;
 use super::event::{Effect, NewJob, Prerequisite, Record, Refusal, Reply};
 use super::model::{ArrayPlace, Caps, Condition, Job, Recall, Ticket};
 use super::queue::Spot;
+use super::saved::what_is_saved;
 use super::state::State;
 use aitk_common::control::{EventBody, HeldAttempt, JobState, Submitted, ToWorker, UnixMillis};
 use aitk_common::id::{JobId, UserName};
@@ -185,7 +186,11 @@ impl State {
             JobState::Stopped => {}
             JobState::Completed | JobState::Failed => return Err(has_ended(job)),
             JobState::Queued => {
-                self.set_state(step, id, JobState::Stopped, "stopped before it ran".into());
+                let words = match job.attempts.is_empty() {
+                    true => "stopped before it ran".into(),
+                    false => format!("stopped while it waited: {}", what_is_saved(job, None, None)),
+                };
+                self.set_state(step, id, JobState::Stopped, words);
             }
             JobState::Running | JobState::Stopping => {
                 let first = job.state == JobState::Running;

@@ -16,6 +16,7 @@ mod jobs;
 mod line;
 mod listing;
 mod model;
+mod offers;
 mod overview;
 mod parts;
 mod placement;

@@ -231,6 +231,7 @@ impl State {
         let worker_name = worker.name.clone();
         let place = format!("on {worker_name}, {} {}", device.kind.name(), device.index);
         self.set_state(step, id, JobState::Running, place);
+        self.offers.remove(id);
         let Some(job) = self.jobs.get_mut(id) else { return };
         let epoch = job.epoch().next();
         let attempt = job.attempt_id(epoch);

@@ -3,6 +3,7 @@
 use super::arrays::Array;
 use super::classes::Classes;
 use super::model::{Job, Live, QueueKey, Recall, SessionId, Settings, Worker};
+use super::offers::Offer;
 use super::queue::{Spot, User};
 use super::slots::{SlotId, Slots};
 use super::speed::Speeds;
@@ -58,6 +59,8 @@ pub struct State {
     pub(crate) kept: usize,
     /// Empty between steps: devices whose part has come and may be placed now.
     pub(crate) kept_until_placed: BTreeSet<SlotId>,
+    /// Volatile: checkpoints that workers bring, by job.
+    pub(crate) offers: BTreeMap<JobId, Offer>,
 }
 
 impl State {
@@ -89,6 +92,7 @@ impl State {
             shaken: BTreeSet::new(),
             kept: 0,
             kept_until_placed: BTreeSet::new(),
+            offers: BTreeMap::new(),
         };
         for worker in state.workers.values_mut() {
             worker.last_seen = worker.registered;

@@ -111,13 +111,20 @@ impl State {
                 job: id,
             })
         });
-        running.collect()
+        // Whoever brings a checkpoint sends it as the attempt would have.
+        let brought = self.offers.iter().filter(|(_, offer)| workers.contains(offer.worker()));
+        let brought = brought.map(|(id, offer)| Running {
+            attempt: offer.attempt().clone(),
+            job: id.clone(),
+            checkpoint: None,
+        });
+        running.chain(brought).collect()
     }
 
-    /// Whether this is the live attempt of its job, and this session's.
+    /// Whether this is the live attempt of its job, or one whose checkpoint is awaited, and this session's.
     #[must_use]
     pub fn is_current(&self, session: SessionId, held: &HeldAttempt) -> bool {
-        self.current_job(session, held).is_some()
+        self.current_job(session, held).is_some() || self.brings(session, held)
     }
 
     /// Whether a worker has an open session.

@@ -88,6 +88,7 @@ impl State {
             .filter(|held| self.current_job(session, held).is_some())
             .map(|held| held.attempt.clone())
             .collect();
+        let wanted = self.wanted_offers(&id, registration.offers, &keep);
         step.push(Effect::Send(
             session,
             ToWorker::Welcome {
@@ -97,6 +98,7 @@ impl State {
                 // The runner knows the storage and fills this in.
                 storage_url: None,
                 keep: keep.clone(),
+                wanted: wanted.iter().map(|offer| offer.held.attempt.clone()).collect(),
             },
         ));
         for job in self.slots.jobs_of(&id) {
@@ -119,6 +121,7 @@ impl State {
                 self.attempt_lost(step, &job, "its worker restarted", !announced);
             }
         }
+        self.await_offers(step, &id, wanted);
     }
 
     pub(super) fn beat(&mut self, step: &mut Step, session: SessionId, running: Vec<HeldAttempt>) {
@@ -297,6 +300,7 @@ impl State {
             self.time_is_over(step, &id);
         }
         self.end_quarantines(step);
+        self.end_offers(now);
         self.look_at_parts(step);
     }
 

@@ -142,7 +142,8 @@ messages! {
     Artifact { name kind sha256 bytes step index local_path }
     Outcome { outcome }
     HeldAttempt { attempt_id epoch }
-    Register { protocol worker_id name version host devices labels running confinement }
+    Register { protocol worker_id name version host devices labels running confinement offers }
+    OfferedCheckpoint { attempt_id epoch step bytes }
     Confinement { files network syscalls limits }
     Protection { in_force by }
     Beat { running }
@@ -153,7 +154,7 @@ messages! {
     Finished { attempt_id epoch outcome }
     WorkerGoingAway { reason }
     WorkerMessage { request_id message }
-    Welcome { worker_id beat_interval_ms lease_ms storage_url keep }
+    Welcome { worker_id beat_interval_ms lease_ms storage_url keep wanted }
     EventCursor { attempt_id seq }
     BeatReply { events }
     Assign {

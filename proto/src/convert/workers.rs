@@ -7,7 +7,9 @@ use crate::v1;
 use aitk_common::attempt::Outcome;
 use aitk_common::capability::{Device, DeviceRef};
 use aitk_common::confinement::{Confinement, Protection};
-use aitk_common::control::{Artifact, Assignment, HeldAttempt, Registration, Report, ToCoordinator, ToWorker};
+use aitk_common::control::{
+    Artifact, Assignment, HeldAttempt, OfferedCheckpoint, Registration, Report, ToCoordinator, ToWorker,
+};
 use aitk_common::control::{UnixMillis, Verdict};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::Epoch;
@@ -87,6 +89,9 @@ pub(super) fn labels(map: HashMap<String, String>, field: &str) -> Result<BTreeM
         .collect()
 }
 
+/// Checkpoints that a worker may offer at once.
+const OFFERS: usize = 64;
+
 impl TryFrom<v1::Register> for Registration {
     type Error = ConvertError;
     fn try_from(wire: v1::Register) -> Result<Self> {
@@ -120,6 +125,7 @@ impl TryFrom<v1::Register> for Registration {
             labels: labels(wire.labels, "labels")?,
             running: held_list(wire.running, "running")?,
             confinement: confinement(wire.confinement)?,
+            offers: offers(wire.offers)?,
         })
     }
 }
@@ -156,6 +162,35 @@ pub(super) fn wire_confinement(confinement: Confinement) -> v1::Confinement {
     }
 }
 
+/// Checkpoints that a worker offers: a few.
+fn offers(wire: Vec<v1::OfferedCheckpoint>) -> Result<Vec<OfferedCheckpoint>> {
+    if wire.len() > OFFERS {
+        return Err(ConvertError::new(
+            "offers",
+            format!("{} entries; at most {OFFERS}", wire.len()),
+        ));
+    }
+    let offer = |one: v1::OfferedCheckpoint| {
+        Ok(OfferedCheckpoint {
+            held: held(&one.attempt_id, one.epoch).within("offers")?,
+            step: one.step,
+            bytes: one.bytes,
+        })
+    };
+    wire.into_iter().map(offer).collect()
+}
+
+impl From<OfferedCheckpoint> for v1::OfferedCheckpoint {
+    fn from(offer: OfferedCheckpoint) -> Self {
+        Self {
+            attempt_id: offer.held.attempt.to_string(),
+            epoch: offer.held.epoch.0,
+            step: offer.step,
+            bytes: offer.bytes,
+        }
+    }
+}
+
 impl From<Registration> for v1::Register {
     fn from(registration: Registration) -> Self {
         Self {
@@ -168,6 +203,7 @@ impl From<Registration> for v1::Register {
             labels: registration.labels.into_iter().collect(),
             running: wire_held(registration.running),
             confinement: registration.confinement.map(wire_confinement),
+            offers: registration.offers.into_iter().map(Into::into).collect(),
         }
     }
 }
@@ -392,6 +428,11 @@ impl TryFrom<v1::CoordinatorMessage> for ToWorker {
                         .iter()
                         .map(|id| attempt_id(id, "welcome.keep"))
                         .collect::<Result<Vec<_>>>()?,
+                    wanted: welcome
+                        .wanted
+                        .iter()
+                        .map(|id| attempt_id(id, "welcome.wanted"))
+                        .collect::<Result<Vec<_>>>()?,
                 }
             }
             Wire::BeatReply(reply) => Self::BeatReply {
@@ -440,12 +481,14 @@ impl From<ToWorker> for v1::CoordinatorMessage {
                 lease,
                 storage_url,
                 keep,
+                wanted,
             } => Wire::Welcome(v1::Welcome {
                 worker_id: worker.to_string(),
                 beat_interval_ms: millis(beat_interval),
                 lease_ms: millis(lease),
                 storage_url: storage_url.unwrap_or_default(),
                 keep: keep.iter().map(ToString::to_string).collect(),
+                wanted: wanted.iter().map(ToString::to_string).collect(),
             }),
             ToWorker::BeatReply { events } => Wire::BeatReply(v1::BeatReply {
                 events: events

@@ -5,6 +5,7 @@
 use super::Refusal;
 use crate::identity::{Keeper, Membership};
 use aitk_common::control::{Registration, ToCoordinator, ToWorker};
+use aitk_common::security::token::Token;
 use aitk_proto::client::{self, Clients, ConnectError, Credentials};
 use aitk_proto::v1;
 use std::hash::{BuildHasher, Hasher};
@@ -19,6 +20,9 @@ use tonic::Code;
 /// The first and the longest wait between two tries.
 const FIRST_WAIT: Duration = Duration::from_millis(250);
 const LONGEST_WAIT: Duration = Duration::from_secs(15);
+/// The first and the longest wait after a refusal: people have to mend it, and refusals are written down there.
+const FIRST_REFUSED_WAIT: Duration = Duration::from_secs(1);
+const LONGEST_REFUSED_WAIT: Duration = Duration::from_secs(60);
 /// The longest wait when there are several coordinators.
 const LONGEST_WAIT_FOR_ONE: Duration = Duration::from_secs(2);
 /// A connection that lived this long was a good one: the next try comes at once.
@@ -35,6 +39,7 @@ const OUTGOING: usize = 64;
 pub(crate) struct Target {
     pub(crate) server: String,
     pub(crate) token: String,
+    pub(crate) token_file: Option<PathBuf>,
     pub(crate) ca_file: Option<PathBuf>,
     /// The certificate of a worker that joined, shown instead of the token.
     pub(crate) keeper: Option<Arc<Keeper>>,
@@ -44,8 +49,19 @@ impl Target {
     /// What to show, and word of something newer.
     fn credentials(&self) -> Result<(Credentials, Option<watch::Receiver<Membership>>), Broken> {
         let Some(keeper) = &self.keeper else {
-            return Ok((Credentials::new(&self.token)?, None));
+            // Read each time: whoever is refused may have been given another one meanwhile.
+            let read = self.token_file.as_deref().map(Token::read);
+            let token = match &read {
+                Some(Ok(token)) => token.secret(),
+                Some(Err(error)) => {
+                    tracing::warn!(%error, "the token file cannot be read again; trying with the token of before");
+                    self.token.as_str()
+                }
+                None => self.token.as_str(),
+            };
+            return Ok((Credentials::new(token)?, None));
         };
+        keeper.reload();
         let mut newest = keeper.newest();
         let joined = newest.borrow_and_update().clone();
         if joined.ended().is_some() {
@@ -78,7 +94,7 @@ pub(crate) enum LinkEvent {
     Message(Box<ToWorker>),
     /// It broke, or could not be opened; it will be tried again.
     Down { problem: String },
-    /// It is no use trying again.
+    /// The coordinator does not let us in. It will be tried again, more rarely; whoever has nothing to lose need not wait.
     Refused(Refusal),
 }
 
@@ -110,7 +126,7 @@ impl From<tonic::Status> for Broken {
     }
 }
 
-/// Keeps a connection until it is refused for good or nobody listens to `events`.
+/// Keeps a connection until nobody listens to `events`.
 pub(crate) async fn keep(target: Target, events: mpsc::Sender<LinkEvent>) {
     let servers = client::addresses(&target.server);
     // Of several coordinators one leads, and another one does within seconds when it is gone: look often.
@@ -120,17 +136,27 @@ pub(crate) async fn keep(target: Target, events: mpsc::Sender<LinkEvent>) {
         LONGEST_WAIT
     };
     let mut wait = FIRST_WAIT;
+    let mut refused_wait = FIRST_REFUSED_WAIT;
     let mut at = 0;
     loop {
         let began = Instant::now();
         let problem = match once(servers[at % servers.len()], &target, &events).await {
             Ok(()) => return,
             Err(Broken::Never(refusal)) => {
-                let _ = events.send(LinkEvent::Refused(refusal)).await;
-                return;
+                if events.send(LinkEvent::Refused(refusal)).await.is_err() {
+                    return;
+                }
+                tokio::select! {
+                    () = sleep(jittered(refused_wait)) => {}
+                    () = events.closed() => return,
+                }
+                refused_wait = (refused_wait * 2).min(LONGEST_REFUSED_WAIT);
+                at += 1;
+                continue;
             }
             Err(Broken::Retry(problem)) => problem,
         };
+        refused_wait = FIRST_REFUSED_WAIT;
         if events.send(LinkEvent::Down { problem }).await.is_err() {
             return;
         }

@@ -11,9 +11,12 @@ use crate::attempt;
 use crate::context::Context;
 use crate::outbox::{Outbox, Request};
 use crate::runner::Wanted;
+use crate::sync;
 use aitk_common::capability::Device;
 use aitk_common::confinement::Confinement;
-use aitk_common::control::{Assignment, HeldAttempt, PROTOCOL_VERSION, Registration, ToCoordinator, ToWorker, Verdict};
+use aitk_common::control::{
+    Assignment, HeldAttempt, OfferedCheckpoint, PROTOCOL_VERSION, Registration, ToCoordinator, ToWorker, Verdict,
+};
 use aitk_common::id::{AttemptId, Epoch, WorkerId};
 use aitk_proto::client::Clients;
 use link::LinkEvent;
@@ -24,12 +27,14 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot, watch};
-use tokio::task::JoinSet;
+use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, MissedTickBehavior};
 use tokio_util::sync::CancellationToken;
 
 /// Messages from attempts that wait for the session's task. It handles one in microseconds; this covers a burst.
 const FROM_ATTEMPTS: usize = 256;
+/// Bytes in a second that an upload is trusted to make while this worker leaves.
+const SLOWEST_UPLOAD: u64 = 1 << 20;
 /// Messages from the coordinator that wait for the session's task.
 const FROM_LINK: usize = 64;
 
@@ -55,6 +60,8 @@ pub enum Refusal {
 pub enum Status {
     /// Not connected; the last problem in words, once there was one.
     Connecting(Option<String>),
+    /// The coordinator does not let us in, in words; attempts go on to their next checkpoint, and it is asked again.
+    Refused(String),
     /// Registered.
     Connected(WorkerId),
     /// Over.
@@ -92,6 +99,8 @@ pub(crate) struct Session {
     waiting: HashMap<u64, (AttemptId, oneshot::Sender<Answer>)>,
     to_session: mpsc::Sender<FromAttempt>,
     from_attempts: mpsc::Receiver<FromAttempt>,
+    /// Kept checkpoints that are being sent.
+    sending: HashMap<AttemptId, AbortHandle>,
     connection: Option<(mpsc::Sender<ToCoordinator>, Clients)>,
     /// The coordinator has said which of our attempts go on: now it may hear of them.
     welcomed: bool,
@@ -113,6 +122,7 @@ impl Session {
             waiting: HashMap::new(),
             to_session,
             from_attempts,
+            sending: HashMap::new(),
             connection: None,
             welcomed: false,
             beat_due: false,
@@ -128,11 +138,13 @@ impl Session {
         target: Target,
         leave: CancellationToken,
         patience: Duration,
+        upload_patience: Duration,
     ) -> Result<(), Refusal> {
         let (to_us, mut events) = mpsc::channel(FROM_LINK);
         let mut link = tokio::spawn(link::keep(target, to_us));
         let mut beats = tokio::time::interval(Duration::from_secs(5));
         let mut deadline: Option<Instant> = None;
+        let mut more_patience = upload_patience;
         let ended = loop {
             let done = self.leaving && self.attempts.is_empty() && !self.outbox.has_unsent();
             if done && !(self.welcomed && self.farewell_due) {
@@ -142,7 +154,12 @@ impl Session {
             let has_something = self.beat_due || self.farewell_due || self.outbox.has_unsent();
             tokio::select! {
                 event = events.recv() => match event {
-                    Some(LinkEvent::Refused(refusal)) => break Err(refusal),
+                    Some(LinkEvent::Refused(refusal)) => {
+                        if !self.can_wait(&refusal) {
+                            break Err(refusal);
+                        }
+                        self.refused(&refusal);
+                    }
                     Some(event) => if let Some(interval) = self.on_link(event) {
                         beats = tokio::time::interval(interval);
                         beats.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -152,6 +169,7 @@ impl Session {
                 Some(message) = self.from_attempts.recv() => self.on_attempt(message),
                 Some(ended) = self.tasks.join_next() => match ended {
                     Ok(attempt) => self.forget(&attempt),
+                    Err(error) if error.is_cancelled() => {}
                     Err(error) => tracing::error!(%error, "the task of an attempt was lost"),
                 },
                 _ = beats.tick(), if self.welcomed => self.beat_due = true,
@@ -165,6 +183,13 @@ impl Session {
                     deadline = Some(Instant::now() + patience);
                 }
                 () = until(deadline) => {
+                    // What is being sent gets time by its size, once.
+                    let more = std::mem::take(&mut more_patience).min(sending_time(self.context.kept.pending_bytes()));
+                    if self.welcomed && !more.is_zero() {
+                        tracing::info!(seconds = more.as_secs(), "leaving takes longer: checkpoints are being sent");
+                        deadline = Some(Instant::now() + more);
+                        continue;
+                    }
                     tracing::warn!("attempts did not end in time; their children are killed");
                     break Ok(());
                 }
@@ -172,7 +197,10 @@ impl Session {
         };
         // Whatever still runs is killed: dropping an attempt's task drops its child's group.
         self.tasks.shutdown().await;
-        self.connection = None;
+        if self.connection.take().is_none() {
+            // There is nobody to say goodbye to.
+            link.abort();
+        }
         let goodbye = async {
             tokio::select! {
                 _ = &mut link => {}
@@ -219,6 +247,7 @@ impl Session {
                     labels: self.identity.labels.clone(),
                     running: self.held(),
                     confinement: self.identity.confinement.clone(),
+                    offers: self.context.kept.offers(),
                 });
             }
             LinkEvent::Open {
@@ -245,9 +274,10 @@ impl Session {
                 beat_interval,
                 storage_url,
                 keep,
+                wanted,
                 ..
             } => {
-                self.welcome(worker, storage_url.as_deref(), &keep);
+                self.welcome(worker, storage_url.as_deref(), &keep, &wanted);
                 // Never a busy loop, whatever the coordinator says.
                 return Some(beat_interval.max(Duration::from_millis(20)));
             }
@@ -277,7 +307,30 @@ impl Session {
         None
     }
 
-    fn welcome(&mut self, worker: WorkerId, storage_url: Option<&str>, keep: &[AttemptId]) {
+    /// Whether a refusal can be waited out, because attempts or their checkpoints would be lost with this worker. One that was
+    /// sent away has lost its place to another worker.
+    fn can_wait(&self, refusal: &Refusal) -> bool {
+        let holds = self.attempts.values().any(|attempt| !attempt.is_over) || !self.context.kept.is_empty();
+        holds && !matches!(refusal, Refusal::SentAway(_))
+    }
+
+    fn refused(&mut self, refusal: &Refusal) {
+        let (attempts, folder) = (self.attempts.len(), self.context.kept.folder().display());
+        tracing::error!(
+            "{refusal}. {attempts} attempts go on to their next checkpoint, which is kept here ({folder}) and offered when this \
+             worker is let in again. It asks again by itself: put a new token into its token file, run `aitk-worker join` \
+             beside it, or update it"
+        );
+        self.connection = None;
+        self.welcomed = false;
+        self.context.storage.connection_lost();
+        let words = refusal.to_string();
+        self.context.refused.send_replace(Some(words.clone()));
+        self.status.send_replace(Status::Refused(words));
+    }
+
+    fn welcome(&mut self, worker: WorkerId, storage_url: Option<&str>, keep: &[AttemptId], wanted: &[AttemptId]) {
+        self.context.refused.send_replace(None);
         tracing::info!(%worker, "registered with the coordinator");
         if self.identity.worker.as_ref() != Some(&worker) {
             if let Err(error) = self.context.folders.keep_worker_id(&worker) {
@@ -292,10 +345,31 @@ impl Session {
         for attempt in lost {
             self.fence(&attempt, "the coordinator gave it up while there was no connection");
         }
+        let running: Vec<AttemptId> = self.attempts.keys().cloned().collect();
+        for (_, task) in self.sending.drain() {
+            task.abort();
+        }
+        for checkpoint in self.context.kept.answer(wanted, &running) {
+            self.send_kept(checkpoint);
+        }
         self.outbox.resend();
         self.welcomed = true;
         self.farewell_due = self.leaving;
         self.status.send_replace(Status::Connected(worker));
+    }
+
+    /// Sends a checkpoint of an attempt that has ended.
+    fn send_kept(&mut self, checkpoint: OfferedCheckpoint) {
+        let attempt = checkpoint.held.attempt.clone();
+        self.outbox.close(&attempt);
+        self.outbox.open(&checkpoint.held);
+        let reporter = Reporter::new(checkpoint.held.clone(), self.to_session.clone());
+        let (context, id) = (Arc::clone(&self.context), attempt.clone());
+        let task = self.tasks.spawn(async move {
+            sync::send_kept(&context, &reporter, &checkpoint).await;
+            id
+        });
+        self.sending.insert(attempt, task);
     }
 
     fn assign(&mut self, assignment: Assignment) {
@@ -378,12 +452,21 @@ impl Session {
             tracing::warn!(%attempt, %reason, "attempt fenced; its child is killed and its work discarded");
             held.fence.cancel();
         }
+        if let Some(task) = self.sending.remove(attempt) {
+            tracing::warn!(%attempt, %reason, "a checkpoint that was kept is not wanted any more; it is removed");
+            task.abort();
+            self.context.kept.forget(attempt);
+        }
         self.drop_words(attempt);
     }
 
     fn forget(&mut self, attempt: &AttemptId) {
-        self.attempts.remove(attempt);
+        let ran = self.attempts.remove(attempt).is_some();
+        self.sending.remove(attempt);
         self.drop_words(attempt);
+        if ran && let Some(checkpoint) = self.context.kept.ended_and_wanted(attempt) {
+            self.send_kept(checkpoint);
+        }
     }
 
     fn drop_words(&mut self, attempt: &AttemptId) {
@@ -402,6 +485,11 @@ impl Session {
         }
         self.outbox.next()
     }
+}
+
+/// How long it may take to send so many bytes.
+fn sending_time(bytes: u64) -> Duration {
+    Duration::from_secs(bytes.div_ceil(SLOWEST_UPLOAD))
 }
 
 fn want(attempt: &Attempt, wanted: Wanted) {

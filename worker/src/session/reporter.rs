@@ -39,6 +39,16 @@ impl Reporter {
         Self { held, session }
     }
 
+    /// Whose reports these are.
+    pub(crate) fn held(&self) -> &HeldAttempt {
+        &self.held
+    }
+
+    /// The attempt.
+    pub(crate) fn attempt(&self) -> &AttemptId {
+        &self.held.attempt
+    }
+
     /// Says something that need not arrive.
     pub(crate) async fn report(&self, report: Report) {
         let message = FromAttempt::Report {

@@ -434,3 +434,121 @@ async fn a_checkpoint_in_storage_is_the_one_that_was_made() {
     assert_eq!(fetched.step(), 9);
     worker.shutdown().await;
 }
+
+/// A token of a worker, and its id.
+async fn worker_token(lab: &Lab) -> (String, String) {
+    let request = v1::CreateTokenRequest {
+        name: "box".into(),
+        role: "worker".into(),
+        expires_in_ms: None,
+    };
+    let made = lab
+        .clients()
+        .await
+        .admin
+        .create_token(request)
+        .await
+        .unwrap()
+        .into_inner();
+    (made.secret, made.token.unwrap().id)
+}
+
+fn write_token(path: &std::path::Path, secret: &str) {
+    use std::os::unix::fs::PermissionsExt;
+    std::fs::write(path, secret).unwrap();
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_refused_worker_keeps_what_its_children_save_and_brings_it_when_it_is_let_in_again() {
+    let lab = Lab::start().await;
+    let checkpoint = lab.checkpoint(7);
+    let (refused, first) = (lab.path("refused"), lab.path("first"));
+    let text = script(&[
+        r#"resume=$(sed -n 's/.*"resume_from": "\(.*\)".*/\1/p' "$2")"#,
+        "\nif [ -n \"$resume\" ]; then cat \"$resume/state.json\"; echo\n",
+        &finished("completed"),
+        "exit 0; fi\n",
+        &format!(
+            "if [ -e '{0}' ]; then echo from the beginning; exit 9; fi; touch '{0}'\n",
+            first.display()
+        ),
+        "trap 'stop=1' TERM\n",
+        &say(json!({"event": "phase", "name": "training"})),
+        &say(json!({"event": "progress", "done": 1, "total": 10, "seconds_per_step": null})),
+        &wait_for(&refused),
+        &say(json!({"event": "checkpoint", "path": checkpoint, "step": 7})),
+        "while [ -z \"$stop\" ]; do sleep 0.02; done\n",
+        &finished("stopped"),
+    ]);
+    let (secret, id) = worker_token(&lab).await;
+    let token_file = lab.path("token");
+    write_token(&token_file, &secret);
+    let mut config = lab.config("w", &text);
+    config.token = secret;
+    config.token_file = Some(token_file.clone());
+    let worker = aitk_worker::start(config).await.unwrap();
+    connected(&worker).await;
+    let job = lab.submit_training().await;
+    lab.until(&job, "under way", |job| job.progress.is_some()).await;
+
+    let request = v1::RevokeTokenRequest { id };
+    lab.clients().await.admin.revoke_token(request).await.unwrap();
+    let mut status = worker.status();
+    let waiting = status.wait_for(|status| matches!(status, aitk_worker::Status::Refused(_)));
+    tokio::time::timeout(support::PATIENCE, waiting)
+        .await
+        .expect("the worker does not say that it is refused")
+        .unwrap();
+    // Its child goes on to its next checkpoint, and is asked to stop there. Meanwhile the coordinator gives the attempt up.
+    std::fs::write(&refused, "").unwrap();
+    let view = lab
+        .until(&job, "given up", |job| job.attempts[0].state == AttemptState::Lost)
+        .await;
+    assert_eq!((view.checkpoint_step, view.attempts.len()), (None, 1), "{view:#?}");
+
+    let (secret, _) = worker_token(&lab).await;
+    write_token(&token_file, &secret);
+    let view = lab.until_state(&job, JobState::Completed).await;
+    assert_eq!(view.checkpoint_step, Some(7), "{view:#?}");
+    let log = lab.log(&job).await;
+    assert!(log.iter().any(|line| line == "state of 7"), "{log:?}");
+    assert!(log.iter().all(|line| line != "from the beginning"), "{log:?}");
+    let kept = || std::fs::read_dir(lab.path("w/kept")).unwrap().next().is_none();
+    eventually("what was sent is kept", kept).await;
+    eventually("the attempt's folder stays", || lab.nothing_left("w")).await;
+    worker.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_checkpoint_that_was_not_sent_when_the_worker_went_is_sent_when_it_comes_back() {
+    let mut lab = Lab::start().await;
+    let checkpoint = lab.checkpoint(4);
+    let text = script(&[
+        r#"resume=$(sed -n 's/.*"resume_from": "\(.*\)".*/\1/p' "$2")"#,
+        "\nif [ -n \"$resume\" ]; then cat \"$resume/state.json\"; echo\n",
+        &finished("completed"),
+        "exit 0; fi\ntrap 'stop=1' TERM\n",
+        &say(json!({"event": "progress", "done": 1, "total": 10, "seconds_per_step": null})),
+        "while [ -z \"$stop\" ]; do sleep 0.02; done\n",
+        &say(json!({"event": "checkpoint", "path": checkpoint, "step": 4})),
+        &finished("stopped"),
+    ]);
+    let mut config = lab.config("w", &text);
+    config.shutdown_patience = Duration::from_secs(3);
+    let worker = aitk_worker::start(config.clone()).await.unwrap();
+    connected(&worker).await;
+    let job = lab.submit_training().await;
+    lab.until(&job, "under way", |job| job.progress.is_some()).await;
+    // Nobody takes what it saves while it leaves.
+    lab.stop_coordinator().await;
+    worker.shutdown().await;
+    lab.start_coordinator().await;
+    assert_eq!(lab.job(&job).await.checkpoint_step, None);
+    let worker = aitk_worker::start(config).await.unwrap();
+    let view = lab.until_state(&job, JobState::Completed).await;
+    assert_eq!(view.checkpoint_step, Some(4), "{view:#?}");
+    let log = lab.log(&job).await;
+    assert!(log.iter().any(|line| line == "state of 4"), "{log:?}");
+    worker.shutdown().await;
+}

@@ -67,6 +67,23 @@ impl World {
                     self.handle(Event::WorkerLeaving { session, reason });
                 }
             }
+            27 => {
+                // Its token is not good for a while; and a shutdown that is announced and then cut short.
+                let millis = self.random.below(15_000);
+                self.workers[index].refused_until = self.now.after(Duration::from_millis(millis));
+                if let Some(session) = self.workers[index].session.take() {
+                    self.later(5, Happening::Up(Event::WorkerLost { session }));
+                }
+            }
+            28 => {
+                let until = self.now.after(Duration::from_millis(self.random.below(10_000)));
+                if let Some(session) = self.workers[index].session {
+                    let reason = String::new();
+                    self.handle(Event::WorkerLeaving { session, reason });
+                    self.workers[index].crash(until);
+                    self.later(5, Happening::Up(Event::WorkerLost { session }));
+                }
+            }
             25 => self.crash(),
             26 => self.expire(),
             _ => {}
@@ -227,6 +244,7 @@ impl World {
         for worker in &mut self.workers {
             worker.sleeps_until = self.now;
             worker.dead_until = self.now;
+            worker.refused_until = self.now;
         }
         for index in 0..WORKERS {
             self.handle(Event::DrainRequested {

@@ -5,12 +5,14 @@ use crate::core::tests::{device, manifest, registration};
 use crate::core::{Event, Placed, SessionId};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::capability::{Device, DeviceKind};
-use aitk_common::control::{HeldAttempt, Progress, Report, ToWorker, UnixMillis};
+use aitk_common::control::{HeldAttempt, OfferedCheckpoint, Progress, Registration, Report, ToWorker, UnixMillis};
 use aitk_common::id::{AttemptId, WorkerId};
 use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeMap;
 
 const GIB: u64 = 1 << 30;
+/// How often a kept checkpoint is sent.
+const TIMES: u32 = 10;
 
 /// What it knows of an attempt.
 #[derive(Clone, Debug)]
@@ -38,6 +40,10 @@ pub(super) struct SimWorker {
     /// Its process is gone until then.
     pub(super) dead_until: UnixMillis,
     pub(super) leaves: bool,
+    /// The coordinator refuses it until then: its work goes on, and it has no session.
+    pub(super) refused_until: UnixMillis,
+    /// Checkpoints that it saved and could not commit, and how often it sends each.
+    kept: Vec<(OfferedCheckpoint, u32)>,
 }
 
 impl SimWorker {
@@ -51,7 +57,21 @@ impl SimWorker {
             sleeps_until: UnixMillis(0),
             dead_until: UnixMillis(0),
             leaves: false,
+            refused_until: UnixMillis(0),
+            kept: Vec::new(),
         }
+    }
+
+    /// What its attempts have saved.
+    fn saved(&self) -> Vec<OfferedCheckpoint> {
+        let works = self.works.values().filter(|work| work.step > 0 && work.ended.is_none());
+        works
+            .map(|work| OfferedCheckpoint {
+                held: work.held.clone(),
+                step: work.step,
+                bytes: 0,
+            })
+            .collect()
     }
 
     pub(super) fn name(&self) -> String {
@@ -87,15 +107,22 @@ impl SimWorker {
         self.knocks = Some(now);
         self.leaves = false;
         let running = self.works.values().map(|work| work.held.clone()).collect();
+        let mut offers = self.saved();
+        offers.extend(self.kept.iter().map(|(offer, _)| offer.clone()));
         Event::WorkerRegistered {
             session,
             fresh_id: WorkerId::new("never"),
             same_machine: self.index.is_multiple_of(2),
-            registration: Box::new(registration(&self.name(), self.devices(), running)),
+            registration: Box::new(Registration {
+                offers,
+                ..registration(&self.name(), self.devices(), running)
+            }),
         }
     }
 
     pub(super) fn crash(&mut self, until: UnixMillis) {
+        let saved = self.saved();
+        self.kept.extend(saved.into_iter().map(|offer| (offer, 0)));
         self.works.clear();
         self.session = None;
         self.knocks = None;
@@ -122,8 +149,14 @@ impl SimWorker {
 
     pub(super) fn hear(&mut self, message: ToWorker) {
         match message {
-            ToWorker::Welcome { keep, .. } => {
+            ToWorker::Welcome { keep, wanted, .. } => {
                 self.knocks = None;
+                let saved = self.saved();
+                self.kept.extend(saved.into_iter().map(|offer| (offer, 0)));
+                self.kept.retain(|(offer, _)| wanted.contains(&offer.held.attempt));
+                for (_, times) in &mut self.kept {
+                    *times = TIMES;
+                }
                 self.works.retain(|id, _| keep.contains(id));
             }
             ToWorker::Fence { held, .. } => {
@@ -163,6 +196,18 @@ impl SimWorker {
             held.extend(random.pick(&self.past).cloned());
         }
         events.push(Event::WorkerBeat { session, running: held });
+        // The network may lose it: it is sent several times.
+        for (offer, times) in &mut self.kept {
+            *times = times.saturating_sub(1);
+            events.push(Event::CommitCheckpoint {
+                session,
+                request: 1,
+                held: offer.held.clone(),
+                manifest: manifest(&format!("{}{}", offer.held.attempt, offer.step)),
+                step: offer.step,
+            });
+        }
+        self.kept.retain(|(_, times)| *times > 0);
         for work in self.works.values_mut() {
             let held = work.held.clone();
             if let Some(outcome) = work.ended.clone() {
@@ -246,6 +291,12 @@ fn failure(random: &mut Random) -> Outcome {
         FailureCause::Storage,
         FailureCause::DiskFull,
         FailureCause::BadInput,
+        FailureCause::Network,
+        FailureCause::Network,
+        FailureCause::NoProgress,
+        FailureCause::DeviceStuck,
+        FailureCause::Interrupted,
+        FailureCause::Unknown,
     ];
     Outcome::Failed {
         cause: random.pick(&causes).copied().unwrap_or(FailureCause::Machine),

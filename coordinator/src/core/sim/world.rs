@@ -49,6 +49,8 @@ pub(super) struct Tally {
     smaller_profiles: u64,
     forgotten: u64,
     expired_checkpoints: u64,
+    brought: u64,
+    outages: u64,
 }
 
 impl Tally {
@@ -58,7 +60,7 @@ impl Tally {
         }
     }
 
-    fn all(&mut self) -> [(&'static str, &mut u64); 16] {
+    fn all(&mut self) -> [(&'static str, &mut u64); 18] {
         [
             ("events", &mut self.events),
             ("jobs", &mut self.jobs),
@@ -76,6 +78,8 @@ impl Tally {
             ("attempts with a smaller profile", &mut self.smaller_profiles),
             ("forgotten jobs", &mut self.forgotten),
             ("expired checkpoints", &mut self.expired_checkpoints),
+            ("checkpoints that were brought after their attempt", &mut self.brought),
+            ("steps with a network outage", &mut self.outages),
         ]
     }
 
@@ -234,6 +238,9 @@ impl World {
         if !worker.is_awake(self.now) {
             return;
         }
+        if worker.session.is_none() && worker.refused_until > self.now {
+            return;
+        }
         let unheard = worker
             .knocks
             .is_some_and(|since| self.now.since(since) > Duration::from_secs(3));
@@ -288,6 +295,7 @@ impl World {
         check_step(&self.state, self.now, &placed);
         let quarantined = self.state.slots.iter().any(|(_, slot)| slot.quarantined.is_some());
         self.tally.quarantines += u64::from(quarantined);
+        self.tally.outages += u64::from(self.state.jobs.values().any(|job| job.network.is_some()));
         self.tally.held_back += u64::from(self.state.arrays.values().any(|array| !array.held.is_empty()));
         let (mut records, mut rest) = (Vec::new(), Vec::new());
         for effect in effects {
@@ -362,6 +370,8 @@ impl World {
                 {
                     let (held, step) = about.expect("an answer to nothing");
                     let job = JobId::new(job_of(&held.attempt).unwrap());
+                    let live = self.state.job(&job).and_then(|job| job.current());
+                    self.tally.brought += u64::from(live.is_none_or(|live| live.id != held.attempt));
                     assert_eq!(self.epochs[&job], held.epoch, "a stale epoch committed");
                     let before = self.committed.insert(job, *step);
                     assert!(before.is_none_or(|before| before <= *step), "a checkpoint regressed");

@@ -3,6 +3,7 @@
 mod arrays;
 mod attempts;
 mod endings;
+mod offers;
 mod placement;
 mod queue;
 mod retention;
@@ -68,6 +69,7 @@ pub(super) fn registration(worker: &str, devices: Vec<Device>, running: Vec<Held
         labels: BTreeMap::new(),
         running,
         confinement: None,
+        offers: Vec::new(),
     }
 }
 

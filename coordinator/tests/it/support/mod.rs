@@ -257,6 +257,7 @@ impl FakeWorker {
             labels: BTreeMap::new(),
             running,
             confinement: None,
+            offers: Vec::new(),
         }
     }
 
