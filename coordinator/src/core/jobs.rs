@@ -212,6 +212,9 @@ impl State {
 
     fn resume_one(&mut self, step: &mut Step, id: &JobId) -> Result<(), Refusal> {
         let never = self.can_never_start(id);
+        if !never {
+            self.note_all_met(step, id);
+        }
         let Some(job) = self.jobs.get_mut(id) else {
             return Err(Refusal::NotFound(id.to_string()));
         };

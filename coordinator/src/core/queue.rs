@@ -190,6 +190,14 @@ impl State {
         }
     }
 
+    /// The same of everything that a job waits for, when it is to wait again: it may have stood aside when that happened.
+    pub(super) fn note_all_met(&mut self, step: &mut Step, id: &JobId) {
+        let after = self.jobs.get(id).map(|job| job.after.clone()).unwrap_or_default();
+        for before in after {
+            self.note_met(step, id, &before);
+        }
+    }
+
     /// Whether a job starts only after another one fails, which has completed.
     pub(super) fn can_never_start(&self, id: &JobId) -> bool {
         let Some(job) = self.jobs.get(id) else { return false };

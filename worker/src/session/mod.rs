@@ -296,6 +296,9 @@ impl Session {
                     want(attempt, if save { Wanted::Stop } else { Wanted::Kill });
                 }
             }
+            // The attempt is over; what it saved and the coordinator asked for is not.
+            ToWorker::Fence { held, .. }
+                if self.sending.contains_key(&held.attempt) && !self.attempts.contains_key(&held.attempt) => {}
             ToWorker::Fence { held, reason } => self.fence(&held.attempt, &reason),
             ToWorker::Answer {
                 request,
