@@ -351,7 +351,9 @@ impl State {
             let device = device_name(attempt.device);
             format!("{} for {since} on {} {device}", job.state, attempt.worker_name)
         });
-        match (place, reason.is_empty()) {
+        // Placement's own words for the same place.
+        let says_more = !reason.is_empty() && !reason.starts_with("on ");
+        match (place, !says_more) {
             (Some(place), true) => place,
             (Some(place), false) => format!("{place}: {reason}"),
             (None, true) => job.state.to_string(),

@@ -126,18 +126,6 @@ fn without_buckets_all_pictures_share_batches() {
 }
 
 #[test]
-fn a_picture_that_cannot_be_read_is_told_once_for_all_resolutions() {
-    let dir = tempfile::tempdir().unwrap();
-    let mut process = trainer(dir.path(), 1);
-    let folder = process.datasets[0].folder_path.clone().unwrap();
-    std::fs::write(std::path::Path::new(&folder).join("broken.png"), b"no picture").unwrap();
-    process.datasets[0].resolution.0 = vec![32, 64];
-    let (outcome, events) = go(&spec(process));
-    assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
-    assert_eq!(logs(&events).matches("broken.png").count(), 1, "{}", logs(&events));
-}
-
-#[test]
 fn captions_can_be_left_out() {
     let dir = tempfile::tempdir().unwrap();
     let mut process = with_regularisation(dir.path(), 4);
