@@ -226,7 +226,9 @@ async fn a_tree_that_is_not_what_was_sent_is_noticed() {
         assert!(!record.is_older(Duration::from_secs(3600), SystemTime::now()));
         assert!(record.is_older(Duration::ZERO, SystemTime::now()));
         change(&tree);
-        assert!(snapshot::verify(&list, &tree, None).is_err(), "{what}");
+        // A file that was only touched has the right content still; it is hashed again to find that out.
+        let is_damage = what != "another time";
+        assert_eq!(snapshot::verify(&list, &tree, None).is_err(), is_damage, "{what}");
         assert_eq!(
             snapshot::verify(&list, &tree, Some(&record)).is_err(),
             shows_at_once,
