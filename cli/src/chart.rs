@@ -92,7 +92,7 @@ pub fn chart(curve: &Curve, style: Style) -> Option<Vec<String>> {
         lines.push(format!("{label:>LABELS$} {axis}{}", text.trim_end()));
     }
     lines.push(format!("{:>LABELS$} +{}", "", "-".repeat(columns)));
-    let mut below = vec![' '; columns + 1];
+    let mut below = vec![' '; columns];
     let mut free = 0;
     #[allow(clippy::cast_precision_loss)]
     let steps = ticks(first as f64, last as f64, columns / 12);
@@ -100,8 +100,10 @@ pub fn chart(curve: &Curve, style: Style) -> Option<Vec<String>> {
         #[allow(clippy::cast_sign_loss, clippy::cast_possible_truncation)]
         let at = x_of((tick as u64).clamp(first, last)) / across;
         let text = label(tick);
-        let begin = at.saturating_sub(text.len() / 2);
-        if begin >= free && begin + text.len() <= columns + 1 {
+        let begin = at
+            .saturating_sub(text.len() / 2)
+            .min(columns.saturating_sub(text.len()));
+        if begin >= free && begin + text.len() <= columns {
             for (place, letter) in below[begin..].iter_mut().zip(text.chars()) {
                 *place = letter;
             }
@@ -166,6 +168,16 @@ mod tests {
             assert!(lines.iter().all(|line| line.width() <= width), "{width}: {lines:#?}");
             assert_eq!(lines.iter().all(|line| line.is_ascii()), ascii);
         }
+        let style = Style {
+            width: 80,
+            ascii: false,
+            color: false,
+        };
+        let lines = chart(&falling(3000), style).unwrap();
+        assert!(
+            lines.iter().all(|line| line.width() <= 80) && lines[HEIGHT + 1].ends_with("3000"),
+            "{lines:#?}"
+        );
         let style = Style {
             width: 60,
             ascii: true,
