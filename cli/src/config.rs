@@ -4,6 +4,8 @@ use crate::exit::Exit;
 use crate::failure::Failure;
 use crate::output::Ui;
 use crate::output::format::printable;
+use crate::paths::expand;
+use aitk_common::fsutil::regular;
 use aitk_common::job::change::Change;
 use aitk_common::job::{InputKind, JobError, LoadOptions, LoadedJob, dotenv, env_with, load};
 use std::path::Path;
@@ -137,6 +139,28 @@ fn refuse_placeholders(loaded: &LoadedJob) -> Result<(), Failure> {
         return Ok(());
     }
     Err(Failure::failed(lines.join("\n")))
+}
+
+/// Refuses pipes, devices and sockets where a config names files or folders: they hold no data, and some have no end.
+///
+/// # Errors
+/// With the place of each in the config.
+pub fn refuse_special_files(loaded: &LoadedJob, directory: &Path) -> Result<(), Failure> {
+    let env = |name: &str| std::env::var(name).ok();
+    let mut lines: Vec<String> = Vec::new();
+    for input in loaded.spec.inputs() {
+        let Ok(info) = std::fs::metadata(expand(&input.config_path, directory, &env)) else {
+            continue;
+        };
+        if let Some(what) = regular::special(info.file_type()) {
+            let message = format!("'{}' is {what}, not a file or folder", input.config_path);
+            lines.push(printable(&loaded.spec.finding(input.key, message).to_string()));
+        }
+    }
+    if lines.is_empty() {
+        return Ok(());
+    }
+    Err(Failure::failed(lines.join("\n")).hint("copy what it gives into a file, and name that file"))
 }
 
 fn config_failure(error: &JobError) -> Failure {

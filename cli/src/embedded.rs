@@ -150,6 +150,13 @@ impl Local {
                 config.devices = devices;
                 config.traces.clone_from(traces());
                 config.confinement = measure_confinement().await;
+                // As the worker daemon takes it.
+                let allowed = std::env::var("AITK_HUB_ALLOW").unwrap_or_default();
+                config.hub_allow = allowed
+                    .split(',')
+                    .filter(|name| !name.trim().is_empty())
+                    .map(str::to_owned)
+                    .collect();
                 if let Some(name) = name {
                     name.clone_into(&mut config.name);
                 }

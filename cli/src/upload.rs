@@ -5,6 +5,7 @@ use crate::download::disk;
 use crate::exit::Exit;
 use crate::failure::Failure;
 use crate::output::Ui;
+use aitk_common::fsutil::regular;
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::StorageError;
 use aitk_common::storage::snapshot::{Scanned, scan};
@@ -296,7 +297,11 @@ async fn feed(
         }
         Source::File(path) => {
             let unreadable = |error: std::io::Error| Failure::file("read", path, &error);
-            let mut file = tokio::fs::File::open(path).await.map_err(unreadable)?;
+            let own = path.clone();
+            // What was a file when it was hashed may have become a pipe.
+            let opened = tokio::task::spawn_blocking(move || regular::open(&own)).await;
+            let opened = opened.unwrap_or_else(|error| Err(std::io::Error::other(error)));
+            let mut file = tokio::fs::File::from_std(opened.map_err(unreadable)?.0);
             loop {
                 let mut piece = Vec::new();
                 (&mut file)

@@ -26,7 +26,8 @@ pub struct AttemptSpec {
     pub config_text: String,
     /// `yaml`, `json` or `jsonc`.
     pub config_format: String,
-    /// Inputs as the config names them -> where they lie on this machine. A path that is not here is used as it is.
+    /// Inputs as the config names them -> where they lie on this machine. A path that is not here is used as it is by a
+    /// job that runs in place, and refused otherwise.
     pub inputs: BTreeMap<String, PathBuf>,
     /// Replaces `training_folder` / `output_folder`, when set: the attempt's own folder. Unset for `aitk run`.
     pub output_root: Option<PathBuf>,

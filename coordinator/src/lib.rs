@@ -35,3 +35,4 @@ pub use garbage::Retention;
 pub use pki::{Made, PkiError, ca_folder, init};
 pub use server::{RunError, Running, StartError, start};
 pub use store::DatabaseUrl;
+pub use submit::check_submission;

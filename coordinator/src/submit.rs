@@ -4,10 +4,10 @@ use crate::core::{Condition, Prerequisite, Wants};
 use aitk_common::control::{MAX_CONFIG_BYTES, Submission, UnixMillis};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
-use aitk_common::job::cluster::{ClusterConfig, Split, TimeSpan};
+use aitk_common::job::cluster::{Split, TimeSpan};
+use aitk_common::job::{Finding, JobSpec, summary};
 use aitk_common::plan::demand::Demand;
 use aitk_common::telemetry::context::TraceContext;
-use serde::Deserialize;
 use serde_json::Value;
 
 /// Jobs that a job may wait for.
@@ -33,26 +33,35 @@ pub(crate) struct Asked {
 }
 
 /// Name and kind of a job.
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug)]
 pub(crate) struct Named {
     pub(crate) name: String,
-    #[serde(rename = "job")]
     pub(crate) kind: String,
-}
-
-#[derive(Deserialize)]
-struct Spec {
-    #[serde(flatten)]
-    named: Named,
-    #[serde(default)]
-    cluster: ClusterConfig,
 }
 
 /// Reads name, kind and wishes out of the job; a message for a person when it is no job.
 ///
-/// Only what the queue needs is read: the rest was validated by the client, and is again by the worker's child,
-/// so that a coordinator does not refuse a key of a config which only a newer worker knows.
+/// The job is checked as its config was when it was read: whoever sends it may have no such client, or one that was
+/// made to lie. What it names has to be there: every path is an input that was sent with it, or the name of a model's
+/// repository. The worker checks the same again, by the keys that it knows.
 pub(crate) fn wants(submission: &Submission, retries: u32) -> Result<Asked, String> {
+    read(submission, retries, !submission.local)
+}
+
+/// Whether a submission would be taken, as far as its job alone says: everything but what its inputs and its owner say.
+///
+/// # Errors
+/// What `Submit` answers.
+pub fn check_submission(submission: &Submission) -> Result<(), String> {
+    wants(submission, 0).map(|_| ())
+}
+
+/// [`wants`] of a job that is only asked about: nothing was sent for it, and nothing will run.
+pub(crate) fn wants_to_fit(submission: &Submission, retries: u32) -> Result<Asked, String> {
+    read(submission, retries, false)
+}
+
+fn read(submission: &Submission, retries: u32, all_sent: bool) -> Result<Asked, String> {
     for (what, bytes) in [
         ("config_text", submission.config_text.len()),
         ("job_json", submission.job_json.len()),
@@ -72,12 +81,23 @@ pub(crate) fn wants(submission: &Submission, retries: u32) -> Result<Asked, Stri
             return Err(format!("{what} holds a NUL character; it is no text"));
         }
     }
-    let bad = |error: serde_json::Error| format!("job_json: {error}");
-    let job: Value = serde_json::from_str(&submission.job_json).map_err(bad)?;
-    let Spec { named, cluster } = Spec::deserialize(&job).map_err(bad)?;
-    if named.name.is_empty() || named.name.len() > 256 || named.name.chars().any(char::is_control) {
-        return Err("job_json: `name` must have 1 to 256 bytes and no control characters".into());
+    let job: Value = serde_json::from_str(&submission.job_json).map_err(|error| format!("job_json: {error}"))?;
+    let spec = JobSpec::from_value(&job).map_err(|error| problems(error.findings()))?;
+    let support = spec.unsupported();
+    if !support.errors.is_empty() {
+        return Err(problems(&support.errors));
     }
+    if all_sent {
+        let foreign = spec.foreign_paths(|path| submission.inputs.contains_key(path));
+        if !foreign.is_empty() {
+            return Err(problems(&foreign));
+        }
+    }
+    let named = Named {
+        name: spec.name,
+        kind: spec.job.name().to_owned(),
+    };
+    let cluster = spec.cluster;
     for (what, text) in [("job", &named.kind)]
         .into_iter()
         .chain(cluster.after.0.iter().map(|one| ("cluster.after", one)))
@@ -150,6 +170,10 @@ fn short(what: &str, text: &str) -> Result<(), String> {
         "job_json: {what}: a text of {} bytes; at most {TEXT_LIMIT}",
         text.len()
     ))
+}
+
+fn problems(findings: &[Finding]) -> String {
+    format!("job_json: {}", summary(findings))
 }
 
 /// The pictures of a job that is to be cut into parts.
@@ -231,20 +255,41 @@ mod tests {
         }
     }
 
+    /// A job with these processes and this `cluster` section.
+    fn job(kind: &str, process: &str, cluster: &str) -> String {
+        format!(
+            r#"{{"job":"{kind}","name":"a","meta":{{}},"config":{{}},"process":[{process}],"cluster":{{{cluster}}}}}"#
+        )
+    }
+
+    fn pictures(prompts: &str) -> String {
+        format!(
+            r#"{{"type":"to_folder","kind":{{"generate":{{"output_folder":"out","model":{{"arch":"sd1","name_or_path":"org/sd1"}},"generate":{{"prompts":{prompts}}}}}}}}}"#
+        )
+    }
+
+    const TRAINING: &str = r#"{"type":"sd_trainer","kind":{"train":{"training_folder":"out","model":{"arch":"sd1","name_or_path":"org/sd1","dtype":"float32"},"network":{},"datasets":[{"folder_path":"data"}]}}}"#;
+
     #[test]
     fn wishes_come_out_of_the_job() {
-        let json = r#"{"job":"extension","name":"a","process":[],"cluster":{"priority":5,"device":"cuda","labels":{"zone":"x"},"retries":1}}"#;
-        let Asked { named, wants, .. } = wants(&submission(json), 3).unwrap();
-        assert_eq!((named.name.as_str(), named.kind.as_str()), ("a", "extension"));
+        let json = job(
+            "generate",
+            &pictures(r#"["a cat"]"#),
+            r#""priority":5,"device":"cuda","labels":{"zone":"x"},"retries":1"#,
+        );
+        let Asked { named, wants, .. } = wants(&submission(&json), 3).unwrap();
+        assert_eq!((named.name.as_str(), named.kind.as_str()), ("a", "generate"));
         assert_eq!((wants.priority, wants.retries), (5, 1));
         assert_eq!(wants.labels["zone"], "x");
-        let plain = super::wants(&submission(r#"{"job":"generate","name":"a"}"#), 3)
+        let unknown_model = pictures(r#"["a cat"]"#).replace(r#""arch":"sd1","#, "");
+        let plain = super::wants(&submission(&job("generate", &unknown_model, "")), 3)
             .unwrap()
             .wants;
         assert_eq!(
             plain,
             Wants {
                 retries: 3,
+                data: vec![ContentHash::of(b"org/sd1")],
                 ..Wants::default()
             }
         );
@@ -252,11 +297,14 @@ mod tests {
 
     #[test]
     fn the_rules_of_the_queue_come_out_of_the_job() {
-        let json = r#"{"job":"extension","name":"a","process":[{"type":"sd_trainer","kind":{"train":{"model":{"arch":"sdxl","name_or_path":"org/sdxl"}}}}],
-            "cluster":{"after":["j1"],"not_before":1000,"time_limit":{"secs":60,"nanos":0},"yields":true,"alone":true}}"#;
+        let json = job(
+            "generate",
+            &pictures(r#"["a cat"]"#),
+            r#""after":["j1"],"not_before":1000,"time_limit":{"secs":60,"nanos":0},"yields":true,"alone":true"#,
+        );
         let asked = Submission {
             owner: Some(aitk_common::id::UserName::new("ada")),
-            ..submission(json)
+            ..submission(&json)
         };
         let asked = wants(&asked, 3).unwrap();
         assert_eq!(
@@ -266,11 +314,12 @@ mod tests {
         let wants = asked.wants;
         assert_eq!((wants.owner.as_str(), wants.time_limit), ("ada", Some(60_000)));
         assert!(wants.yields && wants.alone);
-        assert_eq!(wants.demand.unwrap().family, "sdxl");
-        assert_eq!(wants.data, [ContentHash::of(b"org/sdxl")]);
-        let many = format!(
-            r#"{{"job":"extension","name":"a","cluster":{{"after":{:?}}}}}"#,
-            vec!["j"; 65]
+        assert_eq!(wants.demand.unwrap().family, "sd1");
+        assert_eq!(wants.data, [ContentHash::of(b"org/sd1")]);
+        let many = job(
+            "generate",
+            &pictures(r#"["a"]"#),
+            &format!(r#""after":{:?}"#, vec!["j"; 65]),
         );
         assert!(
             super::wants(&submission(&many), 3)
@@ -281,33 +330,34 @@ mod tests {
 
     #[test]
     fn only_pictures_from_prompts_are_cut_into_parts() {
-        let job = |kind: &str, split: &str| {
-            format!(
-                r#"{{"job":"generate","name":"a","process":[{{"type":"x","kind":{{"{kind}":{{"model":{{"arch":"sd1"}},"generate":{{"prompts":{{"file":"p.txt"}}}}}}}}}}],"cluster":{{"split":{split}}}}}"#
-            )
+        let asked = |kind: &str, process: &str, split: &str, pictures| {
+            let mut asked = Submission {
+                pictures,
+                ..submission(&job(kind, process, &format!(r#""split":{split}"#)))
+            };
+            for input in ["data", "p.txt"] {
+                asked.inputs.insert(input.into(), ContentHash::of(b"it"));
+            }
+            wants(&asked, 3)
         };
-        let asked = |job_json: &str, pictures| {
-            wants(
-                &Submission {
-                    pictures,
-                    ..submission(job_json)
-                },
-                3,
-            )
-        };
-        let parts = asked(&job("generate", r#"{"parts":4}"#), Some(40)).unwrap();
+        let from_file = pictures(r#""p.txt""#);
+        let parts = asked("generate", &from_file, r#"{"parts":4}"#, Some(40)).unwrap();
         assert_eq!(parts.split, Some((Split::Parts(4), 40)));
         // The prompts lie in a file: the client counted them.
-        let one = asked(&job("generate", "null"), Some(1)).unwrap();
+        let one = asked("generate", &from_file, "null", Some(1)).unwrap();
         assert_eq!(one.split, None);
         let (one, many) = (one.wants.demand.unwrap(), parts.wants.demand.unwrap());
         assert_eq!(many.milliunits, 40 * one.milliunits);
         assert_eq!(
-            asked(&job("generate", r#""auto""#), Some(2)).unwrap().split,
+            asked("generate", &from_file, r#""auto""#, Some(2)).unwrap().split,
             Some((Split::Auto, 2))
         );
-        for (kind, pictures) in [("generate", None), ("generate", Some(0)), ("train", Some(3))] {
-            let error = asked(&job(kind, r#""auto""#), pictures).unwrap_err();
+        for (kind, process, pictures) in [
+            ("generate", from_file.as_str(), None),
+            ("generate", &from_file, Some(0)),
+            ("extension", TRAINING, Some(3)),
+        ] {
+            let error = asked(kind, process, r#""auto""#, pictures).unwrap_err();
             assert!(
                 error.starts_with("cluster.split: only a job with one `to_folder`"),
                 "{error}"
@@ -317,12 +367,14 @@ mod tests {
 
     #[test]
     fn what_is_no_job_is_said_so() {
+        let unknown_priority = job("generate", &pictures(r#"["a"]"#), r#""priority":"high""#);
         for bad in [
             "",
             "[]",
             r#"{"job":"x"}"#,
             r#"{"job":"x","name":""}"#,
-            r#"{"job":"x","name":"a","cluster":{"priority":"high"}}"#,
+            r#"{"job":"generate","name":"a","meta":{},"config":{},"cluster":{},"process":[]}"#,
+            &unknown_priority,
         ] {
             let error = wants(&submission(bad), 3).unwrap_err();
             assert!(error.starts_with("job_json"), "{bad}: {error}");
@@ -332,6 +384,59 @@ mod tests {
                 .unwrap_err()
                 .contains("at most")
         );
+    }
+
+    /// What a client refuses to send is refused here too, whoever sends it.
+    #[test]
+    fn a_job_is_checked_as_its_config_was() {
+        let sent = |json: &str, inputs: &[&str], local: bool| {
+            let inputs = inputs.iter().map(|path| ((*path).to_owned(), ContentHash::of(b"it")));
+            let asked = Submission {
+                inputs: inputs.collect(),
+                local,
+                ..submission(json)
+            };
+            wants(&asked, 3).map(|_| ())
+        };
+        let training = job("extension", TRAINING, "");
+        sent(&training, &["data"], false).unwrap();
+        let unsent = sent(&training, &[], false).unwrap_err();
+        assert!(
+            unsent.contains("config.process[0].datasets[0].folder_path: `data` is not an input of this job"),
+            "{unsent}"
+        );
+        // In place, paths are those of whoever runs it.
+        sent(&training, &[], true).unwrap();
+        for (from, to, said) in [
+            (r#""name":"a""#, r#""name":"../../a""#, "cannot name a folder"),
+            (
+                r#""training_folder""#,
+                r#""name":"/etc/x","training_folder""#,
+                "config.process[0].name: `/etc/x` cannot name a folder",
+            ),
+            ("org/sd1", "/models/sd1", "`/models/sd1` is not an input"),
+            ("org/sd1", "../sd1", "`../sd1` is not an input"),
+            (r#""arch":"sd1""#, r#""arch":"flux""#, "config.process[0].model.arch"),
+            (
+                r#""network":{}"#,
+                r#""network":{"linear":0}"#,
+                "the rank must be at least 1",
+            ),
+            ("sd_trainer", "concept_slider", "not supported yet"),
+            ("sd_trainer", "to_folder", "`to_folder` is a process of `job: generate`"),
+        ] {
+            assert!(training.contains(from), "{from}");
+            let error = sent(&training.replace(from, to), &["data"], false).unwrap_err();
+            assert!(error.starts_with("job_json: ") && error.contains(said), "{to}: {error}");
+        }
+        let secret = job("generate", &pictures(r#""/proc/self/environ""#), "");
+        assert!(
+            sent(&secret, &[], false)
+                .unwrap_err()
+                .contains("config.process[0].generate.prompts: `/proc/self/environ`")
+        );
+        let long = job("generate", &pictures(&format!("{:?}", "x".repeat(100_000))), "");
+        assert!(sent(&long, &[], false).unwrap_err().len() < 4_000);
     }
 
     #[test]

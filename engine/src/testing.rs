@@ -87,3 +87,14 @@ pub(crate) fn attempt(job: &JobSpec, config_text: &str) -> AttemptSpec {
         largest_file: None,
     }
 }
+
+/// The same attempt in a folder of its own, with every path of its job staged where it lies.
+pub(crate) fn in_own_folder(mut attempt: AttemptSpec, root: &Path) -> AttemptSpec {
+    let job: JobSpec = serde_json::from_value(attempt.job.clone()).unwrap();
+    for input in job.inputs() {
+        let here = PathBuf::from(&input.config_path);
+        attempt.inputs.entry(input.config_path).or_insert(here);
+    }
+    attempt.output_root = Some(root.to_owned());
+    attempt
+}

@@ -40,6 +40,10 @@ pub fn run(data: &[u8]) {
             if serde_json::to_vec(&back).expect("a job is written as JSON") != text {
                 panic!("{:#?}\nbecame\n{back:#?}", job.spec);
             }
+            // What reading gives is what a coordinator takes.
+            if let Err(error) = JobSpec::from_value(&value) {
+                panic!("{:#?}\nis refused: {error}", job.spec);
+            }
         }
     }
 }

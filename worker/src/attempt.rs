@@ -12,6 +12,7 @@ use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::capability::DeviceKind;
 use aitk_common::control::{Artifact, Assignment, Progress, Report};
 use aitk_common::fsutil::{self, FsError, names};
+use aitk_common::job::JobSpec;
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use serde::Deserialize;
@@ -125,6 +126,10 @@ async fn execute(
     mut wanted: watch::Receiver<Wanted>,
     folder: &Path,
 ) -> Outcome {
+    let job = match stage::job_of(assignment) {
+        Ok(job) => job,
+        Err(outcome) => return outcome,
+    };
     for part in ["tmp", "pins", "output"] {
         if let Err(error) = fsutil::create_dir_all(&folder.join(part)) {
             return local_failure(&error);
@@ -133,7 +138,7 @@ async fn execute(
     reporter.phase("staging").await;
     let mut staging = trace.step("staging");
     let staged = tokio::select! {
-        staged = stage::inputs(context, assignment, reporter, folder) => match staged {
+        staged = stage::inputs(context, assignment, &job, reporter, folder) => match staged {
             Ok(staged) => staged,
             Err(outcome) => {
                 if let Outcome::Failed { message, .. } = &outcome {
@@ -147,7 +152,7 @@ async fn execute(
     drop(staging);
     let wishes = ClusterWishes::of(&assignment.job_json);
     let spec_file = folder.join(SPEC);
-    let prepared = specification(context, assignment, &staged, folder).and_then(|spec| {
+    let prepared = specification(context, assignment, &job, &staged, folder).and_then(|spec| {
         fsutil::write_private(&spec_file, &written(&spec)?).map_err(|error| local_failure(&error))?;
         sandbox_profile(context, &spec, folder)
     });
@@ -249,11 +254,13 @@ impl ClusterWishes {
 fn specification(
     context: &Context,
     assignment: &Assignment,
+    job: &JobSpec,
     staged: &Staged,
     folder: &Path,
 ) -> Result<AttemptSpec, Outcome> {
-    let job = serde_json::from_str(&assignment.job_json)
-        .map_err(|error| internal(format!("the job that the coordinator sent is no JSON: {error}")))?;
+    // As it was checked, not as it was sent: nothing is read twice in two ways.
+    let job =
+        serde_json::to_value(job).map_err(|error| internal(format!("the job cannot be written down: {error}")))?;
     Ok(AttemptSpec {
         job_id: assignment.job.clone(),
         attempt_id: assignment.attempt.clone(),

@@ -25,8 +25,10 @@ mod sync;
 mod trace;
 mod usage;
 
+use aitk_common::attempt::Outcome;
 use aitk_common::capability::Device;
 use aitk_common::confinement::Confinement;
+use aitk_common::control::Assignment;
 use aitk_common::telemetry::traces::Traces;
 pub use child::run_attempt;
 pub use folders::FoldersError;
@@ -92,6 +94,9 @@ pub struct Config {
     pub storage_patience: Duration,
     /// Where the spans of attempts go.
     pub traces: Traces,
+    /// Repositories on Hugging Face, `ORG/NAME` or `ORG/*`, for which jobs of others may use this worker's `HF_TOKEN`. Jobs
+    /// that run in place always may.
+    pub hub_allow: Vec<String>,
 }
 
 impl Config {
@@ -125,6 +130,7 @@ impl Config {
             upload_patience: Duration::from_secs(15 * 60),
             storage_patience: Duration::from_secs(15 * 60),
             traces: Traces::default(),
+            hub_allow: Vec::new(),
         }
     }
 }
@@ -138,12 +144,24 @@ pub fn host_name() -> String {
         .unwrap_or_else(|| "worker".to_owned())
 }
 
+/// Whether a worker would run the job of an assignment, as far as the job alone says: what it checks before it fetches
+/// or starts anything.
+///
+/// # Errors
+/// How the attempt would end.
+pub fn check_assignment(assignment: &Assignment) -> Result<(), Outcome> {
+    stage::job_of(assignment).map(|_| ())
+}
+
 /// A worker that could not start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     /// Its data folder.
     #[error(transparent)]
     Folders(#[from] FoldersError),
+    /// The list of repositories.
+    #[error("--hub-allow: `{0}` is no repository; expected ORG/NAME, or ORG/* for all of an organisation")]
+    HubAllow(String),
     /// It has nothing to offer.
     #[error("the worker has no device to offer; choose one with --devices")]
     NoDevice,
@@ -180,6 +198,7 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
             found.unwrap_or_else(|| "it was not measured".to_owned()),
         ));
     }
+    let allow = stage::hub::AllowList::parse(&config.hub_allow).map_err(StartError::HubAllow)?;
     let (data_dir, upload_patience) = (config.data_dir.clone(), config.upload_patience);
     let (folders, kept) = tokio::task::spawn_blocking(move || folders::open_all(&data_dir))
         .await
@@ -205,7 +224,7 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
             config.verify_cache_after,
         ),
         derived: stage::derived::DerivedCaches::new(folders.derived(), config.derived_quota),
-        hub: stage::hub::Hub::from_environment(folders.hub()),
+        hub: stage::hub::Hub::from_environment(folders.hub(), allow),
         kept,
         refused: watch::Sender::new(None),
         folders,

@@ -150,6 +150,15 @@ struct Daemon {
     /// How much longer leaving may take, at most, for checkpoints that are still being sent, such as 15m.
     #[arg(long, env = "AITK_UPLOAD_PATIENCE", default_value = "15m", value_parser = time_span)]
     upload_patience: Duration,
+    /// A repository on Hugging Face, ORG/NAME or ORG/*, for which jobs of others may use this worker's HF_TOKEN. May be repeated;
+    /// with commas in the variable. Default: none, so that jobs get public models only.
+    #[arg(
+        long = "hub-allow",
+        env = "AITK_HUB_ALLOW",
+        value_name = "REPOSITORY",
+        value_delimiter = ','
+    )]
+    hub_allow: Vec<String>,
     /// error, warn, info, debug or trace. Default: info.
     #[arg(long, env = "AITK_LOG_LEVEL")]
     log_level: Option<String>,
@@ -340,6 +349,7 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
     config.confinement = Some(confinement);
     config.verify_cache_after = Duration::from_secs(options.verify_cache_days.saturating_mul(24 * 60 * 60));
     config.derived_quota = options.derived_cache_gib.saturating_mul(1 << 30);
+    config.hub_allow = options.hub_allow;
     config.devices = probe::choose(probe::devices(), &choice)?;
     for device in &config.devices {
         tracing::info!(

@@ -10,7 +10,6 @@ use aitk_engine::device::take_peak;
 use aitk_engine::device::threads::stack_space;
 use aitk_engine::processes::at_home;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
@@ -153,15 +152,17 @@ fn gib(bytes: u64) -> f64 {
 
 /// What the plan says that this attempt takes.
 fn needed(spec: &AttemptSpec) -> Option<MemoryNeed> {
-    let model = model(&spec.job, &spec.inputs)?;
+    let model = model(spec)?;
     Demand::of_job(&spec.job, Anatomy::read(&model))?.memory
 }
 
 /// Where the model of the job's first process lies here, as the engine finds it.
-fn model(job: &Value, inputs: &BTreeMap<String, PathBuf>) -> Option<PathBuf> {
-    let named = job.pointer("/process/0/kind")?.as_object()?.values().next()?;
+fn model(spec: &AttemptSpec) -> Option<PathBuf> {
+    let named = spec.job.pointer("/process/0/kind")?.as_object()?.values().next()?;
     let model = named.pointer("/model/name_or_path")?.as_str()?;
-    Some(inputs.get(model).cloned().unwrap_or_else(|| at_home(model)))
+    let here = spec.inputs.get(model).cloned();
+    // Only a job that runs in place looks anywhere else.
+    here.or_else(|| spec.output_root.is_none().then(|| at_home(model)))
 }
 
 /// `cluster.memory_budget`, in bytes.
@@ -237,14 +238,21 @@ mod tests {
     #[test]
     fn the_model_is_looked_for_where_the_engine_finds_it() {
         let home = std::env::var_os("HOME").expect("tests run for a user");
-        let found = |path: &str, inputs: &BTreeMap<_, _>| {
-            let job = json!({"process": [{"kind": {"train": {"model": {"name_or_path": path}}}}]});
-            model(&job, inputs).unwrap()
-        };
         let staged = BTreeMap::from([("~/sd15".to_owned(), PathBuf::from("/cache/1"))]);
-        assert_eq!(found("~/sd15", &staged), PathBuf::from("/cache/1"));
-        assert_eq!(found("~/sd15", &BTreeMap::new()), PathBuf::from(home).join("sd15"));
-        assert_eq!(found("models/sd15", &staged), PathBuf::from("models/sd15"));
+        let found = |path: &str, inputs: &BTreeMap<String, PathBuf>, root: Option<&str>| {
+            let spec = json!({
+                "job_id": "j", "attempt_id": "j-0-1", "epoch": 1, "config_text": "", "config_format": "yaml", "inputs": inputs,
+                "job": {"process": [{"kind": {"train": {"model": {"name_or_path": path}}}}]}, "output_root": root,
+                "resume_from": null, "device": {"kind": "cpu", "index": 0}, "profile": "cpu_only", "seed": 0
+            });
+            model(&serde_json::from_value(spec).unwrap())
+        };
+        let none = BTreeMap::new();
+        assert_eq!(found("~/sd15", &staged, None), Some(PathBuf::from("/cache/1")));
+        assert_eq!(found("~/sd15", &none, None), Some(PathBuf::from(home).join("sd15")));
+        assert_eq!(found("models/sd15", &staged, None), Some(PathBuf::from("models/sd15")));
+        assert_eq!(found("~/sd15", &staged, Some("/out")), Some(PathBuf::from("/cache/1")));
+        assert_eq!(found("models/sd15", &staged, Some("/out")), None);
     }
 
     #[test]

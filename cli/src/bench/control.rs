@@ -170,9 +170,15 @@ impl Quantiles {
 }
 
 fn task(name: &str, labels: &BTreeMap<&str, &str>) -> Submission {
-    let job = json!({ "job": "extension", "name": name, "process": [], "cluster": { "labels": labels } });
+    let picture = json!({
+        "output_folder": "out", "model": { "name_or_path": "bench/none" }, "generate": { "prompts": ["a cat"] }
+    });
+    let process = json!({ "type": "to_folder", "kind": { "generate": picture } });
+    let job = json!({
+        "job": "generate", "name": name, "meta": {}, "config": {}, "process": [process], "cluster": { "labels": labels }
+    });
     Submission {
-        config_text: format!("job: extension\nconfig:\n  name: {name}\n  process: []\n"),
+        config_text: format!("job: generate\nconfig:\n  name: {name}\n"),
         config_format: "yaml".to_owned(),
         job_json: job.to_string(),
         inputs: BTreeMap::new(),

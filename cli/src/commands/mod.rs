@@ -19,7 +19,7 @@ mod workers;
 #[cfg(feature = "embedded")]
 pub mod run;
 
-pub(crate) use submit::{anatomy, is_repository, pictures};
+pub(crate) use submit::{anatomy, pictures};
 
 use crate::api::Api;
 use crate::args::{ArtifactsCommand, Cli, Command, Global, WorkerCommand};

@@ -99,6 +99,7 @@ pub async fn run_embedded(
     let mut ready = Vec::new();
     for path in configs {
         let read = config::read(ui, path, options.name.as_deref(), &options.changes, directory);
+        let read = read.and_then(|loaded| config::refuse_special_files(&loaded, directory).map(|()| loaded));
         let checked = match read {
             Ok(loaded) => preflight::open_with(ui, &loaded, directory, true)
                 .await

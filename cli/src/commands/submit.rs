@@ -4,7 +4,7 @@ use super::logs::ended;
 use super::{Context, env, validate};
 use crate::api::Api;
 use crate::args::SubmitArgs;
-use crate::config::{self, Reading, read_as};
+use crate::config::{self, Reading, read_as, refuse_special_files};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::follow::{LogsTo, Renderer, follow_to_end};
@@ -17,9 +17,11 @@ use crate::sweep::{self, Sweep};
 use crate::trace::Submitting;
 use crate::upload::{Staged, Upload, stage};
 use aitk_common::control::{MAX_CONFIG_BYTES, NewMember, Submission, Submitted};
+use aitk_common::fsutil::regular;
 use aitk_common::id::UserName;
 use aitk_common::job::change::Change;
 use aitk_common::job::generate::prompt_lines;
+use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use aitk_common::job::{Input, InputKind, JobSpec, LoadedJob};
 use aitk_common::plan::anatomy::Anatomy;
 use serde_json::json;
@@ -325,7 +327,7 @@ fn array_name(jobs: &[Job]) -> String {
 /// How many pictures the job draws, where its prompts lie here.
 pub(crate) fn pictures(spec: &JobSpec, directory: &Path) -> Option<u64> {
     spec.pictures(|file| {
-        let text = std::fs::read_to_string(expand(file, directory, &env)).ok()?;
+        let text = regular::read_text(&expand(file, directory, &env), MAX_TEXT_FILE_BYTES).ok()?;
         Some(prompt_lines(&text).len())
     })
 }
@@ -356,6 +358,9 @@ pub(crate) fn anatomy(loaded: &LoadedJob, directory: &Path) -> Option<Anatomy> {
 /// The parsed form of a config, which with its text is what a coordinator takes.
 pub(super) fn job_json(loaded: &LoadedJob, config: &Path) -> Result<String, Failure> {
     let text = serde_json::to_string(&loaded.spec)
+        .map_err(|error| Failure::failed(format!("{}: cannot be sent: {error}", config.display())))?;
+    // As the coordinator and the worker will: nobody learns of a mistake of ours after an upload.
+    JobSpec::from_json(&text)
         .map_err(|error| Failure::failed(format!("{}: cannot be sent: {error}", config.display())))?;
     for (what, bytes) in [("the file", loaded.text.len()), ("its content", text.len())] {
         if bytes > MAX_CONFIG_BYTES {
@@ -393,15 +398,18 @@ fn say_sent(ui: &Ui, sent: &[Staged]) {
 
 /// What the config names and this machine has. What it does not have is an error with its place.
 fn local_inputs(ui: &Ui, context: &Context, loaded: &LoadedJob) -> Result<BTreeMap<String, PathBuf>, Failure> {
+    refuse_special_files(loaded, &context.directory)?;
     let mut found = BTreeMap::new();
     let (mut missing, mut missing_model) = (Vec::new(), false);
-    for Input { config_path, key, kind } in loaded.spec.inputs() {
+    for input in loaded.spec.inputs() {
+        let may_be_repository = input.may_be_repository();
+        let Input { config_path, key, kind } = input;
         let path = expand(&config_path, &context.directory, &env);
         if config_path.is_empty() {
             continue;
         }
         let model = matches!(kind, InputKind::Model | InputKind::Vae);
-        if model && !path.exists() && is_repository(&config_path) {
+        if may_be_repository && !path.exists() {
             ui.notice(&printable(&format!(
                 "{config_path} is not here: the worker fetches it from Hugging Face"
             )));
@@ -427,18 +435,6 @@ fn local_inputs(ui: &Ui, context: &Context, loaded: &LoadedJob) -> Result<BTreeM
     } else {
         failure
     })
-}
-
-/// Whether this is `ORG/NAME`, which the worker fetches from Hugging Face.
-pub(crate) fn is_repository(text: &str) -> bool {
-    let part = |part: &str| {
-        let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
-        !part.is_empty() && !part.starts_with('.') && part.chars().all(plain)
-    };
-    let file = [".safetensors", ".gguf", ".ckpt", ".json", ".txt"]
-        .iter()
-        .any(|ending| text.ends_with(ending));
-    !file && text.split_once('/').is_some_and(|(org, name)| part(org) && part(name))
 }
 
 fn ask(ui: &Ui, bytes: u64) -> Result<(), Failure> {
@@ -471,29 +467,4 @@ where
         }
     }
     submit(api.clone()).await
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_org_and_name_is_a_repository() {
-        assert!(is_repository("stable-diffusion-v1-5/stable-diffusion-v1-5"));
-        for path in [
-            "models",
-            "./a",
-            "../a",
-            "/a/b",
-            "a/b/c",
-            "a/",
-            "~/a",
-            "a b/c",
-            "a/b.safetensors",
-            "a/b.gguf",
-            "",
-        ] {
-            assert!(!is_repository(path), "{path}");
-        }
-    }
 }

@@ -4,6 +4,7 @@ use crate::commands::env;
 use crate::paths::expand;
 use aitk_common::hub::{HubError, HubReader};
 use aitk_common::job::arch::ArchName;
+use aitk_common::job::repository::is_repository;
 use aitk_common::job::{InputKind, JobSpec};
 use aitk_common::model_files::{Identity, Inventory, check, identify};
 use serde::Serialize;
@@ -80,10 +81,6 @@ pub(super) async fn look(spec: &JobSpec, directory: &Path) -> Vec<ModelReport> {
 fn arch_of(spec: &JobSpec, key: &str) -> Option<ArchName> {
     let index: usize = key.strip_prefix("config.process[")?.split(']').next()?.parse().ok()?;
     Some(spec.process.get(index)?.model()?.arch.name)
-}
-
-fn is_repository(path: &str) -> bool {
-    crate::commands::is_repository(path)
 }
 
 impl ModelReport {

@@ -201,3 +201,37 @@ fn up_serves_the_commands_beside_it_and_goes_cleanly() {
     let after = home.aitk().arg("ps").output().unwrap();
     assert_eq!(code(&after), 2, "no server is known any more: {}", err(&after));
 }
+
+/// Pipes and devices where a config names files: said at once, with the place, before anything is started or sent.
+#[test]
+fn special_files_are_refused_at_once() {
+    let home = Home::new();
+    let pipe = home.path().join("words.txt");
+    nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    for (path, what) in [
+        ("/dev/zero", "a device"),
+        ("words.txt", "a pipe"),
+        ("/dev/stdin", "not a file or folder"),
+    ] {
+        generate(&home, "odd");
+        let text = std::fs::read_to_string(home.path().join("odd.yaml")).unwrap();
+        home.write(
+            "odd.yaml",
+            &text.replace("prompts:\n          - a red circle", &format!("prompts: {path}")),
+        );
+        for command in ["run", "submit"] {
+            let refused = home
+                .aitk()
+                .args([command, "odd.yaml"])
+                .env("AITK_SERVER", "http://127.0.0.1:9")
+                .output()
+                .unwrap();
+            let said = err(&refused);
+            assert_eq!(code(&refused), 1, "{said}");
+            assert!(
+                said.contains(what) && said.contains("odd.yaml:15"),
+                "{command} {path}: {said}"
+            );
+        }
+    }
+}

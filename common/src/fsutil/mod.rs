@@ -6,6 +6,7 @@
 //! a person can do something about and the one for which another machine helps.
 
 pub mod names;
+pub mod regular;
 
 use std::fs::{self, File, TryLockError};
 use std::io::{self, BufWriter, Write};

@@ -2,6 +2,7 @@
 
 use super::arch::ArchName;
 use super::dataset::DatasetConfig;
+use super::limits::MAX_DATASETS;
 use super::process::{ProcessType, TrainerProcess};
 use super::schema::Cx;
 
@@ -87,6 +88,7 @@ pub(crate) fn trainer(process: &TrainerProcess, cx: &mut Cx) {
 
 /// Checks that every data set says where its pictures are.
 pub(crate) fn datasets(datasets: &[DatasetConfig], cx: &mut Cx) {
+    cx.at_most_items("datasets", datasets.len(), MAX_DATASETS);
     for (index, dataset) in datasets.iter().enumerate() {
         if dataset.path().is_none() {
             cx.error_at(

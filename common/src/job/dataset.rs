@@ -1,6 +1,6 @@
 //! `datasets`: pictures, captions, and what is done to them on the way.
 
-use super::limits::{MAX_BATCH, MAX_REPEATS, MAX_SIDE};
+use super::limits::{MAX_BATCH, MAX_REPEATS, MAX_RESOLUTIONS, MAX_SIDE};
 use super::node::Node;
 use super::schema::{Cx, FieldValue, Given, Report, choices, join, section};
 use super::values::{Float, OneOrMany, TextSource};
@@ -239,11 +239,15 @@ fn finish(dataset: &mut DatasetConfig, given: &Given, cx: &mut Cx) {
         );
     }
     if let Some(legacy) = &dataset.caption_type
-        && !given.has("caption_ext")
+        // A job that was read before has both keys.
+        && (!given.has("caption_ext") || dataset.caption_ext == *legacy)
     {
         dataset.caption_ext.clone_from(legacy);
     } else if !dataset.caption_ext.is_empty() && !dataset.caption_ext.starts_with('.') {
         dataset.caption_ext.insert(0, '.');
+    }
+    if let Err(why) = super::naming::check_suffix(&dataset.caption_ext) {
+        cx.error_at("caption_ext", why);
     }
     let ui: Vec<String> = [
         &dataset.control_path_1,
@@ -275,6 +279,7 @@ fn finish(dataset: &mut DatasetConfig, given: &Given, cx: &mut Cx) {
             "expected at least one resolution, such as 512 or [512, 768]",
         );
     }
+    cx.at_most_items("resolution", dataset.resolution.len(), MAX_RESOLUTIONS);
     if dataset.batch_size == Some(0) {
         cx.error_at("batch_size", "expected at least 1");
     }

@@ -69,6 +69,7 @@ macro_rules! section {
                         rare: false,
                         nested: <$ty as FieldValue>::section(),
                         values: <$ty as FieldValue>::values(),
+                        input: None $( .or(Some($crate::job::schema::InputKind::$input)) )?,
                     });
                 })*
                 for &(key, status) in Self::RARE {
@@ -81,6 +82,7 @@ macro_rules! section {
                         rare: true,
                         nested: None,
                         values: Vec::new(),
+                        input: None,
                     });
                 }
                 $crate::job::schema::SectionInfo { title: $title, fields }

@@ -35,6 +35,21 @@ impl fmt::Display for Finding {
     }
 }
 
+/// Findings that one message tells.
+const SUMMARY_FINDINGS: usize = 5;
+/// Characters of each of them.
+const SUMMARY_CHARS: usize = 400;
+
+/// The first findings as one message of bounded length, for answers that have to fit the headers of a reply.
+#[must_use]
+pub fn summary(findings: &[Finding]) -> String {
+    let shown = findings.iter().take(SUMMARY_FINDINGS);
+    let lines: Vec<String> = shown
+        .map(|finding| finding.to_string().chars().take(SUMMARY_CHARS).collect())
+        .collect();
+    lines.join("\n")
+}
+
 /// What a job asks for that this release does not have.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Support {

@@ -9,7 +9,9 @@ fn load_text(name: &str, text: &str) -> LoadedJob {
         ..LoadOptions::default()
     };
     let format = Format::from_name(name.rsplit('.').next().unwrap()).unwrap();
-    parse(text, format, Some(name), &options).unwrap_or_else(|error| panic!("{error}"))
+    let job = parse(text, format, Some(name), &options).unwrap_or_else(|error| panic!("{error}"));
+    super::tests::passes_when_handed_over(&job);
+    job
 }
 
 macro_rules! load_file {

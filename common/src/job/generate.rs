@@ -1,6 +1,6 @@
 //! `generate` of the processes that only make pictures: `to_folder` and `batch_img2img`.
 
-use super::limits::{MAX_REPEATS, MAX_SAMPLE_STEPS, MAX_SIDE};
+use super::limits::{MAX_LINES_PER_PROMPT, MAX_RANDOM_PROMPTS, MAX_REPEATS, MAX_SAMPLE_STEPS, MAX_SIDE};
 use super::sampler::SamplerName;
 use super::schema::{Cx, Given, section};
 use super::values::{Pair, TextSource};
@@ -82,6 +82,12 @@ fn finish_generate(generate: &mut GenerateConfig, _given: &Given, cx: &mut Cx) {
     cx.at_most("width", generate.width, MAX_SIDE);
     cx.at_most("height", generate.height, MAX_SIDE);
     cx.at_most("num_repeats", generate.num_repeats, MAX_REPEATS);
+    cx.at_most("max_images", generate.max_images, MAX_RANDOM_PROMPTS);
+    cx.at_most(
+        "max_random_per_prompt",
+        generate.max_random_per_prompt,
+        MAX_LINES_PER_PROMPT,
+    );
     for (index, Pair(width, height)) in generate.size_list.iter().flatten().enumerate() {
         cx.at_most(&format!("size_list[{index}]"), *width.max(height), MAX_SIDE);
     }

@@ -21,6 +21,24 @@ pub const MAX_SAMPLE_STEPS: u32 = 10_000;
 pub const MAX_TIMESTEPS: u32 = 1_000_000;
 /// How often a list of files or prompts is repeated.
 pub const MAX_REPEATS: u32 = 1_000_000;
+/// Processes of a job.
+pub const MAX_PROCESSES: usize = 100;
+/// Data sets of a process.
+pub const MAX_DATASETS: usize = 1_000;
+/// Resolutions of a data set: each makes one more data set of the same files.
+pub const MAX_RESOLUTIONS: usize = 64;
+/// Pictures of a `sample` section.
+pub const MAX_SAMPLES: usize = 10_000;
+/// Labels that a job asks for.
+pub const MAX_LABELS: usize = 64;
+/// Random prompts of a process.
+pub const MAX_RANDOM_PROMPTS: u32 = 1_000_000;
+/// Lines of which a random prompt is made.
+pub const MAX_LINES_PER_PROMPT: u32 = 1_000;
+/// Bytes of a text file that a config names: prompts, words, the captions of a whole data set.
+pub const MAX_TEXT_FILE_BYTES: u64 = 64 * 1024 * 1024;
+/// Bytes of the caption of one picture.
+pub const MAX_CAPTION_BYTES: u64 = 1024 * 1024;
 /// What one value costs besides its text.
 pub(crate) const NODE_COST: usize = 64;
 

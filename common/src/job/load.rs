@@ -158,7 +158,7 @@ fn read(path: &Path, shown: &str) -> Result<String, JobError> {
         path: shown.to_owned(),
         source,
     };
-    let file = std::fs::File::open(path).map_err(failed)?;
+    let (file, _) = crate::fsutil::regular::open(path).map_err(failed)?;
     let mut bytes = Vec::new();
     file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(failed)?;
     if bytes.len() as u64 > MAX_BYTES {

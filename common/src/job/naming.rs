@@ -1,6 +1,17 @@
 //! Names of folders and files that a run leaves behind. Pure functions.
 
-/// Whether a job name can name a folder and files.
+use crate::fsutil::names;
+
+/// Bytes of the ending of a file's name.
+const MAX_SUFFIX_BYTES: usize = 32;
+
+/// Bytes of a name: what a step and an ending are added to must still be a file name.
+const MAX_NAME_BYTES: usize = 200;
+
+/// Whether a job name can name a folder and files: it is one ordinary part of a path on every system.
+///
+/// Composed and decomposed characters are left as they are. Every attempt writes into a folder of its own, so two names
+/// that only differ in that never meet; what normalisation would turn into a separator or a dot is refused.
 ///
 /// # Errors
 /// Says why not.
@@ -8,16 +19,35 @@ pub fn check_name(name: &str) -> Result<(), String> {
     if name.trim().is_empty() {
         return Err("a name cannot be empty".into());
     }
-    if name.len() > 200 {
-        return Err("a name can have at most 200 bytes".into());
+    if name.len() > MAX_NAME_BYTES {
+        return Err(format!("a name can have at most {MAX_NAME_BYTES} bytes"));
     }
-    if name == "." || name == ".." || name.contains(['/', '\\', '\0', ':']) || name.chars().any(char::is_control) {
-        return Err(format!(
-            "`{}` cannot name a folder: it is `.` or `..`, or has `/`, `\\`, `:` or a control character",
-            name.escape_debug()
-        ));
+    let reason = if name.starts_with('.') {
+        "it begins with a dot, as the names of aitk's own files in that folder do"
+    } else {
+        match names::check_part(name) {
+            Ok(()) => return Ok(()),
+            Err(bad) => bad.reason,
+        }
+    };
+    Err(format!("`{}` cannot name a folder: {reason}", name.escape_debug()))
+}
+
+/// Whether this can be the ending of a file's name, such as `.txt`: it adds no folder.
+///
+/// # Errors
+/// Says why not.
+pub fn check_suffix(suffix: &str) -> Result<(), String> {
+    // A stem stands before it.
+    match names::check_part(&format!("x{suffix}")) {
+        _ if suffix.len() > MAX_SUFFIX_BYTES => Err(format!("a suffix can have at most {MAX_SUFFIX_BYTES} bytes")),
+        Ok(()) => Ok(()),
+        Err(bad) => Err(format!(
+            "`{}` cannot end the name of a file: {}",
+            suffix.escape_debug(),
+            bad.reason
+        )),
     }
-    Ok(())
 }
 
 /// `_000000500`: the part of a file name that says the step.
@@ -121,11 +151,51 @@ mod tests {
 
     #[test]
     fn names_that_cannot_name_folders() {
-        for name in ["", " ", ".", "..", "a/b", "a\\b", "a\nb", "c:", &"x".repeat(201)] {
+        for name in [
+            "",
+            " ",
+            ".",
+            "..",
+            "a/b",
+            "a\\b",
+            "a\nb",
+            "c:",
+            "/etc/x",
+            "../x",
+            "a\0b",
+            ".tmp-x",
+            ".aitk",
+            "a.",
+            " a",
+            "nul",
+            "COM1.txt",
+            "..\u{2215}x",
+            "\u{ff0e}\u{ff0e}",
+            "a\u{202e}b",
+            "%2e%2e%2fx",
+            &"x".repeat(201),
+        ] {
             assert!(check_name(name).is_err(), "{name:?}");
         }
-        for name in ["cat", "my lora v1.2", "猫"] {
+        for name in ["cat", "my lora v1.2", "猫", "e\u{301}", "\u{e9}"] {
             assert_eq!(check_name(name), Ok(()));
+        }
+    }
+
+    #[test]
+    fn suffixes_add_no_folder() {
+        for suffix in [
+            "/../../etc/passwd",
+            ".txt/x",
+            "\0",
+            ".\\x",
+            &".x".repeat(20),
+            ".txt:stream",
+        ] {
+            assert!(check_suffix(suffix).is_err(), "{suffix:?}");
+        }
+        for suffix in [".txt", "txt", "_caption.json", ""] {
+            assert_eq!(check_suffix(suffix), Ok(()));
         }
     }
 }

@@ -84,6 +84,13 @@ impl Cx {
         }
     }
 
+    /// An error at a list of the section that is being read, where it is longer than anybody needs.
+    pub fn at_most_items(&mut self, key: &str, count: usize, most: usize) {
+        if count > most {
+            self.error_at(key, format!("expected at most {most} items, found {count}"));
+        }
+    }
+
     /// A warning at a key of the section that is being read.
     pub fn warn_at(&mut self, key: &str, message: impl Into<String>) {
         let path = join(&self.path, key);

@@ -39,7 +39,7 @@ is: then it is an error that names it. An explicit `null` is read as absent.
 `${VAR}` in a value is filled in from the environment or from `.env` before the job is sent; a variable that is not
 set is an error. A variable that holds a secret (by its name, such as `HF_TOKEN`, or by the look of its value) is not
 filled in, because jobs are stored and shown: the job keeps `${HF_TOKEN}`, with a warning. No key needs a secret;
-for private models set `HF_TOKEN` where the worker runs. `device` of ai-toolkit's configs (`cuda:0`) is accepted and
+for private models set `HF_TOKEN` where the worker runs (and list them with `--hub-allow`). `device` of ai-toolkit's configs (`cuda:0`) is accepted and
 without effect, as it was there; `cluster.device` asks for a kind of device.
 ";
 

@@ -1,6 +1,6 @@
 //! `sample`: pictures made while training, to see how it goes.
 
-use super::limits::{MAX_SAMPLE_STEPS, MAX_SIDE};
+use super::limits::{MAX_SAMPLE_STEPS, MAX_SAMPLES, MAX_SIDE};
 use super::sampler::SamplerName;
 use super::schema::{Cx, Given, section};
 use super::values::{Float, TextOrFalse};
@@ -128,6 +128,7 @@ fn finish(sample: &mut SampleConfig, given: &Given, cx: &mut Cx) {
             })
             .collect();
     }
+    cx.at_most_items("samples", sample.samples.len(), MAX_SAMPLES);
     sample.format = sample.format.trim_start_matches('.').to_ascii_lowercase();
     if !FORMATS.contains(&sample.format.as_str()) {
         cx.error_at(

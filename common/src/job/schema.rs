@@ -46,6 +46,8 @@ pub struct FieldInfo {
     pub nested: Option<SectionInfo>,
     /// Its allowed values, when there is a list.
     pub values: Vec<(&'static str, Status)>,
+    /// What it leads to, if it may be a path.
+    pub input: Option<InputKind>,
 }
 
 /// A section: a map with known keys.

@@ -2,6 +2,7 @@
 
 use super::cluster::ClusterConfig;
 use super::error::{Finding, Support};
+use super::limits::{MAX_LABELS, MAX_PROCESSES};
 use super::node::Node;
 use super::process::{JobKind, Process, ProcessKind};
 use super::schema::{Cx, FieldValue, Input, Report, section};
@@ -79,6 +80,10 @@ pub struct JobSpec {
     /// Only these of its pictures: the coordinator cuts a job into such parts. No key of a config.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub part: Option<Part>,
+    /// Repositories that its models come from -> the commit that was the newest when the job was submitted, so that every
+    /// attempt works with the same model. No key of a config.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub revisions: BTreeMap<String, String>,
 }
 
 /// Some of the pictures of a job, by their numbers: from the first one to before the last one.
@@ -130,7 +135,9 @@ impl JobSpec {
         if process.is_empty() && named.is_some_and(|node| node.value == super::node::Value::List(Vec::new())) {
             cx.error_at("config.process", "needs at least one process");
         }
-        for (index, process) in process.iter_mut().enumerate() {
+        cx.at_most_items("config.process", process.len(), MAX_PROCESSES);
+        cx.at_most_items("cluster.labels", cluster.labels.0.len(), MAX_LABELS);
+        for (index, process) in process.iter_mut().enumerate().take(MAX_PROCESSES) {
             inherit(process, index, job, &body, cx);
         }
         if !cx.errors.is_empty() {
@@ -146,6 +153,7 @@ impl JobSpec {
             file: cx.file.clone(),
             positions: std::mem::take(&mut cx.positions),
             part: None,
+            revisions: BTreeMap::new(),
         })
     }
 

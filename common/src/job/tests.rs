@@ -2,8 +2,19 @@
 
 use super::*;
 
+/// Reads a config. A job that comes out passes for one when it is handed over.
 pub(super) fn yaml(text: &str) -> Result<LoadedJob, JobError> {
-    parse(text, Format::Yaml, Some("job.yaml"), &LoadOptions::default())
+    let job = parse(text, Format::Yaml, Some("job.yaml"), &LoadOptions::default())?;
+    passes_when_handed_over(&job);
+    Ok(job)
+}
+
+pub(super) fn passes_when_handed_over(job: &LoadedJob) {
+    let json = serde_json::to_string(&job.spec).unwrap();
+    match JobSpec::from_json(&json) {
+        Ok(again) => assert_eq!(again, job.spec),
+        Err(error) => panic!("{error}\n{json}"),
+    }
 }
 
 pub(super) const MINIMAL: &str = "\

@@ -3,7 +3,6 @@
 use crate::gguf;
 use serde::Deserialize;
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::Path;
 
@@ -49,7 +48,7 @@ struct Entry {
 
 /// The tensors of a safetensors or GGUF file, whichever its first bytes say.
 pub(super) fn tensors(path: &Path) -> io::Result<BTreeMap<String, Tensor>> {
-    let mut file = File::open(path)?;
+    let (mut file, _) = crate::fsutil::regular::open(path)?;
     let mut first = [0; 8];
     file.read_exact(&mut first)?;
     if first.starts_with(gguf::MAGIC) {

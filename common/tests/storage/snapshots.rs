@@ -463,3 +463,30 @@ async fn what_a_killed_process_left_half_written_goes_when_the_store_is_opened_a
     ObjectBlobs::open(&address).unwrap();
     assert_eq!(files_below(&folder), [Path::new(&hash.to_hex())]);
 }
+
+#[cfg(unix)]
+#[test]
+fn pipes_sockets_and_devices_are_refused_with_what_they_are() {
+    let folder = tempfile::tempdir().unwrap();
+    let pipe = folder.path().join("data/words.txt");
+    fs::create_dir(folder.path().join("data")).unwrap();
+    fs::write(folder.path().join("data/a.txt"), "a").unwrap();
+    nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    for (path, named, what) in [
+        (folder.path().join("data"), pipe.as_path(), "a pipe"),
+        (pipe.clone(), pipe.as_path(), "a pipe"),
+        ("/dev/zero".into(), Path::new("/dev/zero"), "a device"),
+    ] {
+        let error = snapshot::scan(&path, &mut |_| {}).unwrap_err().to_string();
+        assert!(
+            error.contains(what) && error.contains(named.to_str().unwrap()),
+            "{error}"
+        );
+    }
+    fs::remove_file(&pipe).unwrap();
+    let _listener = std::os::unix::net::UnixListener::bind(&pipe).unwrap();
+    let error = snapshot::scan(&folder.path().join("data"), &mut |_| {})
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("a socket"), "{error}");
+}

@@ -129,7 +129,8 @@ impl JobsApi {
             trace,
         };
         let members = request.members.into_iter().map(Into::into).collect();
-        let members = self.parse(bytes + own, move || common.members(members)).await?;
+        let members = self.parse(bytes + own, move || common.members(members)).await;
+        let members = members.map_err(|status| self.refuse_job(who, status))?;
         let array = NewArray {
             id,
             name,

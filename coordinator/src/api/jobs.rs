@@ -8,7 +8,7 @@ use crate::access::{AuditLine, Identity};
 use crate::core::{Event, Listing, NewJob, Payload, Reply, Ticket};
 use crate::size;
 use crate::store::StoreError;
-use crate::submit::{Asked, fresh_job_id, fresh_seed, wants};
+use crate::submit::{Asked, fresh_job_id, fresh_seed, wants, wants_to_fit};
 use aitk_common::control::{JobState, JobView, MAX_CONFIG_BYTES, PROTOCOL_VERSION, ServerInfo, Submission, UnixMillis};
 use aitk_common::id::{JobId, UserName};
 use aitk_proto::v1::jobs_server::Jobs;
@@ -69,9 +69,14 @@ impl JobsApi {
     }
 
     /// What the queue needs to know of a submission of so many bytes.
-    async fn asked(&self, submission: Submission, bytes: usize) -> Result<(Asked, Submission), Status> {
+    async fn asked(
+        &self,
+        submission: Submission,
+        bytes: usize,
+        read: fn(&Submission, u32) -> Result<Asked, String>,
+    ) -> Result<(Asked, Submission), Status> {
         let retries = self.0.retries;
-        let read = move || wants(&submission, retries).map(|asked| (asked, submission));
+        let read = move || read(&submission, retries).map(|asked| (asked, submission));
         self.parse(bytes, read).await
     }
 
@@ -117,7 +122,8 @@ impl Jobs for JobsApi {
         self.has_room(&who, &owner, submission.idempotency_key.as_ref(), (1, shared + own))
             .await?;
         submission.owner = Some(owner);
-        let (asked, submission) = self.asked(submission, shared + own).await?;
+        let read = self.asked(submission, shared + own, wants).await;
+        let (asked, submission) = read.map_err(|status| self.refuse_job(&who, status))?;
         let asked = Asked { trace, ..asked };
         let _held = self.inputs_present(&who, &submission).await?;
         if let Some(split) = asked.split
@@ -260,7 +266,7 @@ impl Jobs for JobsApi {
         // Nothing is submitted: whose it would be only decides whose jobs are named in the answer.
         submission.owner = Some(who.owner());
         let bytes = size::of_shared(&submission) + submission.job_json.len();
-        let (asked, _) = self.asked(submission, bytes).await?;
+        let (asked, _) = self.asked(submission, bytes, wants_to_fit).await?;
         let mut forecast = self.0.core.query(move |state, _| state.fit(&asked.wants)).await?;
         forecast.devices.truncate(DEVICES_SHOWN);
         Ok(Response::new(forecast.into()))

@@ -2,7 +2,7 @@
 
 use super::jobs::JobsApi;
 use super::storage_failed;
-use crate::access::Identity;
+use crate::access::{AuditLine, Identity};
 use crate::garbage::{Held, Named, Unfit, present};
 use crate::runner::full;
 use aitk_common::control::Submission;
@@ -11,7 +11,7 @@ use aitk_common::id::UserName;
 use aitk_common::security::role::Role;
 use aitk_common::storage::StorageError;
 use std::collections::BTreeSet;
-use tonic::Status;
+use tonic::{Code, Status};
 
 impl JobsApi {
     /// In whose name a job is submitted, and that it may be submitted so.
@@ -42,6 +42,16 @@ impl JobsApi {
         (line.done, line.detail) = (false, refusal.message().to_owned());
         self.0.access.note(line);
         Err(refusal)
+    }
+
+    /// Notes that a job was refused which no client sends: somebody made it by hand.
+    pub(super) fn refuse_job(&self, who: &Identity, refusal: Status) -> Status {
+        if refusal.code() == Code::InvalidArgument {
+            let mut line = who.line(self.0.clock.now(), "job.submit", "");
+            (line.done, line.detail) = (false, AuditLine::quote(refusal.message()));
+            self.0.access.note(line);
+        }
+        refusal
     }
 
     /// Every input is in storage, and stays until the job is stored.

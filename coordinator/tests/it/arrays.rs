@@ -1,6 +1,6 @@
 //! Jobs that come in together, over the wire: arrays, and jobs that are cut into parts.
 
-use crate::support::{FakeWorker, Pool, held, submission, within};
+use crate::support::{FakeWorker, Pool, held, job_json, submission, within};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::control::{Artifact, Assignment, JobState, JobView, NewMember, Submission, ToCoordinator, Verdict};
 use aitk_common::hash::ContentHash;
@@ -204,7 +204,7 @@ async fn what_is_no_array_is_refused_as_a_whole() {
 async fn a_job_is_cut_into_parts_and_a_part_goes_on_where_it_was() {
     let pool = Pool::start(CALM).await;
     let whole = Submission {
-        job_json: r#"{"job":"generate","name":"cats","process":[{"type":"to_folder","kind":{"generate":{"generate":{"prompts":{"list":["a"]}}}}}],"cluster":{"split":{"parts":4},"retries":3}}"#.into(),
+        job_json: job_json("cats", r#""split":{"parts":4},"retries":3"#),
         pictures: Some(10),
         ..submission("cats")
     };

@@ -15,9 +15,10 @@ const CALM: Duration = Duration::from_secs(60);
 /// A LoRA of Stable Diffusion 1.x, with this `cluster` section.
 fn lora(name: &str, cluster: &str) -> Submission {
     let job_json = format!(
-        r#"{{"job":"extension","name":"{name}","process":[{{"type":"sd_trainer","kind":{{"train":{{
-            "model":{{"arch":"sd1","name_or_path":"m"}},"network":{{"linear":4}},
-            "train":{{"steps":100,"dtype":"float32"}},"datasets":[{{"resolution":[512]}}]}}}}}}],"cluster":{{{cluster}}}}}"#
+        r#"{{"job":"extension","name":"{name}","meta":{{}},"config":{{}},"process":[{{"type":"sd_trainer","kind":{{"train":{{
+            "training_folder":"out","model":{{"arch":"sd1","name_or_path":"org/m","dtype":"float32"}},"network":{{"linear":4}},
+            "train":{{"steps":100,"dtype":"float32"}},"datasets":[{{"folder_path":"./data","resolution":[512]}}]}}}}}}],
+            "cluster":{{{cluster}}}}}"#
     );
     Submission {
         job_json,

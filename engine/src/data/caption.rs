@@ -2,7 +2,10 @@
 
 use crate::error::{EngineError, Result};
 use crate::rng::TorchGenerator;
-use std::path::Path;
+use aitk_common::fsutil::regular;
+use aitk_common::job::limits::MAX_CAPTION_BYTES;
+use aitk_common::job::naming;
+use std::path::{Path, PathBuf};
 
 /// What is done to every caption of a data set.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -27,25 +30,23 @@ pub struct CaptionRules {
     pub random_triggers_max: usize,
 }
 
+/// Where the caption of a picture lies.
+pub(super) fn caption_file(image: &Path, extension: &str) -> PathBuf {
+    let mut name = image.file_stem().unwrap_or_default().to_os_string();
+    name.push(extension);
+    image.with_file_name(name)
+}
+
 /// The caption file beside a picture: the whole file, not trimmed, or `caption` of a `.json` file; blank or missing means
 /// `default`.
 ///
 /// # Errors
 /// When it cannot be read, is not UTF-8, or is JSON without a caption.
 pub fn read_caption(image: &Path, extension: &str, default: Option<&str>) -> Result<String> {
-    let stem = image.file_stem().unwrap_or_default().to_os_string();
-    let mut name = stem;
-    name.push(extension);
-    let path = image.with_file_name(name);
+    naming::check_suffix(extension).map_err(|why| EngineError::bad_input(format!("datasets: caption_ext: {why}")))?;
+    let path = caption_file(image, extension);
     let fallback = || default.unwrap_or_default().to_owned();
-    // Opening a pipe would wait for ever.
-    if path.exists() && !path.is_file() {
-        return Err(EngineError::bad_input(format!(
-            "{}: a caption is a file; this is none",
-            path.display()
-        )));
-    }
-    let bytes = match std::fs::read(&path) {
+    let bytes = match regular::read(&path, MAX_CAPTION_BYTES) {
         Ok(bytes) => bytes,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(fallback()),
         Err(e) => return Err(EngineError::io(&path, e)),

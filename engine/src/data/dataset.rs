@@ -1,8 +1,9 @@
 //! A data set: its pictures with their buckets and captions, and the batches of a run.
 
 use super::bucket::{BucketPlan, plan, plan_square};
-use super::caption::{CaptionRules, read_caption};
+use super::caption::{CaptionRules, caption_file, read_caption};
 use super::discover::discover;
+use super::enclosure::Enclosure;
 use super::latent_cache::{LatentKey, content_hash};
 use super::masks::{Mask, MaskOptions};
 use super::sizes::SizeCache;
@@ -57,6 +58,8 @@ pub struct DatasetOptions {
     pub cache_latents: bool,
     /// Keep latents on disk.
     pub cache_latents_to_disk: bool,
+    /// Open nothing outside of the folder of pictures, and of that of masks.
+    pub enclosed: bool,
 }
 
 impl Default for DatasetOptions {
@@ -84,6 +87,7 @@ impl Default for DatasetOptions {
             loss_multiplier: 1.0,
             cache_latents: false,
             cache_latents_to_disk: false,
+            enclosed: false,
         }
     }
 }
@@ -156,7 +160,7 @@ impl Survey {
     /// # Errors
     /// When the folder is missing, an image is too large to decode, or a caption is not UTF-8.
     pub fn read(options: &DatasetOptions, remember: bool) -> Result<Self> {
-        let listing = discover(&options.path, options.short_captions)?;
+        let listing = discover(&options.path, options.short_captions, options.enclosed)?;
         let mut sizes = SizeCache::open(&listing.root, options.derived.as_deref().unwrap_or(&listing.root));
         let mut survey = Self {
             root: listing.root.clone(),
@@ -180,7 +184,10 @@ impl Survey {
             };
             let own = match listing.captions.get(path) {
                 Some(text) => text.clone(),
-                None => read_caption(path, &options.caption_ext, None)?,
+                None => {
+                    listing.enclosure.check(&caption_file(path, &options.caption_ext))?;
+                    read_caption(path, &options.caption_ext, None)?
+                }
             };
             let captioned = !own.trim().is_empty();
             survey.files.push(Surveyed {
@@ -298,6 +305,10 @@ impl Dataset {
             )));
         }
 
+        let masks_enclosure = match options.masks.as_ref().and_then(|masks| masks.folder.as_ref()) {
+            Some(folder) if options.enclosed => Enclosure::of(folder)?,
+            _ => Enclosure::none(),
+        };
         let mut hashes: HashMap<PathBuf, String> = HashMap::new();
         let mut items = Vec::new();
         for flips in flips(options.flip_x, options.flip_y) {
@@ -315,6 +326,10 @@ impl Dataset {
                         }
                     };
                     let plan = place(*size, &options, divisibility, seed, path);
+                    let mask = options.masks.as_ref().and_then(|masks| masks.of(path));
+                    if let Some(mask) = mask.as_ref().filter(|mask| !mask.alpha) {
+                        masks_enclosure.check(&mask.path)?;
+                    }
                     items.push(Item {
                         path: path.clone(),
                         content,
@@ -323,7 +338,7 @@ impl Dataset {
                         flip_x: flips.0,
                         flip_y: flips.1,
                         caption: caption.clone(),
-                        mask: options.masks.as_ref().and_then(|masks| masks.of(path)),
+                        mask,
                     });
                 }
             }

@@ -1,6 +1,9 @@
 //! Which pictures a data set has (section 10.2).
 
+use super::enclosure::Enclosure;
 use crate::error::{EngineError, Result};
+use aitk_common::fsutil::{folder_of, regular};
+use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
@@ -13,33 +16,43 @@ pub struct Listing {
     pub images: Vec<PathBuf>,
     /// Captions of a JSON data set by picture; pictures of a folder have caption files.
     pub captions: BTreeMap<PathBuf, String>,
+    /// What may be opened for it.
+    pub enclosure: Enclosure,
 }
 
 const IMAGES: [&str; 4] = ["jpg", "jpeg", "png", "webp"];
 
 /// Lists a folder (recursively, without names that begin with a dot and without `_controls`) or a JSON file
-/// `{path: {"caption": …, "caption_short": …}}`, whose relative paths start at its own folder.
+/// `{path: {"caption": …, "caption_short": …}}`, whose relative paths start at its own folder. With `enclosed`, nothing
+/// outside of that folder is looked at.
 ///
 /// # Errors
-/// When the path does not exist or cannot be read, or the JSON has another form.
-pub fn discover(path: &Path, short_captions: bool) -> Result<Listing> {
+/// When the path does not exist or cannot be read, the JSON has another form, or something leads out of the folder.
+pub fn discover(path: &Path, short_captions: bool, enclosed: bool) -> Result<Listing> {
     let info = std::fs::metadata(path).map_err(|e| match e.kind() {
         std::io::ErrorKind::NotFound => {
             EngineError::bad_input(format!("{}: this data set folder does not exist", path.display()))
         }
         _ => EngineError::io(path, e),
     })?;
+    let root = if info.is_dir() { path } else { folder_of(path) };
+    let enclosure = if enclosed {
+        Enclosure::of(root)?
+    } else {
+        Enclosure::none()
+    };
     if info.is_dir() {
         let mut images = Vec::new();
-        walk(path, &mut images, &mut HashSet::new())?;
+        walk(path, &enclosure, &mut images, &mut HashSet::new())?;
         images.sort();
         return Ok(Listing {
             root: path.to_path_buf(),
             images,
             captions: BTreeMap::new(),
+            enclosure,
         });
     }
-    from_json(path, short_captions)
+    from_json(path, short_captions, enclosure)
 }
 
 fn is_image(path: &Path) -> bool {
@@ -48,7 +61,7 @@ fn is_image(path: &Path) -> bool {
         .is_some_and(|e| IMAGES.contains(&e.to_lowercase().as_str()))
 }
 
-fn walk(folder: &Path, out: &mut Vec<PathBuf>, seen: &mut HashSet<PathBuf>) -> Result<()> {
+fn walk(folder: &Path, enclosure: &Enclosure, out: &mut Vec<PathBuf>, seen: &mut HashSet<PathBuf>) -> Result<()> {
     // A link to a folder above would go on for ever.
     let real = std::fs::canonicalize(folder).map_err(|e| EngineError::io(folder, e))?;
     if !seen.insert(real) {
@@ -61,8 +74,9 @@ fn walk(folder: &Path, out: &mut Vec<PathBuf>, seen: &mut HashSet<PathBuf>) -> R
             continue;
         }
         let path = entry.path();
+        enclosure.check(&path)?;
         if path.is_dir() {
-            walk(&path, out, seen)?;
+            walk(&path, enclosure, out, seen)?;
         } else if is_image(&path) {
             // Opening a pipe would wait for ever.
             if path.exists() && !path.is_file() {
@@ -77,20 +91,22 @@ fn walk(folder: &Path, out: &mut Vec<PathBuf>, seen: &mut HashSet<PathBuf>) -> R
     Ok(())
 }
 
-fn from_json(path: &Path, short_captions: bool) -> Result<Listing> {
+fn from_json(path: &Path, short_captions: bool, enclosure: Enclosure) -> Result<Listing> {
     let wrong = |what: String| EngineError::bad_input(format!("{}: {what}", path.display()));
-    let bytes = std::fs::read(path).map_err(|e| EngineError::io(path, e))?;
+    let bytes = regular::read(path, MAX_TEXT_FILE_BYTES).map_err(|e| EngineError::io(path, e))?;
     let value: serde_json::Value =
         serde_json::from_slice(&bytes).map_err(|e| wrong(format!("neither a folder nor a JSON data set ({e})")))?;
     let map = value
         .as_object()
         .ok_or_else(|| wrong("expected an object of picture paths".into()))?;
-    let root = path.parent().unwrap_or(Path::new(".")).to_path_buf();
+    let root = folder_of(path).to_path_buf();
     let mut out = Listing {
         root: root.clone(),
+        enclosure,
         ..Listing::default()
     };
     for (name, entry) in map {
+        out.enclosure.check_name(name)?;
         let image = if Path::new(name).is_absolute() {
             PathBuf::from(name)
         } else {
@@ -99,6 +115,7 @@ fn from_json(path: &Path, short_captions: bool) -> Result<Listing> {
         if !is_image(&image) {
             continue;
         }
+        out.enclosure.check(&image)?;
         if !image.is_file() {
             return Err(wrong(format!("\"{name}\" does not exist")));
         }

@@ -4,7 +4,8 @@
 use super::bucket::BucketPlan;
 use crate::adapters::{python_json, safetensors_bytes};
 use crate::error::{EngineError, Result};
-use aitk_common::fsutil;
+use crate::image_io;
+use aitk_common::fsutil::{self, regular};
 use base64::Engine as _;
 use candle_core::{DType, Device, Tensor};
 use md5::{Digest, Md5};
@@ -198,6 +199,6 @@ impl LatentCache {
 
 /// SHA-256 of a file, as the key wants it.
 pub(super) fn content_hash(path: &Path) -> Result<String> {
-    let bytes = std::fs::read(path).map_err(|e| EngineError::io(path, e))?;
+    let bytes = regular::read(path, image_io::MAX_FILE_BYTES).map_err(|e| EngineError::io(path, e))?;
     Ok(hex::encode(Sha256::digest(&bytes)))
 }

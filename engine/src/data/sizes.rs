@@ -1,6 +1,8 @@
 //! `.aitk_size.json`: the sizes of a data set's pictures, so that a second start need not open them. It lies in the data set, or
 //! in the folder that a worker gives to what is computed from it.
 
+use aitk_common::fsutil::regular;
+use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use serde_json::{Map, Value, json};
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
@@ -32,7 +34,7 @@ impl SizeCache {
     /// Reads the file in `folder` about the pictures below `root`. One that is damaged or of another version counts as empty.
     #[must_use]
     pub fn open(root: &Path, folder: &Path) -> Self {
-        let entries = std::fs::read(folder.join(NAME))
+        let entries = regular::read(&folder.join(NAME), MAX_TEXT_FILE_BYTES)
             .ok()
             .and_then(|bytes| serde_json::from_slice::<Value>(&bytes).ok())
             .and_then(|value| match value {

@@ -109,7 +109,7 @@ fn captions_in_json_are_their_text() {
     std::fs::write(&image, b"").unwrap();
     let set = dir.path().join("set.json");
     std::fs::write(&set, r#"{"a.png": "a red circle"}"#).unwrap();
-    let message = discover(&set, false).unwrap_err().to_string();
+    let message = discover(&set, false, false).unwrap_err().to_string();
     assert!(message.contains("a.png") && message.contains("caption"), "{message}");
 }
 
@@ -119,7 +119,12 @@ fn a_pipe_in_a_data_set_is_refused_instead_of_waited_for() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("x.png");
     let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
-    assert!(discover(dir.path(), false).unwrap_err().to_string().contains("x.png"));
+    assert!(
+        discover(dir.path(), false, false)
+            .unwrap_err()
+            .to_string()
+            .contains("x.png")
+    );
     let caption = dir.path().join("a.txt");
     let _other = std::os::unix::net::UnixListener::bind(&caption).unwrap();
     let message = read_caption(&dir.path().join("a.png"), ".txt", None)
@@ -232,7 +237,7 @@ fn folders_are_listed_as_the_reference_says() {
         }
     }
     std::fs::write(root.join("notes.txt"), "x").unwrap();
-    let listing = discover(root, false).unwrap();
+    let listing = discover(root, false, false).unwrap();
     let names: Vec<_> = listing
         .images
         .iter()
@@ -245,15 +250,86 @@ fn folders_are_listed_as_the_reference_says() {
         r#"{"b.png": {"caption": "long", "caption_short": "short"}}"#,
     )
     .unwrap();
-    let listing = discover(&root.join("set.json"), true).unwrap();
+    let listing = discover(&root.join("set.json"), true, false).unwrap();
     assert_eq!(listing.captions[&root.join("b.png")], "short");
     std::fs::write(root.join("set.json"), r#"{"gone.png": {"caption": "x"}}"#).unwrap();
     assert!(
-        discover(&root.join("set.json"), false)
+        discover(&root.join("set.json"), false, false)
             .unwrap_err()
             .to_string()
             .contains("gone.png")
     );
+}
+
+/// What was sent with a job may hold any list and any link: with an attempt of its own nothing outside is opened, and the
+/// answer does not tell what is there.
+#[cfg(unix)]
+#[test]
+fn an_enclosed_data_set_opens_nothing_outside_of_its_folder() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path().join("set");
+    let secret = dir.path().join("secret.png");
+    picture(&secret, 64, 64);
+    picture(&root.join("a.png"), 64, 64);
+    let list = root.join("set.json");
+    let said = |name: &str| {
+        std::fs::write(&list, format!(r#"{{"{name}": {{"caption": "x"}}}}"#)).unwrap();
+        discover(&list, false, true).unwrap_err().to_string().replace(name, "")
+    };
+    let here = said(secret.to_str().unwrap());
+    assert!(here.contains("is not a file of this data set"), "{here}");
+    assert_eq!(here, said("/nowhere/secret.png"));
+    assert_eq!(here, said("../secret.png"));
+    // In place it is its user's own business.
+    std::fs::write(&list, r#"{"../secret.png": {"caption": "x"}}"#).unwrap();
+    assert_eq!(discover(&list, false, false).unwrap().images.len(), 1);
+    std::fs::remove_file(&list).unwrap();
+
+    let enclosed = || DatasetOptions {
+        enclosed: true,
+        ..options(&root)
+    };
+    Dataset::open(enclosed(), 16, 1).unwrap();
+    let refused = |options: DatasetOptions| Dataset::open(options, 16, 1).unwrap_err().to_string();
+    std::os::unix::fs::symlink("/etc/passwd", root.join("a.txt")).unwrap();
+    assert!(refused(enclosed()).contains("a.txt` is not a file of this data set"));
+    std::fs::remove_file(root.join("a.txt")).unwrap();
+    for link in ["b.png", "folder"] {
+        std::os::unix::fs::symlink(dir.path(), root.join(link)).unwrap();
+        assert!(refused(enclosed()).contains("is not a file of this data set"), "{link}");
+        std::fs::remove_file(root.join(link)).unwrap();
+    }
+    let masks = dir.path().join("masks");
+    std::fs::create_dir(&masks).unwrap();
+    std::os::unix::fs::symlink(&secret, masks.join("a.png")).unwrap();
+    let masked = DatasetOptions {
+        masks: Some(MaskOptions {
+            folder: Some(masks),
+            invert: false,
+            min_value: 0.0,
+        }),
+        ..enclosed()
+    };
+    assert!(refused(masked).contains("is not a file of this data set"));
+    let climbing = DatasetOptions {
+        caption_ext: "/../../secret.png".into(),
+        ..options(&root)
+    };
+    assert!(refused(climbing).contains("caption_ext"));
+}
+
+#[cfg(unix)]
+#[test]
+fn pipes_and_devices_are_no_data() {
+    let dir = tempfile::tempdir().unwrap();
+    for path in ["/dev/zero", "/dev/null"] {
+        let message = discover(Path::new(path), false, false).unwrap_err().to_string();
+        assert!(message.contains("a device, not a file"), "{message}");
+    }
+    picture(&dir.path().join("a.png"), 64, 64);
+    std::os::unix::fs::symlink("/dev/zero", dir.path().join("a.txt")).unwrap();
+    let message = Dataset::open(options(dir.path()), 16, 1).unwrap_err().to_string();
+    assert!(message.contains("a.txt") && message.contains("a device"), "{message}");
 }
 
 #[test]

@@ -11,6 +11,7 @@ pub use resize::{Filter, resize};
 pub use whole::is_cut_off;
 
 use crate::error::{EngineError, Result};
+use aitk_common::fsutil::regular;
 use candle_core::{Device, Tensor};
 use image::metadata::Orientation;
 use image::{DynamicImage, ImageDecoder, ImageFormat, ImageReader, RgbImage};
@@ -43,14 +44,14 @@ pub fn open_alpha(path: &Path) -> Result<RgbImage> {
 }
 
 fn open(path: &Path) -> Result<DynamicImage> {
-    let size = std::fs::metadata(path).map_err(|e| EngineError::io(path, e))?.len();
+    let (_, size) = regular::open(path).map_err(|e| EngineError::io(path, e))?;
     if size > MAX_FILE_BYTES {
         return Err(wrong(
             path,
             format!("the file has {size} bytes, more than the {MAX_FILE_BYTES} that are allowed"),
         ));
     }
-    let bytes = std::fs::read(path).map_err(|e| EngineError::io(path, e))?;
+    let bytes = regular::read(path, MAX_FILE_BYTES).map_err(|e| EngineError::io(path, e))?;
     decode(&bytes).map_err(|reason| wrong(path, reason))
 }
 
@@ -59,7 +60,7 @@ fn open(path: &Path) -> Result<DynamicImage> {
 /// # Errors
 /// As [`open_rgb`], for what the header can tell.
 pub fn dimensions(path: &Path) -> Result<(u32, u32)> {
-    let file = std::fs::File::open(path).map_err(|e| EngineError::io(path, e))?;
+    let (file, _) = regular::open(path).map_err(|e| EngineError::io(path, e))?;
     let reader = ImageReader::new(std::io::BufReader::new(file))
         .with_guessed_format()
         .map_err(|e| EngineError::io(path, e))?;

@@ -1,18 +1,27 @@
 //! Reading a component's `config.json`.
 
 use crate::error::{EngineError, Result};
+use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use serde::de::DeserializeOwned;
 use std::path::Path;
 
 /// What is said about a file that a model folder should have.
 pub const INCOMPLETE: &str = "the model folder does not have this file: download or copy the model again";
 
+/// Reads a text file of a model.
+///
+/// # Errors
+/// What the system says; when it is no regular file, or too long.
+pub(crate) fn read_text(path: &Path) -> std::io::Result<String> {
+    aitk_common::fsutil::regular::read_text(path, MAX_TEXT_FILE_BYTES)
+}
+
 /// Reads a JSON file.
 ///
 /// # Errors
 /// When it cannot be read or is not JSON.
 pub fn read_json(path: &Path) -> Result<serde_json::Value> {
-    let text = std::fs::read_to_string(path).map_err(|e| match e.kind() {
+    let text = read_text(path).map_err(|e| match e.kind() {
         std::io::ErrorKind::NotFound => EngineError::model_config(path, INCOMPLETE),
         _ => EngineError::io(path, e),
     })?;

@@ -39,7 +39,7 @@ impl Drawing {
         let lora = match &config.lora_path {
             None => None,
             Some(path) => {
-                let path = cx.local(path);
+                let path = cx.local(path)?;
                 let mut parts: [(Component, &mut dyn VisitLayers); 2] = [
                     (Component::Unet, &mut model.unet),
                     (Component::TextEncoder, &mut model.text_encoder),
@@ -136,6 +136,11 @@ pub(super) fn first_index(job: &JobSpec, is_own: impl Fn(&ProcessKind) -> bool) 
 
 /// `<unix ms>_<count>.<ext>`, not taken yet in `folder`.
 pub(super) fn picture_name(folder: &Path, count: u64, ext: &str) -> String {
+    // The config knows four; a name must not become a path whatever came another way.
+    let ext = match ext.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
+        true => ext,
+        false => "png",
+    };
     let mut now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .map_or(0, |d| d.as_millis() as u64);

@@ -13,9 +13,10 @@ use crate::pipelines::{SampleSettings, random_seed, sample_prompts};
 use crate::rng::generator_for;
 use crate::samplers;
 use aitk_common::attempt::{ChildEvent, Outcome};
-use aitk_common::fsutil;
+use aitk_common::fsutil::{self, regular};
 use aitk_common::job::ProcessKind;
 use aitk_common::job::generate::{GenerateConfig, prompt_lines};
+use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use aitk_common::job::process::GenerateProcess;
 use aitk_common::job::prompt::{ImageRequest, PromptFlags};
 use aitk_common::job::spec::JobSpec;
@@ -193,8 +194,8 @@ fn prompts(source: &TextSource, cx: &Context<'_>) -> Result<Vec<String>> {
     let lines = match source {
         TextSource::List(list) => list.clone(),
         TextSource::File(file) => {
-            let path = cx.local(file);
-            let bytes = std::fs::read(&path).map_err(|e| EngineError::io(&path, e))?;
+            let path = cx.local(file)?;
+            let bytes = regular::read(&path, MAX_TEXT_FILE_BYTES).map_err(|e| EngineError::io(&path, e))?;
             let text = String::from_utf8(bytes)
                 .map_err(|_| EngineError::bad_input(format!("{}: the prompts are not UTF-8", path.display())))?;
             prompt_lines(&text).into_iter().map(str::to_owned).collect()

@@ -209,7 +209,8 @@ fn options(config: &DatasetConfig, resolution: u32, trigger: Option<&str>, cx: &
         .ok_or_else(|| EngineError::bad_input("datasets: an entry has no `folder_path`"))?;
     let trigger = config.trigger_word.clone().or_else(|| trigger.map(str::to_owned));
     Ok(DatasetOptions {
-        path: cx.local(path),
+        path: cx.local(path)?,
+        enclosed: cx.is_enclosed(),
         resolution,
         repeats: config.num_repeats.max(1) as usize,
         caption_ext: config.caption_ext.clone(),

@@ -26,6 +26,7 @@ use crate::models::sd::{LoadOptions, SdModel};
 use crate::weights::Trained;
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::job::model::ModelConfig;
+use aitk_common::job::paths::not_an_input;
 use aitk_common::job::{JobSpec, Process, ProcessKind};
 use aitk_common::plan::choices::Choices;
 use std::path::{Path, PathBuf};
@@ -94,10 +95,22 @@ pub struct Context<'a> {
 }
 
 impl Context<'_> {
-    /// Where a path of the config lies on this machine.
+    /// Whether this attempt may open nothing but what was staged for it: always, unless its job runs in place.
     #[must_use]
-    pub fn local(&self, path: &str) -> PathBuf {
-        self.spec.inputs.get(path).cloned().unwrap_or_else(|| at_home(path))
+    pub fn is_enclosed(&self) -> bool {
+        self.spec.output_root.is_some()
+    }
+
+    /// Where a path of the config lies on this machine.
+    ///
+    /// # Errors
+    /// When it is not an input of the job, unless the job runs in place; the same whether there is such a file or not.
+    pub fn local(&self, path: &str) -> Result<PathBuf> {
+        match self.spec.inputs.get(path) {
+            Some(here) => Ok(here.clone()),
+            None if self.is_enclosed() => Err(EngineError::BadInput(not_an_input(path))),
+            None => Ok(at_home(path)),
+        }
     }
 
     /// The folder that results go below: the attempt's own, else the one that the config names.
@@ -152,7 +165,7 @@ impl Context<'_> {
         let options = LoadOptions::of_job(config, self.spec.profile, compute.dtype, compute.device.clone())
             .training(unet, text_encoder);
         FreePages::GivenBack.set();
-        let path = self.local(&config.name_or_path);
+        let path = self.local(&config.name_or_path)?;
         let mut model = SdModel::load(&path, &options)?;
         for (part, kinds) in &model.quantised_in_file {
             let asked = match *part {
@@ -173,7 +186,7 @@ impl Context<'_> {
         }
         let vae_path = match &config.vae_path {
             Some(vae) => {
-                let path = self.local(vae);
+                let path = self.local(vae)?;
                 model.replace_vae(&path, &options)?;
                 path
             }

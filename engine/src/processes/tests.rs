@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::image_io;
-use crate::testing::{attempt, fixtures};
+use crate::testing::{attempt, fixtures, in_own_folder};
 use aitk_common::job::{self, LoadOptions};
 use candle_core::{Device, safetensors};
 use std::path::PathBuf;
@@ -232,7 +232,7 @@ fn prompts_come_from_a_file_and_at_random() {
     );
     let mut attempt = spec(&job);
     attempt.inputs.insert("ideas.txt".into(), file.clone());
-    attempt.output_root = Some(dir.path().join("root"));
+    let attempt = in_own_folder(attempt, &dir.path().join("root"));
     let (outcome, events) = go(&attempt);
     assert_eq!(outcome, Outcome::Completed);
     let drawn = pictures(&events);
@@ -324,4 +324,76 @@ fn what_cannot_be_drawn_fails_with_one_sentence() {
     std::fs::write(&blocked, "file").unwrap();
     let job = generate_job(&blocked, "", "sampler: ddim, sample_steps: 1, prompts: [a]");
     assert!(matches!(go(&spec(&job)).0, Outcome::Failed { .. }));
+}
+
+/// The attacks on a worker's own files, straight at the engine: whatever let the job through before, it reads and writes
+/// nothing but what was staged for it.
+#[test]
+fn an_attempt_of_its_own_opens_only_what_was_staged() {
+    let dir = tempfile::tempdir().unwrap();
+    let secret = dir.path().join("secret.txt");
+    std::fs::write(&secret, "the admin's token").unwrap();
+    let root = dir.path().join("attempt/output");
+    let model = fixtures().join("tiny_sd").display().to_string();
+    let enclosed = |yaml: &str| AttemptSpec {
+        inputs: [("model".to_owned(), PathBuf::from(&model))].into(),
+        output_root: Some(root.clone()),
+        ..spec(&yaml.replace(&model, "model"))
+    };
+    let refusal = |yaml: &str| {
+        let (outcome, events) = go(&enclosed(yaml));
+        let told = serde_json::to_string(&(&outcome, &events)).unwrap();
+        assert!(!told.contains("the admin's token"), "{told}");
+        match outcome {
+            Outcome::Failed {
+                cause: FailureCause::BadInput,
+                message,
+            } => message,
+            other => panic!("{other:?}"),
+        }
+    };
+    let draw = |prompts: &str| {
+        generate_job(
+            &root,
+            "",
+            &format!("width: 64, height: 64, sample_steps: 1, prompts: {prompts}"),
+        )
+    };
+    let here = refusal(&draw(secret.to_str().unwrap()));
+    assert!(here.contains("is not an input of this job"), "{here}");
+    for other in ["/nowhere/at/all", "/proc/self/environ", "/dev/zero", "../secret.txt"] {
+        let there = refusal(&draw(other));
+        assert_eq!(
+            there.replace(other, ""),
+            here.replace(secret.to_str().unwrap(), ""),
+            "{other}"
+        );
+    }
+    let vae =
+        generate_job(&root, &format!(", vae_path: {model}/vae"), "prompts: [a]").replace("model/vae", "other/vae");
+    assert!(refusal(&vae).contains("is not an input of this job"));
+    let lora = generate_job(&root, ", lora_path: /etc/hostname", "prompts: [a]");
+    assert!(refusal(&lora).contains("`/etc/hostname` is not an input"));
+
+    // Names that reading a config would have refused.
+    let train = format!(
+        "job: extension\nconfig:\n  name: n\n  process:\n  - type: sd_trainer\n    training_folder: out\n    network: {{type: lora}}\n    \
+         datasets: [{{folder_path: data}}]\n    train: {{steps: 1}}\n    model: {{name_or_path: {model}}}\n"
+    );
+    let escaped = dir.path().join("escaped");
+    for (pointer, name) in [
+        ("/name", "../../escaped".to_owned()),
+        ("/process/0/kind/train/name", escaped.display().to_string()),
+        ("/process/0/kind/train/name", "../../escaped".to_owned()),
+    ] {
+        let mut hostile = enclosed(&train);
+        *hostile.job.pointer_mut(pointer).unwrap() = name.clone().into();
+        let (outcome, _) = go(&hostile);
+        let told = format!("{outcome:?}");
+        assert!(
+            told.contains("BadInput") && told.contains("cannot name a folder"),
+            "{told}"
+        );
+        assert!(!escaped.exists(), "{name}");
+    }
 }

@@ -116,7 +116,7 @@ impl<'a> Run<'a> {
             choices,
         } = cx.load_model(&process.model, &compute, target::of_the_model(process))?;
         if let Some(lora) = &process.model.lora_path {
-            let path = cx.local(lora);
+            let path = cx.local(lora)?;
             let mut parts = parts(&mut model);
             let loaded = load_lora(&mut parts, &path, 1.0)?;
             cx.lora_loaded(&path, &loaded);

@@ -5,10 +5,10 @@ use super::bytes::{Bytes, Number, filled};
 use super::{gguf, safetensors};
 use crate::error::{EngineError, Result};
 use crate::nn::quant::Packed;
+use aitk_common::fsutil::regular;
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
@@ -56,7 +56,7 @@ pub(super) struct TensorFile {
 impl TensorFile {
     /// Opens a file; what it is its first bytes say, whatever its name.
     pub(super) fn open(path: &Path) -> Result<Self> {
-        let mut file = File::open(path).map_err(|e| EngineError::io(path, e))?;
+        let (mut file, _) = regular::open(path).map_err(|e| EngineError::io(path, e))?;
         let info = file.metadata().map_err(|e| EngineError::io(path, e))?;
         if info.is_dir() {
             return Err(EngineError::io(path, std::io::ErrorKind::IsADirectory.into()));

@@ -1,6 +1,8 @@
 //! Which files of a component's folder hold its weights.
 
 use crate::error::{EngineError, Result};
+use aitk_common::fsutil::regular;
+use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -84,7 +86,7 @@ fn shards(index: &Path) -> Result<Vec<PathBuf>> {
         path: index.to_path_buf(),
         reason,
     };
-    let text = std::fs::read_to_string(index).map_err(|e| EngineError::io(index, e))?;
+    let text = regular::read_text(index, MAX_TEXT_FILE_BYTES).map_err(|e| EngineError::io(index, e))?;
     let json: serde_json::Value = serde_json::from_str(&text).map_err(|e| wrong(format!("not valid JSON: {e}")))?;
     let map = json.get("weight_map").and_then(|map| map.as_object());
     let map = map.ok_or_else(|| wrong("it has no `weight_map`".into()))?;

@@ -4,8 +4,11 @@
 //! names. A download that broke goes on where it stopped. What is there was complete, of the right size, and, where
 //! the hub says a hash, of that hash.
 
+mod allow;
 mod select;
 mod transfer;
+
+pub(crate) use allow::AllowList;
 
 use aitk_common::fsutil::{self, FsError, names};
 use aitk_common::hub::ENDPOINT;
@@ -19,16 +22,21 @@ const LIST_BYTES: usize = 16 << 20;
 /// How often a file is begun or continued before it is given up.
 const TRIES: u32 = 6;
 
+/// Who may have a model that is not public.
+const PRIVATE: &str = "A private or gated model takes HF_TOKEN where it is fetched; a worker uses its own for jobs that run in place \
+                       (`aitk run`), and for other jobs only where its owner lists the repository (--hub-allow, \
+                       AITK_HUB_ALLOW). You can also download the model and give its folder";
+/// Where models lie that were fetched with the worker's token: no other job may have them.
+const PRIVATE_FOLDER: &str = "private";
+
 /// A model that could not be fetched.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum HubError {
     /// There is no such repository, or it is private.
-    #[error(
-        "{repo} was not found at {endpoint}; check the name. For a private model set HF_TOKEN where the worker runs"
-    )]
+    #[error("{repo} was not found at {endpoint}; check the name. {PRIVATE}")]
     NotFound { repo: String, endpoint: String },
     /// It wants a token, or an accepted licence.
-    #[error("{endpoint} does not let us read {repo}: accept its licence there, and set HF_TOKEN where the worker runs")]
+    #[error("{endpoint} does not let us read {repo}: accept its licence there. {PRIVATE}")]
     Denied { repo: String, endpoint: String },
     /// It is no diffusers folder.
     #[error("{repo} is no model in diffusers layout with safetensors: {problem}")]
@@ -44,50 +52,57 @@ pub(crate) enum HubError {
     Files(#[from] FsError),
 }
 
+/// A model that a job names.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wanted<'a> {
+    /// `ORG/NAME`.
+    pub(crate) repo: &'a str,
+    /// The commit that was recorded when the job was submitted; the newest when none was.
+    pub(crate) revision: Option<&'a str>,
+    /// Whether the job runs in place, for the user whose token the worker has.
+    pub(crate) in_place: bool,
+}
+
+/// A repository at a commit, and what opens it.
+struct Source<'a> {
+    repo: &'a str,
+    revision: &'a str,
+    token: Option<&'a str>,
+}
+
 /// Fetches models. One at a time: the line is the bottleneck.
 #[derive(Debug)]
 pub(crate) struct Hub {
     folder: PathBuf,
     endpoint: String,
     token: Option<String>,
+    /// For which repositories jobs of others may use the token.
+    allow: AllowList,
     client: OnceLock<Client>,
     busy: tokio::sync::Mutex<()>,
     first_wait: Duration,
 }
 
-/// Whether a model path of a config can be a repository: `org/name`, and nothing of that name lies here.
-pub(crate) fn is_repository(path: &str) -> bool {
-    let part = |part: &str| {
-        !part.starts_with(['.', '-'])
-            && !part.is_empty()
-            && part.len() <= 96
-            && part.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b))
-    };
-    let looks_so = path.split_once('/').is_some_and(|(org, name)| part(org) && part(name));
-    let file = [".safetensors", ".gguf", ".ckpt", ".json", ".txt"]
-        .iter()
-        .any(|ending| path.ends_with(ending));
-    looks_so && !file && !Path::new(path).exists()
-}
-
 impl Hub {
-    /// Fetches into `folder`, from `HF_ENDPOINT`, with `HF_TOKEN`.
-    pub(crate) fn from_environment(folder: PathBuf) -> Self {
+    /// Fetches into `folder`, from `HF_ENDPOINT`; with `HF_TOKEN` what is not public and may be had with it.
+    pub(crate) fn from_environment(folder: PathBuf, allow: AllowList) -> Self {
         let set = |name: &str| std::env::var(name).ok().filter(|value| !value.trim().is_empty());
         Self::new(
             folder,
             set("HF_ENDPOINT").unwrap_or_else(|| ENDPOINT.to_owned()),
             set("HF_TOKEN"),
+            allow,
         )
     }
 
-    fn new(folder: PathBuf, endpoint: String, token: Option<String>) -> Self {
+    fn new(folder: PathBuf, endpoint: String, token: Option<String>, allow: AllowList) -> Self {
         let endpoint = endpoint.trim_end_matches('/').to_owned();
         let (client, busy) = (OnceLock::new(), tokio::sync::Mutex::default());
         Self {
             folder,
             endpoint,
             token,
+            allow,
             client,
             busy,
             first_wait: Duration::from_millis(500),
@@ -96,40 +111,76 @@ impl Hub {
 
     /// Where the model lies on this machine; it is fetched if it is not here. `say` is told what happens.
     ///
+    /// Everybody may have what the hub gives to everybody. The worker's token is only shown where that is not enough, and
+    /// only for a job that runs in place or a repository of the list; what it opened lies apart.
+    ///
     /// # Errors
-    /// [`HubError`]. A hub that cannot be reached is no error when a version of the model is here.
-    pub(crate) async fn fetch(&self, repo: &str, say: &(dyn Fn(String) + Sync)) -> Result<PathBuf, HubError> {
+    /// [`HubError`]. A hub that cannot be reached is no error when the model is here: the commit of the job, or, where the
+    /// job names none, the version that was fetched last.
+    pub(crate) async fn fetch(&self, wanted: &Wanted<'_>, say: &(dyn Fn(String) + Sync)) -> Result<PathBuf, HubError> {
         let _one = self.busy.lock().await;
-        let listed = match self.list(repo).await {
-            Ok(listed) => listed,
-            Err(HubError::Unavailable { what, problem }) => {
-                let here = self.newest(repo).ok_or(HubError::Unavailable {
-                    what,
-                    problem: problem.clone(),
-                })?;
-                say(format!(
-                    "the hub cannot be reached ({problem}); using the version of {repo} that is here"
-                ));
-                return Ok(here);
+        let may_use_token = wanted.in_place || self.allow.has(wanted.repo);
+        match (self.fetch_as(wanted, None, &self.folder, say).await, &self.token) {
+            (Err(denied @ (HubError::NotFound { .. } | HubError::Denied { .. })), Some(token)) if may_use_token => {
+                let private = self.folder.join(PRIVATE_FOLDER);
+                let fetched = self.fetch_as(wanted, Some(token), &private, say).await;
+                // Without a connection the first answer says more.
+                match fetched {
+                    Err(HubError::NotFound { .. }) => Err(denied),
+                    other => other,
+                }
             }
+            (Err(HubError::Unavailable { what, problem }), Some(_)) if may_use_token => {
+                let private = self.folder.join(PRIVATE_FOLDER);
+                self.kept(wanted, &private, say, what, problem)
+            }
+            (fetched, _) => fetched,
+        }
+    }
+
+    /// [`Hub::fetch`] for everybody, or with a token, into a folder that only holds such models.
+    async fn fetch_as(
+        &self,
+        wanted: &Wanted<'_>,
+        token: Option<&str>,
+        folder: &Path,
+        say: &(dyn Fn(String) + Sync),
+    ) -> Result<PathBuf, HubError> {
+        let repo = wanted.repo;
+        // With a token, what is public has to be asked for: earlier versions kept everything in one place.
+        if let Some(commit) = wanted.revision.filter(|_| self.token.is_none() || token.is_some()) {
+            let target = folder.join(format!("{}@{commit}", folder_name(repo)));
+            if target.is_dir() {
+                return Ok(target);
+            }
+        }
+        let listed = match self.list(wanted, token).await {
+            Ok(listed) => listed,
+            Err(HubError::Unavailable { what, problem }) => return self.kept(wanted, folder, say, what, problem),
             Err(error) => return Err(error),
         };
-        let target = self.folder.join(format!("{}@{}", folder_name(repo), listed.revision));
+        if listed.is_gated && token.is_none() {
+            return Err(self.status(repo, repo, StatusCode::UNAUTHORIZED));
+        }
+        let target = folder.join(format!("{}@{}", folder_name(repo), listed.revision));
         if target.is_dir() {
             return Ok(target);
         }
         // Not a temporary name: it stays, so that a broken download can go on after a restart.
-        let partial = self
-            .folder
-            .join(format!("partial-{}@{}", folder_name(repo), listed.revision));
+        let partial = folder.join(format!("partial-{}@{}", folder_name(repo), listed.revision));
         fsutil::create_dir_all(&partial)?;
         let layout = |problem| HubError::Layout {
             repo: repo.to_owned(),
             problem,
         };
+        let source = Source {
+            repo,
+            revision: &listed.revision,
+            token,
+        };
         let files = match select::index_of(&listed) {
             Some(index) => {
-                let path = self.file(repo, &listed.revision, index, &partial).await?;
+                let path = self.file(&source, index, &partial).await?;
                 let text = std::fs::read(&path).map_err(|error| FsError::new("read", &path, error))?;
                 select::files(&listed, &text).map_err(layout)?
             }
@@ -137,26 +188,42 @@ impl Hub {
         };
         let bytes: u64 = files.iter().map(|file| file.bytes).sum();
         say(format!(
-            "fetching {repo}: {} files, {:.2} GiB",
+            "fetching {repo} at commit {}: {} files, {:.2} GiB",
+            listed.revision,
             files.len(),
             bytes as f64 / f64::from(1 << 30)
         ));
         for file in files {
-            self.file(repo, &listed.revision, file, &partial).await?;
+            self.file(&source, file, &partial).await?;
             say(format!("fetched {}", file.name));
         }
         std::fs::rename(&partial, &target).map_err(|error| FsError::new("publish", &target, error))?;
-        fsutil::sync_dir(&self.folder)?;
+        fsutil::sync_dir(folder)?;
         Ok(target)
     }
 
-    /// The version of a model that was fetched last.
-    fn newest(&self, repo: &str) -> Option<PathBuf> {
-        let prefix = format!("{}@", folder_name(repo));
-        let entries = std::fs::read_dir(&self.folder).ok()?.flatten();
-        let ours = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(&prefix));
-        ours.max_by_key(|entry| entry.metadata().and_then(|data| data.modified()).ok())
-            .map(|entry| entry.path())
+    /// What is here of a model whose hub cannot be reached: the commit of the job and no other; where it names none, the
+    /// version that was fetched last.
+    fn kept(
+        &self,
+        wanted: &Wanted<'_>,
+        folder: &Path,
+        say: &(dyn Fn(String) + Sync),
+        what: String,
+        problem: String,
+    ) -> Result<PathBuf, HubError> {
+        let repo = wanted.repo;
+        let here = match wanted.revision {
+            Some(commit) => Some(folder.join(format!("{}@{commit}", folder_name(repo)))).filter(|path| path.is_dir()),
+            None => newest(folder, repo),
+        };
+        let Some(here) = here else {
+            return Err(HubError::Unavailable { what, problem });
+        };
+        say(format!(
+            "the hub cannot be reached ({problem}); using the version of {repo} that is here"
+        ));
+        Ok(here)
     }
 
     fn client(&self) -> Result<&Client, HubError> {
@@ -168,9 +235,9 @@ impl Hub {
         Ok(self.client.get_or_init(|| client))
     }
 
-    fn get(&self, url: &str) -> Result<reqwest::RequestBuilder, HubError> {
+    fn get(&self, url: &str, token: Option<&str>) -> Result<reqwest::RequestBuilder, HubError> {
         let request = self.client()?.get(url);
-        Ok(match &self.token {
+        Ok(match token {
             Some(token) => request.bearer_auth(token),
             None => request,
         })
@@ -200,10 +267,11 @@ impl Hub {
         }
     }
 
-    async fn list(&self, repo: &str) -> Result<select::Listed, HubError> {
-        let url = format!("{}/api/models/{repo}/revision/main?blobs=true", self.endpoint);
+    async fn list(&self, wanted: &Wanted<'_>, token: Option<&str>) -> Result<select::Listed, HubError> {
+        let (repo, revision) = (wanted.repo, wanted.revision.unwrap_or("main"));
+        let url = format!("{}/api/models/{repo}/revision/{revision}?blobs=true", self.endpoint);
         let answer = self
-            .get(&url)?
+            .get(&url, token)?
             .send()
             .await
             .map_err(|error| self.unavailable(&url, &error))?;
@@ -222,20 +290,23 @@ impl Hub {
             }
             text.extend_from_slice(&part);
         }
-        select::Listed::parse(&text).map_err(|problem| HubError::Layout {
+        let layout = |problem| HubError::Layout {
             repo: repo.to_owned(),
             problem,
-        })
+        };
+        let listed = select::Listed::parse(&text).map_err(layout)?;
+        match wanted.revision {
+            Some(commit) if listed.revision != commit => Err(layout(format!(
+                "the hub answered with commit {} instead of {commit}",
+                listed.revision
+            ))),
+            _ => Ok(listed),
+        }
     }
 
     /// Brings one file, unless it is there, and checks it.
-    async fn file(
-        &self,
-        repo: &str,
-        revision: &str,
-        file: &select::Remote,
-        folder: &Path,
-    ) -> Result<PathBuf, HubError> {
+    async fn file(&self, source: &Source<'_>, file: &select::Remote, folder: &Path) -> Result<PathBuf, HubError> {
+        let Source { repo, revision, .. } = *source;
         let bad_name = |error: names::BadName| HubError::Layout {
             repo: repo.to_owned(),
             problem: error.to_string(),
@@ -250,7 +321,7 @@ impl Hub {
         let mut tries = 0;
         loop {
             tries += 1;
-            match transfer::once(self, repo, &url, file, &path).await {
+            match transfer::once(self, source, &url, file, &path).await {
                 Err(HubError::Unavailable { what, problem }) if tries < TRIES => {
                     tracing::warn!(%what, %problem, "trying again");
                     tokio::time::sleep(wait).await;
@@ -261,6 +332,15 @@ impl Hub {
             }
         }
     }
+}
+
+/// The version of a model that was fetched last.
+fn newest(folder: &Path, repo: &str) -> Option<PathBuf> {
+    let prefix = format!("{}@", folder_name(repo));
+    let entries = std::fs::read_dir(folder).ok()?.flatten();
+    let ours = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(&prefix));
+    ours.max_by_key(|entry| entry.metadata().and_then(|data| data.modified()).ok())
+        .map(|entry| entry.path())
 }
 
 fn folder_name(repo: &str) -> String {

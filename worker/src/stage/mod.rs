@@ -11,11 +11,11 @@ use crate::storage::failure;
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::capability::DeviceKind;
 use aitk_common::control::Assignment;
-use aitk_common::job::{InputKind, JobSpec};
+use aitk_common::job::{Finding, JobSpec, summary};
 use aitk_common::storage::checkpoints;
 use cache::Lease;
 use derived::DerivedLease;
-use hub::HubError;
+use hub::{HubError, Wanted};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -35,15 +35,40 @@ pub(crate) struct Staged {
     pub(crate) _leases: Vec<Lease>,
 }
 
-/// Brings everything that the assignment names. `folder` is the attempt's own.
+/// The job of an assignment, checked as the coordinator checked it: by the keys that this program knows, and before
+/// anything is fetched or started. Unless it runs in place, every path of it is an input or a repository.
+///
+/// # Errors
+/// How the attempt ends, with file, line and key of what is wrong.
+pub(crate) fn job_of(assignment: &Assignment) -> Result<JobSpec, Outcome> {
+    let refused = |findings: &[Finding]| Outcome::Failed {
+        cause: FailureCause::BadInput,
+        message: format!("this worker does not run the job: {}", summary(findings)),
+    };
+    let job = JobSpec::from_json(&assignment.job_json).map_err(|error| refused(error.findings()))?;
+    let support = job.unsupported();
+    if !support.errors.is_empty() {
+        return Err(refused(&support.errors));
+    }
+    if !assignment.local {
+        let foreign = job.foreign_paths(|path| assignment.inputs.contains_key(path));
+        if !foreign.is_empty() {
+            return Err(refused(&foreign));
+        }
+    }
+    Ok(job)
+}
+
+/// Brings everything that the job of the assignment names. `folder` is the attempt's own.
 pub(crate) async fn inputs(
     context: &Context,
     assignment: &Assignment,
+    job: &JobSpec,
     reporter: &Reporter,
     folder: &Path,
 ) -> Result<Staged, Outcome> {
     let mut staged = Staged::default();
-    models(context, assignment, reporter, &mut staged).await?;
+    models(context, assignment, job, reporter, &mut staged).await?;
     if assignment.local {
         return Ok(staged);
     }
@@ -90,24 +115,24 @@ pub(crate) async fn inputs(
 async fn models(
     context: &Context,
     assignment: &Assignment,
+    job: &JobSpec,
     reporter: &Reporter,
     staged: &mut Staged,
 ) -> Result<(), Outcome> {
-    // A job that cannot be read is the child's to explain.
-    let Ok(job) = serde_json::from_str::<JobSpec>(&assignment.job_json) else {
-        return Ok(());
-    };
-    for input in job.inputs() {
-        let model = matches!(input.kind, InputKind::Model | InputKind::Vae);
+    for input in job.repositories(|path| assignment.inputs.contains_key(path)) {
         let path = input.config_path;
-        if !model || assignment.inputs.contains_key(&path) || !hub::is_repository(&path) {
+        // In place, a folder of that name is what is meant.
+        if assignment.local && Path::new(&path).exists() {
             continue;
         }
         reporter.phase("downloading model").await;
-        let fetched = context
-            .hub
-            .fetch(&path, &|message| reporter.log_now("info", message))
-            .await;
+        let wanted = Wanted {
+            repo: &path,
+            revision: job.revisions.get(&path).map(String::as_str),
+            in_place: assignment.local,
+        };
+        let say = |message| reporter.log_now("info", message);
+        let fetched = context.hub.fetch(&wanted, &say).await;
         let folder = fetched.map_err(|error| {
             let cause = match &error {
                 HubError::NotFound { .. } | HubError::Denied { .. } | HubError::Layout { .. } => FailureCause::BadInput,

@@ -32,7 +32,7 @@ async fn a_job_runs_from_its_inputs_to_its_artifact() {
 
     let checkpoint = lab.checkpoint(5);
     let text = script(&[
-        r#"where=$(sed -n 's/.*"my.data": "\(.*trees.*\)".*/\1/p' "$2"); cat "$where/a.txt"; echo; echo "seed $(grep -c '"seed"' "$2")"; printf x > "$TMPDIR/scratch"; case "$TMPDIR" in "$PWD"/*) echo "its own folder";; esac"#,
+        r#"where=$(sed -n 's/.*"my.data": "\(.*trees.*\)".*/\1/p' "$2"); cat "$where/a.txt"; echo; echo "seed $(grep -c '^  "seed"' "$2")"; printf x > "$TMPDIR/scratch"; case "$TMPDIR" in "$PWD"/*) echo "its own folder";; esac"#,
         "\n",
         &say(json!({"event": "phase", "name": "training"})),
         &say(json!({"event": "progress", "done": 5, "total": 10, "seconds_per_step": 0.5})),

@@ -1,6 +1,6 @@
 //! Workers and a user with tokens of their own: what each may see of the storage is enough for the whole path.
 
-use crate::support::{Lab, connected, finished, saved, say, script};
+use crate::support::{JOB, Lab, connected, finished, put_model, saved, say, script};
 use aitk_common::control::JobState;
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::{BlobStore, snapshot};
@@ -44,8 +44,11 @@ async fn a_job_moves_between_machines_that_see_nothing_but_what_they_need() {
     let request = v1::SubmitRequest {
         config_text: "job: generate".into(),
         config_format: "yaml".into(),
-        job_json: r#"{"job":"generate","name":"n"}"#.into(),
-        inputs: HashMap::from([("my.data".to_owned(), id.to_hex())]),
+        job_json: JOB.into(),
+        inputs: HashMap::from([
+            ("my.data".to_owned(), id.to_hex()),
+            ("model".to_owned(), put_model(&store).await.to_hex()),
+        ]),
         ..v1::SubmitRequest::default()
     };
     let job = anna.jobs.clone().submit(request).await.unwrap().into_inner().job_id;

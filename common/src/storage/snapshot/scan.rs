@@ -1,12 +1,13 @@
 //! From a folder to a list of its files.
 
 use super::{Progress, Snapshot, SnapshotFile};
-use crate::fsutil::FsError;
 use crate::fsutil::names::{self, BadName};
+use crate::fsutil::{FsError, regular};
 use crate::hash::ContentHash;
 use crate::storage::StorageError;
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 
 /// Folders that ai-toolkit fills beside the pictures: derived, so never sent.
@@ -34,7 +35,13 @@ pub struct Scanned {
 /// [`StorageError::Local`], [`StorageError::Name`], [`StorageError::Malformed`].
 pub fn scan(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<Scanned, StorageError> {
     let root = fs::canonicalize(path).map_err(|error| FsError::new("read", path, error))?;
-    let is_file = root.is_file();
+    let kind = fs::metadata(&root)
+        .map_err(|error| FsError::new("read", path, error))?
+        .file_type();
+    if let Some(what) = regular::special(kind) {
+        return Err(special(path, what).into());
+    }
+    let is_file = kind.is_file();
     let mut found = Vec::new();
     if is_file {
         // The name that the user gave counts, not that of a link's target.
@@ -62,7 +69,7 @@ pub fn scan(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<Scanned, 
     let mut sources = BTreeMap::new();
     for (name, file) in found {
         progress(so_far);
-        let hashed = File::open(&file).and_then(ContentHash::of_reader);
+        let hashed = regular::open(&file).and_then(|(file, _)| ContentHash::of_reader(file));
         let (sha256, bytes) = hashed.map_err(|error| FsError::new("read", &file, error))?;
         so_far.files += 1;
         so_far.bytes += bytes;
@@ -122,8 +129,13 @@ fn walk(
                 )));
             }
             found.push((relative, target));
+        } else {
+            // Nothing is left out without a word: whoever put it there may take it for data.
+            let kind = fs::metadata(&target)
+                .map_err(|error| FsError::new("read", &target, error))?
+                .file_type();
+            return Err(special(&target, regular::special(kind).unwrap_or("a special file")).into());
         }
-        // Sockets, pipes and devices hold no data.
     }
     Ok(())
 }
@@ -140,6 +152,11 @@ fn inside(root: &Path, link: &Path, relative: &str) -> Result<PathBuf, StorageEr
         reason,
     }
     .into())
+}
+
+fn special(path: &Path, what: &str) -> FsError {
+    let reason = format!("it is {what}, which holds no data; take it out of the folder, or name another file");
+    FsError::new("send", path, io::Error::new(io::ErrorKind::InvalidData, reason))
 }
 
 fn not_text(path: &Path) -> BadName {

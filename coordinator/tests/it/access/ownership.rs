@@ -1,7 +1,7 @@
 //! Jobs, their logs and their files belong to somebody.
 
 use super::{CALM, audit, get, line, list, somebody, stop, submit};
-use crate::support::{self, FakeWorker, Pool, eventually, held, submission, within};
+use crate::support::{self, FakeWorker, Pool, eventually, held, job_json, submission, within};
 use aitk_common::control::{Artifact, Submission, ToCoordinator, Verdict};
 use aitk_common::id::UserName;
 use aitk_common::storage::BlobStore;
@@ -245,8 +245,7 @@ async fn nobody_waits_for_another_users_job() {
     let [whole, beginning] = lab.names();
     for text in [whole, beginning, "hers".to_owned()] {
         let mut after = v1::SubmitRequest::from(submission("after"));
-        after.job_json =
-            format!(r#"{{"job":"extension","name":"after","process":[],"cluster":{{"after":["{text}"]}}}}"#);
+        after.job_json = job_json("after", &format!(r#""after":["{text}"]"#));
         let error = within(lab.ben.jobs.clone().submit(after)).await.unwrap_err();
         assert!(error.message().contains("there is no job"), "{error}");
     }

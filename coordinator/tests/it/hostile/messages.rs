@@ -1,7 +1,7 @@
 //! A worker with a good token that says what no worker says: every kind of message, in any order, with absurd content.
 
 use super::{Besieged, Dice};
-use crate::support::{FakeWorker, input, submission, within};
+use crate::support::{FakeWorker, input, job_json, submission, within};
 use aitk_common::control::{EventBody, JobEvent, UnixMillis};
 use aitk_common::hash::ContentHash;
 use aitk_proto::client::Clients;
@@ -208,9 +208,8 @@ impl Liar {
 }
 
 async fn submit(clients: &Clients, name: &str) -> String {
-    let job_json = format!(r#"{{"job":"extension","name":"{name}","process":[],"cluster":{{"retries":1000}}}}"#);
     let request = v1::SubmitRequest {
-        job_json,
+        job_json: job_json(name, r#""retries":1000"#),
         ..v1::SubmitRequest::from(submission(name))
     };
     let made = within(clients.jobs.clone().submit(request)).await.unwrap();

@@ -2,13 +2,14 @@
 
 mod arrays;
 mod bytes;
+mod jobs;
 mod messages;
 mod queue;
 mod silence;
 mod sizes;
 
 use crate::support::daemon::Daemon;
-use crate::support::{FakeWorker, held, input, submission, within};
+use crate::support::{FakeWorker, held, input, job_json, submission, within};
 use aitk_common::attempt::Outcome;
 use aitk_common::control::{JobState, JobView, Verdict};
 use aitk_common::storage::BlobStore;
@@ -117,10 +118,8 @@ impl Besieged {
     async fn works(&self) {
         let clients = self.daemon.clients().await;
         // Alone in front of the queue.
-        let job_json =
-            r#"{"job":"extension","name":"proof","process":[],"cluster":{"priority":1000,"labels":{"proof":"yes"}}}"#;
         let request = v1::SubmitRequest {
-            job_json: job_json.into(),
+            job_json: job_json("proof", r#""priority":1000,"labels":{"proof":"yes"}"#),
             ..v1::SubmitRequest::from(submission("proof"))
         };
         let job = within(clients.jobs.clone().submit(request))

@@ -2,7 +2,7 @@
 #![allow(clippy::print_stdout, reason = "figures for whoever asks for them")]
 
 use super::{Besieged, view};
-use crate::support::{FakeWorker, submission, within};
+use crate::support::{FakeWorker, job_json, submission, within};
 use aitk_common::control::{JobState, ToCoordinator};
 use aitk_common::hash::ContentHash;
 use aitk_proto::client::Clients;
@@ -13,7 +13,7 @@ use tonic::Code;
 
 fn named(name: &str, cluster: &str) -> v1::SubmitRequest {
     v1::SubmitRequest {
-        job_json: format!(r#"{{"job":"extension","name":"{name}","process":[],"cluster":{{{cluster}}}}}"#),
+        job_json: job_json(name, cluster),
         ..v1::SubmitRequest::from(submission(name))
     }
 }
@@ -177,7 +177,7 @@ async fn machines_of_absurd_sizes_do_not_register() {
         }),
         ..named(
             "sized",
-            r#""memory_budget":18446744073709551615,"labels":{"no":"where"}"#,
+            r#""memory_budget":9223372036854775807,"labels":{"no":"where"}"#,
         )
     };
     let job = within(clients.jobs.clone().submit(sized))

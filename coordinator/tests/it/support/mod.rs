@@ -199,11 +199,19 @@ pub(crate) async fn put_checkpoint(blobs: &dyn BlobStore, step: u64) -> ContentH
     hash
 }
 
+/// A small job as reading its config makes it, with this `cluster` section. What its model needs is not known.
+pub(crate) fn job_json(name: &str, cluster: &str) -> String {
+    format!(
+        r#"{{"job":"generate","name":"{name}","meta":{{}},"config":{{}},"process":[{{"type":"to_folder","kind":{{"generate":{{
+        "output_folder":"out","model":{{"name_or_path":"org/model"}},"generate":{{"prompts":["a cat"]}}}}}}}}],"cluster":{{{cluster}}}}}"#
+    )
+}
+
 pub(crate) fn submission(name: &str) -> Submission {
     Submission {
         config_text: format!("name: {name}\n"),
         config_format: "yaml".into(),
-        job_json: format!(r#"{{"job":"extension","name":"{name}","process":[]}}"#),
+        job_json: job_json(name, ""),
         inputs: BTreeMap::from([("./data".to_owned(), input().id())]),
         local: false,
         idempotency_key: None,

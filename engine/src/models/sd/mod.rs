@@ -340,7 +340,7 @@ impl SdModel {
         let (settings, index) = vae::files(folder)?;
         let weights = Weights::from_index(index, options.dtype, &options.device).streamed(options.choices.vae_streamed);
         let vae = AutoencoderKl::new(&weights, &config::read(&settings)?)?.tiled(options.choices.vae_tiled);
-        let config = std::fs::read_to_string(&settings).map_err(|e| EngineError::io(&settings, e))?;
+        let config = config::read_text(&settings).map_err(|e| EngineError::io(&settings, e))?;
         Arc::make_mut(&mut self.source).replace_vae(Component::new(Part::Vae, &weights, config)?);
         self.vae = vae;
         Ok(())

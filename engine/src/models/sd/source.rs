@@ -93,7 +93,7 @@ impl SmallFiles {
     pub(super) fn open(folder: &Path) -> Result<Self> {
         let read = |file: &str| {
             let path = folder.join(file);
-            std::fs::read_to_string(&path).map_err(|e| EngineError::io(&path, e))
+            config::read_text(&path).map_err(|e| EngineError::io(&path, e))
         };
         let model_index = folder.join("model_index.json");
         let model_index = match model_index.is_file() {

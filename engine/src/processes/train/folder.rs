@@ -43,7 +43,12 @@ impl RunFolder {
     pub(super) fn open(process: &TrainerProcess, cx: &mut Context<'_>) -> Result<Self> {
         let root = cx.output_root(process.training_folder.as_deref());
         let job = cx.job.name.clone();
-        let path = root.join(process.name.as_deref().filter(|n| !n.is_empty()).unwrap_or(&job));
+        let name = process.name.as_deref().filter(|n| !n.is_empty()).unwrap_or(&job);
+        for (key, name) in [("config.name", job.as_str()), ("name", name)] {
+            // They were checked when the job was read. Here they become paths.
+            naming::check_name(name).map_err(|why| EngineError::bad_input(format!("{key}: {why}")))?;
+        }
+        let path = root.join(name);
         fsutil::create_dir_all(&path)?;
         let lock = lock(&path, cx)?;
         // What a run left half-written that was killed.

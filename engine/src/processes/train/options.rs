@@ -6,14 +6,15 @@ use crate::adapters::LoraConfig;
 use crate::data::{CaptionRules, DatasetOptions, MaskOptions};
 use crate::error::{EngineError, Result};
 use crate::training::{LossKind, LossOptions, NoiseOptions, Preference};
+use aitk_common::fsutil::regular;
 use aitk_common::job::arch::ArchName;
+use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use aitk_common::job::network::NetworkConfig;
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::job::save::SaveFormat;
 use aitk_common::job::train::{ContentOrStyle, LossType};
 use aitk_common::job::values::TextSource;
 use sha2::{Digest, Sha256};
-use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
@@ -84,8 +85,8 @@ pub(super) fn datasets(process: &TrainerProcess, cx: &Context<'_>) -> Result<Vec
             TextSource::List(list) => list.clone(),
             TextSource::File(file) if file.is_empty() => Vec::new(),
             TextSource::File(file) => {
-                let path = cx.local(file);
-                let text = std::fs::read_to_string(&path).map_err(|e| EngineError::io(&path, e))?;
+                let path = cx.local(file)?;
+                let text = regular::read_text(&path, MAX_TEXT_FILE_BYTES).map_err(|e| EngineError::io(&path, e))?;
                 text.lines()
                     .map(str::trim)
                     .filter(|l| !l.is_empty())
@@ -93,8 +94,10 @@ pub(super) fn datasets(process: &TrainerProcess, cx: &Context<'_>) -> Result<Vec
                     .collect()
             }
         };
+        let masks = dataset.mask_path.as_ref().filter(|_| !dataset.alpha_mask);
+        let masks = masks.map(|path| cx.local(path)).transpose()?;
         out.push(DatasetOptions {
-            path: cx.local(path),
+            path: cx.local(path)?,
             derived: cx.spec.derived.get(path).cloned(),
             resolution: dataset.resolution.first().copied().unwrap_or(512),
             batch_size: dataset.batch_size.unwrap_or(process.train.batch_size).max(1) as usize,
@@ -122,11 +125,7 @@ pub(super) fn datasets(process: &TrainerProcess, cx: &Context<'_>) -> Result<Vec
             flip_y: dataset.flip_y,
             masks: (dataset.alpha_mask || dataset.mask_path.is_some()).then(|| MaskOptions {
                 // The picture's own transparency wins, as in ai-toolkit.
-                folder: dataset
-                    .mask_path
-                    .as_ref()
-                    .filter(|_| !dataset.alpha_mask)
-                    .map(|path| cx.local(path)),
+                folder: masks,
                 invert: dataset.invert_mask,
                 min_value: dataset.mask_min_value,
             }),
@@ -134,6 +133,7 @@ pub(super) fn datasets(process: &TrainerProcess, cx: &Context<'_>) -> Result<Vec
             loss_multiplier: dataset.loss_multiplier,
             cache_latents: dataset.cache_latents,
             cache_latents_to_disk: dataset.cache_latents_to_disk,
+            enclosed: cx.is_enclosed(),
         });
     }
     Ok(out)
@@ -197,7 +197,7 @@ pub(super) fn vae_fingerprint(path: &Path) -> Result<String> {
     let mut hash = Sha256::new();
     for file in files {
         let failed = |e| EngineError::io(&file, e);
-        let mut reader = File::open(&file).map_err(failed)?;
+        let (mut reader, _) = regular::open(&file).map_err(failed)?;
         let size = reader.metadata().map_err(failed)?.len();
         hash.update(file.file_name().unwrap_or_default().as_encoded_bytes());
         hash.update(size.to_le_bytes());

@@ -52,7 +52,7 @@ impl Run<'_> {
                 .as_ref()
                 .and_then(|n| n.pretrained_lora_path.as_deref())
         {
-            let path = cx.local(path);
+            let path = cx.local(path)?;
             self.take_lora(&path, cx)?;
             cx.log("info", format!("starting from the weights of {}", path.display()));
         }

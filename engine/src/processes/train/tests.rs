@@ -1,7 +1,7 @@
 //! Whole runs of the trainer on the tiny model.
 
 use crate::processes::{StopSignal, run};
-use crate::testing::{attempt, fixtures};
+use crate::testing::{attempt, fixtures, in_own_folder};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::job::dataset::DatasetConfig;
 use aitk_common::job::dtype::DType;
@@ -68,6 +68,7 @@ pub(super) fn spec(process: TrainerProcess) -> AttemptSpec {
         file: None,
         positions: Default::default(),
         part: None,
+        revisions: Default::default(),
     };
     attempt(&job, "job: extension # ${SECRET}\n")
 }
@@ -233,8 +234,7 @@ fn another_machine_goes_on_from_a_checkpoint_alone() {
     let checkpoint = one.path().join("out/tiny/.aitk/checkpoints/step_000000004");
     assert!(checkpoint.is_dir());
     let two = tempfile::tempdir().unwrap();
-    let mut other = spec(process);
-    other.output_root = Some(two.path().join("out"));
+    let mut other = in_own_folder(spec(process), &two.path().join("out"));
     other.resume_from = Some(checkpoint);
     let (outcome, events) = go(&other);
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
@@ -261,8 +261,7 @@ fn what_a_kill_right_after_a_checkpoint_took_along_is_made_up_for() {
     assert_eq!(stop_at(&spec(process.clone()), 4).0, Outcome::stopped());
     // Another machine, with the checkpoint alone: the one before said neither what it removed nor what it drew.
     let two = tempfile::tempdir().unwrap();
-    let mut other = spec(process);
-    other.output_root = Some(two.path().join("out"));
+    let mut other = in_own_folder(spec(process), &two.path().join("out"));
     other.resume_from = Some(one.path().join("out/tiny/.aitk/checkpoints/step_000000004"));
     let (outcome, events) = go(&other);
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));

@@ -20,12 +20,17 @@ pub(super) struct Remote {
 #[derive(Clone, Debug)]
 pub(super) struct Listed {
     pub(super) revision: String,
+    /// Only who accepted its terms may have its files, although everybody may list them.
+    pub(super) is_gated: bool,
     pub(super) files: Vec<Remote>,
 }
 
 #[derive(Deserialize)]
 struct Answer {
     sha: String,
+    /// `false`, or how access is asked for: `"auto"`, `"manual"`.
+    #[serde(default)]
+    gated: serde_json::Value,
     #[serde(default)]
     siblings: Vec<Sibling>,
 }
@@ -68,6 +73,7 @@ impl Listed {
         let files = answer.siblings.into_iter().map(file).collect::<Result<_, String>>()?;
         Ok(Self {
             revision: answer.sha,
+            is_gated: !matches!(answer.gated, serde_json::Value::Null | serde_json::Value::Bool(false)),
             files,
         })
     }
@@ -171,6 +177,7 @@ mod tests {
         };
         let listed = Listed {
             revision: "0".to_owned(),
+            is_gated: false,
             files: names.iter().map(file).collect(),
         };
         let files = files(&listed, br#"{"unet": ["diffusers", "UNet2DConditionModel"]}"#)?;

@@ -17,6 +17,21 @@ struct Site {
     /// Breaks off after half of this path, once.
     cut: Option<String>,
     requests: Vec<String>,
+    /// Nothing is there for who shows no token.
+    private: bool,
+    /// Everybody may list, and who shows a token may read.
+    gated: bool,
+    /// Requests that showed a token.
+    tokens: usize,
+}
+
+/// A model that a job names which somebody submitted.
+fn of_others(repo: &str) -> Wanted<'_> {
+    Wanted {
+        repo,
+        revision: None,
+        in_place: false,
+    }
 }
 
 struct Server {
@@ -64,7 +79,36 @@ impl Server {
     fn hub(&self, folder: &Path) -> Hub {
         Hub {
             first_wait: Duration::from_millis(1),
-            ..Hub::new(folder.to_owned(), self.url.clone(), Some("t".into()))
+            ..Hub::new(
+                folder.to_owned(),
+                self.url.clone(),
+                Some("t".into()),
+                AllowList::default(),
+            )
+        }
+    }
+
+    /// A hub with a token whose owner lists these.
+    fn hub_that_allows(&self, folder: &Path, list: &str) -> Hub {
+        Hub {
+            allow: AllowList::parse(&[list.to_owned()]).unwrap(),
+            ..self.hub(folder)
+        }
+    }
+
+    /// `org/tiny` as it is at a commit; `main` stays what it is.
+    fn publish_at(&self, commit: &str, files: &[(&str, &[u8])]) {
+        let siblings: Vec<_> = files
+            .iter()
+            .map(|(name, content)| json!({"rfilename": name, "size": content.len()}))
+            .collect();
+        let list = json!({"sha": commit, "siblings": siblings}).to_string().into_bytes();
+        let mut site = self.site.lock().unwrap();
+        site.files
+            .insert(format!("/api/models/org/tiny/revision/{commit}?blobs=true"), list);
+        for (name, content) in files {
+            site.files
+                .insert(format!("/org/tiny/resolve/{commit}/{name}"), content.to_vec());
         }
     }
 
@@ -96,11 +140,18 @@ async fn serve(mut stream: TcpStream, site: Arc<Mutex<Site>>) {
         .and_then(|(_, rest)| rest.split('-').next().and_then(|from| from.parse::<usize>().ok()));
     let (answer, body) = {
         let mut site = site.lock().unwrap();
+        let has_token = head.to_lowercase().contains("authorization: bearer t\r\n");
+        site.tokens += usize::from(has_token);
+        let is_hidden = !has_token && (site.private || (site.gated && !path.starts_with("/api/")));
+        if is_hidden {
+            site.status = Some(401);
+        }
         site.requests.push(match from {
             Some(from) => format!("{path} from {from}"),
             None => path.clone(),
         });
-        match (site.status, site.files.get(&path).cloned()) {
+        let status = site.status.take_if(|_| is_hidden).or(site.status);
+        match (status, site.files.get(&path).cloned()) {
             (Some(status), _) => (format!("HTTP/1.1 {status} x\r\nContent-Length: 0\r\n"), Vec::new()),
             (None, None) => ("HTTP/1.1 404 x\r\nContent-Length: 0\r\n".to_owned(), Vec::new()),
             (None, Some(content)) => {
@@ -150,7 +201,7 @@ async fn a_model_is_fetched_once_and_a_broken_download_goes_on() {
     let big = "/org/tiny/resolve/abc123/unet/diffusion_pytorch_model.safetensors".to_owned();
     server.site.lock().unwrap().cut = Some(big.clone());
     let hub = server.hub(folder.path());
-    let model = hub.fetch("org/tiny", &|_| {}).await.unwrap();
+    let model = hub.fetch(&of_others("org/tiny"), &|_| {}).await.unwrap();
     assert_eq!(
         std::fs::read(model.join("unet/diffusion_pytorch_model.safetensors")).unwrap(),
         weights
@@ -173,12 +224,12 @@ async fn a_model_is_fetched_once_and_a_broken_download_goes_on() {
         "{requests:?}"
     );
 
-    assert_eq!(hub.fetch("org/tiny", &|_| {}).await.unwrap(), model);
+    assert_eq!(hub.fetch(&of_others("org/tiny"), &|_| {}).await.unwrap(), model);
     assert_eq!(server.requests().len(), 1);
     server.site.lock().unwrap().status = Some(503);
-    assert_eq!(hub.fetch("org/tiny", &|_| {}).await.unwrap(), model);
+    assert_eq!(hub.fetch(&of_others("org/tiny"), &|_| {}).await.unwrap(), model);
     assert!(matches!(
-        hub.fetch("org/other", &|_| {}).await,
+        hub.fetch(&of_others("org/other"), &|_| {}).await,
         Err(HubError::Unavailable { .. })
     ));
 }
@@ -191,7 +242,7 @@ async fn what_is_not_as_announced_is_not_used() {
     let key = "/org/tiny/resolve/abc123/unet/model.safetensors".to_owned();
     server.site.lock().unwrap().files.insert(key.clone(), b"wrong".to_vec());
     let hub = server.hub(folder.path());
-    let error = hub.fetch("org/tiny", &|_| {}).await.unwrap_err();
+    let error = hub.fetch(&of_others("org/tiny"), &|_| {}).await.unwrap_err();
     assert!(
         matches!(&error, HubError::Damaged { file, .. } if file == "unet/model.safetensors"),
         "{error}"
@@ -203,12 +254,12 @@ async fn what_is_not_as_announced_is_not_used() {
         .files
         .insert(key, b"right and more".to_vec());
     assert!(matches!(
-        hub.fetch("org/tiny", &|_| {}).await,
+        hub.fetch(&of_others("org/tiny"), &|_| {}).await,
         Err(HubError::Damaged { .. })
     ));
 
     server.publish(&[("model_index.json", INDEX), ("unet/model.bin", b"pickle")]);
-    let error = hub.fetch("org/tiny", &|_| {}).await.unwrap_err();
+    let error = hub.fetch(&of_others("org/tiny"), &|_| {}).await.unwrap_err();
     assert!(
         matches!(&error, HubError::Layout { problem, .. } if problem.contains("pickle")),
         "{error}"
@@ -218,39 +269,127 @@ async fn what_is_not_as_announced_is_not_used() {
         ("unet/model.safetensors", b"x"),
         ("unet/..\\x.json", b"x"),
     ]);
-    let error = hub.fetch("org/tiny", &|_| {}).await.unwrap_err();
+    let error = hub.fetch(&of_others("org/tiny"), &|_| {}).await.unwrap_err();
     assert!(matches!(&error, HubError::Layout { .. }), "{error}");
     server.publish(&[("config.json", b"{}"), ("vae.safetensors", b"x"), ("sub/y.json", b"{}")]);
-    let part = hub.fetch("org/tiny", &|_| {}).await.unwrap();
+    let part = hub.fetch(&of_others("org/tiny"), &|_| {}).await.unwrap();
     assert!(part.join("vae.safetensors").exists() && !part.join("sub").exists());
     for (status, expected) in [(401, "licence"), (404, "not found")] {
         server.site.lock().unwrap().status = Some(status);
-        let message = hub.fetch("org/tiny", &|_| {}).await.unwrap_err().to_string();
+        let message = hub
+            .fetch(&of_others("org/tiny"), &|_| {})
+            .await
+            .unwrap_err()
+            .to_string();
         assert!(message.contains(expected), "{message}");
     }
 }
 
-#[test]
-fn only_org_and_name_is_a_repository() {
-    for yes in [
-        "runwayml/stable-diffusion-v1-5",
-        "stable-diffusion-v1-5/stable-diffusion-v1-5",
-        "a/b.c_d",
+#[tokio::test]
+async fn the_commit_of_the_job_is_fetched_whatever_main_is_by_now() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = Server::start().await;
+    let (old, new) = ("a".repeat(40), "b".repeat(40));
+    let files = |text: &'static [u8]| [("config.json", b"{}".as_slice()), ("model.safetensors", text)];
+    server.publish_at(&old, &files(b"old"));
+    server.publish_at(&new, &files(b"new"));
+    server.publish(&files(b"main"));
+    let hub = server.hub(folder.path());
+    let at = |revision| Wanted {
+        revision,
+        ..of_others("org/tiny")
+    };
+    for (revision, content) in [
+        (Some(old.as_str()), b"old".as_slice()),
+        (Some(&new), b"new"),
+        (None, b"main"),
+        // A retry, after everything else was fetched.
+        (Some(&old), b"old"),
     ] {
-        assert!(is_repository(yes), "{yes}");
+        let path = hub.fetch(&at(revision), &|_| {}).await.unwrap();
+        assert_eq!(std::fs::read(path.join("model.safetensors")).unwrap(), content);
     }
-    for no in [
-        "model",
-        "/abs/path",
-        "./a",
-        "../a",
-        "a/b/c",
-        "a/..",
-        "a b/c",
-        "models/x.safetensors",
-        "src/lib.rs",
-        "~/x",
-    ] {
-        assert!(!is_repository(no), "{no}");
+    // Without a connection a job gets its commit or nothing.
+    server.site.lock().unwrap().status = Some(503);
+    let path = hub.fetch(&at(Some(&old)), &|_| {}).await.unwrap();
+    assert_eq!(std::fs::read(path.join("model.safetensors")).unwrap(), b"old");
+    let absent = "c".repeat(40);
+    assert!(matches!(
+        hub.fetch(&at(Some(&absent)), &|_| {}).await,
+        Err(HubError::Unavailable { .. })
+    ));
+    // A hub that answers with another commit is not believed.
+    server.site.lock().unwrap().status = None;
+    let list = json!({"sha": new, "siblings": []}).to_string().into_bytes();
+    server
+        .site
+        .lock()
+        .unwrap()
+        .files
+        .insert(format!("/api/models/org/tiny/revision/{absent}?blobs=true"), list);
+    let error = hub.fetch(&at(Some(&absent)), &|_| {}).await.unwrap_err().to_string();
+    assert!(error.contains("instead of"), "{error}");
+}
+
+#[tokio::test]
+async fn the_token_opens_what_its_owner_lists_and_nothing_else() {
+    for gated in [false, true] {
+        let folder = tempfile::tempdir().unwrap();
+        let server = Server::start().await;
+        server.publish(&[("config.json", b"{}"), ("model.safetensors", b"secret")]);
+        if gated {
+            let list = "/api/models/org/tiny/revision/main?blobs=true";
+            let mut site = server.site.lock().unwrap();
+            let open = String::from_utf8(site.files[list].clone()).unwrap();
+            let closed = open.replacen('{', r#"{"gated":"auto","#, 1);
+            site.files.insert(list.to_owned(), closed.into_bytes());
+            site.gated = true;
+        } else {
+            server.site.lock().unwrap().private = true;
+        }
+        let refused = |hub: Hub| async move {
+            let error = hub.fetch(&of_others("org/tiny"), &|_| {}).await.unwrap_err();
+            assert!(
+                matches!(error, HubError::NotFound { .. } | HubError::Denied { .. })
+                    && error.to_string().contains("--hub-allow"),
+                "{error}"
+            );
+        };
+        refused(server.hub(folder.path())).await;
+        refused(server.hub_that_allows(folder.path(), "other/*")).await;
+        assert_eq!(server.site.lock().unwrap().tokens, 0, "the token was shown");
+
+        let listed = server.hub_that_allows(folder.path(), "org/*");
+        let path = listed.fetch(&of_others("org/tiny"), &|_| {}).await.unwrap();
+        assert_eq!(std::fs::read(path.join("model.safetensors")).unwrap(), b"secret");
+        assert!(server.site.lock().unwrap().tokens > 0);
+        // What lies here now is still not for everybody, with a connection and without.
+        refused(server.hub(folder.path())).await;
+        server.site.lock().unwrap().status = Some(503);
+        assert!(
+            server
+                .hub(folder.path())
+                .fetch(&of_others("org/tiny"), &|_| {})
+                .await
+                .is_err()
+        );
+        assert_eq!(listed.fetch(&of_others("org/tiny"), &|_| {}).await.unwrap(), path);
+        // The user's own job, in place, has the user's token.
+        server.site.lock().unwrap().status = None;
+        let own = Wanted {
+            in_place: true,
+            ..of_others("org/tiny")
+        };
+        assert_eq!(server.hub(folder.path()).fetch(&own, &|_| {}).await.unwrap(), path);
     }
+}
+
+#[tokio::test]
+async fn public_models_are_fetched_without_the_token() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = Server::start().await;
+    server.publish(&[("config.json", b"{}"), ("model.safetensors", b"x")]);
+    let hub = server.hub_that_allows(folder.path(), "org/*");
+    hub.fetch(&of_others("org/tiny"), &|_| {}).await.unwrap();
+    assert_eq!(server.site.lock().unwrap().tokens, 0);
 }

@@ -1,7 +1,7 @@
 //! One file over the line: begun or continued, checked, put in place.
 
 use super::select::Remote;
-use super::{Hub, HubError};
+use super::{Hub, HubError, Source};
 use aitk_common::fsutil::{self, FsError};
 use aitk_common::hash::ContentHash;
 use reqwest::StatusCode;
@@ -11,17 +11,23 @@ use std::path::Path;
 use tokio::io::AsyncWriteExt;
 
 /// Fetches what is missing of `file`; when all of it is there, checks it and gives it its name.
-pub(super) async fn once(hub: &Hub, repo: &str, url: &str, file: &Remote, path: &Path) -> Result<(), HubError> {
+pub(super) async fn once(
+    hub: &Hub,
+    source: &Source<'_>,
+    url: &str,
+    file: &Remote,
+    path: &Path,
+) -> Result<(), HubError> {
     let mut part = path.as_os_str().to_owned();
     part.push(".part");
     let part = Path::new(&part);
     let have = std::fs::metadata(part).map_or(0, |data| data.len());
     if have > file.bytes {
         fsutil::remove(part)?;
-        return Box::pin(once(hub, repo, url, file, path)).await;
+        return Box::pin(once(hub, source, url, file, path)).await;
     }
     if have < file.bytes || file.bytes == 0 {
-        receive(hub, repo, url, file, part, have).await?;
+        receive(hub, source, url, file, part, have).await?;
     }
     let (check, wanted) = (part.to_owned(), file.clone());
     let checked = tokio::task::spawn_blocking(move || verify(&check, &wanted)).await;
@@ -41,8 +47,15 @@ pub(super) async fn once(hub: &Hub, repo: &str, url: &str, file: &Remote, path: 
     Ok(fsutil::sync_dir(fsutil::folder_of(path))?)
 }
 
-async fn receive(hub: &Hub, repo: &str, url: &str, file: &Remote, part: &Path, have: u64) -> Result<(), HubError> {
-    let mut request = hub.get(url)?;
+async fn receive(
+    hub: &Hub,
+    source: &Source<'_>,
+    url: &str,
+    file: &Remote,
+    part: &Path,
+    have: u64,
+) -> Result<(), HubError> {
+    let mut request = hub.get(url, source.token)?;
     if have > 0 {
         request = request.header(RANGE, format!("bytes={have}-"));
     }
@@ -63,7 +76,7 @@ async fn receive(hub: &Hub, repo: &str, url: &str, file: &Remote, part: &Path, h
                     == Some(Ok(have))
             });
     if !continues && answer.status() != StatusCode::OK {
-        return Err(hub.status(repo, &file.name, answer.status()));
+        return Err(hub.status(source.repo, &file.name, answer.status()));
     }
     let failed = |error| FsError::new("write", part, error);
     let mut options = tokio::fs::OpenOptions::new();

@@ -1,0 +1,385 @@
+//! A job as it was handed over (`job_json`): everything that reading its config checks is checked again.
+//!
+//! Whoever sends a job may send any JSON. Written back as the config that it came from and read once more by the same
+//! reader, it has to become the same job: one reader, so nothing that it refuses comes in another way, and no value
+//! that it never gives either. Keys that no section knows are ignored, here and by whoever runs the job: no code reads
+//! them, and refusing them would lock out every client that is newer than its coordinator.
+
+use super::caption::CaptionProcess;
+use super::error::{Finding, JobError};
+use super::limits::MAX_DEPTH;
+use super::modify::{ExtractProcess, RescaleLoraProcess};
+use super::node::{Entry, Mark, Node, Value, shorten};
+use super::process::{GenerateProcess, Img2ImgProcess, ProcessKind, TrainerProcess};
+use super::repository::{is_commit, is_repository};
+use super::schema::{Cx, FieldValue, SectionInfo, join};
+use super::spec::{ConfigSection, JobSpec};
+use serde::Deserialize;
+use serde_json::Value as Json;
+use std::collections::HashMap;
+use std::sync::LazyLock;
+
+/// Values of a job: numbers, texts, lists, maps. A job of the largest size that is all prompts, with the place of each,
+/// has 180,000.
+const MAX_VALUES: usize = 250_000;
+/// Keys of one section; the largest section knows 120.
+const MAX_SECTION_KEYS: usize = 1_000;
+/// Bytes of the name of the file that a job came from, which is shown.
+const MAX_FILE_NAME: usize = 4_096;
+/// A process lies two levels deeper in a job than in its config.
+const MAX_JSON_DEPTH: usize = MAX_DEPTH + 2;
+
+impl JobSpec {
+    /// [`JobSpec::from_value`] of JSON text.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn from_json(text: &str) -> Result<Self, JobError> {
+        let json = serde_json::from_str(text).map_err(|error| whole(error.to_string()))?;
+        Self::from_value(&json)
+    }
+
+    /// Takes a job that was handed over as JSON and checks it as if its config were read.
+    ///
+    /// # Errors
+    /// [`JobError::Invalid`] with every place that is wrong.
+    pub fn from_value(json: &Json) -> Result<Self, JobError> {
+        within_limits(json).map_err(whole)?;
+        let spec = Self::deserialize(json);
+        let mut cx = Cx::new(None);
+        let read = Self::read(&document(json, spec.as_ref().ok()), None, &mut cx);
+        let spec = match spec {
+            Ok(spec) => spec,
+            Err(error) if cx.errors.is_empty() => return Err(whole(error.to_string())),
+            // The reader says where it is.
+            Err(_) => {
+                return Err(JobError::Invalid {
+                    findings: cx.errors.into_iter().map(without_place).collect(),
+                });
+            }
+        };
+        if spec
+            .file
+            .as_deref()
+            .is_some_and(|file| file.len() > MAX_FILE_NAME || file.contains(char::is_control))
+        {
+            return Err(whole("`file` is no name of a file that can be shown".into()));
+        }
+        let mut findings: Vec<Finding> = cx
+            .errors
+            .into_iter()
+            .map(|found| spec.finding(found.key, found.message))
+            .collect();
+        if findings.is_empty() {
+            findings.extend(match read {
+                Some(read) => spec.differs_from(read),
+                None => Some(spec.finding(String::new(), "the job could not be understood".into())),
+            });
+        }
+        findings.extend(spec.wrong_part());
+        findings.extend(spec.wrong_revision());
+        if findings.is_empty() {
+            Ok(spec)
+        } else {
+            Err(JobError::Invalid { findings })
+        }
+    }
+
+    /// What is wrong with the pictures that a part of a job is about.
+    fn wrong_part(&self) -> Option<Finding> {
+        let part = self.part?;
+        let one = matches!(self.process.as_slice(), [only] if matches!(only.kind, ProcessKind::Generate(_)));
+        (!one || part.from >= part.to).then(|| {
+            let message =
+                "only the pictures of one `to_folder` process are cut into parts, from the first to before the last";
+            self.finding("part".into(), message.into())
+        })
+    }
+
+    /// A revision that is no commit of a repository: it becomes part of an address and of a path.
+    fn wrong_revision(&self) -> Option<Finding> {
+        let wrong = |(repository, commit): &(&String, &String)| !is_repository(repository) || !is_commit(commit);
+        let (repository, _) = self.revisions.iter().find(wrong)?;
+        let message = format!(
+            "`{}`: expected a repository, ORG/NAME, and the id of a commit",
+            shorten(repository)
+        );
+        Some(self.finding("revisions".into(), message))
+    }
+
+    /// Where this job has another value than reading its own config gives.
+    fn differs_from(&self, mut read: Self) -> Option<Finding> {
+        if self.config.name.is_none() {
+            read.config.name = None;
+        }
+        let read = Self {
+            file: self.file.clone(),
+            positions: self.positions.clone(),
+            part: self.part,
+            revisions: self.revisions.clone(),
+            ..read
+        };
+        if read == *self {
+            return None;
+        }
+        let texts = [self, &read].map(|job| {
+            let mut json = serde_json::to_value(job).unwrap_or_default();
+            if let Some(map) = json.as_object_mut() {
+                map.remove("positions");
+            }
+            json
+        });
+        let key = first_difference(&texts[0], &texts[1], "").unwrap_or_default();
+        let message = "has a value that no config gives this key; submit the config again".to_owned();
+        Some(self.finding(config_key(&key), message))
+    }
+}
+
+/// An error about the job as a whole.
+fn whole(message: String) -> JobError {
+    JobError::Invalid {
+        findings: vec![Finding {
+            message,
+            ..Finding::default()
+        }],
+    }
+}
+
+/// Lines and columns of JSON that was written back say nothing to anybody.
+fn without_place(finding: Finding) -> Finding {
+    Finding {
+        line: None,
+        column: None,
+        ..finding
+    }
+}
+
+fn within_limits(json: &Json) -> Result<(), String> {
+    let mut left = MAX_VALUES;
+    let mut open = vec![(json, 0_usize)];
+    while let Some((value, depth)) = open.pop() {
+        if depth > MAX_JSON_DEPTH {
+            return Err(super::limits::too_deep());
+        }
+        let inside: Vec<&Json> = match value {
+            Json::Array(items) => items.iter().collect(),
+            Json::Object(map) => map.values().collect(),
+            _ => continue,
+        };
+        let Some(rest) = left.checked_sub(inside.len()) else {
+            return Err(format!(
+                "the job has more than {MAX_VALUES} values; long lists of prompts can go into a file or into several jobs"
+            ));
+        };
+        left = rest;
+        open.extend(inside.into_iter().map(|value| (value, depth + 1)));
+    }
+    Ok(())
+}
+
+/// Which keys of a section are sections themselves.
+#[derive(Default)]
+struct Shape(HashMap<&'static str, Shape>);
+
+impl Shape {
+    fn of(section: Option<SectionInfo>) -> Self {
+        let fields = section.map(|section| section.fields).unwrap_or_default();
+        let nested = fields
+            .into_iter()
+            .filter_map(|field| Some((field.key, Self::of(Some(field.nested?)))));
+        Self(nested.collect())
+    }
+}
+
+/// The body of a job, and its processes by their names in JSON.
+static SHAPES: LazyLock<HashMap<&'static str, Shape>> = LazyLock::new(|| {
+    HashMap::from([
+        ("config", Shape::of(ConfigSection::section())),
+        ("cluster", Shape::default()),
+        ("train", Shape::of(TrainerProcess::section())),
+        ("generate", Shape::of(GenerateProcess::section())),
+        ("img2_img", Shape::of(Img2ImgProcess::section())),
+        ("caption", Shape::of(CaptionProcess::section())),
+        ("extract", Shape::of(ExtractProcess::section())),
+        ("rescale_lora", Shape::of(RescaleLoraProcess::section())),
+    ])
+});
+
+/// The config of a job, as its user could have written it.
+fn document(json: &Json, spec: Option<&JobSpec>) -> Node {
+    let mut document = Vec::new();
+    if let Some(job) = json.get("job") {
+        document.push(entry("job", node(job, None)));
+    }
+    let mut config = match json.get("config").map(|config| node(config, SHAPES.get("config"))) {
+        Some(Node {
+            value: Value::Map(entries),
+            ..
+        }) => entries,
+        _ => Vec::new(),
+    };
+    config.retain(|entry| !matches!(entry.key.as_str(), "name" | "process"));
+    if let Some(name) = json.get("name") {
+        config.push(entry("name", node(name, None)));
+    }
+    if let Some(list) = json.get("process") {
+        let processes = match list.as_array() {
+            Some(list) => plain(Value::List(list.iter().map(process).collect())),
+            None => node(list, None),
+        };
+        config.push(entry("process", processes));
+    }
+    document.push(entry("config", plain(Value::Map(config))));
+    if let Some(meta) = json.get("meta") {
+        document.push(entry("meta", node(meta, None)));
+    }
+    if let Some(wishes) = json.get("cluster") {
+        document.push(entry("cluster", cluster(wishes, spec)));
+    }
+    plain(Value::Map(document))
+}
+
+/// `{"type": …, "kind": {"train": {…}}}` -> the process as a config has it.
+fn process(json: &Json) -> Node {
+    let kind = json.get("kind").and_then(Json::as_object);
+    let body = match kind.and_then(|kinds| kinds.iter().next()) {
+        Some((kind, body)) if kind == "rare" => node(body.get("keys").unwrap_or(&Json::Null), None),
+        Some((kind, body)) => node(body, SHAPES.get(kind.as_str())),
+        None => plain(Value::Null),
+    };
+    let Value::Map(mut entries) = body.value else {
+        return body;
+    };
+    entries.retain(|entry| entry.key != "type");
+    if let Some(of_type) = json.get("type") {
+        entries.push(entry("type", node(of_type, None)));
+    }
+    plain(Value::Map(entries))
+}
+
+/// Times and sizes, which a config has as text and the queue as numbers.
+fn cluster(json: &Json, spec: Option<&JobSpec>) -> Node {
+    let mut read = node(json, SHAPES.get("cluster"));
+    let (Value::Map(entries), Some(spec)) = (&mut read.value, spec) else {
+        return read;
+    };
+    let cluster = &spec.cluster;
+    for entry in entries {
+        let value = match entry.key.as_str() {
+            "not_before" => cluster.not_before.map(|moment| Value::Text(moment.show())),
+            "split" => cluster.split.map(|split| match split {
+                super::cluster::Split::Auto => Value::Text("auto".into()),
+                super::cluster::Split::Parts(parts) => Value::Int(parts.into()),
+            }),
+            _ => match time_span(&entry.node) {
+                Some(text) => Some(Value::Text(text)),
+                None => continue,
+            },
+        };
+        entry.node.value = value.unwrap_or(Value::Null);
+    }
+    read
+}
+
+/// `{"secs": 60, "nanos": 0}` -> `60s`.
+fn time_span(node: &Node) -> Option<String> {
+    let whole = |key| match node.get(key).map(|node| &node.value) {
+        Some(Value::Int(number)) => Some(*number),
+        _ => None,
+    };
+    let (seconds, nanos) = (whole("secs")?, whole("nanos")?);
+    (nanos == 0 && node.entries()?.len() == 2).then(|| format!("{seconds}s"))
+}
+
+fn entry(key: &str, node: Node) -> Entry {
+    Entry {
+        key: key.to_owned(),
+        mark: Mark::default(),
+        node,
+    }
+}
+
+fn plain(value: Value) -> Node {
+    Node {
+        mark: Mark::default(),
+        value,
+        plain: None,
+    }
+}
+
+/// JSON as a node. In a section, seldom used keys lie under `rare`; in its config they lie beside the others.
+fn node(json: &Json, section: Option<&Shape>) -> Node {
+    plain(match json {
+        Json::Null => Value::Null,
+        Json::Bool(value) => Value::Bool(*value),
+        Json::Number(number) => match number.as_i64() {
+            Some(value) => Value::Int(value),
+            None => Value::Float(number.as_f64().unwrap_or(f64::NAN)),
+        },
+        Json::String(text) => Value::Text(text.clone()),
+        Json::Array(items) => Value::List(items.iter().map(|item| node(item, section)).collect()),
+        Json::Object(map) => {
+            let mut entries = Vec::with_capacity(map.len());
+            for (key, value) in map {
+                match value {
+                    Json::Object(rare) if section.is_some() && key == "rare" => {
+                        entries.extend(rare.iter().map(|(key, value)| entry(key, node(value, None))));
+                    }
+                    value => {
+                        let nested = section.and_then(|section| section.0.get(key.as_str()));
+                        entries.push(entry(key, node(value, nested)));
+                    }
+                }
+            }
+            if section.is_some() {
+                // Each known key is looked for among them.
+                entries.truncate(MAX_SECTION_KEYS);
+            }
+            Value::Map(entries)
+        }
+    })
+}
+
+/// The path of the first value that differs.
+fn first_difference(one: &Json, other: &Json, path: &str) -> Option<String> {
+    if one == other {
+        return None;
+    }
+    match (one, other) {
+        (Json::Object(one), Json::Object(other)) => {
+            let keys = one.keys().chain(other.keys().filter(|key| !one.contains_key(*key)));
+            let mut inside = keys.filter_map(|key| {
+                let (one, other) = (
+                    one.get(key).unwrap_or(&Json::Null),
+                    other.get(key).unwrap_or(&Json::Null),
+                );
+                first_difference(one, other, &join(path, &shorten(key)))
+            });
+            inside.next().or_else(|| Some(path.to_owned()))
+        }
+        (Json::Array(one), Json::Array(other)) if one.len() == other.len() => {
+            let mut inside = one
+                .iter()
+                .zip(other)
+                .enumerate()
+                .filter_map(|(index, (one, other))| first_difference(one, other, &format!("{path}[{index}]")));
+            inside.next()
+        }
+        _ => Some(path.to_owned()),
+    }
+}
+
+/// `process[0].kind.train.train.steps` -> `config.process[0].train.steps`.
+fn config_key(key: &str) -> String {
+    let Some((process, rest)) = key.split_once("].kind.").filter(|_| key.starts_with("process[")) else {
+        return match key.starts_with("process[") {
+            true => format!("config.{key}"),
+            false => key.to_owned(),
+        };
+    };
+    let body = rest.split_once('.').map_or("", |(_, body)| body);
+    join(&format!("config.{process}]"), body)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,225 @@
+use super::super::process::{GenerateProcess, Img2ImgProcess, TrainerProcess};
+use super::super::schema::SectionInfo;
+use super::super::spec::{ConfigSection, Document};
+use super::super::tests::{MINIMAL, with, yaml};
+use super::super::{caption, modify};
+use super::*;
+use std::collections::BTreeSet;
+
+/// The text keys that are no inputs, and what keeps each from reaching a file that is not the attempt's own.
+const NO_INPUTS: &[(&str, &[&str])] = &[
+    // `naming::check_name`, `naming::check_suffix` or a list of known endings, when the job is read.
+    (
+        "a name or an ending that is checked",
+        &[
+            "config.name",
+            "process.name",
+            "datasets.caption_ext",
+            "datasets.caption_type",
+            "generate.ext",
+            "sample.format",
+        ],
+    ),
+    // `Context::output_root`: replaced by the attempt's own folder.
+    (
+        "where results go",
+        &[
+            "config.training_folder",
+            "process.training_folder",
+            "process.output_folder",
+            "process.copy_inputs_to",
+        ],
+    ),
+    // No code opens or joins them; text for the model, for metadata or for messages.
+    (
+        "text that is never a path",
+        &[
+            "job.meta",
+            "cluster.labels",
+            "cluster.after",
+            "process.trigger_word",
+            "datasets.trigger_word",
+            "datasets.default_caption",
+            "datasets.replacements",
+            "datasets.diff_output_preservation_class",
+            "generate.neg",
+            "generate.prompt_2",
+            "generate.neg_2",
+            "generate.trigger_word",
+            "sample.neg",
+            "sample.prompts",
+            "samples.prompt",
+            "samples.neg",
+            "model.latent_space_version",
+            "model.ignore_if_contains",
+            "model.only_if_contains",
+            "model.quantize_kwargs",
+            "model.qtype",
+            "model.qtype_te",
+            "network_kwargs.only_if_contains",
+            "network_kwargs.ignore_if_contains",
+            "network_kwargs.full_if_contains",
+            "network_kwargs.target_lin_modules",
+            "network_kwargs.target_conv_modules",
+            "train.optimizer_params",
+            "train.lr_scheduler_params",
+            "train.unconditional_prompt",
+            "train.diff_output_preservation_class",
+            "validation_items.prompt",
+            "slider.positive_prompt",
+            "slider.negative_prompt",
+            "slider.target_class",
+            "slider.anchor_class",
+            "slider.additional_losses",
+            "targets.target_class",
+            "targets.positive",
+            "targets.negative",
+            "anchors.prompt",
+            "anchors.neg_prompt",
+            "slider.datasets.target_class",
+            "replacements.concept",
+            "replacements.replacement",
+            "embedding.trigger",
+            "embedding.init_words",
+            "embedding.trigger_class_name",
+            "datasets.controls",
+            "datasets.augments",
+            "datasets.augmentations",
+            "datasets.poi",
+            "logging.project_name",
+            "logging.run_name",
+        ],
+    ),
+    // Without effect: no code reads them.
+    (
+        "never read",
+        &[
+            "config.device",
+            "process.device",
+            "config.log_dir",
+            "process.log_dir",
+            "process.sqlite_db_path",
+            "process.guidance",
+            "process.lorm_extract_mode",
+            "model.vae_device",
+            "model.te_device",
+            "model.model_kwargs",
+            "model.model_paths",
+            "model.compile_mode",
+            "save.hf_repo_id",
+            "train.attention_backend",
+            "slider.use_adapter",
+        ],
+    ),
+    // Whatever asks for them is refused when the job is submitted; an engine that learns one has to move it up.
+    (
+        "of what this release refuses",
+        &[
+            "config.output_folder",
+            "process.filename",
+            "process.output_path",
+            "slider.prompt_tensors",
+            "caption.extensions",
+            "caption.device",
+            "caption.qtype",
+            "caption.caption_extension",
+            "caption.caption_prompt",
+            "caption.fixed_caption",
+        ],
+    ),
+];
+
+fn text_keys(section: &SectionInfo, found: &mut BTreeSet<(String, bool)>) {
+    for field in &section.fields {
+        let is_text = field.kind.contains("text") || field.kind.contains("map") || field.kind.contains("any");
+        // A key without a typed field is only ever refused or ignored: `Report::rare`.
+        if let Some(nested) = &field.nested {
+            text_keys(nested, found);
+        } else if is_text && field.values.is_empty() && !field.rare {
+            found.insert((format!("{}.{}", section.title, field.key), field.input.is_some()));
+        }
+    }
+}
+
+/// Every key that can hold text is an input, or stands in the list above: a new one fails here until somebody says
+/// which it is.
+#[test]
+fn every_text_of_a_config_is_an_input_or_never_opened() {
+    let mut found = BTreeSet::new();
+    for section in [
+        Document::describe(),
+        ConfigSection::describe(),
+        TrainerProcess::describe(),
+        GenerateProcess::describe(),
+        Img2ImgProcess::describe(),
+        caption::CaptionProcess::describe(),
+        modify::ExtractProcess::describe(),
+        modify::RescaleLoraProcess::describe(),
+    ] {
+        text_keys(&section, &mut found);
+    }
+    let listed: BTreeSet<String> = NO_INPUTS
+        .iter()
+        .flat_map(|(_, keys)| keys.iter())
+        .map(|key| (*key).to_owned())
+        .collect();
+    let others: BTreeSet<String> = found
+        .iter()
+        .filter(|(_, input)| !input)
+        .map(|(key, _)| key.clone())
+        .collect();
+    let missing: Vec<&String> = others.difference(&listed).collect();
+    let stale: Vec<&String> = listed.difference(&others).collect();
+    assert!(
+        missing.is_empty() && stale.is_empty(),
+        "not said what they are: {missing:#?}; no such keys: {stale:#?}"
+    );
+    assert!(found.iter().filter(|(_, input)| *input).count() > 25);
+}
+
+#[test]
+fn only_inputs_and_repositories_may_be_named() {
+    let text = with(
+        "- folder_path: pictures",
+        "          mask_path: /etc\n          random_triggers: ../words.txt",
+    );
+    let spec = yaml(&text.replace("name_or_path: base", "name_or_path: org/model"))
+        .unwrap()
+        .spec;
+    let staged = |path: &str| path == "pictures";
+    let found = spec.foreign_paths(staged);
+    let said: Vec<String> = found.iter().map(ToString::to_string).collect();
+    assert_eq!(said.len(), 2, "{said:?}");
+    assert!(
+        said[0].starts_with(
+            "job.yaml:13:11: config.process[0].datasets[0].random_triggers: `../words.txt` is not an input"
+        ),
+        "{said:?}"
+    );
+    assert!(
+        said[1].contains("mask_path: `/etc` is not an input of this job"),
+        "{said:?}"
+    );
+    let repositories: Vec<String> = spec.repositories(staged).map(|input| input.config_path).collect();
+    assert_eq!(repositories, ["org/model"]);
+    // A local model is no repository, and a repository is no data set.
+    let local = yaml(MINIMAL).unwrap().spec;
+    assert_eq!(local.foreign_paths(|_| false).len(), 2);
+    let data = yaml(&MINIMAL.replace("folder_path: pictures", "folder_path: org/data"))
+        .unwrap()
+        .spec;
+    assert!(
+        data.foreign_paths(|path| path == "base")[0]
+            .key
+            .ends_with("folder_path")
+    );
+    assert!(data.foreign_paths(|_| true).is_empty());
+}
+
+#[test]
+fn the_message_does_not_depend_on_what_is_there() {
+    let (here, absent) = (not_an_input("/etc/passwd"), not_an_input("/etc/absent"));
+    assert_eq!(here.replace("/etc/passwd", ""), absent.replace("/etc/absent", ""));
+    assert!(not_an_input(&"x".repeat(5_000)).len() < 500);
+    assert!(!not_an_input("a\n\u{1b}b").contains(['\n', '\u{1b}']));
+}
