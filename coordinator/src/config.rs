@@ -110,6 +110,9 @@ pub struct Config {
     pub quotas: Quotas,
     /// How much a user may take who only submits.
     pub limits: Limits,
+    /// Bytes of the disk that are kept for the database: blobs are refused and the queue pauses below that. None: 5 %, and at
+    /// least 1 GiB.
+    pub disk_reserve: Option<u64>,
     /// How long things are kept.
     pub retention: Retention,
     /// Where metrics and health are told over plain HTTP; loopback only. None: nowhere.
@@ -135,6 +138,7 @@ impl std::fmt::Debug for Config {
             .field("retries", &self.retries)
             .field("quotas", &self.quotas)
             .field("limits", &self.limits)
+            .field("disk_reserve", &self.disk_reserve)
             .field("retention", &self.retention)
             .field("metrics", &self.metrics)
             .field("cluster", &self.cluster)
@@ -168,6 +172,7 @@ impl Config {
             retries: Self::DEFAULT_RETRIES,
             quotas: Quotas::default(),
             limits: Limits::default(),
+            disk_reserve: None,
             retention: Retention::default(),
             metrics: None,
             cluster: None,

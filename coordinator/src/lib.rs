@@ -22,9 +22,11 @@ mod runner;
 mod scope;
 mod server;
 mod size;
+mod space;
 mod spans;
 pub mod store;
 mod submit;
+mod transfers;
 
 pub use access::AuditLine;
 pub use address::ClientAddress;

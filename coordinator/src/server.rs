@@ -13,9 +13,11 @@ use crate::payloads::Payloads;
 use crate::pki::{PkiError, Tls};
 use crate::runner::{Clock, Runner, full};
 use crate::scope::{Scope, Uploads};
+use crate::space::Space;
 use crate::spans::Spans;
 use crate::store::lease::RENEW;
 use crate::store::{SqlStore, Store, StoreError};
+use crate::transfers::Transfers;
 use aitk_common::security::token::{Token, TokenError};
 use aitk_common::storage::{BlobStore, ObjectBlobs, StorageError};
 use futures::future::BoxFuture;
@@ -47,9 +49,11 @@ pub(crate) const STRANGERS: usize = 384;
 const STREAMS: u32 = 256;
 /// The database in the data folder, when there is no other.
 pub(crate) const DATABASE: &str = "aitk.db";
+/// Blobs that are read at once: each takes a few MiB of memory, and no disk.
+const DOWNLOADS: usize = 48;
 /// Large submissions that are looked at at once: each takes a core, and serving needs one, too.
 const PARSING: usize = 2;
-/// Blobs on their way through at once, all clients together: each may take a file of its size beside the database.
+/// Blobs on their way in at once, all clients together: each may take a file of its size beside the database.
 const TRANSFERS: usize = 16;
 
 /// Why a coordinator does not start. Each says what to do.
@@ -286,6 +290,17 @@ impl std::fmt::Debug for Ground {
 }
 
 impl Ground {
+    /// Where blobs lie that are kept on this machine.
+    fn storage_folder(&self) -> Option<PathBuf> {
+        if self.storage_url.starts_with('/') {
+            return Some(PathBuf::from(&self.storage_url));
+        }
+        let url = Url::parse(&self.storage_url)
+            .ok()
+            .filter(|url| url.scheme() == "file")?;
+        url.to_file_path().ok()
+    }
+
     /// Checks the config, takes the data folder, and reads or makes what lies in it.
     pub(crate) fn prepare(config: &Config) -> Result<Self, StartError> {
         if !config.bind.ip().to_canonical().is_loopback() && config.tls.is_none() && config.pki.is_none() {
@@ -414,6 +429,11 @@ pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -
         uploads,
         config.direct_storage,
     );
+    // A bucket has room of its own; what goes there still passes through a folder of ours.
+    let stored_here = ground.storage_folder();
+    let folders: Vec<PathBuf> = [Some(data_dir.clone()), stored_here].into_iter().flatten().collect();
+    let space = Space::new(folders, config.disk_reserve);
+    tokio::spawn(space.clone().watch(core.clone(), stopping.clone()));
     let shared = Shared {
         core,
         access: access.clone(),
@@ -429,9 +449,11 @@ pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -
         retries: config.retries,
         signer: tls.as_ref().and_then(Tls::signer),
         transit,
+        space,
+        downloads: Transfers::new(DOWNLOADS),
         parsing: Arc::new(Semaphore::new(PARSING)),
         assigner,
-        transfers: Arc::new(Semaphore::new(TRANSFERS)),
+        uploads: Transfers::new(TRANSFERS),
         stopping: stopping.clone(),
     };
     let is_tls = tls.is_some();

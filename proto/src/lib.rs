@@ -31,6 +31,9 @@ pub const PROOF_HEADER: &str = "aitk-forwarded-proof";
 /// In the answer of a coordinator that leads not: try another one. Its value is the address of the leader, or `none`.
 pub const LEADER_HEADER: &str = "aitk-leader";
 
+/// In the answer of a coordinator that has no room for a blob: `full`. It is worth another try later.
+pub const STORAGE_HEADER: &str = "aitk-storage";
+
 /// The largest message either side takes, in bytes: a config of 4 MiB with its parsed form, and some room.
 pub const MAX_MESSAGE_BYTES: usize = 16 << 20;
 

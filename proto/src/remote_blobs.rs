@@ -3,10 +3,10 @@
 //! A call that fails because the coordinator is away, restarts, or has trouble with its own storage is repeated for a
 //! while, so that an upload survives both. Whatever comes is checked against its hash before anybody sees it.
 
-use crate::BLOB_CHUNK_BYTES;
 use crate::client::{AuthChannel, Clients};
 use crate::v1;
 use crate::v1::blobs_client::BlobsClient;
+use crate::{BLOB_CHUNK_BYTES, STORAGE_HEADER};
 use aitk_common::fsutil::{self, FsError};
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::{BlobInfo, BlobStore, StorageError};
@@ -236,6 +236,9 @@ async fn next_data(parts: &mut Streaming<v1::GetBlobReply>) -> Result<Option<Vec
 /// What a final answer of the coordinator means.
 fn refused(what: &'static str, hash: Option<ContentHash>, status: &Status) -> StorageError {
     let message = status.message().to_owned();
+    if status.code() == Code::ResourceExhausted && status.metadata().contains_key(STORAGE_HEADER) {
+        return StorageError::Full { what, message };
+    }
     match (status.code(), hash) {
         (Code::NotFound, Some(hash)) => StorageError::NotFound { hash },
         (Code::Unauthenticated | Code::PermissionDenied | Code::FailedPrecondition, _) => {

@@ -36,7 +36,9 @@ pub(crate) struct Context {
     pub(crate) grace: Duration,
     /// How long a child may show no progress, where its job does not say.
     pub(crate) progress_timeout: Duration,
-    /// How long storage may be unavailable before an attempt fails for it.
+    /// How long storage may be unavailable before an attempt fails that fetches from it.
     pub(crate) storage_patience: Duration,
+    /// How long the end of a job waits for its results to be stored.
+    pub(crate) end_patience: Duration,
     pub(crate) spans: Spans,
 }

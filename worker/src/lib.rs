@@ -90,8 +90,10 @@ pub struct Config {
     pub shutdown_patience: Duration,
     /// How much longer leaving may take, at most, for checkpoints that are still being sent: a second for each MiB.
     pub upload_patience: Duration,
-    /// How long object storage may be in trouble, while there is a connection, before an attempt fails for it.
+    /// How long object storage may be in trouble, while there is a connection, before an attempt fails that fetches from it.
     pub storage_patience: Duration,
+    /// How long the end of a job waits for its results to be stored.
+    pub end_patience: Duration,
     /// Where the spans of attempts go.
     pub traces: Traces,
     /// Repositories on Hugging Face, `ORG/NAME` or `ORG/*`, for which jobs of others may use this worker's `HF_TOKEN`. Jobs
@@ -129,6 +131,7 @@ impl Config {
             shutdown_patience: Duration::from_secs(80),
             upload_patience: Duration::from_secs(15 * 60),
             storage_patience: Duration::from_secs(15 * 60),
+            end_patience: Duration::from_secs(24 * 3600),
             traces: Traces::default(),
             hub_allow: Vec::new(),
         }
@@ -238,6 +241,7 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         grace: config.grace,
         progress_timeout: config.progress_timeout,
         storage_patience: config.storage_patience,
+        end_patience: config.end_patience,
         spans,
     });
     let found = Arc::clone(&context);

@@ -12,15 +12,22 @@ use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::control::{Artifact, OfferedCheckpoint};
 use aitk_common::fsutil::{self, FsError};
 use aitk_common::hash::ContentHash;
-use aitk_common::storage::checkpoints;
+use aitk_common::storage::{StorageError, checkpoints};
 use std::collections::VecDeque;
 use std::fs::{self, File};
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::sync::mpsc;
+use tokio::time::Instant;
 
 /// Items between the child's events and the work on them; a full queue holds the child back.
 pub(crate) const QUEUE: usize = 32;
+/// How long storage may be in trouble before the user is told and newer results are looked at.
+const TRY: Duration = Duration::from_secs(60);
+/// Waits between tries of what could not be stored; each is twice the one before.
+const FIRST_WAIT: Duration = Duration::from_secs(1);
+const LONGEST_WAIT: Duration = Duration::from_secs(30);
 /// Items taken over to see what later ones make superfluous.
 const BACKLOG: usize = 256;
 
@@ -35,7 +42,22 @@ pub(crate) enum Item {
     Checkpoint { pinned: PathBuf, step: u64 },
 }
 
-/// Works off the queue until it closes.
+/// Why something was not stored.
+enum Trouble {
+    /// Storage has no room or cannot be reached: the job goes on, and what it made is tried again.
+    Storage(StorageError),
+    /// The attempt ends with this.
+    End(Outcome),
+}
+
+impl From<Outcome> for Trouble {
+    fn from(outcome: Outcome) -> Self {
+        Self::End(outcome)
+    }
+}
+
+/// Works off the queue until it closes. What storage cannot take now is kept and tried again while the job goes on; only the end
+/// of the job waits for it.
 ///
 /// # Errors
 /// How the attempt ends when something cannot be stored for good.
@@ -47,31 +69,134 @@ pub(crate) async fn run(
     mut queue: mpsc::Receiver<Item>,
 ) -> Result<(), Outcome> {
     let mut backlog = VecDeque::new();
+    let mut retries = Retries::default();
     while let Some(item) = next(&mut queue, &mut backlog).await {
-        match item {
-            Item::Removed(name) => {
-                let answer = reporter.request(Request::ArtifactRemoved(name)).await;
-                if !answer.accepted {
+        match handle(context, reporter, trace, local, &item).await {
+            Ok(()) => {
+                if retries.is_over() {
                     reporter
-                        .log("warn", format!("a removed file was not noted: {}", answer.message))
+                        .log("info", "object storage takes results again".to_owned())
                         .await;
                 }
+                match item {
+                    Item::Checkpoint { pinned, step } if !local => {
+                        context.kept.settled(reporter.attempt(), step);
+                        remove(&pinned);
+                    }
+                    Item::Artifact { pinned, .. } if !local => remove(&pinned),
+                    _ => {}
+                }
             }
-            Item::Artifact { artifact, .. } if local => announce(reporter, artifact).await?,
-            Item::Checkpoint { .. } if local => {}
-            Item::Artifact { artifact, pinned } => {
-                let artifact = store(context, artifact, &pinned).await?;
-                remove(&pinned);
-                announce(reporter, artifact).await?;
-            }
-            Item::Checkpoint { pinned, step } => {
-                commit(context, reporter, trace, &pinned, step).await?;
-                context.kept.settled(reporter.attempt(), step);
-                remove(&pinned);
+            Err(Trouble::End(outcome)) => return Err(outcome),
+            Err(Trouble::Storage(error)) => {
+                let ended = queue.is_closed() && queue.is_empty();
+                let Some(wait) = retries.next(ended, context.end_patience) else {
+                    return Err(failure(&format!("could not store {}", item.name()), &error));
+                };
+                let goes_on = if ended {
+                    "the job ends when it is stored"
+                } else {
+                    "the job goes on"
+                };
+                let seconds = wait.as_secs().max(1);
+                let words = format!(
+                    "{} could not be stored: {error}; {goes_on}, next try in {seconds} s",
+                    item.name()
+                );
+                reporter.log("warn", words).await;
+                backlog.push_front(item);
+                rest(wait, &mut queue, &mut backlog).await;
             }
         }
     }
     Ok(())
+}
+
+/// Waits, and takes over what the child makes meanwhile, so that it is not held back.
+async fn rest(wait: Duration, queue: &mut mpsc::Receiver<Item>, backlog: &mut VecDeque<Item>) {
+    let over = tokio::time::sleep(wait);
+    tokio::pin!(over);
+    loop {
+        tokio::select! {
+            () = &mut over => return,
+            Some(item) = queue.recv(), if backlog.len() < BACKLOG => backlog.push_back(item),
+        }
+    }
+}
+
+/// Tries in a row that storage could not take.
+#[derive(Debug, Default)]
+struct Retries {
+    wait: Option<Duration>,
+    /// The end of the job has waited since.
+    since: Option<Instant>,
+}
+
+impl Retries {
+    /// How long to wait before the next try; none when the end of the job has waited for too long.
+    fn next(&mut self, ended: bool, patience: Duration) -> Option<Duration> {
+        let since = ended.then(|| *self.since.get_or_insert_with(Instant::now));
+        if since.is_some_and(|since| since.elapsed() >= patience) {
+            return None;
+        }
+        let wait = self.wait.unwrap_or(FIRST_WAIT);
+        self.wait = Some((wait * 2).min(LONGEST_WAIT));
+        Some(wait)
+    }
+
+    /// Something was stored. Whether that ends a time of trouble.
+    fn is_over(&mut self) -> bool {
+        self.since = None;
+        self.wait.take().is_some()
+    }
+}
+
+impl Item {
+    /// What it is, for messages.
+    fn name(&self) -> String {
+        match self {
+            Self::Artifact { artifact, .. } => format!("the file {}", artifact.name),
+            Self::Removed(name) => format!("the removal of {name}"),
+            Self::Checkpoint { step, .. } => format!("the checkpoint of step {step}"),
+        }
+    }
+}
+
+/// Deals with one item.
+async fn handle(
+    context: &Context,
+    reporter: &Reporter,
+    trace: &AttemptTrace,
+    local: bool,
+    item: &Item,
+) -> Result<(), Trouble> {
+    match item {
+        Item::Removed(name) => {
+            let answer = reporter.request(Request::ArtifactRemoved(name.clone())).await;
+            if !answer.accepted {
+                reporter
+                    .log("warn", format!("a removed file was not noted: {}", answer.message))
+                    .await;
+            }
+            Ok(())
+        }
+        Item::Artifact { artifact, .. } if local => Ok(announce(reporter, artifact.clone()).await?),
+        Item::Checkpoint { .. } if local => Ok(()),
+        Item::Artifact { artifact, pinned } => {
+            let artifact = store(context, artifact.clone(), pinned).await?;
+            Ok(announce(reporter, artifact).await?)
+        }
+        Item::Checkpoint { pinned, step } => commit(context, reporter, trace, pinned, *step).await,
+    }
+}
+
+/// What an error of storage means for a result.
+fn trouble(what: &str, error: StorageError) -> Trouble {
+    match error {
+        error if error.is_full() || error.is_transient() => Trouble::Storage(error),
+        // Something of ours: its next try is another attempt's.
+        error => Trouble::End(failure(what, &error)),
+    }
 }
 
 /// The next item that still matters.
@@ -114,7 +239,7 @@ fn superseded<'a>(item: &'a Item, later: &VecDeque<Item>) -> Option<&'a Path> {
     }
 }
 
-async fn store(context: &Context, mut artifact: Artifact, pinned: &Path) -> Result<Artifact, Outcome> {
+async fn store(context: &Context, mut artifact: Artifact, pinned: &Path) -> Result<Artifact, Trouble> {
     let path = pinned.to_owned();
     let hashed = tokio::task::spawn_blocking(move || ContentHash::of_reader(File::open(path)?)).await;
     let name = artifact.name.clone();
@@ -127,11 +252,11 @@ async fn store(context: &Context, mut artifact: Artifact, pinned: &Path) -> Resu
         .map_err(|error| unreadable(&error))?;
     context
         .storage
-        .retry(context.storage_patience, |store| {
+        .retry(TRY.min(context.storage_patience), |store| {
             Box::pin(async move { store.put_file(hash, pinned).await })
         })
         .await
-        .map_err(|error| failure(&format!("could not store the file {name}"), &error))?;
+        .map_err(|error| trouble(&format!("could not store the file {name}"), error))?;
     artifact.hash = Some(hash);
     artifact.bytes = bytes;
     artifact.local_path = None;
@@ -161,18 +286,18 @@ async fn commit(
     trace: &AttemptTrace,
     pinned: &Path,
     step: u64,
-) -> Result<(), Outcome> {
+) -> Result<(), Trouble> {
     let kept = trace.step("checkpoint").of_training(step);
     let mut upload = kept.step("upload");
     let manifest = context
         .storage
-        .retry(context.storage_patience, |store| {
+        .retry(TRY.min(context.storage_patience), |store| {
             Box::pin(async move { checkpoints::upload(store.as_ref(), pinned, &mut |_| {}).await })
         })
         .await
         .map_err(|error| {
             upload.failed(error.to_string());
-            failure(&format!("could not store the checkpoint of step {step}"), &error)
+            trouble(&format!("could not store the checkpoint of step {step}"), error)
         })?;
     drop(upload);
     let mut commit = kept.step("commit");
@@ -355,6 +480,34 @@ mod tests {
         }
         // Nor inside a folder that is announced.
         assert!(pins.pin(output.clone(), 4).await.is_err());
+    }
+
+    #[tokio::test]
+    async fn while_storage_is_full_newer_checkpoints_take_the_place_of_older_ones_and_only_the_end_waits() {
+        let (send, mut queue) = mpsc::channel(QUEUE);
+        let mut backlog = VecDeque::from([checkpoint(1)]);
+        let mut retries = Retries::default();
+        let patience = Duration::from_secs(100);
+        // While the job runs there is no end to the tries, and what it makes is taken over.
+        for step in 2..100 {
+            send.try_send(checkpoint(step)).unwrap();
+            let wait = retries.next(false, patience).unwrap();
+            assert!(wait <= LONGEST_WAIT);
+            rest(Duration::from_millis(1), &mut queue, &mut backlog).await;
+            let Some(Item::Checkpoint { step: newest, pinned }) = next(&mut queue, &mut backlog).await else {
+                panic!("a checkpoint waits");
+            };
+            assert_eq!(newest, step);
+            backlog.push_front(Item::Checkpoint { step: newest, pinned });
+        }
+        assert_eq!(backlog.len(), 1);
+        assert_eq!(retries.next(true, patience), Some(LONGEST_WAIT));
+        assert_eq!(
+            retries.next(true, Duration::ZERO),
+            None,
+            "the end has waited for long enough"
+        );
+        assert!(retries.is_over() && !retries.is_over());
     }
 
     #[tokio::test]

@@ -20,6 +20,7 @@ use crate::hash::ContentHash;
 use async_trait::async_trait;
 use bytes::Bytes;
 use std::fmt::Debug;
+use std::ops::Range;
 use std::path::Path;
 use std::time::Duration;
 
@@ -59,6 +60,26 @@ pub trait BlobStore: Debug + Send + Sync {
     /// # Errors
     /// [`StorageError::NotFound`], [`StorageError::Corrupt`], [`StorageError::TooLarge`].
     async fn get_bytes(&self, hash: ContentHash, limit: u64) -> Result<Bytes, StorageError>;
+
+    /// The blob's size; none when it is not there.
+    ///
+    /// # Errors
+    /// As [`Self::has`]; [`StorageError::Unsupported`] where that is not known.
+    async fn size(&self, _hash: ContentHash) -> Result<Option<u64>, StorageError> {
+        Err(StorageError::Unsupported {
+            what: "say how large a blob is",
+        })
+    }
+
+    /// Fetches a part of a blob, which cannot be verified: whoever puts the parts together has to.
+    ///
+    /// # Errors
+    /// [`StorageError::NotFound`]; [`StorageError::Unsupported`] where there are only whole blobs.
+    async fn get_range(&self, _hash: ContentHash, _range: Range<u64>) -> Result<Bytes, StorageError> {
+        Err(StorageError::Unsupported {
+            what: "fetch a part of a blob",
+        })
+    }
 
     /// Removes the blob. One that is not there is no error.
     ///
@@ -180,6 +201,14 @@ pub enum StorageError {
         /// What was asked, in words.
         what: &'static str,
     },
+    /// There is no room where the blobs lie; that may change at any time.
+    #[error("object storage has no room to {what}: {message}")]
+    Full {
+        /// What was tried, in words.
+        what: &'static str,
+        /// What it said.
+        message: String,
+    },
     /// Anything that another try will not change.
     #[error("object storage could not {what}: {message}")]
     Failed {
@@ -195,6 +224,12 @@ impl StorageError {
     #[must_use]
     pub fn is_transient(&self) -> bool {
         matches!(self, Self::Unavailable { .. })
+    }
+
+    /// Whether there was no room where the blobs lie.
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        matches!(self, Self::Full { .. })
     }
 
     /// Whether a disk of this machine was full.

@@ -2,21 +2,24 @@
 //! they are stored, and stored before they are acknowledged.
 
 use super::auth::caller;
-use super::{Shared, storage_failed, store_failed, token_ended};
+use super::{Shared, storage_failed, storage_full, store_failed, token_ended};
 use crate::access::Identity;
 use crate::core::State;
 use crate::scope::Reach;
+use crate::transfers::TransferPermit;
 use aitk_common::hash::ContentHash;
 use aitk_common::security::role::Role;
+use aitk_common::storage::{BlobStore, StorageError};
 use aitk_proto::BLOB_CHUNK_BYTES;
 use aitk_proto::v1;
 use aitk_proto::v1::blobs_server::Blobs;
+use sha2::{Digest, Sha256};
 use std::collections::HashSet;
-use std::io::SeekFrom;
 use std::path::PathBuf;
-use std::time::Duration;
-use tokio::io::{AsyncReadExt, AsyncSeekExt, AsyncWriteExt};
-use tokio::sync::{OwnedSemaphorePermit, mpsc};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::io::AsyncWriteExt;
+use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
@@ -24,6 +27,10 @@ use tonic::{Request, Response, Status, Streaming};
 const MOST_HASHES: usize = 1000;
 /// A peer that sends or takes nothing for so long has gone.
 const SILENCE: Duration = Duration::from_secs(60);
+/// Bytes a second that an upload has to have on average after its first minute: a tenth of a slow line.
+const SLOWEST: u64 = 8 << 10;
+/// Bytes that are read from the storage at once.
+const READ_BYTES: u64 = 4 << 20;
 /// Pieces between us and the socket: 4 MiB at most per transfer.
 const WIRE_BUFFER: usize = 4;
 
@@ -34,7 +41,7 @@ pub(super) struct BlobsApi(pub(super) Shared);
 struct Transit {
     path: PathBuf,
     // Waiting transfers wait for this, so that the disk holds a bounded number of them.
-    _permit: OwnedSemaphorePermit,
+    _permit: TransferPermit,
 }
 
 impl Drop for Transit {
@@ -50,14 +57,14 @@ fn parse(text: &str) -> Result<ContentHash, Status> {
 
 fn local(error: &std::io::Error) -> Status {
     if error.kind() == std::io::ErrorKind::StorageFull {
-        return Status::resource_exhausted("the coordinator's disk is full");
+        return storage_full("the coordinator's disk is full".into());
     }
     Status::internal(format!("the coordinator's disk failed: {error}"))
 }
 
 impl BlobsApi {
-    async fn transit(&self) -> Result<Transit, Status> {
-        let permit = self.0.transfers.clone().acquire_owned().await;
+    async fn transit(&self, who: &Identity) -> Result<Transit, Status> {
+        let permit = self.0.uploads.permit(&who.name).await;
         let permit = permit.map_err(|_| Status::unavailable("the coordinator is shutting down"))?;
         let path = self.0.transit.join(format!("{}.part", uuid::Uuid::new_v4().simple()));
         Ok(Transit { path, _permit: permit })
@@ -157,7 +164,15 @@ impl BlobsApi {
                 header.bytes
             )));
         };
-        let transit = self.transit().await?;
+        let transit = self.transit(who).await?;
+        let room = self.0.space.promise(header.bytes);
+        let _room = room.map_err(|room| {
+            storage_full(format!(
+                "the coordinator's disk is full: {} bytes are free, {} of them are kept for the database, and this blob has {}",
+                room.free, room.reserve, header.bytes
+            ))
+        })?;
+        let began = Instant::now();
         let mut file = tokio::fs::File::create(&transit.path)
             .await
             .map_err(|error| local(&error))?;
@@ -171,6 +186,11 @@ impl BlobsApi {
                 return Err(Status::invalid_argument(format!(
                     "data: more than the announced {} bytes",
                     header.bytes
+                )));
+            }
+            if is_too_slow(received, began.elapsed()) {
+                return Err(Status::deadline_exceeded(format!(
+                    "an upload of less than {SLOWEST} bytes a second keeps others waiting; send the blob again over a better line"
                 )));
             }
             file.write_all(&data).await.map_err(|error| local(&error))?;
@@ -244,35 +264,28 @@ impl Blobs for BlobsApi {
         let v1::GetBlobRequest { sha256, offset } = request.into_inner();
         let hash = parse(&sha256)?;
         self.may_fetch(&who, hash).await?;
-        let transit = self.transit().await?;
-        let bytes = self
-            .0
-            .blobs
-            .get_to_file(hash, &transit.path)
-            .await
-            .map_err(|error| storage_failed(&error))?;
-        let mut file = tokio::fs::File::open(&transit.path)
-            .await
-            .map_err(|error| local(&error))?;
+        let permit = self.0.downloads.permit(&who.name).await;
+        let permit = permit.map_err(|_| Status::unavailable("the coordinator is shutting down"))?;
+        let size = self.0.blobs.size(hash).await.map_err(|error| storage_failed(&error))?;
+        let bytes = size.ok_or_else(|| storage_failed(&StorageError::NotFound { hash }))?;
         if offset > bytes {
             return Err(Status::out_of_range(format!(
                 "offset: {offset}, but the blob has {bytes} bytes"
             )));
         }
-        file.seek(SeekFrom::Start(offset))
-            .await
-            .map_err(|error| local(&error))?;
         let header = v1::BlobHeader {
             sha256: hash.to_hex(),
             bytes,
             offset,
         };
+        let blobs = self.0.blobs.clone();
         let (sender, receiver) = mpsc::channel(WIRE_BUFFER);
         let access = self.0.access.clone();
         tokio::spawn(async move {
+            let _permit = permit;
             // A receiver that went away, or an error it cannot be told, ends the transfer; both show on its side.
             tokio::select! {
-                _ = send_file(transit, file, header, &sender) => {}
+                _ = send_blob(blobs, hash, header, &sender) => {}
                 () = access.ended(&who) => {
                     let _ = tokio::time::timeout(SILENCE, sender.send(Err(token_ended()))).await;
                 }
@@ -282,30 +295,57 @@ impl Blobs for BlobsApi {
     }
 }
 
-async fn send_file(
-    transit: Transit,
-    mut file: tokio::fs::File,
+/// Whether an upload takes longer than it may. In the first minute nobody is.
+fn is_too_slow(received: u64, since: Duration) -> bool {
+    let counted = since.saturating_sub(SILENCE).as_secs();
+    received < counted.saturating_mul(SLOWEST)
+}
+
+/// Sends a blob as it is read from the storage: no room on a disk is needed for it. The whole is checked at its end, by us and by
+/// whoever gets it.
+async fn send_blob(
+    blobs: Arc<dyn BlobStore>,
+    hash: ContentHash,
     header: v1::BlobHeader,
     sender: &mpsc::Sender<Result<v1::GetBlobReply, Status>>,
 ) -> Result<(), tokio::time::error::Elapsed> {
     use v1::get_blob_reply::Part;
-    let mut message = Ok(v1::GetBlobReply {
+    let (bytes, first) = (header.bytes, header.offset);
+    let send = async |message| -> Result<bool, tokio::time::error::Elapsed> {
+        Ok(tokio::time::timeout(SILENCE, sender.send(message)).await?.is_ok())
+    };
+    let header = v1::GetBlobReply {
         part: Some(Part::Header(header)),
-    });
-    loop {
-        let failed = message.is_err();
-        if tokio::time::timeout(SILENCE, sender.send(message)).await?.is_err() || failed {
-            break;
-        }
-        let mut data = Vec::with_capacity(BLOB_CHUNK_BYTES);
-        message = match (&mut file).take(BLOB_CHUNK_BYTES as u64).read_to_end(&mut data).await {
-            Ok(0) => break,
-            Ok(_) => Ok(v1::GetBlobReply {
-                part: Some(Part::Data(data)),
-            }),
-            Err(error) => Err(local(&error)),
-        };
+    };
+    if !send(Ok(header)).await? {
+        return Ok(());
     }
-    drop(transit);
+    let (mut at, mut hasher) = (first, Sha256::new());
+    while at < bytes {
+        let end = bytes.min(at + READ_BYTES);
+        let mut part = match blobs.get_range(hash, at..end).await {
+            Ok(part) => part,
+            Err(error) => {
+                send(Err(storage_failed(&error))).await?;
+                return Ok(());
+            }
+        };
+        at = end;
+        hasher.update(&part);
+        // Whoever fetches the rest of a blob has its beginning and checks the whole.
+        let is_checked = first == 0 && at == bytes;
+        if is_checked && ContentHash::from_digest(hasher.clone().finalize().into()) != hash {
+            let damaged = format!("the blob {hash} in the object storage is damaged; nothing of it can be used");
+            send(Err(Status::data_loss(damaged))).await?;
+            return Ok(());
+        }
+        while !part.is_empty() {
+            let data = part.split_to(part.len().min(BLOB_CHUNK_BYTES)).to_vec();
+            let part = Some(Part::Data(data));
+            if !send(Ok(v1::GetBlobReply { part })).await? {
+                return Ok(());
+            }
+        }
+    }
     Ok(())
 }

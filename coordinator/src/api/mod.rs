@@ -19,19 +19,22 @@ use crate::garbage::{Collector, Pins};
 use crate::pki::Signer;
 use crate::runner::{Clock, Core, Gone, full};
 use crate::scope::{Scope, ScopeError};
+use crate::space::Space;
 use crate::store::{Store, StoreError};
+use crate::transfers::Transfers;
 use aitk_common::control::UnixMillis;
 use aitk_common::storage::{BlobStore, StorageError};
-use aitk_proto::MAX_MESSAGE_BYTES;
 use aitk_proto::v1::admin_server::AdminServer;
 use aitk_proto::v1::blobs_server::BlobsServer;
 use aitk_proto::v1::jobs_server::JobsServer;
 use aitk_proto::v1::workers_server::WorkersServer;
+use aitk_proto::{MAX_MESSAGE_BYTES, STORAGE_HEADER};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{Semaphore, watch};
 use tonic::Status;
+use tonic::metadata::MetadataValue;
 use tonic::service::Routes;
 
 /// What the services share.
@@ -62,8 +65,12 @@ pub(crate) struct Shared {
     pub(crate) parsing: Arc<Semaphore>,
     /// Makes messages of what the core places.
     pub(crate) assigner: Assigner,
-    /// Blobs on their way through, all clients together.
-    pub(crate) transfers: Arc<Semaphore>,
+    /// Blobs on their way in.
+    pub(crate) uploads: Transfers,
+    /// Blobs on their way out.
+    pub(crate) downloads: Transfers,
+    /// Room for blobs.
+    pub(crate) space: Space,
     /// Turns true when the coordinator shuts down: streams end.
     pub(crate) stopping: watch::Receiver<bool>,
 }
@@ -136,10 +143,21 @@ fn store_failed(error: &StoreError) -> Status {
     Status::unavailable("the coordinator's database does not answer; its log says why")
 }
 
+/// No room for a blob: an error of its own kind, which whoever has something to store waits out.
+fn storage_full(text: String) -> Status {
+    let mut status = Status::resource_exhausted(text);
+    status
+        .metadata_mut()
+        .insert(STORAGE_HEADER, MetadataValue::from_static("full"));
+    status
+}
+
 /// The one place where storage errors get their code.
 fn storage_failed(error: &StorageError) -> Status {
     let text = full(error);
     match error {
+        StorageError::Full { .. } => storage_full(text),
+        StorageError::Local(error) if error.is_disk_full() => storage_full(text),
         StorageError::NotFound { .. } => Status::not_found(text),
         StorageError::Corrupt { .. } => Status::data_loss(text),
         StorageError::TooLarge { .. } => Status::invalid_argument(text),

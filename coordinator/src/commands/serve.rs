@@ -83,6 +83,10 @@ pub(crate) struct ServeArgs {
     /// not held to it.
     #[arg(long, env = "AITK_USER_CONFIG_MIB", default_value_t = Limits::default().config_bytes.unwrap_or(0) >> 20, value_name = "MIB")]
     user_config_mib: u64,
+    /// MiB of the disk that are kept for the database: below that, blobs are refused and no job starts. Default: 5 % of the
+    /// disk, and at least 1024.
+    #[arg(long, env = "AITK_DISK_RESERVE_MIB", value_name = "MIB")]
+    disk_reserve_mib: Option<u64>,
     /// Forget ended jobs that no other job waits for, with their logs and files, after so many days. Default: never.
     #[arg(long, env = "AITK_KEEP_JOBS_DAYS", value_name = "DAYS")]
     keep_jobs_days: Option<u32>,
@@ -161,6 +165,7 @@ impl ServeArgs {
             lease,
             retries: self.retries,
             quotas: quotas(&self.quotas)?,
+            disk_reserve: self.disk_reserve_mib.map(|mib| mib.saturating_mul(1 << 20)),
             limits: Limits {
                 waiting_jobs: limit(self.user_waiting_jobs),
                 config_bytes: limit(self.user_config_mib.saturating_mul(1 << 20)),

@@ -219,6 +219,7 @@ impl State {
         // Whoever gets further is not failing in a row, and neither is its device.
         job.failures = 0;
         job.network = None;
+        job.storage_failures = 0;
         let place = job.current().map(|attempt| (attempt.worker.clone(), attempt.device));
         step.touch(&id);
         if let Some((worker, device)) = place {

@@ -87,6 +87,8 @@ impl State {
                     self.out_of_memory(step, id, place.profile, message);
                 } else if cause == FailureCause::Network {
                     self.network_failed(step, id, message);
+                } else if cause == FailureCause::Storage {
+                    self.storage_failed(step, id, message);
                 } else if cause == FailureCause::Interrupted {
                     self.retry(step, id, message, false);
                 } else if cause.is_retryable() {
@@ -302,6 +304,16 @@ impl State {
             return self.retry(step, id, words, true);
         }
         let doublings = outage.tries.saturating_sub(1).min(16);
+        self.requeue(step, id, words, backoff.saturating_mul(1 << doublings).min(most));
+    }
+
+    /// The coordinator's own storage failed. That is never counted against the job: it is tried again, ever less often.
+    fn storage_failed(&mut self, step: &mut Step, id: &JobId, message: String) {
+        let (backoff, most) = (self.settings.backoff, self.settings.backoff_limit);
+        let Some(job) = self.jobs.get_mut(id) else { return };
+        let doublings = job.storage_failures.min(16);
+        job.storage_failures = job.storage_failures.saturating_add(1);
+        let words = format!("{}: {message}", blame(FailureCause::Storage));
         self.requeue(step, id, words, backoff.saturating_mul(1 << doublings).min(most));
     }
 

@@ -298,6 +298,11 @@ pub enum Event {
         /// For how long.
         by: Duration,
     },
+    /// Whether there is room for what jobs make.
+    StorageSpace {
+        /// Bytes that are free, and bytes that are kept for the database; none: there is room.
+        full: Option<(u64, u64)>,
+    },
     /// Time went on.
     Tick,
 }

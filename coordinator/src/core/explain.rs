@@ -224,6 +224,14 @@ impl State {
             }
             Gate::Open => {}
         }
+        if let Some((free, reserve)) = self.storage_full {
+            let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+            return format!(
+                "waits: the coordinator's disk is full ({:.1} GiB free, {:.1} GiB reserved)",
+                gib(free),
+                gib(reserve)
+            );
+        }
         if let (
             Spot::Held,
             Some(ArrayPlace {

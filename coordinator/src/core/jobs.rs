@@ -117,6 +117,7 @@ impl State {
             over_time: false,
             array,
             stolen: false,
+            storage_failures: 0,
             config_bytes: new.config_bytes,
             trace: new.trace.map(Box::new),
             cursor: 0,
@@ -227,6 +228,7 @@ impl State {
             JobState::Stopped | JobState::Failed => {
                 job.failures = 0;
                 job.network = None;
+                job.storage_failures = 0;
                 job.stop_now = false;
                 job.paused = false;
                 job.over_time = false;

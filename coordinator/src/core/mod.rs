@@ -177,6 +177,7 @@ impl State {
                 transient,
             } => self.assignment_failed(&mut step, session, &held, reason, transient),
             Event::Stalled { by } => self.extend_leases(by),
+            Event::StorageSpace { full } => self.storage_full = full,
             Event::Tick => self.tick(&mut step),
         }
         self.place(&mut step);

@@ -256,6 +256,9 @@ pub struct Job {
     /// A faster device has taken over once.
     #[serde(default)]
     pub stolen: bool,
+    /// Failures of the coordinator's own storage in a row; they only make the waits longer.
+    #[serde(default)]
+    pub storage_failures: u32,
     /// Bytes of its config in the store; what an array shares counts as its first member's.
     #[serde(default)]
     pub config_bytes: u64,

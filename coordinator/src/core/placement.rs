@@ -52,7 +52,8 @@ impl State {
     }
 
     fn place_ready(&mut self, step: &mut Step) {
-        if self.classes.candidates.is_empty() {
+        // Who could start stays a candidate until there is room for results.
+        if self.classes.candidates.is_empty() || self.storage_full.is_some() {
             return;
         }
         // With each turn how many were assigned before it was looked up.

@@ -45,6 +45,8 @@ pub struct State {
     pub(crate) sessions: BTreeMap<SessionId, WorkerId>,
     /// Derived: submissions that carried a key, and the job or array that they gave.
     pub(crate) keys: BTreeMap<String, JobId>,
+    /// Volatile: there is no room for what jobs make; bytes that are free, and that are kept for the database.
+    pub(crate) storage_full: Option<(u64, u64)>,
     /// Derived: bytes of the configs of all jobs of a user.
     pub(crate) config_bytes: BTreeMap<UserName, u64>,
     /// Derived: arrays, by their members.
@@ -85,6 +87,7 @@ impl State {
             speeds: Speeds::default(),
             sessions: BTreeMap::new(),
             keys: BTreeMap::new(),
+            storage_full: None,
             config_bytes: BTreeMap::new(),
             arrays: BTreeMap::new(),
             roomy: BTreeSet::new(),

@@ -7,6 +7,7 @@ mod access;
 mod arrays;
 mod cluster;
 mod door;
+mod full;
 mod hostile;
 mod metrics;
 mod pki;

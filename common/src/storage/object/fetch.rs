@@ -16,7 +16,7 @@ const WHAT: &str = "fetch a blob";
 
 impl ObjectBlobs {
     pub(super) async fn fetch_to_file(&self, hash: ContentHash, path: &Path) -> Result<u64, StorageError> {
-        let length = self.size(hash).await?.ok_or(StorageError::NotFound { hash })?;
+        let length = self.length(hash).await?.ok_or(StorageError::NotFound { hash })?;
         let target = path.to_owned();
         let create = move || {
             fsutil::temporary_file(fsutil::folder_of(&target), 0o666)
@@ -54,7 +54,7 @@ impl ObjectBlobs {
     }
 
     pub(super) async fn fetch_bytes(&self, hash: ContentHash, limit: u64) -> Result<Bytes, StorageError> {
-        let length = self.size(hash).await?.ok_or(StorageError::NotFound { hash })?;
+        let length = self.length(hash).await?.ok_or(StorageError::NotFound { hash })?;
         if length > limit {
             return Err(StorageError::TooLarge {
                 hash,
@@ -79,7 +79,7 @@ impl ObjectBlobs {
         (0..length.div_ceil(part)).map(move |index| index * part..((index + 1) * part).min(length))
     }
 
-    async fn fetch_range(&self, hash: ContentHash, range: Range<u64>) -> Result<Bytes, StorageError> {
+    pub(super) async fn fetch_range(&self, hash: ContentHash, range: Range<u64>) -> Result<Bytes, StorageError> {
         let key = self.key(hash);
         // Taken before the clock runs: who waits for his turn has no trouble with storage.
         let _permit = self.transfers.acquire().await;

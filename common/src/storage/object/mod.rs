@@ -26,6 +26,7 @@ use object_store::path::Path as Key;
 use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt};
 use retry::Retry;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -194,7 +195,7 @@ impl ObjectBlobs {
     }
 
     /// The blob's size, if it is there.
-    async fn size(&self, hash: ContentHash) -> Result<Option<u64>, StorageError> {
+    async fn length(&self, hash: ContentHash) -> Result<Option<u64>, StorageError> {
         Ok(self.head(hash).await?.map(|meta| meta.size))
     }
 }
@@ -223,6 +224,14 @@ impl BlobStore for ObjectBlobs {
 
     async fn get_bytes(&self, hash: ContentHash, limit: u64) -> Result<Bytes, StorageError> {
         self.fetch_bytes(hash, limit).await
+    }
+
+    async fn size(&self, hash: ContentHash) -> Result<Option<u64>, StorageError> {
+        self.length(hash).await
+    }
+
+    async fn get_range(&self, hash: ContentHash, range: Range<u64>) -> Result<Bytes, StorageError> {
+        self.fetch_range(hash, range).await
     }
 
     async fn delete(&self, hash: ContentHash) -> Result<(), StorageError> {

@@ -156,7 +156,7 @@ impl ObjectBlobs {
         let result = self.retry.run(WHAT, self.transfer_timeout, attempt).await;
         let is_done = match &result {
             Ok(Some(_)) => true,
-            Ok(None) | Err(StorageError::Failed { .. }) => self.size(hash).await? == Some(length),
+            Ok(None) | Err(StorageError::Failed { .. }) => self.length(hash).await? == Some(length),
             Err(_) => false,
         };
         if is_done {

@@ -1,0 +1,149 @@
+//! Room on the disks of this machine. A part of it is kept for the database: blobs are refused before they take it, so that
+//! what was acknowledged can always be stored.
+
+use crate::core::Event;
+use crate::runner::{Core, full};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+use tokio::sync::watch;
+
+/// How often the disks are looked at.
+const LOOK: Duration = Duration::from_secs(2);
+/// The least that is kept for the database when nobody says how much.
+const LEAST: u64 = 1 << 30;
+/// The part of a disk that is kept for it, in percent.
+const PERCENT: u64 = 5;
+
+/// What is free on a disk, and how much of that is kept for the database.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Room {
+    pub(crate) free: u64,
+    pub(crate) reserve: u64,
+}
+
+/// The disks that blobs pass through. Cheap to clone.
+#[derive(Clone, Debug)]
+pub(crate) struct Space {
+    folders: Arc<[PathBuf]>,
+    /// None: [`PERCENT`], and at least [`LEAST`].
+    reserve: Option<u64>,
+    /// Bytes that uploads announced and have not sent yet.
+    coming: Arc<AtomicU64>,
+}
+
+/// Room that an upload was promised; given back when this goes.
+#[derive(Debug)]
+pub(crate) struct Promise {
+    coming: Arc<AtomicU64>,
+    bytes: u64,
+}
+
+impl Drop for Promise {
+    fn drop(&mut self) {
+        self.coming.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+fn look(folder: &Path, reserve: Option<u64>) -> io::Result<Room> {
+    let disk = nix::sys::statvfs::statvfs(folder)?;
+    let block = disk.fragment_size();
+    Ok(Room {
+        free: block.saturating_mul(disk.blocks_available().into()),
+        reserve: reserve.unwrap_or_else(|| (block.saturating_mul(disk.blocks().into()) / 100 * PERCENT).max(LEAST)),
+    })
+}
+
+impl Space {
+    pub(crate) fn new(folders: Vec<PathBuf>, reserve: Option<u64>) -> Self {
+        Self {
+            folders: folders.into(),
+            reserve,
+            coming: Arc::default(),
+        }
+    }
+
+    /// The disk with the least room for blobs. A disk that does not say is taken to have room: writing shows.
+    fn room(&self) -> Option<Room> {
+        let rooms = self.folders.iter().filter_map(|folder| look(folder, self.reserve).ok());
+        rooms.min_by_key(|room| room.free.saturating_sub(room.reserve))
+    }
+
+    /// Promises room for an upload.
+    ///
+    /// # Errors
+    /// What there is, when that is not enough.
+    pub(crate) fn promise(&self, bytes: u64) -> Result<Promise, Room> {
+        // A blob lies in the folder for uploads and, for a moment, in the storage.
+        let coming = self.coming.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
+        let promise = Promise {
+            coming: self.coming.clone(),
+            bytes,
+        };
+        match self.room() {
+            Some(room) if room.free < room.reserve.saturating_add(coming) => Err(room),
+            _ => Ok(promise),
+        }
+    }
+
+    /// Tells the core when the disks run full and when there is room again, until the coordinator stops.
+    pub(crate) async fn watch(self, core: Core, mut stopping: watch::Receiver<bool>) {
+        tokio::select! {
+            () = self.tell(core) => {}
+            // Whoever could say so is gone: that is a stop, too.
+            _ = stopping.wait_for(|stop| *stop) => {}
+        }
+    }
+
+    async fn tell(self, core: Core) {
+        let mut told = false;
+        loop {
+            let space = self.clone();
+            let room = tokio::task::spawn_blocking(move || space.room()).await;
+            let room = room.unwrap_or_else(|error| {
+                tracing::warn!(error = %full(&error), "the disks could not be looked at");
+                None
+            });
+            // Room again only with a margin, so that it does not go to and fro.
+            let is_full = room.is_some_and(|room| {
+                let margin = if told { room.reserve / 10 } else { 0 };
+                room.reserve > 0 && room.free < room.reserve.saturating_add(margin)
+            });
+            if is_full || told {
+                let full = room.filter(|_| is_full).map(|room| (room.free, room.reserve));
+                if is_full != told {
+                    tracing::warn!(?room, is_full, "room on the coordinator's disk");
+                }
+                if core.event(Event::StorageSpace { full }).await.is_err() {
+                    return;
+                }
+                told = is_full;
+            }
+            tokio::time::sleep(LOOK).await;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_promise_is_room_that_nobody_else_gets() {
+        let folder = tempfile::tempdir().unwrap();
+        let free = look(folder.path(), None).unwrap().free;
+        let half = free / 2 + (free / 20);
+        let space = Space::new(vec![folder.path().to_owned()], Some(0));
+        let first = space.promise(half).unwrap();
+        assert!(space.promise(half).is_err(), "together they do not fit");
+        drop(first);
+        let second = space.promise(half);
+        assert!(second.is_ok() && space.coming.load(Ordering::Relaxed) == half);
+        drop(second);
+        let kept = Space::new(vec![folder.path().to_owned()], Some(u64::MAX));
+        assert_eq!(kept.promise(1).unwrap_err().reserve, u64::MAX);
+        assert_eq!(kept.coming.load(Ordering::Relaxed), 0);
+    }
+}
