@@ -132,7 +132,10 @@ impl Collector {
         let mut done = Collected::default();
         if !dry {
             done.jobs_forgotten = self.expire().await?;
-            self.forget_refusals().await?;
+            // An audit log that cannot be tidied is no reason to keep blobs.
+            if let Err(error) = self.forget_refusals().await {
+                tracing::warn!(error = %full(&error), "old refusals stay in the audit log");
+            }
             let unfinished = self.blobs.sweep(UNFINISHED).await?;
             if unfinished > 0 {
                 tracing::info!(unfinished, "removed what dead uploads left");

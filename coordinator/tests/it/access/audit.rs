@@ -3,6 +3,7 @@
 use super::{CALM, audit, get, line, put_input, submit, token};
 use crate::support::postgres::Postgres;
 use crate::support::{Pool, config, input, within};
+use aitk_common::control::UnixMillis;
 use aitk_coordinator::store::{SqlStore, Store};
 use aitk_coordinator::{Config, start};
 use aitk_proto::client::connect;
@@ -67,6 +68,14 @@ async fn the_audit_log_of_postgres_only_grows() {
         let error = sqlx::query(attack).execute(&database).await.unwrap_err();
         assert!(error.to_string().contains("append-only"), "{error}");
     }
+    // Refusals may go when they are old.
+    let refused = aitk_coordinator::AuditLine {
+        id: "2".to_owned(),
+        done: false,
+        ..line.clone()
+    };
+    store.administer(&[], &[refused]).await.unwrap();
+    assert_eq!(store.forget_refusals(0, UnixMillis(2)).await.unwrap().lines, 1);
     assert_eq!(store.audit(0, 10).await.unwrap(), [(1, line)]);
     store.close().await;
 }
