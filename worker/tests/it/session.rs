@@ -477,7 +477,7 @@ async fn a_refused_worker_keeps_what_its_children_save_and_brings_it_when_it_is_
         &say(json!({"event": "phase", "name": "training"})),
         &say(json!({"event": "progress", "done": 1, "total": 10, "seconds_per_step": null})),
         &wait_for(&refused),
-        &say(json!({"event": "checkpoint", "path": checkpoint, "step": 7})),
+        &saved(&checkpoint, 7),
         "while [ -z \"$stop\" ]; do sleep 0.02; done\n",
         &finished("stopped"),
     ]);
@@ -531,7 +531,7 @@ async fn a_checkpoint_that_was_not_sent_when_the_worker_went_is_sent_when_it_com
         "exit 0; fi\ntrap 'stop=1' TERM\n",
         &say(json!({"event": "progress", "done": 1, "total": 10, "seconds_per_step": null})),
         "while [ -z \"$stop\" ]; do sleep 0.02; done\n",
-        &say(json!({"event": "checkpoint", "path": checkpoint, "step": 4})),
+        &saved(&checkpoint, 4),
         &finished("stopped"),
     ]);
     let mut config = lab.config("w", &text);
