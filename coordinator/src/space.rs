@@ -47,6 +47,7 @@ impl Drop for Promise {
     }
 }
 
+#[allow(clippy::useless_conversion, reason = "macOS counts blocks in 32 bits")]
 fn look(folder: &Path, reserve: Option<u64>) -> io::Result<Room> {
     let disk = nix::sys::statvfs::statvfs(folder)?;
     let block = disk.fragment_size();

@@ -277,7 +277,7 @@ mod tests {
         assert!(kept.pending_bytes() > 0 && kept.offers().len() == 3);
         kept.settled(&AttemptId::new("c-1"), 7);
         let (a, b) = (AttemptId::new("a-1"), AttemptId::new("b-1"));
-        assert_eq!(kept.answer(&[a.clone()], &[a.clone(), b.clone()]), []);
+        assert_eq!(kept.answer(std::slice::from_ref(&a), &[a.clone(), b.clone()]), []);
         kept.attempt_ended(&a);
         kept.attempt_ended(&b);
         assert_eq!(kept.ended_and_wanted(&a).unwrap().step, 5);
@@ -287,7 +287,7 @@ mod tests {
         let kept = KeptCheckpoints::open(place, &attempts).unwrap();
         assert_eq!(kept.offers().len(), 1);
         assert_eq!(Checkpoint::open(&kept.checkpoint(&a)).unwrap().step(), 5);
-        assert_eq!(kept.answer(&[a.clone()], &[]).len(), 1);
+        assert_eq!(kept.answer(std::slice::from_ref(&a), &[]).len(), 1);
         assert_eq!(kept.answer(&[], &[]), []);
         assert!(kept.is_empty() && !kept.checkpoint(&a).exists());
     }

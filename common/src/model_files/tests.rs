@@ -378,7 +378,7 @@ fn pickles_are_told_by_their_names_and_by_their_first_bytes() {
     assert_eq!(told("zip.safetensors", b"PK\x03\x04rest of a zip file"), "pickle");
     assert_eq!(told("plain.safetensors", b"\x80\x02}q\x00(X\x05\0\0\0"), "pickle");
     // A header of 0x0280 bytes begins with 0x80, 0x02 as well.
-    let mut long = vec![("cap_embedder.1.weight".to_owned(), vec![3840_u64])];
+    let mut long = [("cap_embedder.1.weight".to_owned(), vec![3840_u64])];
     while header(&long.iter().map(|(n, s)| (n.as_str(), s.as_slice())).collect::<Vec<_>>()).len() < 0x280 + 8 {
         let name = &mut long[0].0;
         name.push('x');

@@ -35,7 +35,7 @@ pub fn label(value: f64) -> String {
     };
     if size == 0.0 {
         "0".to_owned()
-    } else if size >= 1e9 || size < 1e-3 {
+    } else if !(1e-3..1e9).contains(&size) {
         let text = format!("{value:.2e}");
         match text.split_once('e') {
             Some((digits, power)) => format!("{}e{power}", short(digits.to_owned())),

@@ -299,9 +299,8 @@ impl JobsApi {
         let submitted = submit().await;
         let taken = matches!(&submitted, Ok(Reply::Submitted(submitted)) if !submitted.existed);
         // An answer that did not come says nothing: the next start looks what is needed.
-        let refused =
-            matches!(&submitted, Ok(_)) || matches!(&submitted, Err(status) if status.code() != Code::Unavailable);
-        if !taken && refused && !bodies.is_empty() {
+        let answered = !matches!(&submitted, Err(status) if status.code() == Code::Unavailable);
+        if !taken && answered && !bodies.is_empty() {
             let ids: Vec<String> = bodies.into_iter().map(|body| body.id).collect();
             if let Err(error) = self.0.store.forget_payloads(&ids).await {
                 tracing::warn!(error = %full(&error), "configs of jobs that were not taken in stay until the next start");

@@ -123,7 +123,7 @@ pub(super) fn datasets(process: &TrainerProcess, cx: &Context<'_>) -> Result<Vec
             scale: dataset.scale,
             flip_x: dataset.flip_x,
             flip_y: dataset.flip_y,
-            masks: (dataset.alpha_mask || dataset.mask_path.is_some()).then(|| MaskOptions {
+            masks: (dataset.alpha_mask || dataset.mask_path.is_some()).then_some(MaskOptions {
                 // The picture's own transparency wins, as in ai-toolkit.
                 folder: masks,
                 invert: dataset.invert_mask,

@@ -195,7 +195,7 @@ impl Bench {
         let told = format!("{outcome:?}\n{}", said.join("\n"));
         assert!(!told.contains(MARK), "{told}");
         assert!(!told.contains("a fault in aitk"), "{told}\n{job}");
-        assert_eq!(marked(&folder), [PathBuf::new(); 0]);
+        assert_eq!(marked(&folder), Vec::<PathBuf>::new());
         std::fs::remove_dir_all(&folder).unwrap();
     }
 }
@@ -277,7 +277,7 @@ async fn one_hostile_value_reaches_nothing_and_breaks_nothing() {
     });
     assert_eq!(
         own.collect::<Vec<_>>(),
-        [PathBuf::new(); 0],
+        Vec::<PathBuf>::new(),
         "files beside the attempts"
     );
     let refused_in_all: usize = refused.values().sum();

@@ -147,10 +147,13 @@ impl Lab {
 
     /// Submits a job that trains: what is said of its end goes by its checkpoints.
     pub(crate) async fn submit_training(&self) -> String {
+        let store = RemoteBlobs::new(&self.clients().await);
         let request = v1::SubmitRequest {
             config_text: "job: extension".into(),
             config_format: "yaml".into(),
-            job_json: r#"{"job":"extension","name":"n"}"#.into(),
+            // What it runs is up to the script that takes the part of its child.
+            job_json: JOB.replacen("generate", "extension", 1),
+            inputs: HashMap::from([("model".to_owned(), put_model(&store).await.to_hex())]),
             ..v1::SubmitRequest::default()
         };
         let submitted = self.clients().await.jobs.submit(request).await.unwrap();
