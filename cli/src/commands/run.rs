@@ -101,9 +101,7 @@ pub async fn run_embedded(
         let read = config::read(ui, path, options.name.as_deref(), &options.changes, directory);
         let read = read.and_then(|loaded| config::refuse_special_files(&loaded, directory).map(|()| loaded));
         let checked = match read {
-            Ok(loaded) => preflight::open_with(ui, &loaded, directory, true)
-                .await
-                .map(|()| loaded),
+            Ok(loaded) => preflight::open_with(ui, &loaded, directory, true).await.map(|_| loaded),
             Err(failure) => Err(failure),
         };
         match checked {

@@ -12,7 +12,7 @@ use crate::members::{is_array, watch_array};
 use crate::output::format::{printable, size};
 use crate::output::{Format, Ui};
 use crate::paths::expand;
-use crate::preflight;
+use crate::preflight::{self, Commits};
 use crate::sweep::{self, Sweep};
 use crate::trace::Submitting;
 use crate::upload::{Staged, Upload, stage};
@@ -39,21 +39,29 @@ const TRIES: u32 = 5;
 
 pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult {
     let ui = context.ui(args.no_progress);
-    let jobs = read_all(&ui, context, &args)?;
+    let mut jobs = read_all(&ui, context, &args)?;
     let Some(first) = jobs.first().cloned() else {
         return Err(Failure::failed("there is nothing to submit"));
     };
-    // Before anything is sent for it.
-    let json: Vec<String> = jobs
-        .iter()
-        .map(|job| job_json(&job.loaded, &args.config))
-        .collect::<Result<_, _>>()?;
     if args.dry_run {
         let text = args.config.as_path();
         return validate::show(context, &ui, text, &first.loaded, Vec::new(), args.json).await;
     }
     let inputs = inputs_of_all(&ui, context, &jobs)?;
-    check_all(&ui, context, &jobs).await?;
+    let commits = check_all(&ui, context, &jobs).await?;
+    for job in &mut jobs {
+        // Every attempt works with the model as it is now.
+        let named: Vec<Input> = job.loaded.spec.repositories(|path| inputs.contains_key(path)).collect();
+        let pinned = named
+            .into_iter()
+            .filter_map(|input| commits.get_key_value(&input.config_path));
+        job.loaded.spec.revisions = pinned.map(|(repo, commit)| (repo.clone(), commit.clone())).collect();
+    }
+    // Before anything is sent for it.
+    let json: Vec<String> = jobs
+        .iter()
+        .map(|job| job_json(&job.loaded, &args.config))
+        .collect::<Result<_, _>>()?;
     let owner = owner(args.user.as_deref())?;
     let trace = Submitting::begin();
     let api = context.api().await?.part_of(trace.context());
@@ -133,6 +141,9 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
         let sent: Vec<_> = sent.iter().map(staged_json).collect();
         let mut line =
             json!({ "id": submitted.job, "name": submitted.name, "existed": submitted.existed, "inputs": sent });
+        if !commits.is_empty() {
+            line["revisions"] = json!(commits);
+        }
         if let Some(array) = &job.array {
             line["array"] = json!({ "size": array.size, "at_most": array.at_most, "split": array.split });
         }
@@ -266,17 +277,19 @@ fn read_one(
 }
 
 /// Says what is known of the data and refuses what cannot work, before anything is sent.
-async fn check_all(ui: &Ui, context: &Context, jobs: &[Job]) -> Result<(), Failure> {
+/// The answer has the commits of the models that are fetched from the hub.
+async fn check_all(ui: &Ui, context: &Context, jobs: &[Job]) -> Result<Commits, Failure> {
+    let mut commits = Commits::new();
     let mut seen: Vec<Vec<Input>> = Vec::new();
     for job in jobs {
         // Members mostly read the same.
         let inputs = job.loaded.spec.inputs();
         if !seen.contains(&inputs) {
-            preflight::open_with(ui, &job.loaded, &context.directory, false).await?;
+            commits.extend(preflight::open_with(ui, &job.loaded, &context.directory, false).await?);
             seen.push(inputs);
         }
     }
-    Ok(())
+    Ok(commits)
 }
 
 fn inputs_of_all(ui: &Ui, context: &Context, jobs: &[Job]) -> Result<BTreeMap<String, PathBuf>, Failure> {

@@ -13,6 +13,8 @@ use crate::failure::Failure;
 use crate::output::Ui;
 use crate::output::format::printable;
 use aitk_common::job::LoadedJob;
+use aitk_common::job::repository::is_commit;
+use std::collections::BTreeMap;
 use std::path::Path;
 
 /// Refuses models that no engine here runs, and says what could not be checked.
@@ -32,7 +34,7 @@ pub async fn check_models(ui: &Ui, loaded: &LoadedJob, directory: &Path) -> Resu
 ///
 /// # Errors
 /// When there is a problem that would end the job.
-pub async fn open_with(ui: &Ui, loaded: &LoadedJob, directory: &Path, short: bool) -> Result<(), Failure> {
+pub async fn open_with(ui: &Ui, loaded: &LoadedJob, directory: &Path, short: bool) -> Result<Commits, Failure> {
     let report = Report::of(loaded, Vec::new(), directory).await;
     for line in report.summary() {
         ui.notice(&printable(&line));
@@ -43,8 +45,16 @@ pub async fn open_with(ui: &Ui, loaded: &LoadedJob, directory: &Path, short: boo
     for warning in report.data_warnings(short) {
         ui.warn(&printable(&warning));
     }
-    refuse(report.problems())
+    refuse(report.problems())?;
+    let commits = report
+        .models
+        .into_iter()
+        .filter_map(|model| Some((model.path, model.commit?)));
+    Ok(commits.filter(|(_, commit)| is_commit(commit)).collect())
 }
+
+/// Repositories of models that are not on this machine -> the commit that the hub has now.
+pub type Commits = BTreeMap<String, String>;
 
 fn refuse(mut problems: Vec<String>) -> Result<(), Failure> {
     problems.dedup();

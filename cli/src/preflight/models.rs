@@ -4,7 +4,6 @@ use crate::commands::env;
 use crate::paths::expand;
 use aitk_common::hub::{HubError, HubReader};
 use aitk_common::job::arch::ArchName;
-use aitk_common::job::repository::is_repository;
 use aitk_common::job::{InputKind, JobSpec};
 use aitk_common::model_files::{Identity, Inventory, check, identify};
 use serde::Serialize;
@@ -55,10 +54,10 @@ pub(super) async fn look(spec: &JobSpec, directory: &Path) -> Vec<ModelReport> {
         if local.exists() {
             let files = tokio::task::spawn_blocking(move || Inventory::open(&local)).await;
             report.judge(&files.unwrap_or_default(), arch);
-        } else if is_repository(&input.config_path) && arch.is_some() {
+        } else if input.may_be_repository() {
             match found
                 .iter()
-                .find(|other| other.path == report.path && other.key.ends_with("model.name_or_path"))
+                .find(|other| other.path == report.path && other.key.ends_with("model.name_or_path") == arch.is_some())
             {
                 Some(other) => {
                     report = ModelReport {

@@ -148,8 +148,26 @@ async fn a_model_of_another_family_is_refused_before_anything_is_sent() {
         err(&sent)
     );
     assert!(err(&sent).contains("1 of 4 images have no caption"), "{}", err(&sent));
+
+    // A model of the hub is the one of this moment, for every attempt.
+    training(&home, "hubbed", "org/model", 10, "");
+    let mut command = home.aitk();
+    command
+        .args(["submit", "hubbed.yaml", "--json"])
+        .env("AITK_SERVER", coordinator.url())
+        .env("AITK_TOKEN", &coordinator.token)
+        .env("HF_ENDPOINT", hub(r#"{"_class_name": "StableDiffusionPipeline"}"#));
+    let pinned = tokio::task::spawn_blocking(move || command.output().unwrap())
+        .await
+        .unwrap();
+    assert_eq!(code(&pinned), 0, "{}", err(&pinned));
+    let pinned: serde_json::Value = serde_json::from_str(&out(&pinned)).unwrap();
+    assert_eq!(pinned["revisions"], serde_json::json!({ "org/model": COMMIT }));
     coordinator.shutdown().await;
 }
+
+/// What the hub's `main` is.
+const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
 /// A hub with one repository, `org/model`, whose only file is this `model_index.json`. It serves as long as the program.
 fn hub(index: &'static str) -> String {
@@ -162,10 +180,10 @@ fn hub(index: &'static str) -> String {
             let head = String::from_utf8_lossy(&head[..read]).into_owned();
             let body = if head.starts_with("GET /api/models/org/model/") {
                 format!(
-                    r#"{{"sha":"abc123","siblings":[{{"rfilename":"model_index.json","size":{}}}]}}"#,
+                    r#"{{"sha":"{COMMIT}","siblings":[{{"rfilename":"model_index.json","size":{}}}]}}"#,
                     index.len()
                 )
-            } else if head.starts_with("GET /org/model/resolve/abc123/model_index.json") {
+            } else if head.starts_with(&format!("GET /org/model/resolve/{COMMIT}/model_index.json")) {
                 index.to_owned()
             } else {
                 let _ = stream.write_all(b"HTTP/1.1 404 x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
@@ -202,7 +220,7 @@ fn a_model_of_the_hub_is_told_from_its_small_files() {
         "{flux}"
     );
     let (exit, sd) = validate(&hub(r#"{"_class_name": "StableDiffusionPipeline"}"#));
-    assert_eq!((exit, &sd["models"][0]["commit"]), (0, &"abc123".into()), "{sd}");
+    assert_eq!((exit, &sd["models"][0]["commit"]), (0, &COMMIT.into()), "{sd}");
     // A hub that is not there keeps nobody from going on.
     let (exit, away) = validate("http://127.0.0.1:1");
     assert_eq!(exit, 0, "{away}");
