@@ -1,7 +1,11 @@
 //! Attacks from inside: this test program, run once more, confines itself as an attempt does and tries what is forbidden.
 //! Each trial is one call, and each must fail for lack of permission.
 
-#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a test; its confined process answers on standard output")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "a test; its confined process answers on standard output"
+)]
 
 use super::{Rules, enter, measure};
 use aitk_common::capability::DeviceKind;
