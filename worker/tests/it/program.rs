@@ -175,8 +175,14 @@ async fn an_attempt_without_a_specification_says_so() {
 async fn a_failed_attempt_names_files_as_its_config_does() {
     let folder = tempfile::tempdir().unwrap();
     let staged = folder.path().join("cache/trees/ab12");
-    std::fs::create_dir_all(&staged).unwrap();
-    std::fs::write(staged.join("model_index.json"), "{").unwrap();
+    std::fs::create_dir_all(staged.join("unet")).unwrap();
+    // A model that is known, with a part that cannot be read.
+    std::fs::write(
+        staged.join("model_index.json"),
+        r#"{"_class_name": "StableDiffusionPipeline"}"#,
+    )
+    .unwrap();
+    std::fs::write(staged.join("unet/config.json"), r#"{"cross_attention_dim": "wide"}"#).unwrap();
     let text = "job: generate\nconfig:\n  name: a\n  process:\n    - type: to_folder\n      output_folder: out\n      \
                 model: {name_or_path: ~/models/mine}\n      generate: {prompts: [a cat]}\n";
     let format = serde_json::from_value(serde_json::json!("yaml")).unwrap();
@@ -217,7 +223,7 @@ async fn a_failed_attempt_names_files_as_its_config_does() {
         panic!("{outcome:?}");
     };
     assert!(
-        message.contains("~/models/mine/model_index.json") && !message.contains("ab12"),
+        message.contains("~/models/mine/") && !message.contains("ab12"),
         "{message}"
     );
 }

@@ -24,6 +24,10 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 pub(crate) const JOB: &str = r#"{"job":"generate","name":"n","meta":{},"config":{},"cluster":{},"process":[{"type":"to_folder","kind":{"generate":{
     "output_folder":"out","model":{"name_or_path":"model"},"generate":{"prompts":["a cat"]}}}}]}"#;
 
+/// A job that trains.
+const TRAINING: &str = r#"{"job":"extension","name":"n","meta":{},"config":{},"cluster":{},"process":[{"type":"sd_trainer","kind":{"train":{
+    "training_folder":"out","model":{"arch":"sd1","name_or_path":"model","dtype":"float32"},"network":{},"datasets":[{"folder_path":"data"}]}}}]}"#;
+
 /// Stores what passes for a model where scripts take the part of children; its snapshot.
 pub(crate) async fn put_model(store: &dyn BlobStore) -> ContentHash {
     let content = b"a model".as_slice();
@@ -148,12 +152,13 @@ impl Lab {
     /// Submits a job that trains: what is said of its end goes by its checkpoints.
     pub(crate) async fn submit_training(&self) -> String {
         let store = RemoteBlobs::new(&self.clients().await);
+        let input = put_model(&store).await.to_hex();
         let request = v1::SubmitRequest {
             config_text: "job: extension".into(),
             config_format: "yaml".into(),
-            // What it runs is up to the script that takes the part of its child.
-            job_json: JOB.replacen("generate", "extension", 1),
-            inputs: HashMap::from([("model".to_owned(), put_model(&store).await.to_hex())]),
+            job_json: TRAINING.into(),
+            // What is done with them is up to the script that takes the part of its child.
+            inputs: HashMap::from([("model".to_owned(), input.clone()), ("data".to_owned(), input)]),
             ..v1::SubmitRequest::default()
         };
         let submitted = self.clients().await.jobs.submit(request).await.unwrap();
