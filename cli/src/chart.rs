@@ -187,11 +187,11 @@ mod tests {
         let first = |line: &String| line.find(['*', '.'].as_slice());
         assert!(first(&lines[0]) < first(&lines[HEIGHT - 1]), "{lines:#?}");
         assert!(
-            lines[HEIGHT + 1].contains("step") && lines[HEIGHT + 1].contains("500"),
+            lines[HEIGHT + 1].contains("step") && lines[HEIGHT + 1].contains("400"),
             "{lines:#?}"
         );
         assert!(
-            lines.iter().any(|line| line.trim_start().starts_with("0.5 +")),
+            lines.iter().any(|line| line.trim_start().starts_with("0.4 +")),
             "{lines:#?}"
         );
     }

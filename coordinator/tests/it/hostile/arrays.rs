@@ -3,7 +3,7 @@
 
 use super::{Besieged, view};
 use crate::access;
-use crate::support::{FakeWorker, held, input, submission, within};
+use crate::support::{FakeWorker, held, input, job_json, submission, within};
 use aitk_common::attempt::Outcome;
 use aitk_common::control::{HeldAttempt, JobState, ToWorker, Verdict};
 use aitk_proto::v1;
@@ -29,9 +29,9 @@ fn array(inputs: usize, path: usize) -> v1::SubmitArrayRequest {
             .collect(),
         ..v1::SubmitRequest::from(submission("shared"))
     };
-    let filler = "x".repeat(OWN - 100);
+    let filler = "x".repeat(OWN - 300);
     let members = (0..MEMBERS).map(|number| v1::ArrayMember {
-        job_json: format!(r#"{{"job":"extension","name":"m{number}","process":[],"meta":{{"filler":"{filler}"}}}}"#),
+        job_json: job_json(&format!("m{number}"), "").replacen("{}", &format!(r#"{{"filler":"{filler}"}}"#), 1),
         twin: 0,
     });
     v1::SubmitArrayRequest {

@@ -100,6 +100,18 @@ impl Besieged {
         )
     }
 
+    /// Connections to the coordinator's port that both sides have open; none where the kernel does not say.
+    fn connections(&self) -> Option<usize> {
+        const ESTABLISHED: &str = "01";
+        let local = format!("0100007F:{:04X}", self.daemon.address().port());
+        let table = std::fs::read_to_string("/proc/net/tcp").ok()?;
+        let rows = table.lines().filter(|row| {
+            let mut columns = row.split_whitespace().skip(1);
+            columns.next() == Some(&local) && columns.nth(1) == Some(ESTABLISHED)
+        });
+        Some(rows.count())
+    }
+
     fn has_not_grown(&self, before: Option<u64>, by: u64) {
         if let (Some(before), Some(now)) = (before, self.memory()) {
             assert!(now <= before + by, "{before} bytes grew to {now}");

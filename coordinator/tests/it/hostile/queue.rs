@@ -304,7 +304,7 @@ async fn many_waiting_jobs_with_long_names_leave_lists_and_names_as_they_were() 
     let (ada, eve) = (besieged.submitter("ada").await, besieged.submitter("eve").await);
     let admin = besieged.daemon.clients().await;
     for array in 0..3 {
-        let name = |member: usize| format!("{array}-{member:04}-{}", "n".repeat(240));
+        let name = |member: usize| format!("{array}-{member:04}-{}", "n".repeat(180));
         let members = (0..1000).map(|member| v1::ArrayMember {
             job_json: named(&name(member), r#""labels":{"no":"where"}"#).job_json,
             twin: 0,

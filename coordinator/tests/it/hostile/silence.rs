@@ -71,11 +71,11 @@ async fn a_connection_that_showed_a_token_may_be_silent() {
     within(clients.jobs.clone().info(v1::InfoRequest {})).await.unwrap();
     // Longer than a stranger would have.
     let stranger = within(TcpStream::connect(besieged.daemon.address())).await.unwrap();
-    let began = besieged.files();
+    let began = besieged.connections();
     within(hung_up(stranger)).await;
     // Only the stranger's is gone, and the call goes over the one that is left.
-    if let (Some(before), Some(now)) = (began, besieged.files()) {
-        assert!(now + 1 >= before, "{before} files became {now}");
+    if let (Some(before), Some(now)) = (began, besieged.connections()) {
+        assert_eq!((before, now), (2, 1));
     }
     within(clients.jobs.clone().info(v1::InfoRequest {})).await.unwrap();
 }

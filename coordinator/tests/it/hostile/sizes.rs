@@ -2,7 +2,7 @@
 //! of the worker that should have had them goes on.
 
 use super::{Besieged, view};
-use crate::support::{FakeWorker, eventually, held, input, submission, within};
+use crate::support::{FakeWorker, eventually, held, input, job_json, submission, within};
 use aitk_common::attempt::Outcome;
 use aitk_common::control::{JobState, Verdict};
 use aitk_proto::v1;
@@ -15,10 +15,7 @@ async fn a_job_whose_assignment_no_worker_would_take_is_refused() {
     let hash = input().id().to_hex();
     let request = |inputs: usize| v1::SubmitRequest {
         config_text: "x".repeat(4 << 20),
-        job_json: format!(
-            r#"{{"job":"extension","name":"wide","process":[],"meta":"{}"}}"#,
-            "y".repeat((4 << 20) - 100)
-        ),
+        job_json: job_json("wide", "").replacen("{}", &format!(r#"{{"filler":"{}"}}"#, "y".repeat((4 << 20) - 300)), 1),
         inputs: (0..inputs)
             .map(|number| (format!("./{}/{number}", "d".repeat(800)), hash.clone()))
             .collect(),
