@@ -37,6 +37,8 @@ const NO_INPUTS: &[(&str, &[&str])] = &[
             "job.meta",
             "cluster.labels",
             "cluster.after",
+            "cluster.after_any",
+            "cluster.after_failed",
             "process.trigger_word",
             "datasets.trigger_word",
             "datasets.default_caption",

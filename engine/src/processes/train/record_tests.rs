@@ -2,6 +2,7 @@
 
 use super::tests::{go, losses, spec, stop_at, trainer};
 use aitk_common::attempt::{ChildEvent, Outcome};
+use aitk_common::job::JobSpec;
 use aitk_common::step_metrics::{LOG_FILE, METRICS_FILE, PLOT_FILE, StepMetrics, read};
 use std::fs::File;
 use std::path::Path;
@@ -60,6 +61,11 @@ fn an_interrupted_run_has_the_steps_and_the_curve_of_one_that_was_not() {
     // On another machine, from an earlier checkpoint alone.
     let other = tempfile::tempdir().unwrap();
     let mut elsewhere = spec(trainer(straight.path(), 9));
+    // Staged where they lie: a job that is not local reads its inputs only.
+    let job: JobSpec = serde_json::from_value(elsewhere.job.clone()).unwrap();
+    elsewhere.inputs = (job.inputs().into_iter())
+        .map(|input| (input.config_path.clone(), input.config_path.into()))
+        .collect();
     elsewhere.output_root = Some(other.path().join("out"));
     elsewhere.resume_from = Some(straight.path().join("out/tiny/.aitk/checkpoints/step_000000008"));
     assert_eq!(go(&elsewhere).0, Outcome::Completed);
