@@ -178,6 +178,16 @@ impl Api {
         reply.try_into().map_err(impossible)
     }
 
+    /// What a job was submitted as.
+    ///
+    /// # Errors
+    /// As [`status_failure`].
+    pub async fn submission(&self, id: &JobId) -> Result<Submission, Failure> {
+        let call = |mut jobs: Jobs, request| async move { jobs.submission(request).await };
+        let request = v1::GetJobRequest { job_id: id.to_string() };
+        self.call(request, call).await?.try_into().map_err(impossible)
+    }
+
     /// Jobs: active ones, then ended ones; an array is one of them. `limit` 0 leaves it to the coordinator.
     ///
     /// # Errors

@@ -7,7 +7,7 @@ use crate::output::format::printable;
 use crate::paths::expand;
 use aitk_common::fsutil::regular;
 use aitk_common::job::change::Change;
-use aitk_common::job::{InputKind, JobError, LoadOptions, LoadedJob, dotenv, env_with, load};
+use aitk_common::job::{Input, InputKind, JobError, JobSpec, LoadOptions, LoadedJob, dotenv, env_with, load};
 use std::path::Path;
 
 /// How a config is read.
@@ -145,16 +145,16 @@ fn refuse_placeholders(loaded: &LoadedJob) -> Result<(), Failure> {
 ///
 /// # Errors
 /// With the place of each in the config.
-pub fn refuse_special_files(loaded: &LoadedJob, directory: &Path) -> Result<(), Failure> {
+pub fn refuse_special_files(spec: &JobSpec, inputs: &[Input], directory: &Path) -> Result<(), Failure> {
     let env = |name: &str| std::env::var(name).ok();
     let mut lines: Vec<String> = Vec::new();
-    for input in loaded.spec.inputs() {
+    for input in inputs {
         let Ok(info) = std::fs::metadata(expand(&input.config_path, directory, &env)) else {
             continue;
         };
         if let Some(what) = regular::special(info.file_type()) {
             let message = format!("'{}' is {what}, not a file or folder", input.config_path);
-            lines.push(printable(&loaded.spec.finding(input.key, message).to_string()));
+            lines.push(printable(&spec.finding(input.key.clone(), message).to_string()));
         }
     }
     if lines.is_empty() {

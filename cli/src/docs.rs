@@ -25,6 +25,23 @@ say what to do.
 Which coordinator: flag, then environment, then `./aitk.yaml`, then the user file `~/.config/aitk/config.yaml`
 (`$XDG_CONFIG_HOME`), then a running `aitk up` of this user. The files hold `server:`, `token_file:` and `ca_file:`, never a
 token. A server named by `./aitk.yaml` gets no token from the user file: somebody else may have made that folder.
+
+## Being told that a job has ended
+
+`run`, `submit --follow`, `clone --follow`, `watch` and `wait` tell you when the job that they follow has ended. To have a
+program of yours run, give `--notify-command`. To have a message posted, to a chat for instance, give its address: with
+`--notify-url`, in `AITK_NOTIFY_URL`, or once and for all as `notify_url: https://…` in the user file, which then must have mode
+0600, because such an address is as good as a password.
+
+What is posted is JSON: `text` and `content` hold the same line (`my_lora (j3f2a…) completed after 2h 10m`), for chat services
+that show one or the other; `job` holds `id`, `name`, `kind`, `owner`, `state`, `reason`, `created`, `started`, `ended`, `seconds` and
+`checkpoint_step`. No config, no log and no path of an input is sent. What may work the next time is tried three times; that nobody
+could be told is a warning and does not change the exit code.
+
+Your own command posts it, never a coordinator or a worker, and neither a config nor `./aitk.yaml` has a say in where. Only `https://`
+is taken, no redirection is followed, no proxy is used, and an address of a private network (loopback, `10.0.0.0/8`, `192.168.0.0/16`,
+link-local ones and the like, in whatever form it is written or looked up) is refused. For a server of your own in your own network,
+write `notify_private: true` into the user file, or set `AITK_NOTIFY_PRIVATE=1`; then `http://` is taken, too.
 ";
 
 /// The whole document.

@@ -186,7 +186,7 @@ impl<'a> Renderer<'a> {
                 if let Some(line) = log_line(&event.body) {
                     match self.logs_to {
                         LogsTo::Stdout => self.ui.data(&line)?,
-                        LogsTo::Stderr => self.ui.notice(&line),
+                        LogsTo::Stderr => self.ui.log_line(&line),
                     }
                 }
             }

@@ -1,12 +1,14 @@
 //! Which coordinator, which token, and where each of them was said.
 //!
-//! Precedence: flag > environment > `./aitk.yaml` > user file > a running `aitk up`.
+//! Precedence: flag > environment > `./aitk.yaml` > user file > a running `aitk up`. Where a webhook is: flag > environment > user
+//! file; `./aitk.yaml`, which somebody else may have written, has no say in that.
 
 use crate::failure::Failure;
 use crate::paths::{Paths, expand};
 use aitk_common::fsutil;
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 /// Where a setting comes from.
@@ -142,6 +144,76 @@ struct FileSettings {
     server: Option<String>,
     token_file: Option<String>,
     ca_file: Option<String>,
+    notify_url: Option<String>,
+    notify_private: Option<String>,
+}
+
+/// Where this user wants to be told that a job has ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NotifyUrl {
+    /// The address, which often holds a secret.
+    pub url: Secret,
+    /// Also without TLS, and in networks of one's own.
+    pub private: bool,
+    /// Where it was said.
+    pub origin: Origin,
+}
+
+impl NotifyUrl {
+    /// Looks at the flag, `AITK_NOTIFY_URL`, and `notify_url:` of the user file; at `AITK_NOTIFY_PRIVATE` and `notify_private:`
+    /// for whether private addresses are allowed.
+    ///
+    /// # Errors
+    /// When the user file cannot be read or understood, or others may read the address in it.
+    pub fn resolve(
+        flag: Option<&str>,
+        env: &dyn Fn(&str) -> Option<String>,
+        paths: &Paths,
+    ) -> Result<Option<Self>, Failure> {
+        let env = |name: &str| env(name).filter(|value| !value.trim().is_empty());
+        let path = paths.user_config();
+        let user = read_file(&path)?;
+        let url = setting(flag.map(str::to_owned), || Origin::Flag("--notify-url"))
+            .or_else(|| setting(env("AITK_NOTIFY_URL"), || Origin::Env("AITK_NOTIFY_URL")))
+            .or_else(|| setting(user.notify_url.clone(), || Origin::User(path.clone())));
+        let Some(Setting { value, origin }) = url else {
+            return Ok(None);
+        };
+        if matches!(origin, Origin::User(_)) {
+            refuse_exposed(&path)?;
+        }
+        let (text, from) = match env("AITK_NOTIFY_PRIVATE") {
+            Some(text) => (Some(text), "AITK_NOTIFY_PRIVATE".to_owned()),
+            None => (user.notify_private, format!("{}: notify_private", path.display())),
+        };
+        let private = match text.as_deref().map(str::trim) {
+            Some("true" | "yes" | "1") => true,
+            None | Some("false" | "no" | "0") => false,
+            Some(_) => return Err(Failure::usage(format!("{from}: expected true or false"))),
+        };
+        Ok(Some(Self {
+            url: Secret::new(value),
+            private,
+            origin,
+        }))
+    }
+}
+
+/// The address of a webhook is as good as a password: whoever knows it writes into the chat that it leads to.
+fn refuse_exposed(path: &Path) -> Result<(), Failure> {
+    let mode = std::fs::metadata(path)
+        .map_err(|error| Failure::file("read", path, &error))?
+        .permissions()
+        .mode();
+    if mode & 0o077 == 0 {
+        return Ok(());
+    }
+    Err(Failure::failed(format!(
+        "{} holds notify_url, and others may read it (mode {:03o})",
+        path.display(),
+        mode & 0o777
+    ))
+    .hint(format!("chmod 600 {}", path.display())))
 }
 
 impl Settings {
@@ -159,6 +231,16 @@ impl Settings {
         let project_path = directory.join("aitk.yaml");
         let user_path = paths.user_config();
         let project = read_file(&project_path)?;
+        if project.notify_url.is_some() || project.notify_private.is_some() {
+            return Err(Failure::failed(format!(
+                "{}: notify_url and notify_private are settings of the user file",
+                project_path.display()
+            ))
+            .hint(format!(
+                "whoever made this folder does not choose whom your commands tell; move them to {}",
+                user_path.display()
+            )));
+        }
         let user = read_file(&user_path)?;
         let project_dir = directory.to_path_buf();
         let user_dir = user_path.parent().unwrap_or(directory).to_path_buf();
@@ -254,7 +336,7 @@ impl Settings {
 /// # Errors
 /// When the file cannot be read, understood or written.
 pub fn remember(path: &Path, settings: &[(&str, Option<String>)]) -> Result<(), Failure> {
-    read_file(path)?;
+    let private = read_file(path)?.notify_url.is_some();
     let old = match std::fs::read_to_string(path) {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
@@ -277,7 +359,11 @@ pub fn remember(path: &Path, settings: &[(&str, Option<String>)]) -> Result<(), 
         }
     }
     let write = |out: &mut std::io::BufWriter<&std::fs::File>| std::io::Write::write_all(out, text.as_bytes());
-    fsutil::write_atomic(path, write).map_err(|error| Failure::file("write", path, error.io()))
+    let written = match private {
+        true => fsutil::write_private(path, text.as_bytes()),
+        false => fsutil::write_atomic(path, write),
+    };
+    written.map_err(|error| Failure::file("write", path, error.io()))
 }
 
 fn setting<T>(value: Option<T>, origin: impl FnOnce() -> Origin) -> Option<Setting<T>> {
@@ -295,7 +381,7 @@ fn read_file(path: &Path) -> Result<FileSettings, Failure> {
     };
     parse_file(&text).map_err(|(line, problem)| {
         Failure::failed(format!("{}:{line}: {problem}", path.display()))
-            .hint("expected lines `server: URL`, `token_file: PATH`, `ca_file: PATH`")
+            .hint("expected lines `server: URL`, `token_file: PATH`, `ca_file: PATH`; in the user file also `notify_url: URL` and `notify_private: true`")
     })
 }
 
@@ -319,6 +405,8 @@ fn parse_file(text: &str) -> Result<FileSettings, (usize, String)> {
             "server" => &mut settings.server,
             "token_file" => &mut settings.token_file,
             "ca_file" => &mut settings.ca_file,
+            "notify_url" => &mut settings.notify_url,
+            "notify_private" => &mut settings.notify_private,
             "token" => {
                 let problem = "a token does not belong into a settings file; put it alone into a file of mode \
                                0600 and name that with `token_file`";
@@ -490,6 +578,53 @@ mod tests {
             let failure = place.resolve(&Flags::default()).unwrap_err();
             assert!(failure.message.contains(wanted), "{text:?}: {}", failure.message);
         }
+    }
+
+    #[test]
+    fn only_the_user_says_who_is_told() {
+        let mut place = Place::new();
+        let url = |place: &Place, flag| {
+            let env = |name: &str| place.env.get(name).cloned();
+            let found = NotifyUrl::resolve(flag, &env, &Paths::from_env(&env));
+            found.map(|found| found.map(|found| (found.url.expose().to_owned(), found.private)))
+        };
+        assert_eq!(url(&place, None).unwrap(), None);
+        let path = place.dir.path().join("home/.config/aitk/config.yaml");
+        place.write(
+            "home/.config/aitk/config.yaml",
+            "notify_url: https://user/secret\nnotify_private: true\n",
+        );
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o644)).unwrap();
+        let exposed = url(&place, None).unwrap_err().render(false);
+        assert!(
+            exposed.contains("chmod 600") && !exposed.contains("secret"),
+            "{exposed}"
+        );
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o600)).unwrap();
+        assert_eq!(
+            url(&place, None).unwrap(),
+            Some(("https://user/secret".to_owned(), true))
+        );
+        // What `aitk login` writes keeps it, and keeps it private.
+        remember(&path, &[("server", Some("https://new:1".to_owned()))]).unwrap();
+        assert_eq!(
+            url(&place, None).unwrap(),
+            Some(("https://user/secret".to_owned(), true))
+        );
+
+        place.env.insert("AITK_NOTIFY_URL".to_owned(), "https://env".to_owned());
+        place.env.insert("AITK_NOTIFY_PRIVATE".to_owned(), "0".to_owned());
+        assert_eq!(url(&place, None).unwrap(), Some(("https://env".to_owned(), false)));
+        assert_eq!(
+            url(&place, Some("https://flag")).unwrap(),
+            Some(("https://flag".to_owned(), false))
+        );
+        place.env.insert("AITK_NOTIFY_PRIVATE".to_owned(), "perhaps".to_owned());
+        assert_eq!(url(&place, None).unwrap_err().exit.code(), 2);
+
+        place.write("aitk.yaml", "notify_url: https://evil\n");
+        let refused = place.resolve(&Flags::default()).unwrap_err();
+        assert!(refused.message.contains("settings of the user file"), "{refused}");
     }
 
     #[test]

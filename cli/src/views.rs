@@ -1,10 +1,13 @@
 //! Jobs, workers and artifacts as tables and as JSON.
 
+use crate::args::WorkerState;
 use crate::exit::Exit;
 use crate::output::format::{ago, duration, gib, number, rate, rfc3339, size};
 use crate::output::{Column, Table};
 use aitk_common::capability::DeviceRef;
-use aitk_common::control::{Artifact, AttemptState, JobEvent, JobState, JobView, UnixMillis, WorkerView};
+use aitk_common::control::{
+    Artifact, AttemptState, JobEvent, JobState, JobView, UnixMillis, WorkerDeviceView, WorkerView,
+};
 use jiff::Timestamp;
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -157,67 +160,89 @@ pub fn jobs_table(jobs: &[JobView], now: Timestamp, full_ids: bool) -> Table {
     table
 }
 
-/// The table of `aitk workers`: a row per device.
+/// What a device of a worker does, in one word; none: it is idle.
+#[must_use]
+pub fn slot_states(worker: &WorkerView, slot: Option<&WorkerDeviceView>) -> Vec<WorkerState> {
+    let busy = slot.is_some_and(|slot| !slot.jobs.is_empty());
+    let states = [
+        (!worker.connected, WorkerState::Away),
+        (worker.leaving, WorkerState::Leaving),
+        (slot.is_some_and(|slot| slot.quarantined), WorkerState::Quarantined),
+        (worker.drained, WorkerState::Drained),
+        (busy && worker.connected, WorkerState::Running),
+    ];
+    let found: Vec<WorkerState> = states
+        .into_iter()
+        .filter(|(is, _)| *is)
+        .map(|(_, state)| state)
+        .collect();
+    match (found.is_empty(), slot) {
+        (true, Some(_)) => vec![WorkerState::Idle],
+        _ => found,
+    }
+}
+
+/// What there is to say of a device beside its state: what runs there, why it gets no work, since when it is away.
+fn slot_detail(worker: &WorkerView, slot: Option<&WorkerDeviceView>, length: usize, now: Timestamp) -> String {
+    let mut parts = Vec::new();
+    let runs: Vec<&str> = slot
+        .iter()
+        .flat_map(|slot| &slot.jobs)
+        .map(|job| short_id(job.as_str(), length))
+        .collect();
+    if !worker.connected {
+        parts.push(format!("last seen {}", ago(moment(worker.last_seen), now)));
+    }
+    if !runs.is_empty() {
+        parts.push(format!("runs {}", runs.join(" ")));
+    }
+    if let Some(slot) = slot.filter(|slot| slot.quarantined && !slot.quarantine_reason.is_empty()) {
+        parts.push(slot.quarantine_reason.clone());
+    }
+    parts.join("; ")
+}
+
+/// The table of `aitk workers`: a row per device, and below it what does not fit beside it.
 #[must_use]
 pub fn workers_table(workers: &[WorkerView], now: Timestamp) -> Table {
-    let mut table = Table::new(&[
+    let columns = [
         Column::text("WORKER", 10),
         Column::text("DEVICE", 14),
         Column::number("BUDGET"),
         Column::number("MEMORY"),
         Column::fixed("PROFILE"),
-        Column::text("STATE", 14),
-    ]);
+        Column::fixed("STATE"),
+    ];
+    let mut table = Table::with_notes(&columns, "DETAIL");
     let length = id_length(
         workers
             .iter()
             .flat_map(|w| &w.devices)
             .flat_map(|d| d.jobs.iter().map(|id| id.as_str())),
     );
+    let state = |worker: &WorkerView, slot: Option<&WorkerDeviceView>| {
+        let words: Vec<&str> = slot_states(worker, slot).into_iter().map(WorkerState::name).collect();
+        match words.is_empty() {
+            true => "no device".to_owned(),
+            false => words.join(", "),
+        }
+    };
     for worker in workers {
-        let away = (!worker.connected).then(|| format!("away, {}", ago(moment(worker.last_seen), now)));
         if worker.devices.is_empty() {
-            let state = away.clone().unwrap_or_else(|| "no device".to_owned());
-            table.row([
-                worker.name.clone(),
-                "-".into(),
-                "-".into(),
-                "-".into(),
-                "-".into(),
-                state,
-            ]);
+            let none = || "-".to_owned();
+            table.row([worker.name.clone(), none(), none(), none(), none(), state(worker, None)]);
+            table.note(&slot_detail(worker, None, length, now));
         }
         for slot in &worker.devices {
-            let runs: Vec<&str> = slot.jobs.iter().map(|job| short_id(job.as_str(), length)).collect();
-            let mut state = match (&away, runs.is_empty()) {
-                (Some(away), _) => vec![away.clone()],
-                (None, false) => vec![format!("runs {}", runs.join(" "))],
-                (None, true) => Vec::new(),
-            };
-            for (is, word) in [(worker.leaving, "leaving"), (worker.drained, "drained")] {
-                if is {
-                    state.push(word.to_owned());
-                }
-            }
-            if slot.quarantined {
-                state.push(match slot.quarantine_reason.as_str() {
-                    "" => "quarantined".to_owned(),
-                    reason => format!("quarantined: {reason}"),
-                });
-            }
-            let state = if state.is_empty() {
-                "idle".to_owned()
-            } else {
-                state.join(", ")
-            };
             table.row([
                 worker.name.clone(),
                 format!("{} {}", device(slot.device.device), slot.device.name),
                 gib(slot.device.memory_budget),
                 gib(slot.device.memory_total),
                 slot.device.profile.name().to_owned(),
-                state,
+                state(worker, Some(slot)),
             ]);
+            table.note(&slot_detail(worker, Some(slot), length, now));
         }
     }
     table
@@ -307,7 +332,7 @@ mod tests {
     use crate::api::tests::job;
     use aitk_common::capability::{Device, DeviceKind};
     use aitk_common::confinement::{Confinement, Protection};
-    use aitk_common::control::{AttemptView, EventBody, Progress, WorkerDeviceView};
+    use aitk_common::control::{AttemptView, EventBody, Progress};
     use aitk_common::id::{AttemptId, Epoch, JobId, WorkerId};
     use aitk_common::plan::profile::MemoryProfile;
     use unicode_width::UnicodeWidthStr;
@@ -412,9 +437,16 @@ mod tests {
             "the-box-under-the-desk confines files, network; not syscalls, limits"
         );
         assert!(line.width() <= 80);
-        for line in workers_table(&[worker], now).aligned(80) {
+        let lines = workers_table(&[worker], now).aligned(80);
+        for line in &lines {
             assert!(line.width() <= 80, "{line}");
         }
+        // The state and why it is so, whole.
+        assert!(lines[1].ends_with("quarantined, running"), "{}", lines[1]);
+        assert_eq!(
+            lines[2],
+            "  runs 0193aaaa-; 3 faults in a row, the last one: CUDA error 700"
+        );
         let artifact = Artifact {
             name: format!("{}/samples/1724085406830__000000500_0.jpg", "x".repeat(90)),
             kind: "sample".to_owned(),

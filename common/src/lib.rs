@@ -1,7 +1,8 @@
 //! The vocabulary of aitk: what coordinator, worker, engine and command line say to each other.
 //!
 //! Everything here is plain data, pure functions and local files, except `storage` (feature `storage`),
-//! which puts our nouns on top of `object_store`, and `hub` (feature `hub`), which reads the small files of models on Hugging Face.
+//! which puts our nouns on top of `object_store`, `hub` (feature `hub`), which reads the small files of models on Hugging Face, and
+//! `webhook` (feature `webhook`), which posts a few words to an address that a user chose.
 
 pub mod attempt;
 pub mod capability;
@@ -24,3 +25,5 @@ pub mod step_metrics;
 #[cfg(feature = "storage")]
 pub mod storage;
 pub mod telemetry;
+#[cfg(feature = "webhook")]
+pub mod webhook;

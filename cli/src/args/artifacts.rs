@@ -31,11 +31,19 @@ pub enum ArtifactsCommand {
 
 /// `aitk artifacts ls`.
 #[derive(Args, Clone, Debug)]
-#[command(after_help = "Examples:\n  aitk artifacts ls my_lora\n  aitk artifacts ls 3f2a -q | grep safetensors")]
+#[command(
+    after_help = "Examples:\n  aitk artifacts ls my_lora '*.safetensors'\n  aitk artifacts ls 3f2a --kind sample -q"
+)]
 pub struct ArtifactsLsArgs {
     /// Job: its id, its name, or the beginning of its id
     #[arg(value_name = "JOB")]
     pub job: String,
+    /// Only these: names, folders, or patterns with * and ?
+    #[arg(value_name = "NAME")]
+    pub names: Vec<String>,
+    /// Only of this kind: lora, sample, image, …; may be given several times
+    #[arg(long = "kind", value_name = "KIND")]
+    pub kinds: Vec<String>,
     /// Names only
     #[arg(short, long, conflicts_with = "json")]
     pub quiet: bool,
@@ -54,6 +62,9 @@ pub struct ArtifactsGetArgs {
     /// Only these: names, folders, or patterns with * and ?
     #[arg(value_name = "NAME")]
     pub names: Vec<String>,
+    /// Only of this kind: lora, sample, image, …; may be given several times
+    #[arg(long = "kind", value_name = "KIND")]
+    pub kinds: Vec<String>,
     /// Folder to write into; it is made if need be [default: one with the job's name, here]
     #[arg(short, long, value_name = "DIR")]
     pub output: Option<PathBuf>,

@@ -1,5 +1,6 @@
 //! Flags of the verbs that look at jobs, queue them and steer them.
 
+use super::NotifyArgs;
 use crate::output::format::parse_duration;
 use aitk_common::control::JobState;
 use clap::Args;
@@ -20,10 +21,9 @@ pub struct SubmitArgs {
     /// Follow the job until it ends
     #[arg(short, long)]
     pub follow: bool,
-    /// Run this when the job has ended: a program and its arguments. It finds AITK_JOB_ID, _NAME, _STATE and _REASON in
-    /// its environment
-    #[arg(long, value_name = "COMMAND", requires = "follow")]
-    pub notify_command: Option<String>,
+    /// With --follow: who is told that the job has ended.
+    #[command(flatten)]
+    pub notify: NotifyArgs,
     /// What the job is called; also replaces `[name]` in the config
     #[arg(short, long)]
     pub name: Option<String>,
@@ -55,6 +55,44 @@ pub struct SubmitArgs {
     #[arg(long, value_name = "KEY")]
     pub idempotency_key: Option<String>,
     /// Print JSON: id, name, uploaded bytes; with --follow one line per event
+    #[arg(long)]
+    pub json: bool,
+    /// No progress bars and no progress lines
+    #[arg(long)]
+    pub no_progress: bool,
+}
+
+/// `aitk clone`.
+#[derive(Args, Clone, Debug)]
+#[command(
+    after_help = "Examples:\n  aitk clone my_lora\n  aitk clone 3f2a -n my_lora_16 --set network.linear=16 --follow"
+)]
+pub struct CloneArgs {
+    /// Job: its id, its name, or the beginning of its id
+    #[arg(value_name = "JOB")]
+    pub job: String,
+    /// Follow the copy until it ends
+    #[arg(short, long)]
+    pub follow: bool,
+    /// With --follow: who is told that the copy has ended.
+    #[command(flatten)]
+    pub notify: NotifyArgs,
+    /// What the copy is called [default: as the job]
+    #[arg(short, long)]
+    pub name: Option<String>,
+    /// Another value for a key than the job has; may be given several times
+    #[arg(long, value_name = "KEY=VALUE")]
+    pub set: Vec<String>,
+    /// Higher goes first; wins over cluster.priority
+    #[arg(long, allow_negative_numbers = true, value_name = "N")]
+    pub priority: Option<i32>,
+    /// Whose job the copy is, for shares and quotas [env: AITK_USER]
+    #[arg(long, value_name = "NAME")]
+    pub user: Option<String>,
+    /// Do not ask before a large upload
+    #[arg(short, long)]
+    pub yes: bool,
+    /// Print JSON: id, name, what it is a copy of; with --follow one line per event
     #[arg(long)]
     pub json: bool,
     /// No progress bars and no progress lines
@@ -130,10 +168,9 @@ pub struct WatchArgs {
     /// Job: its id, its name, or the beginning of its id
     #[arg(value_name = "JOB")]
     pub job: String,
-    /// Run this when a job has ended: a program and its arguments. It finds AITK_JOB_ID, _NAME, _STATE and _REASON in its
-    /// environment
-    #[arg(long, value_name = "COMMAND")]
-    pub notify_command: Option<String>,
+    /// Who is told.
+    #[command(flatten)]
+    pub notify: NotifyArgs,
     /// One JSON line per event
     #[arg(long)]
     pub json: bool,
@@ -149,10 +186,9 @@ pub struct WaitArgs {
     /// Jobs: ids, names, or beginnings of ids
     #[arg(required = true, value_name = "JOB")]
     pub jobs: Vec<String>,
-    /// Run this when a job has ended: a program and its arguments. It finds AITK_JOB_ID, _NAME, _STATE and _REASON in its
-    /// environment
-    #[arg(long, value_name = "COMMAND")]
-    pub notify_command: Option<String>,
+    /// Who is told.
+    #[command(flatten)]
+    pub notify: NotifyArgs,
     /// Give up after this long: 90s, 10m, 2h
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     pub timeout: Option<Duration>,

@@ -1,5 +1,6 @@
 //! Flags of the verbs that work on this machine, without a server.
 
+use super::NotifyArgs;
 use clap::Args;
 use std::path::PathBuf;
 
@@ -27,6 +28,9 @@ pub struct RunArgs {
     /// Where to compute: cuda, cuda:1, metal, cpu
     #[arg(long, value_name = "DEVICE")]
     pub device: Option<String>,
+    /// Who is told that a config has ended.
+    #[command(flatten)]
+    pub notify: NotifyArgs,
     /// No progress bar and no progress lines
     #[arg(long)]
     pub no_progress: bool,

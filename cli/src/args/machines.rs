@@ -1,7 +1,7 @@
 //! Flags of the verbs that look at machines and steer them.
 
 use crate::output::format::parse_duration;
-use clap::{Args, Subcommand};
+use clap::{Args, Subcommand, ValueEnum};
 use std::time::Duration;
 
 /// `aitk worker`.
@@ -86,10 +86,53 @@ pub struct TopArgs {
     pub interval: Duration,
 }
 
+/// What a worker or its device may be doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum WorkerState {
+    /// Nothing runs there, and something could
+    Idle,
+    /// Something runs there
+    Running,
+    /// It takes no more work: drained
+    Drained,
+    /// It shuts down
+    Leaving,
+    /// It is not connected
+    Away,
+    /// It gets no work because of faults
+    Quarantined,
+}
+
+impl WorkerState {
+    /// As it is written on the command line and in tables.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Idle => "idle",
+            Self::Running => "running",
+            Self::Drained => "drained",
+            Self::Leaving => "leaving",
+            Self::Away => "away",
+            Self::Quarantined => "quarantined",
+        }
+    }
+}
+
 /// `aitk workers`.
 #[derive(Args, Clone, Debug)]
-#[command(after_help = "Examples:\n  aitk workers\n  aitk workers --json | jq '.workers[].devices[].memory_budget'")]
+#[command(
+    after_help = "Examples:\n  aitk workers 'box*' --state idle\n  aitk workers --label zone=lab --json | jq '.workers[].devices[].memory_budget'"
+)]
 pub struct WorkersArgs {
+    /// Only these: names, ids, beginnings of ids, or patterns with * and ?
+    #[arg(value_name = "WORKER")]
+    pub names: Vec<String>,
+    /// Only workers with a device in this state; may be given several times
+    #[arg(long = "state", value_enum, value_name = "STATE")]
+    pub states: Vec<WorkerState>,
+    /// Only workers with this label, or with this value of it; may be given several times: all of them
+    #[arg(long = "label", value_name = "NAME[=VALUE]")]
+    pub labels: Vec<String>,
     /// Ids only
     #[arg(short, long, conflicts_with = "json")]
     pub quiet: bool,

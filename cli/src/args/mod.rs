@@ -5,16 +5,19 @@ mod bench;
 mod jobs;
 mod local;
 mod machines;
+mod notify;
 
 pub use artifacts::{ArtifactsArgs, ArtifactsCommand, ArtifactsGetArgs, ArtifactsLsArgs};
 pub use bench::{BenchArgs, BenchCommand, BenchControlArgs, BenchEngineArgs, BenchStore};
-pub use jobs::{ExplainArgs, FitArgs, LogsArgs, PauseArgs, PriorityArgs, PsArgs};
+pub use jobs::{CloneArgs, ExplainArgs, FitArgs, LogsArgs, PauseArgs, PriorityArgs, PsArgs};
 pub use jobs::{PlotArgs, ValidateArgs};
 pub use jobs::{ResumeArgs, RmArgs, StopArgs, SubmitArgs, WaitArgs, WatchArgs};
 pub use local::{AttemptArgs, CompletionsArgs, DemoArgs, HelpArgs, InitArgs, RunArgs, UpArgs};
 pub use machines::{
-    DoctorArgs, DrainArgs, ForgetArgs, LoginArgs, TopArgs, UndrainArgs, WorkerArgs, WorkerCommand, WorkersArgs,
+    DoctorArgs, DrainArgs, ForgetArgs, LoginArgs, TopArgs, UndrainArgs, WorkerArgs, WorkerCommand, WorkerState,
+    WorkersArgs,
 };
+pub use notify::NotifyArgs;
 
 use crate::exit::help_table;
 use clap::{Args, Parser, Subcommand};
@@ -25,6 +28,7 @@ const ENVIRONMENT: &str = "Environment:
   AITK_TOKEN_FILE  file with the token, mode 0600; or AITK_TOKEN, the token
   AITK_CA_FILE     CA certificate that signs the coordinator's
   AITK_USER        whose jobs are submitted, for shares and quotas
+  AITK_NOTIFY_URL  where to post that a job has ended (--notify-url)
   AITK_LOG_LEVEL   error, warn, info, debug, trace
   NO_COLOR         no colours;  COLUMNS  width of tables
 A flag wins over the environment, that over ./aitk.yaml, that over the user file
@@ -99,6 +103,15 @@ pub enum Command {
                   otherwise the exit code is the job's."
     )]
     Submit(SubmitArgs),
+    /// Submit a copy of a job; prints the copy's id
+    #[command(
+        long_about = "Submit a copy of a job; prints the copy's id.\n\nThe copy has the config of the job as it was submitted (what \
+                      variables and `[name]` stood for included), its inputs as they are stored, and its models at the same \
+                      commits. It is another job: it starts from the beginning, and its seed is another one where the config \
+                      has none. --set and --name change it as in `aitk submit`; an input that --set brings in is taken from \
+                      this machine. A job of `aitk run`, and an array as a whole, cannot be copied."
+    )]
+    Clone(CloneArgs),
     /// List jobs
     #[command(
         visible_alias = "status",

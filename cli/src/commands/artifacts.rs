@@ -17,7 +17,12 @@ pub(super) async fn ls(context: &Context, args: ArtifactsLsArgs) -> CommandResul
     let ui = context.ui(true);
     let api = context.api().await?;
     let job = api.resolve(&args.job).await?;
-    let artifacts = api.artifacts(&job.id).await?;
+    let all = api.artifacts(&job.id).await?;
+    let none = all.is_empty();
+    let artifacts: Vec<Artifact> = all
+        .into_iter()
+        .filter(|artifact| is_wanted(artifact, &args.names, &args.kinds))
+        .collect();
     match Format::from_flags(args.json, args.quiet) {
         Format::Json => ui.json(&json!({ "job": job.id, "artifacts": artifacts }))?,
         Format::Quiet => {
@@ -29,8 +34,10 @@ pub(super) async fn ls(context: &Context, args: ArtifactsLsArgs) -> CommandResul
         }
         Format::Human => {
             ui.table(&artifacts_table(&artifacts))?;
-            if artifacts.is_empty() {
+            if none {
                 ui.notice(&format!("nothing yet; the job is {}", job.state));
+            } else if artifacts.is_empty() {
+                ui.notice("nothing is like that; without names and --kind all of it is listed");
             }
         }
     }
@@ -51,7 +58,7 @@ pub(super) async fn get(context: &Context, args: ArtifactsGetArgs) -> CommandRes
     let api = context.api().await?;
     let job = api.resolve(&args.job).await?;
     let folder = args.output.clone().unwrap_or_else(|| folder_of_job(&job));
-    let chosen = choose(api.artifacts(&job.id).await?, &args.names)?;
+    let chosen = choose(api.artifacts(&job.id).await?, &args.names, &args.kinds)?;
     let mut items = Vec::new();
     for artifact in chosen {
         let Some(hash) = artifact.hash else {
@@ -142,7 +149,7 @@ fn folder_of_job(job: &JobView) -> PathBuf {
 }
 
 /// Those that are asked for; all without names.
-fn choose(artifacts: Vec<Artifact>, names: &[String]) -> Result<Vec<Artifact>, Failure> {
+fn choose(artifacts: Vec<Artifact>, names: &[String], kinds: &[String]) -> Result<Vec<Artifact>, Failure> {
     for wanted in names {
         if !artifacts.iter().any(|artifact| is_chosen(&artifact.name, wanted)) {
             return Err(
@@ -154,8 +161,23 @@ fn choose(artifacts: Vec<Artifact>, names: &[String]) -> Result<Vec<Artifact>, F
     if artifacts.is_empty() {
         return Err(Failure::not_found("the job has made nothing yet"));
     }
-    let chosen = |artifact: &Artifact| names.is_empty() || names.iter().any(|w| is_chosen(&artifact.name, w));
-    Ok(artifacts.into_iter().filter(chosen).collect())
+    let chosen: Vec<Artifact> = artifacts
+        .into_iter()
+        .filter(|artifact| is_wanted(artifact, names, kinds))
+        .collect();
+    if chosen.is_empty() {
+        return Err(
+            Failure::not_found(format!("the job made nothing of the kind {}", kinds.join(" or ")))
+                .hint("`aitk artifacts ls JOB` lists what there is"),
+        );
+    }
+    Ok(chosen)
+}
+
+/// Whether it has one of the names and is of one of the kinds. None of them: any.
+fn is_wanted(artifact: &Artifact, names: &[String], kinds: &[String]) -> bool {
+    (names.is_empty() || names.iter().any(|wanted| is_chosen(&artifact.name, wanted)))
+        && (kinds.is_empty() || kinds.contains(&artifact.kind))
 }
 
 #[cfg(test)]

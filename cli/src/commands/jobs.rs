@@ -7,7 +7,7 @@ use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::follow::PATIENCE;
 use crate::members::is_array;
-use crate::notify;
+use crate::notify::Notify;
 use crate::output::{Format, Ui};
 use crate::views::{job_exit, job_json, jobs_table};
 use aitk_common::control::{JobState, JobView};
@@ -138,16 +138,16 @@ async fn resolve_all(api: &Api, names: &[String]) -> Result<Vec<JobView>, Failur
 
 pub(super) async fn wait(context: &Context, args: WaitArgs) -> CommandResult {
     let ui = context.ui(false);
+    let notify = Notify::new(&args.notify, &context.paths)?;
     let api = context.api().await?;
     let jobs = resolve_all(&api, &args.jobs).await?;
     let ended = {
         let _spinner = ui.has_bars().then(|| ui.spinner(&waiting_for(&jobs)));
-        let command = args.notify_command.as_deref();
         let all = join_all(jobs.into_iter().map(|job| {
-            let (api, ui) = (&api, &ui);
+            let (api, ui, notify) = (&api, &ui, &notify);
             async move {
                 let ended = to_end(api, ui, job).await?;
-                notify::job_ended(ui, command, &ended).await;
+                notify.job_ended(ui, &ended).await;
                 Ok::<_, Failure>(ended)
             }
         }));

@@ -8,7 +8,7 @@ use crate::failure::{CommandResult, Failure};
 use crate::follow::{Follow, LogFilter, LogsTo, Renderer, detached, follow_to_end};
 use crate::journal::Journal;
 use crate::members::{self, Lines, is_array, watch_array};
-use crate::notify;
+use crate::notify::Notify;
 use crate::output::format::{parse_since, printable};
 use crate::output::{Format, Ui};
 use crate::run_folder::{self, run_folder};
@@ -118,12 +118,13 @@ fn folder_log(ui: &Ui, folder: &Path, args: &LogsArgs) -> CommandResult {
 
 pub(super) async fn watch(context: &Context, args: WatchArgs) -> CommandResult {
     let ui = context.ui(args.no_progress);
+    let notify = Notify::new(&args.notify, &context.paths)?;
     let api = context.api().await?;
     let job = api.resolve(&args.job).await?;
     let format = if args.json { Format::Json } else { Format::Human };
     if is_array(&job) {
         let exit = watch_array(&api, &ui, job.clone(), format, LogsTo::Stdout).await?;
-        return ended(&api, &ui, args.notify_command.as_deref(), &job, exit).await;
+        return ended(&api, &ui, &notify, &job, exit).await;
     }
     let mut renderer = Renderer::new(&ui, &job, format, LogsTo::Stdout);
     let mut cursor = 0;
@@ -148,13 +149,13 @@ pub(super) async fn watch(context: &Context, args: WatchArgs) -> CommandResult {
         }
     }
     let exit = follow_to_end(&api, &ui, job.clone(), cursor, &mut renderer).await?;
-    ended(&api, &ui, args.notify_command.as_deref(), &job, exit).await
+    ended(&api, &ui, &notify, &job, exit).await
 }
 
-/// Runs the user's command when a job was followed to its end.
-pub(super) async fn ended(api: &Api, ui: &Ui, command: Option<&str>, job: &JobView, exit: Exit) -> CommandResult {
-    if command.is_some() && exit != Exit::Interrupted {
-        notify::job_ended(ui, command, &api.get(job.id.as_str()).await?).await;
+/// Tells whoever is to be told, when a job was followed to its end.
+pub(super) async fn ended(api: &Api, ui: &Ui, notify: &Notify, job: &JobView, exit: Exit) -> CommandResult {
+    if notify.is_set() && exit != Exit::Interrupted {
+        notify.job_ended(ui, &api.get(job.id.as_str()).await?).await;
     }
     Ok(exit)
 }

@@ -1,6 +1,7 @@
 //! One file per verb.
 
 mod artifacts;
+mod clone;
 mod doctor;
 mod forecast;
 mod help;
@@ -100,6 +101,7 @@ pub async fn dispatch(cli: Cli) -> CommandResult {
         #[cfg(feature = "embedded")]
         Command::Run(args) => Box::pin(run::run(&context, args)).await,
         Command::Submit(args) => Box::pin(submit::submit(&context, args)).await,
+        Command::Clone(args) => Box::pin(clone::clone(&context, args)).await,
         Command::Ps(args) => jobs::ps(&context, args).await,
         Command::Logs(args) => logs::logs(&context, args).await,
         Command::Watch(args) => logs::watch(&context, args).await,

@@ -8,6 +8,7 @@ use crate::embedded::{Local, PrivateFolder, Stops, find_devices, say_devices};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::follow::{Follow, LogsTo, Renderer};
+use crate::notify::Notify;
 use crate::output::format::gib;
 use crate::output::{Format, Ui};
 use crate::paths::Paths;
@@ -35,6 +36,8 @@ pub struct RunOptions {
     pub changes: Vec<Change>,
     /// `cuda:1`, `cpu`; the best there is when unset.
     pub device: Option<String>,
+    /// Who is told that a config has ended.
+    pub notify: Notify,
 }
 
 /// What became of one config.
@@ -65,11 +68,13 @@ pub(super) async fn run(context: &Context, args: RunArgs) -> CommandResult {
         Some(path) => ui.tee(path)?,
         None => ui,
     };
+    let notify = Notify::new(&args.notify, &context.paths)?;
     let options = RunOptions {
         recover: args.recover,
         name: args.name,
         changes: config::changes(&args.set)?,
         device: args.device,
+        notify,
     };
     let report = run_embedded(&ui, &context.paths, &context.directory, &args.configs, &options).await;
     match report {
@@ -99,7 +104,9 @@ pub async fn run_embedded(
     let mut ready = Vec::new();
     for path in configs {
         let read = config::read(ui, path, options.name.as_deref(), &options.changes, directory);
-        let read = read.and_then(|loaded| config::refuse_special_files(&loaded, directory).map(|()| loaded));
+        let read = read.and_then(|loaded| {
+            config::refuse_special_files(&loaded.spec, &loaded.spec.inputs(), directory).map(|()| loaded)
+        });
         let checked = match read {
             Ok(loaded) => preflight::open_with(ui, &loaded, directory, true).await.map(|_| loaded),
             Err(failure) => Err(failure),
@@ -162,6 +169,10 @@ pub async fn run_embedded(
             }
         };
         let exit = done.exit;
+        // Whoever pressed Ctrl-C knows.
+        if let Some(job) = done.job.as_ref().filter(|_| exit != Exit::Interrupted) {
+            options.notify.job_ended(ui, job).await;
+        }
         ran.push(done);
         if exit == Exit::Killed {
             local.kill().await;

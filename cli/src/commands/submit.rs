@@ -9,6 +9,7 @@ use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::follow::{LogsTo, Renderer, follow_to_end};
 use crate::members::{is_array, watch_array};
+use crate::notify::Notify;
 use crate::output::format::{printable, size};
 use crate::output::{Format, Ui};
 use crate::paths::expand;
@@ -16,7 +17,7 @@ use crate::preflight::{self, Commits};
 use crate::sweep::{self, Sweep};
 use crate::trace::Submitting;
 use crate::upload::{Staged, Upload, stage};
-use aitk_common::control::{MAX_CONFIG_BYTES, NewMember, Submission, Submitted};
+use aitk_common::control::{JobView, MAX_CONFIG_BYTES, NewMember, Submission, Submitted};
 use aitk_common::fsutil::regular;
 use aitk_common::id::UserName;
 use aitk_common::job::change::Change;
@@ -39,6 +40,7 @@ const TRIES: u32 = 5;
 
 pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult {
     let ui = context.ui(args.no_progress);
+    let notify = Notify::if_followed(args.follow, &args.notify, &context.paths)?;
     let mut jobs = read_all(&ui, context, &args)?;
     let Some(first) = jobs.first().cloned() else {
         return Err(Failure::failed("there is nothing to submit"));
@@ -66,20 +68,9 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
     let trace = Submitting::begin();
     let api = context.api().await?.part_of(trace.context());
 
-    let staged = stage(&ui, &inputs).await?;
-    let upload = Upload::plan(&api, &ui, staged).await?;
-    if upload.missing_bytes() > LARGE && !args.yes {
-        ask(&ui, upload.missing_bytes())?;
-    }
-    let (began, bytes) = (SystemTime::now(), upload.missing_bytes());
-    let sent = tokio::select! {
-        sent = Box::pin(upload.send(&api, &ui)) => sent?,
-        _ = tokio::signal::ctrl_c() => {
-            ui.notice("stopped; nothing was submitted, and what was sent is not sent again next time");
-            return Ok(Exit::Interrupted);
-        }
+    let Some(sent) = send_inputs(&api, &ui, &trace, &inputs, args.yes).await? else {
+        return Ok(Exit::Interrupted);
     };
-    trace.sent(began, bytes);
     if !args.json {
         say_sent(&ui, &sent);
     }
@@ -162,21 +153,58 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
             ));
         }
     }
-    if !args.follow {
+    let format = if args.json { Format::Json } else { Format::Human };
+    let followed = args.follow.then_some(&notify);
+    follow_submitted(&api, &ui, job, format, followed).await
+}
+
+/// Sends what the store does not have of these inputs. `None`: Ctrl-C.
+pub(super) async fn send_inputs(
+    api: &Api,
+    ui: &Ui,
+    trace: &Submitting,
+    inputs: &BTreeMap<String, PathBuf>,
+    agreed: bool,
+) -> Result<Option<Vec<Staged>>, Failure> {
+    let staged = stage(ui, inputs).await?;
+    let upload = Upload::plan(api, ui, staged).await?;
+    if upload.missing_bytes() > LARGE && !agreed {
+        ask(ui, upload.missing_bytes())?;
+    }
+    let (began, bytes) = (SystemTime::now(), upload.missing_bytes());
+    let sent = tokio::select! {
+        sent = Box::pin(upload.send(api, ui)) => sent?,
+        _ = tokio::signal::ctrl_c() => {
+            ui.notice("stopped; nothing was submitted, and what was sent is not sent again next time");
+            return Ok(None);
+        }
+    };
+    trace.sent(began, bytes);
+    Ok(Some(sent))
+}
+
+/// Follows what was submitted to its end and tells whoever is to be told, or says how to follow it.
+pub(super) async fn follow_submitted(
+    api: &Api,
+    ui: &Ui,
+    job: JobView,
+    format: Format,
+    followed: Option<&Notify>,
+) -> CommandResult {
+    let Some(notify) = followed else {
         if ui.has_bars() {
-            ui.hint(&format!("follow it with: aitk watch {}", submitted.job));
+            ui.hint(&format!("follow it with: aitk watch {}", job.id));
         }
         return Ok(Exit::Ok);
-    }
-    let format = if args.json { Format::Json } else { Format::Human };
+    };
     if is_array(&job) {
-        let exit = watch_array(&api, &ui, job.clone(), format, LogsTo::Stderr).await?;
-        return ended(&api, &ui, args.notify_command.as_deref(), &job, exit).await;
+        let exit = watch_array(api, ui, job.clone(), format, LogsTo::Stderr).await?;
+        return ended(api, ui, notify, &job, exit).await;
     }
     // Standard output holds the id, for `id=$(aitk submit -f …)`.
-    let mut renderer = Renderer::new(&ui, &job, format, LogsTo::Stderr);
-    let exit = follow_to_end(&api, &ui, job.clone(), 0, &mut renderer).await?;
-    ended(&api, &ui, args.notify_command.as_deref(), &job, exit).await
+    let mut renderer = Renderer::new(ui, &job, format, LogsTo::Stderr);
+    let exit = follow_to_end(api, ui, job.clone(), 0, &mut renderer).await?;
+    ended(api, ui, notify, &job, exit).await
 }
 
 /// One job to submit.
@@ -299,7 +327,8 @@ fn inputs_of_all(ui: &Ui, context: &Context, jobs: &[Job]) -> Result<BTreeMap<St
         // Members mostly read the same.
         let inputs = job.loaded.spec.inputs();
         if !seen.contains(&inputs) {
-            all.extend(local_inputs(ui, context, &job.loaded)?);
+            refuse_special_files(&job.loaded.spec, &inputs, &context.directory)?;
+            all.extend(local_inputs(ui, context, &job.loaded.spec, inputs.clone())?);
             seen.push(inputs);
         }
     }
@@ -339,14 +368,17 @@ fn array_name(jobs: &[Job]) -> String {
 
 /// How many pictures the job draws, where its prompts lie here.
 pub(crate) fn pictures(spec: &JobSpec, directory: &Path) -> Option<u64> {
-    spec.pictures(|file| {
-        let text = regular::read_text(&expand(file, directory, &env), MAX_TEXT_FILE_BYTES).ok()?;
-        Some(prompt_lines(&text).len())
-    })
+    spec.pictures(|file| prompts_in(file, directory))
+}
+
+/// How many prompts a file holds.
+pub(super) fn prompts_in(file: &str, directory: &Path) -> Option<usize> {
+    let text = regular::read_text(&expand(file, directory, &env), MAX_TEXT_FILE_BYTES).ok()?;
+    Some(prompt_lines(&text).len())
 }
 
 /// Whose job it is: as the flag says, else the environment, else the coordinator's default.
-fn owner(flag: Option<&str>) -> Result<Option<UserName>, Failure> {
+pub(super) fn owner(flag: Option<&str>) -> Result<Option<UserName>, Failure> {
     let (text, from) = match (flag, env("AITK_USER")) {
         (Some(name), _) => (name.to_owned(), "--user"),
         (None, Some(name)) if !name.is_empty() => (name, "AITK_USER"),
@@ -387,7 +419,7 @@ pub(super) fn job_json(loaded: &LoadedJob, config: &Path) -> Result<String, Fail
     Ok(text)
 }
 
-fn staged_json(staged: &Staged) -> serde_json::Value {
+pub(super) fn staged_json(staged: &Staged) -> serde_json::Value {
     json!({
         "path": staged.config_path,
         "snapshot": staged.snapshot,
@@ -397,7 +429,7 @@ fn staged_json(staged: &Staged) -> serde_json::Value {
     })
 }
 
-fn say_sent(ui: &Ui, sent: &[Staged]) {
+pub(super) fn say_sent(ui: &Ui, sent: &[Staged]) {
     for staged in sent {
         let what = format!("{}: {} files, {}", staged.config_path, staged.files, size(staged.bytes));
         let how = match staged.sent_bytes {
@@ -410,11 +442,15 @@ fn say_sent(ui: &Ui, sent: &[Staged]) {
 }
 
 /// What the config names and this machine has. What it does not have is an error with its place.
-fn local_inputs(ui: &Ui, context: &Context, loaded: &LoadedJob) -> Result<BTreeMap<String, PathBuf>, Failure> {
-    refuse_special_files(loaded, &context.directory)?;
+pub(super) fn local_inputs(
+    ui: &Ui,
+    context: &Context,
+    spec: &JobSpec,
+    inputs: Vec<Input>,
+) -> Result<BTreeMap<String, PathBuf>, Failure> {
     let mut found = BTreeMap::new();
     let (mut missing, mut missing_model) = (Vec::new(), false);
-    for input in loaded.spec.inputs() {
+    for input in inputs {
         let may_be_repository = input.may_be_repository();
         let Input { config_path, key, kind } = input;
         let path = expand(&config_path, &context.directory, &env);
@@ -432,7 +468,7 @@ fn local_inputs(ui: &Ui, context: &Context, loaded: &LoadedJob) -> Result<BTreeM
             found.insert(config_path, path);
         } else {
             let message = format!("no file or folder '{config_path}' here");
-            missing.push(loaded.spec.finding(key, message).to_string());
+            missing.push(spec.finding(key, message).to_string());
             missing_model |= model;
         }
     }
@@ -464,7 +500,7 @@ fn ask(ui: &Ui, bytes: u64) -> Result<(), Failure> {
     }
 }
 
-async fn hand_over<F>(api: &Api, ui: &Ui, submit: impl Fn(Api) -> F) -> Result<Submitted, Failure>
+pub(super) async fn hand_over<F>(api: &Api, ui: &Ui, submit: impl Fn(Api) -> F) -> Result<Submitted, Failure>
 where
     F: Future<Output = Result<Submitted, Failure>>,
 {

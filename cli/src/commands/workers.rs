@@ -1,18 +1,21 @@
 //! `workers`, `worker drain`, `worker undrain`.
 
 use super::Context;
-use crate::args::{DrainArgs, ForgetArgs, UndrainArgs, WorkersArgs};
+use crate::args::{DrainArgs, ForgetArgs, UndrainArgs, WorkerState, WorkersArgs};
+use crate::download::is_chosen;
 use crate::exit::Exit;
 use crate::failure::CommandResult;
 use crate::output::format::printable;
 use crate::output::{Format, Ui};
-use crate::views::{confinement_line, worker_json, workers_table};
+use crate::views::{confinement_line, slot_states, worker_json, workers_table};
 use aitk_common::control::WorkerView;
 use serde_json::{Value, json};
 
 pub(super) async fn workers(context: &Context, args: WorkersArgs) -> CommandResult {
     let ui = context.ui(true);
-    let workers = context.api().await?.workers().await?;
+    let all = context.api().await?.workers().await?;
+    let none = all.is_empty();
+    let workers: Vec<WorkerView> = all.into_iter().filter_map(|worker| chosen(worker, &args)).collect();
     match Format::from_flags(args.json, args.quiet) {
         Format::Json => ui.json(&json!({ "workers": workers.iter().map(worker_json).collect::<Vec<Value>>() }))?,
         Format::Quiet => ui.data_lines(workers.iter().map(|worker| worker.id.as_str()))?,
@@ -21,12 +24,39 @@ pub(super) async fn workers(context: &Context, args: WorkersArgs) -> CommandResu
             for line in workers.iter().filter_map(confinement_line) {
                 ui.data(&printable(&line))?;
             }
-            if workers.is_empty() {
+            if none {
                 ui.notice("no workers; start one on each machine: aitk-worker --server URL --token-file FILE");
+            } else if workers.is_empty() {
+                ui.notice("no worker is like that; `aitk workers` lists all of them");
             }
         }
     }
     Ok(Exit::Ok)
+}
+
+/// The worker with those of its devices that are asked for, if there are any.
+fn chosen(mut worker: WorkerView, args: &WorkersArgs) -> Option<WorkerView> {
+    let named = |wanted: &String| {
+        is_chosen(&worker.name, wanted) || worker.id.as_str().starts_with(wanted.as_str()) && !wanted.is_empty()
+    };
+    let labelled = |wanted: &String| match wanted.split_once('=') {
+        Some((name, value)) => worker.labels.get(name).is_some_and(|has| has == value),
+        None => worker.labels.contains_key(wanted),
+    };
+    if !(args.names.is_empty() || args.names.iter().any(named)) || !args.labels.iter().all(labelled) {
+        return None;
+    }
+    if args.states.is_empty() {
+        return Some(worker);
+    }
+    let wanted = |states: Vec<WorkerState>| states.iter().any(|state| args.states.contains(state));
+    if worker.devices.is_empty() {
+        return wanted(slot_states(&worker, None)).then_some(worker);
+    }
+    let mut devices = std::mem::take(&mut worker.devices);
+    devices.retain(|slot| wanted(slot_states(&worker, Some(slot))));
+    worker.devices = devices;
+    (!worker.devices.is_empty()).then_some(worker)
 }
 
 pub(super) async fn drain(context: &Context, args: DrainArgs) -> CommandResult {

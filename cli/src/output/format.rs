@@ -199,9 +199,81 @@ pub fn fold(line: &str, room: usize) -> Vec<String> {
     out
 }
 
+/// Text in lines of at most `width` columns, broken between words. A word that is longer than a line, such as a path, stays
+/// whole, and a line that fits is left as it is. What goes on stands two columns further in than its line began. Sequences that
+/// colour text take no columns.
+#[must_use]
+pub fn wrap(text: &str, width: usize) -> String {
+    let lines: Vec<String> = text.split('\n').map(|line| wrap_line(line, width)).collect();
+    lines.join("\n")
+}
+
+fn wrap_line(line: &str, width: usize) -> String {
+    if columns(line) <= width {
+        return line.to_owned();
+    }
+    let indent = line.len() - line.trim_start_matches(' ').len() + 2;
+    let mut out = String::new();
+    let (mut used, mut blanks) = (0, 0);
+    for word in line.split(' ') {
+        if word.is_empty() {
+            blanks += 1;
+            continue;
+        }
+        let size = columns(word);
+        if used > 0 && used + blanks + size > width && indent < width {
+            out.push('\n');
+            (used, blanks) = (0, indent);
+        }
+        out.extend(std::iter::repeat_n(' ', blanks));
+        out.push_str(word);
+        used += blanks + size;
+        blanks = 1;
+    }
+    out
+}
+
+/// Columns of a text that may have sequences which colour it.
+fn columns(text: &str) -> usize {
+    let mut bare = String::new();
+    let mut rest = text;
+    while let Some((before, after)) = rest.split_once("\x1b[") {
+        bare.push_str(before);
+        rest = after.split_once('m').map_or("", |(_, rest)| rest);
+    }
+    bare.push_str(rest);
+    bare.width()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn words_stay_whole_and_lines_that_fit_as_they_are() {
+        let text = "error: no coordinator answers at https://gpu.lab:7420 (Connection refused)";
+        assert_eq!(
+            wrap(text, 40),
+            "error: no coordinator answers at\n  https://gpu.lab:7420 (Connection\n  refused)"
+        );
+        for width in [20, 33, 60, 80] {
+            let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+            assert_eq!(words(&wrap(text, width)), words(text), "{width}");
+            for line in wrap(text, width).lines() {
+                assert!(line.width() <= width || !line.trim().contains(' '), "{width}: {line}");
+            }
+        }
+        let laid_out = "step 3/5   loss  0.1\n    a.yaml:3:  wrong";
+        assert_eq!(wrap(laid_out, 21), laid_out);
+        assert_eq!(wrap("  a bb  ccc", 8), "  a bb\n    ccc");
+        assert_eq!(
+            wrap("a/path/that/is/too/long for it", 10),
+            "a/path/that/is/too/long\n  for it"
+        );
+        // Colours take no room.
+        assert_eq!(wrap("\x1b[1;31merror:\x1b[0m abc", 10), "\x1b[1;31merror:\x1b[0m abc");
+        assert_eq!(wrap("日本語 日本語", 8), "日本語\n  日本語");
+    }
 
     #[test]
     fn sizes_and_times_read_well() {

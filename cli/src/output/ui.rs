@@ -1,5 +1,6 @@
 //! Where output goes: standard output, standard error, a log file; and whether there is a terminal.
 
+use super::format::wrap;
 use super::progress::{JobProgress, Pace};
 use super::{SCHEMA_VERSION, Table};
 use crate::failure::Failure;
@@ -44,6 +45,8 @@ impl Format {
 /// The terminal, or the lack of one.
 pub struct Ui {
     width: Option<usize>,
+    /// Of the terminal behind standard error; none: there is no terminal.
+    err_width: Option<usize>,
     color: bool,
     color_err: bool,
     bars: bool,
@@ -66,7 +69,9 @@ impl Ui {
             .and_then(|text| text.parse().ok())
             .filter(|&width: &usize| width > 0);
         Self {
-            width: columns.or_else(|| out.then(|| terminal_width().unwrap_or(80))),
+            width: columns.or_else(|| out.then(|| terminal_width(io::stdout()).unwrap_or(80))),
+            // Never in a pipe: whoever reads that wants lines as they are.
+            err_width: err.then(|| columns.or_else(|| terminal_width(io::stderr())).unwrap_or(80)),
             color: out && !plain,
             color_err: err && !plain,
             bars: err && !dumb && !no_progress,
@@ -83,6 +88,7 @@ impl Ui {
     pub fn silent() -> Self {
         Self {
             width: None,
+            err_width: None,
             color: false,
             color_err: false,
             bars: false,
@@ -206,6 +212,12 @@ impl Ui {
         self.message(text, text);
     }
 
+    /// A line of a log, on standard error, as it is: whoever wrote it may have laid it out.
+    pub fn log_line(&self, line: &str) {
+        self.copy(line);
+        let _ = self.beside_bar(|| writeln!(io::stderr().lock(), "{line}"));
+    }
+
     /// `warning: …` on standard error.
     pub fn warn(&self, text: &str) {
         let plain = format!("warning: {text}");
@@ -236,6 +248,8 @@ impl Ui {
 
     fn message(&self, shown: &str, plain: &str) {
         self.copy(plain);
+        let wrapped = self.err_width.map(|width| wrap(shown, width));
+        let shown = wrapped.as_deref().unwrap_or(shown);
         // Nobody is left to tell when standard error is gone.
         let _ = self.beside_bar(|| writeln!(io::stderr().lock(), "{shown}"));
     }
@@ -459,9 +473,9 @@ fn versioned(value: &impl Serialize) -> Result<serde_json::Value, Failure> {
     Ok(serde_json::Value::Object(object))
 }
 
-/// Columns of the terminal behind standard output.
-fn terminal_width() -> Option<usize> {
-    terminal_size::terminal_size_of(io::stdout())
+/// Columns of the terminal behind standard output or standard error.
+fn terminal_width(stream: impl std::os::fd::AsFd) -> Option<usize> {
+    terminal_size::terminal_size_of(stream)
         .map(|(width, _)| usize::from(width.0))
         .filter(|&width| width > 0)
 }

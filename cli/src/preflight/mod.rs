@@ -12,8 +12,8 @@ use crate::exit::Exit;
 use crate::failure::Failure;
 use crate::output::Ui;
 use crate::output::format::printable;
-use aitk_common::job::LoadedJob;
 use aitk_common::job::repository::is_commit;
+use aitk_common::job::{Input, JobSpec, LoadedJob};
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -22,11 +22,25 @@ use std::path::Path;
 /// # Errors
 /// When the files of a model say that it is of a family, or in a format, that this release does not run.
 pub async fn check_models(ui: &Ui, loaded: &LoadedJob, directory: &Path) -> Result<(), Failure> {
-    let models = models::look(&loaded.spec, directory).await;
+    check_some(ui, &loaded.spec, directory, |_| true).await.map(|_| ())
+}
+
+/// As [`check_models`], of those models that `wanted` takes. The answer has the commits of those that the hub has.
+///
+/// # Errors
+/// As there.
+pub async fn check_some(
+    ui: &Ui,
+    spec: &JobSpec,
+    directory: &Path,
+    wanted: impl Fn(&Input) -> bool,
+) -> Result<Commits, Failure> {
+    let models = models::look(spec, directory, wanted).await;
     for note in models.iter().filter_map(|model| model.unchecked.as_deref()) {
         ui.notice(&printable(note));
     }
-    refuse(models.iter().filter_map(|model| model.problem.clone()).collect())
+    refuse(models.iter().filter_map(|model| model.problem.clone()).collect())?;
+    Ok(commits(models))
 }
 
 /// Opens a run or a submission: one line for each data set and training, warnings, and what could not be checked. `short`:
@@ -46,11 +60,12 @@ pub async fn open_with(ui: &Ui, loaded: &LoadedJob, directory: &Path, short: boo
         ui.warn(&printable(&warning));
     }
     refuse(report.problems())?;
-    let commits = report
-        .models
-        .into_iter()
-        .filter_map(|model| Some((model.path, model.commit?)));
-    Ok(commits.filter(|(_, commit)| is_commit(commit)).collect())
+    Ok(commits(report.models))
+}
+
+fn commits(models: Vec<ModelReport>) -> Commits {
+    let commits = models.into_iter().filter_map(|model| Some((model.path, model.commit?)));
+    commits.filter(|(_, commit)| is_commit(commit)).collect()
 }
 
 /// Repositories of models that are not on this machine -> the commit that the hub has now.

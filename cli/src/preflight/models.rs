@@ -4,7 +4,7 @@ use crate::commands::env;
 use crate::paths::expand;
 use aitk_common::hub::{HubError, HubReader};
 use aitk_common::job::arch::ArchName;
-use aitk_common::job::{InputKind, JobSpec};
+use aitk_common::job::{Input, InputKind, JobSpec};
 use aitk_common::model_files::{Identity, Inventory, check, identify};
 use serde::Serialize;
 use std::path::Path;
@@ -32,12 +32,12 @@ pub struct ModelReport {
     pub unchecked: Option<String>,
 }
 
-/// Looks at every model of a job, and at VAEs and LoRAs as far as pickles go.
-pub(super) async fn look(spec: &JobSpec, directory: &Path) -> Vec<ModelReport> {
+/// Looks at every model of a job that is wanted, and at VAEs and LoRAs as far as pickles go.
+pub(super) async fn look(spec: &JobSpec, directory: &Path, wanted: impl Fn(&Input) -> bool) -> Vec<ModelReport> {
     let mut found: Vec<ModelReport> = Vec::new();
     for input in spec.inputs() {
         let weights = matches!(input.kind, InputKind::Model | InputKind::Vae | InputKind::Lora);
-        if !weights || input.config_path.is_empty() {
+        if !weights || input.config_path.is_empty() || !wanted(&input) {
             continue;
         }
         let mut report = ModelReport {

@@ -63,7 +63,7 @@ impl Report {
         let mut report = Self {
             name: spec.name.clone(),
             warnings,
-            models: models::look(spec, directory).await,
+            models: models::look(spec, directory, |_| true).await,
             images: crate::commands::pictures(spec, directory),
             ..Self::default()
         };

@@ -222,3 +222,116 @@ async fn artifacts_with_a_bad_name_are_not_fetched() {
         3
     );
 }
+
+fn worker(id: &str, name: &str, zone: &str, jobs: &[&str]) -> v1::Worker {
+    v1::Worker {
+        id: id.to_owned(),
+        name: name.to_owned(),
+        connected: true,
+        labels: [("zone".to_owned(), zone.to_owned())].into(),
+        devices: vec![v1::WorkerDevice {
+            device: Some(v1::Device {
+                device: Some(v1::DeviceRef {
+                    kind: v1::DeviceKind::Cuda.into(),
+                    index: 0,
+                }),
+                name: "NVIDIA RTX PRO 6000 Blackwell Workstation Edition".to_owned(),
+                memory_total: 96 << 30,
+                memory_budget: 95 << 30,
+                profile: v1::MemoryProfile::FullGpu.into(),
+                ..v1::Device::default()
+            }),
+            job_ids: jobs.iter().map(|job| (*job).to_owned()).collect(),
+            ..v1::WorkerDevice::default()
+        }],
+        ..v1::Worker::default()
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn workers_are_chosen_by_name_state_and_label() {
+    let fake = Fake::default();
+    let mut faulty = worker("w3", "the-box-in-the-attic", "attic", &[]);
+    faulty.devices[0].quarantined = true;
+    faulty.devices[0].quarantine_reason = "3 faults in a row, the last one: CUDA error 700".to_owned();
+    fake.0.lock().unwrap().workers = vec![
+        worker("w1", "box-a", "lab", &["j1aaaaaaaa"]),
+        worker("w2", "box-b", "lab", &[]),
+        faulty,
+        v1::Worker {
+            connected: false,
+            ..worker("w4", "mac", "home", &[])
+        },
+    ];
+    for (args, ids) in [
+        (&[][..], "w1 w2 w3 w4"),
+        (&["box*"], "w1 w2"),
+        (&["w3", "mac"], "w3 w4"),
+        (&["--state", "idle"], "w2"),
+        (&["--state", "running", "--state", "away"], "w1 w4"),
+        (&["--state", "quarantined"], "w3"),
+        (&["--label", "zone=lab"], "w1 w2"),
+        (&["--label", "zone", "box-?", "--state", "idle"], "w2"),
+        (&["--label", "zone=lab", "--label", "gpu"], ""),
+        (&["nobody"], ""),
+    ] {
+        let output = ask(&fake, &[&["workers", "-q"], args].concat()).await;
+        let found: Vec<String> = out(&output).lines().map(str::to_owned).collect();
+        assert_eq!(
+            (code(&output), found.join(" ").as_str()),
+            (0, ids),
+            "{args:?}: {}",
+            err(&output)
+        );
+    }
+    let none = ask(&fake, &["workers", "nobody"]).await;
+    assert!(err(&none).contains("no worker is like that"), "{}", err(&none));
+    assert_eq!(code(&ask(&fake, &["workers", "--state", "asleep"]).await), 2);
+
+    // In a narrow terminal the state and why it is so are whole.
+    let table = ask_with(&fake, &["workers"], &[("COLUMNS", "80")]).await;
+    let lines: Vec<String> = out(&table).lines().map(str::to_owned).collect();
+    assert!(lines.iter().all(|line| line.chars().count() <= 80), "{lines:#?}");
+    assert!(lines[1].ends_with("full_gpu  running"), "{lines:#?}");
+    assert_eq!(lines[2], "  runs j1aaaaaaa", "{lines:#?}");
+    assert!(
+        lines
+            .iter()
+            .any(|line| line == "  3 faults in a row, the last one: CUDA error 700"),
+        "{lines:#?}"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn artifacts_are_chosen_by_name_and_kind() {
+    let fake = fake(vec![job("j1", "ada", JobState::Completed)]);
+    let artifact = |name: &str, kind: &str| v1::Artifact {
+        name: name.to_owned(),
+        kind: kind.to_owned(),
+        sha256: "00".repeat(32),
+        bytes: 3,
+        ..v1::Artifact::default()
+    };
+    fake.0.lock().unwrap().artifacts = vec![
+        artifact("ada/ada.safetensors", "lora"),
+        artifact("ada/samples/1.png", "sample"),
+        artifact("ada/samples/2.png", "sample"),
+        artifact("ada/config.yaml", "config"),
+    ];
+    for (args, names) in [
+        (&["*.png"][..], "ada/samples/1.png ada/samples/2.png"),
+        (&["ada/samples", "--kind", "lora"], ""),
+        (
+            &["--kind", "lora", "--kind", "config"],
+            "ada/ada.safetensors ada/config.yaml",
+        ),
+        (&["--kind", "sample", "1.*"], "ada/samples/1.png"),
+    ] {
+        let output = ask(&fake, &[&["artifacts", "ls", "j1", "-q"], args].concat()).await;
+        let found: Vec<String> = out(&output).lines().map(str::to_owned).collect();
+        assert_eq!((code(&output), found.join(" ").as_str()), (0, names), "{args:?}");
+    }
+    let none = ask(&fake, &["artifacts", "get", "j1", "--kind", "video"]).await;
+    assert_eq!(code(&none), 3, "{}", err(&none));
+    assert!(err(&none).contains("nothing of the kind video"), "{}", err(&none));
+}

@@ -4,14 +4,14 @@ use crate::support::{Home, code, err, out};
 use std::process::Output;
 
 /// A coordinator and a home with a job file, a model and a data set.
-struct Place {
-    home: Home,
-    coordinator: aitk_coordinator::Running,
-    _data: tempfile::TempDir,
+pub(crate) struct Place {
+    pub(crate) home: Home,
+    pub(crate) coordinator: aitk_coordinator::Running,
+    pub(crate) data: tempfile::TempDir,
 }
 
 impl Place {
-    async fn new() -> Self {
+    pub(crate) async fn new() -> Self {
         let data = tempfile::tempdir().unwrap();
         let mut config = aitk_coordinator::Config::new(data.path());
         config.bind = "127.0.0.1:0".parse().unwrap();
@@ -40,16 +40,22 @@ impl Place {
         Self {
             home,
             coordinator,
-            _data: data,
+            data,
         }
     }
 
-    async fn aitk(&self, args: &[&str]) -> Output {
+    pub(crate) async fn aitk(&self, args: &[&str]) -> Output {
+        self.aitk_with(args, &[]).await
+    }
+
+    /// With more in its environment.
+    pub(crate) async fn aitk_with(&self, args: &[&str], env: &[(&str, &str)]) -> Output {
         let mut command = self.home.aitk();
         command
             .args(args)
             .env("AITK_SERVER", self.coordinator.url())
-            .env("AITK_TOKEN", &self.coordinator.token);
+            .env("AITK_TOKEN", &self.coordinator.token)
+            .envs(env.iter().copied());
         tokio::task::spawn_blocking(move || command.output().unwrap())
             .await
             .unwrap()

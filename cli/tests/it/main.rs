@@ -4,8 +4,16 @@
 
 mod client;
 #[cfg(feature = "embedded")]
+mod clone;
+#[cfg(feature = "embedded")]
 mod coordinator;
+#[cfg(feature = "embedded")]
+mod downloads;
 mod exit_codes;
+#[cfg(feature = "embedded")]
+mod login;
+#[cfg(feature = "embedded")]
+mod notify;
 #[cfg(feature = "embedded")]
 mod preflight;
 #[cfg(feature = "embedded")]
@@ -13,5 +21,6 @@ mod records;
 #[cfg(feature = "embedded")]
 mod run;
 mod support;
+mod terminal;
 #[cfg(feature = "embedded")]
 mod traces;

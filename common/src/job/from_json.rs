@@ -6,6 +6,7 @@
 //! them, and refusing them would lock out every client that is newer than its coordinator.
 
 use super::caption::CaptionProcess;
+use super::change::{self, Change};
 use super::error::{Finding, JobError};
 use super::limits::MAX_DEPTH;
 use super::modify::{ExtractProcess, RescaleLoraProcess};
@@ -83,6 +84,46 @@ impl JobSpec {
         } else {
             Err(JobError::Invalid { findings })
         }
+    }
+
+    /// The job with other values for some keys, named and written as in [`super::LoadOptions::changes`], and what is to be
+    /// known about it. Everything else stays as it is, also what `[name]` and `${VAR}` stood for; what is said of a part of a
+    /// job is left out, so that it is the whole job.
+    ///
+    /// # Errors
+    /// [`JobError::Invalid`] with every place that is wrong.
+    pub fn changed(&self, changes: &[Change]) -> Result<(Self, Vec<Finding>), JobError> {
+        let json = serde_json::to_value(self).map_err(|error| whole(error.to_string()))?;
+        let mut config = document(&json, Some(self));
+        let changed = change::apply(&mut config, changes, None).map_err(|found| JobError::Invalid {
+            findings: vec![without_place(found)],
+        })?;
+        let mut cx = Cx::new(None);
+        let read = Self::read(&config, None, &mut cx);
+        change::refuse_unknown(&changed, &mut cx);
+        let findings: Vec<Finding> = cx.errors.into_iter().map(without_place).collect();
+        // Of everything else they were said when it was read.
+        let about_changes = cx.warnings.into_iter().filter(|warning| changed.contains(&warning.key));
+        let warnings = about_changes.map(without_place).collect();
+        let Some(read) = read.filter(|_| findings.is_empty()) else {
+            return Err(match findings.is_empty() {
+                true => whole("the job could not be understood".into()),
+                false => JobError::Invalid { findings },
+            });
+        };
+        let mut spec = Self {
+            file: self.file.clone(),
+            positions: self.positions.clone(),
+            part: None,
+            revisions: self.revisions.clone(),
+            ..read
+        };
+        if self.config.name.is_none() {
+            spec.config.name = None;
+        }
+        // Where they stand in the file says nothing of values that are not from there.
+        spec.positions.retain(|key, _| !changed.contains(key));
+        Ok((spec, warnings))
     }
 
     /// What is wrong with the pictures that a part of a job is about.

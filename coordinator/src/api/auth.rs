@@ -29,7 +29,9 @@ fn right_of(path: &str) -> Option<Right> {
         "Jobs/Info" => Right::Greet,
         "Jobs/Submit" | "Jobs/SubmitArray" => Right::Submit,
         "Jobs/Get" | "Jobs/List" | "Jobs/Explain" | "Jobs/Events" | "Jobs/Artifacts" => Right::SeeJobs,
-        "Jobs/Stop" | "Jobs/Resume" | "Jobs/Pause" | "Jobs/SetPriority" | "Jobs/Remove" => Right::ChangeJobs,
+        "Jobs/Stop" | "Jobs/Resume" | "Jobs/Pause" | "Jobs/SetPriority" | "Jobs/Remove" | "Jobs/Submission" => {
+            Right::ChangeJobs
+        }
         "Jobs/ListWorkers" | "Jobs/Fit" => Right::SeeWorkers,
         "Jobs/DrainWorker" | "Jobs/ForgetWorker" => Right::ChangeWorkers,
         "Blobs/Has" | "Blobs/Put" => Right::Upload,

@@ -12,7 +12,7 @@ use crate::submit::{Asked, fresh_job_id, fresh_seed, wants, wants_to_fit};
 use aitk_common::control::{JobState, JobView, MAX_CONFIG_BYTES, PROTOCOL_VERSION, ServerInfo, Submission, UnixMillis};
 use aitk_common::id::{JobId, UserName};
 use aitk_proto::v1::jobs_server::Jobs;
-use aitk_proto::{Message, encoded_len, trace, v1};
+use aitk_proto::{MAX_MESSAGE_BYTES, Message, encoded_len, trace, v1};
 use std::sync::Arc;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
@@ -190,6 +190,48 @@ impl Jobs for JobsApi {
             view.config_format = fits.then(|| payload.config_format.to_string());
         }
         Ok(Response::new(view.into()))
+    }
+
+    async fn submission(&self, request: Request<v1::GetJobRequest>) -> Result<Response<v1::SubmitRequest>, Status> {
+        let who = caller(&request)?;
+        // It holds what stood in the environment of whoever submitted it: more than everybody who sees the job may know.
+        let (id, line) = self
+            .find_to_change(&who, "job.read", request.into_inner().job_id)
+            .await?;
+        let wanted = id.clone();
+        let look = move |state: &crate::core::State, now| {
+            let first = state.members(&wanted).into_iter().next();
+            state.job_view(now, &wanted).zip(first)
+        };
+        let found = self.0.core.query(look).await?;
+        let (view, first) = found.ok_or_else(|| Status::not_found(format!("there is no job {id}")))?;
+        let payload = match self.0.store.payload(&first).await {
+            Err(error @ StoreError::Unreadable { .. }) => {
+                return Err(Status::failed_precondition(format!("job {id} cannot be read: {error}")));
+            }
+            read => read.map_err(|error| store_failed(&error))?,
+        };
+        let payload = payload.ok_or_else(|| Status::not_found(format!("there is no job {id}")))?;
+        if view.owner != who.owner() {
+            self.0.access.note(*line);
+        }
+        let submission = v1::SubmitRequest::from(Submission {
+            config_text: payload.config_text.to_string(),
+            config_format: payload.config_format.to_string(),
+            job_json: payload.job_json.to_string(),
+            inputs: (*payload.inputs).clone(),
+            local: view.local,
+            idempotency_key: None,
+            owner: Some(view.owner),
+            anatomy: None,
+            pictures: None,
+        });
+        if encoded_len(&submission) > MAX_MESSAGE_BYTES {
+            return Err(Status::failed_precondition(format!(
+                "job {id} is larger than an answer may be ({MAX_MESSAGE_BYTES} bytes)"
+            )));
+        }
+        Ok(Response::new(submission))
     }
 
     async fn list(&self, request: Request<v1::ListJobsRequest>) -> Result<Response<v1::ListJobsReply>, Status> {

@@ -160,6 +160,10 @@ impl jobs_server::Jobs for Fake {
         self.job(&request.into_inner().job_id)
     }
 
+    async fn submission(&self, _: Request<v1::GetJobRequest>) -> Result<Response<v1::SubmitRequest>, Status> {
+        Err(Status::unimplemented("not here"))
+    }
+
     async fn list(&self, _: Request<v1::ListJobsRequest>) -> Result<Response<v1::ListJobsReply>, Status> {
         self.told(|told| v1::ListJobsReply {
             jobs: told.jobs.clone(),

@@ -239,3 +239,49 @@ fn depth_and_number_of_values_are_bounded() {
     }
     JobSpec::from_json(&keys.to_string()).unwrap();
 }
+
+#[test]
+fn a_job_is_changed_as_its_config_would_be() {
+    let change = |key: &str, value: &str| Change {
+        key: key.to_owned(),
+        value: value.to_owned(),
+    };
+    let spec = yaml(MINIMAL).unwrap().spec;
+    let (same, warnings) = spec.changed(&[]).unwrap();
+    assert_eq!((same, warnings), (spec.clone(), Vec::new()));
+
+    let text = format!("{MINIMAL}\ncluster:\n  time_limit: 1h30m\n  not_before: 2026-11-22T02:00:00.123Z\n");
+    let spec = yaml(&text).unwrap().spec;
+    let part = JobSpec {
+        part: Some(super::super::spec::Part { from: 0, to: 1 }),
+        ..spec.clone()
+    };
+    let changes = [
+        change("config.name", "another"),
+        change("train.steps", "7"),
+        change("cluster.time_limit", "10m"),
+        // An abbreviation, as a config may have it.
+        change("train.dtype", "fp32"),
+    ];
+    let (changed, _) = part.changed(&changes).unwrap();
+    let json = serde_json::to_value(&changed).unwrap();
+    let train = &json["process"][0]["kind"]["train"]["train"];
+    assert_eq!((&json["name"], &train["steps"]), (&"another".into(), &7.into()));
+    assert_eq!(json["cluster"]["time_limit"]["secs"], 600);
+    assert_eq!(
+        (changed.part, changed.cluster.not_before),
+        (None, spec.cluster.not_before)
+    );
+    assert!(!changed.positions.contains_key("config.name") && changed.positions.contains_key("job"));
+    JobSpec::from_json(&json.to_string()).unwrap();
+
+    for (key, value, said) in [
+        ("train.stepz", "1", "did you mean `steps`?"),
+        ("train.steps", "many", "train.steps: expected"),
+        ("config.name", "../up", "cannot name a folder"),
+        ("datasets[7].folder_path", "x", "no `[7]` in a list"),
+    ] {
+        let error = spec.changed(&[change(key, value)]).unwrap_err().to_string();
+        assert!(error.contains(said), "{key}: {error}");
+    }
+}

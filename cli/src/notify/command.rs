@@ -10,13 +10,10 @@ use tokio::process::Command;
 /// A command that takes longer goes on without us.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Runs the command, if there is one, with the job in its environment: `AITK_JOB_ID`, `AITK_JOB_NAME`, `AITK_JOB_STATE`,
+/// Runs the command with the job in its environment: `AITK_JOB_ID`, `AITK_JOB_NAME`, `AITK_JOB_STATE`,
 /// `AITK_JOB_REASON`. It is a program and its arguments with blanks between them; no shell reads it, so nothing in a
 /// job's name or reason is ever a command. That it fails is said, and changes nothing else.
-pub async fn job_ended(ui: &Ui, command: Option<&str>, job: &JobView) {
-    let Some(command) = command.filter(|_| job.state.is_ended()) else {
-        return;
-    };
+pub(super) async fn run(ui: &Ui, command: &str, job: &JobView) {
     let mut words = command.split_whitespace();
     let Some(program) = words.next() else { return };
     let child = Command::new(program)
@@ -47,6 +44,7 @@ pub async fn job_ended(ui: &Ui, command: Option<&str>, job: &JobView) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Notify;
     use super::*;
     use crate::api::tests::job;
     use aitk_common::control::JobState;
@@ -62,14 +60,24 @@ mod tests {
         std::fs::set_permissions(&script, PermissionsExt::from_mode(0o755)).unwrap();
         let command = format!("{} {} $(touch)", script.display(), heard.display());
         let ui = Ui::silent();
-        job_ended(&ui, Some(&command), &job("j1", "a; touch x", JobState::Running, 0)).await;
+        let notify = |command: &str| Notify {
+            command: Some(command.to_owned()),
+            webhook: None,
+        };
+        let ended = notify(&command);
+        ended
+            .job_ended(&ui, &job("j1", "a; touch x", JobState::Running, 0))
+            .await;
         assert!(!heard.exists(), "it has not ended");
-        job_ended(&ui, Some(&command), &job("j1", "a; touch x", JobState::Failed, 0)).await;
+        ended
+            .job_ended(&ui, &job("j1", "a; touch x", JobState::Failed, 0))
+            .await;
         assert_eq!(
             std::fs::read_to_string(&heard).unwrap(),
             "j1|a; touch x|failed|$(touch)"
         );
         // One that is not there is no reason to fail.
-        job_ended(&ui, Some("/does/not/exist"), &job("j1", "a", JobState::Failed, 0)).await;
+        let missing = notify("/does/not/exist");
+        missing.job_ended(&ui, &job("j1", "a", JobState::Failed, 0)).await;
     }
 }

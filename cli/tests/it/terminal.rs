@@ -1,0 +1,66 @@
+//! Messages on a real terminal, and in a pipe.
+
+use crate::support::{Home, err};
+use nix::pty::{Winsize, openpty};
+use std::io::Read;
+use std::process::{Command, Stdio};
+
+/// A sentence that is longer than a line, about a server that nobody is.
+const ARGS: [&str; 5] = ["ps", "--server", "http://127.0.0.1:9", "--token-file", "token"];
+
+fn home() -> Home {
+    let home = Home::new();
+    let path = home.write("token", "aitk_a_token_of_this_test_and_of_nobody");
+    std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+    home
+}
+
+#[test]
+fn messages_are_broken_between_words_on_a_terminal_and_never_in_a_pipe() {
+    let home = home();
+    let size = Winsize {
+        ws_row: 24,
+        ws_col: 40,
+        ws_xpixel: 0,
+        ws_ypixel: 0,
+    };
+    let terminal = openpty(Some(&size), None).unwrap();
+    let mut child = Command::new(assert_cmd::cargo::cargo_bin("aitk"))
+        .args(ARGS)
+        .env_clear()
+        .env("HOME", home.path())
+        .current_dir(home.path())
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::from(terminal.slave))
+        .spawn()
+        .unwrap();
+    // What comes after the end of the program is an error on Linux, and the end elsewhere.
+    let (mut reader, mut shown) = (std::fs::File::from(terminal.master), Vec::new());
+    let mut piece = [0; 4096];
+    while let Ok(read @ 1..) = reader.read(&mut piece) {
+        shown.extend_from_slice(&piece[..read]);
+    }
+    assert_eq!(child.wait().unwrap().code(), Some(5));
+    let shown = String::from_utf8(shown).unwrap();
+    let plain = shown
+        .replace("\x1b[1;31m", "")
+        .replace("\x1b[36m", "")
+        .replace("\x1b[0m", "");
+    let lines: Vec<&str> = plain.lines().collect();
+    assert!(lines.len() > 3 && lines[0].starts_with("error: "), "{lines:#?}");
+    for line in &lines {
+        assert!(line.chars().count() <= 40 || !line.trim().contains(' '), "{lines:#?}");
+    }
+
+    let piped = home.aitk().args(ARGS).env("COLUMNS", "40").output().unwrap();
+    let words = |text: &str| text.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+    assert_eq!(words(&err(&piped)), words(&plain), "the same is said");
+    assert!(
+        err(&piped)
+            .lines()
+            .all(|line| line.starts_with("error: ") || line.starts_with("hint: ")),
+        "{}",
+        err(&piped)
+    );
+}
