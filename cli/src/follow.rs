@@ -185,8 +185,8 @@ impl<'a> Renderer<'a> {
             EventBody::Log { .. } => {
                 if let Some(line) = log_line(&event.body) {
                     match self.logs_to {
-                        LogsTo::Stdout => self.ui.data(&line)?,
-                        LogsTo::Stderr => self.ui.log_line(&line),
+                        LogsTo::Stdout => self.ui.text(&line)?,
+                        LogsTo::Stderr => self.ui.notice(&line),
                     }
                 }
             }

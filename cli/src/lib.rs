@@ -37,6 +37,7 @@ use clap::error::ErrorKind;
 use exit::Exit;
 use failure::{CommandResult, Failure};
 use output::Ui;
+use std::io::IsTerminal;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -47,6 +48,12 @@ pub fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => {
             let help = matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion);
+            if !help && std::io::stderr().is_terminal() {
+                // Whoever asked wrongly did not say how to show it.
+                let ui = Ui::from_env(&commands::env, false, true);
+                ui.usage(&error);
+                return Exit::Usage.into();
+            }
             let exit = match error.print() {
                 Err(closed) => Failure::output(&closed).exit,
                 Ok(()) if help => Exit::Ok,

@@ -161,7 +161,7 @@ fn show_members(
     *said = Some(whole.clone());
     for line in lines {
         match to {
-            LogsTo::Stdout => ui.data(&line)?,
+            LogsTo::Stdout => ui.text(&line)?,
             LogsTo::Stderr => ui.notice(&line),
         }
     }

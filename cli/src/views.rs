@@ -160,7 +160,7 @@ pub fn jobs_table(jobs: &[JobView], now: Timestamp, full_ids: bool) -> Table {
     table
 }
 
-/// What a device of a worker does, in one word; none: it is idle.
+/// What a device of a worker does, what matters most first. None: the worker has no device and there is nothing to say.
 #[must_use]
 pub fn slot_states(worker: &WorkerView, slot: Option<&WorkerDeviceView>) -> Vec<WorkerState> {
     let busy = slot.is_some_and(|slot| !slot.jobs.is_empty());
@@ -185,6 +185,12 @@ pub fn slot_states(worker: &WorkerView, slot: Option<&WorkerDeviceView>) -> Vec<
 /// What there is to say of a device beside its state: what runs there, why it gets no work, since when it is away.
 fn slot_detail(worker: &WorkerView, slot: Option<&WorkerDeviceView>, length: usize, now: Timestamp) -> String {
     let mut parts = Vec::new();
+    // The first stands in its column, and what runs is listed.
+    let more = slot_states(worker, slot).into_iter().skip(1);
+    parts.extend(
+        more.filter(|state| *state != WorkerState::Running)
+            .map(|state| state.name().to_owned()),
+    );
     let runs: Vec<&str> = slot
         .iter()
         .flat_map(|slot| &slot.jobs)
@@ -206,8 +212,9 @@ fn slot_detail(worker: &WorkerView, slot: Option<&WorkerDeviceView>, length: usi
 #[must_use]
 pub fn workers_table(workers: &[WorkerView], now: Timestamp) -> Table {
     let columns = [
-        Column::text("WORKER", 10),
-        Column::text("DEVICE", 14),
+        // A name is typed into other commands.
+        Column::text("WORKER", 22),
+        Column::text("DEVICE", 10),
         Column::number("BUDGET"),
         Column::number("MEMORY"),
         Column::fixed("PROFILE"),
@@ -221,11 +228,8 @@ pub fn workers_table(workers: &[WorkerView], now: Timestamp) -> Table {
             .flat_map(|d| d.jobs.iter().map(|id| id.as_str())),
     );
     let state = |worker: &WorkerView, slot: Option<&WorkerDeviceView>| {
-        let words: Vec<&str> = slot_states(worker, slot).into_iter().map(WorkerState::name).collect();
-        match words.is_empty() {
-            true => "no device".to_owned(),
-            false => words.join(", "),
-        }
+        let first = slot_states(worker, slot).first().map(|state| state.name());
+        first.unwrap_or("no device").to_owned()
     };
     for worker in workers {
         if worker.devices.is_empty() {
@@ -442,7 +446,8 @@ mod tests {
             assert!(line.width() <= 80, "{line}");
         }
         // The state and why it is so, whole.
-        assert!(lines[1].ends_with("quarantined, running"), "{}", lines[1]);
+        assert!(lines[1].starts_with("the-box-under-the-desk  cuda:1 "), "{}", lines[1]);
+        assert!(lines[1].ends_with("quarantined"), "{}", lines[1]);
         assert_eq!(
             lines[2],
             "  runs 0193aaaa-; 3 faults in a row, the last one: CUDA error 700"

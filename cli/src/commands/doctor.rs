@@ -322,7 +322,7 @@ fn show(ui: &Ui, report: &Report) -> Result<(), crate::failure::Failure> {
     } else {
         "small client"
     };
-    ui.data(&format!(
+    ui.text(&format!(
         "aitk {}, protocol {}, {kind}",
         report.version, report.protocol
     ))?;
@@ -334,8 +334,8 @@ fn show(ui: &Ui, report: &Report) -> Result<(), crate::failure::Failure> {
     ] {
         match (&setting.value, &setting.origin) {
             (Some(value), Some(origin)) => {
-                ui.data(&format!("  {name:<8}{}", printable(value)))?;
-                ui.data(&format!("          from {}", printable(origin)))?;
+                ui.text(&format!("  {name:<8}{}", printable(value)))?;
+                ui.text(&format!("          from {}", printable(origin)))?;
             }
             _ if name == "server" => ui.data("  none named; `aitk up` starts one, `aitk run` needs none")?,
             _ => {}
@@ -343,13 +343,13 @@ fn show(ui: &Ui, report: &Report) -> Result<(), crate::failure::Failure> {
     }
     if let Some(info) = &report.coordinator {
         let since = ago(moment(info.started), jiff::Timestamp::now());
-        ui.data(&format!(
+        ui.text(&format!(
             "  answers version {}, protocol {}, started {since}",
             printable(&info.version),
             info.protocol
         ))?;
         let (workers, jobs) = (info.workers_connected, info.jobs_active);
-        ui.data(&format!(
+        ui.text(&format!(
             "  storage {}, workers {workers}, active jobs {jobs}",
             printable(&info.storage)
         ))?;
@@ -378,7 +378,7 @@ fn show(ui: &Ui, report: &Report) -> Result<(), crate::failure::Failure> {
         }
         ui.table(&table)?;
         for defaults in &report.defaults {
-            ui.data(&format!("  {}: {}", device(defaults.device), defaults.words()))?;
+            ui.text(&format!("  {}: {}", device(defaults.device), defaults.words()))?;
         }
     } else {
         ui.data("  not looked at by the small client")?;
@@ -386,7 +386,7 @@ fn show(ui: &Ui, report: &Report) -> Result<(), crate::failure::Failure> {
     if let Some(confinement) = &report.confinement {
         ui.data("\nSandbox of attempts (jobs of `aitk submit`; `aitk run` works in your folders)")?;
         for (name, part) in confinement.parts() {
-            ui.data(&format!("  {name:<10}{}", printable(&part.to_string())))?;
+            ui.text(&format!("  {name:<10}{}", printable(&part.to_string())))?;
         }
     }
     ui.data("\nDisk space")?;
@@ -394,7 +394,7 @@ fn show(ui: &Ui, report: &Report) -> Result<(), crate::failure::Failure> {
         let free = disk
             .free
             .map_or_else(|| "unknown".to_owned(), |free| format!("{} free", gib(free)));
-        ui.data(&format!(
+        ui.text(&format!(
             "  {:<12}{free:>16}  {}",
             disk.purpose,
             display_path(&disk.path, &env)
@@ -403,7 +403,7 @@ fn show(ui: &Ui, report: &Report) -> Result<(), crate::failure::Failure> {
     if !report.notices.is_empty() {
         ui.data("\nNotices")?;
         for notice in &report.notices {
-            ui.data(&format!("  {}", printable(notice)))?;
+            ui.text(&format!("  {}", printable(notice)))?;
         }
     }
     if report.problems.is_empty() {
@@ -411,9 +411,9 @@ fn show(ui: &Ui, report: &Report) -> Result<(), crate::failure::Failure> {
     }
     ui.data("\nProblems")?;
     for (index, problem) in report.problems.iter().enumerate() {
-        ui.data(&format!("  {}. {}", index + 1, printable(&problem.what)))?;
+        ui.text(&format!("  {}. {}", index + 1, printable(&problem.what)))?;
         if !problem.fix.is_empty() {
-            ui.data(&format!("     fix: {}", printable(&problem.fix)))?;
+            ui.text(&format!("     fix: {}", printable(&problem.fix)))?;
         }
     }
     Ok(())

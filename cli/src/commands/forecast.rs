@@ -57,14 +57,14 @@ fn show(ui: &Ui, forecast: &Forecast, json: bool) -> Result<(), Failure> {
     if json {
         return ui.json(&serde_json::to_value(forecast).unwrap_or_default());
     }
-    ui.data(&printable(&forecast.summary))?;
+    ui.text(&printable(&forecast.summary))?;
     for device in &forecast.devices {
         let mark = match (device.fits, device.ready) {
             (_, true) => "+",
             (true, false) => "~",
             (false, false) => "-",
         };
-        ui.data(&printable(&format!("{mark} {}", device.words)))?;
+        ui.text(&printable(&format!("{mark} {}", device.words)))?;
     }
     Ok(())
 }

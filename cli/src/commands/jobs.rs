@@ -177,7 +177,7 @@ pub(super) async fn wait(context: &Context, args: WaitArgs) -> CommandResult {
                 } else {
                     String::new()
                 };
-                ui.data(&crate::output::format::printable(&format!(
+                ui.text(&crate::output::format::printable(&format!(
                     "{} {} {}{reason}",
                     job.id, job.name, job.state
                 )))?;

@@ -6,6 +6,8 @@ use crate::args::LoginArgs;
 use crate::download::disk;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
+use crate::output::Ui;
+use crate::output::format::printable;
 use crate::settings;
 use aitk_common::fsutil;
 use aitk_common::security::join;
@@ -21,7 +23,7 @@ pub(super) async fn login(context: &Context, args: LoginArgs) -> CommandResult {
     let ui = context.ui(true);
     let token = match &context.global.token_file {
         Some(path) => read_token(path)?,
-        None => asked(&args.server).await?,
+        None => asked(&ui, &args.server).await?,
     };
     let (secret, authority) = join::split(&token);
     if join::is_join_secret(secret) {
@@ -100,10 +102,12 @@ fn word(path: &Path) -> String {
 }
 
 /// The token from standard input, so that it is neither in the shell's history nor in the list of processes.
-async fn asked(server: &str) -> Result<String, Failure> {
+async fn asked(ui: &Ui, server: &str) -> Result<String, Failure> {
     let stdin = std::io::stdin();
     if stdin.is_terminal() {
-        eprintln!("The token for {server}, from `aitk-coordinator token create` (it is not shown while you paste it):");
+        ui.notice(&printable(&format!(
+            "The token for {server}, from `aitk-coordinator token create` (it is not shown while you paste it):"
+        )));
     }
     // On a thread of its own, so that Ctrl-C finds the terminal as it was.
     let reading = tokio::task::spawn_blocking(|| {

@@ -22,7 +22,7 @@ pub(super) async fn workers(context: &Context, args: WorkersArgs) -> CommandResu
         Format::Human => {
             ui.table(&workers_table(&workers, jiff::Timestamp::now()))?;
             for line in workers.iter().filter_map(confinement_line) {
-                ui.data(&printable(&line))?;
+                ui.text(&printable(&line))?;
             }
             if none {
                 ui.notice("no workers; start one on each machine: aitk-worker --server URL --token-file FILE");

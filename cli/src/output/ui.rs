@@ -45,7 +45,8 @@ impl Format {
 /// The terminal, or the lack of one.
 pub struct Ui {
     width: Option<usize>,
-    /// Of the terminal behind standard error; none: there is no terminal.
+    /// Of the terminals behind standard output and standard error; none: there is no terminal.
+    out_width: Option<usize>,
     err_width: Option<usize>,
     color: bool,
     color_err: bool,
@@ -71,6 +72,7 @@ impl Ui {
         Self {
             width: columns.or_else(|| out.then(|| terminal_width(io::stdout()).unwrap_or(80))),
             // Never in a pipe: whoever reads that wants lines as they are.
+            out_width: out.then(|| columns.or_else(|| terminal_width(io::stdout())).unwrap_or(80)),
             err_width: err.then(|| columns.or_else(|| terminal_width(io::stderr())).unwrap_or(80)),
             color: out && !plain,
             color_err: err && !plain,
@@ -88,6 +90,7 @@ impl Ui {
     pub fn silent() -> Self {
         Self {
             width: None,
+            out_width: None,
             err_width: None,
             color: false,
             color_err: false,
@@ -155,6 +158,18 @@ impl Ui {
         .map_err(|error| Failure::output(&error))
     }
 
+    /// A sentence on standard output: broken between words on a terminal, one line in a pipe.
+    ///
+    /// # Errors
+    /// As [`Self::data`].
+    pub fn text(&self, line: &str) -> Result<(), Failure> {
+        match self.out_width {
+            // The log file has it as it is.
+            Some(width) if self.tee.is_none() => self.data(&wrap(line, width)),
+            _ => self.data(line),
+        }
+    }
+
     /// Several lines of data.
     ///
     /// # Errors
@@ -212,12 +227,6 @@ impl Ui {
         self.message(text, text);
     }
 
-    /// A line of a log, on standard error, as it is: whoever wrote it may have laid it out.
-    pub fn log_line(&self, line: &str) {
-        self.copy(line);
-        let _ = self.beside_bar(|| writeln!(io::stderr().lock(), "{line}"));
-    }
-
     /// `warning: …` on standard error.
     pub fn warn(&self, text: &str) {
         let plain = format!("warning: {text}");
@@ -244,6 +253,17 @@ impl Ui {
         if !plain.is_empty() {
             self.message(failure.render(self.color_err).trim_end(), plain.trim_end());
         }
+    }
+
+    /// What is wrong with a command line.
+    pub fn usage(&self, error: &clap::Error) {
+        let text = error.render();
+        let shown = if self.color_err {
+            text.ansi().to_string()
+        } else {
+            text.to_string()
+        };
+        self.message(shown.trim_end(), text.to_string().trim_end());
     }
 
     fn message(&self, shown: &str, plain: &str) {
