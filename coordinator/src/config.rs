@@ -69,6 +69,10 @@ pub struct Limits {
     pub waiting_jobs: Option<u64>,
     /// Bytes of the configs of all jobs that are kept.
     pub config_bytes: Option<u64>,
+    /// Bytes in the object storage that they sent, whether a job names them or not.
+    pub stored_bytes: Option<u64>,
+    /// Bytes a second that they send, all their uploads together.
+    pub upload_rate: Option<u64>,
 }
 
 impl Default for Limits {
@@ -76,6 +80,8 @@ impl Default for Limits {
         Self {
             waiting_jobs: Some(20_000),
             config_bytes: Some(1 << 30),
+            stored_bytes: Some(256 << 30),
+            upload_rate: Some(256 << 20),
         }
     }
 }

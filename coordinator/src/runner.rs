@@ -1,6 +1,8 @@
 //! The one task that owns the core: takes events in batches, stores what they changed in one transaction, and only
 //! then lets anybody hear of it.
 
+mod pause;
+
 use crate::access::AuditLine;
 use crate::assign::{Outgoing, Work};
 use crate::core::{self, Effect, Event, Placed, Record, Refusal, Reply, SessionId, State, Ticket};
@@ -79,6 +81,8 @@ enum Input {
     Event(Event),
     Call(Event, Ticket, Caller, Box<AuditLine>),
     Query(Query),
+    /// Answered when everything before it is durable.
+    Stored(oneshot::Sender<()>),
     OpenSession(SessionId, mpsc::Sender<Outgoing>),
 }
 
@@ -145,7 +149,7 @@ impl Core {
         receiver.await.map_err(|_| Gone)
     }
 
-    /// Looks at the state; only durable changes are seen.
+    /// Looks at the state; only durable changes are seen. (While the database is full also the last ones, which are not yet.)
     pub(crate) async fn query<T: Send + 'static>(
         &self,
         look: impl FnOnce(&State, UnixMillis) -> T + Send + 'static,
@@ -160,8 +164,9 @@ impl Core {
 
     /// Waits until everything that was handed in before is durable.
     pub(crate) async fn stored(&self) -> Result<(), Gone> {
-        // A query is answered after the batch that it came with is stored.
-        self.query(|_, _| ()).await
+        let (sender, receiver) = oneshot::channel();
+        self.inputs.send(Input::Stored(sender)).await.map_err(|_| Gone)?;
+        receiver.await.map_err(|_| Gone)
     }
 
     /// A new session's number and what the core says to it. The receiver ends when the core closes the session.
@@ -193,6 +198,8 @@ pub(crate) struct Runner {
     inputs: mpsc::Receiver<Input>,
     hub: Arc<Hub>,
     sessions: HashMap<SessionId, mpsc::Sender<Outgoing>>,
+    /// What is left to be handled of a time in which the database was full.
+    later: Vec<Event>,
 }
 
 impl Runner {
@@ -224,6 +231,7 @@ impl Runner {
                 inputs,
                 hub,
                 sessions: HashMap::new(),
+                later: Vec::new(),
             },
             core,
         )
@@ -258,12 +266,19 @@ impl Runner {
                 }
             }
             self.step(&mut batch).await?;
+            if !self.later.is_empty() {
+                batch.extend(self.later.drain(..).map(Input::Event));
+                // That it is late by now is among these already.
+                ticks.reset();
+                self.step(&mut batch).await?;
+            }
         }
     }
 
     async fn step(&mut self, batch: &mut Vec<Input>) -> Result<(), StoreError> {
         let now = self.clock.now();
         let (mut records, mut rest, mut queries) = (Vec::new(), Vec::new(), Vec::new());
+        let mut waiting = Vec::new();
         let mut callers = HashMap::new();
         for input in batch.drain(..) {
             let (event, mut line) = match input {
@@ -274,6 +289,10 @@ impl Runner {
                 }
                 Input::Query(query) => {
                     queries.push(query);
+                    continue;
+                }
+                Input::Stored(sender) => {
+                    waiting.push(sender);
                     continue;
                 }
                 Input::OpenSession(session, sender) => {
@@ -299,7 +318,15 @@ impl Runner {
             debug_assert_eq!(core::check(&self.state), Ok(()));
         }
         let began = Instant::now();
-        self.persist(&records).await?;
+        match self.persist(&records).await {
+            Err(error) if error.is_full() => {
+                for query in std::mem::take(&mut queries) {
+                    query(&self.state, now);
+                }
+                self.wait_for_room(&records, &mut rest, &mut callers, &error).await?;
+            }
+            persisted => persisted?,
+        }
         self.metrics.stored(&records, began.elapsed());
         self.spans.stored(&records);
         for record in &records {
@@ -313,6 +340,9 @@ impl Runner {
         for query in queries {
             query(&self.state, now);
         }
+        for waiting in waiting {
+            let _ = waiting.send(());
+        }
         Ok(())
     }
 
@@ -322,7 +352,7 @@ impl Runner {
         loop {
             match self.store.commit(records).await {
                 Ok(()) => return Ok(()),
-                Err(error) if error.is_transient() && Instant::now() + wait < deadline => {
+                Err(error) if error.is_transient() && !error.is_full() && Instant::now() + wait < deadline => {
                     tracing::error!(error = %full(&error), "the store failed; trying again");
                     tokio::time::sleep(wait).await;
                     wait = (wait * 2).min(Duration::from_secs(5));
@@ -332,7 +362,7 @@ impl Runner {
         }
     }
 
-    fn carry_out(&mut self, effect: Effect, callers: &mut HashMap<Ticket, oneshot::Sender<Result<Reply, Refusal>>>) {
+    fn carry_out(&mut self, effect: Effect, callers: &mut HashMap<Ticket, Caller>) {
         match effect {
             // Sorted out before; here for completeness.
             Effect::Persist(_) => {}

@@ -17,7 +17,7 @@ use crate::space::Space;
 use crate::spans::Spans;
 use crate::store::lease::RENEW;
 use crate::store::{SqlStore, Store, StoreError};
-use crate::transfers::Transfers;
+use crate::transfers::{Transfers, UploadRate};
 use aitk_common::security::token::{Token, TokenError};
 use aitk_common::storage::{BlobStore, ObjectBlobs, StorageError};
 use futures::future::BoxFuture;
@@ -408,7 +408,7 @@ pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -
         tokio::spawn(metrics::serve(listener, metrics, core.clone(), stopping.clone()));
     }
     let (access, auditing) = Access::open(store.clone(), token.clone(), clock, &data_dir).await?;
-    let pins = Pins::new(config.retention.grace);
+    let pins = Pins::new();
     let uploads = Arc::new(Uploads::new(store.clone()));
     let collector = Collector {
         core: core.clone(),
@@ -428,6 +428,7 @@ pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -
         blobs.clone(),
         uploads,
         config.direct_storage,
+        config.limits.stored_bytes,
     );
     // A bucket has room of its own; what goes there still passes through a folder of ours.
     let stored_here = ground.storage_folder();
@@ -454,6 +455,7 @@ pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -
         parsing: Arc::new(Semaphore::new(PARSING)),
         assigner,
         uploads: Transfers::new(TRANSFERS),
+        upload_rate: UploadRate::new(config.limits.upload_rate),
         stopping: stopping.clone(),
     };
     let is_tls = tls.is_some();

@@ -96,6 +96,8 @@ where
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(writer)
+        // Else a line that stderr does not take, because its disk is full, ends whoever writes it.
+        .log_internal_errors(false)
         .with_ansi(colours);
     match (options.json, options.kind) {
         // Of spans within spans the innermost says enough.

@@ -126,7 +126,9 @@ impl BlobsApi {
             .zip(present)
             .filter_map(|(hash, there)| there.then_some(hash))
             .collect();
-        self.0.pins.tell(there.iter().copied());
+        // Whoever asks may name it much later, when the rest of a large data set is sent.
+        let long = self.0.collector.retention.grace;
+        self.0.pins.tell(there.iter().copied(), long);
         Ok(hashes.iter().map(|hash| there.contains(hash)).collect())
     }
 
@@ -153,17 +155,15 @@ impl BlobsApi {
             return Err(Status::invalid_argument("part: the first one must be the header"));
         };
         let hash = parse(&header.sha256)?;
+        let _calling = self.0.scope.calling(who);
         let reach = self.may_send(who, hash).await?;
         if self.look(&reach, &[hash]).await?.first() == Some(&true) {
             return Ok(Response::new(v1::PutBlobReply { existed: true }));
         }
-        let Some(spending) = self.0.scope.spend(who, &reach, header.bytes) else {
-            self.refused(who, "blob.put", hash, "more than a worker may store for what it runs");
-            return Err(Status::resource_exhausted(format!(
-                "{} bytes are more than this worker may still store before something of it is accepted",
-                header.bytes
-            )));
-        };
+        let spending = self.0.scope.spend(who, &reach, header.bytes).map_err(|too_much| {
+            self.refused(who, "blob.put", hash, &too_much.to_string());
+            Status::resource_exhausted(too_much.to_string())
+        })?;
         let transit = self.transit(who).await?;
         let room = self.0.space.promise(header.bytes);
         let _room = room.map_err(|room| {
@@ -172,7 +172,9 @@ impl BlobsApi {
                 room.free, room.reserve, header.bytes
             ))
         })?;
-        let began = Instant::now();
+        let (began, mut held_back) = (Instant::now(), Duration::ZERO);
+        // Others wait for a worker's checkpoints.
+        let is_limited = !who.role.changes_all() && who.role != Role::Worker;
         let mut file = tokio::fs::File::create(&transit.path)
             .await
             .map_err(|error| local(&error))?;
@@ -188,7 +190,13 @@ impl BlobsApi {
                     header.bytes
                 )));
             }
-            if is_too_slow(received, began.elapsed()) {
+            if is_limited {
+                let wait = self.0.upload_rate.take(&who.name, data.len() as u64, Instant::now());
+                tokio::time::sleep(wait).await;
+                held_back += wait;
+            }
+            // What we hold back ourselves is not the sender's doing.
+            if is_too_slow(received, began.elapsed().saturating_sub(held_back)) {
                 return Err(Status::deadline_exceeded(format!(
                     "an upload of less than {SLOWEST} bytes a second keeps others waiting; send the blob again over a better line"
                 )));
@@ -212,9 +220,9 @@ impl BlobsApi {
             .put_file(hash, &transit.path)
             .await
             .map_err(|error| storage_failed(&error))?;
-        self.0.scope.sent(who, hash).await?;
+        self.0.scope.sent(who, hash, received).await?;
         spending.arrived();
-        self.0.pins.tell([hash]);
+        self.0.pins.tell([hash], self.0.collector.retention.short());
         Ok(Response::new(v1::PutBlobReply { existed: false }))
     }
 }
@@ -244,6 +252,7 @@ impl Blobs for BlobsApi {
             )));
         }
         let hashes = texts.iter().map(|text| parse(text)).collect::<Result<Vec<_>, _>>()?;
+        let _calling = self.0.scope.calling(&who);
         let reach = self.0.scope.reach(&who).await?;
         let present = self.look(&reach, &hashes).await?;
         Ok(Response::new(v1::HasReply { present }))

@@ -21,7 +21,7 @@ use crate::runner::{Clock, Core, Gone, full};
 use crate::scope::{Scope, ScopeError};
 use crate::space::Space;
 use crate::store::{Store, StoreError};
-use crate::transfers::Transfers;
+use crate::transfers::{Transfers, UploadRate};
 use aitk_common::control::UnixMillis;
 use aitk_common::storage::{BlobStore, StorageError};
 use aitk_proto::v1::admin_server::AdminServer;
@@ -67,6 +67,8 @@ pub(crate) struct Shared {
     pub(crate) assigner: Assigner,
     /// Blobs on their way in.
     pub(crate) uploads: Transfers,
+    /// How fast a user may send them.
+    pub(crate) upload_rate: UploadRate,
     /// Blobs on their way out.
     pub(crate) downloads: Transfers,
     /// Room for blobs.
@@ -118,6 +120,7 @@ fn refused(refusal: &Refusal) -> Status {
         Refusal::Ambiguous { .. } | Refusal::SameName { .. } => Status::invalid_argument(refusal.to_string()),
         Refusal::Conflict(_) => Status::aborted(refusal.to_string()),
         Refusal::TooMuch(_) => Status::resource_exhausted(refusal.to_string()),
+        Refusal::NoRoom(_) => storage_full(refusal.to_string()),
     }
 }
 
@@ -140,6 +143,10 @@ pub(crate) fn access_failed(error: &AccessError) -> Status {
 /// The caller hears that it is our trouble; the log hears which.
 fn store_failed(error: &StoreError) -> Status {
     tracing::error!(error = %full(error), "the store failed");
+    if error.is_full() {
+        let text = "the disk of the coordinator's database is full, so nothing can be changed now; try again when there is room";
+        return storage_full(text.into());
+    }
     Status::unavailable("the coordinator's database does not answer; its log says why")
 }
 

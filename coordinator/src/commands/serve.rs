@@ -83,6 +83,14 @@ pub(crate) struct ServeArgs {
     /// not held to it.
     #[arg(long, env = "AITK_USER_CONFIG_MIB", default_value_t = Limits::default().config_bytes.unwrap_or(0) >> 20, value_name = "MIB")]
     user_config_mib: u64,
+    /// GiB in the object storage that one user may have sent, whether a job names them or not; 0: as much as they like.
+    /// Operators and administrators are not held to it.
+    #[arg(long, env = "AITK_USER_STORED_GIB", default_value_t = Limits::default().stored_bytes.unwrap_or(0) >> 30, value_name = "GIB")]
+    user_stored_gib: u64,
+    /// MiB a second that one user may send, all uploads together; 0: as fast as they can. Operators and administrators are not
+    /// held to it.
+    #[arg(long, env = "AITK_USER_UPLOAD_MIB", default_value_t = Limits::default().upload_rate.unwrap_or(0) >> 20, value_name = "MIB")]
+    user_upload_mib: u64,
     /// MiB of the disk that are kept for the database: below that, blobs are refused and no job starts. Default: 5 % of the
     /// disk, and at least 1024.
     #[arg(long, env = "AITK_DISK_RESERVE_MIB", value_name = "MIB")]
@@ -102,7 +110,11 @@ pub(crate) struct ServeArgs {
     /// Look for blobs that no job needs, and remove them, every so many minutes; 0: only with `aitk-coordinator gc`.
     #[arg(long, env = "AITK_GC_MINUTES", default_value_t = 60, value_name = "MINUTES")]
     gc_minutes: u32,
-    /// Never remove a blob that was stored less than so many hours ago: more than the longest upload takes.
+    /// Remove a blob that no job names so many minutes after its sender stopped sending; at most --gc-grace-hours.
+    #[arg(long, env = "AITK_GC_UNNAMED_MINUTES", default_value_t = 60, value_name = "MINUTES")]
+    gc_unnamed_minutes: u32,
+    /// Keep a blob that no job names for so many hours while its sender goes on sending, or when it is not known who sent it:
+    /// more than the longest upload takes.
     #[arg(long, env = "AITK_GC_GRACE_HOURS", default_value_t = 24, value_name = "HOURS")]
     gc_grace_hours: u32,
     /// Address for metrics and health over plain HTTP, on loopback. Default: none.
@@ -169,10 +181,13 @@ impl ServeArgs {
             limits: Limits {
                 waiting_jobs: limit(self.user_waiting_jobs),
                 config_bytes: limit(self.user_config_mib.saturating_mul(1 << 20)),
+                stored_bytes: limit(self.user_stored_gib.saturating_mul(1 << 30)),
+                upload_rate: limit(self.user_upload_mib.saturating_mul(1 << 20)),
             },
             retention: Retention {
                 every: Some(every).filter(|every| !every.is_zero()),
                 grace: Duration::from_secs(u64::from(self.gc_grace_hours) * HOUR),
+                unnamed: Duration::from_secs(u64::from(self.gc_unnamed_minutes) * 60),
                 jobs: self.keep_jobs_days.map(days),
                 checkpoints: Some(days(self.keep_checkpoints_days)),
                 refusals: days(self.keep_refusals_days),
@@ -226,6 +241,8 @@ pub(crate) fn start_logging(args: &ServeArgs) -> Result<(), ExitCode> {
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
+        // Else a line that stderr does not take, because its disk is full, ends whoever writes it.
+        .log_internal_errors(false)
         .init();
     Ok(())
 }

@@ -426,4 +426,7 @@ pub enum Refusal {
     /// More than a user may have.
     #[error("{0}")]
     TooMuch(String),
+    /// The database has no room for it.
+    #[error("{0}")]
+    NoRoom(String),
 }

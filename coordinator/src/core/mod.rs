@@ -46,6 +46,7 @@ pub use model::{
 pub use model::{Wants, Worker};
 pub use state::{Restored, State};
 pub use view::Running;
+pub(crate) use words::gib;
 
 use aitk_common::control::{EventBody, JobEvent, UnixMillis};
 use aitk_common::id::{AttemptId, JobId};

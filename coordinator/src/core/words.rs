@@ -62,7 +62,7 @@ pub(super) fn not_this_device(misfit: &Misfit) -> String {
 }
 
 /// Bytes as people read them, with one decimal.
-pub(super) fn gib(bytes: u64) -> String {
+pub(crate) fn gib(bytes: u64) -> String {
     let tenths = u128::from(bytes) * 10 / (1 << 30);
     format!("{}.{} GiB", tenths / 10, tenths % 10)
 }

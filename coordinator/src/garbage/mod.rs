@@ -1,8 +1,8 @@
 //! Retention: ended jobs and their checkpoints are forgotten when they are old enough, then blobs that nothing needs are
 //! removed from object storage.
 //!
-//! A collection lists the blobs first and asks what is needed afterwards, never touches a blob younger than the grace
-//! period (an upload sends contents before anything names them), and respects [`pins`]. What it cannot be sure about it
+//! A collection lists the blobs first and asks what is needed afterwards, never touches a blob whose sender goes on sending
+//! (an upload sends contents before anything names them), and respects [`pins`]. What it cannot be sure about it
 //! leaves: a live job whose inputs cannot be read stops the collection, with the reason in the log.
 
 mod check;
@@ -28,13 +28,19 @@ const AT_ONCE: usize = 8;
 /// Parts of uploads that died: anything this old has no living maker.
 const UNFINISHED: Duration = Duration::from_secs(24 * 3600);
 
+/// How long a collection waits for the database before it goes on with what that says.
+const EXPIRE_PATIENCE: Duration = Duration::from_secs(60);
+
 /// How long things are kept.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Retention {
     /// How often the storage is looked through; none: only when somebody asks for it.
     pub every: Option<Duration>,
-    /// Blobs younger than this are never removed: longer than any upload takes.
+    /// Blobs younger than this are not removed while whoever sent them goes on sending, nor when nobody knows who did: longer
+    /// than any upload takes.
     pub grace: Duration,
+    /// Other blobs that nothing names are removed after this time, at most [`Self::grace`].
+    pub unnamed: Duration,
     /// Ended jobs that no other job waits for are forgotten after this time, with their logs and files; none: never.
     pub jobs: Option<Duration>,
     /// The last checkpoint of a job that completed or failed is kept for this time; none: as long as the job. One that
@@ -51,11 +57,19 @@ impl Default for Retention {
         Self {
             every: Some(Duration::from_secs(3600)),
             grace: Duration::from_secs(24 * 3600),
+            unnamed: Duration::from_secs(3600),
             jobs: None,
             checkpoints: Some(Duration::from_secs(30 * 24 * 3600)),
             refusals: Duration::from_secs(90 * 24 * 3600),
             events: EVENTS_KEPT,
         }
+    }
+}
+
+impl Retention {
+    /// How long a blob stays that nothing names when its sender has gone.
+    pub(crate) fn short(&self) -> Duration {
+        self.unnamed.min(self.grace)
     }
 }
 
@@ -145,12 +159,19 @@ impl Collector {
         done.blobs = listed.len() as u64;
         let needed = self.needed().await?;
         done.needed = needed.len() as u64;
-        let garbage = gc::unneeded(listed, &needed, self.retention.grace, jiff::Timestamp::now());
+        if !dry {
+            self.uploads.measure(&listed).await?;
+        }
+        let garbage = gc::unneeded(listed, &needed, self.retention.short(), jiff::Timestamp::now());
         drop(needed);
         let removed = stream::iter(garbage)
             .map(|blob| async move {
-                let gone = dry || self.remove(&blob).await?;
-                Ok::<_, StorageError>(if gone { (1, blob.bytes) } else { (0, 0) })
+                let gone = if dry {
+                    self.is_old(blob.hash, blob.stored).await?
+                } else {
+                    self.remove(&blob).await?
+                };
+                Ok::<_, CollectError>(if gone { (1, blob.bytes) } else { (0, 0) })
             })
             .buffer_unordered(AT_ONCE)
             .try_fold((0, 0), |sum, one| async move { Ok((sum.0 + one.0, sum.1 + one.1)) })
@@ -181,7 +202,11 @@ impl Collector {
             checkpoints_before,
         };
         self.core.event(expire).await?;
-        self.core.stored().await?;
+        // A database that is full stores it when there is room, which the collection may make.
+        match tokio::time::timeout(EXPIRE_PATIENCE, self.core.stored()).await {
+            Ok(stored) => stored?,
+            Err(_) => tracing::warn!("that old jobs are forgotten is not stored yet; what they need stays until it is"),
+        }
         Ok(forgotten as u64)
     }
 
@@ -233,8 +258,18 @@ impl Collector {
         Ok(needed)
     }
 
+    /// Whether a blob that nothing names was stored so long ago that nobody will name it.
+    async fn is_old(&self, hash: ContentHash, stored: jiff::Timestamp) -> Result<bool, StoreError> {
+        let (now, long) = (jiff::Timestamp::now(), self.retention.grace);
+        if gc::is_older(stored, long, now) {
+            return Ok(true);
+        }
+        let kept = self.uploads.keeps(hash, self.retention.short(), long).await?;
+        Ok(gc::is_older(stored, kept, now))
+    }
+
     /// Removes one blob, unless somebody came to need it. Says whether it is gone.
-    async fn remove(&self, blob: &BlobInfo) -> Result<bool, StorageError> {
+    async fn remove(&self, blob: &BlobInfo) -> Result<bool, CollectError> {
         let Some(_doom) = self.pins.doom(blob.hash) else {
             return Ok(false);
         };
@@ -242,7 +277,7 @@ impl Collector {
         let Some(stored) = self.blobs.stored(blob.hash).await? else {
             return Ok(false);
         };
-        if !gc::is_older(stored, self.retention.grace, jiff::Timestamp::now()) {
+        if !self.is_old(blob.hash, stored).await? {
             return Ok(false);
         }
         self.blobs.delete(blob.hash).await?;

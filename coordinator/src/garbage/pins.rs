@@ -15,13 +15,31 @@ use tokio::sync::Notify;
 /// removed until they have aged.
 const REMEMBERED: usize = 1_000_000;
 
+/// That somebody was told of a blob.
+#[derive(Clone, Copy, Debug)]
+struct Told {
+    at: Instant,
+    /// For how long the blob stays after that.
+    life: Duration,
+}
+
+impl Told {
+    fn counts(&self) -> bool {
+        self.at.elapsed() < self.life
+    }
+
+    fn left(&self) -> Duration {
+        self.life.saturating_sub(self.at.elapsed())
+    }
+}
+
 #[derive(Debug, Default)]
 struct Inner {
     held: HashMap<ContentHash, usize>,
     /// Somebody was told that they are there.
-    told: HashMap<ContentHash, Instant>,
-    /// More were told than are remembered, last at this time.
-    overflow: Option<Instant>,
+    told: HashMap<ContentHash, Told>,
+    /// More were told than are remembered; the last of them.
+    overflow: Option<Told>,
     /// A collection runs: holds that ended since.
     since: Option<HashSet<ContentHash>>,
     doomed: HashSet<ContentHash>,
@@ -32,8 +50,6 @@ struct Inner {
 pub(crate) struct Pins {
     inner: Mutex<Inner>,
     spared: Notify,
-    /// How long a blob stays after somebody was told that it is there.
-    life: Duration,
 }
 
 /// Blobs that stay as long as this does.
@@ -85,11 +101,10 @@ impl Drop for Doom {
 }
 
 impl Pins {
-    pub(crate) fn new(life: Duration) -> Arc<Self> {
+    pub(crate) fn new() -> Arc<Self> {
         Arc::new(Self {
             inner: Mutex::default(),
             spared: Notify::new(),
-            life,
         })
     }
 
@@ -121,29 +136,33 @@ impl Pins {
         }
     }
 
-    /// Remembers that somebody was told that these are there. They must be held.
-    pub(crate) fn tell(&self, hashes: impl IntoIterator<Item = ContentHash>) {
-        let now = Instant::now();
+    /// Remembers that somebody was told that these are there: they stay for `life` after that. They must be held.
+    pub(crate) fn tell(&self, hashes: impl IntoIterator<Item = ContentHash>, life: Duration) {
+        let told = Told {
+            at: Instant::now(),
+            life,
+        };
+        let longer = |before: Option<&Told>| before.is_none_or(|before| before.left() < life);
         let mut inner = self.inner();
         for hash in hashes {
             if inner.told.len() >= REMEMBERED && !inner.told.contains_key(&hash) {
-                let life = self.life;
-                inner.told.retain(|_, told| now.duration_since(*told) < life);
+                inner.told.retain(|_, told| told.counts());
                 if inner.told.len() >= REMEMBERED {
-                    inner.overflow = Some(now);
+                    if longer(inner.overflow.as_ref()) {
+                        inner.overflow = Some(told);
+                    }
                     continue;
                 }
             }
-            inner.told.insert(hash, now);
+            if longer(inner.told.get(&hash)) {
+                inner.told.insert(hash, told);
+            }
         }
     }
 
     /// Whether this blob was there not long ago, and cannot have been removed since. It must be held.
     pub(crate) fn was_told(&self, hash: &ContentHash) -> bool {
-        self.inner()
-            .told
-            .get(hash)
-            .is_some_and(|told| told.elapsed() < self.life)
+        self.inner().told.get(hash).is_some_and(Told::counts)
     }
 
     /// Begins a collection; none when one runs.
@@ -153,19 +172,17 @@ impl Pins {
             return None;
         }
         inner.since = Some(HashSet::new());
-        let life = self.life;
-        inner.told.retain(|_, told| told.elapsed() < life);
+        inner.told.retain(|_, told| told.counts());
         Some(Collection(self.clone()))
     }
 
     /// The right to remove this blob; none when it must stay.
     pub(super) fn doom(self: &Arc<Self>, hash: ContentHash) -> Option<Doom> {
-        let young = |told: &Instant| told.elapsed() < self.life;
         let mut inner = self.inner();
         let stays = inner.held.contains_key(&hash)
             || inner.since.as_ref().is_none_or(|since| since.contains(&hash))
-            || inner.told.get(&hash).is_some_and(young)
-            || inner.overflow.as_ref().is_some_and(young);
+            || inner.told.get(&hash).is_some_and(Told::counts)
+            || inner.overflow.as_ref().is_some_and(Told::counts);
         if stays || !inner.doomed.insert(hash) {
             return None;
         }
@@ -186,7 +203,7 @@ mod tests {
 
     #[tokio::test]
     async fn what_is_held_or_was_held_during_the_collection_stays() {
-        let pins = Pins::new(Duration::ZERO);
+        let pins = Pins::new();
         let (held, passed, free) = (blob("held"), blob("passed"), blob("free"));
         drop(pins.hold(vec![free]).await);
         assert!(pins.doom(free).is_none(), "nothing is removed outside a collection");
@@ -203,7 +220,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_removal_that_began_is_waited_for() {
-        let pins = Pins::new(Duration::ZERO);
+        let pins = Pins::new();
         let _collection = pins.begin().unwrap();
         let doom = pins.doom(blob("a")).unwrap();
         let waiting = tokio::spawn({
@@ -219,10 +236,13 @@ mod tests {
 
     #[tokio::test]
     async fn what_somebody_was_told_of_stays_for_a_while() {
-        let pins = Pins::new(Duration::from_secs(600));
+        let pins = Pins::new();
         let _collection = pins.begin().unwrap();
-        pins.tell([blob("a")]);
-        assert!(pins.was_told(&blob("a")) && !pins.was_told(&blob("b")));
+        let hour = Duration::from_secs(3600);
+        pins.tell([blob("a")], hour);
+        // Said again for a shorter time, it stays as long.
+        pins.tell([blob("a"), blob("c")], Duration::ZERO);
+        assert!(pins.was_told(&blob("a")) && !pins.was_told(&blob("b")) && !pins.was_told(&blob("c")));
         assert!(pins.doom(blob("a")).is_none() && pins.doom(blob("b")).is_some());
     }
 }

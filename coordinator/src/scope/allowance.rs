@@ -29,17 +29,8 @@ pub(crate) struct Spending {
 }
 
 impl Spending {
-    /// For whoever has no bound.
-    pub(super) fn free() -> Self {
-        Self {
-            spent: Arc::default(),
-            name: String::new(),
-            bytes: 0,
-        }
-    }
-
     /// The bytes arrived.
-    pub(crate) fn arrived(mut self) {
+    pub(super) fn arrived(mut self) {
         self.bytes = 0;
     }
 }

@@ -8,23 +8,22 @@ mod allowance;
 mod lists;
 mod uploads;
 
-pub(crate) use allowance::Spending;
-pub(crate) use uploads::Uploads;
+pub(crate) use uploads::{Calling, Uploads};
 
 use crate::access::{Access, Identity};
-use crate::core::State;
+use crate::core::{State, gib};
 use crate::garbage::Named;
 use crate::runner::{Core, Gone};
 use crate::store::{Store, StoreError};
 use aitk_common::hash::ContentHash;
-use aitk_common::id::{AttemptId, JobId};
+use aitk_common::id::{AttemptId, JobId, UserName};
 use aitk_common::security::role::Role;
 use aitk_common::storage::{BlobStore, StorageError};
 use allowance::Allowance;
 use lists::{Files, Lists};
 use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
-use uploads::Sent;
+use uploads::{Coming, Sent};
 
 /// Inputs of jobs that are remembered, all together: 32 MB of hashes.
 const INPUTS: usize = 1_000_000;
@@ -38,6 +37,45 @@ pub(crate) enum ScopeError {
     Store(#[from] StoreError),
     #[error(transparent)]
     Storage(#[from] StorageError),
+}
+
+/// Why an upload is more than its sender may store.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum TooMuch {
+    #[error("{bytes} bytes are more than this worker may still store before something of it is accepted")]
+    Worker { bytes: u64 },
+    #[error(
+        "what user {who} has sent and is sending has {} in the object storage, this blob has {}, and a user may have {} there \
+         (`--user-stored-gib` of the coordinator): remove jobs whose data is not needed any more (`aitk rm`), or wait until what \
+         no job names is removed, an hour or two after it was sent",
+        gib(*in_use), gib(*bytes), gib(*most)
+    )]
+    User {
+        who: UserName,
+        in_use: u64,
+        bytes: u64,
+        most: u64,
+    },
+}
+
+/// Room that is set aside for an upload.
+#[derive(Debug)]
+pub(crate) enum Spending {
+    /// The sender has no bound.
+    Free,
+    /// Of a worker.
+    Worker(allowance::Spending),
+    /// Of a user.
+    User(#[allow(dead_code, reason = "held until the upload ends")] Coming),
+}
+
+impl Spending {
+    /// The bytes arrived, and are noted.
+    pub(crate) fn arrived(self) {
+        if let Self::Worker(spending) = self {
+            spending.arrived();
+        }
+    }
 }
 
 /// What a caller may see at this moment.
@@ -99,6 +137,8 @@ pub(crate) struct Scope {
     lists: Arc<Lists>,
     inputs: Arc<Mutex<Inputs>>,
     allowance: Allowance,
+    /// Bytes that a user may have in the storage.
+    most_stored: Option<u64>,
 }
 
 impl Scope {
@@ -109,6 +149,7 @@ impl Scope {
         blobs: Arc<dyn BlobStore>,
         uploads: Arc<Uploads>,
         direct: bool,
+        most_stored: Option<u64>,
     ) -> Self {
         Self {
             core,
@@ -120,6 +161,7 @@ impl Scope {
             lists: Arc::default(),
             inputs: Arc::default(),
             allowance: Allowance::default(),
+            most_stored,
         }
     }
 
@@ -164,22 +206,41 @@ impl Scope {
         who.role == Role::Worker && !self.direct
     }
 
-    /// Sets aside what somebody is about to send; none when a worker sends more than is sensible.
-    pub(crate) fn spend(&self, who: &Identity, reach: &Reach, bytes: u64) -> Option<Spending> {
-        match reach {
-            Reach::Some(part) if who.role == Role::Worker => {
-                self.allowance.spend(who.name.as_str(), part.attempts.clone(), bytes)
-            }
-            _ => Some(Spending::free()),
+    /// Sets aside what somebody is about to send.
+    ///
+    /// # Errors
+    /// [`TooMuch`], when a worker sends more than is sensible, or a user has too much already.
+    pub(crate) fn spend(&self, who: &Identity, reach: &Reach, bytes: u64) -> Result<Spending, TooMuch> {
+        let Reach::Some(part) = reach else {
+            return Ok(Spending::Free);
+        };
+        if who.role == Role::Worker {
+            let spending = self.allowance.spend(who.name.as_str(), part.attempts.clone(), bytes);
+            return spending.map(Spending::Worker).ok_or(TooMuch::Worker { bytes });
         }
+        let Some(most) = self.most_stored else {
+            return Ok(Spending::Free);
+        };
+        let coming = self.uploads.set_aside(&key(who), &part.sent, bytes, most);
+        coming.map(Spending::User).map_err(|in_use| TooMuch::User {
+            who: who.name.clone(),
+            in_use,
+            bytes,
+            most,
+        })
+    }
+
+    /// Somebody asks for blobs or sends one: what they sent stays while they do, and a while longer.
+    pub(crate) fn calling(&self, who: &Identity) -> Calling {
+        self.uploads.calling(&key(who))
     }
 
     /// Somebody sent this blob, all of it. Durable when this returns.
-    pub(crate) async fn sent(&self, who: &Identity, hash: ContentHash) -> Result<(), ScopeError> {
+    pub(crate) async fn sent(&self, who: &Identity, hash: ContentHash, bytes: u64) -> Result<(), ScopeError> {
         if who.role.changes_all() {
             return Ok(());
         }
-        Ok(self.uploads.note(&key(who), hash).await?)
+        Ok(self.uploads.note(&key(who), hash, bytes).await?)
     }
 
     /// Something that a worker sent is part of its job now.

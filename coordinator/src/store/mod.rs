@@ -22,6 +22,7 @@ pub use backup::{BackupError, Tally};
 pub use payloads::Body;
 pub use postgres::DatabaseUrl;
 pub use sql::SqlStore;
+pub use uploads::Upload;
 
 use crate::access::AuditLine;
 use crate::core::{Payload, Record, Restored, Worker};
@@ -154,13 +155,31 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     ///
     /// # Errors
     /// [`StoreError`]
-    async fn note_uploads(&self, uploads: &[(String, ContentHash)]) -> Result<(), StoreError>;
+    async fn note_uploads(&self, uploads: &[Upload]) -> Result<(), StoreError>;
 
-    /// The blobs that somebody sent, as far as they are not forgotten.
+    /// The blobs that somebody sent and their sizes, as far as they are not forgotten. A size that is not known is 0.
     ///
     /// # Errors
     /// [`StoreError`]
-    async fn uploads_of(&self, who: &str) -> Result<Vec<ContentHash>, StoreError>;
+    async fn uploads_of(&self, who: &str) -> Result<Vec<(ContentHash, u64)>, StoreError>;
+
+    /// Who sent a blob.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    async fn senders_of(&self, hash: ContentHash) -> Result<Vec<String>, StoreError>;
+
+    /// Blobs that somebody sent to an older version, which did not note their sizes.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    async fn unmeasured_uploads(&self) -> Result<Vec<ContentHash>, StoreError>;
+
+    /// Notes the sizes of such blobs.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    async fn measure_uploads(&self, sizes: &[(ContentHash, u64)]) -> Result<(), StoreError>;
 
     /// Forgets who sent a blob.
     ///
@@ -246,6 +265,17 @@ pub enum StoreError {
 }
 
 impl StoreError {
+    /// Whether there is no room for what was to be written.
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        let Self::Failed { source, .. } = self else {
+            return false;
+        };
+        // SQLITE_FULL; SQLITE_IOERR_SHMSIZE, when the index of its log does not grow; PostgreSQL's `disk_full`.
+        let code = source.as_database_error().and_then(|error| error.code());
+        matches!(code.as_deref(), Some("13" | "4874" | "53100"))
+    }
+
     /// Whether the same call may succeed in a moment.
     #[must_use]
     pub fn is_transient(&self) -> bool {

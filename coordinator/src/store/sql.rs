@@ -2,7 +2,7 @@
 
 use super::lease::Writer;
 use super::link::{Link, Row, Value, Work};
-use super::{Body, Document, EVENTS_KEPT, Forgotten, JobRoots, Loaded, Store, StoreError, records};
+use super::{Body, Document, EVENTS_KEPT, Forgotten, JobRoots, Loaded, Store, StoreError, Upload, records};
 use crate::access::AuditLine;
 use crate::core::{Job, Payload, Record, Restored, Worker};
 use aitk_common::control::{Artifact, JobEvent, UnixMillis};
@@ -284,12 +284,24 @@ impl Store for SqlStore {
         self.writer.as_ref().map(|writer| writer.proof.clone())
     }
 
-    async fn note_uploads(&self, uploads: &[(String, ContentHash)]) -> Result<(), StoreError> {
+    async fn note_uploads(&self, uploads: &[Upload]) -> Result<(), StoreError> {
         self.in_time(Box::pin(self.write_uploads(uploads))).await
     }
 
-    async fn uploads_of(&self, who: &str) -> Result<Vec<ContentHash>, StoreError> {
+    async fn uploads_of(&self, who: &str) -> Result<Vec<(ContentHash, u64)>, StoreError> {
         self.in_time(Box::pin(self.read_uploads(who))).await
+    }
+
+    async fn senders_of(&self, hash: ContentHash) -> Result<Vec<String>, StoreError> {
+        self.in_time(Box::pin(self.read_senders(hash))).await
+    }
+
+    async fn unmeasured_uploads(&self) -> Result<Vec<ContentHash>, StoreError> {
+        self.in_time(Box::pin(self.read_unmeasured())).await
+    }
+
+    async fn measure_uploads(&self, sizes: &[(ContentHash, u64)]) -> Result<(), StoreError> {
+        self.in_time(Box::pin(self.write_sizes(sizes))).await
     }
 
     async fn forget_uploads(&self, hash: ContentHash) -> Result<(), StoreError> {

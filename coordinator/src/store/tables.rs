@@ -104,12 +104,12 @@ pub(super) const TABLES: &[Table] = &[
         name: "uploads",
         key: 2,
         given: 0,
-        added: 0,
+        added: 1,
         page: 500,
         before: &[NO_TEXT, NO_TEXT],
-        read: "SELECT who, hash FROM uploads \
+        read: "SELECT who, hash, bytes FROM uploads \
                WHERE (who, hash) > (COALESCE($1, ''), COALESCE($2, '')) ORDER BY who, hash LIMIT $3",
-        write: "INSERT INTO uploads (who, hash) VALUES ($1, $2)",
+        write: "INSERT INTO uploads (who, hash, bytes) VALUES ($1, $2, $3)",
     },
     // Numbers are given in the same order: the log goes on after them.
     Table {
@@ -160,8 +160,8 @@ impl Table {
         let values = cells.into_iter().enumerate().map(|(column, cell)| match cell {
             Cell::Int(number) => Value::Int(Some(number)),
             Cell::Text(text) => Value::Text(Some(text)),
-            // The only number that may be missing: an event's `seq`.
-            Cell::Null(()) if self.name == "events" && column == 3 => Value::Int(None),
+            // The only numbers that may be missing: an event's `seq`, and the size of what somebody sent.
+            Cell::Null(()) if matches!((self.name, column), ("events", 3) | ("uploads", 2)) => Value::Int(None),
             Cell::Null(()) => Value::Text(None),
         });
         Some(values.collect())

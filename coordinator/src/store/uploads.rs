@@ -1,4 +1,4 @@
-//! Who sent which blob.
+//! Who sent which blob, and how large it is.
 
 use super::{SqlStore, StoreError};
 use aitk_common::hash::ContentHash;
@@ -6,13 +6,25 @@ use aitk_common::hash::ContentHash;
 /// Hashes that are read at once.
 const PAGE: u64 = 10_000;
 
+/// That somebody sent a blob.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Upload {
+    /// Who.
+    pub who: String,
+    /// The blob.
+    pub hash: ContentHash,
+    /// Its size.
+    pub bytes: u64,
+}
+
 impl SqlStore {
-    pub(super) async fn write_uploads(&self, uploads: &[(String, ContentHash)]) -> Result<(), StoreError> {
+    pub(super) async fn write_uploads(&self, uploads: &[Upload]) -> Result<(), StoreError> {
         let mut work = self.begin().await?;
-        for (who, hash) in uploads {
+        for Upload { who, hash, bytes } in uploads {
             work.run(
-                "INSERT INTO uploads (who, hash) VALUES ($1, $2) ON CONFLICT (who, hash) DO NOTHING",
-                &[who.as_str().into(), hash.to_hex().into()],
+                "INSERT INTO uploads (who, hash, bytes) VALUES ($1, $2, $3) \
+                 ON CONFLICT (who, hash) DO UPDATE SET bytes = excluded.bytes",
+                &[who.as_str().into(), hash.to_hex().into(), (*bytes).into()],
             )
             .await
             .map_err(|e| self.failed(e))?;
@@ -20,25 +32,57 @@ impl SqlStore {
         work.commit().await.map_err(|e| self.failed(e))
     }
 
-    pub(super) async fn read_uploads(&self, who: &str) -> Result<Vec<ContentHash>, StoreError> {
+    pub(super) async fn read_uploads(&self, who: &str) -> Result<Vec<(ContentHash, u64)>, StoreError> {
         let mut work = self.reading().await?;
         let (mut all, mut after) = (Vec::new(), String::new());
         loop {
             let rows = work
                 .rows(
-                    "SELECT hash FROM uploads WHERE who = $1 AND hash > $2 ORDER BY hash LIMIT $3",
+                    "SELECT hash, bytes FROM uploads WHERE who = $1 AND hash > $2 ORDER BY hash LIMIT $3",
                     &[who.into(), after.as_str().into(), PAGE.into()],
                 )
                 .await
                 .map_err(|e| self.failed(e))?;
             for row in &rows {
-                all.push(self.hash(who, row.text(0))?);
+                all.push((self.hash(who, row.text(0))?, row.number(1)));
             }
             match rows.last() {
                 Some(last) if rows.len() as u64 == PAGE => last.text(0).clone_into(&mut after),
                 _ => return Ok(all),
             }
         }
+    }
+
+    pub(super) async fn read_senders(&self, hash: ContentHash) -> Result<Vec<String>, StoreError> {
+        let mut work = self.reading().await?;
+        let rows = work
+            .rows("SELECT who FROM uploads WHERE hash = $1", &[hash.to_hex().into()])
+            .await
+            .map_err(|e| self.failed(e))?;
+        Ok(rows.iter().map(|row| row.text(0).to_owned()).collect())
+    }
+
+    /// Hashes whose size no row knows: those that an older version noted.
+    pub(super) async fn read_unmeasured(&self) -> Result<Vec<ContentHash>, StoreError> {
+        let mut work = self.reading().await?;
+        let rows = work
+            .rows("SELECT DISTINCT hash FROM uploads WHERE bytes IS NULL", &[])
+            .await
+            .map_err(|e| self.failed(e))?;
+        rows.iter().map(|row| self.hash("uploads", row.text(0))).collect()
+    }
+
+    pub(super) async fn write_sizes(&self, sizes: &[(ContentHash, u64)]) -> Result<(), StoreError> {
+        let mut work = self.begin().await?;
+        for (hash, bytes) in sizes {
+            work.run(
+                "UPDATE uploads SET bytes = $2 WHERE hash = $1 AND bytes IS NULL",
+                &[hash.to_hex().into(), (*bytes).into()],
+            )
+            .await
+            .map_err(|e| self.failed(e))?;
+        }
+        work.commit().await.map_err(|e| self.failed(e))
     }
 
     pub(super) async fn drop_uploads(&self, hash: ContentHash) -> Result<(), StoreError> {

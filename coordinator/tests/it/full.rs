@@ -1,6 +1,9 @@
 //! The coordinator's disk is full: what is there can be read, what comes is refused as an error of its own kind, nothing new
-//! starts and says why, and with room again everything goes on.
+//! starts and says why, and with room again everything goes on. The same where not even the database has room.
+#![allow(clippy::print_stdout, reason = "a test that is skipped says so")]
 
+use crate::support::blobs::put;
+use crate::support::daemon::Daemon;
 use crate::support::{FakeWorker, PATIENCE, config, eventually, held, input, put_checkpoint, submission, within};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::control::{JobState, JobView, Verdict};
@@ -10,8 +13,12 @@ use aitk_coordinator::{Config, Running, start};
 use aitk_proto::client::{Clients, connect};
 use aitk_proto::remote_blobs::RemoteBlobs;
 use aitk_proto::v1;
-use std::path::Path;
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
+use tonic::Code;
 
 /// A coordinator that keeps so many bytes of its disk for the database.
 async fn with_reserve(dir: &Path, reserve: u64) -> (Running, Clients) {
@@ -91,4 +98,154 @@ async fn a_full_disk_pauses_the_queue_and_costs_no_job_its_tries() {
     let work = worker.assigned().await;
     assert_eq!(worker.finish(&held(&work), Outcome::Completed).await, Verdict::Accepted);
     within(running.shutdown()).await;
+}
+
+/// A small file system in memory.
+struct SmallDisk(PathBuf);
+
+impl SmallDisk {
+    fn mount(on: &Path) -> Option<Self> {
+        let mut command = Command::new("mount");
+        let mounted = command
+            .args(["-t", "tmpfs", "-o", "size=24m", "tmpfs"])
+            .arg(on)
+            .output();
+        match mounted {
+            Ok(output) if output.status.success() => Some(Self(on.to_owned())),
+            Ok(output) => {
+                println!(
+                    "skipped: no tmpfs here: {}",
+                    String::from_utf8_lossy(&output.stderr).trim()
+                );
+                None
+            }
+            Err(error) => {
+                println!("skipped: no mount command: {error}");
+                None
+            }
+        }
+    }
+
+    /// Takes all the room that is left; it comes back when the file is removed.
+    fn fill(&self) -> PathBuf {
+        let path = self.0.join("filler");
+        let mut file = File::create(&path).unwrap();
+        let mut piece = vec![1_u8; 1 << 16];
+        while !piece.is_empty() {
+            if file.write_all(&piece).is_err() {
+                piece.truncate(piece.len() / 2);
+            }
+        }
+        path
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        // Its daemon may need a moment to be gone.
+        let _ = Command::new("umount").arg("--lazy").arg(&self.0).status();
+    }
+}
+
+/// A job whose config takes room in the database.
+fn large(number: u32) -> v1::SubmitRequest {
+    v1::SubmitRequest {
+        config_text: format!("# {}\n", "x".repeat(60_000)),
+        idempotency_key: format!("key {number}"),
+        ..v1::SubmitRequest::from(submission(&format!("large{number}")))
+    }
+}
+
+async fn names(clients: &Clients) -> Vec<String> {
+    let request = v1::ListJobsRequest {
+        all: true,
+        ..Default::default()
+    };
+    let jobs = within(clients.jobs.clone().list(request))
+        .await
+        .unwrap()
+        .into_inner()
+        .jobs;
+    jobs.into_iter().map(|job| job.name).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_database_without_room_is_read_refuses_in_words_and_goes_on_when_there_is_room() {
+    let dir = tempfile::tempdir().unwrap();
+    let Some(disk) = SmallDisk::mount(dir.path()) else {
+        return;
+    };
+    let daemon = Daemon::start(dir.path(), &["--disk-reserve-mib", "0"], &[]).await;
+    let clients = daemon.clients().await;
+    let blobs = RemoteBlobs::with_budget(&clients, PATIENCE);
+    put(&blobs, &input().to_bytes()).await;
+    let first = within(clients.jobs.clone().submit(v1::SubmitRequest::from(submission("runs")))).await;
+    let first = first.unwrap().into_inner().job_id;
+    let mut worker = FakeWorker::register(&clients, FakeWorker::registration("w", None, Vec::new())).await;
+    let work = worker.assigned().await;
+    worker.beat(&[held(&work)]).await;
+
+    let filler = disk.fill();
+    // The log of the database may have some room left.
+    let (mut acknowledged, mut refused) = (vec!["runs".to_owned()], None);
+    for number in 0..400 {
+        match within(clients.jobs.clone().submit(large(number))).await {
+            Ok(_) => acknowledged.push(format!("large{number}")),
+            Err(status) => {
+                refused = Some((number, status));
+                break;
+            }
+        }
+    }
+    let (number, status) = refused.expect("24 MiB do not hold them all");
+    assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
+    for words in ["database is full", "not stored yet", "aitk ps"] {
+        assert!(status.message().contains(words), "{words}: {status}");
+    }
+    // Nothing else is begun, and what is there can be read.
+    let status = within(clients.jobs.clone().submit(large(1000))).await.unwrap_err();
+    assert!(status.message().contains("nothing was done"), "{status}");
+    let stop = v1::StopJobRequest {
+        job_id: first.clone(),
+        now: false,
+    };
+    let status = within(clients.jobs.clone().stop(stop)).await.unwrap_err();
+    assert!(status.message().contains("database is full"), "{status}");
+    let listed = names(&clients).await;
+    assert!(acknowledged.iter().all(|name| listed.contains(name)), "{listed:?}");
+    assert_eq!(view(&clients, &first).await.state, JobState::Running);
+    let waits = within(clients.jobs.clone().submit(large(0))).await;
+    assert_eq!(waits.unwrap_err().code(), Code::ResourceExhausted);
+    assert!(!within(blobs.get_bytes(input().id(), 1 << 20)).await.unwrap().is_empty());
+    // Its worker is sent away to come back, and keeps what it runs.
+    while worker.next().await.is_some() {}
+    let again = || {
+        let mut registration = FakeWorker::registration("w", Some(worker.id.clone()), vec![held(&work)]);
+        registration.version = "again".into();
+        FakeWorker::try_register(&clients, registration)
+    };
+    assert!(again().await.is_none(), "nobody registers");
+
+    std::fs::remove_file(filler).unwrap();
+    let mut worker = eventually("the worker is let in", again).await;
+    assert_eq!(
+        worker.keep,
+        std::slice::from_ref(&work.attempt),
+        "it goes on with what it has"
+    );
+    assert_eq!(worker.finish(&held(&work), Outcome::Completed).await, Verdict::Accepted);
+    // What was not acknowledged was stored when there was room, once.
+    let answer = within(clients.jobs.clone().submit(large(number)))
+        .await
+        .unwrap()
+        .into_inner();
+    assert!(answer.existed, "{answer:?}");
+    acknowledged.push(format!("large{number}"));
+    let mut listed = names(&clients).await;
+    listed.sort_unstable();
+    acknowledged.sort_unstable();
+    assert_eq!(listed, acknowledged);
+    let log = daemon.log();
+    assert!(!log.contains("panicked"), "{log}");
+    drop(daemon);
 }

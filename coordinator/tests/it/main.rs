@@ -13,6 +13,7 @@ mod metrics;
 mod pki;
 mod rules;
 mod server;
+mod stored;
 mod stores;
 mod support;
 mod traces;
