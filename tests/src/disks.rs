@@ -142,6 +142,22 @@ impl SmallDisk {
         path
     }
 
+    /// Takes all the room but so many bytes; it comes back when the file is removed.
+    ///
+    /// # Panics
+    /// When the file cannot be written.
+    #[must_use]
+    pub fn fill_but(&self, left: u64) -> PathBuf {
+        let folder = self.seen_from_here();
+        let room = nix::sys::statvfs::statvfs(&folder).expect("a disk says how much room it has");
+        let free = u64::from(room.blocks_available()) * room.fragment_size();
+        let path = folder.join("filler");
+        let mut file = File::create(&path).expect("there is room for a name");
+        let bytes = std::io::copy(&mut std::io::repeat(1).take(free.saturating_sub(left)), &mut file);
+        bytes.expect("there is as much room as the disk says");
+        path
+    }
+
     /// Whether it can be [slow](Self::slow).
     #[must_use]
     pub fn is_device(&self) -> bool {

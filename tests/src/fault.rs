@@ -1,4 +1,4 @@
-//! What goes wrong with the S3 server of the tests: a word in a file.
+//! What goes wrong with a server of the tests: a word in a file.
 
 use std::fmt;
 use std::path::Path;
@@ -31,6 +31,17 @@ impl Fault {
     pub fn read(file: &Path) -> Self {
         let text = std::fs::read_to_string(file).unwrap_or_default();
         Self::parse(&text).unwrap_or_default()
+    }
+
+    /// Writes the file: from now on this goes wrong.
+    ///
+    /// # Panics
+    /// When it cannot be written.
+    pub fn write(self, file: &Path) {
+        // Whole at every moment: a reader in between must not see nothing.
+        let beside = file.with_extension("next");
+        std::fs::write(&beside, self.to_string()).expect("the switch can be written");
+        std::fs::rename(beside, file).expect("the switch can be put in place");
     }
 
     /// Reads the word and its number.

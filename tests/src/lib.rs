@@ -6,7 +6,10 @@
 pub mod chaos;
 pub mod disks;
 pub mod fault;
+pub mod faulty;
 pub mod follower;
+pub mod hub;
+pub mod hub_server;
 pub mod jobs;
 pub mod members;
 pub mod network;

@@ -19,7 +19,7 @@ const TOKEN: &str = "aitk_0123456789abcdef0123456789abcdef0123456789abcdef012345
 /// When one does not start.
 #[must_use]
 pub fn start(database: &str, setups: Vec<Setup>) -> Vec<Pool> {
-    let authority = setups[0].folder.join("coordinator/ca");
+    let authority = setups[0].data_dir().join("ca");
     let servers: Vec<String> = setups
         .iter()
         .map(|setup| format!("https://{}", setup.address))
@@ -27,7 +27,7 @@ pub fn start(database: &str, setups: Vec<Setup>) -> Vec<Pool> {
     let servers = servers.join(",");
     let mut pools: Vec<Pool> = Vec::new();
     for mut setup in setups {
-        let data = setup.folder.join("coordinator");
+        let data = setup.data_dir();
         std::fs::create_dir_all(&data).expect("the folder can be made");
         write_secret(&data.join("token"), TOKEN);
         if authority.exists() {
@@ -76,22 +76,41 @@ pub fn leads(line: &str) -> bool {
 /// # Panics
 /// When it is not let in.
 pub fn join(pool: &Pool, name: &str, place: &Place) {
-    let servers = pool.setup().door.as_ref().map(|door| door.servers.clone());
-    let servers = servers.expect("the pool has a door");
+    let servers = servers(pool);
     let invitation = invite(pool, &servers, name);
+    asked(join_command(pool, name, place).arg(invitation), pool);
+}
+
+fn servers(pool: &Pool) -> String {
+    let servers = pool.setup().door.as_ref().map(|door| door.servers.clone());
+    servers.expect("the pool has a door")
+}
+
+/// What lets a worker join; the join token follows.
+///
+/// # Panics
+/// When the pool has one coordinator without an authority.
+#[must_use]
+pub fn join_command(pool: &Pool, name: &str, place: &Place) -> Command {
     let mut join = pool.command_in("aitk-worker", place);
-    join.args(["join", &servers, &invitation, "--data-dir"]);
-    join.arg(pool.worker_dir(name));
-    asked(&mut join, pool);
+    join.args(["join", "--data-dir"]).arg(pool.worker_dir(name));
+    join.arg(servers(pool));
+    join
+}
+
+/// A command of an administrator; what is to be done follows.
+#[must_use]
+pub fn admin_command(pool: &Pool) -> Command {
+    let mut command = pool.command("aitk-coordinator");
+    command
+        .env("AITK_TOKEN_FILE", pool.data_dir().join("token"))
+        .env("AITK_COORDINATOR_DATA_DIR", pool.data_dir());
+    command
 }
 
 fn invite(pool: &Pool, servers: &str, name: &str) -> String {
-    let mut invite = pool.command("aitk-coordinator");
-    invite
-        .env("AITK_SERVER", servers)
-        .env("AITK_TOKEN_FILE", pool.data_dir().join("token"))
-        .args(["worker", "join-token", name, "--data-dir"])
-        .arg(pool.data_dir());
+    let mut invite = admin_command(pool);
+    invite.env("AITK_SERVER", servers).args(["worker", "join-token", name]);
     asked(&mut invite, pool)
 }
 

@@ -30,8 +30,25 @@ pub struct Setup {
     pub tls: Option<(PathBuf, PathBuf)>,
     /// Where the coordinator and `aitk` run.
     pub place: Place,
+    /// A disk of its own for the coordinator's data folder.
+    pub data_disk: Option<DataDisk>,
+    /// How long a job may show no progress before its worker ends it; none: as long as workers let it by themselves.
+    pub progress_timeout: Option<Duration>,
+    /// Each worker has a token of its own, in a file that can be written anew; without, all have the coordinator's.
+    pub worker_tokens: bool,
     /// Of several coordinators: what workers and clients have instead of this one's address and token.
     pub door: Option<Door>,
+}
+
+/// A disk for the data folder of a coordinator. Its holder keeps it for as long as the coordinator needs it.
+#[derive(Clone, Debug)]
+pub struct DataDisk {
+    /// Where those run who see it.
+    pub place: Place,
+    /// The folder as everybody else reaches it.
+    pub seen_from_here: PathBuf,
+    /// MiB of it that the coordinator keeps for its database.
+    pub reserve_mib: u64,
 }
 
 /// How workers and clients reach several coordinators that have an authority.
@@ -57,7 +74,19 @@ impl Setup {
             address: free_address(),
             tls: None,
             place: Place::Here,
+            data_disk: None,
+            progress_timeout: None,
+            worker_tokens: false,
             door: None,
+        }
+    }
+
+    /// The coordinator's data folder, as this process sees it.
+    #[must_use]
+    pub fn data_dir(&self) -> PathBuf {
+        match &self.data_disk {
+            Some(disk) => disk.seen_from_here.clone(),
+            None => self.folder.join("coordinator"),
         }
     }
 
@@ -128,6 +157,13 @@ impl Pool {
         } else {
             command.arg("--name").arg(name);
         }
+        if self.setup.worker_tokens {
+            command.env("AITK_TOKEN_FILE", self.worker_token(name));
+        }
+        if let Some(timeout) = self.setup.progress_timeout {
+            let timeout = format!("{}s", timeout.as_secs());
+            command.args(["--progress-timeout", &timeout]);
+        }
         command.arg("--devices").arg("cpu");
         command.arg("--data-dir").arg(self.worker_dir(name));
         Process::start(name, &self.setup.folder, &mut command)
@@ -139,10 +175,16 @@ impl Pool {
         self.setup.folder.join(name)
     }
 
+    /// The file with a worker's own token.
+    #[must_use]
+    pub fn worker_token(&self, name: &str) -> PathBuf {
+        self.setup.folder.join(format!("{name}.token"))
+    }
+
     /// The coordinator's data folder.
     #[must_use]
     pub fn data_dir(&self) -> PathBuf {
-        self.setup.folder.join("coordinator")
+        self.setup.data_dir()
     }
 
     /// How it is set up.
@@ -230,7 +272,11 @@ fn start_coordinator(setup: &Setup) -> Process {
 }
 
 fn spawn_coordinator(setup: &Setup) -> Process {
-    let mut command = setup.place.command(program("aitk-coordinator"), &setup.folder);
+    let place = setup.data_disk.as_ref().map_or(&setup.place, |disk| &disk.place);
+    let mut command = place.command(program("aitk-coordinator"), &setup.folder);
+    if let Some(disk) = &setup.data_disk {
+        command.args(["--disk-reserve-mib", &disk.reserve_mib.to_string()]);
+    }
     command.arg("--bind").arg(setup.address.to_string());
     command.arg("--data-dir").arg(setup.folder.join("coordinator"));
     command.args(["--lease-seconds", &setup.lease.as_secs_f64().to_string()]);

@@ -93,10 +93,7 @@ impl S3 {
     /// # Panics
     /// When the switch cannot be written.
     pub fn set(&self, fault: Fault) {
-        // Whole at every moment: a reader in between must not see nothing.
-        let beside = self.fault_file.with_extension("next");
-        std::fs::write(&beside, fault.to_string()).expect("the switch can be written");
-        std::fs::rename(beside, &self.fault_file).expect("the switch can be put in place");
+        fault.write(&self.fault_file);
     }
 
     /// How many uploads have begun.

@@ -1,37 +1,13 @@
-//! A real S3 server over a folder (the `s3s-fs` crate) that goes wrong on demand, and says what it was asked.
-//!
-//! What goes wrong now stands in a file, see [`Fault`]; it is read anew for every request. Each request is two lines
-//! on standard output, at its beginning and when its answer has gone out (or its connection has):
-//!
-//! ```text
-//! begin 12 PUT /aitk/blobs/ab/ab12…
-//! end 12 200 in=4096 out=0
-//! ```
+//! A real S3 server over a folder (the `s3s-fs` crate) that goes wrong on demand, see [`crate::faulty`].
 
-use crate::fault::Fault;
-use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
-use hyper::service::service_fn;
-use hyper::{Request, Response, StatusCode};
-use hyper_util::rt::{TokioExecutor, TokioIo};
-use hyper_util::server::conn::auto::Builder;
+use crate::faulty::{self, BoxError};
 use s3s::auth::SimpleAuth;
-use s3s::service::{S3Service, S3ServiceBuilder};
+use s3s::service::S3ServiceBuilder;
 use s3s_fs::FileSystem;
-use std::future::Future;
-use std::io::{self, Write};
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
-use std::pin::Pin;
+use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
-use std::task::{Context, Poll};
-use std::time::Duration;
-use tokio::time::{Sleep, sleep};
-
-type BoxError = Box<dyn std::error::Error + Send + Sync>;
-
-/// How often a held request looks whether it may go on.
-const LOOK_AGAIN: Duration = Duration::from_millis(20);
+use tokio::net::TcpListener;
 
 /// How the server is set up.
 #[derive(Clone, Debug)]
@@ -58,197 +34,17 @@ pub async fn serve(settings: Settings) -> anyhow::Result<()> {
         builder.set_auth(SimpleAuth::from_single(access, secret));
     }
     let service = builder.build();
-    let listener = tokio::net::TcpListener::bind(settings.address).await?;
-    let fault_file = settings.fault_file.map(Arc::<Path>::from);
-    let numbers = Arc::new(AtomicU64::new(1));
-    loop {
-        let (socket, _) = listener.accept().await?;
-        let (service, fault_file, numbers) = (service.clone(), fault_file.clone(), numbers.clone());
-        tokio::spawn(async move {
-            let handler = service_fn(move |request: Request<Incoming>| {
-                let number = numbers.fetch_add(1, Ordering::Relaxed);
-                let mut request = request;
-                if open {
-                    // Nobody asks for it; one without a signature would only be misunderstood.
-                    request.headers_mut().remove(hyper::header::AUTHORIZATION);
-                }
-                answer(service.clone(), fault_file.clone(), number, request)
-            });
-            // A connection that one side cut off is nothing to report: the lines of its requests say it.
-            let _ = Builder::new(TokioExecutor::new())
-                .serve_connection(TokioIo::new(socket), handler)
-                .await;
-        });
-    }
-}
-
-async fn answer(
-    service: S3Service,
-    fault_file: Option<Arc<Path>>,
-    number: u64,
-    request: Request<Incoming>,
-) -> Result<Response<s3s::Body>, BoxError> {
-    let record = Arc::new(Record::begin(number, &request));
-    let now = || fault_file.as_deref().map_or(Fault::None, Fault::read);
-    let fault = now();
-    if matches!(fault, Fault::Hang | Fault::Late) {
-        while now() == fault {
-            sleep(LOOK_AGAIN).await;
-        }
-    }
-    let fails = match fault {
-        Fault::Hang => return Err("the connection is cut without an answer".into()),
-        Fault::Fail => true,
-        Fault::Flaky(every) => number.is_multiple_of(every.max(1)),
-        _ => false,
-    };
-    if fails {
-        record.status.store(500, Ordering::Relaxed);
-        let text = String::from("<Error><Code>InternalError</Code></Error>");
-        let mut answer = Response::new(s3s::Body::from(text));
-        *answer.status_mut() = StatusCode::INTERNAL_SERVER_ERROR;
-        return Ok(answer);
-    }
-    let (cut_upload, cut_answer) = match fault {
-        Fault::CutUpload(bytes) => (Some(bytes), None),
-        Fault::CutAnswer(bytes) => (None, Some(bytes)),
-        _ => (None, None),
-    };
-    let rate = match fault {
-        Fault::Slow(rate) => Some(rate.max(1)),
-        _ => None,
-    };
-    let metered = |received, left| Meter {
-        record: record.clone(),
-        received,
-        left,
-        rate,
-        pause: None,
-    };
-    let (upload, download) = (metered(true, cut_upload), metered(false, cut_answer));
-    let request = request.map(|body| s3s::Body::http_body_unsync(Metered { body, meter: upload }));
-    let answer = service.call(request).await;
-    if record.cut.load(Ordering::Relaxed) {
-        return Err("the connection is cut in the middle of the request".into());
-    }
-    let answer = answer.map_err(|error| format!("{error:?}"))?;
-    record.status.store(answer.status().as_u16(), Ordering::Relaxed);
-    Ok(answer.map(|body| s3s::Body::http_body_unsync(Metered { body, meter: download })))
-}
-
-/// What became of a request. The last one who knows of it going away is its end.
-struct Record {
-    number: u64,
-    /// 0: no answer.
-    status: AtomicU16,
-    received: AtomicU64,
-    sent: AtomicU64,
-    cut: AtomicBool,
-}
-
-impl Record {
-    fn begin(number: u64, request: &Request<Incoming>) -> Self {
-        say(&format!("begin {number} {} {}", request.method(), request.uri()));
-        Self {
-            number,
-            status: AtomicU16::new(0),
-            received: AtomicU64::new(0),
-            sent: AtomicU64::new(0),
-            cut: AtomicBool::new(false),
-        }
-    }
-}
-
-impl Drop for Record {
-    fn drop(&mut self) {
-        let get = |value: &AtomicU64| value.load(Ordering::Relaxed);
-        say(&format!(
-            "end {} {} in={} out={}",
-            self.number,
-            self.status.load(Ordering::Relaxed),
-            get(&self.received),
-            get(&self.sent)
-        ));
-    }
-}
-
-/// One line at once, so that lines of requests side by side do not mix.
-fn say(line: &str) {
-    let mut out = io::stdout().lock();
-    let _ = writeln!(out, "{line}");
-    let _ = out.flush();
-}
-
-/// Counts the bytes of a body, holds them up, and cuts them off.
-struct Meter {
-    record: Arc<Record>,
-    received: bool,
-    left: Option<u64>,
-    rate: Option<u64>,
-    pause: Option<(Pin<Box<Sleep>>, Frame<Bytes>)>,
-}
-
-struct Metered<B> {
-    body: B,
-    meter: Meter,
-}
-
-impl<B> Body for Metered<B>
-where
-    B: Body<Data = Bytes> + Unpin,
-    B::Error: Into<BoxError>,
-{
-    type Data = Bytes;
-    type Error = BoxError;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
-        let Self { body, meter } = &mut *self;
-        if let Some((pause, _)) = &mut meter.pause
-            && pause.as_mut().poll(context).is_pending()
-        {
-            return Poll::Pending;
-        }
-        if let Some((_, frame)) = meter.pause.take() {
-            return Poll::Ready(Some(Ok(frame)));
-        }
-        let frame = match Pin::new(body).poll_frame(context) {
-            Poll::Pending => return Poll::Pending,
-            Poll::Ready(None) => return Poll::Ready(None),
-            Poll::Ready(Some(Err(error))) => return Poll::Ready(Some(Err(error.into()))),
-            Poll::Ready(Some(Ok(frame))) => frame,
-        };
-        let bytes = frame.data_ref().map_or(0, |data| data.len() as u64);
-        if let Some(left) = &mut meter.left {
-            if bytes >= *left {
-                meter.record.cut.store(true, Ordering::Relaxed);
-                return Poll::Ready(Some(Err("cut off".into())));
+    let listener = TcpListener::bind(settings.address).await?;
+    let service: faulty::Service = Arc::new(move |mut request| {
+        let service = service.clone();
+        Box::pin(async move {
+            if open {
+                // Nobody asks for it; one without a signature would only be misunderstood.
+                request.headers_mut().remove(hyper::header::AUTHORIZATION);
             }
-            *left -= bytes;
-        }
-        let counter = if meter.received {
-            &meter.record.received
-        } else {
-            &meter.record.sent
-        };
-        counter.fetch_add(bytes, Ordering::Relaxed);
-        if let Some(rate) = meter.rate.filter(|_| bytes > 0) {
-            let mut pause = Box::pin(sleep(Duration::from_secs_f64(bytes as f64 / rate as f64)));
-            if pause.as_mut().poll(context).is_pending() {
-                meter.pause = Some((pause, frame));
-                return Poll::Pending;
-            }
-        }
-        Poll::Ready(Some(Ok(frame)))
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.meter.pause.is_none() && self.body.is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
-    }
+            let answer = service.call(request).await;
+            answer.map_err(|error| BoxError::from(format!("{error:?}")))
+        })
+    });
+    faulty::serve(listener, settings.fault_file, service).await
 }

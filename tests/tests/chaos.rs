@@ -16,10 +16,15 @@
 
 use aitk_tests::chaos::plan::{Plan, Terms};
 use aitk_tests::chaos::round::{Ended, run};
-use aitk_tests::chaos::{Cluster, check};
+use aitk_tests::chaos::{Cluster, Servers, check};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+const SERVERS: Servers = Servers {
+    s3: env!("CARGO_BIN_EXE_s3-server"),
+    hub: env!("CARGO_BIN_EXE_hub-server"),
+};
 
 /// Of the short form: chosen so that together they have every kind of wound that a plain pool can have.
 const SHORT: [u64; 2] = [1, 2];
@@ -162,7 +167,7 @@ fn rounds(cluster: &mut Cluster, seeds: impl Iterator<Item = u64>, terms: &Terms
 fn whatever_happens_the_result_is_the_same_and_nothing_is_left_behind() {
     let folder = Folder::new();
     let root = folder.path();
-    let mut cluster = Cluster::plain(env!("CARGO_BIN_EXE_s3-server"), &root);
+    let mut cluster = Cluster::plain(SERVERS, &root);
     let terms = Terms {
         lease: cluster.pool().setup().lease,
         outage: Duration::from_secs(3),
@@ -180,7 +185,7 @@ fn whatever_happens_the_result_is_the_same_and_nothing_is_left_behind() {
 fn a_cluster_survives_everything_at_once() {
     let folder = Folder::new();
     let root = folder.path();
-    let mut cluster = Cluster::whole(env!("CARGO_BIN_EXE_s3-server"), &root);
+    let mut cluster = Cluster::whole(SERVERS, &root);
     for what in &cluster.left_out {
         println!("left out, {what}");
     }
@@ -190,7 +195,7 @@ fn a_cluster_survives_everything_at_once() {
         outage: Duration::from_secs(3),
         wounds: (8, 8),
         tracks: 2,
-        jobs: 3,
+        jobs: 4,
         keep_busy: false,
         minutes: false,
         limit: Duration::from_secs(420),

@@ -212,7 +212,7 @@ impl State {
             }
             Gate::Until(time) => {
                 let wait = seconds_until(now, time);
-                if job.network.is_some() && job.failures == 0 {
+                if (job.network.is_some() || job.storage_failures > 0) && job.failures == 0 {
                     return format!("tried again in {wait} s; before: {}", job.reason);
                 }
                 let (failures, tries) = (job.failures.max(1), u64::from(job.wants.retries) + 1);

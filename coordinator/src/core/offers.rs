@@ -146,6 +146,7 @@ impl State {
         job.checkpoint = Some(Committed { step: at, manifest });
         job.failures = 0;
         job.network = None;
+        job.storage_failures = 0;
         let waits = job.state == JobState::Queued && !job.paused;
         step.touch(&id);
         let body = EventBody::Checkpoint { step: at, manifest };

@@ -208,6 +208,7 @@ fn history(cluster: &Cluster, job: &str, watched: &[Event]) -> Vec<String> {
     let events: Vec<Event> = text.lines().filter_map(Event::read).filter(is_line).collect();
     let mut faults = Vec::new();
     let (mut live, mut step, mut cursor): (Option<String>, u64, u64) = (None, 0, 0);
+    let mut newest = "";
     for event in &events {
         if event.cursor() <= cursor {
             faults.push(format!("line {} comes after line {cursor}: {event:?}", event.cursor()));
@@ -218,6 +219,9 @@ fn history(cluster: &Cluster, job: &str, watched: &[Event]) -> Vec<String> {
                 faults.push(format!("{} began while {other} was alive", event.attempt()));
             }
             live = Some(event.attempt().to_owned());
+            newest = event.attempt();
+        } else if event.kind() == "checkpoint" && live.is_none() && event.attempt() == newest {
+            // Its worker had saved it, and brought it when it could.
         } else if !event.attempt().is_empty() && live.as_deref() != Some(event.attempt()) {
             faults.push(format!("a word of an attempt that has ended: {event:?}"));
         }
@@ -254,9 +258,11 @@ fn history(cluster: &Cluster, job: &str, watched: &[Event]) -> Vec<String> {
 }
 
 /// Waits a while for everything to be put away; then says what is not.
-fn left_behind(cluster: &Cluster) -> Vec<String> {
+fn left_behind(cluster: &mut Cluster) -> Vec<String> {
     let begun = Instant::now();
     loop {
+        // Who was refused a moment ago may still end for that.
+        cluster.supervise();
         let found = look_for_remains(cluster);
         if found.is_empty() || begun.elapsed() > TIDY {
             return found;
@@ -299,12 +305,10 @@ fn look_for_remains(cluster: &Cluster) -> Vec<String> {
 /// A worker without attempts holds its cache and nothing else, and every blob in it is whole.
 fn remains_of_worker(folder: &Path) -> Vec<String> {
     let mut found = Vec::new();
-    for entry in std::fs::read_dir(folder.join("attempts"))
-        .into_iter()
-        .flatten()
-        .flatten()
-    {
-        found.push(format!("{} is left of an attempt", entry.path().display()));
+    for (part, what) in [("attempts", "an attempt"), ("kept", "a checkpoint that was kept")] {
+        for entry in std::fs::read_dir(folder.join(part)).into_iter().flatten().flatten() {
+            found.push(format!("{} is left of {what}", entry.path().display()));
+        }
     }
     for path in files_below(folder) {
         if path

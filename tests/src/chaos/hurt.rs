@@ -1,16 +1,20 @@
 //! How wounds are made, and how they get better.
 
-use super::Cluster;
-use super::wounds::{Lost, What};
+use super::{Cluster, RESERVE_MIB};
+use super::admission::Admission;
+use super::wounds::{HubTrouble, Lost, What};
 use crate::fault::Fault;
 use crate::network::{Direction, Loss};
 use crate::processes::{Process, send};
 use nix::sys::signal::Signal;
 use std::path::{Path, PathBuf};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// How often packets are lost in a burst.
 const PERIOD: Duration = Duration::from_millis(250);
+/// How often it is looked whether a worker is in again, at the end of a round.
+const LOOK: Duration = Duration::from_millis(20);
 /// The file with a worker's certificate: without it, it would have to be let in anew.
 const IDENTITY: &str = "identity.json";
 
@@ -18,6 +22,8 @@ const IDENTITY: &str = "identity.json";
 #[derive(Default)]
 pub(super) struct Wounded {
     cures: Vec<Cure>,
+    /// Machines that are being let in again.
+    admissions: Vec<(usize, JoinHandle<bool>)>,
 }
 
 struct Cure {
@@ -36,6 +42,9 @@ enum Cured {
     SlowDatabase,
     FullDisk { filler: PathBuf },
     SlowDisk { at: usize },
+    Refused { at: usize, admission: Admission },
+    CoordinatorDisk { at: usize, filler: PathBuf },
+    Hub,
 }
 
 impl Wounded {
@@ -58,6 +67,56 @@ impl Wounded {
                     send(*child, Signal::SIGKILL);
                 }
                 !children.is_empty()
+            }
+            What::HangChild { .. } => {
+                let children = cluster.machines[at].process.as_ref().map(Process::children);
+                let children = children.unwrap_or_default();
+                for child in &children {
+                    send(*child, Signal::SIGSTOP);
+                }
+                !children.is_empty()
+            }
+            What::Refuse { back, .. } => {
+                if cluster.machines[at].refused {
+                    return false;
+                }
+                let machine = &cluster.machines[at];
+                let admission = Admission::of(cluster.pool(), &machine.name, &machine.place);
+                if !admission.revoke() {
+                    // Perhaps only the answer was lost: it gets another one in any case.
+                    cluster.machines[at].refused = true;
+                    self.later(now, Cured::Refused { at, admission });
+                    return false;
+                }
+                cluster.machines[at].refused = true;
+                self.later(Instant::now() + back, Cured::Refused { at, admission });
+                true
+            }
+            What::FullCoordinatorDisk { all, time } => {
+                let at = cluster.leader();
+                let full = self.has(|cured| matches!(cured, Cured::CoordinatorDisk { at: other, .. } if *other == at));
+                let Some(disk) = cluster.coordinator_disks.get(at).filter(|_| !full) else {
+                    return false;
+                };
+                let filler = match all {
+                    true => disk.fill(),
+                    false => disk.fill_but((RESERVE_MIB << 20) * 3 / 4),
+                };
+                cluster.full_disks.insert(at);
+                self.later(now + time, Cured::CoordinatorDisk { at, filler });
+                true
+            }
+            What::Hub { trouble, time } => {
+                let bad = self.has(|cured| matches!(cured, Cured::Hub));
+                let Some(hub) = cluster.hub.as_mut().filter(|_| !bad) else {
+                    return false;
+                };
+                match trouble {
+                    HubTrouble::Away => hub.go_away(),
+                    HubTrouble::Faulty(fault) => hub.set(fault),
+                }
+                self.later(now + time, Cured::Hub);
+                true
             }
             What::KillCoordinator { leader, back } => {
                 let leads = cluster.leader();
@@ -174,6 +233,7 @@ impl Wounded {
             .into_iter()
             .partition(|cure| cure.at <= now);
         self.cures = rest;
+        self.note_admissions(cluster);
         for cure in due {
             match cure.what {
                 Cured::Machine { at, empty } => {
@@ -219,6 +279,17 @@ impl Wounded {
                 Cured::FullDisk { filler } => {
                     let _ = std::fs::remove_file(filler);
                 }
+                Cured::Refused { at, admission } => self.admissions.push((at, admission.let_in())),
+                Cured::CoordinatorDisk { at, filler } => {
+                    let _ = std::fs::remove_file(filler);
+                    cluster.full_disks.remove(&at);
+                }
+                Cured::Hub => {
+                    if let Some(hub) = &mut cluster.hub {
+                        hub.set(Fault::None);
+                        hub.come_back();
+                    }
+                }
                 Cured::SlowDisk { at } => {
                     if let Some(disk) = &cluster.machines[at].disk {
                         disk.slow(None);
@@ -233,6 +304,25 @@ impl Wounded {
         let end_of_time = Instant::now() + Duration::from_secs(3600);
         self.cure(cluster, end_of_time);
         cluster.heal();
+        while !self.admissions.is_empty() {
+            self.note_admissions(cluster);
+            std::thread::sleep(LOOK);
+        }
+    }
+
+    /// Machines that were let in meanwhile.
+    fn note_admissions(&mut self, cluster: &mut Cluster) {
+        let (over, going_on): (Vec<_>, Vec<_>) = std::mem::take(&mut self.admissions)
+            .into_iter()
+            .partition(|(_, thread)| thread.is_finished());
+        self.admissions = going_on;
+        for (at, thread) in over {
+            let machine = &mut cluster.machines[at];
+            machine.refused = false;
+            if !thread.join().unwrap_or(false) {
+                cluster.own_ends.push(format!("{} was not let in again", machine.name));
+            }
+        }
     }
 }
 

@@ -5,6 +5,7 @@
 //! authority on one PostgreSQL, and three workers that joined, each at the end of a line of its own and one with a small,
 //! slow disk; of that it has what the machine grants.
 
+mod admission;
 pub mod check;
 pub mod events;
 mod hurt;
@@ -15,23 +16,43 @@ mod wounds;
 
 use crate::disks::SmallDisk;
 use crate::fault::Fault;
+use crate::hub::Hub;
 use crate::members;
 use crate::network::{Direction, HUB, Network};
 use crate::place::Place;
-use crate::pool::{Pool, Setup};
+use crate::pool::{DataDisk, Pool, Setup};
 use crate::postgres::Postgres;
 use crate::processes::{LogTail, Process, free_address};
 use crate::s3::S3;
+use admission::Admission;
 use plan::Means;
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use work::Work;
 
 /// Of the small disk: several times what a worker needs.
 const SMALL: u64 = 96 << 20;
+/// Of a coordinator's disk.
+const COORDINATOR_DISK: u64 = 96 << 20;
+/// What a coordinator keeps of it for its database.
+const RESERVE_MIB: u64 = 24;
 const LEASE: Duration = Duration::from_secs(4);
+/// How long a child may show no progress: far more than a step takes, on a machine with other work as well.
+const PROGRESS_TIMEOUT: Duration = Duration::from_secs(10);
+/// The exit code of a worker that is refused and has nothing to lose, and how long its service manager waits then.
+const REFUSED: i32 = 4;
+const RESTART: Duration = Duration::from_secs(3);
+
+/// The server programs of the tests, `env!("CARGO_BIN_EXE_…")` there.
+#[derive(Clone, Copy, Debug)]
+pub struct Servers {
+    /// `s3-server`.
+    pub s3: &'static str,
+    /// `hub-server`.
+    pub hub: &'static str,
+}
 
 /// One machine with a worker: its data folder stays when its process dies.
 pub struct Machine {
@@ -46,6 +67,12 @@ pub struct Machine {
     place: Place,
     /// The number of its line.
     line: Option<u8>,
+    /// Its certificate or token is revoked.
+    refused: bool,
+    /// It was refused in this round: it may have ended for that.
+    was_refused: bool,
+    /// When it is started again after that.
+    again: Option<Instant>,
 }
 
 /// Everything that runs.
@@ -67,6 +94,12 @@ pub struct Cluster {
     pub database: Option<Postgres>,
     /// The lines.
     pub network: Option<Network>,
+    /// Where models come from.
+    pub hub: Option<Hub>,
+    /// Those of the coordinators, in their order; none where the machine does not grant them.
+    coordinator_disks: Vec<SmallDisk>,
+    /// Which of them are full.
+    full_disks: BTreeSet<usize>,
     /// Everything lies below it.
     pub root: PathBuf,
     /// What the machine does not grant, and why.
@@ -83,12 +116,23 @@ impl Cluster {
     /// # Panics
     /// When anything of that fails.
     #[must_use]
-    pub fn plain(s3_server: &str, root: &Path) -> Self {
+    pub fn plain(servers: Servers, root: &Path) -> Self {
         let work = vec![Work::training(root)];
-        let s3 = S3::start(s3_server, root);
-        let setup = Setup::new(root).storage(s3.url(), s3.environment());
-        let coordinators = vec![Pool::start_with(patient(setup))];
+        let s3 = S3::start(servers.s3, root);
+        let (mut disks, mut left_out) = (Vec::new(), Vec::new());
+        let mut setup = patient(Setup::new(root).storage(s3.url(), s3.environment()));
+        setup.worker_tokens = true;
+        setup.own_environment.push(direct_storage());
+        match data_disk(root, &Place::Here) {
+            Ok((disk, data_disk)) => {
+                disks.push(disk);
+                setup.data_disk = Some(data_disk);
+            }
+            Err(why) => left_out.push(format!("a coordinator's small disk: {why}")),
+        }
+        let coordinators = vec![Pool::start_with(setup)];
         let mut cluster = Self::new(root, work, s3, coordinators);
+        (cluster.coordinator_disks, cluster.left_out) = (disks, left_out);
         for name in ["left", "right"] {
             cluster.add_machine(name, None, None);
         }
@@ -100,9 +144,10 @@ impl Cluster {
     /// # Panics
     /// When anything of that fails.
     #[must_use]
-    pub fn whole(s3_server: &str, root: &Path) -> Self {
+    pub fn whole(servers: Servers, root: &Path) -> Self {
         let work = vec![
             Work::training(root),
+            Work::of_hub(root),
             Work::pictures(root, None),
             Work::pictures(root, Some(3)),
         ];
@@ -124,18 +169,32 @@ impl Cluster {
             Place::Here => free_address(),
             _ => SocketAddr::new(HUB, port),
         };
-        let s3 = S3::start_in(s3_server, root, address(9000), &hub);
-        let setup = |folder: &Path, port| {
+        let s3 = S3::start_in(servers.s3, root, address(9000), &hub);
+        let models = Hub::start_in(servers.hub, root, address(9100), &hub);
+        let mut disks = Vec::new();
+        let mut setup = |folder: &Path, port| {
             let mut setup = Setup {
                 storage: Some(s3.url()),
                 place: hub.clone(),
                 address: address(port),
+                environment: models.environment(),
+                worker_tokens: database.is_none(),
                 ..patient(Setup::new(folder))
             };
             match database {
                 // Workers that joined need no key of the storage: they go through the coordinator.
                 Some(_) => setup.own_environment = s3.environment(),
-                None => setup.environment = s3.environment(),
+                None => {
+                    setup.environment.extend(s3.environment());
+                    setup.own_environment.push(direct_storage());
+                }
+            }
+            match data_disk(folder, &hub) {
+                Ok((disk, data_disk)) => {
+                    disks.push(disk);
+                    setup.data_disk = Some(data_disk);
+                }
+                Err(why) => granted("a coordinator's small disk", why),
             }
             setup
         };
@@ -148,6 +207,7 @@ impl Cluster {
         };
         let mut cluster = Self::new(root, work, s3, coordinators);
         (cluster.network, cluster.database, cluster.left_out) = (network, database, left_out);
+        (cluster.hub, cluster.coordinator_disks) = (Some(models), disks);
         cluster.add_machine("left", Some(1), None);
         cluster.add_machine("right", Some(2), None);
         cluster.add_machine("small", Some(3), disk);
@@ -169,6 +229,9 @@ impl Cluster {
             work,
             database: None,
             network: None,
+            hub: None,
+            coordinator_disks: Vec::new(),
+            full_disks: BTreeSet::new(),
             root: root.to_path_buf(),
             left_out: Vec::new(),
             acknowledged: BTreeSet::new(),
@@ -185,6 +248,9 @@ impl Cluster {
         let place = disk.as_ref().map_or(network.clone(), |disk| disk.place_in(&network));
         if self.pool().setup().door.is_some() {
             members::join(self.pool(), name, &place);
+        } else {
+            let let_in = Admission::of(self.pool(), name, &place).let_in().join();
+            assert!(let_in.unwrap_or(false), "{name} gets no token");
         }
         let folder = disk.as_ref().map(SmallDisk::seen_from_here);
         self.machines.push(Machine {
@@ -194,6 +260,9 @@ impl Cluster {
             disk,
             place,
             line,
+            refused: false,
+            was_refused: false,
+            again: None,
         });
     }
 
@@ -213,6 +282,8 @@ impl Cluster {
             members: database.is_some(),
             slow_database: database.and_then(Postgres::disk).is_some(),
             small_disk: disks().count() > 0,
+            coordinator_disks: !self.coordinator_disks.is_empty(),
+            hub: self.hub.is_some(),
             slow_disk: disks().any(SmallDisk::is_device),
         }
     }
@@ -236,8 +307,19 @@ impl Cluster {
                 pool.spawn_coordinator();
             }
         }
-        for machine in &mut self.machines {
-            if machine.process.as_mut().is_some_and(Process::ended) {
+        for at in 0..self.machines.len() {
+            let machine = &mut self.machines[at];
+            machine.was_refused |= machine.refused;
+            if machine.again.is_some_and(|again| again <= Instant::now()) {
+                machine.again = None;
+                self.start_worker(at);
+                continue;
+            }
+            let code = machine.process.as_mut().and_then(Process::exit_code);
+            if machine.was_refused && code == Some(REFUSED) {
+                machine.process = None;
+                machine.again = Some(Instant::now() + RESTART);
+            } else if machine.process.as_mut().is_some_and(Process::ended) {
                 let tail = machine.process.as_ref().map(Process::tail).unwrap_or_default();
                 self.own_ends.push(format!("worker {}:\n{tail}", machine.name));
                 machine.process = Some(self.coordinators[0].worker_in(&machine.name, &machine.place));
@@ -248,15 +330,38 @@ impl Cluster {
         }
     }
 
+    /// Unless it runs already.
     fn start_worker(&mut self, at: usize) {
         let machine = &self.machines[at];
+        if machine.process.is_some() {
+            return;
+        }
         let process = self.pool().worker_in(&machine.name, &machine.place);
         self.machines[at].process = Some(process);
+    }
+
+    /// Before a round: no worker has a model of the hub, no device is held back for what went wrong before, and nobody is excused
+    /// for an end of his own.
+    fn begin_round(&mut self) {
+        for machine in &mut self.machines {
+            machine.was_refused = machine.refused;
+            let models = std::fs::read_dir(machine.folder.join("hub"));
+            for model in models.into_iter().flatten().flatten() {
+                let _ = std::fs::remove_dir_all(model.path());
+            }
+        }
+        for machine in &self.machines {
+            let _ = self.pool().aitk(["worker", "undrain", &machine.name]);
+        }
     }
 
     /// Puts everything right again.
     pub fn heal(&mut self) {
         self.s3.set(Fault::None);
+        if let Some(hub) = &mut self.hub {
+            hub.set(Fault::None);
+            hub.come_back();
+        }
         if let Some(database) = &mut self.database {
             if let Some(disk) = database.disk() {
                 disk.slow(None);
@@ -301,6 +406,28 @@ fn patient(setup: Setup) -> Setup {
     Setup {
         lease: LEASE,
         retries: 50,
+        progress_timeout: Some(PROGRESS_TIMEOUT),
         ..setup
     }
+}
+
+/// Workers with tokens of their own use the bucket themselves.
+fn direct_storage() -> (String, String) {
+    ("AITK_DIRECT_STORAGE".to_owned(), "true".to_owned())
+}
+
+/// A small disk for the data folder of the coordinator of this folder, which runs there.
+///
+/// # Errors
+/// Why this machine does not let us.
+fn data_disk(folder: &Path, place: &Place) -> Result<(SmallDisk, DataDisk), String> {
+    let data = folder.join("coordinator");
+    std::fs::create_dir_all(&data).map_err(|error| error.to_string())?;
+    let disk = SmallDisk::mount(&data, COORDINATOR_DISK)?;
+    let data_disk = DataDisk {
+        place: disk.place_in(place),
+        seen_from_here: disk.seen_from_here(),
+        reserve_mib: RESERVE_MIB,
+    };
+    Ok((disk, data_disk))
 }

@@ -1,6 +1,6 @@
 //! What happens in a round, drawn from its seed.
 
-pub use super::wounds::{Lost, What, When, Whose};
+pub use super::wounds::{HubTrouble, Lost, What, When, Whose};
 use crate::fault::Fault;
 use crate::network::Direction;
 use crate::postgres::Stop;
@@ -47,7 +47,7 @@ impl Random {
     }
 }
 
-/// What there is to go wrong, besides workers, their children, a coordinator and storage.
+/// What there is to go wrong, besides workers and their right to be there, their children, a coordinator and storage.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Means {
     /// Lines that can be cut.
@@ -58,6 +58,10 @@ pub struct Means {
     pub slow_database: bool,
     /// A worker with a disk that can be full.
     pub small_disk: bool,
+    /// Coordinators with disks that can be full.
+    pub coordinator_disks: bool,
+    /// A job whose model comes from a hub.
+    pub hub: bool,
     /// And slow.
     pub slow_disk: bool,
 }
@@ -145,7 +149,7 @@ fn wound(random: &mut Random, terms: &Terms, means: Means) -> Wound {
 fn what(random: &mut Random, terms: &Terms, means: Means) -> Option<What> {
     let lease = millis(terms.lease);
     let outage = millis(terms.outage);
-    Some(match random.between(0, 23) {
+    Some(match random.between(0, 31) {
         0..=2 => What::KillWorker {
             whose: whose(random),
             back: random.millis(0, 2 * lease),
@@ -202,8 +206,31 @@ fn what(random: &mut Random, terms: &Terms, means: Means) -> Option<What> {
             rate: random.between(50_000, 1_000_000),
             time: random.span(1000, outage),
         },
+        24..=25 => What::HangChild { whose: whose(random) },
+        26..=27 => What::Refuse {
+            whose: whose(random),
+            back: random.millis(0, 2 * lease),
+        },
+        28..=29 if means.coordinator_disks => What::FullCoordinatorDisk {
+            all: random.one_in(2),
+            time: random.span(1000, outage),
+        },
+        30..=31 if means.hub => What::Hub {
+            trouble: hub_trouble(random),
+            time: random.span(1000, outage),
+        },
         _ => return None,
     })
+}
+
+fn hub_trouble(random: &mut Random) -> HubTrouble {
+    match random.between(0, 6) {
+        0..=1 => HubTrouble::Away,
+        2..=3 => HubTrouble::Faulty(Fault::Fail),
+        4 => HubTrouble::Faulty(Fault::Flaky(random.between(2, 4))),
+        5 => HubTrouble::Faulty(Fault::Hang),
+        _ => HubTrouble::Faulty(Fault::CutAnswer(random.between(0, 40_000))),
+    }
 }
 
 fn millis(time: Duration) -> u64 {
@@ -257,6 +284,8 @@ mod tests {
         members: true,
         slow_database: true,
         small_disk: true,
+        coordinator_disks: true,
+        hub: true,
         slow_disk: true,
     };
 
@@ -301,16 +330,22 @@ mod tests {
             "line cut, to worker",
             "worker's disk full",
             "storage: every request 500",
+            "child process hangs",
+            "worker refused for a while",
+            "coordinator's disk full",
+            "coordinator's disk full but for the reserve",
+            "hub refuses connections",
+            "hub: hangs, then cuts",
         ] {
             assert!(all.contains(kind), "{kind} of {all:?}");
         }
-        assert_eq!(all.len(), 25, "{all:?}");
+        assert_eq!(all.len(), 34, "{all:?}");
         let few = kinds(Means::default());
         let of_others =
-            |kind: &&str| kind.starts_with("line") || kind.starts_with("worker's disk") || kind.contains("PostgreSQL");
+            |kind: &&str| ["line", "worker's disk", "coordinator's disk", "hub"].iter().any(|what| kind.starts_with(what)) || kind.contains("PostgreSQL");
         assert!(!few.iter().any(of_others), "{few:?}");
         assert!(
-            few.contains("leader killed") && !few.contains("standby killed"),
+            few.contains("worker refused for a while") && few.contains("leader killed") && !few.contains("standby killed"),
             "{few:?}"
         );
     }

@@ -80,6 +80,7 @@ struct Round<'a> {
 /// Runs a round, and stops wounding after `most`.
 #[must_use]
 pub fn run(cluster: &mut Cluster, plan: &Plan, terms: &Terms, most: usize) -> Ended {
+    cluster.begin_round();
     let begun = Instant::now();
     let requests = cluster.s3.process.tail_from_now();
     let mut round = Round {
@@ -212,6 +213,8 @@ impl Round<'_> {
         let at = match what {
             What::KillWorker { whose, .. }
             | What::KillChild { whose }
+            | What::HangChild { whose }
+            | What::Refuse { whose, .. }
             | What::Freeze { whose, .. }
             | What::Line { whose, .. } => self.machine(whose),
             _ => 0,

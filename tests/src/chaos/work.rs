@@ -3,6 +3,7 @@
 use super::check::Files;
 use super::events::Event;
 use crate::follower::Follower;
+use crate::hub;
 use crate::jobs;
 use crate::pool::Pool;
 use std::fs::File;
@@ -46,6 +47,18 @@ impl Work {
             folder: "shapes",
             ..work
         }
+    }
+
+    /// Draws pictures with a model that has to be fetched from the hub.
+    #[must_use]
+    pub fn of_hub(root: &Path) -> Self {
+        let text = jobs::pictures("hubbed", &root.join("hubbed"), 1, None);
+        let work = Self::new(root, "hubbed.yaml", "hubbed", None, &text);
+        // The same model, by the name that the hub has for it.
+        let text = text.replace(&jobs::tiny_model().display().to_string(), hub::MODEL);
+        assert!(text.contains(hub::MODEL), "{text}");
+        std::fs::write(root.join(work.config), text).expect("the job can be written");
+        work
     }
 
     /// Draws pictures, in one piece or in several.

@@ -40,6 +40,15 @@ pub enum Lost {
     Some(u64),
 }
 
+/// What is wrong with the hub of models.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HubTrouble {
+    /// It refuses connections.
+    Away,
+    /// It answers, in a way.
+    Faulty(Fault),
+}
+
 /// A wound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum What {
@@ -56,6 +65,32 @@ pub enum What {
     KillChild {
         /// Whose.
         whose: Whose,
+    },
+    /// SIGSTOP for the child alone, for good: its worker has to find out that it makes no progress.
+    HangChild {
+        /// Whose.
+        whose: Whose,
+    },
+    /// A worker's certificate or token is revoked; later it gets another one.
+    Refuse {
+        /// Which.
+        whose: Whose,
+        /// When it is let in again.
+        back: Duration,
+    },
+    /// The disk of the coordinator that leads has no room.
+    FullCoordinatorDisk {
+        /// None at all, or only what is reserved for the database.
+        all: bool,
+        /// For how long.
+        time: Duration,
+    },
+    /// The hub of models goes wrong.
+    Hub {
+        /// How.
+        trouble: HubTrouble,
+        /// For how long.
+        time: Duration,
     },
     /// SIGKILL for a coordinator, which starts again later.
     KillCoordinator {
@@ -131,6 +166,24 @@ impl What {
             Self::KillWorker { empty: false, .. } => "worker killed",
             Self::KillWorker { empty: true, .. } => "worker killed, its disk emptied",
             Self::KillChild { .. } => "child process killed",
+            Self::HangChild { .. } => "child process hangs",
+            Self::Refuse { .. } => "worker refused for a while",
+            Self::FullCoordinatorDisk { all: true, .. } => "coordinator's disk full",
+            Self::FullCoordinatorDisk { all: false, .. } => "coordinator's disk full but for the reserve",
+            Self::Hub {
+                trouble: HubTrouble::Away,
+                ..
+            } => "hub refuses connections",
+            Self::Hub {
+                trouble: HubTrouble::Faulty(fault),
+                ..
+            } => match fault {
+                Fault::Fail => "hub: every request 500",
+                Fault::Flaky(_) => "hub: some requests 500",
+                Fault::Hang => "hub: hangs, then cuts",
+                Fault::CutAnswer(_) => "hub: cuts answers",
+                _ => "hub: slow",
+            },
             Self::KillCoordinator { leader: true, .. } => "leader killed",
             Self::KillCoordinator { leader: false, .. } => "standby killed",
             Self::Freeze { time, .. } if *time >= MINUTES => "worker frozen for minutes",

@@ -18,7 +18,7 @@ impl World {
     /// Users, and trouble.
     pub(super) fn life(&mut self) {
         let index = self.random.below(WORKERS as u64) as usize;
-        match self.random.below(30) {
+        match self.random.below(31) {
             0..=7 => self.submit(),
             8 => self.submit_array(),
             9 => self.ask(|ticket, job| Event::StopRequested {
@@ -83,6 +83,11 @@ impl World {
                     self.workers[index].crash(until);
                     self.later(5, Happening::Up(Event::WorkerLost { session }));
                 }
+            }
+            29 => {
+                // The coordinator's disk is full for a while.
+                let millis = self.random.below(12_000);
+                self.full_until = self.now.after(Duration::from_millis(millis));
             }
             25 => self.crash(),
             26 => self.expire(),
@@ -246,6 +251,7 @@ impl World {
             worker.dead_until = self.now;
             worker.refused_until = self.now;
         }
+        self.full_until = self.now;
         for index in 0..WORKERS {
             self.handle(Event::DrainRequested {
                 ticket: Ticket(1),

@@ -1,6 +1,7 @@
 //! Random lives of a pool, from a seed: users who submit, pause and change their minds; workers that come, sleep, die
-//! and repeat themselves; a network that loses, delays, reorders and doubles; a coordinator that crashes between any
-//! two effects, and a store that fails. After every step the invariants hold; once the trouble is over, everything ends.
+//! and repeat themselves; children that hang, devices that are stuck, workers that are refused for a while; a network that
+//! loses, delays, reorders and doubles; a coordinator that crashes between any two effects, whose disk is full for a while,
+//! and a store that fails. After every step the invariants hold; once the trouble is over, everything ends.
 //!
 //! A seed replays exactly:
 //!

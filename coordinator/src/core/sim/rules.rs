@@ -87,7 +87,7 @@ fn ready(state: &State, now: UnixMillis) -> impl Iterator<Item = &Job> {
 }
 
 /// After a step: nobody waits who could start, no device holds more than it has, and whoever was placed was not placed
-/// before somebody of a higher standing, nor before a user who has less.
+/// before somebody of a higher standing, nor before a user who has less. While the coordinator's disk is full, nobody is.
 pub(super) fn check_step(state: &State, now: UnixMillis, placed: &[Placed]) {
     for (id, slot) in state.slots.iter() {
         let sum: u128 = slot
@@ -104,6 +104,10 @@ pub(super) fn check_step(state: &State, now: UnixMillis, placed: &[Placed]) {
             !whole || slot.running.len() == 1,
             "device {id} is shared with one who takes all of it"
         );
+    }
+    if state.storage_full.is_some() {
+        assert_eq!(placed, [], "placed while there is no room for results");
+        return;
     }
     for job in ready(state, now) {
         for (slot, _) in state.slots.iter() {

@@ -13,6 +13,8 @@ use std::collections::BTreeMap;
 const GIB: u64 = 1 << 30;
 /// How often a kept checkpoint is sent.
 const TIMES: u32 = 10;
+/// Ticks until the watchdog ends a child that hangs.
+const WATCHDOG: u32 = 6;
 
 /// What it knows of an attempt.
 #[derive(Clone, Debug)]
@@ -22,8 +24,21 @@ pub(super) struct Work {
     total: u64,
     seq: u64,
     saves: bool,
+    /// Its child hangs, and is ended after so many ticks.
+    hangs: Option<u32>,
+    /// A step that was saved and not committed: storage took nothing, or the coordinator refused its worker.
+    unsent: Option<u64>,
     /// What it says until that is answered.
     ended: Option<Outcome>,
+}
+
+/// What is wrong at a moment, as a worker sees it.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Trouble {
+    /// Anything may go wrong.
+    pub(super) faults: bool,
+    /// Storage has no room for checkpoints and results.
+    pub(super) full: bool,
 }
 
 #[derive(Debug)]
@@ -64,12 +79,18 @@ impl SimWorker {
 
     /// What its attempts have saved.
     fn saved(&self) -> Vec<OfferedCheckpoint> {
-        let works = self.works.values().filter(|work| work.step > 0 && work.ended.is_none());
+        let newest = |work: &Work| match work.ended {
+            None => Some(work.step).filter(|step| *step > 0),
+            Some(_) => work.unsent,
+        };
+        let works = self.works.values();
         works
-            .map(|work| OfferedCheckpoint {
-                held: work.held.clone(),
-                step: work.step,
-                bytes: 0,
+            .filter_map(|work| {
+                Some(OfferedCheckpoint {
+                    held: work.held.clone(),
+                    step: newest(work)?,
+                    bytes: 0,
+                })
             })
             .collect()
     }
@@ -143,8 +164,24 @@ impl SimWorker {
             total: 5 + slowness + random.below(20),
             seq: 0,
             saves: false,
+            hangs: None,
+            unsent: None,
             ended: None,
         });
+    }
+
+    /// Half a second without being let in: children go on to their next checkpoint, which is kept, and stop there.
+    pub(super) fn refused_tick(&mut self, random: &mut Random) {
+        for work in self.works.values_mut().filter(|work| work.ended.is_none() && work.hangs.is_none()) {
+            work.step = (work.step + 1).min(work.total);
+            if random.once_in(4) {
+                work.unsent = Some(work.step);
+                work.ended = Some(Outcome::Failed {
+                    cause: FailureCause::Interrupted,
+                    message: "refused for a while".into(),
+                });
+            }
+        }
     }
 
     pub(super) fn hear(&mut self, message: ToWorker) {
@@ -184,7 +221,8 @@ impl SimWorker {
     }
 
     /// What it does and says within half a second.
-    pub(super) fn tick(&mut self, random: &mut Random, now: UnixMillis, faults: bool) -> Vec<Event> {
+    pub(super) fn tick(&mut self, random: &mut Random, now: UnixMillis, trouble: Trouble) -> Vec<Event> {
+        let Trouble { faults, full } = trouble;
         let Some(session) = self.session.filter(|_| self.knocks.is_none()) else {
             return Vec::new();
         };
@@ -210,6 +248,36 @@ impl SimWorker {
         self.kept.retain(|(_, times)| *times > 0);
         for work in self.works.values_mut() {
             let held = work.held.clone();
+            // The end of an attempt waits for what it saved, and that for room.
+            if full && (work.unsent.is_some() || work.ended == Some(Outcome::Completed)) {
+                continue;
+            }
+            if let Some(step) = work.unsent.take() {
+                events.push(Event::CommitCheckpoint {
+                    session,
+                    request: 1,
+                    held: held.clone(),
+                    manifest: manifest(&format!("{}{step}", held.attempt)),
+                    step,
+                });
+            }
+            if let Some(left) = &mut work.hangs
+                && work.ended.is_none()
+            {
+                *left -= 1;
+                if *left == 0 {
+                    // Now and then it does not even go when it is killed.
+                    let cause = match random.once_in(5) {
+                        true => FailureCause::DeviceStuck,
+                        false => FailureCause::NoProgress,
+                    };
+                    work.ended = Some(Outcome::Failed {
+                        cause,
+                        message: "no progress for a while".into(),
+                    });
+                }
+                continue;
+            }
             if let Some(outcome) = work.ended.clone() {
                 events.push(Event::Finished {
                     session,
@@ -234,18 +302,15 @@ impl SimWorker {
                 report: Report::Progress(progress),
             });
             if work.saves || random.once_in(4) {
-                events.push(Event::CommitCheckpoint {
-                    session,
-                    request: 1,
-                    held: held.clone(),
-                    manifest: manifest(&format!("{}{}", held.attempt, work.step)),
-                    step: work.step,
-                });
+                // Sent with the next tick; the newest only, where there is no room for it.
+                work.unsent = Some(work.step);
             }
             if work.saves {
                 work.ended = Some(Outcome::stopped());
             } else if work.step >= work.total {
                 work.ended = Some(Outcome::Completed);
+            } else if faults && random.once_in(100) {
+                work.hangs = Some(1 + random.below(u64::from(WATCHDOG)) as u32);
             } else if faults && random.once_in(25) {
                 work.ended = Some(failure(random));
             } else if faults && self.index == 1 && random.once_in(3) {

@@ -3,12 +3,14 @@
 use super::kept::{Kept, durable};
 use super::random::Random;
 use super::rules::check_step;
-use super::worker::SimWorker;
+use super::worker::{SimWorker, Trouble};
 use crate::core::model::job_of;
 use crate::core::tests::settings;
-use crate::core::{Effect, Event, Placed, Recall, Record, Reply, SessionId, State, check};
-use aitk_common::control::{ToWorker, UnixMillis, Verdict};
-use aitk_common::id::{Epoch, JobId};
+use crate::core::{Effect, Event, Job, Placed, Recall, Record, Reply, SessionId, State, check};
+use aitk_common::attempt::{FailureCause, Outcome};
+use aitk_common::capability::DeviceRef;
+use aitk_common::control::{HeldAttempt, JobState, ToWorker, UnixMillis, Verdict};
+use aitk_common::id::{Epoch, JobId, WorkerId};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -26,6 +28,8 @@ pub(super) enum Happening {
     Worker(usize),
     /// The coordinator looks at the clock.
     Tick,
+    /// It looks at its disk.
+    Disk,
     /// Somebody wants something, or something breaks.
     Life,
 }
@@ -51,6 +55,11 @@ pub(super) struct Tally {
     expired_checkpoints: u64,
     brought: u64,
     outages: u64,
+    hung: u64,
+    stuck: u64,
+    interrupted: u64,
+    refused: u64,
+    full: u64,
 }
 
 impl Tally {
@@ -60,7 +69,7 @@ impl Tally {
         }
     }
 
-    fn all(&mut self) -> [(&'static str, &mut u64); 18] {
+    fn all(&mut self) -> [(&'static str, &mut u64); 23] {
         [
             ("events", &mut self.events),
             ("jobs", &mut self.jobs),
@@ -80,6 +89,11 @@ impl Tally {
             ("expired checkpoints", &mut self.expired_checkpoints),
             ("checkpoints that were brought after their attempt", &mut self.brought),
             ("steps with a network outage", &mut self.outages),
+            ("children that hung", &mut self.hung),
+            ("devices that were stuck", &mut self.stuck),
+            ("attempts that a refusal interrupted", &mut self.interrupted),
+            ("half seconds of refused workers with work", &mut self.refused),
+            ("steps with a full disk and jobs that wait", &mut self.full),
         ]
     }
 
@@ -88,6 +102,16 @@ impl Tally {
         let mut copy = self.clone();
         copy.all().into_iter().map(|(name, count)| (name, *count)).collect()
     }
+}
+
+/// An attempt that says that it failed.
+struct Before {
+    cause: FailureCause,
+    job: JobId,
+    failures: u32,
+    worker: WorkerId,
+    device: DeviceRef,
+    faults: u32,
 }
 
 pub(super) struct World {
@@ -100,6 +124,10 @@ pub(super) struct World {
     next: u64,
     faults: bool,
     trace: bool,
+    /// The coordinator's disk has no room for blobs until then.
+    pub(super) full_until: UnixMillis,
+    /// The core was told that it is full.
+    told_full: bool,
     /// Jobs that a client was told of.
     pub(super) acknowledged: BTreeSet<JobId>,
     /// The newest epoch that was handed out.
@@ -120,6 +148,8 @@ impl World {
             next: 1,
             faults: true,
             trace,
+            full_until: UnixMillis(0),
+            told_full: false,
             acknowledged: BTreeSet::new(),
             epochs: BTreeMap::new(),
             committed: BTreeMap::new(),
@@ -129,6 +159,7 @@ impl World {
             world.later(index as u64 * 100, Happening::Worker(index));
         }
         world.later(50, Happening::Tick);
+        world.later(70, Happening::Disk);
         world.later(10, Happening::Life);
         world
     }
@@ -222,6 +253,10 @@ impl World {
                 self.handle(Event::Tick);
                 self.later(300, Happening::Tick);
             }
+            Happening::Disk => {
+                self.look_at_disk();
+                self.later(400, Happening::Disk);
+            }
             Happening::Life => {
                 if self.faults {
                     self.life();
@@ -232,6 +267,20 @@ impl World {
         }
     }
 
+    fn is_full(&self) -> bool {
+        self.full_until > self.now
+    }
+
+    /// Tells the core while its disk is full, and once when there is room again.
+    fn look_at_disk(&mut self) {
+        let is_full = self.is_full();
+        if is_full || self.told_full {
+            self.told_full = is_full;
+            let full = is_full.then_some((1 << 20, 1 << 30));
+            self.handle(Event::StorageSpace { full });
+        }
+    }
+
     fn worker(&mut self, index: usize) {
         self.later(500, Happening::Worker(index));
         let worker = &mut self.workers[index];
@@ -239,7 +288,8 @@ impl World {
             return;
         }
         if worker.session.is_none() && worker.refused_until > self.now {
-            return;
+            self.tally.refused += u64::from(!worker.works.is_empty());
+            return worker.refused_tick(&mut self.random);
         }
         let unheard = worker
             .knocks
@@ -252,7 +302,11 @@ impl World {
             let event = self.workers[index].knock(self.now, session);
             return self.send(|| Happening::Up(event.clone()));
         }
-        let events = self.workers[index].tick(&mut self.random, self.now, self.faults);
+        let trouble = Trouble {
+            faults: self.faults,
+            full: self.is_full(),
+        };
+        let events = self.workers[index].tick(&mut self.random, self.now, trouble);
         for event in events {
             self.send(|| Happening::Up(event.clone()));
         }
@@ -263,6 +317,7 @@ impl World {
         self.tally.crashes += 1;
         self.now = self.now.after(Duration::from_millis(10));
         self.state = self.kept.load(self.now);
+        self.told_full = false;
         check(&self.state).unwrap();
         for id in &self.acknowledged {
             let known = self.state.jobs.contains_key(id) || self.state.is_array(id);
@@ -283,8 +338,12 @@ impl World {
             Event::CommitCheckpoint { held, step, .. } => Some((held.clone(), *step)),
             _ => None,
         };
+        let before = self.before(&event);
         let effects = self.state.handle(self.now, event);
         check(&self.state).unwrap();
+        if let Some(before) = before {
+            self.blames(&before);
+        }
         let placed: Vec<Placed> = effects
             .iter()
             .filter_map(|effect| match effect {
@@ -296,6 +355,9 @@ impl World {
         let quarantined = self.state.slots.iter().any(|(_, slot)| slot.quarantined.is_some());
         self.tally.quarantines += u64::from(quarantined);
         self.tally.outages += u64::from(self.state.jobs.values().any(|job| job.network.is_some()));
+        let waits = |job: &Job| job.state == JobState::Queued;
+        let waits_for_room = self.state.storage_full.is_some() && self.state.jobs.values().any(waits);
+        self.tally.full += u64::from(waits_for_room);
         self.tally.held_back += u64::from(self.state.arrays.values().any(|array| !array.held.is_empty()));
         let (mut records, mut rest) = (Vec::new(), Vec::new());
         for effect in effects {
@@ -332,6 +394,66 @@ impl World {
         }
     }
 
+    /// What is known of an attempt before the word of its failure.
+    fn before(&self, event: &Event) -> Option<Before> {
+        let Event::Finished {
+            session,
+            held,
+            outcome: Outcome::Failed { cause, .. },
+            ..
+        } = event
+        else {
+            return None;
+        };
+        let worker = self.state.sessions.get(session)?;
+        let job = self.state.job(&JobId::new(job_of(&held.attempt)?))?;
+        let live = job.current().filter(|live| live.id == held.attempt && live.worker == *worker)?;
+        Some(Before {
+            cause: *cause,
+            job: job.id.clone(),
+            failures: job.failures,
+            worker: worker.clone(),
+            device: live.device,
+            faults: self.faults_of(worker, live.device),
+        })
+    }
+
+    fn faults_of(&self, worker: &WorkerId, device: DeviceRef) -> u32 {
+        let worker = self.state.workers.get(worker);
+        let health = worker.and_then(|worker| worker.health.iter().find(|one| one.device == device));
+        health.map_or(0, |health| health.faults)
+    }
+
+    /// A failure is counted against whom it belongs to: the job, the device, or neither.
+    fn blames(&mut self, before: &Before) {
+        let faults = self.faults_of(&before.worker, before.device);
+        let of_device = matches!(
+            before.cause,
+            FailureCause::Machine | FailureCause::NoProgress | FailureCause::DeviceStuck
+        );
+        assert_eq!(
+            faults > before.faults,
+            of_device,
+            "{:?} and the faults of its device: {} before, {faults} after",
+            before.cause,
+            before.faults
+        );
+        let elsewhere = matches!(
+            before.cause,
+            FailureCause::Storage | FailureCause::Network | FailureCause::Interrupted
+        );
+        let failures = self.state.job(&before.job).map_or(0, |job| job.failures);
+        assert!(
+            !elsewhere || failures <= before.failures,
+            "{:?} was counted against {}",
+            before.cause,
+            before.job
+        );
+        self.tally.hung += u64::from(before.cause == FailureCause::NoProgress);
+        self.tally.stuck += u64::from(before.cause == FailureCause::DeviceStuck);
+        self.tally.interrupted += u64::from(before.cause == FailureCause::Interrupted);
+    }
+
     /// What is forgotten from now on: nobody is promised the job any longer, and one that lost its checkpoint begins again.
     fn note(&mut self, record: &Record) {
         match record {
@@ -350,7 +472,7 @@ impl World {
         }
     }
 
-    fn carry_out(&mut self, effect: Effect, about: Option<&(aitk_common::control::HeldAttempt, u64)>) {
+    fn carry_out(&mut self, effect: Effect, about: Option<&(HeldAttempt, u64)>) {
         match effect {
             Effect::Assign(session, placed) => {
                 let newest = self.epochs.entry(placed.job.clone()).or_default();

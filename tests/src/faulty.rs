@@ -1,0 +1,232 @@
+//! A server over HTTP that goes wrong on demand, and says what it was asked: what it serves is somebody else's, see
+//! [`crate::s3_server`] and [`crate::hub_server`].
+//!
+//! What goes wrong now stands in a file, see [`Fault`]; it is read anew for every request. Each request is two lines
+//! on standard output, at its beginning and when its answer has gone out (or its connection has):
+//!
+//! ```text
+//! begin 12 PUT /aitk/blobs/ab/ab12…
+//! end 12 200 in=4096 out=0
+//! ```
+
+use crate::fault::Fault;
+use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
+use hyper::service::service_fn;
+use hyper::{Request, Response, StatusCode};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use hyper_util::server::conn::auto::Builder;
+use std::future::Future;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+use tokio::net::TcpListener;
+use tokio::time::{Sleep, sleep};
+
+/// Whatever went wrong.
+pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// How often a held request looks whether it may go on.
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
+
+/// What answers a request when nothing goes wrong with it.
+pub type Service = Arc<dyn Fn(Request<s3s::Body>) -> Answering + Send + Sync>;
+/// An answer on its way.
+pub type Answering = Pin<Box<dyn Future<Output = Result<Response<s3s::Body>, BoxError>> + Send>>;
+
+/// Serves until the process ends. `fault_file` says what goes wrong; none: nothing does.
+///
+/// # Errors
+/// When the listener fails.
+pub async fn serve(listener: TcpListener, fault_file: Option<PathBuf>, service: Service) -> anyhow::Result<()> {
+    let fault_file = fault_file.map(Arc::<Path>::from);
+    let numbers = Arc::new(AtomicU64::new(1));
+    loop {
+        let (socket, _) = listener.accept().await?;
+        let (service, fault_file, numbers) = (service.clone(), fault_file.clone(), numbers.clone());
+        tokio::spawn(async move {
+            let handler = service_fn(move |request: Request<Incoming>| {
+                let number = numbers.fetch_add(1, Ordering::Relaxed);
+                answer(service.clone(), fault_file.clone(), number, request)
+            });
+            // A connection that one side cut off is nothing to report: the lines of its requests say it.
+            let _ = Builder::new(TokioExecutor::new())
+                .serve_connection(TokioIo::new(socket), handler)
+                .await;
+        });
+    }
+}
+
+async fn answer(
+    service: Service,
+    fault_file: Option<Arc<Path>>,
+    number: u64,
+    request: Request<Incoming>,
+) -> Result<Response<s3s::Body>, BoxError> {
+    let record = Arc::new(Record::begin(number, &request));
+    let now = || fault_file.as_deref().map_or(Fault::None, Fault::read);
+    let fault = now();
+    if matches!(fault, Fault::Hang | Fault::Late) {
+        while now() == fault {
+            sleep(LOOK_AGAIN).await;
+        }
+    }
+    let fails = match fault {
+        Fault::Hang => return Err("the connection is cut without an answer".into()),
+        Fault::Fail => true,
+        Fault::Flaky(every) => number.is_multiple_of(every.max(1)),
+        _ => false,
+    };
+    if fails {
+        record.status.store(500, Ordering::Relaxed);
+        let text = String::from("<Error><Code>InternalError</Code></Error>");
+        let mut answer = Response::new(s3s::Body::from(text));
+        *answer.status_mut() = StatusCode::INTERNAL_SERVER_ERROR;
+        return Ok(answer);
+    }
+    let (cut_upload, cut_answer) = match fault {
+        Fault::CutUpload(bytes) => (Some(bytes), None),
+        Fault::CutAnswer(bytes) => (None, Some(bytes)),
+        _ => (None, None),
+    };
+    let rate = match fault {
+        Fault::Slow(rate) => Some(rate.max(1)),
+        _ => None,
+    };
+    let metered = |received, left| Meter {
+        record: record.clone(),
+        received,
+        left,
+        rate,
+        pause: None,
+    };
+    let (upload, download) = (metered(true, cut_upload), metered(false, cut_answer));
+    let request = request.map(|body| s3s::Body::http_body_unsync(Metered { body, meter: upload }));
+    let answer = service(request).await;
+    if record.cut.load(Ordering::Relaxed) {
+        return Err("the connection is cut in the middle of the request".into());
+    }
+    let answer = answer?;
+    record.status.store(answer.status().as_u16(), Ordering::Relaxed);
+    Ok(answer.map(|body| s3s::Body::http_body_unsync(Metered { body, meter: download })))
+}
+
+/// What became of a request. The last one who knows of it going away is its end.
+struct Record {
+    number: u64,
+    /// 0: no answer.
+    status: AtomicU16,
+    received: AtomicU64,
+    sent: AtomicU64,
+    cut: AtomicBool,
+}
+
+impl Record {
+    fn begin(number: u64, request: &Request<Incoming>) -> Self {
+        say(&format!("begin {number} {} {}", request.method(), request.uri()));
+        Self {
+            number,
+            status: AtomicU16::new(0),
+            received: AtomicU64::new(0),
+            sent: AtomicU64::new(0),
+            cut: AtomicBool::new(false),
+        }
+    }
+}
+
+impl Drop for Record {
+    fn drop(&mut self) {
+        let get = |value: &AtomicU64| value.load(Ordering::Relaxed);
+        say(&format!(
+            "end {} {} in={} out={}",
+            self.number,
+            self.status.load(Ordering::Relaxed),
+            get(&self.received),
+            get(&self.sent)
+        ));
+    }
+}
+
+/// One line at once, so that lines of requests side by side do not mix.
+fn say(line: &str) {
+    let mut out = io::stdout().lock();
+    let _ = writeln!(out, "{line}");
+    let _ = out.flush();
+}
+
+/// Counts the bytes of a body, holds them up, and cuts them off.
+struct Meter {
+    record: Arc<Record>,
+    received: bool,
+    left: Option<u64>,
+    rate: Option<u64>,
+    pause: Option<(Pin<Box<Sleep>>, Frame<Bytes>)>,
+}
+
+struct Metered<B> {
+    body: B,
+    meter: Meter,
+}
+
+impl<B> Body for Metered<B>
+where
+    B: Body<Data = Bytes> + Unpin,
+    B::Error: Into<BoxError>,
+{
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+        let Self { body, meter } = &mut *self;
+        if let Some((pause, _)) = &mut meter.pause
+            && pause.as_mut().poll(context).is_pending()
+        {
+            return Poll::Pending;
+        }
+        if let Some((_, frame)) = meter.pause.take() {
+            return Poll::Ready(Some(Ok(frame)));
+        }
+        let frame = match Pin::new(body).poll_frame(context) {
+            Poll::Pending => return Poll::Pending,
+            Poll::Ready(None) => return Poll::Ready(None),
+            Poll::Ready(Some(Err(error))) => return Poll::Ready(Some(Err(error.into()))),
+            Poll::Ready(Some(Ok(frame))) => frame,
+        };
+        let bytes = frame.data_ref().map_or(0, |data| data.len() as u64);
+        if let Some(left) = &mut meter.left {
+            if bytes >= *left {
+                meter.record.cut.store(true, Ordering::Relaxed);
+                return Poll::Ready(Some(Err("cut off".into())));
+            }
+            *left -= bytes;
+        }
+        let counter = if meter.received {
+            &meter.record.received
+        } else {
+            &meter.record.sent
+        };
+        counter.fetch_add(bytes, Ordering::Relaxed);
+        if let Some(rate) = meter.rate.filter(|_| bytes > 0) {
+            let mut pause = Box::pin(sleep(Duration::from_secs_f64(bytes as f64 / rate as f64)));
+            if pause.as_mut().poll(context).is_pending() {
+                meter.pause = Some((pause, frame));
+                return Poll::Pending;
+            }
+        }
+        Poll::Ready(Some(Ok(frame)))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.meter.pause.is_none() && self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
