@@ -13,13 +13,17 @@ use aitk_common::step_metrics::step_line;
 use futures::{Stream, StreamExt};
 use std::collections::VecDeque;
 use std::pin::Pin;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// First pause before the connection is tried again; it doubles up to [`LONGEST_PAUSE`].
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 /// A coordinator that is away longer than this is not just being restarted.
 pub const PATIENCE: Duration = Duration::from_secs(300);
+
+/// How often it is looked why a job waits, and how often a change of that is told.
+const LOOK_AT_WAITING: Duration = Duration::from_secs(2);
+const TELL_WAITING: Duration = Duration::from_secs(60);
 
 type EventStream = Pin<Box<dyn Stream<Item = Result<JobEvent, Failure>> + Send>>;
 
@@ -150,6 +154,8 @@ pub struct Renderer<'a> {
     wait: Option<Wait<'a>>,
     /// What the last attempt that failed said.
     said: String,
+    /// Why the job waits, as it was told last, and when.
+    waits: Option<(String, Instant)>,
     /// Runs in place: there is one attempt, and what it says is what the job says.
     local: bool,
 }
@@ -169,6 +175,7 @@ impl<'a> Renderer<'a> {
             progress,
             wait,
             said: String::new(),
+            waits: None,
             local: job.local,
         }
     }
@@ -237,6 +244,30 @@ impl<'a> Renderer<'a> {
     /// Shows where the job stands after [`Self::catch_up`].
     pub fn caught_up(&mut self) {
         self.show(false);
+    }
+
+    /// Takes note that it was said why the job waits.
+    pub fn told_why(&mut self, job: &JobView) {
+        self.waits = Some((job.reason.clone(), Instant::now()));
+    }
+
+    /// Whether a person should see why the job waits.
+    fn is_waiting(&self) -> bool {
+        self.wait.is_some() && self.progress.phase == JobState::Queued.name()
+    }
+
+    /// Says why a job waits, when that is another reason than before.
+    fn waits_for(&mut self, job: &JobView) {
+        let told = self.waits.as_ref().is_some_and(|(reason, _)| *reason == job.reason);
+        let lately = self
+            .waits
+            .as_ref()
+            .is_some_and(|(_, when)| when.elapsed() < TELL_WAITING);
+        if job.state != JobState::Queued || job.reason.is_empty() || told || lately {
+            return;
+        }
+        self.ui.notice(&printable(&format!("waits: {}", job.reason)));
+        self.told_why(job);
     }
 
     /// Takes the bar away.
@@ -375,15 +406,29 @@ pub async fn follow_to_end(
     cursor: u64,
     renderer: &mut Renderer<'_>,
 ) -> Result<Exit, Failure> {
+    let (id, mut known) = (job.id.clone(), job.clone());
     let mut follow = Follow::new(api, ui, job, cursor);
     loop {
-        let next = tokio::select! {
-            next = follow.next() => next?,
-            _ = tokio::signal::ctrl_c() => {
-                renderer.finish();
-                detached(ui, follow.job());
-                return Ok(Exit::Interrupted);
+        let next = {
+            let mut next = Box::pin(follow.next());
+            loop {
+                tokio::select! {
+                    next = &mut next => break Some(next?),
+                    // Why it waits is no event: it changes with everybody else's jobs.
+                    () = tokio::time::sleep(LOOK_AT_WAITING), if renderer.is_waiting() => {
+                        if let Ok(job) = api.get(id.as_str()).await {
+                            renderer.waits_for(&job);
+                            known = job;
+                        }
+                    }
+                    _ = tokio::signal::ctrl_c() => break None,
+                }
             }
+        };
+        let Some(next) = next else {
+            renderer.finish();
+            detached(ui, &known);
+            return Ok(Exit::Interrupted);
         };
         match next {
             Some(event) => renderer.event(&event)?,

@@ -57,8 +57,9 @@ pub(super) async fn get(context: &Context, args: ArtifactsGetArgs) -> CommandRes
     let ui = context.ui(args.no_progress);
     let api = context.api().await?;
     let job = api.resolve(&args.job).await?;
-    let folder = args.output.clone().unwrap_or_else(|| folder_of_job(&job));
-    let chosen = choose(api.artifacts(&job.id).await?, &args.names, &args.kinds)?;
+    let made = api.artifacts(&job.id).await?;
+    let folder = args.output.clone().unwrap_or_else(|| usual_folder(&job, &made));
+    let chosen = choose(made, &args.names, &args.kinds)?;
     let mut items = Vec::new();
     for artifact in chosen {
         let Some(hash) = artifact.hash else {
@@ -137,6 +138,18 @@ pub(super) async fn get(context: &Context, args: ArtifactsGetArgs) -> CommandRes
     Ok(Exit::Ok)
 }
 
+/// Where files go that are not told where: into a folder here with the job's name. Where all of them lie in such a folder
+/// already, as those of a training do, they are not put into another one.
+fn usual_folder(job: &JobView, made: &[Artifact]) -> PathBuf {
+    let folder = folder_of_job(job);
+    let inside = |artifact: &Artifact| Path::new(&artifact.name).starts_with(&folder) && artifact.name.contains('/');
+    if !made.is_empty() && made.iter().all(inside) {
+        PathBuf::new()
+    } else {
+        folder
+    }
+}
+
 /// A folder here with the job's name; its id where the name is none of a folder.
 fn folder_of_job(job: &JobView) -> PathBuf {
     let name = Path::new(&job.name);
@@ -192,6 +205,25 @@ mod tests {
         assert_eq!(folder("my lora"), Path::new("my lora"));
         for name in ["", ".", "..", "/etc", "a/b", "../a", "a\\b", "c:", "a\n"] {
             assert_eq!(folder(name), Path::new("j1"), "{name}");
+        }
+        let usual = |names: &[&str]| {
+            let made: Vec<Artifact> = names
+                .iter()
+                .map(|name| Artifact {
+                    name: (*name).to_owned(),
+                    kind: "lora".to_owned(),
+                    hash: None,
+                    bytes: 1,
+                    step: None,
+                    index: None,
+                    local_path: None,
+                })
+                .collect();
+            usual_folder(&job("j1", "cat", JobState::Completed, 0), &made)
+        };
+        assert_eq!(usual(&["cat/cat.safetensors", "cat/samples/1.png"]), Path::new(""));
+        for others in [&[][..], &["cat"], &["cat/a", "b"], &["cats/a"], &["cat/a", "../b"]] {
+            assert_eq!(usual(others), Path::new("cat"), "{others:?}");
         }
     }
 }

@@ -144,6 +144,7 @@ pub(super) async fn watch(context: &Context, args: WatchArgs) -> CommandResult {
         }
         if job.state == JobState::Queued || job.state.is_ended() {
             ui.notice(&printable(&format!("{} is {}: {}", job.name, job.status(), job.reason)));
+            renderer.told_why(&job);
         } else {
             renderer.caught_up();
         }

@@ -1,7 +1,9 @@
 //! The program against a real coordinator in this process.
 
 use crate::support::{Home, code, err, out};
+use std::io::{BufRead, BufReader};
 use std::process::Output;
+use std::time::Duration;
 
 /// A coordinator and a home with a job file, a model and a data set.
 pub(crate) struct Place {
@@ -345,4 +347,38 @@ async fn a_queue_is_explained_reordered_and_paused() {
     assert_eq!(code(&nobody), 3, "{}", err(&nobody));
     let bad = place.aitk(&["submit", "job.yaml", "--user", "a b"]).await;
     assert_eq!(code(&bad), 2, "{}", err(&bad));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_follows_a_waiting_job_reads_why_it_waits() {
+    let place = Place::new().await;
+    let mut child = std::process::Command::new(assert_cmd::cargo::cargo_bin("aitk"))
+        .args(["submit", "job.yaml", "-n", "waiting", "--follow"])
+        .env_clear()
+        .env("HOME", place.home.path())
+        .env("AITK_SERVER", place.coordinator.url())
+        .env("AITK_TOKEN", &place.coordinator.token)
+        .current_dir(place.home.path())
+        .stdout(std::process::Stdio::null())
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .unwrap();
+    let lines = BufReader::new(child.stderr.take().unwrap()).lines();
+    let reading = tokio::task::spawn_blocking(move || {
+        let mut lines = lines.map_while(Result::ok);
+        let found = lines.find(|line| line.starts_with("waits: "));
+        // The rest is read, too, so that the program never waits for us.
+        (found, std::thread::spawn(move || lines.count()))
+    });
+    let found = tokio::time::timeout(Duration::from_secs(60), reading).await;
+    let stopped = place.aitk(&["stop", "waiting"]).await;
+    assert_eq!(code(&stopped), 0, "{}", err(&stopped));
+    let ended = tokio::task::spawn_blocking(move || child.wait().unwrap())
+        .await
+        .unwrap();
+    assert_eq!(ended.code(), Some(143));
+    let (found, rest) = found.unwrap().unwrap();
+    assert!(found.unwrap().contains("no worker is connected"));
+    rest.join().unwrap();
+    place.coordinator.shutdown().await;
 }

@@ -185,6 +185,13 @@ fn up_serves_the_commands_beside_it_and_goes_cleanly() {
             .output()
             .unwrap()
     };
+    // Without -o into a folder of the job's name, and not into one within it.
+    let usual = home.aitk().args(["artifacts", "get", &id]).output().unwrap();
+    assert_eq!(code(&usual), 0, "{}", err(&usual));
+    for path in out(&usual).lines() {
+        assert!(path.starts_with("one/") && !path.starts_with("one/one/"), "{path}");
+        assert!(home.path().join(path).is_file(), "{path}");
+    }
     let fetched = get(&["*.png"]);
     assert_eq!(code(&fetched), 0, "{}", err(&fetched));
     let path = home.path().join(out(&fetched).trim());

@@ -32,7 +32,9 @@ pub enum WebhookError {
     #[error("{0}")]
     BadUrl(String),
     /// It leads into a network of one's own.
-    #[error("{host} leads to {address}: an address of a private network, to which nothing is posted unless that is allowed")]
+    #[error(
+        "{host} leads to {address}: an address of a private network, to which nothing is posted unless that is allowed"
+    )]
     Private {
         /// As it was named.
         host: String,
