@@ -45,7 +45,11 @@ fn commit(number: u64) -> String {
     format!("{number:040x}")
 }
 
-async fn answer(root: &Path, commits: &AtomicU64, request: &Request<s3s::Body>) -> Result<Response<s3s::Body>, BoxError> {
+async fn answer(
+    root: &Path,
+    commits: &AtomicU64,
+    request: &Request<s3s::Body>,
+) -> Result<Response<s3s::Body>, BoxError> {
     let parts: Vec<&str> = request.uri().path().trim_start_matches('/').split('/').collect();
     match parts.as_slice() {
         ["api", "models", org, name, "revision", revision] => {
@@ -57,7 +61,11 @@ async fn answer(root: &Path, commits: &AtomicU64, request: &Request<s3s::Body>) 
         }
         [org, name, "resolve", _commit, path @ ..] => {
             let path = root.join(org).join(name).join(path.join("/"));
-            file(&path, request.headers().get(RANGE).and_then(|range| range.to_str().ok())).await
+            file(
+                &path,
+                request.headers().get(RANGE).and_then(|range| range.to_str().ok()),
+            )
+            .await
         }
         _ => Ok(nothing()),
     }
@@ -104,7 +112,9 @@ async fn file(path: &Path, range: Option<&str>) -> Result<Response<s3s::Body>, B
         *answer.status_mut() = StatusCode::RANGE_NOT_SATISFIABLE;
         return Ok(answer);
     }
-    let to = to.parse().map_or(size, |last: usize| (last.saturating_add(1)).min(size));
+    let to = to
+        .parse()
+        .map_or(size, |last: usize| (last.saturating_add(1)).min(size));
     let said = format!("bytes {from}-{}/{size}", to - 1);
     *answer.status_mut() = StatusCode::PARTIAL_CONTENT;
     answer.headers_mut().insert(CONTENT_RANGE, said.parse()?);

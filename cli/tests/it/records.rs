@@ -79,3 +79,25 @@ fn a_run_keeps_its_steps_its_log_and_the_curve_of_its_loss() {
     assert_eq!(code(&aitk(&["plot", "data/"])), 3);
     assert_eq!(code(&aitk(&["logs", "data/"])), 3);
 }
+
+#[test]
+fn an_error_of_a_running_training_names_the_line_of_its_key() {
+    let home = Home::new();
+    images(&home, "data", 2);
+    training(&home, "cat", TINY, 5, "");
+    let text = std::fs::read_to_string(home.path().join("cat.yaml")).unwrap();
+    let line = 1 + text.lines().take_while(|line| !line.contains("network:")).count();
+    let kwargs = "linear_alpha: 4, network_kwargs: {only_if_contains: [nothing_like_it]}";
+    home.write("cat.yaml", &text.replace("linear_alpha: 4", kwargs));
+    let run = home
+        .aitk()
+        .args(["run", "cat.yaml", "--device", "cpu"])
+        .output()
+        .unwrap();
+    assert_eq!(code(&run), 1, "{}", err(&run));
+    assert!(
+        err(&run).contains(&format!("cat.yaml:{line}:")) && err(&run).contains("no layer is left to train"),
+        "{}",
+        err(&run)
+    );
+}

@@ -101,7 +101,7 @@ impl LoraNetwork {
     ) -> Result<Self> {
         if config.rank == 0 || config.conv_rank == Some(0) {
             return Err(EngineError::bad_input(
-                "network: a rank of 0 trains nothing; set network.linear to 1 or more",
+                "a rank of 0 trains nothing; set `network.linear` to 1 or more",
             ));
         }
         let handle = LoraHandle::new(1.0);
@@ -139,7 +139,7 @@ impl LoraNetwork {
         }
         if entries.is_empty() {
             return Err(EngineError::bad_input(
-                "network: no layer is left to train; look at network_kwargs.only_if_contains and ignore_if_contains",
+                "no layer is left to train; look at `network_kwargs.only_if_contains` and `network_kwargs.ignore_if_contains`",
             ));
         }
         Ok(Self { entries, index, handle })

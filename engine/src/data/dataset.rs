@@ -351,7 +351,7 @@ impl Dataset {
 pub(super) fn check(options: &DatasetOptions, divisibility: u32) -> Result<()> {
     if !options.buckets && !options.resolution.is_multiple_of(divisibility.max(1)) {
         return Err(EngineError::bad_input(format!(
-            "datasets: without buckets every picture becomes {side} x {side}, and the model needs a multiple of \
+            "without `buckets` every picture becomes {side} x {side}, and the model needs a multiple of \
              {divisibility}; change `resolution` or remove `buckets: false`",
             side = options.resolution
         )));

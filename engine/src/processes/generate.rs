@@ -145,7 +145,7 @@ fn requests(config: &GenerateConfig, cx: &mut Context<'_>) -> Result<Vec<ImageRe
     let seed = cx.spec.seed;
     if config.random_prompts && config.max_images as usize > MOST_PICTURES {
         return Err(EngineError::bad_input(format!(
-            "generate.max_images: at most {MOST_PICTURES}"
+            "`generate.max_images`: at most {MOST_PICTURES}"
         )));
     }
     let mut list = if config.random_prompts {
@@ -202,7 +202,7 @@ fn prompts(source: &TextSource, cx: &Context<'_>) -> Result<Vec<String>> {
         }
     };
     if lines.is_empty() {
-        return Err(EngineError::bad_input("generate.prompts: there is no prompt"));
+        return Err(EngineError::bad_input("`generate.prompts`: there is no prompt"));
     }
     Ok(lines)
 }

@@ -198,7 +198,7 @@ fn tasks(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Vec<Task>> {
         }
     }
     if out.is_empty() {
-        return Err(EngineError::bad_input("datasets: there is no picture to redraw"));
+        return Err(EngineError::bad_input("`datasets`: there is no picture to redraw"));
     }
     Ok(out)
 }

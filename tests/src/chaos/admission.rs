@@ -155,6 +155,8 @@ fn write_secret(file: &Path, secret: &str) -> bool {
     let beside = file.with_extension("next");
     let mut options = std::fs::File::options();
     options.create(true).write(true).truncate(true).mode(0o600);
-    let written = options.open(&beside).and_then(|mut out| out.write_all(secret.as_bytes()));
+    let written = options
+        .open(&beside)
+        .and_then(|mut out| out.write_all(secret.as_bytes()));
     written.and_then(|()| std::fs::rename(&beside, file)).is_ok()
 }

@@ -1,8 +1,8 @@
 //! How wounds are made, and how they get better.
 
-use super::{Cluster, RESERVE_MIB};
 use super::admission::Admission;
 use super::wounds::{HubTrouble, Lost, What};
+use super::{Cluster, RESERVE_MIB};
 use crate::fault::Fault;
 use crate::network::{Direction, Loss};
 use crate::processes::{Process, send};

@@ -341,11 +341,17 @@ mod tests {
         }
         assert_eq!(all.len(), 34, "{all:?}");
         let few = kinds(Means::default());
-        let of_others =
-            |kind: &&str| ["line", "worker's disk", "coordinator's disk", "hub"].iter().any(|what| kind.starts_with(what)) || kind.contains("PostgreSQL");
+        let of_others = |kind: &&str| {
+            ["line", "worker's disk", "coordinator's disk", "hub"]
+                .iter()
+                .any(|what| kind.starts_with(what))
+                || kind.contains("PostgreSQL")
+        };
         assert!(!few.iter().any(of_others), "{few:?}");
         assert!(
-            few.contains("worker refused for a while") && few.contains("leader killed") && !few.contains("standby killed"),
+            few.contains("worker refused for a while")
+                && few.contains("leader killed")
+                && !few.contains("standby killed"),
             "{few:?}"
         );
     }

@@ -172,7 +172,11 @@ impl SimWorker {
 
     /// Half a second without being let in: children go on to their next checkpoint, which is kept, and stop there.
     pub(super) fn refused_tick(&mut self, random: &mut Random) {
-        for work in self.works.values_mut().filter(|work| work.ended.is_none() && work.hangs.is_none()) {
+        for work in self
+            .works
+            .values_mut()
+            .filter(|work| work.ended.is_none() && work.hangs.is_none())
+        {
             work.step = (work.step + 1).min(work.total);
             if random.once_in(4) {
                 work.unsent = Some(work.step);

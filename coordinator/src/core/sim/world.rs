@@ -407,7 +407,9 @@ impl World {
         };
         let worker = self.state.sessions.get(session)?;
         let job = self.state.job(&JobId::new(job_of(&held.attempt)?))?;
-        let live = job.current().filter(|live| live.id == held.attempt && live.worker == *worker)?;
+        let live = job
+            .current()
+            .filter(|live| live.id == held.attempt && live.worker == *worker)?;
         Some(Before {
             cause: *cause,
             job: job.id.clone(),

@@ -42,7 +42,7 @@ pub(super) fn check(process: &TrainerProcess, job: &str) -> Result<()> {
     }
     if !process.train.train_text_encoder && !process.train.train_unet {
         return Err(EngineError::bad_input(
-            "train: train_unet and train_text_encoder are both false: there is nothing to train",
+            "`train.train_unet` and `train.train_text_encoder` are both false: there is nothing to train",
         ));
     }
     if process.datasets.iter().any(|d| !d.buckets && d.random_crop) {
@@ -50,7 +50,7 @@ pub(super) fn check(process: &TrainerProcess, job: &str) -> Result<()> {
     }
     if process.train.gradient_accumulation > 1 && process.train.gradient_accumulation_steps != 1 {
         return Err(EngineError::bad_input(
-            "train: gradient_accumulation and gradient_accumulation_steps exclude each other; keep the first",
+            "`train.gradient_accumulation` and `train.gradient_accumulation_steps` exclude each other; keep the first",
         ));
     }
     Ok(())

@@ -63,7 +63,7 @@ impl Target {
             .collect();
         if params.is_empty() {
             return Err(EngineError::bad_input(
-                "model: no parameter is left to train; look at only_if_contains and ignore_if_contains, which name \
+                "no parameter is left to train; look at `model.only_if_contains` and `model.ignore_if_contains`, which name \
                  parameters as diffusers does (`down_blocks.0.attentions.0`)",
             ));
         }
