@@ -13,7 +13,7 @@ Data goes to standard output; progress, notices, warnings and errors go to stand
 that fit its width; in a pipe the same columns come with tabs between them, nothing shortened (unless `COLUMNS` is set).
 Without a terminal there are no bars, only a plain line now and then.
 
-`--json` prints one document with `schema_version` first; streams (`logs`, `watch`, `ps --watch`, `submit --follow`) print
+`--json` prints one document with `schema_version` first; streams (`logs`, `watch`, `ps --watch`, `submit --follow`, `clone --follow`) print
 one such object per line. Times in JSON are RFC 3339, sizes are bytes. A field may be added at any time; `schema_version`
 grows when one changes its meaning or goes away.
 
@@ -53,7 +53,7 @@ pub fn markdown() -> String {
         let _ = writeln!(text, "| {} | {meaning} |", exit.code());
     }
     text.push_str(
-        "\nCommands that follow a job (`run`, `submit --follow`, `logs -f`, `watch`, `wait`) return the job's own code: 0 it \
+        "\nCommands that follow a job (`run`, `submit --follow`, `clone --follow`, `logs -f`, `watch`, `wait`) return the job's own code: 0 it \
          completed,\n1 it failed, 125 it failed because its machine was lost, 143 it was stopped.\n",
     );
     let mut command = Cli::command().term_width(80);

@@ -11,15 +11,36 @@ use crate::output::format::printable;
 use crate::paths::display_path;
 use crate::settings::{Setting, UpState};
 use aitk_common::fsutil;
+use nix::errno::Errno;
+use nix::sys::signal::kill;
+use nix::unistd::Pid;
 use std::path::{Path, PathBuf};
 
-/// Removes the state file when this program ends in an orderly way.
-struct StateFile(PathBuf);
+/// Takes the state file back when this program ends in an orderly way: commands then find the `aitk up` that they found before,
+/// if that still runs.
+struct StateFile {
+    path: PathBuf,
+    ours: UpState,
+    before: Option<UpState>,
+}
 
 impl Drop for StateFile {
     fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
+        // Another one that was started after this one has its own there.
+        if UpState::read(&self.path).ok().flatten().as_ref() != Some(&self.ours) {
+            return;
+        }
+        let written = self.before.as_ref().filter(|before| is_running(before.pid));
+        let written = written.is_some_and(|before| write_text(&self.path, before).is_ok());
+        if !written {
+            let _ = std::fs::remove_file(&self.path);
+        }
     }
+}
+
+/// Whether there is a process with this number.
+fn is_running(pid: u32) -> bool {
+    i32::try_from(pid).is_ok_and(|pid| pid > 0 && kill(Pid::from_raw(pid), None) != Err(Errno::ESRCH))
 }
 
 pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
@@ -151,9 +172,19 @@ fn tls(args: &UpArgs) -> Option<aitk_coordinator::TlsFiles> {
 
 fn write_state(path: &Path, state: &UpState) -> Result<StateFile, Failure> {
     fsutil::create_dir_all(fsutil::folder_of(path)).map_err(|error| disk(&error))?;
+    // What cannot be understood is not worth keeping.
+    let before = UpState::read(path).ok().flatten();
+    write_text(path, state)?;
+    Ok(StateFile {
+        path: path.to_owned(),
+        ours: state.clone(),
+        before,
+    })
+}
+
+fn write_text(path: &Path, state: &UpState) -> Result<(), Failure> {
     let text = serde_json::to_string_pretty(state).map_err(|error| Failure::failed(error.to_string()))?;
-    fsutil::write_private(path, text.as_bytes()).map_err(|error| disk(&error))?;
-    Ok(StateFile(path.to_owned()))
+    fsutil::write_private(path, text.as_bytes()).map_err(|error| disk(&error))
 }
 
 #[cfg(test)]
@@ -194,8 +225,33 @@ mod tests {
             started: "2026-01-01T00:00:00Z".to_owned(),
         };
         let file = write_state(&path, &state).unwrap();
-        assert_eq!(UpState::read(&path).unwrap(), Some(state));
+        assert_eq!(UpState::read(&path).unwrap(), Some(state.clone()));
         drop(file);
+        assert_eq!(UpState::read(&path).unwrap(), None);
+
+        // Two at a time: who ends later does not take the other one's away, and who ends first brings it back.
+        let of = |server: &str, pid| UpState {
+            server: server.to_owned(),
+            pid,
+            ..state.clone()
+        };
+        let (first, second) = (
+            of("http://first:1", std::process::id()),
+            of("http://second:1", std::process::id()),
+        );
+        let one = write_state(&path, &first).unwrap();
+        let two = write_state(&path, &second).unwrap();
+        drop(two);
+        assert_eq!(UpState::read(&path).unwrap(), Some(first.clone()));
+        let two = write_state(&path, &second).unwrap();
+        drop(one);
+        assert_eq!(UpState::read(&path).unwrap(), Some(second.clone()));
+        drop(two);
+        assert_eq!(UpState::read(&path).unwrap(), Some(first.clone()), "its process runs");
+        // One whose process is gone does not come back.
+        let gone = of("http://gone:1", u32::MAX);
+        std::fs::write(&path, serde_json::to_string(&gone).unwrap()).unwrap();
+        drop(write_state(&path, &second).unwrap());
         assert_eq!(UpState::read(&path).unwrap(), None);
     }
 }
