@@ -157,6 +157,7 @@ impl Local {
                     .filter(|name| !name.trim().is_empty())
                     .map(str::to_owned)
                     .collect();
+                config.hub_secrets = std::env::var_os("AITK_HUB_SECRETS").map(Into::into);
                 if let Some(name) = name {
                     name.clone_into(&mut config.name);
                 }

@@ -6,6 +6,9 @@
 //! the end of the old attempt, the new one, its events and records as effects (which are dropped: no store, no wire).
 //! Rates are per second of processor time, on one thread; Linux only, because of the memory. Short queues are made and
 //! worked off several times: one takes no longer than the clock ticks.
+//!
+//! Then how long single requests hold the core with 50,000 waiting jobs, and how long SQLite takes to store what they change,
+//! for which the core waits.
 
 use aitk_common::attempt::Outcome;
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
@@ -14,12 +17,15 @@ use aitk_common::id::{JobId, UserName, WorkerId};
 use aitk_common::plan::demand::Demand;
 use aitk_common::plan::need::MemoryNeed;
 use aitk_common::plan::profile::MemoryProfile;
-use aitk_coordinator::core::{Effect, Event, NewJob, Payload, SessionId, Settings, State, Ticket, Wants};
+use aitk_coordinator::core::{
+    Effect, Event, Listing, NewArray, NewJob, Payload, Prerequisite, Record, SessionId, Settings, State, Ticket, Wants,
+};
+use aitk_coordinator::store::{SqlStore, Store};
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::{TimeVal, TimeValLike};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const GIB: u64 = 1 << 30;
 const WORKERS: u64 = 200;
@@ -43,6 +49,13 @@ fn processor_time() -> Duration {
 
 /// Jobs of ten users, three priorities and four families, as a lab might have them.
 fn job(number: u64, fits: bool) -> Event {
+    Event::JobSubmitted {
+        ticket: Ticket(1),
+        job: Box::new(new_job(number, fits)),
+    }
+}
+
+fn new_job(number: u64, fits: bool) -> NewJob {
     let families = ["sd1", "sdxl", "flux", "sd3"];
     let family = families[(number % 4) as usize];
     let bytes = |gib: u64| gib * GIB + number % 4 * GIB / 2;
@@ -60,24 +73,21 @@ fn job(number: u64, fits: bool) -> Event {
         retries: 3,
         ..Wants::default()
     };
-    Event::JobSubmitted {
-        ticket: Ticket(1),
-        job: Box::new(NewJob {
-            id: JobId::new(format!("j{number:08x}")),
-            seed: number,
-            name: "a_lora_of_my_cat".into(),
-            kind: "extension".into(),
-            wants,
-            local: false,
-            idempotency_key: None,
-            sees_all: true,
-            after: Vec::new(),
-            not_before: None,
-            trace: None,
-            capped: false,
-            config_bytes: 0,
-            payload: Arc::new(Payload::default()),
-        }),
+    NewJob {
+        id: JobId::new(format!("j{number:08x}")),
+        seed: number,
+        name: "a_lora_of_my_cat".into(),
+        kind: "extension".into(),
+        wants,
+        local: false,
+        idempotency_key: None,
+        sees_all: true,
+        after: Vec::new(),
+        not_before: None,
+        trace: None,
+        capped: false,
+        config_bytes: 0,
+        payload: Arc::new(Payload::default()),
     }
 }
 
@@ -181,12 +191,204 @@ impl Bench {
     }
 }
 
+/// Single requests, each with what the core and SQLite take.
+struct Requests {
+    bench: Bench,
+    store: SqlStore,
+    runtime: tokio::runtime::Runtime,
+    lines: Vec<String>,
+}
+
+impl Requests {
+    fn new(folder: &std::path::Path) -> Option<Self> {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .ok()?;
+        let store = runtime.block_on(SqlStore::sqlite(&folder.join("aitk.db"))).ok()?;
+        Some(Self {
+            bench: Bench::new(),
+            store,
+            runtime,
+            lines: Vec::new(),
+        })
+    }
+
+    /// One request, and its line.
+    fn event(&mut self, what: &str, event: Event) {
+        let (core, records, sqlite) = self.handle(event);
+        self.lines.push(format!(
+            "  {what}: core {:.1} ms, {records} records in SQLite {:.1} ms",
+            core.as_secs_f64() * 1e3,
+            sqlite.as_secs_f64() * 1e3
+        ));
+    }
+
+    /// Requests that are not measured, stored together.
+    fn prepare(&mut self, events: impl IntoIterator<Item = Event>) {
+        let mut records = Vec::new();
+        for event in events {
+            self.bench.now = self.bench.now.after(Duration::from_millis(1));
+            for effect in self.bench.state.handle(self.bench.now, event) {
+                match effect {
+                    Effect::Persist(record) => records.push(record),
+                    Effect::Assign(session, assigned) => self.bench.running.push_back((session, assigned.held)),
+                    _ => {}
+                }
+            }
+            if records.len() > 2000 {
+                self.store(&std::mem::take(&mut records));
+            }
+        }
+        self.store(&records);
+    }
+
+    fn store(&self, records: &[Record]) {
+        if let Err(error) = self.runtime.block_on(self.store.commit(records)) {
+            say(&format!("the store failed: {error}"));
+        }
+    }
+
+    /// How long the core takes, how many records there are, and how long SQLite takes for them.
+    fn handle(&mut self, event: Event) -> (Duration, usize, Duration) {
+        self.bench.now = self.bench.now.after(Duration::from_millis(1));
+        let start = processor_time();
+        let effects = self.bench.state.handle(self.bench.now, event);
+        let core = processor_time().saturating_sub(start);
+        let mut records = Vec::new();
+        for effect in effects {
+            match effect {
+                Effect::Persist(record) => records.push(record),
+                Effect::Assign(session, assigned) => self.bench.running.push_back((session, assigned.held)),
+                Effect::Reply(_, Err(refusal)) => say(&format!("refused: {refusal}")),
+                _ => {}
+            }
+        }
+        let start = Instant::now();
+        self.store(&records);
+        (core, records.len(), start.elapsed())
+    }
+
+    fn list(&mut self, what: &str, listing: &Listing) {
+        let start = processor_time();
+        let page = self.bench.state.list(self.bench.now, listing, |_| true, |_| false);
+        let took = processor_time().saturating_sub(start).as_secs_f64() * 1e3;
+        self.lines
+            .push(format!("  {what}: core {took:.1} ms, {} rows", page.jobs.len()));
+    }
+
+    fn all(mut self, waiting: u64) -> Vec<String> {
+        let array = |id: &str, first: u64, change: &dyn Fn(&mut NewJob)| Event::ArraySubmitted {
+            ticket: Ticket(1),
+            array: Box::new(NewArray {
+                id: JobId::new(id),
+                name: "an_array".into(),
+                at_most: None,
+                split: false,
+                idempotency_key: None,
+                members: (0..1000)
+                    .map(|index| {
+                        let mut job = new_job(first + index, true);
+                        job.id = JobId::new(format!("{id}-{index}"));
+                        job.name = job.id.to_string();
+                        change(&mut job);
+                        job
+                    })
+                    .collect(),
+            }),
+        };
+        let unlike = |number: u64| Event::JobSubmitted {
+            ticket: Ticket(1),
+            job: Box::new(new_job(number, false)),
+        };
+        self.prepare((0..waiting).map(|number| job(number, true)));
+        self.event("submit one", job(waiting, true));
+        self.event("submit an array of 1,000", array("ja", 2 * waiting, &|_| {}));
+        self.list("a page of the list", &Listing::default());
+        let members = Listing {
+            all: true,
+            members: true,
+            name_part: Some("my_cat".into()),
+            ..Listing::default()
+        };
+        self.list("a page of all jobs whose names hold a text", &members);
+        self.event("the first worker", worker(0));
+        self.prepare((1..WORKERS).map(worker));
+        self.event("one worker more", worker(WORKERS));
+        self.event("a tick", Event::Tick);
+        let (ticket, now) = (Ticket(1), true);
+        let text = || "ja".to_owned();
+        let priority = Event::PriorityRequested {
+            ticket,
+            job: text(),
+            priority: 3,
+        };
+        self.event("give an array of 1,000 another priority", priority);
+        self.event("pause it", Event::PauseRequested { ticket, job: text() });
+        self.event("resume it", Event::ResumeRequested { ticket, job: text() });
+        self.event(
+            "stop it",
+            Event::StopRequested {
+                ticket,
+                job: text(),
+                now,
+            },
+        );
+        self.event("remove it", Event::RemoveRequested { ticket, job: text() });
+        // Everybody starts after one job, which fits nowhere and so waits until it is stopped.
+        for name in ["stop", "complete"] {
+            let first = if name == "stop" { 10_000_000 } else { 20_000_000 };
+            self.prepare([unlike(first)]);
+            let before = JobId::new(format!("j{first:08x}"));
+            let after = |job: &mut NewJob| job.after = vec![Prerequisite::from(before.as_str())];
+            self.prepare(
+                (0..waiting / 1000).map(|part| array(&format!("j{name}{part}"), first + 1 + part * 1000, &after)),
+            );
+            let stop = Event::StopRequested {
+                ticket,
+                job: before.to_string(),
+                now,
+            };
+            self.event(&format!("stop a job that {waiting} start after"), stop);
+        }
+        self.prepare((0..waiting / 5).map(|number| unlike(30_000_000 + number)));
+        self.event("a worker beside 10,000 unlike jobs", worker(WORKERS + 1));
+        // All of them end.
+        let stop = |number: u64| Event::StopRequested {
+            ticket,
+            job: format!("j{number:08x}"),
+            now,
+        };
+        self.prepare((0..waiting).map(stop));
+        let expire = Event::Expire {
+            jobs_before: Some(UnixMillis(u64::MAX)),
+            checkpoints_before: None,
+        };
+        self.event("forget what has ended, as many as one step does", expire);
+        self.runtime.block_on(self.store.close());
+        self.lines
+    }
+}
+
 fn main() {
     // `cargo test` builds and starts benches too, with another flag.
     if !std::env::args().any(|argument| argument == "--bench") {
         return;
     }
     let mut lines = Vec::new();
+    if let Some(requests) = tempfile::tempdir()
+        .ok()
+        .and_then(|folder| Requests::new(&folder.keep()))
+    {
+        lines.push("single requests with 50,000 waiting jobs:".to_owned());
+        lines.extend(requests.all(50_000));
+    }
+    if std::env::args().any(|argument| argument == "requests") {
+        for line in lines {
+            say(&line);
+        }
+        return;
+    }
     for waiting in [1_000, 10_000, 100_000, 1_000_000] {
         let before = resident();
         let mut bytes = None;

@@ -9,6 +9,7 @@ use aitk_common::control::{Assignment, ToWorker};
 use aitk_common::id::UserName;
 use aitk_common::telemetry::context::TraceContext;
 use aitk_proto::{MAX_MESSAGE_BYTES, encoded_len, v1};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// What the core says to a worker.
@@ -100,7 +101,7 @@ impl Assigner {
             task: placed.task,
             attempt: placed.held.attempt,
             epoch: placed.held.epoch,
-            job_json: payload.job_json.to_string(),
+            job_json: with_revisions(&payload.job_json, placed.revisions),
             config_text: payload.config_text.to_string(),
             config_format: payload.config_format.to_string(),
             inputs: payload.inputs.as_ref().clone(),
@@ -145,6 +146,23 @@ impl Assigner {
     }
 }
 
+/// The job with the commits that earlier attempts worked with, where it names none itself: a worker of any version uses them.
+fn with_revisions(job_json: &str, revisions: BTreeMap<String, String>) -> String {
+    let parsed = (!revisions.is_empty()).then(|| serde_json::from_str::<serde_json::Value>(job_json).ok());
+    let Some(mut job) = parsed.flatten() else {
+        return job_json.to_owned();
+    };
+    let named = job
+        .as_object_mut()
+        .map(|job| job.entry("revisions").or_insert_with(|| serde_json::json!({})));
+    if let Some(named) = named.and_then(serde_json::Value::as_object_mut) {
+        for (repository, commit) in revisions {
+            named.entry(repository).or_insert_with(|| commit.into());
+        }
+    }
+    job.to_string()
+}
+
 /// The first of these numbers, as many as fit into so many bytes of a message. Those that are left out are made again, with
 /// the same result.
 fn fitting(mut numbers: Vec<u64>, room: usize) -> Vec<u64> {
@@ -168,6 +186,19 @@ fn fitting(mut numbers: Vec<u64>, room: usize) -> Vec<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn commits_of_earlier_attempts_fill_what_the_job_leaves_open() {
+        let known = || BTreeMap::from([("a/b".to_owned(), "new".to_owned()), ("c/d".to_owned(), "x".to_owned())]);
+        let with = |job: &str| serde_json::from_str::<serde_json::Value>(&with_revisions(job, known())).unwrap();
+        assert_eq!(
+            with(r#"{"name":"n","revisions":{"a/b":"own"}}"#),
+            serde_json::json!({"name": "n", "revisions": {"a/b": "own", "c/d": "x"}})
+        );
+        assert_eq!(with("{}")["revisions"]["a/b"], "new");
+        assert_eq!(with_revisions("{ }", BTreeMap::new()), "{ }");
+        assert_eq!(with_revisions("[", known()), "[");
+    }
 
     #[test]
     fn as_many_numbers_as_fit_are_sent() {

@@ -5,7 +5,7 @@ use crate::kept::KeptCheckpoints;
 use crate::runner::{Groups, Spawner};
 use crate::stage::cache::Cache;
 use crate::stage::derived::DerivedCaches;
-use crate::stage::hub::Hub;
+use crate::stage::hub::{Hub, Secrets};
 use crate::storage::StorageAccess;
 use crate::trace::Spans;
 use std::ffi::OsString;
@@ -21,6 +21,8 @@ pub(crate) struct Context {
     pub(crate) cache: Cache,
     pub(crate) derived: DerivedCaches,
     pub(crate) hub: Hub,
+    /// Tokens of the hub that users' jobs may name.
+    pub(crate) hub_secrets: Secrets,
     pub(crate) spawner: Spawner,
     pub(crate) storage: StorageAccess,
     pub(crate) attempt_command: Vec<OsString>,

@@ -99,6 +99,9 @@ pub struct Config {
     /// Repositories on Hugging Face, `ORG/NAME` or `ORG/*`, for which jobs of others may use this worker's `HF_TOKEN`. Jobs
     /// that run in place always may.
     pub hub_allow: Vec<String>,
+    /// A folder with tokens of Hugging Face of the pool's users, in files `USER/NAME` that nobody else can read: jobs of that user
+    /// may name them (`cluster.hub_token`). None: no job may.
+    pub hub_secrets: Option<PathBuf>,
 }
 
 impl Config {
@@ -134,6 +137,7 @@ impl Config {
             end_patience: Duration::from_secs(24 * 3600),
             traces: Traces::default(),
             hub_allow: Vec::new(),
+            hub_secrets: None,
         }
     }
 }
@@ -228,6 +232,7 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         ),
         derived: stage::derived::DerivedCaches::new(folders.derived(), config.derived_quota),
         hub: stage::hub::Hub::from_environment(folders.hub(), allow),
+        hub_secrets: stage::hub::Secrets::of(config.hub_secrets),
         kept,
         refused: watch::Sender::new(None),
         folders,

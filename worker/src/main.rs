@@ -159,6 +159,10 @@ struct Daemon {
         value_delimiter = ','
     )]
     hub_allow: Vec<String>,
+    /// A folder with tokens of Hugging Face of the pool's users, in files USER/NAME with mode 0600: that user's jobs may name them
+    /// (`cluster.hub_token: NAME`) for private and gated models. Default: none.
+    #[arg(long, env = "AITK_HUB_SECRETS", value_name = "FOLDER")]
+    hub_secrets: Option<PathBuf>,
     /// error, warn, info, debug or trace. Default: info.
     #[arg(long, env = "AITK_LOG_LEVEL")]
     log_level: Option<String>,
@@ -350,6 +354,7 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
     config.verify_cache_after = Duration::from_secs(options.verify_cache_days.saturating_mul(24 * 60 * 60));
     config.derived_quota = options.derived_cache_gib.saturating_mul(1 << 30);
     config.hub_allow = options.hub_allow;
+    config.hub_secrets = options.hub_secrets;
     config.devices = probe::choose(probe::devices(), &choice)?;
     for device in &config.devices {
         tracing::info!(

@@ -212,6 +212,8 @@ impl Queue {
                     self.thin_metrics();
                 }
             }
+            // One for each model.
+            Report::Pinned { .. } => {}
             Report::Log { .. } => {
                 if self.count(|report| matches!(report, Report::Log { .. })) >= MAX_LOGS {
                     self.drop_oldest_log();

@@ -178,6 +178,15 @@ pub enum Report {
         /// The text.
         message: String,
     },
+    /// The commit of a model of the hub that the attempt works with, where the job names none: later attempts get the same.
+    Pinned {
+        /// The repository, `ORG/NAME`.
+        repository: String,
+        /// The commit.
+        commit: String,
+        /// The same for the job's log.
+        message: String,
+    },
 }
 
 /// A file that a job made for its user.
@@ -295,6 +304,10 @@ impl From<Report> for EventBody {
             Report::Progress(progress) => Self::Progress(progress),
             Report::Metrics { step, values } => Self::Metrics { step, values },
             Report::Log { level, message } => Self::Log { level, message },
+            Report::Pinned { message, .. } => Self::Log {
+                level: "info".to_owned(),
+                message,
+            },
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use super::node::Node;
 use super::schema::{Cx, FieldValue, Status, section};
+use super::secret::looks_like_token;
 use super::values::{OneOrMany, read_choice};
 use crate::capability::DeviceKind;
 use crate::control::UnixMillis;
@@ -52,6 +53,51 @@ section! {
         alone: bool = false, Works;
         /// Cuts a job of one `to_folder` process into at most so many parts, which several devices draw at the same time; `auto`: as many as pay. The pictures are the same.
         split: Option<Split> = None, Works;
+        /// Name of a token of Hugging Face that the workers' owners keep for the job's user (`aitk-worker --hub-secrets`): models that are private or gated are fetched with it. Never the token itself.
+        hub_token: Option<SecretName> = None, Works;
+    }
+}
+
+/// The name of a secret that workers keep for the user whose job it is.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct SecretName(pub String);
+
+impl SecretName {
+    /// Whether this can be the name of a secret: 1 to 64 letters, digits, `-` or `_`.
+    #[must_use]
+    pub fn is_name(text: &str) -> bool {
+        (1..=64).contains(&text.len())
+            && text
+                .bytes()
+                .all(|byte| byte.is_ascii_alphanumeric() || b"-_".contains(&byte))
+    }
+}
+
+impl FieldValue for SecretName {
+    fn kind() -> String {
+        "name of a secret".into()
+    }
+    fn read(node: &Node, cx: &mut Cx) -> Option<Self> {
+        let name = match &node.value {
+            super::node::Value::Text(text) if Self::is_name(text) && !looks_like_token(text) => {
+                Some(Self(text.clone()))
+            }
+            _ => None,
+        };
+        if name.is_none() {
+            cx.wrong_type(
+                node,
+                "the name under which workers keep the token, 1 to 64 letters, digits, '-' or '_'; never the token itself",
+            );
+        }
+        name
+    }
+    fn show(&self) -> String {
+        self.0.clone()
+    }
+    fn is_off(&self) -> bool {
+        false
     }
 }
 

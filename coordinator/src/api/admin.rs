@@ -1,6 +1,7 @@
 //! What the one who runs the coordinator may do.
 
 use super::auth::caller;
+use super::jobs::page;
 use super::{Shared, access_failed, enrol, storage_failed, store_failed};
 use crate::access::{AuditLine, TokenRecord};
 use crate::garbage::CollectError;
@@ -92,9 +93,14 @@ impl Admin for AdminApi {
 
     async fn list_certificates(
         &self,
-        _: Request<v1::ListCertificatesRequest>,
+        request: Request<v1::ListCertificatesRequest>,
     ) -> Result<Response<v1::ListCertificatesReply>, Status> {
-        Ok(Response::new(enrol::certificates(&self.0)))
+        let v1::ListCertificatesRequest { page_token, page_size } = request.into_inner();
+        let (certificates, next_page_token) = page(enrol::certificates(&self.0), &page_token, page_size)?;
+        Ok(Response::new(v1::ListCertificatesReply {
+            certificates,
+            next_page_token,
+        }))
     }
 
     async fn revoke_worker(
@@ -104,9 +110,16 @@ impl Admin for AdminApi {
         enrol::revoke_worker(&self.0, request).await
     }
 
-    async fn list_tokens(&self, _: Request<v1::ListTokensRequest>) -> Result<Response<v1::ListTokensReply>, Status> {
-        let tokens = self.0.access.tokens().into_iter().map(Into::into).collect();
-        Ok(Response::new(v1::ListTokensReply { tokens }))
+    async fn list_tokens(
+        &self,
+        request: Request<v1::ListTokensRequest>,
+    ) -> Result<Response<v1::ListTokensReply>, Status> {
+        let v1::ListTokensRequest { page_token, page_size } = request.into_inner();
+        let (tokens, next_page_token) = page(self.0.access.tokens(), &page_token, page_size)?;
+        Ok(Response::new(v1::ListTokensReply {
+            tokens,
+            next_page_token,
+        }))
     }
 
     async fn revoke_token(&self, request: Request<v1::RevokeTokenRequest>) -> Result<Response<v1::TokenInfo>, Status> {

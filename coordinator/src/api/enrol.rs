@@ -146,9 +146,8 @@ pub(super) async fn create_join_token(
     }))
 }
 
-pub(super) fn certificates(shared: &Shared) -> v1::ListCertificatesReply {
-    let certificates = shared.access.enrolments().into_iter().map(wire_info).collect();
-    v1::ListCertificatesReply { certificates }
+pub(super) fn certificates(shared: &Shared) -> Vec<v1::WorkerCertificateInfo> {
+    shared.access.enrolments().into_iter().map(wire_info).collect()
 }
 
 pub(super) async fn revoke_worker(

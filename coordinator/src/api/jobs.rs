@@ -380,7 +380,7 @@ impl Jobs for JobsApi {
         let v1::ArtifactsRequest { job_id, page_token } = request.into_inner();
         let job = self.find(&who, job_id).await?;
         let artifacts = self.artifacts_of(&job).await?;
-        let (artifacts, next_page_token) = page(artifacts, &page_token)?;
+        let (artifacts, next_page_token) = page(artifacts, &page_token, 0)?;
         Ok(Response::new(v1::ArtifactsReply {
             job_id: job.to_string(),
             artifacts,
@@ -399,7 +399,7 @@ impl Jobs for JobsApi {
             .core
             .query(move |state, _| state.worker_views(|job| who.sees(&job.wants.owner)))
             .await?;
-        let (workers, next_page_token) = page(views, &page_token)?;
+        let (workers, next_page_token) = page(views, &page_token, 0)?;
         Ok(Response::new(v1::ListWorkersReply {
             workers,
             next_page_token,
@@ -455,8 +455,9 @@ fn about(view: &JobView) -> usize {
     view.name.len() + view.reason.len() + 300 + attempts.sum::<usize>()
 }
 
-/// The rows after as many as the token says, until the answer is full; and the token of the next page.
-fn page<T, W: From<T> + Message>(rows: Vec<T>, token: &str) -> Result<(Vec<W>, String), Status> {
+/// The rows after as many as the token says, until the answer is full or has `most` (0: any number); and the token of the next
+/// page.
+pub(super) fn page<T, W: From<T> + Message>(rows: Vec<T>, token: &str, most: u32) -> Result<(Vec<W>, String), Status> {
     let skip: usize = match token {
         "" => 0,
         token => token
@@ -466,7 +467,7 @@ fn page<T, W: From<T> + Message>(rows: Vec<T>, token: &str) -> Result<(Vec<W>, S
     let all = rows.len();
     let (mut wire, mut bytes): (Vec<W>, _) = (Vec::new(), 0);
     for row in rows.into_iter().skip(skip) {
-        if bytes >= REPLY_BYTES {
+        if bytes >= REPLY_BYTES || (most > 0 && wire.len() >= most as usize) {
             break;
         }
         let row = W::from(row);

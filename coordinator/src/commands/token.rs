@@ -158,8 +158,22 @@ pub(super) fn date(millis: u64) -> String {
 
 async fn list(args: ListArgs) -> anyhow::Result<()> {
     let mut clients = args.remote.connect().await?;
-    let reply = clients.admin.list_tokens(v1::ListTokensRequest {}).await;
-    for token in reply.map_err(|status| refused(&status))?.into_inner().tokens {
+    let (mut tokens, mut page_token) = (Vec::new(), String::new());
+    loop {
+        let page_size = 0;
+        let reply = clients
+            .admin
+            .list_tokens(v1::ListTokensRequest { page_token, page_size })
+            .await;
+        let reply = reply.map_err(|status| refused(&status))?.into_inner();
+        let is_last = reply.next_page_token.is_empty() || reply.tokens.is_empty();
+        tokens.extend(reply.tokens);
+        page_token = reply.next_page_token;
+        if is_last {
+            break;
+        }
+    }
+    for token in tokens {
         if args.json {
             let value = serde_json::json!({
                 "id": token.id, "name": token.name, "role": token.role, "created": date(token.created_ms),

@@ -114,8 +114,20 @@ fn state(certificate: &v1::WorkerCertificateInfo) -> String {
 
 async fn list(args: LsArgs) -> anyhow::Result<()> {
     let mut clients = args.remote.connect().await?;
-    let reply = clients.admin.list_certificates(v1::ListCertificatesRequest {}).await;
-    for one in reply.map_err(|status| refused(&status))?.into_inner().certificates {
+    let (mut certificates, mut page_token) = (Vec::new(), String::new());
+    loop {
+        let page_size = 0;
+        let request = v1::ListCertificatesRequest { page_token, page_size };
+        let reply = clients.admin.list_certificates(request).await;
+        let reply = reply.map_err(|status| refused(&status))?.into_inner();
+        let is_last = reply.next_page_token.is_empty() || reply.certificates.is_empty();
+        certificates.extend(reply.certificates);
+        page_token = reply.next_page_token;
+        if is_last {
+            break;
+        }
+    }
+    for one in certificates {
         if args.json {
             let value = serde_json::json!({
                 "id": one.id, "name": one.name, "worker": one.worker_id, "joined": date(one.joined_ms),

@@ -13,6 +13,8 @@ use std::sync::Arc;
 
 /// Text of a peer that is kept: longer log lines and messages are cut.
 const TEXT_LIMIT: usize = 8 << 10;
+/// Models whose commits are kept of a job: more than any names.
+const REVISIONS_MOST: usize = 32;
 
 impl State {
     /// The job whose live attempt this is, if it is this session's.
@@ -133,6 +135,21 @@ impl State {
             Report::Log { level, message } => {
                 let body = EventBody::Log {
                     level,
+                    message: cut(message),
+                };
+                self.log(step, &id, Some(held.attempt), body, Some(seq));
+            }
+            Report::Pinned {
+                repository,
+                commit,
+                message,
+            } => {
+                if job.revisions.len() < REVISIONS_MOST && !job.revisions.contains_key(&repository) {
+                    job.revisions.insert(repository, commit);
+                    step.touch(&id);
+                }
+                let body = EventBody::Log {
+                    level: "info".into(),
                     message: cut(message),
                 };
                 self.log(step, &id, Some(held.attempt), body, Some(seq));

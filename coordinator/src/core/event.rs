@@ -356,6 +356,8 @@ pub struct Placed {
     pub profile: MemoryProfile,
     /// The job's seed.
     pub seed: u64,
+    /// Models of the hub -> the commit that earlier attempts worked with.
+    pub revisions: BTreeMap<String, String>,
 }
 
 /// What the core wants done. All records of one step are stored before anything else of it is done.

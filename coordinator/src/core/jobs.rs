@@ -8,7 +8,7 @@ use super::saved::what_is_saved;
 use super::state::State;
 use aitk_common::control::{EventBody, HeldAttempt, JobState, Submitted, ToWorker, UnixMillis};
 use aitk_common::id::{JobId, UserName};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 /// Jobs of one name that a refusal lists.
@@ -118,6 +118,7 @@ impl State {
             array,
             stolen: false,
             storage_failures: 0,
+            revisions: BTreeMap::new(),
             config_bytes: new.config_bytes,
             trace: new.trace.map(Box::new),
             cursor: 0,

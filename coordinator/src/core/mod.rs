@@ -44,6 +44,7 @@ pub use model::{
     ArrayPlace, Caps, Committed, Condition, Health, Job, Live, Pace, Quotas, Recall, SessionId, Settings, Speed, Ticket,
 };
 pub use model::{Wants, Worker};
+pub(crate) use retention::EXPIRED_AT_ONCE;
 pub use state::{Restored, State};
 pub use view::Running;
 pub(crate) use words::gib;

@@ -259,6 +259,9 @@ pub struct Job {
     /// Failures of the coordinator's own storage in a row; they only make the waits longer.
     #[serde(default)]
     pub storage_failures: u32,
+    /// Models of the hub whose commit the job does not name -> the one that its first attempt worked with.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub revisions: BTreeMap<String, String>,
     /// Bytes of its config in the store; what an array shares counts as its first member's.
     #[serde(default)]
     pub config_bytes: u64,

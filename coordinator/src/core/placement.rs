@@ -14,7 +14,7 @@ use aitk_common::control::{AttemptState, AttemptView, EventBody, HeldAttempt, Jo
 use aitk_common::id::JobId;
 use aitk_common::plan::profile::MemoryProfile;
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BTreeMap, BinaryHeap};
 use std::time::Duration;
 
 /// Seconds that a worker takes to fetch an input which it does not have: of the order of a small model over a home
@@ -233,6 +233,7 @@ impl State {
         let place = format!("on {worker_name}, {} {}", device.kind.name(), device.index);
         self.set_state(step, id, JobState::Running, place);
         self.offers.remove(id);
+        let revisions = self.revisions_of(id);
         let Some(job) = self.jobs.get_mut(id) else { return };
         let epoch = job.epoch().next();
         let attempt = job.attempt_id(epoch);
@@ -277,6 +278,7 @@ impl State {
             device,
             profile: chosen.profile,
             seed: job.seed,
+            revisions,
         };
         let (owner, yields, alone) = (job.wants.owner.clone(), job.wants.yields, job.wants.alone);
         let body = EventBody::Attempt {
@@ -299,6 +301,22 @@ impl State {
         self.member_starts(id);
         step.push(Effect::Assign(session, Box::new(placed)));
         tracing::debug!(job = %id, class, "placed");
+    }
+
+    /// The commits of models that earlier attempts worked with; a member of an array gets what another member worked with.
+    fn revisions_of(&self, id: &JobId) -> BTreeMap<String, String> {
+        let Some(job) = self.jobs.get(id) else {
+            return BTreeMap::new();
+        };
+        let others = job.array_id().and_then(|array| self.arrays.get(array));
+        let others = others.into_iter().flat_map(|array| array.members.values());
+        let mut all = job.revisions.clone();
+        for other in others.filter_map(|other| self.jobs.get(other)) {
+            for (repository, commit) in &other.revisions {
+                all.entry(repository.clone()).or_insert_with(|| commit.clone());
+            }
+        }
+        all
     }
 
     /// Takes devices back from running jobs that yield, as many as there are jobs of the class that may have them.

@@ -10,12 +10,19 @@ use aitk_common::id::{Epoch, JobId, WorkerId};
 use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeSet;
 
+/// Jobs that one step forgets, or takes the checkpoint of: so many that storing that takes a few hundredths of a second.
+pub(crate) const EXPIRED_AT_ONCE: usize = 100;
 /// More epochs than a job could have used between a backup and its restore.
 const RESTORE_GAP: u64 = 1_000_000;
 
 /// Whether a job ended before a time.
 fn older(job: &Job, limit: Option<UnixMillis>) -> bool {
     job.state.is_ended() && matches!((job.ended, limit), (Some(ended), Some(limit)) if ended < limit)
+}
+
+/// Whether a job that ended before a time need not go on from its checkpoint any more.
+fn loses_checkpoint(job: &Job, limit: Option<UnixMillis>) -> bool {
+    job.checkpoint.is_some() && job.state != JobState::Stopped && older(job, limit)
 }
 
 impl Job {
@@ -108,23 +115,38 @@ impl State {
         forgettable
     }
 
+    /// How many jobs are old enough to be forgotten, and how many lose their checkpoint.
+    #[must_use]
+    pub(crate) fn to_expire(
+        &self,
+        jobs_before: Option<UnixMillis>,
+        checkpoints_before: Option<UnixMillis>,
+    ) -> (usize, usize) {
+        let useless = |job: &&Job| loses_checkpoint(job, checkpoints_before);
+        (
+            self.forgettable(jobs_before).len(),
+            self.jobs.values().filter(useless).count(),
+        )
+    }
+
     /// Forgets ended jobs that are old enough, and the checkpoints of those that completed or failed long enough ago. A
-    /// stopped job is one that its user may go on with: it keeps its checkpoint as long as it is there.
+    /// stopped job is one that its user may go on with: it keeps its checkpoint as long as it is there. At most
+    /// [`EXPIRED_AT_ONCE`] of each: everybody else waits for the step. [`Self::to_expire`] says how many there are.
     pub(super) fn expire(
         &mut self,
         step: &mut Step,
         jobs_before: Option<UnixMillis>,
         checkpoints_before: Option<UnixMillis>,
     ) {
-        for id in self.forgettable(jobs_before) {
+        for id in self.forgettable(jobs_before).into_iter().take(EXPIRED_AT_ONCE) {
             self.forget(step, &id);
         }
-        let useless =
-            |job: &Job| job.checkpoint.is_some() && job.state != JobState::Stopped && older(job, checkpoints_before);
+        let useless = |job: &Job| loses_checkpoint(job, checkpoints_before);
         let ids: Vec<JobId> = self
             .jobs
             .values()
             .filter(|job| useless(job))
+            .take(EXPIRED_AT_ONCE)
             .map(|job| job.id.clone())
             .collect();
         for id in ids {

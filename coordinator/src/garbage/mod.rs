@@ -11,7 +11,7 @@ mod pins;
 pub(crate) use check::{Named, Unfit, present};
 pub(crate) use pins::{Held, Pins};
 
-use crate::core::{Event, State};
+use crate::core::{EXPIRED_AT_ONCE, Event, State};
 use crate::runner::{Clock, Core, full};
 use crate::scope::Uploads;
 use crate::store::{EVENTS_KEPT, JobRoots, Store, StoreError};
@@ -195,19 +195,23 @@ impl Collector {
         let before =
             |kept: Option<Duration>| kept.map(|kept| UnixMillis(now.0.saturating_sub(kept.as_millis() as u64)));
         let (jobs_before, checkpoints_before) = (before(self.retention.jobs), before(self.retention.checkpoints));
-        let count = move |state: &State, _| state.forgettable(jobs_before).len();
-        let forgotten = self.core.query(count).await?;
-        let expire = Event::Expire {
-            jobs_before,
-            checkpoints_before,
-        };
-        self.core.event(expire).await?;
-        // A database that is full stores it when there is room, which the collection may make.
-        match tokio::time::timeout(EXPIRE_PATIENCE, self.core.stored()).await {
-            Ok(stored) => stored?,
-            Err(_) => tracing::warn!("that old jobs are forgotten is not stored yet; what they need stays until it is"),
+        let count = move |state: &State, _| state.to_expire(jobs_before, checkpoints_before);
+        let (jobs, checkpoints) = self.core.query(count).await?;
+        // In slices, between which others have their turn. One that comes of age meanwhile waits for the next collection.
+        for _ in 0..jobs.max(checkpoints).div_ceil(EXPIRED_AT_ONCE) {
+            let expire = Event::Expire {
+                jobs_before,
+                checkpoints_before,
+            };
+            self.core.event(expire).await?;
+            // A database that is full stores it when there is room, which the collection may make.
+            let Ok(stored) = tokio::time::timeout(EXPIRE_PATIENCE, self.core.stored()).await else {
+                tracing::warn!("that old jobs are forgotten is not stored yet; what they need stays until it is");
+                break;
+            };
+            stored?;
         }
-        Ok(forgotten as u64)
+        Ok(jobs as u64)
     }
 
     /// Refusals are written down as fast as strangers knock, so they do not stay for ever.

@@ -11,6 +11,7 @@ mod full;
 mod hostile;
 mod metrics;
 mod pki;
+mod revisions;
 mod rules;
 mod server;
 mod stored;

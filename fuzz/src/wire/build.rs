@@ -138,7 +138,7 @@ messages! {
     Phase { name }
     Progress { done total seconds_per_step }
     Metrics { step values }
-    LogLine { level message }
+    LogLine { level message repository commit }
     Artifact { name kind sha256 bytes step index local_path }
     Outcome { outcome }
     HeldAttempt { attempt_id epoch }
@@ -211,8 +211,8 @@ messages! {
     CreateTokenRequest { name role expires_in_ms }
     TokenInfo { id name role created_ms created_by expires_ms revoked_ms }
     CreateTokenReply { secret token ca_sha256 }
-    ListTokensRequest {}
-    ListTokensReply { tokens }
+    ListTokensRequest { page_token page_size }
+    ListTokensReply { tokens next_page_token }
     RevokeTokenRequest { id }
     ReadAuditRequest { after limit }
     AuditLine { seq time_ms who by from action object done detail }
@@ -234,8 +234,8 @@ messages! {
     RenewReply { certificate }
     CreateJoinTokenRequest { name expires_in_ms }
     CreateJoinTokenReply { text id expires_ms }
-    ListCertificatesRequest {}
-    ListCertificatesReply { certificates }
+    ListCertificatesRequest { page_token page_size }
+    ListCertificatesReply { certificates next_page_token }
     WorkerCertificateInfo { id name worker_id joined_ms issued_ms serial expires_ms revoked_ms }
     RevokeWorkerRequest { name }
     RevokeWorkerReply { certificates join_tokens }

@@ -319,7 +319,11 @@ impl From<JobEvent> for v1::JobEvent {
                 step,
                 values: values.into_iter().collect(),
             }),
-            EventBody::Log { level, message } => Wire::Log(v1::LogLine { level, message }),
+            EventBody::Log { level, message } => Wire::Log(v1::LogLine {
+                level,
+                message,
+                ..Default::default()
+            }),
             EventBody::Artifact(artifact) => Wire::Artifact(artifact.into()),
             EventBody::ArtifactRemoved { name } => Wire::ArtifactRemoved(name),
             EventBody::Checkpoint { step, manifest } => Wire::Checkpoint(v1::CheckpointCommitted {

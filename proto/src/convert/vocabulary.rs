@@ -5,6 +5,7 @@ use crate::v1;
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::control::{Artifact, AttemptState, JobState, Progress, Report};
+use aitk_common::job::repository::{is_commit, is_repository};
 use aitk_common::plan::profile::MemoryProfile;
 
 /// Both directions of an enum; 0 and numbers from the future are errors.
@@ -142,7 +143,21 @@ impl From<Report> for v1::attempt_event::Report {
                 step,
                 values: values.into_iter().collect(),
             }),
-            Report::Log { level, message } => Self::Log(v1::LogLine { level, message }),
+            Report::Log { level, message } => Self::Log(v1::LogLine {
+                level,
+                message,
+                ..Default::default()
+            }),
+            Report::Pinned {
+                repository,
+                commit,
+                message,
+            } => Self::Log(v1::LogLine {
+                level: "info".to_owned(),
+                message,
+                repository,
+                commit,
+            }),
         }
     }
 }
@@ -164,6 +179,16 @@ impl TryFrom<v1::attempt_event::Report> for Report {
                 Self::Metrics {
                     step: metrics.step,
                     values: metrics.values.into_iter().map(named).collect::<Result<_>>()?,
+                }
+            }
+            Wire::Log(line) if !line.repository.is_empty() => {
+                if !is_repository(&line.repository) || !is_commit(&line.commit) {
+                    return Err(ConvertError::new("log.repository", "no repository at a commit"));
+                }
+                Self::Pinned {
+                    repository: line.repository,
+                    commit: line.commit,
+                    message: line.message,
                 }
             }
             Wire::Log(line) => Self::Log {

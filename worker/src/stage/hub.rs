@@ -5,13 +5,17 @@
 //! the hub says a hash, of that hash.
 
 mod allow;
+mod secrets;
 mod select;
 mod transfer;
 
 pub(crate) use allow::AllowList;
+pub(crate) use secrets::Secrets;
 
 use aitk_common::fsutil::{self, FsError, names};
 use aitk_common::hub::ENDPOINT;
+use aitk_common::id::UserName;
+use aitk_common::job::repository::is_commit;
 use reqwest::{Client, StatusCode};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -25,9 +29,12 @@ const TRIES: u32 = 6;
 /// Who may have a model that is not public.
 const PRIVATE: &str = "A private or gated model takes HF_TOKEN where it is fetched; a worker uses its own for jobs that run in place \
                        (`aitk run`), and for other jobs only where its owner lists the repository (--hub-allow, \
-                       AITK_HUB_ALLOW). You can also download the model and give its folder";
+                       AITK_HUB_ALLOW), or with a token of the job's user that the worker keeps (`cluster.hub_token`). You can \
+                       also download the model and give its folder";
 /// Where models lie that were fetched with the worker's token: no other job may have them.
 const PRIVATE_FOLDER: &str = "private";
+/// Where models lie that were fetched with a user's token, a folder for each: only their jobs may have them.
+const USERS_FOLDER: &str = "users";
 
 /// A model that could not be fetched.
 #[derive(Debug, thiserror::Error)]
@@ -138,6 +145,22 @@ impl Hub {
         }
     }
 
+    /// [`Hub::fetch`] with a token of the user whose job it is, of what is not public.
+    ///
+    /// # Errors
+    /// [`HubError`]
+    pub(crate) async fn fetch_for(
+        &self,
+        owner: &UserName,
+        token: &str,
+        wanted: &Wanted<'_>,
+        say: &(dyn Fn(String) + Sync),
+    ) -> Result<PathBuf, HubError> {
+        let _one = self.busy.lock().await;
+        let folder = self.folder.join(USERS_FOLDER).join(owner.as_str());
+        self.fetch_as(wanted, Some(token), &folder, say).await
+    }
+
     /// [`Hub::fetch`] for everybody, or with a token, into a folder that only holds such models.
     async fn fetch_as(
         &self,
@@ -180,6 +203,7 @@ impl Hub {
         };
         let files = match select::index_of(&listed) {
             Some(index) => {
+                select::refuse_large_text(index).map_err(layout)?;
                 let path = self.file(&source, index, &partial).await?;
                 let text = std::fs::read(&path).map_err(|error| FsError::new("read", &path, error))?;
                 select::files(&listed, &text).map_err(layout)?
@@ -341,6 +365,12 @@ fn newest(folder: &Path, repo: &str) -> Option<PathBuf> {
     let ours = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(&prefix));
     ours.max_by_key(|entry| entry.metadata().and_then(|data| data.modified()).ok())
         .map(|entry| entry.path())
+}
+
+/// The commit of a model that lies here.
+pub(crate) fn commit_of(folder: &Path) -> Option<&str> {
+    let (_, commit) = folder.file_name()?.to_str()?.rsplit_once('@')?;
+    is_commit(commit).then_some(commit)
 }
 
 fn folder_name(repo: &str) -> String {

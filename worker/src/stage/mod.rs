@@ -10,7 +10,7 @@ use crate::session::Reporter;
 use crate::storage::failure;
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::capability::DeviceKind;
-use aitk_common::control::Assignment;
+use aitk_common::control::{Assignment, Report};
 use aitk_common::job::{Finding, JobSpec, summary};
 use aitk_common::storage::checkpoints;
 use cache::Lease;
@@ -132,7 +132,29 @@ async fn models(
             in_place: assignment.local,
         };
         let say = |message| reporter.log_now("info", message);
-        let fetched = context.hub.fetch(&wanted, &say).await;
+        let mut fetched = context.hub.fetch(&wanted, &say).await;
+        let own = job.cluster.hub_token.as_ref().filter(|_| !assignment.local);
+        if let (Some(name), Err(refused)) = (own, &fetched)
+            && matches!(
+                refused,
+                HubError::NotFound { .. } | HubError::Denied { .. } | HubError::Unavailable { .. }
+            )
+        {
+            let owner = assignment.owner.as_ref();
+            match (context.hub_secrets.token(owner, name), owner) {
+                (Ok(token), Some(owner)) => {
+                    say(format!("{path} is fetched with the token {} of user {owner}", name.0));
+                    fetched = context.hub.fetch_for(owner, &token, &wanted, &say).await;
+                }
+                (Err(message), _) if !matches!(refused, HubError::Unavailable { .. }) => {
+                    return Err(Outcome::Failed {
+                        cause: FailureCause::BadInput,
+                        message,
+                    });
+                }
+                _ => {}
+            }
+        }
         let folder = fetched.map_err(|error| {
             let cause = match &error {
                 HubError::NotFound { .. } | HubError::Denied { .. } | HubError::Layout { .. } => FailureCause::BadInput,
@@ -145,6 +167,16 @@ async fn models(
                 message: format!("{}: {error}", input.key),
             }
         })?;
+        if let Some(commit) = hub::commit_of(&folder).filter(|_| wanted.revision.is_none() && !assignment.local) {
+            let message = format!("{path} is used at commit {commit}, now and by later attempts of this job");
+            reporter
+                .report(Report::Pinned {
+                    repository: path.clone(),
+                    commit: commit.to_owned(),
+                    message,
+                })
+                .await;
+        }
         staged.inputs.insert(path, folder);
     }
     Ok(())

@@ -69,7 +69,7 @@ impl Lab {
     }
 
     async fn certificate(&self) -> v1::WorkerCertificateInfo {
-        let request = v1::ListCertificatesRequest {};
+        let request = v1::ListCertificatesRequest::default();
         let reply = self.admin.admin.clone().list_certificates(request).await.unwrap();
         reply.into_inner().certificates.remove(0)
     }

@@ -4,6 +4,7 @@
 
 #[cfg(target_os = "linux")]
 mod confined;
+mod hostile_coordinator;
 mod hostile_jobs;
 mod joining;
 #[cfg(target_os = "linux")]

@@ -1,6 +1,7 @@
 //! What is forgotten, and what others keep.
 
 use super::*;
+use crate::core::EXPIRED_AT_ONCE;
 use aitk_common::control::EventBody;
 
 fn submit_after(world: &mut World, id: &str, after: &[&str]) {
@@ -157,4 +158,24 @@ fn a_worker_is_forgotten_when_it_is_gone_and_holds_nothing() {
     world.cpu("w1");
     world.submit("jb", retries(0));
     assert_eq!(world.view("jb").state, JobState::Running);
+}
+
+/// Nobody waits for more than a slice of it.
+#[test]
+fn many_old_jobs_are_forgotten_a_slice_at_a_time() {
+    let mut world = World::new();
+    let jobs = 2 * EXPIRED_AT_ONCE + 10;
+    for number in 0..jobs {
+        let id = format!("j{number}");
+        world.submit(&id, retries(0));
+        world.stop(&id, true).unwrap();
+    }
+    let mut left = vec![jobs];
+    while !world.state.jobs.is_empty() {
+        expire(&mut world);
+        assert!(world.last.len() <= EXPIRED_AT_ONCE, "{} effects", world.last.len());
+        left.push(world.state.jobs.len());
+        assert!(left.len() < 10, "{left:?}");
+    }
+    assert_eq!(left, [jobs, EXPIRED_AT_ONCE + 10, 10, 0]);
 }

@@ -137,7 +137,7 @@ async fn a_revoked_token_opens_nothing_and_its_streams_end() {
         "{refused:?}"
     );
     assert_eq!(pool.job(&job).await.state, JobState::Running);
-    let tokens = within(pool.clients.admin.clone().list_tokens(v1::ListTokensRequest {}))
+    let tokens = within(pool.clients.admin.clone().list_tokens(v1::ListTokensRequest::default()))
         .await
         .unwrap();
     assert_eq!(tokens.into_inner().tokens.len(), 2);

@@ -1,6 +1,6 @@
 //! What each role may do, by name.
 
-use super::{CALM, audit, drain, get, line, somebody, stop, submit};
+use super::{CALM, audit, drain, get, line, somebody, stop, submit, token};
 use crate::support::{FakeWorker, Pool, eventually, within};
 use aitk_common::control::ToCoordinator;
 use aitk_common::hash::ContentHash;
@@ -40,7 +40,7 @@ async fn a_role_may_what_it_may_and_no_more() {
             .await
             .map(drop),
         within(operator.admin.clone().create_token(make)).await.map(drop),
-        within(operator.admin.clone().list_tokens(v1::ListTokensRequest {}))
+        within(operator.admin.clone().list_tokens(v1::ListTokensRequest::default()))
             .await
             .map(drop),
         within(operator.admin.clone().read_audit(v1::ReadAuditRequest::default()))
@@ -86,5 +86,45 @@ async fn a_role_may_what_it_may_and_no_more() {
     drain(&operator).await.unwrap();
     let done = line(&pool.clients, "the drain", |line| line.action == "worker.drain").await;
     assert!(done.done && done.who == "olga" && done.object == "w", "{done:?}");
+    within(pool.running.shutdown()).await;
+}
+
+/// However many there are: an answer that is full is followed by another.
+#[tokio::test(flavor = "multi_thread")]
+async fn tokens_are_listed_page_by_page() {
+    let pool = Pool::start(CALM).await;
+    let mut made = Vec::new();
+    for name in ["ada", "ben", "cleo", "dan", "eve"] {
+        made.push(token(&pool.clients, name, "viewer", None).await.1);
+    }
+    let (mut listed, mut page_token, mut pages) = (Vec::new(), String::new(), 0);
+    loop {
+        let request = v1::ListTokensRequest {
+            page_token,
+            page_size: 2,
+        };
+        let reply = within(pool.clients.admin.clone().list_tokens(request))
+            .await
+            .unwrap()
+            .into_inner();
+        assert!((1..=2).contains(&reply.tokens.len()));
+        listed.extend(reply.tokens.into_iter().map(|token| token.id));
+        pages += 1;
+        page_token = reply.next_page_token;
+        if page_token.is_empty() {
+            break;
+        }
+    }
+    listed.sort_unstable();
+    made.sort_unstable();
+    assert_eq!((listed, pages), (made, 3));
+    let request = v1::ListTokensRequest {
+        page_token: "x".into(),
+        page_size: 0,
+    };
+    let error = within(pool.clients.admin.clone().list_tokens(request))
+        .await
+        .unwrap_err();
+    assert!(error.message().contains("page_token"), "{error}");
     within(pool.running.shutdown()).await;
 }

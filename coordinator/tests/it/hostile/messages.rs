@@ -105,6 +105,8 @@ impl Liar {
             1 => Report::Log(v1::LogLine {
                 level: "info".into(),
                 message: self.text(),
+                repository: self.text(),
+                commit: "0a".repeat(20),
             }),
             2 => Report::Metrics(v1::Metrics {
                 step: self.number(),

@@ -134,7 +134,7 @@ impl Lab {
     }
 
     pub(crate) async fn certificates(&self) -> Vec<v1::WorkerCertificateInfo> {
-        let request = v1::ListCertificatesRequest {};
+        let request = v1::ListCertificatesRequest::default();
         let reply = within(self.admin.admin.clone().list_certificates(request)).await;
         reply.unwrap().into_inner().certificates
     }

@@ -10,7 +10,8 @@ use crate::error::{EngineError, Result};
 use crate::models::clip::ClipTokenizer;
 use crate::models::config;
 use crate::weights::Layout;
-use aitk_common::fsutil;
+use aitk_common::fsutil::{self, regular};
+use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use candle_core::{DType, Device, Tensor};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -249,7 +250,7 @@ impl<'a> FullModel<'a> {
             let Some(name) = path.file_name().filter(|_| small && path.is_file()) else {
                 continue;
             };
-            let bytes = std::fs::read(&path).map_err(|e| EngineError::io(&path, e))?;
+            let bytes = regular::read(&path, MAX_TEXT_FILE_BYTES).map_err(|e| EngineError::io(&path, e))?;
             fsutil::write_atomic(&folder.join(name), |out| out.write_all(&bytes))?;
         }
         Ok(())

@@ -1,6 +1,7 @@
 //! Which files of a repository make up the model.
 
 use aitk_common::hash::ContentHash;
+use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use serde::Deserialize;
 use std::collections::BTreeSet;
 
@@ -84,6 +85,18 @@ pub(super) fn index_of(listed: &Listed) -> Option<&Remote> {
     listed.files.iter().find(|file| file.name == "model_index.json")
 }
 
+/// Refuses configs, tokenizers and lists that are larger than any is: they are read whole.
+pub(super) fn refuse_large_text(file: &Remote) -> Result<(), String> {
+    let is_text = [".json", ".txt"].iter().any(|ending| file.name.ends_with(ending));
+    if is_text && file.bytes > MAX_TEXT_FILE_BYTES {
+        return Err(format!(
+            "{} has {} bytes; a config or a tokenizer may have at most {MAX_TEXT_FILE_BYTES}",
+            file.name, file.bytes
+        ));
+    }
+    Ok(())
+}
+
 /// The files to fetch besides the index.
 pub(super) fn files<'a>(listed: &'a Listed, index: &[u8]) -> Result<Vec<&'a Remote>, String> {
     let index: serde_json::Map<String, serde_json::Value> =
@@ -120,6 +133,7 @@ fn pick(listed: &Listed, belongs: impl Fn(&Remote) -> bool) -> Result<Vec<&Remot
                 && !plain_version(&file.name).is_some_and(|plain| has(&names, &plain))
         })
         .collect();
+    wanted.iter().try_for_each(|file| refuse_large_text(file))?;
     let weights = [".safetensors", ".gguf"];
     if !wanted
         .iter()
@@ -182,6 +196,30 @@ mod tests {
         };
         let files = files(&listed, br#"{"unet": ["diffusers", "UNet2DConditionModel"]}"#)?;
         Ok(files.into_iter().map(|file| file.name.clone()).collect())
+    }
+
+    #[test]
+    fn a_config_that_is_no_config_is_not_fetched() {
+        let listed = |bytes: u64| Listed {
+            revision: "0a".into(),
+            is_gated: false,
+            files: [("unet/config.json", bytes), ("unet/m.safetensors", u64::MAX)]
+                .map(|(name, bytes)| Remote {
+                    name: name.to_owned(),
+                    bytes,
+                    hash: None,
+                })
+                .to_vec(),
+        };
+        assert_eq!(
+            files(&listed(MAX_TEXT_FILE_BYTES), br#"{"unet": []}"#).unwrap().len(),
+            2
+        );
+        let error = files(&listed(MAX_TEXT_FILE_BYTES + 1), br#"{"unet": []}"#).unwrap_err();
+        assert!(
+            error.contains("unet/config.json") && error.contains("at most"),
+            "{error}"
+        );
     }
 
     #[test]

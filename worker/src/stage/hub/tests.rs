@@ -393,3 +393,51 @@ async fn public_models_are_fetched_without_the_token() {
     hub.fetch(&of_others("org/tiny"), &|_| {}).await.unwrap();
     assert_eq!(server.site.lock().unwrap().tokens, 0);
 }
+
+#[tokio::test]
+async fn a_users_token_opens_models_for_their_jobs_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = Server::start().await;
+    server.publish(&[
+        ("model_index.json", INDEX),
+        ("unet/config.json", b"{}"),
+        ("unet/diffusion_pytorch_model.safetensors", b"weights"),
+        ("tokenizer/merges.txt", b""),
+    ]);
+    server.site.lock().unwrap().private = true;
+    // The worker has no token of its own.
+    let hub = Hub {
+        token: None,
+        ..server.hub(folder.path())
+    };
+    let (anna, ben) = (UserName::new("anna"), UserName::new("ben"));
+    let wanted = of_others("org/tiny");
+    let denied = hub.fetch(&wanted, &|_| {}).await.unwrap_err();
+    assert!(denied.to_string().contains("cluster.hub_token"), "{denied}");
+    server.site.lock().unwrap().status = None;
+    let model = hub.fetch_for(&anna, "t", &wanted, &|_| {}).await.unwrap();
+    assert!(
+        model.starts_with(folder.path().join("users/anna")),
+        "{}",
+        model.display()
+    );
+    for token in ["wrong", ""] {
+        server.site.lock().unwrap().status = None;
+        assert!(hub.fetch_for(&ben, token, &wanted, &|_| {}).await.is_err());
+    }
+    server.site.lock().unwrap().status = None;
+    assert!(hub.fetch(&wanted, &|_| {}).await.is_err(), "what she fetched is hers");
+    // Without a connection she has what is here, and nobody else.
+    server.site.lock().unwrap().status = Some(503);
+    assert_eq!(hub.fetch_for(&anna, "t", &wanted, &|_| {}).await.unwrap(), model);
+    assert!(hub.fetch_for(&ben, "t", &wanted, &|_| {}).await.is_err());
+}
+
+#[test]
+fn a_folder_of_the_cache_says_its_commit() {
+    let commit = "0a".repeat(20);
+    let at = |name: &str| commit_of(&Path::new("/hub").join(name)).map(str::to_owned);
+    assert_eq!(at(&format!("org--tiny@{commit}")), Some(commit.clone()));
+    assert_eq!(at("org--tiny@abc123"), None);
+    assert_eq!(at("org--tiny"), None);
+}

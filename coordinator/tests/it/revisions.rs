@@ -1,0 +1,85 @@
+//! The commit of a model: a job that names none gets, in every attempt, the one that its first attempt worked with.
+
+use crate::support::{FakeWorker, Pool, held, submission, within};
+use aitk_common::attempt::{FailureCause, Outcome};
+use aitk_common::control::{Assignment, Report, ToCoordinator, UnixMillis, Verdict};
+use aitk_proto::v1;
+use serde_json::Value;
+use std::time::Duration;
+
+async fn pinned(worker: &FakeWorker, work: &Assignment, seq: u64, commit: &str) {
+    let report = Report::Pinned {
+        repository: "org/model".into(),
+        commit: commit.into(),
+        message: format!("org/model is used at commit {commit}"),
+    };
+    let (held, time) = (held(work), UnixMillis(1));
+    worker
+        .send(ToCoordinator::Event {
+            held,
+            seq,
+            time,
+            report,
+        })
+        .await;
+}
+
+fn revisions(work: &Assignment) -> Value {
+    let job: Value = serde_json::from_str(&work.job_json).unwrap();
+    job["revisions"].clone()
+}
+
+async fn fail(worker: &mut FakeWorker, work: &Assignment) {
+    let outcome = Outcome::Failed {
+        cause: FailureCause::Machine,
+        message: "tripped".into(),
+    };
+    assert_eq!(worker.finish(&held(work), outcome).await, Verdict::Accepted);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn later_attempts_work_with_the_commit_of_the_first() {
+    let pool = Pool::start(Duration::from_secs(60)).await;
+    let mut worker = FakeWorker::new(&pool, "w").await;
+    let job = pool.submit("free").await.job.to_string();
+    let work = worker.assigned().await;
+    assert_eq!(revisions(&work), Value::Null);
+    let (first, second) = ("0a".repeat(20), "0b".repeat(20));
+    pinned(&worker, &work, 1, &first).await;
+    // Whoever says something else later changes nothing.
+    pinned(&worker, &work, 2, &second).await;
+    fail(&mut worker, &work).await;
+    let text = pool.events(&job, 0, false).await;
+    assert!(
+        crate::support::logs(&text).iter().any(|line| line.contains(&first)),
+        "{text:?}"
+    );
+    drop(worker);
+
+    // It is kept with the job.
+    let pool = pool.restart().await;
+    let mut worker = FakeWorker::new(&pool, "w").await;
+    let work = worker.assigned().await;
+    assert_eq!(work.job.as_str(), job);
+    assert_eq!(revisions(&work), serde_json::json!({ "org/model": first }));
+    assert_eq!(worker.finish(&held(&work), Outcome::Completed).await, Verdict::Accepted);
+
+    // One that names a commit keeps it.
+    let named = v1::SubmitRequest {
+        job_json: crate::support::job_json("named", "").replacen(
+            r#""config""#,
+            &format!(r#""revisions":{{"org/model":"{second}"}},"config""#),
+            1,
+        ),
+        ..v1::SubmitRequest::from(submission("named"))
+    };
+    within(pool.clients.jobs.clone().submit(named)).await.unwrap();
+    let work = worker.assigned().await;
+    pinned(&worker, &work, 1, &first).await;
+    fail(&mut worker, &work).await;
+    let work = worker.assigned().await;
+    assert_eq!(revisions(&work), serde_json::json!({ "org/model": second }));
+    assert_eq!(worker.finish(&held(&work), Outcome::Completed).await, Verdict::Accepted);
+    drop(worker);
+    within(pool.running.shutdown()).await;
+}
