@@ -18,7 +18,8 @@ use aitk_common::plan::demand::Demand;
 use aitk_common::plan::need::MemoryNeed;
 use aitk_common::plan::profile::MemoryProfile;
 use aitk_coordinator::core::{
-    Effect, Event, Listing, NewArray, NewJob, Payload, Prerequisite, Record, SessionId, Settings, State, Ticket, Wants,
+    Condition, Effect, Event, Listing, NewArray, NewJob, Payload, Prerequisite, Record, SessionId, Settings, State,
+    Ticket, Wants,
 };
 use aitk_coordinator::store::{SqlStore, Store};
 use nix::sys::resource::{UsageWho, getrusage};
@@ -336,11 +337,18 @@ impl Requests {
         );
         self.event("remove it", Event::RemoveRequested { ticket, job: text() });
         // Everybody starts after one job, which fits nowhere and so waits until it is stopped.
-        for name in ["stop", "complete"] {
-            let first = if name == "stop" { 10_000_000 } else { 20_000_000 };
+        for (name, first) in [("stop", 10_000_000), ("end", 20_000_000)] {
             self.prepare([unlike(first)]);
             let before = JobId::new(format!("j{first:08x}"));
-            let after = |job: &mut NewJob| job.after = vec![Prerequisite::from(before.as_str())];
+            let after = |job: &mut NewJob| {
+                let condition = if name == "stop" {
+                    Condition::Completed
+                } else {
+                    Condition::Ended
+                };
+                let job_of = before.to_string();
+                job.after = vec![Prerequisite { job: job_of, condition }];
+            };
             self.prepare(
                 (0..waiting / 1000).map(|part| array(&format!("j{name}{part}"), first + 1 + part * 1000, &after)),
             );
@@ -349,7 +357,12 @@ impl Requests {
                 job: before.to_string(),
                 now,
             };
-            self.event(&format!("stop a job that {waiting} start after"), stop);
+            let meaning = if name == "stop" {
+                "go on waiting"
+            } else {
+                "may start then"
+            };
+            self.event(&format!("stop a job that {waiting} start after, which {meaning}"), stop);
         }
         self.prepare((0..waiting / 5).map(|number| unlike(30_000_000 + number)));
         self.event("a worker beside 10,000 unlike jobs", worker(WORKERS + 1));

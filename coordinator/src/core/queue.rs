@@ -170,6 +170,11 @@ impl State {
                 self.set_state(step, &job, JobState::Stopped, reason);
                 continue;
             }
+            // Whoever still waits for it stays where it is.
+            let is_met = |waiting: &Job| self.is_met(id, waiting.condition(id));
+            if !self.jobs.get(&job).is_some_and(is_met) {
+                continue;
+            }
             self.dequeue(&job);
             self.note_met(step, &job, id);
             self.enqueue(step.now, &job);

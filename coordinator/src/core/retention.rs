@@ -196,9 +196,10 @@ impl State {
                 view.status()
             )));
         }
-        let members = self.members(id);
+        let members: BTreeSet<JobId> = self.members(id).into_iter().collect();
         let goes = |other: &JobId| other == id || members.contains(other);
-        let waits = |job: &&Job| job.state != JobState::Completed && !goes(&job.id) && job.after.iter().any(goes);
+        // Few start after others: that is asked first, because everybody is.
+        let waits = |job: &&Job| job.state != JobState::Completed && job.after.iter().any(goes) && !goes(&job.id);
         if let Some(waiting) = self.jobs.values().find(waits) {
             return Err(Refusal::Conflict(format!(
                 "{} ({}) starts after job {id}; remove that one first",
