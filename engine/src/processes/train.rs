@@ -75,6 +75,8 @@ struct Run<'a> {
     start: u64,
     /// The newest checkpoint that is on disk.
     checkpointed: Option<u64>,
+    /// The step save of an attempt that was interrupted there, until it is removed.
+    interrupted: Option<u64>,
     record: StepRecord,
 }
 
@@ -170,6 +172,7 @@ impl<'a> Run<'a> {
             model,
             start: 0,
             checkpointed: None,
+            interrupted: None,
             record,
         };
         run.resume(cx)?;
@@ -192,6 +195,9 @@ impl<'a> Run<'a> {
         }
         if self.start < steps && !self.cache_latents(cx)? {
             return Ok(Outcome::stopped());
+        }
+        if self.start > 0 {
+            self.note_interruption(cx)?;
         }
         let baseline =
             (self.start == 0 && !self.process.train.skip_first_sample) || self.process.train.force_first_sample;

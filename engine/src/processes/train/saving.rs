@@ -2,13 +2,21 @@
 
 use super::super::{Context, artifact_name};
 use super::Run;
+use super::write::files_of;
 use crate::error::Result;
 use aitk_common::attempt::{ChildEvent, Outcome};
+use aitk_common::fsutil;
+use std::path::Path;
 
 impl Run<'_> {
     pub(super) fn stopped(&mut self, cx: &mut Context<'_>, step: u64) -> Result<Outcome> {
         if step > self.start && self.checkpointed != Some(step) {
-            self.save(cx, step)?;
+            if cx.is_enclosed() && !self.process.save.is_due(step) {
+                // Retention keeps what an undisturbed run would have kept.
+                self.save_only(cx, step)?;
+            } else {
+                self.save(cx, step)?;
+            }
         }
         cx.log("info", format!("stopped after step {step}"));
         Ok(Outcome::stopped())
@@ -35,6 +43,7 @@ impl Run<'_> {
         self.draw_losses(cx, steps);
         let path = self.folder.final_save();
         self.write_save(cx, &path, steps)?;
+        self.remove_interrupted(cx, Some(&path))?;
         Ok(Outcome::Completed)
     }
 
@@ -45,11 +54,50 @@ impl Run<'_> {
     /// A step save: the exact state, the LoRA or model, and then what retention removes. In this order, so that a kill in
     /// between leaves a state to go on from: from weights alone the run would go on without the optimizer's state.
     pub(super) fn save(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
+        self.save_only(cx, step)?;
+        self.retain(cx, step)
+    }
+
+    fn save_only(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
         cx.phase("saving");
         self.checkpoint(cx, step)?;
-        self.write_save(cx, &self.folder.step_save(step), step)?;
+        let save = self.folder.step_save(step);
+        self.write_save(cx, &save, step)?;
+        self.remove_interrupted(cx, Some(&save))?;
         self.draw_losses(cx, step);
-        self.retain(cx, step)
+        Ok(())
+    }
+
+    /// A run that goes on from where another attempt was interrupted, between two saves, has no use for that attempt's step save:
+    /// in the end the job has the files of an undisturbed run. A run in place keeps it, for whoever interrupted it.
+    pub(super) fn note_interruption(&mut self, cx: &mut Context<'_>) -> Result<()> {
+        let between = self.checkpointed == Some(self.start) && !self.process.save.is_due(self.start);
+        self.interrupted = (between && cx.is_enclosed()).then_some(self.start);
+        // At once where it is one file: what is announced before the next checkpoint cannot be lost with it.
+        self.remove_interrupted(cx, None)
+    }
+
+    /// Removes the step save of an attempt that was interrupted. `like`: a save that has the same files, where a save is a
+    /// folder, whose files this machine may never have seen.
+    fn remove_interrupted(&mut self, cx: &mut Context<'_>, like: Option<&Path>) -> Result<()> {
+        let Some(step) = self.interrupted else { return Ok(()) };
+        let save = self.folder.step_save(step);
+        let gone = match like {
+            None if self.folder.saves_folders() => return Ok(()),
+            Some(like) if like.is_dir() => files_of(like)
+                .iter()
+                .filter_map(|file| file.strip_prefix(like).ok())
+                .map(|below| save.join(below))
+                .collect(),
+            _ => vec![save.clone()],
+        };
+        self.interrupted = None;
+        fsutil::remove(&save)?;
+        for removed in gone {
+            let name = artifact_name(&self.folder.root, &removed);
+            cx.events.emit(ChildEvent::ArtifactRemoved { name });
+        }
+        Ok(())
     }
 
     /// Removes what retention does not keep after the save of this step.

@@ -280,6 +280,39 @@ fn what_a_kill_right_after_a_checkpoint_took_along_is_made_up_for() {
     assert!(!go(&other).1.iter().any(drawn));
 }
 
+#[test]
+fn what_an_interruption_saved_is_gone_when_another_machine_goes_on() {
+    let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let mut process = trainer(one.path(), 8);
+    process.save.save_every = Some(2);
+    process.save.max_step_saves_to_keep = 1;
+    let interrupted = in_own_folder(spec(process.clone()), &one.path().join("out"));
+    let (outcome, events) = stop_at(&interrupted, 5);
+    assert_eq!(outcome, Outcome::stopped(), "{}", logs(&events));
+    let removed = |events: &[ChildEvent], step: u64| {
+        let file = format!("tiny/tiny_{step:09}.safetensors");
+        let is = |event: &ChildEvent| matches!(event, ChildEvent::ArtifactRemoved { name } if *name == file);
+        events.iter().any(is)
+    };
+    // Retention goes by the saves that are due.
+    assert!(removed(&events, 2) && !removed(&events, 4));
+    let saved =
+        |event: &ChildEvent| matches!(event, ChildEvent::Artifact { kind, step: Some(5), .. } if kind == "lora");
+    assert!(events.iter().any(saved), "whoever stopped it has its LoRA");
+    let mut other = in_own_folder(spec(process), &two.path().join("out"));
+    other.resume_from = Some(one.path().join("out/tiny/.aitk/checkpoints/step_000000005"));
+    let (outcome, events) = go(&other);
+    assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+    assert!(removed(&events, 5) && removed(&events, 4) && !removed(&events, 6));
+    let first_checkpoint = events
+        .iter()
+        .position(|event| matches!(event, ChildEvent::Checkpoint { .. }));
+    assert!(
+        removed(&events[..first_checkpoint.unwrap()], 5),
+        "before anything is committed"
+    );
+}
+
 /// Whenever a LoRA is there, the exact state of its step is: a run that is killed at the worst moment goes on exactly.
 #[test]
 fn no_lora_is_there_before_the_state_of_its_step() {
