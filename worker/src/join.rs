@@ -148,10 +148,11 @@ pub async fn join(options: JoinOptions) -> Result<Membership, JoinError> {
         Err(FoldersError::InUse(_)) if Membership::read(&options.data_dir)?.is_some() => None,
         Err(error) => return Err(error.into()),
     };
-    let known = match &folders {
-        Some(folders) => folders.worker_id(),
-        None => Folders::worker_id_in(&options.data_dir),
-    };
+    // The identity says it as well, and is what a running worker goes by.
+    let known = Folders::worker_id_in(&options.data_dir).or_else(|| {
+        let earlier = Membership::read(&options.data_dir).ok().flatten();
+        earlier.map(|earlier| earlier.worker)
+    });
     let request = request_with_kept_key(&options.data_dir, name.as_ref())?;
     let credentials = Credentials::new(&invitation.text())?;
     let connected = deadline(client::connect_with(&server, credentials, options.ca_file.as_deref()));

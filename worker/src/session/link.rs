@@ -5,6 +5,7 @@
 use super::Refusal;
 use crate::identity::{Keeper, Membership};
 use aitk_common::control::{Registration, ToCoordinator, ToWorker};
+use aitk_common::id::WorkerId;
 use aitk_common::security::token::Token;
 use aitk_proto::client::{self, Clients, ConnectError, Credentials};
 use aitk_proto::v1;
@@ -83,8 +84,11 @@ async fn newer(newest: Option<&mut watch::Receiver<Membership>>) {
 
 /// What happens to the connection.
 pub(crate) enum LinkEvent {
-    /// It is about to open and wants to know what to register.
-    Opening(oneshot::Sender<Registration>),
+    /// It is about to open and wants to know what to register; a worker that joined is who its certificate says.
+    Opening {
+        reply: oneshot::Sender<Registration>,
+        certified: Option<WorkerId>,
+    },
     /// It is open; the first message is the coordinator's Welcome.
     Open {
         to_coordinator: mpsc::Sender<ToCoordinator>,
@@ -180,8 +184,9 @@ pub(crate) async fn keep(target: Target, events: mpsc::Sender<LinkEvent>) {
 async fn once(server: &str, target: &Target, events: &mpsc::Sender<LinkEvent>) -> Result<(), Broken> {
     let (credentials, mut newest) = target.credentials()?;
     let mut clients = client::connect_with(server, credentials, target.ca_file.as_deref()).await?;
-    let (ask, registration) = oneshot::channel();
-    if events.send(LinkEvent::Opening(ask)).await.is_err() {
+    let (reply, registration) = oneshot::channel();
+    let certified = newest.as_ref().map(|newest| newest.borrow().worker.clone());
+    if events.send(LinkEvent::Opening { reply, certified }).await.is_err() {
         return Ok(());
     }
     let Ok(registration) = registration.await else {

@@ -236,7 +236,11 @@ impl Session {
     /// Returns the beat interval when the coordinator has just said it.
     fn on_link(&mut self, event: LinkEvent) -> Option<Duration> {
         match event {
-            LinkEvent::Opening(reply) => {
+            LinkEvent::Opening { reply, certified } => {
+                // Whoever joined again beside this worker may have got another place for it.
+                if certified.is_some() {
+                    self.identity.worker = certified;
+                }
                 let _ = reply.send(Registration {
                     protocol: PROTOCOL_VERSION,
                     worker: self.identity.worker.clone(),

@@ -259,5 +259,10 @@ async fn a_worker_whose_certificate_ended_says_join_again() {
     // It may join again, under its old name and into its old place.
     let again = join(lab.options(&lab.token("box").await)).await.unwrap();
     assert_eq!(again.worker, joined.worker);
+    // Its identity says where that is, should the rest of its folder be gone.
+    std::fs::remove_file(lab.path("w").join("worker_id")).unwrap();
+    lab.revoke("box").await;
+    let third = join(lab.options(&lab.token("box").await)).await.unwrap();
+    assert_eq!(third.worker, joined.worker);
     lab.running.shutdown().await;
 }
