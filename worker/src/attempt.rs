@@ -8,6 +8,7 @@ use crate::session::Reporter;
 use crate::stage::{self, Staged};
 use crate::sync::{self, Item, Pins};
 use crate::trace::{AttemptTrace, trace_of};
+use crate::unsent::Unsent;
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::capability::DeviceKind;
 use aitk_common::control::{Artifact, Assignment, Progress, Report};
@@ -17,7 +18,7 @@ use futures::FutureExt;
 use futures::future::BoxFuture;
 use serde::Deserialize;
 use std::panic::AssertUnwindSafe;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -432,7 +433,15 @@ async fn pump(
                 Item::Checkpoint { pinned, step }
             }
             ChildEvent::ArtifactRemoved { name } => match names::check(&name) {
-                Ok(()) => Item::Removed(name),
+                Ok(()) => {
+                    let mut pinned = PathBuf::new();
+                    if !local {
+                        number += 1;
+                        let noted = pins.note(Unsent::Removed(name.clone()), number).await;
+                        pinned = noted.map_err(|error| local_failure(&error))?;
+                    }
+                    Item::Removed { name, pinned }
+                }
                 Err(_) => continue,
             },
             ChildEvent::Artifact {
@@ -457,6 +466,10 @@ async fn pump(
                     index,
                     local_path,
                 };
+                if !local {
+                    let noted = pins.note(Unsent::Artifact(artifact.clone()), number).await;
+                    noted.map_err(|error| local_failure(&error))?;
+                }
                 Item::Artifact { artifact, pinned }
             }
         };

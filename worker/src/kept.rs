@@ -2,8 +2,10 @@
 //!
 //! Most get there a moment later. When they do not, because the coordinator refuses this worker, because it is away for longer
 //! than a shutdown may take, or because this daemon was killed, the newest of each attempt is kept in the data folder and
-//! offered in the next session. The coordinator says which are wanted; the others were superseded, and are removed.
+//! offered in the next session. The coordinator says which are wanted; the others were superseded, and are removed. What an
+//! attempt made before such a checkpoint, and could not announce, goes with it ([`crate::unsent`]).
 
+use crate::unsent::{self, Unsent};
 use aitk_common::attempt::AttemptSpec;
 use aitk_common::checkpoint::Checkpoint;
 use aitk_common::control::{HeldAttempt, OfferedCheckpoint};
@@ -19,6 +21,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 const MOST: usize = 32;
 const NOTE: &str = "kept.json";
 const CHECKPOINT: &str = "checkpoint";
+const UNSENT: &str = "unsent";
 
 /// What is written beside a kept checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -88,7 +91,7 @@ impl KeptCheckpoints {
         let note = Note {
             held: held.clone(),
             step,
-            bytes: size(pinned),
+            bytes: size(pinned).saturating_add(unsent::bytes_before(pinned)),
         };
         let pending = (note, pinned.to_owned());
         self.inner().pending.insert(held.attempt.clone(), pending);
@@ -181,6 +184,7 @@ impl KeptCheckpoints {
     fn take_over(&self, note: Note, from: &Path) {
         let place = self.place(&note.held.attempt);
         let moved = fsutil::create_dir_all(&place).and_then(|()| {
+            unsent::move_before(from, &place.join(UNSENT))?;
             let text = serde_json::to_vec(&note).unwrap_or_default();
             let to = place.join(CHECKPOINT);
             fs::rename(from, &to).map_err(|error| FsError::new("keep", from, error))?;
@@ -207,6 +211,12 @@ impl KeptCheckpoints {
         self.place(attempt).join(CHECKPOINT)
     }
 
+    /// What was made before it and is still to be announced, in order, each with its file.
+    pub(crate) fn unsent(&self, attempt: &AttemptId) -> Vec<(PathBuf, Unsent)> {
+        let all = unsent::all(&self.place(attempt).join(UNSENT));
+        all.into_iter().map(|(_, pin, unsent)| (pin, unsent)).collect()
+    }
+
     /// It was sent, or is wanted no more.
     pub(crate) fn forget(&self, attempt: &AttemptId) {
         self.inner().kept.remove(attempt);
@@ -227,7 +237,7 @@ fn left_behind(folder: &Path) -> Option<(Note, PathBuf)> {
         attempt: spec.attempt_id,
         epoch: spec.epoch,
     };
-    let bytes = size(&path);
+    let bytes = size(&path).saturating_add(unsent::bytes_before(&path));
     Some((Note { held, step, bytes }, path))
 }
 

@@ -23,6 +23,7 @@ mod stage;
 mod storage;
 mod sync;
 mod trace;
+mod unsent;
 mod usage;
 
 use aitk_common::attempt::Outcome;

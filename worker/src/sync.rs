@@ -8,6 +8,7 @@ use crate::outbox::Request;
 use crate::session::Reporter;
 use crate::storage::failure;
 use crate::trace::AttemptTrace;
+use crate::unsent::{self, Unsent};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::control::{Artifact, OfferedCheckpoint};
 use aitk_common::fsutil::{self, FsError};
@@ -36,8 +37,8 @@ const BACKLOG: usize = 256;
 pub(crate) enum Item {
     /// A file. `artifact.local_path` says where the child put it.
     Artifact { artifact: Artifact, pinned: PathBuf },
-    /// A file is gone.
-    Removed(String),
+    /// A file is gone. `pinned` names the note of that.
+    Removed { name: String, pinned: PathBuf },
     /// A complete training state.
     Checkpoint { pinned: PathBuf, step: u64 },
 }
@@ -83,7 +84,7 @@ pub(crate) async fn run(
                         context.kept.settled(reporter.attempt(), step);
                         remove(&pinned);
                     }
-                    Item::Artifact { pinned, .. } if !local => remove(&pinned),
+                    Item::Artifact { pinned, .. } | Item::Removed { pinned, .. } if !local => unsent::settle(&pinned),
                     _ => {}
                 }
             }
@@ -156,7 +157,7 @@ impl Item {
     fn name(&self) -> String {
         match self {
             Self::Artifact { artifact, .. } => format!("the file {}", artifact.name),
-            Self::Removed(name) => format!("the removal of {name}"),
+            Self::Removed { name, .. } => format!("the removal of {name}"),
             Self::Checkpoint { step, .. } => format!("the checkpoint of step {step}"),
         }
     }
@@ -171,7 +172,7 @@ async fn handle(
     item: &Item,
 ) -> Result<(), Trouble> {
     match item {
-        Item::Removed(name) => {
+        Item::Removed { name, .. } => {
             let answer = reporter.request(Request::ArtifactRemoved(name.clone())).await;
             if !answer.accepted {
                 reporter
@@ -183,7 +184,8 @@ async fn handle(
         Item::Artifact { artifact, .. } if local => Ok(announce(reporter, artifact.clone()).await?),
         Item::Checkpoint { .. } if local => Ok(()),
         Item::Artifact { artifact, pinned } => {
-            let artifact = store(context, artifact.clone(), pinned).await?;
+            let patience = TRY.min(context.storage_patience);
+            let artifact = store(context, artifact.clone(), pinned, patience).await?;
             Ok(announce(reporter, artifact).await?)
         }
         Item::Checkpoint { pinned, step } => commit(context, reporter, trace, pinned, *step).await,
@@ -213,7 +215,7 @@ async fn next(queue: &mut mpsc::Receiver<Item>, backlog: &mut VecDeque<Item>) ->
             None => queue.recv().await?,
         };
         match superseded(&item, backlog) {
-            Some(pinned) => remove(pinned),
+            Some(pinned) => unsent::settle(pinned),
             None => return Some(item),
         }
     }
@@ -231,15 +233,20 @@ fn superseded<'a>(item: &'a Item, later: &VecDeque<Item>) -> Option<&'a Path> {
             .iter()
             .any(|other| match other {
                 Item::Artifact { artifact: other, .. } => other.name == artifact.name,
-                Item::Removed(name) => *name == artifact.name,
+                Item::Removed { name, .. } => *name == artifact.name,
                 Item::Checkpoint { .. } => false,
             })
             .then_some(pinned),
-        Item::Removed(_) => None,
+        Item::Removed { .. } => None,
     }
 }
 
-async fn store(context: &Context, mut artifact: Artifact, pinned: &Path) -> Result<Artifact, Trouble> {
+async fn store(
+    context: &Context,
+    mut artifact: Artifact,
+    pinned: &Path,
+    patience: Duration,
+) -> Result<Artifact, Trouble> {
     let path = pinned.to_owned();
     let hashed = tokio::task::spawn_blocking(move || ContentHash::of_reader(File::open(path)?)).await;
     let name = artifact.name.clone();
@@ -252,7 +259,7 @@ async fn store(context: &Context, mut artifact: Artifact, pinned: &Path) -> Resu
         .map_err(|error| unreadable(&error))?;
     context
         .storage
-        .retry(TRY.min(context.storage_patience), |store| {
+        .retry(patience, |store| {
             Box::pin(async move { store.put_file(hash, pinned).await })
         })
         .await
@@ -314,9 +321,16 @@ async fn commit(
     Ok(())
 }
 
-/// Sends a checkpoint that was kept when its attempt ended.
+/// Sends a checkpoint that was kept when its attempt ended, and before it what was made before it.
 pub(crate) async fn send_kept(context: &Context, reporter: &Reporter, kept: &OfferedCheckpoint) {
     let (attempt, step) = (&kept.held.attempt, kept.step);
+    for (pin, unsent) in context.kept.unsent(attempt) {
+        if let Err(problem) = send_unsent(context, reporter, &pin, unsent).await {
+            tracing::warn!(%attempt, step, problem, "a checkpoint that was kept could not be sent; it is offered again");
+            return;
+        }
+        unsent::settle(&pin);
+    }
     let folder = context.kept.checkpoint(attempt);
     let folder = &folder;
     let sent = context
@@ -338,6 +352,24 @@ pub(crate) async fn send_kept(context: &Context, reporter: &Reporter, kept: &Off
         false => tracing::warn!(%attempt, step, message = %answer.message, "a checkpoint that was kept is not wanted"),
     }
     context.kept.forget(attempt);
+}
+
+/// Sends something that was made before a checkpoint that was kept.
+///
+/// # Errors
+/// Why it did not arrive, in words.
+async fn send_unsent(context: &Context, reporter: &Reporter, pin: &Path, unsent: Unsent) -> Result<(), String> {
+    let request = match unsent {
+        Unsent::Removed(name) => Request::ArtifactRemoved(name),
+        Unsent::Artifact(artifact) => match store(context, artifact, pin, context.storage_patience).await {
+            Ok(artifact) => Request::ArtifactReady(artifact),
+            Err(Trouble::Storage(error)) => return Err(error.to_string()),
+            Err(Trouble::End(Outcome::Failed { message, .. })) => return Err(message),
+            Err(Trouble::End(_)) => return Err("it cannot be stored".to_owned()),
+        },
+    };
+    let answer = reporter.request(request).await;
+    if answer.accepted { Ok(()) } else { Err(answer.message) }
 }
 
 fn remove(pinned: &Path) {
@@ -377,7 +409,20 @@ impl Pins {
     /// Pins a file, or the files of a flat folder. A disk without hard links gets copies.
     pub(crate) async fn pin(&self, path: PathBuf, number: u64) -> Result<PathBuf, FsError> {
         let target = self.folder.join(number.to_string());
-        let result = tokio::task::spawn_blocking(move || link(&path, &target).map(|()| target)).await;
+        self.work(move || link(&path, &target).map(|()| target)).await
+    }
+
+    /// Notes what is still to be announced, where its pin lies or would lie.
+    pub(crate) async fn note(&self, unsent: Unsent, number: u64) -> Result<PathBuf, FsError> {
+        let pin = self.folder.join(number.to_string());
+        self.work(move || unsent::note(&pin, &unsent).map(|()| pin)).await
+    }
+
+    async fn work<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> Result<T, FsError> + Send + 'static,
+    ) -> Result<T, FsError> {
+        let result = tokio::task::spawn_blocking(work).await;
         result.unwrap_or_else(|error| Err(FsError::new("pin", self.folder.as_path(), std::io::Error::other(error))))
     }
 }
@@ -437,7 +482,10 @@ mod tests {
             checkpoint(1),
             artifact("b"),
             checkpoint(2),
-            Item::Removed("a".into()),
+            Item::Removed {
+                name: "a".into(),
+                pinned: PathBuf::from("/nowhere"),
+            },
             artifact("b"),
         ];
         for item in items {
@@ -448,7 +496,7 @@ mod tests {
         while let Some(item) = next(&mut queue, &mut backlog).await {
             got.push(match item {
                 Item::Artifact { artifact, .. } => artifact.name,
-                Item::Removed(name) => format!("-{name}"),
+                Item::Removed { name, .. } => format!("-{name}"),
                 Item::Checkpoint { step, .. } => step.to_string(),
             });
         }

@@ -165,6 +165,14 @@ impl State {
         }
     }
 
+    /// [`State::admit`] of a file, which may also come with a checkpoint that was awaited after its attempt.
+    fn admit_file(&mut self, step: &mut Step, session: SessionId, request: u64, held: &HeldAttempt) -> Option<JobId> {
+        match self.brought_to(session, held) {
+            Some(job) => Some(job),
+            None => self.admit(step, session, request, held),
+        }
+    }
+
     pub(super) fn artifact_ready(
         &mut self,
         step: &mut Step,
@@ -173,7 +181,7 @@ impl State {
         held: HeldAttempt,
         artifact: Artifact,
     ) {
-        let Some(id) = self.admit(step, session, request, &held) else {
+        let Some(id) = self.admit_file(step, session, request, &held) else {
             return;
         };
         let local = self.jobs.get(&id).is_some_and(|job| job.local);
@@ -200,7 +208,7 @@ impl State {
         held: HeldAttempt,
         name: String,
     ) {
-        let Some(id) = self.admit(step, session, request, &held) else {
+        let Some(id) = self.admit_file(step, session, request, &held) else {
             return;
         };
         step.push(Effect::Persist(Record::ArtifactGone(id.clone(), name.clone())));

@@ -113,6 +113,14 @@ impl State {
         id.is_some_and(|offer| offer.held == *held && self.sessions.get(&session) == Some(&offer.worker))
     }
 
+    /// The job of such an attempt, if what it saved still takes its job further: files that were made before the checkpoint come
+    /// before it.
+    pub(super) fn brought_to(&self, session: SessionId, held: &HeldAttempt) -> Option<JobId> {
+        let offer = job_of(&held.attempt).and_then(|id| self.offers.get(id))?;
+        self.takes_further(&offer.worker, held, offer.step)
+            .filter(|_| self.brings(session, held))
+    }
+
     /// Commits a checkpoint that was offered, if this is one.
     pub(super) fn commit_offered(
         &mut self,

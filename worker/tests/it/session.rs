@@ -255,37 +255,45 @@ async fn a_child_that_outlasts_its_grace_is_not_said_to_have_saved() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_hung_child_is_shown_ended_and_tried_again() {
     let lab = Lab::start().await;
-    let (first, go_on) = (lab.path("first"), lab.path("go on"));
+    let first = lab.path("first");
     let text = script(&[
         &say(json!({"event": "phase", "name": "training"})),
         &say(json!({"event": "progress", "done": 1, "total": 10, "seconds_per_step": 0.1})),
         &say(json!({"event": "progress", "done": 2, "total": 10, "seconds_per_step": 0.1})),
         &format!("if [ ! -e '{0}' ]; then touch '{0}'; ", first.display()),
         "while :; do kill -STOP $$; done; fi\n",
-        &wait_for(&go_on),
         &finished("completed"),
     ]);
+    let job = lab.submit_training().await;
+    // Followed before anything happens: what is shown for a moment only is seen as well.
+    let request = v1::EventsRequest {
+        job_id: job.clone(),
+        cursor: 0,
+        follow: true,
+    };
+    let mut events = lab.clients().await.jobs.events(request).await.unwrap().into_inner();
     let mut config = lab.config("w", &text);
     config.grace = Duration::from_millis(300);
-    config.progress_timeout = Duration::from_secs(2);
+    config.progress_timeout = Duration::from_secs(3);
     let worker = aitk_worker::start(config).await.unwrap();
     connected(&worker).await;
-    let job = lab.submit_training().await;
-    let view = lab
-        .until(&job, "shown to hang", |job| {
-            job.phase.as_ref().is_some_and(|phase| phase.starts_with("no progress"))
-                && job.progress.is_some_and(|progress| progress.seconds_per_step.is_none())
-        })
-        .await;
-    assert_eq!(view.state, JobState::Running);
-    let view = lab.until(&job, "tried again", |job| job.attempts.len() == 2).await;
+    let (mut phase_shown, mut rate_withdrawn) = (false, false);
+    while !(phase_shown && rate_withdrawn) {
+        let event = tokio::time::timeout(support::PATIENCE, events.message()).await;
+        let event = event.expect("it is not shown to hang").unwrap().expect("the job ended");
+        match event.body {
+            Some(v1::job_event::Body::Phase(phase)) => phase_shown |= phase.name.starts_with("no progress for "),
+            Some(v1::job_event::Body::Progress(progress)) => rate_withdrawn |= progress.seconds_per_step.is_none(),
+            _ => {}
+        }
+    }
+    let view = lab.until_state(&job, JobState::Completed).await;
+    assert!(view.attempts.len() > 1, "{view:#?}");
     assert!(
         view.attempts[0].message.starts_with("no progress for "),
         "{:?}",
         view.attempts[0]
     );
-    std::fs::write(&go_on, "").unwrap();
-    lab.until_state(&job, JobState::Completed).await;
     worker.shutdown().await;
 }
 
@@ -459,11 +467,22 @@ fn write_token(path: &std::path::Path, secret: &str) {
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).unwrap();
 }
 
+/// The names of a job's files.
+async fn artifacts(lab: &Lab, job: &str) -> Vec<String> {
+    let request = v1::ArtifactsRequest {
+        job_id: job.to_owned(),
+        ..Default::default()
+    };
+    let reply = lab.clients().await.jobs.artifacts(request).await.unwrap();
+    let artifacts = reply.into_inner().artifacts;
+    artifacts.into_iter().map(|artifact| artifact.name).collect()
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_refused_worker_keeps_what_its_children_save_and_brings_it_when_it_is_let_in_again() {
     let lab = Lab::start().await;
     let checkpoint = lab.checkpoint(7);
-    let (refused, first) = (lab.path("refused"), lab.path("first"));
+    let (refused, first, stopped) = (lab.path("refused"), lab.path("first"), lab.path("stopped"));
     let text = script(&[
         r#"resume=$(sed -n 's/.*"resume_from": "\(.*\)".*/\1/p' "$2")"#,
         "\nif [ -n \"$resume\" ]; then cat \"$resume/state.json\"; echo\n",
@@ -477,8 +496,11 @@ async fn a_refused_worker_keeps_what_its_children_save_and_brings_it_when_it_is_
         &say(json!({"event": "phase", "name": "training"})),
         &say(json!({"event": "progress", "done": 1, "total": 10, "seconds_per_step": null})),
         &wait_for(&refused),
+        "printf lora > output/my.safetensors\n",
+        &artifact("lora", "my.safetensors"),
         &saved(&checkpoint, 7),
         "while [ -z \"$stop\" ]; do sleep 0.02; done\n",
+        &format!("touch '{}'\n", stopped.display()),
         &finished("stopped"),
     ]);
     let (secret, id) = worker_token(&lab).await;
@@ -506,6 +528,7 @@ async fn a_refused_worker_keeps_what_its_children_save_and_brings_it_when_it_is_
         .until(&job, "given up", |job| job.attempts[0].state == AttemptState::Lost)
         .await;
     assert_eq!((view.checkpoint_step, view.attempts.len()), (None, 1), "{view:#?}");
+    eventually("the child is not asked to stop", || stopped.exists()).await;
 
     let (secret, _) = worker_token(&lab).await;
     write_token(&token_file, &secret);
@@ -514,6 +537,8 @@ async fn a_refused_worker_keeps_what_its_children_save_and_brings_it_when_it_is_
     let log = lab.log(&job).await;
     assert!(log.iter().any(|line| line == "state of 7"), "{log:?}");
     assert!(log.iter().all(|line| line != "from the beginning"), "{log:?}");
+    // The next attempt does not make again what was made before the checkpoint.
+    assert_eq!(artifacts(&lab, &job).await, ["my.safetensors"]);
     let kept = || std::fs::read_dir(lab.path("w/kept")).unwrap().next().is_none();
     eventually("what was sent is kept", kept).await;
     eventually("the attempt's folder stays", || lab.nothing_left("w")).await;
@@ -531,24 +556,41 @@ async fn a_checkpoint_that_was_not_sent_when_the_worker_went_is_sent_when_it_com
         "exit 0; fi\ntrap 'stop=1' TERM\n",
         &say(json!({"event": "progress", "done": 1, "total": 10, "seconds_per_step": null})),
         "while [ -z \"$stop\" ]; do sleep 0.02; done\n",
+        "printf lora > output/my.safetensors\n",
+        &artifact("lora", "my.safetensors"),
         &saved(&checkpoint, 4),
         &finished("stopped"),
     ]);
     let mut config = lab.config("w", &text);
-    config.shutdown_patience = Duration::from_secs(3);
+    config.shutdown_patience = support::PATIENCE;
     let worker = aitk_worker::start(config.clone()).await.unwrap();
     connected(&worker).await;
     let job = lab.submit_training().await;
     lab.until(&job, "under way", |job| job.progress.is_some()).await;
-    // Nobody takes what it saves while it leaves.
+    // Nobody takes what it saves while it leaves, and it goes when that is saved: as when its patience is over.
     lab.stop_coordinator().await;
-    worker.shutdown().await;
+    let files = |folder: &std::path::Path| std::fs::read_dir(folder).map_or(0, Iterator::count);
+    let is_saved = || {
+        let attempts = std::fs::read_dir(lab.path("w/attempts"))
+            .into_iter()
+            .flatten()
+            .flatten();
+        // The file is the first that it made, the checkpoint the second.
+        attempts
+            .map(|attempt| attempt.path().join("pins/2"))
+            .any(|pin| files(&pin) == files(&checkpoint))
+    };
+    tokio::select! {
+        () = worker.shutdown() => panic!("it has nobody to send it to"),
+        () = eventually("it saves nothing", is_saved) => {}
+    }
     lab.start_coordinator().await;
     assert_eq!(lab.job(&job).await.checkpoint_step, None);
-    let worker = aitk_worker::start(config).await.unwrap();
+    let worker = support::start_again(config).await;
     let view = lab.until_state(&job, JobState::Completed).await;
     assert_eq!(view.checkpoint_step, Some(4), "{view:#?}");
     let log = lab.log(&job).await;
     assert!(log.iter().any(|line| line == "state of 4"), "{log:?}");
+    assert_eq!(artifacts(&lab, &job).await, ["my.safetensors"]);
     worker.shutdown().await;
 }

@@ -84,7 +84,7 @@ impl World {
                     self.later(5, Happening::Up(Event::WorkerLost { session }));
                 }
             }
-            29 => {
+            29 if self.random.once_in(4) => {
                 // The coordinator's disk is full for a while.
                 let millis = self.random.below(12_000);
                 self.full_until = self.now.after(Duration::from_millis(millis));

@@ -68,6 +68,57 @@ fn a_job_waits_for_the_checkpoint_that_its_worker_saved_and_goes_on_from_there()
 }
 
 #[test]
+fn files_that_were_made_before_the_checkpoint_come_with_it() {
+    let mut world = lost();
+    let (session, _) = comes(&mut world, "w1", vec![offer("ja", 1, 9)]);
+    let file = |name: &str| Artifact {
+        name: name.into(),
+        kind: "lora".into(),
+        hash: Some(manifest(name)),
+        bytes: 1,
+        step: Some(8),
+        index: None,
+        local_path: None,
+    };
+    let ready = |held: HeldAttempt| Event::ArtifactReady {
+        session,
+        request: 5,
+        held,
+        artifact: file("a.safetensors"),
+    };
+    let verdict = |effects: &[Effect]| {
+        effects.iter().find_map(|effect| match effect {
+            Effect::Send(
+                _,
+                ToWorker::Answer {
+                    request: 5, verdict, ..
+                },
+            ) => Some(*verdict),
+            _ => None,
+        })
+    };
+    let stored = |effects: &[Effect]| {
+        let changes =
+            |effect: &&Effect| matches!(effect, Effect::Persist(Record::Artifact(..) | Record::ArtifactGone(..)));
+        effects.iter().filter(changes).count()
+    };
+    let effects = world.step(ready(held("ja", 1))).to_vec();
+    assert_eq!((verdict(&effects), stored(&effects)), (Some(Verdict::Accepted), 1));
+    let removed = Event::ArtifactRemoved {
+        session,
+        request: 5,
+        held: held("ja", 1),
+        name: "old.safetensors".into(),
+    };
+    let effects = world.step(removed).to_vec();
+    assert_eq!((verdict(&effects), stored(&effects)), (Some(Verdict::Accepted), 1));
+    assert_eq!(world.commit(session, &held("ja", 1), 9), Verdict::Accepted);
+    // From here on it is the next attempt's.
+    let effects = world.step(ready(held("ja", 1))).to_vec();
+    assert_eq!((verdict(&effects), stored(&effects)), (Some(Verdict::Fenced), 0));
+}
+
+#[test]
 fn nobody_waits_for_ever_for_what_does_not_come() {
     let mut world = lost();
     let (session, _) = comes(&mut world, "w1", vec![offer("ja", 1, 9)]);

@@ -18,7 +18,10 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+/// How long anything may take: no test waits for it to pass.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
+/// Far more than a crowded machine holds up a beat, or a worker that looks for its coordinator again.
+const LEASE: Duration = Duration::from_secs(10);
 
 /// A job as reading its config makes it, whose model is the input `model`.
 pub(crate) const JOB: &str = r#"{"job":"generate","name":"n","meta":{},"config":{},"cluster":{},"process":[{"type":"to_folder","kind":{"generate":{
@@ -247,9 +250,29 @@ impl Lab {
 async fn coordinator(folder: &Path, bind: SocketAddr, traces: &Traces) -> aitk_coordinator::Running {
     let mut config = aitk_coordinator::Config::new(folder.join("coordinator"));
     config.bind = bind;
-    config.lease = Duration::from_secs(3);
+    config.lease = LEASE;
     config.traces.clone_from(traces);
-    aitk_coordinator::start(config).await.unwrap()
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        // Somebody's connection may have the port of the one before for a moment.
+        match aitk_coordinator::start(config.clone()).await {
+            Ok(running) => return running,
+            Err(error) => assert!(Instant::now() < deadline, "{error}"),
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// Starts a worker in the folder of one that was dropped a moment ago, as soon as that one has let it go.
+pub(crate) async fn start_again(config: Config) -> Running {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        match aitk_worker::start(config.clone()).await {
+            Ok(worker) => return worker,
+            Err(error) => assert!(Instant::now() < deadline, "{error}"),
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
 }
 
 pub(crate) async fn connected(worker: &Running) {
