@@ -147,6 +147,7 @@ impl SmallDisk {
     /// # Panics
     /// When the file cannot be written.
     #[must_use]
+    #[allow(clippy::useless_conversion, reason = "macOS counts blocks in 32 bits")]
     pub fn fill_but(&self, left: u64) -> PathBuf {
         let folder = self.seen_from_here();
         let room = nix::sys::statvfs::statvfs(&folder).expect("a disk says how much room it has");

@@ -26,8 +26,8 @@ const SERVERS: Servers = Servers {
     hub: env!("CARGO_BIN_EXE_hub-server"),
 };
 
-/// Of the short form: chosen so that together they have every kind of wound that a plain pool can have.
-const SHORT: [u64; 2] = [1, 2];
+/// Of the short form: machines that die and freeze; a full disk of the coordinator, a refused worker and a child that hangs.
+const SHORT: [u64; 2] = [1, 124];
 
 /// After so many rounds in which something did not hold, no more are run.
 const ENOUGH: usize = 5;
@@ -201,7 +201,7 @@ fn a_cluster_survives_everything_at_once() {
         limit: Duration::from_secs(420),
     };
     if faults.is_none() && most.is_none() {
-        return rounds(&mut cluster, [1].into_iter(), &short, usize::MAX, &root);
+        return rounds(&mut cluster, [4].into_iter(), &short, usize::MAX, &root);
     }
     let long = Terms {
         outage: Duration::from_secs(20),

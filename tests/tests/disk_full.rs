@@ -1,4 +1,4 @@
-//! A disk runs full: while a trainer saves, while a worker brings inputs, while results are fetched. Each ends with one
+//! A disk runs full: while a trainer saves, while the coordinator has work to give away, while a worker brings inputs, while results are fetched. Each ends with one
 //! clear message, what was saved before stays usable, and with room again the work goes on to the same result.
 //!
 //! The disks are small file systems in memory (see `aitk_tests::disks`); where the system grants none, the tests say
@@ -12,11 +12,15 @@
 
 use aitk_common::checkpoint::Checkpoint;
 use aitk_tests::chaos::check::Files;
+use aitk_tests::chaos::events::Event;
 use aitk_tests::disks::SmallDisk;
 use aitk_tests::eventually;
+use aitk_tests::fault::Fault;
 use aitk_tests::follower::Follower;
-use aitk_tests::jobs::{self, draw_dataset, run_undisturbed, training};
-use aitk_tests::pool::Pool;
+use aitk_tests::hub::{self, Hub};
+use aitk_tests::jobs::{self, draw_dataset, run_undisturbed, tiny_model, training};
+use aitk_tests::place::Place;
+use aitk_tests::pool::{DataDisk, Pool, Setup};
 use aitk_tests::processes::Process;
 use std::path::{Path, PathBuf};
 use std::process::Output;
@@ -193,6 +197,68 @@ fn a_cache_without_room_is_said_and_leaves_nothing_half() {
     let _ = pool.aitk(["resume", &job]);
     let waited = pool.aitk(["wait", &job, "--timeout", "240"]);
     assert!(waited.status.success(), "{}\n{}", words(&waited), small.tail());
+}
+
+#[test]
+fn a_training_goes_on_while_the_coordinator_has_no_room_and_costs_no_try() {
+    let scene = Scene::new(STEPS);
+    let expected = scene.undisturbed();
+    let Some(disk) = disk(&scene.path("coordinator"), 64 * MIB) else {
+        return;
+    };
+    let hub = Hub::start(env!("CARGO_BIN_EXE_hub-server"), &scene.root);
+    let text = std::fs::read_to_string(scene.path("job.yaml")).unwrap();
+    let text = text.replace(&tiny_model().display().to_string(), hub::MODEL);
+    std::fs::write(scene.path("job.yaml"), text).unwrap();
+    let pool = Pool::start_with(Setup {
+        data_disk: Some(DataDisk {
+            place: disk.place_in(&Place::Here),
+            seen_from_here: disk.seen_from_here(),
+            reserve_mib: 16,
+        }),
+        environment: hub.environment(),
+        // The first failure that counted would be the last.
+        retries: 0,
+        ..Setup::new(&scene.root)
+    });
+    let submit = || pool.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
+    let (job, second) = (submit(), submit());
+    // The disk fills while the worker waits for its model: before it trains, and after it was given the job.
+    hub.set(Fault::Late);
+    let worker = pool.worker("one");
+    let mut follower = Follower::start(&pool, &job);
+    follower.wait("the attempt", LIMIT, &[&worker], Event::is_assignment);
+    let filler = disk.fill_but(12 * MIB);
+    hub.set(Fault::None);
+    let goes_on = follower.wait("the words of a job without room", LIMIT, &[&worker], |event| {
+        event.kind() == "log" && event.message().contains("could not be stored")
+    });
+    assert!(goes_on.message().contains("disk is full"), "{goes_on:?}");
+    // The queue waits, and says for what.
+    eventually("the reason of a job that waits", LIMIT, &[&worker], || {
+        let shown = pool.aitk_json(["ps", "-a", "--json"]);
+        let waits = shown["jobs"]
+            .as_array()?
+            .iter()
+            .find(|job| job["id"] == second.as_str())?;
+        let reason = waits["reason"].as_str()?;
+        reason
+            .starts_with("waits: the coordinator's disk is full")
+            .then_some(())
+    });
+    std::fs::remove_file(filler).unwrap();
+    for job in [&job, &second] {
+        let waited = pool.aitk(["wait", job, "--timeout", "240"]);
+        assert!(waited.status.success(), "{}\n{}", words(&waited), worker.tail());
+        pool.aitk_ok(["artifacts", "get", job, "-o", "out"]);
+        let mut differences = Files::below(&scene.path("out/shapes")).differences(&expected);
+        // It names the model, which had another name when the expected files were made.
+        differences.retain(|difference| difference != "config.yaml has other bytes");
+        assert!(differences.is_empty(), "{differences:?}");
+        std::fs::remove_dir_all(scene.path("out")).unwrap();
+    }
+    let attempts = follower.events().iter().filter(|event| event.is_assignment()).count();
+    assert_eq!(attempts, 1, "it went on: {}", worker.tail());
 }
 
 #[test]

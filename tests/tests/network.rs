@@ -1,7 +1,8 @@
 //! The line to a worker is cut, in either direction, for less and for more than a lease, and loses packets: a short
-//! break changes nothing, a long one gives the attempt to the other worker and ends the child of the first.
+//! break changes nothing, a long one gives the attempt to the other worker and ends the child of the first. And a hub of models
+//! is away: that is nobody's fault.
 //!
-//! Every process runs in a network namespace of the test's own, so this needs root and iproute2; elsewhere the test
+//! Where lines are cut every process runs in a network namespace of the test's own, so this needs root and iproute2; elsewhere the test
 //! says that it was skipped.
 
 #![allow(
@@ -13,7 +14,8 @@
 use aitk_tests::chaos::events::Event;
 use aitk_tests::eventually;
 use aitk_tests::follower::Follower;
-use aitk_tests::jobs::{draw_dataset, run_undisturbed, training};
+use aitk_tests::hub::{self, Hub};
+use aitk_tests::jobs::{draw_dataset, pictures, run_undisturbed, tiny_model, training};
 use aitk_tests::network::{Direction, HUB, Network};
 use aitk_tests::pool::{Pool, Setup};
 use aitk_tests::processes::{Process, alive, processor_time};
@@ -225,4 +227,37 @@ fn a_short_break_changes_nothing_and_a_long_one_ends_the_attempt() {
         lora == undisturbed(&root, step),
         "the LoRA of step {step} is another one"
     );
+}
+
+#[test]
+fn a_hub_that_is_away_costs_no_try_and_no_device() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path().canonicalize().unwrap();
+    let mut hub = Hub::start(env!("CARGO_BIN_EXE_hub-server"), &root);
+    let text = pictures("hubbed", &root.join("hubbed"), 1, None);
+    let text = text.replace(&tiny_model().display().to_string(), hub::MODEL);
+    std::fs::write(root.join("job.yaml"), text).unwrap();
+    let pool = Pool::start_with(Setup {
+        environment: hub.environment(),
+        // The first failure that counted would be the last.
+        retries: 0,
+        ..Setup::new(&root)
+    });
+    let job = pool.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
+    hub.go_away();
+    let worker = pool.worker("one");
+    let mut follower = Follower::start(&pool, &job);
+    let failed = follower.wait("the end of an attempt", LIMIT, &[&worker], Event::is_end_of_attempt);
+    assert!(failed.message().contains("could not fetch"), "{failed:?}");
+    let workers = pool.aitk_json(["workers", "--json"]);
+    let device = &workers["workers"][0]["devices"][0];
+    assert_eq!(
+        (&device["faults"], &device["quarantined"]),
+        (&0.into(), &false.into()),
+        "{device}"
+    );
+    hub.come_back();
+    let waited = pool.aitk(["wait", &job, "--timeout", "240"]);
+    let said = String::from_utf8_lossy(&waited.stderr);
+    assert!(waited.status.success(), "{said}\n{}", worker.tail());
 }

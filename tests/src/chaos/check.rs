@@ -220,8 +220,11 @@ fn history(cluster: &Cluster, job: &str, watched: &[Event]) -> Vec<String> {
             }
             live = Some(event.attempt().to_owned());
             newest = event.attempt();
-        } else if event.kind() == "checkpoint" && live.is_none() && event.attempt() == newest {
-            // Its worker had saved it, and brought it when it could.
+        } else if matches!(event.kind(), "checkpoint" | "artifact" | "artifact_removed")
+            && live.is_none()
+            && event.attempt() == newest
+        {
+            // Its worker had saved them, and brought them when it could.
         } else if !event.attempt().is_empty() && live.as_deref() != Some(event.attempt()) {
             faults.push(format!("a word of an attempt that has ended: {event:?}"));
         }

@@ -42,7 +42,7 @@ enum Cured {
     SlowDatabase,
     FullDisk { filler: PathBuf },
     SlowDisk { at: usize },
-    Refused { at: usize, admission: Admission },
+    Refused { at: usize, admission: Box<Admission> },
     CoordinatorDisk { at: usize, filler: PathBuf },
     Hub,
 }
@@ -81,7 +81,7 @@ impl Wounded {
                     return false;
                 }
                 let machine = &cluster.machines[at];
-                let admission = Admission::of(cluster.pool(), &machine.name, &machine.place);
+                let admission = Box::new(Admission::of(cluster.pool(), &machine.name, &machine.place));
                 if !admission.revoke() {
                     // Perhaps only the answer was lost: it gets another one in any case.
                     cluster.machines[at].refused = true;

@@ -345,7 +345,7 @@ impl Cluster {
     fn begin_round(&mut self) {
         for machine in &mut self.machines {
             machine.was_refused = machine.refused;
-            let models = std::fs::read_dir(machine.folder.join("hub"));
+            let models = std::fs::read_dir(machine.folder.join("cache/hub"));
             for model in models.into_iter().flatten().flatten() {
                 let _ = std::fs::remove_dir_all(model.path());
             }
