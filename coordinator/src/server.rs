@@ -262,7 +262,7 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
             Some(url) => SqlStore::postgres(url).await?,
             None => SqlStore::sqlite(&ground.data_dir.join(DATABASE)).await?,
         };
-        bring_up(config, &ground, store).await
+        Box::pin(bring_up(config, &ground, store)).await
     })
     .await
 }

@@ -78,6 +78,7 @@ pub fn log(cursor: u64, message: &str) -> v1::JobEvent {
     let line = v1::LogLine {
         level: "info".to_owned(),
         message: message.to_owned(),
+        ..v1::LogLine::default()
     };
     v1::JobEvent {
         cursor,
