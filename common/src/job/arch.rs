@@ -243,6 +243,8 @@ impl<'de> Deserialize<'de> for Arch {
 }
 
 impl FieldValue for Arch {
+    const CHECKED: bool = true;
+
     fn kind() -> String {
         ArchName::kind()
     }

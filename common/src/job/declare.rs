@@ -90,6 +90,9 @@ macro_rules! section {
         }
 
         impl $crate::job::schema::FieldValue for $Name {
+            const CHECKED: bool = true;
+            const HAS_INPUTS: bool = true;
+
             fn kind() -> String {
                 format!("map, see `{}`", $title)
             }
@@ -140,16 +143,17 @@ macro_rules! section {
                 #[allow(unused_imports)]
                 use $crate::job::schema::{FieldValue, Input, InputKind, join};
                 $({
-                    #[allow(unused_variables)]
-                    let key = join(path, $crate::job::schema::section!(@key $field $($key)?));
-                    self.$field.inputs(&key, out);
+                    const KEY: &str = $crate::job::schema::section!(@key $field $($key)?);
+                    if <$ty as FieldValue>::HAS_INPUTS {
+                        self.$field.inputs(&join(path, KEY), out);
+                    }
                     $(
                         self.$field.texts(&mut |behind, text| {
                             if !text.is_empty() {
                                 out.push(Input {
                                     config_path: text.to_owned(),
                                     kind: InputKind::$input,
-                                    key: format!("{key}{behind}"),
+                                    key: format!("{}{behind}", join(path, KEY)),
                                 });
                             }
                         });
@@ -226,6 +230,8 @@ macro_rules! choices {
         }
 
         impl $crate::job::schema::FieldValue for $Name {
+            const CHECKED: bool = true;
+
             fn kind() -> String {
                 format!("name of a {}", $what)
             }

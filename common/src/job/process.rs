@@ -354,6 +354,9 @@ impl Process {
 }
 
 impl FieldValue for Process {
+    const CHECKED: bool = true;
+    const HAS_INPUTS: bool = true;
+
     fn kind() -> String {
         "map with a `type`".into()
     }

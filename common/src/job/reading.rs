@@ -139,7 +139,10 @@ impl Cx {
         }
         self.path.push_str(key);
         self.mark = mark;
-        self.positions.insert(self.path.clone(), (mark.line, mark.column));
+        // What comes from no file has no place.
+        if mark != Mark::default() {
+            self.positions.insert(self.path.clone(), (mark.line, mark.column));
+        }
         let result = f(self);
         self.path.truncate(length);
         self.mark = outer;

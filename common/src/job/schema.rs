@@ -92,6 +92,10 @@ pub struct Input {
 pub trait FieldValue: Sized + PartialEq {
     /// Whether an explicit `null` is a value of its own.
     const NULLABLE: bool = false;
+    /// Whether [`FieldValue::check`] can report anything: only then its path is put together.
+    const CHECKED: bool = false;
+    /// Whether [`FieldValue::inputs`] can list anything.
+    const HAS_INPUTS: bool = false;
 
     /// What its values look like: `whole number`, `text`, `list of text`.
     fn kind() -> String;
@@ -158,11 +162,12 @@ impl Report {
 
     /// A key with its value and its default.
     pub fn field<T: FieldValue>(&mut self, path: &str, key: &str, status: Status, value: &T, default: &T) {
-        let path = join(path, key);
         if matches!(status, Status::Works | Status::Accepted(_)) {
-            value.check(&path, self);
+            if T::CHECKED {
+                value.check(&join(path, key), self);
+            }
         } else if value != default && !(value.is_off() && default.is_off()) {
-            self.status(&path, status, &value.show());
+            self.status(&join(path, key), status, &value.show());
         }
     }
 

@@ -155,6 +155,8 @@ impl FieldValue for String {
 
 impl<T: FieldValue> FieldValue for Option<T> {
     const NULLABLE: bool = true;
+    const CHECKED: bool = T::CHECKED;
+    const HAS_INPUTS: bool = T::HAS_INPUTS;
     fn kind() -> String {
         T::kind()
     }
@@ -194,6 +196,8 @@ impl<T: FieldValue> FieldValue for Option<T> {
 }
 
 impl<T: FieldValue> FieldValue for Box<T> {
+    const CHECKED: bool = T::CHECKED;
+    const HAS_INPUTS: bool = T::HAS_INPUTS;
     fn kind() -> String {
         T::kind()
     }
@@ -238,6 +242,8 @@ pub(crate) fn show_items<T: FieldValue>(items: &[T]) -> String {
 }
 
 impl<T: FieldValue> FieldValue for Vec<T> {
+    const CHECKED: bool = T::CHECKED;
+    const HAS_INPUTS: bool = T::HAS_INPUTS;
     fn kind() -> String {
         format!("list of {}", T::kind())
     }

@@ -11,14 +11,25 @@ use std::sync::LazyLock;
 /// far below the 32,766 values that SQLite takes.
 const SIZES: [usize; 6] = [32, 16, 8, 4, 2, 1];
 
+/// One statement as each database takes its values.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Statement {
+    /// With `?`. SQLite searches a place that has a name, as `$1` is one, in a list of all names, for each value.
+    pub(super) sqlite: &'static str,
+    /// With `$1`.
+    pub(super) postgres: &'static str,
+}
+
+/// For each of [`SIZES`].
+type Statements = [Statement; SIZES.len()];
+
 /// What is done with rows of one kind.
 pub(super) struct Bulk {
-    /// For each of [`SIZES`].
-    statements: LazyLock<[&'static str; SIZES.len()]>,
+    statements: LazyLock<Statements>,
 }
 
 impl Bulk {
-    pub(super) const fn new(statements: fn() -> [&'static str; SIZES.len()]) -> Self {
+    pub(super) const fn new(statements: fn() -> Statements) -> Self {
         Self {
             statements: LazyLock::new(statements),
         }
@@ -31,7 +42,7 @@ impl Bulk {
         for (size, statement) in SIZES.into_iter().zip(self.statements.iter()) {
             while left >= size {
                 let values: Vec<Value> = rows.by_ref().take(size).flatten().collect();
-                to.run(statement, &values).await?;
+                to.run_bulk(*statement, values).await?;
                 left -= size;
             }
         }
@@ -40,17 +51,19 @@ impl Bulk {
 }
 
 /// The statement `head (…), (…) tail` for each size. Kept for as long as the program runs: there are a few dozen.
-pub(super) fn statements(head: &str, columns: usize, tail: &str) -> [&'static str; SIZES.len()] {
-    SIZES.map(|size| {
+pub(super) fn statements(head: &str, columns: usize, tail: &str) -> Statements {
+    let text = |size: usize, place: fn(usize) -> String| {
         let row = |row: usize| {
-            let places: Vec<String> = (1..=columns)
-                .map(|column| format!("${}", row * columns + column))
-                .collect();
+            let places: Vec<String> = (1..=columns).map(|column| place(row * columns + column)).collect();
             format!("({})", places.join(", "))
         };
         let rows: Vec<String> = (0..size).map(row).collect();
         let text = format!("{head} {} {tail}", rows.join(", "));
         &*Box::leak(text.into_boxed_str())
+    };
+    SIZES.map(|size| Statement {
+        sqlite: text(size, |_| "?".into()),
+        postgres: text(size, |place| format!("${place}")),
     })
 }
 
@@ -61,11 +74,19 @@ mod tests {
     #[test]
     fn a_statement_has_a_place_for_every_value() {
         let all = statements("INSERT INTO t (a, b) VALUES", 2, "ON CONFLICT DO NOTHING");
-        assert_eq!(all[5], "INSERT INTO t (a, b) VALUES ($1, $2) ON CONFLICT DO NOTHING");
         assert_eq!(
-            all[4],
+            all[5].postgres,
+            "INSERT INTO t (a, b) VALUES ($1, $2) ON CONFLICT DO NOTHING"
+        );
+        assert_eq!(
+            all[4].postgres,
             "INSERT INTO t (a, b) VALUES ($1, $2), ($3, $4) ON CONFLICT DO NOTHING"
         );
-        assert!(all[0].contains("($63, $64)") && !all[0].contains("$65"));
+        assert_eq!(
+            all[4].sqlite,
+            "INSERT INTO t (a, b) VALUES (?, ?), (?, ?) ON CONFLICT DO NOTHING"
+        );
+        assert!(all[0].postgres.contains("($63, $64)") && !all[0].postgres.contains("$65"));
+        assert_eq!(all[0].sqlite.matches('?').count(), 64);
     }
 }

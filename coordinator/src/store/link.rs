@@ -1,5 +1,6 @@
 //! One way to speak to either database: text statements with `$1`, values that are texts or numbers.
 
+use super::batch::Statement;
 use sqlx::postgres::{PgArguments, PgConnection, PgPool, PgRow};
 use sqlx::sqlite::{SqliteArguments, SqliteConnection, SqlitePool, SqliteRow};
 use sqlx::{Arguments, Postgres, Row as _, Sqlite, Transaction, TypeInfo, ValueRef};
@@ -139,7 +140,7 @@ impl Work {
     pub(super) async fn run(&mut self, statement: &'static str, values: &[Value]) -> Result<u64, sqlx::Error> {
         Ok(match self {
             Self::Sqlite(work) => {
-                let query = sqlx::query_with(statement, sqlite_arguments(values)?);
+                let query = sqlx::query_with(statement, sqlite_arguments(values.iter().cloned())?);
                 query.execute(&mut **work).await?.rows_affected()
             }
             Self::Postgres(work) => {
@@ -147,6 +148,21 @@ impl Work {
                 query.execute(&mut **work).await?.rows_affected()
             }
         })
+    }
+
+    /// Runs a statement of many rows.
+    pub(super) async fn run_bulk(&mut self, statement: Statement, values: Vec<Value>) -> Result<(), sqlx::Error> {
+        match self {
+            Self::Sqlite(work) => {
+                let query = sqlx::query_with(statement.sqlite, sqlite_arguments(values)?);
+                query.execute(&mut **work).await?;
+            }
+            Self::Postgres(work) => {
+                let query = sqlx::query_with(statement.postgres, postgres_arguments(&values)?);
+                query.execute(&mut **work).await?;
+            }
+        }
+        Ok(())
     }
 
     /// Runs a statement that answers.
@@ -165,12 +181,12 @@ impl Work {
     }
 }
 
-fn sqlite_arguments(values: &[Value]) -> Result<SqliteArguments, sqlx::Error> {
+fn sqlite_arguments(values: impl IntoIterator<Item = Value>) -> Result<SqliteArguments, sqlx::Error> {
     let mut arguments = SqliteArguments::default();
     for value in values {
         match value {
-            Value::Text(text) => arguments.add(text.clone()),
-            Value::Int(number) => arguments.add(*number),
+            Value::Text(text) => arguments.add(text),
+            Value::Int(number) => arguments.add(number),
         }
         .map_err(sqlx::Error::Encode)?;
     }
@@ -194,7 +210,7 @@ async fn from_sqlite(
     statement: &'static str,
     values: &[Value],
 ) -> Result<Vec<Row>, sqlx::Error> {
-    let query = sqlx::query_with(statement, sqlite_arguments(values)?);
+    let query = sqlx::query_with(statement, sqlite_arguments(values.iter().cloned())?);
     let rows = query.fetch_all(connection).await?;
     let value = |row: &SqliteRow, column: usize| -> Result<Value, sqlx::Error> {
         // A value of SQLite has its own type; NULL reads as a text that is not there.
