@@ -127,6 +127,7 @@ impl Local {
         name: Option<&str>,
         devices: Vec<Device>,
         ca_file: Option<&Path>,
+        require_sandbox: bool,
     ) -> Result<Self, Failure> {
         let tls = coordinator.tls.is_some();
         coordinator.traces.clone_from(traces());
@@ -150,6 +151,7 @@ impl Local {
                 config.devices = devices;
                 config.traces.clone_from(traces());
                 config.confinement = measure_confinement().await;
+                config.require_sandbox = require_sandbox;
                 // As the worker daemon takes it.
                 let allowed = std::env::var("AITK_HUB_ALLOW").unwrap_or_default();
                 config.hub_allow = allowed

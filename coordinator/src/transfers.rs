@@ -25,9 +25,14 @@ pub(crate) struct TransferPermit {
 impl Transfers {
     /// So many at once, and of one user three quarters of them.
     pub(crate) fn new(most: usize) -> Self {
+        Self::with(most, (most * 3 / 4).max(1))
+    }
+
+    /// So many at once, and so many of one user.
+    pub(crate) fn with(all: usize, each: usize) -> Self {
         Self {
-            all: Arc::new(Semaphore::new(most)),
-            each: (most * 3 / 4).max(1),
+            all: Arc::new(Semaphore::new(all)),
+            each,
             users: Arc::default(),
         }
     }

@@ -311,7 +311,12 @@ fn job_state(text: &str) -> Result<JobState, String> {
     ];
     all.into_iter().find(|state| state.name() == text).ok_or_else(|| {
         let names: Vec<&str> = all.iter().map(|state| state.name()).collect();
-        format!("expected one of {}", names.join(", "))
+        let hint = match text {
+            "paused" => "; a paused job is `queued`",
+            "pausing" => "; a job that is being paused is `running`",
+            _ => "",
+        };
+        format!("expected one of {}{hint}", names.join(", "))
     })
 }
 

@@ -41,13 +41,15 @@ const TRIES: u32 = 5;
 pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult {
     let ui = context.ui(args.no_progress);
     let notify = Notify::if_followed(args.follow, &args.notify, &context.paths)?;
-    let mut jobs = read_all(&ui, context, &args)?;
+    let mut warned = BTreeSet::new();
+    let mut jobs = read_all(&ui, context, &args, &mut warned)?;
     let Some(first) = jobs.first().cloned() else {
         return Err(Failure::failed("there is nothing to submit"));
     };
     if args.dry_run {
         let text = args.config.as_path();
-        return validate::show(context, &ui, text, &first.loaded, Vec::new(), args.json).await;
+        let warnings = warned.into_iter().collect();
+        return validate::show(context, &ui, text, &first.loaded, warnings, args.json).await;
     }
     let inputs = inputs_of_all(&ui, context, &jobs)?;
     let commits = check_all(&ui, context, &jobs).await?;
@@ -216,7 +218,7 @@ struct Job {
 }
 
 /// The job of the config, or the members of the array that the flags ask for; each is checked before anything is sent.
-fn read_all(ui: &Ui, context: &Context, args: &SubmitArgs) -> Result<Vec<Job>, Failure> {
+fn read_all(ui: &Ui, context: &Context, args: &SubmitArgs, warned: &mut BTreeSet<String>) -> Result<Vec<Job>, Failure> {
     let sweeps: Vec<Sweep> = args
         .sweep
         .iter()
@@ -228,12 +230,11 @@ fn read_all(ui: &Ui, context: &Context, args: &SubmitArgs) -> Result<Vec<Job>, F
                 "--at-most is for an array: give --sweep or --array as well",
             ));
         }
-        let loaded = read_one(ui, context, args, Reading::default(), &mut BTreeSet::new())?;
+        let loaded = read_one(ui, context, args, Reading::default(), warned)?;
         let (twin, suffix) = (0, String::new());
         return Ok(vec![Job { loaded, twin, suffix }]);
     }
     let mut members = sweep::members(&sweeps, args.array.map_or(1, |n| n.get() as usize))?;
-    let mut warned = BTreeSet::new();
     let count = members.len();
     let mut jobs: Vec<Job> = Vec::with_capacity(count);
     for again in [false, true] {
@@ -249,7 +250,7 @@ fn read_all(ui: &Ui, context: &Context, args: &SubmitArgs) -> Result<Vec<Job>, F
                 ..Reading::default()
             };
             let (twin, suffix) = (member.twin, member.suffix.clone());
-            let loaded = read_one(ui, context, args, reading, &mut warned)?;
+            let loaded = read_one(ui, context, args, reading, warned)?;
             if !again && jobs.iter().any(|job| job.loaded.spec.name == loaded.spec.name) {
                 // The config gives them no names of their own.
                 break;
@@ -294,7 +295,10 @@ fn read_one(
     }
     for warning in warnings {
         if !warned.contains(&warning) {
-            ui.warn(&warning);
+            // What is only looked at has them in its report.
+            if !args.dry_run {
+                ui.warn(&warning);
+            }
             warned.insert(warning);
         }
     }

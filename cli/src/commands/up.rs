@@ -72,6 +72,7 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
         args.worker_name.as_deref(),
         devices.clone(),
         ca_file.as_deref(),
+        require_sandbox()?,
     )
     .await?;
     if let Err(failure) = local.met().await {
@@ -163,6 +164,18 @@ fn next_steps(server: &str, usual: Option<Setting<String>>) -> Vec<String> {
 fn database(args: &UpArgs) -> Result<Option<aitk_coordinator::DatabaseUrl>, Failure> {
     let url = args.database.as_deref().map(str::parse).transpose();
     url.map_err(|error| Failure::usage(chain(&error)))
+}
+
+/// Whether jobs of others run here only confined, as `aitk-worker --require-sandbox` has it.
+fn require_sandbox() -> Result<bool, Failure> {
+    let given = env("AITK_REQUIRE_SANDBOX").unwrap_or_default();
+    match given.trim().to_ascii_lowercase().as_str() {
+        "" | "0" | "false" | "no" | "off" | "n" | "f" => Ok(false),
+        "1" | "true" | "yes" | "on" | "y" | "t" => Ok(true),
+        _ => Err(Failure::usage(format!(
+            "AITK_REQUIRE_SANDBOX is {given:?}; expected true or false"
+        ))),
+    }
 }
 
 fn tls(args: &UpArgs) -> Option<aitk_coordinator::TlsFiles> {

@@ -5,7 +5,7 @@ use crate::paths::expand;
 use aitk_common::hub::{HubError, HubReader};
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::{Input, InputKind, JobSpec};
-use aitk_common::model_files::{Identity, Inventory, check, identify};
+use aitk_common::model_files::{Identity, Inventory, check, damaged, identify, lacking};
 use serde::Serialize;
 use std::path::Path;
 use std::time::Duration;
@@ -52,8 +52,17 @@ pub(super) async fn look(spec: &JobSpec, directory: &Path, wanted: impl Fn(&Inpu
         };
         let local = expand(&input.config_path, directory, &env);
         if local.exists() {
-            let files = tokio::task::spawn_blocking(move || Inventory::open(&local)).await;
-            report.judge(&files.unwrap_or_default(), arch);
+            let read = tokio::task::spawn_blocking(move || {
+                let files = Inventory::open(&local);
+                let damaged = arch.and_then(|_| damaged(&local, &files));
+                (files, damaged)
+            });
+            let (files, damaged) = read.await.unwrap_or_default();
+            report.judge(&files, arch);
+            report.problem = report.problem.or_else(|| {
+                let damaged = damaged?;
+                Some(format!("{}: {damaged}", input.config_path))
+            });
         } else if input.may_be_repository() {
             match found
                 .iter()
@@ -68,10 +77,13 @@ pub(super) async fn look(spec: &JobSpec, directory: &Path, wanted: impl Fn(&Inpu
                 None => report.ask_hub(arch).await,
             }
         } else {
-            // Whoever needs the file says that it is missing.
-            continue;
+            report.problem = Some(missing(&input, &local));
         }
         found.push(report);
+    }
+    for report in &mut found {
+        let problem = report.problem.take();
+        report.problem = problem.map(|problem| spec.finding(report.key.clone(), problem).to_string());
     }
     found
 }
@@ -80,6 +92,36 @@ pub(super) async fn look(spec: &JobSpec, directory: &Path, wanted: impl Fn(&Inpu
 fn arch_of(spec: &JobSpec, key: &str) -> Option<ArchName> {
     let index: usize = key.strip_prefix("config.process[")?.split(']').next()?.parse().ok()?;
     Some(spec.process.get(index)?.model()?.arch.name)
+}
+
+/// What is said of the files of prompts and of control images that are not there. Models and data sets have a look of their own.
+pub(super) fn missing_inputs(spec: &JobSpec, directory: &Path) -> Vec<String> {
+    let small = |input: &Input| matches!(input.kind, InputKind::PromptFile | InputKind::ControlImages);
+    let named = spec.inputs().into_iter().filter(small);
+    named
+        .filter_map(|input| {
+            let local = expand(&input.config_path, directory, &env);
+            let gone = !input.config_path.is_empty() && !local.exists();
+            gone.then(|| spec.finding(input.key.clone(), missing(&input, &local)).to_string())
+        })
+        .collect()
+}
+
+/// What is said of a path where nothing lies.
+fn missing(input: &Input, local: &Path) -> String {
+    let path = &input.config_path;
+    if path.starts_with("http://") || path.starts_with("https://") {
+        return format!("{path} is an address: download the file and give its path, or name a repository as ORG/NAME");
+    }
+    let repository = match input.kind {
+        InputKind::Model | InputKind::Vae => ", and it is no name of a repository (ORG/NAME)",
+        _ => "",
+    };
+    let place = match local.display().to_string() {
+        place if place == *path => String::new(),
+        place => format!(" ({place})"),
+    };
+    format!("{path}: no such file or folder{place}{repository}")
 }
 
 impl ModelReport {
@@ -103,6 +145,16 @@ impl ModelReport {
                 .map(|refusal| refusal.to_string()),
             (None, _) => None,
         };
+        if self.problem.is_none() && arch == Some(ArchName::Sd1) {
+            let lacking = lacking(files);
+            self.problem = (!lacking.is_empty()).then(|| {
+                format!(
+                    "{} is not a complete model: it has no {}",
+                    self.path,
+                    lacking.join(", no ")
+                )
+            });
+        }
     }
 
     async fn ask_hub(&mut self, arch: Option<ArchName>) {
@@ -122,6 +174,9 @@ impl ModelReport {
                 Err(_) => format!("{} did not answer within {} s", hub.endpoint(), HUB_PATIENCE.as_secs()),
             }
         };
-        self.unchecked = Some(format!("{}: its family could not be checked ({why})", self.path));
+        self.unchecked = Some(format!(
+            "{}: there is no such folder here, and the repository of that name could not be checked ({why})",
+            self.path
+        ));
     }
 }

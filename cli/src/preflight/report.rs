@@ -28,6 +28,8 @@ pub struct Report {
     pub warnings: Vec<String>,
     /// Its models.
     pub models: Vec<ModelReport>,
+    /// Files of prompts and control images that are not there.
+    pub missing: Vec<String>,
     /// Its trainings.
     pub trainings: Vec<ProcessReport>,
     /// Images that it generates, where that is known.
@@ -65,6 +67,7 @@ impl Report {
             warnings,
             models: models::look(spec, directory, |_| true).await,
             images: crate::commands::pictures(spec, directory),
+            missing: models::missing_inputs(spec, directory),
             ..Self::default()
         };
         report
@@ -92,11 +95,18 @@ impl Report {
     #[must_use]
     pub fn problems(&self) -> Vec<String> {
         let mut problems: Vec<String> = self.models.iter().filter_map(|model| model.problem.clone()).collect();
+        problems.extend(self.missing.iter().cloned());
         #[cfg(feature = "embedded")]
         problems.extend(
             self.trainings
                 .iter()
                 .flat_map(|training| training.data.problems.clone()),
+        );
+        #[cfg(feature = "embedded")]
+        problems.extend(
+            self.trainings
+                .iter()
+                .flat_map(|training| training.data.datasets.iter().filter_map(super::text::problem_of)),
         );
         let mut seen = std::collections::BTreeSet::new();
         problems.retain(|problem| seen.insert(problem.clone()));

@@ -258,6 +258,16 @@ fn short(value: f64) -> String {
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
+/// What of the files of a data set ends its training.
+#[cfg(feature = "embedded")]
+pub(super) fn problem_of(set: &DatasetReport) -> Option<String> {
+    let listed = listed(
+        "end too early, and training stops at such a file; take them out, or copy them again",
+        &set.cut_off,
+    );
+    (set.cut_off.count > 0).then(|| format!("{}: {listed}", set.path))
+}
+
 #[cfg(feature = "embedded")]
 fn listed(what: &str, files: &Files) -> String {
     let more = if files.count > files.first.len() as u64 {
@@ -280,12 +290,6 @@ fn warnings_of(set: &DatasetReport, short: bool) -> Vec<String> {
                 listed("cannot be read and are skipped", &set.unreadable)
             ));
         }
-    }
-    if set.cut_off.count > 0 {
-        warnings.push(format!(
-            "{path}: {}",
-            listed("end too early, and training stops at such a file", &set.cut_off)
-        ));
     }
     if set.too_small.count > 0 && set.too_small.count * 10 >= set.images {
         warnings.push(format!(

@@ -183,6 +183,12 @@ fn finish(model: &mut ModelConfig, given: &Given, cx: &mut Cx) {
             );
         }
     }
+    if given.has("name_or_path") && model.name_or_path.trim().is_empty() {
+        cx.error_at(
+            "name_or_path",
+            "needs the path of a model, or the name of a repository (ORG/NAME)",
+        );
+    }
     if ![4, 8, 16].contains(&model.text_encoder_bits) {
         cx.error_at("text_encoder_bits", "expected 16, 8 or 4");
     }

@@ -283,8 +283,8 @@ pub fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&
     }
     let lower = word.to_ascii_lowercase();
     let limit = match length {
-        0..=2 => 0,
-        3..=4 => 1,
+        0..=1 => 0,
+        2..=4 => 1,
         _ => 2,
     };
     known
@@ -294,7 +294,7 @@ pub fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&
                 candidate,
             )
         })
-        .filter(|&(distance, candidate)| distance <= limit && (distance == 0 || candidate.len() > distance + 1))
+        .filter(|&(distance, candidate)| distance <= limit && (distance == 0 || candidate.len() > distance))
         .min_by_key(|&(distance, _)| distance)
         .map(|(_, candidate)| candidate)
 }

@@ -221,7 +221,22 @@ pub fn header_of(path: &Path) -> Result<Weights, Unreadable> {
     file.seek(SeekFrom::Start(8)).map_err(failed)?;
     let mut header = Vec::new();
     file.take(length).read_to_end(&mut header).map_err(failed)?;
-    Weights::of_safetensors(&header)
+    let weights = Weights::of_safetensors(&header)?;
+    let needed = 8 + length + data_bytes(&header);
+    if info.len() < needed {
+        let has = info.len();
+        return Err(Unreadable::Other(format!(
+            "it is cut off: it has {has} bytes and should have {needed}; copy or download it again"
+        )));
+    }
+    Ok(weights)
+}
+
+/// Bytes of the tensors behind a safetensors header.
+fn data_bytes(header: &[u8]) -> u64 {
+    let entries: Map<String, Value> = serde_json::from_slice(header).unwrap_or_default();
+    let end = |entry: &Value| entry.get("data_offsets")?.get(1)?.as_u64();
+    entries.values().filter_map(end).max().unwrap_or(0)
 }
 
 impl Weights {

@@ -5,10 +5,12 @@
 //! client of a repository. Command line, worker and engine ask the same function, so that they give the same answer.
 
 mod classes;
+mod complete;
 mod inventory;
 mod keys;
 mod verdict;
 
+pub use complete::{damaged, lacking};
 pub use inventory::{Inventory, SMALL_FILE_BYTES, Unreadable, Weights, header_of, small_files};
 pub use verdict::{Refusal, check};
 

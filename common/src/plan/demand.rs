@@ -426,7 +426,8 @@ impl Trained {
                     true => figures.family.text_lora_per_rank,
                     false => 0.0,
                 };
-                rank * (figures.family.lora_per_rank + of_text) * figures.scale
+                let of_convolutions = number(network, "/conv").unwrap_or(0.0) * figures.family.conv_lora_per_rank;
+                (rank * (figures.family.lora_per_rank + of_text) + of_convolutions) * figures.scale
             }
             None => f64::from(full[0]) * figures.denoiser + f64::from(full[1]) * figures.text,
         };

@@ -23,6 +23,9 @@ pub struct Family {
     pub vae: f64,
     /// Parameters of a LoRA over every linear layer of the denoiser, per unit of rank.
     pub lora_per_rank: f64,
+    /// Parameters of its adapter per `network.conv`, in millions: of a convolution with a kernel above 1x1, from `in` to `out`
+    /// channels, 9 in + out.
+    pub conv_lora_per_rank: f64,
     /// The same of the text encoders that can be trained.
     pub text_lora_per_rank: f64,
     /// GiB of activations per megapixel in training, with gradient checkpointing.
@@ -92,6 +95,7 @@ const FAMILIES: [Family; 6] = [
         text_tables: 38.0,
         vae: 84.0,
         lora_per_rank: 0.43,
+        conv_lora_per_rank: 0.547,
         text_lora_per_rank: 0.166,
         train_checkpointed: 2.5,
         train_plain: 7.0,
@@ -106,6 +110,7 @@ const FAMILIES: [Family; 6] = [
         text_tables: 50.7,
         vae: 84.0,
         lora_per_rank: 0.43,
+        conv_lora_per_rank: 0.547,
         text_lora_per_rank: 0.417,
         train_checkpointed: 2.5,
         train_plain: 7.0,
@@ -120,6 +125,7 @@ const FAMILIES: [Family; 6] = [
         text_tables: 101.4,
         vae: 84.0,
         lora_per_rank: 2.0,
+        conv_lora_per_rank: 0.359,
         text_lora_per_rank: 0.72,
         train_checkpointed: 3.0,
         train_plain: 10.0,
@@ -134,6 +140,7 @@ const FAMILIES: [Family; 6] = [
         text_tables: 233.0,
         vae: 84.0,
         lora_per_rank: 3.5,
+        conv_lora_per_rank: 0.0,
         text_lora_per_rank: 0.0,
         train_checkpointed: 3.0,
         train_plain: 16.0,
@@ -148,6 +155,7 @@ const FAMILIES: [Family; 6] = [
         text_tables: 169.6,
         vae: 84.0,
         lora_per_rank: 4.79,
+        conv_lora_per_rank: 0.0,
         text_lora_per_rank: 0.0,
         train_checkpointed: 3.0,
         train_plain: 20.0,
@@ -162,6 +170,7 @@ const FAMILIES: [Family; 6] = [
         text_tables: 545.0,
         vae: 127.0,
         lora_per_rank: 5.9,
+        conv_lora_per_rank: 0.0,
         text_lora_per_rank: 0.0,
         train_checkpointed: 4.0,
         train_plain: 30.0,

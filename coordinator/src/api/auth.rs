@@ -2,6 +2,7 @@
 //!
 //! One table says which right a call needs. A call that is not in it is refused: a new one cannot be forgotten open.
 
+use super::calls::{Answer, Calls};
 use crate::access::{Access, Denied, Identity};
 use crate::door::Door;
 use aitk_common::control::PROTOCOL_VERSION;
@@ -52,6 +53,7 @@ pub(crate) struct Gate {
     /// A worker on another machine needs a certificate.
     certificates_only: bool,
     door: Door,
+    calls: Calls,
 }
 
 impl std::fmt::Debug for Gate {
@@ -68,6 +70,7 @@ impl Gate {
             proof,
             certificates_only,
             door,
+            calls: Calls::new(),
         }
     }
 
@@ -237,7 +240,7 @@ impl<S: NamedService> NamedService for Guarded<S> {
 
 impl<S> Service<http::Request<Body>> for Guarded<S>
 where
-    S: Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible>,
+    S: Service<http::Request<Body>, Response = http::Response<Body>, Error = Infallible> + Clone + Send + 'static,
     S::Future: Send + 'static,
 {
     type Response = http::Response<Body>;
@@ -253,8 +256,19 @@ where
         match self.gate.check(&request, &origin) {
             Ok(who) => {
                 request.extensions_mut().insert(origin);
-                request.extensions_mut().insert(who);
-                Box::pin(self.service.call(request))
+                request.extensions_mut().insert(who.clone());
+                let (calls, mut service) = (self.gate.calls.clone(), self.service.clone());
+                Box::pin(async move {
+                    let path = request.uri().path().to_owned();
+                    let held = match calls.enter(&who, &path).await {
+                        Ok(held) => held,
+                        Err(status) => return Ok(status.into_http()),
+                    };
+                    let (parts, body) = request.into_parts();
+                    let (body, _turn) = calls.request(&who, &path, body);
+                    let answer = service.call(http::Request::from_parts(parts, body)).await?;
+                    Ok(answer.map(|body| Body::new(Answer::new(body, held))))
+                })
             }
             Err(status) => Box::pin(async move { Ok(status.into_http()) }),
         }

@@ -10,7 +10,7 @@ use tokio::sync::mpsc;
 use tonic::Status;
 
 /// Events read from the store at a time.
-const PAGE: u32 = 500;
+const PAGE: u32 = 100;
 /// Events between us and a follower's socket. A follower that reads slowly waits in its own task, nobody else does.
 pub(super) const WIRE_BUFFER: usize = 64;
 /// A follower that takes nothing for so long is gone.

@@ -4,6 +4,7 @@ mod admin;
 mod arrays;
 mod auth;
 mod blobs;
+mod calls;
 mod enrol;
 mod follow;
 mod jobs;

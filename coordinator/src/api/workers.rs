@@ -68,20 +68,22 @@ impl Workers for WorkersApi {
     }
 }
 
-/// A worker that is here with an administrator's token is nobody's yet. While it is, no worker's token takes its place.
+/// A worker that is here with an administrator's token is nobody's yet. While it is, or has work that has not ended, no worker's
+/// token takes its place: with it would come the inputs and the checkpoints of that work.
 async fn not_in_use(shared: &Shared, who: &Identity, worker: &WorkerId) -> Result<(), Status> {
     if who.role != Role::Worker || shared.access.owner_of(worker).await.is_some() {
         return Ok(());
     }
     let wanted = worker.clone();
-    if !shared.core.query(move |state, _| state.is_connected(&wanted)).await? {
+    if !shared.core.query(move |state, _| state.is_in_use(&wanted)).await? {
         return Ok(());
     }
     let mut line = who.line(shared.clock.now(), "worker.join", worker.as_str());
-    (line.done, line.detail) = (false, "it is connected with an administrator's token".into());
+    (line.done, line.detail) = (false, "it is at work with an administrator's token".into());
     shared.access.note(line);
     Err(Status::unavailable(format!(
-        "worker {worker} is connected with an administrator's token; end that session first, then this one gets its place"
+        "worker {worker} is connected with an administrator's token, or was and has work that has not ended; end that first, then \
+         this one gets its place, or give it a data folder of its own"
     )))
 }
 

@@ -10,7 +10,7 @@ use super::state::State;
 use super::words::{gib, no_device, not_this_device, span};
 use aitk_common::capability::DeviceRef;
 use aitk_common::control::{DeviceForecast, Forecast, JobState, UnixMillis};
-use aitk_common::id::{JobId, UserName};
+use aitk_common::id::{JobId, UserName, WorkerId};
 use aitk_common::plan::profile::MemoryProfile;
 use std::time::Duration;
 
@@ -411,12 +411,19 @@ impl State {
                 .then(a_rank.2.total_cmp(&b_rank.2))
                 .then((budget(a), a.slot).cmp(&(budget(b), b.slot)))
         });
-        sights.iter().map(|sight| self.say(sight, family, units)).collect()
+        let own = job.and_then(own_pace);
+        let say = |sight: &Sight<'_>| {
+            let here =
+                own.filter(|(worker, device, _)| *worker == &sight.worker.id && *device == sight.device.device.device);
+            self.say(sight, family, units, here.map(|(_, _, seconds)| seconds))
+        };
+        sights.iter().map(say).collect()
     }
 
-    fn say(&self, sight: &Sight<'_>, family: Option<&str>, units: f64) -> DeviceForecast {
+    /// `own`: what a job that runs there has left, at its own pace.
+    fn say(&self, sight: &Sight<'_>, family: Option<&str>, units: f64, own: Option<f64>) -> DeviceForecast {
         let device = &sight.device.device;
-        let measured = self.speeds.is_measured(device, family);
+        let measured = own.is_some() || self.speeds.is_measured(device, family);
         let name = name(sight);
         let mut said = DeviceForecast {
             worker: sight.worker.id.clone(),
@@ -441,7 +448,7 @@ impl State {
                 hindrance,
                 ready,
             } => {
-                let seconds = family.map(|_| units * seconds_per_unit);
+                let seconds = own.or(family.map(|_| units * seconds_per_unit));
                 let need = match bytes {
                     Some(bytes) => format!("{} of {}", gib(*bytes), gib(device.memory_budget)),
                     None => format!("all of {}, its need is not known", gib(device.memory_budget)),
@@ -465,6 +472,17 @@ impl State {
         }
         said
     }
+}
+
+/// Where a job runs, and the seconds that it still takes there, from the steps that it has taken.
+fn own_pace(job: &Job) -> Option<(&WorkerId, DeviceRef, f64)> {
+    let (attempt, progress) = (job.current()?, job.progress?);
+    #[allow(clippy::cast_precision_loss)]
+    let left = progress.total.checked_sub(progress.done)? as f64;
+    let seconds = left * progress.seconds_per_step?;
+    seconds
+        .is_finite()
+        .then_some((&attempt.worker, attempt.device, seconds))
 }
 
 /// `box cuda:0`; the processor has no number.

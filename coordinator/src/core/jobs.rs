@@ -377,7 +377,8 @@ impl State {
             let id = match id.unwrap_or_else(|| self.find_beginning(text, sees)) {
                 Err(Refusal::NotFound(_)) => {
                     return Err(Refusal::Conflict(format!(
-                        "cluster.after: there is no job {shown:?} to wait for; give the id or the name of a job that was submitted"
+                        "{}: there is no job {shown:?} to wait for; give the id or the name of a job that was submitted",
+                        condition.key()
                     )));
                 }
                 other => other?,

@@ -187,6 +187,18 @@ pub enum Condition {
     Failed,
 }
 
+impl Condition {
+    /// The key of a config that asks for it.
+    #[must_use]
+    pub fn key(self) -> &'static str {
+        match self {
+            Self::Completed => "cluster.after",
+            Self::Ended => "cluster.after_any",
+            Self::Failed => "cluster.after_failed",
+        }
+    }
+}
+
 /// A job with its only task and all its attempts. What is marked volatile is not kept over a restart.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Job {

@@ -133,6 +133,14 @@ impl State {
         self.workers.get(worker).is_some_and(|worker| worker.session.is_some())
     }
 
+    /// Whether a worker has an open session, or jobs that have not ended were with it last: whoever takes its place gets them.
+    #[must_use]
+    pub fn is_in_use(&self, worker: &WorkerId) -> bool {
+        let was_with = |job: &Job| job.attempts.last().is_some_and(|last| last.worker == *worker);
+        let mut unended = self.jobs.values().filter(|job| !job.state.is_ended());
+        self.is_connected(worker) || unended.any(was_with)
+    }
+
     /// Open sessions, and jobs that have not ended.
     #[must_use]
     pub fn counts(&self) -> (u64, u64) {

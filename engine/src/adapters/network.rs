@@ -75,7 +75,7 @@ pub struct LoadReport {
     pub missing: Vec<String>,
     /// Names in the file that fit nothing.
     pub unknown: Vec<String>,
-    /// Layers whose rank differed: padded with zeros or cut. The optimizer's state does not fit them.
+    /// Layers whose rank differed: filled up or cut. The optimizer's state does not fit them.
     pub resized: usize,
 }
 
@@ -189,8 +189,9 @@ impl LoraNetwork {
         Ok(out)
     }
 
-    /// Takes the weights of a file, of whatever dialect. Another rank is padded with zeros or cut (section 15.5.4);
-    /// another shape is an error.
+    /// Takes the weights of a file, of whatever dialect. Of a lower rank, the rows that `down` has more keep their initial
+    /// values and `up` gets zeros, so that the model stays as it was and all of it learns; a higher rank is cut. Another shape
+    /// is an error.
     ///
     /// # Errors
     /// When a shape fits in no way, or nothing in the file fits.
@@ -223,7 +224,14 @@ impl LoraNetwork {
                 if t.elem_count() != var.elem_count() || t.dims()[..2] != var.dims()[..2] {
                     return Err(wrong(tensor, var));
                 }
-                updates.push((var, t.reshape(var.shape())?.to_device(var.device())?));
+                let mut value = t.reshape(var.shape())?.to_device(var.device())?;
+                let have = tensor.dim(axis)?;
+                if axis == 0 && have < rank {
+                    // Were both of them zero, no gradient would ever reach the rows that are new.
+                    let fresh = var.narrow(0, have, rank - have)?.to_dtype(value.dtype())?;
+                    value = Tensor::cat(&[&value.narrow(0, 0, have)?, &fresh], 0)?;
+                }
+                updates.push((var, value));
             }
             report.resized += usize::from(resized);
             report.loaded += 1;

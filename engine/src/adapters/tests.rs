@@ -224,6 +224,13 @@ fn other_ranks_are_padded_or_cut() {
     assert_eq!(report.resized, large.layers());
     let e = expected();
     assert!(gap(&unet(&bigger, &e), &unet(&sd, &e)) < 1e-5);
+    // Every row can learn: where `up` is zero, `down` is not.
+    for (name, tensor) in large.tensors(DType::F32).unwrap() {
+        if name.contains("lora_down") {
+            let rows = tensor.flatten_from(1).unwrap().abs().unwrap().sum(1).unwrap();
+            assert!(rows.to_vec1::<f32>().unwrap().iter().all(|row| *row > 0.0), "{name}");
+        }
+    }
     let report = attach(&mut model(), &LoraConfig { rank: 2, ..config() })
         .load(&file)
         .unwrap();

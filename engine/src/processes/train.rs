@@ -236,10 +236,11 @@ impl<'a> Run<'a> {
                 cx.log("warn", warning);
             }
             if done.is_multiple_of(self.process.logging.every()) || done == steps {
-                let mut values = BTreeMap::from([
-                    ("loss/loss".to_owned(), report.loss),
-                    ("learning_rate".to_owned(), report.lr),
-                ]);
+                let mut values = BTreeMap::from([("learning_rate".to_owned(), report.lr)]);
+                // JSON has no other numbers; the warning says that there is none.
+                if report.loss.is_finite() {
+                    values.insert("loss/loss".into(), report.loss);
+                }
                 if let Some(norm) = report.grad_norm {
                     values.insert("grad_norm".into(), norm);
                 }

@@ -309,13 +309,19 @@ fn a_loss_that_is_no_number_changes_nothing() {
     let of_sum = |factor: f64| (var.as_tensor().sum_all()? * factor).map_err(Into::into);
     trainer.add(|| of_sum(f64::NAN)).unwrap();
     let report = trainer.finish_step(0, true).unwrap();
-    assert_eq!(report.loss, 0.0);
+    assert!(report.loss.is_nan());
+    assert!(trainer.is_finite().unwrap());
     assert!(report.warning.unwrap().contains("step 1"));
     // A finite loss with an endless gradient.
     trainer.add(|| of_sum(1e38)).unwrap();
     let report = trainer.finish_step(1, true).unwrap();
     assert!(report.warning.is_some() || report.grad_norm.unwrap().is_finite());
     assert!(var.to_vec1::<f32>().unwrap().iter().all(|v| v.is_finite()));
+    assert!(trainer.is_finite().unwrap());
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        var.set(&Tensor::new(&[1.0, bad], &Device::Cpu).unwrap()).unwrap();
+        assert!(!trainer.is_finite().unwrap(), "{bad}");
+    }
 }
 
 #[test]

@@ -82,7 +82,7 @@ impl Trainer {
     }
 
     /// Runs the forward pass of a micro-batch, and adds the gradients of its loss. Gradients are summed, as ai-toolkit does
-    /// (quirk 6). A loss that is not finite counts as zero and adds nothing.
+    /// (quirk 6). A loss that is not finite adds nothing; it is reported as it is.
     ///
     /// # Errors
     /// When the forward or the backward pass fails.
@@ -168,7 +168,7 @@ impl Trainer {
         let value = f64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
         if !value.is_finite() {
             self.non_finite += 1;
-            self.losses.push(0.0);
+            self.losses.push(value);
             return Ok(None);
         }
         self.losses.push(value);
@@ -192,7 +192,7 @@ impl Trainer {
         self.losses.clear();
         if self.non_finite > 0 {
             report.warning = Some(format!(
-                "step {}: the loss of {} micro-batch(es) was not a finite number and counts as zero",
+                "step {}: the loss of {} micro-batch(es) was not a finite number; nothing is learned of them",
                 step + 1,
                 self.non_finite
             ));
@@ -228,6 +228,21 @@ impl Trainer {
             ema.update().map_err(optim_error)?;
         }
         Ok(report)
+    }
+
+    /// Whether all trained weights are finite numbers.
+    ///
+    /// # Errors
+    /// When the arithmetic fails.
+    pub fn is_finite(&self) -> Result<bool> {
+        for param in &self.options.params {
+            // Zero times infinity, and times no number, is no number.
+            let sum = param.var.as_tensor().affine(0.0, 0.0)?.sum_all()?;
+            if !sum.to_dtype(DType::F32)?.to_scalar::<f32>()?.is_finite() {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// What a checkpoint holds, by role: `weights`, `optimizer`, and where they exist `ema` and `gradients`. The second value is the number of EMA updates.

@@ -12,7 +12,7 @@ use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::capability::DeviceKind;
 use aitk_common::control::{Assignment, Report};
 use aitk_common::job::{Finding, JobSpec, summary};
-use aitk_common::storage::checkpoints;
+use aitk_common::storage::{StorageError, checkpoints};
 use cache::Lease;
 use derived::DerivedLease;
 use hub::{HubError, Wanted};
@@ -82,8 +82,14 @@ pub(crate) async fn inputs(
         for message in warnings.into_inner().unwrap_or_else(PoisonError::into_inner) {
             reporter.log("warn", message).await;
         }
-        let (path, lease) =
-            fetched.map_err(|error| failure(&format!("could not fetch the input {config_path:?}"), &error))?;
+        let (path, lease) = fetched.map_err(|error| match error {
+            // It stays as it is, however often it is fetched.
+            StorageError::Malformed { .. } => Outcome::Failed {
+                cause: FailureCause::BadInput,
+                message: format!("the input {config_path:?} cannot be used: {error}"),
+            },
+            error => failure(&format!("could not fetch the input {config_path:?}"), &error),
+        })?;
         staged.inputs.insert(config_path.clone(), path);
         staged._leases.push(lease);
         let derived = context

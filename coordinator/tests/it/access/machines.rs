@@ -2,6 +2,7 @@
 
 use super::{CALM, line, somebody, token};
 use crate::support::{FakeWorker, Pool, held, put_checkpoint, within};
+use aitk_common::attempt::Outcome;
 use aitk_common::control::{ToCoordinator, Verdict};
 use aitk_proto::client::connect;
 use aitk_proto::remote_blobs::RemoteBlobs;
@@ -84,7 +85,17 @@ async fn a_machine_that_has_the_first_token_is_not_pushed_aside() {
         let (secret, _) = token(&pool.clients, "box", "worker", None).await;
         connect(&pool.running.url(), &secret, None).await.unwrap()
     };
-    let worker = FakeWorker::register(&other, stolen).await;
+    // It is not connected, but its work has not ended: whoever took its place would have that.
+    let first = ToCoordinator::Register(Box::new(stolen.clone()));
+    let (_sender, mut messages) = FakeWorker::open(&other, Some(first)).await.unwrap();
+    let error = within(messages.message()).await.unwrap_err();
+    assert_eq!(error.code(), Code::Unavailable, "{error}");
+    let again = FakeWorker::registration("w", Some(id.clone()), vec![held(&work)]);
+    let mut worker = FakeWorker::register(&pool.clients, again).await;
     assert_eq!((&worker.id, worker.keep.len()), (&id, 1));
+    worker.finish(&held(&work), Outcome::Completed).await;
+    drop(worker);
+    let worker = FakeWorker::register(&other, stolen).await;
+    assert_eq!((&worker.id, worker.keep.len()), (&id, 0));
     within(pool.running.shutdown()).await;
 }

@@ -150,7 +150,10 @@ impl Run<'_> {
         if report.resized > 0 {
             cx.log(
                 "warn",
-                format!("{} layers have another rank: padded with zeros or cut", report.resized),
+                format!(
+                    "{} layers have another rank: filled up with fresh rows or cut",
+                    report.resized
+                ),
             );
         }
         if !report.missing.is_empty() {
@@ -264,6 +267,12 @@ impl Run<'_> {
 
     /// Writes the exact state after `step` steps and announces it.
     pub(super) fn checkpoint(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
+        if !self.trainer.is_finite()? {
+            return Err(EngineError::bad_input(format!(
+                "after step {step} the trained weights are not finite numbers, so they are not saved; what was saved before stays. \
+                 `train.lr` is too high, or the base model or the LoRA that it started from is damaged"
+            )));
+        }
         let (parts, ema_updates) = self.trainer.state()?;
         let mut writer = CheckpointWriter::new(&self.folder.checkpoints(), step)
             .map_err(checkpoint_error)?

@@ -467,21 +467,25 @@ fn retention_keeps_the_newest_and_says_what_went() {
 
 #[test]
 fn a_run_that_cannot_learn_ends_and_says_so() {
-    let dir = tempfile::tempdir().unwrap();
-    let mut process = trainer(dir.path(), 60);
-    process.train.lr = 1e30;
-    process.train.max_grad_norm = 0.0;
-    let (outcome, events) = go(&spec(process));
-    let Outcome::Failed {
-        cause: FailureCause::BadInput,
-        message,
-    } = outcome
-    else {
-        panic!("{outcome:?}");
-    };
-    assert!(message.contains("finite") && message.contains("train.lr"), "{message}");
-    assert!(losses(&events).len() < 60);
-    assert!(!dir.path().join("out/tiny/tiny.safetensors").exists());
+    // Step after step without a loss, and a few of them, which leave weights that are no numbers.
+    for (steps, max_grad_norm) in [(60, 0.0), (6, 1.0)] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut process = trainer(dir.path(), steps);
+        process.train.lr = 1e30;
+        process.train.max_grad_norm = max_grad_norm;
+        let (outcome, events) = go(&spec(process));
+        let Outcome::Failed {
+            cause: FailureCause::BadInput,
+            message,
+        } = outcome
+        else {
+            panic!("{outcome:?}");
+        };
+        assert!(message.contains("finite") && message.contains("train.lr"), "{message}");
+        assert!((losses(&events).len() as u64) < steps);
+        assert!(losses(&events).iter().all(|loss| loss.is_finite()));
+        assert!(!dir.path().join("out/tiny/tiny.safetensors").exists());
+    }
 }
 
 #[test]
