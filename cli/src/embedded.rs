@@ -238,10 +238,13 @@ pub struct Stops {
     terminate: tokio::signal::unix::Signal,
     #[cfg(unix)]
     interrupt: tokio::signal::unix::Signal,
+    /// The terminal is closed.
+    #[cfg(unix)]
+    hangup: tokio::signal::unix::Signal,
 }
 
 impl Stops {
-    /// From here on neither ends the program by itself.
+    /// From here on none of them ends the program by itself.
     ///
     /// # Errors
     /// When the system does not let us listen.
@@ -251,6 +254,7 @@ impl Stops {
         Ok(Self {
             terminate: signal(SignalKind::terminate()).map_err(cannot)?,
             interrupt: signal(SignalKind::interrupt()).map_err(cannot)?,
+            hangup: signal(SignalKind::hangup()).map_err(cannot)?,
         })
     }
 
@@ -259,6 +263,7 @@ impl Stops {
         tokio::select! {
             _ = self.interrupt.recv() => Exit::Interrupted,
             _ = self.terminate.recv() => Exit::Terminated,
+            _ = self.hangup.recv() => Exit::Terminated,
         }
     }
 }

@@ -96,9 +96,9 @@ pub fn job_detail(job: &JobView) -> String {
             parts.join(", ")
         }
         JobState::Queued | JobState::Stopped | JobState::Failed => job.reason.clone(),
-        JobState::Completed => match (job.started, job.ended) {
-            (Some(started), Some(ended)) => format!("took {}", duration(ended.since(started))),
-            _ => job.reason.clone(),
+        JobState::Completed => match job.took() {
+            Some(took) => format!("took {}", duration(took)),
+            None => job.reason.clone(),
         },
     }
 }

@@ -307,7 +307,7 @@ impl Ui {
     /// A wait of so many bytes: a bar on a terminal, otherwise a line now and then.
     #[must_use]
     pub fn bytes(&self, what: &str, total: u64) -> Wait<'_> {
-        let template = "{msg:<22!} [{bar:20}] {bytes:>10}/{total_bytes:<10} {binary_bytes_per_sec} {eta}";
+        let template = "{msg:<18!} [{bar:10}] {bytes:>10}/{total_bytes:<10} {binary_bytes_per_sec} {eta}";
         self.wait(what, total, Unit::Bytes, template)
     }
 

@@ -396,6 +396,18 @@ pub struct JobView {
 }
 
 impl JobView {
+    /// How long its attempts have taken, once it has ended: what it waited between them does not count. None where it did not start.
+    #[must_use]
+    pub fn took(&self) -> Option<Duration> {
+        let whole = self.ended?.since(self.started?);
+        let each = |attempt: &AttemptView| Some(attempt.ended?.since(attempt.created));
+        let attempts: Option<Duration> = self.attempts.iter().map(each).sum();
+        match (self.array.is_some() || self.attempts.len() < 2, attempts) {
+            (false, Some(attempts)) => Some(attempts.min(whole)),
+            _ => Some(whole),
+        }
+    }
+
     /// Where it stands, in the word that screens use.
     #[must_use]
     pub fn status(&self) -> &'static str {

@@ -2,6 +2,7 @@
 
 use super::link::Link;
 use super::{SqlStore, StoreError};
+use sqlx::Connection;
 use sqlx::migrate::Migrator;
 use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous};
 use std::path::Path;
@@ -34,6 +35,9 @@ impl SqlStore {
             .synchronous(SqliteSynchronous::Full);
         let writer = SqlitePoolOptions::new()
             .max_connections(1)
+            // Where there is no room, undoing a transaction can fail as well. What is written inside one that stays open is
+            // committed to it and not to the file: such a connection is closed, which undoes it.
+            .before_acquire(|connection, _| Box::pin(async move { Ok(!connection.is_in_transaction()) }))
             .connect_with(options.clone())
             .await
             .map_err(|e| failed(Box::new(e)))?;

@@ -175,7 +175,7 @@ async fn a_database_without_room_is_read_refuses_in_words_and_goes_on_when_there
     let Some(disk) = SmallDisk::mount(dir.path()) else {
         return;
     };
-    let daemon = Daemon::start(dir.path(), &["--disk-reserve-mib", "0"], &[]).await;
+    let mut daemon = Daemon::start(dir.path(), &["--disk-reserve-mib", "0"], &[]).await;
     let clients = daemon.clients().await;
     let blobs = RemoteBlobs::with_budget(&clients, PATIENCE);
     put(&blobs, &input().to_bytes()).await;
@@ -242,6 +242,14 @@ async fn a_database_without_room_is_read_refuses_in_words_and_goes_on_when_there
     assert!(answer.existed, "{answer:?}");
     acknowledged.push(format!("large{number}"));
     let mut listed = names(&clients).await;
+    listed.sort_unstable();
+    acknowledged.sort_unstable();
+    assert_eq!(listed, acknowledged);
+    // It is in the file, too: what was acknowledged since is there after a kill.
+    within(clients.jobs.clone().submit(large(2000))).await.unwrap();
+    acknowledged.push("large2000".to_owned());
+    daemon.kill_and_restart().await;
+    let mut listed = names(&daemon.clients().await).await;
     listed.sort_unstable();
     acknowledged.sort_unstable();
     assert_eq!(listed, acknowledged);

@@ -47,6 +47,12 @@ use target::Target;
 
 /// Steps without a finite loss in a row after which a run gives up; ai-toolkit counts such a loss as zero and goes on.
 const LOST_STEPS: u64 = 25;
+/// Of so many in a row no state is saved any more, so that a good one stays.
+const BAD_STEPS: u64 = 5;
+
+fn not_saved(step: u64, lost: u64) -> String {
+    format!("step {step} is not saved: {lost} steps in a row had a loss or gradients that are not finite numbers")
+}
 
 /// Runs one trainer process to its end, to a stop, or to a failure.
 pub(super) fn run(process: &TrainerProcess, cx: &mut Context<'_>) -> Result<Outcome> {
@@ -214,7 +220,13 @@ impl<'a> Run<'a> {
         let mut lost = 0;
         for step in self.start..steps {
             if cx.stop.is_set() {
-                return self.stopped(cx, step);
+                return match lost >= BAD_STEPS {
+                    false => self.stopped(cx, step),
+                    true => {
+                        cx.log("warn", not_saved(step, lost));
+                        Ok(Outcome::stopped())
+                    }
+                };
             }
             for micro in 0..self.process.train.gradient_accumulation.max(1) {
                 self.micro_batch(step, micro)?;
@@ -226,10 +238,11 @@ impl<'a> Run<'a> {
             if let Some(warning) = report.warning.clone() {
                 cx.log("warn", warning);
             }
-            if lost == LOST_STEPS || (done == steps && lost == steps - self.start) {
+            if lost == LOST_STEPS || (done == steps && (lost == steps - self.start || lost >= BAD_STEPS)) {
                 return Err(EngineError::bad_input(format!(
                     "{lost} steps in a row, up to step {done}, had a loss or gradients that are not finite numbers, so nothing \
-                     was learned: is the base model or the LoRA that it started from damaged, or `train.lr` too high?"
+                     was learned: is the base model or the LoRA that it started from damaged, or `train.lr` too high? What was \
+                     saved before stays"
                 )));
             }
             if let Some(warning) = self.record.step(done, &report) {
@@ -254,7 +267,9 @@ impl<'a> Run<'a> {
             clock.step(cx, done, steps);
             if done < steps {
                 let save = self.process.save.is_due(done);
-                if save {
+                if save && lost >= BAD_STEPS {
+                    cx.log("warn", not_saved(done, lost));
+                } else if save {
                     self.save(cx, done)?;
                 }
                 let sample = self.process.sample.is_due(done) && !self.process.train.disable_sampling;

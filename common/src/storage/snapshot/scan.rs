@@ -7,7 +7,7 @@ use crate::hash::ContentHash;
 use crate::storage::StorageError;
 use std::collections::BTreeMap;
 use std::fs;
-use std::io;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 /// Folders that ai-toolkit fills beside the pictures: derived, so never sent.
@@ -69,7 +69,13 @@ pub fn scan(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<Scanned, 
     let mut sources = BTreeMap::new();
     for (name, file) in found {
         progress(so_far);
-        let hashed = regular::open(&file).and_then(|(file, _)| ContentHash::of_reader(file));
+        let hashed = regular::open(&file).and_then(|(file, _)| {
+            ContentHash::of_reader(Counted {
+                file,
+                so_far,
+                progress: &mut *progress,
+            })
+        });
         let (sha256, bytes) = hashed.map_err(|error| FsError::new("read", &file, error))?;
         so_far.files += 1;
         so_far.bytes += bytes;
@@ -85,6 +91,22 @@ pub fn scan(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<Scanned, 
         snapshot: Snapshot::new(files, is_file)?,
         sources,
     })
+}
+
+/// A file whose progress is told while it is read: one may be most of a model.
+struct Counted<'a, R> {
+    file: R,
+    so_far: Progress,
+    progress: &'a mut dyn FnMut(Progress),
+}
+
+impl<R: Read> Read for Counted<'_, R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.file.read(buffer)?;
+        self.so_far.bytes += read as u64;
+        (self.progress)(self.so_far);
+        Ok(read)
+    }
 }
 
 fn walk(
