@@ -116,6 +116,13 @@ pub struct Local {
     api: Api,
 }
 
+/// What holds where jobs of others run, too.
+#[derive(Clone, Copy, Debug)]
+pub struct Serving {
+    /// They run confined or not at all.
+    pub require_sandbox: bool,
+}
+
 impl Local {
     /// Starts both, and connects to them.
     ///
@@ -127,8 +134,10 @@ impl Local {
         name: Option<&str>,
         devices: Vec<Device>,
         ca_file: Option<&Path>,
-        require_sandbox: bool,
+        serving: Option<Serving>,
     ) -> Result<Self, Failure> {
+        let serves = serving.is_some();
+        let require_sandbox = serving.is_some_and(|serving| serving.require_sandbox);
         let tls = coordinator.tls.is_some();
         coordinator.traces.clone_from(traces());
         let running = aitk_coordinator::start(coordinator).await;
@@ -152,6 +161,14 @@ impl Local {
                 config.traces.clone_from(traces());
                 config.confinement = measure_confinement().await;
                 config.require_sandbox = require_sandbox;
+                // Only a server has jobs of others.
+                if serves {
+                    let (limits, groups) = aitk_worker::runner::limit_attempts();
+                    config.groups = groups;
+                    if let Some(confinement) = &mut config.confinement {
+                        confinement.limits = limits;
+                    }
+                }
                 // As the worker daemon takes it.
                 let allowed = std::env::var("AITK_HUB_ALLOW").unwrap_or_default();
                 config.hub_allow = allowed

@@ -218,7 +218,7 @@ impl<'a> Renderer<'a> {
             }
             EventBody::State { state, paused, .. } => {
                 if *paused || matches!(state, JobState::Queued | JobState::Stopping) {
-                    self.progress.phase(state.status(*paused));
+                    self.progress.state(state.status(*paused), *state == JobState::Running);
                     self.show(false);
                 }
                 self.say(&event.body);
@@ -235,7 +235,7 @@ impl<'a> Renderer<'a> {
             EventBody::Progress(p) => self.progress.steps(p.done, p.total, p.seconds_per_step),
             EventBody::Metrics { values, .. } => self.progress.metrics(values),
             EventBody::State { state, paused, .. } if *paused || *state != JobState::Running => {
-                self.progress.phase(state.status(*paused));
+                self.progress.state(state.status(*paused), *state == JobState::Running);
             }
             _ => {}
         }

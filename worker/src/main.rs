@@ -1,12 +1,11 @@
 //! The worker daemon.
 
-use aitk_common::confinement::Protection;
 use aitk_common::job::cluster::TimeSpan;
 use aitk_common::security::token::Token;
 use aitk_common::telemetry;
 use aitk_common::telemetry::traces::Traces;
 use aitk_worker::probe::{self, Choice};
-use aitk_worker::runner::Groups;
+use aitk_worker::runner::limit_attempts;
 use aitk_worker::{Config, JoinOptions, Membership, Refusal, sandbox};
 use anyhow::Context as _;
 use clap::{Args, Parser, Subcommand};
@@ -336,16 +335,7 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
     config.require_sandbox = options.require_sandbox;
     config.largest_file = options.largest_file_gib.saturating_mul(1 << 30);
     let mut confinement = sandbox::measure(&config.attempt_command);
-    // Something is left to the daemon and the rest of the machine.
-    let memory = probe::memory().total;
-    confinement.limits = match Groups::find(memory - (memory / 16).min(1 << 30)) {
-        Ok(groups) => {
-            let limits = Protection::by(groups.describe());
-            config.groups = Some(groups);
-            limits
-        }
-        Err(reason) => Protection::missing(reason.chars().take(60).collect::<String>()),
-    };
+    (confinement.limits, config.groups) = limit_attempts();
     match confinement.holds() {
         true => tracing::info!(%confinement, "attempts are confined"),
         false => tracing::warn!(%confinement, "attempts are not confined: docs/security.md says what is needed"),

@@ -140,7 +140,7 @@ pub async fn run_embedded(
     // There is no other machine to try; a person sees the failure and runs the command again.
     coordinator.retries = 0;
     let worker_dir = folder.path().join("worker");
-    let mut local = Local::start(coordinator, Some(&worker_dir), None, devices.clone(), None, false).await?;
+    let mut local = Local::start(coordinator, Some(&worker_dir), None, devices.clone(), None, None).await?;
     if let Err(failure) = local.met().await {
         local.kill().await;
         return Err(failure);

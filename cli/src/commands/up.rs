@@ -4,7 +4,7 @@ use super::{Context, env};
 use crate::args::UpArgs;
 use crate::commands::init::shell_word;
 use crate::download::disk;
-use crate::embedded::{Local, Stops, find_devices, say_devices};
+use crate::embedded::{Local, Serving, Stops, find_devices, say_devices};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure, chain};
 use crate::output::format::printable;
@@ -72,7 +72,9 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
         args.worker_name.as_deref(),
         devices.clone(),
         ca_file.as_deref(),
-        require_sandbox()?,
+        Some(Serving {
+            require_sandbox: require_sandbox()?,
+        }),
     )
     .await?;
     if let Err(failure) = local.met().await {

@@ -27,6 +27,12 @@ impl JobProgress {
         name.clone_into(&mut self.phase);
     }
 
+    /// It is in another state now; where no attempt is at work, nothing has a rate.
+    pub fn state(&mut self, name: &str, at_work: bool) {
+        self.phase(name);
+        self.seconds_per_step = self.seconds_per_step.filter(|_| at_work);
+    }
+
     /// Steps were done.
     pub fn steps(&mut self, done: u64, total: u64, seconds_per_step: Option<f64>) {
         self.done = done;
@@ -136,6 +142,8 @@ mod tests {
         progress.steps(500, 500, Some(0.5));
         assert_eq!(progress.line(), "training  500/500  loss 0.1234  lr 1.0e-4  2.00 it/s");
         // A rate that is not true any more, and the time that would follow from it, are not shown.
+        progress.state("queued", false);
+        assert_eq!(progress.line(), "queued  500/500  loss 0.1234  lr 1.0e-4");
         progress.phase("no progress for 6 min");
         progress.steps(100, 500, None);
         assert_eq!(

@@ -1,6 +1,6 @@
 //! What is told before anything is sent or trained: the family of a model, and what the data comes to.
 
-use crate::support::{Home, code, err, out};
+use crate::support::{Home, WHOLE_MODEL, code, err, of_whole_model, out};
 use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::path::Path;
@@ -169,7 +169,7 @@ async fn a_model_of_another_family_is_refused_before_anything_is_sent() {
 /// What the hub's `main` is.
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
-/// A hub with one repository, `org/model`, whose only file is this `model_index.json`. It serves as long as the program.
+/// A hub with one repository, `org/model`, with this `model_index.json`. It serves as long as the program.
 fn hub(index: &'static str) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
@@ -179,10 +179,13 @@ fn hub(index: &'static str) -> String {
             let read = stream.read(&mut head).unwrap_or(0);
             let head = String::from_utf8_lossy(&head[..read]).into_owned();
             let body = if head.starts_with("GET /api/models/org/model/") {
-                format!(
-                    r#"{{"sha":"{COMMIT}","siblings":[{{"rfilename":"model_index.json","size":{}}}]}}"#,
-                    index.len()
-                )
+                let siblings = WHOLE_MODEL.map(|name| {
+                    let size = if name == "model_index.json" { index.len() } else { 2 };
+                    format!(r#"{{"rfilename":"{name}","size":{size}}}"#)
+                });
+                format!(r#"{{"sha":"{COMMIT}","siblings":[{}]}}"#, siblings.join(","))
+            } else if head.starts_with(&format!("GET /org/model/resolve/{COMMIT}/unet/config.json")) {
+                "{}".to_owned()
             } else if head.starts_with(&format!("GET /org/model/resolve/{COMMIT}/model_index.json")) {
                 index.to_owned()
             } else {
@@ -216,7 +219,7 @@ fn a_model_of_the_hub_is_told_from_its_small_files() {
     let (exit, flux) = validate(&hub(r#"{"_class_name": "FluxPipeline"}"#));
     assert_eq!((exit, &flux["ok"]), (1, &false.into()), "{flux}");
     assert!(
-        flux["problems"][0].as_str().unwrap().starts_with("org/model is FLUX.1"),
+        flux["problems"][0].as_str().unwrap().contains("org/model is FLUX.1"),
         "{flux}"
     );
     let (exit, sd) = validate(&hub(r#"{"_class_name": "StableDiffusionPipeline"}"#));
@@ -228,6 +231,73 @@ fn a_model_of_the_hub_is_told_from_its_small_files() {
         away["unchecked"][0].as_str().unwrap().contains("could not be checked"),
         "{away}"
     );
+}
+
+#[test]
+fn what_a_model_lacks_is_said_before_it_is_run() {
+    let home = Home::new();
+    images(&home, "data", 4);
+    let write_model = || {
+        for name in WHOLE_MODEL {
+            home.write(&format!("whole/{name}"), &of_whole_model(name, 100));
+        }
+    };
+    let validate = |model: &str| {
+        training(&home, "job", model, 10, "");
+        let output = home
+            .aitk()
+            .args(["validate", "job.yaml"])
+            .env("HF_ENDPOINT", "http://127.0.0.1:1")
+            .output()
+            .unwrap();
+        let said = format!("{}{}", out(&output), err(&output));
+        (code(&output), said.split_whitespace().collect::<Vec<_>>().join(" "))
+    };
+    write_model();
+    let (exit, said) = validate("whole");
+    assert_eq!(exit, 0, "{said}");
+    for name in WHOLE_MODEL {
+        std::fs::remove_file(home.path().join("whole").join(name)).unwrap();
+        let (exit, said) = validate("whole");
+        let named = match name.strip_suffix(".safetensors") {
+            Some(_) => format!("{}/*.safetensors", name.split('/').next().unwrap()),
+            None => name.to_owned(),
+        };
+        assert_eq!(exit, 1, "{name}: {said}");
+        assert!(said.contains("job.yaml:") && said.contains(&named), "{name}: {said}");
+        write_model();
+    }
+    let broken = |name: &str, text: &str, words: &str| {
+        home.write(&format!("whole/{name}"), text);
+        let (exit, said) = validate("whole");
+        assert_eq!(exit, 1, "{name}: {said}");
+        assert!(said.contains(words) && said.contains(name), "{name}: {said}");
+        write_model();
+    };
+    let vae = "vae/diffusion_pytorch_model.safetensors";
+    broken(
+        vae,
+        of_whole_model(vae, 100).strip_suffix("ww").unwrap(),
+        "it is cut off",
+    );
+    broken("text_encoder/config.json", "{", "is no JSON object");
+    for (model, words) in [
+        ("./nix", "./nix: no such file or folder"),
+        ("nix", "no name of a repository"),
+        ("~/nix", "no such file or folder"),
+        ("https://huggingface.co/a/b", "is an address"),
+    ] {
+        let (exit, said) = validate(model);
+        assert_eq!(exit, 1, "{model}: {said}");
+        assert!(said.contains("job.yaml:") && said.contains(words), "{model}: {said}");
+    }
+    let (exit, said) = validate("''");
+    assert_ne!(exit, 0);
+    assert!(said.contains("needs the path of a model"), "{said}");
+    // A typing error in a path of two parts looks like the name of a repository.
+    let (exit, said) = validate("models/nix");
+    assert_eq!(exit, 0, "{said}");
+    assert!(said.contains("there is no such folder here"), "{said}");
 }
 
 #[test]

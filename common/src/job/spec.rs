@@ -161,7 +161,10 @@ impl JobSpec {
     #[must_use]
     pub fn inputs(&self) -> Vec<Input> {
         let mut inputs = Vec::new();
-        self.config.inputs("config", &mut inputs);
+        // Its models are those of an extraction.
+        if self.job == JobKind::Extract {
+            self.config.inputs("config", &mut inputs);
+        }
         self.process.inputs("config.process", &mut inputs);
         super::inputs::from_prompts(self, &mut inputs);
         let mut unique: Vec<Input> = Vec::with_capacity(inputs.len());

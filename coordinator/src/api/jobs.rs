@@ -24,7 +24,19 @@ pub(super) struct JobsApi(pub(super) Shared);
 impl JobsApi {
     /// The job that this caller means, if they may see it. Others might as well not be there.
     async fn find(&self, who: &Identity, text: String) -> Result<JobId, Status> {
-        self.find_if(who, text, Identity::sees).await
+        let found = self.find_if(who, text.clone(), Identity::sees).await;
+        // Whoever asks for a job that is there and not theirs to see did not come by its id by chance.
+        if found.is_err()
+            && let Ok(id) = JobId::parse(&text)
+        {
+            let asked = id.clone();
+            if self.0.core.query(move |state, _| state.job(&asked).is_some()).await? {
+                let mut line = who.line(self.0.clock.now(), "job.read", id.as_str());
+                (line.done, line.detail) = (false, "it is not theirs to see".into());
+                self.0.access.note(line);
+            }
+        }
+        found
     }
 
     async fn find_if(

@@ -130,6 +130,9 @@ impl Session<'_> {
         if registration.protocol != PROTOCOL_VERSION {
             return Err(protocol_mismatch(&registration.protocol.to_string()));
         }
+        if registration.name.trim().is_empty() {
+            return Err(Status::invalid_argument("name: a worker needs one"));
+        }
         let fresh_id = WorkerId::new(format!("w{}", uuid::Uuid::new_v4().simple()));
         enrol::takes_its_place(&shared, &who, &mut registration)?;
         let worker = registration.worker.as_ref().unwrap_or(&fresh_id);

@@ -2,6 +2,8 @@
 //!
 //! Groups can be made where the daemon may write to its own: as root, or in a systemd unit with `Delegate=yes`.
 
+use crate::probe;
+use aitk_common::confinement::Protection;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -28,6 +30,17 @@ pub struct Groups {
 struct Parent {
     folder: PathBuf,
     limits: Vec<(&'static str, u64)>,
+}
+
+/// Control groups that keep something of the memory for the daemon and the rest of the machine, where there can be any; and what is
+/// to be said of that.
+#[must_use]
+pub fn limit_attempts() -> (Protection, Option<Groups>) {
+    let memory = probe::memory().total;
+    match Groups::find(memory - (memory / 16).min(1 << 30)) {
+        Ok(groups) => (Protection::by(groups.describe()), Some(groups)),
+        Err(reason) => (Protection::missing(reason.chars().take(60).collect::<String>()), None),
+    }
 }
 
 impl Groups {

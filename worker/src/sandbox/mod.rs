@@ -83,7 +83,7 @@ pub(crate) fn enter(rules: Option<&Rules>) -> Confinement {
         files,
         network,
         syscalls,
-        limits: Protection::missing("known to the daemon"),
+        limits: Protection::missing("only where a worker serves"),
     }
 }
 
@@ -102,7 +102,7 @@ pub(crate) fn enter(rules: Option<&Rules>) -> Confinement {
         syscalls: files.clone(),
         files,
         network,
-        limits: Protection::missing("known to the daemon"),
+        limits: Protection::missing("only where a worker serves"),
     }
 }
 

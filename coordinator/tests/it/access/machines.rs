@@ -1,7 +1,7 @@
 //! A machine's token opens that machine's place and no other.
 
 use super::{CALM, line, somebody, token};
-use crate::support::{FakeWorker, Pool, held, put_checkpoint, within};
+use crate::support::{FakeWorker, Pool, eventually, held, put_checkpoint, within};
 use aitk_common::attempt::Outcome;
 use aitk_common::control::{ToCoordinator, Verdict};
 use aitk_proto::client::connect;
@@ -95,7 +95,7 @@ async fn a_machine_that_has_the_first_token_is_not_pushed_aside() {
     assert_eq!((&worker.id, worker.keep.len()), (&id, 1));
     worker.finish(&held(&work), Outcome::Completed).await;
     drop(worker);
-    let worker = FakeWorker::register(&other, stolen).await;
+    let worker = eventually("it is gone", || FakeWorker::try_register(&other, stolen.clone())).await;
     assert_eq!((&worker.id, worker.keep.len()), (&id, 0));
     within(pool.running.shutdown()).await;
 }

@@ -100,7 +100,7 @@ async fn nobody_reaches_another_users_job_or_log() {
             assert!(error.message().contains("there is no job"), "{error}");
         }
     }
-    for action in ["job.stop", "job.pause", "job.resume", "job.priority"] {
+    for action in ["job.read", "job.stop", "job.pause", "job.resume", "job.priority"] {
         let refused = line(&lab.pool.clients, action, |line| line.action == action).await;
         assert!(
             !refused.done && refused.who == "ben" && refused.object == lab.hers,

@@ -309,7 +309,12 @@ async fn a_worker_that_says_anything_harms_only_what_it_was_given() {
             besieged.works().await;
             memory = besieged.memory();
         }
+        let works = liar.works;
         within(session(&clients, &mut liar, &mut worker)).await;
+        // Who says that its device is stuck gets nothing for an hour: it comes as another machine.
+        if liar.works == works {
+            worker.clear();
+        }
     }
     // Work did get to it, or little of this was tried.
     assert!(liar.works > 20, "{}", liar.works);
