@@ -7,6 +7,7 @@ use aitk_cli::upload::{Upload, stage};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
@@ -40,7 +41,7 @@ impl Line {
 async fn carry(client: TcpStream, server: TcpStream, came: Arc<AtomicU64>, most: Arc<AtomicU64>) {
     let (mut from_client, mut to_client) = client.into_split();
     let (mut from_server, mut to_server) = server.into_split();
-    let upwards = tokio::spawn(async move { tokio::io::copy(&mut from_client, &mut to_server).await });
+    let mut upwards = tokio::spawn(async move { tokio::io::copy(&mut from_client, &mut to_server).await });
     let (mut piece, mut carried) = (vec![0; 64 << 10], 0_u64);
     while let Ok(read @ 1..) = from_server.read(&mut piece).await {
         carried += read as u64;
@@ -49,6 +50,9 @@ async fn carry(client: TcpStream, server: TcpStream, came: Arc<AtomicU64>, most:
             break;
         }
     }
+    // What was carried arrives, however slowly it is read: with words of the client unread, closing would throw it away.
+    let _ = to_client.shutdown().await;
+    let _ = tokio::time::timeout(Duration::from_secs(10), &mut upwards).await;
     upwards.abort();
 }
 
