@@ -26,6 +26,8 @@ use tokio::time::Instant;
 pub(crate) const QUEUE: usize = 32;
 /// How long storage may be in trouble before the user is told and newer results are looked at.
 const TRY: Duration = Duration::from_secs(60);
+/// Wait before a checkpoint that was kept is sent again; doubles, up to a minute.
+const KEPT_AGAIN: Duration = Duration::from_secs(5);
 /// Waits between tries of what could not be stored; each is twice the one before.
 const FIRST_WAIT: Duration = Duration::from_secs(1);
 const LONGEST_WAIT: Duration = Duration::from_secs(30);
@@ -321,14 +323,22 @@ async fn commit(
     Ok(())
 }
 
-/// Sends a checkpoint that was kept when its attempt ended, and before it what was made before it.
+/// Sends a checkpoint that was kept when its attempt ended, and before it what was made before it. Where there is no room for it,
+/// it is tried again until there is, or until the coordinator does not want it any more and whoever started this ends it.
 pub(crate) async fn send_kept(context: &Context, reporter: &Reporter, kept: &OfferedCheckpoint) {
     let (attempt, step) = (&kept.held.attempt, kept.step);
+    let mut wait = KEPT_AGAIN;
+    while let Err(problem) = try_kept(context, reporter, kept).await {
+        tracing::warn!(%attempt, step, problem, again_in = ?wait, "a checkpoint that was kept could not be sent");
+        tokio::time::sleep(wait).await;
+        wait = (wait * 2).min(KEPT_AGAIN * 12);
+    }
+}
+
+async fn try_kept(context: &Context, reporter: &Reporter, kept: &OfferedCheckpoint) -> Result<(), String> {
+    let (attempt, step) = (&kept.held.attempt, kept.step);
     for (pin, unsent) in context.kept.unsent(attempt) {
-        if let Err(problem) = send_unsent(context, reporter, &pin, unsent).await {
-            tracing::warn!(%attempt, step, problem, "a checkpoint that was kept could not be sent; it is offered again");
-            return;
-        }
+        send_unsent(context, reporter, &pin, unsent).await?;
         unsent::settle(&pin);
     }
     let folder = context.kept.checkpoint(attempt);
@@ -339,19 +349,14 @@ pub(crate) async fn send_kept(context: &Context, reporter: &Reporter, kept: &Off
             Box::pin(async move { checkpoints::upload(store.as_ref(), folder, &mut |_| {}).await })
         })
         .await;
-    let manifest = match sent {
-        Ok(manifest) => manifest,
-        Err(error) => {
-            tracing::warn!(%attempt, step, %error, "a checkpoint that was kept could not be sent; it is offered again");
-            return;
-        }
-    };
+    let manifest = sent.map_err(|error| error.to_string())?;
     let answer = reporter.request(Request::Commit { manifest, step }).await;
     match answer.accepted {
         true => tracing::info!(%attempt, step, "a checkpoint that was kept is committed"),
         false => tracing::warn!(%attempt, step, message = %answer.message, "a checkpoint that was kept is not wanted"),
     }
     context.kept.forget(attempt);
+    Ok(())
 }
 
 /// Sends something that was made before a checkpoint that was kept.
