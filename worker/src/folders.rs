@@ -15,7 +15,14 @@ use aitk_common::fsutil::{self, FsError};
 use aitk_common::id::{AttemptId, WorkerId};
 use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long a daemon waits for whoever has its data folder: a `join` beside it is over in seconds, and a daemon that was just
+/// killed is gone.
+const LEAVING: Duration = Duration::from_secs(10);
+/// How often it looks.
+const LOOK: Duration = Duration::from_millis(50);
 
 /// The data folder cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -30,7 +37,7 @@ pub enum FoldersError {
 
 /// Opens the data folder for a daemon: what an earlier one left behind is removed, but for checkpoints that are still to be sent.
 pub(crate) fn open_all(root: &Path) -> Result<(Folders, KeptCheckpoints), FoldersError> {
-    let folders = Folders::open(root)?;
+    let folders = Folders::open_within(root, LEAVING)?;
     let kept = KeptCheckpoints::open(folders.root.join("kept"), &folders.attempts())?;
     folders.sweep();
     Ok((folders, kept))
@@ -47,6 +54,11 @@ pub(crate) struct Folders {
 impl Folders {
     /// Makes the folders and takes the lock. What a killed daemon left behind is there until [`Self::sweep`].
     pub(crate) fn open(root: &Path) -> Result<Self, FoldersError> {
+        Self::open_within(root, Duration::ZERO)
+    }
+
+    /// [`Self::open`], and waits so long for somebody else to let go of the lock.
+    fn open_within(root: &Path, patience: Duration) -> Result<Self, FoldersError> {
         fsutil::create_dir_all(root)?;
         // Absolute, because a child may start elsewhere.
         let root = fs::canonicalize(root).map_err(|error| FsError::new("open", root, error))?;
@@ -57,10 +69,14 @@ impl Folders {
             .write(true)
             .open(&path)
             .map_err(|error| FsError::new("open", &path, error))?;
-        match lock.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(FoldersError::InUse(root)),
-            Err(TryLockError::Error(error)) => return Err(FsError::new("lock", &path, error).into()),
+        let begun = Instant::now();
+        loop {
+            match lock.try_lock() {
+                Ok(()) => break,
+                Err(TryLockError::WouldBlock) if begun.elapsed() < patience => thread::sleep(LOOK),
+                Err(TryLockError::WouldBlock) => return Err(FoldersError::InUse(root)),
+                Err(TryLockError::Error(error)) => return Err(FsError::new("lock", &path, error).into()),
+            }
         }
         let folders = Self { root, _lock: lock };
         for folder in [
@@ -149,8 +165,13 @@ mod tests {
         let left = folders.attempt(&AttemptId::new("a-1")).join("output");
         fs::create_dir_all(&left).unwrap();
         assert!(matches!(Folders::open(folder.path()), Err(FoldersError::InUse(_))));
-        drop(folders);
+        // Who has it lets go a moment later.
+        let leaving = thread::spawn(move || {
+            thread::sleep(Duration::from_millis(200));
+            drop(folders);
+        });
         let (folders, _) = open_all(folder.path()).unwrap();
+        leaving.join().unwrap();
         assert_eq!(folders.worker_id(), Some(WorkerId::new("w-1")));
         assert!(!left.exists());
         fs::write(folder.path().join("worker_id"), "../x").unwrap();

@@ -20,7 +20,7 @@ pub fn lacking(files: &Inventory) -> Vec<String> {
         if !has(&config) {
             lacking.push(config);
         }
-        if weights_of(files, part).next().is_none() {
+        if weights_of(files, part).is_empty() {
             lacking.push(format!("{part}/*.safetensors"));
         }
     }
@@ -49,15 +49,55 @@ pub fn damaged(path: &Path, files: &Inventory) -> Option<String> {
         let text = std::fs::read(path.join(&config)).ok()?;
         match serde_json::from_slice::<serde_json::Map<String, serde_json::Value>>(&text) {
             Err(error) => Some(format!("{config} is no JSON object: {error}")),
-            Ok(_) => weights_of(files, part).find_map(says),
+            Ok(_) => used(&weights_of(files, part)).iter().copied().find_map(says),
         }
     })
 }
 
-fn weights_of<'a>(files: &'a Inventory, part: &'a str) -> impl Iterator<Item = &'a str> {
-    let below = move |name: &&str| {
+/// Weights files of a part, safetensors or GGUF.
+fn weights_of<'a>(files: &'a Inventory, part: &str) -> Vec<&'a str> {
+    let below = |name: &&str| {
         let inside = name.strip_prefix(part).and_then(|rest| rest.strip_prefix('/'));
-        inside.is_some_and(|name| name.ends_with(".safetensors"))
+        inside.is_some_and(|name| name.ends_with(".safetensors") || name.ends_with(".gguf"))
     };
-    files.names.iter().map(String::as_str).filter(below)
+    files.names.iter().map(String::as_str).filter(below).collect()
+}
+
+/// Those of them that are read: where there is a file in full precision, no variant of it.
+fn used<'b, 'a>(weights: &'b [&'a str]) -> &'b [&'a str] {
+    let whole = |name: &&str| {
+        ["diffusion_pytorch_model.safetensors", "model.safetensors"]
+            .iter()
+            .any(|stem| name.rsplit('/').next() == Some(stem))
+    };
+    match weights.iter().position(whole) {
+        Some(at) => &weights[at..=at],
+        None => weights,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_part_may_be_gguf_and_a_variant_that_is_not_read_may_be_broken() {
+        let names = [
+            "unet/config.json",
+            "unet/unet-q4_0.gguf",
+            "vae/config.json",
+            "vae/diffusion_pytorch_model.fp16.safetensors",
+            "text_encoder/config.json",
+            "text_encoder/model.safetensors",
+            "text_encoder/model.fp16.safetensors",
+            "tokenizer/tokenizer.json",
+        ];
+        let mut files = Inventory::of_names(names.map(str::to_owned).to_vec());
+        assert!(lacking(&files).is_empty());
+        let read = |part: &str| used(&weights_of(&files, part)).to_vec();
+        assert_eq!(read("text_encoder"), ["text_encoder/model.safetensors"]);
+        assert_eq!(read("vae"), ["vae/diffusion_pytorch_model.fp16.safetensors"]);
+        files.names.retain(|name| !name.ends_with(".gguf"));
+        assert_eq!(lacking(&files), ["unet/*.safetensors"]);
+    }
 }

@@ -17,22 +17,26 @@ use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::{BoxFuture, Bytes};
 
-/// Calls of one user at once, streams included.
+/// Calls of one user at once, streams included; sessions of workers are not counted: many may share a token.
 const CALLS: usize = 512;
 /// Answers of one user, and of all, that wait to be read; each has a few MiB at the most.
 const ANSWERS: (usize, usize) = (32, 128);
-/// Logs that one user, and all, follow; each holds a page of events.
-const FOLLOWERS: (usize, usize) = (64, 256);
+/// Logs that one user, and all, follow; each holds half a MiB of events at the most.
+const FOLLOWERS: (usize, usize) = (256, 768);
 /// Requests of one user, and of all, that are larger than [`SMALL`]; each has up to `MAX_MESSAGE_BYTES`.
 const LARGE_REQUESTS: (usize, usize) = (8, 24);
 /// Bytes of a request that cost nothing to have.
 const SMALL: usize = 32 << 10;
+/// Whoever holds as much as they may waits so long for a turn, then is told.
+const TURN: Duration = Duration::from_secs(60);
 /// A large request that is not there after so long is given up.
 const PATIENCE: Duration = Duration::from_secs(300);
 
 /// What a call may hold up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
+    /// A worker's session.
+    Session,
     /// A stream that has limits of its own.
     Stream,
     /// The events of a job.
@@ -45,7 +49,8 @@ enum Kind {
 
 fn kind_of(path: &str) -> Kind {
     match path.strip_prefix("/aitk.v1.").unwrap_or(path) {
-        "Workers/Session" | "Blobs/Put" | "Blobs/Get" => Kind::Stream,
+        "Workers/Session" => Kind::Session,
+        "Blobs/Put" | "Blobs/Get" => Kind::Stream,
         "Jobs/Events" => Kind::Follower,
         "Jobs/Submit" | "Jobs/SubmitArray" | "Blobs/Has" => Kind::Write,
         _ => Kind::Read,
@@ -60,6 +65,8 @@ pub(crate) struct Calls {
     answers: Transfers,
     followers: Transfers,
     requests: Transfers,
+    /// [`TURN`].
+    patience: Duration,
 }
 
 /// One call among its user's.
@@ -84,7 +91,7 @@ impl Drop for Open {
 /// What is held until the answer was read.
 #[derive(Debug)]
 pub(super) struct Held {
-    _open: Open,
+    _open: Option<Open>,
     _answer: Option<TransferPermit>,
 }
 
@@ -96,28 +103,29 @@ impl Calls {
             answers: of(ANSWERS),
             followers: of(FOLLOWERS),
             requests: of(LARGE_REQUESTS),
+            patience: TURN,
         }
     }
 
-    /// Takes a call in; waits while its user holds too many answers.
+    /// Takes a call in; waits for a turn while its user holds as many answers as they may.
     ///
     /// # Errors
-    /// When its user has too many calls already.
+    /// When its user has too many calls already, or no turn came.
     pub(super) async fn enter(&self, who: &Identity, path: &str) -> Result<Held, Status> {
-        let open = self.open(&who.name)?;
-        let answer = match kind_of(path) {
-            Kind::Stream | Kind::Write => None,
-            Kind::Follower => Some(&self.followers),
-            Kind::Read => Some(&self.answers),
+        let kind = kind_of(path);
+        let open = (kind != Kind::Session).then(|| self.open(&who.name)).transpose()?;
+        let answer = match kind {
+            Kind::Session | Kind::Stream | Kind::Write => None,
+            Kind::Follower => Some((&self.followers, FOLLOWERS.0, "logs that are followed")),
+            Kind::Read => Some((&self.answers, ANSWERS.0, "answers that are not read yet")),
         };
         let answer = match answer {
-            Some(answers) => Some(answers.permit(&who.name).await),
+            Some((answers, most, what)) => Some(turn(answers, &who.name, self.patience, (most, what)).await?),
             None => None,
         };
-        let answer = answer.transpose();
         Ok(Held {
             _open: open,
-            _answer: answer.map_err(|_| Status::unavailable("the coordinator is shutting down"))?,
+            _answer: answer,
         })
     }
 
@@ -139,19 +147,40 @@ impl Calls {
     /// The body of a request, which waits for a turn once it is large; and what to hold until the call has been carried out.
     pub(super) fn request(&self, who: &Identity, path: &str, body: Body) -> (Body, Turn) {
         let turn = Turn::default();
-        if kind_of(path) == Kind::Stream {
+        if matches!(kind_of(path), Kind::Session | Kind::Stream) {
             return (body, turn);
         }
         let request = Request {
             body,
             bytes: 0,
             requests: self.requests.clone(),
+            patience: self.patience,
             who: who.name.clone(),
             turn: turn.clone(),
             waits: None,
             late: None,
         };
         (Body::new(request), turn)
+    }
+}
+
+/// Waits for one of `most`.
+///
+/// # Errors
+/// When none came free in time.
+async fn turn(
+    all: &Transfers,
+    who: &UserName,
+    patience: Duration,
+    (most, what): (usize, &str),
+) -> Result<TransferPermit, Status> {
+    match tokio::time::timeout(patience, all.permit(who)).await {
+        Ok(permit) => permit.map_err(|_| Status::unavailable("the coordinator is shutting down")),
+        Err(_) => Err(Status::resource_exhausted(format!(
+            "no turn came within {} s: user {who} may have {most} {what}, and all users together some times as many; end some, \
+             and try again",
+            patience.as_secs()
+        ))),
     }
 }
 
@@ -162,13 +191,14 @@ pub(super) struct Turn(Arc<Mutex<Option<TransferPermit>>>);
 /// A frame, and the turn that it waits for.
 struct Waits {
     frame: Option<Frame<Bytes>>,
-    turn: BoxFuture<Option<TransferPermit>, Status>,
+    turn: BoxFuture<TransferPermit, Status>,
 }
 
 struct Request {
     body: Body,
     bytes: usize,
     requests: Transfers,
+    patience: Duration,
     who: UserName,
     turn: Turn,
     waits: Option<Waits>,
@@ -193,7 +223,7 @@ impl http_body::Body for Request {
         }
         if let Some(waits) = &mut this.waits {
             let permit = ready!(waits.turn.as_mut().poll(context))?;
-            *this.turn.0.lock().unwrap_or_else(PoisonError::into_inner) = permit;
+            *this.turn.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(permit);
             let frame = waits.frame.take();
             this.waits = None;
             return Poll::Ready(frame.map(Ok));
@@ -206,11 +236,19 @@ impl http_body::Body for Request {
         if this.bytes <= SMALL || this.late.is_some() {
             return Poll::Ready(Some(Ok(frame)));
         }
-        let (requests, who) = (this.requests.clone(), this.who.clone());
+        let (requests, who, patience) = (this.requests.clone(), this.who.clone(), this.patience);
         this.late = Some(Box::pin(tokio::time::sleep(PATIENCE)));
         this.waits = Some(Waits {
             frame: Some(frame),
-            turn: Box::pin(async move { Ok(requests.permit(&who).await.ok()) }),
+            turn: Box::pin(async move {
+                turn(
+                    &requests,
+                    &who,
+                    patience,
+                    (LARGE_REQUESTS.0, "large requests under way"),
+                )
+                .await
+            }),
         });
         self.poll_frame(context)
     }
@@ -287,11 +325,15 @@ mod tests {
         drop(calls.enter(&ada, get).await.unwrap());
         held.pop();
         drop(calls.enter(&eve, get).await.unwrap());
+        // Its sessions are not among its calls.
+        let session = calls.enter(&eve, "/aitk.v1.Workers/Session").await.unwrap();
         while held.len() < CALLS {
             held.push(calls.enter(&eve, "/aitk.v1.Blobs/Get").await.unwrap());
         }
         let refused = calls.enter(&eve, "/aitk.v1.Jobs/Submit").await.unwrap_err();
         assert_eq!(refused.code(), tonic::Code::ResourceExhausted);
+        drop(calls.enter(&eve, "/aitk.v1.Workers/Session").await.unwrap());
+        drop(session);
         drop(calls.enter(&ada, get).await.unwrap());
         held.clear();
         assert!(calls.open.lock().unwrap().is_empty());
@@ -319,6 +361,22 @@ mod tests {
             bytes += frame.unwrap().data_ref().map_or(0, Bytes::len);
         }
         bytes
+    }
+
+    #[tokio::test]
+    async fn whoever_gets_no_turn_is_told() {
+        let calls = Calls {
+            patience: Duration::from_millis(20),
+            ..Calls::new()
+        };
+        let eve = who("eve");
+        let mut held = Vec::new();
+        for _ in 0..FOLLOWERS.0 {
+            held.push(calls.enter(&eve, "/aitk.v1.Jobs/Events").await.unwrap());
+        }
+        let told = calls.enter(&eve, "/aitk.v1.Jobs/Events").await.unwrap_err();
+        assert_eq!(told.code(), tonic::Code::ResourceExhausted);
+        assert!(told.message().contains("256 logs that are followed"), "{told}");
     }
 
     #[tokio::test]

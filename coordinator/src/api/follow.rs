@@ -10,9 +10,9 @@ use tokio::sync::mpsc;
 use tonic::Status;
 
 /// Events read from the store at a time.
-const PAGE: u32 = 100;
+const PAGE: u32 = 50;
 /// Events between us and a follower's socket. A follower that reads slowly waits in its own task, nobody else does.
-pub(super) const WIRE_BUFFER: usize = 64;
+pub(super) const WIRE_BUFFER: usize = 16;
 /// A follower that takes nothing for so long is gone.
 pub(super) const FOLLOWER_TIMEOUT: Duration = Duration::from_secs(60);
 

@@ -105,8 +105,7 @@ impl State {
                 if job.network.take().is_some() {
                     step.touch(&id);
                 }
-                // Samples and caches count something else than the work that a pace is of.
-                let works = !matches!(job.phase.as_deref(), Some("sampling" | "caching latents"));
+                let works = job.works();
                 if let Some(live) = job.live.as_mut().filter(|_| works) {
                     let first = Pace {
                         since: step.now,

@@ -476,6 +476,9 @@ impl State {
 
 /// Where a job runs, and the seconds that it still takes there, from the steps that it has taken.
 fn own_pace(job: &Job) -> Option<(&WorkerId, DeviceRef, f64)> {
+    if !job.works() {
+        return None;
+    }
     let (attempt, progress) = (job.current()?, job.progress?);
     #[allow(clippy::cast_precision_loss)]
     let left = progress.total.checked_sub(progress.done)? as f64;

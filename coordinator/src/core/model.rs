@@ -342,6 +342,12 @@ impl Job {
         self.progress.filter(|_| training).map(|progress| progress.done)
     }
 
+    /// Whether its progress counts the work that a pace is of: samples and caches count something else.
+    #[must_use]
+    pub fn works(&self) -> bool {
+        !matches!(self.phase.as_deref(), Some("sampling" | "caching latents"))
+    }
+
     /// How a job that this one starts after has to end.
     #[must_use]
     pub fn condition(&self, before: &JobId) -> Condition {
