@@ -8,6 +8,7 @@ use std::io::{Read, Seek, SeekFrom};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 /// A process of the system under test. Dropping it kills it.
@@ -216,14 +217,26 @@ pub fn alive(id: u32) -> bool {
     state.is_some_and(|state| state != "Z" && state != "X")
 }
 
-/// A loopback address that nobody listens on.
+/// A loopback address that nobody listens on, and that nobody else is given before it is used: a port below those that the system
+/// hands out by itself, to connections as well, and another one for each call.
 ///
 /// # Panics
 /// When the machine has no free port.
 #[must_use]
 pub fn free_address() -> SocketAddr {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port is free");
-    listener.local_addr().expect("a listener has an address")
+    static CALLS: AtomicU32 = AtomicU32::new(0);
+    const FIRST: u32 = 10_000;
+    const PORTS: u32 = 20_000;
+    // Test programs that run at the same time begin at different places.
+    let begin = std::process::id().wrapping_mul(7919);
+    for _ in 0..PORTS {
+        let number = begin.wrapping_add(CALLS.fetch_add(1, Ordering::Relaxed)) % PORTS;
+        let port = u16::try_from(FIRST + number).expect("a port");
+        if let Ok(listener) = TcpListener::bind(("127.0.0.1", port)) {
+            return listener.local_addr().expect("a listener has an address");
+        }
+    }
+    panic!("no port is free")
 }
 
 /// Waits until somebody listens on the address.

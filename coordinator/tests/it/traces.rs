@@ -8,8 +8,8 @@ use aitk_common::telemetry::context::TraceContext;
 use aitk_common::telemetry::test_collector::{Seen, TestCollector};
 use aitk_proto::client::Clients;
 use aitk_proto::{trace, v1};
+use aitk_tests::processes::free_address;
 use std::collections::BTreeMap;
-use std::net::TcpListener;
 
 const CLIENT: &str = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
 
@@ -207,7 +207,7 @@ async fn jobs_without_a_trace_get_one_and_members_of_a_sweep_one_each() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_collector_that_is_not_there_is_said_once_and_changes_nothing() {
     let dir = tempfile::tempdir().unwrap();
-    let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let nobody = free_address();
     let endpoint = format!("http://anna:s3cret@{nobody}");
     let environment = [
         ("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint.as_str()),

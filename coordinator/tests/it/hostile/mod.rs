@@ -16,7 +16,8 @@ use aitk_common::storage::BlobStore;
 use aitk_proto::client::{Clients, connect};
 use aitk_proto::remote_blobs::RemoteBlobs;
 use aitk_proto::v1;
-use std::net::{SocketAddr, TcpListener};
+use aitk_tests::processes::free_address;
+use std::net::SocketAddr;
 
 /// Numbers that a seed decides (SplitMix64, by Sebastiano Vigna).
 struct Dice(u64);
@@ -57,7 +58,7 @@ impl Besieged {
 
     async fn start_with(arguments: &[&str]) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let metrics = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let metrics = free_address();
         let metrics_address = metrics.to_string();
         let mut all = vec!["--metrics-bind", metrics_address.as_str()];
         all.extend(arguments);

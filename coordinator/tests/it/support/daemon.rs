@@ -2,8 +2,9 @@
 
 use super::{PATIENCE, eventually};
 use aitk_proto::client::{Clients, connect};
+use aitk_tests::processes::free_address;
 use std::fs::File;
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
@@ -18,7 +19,7 @@ pub(crate) struct Daemon {
 impl Daemon {
     /// Starts it in a folder, with more arguments (`ADDRESS` in them is where it listens), and waits until it answers.
     pub(crate) async fn start(dir: &Path, arguments: &[&str], environment: &[(&str, &str)]) -> Self {
-        let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let address = free_address();
         let arguments: Vec<String> = arguments.iter().map(ToString::to_string).collect();
         let environment: Vec<_> = environment
             .iter()
