@@ -52,6 +52,9 @@ pub struct AttemptSpec {
     /// The largest file that it may write, in bytes. Unset: no limit.
     #[serde(default)]
     pub largest_file: Option<u64>,
+    /// The most memory that it may hold, in bytes, where no control group limits it. Unset: no limit but the job's own.
+    #[serde(default)]
+    pub most_memory: Option<u64>,
 }
 
 /// One line of a child's standard output.

@@ -85,6 +85,7 @@ pub(crate) fn attempt(job: &JobSpec, config_text: &str) -> AttemptSpec {
         derived: Default::default(),
         require_sandbox: false,
         largest_file: None,
+        most_memory: None,
     }
 }
 

@@ -53,11 +53,18 @@ pub(crate) async fn run(
     run_to_end(&context, &assignment, &reporter, &mut wanted, &fence, &folder)
         .instrument(about)
         .await;
-    context.kept.attempt_ended(&assignment.attempt);
-    let after = Arc::clone(&context);
+    let (after, attempt) = (Arc::clone(&context), assignment.attempt.clone());
     let removed = tokio::task::spawn_blocking(move || {
         after.derived.tidy();
-        fsutil::remove(&folder)
+        // First, so that there is room for what is kept.
+        for part in ["output", "tmp", "resume"] {
+            fsutil::remove(&folder.join(part))?;
+        }
+        match after.kept.attempt_ended(&attempt) {
+            true => fsutil::remove(&folder),
+            // The next start tries to keep what lies in it.
+            false => Ok(()),
+        }
     });
     let removed = removed.await;
     if let Ok(Err(error)) = removed {
@@ -155,10 +162,14 @@ async fn execute(
     let spec_file = folder.join(SPEC);
     let prepared = specification(context, assignment, &job, &staged, folder).and_then(|spec| {
         fsutil::write_private(&spec_file, &written(&spec)?).map_err(|error| local_failure(&error))?;
-        sandbox_profile(context, &spec, folder)
+        let budget = wishes.memory_budget.is_some() && spec.device.kind == DeviceKind::Cpu;
+        Ok((
+            sandbox_profile(context, &spec, folder)?,
+            budget || spec.most_memory.is_some(),
+        ))
     });
-    let sandbox_profile = match prepared {
-        Ok(profile) => profile,
+    let (sandbox_profile, memory_limited) = match prepared {
+        Ok(prepared) => prepared,
         Err(outcome) => return outcome,
     };
     let launch = Launch {
@@ -168,7 +179,7 @@ async fn execute(
         temp_dir: folder.join("tmp"),
         grace: context.grace,
         progress_timeout: Some(wishes.progress_timeout.unwrap_or(context.progress_timeout)),
-        memory_limited: wishes.memory_budget.is_some() && assignment.device.kind == DeviceKind::Cpu,
+        memory_limited,
         sandbox_profile,
         groups: context.groups.clone(),
         cuda_cache: staged.cuda.as_ref().map(|lease| lease.path().to_owned()),
@@ -179,8 +190,8 @@ async fn execute(
     let (to_child, wishes) = watch::channel(*wanted.borrow());
     let interrupted = AtomicBool::new(false);
     let child = runner::run(&context.spawner, launch, wishes, events);
+    let pins = Pins::new(folder.join("pins"));
     let pump = async {
-        let pins = Pins::new(folder.join("pins"));
         let mut steps = Steps::default();
         let saved = |step: u64, pinned: &Path| {
             context.kept.made(reporter.held(), step, pinned);
@@ -196,7 +207,7 @@ async fn execute(
         };
         let output = folder.join("output");
         let output = (!assignment.local).then_some(output.as_path());
-        let pumped = pump(heard, items, reporter, trace, output, pins, &saved, &mut steps).await;
+        let pumped = pump(heard, items, reporter, trace, output, &pins, &saved, &mut steps).await;
         trace.no_phase();
         if pumped.is_err() {
             to_child.send_replace(Wanted::Kill);
@@ -206,7 +217,7 @@ async fn execute(
     let synced = async {
         let mut hurry = to_child.subscribe();
         let synced = tokio::select! {
-            synced = sync::run(context, reporter, trace, assignment.local, queue) => synced,
+            synced = sync::run(context, reporter, trace, assignment.local, queue, &pins) => synced,
             // Nobody wants the results of an attempt that is ended at once.
             _ = hurry.wait_for(|wanted| *wanted == Wanted::Kill) => Ok(()),
         };
@@ -283,6 +294,8 @@ fn specification(
             .collect(),
         require_sandbox: context.require_sandbox && !assignment.local,
         largest_file: (!assignment.local).then_some(context.largest_file),
+        most_memory: (!assignment.local && context.groups.is_none() && assignment.device.kind == DeviceKind::Cpu)
+            .then(runner::most_memory),
     })
 }
 
@@ -357,12 +370,14 @@ async fn pump(
     reporter: &Reporter,
     trace: &AttemptTrace,
     own: Option<&Path>,
-    pins: Pins,
+    pins: &Pins,
     saved: &(dyn Fn(u64, &Path) + Sync),
     steps: &mut Steps,
 ) -> Result<(), Outcome> {
     let local = own.is_none();
-    let mut number = 0_u64;
+    let (mut number, mut handed_on) = (0_u64, 0_u64);
+    // Something waits of which a later daemon would not know.
+    let mut unnoted = false;
     while let Some(event) = events.recv().await {
         steps.see(&event, local);
         if let ChildEvent::Artifact { path, .. } | ChildEvent::Checkpoint { path, .. } = &event
@@ -427,7 +442,11 @@ async fn pump(
             }
             ChildEvent::Finished { .. } => continue,
             ChildEvent::Checkpoint { step, .. } => {
-                if !local {
+                unnoted &= !pins.all_settled(handed_on);
+                if unnoted {
+                    let words = format!("the checkpoint of step {step} is lost if this worker ends before it is sent");
+                    reporter.log("warn", words).await;
+                } else if !local {
                     saved(step, &pinned);
                 }
                 Item::Checkpoint { pinned, step }
@@ -437,8 +456,9 @@ async fn pump(
                     let mut pinned = PathBuf::new();
                     if !local {
                         number += 1;
+                        pinned = pins.at(number);
                         let noted = pins.note(Unsent::Removed(name.clone()), number).await;
-                        pinned = noted.map_err(|error| local_failure(&error))?;
+                        unnoted |= not_noted(reporter, noted).await;
                     }
                     Item::Removed { name, pinned }
                 }
@@ -468,15 +488,26 @@ async fn pump(
                 };
                 if !local {
                     let noted = pins.note(Unsent::Artifact(artifact.clone()), number).await;
-                    noted.map_err(|error| local_failure(&error))?;
+                    unnoted |= not_noted(reporter, noted).await;
                 }
                 Item::Artifact { artifact, pinned }
             }
         };
         // A closed queue: storing has failed for good, and the child is being ended.
-        let _ = items.send(item).await;
+        if items.send(item).await.is_ok() {
+            handed_on += 1;
+        }
     }
     Ok(())
+}
+
+/// Says that a note could not be made, on a full disk for example; that is no reason to end an attempt that runs.
+async fn not_noted(reporter: &Reporter, noted: Result<(), FsError>) -> bool {
+    let Err(error) = noted else { return false };
+    reporter
+        .log("warn", format!("not noted for later: {error}; it is sent now"))
+        .await;
+    true
 }
 
 fn is_gone(error: &FsError) -> bool {

@@ -63,7 +63,7 @@ pub fn run_attempt(spec_path: &Path) -> ExitCode {
             if spec.output_root.is_some() {
                 events.emit(log(
                     level_of(&confinement),
-                    format!("confined to its own files: {}", as_line(&confinement)),
+                    format!("sandbox: {}", as_line(&confinement)),
                 ));
             }
             if let Some(message) = limit_files(&spec) {

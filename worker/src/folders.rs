@@ -38,8 +38,8 @@ pub enum FoldersError {
 /// Opens the data folder for a daemon: what an earlier one left behind is removed, but for checkpoints that are still to be sent.
 pub(crate) fn open_all(root: &Path) -> Result<(Folders, KeptCheckpoints), FoldersError> {
     let folders = Folders::open_within(root, LEAVING)?;
-    let kept = KeptCheckpoints::open(folders.root.join("kept"), &folders.attempts())?;
-    folders.sweep();
+    let (kept, left) = KeptCheckpoints::open(folders.root.join("kept"), &folders.attempts())?;
+    folders.sweep(&left);
     Ok((folders, kept))
 }
 
@@ -59,7 +59,7 @@ impl Folders {
 
     /// [`Self::open`], and waits so long for somebody else to let go of the lock.
     fn open_within(root: &Path, patience: Duration) -> Result<Self, FoldersError> {
-        fsutil::create_dir_all(root)?;
+        fsutil::create_private_dir(root)?;
         // Absolute, because a child may start elsewhere.
         let root = fs::canonicalize(root).map_err(|error| FsError::new("open", root, error))?;
         let path = root.join("lock");
@@ -91,9 +91,13 @@ impl Folders {
         Ok(folders)
     }
 
-    /// No attempt runs yet, so whatever lies there is a leftover. What cannot be removed does no harm.
-    pub(crate) fn sweep(&self) {
+    /// No attempt runs yet, so whatever lies there is a leftover, but for the folders that are named. What cannot be removed does
+    /// no harm.
+    pub(crate) fn sweep(&self, but: &[PathBuf]) {
         for entry in fs::read_dir(self.attempts()).into_iter().flatten().flatten() {
+            if but.contains(&entry.path()) {
+                continue;
+            }
             tracing::info!(folder = %entry.path().display(), "removing what an earlier daemon left behind");
             if let Err(error) = fsutil::remove(&entry.path()) {
                 tracing::warn!(%error, "leftover not removed");

@@ -22,6 +22,8 @@ const MOST: usize = 32;
 const NOTE: &str = "kept.json";
 const CHECKPOINT: &str = "checkpoint";
 const UNSENT: &str = "unsent";
+/// Beginning of the names of what is being removed.
+const GONE: &str = "gone-";
 
 /// What is written beside a kept checkpoint.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -49,28 +51,48 @@ pub(crate) struct KeptCheckpoints {
 }
 
 impl KeptCheckpoints {
-    /// Reads what is kept in `folder`, and takes over what a daemon left in the folders of its attempts.
-    pub(crate) fn open(folder: PathBuf, attempts: &Path) -> Result<Self, FsError> {
+    /// Reads what is kept in `folder`, and takes over what a daemon left in the folders of its attempts. Also returns those of these
+    /// folders whose checkpoint could not be taken over, on a full disk for example: the next start tries again.
+    pub(crate) fn open(folder: PathBuf, attempts: &Path) -> Result<(Self, Vec<PathBuf>), FsError> {
         fsutil::create_dir_all(&folder)?;
         let kept = Self {
             folder,
             inner: Mutex::default(),
         };
+        let mut begun = Vec::new();
         for entry in fs::read_dir(&kept.folder).into_iter().flatten().flatten() {
-            let read = fs::read(entry.path().join(NOTE)).ok();
+            let place = entry.path();
+            let read = fs::read(place.join(NOTE)).ok();
             match read.and_then(|text| serde_json::from_slice::<Note>(&text).ok()) {
-                Some(note) if kept.place(&note.held.attempt) == entry.path() => {
-                    kept.inner().kept.insert(note.held.attempt.clone(), note);
+                Some(note) if kept.place(&note.held.attempt) == place => {
+                    if place.join(CHECKPOINT).exists() {
+                        kept.inner().kept.insert(note.held.attempt.clone(), note);
+                    } else {
+                        begun.push(place);
+                    }
                 }
-                _ => remove(&entry.path()),
+                _ => remove(&place),
             }
         }
+        let mut left = Vec::new();
         for entry in fs::read_dir(attempts).into_iter().flatten().flatten() {
-            if let Some((note, from)) = left_behind(&entry.path()) {
-                kept.take_over(note, &from);
+            if let Some((note, from)) = left_behind(&entry.path())
+                && !kept.take_over(note, &from)
+            {
+                left.push(entry.path());
             }
         }
-        Ok(kept)
+        // What a daemon began to take over and nobody has any more.
+        let inner = kept.inner();
+        for place in begun {
+            let has = |attempt: &AttemptId| kept.place(attempt) == place;
+            let waits = |folder: &PathBuf| folder.file_name() == place.file_name();
+            if !inner.kept.keys().any(has) && !left.iter().any(waits) {
+                remove(&place);
+            }
+        }
+        drop(inner);
+        Ok((kept, left))
     }
 
     fn inner(&self) -> MutexGuard<'_, Inner> {
@@ -146,7 +168,7 @@ impl KeptCheckpoints {
             tracing::warn!(attempt = %note.held.attempt, step = note.step,
                 "a checkpoint that was saved while the coordinator could not be reached was superseded; it is removed");
             inner.kept.remove(&note.held.attempt);
-            remove(&self.place(&note.held.attempt));
+            self.remove_later(&note.held.attempt);
         }
         to_send
             .into_iter()
@@ -158,16 +180,16 @@ impl KeptCheckpoints {
             .collect()
     }
 
-    /// The attempt has ended here, and its folder goes. Its newest checkpoint is kept if the coordinator asked for it.
-    pub(crate) fn attempt_ended(&self, attempt: &AttemptId) {
+    /// The attempt has ended here. Its newest checkpoint is kept if the coordinator asked for it. Whether its folder may go: not
+    /// where that failed.
+    pub(crate) fn attempt_ended(&self, attempt: &AttemptId) -> bool {
         let mut inner = self.inner();
         let Some((note, from)) = inner.pending.remove(attempt) else {
-            return;
+            return true;
         };
-        if inner.wanted.contains(attempt) {
-            drop(inner);
-            self.take_over(note, &from);
-        }
+        let wanted = inner.wanted.contains(attempt);
+        drop(inner);
+        !wanted || self.take_over(note, &from)
     }
 
     /// What is kept of an attempt that has ended, if the coordinator asked for it.
@@ -181,19 +203,21 @@ impl KeptCheckpoints {
         })
     }
 
-    fn take_over(&self, note: Note, from: &Path) {
+    /// Moves a checkpoint here, and what was made before it. Nothing is lost wherever that ends: whoever finds the note without a
+    /// checkpoint goes on with it. Whether it is kept.
+    fn take_over(&self, note: Note, from: &Path) -> bool {
         let place = self.place(&note.held.attempt);
         let moved = fsutil::create_dir_all(&place).and_then(|()| {
-            unsent::move_before(from, &place.join(UNSENT))?;
             let text = serde_json::to_vec(&note).unwrap_or_default();
+            fsutil::write_private(&place.join(NOTE), &text)?;
+            unsent::move_before(from, &place.join(UNSENT))?;
             let to = place.join(CHECKPOINT);
-            fs::rename(from, &to).map_err(|error| FsError::new("keep", from, error))?;
-            fsutil::write_private(&place.join(NOTE), &text)
+            fs::rename(from, &to).map_err(|error| FsError::new("keep", from, error))
         });
         if let Err(error) = moved {
-            tracing::error!(%error, attempt = %note.held.attempt, "a checkpoint could not be kept");
-            remove(&place);
-            return;
+            tracing::error!(%error, attempt = %note.held.attempt,
+                "a checkpoint could not be kept; it stays where it is, and the next start of this worker tries again");
+            return false;
         }
         tracing::info!(attempt = %note.held.attempt, step = note.step, folder = %place.display(),
             "a checkpoint that could not be sent is kept");
@@ -202,8 +226,9 @@ impl KeptCheckpoints {
         while inner.kept.len() > MOST
             && let Some((oldest, _)) = inner.kept.pop_first()
         {
-            remove(&self.place(&oldest));
+            self.remove_later(&oldest);
         }
+        true
     }
 
     /// Where a kept checkpoint lies.
@@ -220,7 +245,21 @@ impl KeptCheckpoints {
     /// It was sent, or is wanted no more.
     pub(crate) fn forget(&self, attempt: &AttemptId) {
         self.inner().kept.remove(attempt);
-        remove(&self.place(attempt));
+        self.remove_later(attempt);
+    }
+
+    /// Takes it away at once, and removes it beside what is going on: a checkpoint may have many gigabytes. What an end of this
+    /// daemon leaves of it is removed at the next start, since it has no note.
+    fn remove_later(&self, attempt: &AttemptId) {
+        let (place, gone) = (self.place(attempt), self.folder.join(format!("{GONE}{attempt}")));
+        remove(&gone);
+        match fs::rename(&place, &gone) {
+            Ok(()) => {
+                std::thread::spawn(move || remove(&gone));
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+            Err(error) => tracing::warn!(%error, place = %place.display(), "not removed"),
+        }
     }
 }
 
@@ -280,7 +319,7 @@ mod tests {
     fn what_is_wanted_is_kept_over_a_restart_and_what_was_superseded_goes() {
         let folder = tempfile::tempdir().unwrap();
         let (attempts, place) = (folder.path().join("attempts"), folder.path().join("kept"));
-        let kept = KeptCheckpoints::open(place.clone(), &attempts).unwrap();
+        let (kept, _) = KeptCheckpoints::open(place.clone(), &attempts).unwrap();
         for (name, step) in [("a-1", 5), ("b-1", 6), ("c-1", 7)] {
             kept.made(&held(name), step, &checkpoint(&attempts.join(name), step));
         }
@@ -288,17 +327,85 @@ mod tests {
         kept.settled(&AttemptId::new("c-1"), 7);
         let (a, b) = (AttemptId::new("a-1"), AttemptId::new("b-1"));
         assert_eq!(kept.answer(std::slice::from_ref(&a), &[a.clone(), b.clone()]), []);
-        kept.attempt_ended(&a);
-        kept.attempt_ended(&b);
+        assert!(kept.attempt_ended(&a) && kept.attempt_ended(&b));
         assert_eq!(kept.ended_and_wanted(&a).unwrap().step, 5);
         assert_eq!(kept.ended_and_wanted(&b), None, "nobody wants it");
         assert_eq!(kept.pending_bytes(), 0);
         drop(kept);
-        let kept = KeptCheckpoints::open(place, &attempts).unwrap();
+        let (kept, _) = KeptCheckpoints::open(place, &attempts).unwrap();
         assert_eq!(kept.offers().len(), 1);
         assert_eq!(Checkpoint::open(&kept.checkpoint(&a)).unwrap().step(), 5);
         assert_eq!(kept.answer(std::slice::from_ref(&a), &[]).len(), 1);
         assert_eq!(kept.answer(&[], &[]), []);
         assert!(kept.is_empty() && !kept.checkpoint(&a).exists());
+    }
+
+    /// The folder of an attempt whose daemon was killed, with a checkpoint and a file that was made before it.
+    fn left(attempts: &Path, attempt: &str) -> PathBuf {
+        let folder = attempts.join(attempt);
+        let spec = serde_json::json!({
+            "job_id": "a", "attempt_id": attempt, "epoch": 1, "job": {}, "config_text": "", "config_format": "yaml", "inputs": {},
+            "output_root": "/out", "resume_from": null, "device": {"kind": "cpu", "index": 0}, "profile": "cpu_only", "seed": 1,
+        });
+        let pins = folder.join("pins");
+        fs::create_dir_all(&pins).unwrap();
+        fs::write(folder.join("spec.json"), spec.to_string()).unwrap();
+        unsent::note(&pins.join("1"), &Unsent::Removed("old".into())).unwrap();
+        fs::rename(checkpoint(&folder.join("made"), 4), pins.join("2")).unwrap();
+        folder
+    }
+
+    #[test]
+    fn taking_over_that_was_cut_off_anywhere_loses_nothing() {
+        let a = AttemptId::new("a-1");
+        for cut in 0..4 {
+            let folder = tempfile::tempdir().unwrap();
+            let (attempts, place) = (folder.path().join("attempts"), folder.path().join("kept"));
+            let from = left(&attempts, "a-1");
+            let own = place.join("a-1");
+            fs::create_dir_all(own.join(UNSENT)).unwrap();
+            // What a daemon had done of it when it was killed.
+            if cut >= 1 {
+                let note = Note {
+                    held: held("a-1"),
+                    step: 4,
+                    bytes: 9,
+                };
+                fs::write(own.join(NOTE), serde_json::to_vec(&note).unwrap()).unwrap();
+            }
+            if cut >= 2 {
+                fs::rename(from.join("pins/1.json"), own.join(UNSENT).join("1.json")).unwrap();
+            }
+            if cut >= 3 {
+                fs::rename(from.join("pins/2"), own.join(CHECKPOINT)).unwrap();
+            }
+            let (kept, left) = KeptCheckpoints::open(place.clone(), &attempts).unwrap();
+            assert!(left.is_empty(), "{cut}");
+            assert_eq!(kept.offers().len(), 1, "{cut}");
+            assert_eq!(Checkpoint::open(&kept.checkpoint(&a)).unwrap().step(), 4, "{cut}");
+            let unsent: Vec<_> = kept.unsent(&a).into_iter().map(|(_, unsent)| unsent).collect();
+            assert_eq!(unsent, [Unsent::Removed("old".into())], "{cut}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_taken_over_stays_where_it_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let (attempts, place) = (folder.path().join("attempts"), folder.path().join("kept"));
+        let from = left(&attempts, "a-1");
+        // Nothing can be made where a file lies.
+        fs::create_dir(&place).unwrap();
+        let (kept, _) = KeptCheckpoints::open(place.clone(), Path::new("/nowhere")).unwrap();
+        let pin = from.join("pins/2");
+        kept.made(&held("a-1"), 4, &pin);
+        let a = AttemptId::new("a-1");
+        kept.answer(std::slice::from_ref(&a), std::slice::from_ref(&a));
+        fs::write(place.join("a-1"), "in the way").unwrap();
+        assert!(!kept.attempt_ended(&a), "its folder must stay");
+        assert!(Checkpoint::open(&pin).is_ok());
+        drop(kept);
+        fs::remove_file(place.join("a-1")).unwrap();
+        let (kept, _) = KeptCheckpoints::open(place, &attempts).unwrap();
+        assert_eq!(Checkpoint::open(&kept.checkpoint(&a)).unwrap().step(), 4);
     }
 }

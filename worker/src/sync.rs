@@ -5,7 +5,7 @@
 
 use crate::context::Context;
 use crate::outbox::Request;
-use crate::session::Reporter;
+use crate::session::{Answer, Reporter};
 use crate::storage::failure;
 use crate::trace::AttemptTrace;
 use crate::unsent::{self, Unsent};
@@ -18,6 +18,7 @@ use std::collections::VecDeque;
 use std::fs::{self, File};
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
@@ -28,6 +29,10 @@ pub(crate) const QUEUE: usize = 32;
 const TRY: Duration = Duration::from_secs(60);
 /// Wait before a checkpoint that was kept is sent again; doubles, up to a minute.
 const KEPT_AGAIN: Duration = Duration::from_secs(5);
+/// Wait before the first of three more tries of a commit that was refused; doubles.
+const COMMIT_AGAIN: Duration = Duration::from_secs(2);
+/// How long a kept checkpoint is tried; then it is left for the next session. The coordinator waits no longer for it.
+const KEPT_PATIENCE: Duration = Duration::from_secs(3600);
 /// Waits between tries of what could not be stored; each is twice the one before.
 const FIRST_WAIT: Duration = Duration::from_secs(1);
 const LONGEST_WAIT: Duration = Duration::from_secs(30);
@@ -70,10 +75,18 @@ pub(crate) async fn run(
     trace: &AttemptTrace,
     local: bool,
     mut queue: mpsc::Receiver<Item>,
+    pins: &Pins,
 ) -> Result<(), Outcome> {
     let mut backlog = VecDeque::new();
     let mut retries = Retries::default();
-    while let Some(item) = next(&mut queue, &mut backlog).await {
+    let over = |pinned: &Path| {
+        // Where a job runs in place, that is its user's own file.
+        if !local {
+            unsent::settle(pinned);
+        }
+        pins.one_settled();
+    };
+    while let Some(item) = next(&mut queue, &mut backlog, &over).await {
         match handle(context, reporter, trace, local, &item).await {
             Ok(()) => {
                 if retries.is_over() {
@@ -81,14 +94,10 @@ pub(crate) async fn run(
                         .log("info", "object storage takes results again".to_owned())
                         .await;
                 }
-                match item {
-                    Item::Checkpoint { pinned, step } if !local => {
-                        context.kept.settled(reporter.attempt(), step);
-                        remove(&pinned);
-                    }
-                    Item::Artifact { pinned, .. } | Item::Removed { pinned, .. } if !local => unsent::settle(&pinned),
-                    _ => {}
+                if let Item::Checkpoint { step, .. } = item {
+                    context.kept.settled(reporter.attempt(), step);
                 }
+                over(item.pinned());
             }
             Err(Trouble::End(outcome)) => return Err(outcome),
             Err(Trouble::Storage(error)) => {
@@ -155,6 +164,12 @@ impl Retries {
 }
 
 impl Item {
+    fn pinned(&self) -> &Path {
+        match self {
+            Self::Artifact { pinned, .. } | Self::Removed { pinned, .. } | Self::Checkpoint { pinned, .. } => pinned,
+        }
+    }
+
     /// What it is, for messages.
     fn name(&self) -> String {
         match self {
@@ -203,8 +218,12 @@ fn trouble(what: &str, error: StorageError) -> Trouble {
     }
 }
 
-/// The next item that still matters.
-async fn next(queue: &mut mpsc::Receiver<Item>, backlog: &mut VecDeque<Item>) -> Option<Item> {
+/// The next item that still matters. `over` is told what was pinned for the others.
+async fn next(
+    queue: &mut mpsc::Receiver<Item>,
+    backlog: &mut VecDeque<Item>,
+    over: &(dyn Fn(&Path) + Sync),
+) -> Option<Item> {
     loop {
         while backlog.len() < BACKLOG {
             match queue.try_recv() {
@@ -217,7 +236,7 @@ async fn next(queue: &mut mpsc::Receiver<Item>, backlog: &mut VecDeque<Item>) ->
             None => queue.recv().await?,
         };
         match superseded(&item, backlog) {
-            Some(pinned) => unsent::settle(pinned),
+            Some(pinned) => over(pinned),
             None => return Some(item),
         }
     }
@@ -243,22 +262,12 @@ fn superseded<'a>(item: &'a Item, later: &VecDeque<Item>) -> Option<&'a Path> {
     }
 }
 
-async fn store(
-    context: &Context,
-    mut artifact: Artifact,
-    pinned: &Path,
-    patience: Duration,
-) -> Result<Artifact, Trouble> {
-    let path = pinned.to_owned();
-    let hashed = tokio::task::spawn_blocking(move || ContentHash::of_reader(File::open(path)?)).await;
+async fn store(context: &Context, artifact: Artifact, pinned: &Path, patience: Duration) -> Result<Artifact, Trouble> {
     let name = artifact.name.clone();
-    let unreadable = |error: &dyn std::fmt::Display| Outcome::Failed {
+    let (hash, bytes) = hash_of(pinned).await.map_err(|error| Outcome::Failed {
         cause: FailureCause::Machine,
         message: format!("the file {name} cannot be read back: {error}"),
-    };
-    let (hash, bytes) = hashed
-        .map_err(|error| unreadable(&error))?
-        .map_err(|error| unreadable(&error))?;
+    })?;
     context
         .storage
         .retry(patience, |store| {
@@ -266,10 +275,7 @@ async fn store(
         })
         .await
         .map_err(|error| trouble(&format!("could not store the file {name}"), error))?;
-    artifact.hash = Some(hash);
-    artifact.bytes = bytes;
-    artifact.local_path = None;
-    Ok(artifact)
+    Ok(stored(artifact, hash, bytes))
 }
 
 /// Tells the coordinator of a file.
@@ -309,10 +315,10 @@ async fn commit(
             trouble(&format!("could not store the checkpoint of step {step}"), error)
         })?;
     drop(upload);
-    let mut commit = kept.step("commit");
-    let answer = reporter.request(Request::Commit { manifest, step }).await;
+    let mut step_of_trace = kept.step("commit");
+    let answer = ask_to_commit(reporter, manifest, step).await;
     if !answer.accepted {
-        commit.failed(answer.message.as_str());
+        step_of_trace.failed(answer.message.as_str());
         reporter
             .log(
                 "warn",
@@ -323,19 +329,78 @@ async fn commit(
     Ok(())
 }
 
+/// Asks the coordinator to commit a checkpoint that is in storage. A refusal may be a hiccup of its storage, so it is asked again:
+/// this may be the last checkpoint that there is.
+async fn ask_to_commit(reporter: &Reporter, manifest: ContentHash, step: u64) -> Answer {
+    let mut wait = COMMIT_AGAIN;
+    loop {
+        let answer = reporter.request(Request::Commit { manifest, step }).await;
+        if answer.accepted || wait > COMMIT_AGAIN * 4 {
+            return answer;
+        }
+        tokio::time::sleep(wait).await;
+        wait *= 2;
+    }
+}
+
+/// Why a checkpoint that was kept did not arrive.
+enum KeptTrouble {
+    /// That may change.
+    Again(String),
+    /// Not in this session: nobody waits for it any more, or it may not be stored.
+    NotNow(String),
+    /// It, or what was made before it, is damaged.
+    Damaged(String),
+}
+
+impl From<StorageError> for KeptTrouble {
+    fn from(error: StorageError) -> Self {
+        match error {
+            error if error.is_full() || error.is_transient() => Self::Again(error.to_string()),
+            StorageError::Malformed { .. } => Self::Damaged(error.to_string()),
+            StorageError::Local(error) => Self::unreadable("its files", error.io()),
+            error => Self::NotNow(error.to_string()),
+        }
+    }
+}
+
+impl KeptTrouble {
+    fn unreadable(what: &str, error: &std::io::Error) -> Self {
+        let words = format!("{what} cannot be read back: {error}");
+        match error.kind() {
+            std::io::ErrorKind::NotFound => Self::Damaged(words),
+            _ => Self::NotNow(words),
+        }
+    }
+}
+
 /// Sends a checkpoint that was kept when its attempt ended, and before it what was made before it. Where there is no room for it,
-/// it is tried again until there is, or until the coordinator does not want it any more and whoever started this ends it.
+/// it is tried again until there is, or until the coordinator does not wait for it any more; then the next session offers it again.
 pub(crate) async fn send_kept(context: &Context, reporter: &Reporter, kept: &OfferedCheckpoint) {
     let (attempt, step) = (&kept.held.attempt, kept.step);
-    let mut wait = KEPT_AGAIN;
-    while let Err(problem) = try_kept(context, reporter, kept).await {
-        tracing::warn!(%attempt, step, problem, again_in = ?wait, "a checkpoint that was kept could not be sent");
+    let (mut wait, begun) = (KEPT_AGAIN, Instant::now());
+    while let Err(trouble) = try_kept(context, reporter, kept).await {
+        match trouble {
+            KeptTrouble::Again(problem) if begun.elapsed() < KEPT_PATIENCE => {
+                tracing::warn!(%attempt, step, problem, again_in = ?wait, "a checkpoint that was kept could not be sent");
+            }
+            KeptTrouble::Again(problem) | KeptTrouble::NotNow(problem) => {
+                tracing::warn!(%attempt, step, problem, "a checkpoint that was kept could not be sent; it is offered again in the \
+                    next session");
+                return;
+            }
+            KeptTrouble::Damaged(problem) => {
+                tracing::error!(%attempt, step, problem, "a checkpoint that was kept is damaged; it is removed");
+                context.kept.forget(attempt);
+                return;
+            }
+        }
         tokio::time::sleep(wait).await;
         wait = (wait * 2).min(KEPT_AGAIN * 12);
     }
 }
 
-async fn try_kept(context: &Context, reporter: &Reporter, kept: &OfferedCheckpoint) -> Result<(), String> {
+async fn try_kept(context: &Context, reporter: &Reporter, kept: &OfferedCheckpoint) -> Result<(), KeptTrouble> {
     let (attempt, step) = (&kept.held.attempt, kept.step);
     for (pin, unsent) in context.kept.unsent(attempt) {
         send_unsent(context, reporter, &pin, unsent).await?;
@@ -349,12 +414,12 @@ async fn try_kept(context: &Context, reporter: &Reporter, kept: &OfferedCheckpoi
             Box::pin(async move { checkpoints::upload(store.as_ref(), folder, &mut |_| {}).await })
         })
         .await;
-    let manifest = sent.map_err(|error| error.to_string())?;
-    let answer = reporter.request(Request::Commit { manifest, step }).await;
-    match answer.accepted {
-        true => tracing::info!(%attempt, step, "a checkpoint that was kept is committed"),
-        false => tracing::warn!(%attempt, step, message = %answer.message, "a checkpoint that was kept is not wanted"),
+    let answer = ask_to_commit(reporter, sent?, step).await;
+    if !answer.accepted {
+        // Where it is not wanted the coordinator has said so with a fence by now.
+        return Err(KeptTrouble::Again(answer.message));
     }
+    tracing::info!(%attempt, step, "a checkpoint that was kept is committed");
     context.kept.forget(attempt);
     Ok(())
 }
@@ -362,24 +427,43 @@ async fn try_kept(context: &Context, reporter: &Reporter, kept: &OfferedCheckpoi
 /// Sends something that was made before a checkpoint that was kept.
 ///
 /// # Errors
-/// Why it did not arrive, in words.
-async fn send_unsent(context: &Context, reporter: &Reporter, pin: &Path, unsent: Unsent) -> Result<(), String> {
+/// Why it did not arrive.
+async fn send_unsent(context: &Context, reporter: &Reporter, pin: &Path, unsent: Unsent) -> Result<(), KeptTrouble> {
     let request = match unsent {
         Unsent::Removed(name) => Request::ArtifactRemoved(name),
-        Unsent::Artifact(artifact) => match store(context, artifact, pin, context.storage_patience).await {
-            Ok(artifact) => Request::ArtifactReady(artifact),
-            Err(Trouble::Storage(error)) => return Err(error.to_string()),
-            Err(Trouble::End(Outcome::Failed { message, .. })) => return Err(message),
-            Err(Trouble::End(_)) => return Err("it cannot be stored".to_owned()),
-        },
+        Unsent::Artifact(artifact) => {
+            let hashed = hash_of(pin).await;
+            let (hash, bytes) =
+                hashed.map_err(|error| KeptTrouble::unreadable(&format!("the file {}", artifact.name), &error))?;
+            let put = context.storage.retry(context.storage_patience, |store| {
+                Box::pin(async move { store.put_file(hash, pin).await })
+            });
+            put.await?;
+            Request::ArtifactReady(stored(artifact, hash, bytes))
+        }
     };
     let answer = reporter.request(request).await;
-    if answer.accepted { Ok(()) } else { Err(answer.message) }
+    if answer.accepted {
+        Ok(())
+    } else {
+        Err(KeptTrouble::Again(answer.message))
+    }
 }
 
-fn remove(pinned: &Path) {
-    if let Err(error) = fsutil::remove(pinned) {
-        tracing::warn!(%error, "not removed");
+/// The hash and the size of a file.
+async fn hash_of(path: &Path) -> std::io::Result<(ContentHash, u64)> {
+    let path = path.to_owned();
+    let hashed = tokio::task::spawn_blocking(move || ContentHash::of_reader(File::open(path)?)).await;
+    hashed.map_err(std::io::Error::other)?
+}
+
+/// A file as the coordinator is told of it.
+fn stored(artifact: Artifact, hash: ContentHash, bytes: u64) -> Artifact {
+    Artifact {
+        hash: Some(hash),
+        bytes,
+        local_path: None,
+        ..artifact
     }
 }
 
@@ -402,25 +486,42 @@ pub(crate) fn is_below(folder: &Path, path: &Path) -> bool {
 #[derive(Clone, Debug)]
 pub(crate) struct Pins {
     folder: Arc<PathBuf>,
+    /// Items that the coordinator knows, or that later ones made superfluous.
+    settled: Arc<AtomicU64>,
 }
 
 impl Pins {
     pub(crate) fn new(folder: PathBuf) -> Self {
         Self {
             folder: Arc::new(folder),
+            settled: Arc::default(),
         }
+    }
+
+    /// Where something of this number is pinned, or noted.
+    pub(crate) fn at(&self, number: u64) -> PathBuf {
+        self.folder.join(number.to_string())
+    }
+
+    fn one_settled(&self) {
+        self.settled.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Whether nothing waits of so many items that were handed on.
+    pub(crate) fn all_settled(&self, handed_on: u64) -> bool {
+        self.settled.load(Ordering::Relaxed) >= handed_on
     }
 
     /// Pins a file, or the files of a flat folder. A disk without hard links gets copies.
     pub(crate) async fn pin(&self, path: PathBuf, number: u64) -> Result<PathBuf, FsError> {
-        let target = self.folder.join(number.to_string());
+        let target = self.at(number);
         self.work(move || link(&path, &target).map(|()| target)).await
     }
 
     /// Notes what is still to be announced, where its pin lies or would lie.
-    pub(crate) async fn note(&self, unsent: Unsent, number: u64) -> Result<PathBuf, FsError> {
-        let pin = self.folder.join(number.to_string());
-        self.work(move || unsent::note(&pin, &unsent).map(|()| pin)).await
+    pub(crate) async fn note(&self, unsent: Unsent, number: u64) -> Result<(), FsError> {
+        let pin = self.at(number);
+        self.work(move || unsent::note(&pin, &unsent)).await
     }
 
     async fn work<T: Send + 'static>(
@@ -498,7 +599,11 @@ mod tests {
         }
         drop(send);
         let (mut backlog, mut got) = (VecDeque::new(), Vec::new());
-        while let Some(item) = next(&mut queue, &mut backlog).await {
+        let overtaken = AtomicU64::new(0);
+        let over = |_: &Path| {
+            overtaken.fetch_add(1, Ordering::Relaxed);
+        };
+        while let Some(item) = next(&mut queue, &mut backlog, &over).await {
             got.push(match item {
                 Item::Artifact { artifact, .. } => artifact.name,
                 Item::Removed { name, .. } => format!("-{name}"),
@@ -506,6 +611,7 @@ mod tests {
             });
         }
         assert_eq!(got, ["2", "-a", "b"]);
+        assert_eq!(overtaken.into_inner(), 3);
     }
 
     #[tokio::test]
@@ -547,7 +653,7 @@ mod tests {
             let wait = retries.next(false, patience).unwrap();
             assert!(wait <= LONGEST_WAIT);
             rest(Duration::from_millis(1), &mut queue, &mut backlog).await;
-            let Some(Item::Checkpoint { step: newest, pinned }) = next(&mut queue, &mut backlog).await else {
+            let Some(Item::Checkpoint { step: newest, pinned }) = next(&mut queue, &mut backlog, &|_| {}).await else {
                 panic!("a checkpoint waits");
             };
             assert_eq!(newest, step);

@@ -7,8 +7,12 @@
 use aitk_common::control::Artifact;
 use aitk_common::fsutil::{self, FsError};
 use serde::{Deserialize, Serialize};
-use std::fs;
+use std::fs::{self, File};
+use std::io::Read;
 use std::path::{Path, PathBuf};
+
+/// A note has some hundred bytes; what is larger is none.
+const NOTE_BYTES: u64 = 1 << 20;
 
 /// Something that is still to be announced.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -49,9 +53,15 @@ pub(crate) fn all(folder: &Path) -> Vec<(u64, PathBuf, Unsent)> {
         .flatten()
         .flatten()
         .filter_map(|entry| {
-            let pin = entry.path().with_extension("");
-            let unsent = serde_json::from_slice(&fs::read(entry.path()).ok()?).ok()?;
-            Some((number(&pin)?, pin, unsent))
+            let path = entry.path();
+            // The pins beside them are files that a child made, of any size and content.
+            if path.extension()? != "json" {
+                return None;
+            }
+            let pin = path.with_extension("");
+            let mut text = Vec::new();
+            File::open(&path).ok()?.take(NOTE_BYTES).read_to_end(&mut text).ok()?;
+            Some((number(&pin)?, pin, serde_json::from_slice(&text).ok()?))
         })
         .collect();
     found.sort_unstable_by_key(|(number, ..)| *number);
@@ -114,17 +124,18 @@ mod tests {
             })
         };
         for (number, name) in [(9, "a"), (10, "b"), (13, "after")] {
-            fs::write(pin(number), "made").unwrap();
+            // What a child makes may look like a note.
+            fs::write(pin(number), r#"{"removed":"x"}"#).unwrap();
             note(&pin(number), &file(name)).unwrap();
         }
         note(&pin(11), &Unsent::Removed("old".into())).unwrap();
         fs::create_dir(pin(12)).unwrap();
         settle(&pin(9));
-        assert_eq!(bytes_before(&pin(12)), 4);
+        assert_eq!(bytes_before(&pin(12)), 15);
         move_before(&pin(12), &kept).unwrap();
         let found: Vec<_> = all(&kept).into_iter().map(|(_, _, unsent)| unsent).collect();
         assert_eq!(found, [file("b"), Unsent::Removed("old".into())]);
-        assert_eq!(fs::read_to_string(kept.join("10")).unwrap(), "made");
+        assert_eq!(fs::read_to_string(kept.join("10")).unwrap(), r#"{"removed":"x"}"#);
         assert_eq!(all(&pins).len(), 1, "what came after it is made again");
         settle(&kept.join("10"));
         settle(&kept.join("11"));

@@ -173,16 +173,22 @@ fn budget(spec: &AttemptSpec) -> Option<u64> {
 /// Memory that the stacks of the compute threads and what is mapped of files later may take, beyond what is counted.
 const SLACK: u64 = 16 << 20;
 
-/// Holds this process to the budget that its job names, where it computes on the processor: the kernel refuses what it asks for
-/// beyond. Says what could not be done. Must be called when the compute threads are there.
+/// Holds this process to the budget that its job names, or to what its worker lets it have, where it computes on the processor: the
+/// kernel refuses what it asks for beyond. Says what could not be done. Must be called when the compute threads are there.
 ///
 /// The budget is of all that the process holds at its peak, the program itself as well. The kernel limits address space of
 /// data, so what is held of files (the program) comes off the budget, and the stacks of the threads, which are large and
 /// hardly used, are let off.
 pub(crate) fn keep_to_budget(spec: &AttemptSpec) -> Option<String> {
-    let bytes = budget(spec).filter(|_| spec.device.kind == DeviceKind::Cpu)?;
+    let on_processor = spec.device.kind == DeviceKind::Cpu;
+    let (budget, most) = (
+        budget(spec).filter(|_| on_processor),
+        spec.most_memory.filter(|_| on_processor),
+    );
+    let bytes = budget.into_iter().chain(most).min()?;
     // Macs do not heed this limit.
     if !cfg!(target_os = "linux") {
+        budget?;
         return Some("`cluster.memory_budget` chooses the memory profile; this system does not enforce it".into());
     }
     let (_, most) = getrlimit(Resource::RLIMIT_DATA).unwrap_or((0, u64::MAX));
@@ -190,7 +196,8 @@ pub(crate) fn keep_to_budget(spec: &AttemptSpec) -> Option<String> {
     let bytes = bytes.saturating_sub(files.saturating_add(SLACK));
     let bytes = bytes.saturating_add(stack_space()).min(most);
     let error = setrlimit(Resource::RLIMIT_DATA, bytes, bytes).err()?;
-    Some(format!("`cluster.memory_budget` cannot be enforced: {error}"))
+    let what = budget.map_or("the limit of the worker", |_| "`cluster.memory_budget`");
+    Some(format!("{what} cannot be enforced: {error}"))
 }
 
 /// For an attempt that ran out of memory: the numbers, and what to try next.

@@ -5,6 +5,7 @@
 //! moment there is the old file or the new one. "Disk full" is its own error, because it is the one that
 //! a person can do something about and the one for which another machine helps.
 
+mod deep;
 pub mod names;
 pub mod regular;
 
@@ -286,7 +287,7 @@ pub fn remove(path: &Path) -> Result<(), FsError> {
 
 pub(crate) fn remove_now(path: &Path) -> Result<(), FsError> {
     let is_dir = fs::symlink_metadata(path).is_ok_and(|meta| meta.is_dir());
-    let mut is_opened = false;
+    let (mut is_opened, mut is_flat) = (false, false);
     for again in (0..LATE_FILES).rev() {
         let removed = if is_dir {
             fs::remove_dir_all(path)
@@ -302,6 +303,10 @@ pub(crate) fn remove_now(path: &Path) -> Result<(), FsError> {
                 is_opened = true;
                 make_removable(path);
             }
+            Err(error) if deep::is_too_deep(&error) && is_dir && !is_flat => {
+                is_flat = true;
+                deep::empty(path).map_err(|error| FsError::new("remove", path, error))?;
+            }
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(FsError::new("remove", path, error)),
             _ => break,
         }
@@ -311,16 +316,22 @@ pub(crate) fn remove_now(path: &Path) -> Result<(), FsError> {
 
 /// Gives the owner the right to change each folder of a tree. What is refused shows when it is removed.
 fn make_removable(folder: &Path) {
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::PermissionsExt;
-        let _ = fs::set_permissions(folder, fs::Permissions::from_mode(0o700));
-    }
+    open_to_owner(folder);
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
             make_removable(&entry.path());
         }
     }
+}
+
+fn open_to_owner(folder: &Path) {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        let _ = fs::set_permissions(folder, fs::Permissions::from_mode(0o700));
+    }
+    #[cfg(not(unix))]
+    let _ = folder;
 }
 
 /// Removes unfinished files and folders directly in `folder` that nobody touched for `age` and whose maker is dead,

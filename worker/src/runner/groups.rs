@@ -36,11 +36,17 @@ struct Parent {
 /// to be said of that.
 #[must_use]
 pub fn limit_attempts() -> (Protection, Option<Groups>) {
-    let memory = probe::memory().total;
-    match Groups::find(memory - (memory / 16).min(1 << 30)) {
+    match Groups::find(most_memory()) {
         Ok(groups) => (Protection::by(groups.describe()), Some(groups)),
         Err(reason) => (Protection::missing(reason.chars().take(60).collect::<String>()), None),
     }
+}
+
+/// Bytes of memory that an attempt may hold: all but what the daemon and the rest of the machine need.
+#[must_use]
+pub fn most_memory() -> u64 {
+    let memory = probe::memory().total;
+    memory - (memory / 16).min(1 << 30)
 }
 
 impl Groups {

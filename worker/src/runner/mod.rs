@@ -14,7 +14,7 @@ mod watchdog;
 use crate::usage;
 use aitk_common::attempt::{ChildEvent, FailureCause, Outcome};
 use ending::{Asked, Ending, Tail};
-pub use groups::{Groups, limit_attempts};
+pub use groups::{Groups, limit_attempts, most_memory};
 use lines::{BoundedLines, Line};
 use memory::MemoryWatch;
 use nix::sys::signal::{Signal, kill, killpg};

@@ -164,6 +164,16 @@ fn refused(device: DeviceKind) -> Result<Rules, seccompiler::BackendError> {
         .chain(REFUSED_HERE)
         .map(|call| (*call, Vec::new()))
         .collect();
+    // Modes and owners of what it has open to read: the caches are the same user's. Libraries of drivers may need them.
+    if device == DeviceKind::Cpu {
+        let by_file = [
+            libc::SYS_fchmod,
+            libc::SYS_fchown,
+            libc::SYS_fsetxattr,
+            libc::SYS_fremovexattr,
+        ];
+        rules.extend(by_file.map(|call| (call, Vec::new())));
+    }
     // Argument `index` is not `value`, compared as 32 bits.
     let is_not = |index: u8, value: u64| condition(index, SeccompCmpOp::Ne, value);
     let has = |index: u8, bit: u64| condition(index, SeccompCmpOp::MaskedEq(bit), bit);

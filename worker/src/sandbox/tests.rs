@@ -171,6 +171,13 @@ fn plays_the_attempt() {
         "change a mode",
         fs::set_permissions(at("others/token"), fs::Permissions::from_mode(0o777)),
     );
+    if device == DeviceKind::Cpu {
+        let opened = File::open(at("input/a.txt"));
+        tell(
+            "change the mode of an input that is open",
+            opened.and_then(|file| file.set_permissions(fs::Permissions::from_mode(0o600))),
+        );
+    }
     tell("change the kernel", fs::write("/proc/sys/vm/swappiness", "1"));
 
     // Network.

@@ -13,10 +13,12 @@ pub(crate) use allow::AllowList;
 pub(crate) use secrets::Secrets;
 
 use aitk_common::fsutil::{self, FsError, names};
+use aitk_common::hash::ContentHash;
 use aitk_common::hub::ENDPOINT;
 use aitk_common::id::UserName;
 use aitk_common::job::repository::is_commit;
 use reqwest::{Client, StatusCode};
+use serde::de::IgnoredAny;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -157,7 +159,9 @@ impl Hub {
         say: &(dyn Fn(String) + Sync),
     ) -> Result<PathBuf, HubError> {
         let _one = self.busy.lock().await;
-        let folder = self.folder.join(USERS_FOLDER).join(owner.as_str());
+        // A hash, because on some disks two names are one folder that differ in upper and lower case only.
+        let name = ContentHash::of(owner.as_str().as_bytes()).to_hex();
+        let folder = self.folder.join(USERS_FOLDER).join(name);
         self.fetch_as(wanted, Some(token), &folder, say).await
     }
 
@@ -318,7 +322,15 @@ impl Hub {
             repo: repo.to_owned(),
             problem,
         };
-        let listed = select::Listed::parse(&text).map_err(layout)?;
+        let listed =
+            select::Listed::parse(&text).map_err(|problem| match serde_json::from_slice::<IgnoredAny>(&text) {
+                Ok(_) => layout(problem),
+                // A page of a proxy, or an answer that was cut off.
+                Err(_) => HubError::Unavailable {
+                    what: repo.to_owned(),
+                    problem: format!("{url} answered with something that is no JSON"),
+                },
+            })?;
         match wanted.revision {
             Some(commit) if listed.revision != commit => Err(layout(format!(
                 "the hub answered with commit {} instead of {commit}",

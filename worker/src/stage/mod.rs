@@ -84,7 +84,7 @@ pub(crate) async fn inputs(
         }
         let (path, lease) = fetched.map_err(|error| match error {
             // It stays as it is, however often it is fetched.
-            StorageError::Malformed { .. } => Outcome::Failed {
+            StorageError::Malformed { .. } | StorageError::Name(_) | StorageError::TooLarge { .. } => Outcome::Failed {
                 cause: FailureCause::BadInput,
                 message: format!("the input {config_path:?} cannot be used: {error}"),
             },
@@ -153,9 +153,10 @@ async fn models(
                     fetched = context.hub.fetch_for(owner, &token, &wanted, &say).await;
                 }
                 (Err(message), _) if !matches!(refused, HubError::Unavailable { .. }) => {
+                    // What this worker lacks, another may have.
                     return Err(Outcome::Failed {
-                        cause: FailureCause::BadInput,
-                        message,
+                        cause: FailureCause::Machine,
+                        message: format!("{}: {refused}; {message}", input.key),
                     });
                 }
                 _ => {}

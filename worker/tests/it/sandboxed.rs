@@ -2,7 +2,7 @@
 
 use crate::program::{run, text};
 use crate::support::{self, Lab, finished, script};
-use aitk_common::attempt::{AttemptSpec, ChildEvent, Outcome};
+use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::confinement::{Confinement, Protection};
 use aitk_common::control::JobState;
 use aitk_common::job;
@@ -172,7 +172,7 @@ async fn training_and_generation_work_in_the_sandbox_and_leave_their_inputs_alon
         let (outcome, events) = place.run(&place.spec(&config), &worker_program()).await;
         assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
         let lines = logs(&events);
-        assert!(lines.contains("confined to its own files: files: "), "{lines}");
+        assert!(lines.contains("sandbox: files: "), "{lines}");
         assert!(!lines.contains("ermission denied"), "{lines}");
         let made = events
             .iter()
@@ -188,6 +188,30 @@ async fn training_and_generation_work_in_the_sandbox_and_leave_their_inputs_alon
         .iter()
         .filter(|entry| entry.file_name().to_string_lossy().ends_with(".safetensors"));
     assert!(latents.count() > 0, "{derived:?}");
+}
+
+#[cfg(target_os = "linux")]
+#[tokio::test(flavor = "multi_thread")]
+async fn without_a_control_group_memory_has_a_limit_all_the_same() {
+    let place = Place::new();
+    let config = generation("[a zorb]").replace("width: 64, height: 64", "width: 1536, height: 1536");
+    let mut spec = place.spec(&config);
+    spec["most_memory"] = (128 << 20).into();
+    let (outcome, events) = place.run(&spec, &worker_program()).await;
+    assert!(
+        matches!(
+            outcome,
+            Outcome::Failed {
+                cause: FailureCause::OutOfMemory,
+                ..
+            }
+        ),
+        "{outcome:?} {}",
+        logs(&events)
+    );
+    spec["job"] = place.spec(&generation("[a zorb]"))["job"].clone();
+    let (outcome, events) = place.run(&spec, &worker_program()).await;
+    assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
 }
 
 #[tokio::test(flavor = "multi_thread")]

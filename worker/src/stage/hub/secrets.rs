@@ -43,12 +43,19 @@ impl Secrets {
             ));
         }
         let bad = |problem: String| format!("cluster.hub_token: {name} of user {owner} on this worker: {problem}");
+        // On some disks `Anna` opens `anna`, who is somebody else.
+        let entries = std::fs::read_dir(folder).map_err(|error| bad(error.to_string()))?;
+        let is_there = entries.flatten().any(|entry| entry.file_name() == owner.as_str());
         let mut options = std::fs::OpenOptions::new();
         // A pipe would hold the worker up, a link lead out of the folder.
         options
             .read(true)
             .custom_flags(nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK);
-        let file = options.open(folder.join(owner.as_str()).join(name)).map_err(|error| match error.kind() {
+        let opened = match is_there {
+            true => options.open(folder.join(owner.as_str()).join(name)),
+            false => Err(std::io::ErrorKind::NotFound.into()),
+        };
+        let file = opened.map_err(|error| match error.kind() {
             std::io::ErrorKind::NotFound => bad(format!(
                 "there is none; the worker's owner puts the token into {owner}/{name} in the folder of --hub-secrets"
             )),

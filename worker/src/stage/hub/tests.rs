@@ -1,7 +1,6 @@
 //! Against a small server that knows how to misbehave.
 
 use super::*;
-use aitk_common::hash::ContentHash;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -395,6 +394,29 @@ async fn public_models_are_fetched_without_the_token() {
 }
 
 #[tokio::test]
+async fn a_page_that_is_not_the_hubs_says_nothing_of_a_model() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = Server::start().await;
+    let hub = server.hub(folder.path());
+    for (page, is_away) in [
+        ("<html>log in</html>", true),
+        (r#"{"sha": "abc1"#, true),
+        (r#"{"sha": 7}"#, false),
+    ] {
+        server.site.lock().unwrap().files.insert(
+            "/api/models/org/tiny/revision/main?blobs=true".to_owned(),
+            page.as_bytes().to_vec(),
+        );
+        let error = hub.fetch(&of_others("org/tiny"), &|_| {}).await.unwrap_err();
+        assert_eq!(
+            matches!(error, HubError::Unavailable { .. }),
+            is_away,
+            "{page}: {error}"
+        );
+    }
+}
+
+#[tokio::test]
 async fn a_users_token_opens_models_for_their_jobs_alone() {
     let folder = tempfile::tempdir().unwrap();
     let server = Server::start().await;
@@ -417,7 +439,7 @@ async fn a_users_token_opens_models_for_their_jobs_alone() {
     server.site.lock().unwrap().status = None;
     let model = hub.fetch_for(&anna, "t", &wanted, &|_| {}).await.unwrap();
     assert!(
-        model.starts_with(folder.path().join("users/anna")),
+        model.starts_with(folder.path().join("users").join(ContentHash::of(b"anna").to_hex())),
         "{}",
         model.display()
     );
