@@ -18,6 +18,7 @@ use crate::spans::Spans;
 use crate::store::lease::RENEW;
 use crate::store::{SqlStore, Store, StoreError};
 use crate::transfers::{Transfers, UploadRate};
+use aitk_common::hash::ContentHash;
 use aitk_common::security::token::{Token, TokenError};
 use aitk_common::storage::{BlobStore, ObjectBlobs, StorageError};
 use futures::future::BoxFuture;
@@ -395,6 +396,9 @@ pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -
     let spans = Spans::to(&config.traces);
     let payloads = Payloads::default();
     let assigner = Assigner::new(store.clone(), payloads.clone());
+    if for_workers.is_some() {
+        tokio::spawn(look_at_storage(blobs.clone(), stopping.clone()));
+    }
     let (runner, core) = Runner::new(
         state,
         clock,
@@ -500,6 +504,19 @@ pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -
         store,
         _ground: ground.clone(),
     })
+}
+
+/// Says at the start what the first job would find out: that an address is wrong, or keys are missing. Whoever waits for a storage
+/// that starts later than we do is not held up.
+async fn look_at_storage(blobs: Arc<dyn BlobStore>, mut stopping: watch::Receiver<bool>) {
+    let nothing = [ContentHash::of(b"")];
+    let looked = tokio::select! {
+        looked = blobs.has(&nothing) => looked,
+        _ = stopping.wait_for(|stop| *stop) => return,
+    };
+    if let Err(error) = looked {
+        tracing::error!(error = %full(&error), "inputs and results of jobs have no place");
+    }
 }
 
 /// Renews the lease until somebody else has it. With others beside us we also stop believing in it when it has run out without

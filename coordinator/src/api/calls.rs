@@ -3,6 +3,7 @@
 //! A connection carries a hundred calls, and a user may have many connections. Whoever sends large requests and never ends
 //! them, or asks for large answers and never reads them, is held back by what they hold already; others are not.
 
+use super::changes::Changes;
 use crate::access::Identity;
 use crate::transfers::{TransferPermit, Transfers};
 use aitk_common::id::UserName;
@@ -11,7 +12,7 @@ use std::collections::HashMap;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, ready};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::time::Sleep;
 use tonic::Status;
 use tonic::body::Body;
@@ -57,6 +58,17 @@ fn kind_of(path: &str) -> Kind {
     }
 }
 
+/// Whether a call writes a line of the audit log each time that it is carried out.
+fn is_change(path: &str) -> bool {
+    let name = path.strip_prefix("/aitk.v1.Jobs/");
+    name.is_some_and(|name| {
+        matches!(
+            name,
+            "Submit" | "SubmitArray" | "Stop" | "Resume" | "Pause" | "SetPriority" | "Remove"
+        )
+    })
+}
+
 /// See the module. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct Calls {
@@ -65,6 +77,7 @@ pub(crate) struct Calls {
     answers: Transfers,
     followers: Transfers,
     requests: Transfers,
+    changes: Arc<Changes>,
     /// [`TURN`].
     patience: Duration,
 }
@@ -103,6 +116,7 @@ impl Calls {
             answers: of(ANSWERS),
             followers: of(FOLLOWERS),
             requests: of(LARGE_REQUESTS),
+            changes: Arc::default(),
             patience: TURN,
         }
     }
@@ -110,8 +124,11 @@ impl Calls {
     /// Takes a call in; waits for a turn while its user holds as many answers as they may.
     ///
     /// # Errors
-    /// When its user has too many calls already, or no turn came.
+    /// When its user has too many calls already, or has made too many changes, or no turn came.
     pub(super) async fn enter(&self, who: &Identity, path: &str) -> Result<Held, Status> {
+        if is_change(path) {
+            self.changes.count(who, Instant::now())?;
+        }
         let kind = kind_of(path);
         let open = (kind != Kind::Session).then(|| self.open(&who.name)).transpose()?;
         let answer = match kind {
@@ -292,12 +309,12 @@ impl http_body::Body for Answer {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use aitk_common::security::role::Role;
     use http_body::Body as _;
 
-    fn who(name: &str) -> Identity {
+    pub(in super::super) fn who(name: &str) -> Identity {
         Identity {
             name: UserName::new(name),
             role: Role::Submitter,

@@ -5,11 +5,13 @@ use super::auth::{caller, same_machine};
 use super::follow::{FOLLOWER_TIMEOUT, WIRE_BUFFER, stream_events};
 use super::{Shared, refused, store_failed, token_ended};
 use crate::access::{AuditLine, Identity};
-use crate::core::{Event, Listing, NewJob, Payload, Reply, Ticket};
+use crate::core::{Event, Listing, NewJob, Payload, Refusal, Reply, State, Ticket};
 use crate::size;
 use crate::store::StoreError;
 use crate::submit::{Asked, fresh_job_id, fresh_seed, wants, wants_to_fit};
-use aitk_common::control::{JobState, JobView, MAX_CONFIG_BYTES, PROTOCOL_VERSION, ServerInfo, Submission, UnixMillis};
+use aitk_common::control::{
+    Forecast, JobState, JobView, MAX_CONFIG_BYTES, PROTOCOL_VERSION, ServerInfo, Submission, UnixMillis,
+};
 use aitk_common::id::{JobId, UserName};
 use aitk_proto::v1::jobs_server::Jobs;
 use aitk_proto::{MAX_MESSAGE_BYTES, Message, encoded_len, trace, v1};
@@ -321,7 +323,13 @@ impl Jobs for JobsApi {
         submission.owner = Some(who.owner());
         let bytes = size::of_shared(&submission) + submission.job_json.len();
         let (asked, _) = self.asked(submission, bytes, wants_to_fit).await?;
-        let mut forecast = self.0.core.query(move |state, _| state.fit(&asked.wants)).await?;
+        let sees_all = who.role.sees_all();
+        let forecast = move |state: &State, _| {
+            state.check_prerequisites(&asked.after, &asked.wants.owner, sees_all)?;
+            Ok(state.fit(&asked.wants))
+        };
+        let forecast: Result<Forecast, Refusal> = self.0.core.query(forecast).await?;
+        let mut forecast = forecast.map_err(|refusal| refused(&refusal))?;
         forecast.devices.truncate(DEVICES_SHOWN);
         Ok(Response::new(forecast.into()))
     }

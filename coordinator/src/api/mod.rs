@@ -5,6 +5,7 @@ mod arrays;
 mod auth;
 mod blobs;
 mod calls;
+mod changes;
 mod enrol;
 mod follow;
 mod jobs;

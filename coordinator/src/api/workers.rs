@@ -4,7 +4,7 @@ use super::auth::{caller, protocol_mismatch, same_machine};
 use super::{Shared, access_failed, enrol, stopped, token_ended};
 use crate::access::Identity;
 use crate::assign::{Outgoing, Unsendable, Work};
-use crate::core::{Event, SessionId, State};
+use crate::core::{Event, OF_ANOTHER, SessionId, State};
 use crate::garbage::{Held, Named, Unfit, present};
 use crate::runner::full;
 use crate::scope::ScopeError;
@@ -197,6 +197,17 @@ impl Session<'_> {
             && self.shared.scope.keeps_bucket_from(&self.who)
         {
             *storage_url = None;
+        }
+        // With the right epoch of another's attempt: no worker comes to that by losing one of its own.
+        if let ToWorker::Answer { message: reason, .. } | ToWorker::Fence { reason, .. } = &message
+            && reason == OF_ANOTHER
+        {
+            let mut line = self.who.line(self.shared.clock.now(), "worker.report", "");
+            (line.done, line.detail) = (false, "on the attempt of another worker".into());
+            if let ToWorker::Fence { held, .. } = &message {
+                line.object = held.attempt.to_string();
+            }
+            self.shared.access.note(line);
         }
         self.send(message.into()).await
     }

@@ -16,6 +16,9 @@ const TEXT_LIMIT: usize = 8 << 10;
 /// Models whose commits are kept of a job: more than any names.
 const REVISIONS_MOST: usize = 32;
 
+/// What a worker is told that reports on an attempt which was never its own.
+pub(crate) const OF_ANOTHER: &str = "it belongs to another worker";
+
 impl State {
     /// The job whose live attempt this is, if it is this session's.
     pub(super) fn current_job(&self, session: SessionId, held: &HeldAttempt) -> Option<&Job> {
@@ -45,7 +48,7 @@ impl State {
             Some((_, epoch, _)) if epoch != held.epoch => format!("its epoch is {epoch}, not {}", held.epoch),
             Some((_, epoch, newest)) if epoch != newest => format!("epoch {epoch} was followed by epoch {newest}"),
             Some((state, ..)) if !state.is_live() => format!("it has ended: {}", state.name()),
-            Some(_) => "it belongs to another worker".into(),
+            Some(_) => OF_ANOTHER.into(),
         }
     }
 

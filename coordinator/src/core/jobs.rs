@@ -360,6 +360,15 @@ impl State {
         }
     }
 
+    /// Refuses prerequisites that a submission with them would be refused for.
+    ///
+    /// # Errors
+    /// The first that is none.
+    pub fn check_prerequisites(&self, all: &[Prerequisite], owner: &UserName, sees_all: bool) -> Result<(), Refusal> {
+        let found = self.find_all(all, owner, sees_all)?;
+        self.refuse_impossible(&found)
+    }
+
     /// The jobs and arrays that these prerequisites mean: ids, names, of which the newest of this user counts, or unique
     /// beginnings of ids.
     pub(super) fn find_all(

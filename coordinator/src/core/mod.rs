@@ -37,6 +37,7 @@ mod sim;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use attempts::OF_ANOTHER;
 pub use check::check;
 pub use event::{Effect, Event, NewArray, NewJob, Payload, Placed, Prerequisite, Record, Refusal, Reply};
 pub use listing::{Listing, Page, Place};

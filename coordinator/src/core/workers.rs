@@ -19,6 +19,16 @@ const REASON_BYTES: usize = 300;
 const HEALTH_MOST: usize = 64;
 
 impl State {
+    /// The name of a worker among the others: a second one of the same name is told apart by the beginning of its id, so that nobody
+    /// takes one for the other.
+    fn own_name(&self, name: String, id: &WorkerId) -> String {
+        let taken = self.workers.values().any(|other| other.name == name && other.id != *id);
+        match taken {
+            true => format!("{name}-{}", id.as_str().chars().take(7).collect::<String>()),
+            false => name,
+        }
+    }
+
     pub(super) fn register(
         &mut self,
         step: &mut Step,
@@ -61,7 +71,7 @@ impl State {
         }
         let worker = Worker {
             id: id.clone(),
-            name: registration.name,
+            name: self.own_name(registration.name, &id),
             version: registration.version,
             host: registration.host,
             devices,

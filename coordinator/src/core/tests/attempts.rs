@@ -220,3 +220,23 @@ fn a_leaving_worker_hands_its_work_on() {
     assert_eq!(world.assigned(), [(two, held("ja", 2))]);
     assert_eq!(world.view("ja").failures, 0);
 }
+
+#[test]
+fn a_second_worker_of_a_name_is_told_apart() {
+    let mut world = World::new();
+    world.cpu("box");
+    let mut other = registration("w-other", vec![device(DeviceKind::Cpu, 0)], Vec::new());
+    other.name = "box".into();
+    world.sessions += 1;
+    let session = SessionId(world.sessions);
+    world.step(Event::WorkerRegistered {
+        session,
+        fresh_id: WorkerId::new("fresh"),
+        same_machine: true,
+        registration: Box::new(other),
+    });
+    // The first comes again, and keeps its name.
+    world.cpu("box");
+    let name = |id: &str| world.state.workers[&WorkerId::new(id)].name.clone();
+    assert_eq!((name("box").as_str(), name("w-other").as_str()), ("box", "box-w-other"));
+}

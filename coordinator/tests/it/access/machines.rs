@@ -43,6 +43,8 @@ async fn a_machine_does_not_speak_for_another_one() {
     assert!(other.keep.is_empty());
     let manifest = put_checkpoint(&RemoteBlobs::with_budget(&one, CALM), 3).await;
     assert_eq!(other.commit(&held(&work), manifest, 3).await, Verdict::Fenced);
+    let forged = line(&pool.clients, "the report", |line| line.action == "worker.report").await;
+    assert!(!forged.done && forged.who == "box-2", "{forged:?}");
     assert_eq!(worker.commit(&held(&work), manifest, 3).await, Verdict::Accepted);
 
     // Another token of the same name, as after a renewal, also after a restart.
