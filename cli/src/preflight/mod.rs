@@ -2,6 +2,7 @@
 //! `aitk validate` shows all of it; `run` and `submit` open with what is worth saying, and refuse what cannot work.
 
 mod models;
+mod output;
 mod report;
 mod text;
 
@@ -43,12 +44,12 @@ pub async fn check_some(
     Ok(commits(models))
 }
 
-/// Opens a run or a submission: one line for each data set and training, warnings, and what could not be checked. `short`:
-/// without what the training itself says a moment later.
+/// Opens a run or a submission: one line for each data set and training, warnings, and what could not be checked. `here`: it runs
+/// on this machine, so what it writes must have a place, and the training itself says the rest a moment later.
 ///
 /// # Errors
 /// When there is a problem that would end the job.
-pub async fn open_with(ui: &Ui, loaded: &LoadedJob, directory: &Path, short: bool) -> Result<Commits, Failure> {
+pub async fn open_with(ui: &Ui, loaded: &LoadedJob, directory: &Path, here: bool) -> Result<Commits, Failure> {
     let report = Report::of(loaded, Vec::new(), directory).await;
     for line in report.summary() {
         ui.notice(&printable(&line));
@@ -56,10 +57,15 @@ pub async fn open_with(ui: &Ui, loaded: &LoadedJob, directory: &Path, short: boo
     for note in &report.unchecked {
         ui.notice(&printable(note));
     }
-    for warning in report.data_warnings(short) {
+    let (mut warnings, mut problems) = (report.data_warnings(here), report.problems());
+    if here {
+        warnings.extend(output::warnings(&report, &loaded.spec, directory));
+        problems.extend(output::problems(&loaded.spec, directory));
+    }
+    for warning in warnings {
         ui.warn(&printable(&warning));
     }
-    refuse(report.problems())?;
+    refuse(problems)?;
     Ok(commits(report.models))
 }
 

@@ -2,12 +2,13 @@
 
 use crate::commands::env;
 use crate::paths::expand;
+use aitk_common::checkpoint::{MANIFEST_NAME, step_of_folder};
 use aitk_common::hub::{HubError, HubReader};
 use aitk_common::job::arch::ArchName;
-use aitk_common::job::{Input, InputKind, JobSpec};
-use aitk_common::model_files::{Identity, Inventory, check, damaged, identify, lacking};
+use aitk_common::job::{Input, InputKind, JobSpec, naming};
+use aitk_common::model_files::{Identity, Inventory, check, damaged, identify, is_adapter, lacking};
 use serde::Serialize;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// How long the hub may take: what it says is good to know, and not more.
@@ -59,6 +60,9 @@ pub(super) async fn look(spec: &JobSpec, directory: &Path, wanted: impl Fn(&Inpu
             });
             let (files, damaged) = read.await.unwrap_or_default();
             report.judge(&files, arch);
+            if input.kind == InputKind::Lora {
+                report.problem = report.problem.or_else(|| not_an_adapter(&input.config_path, &files));
+            }
             report.problem = report.problem.or_else(|| {
                 let damaged = damaged?;
                 Some(format!("{}: {damaged}", input.config_path))
@@ -79,6 +83,14 @@ pub(super) async fn look(spec: &JobSpec, directory: &Path, wanted: impl Fn(&Inpu
         } else {
             report.problem = Some(missing(&input, &local));
         }
+        if let Some(folder) = begun_in(spec, &input.key, directory)
+            && let Some(problem) = report.problem.take()
+        {
+            report.unchecked = Some(format!(
+                "{problem}; `aitk run` does not open it, and goes on from what is in {}; `aitk submit` needs it",
+                folder.display()
+            ));
+        }
         found.push(report);
     }
     for report in &mut found {
@@ -86,6 +98,24 @@ pub(super) async fn look(spec: &JobSpec, directory: &Path, wanted: impl Fn(&Inpu
         report.problem = problem.map(|problem| spec.finding(report.key.clone(), problem).to_string());
     }
     found
+}
+
+/// The run folder with a checkpoint or a save, of the training that begins with the LoRA at this key where it has neither.
+fn begun_in(spec: &JobSpec, key: &str, directory: &Path) -> Option<PathBuf> {
+    let rest = key.strip_prefix("config.process[")?;
+    let index: usize = rest.strip_suffix("].network.pretrained_lora_path")?.parse().ok()?;
+    let process = spec.process.get(index)?.trainer()?;
+    let name = process.name.as_deref().filter(|name| !name.is_empty());
+    let folder = expand(process.training_folder.as_deref()?, directory, &env).join(name.unwrap_or(&spec.name));
+    let names_in = |folder: &Path| {
+        let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+        entries.map(|entry| entry.file_name().to_string_lossy().into_owned())
+    };
+    let checkpoints = folder.join(".aitk/checkpoints");
+    let is_checkpoint =
+        |name: String| step_of_folder(&name).is_some() && checkpoints.join(name).join(MANIFEST_NAME).is_file();
+    let is_save = |name: String| naming::save_file(&spec.name, naming::step_of(&spec.name, &name)) == name;
+    (names_in(&checkpoints).any(is_checkpoint) || names_in(&folder).any(is_save)).then_some(folder)
 }
 
 /// What `model.arch` of the process at this key says.
@@ -105,6 +135,19 @@ pub(super) fn missing_inputs(spec: &JobSpec, directory: &Path) -> Vec<String> {
             gone.then(|| spec.finding(input.key.clone(), missing(&input, &local)).to_string())
         })
         .collect()
+}
+
+/// Why a file that is there cannot be the LoRA that a config names.
+fn not_an_adapter(path: &str, files: &Inventory) -> Option<String> {
+    if let Some(problem) = &files.problem {
+        return Some(format!("{path}: {problem}"));
+    }
+    let what = match identify(files) {
+        Identity::Model { family, .. } => format!("a {family} model"),
+        Identity::Other { what, .. } if !is_adapter(&what) => what,
+        _ => return None,
+    };
+    Some(format!("{path} is {what}, and the weights of a LoRA are expected here"))
 }
 
 /// What is said of a path where nothing lies.

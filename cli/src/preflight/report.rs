@@ -38,6 +38,8 @@ pub struct Report {
     pub memory: BTreeMap<String, u64>,
     /// Where it could run, from a coordinator.
     pub forecast: Option<Forecast>,
+    /// Why a coordinator would refuse it.
+    pub refused: Option<String>,
     /// What was not checked, and why.
     pub unchecked: Vec<String>,
 }
@@ -96,6 +98,7 @@ impl Report {
     pub fn problems(&self) -> Vec<String> {
         let mut problems: Vec<String> = self.models.iter().filter_map(|model| model.problem.clone()).collect();
         problems.extend(self.missing.iter().cloned());
+        problems.extend(self.refused.iter().cloned());
         #[cfg(feature = "embedded")]
         problems.extend(
             self.trainings

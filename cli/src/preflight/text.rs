@@ -111,6 +111,9 @@ impl Report {
         if let Some(images) = self.images {
             out.section("images", [many(images, "image")]);
         }
+        let problem = |problem: &String| format!("problem: {problem}");
+        out.section("files", self.missing.iter().map(problem));
+        out.section("cluster", self.refused.iter().map(problem));
         if let Some(forecast) = &self.forecast {
             let devices = forecast.devices.iter().map(|device| {
                 let mark = match (device.fits, device.ready) {
@@ -329,10 +332,13 @@ fn dataset(set: &DatasetReport) -> Vec<String> {
         found += &format!(", {masks} with masks");
     }
     lines.push(found);
-    lines.extend(warnings_of(set, false).into_iter().map(|warning| {
-        let own = warning.strip_prefix(&format!("{}: ", set.path)).map(str::to_owned);
-        format!("warning: {}", own.unwrap_or(warning))
-    }));
+    let own = |said: String| {
+        let own = said.strip_prefix(&format!("{}: ", set.path)).map(str::to_owned);
+        own.unwrap_or(said)
+    };
+    lines.extend(problem_of(set).map(|problem| format!("problem: {}", own(problem))));
+    let warnings = warnings_of(set, false).into_iter();
+    lines.extend(warnings.map(|warning| format!("warning: {}", own(warning))));
     if set.too_small.count > 0 && set.too_small.count * 10 < set.images {
         lines.push(listed("with fewer pixels than the resolution", &set.too_small));
     }

@@ -47,6 +47,15 @@ config:
     home.write(&format!("{name}.yaml"), &text);
 }
 
+/// A training config with paths that are nowhere, and that no training opens.
+fn with_unopened_paths(home: &Home, name: &str) {
+    training(home, name, TINY, 10, "alpha_mask: true\n          mask_path: nix");
+    let path = home.path().join(format!("{name}.yaml"));
+    let text = std::fs::read_to_string(&path).unwrap();
+    let with_text = "disable_sampling: true, negative_prompt: 'blurry, low quality'";
+    std::fs::write(path, text.replace("disable_sampling: true", with_text)).unwrap();
+}
+
 /// A file that begins as a safetensors file with this tensor does, and a million bytes of weights.
 fn weights(home: &Home, name: &str, tensor: &str) {
     let header = format!(r#"{{"{tensor}":{{"dtype":"F16","shape":[9216,3072],"data_offsets":[0,1000000]}}}}"#);
@@ -148,6 +157,19 @@ async fn a_model_of_another_family_is_refused_before_anything_is_sent() {
         err(&sent)
     );
     assert!(err(&sent).contains("1 of 4 images have no caption"), "{}", err(&sent));
+
+    // What only looks like a path is neither looked for nor sent.
+    with_unopened_paths(&home, "text");
+    let sent = aitk(&["submit", "text.yaml", "--json"]).await;
+    assert_eq!(code(&sent), 0, "{}", err(&sent));
+    let sent: serde_json::Value = serde_json::from_str(&out(&sent)).unwrap();
+    let paths: Vec<&serde_json::Value> = sent["inputs"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|one| &one["path"])
+        .collect();
+    assert_eq!(paths, [TINY, "data"]);
 
     // A model of the hub is the one of this moment, for every attempt.
     training(&home, "hubbed", "org/model", 10, "");
@@ -362,4 +384,97 @@ fn validate_says_what_the_data_comes_to_in_80_columns() {
         code(&home.aitk().args(["validate", "broken.yaml"]).output().unwrap()),
         1
     );
+}
+
+#[test]
+fn validate_says_in_words_which_files_are_the_problem() {
+    let home = Home::new();
+    images(&home, "data", 3);
+    let cut = home.path().join("data/1.png");
+    let whole = std::fs::read(&cut).unwrap();
+    std::fs::write(&cut, &whole[..whole.len() - 8]).unwrap();
+    training(&home, "job", TINY, 10, "");
+    let draw = format!(
+        "job: generate\nconfig:\n  name: draw\n  process:\n    - type: to_folder\n      output_folder: out\n      model: \
+         {{name_or_path: {TINY}}}\n      generate: {{prompts: nix.txt}}\n"
+    );
+    home.write("draw.yaml", &draw);
+    for (config, expected) in [
+        (
+            "job.yaml",
+            [
+                "(job): 1 problem",
+                "problem: 1 end too early, and training stops at such a file; take them out, or copy them again: 1.png",
+            ],
+        ),
+        ("draw.yaml", ["(draw): 1 problem", "files problem: draw.yaml:8:"]),
+    ] {
+        let output = home.aitk().args(["validate", config]).output().unwrap();
+        let said = out(&output).split_whitespace().collect::<Vec<_>>().join(" ");
+        assert_eq!(code(&output), 1, "{said}");
+        for words in expected {
+            assert!(said.contains(words), "{words}: {said}");
+        }
+    }
+}
+
+#[test]
+fn a_path_that_nobody_opens_need_not_be_there() {
+    let home = Home::new();
+    images(&home, "data", 4);
+    with_unopened_paths(&home, "job");
+    let validate = || {
+        let output = home.aitk().args(["validate", "job.yaml"]).output().unwrap();
+        (code(&output), format!("{}{}", out(&output), err(&output)))
+    };
+    let (exit, said) = validate();
+    assert_eq!(exit, 0, "{said}");
+    // The mask that is opened has to be there.
+    training(&home, "job", TINY, 10, "mask_path: nix");
+    let (exit, said) = validate();
+    assert!(exit == 1 && said.contains("nix: no such file or folder"), "{said}");
+}
+
+#[test]
+fn a_run_that_has_begun_does_without_the_lora_that_it_began_with() {
+    let home = Home::new();
+    images(&home, "data", 4);
+    training(&home, "job", TINY, 10, "");
+    let path = home.path().join("job.yaml");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let with_lora = "linear_alpha: 4, pretrained_lora_path: gone.safetensors";
+    std::fs::write(path, text.replace("linear_alpha: 4", with_lora)).unwrap();
+    let validate = || {
+        let output = home.aitk().args(["validate", "job.yaml"]).output().unwrap();
+        let said = out(&output).split_whitespace().collect::<Vec<_>>().join(" ");
+        (code(&output), said)
+    };
+    let is_needed = |what: &str| {
+        let (exit, said) = validate();
+        assert_eq!(exit, 1, "{what}: {said}");
+        assert!(said.contains("problem: job.yaml:"), "{what}: {said}");
+        assert!(
+            said.contains("gone.safetensors: no such file or folder"),
+            "{what}: {said}"
+        );
+    };
+    is_needed("nothing has begun");
+    home.write("out/job/other_000000002.safetensors", "");
+    home.write("out/job/.aitk/checkpoints/step_000000002/weights.safetensors", "");
+    is_needed("another job's save, and half a checkpoint");
+    for begun in [
+        "out/job/job_000000002.safetensors",
+        "out/job/job.safetensors",
+        "out/job/.aitk/checkpoints/step_000000002/manifest.json",
+    ] {
+        let file = home.write(begun, "");
+        let (exit, said) = validate();
+        assert_eq!(exit, 0, "{begun}: {said}");
+        assert!(
+            said.contains("`aitk run` does not open it, and goes on from"),
+            "{begun}: {said}"
+        );
+        std::fs::remove_file(file).unwrap();
+    }
+    is_needed("all is gone");
 }

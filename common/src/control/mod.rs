@@ -378,7 +378,7 @@ pub struct JobView {
     pub loss: Option<f64>,
     /// The step of its last committed checkpoint.
     pub checkpoint_step: Option<u64>,
-    /// Its tries, the newest last.
+    /// Its tries, the newest last; of many only the newest.
     pub attempts: Vec<AttemptView>,
     /// Failed tries since the last committed checkpoint.
     pub failures: u32,
@@ -397,13 +397,18 @@ pub struct JobView {
 
 impl JobView {
     /// How long its attempts have taken, once it has ended: what it waited between them does not count. None where it did not start.
+    ///
+    /// Of a job with many attempts only the newest are known: all of the time before these counts.
     #[must_use]
     pub fn took(&self) -> Option<Duration> {
-        let whole = self.ended?.since(self.started?);
+        let (started, ended) = (self.started?, self.ended?);
+        let whole = ended.since(started);
         let each = |attempt: &AttemptView| Some(attempt.ended?.since(attempt.created));
         let attempts: Option<Duration> = self.attempts.iter().map(each).sum();
+        let unknown = self.attempts.first().filter(|first| first.epoch > Epoch(1));
+        let before = unknown.map_or(Duration::ZERO, |first| first.created.since(started));
         match (self.array.is_some() || self.attempts.len() < 2, attempts) {
-            (false, Some(attempts)) => Some(attempts.min(whole)),
+            (false, Some(attempts)) => Some(attempts.saturating_add(before).min(whole)),
             _ => Some(whole),
         }
     }
@@ -551,6 +556,7 @@ pub(crate) mod any_number {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::capability::DeviceKind;
 
     #[test]
     fn a_diverged_loss_survives_json() {
@@ -571,6 +577,61 @@ mod tests {
             panic!("{back:?}")
         };
         assert!(values["loss"].is_nan() && values["lr"] == 1e-4);
+    }
+
+    #[test]
+    fn a_job_took_what_its_attempts_took_as_far_as_they_are_known() {
+        // Started at second 10 and ended at 1000; of each attempt its epoch, its first and its last second.
+        let took = |attempts: &[(u64, u64, u64)]| {
+            let attempt = |(epoch, created, ended): &(u64, u64, u64)| AttemptView {
+                id: AttemptId::numbered("j1", *epoch),
+                epoch: Epoch(*epoch),
+                worker: WorkerId::new("w1"),
+                worker_name: "box".to_owned(),
+                device: DeviceRef {
+                    kind: DeviceKind::Cpu,
+                    index: 0,
+                },
+                profile: MemoryProfile::CpuOnly,
+                memory: None,
+                state: AttemptState::Failed,
+                created: UnixMillis(created * 1000),
+                ended: Some(UnixMillis(ended * 1000)),
+                message: String::new(),
+            };
+            let job = JobView {
+                id: JobId::new("j1"),
+                name: "a".to_owned(),
+                kind: "extension".to_owned(),
+                state: JobState::Completed,
+                reason: String::new(),
+                owner: UserName::default(),
+                priority: 0,
+                paused: false,
+                yields: false,
+                local: false,
+                created: UnixMillis(0),
+                started: Some(UnixMillis(10_000)),
+                ended: Some(UnixMillis(1_000_000)),
+                progress: None,
+                phase: None,
+                loss: None,
+                checkpoint_step: None,
+                attempts: attempts.iter().map(attempt).collect(),
+                failures: 0,
+                retries: 3,
+                array: None,
+                config_text: None,
+                config_format: None,
+            };
+            job.took().unwrap().as_secs()
+        };
+        assert_eq!(took(&[(1, 10, 1000)]), 990);
+        assert_eq!(took(&[]), 990);
+        // Without the wait between them.
+        assert_eq!(took(&[(1, 10, 20), (2, 900, 1000)]), 110);
+        // With what came before them.
+        assert_eq!(took(&[(7, 500, 510), (8, 900, 1000)]), 490 + 110);
     }
 
     #[test]

@@ -1,13 +1,14 @@
 //! Keys that are given another value than the file has: `aitk submit --sweep`.
 
 use super::error::Finding;
-use super::limits::finding;
-use super::node::{Entry, Mark, Node, Value, shorten};
+use super::node::{Entry, Node, Value, shorten};
 use super::scalar::resolve;
 use super::schema::{Cx, join};
 
 /// Keys of the document itself; whatever else a path begins with lies in its process.
 const TOP: [&str; 4] = ["job", "config", "meta", "cluster"];
+/// Stands in findings where otherwise the file does.
+const COMMAND_LINE: &str = "command line";
 /// Deeper paths lead to nothing.
 const STEPS_MOST: usize = 16;
 
@@ -26,42 +27,95 @@ enum Step {
     Index(usize),
 }
 
-/// Makes the changes. Returns the whole path of each key.
+/// Makes the changes. Returns the whole path of each key, and of those that were taken out for them.
 ///
 /// # Errors
 /// The first path that leads nowhere.
 pub(super) fn apply(root: &mut Node, changes: &[Change], file: Option<&str>) -> Result<Vec<String>, Finding> {
     let mut paths = Vec::with_capacity(changes.len());
     for change in changes {
-        let wrong = |mark: Mark, message: String| finding(file, mark, &change.key, message);
-        let steps = steps(root, &change.key).map_err(|message| wrong(root.mark, message))?;
+        let wrong = |message: String| Finding {
+            file: file.map(|_| COMMAND_LINE.to_owned()),
+            line: None,
+            column: None,
+            key: change.key.clone(),
+            message,
+        };
+        let steps = steps(root, &change.key).map_err(wrong)?;
         let value = Node {
             mark: root.mark,
             value: value(&change.value),
             plain: (!is_quoted(&change.value)).then(|| change.value.trim().to_owned()),
         };
-        set(root, &steps, value).map_err(|(mark, message)| wrong(mark, message))?;
+        let is_null = value.value == Value::Null;
+        set(root, &steps, value).map_err(wrong)?;
         paths.push(shown(&steps));
+        if let Some(other) = overruling(&steps).filter(|_| !is_null)
+            && take_out(root, &other)
+        {
+            paths.push(shown(&other));
+        }
     }
     Ok(paths)
 }
 
+/// The key that would win over the one that is set: whoever sets a key on the command line means it.
+fn overruling(steps: &[Step]) -> Option<Vec<Step>> {
+    let [around @ .., Step::Key(section), Step::Key(key)] = steps else {
+        return None;
+    };
+    // The sections of a process, and not what `meta` has of these names.
+    if !matches!(around, [Step::Key(top), .., Step::Index(_)] if top == "config") {
+        return None;
+    }
+    let mut path = around.to_vec();
+    match (section.as_str(), key.as_str()) {
+        ("network", "linear") => path.extend([Step::Key("network".into()), Step::Key("rank".into())]),
+        ("model", "dtype") => path.push(Step::Key("dtype".into())),
+        _ => return None,
+    }
+    Some(path)
+}
+
 /// Keys of changes that no section has are errors: elsewhere in a config they are ignored with a warning.
 pub(super) fn refuse_unknown(paths: &[String], cx: &mut Cx) {
-    let below =
-        |path: &str, key: &str| path == key || path.strip_prefix(key).is_some_and(|rest| rest.starts_with(['.', '[']));
     let unknown: Vec<Finding> = cx
         .warnings
         .iter()
-        .filter(|warning| cx.unknown.contains(&warning.key) && paths.iter().any(|path| below(path, &warning.key)))
+        .filter(|warning| cx.unknown.contains(&warning.key) && paths.iter().any(|path| is_at(path, &warning.key)))
         .cloned()
         .collect();
     for mut finding in unknown {
+        on_command_line(&mut finding);
         finding.message = finding
             .message
             .replace("; it is ignored", "; `aitk help config-keys` lists all");
         cx.errors.push(finding);
     }
+}
+
+/// Findings about changed keys name the command line: the file says something else at their place.
+pub(super) fn place_on_command_line(findings: &mut [Finding], paths: &[String]) {
+    for finding in findings {
+        if paths.iter().any(|path| is_at(&finding.key, path)) {
+            on_command_line(finding);
+        }
+    }
+}
+
+fn on_command_line(finding: &mut Finding) {
+    finding.file = finding.file.take().map(|_| COMMAND_LINE.to_owned());
+    (finding.line, finding.column) = (None, None);
+}
+
+/// Whether a key is one of those that were changed, lies below one, or holds one.
+pub(super) fn concerns(key: &str, paths: &[String]) -> bool {
+    paths.iter().any(|path| is_at(key, path) || is_at(path, key))
+}
+
+/// Whether a path leads to a key or to something below it.
+fn is_at(path: &str, key: &str) -> bool {
+    path == key || path.strip_prefix(key).is_some_and(|rest| rest.starts_with(['.', '[']))
 }
 
 fn is_quoted(text: &str) -> bool {
@@ -133,7 +187,7 @@ fn shown(steps: &[Step]) -> String {
     })
 }
 
-fn set(node: &mut Node, steps: &[Step], value: Node) -> Result<(), (Mark, String)> {
+fn set(node: &mut Node, steps: &[Step], value: Node) -> Result<(), String> {
     let Some((step, rest)) = steps.split_first() else {
         *node = Node {
             mark: node.mark,
@@ -170,11 +224,37 @@ fn set(node: &mut Node, steps: &[Step], value: Node) -> Result<(), (Mark, String
             let count = items.len();
             match items.get_mut(*index) {
                 Some(item) => set(item, rest, value),
-                None => Err((mark, format!("there is no `[{index}]` in a list of {count}"))),
+                None => Err(format!("there is no `[{index}]` in a list of {count}")),
             }
         }
-        (Step::Key(key), _) => Err((mark, format!("`{}` cannot be below {described}", shorten(key)))),
-        (Step::Index(index), _) => Err((mark, format!("`[{index}]` wants a list, and this is {described}"))),
+        (Step::Key(key), _) => Err(format!("`{}` cannot be below {described}", shorten(key))),
+        (Step::Index(index), _) => Err(format!("`[{index}]` wants a list, and this is {described}")),
+    }
+}
+
+/// Takes the key with this whole path out, where there is one.
+pub(super) fn remove(root: &mut Node, key: &str) {
+    if let Ok(steps) = steps(root, key) {
+        take_out(root, &steps);
+    }
+}
+
+/// Whether there was such a key.
+fn take_out(node: &mut Node, steps: &[Step]) -> bool {
+    match (steps, &mut node.value) {
+        ([Step::Key(key)], Value::Map(entries)) => {
+            let before = entries.len();
+            entries.retain(|entry| entry.key != *key);
+            entries.len() < before
+        }
+        ([Step::Key(key), rest @ ..], Value::Map(entries)) => {
+            let entry = entries.iter_mut().find(|entry| entry.key == *key);
+            entry.is_some_and(|entry| take_out(&mut entry.node, rest))
+        }
+        ([Step::Index(index), rest @ ..], Value::List(items)) => {
+            items.get_mut(*index).is_some_and(|item| take_out(item, rest))
+        }
+        _ => false,
     }
 }
 
@@ -258,10 +338,46 @@ mod tests {
     }
 
     #[test]
+    fn a_key_that_is_set_is_not_overruled_by_one_of_the_file() {
+        let ranked = TEXT.replace("linear: 4", "rank: 4");
+        let drawn = "job: generate\nconfig:\n  name: cat\n  process:\n  - type: to_folder\n    output_folder: out\n    \
+                     dtype: bf16\n    model: {name_or_path: m}\n    generate: {prompts: [a]}\n";
+        let read = |text: &str, key: &str, value: &str| {
+            let changes = [Change {
+                key: key.into(),
+                value: value.into(),
+            }];
+            let options = LoadOptions {
+                changes: &changes,
+                ..LoadOptions::default()
+            };
+            let loaded = parse(text, Format::Yaml, Some("cat.yaml"), &options).unwrap();
+            (serde_json::to_value(&loaded.spec).unwrap(), loaded.warnings)
+        };
+        let (job, warnings) = read(&ranked, "network.linear", "16");
+        let network = &job["process"][0]["kind"]["train"]["network"];
+        assert_eq!((&network["linear"], warnings), (&16.into(), Vec::new()));
+        assert!(network["rank"].is_null());
+        let (job, _) = read(drawn, "model.dtype", "float32");
+        let process = &job["process"][0]["kind"]["generate"];
+        assert_eq!(process["dtype"], "float32");
+        assert_eq!(process["model"]["dtype"], "float32");
+        assert!(job["positions"]["config.process[0].dtype"].is_null());
+        // What is taken away with `null` leaves the other as it was, and `meta` is nobody's section.
+        let (job, _) = read(&ranked, "network.linear", "null");
+        assert_eq!(job["process"][0]["kind"]["train"]["network"]["linear"], 4);
+        let noted = format!("{TEXT}meta: {{network: {{rank: 4}}}}\n");
+        let (job, _) = read(&noted, "meta.network.linear", "16");
+        assert_eq!(job["meta"]["network"]["rank"], 4);
+    }
+
+    #[test]
     fn keys_that_are_not_there_are_errors_with_the_nearest() {
         let near = with(&[("train.stepz", "1")], "").unwrap_err();
         assert!(
-            near.starts_with("cat.yaml:") && near.contains("train.stepz") && near.contains("did you mean `steps`?"),
+            near.starts_with("command line: ")
+                && near.contains("train.stepz")
+                && near.contains("did you mean `steps`?"),
             "{near}"
         );
         for (key, value, says) in [
@@ -275,6 +391,7 @@ mod tests {
         ] {
             let error = with(&[(key, value)], "").unwrap_err();
             assert!(error.contains(says), "{key}: {error}");
+            assert!(error.starts_with("command line: "), "{error}");
         }
     }
 }

@@ -86,9 +86,9 @@ impl FieldValue for SecretName {
             _ => None,
         };
         if name.is_none() {
-            cx.wrong_type(
-                node,
-                "the name under which workers keep the token, 1 to 64 letters, digits, '-' or '_'; never the token itself",
+            // What was found may be the token: it is not repeated.
+            cx.error(
+                "expected the name under which workers keep the token, 1 to 64 letters, digits, '-' or '_'; never the token itself",
             );
         }
         name
@@ -350,7 +350,50 @@ impl FieldValue for ByteCount {
 
 #[cfg(test)]
 mod tests {
+    use super::super::change::Change;
+    use super::super::tests::{MINIMAL, yaml};
+    use super::super::{Format, LoadOptions, parse};
     use super::*;
+
+    #[test]
+    fn a_token_in_place_of_its_name_is_not_repeated() {
+        let token = "hf_abcdefghijklmnopqrstuvwxyzABCDEFGH";
+        for written in [
+            token,
+            "my other secret",
+            "'my secret: 9'",
+            "1234567",
+            "12.5",
+            "[my-secret]",
+            "{my-secret: 1}",
+        ] {
+            let error = yaml(&format!("{MINIMAL}cluster:\n  hub_token: {written}\n")).unwrap_err();
+            let [finding] = error.findings() else { panic!("{error}") };
+            assert_eq!((finding.key.as_str(), finding.line), ("cluster.hub_token", Some(15)));
+            assert!(
+                finding.message.starts_with("expected the name under which"),
+                "{finding}"
+            );
+            for part in [token, "secret", "1234567", "12.5"] {
+                assert!(!error.to_string().contains(part), "{error}");
+            }
+        }
+        assert!(yaml(&format!("{MINIMAL}cluster: {{hub_token: my-models_2}}\n")).is_ok());
+        // The same of a token that stands in another place.
+        let text = format!("{MINIMAL}cluster: {{priority: {token}, hub_token: {token}}}\n");
+        let below = [Change {
+            key: "cluster.hub_token.x".into(),
+            value: "1".into(),
+        }];
+        for changes in [&below[..], &[]] {
+            let options = LoadOptions {
+                changes,
+                ..LoadOptions::default()
+            };
+            let error = parse(&text, Format::Yaml, None, &options).unwrap_err().to_string();
+            assert!(error.contains("cluster.") && !error.contains(token), "{error}");
+        }
+    }
 
     #[test]
     fn lengths_of_time() {

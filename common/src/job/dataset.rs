@@ -249,16 +249,7 @@ fn finish(dataset: &mut DatasetConfig, given: &Given, cx: &mut Cx) {
     if let Err(why) = super::naming::check_suffix(&dataset.caption_ext) {
         cx.error_at("caption_ext", why);
     }
-    let ui: Vec<String> = [
-        &dataset.control_path_1,
-        &dataset.control_path_2,
-        &dataset.control_path_3,
-    ]
-    .into_iter()
-    .flatten()
-    .filter(|path| !path.is_empty())
-    .cloned()
-    .collect();
+    let ui = dataset.numbered_controls();
     if !ui.is_empty() {
         dataset.control_path = OneOrMany(ui);
     }
@@ -304,6 +295,13 @@ fn finish(dataset: &mut DatasetConfig, given: &Given, cx: &mut Cx) {
 }
 
 impl DatasetConfig {
+    /// `control_path` as the web UI writes it.
+    pub(super) fn numbered_controls(&self) -> Vec<String> {
+        let each = [&self.control_path_1, &self.control_path_2, &self.control_path_3];
+        let given = each.into_iter().flatten().filter(|path| !path.is_empty());
+        given.cloned().collect()
+    }
+
     /// Where the pictures are: `dataset_path`, else `folder_path`.
     #[must_use]
     pub fn path(&self) -> Option<&str> {

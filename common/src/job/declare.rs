@@ -141,8 +141,8 @@ macro_rules! section {
 
             fn inputs(&self, path: &str, out: &mut Vec<$crate::job::schema::Input>) {
                 #[allow(unused_imports)]
-                use $crate::job::schema::{FieldValue, Input, InputKind, join};
-                $({
+                use $crate::job::schema::{FieldValue, Input, InputKind, Status::*, join};
+                $(if $status.opens_paths() {
                     const KEY: &str = $crate::job::schema::section!(@key $field $($key)?);
                     if <$ty as FieldValue>::HAS_INPUTS {
                         self.$field.inputs(&join(path, KEY), out);

@@ -6,7 +6,7 @@ use std::fmt;
 /// One thing to say about one place of a config.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Finding {
-    /// The file, as the user named it. Unset when the config did not come from a file.
+    /// The file, as the user named it, or `command line`. Unset when the config did not come from a file.
     pub file: Option<String>,
     /// Line, counted from 1. Unset when the place is unknown.
     pub line: Option<u32>,

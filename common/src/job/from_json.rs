@@ -7,6 +7,7 @@
 
 use super::caption::CaptionProcess;
 use super::change::{self, Change};
+use super::derived;
 use super::error::{Finding, JobError};
 use super::limits::MAX_DEPTH;
 use super::modify::{ExtractProcess, RescaleLoraProcess};
@@ -95,6 +96,10 @@ impl JobSpec {
     pub fn changed(&self, changes: &[Change]) -> Result<(Self, Vec<Finding>), JobError> {
         let json = serde_json::to_value(self).map_err(|error| whole(error.to_string()))?;
         let mut config = document(&json, Some(self));
+        derived::take_out(&mut config, self);
+        let mut before = Cx::new(None);
+        // What it warns of was said when the job was read.
+        let _ = Self::read(&config, None, &mut before);
         let changed = change::apply(&mut config, changes, None).map_err(|found| JobError::Invalid {
             findings: vec![without_place(found)],
         })?;
@@ -102,9 +107,10 @@ impl JobSpec {
         let read = Self::read(&config, None, &mut cx);
         change::refuse_unknown(&changed, &mut cx);
         let findings: Vec<Finding> = cx.errors.into_iter().map(without_place).collect();
-        // Of everything else they were said when it was read.
-        let about_changes = cx.warnings.into_iter().filter(|warning| changed.contains(&warning.key));
-        let warnings = about_changes.map(without_place).collect();
+        // A change of one key may be without effect because of another, whose place the warning has.
+        let is_news =
+            |warning: &Finding| !before.warnings.contains(warning) || change::concerns(&warning.key, &changed);
+        let warnings = cx.warnings.into_iter().filter(is_news).map(without_place).collect();
         let Some(read) = read.filter(|_| findings.is_empty()) else {
             return Err(match findings.is_empty() {
                 true => whole("the job could not be understood".into()),

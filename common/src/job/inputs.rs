@@ -7,6 +7,30 @@ use super::sample::SampleConfig;
 use super::schema::{Cx, Input, InputKind, Report};
 use super::spec::JobSpec;
 use super::values::TextSource;
+use std::collections::BTreeSet;
+
+/// Keys of inputs that nobody opens, because of another key or because of what the process does.
+pub(crate) fn unopened(job: &JobSpec) -> BTreeSet<String> {
+    let mut keys = BTreeSet::new();
+    for (index, process) in job.process.iter().enumerate() {
+        let (datasets, trains) = match &process.kind {
+            ProcessKind::Train(process) => (&process.datasets, true),
+            ProcessKind::Img2Img(process) => (&process.datasets, false),
+            _ => continue,
+        };
+        for (number, dataset) in datasets.iter().enumerate() {
+            let unopened = [
+                ("folder_path", dataset.dataset_path.is_some()),
+                // The picture's own transparency wins.
+                ("mask_path", dataset.alpha_mask || !trains),
+                ("random_triggers", !trains),
+            ];
+            let unopened = unopened.into_iter().filter(|(_, is_unopened)| *is_unopened);
+            keys.extend(unopened.map(|(key, _)| format!("config.process[{index}].datasets[{number}].{key}")));
+        }
+    }
+    keys
+}
 
 /// Adds the files that prompts name.
 pub(crate) fn from_prompts(job: &JobSpec, out: &mut Vec<Input>) {

@@ -100,15 +100,21 @@ pub fn parse(text: &str, format: Format, file: Option<&str>, options: &LoadOptio
     cx.warnings = secrets;
     let spec = JobSpec::read(&root, given.as_deref(), &mut cx);
     change::refuse_unknown(&changed, &mut cx);
+    change::place_on_command_line(&mut cx.warnings, &changed);
+    change::place_on_command_line(&mut cx.errors, &changed);
     let mut findings = cx.errors;
     match spec {
-        Some(spec) if findings.is_empty() => Ok(LoadedJob {
-            spec,
-            text: text.to_owned(),
-            format,
-            path: None,
-            warnings: cx.warnings,
-        }),
+        Some(mut spec) if findings.is_empty() => {
+            // Where they stand in the file says nothing of values that are not from there.
+            spec.positions.retain(|key, _| !changed.contains(key));
+            Ok(LoadedJob {
+                spec,
+                text: text.to_owned(),
+                format,
+                path: None,
+                warnings: cx.warnings,
+            })
+        }
         _ => {
             findings.sort_by_key(|finding| (finding.line, finding.column));
             if findings.is_empty() {

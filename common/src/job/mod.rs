@@ -12,6 +12,7 @@ pub mod cluster;
 mod compound;
 pub mod dataset;
 mod declare;
+mod derived;
 pub mod dtype;
 pub mod error;
 mod from_json;

@@ -136,22 +136,9 @@ section! {
 }
 
 fn finish(model: &mut ModelConfig, given: &Given, cx: &mut Cx) {
-    let flags = [
-        (model.is_v2, ArchName::Sd2, "is_v2"),
-        (model.is_v3, ArchName::Sd3, "is_v3"),
-        (model.is_xl, ArchName::Sdxl, "is_xl"),
-        (model.is_pixart, ArchName::Pixart, "is_pixart"),
-        (model.is_pixart_sigma, ArchName::PixartSigma, "is_pixart_sigma"),
-        (model.is_auraflow, ArchName::Auraflow, "is_auraflow"),
-        (model.is_flux, ArchName::Flux, "is_flux"),
-        (model.is_lumina2, ArchName::Lumina2, "is_lumina2"),
-        (model.is_vega, ArchName::Vega, "is_vega"),
-        (model.is_ssd, ArchName::Ssd, "is_ssd"),
-    ];
-    let first = flags.iter().find(|(on, ..)| *on);
-    match first {
-        Some((_, arch, _)) if !given.has("arch") => model.arch = Arch::from(*arch),
-        Some((_, arch, key)) if *arch != model.arch.name => {
+    match model.legacy_arch() {
+        Some((arch, _)) if !given.has("arch") => model.arch = Arch::from(arch),
+        Some((arch, key)) if arch != model.arch.name => {
             cx.warn_at(key, format!("`arch: {}` wins over `{key}`", model.arch));
         }
         _ => {}
@@ -235,6 +222,24 @@ fn check(model: &ModelConfig, path: &str, report: &mut Report) {
 }
 
 impl ModelConfig {
+    /// What the first `is_…` key that is on says, and that key.
+    pub(super) fn legacy_arch(&self) -> Option<(ArchName, &'static str)> {
+        let flags = [
+            (self.is_v2, ArchName::Sd2, "is_v2"),
+            (self.is_v3, ArchName::Sd3, "is_v3"),
+            (self.is_xl, ArchName::Sdxl, "is_xl"),
+            (self.is_pixart, ArchName::Pixart, "is_pixart"),
+            (self.is_pixart_sigma, ArchName::PixartSigma, "is_pixart_sigma"),
+            (self.is_auraflow, ArchName::Auraflow, "is_auraflow"),
+            (self.is_flux, ArchName::Flux, "is_flux"),
+            (self.is_lumina2, ArchName::Lumina2, "is_lumina2"),
+            (self.is_vega, ArchName::Vega, "is_vega"),
+            (self.is_ssd, ArchName::Ssd, "is_ssd"),
+        ];
+        let first = flags.into_iter().find(|(on, ..)| *on);
+        first.map(|(_, arch, key)| (arch, key))
+    }
+
     /// Whether the text encoder is quantised.
     #[must_use]
     pub fn quantizes_text_encoder(&self) -> bool {

@@ -114,6 +114,9 @@ fn finish(network: &mut NetworkConfig, given: &Given, cx: &mut Cx) {
     if !given.has("linear_alpha") {
         network.linear_alpha = network.alpha;
     }
+    if network.conv == Some(0) {
+        network.conv = None;
+    }
     if network.conv_alpha.is_none() {
         network.conv_alpha = network.conv.map(f64::from);
     }
@@ -131,9 +134,6 @@ fn finish(network: &mut NetworkConfig, given: &Given, cx: &mut Cx) {
     }
     cx.at_most(key, network.linear, MAX_RANK);
     cx.at_most("conv", network.conv.unwrap_or(0), MAX_RANK);
-    if network.conv == Some(0) {
-        network.conv = None;
-    }
     if network.dropout.is_some_and(|p| !(0.0..1.0).contains(&p)) {
         cx.error_at("dropout", "expected a chance from 0 to below 1");
     }

@@ -1,5 +1,6 @@
 //! A config document as a tree that remembers where everything stood.
 
+use super::secret::looks_like_token;
 use serde_json::Value as Json;
 
 /// A place in the text.
@@ -84,6 +85,7 @@ impl Node {
             },
             Value::Int(value) => format!("the number {}", self.plain.as_deref().unwrap_or(&value.to_string())),
             Value::Float(value) => format!("the number {}", self.plain.as_deref().unwrap_or(&value.to_string())),
+            Value::Text(text) if looks_like_token(text.trim()) => "a text that looks like an access token".into(),
             Value::Text(text) => format!("the text \"{}\"", shorten(text)),
             Value::List(items) => format!("a list of {}", items.len()),
             Value::Map(_) => "a map".into(),

@@ -30,6 +30,8 @@ pub struct Cx {
     pub positions: BTreeMap<String, (u32, u32)>,
     /// Paths of keys that no section knows and that are ignored with a warning.
     pub unknown: BTreeSet<String>,
+    /// Paths of keys that were written and whose value is `null`: they count as absent.
+    pub nulls: BTreeSet<String>,
     path: String,
     mark: Mark,
 }
@@ -182,6 +184,7 @@ impl Cx {
             if entry.node.value != Value::Null {
                 return T::read(&entry.node, cx);
             }
+            cx.nulls.insert(cx.path.clone());
             if required {
                 cx.error(format!("`{title}` needs a value here ({}), found null", T::kind()));
             } else if !T::NULLABLE && !slot.is_off() && title != "process" && title != "config" {

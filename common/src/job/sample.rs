@@ -119,14 +119,7 @@ fn finish(sample: &mut SampleConfig, given: &Given, cx: &mut Cx) {
             cx.warn_at("prompts", "`samples` is given, so `prompts` is not used");
         }
     } else {
-        sample.samples = sample
-            .prompts
-            .iter()
-            .map(|prompt| SampleItem {
-                prompt: prompt.clone(),
-                ..SampleItem::default()
-            })
-            .collect();
+        sample.samples = sample.samples_of_prompts();
     }
     cx.at_most_items("samples", sample.samples.len(), MAX_SAMPLES);
     sample.format = sample.format.trim_start_matches('.').to_ascii_lowercase();
@@ -151,6 +144,15 @@ fn finish(sample: &mut SampleConfig, given: &Given, cx: &mut Cx) {
 const FORMATS: &[&str] = &["jpg", "jpeg", "png", "webp", "wav", "mp3", "flac", "ogg", "mp4"];
 
 impl SampleConfig {
+    /// The pictures where `samples` is absent.
+    pub(super) fn samples_of_prompts(&self) -> Vec<SampleItem> {
+        let items = self.prompts.iter().map(|prompt| SampleItem {
+            prompt: prompt.clone(),
+            ..SampleItem::default()
+        });
+        items.collect()
+    }
+
     /// Whether periodic samples are due at `step`.
     #[must_use]
     pub fn is_due(&self, step: u64) -> bool {

@@ -27,6 +27,14 @@ pub enum Status {
     Refused(&'static str),
 }
 
+impl Status {
+    /// Whether a path under such a key is opened by anybody. What it would only matter with is refused or ignored itself; a
+    /// test in `paths` says so.
+    pub(crate) fn opens_paths(self) -> bool {
+        !matches!(self, Self::With(_) | Self::Ignored(_))
+    }
+}
+
 /// A key of a section, for people and documentation.
 #[derive(Clone, Debug)]
 pub struct FieldInfo {

@@ -74,7 +74,7 @@ pub struct JobSpec {
     /// The file it came from, for findings.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub file: Option<String>,
-    /// Key path -> line and column in that file, for findings.
+    /// Key path -> line and column in that file, for findings. Of those keys that have a value there.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub positions: BTreeMap<String, (u32, u32)>,
     /// Only these of its pictures: the coordinator cuts a job into such parts. No key of a config.
@@ -143,6 +143,9 @@ impl JobSpec {
         if !cx.errors.is_empty() {
             return None;
         }
+        let mut positions = std::mem::take(&mut cx.positions);
+        // Whoever asks which keys the file gave a value finds those.
+        positions.retain(|key, _| !cx.nulls.contains(key));
         Some(Self {
             job,
             name: body.name.clone().unwrap_or_default(),
@@ -151,21 +154,19 @@ impl JobSpec {
             cluster,
             config: Box::new(body),
             file: cx.file.clone(),
-            positions: std::mem::take(&mut cx.positions),
+            positions,
             part: None,
             revisions: BTreeMap::new(),
         })
     }
 
-    /// Every value that may be a path on this machine.
+    /// Every value that may be a path on this machine and that is opened; what has no effect is not among them.
     #[must_use]
     pub fn inputs(&self) -> Vec<Input> {
         let mut inputs = Vec::new();
-        // Its models are those of an extraction.
-        if self.job == JobKind::Extract {
-            self.config.inputs("config", &mut inputs);
-        }
         self.process.inputs("config.process", &mut inputs);
+        let unopened = super::inputs::unopened(self);
+        inputs.retain(|input| !unopened.contains(&input.key));
         super::inputs::from_prompts(self, &mut inputs);
         let mut unique: Vec<Input> = Vec::with_capacity(inputs.len());
         for input in inputs {

@@ -1,8 +1,9 @@
 //! The small files of a model, read into memory.
 
+use super::json::parse_json;
 use crate::gguf;
 use serde_json::{Map, Value};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
@@ -11,8 +12,20 @@ use std::path::Path;
 pub const SMALL_FILE_BYTES: u64 = 1 << 20;
 /// A safetensors header larger than this belongs to no model that we know.
 const HEADER_BYTES: u64 = 64 << 20;
-/// Files of a folder that are looked at.
+/// Files of a folder that are looked at, beside those of a model's parts.
 const MOST_FILES: usize = 4096;
+/// Folders of a model's parts.
+const PARTS: [&str; 7] = [
+    "scheduler",
+    "text_encoder",
+    "tokenizer",
+    "transformer",
+    "prior",
+    "unet",
+    "vae",
+];
+/// Files beside them that say what the model is.
+const INDEXES: [&str; 2] = ["model_index.json", "config.json"];
 /// Weights files whose headers are read.
 const MOST_HEADERS: usize = 4;
 /// Endings of files that Python opens with pickle.
@@ -61,7 +74,7 @@ pub fn small_files(names: &[String]) -> (Vec<&str>, Vec<&str>) {
     }
     let weights = |name: &&String| {
         let top = !name.contains('/') || name.starts_with("unet/") || name.starts_with("transformer/");
-        top && (name.ends_with(".safetensors") || name.ends_with(".gguf"))
+        top && is_weights(name)
     };
     let headers = names.iter().filter(weights).take(MOST_HEADERS).map(String::as_str);
     (configs, headers.collect())
@@ -117,10 +130,9 @@ impl Inventory {
     /// Of a folder or a repository with these files, of which none is read yet.
     #[must_use]
     pub fn of_names(names: Vec<String>) -> Self {
-        let weights = |name: &&String| name.ends_with(".safetensors") || name.ends_with(".gguf");
-        let pickle = match names.iter().find(weights) {
-            Some(_) => None,
-            None => {
+        let pickle = match names.iter().any(|name| is_weights(name)) {
+            true => None,
+            false => {
                 let first = names.iter().find(|name| pickle_ending(name).is_some());
                 first.map(|name| format!("its only weights are in pickle files, such as {name}"))
             }
@@ -135,7 +147,11 @@ impl Inventory {
 
     /// Takes the content of a JSON file. One that is no object is left out.
     pub fn add_config(&mut self, name: &str, bytes: &[u8]) {
-        match serde_json::from_slice(bytes) {
+        let Ok(text) = str::from_utf8(bytes) else {
+            self.problem = Some(format!("{name} is not UTF-8 text"));
+            return;
+        };
+        match parse_json(text) {
             Ok(Value::Object(map)) => {
                 self.configs.insert(name.to_owned(), map);
             }
@@ -154,32 +170,55 @@ fn owned(names: Vec<&str>) -> Vec<String> {
     names.into_iter().map(str::to_owned).collect()
 }
 
+/// Whether a file of this name holds weights that can be read.
+pub(super) fn is_weights(name: &str) -> bool {
+    (name.ends_with(".safetensors") || name.ends_with(".gguf")) && !is_hidden(name)
+}
+
+/// Whether a name begins with a dot. A Mac writes `._NAME` beside a file where it cannot note elsewhere what it knows of it.
+pub(super) fn is_hidden(name: &str) -> bool {
+    name.rsplit('/').next().is_some_and(|last| last.starts_with('.'))
+}
+
 /// The ending of a name, if Python opens such files with pickle.
-fn pickle_ending(name: &str) -> Option<&'static str> {
+pub(super) fn pickle_ending(name: &str) -> Option<&'static str> {
     let ending = Path::new(name).extension()?.to_str()?.to_ascii_lowercase();
     PICKLES.into_iter().find(|pickle| *pickle == ending)
 }
 
-/// Names of the files of a folder and of the folders in it.
+/// Names of the files of a folder and of the folders in it, sorted. Those of a model's parts are among them, however many other
+/// files lie beside them.
 fn names_below(folder: &Path) -> Vec<String> {
-    let list = |folder: &Path| {
+    let listed = |folder: &Path, most: usize| {
         let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-        let mut found: Vec<_> = entries.take(MOST_FILES).map(|entry| entry.path()).collect();
-        found.sort();
-        found
+        let names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());
+        let mut names: Vec<String> = names.filter(|name| !is_hidden(name)).take(most).collect();
+        names.sort();
+        names
     };
-    let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let mut names = Vec::new();
-    for path in list(folder) {
-        if path.is_dir() {
-            let files = list(&path).into_iter().filter(|file| file.is_file());
-            names.extend(files.map(|file| format!("{}/{}", name(&path), name(&file))));
-        } else if path.is_file() {
-            names.push(name(&path));
-        }
+    let files_in = |part: &str, most: usize| {
+        let place = folder.join(part);
+        let files = listed(&place, most)
+            .into_iter()
+            .filter(|name| place.join(name).is_file());
+        files.map(|name| format!("{part}/{name}")).collect::<Vec<_>>()
+    };
+    let mut names: BTreeSet<String> = INDEXES
+        .into_iter()
+        .filter(|name| folder.join(name).is_file())
+        .map(str::to_owned)
+        .collect();
+    for part in PARTS {
+        names.extend(files_in(part, usize::MAX));
     }
-    names.truncate(MOST_FILES);
-    names
+    let most = names.len() + MOST_FILES;
+    let beside = listed(folder, MOST_FILES).into_iter();
+    let (files, others): (Vec<_>, Vec<_>) = beside.partition(|name| folder.join(name).is_file());
+    names.extend(files);
+    for name in others.iter().filter(|name| !PARTS.contains(&name.as_str())) {
+        names.extend(files_in(name, most.saturating_sub(names.len())));
+    }
+    names.into_iter().collect()
 }
 
 fn read_small(path: &Path) -> Option<Vec<u8>> {

@@ -113,21 +113,29 @@ pub(super) fn of_file(file: &str, weights: &Weights) -> Identity {
     }
 }
 
+/// Ends of the names of tensors in LoRAs and the like, and what they are.
+const ADAPTERS: [(&str, &str); 9] = [
+    (".lora_down.weight", "a LoRA"),
+    (".lora_up.weight", "a LoRA"),
+    (".lora_A.weight", "a LoRA"),
+    (".lora_B.weight", "a LoRA"),
+    (".lora.down.weight", "a LoRA"),
+    (".lokr_w1", "a LoKr"),
+    (".lokr_w1_a", "a LoKr"),
+    (".hada_w1_a", "a LoHa"),
+    (".oft_diag", "an OFT"),
+];
+
+/// Whether [`super::Identity::Other`] with these words is a LoRA or the like.
+#[must_use]
+pub fn is_adapter(what: &str) -> bool {
+    ADAPTERS.iter().any(|(_, adapter)| *adapter == what)
+}
+
 /// LoRAs and the like: their names end in what no base model has.
 fn adapter(weights: &Weights) -> Option<(&'static str, &str)> {
-    const ENDS: [(&str, &str); 9] = [
-        (".lora_down.weight", "a LoRA"),
-        (".lora_up.weight", "a LoRA"),
-        (".lora_A.weight", "a LoRA"),
-        (".lora_B.weight", "a LoRA"),
-        (".lora.down.weight", "a LoRA"),
-        (".lokr_w1", "a LoKr"),
-        (".lokr_w1_a", "a LoKr"),
-        (".hada_w1_a", "a LoHa"),
-        (".oft_diag", "an OFT"),
-    ];
     for name in weights.shapes.keys() {
-        if let Some((_, what)) = ENDS.iter().find(|(end, _)| name.ends_with(end)) {
+        if let Some((_, what)) = ADAPTERS.iter().find(|(end, _)| name.ends_with(end)) {
             return Some((what, name));
         }
         if name.starts_with("control_model.") || name.starts_with("controlnet_cond_embedding.") {

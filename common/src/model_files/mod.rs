@@ -4,14 +4,19 @@
 //! [`identify`] is pure: it looks at an [`Inventory`], which [`Inventory::open`] makes of a path of this machine and the hub
 //! client of a repository. Command line, worker and engine ask the same function, so that they give the same answer.
 
+mod chosen;
 mod classes;
 mod complete;
 mod inventory;
+mod json;
 mod keys;
 mod verdict;
 
+pub use chosen::{NoWeights, weights_files};
 pub use complete::{damaged, lacking};
 pub use inventory::{Inventory, SMALL_FILE_BYTES, Unreadable, Weights, header_of, small_files};
+pub use json::parse_json;
+pub use keys::is_adapter;
 pub use verdict::{Refusal, check};
 
 use crate::job::arch::ArchName;

@@ -5,6 +5,8 @@ use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use serde::de::DeserializeOwned;
 use std::path::Path;
 
+pub use aitk_common::model_files::parse_json;
+
 /// What is said about a file that a model folder should have.
 pub const INCOMPLETE: &str = "the model folder does not have this file: download or copy the model again";
 
@@ -26,35 +28,6 @@ pub fn read_json(path: &Path) -> Result<serde_json::Value> {
         _ => EngineError::io(path, e),
     })?;
     parse_json(&text).map_err(|e| EngineError::model_config(path, format!("not valid JSON: {e}")))
-}
-
-/// Parses JSON as Python writes it: `Infinity`, `-Infinity` and `NaN`, which are no JSON, are read as `null`.
-///
-/// # Errors
-/// When it is no JSON otherwise.
-pub fn parse_json(text: &str) -> serde_json::Result<serde_json::Value> {
-    let mut cleaned = String::with_capacity(text.len());
-    let mut rest = text;
-    let mut in_string = false;
-    while let Some(c) = rest.chars().next() {
-        let word = ["-Infinity", "Infinity", "NaN"]
-            .into_iter()
-            .find(|word| !in_string && rest.starts_with(word));
-        if let Some(word) = word {
-            cleaned.push_str("null");
-            rest = &rest[word.len()..];
-            continue;
-        }
-        let mut taken = c.len_utf8();
-        if c == '\\' && in_string {
-            taken += rest[taken..].chars().next().map_or(0, char::len_utf8);
-        } else if c == '"' {
-            in_string = !in_string;
-        }
-        cleaned.push_str(&rest[..taken]);
-        rest = &rest[taken..];
-    }
-    serde_json::from_str(&cleaned)
 }
 
 /// Keys for which `null` says something: a U-Net without a middle block.

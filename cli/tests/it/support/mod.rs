@@ -8,6 +8,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
+use tokio_stream::StreamExt;
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Request, Response, Status};
 
@@ -75,7 +76,7 @@ pub fn job(id: &str, name: &str, state: v1::JobState) -> v1::Job {
 }
 
 /// Files of a model of Stable Diffusion 1.x: nothing is missing and nothing is in them.
-pub const WHOLE_MODEL: [&str; 9] = [
+pub const WHOLE_MODEL: [&str; 10] = [
     "model_index.json",
     "unet/config.json",
     "unet/diffusion_pytorch_model.safetensors",
@@ -83,6 +84,7 @@ pub const WHOLE_MODEL: [&str; 9] = [
     "vae/diffusion_pytorch_model.safetensors",
     "text_encoder/config.json",
     "text_encoder/model.safetensors",
+    "scheduler/scheduler_config.json",
     "tokenizer/vocab.json",
     "tokenizer/merges.txt",
 ];
@@ -126,6 +128,12 @@ pub struct Told {
     pub refuse: Option<Status>,
     pub workers: Vec<v1::Worker>,
     pub artifacts: Vec<v1::Artifact>,
+    /// So many calls of `Get` are answered once a job is followed; none: all of them.
+    pub gets_left: Option<u32>,
+    /// The others hang, and so do events that are followed; else they are refused, as by a coordinator that restarts.
+    pub hangs: bool,
+    /// How many others there were.
+    pub gets_unanswered: u32,
 }
 
 /// A coordinator that says what it is told to.
@@ -147,6 +155,18 @@ impl Fake {
             Some(status) => Err(status.clone()),
             None => Ok(Response::new(answer(&mut told))),
         }
+    }
+
+    /// Whether this call of `Get` is one of the others.
+    fn leaves_unanswered(&self) -> bool {
+        let mut told = self.0.lock().unwrap();
+        let followed = told.asked.iter().any(|(_, follow)| *follow);
+        match told.gets_left.filter(|_| followed) {
+            Some(0) => told.gets_unanswered += 1,
+            Some(left) => told.gets_left = Some(left - 1),
+            None => {}
+        }
+        told.gets_unanswered > 0
     }
 
     fn job(&self, id: &str) -> Result<Response<v1::Job>, Status> {
@@ -184,6 +204,13 @@ impl jobs_server::Jobs for Fake {
     }
 
     async fn get(&self, request: Request<v1::GetJobRequest>) -> Result<Response<v1::Job>, Status> {
+        if self.leaves_unanswered() {
+            let hangs = self.0.lock().unwrap().hangs;
+            if hangs {
+                std::future::pending::<()>().await;
+            }
+            return Err(Status::unavailable("it restarts"));
+        }
         self.job(&request.into_inner().job_id)
     }
 
@@ -240,11 +267,17 @@ impl jobs_server::Jobs for Fake {
         let request = request.into_inner();
         let script = self.told(|told| {
             told.asked.push((request.cursor, request.follow));
-            told.scripts.pop_front().unwrap_or_default()
+            let hangs = told.hangs && request.follow;
+            (told.scripts.pop_front().unwrap_or_default(), hangs)
         })?;
-        let (events, end) = script.into_inner();
+        let ((events, end), hangs) = script.into_inner();
         let items = events.into_iter().map(Ok).chain(end.map(Err)).collect::<Vec<_>>();
-        Ok(Response::new(Box::pin(tokio_stream::iter(items))))
+        let items = tokio_stream::iter(items);
+        let items: Events = match hangs {
+            true => Box::pin(items.chain(tokio_stream::pending())),
+            false => Box::pin(items),
+        };
+        Ok(Response::new(items))
     }
 
     async fn artifacts(&self, _: Request<v1::ArtifactsRequest>) -> Result<Response<v1::ArtifactsReply>, Status> {

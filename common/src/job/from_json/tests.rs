@@ -1,4 +1,5 @@
-use super::super::tests::{MINIMAL, yaml};
+use super::super::tests::{MINIMAL, with as with_line, yaml};
+use super::super::{Format, LoadOptions, parse};
 use super::*;
 use serde_json::json;
 
@@ -242,10 +243,6 @@ fn depth_and_number_of_values_are_bounded() {
 
 #[test]
 fn a_job_is_changed_as_its_config_would_be() {
-    let change = |key: &str, value: &str| Change {
-        key: key.to_owned(),
-        value: value.to_owned(),
-    };
     let spec = yaml(MINIMAL).unwrap().spec;
     let (same, warnings) = spec.changed(&[]).unwrap();
     assert_eq!((same, warnings), (spec.clone(), Vec::new()));
@@ -284,4 +281,220 @@ fn a_job_is_changed_as_its_config_would_be() {
         let error = spec.changed(&[change(key, value)]).unwrap_err().to_string();
         assert!(error.contains(said), "{key}: {error}");
     }
+}
+
+fn change(key: &str, value: &str) -> Change {
+    Change {
+        key: key.to_owned(),
+        value: value.to_owned(),
+    }
+}
+
+/// What is said of a job beside its values.
+fn said(warnings: &[Finding]) -> Vec<(&str, &str)> {
+    warnings
+        .iter()
+        .map(|finding| (finding.key.as_str(), finding.message.as_str()))
+        .collect()
+}
+
+/// Changes one key of the job that a config became, and of the config: the same has to come out, and whatever is said of the
+/// changed config alone.
+fn changed_both_ways(text: &str, key: &str, value: &str) -> JobSpec {
+    let changes = [change(key, value)];
+    let options = LoadOptions {
+        changes: &changes,
+        ..LoadOptions::default()
+    };
+    let before = yaml(text).unwrap();
+    let mut config = parse(text, Format::Yaml, Some("job.yaml"), &options).unwrap_or_else(|e| panic!("{key}: {e}"));
+    let (mut job, warnings) = before.spec.changed(&changes).unwrap_or_else(|e| panic!("{key}: {e}"));
+    // The places of what is not in the file.
+    (job.positions, config.spec.positions) = Default::default();
+    assert_eq!(job, config.spec, "{key}={value}\n{text}");
+    let news = said(&config.warnings)
+        .into_iter()
+        .filter(|one| !said(&before.warnings).contains(one));
+    for one in news {
+        assert!(
+            said(&warnings).contains(&one),
+            "{key}={value}: {one:?} is not said: {warnings:?}"
+        );
+    }
+    job
+}
+
+#[test]
+fn keys_that_others_are_derived_from_take_effect_when_a_job_is_changed() {
+    let network = |keys: &str| MINIMAL.replace("linear: 8", keys);
+    let trained = |text: &str, key: &str, value: &str| {
+        let job = changed_both_ways(text, key, value);
+        job.process[0].trainer().unwrap().clone()
+    };
+    let of_network = |keys: &str, key: &str, value: &str| trained(&network(keys), key, value).network.unwrap();
+
+    let prompts = with_line("type: sd_trainer", "      sample: {prompts: [a cat, a fox --seed 3]}");
+    let sample = trained(&prompts, "sample.prompts[0]", "a dog").sample;
+    assert_eq!((sample.samples[0].prompt.as_str(), sample.samples.len()), ("a dog", 2));
+    let first = prompts.replace("sample:", "first_sample:");
+    let sample = trained(&first, "first_sample.prompts[1]", "a dog")
+        .first_sample
+        .unwrap();
+    assert_eq!(sample.samples[1].prompt, "a dog");
+
+    assert_eq!(of_network("rank: 4", "network.linear", "16").linear, 16);
+    assert_eq!(of_network("rank: 4", "network.rank", "16").linear, 16);
+    assert_eq!(of_network("linear: 8", "network.alpha", "8").linear_alpha, 8.0);
+    let conv = of_network("conv: 4", "network.conv", "8");
+    assert_eq!((conv.conv, conv.conv_alpha), (Some(8), Some(8.0)));
+    // A key that is `null` in the file was not given.
+    let conv = of_network("conv: 4, conv_alpha: null", "network.conv", "8");
+    assert_eq!((conv.conv, conv.conv_alpha), (Some(8), Some(8.0)));
+    let conv = of_network("conv: 0", "network.conv", "8");
+    assert_eq!((conv.conv, conv.conv_alpha), (Some(8), Some(8.0)));
+    // What was written stays, also where it is what would be derived.
+    assert_eq!(
+        of_network("conv: 4, conv_alpha: 4", "network.conv", "8").conv_alpha,
+        Some(4.0)
+    );
+    assert_eq!(
+        of_network("alpha: 4, linear_alpha: 4", "network.alpha", "8").linear_alpha,
+        4.0
+    );
+
+    let legacy = with_line("folder_path: pictures", "          caption_type: txt");
+    assert_eq!(
+        trained(&legacy, "datasets[0].caption_type", "cap").datasets[0].caption_ext,
+        "cap"
+    );
+    let controls = with_line("folder_path: pictures", "          control_path_1: a");
+    let changed = trained(&controls, "datasets[0].control_path_1", "''");
+    assert!(changed.datasets[0].control_path.is_empty());
+    assert_eq!(
+        trained(MINIMAL, "model.is_xl", "true").model.arch.name,
+        super::super::arch::ArchName::Sdxl
+    );
+    let inherited = MINIMAL
+        .replace("      training_folder: output\n", "")
+        .replace("  name: cat\n", "  name: cat\n  training_folder: output\n");
+    let changed = trained(&inherited, "config.training_folder", "elsewhere");
+    assert_eq!(changed.training_folder.as_deref(), Some("elsewhere"));
+}
+
+#[test]
+fn the_number_format_of_a_model_that_draws_is_the_one_that_was_set() {
+    let drawing = |process: &str, model: &str| {
+        format!(
+            "job: generate\nconfig:\n  name: a\n  process:\n    - type: to_folder\n      output_folder: out\n{process}      model: \
+             {{name_or_path: m{model}}}\n      generate: {{prompts: [a cat]}}\n"
+        )
+    };
+    let redrawing = |process: &str, model: &str| {
+        format!(
+            "job: extension\nconfig:\n  name: a\n  process:\n    - type: batch_img2img\n      output_folder: \
+             out\n{process}      model: {{name_or_path: m{model}}}\n      datasets: [{{folder_path: d}}]\n"
+        )
+    };
+    let formats = |job: &JobSpec| match &job.process[0].kind {
+        ProcessKind::Generate(process) => [process.dtype, process.model.dtype],
+        ProcessKind::Img2Img(process) => [process.dtype, process.model.dtype],
+        other => panic!("{other:?}"),
+    };
+    for process in ["", "      dtype: bf16\n"] {
+        for model in ["", ", dtype: bf16"] {
+            for text in [drawing(process, model), redrawing(process, model)] {
+                for key in ["model.dtype", "dtype"] {
+                    let job = changed_both_ways(&text, key, "float32");
+                    assert_eq!(formats(&job), [super::super::dtype::DType::F32; 2], "{key}\n{text}");
+                }
+                changed_both_ways(&text, "dtype", "null");
+            }
+        }
+    }
+}
+
+#[test]
+fn other_keys_are_changed_as_in_the_config() {
+    let text = with_line(
+        "type: sd_trainer",
+        "      sample: {prompts: [a cat], neg: dark}\n      save: {save_every: 5}\n      trigger_word: ohwx",
+    );
+    for (key, value) in [
+        ("config.name", "another"),
+        ("train.steps", "7"),
+        ("train.lr", "1e-4"),
+        ("train.dtype", "bf16"),
+        ("train.batch_size", "null"),
+        ("train.optimizer_params.weight_decay", "0.1"),
+        ("network.linear", "16"),
+        ("network.dropout", "0.1"),
+        ("network.linear_alpha", "4"),
+        ("network.conv_alpha", "4"),
+        ("network.network_kwargs.only_if_contains", "attn1"),
+        ("model.name_or_path", "other"),
+        ("model.arch", "sd1"),
+        ("model.dtype", "float32"),
+        ("datasets[0].folder_path", "others"),
+        ("datasets[0].caption_ext", "cap"),
+        ("datasets[0].resolution", "768"),
+        ("save.save_every", "null"),
+        ("sample.neg", "false"),
+        ("sample.prompts", "null"),
+        ("trigger_word", "''"),
+        ("training_folder", "elsewhere"),
+        ("cluster.priority", "3"),
+        ("cluster.time_limit", "1h30m"),
+        ("meta.note", "a"),
+    ] {
+        changed_both_ways(&text, key, value);
+    }
+}
+
+#[test]
+fn a_change_without_effect_is_said_also_where_it_was_said_before() {
+    let text = with_line(
+        "type: sd_trainer",
+        "      sample: {prompts: [a cat], samples: [{prompt: a fox}]}",
+    );
+    let spec = yaml(&text).unwrap().spec;
+    let changed = changed_both_ways(&text, "sample.prompts[0]", "a dog");
+    assert_eq!(changed.process[0].trainer().unwrap().sample.samples[0].prompt, "a fox");
+    let (_, warnings) = spec.changed(&[change("sample.prompts[0]", "a dog")]).unwrap();
+    assert_eq!(
+        said(&warnings),
+        [(
+            "config.process[0].sample.prompts",
+            "`samples` is given, so `prompts` is not used"
+        )]
+    );
+    let (_, warnings) = spec.changed(&[change("train.steps", "7")]).unwrap();
+    assert_eq!(warnings, [], "it was said when the job was read");
+    let (_, warnings) = spec
+        .changed(&[change("model.is_xl", "true"), change("model.arch", "sd1")])
+        .unwrap();
+    assert_eq!(
+        said(&warnings),
+        [("config.process[0].model.is_xl", "`arch: sd1` wins over `is_xl`")]
+    );
+}
+
+#[test]
+fn a_job_that_came_from_no_file_is_changed_by_its_values() {
+    let text = MINIMAL.replace("linear: 8", "conv: 4, conv_alpha: 4, rank: 4, alpha: 2");
+    let mut spec = yaml(&text).unwrap().spec;
+    spec.positions.clear();
+    let (same, _) = spec.changed(&[]).unwrap();
+    assert_eq!(same, spec);
+    let changes = [
+        change("network.conv", "8"),
+        change("network.rank", "16"),
+        change("network.alpha", "4"),
+    ];
+    let (changed, warnings) = spec.changed(&changes).unwrap();
+    let network = changed.process[0].trainer().unwrap().network.clone().unwrap();
+    assert_eq!(
+        (network.conv_alpha, network.linear, network.linear_alpha),
+        (Some(8.0), 16, 4.0)
+    );
+    assert_eq!(warnings, []);
 }

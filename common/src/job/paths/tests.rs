@@ -1,5 +1,5 @@
-use super::super::process::{GenerateProcess, Img2ImgProcess, TrainerProcess};
-use super::super::schema::SectionInfo;
+use super::super::process::{GenerateProcess, Img2ImgProcess, JobKind, ProcessType, TrainerProcess};
+use super::super::schema::{FieldInfo, SectionInfo, Status};
 use super::super::spec::{ConfigSection, Document};
 use super::super::tests::{MINIMAL, with, yaml};
 use super::super::{caption, modify};
@@ -143,12 +143,8 @@ fn text_keys(section: &SectionInfo, found: &mut BTreeSet<(String, bool)>) {
     }
 }
 
-/// Every key that can hold text is an input, or stands in the list above: a new one fails here until somebody says
-/// which it is.
-#[test]
-fn every_text_of_a_config_is_an_input_or_never_opened() {
-    let mut found = BTreeSet::new();
-    for section in [
+fn sections() -> [SectionInfo; 8] {
+    [
         Document::describe(),
         ConfigSection::describe(),
         TrainerProcess::describe(),
@@ -157,7 +153,15 @@ fn every_text_of_a_config_is_an_input_or_never_opened() {
         caption::CaptionProcess::describe(),
         modify::ExtractProcess::describe(),
         modify::RescaleLoraProcess::describe(),
-    ] {
+    ]
+}
+
+/// Every key that can hold text is an input, or stands in the list above: a new one fails here until somebody says
+/// which it is.
+#[test]
+fn every_text_of_a_config_is_an_input_or_never_opened() {
+    let mut found = BTreeSet::new();
+    for section in sections() {
         text_keys(&section, &mut found);
     }
     let listed: BTreeSet<String> = NO_INPUTS
@@ -224,4 +228,75 @@ fn the_message_does_not_depend_on_what_is_there() {
     assert_eq!(here.replace("/etc/passwd", ""), absent.replace("/etc/absent", ""));
     assert!(not_an_input(&"x".repeat(5_000)).len() < 500);
     assert!(!not_an_input("a\n\u{1b}b").contains(['\n', '\u{1b}']));
+}
+
+/// Paths that only matter together with another key, and what this release does with that key.
+fn paths_with(section: &SectionInfo, found: &mut BTreeSet<String>) {
+    fn leads_somewhere(field: &FieldInfo) -> bool {
+        let mut below = field.nested.iter().flat_map(|nested| &nested.fields);
+        field.input.is_some() || below.any(leads_somewhere)
+    }
+    for field in &section.fields {
+        if let Some(nested) = &field.nested {
+            paths_with(nested, found);
+        }
+        let Status::With(other) = field.status else { continue };
+        if !leads_somewhere(field) {
+            continue;
+        }
+        let status = match other.split_once(": ") {
+            Some(("type", name)) => ProcessType::from_name(name).map(ProcessType::status),
+            Some(("job", name)) => JobKind::from_name(name).map(JobKind::status),
+            _ => {
+                let other = section.fields.iter().find(|field| field.key == other);
+                other.map(|field| field.status)
+            }
+        };
+        let name = format!("{}.{}", section.title, field.key);
+        assert!(
+            matches!(status, Some(Status::Refused(_) | Status::Ignored(_))),
+            "`{other}` works now: `Status::opens_paths` has to know when the path in `{name}` is opened"
+        );
+        found.insert(name);
+    }
+}
+
+#[test]
+fn a_path_that_nobody_opens_is_no_input() {
+    let mut found = BTreeSet::new();
+    for section in sections() {
+        paths_with(&section, &mut found);
+    }
+    assert!(
+        found.contains("train.negative_prompt") && found.contains("process.slider"),
+        "{found:?}"
+    );
+
+    let listed = |text: &str| {
+        let spec = yaml(text).unwrap().spec;
+        assert!(spec.unsupported().is_ok(), "{text}");
+        let inputs = spec.inputs().into_iter().map(|input| input.config_path);
+        let mut inputs: Vec<String> = inputs.collect();
+        inputs.retain(|path| path != "base");
+        let foreign = spec.foreign_paths(|path| path == "base" || inputs.iter().any(|input| input == path));
+        assert_eq!(foreign, [], "{text}");
+        inputs
+    };
+    let negative = with("steps: 10", "        negative_prompt: 'blurry, low quality'");
+    assert_eq!(listed(&negative), ["pictures"]);
+    let validated = with(
+        "steps: 10",
+        "        validation_config: {validation_items: [{image_path: v.png}]}",
+    );
+    assert_eq!(listed(&validated), ["pictures"]);
+    let set = |keys: &str| with("folder_path: pictures", &format!("          {keys}"));
+    assert_eq!(listed(&set("mask_path: masks")), ["pictures", "masks"]);
+    assert_eq!(
+        listed(&set("mask_path: masks\n          alpha_mask: true")),
+        ["pictures"]
+    );
+    assert_eq!(listed(&set("dataset_path: others")), ["others"]);
+    let redrawn = "job: extension\nconfig:\n  name: a\n  process:\n    - type: batch_img2img\n      output_folder: out\n      model: \
+                   {name_or_path: base}\n      datasets: [{folder_path: d, mask_path: m, random_triggers: w.txt}]\n";
+    assert_eq!(listed(redrawn), ["d"]);
 }

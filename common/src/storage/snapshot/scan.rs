@@ -30,6 +30,7 @@ pub struct Scanned {
 ///
 /// Left out: names that begin with a dot, and ai-toolkit's cache folders. A symbolic link is followed when it
 /// stays inside the folder; one that leaves it is an error, because what it points to is not part of the data.
+/// A model in Hugging Face's cache is all links to the contents beside it: these are part of it.
 ///
 /// # Errors
 /// [`StorageError::Local`], [`StorageError::Name`], [`StorageError::Malformed`].
@@ -52,7 +53,11 @@ pub fn scan(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<Scanned, 
         names::check_part(name)?;
         found.push((name.to_owned(), root));
     } else {
-        walk(&root, &root, "", 0, &mut found)?;
+        let bounds = Bounds {
+            contents: contents_of(&root),
+            root: root.clone(),
+        };
+        walk(&bounds, &root, "", 0, &mut found)?;
     }
     found.sort();
 
@@ -109,8 +114,24 @@ impl<R: Read> Read for Counted<'_, R> {
     }
 }
 
+/// Where links may lead. Both are real paths.
+struct Bounds {
+    /// The folder itself.
+    root: PathBuf,
+    /// The contents that a model in Hugging Face's cache consists of.
+    contents: Option<PathBuf>,
+}
+
+/// The folder of the contents of `…/models--ORG--NAME/snapshots/COMMIT`.
+fn contents_of(root: &Path) -> Option<PathBuf> {
+    let snapshots = root.parent()?;
+    let repository = snapshots.parent()?;
+    let is_model = repository.file_name()?.to_str()?.starts_with("models--");
+    (is_model && snapshots.ends_with("snapshots")).then(|| repository.join("blobs"))
+}
+
 fn walk(
-    root: &Path,
+    bounds: &Bounds,
     folder: &Path,
     prefix: &str,
     depth: usize,
@@ -133,7 +154,7 @@ fn walk(
         names::check(&relative)?;
         let kind = entry.file_type().map_err(fail)?;
         let target = if kind.is_symlink() {
-            inside(root, &path, &relative)?
+            bounds.inside(&path, &relative)?
         } else {
             path
         };
@@ -142,12 +163,12 @@ fn walk(
                 let reason = "it lies more than 32 folders deep; is there a link that points to its own folder?";
                 return Err(BadName { name: relative, reason }.into());
             }
-            walk(root, &target, &relative, depth + 1, found)?;
+            walk(bounds, &target, &relative, depth + 1, found)?;
         } else if target.is_file() {
             if found.len() >= MAX_FILES {
                 return Err(super::malformed(&format!(
                     "{} has more than {MAX_FILES} files",
-                    root.display()
+                    bounds.root.display()
                 )));
             }
             found.push((relative, target));
@@ -162,18 +183,22 @@ fn walk(
     Ok(())
 }
 
-/// Where a link leads, when that is inside `root`.
-fn inside(root: &Path, link: &Path, relative: &str) -> Result<PathBuf, StorageError> {
-    let target = fs::canonicalize(link).map_err(|error| FsError::new("follow the link", link, error))?;
-    if target.starts_with(root) {
-        return Ok(target);
+impl Bounds {
+    /// Where a link leads, when that is inside.
+    fn inside(&self, link: &Path, relative: &str) -> Result<PathBuf, StorageError> {
+        let target = fs::canonicalize(link).map_err(|error| FsError::new("follow the link", link, error))?;
+        // Each of its contents is one file.
+        let is_content = target.parent() == self.contents.as_deref() && target.is_file();
+        if target.starts_with(&self.root) || is_content {
+            return Ok(target);
+        }
+        let reason = "it is a symbolic link that leaves the folder; copy the file instead, or name its real folder";
+        Err(BadName {
+            name: relative.to_owned(),
+            reason,
+        }
+        .into())
     }
-    let reason = "it is a symbolic link that leaves the folder; copy the file instead, or name its real folder";
-    Err(BadName {
-        name: relative.to_owned(),
-        reason,
-    }
-    .into())
 }
 
 fn special(path: &Path, what: &str) -> FsError {
@@ -185,5 +210,90 @@ fn not_text(path: &Path) -> BadName {
     BadName {
         name: path.to_string_lossy().into_owned(),
         reason: "it is not UTF-8 text",
+    }
+}
+
+#[cfg(test)]
+#[cfg(unix)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+
+    fn names(folder: &Path) -> Result<Vec<String>, String> {
+        let scanned = scan(folder, &mut |_| {}).map_err(|error| error.to_string())?;
+        Ok(scanned.snapshot.files.into_iter().map(|file| file.path).collect())
+    }
+
+    /// A repository in Hugging Face's cache. The answer is the folder of its commit.
+    fn cached(hub: &Path, name: &str) -> PathBuf {
+        let commit = hub.join(name).join("snapshots/0123abcd");
+        fs::create_dir_all(commit.join("unet")).unwrap();
+        fs::create_dir_all(hub.join(name).join("blobs")).unwrap();
+        for (blob, text) in [("aa", "{}"), ("bb", "weights")] {
+            fs::write(hub.join(name).join("blobs").join(blob), text).unwrap();
+        }
+        symlink("../../blobs/aa", commit.join("model_index.json")).unwrap();
+        symlink("../../../blobs/bb", commit.join("unet/model.safetensors")).unwrap();
+        commit
+    }
+
+    #[test]
+    fn a_model_in_the_cache_of_the_hub_is_sent_with_its_contents() {
+        let place = tempfile::tempdir().unwrap();
+        let commit = cached(place.path(), "models--org--name");
+        let whole = ["model_index.json", "unet/model.safetensors"]
+            .map(str::to_owned)
+            .to_vec();
+        assert_eq!(names(&commit), Ok(whole.clone()));
+        let scanned = scan(&commit, &mut |_| {}).unwrap();
+        assert_eq!(scanned.snapshot.files[1].sha256, ContentHash::of(b"weights"));
+        // Whoever names it by another way means the same folder.
+        symlink(&commit, place.path().join("newest")).unwrap();
+        assert_eq!(names(&place.path().join("newest")), Ok(whole));
+
+        let secret = place.path().join("secret");
+        fs::write(&secret, "x").unwrap();
+        cached(place.path(), "models--org--other");
+        fs::create_dir(place.path().join("models--org--name/blobs/deep")).unwrap();
+        fs::write(place.path().join("models--org--name/blobs/deep/cc"), "x").unwrap();
+        symlink(&secret, place.path().join("models--org--name/blobs/dd")).unwrap();
+        for elsewhere in [
+            "../../../secret",
+            "../../../models--org--other/blobs/aa",
+            "../../blobs",
+            "../../blobs/deep",
+            "../../blobs/deep/cc",
+            "../../blobs/dd",
+            "../..",
+            "/etc",
+        ] {
+            symlink(elsewhere, commit.join("link")).unwrap();
+            let refused = names(&commit).unwrap_err();
+            assert!(refused.contains("leaves the folder"), "{elsewhere}: {refused}");
+            fs::remove_file(commit.join("link")).unwrap();
+        }
+    }
+
+    #[test]
+    fn only_models_of_the_cache_may_lead_to_what_lies_beside_them() {
+        let place = tempfile::tempdir().unwrap();
+        for name in ["datasets--org--name", "models", "mine"] {
+            let commit = cached(place.path(), name);
+            assert!(names(&commit).unwrap_err().contains("leaves the folder"), "{name}");
+        }
+        let commit = cached(place.path(), "models--org--name");
+        let moved = place.path().join("models--org--name/copies");
+        fs::rename(commit.parent().unwrap(), &moved).unwrap();
+        assert!(
+            names(&moved.join("0123abcd"))
+                .unwrap_err()
+                .contains("leaves the folder")
+        );
+        // Contents that lie elsewhere are not those of the repository.
+        let commit = cached(place.path(), "models--org--linked");
+        let blobs = place.path().join("models--org--linked/blobs");
+        fs::rename(&blobs, place.path().join("elsewhere")).unwrap();
+        symlink(place.path().join("elsewhere"), &blobs).unwrap();
+        assert!(names(&commit).unwrap_err().contains("leaves the folder"));
     }
 }
