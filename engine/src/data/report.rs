@@ -98,7 +98,7 @@ pub struct Contents {
 }
 
 impl Contents {
-    /// Looks at the files, without decoding or keeping anything.
+    /// Looks at the files, without keeping anything. Decoded are only those whose end is not where it is looked for.
     ///
     /// # Errors
     /// When the folder is missing, an image is too large, or a caption is no text.
@@ -107,7 +107,8 @@ impl Contents {
         let cut_off = survey
             .files
             .iter()
-            .map(|file| image_io::is_cut_off(&file.path))
+            // What can be decoded has its end, however much lies behind it: training reads it the same way.
+            .map(|file| image_io::is_cut_off(&file.path) && image_io::open_rgb(&file.path).is_err())
             .collect();
         let mut contents = Self {
             survey,

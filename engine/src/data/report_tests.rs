@@ -124,25 +124,31 @@ fn missing_captions_are_said_with_what_to_do() {
 }
 
 #[test]
-fn an_image_without_its_end_is_found() {
+fn an_image_without_its_end_is_found_and_one_with_a_film_behind_it_is_whole() {
     let folder = tempfile::tempdir().unwrap();
     let whole = folder.path().join("whole.png");
-    DynamicImage::from(RgbImage::new(64, 64)).save(&whole).unwrap();
-    for ending in ["jpg", "webp"] {
-        DynamicImage::from(RgbImage::new(64, 64))
-            .save(whole.with_extension(ending))
-            .unwrap();
-    }
+    // Not of one colour, so that every part of the files says something.
+    let image = DynamicImage::from(RgbImage::from_fn(64, 64, |x, y| {
+        image::Rgb([(x * 37 + y * 91) as u8, (x * y) as u8, (x * x + 7 * y) as u8])
+    }));
     for ending in ["png", "jpg", "webp"] {
-        let bytes = std::fs::read(whole.with_extension(ending)).unwrap();
-        assert!(!crate::image_io::is_cut_off(&whole.with_extension(ending)), "{ending}");
+        let path = whole.with_extension(ending);
+        image.save(&path).unwrap();
+        let bytes = std::fs::read(&path).unwrap();
+        assert!(!crate::image_io::is_cut_off(&path), "{ending}");
         let cut = folder.path().join(format!("cut.{ending}"));
         std::fs::write(&cut, &bytes[..bytes.len() - 8]).unwrap();
         assert!(crate::image_io::is_cut_off(&cut), "{ending}");
+        std::fs::write(&cut, &bytes[..bytes.len() / 2]).unwrap();
+        assert!(crate::image_io::is_cut_off(&cut), "{ending}");
     }
+    let photo = std::fs::read(whole.with_extension("jpg")).unwrap();
+    let film = vec![0x5a; 1 << 20];
+    std::fs::write(folder.path().join("film.jpg"), [photo, film].concat()).unwrap();
     let options = DatasetOptions {
         path: folder.path().to_owned(),
         ..DatasetOptions::default()
     };
-    assert_eq!(DatasetReport::of(&options, "set", 16).unwrap().cut_off.count, 3);
+    let cut_off = DatasetReport::of(&options, "set", 16).unwrap().cut_off;
+    assert_eq!(cut_off.first, ["cut.jpg", "cut.png", "cut.webp"]);
 }

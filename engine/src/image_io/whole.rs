@@ -1,14 +1,15 @@
-//! Whether an image file has its end, told without decoding it.
+//! Whether an image file seems to have its end, told without decoding it.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::Path;
 
-/// Programs put notes behind an image's end; more than this is none.
+/// Programs put notes behind an image's end; behind more than this it is not looked for.
 const TAIL: u64 = 64 << 10;
 
-/// Whether the end of a PNG, JPEG or WebP file is missing, as after a broken download. A file that cannot be read, or is of
-/// another format, is not: whoever opens it says why.
+/// Whether the end of a PNG, JPEG or WebP file seems to be missing, as after a broken download. A whole one with much behind it,
+/// such as a photo with its film, seems so too: whoever decodes it knows. A file that cannot be read, or is of another format,
+/// does not: whoever opens it says why.
 #[must_use]
 pub fn is_cut_off(path: &Path) -> bool {
     check(path).unwrap_or(false)

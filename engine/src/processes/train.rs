@@ -81,8 +81,10 @@ struct Run<'a> {
     start: u64,
     /// The newest checkpoint that is on disk.
     checkpointed: Option<u64>,
-    /// The step save of an attempt that was interrupted there, until it is removed.
-    interrupted: Option<u64>,
+    /// Where attempts were interrupted whose step saves are there until another save is.
+    interrupted: Vec<u64>,
+    /// Steps in a row up to here, in attempts before this one too, without a finite loss or finite gradients.
+    lost: u64,
     record: StepRecord,
 }
 
@@ -178,7 +180,8 @@ impl<'a> Run<'a> {
             model,
             start: 0,
             checkpointed: None,
-            interrupted: None,
+            interrupted: Vec::new(),
+            lost: 0,
             record,
         };
         run.resume(cx)?;
@@ -188,6 +191,7 @@ impl<'a> Run<'a> {
 
     fn train(&mut self, cx: &mut Context<'_>) -> Result<Outcome> {
         let steps = self.process.train.steps;
+        self.note_interruption(cx);
         if self.start >= steps && self.folder.final_save().exists() {
             cx.log(
                 "info",
@@ -196,14 +200,11 @@ impl<'a> Run<'a> {
                     self.start
                 ),
             );
-            self.announce_final(cx);
+            self.announce_final(cx)?;
             return Ok(Outcome::Completed);
         }
         if self.start < steps && !self.cache_latents(cx)? {
             return Ok(Outcome::stopped());
-        }
-        if self.start > 0 {
-            self.note_interruption(cx)?;
         }
         let baseline =
             (self.start == 0 && !self.process.train.skip_first_sample) || self.process.train.force_first_sample;
@@ -217,13 +218,14 @@ impl<'a> Run<'a> {
         }
         let mut clock = Progress::new();
         self.record.begin(self.start);
-        let mut lost = 0;
+        // The steps of all attempts.
+        let all = steps.saturating_sub(self.process.train.start_step.unwrap_or(0));
         for step in self.start..steps {
             if cx.stop.is_set() {
-                return match lost >= BAD_STEPS {
+                return match self.lost >= BAD_STEPS {
                     false => self.stopped(cx, step),
                     true => {
-                        cx.log("warn", not_saved(step, lost));
+                        cx.log("warn", not_saved(step, self.lost));
                         Ok(Outcome::stopped())
                     }
                 };
@@ -234,11 +236,12 @@ impl<'a> Run<'a> {
             let update = self.data.updates(step, self.process);
             let report = self.trainer.finish_step(step, update)?;
             let done = step + 1;
-            lost = if report.warning.is_some() { lost + 1 } else { 0 };
+            self.lost = if report.warning.is_some() { self.lost + 1 } else { 0 };
             if let Some(warning) = report.warning.clone() {
                 cx.log("warn", warning);
             }
-            if lost == LOST_STEPS || (done == steps && (lost == steps - self.start || lost >= BAD_STEPS)) {
+            let lost = self.lost;
+            if lost >= LOST_STEPS || (done == steps && (lost >= all || lost >= BAD_STEPS)) {
                 return Err(EngineError::bad_input(format!(
                     "{lost} steps in a row, up to step {done}, had a loss or gradients that are not finite numbers, so nothing \
                      was learned: is the base model or the LoRA that it started from damaged, or `train.lr` too high? What was \

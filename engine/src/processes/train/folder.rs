@@ -118,16 +118,17 @@ impl RunFolder {
         out
     }
 
-    /// Removes old step saves and old checkpoints. The answer names the files that are gone, also of a save that
-    /// another machine made and that falls out of the kept ones now.
-    pub(super) fn retain(&self, process: &TrainerProcess, step: u64) -> Result<Vec<PathBuf>> {
+    /// Removes old step saves and old checkpoints, as if there were none of the steps `apart`. The answer names the files that are
+    /// gone, also of a save that another machine made and that falls out of the kept ones now.
+    pub(super) fn retain(&self, process: &TrainerProcess, step: u64, apart: &[u64]) -> Result<Vec<PathBuf>> {
         aitk_common::checkpoint::Checkpoint::prune(&self.checkpoints(), CHECKPOINTS).map_err(checkpoint_error)?;
         let keep = process.save.max_step_saves_to_keep;
         if keep == 0 {
             return Ok(Vec::new());
         }
         let steps = self.saves().into_iter().filter_map(|(s, _)| s);
-        let here = naming::expired(&steps.filter(|s| *s <= step).collect::<Vec<_>>(), keep);
+        let steps = steps.filter(|s| *s <= step && !apart.contains(s));
+        let here = naming::expired(&steps.collect::<Vec<_>>(), keep);
         let mut gone = Vec::new();
         for old in &here {
             let save = self.step_save(*old);
@@ -146,7 +147,8 @@ impl RunFolder {
             .save
             .save_every
             .and_then(|every| step.checked_sub(every.checked_mul(keep)?));
-        if let Some(old) = elsewhere.filter(|old| *old > 0 && !here.contains(old) && !self.step_save(*old).exists()) {
+        let elsewhere = elsewhere.filter(|old| *old > 0 && !here.contains(old) && !apart.contains(old));
+        if let Some(old) = elsewhere.filter(|old| !self.step_save(*old).exists()) {
             // It had the files that this step's has.
             let (this, old) = (self.step_save(step), self.step_save(old));
             let inside = files_of(&this).into_iter();

@@ -22,6 +22,9 @@ use std::path::{Path, PathBuf};
 
 /// Version of the trainer's part of a manifest.
 const STATE_VERSION: u64 = 1;
+/// Its keys for what a run has only where something happened: steps that were lost, and step saves to remove.
+const LOST: &str = "lost_steps";
+const INTERRUPTED: &str = "interrupted_saves";
 
 /// The seed of the run that this one goes on from, if it goes on from an exact state.
 pub(super) fn seed_so_far(spec: &AttemptSpec, folder: &RunFolder) -> Option<u64> {
@@ -212,6 +215,9 @@ impl Run<'_> {
         self.trainer.restore(tensors, number("ema_updates").unwrap_or(0))?;
         self.start = checkpoint.step();
         self.checkpointed = Some(checkpoint.step());
+        self.lost = number(LOST).unwrap_or(0);
+        let interrupted = state.get(INTERRUPTED).and_then(Value::as_array);
+        self.interrupted = interrupted.into_iter().flatten().filter_map(Value::as_u64).collect();
         self.record.take(checkpoint);
         Ok(())
     }
@@ -297,6 +303,12 @@ impl Run<'_> {
         state.insert("state_version".into(), STATE_VERSION.into());
         state.insert("optimizer".into(), self.process.train.optimizer.name().into());
         state.insert("ema_updates".into(), ema_updates.into());
+        if self.lost > 0 {
+            state.insert(LOST.into(), self.lost.into());
+        }
+        if !self.interrupted.is_empty() {
+            state.insert(INTERRUPTED.into(), self.interrupted.clone().into());
+        }
         let path = writer.commit(state).map_err(checkpoint_error)?;
         self.checkpointed = Some(step);
         cx.events.emit(ChildEvent::Checkpoint { path, step });

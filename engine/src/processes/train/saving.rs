@@ -43,12 +43,15 @@ impl Run<'_> {
         self.draw_losses(cx, steps);
         let path = self.folder.final_save();
         self.write_save(cx, &path, steps)?;
-        self.remove_interrupted(cx, Some(&path))?;
+        self.remove_interrupted(cx, &path)?;
         Ok(Outcome::Completed)
     }
 
-    pub(super) fn announce_final(&self, cx: &mut Context<'_>) {
-        self.announce(cx, &self.folder.final_save(), self.process.train.steps);
+    /// Tells of the final save of a run that was complete before this attempt, and removes what that had no time for.
+    pub(super) fn announce_final(&mut self, cx: &mut Context<'_>) -> Result<()> {
+        let path = self.folder.final_save();
+        self.announce(cx, &path, self.process.train.steps);
+        self.remove_interrupted(cx, &path)
     }
 
     /// A step save: the exact state, the LoRA or model, and then what retention removes. In this order, so that a kill in
@@ -63,46 +66,54 @@ impl Run<'_> {
         self.checkpoint(cx, step)?;
         let save = self.folder.step_save(step);
         self.write_save(cx, &save, step)?;
-        self.remove_interrupted(cx, Some(&save))?;
+        self.remove_interrupted(cx, &save)?;
         self.draw_losses(cx, step);
         Ok(())
     }
 
-    /// A run that goes on from where another attempt was interrupted, between two saves, has no use for that attempt's step save:
-    /// in the end the job has the files of an undisturbed run. A run in place keeps it, for whoever interrupted it.
-    pub(super) fn note_interruption(&mut self, cx: &mut Context<'_>) -> Result<()> {
-        let between = self.checkpointed == Some(self.start) && !self.process.save.is_due(self.start);
-        self.interrupted = (between && cx.is_enclosed()).then_some(self.start);
-        // At once where it is one file: what is announced before the next checkpoint cannot be lost with it.
-        self.remove_interrupted(cx, None)
+    /// A run that goes on from where another attempt was interrupted, between two saves, has no use for that attempt's step save
+    /// once it has one of its own: in the end the job has the files of an undisturbed run. Before that it may be the newest that
+    /// the job has. A run in place keeps it, for whoever interrupted it.
+    pub(super) fn note_interruption(&mut self, cx: &Context<'_>) {
+        if !cx.is_enclosed() {
+            self.interrupted.clear();
+            return;
+        }
+        // At the end there is a final save, and none of the step.
+        let between = !self.process.save.is_due(self.start) && self.start != self.process.train.steps;
+        if self.checkpointed == Some(self.start) && between && !self.interrupted.contains(&self.start) {
+            self.interrupted.push(self.start);
+        }
     }
 
-    /// Removes the step save of an attempt that was interrupted. `like`: a save that has the same files, where a save is a
-    /// folder, whose files this machine may never have seen.
-    fn remove_interrupted(&mut self, cx: &mut Context<'_>, like: Option<&Path>) -> Result<()> {
-        let Some(step) = self.interrupted else { return Ok(()) };
-        let save = self.folder.step_save(step);
-        let gone = match like {
-            None if self.folder.saves_folders() => return Ok(()),
-            Some(like) if like.is_dir() => files_of(like)
-                .iter()
-                .filter_map(|file| file.strip_prefix(like).ok())
-                .map(|below| save.join(below))
-                .collect(),
-            _ => vec![save.clone()],
-        };
-        self.interrupted = None;
-        fsutil::remove(&save)?;
-        for removed in gone {
-            let name = artifact_name(&self.folder.root, &removed);
-            cx.events.emit(ChildEvent::ArtifactRemoved { name });
+    /// Removes the step saves of attempts that were interrupted. `like`: a save that is there now and has the same files, where a
+    /// save is a folder, whose files this machine may never have seen.
+    ///
+    /// What is announced before the next checkpoint cannot be lost with it; what is lost with this one, the checkpoint knows.
+    fn remove_interrupted(&mut self, cx: &mut Context<'_>, like: &Path) -> Result<()> {
+        let files = files_of(like);
+        for step in std::mem::take(&mut self.interrupted) {
+            let save = self.folder.step_save(step);
+            // A run that was sent back by `train.start_step` may have come there again.
+            if save == like {
+                continue;
+            }
+            fsutil::remove(&save)?;
+            for below in files.iter().filter_map(|file| file.strip_prefix(like).ok()) {
+                let removed = match below.as_os_str().is_empty() {
+                    true => save.clone(),
+                    false => save.join(below),
+                };
+                let name = artifact_name(&self.folder.root, &removed);
+                cx.events.emit(ChildEvent::ArtifactRemoved { name });
+            }
         }
         Ok(())
     }
 
     /// Removes what retention does not keep after the save of this step.
     fn retain(&self, cx: &mut Context<'_>, step: u64) -> Result<()> {
-        for removed in self.folder.retain(self.process, step)? {
+        for removed in self.folder.retain(self.process, step, &self.interrupted)? {
             let name = artifact_name(&self.folder.root, &removed);
             cx.events.emit(ChildEvent::ArtifactRemoved { name });
         }
@@ -114,8 +125,12 @@ impl Run<'_> {
     pub(super) fn make_up(&mut self, cx: &mut Context<'_>) -> Result<()> {
         let step = self.start;
         let exact = self.checkpointed == Some(step);
-        if exact && self.process.save.is_due(step) && !self.folder.step_save(step).exists() {
-            self.write_save(cx, &self.folder.step_save(step), step)?;
+        if exact && self.process.save.is_due(step) {
+            let save = self.folder.step_save(step);
+            if !save.exists() {
+                self.write_save(cx, &save, step)?;
+            }
+            self.remove_interrupted(cx, &save)?;
         }
         self.retain(cx, step)?;
         if self.process.sample.is_due(step) && !self.has_samples(step) {

@@ -304,13 +304,77 @@ fn what_an_interruption_saved_is_gone_when_another_machine_goes_on() {
     let (outcome, events) = go(&other);
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     assert!(removed(&events, 5) && removed(&events, 4) && !removed(&events, 6));
-    let first_checkpoint = events
+    let saved =
+        |event: &ChildEvent| matches!(event, ChildEvent::Artifact { kind, step: Some(6), .. } if kind == "lora");
+    let newer = events.iter().position(saved).unwrap();
+    assert!(!removed(&events[..newer], 5), "until then it is the newest");
+    let last_checkpoint = events
         .iter()
-        .position(|event| matches!(event, ChildEvent::Checkpoint { .. }));
+        .rposition(|event| matches!(event, ChildEvent::Checkpoint { .. }));
     assert!(
-        removed(&events[..first_checkpoint.unwrap()], 5),
-        "before anything is committed"
+        removed(&events[..last_checkpoint.unwrap()], 5),
+        "before anything more is committed"
     );
+
+    // Killed right after the checkpoint of that save: nobody was told that the other one is gone.
+    let three = tempfile::tempdir().unwrap();
+    let mut third = in_own_folder(other.clone(), &three.path().join("out"));
+    third.resume_from = Some(two.path().join("out/tiny/.aitk/checkpoints/step_000000006"));
+    let (outcome, events) = go(&third);
+    assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+    let newer = events.iter().position(saved).unwrap();
+    assert!(!removed(&events[..newer], 5) && removed(&events, 5));
+}
+
+/// An attempt that is stopped before its first step, or fails, leaves the job what it had.
+#[test]
+fn what_an_interruption_saved_is_there_until_something_newer_is() {
+    struct StopInTraining(StopSignal, Vec<ChildEvent>);
+    impl crate::processes::EventSink for StopInTraining {
+        fn emit(&mut self, event: ChildEvent) {
+            if matches!(&event, ChildEvent::Phase { name } if name == "training") {
+                self.0.stop();
+            }
+            self.1.push(event);
+        }
+    }
+    let removed = |events: &[ChildEvent]| -> Vec<String> {
+        let name = |event: &ChildEvent| match event {
+            ChildEvent::ArtifactRemoved { name } => Some(name.clone()),
+            _ => None,
+        };
+        events.iter().filter_map(name).collect()
+    };
+    let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let mut process = trainer(one.path(), 6);
+    process.save.max_step_saves_to_keep = 0;
+    let interrupted = in_own_folder(spec(process.clone()), &one.path().join("out"));
+    assert_eq!(stop_at(&interrupted, 5).0, Outcome::stopped());
+    let mut other = in_own_folder(spec(process), &two.path().join("out"));
+    other.resume_from = Some(one.path().join("out/tiny/.aitk/checkpoints/step_000000005"));
+    let signal = StopSignal::new();
+    let mut sink = StopInTraining(signal.clone(), Vec::new());
+    assert_eq!(run(&other, &mut sink, &signal), Outcome::stopped());
+    assert!(logs(&sink.1).contains("stopped after step 5"), "{}", logs(&sink.1));
+    assert_eq!(removed(&sink.1), [""; 0]);
+    let (outcome, events) = go(&other);
+    assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+    assert_eq!(removed(&events), ["tiny/tiny_000000005.safetensors"]);
+}
+
+#[test]
+fn retention_does_not_count_what_an_interruption_saved() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut process = trainer(dir.path(), 6);
+    process.save.save_every = Some(2);
+    process.save.max_step_saves_to_keep = 1;
+    let spec = in_own_folder(spec(process), &dir.path().join("out"));
+    assert_eq!(stop_at(&spec, 5).0, Outcome::stopped());
+    let saved = |step: u64| dir.path().join(format!("out/tiny/tiny_{step:09}.safetensors")).exists();
+    assert!(!saved(2) && saved(4) && saved(5));
+    let (outcome, events) = go(&spec);
+    assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+    assert!(saved(4) && !saved(5), "as of an undisturbed run");
 }
 
 /// Whenever a LoRA is there, the exact state of its step is: a run that is killed at the worst moment goes on exactly.
@@ -486,6 +550,32 @@ fn a_run_that_cannot_learn_ends_and_says_so() {
         assert!(losses(&events).iter().all(|loss| loss.is_finite()));
         assert!(!dir.path().join("out/tiny/tiny.safetensors").exists());
     }
+}
+
+#[test]
+fn a_lost_step_fails_a_run_only_where_no_step_was_another() {
+    // Infinite as float32, and with it the noise.
+    let hopeless = 1e300;
+    let learned = tempfile::tempdir().unwrap();
+    let mut process = trainer(learned.path(), 6);
+    assert_eq!(stop_at(&spec(process.clone()), 5).0, Outcome::stopped());
+    process.train.noise_offset = hopeless;
+    let (outcome, events) = go(&spec(process));
+    assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
+    assert!(logs(&events).contains("not a finite number"), "{}", logs(&events));
+
+    // Those before an interruption count.
+    let nothing = tempfile::tempdir().unwrap();
+    let mut process = trainer(nothing.path(), 3);
+    process.train.noise_offset = hopeless;
+    assert_eq!(stop_at(&spec(process.clone()), 1).0, Outcome::stopped());
+    let (outcome, events) = go(&spec(process));
+    let is_told = |message: &str| message.contains("3 steps in a row") && message.contains("nothing was learned");
+    assert!(
+        matches!(&outcome, Outcome::Failed { message, .. } if is_told(message)),
+        "{outcome:?}: {}",
+        logs(&events)
+    );
 }
 
 #[test]
