@@ -94,7 +94,7 @@ impl Api {
             };
             let failure = Failure::new(exit, error.to_string());
             match &error {
-                ConnectError::Unreachable { problem, .. } => match certificate_hint(problem) {
+                ConnectError::Unreachable { problem, .. } => match tls_hint(problem) {
                     Some(hint) => failure.hint(hint),
                     None => failure,
                 },
@@ -485,9 +485,13 @@ fn is_shared(server: &str) -> bool {
     addresses(server).len() > 1
 }
 
-/// What to do about a certificate that our side does not accept, by the words of the TLS library.
-fn certificate_hint(problem: &str) -> Option<&'static str> {
+/// What to do about a server that our side does not speak TLS with, by the words of the TLS library.
+fn tls_hint(problem: &str) -> Option<&'static str> {
     let hints = [
+        (
+            "InvalidContentType",
+            "it may serve without TLS: write http:// before its address",
+        ),
         (
             "UnknownIssuer",
             "nobody whom this machine trusts signed its certificate: use the whole token from `aitk-coordinator token create`, which names the authority, or give --ca-file FILE (the certificate itself, if it is self-made)",
@@ -608,9 +612,9 @@ pub(crate) mod tests {
             ),
             ("certificate not valid for name; NotValidForName", "subjectAltName"),
         ] {
-            assert!(certificate_hint(problem).unwrap().contains(part));
+            assert!(tls_hint(problem).unwrap().contains(part));
         }
-        assert!(certificate_hint("Connection refused").is_none());
+        assert!(tls_hint("Connection refused").is_none());
         let refused = status_failure("http://h:1", &Status::internal("h2 protocol error: http2 error"));
         assert_eq!(refused.exit, Exit::Unreachable);
         assert!(refused.render(false).contains("https://"), "{}", refused.render(false));

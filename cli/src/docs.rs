@@ -9,8 +9,8 @@ const INTRODUCTION: &str = "# The `aitk` command line
 
 <!-- Made from the program: `AITK_UPDATE_GOLDEN=1 cargo test -p aitk docs`. Do not edit. -->
 
-Data goes to standard output; progress, notices, warnings and errors go to standard error. On a terminal lists are tables
-that fit its width; in a pipe the same columns come with tabs between them, nothing shortened (unless `COLUMNS` is set).
+Data goes to standard output, and so does the log of a job, with the warnings in it; progress, notices, warnings and errors of
+`aitk` itself go to standard error. On a terminal lists are tables that fit its width; in a pipe the same columns come with tabs between them, nothing shortened (unless `COLUMNS` is set).
 Without a terminal there are no bars, only a plain line now and then.
 
 `--json` prints one document with `schema_version` first; streams (`logs`, `watch`, `ps --watch`, `submit --follow`, `clone --follow`) print

@@ -10,9 +10,11 @@ use aitk_common::capability::Device;
 use aitk_common::confinement::Confinement;
 use aitk_common::fsutil;
 use aitk_worker::probe::{Choice, choose, devices};
+use nix::libc;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// How long our own coordinator and worker may take to find each other.
 const MEET: Duration = Duration::from_secs(30);
@@ -117,10 +119,14 @@ pub struct Local {
 }
 
 /// What holds where jobs of others run, too.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Serving {
     /// They run confined or not at all.
     pub require_sandbox: bool,
+    /// Repositories for which they may use this machine's token of the hub.
+    pub hub_allow: Vec<String>,
+    /// The users' own tokens of the hub.
+    pub hub_secrets: Option<PathBuf>,
 }
 
 impl Local {
@@ -136,8 +142,6 @@ impl Local {
         ca_file: Option<&Path>,
         serving: Option<Serving>,
     ) -> Result<Self, Failure> {
-        let serves = serving.is_some();
-        let require_sandbox = serving.is_some_and(|serving| serving.require_sandbox);
         let tls = coordinator.tls.is_some();
         coordinator.traces.clone_from(traces());
         let running = aitk_coordinator::start(coordinator).await;
@@ -160,23 +164,16 @@ impl Local {
                 config.devices = devices;
                 config.traces.clone_from(traces());
                 config.confinement = measure_confinement().await;
-                config.require_sandbox = require_sandbox;
                 // Only a server has jobs of others.
-                if serves {
+                if let Some(serving) = serving {
+                    config.require_sandbox = serving.require_sandbox;
+                    (config.hub_allow, config.hub_secrets) = (serving.hub_allow, serving.hub_secrets);
                     let (limits, groups) = aitk_worker::runner::limit_attempts();
                     config.groups = groups;
                     if let Some(confinement) = &mut config.confinement {
                         confinement.limits = limits;
                     }
                 }
-                // As the worker daemon takes it.
-                let allowed = std::env::var("AITK_HUB_ALLOW").unwrap_or_default();
-                config.hub_allow = allowed
-                    .split(',')
-                    .filter(|name| !name.trim().is_empty())
-                    .map(str::to_owned)
-                    .collect();
-                config.hub_secrets = std::env::var_os("AITK_HUB_SECRETS").map(Into::into);
                 if let Some(name) = name {
                     name.clone_into(&mut config.name);
                 }
@@ -249,40 +246,76 @@ impl Local {
     }
 }
 
-/// Ctrl-C and SIGTERM, one after the other.
+/// Ctrl-C and SIGTERM, one after the other; and that the terminal is closed.
 pub struct Stops {
-    #[cfg(unix)]
-    terminate: tokio::signal::unix::Signal,
-    #[cfg(unix)]
-    interrupt: tokio::signal::unix::Signal,
-    /// The terminal is closed.
-    #[cfg(unix)]
-    hangup: tokio::signal::unix::Signal,
+    terminate: Signal,
+    interrupt: Signal,
+    /// The terminal is closed; none: that is to end nothing.
+    hangup: Option<Signal>,
+    /// One has come.
+    asked: bool,
 }
 
 impl Stops {
-    /// From here on none of them ends the program by itself.
+    /// From here on none of them ends the program by itself. What `nohup` said of hangups stays so: to listen for them would
+    /// undo it.
     ///
     /// # Errors
     /// When the system does not let us listen.
     pub fn listen() -> Result<Self, Failure> {
-        use tokio::signal::unix::{SignalKind, signal};
         let cannot = |error: std::io::Error| Failure::failed(format!("cannot listen for Ctrl-C: {error}"));
+        let hangup = (!hangups_are_ignored()).then(|| signal(SignalKind::hangup()));
         Ok(Self {
             terminate: signal(SignalKind::terminate()).map_err(cannot)?,
             interrupt: signal(SignalKind::interrupt()).map_err(cannot)?,
-            hangup: signal(SignalKind::hangup()).map_err(cannot)?,
+            hangup: hangup.transpose().map_err(cannot)?,
+            asked: false,
         })
     }
 
-    /// The next of them, as the exit code that it stands for.
+    /// The next of them, as the exit code that it stands for. A hangup is only ever the first: the shell and the kernel both
+    /// send one when a terminal closes, and nobody means the second as a second Ctrl-C.
     pub async fn next(&mut self) -> Exit {
-        tokio::select! {
-            _ = self.interrupt.recv() => Exit::Interrupted,
-            _ = self.terminate.recv() => Exit::Terminated,
-            _ = self.hangup.recv() => Exit::Terminated,
-        }
+        let Self {
+            terminate,
+            interrupt,
+            hangup,
+            asked,
+        } = self;
+        let closed = async {
+            match hangup.as_mut().filter(|_| !*asked) {
+                Some(hangup) => hangup.recv().await,
+                None => std::future::pending().await,
+            }
+        };
+        let exit = tokio::select! {
+            _ = interrupt.recv() => Exit::Interrupted,
+            _ = terminate.recv() => Exit::Terminated,
+            _ = closed => Exit::Terminated,
+        };
+        self.asked = true;
+        exit
     }
+
+    /// Waits for a Ctrl-C or a SIGTERM of somebody who does not wait for the end that has begun. A hangup is none, which may be
+    /// what it began with.
+    pub async fn again(&mut self) {
+        self.asked = true;
+        self.next().await;
+    }
+}
+
+/// Whether whoever started this program wants hangups to end nothing, as `nohup` does.
+#[expect(unsafe_code, reason = "given no action, it only writes the present one over zeros")]
+fn hangups_are_ignored() -> bool {
+    let mut now = std::mem::MaybeUninit::<libc::sigaction>::zeroed();
+    let now = unsafe {
+        if libc::sigaction(libc::SIGHUP, std::ptr::null(), now.as_mut_ptr()) != 0 {
+            return false;
+        }
+        now.assume_init()
+    };
+    now.sa_sigaction == libc::SIG_IGN
 }
 
 /// Says on which devices work is done.
@@ -301,6 +334,8 @@ pub fn say_devices(ui: &Ui, devices: &[Device]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use futures::FutureExt;
+    use nix::sys::signal::raise;
 
     #[test]
     fn private_folders_vanish_and_those_of_the_dead_are_swept() {
@@ -316,6 +351,32 @@ mod tests {
         drop(other);
         drop(mine);
         assert_eq!(std::fs::read_dir(state.path()).unwrap().count(), 0);
+    }
+
+    #[tokio::test]
+    async fn a_hangup_asks_once_and_is_never_a_second_ctrl_c() {
+        use nix::sys::signal::Signal::{SIGHUP, SIGUSR1};
+        // Others in the place of Ctrl-C and SIGTERM, which shall go on to end the tests.
+        let listen = || Stops {
+            terminate: signal(SignalKind::user_defined2()).unwrap(),
+            interrupt: signal(SignalKind::user_defined1()).unwrap(),
+            hangup: Some(signal(SignalKind::hangup()).unwrap()),
+            asked: false,
+        };
+        let mut seen = signal(SignalKind::hangup()).unwrap();
+        let (mut running, mut ending) = (listen(), listen());
+        raise(SIGHUP).unwrap();
+        assert_eq!(running.next().await, Exit::Terminated);
+        seen.recv().await;
+        // Whoever ends already does not take the first one for the second either.
+        assert_eq!(ending.again().now_or_never(), None);
+        raise(SIGHUP).unwrap();
+        seen.recv().await;
+        assert_eq!(running.next().now_or_never(), None);
+        assert_eq!(ending.again().now_or_never(), None);
+        raise(SIGUSR1).unwrap();
+        assert_eq!(running.next().await, Exit::Interrupted);
+        ending.again().await;
     }
 
     #[tokio::test]

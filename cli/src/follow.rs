@@ -12,7 +12,7 @@ use aitk_common::control::{AttemptState, EventBody, JobEvent, JobState, JobView}
 use aitk_common::step_metrics::step_line;
 use futures::{Stream, StreamExt};
 use std::collections::VecDeque;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::time::{Duration, Instant};
 
 /// First pause before the connection is tried again; it doubles up to [`LONGEST_PAUSE`].
@@ -408,20 +408,29 @@ pub async fn follow_to_end(
 ) -> Result<Exit, Failure> {
     let (id, mut known) = (job.id.clone(), job.clone());
     let mut follow = Follow::new(api, ui, job, cursor);
+    // One for all of it: a new one would not hear of what came before it.
+    let mut interrupted = pin!(tokio::signal::ctrl_c());
+    // Why it waits is no event: it changes with everybody else's jobs.
+    let look = || async {
+        tokio::time::sleep(LOOK_AT_WAITING).await;
+        api.get(id.as_str()).await
+    };
     loop {
         let next = {
             let mut next = Box::pin(follow.next());
+            // Not answered at once by a coordinator that is away: events and Ctrl-C do not wait for it.
+            let mut looked = Box::pin(look());
             loop {
                 tokio::select! {
                     next = &mut next => break Some(next?),
-                    // Why it waits is no event: it changes with everybody else's jobs.
-                    () = tokio::time::sleep(LOOK_AT_WAITING), if renderer.is_waiting() => {
-                        if let Ok(job) = api.get(id.as_str()).await {
+                    job = &mut looked, if renderer.is_waiting() => {
+                        looked.set(look());
+                        if let Ok(job) = job {
                             renderer.waits_for(&job);
                             known = job;
                         }
                     }
-                    _ = tokio::signal::ctrl_c() => break None,
+                    _ = &mut interrupted => break None,
                 }
             }
         };

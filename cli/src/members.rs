@@ -13,6 +13,7 @@ use aitk_common::control::{EventBody, JobEvent, JobState, JobView};
 use aitk_common::id::JobId;
 use futures::{Stream, StreamExt, stream};
 use std::collections::BTreeMap;
+use std::pin::pin;
 use std::time::Duration;
 
 /// How often an array is looked at, and one of many members.
@@ -98,6 +99,8 @@ pub async fn watch_array(api: &Api, ui: &Ui, mut array: JobView, format: Format,
     let mut said = None;
     let mut live = (format != Format::Json).then(|| ui.live());
     let mut away = Duration::ZERO;
+    // One for all turns: each new one hears of later signals only.
+    let mut interrupted = pin!(tokio::signal::ctrl_c());
     loop {
         let looked = match api.members(&array.id).await {
             Ok(members) => api.get(array.id.as_str()).await.map(|array| (array, members)),
@@ -123,7 +126,7 @@ pub async fn watch_array(api: &Api, ui: &Ui, mut array: JobView, format: Format,
         let pause = if size > MANY { LOOK_AT_MANY } else { LOOK };
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
-            _ = tokio::signal::ctrl_c() => {
+            _ = &mut interrupted => {
                 drop(live);
                 detached(ui, &array);
                 return Ok(Exit::Interrupted);
@@ -260,10 +263,12 @@ pub async fn logs(api: &Api, array: &JobView, lines: &Lines<'_>) -> CommandResul
         Box::pin(events(Follow::new(api, lines.ui, member.clone(), cursor), member))
     }));
     let mut events = Box::pin(events.flatten_unordered(FOLLOWED));
+    // One for all turns: each new one hears of later signals only.
+    let mut interrupted = pin!(tokio::signal::ctrl_c());
     loop {
         let next = tokio::select! {
             next = events.next() => next,
-            _ = tokio::signal::ctrl_c() => {
+            _ = &mut interrupted => {
                 detached(lines.ui, array);
                 return Ok(Exit::Interrupted);
             }

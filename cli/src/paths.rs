@@ -59,6 +59,22 @@ impl Paths {
     }
 }
 
+/// The path, or the nearest folder above it that is there: on its disk the rest will lie.
+#[must_use]
+pub fn nearest(path: &Path) -> &Path {
+    path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"))
+}
+
+/// Bytes that are free for this user where a path lies or will lie; none where the system does not tell.
+#[must_use]
+pub fn free_space(path: &Path) -> Option<u64> {
+    let space = nix::sys::statvfs::statvfs(nearest(path)).ok()?;
+    // Field types differ between systems.
+    #[allow(clippy::useless_conversion)]
+    let (blocks, bytes) = (u64::from(space.blocks_available()), u64::from(space.fragment_size()));
+    Some(blocks.saturating_mul(bytes))
+}
+
 /// A path as a person writes it: `~/…` where it lies below the home folder.
 #[must_use]
 pub fn display_path(path: &Path, env: &dyn Fn(&str) -> Option<String>) -> String {

@@ -8,12 +8,20 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 /// The folder of a run on this machine, when that is what was named. A plain word is the name of a job.
-#[must_use]
-pub fn run_folder(name: &str, directory: &Path) -> Option<PathBuf> {
+///
+/// # Errors
+/// When a path was named at which there is no folder.
+pub fn run_folder(name: &str, directory: &Path) -> Result<Option<PathBuf>, Failure> {
     let path = expand(name, directory, &env);
-    let looks_so =
-        name.contains(['/', '\\']) || name == "." || path.join(METRICS_FILE).is_file() || path.join(LOG_FILE).is_file();
-    (looks_so && path.is_dir()).then_some(path)
+    let is_path = name.contains(['/', '\\']) || name.starts_with('~') || name == ".";
+    if is_path && !path.is_dir() {
+        return Err(
+            Failure::not_found(format!("{name}: no such folder ({})", path.display()))
+                .hint("name the folder of a run, or a job as `aitk ps` shows it"),
+        );
+    }
+    let looks_so = is_path || path.join(METRICS_FILE).is_file() || path.join(LOG_FILE).is_file();
+    Ok((looks_so && path.is_dir()).then_some(path))
 }
 
 /// The numbers of its steps.

@@ -79,6 +79,17 @@ pub struct UpArgs {
     /// The worker's name [default: the name of this machine]
     #[arg(long, value_name = "NAME")]
     pub worker_name: Option<String>,
+    /// Jobs are ended where their files and network cannot be confined (`aitk help security`)
+    #[arg(long, env = "AITK_REQUIRE_SANDBOX", value_parser = clap::builder::BoolishValueParser::new(), num_args = 0..=1,
+          default_missing_value = "true", default_value = "false", require_equals = true, value_name = "BOOL",
+          hide_default_value = true, hide_possible_values = true)]
+    pub require_sandbox: bool,
+    /// A repository on Hugging Face, ORG/NAME or ORG/*, for which jobs may use this machine's HF_TOKEN; may be repeated
+    #[arg(long, env = "AITK_HUB_ALLOW", value_name = "REPOSITORY", value_delimiter = ',')]
+    pub hub_allow: Vec<String>,
+    /// Folder with tokens of Hugging Face of the users, in files USER/NAME with mode 0600
+    #[arg(long, env = "AITK_HUB_SECRETS", value_name = "DIR")]
+    pub hub_secrets: Option<PathBuf>,
 }
 
 /// `aitk demo`.

@@ -7,7 +7,7 @@ use crate::exit::Exit;
 use crate::failure::CommandResult;
 use crate::output::format::{ago, gib, printable};
 use crate::output::{Column, Table, Ui};
-use crate::paths::display_path;
+use crate::paths::{display_path, free_space, nearest};
 use crate::settings::{Settings, TokenSource, UpState};
 use crate::views::{device, moment};
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
@@ -15,7 +15,7 @@ use aitk_common::confinement::Confinement;
 use aitk_common::control::{PROTOCOL_VERSION, ServerInfo};
 use aitk_common::job::process::TrainerProcess;
 use serde::Serialize;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Less than this is soon full: one SD 1.5 checkpoint with its samples and a data set.
 const LITTLE_DISK: u64 = 5 << 30;
@@ -272,12 +272,7 @@ fn disks(context: &Context) -> Vec<Disk> {
     ]
     .into_iter()
     .map(|(purpose, path)| {
-        // A folder that is not there yet will lie on the disk of the one above it.
-        let there = path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
-        let space = nix::sys::statvfs::statvfs(there).ok();
-        // Field types differ between systems.
-        #[allow(clippy::useless_conversion)]
-        let free = space.map(|s| u64::from(s.blocks_available()).saturating_mul(u64::from(s.fragment_size())));
+        let (there, free) = (nearest(&path), free_space(&path));
         let filesystem = std::os::unix::fs::MetadataExt::dev(&match std::fs::metadata(there) {
             Ok(meta) => meta,
             Err(_) => {

@@ -56,6 +56,12 @@ pub(super) async fn ps(context: &Context, args: PsArgs) -> CommandResult {
                 ui.clear_screen()?;
             }
             show_jobs(&ui, jobs, format, args.watch)?;
+            if jobs.is_empty() && format == Format::Human && !args.watch {
+                ui.notice(match is_filtered(&args) {
+                    true => "no job is like that; `aitk ps --all` shows every job",
+                    false => "no jobs; `aitk submit CONFIG` adds one",
+                });
+            }
             let more = total.saturating_sub(jobs.len() as u64);
             if more > 0 && jobs.len() >= most && format == Format::Human {
                 ui.notice(&format!(
@@ -74,12 +80,15 @@ pub(super) async fn ps(context: &Context, args: PsArgs) -> CommandResult {
     }
 }
 
+fn is_filtered(args: &PsArgs) -> bool {
+    !args.states.is_empty() || args.user.is_some() || args.name.is_some()
+}
+
 /// The question to the coordinator.
 fn what_to_list(args: &PsArgs, array: Option<JobId>) -> v1::ListJobsRequest {
-    let filtered = !args.states.is_empty() || args.user.is_some() || args.name.is_some();
     v1::ListJobsRequest {
         // Whoever looks for something finds it among the ended ones, too.
-        all: args.all || filtered,
+        all: args.all || is_filtered(args),
         members: args.members,
         array_id: array.map(|id| id.to_string()).unwrap_or_default(),
         owner: args.user.clone().unwrap_or_default(),
@@ -115,11 +124,7 @@ fn show_jobs(ui: &Ui, jobs: &[JobView], format: Format, stream: bool) -> Result<
         Format::Quiet => ui.data_lines(jobs.iter().map(|job| job.id.as_str())),
         Format::Human => {
             // A script gets whole ids, a person those that fit.
-            ui.table(&jobs_table(jobs, jiff::Timestamp::now(), ui.width().is_none()))?;
-            if jobs.is_empty() && !stream {
-                ui.notice("no jobs; `aitk submit CONFIG` adds one");
-            }
-            Ok(())
+            ui.table(&jobs_table(jobs, jiff::Timestamp::now(), ui.width().is_none()))
         }
     }
 }

@@ -16,6 +16,7 @@ use crate::views::{event_json, job_exit};
 use aitk_common::control::{EventBody, JobEvent, JobState, JobView};
 use futures::StreamExt;
 use std::path::Path;
+use std::pin::pin;
 
 /// How many log lines of the past `watch` shows.
 const SHOWN_BEFORE: usize = 10;
@@ -23,7 +24,7 @@ const SHOWN_BEFORE: usize = 10;
 pub(super) async fn logs(context: &Context, args: LogsArgs) -> CommandResult {
     let ui = context.ui(true);
     let mut filter = LogFilter::new(args.since.as_deref(), args.tail)?;
-    if let Some(folder) = run_folder(&args.job, &context.directory) {
+    if let Some(folder) = run_folder(&args.job, &context.directory)? {
         return folder_log(&ui, &folder, &args);
     }
     let api = context.api().await?;
@@ -75,10 +76,12 @@ pub(super) async fn logs(context: &Context, args: LogsArgs) -> CommandResult {
     }
 
     let mut follow = Follow::new(&api, &ui, job.clone(), cursor);
+    // One for all events: a new one would not hear of what came before it.
+    let mut interrupted = pin!(tokio::signal::ctrl_c());
     loop {
         let next = tokio::select! {
             next = follow.next() => next?,
-            _ = tokio::signal::ctrl_c() => {
+            _ = &mut interrupted => {
                 detached(&ui, &job);
                 return Ok(Exit::Interrupted);
             }
@@ -153,10 +156,13 @@ pub(super) async fn watch(context: &Context, args: WatchArgs) -> CommandResult {
     ended(&api, &ui, &notify, &job, exit).await
 }
 
-/// Tells whoever is to be told, when a job was followed to its end.
+/// Tells whoever is to be told, when a job was followed to its end. That nobody could be told changes nothing about how it ended.
 pub(super) async fn ended(api: &Api, ui: &Ui, notify: &Notify, job: &JobView, exit: Exit) -> CommandResult {
     if notify.is_set() && exit != Exit::Interrupted {
-        notify.job_ended(ui, &api.get(job.id.as_str()).await?).await;
+        match api.get(job.id.as_str()).await {
+            Ok(job) => notify.job_ended(ui, &job).await,
+            Err(failure) => ui.warn(&printable(&format!("nobody was told of the end: {failure}"))),
+        }
     }
     Ok(exit)
 }

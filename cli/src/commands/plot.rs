@@ -17,7 +17,7 @@ use std::io::Write;
 
 pub(super) async fn plot(context: &Context, args: PlotArgs) -> CommandResult {
     let ui = context.ui(true);
-    let curve = match run_folder::run_folder(&args.job, &context.directory) {
+    let curve = match run_folder::run_folder(&args.job, &context.directory)? {
         Some(folder) => {
             let metrics = run_folder::metrics(&folder)?;
             let name = folder.canonicalize().unwrap_or_else(|_| folder.clone());

@@ -205,11 +205,12 @@ pub async fn run_embedded(
     Ok(report)
 }
 
-/// Ends both; a further Ctrl-C does not wait for them.
+/// Ends both; a further Ctrl-C does not wait for them. A terminal that closes is no such wish: it may be why the job could not be
+/// followed to its end, and then it saves here.
 async fn end(local: Local, stops: &mut Stops) {
     tokio::select! {
         () = local.shutdown() => {}
-        _ = stops.next() => {}
+        () = stops.again() => {}
     }
 }
 

@@ -73,7 +73,14 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
         devices.clone(),
         ca_file.as_deref(),
         Some(Serving {
-            require_sandbox: require_sandbox()?,
+            require_sandbox: args.require_sandbox,
+            hub_allow: args
+                .hub_allow
+                .iter()
+                .filter(|name| !name.trim().is_empty())
+                .cloned()
+                .collect(),
+            hub_secrets: args.hub_secrets.clone(),
         }),
     )
     .await?;
@@ -126,7 +133,7 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
         tokio::pin!(shutdown);
         tokio::select! {
             () = &mut shutdown => false,
-            _ = stops.next() => true,
+            () = stops.again() => true,
         }
     };
     if killed {
@@ -166,18 +173,6 @@ fn next_steps(server: &str, usual: Option<Setting<String>>) -> Vec<String> {
 fn database(args: &UpArgs) -> Result<Option<aitk_coordinator::DatabaseUrl>, Failure> {
     let url = args.database.as_deref().map(str::parse).transpose();
     url.map_err(|error| Failure::usage(chain(&error)))
-}
-
-/// Whether jobs of others run here only confined, as `aitk-worker --require-sandbox` has it.
-fn require_sandbox() -> Result<bool, Failure> {
-    let given = env("AITK_REQUIRE_SANDBOX").unwrap_or_default();
-    match given.trim().to_ascii_lowercase().as_str() {
-        "" | "0" | "false" | "no" | "off" | "n" | "f" => Ok(false),
-        "1" | "true" | "yes" | "on" | "y" | "t" => Ok(true),
-        _ => Err(Failure::usage(format!(
-            "AITK_REQUIRE_SANDBOX is {given:?}; expected true or false"
-        ))),
-    }
 }
 
 fn tls(args: &UpArgs) -> Option<aitk_coordinator::TlsFiles> {

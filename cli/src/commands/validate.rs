@@ -5,9 +5,10 @@ use super::forecast::submission;
 use crate::args::ValidateArgs;
 use crate::config::{self, Reading, read_as};
 use crate::exit::Exit;
-use crate::failure::CommandResult;
+use crate::failure::{CommandResult, Failure};
 use crate::output::Ui;
 use crate::preflight::Report;
+use aitk_common::control::Forecast;
 use aitk_common::job::LoadedJob;
 use serde_json::json;
 use std::path::Path;
@@ -41,14 +42,21 @@ pub(super) async fn show(
     json: bool,
 ) -> CommandResult {
     let mut report = Report::of(loaded, warnings, &context.directory).await;
-    let problems = report.problems();
     // Of what cannot run there is no use in asking where it could.
-    if problems.is_empty() {
+    if report.problems().is_empty() {
         match forecast(context, config, loaded).await {
             Ok(forecast) => report.forecast = Some(forecast),
-            Err(why) => report.unchecked.push(format!("where it could run: {why}")),
+            // What the coordinator would say to its submission.
+            Err(failure) if failure.exit == Exit::Conflict && failure.message.contains("cluster.") => {
+                report.refused = Some(first_line(&failure));
+            }
+            Err(failure) => {
+                let why = first_line(&failure);
+                report.unchecked.push(format!("where it could run: {why}"));
+            }
         }
     }
+    let problems = report.problems();
     if json {
         let mut document = json!({ "ok": problems.is_empty(), "problems": problems });
         if let (Some(fields), Ok(serde_json::Value::Object(more))) =
@@ -63,18 +71,11 @@ pub(super) async fn show(
     Ok(if problems.is_empty() { Exit::Ok } else { Exit::Failed })
 }
 
-async fn forecast(
-    context: &Context,
-    config: &Path,
-    loaded: &LoadedJob,
-) -> Result<aitk_common::control::Forecast, String> {
-    let ask = async {
-        context
-            .api()
-            .await?
-            .fit(submission(loaded, config, &context.directory)?)
-            .await
-    };
-    let failed = |failure: crate::failure::Failure| failure.message.lines().next().unwrap_or_default().to_owned();
-    ask.await.map_err(failed)
+async fn forecast(context: &Context, config: &Path, loaded: &LoadedJob) -> Result<Forecast, Failure> {
+    let api = context.api().await?;
+    api.fit(submission(loaded, config, &context.directory)?).await
+}
+
+fn first_line(failure: &Failure) -> String {
+    failure.message.lines().next().unwrap_or_default().to_owned()
 }

@@ -208,6 +208,16 @@ pub fn wrap(text: &str, width: usize) -> String {
     lines.join("\n")
 }
 
+/// As [`wrap`], but a line that begins with two blanks stays whole: it is a command to copy, and half of one is another command.
+#[must_use]
+pub fn wrap_sentences(text: &str, width: usize) -> String {
+    let wrapped = text.split('\n').map(|line| match line.starts_with("  ") {
+        true => line.to_owned(),
+        false => wrap_line(line, width),
+    });
+    wrapped.collect::<Vec<_>>().join("\n")
+}
+
 fn wrap_line(line: &str, width: usize) -> String {
     if columns(line) <= width {
         return line.to_owned();
@@ -273,6 +283,12 @@ mod tests {
         // Colours take no room.
         assert_eq!(wrap("\x1b[1;31merror:\x1b[0m abc", 10), "\x1b[1;31merror:\x1b[0m abc");
         assert_eq!(wrap("日本語 日本語", 8), "日本語\n  日本語");
+        // A command is one line, as it is typed.
+        let with_command = "Then, on the other machine:\n  aitk-worker --server https://gpu.lab:7420";
+        assert_eq!(
+            wrap_sentences(with_command, 20),
+            "Then, on the other\n  machine:\n  aitk-worker --server https://gpu.lab:7420"
+        );
     }
 
     #[test]

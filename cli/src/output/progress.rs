@@ -57,20 +57,33 @@ impl JobProgress {
     /// What stands right of the bar: `loss 0.1234  lr 1.0e-4  2.31 it/s  ETA 2m 40s`.
     #[must_use]
     pub fn numbers(&self) -> String {
-        let mut parts = Vec::new();
-        if let Some(loss) = self.loss {
-            parts.push(format!("loss {}", number(loss)));
+        self.numbers_within(usize::MAX)
+    }
+
+    /// As many of them as fit into so many columns: the learning rate is left out first, then the rate, then the loss.
+    #[must_use]
+    pub fn numbers_within(&self, columns: usize) -> String {
+        let eta = self.eta().filter(|_| self.done < self.total);
+        // With the order in which they are left out.
+        let mut parts: Vec<(u8, String)> = [
+            self.loss.map(|loss| (2, format!("loss {}", number(loss)))),
+            self.learning_rate.map(|lr| (0, format!("lr {}", number(lr)))),
+            self.seconds_per_step.map(|seconds| (1, rate(seconds))),
+            eta.map(|eta| (3, format!("ETA {}", duration(eta)))),
+        ]
+        .into_iter()
+        .flatten()
+        .collect();
+        let joined = |parts: &[(u8, String)]| {
+            let texts: Vec<&str> = parts.iter().map(|(_, text)| text.as_str()).collect();
+            texts.join("  ")
+        };
+        while joined(&parts).len() > columns
+            && let Some(least) = parts.iter().map(|(weight, _)| *weight).min()
+        {
+            parts.retain(|(weight, _)| *weight != least);
         }
-        if let Some(lr) = self.learning_rate {
-            parts.push(format!("lr {}", number(lr)));
-        }
-        if let Some(seconds) = self.seconds_per_step {
-            parts.push(rate(seconds));
-        }
-        if let Some(eta) = self.eta().filter(|_| self.done < self.total) {
-            parts.push(format!("ETA {}", duration(eta)));
-        }
-        parts.join("  ")
+        joined(&parts)
     }
 
     /// The whole as a plain line, for logs and pipes.
@@ -139,6 +152,15 @@ mod tests {
             "training  100/500  loss 0.1234  lr 1.0e-4  2.00 it/s  ETA 3m 20s"
         );
         assert!(progress.line().len() < 80);
+        for (columns, shown) in [
+            (45, "loss 0.1234  lr 1.0e-4  2.00 it/s  ETA 3m 20s"),
+            (44, "loss 0.1234  2.00 it/s  ETA 3m 20s"),
+            (25, "loss 0.1234  ETA 3m 20s"),
+            (10, "ETA 3m 20s"),
+            (9, ""),
+        ] {
+            assert_eq!(progress.numbers_within(columns), shown, "{columns}");
+        }
         progress.steps(500, 500, Some(0.5));
         assert_eq!(progress.line(), "training  500/500  loss 0.1234  lr 1.0e-4  2.00 it/s");
         // A rate that is not true any more, and the time that would follow from it, are not shown.

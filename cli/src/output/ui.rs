@@ -1,6 +1,6 @@
 //! Where output goes: standard output, standard error, a log file; and whether there is a terminal.
 
-use super::format::wrap;
+use super::format::{wrap, wrap_sentences};
 use super::progress::{JobProgress, Pace};
 use super::{SCHEMA_VERSION, Table};
 use crate::failure::Failure;
@@ -15,6 +15,9 @@ use std::time::{Duration, Instant};
 /// The progress of a job whose number of steps is known.
 /// Loss, rate and time left fit beside it in 80 columns, so the bar is short.
 const JOB: &str = "{prefix} [{bar:8}] {pos}/{len}  {wide_msg}";
+/// The same where the terminal is narrow, and its columns.
+const NARROW_JOB: &str = "{prefix} {pos}/{len}  {wide_msg}";
+const NARROW: usize = 60;
 /// The progress of a job that waits, loads or caches.
 const JOB_WITHOUT_STEPS: &str = "{prefix} {elapsed}";
 
@@ -222,9 +225,9 @@ impl Ui {
         self.data(&versioned(value)?.to_string())
     }
 
-    /// Something to know, on standard error.
+    /// Something to know, on standard error. A line that begins with two blanks is a command to copy, or laid out as it is.
     pub fn notice(&self, text: &str) {
-        self.message(text, text);
+        self.lay_out(text, text, wrap_sentences);
     }
 
     /// `warning: …` on standard error.
@@ -267,6 +270,10 @@ impl Ui {
     }
 
     fn message(&self, shown: &str, plain: &str) {
+        self.lay_out(shown, plain, wrap);
+    }
+
+    fn lay_out(&self, shown: &str, plain: &str, wrap: fn(&str, usize) -> String) {
         self.copy(plain);
         let wrapped = self.err_width.map(|width| wrap(shown, width));
         let shown = wrapped.as_deref().unwrap_or(shown);
@@ -451,7 +458,15 @@ impl Wait<'_> {
         match &self.bar {
             Some(bar) => {
                 bar.set_prefix(super::format::printable(&progress.phase));
-                let style = if progress.total == 0 { JOB_WITHOUT_STEPS } else { JOB };
+                let columns = self.ui.err_width.unwrap_or(80);
+                let (style, bar_columns) = match columns {
+                    _ if progress.total == 0 => (JOB_WITHOUT_STEPS, 0),
+                    ..NARROW => (NARROW_JOB, 0),
+                    _ => (JOB, 11),
+                };
+                let steps = format!("{}/{}", progress.done, progress.total).len();
+                // With the spaces between them, and the last column, which stays free.
+                let left = progress.phase.len() + 1 + bar_columns + steps + 3;
                 if self.template != style
                     && let Ok(new) = ProgressStyle::with_template(style)
                 {
@@ -460,7 +475,7 @@ impl Wait<'_> {
                 }
                 bar.set_length(progress.total);
                 bar.set_position(progress.done.min(progress.total));
-                bar.set_message(progress.numbers());
+                bar.set_message(progress.numbers_within(columns.saturating_sub(left)));
             }
             None if self.ui.plain_progress && self.pace.due(self.ui.started.elapsed(), last) => {
                 self.ui.notice(&super::format::printable(&progress.line()));

@@ -2,6 +2,10 @@
 
 use crate::support::{Fake, Home, code, err, job, log, out};
 use aitk_proto::v1::{self, JobState};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use std::process::{Command, Stdio};
+use std::time::Duration;
 use tonic::Status;
 
 /// Runs the program beside a fake coordinator.
@@ -101,6 +105,56 @@ async fn a_followed_job_gives_its_exit_code() {
     assert_eq!((code(&output), out(&output).as_str()), (143, "j1\nj2\n"));
     let running = fake(vec![job("j1", "ada", JobState::Running)]);
     assert_eq!(code(&ask(&running, &["wait", "j1", "--timeout", "1s"]).await), 124);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn that_nobody_can_be_told_changes_no_exit_code() {
+    let fake = fake(vec![job("j1", "ada", JobState::Completed)]);
+    // It restarts as soon as it has said that the job has ended.
+    fake.0.lock().unwrap().gets_left = Some(1);
+    let output = ask(&fake, &["watch", "j1", "--notify-command", "true"]).await;
+    assert_eq!(code(&output), 0, "{}", err(&output));
+    assert!(
+        err(&output).contains("warning: nobody was told") && err(&output).contains("it restarts"),
+        "{}",
+        err(&output)
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ctrl_c_is_heard_while_it_is_looked_why_a_job_waits() {
+    let fake = fake(vec![job("j1", "ada", JobState::Queued)]);
+    {
+        let mut told = fake.0.lock().unwrap();
+        (told.gets_left, told.hangs) = (Some(0), true);
+    }
+    let address = fake.serve().await;
+    let home = Home::new();
+    let mut child = Command::new(assert_cmd::cargo::cargo_bin("aitk"))
+        .args(["watch", "j1"])
+        .env_clear()
+        .env("HOME", home.path())
+        .env("AITK_SERVER", format!("http://{address}"))
+        .env("AITK_TOKEN", "t")
+        .current_dir(home.path())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let looks = || fake.0.lock().unwrap().gets_unanswered;
+    while looks() == 0 {
+        assert_eq!(child.try_wait().unwrap(), None);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    kill(Pid::from_raw(i32::try_from(child.id()).unwrap()), Signal::SIGINT).unwrap();
+    while child.try_wait().unwrap().is_none() {
+        if looks() > 1 {
+            // Who looks again has not heard it.
+            child.kill().unwrap();
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!(child.wait().unwrap().code(), Some(130));
 }
 
 #[tokio::test(flavor = "multi_thread")]

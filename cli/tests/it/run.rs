@@ -113,7 +113,11 @@ struct Up {
 
 impl Up {
     fn start(home: &Home) -> Self {
-        let mut child = Command::new(assert_cmd::cargo::cargo_bin("aitk"))
+        Self::start_as(home, Command::new(assert_cmd::cargo::cargo_bin("aitk")))
+    }
+
+    fn start_as(home: &Home, mut aitk: Command) -> Self {
+        let mut child = aitk
             .args([
                 "up",
                 "--bind",
@@ -139,8 +143,12 @@ impl Up {
         Self { child }
     }
 
+    fn send(&self, signal: Signal) {
+        kill(Pid::from_raw(i32::try_from(self.child.id()).unwrap()), signal).unwrap();
+    }
+
     fn interrupt(mut self) -> i32 {
-        kill(Pid::from_raw(i32::try_from(self.child.id()).unwrap()), Signal::SIGINT).unwrap();
+        self.send(Signal::SIGINT);
         let until = Instant::now() + Duration::from_secs(60);
         while Instant::now() < until {
             if let Some(status) = self.child.try_wait().unwrap() {
@@ -207,6 +215,17 @@ fn up_serves_the_commands_beside_it_and_goes_cleanly() {
     assert_eq!(up.interrupt(), 0);
     let after = home.aitk().arg("ps").output().unwrap();
     assert_eq!(code(&after), 2, "no server is known any more: {}", err(&after));
+}
+
+/// A terminal that closes ends nothing that was started to outlive it.
+#[test]
+fn up_with_nohup_hears_of_no_hangup() {
+    let home = Home::new();
+    let mut aitk = Command::new("nohup");
+    aitk.arg(assert_cmd::cargo::cargo_bin("aitk"));
+    let up = Up::start_as(&home, aitk);
+    up.send(Signal::SIGHUP);
+    assert_eq!(up.interrupt(), 0, "Ctrl-C is the first that it hears of");
 }
 
 /// Pipes and devices where a config names files: said at once, with the place, before anything is started or sent.

@@ -15,18 +15,17 @@ fn home() -> Home {
     home
 }
 
-#[test]
-fn messages_are_broken_between_words_on_a_terminal_and_never_in_a_pipe() {
-    let home = home();
+/// What the program writes to standard error on a terminal of so many columns, and how it ends.
+fn on_terminal(home: &Home, args: &[&str], columns: u16) -> (Option<i32>, String) {
     let size = Winsize {
         ws_row: 24,
-        ws_col: 40,
+        ws_col: columns,
         ws_xpixel: 0,
         ws_ypixel: 0,
     };
     let terminal = openpty(Some(&size), None).unwrap();
     let mut child = Command::new(assert_cmd::cargo::cargo_bin("aitk"))
-        .args(ARGS)
+        .args(args)
         .env_clear()
         .env("HOME", home.path())
         .current_dir(home.path())
@@ -41,8 +40,14 @@ fn messages_are_broken_between_words_on_a_terminal_and_never_in_a_pipe() {
     while let Ok(read @ 1..) = reader.read(&mut piece) {
         shown.extend_from_slice(&piece[..read]);
     }
-    assert_eq!(child.wait().unwrap().code(), Some(5));
-    let shown = String::from_utf8(shown).unwrap();
+    (child.wait().unwrap().code(), String::from_utf8(shown).unwrap())
+}
+
+#[test]
+fn messages_are_broken_between_words_on_a_terminal_and_never_in_a_pipe() {
+    let home = home();
+    let (exit, shown) = on_terminal(&home, &ARGS, 40);
+    assert_eq!(exit, Some(5));
     let plain = shown
         .replace("\x1b[1;31m", "")
         .replace("\x1b[36m", "")
@@ -63,4 +68,15 @@ fn messages_are_broken_between_words_on_a_terminal_and_never_in_a_pipe() {
         "{}",
         err(&piped)
     );
+}
+
+#[test]
+fn a_command_to_copy_is_one_line_on_a_narrow_terminal() {
+    let home = home();
+    let path = "a_folder_with_a_name/that_is_long/job.yaml";
+    let (exit, shown) = on_terminal(&home, &["init", path], 40);
+    assert_eq!(exit, Some(0), "{shown}");
+    let lines: Vec<&str> = shown.lines().collect();
+    assert!(lines.contains(&format!("  aitk run {path}").as_str()), "{lines:#?}");
+    assert!(lines.len() > 2, "what is no command is broken: {lines:#?}");
 }
