@@ -58,6 +58,7 @@ pub async fn open_with(ui: &Ui, loaded: &LoadedJob, directory: &Path, here: bool
         ui.notice(&printable(note));
     }
     let (mut warnings, mut problems) = (report.data_warnings(here), report.problems());
+    warnings.extend(report.short_of_memory.clone());
     if here {
         warnings.extend(output::warnings(&report, &loaded.spec, directory));
         problems.extend(output::problems(&loaded.spec, directory));

@@ -55,17 +55,27 @@ pub(super) async fn look(spec: &JobSpec, directory: &Path, wanted: impl Fn(&Inpu
         if local.exists() {
             let read = tokio::task::spawn_blocking(move || {
                 let files = Inventory::open(&local);
-                let damaged = arch.and_then(|_| damaged(&local, &files));
-                (files, damaged)
+                let damaged =
+                    arch.and_then(|arch| damaged(&local, &files).or_else(|| does_not_load(arch, &local, &files)));
+                (files, damaged, model_below(&local))
             });
-            let (files, damaged) = read.await.unwrap_or_default();
+            let (files, damaged, below) = read.await.unwrap_or_default();
             report.judge(&files, arch);
+            if let (Some(problem), Some(below)) = (&mut report.problem, below) {
+                problem.push_str(&format!("; there is a model in {}", below.display()));
+            }
             if input.kind == InputKind::Lora {
                 report.problem = report.problem.or_else(|| not_an_adapter(&input.config_path, &files));
             }
             report.problem = report.problem.or_else(|| {
                 let damaged = damaged?;
-                Some(format!("{}: {damaged}", input.config_path))
+                // The engine names the file itself.
+                let is_named = damaged.contains(&input.config_path);
+                Some(if is_named {
+                    damaged
+                } else {
+                    format!("{}: {damaged}", input.config_path)
+                })
             });
         } else if input.may_be_repository() {
             match found
@@ -116,6 +126,39 @@ fn begun_in(spec: &JobSpec, key: &str, directory: &Path) -> Option<PathBuf> {
         |name: String| step_of_folder(&name).is_some() && checkpoints.join(name).join(MANIFEST_NAME).is_file();
     let is_save = |name: String| naming::save_file(&spec.name, naming::step_of(&spec.name, &name)) == name;
     (names_in(&checkpoints).any(is_checkpoint) || names_in(&folder).any(is_save)).then_some(folder)
+}
+
+/// Why the engine could not load a model that is complete, as far as configs and headers tell: a tensor that is missing or has another
+/// shape, parts that do not fit together.
+#[cfg(feature = "embedded")]
+fn does_not_load(arch: ArchName, local: &Path, files: &Inventory) -> Option<String> {
+    let runs_here = arch == ArchName::Sd1 && check("", arch, &identify(files)).is_ok();
+    let is_whole = !files.is_folder || lacking(files).is_empty();
+    let checked = (runs_here && is_whole).then(|| aitk_engine::models::sd::SdModel::check(local))?;
+    checked.err().map(|error| error.to_string())
+}
+
+#[cfg(not(feature = "embedded"))]
+fn does_not_load(_: ArchName, _: &Path, _: &Inventory) -> Option<String> {
+    None
+}
+
+/// A model one or two folders below one that has none, as in the hub's cache (`models--ORG--NAME/snapshots/COMMIT`) or after unpacking.
+fn model_below(folder: &Path) -> Option<PathBuf> {
+    const INDEX: &str = "model_index.json";
+    /// Folders that are looked into.
+    const MOST: usize = 100;
+    if !folder.is_dir() || folder.join(INDEX).exists() {
+        return None;
+    }
+    let below = |folder: &Path| -> Vec<PathBuf> {
+        let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+        let mut found: Vec<PathBuf> = entries.take(MOST).map(|entry| entry.path()).collect();
+        found.sort();
+        found
+    };
+    let candidates = below(&folder.join("snapshots")).into_iter().chain(below(folder));
+    candidates.into_iter().find(|place| place.join(INDEX).is_file())
 }
 
 /// What `model.arch` of the process at this key says.

@@ -1,14 +1,16 @@
 //! Everything that is known of a config.
 
 use super::models::{self, ModelReport};
+use super::output;
 #[cfg(feature = "embedded")]
 use crate::commands::env;
+use crate::output::format::size;
 #[cfg(feature = "embedded")]
 use crate::paths::expand;
 use aitk_common::control::Forecast;
 #[cfg(feature = "embedded")]
 use aitk_common::job::InputKind;
-use aitk_common::job::LoadedJob;
+use aitk_common::job::{JobSpec, LoadedJob};
 use aitk_common::plan::anatomy::Anatomy;
 use aitk_common::plan::demand::Demand;
 use aitk_common::plan::output::RunOutput;
@@ -38,6 +40,10 @@ pub struct Report {
     pub memory: BTreeMap<String, u64>,
     /// Where it could run, from a coordinator.
     pub forecast: Option<Forecast>,
+    /// What `aitk run` would meet on this machine: no place or no room for what it writes.
+    pub here: Vec<String>,
+    /// What makes it likely to fail for want of memory.
+    pub short_of_memory: Option<String>,
     /// Why a coordinator would refuse it.
     pub refused: Option<String>,
     /// What was not checked, and why.
@@ -85,6 +91,9 @@ impl Report {
         if report.runs_here() {
             report.memory = memory(loaded, anatomy);
         }
+        report.short_of_memory = short_of_memory(spec, &report.memory);
+        report.here = output::problems(spec, directory);
+        report.here.extend(output::warnings(&report, spec, directory));
         report
     }
 
@@ -115,6 +124,17 @@ impl Report {
         problems.retain(|problem| seen.insert(problem.clone()));
         problems
     }
+}
+
+/// Whether the budget that the job names is below all that is predicted. A prediction is no reason to refuse it.
+fn short_of_memory(spec: &JobSpec, predicted: &BTreeMap<String, u64>) -> Option<String> {
+    let budget = spec.cluster.memory_budget?.0;
+    let least = *predicted.values().min().filter(|least| **least > budget)?;
+    Some(format!(
+        "cluster.memory_budget is {}, and at least {} are predicted: the job will probably run out of memory",
+        size(budget),
+        size(least)
+    ))
 }
 
 #[cfg_attr(not(feature = "embedded"), allow(unused_variables, clippy::unused_async))]

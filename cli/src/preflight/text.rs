@@ -69,7 +69,10 @@ impl Report {
         };
         let (problems, warnings) = (
             self.problems().len(),
-            self.warnings.len() + self.data_warnings(false).len(),
+            self.warnings.len()
+                + self.data_warnings(false).len()
+                + self.here.len()
+                + usize::from(self.short_of_memory.is_some()),
         );
         let verdict = match (problems, warnings) {
             (0, 0) => "no problems".to_owned(),
@@ -111,6 +114,12 @@ impl Report {
         if let Some(images) = self.images {
             out.section("images", [many(images, "image")]);
         }
+        let warning = |words: &String| format!("warning: {words}");
+        out.section(
+            "here",
+            self.here.iter().map(|words| format!("warning for `aitk run`: {words}")),
+        );
+        out.section("memory", self.short_of_memory.iter().map(warning));
         let problem = |problem: &String| format!("problem: {problem}");
         out.section("files", self.missing.iter().map(problem));
         out.section("cluster", self.refused.iter().map(problem));

@@ -1,6 +1,6 @@
 //! The program against a real coordinator in this process.
 
-use crate::support::{Home, WHOLE_MODEL, code, err, of_whole_model, out};
+use crate::support::{Home, code, err, out};
 use std::io::{BufRead, BufReader};
 use std::process::Output;
 use std::time::Duration;
@@ -25,11 +25,7 @@ impl Place {
             .replace("FILL-IN the path of your model", "models/stable-diffusion-v1-5")
             .replace("FILL-IN the folder of your pictures", "datasets/my_pictures");
         home.write("job.yaml", &text);
-        for name in WHOLE_MODEL {
-            let bytes = if name.starts_with("unet/") { 3_000_000 } else { 10 };
-            let path = format!("models/stable-diffusion-v1-5/{name}");
-            home.write(&path, &of_whole_model(name, bytes));
-        }
+        home.write_model("models/stable-diffusion-v1-5", 3_000_000);
         for i in 0..20 {
             let path = home.write(&format!("datasets/my_pictures/{i}.jpg"), "");
             let shade = image::Rgb([u8::try_from(i).unwrap() * 10; 3]);

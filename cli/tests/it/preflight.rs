@@ -1,6 +1,6 @@
 //! What is told before anything is sent or trained: the family of a model, and what the data comes to.
 
-use crate::support::{Home, WHOLE_MODEL, code, err, of_whole_model, out};
+use crate::support::{Home, UNET, WHOLE_MODEL, code, err, of_whole_model, out};
 use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::path::Path;
@@ -259,11 +259,7 @@ fn a_model_of_the_hub_is_told_from_its_small_files() {
 fn what_a_model_lacks_is_said_before_it_is_run() {
     let home = Home::new();
     images(&home, "data", 4);
-    let write_model = || {
-        for name in WHOLE_MODEL {
-            home.write(&format!("whole/{name}"), &of_whole_model(name, 100));
-        }
-    };
+    let write_model = || home.write_model("whole", 0);
     let validate = |model: &str| {
         training(&home, "job", model, 10, "");
         let output = home
@@ -289,20 +285,26 @@ fn what_a_model_lacks_is_said_before_it_is_run() {
         assert!(said.contains("job.yaml:") && said.contains(&named), "{name}: {said}");
         write_model();
     }
-    let broken = |name: &str, text: &str, words: &str| {
-        home.write(&format!("whole/{name}"), text);
+    let broken = |name: &str, content: &[u8], words: &str| {
+        home.write(&format!("whole/{name}"), content);
         let (exit, said) = validate("whole");
         assert_eq!(exit, 1, "{name}: {said}");
         assert!(said.contains(words) && said.contains(name), "{name}: {said}");
         write_model();
     };
-    let vae = "vae/diffusion_pytorch_model.safetensors";
+    let vae = of_whole_model("vae/diffusion_pytorch_model.safetensors");
     broken(
-        vae,
-        of_whole_model(vae, 100).strip_suffix("ww").unwrap(),
+        "vae/diffusion_pytorch_model.safetensors",
+        &vae[..vae.len() - 2],
         "it is cut off",
     );
-    broken("text_encoder/config.json", "{", "is no JSON object");
+    broken("text_encoder/config.json", b"{", "is no JSON object");
+    // What only whoever builds the model of it sees: another part's weights, and a tensor under another name.
+    broken(UNET, &vae, "is missing");
+    let mut unet = of_whole_model(UNET);
+    let at = unet.windows(14).position(|window| window == b"conv_in.weight").unwrap();
+    unet[at..at + 14].copy_from_slice(b"conv_in.wright");
+    broken(UNET, &unet, "conv_in.weight");
     for (model, words) in [
         ("./nix", "./nix: no such file or folder"),
         ("nix", "no name of a repository"),
@@ -477,4 +479,60 @@ fn a_run_that_has_begun_does_without_the_lora_that_it_began_with() {
         std::fs::remove_file(file).unwrap();
     }
     is_needed("all is gone");
+}
+
+#[test]
+fn what_a_run_here_would_meet_is_said_by_validate_as_well() {
+    let home = Home::new();
+    images(&home, "data", 3);
+    training(&home, "job", TINY, 10, "");
+    home.write("out", "in the way");
+    let validate = |more: &[&str]| {
+        let output = home.aitk().args(["validate", "job.yaml"]).args(more).output().unwrap();
+        let said = out(&output).split_whitespace().collect::<Vec<_>>().join(" ");
+        (code(&output), said)
+    };
+    let (exit, said) = validate(&[]);
+    assert_eq!(exit, 0, "another machine could run it: {said}");
+    assert!(said.contains("warning for `aitk run`: job.yaml:6:"), "{said}");
+    let output = home.aitk().args(["run", "job.yaml"]).output().unwrap();
+    assert_eq!(code(&output), 1);
+    assert!(
+        err(&output).contains("is a file, and the results go into a folder"),
+        "{}",
+        err(&output)
+    );
+    std::fs::remove_file(home.path().join("out")).unwrap();
+    let (_, said) = validate(&[]);
+    assert!(!said.contains("warning"), "{said}");
+    // A unit that was forgotten.
+    let (exit, said) = validate(&["--set", "cluster.memory_budget=8"]);
+    assert_eq!(exit, 0, "{said}");
+    assert!(said.contains("the job will probably run out of memory"), "{said}");
+}
+
+#[test]
+fn a_file_with_more_than_its_header_says_and_a_folder_above_a_model_are_told() {
+    let home = Home::new();
+    images(&home, "data", 3);
+    let commit = "hub/models--o--n/snapshots/0123";
+    home.write_model(commit, 0);
+    training(&home, "above", "hub/models--o--n", 4, "");
+    let output = home.aitk().args(["validate", "above.yaml"]).output().unwrap();
+    assert_eq!(code(&output), 1);
+    let said = out(&output).split_whitespace().collect::<String>();
+    assert!(
+        said.contains(&format!("thereisamodelin{}", home.path().join(commit).display())),
+        "{said}"
+    );
+    training(&home, "job", commit, 4, "");
+    let output = home.aitk().args(["validate", "job.yaml"]).output().unwrap();
+    assert_eq!(code(&output), 0, "{}", out(&output));
+    let unet = home.path().join(commit).join(UNET);
+    let mut bytes = std::fs::read(&unet).unwrap();
+    bytes.extend([0; 100]);
+    std::fs::write(&unet, bytes).unwrap();
+    let output = home.aitk().args(["validate", "job.yaml"]).output().unwrap();
+    assert_eq!(code(&output), 1, "{}", out(&output));
+    assert!(out(&output).contains("100 bytes behind its end"), "{}", out(&output));
 }

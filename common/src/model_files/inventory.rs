@@ -268,6 +268,12 @@ pub fn header_of(path: &Path) -> Result<Weights, Unreadable> {
             "it is cut off: it has {has} bytes and should have {needed}; copy or download it again"
         )));
     }
+    if info.len() > needed {
+        let more = info.len() - needed;
+        return Err(Unreadable::Other(format!(
+            "it has {more} bytes behind its end, at {needed}; copy or download it again"
+        )));
+    }
     Ok(weights)
 }
 

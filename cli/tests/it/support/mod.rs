@@ -40,11 +40,22 @@ impl Home {
         command
     }
 
-    pub fn write(&self, name: &str, text: &str) -> PathBuf {
+    pub fn write(&self, name: &str, text: &(impl AsRef<[u8]> + ?Sized)) -> PathBuf {
         let path = self.path().join(name);
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
         std::fs::write(&path, text).unwrap();
         path
+    }
+
+    /// A model that the engine runs, in a folder; with so many bytes in its U-Net that nobody asks for.
+    pub fn write_model(&self, folder: &str, more: usize) {
+        for name in WHOLE_MODEL {
+            let mut bytes = of_whole_model(name);
+            if name == UNET {
+                bytes = with_more(&bytes, more);
+            }
+            self.write(&format!("{folder}/{name}"), &bytes);
+        }
     }
 }
 
@@ -75,7 +86,7 @@ pub fn job(id: &str, name: &str, state: v1::JobState) -> v1::Job {
     }
 }
 
-/// Files of a model of Stable Diffusion 1.x: nothing is missing and nothing is in them.
+/// Files of a model of Stable Diffusion 1.x.
 pub const WHOLE_MODEL: [&str; 10] = [
     "model_index.json",
     "unet/config.json",
@@ -89,17 +100,28 @@ pub const WHOLE_MODEL: [&str; 10] = [
     "tokenizer/merges.txt",
 ];
 
-/// What is in such a file; weights have so many bytes.
-pub fn of_whole_model(name: &str, bytes: usize) -> String {
-    match name {
-        "model_index.json" => r#"{"_class_name":"StableDiffusionPipeline"}"#.to_owned(),
-        name if name.ends_with(".safetensors") => {
-            let header = format!(r#"{{"w":{{"dtype":"U8","shape":[{bytes}],"data_offsets":[0,{bytes}]}}}}"#);
-            let length = char::from(u8::try_from(header.len()).unwrap());
-            format!("{length}{}{header}{}", "\0".repeat(7), "w".repeat(bytes))
-        }
-        _ => "{}".to_owned(),
-    }
+pub const UNET: &str = "unet/diffusion_pytorch_model.safetensors";
+
+/// What is in such a file of a tiny model.
+pub fn of_whole_model(name: &str) -> Vec<u8> {
+    let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tiny_sd");
+    std::fs::read(tiny.join(name)).unwrap()
+}
+
+/// A safetensors file with one tensor more, of so many bytes.
+fn with_more(file: &[u8], bytes: usize) -> Vec<u8> {
+    let (length, rest) = file.split_at(8);
+    let length = usize::try_from(u64::from_le_bytes(length.try_into().unwrap())).unwrap();
+    let (header, data) = rest.split_at(length);
+    let mut header: serde_json::Value = serde_json::from_slice(header).unwrap();
+    let end = data.len() + bytes;
+    header["more"] = serde_json::json!({"dtype": "U8", "shape": [bytes], "data_offsets": [data.len(), end]});
+    let header = header.to_string();
+    let mut out = (header.len() as u64).to_le_bytes().to_vec();
+    out.extend(header.bytes());
+    out.extend(data);
+    out.resize(out.len() + bytes, b'w');
+    out
 }
 
 pub fn log(cursor: u64, message: &str) -> v1::JobEvent {

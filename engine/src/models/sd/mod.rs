@@ -60,6 +60,8 @@ pub struct LoadOptions {
     pub unet_trained: Trained,
     /// The same of the text encoder.
     pub text_encoder_trained: Trained,
+    /// No weights are read: for [`SdModel::check`].
+    pub layout_only: bool,
 }
 
 /// Layers of a U-Net that are never quantised: they are small, and everything goes through them.
@@ -78,6 +80,7 @@ impl LoadOptions {
             choices: Choices::default(),
             unet_trained: Trained::Nothing,
             text_encoder_trained: Trained::Nothing,
+            layout_only: false,
         }
     }
 
@@ -100,6 +103,7 @@ impl LoadOptions {
             choices: Choices::of(profile).and(model.memory_choices()),
             unet_trained: Trained::Nothing,
             text_encoder_trained: Trained::Nothing,
+            layout_only: false,
         }
     }
 
@@ -234,6 +238,19 @@ impl SdModel {
         }
     }
 
+    /// Whether a model would load: every tensor is there and has its shape, the parts fit together, the tokenizer can be read.
+    /// Configs and headers are read, and no weights.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    pub fn check(path: impl AsRef<Path>) -> Result<()> {
+        let options = LoadOptions {
+            layout_only: true,
+            ..LoadOptions::cpu()
+        };
+        Self::load(path, &options).map(drop)
+    }
+
     fn load_folder(folder: &Path, options: &LoadOptions) -> Result<Self> {
         let parts = SdConfig::open(folder)?;
         let open = |name: &str| Index::open(folder.join(name));
@@ -263,9 +280,13 @@ impl SdModel {
         (path, small): (&Path, SmallFiles),
         parts: SdConfig,
         tokenizer: ClipTokenizer,
-        [text_encoder, unet, vae]: [Index; 3],
+        parts_of: [Index; 3],
         options: &LoadOptions,
     ) -> Result<Self> {
+        let [text_encoder, unet, vae] = match options.layout_only {
+            true => parts_of.map(|index| index.layout()),
+            false => parts_of,
+        };
         let choices = &options.choices;
         let weights =
             |index, streamed: f64| Weights::from_index(index, options.dtype, &options.device).streamed(streamed);

@@ -56,14 +56,22 @@ pub(super) fn check(process: &TrainerProcess, job: &str) -> Result<()> {
     Ok(())
 }
 
+/// An alpha as it counts: 0 stands for the rank, as in ai-toolkit (`toolkit/lora_special.py`) and kohya's scripts.
+fn alpha(given: f64, rank: u32) -> f64 {
+    match given == 0.0 {
+        true => f64::from(rank),
+        false => given,
+    }
+}
+
 /// The network section.
 pub(super) fn network(network: &NetworkConfig) -> LoraConfig {
     let kwargs = &network.network_kwargs;
     LoraConfig {
         rank: network.linear as usize,
-        alpha: network.linear_alpha,
+        alpha: alpha(network.linear_alpha, network.linear),
         conv_rank: network.conv.map(|r| r as usize),
-        conv_alpha: network.conv_alpha.or(network.conv.map(f64::from)).unwrap_or(1.0),
+        conv_alpha: alpha(network.conv_alpha.unwrap_or(0.0), network.conv.unwrap_or(1)),
         dropout: network.dropout.unwrap_or(0.0),
         only_if_contains: kwargs
             .only_if_contains
