@@ -27,7 +27,7 @@ pub struct SubmitArgs {
     /// What the job is called; also replaces `[name]` in the config
     #[arg(short, long)]
     pub name: Option<String>,
-    /// Another value for a key than the config has; may be given several times
+    /// Another value for a key than the config has, as YAML: 2e-4, [a, b]; may be given several times
     #[arg(long, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
     /// Higher goes first; wins over cluster.priority
@@ -292,7 +292,7 @@ pub struct FitArgs {
     /// Replaces `[name]` in the config
     #[arg(short, long)]
     pub name: Option<String>,
-    /// Another value for a key than the config has; may be given several times
+    /// Another value for a key than the config has, as YAML: 2e-4, [a, b]; may be given several times
     #[arg(long, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
     /// Print JSON
@@ -332,7 +332,7 @@ pub struct ValidateArgs {
     /// Replaces `[name]` in the config
     #[arg(short, long)]
     pub name: Option<String>,
-    /// Another value for a key than the config has; may be given several times
+    /// Another value for a key than the config has, as YAML: 2e-4, [a, b]; may be given several times
     #[arg(long, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
     /// Print JSON

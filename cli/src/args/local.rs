@@ -19,7 +19,7 @@ pub struct RunArgs {
     /// Replaces `[name]` in the config
     #[arg(short, long)]
     pub name: Option<String>,
-    /// Another value for a key than the configs have; may be given several times
+    /// Another value for a key than the configs have, as YAML: 2e-4, [a, b]; may be given several times
     #[arg(long, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
     /// Also write everything that is shown to the end of this file

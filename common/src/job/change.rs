@@ -1,9 +1,10 @@
 //! Keys that are given another value than the file has: `aitk submit --sweep`.
 
 use super::error::Finding;
-use super::node::{Entry, Node, Value, shorten};
+use super::node::{Entry, Mark, Node, Value, shorten};
 use super::scalar::resolve;
 use super::schema::{Cx, join};
+use super::yaml;
 
 /// Keys of the document itself; whatever else a path begins with lies in its process.
 const TOP: [&str; 4] = ["job", "config", "meta", "cluster"];
@@ -17,7 +18,7 @@ const STEPS_MOST: usize = 16;
 pub struct Change {
     /// Its path: `config.process[0].train.lr`, or `train.lr` of the only process.
     pub key: String,
-    /// A YAML scalar.
+    /// A YAML scalar, or a list or map in one line: `[a, b]`, `{key: value}`.
     pub value: String,
 }
 
@@ -42,11 +43,7 @@ pub(super) fn apply(root: &mut Node, changes: &[Change], file: Option<&str>) -> 
             message,
         };
         let steps = steps(root, &change.key).map_err(wrong)?;
-        let value = Node {
-            mark: root.mark,
-            value: value(&change.value),
-            plain: (!is_quoted(&change.value)).then(|| change.value.trim().to_owned()),
-        };
+        let value = node(&change.value, root.mark).map_err(wrong)?;
         let is_null = value.value == Value::Null;
         set(root, &steps, value).map_err(wrong)?;
         paths.push(shown(&steps));
@@ -97,7 +94,7 @@ pub(super) fn refuse_unknown(paths: &[String], cx: &mut Cx) {
 /// Findings about changed keys name the command line: the file says something else at their place.
 pub(super) fn place_on_command_line(findings: &mut [Finding], paths: &[String]) {
     for finding in findings {
-        if paths.iter().any(|path| is_at(&finding.key, path)) {
+        if is_given(&finding.key, paths) {
             on_command_line(finding);
         }
     }
@@ -106,6 +103,11 @@ pub(super) fn place_on_command_line(findings: &mut [Finding], paths: &[String]) 
 fn on_command_line(finding: &mut Finding) {
     finding.file = finding.file.take().map(|_| COMMAND_LINE.to_owned());
     (finding.line, finding.column) = (None, None);
+}
+
+/// Whether a key is one of those that were changed, or lies below one.
+pub(super) fn is_given(key: &str, paths: &[String]) -> bool {
+    paths.iter().any(|path| is_at(key, path))
 }
 
 /// Whether a key is one of those that were changed, lies below one, or holds one.
@@ -123,6 +125,24 @@ fn is_quoted(text: &str) -> bool {
     ['\'', '"']
         .iter()
         .any(|quote| text.len() > 1 && text.starts_with(*quote) && text.ends_with(*quote))
+}
+
+/// What a value stands for: a YAML scalar, or a list or map as YAML writes them in one line.
+fn node(text: &str, mark: Mark) -> Result<Node, String> {
+    let text = text.trim();
+    // `[name]` is what a config writes for the job's name.
+    if text.starts_with('{') || (text.starts_with('[') && !text.starts_with("[name]")) {
+        let expected = "expected a list such as [a, b] or a map such as {key: value}; a text that begins like one is put into quotes";
+        return match yaml::parse(text, None) {
+            Ok(node) => Ok(node),
+            Err(finding) => Err(format!("{expected}: {}", finding.message)),
+        };
+    }
+    Ok(Node {
+        mark,
+        value: value(text),
+        plain: (!is_quoted(text)).then(|| text.to_owned()),
+    })
 }
 
 fn value(text: &str) -> Value {
@@ -335,6 +355,36 @@ mod tests {
             (&"cat_a".into(), &"out/cat_a".into())
         );
         assert_eq!(train["sample"]["neg"], "1, 2");
+    }
+
+    #[test]
+    fn lists_and_maps_are_set_as_the_file_would_have_them() {
+        let job = with(
+            &[
+                ("network.network_kwargs.ignore_if_contains", "[attn1, 'attn 2']"),
+                ("datasets[0].resolution", "[64, 128]"),
+                ("cluster.labels", "{zone: lab}"),
+                ("meta.note", "'[a]'"),
+                ("config.process[0].training_folder", "[name]/out"),
+            ],
+            "",
+        )
+        .unwrap();
+        let train = &job["process"][0]["kind"]["train"];
+        let ignored = &train["network"]["network_kwargs"]["ignore_if_contains"];
+        assert_eq!(*ignored, serde_json::json!(["attn1", "attn 2"]));
+        assert_eq!(job["cluster"]["labels"], serde_json::json!({"zone": "lab"}));
+        assert_eq!(
+            (&job["meta"]["note"], &train["training_folder"]),
+            (&"[a]".into(), &"cat/out".into())
+        );
+        for wrong in ["[a", "{a: 1", "[a] b"] {
+            let error = with(&[("sample.neg", wrong)], "").unwrap_err();
+            assert!(
+                error.starts_with("command line: ") && error.contains("expected a list"),
+                "{error}"
+            );
+        }
     }
 
     #[test]

@@ -64,7 +64,7 @@ section! {
         kind as "type": DatasetType = DatasetType::Image, Works;
         /// Folder, searched recursively.
         folder_path: Option<String> = None, Works, input Dataset;
-        /// Folder, or a JSON file that maps picture paths to captions.
+        /// Folder, or a JSON file that maps picture paths to objects such as `{"caption": "a red circle"}`.
         dataset_path: Option<String> = None, Works, shown "`folder_path`", input Dataset;
         /// Pixel budget: resolution squared. A list makes one data set per resolution over the same files.
         resolution: OneOrMany<u32> = OneOrMany(vec![512]), Works;

@@ -128,7 +128,7 @@ impl JobSpec {
             spec.config.name = None;
         }
         // Where they stand in the file says nothing of values that are not from there.
-        spec.positions.retain(|key, _| !changed.contains(key));
+        spec.positions.retain(|key, _| !change::is_given(key, &changed));
         Ok((spec, warnings))
     }
 

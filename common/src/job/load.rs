@@ -106,7 +106,7 @@ pub fn parse(text: &str, format: Format, file: Option<&str>, options: &LoadOptio
     match spec {
         Some(mut spec) if findings.is_empty() => {
             // Where they stand in the file says nothing of values that are not from there.
-            spec.positions.retain(|key, _| !changed.contains(key));
+            spec.positions.retain(|key, _| !change::is_given(key, &changed));
             Ok(LoadedJob {
                 spec,
                 text: text.to_owned(),
