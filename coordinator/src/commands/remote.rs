@@ -46,6 +46,24 @@ impl RemoteArgs {
         address.map_or_else(|| "https://HOST:7420".to_owned(), |address| address.for_others())
     }
 
+    /// What whoever has a new token writes behind `aitk login`. A coordinator without TLS is reached from its own machine only.
+    pub(crate) fn for_its_user(&self) -> String {
+        let plain = match &self.server {
+            Some(server) => Some(server.clone()),
+            None => {
+                let dir = self.data_dir.clone().map_or_else(default_data_dir, Ok);
+                dir.ok()
+                    .and_then(|dir| ClientAddress::read(&dir))
+                    .map(|address| address.here)
+            }
+        };
+        let loopback = ["http://127.", "http://localhost", "http://[::1]"];
+        match plain.filter(|address| loopback.iter().any(|prefix| address.starts_with(prefix))) {
+            Some(address) => format!("{address} (on this machine; others need TLS, see docs/server.md)"),
+            None => self.for_others(),
+        }
+    }
+
     /// A connection.
     pub(crate) async fn connect(&self) -> anyhow::Result<Clients> {
         let dir = || self.data_dir.clone().map_or_else(default_data_dir, Ok);

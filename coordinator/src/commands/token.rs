@@ -122,7 +122,7 @@ async fn create(args: CreateArgs) -> anyhow::Result<()> {
         ending(&token)
     );
     if token.role != "worker" {
-        eprintln!("its user keeps it with: aitk login {}", args.remote.for_others());
+        eprintln!("its user keeps it with: aitk login {}", args.remote.for_its_user());
     }
     match args.output {
         None => say(&text),

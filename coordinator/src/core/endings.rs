@@ -6,7 +6,7 @@ use super::model::{NetworkOutage, Recall, SessionId};
 use super::saved::what_is_saved;
 use super::state::State;
 use aitk_common::attempt::{FailureCause, Outcome};
-use aitk_common::capability::DeviceRef;
+use aitk_common::capability::{DeviceKind, DeviceRef};
 use aitk_common::control::{AttemptState, EventBody, HeldAttempt, JobState};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{JobId, WorkerId};
@@ -84,7 +84,7 @@ impl State {
                     let reason = format!("stopped on request: {saved}; its attempt ended with: {message}");
                     self.set_state(step, id, JobState::Stopped, reason);
                 } else if cause == FailureCause::OutOfMemory {
-                    self.out_of_memory(step, id, place.profile, message);
+                    self.out_of_memory(step, id, &place, message);
                 } else if cause == FailureCause::Network {
                     self.network_failed(step, id, message);
                 } else if cause == FailureCause::Storage {
@@ -102,9 +102,12 @@ impl State {
 
     /// The next smaller profile, once; a job that also fails there is too large for its device. Where there is no
     /// smaller one, something else took the memory: an ordinary failure of the machine.
-    fn out_of_memory(&mut self, step: &mut Step, id: &JobId, profile: MemoryProfile, message: String) {
+    fn out_of_memory(&mut self, step: &mut Step, id: &JobId, place: &Place, message: String) {
         let Some(job) = self.jobs.get_mut(id) else { return };
+        let profile = place.profile;
         let smaller = profile.smaller();
+        // On a processor the job's own budget is what it ran against; on a GPU others may have taken the memory.
+        let own_limit = job.wants.memory.is_some() && place.device.kind == DeviceKind::Cpu;
         let before = job.at_most;
         match smaller.filter(|_| job.wants.profile.is_none()) {
             Some(smaller) if before.is_none() => {
@@ -123,8 +126,8 @@ impl State {
                 );
                 self.set_state(step, id, JobState::Failed, words);
             }
-            // The profile is its user's choice and so is the limit: the next try would end as this one did.
-            _ if job.wants.memory.is_some() && job.wants.profile.is_some() => {
+            // The profile is its user's choice or the last there is, and so is the limit: the next try would end as this one did.
+            _ if (job.wants.memory.is_some() && job.wants.profile.is_some()) || (own_limit && smaller.is_none()) => {
                 let words = format!("{}: {message}", blame(FailureCause::OutOfMemory));
                 self.set_state(step, id, JobState::Failed, words);
             }

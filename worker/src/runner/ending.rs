@@ -114,10 +114,13 @@ pub(super) fn outcome(ending: Ending) -> Outcome {
         }
     };
     let tail = ending.tail.text();
-    let message = if tail.is_empty() {
+    // The allocator's last words say the same.
+    let message = if tail.is_empty() || allocation {
         what
     } else {
-        format!("{what}\nits last words:\n{tail}")
+        // In one line, as lists and logs show it.
+        let lines: Vec<&str> = tail.lines().filter(|line| !line.trim().is_empty()).collect();
+        format!("{what}; its last words: {}", lines.join(" | "))
     };
     Outcome::Failed { cause, message }
 }

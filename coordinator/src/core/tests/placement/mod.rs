@@ -409,3 +409,25 @@ fn speeds_are_learned_from_finished_work() {
         "{forecast:?}"
     );
 }
+
+#[test]
+fn a_job_that_its_own_budget_is_too_small_for_is_not_tried_again() {
+    let mut world = World::new();
+    let session = world.cpu("w1");
+    let wants = Wants {
+        memory: Some(8),
+        retries: 3,
+        ..lora("sd1").wants()
+    };
+    world.submit("j1", wants);
+    let view = world.view("j1");
+    assert_eq!(view.attempts[0].profile, MemoryProfile::Extreme, "{}", view.reason);
+    world.finish(session, &held("j1", 1), failed(FailureCause::OutOfMemory));
+    let view = world.view("j1");
+    assert_eq!(
+        (view.state, view.attempts.len()),
+        (JobState::Failed, 1),
+        "{}",
+        view.reason
+    );
+}
