@@ -9,6 +9,7 @@ use serde::Serialize;
 use std::fs::File;
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -59,6 +60,8 @@ pub struct Ui {
     started: Instant,
     bar: Mutex<Option<ProgressBar>>,
     tee: Option<Mutex<File>>,
+    /// Writing to it failed, and that was said.
+    tee_failed: AtomicBool,
 }
 
 impl Ui {
@@ -85,6 +88,7 @@ impl Ui {
             started: Instant::now(),
             bar: Mutex::new(None),
             tee: None,
+            tee_failed: AtomicBool::new(false),
         }
     }
 
@@ -103,6 +107,7 @@ impl Ui {
             started: Instant::now(),
             bar: Mutex::new(None),
             tee: None,
+            tee_failed: AtomicBool::new(false),
         }
     }
 
@@ -285,8 +290,16 @@ impl Ui {
     pub fn copy(&self, line: &str) {
         if let Some(tee) = &self.tee {
             let mut file = tee.lock().unwrap_or_else(PoisonError::into_inner);
+            let written = writeln!(file, "{line}");
+            drop(file);
             // A full disk must not end the job that is being logged.
-            let _ = writeln!(file, "{line}");
+            if let Err(error) = written
+                && !self.tee_failed.swap(true, Ordering::Relaxed)
+            {
+                self.warn(&format!(
+                    "the log file cannot be written, and lacks lines from here on: {error}"
+                ));
+            }
         }
     }
 
@@ -547,5 +560,15 @@ mod tests {
             std::fs::read_to_string(&path).unwrap(),
             "warning: careful\nwarning: careful\n"
         );
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_log_file_without_room_is_said_once_and_ends_nothing() {
+        let ui = Ui::silent().tee(Path::new("/dev/full")).unwrap();
+        assert!(!ui.tee_failed.load(Ordering::Relaxed));
+        ui.notice("a line");
+        assert!(ui.tee_failed.load(Ordering::Relaxed));
+        ui.notice("and on");
     }
 }
