@@ -504,7 +504,7 @@ fn what_a_run_here_would_meet_is_said_by_validate_as_well() {
     );
     std::fs::remove_file(home.path().join("out")).unwrap();
     let (_, said) = validate(&[]);
-    assert!(!said.contains("warning"), "{said}");
+    assert!(!said.contains("warning for `aitk run`"), "{said}");
     // A unit that was forgotten.
     let (exit, said) = validate(&["--set", "cluster.memory_budget=8"]);
     assert_eq!(exit, 0, "{said}");
