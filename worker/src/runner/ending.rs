@@ -9,6 +9,10 @@ use std::process::ExitStatus;
 /// Lines of standard error that are kept for the message about a crash.
 const TAIL_LINES: usize = 12;
 
+/// What Rust's allocator prints before it aborts, and what the standard library does when a thread cannot get its
+/// signal stack.
+const REFUSED: [&str; 2] = ["memory allocation of", "failed to allocate an alternative stack"];
+
 /// The last lines of a child's standard error.
 #[derive(Debug, Default, Clone)]
 pub(super) struct Tail {
@@ -20,7 +24,7 @@ pub(super) struct Tail {
 impl Tail {
     /// Adds a line, forgetting the oldest.
     pub(super) fn push(&mut self, line: &str) {
-        self.refused_memory |= line.contains("memory allocation of");
+        self.refused_memory |= REFUSED.iter().any(|words| line.contains(words));
         if self.lines.len() == TAIL_LINES {
             self.lines.pop_front();
         }
@@ -83,7 +87,7 @@ pub(super) fn outcome(ending: Ending) -> Outcome {
     }
     let signal = ending.status.signal();
     let killed = signal == Some(Signal::SIGKILL as i32);
-    // Rust's allocator prints this sentence and aborts; there is no other sign of it.
+    // There is no other sign of it.
     let allocation = signal == Some(Signal::SIGABRT as i32) && ending.tail.refused_memory;
     let (cause, what) = if (killed && ending.memory_ran_out) || allocation {
         let what = match allocation {
@@ -153,6 +157,15 @@ mod tests {
         assert_eq!(cause(11, true, "").0, FailureCause::Machine);
         assert_eq!(
             cause(6, false, "memory allocation of 8589934592 bytes failed").0,
+            FailureCause::OutOfMemory
+        );
+        assert_eq!(
+            cause(
+                6,
+                false,
+                "failed to allocate an alternative stack: Cannot allocate memory (os error 12)"
+            )
+            .0,
             FailureCause::OutOfMemory
         );
         assert_eq!(cause(6, false, "assertion").0, FailureCause::Machine);

@@ -87,7 +87,7 @@ impl Place {
             cuda_cache: None,
             groups: None,
             progress_timeout: None,
-            memory_limited: false,
+            memory_limited: spec.get("most_memory").is_some(),
         };
         let (_wanted, wishes) = tokio::sync::watch::channel(Wanted::Run);
         let (events, mut heard) = tokio::sync::mpsc::channel(16);
@@ -196,7 +196,8 @@ async fn without_a_control_group_memory_has_a_limit_all_the_same() {
     let place = Place::new();
     let config = generation("[a zorb]").replace("width: 64, height: 64", "width: 1536, height: 1536");
     let mut spec = place.spec(&config);
-    spec["most_memory"] = (128 << 20).into();
+    // The small image needs less than 96 MiB, the large one more than 768 MiB.
+    spec["most_memory"] = (256 << 20).into();
     let (outcome, events) = place.run(&spec, &worker_program()).await;
     assert!(
         matches!(
