@@ -17,11 +17,11 @@ use aitk_common::id::{JobId, UserName, WorkerId};
 use aitk_common::plan::demand::Demand;
 use aitk_common::plan::need::MemoryNeed;
 use aitk_common::plan::profile::MemoryProfile;
-use aitk_coordinator::core::{
+use aitk_coordinator::store::{SqlStore, Store};
+use aitk_scheduler::{
     Condition, Effect, Event, Listing, NewArray, NewJob, Payload, Prerequisite, Record, SessionId, Settings, State,
     Ticket, Wants,
 };
-use aitk_coordinator::store::{SqlStore, Store};
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::{TimeVal, TimeValLike};
 use std::collections::{BTreeMap, VecDeque};
@@ -245,7 +245,7 @@ impl Requests {
     }
 
     fn store(&self, records: &[Record]) {
-        if let Err(error) = self.runtime.block_on(self.store.commit(records)) {
+        if let Err(error) = self.runtime.block_on(self.store.commit(records, &[])) {
             say(&format!("the store failed: {error}"));
         }
     }

@@ -1,14 +1,14 @@
 //! How a placed attempt becomes a message for its worker. In the session's own task: the configs of many large jobs are read
 //! side by side, and the core waits for none of them.
 
-use crate::core::Placed;
+use crate::error_chain::error_chain;
 use crate::payloads::Payloads;
-use crate::runner::full;
 use crate::store::{Store, StoreError};
 use aitk_common::control::{Assignment, ToWorker};
 use aitk_common::id::UserName;
 use aitk_common::telemetry::context::TraceContext;
 use aitk_proto::{MAX_MESSAGE_BYTES, encoded_len, v1};
+use aitk_scheduler::Placed;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -53,7 +53,7 @@ impl From<StoreError> for Unsendable {
         Self {
             reason: format!(
                 "its config could not be read from the coordinator's database: {}",
-                full(&error)
+                error_chain(&error)
             ),
             transient: error.is_transient(),
         }

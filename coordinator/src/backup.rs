@@ -1,6 +1,7 @@
 //! Backup of the store beside a running coordinator, and restore into an empty one.
 
-use crate::server::{DATABASE, StartError, lock, prepare};
+use crate::data_folder::{self, DataFolderError};
+use crate::server::DATABASE;
 use crate::store::{BackupError, DatabaseUrl, SqlStore, Store, Tally};
 use aitk_common::control::UnixMillis;
 use aitk_common::fsutil;
@@ -17,7 +18,7 @@ pub enum CopyError {
     Backup(#[from] BackupError),
     /// The data folder.
     #[error(transparent)]
-    Start(#[from] StartError),
+    DataFolder(#[from] DataFolderError),
     /// The backup's own file.
     #[error(transparent)]
     File(#[from] fsutil::FsError),
@@ -52,8 +53,8 @@ pub async fn backup(data_dir: &Path, database: Option<&DatabaseUrl>, file: &Path
 /// [`CopyError`]; nothing is changed then.
 pub async fn restore(data_dir: &Path, database: Option<&DatabaseUrl>, file: &Path) -> Result<Tally, CopyError> {
     let mut from = File::open(file).map_err(|error| fsutil::FsError::new("read the backup", file, error))?;
-    let data_dir = prepare(data_dir)?;
-    let _lock = lock(&data_dir)?;
+    let data_dir = data_folder::create(data_dir)?;
+    let _lock = data_folder::lock(&data_dir)?;
     let store = match database {
         Some(url) => SqlStore::postgres(url).await,
         None => SqlStore::sqlite(&data_dir.join(DATABASE)).await,

@@ -1,9 +1,9 @@
 //! What a coordinator is told at its start.
 
-use crate::core::Quotas;
 use crate::garbage::Retention;
 use crate::store::DatabaseUrl;
 use aitk_common::telemetry::traces::Traces;
+use aitk_scheduler::Quotas;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::time::Duration;

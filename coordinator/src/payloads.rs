@@ -1,8 +1,8 @@
 //! Configs of jobs that came in lately: most jobs are assigned soon after they are stored, and reading each of them back
 //! would be a query per assignment.
 
-use crate::core::Payload;
 use aitk_common::id::JobId;
+use aitk_scheduler::Payload;
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

@@ -3,19 +3,21 @@
 
 mod pause;
 
-use crate::access::AuditLine;
 use crate::assign::{Outgoing, Work};
-use crate::core::{self, Effect, Event, Placed, Record, Refusal, Reply, SessionId, State, Ticket};
+use crate::clock::Clock;
+use crate::error_chain::error_chain;
 use crate::metrics::Metrics;
 use crate::payloads::Payloads;
 use crate::spans::Spans;
+use crate::store::AuditLine;
 use crate::store::{Store, StoreError};
 use aitk_common::control::{JobEvent, ToWorker, UnixMillis};
 use aitk_common::id::JobId;
+use aitk_scheduler::{Effect, Event, Placed, Record, Refusal, Reply, SessionId, State, Ticket};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 use tokio::sync::{broadcast, mpsc, oneshot};
 
 /// Inputs that wait for the core. Full means that the core is behind: senders then wait, each holding up only its own
@@ -33,45 +35,6 @@ const STALL: Duration = Duration::from_millis(100);
 /// A store that fails is tried again for this long. After that this process ends: what it knows is then ahead of what is
 /// stored, and a fresh start from the store is the safe way on.
 const STORE_PATIENCE: Duration = Duration::from_secs(30);
-
-/// A wall clock that never goes back while the process lives.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Clock {
-    wall: UnixMillis,
-    start: Instant,
-}
-
-impl Clock {
-    pub(crate) fn new() -> Self {
-        let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        Self {
-            wall: UnixMillis(0).after(wall),
-            start: Instant::now(),
-        }
-    }
-
-    /// For leases and patience. It stands still while the machine is suspended, as those do who are waited for, and never
-    /// goes back.
-    pub(crate) fn now(&self) -> UnixMillis {
-        self.wall.after(self.start.elapsed())
-    }
-
-    /// For what ends at a date: tokens, certificates. It goes on while the machine is suspended; a wall clock that is set
-    /// back makes nothing live longer than [`Self::now`] says.
-    pub(crate) fn date(&self) -> UnixMillis {
-        let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        self.now().max(UnixMillis(0).after(wall))
-    }
-
-    /// A clock as it is after the machine slept for so long.
-    #[cfg(test)]
-    pub(crate) fn after_sleep(sleep: std::time::Duration) -> Self {
-        let mut clock = Self::new();
-        let slept = u64::try_from(sleep.as_millis()).unwrap_or(u64::MAX);
-        clock.wall = UnixMillis(clock.wall.0.saturating_sub(slept));
-        clock
-    }
-}
 
 type Query = Box<dyn FnOnce(&State, UnixMillis) + Send>;
 
@@ -277,7 +240,7 @@ impl Runner {
 
     async fn step(&mut self, batch: &mut Vec<Input>) -> Result<(), StoreError> {
         let now = self.clock.now();
-        let (mut records, mut rest, mut queries) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut records, mut audit, mut rest, mut queries) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         let mut waiting = Vec::new();
         let mut callers = HashMap::new();
         for input in batch.drain(..) {
@@ -314,16 +277,17 @@ impl Runner {
                     }
                 }
             }
-            records.extend(line.map(Record::Audit));
-            debug_assert_eq!(core::check(&self.state), Ok(()));
+            audit.extend(line.map(|line| *line));
+            debug_assert_eq!(aitk_scheduler::check(&self.state), Ok(()));
         }
         let began = Instant::now();
-        match self.persist(&records).await {
+        match self.persist(&records, &audit).await {
             Err(error) if error.is_full() => {
                 for query in std::mem::take(&mut queries) {
                     query(&self.state, now);
                 }
-                self.wait_for_room(&records, &mut rest, &mut callers, &error).await?;
+                self.wait_for_room(&records, &audit, &mut rest, &mut callers, &error)
+                    .await?;
             }
             persisted => persisted?,
         }
@@ -346,14 +310,14 @@ impl Runner {
         Ok(())
     }
 
-    async fn persist(&self, records: &[Record]) -> Result<(), StoreError> {
+    async fn persist(&self, records: &[Record], audit: &[AuditLine]) -> Result<(), StoreError> {
         let deadline = Instant::now() + STORE_PATIENCE;
         let mut wait = Duration::from_millis(50);
         loop {
-            match self.store.commit(records).await {
+            match self.store.commit(records, audit).await {
                 Ok(()) => return Ok(()),
                 Err(error) if error.is_transient() && !error.is_full() && Instant::now() + wait < deadline => {
-                    tracing::error!(error = %full(&error), "the store failed; trying again");
+                    tracing::error!(error = %error_chain(&error), "the store failed; trying again");
                     tokio::time::sleep(wait).await;
                     wait = (wait * 2).min(Duration::from_secs(5));
                 }
@@ -455,16 +419,4 @@ fn conclude(line: &mut AuditLine, reply: &Result<Reply, Refusal>) {
         Ok(Reply::Submitted(submitted)) => line.object = submitted.job.to_string(),
         Ok(_) => {}
     }
-}
-
-/// An error with its causes, in one line.
-pub(crate) fn full(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut inner = error.source();
-    while let Some(source) = inner {
-        text.push_str(": ");
-        text.push_str(&source.to_string());
-        inner = source.source();
-    }
-    text
 }

@@ -4,14 +4,16 @@ use crate::access::{Access, AccessError};
 use crate::address::ClientAddress;
 use crate::api::{Gate, Shared, routes};
 use crate::assign::Assigner;
+use crate::clock::Clock;
 use crate::config::Config;
-use crate::core::{Caps, Settings, State};
+use crate::data_folder::{self, DataFolderError};
 use crate::door::Door;
+use crate::error_chain::error_chain;
 use crate::garbage::{Collector, Pins};
 use crate::metrics::{self, Metrics};
 use crate::payloads::Payloads;
 use crate::pki::{PkiError, Tls};
-use crate::runner::{Clock, Runner, full};
+use crate::runner::Runner;
 use crate::scope::{Scope, Uploads};
 use crate::space::Space;
 use crate::spans::Spans;
@@ -21,11 +23,12 @@ use crate::transfers::{Transfers, UploadRate};
 use aitk_common::hash::ContentHash;
 use aitk_common::security::token::{Token, TokenError};
 use aitk_common::storage::{BlobStore, ObjectBlobs, StorageError};
+use aitk_scheduler::{Caps, Settings, State};
 use futures::future::BoxFuture;
-use std::fs::{File, TryLockError};
+use std::fs::File;
 use std::io;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::TcpListener;
@@ -35,9 +38,6 @@ use tokio::time::{Instant, MissedTickBehavior};
 use tonic::transport::Server;
 use url::Url;
 
-/// Half a second of tries for the lock of the data folder.
-const LOCK_TRIES: u32 = 25;
-const LOCK_BREATH: Duration = Duration::from_millis(20);
 /// How long open calls may take to end at a shutdown; then they are cut.
 const SHUTDOWN_PATIENCE: Duration = Duration::from_secs(5);
 /// A connection that is silent is asked after this time, and closed after as much again without an answer.
@@ -86,21 +86,9 @@ pub enum StartError {
         /// Why.
         problem: String,
     },
-    /// The data folder cannot be used.
-    #[error("cannot use the data folder {}", path.display())]
-    DataDir {
-        /// The folder.
-        path: PathBuf,
-        /// Why.
-        #[source]
-        source: io::Error,
-    },
-    /// Another coordinator has it.
-    #[error("another coordinator runs on the data folder {}; stop it first, or choose another folder with --data-dir", path.display())]
-    InUse {
-        /// The folder.
-        path: PathBuf,
-    },
+    /// The data folder cannot be used, or another coordinator has it.
+    #[error(transparent)]
+    DataFolder(#[from] DataFolderError),
     /// A certificate, a key or the authority cannot be used.
     #[error(transparent)]
     Tls(#[from] PkiError),
@@ -213,7 +201,7 @@ impl Running {
             },
             result = &mut self.server => RunError::Serve(match result {
                 Ok(Ok(())) => "it ended".into(),
-                Ok(Err(error)) => full(&error),
+                Ok(Err(error)) => error_chain(&error),
                 Err(error) => error.to_string(),
             }),
         }
@@ -310,10 +298,10 @@ impl Ground {
         if config.lease < Duration::from_millis(200) {
             return Err(StartError::Lease { lease: config.lease });
         }
-        let data_dir = prepare(&config.data_dir)?;
-        let lock = lock(&data_dir)?;
+        let data_dir = data_folder::create(&config.data_dir)?;
+        let lock = data_folder::lock(&data_dir)?;
         // Here, not when it begins to lead: one that crashed may stand by for a year.
-        empty(&data_dir.join(TRANSIT))?;
+        data_folder::empty(&data_dir.join(TRANSIT))?;
         let (token, token_file) = match &config.token {
             Some(token) => (Token::parse(token, "the configuration")?, None),
             None => {
@@ -323,7 +311,7 @@ impl Ground {
         };
         let storage_url = match &config.storage_url {
             Some(url) => url.clone(),
-            None => local_storage(&data_dir)?,
+            None => data_folder::local_storage(&data_dir)?,
         };
         Ok(Self {
             data_dir,
@@ -515,7 +503,7 @@ async fn look_at_storage(blobs: Arc<dyn BlobStore>, mut stopping: watch::Receive
         _ = stopping.wait_for(|stop| *stop) => return,
     };
     if let Err(error) = looked {
-        tracing::error!(error = %full(&error), "inputs and results of jobs have no place");
+        tracing::error!(error = %error_chain(&error), "inputs and results of jobs have no place");
     }
 }
 
@@ -572,75 +560,4 @@ pub(crate) async fn listen_for_metrics(bind: Option<SocketAddr>) -> Result<Optio
             problem: error.to_string(),
         }),
     }
-}
-
-/// The data folder, absolute, there, and closed to others when we make it.
-pub(crate) fn prepare(path: &Path) -> Result<PathBuf, StartError> {
-    let failed = |source| StartError::DataDir {
-        path: path.to_owned(),
-        source,
-    };
-    let path = std::path::absolute(path).map_err(failed)?;
-    let mut builder = std::fs::DirBuilder::new();
-    builder.recursive(true);
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::DirBuilderExt;
-        builder.mode(0o700);
-    }
-    builder.create(&path).map_err(failed)?;
-    Ok(path)
-}
-
-/// Held as long as the coordinator lives; the system drops it with the process, however that ends.
-pub(crate) fn lock(data_dir: &Path) -> Result<File, StartError> {
-    let failed = |source| StartError::DataDir {
-        path: data_dir.to_owned(),
-        source,
-    };
-    let file = File::options()
-        .create(true)
-        .truncate(false)
-        .write(true)
-        .open(data_dir.join("lock"))
-        .map_err(failed)?;
-    // One that is just ending has it for a moment yet; so has a process that another thread of ours is starting, until it
-    // has become another program.
-    for _ in 0..LOCK_TRIES {
-        match file.try_lock() {
-            Ok(()) => return Ok(file),
-            Err(TryLockError::WouldBlock) => std::thread::sleep(LOCK_BREATH),
-            Err(TryLockError::Error(source)) => return Err(failed(source)),
-        }
-    }
-    Err(StartError::InUse {
-        path: data_dir.to_owned(),
-    })
-}
-
-fn local_storage(data_dir: &Path) -> Result<String, StartError> {
-    let path = data_dir.join("storage");
-    std::fs::create_dir_all(&path).map_err(|source| StartError::DataDir {
-        path: path.clone(),
-        source,
-    })?;
-    Url::from_directory_path(&path)
-        .map(|url| url.to_string())
-        .map_err(|()| StartError::DataDir {
-            path,
-            source: io::Error::new(io::ErrorKind::InvalidInput, "it has no address"),
-        })
-}
-
-/// Removes what a crash left of transfers.
-fn empty(transit: &Path) -> Result<(), StartError> {
-    let failed = |source| StartError::DataDir {
-        path: transit.to_owned(),
-        source,
-    };
-    match std::fs::remove_dir_all(transit) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
-        _ => {}
-    }
-    std::fs::create_dir_all(transit).map_err(failed)
 }

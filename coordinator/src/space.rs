@@ -1,8 +1,9 @@
 //! Room on the disks of this machine. A part of it is kept for the database: blobs are refused before they take it, so that
 //! what was acknowledged can always be stored.
 
-use crate::core::Event;
-use crate::runner::{Core, full};
+use crate::error_chain::error_chain;
+use crate::runner::Core;
+use aitk_scheduler::Event;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -104,7 +105,7 @@ impl Space {
             let space = self.clone();
             let room = tokio::task::spawn_blocking(move || space.room()).await;
             let room = room.unwrap_or_else(|error| {
-                tracing::warn!(error = %full(&error), "the disks could not be looked at");
+                tracing::warn!(error = %error_chain(&error), "the disks could not be looked at");
                 None
             });
             // Room again only with a margin, so that it does not go to and fro.

@@ -4,11 +4,11 @@
 //! Ids are derived (`aitk_common::telemetry::context`), so nothing is held in memory, and a job's spans fit together
 //! although its coordinator was killed in between, or another one took over.
 
-use crate::core::{Job, Record};
 use aitk_common::control::{AttemptState, AttemptView, EventBody, JobEvent, JobState, UnixMillis};
 use aitk_common::id::{AttemptId, JobId};
 use aitk_common::telemetry::context::{SpanId, TraceContext, TraceId};
 use aitk_common::telemetry::traces::{Service, Span, Tracer, Traces};
+use aitk_scheduler::{Job, Record};
 use std::time::{Duration, SystemTime};
 
 /// Writes down what jobs do, if there is a collector.

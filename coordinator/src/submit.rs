@@ -1,6 +1,5 @@
 //! What the queue needs to know of a submitted job.
 
-use crate::core::{Condition, Prerequisite, Wants};
 use aitk_common::control::{MAX_CONFIG_BYTES, Submission, UnixMillis};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
@@ -8,6 +7,7 @@ use aitk_common::job::cluster::{Split, TimeSpan};
 use aitk_common::job::{Finding, JobSpec, summary};
 use aitk_common::plan::demand::Demand;
 use aitk_common::telemetry::context::TraceContext;
+use aitk_scheduler::{Condition, Prerequisite, Wants};
 use serde_json::Value;
 
 /// Jobs that a job may wait for.
@@ -22,7 +22,7 @@ const DATA_LIMIT: usize = 16;
 /// Everything that the queue needs to know of a job.
 #[derive(Clone, Debug)]
 pub(crate) struct Asked {
-    pub(crate) named: Named,
+    pub(crate) named: BlobReference,
     pub(crate) wants: Wants,
     pub(crate) after: Vec<Prerequisite>,
     pub(crate) not_before: Option<UnixMillis>,
@@ -34,7 +34,7 @@ pub(crate) struct Asked {
 
 /// Name and kind of a job.
 #[derive(Clone, Debug)]
-pub(crate) struct Named {
+pub(crate) struct BlobReference {
     pub(crate) name: String,
     pub(crate) kind: String,
 }
@@ -93,7 +93,7 @@ fn read(submission: &Submission, retries: u32, all_sent: bool) -> Result<Asked, 
             return Err(problems(&foreign));
         }
     }
-    let named = Named {
+    let named = BlobReference {
         name: spec.name,
         kind: spec.job.name().to_owned(),
     };

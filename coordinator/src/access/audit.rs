@@ -1,9 +1,7 @@
-//! One line of the audit log.
+//! Lines of the audit log on their way into the store.
 
-use crate::runner::full;
-use crate::store::{Store, StoreError};
-use aitk_common::control::UnixMillis;
-use serde::{Deserialize, Serialize};
+use crate::error_chain::error_chain;
+use crate::store::{AuditLine, Store, StoreError};
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Write};
@@ -54,13 +52,13 @@ pub(super) async fn write(store: &dyn Store, lines: &[AuditLine], unwritten: &Pa
         if !error.is_transient() || Instant::now() + wait > deadline {
             match keep(unwritten, lines) {
                 Ok(()) => tracing::warn!(
-                    error = %full(&error),
+                    error = %error_chain(&error),
                     lines = lines.len(),
                     file = %unwritten.display(),
                     "lines of the audit log are kept in a file until this coordinator leads again"
                 ),
                 Err(lost) => {
-                    tracing::error!(error = %full(&error), %lost, lines = lines.len(), "lines of the audit log were lost")
+                    tracing::error!(error = %error_chain(&error), %lost, lines = lines.len(), "lines of the audit log were lost")
                 }
             }
             return;
@@ -104,48 +102,10 @@ pub(super) async fn write_kept(store: &dyn Store, path: &Path) -> Result<(), Sto
     Ok(())
 }
 
-/// Who did what to which thing, from where, and whether it was allowed. Never holds a secret.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct AuditLine {
-    /// Its own: a line that is stored twice is there once.
-    pub id: String,
-    /// When.
-    pub time: UnixMillis,
-    /// Name of whoever it was; empty when that is not known.
-    pub who: String,
-    /// Id of the token or certificate that was shown.
-    pub by: String,
-    /// Address it came from.
-    pub from: String,
-    /// What: `job.submit`, `token.create`, `login`, ….
-    pub action: String,
-    /// On what: an id.
-    pub object: String,
-    /// Whether it was done.
-    pub done: bool,
-    /// What else there is to say: a reason, a role.
-    pub detail: String,
-}
-
-impl AuditLine {
-    /// A fresh id.
-    pub(super) fn fresh_id() -> String {
-        uuid::Uuid::new_v4().simple().to_string()
-    }
-
-    /// Longest text that a stranger may put into a line.
-    const MOST: usize = 200;
-
-    /// A text from outside, safe to show: bounded, without control characters.
-    pub(crate) fn quote(text: &str) -> String {
-        let safe = text.chars().map(|c| if c.is_control() { '\u{FFFD}' } else { c });
-        safe.take(Self::MOST).collect()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use aitk_common::control::UnixMillis;
 
     #[test]
     fn a_flood_of_refusals_is_cut_for_the_one_who_makes_it() {
@@ -155,15 +115,6 @@ mod tests {
         }
         assert!(!budget.spend(now, "t1") && budget.spend(now, "t2") && budget.spend(now, ""));
         assert!(budget.spend(now + MINUTE, "t1"));
-    }
-
-    #[test]
-    fn what_a_stranger_says_is_bounded_and_shows_as_one_line() {
-        let quoted = AuditLine::quote(&format!("a\nb\u{1b}[31m{}", "x".repeat(1000)));
-        assert!(
-            quoted.chars().count() == AuditLine::MOST && !quoted.contains(char::is_control),
-            "{quoted:?}"
-        );
     }
 
     #[tokio::test]

@@ -5,9 +5,10 @@
 //! `worker revoke` no certificate of it opens anything, however long it would live, and renewals need nothing stored but
 //! the newest date.
 
-use super::{Access, AccessError, AuditLine, Denied, Identity, address, limit};
+use super::{Access, AccessError, Denied, Identity, address, limit};
 use crate::access::machines::MACHINE;
 use crate::pki::{Signer, wall};
+use crate::store::AuditLine;
 use crate::store::{Document, Store};
 use aitk_common::control::UnixMillis;
 use aitk_common::hash::ContentHash;

@@ -75,7 +75,7 @@ pub(super) fn read(document: &Document) -> Result<(WorkerId, UserName), AccessEr
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::runner::Clock;
+    use crate::clock::Clock;
     use crate::store::{SqlStore, Store};
     use aitk_common::security::token::Token;
     use std::sync::Arc;

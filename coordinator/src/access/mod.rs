@@ -9,13 +9,12 @@ mod limit;
 mod machines;
 mod tokens;
 
-pub use audit::AuditLine;
 pub(crate) use enrolments::{Certified, EnrolError, Enrolment};
 pub(crate) use limit::place;
 pub(crate) use tokens::TokenRecord;
 
-use crate::runner::Clock;
-use crate::store::{Store, StoreError};
+use crate::clock::Clock;
+use crate::store::{AuditLine, Store, StoreError};
 use aitk_common::control::UnixMillis;
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{UserName, WorkerId};

@@ -1,6 +1,7 @@
 //! The tokens of users and workers.
 
-use super::{Access, AccessError, AuditLine, FILE, Identity};
+use super::{Access, AccessError, FILE, Identity};
+use crate::store::AuditLine;
 use crate::store::Document;
 use aitk_common::control::UnixMillis;
 use aitk_common::hash::ContentHash;
@@ -133,7 +134,7 @@ impl Access {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::runner::Clock;
+    use crate::clock::Clock;
     use crate::store::{SqlStore, Store};
     use std::sync::Arc;
 

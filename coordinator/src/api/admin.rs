@@ -3,9 +3,10 @@
 use super::auth::caller;
 use super::jobs::page;
 use super::{Shared, access_failed, enrol, storage_failed, store_failed};
-use crate::access::{AuditLine, TokenRecord};
+use crate::access::TokenRecord;
+use crate::error_chain::error_chain;
 use crate::garbage::CollectError;
-use crate::runner::full;
+use crate::store::AuditLine;
 use aitk_common::id::UserName;
 use aitk_common::security::role::Role;
 use aitk_proto::v1;
@@ -162,7 +163,7 @@ impl Admin for AdminApi {
         .map_err(|error| Status::internal(error.to_string()))?
         .map_err(|error: CollectError| match error {
             CollectError::Busy => Status::aborted(error.to_string()),
-            CollectError::Broken { .. } => Status::failed_precondition(full(&error)),
+            CollectError::Broken { .. } => Status::failed_precondition(error_chain(&error)),
             CollectError::Storage(error) => storage_failed(&error),
             CollectError::Store(error) => store_failed(&error),
             CollectError::Gone(gone) => gone.into(),

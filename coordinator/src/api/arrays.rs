@@ -2,10 +2,10 @@
 
 use super::jobs::JobsApi;
 use super::{refused, store_failed};
-use crate::access::{AuditLine, Identity};
-use crate::core::{Event, NewArray, NewJob, Payload, Reply, State};
-use crate::runner::full;
+use crate::access::Identity;
+use crate::error_chain::error_chain;
 use crate::size;
+use crate::store::AuditLine;
 use crate::store::Body;
 use crate::submit::{Asked, fresh_job_id, fresh_seed, wants};
 use aitk_common::control::{Artifact, MEMBERS_MOST, NewMember, Submission, Submitted};
@@ -14,6 +14,7 @@ use aitk_common::job::cluster::Split;
 use aitk_common::plan::demand::Demand;
 use aitk_common::telemetry::context::TraceContext;
 use aitk_proto::v1;
+use aitk_scheduler::{Event, NewArray, NewJob, Payload, Reply, State};
 use std::collections::BTreeMap;
 use std::future::Future;
 use std::sync::Arc;
@@ -303,7 +304,7 @@ impl JobsApi {
         if !taken && answered && !bodies.is_empty() {
             let ids: Vec<String> = bodies.into_iter().map(|body| body.id).collect();
             if let Err(error) = self.0.store.forget_payloads(&ids).await {
-                tracing::warn!(error = %full(&error), "configs of jobs that were not taken in stay until the next start");
+                tracing::warn!(error = %error_chain(&error), "configs of jobs that were not taken in stay until the next start");
             }
         }
         match submitted? {

@@ -4,7 +4,6 @@
 use super::auth::caller;
 use super::{Shared, storage_failed, storage_full, store_failed, token_ended};
 use crate::access::Identity;
-use crate::core::State;
 use crate::scope::Reach;
 use crate::transfers::TransferPermit;
 use aitk_common::hash::ContentHash;
@@ -13,6 +12,7 @@ use aitk_common::storage::{BlobStore, StorageError};
 use aitk_proto::BLOB_CHUNK_BYTES;
 use aitk_proto::v1;
 use aitk_proto::v1::blobs_server::Blobs;
+use aitk_scheduler::State;
 use sha2::{Digest, Sha256};
 use std::collections::HashSet;
 use std::path::PathBuf;

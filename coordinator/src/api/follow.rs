@@ -58,7 +58,7 @@ pub(super) async fn stream_events(
         }
         // Progress is not stored: the last one is told from the state.
         let id = job.clone();
-        let look = move |state: &crate::core::State, _| {
+        let look = move |state: &aitk_scheduler::State, _| {
             state
                 .job(&id)
                 .map(|job| (job.state.is_ended(), job.cursor, job.progress))

@@ -4,9 +4,9 @@ use super::arrays::new_job;
 use super::auth::{caller, same_machine};
 use super::follow::{FOLLOWER_TIMEOUT, WIRE_BUFFER, stream_events};
 use super::{Shared, refused, store_failed, token_ended};
-use crate::access::{AuditLine, Identity};
-use crate::core::{Event, Listing, NewJob, Payload, Refusal, Reply, State, Ticket};
+use crate::access::Identity;
 use crate::size;
+use crate::store::AuditLine;
 use crate::store::StoreError;
 use crate::submit::{Asked, fresh_job_id, fresh_seed, wants, wants_to_fit};
 use aitk_common::control::{
@@ -15,6 +15,7 @@ use aitk_common::control::{
 use aitk_common::id::{JobId, UserName};
 use aitk_proto::v1::jobs_server::Jobs;
 use aitk_proto::{MAX_MESSAGE_BYTES, Message, encoded_len, trace, v1};
+use aitk_scheduler::{Event, Listing, NewJob, Payload, Refusal, Reply, State, Ticket};
 use std::sync::Arc;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
@@ -48,7 +49,7 @@ impl JobsApi {
         may: fn(&Identity, &UserName) -> bool,
     ) -> Result<JobId, Status> {
         let who = who.clone();
-        let look = move |state: &crate::core::State, _| state.find_among(&text, |job| may(&who, &job.wants.owner));
+        let look = move |state: &aitk_scheduler::State, _| state.find_among(&text, |job| may(&who, &job.wants.owner));
         let found = self.0.core.query(look).await?;
         found.map_err(|refusal| refused(&refusal))
     }
@@ -185,7 +186,7 @@ impl Jobs for JobsApi {
         let who = caller(&request)?;
         let id = self.find(&who, request.into_inner().job_id).await?;
         let wanted = id.clone();
-        let look = move |state: &crate::core::State, now| {
+        let look = move |state: &aitk_scheduler::State, now| {
             // An array has no config of its own: its first member's is as good as any.
             let first = state.members(&wanted).into_iter().next();
             state.job_view(now, &wanted).zip(first)
@@ -213,7 +214,7 @@ impl Jobs for JobsApi {
             .find_to_change(&who, "job.read", request.into_inner().job_id)
             .await?;
         let wanted = id.clone();
-        let look = move |state: &crate::core::State, now| {
+        let look = move |state: &aitk_scheduler::State, now| {
             let first = state.members(&wanted).into_iter().next();
             state.job_view(now, &wanted).zip(first)
         };
@@ -255,7 +256,7 @@ impl Jobs for JobsApi {
             "" => None,
             text => Some(self.find(&who, text.to_owned()).await?),
         };
-        let look = move |state: &crate::core::State, now| {
+        let look = move |state: &aitk_scheduler::State, now| {
             let mut bytes = 0;
             state.list(
                 now,

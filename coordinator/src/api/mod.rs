@@ -16,10 +16,11 @@ pub(crate) use auth::{Gate, peer};
 
 use crate::access::{Access, AccessError};
 use crate::assign::Assigner;
-use crate::core::Refusal;
+use crate::clock::Clock;
+use crate::error_chain::error_chain;
 use crate::garbage::{Collector, Pins};
 use crate::pki::Signer;
-use crate::runner::{Clock, Core, Gone, full};
+use crate::runner::{Core, Gone};
 use crate::scope::{Scope, ScopeError};
 use crate::space::Space;
 use crate::store::{Store, StoreError};
@@ -31,6 +32,7 @@ use aitk_proto::v1::blobs_server::BlobsServer;
 use aitk_proto::v1::jobs_server::JobsServer;
 use aitk_proto::v1::workers_server::WorkersServer;
 use aitk_proto::{MAX_MESSAGE_BYTES, STORAGE_HEADER};
+use aitk_scheduler::Refusal;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -144,7 +146,7 @@ pub(crate) fn access_failed(error: &AccessError) -> Status {
 
 /// The caller hears that it is our trouble; the log hears which.
 fn store_failed(error: &StoreError) -> Status {
-    tracing::error!(error = %full(error), "the store failed");
+    tracing::error!(error = %error_chain(error), "the store failed");
     if error.is_full() {
         let text = "the disk of the coordinator's database is full, so nothing can be changed now; try again when there is room";
         return storage_full(text.into());
@@ -163,7 +165,7 @@ fn storage_full(text: String) -> Status {
 
 /// The one place where storage errors get their code.
 fn storage_failed(error: &StorageError) -> Status {
-    let text = full(error);
+    let text = error_chain(error);
     match error {
         StorageError::Full { .. } => storage_full(text),
         StorageError::Local(error) if error.is_disk_full() => storage_full(text),

@@ -2,9 +2,11 @@
 
 use super::jobs::JobsApi;
 use super::storage_failed;
-use crate::access::{AuditLine, Identity};
-use crate::garbage::{Held, Named, Unfit, present};
-use crate::runner::full;
+use crate::access::Identity;
+use crate::error_chain::error_chain;
+use crate::garbage::{Held, Unfit, present};
+use crate::scope::BlobReference;
+use crate::store::AuditLine;
 use aitk_common::control::Submission;
 use aitk_common::hash::ContentHash;
 use aitk_common::id::UserName;
@@ -64,7 +66,7 @@ impl JobsApi {
             if !looked.insert(*snapshot) {
                 continue;
             }
-            let named = Named::Snapshot(*snapshot);
+            let named = BlobReference::Snapshot(*snapshot);
             let missing = match present(&self.0.pins, self.0.blobs.as_ref(), named, &reach).await {
                 Ok(held) => {
                     all.extend(held);
@@ -93,7 +95,7 @@ impl JobsApi {
                 error @ (StorageError::Malformed { .. } | StorageError::Name(_) | StorageError::TooLarge { .. }) => {
                     return Err(Status::invalid_argument(format!(
                         "inputs: {snapshot}, given for {path}, is no snapshot: {}",
-                        full(&error)
+                        error_chain(&error)
                     )));
                 }
                 error => return Err(storage_failed(&error)),

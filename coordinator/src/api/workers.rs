@@ -4,9 +4,9 @@ use super::auth::{caller, protocol_mismatch, same_machine};
 use super::{Shared, access_failed, enrol, stopped, token_ended};
 use crate::access::Identity;
 use crate::assign::{Outgoing, Unsendable, Work};
-use crate::core::{Event, OF_ANOTHER, SessionId, State};
-use crate::garbage::{Held, Named, Unfit, present};
-use crate::runner::full;
+use crate::error_chain::error_chain;
+use crate::garbage::{Held, Unfit, present};
+use crate::scope::BlobReference;
 use crate::scope::ScopeError;
 use aitk_common::control::{HeldAttempt, PROTOCOL_VERSION, ToCoordinator, ToWorker, Verdict};
 use aitk_common::id::WorkerId;
@@ -14,6 +14,7 @@ use aitk_common::security::role::Role;
 use aitk_common::storage::StorageError;
 use aitk_proto::v1;
 use aitk_proto::v1::workers_server::Workers;
+use aitk_scheduler::{Event, OF_ANOTHER, SessionId, State};
 use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
@@ -96,7 +97,7 @@ struct Pending {
 
 /// What must be in storage before a request is looked at.
 struct Need {
-    named: Named,
+    named: BlobReference,
     /// Refused when it is not.
     request: u64,
     held: HeldAttempt,
@@ -273,7 +274,7 @@ impl Session<'_> {
                 artifact,
             } => {
                 let needs = artifact.hash.map(|hash| Need {
-                    named: Named::Blob(hash),
+                    named: BlobReference::Blob(hash),
                     request,
                     held: held.clone(),
                 });
@@ -303,7 +304,7 @@ impl Session<'_> {
                 step,
             } => {
                 let needs = Need {
-                    named: Named::Checkpoint(manifest),
+                    named: BlobReference::Checkpoint(manifest),
                     request,
                     held: held.clone(),
                 };
@@ -371,7 +372,7 @@ impl Session<'_> {
     }
 
     /// Makes sure that something is in storage, so that no pointer ever leads to nothing; or says why it is refused.
-    async fn present(&self, named: Named) -> Result<Vec<Held>, String> {
+    async fn present(&self, named: BlobReference) -> Result<Vec<Held>, String> {
         let look = async {
             let reach = self.shared.scope.may_name(&self.who).await?;
             let (pins, blobs) = (&self.shared.pins, self.shared.blobs.as_ref());
@@ -389,9 +390,9 @@ impl Session<'_> {
                 absent(hash)
             }
             Ok(Ok(Err(Unfit::Storage(error)))) => {
-                format!("storage does not say whether {named} is there: {}", full(&error))
+                format!("storage does not say whether {named} is there: {}", error_chain(&error))
             }
-            Ok(Err(error)) => format!("it is not known whether {named} is there: {}", full(&error)),
+            Ok(Err(error)) => format!("it is not known whether {named} is there: {}", error_chain(&error)),
             Err(_) => format!("storage took too long to say whether {named} is there"),
         };
         tracing::warn!(session = self.id.0, message, "refused a request");

@@ -105,7 +105,7 @@ impl Service<http::Request<axum::body::Body>> for Forward {
                 door.known(from);
             }
             Ok(answer.unwrap_or_else(|error: tonic::transport::Error| {
-                tracing::debug!(error = %crate::runner::full(&error), leader = leader.address, "a call could not be passed on");
+                tracing::debug!(error = %crate::error_chain::error_chain(&error), leader = leader.address, "a call could not be passed on");
                 let text = format!(
                     "the leading coordinator {} does not answer; another one takes over within seconds, try again",
                     leader.address

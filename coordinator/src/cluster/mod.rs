@@ -13,7 +13,8 @@ use crate::pki::Tls;
 use crate::server::{
     FIRST_CALL, Ground, RunError, Running, STRANGERS, StartError, bring_up, limited, listen, listen_for_metrics,
 };
-use crate::store::lease::{Candidate, Contender, Leader, RENEW};
+use crate::store::Contender;
+use crate::store::lease::{Candidate, Leader, RENEW};
 use crate::store::{SqlStore, StoreError};
 use aitk_common::hash::ContentHash;
 use aitk_common::security::ca::CERT_FILE;
@@ -198,7 +199,7 @@ impl Member {
                 Err(error) => {
                     tell.send_replace(None);
                     if complained.is_none_or(|at| at.elapsed() > COMPLAIN) {
-                        tracing::warn!(error = %crate::runner::full(&error), "cannot see who leads; trying again");
+                        tracing::warn!(error = %crate::error_chain::error_chain(&error), "cannot see who leads; trying again");
                         complained = Some(Instant::now());
                     }
                 }

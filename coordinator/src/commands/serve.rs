@@ -4,10 +4,10 @@ use super::default_data_dir;
 use aitk_common::id::UserName;
 use aitk_common::telemetry;
 use aitk_common::telemetry::traces::Traces;
-use aitk_coordinator::core::Quotas;
 use aitk_coordinator::{
     Cluster, Config, DatabaseUrl, Limits, Member, PkiConfig, Retention, TlsFiles, ca_folder, start,
 };
+use aitk_scheduler::Quotas;
 use anyhow::{Context, bail};
 use clap::Args;
 use std::net::SocketAddr;

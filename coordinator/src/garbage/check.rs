@@ -1,48 +1,10 @@
 //! That a blob is there, with everything that it names, before anything in the database points to it.
 
 use super::pins::{Held, Pins};
-use crate::scope::Reach;
+use crate::scope::{BlobReference, Reach};
 use aitk_common::hash::ContentHash;
-use aitk_common::storage::{BlobStore, StorageError, gc};
+use aitk_common::storage::{BlobStore, StorageError};
 use std::sync::Arc;
-
-/// What is about to be pointed to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Named {
-    /// Bytes.
-    Blob(ContentHash),
-    /// A list of files, and those.
-    Snapshot(ContentHash),
-    /// A checkpoint's manifest, and its files.
-    Checkpoint(ContentHash),
-}
-
-impl std::fmt::Display for Named {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Blob(hash) => write!(f, "the blob {hash}"),
-            Self::Snapshot(hash) => write!(f, "the snapshot {hash}"),
-            Self::Checkpoint(hash) => write!(f, "the checkpoint {hash}"),
-        }
-    }
-}
-
-impl Named {
-    pub(crate) fn hash(self) -> ContentHash {
-        match self {
-            Self::Blob(hash) | Self::Snapshot(hash) | Self::Checkpoint(hash) => hash,
-        }
-    }
-
-    /// The blobs below it; of mere bytes, itself.
-    pub(crate) async fn files(self, blobs: &dyn BlobStore) -> Result<Vec<ContentHash>, StorageError> {
-        match self {
-            Self::Blob(hash) => Ok(vec![hash]),
-            Self::Snapshot(hash) => gc::snapshot_files(blobs, hash).await,
-            Self::Checkpoint(hash) => gc::checkpoint_files(blobs, hash).await,
-        }
-    }
-}
 
 /// Why nothing may point there.
 #[derive(Debug, thiserror::Error)]
@@ -62,7 +24,7 @@ pub(crate) enum Unfit {
 pub(crate) async fn present(
     pins: &Arc<Pins>,
     blobs: &dyn BlobStore,
-    named: Named,
+    named: BlobReference,
     reach: &Reach,
 ) -> Result<Vec<Held>, Unfit> {
     let hash = named.hash();

@@ -8,16 +8,18 @@
 mod check;
 mod pins;
 
-pub(crate) use check::{Named, Unfit, present};
+pub(crate) use check::{Unfit, present};
 pub(crate) use pins::{Held, Pins};
 
-use crate::core::{EXPIRED_AT_ONCE, Event, State};
-use crate::runner::{Clock, Core, full};
+use crate::clock::Clock;
+use crate::error_chain::error_chain;
+use crate::runner::Core;
 use crate::scope::Uploads;
 use crate::store::{EVENTS_KEPT, JobRoots, Store, StoreError};
 use aitk_common::control::UnixMillis;
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::{BlobInfo, BlobStore, StorageError, gc};
+use aitk_scheduler::{EXPIRED_AT_ONCE, Event, State};
 use futures::stream::{self, StreamExt, TryStreamExt};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -133,7 +135,7 @@ impl Collector {
             match self.collect(false).await {
                 Ok(_) | Err(CollectError::Busy) => {}
                 Err(CollectError::Gone(_)) => return,
-                Err(error) => tracing::warn!(error = %full(&error), "old blobs were not removed"),
+                Err(error) => tracing::warn!(error = %error_chain(&error), "old blobs were not removed"),
             }
         }
     }
@@ -148,7 +150,7 @@ impl Collector {
             done.jobs_forgotten = self.expire().await?;
             // An audit log that cannot be tidied is no reason to keep blobs.
             if let Err(error) = self.forget_refusals().await {
-                tracing::warn!(error = %full(&error), "old refusals stay in the audit log");
+                tracing::warn!(error = %error_chain(&error), "old refusals stay in the audit log");
             }
             let unfinished = self.blobs.sweep(UNFINISHED).await?;
             if unfinished > 0 {
@@ -256,7 +258,7 @@ impl Collector {
         ended.snapshots.retain(|hash| !live.snapshots.contains(hash));
         let reached = gc::reachable(self.blobs.as_ref(), &ended).await?;
         for (hash, error) in &reached.broken {
-            tracing::warn!(%hash, error = %full(error), "a blob of an ended job cannot be read; the job cannot be resumed");
+            tracing::warn!(%hash, error = %error_chain(error), "a blob of an ended job cannot be read; the job cannot be resumed");
         }
         needed.extend(reached.needed);
         Ok(needed)
@@ -287,7 +289,7 @@ impl Collector {
         self.blobs.delete(blob.hash).await?;
         // What stays is no harm: a blob is there for its sender when it is there at all.
         if let Err(error) = self.uploads.forget(blob.hash).await {
-            tracing::warn!(error = %full(&error), "who sent a blob that is gone was not forgotten");
+            tracing::warn!(error = %error_chain(&error), "who sent a blob that is gone was not forgotten");
         }
         Ok(true)
     }

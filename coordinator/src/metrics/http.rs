@@ -1,6 +1,6 @@
 //! `/metrics`, `/healthz` and `/readyz`, on a port of their own.
 
-use super::Metrics;
+use super::{Metrics, look};
 use crate::door::{Connection, Door};
 use crate::runner::Core;
 use axum::Router;
@@ -68,8 +68,8 @@ pub(crate) async fn serve(listener: TcpListener, metrics: Metrics, core: Core, m
 }
 
 async fn show(State(served): State<Served>) -> Response {
-    match tokio::time::timeout(PATIENCE, served.metrics.text(&served.core)).await {
-        Ok(Ok(text)) => ([(header::CONTENT_TYPE, OPENMETRICS)], text).into_response(),
+    match tokio::time::timeout(PATIENCE, served.core.query(|state, _| look(state))).await {
+        Ok(Ok(now)) => ([(header::CONTENT_TYPE, OPENMETRICS)], served.metrics.text(now)).into_response(),
         _ => not_ready(),
     }
 }

@@ -2,10 +2,9 @@
 
 mod http;
 
-use crate::core::{Record, State};
-use crate::runner::{Core, Gone};
 use aitk_common::control::{EventBody, JobState, UnixMillis};
 use aitk_common::telemetry::traces::Traces;
+use aitk_scheduler::{Record, State};
 pub(crate) use http::{OPENMETRICS, serve};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::encoding::text::encode;
@@ -158,8 +157,7 @@ impl Metrics {
     }
 
     /// All metrics in the text format that Prometheus reads.
-    async fn text(&self, core: &Core) -> Result<String, Gone> {
-        let now = core.query(|state, _| look(state)).await?;
+    fn text(&self, now: Now) -> String {
         // Those that are not there any more do not stay as they were.
         self.devices.clear();
         for (state, count) in now.jobs {
@@ -185,24 +183,18 @@ impl Metrics {
         let mut text = String::new();
         // Writing into a string does not fail.
         let _ = encode(&mut text, &self.registry);
-        Ok(text)
+        text
     }
 }
 
 /// Counts what there is. Every state is there even when nothing is in it, so that alerts have something to look at.
 fn look(state: &State) -> Now {
     let mut now = Now::default();
-    let (mut running, mut stopping) = (0, 0);
-    for id in state.live.keys() {
-        match state.job(id).map(|job| job.state) {
-            Some(JobState::Stopping) => stopping += 1,
-            _ => running += 1,
-        }
-    }
+    let jobs = state.active_jobs();
     now.jobs = vec![
-        (JobState::Queued.name(), state.queue.len() as i64),
-        (JobState::Running.name(), running),
-        (JobState::Stopping.name(), stopping),
+        (JobState::Queued.name(), jobs.queued as i64),
+        (JobState::Running.name(), jobs.running as i64),
+        (JobState::Stopping.name(), jobs.stopping as i64),
     ];
     let workers = state.worker_views(|_| true);
     let connected = workers.iter().filter(|worker| worker.connected).count() as i64;

@@ -8,9 +8,10 @@ mod addresses;
 mod listener;
 mod server;
 
+use crate::clock::Clock;
 use crate::config::{Config, PkiConfig, TlsFiles};
 use crate::door::Door;
-use crate::runner::{Clock, full};
+use crate::error_chain::error_chain;
 use aitk_common::control::UnixMillis;
 use aitk_common::hash::ContentHash;
 use aitk_common::id::UserName;
@@ -110,7 +111,7 @@ impl Tls {
             }
             _ => return Ok(None),
         };
-        let library = |error: &dyn std::error::Error| PkiError::Library(full(error));
+        let library = |error: &dyn std::error::Error| PkiError::Library(error_chain(error));
         let provider = Arc::new(ring::default_provider());
         let builder = ServerConfig::builder_with_provider(provider.clone())
             .with_safe_default_protocol_versions()
@@ -165,11 +166,11 @@ fn own(files: &TlsFiles) -> Result<CertifiedKey, PkiError> {
     };
     let chain = CertificateDer::pem_file_iter(&files.cert)
         .and_then(|certs| certs.collect::<Result<Vec<_>, _>>())
-        .map_err(|error| bad(&files.cert, full(&error)))?;
+        .map_err(|error| bad(&files.cert, error_chain(&error)))?;
     if chain.is_empty() {
         return Err(bad(&files.cert, "it holds no certificate in PEM form".into()));
     }
-    let key = PrivateKeyDer::from_pem_file(&files.key).map_err(|error| bad(&files.key, full(&error)))?;
+    let key = PrivateKeyDer::from_pem_file(&files.key).map_err(|error| bad(&files.key, error_chain(&error)))?;
     CertifiedKey::from_der(chain, key, &ring::default_provider())
         .map_err(|error| bad(&files.cert, format!("with the key {}: {error}", files.key.display())))
 }
@@ -206,7 +207,7 @@ pub fn init(data_dir: &std::path::Path, hostnames: &[String]) -> Result<Made, Pk
         return Err(CaError::BadName(bad.clone()).into());
     }
     // Closed to others, as at the first start.
-    crate::server::prepare(data_dir).map_err(|error| PkiError::Library(full(&error)))?;
+    crate::data_folder::create(data_dir).map_err(|error| PkiError::Library(error_chain(&error)))?;
     addresses::keep(&folder, hostnames)?;
     let ca = Ca::create(&folder, wall())?;
     Ok(Made {

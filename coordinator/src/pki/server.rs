@@ -2,7 +2,7 @@
 
 use super::{PkiError, Signer, addresses, told, wall};
 use crate::config::PkiConfig;
-use crate::runner::full;
+use crate::error_chain::error_chain;
 use aitk_common::control::UnixMillis;
 use rustls::crypto::ring;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
@@ -96,7 +96,7 @@ impl Renewing {
                     (self.names, self.issued) = (names, now);
                 }
                 Err(error) => {
-                    tracing::error!(error = %full(&error), "the coordinator's certificate could not be renewed");
+                    tracing::error!(error = %error_chain(&error), "the coordinator's certificate could not be renewed");
                     wait = RETRY;
                 }
             }

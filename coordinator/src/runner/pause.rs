@@ -4,10 +4,11 @@
 //! The core is one batch ahead of the store then: that batch is tried until it is stored, and no other is begun. What a
 //! session said meanwhile is not heard; its worker says it again when it registers, as after a restart of the coordinator.
 
-use super::{Caller, Input, Outgoing, Runner, STORE_PATIENCE, full};
-use crate::core::{Effect, Event, Record, Refusal, SessionId, Ticket};
-use crate::store::StoreError;
+use super::{Caller, Input, Outgoing, Runner, STORE_PATIENCE};
+use crate::error_chain::error_chain;
+use crate::store::{AuditLine, StoreError};
 use aitk_common::control::ToWorker;
+use aitk_scheduler::{Effect, Event, Record, Refusal, SessionId, Ticket};
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, oneshot};
@@ -38,18 +39,19 @@ impl Runner {
     pub(super) async fn wait_for_room(
         &mut self,
         records: &[Record],
+        audit: &[AuditLine],
         effects: &mut Vec<Effect>,
         callers: &mut HashMap<Ticket, Caller>,
         error: &StoreError,
     ) -> Result<(), StoreError> {
-        tracing::error!(error = %full(error), "{WHY}: nothing is changed until there is room");
+        tracing::error!(error = %error_chain(error), "{WHY}: nothing is changed until there is room");
         let (began, mut last_full) = (Instant::now(), Instant::now());
         let mut meanwhile = Meanwhile {
             open: self.sessions.keys().copied().collect(),
-            space: self.state.storage_full,
+            space: self.state.storage_full(),
             ..Meanwhile::default()
         };
-        self.state.storage_full.get_or_insert((0, 0));
+        self.state.set_storage_full(self.state.storage_full().or(Some((0, 0))));
         answer_callers(effects, callers);
         for (_, sender) in self.sessions.drain() {
             come_back(&sender);
@@ -67,17 +69,17 @@ impl Runner {
                 },
                 _ = tries.tick() => false,
             };
-            match self.store.commit(records).await {
+            match self.store.commit(records, audit).await {
                 Ok(()) => break Ok(()),
                 Err(error) if everybody_went => break Err(error),
                 Err(error) if error.is_full() => last_full = Instant::now(),
                 Err(error) if error.is_transient() && last_full.elapsed() < STORE_PATIENCE => {
-                    tracing::error!(error = %full(&error), "the store failed; trying again");
+                    tracing::error!(error = %error_chain(&error), "the store failed; trying again");
                 }
                 Err(error) => break Err(error),
             }
         };
-        self.state.storage_full = meanwhile.space;
+        self.state.set_storage_full(meanwhile.space);
         if stored.is_ok() {
             let by = began.elapsed();
             tracing::warn!(?by, "the database has room again");
@@ -108,7 +110,7 @@ impl Runner {
             Input::OpenSession(_, sender) => come_back(&sender),
             Input::Event(Event::StorageSpace { full }) => {
                 meanwhile.space = full;
-                self.state.storage_full = Some(full.unwrap_or((0, 0)));
+                self.state.set_storage_full(Some(full.unwrap_or((0, 0))));
             }
             Input::Event(Event::WorkerLost { session }) if meanwhile.open.remove(&session) => {
                 meanwhile.lost.push(session);

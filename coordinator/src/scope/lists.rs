@@ -1,6 +1,6 @@
 //! What the lists in storage name: read once, and kept as long as there is room.
 
-use crate::garbage::Named;
+use super::reference::BlobReference;
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::{BlobStore, StorageError};
 use std::collections::{HashMap, VecDeque};
@@ -45,7 +45,7 @@ impl Lists {
     }
 
     /// The blobs that this one names. Whoever asks for the same list meanwhile waits for the one who reads it.
-    pub(super) async fn files(&self, blobs: &dyn BlobStore, named: Named) -> Result<Files, StorageError> {
+    pub(super) async fn files(&self, blobs: &dyn BlobStore, named: BlobReference) -> Result<Files, StorageError> {
         let hash = named.hash();
         let slot = self.inner().kept.entry(hash).or_default().clone();
         let read = slot.get_or_try_init(|| async {
@@ -100,7 +100,7 @@ mod tests {
             sha256: ContentHash::of(text.as_bytes()),
         };
         let snapshot = Snapshot::new(vec![file("a"), file("b")], false).unwrap();
-        let named = Named::Snapshot(snapshot.id());
+        let named = BlobReference::Snapshot(snapshot.id());
         assert!(lists.files(&blobs, named).await.is_err());
         assert!(lists.inner().kept.is_empty());
         blobs

@@ -6,19 +6,20 @@
 
 mod allowance;
 mod lists;
+mod reference;
 mod uploads;
 
+pub(crate) use reference::BlobReference;
 pub(crate) use uploads::{Calling, Uploads};
 
 use crate::access::{Access, Identity};
-use crate::core::{State, gib};
-use crate::garbage::Named;
 use crate::runner::{Core, Gone};
 use crate::store::{Store, StoreError};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, JobId, UserName};
 use aitk_common::security::role::Role;
 use aitk_common::storage::{BlobStore, StorageError};
+use aitk_scheduler::{State, gib};
 use allowance::Allowance;
 use lists::{Files, Lists};
 use std::collections::{BTreeSet, HashMap};
@@ -180,10 +181,10 @@ impl Scope {
         let mut lists = Vec::new();
         for work in &running {
             for snapshot in self.inputs_of(&work.job).await?.iter() {
-                self.add(&mut lists, Named::Snapshot(*snapshot)).await?;
+                self.add(&mut lists, BlobReference::Snapshot(*snapshot)).await?;
             }
             if let Some(manifest) = work.checkpoint {
-                self.add(&mut lists, Named::Checkpoint(manifest)).await?;
+                self.add(&mut lists, BlobReference::Checkpoint(manifest)).await?;
             }
         }
         Ok(Reach::Some(Box::new(Part {
@@ -248,7 +249,7 @@ impl Scope {
         self.allowance.named(who.name.as_str());
     }
 
-    async fn add(&self, lists: &mut Vec<(ContentHash, Files)>, named: Named) -> Result<(), ScopeError> {
+    async fn add(&self, lists: &mut Vec<(ContentHash, Files)>, named: BlobReference) -> Result<(), ScopeError> {
         if lists.iter().any(|(hash, _)| *hash == named.hash()) {
             return Ok(());
         }

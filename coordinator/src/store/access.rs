@@ -1,35 +1,14 @@
 //! Tokens and the audit log.
 
-use super::batch::{Bulk, statements};
-use super::records::json;
-use super::{SqlStore, StoreError};
-use crate::access::AuditLine;
+use super::audit_line::AuditLine;
+use super::error::StoreError;
+use super::records::write_audit;
+use super::sql::SqlStore;
+use super::types::{Document, Forgotten};
 use aitk_common::control::UnixMillis;
 
 /// Lines of the audit log that are looked at in one transaction.
 const REFUSALS_AT_ONCE: u32 = 500;
-
-/// What [`super::Store::forget_refusals`] did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Forgotten {
-    /// The last line that is old enough.
-    pub after: u64,
-    /// Lines that were removed.
-    pub lines: u64,
-    /// There may be more of them.
-    pub more: bool,
-}
-
-/// What an administrator made, as JSON.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Document {
-    /// `token`, ….
-    pub kind: &'static str,
-    /// Unique within its kind.
-    pub id: String,
-    /// JSON.
-    pub record: String,
-}
 
 impl SqlStore {
     pub(super) async fn read_documents(&self, kind: &'static str) -> Result<Vec<Document>, StoreError> {
@@ -60,12 +39,7 @@ impl SqlStore {
             .await
             .map_err(|e| self.failed(e))?;
         }
-        let rows: Result<_, _> = lines
-            .iter()
-            .map(|line| Ok(vec![line.id.as_str().into(), json(line)?]))
-            .collect();
-        let rows = rows.map_err(|e| self.failed(e))?;
-        AUDIT.run(&mut work, rows).await.map_err(|e| self.failed(e))?;
+        write_audit(&mut work, lines).await.map_err(|e| self.failed(e))?;
         work.commit().await.map_err(|e| self.failed(e))
     }
 
@@ -116,12 +90,3 @@ impl SqlStore {
             .collect()
     }
 }
-
-/// Lines of the audit log that are not there already.
-pub(super) static AUDIT: Bulk = Bulk::new(|| {
-    statements(
-        "INSERT INTO audit (id, record) VALUES",
-        2,
-        "ON CONFLICT (id) DO NOTHING",
-    )
-});

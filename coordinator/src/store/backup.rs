@@ -4,12 +4,13 @@
 //! The first line says what it is, then one line per row, and the last line says how many rows there were and what the
 //! SHA-256 of all bytes before it is: a backup that was cut short or changed is refused.
 
+use super::error::StoreError;
 use super::link::Work;
+use super::sql::SqlStore;
 use super::tables::{Cell, TABLES};
-use super::{SqlStore, StoreError};
-use crate::core::Job;
 use aitk_common::control::{EventBody, JobEvent, UnixMillis};
 use aitk_common::hash::ContentHash;
+use aitk_scheduler::Job;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::io::{BufRead, BufReader, Read, Seek, Write};
@@ -208,14 +209,14 @@ impl SqlStore {
                 },
             };
             let records = [
-                crate::core::Record::Event {
+                aitk_scheduler::Record::Event {
                     job: job.id.clone(),
                     event: Arc::new(event),
                     seq: None,
                 },
-                crate::core::Record::Job(Arc::new(job)),
+                aitk_scheduler::Record::Job(Arc::new(job)),
             ];
-            super::records::write_all(work, &records, super::EVENTS_KEPT)
+            super::records::write_all(work, &records, &[], super::EVENTS_KEPT)
                 .await
                 .map_err(|e| self.failed(e))?;
         }

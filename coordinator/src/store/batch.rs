@@ -4,21 +4,12 @@
 //! of a transaction are sorted by what is done with them and written 32, 16, 8 … at a time; few different statements, so
 //! each stays prepared. The order of tables does not matter: nothing refers from one to the other inside the database.
 
-use super::link::{Value, Work};
+use super::link::{Statement, Value, Work};
 use std::sync::LazyLock;
 
 /// Rows of one statement: powers of two, so that any number is a few of them. The widest row times the most rows stays
 /// far below the 32,766 values that SQLite takes.
 const SIZES: [usize; 6] = [32, 16, 8, 4, 2, 1];
-
-/// One statement as each database takes its values.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Statement {
-    /// With `?`. SQLite searches a place that has a name, as `$1` is one, in a list of all names, for each value.
-    pub(super) sqlite: &'static str,
-    /// With `$1`.
-    pub(super) postgres: &'static str,
-}
 
 /// For each of [`SIZES`].
 type Statements = [Statement; SIZES.len()];

@@ -5,12 +5,10 @@
 //! transaction compares it (see [`super::sql`]), so a leader that slept through its lease changes nothing when it wakes.
 //! A coordinator that wants no others beside it holds an advisory lock as well, so that a second one is told at its start.
 
-use super::link::Link;
-use super::postgres::{BoxError, CONNECTIONS, DatabaseUrl, LOCK, MIGRATIONS, PATIENCE};
-use super::{SqlStore, StoreError};
+use super::database_url::{BoxError, LOCK, MIGRATIONS};
 use aitk_common::hash::ContentHash;
 use aitk_common::security::token::Token;
-use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions};
+use sqlx::postgres::{PgConnectOptions, PgPool};
 use sqlx::{Connection, PgConnection};
 use std::time::{Duration, Instant};
 use tokio::sync::Mutex;
@@ -21,7 +19,7 @@ pub(crate) const LEASE: Duration = Duration::from_secs(5);
 /// How often it is renewed, and looked at.
 pub(crate) const RENEW: Duration = Duration::from_secs(1);
 /// How long one renewal may take.
-const ANSWER: Duration = Duration::from_secs(2);
+pub(super) const ANSWER: Duration = Duration::from_secs(2);
 /// What a session of ours is for that the server has lost sight of: a leader whose machine vanished must not keep
 /// the row of its epoch locked. Keep-alives find out about the machine, the other limit about a process that stands still.
 const SIGHT: [(&str, &str); 4] = [
@@ -68,9 +66,9 @@ impl std::fmt::Debug for Leader {
 }
 
 /// The connection that renews, and whether it holds the lock.
-struct Holder {
-    connection: PgConnection,
-    locked: bool,
+pub(super) struct Holder {
+    pub(super) connection: PgConnection,
+    pub(super) locked: bool,
 }
 
 /// The right to write, as long as nobody took it.
@@ -116,7 +114,7 @@ impl Writer {
     }
 
     /// A fresh epoch and the lease, if it is free.
-    async fn take(
+    pub(super) async fn take(
         options: &PgConnectOptions,
         pool: &PgPool,
         candidate: &Candidate,
@@ -229,7 +227,7 @@ impl Writer {
     }
 }
 
-async fn try_lock(connection: &mut PgConnection) -> Result<bool, sqlx::Error> {
+pub(super) async fn try_lock(connection: &mut PgConnection) -> Result<bool, sqlx::Error> {
     sqlx::query_scalar("SELECT pg_try_advisory_lock($1)")
         .bind(LOCK)
         .fetch_one(connection)
@@ -239,98 +237,4 @@ async fn try_lock(connection: &mut PgConnection) -> Result<bool, sqlx::Error> {
 /// The options of connections that write.
 pub(super) fn seen(options: PgConnectOptions) -> PgConnectOptions {
     options.options(SIGHT)
-}
-
-/// Whoever would lead if nobody did.
-#[derive(Debug)]
-pub(crate) struct Contender {
-    url: DatabaseUrl,
-    options: PgConnectOptions,
-    /// Looks; a leader gets a pool of its own.
-    pool: PgPool,
-}
-
-impl Contender {
-    /// Prepares to look. Connects only when asked something.
-    pub(crate) fn new(url: &DatabaseUrl) -> Result<Self, StoreError> {
-        url.warn_of_clear_text()?;
-        let options = seen(url.options()?);
-        let pool = PgPoolOptions::new()
-            .max_connections(1)
-            .acquire_timeout(ANSWER)
-            .connect_lazy_with(options.clone());
-        Ok(Self {
-            url: url.clone(),
-            options,
-            pool,
-        })
-    }
-
-    fn failed(&self, source: impl Into<BoxError>) -> StoreError {
-        StoreError::Open {
-            database: self.url.to_string(),
-            source: source.into(),
-        }
-    }
-
-    /// Who leads, or nobody: then [`Self::lead`] is worth a try.
-    ///
-    /// # Errors
-    /// [`StoreError::Open`] when the database does not answer, [`StoreError::Schema`] when it is a newer version's.
-    pub(crate) async fn look(&self) -> Result<Option<Leader>, StoreError> {
-        let looking = async {
-            // Its tables may not be there yet, or be those of the version before.
-            let known: bool = sqlx::query_scalar("SELECT to_regclass('lease') IS NOT NULL")
-                .fetch_one(&self.pool)
-                .await?;
-            if !known {
-                return Ok(None);
-            }
-            let row: Option<(i64, Option<String>, String, String, String)> = sqlx::query_as(
-                "SELECT epoch, address, proof, token, storage FROM lease WHERE id = 1 AND until >= clock_timestamp()",
-            )
-            .fetch_optional(&self.pool)
-            .await?;
-            Ok(row.map(|(epoch, address, proof, token, storage)| Leader {
-                epoch: u64::try_from(epoch).unwrap_or(0),
-                address,
-                proof,
-                token,
-                storage,
-            }))
-        };
-        let late = || sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::TimedOut, "no answer in time"));
-        let found = tokio::time::timeout(ANSWER, looking).await;
-        found.unwrap_or_else(|_| Err(late())).map_err(|e| self.failed(e))
-    }
-
-    /// Becomes the leader, if nobody is.
-    ///
-    /// # Errors
-    /// As [`Self::look`].
-    pub(crate) async fn lead(&self, candidate: &Candidate) -> Result<Option<SqlStore>, StoreError> {
-        let pool = PgPoolOptions::new()
-            .max_connections(CONNECTIONS)
-            .acquire_timeout(PATIENCE)
-            .connect_with(self.options.clone())
-            .await
-            .map_err(|e| self.failed(e))?;
-        let mut connection = PgConnection::connect_with(&self.options)
-            .await
-            .map_err(|e| self.failed(e))?;
-        let locked = try_lock(&mut connection).await.map_err(|e| self.failed(e))?;
-        let store = SqlStore::new(self.url.to_string(), Link::Postgres(pool.clone()), None);
-        if locked {
-            MIGRATIONS.run(&pool).await.map_err(|e| self.failed(e))?;
-        } else if store.check_schema(&MIGRATIONS).await.is_err() {
-            // Whoever has the lock works with these tables.
-            return Ok(None);
-        }
-        let holder = Holder { connection, locked };
-        let writer = Writer::take(&self.options, &pool, candidate, holder, "until < clock_timestamp()")
-            .await
-            .map_err(|e| self.failed(e))?;
-        let database = self.url.to_string();
-        Ok(writer.map(|writer| SqlStore::new(database, Link::Postgres(pool), Some(writer))))
-    }
 }

@@ -1,9 +1,17 @@
 //! One way to speak to either database: text statements with `$1`, values that are texts or numbers.
 
-use super::batch::Statement;
 use sqlx::postgres::{PgArguments, PgConnection, PgPool, PgRow};
 use sqlx::sqlite::{SqliteArguments, SqliteConnection, SqlitePool, SqliteRow};
 use sqlx::{Arguments, Postgres, Row as _, Sqlite, Transaction, TypeInfo, ValueRef};
+
+/// One statement as each database takes its values.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Statement {
+    /// With `?`. SQLite searches a place that has a name, as `$1` is one, in a list of all names, for each value.
+    pub(super) sqlite: &'static str,
+    /// With `$1`.
+    pub(super) postgres: &'static str,
+}
 
 /// A value on its way in or out. `None` is NULL.
 #[derive(Clone, Debug, PartialEq, Eq)]

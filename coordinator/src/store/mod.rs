@@ -4,8 +4,13 @@
 //! ([`sqlite`], [`postgres`]) and how a value goes over ([`link`]).
 
 mod access;
+mod audit_line;
 mod backup;
 mod batch;
+mod body;
+mod contender;
+mod database_url;
+mod error;
 pub(crate) mod lease;
 mod link;
 mod payloads;
@@ -15,48 +20,25 @@ mod roots;
 mod sql;
 mod sqlite;
 mod tables;
+mod types;
 mod uploads;
 
-pub use access::{Document, Forgotten};
+pub use audit_line::AuditLine;
 pub use backup::{BackupError, Tally};
-pub use payloads::Body;
-pub use postgres::DatabaseUrl;
+pub use body::Body;
+pub(crate) use contender::Contender;
+pub use database_url::DatabaseUrl;
+pub use error::StoreError;
 pub use sql::SqlStore;
-pub use uploads::Upload;
+pub use types::{Document, EVENTS_KEPT, Forgotten, JobRoots, Loaded, Upload};
 
-use crate::access::AuditLine;
-use crate::core::{Payload, Record, Restored, Worker};
 use aitk_common::control::{Artifact, JobEvent, UnixMillis};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
 use aitk_common::security::token::Token;
+use aitk_scheduler::{Payload, Record};
 use async_trait::async_trait;
 use std::time::Instant;
-
-/// A job's log keeps about this many of its newest log lines and metrics; state changes, checkpoints and artifacts stay.
-pub const EVENTS_KEPT: u64 = 100_000;
-
-/// Everything a coordinator starts from.
-#[derive(Debug, Default)]
-pub struct Loaded {
-    /// Jobs with the ends of their logs.
-    pub jobs: Vec<Restored>,
-    /// Workers.
-    pub workers: Vec<Worker>,
-}
-
-/// Blobs that one job keeps alive.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct JobRoots {
-    /// The job has ended: what is missing of it hurts nobody.
-    pub ended: bool,
-    /// Ids of snapshots that it reads.
-    pub snapshots: Vec<ContentHash>,
-    /// Manifests of checkpoints that it may go on from.
-    pub checkpoints: Vec<ContentHash>,
-    /// Its files.
-    pub artifacts: Vec<ContentHash>,
-}
 
 /// A durable store. Reads see every earlier commit.
 #[async_trait]
@@ -67,11 +49,12 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     /// [`StoreError`]
     async fn load(&self) -> Result<Loaded, StoreError>;
 
-    /// Makes the records durable, all or none, in order. When this returns, a power cut does not undo it.
+    /// Makes the records durable, with the lines of the audit log that tell of them: all or none, in order. When this
+    /// returns, a power cut does not undo it.
     ///
     /// # Errors
     /// [`StoreError`]. The same records may be tried again, also when the failure came so late that they are stored.
-    async fn commit(&self, records: &[Record]) -> Result<(), StoreError>;
+    async fn commit(&self, records: &[Record], audit: &[AuditLine]) -> Result<(), StoreError>;
 
     /// Writes texts of jobs that are about to come in, in small transactions. Written again, they are replaced.
     ///
@@ -189,96 +172,4 @@ pub trait Store: Send + Sync + std::fmt::Debug {
 
     /// Finishes and closes.
     async fn close(&self);
-}
-
-/// Why the store could not. `database` is its address without a password.
-#[derive(Debug, thiserror::Error)]
-pub enum StoreError {
-    /// The database cannot be opened or brought to this version's schema.
-    #[error("cannot open the database {database}")]
-    Open {
-        /// Which.
-        database: String,
-        /// Why.
-        #[source]
-        source: Box<dyn std::error::Error + Send + Sync>,
-    },
-    /// The address of a database is none.
-    #[error("the database address cannot be used: {problem}; expected postgres://USER@HOST/NAME")]
-    Address {
-        /// What is wrong, without the address: it may hold a password.
-        problem: String,
-    },
-    /// Its tables are those of another version.
-    #[error(
-        "the database {database} is at schema {found}, this version of aitk reads schema {expected}; use the version that the coordinator runs"
-    )]
-    Schema {
-        /// Which.
-        database: String,
-        /// Its schema.
-        found: i64,
-        /// Ours.
-        expected: i64,
-    },
-    /// A coordinator works on it already.
-    #[error(
-        "another coordinator works on the database {database}; stop it first, or give this one its own with --database"
-    )]
-    InUse {
-        /// Which.
-        database: String,
-    },
-    /// Another coordinator took the database over: this one may not write any more.
-    #[error(
-        "another coordinator has taken over the database {database}; this one leads no more, so that no two of them write"
-    )]
-    Superseded {
-        /// Which.
-        database: String,
-    },
-    /// The lease ran out while the database did not answer: another one may lead by now.
-    #[error("the database did not answer for so long that another coordinator may lead by now")]
-    LeaseLost,
-    /// A statement failed.
-    #[error("the database {database} failed")]
-    Failed {
-        /// Which.
-        database: String,
-        /// Why.
-        #[source]
-        source: sqlx::Error,
-    },
-    /// A row that this version cannot read.
-    #[error("the database {database} holds a {what} ({id}) that cannot be read; was it written by a newer version?")]
-    Unreadable {
-        /// Which.
-        database: String,
-        /// Kind of row.
-        what: &'static str,
-        /// Which row.
-        id: String,
-        /// Why.
-        #[source]
-        source: serde_json::Error,
-    },
-}
-
-impl StoreError {
-    /// Whether there is no room for what was to be written.
-    #[must_use]
-    pub fn is_full(&self) -> bool {
-        let Self::Failed { source, .. } = self else {
-            return false;
-        };
-        // SQLITE_FULL; SQLITE_IOERR_SHMSIZE, when the index of its log does not grow; PostgreSQL's `disk_full`.
-        let code = source.as_database_error().and_then(|error| error.code());
-        matches!(code.as_deref(), Some("13" | "4874" | "53100"))
-    }
-
-    /// Whether the same call may succeed in a moment.
-    #[must_use]
-    pub fn is_transient(&self) -> bool {
-        matches!(self, Self::Failed { .. })
-    }
 }

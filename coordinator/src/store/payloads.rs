@@ -1,11 +1,12 @@
 //! Configs outside the rows of their jobs: what the members of an array share is stored once, and no transaction writes more
 //! than a slice of a large one, so that nobody else waits long for the database.
 
+use super::body::{Body, SharedBody};
+use super::error::StoreError;
 use super::link::Work;
-use super::{SqlStore, StoreError};
-use crate::core::Payload;
+use super::sql::SqlStore;
 use aitk_common::hash::ContentHash;
-use serde::{Deserialize, Serialize};
+use aitk_scheduler::Payload;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -13,42 +14,6 @@ use std::sync::Arc;
 const PIECE: usize = 256 << 10;
 /// Bytes of one transaction: a few milliseconds of writing.
 const SLICE: usize = 1 << 20;
-
-/// What several jobs have in common, as it is stored.
-#[derive(Debug, Serialize, Deserialize)]
-struct SharedBody<'a> {
-    config_text: std::borrow::Cow<'a, str>,
-    config_format: std::borrow::Cow<'a, str>,
-    inputs: std::borrow::Cow<'a, BTreeMap<String, ContentHash>>,
-}
-
-/// A text that is stored in pieces.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Body {
-    /// A job, or the key of what several share.
-    pub id: String,
-    /// The text.
-    pub text: Arc<str>,
-}
-
-impl Body {
-    /// What `payload` has in common with others, under its key; none when it is stored in the row of its job.
-    #[must_use]
-    pub fn shared(payload: &Payload) -> Option<Self> {
-        let key = payload.shared.as_ref()?;
-        let body = SharedBody {
-            config_text: payload.config_text.as_ref().into(),
-            config_format: payload.config_format.as_ref().into(),
-            inputs: std::borrow::Cow::Borrowed(&payload.inputs),
-        };
-        // Texts and hashes always serialise.
-        let text = serde_json::to_string(&body).ok()?;
-        Some(Self {
-            id: key.to_string(),
-            text: text.into(),
-        })
-    }
-}
 
 /// Pieces of at most [`PIECE`] bytes, cut between characters.
 fn pieces(text: &str) -> Vec<&str> {

@@ -1,89 +1,12 @@
 //! PostgreSQL: a server that may be restarted, and that several coordinators may know. Who of them writes: [`super::lease`].
 
+use super::database_url::{BoxError, CONNECTIONS, DatabaseUrl, MIGRATIONS, PATIENCE};
+use super::error::StoreError;
 use super::lease::{Candidate, Writer, seen};
 use super::link::Link;
-use super::{SqlStore, StoreError};
+use super::sql::SqlStore;
 use aitk_common::hash::ContentHash;
-use sqlx::migrate::Migrator;
-use sqlx::postgres::{PgConnectOptions, PgPoolOptions, PgSslMode};
-use std::str::FromStr;
-use std::time::Duration;
-use url::Url;
-
-/// One writes, the others read events in pages.
-pub(super) const CONNECTIONS: u32 = 8;
-/// How long a call waits for a connection. Short, so that the retries of a commit are retries.
-pub(super) const PATIENCE: Duration = Duration::from_secs(10);
-/// The number of our lock: "aitk" in ASCII, and 1.
-pub(super) const LOCK: i64 = 0x6169_746b_0001;
-
-pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;
-
-/// The address of a PostgreSQL database. Never shows its password.
-#[derive(Clone, PartialEq, Eq)]
-pub struct DatabaseUrl {
-    url: Url,
-}
-
-impl std::fmt::Debug for DatabaseUrl {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "DatabaseUrl({self})")
-    }
-}
-
-impl std::fmt::Display for DatabaseUrl {
-    /// Host and name only: a password may also stand in the query.
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (host, path) = (self.url.host_str().unwrap_or_default(), self.url.path());
-        match self.url.port() {
-            Some(port) => write!(f, "postgres://{host}:{port}{path}"),
-            None => write!(f, "postgres://{host}{path}"),
-        }
-    }
-}
-
-impl FromStr for DatabaseUrl {
-    type Err = StoreError;
-
-    fn from_str(text: &str) -> Result<Self, StoreError> {
-        let bad = |problem: String| StoreError::Address { problem };
-        let url = Url::parse(text).map_err(|error| bad(error.to_string()))?;
-        if !matches!(url.scheme(), "postgres" | "postgresql") {
-            return Err(bad(format!("its scheme is {:?}", url.scheme())));
-        }
-        // The same parser as for the connection: what it refuses is refused here, before anything starts.
-        PgConnectOptions::from_str(text).map_err(|_| bad("PostgreSQL does not understand it".to_owned()))?;
-        Ok(Self { url })
-    }
-}
-
-impl DatabaseUrl {
-    pub(super) fn options(&self) -> Result<PgConnectOptions, StoreError> {
-        let options = PgConnectOptions::from_str(self.url.as_str()).map_err(|_| StoreError::Address {
-            problem: "PostgreSQL does not understand it".to_owned(),
-        })?;
-        // What is acknowledged must survive a power cut, whatever the server's default.
-        Ok(options
-            .application_name("aitk-coordinator")
-            .options([("synchronous_commit", "on")]))
-    }
-
-    /// Says so when passwords and prompts may travel in clear.
-    pub(super) fn warn_of_clear_text(&self) -> Result<(), StoreError> {
-        let options = self.options()?;
-        let far = options.get_socket().is_none() && !matches!(options.get_host(), "localhost" | "127.0.0.1" | "::1");
-        let perhaps = matches!(
-            options.get_ssl_mode(),
-            PgSslMode::Disable | PgSslMode::Allow | PgSslMode::Prefer
-        );
-        if far && perhaps {
-            tracing::warn!(database = %self, "the database is on another machine and may be spoken to in clear; add ?sslmode=verify-full to its address");
-        }
-        Ok(())
-    }
-}
-
-pub(super) static MIGRATIONS: Migrator = sqlx::migrate!("./migrations/postgres");
+use sqlx::postgres::PgPoolOptions;
 
 impl SqlStore {
     /// Opens the database beside the coordinator that works on it, to read.
@@ -133,29 +56,5 @@ impl SqlStore {
             return Err(StoreError::InUse { database });
         };
         Ok(Self::new(database, Link::Postgres(pool), Some(writer)))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn passwords_are_never_shown() {
-        for text in [
-            "postgres://me:geheim@db.lab:5433/aitk?sslmode=require",
-            "postgresql://db.lab:5433/aitk?user=me&password=geheim",
-        ] {
-            let url: DatabaseUrl = text.parse().unwrap();
-            assert_eq!(url.to_string(), "postgres://db.lab:5433/aitk");
-            assert!(!format!("{url:?}").contains("geheim"));
-        }
-        for bad in ["", "geheim", "mysql://me:geheim@h/d", "postgres://me:geheim@h:99999/d"] {
-            let error = bad.parse::<DatabaseUrl>().unwrap_err().to_string();
-            assert!(
-                error.contains("postgres://USER@HOST") && !error.contains("geheim"),
-                "{error}"
-            );
-        }
     }
 }

@@ -1,13 +1,12 @@
 //! What a record changes. Every statement may run twice with the same values: a commit whose answer was lost on the way
 //! is simply tried again.
 
-use super::access::AUDIT;
+use super::audit_line::AuditLine;
 use super::batch::{Bulk, statements};
 use super::link::{Value, Work};
-use crate::access::AuditLine;
-use crate::core::{Job, Payload, Record, Worker};
 use aitk_common::control::{Artifact, EventBody, JobEvent};
 use aitk_common::id::{JobId, WorkerId};
+use aitk_scheduler::{Job, Payload, Record, Worker};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -47,6 +46,15 @@ static EVENTS: Bulk = Bulk::new(|| {
     )
 });
 
+/// Lines of the audit log that are not there already.
+static AUDIT: Bulk = Bulk::new(|| {
+    statements(
+        "INSERT INTO audit (id, record) VALUES",
+        2,
+        "ON CONFLICT (id) DO NOTHING",
+    )
+});
+
 /// Our own types always serialise; should one not, the commit fails as a whole.
 pub(super) fn json(value: &impl Serialize) -> Result<Value, sqlx::Error> {
     serde_json::to_string(value)
@@ -54,8 +62,13 @@ pub(super) fn json(value: &impl Serialize) -> Result<Value, sqlx::Error> {
         .map_err(|error| sqlx::Error::Encode(Box::new(error)))
 }
 
-/// Writes all records of a transaction. A log keeps about `events_kept` of a job's log lines and metrics.
-pub(super) async fn write_all(to: &mut Work, records: &[Record], events_kept: u64) -> Result<(), sqlx::Error> {
+/// Writes all records of a transaction, and the lines of the audit log that tell of them. A log keeps about `events_kept` of a job's log lines and metrics.
+pub(super) async fn write_all(
+    to: &mut Work,
+    records: &[Record],
+    audit: &[AuditLine],
+    events_kept: u64,
+) -> Result<(), sqlx::Error> {
     let mut rows = Rows::default();
     for record in records {
         match record {
@@ -94,14 +107,13 @@ pub(super) async fn write_all(to: &mut Work, records: &[Record], events_kept: u6
                 )
                 .await?;
             }
-            Record::Audit(line) => rows.audit.push(line),
         }
     }
     rows.write(to).await?;
     for job in rows.long {
         trim(to, job, events_kept).await?;
     }
-    Ok(())
+    write_audit(to, audit).await
 }
 
 /// What goes in together: of several states of a job or a worker in one transaction only the last is ever seen.
@@ -111,7 +123,6 @@ struct Rows<'a> {
     jobs: BTreeMap<&'a JobId, (&'a Job, Option<&'a Payload>)>,
     workers: BTreeMap<&'a WorkerId, &'a Worker>,
     events: BTreeMap<(&'a JobId, u64), (&'a JobEvent, Option<u64>)>,
-    audit: Vec<&'a AuditLine>,
     /// Jobs whose log has become too long.
     long: BTreeSet<&'a JobId>,
 }
@@ -169,11 +180,15 @@ impl<'a> Rows<'a> {
             ])
         };
         let events = std::mem::take(&mut self.events);
-        EVENTS.run(to, rows(events.into_iter().map(event))?).await?;
-        let line = |line: &AuditLine| Ok(vec![line.id.as_str().into(), json(line)?]);
-        let audit = std::mem::take(&mut self.audit);
-        AUDIT.run(to, rows(audit.into_iter().map(line))?).await
+        EVENTS.run(to, rows(events.into_iter().map(event))?).await
     }
+}
+
+/// Adds lines to the audit log, except those that are there already.
+pub(super) async fn write_audit(to: &mut Work, lines: &[AuditLine]) -> Result<(), sqlx::Error> {
+    let row = |line: &AuditLine| Ok(vec![line.id.as_str().into(), json(line)?]);
+    let rows: Result<_, sqlx::Error> = lines.iter().map(row).collect();
+    AUDIT.run(to, rows?).await
 }
 
 fn rows(rows: impl Iterator<Item = Result<Vec<Value>, sqlx::Error>>) -> Result<Vec<Vec<Value>>, sqlx::Error> {

@@ -1,9 +1,11 @@
 //! Which blobs the stored jobs need.
 
+use super::error::StoreError;
 use super::link::{Row, Work};
-use super::{JobRoots, SqlStore, StoreError};
-use crate::core::Job;
+use super::sql::SqlStore;
+use super::types::JobRoots;
 use aitk_common::hash::ContentHash;
+use aitk_scheduler::Job;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// Jobs read at a time. Few, because rows of older versions hold up to 16 MiB of inputs each.

@@ -1,14 +1,17 @@
 //! The store over either database.
 
+use super::audit_line::AuditLine;
+use super::body::Body;
+use super::error::StoreError;
 use super::lease::Writer;
 use super::link::{Link, Row, Value, Work};
-use super::{Body, Document, EVENTS_KEPT, Forgotten, JobRoots, Loaded, Store, StoreError, Upload, records};
-use crate::access::AuditLine;
-use crate::core::{Job, Payload, Record, Restored, Worker};
+use super::types::{Document, EVENTS_KEPT, Forgotten, JobRoots, Loaded, Upload};
+use super::{Store, records};
 use aitk_common::control::{Artifact, JobEvent, UnixMillis};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
 use aitk_common::security::token::Token;
+use aitk_scheduler::{Job, Payload, Record, Restored, Worker};
 use async_trait::async_trait;
 use serde::de::DeserializeOwned;
 use sqlx::migrate::Migrator;
@@ -137,9 +140,9 @@ impl SqlStore {
         self.in_time(call).await
     }
 
-    async fn write_all(&self, records: &[Record]) -> Result<(), StoreError> {
+    async fn write_all(&self, records: &[Record], audit: &[AuditLine]) -> Result<(), StoreError> {
         let mut work = self.begin().await?;
-        records::write_all(&mut work, records, self.events_kept)
+        records::write_all(&mut work, records, audit, self.events_kept)
             .await
             .map_err(|e| self.failed(e))?;
         work.commit().await.map_err(|e| self.failed(e))
@@ -195,11 +198,11 @@ impl Store for SqlStore {
         Ok(Loaded { jobs, workers })
     }
 
-    async fn commit(&self, records: &[Record]) -> Result<(), StoreError> {
-        if records.is_empty() {
+    async fn commit(&self, records: &[Record], audit: &[AuditLine]) -> Result<(), StoreError> {
+        if records.is_empty() && audit.is_empty() {
             return Ok(());
         }
-        self.in_time(Box::pin(self.write_all(records))).await
+        self.in_time(Box::pin(self.write_all(records, audit))).await
     }
 
     async fn payload(&self, job: &JobId) -> Result<Option<Payload>, StoreError> {

@@ -1,7 +1,8 @@
 //! SQLite: one file, write-ahead log, synced at every commit.
 
+use super::error::StoreError;
 use super::link::Link;
-use super::{SqlStore, StoreError};
+use super::sql::SqlStore;
 use sqlx::Connection;
 use sqlx::migrate::Migrator;
 use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous};

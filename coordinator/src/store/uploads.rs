@@ -1,21 +1,12 @@
 //! Who sent which blob, and how large it is.
 
-use super::{SqlStore, StoreError};
+use super::error::StoreError;
+use super::sql::SqlStore;
+use super::types::Upload;
 use aitk_common::hash::ContentHash;
 
 /// Hashes that are read at once.
 const PAGE: u64 = 10_000;
-
-/// That somebody sent a blob.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Upload {
-    /// Who.
-    pub who: String,
-    /// The blob.
-    pub hash: ContentHash,
-    /// Its size.
-    pub bytes: u64,
-}
 
 impl SqlStore {
     pub(super) async fn write_uploads(&self, uploads: &[Upload]) -> Result<(), StoreError> {

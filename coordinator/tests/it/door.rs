@@ -2,7 +2,7 @@
 
 use crate::support::{self, FakeWorker, PATIENCE, Pool, config, eventually, held, within};
 use aitk_common::control::{JobState, ToCoordinator};
-use aitk_coordinator::{Config, StartError, TlsFiles, start};
+use aitk_coordinator::{Config, DataFolderError, StartError, TlsFiles, start};
 use aitk_proto::client::{ConnectError, Credentials, connect, connect_with};
 use aitk_proto::v1;
 use std::path::{Path, PathBuf};
@@ -188,7 +188,10 @@ async fn it_does_not_start_where_it_should_not() {
 
     let first = start(config(dir.path(), CALM)).await.unwrap();
     let error = start(config(dir.path(), CALM)).await.unwrap_err();
-    assert!(matches!(error, StartError::InUse { .. }), "{error}");
+    assert!(
+        matches!(error, StartError::DataFolder(DataFolderError::InUse { .. })),
+        "{error}"
+    );
     let other = tempfile::tempdir().unwrap();
     let error = start(Config {
         bind: first.addr,

@@ -6,7 +6,7 @@ use crate::support::{FakeWorker, held, input, put_checkpoint, submission, within
 use aitk_common::control::{EventBody, JobEvent, Submission, Verdict};
 use aitk_common::storage::BlobStore;
 use aitk_coordinator::store::Tally;
-use aitk_coordinator::{CopyError, DatabaseUrl, StartError, backup, restore};
+use aitk_coordinator::{CopyError, DataFolderError, DatabaseUrl, backup, restore};
 use aitk_proto::client::Clients;
 use aitk_proto::remote_blobs::RemoteBlobs;
 use aitk_proto::v1;
@@ -177,7 +177,9 @@ async fn a_backup_of_sqlite_under_load_is_restored_into_postgres() {
 async fn restore_patiently(there: &Path, database: Option<&DatabaseUrl>, file: &Path) -> Result<Tally, CopyError> {
     for _ in 0..100 {
         match restore(there, database, file).await {
-            Err(CopyError::Start(StartError::InUse { .. })) => tokio::time::sleep(Duration::from_millis(20)).await,
+            Err(CopyError::DataFolder(DataFolderError::InUse { .. })) => {
+                tokio::time::sleep(Duration::from_millis(20)).await
+            }
             other => return other,
         }
     }

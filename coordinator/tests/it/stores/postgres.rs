@@ -4,8 +4,8 @@ use super::store::{commit, submit};
 
 use crate::support;
 use crate::support::postgres::{PASSWORD, Postgres};
-use aitk_coordinator::core::{Settings, State};
 use aitk_coordinator::store::{SqlStore, Store, StoreError};
+use aitk_scheduler::{Settings, State};
 use std::time::Duration;
 
 #[tokio::test(flavor = "multi_thread")]
@@ -23,7 +23,7 @@ async fn postgres_has_one_writer_and_survives_a_restart() {
     server.restart();
     let records = submit(&mut state, "jb");
     support::eventually("a commit after the restart", || async {
-        store.commit(&records).await.ok()
+        store.commit(&records, &[]).await.ok()
     })
     .await;
     assert_eq!(store.load().await.unwrap().jobs.len(), 2);
@@ -39,7 +39,7 @@ async fn postgres_has_one_writer_and_survives_a_restart() {
         .execute(&pool)
         .await
         .unwrap();
-    let late = store.commit(&submit(&mut state, "jc")).await.unwrap_err();
+    let late = store.commit(&submit(&mut state, "jc"), &[]).await.unwrap_err();
     assert!(
         matches!(late, StoreError::Superseded { .. }) && !late.is_transient(),
         "{late}"

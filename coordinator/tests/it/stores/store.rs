@@ -5,8 +5,8 @@ use crate::support::{FakeWorker, cpu};
 use aitk_common::control::{Artifact, EventBody, JobEvent, JobState, Registration, UnixMillis};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, JobId, WorkerId};
-use aitk_coordinator::core::{Effect, Event, Job, NewJob, Payload, Record, SessionId, Settings, State, Ticket, Wants};
 use aitk_coordinator::store::{SqlStore, Store};
+use aitk_scheduler::{Effect, Event, Job, NewJob, Payload, Record, SessionId, Settings, State, Ticket, Wants};
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -80,8 +80,8 @@ pub(super) fn submit(state: &mut State, id: &str) -> Vec<Record> {
 
 /// Stores everything twice: an answer that was lost is asked for again.
 pub(super) async fn commit(store: &dyn Store, records: &[Record]) {
-    store.commit(records).await.unwrap();
-    store.commit(records).await.unwrap();
+    store.commit(records, &[]).await.unwrap();
+    store.commit(records, &[]).await.unwrap();
 }
 
 pub(super) fn job_of(records: &[Record]) -> Job {

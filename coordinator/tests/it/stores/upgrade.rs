@@ -2,8 +2,8 @@
 
 use super::store::{artifact, event, hash, job_of, submit};
 use aitk_common::control::EventBody;
-use aitk_coordinator::core::{Record, Settings, State};
 use aitk_coordinator::store::{SqlStore, Store};
+use aitk_scheduler::{Record, Settings, State};
 use std::collections::HashSet;
 use std::time::Duration;
 

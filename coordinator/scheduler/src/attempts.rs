@@ -1,0 +1,322 @@
+//! What attempts report, how they end, and what then becomes of their job.
+
+use super::event::{Effect, Record};
+use super::model::{Committed, Job, Pace, SessionId, job_of};
+use super::state::State;
+use super::step::Step;
+use aitk_common::attempt::Outcome;
+use aitk_common::control::{Artifact, AttemptState, EventBody, HeldAttempt, JobEvent, Report, ToWorker};
+use aitk_common::control::{UnixMillis, Verdict};
+use aitk_common::hash::ContentHash;
+use aitk_common::id::JobId;
+use std::sync::Arc;
+
+/// Text of a peer that is kept: longer log lines and messages are cut.
+const TEXT_LIMIT: usize = 8 << 10;
+/// Models whose commits are kept of a job: more than any names.
+const REVISIONS_MOST: usize = 32;
+
+/// What a worker is told that reports on an attempt which was never its own.
+pub const OF_ANOTHER: &str = "it belongs to another worker";
+
+impl State {
+    /// The job whose live attempt this is, if it is this session's.
+    pub(super) fn current_job(&self, session: SessionId, held: &HeldAttempt) -> Option<&Job> {
+        let job = self.jobs.at(*self.live.get(job_of(&held.attempt)?)?)?;
+        let attempt = job.current()?;
+        let same = attempt.id == held.attempt
+            && attempt.epoch == held.epoch
+            && attempt.worker == *self.sessions.get(&session)?;
+        same.then_some(job)
+    }
+
+    /// The id of that job, which is about to change.
+    pub(super) fn turn_to_current(&mut self, session: SessionId, held: &HeldAttempt) -> Option<JobId> {
+        let id = self.current_job(session, held)?.id.clone();
+        self.jobs.visit(*self.live.get(&id)?);
+        Some(id)
+    }
+
+    /// Why an attempt is not current, for the worker's log.
+    pub(super) fn fence_reason(&self, held: &HeldAttempt) -> String {
+        let known = job_of(&held.attempt).and_then(|id| self.jobs.find(id)).and_then(|job| {
+            let attempt = job.attempts.iter().find(|attempt| attempt.id == held.attempt)?;
+            Some((attempt.state, attempt.epoch, job.epoch()))
+        });
+        match known {
+            None => "no such attempt is known here".into(),
+            Some((_, epoch, _)) if epoch != held.epoch => format!("its epoch is {epoch}, not {}", held.epoch),
+            Some((_, epoch, newest)) if epoch != newest => format!("epoch {epoch} was followed by epoch {newest}"),
+            Some((state, ..)) if !state.is_live() => format!("it has ended: {}", state.name()),
+            Some(_) => OF_ANOTHER.into(),
+        }
+    }
+
+    fn answer(&self, step: &mut Step, session: SessionId, request: u64, verdict: Verdict, message: String) {
+        step.push(Effect::Send(
+            session,
+            ToWorker::Answer {
+                request,
+                verdict,
+                message,
+            },
+        ));
+    }
+
+    fn accept(&self, step: &mut Step, session: SessionId, request: u64) {
+        self.answer(step, session, request, Verdict::Accepted, String::new());
+    }
+
+    /// The job of a report, its lease renewed. Otherwise the worker is told, and nothing changes.
+    fn admit(&mut self, step: &mut Step, session: SessionId, request: u64, held: &HeldAttempt) -> Option<JobId> {
+        match self.turn_to_current(session, held) {
+            Some(job) => {
+                self.renew(step, &job);
+                Some(job)
+            }
+            None => {
+                let reason = self.fence_reason(held);
+                self.answer(step, session, request, Verdict::Fenced, reason);
+                None
+            }
+        }
+    }
+
+    pub(super) fn report(
+        &mut self,
+        step: &mut Step,
+        session: SessionId,
+        held: HeldAttempt,
+        seq: u64,
+        time: UnixMillis,
+        report: Report,
+    ) {
+        let Some(id) = self.turn_to_current(session, &held) else {
+            return self.fence(step, session, held);
+        };
+        self.renew(step, &id);
+        let Some(job) = self.jobs.get_mut(&id) else { return };
+        let Some(live) = job.live.as_mut().filter(|live| seq > live.seq) else {
+            return;
+        };
+        live.seq = seq;
+        match report {
+            // Overtaken progress interests nobody: told to those who listen, not kept, and no step of the cursor.
+            Report::Progress(progress) => {
+                job.progress = Some(progress);
+                // What it needed from the network is there.
+                if job.network.take().is_some() {
+                    step.touch(&id);
+                }
+                let works = job.works();
+                if let Some(live) = job.live.as_mut().filter(|_| works) {
+                    let first = Pace {
+                        since: step.now,
+                        from: progress.done,
+                        until: step.now,
+                        to: progress.done,
+                        total: progress.total,
+                    };
+                    let pace = live.pace.get_or_insert(first);
+                    (pace.until, pace.to, pace.total) = (step.now, progress.done, progress.total);
+                }
+                let body = EventBody::Progress(progress);
+                let event = JobEvent {
+                    cursor: job.cursor,
+                    time,
+                    attempt: Some(held.attempt),
+                    body,
+                };
+                self.shake(&id);
+                step.push(Effect::Publish(id, Arc::new(event)));
+            }
+            Report::Phase { name } => {
+                job.phase = Some(name.clone());
+                self.log(step, &id, Some(held.attempt), EventBody::Phase { name }, Some(seq));
+            }
+            Report::Log { level, message } => {
+                let body = EventBody::Log {
+                    level,
+                    message: cut(message),
+                };
+                self.log(step, &id, Some(held.attempt), body, Some(seq));
+            }
+            Report::Pinned {
+                repository,
+                commit,
+                message,
+            } => {
+                if job.revisions.len() < REVISIONS_MOST && !job.revisions.contains_key(&repository) {
+                    job.revisions.insert(repository, commit);
+                    step.touch(&id);
+                }
+                let body = EventBody::Log {
+                    level: "info".into(),
+                    message: cut(message),
+                };
+                self.log(step, &id, Some(held.attempt), body, Some(seq));
+            }
+            metrics @ Report::Metrics { .. } => {
+                if let Report::Metrics { values, .. } = &metrics
+                    && let Some(loss) = values.get("loss/loss").or_else(|| values.get("loss"))
+                {
+                    job.loss = loss.is_finite().then_some(*loss);
+                }
+                self.log(step, &id, Some(held.attempt), metrics.into(), Some(seq));
+            }
+        }
+    }
+
+    /// [`State::admit`] of a file, which may also come with a checkpoint that was awaited after its attempt.
+    fn admit_file(&mut self, step: &mut Step, session: SessionId, request: u64, held: &HeldAttempt) -> Option<JobId> {
+        match self.brought_to(session, held) {
+            Some(job) => Some(job),
+            None => self.admit(step, session, request, held),
+        }
+    }
+
+    pub(super) fn artifact_ready(
+        &mut self,
+        step: &mut Step,
+        session: SessionId,
+        request: u64,
+        held: HeldAttempt,
+        artifact: Artifact,
+    ) {
+        let Some(id) = self.admit_file(step, session, request, &held) else {
+            return;
+        };
+        let local = self.jobs.get(&id).is_some_and(|job| job.local);
+        if artifact.hash.is_none() && !local {
+            let message = format!(
+                "{}: its bytes must be in storage first, under their hash",
+                artifact.name
+            );
+            return self.answer(step, session, request, Verdict::Refused, message);
+        }
+        step.push(Effect::Persist(Record::Artifact(
+            id.clone(),
+            Box::new(artifact.clone()),
+        )));
+        self.log(step, &id, Some(held.attempt), EventBody::Artifact(artifact), None);
+        self.accept(step, session, request);
+    }
+
+    pub(super) fn artifact_removed(
+        &mut self,
+        step: &mut Step,
+        session: SessionId,
+        request: u64,
+        held: HeldAttempt,
+        name: String,
+    ) {
+        let Some(id) = self.admit_file(step, session, request, &held) else {
+            return;
+        };
+        step.push(Effect::Persist(Record::ArtifactGone(id.clone(), name.clone())));
+        self.log(step, &id, Some(held.attempt), EventBody::ArtifactRemoved { name }, None);
+        self.accept(step, session, request);
+    }
+
+    pub(super) fn commit(
+        &mut self,
+        step: &mut Step,
+        session: SessionId,
+        request: u64,
+        held: HeldAttempt,
+        manifest: ContentHash,
+        at: u64,
+    ) {
+        if self.commit_offered(step, session, request, &held, manifest, at) {
+            return;
+        }
+        let Some(id) = self.admit(step, session, request, &held) else {
+            return;
+        };
+        let Some(job) = self.jobs.get_mut(&id) else { return };
+        let committed = Committed { step: at, manifest };
+        if job.checkpoint.as_ref() == Some(&committed) {
+            return self.accept(step, session, request);
+        }
+        if let Some(earlier) = job.checkpoint.as_ref().filter(|earlier| earlier.step > at) {
+            let message = format!("step {at} lies before step {}, which is committed", earlier.step);
+            return self.answer(step, session, request, Verdict::Refused, message);
+        }
+        job.checkpoint = Some(committed);
+        // Whoever gets further is not failing in a row, and neither is its device.
+        job.failures = 0;
+        job.network = None;
+        job.storage_failures = 0;
+        let place = job.current().map(|attempt| (attempt.worker.clone(), attempt.device));
+        step.touch(&id);
+        if let Some((worker, device)) = place {
+            self.healthy(step, &worker, device);
+        }
+        self.log(
+            step,
+            &id,
+            Some(held.attempt),
+            EventBody::Checkpoint { step: at, manifest },
+            None,
+        );
+        self.accept(step, session, request);
+    }
+
+    pub(super) fn finished(
+        &mut self,
+        step: &mut Step,
+        session: SessionId,
+        request: u64,
+        held: HeldAttempt,
+        outcome: Outcome,
+    ) {
+        let Some(id) = self.turn_to_current(session, &held) else {
+            // The answer to the first one may have been lost on its way.
+            return if self.is_repeated(session, &held, &outcome) {
+                self.accept(step, session, request);
+            } else {
+                let reason = self.fence_reason(&held);
+                self.answer(step, session, request, Verdict::Fenced, reason);
+            };
+        };
+        self.conclude(step, session, &id, outcome);
+        self.accept(step, session, request);
+    }
+
+    fn is_repeated(&self, session: SessionId, held: &HeldAttempt, outcome: &Outcome) -> bool {
+        let expected = match outcome {
+            Outcome::Completed => AttemptState::Completed,
+            Outcome::Stopped { .. } => AttemptState::Stopped,
+            Outcome::Failed { .. } => AttemptState::Failed,
+        };
+        let worker = self.sessions.get(&session);
+        job_of(&held.attempt)
+            .and_then(|id| self.jobs.find(id))
+            .is_some_and(|job| {
+                job.attempts.iter().any(|attempt| {
+                    attempt.id == held.attempt
+                        && attempt.epoch == held.epoch
+                        && Some(&attempt.worker) == worker
+                        && attempt.state == expected
+                })
+            })
+    }
+}
+
+/// Why a checkpoint that was offered is not taken.
+pub(super) fn steps_behind(at: u64, reason: &str) -> String {
+    format!("the checkpoint of step {at} was superseded: {reason}")
+}
+
+/// At most `TEXT_LIMIT` bytes, cut between characters.
+pub(super) fn cut(mut text: String) -> String {
+    if text.len() > TEXT_LIMIT {
+        let end = (0..=TEXT_LIMIT)
+            .rev()
+            .find(|end| text.is_char_boundary(*end))
+            .unwrap_or(0);
+        text.truncate(end);
+        text.push_str(" … (cut)");
+    }
+    text
+}

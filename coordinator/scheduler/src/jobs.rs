@@ -1,0 +1,539 @@
+//! Submit, stop, resume.
+
+use super::event::{Effect, NewJob, Prerequisite, Record, Refusal, Reply};
+use super::model::{ArrayPlace, Caps, Condition, Job, QueueState, Recall, Ticket};
+use super::saved::what_is_saved;
+use super::state::State;
+use super::step::Step;
+use aitk_common::control::{EventBody, HeldAttempt, JobState, Submitted, ToWorker, UnixMillis};
+use aitk_common::id::{JobId, UserName};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+/// Jobs of one name that a refusal lists.
+const NAMED_MOST: usize = 5;
+
+impl State {
+    pub(super) fn submit(&mut self, step: &mut Step, ticket: Ticket, new: NewJob) {
+        let reply = self.take_new(step, new);
+        step.push(Effect::Reply(ticket, reply.map(Reply::Submitted)));
+    }
+
+    fn take_new(&mut self, step: &mut Step, new: NewJob) -> Result<Submitted, Refusal> {
+        if let Some(earlier) = self.submitted_before(new.idempotency_key.as_ref()) {
+            return Ok(earlier);
+        }
+        if self.jobs.contains_key(&new.id) || self.arrays.contains_key(&new.id) {
+            return Err(Refusal::Conflict(format!(
+                "the job id {} is taken; submit again",
+                new.id
+            )));
+        }
+        if new.capped {
+            self.has_room_for(&new.wants.owner, 1, new.config_bytes)?;
+        }
+        let after = self.find_all(&new.after, &new.wants.owner, new.sees_all)?;
+        self.refuse_impossible(&after)?;
+        let (job, name) = (new.id.clone(), new.name.clone());
+        self.take(step, new, after, None);
+        Ok(Submitted {
+            job,
+            name,
+            existed: false,
+        })
+    }
+
+    /// Whether a user may have so many jobs more, whose configs have so many bytes.
+    ///
+    /// # Errors
+    /// [`Refusal::TooMuch`] names the limit, what there is, and what to do.
+    pub fn has_room_for(&self, owner: &UserName, jobs: u64, bytes: u64) -> Result<(), Refusal> {
+        let Caps {
+            waiting_jobs,
+            config_bytes,
+        } = self.settings.caps;
+        let waiting = self.users.get(owner).map_or(0, |user| user.waiting as u64);
+        if let Some(most) = waiting_jobs.filter(|most| waiting.saturating_add(jobs) > *most) {
+            return Err(Refusal::TooMuch(format!(
+                "user {owner} has {waiting} waiting jobs and wants {jobs} more; at most {most} may wait \
+                 (`--user-waiting-jobs` of the coordinator): submit again when some have started, or `aitk stop` some"
+            )));
+        }
+        let kept = self.config_bytes.get(owner).copied().unwrap_or(0);
+        if let Some(most) = config_bytes.filter(|most| kept.saturating_add(bytes) > *most) {
+            return Err(Refusal::TooMuch(format!(
+                "the configs of user {owner}'s jobs have {kept} bytes and would get {bytes} more; at most {most} are kept \
+                 (`--user-config-mib` of the coordinator): submit smaller configs, or have old jobs forgotten \
+                 (`--keep-jobs-days`)"
+            )));
+        }
+        Ok(())
+    }
+
+    /// Takes a job in; its id is free.
+    pub(super) fn take(
+        &mut self,
+        step: &mut Step,
+        new: NewJob,
+        after: Vec<(JobId, Condition)>,
+        array: Option<Box<ArrayPlace>>,
+    ) {
+        // Met for good, see `note_met`.
+        let met = |(before, condition): &(JobId, Condition)| {
+            *condition != Condition::Completed && self.is_met(before, *condition)
+        };
+        let after: Vec<(JobId, Condition)> = after.into_iter().filter(|one| !met(one)).collect();
+        let job = Job {
+            id: new.id.clone(),
+            name: new.name,
+            kind: new.kind,
+            wants: new.wants,
+            local: new.local,
+            idempotency_key: new.idempotency_key,
+            seed: new.seed,
+            order: self.next_order,
+            created: step.now,
+            started: None,
+            ended: None,
+            state: JobState::Queued,
+            reason: String::new(),
+            not_before: new.not_before.unwrap_or(UnixMillis(0)),
+            failures: 0,
+            network: None,
+            checkpoint: None,
+            attempts: Vec::new(),
+            stop_now: false,
+            conditions: after
+                .iter()
+                .filter(|(_, condition)| *condition != Condition::Completed)
+                .cloned()
+                .collect(),
+            after: after.into_iter().map(|(before, _)| before).collect(),
+            paused: false,
+            recall: None,
+            at_most: None,
+            used: 0,
+            over_time: false,
+            array,
+            stolen: false,
+            storage_failures: 0,
+            revisions: BTreeMap::new(),
+            config_bytes: new.config_bytes,
+            trace: new.trace.map(Box::new),
+            cursor: 0,
+            live: None,
+            progress: None,
+            phase: None,
+            loss: None,
+            queue_state: QueueState::Nowhere,
+        };
+        self.next_order += 1;
+        self.jobs.insert(Arc::new(job));
+        let before = step.effects.len();
+        self.join_array(&new.id);
+        self.enqueue(step.now, &new.id);
+        self.log(
+            step,
+            &new.id,
+            None,
+            EventBody::State {
+                state: JobState::Queued,
+                reason: "submitted".into(),
+                paused: false,
+            },
+            None,
+        );
+        // Last, for a job that is shared is copied when it changes; and yet before its event.
+        if let Some(job) = self.jobs.share(&new.id) {
+            let record = Effect::Persist(Record::NewJob(job, new.payload));
+            step.effects.insert(before, record);
+        }
+    }
+
+    /// Changes a job, or all members of an array that it can be done to; refused when there is none of these.
+    fn change(
+        &mut self,
+        step: &mut Step,
+        ticket: Ticket,
+        text: &str,
+        one: impl Fn(&mut Self, &mut Step, &JobId) -> Result<(), Refusal>,
+    ) {
+        let found = self.find(text).and_then(|id| {
+            let mut refusal = None;
+            let mut done = false;
+            for member in self.members(&id) {
+                match one(self, step, &member) {
+                    Ok(()) => done = true,
+                    Err(why) => refusal = refusal.or(Some(why)),
+                }
+            }
+            match refusal {
+                Some(why) if !done => Err(why),
+                _ => Ok(id),
+            }
+        });
+        self.reply_job(step, ticket, found);
+    }
+
+    pub(super) fn stop(&mut self, step: &mut Step, ticket: Ticket, text: &str, now: bool) {
+        self.change(step, ticket, text, |state, step, id| state.stop_one(step, id, now));
+    }
+
+    fn stop_one(&mut self, step: &mut Step, id: &JobId, now: bool) -> Result<(), Refusal> {
+        let Some(job) = self.jobs.get_mut(id) else {
+            return Err(Refusal::NotFound(id.to_string()));
+        };
+        match job.state {
+            JobState::Stopped => {}
+            JobState::Completed | JobState::Failed => return Err(has_ended(job)),
+            JobState::Queued => {
+                let words = match job.attempts.is_empty() {
+                    true => "stopped before it ran".into(),
+                    false => format!("stopped while it waited: {}", what_is_saved(job, None, None)),
+                };
+                self.set_state(step, id, JobState::Stopped, words);
+            }
+            JobState::Running | JobState::Stopping => {
+                let first = job.state == JobState::Running;
+                job.stop_now |= now;
+                step.touch(id);
+                if first {
+                    let reason = if now { "ends now" } else { "saves, then stops" };
+                    self.set_state(step, id, JobState::Stopping, reason.into());
+                }
+                self.send_stop(step, id);
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn resume(&mut self, step: &mut Step, ticket: Ticket, text: &str) {
+        self.change(step, ticket, text, Self::resume_one);
+    }
+
+    fn resume_one(&mut self, step: &mut Step, id: &JobId) -> Result<(), Refusal> {
+        let never = self.can_never_start(id);
+        if !never {
+            self.note_all_met(step, id);
+        }
+        let Some(job) = self.jobs.get_mut(id) else {
+            return Err(Refusal::NotFound(id.to_string()));
+        };
+        match job.state {
+            JobState::Stopped if never => {
+                return Err(Refusal::Conflict(format!(
+                    "job {id} starts only after a job fails that has completed; submit it again without cluster.after_failed"
+                )));
+            }
+            JobState::Stopped | JobState::Failed => {
+                job.failures = 0;
+                job.network = None;
+                job.storage_failures = 0;
+                job.stop_now = false;
+                job.paused = false;
+                job.over_time = false;
+                job.used = 0;
+                // What was learned on machines that may be gone, from memory that may be free now: its user wants a fresh try.
+                job.at_most = None;
+                job.not_before = step.now;
+                self.set_state(step, id, JobState::Queued, "resumed".into());
+            }
+            JobState::Queued if job.paused => {
+                job.paused = false;
+                job.at_most = None;
+                self.set_state(step, id, JobState::Queued, "resumed".into());
+            }
+            JobState::Running if job.paused => {
+                job.paused = false;
+                self.set_state(step, id, JobState::Running, "saves, then goes on".into());
+            }
+            JobState::Stopping => {
+                return Err(Refusal::Conflict(format!(
+                    "job {id} is still stopping; resume it when it has stopped"
+                )));
+            }
+            JobState::Queued | JobState::Running | JobState::Completed => {
+                return Err(Refusal::Conflict(format!(
+                    "job {id} is {}: there is nothing to resume",
+                    job.state
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// A waiting job waits on until it is resumed; a running one saves first, and leaves its device to others.
+    pub(super) fn pause(&mut self, step: &mut Step, ticket: Ticket, text: &str) {
+        self.change(step, ticket, text, Self::pause_one);
+    }
+
+    fn pause_one(&mut self, step: &mut Step, id: &JobId) -> Result<(), Refusal> {
+        let Some(job) = self.jobs.get_mut(id) else {
+            return Err(Refusal::NotFound(id.to_string()));
+        };
+        match job.state {
+            JobState::Queued if job.paused => {}
+            JobState::Queued => {
+                job.paused = true;
+                self.set_state(step, id, JobState::Queued, "paused".into());
+            }
+            JobState::Running => {
+                job.paused = true;
+                step.touch(id);
+                if job.recall.is_none() {
+                    let words = "saves, then waits until it is resumed".into();
+                    self.recall(step, id, Recall::Pause, words);
+                }
+            }
+            JobState::Stopping | JobState::Stopped | JobState::Completed | JobState::Failed => {
+                return Err(Refusal::Conflict(format!(
+                    "job {id} is {}: there is nothing to pause",
+                    job.state
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn set_priority(&mut self, step: &mut Step, ticket: Ticket, text: &str, priority: i64) {
+        self.change(step, ticket, text, |state, step, id| {
+            state.prioritise(step, id, priority)
+        });
+    }
+
+    fn prioritise(&mut self, step: &mut Step, id: &JobId, priority: i64) -> Result<(), Refusal> {
+        let Some(job) = self.jobs.get(id) else {
+            return Err(Refusal::NotFound(id.to_string()));
+        };
+        if job.state.is_ended() {
+            return Err(has_ended(job));
+        }
+        let waits = job.state == JobState::Queued;
+        // It stands in several indexes under its old priority.
+        self.dequeue(id);
+        if let Some(job) = self.jobs.get_mut(id) {
+            job.wants.priority = priority;
+        }
+        if waits {
+            self.enqueue(step.now, id);
+        } else {
+            // Those who wait may now be above it.
+            let slot = self.jobs.get(id).and_then(|job| job.current());
+            let slot = slot.and_then(|attempt| self.slots.find(&attempt.worker, attempt.device));
+            let classes = slot
+                .and_then(|slot| self.slots.get(slot))
+                .map(|slot| slot.classes.clone());
+            for class in classes.unwrap_or_default() {
+                self.classes.wake(class);
+            }
+        }
+        step.touch(id);
+        Ok(())
+    }
+
+    fn reply_job(&self, step: &mut Step, ticket: Ticket, found: Result<JobId, Refusal>) {
+        let reply = found.and_then(|id| {
+            self.job_view(step.now, &id)
+                .map(|view| Reply::Job(Box::new(view)))
+                .ok_or_else(|| Refusal::NotFound(id.to_string()))
+        });
+        step.push(Effect::Reply(ticket, reply));
+    }
+
+    /// Tells the worker of a stopping job to stop its attempt, if it is there; otherwise it is told when it comes back.
+    pub(super) fn send_stop(&self, step: &mut Step, id: &JobId) {
+        let Some(job) = self.jobs.get(id) else { return };
+        let Some(attempt) = job.current() else { return };
+        if let Some(session) = self.workers.get(&attempt.worker).and_then(|worker| worker.session) {
+            let held = HeldAttempt {
+                attempt: attempt.id.clone(),
+                epoch: attempt.epoch,
+            };
+            step.push(Effect::Send(
+                session,
+                ToWorker::Stop {
+                    held,
+                    save: !job.stop_now,
+                },
+            ));
+        }
+    }
+
+    /// Refuses prerequisites that a submission with them would be refused for.
+    ///
+    /// # Errors
+    /// The first that is none.
+    pub fn check_prerequisites(&self, all: &[Prerequisite], owner: &UserName, sees_all: bool) -> Result<(), Refusal> {
+        let found = self.find_all(all, owner, sees_all)?;
+        self.refuse_impossible(&found)
+    }
+
+    /// The jobs and arrays that these prerequisites mean: ids, names, of which the newest of this user counts, or unique
+    /// beginnings of ids.
+    pub(super) fn find_all(
+        &self,
+        prerequisites: &[Prerequisite],
+        owner: &UserName,
+        sees_all: bool,
+    ) -> Result<Vec<(JobId, Condition)>, Refusal> {
+        let mut found: Vec<(JobId, Condition)> = Vec::with_capacity(prerequisites.len());
+        for Prerequisite { job: text, condition } in prerequisites {
+            let sees = |job: &Job| sees_all || job.wants.owner == *owner;
+            let named = || self.newest_named(text, owner).map(Ok);
+            let id = self.find_whole(text, sees).map(Ok).or_else(named);
+            let shown: String = text.chars().take(80).collect();
+            let id = match id.unwrap_or_else(|| self.find_beginning(text, sees)) {
+                Err(Refusal::NotFound(_)) => {
+                    return Err(Refusal::Conflict(format!(
+                        "{}: there is no job {shown:?} to wait for; give the id or the name of a job that was submitted",
+                        condition.key()
+                    )));
+                }
+                other => other?,
+            };
+            match found.iter().find(|(known, _)| *known == id) {
+                None => found.push((id, *condition)),
+                Some((_, other)) if other == condition => {}
+                Some(_) => {
+                    return Err(Refusal::Conflict(format!(
+                        "job {shown:?} stands in two of cluster.after, after_any and after_failed; leave it in one of them"
+                    )));
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    /// Refuses a job that could never start.
+    pub(super) fn refuse_impossible(&self, after: &[(JobId, Condition)]) -> Result<(), Refusal> {
+        let impossible =
+            |(before, condition): &&(JobId, Condition)| *condition == Condition::Failed && self.has_completed(before);
+        match after.iter().find(impossible) {
+            Some((before, _)) => Err(Refusal::Conflict(format!(
+                "cluster.after_failed: {before} has completed, so it will not fail, and this job would never start"
+            ))),
+            None => Ok(()),
+        }
+    }
+
+    /// The newest job or array of this user with this name.
+    fn newest_named(&self, name: &str, owner: &UserName) -> Option<JobId> {
+        let own = self.jobs.values().filter(|job| job.wants.owner == *owner);
+        let named = own.filter_map(|job| match &job.array {
+            Some(array) if array.name == name => Some((job.order, &array.id)),
+            _ => (job.name == name).then_some((job.order, &job.id)),
+        });
+        named.max().map(|(_, id)| id.clone())
+    }
+
+    /// The job or array with this id, with this name, or the only one whose id begins so.
+    ///
+    /// # Errors
+    /// [`Refusal::NotFound`], [`Refusal::Ambiguous`], [`Refusal::SameName`]
+    pub fn find(&self, text: &str) -> Result<JobId, Refusal> {
+        self.find_among(text, |_| true)
+    }
+
+    /// [`Self::find`] among the jobs that somebody sees; the others might as well not be there.
+    ///
+    /// # Errors
+    /// [`Refusal::NotFound`], [`Refusal::Ambiguous`], [`Refusal::SameName`]
+    pub fn find_among(&self, text: &str, sees: impl Fn(&Job) -> bool) -> Result<JobId, Refusal> {
+        if let Some(id) = self.find_whole(text, &sees) {
+            return Ok(id);
+        }
+        match self.find_named(text, &sees)? {
+            Some(id) => Ok(id),
+            None => self.find_beginning(text, sees),
+        }
+    }
+
+    /// The job or array with exactly this id.
+    fn find_whole(&self, text: &str, sees: impl Fn(&Job) -> bool) -> Option<JobId> {
+        let id = JobId::parse(text).ok()?;
+        let there = self.jobs.get(&id).is_some_and(&sees)
+            || (self.arrays.contains_key(&id) && self.members(&id).iter().filter_map(|id| self.job(id)).any(&sees));
+        there.then_some(id)
+    }
+
+    /// The job or array with this name: the one that has not ended, else the newest of those that have; a member of an
+    /// array only when nothing else has the name. Several that have not ended are an error: none of them is more likely
+    /// to be meant than the others.
+    fn find_named(&self, name: &str, sees: impl Fn(&Job) -> bool) -> Result<Option<JobId>, Refusal> {
+        /// Jobs or arrays of a name.
+        #[derive(Default)]
+        struct Named<'a> {
+            active: BTreeSet<&'a JobId>,
+            newest_ended: Option<(u64, &'a JobId)>,
+        }
+        impl<'a> Named<'a> {
+            fn add(&mut self, job: &Job, id: &'a JobId) {
+                if job.state.is_ended() {
+                    self.newest_ended = self.newest_ended.max(Some((job.order, id)));
+                } else {
+                    self.active.insert(id);
+                }
+            }
+        }
+        let (mut whole, mut members) = (Named::default(), Named::default());
+        for job in self.jobs.values() {
+            match &job.array {
+                None if job.name == name && sees(job) => whole.add(job, &job.id),
+                Some(array) if array.name == name && sees(job) => whole.add(job, &array.id),
+                Some(_) if job.name == name && sees(job) => members.add(job, &job.id),
+                _ => {}
+            }
+        }
+        for named in [whole, members] {
+            let mut active = named.active.iter();
+            match (active.next(), active.next(), named.newest_ended) {
+                (Some(only), None, _) => return Ok(Some((*only).clone())),
+                (Some(_), Some(_), _) => {
+                    return Err(Refusal::SameName {
+                        name: name.chars().take(80).collect(),
+                        count: named.active.len(),
+                        ids: named.active.iter().take(NAMED_MOST).map(|id| (*id).clone()).collect(),
+                    });
+                }
+                (None, _, Some((_, newest))) => return Ok(Some(newest.clone())),
+                (None, _, None) => {}
+            }
+        }
+        Ok(None)
+    }
+
+    /// The only job or array whose id begins so.
+    fn find_beginning(&self, text: &str, sees: impl Fn(&Job) -> bool) -> Result<JobId, Refusal> {
+        if JobId::parse(text).is_err() {
+            return Err(Refusal::NotFound(text.chars().take(80).collect()));
+        }
+        // Looks at every job, for a person who did not write a whole id.
+        let begins = |id: &JobId, job: &Job| id.as_str().starts_with(text) && sees(job);
+        let mut fitting: Vec<_> = self.jobs.iter().filter(|(id, job)| begins(id, job)).collect();
+        fitting.sort_unstable_by_key(|(id, _)| *id);
+        let mut matches: Vec<JobId> = Vec::new();
+        for (id, job) in fitting {
+            // What all members of an array begin with means the array.
+            let array = job.array_id().filter(|array| array.as_str().starts_with(text));
+            let meant = array.unwrap_or(id);
+            if matches.last() != Some(meant) {
+                matches.push(meant.clone());
+            }
+            if matches.len() > 5 {
+                break;
+            }
+        }
+        match matches.as_slice() {
+            [] => Err(Refusal::NotFound(text.to_owned())),
+            [only] => Ok(only.clone()),
+            several => Err(Refusal::Ambiguous {
+                text: text.to_owned(),
+                matches: several.iter().map(ToString::to_string).collect(),
+            }),
+        }
+    }
+}
+
+fn has_ended(job: &Job) -> Refusal {
+    Refusal::Conflict(format!("job {} has ended already: it is {}", job.id, job.state))
+}

@@ -1,0 +1,168 @@
+//! The scheduler core, sans-io: [`State`], and [`State::handle`] which takes the time and an [`Event`] and returns
+//! [`Effect`]s. No sockets, no clock, no randomness: whatever it decides can be replayed.
+//!
+//! A job has one task; the task has attempts, one at a time, each with a higher epoch than the one before. An attempt
+//! lives as long as its lease, which its worker's beats renew. Whoever reports for an attempt that is not the live one
+//! is told so (fenced) and changes nothing.
+
+mod arrays;
+mod attempts;
+mod check;
+mod classes;
+mod endings;
+mod event;
+mod explain;
+mod jobs;
+mod listing;
+mod messages;
+mod model;
+mod offers;
+mod overview;
+mod parts;
+mod placement;
+mod queue;
+mod retention;
+mod saved;
+mod slots;
+mod speed;
+mod split;
+mod state;
+mod step;
+mod view;
+mod workers;
+
+#[cfg(test)]
+mod sim;
+#[cfg(test)]
+mod tests;
+
+pub use attempts::OF_ANOTHER;
+pub use check::check;
+pub use event::{Effect, Event, NewArray, NewJob, Payload, Placed, Prerequisite, Record, Refusal, Reply};
+pub use listing::{Listing, Page, Place};
+pub use messages::gib;
+pub use model::{
+    ArrayPlace, Caps, Committed, Condition, Health, Job, Live, Pace, Quotas, Recall, SessionId, Settings, Speed, Ticket,
+};
+pub use model::{Wants, Worker};
+pub use retention::EXPIRED_AT_ONCE;
+pub use state::{ActiveJobs, Restored, State};
+pub use view::Running;
+
+use aitk_common::control::{EventBody, UnixMillis};
+use aitk_common::id::{AttemptId, JobId};
+use step::Step;
+
+impl State {
+    /// Takes in what happened at `now` and says what is to be done, in order. Never panics, whatever a peer said.
+    pub fn handle(&mut self, now: UnixMillis, event: Event) -> Vec<Effect> {
+        let mut step = Step {
+            now,
+            // A decision has about so many.
+            effects: Vec::with_capacity(16),
+            touched: Vec::with_capacity(8),
+        };
+        match event {
+            Event::JobSubmitted { ticket, job } => self.submit(&mut step, ticket, *job),
+            Event::ArraySubmitted { ticket, array } => self.submit_array(&mut step, ticket, *array),
+            Event::StopRequested { ticket, job, now } => self.stop(&mut step, ticket, &job, now),
+            Event::ResumeRequested { ticket, job } => self.resume(&mut step, ticket, &job),
+            Event::PauseRequested { ticket, job } => self.pause(&mut step, ticket, &job),
+            Event::PriorityRequested { ticket, job, priority } => {
+                self.set_priority(&mut step, ticket, &job, priority);
+            }
+            Event::RemoveRequested { ticket, job } => self.remove(&mut step, ticket, &job),
+            Event::ForgetWorkerRequested { ticket, worker } => self.forget_worker(&mut step, ticket, &worker),
+            Event::DrainRequested {
+                ticket,
+                worker,
+                drain,
+                now,
+            } => self.drain(&mut step, ticket, &worker, drain, now),
+            Event::WorkerRegistered {
+                session,
+                fresh_id,
+                same_machine,
+                registration,
+            } => {
+                self.register(&mut step, session, fresh_id, same_machine, *registration);
+            }
+            Event::WorkerBeat { session, running } => self.beat(&mut step, session, running),
+            Event::WorkerLeaving { session, reason } => self.worker_leaving(session, &reason),
+            Event::WorkerLost { session } => self.session_closed(&mut step, session),
+            Event::AttemptEvent {
+                session,
+                held,
+                seq,
+                time,
+                report,
+            } => {
+                self.report(&mut step, session, held, seq, time, report);
+            }
+            Event::ArtifactReady {
+                session,
+                request,
+                held,
+                artifact,
+            } => {
+                self.artifact_ready(&mut step, session, request, held, artifact);
+            }
+            Event::ArtifactRemoved {
+                session,
+                request,
+                held,
+                name,
+            } => {
+                self.artifact_removed(&mut step, session, request, held, name);
+            }
+            Event::CommitCheckpoint {
+                session,
+                request,
+                held,
+                manifest,
+                step: at,
+            } => {
+                self.commit(&mut step, session, request, held, manifest, at);
+            }
+            Event::Finished {
+                session,
+                request,
+                held,
+                outcome,
+            } => {
+                self.finished(&mut step, session, request, held, outcome);
+            }
+            Event::Expire {
+                jobs_before,
+                checkpoints_before,
+            } => self.expire(&mut step, jobs_before, checkpoints_before),
+            Event::AssignmentFailed {
+                session,
+                held,
+                reason,
+                transient,
+            } => self.assignment_failed(&mut step, session, &held, reason, transient),
+            Event::Stalled { by } => self.extend_leases(by),
+            Event::StorageSpace { full } => self.storage_full = full,
+            Event::Tick => self.tick(&mut step),
+        }
+        self.place(&mut step);
+        let Step {
+            mut effects,
+            mut touched,
+            ..
+        } = step;
+        touched.sort_unstable();
+        touched.dedup();
+        let records = touched.iter().filter_map(|id| self.jobs.share(id)).map(Record::Job);
+        effects.extend(records.map(Effect::Persist));
+        effects
+    }
+
+    /// [`Step::log`] of a job that has to be found first.
+    fn log(&mut self, step: &mut Step, job: &JobId, attempt: Option<AttemptId>, body: EventBody, seq: Option<u64>) {
+        if let Some(job) = self.jobs.get_mut(job) {
+            step.log(job, attempt, body, seq);
+        }
+    }
+}

@@ -1,0 +1,305 @@
+//! What users do, what breaks, and how it is set right in the end.
+
+use super::world::{Happening, WORKERS, World};
+use crate::tests::new_job;
+use crate::{Condition, Event, NewArray, NewJob, Prerequisite, Ticket, Wants};
+use aitk_common::capability::DeviceKind;
+use aitk_common::control::{JobState, UnixMillis};
+use aitk_common::id::{JobId, UserName};
+use aitk_common::plan::demand::Demand;
+use aitk_common::plan::need::MemoryNeed;
+use std::time::Duration;
+
+/// Jobs of a life: many for four machines, few enough to look at each after every step.
+const JOBS: usize = 40;
+const GIB: u64 = 1 << 30;
+
+impl World {
+    /// Users, and trouble.
+    pub(super) fn life(&mut self) {
+        let index = self.random.below(WORKERS as u64) as usize;
+        match self.random.below(31) {
+            0..=7 => self.submit(),
+            8 => self.submit_array(),
+            9 => self.ask(|ticket, job| Event::StopRequested {
+                ticket,
+                job,
+                now: false,
+            }),
+            10 => self.ask(|ticket, job| Event::StopRequested { ticket, job, now: true }),
+            11..=13 => self.ask(|ticket, job| Event::ResumeRequested { ticket, job }),
+            14 => self.ask(|ticket, job| Event::PauseRequested { ticket, job }),
+            15 => {
+                let priority = self.random.below(4) as i64 - 1;
+                self.ask(|ticket, job| Event::PriorityRequested { ticket, job, priority });
+            }
+            16 | 17 => {
+                let event = Event::DrainRequested {
+                    ticket: Ticket(1),
+                    worker: format!("w{index}"),
+                    drain: self.random.once_in(3),
+                    now: self.random.once_in(2),
+                };
+                self.handle(event);
+            }
+            18 | 19 => {
+                let until = self.now.after(Duration::from_millis(self.random.below(10_000)));
+                let session = self.workers[index].session;
+                self.workers[index].crash(until);
+                if let Some(session) = session {
+                    self.later(5, Happening::Up(Event::WorkerLost { session }));
+                }
+            }
+            20 | 21 => {
+                let millis = self.random.below(15_000);
+                self.workers[index].sleeps_until = self.now.after(Duration::from_millis(millis));
+            }
+            22 | 23 => {
+                // The connection breaks; both sides notice.
+                if let Some(session) = self.workers[index].session.take() {
+                    self.later(5, Happening::Up(Event::WorkerLost { session }));
+                }
+            }
+            24 => {
+                if let Some(session) = self.workers[index].session {
+                    self.workers[index].leaves = true;
+                    let reason = String::new();
+                    self.handle(Event::WorkerLeaving { session, reason });
+                }
+            }
+            27 => {
+                // Its token is not good for a while; and a shutdown that is announced and then cut short.
+                let millis = self.random.below(15_000);
+                self.workers[index].refused_until = self.now.after(Duration::from_millis(millis));
+                if let Some(session) = self.workers[index].session.take() {
+                    self.later(5, Happening::Up(Event::WorkerLost { session }));
+                }
+            }
+            28 => {
+                let until = self.now.after(Duration::from_millis(self.random.below(10_000)));
+                if let Some(session) = self.workers[index].session {
+                    let reason = String::new();
+                    self.handle(Event::WorkerLeaving { session, reason });
+                    self.workers[index].crash(until);
+                    self.later(5, Happening::Up(Event::WorkerLost { session }));
+                }
+            }
+            29 if self.random.once_in(4) => {
+                // The coordinator's disk is full for a while.
+                let millis = self.random.below(12_000);
+                self.full_until = self.now.after(Duration::from_millis(millis));
+            }
+            25 => self.crash(),
+            26 => self.expire(),
+            _ => {}
+        }
+    }
+
+    /// Retention passes, with times as short as a life is.
+    fn expire(&mut self) {
+        let mut before = |at_most: u64| {
+            let ago = self.random.below(at_most);
+            (!self.random.once_in(4)).then(|| UnixMillis(self.now.0.saturating_sub(ago)))
+        };
+        let event = Event::Expire {
+            jobs_before: before(60_000),
+            checkpoints_before: before(30_000),
+        };
+        self.handle(event);
+    }
+
+    fn ask(&mut self, event: impl FnOnce(Ticket, String) -> Event) {
+        let mut jobs: Vec<JobId> = self.state.jobs.keys().cloned().collect();
+        jobs.extend(self.state.arrays.keys().cloned());
+        if let Some(job) = self.random.pick(&jobs) {
+            let event = event(Ticket(1), job.to_string());
+            self.handle(event);
+        }
+    }
+
+    fn submit(&mut self) {
+        if self.state.jobs.len() >= JOBS {
+            return;
+        }
+        let random = &mut self.random;
+        let small = random.once_in(2);
+        // Whatever they need, one of the machines can do it.
+        let need = if small {
+            2 + random.below(3)
+        } else {
+            6 + random.below(15)
+        };
+        let memory = MemoryNeed::new(
+            [need * 2, need, need * 2 / 3, need / 2].map(|gib| gib * GIB),
+            [need * GIB; 4],
+        );
+        let family = if small { "sd1" } else { "sdxl" };
+        let demand = Demand {
+            family: family.into(),
+            milliunits: 1000 * (1 + random.below(5000)),
+            memory: (!random.once_in(4)).then_some(memory),
+        };
+        let devices = [
+            None,
+            None,
+            None,
+            Some(DeviceKind::Cuda),
+            Some(DeviceKind::Cpu),
+            Some(DeviceKind::Metal),
+        ];
+        let owners = ["ada", "bob", "cy"];
+        let wants = Wants {
+            priority: random.below(3) as i64 - 1,
+            owner: UserName::new(*random.pick(&owners).unwrap_or(&"ada")),
+            yields: random.once_in(3),
+            alone: random.once_in(8),
+            device: random.pick(&devices).copied().flatten(),
+            demand: if random.once_in(5) { None } else { Some(demand) },
+            time_limit: random.once_in(10).then(|| 4000 + random.below(8000)),
+            retries: random.below(4) as u32,
+            ..Wants::default()
+        };
+        let jobs: Vec<JobId> = self.acknowledged.iter().cloned().collect();
+        let after = match random.once_in(6) {
+            true => {
+                let condition = match random.below(4) {
+                    0 => Condition::Ended,
+                    1 => Condition::Failed,
+                    _ => Condition::Completed,
+                };
+                let job = random.pick(&jobs).map(ToString::to_string);
+                job.map(|job| Prerequisite { job, condition }).into_iter().collect()
+            }
+            false => Vec::new(),
+        };
+        let not_before = random
+            .once_in(10)
+            .then(|| self.now.after(Duration::from_millis(random.below(9000))));
+        let keyed = random.once_in(5);
+        let number = self.number();
+        let id = format!("j{number}");
+        let job = NewJob {
+            after,
+            not_before,
+            idempotency_key: keyed.then(|| format!("k{}", number % 7)),
+            ..new_job(&id, wants)
+        };
+        self.handle(Event::JobSubmitted {
+            ticket: Ticket(1),
+            job: Box::new(job),
+        });
+    }
+
+    /// An array, now and then of parts, now and then with a limit.
+    fn submit_array(&mut self) {
+        if self.state.jobs.len() >= JOBS {
+            return;
+        }
+        let random = &mut self.random;
+        let (split, count) = (!random.once_in(3), 2 + random.below(6));
+        let owners = ["ada", "bob", "cy"];
+        let demand = Demand {
+            family: "sd1".into(),
+            milliunits: 1000 * (50 + random.below(250)),
+            memory: Some(MemoryNeed::flat(3 * GIB)),
+        };
+        let wants = Wants {
+            owner: UserName::new(*random.pick(&owners).unwrap_or(&"ada")),
+            priority: random.below(3) as i64 - 1,
+            yields: random.once_in(4),
+            alone: random.once_in(2),
+            demand: Some(demand),
+            retries: random.below(4) as u32,
+            ..Wants::default()
+        };
+        let at_most = random.once_in(3).then(|| 1 + random.below(3) as u32);
+        let jobs: Vec<JobId> = self.acknowledged.iter().cloned().collect();
+        let after: Vec<Prerequisite> = match self.random.once_in(6) {
+            true => self
+                .random
+                .pick(&jobs)
+                .map(|job| job.as_str().into())
+                .into_iter()
+                .collect(),
+            false => Vec::new(),
+        };
+        let number = self.number();
+        let id = format!("j{number}");
+        let member = |index| NewJob {
+            after: after.clone(),
+            ..new_job(&format!("{id}-{index}"), wants.clone())
+        };
+        let array = NewArray {
+            id: JobId::new(&*id),
+            name: id.clone(),
+            at_most,
+            split,
+            idempotency_key: self.random.once_in(5).then(|| format!("a{}", number % 3)),
+            members: (0..count).map(member).collect(),
+        };
+        self.handle(Event::ArraySubmitted {
+            ticket: Ticket(1),
+            array: Box::new(array),
+        });
+    }
+
+    /// The trouble is over: machines are up and take work, nobody holds anything back, and what failed or was stopped
+    /// goes on, since others may wait for it.
+    pub(super) fn set_right(&mut self) {
+        for worker in &mut self.workers {
+            worker.sleeps_until = self.now;
+            worker.dead_until = self.now;
+            worker.refused_until = self.now;
+        }
+        self.full_until = self.now;
+        for index in 0..WORKERS {
+            self.handle(Event::DrainRequested {
+                ticket: Ticket(1),
+                worker: format!("w{index}"),
+                drain: false,
+                now: false,
+            });
+        }
+        // Twice: a job that is still stopping can be resumed when it has stopped.
+        for _ in 0..2 {
+            for job in self.state.jobs.keys().cloned().collect::<Vec<_>>() {
+                self.handle(Event::ResumeRequested {
+                    ticket: Ticket(1),
+                    job: job.to_string(),
+                });
+            }
+            let until = self.now.after(Duration::from_secs(60));
+            while self.now < until {
+                self.happen();
+            }
+        }
+    }
+
+    /// Who waits for a job that its time limit has stopped would wait for ever, and says so; here somebody listens.
+    pub(super) fn end_what_cannot_go_on(&mut self) {
+        let stuck: Vec<JobId> = self
+            .state
+            .jobs
+            .values()
+            .filter(|job| job.state == JobState::Queued && !job.after.is_empty())
+            .map(|job| job.id.clone())
+            .collect();
+        for job in stuck {
+            let before = self.state.job(&job).map(|job| job.after.clone()).unwrap_or_default();
+            let ended = |id: &JobId| {
+                let members = self.state.members(id);
+                members
+                    .iter()
+                    .filter_map(|id| self.state.job(id))
+                    .any(|job| matches!(job.state, JobState::Failed | JobState::Stopped))
+            };
+            if before.iter().any(ended) {
+                self.handle(Event::StopRequested {
+                    ticket: Ticket(1),
+                    job: job.to_string(),
+                    now: false,
+                });
+            }
+        }
+    }
+}

@@ -1,0 +1,159 @@
+//! What must hold of every placement, told again in the plainest way, without the core's indexes.
+
+use crate::model::QueueState;
+use crate::queue::StartCondition;
+use crate::state::classes::{Needs, fit};
+use crate::state::speeds::TOO_SLOW;
+use crate::{Job, Placed, Recall, State};
+use aitk_common::control::{JobState, UnixMillis};
+
+/// Seconds per unit of the fastest open device on which such a job fits.
+fn fastest(state: &State, needs: &Needs) -> f64 {
+    let speeds = state
+        .slots
+        .iter()
+        .filter(|(_, slot)| slot.open)
+        .filter_map(|(_, slot)| {
+            let worker = state.workers.get(&slot.worker)?;
+            let (profile, _) = fit(needs, worker, &slot.device).ok()?;
+            Some(
+                state
+                    .speeds
+                    .seconds_per_unit(&slot.device, needs.family.as_deref(), profile),
+            )
+        });
+    speeds.fold(f64::INFINITY, f64::min)
+}
+
+/// Whether the job could start on this device now, or could if `without` did not run there.
+fn could_start(state: &State, job: &Job, slot: usize, without: Option<&Placed>) -> bool {
+    let Some(slot) = state.slots.get(slot).filter(|slot| slot.open) else {
+        return false;
+    };
+    let Some(worker) = state.workers.get(&slot.worker) else {
+        return false;
+    };
+    let needs = Needs::of(job);
+    let Ok((profile, bytes)) = fit(&needs, worker, &slot.device) else {
+        return false;
+    };
+    let speed = state
+        .speeds
+        .seconds_per_unit(&slot.device, needs.family.as_deref(), profile);
+    let slow = needs.device.is_none() && speed > fastest(state, &needs) * TOO_SLOW;
+    let without = without.map(|placed| &placed.job);
+    // Who yields does not start beside somebody who gives way.
+    let gives_way = |id| {
+        let other = state.jobs.get(id).and_then(|job| job.recall.as_ref());
+        matches!(other, Some(Recall::GiveWay(_)))
+    };
+    let kept = job.wants.yields && slot.running.keys().any(gives_way);
+    // A device is kept for a part that comes to it; a slow one begins no part while faster ones work on its job.
+    let kept = kept
+        || slot
+            .reserved_for
+            .as_ref()
+            .is_some_and(|id| state.jobs.get(id).is_some_and(|other| job.level() >= other.level()));
+    let kept = kept || (needs.part_of.is_some() && is_with_faster(state, job, speed));
+    !slow && !kept && slot.has_room_for(needs.held(bytes), without)
+}
+
+/// Whether a faster device works on the job that this one is a part of.
+fn is_with_faster(state: &State, job: &Job, speed: f64) -> bool {
+    let array = |job: &Job| job.array.as_ref().map(|place| place.id.clone());
+    let same = |other: &&Job| array(other) == array(job);
+    state.jobs.values().filter(same).any(|other| {
+        let pace = other.live.and_then(|live| live.pace);
+        let units = job.wants.demand.as_ref().map_or(4000.0, |demand| demand.units());
+        let theirs = pace.filter(|pace| pace.to > pace.from).map(|pace| {
+            pace.until.since(pace.since).as_secs_f64() / (pace.to - pace.from) as f64 * pace.total as f64 / units
+        });
+        let told = other.current().and_then(|attempt| {
+            let slot = state.slots.get(state.slots.find(&attempt.worker, attempt.device)?)?;
+            let family = job.wants.demand.as_ref().map(|demand| demand.family.as_str());
+            Some(state.speeds.seconds_per_unit(&slot.device, family, attempt.profile))
+        });
+        theirs.or(told).is_some_and(|theirs| theirs < speed)
+    })
+}
+
+/// Those who may start as soon as there is a device for them.
+fn ready(state: &State, now: UnixMillis) -> impl Iterator<Item = &Job> {
+    state.jobs.values().filter(move |job| {
+        job.state == JobState::Queued
+            && state.start_condition(now, job) == StartCondition::Open
+            && !matches!(job.queue_state, QueueState::Timed(_) | QueueState::Held)
+            && !state.at_quota(&job.wants.owner)
+    })
+}
+
+/// After a step: nobody waits who could start, no device holds more than it has, and whoever was placed was not placed
+/// before somebody of a higher standing, nor before a user who has less. While the coordinator's disk is full, nobody is.
+pub(super) fn check_step(state: &State, now: UnixMillis, placed: &[Placed]) {
+    for (id, slot) in state.slots.iter() {
+        let sum: u128 = slot
+            .running
+            .values()
+            .map(|held| u128::from(held.bytes.unwrap_or(0)))
+            .sum();
+        assert!(
+            sum <= u128::from(slot.device.memory_budget) || slot.running.len() < 2,
+            "device {id} is over its budget"
+        );
+        let whole = slot.running.values().any(|held| held.bytes.is_none() || held.alone);
+        assert!(
+            !whole || slot.running.len() == 1,
+            "device {id} is shared with one who takes all of it"
+        );
+    }
+    if state.storage_full.is_some() {
+        assert_eq!(placed, [], "placed while there is no room for results");
+        return;
+    }
+    for job in ready(state, now) {
+        for (slot, _) in state.slots.iter() {
+            assert!(
+                !could_start(state, job, slot, None),
+                "{} waits and could start on device {slot}",
+                job.id
+            );
+        }
+    }
+    for one in placed {
+        let Some(winner) = state.jobs.get(&one.job) else {
+            continue;
+        };
+        let Some(attempt) = winner.current() else { continue };
+        let Some(slot) = state.slots.find(&attempt.worker, attempt.device) else {
+            panic!("placed on a device that is not known");
+        };
+        for loser in ready(state, now) {
+            let would_fit = || could_start(state, loser, slot, Some(one));
+            assert!(
+                loser.level() >= winner.level() || !would_fit(),
+                "{} was placed before {}, which stands higher",
+                winner.id,
+                loser.id
+            );
+            // With several placements in a step the counts of the moment are gone.
+            // A part that changed its device had one before, and the new one was kept for it.
+            if placed.len() == 1
+                && !winner.stolen
+                && loser.level() == winner.level()
+                && loser.wants.owner != winner.wants.owner
+            {
+                let has = |job: &Job| state.users.get(&job.wants.owner).map_or(0, |user| user.running);
+                assert!(
+                    has(winner) <= has(loser) + 1 || !would_fit(),
+                    "{} of {} was placed, who has {}; {} of {} waits, who has {}",
+                    winner.id,
+                    winner.wants.owner,
+                    has(winner),
+                    loser.id,
+                    loser.wants.owner,
+                    has(loser)
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,546 @@
+//! The world around the core: time, a network, a store, users and trouble.
+
+use super::kept::{Kept, durable};
+use super::random::Random;
+use super::rules::check_step;
+use super::worker::{SimWorker, Trouble};
+use crate::model::job_of;
+use crate::tests::settings;
+use crate::{Effect, Event, Job, Placed, Recall, Record, Reply, SessionId, State, check};
+use aitk_common::attempt::{FailureCause, Outcome};
+use aitk_common::capability::DeviceRef;
+use aitk_common::control::{HeldAttempt, JobState, ToWorker, UnixMillis, Verdict};
+use aitk_common::id::{Epoch, JobId, WorkerId};
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+pub(super) const WORKERS: usize = 4;
+
+/// What is under way.
+pub(super) enum Happening {
+    /// A message arrives at the coordinator.
+    Up(Event),
+    /// A message arrives at a worker, if this is its session.
+    Down(usize, SessionId, ToWorker),
+    /// Work arrives at a worker.
+    Work(usize, SessionId, Placed),
+    /// Half a second of a worker.
+    Worker(usize),
+    /// The coordinator looks at the clock.
+    Tick,
+    /// It looks at its disk.
+    Disk,
+    /// Somebody wants something, or something breaks.
+    Life,
+}
+
+/// What happened in a life.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Tally {
+    pub(super) events: u64,
+    jobs: u64,
+    attempts: u64,
+    shared: u64,
+    gave_way: u64,
+    held_back: u64,
+    took_over: u64,
+    lost: u64,
+    crashes: u64,
+    store_failures: u64,
+    dropped: u64,
+    doubled: u64,
+    quarantines: u64,
+    smaller_profiles: u64,
+    forgotten: u64,
+    expired_checkpoints: u64,
+    brought: u64,
+    outages: u64,
+    hung: u64,
+    stuck: u64,
+    interrupted: u64,
+    refused: u64,
+    full: u64,
+}
+
+impl Tally {
+    pub(super) fn add(&mut self, one: &Self) {
+        for (sum, part) in self.all().into_iter().zip(one.clone().all()) {
+            *sum.1 += *part.1;
+        }
+    }
+
+    fn all(&mut self) -> [(&'static str, &mut u64); 23] {
+        [
+            ("events", &mut self.events),
+            ("jobs", &mut self.jobs),
+            ("attempts", &mut self.attempts),
+            ("placements while a device was shared", &mut self.shared),
+            ("jobs that gave way", &mut self.gave_way),
+            ("steps with members held back", &mut self.held_back),
+            ("parts that a faster device took over", &mut self.took_over),
+            ("fences", &mut self.lost),
+            ("crashes", &mut self.crashes),
+            ("store failures", &mut self.store_failures),
+            ("dropped messages", &mut self.dropped),
+            ("doubled messages", &mut self.doubled),
+            ("steps with a quarantine", &mut self.quarantines),
+            ("attempts with a smaller profile", &mut self.smaller_profiles),
+            ("forgotten jobs", &mut self.forgotten),
+            ("expired checkpoints", &mut self.expired_checkpoints),
+            ("checkpoints that were brought after their attempt", &mut self.brought),
+            ("steps with a network outage", &mut self.outages),
+            ("children that hung", &mut self.hung),
+            ("devices that were stuck", &mut self.stuck),
+            ("attempts that a refusal interrupted", &mut self.interrupted),
+            ("half seconds of refused workers with work", &mut self.refused),
+            ("steps with a full disk and jobs that wait", &mut self.full),
+        ]
+    }
+
+    /// Everything that a simulation must have seen.
+    pub(super) fn troubles(&self) -> Vec<(&'static str, u64)> {
+        let mut copy = self.clone();
+        copy.all().into_iter().map(|(name, count)| (name, *count)).collect()
+    }
+}
+
+/// An attempt that says that it failed.
+struct Before {
+    cause: FailureCause,
+    job: JobId,
+    failures: u32,
+    worker: WorkerId,
+    device: DeviceRef,
+    faults: u32,
+}
+
+pub(super) struct World {
+    pub(super) random: Random,
+    pub(super) state: State,
+    kept: Kept,
+    pub(super) now: UnixMillis,
+    pub(super) workers: Vec<SimWorker>,
+    under_way: BTreeMap<(UnixMillis, u64), Happening>,
+    next: u64,
+    faults: bool,
+    trace: bool,
+    /// The coordinator's disk has no room for blobs until then.
+    pub(super) full_until: UnixMillis,
+    /// The core was told that it is full.
+    told_full: bool,
+    /// Jobs that a client was told of.
+    pub(super) acknowledged: BTreeSet<JobId>,
+    /// The newest epoch that was handed out.
+    epochs: BTreeMap<JobId, Epoch>,
+    committed: BTreeMap<JobId, u64>,
+    tally: Tally,
+}
+
+impl World {
+    pub(super) fn new(seed: u64, trace: bool) -> Self {
+        let mut world = Self {
+            random: Random(seed),
+            state: State::new(settings()),
+            kept: Kept::default(),
+            now: UnixMillis(1_000_000),
+            workers: (0..WORKERS).map(SimWorker::new).collect(),
+            under_way: BTreeMap::new(),
+            next: 1,
+            faults: true,
+            trace,
+            full_until: UnixMillis(0),
+            told_full: false,
+            acknowledged: BTreeSet::new(),
+            epochs: BTreeMap::new(),
+            committed: BTreeMap::new(),
+            tally: Tally::default(),
+        };
+        for index in 0..WORKERS {
+            world.later(index as u64 * 100, Happening::Worker(index));
+        }
+        world.later(50, Happening::Tick);
+        world.later(70, Happening::Disk);
+        world.later(10, Happening::Life);
+        world
+    }
+
+    /// Lives for so many events, then without trouble until everything has ended.
+    pub(super) fn live(mut self, events: u64) -> Tally {
+        while self.tally.events < events {
+            self.happen();
+        }
+        self.faults = false;
+        self.set_right();
+        let patience = self.now.after(Duration::from_secs(3000));
+        while self.state.jobs.values().any(|job| !job.state.is_ended()) {
+            assert!(
+                self.now < patience,
+                "without any trouble, some job never ends: {:#?}",
+                self.state
+                    .all_listed(self.now, false, true)
+                    .iter()
+                    .filter(|job| !job.state.is_ended())
+                    .map(|job| format!("{} {}: {}", job.id, job.state, job.reason))
+                    .collect::<Vec<_>>()
+            );
+            self.happen();
+            if self.tally.events.is_multiple_of(64) {
+                self.end_what_cannot_go_on();
+            }
+        }
+        self.tally
+    }
+
+    pub(super) fn number(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+
+    pub(super) fn later(&mut self, millis: u64, what: Happening) {
+        let number = self.number();
+        self.under_way
+            .insert((self.now.after(Duration::from_millis(millis)), number), what);
+    }
+
+    /// How long a message takes; a few are overtaken by many others.
+    fn delay(&mut self) -> u64 {
+        match self.faults && self.random.once_in(30) {
+            true => self.random.below(8000),
+            false => 1 + self.random.below(40),
+        }
+    }
+
+    /// The network: it may lose and double.
+    fn send(&mut self, mut what: impl FnMut() -> Happening) {
+        if self.faults && self.random.once_in(60) {
+            self.tally.dropped += 1;
+            return;
+        }
+        let delay = self.delay();
+        self.later(delay, what());
+        if self.faults && self.random.once_in(60) {
+            self.tally.doubled += 1;
+            let delay = self.delay();
+            self.later(delay, what());
+        }
+    }
+
+    pub(super) fn happen(&mut self) {
+        let Some(((time, _), what)) = self.under_way.pop_first() else {
+            panic!("nothing is under way any more")
+        };
+        self.now = self.now.max(time);
+        match what {
+            Happening::Up(event) => self.handle(event),
+            Happening::Down(index, session, message) => {
+                let worker = &mut self.workers[index];
+                // A sleeping worker hears it when it wakes up: the network keeps it for a while.
+                if worker.sleeps_until > self.now {
+                    let wait = worker.sleeps_until.since(self.now).as_millis() as u64 + 1;
+                    self.later(wait, Happening::Down(index, session, message));
+                } else if worker.session == Some(session) && worker.dead_until <= self.now {
+                    worker.hear(message);
+                }
+            }
+            Happening::Work(index, session, placed) => {
+                let worker = &mut self.workers[index];
+                if worker.session == Some(session) && worker.is_awake(self.now) {
+                    worker.take(&mut self.random, &placed);
+                }
+            }
+            Happening::Worker(index) => self.worker(index),
+            Happening::Tick => {
+                self.handle(Event::Tick);
+                self.later(300, Happening::Tick);
+            }
+            Happening::Disk => {
+                self.look_at_disk();
+                self.later(400, Happening::Disk);
+            }
+            Happening::Life => {
+                if self.faults {
+                    self.life();
+                    let wait = self.random.below(400);
+                    self.later(wait, Happening::Life);
+                }
+            }
+        }
+    }
+
+    fn is_full(&self) -> bool {
+        self.full_until > self.now
+    }
+
+    /// Tells the core while its disk is full, and once when there is room again.
+    fn look_at_disk(&mut self) {
+        let is_full = self.is_full();
+        if is_full || self.told_full {
+            self.told_full = is_full;
+            let full = is_full.then_some((1 << 20, 1 << 30));
+            self.handle(Event::StorageSpace { full });
+        }
+    }
+
+    fn worker(&mut self, index: usize) {
+        self.later(500, Happening::Worker(index));
+        let worker = &mut self.workers[index];
+        if !worker.is_awake(self.now) {
+            return;
+        }
+        if worker.session.is_none() && worker.refused_until > self.now {
+            self.tally.refused += u64::from(!worker.works.is_empty());
+            return worker.refused_tick(&mut self.random);
+        }
+        let unheard = worker
+            .knocks
+            .is_some_and(|since| self.now.since(since) > Duration::from_secs(3));
+        if worker.session.is_none() || unheard || (worker.leaves && !self.faults) {
+            if let Some(old) = worker.session.take() {
+                self.send(|| Happening::Up(Event::WorkerLost { session: old }));
+            }
+            let session = SessionId(self.number());
+            let event = self.workers[index].knock(self.now, session);
+            return self.send(|| Happening::Up(event.clone()));
+        }
+        let trouble = Trouble {
+            faults: self.faults,
+            full: self.is_full(),
+        };
+        let events = self.workers[index].tick(&mut self.random, self.now, trouble);
+        for event in events {
+            self.send(|| Happening::Up(event.clone()));
+        }
+    }
+
+    /// The coordinator is gone at this point, and comes back from its store.
+    pub(super) fn crash(&mut self) {
+        self.tally.crashes += 1;
+        self.now = self.now.after(Duration::from_millis(10));
+        self.state = self.kept.load(self.now);
+        self.told_full = false;
+        check(&self.state).unwrap();
+        for id in &self.acknowledged {
+            let known = self.state.jobs.contains_key(id) || self.state.is_array(id);
+            assert!(known, "{id} was acknowledged and is lost");
+        }
+        for worker in &mut self.workers {
+            worker.session = None;
+            worker.knocks = None;
+        }
+    }
+
+    pub(super) fn handle(&mut self, event: Event) {
+        self.tally.events += 1;
+        if self.trace {
+            println!("{} {event:?}", self.now.0);
+        }
+        let about = match &event {
+            Event::CommitCheckpoint { held, step, .. } => Some((held.clone(), *step)),
+            _ => None,
+        };
+        let before = self.before(&event);
+        let effects = self.state.handle(self.now, event);
+        check(&self.state).unwrap();
+        if let Some(before) = before {
+            self.blames(&before);
+        }
+        let placed: Vec<Placed> = effects
+            .iter()
+            .filter_map(|effect| match effect {
+                Effect::Assign(_, placed) => Some((**placed).clone()),
+                _ => None,
+            })
+            .collect();
+        check_step(&self.state, self.now, &placed);
+        let quarantined = self.state.slots.iter().any(|(_, slot)| slot.quarantined.is_some());
+        self.tally.quarantines += u64::from(quarantined);
+        self.tally.outages += u64::from(self.state.jobs.values().any(|job| job.network.is_some()));
+        let waits = |job: &Job| job.state == JobState::Queued;
+        let waits_for_room = self.state.storage_full.is_some() && self.state.jobs.values().any(waits);
+        self.tally.full += u64::from(waits_for_room);
+        self.tally.held_back += u64::from(self.state.arrays.values().any(|array| !array.held.is_empty()));
+        let (mut records, mut rest) = (Vec::new(), Vec::new());
+        for effect in effects {
+            match effect {
+                Effect::Persist(record) => records.push(record),
+                other => rest.push(other),
+            }
+        }
+        let cut = (self.faults && self.random.once_in(150)).then(|| self.random.below(rest.len() as u64 + 2) as usize);
+        if cut == Some(0) {
+            // The store fails for good, or the process dies before the transaction: nothing of this step is left.
+            self.tally.store_failures += 1;
+            return self.crash();
+        }
+        for record in records {
+            self.note(&record);
+            self.kept.apply(record);
+        }
+        for (done, effect) in rest.into_iter().enumerate() {
+            if cut == Some(done + 1) {
+                return self.crash();
+            }
+            self.carry_out(effect, about.as_ref());
+        }
+        if self.tally.events.is_multiple_of(16) {
+            let loaded = self.kept.load(self.now);
+            check(&loaded).unwrap();
+            let (stored, known) = (durable(&loaded), durable(&self.state));
+            for (one, other) in stored.0.values().zip(known.0.values()) {
+                assert_eq!(one, other, "the store knows something else of this job");
+            }
+            assert_eq!(stored.0.len(), known.0.len(), "the store knows other jobs");
+            assert_eq!(stored.1, known.1, "the store knows something else of the workers");
+        }
+    }
+
+    /// What is known of an attempt before the word of its failure.
+    fn before(&self, event: &Event) -> Option<Before> {
+        let Event::Finished {
+            session,
+            held,
+            outcome: Outcome::Failed { cause, .. },
+            ..
+        } = event
+        else {
+            return None;
+        };
+        let worker = self.state.sessions.get(session)?;
+        let job = self.state.job(&JobId::new(job_of(&held.attempt)?))?;
+        let live = job
+            .current()
+            .filter(|live| live.id == held.attempt && live.worker == *worker)?;
+        Some(Before {
+            cause: *cause,
+            job: job.id.clone(),
+            failures: job.failures,
+            worker: worker.clone(),
+            device: live.device,
+            faults: self.faults_of(worker, live.device),
+        })
+    }
+
+    fn faults_of(&self, worker: &WorkerId, device: DeviceRef) -> u32 {
+        let worker = self.state.workers.get(worker);
+        let health = worker.and_then(|worker| worker.health.iter().find(|one| one.device == device));
+        health.map_or(0, |health| health.faults)
+    }
+
+    /// A failure is counted against whom it belongs to: the job, the device, or neither.
+    fn blames(&mut self, before: &Before) {
+        let faults = self.faults_of(&before.worker, before.device);
+        let of_device = matches!(
+            before.cause,
+            FailureCause::Machine | FailureCause::NoProgress | FailureCause::DeviceStuck
+        );
+        assert_eq!(
+            faults > before.faults,
+            of_device,
+            "{:?} and the faults of its device: {} before, {faults} after",
+            before.cause,
+            before.faults
+        );
+        let elsewhere = matches!(
+            before.cause,
+            FailureCause::Storage | FailureCause::Network | FailureCause::Interrupted
+        );
+        let failures = self.state.job(&before.job).map_or(0, |job| job.failures);
+        assert!(
+            !elsewhere || failures <= before.failures,
+            "{:?} was counted against {}",
+            before.cause,
+            before.job
+        );
+        self.tally.hung += u64::from(before.cause == FailureCause::NoProgress);
+        self.tally.stuck += u64::from(before.cause == FailureCause::DeviceStuck);
+        self.tally.interrupted += u64::from(before.cause == FailureCause::Interrupted);
+    }
+
+    /// What is forgotten from now on: nobody is promised the job any longer, and one that lost its checkpoint begins again.
+    fn note(&mut self, record: &Record) {
+        match record {
+            Record::JobGone(id) => {
+                self.acknowledged.remove(id);
+                if let Some((array, _)) = id.as_str().rsplit_once('-') {
+                    // It is forgotten as a whole.
+                    self.acknowledged.remove(&JobId::new(array));
+                }
+                self.tally.forgotten += 1;
+            }
+            Record::Job(job) if job.checkpoint.is_none() => {
+                self.tally.expired_checkpoints += u64::from(self.committed.remove(&job.id).is_some());
+            }
+            _ => {}
+        }
+    }
+
+    fn carry_out(&mut self, effect: Effect, about: Option<&(HeldAttempt, u64)>) {
+        match effect {
+            Effect::Assign(session, placed) => {
+                let newest = self.epochs.entry(placed.job.clone()).or_default();
+                assert!(placed.held.epoch > *newest, "an epoch was handed out twice");
+                *newest = placed.held.epoch;
+                self.count(&placed);
+                if let Some(index) = self.of_session(session) {
+                    self.send(|| Happening::Work(index, session, (*placed).clone()));
+                }
+            }
+            Effect::Send(session, message) => {
+                if let ToWorker::Answer {
+                    request: 1 | 2,
+                    verdict: Verdict::Accepted,
+                    ..
+                } = &message
+                {
+                    let (held, step) = about.expect("an answer to nothing");
+                    let job = JobId::new(job_of(&held.attempt).unwrap());
+                    let live = self.state.job(&job).and_then(|job| job.current());
+                    self.tally.brought += u64::from(live.is_none_or(|live| live.id != held.attempt));
+                    assert_eq!(self.epochs[&job], held.epoch, "a stale epoch committed");
+                    let before = self.committed.insert(job, *step);
+                    assert!(before.is_none_or(|before| before <= *step), "a checkpoint regressed");
+                }
+                match &message {
+                    ToWorker::Fence { .. } => self.tally.lost += 1,
+                    ToWorker::Stop { held, .. } => {
+                        let job = job_of(&held.attempt).and_then(|id| self.state.jobs.find(id));
+                        let gives_way = job.is_some_and(|job| matches!(job.recall, Some(Recall::GiveWay(_))));
+                        self.tally.gave_way += u64::from(gives_way);
+                        let faster = job.is_some_and(|job| matches!(job.recall, Some(Recall::Faster { .. })));
+                        self.tally.took_over += u64::from(faster);
+                    }
+                    _ => {}
+                }
+                if let Some(index) = self.of_session(session) {
+                    self.send(|| Happening::Down(index, session, message.clone()));
+                }
+            }
+            Effect::Close { session, retry, .. } => {
+                if let Some(index) = self.of_session(session) {
+                    let reason = String::new();
+                    self.later(
+                        1,
+                        Happening::Down(index, session, ToWorker::GoingAway { reason, retry }),
+                    );
+                }
+            }
+            Effect::Reply(_, Ok(Reply::Submitted(submitted))) => {
+                self.tally.jobs += u64::from(!submitted.existed);
+                self.acknowledged.insert(submitted.job);
+            }
+            Effect::Persist(_) | Effect::Publish(..) | Effect::Reply(..) => {}
+        }
+    }
+
+    fn of_session(&self, session: SessionId) -> Option<usize> {
+        self.workers.iter().position(|worker| worker.session == Some(session))
+    }
+
+    fn count(&mut self, placed: &Placed) {
+        self.tally.attempts += 1;
+        let Some(job) = self.state.job(&placed.job) else { return };
+        self.tally.smaller_profiles += u64::from(job.at_most.is_some());
+        let places = self.state.slots.iter().map(|(_, slot)| slot.running.len());
+        self.tally.shared += u64::from(places.max().is_some_and(|most| most > 1));
+    }
+}

@@ -1,0 +1,433 @@
+//! Workers come, beat, leave and are lost.
+
+use super::event::{Effect, Record, Refusal, Reply};
+use super::messages::span;
+use super::model::{Health, Recall, SessionId, Ticket, Worker};
+use super::state::State;
+use super::step::Step;
+use aitk_common::capability::{Device, DeviceRef};
+use aitk_common::control::{AttemptState, HeldAttempt, JobState, Registration, ToWorker, UnixMillis};
+use aitk_common::id::{AttemptId, JobId, WorkerId};
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+/// Faults in a row after which a device is quarantined.
+pub(super) const FAULTS_MOST: u32 = 3;
+/// Bytes of a message that are kept as the reason of a quarantine.
+const REASON_BYTES: usize = 300;
+/// Devices of one worker whose faults are remembered.
+const HEALTH_MOST: usize = 64;
+
+impl State {
+    /// The name of a worker among the others: a second one of the same name is told apart by the beginning of its id, so that nobody
+    /// takes one for the other.
+    fn own_name(&self, name: String, id: &WorkerId) -> String {
+        let taken = self.workers.values().any(|other| other.name == name && other.id != *id);
+        match taken {
+            true => format!("{name}-{}", id.as_str().chars().take(7).collect::<String>()),
+            false => name,
+        }
+    }
+
+    pub(super) fn register(
+        &mut self,
+        step: &mut Step,
+        session: SessionId,
+        fresh_id: WorkerId,
+        same_machine: bool,
+        registration: Registration,
+    ) {
+        if self.sessions.contains_key(&session) {
+            let reason = "registered twice in one session".to_owned();
+            step.push(Effect::Close {
+                session,
+                reason,
+                retry: true,
+            });
+            self.session_closed(step, session);
+            return;
+        }
+        let id = registration.worker.unwrap_or(fresh_id);
+        if let Some(older) = self.workers.get_mut(&id).and_then(|worker| worker.session.take()) {
+            self.sessions.remove(&older);
+            let reason = format!(
+                "another session of worker {id} took over; two workers on one data folder? give each its own --data-dir"
+            );
+            step.push(Effect::Close {
+                session: older,
+                reason,
+                retry: false,
+            });
+        }
+        let earlier = self.workers.get(&id);
+        // What it lost by a shutdown that it announced is nobody's failure.
+        let announced = earlier.is_some_and(|earlier| earlier.leaving);
+        let mut devices: Vec<Device> = Vec::with_capacity(registration.devices.len());
+        for device in registration.devices {
+            // Told twice, the first one counts.
+            if devices.iter().all(|known| known.device != device.device) {
+                devices.push(device);
+            }
+        }
+        let worker = Worker {
+            id: id.clone(),
+            name: self.own_name(registration.name, &id),
+            version: registration.version,
+            host: registration.host,
+            devices,
+            labels: registration.labels,
+            confinement: registration.confinement,
+            registered: step.now,
+            drained: earlier.is_some_and(|earlier| earlier.drained),
+            health: earlier.map(|earlier| earlier.health.clone()).unwrap_or_default(),
+            speeds: earlier.map(|earlier| earlier.speeds.clone()).unwrap_or_default(),
+            has: earlier.map(|earlier| earlier.has.clone()).unwrap_or_default(),
+            session: Some(session),
+            leaving: false,
+            same_machine,
+            last_seen: step.now,
+        };
+        step.push(Effect::Persist(Record::Worker(Box::new(worker.clone()))));
+        self.sessions.insert(session, id.clone());
+        self.workers.insert(id.clone(), worker);
+        self.refresh_worker(&id);
+
+        let keep: Vec<AttemptId> = registration
+            .running
+            .iter()
+            .filter(|held| self.current_job(session, held).is_some())
+            .map(|held| held.attempt.clone())
+            .collect();
+        let wanted = self.wanted_offers(&id, registration.offers, &keep);
+        step.push(Effect::Send(
+            session,
+            ToWorker::Welcome {
+                worker: id.clone(),
+                beat_interval: self.settings.beat_interval,
+                lease: self.settings.lease,
+                // The runner knows the storage and fills this in.
+                storage_url: None,
+                keep: keep.clone(),
+                wanted: wanted.iter().map(|offer| offer.held.attempt.clone()).collect(),
+            },
+        ));
+        for job in self.slots.jobs_of(&id) {
+            let Some(attempt) = self.jobs.get(&job).and_then(|entry| entry.current()).cloned() else {
+                continue;
+            };
+            if keep.contains(&attempt.id) {
+                self.renew(step, &job);
+                if self
+                    .jobs
+                    .get(&job)
+                    .is_some_and(|entry| entry.state == JobState::Stopping || entry.recall.is_some())
+                {
+                    self.send_stop(step, &job);
+                }
+            } else if attempt.state == AttemptState::Assigned {
+                // It never arrived: the connection broke in between. Nobody's fault.
+                self.attempt_lost(step, &job, "it did not reach its worker", false);
+            } else {
+                self.attempt_lost(step, &job, "its worker restarted", !announced);
+            }
+        }
+        self.await_offers(step, &id, wanted);
+    }
+
+    pub(super) fn beat(&mut self, step: &mut Step, session: SessionId, running: Vec<HeldAttempt>) {
+        let Some(id) = self.sessions.get(&session) else { return };
+        if let Some(worker) = self.workers.get_mut(id) {
+            worker.last_seen = step.now;
+        }
+        let mut events = Vec::with_capacity(running.len());
+        for held in running {
+            match self.turn_to_current(session, &held) {
+                Some(job) => {
+                    self.renew(step, &job);
+                    let seq = self
+                        .jobs
+                        .get(&job)
+                        .and_then(|entry| entry.live)
+                        .map_or(0, |live| live.seq);
+                    events.push((held.attempt, seq));
+                }
+                None => self.fence(step, session, held),
+            }
+        }
+        step.push(Effect::Send(session, ToWorker::BeatReply { events }));
+    }
+
+    pub(super) fn worker_leaving(&mut self, session: SessionId, reason: &str) {
+        let Some(worker) = self.sessions.get(&session).and_then(|id| self.workers.get_mut(id)) else {
+            return;
+        };
+        tracing::info!(worker = %worker.id, name = %worker.name, reason, "worker leaves");
+        worker.leaving = true;
+        let id = worker.id.clone();
+        self.refresh_worker(&id);
+    }
+
+    /// A worker takes no more work because a person said so, or takes work again.
+    pub(super) fn drain(&mut self, step: &mut Step, ticket: Ticket, text: &str, drain: bool, now: bool) {
+        let reply = self.find_worker(text).map(|id| {
+            if let Some(worker) = self.workers.get_mut(&id) {
+                worker.drained = drain;
+                if !drain {
+                    worker.health.clear();
+                }
+            }
+            self.persist_worker(step, &id);
+            self.refresh_worker(&id);
+            for job in self.slots.jobs_of(&id) {
+                let goes_on = self
+                    .jobs
+                    .get(&job)
+                    .is_some_and(|entry| entry.state == JobState::Running && entry.recall.is_none());
+                if drain && now && goes_on {
+                    let words = "its worker is drained: it saves and goes on elsewhere".into();
+                    self.recall(step, &job, Recall::Drain, words);
+                }
+            }
+            self.worker_view(&id)
+        });
+        let reply = reply.and_then(|view| view.ok_or_else(|| Refusal::NoWorker(text.to_owned())));
+        step.push(Effect::Reply(ticket, reply.map(|view| Reply::Worker(Box::new(view)))));
+    }
+
+    /// Forgets a worker that is gone for good. Should it come back, it registers as a new one.
+    pub(super) fn forget_worker(&mut self, step: &mut Step, ticket: Ticket, text: &str) {
+        let forgotten = self.find_worker(text).and_then(|id| {
+            let view = self
+                .worker_view(&id)
+                .ok_or_else(|| Refusal::NoWorker(text.to_owned()))?;
+            if view.connected {
+                return Err(Refusal::Conflict(format!(
+                    "{} is connected; end its aitk-worker first",
+                    view.name
+                )));
+            }
+            if let Some(job) = self.slots.jobs_of(&id).first() {
+                return Err(Refusal::Conflict(format!(
+                    "{} may still run {job}; that is known when its lease has ended",
+                    view.name
+                )));
+            }
+            self.workers.swap_remove(&id);
+            step.push(Effect::Persist(Record::WorkerGone(id)));
+            Ok(view)
+        });
+        step.push(Effect::Reply(
+            ticket,
+            forgotten.map(|view| Reply::Worker(Box::new(view))),
+        ));
+    }
+
+    /// The worker with this id or name, or the only one whose id begins so.
+    fn find_worker(&self, text: &str) -> Result<WorkerId, Refusal> {
+        if let Some(exact) = self.workers.get(text) {
+            return Ok(exact.id.clone());
+        }
+        let named =
+            |worker: &&Worker| worker.name == text || (!text.is_empty() && worker.id.as_str().starts_with(text));
+        let mut found: Vec<&Worker> = self.workers.values().filter(named).collect();
+        // A machine that was set up anew has the name of its earlier self.
+        if found.iter().any(|worker| worker.session.is_some()) {
+            found.retain(|worker| worker.session.is_some());
+        }
+        found.sort_unstable_by_key(|worker| &worker.id);
+        match found.as_slice() {
+            [] => Err(Refusal::NoWorker(text.chars().take(80).collect())),
+            [one] => Ok(one.id.clone()),
+            several => Err(Refusal::Ambiguous {
+                text: text.chars().take(80).collect(),
+                matches: several.iter().take(6).map(|worker| worker.id.to_string()).collect(),
+            }),
+        }
+    }
+
+    pub(super) fn persist_worker(&self, step: &mut Step, id: &WorkerId) {
+        if let Some(worker) = self.workers.get(id) {
+            step.push(Effect::Persist(Record::Worker(Box::new(worker.clone()))));
+        }
+    }
+
+    pub(super) fn session_closed(&mut self, step: &mut Step, session: SessionId) {
+        let Some(id) = self.sessions.remove(&session) else {
+            return;
+        };
+        if let Some(worker) = self.workers.get_mut(&id)
+            && worker.session == Some(session)
+        {
+            worker.session = None;
+            self.refresh_worker(&id);
+        }
+        let until = step.now.after(self.settings.disconnect_grace);
+        for job in self.slots.jobs_of(&id) {
+            if let Some(live) = self.jobs.get_mut(&job).and_then(|entry| entry.live.as_mut()) {
+                live.lease_until = live.lease_until.min(until);
+            }
+        }
+    }
+
+    /// Nobody could beat while the coordinator itself stood still: that time does not count against any lease.
+    pub(super) fn extend_leases(&mut self, by: Duration) {
+        let live: Vec<JobId> = self.live.keys().cloned().collect();
+        for id in live {
+            if let Some(live) = self.jobs.get_mut(&id).and_then(|job| job.live.as_mut()) {
+                live.lease_until = live.lease_until.after(by);
+            }
+        }
+    }
+
+    /// Leases that ran out, and waits that are over.
+    pub(super) fn tick(&mut self, step: &mut Step) {
+        let now = step.now;
+        let expired: Vec<JobId> = self
+            .live
+            .iter()
+            .filter(|(_, index)| {
+                let live = self.jobs.at(**index).and_then(|job| job.live);
+                live.is_some_and(|live| live.lease_until <= now)
+            })
+            .map(|(id, _)| id.clone())
+            .collect();
+        for job in expired {
+            let worker = self.jobs.get(&job).and_then(|entry| entry.current());
+            let announced = worker
+                .and_then(|attempt| self.workers.get(&attempt.worker))
+                .is_some_and(|worker| worker.leaving);
+            let why = match announced {
+                true => "its worker was shut down",
+                false => "its worker was not heard of for too long",
+            };
+            self.attempt_lost(step, &job, why, !announced);
+        }
+        while let Some((deadline, id)) = self.deadlines.first().cloned() {
+            if deadline > now {
+                break;
+            }
+            self.deadlines.pop_first();
+            self.time_is_over(step, &id);
+        }
+        self.end_quarantines(step);
+        self.end_offers(now);
+        self.look_at_parts(step);
+    }
+
+    fn time_is_over(&mut self, step: &mut Step, id: &JobId) {
+        let Some(job) = self.jobs.get_mut(id).filter(|job| job.state == JobState::Running) else {
+            return;
+        };
+        job.over_time = true;
+        let limit = span(Duration::from_millis(job.wants.time_limit.unwrap_or(0)));
+        let words = format!("its time limit of {limit} is over: it saves, then stops");
+        self.set_state(step, id, JobState::Stopping, words);
+        self.send_stop(step, id);
+    }
+
+    /// Devices whose quarantine is over get one more chance.
+    fn end_quarantines(&mut self, step: &mut Step) {
+        let now = step.now;
+        let over = |until: Option<UnixMillis>| until.is_some_and(|until| until <= now);
+        let due: BTreeSet<WorkerId> = self
+            .slots
+            .iter()
+            .filter(|(_, slot)| over(slot.quarantined))
+            .map(|(_, slot)| slot.worker.clone())
+            .collect();
+        for id in due {
+            if let Some(worker) = self.workers.get_mut(&id) {
+                for health in worker.health.iter_mut().filter(|one| over(one.quarantined_until)) {
+                    health.quarantined_until = None;
+                    health.reason.clear();
+                    health.faults = FAULTS_MOST - 1;
+                }
+            }
+            self.persist_worker(step, &id);
+            self.refresh_worker(&id);
+        }
+    }
+
+    /// A device had a fault. Three in a row, or one after which it is `stuck`, and it gets no work for a while.
+    pub(super) fn fault(&mut self, step: &mut Step, id: &WorkerId, device: DeviceRef, what: &str, stuck: bool) {
+        let until = step.now.after(self.settings.quarantine);
+        let Some(worker) = self.workers.get_mut(id) else { return };
+        if worker.health.iter().all(|one| one.device != device) {
+            if worker.health.len() >= HEALTH_MOST {
+                worker.health.remove(0);
+            }
+            worker.health.push(Health {
+                device,
+                faults: 0,
+                quarantined_until: None,
+                reason: String::new(),
+            });
+        }
+        for health in worker.health.iter_mut().filter(|one| one.device == device) {
+            health.faults = health.faults.saturating_add(1);
+            if stuck || health.faults >= FAULTS_MOST {
+                health.quarantined_until = Some(until);
+                let what = short(what);
+                health.reason = match stuck {
+                    true => what,
+                    false => format!("{} faults in a row, the last one: {what}", health.faults),
+                };
+                tracing::warn!(worker = %worker.name, ?device, reason = health.reason, "device quarantined");
+            }
+        }
+        self.persist_worker(step, id);
+        self.refresh_worker(id);
+    }
+
+    /// Why a device gets no work, in words.
+    pub(super) fn quarantine_reason(worker: &Worker, device: DeviceRef) -> &str {
+        let health = worker.health.iter().find(|one| one.device == device);
+        match health {
+            // One that was quarantined before reasons were kept.
+            Some(health) if health.reason.is_empty() => "several faults in a row",
+            Some(health) => &health.reason,
+            None => "",
+        }
+    }
+
+    /// A device got something done: earlier faults count no more.
+    pub(super) fn healthy(&mut self, step: &mut Step, id: &WorkerId, device: DeviceRef) {
+        let Some(worker) = self.workers.get_mut(id) else { return };
+        let before = worker.health.len();
+        worker.health.retain(|one| one.device != device);
+        if worker.health.len() != before {
+            self.persist_worker(step, id);
+            self.refresh_worker(id);
+        }
+    }
+
+    /// The attempt is alive: a full lease from now on.
+    pub(super) fn renew(&mut self, step: &mut Step, id: &JobId) {
+        let Some(job) = self.jobs.get_mut(id) else { return };
+        if let Some(live) = &mut job.live {
+            live.lease_until = step.now.after(self.settings.lease);
+        }
+        if let Some(attempt) = job.attempts.last_mut()
+            && attempt.state == AttemptState::Assigned
+        {
+            attempt.state = AttemptState::Running;
+            step.touch(id);
+        }
+    }
+
+    /// Tells a worker that an attempt is not its own any more.
+    pub(super) fn fence(&self, step: &mut Step, session: SessionId, held: HeldAttempt) {
+        let reason = self.fence_reason(&held);
+        step.push(Effect::Send(session, ToWorker::Fence { held, reason }));
+    }
+}
+
+/// The first line of a message, for a table.
+fn short(text: &str) -> String {
+    let line = text.lines().next().unwrap_or_default();
+    let end = (0..=REASON_BYTES.min(line.len()))
+        .rev()
+        .find(|&at| line.is_char_boundary(at))
+        .unwrap_or(0);
+    line[..end].to_owned()
+}

@@ -1,0 +1,102 @@
+//! The folder in which a coordinator keeps everything of its own.
+
+use std::fs::{File, TryLockError};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use url::Url;
+
+/// Why the data folder cannot be had.
+#[derive(Debug, thiserror::Error)]
+pub enum DataFolderError {
+    /// It cannot be used.
+    #[error("cannot use the data folder {}", path.display())]
+    Unusable {
+        /// The folder.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// Another coordinator has it.
+    #[error("another coordinator runs on the data folder {}; stop it first, or choose another folder with --data-dir", path.display())]
+    InUse {
+        /// The folder.
+        path: PathBuf,
+    },
+}
+
+/// Half a second of tries for the lock of the data folder.
+const LOCK_TRIES: u32 = 25;
+const LOCK_BREATH: Duration = Duration::from_millis(20);
+
+/// The data folder, absolute, there, and closed to others when we make it.
+pub(crate) fn create(path: &Path) -> Result<PathBuf, DataFolderError> {
+    let failed = |source| DataFolderError::Unusable {
+        path: path.to_owned(),
+        source,
+    };
+    let path = std::path::absolute(path).map_err(failed)?;
+    let mut builder = std::fs::DirBuilder::new();
+    builder.recursive(true);
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::DirBuilderExt;
+        builder.mode(0o700);
+    }
+    builder.create(&path).map_err(failed)?;
+    Ok(path)
+}
+
+/// Held as long as the coordinator lives; the system drops it with the process, however that ends.
+pub(crate) fn lock(data_dir: &Path) -> Result<File, DataFolderError> {
+    let failed = |source| DataFolderError::Unusable {
+        path: data_dir.to_owned(),
+        source,
+    };
+    let file = File::options()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .open(data_dir.join("lock"))
+        .map_err(failed)?;
+    // One that is just ending has it for a moment yet; so has a process that another thread of ours is starting, until it
+    // has become another program.
+    for _ in 0..LOCK_TRIES {
+        match file.try_lock() {
+            Ok(()) => return Ok(file),
+            Err(TryLockError::WouldBlock) => std::thread::sleep(LOCK_BREATH),
+            Err(TryLockError::Error(source)) => return Err(failed(source)),
+        }
+    }
+    Err(DataFolderError::InUse {
+        path: data_dir.to_owned(),
+    })
+}
+
+pub(crate) fn local_storage(data_dir: &Path) -> Result<String, DataFolderError> {
+    let path = data_dir.join("storage");
+    std::fs::create_dir_all(&path).map_err(|source| DataFolderError::Unusable {
+        path: path.clone(),
+        source,
+    })?;
+    Url::from_directory_path(&path)
+        .map(|url| url.to_string())
+        .map_err(|()| DataFolderError::Unusable {
+            path,
+            source: io::Error::new(io::ErrorKind::InvalidInput, "it has no address"),
+        })
+}
+
+/// Removes what a crash left of transfers.
+pub(crate) fn empty(transit: &Path) -> Result<(), DataFolderError> {
+    let failed = |source| DataFolderError::Unusable {
+        path: transit.to_owned(),
+        source,
+    };
+    match std::fs::remove_dir_all(transit) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
+        _ => {}
+    }
+    std::fs::create_dir_all(transit).map_err(failed)
+}

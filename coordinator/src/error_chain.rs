@@ -1,0 +1,13 @@
+//! Errors for log lines and answers.
+
+/// An error with its causes, in one line.
+pub(crate) fn error_chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut inner = error.source();
+    while let Some(source) = inner {
+        text.push_str(": ");
+        text.push_str(&source.to_string());
+        inner = source.source();
+    }
+    text
+}

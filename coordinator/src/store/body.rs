@@ -1,0 +1,43 @@
+//! Texts of jobs that are stored outside the rows of their jobs.
+
+use aitk_common::hash::ContentHash;
+use aitk_scheduler::Payload;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// A text that is stored in pieces.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Body {
+    /// A job, or the key of what several share.
+    pub id: String,
+    /// The text.
+    pub text: Arc<str>,
+}
+
+impl Body {
+    /// What `payload` has in common with others, under its key; none when it is stored in the row of its job.
+    #[must_use]
+    pub fn shared(payload: &Payload) -> Option<Self> {
+        let key = payload.shared.as_ref()?;
+        let body = SharedBody {
+            config_text: payload.config_text.as_ref().into(),
+            config_format: payload.config_format.as_ref().into(),
+            inputs: std::borrow::Cow::Borrowed(&payload.inputs),
+        };
+        // Texts and hashes always serialise.
+        let text = serde_json::to_string(&body).ok()?;
+        Some(Self {
+            id: key.to_string(),
+            text: text.into(),
+        })
+    }
+}
+
+/// What several jobs have in common, as it is stored.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct SharedBody<'a> {
+    pub(super) config_text: std::borrow::Cow<'a, str>,
+    pub(super) config_format: std::borrow::Cow<'a, str>,
+    pub(super) inputs: std::borrow::Cow<'a, BTreeMap<String, ContentHash>>,
+}

@@ -1,0 +1,103 @@
+//! A coordinator that leads as soon as nobody else does.
+
+use super::database_url::{BoxError, CONNECTIONS, DatabaseUrl, MIGRATIONS, PATIENCE};
+use super::error::StoreError;
+use super::lease::{ANSWER, Candidate, Holder, Leader, Writer, seen, try_lock};
+use super::link::Link;
+use super::sql::SqlStore;
+use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions};
+use sqlx::{Connection, PgConnection};
+
+/// Whoever would lead if nobody did.
+#[derive(Debug)]
+pub(crate) struct Contender {
+    url: DatabaseUrl,
+    options: PgConnectOptions,
+    /// Looks; a leader gets a pool of its own.
+    pool: PgPool,
+}
+
+impl Contender {
+    /// Prepares to look. Connects only when asked something.
+    pub(crate) fn new(url: &DatabaseUrl) -> Result<Self, StoreError> {
+        url.warn_of_clear_text()?;
+        let options = seen(url.options()?);
+        let pool = PgPoolOptions::new()
+            .max_connections(1)
+            .acquire_timeout(ANSWER)
+            .connect_lazy_with(options.clone());
+        Ok(Self {
+            url: url.clone(),
+            options,
+            pool,
+        })
+    }
+
+    fn failed(&self, source: impl Into<BoxError>) -> StoreError {
+        StoreError::Open {
+            database: self.url.to_string(),
+            source: source.into(),
+        }
+    }
+
+    /// Who leads, or nobody: then [`Self::lead`] is worth a try.
+    ///
+    /// # Errors
+    /// [`StoreError::Open`] when the database does not answer, [`StoreError::Schema`] when it is a newer version's.
+    pub(crate) async fn look(&self) -> Result<Option<Leader>, StoreError> {
+        let looking = async {
+            // Its tables may not be there yet, or be those of the version before.
+            let known: bool = sqlx::query_scalar("SELECT to_regclass('lease') IS NOT NULL")
+                .fetch_one(&self.pool)
+                .await?;
+            if !known {
+                return Ok(None);
+            }
+            let row: Option<(i64, Option<String>, String, String, String)> = sqlx::query_as(
+                "SELECT epoch, address, proof, token, storage FROM lease WHERE id = 1 AND until >= clock_timestamp()",
+            )
+            .fetch_optional(&self.pool)
+            .await?;
+            Ok(row.map(|(epoch, address, proof, token, storage)| Leader {
+                epoch: u64::try_from(epoch).unwrap_or(0),
+                address,
+                proof,
+                token,
+                storage,
+            }))
+        };
+        let late = || sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::TimedOut, "no answer in time"));
+        let found = tokio::time::timeout(ANSWER, looking).await;
+        found.unwrap_or_else(|_| Err(late())).map_err(|e| self.failed(e))
+    }
+
+    /// Becomes the leader, if nobody is.
+    ///
+    /// # Errors
+    /// As [`Self::look`].
+    pub(crate) async fn lead(&self, candidate: &Candidate) -> Result<Option<SqlStore>, StoreError> {
+        let pool = PgPoolOptions::new()
+            .max_connections(CONNECTIONS)
+            .acquire_timeout(PATIENCE)
+            .connect_with(self.options.clone())
+            .await
+            .map_err(|e| self.failed(e))?;
+        let mut connection = PgConnection::connect_with(&self.options)
+            .await
+            .map_err(|e| self.failed(e))?;
+        let locked = try_lock(&mut connection).await.map_err(|e| self.failed(e))?;
+        let store = SqlStore::new(self.url.to_string(), Link::Postgres(pool.clone()), None);
+        if locked {
+            MIGRATIONS.run(&pool).await.map_err(|e| self.failed(e))?;
+        } else if store.check_schema(&MIGRATIONS).await.is_err() {
+            // Whoever has the lock works with these tables.
+            return Ok(None);
+        }
+        let holder = Holder { connection, locked };
+        let writer = Writer::take(&self.options, &pool, candidate, holder, "until < clock_timestamp()")
+            .await
+            .map_err(|e| self.failed(e))?;
+        let database = self.url.to_string();
+        Ok(writer.map(|writer| SqlStore::new(database, Link::Postgres(pool), Some(writer))))
+    }
+}
