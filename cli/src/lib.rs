@@ -7,6 +7,7 @@ pub mod bench;
 pub mod chart;
 pub mod commands;
 pub mod config;
+pub mod context;
 #[cfg(feature = "embedded")]
 pub mod demo;
 pub mod docs;
@@ -16,6 +17,7 @@ pub mod embedded;
 pub mod exit;
 pub mod failure;
 pub mod follow;
+pub mod job_file;
 pub mod journal;
 pub mod members;
 pub mod notify;
@@ -50,7 +52,7 @@ pub fn main() -> ExitCode {
             let help = matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion);
             if !help && std::io::stderr().is_terminal() {
                 // Whoever asked wrongly did not say how to show it.
-                let ui = Ui::from_env(&commands::env, false, true);
+                let ui = Ui::from_env(&context::env, false, true);
                 ui.usage(&error);
                 return Exit::Usage.into();
             }
@@ -62,7 +64,7 @@ pub fn main() -> ExitCode {
             return exit.into();
         }
     };
-    let ui = Ui::from_env(&commands::env, cli.global.no_color, true);
+    let ui = Ui::from_env(&context::env, cli.global.no_color, true);
     if let Command::Attempt(args) = &cli.command {
         return attempt(args, &ui);
     }

@@ -1,6 +1,6 @@
 //! What a run left in its folder: `metrics.jsonl` and `log.txt`.
 
-use crate::commands::env;
+use crate::context::env;
 use crate::failure::Failure;
 use crate::paths::expand;
 use aitk_common::step_metrics::{self, LOG_FILE, METRICS_FILE, StepMetrics};

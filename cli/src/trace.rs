@@ -37,7 +37,7 @@ pub(crate) struct Submitting {
 impl Submitting {
     /// Begins one.
     pub(crate) fn begin() -> Self {
-        let from = crate::commands::env(&TRACEPARENT.to_uppercase());
+        let from = crate::context::env(&TRACEPARENT.to_uppercase());
         Self::with(
             traces().tracer(Service::Client),
             from.and_then(|text| text.parse().ok()),

@@ -5,7 +5,7 @@ use super::machines::{Machines, SLOW, SLOW_LABEL, Seen};
 use super::server::Server;
 use crate::api::Api;
 use crate::args::{BenchControlArgs, BenchStore};
-use crate::commands::Context;
+use crate::context::Context;
 use crate::embedded::PrivateFolder;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};

@@ -2,7 +2,7 @@
 //! memory of another, and one that the system kills for its memory ends alone.
 
 use crate::args::BenchEngineArgs;
-use crate::commands::Context;
+use crate::context::Context;
 use crate::embedded::find_devices;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};

@@ -6,7 +6,7 @@ mod machines;
 mod server;
 
 use crate::args::{BenchArgs, BenchCommand};
-use crate::commands::Context;
+use crate::context::Context;
 use crate::failure::CommandResult;
 
 /// Runs the benchmark that was asked for.

@@ -1,7 +1,7 @@
 //! `artifacts ls` and `artifacts get`.
 
-use super::Context;
 use crate::args::{ArtifactsGetArgs, ArtifactsLsArgs};
+use crate::context::Context;
 use crate::download::{Present, fetch, is_chosen, present, target};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};

@@ -1,14 +1,13 @@
 //! `clone`: submit a copy of a job, with its inputs as they are stored.
 
-use super::Context;
-use super::submit::{
-    anatomy, follow_submitted, hand_over, job_json, local_inputs, owner, prompts_in, say_sent, send_inputs,
-};
+use super::submit::{follow_submitted, hand_over, local_inputs, owner, say_sent, send_inputs};
 use crate::api::Api;
 use crate::args::CloneArgs;
 use crate::config::{self, refuse_special_files};
+use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
+use crate::job_file::{anatomy, job_json, prompts_in};
 use crate::members::is_array;
 use crate::notify::Notify;
 use crate::output::format::printable;

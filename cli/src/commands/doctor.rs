@@ -1,8 +1,8 @@
 //! `doctor`: what is here, what is reachable, and what to do about what is wrong.
 
-use super::{Context, env};
 use crate::api::Api;
 use crate::args::DoctorArgs;
+use crate::context::{Context, env};
 use crate::exit::Exit;
 use crate::failure::CommandResult;
 use crate::output::format::{ago, gib, printable};

@@ -1,11 +1,11 @@
 //! `explain` and `fit`: where a job could run, and why not elsewhere.
 
-use super::Context;
-use super::submit::{anatomy, job_json, pictures};
 use crate::args::{ExplainArgs, FitArgs};
 use crate::config;
+use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
+use crate::job_file::{anatomy, job_json, pictures};
 use crate::output::Ui;
 use crate::output::format::printable;
 use crate::preflight::check_models;

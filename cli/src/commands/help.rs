@@ -1,7 +1,7 @@
 //! `help`: the documentation that comes with the program, and the help of its commands.
 
-use super::Context;
 use crate::args::{Cli, HelpArgs};
+use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::output::Ui;
@@ -90,7 +90,7 @@ fn plain(text: &str) -> String {
 fn page(ui: &Ui, text: &str) -> Result<(), Failure> {
     let text = text.trim_end();
     if std::io::stdout().is_terminal() && std::io::stdin().is_terminal() {
-        let pager = super::env("PAGER").filter(|pager| !pager.trim().is_empty());
+        let pager = crate::context::env("PAGER").filter(|pager| !pager.trim().is_empty());
         let pager = pager.unwrap_or_else(|| "less -FRX".to_owned());
         let mut words = pager.split_whitespace();
         if let Some(program) = words.next()

@@ -1,7 +1,7 @@
 //! `init`: a commented job file.
 
-use super::Context;
 use crate::args::InitArgs;
+use crate::context::Context;
 use crate::download::disk;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};

@@ -1,8 +1,8 @@
 //! `ps`, `wait`, `stop`, `resume`, `pause`, `priority`.
 
-use super::Context;
 use crate::api::Api;
 use crate::args::{PauseArgs, PriorityArgs, PsArgs, ResumeArgs, RmArgs, StopArgs, WaitArgs};
+use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::follow::PATIENCE;

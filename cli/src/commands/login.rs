@@ -1,8 +1,8 @@
 //! `login`: remember a coordinator and a token for every command of this user.
 
-use super::{Context, env};
 use crate::api::{Api, read_token};
 use crate::args::LoginArgs;
+use crate::context::{Context, env};
 use crate::download::disk;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};

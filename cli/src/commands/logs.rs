@@ -1,8 +1,8 @@
 //! `logs` and `watch`.
 
-use super::Context;
 use crate::api::Api;
 use crate::args::{LogsArgs, WatchArgs};
+use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::follow::{Follow, LogFilter, LogsTo, Renderer, detached, follow_to_end};

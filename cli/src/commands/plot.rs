@@ -1,8 +1,8 @@
 //! `plot`: the curve of a loss, in the terminal or as an image.
 
-use super::Context;
 use crate::args::PlotArgs;
 use crate::chart::{Style, chart};
+use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::members::is_array;

@@ -1,13 +1,13 @@
 //! `run`: what `python run.py` did, on this machine, with coordinator and worker inside this program.
 
-use super::Context;
-use super::submit::{anatomy, job_json};
 use crate::args::RunArgs;
 use crate::config;
+use crate::context::Context;
 use crate::embedded::{Local, PrivateFolder, Stops, find_devices, say_devices};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::follow::{Follow, LogsTo, Renderer};
+use crate::job_file::{anatomy, job_json};
 use crate::notify::Notify;
 use crate::output::format::gib;
 use crate::output::{Format, Ui};

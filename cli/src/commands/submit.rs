@@ -1,13 +1,15 @@
 //! `submit`: check here, send what is missing, hand over.
 
 use super::logs::ended;
-use super::{Context, env, validate};
+use super::validate;
 use crate::api::Api;
 use crate::args::SubmitArgs;
 use crate::config::{self, Reading, read_as, refuse_special_files};
+use crate::context::{Context, env};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::follow::{LogsTo, Renderer, follow_to_end};
+use crate::job_file::{anatomy, job_json, pictures};
 use crate::members::{is_array, watch_array};
 use crate::notify::Notify;
 use crate::output::format::{printable, size};
@@ -17,20 +19,16 @@ use crate::preflight::{self, Commits};
 use crate::sweep::{self, Sweep};
 use crate::trace::Submitting;
 use crate::upload::{Staged, Upload, stage};
-use aitk_common::control::{JobView, MAX_CONFIG_BYTES, NewMember, Submission, Submitted};
-use aitk_common::fsutil::regular;
+use aitk_common::control::{JobView, NewMember, Submission, Submitted};
 use aitk_common::id::UserName;
 use aitk_common::job::change::Change;
-use aitk_common::job::generate::prompt_lines;
-use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use aitk_common::job::{Input, InputKind, JobSpec, LoadedJob};
-use aitk_common::plan::anatomy::Anatomy;
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;
 use std::io::{BufRead, IsTerminal};
 use std::num::NonZeroU32;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
 /// Above this a person is asked first.
@@ -370,17 +368,6 @@ fn array_name(jobs: &[Job]) -> String {
     }
 }
 
-/// How many pictures the job draws, where its prompts lie here.
-pub(crate) fn pictures(spec: &JobSpec, directory: &Path) -> Option<u64> {
-    spec.pictures(|file| prompts_in(file, directory))
-}
-
-/// How many prompts a file holds.
-pub(super) fn prompts_in(file: &str, directory: &Path) -> Option<usize> {
-    let text = regular::read_text(&expand(file, directory, &env), MAX_TEXT_FILE_BYTES).ok()?;
-    Some(prompt_lines(&text).len())
-}
-
 /// Whose job it is: as the flag says, else the environment, else the coordinator's default.
 pub(super) fn owner(flag: Option<&str>) -> Result<Option<UserName>, Failure> {
     let (text, from) = match (flag, env("AITK_USER")) {
@@ -395,32 +382,6 @@ pub(super) fn owner(flag: Option<&str>) -> Result<Option<UserName>, Failure> {
         ))
     })?;
     Ok(Some(name))
-}
-
-/// What the job's first model consists of, when it lies here.
-pub(crate) fn anatomy(loaded: &LoadedJob, directory: &Path) -> Option<Anatomy> {
-    let inputs = loaded.spec.inputs();
-    let model = inputs.iter().find(|input| input.kind == InputKind::Model)?;
-    Anatomy::read(&expand(&model.config_path, directory, &env))
-}
-
-/// The parsed form of a config, which with its text is what a coordinator takes.
-pub(super) fn job_json(loaded: &LoadedJob, config: &Path) -> Result<String, Failure> {
-    let text = serde_json::to_string(&loaded.spec)
-        .map_err(|error| Failure::failed(format!("{}: cannot be sent: {error}", config.display())))?;
-    // As the coordinator and the worker will: nobody learns of a mistake of ours after an upload.
-    JobSpec::from_json(&text)
-        .map_err(|error| Failure::failed(format!("{}: cannot be sent: {error}", config.display())))?;
-    for (what, bytes) in [("the file", loaded.text.len()), ("its content", text.len())] {
-        if bytes > MAX_CONFIG_BYTES {
-            return Err(Failure::failed(format!(
-                "{}: {what} has {bytes} bytes; a coordinator takes {MAX_CONFIG_BYTES} at most",
-                config.display()
-            ))
-            .hint("long lists of prompts can go into several jobs"));
-        }
-    }
-    Ok(text)
 }
 
 pub(super) fn staged_json(staged: &Staged) -> serde_json::Value {

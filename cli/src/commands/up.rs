@@ -1,8 +1,8 @@
 //! `up`: coordinator and worker here, until Ctrl-C.
 
-use super::{Context, env};
 use crate::args::UpArgs;
 use crate::commands::init::shell_word;
+use crate::context::{Context, env};
 use crate::download::disk;
 use crate::embedded::{Local, Serving, Stops, find_devices, say_devices};
 use crate::exit::Exit;

@@ -1,9 +1,9 @@
 //! `validate`: everything that can be said of a config before it is sent or run.
 
-use super::Context;
 use super::forecast::submission;
 use crate::args::ValidateArgs;
 use crate::config::{self, Reading, read_as};
+use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::output::Ui;

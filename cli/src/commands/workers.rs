@@ -1,7 +1,7 @@
 //! `workers`, `worker drain`, `worker undrain`.
 
-use super::Context;
 use crate::args::{DrainArgs, ForgetArgs, UndrainArgs, WorkerState, WorkersArgs};
+use crate::context::Context;
 use crate::download::is_chosen;
 use crate::exit::Exit;
 use crate::failure::CommandResult;

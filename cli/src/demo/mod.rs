@@ -6,8 +6,8 @@
 mod grid;
 
 use crate::args::DemoArgs;
-use crate::commands::Context;
 use crate::commands::run::{RunOptions, run_embedded};
+use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::output::Ui;
@@ -144,7 +144,7 @@ fn examples(dataset: &Path, count: usize) -> Result<Vec<RgbImage>, Failure> {
 /// The prompts of the config's samples, without their flags.
 fn prompts(config: &Path) -> Result<Vec<String>, Failure> {
     let options = LoadOptions {
-        env: &crate::commands::env,
+        env: &crate::context::env,
         ..LoadOptions::default()
     };
     let name = config.to_str().unwrap_or_default();

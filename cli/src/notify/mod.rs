@@ -6,7 +6,7 @@ mod command;
 mod message;
 
 use crate::args::NotifyArgs;
-use crate::commands::env;
+use crate::context::env;
 use crate::failure::Failure;
 use crate::output::Ui;
 use crate::output::format::printable;

@@ -1,6 +1,6 @@
 //! The models of a config: what family their files are of.
 
-use crate::commands::env;
+use crate::context::env;
 use crate::paths::expand;
 use aitk_common::checkpoint::{MANIFEST_NAME, step_of_folder};
 use aitk_common::hub::{HubError, HubReader};

@@ -1,6 +1,6 @@
 //! Where a run on this machine writes: whether there can be a folder, and whether the disk has room.
 
-use crate::commands::env;
+use crate::context::env;
 use crate::output::format::size;
 use crate::paths::{expand, free_space, nearest};
 use aitk_common::job::{JobSpec, Process, ProcessKind};

@@ -3,7 +3,7 @@
 use super::models::{self, ModelReport};
 use super::output;
 #[cfg(feature = "embedded")]
-use crate::commands::env;
+use crate::context::env;
 use crate::output::format::size;
 #[cfg(feature = "embedded")]
 use crate::paths::expand;
@@ -74,14 +74,14 @@ impl Report {
             name: spec.name.clone(),
             warnings,
             models: models::look(spec, directory, |_| true).await,
-            images: crate::commands::pictures(spec, directory),
+            images: crate::job_file::pictures(spec, directory),
             missing: models::missing_inputs(spec, directory),
             ..Self::default()
         };
         report
             .unchecked
             .extend(report.models.iter().filter_map(|model| model.unchecked.clone()));
-        let anatomy = crate::commands::anatomy(loaded, directory);
+        let anatomy = crate::job_file::anatomy(loaded, directory);
         report.trainings = trainings(loaded, anatomy, directory).await;
         #[cfg(not(feature = "embedded"))]
         if !report.trainings.is_empty() {

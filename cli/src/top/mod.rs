@@ -6,7 +6,7 @@ mod state;
 
 use crate::api::Api;
 use crate::args::TopArgs;
-use crate::commands::Context;
+use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use aitk_common::id::JobId;

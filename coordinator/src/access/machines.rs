@@ -1,6 +1,9 @@
 //! Which worker is whose: one machine's token does not speak for another machine.
 
-use super::{Access, AccessError, Identity};
+use super::Access;
+use super::error::AccessError;
+use super::identity::Identity;
+use super::records::MACHINE;
 use crate::store::Document;
 use aitk_common::id::{UserName, WorkerId};
 use aitk_common::security::role::Role;
@@ -8,9 +11,6 @@ use aitk_common::security::role::Role;
 /// Workers of one name: a lab whose machines share a token has fewer, and a machine that makes up an id each time it
 /// comes fills no table without end.
 const WORKERS_MOST: usize = 1000;
-
-/// Kind of the document that says whose a worker is: its id is the worker's, its record a name in quotes.
-pub(super) const MACHINE: &str = "machine";
 
 impl Access {
     /// Whose a worker is, once one with a worker's token has registered as it.
@@ -64,12 +64,6 @@ impl Access {
         machines.insert(worker.clone(), who.name.clone());
         Ok(())
     }
-}
-
-/// Whose a worker is, from its document.
-pub(super) fn read(document: &Document) -> Result<(WorkerId, UserName), AccessError> {
-    let owner = serde_json::from_str(&document.record).map_err(AccessError::Record)?;
-    Ok((WorkerId::new(document.id.as_str()), owner))
 }
 
 #[cfg(test)]

@@ -4,18 +4,26 @@
 //! folder is the first administrator's: it is not in the database, so that it opens a restored or an empty one too.
 
 mod audit;
+mod enrol;
 mod enrolments;
+mod error;
+mod identity;
 mod limit;
 mod machines;
+mod records;
 mod tokens;
 
 pub(crate) use enrolments::{Certified, EnrolError, Enrolment};
+pub(crate) use error::{AccessError, Denied};
+pub(crate) use identity::Identity;
 pub(crate) use limit::place;
-pub(crate) use tokens::TokenRecord;
+pub(crate) use records::TokenRecord;
+
+use identity::{FILE, address};
+use records::{MACHINE, TOKEN, read_machine};
 
 use crate::clock::Clock;
-use crate::store::{AuditLine, Store, StoreError};
-use aitk_common::control::UnixMillis;
+use crate::store::{AuditLine, Store};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{UserName, WorkerId};
 use aitk_common::security::join;
@@ -37,85 +45,6 @@ use tokio::task::JoinHandle;
 const WAITING: usize = 256;
 /// What the first administrator is called.
 const FIRST: &str = "admin";
-/// What stands for the id of the token in the data folder.
-const FILE: &str = "file";
-
-/// Whoever calls.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Identity {
-    pub(crate) name: UserName,
-    pub(crate) role: Role,
-    /// Id of the token that was shown, or of the enrolment whose certificate was.
-    pub(crate) by: String,
-    /// Where from.
-    pub(crate) from: Option<SocketAddr>,
-    /// When the certificate ends that was shown; none: a token was.
-    pub(crate) certificate: Option<UnixMillis>,
-}
-
-impl Identity {
-    /// Whose a job is that this caller submits and says no more of. With the token in the data folder nobody needs a name:
-    /// such jobs belong to the default user, as they do where there is no other token.
-    pub(crate) fn owner(&self) -> UserName {
-        if self.by == FILE {
-            UserName::default()
-        } else {
-            self.name.clone()
-        }
-    }
-
-    /// The key of a submission. It is its user's: another one who uses the same text is not told of this job.
-    pub(crate) fn key(&self, key: &str) -> String {
-        if self.by == FILE {
-            key.to_owned()
-        } else {
-            format!("{}/{key}", self.name)
-        }
-    }
-
-    /// Whether a job of this owner may be looked at.
-    pub(crate) fn sees(&self, owner: &UserName) -> bool {
-        self.role.sees_all() || self.name == *owner
-    }
-
-    /// Whether a job of this owner may be changed, given the right to change jobs at all.
-    pub(crate) fn changes(&self, owner: &UserName) -> bool {
-        self.role.changes_all() || self.name == *owner
-    }
-
-    /// A line about something that this caller wants done.
-    pub(crate) fn line(&self, now: UnixMillis, action: &str, object: &str) -> AuditLine {
-        AuditLine {
-            id: AuditLine::fresh_id(),
-            time: now,
-            who: self.name.to_string(),
-            by: self.by.clone(),
-            from: address(self.from),
-            action: action.to_owned(),
-            object: AuditLine::quote(object),
-            done: true,
-            detail: String::new(),
-        }
-    }
-}
-
-fn address(from: Option<SocketAddr>) -> String {
-    from.map(|from| from.ip().to_canonical().to_string())
-        .unwrap_or_default()
-}
-
-/// Why a caller is not let in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Denied {
-    /// Not one of ours, or not any more.
-    Wrong,
-    /// Too many wrong ones came from there.
-    TooMany,
-    /// A certificate that is no good any more, and why.
-    Certificate(&'static str),
-    /// A join token that is no good any more, and why.
-    Join(&'static str),
-}
 
 /// What a token is.
 enum Found {
@@ -123,29 +52,6 @@ enum Found {
     /// It was one of ours, until that happened.
     Ended(Identity, &'static str),
     Unknown,
-}
-
-/// Why something about tokens could not be done.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum AccessError {
-    #[error("there is no token {0:?}; `aitk-coordinator token ls` lists them")]
-    NoToken(String),
-    #[error("no worker {0:?} has joined; `aitk-coordinator worker certs ls` lists those that have")]
-    NoWorker(String),
-    #[error(
-        "worker {0} is another machine's, as its token or certificate has another name; let this one have its own \
-         --data-dir, or give it a token of that name"
-    )]
-    NotYours(String),
-    #[error(
-        "{name} has registered as {most} workers already. A machine keeps its id in its --data-dir: keep that folder, or let \
-         this machine join under another name"
-    )]
-    TooManyWorkers { name: UserName, most: usize },
-    #[error("a token cannot be written down: {0}")]
-    Record(serde_json::Error),
-    #[error(transparent)]
-    Store(#[from] StoreError),
 }
 
 /// The door's book: tokens, failures, and the way into the audit log. Cheap to clone.
@@ -185,12 +91,12 @@ impl Access {
         let unwritten = data_dir.join(audit::UNWRITTEN);
         audit::write_kept(store.as_ref(), &unwritten).await?;
         let mut tokens = HashMap::new();
-        for document in store.documents(tokens::TOKEN).await? {
+        for document in store.documents(TOKEN).await? {
             let record: TokenRecord = serde_json::from_str(&document.record).map_err(AccessError::Record)?;
             tokens.insert(record.sha256, record);
         }
-        let machines = store.documents(machines::MACHINE).await?;
-        let machines = machines.iter().map(machines::read).collect::<Result<_, _>>()?;
+        let machines = store.documents(MACHINE).await?;
+        let machines = machines.iter().map(read_machine).collect::<Result<_, _>>()?;
         let enrolments = Enrolments::load(store.as_ref()).await?;
         let (lines, mut waiting) = mpsc::channel(WAITING);
         let inner = Arc::new(Inner {

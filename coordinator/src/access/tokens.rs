@@ -1,52 +1,20 @@
 //! The tokens of users and workers.
 
-use super::{Access, AccessError, FILE, Identity};
+use super::Access;
+use super::error::AccessError;
+use super::identity::{FILE, Identity};
+use super::records::TokenRecord;
 use crate::store::AuditLine;
-use crate::store::Document;
-use aitk_common::control::UnixMillis;
 use aitk_common::hash::ContentHash;
 use aitk_common::id::UserName;
 use aitk_common::security::role::Role;
 use aitk_common::security::token::Token;
-use serde::{Deserialize, Serialize};
 use std::sync::PoisonError;
 use std::time::Duration;
 
-/// Kind of a token's document.
-pub(super) const TOKEN: &str = "token";
 /// How often an open stream looks whether its caller's token is still good. A timer stands still while the machine is
 /// suspended, so none is set for the whole life of a token.
 const LOOK: Duration = Duration::from_secs(30);
-
-/// A user's token, without its secret.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct TokenRecord {
-    pub(crate) id: String,
-    /// Whose it is.
-    pub(crate) name: UserName,
-    pub(crate) role: Role,
-    /// Of the secret.
-    pub(crate) sha256: ContentHash,
-    pub(crate) created: UnixMillis,
-    /// Name of whoever made it.
-    pub(crate) created_by: String,
-    pub(crate) expires: Option<UnixMillis>,
-    pub(crate) revoked: Option<UnixMillis>,
-}
-
-impl TokenRecord {
-    pub(super) fn is_good(&self, now: UnixMillis) -> bool {
-        self.revoked.is_none() && self.expires.is_none_or(|end| now < end)
-    }
-
-    pub(super) fn document(&self) -> Result<Document, AccessError> {
-        Ok(Document {
-            kind: TOKEN,
-            id: self.id.clone(),
-            record: serde_json::to_string(self).map_err(AccessError::Record)?,
-        })
-    }
-}
 
 impl Access {
     /// Waits until this caller's token or certificate is no good any more.

@@ -1,8 +1,10 @@
 //! What the one who runs the coordinator may do.
 
 use super::auth::caller;
+use super::enrol;
 use super::jobs::page;
-use super::{Shared, access_failed, enrol, storage_failed, store_failed};
+use super::shared::Shared;
+use super::status::{access_failed, storage_failed, store_failed};
 use crate::access::TokenRecord;
 use crate::error_chain::error_chain;
 use crate::garbage::CollectError;

@@ -1,7 +1,8 @@
 //! Jobs that come in together: arrays, and jobs that are cut into parts.
 
 use super::jobs::JobsApi;
-use super::{refused, store_failed};
+use super::new_job::new_job;
+use super::status::{refused, store_failed};
 use crate::access::Identity;
 use crate::error_chain::error_chain;
 use crate::size;
@@ -332,7 +333,7 @@ impl JobsApi {
         let mut all = Vec::new();
         for (folder, member) in members.await? {
             let artifacts = self.0.store.artifacts(&member).await;
-            let artifacts = artifacts.map_err(|error| super::store_failed(&error))?;
+            let artifacts = artifacts.map_err(|error| store_failed(&error))?;
             all.extend(artifacts.into_iter().map(|mut artifact| {
                 if let Some(folder) = &folder
                     && artifact.name.split('/').next() != Some(folder)
@@ -360,31 +361,4 @@ fn share(mut demand: Demand, pictures: u64, of: u64) -> Demand {
 
 fn member_id(array: &JobId, index: usize) -> JobId {
     JobId::new(format!("{array}-{index}"))
-}
-
-/// What the core is told of a submission.
-pub(super) fn new_job(
-    who: &Identity,
-    id: JobId,
-    seed: u64,
-    asked: Asked,
-    submission: &Submission,
-    payload: Payload,
-) -> NewJob {
-    NewJob {
-        id,
-        seed,
-        name: asked.named.name,
-        kind: asked.named.kind,
-        wants: asked.wants,
-        after: asked.after,
-        sees_all: who.role.sees_all(),
-        not_before: asked.not_before,
-        trace: asked.trace,
-        local: submission.local,
-        idempotency_key: submission.idempotency_key.as_ref().map(|key| who.key(key)),
-        capped: !who.role.changes_all(),
-        config_bytes: 0,
-        payload: Arc::new(payload),
-    }
 }

@@ -2,7 +2,8 @@
 //! they are stored, and stored before they are acknowledged.
 
 use super::auth::caller;
-use super::{Shared, storage_failed, storage_full, store_failed, token_ended};
+use super::shared::Shared;
+use super::status::{storage_failed, storage_full, store_failed, token_ended};
 use crate::access::Identity;
 use crate::scope::Reach;
 use crate::transfers::TransferPermit;

@@ -1,7 +1,8 @@
 //! How a machine becomes a worker with a certificate, keeps it, and loses it.
 
 use super::auth::caller;
-use super::{Shared, access_failed};
+use super::shared::Shared;
+use super::status::access_failed;
 use crate::access::{Certified, EnrolError, Enrolment, Identity};
 use crate::pki::{Signer, wall};
 use aitk_common::control::Registration;

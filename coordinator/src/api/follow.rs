@@ -1,6 +1,7 @@
 //! The events of a job, as they are stored and as they happen.
 
-use super::{Shared, stopped, store_failed};
+use super::shared::{Shared, stopped};
+use super::status::store_failed;
 use aitk_common::control::{EventBody, JobEvent};
 use aitk_common::id::JobId;
 use aitk_proto::v1;

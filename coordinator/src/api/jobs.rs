@@ -1,9 +1,10 @@
 //! Jobs, their files, and workers.
 
-use super::arrays::new_job;
 use super::auth::{caller, same_machine};
 use super::follow::{FOLLOWER_TIMEOUT, WIRE_BUFFER, stream_events};
-use super::{Shared, refused, store_failed, token_ended};
+use super::new_job::new_job;
+use super::shared::Shared;
+use super::status::{refused, store_failed, token_ended};
 use crate::access::Identity;
 use crate::size;
 use crate::store::AuditLine;

@@ -1,7 +1,7 @@
 //! What must hold before a submission is taken: that its caller may submit it, and that its inputs are there.
 
 use super::jobs::JobsApi;
-use super::storage_failed;
+use super::status::storage_failed;
 use crate::access::Identity;
 use crate::error_chain::error_chain;
 use crate::garbage::{Held, Unfit, present};

@@ -1,7 +1,9 @@
 //! Sessions of workers.
 
 use super::auth::{caller, protocol_mismatch, same_machine};
-use super::{Shared, access_failed, enrol, stopped, token_ended};
+use super::enrol;
+use super::shared::{Shared, stopped};
+use super::status::{access_failed, token_ended};
 use crate::access::Identity;
 use crate::assign::{Outgoing, Unsendable, Work};
 use crate::error_chain::error_chain;

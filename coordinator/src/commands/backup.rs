@@ -1,6 +1,6 @@
 //! `backup` and `restore`.
 
-use super::{default_data_dir, say};
+use super::console::{default_data_dir, say};
 use aitk_coordinator::DatabaseUrl;
 use clap::Args;
 use std::path::PathBuf;

@@ -1,7 +1,7 @@
 //! `gc`: have the object storage looked through now.
 
+use super::console::say;
 use super::remote::{RemoteArgs, refused};
-use super::say;
 use aitk_proto::v1::CollectGarbageRequest;
 use clap::Args;
 

@@ -1,6 +1,6 @@
 //! `init`: a certificate authority for a network of one's own.
 
-use super::{default_data_dir, say};
+use super::console::{default_data_dir, say};
 use aitk_coordinator::{ca_folder, init};
 use anyhow::Context;
 use clap::Args;

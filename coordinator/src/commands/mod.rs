@@ -1,6 +1,7 @@
 //! The commands of the program.
 
 mod backup;
+mod console;
 mod gc;
 mod init;
 mod remote;
@@ -8,9 +9,7 @@ pub(crate) mod serve;
 mod token;
 mod worker;
 
-use anyhow::Context;
 use clap::Subcommand;
-use std::path::PathBuf;
 
 /// What else than serving can be done.
 #[derive(Debug, Subcommand)]
@@ -46,22 +45,4 @@ impl Command {
             Self::Restore(args) => Box::pin(backup::restore(args)).await,
         }
     }
-}
-
-/// Where a coordinator keeps its things when it is not told.
-pub(crate) fn default_data_dir() -> anyhow::Result<PathBuf> {
-    let absolute = |name: &str| {
-        std::env::var_os(name)
-            .map(PathBuf::from)
-            .filter(|path| path.is_absolute())
-    };
-    let base = absolute("XDG_DATA_HOME").or_else(|| absolute("HOME").map(|home| home.join(".local/share")));
-    let base = base.context("there is no home folder; give --data-dir")?;
-    Ok(base.join("aitk/coordinator"))
-}
-
-/// One line of the answer to a command.
-fn say(line: &str) -> anyhow::Result<()> {
-    use std::io::Write;
-    writeln!(std::io::stdout(), "{line}").context("cannot write the answer")
 }

@@ -1,6 +1,6 @@
 //! How a command reaches the coordinator that runs.
 
-use super::default_data_dir;
+use super::console::default_data_dir;
 use aitk_common::security::ca::CERT_FILE;
 use aitk_common::security::join;
 use aitk_common::security::token::Token;

@@ -1,6 +1,6 @@
 //! Without a command: serve.
 
-use super::default_data_dir;
+use super::console::default_data_dir;
 use aitk_common::id::UserName;
 use aitk_common::telemetry;
 use aitk_common::telemetry::traces::Traces;

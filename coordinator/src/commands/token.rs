@@ -1,7 +1,7 @@
 //! `token` and `audit`: who may talk to the coordinator, and who did what.
 
+use super::console::{date, say};
 use super::remote::{RemoteArgs, refused};
-use super::say;
 use aitk_common::fsutil;
 use aitk_proto::v1;
 use anyhow::Context;
@@ -144,16 +144,6 @@ fn ending(token: &v1::TokenInfo) -> String {
         (None, Some(time)) => format!(", until {}", date(time)),
         (None, None) => ", without end".to_owned(),
     }
-}
-
-pub(super) fn date(millis: u64) -> String {
-    let time = i64::try_from(millis)
-        .ok()
-        .and_then(|ms| jiff::Timestamp::from_millisecond(ms).ok());
-    time.map_or_else(
-        || "?".to_owned(),
-        |time| time.strftime("%Y-%m-%dT%H:%M:%SZ").to_string(),
-    )
 }
 
 async fn list(args: ListArgs) -> anyhow::Result<()> {

@@ -1,8 +1,7 @@
 //! `worker`: join tokens and certificates of workers.
 
+use super::console::{date, say};
 use super::remote::{RemoteArgs, refused};
-use super::say;
-use super::token::date;
 use aitk_common::fsutil;
 use aitk_proto::v1;
 use anyhow::bail;

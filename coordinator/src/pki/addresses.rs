@@ -1,5 +1,6 @@
 //! Under which names and addresses this machine is reached.
 
+use crate::config::PkiConfig;
 use aitk_common::fsutil;
 use aitk_common::security::ca::{CaError, is_server_name};
 use std::collections::BTreeSet;
@@ -77,6 +78,13 @@ fn interfaces() -> Vec<IpAddr> {
 #[cfg(not(unix))]
 fn interfaces() -> Vec<IpAddr> {
     Vec::new()
+}
+
+/// The names under which `init` was told that coordinators are reached.
+pub(super) fn server_names(pki: &PkiConfig) -> Vec<String> {
+    let mut names = kept(&pki.folder);
+    names.extend(pki.hostnames.iter().cloned());
+    names
 }
 
 #[cfg(test)]

@@ -5,17 +5,19 @@
 //! with a token and has none. Who a certificate is and whether it was revoked is asked at the door, at every call.
 
 mod addresses;
+mod error;
 mod listener;
 mod server;
+mod signer;
 
-use crate::clock::Clock;
-use crate::config::{Config, PkiConfig, TlsFiles};
+pub use error::PkiError;
+pub(crate) use signer::{Signer, wall};
+
+use crate::config::{Config, TlsFiles};
 use crate::door::Door;
 use crate::error_chain::error_chain;
-use aitk_common::control::UnixMillis;
 use aitk_common::hash::ContentHash;
-use aitk_common::id::UserName;
-use aitk_common::security::ca::{Ca, CaError, CheckedRequest, WorkerCertificate};
+use aitk_common::security::ca::{Ca, CaError};
 use rustls::crypto::ring;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -26,63 +28,8 @@ use server::Current;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
-
-/// Why there is no TLS.
-#[derive(Debug, thiserror::Error)]
-pub enum PkiError {
-    /// The authority.
-    #[error(transparent)]
-    Ca(#[from] CaError),
-    /// A certificate or key that the administrator gave.
-    #[error("cannot use the TLS file {}: {problem}", path.display())]
-    File {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        problem: String,
-    },
-    /// The library.
-    #[error("TLS cannot be set up: {0}")]
-    Library(String),
-}
-
-/// The authority at work.
-#[derive(Debug)]
-pub(crate) struct Signer {
-    ca: Ca,
-    worker_life: Duration,
-}
-
-impl Signer {
-    /// What tokens name the authority by.
-    pub(crate) fn hash(&self) -> ContentHash {
-        self.ca.hash()
-    }
-
-    /// A worker's certificate, from now on.
-    pub(crate) fn worker(
-        &self,
-        request: &CheckedRequest,
-        name: &UserName,
-        enrolment: &str,
-    ) -> Result<(String, WorkerCertificate), CaError> {
-        self.ca.issue_worker(request, name, enrolment, wall(), self.worker_life)
-    }
-
-    /// When a worker should ask for the next one: after half of its life, so that an outage of the other half does no harm.
-    pub(crate) fn renew_after(&self) -> Duration {
-        self.worker_life / 2
-    }
-}
-
-/// What the clock on the wall says. Not the coordinator's own one: that stands still while the machine sleeps, and TLS asks
-/// the wall.
-pub(crate) fn wall() -> UnixMillis {
-    Clock::new().now()
-}
 
 /// TLS for the listener.
 pub(crate) struct Tls {
@@ -214,11 +161,4 @@ pub fn init(data_dir: &std::path::Path, hostnames: &[String]) -> Result<Made, Pk
         new: true,
         hash: ca.hash(),
     })
-}
-
-/// The names under which `init` was told that coordinators are reached.
-fn told(pki: &PkiConfig) -> Vec<String> {
-    let mut names = addresses::kept(&pki.folder);
-    names.extend(pki.hostnames.iter().cloned());
-    names
 }

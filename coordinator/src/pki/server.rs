@@ -1,6 +1,8 @@
 //! The coordinator's own certificate: signed at the start, and again in time, while it runs.
 
-use super::{PkiError, Signer, addresses, told, wall};
+use super::addresses;
+use super::error::PkiError;
+use super::signer::{Signer, wall};
 use crate::config::PkiConfig;
 use crate::error_chain::error_chain;
 use aitk_common::control::UnixMillis;
@@ -55,7 +57,7 @@ impl Renewing {
         {
             return Err(aitk_common::security::ca::CaError::BadName(bad.clone()).into());
         }
-        let told = told(pki);
+        let told = addresses::server_names(pki);
         let names = addresses::names(addr, &told);
         let issued = wall();
         let current = Arc::new(Current::new(sign(&signer, &names, issued, pki.server_life)?));

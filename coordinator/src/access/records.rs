@@ -1,0 +1,51 @@
+//! What the store keeps of tokens and machines.
+
+use super::error::AccessError;
+use crate::store::Document;
+use aitk_common::control::UnixMillis;
+use aitk_common::hash::ContentHash;
+use aitk_common::id::{UserName, WorkerId};
+use aitk_common::security::role::Role;
+use serde::{Deserialize, Serialize};
+
+/// Kind of a token's document.
+pub(super) const TOKEN: &str = "token";
+
+/// A user's token, without its secret.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct TokenRecord {
+    pub(crate) id: String,
+    /// Whose it is.
+    pub(crate) name: UserName,
+    pub(crate) role: Role,
+    /// Of the secret.
+    pub(crate) sha256: ContentHash,
+    pub(crate) created: UnixMillis,
+    /// Name of whoever made it.
+    pub(crate) created_by: String,
+    pub(crate) expires: Option<UnixMillis>,
+    pub(crate) revoked: Option<UnixMillis>,
+}
+
+impl TokenRecord {
+    pub(super) fn is_good(&self, now: UnixMillis) -> bool {
+        self.revoked.is_none() && self.expires.is_none_or(|end| now < end)
+    }
+
+    pub(super) fn document(&self) -> Result<Document, AccessError> {
+        Ok(Document {
+            kind: TOKEN,
+            id: self.id.clone(),
+            record: serde_json::to_string(self).map_err(AccessError::Record)?,
+        })
+    }
+}
+
+/// Kind of the document that says whose a worker is: its id is the worker's, its record a name in quotes.
+pub(super) const MACHINE: &str = "machine";
+
+/// Whose a worker is, from its document.
+pub(super) fn read_machine(document: &Document) -> Result<(WorkerId, UserName), AccessError> {
+    let owner = serde_json::from_str(&document.record).map_err(AccessError::Record)?;
+    Ok((WorkerId::new(document.id.as_str()), owner))
+}
