@@ -1,7 +1,7 @@
 //! The aitk coordinator: queue, leases, store and gRPC API.
 //!
-//! [`aitk_scheduler`] decides (pure, sans-io), `runner` owns its state and stores every change before anybody hears of it, [`store`]
-//! keeps it, `cluster` lets one of several lead, `garbage` removes what nobody needs any more, `pki` is about
+//! [`aitk_scheduler`] decides (pure, sans-io), `runner` owns its state and stores every change before anybody hears of it,
+//! [`store`] keeps it, `cluster` lets one of several lead, `garbage` removes what nobody needs any more, `pki` is about
 //! certificates, `scope` says who sees which blob, `api` speaks gRPC, `server` starts and ends it all. It never
 //! computes and never depends on the engine.
 

@@ -291,7 +291,7 @@ impl Runner {
             }
             persisted => persisted?,
         }
-        self.metrics.stored(&records, began.elapsed());
+        self.metrics.stored(&records, audit.len(), began.elapsed());
         self.spans.stored(&records);
         for record in &records {
             if let Record::NewJob(job, payload) = record {

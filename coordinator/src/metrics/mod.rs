@@ -118,13 +118,14 @@ impl Metrics {
         metrics
     }
 
-    /// What became durable in one transaction.
-    pub(crate) fn stored(&self, records: &[Record], took: Duration) {
-        if records.is_empty() {
+    /// What became durable in one transaction, and how many lines of the audit log did with it.
+    pub(crate) fn stored(&self, records: &[Record], audit_lines: usize, took: Duration) {
+        let written = records.len() + audit_lines;
+        if written == 0 {
             return;
         }
         self.commit.observe(took.as_secs_f64());
-        self.records.inc_by(records.len() as u64);
+        self.records.inc_by(written as u64);
         for record in records {
             match record {
                 Record::NewJob(..) => {
