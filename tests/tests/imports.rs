@@ -131,10 +131,10 @@ impl Crate {
     }
 
     fn add(&mut self, path: &Path, name: Name) {
-        let text = std::fs::read_to_string(path).unwrap();
+        let text = std::fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
         let parsed = syn::parse_file(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
-        let own = path.file_name().unwrap().to_str().unwrap();
-        let beside = path.parent().unwrap();
+        let own = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let beside = path.parent().unwrap_or(Path::new("."));
         let below = match own {
             "mod.rs" | "lib.rs" | "main.rs" => beside.to_owned(),
             other => beside.join(other.trim_end_matches(".rs")),
