@@ -11,7 +11,7 @@ Nothing is started: what to do next is printed. A second run installs a newer ve
 
   --prefix DIR    where programs go: DIR/bin (default: /usr/local as root, else ~/.local)
   --from DIR      take built programs from there (default: build them here with cargo)
-  --cpu           build for the processor alone (default: with CUDA where nvcc is found, with Metal on an Apple Silicon Mac)
+  --cpu           build for the CPU alone (default: with CUDA where nvcc is found, with Metal on an Apple Silicon Mac)
   --no-service    programs only
   --destdir DIR   put everything below DIR, for a package or a look; users and services of this machine stay as they are
   --uninstall     remove programs and services that this script installed; configuration and data stay

@@ -18,9 +18,9 @@ pub(crate) fn anatomy(loaded: &LoadedJob, directory: &Path) -> Option<Anatomy> {
     Anatomy::read(&expand(&model.config_path, directory, &env))
 }
 
-/// How many pictures the job draws, where its prompts lie here.
-pub(crate) fn pictures(spec: &JobSpec, directory: &Path) -> Option<u64> {
-    spec.pictures(|file| prompts_in(file, directory))
+/// How many images the job draws, where its prompts lie here.
+pub(crate) fn images(spec: &JobSpec, directory: &Path) -> Option<u64> {
+    spec.images(|file| prompts_in(file, directory))
 }
 
 /// How many prompts a file holds.

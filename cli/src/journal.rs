@@ -178,8 +178,8 @@ mod tests {
     fn lines_have_their_time_and_fit_the_terminal() {
         let mut journal = journal(Some(40));
         assert_eq!(
-            journal.lines(&log(61, "info", "seven pictures")),
-            ["00:01:01  seven pictures"]
+            journal.lines(&log(61, "info", "seven images")),
+            ["00:01:01  seven images"]
         );
         let long = "a line of words that does not fit, with /a/path/that/is/longer/than/one/whole/line at its end";
         let lines = journal.lines(&log(62, "warn", long));

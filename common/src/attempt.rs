@@ -39,7 +39,7 @@ pub struct AttemptSpec {
     pub profile: MemoryProfile,
     /// The seed that decides everything which the config leaves open. Chosen once per job, so that every attempt agrees.
     pub seed: u64,
-    /// Numbers (as artifacts) of the pictures that earlier attempts drew and that are kept: they are not drawn again.
+    /// Numbers (as artifacts) of the images that earlier attempts drew and that are kept: they are not drawn again.
     #[serde(default)]
     pub drawn: Vec<u64>,
     /// Inputs as the config names them -> the folder for what is computed from them (cached latents, image sizes). An
@@ -68,9 +68,9 @@ pub enum ChildEvent {
     },
     /// How far the work is.
     Progress {
-        /// Steps (or pictures) done.
+        /// Steps (or images) done.
         done: u64,
-        /// Steps (or pictures) in all.
+        /// Steps (or images) in all.
         total: u64,
         /// Wall time in seconds per step over the last steps, everything included; none where that is not known or not true any more.
         seconds_per_step: Option<f64>,
@@ -90,7 +90,7 @@ pub enum ChildEvent {
         /// The text.
         message: String,
     },
-    /// A finished file that the user wants (a LoRA, a picture). It is complete when this is said.
+    /// A finished file that the user wants (a LoRA, an image). It is complete when this is said.
     Artifact {
         /// `lora`, `sample`, `image`, `config`, `grid`, ….
         kind: String,

@@ -11,7 +11,7 @@ pub enum DeviceKind {
     Cuda,
     /// The GPU of an Apple Silicon Mac.
     Metal,
-    /// The processor.
+    /// The CPU.
     Cpu,
 }
 
@@ -51,7 +51,7 @@ pub struct Device {
     pub memory_budget: u64,
     /// dtypes in which every operation was tried on small tensors and came out right: `f32`, `bf16`, `f16`.
     pub dtypes: Vec<String>,
-    /// Attention implementations that run here: `flash` never holds all scores (the processor), `eager` is composed of
+    /// Attention implementations that run here: `flash` never holds all scores (the CPU), `eager` is composed of
     /// products and a softmax, some queries at a time (GPUs).
     pub attention: Vec<String>,
     /// The memory profile that this device offers to a task that asks for none.

@@ -4,7 +4,7 @@
 //!
 //! A decision is a device that becomes free and the choice of the next job for it, with everything that goes with it:
 //! the end of the old attempt, the new one, its events and records as effects (which are dropped: no store, no wire).
-//! Rates are per second of processor time, on one thread; Linux only, because of the memory. Short queues are made and
+//! Rates are per second of CPU time, on one thread; Linux only, because of the memory. Short queues are made and
 //! worked off several times: one takes no longer than the clock ticks.
 //!
 //! Then how long single requests hold the core with 50,000 waiting jobs, and how long SQLite takes to store what they change,
@@ -38,7 +38,7 @@ fn resident() -> u64 {
     pages * 4096
 }
 
-/// Time that this process has had a processor, so that a busy machine does not make the core look slow. (The figure in
+/// Time that this process has had a CPU, so that a busy machine does not make the core look slow. (The figure in
 /// `/proc/self/schedstat` only moves when the clock ticks.)
 fn processor_time() -> Duration {
     let Ok(usage) = getrusage(UsageWho::RUSAGE_SELF) else {
@@ -66,7 +66,7 @@ fn new_job(number: u64, fits: bool) -> NewJob {
         owner: UserName::new(format!("user{}", number % 10)),
         demand: Some(Demand {
             family: family.into(),
-            milliunits: 1_000_000,
+            millipasses: 1_000_000,
             memory: Some(need),
         }),
         // Those that fit nowhere are all unlike each other.

@@ -14,8 +14,8 @@ mod clock;
 mod cluster;
 mod config;
 
+mod connection_limiter;
 mod data_folder;
-mod door;
 mod error_chain;
 mod garbage;
 mod metrics;

@@ -2,12 +2,12 @@
 
 use crate::access::{Access, AccessError};
 use crate::address::ClientAddress;
-use crate::api::{Gate, Shared, routes};
+use crate::api::{Authenticator, Shared, routes};
 use crate::assign::Assigner;
 use crate::clock::Clock;
 use crate::config::Config;
+use crate::connection_limiter::ConnectionLimiter;
 use crate::data_folder::{self, DataFolderError};
-use crate::door::Door;
 use crate::error_chain::error_chain;
 use crate::garbage::{Collector, Pins};
 use crate::metrics::{self, Metrics};
@@ -45,7 +45,7 @@ const KEEP_ALIVE: Duration = Duration::from_secs(10);
 /// How long a connection may take until its first call with a good token.
 pub(crate) const FIRST_CALL: Duration = Duration::from_secs(15);
 /// Connections that wait for that. With those of [`metrics`] fewer than half of the files that a process may open by default.
-pub(crate) const STRANGERS: usize = 384;
+pub(crate) const MAX_UNAUTHENTICATED: usize = 384;
 /// Calls at once on one connection: a worker or a client needs a handful.
 const STREAMS: u32 = 256;
 /// The database in the data folder, when there is no other.
@@ -177,7 +177,7 @@ pub struct Running {
     renewing: Option<JoinHandle<()>>,
     leading: JoinHandle<StoreError>,
     store: Arc<dyn Store>,
-    _ground: Ground,
+    _prerequisites: Prerequisites,
 }
 
 impl Running {
@@ -246,12 +246,12 @@ async fn ended<T>(task: &mut JoinHandle<T>) -> bool {
 pub async fn start(config: Config) -> Result<Running, StartError> {
     // Boxed: it holds what the databases' libraries hold while they open, and every caller would carry it.
     Box::pin(async {
-        let ground = Ground::prepare(&config)?;
+        let prerequisites = Prerequisites::prepare(&config)?;
         let store = match &config.database {
             Some(url) => SqlStore::postgres(url).await?,
-            None => SqlStore::sqlite(&ground.data_dir.join(DATABASE)).await?,
+            None => SqlStore::sqlite(&prerequisites.data_dir.join(DATABASE)).await?,
         };
-        Box::pin(bring_up(config, &ground, store)).await
+        Box::pin(bring_up(config, &prerequisites, store)).await
     })
     .await
 }
@@ -261,7 +261,7 @@ const TRANSIT: &str = "transit";
 
 /// What a coordinator stands on, whether it leads or not.
 #[derive(Clone)]
-pub(crate) struct Ground {
+pub(crate) struct Prerequisites {
     pub(crate) data_dir: PathBuf,
     pub(crate) token: Token,
     token_file: Option<PathBuf>,
@@ -270,15 +270,15 @@ pub(crate) struct Ground {
     _lock: Arc<File>,
 }
 
-impl std::fmt::Debug for Ground {
+impl std::fmt::Debug for Prerequisites {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Ground")
+        f.debug_struct("Prerequisites")
             .field("data_dir", &self.data_dir)
             .finish_non_exhaustive()
     }
 }
 
-impl Ground {
+impl Prerequisites {
     /// Where blobs lie that are kept on this machine.
     fn storage_folder(&self) -> Option<PathBuf> {
         if self.storage_url.starts_with('/') {
@@ -333,15 +333,19 @@ pub(crate) fn limited() -> Server {
 }
 
 /// Leads, with a store that may write.
-pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -> Result<Running, StartError> {
+pub(crate) async fn bring_up(
+    config: Config,
+    prerequisites: &Prerequisites,
+    store: SqlStore,
+) -> Result<Running, StartError> {
     let mut server = limited();
-    let Ground {
+    let Prerequisites {
         data_dir,
         token,
         token_file,
         storage_url,
         ..
-    } = ground.clone();
+    } = prerequisites.clone();
     let blobs: Arc<dyn BlobStore> = Arc::new(ObjectBlobs::open(&storage_url)?);
     let transit = data_dir.join(TRANSIT);
 
@@ -423,7 +427,7 @@ pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -
         config.limits.stored_bytes,
     );
     // A bucket has room of its own; what goes there still passes through a folder of ours.
-    let stored_here = ground.storage_folder();
+    let stored_here = prerequisites.storage_folder();
     let folders: Vec<PathBuf> = [Some(data_dir.clone()), stored_here].into_iter().flatten().collect();
     let space = Space::new(folders, config.disk_reserve);
     tokio::spawn(space.clone().watch(core.clone(), stopping.clone()));
@@ -452,21 +456,21 @@ pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -
     };
     let is_tls = tls.is_some();
     let certificates_only = tls.as_ref().is_some_and(|tls| tls.certificates_only);
-    let door = Door::new(FIRST_CALL, STRANGERS);
-    let gate = Gate::new(access.clone(), store.proof(), certificates_only, door.clone());
-    let router = server.add_routes(routes(&shared, &gate));
+    let limiter = ConnectionLimiter::new(FIRST_CALL, MAX_UNAUTHENTICATED);
+    let authenticator = Authenticator::new(access.clone(), store.proof(), certificates_only, limiter.clone());
+    let router = server.add_routes(routes(&shared, &authenticator));
     let mut stopped = stopping;
     let stopped = async move {
         let _ = stopped.wait_for(|stop| *stop).await;
     };
     let (serving, renewing): (BoxFuture<'static, _>, _) = match tls {
         None => {
-            let incoming = door.incoming(listener);
+            let incoming = limiter.incoming(listener);
             (Box::pin(router.serve_with_incoming_shutdown(incoming, stopped)), None)
         }
         Some(tls) => {
             let refused = move |from, problem: &str| access.note_refused_certificate(from, problem);
-            let (incoming, renewing) = tls.accept(door, listener, refused);
+            let (incoming, renewing) = tls.accept(limiter, listener, refused);
             (
                 Box::pin(router.serve_with_incoming_shutdown(incoming, stopped)),
                 renewing,
@@ -490,7 +494,7 @@ pub(crate) async fn bring_up(config: Config, ground: &Ground, store: SqlStore) -
         auditing,
         leading,
         store,
-        _ground: ground.clone(),
+        _prerequisites: prerequisites.clone(),
     })
 }
 

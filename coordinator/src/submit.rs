@@ -26,7 +26,7 @@ pub(crate) struct Asked {
     pub(crate) wants: Wants,
     pub(crate) after: Vec<Prerequisite>,
     pub(crate) not_before: Option<UnixMillis>,
-    /// To be cut into parts, of so many pictures.
+    /// To be cut into parts, of so many images.
     pub(crate) split: Option<(Split, u64)>,
     /// The span of the call that submits it.
     pub(crate) trace: Option<TraceContext>,
@@ -131,10 +131,10 @@ fn read(submission: &Submission, retries: u32, all_sent: bool) -> Result<Asked, 
         ));
     }
     let split = cluster.split.filter(|_| !submission.local);
-    let split = split.map(|split| countable(&job, submission.pictures).map(|pictures| (split, pictures)));
+    let split = split.map(|split| countable(&job, submission.images).map(|images| (split, images)));
     let split = split.transpose()?;
-    let counted = |demand: Demand| match submission.pictures {
-        Some(pictures) => demand.of_pictures(&job, pictures),
+    let counted = |demand: Demand| match submission.images {
+        Some(images) => demand.of_images(&job, images),
         None => demand,
     };
     let wants = Wants {
@@ -176,11 +176,11 @@ fn problems(findings: &[Finding]) -> String {
     format!("job_json: {}", summary(findings))
 }
 
-/// The pictures of a job that is to be cut into parts.
-fn countable(job: &Value, pictures: Option<u64>) -> Result<u64, String> {
+/// The images of a job that is to be cut into parts.
+fn countable(job: &Value, images: Option<u64>) -> Result<u64, String> {
     let processes = job.get("process").and_then(Value::as_array);
     let one = processes.is_some_and(|list| list.len() == 1) && job.pointer("/process/0/kind/generate").is_some();
-    pictures.filter(|pictures| one && *pictures > 0).ok_or_else(|| {
+    images.filter(|images| one && *images > 0).ok_or_else(|| {
         "cluster.split: only a job with one `to_folder` process can be cut into parts; take the key out, or put the \
          other processes into jobs of their own"
             .into()
@@ -251,7 +251,7 @@ mod tests {
             idempotency_key: None,
             owner: None,
             anatomy: None,
-            pictures: None,
+            images: None,
         }
     }
 
@@ -262,7 +262,7 @@ mod tests {
         )
     }
 
-    fn pictures(prompts: &str) -> String {
+    fn images(prompts: &str) -> String {
         format!(
             r#"{{"type":"to_folder","kind":{{"generate":{{"output_folder":"out","model":{{"arch":"sd1","name_or_path":"org/sd1"}},"generate":{{"prompts":{prompts}}}}}}}}}"#
         )
@@ -274,14 +274,14 @@ mod tests {
     fn wishes_come_out_of_the_job() {
         let json = job(
             "generate",
-            &pictures(r#"["a cat"]"#),
+            &images(r#"["a cat"]"#),
             r#""priority":5,"device":"cuda","labels":{"zone":"x"},"retries":1"#,
         );
         let Asked { named, wants, .. } = wants(&submission(&json), 3).unwrap();
         assert_eq!((named.name.as_str(), named.kind.as_str()), ("a", "generate"));
         assert_eq!((wants.priority, wants.retries), (5, 1));
         assert_eq!(wants.labels["zone"], "x");
-        let unknown_model = pictures(r#"["a cat"]"#).replace(r#""arch":"sd1","#, "");
+        let unknown_model = images(r#"["a cat"]"#).replace(r#""arch":"sd1","#, "");
         let plain = super::wants(&submission(&job("generate", &unknown_model, "")), 3)
             .unwrap()
             .wants;
@@ -299,7 +299,7 @@ mod tests {
     fn the_rules_of_the_queue_come_out_of_the_job() {
         let json = job(
             "generate",
-            &pictures(r#"["a cat"]"#),
+            &images(r#"["a cat"]"#),
             r#""after":["j1"],"not_before":1000,"time_limit":{"secs":60,"nanos":0},"yields":true,"alone":true"#,
         );
         let asked = Submission {
@@ -318,7 +318,7 @@ mod tests {
         assert_eq!(wants.data, [ContentHash::of(b"org/sd1")]);
         let many = job(
             "generate",
-            &pictures(r#"["a"]"#),
+            &images(r#"["a"]"#),
             &format!(r#""after":{:?}"#, vec!["j"; 65]),
         );
         assert!(
@@ -329,10 +329,10 @@ mod tests {
     }
 
     #[test]
-    fn only_pictures_from_prompts_are_cut_into_parts() {
-        let asked = |kind: &str, process: &str, split: &str, pictures| {
+    fn only_images_from_prompts_are_cut_into_parts() {
+        let asked = |kind: &str, process: &str, split: &str, images| {
             let mut asked = Submission {
-                pictures,
+                images,
                 ..submission(&job(kind, process, &format!(r#""split":{split}"#)))
             };
             for input in ["data", "p.txt"] {
@@ -340,24 +340,24 @@ mod tests {
             }
             wants(&asked, 3)
         };
-        let from_file = pictures(r#""p.txt""#);
+        let from_file = images(r#""p.txt""#);
         let parts = asked("generate", &from_file, r#"{"parts":4}"#, Some(40)).unwrap();
         assert_eq!(parts.split, Some((Split::Parts(4), 40)));
         // The prompts lie in a file: the client counted them.
         let one = asked("generate", &from_file, "null", Some(1)).unwrap();
         assert_eq!(one.split, None);
         let (one, many) = (one.wants.demand.unwrap(), parts.wants.demand.unwrap());
-        assert_eq!(many.milliunits, 40 * one.milliunits);
+        assert_eq!(many.millipasses, 40 * one.millipasses);
         assert_eq!(
             asked("generate", &from_file, r#""auto""#, Some(2)).unwrap().split,
             Some((Split::Auto, 2))
         );
-        for (kind, process, pictures) in [
+        for (kind, process, images) in [
             ("generate", from_file.as_str(), None),
             ("generate", &from_file, Some(0)),
             ("extension", TRAINING, Some(3)),
         ] {
-            let error = asked(kind, process, r#""auto""#, pictures).unwrap_err();
+            let error = asked(kind, process, r#""auto""#, images).unwrap_err();
             assert!(
                 error.starts_with("cluster.split: only a job with one `to_folder`"),
                 "{error}"
@@ -367,7 +367,7 @@ mod tests {
 
     #[test]
     fn what_is_no_job_is_said_so() {
-        let unknown_priority = job("generate", &pictures(r#"["a"]"#), r#""priority":"high""#);
+        let unknown_priority = job("generate", &images(r#"["a"]"#), r#""priority":"high""#);
         for bad in [
             "",
             "[]",
@@ -429,13 +429,13 @@ mod tests {
             let error = sent(&training.replace(from, to), &["data"], false).unwrap_err();
             assert!(error.starts_with("job_json: ") && error.contains(said), "{to}: {error}");
         }
-        let secret = job("generate", &pictures(r#""/proc/self/environ""#), "");
+        let secret = job("generate", &images(r#""/proc/self/environ""#), "");
         assert!(
             sent(&secret, &[], false)
                 .unwrap_err()
                 .contains("config.process[0].generate.prompts: `/proc/self/environ`")
         );
-        let long = job("generate", &pictures(&format!("{:?}", "x".repeat(100_000))), "");
+        let long = job("generate", &images(&format!("{:?}", "x".repeat(100_000))), "");
         assert!(sent(&long, &[], false).unwrap_err().len() < 4_000);
     }
 

@@ -107,7 +107,7 @@ fi
 export CUDA_HOME CUDA_PATH=$CUDA_HOME CUDA_ROOT=$CUDA_HOME PATH=$CUDA_HOME/bin:$PATH
 make_stub
 export LIBRARY_PATH=$stub${LIBRARY_PATH:+:$LIBRARY_PATH}
-# Kernels at once; by default half as many as there are processors.
+# Kernels at once; by default half as many as there are CPUs.
 CUDAFORGE_THREADS=${CUDAFORGE_THREADS:-$(nproc)}
 export CUDAFORGE_THREADS
 
@@ -126,7 +126,7 @@ build)
   # A folder of its own: what was built without CUDA stays.
   export CARGO_TARGET_DIR=$target/cuda
   cargo build --release --locked -p aitk -p aitk-worker --features aitk/cuda,aitk-worker/cuda
-  # It starts, with the empty driver: no library is missing, and what it finds is the processor.
+  # It starts, with the empty driver: no library is missing, and what it finds is the CPU.
   LD_LIBRARY_PATH=$stub:$CUDA_HOME/lib64 "$CARGO_TARGET_DIR/release/aitk-worker" probe
   say "built $CARGO_TARGET_DIR/release/aitk and aitk-worker"
   say "they start where NVIDIA's driver (580 or later) is, and need in LD_LIBRARY_PATH: $CUDA_HOME/lib"

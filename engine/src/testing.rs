@@ -63,7 +63,7 @@ pub(crate) fn gap(a: &Tensor, b: &Tensor) -> f32 {
     largest(&(a - b).unwrap())
 }
 
-/// An attempt at a job on the processor, with the paths of its config and seed 7.
+/// An attempt at a job on the CPU, with the paths of its config and seed 7.
 pub(crate) fn attempt(job: &JobSpec, config_text: &str) -> AttemptSpec {
     AttemptSpec {
         job_id: serde_json::from_value(json!("00000000-0000-7000-8000-000000000001")).unwrap(),

@@ -1,4 +1,4 @@
-//! Captions, prompts with flags, and the sizes that pictures are brought to.
+//! Captions, prompts with flags, and the sizes that images are brought to.
 
 use super::dice::Dice;
 use super::scratch::with_file;
@@ -19,7 +19,7 @@ pub fn run(data: &[u8]) {
     }
 }
 
-/// The caption file beside a picture.
+/// The caption file beside an image.
 fn file(bytes: &[u8], extension: &str) {
     let beside = |path: &Path, default: Option<&str>| read_caption(&path.with_extension("png"), extension, default);
     with_file(&format!("caption{extension}"), bytes, |path| {
@@ -69,7 +69,7 @@ fn caption(dice: &mut Dice<'_>) {
     assert!(once.len() <= bound + 64, "{} bytes out of {}", once.len(), text.len());
 }
 
-/// A side of a picture: small, absurd, or anything.
+/// A side of an image: small, absurd, or anything.
 fn side(dice: &mut Dice<'_>) -> u32 {
     match dice.byte() % 6 {
         0 => u32::from(dice.byte()),
@@ -87,7 +87,7 @@ fn buckets(dice: &mut Dice<'_>) {
     inside(&plan_square(width, height, resolution));
 }
 
-/// The cut lies inside of the scaled picture.
+/// The cut lies inside of the scaled image.
 fn inside(plan: &BucketPlan) {
     for (bucket, scaled, crop) in [
         (plan.bucket.0, plan.scale_to.0, plan.crop.0),
@@ -96,7 +96,7 @@ fn inside(plan: &BucketPlan) {
         let end = crop.checked_add(bucket);
         assert!(
             end.is_some_and(|end| end <= scaled),
-            "cut outside of the picture: {plan:?}"
+            "cut outside of the image: {plan:?}"
         );
     }
 }

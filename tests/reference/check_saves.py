@@ -58,16 +58,16 @@ def main():
         if name not in NO_FILE:
             file = place / name / "file.safetensors"
             loaded["file"] = StableDiffusionPipeline.from_single_file(file, config=str(folder), local_files_only=True, **bare)
-        pictures = {}
+        images = {}
         for form, pipe in loaded.items():
             found = numbers(pipe)
             assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
             for key, value in wanted.items():
                 assert found[key].shape == value.shape and (found[key] == value).all(), (name, form, key)
             changed = sum((value != before).any() for value, before in zip(wanted.values(), numbers(base).values()))
-            pictures[form] = draw(pipe)
+            images[form] = draw(pipe)
             print(f"{name} {form}: {len(found)} tensors are equal, {changed} of them trained")
-        assert all((picture == pictures["folder"]).all() for picture in pictures.values())
+        assert all((image == images["folder"]).all() for image in images.values())
 
 
 if __name__ == "__main__":

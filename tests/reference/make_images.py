@@ -1,4 +1,4 @@
-"""Fixtures of Pillow: resized pictures, and what `convert("RGB")` and EXIF orientations give.
+"""Fixtures of Pillow: resized images, and what `convert("RGB")` and EXIF orientations give.
 
     python tests/reference/make_images.py [OUT_DIR]        (default: tests/fixtures/images)
 """
@@ -21,7 +21,7 @@ FILTERS = {
 SIZES = [(37, 23), (18, 11), (9, 40), (64, 64), (37, 5), (3, 23), (1, 1), (100, 31)]
 
 
-def picture(width, height, seed):
+def image(width, height, seed):
     """Smooth colours with sharp edges and some noise."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[0:height, 0:width].astype(np.float64)
@@ -37,20 +37,20 @@ def main():
     def put(name, image):
         tensors[name] = torch.from_numpy(np.array(image.convert("RGB")).copy())
 
-    base = Image.fromarray(picture(37, 23, 1))
+    base = Image.fromarray(image(37, 23, 1))
     put("base", base)
     for name, resample in FILTERS.items():
         for width, height in SIZES:
             put(f"resize:{name}:{width}x{height}", base.resize((width, height), resample))
 
     # Tall ones: Pillow resizes the other axis first where that leaves fewer pixels.
-    tall = Image.fromarray(picture(16, 50, 4))
+    tall = Image.fromarray(image(16, 50, 4))
     put("tall", tall)
     for name, resample in FILTERS.items():
         for width, height in [(16, 20), (15, 20), (8, 33), (8, 35), (20, 41), (24, 44), (5, 10)]:
             put(f"tall:{name}:{width}x{height}", tall.resize((width, height), resample))
 
-    rgb = picture(21, 13, 2)
+    rgb = image(21, 13, 2)
     alpha = (np.arange(21 * 13).reshape(13, 21) % 256).astype(np.uint8)
     gray16 = (rgb[..., 0].astype(np.uint16) * 257 + 31).astype(np.uint16)
     files = {
@@ -70,11 +70,11 @@ def main():
         else:
             image.save(OUT / name)
         if name == "gray16.png":
-            # Pillow's convert("RGB") clips to 255, which leaves a white picture; the upper byte is what is meant.
+            # Pillow's convert("RGB") clips to 255, which leaves a white image; the upper byte is what is meant.
             put(f"file:{name}", Image.fromarray((gray16 >> 8).astype(np.uint8)))
         else:
             put(f"file:{name}", Image.open(OUT / name))
-    smooth = Image.fromarray(picture(64, 48, 3)).resize((96, 64), Image.Resampling.BICUBIC)
+    smooth = Image.fromarray(image(64, 48, 3)).resize((96, 64), Image.Resampling.BICUBIC)
     for name, options in {
         "444.jpg": {"quality": 95, "subsampling": 0},
         "420.jpg": {"quality": 90, "subsampling": 2},
@@ -83,7 +83,7 @@ def main():
         smooth.save(OUT / name, **options)
         put(f"file:{name}", Image.open(OUT / name))
     # Colour at half the size under hard edges, odd sides: where decoders differ most.
-    rough = Image.fromarray(picture(51, 45, 7))
+    rough = Image.fromarray(image(51, 45, 7))
     for name, subsampling in (("rough422.jpg", 1), ("rough420.jpg", 2)):
         rough.save(OUT / name, quality=85, subsampling=subsampling)
         put(f"file:{name}", Image.open(OUT / name))

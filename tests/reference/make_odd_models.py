@@ -112,7 +112,7 @@ def cases():
 
 def main():
     shutil.rmtree(OUT, ignore_errors=True)
-    pictures, index = {}, []
+    images, index = {}, []
     for name, make in MODELS.items():
         make(OUT / name)
         print(name, sum(p.stat().st_size for p in (OUT / name).rglob("*") if p.is_file()), "bytes")
@@ -131,11 +131,11 @@ def main():
             prompt=case["prompts"], negative_prompt=[case["negative"]], width=case["width"], height=case["height"],
             num_inference_steps=case["steps"], guidance_scale=case["guidance"],
             generator=[torch.Generator("cpu").manual_seed(seed) for seed in case["seeds"]]).images[0]
-        pictures[case["case"]] = torch.from_numpy(np.array(image)[None])
+        images[case["case"]] = torch.from_numpy(np.array(image)[None])
         index.append(case)
-    save_file(pictures, OUT / "pictures.safetensors")
+    save_file(images, OUT / "images.safetensors")
     (OUT / "cases.json").write_text("[\n" + ",\n".join(json.dumps(case) for case in index) + "\n]\n")
-    print(len(index), "pictures, spread", {name: round(float(t.float().std()), 1) for name, t in pictures.items()})
+    print(len(index), "images, spread", {name: round(float(t.float().std()), 1) for name, t in images.items()})
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def operations():
             w=rand(6, 5, kernel),
             b=rand(6),
         )
-    # Along one axis the last window ends where the picture ends, along the other before.
+    # Along one axis the last window ends where the image ends, along the other before.
     for stride, padding, (h, w) in [(2, 1, (7, 8)), (2, 1, (8, 7)), (2, 0, (6, 9)), (3, 1, (9, 11))]:
         case(
             f"conv2d_{stride}_{padding}_{h}x{w}",
@@ -135,7 +135,7 @@ def operations():
 
 
 def flux_blocks():
-    """Blocks of FLUX's transformer at width 48: 3 heads of 16, 4 text tokens, 6 of a picture."""
+    """Blocks of FLUX's transformer at width 48: 3 heads of 16, 4 text tokens, 6 of an image."""
     torch.manual_seed(3)
     double, single = FluxTransformerBlock(48, 3, 16), FluxSingleTransformerBlock(48, 3, 16)
     for prefix, block in (("flux_double", double), ("flux_single", single)):

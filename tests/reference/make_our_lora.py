@@ -1,9 +1,9 @@
-"""Pictures that diffusers draws with LoRAs which aitk's trainer made -> tests/fixtures/our_lora/.
+"""Images that diffusers draws with LoRAs which aitk's trainer made -> tests/fixtures/our_lora/.
 
     AITK_UPDATE_GOLDEN=1 cargo test -p aitk-engine --lib our_lora      # makes the LoRAs, where the trainer changed
     python tests/reference/make_our_lora.py                            # draws with them
 
-Every `*.safetensors` there but the pictures is a LoRA. `load_lora_weights` must take it whole: no warning about a missing
+Every `*.safetensors` there but the images is a LoRA. `load_lora_weights` must take it whole: no warning about a missing
 or unexpected key, and each of its tensors, bit for bit, in the layer of its name with the strength alpha / rank.
 """
 import json
@@ -13,13 +13,13 @@ import re
 import torch
 from diffusers import StableDiffusionPipeline
 from diffusers.utils import logging as diffusers_logging
-from make_images import picture
+from make_images import image
 from make_pipelines import draw
 from safetensors.torch import load_file, save_file
 from tiny_sd import FIXTURES, TINY_SD
 
 OUT = FIXTURES / "our_lora"
-PICTURES = "pictures.safetensors"
+IMAGES = "images.safetensors"
 BASE = {"prompts": ["a red circle on a blue background"], "negative": "blurry", "width": 48, "height": 48,
         "seeds": [42], "steps": 6, "guidance": 7.5, "sampler": "ddim"}
 
@@ -78,7 +78,7 @@ def main():
     parts = {name: getattr(pipe, name) for name in ("vae", "text_encoder", "tokenizer", "unet")}
     tensors, index = {}, []
     for file in sorted(OUT.glob("*.safetensors")):
-        if file.name == PICTURES:
+        if file.name == IMAGES:
             continue
         layers = check_names(file)
         for number, case in enumerate(cases()):
@@ -89,10 +89,10 @@ def main():
             change = (tensors[name].float() - plain.float()).abs().mean().item()
             if "image" in case:
                 width, height = case["image"]
-                tensors[f"input_{width}x{height}"] = torch.from_numpy(picture(width, height, 5))
-            print(f"{name}: {layers} layers, changes the picture by {change:.1f} on average")
+                tensors[f"input_{width}x{height}"] = torch.from_numpy(image(width, height, 5))
+            print(f"{name}: {layers} layers, changes the image by {change:.1f} on average")
             assert change > 5, "a LoRA that cannot be seen shows nothing"
-    save_file(tensors, OUT / PICTURES)
+    save_file(tensors, OUT / IMAGES)
     (OUT / "cases.json").write_text("[\n" + ",\n".join(json.dumps(c) for c in index) + "\n]\n")
 
 

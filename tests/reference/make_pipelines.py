@@ -1,4 +1,4 @@
-"""Pictures that diffusers' Stable Diffusion pipelines draw with the tiny model, a CPU generator and float32.
+"""Images that diffusers' Stable Diffusion pipelines draw with the tiny model, a CPU generator and float32.
 
     python tests/reference/make_pipelines.py [OUT_DIR]        (default: tests/fixtures/pipelines)
 
@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import torch
 from diffusers import StableDiffusionImg2ImgPipeline, StableDiffusionPipeline
-from make_images import picture
+from make_images import image
 from make_samplers import CLASSES
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
@@ -77,7 +77,7 @@ def make_lora():
 
 
 def draw(case, parts, raw, lora=OUT / LORA):
-    """The pictures of a case as [batch, height, width, 3] bytes; `lora` is used where the case has a strength for it."""
+    """The images of a case as [batch, height, width, 3] bytes; `lora` is used where the case has a strength for it."""
     name = case["sampler"]
     bare = name.removeprefix("k_")
     config = dict(raw)
@@ -100,7 +100,7 @@ def draw(case, parts, raw, lora=OUT / LORA):
         "generator": generators[0] if case.get("shared") else generators,
     }
     if "image" in case:
-        options |= {"image": Image.fromarray(picture(*case["image"], 5)), "strength": case["strength"]}
+        options |= {"image": Image.fromarray(image(*case["image"], 5)), "strength": case["strength"]}
     else:
         options |= {"width": case["width"], "height": case["height"], "guidance_rescale": case.get("guidance_rescale", 0.0)}
     images = pipe(**options).images
@@ -122,11 +122,11 @@ def main():
         index.append({"case": name} | case)
         if "image" in case:
             width, height = case["image"]
-            tensors[f"input_{width}x{height}"] = torch.from_numpy(picture(width, height, 5))
-    save_file(tensors, OUT / "pictures.safetensors")
+            tensors[f"input_{width}x{height}"] = torch.from_numpy(image(width, height, 5))
+    save_file(tensors, OUT / "images.safetensors")
     (OUT / "cases.json").write_text("[\n" + ",\n".join(json.dumps(c) for c in index) + "\n]\n")
     spread = {name: round(float(t.float().std()), 1) for name, t in tensors.items()}
-    print(len(index), "pictures, spread", min(spread.values()), max(spread.values()))
+    print(len(index), "images, spread", min(spread.values()), max(spread.values()))
     saturated = max(float(((t == 0) | (t == 255)).float().mean()) for t in tensors.values())
     print("largest share of saturated values", round(saturated, 3))
 

@@ -193,7 +193,7 @@ def as_bitsandbytes(path, state):
             packed, state_of = bnb.quantize_4bit(value.contiguous(), quant_type=kind, compress_statistics=turn % 4 == 0)
             out[name] = packed
             out.update({f"{name}.{key}": part for key, part in state_of.as_dict(packed=True).items()})
-            # The kernel for processors takes rows for whole blocks, which a row of 32 is not: the format runs on over them.
+            # The kernel for CPUs takes rows for whole blocks, which a row of 32 is not: the format runs on over them.
             state_of.shape = torch.Size((value.numel() // 64, 64))
             back[name] = bnb.dequantize_4bit(packed, state_of).reshape(value.shape)
         turn += 1

@@ -1,6 +1,6 @@
-"""A whole training job replayed by Pillow, diffusers and peft, from picture files to the LoRA -> tests/fixtures/replay/.
+"""A whole training job replayed by Pillow, diffusers and peft, from image files to the LoRA -> tests/fixtures/replay/.
 
-Seven pictures of many sizes (two buckets, both with a short last batch) train a LoRA for 14 steps on the tiny model. Every
+Seven images of many sizes (two buckets, both with a short last batch) train a LoRA for 14 steps on the tiny model. Every
 input is made again here from section 10.4 of the ai-toolkit config reference and from docs/randomness.md: bucket, scaled
 and cut pixels, the noise of the VAE's posterior, batches and their order, captions, first weights, noise, time steps.
 
@@ -34,7 +34,7 @@ LAYERS = [*LINEAR, "time_emb_proj", "conv_shortcut", "time_embedding.linear_1", 
 CAPTIONS = ["a red circle on white", "a photo of a green square", "two zorb, blurry", "a dog in the house", "", "a large yellow triangle", "a cat, drawing"]
 
 
-def pictures():
+def images():
     (OUT / "data").mkdir(parents=True)
     rng = np.random.default_rng(4)
     for i, ((w, h), caption) in enumerate(zip(SIZES, CAPTIONS)):
@@ -160,7 +160,7 @@ def train(dtype, latents, keys):
 
 if __name__ == "__main__":
     shutil.rmtree(OUT, ignore_errors=True)
-    pictures()
+    images()
     pipe = StableDiffusionPipeline.from_pretrained(TINY_SD, safety_checker=None)
     fingerprint = vae_fingerprint()
     made = [latent(path, pipe, fingerprint) for path in sorted((OUT / "data").glob("*.[jp][pn]g"))]

@@ -1,7 +1,7 @@
 """A LoRA with alpha / rank = 16, in ai-toolkit's naming -> tests/fixtures/strong_lora/.
 
-A wrong scale would show here more than anywhere. A strong LoRA can also make the denoiser amplify rounding until pictures
-have nothing in common, so each picture is drawn three times, in float32, in float64, and in float32 from a first latent that
+A wrong scale would show here more than anywhere. A strong LoRA can also make the denoiser amplify rounding until images
+have nothing in common, so each image is drawn three times, in float32, in float64, and in float32 from a first latent that
 is one unit in the last place off: how much diffusers differs from itself is kept beside it. One pass through the networks is
 kept too, in float64.
 """

@@ -15,12 +15,12 @@ def main():
     g = torch.Generator().manual_seed(5)
     # Tiles are 64 pixels, 32 latents: neither a multiple of a tile's step, one side with a short last tile.
     latents = torch.randn((1, 4, 40, 75), generator=g)
-    pictures = torch.rand((1, 3, 146, 80), generator=g) * 2 - 1
-    distribution = vae.encode(pictures).latent_dist
+    images = torch.rand((1, 3, 146, 80), generator=g) * 2 - 1
+    distribution = vae.encode(images).latent_dist
     tensors = {
         "latents": latents,
         "decoded": vae.decode(latents).sample,
-        "pictures": pictures,
+        "images": images,
         "mean": distribution.mean,
         "logvar": distribution.logvar,
     }

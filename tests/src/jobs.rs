@@ -1,4 +1,4 @@
-//! Job configs and data sets for the tests: the tiny SD 1.x model of the fixtures and a few drawn pictures.
+//! Job configs and data sets for the tests: the tiny SD 1.x model of the fixtures and a few drawn images.
 
 use crate::place::Place;
 use crate::programs::{program, repository};
@@ -11,14 +11,14 @@ pub fn tiny_model() -> PathBuf {
     repository().join("tests/fixtures/tiny_sd")
 }
 
-/// Draws `count` small pictures with captions into `folder`.
+/// Draws `count` small images with captions into `folder`.
 ///
 /// # Panics
 /// When the folder cannot be written.
 pub fn draw_dataset(folder: &Path, count: u32) {
     std::fs::create_dir_all(folder).expect("the folder can be made");
     for number in 0..count {
-        let picture = image::RgbImage::from_fn(64, 64, |x, y| {
+        let image = image::RgbImage::from_fn(64, 64, |x, y| {
             let inside = x.abs_diff(32) + y.abs_diff(32) < 8 + 3 * (number % 6);
             if inside {
                 image::Rgb([220, 40, 30 * (number % 8) as u8])
@@ -26,9 +26,9 @@ pub fn draw_dataset(folder: &Path, count: u32) {
                 image::Rgb([235, 235, 225])
             }
         });
-        picture
+        image
             .save(folder.join(format!("{number:03}.png")))
-            .expect("the picture can be written");
+            .expect("the image can be written");
         std::fs::write(folder.join(format!("{number:03}.txt")), "a red square").expect("the caption can be written");
     }
 }
@@ -119,7 +119,7 @@ config:
 
 /// A config that draws three prompts `repeats` times into `folder`, perhaps cut into this many parts.
 #[must_use]
-pub fn pictures(name: &str, folder: &Path, repeats: u32, parts: Option<u32>) -> String {
+pub fn images(name: &str, folder: &Path, repeats: u32, parts: Option<u32>) -> String {
     let split = parts.map_or(String::new(), |parts| format!("cluster:\n  split: {parts}\n"));
     format!(
         r#"---

@@ -1,7 +1,7 @@
 //! Several coordinators on one PostgreSQL, with one token and one authority, and the workers that join them.
 
 use crate::place::Place;
-use crate::pool::{Door, Pool, Setup};
+use crate::pool::{Endpoint, Pool, Setup};
 use crate::programs::program;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -60,7 +60,7 @@ pub fn start(database: &str, setups: Vec<Setup>) -> Vec<Pool> {
         let token = pool.setup().folder.join("token");
         write_secret(&token, &format!("{TOKEN}.{hash}"));
         let servers = servers.clone();
-        pool.set_door(Door { servers, token });
+        pool.set_endpoint(Endpoint { servers, token });
     }
     pools
 }
@@ -82,8 +82,8 @@ pub fn join(pool: &Pool, name: &str, place: &Place) {
 }
 
 fn servers(pool: &Pool) -> String {
-    let servers = pool.setup().door.as_ref().map(|door| door.servers.clone());
-    servers.expect("the pool has a door")
+    let servers = pool.setup().endpoint.as_ref().map(|endpoint| endpoint.servers.clone());
+    servers.expect("the pool has a endpoint")
 }
 
 /// What lets a worker join; the join token follows.

@@ -37,7 +37,7 @@ pub struct Setup {
     /// Each worker has a token of its own, in a file that can be written anew; without, all have the coordinator's.
     pub worker_tokens: bool,
     /// Of several coordinators: what workers and clients have instead of this one's address and token.
-    pub door: Option<Door>,
+    pub endpoint: Option<Endpoint>,
 }
 
 /// A disk for the data folder of a coordinator. Its holder keeps it for as long as the coordinator needs it.
@@ -53,7 +53,7 @@ pub struct DataDisk {
 
 /// How workers and clients reach several coordinators that have an authority.
 #[derive(Clone, Debug)]
-pub struct Door {
+pub struct Endpoint {
     /// All their addresses.
     pub servers: String,
     /// The file with the token, which names the authority.
@@ -77,7 +77,7 @@ impl Setup {
             data_disk: None,
             progress_timeout: None,
             worker_tokens: false,
-            door: None,
+            endpoint: None,
         }
     }
 
@@ -124,9 +124,9 @@ impl Pool {
         Self { setup, coordinator }
     }
 
-    /// Workers and clients go through this door from now on.
-    pub fn set_door(&mut self, door: Door) {
-        self.setup.door = Some(door);
+    /// Workers and clients go through this endpoint from now on.
+    pub fn set_endpoint(&mut self, endpoint: Endpoint) {
+        self.setup.endpoint = Some(endpoint);
     }
 
     /// Starts the coordinator again, on the same address and data, after it was killed.
@@ -151,7 +151,7 @@ impl Pool {
     #[must_use]
     pub fn worker_in(&self, name: &str, place: &Place) -> Process {
         let mut command = self.command_in("aitk-worker", place);
-        if self.setup.door.is_some() {
+        if self.setup.endpoint.is_some() {
             // It has joined: address, name and certificate lie in its folder.
             command.env_remove("AITK_SERVER").env_remove("AITK_TOKEN_FILE");
         } else {
@@ -240,8 +240,8 @@ impl Pool {
         let folder = &setup.folder;
         let mut command = place.command(program(name), folder);
         let scheme = if setup.tls.is_some() { "https" } else { "http" };
-        let (servers, token) = match &setup.door {
-            Some(door) => (door.servers.clone(), door.token.clone()),
+        let (servers, token) = match &setup.endpoint {
+            Some(endpoint) => (endpoint.servers.clone(), endpoint.token.clone()),
             None => (format!("{scheme}://{}", setup.address), self.data_dir().join("token")),
         };
         command

@@ -108,12 +108,12 @@ fn data_sets() {
     refused("a missing folder", &["dataset"], |root| {
         fs::remove_dir_all(root.join("dataset")).unwrap()
     });
-    refused("pictures of 0 bytes", &["000.png"], |root| {
+    refused("images of 0 bytes", &["000.png"], |root| {
         for name in ["000.png", "001.png"] {
             fs::write(root.join("dataset").join(name), b"").unwrap();
         }
     });
-    refused("pictures of 30,000 x 30,000", &["000.png", "30000"], |root| {
+    refused("images of 30,000 x 30,000", &["000.png", "30000"], |root| {
         for name in ["000.png", "001.png"] {
             fs::write(root.join("dataset").join(name), png_header(30_000, 30_000)).unwrap();
         }
@@ -163,7 +163,7 @@ fn models() {
     });
 }
 
-/// A picture of this side, with these wishes about the machine.
+/// An image of this side, with these wishes about the machine.
 fn drawing(name: &str, root: &Path, side: u32, cluster: &str) -> String {
     format!(
         "job: generate\nconfig:\n  name: {name}\n  process:\n  - type: to_folder\n    output_folder: {}\n    model: \

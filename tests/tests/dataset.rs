@@ -7,21 +7,21 @@ use aitk_tests::pool::{Pool, Setup};
 use aitk_tests::s3::S3;
 use std::path::Path;
 
-/// 500 pictures with captions, 1,000 files; some pictures are there twice under different names. Returns the bytes of
+/// 500 images with captions, 1,000 files; some images are there twice under different names. Returns the bytes of
 /// their distinct contents.
 fn draw(folder: &Path) -> u64 {
     std::fs::create_dir_all(folder).unwrap();
     let mut distinct = std::collections::BTreeMap::new();
     for number in 0..500_u32 {
         let kind = number % 480;
-        let picture = image::RgbImage::from_fn(64, 64, |x, y| {
+        let image = image::RgbImage::from_fn(64, 64, |x, y| {
             let [a, b] = [(kind & 0xff) as u8, (kind >> 8) as u8];
             image::Rgb([x as u8 ^ a, y as u8 ^ b, (x * y) as u8 ^ a])
         });
         let path = folder.join(format!("{number:04}.png"));
-        picture.save(&path).unwrap();
+        image.save(&path).unwrap();
         let caption = folder.join(format!("{number:04}.txt"));
-        std::fs::write(&caption, format!("picture number {number}")).unwrap();
+        std::fs::write(&caption, format!("image number {number}")).unwrap();
         for file in [path, caption] {
             let bytes = std::fs::read(file).unwrap();
             let length = bytes.len() as u64;

@@ -15,7 +15,7 @@ use aitk_tests::chaos::events::Event;
 use aitk_tests::eventually;
 use aitk_tests::follower::Follower;
 use aitk_tests::hub::{self, Hub};
-use aitk_tests::jobs::{draw_dataset, pictures, run_undisturbed, tiny_model, training};
+use aitk_tests::jobs::{draw_dataset, images, run_undisturbed, tiny_model, training};
 use aitk_tests::network::{Direction, HUB, Network};
 use aitk_tests::pool::{Pool, Setup};
 use aitk_tests::processes::{Process, alive, processor_time};
@@ -234,7 +234,7 @@ fn a_hub_that_is_away_costs_no_try_and_no_device() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().canonicalize().unwrap();
     let mut hub = Hub::start(env!("CARGO_BIN_EXE_hub-server"), &root);
-    let text = pictures("hubbed", &root.join("hubbed"), 1, None);
+    let text = images("hubbed", &root.join("hubbed"), 1, None);
     let text = text.replace(&tiny_model().display().to_string(), hub::MODEL);
     std::fs::write(root.join("job.yaml"), text).unwrap();
     let pool = Pool::start_with(Setup {

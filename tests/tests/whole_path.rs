@@ -1,4 +1,4 @@
-//! Submit, train on a worker, LoRA in the object store, pictures: the path of a job through real processes.
+//! Submit, train on a worker, LoRA in the object store, images: the path of a job through real processes.
 
 #![allow(clippy::unwrap_used, reason = "a test may stop where it stands")]
 
@@ -7,7 +7,7 @@ use aitk_tests::pool::Pool;
 use std::time::Duration;
 
 #[test]
-fn a_submitted_training_job_gives_a_lora_and_pictures() {
+fn a_submitted_training_job_gives_a_lora_and_images() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();
     draw_dataset(&root.join("dataset"), 4);
@@ -43,8 +43,8 @@ fn a_submitted_training_job_gives_a_lora_and_pictures() {
         "the step save is kept"
     );
     assert!(run.join("config.yaml").is_file(), "the config is kept");
-    let pictures = std::fs::read_dir(run.join("samples")).unwrap().count();
-    assert_eq!(pictures, 2, "one picture before, one after the training");
+    let images = std::fs::read_dir(run.join("samples")).unwrap().count();
+    assert_eq!(images, 2, "one image before, one after the training");
 
     // Looking at it: every view of the finished job answers, on a terminal and for scripts.
     let ps: serde_json::Value = serde_json::from_str(&pool.aitk_ok(["ps", "-a", "--json"])).unwrap();

@@ -3,9 +3,9 @@
 //! Exit codes: 0 completed, 1 failed, 2 the specification cannot be read, 3 stopped as it was asked to, 4 the daemon
 //! went away. The last line of standard output says the same in full.
 
-use crate::as_written::AsWritten;
 use crate::config_place::with_place;
 use crate::confine::confine;
+use crate::path_redactor::PathRedactor;
 use crate::sandbox::{self, Rules};
 use crate::usage::{Usage, keep_to_budget};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
@@ -69,7 +69,7 @@ pub fn run_attempt(spec_path: &Path) -> ExitCode {
             if let Some(message) = limit_files(&spec) {
                 events.emit(log("warn", message));
             }
-            events.names = AsWritten::of(&spec);
+            events.names = PathRedactor::of(&spec);
             if spec.output_root.is_none() {
                 privacy.end();
             }
@@ -207,7 +207,7 @@ fn not_confined(confinement: &Confinement) -> Outcome {
 #[derive(Default)]
 struct Lines {
     usage: Usage,
-    names: AsWritten,
+    names: PathRedactor,
 }
 
 impl EventSink for Lines {

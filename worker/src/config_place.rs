@@ -64,7 +64,7 @@ config:
             key.starts_with("my.yaml:12:") && key.ends_with("for a warmup of 10"),
             "{key}"
         );
-        let path = placed("data/cats/7.png: this is no picture");
+        let path = placed("data/cats/7.png: this is no image");
         assert!(path.starts_with("my.yaml:10:") && path.contains("7.png"), "{path}");
         // What is about nothing in the config stays as it is.
         for message in ["the device ran out of memory", "a `` and `nothing`"] {

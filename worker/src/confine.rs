@@ -27,7 +27,7 @@ pub(crate) fn confine() -> (Privacy, Vec<String>) {
         "new privileges cannot be ruled out",
         nix::sys::prctl::set_no_new_privs(),
     );
-    // A core has weights and pictures in it, and lies where a crash happens to leave it.
+    // A core has weights and images in it, and lies where a crash happens to leave it.
     note("core dumps cannot be ruled out", setrlimit(Resource::RLIMIT_CORE, 0, 0));
     let files = getrlimit(Resource::RLIMIT_NOFILE).and_then(|(_, most)| {
         let files = most.min(FILES);

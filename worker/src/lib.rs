@@ -3,7 +3,6 @@
 //! [`start`] runs a worker inside this process (the daemon, or the command line's `run` and `up`); [`run_attempt`] is
 //! the main function of the child processes that it starts.
 
-mod as_written;
 mod attempt;
 pub mod bench;
 mod child;
@@ -15,6 +14,7 @@ mod identity;
 mod join;
 mod kept;
 mod outbox;
+mod path_redactor;
 pub mod probe;
 pub mod runner;
 pub mod sandbox;

@@ -120,7 +120,7 @@ struct Daemon {
     /// The worker's own folder: cache and running attempts. Default: ~/.local/share/aitk/worker.
     #[arg(long, env = "AITK_WORKER_DATA_DIR")]
     data_dir: Option<PathBuf>,
-    /// What to offer: auto (GPUs, or the processor without one), cpu, cuda:0,cuda:1, metal:0, …
+    /// What to offer: auto (GPUs, or the CPU without one), cpu, cuda:0,cuda:1, metal:0, …
     #[arg(long, env = "AITK_DEVICES", default_value = "auto")]
     devices: String,
     /// A label that jobs may ask for. May be repeated.

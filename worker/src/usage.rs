@@ -102,8 +102,8 @@ impl Usage {
     /// Lines for the log and numbers for the metrics: the peak, of which phase, and what was predicted.
     pub(crate) fn report(mut self, spec: &AttemptSpec) -> Vec<ChildEvent> {
         self.leave();
-        let on_processor = spec.device.kind == DeviceKind::Cpu;
-        let predicted = needed(spec).map(|need| need.under(spec.profile, on_processor));
+        let on_cpu = spec.device.kind == DeviceKind::Cpu;
+        let predicted = needed(spec).map(|need| need.under(spec.profile, on_cpu));
         let host: Vec<_> = self.phases.iter().map(|phase| (&*phase.name, phase.host)).collect();
         let device = self
             .phases
@@ -114,7 +114,7 @@ impl Usage {
         let mut lines = Vec::new();
         // What is predicted for a GPU is predicted of its own memory.
         for (place, key, phases, predicted) in [
-            ("host", "memory/peak_gib", host, predicted.filter(|_| on_processor)),
+            ("host", "memory/peak_gib", host, predicted.filter(|_| on_cpu)),
             ("device", "memory/device_peak_gib", device, predicted),
         ] {
             let most = phases.iter().map(|(_, bytes)| *bytes).max().filter(|most| *most > 0);
@@ -173,18 +173,15 @@ fn budget(spec: &AttemptSpec) -> Option<u64> {
 /// Memory that the stacks of the compute threads and what is mapped of files later may take, beyond what is counted.
 const SLACK: u64 = 16 << 20;
 
-/// Holds this process to the budget that its job names, or to what its worker lets it have, where it computes on the processor: the
+/// Holds this process to the budget that its job names, or to what its worker lets it have, where it computes on the CPU: the
 /// kernel refuses what it asks for beyond. Says what could not be done. Must be called when the compute threads are there.
 ///
 /// The budget is of all that the process holds at its peak, the program itself as well. The kernel limits address space of
 /// data, so what is held of files (the program) comes off the budget, and the stacks of the threads, which are large and
 /// hardly used, are let off.
 pub(crate) fn keep_to_budget(spec: &AttemptSpec) -> Option<String> {
-    let on_processor = spec.device.kind == DeviceKind::Cpu;
-    let (budget, most) = (
-        budget(spec).filter(|_| on_processor),
-        spec.most_memory.filter(|_| on_processor),
-    );
+    let on_cpu = spec.device.kind == DeviceKind::Cpu;
+    let (budget, most) = (budget(spec).filter(|_| on_cpu), spec.most_memory.filter(|_| on_cpu));
     let bytes = budget.into_iter().chain(most).min()?;
     // Macs do not heed this limit.
     if !cfg!(target_os = "linux") {
@@ -202,16 +199,16 @@ pub(crate) fn keep_to_budget(spec: &AttemptSpec) -> Option<String> {
 
 /// For an attempt that ran out of memory: the numbers, and what to try next.
 pub(crate) fn advice(spec: &AttemptSpec, total: u64) -> String {
-    let on_processor = spec.device.kind == DeviceKind::Cpu;
+    let on_cpu = spec.device.kind == DeviceKind::Cpu;
     let gib = |bytes: u64| format!("{:.2} GiB", bytes as f64 / GIB);
     let need = needed(spec);
     let under = |profile: MemoryProfile| {
-        let bytes = need.map(|need| need.under(profile, on_processor));
+        let bytes = need.map(|need| need.under(profile, on_cpu));
         bytes.map_or_else(String::new, |bytes| format!(", predicted to need {}", gib(bytes)))
     };
     let allowed = match budget(spec) {
         Some(bytes) => format!("{} is allowed (`cluster.memory_budget`)", gib(bytes)),
-        None if on_processor => format!("this machine, or the group that the worker runs in, has {}", gib(total)),
+        None if on_cpu => format!("this machine, or the group that the worker runs in, has {}", gib(total)),
         None => "the device has no more".to_owned(),
     };
     let next = match spec.profile.smaller() {

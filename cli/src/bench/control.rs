@@ -60,9 +60,9 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
     };
 
     ui.notice(&format!("{} tasks, submitted as fast as they are taken", args.tasks));
-    let before = server.usage()?.processor;
+    let before = server.usage()?.cpu;
     let took = many(&api, &mut machines, args.tasks).await?;
-    let processor = server.usage()?.processor.saturating_sub(before);
+    let cpu = server.usage()?.cpu.saturating_sub(before);
 
     ui.notice(&format!(
         "{PROBES} tasks one after another while {} wait for a worker that is busy",
@@ -89,7 +89,7 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
             "beat_cpu_share": beating,
             "tasks_per_s": per_second,
             "seconds": took.as_secs_f64(),
-            "coordinator_cpu_s": processor.as_secs_f64(),
+            "coordinator_cpu_s": cpu.as_secs_f64(),
             "assign_p50_ms": assign.p50,
             "assign_p99_ms": assign.p99,
             "finish_p50_ms": whole.p50,
@@ -114,8 +114,8 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
             args.store.name()
         ),
         format!(
-            "coordinator            {:.2} s of processor time for {:.2} s",
-            processor.as_secs_f64(),
+            "coordinator            {:.2} s of CPU time for {:.2} s",
+            cpu.as_secs_f64(),
             took.as_secs_f64()
         ),
         format!(
@@ -170,10 +170,10 @@ impl Quantiles {
 }
 
 fn task(name: &str, labels: &BTreeMap<&str, &str>) -> Submission {
-    let picture = json!({
+    let image = json!({
         "output_folder": "out", "model": { "name_or_path": "bench/none" }, "generate": { "prompts": ["a cat"] }
     });
-    let process = json!({ "type": "to_folder", "kind": { "generate": picture } });
+    let process = json!({ "type": "to_folder", "kind": { "generate": image } });
     let job = json!({
         "job": "generate", "name": name, "meta": {}, "config": {}, "process": [process], "cluster": { "labels": labels }
     });
@@ -186,7 +186,7 @@ fn task(name: &str, labels: &BTreeMap<&str, &str>) -> Submission {
         idempotency_key: None,
         owner: None,
         anatomy: None,
-        pictures: None,
+        images: None,
     }
 }
 
@@ -220,7 +220,7 @@ async fn submit_all(api: &[Api], count: usize, make: fn() -> Submission) -> Resu
 
 /// The share of a core that the coordinator takes while nothing happens but beats.
 async fn beat(machines: &mut Machines, server: &mut Server, time: Duration) -> Result<f64, Failure> {
-    let (before, began) = (server.usage()?.processor, Instant::now());
+    let (before, began) = (server.usage()?.cpu, Instant::now());
     // Nothing is to be seen but a session that breaks.
     let seen = async {
         loop {
@@ -230,7 +230,7 @@ async fn beat(machines: &mut Machines, server: &mut Server, time: Duration) -> R
     if let Ok(broken) = tokio::time::timeout(time, seen).await {
         return broken;
     }
-    let took = server.usage()?.processor.saturating_sub(before);
+    let took = server.usage()?.cpu.saturating_sub(before);
     Ok(took.as_secs_f64() / began.elapsed().as_secs_f64())
 }
 

@@ -31,8 +31,8 @@ pub(super) struct Server {
 /// What it has used since it started.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Usage {
-    /// Processor time, user and system.
-    pub(super) processor: Duration,
+    /// CPU time, user and system.
+    pub(super) cpu: Duration,
     /// Bytes in memory now.
     pub(super) resident: u64,
 }
@@ -140,7 +140,7 @@ impl Server {
         let process = self.system.process(self.pid);
         let process = process.ok_or_else(|| Failure::failed("the coordinator ended while it was measured"))?;
         Ok(Usage {
-            processor: Duration::from_millis(process.accumulated_cpu_time()),
+            cpu: Duration::from_millis(process.accumulated_cpu_time()),
             resident: process.memory(),
         })
     }

@@ -52,8 +52,8 @@ pub(super) async fn clone(context: &Context, args: CloneArgs) -> CommandResult {
     pin(&mut loaded.spec, &commits, &here, &stored.inputs);
     let prompts_here = |file: &str| prompts_in(file, &context.directory).filter(|_| here.contains_key(file));
     let drawn = drawn_in_parts(&api, &job).await?;
-    let pictures = count_pictures(&before, &loaded.spec, drawn, prompts_here);
-    if loaded.spec.cluster.split.is_some() && pictures.is_none() {
+    let images = count_images(&before, &loaded.spec, drawn, prompts_here);
+    if loaded.spec.cluster.split.is_some() && images.is_none() {
         loaded.spec.cluster.split = None;
         ui.notice("the copy is not cut into parts: how many prompts its file holds is not known here");
     }
@@ -77,7 +77,7 @@ pub(super) async fn clone(context: &Context, args: CloneArgs) -> CommandResult {
     inputs.retain(|path, _| used.contains(path));
     inputs.extend(sent.iter().map(|staged| (staged.config_path.clone(), staged.snapshot)));
     let submission = Submission {
-        pictures,
+        images,
         anatomy: anatomy(&loaded, &context.directory),
         config_text: stored.config_text,
         config_format: stored.config_format,
@@ -195,15 +195,15 @@ fn pin(
     }
 }
 
-/// How many pictures the copy draws. A file of prompts that is stored cannot be read here; what the parts say that the job was
+/// How many images the copy draws. A file of prompts that is stored cannot be read here; what the parts say that the job was
 /// cut into tells how many there are. None: not known.
-fn count_pictures(
+fn count_images(
     before: &JobSpec,
     copy: &JobSpec,
     drawn: Option<u64>,
     prompts_here: impl Fn(&str) -> Option<usize>,
 ) -> Option<u64> {
-    let drawn_from = |spec: &JobSpec, prompts: usize| spec.pictures(|_| Some(prompts));
+    let drawn_from = |spec: &JobSpec, prompts: usize| spec.images(|_| Some(prompts));
     let stored = || {
         // Where prompts are drawn at random, their number says nothing.
         let of_one = drawn_from(before, 1).filter(|one| *one > 0 && drawn_from(before, 2) != Some(*one))?;
@@ -212,10 +212,10 @@ fn count_pictures(
     if drawn_from(copy, 1) == drawn_from(copy, 2) {
         return drawn_from(copy, 1);
     }
-    copy.pictures(|file| prompts_here(file).or_else(stored))
+    copy.images(|file| prompts_here(file).or_else(stored))
 }
 
-/// How many pictures a job drew that was cut into parts: the last part ends with the last of them.
+/// How many images a job drew that was cut into parts: the last part ends with the last of them.
 async fn drawn_in_parts(api: &Api, job: &JobView) -> Result<Option<u64>, Failure> {
     let Some(array) = job.array.as_ref().filter(|array| array.split) else {
         return Ok(None);
@@ -253,9 +253,9 @@ mod tests {
     }
 
     #[test]
-    fn pictures_are_counted_also_where_their_prompts_cannot_be_read() {
+    fn images_are_counted_also_where_their_prompts_cannot_be_read() {
         let nowhere = |_: &str| None;
-        let count = |before: &JobSpec, copy: &JobSpec, drawn| count_pictures(before, copy, drawn, nowhere);
+        let count = |before: &JobSpec, copy: &JobSpec, drawn| count_images(before, copy, drawn, nowhere);
         let list = spec("prompts: [a, b], num_repeats: 3");
         assert_eq!(count(&list, &list, None), Some(6));
         let (file, twice) = (
@@ -272,7 +272,7 @@ mod tests {
             (count(&random, &random, None), count(&random, &file, Some(7))),
             (Some(7), None)
         );
-        let here = count_pictures(&file, &spec("prompts: new.txt"), Some(20), |file| {
+        let here = count_images(&file, &spec("prompts: new.txt"), Some(20), |file| {
             (file == "new.txt").then_some(5)
         });
         assert_eq!(here, Some(5));

@@ -5,7 +5,7 @@ use crate::config;
 use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
-use crate::job_file::{anatomy, job_json, pictures};
+use crate::job_file::{anatomy, images, job_json};
 use crate::output::Ui;
 use crate::output::format::printable;
 use crate::preflight::check_models;
@@ -42,7 +42,7 @@ pub(super) async fn fit(context: &Context, args: FitArgs) -> CommandResult {
 pub(super) fn submission(loaded: &LoadedJob, config: &Path, directory: &Path) -> Result<Submission, Failure> {
     Ok(Submission {
         anatomy: anatomy(loaded, directory),
-        pictures: pictures(&loaded.spec, directory),
+        images: images(&loaded.spec, directory),
         job_json: job_json(loaded, config)?,
         config_text: loaded.text.clone(),
         config_format: loaded.format.name().to_owned(),

@@ -283,7 +283,7 @@ fn submission(path: &Path, directory: &Path, loaded: LoadedJob) -> Result<Submis
         local: true,
         idempotency_key: None,
         owner: None,
-        pictures: None,
+        images: None,
     })
 }
 

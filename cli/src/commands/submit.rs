@@ -9,7 +9,7 @@ use crate::context::{Context, env};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::follow::{LogsTo, Renderer, follow_to_end};
-use crate::job_file::{anatomy, job_json, pictures};
+use crate::job_file::{anatomy, images, job_json};
 use crate::members::{is_array, watch_array};
 use crate::notify::Notify;
 use crate::output::format::{printable, size};
@@ -82,7 +82,7 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
             let spec = &job.loaded.spec;
             (
                 anatomy(&job.loaded, &context.directory),
-                pictures(spec, &context.directory),
+                images(spec, &context.directory),
             )
         })
         .unzip();
@@ -98,7 +98,7 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
         idempotency_key: Some(args.idempotency_key.unwrap_or_else(|| uuid::Uuid::new_v4().to_string())),
         owner,
         anatomy: common(&anatomies),
-        pictures: common(&counts),
+        images: common(&counts),
     };
     let submitted = if jobs.len() == 1 {
         hand_over(&api, &ui, |api| {

@@ -1,10 +1,10 @@
-//! The demo's picture grid: one row per stage, one column per prompt, labels drawn in a bitmap font.
+//! The demo's image grid: one row per stage, one column per prompt, labels drawn in a bitmap font.
 
 use font8x8::{BASIC_FONTS, UnicodeFonts};
 use image::imageops::{FilterType, resize};
 use image::{Rgb, RgbImage};
 
-/// Side of a picture in the grid, in pixels.
+/// Side of an image in the grid, in pixels.
 const CELL: u32 = 160;
 const GAP: u32 = 12;
 const TEXT: u32 = 16;
@@ -16,13 +16,13 @@ const INK: Rgb<u8> = Rgb([40, 40, 46]);
 pub(crate) struct Row {
     /// Its label, in lines of at most 8 characters.
     pub(crate) label: Vec<String>,
-    /// Its pictures.
-    pub(crate) pictures: Vec<RgbImage>,
+    /// Its images.
+    pub(crate) images: Vec<RgbImage>,
 }
 
 /// Draws the rows under the columns' captions (each in lines of at most 10 characters).
 pub(crate) fn draw(captions: &[Vec<String>], rows: &[Row]) -> RgbImage {
-    let columns = rows.iter().map(|row| row.pictures.len()).max().unwrap_or(0) as u32;
+    let columns = rows.iter().map(|row| row.images.len()).max().unwrap_or(0) as u32;
     let head = GAP + (TEXT + 2) * captions.iter().map(Vec::len).max().unwrap_or(0) as u32;
     let width = LABEL_WIDTH + columns * (CELL + GAP) + GAP;
     let height = head + rows.len() as u32 * (CELL + GAP) + GAP;
@@ -42,14 +42,14 @@ pub(crate) fn draw(captions: &[Vec<String>], rows: &[Row]) -> RgbImage {
         for (line, text) in (0..).zip(&row.label) {
             write(&mut paper, GAP, top + CELL / 2 - TEXT + line * (TEXT + 4), text);
         }
-        for (column, picture) in (0_i64..).zip(&row.pictures) {
-            // Small pictures are enlarged without smoothing: what was drawn is what is seen.
-            let filter = if picture.width() < CELL {
+        for (column, image) in (0_i64..).zip(&row.images) {
+            // Small images are enlarged without smoothing: what was drawn is what is seen.
+            let filter = if image.width() < CELL {
                 FilterType::Nearest
             } else {
                 FilterType::CatmullRom
             };
-            let cell = resize(picture, CELL, CELL, filter);
+            let cell = resize(image, CELL, CELL, filter);
             let left = i64::from(LABEL_WIDTH) + column * i64::from(CELL + GAP);
             image::imageops::replace(&mut paper, &cell, left, i64::from(top));
         }
@@ -96,17 +96,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_grid_shows_every_picture_at_its_place() {
+    fn the_grid_shows_every_image_at_its_place() {
         let red = RgbImage::from_pixel(64, 64, Rgb([255, 0, 0]));
         let blue = RgbImage::from_pixel(64, 64, Rgb([0, 0, 255]));
         let rows = [
             Row {
                 label: vec!["before".into()],
-                pictures: vec![red.clone(), red],
+                images: vec![red.clone(), red],
             },
             Row {
                 label: vec!["after".into()],
-                pictures: vec![blue.clone(), blue],
+                images: vec![blue.clone(), blue],
             },
         ];
         let grid = draw(&[wrap("a red circle", 10), wrap("two", 10)], &rows);

@@ -60,8 +60,8 @@ pub async fn run(context: &Context, args: DemoArgs) -> CommandResult {
         .first()
         .map(|ran| ran.artifacts.as_slice())
         .unwrap_or_default();
-    let picture = folder.join("before-after.png");
-    save_grid(&picture, &config, &folder.join("dataset"), artifacts)?;
+    let image = folder.join("before-after.png");
+    save_grid(&image, &config, &folder.join("dataset"), artifacts)?;
     say_what_next(&ui, &args.output, artifacts)?;
     Ok(Exit::Ok)
 }
@@ -98,28 +98,28 @@ fn save_grid(target: &Path, config: &Path, dataset: &Path, artifacts: &[Artifact
     }
     let last = steps.keys().next_back().copied();
     let mut rows = Vec::new();
-    for (step, pictures) in &steps {
+    for (step, images) in &steps {
         let label = match step {
             0 => vec!["before".to_owned()],
             step if Some(*step) == last => vec!["after".to_owned(), format!("{step}"), "steps".to_owned()],
             step => vec![format!("{step}"), "steps".to_owned()],
         };
-        let pictures = pictures.values().map(|path| open(path)).collect::<Result<_, _>>()?;
-        rows.push(Row { label, pictures });
+        let images = images.values().map(|path| open(path)).collect::<Result<_, _>>()?;
+        rows.push(Row { label, images });
     }
-    let columns = rows.first().map_or(0, |row| row.pictures.len());
+    let columns = rows.first().map_or(0, |row| row.images.len());
     rows.insert(
         0,
         Row {
             label: vec!["training".to_owned(), "data".to_owned()],
-            pictures: examples(dataset, columns)?,
+            images: examples(dataset, columns)?,
         },
     );
     let captions: Vec<Vec<String>> = prompts(config)?.iter().map(|prompt| wrap(prompt, 10)).collect();
-    let picture = draw(&captions, &rows);
+    let image = draw(&captions, &rows);
     fsutil::write_atomic(target, |file| {
         let mut png = std::io::Cursor::new(Vec::new());
-        picture
+        image
             .write_to(&mut png, image::ImageFormat::Png)
             .map_err(std::io::Error::other)?;
         std::io::Write::write_all(file, png.get_ref())
@@ -128,9 +128,9 @@ fn save_grid(target: &Path, config: &Path, dataset: &Path, artifacts: &[Artifact
 }
 
 fn open(path: &Path) -> Result<RgbImage, Failure> {
-    let picture = image::open(path);
-    let picture = picture.map_err(|error| Failure::failed(format!("cannot read {}: {error}", path.display())))?;
-    Ok(picture.to_rgb8())
+    let image = image::open(path);
+    let image = image.map_err(|error| Failure::failed(format!("cannot read {}: {error}", path.display())))?;
+    Ok(image.to_rgb8())
 }
 
 fn examples(dataset: &Path, count: usize) -> Result<Vec<RgbImage>, Failure> {

@@ -9,9 +9,9 @@ use std::time::Duration;
 pub struct JobProgress {
     /// `loading model`, `training`, ….
     pub phase: String,
-    /// Steps (or pictures) done.
+    /// Steps (or images) done.
     pub done: u64,
-    /// Steps (or pictures) in all; 0 while unknown.
+    /// Steps (or images) in all; 0 while unknown.
     pub total: u64,
     /// The newest loss.
     pub loss: Option<f64>,

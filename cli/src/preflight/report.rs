@@ -74,7 +74,7 @@ impl Report {
             name: spec.name.clone(),
             warnings,
             models: models::look(spec, directory, |_| true).await,
-            images: crate::job_file::pictures(spec, directory),
+            images: crate::job_file::images(spec, directory),
             missing: models::missing_inputs(spec, directory),
             ..Self::default()
         };
@@ -178,7 +178,7 @@ async fn trainings(loaded: &LoadedJob, anatomy: Option<Anatomy>, directory: &Pat
     out
 }
 
-/// Predicted memory: on a GPU with everything in memory and at the least, and on the processor.
+/// Predicted memory: on a GPU with everything in memory and at the least, and on the CPU.
 fn memory(loaded: &LoadedJob, anatomy: Option<Anatomy>) -> BTreeMap<String, u64> {
     let job = serde_json::to_value(&loaded.spec).unwrap_or_default();
     let Some(need) = Demand::of_job(&job, anatomy).and_then(|demand| demand.memory) else {
@@ -187,10 +187,10 @@ fn memory(loaded: &LoadedJob, anatomy: Option<Anatomy>) -> BTreeMap<String, u64>
     let places = [
         ("gpu, full_gpu", MemoryProfile::FullGpu, false),
         ("gpu, extreme", MemoryProfile::Extreme, false),
-        ("processor, cpu_only", MemoryProfile::CpuOnly, true),
+        ("CPU, cpu_only", MemoryProfile::CpuOnly, true),
     ];
     places
         .into_iter()
-        .map(|(name, profile, processor)| (name.to_owned(), need.under(profile, processor)))
+        .map(|(name, profile, cpu)| (name.to_owned(), need.under(profile, cpu)))
         .collect()
 }

@@ -1,4 +1,4 @@
-//! The picture: machines above, jobs in the middle, the chosen job below.
+//! The image: machines above, jobs in the middle, the chosen job below.
 
 use super::state::{State, waits};
 use crate::output::format::printable;
@@ -235,7 +235,7 @@ mod tests {
         }
         let (lines, _) = shown(&state, 80, 24);
         assert!(lines[0].contains("no coordinator answers"), "{}", lines[0]);
-        // The old picture stays.
+        // The old image stays.
         assert!(lines.iter().any(|line| line.contains("0193aa000")));
     }
 

@@ -116,7 +116,7 @@ async fn a_copy_has_the_config_and_the_inputs_of_its_job() {
     )
     .unwrap();
     std::fs::rename(
-        place.home.path().join("datasets/my_pictures"),
+        place.home.path().join("datasets/my_images"),
         place.home.path().join("datasets/others"),
     )
     .unwrap();
@@ -126,7 +126,7 @@ async fn a_copy_has_the_config_and_the_inputs_of_its_job() {
     assert_eq!(code(&other), 0, "{}", err(&other));
     let (_, other) = submission(&place, out(&other).trim()).await;
     assert!(
-        other.inputs.contains_key("datasets/others") && !other.inputs.contains_key("datasets/my_pictures"),
+        other.inputs.contains_key("datasets/others") && !other.inputs.contains_key("datasets/my_images"),
         "{:?}",
         other.inputs
     );

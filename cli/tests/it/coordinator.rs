@@ -23,14 +23,14 @@ impl Place {
         let text = std::fs::read_to_string(home.path().join("job.yaml")).unwrap();
         let text = text
             .replace("FILL-IN the path of your model", "models/stable-diffusion-v1-5")
-            .replace("FILL-IN the folder of your pictures", "datasets/my_pictures");
+            .replace("FILL-IN the folder of your images", "datasets/my_images");
         home.write("job.yaml", &text);
         home.write_model("models/stable-diffusion-v1-5", 3_000_000);
         for i in 0..20 {
-            let path = home.write(&format!("datasets/my_pictures/{i}.jpg"), "");
+            let path = home.write(&format!("datasets/my_images/{i}.jpg"), "");
             let shade = image::Rgb([u8::try_from(i).unwrap() * 10; 3]);
             image::RgbImage::from_pixel(64, 64, shade).save(&path).unwrap();
-            home.write(&format!("datasets/my_pictures/{i}.txt"), "the same caption");
+            home.write(&format!("datasets/my_images/{i}.txt"), "the same caption");
         }
         Self {
             home,
@@ -67,11 +67,7 @@ async fn a_job_is_submitted_listed_stopped_and_resumed() {
         !id.contains(char::is_whitespace) && id.len() < 20,
         "only the id: {id:?}"
     );
-    assert!(
-        err(&first).contains("datasets/my_pictures: 40 files"),
-        "{}",
-        err(&first)
-    );
+    assert!(err(&first).contains("datasets/my_images: 40 files"), "{}", err(&first));
 
     let second = place.aitk(&["submit", "job.yaml", "--json", "--priority", "7"]).await;
     let json: serde_json::Value = serde_json::from_str(&out(&second)).unwrap();
@@ -257,7 +253,7 @@ async fn a_config_that_cannot_run_is_stopped_here() {
         "{}",
         err(&later)
     );
-    let gone = try_text("gone.yaml", &text.replace("datasets/my_pictures", "datasets/nothing")).await;
+    let gone = try_text("gone.yaml", &text.replace("datasets/my_images", "datasets/nothing")).await;
     assert_eq!(code(&gone), 3);
     assert!(
         err(&gone).contains("gone.yaml:") && err(&gone).contains("'datasets/nothing'"),

@@ -90,10 +90,7 @@ async fn an_ended_job_is_posted_to_the_users_own_address_and_to_no_private_one_u
         );
         let line = body["text"].as_str().unwrap();
         assert!(line.starts_with(&format!("cat ({id}) stopped")), "{line}");
-        assert!(
-            !body.to_string().contains("my_pictures"),
-            "no config and no path: {body}"
-        );
+        assert!(!body.to_string().contains("my_images"), "no config and no path: {body}");
     }
     // `watch`, from the environment; and by the user file, which others must not read.
     let env = [("AITK_NOTIFY_URL", url.as_str()), ALLOWED];

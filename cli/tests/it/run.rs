@@ -38,7 +38,7 @@ config:
     home.write(&format!("{name}.yaml"), &text);
 }
 
-fn pictures(folder: &Path) -> usize {
+fn images(folder: &Path) -> usize {
     let files = std::fs::read_dir(folder)
         .map(|entries| entries.flatten().collect::<Vec<_>>())
         .unwrap_or_default();
@@ -62,7 +62,7 @@ fn configs_run_in_order_and_recover_goes_on() {
     assert_eq!(code(&refused), 1);
     assert!(err(&refused).contains("broken.yaml:"), "{}", err(&refused));
     assert_eq!(
-        pictures(&home.path().join("out/one")),
+        images(&home.path().join("out/one")),
         0,
         "nothing starts before everything is checked"
     );
@@ -80,8 +80,8 @@ fn configs_run_in_order_and_recover_goes_on() {
     ];
     let output = home.aitk().args(args).output().unwrap();
     assert_eq!(code(&output), 1, "{}", err(&output));
-    assert_eq!(pictures(&home.path().join("out/one")), 1, "{}", err(&output));
-    assert_eq!(pictures(&home.path().join("out/two")), 1, "{}", err(&output));
+    assert_eq!(images(&home.path().join("out/one")), 1, "{}", err(&output));
+    assert_eq!(images(&home.path().join("out/two")), 1, "{}", err(&output));
     let log = std::fs::read_to_string(home.path().join("run.log")).unwrap();
     assert!(
         log.contains("error: broken.yaml:") && log.contains("2 of 3 configs completed"),

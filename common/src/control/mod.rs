@@ -144,9 +144,9 @@ impl AttemptState {
 /// How far a job is.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Progress {
-    /// Steps (or pictures) done.
+    /// Steps (or images) done.
     pub done: u64,
-    /// Steps (or pictures) in all.
+    /// Steps (or images) in all.
     pub total: u64,
     /// Wall time in seconds per step over the last steps, everything included; none where that is not known or not true any more.
     pub seconds_per_step: Option<f64>,
@@ -502,8 +502,8 @@ pub struct Submission {
     pub owner: Option<UserName>,
     /// What its model consists of, where the client has seen the model's files.
     pub anatomy: Option<Anatomy>,
-    /// How many pictures it draws, where the client could count them; what `cluster.split` cuts into parts.
-    pub pictures: Option<u64>,
+    /// How many images it draws, where the client could count them; what `cluster.split` cuts into parts.
+    pub images: Option<u64>,
 }
 
 /// The answer to a submission.

@@ -152,7 +152,7 @@ pub struct Assignment {
     pub profile: MemoryProfile,
     /// The job's seed.
     pub seed: u64,
-    /// Numbers of the pictures that earlier attempts drew and that are kept.
+    /// Numbers of the images that earlier attempts drew and that are kept.
     pub drawn: Vec<u64>,
     /// The span that the attempt is part of; none: the coordinator knows of none.
     pub trace: Option<TraceContext>,

@@ -24,9 +24,9 @@ fn finish_ema(ema: &mut EmaConfig, _given: &Given, cx: &mut Cx) {
 }
 
 section! {
-    /// One picture whose loss is measured again and again.
+    /// One image whose loss is measured again and again.
     pub struct ValidationItem("validation_items") {
-        /// The picture.
+        /// The image.
         image_path [required]: String = String::new(), Works, input ControlImages;
         /// Its caption.
         prompt: String = String::new(), Works;
@@ -34,9 +34,9 @@ section! {
 }
 
 section! {
-    /// Loss on fixed pictures with fixed noise.
+    /// Loss on fixed images with fixed noise.
     pub struct ValidationConfig("validation_config") {
-        /// The pictures.
+        /// The images.
         validation_items: Vec<ValidationItem> = Vec::new(), Works;
         /// Pixel budget: resolution squared.
         resolution: u32 = 512, Works;

@@ -29,7 +29,7 @@ section! {
         caption_extension: String = "txt".into(), Works;
         /// Overwrite captions.
         recaption: bool = false, Works;
-        /// Pictures are shrunk to this many pixels squared.
+        /// Images are shrunk to this many pixels squared.
         max_res: u32 = 512, Works;
         /// Longest answer.
         max_new_tokens: u32 = 128, Works;

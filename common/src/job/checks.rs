@@ -86,7 +86,7 @@ pub(crate) fn trainer(process: &TrainerProcess, cx: &mut Cx) {
     }
 }
 
-/// Checks that every data set says where its pictures are.
+/// Checks that every data set says where its images are.
 pub(crate) fn datasets(datasets: &[DatasetConfig], cx: &mut Cx) {
     cx.at_most_items("datasets", datasets.len(), MAX_DATASETS);
     for (index, dataset) in datasets.iter().enumerate() {

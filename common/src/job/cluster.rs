@@ -25,9 +25,9 @@ section! {
     pub struct ClusterConfig("cluster") {
         /// Jobs of a higher priority start first.
         priority: i64 = 0, Works;
-        /// How a task is laid out in memory: `full_gpu` (wants a GPU) and `cpu_only` (wants a processor) keep everything there; under `balanced` text encoders and VAE are read from their files when they run; under `gpu_poor` half of the UNet as well, guidance asks twice, the VAE works in tiles and training recomputes; under `extreme` all of the UNet. Absent: the least slow one that is predicted to fit.
+        /// How a task is laid out in memory: `full_gpu` (wants a GPU) and `cpu_only` (wants a CPU) keep everything there; under `balanced` text encoders and VAE are read from their files when they run; under `gpu_poor` half of the U-Net as well, guidance asks twice, the VAE works in tiles and training recomputes; under `extreme` all of the U-Net. Absent: the least slow one that is predicted to fit.
         memory_profile: Option<MemoryProfile> = None, Works;
-        /// Device memory that a task may use, such as `12GiB`: the memory profile is chosen by it. On a processor under Linux it is also a limit on all that the attempt's process holds at once, the program itself as well. Absent: what the worker offers.
+        /// Device memory that a task may use, such as `12GiB`: the memory profile is chosen by it. On a CPU under Linux it is also a limit on all that the attempt's process holds at once, the program itself as well. Absent: what the worker offers.
         memory_budget: Option<ByteCount> = None, Works;
         /// Labels that a worker must carry, all of them.
         labels: Labels = Labels::default(), Works;
@@ -51,7 +51,7 @@ section! {
         yields: bool = false, Works;
         /// Shares its device with no other job, however small both are.
         alone: bool = false, Works;
-        /// Cuts a job of one `to_folder` process into at most so many parts, which several devices draw at the same time; `auto`: as many as pay. The pictures are the same.
+        /// Cuts a job of one `to_folder` process into at most so many parts, which several devices draw at the same time; `auto`: as many as pay. The images are the same.
         split: Option<Split> = None, Works;
         /// Name of a token of Hugging Face that the workers' owners keep for the job's user (`aitk-worker --hub-secrets`): models that are private or gated are fetched with it. Never the token itself.
         hub_token: Option<SecretName> = None, Works;

@@ -1,4 +1,4 @@
-//! `datasets`: pictures, captions, and what is done to them on the way.
+//! `datasets`: images, captions, and what is done to them on the way.
 
 use super::limits::{MAX_BATCH, MAX_REPEATS, MAX_RESOLUTIONS, MAX_SIDE};
 use super::node::Node;
@@ -9,13 +9,13 @@ use serde::{Deserialize, Serialize};
 choices! {
     /// What a dataset holds.
     pub enum DatasetType("dataset type") {
-        /// Pictures (or videos) with captions.
+        /// Images (or videos) with captions.
         Image = "image", Works;
     }
 }
 
 choices! {
-    /// How paired pictures guide a training.
+    /// How paired images guide a training.
     pub enum GuidanceType("guidance type") {
         /// Targeted.
         Targeted = "targeted", Works;
@@ -58,13 +58,13 @@ impl FieldValue for Rgb {
 }
 
 section! {
-    /// Pictures, captions, and what is done to them on the way.
+    /// Images, captions, and what is done to them on the way.
     pub struct DatasetConfig("datasets") {
         /// What it holds.
         kind as "type": DatasetType = DatasetType::Image, Works;
         /// Folder, searched recursively.
         folder_path: Option<String> = None, Works, input Dataset;
-        /// Folder, or a JSON file that maps picture paths to objects such as `{"caption": "a red circle"}`.
+        /// Folder, or a JSON file that maps image paths to objects such as `{"caption": "a red circle"}`.
         dataset_path: Option<String> = None, Works, shown "`folder_path`", input Dataset;
         /// Pixel budget: resolution squared. A list makes one data set per resolution over the same files.
         resolution: OneOrMany<u32> = OneOrMany(vec![512]), Works;
@@ -116,7 +116,7 @@ section! {
         /// Crop at a random place, drawn once, instead of the centre.
         random_crop: bool = false, Works;
         /// Random scale; only without buckets.
-        random_scale: bool = false, Refused("pictures are scaled to their size only");
+        random_scale: bool = false, Refused("images are scaled to their size only");
         /// Add copies flipped left to right.
         flip_x: bool = false, Works;
         /// Add copies flipped upside down.
@@ -130,7 +130,7 @@ section! {
         /// Apply spatial augmentations to control images too.
         replay_transforms: bool = true, With("augmentations");
         /// Match fixed channel statistics.
-        standardize_images: bool = false, Refused("pictures are used as they are");
+        standardize_images: bool = false, Refused("images are used as they are");
         /// Keep latents in RAM.
         cache_latents: bool = false, Works;
         /// Keep latents on disk.
@@ -163,19 +163,19 @@ section! {
         full_size_control_images: bool = true, With("control_path");
         /// Controls to generate: `depth`, `line`, `pose`, `inpaint`, `mask`, `sapiens2_mask`.
         controls: OneOrMany<String> = OneOrMany(Vec::new()), Refused("control images are not used yet");
-        /// Pictures whose transparency marks what to paint.
+        /// Images whose transparency marks what to paint.
         inpaint_path: Option<String> = None, Refused("no inpainting models"), input ControlImages;
-        /// Folder of masks of the loss with the stems of their pictures: white = full weight, scaled to 1 on average over a
-        /// batch. A picture without a mask counts in full.
+        /// Folder of masks of the loss with the stems of their images: white = full weight, scaled to 1 on average over a
+        /// batch. An image without a mask counts in full.
         mask_path: Option<String> = None, Works, input ControlImages;
-        /// The picture's own transparency is the mask.
+        /// The image's own transparency is the mask.
         alpha_mask: bool = false, Works;
         /// Invert the mask.
         invert_mask: bool = false, Works;
         /// Weight of black in the mask.
         mask_min_value: f64 = 0.0, Works;
-        /// Paired pictures for guidance.
-        unconditional_path: Option<String> = None, Refused("no paired pictures"), input ControlImages;
+        /// Paired images for guidance.
+        unconditional_path: Option<String> = None, Refused("no paired images"), input ControlImages;
         /// How they guide.
         guidance_type: GuidanceType = GuidanceType::Targeted, With("unconditional_path");
         /// Above 1: a video data set.
@@ -235,7 +235,7 @@ fn finish(dataset: &mut DatasetConfig, given: &Given, cx: &mut Cx) {
     if dataset.poi.is_some() {
         cx.error_at(
             "poi",
-            "was removed from ai-toolkit; remove the key and crop the pictures beforehand",
+            "was removed from ai-toolkit; remove the key and crop the images beforehand",
         );
     }
     if let Some(legacy) = &dataset.caption_type
@@ -302,7 +302,7 @@ impl DatasetConfig {
         given.cloned().collect()
     }
 
-    /// Where the pictures are: `dataset_path`, else `folder_path`.
+    /// Where the images are: `dataset_path`, else `folder_path`.
     #[must_use]
     pub fn path(&self) -> Option<&str> {
         self.dataset_path.as_deref().or(self.folder_path.as_deref())

@@ -132,13 +132,13 @@ impl JobSpec {
         Ok((spec, warnings))
     }
 
-    /// What is wrong with the pictures that a part of a job is about.
+    /// What is wrong with the images that a part of a job is about.
     fn wrong_part(&self) -> Option<Finding> {
         let part = self.part?;
         let one = matches!(self.process.as_slice(), [only] if matches!(only.kind, ProcessKind::Generate(_)));
         (!one || part.from >= part.to).then(|| {
             let message =
-                "only the pictures of one `to_folder` process are cut into parts, from the first to before the last";
+                "only the images of one `to_folder` process are cut into parts, from the first to before the last";
             self.finding("part".into(), message.into())
         })
     }

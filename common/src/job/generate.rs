@@ -1,4 +1,4 @@
-//! `generate` of the processes that only make pictures: `to_folder` and `batch_img2img`.
+//! `generate` of the processes that only make images: `to_folder` and `batch_img2img`.
 
 use super::limits::{MAX_LINES_PER_PROMPT, MAX_RANDOM_PROMPTS, MAX_REPEATS, MAX_SAMPLE_STEPS, MAX_SIDE};
 use super::sampler::SamplerName;
@@ -16,7 +16,7 @@ section! {
         width: u32 = 512, Works;
         /// Height in pixels, floored to a multiple of 8, at least 64.
         height: u32 = 512, Works;
-        /// Sizes of which one is picked at random per picture.
+        /// Sizes of which one is picked at random per image.
         size_list: Option<Vec<Pair>> = None, Works;
         /// Negative prompt.
         neg: String = String::new(), Works;
@@ -24,7 +24,7 @@ section! {
         prompt_2: Option<String> = None, Accepted("Stable Diffusion 1.x has one text encoder");
         /// Negative prompt of the second text encoder.
         neg_2: Option<String> = None, Accepted("Stable Diffusion 1.x has one text encoder");
-        /// Seed of every picture; -1 is random per picture.
+        /// Seed of every image; -1 is random per image.
         seed: i64 = -1, Works;
         /// Guidance scale.
         guidance_scale: f64 = 7.0, Works;
@@ -34,7 +34,7 @@ section! {
         sample_steps: u32 = 20, Works;
         /// Suffix of the files, with or without the dot.
         ext: String = "png".into(), Works;
-        /// Write the prompt beside the picture as `.txt`.
+        /// Write the prompt beside the image as `.txt`.
         prompt_file: bool = false, Works;
         /// Repeat the list of prompts.
         num_repeats: u32 = 1, Works;
@@ -60,9 +60,9 @@ pub fn prompt_lines(text: &str) -> Vec<&str> {
 }
 
 impl GenerateConfig {
-    /// How many pictures are drawn from so many prompts.
+    /// How many images are drawn from so many prompts.
     #[must_use]
-    pub fn pictures(&self, prompts: usize) -> u64 {
+    pub fn images(&self, prompts: usize) -> u64 {
         let list = if self.random_prompts {
             u64::from(self.max_images)
         } else {
@@ -74,7 +74,7 @@ impl GenerateConfig {
 
 fn finish_generate(generate: &mut GenerateConfig, _given: &Given, cx: &mut Cx) {
     generate.ext = generate.ext.trim_start_matches('.').to_ascii_lowercase();
-    picture_suffix(&generate.ext, cx);
+    image_suffix(&generate.ext, cx);
     if generate.sample_steps == 0 {
         cx.error_at("sample_steps", "expected at least 1");
     }
@@ -97,7 +97,7 @@ fn finish_generate(generate: &mut GenerateConfig, _given: &Given, cx: &mut Cx) {
 }
 
 section! {
-    /// What `batch_img2img` makes of the pictures in its data sets.
+    /// What `batch_img2img` makes of the images in its data sets.
     pub struct Img2ImgConfig("generate") {
         /// Sampler.
         sampler: SamplerName = SamplerName::Ddpm, Works;
@@ -105,7 +105,7 @@ section! {
         neg: String = String::new(), Works;
         /// Seed; -1 is random.
         seed: i64 = -1, Works;
-        /// Picture i uses `seed` + i.
+        /// Image i uses `seed` + i.
         walk_seed: bool = false, Works;
         /// Guidance scale.
         guidance_scale: f64 = 7.0, Works;
@@ -115,7 +115,7 @@ section! {
         guidance_rescale: f64 = 0.0, Works;
         /// Suffix of the files, with or without the dot.
         ext: String = "png".into(), Works;
-        /// How much of the picture is redrawn: 0 nothing, 1 everything.
+        /// How much of the image is redrawn: 0 nothing, 1 everything.
         denoise_strength: f64 = 0.5, Works;
         /// Trigger word for `[trigger]` in captions.
         trigger_word: Option<String> = None, Works;
@@ -125,7 +125,7 @@ section! {
 
 fn finish_img2img(generate: &mut Img2ImgConfig, _given: &Given, cx: &mut Cx) {
     generate.ext = generate.ext.trim_start_matches('.').to_ascii_lowercase();
-    picture_suffix(&generate.ext, cx);
+    image_suffix(&generate.ext, cx);
     if generate.sample_steps == 0 {
         cx.error_at("sample_steps", "expected at least 1");
     }
@@ -135,12 +135,12 @@ fn finish_img2img(generate: &mut Img2ImgConfig, _given: &Given, cx: &mut Cx) {
     }
 }
 
-fn picture_suffix(ext: &str, cx: &mut Cx) {
+fn image_suffix(ext: &str, cx: &mut Cx) {
     const KNOWN: &[&str] = &["png", "jpg", "jpeg", "webp"];
     if !KNOWN.contains(&ext) {
         cx.error_at(
             "ext",
-            format!("`{ext}` is not a known picture format. Known: {}", KNOWN.join(", ")),
+            format!("`{ext}` is not a known image format. Known: {}", KNOWN.join(", ")),
         );
     }
 }

@@ -21,7 +21,7 @@ pub(crate) fn unopened(job: &JobSpec) -> BTreeSet<String> {
         for (number, dataset) in datasets.iter().enumerate() {
             let unopened = [
                 ("folder_path", dataset.dataset_path.is_some()),
-                // The picture's own transparency wins.
+                // The image's own transparency wins.
                 ("mask_path", dataset.alpha_mask || !trains),
                 ("random_triggers", !trains),
             ];

@@ -9,13 +9,13 @@ pub const MAX_BYTES: u64 = 10 * 1024 * 1024;
 pub const MAX_DEPTH: usize = 64;
 /// Bytes of the tree after aliases, variables and names were filled in; a value counts for 64 and its text.
 pub const MAX_EXPANDED: usize = 64 * 1024 * 1024;
-/// Pixels of a side of a picture: 256 megapixels as a square.
+/// Pixels of a side of an image: 256 megapixels as a square.
 pub const MAX_SIDE: u32 = 16_384;
 /// Rank of a network. More than the narrower side of a layer adds nothing, and FLUX.1's widest layers have 15360.
 pub const MAX_RANK: u32 = 16_384;
 /// Items of a batch.
 pub const MAX_BATCH: u32 = 65_536;
-/// Steps of a picture; models are made for 1000.
+/// Steps of an image; models are made for 1000.
 pub const MAX_SAMPLE_STEPS: u32 = 10_000;
 /// Length of the time step table; models are made for 1000.
 pub const MAX_TIMESTEPS: u32 = 1_000_000;
@@ -27,7 +27,7 @@ pub const MAX_PROCESSES: usize = 100;
 pub const MAX_DATASETS: usize = 1_000;
 /// Resolutions of a data set: each makes one more data set of the same files.
 pub const MAX_RESOLUTIONS: usize = 64;
-/// Pictures of a `sample` section.
+/// Images of a `sample` section.
 pub const MAX_SAMPLES: usize = 10_000;
 /// Labels that a job asks for.
 pub const MAX_LABELS: usize = 64;
@@ -37,7 +37,7 @@ pub const MAX_RANDOM_PROMPTS: u32 = 1_000_000;
 pub const MAX_LINES_PER_PROMPT: u32 = 1_000;
 /// Bytes of a text file that a config names: prompts, words, the captions of a whole data set.
 pub const MAX_TEXT_FILE_BYTES: u64 = 64 * 1024 * 1024;
-/// Bytes of the caption of one picture.
+/// Bytes of the caption of one image.
 pub const MAX_CAPTION_BYTES: u64 = 1024 * 1024;
 /// What one value costs besides its text.
 pub(crate) const NODE_COST: usize = 64;

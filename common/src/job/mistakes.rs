@@ -164,7 +164,7 @@ fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
         ),
         (
             "no data",
-            MINIMAL.replace("      datasets:\n        - folder_path: pictures\n", ""),
+            MINIMAL.replace("      datasets:\n        - folder_path: images\n", ""),
             5,
             "config.process[0].datasets",
             "at least one data set",
@@ -185,7 +185,7 @@ fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
         ),
         (
             "variable",
-            MINIMAL.replace("pictures", "${NOWHERE}/x"),
+            MINIMAL.replace("images", "${NOWHERE}/x"),
             11,
             "config.process[0].datasets[0].folder_path",
             "`NOWHERE` is not set",
@@ -213,7 +213,7 @@ fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
         ),
         (
             "python tag",
-            MINIMAL.replace("pictures", "!!python/object:os.system x"),
+            MINIMAL.replace("images", "!!python/object:os.system x"),
             11,
             "config.process[0].datasets[0].folder_path",
             "no meaning",
@@ -253,7 +253,7 @@ fn mistakes() -> Vec<(&'static str, String, u32, &'static str, &'static str)> {
         ),
         ("recursive alias", "a: &a [*a]\n".into(), 0, "", ""),
         (
-            "huge picture",
+            "huge image",
             with(
                 "type: sd_trainer",
                 "      sample: {width: 1000000, samples: [{prompt: a}]}",

@@ -80,12 +80,12 @@ section! {
         /// LoRA that makes up for quantisation.
         accuracy_recovery_adapter: Option<String> = None, Refused("no accuracy recovery adapters"), input Lora;
 
-        /// Quantise the UNet or transformer: its linear layers and convolutions, but for the first and the last and those of the
+        /// Quantise the U-Net or transformer: its linear layers and convolutions, but for the first and the last and those of the
         /// time embedding.
         quantize: bool = false, Works;
         /// Quantise the text encoder.
         quantize_te: Option<bool> = None, Works, shown "`quantize`";
-        /// How the UNet or transformer is quantised: `qfloat8`, `float8`, `qint8`, `int8`, `nf4`, `q8_0`, `q4_k`.
+        /// How the U-Net or transformer is quantised: `qfloat8`, `float8`, `qint8`, `int8`, `nf4`, `q8_0`, `q4_k`.
         qtype: String = "qfloat8".into(), Works;
         /// How the text encoder is quantised.
         qtype_te: String = "qfloat8".into(), Works;
@@ -99,7 +99,7 @@ section! {
         layer_offloading: Option<bool> = None, Works, shown "`auto_memory`";
         /// Older name of `layer_offloading`.
         auto_memory: bool = false, Works;
-        /// Share of the UNet or transformer that is treated so, 0 to 1.
+        /// Share of the U-Net or transformer that is treated so, 0 to 1.
         layer_offloading_transformer_percent: f64 = 1.0, Works;
         /// The same of the text encoders.
         layer_offloading_text_encoder_percent: f64 = 1.0, Works;
@@ -125,7 +125,7 @@ section! {
         cache_size_limit: Option<u64> = None, Accepted("the same result another way");
     }
     rare {
-        "unet_path" => Refused("the UNet is the model's own");
+        "unet_path" => Refused("the U-Net is the model's own");
         "unet_sample_size" => Refused("sizes come from the model's own config");
         "refiner_name_or_path" => Refused("no refiner");
         "refiner_start_at" => With("refiner_name_or_path");
@@ -246,7 +246,7 @@ impl ModelConfig {
         self.quantize_te.unwrap_or(self.quantize)
     }
 
-    /// How the UNet or transformer is quantised, if it is.
+    /// How the U-Net or transformer is quantised, if it is.
     #[must_use]
     pub fn quantization(&self) -> Option<QType> {
         QType::from_name(&self.qtype).filter(|_| self.quantize)

@@ -53,7 +53,7 @@ section! {
         output_path: Option<String> = None, Works;
         /// Number format of the file.
         dtype: Option<DType> = None, Works, shown "the job's, else float16";
-        /// Extract the UNet.
+        /// Extract the U-Net.
         extract_unet: Option<bool> = None, Works, shown "the job's, else true";
         /// Extract the text encoder.
         extract_text_encoder: Option<bool> = None, Works, shown "the job's, else true";

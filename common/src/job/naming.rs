@@ -90,7 +90,7 @@ pub fn sample_tail(step: u64, index: usize, format: &str) -> String {
     format!("_{}_{index}.{}", step_suffix(step), format.trim_start_matches('.'))
 }
 
-/// File name of a picture of `to_folder`: `1724085406830_0.png`.
+/// File name of an image of `to_folder`: `1724085406830_0.png`.
 #[must_use]
 pub fn generated_file(unix_ms: u64, count: u64, ext: &str) -> String {
     format!("{unix_ms}_{count}.{}", ext.trim_start_matches('.'))

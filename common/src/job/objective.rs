@@ -25,9 +25,9 @@ choices! {
     pub enum LossTarget("loss target") {
         /// The noise (or velocity) that was added.
         Noise = "noise", Works;
-        /// The picture.
+        /// The image.
         Source = "source", Refused("use `noise`");
-        /// The picture before augmentation.
+        /// The image before augmentation.
         Unaugmented = "unaugmented", Refused("use `noise`");
         /// The difference to the base model's noise.
         DifferentialNoise = "differential_noise", Refused("use `noise`");

@@ -18,7 +18,7 @@ use super::values::FreeMap;
 use serde::{Deserialize, Serialize};
 
 const LATER: &str =
-    "this release trains (`sd_trainer`, `diffusion_trainer`) and makes pictures (`to_folder`, `batch_img2img`)";
+    "this release trains (`sd_trainer`, `diffusion_trainer`) and makes images (`to_folder`, `batch_img2img`)";
 
 choices! {
     /// What a process does.
@@ -31,11 +31,11 @@ choices! {
         UiTrainer = "ui_trainer", Works;
         /// Older name of `sd_trainer`.
         TextualInversionTrainer = "textual_inversion_trainer", Works;
-        /// Slider with pictures and text directions.
+        /// Slider with images and text directions.
         ConceptSlider = "concept_slider", Refused(LATER);
-        /// Slider with text targets and paired pictures.
+        /// Slider with text targets and paired images.
         UltimateSlider = "ultimate_slider_trainer", Refused(LATER);
-        /// Slider with paired pictures.
+        /// Slider with paired images.
         ImageReferenceSlider = "image_reference_slider_trainer", Refused(LATER);
         /// Make prompt A look like prompt B.
         ConceptReplacer = "concept_replacer", Refused(LATER);
@@ -47,11 +47,11 @@ choices! {
         Ideogram4Captioner = "Ideogram4Captioner", Refused(LATER);
         /// Captions for sound.
         AceStepCaptioner = "AceStepCaptioner", Refused(LATER);
-        /// Pictures from pictures.
+        /// Images from images.
         BatchImg2Img = "batch_img2img", Works;
-        /// Pictures from reference pictures.
+        /// Images from reference images.
         ReferenceGenerator = "reference_generator", Refused(LATER);
-        /// Pictures from a LoRM.
+        /// Images from a LoRM.
         PureLoraGenerator = "pure_lora_generator", Refused(LATER);
         /// Captions for folders.
         SuperTagger = "super_tagger", Refused(LATER);
@@ -61,7 +61,7 @@ choices! {
         DatasetTools = "dataset_tools", Refused(LATER);
         /// Merging of models.
         ExampleMergeExtension = "example_merge_extension", Refused(LATER);
-        /// Pictures from prompts.
+        /// Images from prompts.
         ToFolder = "to_folder", Works;
         /// Legacy slider with text targets.
         Slider = "slider", Refused(LATER);
@@ -91,7 +91,7 @@ choices! {
         Train = "train", Refused("use `job: extension` with `type: sd_trainer`");
         /// A LoRA from the difference of two models.
         Extract = "extract", Refused(LATER);
-        /// Pictures from prompts.
+        /// Images from prompts.
         Generate = "generate", Works;
         /// Changes to files.
         Mod = "mod", Refused(LATER);
@@ -207,13 +207,13 @@ impl TrainerProcess {
 }
 
 section! {
-    /// A process that draws pictures from prompts (`to_folder`).
+    /// A process that draws images from prompts (`to_folder`).
     pub struct GenerateProcess("process") {
         /// `to_folder`.
         kind as "type": ProcessType = ProcessType::ToFolder, Works;
         /// Name of the process.
-        name: Option<String> = None, Accepted("pictures go into `output_folder`");
-        /// Where the pictures go.
+        name: Option<String> = None, Accepted("images go into `output_folder`");
+        /// Where the images go.
         output_folder [required]: String = String::new(), Works;
         /// A hint.
         device: Option<String> = None, Accepted("the device is given to the job when it starts; `cluster.device` asks for a kind");
@@ -236,15 +236,15 @@ fn finish_generate(process: &mut GenerateProcess, given: &Given, _cx: &mut Cx) {
 }
 
 section! {
-    /// A process that redraws the pictures of data sets (`batch_img2img`).
+    /// A process that redraws the images of data sets (`batch_img2img`).
     pub struct Img2ImgProcess("process") {
         /// `batch_img2img`.
         kind as "type": ProcessType = ProcessType::BatchImg2Img, Works;
         /// Name of the process.
-        name: Option<String> = None, Accepted("pictures go into `output_folder`");
-        /// Where the pictures go.
+        name: Option<String> = None, Accepted("images go into `output_folder`");
+        /// Where the images go.
         output_folder [required]: String = String::new(), Works;
-        /// Copy the pictures it starts from into this folder.
+        /// Copy the images it starts from into this folder.
         copy_inputs_to: Option<String> = None, Works;
         /// A hint.
         device: Option<String> = None, Accepted("the device is given to the job when it starts; `cluster.device` asks for a kind");
@@ -252,7 +252,7 @@ section! {
         dtype: DType = DType::F16, Works, shown "`model.dtype`";
         /// The model.
         model [required]: ModelConfig = ModelConfig::default(), Works;
-        /// The pictures, with captions as prompts.
+        /// The images, with captions as prompts.
         datasets [required]: Vec<DatasetConfig> = Vec::new(), Works;
         /// How they are redrawn.
         generate: Img2ImgConfig = Img2ImgConfig::default(), Works;

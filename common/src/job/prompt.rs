@@ -1,4 +1,4 @@
-//! Prompts with flags (`a cat --n blurry --seed 7`), and what one picture is made from.
+//! Prompts with flags (`a cat --n blurry --seed 7`), and what one image is made from.
 
 use super::generate::GenerateConfig;
 use super::limits::{MAX_SAMPLE_STEPS, MAX_SIDE};
@@ -139,7 +139,7 @@ fn float(flag: &str, value: &str, problems: &mut Vec<String>) -> Option<f64> {
     })
 }
 
-/// A width or height as pictures have it: floored to a multiple of 8, at least 64.
+/// A width or height as images have it: floored to a multiple of 8, at least 64.
 #[must_use]
 pub fn floor_size(pixels: u32) -> u32 {
     (pixels / 8 * 8).max(64)
@@ -154,7 +154,7 @@ pub fn with_trigger(prompt: &str, trigger: Option<&str>) -> String {
     }
 }
 
-/// Everything that decides one picture, after defaults, the item's own values and prompt flags.
+/// Everything that decides one image, after defaults, the item's own values and prompt flags.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ImageRequest {
     /// The prompt without flags.
@@ -234,7 +234,7 @@ impl ImageRequest {
 }
 
 impl SampleConfig {
-    /// The pictures of this section. `trigger` is the process's trigger word. Unlike in ai-toolkit an item's
+    /// The images of this section. `trigger` is the process's trigger word. Unlike in ai-toolkit an item's
     /// own seed is its own: later items without one use the section's.
     #[must_use]
     pub fn requests(&self, trigger: Option<&str>) -> Vec<ImageRequest> {
@@ -275,7 +275,7 @@ impl SampleConfig {
 }
 
 impl GenerateConfig {
-    /// The picture for one prompt (with its flags). A size of `size_list` is the caller's to draw:
+    /// The image for one prompt (with its flags). A size of `size_list` is the caller's to draw:
     /// pass it as `size`, else `None`.
     #[must_use]
     pub fn request(&self, prompt: &str, size: Option<(u32, u32)>) -> ImageRequest {

@@ -1,4 +1,4 @@
-//! `sample`: pictures made while training, to see how it goes.
+//! `sample`: images made while training, to see how it goes.
 
 use super::limits::{MAX_SAMPLE_STEPS, MAX_SAMPLES, MAX_SIDE};
 use super::sampler::SamplerName;
@@ -6,7 +6,7 @@ use super::schema::{Cx, Given, section};
 use super::values::{Float, TextOrFalse};
 
 section! {
-    /// One picture. What is absent comes from the section.
+    /// One image. What is absent comes from the section.
     pub struct SampleItem("samples") {
         /// The prompt; may end in flags such as `--seed 7`.
         prompt: String = String::new(), Works;
@@ -64,7 +64,7 @@ fn finish_item(item: &mut SampleItem, _given: &Given, cx: &mut Cx) {
 }
 
 section! {
-    /// Pictures made while training, to see how it goes.
+    /// Images made while training, to see how it goes.
     pub struct SampleConfig("sample") {
         /// Sampler; flow models use `flowmatch`.
         sampler: SamplerName = SamplerName::Ddpm, Works;
@@ -78,9 +78,9 @@ section! {
         height: u32 = 512, Works;
         /// Negative prompt; false for none.
         neg: TextOrFalse = TextOrFalse::default(), Works, shown "false";
-        /// Seed of the first picture; -1 is random.
+        /// Seed of the first image; -1 is random.
         seed: i64 = 0, Works;
-        /// Picture i uses `seed` + i.
+        /// Image i uses `seed` + i.
         walk_seed: bool = false, Works;
         /// Guidance scale.
         guidance_scale: f64 = 7.0, Works;
@@ -104,7 +104,7 @@ section! {
         do_cfg_norm: bool = false, Accepted("only Qwen-Image cares");
         /// Older form of `samples`; used only when that is absent.
         prompts: Vec<String> = Vec::new(), Works;
-        /// The pictures.
+        /// The images.
         samples: Vec<SampleItem> = Vec::new(), Works, shown "from `prompts`";
     }
     rare {
@@ -144,7 +144,7 @@ fn finish(sample: &mut SampleConfig, given: &Given, cx: &mut Cx) {
 const FORMATS: &[&str] = &["jpg", "jpeg", "png", "webp", "wav", "mp3", "flac", "ogg", "mp4"];
 
 impl SampleConfig {
-    /// The pictures where `samples` is absent.
+    /// The images where `samples` is absent.
     pub(super) fn samples_of_prompts(&self) -> Vec<SampleItem> {
         let items = self.prompts.iter().map(|prompt| SampleItem {
             prompt: prompt.clone(),

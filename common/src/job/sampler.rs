@@ -1,9 +1,9 @@
-//! Names of noise schedulers and samplers, for training and for pictures.
+//! Names of noise schedulers and samplers, for training and for images.
 
 use super::schema::choices;
 
 choices! {
-    /// A noise scheduler (training) or sampler (pictures). A `k_` name means Karras sigmas.
+    /// A noise scheduler (training) or sampler (images). A `k_` name means Karras sigmas.
     pub enum SamplerName("sampler") {
         /// Ancestral sampling of the original paper.
         Ddpm = "ddpm", Works;

@@ -91,12 +91,12 @@ mod tests {
             ("CLASS_TOKEN", "cat"),
             ("HF_TOKEN", ""),
             ("TOKENIZER_PATH", "/models/clip-vit-large-patch14/tokenizer"),
-            ("TOKEN_FOLDER", "/data/pictures/of/my/cat"),
+            ("TOKEN_FOLDER", "/data/images/of/my/cat"),
             ("OUT", "/data/output_of_last_night_again"),
             ("MONKEY", "a-long-name-of-a-monkey-in-the-zoo"),
             ("AUTHOR", "somebody_with_a_long_name"),
             ("HF_HOME", "hf_home/of/all/the/models"),
-            ("DATA", "hf_dataset_of_small_pictures_2024"),
+            ("DATA", "hf_dataset_of_small_images_2024"),
             ("ASIA_MODEL", "ASIAN-watercolours-of-the-last-century"),
         ] {
             assert!(!is_secret(name, value), "{name}={value}");

@@ -34,13 +34,13 @@ section! {
 }
 
 section! {
-    /// Paired pictures for a slider.
+    /// Paired images for a slider.
     pub struct ReferenceDataset("slider.datasets") {
-        /// Side-by-side pictures: negative half left, positive half right.
+        /// Side-by-side images: negative half left, positive half right.
         pair_folder: Option<String> = None, Works, input Dataset;
-        /// Positive pictures, matched by stem.
+        /// Positive images, matched by stem.
         pos_folder: Option<String> = None, Works, input Dataset;
-        /// Negative pictures, matched by stem.
+        /// Negative images, matched by stem.
         neg_folder: Option<String> = None, Works, input Dataset;
         /// Prompt when there is no caption.
         target_class: String = String::new(), Works;
@@ -86,13 +86,13 @@ section! {
         target_class: String = String::new(), Works;
         /// `concept_slider`: what must not change.
         anchor_class: Option<String> = None, Works;
-        /// Paired pictures (`ultimate_slider_trainer`, `image_reference_slider_trainer`).
+        /// Paired images (`ultimate_slider_trainer`, `image_reference_slider_trainer`).
         datasets: Vec<ReferenceDataset> = Vec::new(), Works;
         /// More losses (`ultimate_slider_trainer`, `image_reference_slider_trainer`).
         additional_losses: Vec<String> = Vec::new(), Works;
         /// Random change of the weights.
         weight_jitter: f64 = 0.0, Works;
-        /// Weight of the picture loss.
+        /// Weight of the image loss.
         img_loss_weight: f64 = 1.0, Works;
         /// Weight of the text loss.
         cfg_loss_weight: f64 = 1.0, Works;

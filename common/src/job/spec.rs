@@ -33,7 +33,7 @@ section! {
         base_model: Option<String> = None, With("job: extract"), input Model;
         /// `job: extract`: fine-tuned model.
         extract_model: Option<String> = None, With("job: extract"), input Model;
-        /// `job: extract`: extract the UNet.
+        /// `job: extract`: extract the U-Net.
         extract_unet: bool = true, With("job: extract");
         /// `job: extract`: extract the text encoder.
         extract_text_encoder: bool = true, With("job: extract");
@@ -77,7 +77,7 @@ pub struct JobSpec {
     /// Key path -> line and column in that file, for findings. Of those keys that have a value there.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub positions: BTreeMap<String, (u32, u32)>,
-    /// Only these of its pictures: the coordinator cuts a job into such parts. No key of a config.
+    /// Only these of its images: the coordinator cuts a job into such parts. No key of a config.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub part: Option<Part>,
     /// Repositories that its models come from -> the commit that was the newest when the job was submitted, so that every
@@ -86,7 +86,7 @@ pub struct JobSpec {
     pub revisions: BTreeMap<String, String>,
 }
 
-/// Some of the pictures of a job, by their numbers: from the first one to before the last one.
+/// Some of the images of a job, by their numbers: from the first one to before the last one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Part {
     /// The first one.
@@ -177,9 +177,9 @@ impl JobSpec {
         unique
     }
 
-    /// How many pictures the job draws, if its only process is a `to_folder`; `lines` counts the prompts in a file.
+    /// How many images the job draws, if its only process is a `to_folder`; `lines` counts the prompts in a file.
     #[must_use]
-    pub fn pictures(&self, lines: impl Fn(&str) -> Option<usize>) -> Option<u64> {
+    pub fn images(&self, lines: impl Fn(&str) -> Option<usize>) -> Option<u64> {
         let [
             Process {
                 kind: ProcessKind::Generate(process),
@@ -193,7 +193,7 @@ impl JobSpec {
             TextSource::List(list) => list.len(),
             TextSource::File(file) => lines(file)?,
         };
-        Some(process.generate.pictures(prompts))
+        Some(process.generate.images(prompts))
     }
 
     /// What the job asks for that this release does not have.

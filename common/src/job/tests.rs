@@ -28,7 +28,7 @@ config:
         name_or_path: base
       network: {type: lora, linear: 8}
       datasets:
-        - folder_path: pictures
+        - folder_path: images
       train:
         steps: 10
 ";
@@ -157,7 +157,7 @@ fn variables_stand_anywhere_in_yaml() {
     };
     let text = MINIMAL
         .replace(
-            "        - folder_path: pictures\n",
+            "        - folder_path: images\n",
             "        - {folder_path: ${DIR}/a, resolution: [${SIZE}, 1${SIZE}]}\n",
         )
         .replace("steps: 10", "steps: ${SIZE}${SIZE} # ${NOT_SET}");
@@ -338,7 +338,7 @@ fn inputs_are_listed() {
     for expected in [
         ("base", InputKind::Model, "config.process[0].model.name_or_path"),
         (
-            "pictures",
+            "images",
             InputKind::Dataset,
             "config.process[0].datasets[0].folder_path",
         ),
@@ -433,7 +433,7 @@ fn every_key_with_its_default_is_fine() {
     assert_eq!(job.spec.unsupported(), Support::default());
     let minimal = yaml(
         &MINIMAL
-            .replace("pictures", "a")
+            .replace("images", "a")
             .replace("linear: 8", "linear: 4")
             .replace("steps: 10", "steps: 1000"),
     );

@@ -54,17 +54,17 @@ section! {
         /// Recompute activations in the backward pass instead of keeping them: the same result, less memory, about a third
         /// more time.
         gradient_checkpointing: bool = true, Works;
-        /// Train the UNet or transformer.
+        /// Train the U-Net or transformer.
         train_unet: bool = true, Works;
         /// Train the text encoders.
         train_text_encoder: bool = false, Works;
         /// Train the refiner.
         train_refiner: bool = true, Accepted("only with a refiner model");
-        /// No pictures before the first step.
+        /// No images before the first step.
         skip_first_sample: bool = false, Works;
-        /// Pictures before the first step even on resume.
+        /// Images before the first step even on resume.
         force_first_sample: bool = false, Works;
-        /// Never make pictures.
+        /// Never make images.
         disable_sampling: bool = false, Works;
         /// Moving average of the weights.
         ema_config: EmaConfig = EmaConfig::default(), Works, shown "off";
@@ -119,22 +119,22 @@ section! {
         random_noise_multiplier: f64 = 0.0, Refused("use `noise_multiplier`");
         /// Random shift per channel.
         random_noise_shift: f64 = 0.0, Refused("use `noise_offset`");
-        /// Noise seeded by the picture's path.
+        /// Noise seeded by the image's path.
         force_consistent_noise: bool = false, Refused("noise is drawn anew at each step");
         /// Draw this many noises and keep the one nearest to the latents.
         optimal_noise_pairing_samples: u32 = 1, Refused("one noise is drawn");
-        /// Noise mixed with blurred pictures.
+        /// Noise mixed with blurred images.
         blended_blur_noise: bool = false, Refused("plain noise only");
-        /// Contrast of the pictures.
-        img_multiplier: f64 = 1.0, Refused("pictures are used as they are");
+        /// Contrast of the images.
+        img_multiplier: f64 = 1.0, Refused("images are used as they are");
         /// Scale of the latents.
         latent_multiplier: f64 = 1.0, Refused("latents are used as they are");
         /// Scale of the noisy latents.
         noisy_latent_multiplier: f64 = 1.0, Refused("latents are used as they are");
         /// Divide latents by their standard deviation.
         adaptive_scaling_factor: bool = false, Refused("latents are used as they are");
-        /// Match fixed channel statistics of pictures.
-        standardize_images: bool = false, Refused("pictures are used as they are");
+        /// Match fixed channel statistics of images.
+        standardize_images: bool = false, Refused("images are used as they are");
         /// Match fixed channel statistics of latents.
         standardize_latents: bool = false, Refused("latents are used as they are");
         /// Wan 2.2 14B: steps per expert before switching.
@@ -201,10 +201,10 @@ section! {
         prompt_dropout_prob: f64 = 0.0, Refused("use a dataset's `caption_dropout_rate`");
         /// Chance to repeat a short prompt until it fills the encoder.
         prompt_saturation_chance: f64 = 0.0, Refused("captions are used as they are");
-        /// Train each picture with both its captions.
-        short_and_long_captions: bool = false, Refused("one caption per picture");
+        /// Train each image with both its captions.
+        short_and_long_captions: bool = false, Refused("one caption per image");
         /// SDXL: one caption per encoder.
-        short_and_long_captions_encoder_split: bool = false, Refused("one caption per picture");
+        short_and_long_captions_encoder_split: bool = false, Refused("one caption per image");
         /// Zero latents for blank prompts.
         do_blank_stabilization: bool = false, Refused("blank captions are trained like others");
         /// Skip the guidance embedding.
@@ -243,7 +243,7 @@ section! {
         inverted_mask_prior: bool = false, Refused("only the plain loss");
         /// Its weight.
         inverted_mask_prior_multiplier: f64 = 0.5, With("inverted_mask_prior");
-        /// Loss on fixed pictures.
+        /// Loss on fixed images.
         validation_config: Option<ValidationConfig> = None, Ignored("nothing is validated; the training is the same");
     }
     rare {

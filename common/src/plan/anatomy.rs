@@ -9,7 +9,7 @@ use std::path::Path;
 /// Parameters of the components of a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Anatomy {
-    /// UNet or transformer.
+    /// U-Net or transformer.
     pub denoiser: u64,
     /// All text encoders.
     pub text: u64,
@@ -33,7 +33,7 @@ pub struct Stored {
     pub quantised: u64,
     /// Bytes that these take.
     pub bytes: u64,
-    /// Those of a GGUF file's weights of 16 bits, which a processor keeps so, or leaves in the file as others.
+    /// Those of a GGUF file's weights of 16 bits, which a CPU keeps so, or leaves in the file as others.
     pub halves: u64,
 }
 
@@ -111,7 +111,7 @@ impl Count {
         each.fold(Self::default(), Self::and)
     }
 
-    /// One tensor, by what lies beside it (`engine/src/weights/few_bits.rs` has the names).
+    /// One tensor, by what lies beside it (`engine/src/weights/quantized.rs` has the names).
     fn of_one(name: &str, tensor: &Tensor, all: &BTreeMap<String, Tensor>) -> Self {
         if belongs_to_another(name) {
             return Self::default();

@@ -14,16 +14,16 @@ pub struct Choices {
     /// The same of the VAE.
     pub vae_streamed: f64,
     /// Guidance asks the denoiser for the two predictions one after another, not in one batch.
-    pub guidance_in_turn: bool,
-    /// The VAE works in tiles where a picture is larger than it was made for.
+    pub sequential_cfg: bool,
+    /// The VAE works in tiles where an image is larger than it was made for.
     pub vae_tiled: bool,
     /// Training keeps what goes into a block only, and runs it again in the backward pass, whatever the config says.
     pub recomputed: bool,
     /// Where the denoiser itself is trained, each of its parameters is updated as soon as its gradient is there, so that
     /// the gradients of one block exist at a time. Where gradients are clipped a step goes through the model twice.
-    pub one_by_one: bool,
+    pub fused_backward: bool,
     /// Memory that is free goes back to the operating system at once. Otherwise it is kept for the next step, which is a
-    /// good deal faster on a processor.
+    /// good deal faster on a CPU.
     pub pages_returned: bool,
 }
 
@@ -38,10 +38,10 @@ impl Choices {
             ..all
         };
         let small_pieces = Self {
-            guidance_in_turn: true,
+            sequential_cfg: true,
             vae_tiled: true,
             recomputed: true,
-            one_by_one: true,
+            fused_backward: true,
             pages_returned: true,
             ..idle_parts_leave
         };
@@ -66,7 +66,7 @@ impl Choices {
         let mut choices = Self::default();
         if low_vram {
             choices = Self {
-                guidance_in_turn: true,
+                sequential_cfg: true,
                 vae_tiled: true,
                 pages_returned: true,
                 ..Self::of(MemoryProfile::Balanced)
@@ -86,10 +86,10 @@ impl Choices {
             denoiser_streamed: self.denoiser_streamed.max(other.denoiser_streamed),
             text_streamed: self.text_streamed.max(other.text_streamed),
             vae_streamed: self.vae_streamed.max(other.vae_streamed),
-            guidance_in_turn: self.guidance_in_turn || other.guidance_in_turn,
+            sequential_cfg: self.sequential_cfg || other.sequential_cfg,
             vae_tiled: self.vae_tiled || other.vae_tiled,
             recomputed: self.recomputed || other.recomputed,
-            one_by_one: self.one_by_one || other.one_by_one,
+            fused_backward: self.fused_backward || other.fused_backward,
             pages_returned: self.pages_returned || other.pages_returned,
         }
     }

@@ -16,7 +16,7 @@ use serde_json::Value;
 const TRAINING_PASSES: f64 = 3.0;
 /// The same with gradient checkpointing: one more forward.
 const CHECKPOINTED_PASSES: f64 = 4.0;
-/// GiB that the VAE takes beside what grows with the picture.
+/// GiB that the VAE takes beside what grows with the image.
 const VAE_FIXED: f64 = 0.039;
 
 /// What a job needs.
@@ -24,8 +24,9 @@ const VAE_FIXED: f64 = 0.039;
 pub struct Demand {
     /// The family of its model, under which speeds are learned.
     pub family: String,
-    /// Thousandths of a unit of work; a unit is one pass of one 512 x 512 picture through the denoiser.
-    pub milliunits: u64,
+    /// Thousandths of a unit of work; a unit is one pass of one 512 x 512 image through the denoiser.
+    #[serde(rename = "milliunits")]
+    pub millipasses: u64,
     /// Bytes of device memory at the peak, by profile; none: not known.
     pub memory: Option<MemoryNeed>,
 }
@@ -44,7 +45,7 @@ impl Demand {
                 None => one,
                 Some(before) => Self {
                     family: before.family,
-                    milliunits: before.milliunits.saturating_add(one.milliunits),
+                    millipasses: before.millipasses.saturating_add(one.millipasses),
                     // Processes run one after another; one that is not known makes the whole not known.
                     memory: before.memory.zip(one.memory).map(|(a, b)| a.max(b)),
                 },
@@ -53,20 +54,20 @@ impl Demand {
         whole
     }
 
-    /// The same work for another number of pictures than is seen in the job, where its prompts lie in a file.
+    /// The same work for another number of images than is seen in the job, where its prompts lie in a file.
     #[must_use]
-    pub fn of_pictures(mut self, job: &Value, pictures: u64) -> Self {
+    pub fn of_images(mut self, job: &Value, images: u64) -> Self {
         let Some(body) = job.pointer("/process/0/kind/generate") else {
             return self;
         };
-        self.milliunits = milli(self.units() / pictures_seen(body) * pictures as f64);
+        self.millipasses = milli(self.units() / images_seen(body) * images as f64);
         self
     }
 
     /// Units of work.
     #[must_use]
     pub fn units(&self) -> f64 {
-        self.milliunits as f64 / 1000.0
+        self.millipasses as f64 / 1000.0
     }
 }
 
@@ -262,23 +263,17 @@ impl Figures {
 #[derive(Clone, Copy)]
 struct Place {
     width: f64,
-    processor: bool,
+    cpu: bool,
 }
 
 impl Place {
     fn gpu(width: f64) -> Self {
-        Self {
-            width,
-            processor: false,
-        }
+        Self { width, cpu: false }
     }
 
     /// There everything is computed in float32.
-    fn processor() -> Self {
-        Self {
-            width: 4.0,
-            processor: true,
-        }
+    fn cpu() -> Self {
+        Self { width: 4.0, cpu: true }
     }
 }
 
@@ -288,7 +283,7 @@ fn part(all: f64, tables: f64, stored: Stored, quantised: Option<f64>, place: Pl
     let gib = |millions: f64, width: f64| millions * 1e6 * width / GIB;
     let in_file = (stored.quantised as f64 / 1e6).min(all);
     let others = all - in_file;
-    let halves = match place.processor && quantised.is_none() {
+    let halves = match place.cpu && quantised.is_none() {
         true => (stored.halves as f64 / 1e6).min(others),
         false => 0.0,
     };
@@ -356,9 +351,9 @@ fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
         let averaged = flag(body, "/train/ema_config/use_ema");
         let one = (side / 1024.0).powi(2);
         let layout = |place: Place, activity: Activity| {
-            let per_picture = |activations: f64| one * batch * activations * figures.scale;
+            let per_image = |activations: f64| one * batch * activations * figures.scale;
             // A full fine-tune's weights are counted with their part, are updated in place, and are saved one by one; their
-            // averages change places with them to be saved. An adapter takes a number more for each while the step is worked out: on the processor it is seen.
+            // averages change places with them to be saved. An adapter takes a number more for each while the step is worked out: on the CPU it is seen.
             let (beside, saving) = match network {
                 Some(_) => (
                     4.0 + activity.step * state,
@@ -374,12 +369,12 @@ fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
                 saving: trained * saving,
                 activations: Activations {
                     work: if checkpointed {
-                        per_picture(activity.train_checkpointed)
+                        per_image(activity.train_checkpointed)
                     } else {
-                        per_picture(activity.train_plain)
+                        per_image(activity.train_plain)
                     },
-                    lean_work: per_picture(activity.train_lean),
-                    // Pictures are encoded one by one.
+                    lean_work: per_image(activity.train_lean),
+                    // Images are encoded one by one.
                     vae: (one * activity.encode + VAE_FIXED) * figures.vae_scale(),
                     vae_megapixels: one,
                 },
@@ -389,12 +384,12 @@ fn training(family: String, body: &Value, figures: Option<Figures>) -> Demand {
         let family = figures.family;
         need(
             &layout(Place::gpu(width), family.on_gpu(width)),
-            &layout(Place::processor(), family.on_processor()),
+            &layout(Place::cpu(), family.on_cpu()),
         )
     });
     Demand {
         family,
-        milliunits: milli(units),
+        millipasses: milli(units),
         memory,
     }
 }
@@ -440,10 +435,10 @@ fn generation(family: String, body: &Value, figures: Option<Figures>) -> Demand 
     let height_px = number(body, "/generate/height").unwrap_or(512.0);
     let steps = number(body, "/generate/sample_steps").unwrap_or(20.0);
     let guided = number(body, "/generate/guidance_scale").unwrap_or(7.0) > 1.0;
-    let pictures = pictures_seen(body);
+    let images = images_seen(body);
     let area = width_px * height_px;
     let passes = if guided { 2.0 } else { 1.0 };
-    let units = pictures * steps * passes * area / (512.0 * 512.0);
+    let units = images * steps * passes * area / (512.0 * 512.0);
     let memory = figures.map(|figures| {
         let megapixels = area / (1024.0 * 1024.0);
         let layout = |place: Place, activity: Activity| {
@@ -461,12 +456,12 @@ fn generation(family: String, body: &Value, figures: Option<Figures>) -> Demand 
         let (family, width) = (figures.family, width(text(body, "/model/dtype")));
         need(
             &layout(Place::gpu(width), family.on_gpu(width)),
-            &layout(Place::processor(), family.on_processor()),
+            &layout(Place::cpu(), family.on_cpu()),
         )
     });
     Demand {
         family,
-        milliunits: milli(units),
+        millipasses: milli(units),
         memory,
     }
 }
@@ -508,8 +503,8 @@ fn quantised_width(body: &Value, part: Quantisable, width: f64) -> Option<f64> {
     on.then(|| kind.unwrap_or(QType::Float8).bytes().min(width))
 }
 
-/// Pictures, as far as the job itself says.
-fn pictures_seen(body: &Value) -> f64 {
+/// Images, as far as the job itself says.
+fn images_seen(body: &Value) -> f64 {
     let prompts = body
         .pointer("/generate/prompts")
         .and_then(|prompts| {
@@ -607,7 +602,7 @@ mod tests {
         assert!((one + 4.0..one + 6.0).contains(&base(true)), "{one} {}", base(true));
     }
 
-    /// GiB on a processor under each profile, for pictures of this side by Stable Diffusion 1.5.
+    /// GiB on a CPU under each profile, for images of this side by Stable Diffusion 1.5.
     fn drawing(model: &Value, side: u32, anatomy: Option<Anatomy>) -> [f64; 4] {
         let mut job = json!({"process": [{"kind": {"generate": {"model": {"arch": "sd1"},
             "generate": {"width": side, "height": side, "guidance_scale": 7.0, "prompts": ["a"]}}}}]});
@@ -619,7 +614,7 @@ mod tests {
 
     /// What jobs took (docs/memory.md).
     #[test]
-    fn pictures_are_predicted_as_they_were_measured() {
+    fn images_are_predicted_as_they_were_measured() {
         let unet = json!({"quantize": true, "quantize_te": false, "qtype": "int8"});
         let nf4 = json!({"quantize": true, "quantize_te": false, "qtype": "nf4"});
         let text = json!({"quantize_te": true, "qtype_te": "int8"});
@@ -695,7 +690,7 @@ mod tests {
         assert!(packed[0] < gguf[0] && packed[3] > gguf[3], "{gguf:?} {packed:?}");
     }
 
-    /// What LoRAs of Stable Diffusion 1.5 took on a processor (docs/memory.md).
+    /// What LoRAs of Stable Diffusion 1.5 took on a CPU (docs/memory.md).
     #[test]
     fn loras_are_predicted_as_they_were_measured() {
         let half = Some(Anatomy {
@@ -735,7 +730,7 @@ mod tests {
         }
     }
 
-    /// What full fine-tunes of Stable Diffusion 1.5 took on a processor (docs/memory.md).
+    /// What full fine-tunes of Stable Diffusion 1.5 took on a CPU (docs/memory.md).
     #[test]
     fn full_fine_tunes_are_predicted_as_they_were_measured() {
         let half = Some(Anatomy {
@@ -839,14 +834,14 @@ mod tests {
     }
 
     #[test]
-    fn work_counts_steps_pictures_and_pixels() {
+    fn work_counts_steps_images_and_pixels() {
         let one = Demand::of_job(&lora("sd1", 512, "bf16", 4), None).unwrap();
         let four = Demand::of_job(&lora("sd1", 1024, "bf16", 4), None).unwrap();
         assert_eq!(one.units(), 4000.0);
         assert_eq!(four.units(), 16_000.0);
-        let pictures = json!({"process": [{"kind": {"generate": {"model": {"arch": "sdxl", "dtype": "float16"},
+        let images = json!({"process": [{"kind": {"generate": {"model": {"arch": "sdxl", "dtype": "float16"},
             "generate": {"width": 1024, "height": 1024, "sample_steps": 20, "guidance_scale": 7.0, "prompts": ["a", "b"], "num_repeats": 3}}}}]});
-        let made = Demand::of_job(&pictures, None).unwrap();
+        let made = Demand::of_job(&images, None).unwrap();
         assert_eq!((made.family.as_str(), made.units()), ("sdxl", 6.0 * 20.0 * 2.0 * 4.0));
     }
 

@@ -3,7 +3,7 @@
 /// Typical figures of a family. Parameters in millions.
 ///
 /// Parameter counts are those of the published configurations (`config.json` of each component). Activations are per
-/// megapixel of picture (1024 x 1024) and per picture, fitted to what the trainers publish: Stable Diffusion 1.5 LoRA
+/// megapixel of image (1024 x 1024) and per image, fitted to what the trainers publish: Stable Diffusion 1.5 LoRA
 /// at 512 in about 4 GB (diffusers issue 2474), SDXL LoRA in 8 GB at the least and 10 GB advised (sd-scripts
 /// `docs/sdxl_train_network.md`), FLUX.1 LoRA above 30 GB in bf16, about 17 GB with an 8-bit base and 8 GB with 28 of 35
 /// blocks swapped (kohya_ss issue 2701, sd-scripts `docs/flux_train_network.md`).
@@ -11,7 +11,7 @@
 pub struct Family {
     /// As `model.arch` names it.
     pub name: &'static str,
-    /// UNet or transformer.
+    /// U-Net or transformer.
     pub denoiser: f64,
     /// The share of these that are convolutions of 3 x 3.
     pub convolutions: f64,
@@ -35,14 +35,14 @@ pub struct Family {
     /// GiB of activations per megapixel when denoising.
     pub denoise: f64,
     /// Seconds per unit of work on a middling CUDA card, where nothing was measured yet. A unit is one pass of one
-    /// 512 x 512 picture through the denoiser.
+    /// 512 x 512 image through the denoiser.
     pub seconds_per_unit: f64,
 }
 
 /// GiB of activations per megapixel while the VAE decodes or encodes in half precision, the same KL-VAE everywhere.
 const VAE_ACTIVATIONS: f64 = 3.0;
 
-/// GiB of activations per megapixel of picture, on one kind of device.
+/// GiB of activations per megapixel of image, on one kind of device.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Activity {
     /// Training with gradient checkpointing.
@@ -73,8 +73,8 @@ pub struct Saving {
     pub state: f64,
 }
 
-/// Stable Diffusion 1.5 on a processor in float32, measured (docs/memory.md).
-const SD_ON_PROCESSOR: Activity = Activity {
+/// Stable Diffusion 1.5 on a CPU in float32, measured (docs/memory.md).
+const SD_ON_CPU_LAYOUT: Activity = Activity {
     train_checkpointed: 2.2,
     train_lean: 0.75,
     train_plain: 5.53,
@@ -200,10 +200,10 @@ impl Family {
         }
     }
 
-    /// On a processor, in float32. What was measured is Stable Diffusion; others are in the same relation to it as on a
+    /// On a CPU, in float32. What was measured is Stable Diffusion; others are in the same relation to it as on a
     /// GPU.
     #[must_use]
-    pub fn on_processor(&self) -> Activity {
+    pub fn on_cpu(&self) -> Activity {
         let sd = &FAMILIES[0];
         let Activity {
             train_checkpointed,
@@ -211,14 +211,14 @@ impl Family {
             train_plain,
             denoise,
             ..
-        } = SD_ON_PROCESSOR;
+        } = SD_ON_CPU_LAYOUT;
         let more = self.train_checkpointed / sd.train_checkpointed;
         Activity {
             train_checkpointed: train_checkpointed * more,
             train_lean: train_lean * more,
             train_plain: train_plain * self.train_plain / sd.train_plain,
             denoise: denoise * self.denoise / sd.denoise,
-            ..SD_ON_PROCESSOR
+            ..SD_ON_CPU_LAYOUT
         }
     }
 

@@ -8,7 +8,7 @@ pub(super) const GIB: f64 = 1_073_741_824.0;
 /// Needs on a GPU are rounded up to this, so that jobs which differ by a few bytes are alike.
 const ROUND: u64 = 64 << 20;
 /// Where gradients of one block are held at a time: GiB of these, or of the largest tensors as they are written to a file, and
-/// the share of all gradients that comes on top. Measured on a processor (docs/memory.md).
+/// the share of all gradients that comes on top. Measured on a CPU (docs/memory.md).
 const ONE_BLOCK: (f64, f64) = (0.2, 0.04);
 /// Side of a VAE's tile, squared, in megapixels of 1024 x 1024.
 const TILE: f64 = 0.25;
@@ -40,8 +40,8 @@ const GPU: Machine = Machine {
     unpacked: 0.05,
 };
 
-/// A processor, measured (docs/memory.md).
-const PROCESSOR: Machine = Machine {
+/// A CPU, measured (docs/memory.md).
+const CPU_LAYOUT: Machine = Machine {
     base: 0.02,
     weights: 1.091,
     quantised: 1.327,
@@ -108,10 +108,10 @@ pub(super) struct Layout {
 }
 
 /// The peaks on both kinds of device.
-pub(super) fn need(gpu: &Layout, processor: &Layout) -> MemoryNeed {
+pub(super) fn need(gpu: &Layout, cpu: &Layout) -> MemoryNeed {
     MemoryNeed::new(
         MemoryProfile::on(false).map(|profile| gpu.peak(profile, &GPU).div_ceil(ROUND) * ROUND),
-        MemoryProfile::on(true).map(|profile| processor.peak(profile, &PROCESSOR)),
+        MemoryProfile::on(true).map(|profile| cpu.peak(profile, &CPU_LAYOUT)),
     )
 }
 
@@ -146,11 +146,11 @@ impl Layout {
         if choices.vae_tiled && vae_megapixels > TILE {
             vae *= TILE / vae_megapixels;
         }
-        let lean = choices.guidance_in_turn || choices.recomputed;
+        let lean = choices.sequential_cfg || choices.recomputed;
         let work = if lean { lean_work } else { work };
         let whole_parts = self.denoiser_trained || self.text_trained;
         let gradients = match whole_parts {
-            true if choices.one_by_one && self.separable => {
+            true if choices.fused_backward && self.separable => {
                 self.gradients.min(ONE_BLOCK.0 + ONE_BLOCK.1 * self.gradients)
             }
             true => self.gradients * machine.weights,

@@ -5,29 +5,33 @@ use serde::{Deserialize, Serialize};
 
 const MIB: u64 = 1 << 20;
 
-/// Memory that a job needs at its peak: under each profile, on a GPU and on a processor, where everything is computed in
+/// Memory that a job needs at its peak: under each profile, on a GPU and on a CPU, where everything is computed in
 /// float32 and the numbers of the program itself count as well. Kept in whole MiB, rounded up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(from = "Stored", into = "Stored")]
 pub struct MemoryNeed {
     gpu: [u32; 4],
-    processor: [u32; 4],
+    cpu: [u32; 4],
 }
 
-/// As it lies in records. Earlier versions had five numbers of bytes, the last of them for a processor.
+/// As it lies in records. Earlier versions had five numbers of bytes, the last of them for a CPU.
 #[derive(Serialize, Deserialize)]
 #[serde(untagged)]
 enum Stored {
-    Now { gpu: [u32; 4], processor: [u32; 4] },
+    Now {
+        gpu: [u32; 4],
+        #[serde(rename = "processor")]
+        cpu: [u32; 4],
+    },
     Before([u64; 5]),
 }
 
 impl From<Stored> for MemoryNeed {
     fn from(stored: Stored) -> Self {
         match stored {
-            Stored::Now { gpu, processor } => Self { gpu, processor },
-            Stored::Before([full, balanced, poor, extreme, processor]) => {
-                Self::new([full, balanced, poor, extreme], [processor; 4])
+            Stored::Now { gpu, cpu } => Self { gpu, cpu },
+            Stored::Before([full, balanced, poor, extreme, cpu]) => {
+                Self::new([full, balanced, poor, extreme], [cpu; 4])
             }
         }
     }
@@ -37,19 +41,19 @@ impl From<MemoryNeed> for Stored {
     fn from(need: MemoryNeed) -> Self {
         Self::Now {
             gpu: need.gpu,
-            processor: need.processor,
+            cpu: need.cpu,
         }
     }
 }
 
 impl MemoryNeed {
-    /// Bytes on a GPU and on a processor: with everything in memory, then under `balanced`, `gpu_poor` and `extreme`.
+    /// Bytes on a GPU and on a CPU: with everything in memory, then under `balanced`, `gpu_poor` and `extreme`.
     #[must_use]
-    pub fn new(gpu: [u64; 4], processor: [u64; 4]) -> Self {
+    pub fn new(gpu: [u64; 4], cpu: [u64; 4]) -> Self {
         let mib = |bytes: u64| u32::try_from(bytes.div_ceil(MIB)).unwrap_or(u32::MAX);
         Self {
             gpu: gpu.map(mib),
-            processor: processor.map(mib),
+            cpu: cpu.map(mib),
         }
     }
 
@@ -59,16 +63,16 @@ impl MemoryNeed {
         Self::new([bytes; 4], [bytes; 4])
     }
 
-    /// Bytes under a profile, on a processor or on a GPU. `full_gpu` and `cpu_only` both keep everything in memory.
+    /// Bytes under a profile, on a CPU or on a GPU. `full_gpu` and `cpu_only` both keep everything in memory.
     #[must_use]
-    pub fn under(&self, profile: MemoryProfile, on_processor: bool) -> u64 {
+    pub fn under(&self, profile: MemoryProfile, on_cpu: bool) -> u64 {
         let place = match profile {
             MemoryProfile::FullGpu | MemoryProfile::CpuOnly => 0,
             MemoryProfile::Balanced => 1,
             MemoryProfile::GpuPoor => 2,
             MemoryProfile::Extreme => 3,
         };
-        let needs = if on_processor { &self.processor } else { &self.gpu };
+        let needs = if on_cpu { &self.cpu } else { &self.gpu };
         u64::from(needs[place]) * MIB
     }
 
@@ -78,7 +82,7 @@ impl MemoryNeed {
         let most = |one: [u32; 4], two: [u32; 4]| std::array::from_fn(|i| one[i].max(two[i]));
         Self {
             gpu: most(self.gpu, other.gpu),
-            processor: most(self.processor, other.processor),
+            cpu: most(self.cpu, other.cpu),
         }
     }
 }

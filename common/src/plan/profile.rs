@@ -16,7 +16,7 @@ pub enum MemoryProfile {
     GpuPoor,
     /// Weights are streamed block by block.
     Extreme,
-    /// The processor does it all.
+    /// The CPU does it all.
     CpuOnly,
 }
 
@@ -61,8 +61,8 @@ impl MemoryProfile {
 
     /// What may be tried on such a device, the least slow first.
     #[must_use]
-    pub fn on(processor: bool) -> [Self; 4] {
-        let first = if processor { Self::CpuOnly } else { Self::FullGpu };
+    pub fn on(cpu: bool) -> [Self; 4] {
+        let first = if cpu { Self::CpuOnly } else { Self::FullGpu };
         [first, Self::Balanced, Self::GpuPoor, Self::Extreme]
     }
 
@@ -95,8 +95,8 @@ mod tests {
 
     #[test]
     fn profiles_come_in_order() {
-        for processor in [false, true] {
-            for pair in MemoryProfile::on(processor).windows(2) {
+        for cpu in [false, true] {
+            for pair in MemoryProfile::on(cpu).windows(2) {
                 assert_eq!(pair[0].smaller(), Some(pair[1]));
             }
         }

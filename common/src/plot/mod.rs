@@ -1,6 +1,6 @@
-//! A curve of the loss: what both the picture and the terminal show of it.
+//! A curve of the loss: what both the image and the terminal show of it.
 //!
-//! The picture is a function of steps and losses and of nothing else, so that a run which went on elsewhere has the same one.
+//! The image is a function of steps and losses and of nothing else, so that a run which went on elsewhere has the same one.
 
 mod axis;
 mod canvas;
@@ -11,7 +11,7 @@ use canvas::{Canvas, Rgb};
 
 /// How much of the smoothed value one more loss changes, at the most.
 const SLOWEST: f64 = 0.01;
-/// Width and height of the picture.
+/// Width and height of the image.
 const SIZE: (usize, usize) = (1200, 675);
 /// Space for labels: left, top, right, bottom.
 const MARGIN: (usize, usize, usize, usize) = (110, 56, 56, 70);
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn the_picture_is_a_function_of_its_points() {
+    fn the_image_is_a_function_of_its_points() {
         let points: Vec<(u64, f64)> = (1..=300).map(|step| (step, 1.0 / step as f64)).collect();
         let one = curve(&points).png().unwrap();
         assert!(one.starts_with(b"\x89PNG") && one.len() > 2000);

@@ -106,7 +106,7 @@ impl State {
         let Some(job) = self.jobs.get_mut(id) else { return };
         let profile = place.profile;
         let smaller = profile.smaller();
-        // On a processor the job's own budget is what it ran against; on a GPU others may have taken the memory.
+        // On a CPU the job's own budget is what it ran against; on a GPU others may have taken the memory.
         let own_limit = job.wants.memory.is_some() && place.device.kind == DeviceKind::Cpu;
         let before = job.at_most;
         match smaller.filter(|_| job.wants.profile.is_none()) {

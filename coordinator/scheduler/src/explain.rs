@@ -498,7 +498,7 @@ fn own_pace(job: &Job) -> Option<(&WorkerId, DeviceRef, f64)> {
         .then_some((&attempt.worker, attempt.device, seconds))
 }
 
-/// `box cuda:0`; the processor has no number.
+/// `box cuda:0`; the CPU has no number.
 fn name(verdict: &DeviceVerdict<'_>) -> String {
     format!("{} {}", verdict.worker.name, device_name(verdict.device.device.device))
 }

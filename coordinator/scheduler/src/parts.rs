@@ -10,7 +10,7 @@ use super::step::Step;
 use aitk_common::control::{JobState, UnixMillis};
 use aitk_common::id::JobId;
 
-/// Seconds that a change of devices costs beside the work and the inputs: the picture that was begun, a new process, the
+/// Seconds that a change of devices costs beside the work and the inputs: the image that was begun, a new process, the
 /// model into memory.
 const CHANGE_SECONDS: f64 = 30.0;
 /// A change must end the part in less than this share of the time that it would take where it is: times are estimates.

@@ -14,10 +14,10 @@ const PARTS_PER_DEVICE: u64 = 4;
 const SECONDS_LEAST: f64 = 60.0;
 
 impl State {
-    /// Into how many parts a job of so many pictures is cut now; 1: it stays whole.
+    /// Into how many parts a job of so many images is cut now; 1: it stays whole.
     #[must_use]
-    pub fn parts(&self, wants: &Wants, pictures: u64, split: Split) -> u64 {
-        let most = pictures.min(MEMBERS_MOST as u64).max(1);
+    pub fn parts(&self, wants: &Wants, images: u64, split: Split) -> u64 {
+        let most = images.min(MEMBERS_MOST as u64).max(1);
         match split {
             Split::Parts(parts) => u64::from(parts).clamp(1, most),
             Split::Auto => self.parts_that_pay(wants).clamp(1, most),

@@ -19,7 +19,7 @@ const MINUTE: Duration = Duration::from_secs(60);
 /// Lines about refusals that one token may cause in that time.
 const REFUSALS: u32 = 60;
 /// The same for all who showed no good token.
-const STRANGERS: u32 = 600;
+const MAX_UNAUTHENTICATED: u32 = 600;
 
 /// Bounds how fast the log grows by what is refused: whoever tries the same thing in a loop fills no disk.
 #[derive(Debug, Default)]
@@ -36,7 +36,7 @@ impl Budget {
             self.since = Some(now);
             self.used.clear();
         }
-        let most = if by.is_empty() { STRANGERS } else { REFUSALS };
+        let most = if by.is_empty() { MAX_UNAUTHENTICATED } else { REFUSALS };
         let used = self.used.entry(by.to_owned()).or_default();
         *used = used.saturating_add(1);
         *used <= most

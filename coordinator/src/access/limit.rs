@@ -38,9 +38,9 @@ pub(super) struct Limit {
 pub(super) enum Failure {
     /// One of the first: worth a line each.
     Counted,
-    /// The one that closes the door: worth a line that says so.
+    /// The one that closes the limiter: worth a line that says so.
     Last,
-    /// The door is closed.
+    /// The limiter is closed.
     Ignored,
 }
 

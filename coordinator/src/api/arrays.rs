@@ -195,14 +195,14 @@ impl JobsApi {
         &self,
         who: &Identity,
         asked: &Asked,
-        (split, pictures): (Split, u64),
+        (split, images): (Split, u64),
         submission: &Submission,
     ) -> Result<Option<NewArray>, Status> {
         let wishes = asked.wants.clone();
         let parts = self
             .0
             .core
-            .query(move |state, _| state.parts(&wishes, pictures, split))
+            .query(move |state, _| state.parts(&wishes, images, split))
             .await?;
         // At most so many were asked for: fewer if the configs would not fit.
         let own = submission.job_json.len();
@@ -222,12 +222,12 @@ impl JobsApi {
         };
         let mut members = Vec::new();
         for part in 0..parts {
-            let bound = |part: u64| u128::from(pictures) * u128::from(part) / u128::from(parts);
+            let bound = |part: u64| u128::from(images) * u128::from(part) / u128::from(parts);
             let (from, to) = (bound(part) as u64, bound(part + 1) as u64);
             whole["part"] = serde_json::json!({ "from": from, "to": to });
             let mut asked = asked.clone();
             asked.named.name = format!("{}[{part}]", asked.named.name);
-            asked.wants.demand = asked.wants.demand.map(|demand| share(demand, to - from, pictures));
+            asked.wants.demand = asked.wants.demand.map(|demand| share(demand, to - from, images));
             let payload = Payload {
                 job_json: whole.to_string().into(),
                 ..shared.clone()
@@ -353,9 +353,9 @@ fn folder(name: &str, index: u32) -> String {
     if plain { name.to_owned() } else { index.to_string() }
 }
 
-fn share(mut demand: Demand, pictures: u64, of: u64) -> Demand {
-    let units = u128::from(demand.milliunits) * u128::from(pictures) / u128::from(of.max(1));
-    demand.milliunits = u64::try_from(units).unwrap_or(u64::MAX).max(1);
+fn share(mut demand: Demand, images: u64, of: u64) -> Demand {
+    let units = u128::from(demand.millipasses) * u128::from(images) / u128::from(of.max(1));
+    demand.millipasses = u64::try_from(units).unwrap_or(u64::MAX).max(1);
     demand
 }
 

@@ -1,10 +1,10 @@
-//! The door: who calls, whether they may do that, and whether they speak our version of the protocol.
+//! The limiter: who calls, whether they may do that, and whether they speak our version of the protocol.
 //!
 //! One table says which right a call needs. A call that is not in it is refused: a new one cannot be forgotten open.
 
 use super::calls::{Answer, Calls};
 use crate::access::{Access, Denied, Identity};
-use crate::door::Door;
+use crate::connection_limiter::ConnectionLimiter;
 use aitk_common::control::PROTOCOL_VERSION;
 use aitk_common::security::ca::WorkerCertificate;
 use aitk_common::security::role::{Right, Role};
@@ -47,29 +47,34 @@ fn right_of(path: &str) -> Option<Right> {
 
 /// Stands before every service.
 #[derive(Clone)]
-pub(crate) struct Gate {
+pub(crate) struct Authenticator {
     access: Access,
     proof: Option<Token>,
     /// A worker on another machine needs a certificate.
     certificates_only: bool,
-    door: Door,
+    limiter: ConnectionLimiter,
     calls: Calls,
 }
 
-impl std::fmt::Debug for Gate {
+impl std::fmt::Debug for Authenticator {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Gate").finish_non_exhaustive()
+        f.debug_struct("Authenticator").finish_non_exhaustive()
     }
 }
 
-impl Gate {
+impl Authenticator {
     /// `proof` is what another coordinator shows with a call that it passes on.
-    pub(crate) fn new(access: Access, proof: Option<Token>, certificates_only: bool, door: Door) -> Self {
+    pub(crate) fn new(
+        access: Access,
+        proof: Option<Token>,
+        certificates_only: bool,
+        limiter: ConnectionLimiter,
+    ) -> Self {
         Self {
             access,
             proof,
             certificates_only,
-            door,
+            limiter,
             calls: Calls::new(),
         }
     }
@@ -101,10 +106,10 @@ impl Gate {
         }
     }
 
-    /// Puts a service behind the door.
+    /// Puts a service behind the limiter.
     pub(super) fn guard<S>(&self, service: S) -> Guarded<S> {
         Guarded {
-            gate: self.clone(),
+            authenticator: self.clone(),
             service,
         }
     }
@@ -131,7 +136,7 @@ impl Gate {
         let who = who.map_err(denied)?;
         // Whose connection it is, that is: another coordinator's, if it passes the call on.
         if let Some(peer) = peer(request) {
-            self.door.known(peer);
+            self.limiter.known(peer);
         }
         let protocol = header(PROTOCOL_HEADER);
         if protocol.and_then(|text| text.parse().ok()) != Some(PROTOCOL_VERSION) {
@@ -221,16 +226,16 @@ pub(crate) fn peer<B>(request: &http::Request<B>) -> Option<SocketAddr> {
     info.and_then(TcpConnectInfo::remote_addr)
 }
 
-/// Who makes this call. The door has let them in.
+/// Who makes this call. The limiter has let them in.
 pub(super) fn caller<T>(request: &Request<T>) -> Result<Identity, Status> {
     let found = request.extensions().get::<Identity>().cloned();
     found.ok_or_else(|| Status::internal("a call came past the door"))
 }
 
-/// A service behind the door.
+/// A service behind the limiter.
 #[derive(Clone, Debug)]
 pub(super) struct Guarded<S> {
-    gate: Gate,
+    authenticator: Authenticator,
     service: S,
 }
 
@@ -252,12 +257,12 @@ where
     }
 
     fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
-        let origin = self.gate.origin(&request);
-        match self.gate.check(&request, &origin) {
+        let origin = self.authenticator.origin(&request);
+        match self.authenticator.check(&request, &origin) {
             Ok(who) => {
                 request.extensions_mut().insert(origin);
                 request.extensions_mut().insert(who.clone());
-                let (calls, mut service) = (self.gate.calls.clone(), self.service.clone());
+                let (calls, mut service) = (self.authenticator.calls.clone(), self.service.clone());
                 Box::pin(async move {
                     let path = request.uri().path().to_owned();
                     let held = match calls.enter(&who, &path).await {

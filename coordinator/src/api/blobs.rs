@@ -5,7 +5,7 @@ use super::auth::caller;
 use super::shared::Shared;
 use super::status::{storage_failed, storage_full, store_failed, token_ended};
 use crate::access::Identity;
-use crate::scope::Reach;
+use crate::scope::VisibleBlobs;
 use crate::transfers::TransferPermit;
 use aitk_common::hash::ContentHash;
 use aitk_common::security::role::Role;
@@ -118,7 +118,7 @@ impl BlobsApi {
 
     /// Which blobs are there, of those in reach: of others nobody is told. Those that are stay for a while, as whoever
     /// asked relies on it.
-    async fn look(&self, reach: &Reach, hashes: &[ContentHash]) -> Result<Vec<bool>, Status> {
+    async fn look(&self, reach: &VisibleBlobs, hashes: &[ContentHash]) -> Result<Vec<bool>, Status> {
         let near: Vec<_> = hashes.iter().copied().filter(|hash| reach.holds(hash)).collect();
         let _held = self.0.pins.hold(near.clone()).await;
         let present = self.0.blobs.has(&near).await.map_err(|error| storage_failed(&error))?;
@@ -134,7 +134,7 @@ impl BlobsApi {
     }
 
     /// What a caller may see who is about to send this blob; a worker that runs nothing has nothing to send.
-    async fn may_send(&self, who: &Identity, hash: ContentHash) -> Result<Reach, Status> {
+    async fn may_send(&self, who: &Identity, hash: ContentHash) -> Result<VisibleBlobs, Status> {
         let reach = self.0.scope.reach(who).await?;
         if reach.is_at_work(who) {
             return Ok(reach);

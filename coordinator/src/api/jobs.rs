@@ -240,7 +240,7 @@ impl Jobs for JobsApi {
             idempotency_key: None,
             owner: Some(view.owner),
             anatomy: None,
-            pictures: None,
+            images: None,
         });
         if encoded_len(&submission) > MAX_MESSAGE_BYTES {
             return Err(Status::failed_precondition(format!(

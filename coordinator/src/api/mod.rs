@@ -15,7 +15,7 @@ mod status;
 mod submission;
 mod workers;
 
-pub(crate) use auth::{Gate, peer};
+pub(crate) use auth::{Authenticator, peer};
 
 pub(crate) use shared::Shared;
 
@@ -26,8 +26,8 @@ use aitk_proto::v1::jobs_server::JobsServer;
 use aitk_proto::v1::workers_server::WorkersServer;
 use tonic::service::Routes;
 
-/// Every service behind the gate.
-pub(crate) fn routes(shared: &Shared, gate: &Gate) -> Routes {
+/// Every service behind the authenticator.
+pub(crate) fn routes(shared: &Shared, authenticator: &Authenticator) -> Routes {
     let workers = WorkersServer::new(workers::WorkersApi(shared.clone()))
         .max_decoding_message_size(MAX_MESSAGE_BYTES)
         .max_encoding_message_size(MAX_MESSAGE_BYTES);
@@ -40,8 +40,8 @@ pub(crate) fn routes(shared: &Shared, gate: &Gate) -> Routes {
     let admin = AdminServer::new(admin::AdminApi(shared.clone()))
         .max_decoding_message_size(MAX_MESSAGE_BYTES)
         .max_encoding_message_size(MAX_MESSAGE_BYTES);
-    Routes::new(gate.guard(workers))
-        .add_service(gate.guard(admin))
-        .add_service(gate.guard(jobs))
-        .add_service(gate.guard(blobs))
+    Routes::new(authenticator.guard(workers))
+        .add_service(authenticator.guard(admin))
+        .add_service(authenticator.guard(jobs))
+        .add_service(authenticator.guard(blobs))
 }

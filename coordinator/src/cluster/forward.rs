@@ -1,7 +1,7 @@
 //! Passes calls on to the coordinator that leads, as they are, with the address they came from.
 
 use crate::api::peer;
-use crate::door::Door;
+use crate::connection_limiter::ConnectionLimiter;
 use aitk_proto::{FORWARDED_HEADER, LEADER_HEADER, PROOF_HEADER};
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -25,12 +25,12 @@ pub(super) struct Upstream {
 #[derive(Clone)]
 pub(super) struct Forward {
     leader: watch::Receiver<Option<Arc<Upstream>>>,
-    door: Door,
+    limiter: ConnectionLimiter,
 }
 
 impl Forward {
-    pub(super) fn new(leader: watch::Receiver<Option<Arc<Upstream>>>, door: Door) -> Self {
-        Self { leader, door }
+    pub(super) fn new(leader: watch::Receiver<Option<Arc<Upstream>>>, limiter: ConnectionLimiter) -> Self {
+        Self { leader, limiter }
     }
 
     /// What is answered here; or the leader, and the call as it will see it.
@@ -85,7 +85,7 @@ impl Service<http::Request<axum::body::Body>> for Forward {
     }
 
     fn call(&mut self, request: http::Request<axum::body::Body>) -> Self::Future {
-        let (from, door) = (peer(&request), self.door.clone());
+        let (from, limiter) = (peer(&request), self.limiter.clone());
         let prepared = self.prepare(request.map(Body::new));
         Box::pin(async move {
             let (leader, request) = match prepared {
@@ -102,7 +102,7 @@ impl Service<http::Request<axum::body::Body>> for Forward {
             if let (Ok(answer), Some(from)) = (&answer, from)
                 && !answer.headers().contains_key("grpc-status")
             {
-                door.known(from);
+                limiter.known(from);
             }
             Ok(answer.unwrap_or_else(|error: tonic::transport::Error| {
                 tracing::debug!(error = %crate::error_chain::error_chain(&error), leader = leader.address, "a call could not be passed on");

@@ -8,10 +8,11 @@ mod health;
 
 use crate::address::ClientAddress;
 use crate::config::{Cluster, Config};
-use crate::door::Door;
+use crate::connection_limiter::ConnectionLimiter;
 use crate::pki::Tls;
 use crate::server::{
-    FIRST_CALL, Ground, RunError, Running, STRANGERS, StartError, bring_up, limited, listen, listen_for_metrics,
+    FIRST_CALL, MAX_UNAUTHENTICATED, Prerequisites, RunError, Running, StartError, bring_up, limited, listen,
+    listen_for_metrics,
 };
 use crate::store::Contender;
 use crate::store::lease::{Candidate, Leader, RENEW};
@@ -35,7 +36,7 @@ const COMPLAIN: Duration = Duration::from_secs(60);
 pub struct Member {
     config: Config,
     cluster: Cluster,
-    ground: Ground,
+    prerequisites: Prerequisites,
     contender: Contender,
     candidate: Candidate,
 }
@@ -72,16 +73,16 @@ impl Member {
         client::lazily(&cluster.address, cluster.ca_file.as_deref())
             .map_err(|error| StartError::Advertise(error.to_string()))?;
         let contender = Contender::new(database)?;
-        let ground = Ground::prepare(&config)?;
+        let prerequisites = Prerequisites::prepare(&config)?;
         let candidate = Candidate {
             address: Some(cluster.address.clone()),
-            token: ContentHash::of(ground.token.secret().as_bytes()),
-            storage: ground.storage_url.trim_end_matches('/').to_owned(),
+            token: ContentHash::of(prerequisites.token.secret().as_bytes()),
+            storage: prerequisites.storage_url.trim_end_matches('/').to_owned(),
         };
         Ok(Self {
             config,
             cluster,
-            ground,
+            prerequisites,
             contender,
             candidate,
         })
@@ -98,7 +99,7 @@ impl Member {
                 return Ok(());
             };
             tracing::info!(address = self.cluster.address, "this coordinator leads");
-            let mut running = Box::pin(bring_up(self.config.clone(), &self.ground, store)).await?;
+            let mut running = Box::pin(bring_up(self.config.clone(), &self.prerequisites, store)).await?;
             let failure = tokio::select! {
                 failure = running.failed() => failure,
                 _ = stopping.wait_for(|stop| *stop) => {
@@ -129,7 +130,7 @@ impl Member {
         let (tell, leader) = watch::channel(None);
         let (end, ended) = watch::channel(false);
         let (listener, addr) = listen(self.config.bind).await?;
-        ClientAddress::of(&self.config, addr).write(&self.ground.data_dir);
+        ClientAddress::of(&self.config, addr).write(&self.prerequisites.data_dir);
         let mut health = None;
         if let Some(listener) = listen_for_metrics(self.config.metrics).await? {
             health = Some(tokio::spawn(health::serve(listener, leader.clone(), ended.clone())));
@@ -138,18 +139,18 @@ impl Member {
         let over = async move {
             let _ = over.wait_for(|over| *over).await;
         };
-        let door = Door::new(FIRST_CALL, STRANGERS);
-        let routes = axum::Router::new().fallback_service(Forward::new(leader, door.clone()));
+        let limiter = ConnectionLimiter::new(FIRST_CALL, MAX_UNAUTHENTICATED);
+        let routes = axum::Router::new().fallback_service(Forward::new(leader, limiter.clone()));
         let router = limited().add_routes(tonic::service::Routes::from(routes));
         let (serving, renewing): (BoxFuture<'static, _>, _) =
             match Tls::open(&self.config, addr).map_err(StartError::from)? {
                 None => {
-                    let incoming = door.incoming(listener);
+                    let incoming = limiter.incoming(listener);
                     (Box::pin(router.serve_with_incoming_shutdown(incoming, over)), None)
                 }
                 Some(tls) => {
                     let refused = |from, problem: &str| tracing::info!(%from, problem, "a certificate was refused");
-                    let (incoming, renewing) = tls.accept(door, listener, refused);
+                    let (incoming, renewing) = tls.accept(limiter, listener, refused);
                     (Box::pin(router.serve_with_incoming_shutdown(incoming, over)), renewing)
                 }
             };

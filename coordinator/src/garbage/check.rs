@@ -1,7 +1,7 @@
 //! That a blob is there, with everything that it names, before anything in the database points to it.
 
 use super::pins::{Held, Pins};
-use crate::scope::{BlobReference, Reach};
+use crate::scope::{BlobReference, VisibleBlobs};
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::{BlobStore, StorageError};
 use std::sync::Arc;
@@ -25,7 +25,7 @@ pub(crate) async fn present(
     pins: &Arc<Pins>,
     blobs: &dyn BlobStore,
     named: BlobReference,
-    reach: &Reach,
+    reach: &VisibleBlobs,
 ) -> Result<Vec<Held>, Unfit> {
     let hash = named.hash();
     // Before anything is read of it.

@@ -276,7 +276,7 @@ impl Collector {
 
     /// Removes one blob, unless somebody came to need it. Says whether it is gone.
     async fn remove(&self, blob: &BlobInfo) -> Result<bool, CollectError> {
-        let Some(_doom) = self.pins.doom(blob.hash) else {
+        let Some(_doom) = self.pins.begin_delete(blob.hash) else {
             return Ok(false);
         };
         // A worker with its own access to the storage may have sent it again since the listing.

@@ -42,14 +42,14 @@ struct Inner {
     overflow: Option<Told>,
     /// A collection runs: holds that ended since.
     since: Option<HashSet<ContentHash>>,
-    doomed: HashSet<ContentHash>,
+    being_deleted: HashSet<ContentHash>,
 }
 
 /// See the module.
 #[derive(Debug)]
 pub(crate) struct Pins {
     inner: Mutex<Inner>,
-    spared: Notify,
+    deletion_cancelled: Notify,
 }
 
 /// Blobs that stay as long as this does.
@@ -88,15 +88,15 @@ impl Drop for Collection {
 
 /// The right to remove one blob.
 #[derive(Debug)]
-pub(super) struct Doom {
+pub(super) struct DeleteGuard {
     pins: Arc<Pins>,
     hash: ContentHash,
 }
 
-impl Drop for Doom {
+impl Drop for DeleteGuard {
     fn drop(&mut self) {
-        self.pins.inner().doomed.remove(&self.hash);
-        self.pins.spared.notify_waiters();
+        self.pins.inner().being_deleted.remove(&self.hash);
+        self.pins.deletion_cancelled.notify_waiters();
     }
 }
 
@@ -104,7 +104,7 @@ impl Pins {
     pub(crate) fn new() -> Arc<Self> {
         Arc::new(Self {
             inner: Mutex::default(),
-            spared: Notify::new(),
+            deletion_cancelled: Notify::new(),
         })
     }
 
@@ -125,14 +125,14 @@ impl Pins {
             hashes,
         };
         loop {
-            let spared = self.spared.notified();
-            tokio::pin!(spared);
+            let deletion_cancelled = self.deletion_cancelled.notified();
+            tokio::pin!(deletion_cancelled);
             // Listening before looking: a removal that ends in between is not missed.
-            spared.as_mut().enable();
-            if !held.hashes.iter().any(|hash| self.inner().doomed.contains(hash)) {
+            deletion_cancelled.as_mut().enable();
+            if !held.hashes.iter().any(|hash| self.inner().being_deleted.contains(hash)) {
                 return held;
             }
-            spared.await;
+            deletion_cancelled.await;
         }
     }
 
@@ -177,16 +177,16 @@ impl Pins {
     }
 
     /// The right to remove this blob; none when it must stay.
-    pub(super) fn doom(self: &Arc<Self>, hash: ContentHash) -> Option<Doom> {
+    pub(super) fn begin_delete(self: &Arc<Self>, hash: ContentHash) -> Option<DeleteGuard> {
         let mut inner = self.inner();
         let stays = inner.held.contains_key(&hash)
             || inner.since.as_ref().is_none_or(|since| since.contains(&hash))
             || inner.told.get(&hash).is_some_and(Told::counts)
             || inner.overflow.as_ref().is_some_and(Told::counts);
-        if stays || !inner.doomed.insert(hash) {
+        if stays || !inner.being_deleted.insert(hash) {
             return None;
         }
-        Some(Doom {
+        Some(DeleteGuard {
             pins: self.clone(),
             hash,
         })
@@ -206,23 +206,26 @@ mod tests {
         let pins = Pins::new();
         let (held, passed, free) = (blob("held"), blob("passed"), blob("free"));
         drop(pins.hold(vec![free]).await);
-        assert!(pins.doom(free).is_none(), "nothing is removed outside a collection");
+        assert!(
+            pins.begin_delete(free).is_none(),
+            "nothing is removed outside a collection"
+        );
         let _held = pins.hold(vec![held, held]).await;
         let collection = pins.begin().unwrap();
         assert!(pins.begin().is_none(), "one at a time");
         drop(pins.hold(vec![passed]).await);
-        assert!(pins.doom(held).is_none() && pins.doom(passed).is_none());
-        assert!(pins.doom(free).is_some());
+        assert!(pins.begin_delete(held).is_none() && pins.begin_delete(passed).is_none());
+        assert!(pins.begin_delete(free).is_some());
         drop(collection);
         let _collection = pins.begin().unwrap();
-        assert!(pins.doom(passed).is_some() && pins.doom(held).is_none());
+        assert!(pins.begin_delete(passed).is_some() && pins.begin_delete(held).is_none());
     }
 
     #[tokio::test]
     async fn a_removal_that_began_is_waited_for() {
         let pins = Pins::new();
         let _collection = pins.begin().unwrap();
-        let doom = pins.doom(blob("a")).unwrap();
+        let doom = pins.begin_delete(blob("a")).unwrap();
         let waiting = tokio::spawn({
             let pins = pins.clone();
             async move { drop(pins.hold(vec![blob("a")]).await) }
@@ -231,7 +234,10 @@ mod tests {
         assert!(!waiting.is_finished());
         drop(doom);
         waiting.await.unwrap();
-        assert!(pins.doom(blob("a")).is_none(), "it was held during this collection");
+        assert!(
+            pins.begin_delete(blob("a")).is_none(),
+            "it was held during this collection"
+        );
     }
 
     #[tokio::test]
@@ -243,6 +249,6 @@ mod tests {
         // Said again for a shorter time, it stays as long.
         pins.tell([blob("a"), blob("c")], Duration::ZERO);
         assert!(pins.was_told(&blob("a")) && !pins.was_told(&blob("b")) && !pins.was_told(&blob("c")));
-        assert!(pins.doom(blob("a")).is_none() && pins.doom(blob("b")).is_some());
+        assert!(pins.begin_delete(blob("a")).is_none() && pins.begin_delete(blob("b")).is_some());
     }
 }

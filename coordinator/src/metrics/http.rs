@@ -1,7 +1,7 @@
 //! `/metrics`, `/healthz` and `/readyz`, on a port of their own.
 
 use super::{Metrics, look};
-use crate::door::{Connection, Door};
+use crate::connection_limiter::{Connection, ConnectionLimiter};
 use crate::runner::Core;
 use axum::Router;
 use axum::extract::State;
@@ -26,7 +26,7 @@ pub(crate) const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.
 /// Nobody shows a token here, so no connection lasts: whoever looks again opens another one.
 struct Doored {
     listener: TcpListener,
-    door: Door,
+    limiter: ConnectionLimiter,
 }
 
 impl Listener for Doored {
@@ -34,7 +34,7 @@ impl Listener for Doored {
     type Addr = SocketAddr;
 
     async fn accept(&mut self) -> (Connection, SocketAddr) {
-        self.door.accept(&self.listener).await
+        self.limiter.accept(&self.listener).await
     }
 
     fn local_addr(&self) -> std::io::Result<SocketAddr> {
@@ -60,7 +60,7 @@ pub(crate) async fn serve(listener: TcpListener, metrics: Metrics, core: Core, m
     };
     let listener = Doored {
         listener,
-        door: Door::new(CONNECTION, CONNECTIONS),
+        limiter: ConnectionLimiter::new(CONNECTION, CONNECTIONS),
     };
     if let Err(error) = axum::serve(listener, router).with_graceful_shutdown(stopped).await {
         tracing::error!(%error, "metrics are not served any more");

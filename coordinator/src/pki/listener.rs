@@ -1,6 +1,6 @@
 //! Connections with TLS. Many shake hands at once, none for long, and a certificate that is refused is told.
 
-use crate::door::{Connection, Door};
+use crate::connection_limiter::{Connection, ConnectionLimiter};
 use rustls::{CertificateError, ServerConfig};
 use std::io;
 use std::net::SocketAddr;
@@ -24,7 +24,7 @@ pub(super) type Incoming = ReceiverStream<io::Result<TlsStream<Connection>>>;
 
 /// Accepts until nobody takes the connections any more.
 pub(super) fn accept(
-    door: Door,
+    limiter: ConnectionLimiter,
     listener: TcpListener,
     config: Arc<ServerConfig>,
     refused: impl Fn(SocketAddr, &str) + Send + Sync + 'static,
@@ -36,7 +36,7 @@ pub(super) fn accept(
         loop {
             let next = async {
                 let place = places.clone().acquire_owned().await;
-                (place, door.accept(&listener).await)
+                (place, limiter.accept(&listener).await)
             };
             let (place, (tcp, from)) = tokio::select! {
                 next = next => next,

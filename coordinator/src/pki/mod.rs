@@ -2,7 +2,7 @@
 //!
 //! With an authority the listener always speaks TLS. It shows a certificate of its own ([`server`]), or one that the
 //! administrator has from elsewhere, and asks every client for one: a worker must have one of our authority, a user comes
-//! with a token and has none. Who a certificate is and whether it was revoked is asked at the door, at every call.
+//! with a token and has none. Who a certificate is and whether it was revoked is asked at the limiter, at every call.
 
 mod addresses;
 mod error;
@@ -14,7 +14,7 @@ pub use error::PkiError;
 pub(crate) use signer::{Signer, wall};
 
 use crate::config::{Config, TlsFiles};
-use crate::door::Door;
+use crate::connection_limiter::ConnectionLimiter;
 use crate::error_chain::error_chain;
 use aitk_common::hash::ContentHash;
 use aitk_common::security::ca::{Ca, CaError};
@@ -96,12 +96,12 @@ impl Tls {
     /// Takes connections; the certificate is renewed as long as they are.
     pub(crate) fn accept(
         self,
-        door: Door,
+        limiter: ConnectionLimiter,
         listener: TcpListener,
         refused: impl Fn(SocketAddr, &str) + Send + Sync + 'static,
     ) -> (listener::Incoming, Option<JoinHandle<()>>) {
         let renewing = self.renewing.map(|renewing| tokio::spawn(renewing.run()));
-        (listener::accept(door, listener, self.config, refused), renewing)
+        (listener::accept(limiter, listener, self.config, refused), renewing)
     }
 }
 

@@ -81,7 +81,7 @@ impl Spending {
 
 /// What a caller may see at this moment.
 #[derive(Debug)]
-pub(crate) enum Reach {
+pub(crate) enum VisibleBlobs {
     /// Everything.
     All,
     /// These.
@@ -97,7 +97,7 @@ pub(crate) struct Part {
     attempts: BTreeSet<AttemptId>,
 }
 
-impl Reach {
+impl VisibleBlobs {
     /// Whether this blob is in reach.
     pub(crate) fn holds(&self, hash: &ContentHash) -> bool {
         match self {
@@ -167,9 +167,9 @@ impl Scope {
     }
 
     /// What this caller may see.
-    pub(crate) async fn reach(&self, who: &Identity) -> Result<Reach, ScopeError> {
+    pub(crate) async fn reach(&self, who: &Identity) -> Result<VisibleBlobs, ScopeError> {
         if who.role.changes_all() {
-            return Ok(Reach::All);
+            return Ok(VisibleBlobs::All);
         }
         let running = if who.role == Role::Worker {
             let workers = self.access.workers_of(&who.name).await;
@@ -187,7 +187,7 @@ impl Scope {
                 self.add(&mut lists, BlobReference::Checkpoint(manifest)).await?;
             }
         }
-        Ok(Reach::Some(Box::new(Part {
+        Ok(VisibleBlobs::Some(Box::new(Part {
             sent: self.uploads.of(&key(who)).await?,
             lists,
             attempts: running.into_iter().map(|work| work.attempt).collect(),
@@ -195,9 +195,9 @@ impl Scope {
     }
 
     /// What this caller may make a job point to.
-    pub(crate) async fn may_name(&self, who: &Identity) -> Result<Reach, ScopeError> {
+    pub(crate) async fn may_name(&self, who: &Identity) -> Result<VisibleBlobs, ScopeError> {
         if who.role == Role::Worker && self.direct {
-            return Ok(Reach::All);
+            return Ok(VisibleBlobs::All);
         }
         self.reach(who).await
     }
@@ -211,8 +211,8 @@ impl Scope {
     ///
     /// # Errors
     /// [`TooMuch`], when a worker sends more than is sensible, or a user has too much already.
-    pub(crate) fn spend(&self, who: &Identity, reach: &Reach, bytes: u64) -> Result<Spending, TooMuch> {
-        let Reach::Some(part) = reach else {
+    pub(crate) fn spend(&self, who: &Identity, reach: &VisibleBlobs, bytes: u64) -> Result<Spending, TooMuch> {
+        let VisibleBlobs::Some(part) = reach else {
             return Ok(Spending::Free);
         };
         if who.role == Role::Worker {

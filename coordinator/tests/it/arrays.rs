@@ -205,11 +205,11 @@ async fn a_job_is_cut_into_parts_and_a_part_goes_on_where_it_was() {
     let pool = Pool::start(CALM).await;
     let whole = Submission {
         job_json: job_json("cats", r#""split":{"parts":4},"retries":3"#),
-        pictures: Some(10),
+        images: Some(10),
         ..submission("cats")
     };
     let uncounted = Submission {
-        pictures: None,
+        images: None,
         ..whole.clone()
     };
     let refused = within(pool.clients.jobs.clone().submit(v1::SubmitRequest::from(uncounted)))
@@ -241,7 +241,7 @@ async fn a_job_is_cut_into_parts_and_a_part_goes_on_where_it_was() {
         let (from, to) = (bound("from"), bound("to"));
         assert_eq!(job["name"], "cats");
         if from == 2 && !failed {
-            // It fails after its first picture; the next try draws the others.
+            // It fails after its first image; the next try draws the others.
             failed = true;
             makes(&mut worker, &work, "1_2.png", blob, Some(2)).await;
             let outcome = Outcome::Failed {

@@ -6,7 +6,7 @@
 mod access;
 mod arrays;
 mod cluster;
-mod door;
+mod connections;
 mod full;
 mod hostile;
 mod metrics;

@@ -1,4 +1,4 @@
-//! Drawn pictures of coloured shapes, and what they are called.
+//! Drawn images of coloured shapes, and what they are called.
 
 use aitk_engine::rng::TorchGenerator;
 
@@ -122,7 +122,7 @@ pub(crate) struct Artist {
 }
 
 impl Artist {
-    /// The same seed gives the same pictures.
+    /// The same seed gives the same images.
     pub(crate) fn new(seed: u64) -> Self {
         Self {
             random: TorchGenerator::manual_seed(seed),
@@ -158,7 +158,7 @@ impl Artist {
         }
     }
 
-    /// A picture for the U-Net and its caption: one known shape in one known colour.
+    /// An image for the U-Net and its caption: one known shape in one known colour.
     pub(crate) fn captioned(&mut self) -> (Vec<f32>, String) {
         let (shape, shape_name) = self.one_of(&Shape::KNOWN);
         let (colour_name, colour) = self.one_of(&COLOURS);
@@ -175,7 +175,7 @@ impl Artist {
         (draw(background, &[figure]), caption)
     }
 
-    /// A picture for the autoencoder: mostly what the other pictures have, now and then any colour.
+    /// An image for the autoencoder: mostly what the other images have, now and then any colour.
     pub(crate) fn anything(&mut self) -> Vec<f32> {
         let plain = self.between(0.0, 1.0) < 0.85;
         let background = if plain {

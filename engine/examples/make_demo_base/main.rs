@@ -1,4 +1,4 @@
-//! Makes `config/demo`: a tiny Stable Diffusion from drawn pictures of coloured shapes, and the data set of the demo.
+//! Makes `config/demo`: a tiny Stable Diffusion from drawn images of coloured shapes, and the data set of the demo.
 //!
 //!     cargo run --release -p aitk-engine --example make_demo_base -- config/demo [vae|diffusion|dataset|all [STEPS]]
 //!
@@ -77,9 +77,9 @@ fn dataset(folder: &Path) -> Fallible<()> {
 
 fn save(file: &Path, planes: &[f32]) -> Fallible<()> {
     let at = |c: usize, x: u32, y: u32| (planes[(c * SIZE + y as usize) * SIZE + x as usize] * 255.0).round() as u8;
-    let picture = image::RgbImage::from_fn(SIZE as u32, SIZE as u32, |x, y| {
+    let image = image::RgbImage::from_fn(SIZE as u32, SIZE as u32, |x, y| {
         image::Rgb([0, 1, 2].map(|c| at(c, x, y)))
     });
-    picture.save(file)?;
+    image.save(file)?;
     Ok(())
 }

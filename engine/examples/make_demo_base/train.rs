@@ -96,10 +96,10 @@ fn params(weights: &Weights, prefix: &str) -> Vec<Param> {
         .collect()
 }
 
-/// Pictures of 0 ..= 1 as one tensor [b, 3, SIZE, SIZE] of -1 ..= 1.
-fn to_batch(pictures: Vec<Vec<f32>>) -> Fallible<Tensor> {
-    let count = pictures.len();
-    Ok(Tensor::from_vec(pictures.concat(), (count, 3, SIZE, SIZE), &CPU)?.affine(2.0, -1.0)?)
+/// Images of 0 ..= 1 as one tensor [b, 3, SIZE, SIZE] of -1 ..= 1.
+fn to_batch(images: Vec<Vec<f32>>) -> Fallible<Tensor> {
+    let count = images.len();
+    Ok(Tensor::from_vec(images.concat(), (count, 3, SIZE, SIZE), &CPU)?.affine(2.0, -1.0)?)
 }
 
 fn normal(random: &mut TorchGenerator, shape: &[usize]) -> Fallible<Tensor> {
@@ -116,13 +116,13 @@ pub(crate) fn autoencoder(folder: &Path, steps: u64, seed: u64) -> Fallible<()> 
     let mut learner = Learner::new(params(&weights, ""), 3e-3, steps)?;
     let (mut artist, mut random) = (Artist::new(seed), TorchGenerator::manual_seed(seed));
     for _ in 0..steps {
-        let pictures = to_batch((0..BATCH).map(|_| artist.anything()).collect())?;
+        let images = to_batch((0..BATCH).map(|_| artist.anything()).collect())?;
         learner.learn("autoencoder", || {
-            let latents = model.encode(&pictures)?;
+            let latents = model.encode(&images)?;
             // Noise of a small, fixed deviation makes the decoder forgiving; the encoder is taught to report that
             // deviation.
             let noise = (normal(&mut random, latents.mean.dims())? * NOISE)?;
-            let error = (model.decode(&(&latents.mean + noise)?)? - pictures)?;
+            let error = (model.decode(&(&latents.mean + noise)?)? - images)?;
             let difference = (error.sqr()?.mean_all()? + (error.abs()?.mean_all()? * 0.3)?)?;
             let size = latents.mean.sqr()?.mean_all()?;
             let report = (latents.logvar - 2.0 * NOISE.ln())?.sqr()?.mean_all()?;
@@ -138,9 +138,9 @@ pub(crate) fn autoencoder(folder: &Path, steps: u64, seed: u64) -> Fallible<()> 
     // From here on the model is what was written. Its latents are scaled to unit variance.
     let model = AutoencoderKl::open(folder, DType::F32, &CPU)?;
     let mut artist = Artist::new(seed + 1);
-    let pictures = to_batch((0..64).map(|_| artist.captioned().0).collect())?;
-    let latents = model.encode(&pictures)?.mean;
-    let error = (model.decode(&latents)? - pictures)?
+    let images = to_batch((0..64).map(|_| artist.captioned().0).collect())?;
+    let latents = model.encode(&images)?.mean;
+    let error = (model.decode(&latents)? - images)?
         .sqr()?
         .mean_all()?
         .to_scalar::<f32>()?;
@@ -151,7 +151,7 @@ pub(crate) fn autoencoder(folder: &Path, steps: u64, seed: u64) -> Fallible<()> 
     write_configs(folder, (1e4 / f64::from(deviation)).round() / 1e4)
 }
 
-/// Latents of drawn pictures (scaled), and ids of their captions.
+/// Latents of drawn images (scaled), and ids of their captions.
 struct Album {
     latents: Tensor,
     ids: Tensor,
@@ -164,8 +164,8 @@ impl Album {
         let mut artist = Artist::new(seed);
         let (mut latents, mut captions) = (Vec::new(), Vec::new());
         while captions.len() < count {
-            let (pictures, texts): (Vec<_>, Vec<_>) = (0..32).map(|_| artist.captioned()).unzip();
-            latents.push((vae.encode(&to_batch(pictures)?)?.mean * vae.scaling_factor)?);
+            let (images, texts): (Vec<_>, Vec<_>) = (0..32).map(|_| artist.captioned()).unzip();
+            latents.push((vae.encode(&to_batch(images)?)?.mean * vae.scaling_factor)?);
             captions.extend(texts);
         }
         let captions: Vec<&str> = captions.iter().map(String::as_str).collect();
@@ -179,9 +179,9 @@ impl Album {
 /// Trains text encoder and U-Net and writes them.
 pub(crate) fn diffusion(folder: &Path, steps: u64, seed: u64) -> Fallible<()> {
     const BATCH: usize = 16;
-    const PICTURES: usize = 6144;
-    let album = Album::draw(folder, PICTURES, seed)?;
-    say("pictures are drawn and encoded");
+    const IMAGES: usize = 6144;
+    let album = Album::draw(folder, IMAGES, seed)?;
+    say("images are drawn and encoded");
     let tokenizer = ClipTokenizer::open(&folder.join("tokenizer"))?;
     let unnamed = tokenizer.encode(&[""])?;
     let (text_weights, unet_weights) = (Weights::init(seed, &CPU), Weights::init(seed + 1, &CPU));
@@ -195,7 +195,7 @@ pub(crate) fn diffusion(folder: &Path, steps: u64, seed: u64) -> Fallible<()> {
     let mut random = TorchGenerator::manual_seed(seed);
     for step in 1..=steps {
         let chosen: Vec<u32> = random
-            .randint(0, PICTURES as i64, BATCH)
+            .randint(0, IMAGES as i64, BATCH)
             .into_iter()
             .map(|i| i as u32)
             .collect();
@@ -213,7 +213,7 @@ pub(crate) fn diffusion(folder: &Path, steps: u64, seed: u64) -> Fallible<()> {
         });
         let ids = Tensor::cat(&rows.collect::<Result<Vec<_>, _>>()?, 0)?;
         let times = random.randint(0, 1000, BATCH);
-        // Offset noise: plain noise hardly moves the mean of a picture, so the model would never learn to choose
+        // Offset noise: plain noise hardly moves the mean of an image, so the model would never learn to choose
         // a background's colour when it starts from noise alone.
         let (count, channels, _, _) = latents.dims4()?;
         let offset = (normal(&mut random, &[count, channels, 1, 1])? * 0.2)?;

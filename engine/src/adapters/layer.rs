@@ -6,7 +6,7 @@ use candle_core::{DType, Result, Tensor, Var};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The strength of all layers of one LoRA, shared, so that it can change from picture to picture.
+/// The strength of all layers of one LoRA, shared, so that it can change from image to image.
 #[derive(Clone, Debug)]
 pub struct Multiplier(Arc<AtomicU64>);
 

@@ -2,7 +2,7 @@
 //!
 //! - [`LoraLayer`]: the arithmetic, hooked into a layer as a [`LayerAdapter`](crate::nn::LayerAdapter).
 //! - [`LoraFile`]: reads ai-toolkit, sd-scripts (diffusers and original-checkpoint paths), diffusers and peft names.
-//! - [`load_lora`]: puts a file on a model, for pictures.
+//! - [`load_lora`]: puts a file on a model, for images.
 //! - [`LoraNetwork`]: the trainable set of layers, and what it saves.
 
 mod file;

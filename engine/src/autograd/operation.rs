@@ -5,7 +5,7 @@ use super::{is_recording, leaf, push};
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, Device, Layout, Result, Shape, Tensor};
 use std::collections::HashSet;
 
-/// An operation of `N` contiguous f32 tensors on the processor.
+/// An operation of `N` contiguous f32 tensors on the CPU.
 pub(crate) trait Operation<const N: usize>: Send + Sync + 'static {
     /// For messages.
     const NAME: &'static str;
@@ -37,7 +37,7 @@ pub(crate) struct Input {
 
 impl Input {
     /// Whether it wants a gradient.
-    pub(crate) fn wanted(&self) -> bool {
+    pub(crate) fn requires_grad(&self) -> bool {
         self.wanted
     }
 

@@ -10,7 +10,7 @@ pub(crate) fn runs_here(x: &Tensor) -> bool {
 /// The elements of a contiguous f32 storage.
 pub(crate) fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> candle_core::Result<&'a [f32]> {
     let CpuStorage::F32(data) = storage else {
-        candle_core::bail!("expected f32 on the processor");
+        candle_core::bail!("expected f32 on the CPU");
     };
     match layout.contiguous_offsets() {
         Some((start, end)) => data
@@ -24,11 +24,11 @@ pub(crate) fn slice<'a>(storage: &'a CpuStorage, layout: &Layout) -> candle_core
 pub(super) fn of<'a>(storage: &'a Storage, layout: &Layout) -> candle_core::Result<&'a [f32]> {
     match storage {
         Storage::Cpu(storage) => slice(storage, layout),
-        _ => candle_core::bail!("expected a tensor on the processor"),
+        _ => candle_core::bail!("expected a tensor on the CPU"),
     }
 }
 
-/// Runs `f` on the elements of a contiguous f32 tensor on the processor.
+/// Runs `f` on the elements of a contiguous f32 tensor on the CPU.
 pub(crate) fn with_slice<R>(x: &Tensor, f: impl FnOnce(&[f32]) -> R) -> candle_core::Result<R> {
     let (storage, layout) = x.storage_and_layout();
     Ok(f(of(&storage, layout)?))

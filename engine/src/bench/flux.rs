@@ -12,8 +12,8 @@ const SIZES: FluxSizes = FluxSizes {
     heads: 24,
     head_width: 128,
 };
-/// A picture of 512 x 512, in tokens of 16 x 16 pixels.
-const PICTURE: (usize, usize) = (32, 32);
+/// An image of 512 x 512, in tokens of 16 x 16 pixels.
+const IMAGE: (usize, usize) = (32, 32);
 const WORDS: usize = 512;
 
 fn weights(compute: &Compute, step: bool) -> Weights {
@@ -21,9 +21,9 @@ fn weights(compute: &Compute, step: bool) -> Weights {
     if step { weights } else { weights.frozen() }
 }
 
-/// Picture, text and conditioning vector.
+/// Image, text and conditioning vector.
 fn inputs(compute: &Compute) -> Result<[Tensor; 3]> {
-    let tokens = PICTURE.0 * PICTURE.1;
+    let tokens = IMAGE.0 * IMAGE.1;
     Ok([
         normal(compute, &[1, tokens, SIZES.width()])?,
         normal(compute, &[1, WORDS, SIZES.width()])?,
@@ -33,7 +33,7 @@ fn inputs(compute: &Compute) -> Result<[Tensor; 3]> {
 
 pub(super) fn double(compute: &Compute, step: bool) -> Result<Run> {
     let block = FluxTransformerBlock::new(&weights(compute, step), SIZES)?;
-    let positions = rotary(WORDS, PICTURE, [16, 56, 56])?;
+    let positions = rotary(WORDS, IMAGE, [16, 56, 56])?;
     let [x, text, temb] = inputs(compute)?;
     Ok(Box::new(move || {
         let forward = || block.forward(&x, &text, &temb, &positions);
@@ -50,7 +50,7 @@ pub(super) fn double(compute: &Compute, step: bool) -> Result<Run> {
 
 pub(super) fn single(compute: &Compute, step: bool) -> Result<Run> {
     let block = FluxSingleTransformerBlock::new(&weights(compute, step), SIZES)?;
-    let positions = rotary(WORDS, PICTURE, [16, 56, 56])?;
+    let positions = rotary(WORDS, IMAGE, [16, 56, 56])?;
     let [x, text, temb] = inputs(compute)?;
     let x = Tensor::cat(&[text, x], 1)?;
     Ok(Box::new(move || {

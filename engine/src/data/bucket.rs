@@ -1,6 +1,6 @@
-//! Aspect buckets (section 10.4): which size a picture is brought to, and how it is cut.
+//! Aspect buckets (section 10.4): which size an image is brought to, and how it is cut.
 
-/// How one picture becomes a training picture: scaled to `scale_to`, then cut at `crop`.
+/// How one image becomes a training image: scaled to `scale_to`, then cut at `crop`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BucketPlan {
     /// Width and height after cutting; the key of the bucket.
@@ -11,7 +11,7 @@ pub struct BucketPlan {
     pub crop: (u32, u32),
 }
 
-/// The bucket of a picture of `width` x `height` (after EXIF rotation and `scale`), for a resolution and the model's
+/// The bucket of an image of `width` x `height` (after EXIF rotation and `scale`), for a resolution and the model's
 /// divisibility, cut from the centre. `square` forces a square bucket.
 #[must_use]
 pub fn plan(width: u32, height: u32, resolution: u32, divisibility: u32, square: bool) -> BucketPlan {
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn extreme_pictures_still_get_a_bucket() {
+    fn extreme_images_still_get_a_bucket() {
         for (w, h) in [(1, 1), (1, 5000), (7, 3), (20_000, 3)] {
             let plan = plan(w, h, 512, 16, false);
             assert!(plan.bucket.0 >= 16 && plan.bucket.1 >= 16, "{plan:?}");

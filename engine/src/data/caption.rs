@@ -30,14 +30,14 @@ pub struct CaptionRules {
     pub random_triggers_max: usize,
 }
 
-/// Where the caption of a picture lies.
+/// Where the caption of an image lies.
 pub(super) fn caption_file(image: &Path, extension: &str) -> PathBuf {
     let mut name = image.file_stem().unwrap_or_default().to_os_string();
     name.push(extension);
     image.with_file_name(name)
 }
 
-/// The caption file beside a picture: the whole file, not trimmed, or `caption` of a `.json` file; blank or missing means
+/// The caption file beside an image: the whole file, not trimmed, or `caption` of a `.json` file; blank or missing means
 /// `default`.
 ///
 /// # Errors

@@ -1,4 +1,4 @@
-//! A data set: its pictures with their buckets and captions, and the batches of a run.
+//! A data set: its images with their buckets and captions, and the batches of a run.
 
 use super::bucket::{BucketPlan, plan, plan_square};
 use super::caption::{CaptionRules, caption_file, read_caption};
@@ -13,7 +13,7 @@ use crate::rng::generator_for;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-/// What a data set section says, as far as pictures and captions go. One resolution per data set.
+/// What a data set section says, as far as images and captions go. One resolution per data set.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DatasetOptions {
     /// Folder or JSON file.
@@ -28,7 +28,7 @@ pub struct DatasetOptions {
     pub repeats: usize,
     /// Suffix of caption files, with its dot.
     pub caption_ext: String,
-    /// Caption of a picture without one.
+    /// Caption of an image without one.
     pub default_caption: Option<String>,
     /// Take `caption_short` of a JSON data set.
     pub short_captions: bool,
@@ -48,7 +48,7 @@ pub struct DatasetOptions {
     pub flip_x: bool,
     /// Add copies flipped upside down.
     pub flip_y: bool,
-    /// Which parts of the pictures are learned. `None`: all.
+    /// Which parts of the images are learned. `None`: all.
     pub masks: Option<MaskOptions>,
     /// LoRA strength for these items.
     pub network_weight: f64,
@@ -58,7 +58,7 @@ pub struct DatasetOptions {
     pub cache_latents: bool,
     /// Keep latents on disk.
     pub cache_latents_to_disk: bool,
-    /// Open nothing outside of the folder of pictures, and of that of masks.
+    /// Open nothing outside of the folder of images, and of that of masks.
     pub enclosed: bool,
 }
 
@@ -92,7 +92,7 @@ impl Default for DatasetOptions {
     }
 }
 
-/// One picture as it is trained.
+/// One image as it is trained.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Item {
     /// The file.
@@ -174,7 +174,7 @@ impl Survey {
                         sizes.put(path, size);
                         size
                     }
-                    // A picture that is too large is a mistake to mend, not a stray file to pass over.
+                    // An image that is too large is a mistake to mend, not a stray file to pass over.
                     Err(error) if is_too_large(path) => return Err(error),
                     Err(error) => {
                         survey.unreadable.push((path.clone(), error.to_string()));
@@ -274,7 +274,7 @@ fn caption_beside(image: &Path, extension: &str) -> PathBuf {
     image.with_file_name(name)
 }
 
-/// The pictures of one data set at one resolution.
+/// The images of one data set at one resolution.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Dataset {
     /// The options it was made with.
@@ -284,11 +284,11 @@ pub struct Dataset {
 }
 
 impl Dataset {
-    /// Lists the pictures, reads sizes and captions, and plans the buckets. A file that is no readable picture is
+    /// Lists the images, reads sizes and captions, and plans the buckets. A file that is no readable image is
     /// skipped with a warning.
     ///
     /// # Errors
-    /// When the folder is missing, no picture is left, a picture is too large to decode, or a caption is not UTF-8.
+    /// When the folder is missing, no image is left, an image is too large to decode, or a caption is not UTF-8.
     pub fn open(options: DatasetOptions, divisibility: u32, seed: u64) -> Result<(Self, Warnings)> {
         check(&options, divisibility)?;
         let survey = Survey::read(&options, true)?;
@@ -351,7 +351,7 @@ impl Dataset {
 pub(super) fn check(options: &DatasetOptions, divisibility: u32) -> Result<()> {
     if !options.buckets && !options.resolution.is_multiple_of(divisibility.max(1)) {
         return Err(EngineError::bad_input(format!(
-            "without `buckets` every picture becomes {side} x {side}, and the model needs a multiple of \
+            "without `buckets` every image becomes {side} x {side}, and the model needs a multiple of \
              {divisibility}; change `resolution` or remove `buckets: false`",
             side = options.resolution
         )));

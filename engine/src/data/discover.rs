@@ -1,4 +1,4 @@
-//! Which pictures a data set has (section 10.2).
+//! Which images a data set has (section 10.2).
 
 use super::enclosure::Enclosure;
 use crate::error::{EngineError, Result};
@@ -12,9 +12,9 @@ use std::path::{Path, PathBuf};
 pub struct Listing {
     /// The data set's folder (of the JSON file, when it is one).
     pub root: PathBuf,
-    /// Pictures in the order of their paths.
+    /// Images in the order of their paths.
     pub images: Vec<PathBuf>,
-    /// Captions of a JSON data set by picture; pictures of a folder have caption files.
+    /// Captions of a JSON data set by image; images of a folder have caption files.
     pub captions: BTreeMap<PathBuf, String>,
     /// What may be opened for it.
     pub enclosure: Enclosure,
@@ -98,7 +98,7 @@ fn from_json(path: &Path, short_captions: bool, enclosure: Enclosure) -> Result<
         serde_json::from_slice(&bytes).map_err(|e| wrong(format!("neither a folder nor a JSON data set ({e})")))?;
     let map = value
         .as_object()
-        .ok_or_else(|| wrong("expected an object of picture paths".into()))?;
+        .ok_or_else(|| wrong("expected an object of image paths".into()))?;
     let root = folder_of(path).to_path_buf();
     let mut out = Listing {
         root: root.clone(),

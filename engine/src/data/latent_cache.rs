@@ -1,4 +1,4 @@
-//! Latents on disk (section 10.5): `<stem>_<hash>.safetensors` in `_latent_cache` beside each picture, or in the folder that
+//! Latents on disk (section 10.5): `<stem>_<hash>.safetensors` in `_latent_cache` beside each image, or in the folder that
 //! a worker gives to what is computed from the data set.
 
 use super::bucket::BucketPlan;
@@ -19,7 +19,7 @@ use std::time::SystemTime;
 /// Everything that a latent depends on.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LatentKey {
-    /// The picture's file name without its folder.
+    /// The image's file name without its folder.
     pub filename: String,
     /// How it is scaled and cut.
     pub plan: BucketPlan,
@@ -58,7 +58,7 @@ impl LatentKey {
         hash(&self.fields())
     }
 
-    /// Ours: the same fields, and the picture's content and the VAE as well, so that a picture that was edited in
+    /// Ours: the same fields, and the image's content and the VAE as well, so that an image that was edited in
     /// place or another VAE never meets a stale latent (quirk 11).
     #[must_use]
     pub fn hash(&self, content: &str, vae: &str) -> String {
@@ -100,7 +100,7 @@ impl LatentCache {
         }
     }
 
-    /// Where the latent of a picture lies, given the SHA-256 of its content: in the folder `derived`, else beside it.
+    /// Where the latent of an image lies, given the SHA-256 of its content: in the folder `derived`, else beside it.
     #[must_use]
     pub fn path(&self, image: &Path, derived: Option<&Path>, key: &LatentKey, content: &str) -> PathBuf {
         Self::file(image, derived, &key.hash(content, &self.vae))
@@ -116,7 +116,7 @@ impl LatentCache {
     }
 
     /// The cached latent [channels, h, w] in float32, if there is a whole and fitting one: ours, else one that
-    /// ai-toolkit wrote after the picture was last changed.
+    /// ai-toolkit wrote after the image was last changed.
     #[must_use]
     pub fn read(&self, image: &Path, derived: Option<&Path>, key: &LatentKey, content: &str) -> Option<Tensor> {
         let ours = self.path(image, derived, key, content);

@@ -1,4 +1,4 @@
-//! Which picture has which mask, and the mask as its picture is scaled, cut and flipped.
+//! Which image has which mask, and the mask as its image is scaled, cut and flipped.
 
 use super::dataset::Item;
 use super::pixels::upright;
@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 /// What a data set says about masks.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MaskOptions {
-    /// A folder of masks with the stems of their pictures; `None`: the picture's own transparency.
+    /// A folder of masks with the stems of their images; `None`: the image's own transparency.
     pub folder: Option<PathBuf>,
     /// Black is full weight instead of white.
     pub invert: bool,
@@ -17,10 +17,10 @@ pub struct MaskOptions {
     pub min_value: f64,
 }
 
-/// The mask of one picture.
+/// The mask of one image.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Mask {
-    /// The file: the picture's own, where its transparency is the mask.
+    /// The file: the image's own, where its transparency is the mask.
     pub path: PathBuf,
     /// Take the transparency.
     pub alpha: bool,
@@ -45,12 +45,12 @@ impl MaskOptions {
         }
     }
 
-    /// The mask of a picture; `None` where the folder has none of that stem.
-    pub(super) fn of(&self, picture: &Path) -> Option<Mask> {
+    /// The mask of an image; `None` where the folder has none of that stem.
+    pub(super) fn of(&self, image: &Path) -> Option<Mask> {
         let (path, alpha) = match &self.folder {
-            None => (picture.to_path_buf(), true),
+            None => (image.to_path_buf(), true),
             Some(folder) => {
-                let stem = picture.file_stem()?;
+                let stem = image.file_stem()?;
                 let mut named = ["jpg", "jpeg", "png", "webp"].iter().map(|extension| {
                     let mut name = stem.to_os_string();
                     name.push(".");
@@ -72,24 +72,24 @@ impl MaskOptions {
 /// The weights of an item's pixels, row by row, bucket width times bucket height.
 ///
 /// # Errors
-/// When the mask cannot be read, or has another shape than its picture.
+/// When the mask cannot be read, or has another shape than its image.
 pub fn mask_of(item: &Item, mask: &Mask) -> Result<Vec<f32>> {
-    let picture = if mask.alpha {
+    let image = if mask.alpha {
         image_io::open_alpha(&mask.path)?
     } else {
         image_io::open_rgb(&mask.path)?
     };
     let (width, height) = image_io::dimensions(&item.path)?;
-    let (own_width, own_height) = picture.dimensions();
+    let (own_width, own_height) = image.dimensions();
     let ratio = f64::from(own_width) * f64::from(height) / (f64::from(own_height) * f64::from(width));
     if !(0.98..1.02).contains(&ratio) {
         return Err(EngineError::bad_input(format!(
-            "{}: the mask has {own_width} x {own_height} pixels and its picture {width} x {height}: they must have the \
+            "{}: the mask has {own_width} x {own_height} pixels and its image {width} x {height}: they must have the \
              same shape",
             mask.path.display()
         )));
     }
-    let cut = upright(picture, item);
+    let cut = upright(image, item);
     let weight = |sum: u32| {
         let value = f64::from(sum) / (3.0 * 255.0);
         let value = if mask.invert { 1.0 - value } else { value };

@@ -1,4 +1,4 @@
-//! Training data: which pictures there are, what is said about them, how they are cut, and their latents on disk.
+//! Training data: which images there are, what is said about them, how they are cut, and their latents on disk.
 //!
 //! Follows section 10 of the ai-toolkit config reference; where it decides by chance, `docs/randomness.md` says how
 //! we draw.

@@ -1,4 +1,4 @@
-//! Pictures as tensors.
+//! Images as tensors.
 
 use super::dataset::Item;
 use crate::error::Result;
@@ -6,7 +6,7 @@ use crate::image_io::{self, Filter};
 use candle_core::{Device, Tensor};
 use image::{RgbImage, imageops};
 
-/// Decodes, turns, flips, scales (bicubic) and cuts a picture: [3, h, w] from -1 to 1, float32 on the CPU.
+/// Decodes, turns, flips, scales (bicubic) and cuts an image: [3, h, w] from -1 to 1, float32 on the CPU.
 ///
 /// # Errors
 /// When it is missing, damaged, or needs too much memory.
@@ -15,18 +15,18 @@ pub fn pixels(item: &Item) -> Result<Tensor> {
     image_io::to_tensor(&cut, &Device::Cpu)
 }
 
-/// Flips, scales and cuts a picture as this item is trained.
-pub(super) fn upright(mut picture: RgbImage, item: &Item) -> RgbImage {
+/// Flips, scales and cuts an image as this item is trained.
+pub(super) fn upright(mut image: RgbImage, item: &Item) -> RgbImage {
     if item.flip_x {
-        imageops::flip_horizontal_in_place(&mut picture);
+        imageops::flip_horizontal_in_place(&mut image);
     }
     if item.flip_y {
-        imageops::flip_vertical_in_place(&mut picture);
+        imageops::flip_vertical_in_place(&mut image);
     }
     let plan = item.plan;
-    if picture.dimensions() != plan.scale_to {
-        picture = image_io::resize(&picture, plan.scale_to.0, plan.scale_to.1, Filter::Bicubic);
+    if image.dimensions() != plan.scale_to {
+        image = image_io::resize(&image, plan.scale_to.0, plan.scale_to.1, Filter::Bicubic);
     }
     let (w, h) = plan.bucket;
-    imageops::crop_imm(&picture, plan.crop.0, plan.crop.1, w, h).to_image()
+    imageops::crop_imm(&image, plan.crop.0, plan.crop.1, w, h).to_image()
 }

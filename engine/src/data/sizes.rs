@@ -1,4 +1,4 @@
-//! `.aitk_size.json`: the sizes of a data set's pictures, so that a second start need not open them. It lies in the data set, or
+//! `.aitk_size.json`: the sizes of a data set's images, so that a second start need not open them. It lies in the data set, or
 //! in the folder that a worker gives to what is computed from it.
 
 use aitk_common::fsutil::regular;
@@ -13,7 +13,7 @@ const VERSION: &str = "0.1.2";
 /// The file's name.
 const NAME: &str = ".aitk_size.json";
 
-/// Picture sizes, keyed by relative path, valid while file size and time stay.
+/// Image sizes, keyed by relative path, valid while file size and time stay.
 #[derive(Clone, Debug)]
 pub struct SizeCache {
     root: PathBuf,
@@ -31,7 +31,7 @@ fn signature(path: &Path) -> Option<String> {
 }
 
 impl SizeCache {
-    /// Reads the file in `folder` about the pictures below `root`. One that is damaged or of another version counts as empty.
+    /// Reads the file in `folder` about the images below `root`. One that is damaged or of another version counts as empty.
     #[must_use]
     pub fn open(root: &Path, folder: &Path) -> Self {
         let entries = regular::read(&folder.join(NAME), MAX_TEXT_FILE_BYTES)
@@ -86,7 +86,7 @@ impl SizeCache {
         let text = Value::Object(self.entries).to_string();
         let path = self.folder.join(NAME);
         if let Err(error) = aitk_common::fsutil::write_atomic(&path, |out| out.write_all(text.as_bytes())) {
-            tracing::debug!(%error, "picture sizes are not kept");
+            tracing::debug!(%error, "image sizes are not kept");
         }
     }
 }

@@ -212,7 +212,7 @@ fn options(path: &Path) -> DatasetOptions {
     }
 }
 
-fn picture(path: &Path, w: u32, h: u32) {
+fn image(path: &Path, w: u32, h: u32) {
     std::fs::create_dir_all(path.parent().unwrap()).unwrap();
     image::RgbImage::from_fn(w, h, |x, y| image::Rgb([x as u8, y as u8, 7]))
         .save(path)
@@ -231,7 +231,7 @@ fn folders_are_listed_as_the_reference_says() {
         ".dot/d.png",
         "_controls/e.png",
     ] {
-        picture(&root.join(name).with_extension("png"), 64, 64);
+        image(&root.join(name).with_extension("png"), 64, 64);
         if name == "a.PNG" {
             std::fs::rename(root.join("a.png"), root.join("a.PNG")).unwrap();
         }
@@ -269,8 +269,8 @@ fn an_enclosed_data_set_opens_nothing_outside_of_its_folder() {
     let dir = tempfile::tempdir().unwrap();
     let root = dir.path().join("set");
     let secret = dir.path().join("secret.png");
-    picture(&secret, 64, 64);
-    picture(&root.join("a.png"), 64, 64);
+    image(&secret, 64, 64);
+    image(&root.join("a.png"), 64, 64);
     let list = root.join("set.json");
     let said = |name: &str| {
         std::fs::write(&list, format!(r#"{{"{name}": {{"caption": "x"}}}}"#)).unwrap();
@@ -326,7 +326,7 @@ fn pipes_and_devices_are_no_data() {
         let message = discover(Path::new(path), false, false).unwrap_err().to_string();
         assert!(message.contains("a device, not a file"), "{message}");
     }
-    picture(&dir.path().join("a.png"), 64, 64);
+    image(&dir.path().join("a.png"), 64, 64);
     std::os::unix::fs::symlink("/dev/zero", dir.path().join("a.txt")).unwrap();
     let message = Dataset::open(options(dir.path()), 16, 1).unwrap_err().to_string();
     assert!(message.contains("a.txt") && message.contains("a device"), "{message}");
@@ -336,7 +336,7 @@ fn pipes_and_devices_are_no_data() {
 fn batches_are_fixed_and_epochs_only_order_them() {
     let dir = tempfile::tempdir().unwrap();
     for i in 0..5 {
-        picture(&dir.path().join(format!("p{i}.png")), 64, if i == 4 { 32 } else { 64 });
+        image(&dir.path().join(format!("p{i}.png")), 64, if i == 4 { 32 } else { 64 });
     }
     let (dataset, warnings) = Dataset::open(
         DatasetOptions {
@@ -385,9 +385,9 @@ fn batches_are_fixed_and_epochs_only_order_them() {
 }
 
 #[test]
-fn sizes_are_remembered_and_large_pictures_refused() {
+fn sizes_are_remembered_and_large_images_refused() {
     let dir = tempfile::tempdir().unwrap();
-    picture(&dir.path().join("a.png"), 64, 48);
+    image(&dir.path().join("a.png"), 64, 48);
     Dataset::open(options(dir.path()), 16, 1).unwrap();
     let text = std::fs::read_to_string(dir.path().join(".aitk_size.json")).unwrap();
     assert!(
@@ -398,7 +398,7 @@ fn sizes_are_remembered_and_large_pictures_refused() {
         SizeCache::open(dir.path(), dir.path()).get(&dir.path().join("a.png")),
         Some((64, 48))
     );
-    picture(&dir.path().join("a.png"), 32, 32);
+    image(&dir.path().join("a.png"), 32, 32);
     assert_eq!(
         SizeCache::open(dir.path(), dir.path()).get(&dir.path().join("a.png")),
         None
@@ -419,7 +419,7 @@ fn sizes_are_remembered_and_large_pictures_refused() {
 fn pixels_are_scaled_cut_and_flipped() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.png");
-    picture(&path, 100, 50);
+    image(&path, 100, 50);
     let (set, _) = Dataset::open(
         DatasetOptions {
             flip_x: true,

@@ -1,6 +1,6 @@
 //! The GPUs of this machine, as far as this build can use them.
 
-use super::trial::quietly;
+use super::trial::catch_panic;
 use aitk_common::capability::{DeviceKind, DeviceRef};
 
 /// A GPU as its driver describes it, and what came out right on it.
@@ -69,7 +69,7 @@ pub fn survey() -> Survey {
 
 fn look(kind: &Kind, survey: &mut Survey) {
     let name = kind.kind.name();
-    let count = match quietly(kind.count) {
+    let count = match catch_panic(kind.count) {
         Some(Ok(count)) => count,
         Some(Err(reason)) => return survey.left_out.push(format!("{name}: {reason}")),
         None => {
@@ -79,7 +79,7 @@ fn look(kind: &Kind, survey: &mut Survey) {
         }
     };
     for index in 0..count {
-        match quietly(|| (kind.examine)(index)) {
+        match catch_panic(|| (kind.examine)(index)) {
             Some(Ok(gpu)) if gpu.dtypes.iter().any(|dtype| dtype == "f32") => survey.gpus.push(gpu),
             Some(Ok(gpu)) => survey.left_out.push(format!(
                 "{name}:{index} ({} {}) does not compute f32: {}",

@@ -8,7 +8,7 @@ use candle_core::Device;
 /// How many there are: Apple Silicon has one GPU.
 pub(super) fn count() -> Result<u32, String> {
     // candle takes it out of a list that is empty where the system shows no GPU, as in a virtual machine.
-    let there = trial::quietly(|| Device::new_metal(0)).is_some();
+    let there = trial::catch_panic(|| Device::new_metal(0)).is_some();
     if there {
         Ok(1)
     } else {

@@ -32,9 +32,9 @@ pub fn open(device: DeviceRef) -> Result<Device> {
     let index = device.index as usize;
     let (opened, feature) = match device.kind {
         DeviceKind::Cpu => return Ok(Device::Cpu),
-        DeviceKind::Cuda => (trial::quietly(|| Device::new_cuda(index)), "cuda"),
+        DeviceKind::Cuda => (trial::catch_panic(|| Device::new_cuda(index)), "cuda"),
         // candle panics where there is no such device.
-        DeviceKind::Metal => (trial::quietly(|| Device::new_metal(index)), "metal"),
+        DeviceKind::Metal => (trial::catch_panic(|| Device::new_metal(index)), "metal"),
     };
     let message = match opened {
         Some(Ok(device)) => return Ok(device),
@@ -52,7 +52,7 @@ pub fn open(device: DeviceRef) -> Result<Device> {
 
 /// Opens a device and settles the dtype; `wanted` is the config's name (`fp16`, `bf16`, `float32`, …), empty for none.
 ///
-/// The processor always computes in f32: its half-precision products are slower and less exact. A GPU computes in what
+/// The CPU always computes in f32: its half-precision products are slower and less exact. A GPU computes in what
 /// is asked for if all operations come out right in it ([`trial::fault`]); otherwise in f16 instead of bf16 (products
 /// add up in f32 there too), otherwise in f32.
 ///
@@ -64,7 +64,7 @@ pub fn compute(device: DeviceRef, wanted: &str) -> Result<Compute> {
     let (dtype, notes) = match (device.kind, asked) {
         (_, DType::F32) => (DType::F32, Vec::new()),
         (DeviceKind::Cpu, _) => {
-            let note = format!("computing in f32 on the processor (the config asks for {wanted})");
+            let note = format!("computing in f32 on the CPU (the config asks for {wanted})");
             (DType::F32, vec![note])
         }
         (kind, asked) => first_working(asked, kind, |dtype| trial::fault(&opened, dtype)),
@@ -98,7 +98,7 @@ fn first_working(asked: DType, kind: DeviceKind, fault: impl Fn(DType) -> Option
 }
 
 /// The most bytes that tensors of this process held on a GPU at once since the last call. `None` where nobody counts them:
-/// on the processor, with Metal, or when the driver does not tell.
+/// on the CPU, with Metal, or when the driver does not tell.
 #[must_use]
 pub fn take_peak(device: DeviceRef) -> Option<u64> {
     match device.kind {
@@ -123,7 +123,7 @@ pub fn parse_dtype(name: &str) -> Result<DType> {
     }
 }
 
-/// Sets the number of threads for all arithmetic on the processor. Works once per process, before any arithmetic;
+/// Sets the number of threads for all arithmetic on the CPU. Works once per process, before any arithmetic;
 /// later calls change nothing. Results do not depend on it.
 ///
 /// Returns whether it took effect.
@@ -139,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_processor_computes_in_f32_and_says_so() {
+    fn the_cpu_computes_in_f32_and_says_so() {
         let cpu = DeviceRef {
             kind: DeviceKind::Cpu,
             index: 0,

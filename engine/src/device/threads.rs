@@ -1,4 +1,4 @@
-//! The threads that arithmetic on the processor runs on.
+//! The threads that arithmetic on the CPU runs on.
 
 /// Stack of each thread: the backward pass walks the graph of a whole model recursively. Only what is used is real.
 const STACK_BYTES: usize = 64 << 20;

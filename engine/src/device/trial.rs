@@ -1,5 +1,5 @@
 //! What a device can do, found by trying: each operation that models are made of, forwards and backwards, on small
-//! tensors in each dtype, compared with what the processor computes in f32.
+//! tensors in each dtype, compared with what the CPU computes in f32.
 
 use crate::nn::{self, Attention};
 use candle_core::{D, DType, Device, Tensor, Var};
@@ -70,7 +70,7 @@ const OPERATIONS: [Operation; 8] = [
     },
 ];
 
-/// The picture as tokens: [2, 36, 8].
+/// The image as tokens: [2, 36, 8].
 fn tokens(x: &Tensor) -> candle_core::Result<Tensor> {
     x.flatten_from(2)?.transpose(1, 2)?.contiguous()
 }
@@ -88,7 +88,7 @@ fn entry(at: usize, by: usize) -> f32 {
     ((at * by % 11) as f32 - 5.0) / 8.0
 }
 
-/// The result of an operation and the gradient of its input, as f32 on the processor.
+/// The result of an operation and the gradient of its input, as f32 on the CPU.
 fn run(operation: &Operation, device: &Device, dtype: DType) -> candle_core::Result<[Vec<f32>; 2]> {
     let like = Tensor::zeros(1, dtype, device)?;
     let x = Var::from_tensor(&values(&INPUT, 7, &like)?)?;
@@ -132,7 +132,7 @@ pub fn fault(device: &Device, dtype: DType) -> Option<String> {
     let wrong = |rows, inner| product(device, dtype, rows, inner).map(|(got, expected)| gap(&got, &expected, once));
     products
         .into_iter()
-        .find_map(|(name, rows, inner)| told(name, quietly(|| wrong(rows, inner))))
+        .find_map(|(name, rows, inner)| told(name, catch_panic(|| wrong(rows, inner))))
         .or_else(|| OPERATIONS.iter().find_map(|operation| operation.fault(device, dtype)))
 }
 
@@ -146,7 +146,7 @@ impl Operation {
                 .filter_map(|(got, expected)| gap(got, expected, tolerance(dtype)))
                 .reduce(f32::max))
         };
-        told(self.name, quietly(wrong))
+        told(self.name, catch_panic(wrong))
     }
 }
 
@@ -219,14 +219,14 @@ pub(super) fn working_dtypes(device: &Device) -> (Vec<String>, Vec<String>) {
     (dtypes, faults)
 }
 
-/// The dtypes that work on the processor.
+/// The dtypes that work on the CPU.
 #[must_use]
 pub fn cpu_dtypes() -> Vec<String> {
     working_dtypes(&Device::Cpu).0
 }
 
 /// What a binding to a driver panics about, as a value.
-pub(super) fn quietly<T>(call: impl FnOnce() -> T) -> Option<T> {
+pub(super) fn catch_panic<T>(call: impl FnOnce() -> T) -> Option<T> {
     std::panic::catch_unwind(std::panic::AssertUnwindSafe(call)).ok()
 }
 
@@ -236,7 +236,7 @@ mod tests {
     use crate::weights::Weights;
 
     #[test]
-    fn the_processor_computes_in_f32_and_says_why_not_in_others() {
+    fn the_cpu_computes_in_f32_and_says_why_not_in_others() {
         let (dtypes, faults) = working_dtypes(&Device::Cpu);
         assert_eq!(dtypes, ["f32"]);
         // candle has no convolution in bf16 there, and adds up in f16 where there is one row.
@@ -251,7 +251,7 @@ mod tests {
     fn what_gpus_run_comes_out_right_in_half_precision() {
         for operation in &OPERATIONS {
             assert_eq!(operation.fault(&Device::Cpu, DType::F16), None);
-            // On the processor candle has no convolution in bf16, and none for the gradient of enlarging.
+            // On the CPU candle has no convolution in bf16, and none for the gradient of enlarging.
             let fault = operation.fault(&Device::Cpu, DType::BF16);
             let convolves = operation.name.starts_with("conv2d") || operation.name == "enlarging";
             let missing = |fault: &String| convolves && fault.contains("unsupported dtype BF16 for op matmul");

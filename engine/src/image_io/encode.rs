@@ -1,4 +1,4 @@
-//! Writing pictures.
+//! Writing images.
 
 use crate::error::{EngineError, Result};
 use aitk_common::fsutil::{self, FsError};
@@ -28,20 +28,20 @@ impl Format {
             "jpg" | "jpeg" => Ok(Self::Jpeg),
             "webp" => Ok(Self::WebP),
             _ => Err(EngineError::BadInput(format!(
-                "pictures cannot be saved as `{suffix}`: use png, jpg or webp"
+                "images cannot be saved as `{suffix}`: use png, jpg or webp"
             ))),
         }
     }
 }
 
-/// The bytes of a picture file. `texts` (keyword, value) become text chunks of a PNG; other formats have none.
+/// The bytes of an image file. `texts` (keyword, value) become text chunks of a PNG; other formats have none.
 ///
 /// # Errors
-/// When the picture has no pixels or too many for the format.
-pub fn encode(picture: &RgbImage, format: Format, texts: &[(&str, &str)]) -> Result<Vec<u8>> {
+/// When the image has no pixels or too many for the format.
+pub fn encode(image: &RgbImage, format: Format, texts: &[(&str, &str)]) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    let (width, height, color) = (picture.width(), picture.height(), ExtendedColorType::Rgb8);
-    let pixels = picture.as_raw();
+    let (width, height, color) = (image.width(), image.height(), ExtendedColorType::Rgb8);
+    let pixels = image.as_raw();
     let written = match format {
         Format::Png => codecs::png::PngEncoder::new(&mut bytes).write_image(pixels, width, height, color),
         Format::Jpeg => {
@@ -50,20 +50,20 @@ pub fn encode(picture: &RgbImage, format: Format, texts: &[(&str, &str)]) -> Res
         Format::WebP => codecs::webp::WebPEncoder::new_lossless(&mut bytes).write_image(pixels, width, height, color),
     };
     written
-        .map_err(|e| EngineError::BadInput(format!("a picture of {width} x {height} pixels cannot be encoded: {e}")))?;
+        .map_err(|e| EngineError::BadInput(format!("an image of {width} x {height} pixels cannot be encoded: {e}")))?;
     if format == Format::Png && !texts.is_empty() {
         insert_texts(&mut bytes, texts);
     }
     Ok(bytes)
 }
 
-/// Writes a picture file so that it is complete or absent.
+/// Writes an image file so that it is complete or absent.
 ///
 /// # Errors
 /// As [`encode`], and when the file cannot be written ([`EngineError::DiskFull`] when there is no room).
-pub fn save(picture: &RgbImage, path: &Path, texts: &[(&str, &str)]) -> Result<()> {
+pub fn save(image: &RgbImage, path: &Path, texts: &[(&str, &str)]) -> Result<()> {
     let suffix = path.extension().and_then(|s| s.to_str()).unwrap_or("");
-    write(path, &encode(picture, Format::from_suffix(suffix)?, texts)?)
+    write(path, &encode(image, Format::from_suffix(suffix)?, texts)?)
 }
 
 /// Writes a file so that it is complete or absent.

@@ -7,10 +7,10 @@ use std::cell::Cell;
 use std::io::{self, BufRead, Read};
 use std::panic::AssertUnwindSafe;
 
-/// The picture as it is stored, not yet turned. `None`: libjpeg gives it up, or it is in the colours of printers.
+/// The image as it is stored, not yet turned. `None`: libjpeg gives it up, or it is in the colours of printers.
 ///
 /// # Errors
-/// When the file ends before the picture does. libjpeg would make the rest up in gray; Pillow refuses it as well.
+/// When the file ends before the image does. libjpeg would make the rest up in gray; Pillow refuses it as well.
 pub(super) fn decode(bytes: &[u8]) -> Result<Option<DynamicImage>, String> {
     let starved = Cell::new(false);
     // libjpeg reports what it cannot decode by unwinding, without a word on the standard error.
@@ -21,7 +21,7 @@ pub(super) fn decode(bytes: &[u8]) -> Result<Option<DynamicImage>, String> {
         })
     }));
     if starved.get() {
-        return Err("the picture is cut off: the file ends before it does".to_owned());
+        return Err("the image is cut off: the file ends before it does".to_owned());
     }
     Ok(decoded.ok().flatten())
 }

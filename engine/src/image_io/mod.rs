@@ -1,4 +1,4 @@
-//! Pictures in and out: PNG, JPEG and WebP, as Pillow reads, resizes and writes them.
+//! Images in and out: PNG, JPEG and WebP, as Pillow reads, resizes and writes them.
 
 mod encode;
 mod jpeg;
@@ -18,21 +18,21 @@ use image::{DynamicImage, ImageDecoder, ImageFormat, ImageReader, RgbImage};
 use std::io::Cursor;
 use std::path::Path;
 
-/// Most pixels that a picture may have: the number at which Pillow, too, refuses (a "decompression bomb").
+/// Most pixels that an image may have: the number at which Pillow, too, refuses (a "decompression bomb").
 pub const MAX_PIXELS: u64 = 178_956_970;
-/// Most bytes that a picture file may have.
+/// Most bytes that an image file may have.
 pub const MAX_FILE_BYTES: u64 = 1 << 30;
 
-/// Opens a picture: decoded, turned upright as its EXIF orientation says, and in RGB as Pillow's `convert("RGB")` gives
+/// Opens an image: decoded, turned upright as its EXIF orientation says, and in RGB as Pillow's `convert("RGB")` gives
 /// it (transparency is dropped, not blended; of 16 bits the upper 8 stay, also in grey, where Pillow clips to white).
 ///
 /// # Errors
-/// One sentence that names the file: it is missing, empty, too large, not a picture, or damaged.
+/// One sentence that names the file: it is missing, empty, too large, not an image, or damaged.
 pub fn open_rgb(path: &Path) -> Result<RgbImage> {
     Ok(to_rgb(open(path)?))
 }
 
-/// As [`open_rgb`], but of the transparency: opaque is white, a picture without transparency is white all over.
+/// As [`open_rgb`], but of the transparency: opaque is white, an image without transparency is white all over.
 ///
 /// # Errors
 /// As [`open_rgb`].
@@ -55,7 +55,7 @@ fn open(path: &Path) -> Result<DynamicImage> {
     decode(&bytes).map_err(|reason| wrong(path, reason))
 }
 
-/// Width and height in pixels as seen upright, without decoding the picture.
+/// Width and height in pixels as seen upright, without decoding the image.
 ///
 /// # Errors
 /// As [`open_rgb`], for what the header can tell.
@@ -109,19 +109,19 @@ fn decode(bytes: &[u8]) -> Result<DynamicImage, String> {
     } else {
         None
     };
-    let mut picture = match pillows {
-        Some(picture) => picture,
+    let mut image = match pillows {
+        Some(image) => image,
         None => DynamicImage::from_decoder(decoder).map_err(|e| damaged(&e))?,
     };
-    picture.apply_orientation(orientation);
-    Ok(picture)
+    image.apply_orientation(orientation);
+    Ok(image)
 }
 
 /// `convert("RGB")`.
-fn to_rgb(picture: DynamicImage) -> RgbImage {
+fn to_rgb(image: DynamicImage) -> RgbImage {
     let high = |v: u16| (v >> 8) as u8;
-    let (width, height) = (picture.width(), picture.height());
-    let pixels: Vec<u8> = match picture {
+    let (width, height) = (image.width(), image.height());
+    let pixels: Vec<u8> = match image {
         DynamicImage::ImageRgb8(rgb) => return rgb,
         DynamicImage::ImageLumaA8(la) => la.pixels().flat_map(|p| [p[0]; 3]).collect(),
         DynamicImage::ImageRgba8(rgba) => rgba.pixels().flat_map(|p| [p[0], p[1], p[2]]).collect(),
@@ -144,20 +144,20 @@ fn supported(format: Option<ImageFormat>) -> Result<(), String> {
     match format {
         Some(ImageFormat::Png | ImageFormat::Jpeg | ImageFormat::WebP) => Ok(()),
         Some(other) => Err(format!(
-            "a {other:?} picture is not supported: convert it to PNG, JPEG or WebP"
+            "a {other:?} image is not supported: convert it to PNG, JPEG or WebP"
         )),
-        None => Err("not a picture: expected PNG, JPEG or WebP".into()),
+        None => Err("not an image: expected PNG, JPEG or WebP".into()),
     }
 }
 
 fn check_size((width, height): (u32, u32)) -> Result<(u32, u32), String> {
     let pixels = u64::from(width) * u64::from(height);
     if pixels == 0 {
-        return Err("the picture has no pixels".into());
+        return Err("the image has no pixels".into());
     }
     if pixels > MAX_PIXELS {
         return Err(format!(
-            "the picture has {width} x {height} pixels, more than the {MAX_PIXELS} that are allowed: make it smaller"
+            "the image has {width} x {height} pixels, more than the {MAX_PIXELS} that are allowed: make it smaller"
         ));
     }
     Ok((width, height))
@@ -171,20 +171,20 @@ fn swaps_sides(orientation: Orientation) -> bool {
 }
 
 fn damaged(error: &image::ImageError) -> String {
-    format!("the picture is damaged or cut off: {error}")
+    format!("the image is damaged or cut off: {error}")
 }
 
 fn wrong(path: &Path, reason: String) -> EngineError {
     EngineError::BadInput(format!("{}: {reason}", path.display()))
 }
 
-/// A picture as a tensor [3, height, width] in -1 ..= 1, as diffusers' `VaeImageProcessor` makes it.
+/// An image as a tensor [3, height, width] in -1 ..= 1, as diffusers' `VaeImageProcessor` makes it.
 ///
 /// # Errors
 /// When the device refuses.
-pub fn to_tensor(picture: &RgbImage, device: &Device) -> Result<Tensor> {
-    let (width, height) = (picture.width() as usize, picture.height() as usize);
-    let bytes = picture.as_raw();
+pub fn to_tensor(image: &RgbImage, device: &Device) -> Result<Tensor> {
+    let (width, height) = (image.width() as usize, image.height() as usize);
+    let bytes = image.as_raw();
     let mut data = Vec::with_capacity(bytes.len());
     for channel in 0..3 {
         data.extend(
@@ -198,32 +198,32 @@ pub fn to_tensor(picture: &RgbImage, device: &Device) -> Result<Tensor> {
     Ok(Tensor::from_vec(data, (3, height, width), &Device::Cpu)?.to_device(device)?)
 }
 
-/// The pictures of a tensor [b, 3, height, width] in -1 ..= 1, rounded as diffusers' `postprocess` rounds.
+/// The images of a tensor [b, 3, height, width] in -1 ..= 1, rounded as diffusers' `postprocess` rounds.
 ///
 /// # Errors
 /// When the tensor has another shape.
-pub fn from_tensor(pictures: &Tensor) -> Result<Vec<RgbImage>> {
-    let (batch, channels, height, width) = pictures.dims4()?;
+pub fn from_tensor(images: &Tensor) -> Result<Vec<RgbImage>> {
+    let (batch, channels, height, width) = images.dims4()?;
     if channels != 3 {
-        return Err(EngineError::Internal(format!("a picture with {channels} channels")));
+        return Err(EngineError::Internal(format!("an image with {channels} channels")));
     }
-    let data = pictures
+    let data = images
         .to_device(&Device::Cpu)?
         .to_dtype(candle_core::DType::F32)?
         .flatten_all()?
         .to_vec1::<f32>()?;
     let plane = height * width;
     let mut out = Vec::with_capacity(batch);
-    for picture in data.chunks_exact(3 * plane) {
+    for image in data.chunks_exact(3 * plane) {
         let mut bytes = vec![0u8; 3 * plane];
-        for (channel, values) in picture.chunks_exact(plane).enumerate() {
+        for (channel, values) in image.chunks_exact(plane).enumerate() {
             for (pixel, value) in values.iter().enumerate() {
                 let unit = (value * 0.5 + 0.5).clamp(0.0, 1.0);
                 bytes[3 * pixel + channel] = (unit * 255.0).round_ties_even() as u8;
             }
         }
         let image = RgbImage::from_raw(width as u32, height as u32, bytes);
-        out.push(image.ok_or_else(|| EngineError::Internal("picture buffer has the wrong length".into()))?);
+        out.push(image.ok_or_else(|| EngineError::Internal("image buffer has the wrong length".into()))?);
     }
     Ok(out)
 }

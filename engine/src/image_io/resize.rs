@@ -89,10 +89,10 @@ fn rounded(sum: i32) -> u8 {
     (sum >> PRECISION).clamp(0, 255) as u8
 }
 
-/// `picture.resize((width, height), filter)`: the same bytes as Pillow. A size of 0 gives an empty picture.
+/// `image.resize((width, height), filter)`: the same bytes as Pillow. A size of 0 gives an empty image.
 #[must_use]
-pub fn resize(picture: &RgbImage, width: u32, height: u32, filter: Filter) -> RgbImage {
-    let (old_width, old_height) = (picture.width() as usize, picture.height() as usize);
+pub fn resize(image: &RgbImage, width: u32, height: u32, filter: Filter) -> RgbImage {
+    let (old_width, old_height) = (image.width() as usize, image.height() as usize);
     let (width, height) = (width as usize, height as usize);
     if old_width == 0 || old_height == 0 || width == 0 || height == 0 {
         return RgbImage::new(width as u32, height as u32);
@@ -111,8 +111,8 @@ pub fn resize(picture: &RgbImage, width: u32, height: u32, filter: Filter) -> Rg
             down(&pixels, row, old_height, height, filter)
         }
     };
-    let pixels = picture.as_raw().clone();
-    // Each axis rounds to bytes, so the order shows. Pillow 13 takes the one that shrinks the picture more first.
+    let pixels = image.as_raw().clone();
+    // Each axis rounds to bytes, so the order shows. Pillow 13 takes the one that shrinks the image more first.
     let (less_wide, less_high) = (old_width as i64 - width as i64, old_height as i64 - height as i64);
     let pixels = if less_high > 0 && less_high > 2 * less_wide {
         across(down(pixels, 3 * old_width))

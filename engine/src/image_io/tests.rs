@@ -13,13 +13,13 @@ fn pillow() -> HashMap<String, Tensor> {
     safetensors::load(folder().join("pillow.safetensors"), &Device::Cpu).unwrap()
 }
 
-fn picture(tensor: &Tensor) -> RgbImage {
+fn image(tensor: &Tensor) -> RgbImage {
     let (height, width, _) = tensor.dims3().unwrap();
     let bytes = tensor.flatten_all().unwrap().to_vec1::<u8>().unwrap();
     RgbImage::from_raw(width as u32, height as u32, bytes).unwrap()
 }
 
-/// The largest difference of two pictures, or what else is different.
+/// The largest difference of two images, or what else is different.
 fn difference(ours: &RgbImage, theirs: &RgbImage) -> Result<u8, String> {
     if ours.dimensions() != theirs.dimensions() {
         return Err(format!("{:?} instead of {:?}", ours.dimensions(), theirs.dimensions()));
@@ -39,11 +39,11 @@ fn resizing_gives_the_bytes_of_pillow() {
     let mut cases = 0;
     for (name, tensor) in &tensors {
         let base = match name.split_once(':') {
-            Some(("resize", _)) => picture(&tensors["base"]),
-            Some(("tall", _)) => picture(&tensors["tall"]),
+            Some(("resize", _)) => image(&tensors["base"]),
+            Some(("tall", _)) => image(&tensors["tall"]),
             _ => continue,
         };
-        let theirs = picture(tensor);
+        let theirs = image(tensor);
         let filter = match name.split(':').nth(1).unwrap() {
             "box" => Filter::Box,
             "bilinear" => Filter::Bilinear,
@@ -65,7 +65,7 @@ fn files_open_as_pillow_opens_them() {
     for (name, tensor) in tensors.iter().filter(|(name, _)| name.starts_with("file:")) {
         let file = &name["file:".len()..];
         let ours = open_rgb(&folder().join(file)).unwrap();
-        let theirs = picture(tensor);
+        let theirs = image(tensor);
         // Decoders of lossy WebP may round differently.
         let allowed = if file.starts_with("lossy") { 4 } else { 0 };
         match difference(&ours, &theirs) {
@@ -118,7 +118,7 @@ fn bad_files_are_one_clear_error() {
         message
     };
     assert!(complaint(b"").contains("empty"));
-    assert!(complaint(b"hello, I am no picture").contains("not a picture"));
+    assert!(complaint(b"hello, I am no image").contains("not an image"));
     assert!(complaint(b"GIF89a\x01\x00\x01\x00\x00\x00\x00").contains("Gif"));
     assert!(complaint(&png_header(30_000, 30_000)).contains("30000 x 30000"));
     assert!(dimensions(&path).unwrap_err().to_string().contains("30000 x 30000"));
@@ -141,7 +141,7 @@ fn bad_files_are_one_clear_error() {
                 whole.len()
             );
         }
-        // What stands behind the picture is nobody's business.
+        // What stands behind the image is nobody's business.
         std::fs::write(&path, [whole.as_slice(), b"behind"].concat()).unwrap();
         assert!(open_rgb(&path).is_ok(), "{file} with more behind it");
         let mut noisy = whole.clone();
@@ -163,9 +163,9 @@ fn bad_files_are_one_clear_error() {
 }
 
 #[test]
-fn pictures_are_saved_whole_and_read_back() {
+fn images_are_saved_whole_and_read_back() {
     let dir = tempfile::tempdir().unwrap();
-    let original = picture(&pillow()["base"]);
+    let original = image(&pillow()["base"]);
     for (suffix, allowed) in [("png", 0), ("webp", 0), ("jpg", 80)] {
         let path = dir.path().join(format!("a.{suffix}"));
         save(&original, &path, &[("parameters", "ein Würfel, seed 7")]).unwrap();
@@ -190,7 +190,7 @@ fn pictures_are_saved_whole_and_read_back() {
 
 #[test]
 fn tensors_and_back() {
-    let original = picture(&pillow()["base"]);
+    let original = image(&pillow()["base"]);
     let tensor = to_tensor(&original, &Device::Cpu).unwrap();
     assert_eq!(tensor.dims(), [3, 23, 37]);
     let back = from_tensor(&tensor.unsqueeze(0).unwrap()).unwrap();

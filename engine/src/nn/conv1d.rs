@@ -1,4 +1,4 @@
-//! One-dimensional convolution, as one of pictures that are one row high.
+//! One-dimensional convolution, as one of images that are one row high.
 
 use super::{conv2d, cpu};
 use candle_core::{DType, Tensor};
@@ -17,7 +17,7 @@ pub fn conv1d(
 ) -> candle_core::Result<Tensor> {
     if cpu::runs_here(x) && weight.dtype() == DType::F32 {
         let (x, weight) = (x.unsqueeze(2)?, weight.unsqueeze(2)?);
-        return conv2d::on_processor(&x, &weight, bias, stride, [0, padding])?.squeeze(2);
+        return conv2d::on_cpu(&x, &weight, bias, stride, [0, padding])?.squeeze(2);
     }
     by_taps(x, weight, bias, stride, padding)
 }

@@ -1,10 +1,10 @@
-//! Three-dimensional convolution: for each tap along time a convolution of pictures, added up.
+//! Three-dimensional convolution: for each tap along time a convolution of images, added up.
 
 use super::{add, conv2d};
 use candle_core::Tensor;
 
 /// x [b, in, frames, h, w], weight [out, in, kernel frames, kernel h, kernel w], bias [out] -> [b, out, frames', h', w'],
-/// with as many zeros before as after. Steps and zeros: along time, and along both sides of a picture. Video autoencoders that look back only put their zeros before x themselves.
+/// with as many zeros before as after. Steps and zeros: along time, and along both sides of an image. Video autoencoders that look back only put their zeros before x themselves.
 /// Gradients go to whatever is tracked.
 ///
 /// # Errors
@@ -37,11 +37,11 @@ pub fn conv3d(
             x.contiguous()?
                 .index_select(&Tensor::from_vec(at, count, x.device())?, 1)?
         };
-        let pictures = these.contiguous()?.reshape((batch * count, inputs, height, width))?;
+        let images = these.contiguous()?.reshape((batch * count, inputs, height, width))?;
         let weight = weight.narrow(2, tap, 1)?.squeeze(2)?.contiguous()?;
         // Added once.
         let bias = bias.filter(|_| tap == 0);
-        let part = conv2d(&pictures, &weight, bias, stride, padding)?;
+        let part = conv2d(&images, &weight, bias, stride, padding)?;
         sum = Some(match sum {
             Some(sum) => add(&sum, &part)?,
             None => part,

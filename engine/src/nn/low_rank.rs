@@ -18,7 +18,7 @@ pub struct LowRank {
 }
 
 /// What a layer is computed from together with its first adapter.
-pub(super) struct Together {
+pub(super) struct FusedLora {
     pub(super) change: LowRank,
     /// Gets no gradient.
     pub(super) weight: Weight,
@@ -26,9 +26,9 @@ pub(super) struct Together {
     pub(super) bias: Option<Tensor>,
 }
 
-impl Together {
+impl FusedLora {
     /// `None` where both are computed on their own: the adapter is no low-rank change, the layer is trained itself, or this
-    /// is not float32 on the processor.
+    /// is not float32 on the CPU.
     pub(super) fn of(
         x: &Tensor,
         weight: &Weight,
@@ -55,7 +55,7 @@ impl Together {
 
 /// The sizes of a layer with a low-rank change, as matrices.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Thin {
+pub(super) struct LowRankSizes {
     /// Inputs that are multiplied: tokens, or pixels of the result.
     pub(super) rows: usize,
     pub(super) inputs: usize,
@@ -63,7 +63,7 @@ pub(super) struct Thin {
     pub(super) rank: usize,
 }
 
-impl Thin {
+impl LowRankSizes {
     /// Whether it is less work to change the weight than to send every row through the thin matrices.
     pub(super) fn is_merged(self) -> bool {
         self.rows * (self.inputs + self.outputs) >= self.inputs * self.outputs

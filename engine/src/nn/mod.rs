@@ -1,6 +1,6 @@
 //! Layers and operations, each with a backward pass that works.
 //!
-//! On the processor they are kernels of our own (`f32`, deterministic whatever the number of threads); on CUDA and
+//! On the CPU they are kernels of our own (`f32`, deterministic whatever the number of threads); on CUDA and
 //! Metal they are composed of candle's operations. candle-nn's fused softmax and norms have no backward pass, and
 //! candle's convolution computes gradients of frozen weights, which is why neither is used here.
 
@@ -42,5 +42,5 @@ pub use norm::{GroupNorm, LayerNorm, RmsNorm};
 pub use resize::upsample_nearest;
 pub use rotary::{Pairs, Rotary};
 pub use sum::{add, add_channels, cat_channels};
-pub use transpose::{to_picture, to_tokens};
+pub use transpose::{to_image, to_tokens};
 pub use weight::Weight;

@@ -113,7 +113,7 @@ impl Operation<3> for Modulate {
         let (batch, tokens, features) = x.shape().dims3()?;
         let all = (batch, tokens, features);
         cpu::with_slice(gradient, |dy| {
-            let dx = if x.wanted() {
+            let dx = if x.requires_grad() {
                 let mut dx = vec![0f32; dy.len()];
                 scale.with(|scale| {
                     rows(&mut dx, features, |token, dx| {
@@ -127,11 +127,11 @@ impl Operation<3> for Modulate {
             } else {
                 None
             };
-            let d_scale = match scale.wanted() {
+            let d_scale = match scale.requires_grad() {
                 true => Some(x.with(|x| sums(dy, Some(x), all))??),
                 false => None,
             };
-            let d_shift = match shift.wanted() {
+            let d_shift = match shift.requires_grad() {
                 true => Some(sums(dy, None, all)?),
                 false => None,
             };
@@ -173,11 +173,11 @@ impl Operation<3> for GatedSum {
     fn backward(&self, [x, gate, y]: [&Input; 3], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 3]> {
         let (batch, tokens, features) = x.shape().dims3()?;
         cpu::with_slice(gradient, |d| {
-            let d_gate = match gate.wanted() {
+            let d_gate = match gate.requires_grad() {
                 true => Some(y.with(|y| sums(d, Some(y), (batch, tokens, features)))??),
                 false => None,
             };
-            let dy = if y.wanted() {
+            let dy = if y.requires_grad() {
                 let mut dy = vec![0f32; d.len()];
                 gate.with(|gate| {
                     rows(&mut dy, features, |token, dy| {

@@ -1,4 +1,4 @@
-//! Operations against PyTorch and diffusers (`tests/reference/make_ops.py`): results and gradients, on the processor by
+//! Operations against PyTorch and diffusers (`tests/reference/make_ops.py`): results and gradients, on the CPU by
 //! our kernels, and in f64 by candle's operations, which is what GPUs compute.
 
 use super::*;

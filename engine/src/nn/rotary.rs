@@ -19,7 +19,7 @@ pub enum Pairs {
 /// Cosines and sines for a sequence.
 #[derive(Clone, Debug)]
 pub struct Rotary {
-    /// [positions, width / 2], f32, on the processor.
+    /// [positions, width / 2], f32, on the CPU.
     cos: Arc<Vec<f32>>,
     sin: Arc<Vec<f32>>,
     positions: usize,

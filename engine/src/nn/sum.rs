@@ -111,7 +111,7 @@ impl Operation<2> for Shifted {
     }
 
     fn backward(&self, [_, shift]: [&Input; 2], gradient: &Tensor) -> Back {
-        let sums = if shift.wanted() {
+        let sums = if shift.requires_grad() {
             let (batch, channels) = shift.shape().dims2()?;
             Some(gradient.reshape((batch, channels, ()))?.sum(2)?)
         } else {

@@ -370,7 +370,7 @@ fn sums_and_skips_are_candles_sums_and_skips() {
 }
 
 #[test]
-fn pictures_and_tokens_turn_into_each_other() {
+fn images_and_tokens_turn_into_each_other() {
     let x = random(1, &[2, 5, 7, 6]);
     let tokens = to_tokens(&x).unwrap();
     let theirs = x
@@ -381,12 +381,12 @@ fn pictures_and_tokens_turn_into_each_other() {
         .contiguous()
         .unwrap();
     close(&tokens, &theirs, 1e-7);
-    close(&to_picture(&tokens, x.dims()).unwrap(), &x, 1e-7);
+    close(&to_image(&tokens, x.dims()).unwrap(), &x, 1e-7);
     check_gradients(std::slice::from_ref(&x), |x| to_tokens(&x[0]).unwrap());
     check_gradients(std::slice::from_ref(&tokens), |t| {
-        to_picture(&t[0], &[2, 5, 7, 6]).unwrap()
+        to_image(&t[0], &[2, 5, 7, 6]).unwrap()
     });
-    assert!(to_picture(&tokens, &[2, 5, 7, 7]).is_err());
+    assert!(to_image(&tokens, &[2, 5, 7, 7]).is_err());
 }
 
 /// A LoRA that can be had both ways.

@@ -1,4 +1,4 @@
-//! Between pictures and sequences of tokens: the last two dimensions the other way round, written out.
+//! Between images and sequences of tokens: the last two dimensions the other way round, written out.
 
 use super::cpu;
 use crate::autograd::{Input, Operation, apply};
@@ -18,7 +18,7 @@ pub fn to_tokens(x: &Tensor) -> candle_core::Result<Tensor> {
 ///
 /// # Errors
 /// When x has another size.
-pub fn to_picture(x: &Tensor, shape: &[usize]) -> candle_core::Result<Tensor> {
+pub fn to_image(x: &Tensor, shape: &[usize]) -> candle_core::Result<Tensor> {
     let (batch, places, channels) = x.dims3()?;
     turned(x, [batch, places, channels], shape)
 }

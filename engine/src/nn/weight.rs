@@ -1,6 +1,6 @@
 //! The weight of a layer: a tensor, or one that is unpacked or read from its file whenever it is used.
 
-use super::quant::Packed;
+use super::quant::Quantized;
 use crate::weights::Streamed;
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
@@ -11,7 +11,7 @@ pub enum Weight {
     /// As it is.
     Plain(Tensor),
     /// Quantised; gets no gradient.
-    Packed(Arc<Packed>),
+    Quantized(Arc<Quantized>),
     /// In its file; gets no gradient.
     Streamed(Arc<Streamed>),
 }
@@ -22,7 +22,7 @@ impl Weight {
     pub fn dims(&self) -> &[usize] {
         match self {
             Self::Plain(tensor) => tensor.dims(),
-            Self::Packed(packed) => packed.dims(),
+            Self::Quantized(packed) => packed.dims(),
             Self::Streamed(streamed) => streamed.dims(),
         }
     }
@@ -32,7 +32,7 @@ impl Weight {
     pub fn dtype(&self) -> DType {
         match self {
             Self::Plain(tensor) => tensor.dtype(),
-            Self::Packed(packed) => packed.dtype(),
+            Self::Quantized(packed) => packed.dtype(),
             Self::Streamed(streamed) => streamed.dtype(),
         }
     }
@@ -42,7 +42,7 @@ impl Weight {
     pub fn device(&self) -> &Device {
         match self {
             Self::Plain(tensor) => tensor.device(),
-            Self::Packed(packed) => packed.device(),
+            Self::Quantized(packed) => packed.device(),
             Self::Streamed(streamed) => streamed.device(),
         }
     }
@@ -52,7 +52,7 @@ impl Weight {
     pub fn bytes(&self) -> usize {
         match self {
             Self::Plain(tensor) => tensor.elem_count() * tensor.dtype().size_in_bytes(),
-            Self::Packed(packed) => packed.bytes(),
+            Self::Quantized(packed) => packed.bytes(),
             Self::Streamed(_) => 0,
         }
     }
@@ -62,7 +62,7 @@ impl Weight {
         Ok(match self {
             Self::Plain(weight) if weight.track_op() => None,
             Self::Plain(weight) => Some(Self::Plain(weight.contiguous()?)),
-            Self::Packed(_) | Self::Streamed(_) => Some(self.clone()),
+            Self::Quantized(_) | Self::Streamed(_) => Some(self.clone()),
         })
     }
 
@@ -73,7 +73,7 @@ impl Weight {
     pub fn dense(&self) -> candle_core::Result<Tensor> {
         match self {
             Self::Plain(tensor) => Ok(tensor.clone()),
-            Self::Packed(packed) => packed.unpack(),
+            Self::Quantized(packed) => packed.unpack(),
             Self::Streamed(streamed) => streamed.read(),
         }
     }

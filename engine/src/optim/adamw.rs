@@ -87,7 +87,7 @@ struct Moments {
 /// p   <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 /// ```
 ///
-/// With 8-bit state m and v are quantised after each step; p is changed with what they were before that. On the processor
+/// With 8-bit state m and v are quantised after each step; p is changed with what they were before that. On the CPU
 /// all of it happens in one pass over memory.
 pub struct Adam {
     settings: AdamParams,

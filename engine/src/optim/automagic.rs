@@ -7,9 +7,9 @@
 
 use super::factored::SecondMoment;
 use super::fused;
-use super::kept::Kept;
 use super::kernels::for_every_unit;
 use super::saved::{self, Saved};
+use super::state_tensor::StateTensor;
 use super::{Build, Grads, OptimError, Optimizer, Param, one_each};
 use candle_core::{DType, Tensor};
 use half::f16;
@@ -60,7 +60,7 @@ struct Settings {
 struct State {
     second: SecondMoment,
     /// In bumps; negative where the last update was not positive.
-    rates: Kept,
+    rates: StateTensor,
     /// Mean learning rate.
     mean: f64,
 }
@@ -72,7 +72,7 @@ impl State {
         let var = &param.var;
         Ok(Self {
             second: SecondMoment::zeros(param)?,
-            rates: Kept::new(Tensor::full(-bumps as f32, var.shape(), var.device())?.to_dtype(settings.dtype)?),
+            rates: StateTensor::new(Tensor::full(-bumps as f32, var.shape(), var.device())?.to_dtype(settings.dtype)?),
             mean: lr,
         })
     }

@@ -7,9 +7,9 @@
 
 use super::factored::SecondMoment;
 use super::fused;
-use super::kept::Kept;
 use super::kernels::for_every_unit;
 use super::saved::{self, Saved};
+use super::state_tensor::StateTensor;
 use super::{Build, Grads, OptimError, Optimizer, Param, one_each};
 use candle_core::{DType, Tensor};
 use std::collections::BTreeMap;
@@ -52,7 +52,7 @@ struct State {
     lr: f64,
     second: SecondMoment,
     /// 1 where the last update was positive; a byte each.
-    signs: Kept,
+    signs: StateTensor,
 }
 
 impl State {
@@ -62,7 +62,7 @@ impl State {
             step: 0,
             lr,
             second: SecondMoment::zeros(param)?,
-            signs: Kept::new(Tensor::zeros(var.shape(), DType::U8, var.device())?),
+            signs: StateTensor::new(Tensor::zeros(var.shape(), DType::U8, var.device())?),
         })
     }
 }

@@ -7,9 +7,9 @@
 
 use super::factored::SecondMoment;
 use super::fused;
-use super::kept::Kept;
 use super::kernels::for_every_unit;
 use super::saved::{self, Saved};
+use super::state_tensor::StateTensor;
 use super::{Build, Grads, OptimError, Optimizer, Param, one_each};
 use candle_core::{DType, Tensor};
 use std::collections::BTreeMap;
@@ -53,7 +53,7 @@ struct State {
     step: u64,
     second: SecondMoment,
     /// The last eight signs of every element, the last one in the lowest bit; however many are looked at.
-    signs: Kept,
+    signs: StateTensor,
 }
 
 impl State {
@@ -62,7 +62,7 @@ impl State {
         Ok(Self {
             step: 0,
             second: SecondMoment::zeros(param)?,
-            signs: Kept::new(Tensor::zeros(var.shape(), DType::U8, var.device())?),
+            signs: StateTensor::new(Tensor::zeros(var.shape(), DType::U8, var.device())?),
         })
     }
 }

@@ -2,8 +2,8 @@
 
 use super::fused::{self, PIECE};
 use super::inplace::{self, Part};
-use super::kept::Kept;
 use super::kernels::for_every_unit;
+use super::state_tensor::StateTensor;
 use super::{OptimError, Param};
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
@@ -19,7 +19,7 @@ pub struct Ema {
     param_multiplier: f64,
     updates: u64,
     params: Vec<Param>,
-    shadow: Vec<Kept>,
+    shadow: Vec<StateTensor>,
     /// What training goes on with, while the shadow weights are swapped in.
     parked: Option<Vec<Tensor>>,
 }
@@ -32,7 +32,7 @@ impl Ema {
     pub fn new(params: Vec<Param>, decay: f64, use_feedback: bool, param_multiplier: f64) -> Result<Self, OptimError> {
         let shadow = params
             .iter()
-            .map(|p| Ok(Kept::new(p.var.as_tensor().detach().copy()?)))
+            .map(|p| Ok(StateTensor::new(p.var.as_tensor().detach().copy()?)))
             .collect::<Result<_, OptimError>>()?;
         Ok(Self {
             decay,
@@ -114,7 +114,7 @@ impl Ema {
             self.params
                 .iter()
                 .map(|p| p.name.clone())
-                .zip(self.shadow.iter().map(Kept::lend))
+                .zip(self.shadow.iter().map(StateTensor::lend))
                 .collect(),
             self.updates,
         )
@@ -134,7 +134,7 @@ impl Ema {
                     OptimError::State(format!("EMA of \"{}\" is missing or has another shape", param.name))
                 })?;
             let t = t.to_dtype(DType::F32)?.to_device(param.var.device())?.contiguous()?;
-            shadow.push(Kept::borrowed(t));
+            shadow.push(StateTensor::borrowed(t));
         }
         self.shadow = shadow;
         self.updates = updates;

@@ -1,4 +1,4 @@
-//! [`SecondMoment::update`](super::factored::SecondMoment::update) of matrices on the processor: twice over the gradient
+//! [`SecondMoment::update`](super::factored::SecondMoment::update) of matrices on the CPU: twice over the gradient
 //! instead of ten times, and one tensor made instead of six.
 //!
 //! Work is cut into pieces of fixed sizes, so that the result does not depend on how many threads there are.

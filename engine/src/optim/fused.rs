@@ -4,9 +4,9 @@
 
 use super::blockwise::{BLOCK, Map, decode, encode};
 use super::inplace::{self, Part};
-use super::kept::Kept;
 use super::kernels::prefetch;
 use super::moment::Moment;
+use super::state_tensor::StateTensor;
 use super::{OptimError, Param};
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
@@ -149,7 +149,7 @@ pub(super) fn with<const T: usize, const N: usize, R>(
 pub(super) fn beside<S: Send, R: Send>(
     param: &Param,
     read: &Tensor,
-    state: &mut Kept,
+    state: &mut StateTensor,
     part: fn(Part<'_>) -> &mut [S],
     kernel: impl Fn(&mut [f32], &[f32], &mut [S]) -> R + Sync,
 ) -> Result<Vec<R>, OptimError> {

@@ -1,4 +1,4 @@
-//! The elements of tensors on the processor, changed where they lie.
+//! The elements of tensors on the CPU, changed where they lie.
 
 use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor};
 use half::f16;
@@ -108,7 +108,7 @@ pub(super) fn read<R>(t: &Tensor, f: impl FnOnce(&[f32]) -> R) -> Result<R> {
             Some(elements) => Ok(f(elements)),
             None => candle_core::bail!("layout exceeds storage"),
         },
-        _ => candle_core::bail!("expected contiguous f32 on the processor"),
+        _ => candle_core::bail!("expected contiguous f32 on the CPU"),
     }
 }
 

@@ -1,5 +1,5 @@
 //! Inner loops over plain slices, compiled for each kind of vector unit and chosen when they run. They multiply and add
-//! in two roundings everywhere, so that every processor gives the same bits.
+//! in two roundings everywhere, so that every CPU gives the same bits.
 
 use std::mem::MaybeUninit;
 
@@ -22,9 +22,9 @@ macro_rules! for_every_unit {
                     body($($arg),*)
                 }
                 match $crate::nn::cpu::unit() {
-                    #[expect(unsafe_code, reason = "the processor was asked whether it has these instructions")]
+                    #[expect(unsafe_code, reason = "the CPU was asked whether it has these instructions")]
                     $crate::nn::cpu::Unit::Avx512 => return unsafe { avx512($($arg),*) },
-                    #[expect(unsafe_code, reason = "the processor was asked whether it has these instructions")]
+                    #[expect(unsafe_code, reason = "the CPU was asked whether it has these instructions")]
                     $crate::nn::cpu::Unit::Avx2 => return unsafe { avx2($($arg),*) },
                     $crate::nn::cpu::Unit::Plain => {}
                 }
@@ -61,7 +61,7 @@ for_every_unit! {
     }
 }
 
-/// Tells the processor that these elements are wanted soon.
+/// Tells the CPU that these elements are wanted soon.
 #[inline(always)]
 pub(super) fn prefetch<T>(x: &[T]) {
     for line in x.chunks(64 / size_of::<T>()) {
@@ -69,7 +69,7 @@ pub(super) fn prefetch<T>(x: &[T]) {
     }
 }
 
-/// Tells the processor that what is there is wanted soon, if there is something.
+/// Tells the CPU that what is there is wanted soon, if there is something.
 #[inline(always)]
 pub(super) fn prefetch_at<T>(x: &[T], at: usize) {
     #[cfg(target_arch = "x86_64")]

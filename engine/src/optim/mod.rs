@@ -4,7 +4,7 @@
 //! operations, so that a run can be compared step by step. Fixtures: `tests/reference/make_optim.py`, `make_optim8.py`,
 //! `make_optim_toolkit.py`.
 //!
-//! On the processor an update is one pass over memory, in place and on all threads (`fused`, `inplace`, `kernels`; two
+//! On the CPU an update is one pass over memory, in place and on all threads (`fused`, `inplace`, `kernels`; two
 //! passes for Prodigy, which must know `d` first); on other devices it is composed of the tensor library's operations,
 //! and so is everywhere what Adafactor and the automagics share (`factored`), and D-Adaptation. Tests compare the two.
 
@@ -23,13 +23,13 @@ mod factored;
 mod factored_pass;
 mod fused;
 mod inplace;
-mod kept;
 mod kernels;
 mod lion;
 mod moment;
 mod prodigy;
 mod saved;
 mod schedule;
+mod state_tensor;
 
 pub use adamw::{Adam, AdamParams};
 pub use clip::{clip_factor, clip_grad_norm, norm_of, scaled_by, sum_of_squares};

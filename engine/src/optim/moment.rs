@@ -1,8 +1,8 @@
 //! A running mean that an optimizer keeps for a parameter, in float32 or in 8 bits.
 
 use super::blockwise::{Blocks, Map, blocks};
-use super::kept::Kept;
 use super::saved::Saved;
+use super::state_tensor::StateTensor;
 use super::{OptimError, Param};
 use aitk_common::job::optimizer_params::OptimizerParams;
 use candle_core::{DType, Tensor};
@@ -32,7 +32,7 @@ impl Precision {
 
 /// One running mean, of the shape of its parameter.
 pub(super) enum Moment {
-    Full(Kept),
+    Full(StateTensor),
     Blocks(Blocks),
 }
 
@@ -44,7 +44,7 @@ impl Moment {
             Precision::Blocks { from } if shape.elem_count() >= from => {
                 Self::Blocks(Blocks::zeros(map, shape, device)?)
             }
-            _ => Self::Full(Kept::new(Tensor::zeros(shape, DType::F32, device)?)),
+            _ => Self::Full(StateTensor::new(Tensor::zeros(shape, DType::F32, device)?)),
         })
     }
 

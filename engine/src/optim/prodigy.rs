@@ -11,10 +11,10 @@
 use super::blockwise::{BLOCK, Map};
 use super::fused::{self, Mean, PIECE, take, unpacked};
 use super::inplace;
-use super::kept::Kept;
 use super::kernels::for_every_unit;
 use super::moment::Moment;
 use super::saved::{self, Saved};
+use super::state_tensor::StateTensor;
 use super::{Build, Grads, OptimError, Optimizer, Param, Precision, one_each};
 use aitk_common::job::optimizer::OptimizerName;
 use candle_core::{DType, Tensor};
@@ -97,9 +97,9 @@ struct State {
     exp_avg: Moment,
     exp_avg_sq: Moment,
     /// Running sum of gradients; flat, sliced.
-    s: Kept,
+    s: StateTensor,
     /// The weights before the first update; flat, sliced.
-    p0: Kept,
+    p0: StateTensor,
 }
 
 /// Every `slice`-th element of a tensor.
@@ -123,8 +123,8 @@ impl State {
         Ok(Self {
             exp_avg: Moment::zeros(param, settings.precision, Map::signed())?,
             exp_avg_sq: Moment::zeros(param, settings.precision, Map::unsigned())?,
-            s: Kept::new(p0.zeros_like()?),
-            p0: Kept::new(p0),
+            s: StateTensor::new(p0.zeros_like()?),
+            p0: StateTensor::new(p0),
         })
     }
 }

@@ -1,7 +1,7 @@
 //! Reading a saved state back: every tensor is looked at, and none may be left over.
 
 use super::OptimError;
-use super::kept::Kept;
+use super::state_tensor::StateTensor;
 use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
 
@@ -43,9 +43,11 @@ impl<'a> Saved<'a> {
         dtype: DType,
         shape: &[usize],
         device: &Device,
-    ) -> Result<Kept, OptimError> {
+    ) -> Result<StateTensor, OptimError> {
         // Whoever reads the saved state again finds it as it was.
-        Ok(Kept::borrowed(self.tensor(name, dtype, shape, device)?.contiguous()?))
+        Ok(StateTensor::borrowed(
+            self.tensor(name, dtype, shape, device)?.contiguous()?,
+        ))
     }
 
     /// A count, as [`count`] saved it.

@@ -1,6 +1,6 @@
 //! Classifier-free guidance: what the model predicts with and without the prompt, and how the two are joined.
 
-use super::{Picture, Pipeline};
+use super::{GenerateRequest, Pipeline};
 use crate::error::{EngineError, Result};
 use candle_core::{D, DType, Tensor};
 
@@ -14,8 +14,8 @@ pub(super) struct Guidance {
 }
 
 impl Guidance {
-    pub(super) fn new(pipeline: &Pipeline<'_>, picture: &Picture) -> Result<Self> {
-        let batch = picture.prompts.len();
+    pub(super) fn new(pipeline: &Pipeline<'_>, request: &GenerateRequest) -> Result<Self> {
+        let batch = request.prompts.len();
         if batch == 0 {
             return Err(EngineError::bad_input("there is no prompt"));
         }
@@ -23,11 +23,11 @@ impl Guidance {
             let ids = pipeline.model.tokenizer.encode(texts)?.to_device(&pipeline.device)?;
             pipeline.model.text_encoder.forward(&ids)
         };
-        let prompts: Vec<&str> = picture.prompts.iter().map(String::as_str).collect();
+        let prompts: Vec<&str> = request.prompts.iter().map(String::as_str).collect();
         let mut context = encode(&prompts)?;
-        let guided = picture.guidance_scale > 1.0;
+        let guided = request.guidance_scale > 1.0;
         if guided {
-            let mut negative: Vec<&str> = picture.negative.iter().map(String::as_str).collect();
+            let mut negative: Vec<&str> = request.negative.iter().map(String::as_str).collect();
             if negative.len() <= 1 {
                 negative = vec![negative.first().copied().unwrap_or(""); batch];
             }
@@ -42,8 +42,8 @@ impl Guidance {
         Ok(Self {
             context,
             guided,
-            scale: picture.guidance_scale,
-            rescale: picture.guidance_rescale,
+            scale: request.guidance_scale,
+            rescale: request.guidance_rescale,
         })
     }
 
@@ -58,7 +58,7 @@ impl Guidance {
         if !self.guided {
             return ask(&input, &self.context);
         }
-        let (without, with) = if pipeline.model.guidance_in_turn {
+        let (without, with) = if pipeline.model.sequential_cfg {
             let contexts = self.context.chunk(2, 0)?;
             (ask(&input, &contexts[0])?, ask(&input, &contexts[1])?)
         } else {

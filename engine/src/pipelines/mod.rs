@@ -1,18 +1,20 @@
-//! Pictures from prompts and from pictures: what diffusers 0.42.1 calls `StableDiffusionPipeline` and
-//! `StableDiffusionImg2ImgPipeline`. With a CPU generator of the same seed the pictures are the same.
+//! Images from prompts and from images: what diffusers 0.42.1 calls `StableDiffusionPipeline` and
+//! `StableDiffusionImg2ImgPipeline`. With a CPU generator of the same seed the images are the same.
 
 mod guidance;
 mod sample;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use sample::picture_of;
+pub(crate) use sample::generate_request;
 pub use sample::{SampleSettings, random_seed, sample_prompts};
 
 use crate::error::{EngineError, Result};
 use crate::image_io::{self, Filter};
 use crate::models::sd::SdModel;
-use crate::samplers::{self, NoiseSource, PredictionType, Sampler, SamplerError, SamplerOptions, SamplerParams, Visit};
+use crate::samplers::{
+    self, NoiseSource, PredictionType, Sampler, SamplerError, SamplerOptions, SamplerParams, SamplerStep,
+};
 use candle_core::{DType, Device, Tensor};
 use guidance::Guidance;
 use image::RgbImage;
@@ -26,14 +28,14 @@ impl From<SamplerError> for EngineError {
     }
 }
 
-/// What to draw: one picture per prompt, all in one batch.
+/// What to draw: one image per prompt, all in one batch.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Picture {
+pub struct GenerateRequest {
     /// Prompts. Longer ones than 77 tokens are cut.
     pub prompts: Vec<String>,
     /// What it should not look like: one for all, or one per prompt.
     pub negative: Vec<String>,
-    /// Width in pixels; a multiple of 8. Not used by image-to-image, whose pictures have their own sizes.
+    /// Width in pixels; a multiple of 8. Not used by image-to-image, whose images have their own sizes.
     pub width: usize,
     /// Height in pixels; a multiple of 8.
     pub height: usize,
@@ -49,7 +51,7 @@ pub struct Picture {
     pub eta: f64,
 }
 
-impl Default for Picture {
+impl Default for GenerateRequest {
     /// diffusers' own defaults, without a prompt.
     fn default() -> Self {
         Self {
@@ -96,39 +98,39 @@ impl<'a> Pipeline<'a> {
         })
     }
 
-    /// Pictures from prompts. `None` when `on_step` asked to stop.
+    /// Images from prompts. `None` when `on_step` asked to stop.
     ///
     /// # Errors
     /// A size that is no multiple of 8, an unknown sampler, an impossible number of steps, or failed arithmetic.
     pub fn text_to_image(
         &self,
-        picture: &Picture,
+        request: &GenerateRequest,
         noise: &mut NoiseSource,
         on_step: OnStep<'_>,
     ) -> Result<Option<Vec<RgbImage>>> {
-        check_size(picture.width, picture.height)?;
-        let guidance = Guidance::new(self, picture)?;
-        let sampler = self.sampler(picture)?;
+        check_size(request.width, request.height)?;
+        let guidance = Guidance::new(self, request)?;
+        let sampler = self.sampler(request)?;
         let scale = self.model.vae_scale_factor();
         let channels = self.model.vae.config().latent_channels;
         let shape = [
-            picture.prompts.len(),
+            request.prompts.len(),
             channels,
-            picture.height / scale,
-            picture.width / scale,
+            request.height / scale,
+            request.width / scale,
         ];
         let latents = (noise.randn(&shape, self.dtype, &self.device)? * sampler.init_noise_sigma())?;
         self.denoise(&guidance, sampler, 0, latents, noise, on_step)
     }
 
-    /// Pictures from pictures, redrawn by `strength` (0 to 1). One picture for all prompts, or one per prompt, all of
+    /// Images from images, redrawn by `strength` (0 to 1). One image for all prompts, or one per prompt, all of
     /// one size; a size that is no multiple of 8 is resized down to one. `None` when `on_step` asked to stop.
     ///
     /// # Errors
     /// As [`Pipeline::text_to_image`], or a strength that leaves no step to do.
     pub fn image_to_image(
         &self,
-        picture: &Picture,
+        request: &GenerateRequest,
         images: &[RgbImage],
         strength: f64,
         noise: &mut NoiseSource,
@@ -139,37 +141,37 @@ impl<'a> Pipeline<'a> {
                 "a strength of {strength}: it must be between 0 and 1"
             )));
         }
-        let guidance = Guidance::new(self, picture)?;
-        let sampler = self.sampler(picture)?;
-        let begin = picture.steps - ((picture.steps as f64 * strength) as usize).min(picture.steps);
+        let guidance = Guidance::new(self, request)?;
+        let sampler = self.sampler(request)?;
+        let begin = request.steps - ((request.steps as f64 * strength) as usize).min(request.steps);
         if begin >= sampler.timesteps().len() {
             return Err(EngineError::bad_input(format!(
                 "{} steps at strength {strength} leave no step to do: raise one of them",
-                picture.steps
+                request.steps
             )));
         }
-        let clean = self.encode(images, picture.prompts.len(), noise)?;
+        let clean = self.encode(images, request.prompts.len(), noise)?;
         let fresh = noise.randn(clean.dims(), self.dtype, &self.device)?;
         let latents = sampler.add_noise(&clean, &fresh, begin)?;
         self.denoise(&guidance, sampler, begin, latents, noise, on_step)
     }
 
-    fn sampler(&self, picture: &Picture) -> Result<Box<dyn Sampler>> {
+    fn sampler(&self, request: &GenerateRequest) -> Result<Box<dyn Sampler>> {
         let options = SamplerOptions {
-            steps: picture.steps,
-            eta: picture.eta,
+            steps: request.steps,
+            eta: request.eta,
         };
-        Ok(samplers::build(&picture.sampler, &self.params, options)?)
+        Ok(samplers::build(&request.sampler, &self.params, options)?)
     }
 
-    /// Scaled latents of pictures, sampled from the VAE's distribution.
+    /// Scaled latents of images, sampled from the VAE's distribution.
     fn encode(&self, images: &[RgbImage], batch: usize, noise: &mut NoiseSource) -> Result<Tensor> {
         let Some(first) = images.first() else {
-            return Err(EngineError::bad_input("image-to-image needs a picture"));
+            return Err(EngineError::bad_input("image-to-image needs an image"));
         };
         if images.len() != 1 && images.len() != batch {
             return Err(EngineError::bad_input(format!(
-                "{} pictures for {batch} prompts",
+                "{} images for {batch} prompts",
                 images.len()
             )));
         }
@@ -177,7 +179,7 @@ impl<'a> Pipeline<'a> {
         let (width, height) = (first.width() / scale * scale, first.height() / scale * scale);
         if width < 8 || height < 8 {
             return Err(EngineError::bad_input(format!(
-                "a picture of {} x {} pixels is too small to be redrawn",
+                "an image of {} x {} pixels is too small to be redrawn",
                 first.width(),
                 first.height()
             )));
@@ -187,7 +189,7 @@ impl<'a> Pipeline<'a> {
             let fitted = image_io::resize(image, width, height, Filter::Lanczos);
             tensors.push(image_io::to_tensor(&fitted, &self.device)?.to_dtype(self.dtype)?);
         }
-        // With one generator a lone picture is encoded once and then repeated; with one each, it is repeated first.
+        // With one generator a lone image is encoded once and then repeated; with one each, it is repeated first.
         let repeat_first = matches!(noise, NoiseSource::PerImage(generators) if generators.len() > 1);
         if repeat_first && tensors.len() == 1 {
             tensors = vec![tensors[0].clone(); batch];
@@ -222,7 +224,7 @@ impl<'a> Pipeline<'a> {
             }
             let input = sampler.scale_model_input(&latents, index)?;
             let output = guidance.predict(self, &input, sampler.timesteps()[index])?;
-            latents = sampler.step(Visit {
+            latents = sampler.step(SamplerStep {
                 index,
                 output: &output,
                 sample: &latents,
@@ -238,12 +240,12 @@ impl<'a> Pipeline<'a> {
 fn check_size(width: usize, height: usize) -> Result<()> {
     if width == 0 || height == 0 || !width.is_multiple_of(8) || !height.is_multiple_of(8) {
         return Err(EngineError::bad_input(format!(
-            "a picture of {width} x {height} pixels: both sides must be multiples of 8"
+            "an image of {width} x {height} pixels: both sides must be multiples of 8"
         )));
     }
     if (width as u64) * (height as u64) > image_io::MAX_PIXELS {
         return Err(EngineError::bad_input(format!(
-            "a picture of {width} x {height} pixels is too large"
+            "an image of {width} x {height} pixels is too large"
         )));
     }
     Ok(())

@@ -1,6 +1,6 @@
-//! Pictures one after another, each with its own settings: for `sample` while training and for `to_folder`.
+//! Images one after another, each with its own settings: for `sample` while training and for `to_folder`.
 
-use super::{OnStep, Picture, Pipeline};
+use super::{GenerateRequest, OnStep, Pipeline};
 use crate::adapters::Multiplier;
 use crate::error::Result;
 use crate::models::sd::SdModel;
@@ -10,7 +10,7 @@ use candle_core::{DType, Device};
 use image::RgbImage;
 use sha2::{Digest, Sha256};
 
-/// What all pictures of a run have in common.
+/// What all images of a run have in common.
 #[derive(Clone, Debug)]
 pub struct SampleSettings<'a> {
     /// Where the model lies.
@@ -27,33 +27,33 @@ pub struct SampleSettings<'a> {
     pub job_seed: u64,
 }
 
-/// The seed of picture `index` when its request leaves it open: 32 bits that depend on the job's seed and the index
-/// alone, so that a picture which is drawn again after a lost attempt is the same.
+/// The seed of image `index` when its request leaves it open: 32 bits that depend on the job's seed and the index
+/// alone, so that an image which is drawn again after a lost attempt is the same.
 #[must_use]
 pub fn random_seed(job_seed: u64, index: u64) -> u64 {
     let mut hash = Sha256::new();
-    hash.update(b"aitk picture seed");
+    hash.update(b"aitk image seed");
     hash.update(job_seed.to_le_bytes());
     hash.update(index.to_le_bytes());
     let digest = hash.finalize();
     u64::from(u32::from_le_bytes([digest[0], digest[1], digest[2], digest[3]]))
 }
 
-/// Draws the pictures of `requests` in order. `on_picture` gets the index, the request, the seed that was used, and the
-/// picture. `on_step` is asked before each step with the steps done and all steps over all pictures. Draws nothing from any
+/// Draws the images of `requests` in order. `on_image` gets the index, the request, the seed that was used, and the
+/// image. `on_step` is asked before each step with the steps done and all steps over all images. Draws nothing from any
 /// generator of the caller. Returns whether all were drawn (`false`: `on_step` asked to stop).
 ///
 /// # Errors
-/// The first error of a picture or of `on_picture`.
+/// The first error of an image or of `on_image`.
 pub fn sample_prompts(
     model: &SdModel,
     settings: &SampleSettings<'_>,
     requests: &[ImageRequest],
     on_step: OnStep<'_>,
-    on_picture: &mut dyn FnMut(usize, &ImageRequest, u64, RgbImage) -> Result<()>,
+    on_image: &mut dyn FnMut(usize, &ImageRequest, u64, RgbImage) -> Result<()>,
 ) -> Result<bool> {
     let before = settings.multiplier.map(Multiplier::get);
-    let outcome = draw_all(model, settings, requests, on_step, on_picture);
+    let outcome = draw_all(model, settings, requests, on_step, on_image);
     if let (Some(multiplier), Some(before)) = (settings.multiplier, before) {
         multiplier.set(before);
     }
@@ -65,7 +65,7 @@ fn draw_all(
     settings: &SampleSettings<'_>,
     requests: &[ImageRequest],
     on_step: OnStep<'_>,
-    on_picture: &mut dyn FnMut(usize, &ImageRequest, u64, RgbImage) -> Result<()>,
+    on_image: &mut dyn FnMut(usize, &ImageRequest, u64, RgbImage) -> Result<()>,
 ) -> Result<bool> {
     let pipeline = Pipeline::new(model, settings.device, settings.dtype, settings.v_prediction)?;
     let all: usize = requests.iter().map(|request| request.steps as usize).sum();
@@ -79,22 +79,22 @@ fn draw_all(
             .map_or_else(|| random_seed(settings.job_seed, index as u64), |seed| seed as u64);
         let steps = request.steps as usize;
         let drawn = pipeline.text_to_image(
-            &picture_of(request, settings.sampler),
+            &generate_request(request, settings.sampler),
             &mut NoiseSource::seeds(&[seed]),
             &mut |step, of| on_step(done + step * steps / of.max(1), all),
         )?;
-        let Some(picture) = drawn.and_then(|pictures| pictures.into_iter().next()) else {
+        let Some(image) = drawn.and_then(|images| images.into_iter().next()) else {
             return Ok(false);
         };
         done += steps;
-        on_picture(index, request, seed, picture)?;
+        on_image(index, request, seed, image)?;
     }
     Ok(true)
 }
 
 /// A request as the pipeline takes it.
-pub(crate) fn picture_of(request: &ImageRequest, sampler: &str) -> Picture {
-    Picture {
+pub(crate) fn generate_request(request: &ImageRequest, sampler: &str) -> GenerateRequest {
+    GenerateRequest {
         prompts: vec![request.prompt.clone()],
         negative: vec![request.negative_prompt.clone()],
         width: request.width as usize,

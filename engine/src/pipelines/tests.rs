@@ -1,4 +1,4 @@
-//! Same seed, same picture: against what diffusers draws with the tiny model (`tests/reference/make_pipelines.py`).
+//! Same seed, same image: against what diffusers draws with the tiny model (`tests/reference/make_pipelines.py`).
 
 use super::*;
 use crate::adapters::{Component, LoadedLora, load_lora};
@@ -22,9 +22,9 @@ fn strings(value: &Value) -> Vec<String> {
         .collect()
 }
 
-fn picture(case: &Value) -> Picture {
+fn request(case: &Value) -> GenerateRequest {
     let number = |key: &str, default: f64| case.get(key).and_then(Value::as_f64).unwrap_or(default);
-    Picture {
+    GenerateRequest {
         prompts: strings(&case["prompts"]),
         negative: vec![case["negative"].as_str().unwrap().to_owned()],
         width: number("width", 0.0) as usize,
@@ -54,14 +54,14 @@ fn draw(case: &Value, model: &SdModel, tensors: &HashMap<String, Tensor>) -> Res
     let pipeline = Pipeline::new(model, &Device::Cpu, DType::F32, v_prediction)?;
     let on_step = &mut |_, _| true;
     let drawn = match case.get("image") {
-        None => pipeline.text_to_image(&picture(case), &mut noise, on_step)?,
+        None => pipeline.text_to_image(&request(case), &mut noise, on_step)?,
         Some(size) => {
             let tensor = &tensors[&format!("input_{}x{}", size[0], size[1])];
             let (height, width, _) = tensor.dims3()?;
             let bytes = tensor.flatten_all()?.to_vec1::<u8>()?;
             let image = RgbImage::from_raw(width as u32, height as u32, bytes).unwrap();
             let strength = case["strength"].as_f64().unwrap();
-            pipeline.image_to_image(&picture(case), &[image], strength, &mut noise, on_step)?
+            pipeline.image_to_image(&request(case), &[image], strength, &mut noise, on_step)?
         }
     };
     Ok(drawn.unwrap())
@@ -72,7 +72,7 @@ fn compare(ours: &[RgbImage], theirs: &Tensor) -> Result<(u8, usize), String> {
     let (batch, height, width, _) = theirs.dims4().unwrap();
     if ours.len() != batch || ours.iter().any(|p| p.dimensions() != (width as u32, height as u32)) {
         return Err(format!(
-            "{} pictures of {:?}, expected {:?}",
+            "{} images of {:?}, expected {:?}",
             ours.len(),
             ours[0].dimensions(),
             theirs.dims()
@@ -88,11 +88,11 @@ fn compare(ours: &[RgbImage], theirs: &Tensor) -> Result<(u8, usize), String> {
     Ok((differences.iter().copied().max().unwrap_or(0), differences.len()))
 }
 
-/// Draws a case and compares it with diffusers' picture: the largest difference and how many values differ.
+/// Draws a case and compares it with diffusers' image: the largest difference and how many values differ.
 fn judge(case: &Value, model: &SdModel, tensors: &HashMap<String, Tensor>) -> Result<(u8, usize), String> {
     let name = case["case"].as_str().unwrap();
     let drawn = draw(case, model, tensors).map_err(|e| e.to_string());
-    match drawn.and_then(|pictures| compare(&pictures, &tensors[name])) {
+    match drawn.and_then(|images| compare(&images, &tensors[name])) {
         Ok((difference, count)) if difference > ALLOWED => {
             Err(format!("{name}: differs by up to {difference}, {count} values"))
         }
@@ -114,10 +114,10 @@ fn adapted(lora: &Path) -> (SdModel, LoadedLora) {
 /// LoRAs that our trainer made (`processes::train::our_lora`), drawn with by diffusers
 /// (`tests/reference/make_our_lora.py`, which also checks that diffusers takes every tensor).
 #[test]
-fn our_loras_give_the_same_pictures_in_diffusers() {
+fn our_loras_give_the_same_images_in_diffusers() {
     let folder = fixtures().join("our_lora");
     let cases: Vec<Value> = serde_json::from_slice(&std::fs::read(folder.join("cases.json")).unwrap()).unwrap();
-    let tensors = safetensors::load(folder.join("pictures.safetensors"), &Device::Cpu).unwrap();
+    let tensors = safetensors::load(folder.join("images.safetensors"), &Device::Cpu).unwrap();
     let mut files: Vec<&str> = cases.iter().map(|case| case["file"].as_str().unwrap()).collect();
     files.dedup();
     let mut worst = 0;
@@ -129,12 +129,12 @@ fn our_loras_give_the_same_pictures_in_diffusers() {
             worst = worst.max(judge(case, &model, &tensors).unwrap().0);
         }
     }
-    eprintln!("{} pictures with {files:?}: largest difference {worst}", cases.len());
+    eprintln!("{} images with {files:?}: largest difference {worst}", cases.len());
     assert!(files.len() >= 3 && cases.iter().any(|case| case["lora"] == 0.7));
 }
 
 /// alpha / rank = 16 (`tests/reference/make_strong_lora.py`): a wrong scale would show here more than anywhere. One pass at
-/// full strength agrees, and so do pictures, wherever diffusers in float32 agrees with itself in float64.
+/// full strength agrees, and so do images, wherever diffusers in float32 agrees with itself in float64.
 #[test]
 fn a_strong_lora_has_its_strength() {
     let folder = fixtures().join("strong_lora");
@@ -170,10 +170,10 @@ fn a_strong_lora_has_its_strength() {
 }
 
 #[test]
-fn every_picture_is_that_of_diffusers() {
+fn every_image_is_that_of_diffusers() {
     let folder = fixtures().join("pipelines");
     let cases: Vec<Value> = serde_json::from_slice(&std::fs::read(folder.join("cases.json")).unwrap()).unwrap();
-    let tensors = safetensors::load(folder.join("pictures.safetensors"), &Device::Cpu).unwrap();
+    let tensors = safetensors::load(folder.join("images.safetensors"), &Device::Cpu).unwrap();
     let plain = tiny_sd();
     let (with_lora, lora) = adapted(&folder.join("lora.safetensors"));
     let judge = |case: &Value, model: &SdModel| judge(case, model, &tensors);
@@ -197,7 +197,7 @@ fn every_picture_is_that_of_diffusers() {
     let shown = wrong.iter().map(|line| line.as_str()).collect::<Vec<_>>().join("\n");
     assert!(
         wrong.is_empty(),
-        "{} of {} pictures differ:\n{shown}",
+        "{} of {} images differ:\n{shown}",
         wrong.len(),
         cases.len()
     );
@@ -205,17 +205,17 @@ fn every_picture_is_that_of_diffusers() {
     let worst = results.iter().flatten().map(|found| found.0).max().unwrap();
     let differing: usize = results.iter().flatten().map(|found| found.1).sum();
     eprintln!(
-        "{} pictures: largest difference {worst}, {differing} values differ at all",
+        "{} images: largest difference {worst}, {differing} values differ at all",
         cases.len()
     );
 }
 
 /// Models of other shapes and in other files than the tiny one (`tests/reference/make_odd_models.py`).
 #[test]
-fn models_of_other_shapes_draw_the_pictures_of_diffusers() {
+fn models_of_other_shapes_draw_the_images_of_diffusers() {
     let folder = fixtures().join("odd_models");
     let cases: Vec<Value> = serde_json::from_slice(&std::fs::read(folder.join("cases.json")).unwrap()).unwrap();
-    let tensors = safetensors::load(folder.join("pictures.safetensors"), &Device::Cpu).unwrap();
+    let tensors = safetensors::load(folder.join("images.safetensors"), &Device::Cpu).unwrap();
     let mut wrong = Vec::new();
     for name in ["sharded", "distilled", "old"] {
         let model = SdModel::load(folder.join(name), &LoadOptions::cpu()).unwrap();
@@ -233,36 +233,36 @@ fn models_of_other_shapes_draw_the_pictures_of_diffusers() {
 }
 
 #[test]
-fn impossible_pictures_are_errors() {
+fn impossible_images_are_errors() {
     let model = tiny_sd();
     let pipeline = Pipeline::new(&model, &Device::Cpu, DType::F32, false).unwrap();
-    let good = Picture {
+    let good = GenerateRequest {
         width: 32,
         height: 32,
         steps: 2,
         sampler: "ddim".into(),
-        ..Picture::default()
+        ..GenerateRequest::default()
     };
-    let complaint = |picture: Picture| {
-        let drawn = pipeline.text_to_image(&picture, &mut NoiseSource::seeds(&[1]), &mut |_, _| true);
+    let complaint = |request: GenerateRequest| {
+        let drawn = pipeline.text_to_image(&request, &mut NoiseSource::seeds(&[1]), &mut |_, _| true);
         drawn.unwrap_err().to_string()
     };
     assert!(
-        complaint(Picture {
+        complaint(GenerateRequest {
             width: 33,
             ..good.clone()
         })
         .contains("33 x 32")
     );
     assert!(
-        complaint(Picture {
+        complaint(GenerateRequest {
             height: 0,
             ..good.clone()
         })
         .contains("multiples of 8")
     );
     assert!(
-        complaint(Picture {
+        complaint(GenerateRequest {
             width: 1 << 20,
             height: 1 << 20,
             ..good.clone()
@@ -270,21 +270,21 @@ fn impossible_pictures_are_errors() {
         .contains("too large")
     );
     assert!(
-        complaint(Picture {
+        complaint(GenerateRequest {
             steps: 0,
             ..good.clone()
         })
         .contains("between 1 and 1000")
     );
     assert!(
-        complaint(Picture {
+        complaint(GenerateRequest {
             sampler: "magic".into(),
             ..good.clone()
         })
         .contains("unknown sampler `magic`")
     );
     assert!(
-        complaint(Picture {
+        complaint(GenerateRequest {
             prompts: vec![],
             ..good.clone()
         })
@@ -292,7 +292,7 @@ fn impossible_pictures_are_errors() {
     );
     let two = vec!["a".to_owned(), "b".to_owned()];
     assert!(
-        complaint(Picture {
+        complaint(GenerateRequest {
             prompts: two.clone(),
             negative: vec![String::new(); 3],
             ..good.clone()
@@ -306,7 +306,7 @@ fn impossible_pictures_are_errors() {
     };
     assert!(redraw(std::slice::from_ref(&source), 1.5).contains("between 0 and 1"));
     assert!(redraw(std::slice::from_ref(&source), 0.1).contains("no step"));
-    assert!(redraw(&[], 0.5).contains("needs a picture"));
+    assert!(redraw(&[], 0.5).contains("needs an image"));
     assert!(redraw(&[RgbImage::new(3, 3)], 0.5).contains("too small"));
 }
 
@@ -314,15 +314,15 @@ fn impossible_pictures_are_errors() {
 fn stopping_ends_between_steps() {
     let model = tiny_sd();
     let pipeline = Pipeline::new(&model, &Device::Cpu, DType::F32, false).unwrap();
-    let picture = Picture {
+    let image = GenerateRequest {
         width: 32,
         height: 32,
         steps: 5,
         sampler: "ddim".into(),
-        ..Picture::default()
+        ..GenerateRequest::default()
     };
     let mut asked = Vec::new();
-    let drawn = pipeline.text_to_image(&picture, &mut NoiseSource::seeds(&[1]), &mut |done, all| {
+    let drawn = pipeline.text_to_image(&image, &mut NoiseSource::seeds(&[1]), &mut |done, all| {
         asked.push((done, all));
         done < 2
     });

@@ -1,10 +1,10 @@
-//! `to_folder` (section 3.5 of the config reference): pictures from prompts.
+//! `to_folder` (section 3.5 of the config reference): images from prompts.
 //!
 //! Unlike in ai-toolkit (its quirk 13) the flags of a prompt are honoured, and Stable Diffusion 1.x works.
 //! What the config leaves to chance (seeds, sizes of `size_list`, random prompts, the shuffled order) is decided by the
-//! job's seed, so that an attempt which goes on after a lost one draws the same pictures.
+//! job's seed, so that an attempt which goes on after a lost one draws the same images.
 
-use super::drawing::{Drawing, Finished, as_prompt, first_index, parameters, picture_name};
+use super::image_generator::{Finished, ImageGenerator, as_prompt, first_index, image_name, parameters};
 use super::rate::Progress;
 use super::{Context, artifact_name};
 use crate::error::{EngineError, Result};
@@ -24,10 +24,10 @@ use aitk_common::job::values::TextSource;
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-/// Most pictures of one process.
-const MOST_PICTURES: usize = 1_000_000;
+/// Most images of one process.
+const MOST_IMAGES: usize = 1_000_000;
 
-/// Draws every picture of the process.
+/// Draws every image of the process.
 ///
 /// # Errors
 /// When the model, the prompts or the folder cannot be used.
@@ -38,7 +38,7 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
     let requests = requests(config, cx)?;
     let range = part(cx.job, requests.len())?;
     let first = range.start as u64;
-    // Each picture keeps the number and the seed that it has in the whole job.
+    // Each image keeps the number and the seed that it has in the whole job.
     let requests = requests.get(range).unwrap_or_default();
     let folder = cx.output_root(Some(&process.output_folder));
     fsutil::create_dir_all(&folder).map_err(image_io::file_error)?;
@@ -64,7 +64,7 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
     if left.len() < requests.len() {
         cx.log(
             "info",
-            format!("{} of {total} pictures are finished already", total - left.len() as u64),
+            format!("{} of {total} images are finished already", total - left.len() as u64),
         );
     }
     if left.is_empty() {
@@ -72,7 +72,7 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
         return Ok(Outcome::Completed);
     }
 
-    let drawing = Drawing::load(&process.model, cx)?;
+    let generator = ImageGenerator::load(&process.model, cx)?;
     if config.compile && !process.model.compile && !process.model.block_compile {
         cx.log("info", super::COMPILE);
     }
@@ -84,23 +84,23 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
         seconds_per_step: None,
     });
     let settings = SampleSettings {
-        device: &drawing.device,
-        dtype: drawing.dtype,
+        device: &generator.device,
+        dtype: generator.dtype,
         sampler,
-        v_prediction: drawing.v_prediction,
-        multiplier: drawing.lora.as_ref().map(|lora| &lora.multiplier),
+        v_prediction: generator.v_prediction,
+        multiplier: generator.lora.as_ref().map(|lora| &lora.multiplier),
         job_seed: cx.spec.seed,
     };
     let stop = cx.stop.clone();
     let mut clock = Progress::new();
     let complete = sample_prompts(
-        &drawing.model,
+        &generator.model,
         &settings,
         &left,
         &mut |_, _| !stop.is_set(),
-        &mut |i, request, seed, picture| {
+        &mut |i, request, seed, image| {
             let index = open[i];
-            let name = picture_name(&folder, index, &config.ext);
+            let name = image_name(&folder, index, &config.ext);
             let path = folder.join(&name);
             finished.add(index, name)?;
             if config.prompt_file {
@@ -108,7 +108,7 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
                 image_io::write(&note, as_prompt(request, seed).as_bytes())?;
                 cx.artifact("prompt", &folder, &note, None, Some(base + index));
             }
-            image_io::save(&picture, &path, &[("parameters", &parameters(request, sampler, seed))])?;
+            image_io::save(&image, &path, &[("parameters", &parameters(request, sampler, seed))])?;
             cx.log(
                 "info",
                 format!("{}: {}", artifact_name(&folder, &path), as_prompt(request, seed)),
@@ -126,26 +126,26 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
     Ok(Outcome::Completed)
 }
 
-/// Which of the pictures this job is to draw.
-fn part(job: &JobSpec, pictures: usize) -> Result<Range<usize>> {
-    let Some(part) = job.part else { return Ok(0..pictures) };
-    let bound = |number: u64| usize::try_from(number).ok().filter(|number| *number <= pictures);
+/// Which of the images this job is to draw.
+fn part(job: &JobSpec, images: usize) -> Result<Range<usize>> {
+    let Some(part) = job.part else { return Ok(0..images) };
+    let bound = |number: u64| usize::try_from(number).ok().filter(|number| *number <= images);
     match (bound(part.from), bound(part.to)) {
         (Some(from), Some(to)) if from < to && job.process.len() == 1 => Ok(from..to),
         _ => Err(EngineError::bad_input(format!(
-            "this part of the job has pictures {} to {}, but the job draws {pictures}; were its prompts changed? Submit it again",
+            "this part of the job has images {} to {}, but the job draws {images}; were its prompts changed? Submit it again",
             part.from, part.to
         ))),
     }
 }
 
-/// Every picture to draw, in order, each with its seed.
+/// Every image to draw, in order, each with its seed.
 fn requests(config: &GenerateConfig, cx: &mut Context<'_>) -> Result<Vec<ImageRequest>> {
     let lines = prompts(&config.prompts, cx)?;
     let seed = cx.spec.seed;
-    if config.random_prompts && config.max_images as usize > MOST_PICTURES {
+    if config.random_prompts && config.max_images as usize > MOST_IMAGES {
         return Err(EngineError::bad_input(format!(
-            "`generate.max_images`: at most {MOST_PICTURES}"
+            "`generate.max_images`: at most {MOST_IMAGES}"
         )));
     }
     let mut list = if config.random_prompts {
@@ -154,9 +154,9 @@ fn requests(config: &GenerateConfig, cx: &mut Context<'_>) -> Result<Vec<ImageRe
         lines
     };
     let repeats = config.num_repeats.max(1) as usize;
-    if list.len().saturating_mul(repeats) > MOST_PICTURES {
+    if list.len().saturating_mul(repeats) > MOST_IMAGES {
         return Err(EngineError::bad_input(format!(
-            "generate: {} prompts times {repeats} are more than {MOST_PICTURES} pictures: use several jobs",
+            "generate: {} prompts times {repeats} are more than {MOST_IMAGES} images: use several jobs",
             list.len()
         )));
     }

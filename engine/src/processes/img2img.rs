@@ -1,12 +1,12 @@
-//! `batch_img2img` (section 3.3 of the config reference): the pictures of data sets, redrawn, with captions as prompts.
+//! `batch_img2img` (section 3.3 of the config reference): the images of data sets, redrawn, with captions as prompts.
 
-use super::drawing::{Drawing, Finished, first_index, parameters, picture_name};
+use super::image_generator::{Finished, ImageGenerator, first_index, image_name, parameters};
 use super::rate::Progress;
 use super::{Context, artifact_name};
 use crate::data::{CaptionRules, Dataset, DatasetOptions, build_caption};
 use crate::error::{EngineError, Result};
 use crate::image_io::{self, Filter};
-use crate::pipelines::{Pipeline, picture_of, random_seed};
+use crate::pipelines::{Pipeline, generate_request, random_seed};
 use crate::rng::generator_for;
 use crate::samplers::{self, NoiseSource};
 use aitk_common::attempt::Outcome;
@@ -19,16 +19,16 @@ use image::RgbImage;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
-/// One picture to redraw.
+/// One image to redraw.
 struct Task {
     /// Where it lies.
     path: PathBuf,
-    /// The picture, upright, scaled and cut as training would see it.
+    /// The image, upright, scaled and cut as training would see it.
     source: Source,
     prompt: String,
 }
 
-/// How the picture of a file is made.
+/// How the image of a file is made.
 struct Source {
     scale_to: (u32, u32),
     bucket: (u32, u32),
@@ -38,21 +38,21 @@ struct Source {
 
 impl Task {
     fn open(&self) -> Result<RgbImage> {
-        let mut picture = image_io::open_rgb(&self.path)?;
+        let mut image = image_io::open_rgb(&self.path)?;
         if self.source.flip.0 {
-            image::imageops::flip_horizontal_in_place(&mut picture);
+            image::imageops::flip_horizontal_in_place(&mut image);
         }
         if self.source.flip.1 {
-            image::imageops::flip_vertical_in_place(&mut picture);
+            image::imageops::flip_vertical_in_place(&mut image);
         }
         let (width, height) = self.source.scale_to;
-        let scaled = image_io::resize(&picture, width, height, Filter::Bicubic);
+        let scaled = image_io::resize(&image, width, height, Filter::Bicubic);
         let ((x, y), (width, height)) = (self.source.crop, self.source.bucket);
         Ok(image::imageops::crop_imm(&scaled, x, y, width, height).to_image())
     }
 }
 
-/// Redraws every picture of the process.
+/// Redraws every image of the process.
 ///
 /// # Errors
 /// When the model, a data set or the folder cannot be used.
@@ -75,8 +75,13 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
         cx.job,
         |kind| matches!(kind, ProcessKind::Img2Img(own) if std::ptr::eq(&raw const **own, process)),
     );
-    let drawing = Drawing::load(&process.model, cx)?;
-    let pipeline = Pipeline::new(&drawing.model, &drawing.device, drawing.dtype, drawing.v_prediction)?;
+    let generator = ImageGenerator::load(&process.model, cx)?;
+    let pipeline = Pipeline::new(
+        &generator.model,
+        &generator.device,
+        generator.dtype,
+        generator.v_prediction,
+    )?;
 
     cx.phase("generating");
     let total = tasks.len() as u64;
@@ -98,22 +103,22 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
         let source = task.open()?;
         let request = request(process, &task.prompt, index, &source, cx.spec.seed);
         let seed = request.seed.unwrap_or_default() as u64;
-        if let Some(lora) = &drawing.lora {
+        if let Some(lora) = &generator.lora {
             lora.multiplier.set(request.network_multiplier);
         }
-        let picture = picture_of(&request, sampler);
+        let image = generate_request(&request, sampler);
         let stop = cx.stop.clone();
         let drawn = pipeline.image_to_image(
-            &picture,
+            &image,
             std::slice::from_ref(&source),
             config.denoise_strength,
             &mut NoiseSource::seeds(&[seed]),
             &mut |_, _| !stop.is_set(),
         )?;
-        let Some(result) = drawn.and_then(|pictures| pictures.into_iter().next()) else {
+        let Some(result) = drawn.and_then(|images| images.into_iter().next()) else {
             return Ok(Outcome::stopped());
         };
-        let name = picture_name(&folder, index, &config.ext);
+        let name = image_name(&folder, index, &config.ext);
         let path = folder.join(&name);
         finished.add(index, name.clone())?;
         if let Some(copies) = &copies {
@@ -136,7 +141,7 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
     Ok(Outcome::Completed)
 }
 
-/// The settings of one picture: the section's, then the flags of its caption.
+/// The settings of one image: the section's, then the flags of its caption.
 fn request(process: &Img2ImgProcess, prompt: &str, index: u64, source: &RgbImage, job_seed: u64) -> ImageRequest {
     let config = &process.generate;
     let flags = PromptFlags::parse(prompt);
@@ -198,7 +203,7 @@ fn tasks(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Vec<Task>> {
         }
     }
     if out.is_empty() {
-        return Err(EngineError::bad_input("`datasets`: there is no picture to redraw"));
+        return Err(EngineError::bad_input("`datasets`: there is no image to redraw"));
     }
     Ok(out)
 }

@@ -1,12 +1,12 @@
-//! However a model is laid out in memory, it draws the same pictures.
+//! However a model is laid out in memory, it draws the same images.
 
-use super::tests::{generate_job, go, pictures, spec};
+use super::tests::{generate_job, go, images, spec};
 use crate::image_io;
 use crate::testing::{fixtures, quantised_folder};
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::plan::profile::MemoryProfile;
 
-/// The colours of one picture, drawn with these keys in the `model` section.
+/// The colours of one image, drawn with these keys in the `model` section.
 fn drawn(model: &str, profile: MemoryProfile) -> Vec<u8> {
     let dir = tempfile::tempdir().unwrap();
     let lora = fixtures().join("pipelines/lora.safetensors");
@@ -19,8 +19,8 @@ fn drawn(model: &str, profile: MemoryProfile) -> Vec<u8> {
     spec.profile = profile;
     let (outcome, events) = go(&spec);
     assert_eq!(outcome, Outcome::Completed);
-    let picture = image_io::open_rgb(&pictures(&events)[0].1).unwrap();
-    picture.into_raw()
+    let image = image_io::open_rgb(&images(&events)[0].1).unwrap();
+    image.into_raw()
 }
 
 #[test]
@@ -93,9 +93,9 @@ fn a_model_that_is_quantised_in_its_files_is_laid_out_as_well() {
                 said("U-Net", kinds) && said("text encoder", "fp4, int8, nf4"),
                 "{lines:?}"
             );
-            let picture = image_io::open_rgb(&pictures(&events)[0].1).unwrap().into_raw();
-            let expected = expected.get_or_insert_with(|| picture.clone());
-            let worst = picture.iter().zip(expected.iter()).map(|(a, b)| a.abs_diff(*b)).max();
+            let image = image_io::open_rgb(&images(&events)[0].1).unwrap().into_raw();
+            let expected = expected.get_or_insert_with(|| image.clone());
+            let worst = image.iter().zip(expected.iter()).map(|(a, b)| a.abs_diff(*b)).max();
             assert!(worst <= Some(1), "{file} {profile:?}: {worst:?}");
         }
     }

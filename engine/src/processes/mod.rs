@@ -3,8 +3,8 @@
 //! [`run`] is the main function of an attempt: it takes the processes of the job in order. A new process type is one
 //! file here and one line in [`run_one`].
 
-mod drawing;
 mod generate;
+mod image_generator;
 mod img2img;
 mod log_file;
 #[cfg(test)]

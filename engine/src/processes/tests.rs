@@ -15,7 +15,7 @@ pub(super) fn spec(yaml: &str) -> AttemptSpec {
 
 pub(super) fn generate_job(folder: &Path, model: &str, generate: &str) -> String {
     format!(
-        "job: generate\nconfig:\n  name: pictures\n  process:\n  - type: to_folder\n    output_folder: {}\n    \
+        "job: generate\nconfig:\n  name: images\n  process:\n  - type: to_folder\n    output_folder: {}\n    \
          model: {{name_or_path: {}, dtype: float32{model}}}\n    generate: {{{generate}}}\n",
         folder.display(),
         fixtures().join("tiny_sd").display()
@@ -28,9 +28,9 @@ pub(super) fn go(spec: &AttemptSpec) -> (Outcome, Vec<ChildEvent>) {
     (outcome, events)
 }
 
-/// Index and path of the pictures that were announced.
-pub(super) fn pictures(events: &[ChildEvent]) -> Vec<(u64, PathBuf)> {
-    let picture = |event: &ChildEvent| match event {
+/// Index and path of the images that were announced.
+pub(super) fn images(events: &[ChildEvent]) -> Vec<(u64, PathBuf)> {
+    let image = |event: &ChildEvent| match event {
         ChildEvent::Artifact {
             kind,
             path,
@@ -39,11 +39,11 @@ pub(super) fn pictures(events: &[ChildEvent]) -> Vec<(u64, PathBuf)> {
         } if kind == "image" => Some((*index, path.clone())),
         _ => None,
     };
-    events.iter().filter_map(picture).collect()
+    events.iter().filter_map(image).collect()
 }
 
 fn assert_like_diffusers(path: &Path, case: &str) {
-    let tensors = safetensors::load(fixtures().join("pipelines/pictures.safetensors"), &Device::Cpu).unwrap();
+    let tensors = safetensors::load(fixtures().join("pipelines/images.safetensors"), &Device::Cpu).unwrap();
     let theirs = tensors[case].flatten_all().unwrap().to_vec1::<u8>().unwrap();
     let ours = image_io::open_rgb(path).unwrap();
     assert_eq!(ours.as_raw().len(), theirs.len(), "{case}");
@@ -66,7 +66,7 @@ fn a_job_draws_what_diffusers_draws_and_honours_every_flag() {
     );
     let (outcome, events) = go(&spec(&plain));
     assert_eq!(outcome, Outcome::Completed);
-    let drawn = pictures(&events);
+    let drawn = images(&events);
     assert_eq!(drawn.len(), 1);
     assert_like_diffusers(&drawn[0].1, "size_64x64");
 
@@ -80,7 +80,7 @@ fn a_job_draws_what_diffusers_draws_and_honours_every_flag() {
     );
     let (outcome, events) = go(&spec(&with_lora));
     assert_eq!(outcome, Outcome::Completed);
-    let drawn = pictures(&events);
+    let drawn = images(&events);
     assert_eq!(drawn.len(), 2);
     assert_like_diffusers(&drawn[1].1, "job_lora");
     let said = |event: &&ChildEvent| matches!(event, ChildEvent::Log { message, .. } if message.contains("`compile`"));
@@ -104,12 +104,12 @@ fn a_job_draws_what_diffusers_draws_and_honours_every_flag() {
         .unwrap()
         .map(|e| e.unwrap().file_name())
         .collect();
-    assert_eq!(left.len(), 5, "three pictures and two notes, nothing else: {left:?}");
+    assert_eq!(left.len(), 5, "three images and two notes, nothing else: {left:?}");
 }
 
-/// Stops once this many pictures were announced.
+/// Stops once this many images were announced.
 struct StopAfter {
-    pictures: usize,
+    images: usize,
     signal: StopSignal,
     events: Vec<ChildEvent>,
 }
@@ -117,7 +117,7 @@ struct StopAfter {
 impl EventSink for StopAfter {
     fn emit(&mut self, event: ChildEvent) {
         self.events.push(event);
-        if pictures(&self.events).len() >= self.pictures {
+        if images(&self.events).len() >= self.images {
             self.signal.stop();
         }
     }
@@ -137,42 +137,42 @@ fn an_attempt_goes_on_where_the_last_one_was_lost_with_the_same_seeds() {
     let whole = spec(&job("whole"));
     let (outcome, events) = go(&whole);
     assert_eq!(outcome, Outcome::Completed);
-    let expected = pictures(&events);
+    let expected = images(&events);
     assert_eq!(expected.iter().map(|(i, _)| *i).collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5]);
 
     let broken = spec(&job("broken"));
     let signal = StopSignal::new();
     let mut sink = StopAfter {
-        pictures: 2,
+        images: 2,
         signal: signal.clone(),
         events: Vec::new(),
     };
     assert_eq!(run(&broken, &mut sink, &signal), Outcome::stopped());
-    let first = pictures(&sink.events);
+    let first = images(&sink.events);
     assert_eq!(first.len(), 2);
     let (outcome, events) = go(&broken);
     assert_eq!(outcome, Outcome::Completed);
-    let second = pictures(&events);
+    let second = images(&events);
     assert_eq!(
         second[..2],
         first[..],
-        "finished pictures are announced again, not drawn again"
+        "finished images are announced again, not drawn again"
     );
     for ((index, ours), (_, theirs)) in second.iter().zip(&expected) {
         assert_eq!(
             std::fs::read(ours).unwrap(),
             std::fs::read(theirs).unwrap(),
-            "picture {index}"
+            "image {index}"
         );
     }
     // The same job id once more, now that it was complete: everything is drawn anew.
     let (_, events) = go(&broken);
-    assert_ne!(pictures(&events)[0].1, first[0].1);
+    assert_ne!(images(&events)[0].1, first[0].1);
     assert_eq!(std::fs::read_dir(dir.path().join("broken")).unwrap().count(), 12);
 }
 
 #[test]
-fn parts_of_a_job_draw_the_pictures_of_the_whole_one() {
+fn parts_of_a_job_draw_the_images_of_the_whole_one() {
     let dir = tempfile::tempdir().unwrap();
     let job = |folder: &str| {
         let generate = "sampler: ddim, sample_steps: 1, prompts: [a cat, a dog --seed 3, zorb], num_repeats: 2, shuffle: true, \
@@ -181,7 +181,7 @@ fn parts_of_a_job_draw_the_pictures_of_the_whole_one() {
     };
     let (outcome, events) = go(&job("whole"));
     assert_eq!(outcome, Outcome::Completed);
-    let expected = pictures(&events);
+    let expected = images(&events);
     assert_eq!(expected.len(), 6);
     let part = |from: u64, to: u64, drawn: Vec<u64>| {
         let mut spec = job(&format!("part{from}"));
@@ -189,18 +189,18 @@ fn parts_of_a_job_draw_the_pictures_of_the_whole_one() {
         spec.drawn = drawn;
         go(&spec)
     };
-    // The second part is one that an earlier attempt began: picture 3 is not drawn again.
+    // The second part is one that an earlier attempt began: image 3 is not drawn again.
     for (from, to, drawn, left) in [(0, 2, vec![], vec![0, 1]), (2, 6, vec![3], vec![2, 4, 5])] {
         let (outcome, events) = part(from, to, drawn);
         assert_eq!(outcome, Outcome::Completed);
-        let ours = pictures(&events);
+        let ours = images(&events);
         assert_eq!(ours.iter().map(|(index, _)| *index).collect::<Vec<_>>(), left);
         for (index, path) in &ours {
             let whole = &expected[*index as usize].1;
             assert_eq!(
                 std::fs::read(path).unwrap(),
                 std::fs::read(whole).unwrap(),
-                "picture {index}"
+                "image {index}"
             );
             let count = |path: &Path| path.to_str().unwrap().rsplit_once('_').unwrap().1.to_owned();
             assert_eq!(count(path), count(whole));
@@ -235,7 +235,7 @@ fn prompts_come_from_a_file_and_at_random() {
     let attempt = in_own_folder(attempt, &dir.path().join("root"));
     let (outcome, events) = go(&attempt);
     assert_eq!(outcome, Outcome::Completed);
-    let drawn = pictures(&events);
+    let drawn = images(&events);
     assert_eq!(drawn.len(), 4);
     for (_, path) in &drawn {
         assert!(path.starts_with(dir.path().join("root")));
@@ -261,8 +261,8 @@ fn data_sets_are_redrawn_with_their_captions() {
     let data = dir.path().join("data");
     std::fs::create_dir_all(&data).unwrap();
     for (i, (width, height)) in [(64, 64), (96, 48), (70, 66)].into_iter().enumerate() {
-        let picture = image::RgbImage::from_fn(width, height, |x, y| image::Rgb([(x * 3) as u8, (y * 4) as u8, 99]));
-        image_io::save(&picture, &data.join(format!("p{i}.png")), &[]).unwrap();
+        let image = image::RgbImage::from_fn(width, height, |x, y| image::Rgb([(x * 3) as u8, (y * 4) as u8, 99]));
+        image_io::save(&image, &data.join(format!("p{i}.png")), &[]).unwrap();
         std::fs::write(data.join(format!("p{i}.txt")), "a [trigger] circle").unwrap();
     }
     let job = |strength: f64| {
@@ -278,7 +278,7 @@ fn data_sets_are_redrawn_with_their_captions() {
     };
     let (outcome, events) = go(&spec(&job(0.5)));
     assert_eq!(outcome, Outcome::Completed);
-    let drawn = pictures(&events);
+    let drawn = images(&events);
     assert_eq!(drawn.len(), 3);
     for (_, path) in &drawn {
         let size = image_io::dimensions(path).unwrap();

@@ -346,14 +346,14 @@ impl<'a> Run<'a> {
         };
         let train = &self.process.train;
         let alone = train.gradient_accumulation <= 1 && train.gradient_accumulation_steps == 1;
-        if alone && self.trainer.one_by_one() {
+        if alone && self.trainer.fused_backward() {
             self.trainer.apply(step, forward)
         } else {
             self.trainer.add(forward)
         }
     }
 
-    /// Encodes all pictures ahead where they are cached. `false`: asked to stop.
+    /// Encodes all images ahead where they are cached. `false`: asked to stop.
     fn cache_latents(&mut self, cx: &mut Context<'_>) -> Result<bool> {
         let cached = |d: &Dataset| d.options.cache_latents || d.options.cache_latents_to_disk;
         let total: u64 = self
@@ -423,7 +423,7 @@ fn trainer(process: &TrainerProcess, target: &Target, choices: &Choices) -> Resu
         max_grad_norm,
         ema,
         // The gradients of a LoRA are small.
-        one_by_one: choices.one_by_one && matches!(target, Target::Model(_)),
+        fused_backward: choices.fused_backward && matches!(target, Target::Model(_)),
     }))
 }
 

@@ -2,7 +2,7 @@
 //!
 //! [`TorchGenerator`] reproduces `torch.Generator("cpu")` of torch 2.15 bit for bit: the same seed gives the same
 //! `randn`, `rand`, `randint` and `randperm`, whatever device computes with them afterwards. Everything in aitk that
-//! a seed decides is drawn here, on the CPU, so that a picture does not depend on the machine that drew it.
+//! a seed decides is drawn here, on the CPU, so that an image does not depend on the machine that drew it.
 //!
 //! Which of torch's paths is followed, because its results depend on it:
 //! - `randn` of fewer than 16 numbers: Box-Muller in f64, one pair at a time, the second number of a pair kept for

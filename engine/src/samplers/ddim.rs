@@ -2,7 +2,7 @@
 
 use super::denoise::Denoiser;
 use super::params::{PredictionType, SamplerParams};
-use super::{Sampler, SamplerError, SamplerOptions, Visit, blend, scaled};
+use super::{Sampler, SamplerError, SamplerOptions, SamplerStep, blend, scaled};
 use candle_core::Tensor;
 
 struct Ddim {
@@ -32,7 +32,7 @@ impl Sampler for Ddim {
         &self.common.timesteps
     }
 
-    fn step(&mut self, mut visit: Visit<'_>) -> Result<Tensor, SamplerError> {
+    fn step(&mut self, mut visit: SamplerStep<'_>) -> Result<Tensor, SamplerError> {
         let (t, alpha) = self.common.at(visit.index)?;
         let previous = t - self.stride;
         let alpha_previous = if previous >= 0 {

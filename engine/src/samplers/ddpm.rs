@@ -2,7 +2,7 @@
 
 use super::denoise::Denoiser;
 use super::params::SamplerParams;
-use super::{Sampler, SamplerError, SamplerOptions, Visit, blend, scaled};
+use super::{Sampler, SamplerError, SamplerOptions, SamplerStep, blend, scaled};
 use candle_core::Tensor;
 
 /// The `fixed_…` kinds of `variance_type`.
@@ -37,7 +37,7 @@ impl Sampler for Ddpm {
         &self.common.timesteps
     }
 
-    fn step(&mut self, mut visit: Visit<'_>) -> Result<Tensor, SamplerError> {
+    fn step(&mut self, mut visit: SamplerStep<'_>) -> Result<Tensor, SamplerError> {
         let (t, alpha) = self.common.at(visit.index)?;
         let alpha_previous = match self.common.timesteps.get(visit.index + 1) {
             Some(previous) if *previous >= 0.0 => self.common.schedule.alpha_cumprod(*previous as i64)?,

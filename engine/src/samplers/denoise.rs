@@ -1,4 +1,4 @@
-//! What ddim and ddpm have in common: they count in training time steps and look at the picture without noise.
+//! What ddim and ddpm have in common: they count in training time steps and look at the image without noise.
 
 use super::params::{PredictionType, SamplerParams, Spacing};
 use super::{NoiseSchedule, SamplerError, SamplerOptions, blend, scaled, spacing};
@@ -23,13 +23,13 @@ impl Denoiser {
         })
     }
 
-    /// The training time step of visit `index`, and its share of the picture.
+    /// The training time step of visit `index`, and its share of the image.
     pub(super) fn at(&self, index: usize) -> Result<(i64, f32), SamplerError> {
         let t = self.timesteps[index] as i64;
         Ok((t, self.schedule.alpha_cumprod(t)?))
     }
 
-    /// The picture without noise that the model sees, clipped where the parameters say so.
+    /// The image without noise that the model sees, clipped where the parameters say so.
     pub(super) fn original(&self, alpha: f32, output: &Tensor, sample: &Tensor) -> Result<Tensor, SamplerError> {
         let (root, spread) = (alpha.sqrt(), (1.0 - alpha).sqrt());
         let original = match self.schedule.prediction_type {

@@ -1,7 +1,7 @@
 //! `DPMSolverMultistepScheduler`: DPM-Solver and DPM-Solver++ (`dpm++ 2m`) of orders 1 to 3, and their SDE variants.
 
 use super::params::{BetaSchedule, PredictionType, SamplerParams, Spacing};
-use super::{NoiseSchedule, Sampler, SamplerError, SamplerOptions, Visit, blend, scaled, spacing};
+use super::{NoiseSchedule, Sampler, SamplerError, SamplerOptions, SamplerStep, blend, scaled, spacing};
 use candle_core::{DType, Tensor};
 
 #[derive(Clone, Copy, PartialEq)]
@@ -256,7 +256,7 @@ impl Sampler for DpmMultistep {
         &self.timesteps
     }
 
-    fn step(&mut self, mut visit: Visit<'_>) -> Result<Tensor, SamplerError> {
+    fn step(&mut self, mut visit: SamplerStep<'_>) -> Result<Tensor, SamplerError> {
         let (index, sample, count) = (visit.index, visit.sample, self.timesteps.len());
         let fresh = if self.algorithm.is_sde() {
             Some(visit.noise_as(DType::F32)?)

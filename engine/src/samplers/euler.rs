@@ -3,7 +3,7 @@
 use super::levels::{ByLevels, Rule};
 use super::params::SamplerParams;
 use super::sigmas::Sigmas;
-use super::{Sampler, SamplerError, SamplerOptions, Visit, scaled};
+use super::{Sampler, SamplerError, SamplerOptions, SamplerStep, scaled};
 use candle_core::Tensor;
 
 struct Euler;
@@ -14,7 +14,7 @@ pub(super) fn make(params: SamplerParams, options: SamplerOptions) -> Result<Box
 }
 
 impl Rule for Euler {
-    fn step(&mut self, levels: &Sigmas, derivative: Tensor, visit: Visit<'_>) -> Result<Tensor, SamplerError> {
+    fn step(&mut self, levels: &Sigmas, derivative: Tensor, visit: SamplerStep<'_>) -> Result<Tensor, SamplerError> {
         let width = levels.sigmas[visit.index + 1] - levels.sigmas[visit.index];
         Ok((visit.sample + scaled(&derivative, width)?)?)
     }

@@ -3,7 +3,7 @@
 use super::levels::{ByLevels, Rule};
 use super::params::{PredictionType, SamplerParams};
 use super::sigmas::Sigmas;
-use super::{Sampler, SamplerError, SamplerOptions, Visit, scaled};
+use super::{Sampler, SamplerError, SamplerOptions, SamplerStep, scaled};
 use candle_core::Tensor;
 
 struct EulerAncestral;
@@ -29,7 +29,12 @@ pub(super) fn make(params: SamplerParams, options: SamplerOptions) -> Result<Box
 }
 
 impl Rule for EulerAncestral {
-    fn step(&mut self, levels: &Sigmas, derivative: Tensor, mut visit: Visit<'_>) -> Result<Tensor, SamplerError> {
+    fn step(
+        &mut self,
+        levels: &Sigmas,
+        derivative: Tensor,
+        mut visit: SamplerStep<'_>,
+    ) -> Result<Tensor, SamplerError> {
         let (from, to) = (levels.sigmas[visit.index], levels.sigmas[visit.index + 1]);
         let up = (to * to * (from * from - to * to) / (from * from)).sqrt();
         let down = (to * to - up * up).sqrt();

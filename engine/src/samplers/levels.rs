@@ -1,13 +1,13 @@
 //! Samplers that count in noise levels (euler, euler_a, lms): what they have in common is here, each of them is a rule.
 
 use super::sigmas::Sigmas;
-use super::{Sampler, SamplerError, Visit};
+use super::{Sampler, SamplerError, SamplerStep};
 use candle_core::Tensor;
 
 /// How one sampler gets from a noise level to the next.
 pub(super) trait Rule: Send {
     /// The sample at level `index + 1`, from the one at level `index` and its derivative by the level.
-    fn step(&mut self, levels: &Sigmas, derivative: Tensor, visit: Visit<'_>) -> Result<Tensor, SamplerError>;
+    fn step(&mut self, levels: &Sigmas, derivative: Tensor, visit: SamplerStep<'_>) -> Result<Tensor, SamplerError>;
 }
 
 /// A rule with its levels.
@@ -29,7 +29,7 @@ impl<R: Rule> Sampler for ByLevels<R> {
         self.levels.scale_model_input(sample, index)
     }
 
-    fn step(&mut self, visit: Visit<'_>) -> Result<Tensor, SamplerError> {
+    fn step(&mut self, visit: SamplerStep<'_>) -> Result<Tensor, SamplerError> {
         let derivative = self.levels.derivative(visit.index, visit.output, visit.sample)?;
         self.rule.step(&self.levels, derivative, visit)
     }

@@ -3,7 +3,7 @@
 use super::levels::{ByLevels, Rule};
 use super::params::SamplerParams;
 use super::sigmas::Sigmas;
-use super::{Sampler, SamplerError, SamplerOptions, Visit, scaled};
+use super::{Sampler, SamplerError, SamplerOptions, SamplerStep, scaled};
 use candle_core::Tensor;
 
 const ORDER: usize = 4;
@@ -55,7 +55,7 @@ fn coefficient(levels: &Sigmas, order: usize, t: usize, current: usize) -> f64 {
 }
 
 impl Rule for Lms {
-    fn step(&mut self, levels: &Sigmas, derivative: Tensor, visit: Visit<'_>) -> Result<Tensor, SamplerError> {
+    fn step(&mut self, levels: &Sigmas, derivative: Tensor, visit: SamplerStep<'_>) -> Result<Tensor, SamplerError> {
         self.derivatives.push(derivative);
         if self.derivatives.len() > ORDER {
             self.derivatives.remove(0);

@@ -88,7 +88,7 @@ pub trait Sampler: Send {
     ///
     /// # Errors
     /// A tensor error, or a time step outside the schedule.
-    fn step(&mut self, visit: Visit<'_>) -> Result<Tensor, SamplerError>;
+    fn step(&mut self, visit: SamplerStep<'_>) -> Result<Tensor, SamplerError>;
 
     /// `original` with as much noise as there is before visit `index`.
     ///
@@ -99,7 +99,7 @@ pub trait Sampler: Send {
 
 /// One visit of a time step.
 #[derive(Debug)]
-pub struct Visit<'a> {
+pub struct SamplerStep<'a> {
     /// Which, counted in [`Sampler::timesteps`].
     pub index: usize,
     /// What the model answered, f32.
@@ -112,7 +112,7 @@ pub struct Visit<'a> {
     pub dtype: DType,
 }
 
-impl Visit<'_> {
+impl SamplerStep<'_> {
     /// Noise of the sample's shape.
     fn noise(&mut self) -> Result<Tensor, SamplerError> {
         self.noise_as(self.dtype)

@@ -3,12 +3,12 @@
 use crate::rng::{NormalKind, TorchGenerator};
 use candle_core::{DType, Device, Tensor};
 
-/// One generator for a whole batch, or one per picture: the two ways in which diffusers takes a `generator`.
+/// One generator for a whole batch, or one per image: the two ways in which diffusers takes a `generator`.
 #[derive(Clone, Debug)]
 pub enum NoiseSource {
     /// `generator=g`: a batch is drawn at once.
     Shared(TorchGenerator),
-    /// `generator=[g0, g1, …]`: picture i draws from generator i, so that it does not depend on its neighbours.
+    /// `generator=[g0, g1, …]`: image i draws from generator i, so that it does not depend on its neighbours.
     PerImage(Vec<TorchGenerator>),
 }
 

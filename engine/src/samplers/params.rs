@@ -22,7 +22,7 @@ pub enum PredictionType {
     Epsilon,
     /// `sqrt(alpha) * noise - sqrt(1 - alpha) * x0`.
     VPrediction,
-    /// The picture itself.
+    /// The image itself.
     Sample,
 }
 

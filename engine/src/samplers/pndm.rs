@@ -1,7 +1,7 @@
 //! `PNDMScheduler`: pseudo numerical methods, Runge-Kutta steps (optional) and then linear multistep.
 
 use super::params::{PredictionType, SamplerParams, Spacing};
-use super::{NoiseSchedule, Sampler, SamplerError, SamplerOptions, Visit, blend, scaled, spacing};
+use super::{NoiseSchedule, Sampler, SamplerError, SamplerOptions, SamplerStep, blend, scaled, spacing};
 use candle_core::Tensor;
 
 struct Pndm {
@@ -164,7 +164,7 @@ impl Sampler for Pndm {
         &self.timesteps
     }
 
-    fn step(&mut self, visit: Visit<'_>) -> Result<Tensor, SamplerError> {
+    fn step(&mut self, visit: SamplerStep<'_>) -> Result<Tensor, SamplerError> {
         let t = self.timesteps[visit.index] as i64;
         let out = if self.counter < self.prk.len() {
             self.runge_kutta(t, visit.output, visit.sample)?

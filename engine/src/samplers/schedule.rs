@@ -1,4 +1,4 @@
-//! The noise schedule: how much noise a picture carries at each training time step.
+//! The noise schedule: how much noise an image carries at each training time step.
 
 use super::SamplerError;
 use super::params::{BetaSchedule, PredictionType, SamplerParams};

@@ -54,7 +54,7 @@ fn run(case: &Value, tensors: &HashMap<String, Tensor>) -> Result<(), String> {
         let input = sampler.scale_model_input(&sample, index).map_err(|e| e.to_string())?;
         let t = sampler.timesteps()[index];
         let output = ((input * 0.7).unwrap().tanh().unwrap() + 0.01 * t / 1000.0).unwrap();
-        let visit = Visit {
+        let visit = SamplerStep {
             index,
             output: &output,
             sample: &sample,
@@ -203,7 +203,7 @@ fn extreme_but_legal_step_counts_never_panic() {
                     for index in 0..sampler.timesteps().len() {
                         let output = sampler.scale_model_input(&sample, index).unwrap();
                         // A step outside the schedule is an error, nothing worse.
-                        let Ok(next) = sampler.step(Visit {
+                        let Ok(next) = sampler.step(SamplerStep {
                             index,
                             output: &output,
                             sample: &sample,

@@ -1,4 +1,4 @@
-//! Pictures as the U-Net sees them: encoded by the VAE, kept in memory or on disk.
+//! Images as the U-Net sees them: encoded by the VAE, kept in memory or on disk.
 
 use crate::data::{Item, LatentCache, LatentKey};
 use crate::error::{EngineError, Result};
@@ -42,7 +42,7 @@ impl Latents {
     /// The scaled latent [c, h, w] of an item, in float32 on the CPU.
     ///
     /// # Errors
-    /// When the picture cannot be decoded or a cache cannot be written.
+    /// When the image cannot be decoded or a cache cannot be written.
     pub fn get(&mut self, item: &Item, vae: &AutoencoderKl, in_memory: bool, on_disk: bool) -> Result<Tensor> {
         let key = item.latent_key(&self.space);
         let name = self

@@ -1,4 +1,4 @@
-//! Masks of the loss: which parts of a picture are learned, as the loss sees them.
+//! Masks of the loss: which parts of an image are learned, as the loss sees them.
 
 use crate::data::{Item, mask_of};
 use crate::error::Result;
@@ -13,12 +13,12 @@ pub struct Masks {
 }
 
 impl Masks {
-    /// The weights of a batch's loss, [b, 1, h, w] on the CPU, 1 on average; `None` where no picture of it has a mask.
-    /// A picture without one counts in full. Of every latent's square of pixels the upper left one decides, as
+    /// The weights of a batch's loss, [b, 1, h, w] on the CPU, 1 on average; `None` where no image of it has a mask.
+    /// An image without one counts in full. Of every latent's square of pixels the upper left one decides, as
     /// ai-toolkit's nearest-neighbour scaling has it.
     ///
     /// # Errors
-    /// When a mask cannot be read or has another shape than its picture.
+    /// When a mask cannot be read or has another shape than its image.
     pub fn get<'a>(&mut self, items: impl Iterator<Item = &'a Item>, vae: &AutoencoderKl) -> Result<Option<Tensor>> {
         let (mut rows, mut any) = (Vec::new(), false);
         for item in items {

@@ -3,7 +3,7 @@
 //! - [`loss`]: the loss of one micro-batch with all its inputs given, so that it can be compared with the reference.
 //! - [`Trainer`]: accumulation, clipping, optimizer, EMA; what a checkpoint holds.
 //! - [`draw`]: time steps and noise of a micro-batch (`docs/randomness.md`).
-//! - [`Latents`], [`Masks`], [`Contexts`]: pictures, their masks and captions as model and loss see them, cached.
+//! - [`Latents`], [`Masks`], [`Contexts`]: images, their masks and captions as model and loss see them, cached.
 
 mod context;
 mod latents;

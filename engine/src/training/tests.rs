@@ -93,7 +93,7 @@ fn compare(name: &str) -> (f64, f64) {
             schedule: constant(1e-3),
             max_grad_norm: number("max_norm"),
             ema: number("ema").map(|decay| Ema::new(params.clone(), decay, false, 1.0).unwrap()),
-            one_by_one: false,
+            fused_backward: false,
         })
     };
     let start: BTreeMap<_, _> = start
@@ -304,7 +304,7 @@ fn a_loss_that_is_no_number_changes_nothing() {
         schedule: constant(1e-3),
         max_grad_norm: Some(1.0),
         ema: None,
-        one_by_one: false,
+        fused_backward: false,
     });
     let of_sum = |factor: f64| (var.as_tensor().sum_all()? * factor).map_err(Into::into);
     trainer.add(|| of_sum(f64::NAN)).unwrap();

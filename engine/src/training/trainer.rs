@@ -21,7 +21,7 @@ pub struct TrainerOptions {
     /// Moving average.
     pub ema: Option<Ema>,
     /// Update each parameter as soon as its gradient is there, where that gives the same: gradients of few exist at a time.
-    pub one_by_one: bool,
+    pub fused_backward: bool,
 }
 
 /// What one step did.
@@ -66,8 +66,8 @@ impl Trainer {
 
     /// Whether a step of one micro-batch is [`Trainer::apply`].
     #[must_use]
-    pub fn one_by_one(&self) -> bool {
-        self.options.one_by_one && self.pending.is_none() && self.options.optimizer.separable()
+    pub fn fused_backward(&self) -> bool {
+        self.options.fused_backward && self.pending.is_none() && self.options.optimizer.separable()
     }
 
     /// The trained parameters.

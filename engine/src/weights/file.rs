@@ -4,7 +4,7 @@
 use super::bytes::{Bytes, Number, filled};
 use super::{gguf, safetensors};
 use crate::error::{EngineError, Result};
-use crate::nn::quant::Packed;
+use crate::nn::quant::Quantized;
 use aitk_common::fsutil::regular;
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Tensor};
@@ -113,7 +113,7 @@ impl TensorFile {
             Kind::Blocks(..) if length == 0 => Ok(Tensor::zeros(shape, dtype, device)?),
             Kind::Blocks(block, kind) => {
                 let bytes = self.bytes.read(start, length)?;
-                Ok(Packed::from_blocks(kind, block, &bytes, shape, dtype, device)?.unpack()?)
+                Ok(Quantized::from_blocks(kind, block, &bytes, shape, dtype, device)?.unpack()?)
             }
             _ => Err(self.unreadable(name, place)),
         }
@@ -147,7 +147,9 @@ impl TensorFile {
         let shape = [rows.len(), width];
         match place.kind {
             _ if bytes.is_empty() => Ok(Tensor::zeros(&shape, dtype, device)?),
-            Kind::Blocks(block, kind) => Ok(Packed::from_blocks(kind, block, &bytes, &shape, dtype, device)?.unpack()?),
+            Kind::Blocks(block, kind) => {
+                Ok(Quantized::from_blocks(kind, block, &bytes, &shape, dtype, device)?.unpack()?)
+            }
             Kind::Numbers(number) | Kind::Halves(number) => match (native(number), number.code()) {
                 (Some(stored), _) => Ok(Tensor::from_raw_buffer(&bytes, stored, &shape, device)?.to_dtype(dtype)?),
                 (None, code) => {

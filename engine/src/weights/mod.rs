@@ -4,11 +4,11 @@
 //! expected. Models never see files, dtypes on disk, or other people's names.
 
 mod bytes;
-mod few_bits;
 mod file;
 mod folder;
 mod gguf;
 mod init;
+mod quantized;
 mod safetensors;
 mod streamed;
 #[cfg(test)]
@@ -21,13 +21,13 @@ pub use write::{Layout, write_tensors};
 
 use crate::error::{EngineError, Result};
 use crate::nn::Weight;
-use crate::nn::quant::Packed;
+use crate::nn::quant::Quantized;
 use aitk_common::job::QType;
 use bytes::Number;
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Shape, Tensor, Var};
-use few_bits::FewBits;
 use file::{Kind, TensorFile};
+use quantized::StoredQuantization;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -45,7 +45,7 @@ struct Entry {
     place: Place,
     kind: Kind,
     shape: Vec<usize>,
-    few_bits: Option<FewBits>,
+    quantization: Option<StoredQuantization>,
 }
 
 /// Which tensor of which file.
@@ -79,13 +79,13 @@ impl Index {
                     },
                     kind: place.kind.clone(),
                     shape: place.shape.clone(),
-                    few_bits: None,
+                    quantization: None,
                 };
                 entries.insert(name.clone(), entry);
             }
             files.push(Arc::new(file));
         }
-        few_bits::recognise(&files, &mut entries)?;
+        quantized::recognise(&files, &mut entries)?;
         let path = match files.as_slice() {
             [only] => only.path().to_path_buf(),
             _ => path.to_path_buf(),
@@ -129,7 +129,7 @@ impl Index {
     pub fn quantised(&self) -> BTreeSet<&'static str> {
         let entries = self.entries.values();
         entries
-            .filter_map(|entry| Some(entry.few_bits.as_ref()?.name()))
+            .filter_map(|entry| Some(entry.quantization.as_ref()?.name()))
             .collect()
     }
 
@@ -160,7 +160,10 @@ impl Index {
             // Names and shapes only.
             return Ok(Tensor::zeros(1, dtype, device)?.broadcast_as(entry.shape.as_slice())?);
         }
-        if entry.few_bits.as_ref().is_some_and(|few_bits| !few_bits.stands_alone())
+        if entry
+            .quantization
+            .as_ref()
+            .is_some_and(|quantization| !quantization.stands_alone())
             && let Some(packed) = self.packed(name, dtype, device)?
         {
             return Ok(packed.unpack()?);
@@ -169,18 +172,18 @@ impl Index {
     }
 
     /// A weight that is quantised in its file, as it is.
-    fn packed(&self, name: &str, dtype: DType, device: &Device) -> Result<Option<Arc<Packed>>> {
+    fn packed(&self, name: &str, dtype: DType, device: &Device) -> Result<Option<Arc<Quantized>>> {
         let entry = self.entries.get(name).ok_or_else(|| self.missing(name))?;
-        match &entry.few_bits {
-            Some(few_bits) if entry.shape.iter().all(|side| *side > 0) => {
-                few_bits.packed(&self.files, entry, dtype, device).map(Some)
+        match &entry.quantization {
+            Some(quantization) if entry.shape.iter().all(|side| *side > 0) => {
+                quantization.packed(&self.files, entry, dtype, device).map(Some)
             }
             _ => Ok(None),
         }
     }
 
     /// A weight of a GGUF file that has 16 bits, as it is, where it is computed with more of them.
-    fn halves(&self, name: &str, dtype: DType, device: &Device) -> Result<Option<Arc<Packed>>> {
+    fn halves(&self, name: &str, dtype: DType, device: &Device) -> Result<Option<Arc<Quantized>>> {
         let entry = self.entries.get(name).ok_or_else(|| self.missing(name))?;
         let (block, kind) = match entry.kind {
             Kind::Halves(Number::F16) => (GgmlDType::F16, "f16"),
@@ -190,8 +193,8 @@ impl Index {
         if !device.is_cpu() || dtype.size_in_bytes() <= 2 || entry.shape.contains(&0) {
             return Ok(None);
         }
-        let few_bits = FewBits::Blocks(block, kind);
-        few_bits.packed(&self.files, entry, dtype, device).map(Some)
+        let quantization = StoredQuantization::Blocks(block, kind);
+        quantization.packed(&self.files, entry, dtype, device).map(Some)
     }
 
     /// A tensor that stays in its file; none where several tensors make it up.
@@ -200,7 +203,11 @@ impl Index {
         if self.files.is_empty() {
             return Ok(None);
         }
-        if entry.few_bits.as_ref().is_some_and(|few_bits| !few_bits.stands_alone()) {
+        if entry
+            .quantization
+            .as_ref()
+            .is_some_and(|quantization| !quantization.stands_alone())
+        {
             return Ok(None);
         }
         let file = Arc::clone(&self.files[entry.place.file]);
@@ -247,7 +254,7 @@ impl Index {
             },
             kind: Kind::Bytes,
             shape,
-            few_bits: None,
+            quantization: None,
         };
         let entries = shapes
             .map(|(name, shape)| (name.clone(), entry(&name, shape)))
@@ -348,20 +355,20 @@ impl Trained {
 pub struct Weights {
     inner: Arc<Inner>,
     prefix: String,
-    packing: Option<Arc<Packing>>,
+    packing: Option<Arc<QuantizationConfig>>,
     streaming: Option<Arc<streamed::Share>>,
 }
 
 /// Which layers are quantised as they are read, and how.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Packing {
+pub struct QuantizationConfig {
     /// How.
     pub qtype: QType,
     /// Names of layers that stay as they are, with `*` for anything.
     pub exclude: Vec<String>,
 }
 
-impl Packing {
+impl QuantizationConfig {
     fn takes(&self, layer: &str) -> bool {
         !self.exclude.iter().any(|pattern| matches(pattern, layer))
     }
@@ -406,7 +413,7 @@ impl Weights {
 
     /// The same tensors, and the weights of layers quantised as they are read.
     #[must_use]
-    pub fn packed(self, packing: Option<Packing>) -> Self {
+    pub fn packed(self, packing: Option<QuantizationConfig>) -> Self {
         Self {
             packing: packing.map(Arc::new),
             ..self
@@ -511,7 +518,7 @@ impl Weights {
             return Ok(weight.clone());
         }
         if let Some(packed) = self.as_stored(&shape, Index::packed)? {
-            return Ok(Weight::Packed(packed));
+            return Ok(Weight::Quantized(packed));
         }
         let packing = self.packing.as_ref().filter(|packing| packing.takes(&self.prefix));
         if packing.is_none()
@@ -522,13 +529,13 @@ impl Weights {
         if packing.is_none()
             && let Some(packed) = self.as_stored(&shape, Index::halves)?
         {
-            return Ok(Weight::Packed(packed));
+            return Ok(Weight::Quantized(packed));
         }
         let tensor = self.get_with(shape, "weight", init)?;
         if let Some(packing) = packing.filter(|_| !tensor.track_op())
-            && let Some(packed) = Packed::pack(&tensor, packing.qtype)?
+            && let Some(packed) = Quantized::pack(&tensor, packing.qtype)?
         {
-            return Ok(Weight::Packed(packed));
+            return Ok(Weight::Quantized(packed));
         }
         Ok(Weight::Plain(tensor))
     }
@@ -537,8 +544,8 @@ impl Weights {
     fn as_stored(
         &self,
         shape: &Shape,
-        read: impl Fn(&Index, &str, DType, &Device) -> Result<Option<Arc<Packed>>>,
-    ) -> Result<Option<Arc<Packed>>> {
+        read: impl Fn(&Index, &str, DType, &Device) -> Result<Option<Arc<Quantized>>>,
+    ) -> Result<Option<Arc<Quantized>>> {
         let full = self.full_name("weight");
         let (Source::Files(index), false) = (&self.inner.source, self.inner.trained.takes(&full)) else {
             return Ok(None);

@@ -79,7 +79,7 @@ impl Layout {
     }
 }
 
-/// Writes tensors as a safetensors file; only one is on the processor at a time.
+/// Writes tensors as a safetensors file; only one is on the CPU at a time.
 ///
 /// # Errors
 /// As [`Layout::write`].
@@ -121,7 +121,7 @@ fn write_numbers(out: &mut dyn Write, tensor: &Tensor) -> io::Result<()> {
     let tensor = tensor.contiguous().map_err(fail)?;
     let (storage, layout) = tensor.storage_and_layout();
     let (Storage::Cpu(storage), Some((from, to))) = (&*storage, layout.contiguous_offsets()) else {
-        return Err(internal("a tensor on the processor is not there in one piece"));
+        return Err(internal("a tensor on the CPU is not there in one piece"));
     };
     match storage {
         CpuStorage::U8(all) => out.write_all(part(all, from, to)?),

@@ -168,7 +168,7 @@ messages! {
     CoordinatorMessage { message }
     InfoRequest {}
     InfoReply { version protocol started_ms storage workers_connected jobs_active }
-    SubmitRequest { config_text config_format job_json inputs local idempotency_key owner anatomy pictures }
+    SubmitRequest { config_text config_format job_json inputs local idempotency_key owner anatomy images }
     ArrayMember { job_json twin }
     SubmitArrayRequest { shared name members at_most }
     Anatomy { denoiser text vae denoiser_stored text_stored vae_stored }

@@ -61,7 +61,7 @@ impl From<Submission> for v1::SubmitRequest {
                 text_stored: wire_stored(anatomy.text_stored),
                 vae_stored: wire_stored(anatomy.vae_stored),
             }),
-            pictures: submission.pictures,
+            images: submission.images,
         }
     }
 }
@@ -91,7 +91,7 @@ impl TryFrom<v1::SubmitRequest> for Submission {
                 text_stored: stored(wire.text_stored),
                 vae_stored: stored(wire.vae_stored),
             }),
-            pictures: wire.pictures,
+            images: wire.images,
         })
     }
 }

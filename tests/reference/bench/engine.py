@@ -5,14 +5,14 @@
     python tests/reference/bench/engine.py --only unet_sd15_forward_64 --repeat 5
     python tests/reference/bench/engine.py --json > engine.json
 
-Both sides: the processor, float32, random weights, the same shapes and number of threads, no gradients in forward passes.
+Both sides: the CPU, float32, random weights, the same shapes and number of threads, no gradients in forward passes.
 Each measurement is a process of its own, first aitk, then PyTorch, and so on, so that a machine that gets slower does so
 for both and that peak memory is that of one work alone. Both make weights and inputs first, run once uncounted, then time
 runs for three seconds, at least three, and say the median. The table has the median and the least of the processes.
 
 The ratio is PyTorch's seconds by aitk's: 1 is equal, more is faster than PyTorch.
 
-Other programs spoil a measurement. What they took of the processors meanwhile is in the last column (some of it may have
+Other programs spoil a measurement. What they took of the CPUs meanwhile is in the last column (some of it may have
 been idle anyway); with --quiet each process waits until they take little.
 """
 import argparse
@@ -34,7 +34,7 @@ import twins
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 MOST_REPEATS = 50
-# A machine counts as quiet when others take less than this part of its processors.
+# A machine counts as quiet when others take less than this part of its CPUs.
 LITTLE = 0.05
 
 
@@ -93,7 +93,7 @@ def chosen(only, listed):
 
 
 def ours():
-    """Seconds of processor time of all processes that this one started and that ended."""
+    """Seconds of CPU time of all processes that this one started and that ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -109,7 +109,7 @@ def wait_for_quiet(limit):
 
 
 def spawn(command, args):
-    """What one process found, with the part of the processors that others took while it ran."""
+    """What one process found, with the part of the CPUs that others took while it ran."""
     if args.quiet:
         wait_for_quiet(args.quiet)
     threads = str(args.threads)
@@ -204,7 +204,7 @@ def notes(rows):
 
 
 def machine():
-    cpu = platform.processor() or platform.machine()
+    cpu = platform.CPU() or platform.machine()
     info = pathlib.Path("/proc/cpuinfo")
     if info.exists():
         names = [one for one in info.read_text().splitlines() if one.startswith("model name")]
@@ -239,7 +239,7 @@ def arguments():
     parser.add_argument("--limit", metavar="SECONDS", type=number(1, 86400), default=900, help="for one process (900)")
     parser.add_argument(
         "--quiet", metavar="SECONDS", type=number(0, 86400), default=0,
-        help=f"before each process wait until others take under {LITTLE:.0%}% of the processors, at most this long (0)")
+        help=f"before each process wait until others take under {LITTLE:.0%}% of the CPUs, at most this long (0)")
     parser.add_argument("--table", metavar="FILE", type=pathlib.Path, help="write the table there, not to standard output")
     parser.add_argument("--json", action="store_true", help="everything that was measured, instead of the table")
     parser.add_argument("--flops", action="store_true", help="only compare how many operations both count; no arithmetic")

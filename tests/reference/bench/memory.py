@@ -1,4 +1,4 @@
-"""What jobs take of memory on this machine's processor, beside what was predicted: a table in Markdown.
+"""What jobs take of memory on this machine's CPU, beside what was predicted: a table in Markdown.
 
     cargo build --release
     venv/bin/python tests/reference/bench/memory.py --models FOLDER
@@ -63,7 +63,7 @@ def quantised(parts):
 
 def generation(profile, side, guidance=7, parts=()):
     said, keys = quantised(parts)
-    return f"{profile}, picture {side} x {side}, guidance {guidance}{said}", profile, None, f"""
+    return f"{profile}, image {side} x {side}, guidance {guidance}{said}", profile, None, f"""
     - type: to_folder
       output_folder: FOLDER/out
       model: {{name_or_path: MODEL, arch: sd1, dtype: float32{keys}}}

@@ -294,7 +294,7 @@ def peak():
 
 
 def busy():
-    """Seconds that the processors spent on anything so far; None where the system does not tell."""
+    """Seconds that the CPUs spent on anything so far; None where the system does not tell."""
     try:
         fields = pathlib.Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     except OSError:
@@ -320,7 +320,7 @@ def measure(name):
     took, mine = time.perf_counter() - began, time.process_time() - mine
     return {
         "work": name, "seconds": sorted(times)[len(times) // 2], "peak_bytes": peak(), "runs": len(times),
-        # What `import torch` alone takes, and the part of the processors that other programs had while runs were timed.
+        # What `import torch` alone takes, and the part of the CPUs that other programs had while runs were timed.
         "base_bytes": base, "others": None if before is None else max(0.0, busy() - before - mine) / took / os.cpu_count()}
 
 

@@ -37,7 +37,7 @@ enum Access {
 impl Admission {
     /// Of this worker.
     pub(super) fn of(pool: &Pool, name: &str, place: &Place) -> Self {
-        let access = match pool.setup().door {
+        let access = match pool.setup().endpoint {
             Some(_) => Access::Certificate {
                 join: join_command(pool, name, place),
             },

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 /// other end vanished after a minute.
 const TIDY: Duration = Duration::from_secs(90);
 
-/// The files of a run by name. The moment in a picture's name is left out: `samples/__000000010_0.png`, `_3.png`.
+/// The files of a run by name. The moment in an image's name is left out: `samples/__000000010_0.png`, `_3.png`.
 #[derive(PartialEq, Eq)]
 pub struct Files {
     files: BTreeMap<String, Vec<u8>>,

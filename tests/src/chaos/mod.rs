@@ -148,8 +148,8 @@ impl Cluster {
         let work = vec![
             Work::training(root),
             Work::of_hub(root),
-            Work::pictures(root, None),
-            Work::pictures(root, Some(3)),
+            Work::images(root, None),
+            Work::images(root, Some(3)),
         ];
         let mut left_out = Vec::new();
         let mut granted = |what: &str, why: String| left_out.push(format!("{what}: {why}"));
@@ -246,7 +246,7 @@ impl Cluster {
             _ => Place::Here,
         };
         let place = disk.as_ref().map_or(network.clone(), |disk| disk.place_in(&network));
-        if self.pool().setup().door.is_some() {
+        if self.pool().setup().endpoint.is_some() {
             members::join(self.pool(), name, &place);
         } else {
             let let_in = Admission::of(self.pool(), name, &place).let_in().join();

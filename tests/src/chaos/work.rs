@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 const STEPS: u32 = 30;
 /// Steps between two checkpoints.
 const SAVE_EVERY: u32 = 5;
-/// Steps between two sets of pictures: some fall on a checkpoint, some do not.
+/// Steps between two sets of images: some fall on a checkpoint, some do not.
 const SAMPLE_EVERY: u32 = 10;
 /// Before a submission that was not acknowledged is made again.
 const PAUSE: Duration = Duration::from_millis(500);
@@ -49,10 +49,10 @@ impl Work {
         }
     }
 
-    /// Draws pictures with a model that has to be fetched from the hub.
+    /// Draws images with a model that has to be fetched from the hub.
     #[must_use]
     pub fn of_hub(root: &Path) -> Self {
-        let text = jobs::pictures("hubbed", &root.join("hubbed"), 1, None);
+        let text = jobs::images("hubbed", &root.join("hubbed"), 1, None);
         let work = Self::new(root, "hubbed.yaml", "hubbed", None, &text);
         // The same model, by the name that the hub has for it.
         let text = text.replace(&jobs::tiny_model().display().to_string(), hub::MODEL);
@@ -61,14 +61,14 @@ impl Work {
         work
     }
 
-    /// Draws pictures, in one piece or in several.
+    /// Draws images, in one piece or in several.
     #[must_use]
-    pub fn pictures(root: &Path, parts: Option<u32>) -> Self {
+    pub fn images(root: &Path, parts: Option<u32>) -> Self {
         let (config, name, repeats) = match parts {
-            None => ("pictures.yaml", "pictures", 2),
+            None => ("images.yaml", "images", 2),
             Some(_) => ("parts.yaml", "parts", 4),
         };
-        let text = jobs::pictures(name, &root.join(name), repeats, parts);
+        let text = jobs::images(name, &root.join(name), repeats, parts);
         let work = Self::new(root, config, name, parts, &text);
         let names: Vec<&str> = work.expected.names().collect();
         assert_eq!(names.len(), 3 * repeats as usize, "{names:?}");

@@ -16,7 +16,7 @@ pub enum When {
     Upload,
     /// A checkpoint was just committed.
     Commit,
-    /// Pictures are being drawn.
+    /// Images are being drawn.
     Sampling,
 }
 

@@ -1,4 +1,4 @@
-//! The processor and the main memory.
+//! The CPU and the main memory.
 
 use super::Memory;
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
@@ -39,7 +39,7 @@ fn group(system: &mut System) -> Option<Memory> {
     })
 }
 
-/// The processor as a device.
+/// The CPU as a device.
 pub(super) fn device() -> Device {
     let memory = memory();
     Device {
@@ -67,7 +67,7 @@ pub(super) fn name() -> String {
         .and_then(|system| system.cpus().first().map(|cpu| cpu.brand().trim().to_owned()))
         .unwrap_or_default();
     let brand = if brand.is_empty() {
-        format!("{} processor", std::env::consts::ARCH)
+        format!("{} CPU", std::env::consts::ARCH)
     } else {
         brand
     };

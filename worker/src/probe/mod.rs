@@ -27,7 +27,7 @@ pub fn memory() -> Memory {
 /// What looking for devices found.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Found {
-    /// Every device that this build can use and that computes: GPUs first, the processor last.
+    /// Every device that this build can use and that computes: GPUs first, the CPU last.
     pub devices: Vec<Device>,
     /// GPUs and drivers that do not; a sentence each, for people.
     pub left_out: Vec<String>,
@@ -87,7 +87,7 @@ fn gpu_budget(kind: DeviceKind, free: u64) -> u64 {
 /// Which devices a worker offers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Choice {
-    /// The GPUs, or the processor when there is none.
+    /// The GPUs, or the CPU when there is none.
     #[default]
     Auto,
     /// These.
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn auto_takes_gpus_and_else_the_processor() {
+    fn auto_takes_gpus_and_else_the_cpu() {
         assert_eq!(
             chosen(&["cuda:0", "cuda:1", "cpu"], "auto").unwrap(),
             ["cuda:0", "cuda:1"]
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn the_processor_is_always_there() {
+    fn the_cpu_is_always_there() {
         let devices = devices();
         let cpu = devices.last().unwrap();
         assert_eq!(cpu.device.kind, DeviceKind::Cpu);

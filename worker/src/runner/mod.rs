@@ -303,7 +303,7 @@ impl Watch {
     }
 }
 
-/// Processor time that a process has used; none where the system does not tell.
+/// CPU time that a process has used; none where the system does not tell.
 fn processor_time(pid: Pid) -> Option<Duration> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The name before may hold anything, spaces and brackets as well.

@@ -1,5 +1,5 @@
 //! Whether a child still gets on. Without clocks and processes: whoever owns the child says what time it is, what the child said,
-//! and how much processor time it has used.
+//! and how much CPU time it has used.
 //!
 //! What is usual comes from the child itself: the slowest of the recent gaps between two signs of life in the same phase. A
 //! phase that has shown nothing yet (a model that loads, the first step) gets a generous limit, unless the process does not
@@ -59,7 +59,7 @@ pub(super) struct Watchdog {
     gaps: BTreeMap<String, VecDeque<Duration>>,
     progress: Option<(u64, u64)>,
     silent: Duration,
-    /// Processor time at the last sign of life.
+    /// CPU time at the last sign of life.
     used_before: Option<Duration>,
     waits_for_us: bool,
     announced: Option<Duration>,
@@ -122,7 +122,7 @@ impl Watchdog {
         self.waits_for_us = waits;
     }
 
-    /// Looks at it. `used`: processor time of its process so far, where the system tells.
+    /// Looks at it. `used`: CPU time of its process so far, where the system tells.
     pub(super) fn look(&mut self, now: Duration, used: Option<Duration>) -> Finding {
         self.pass(now);
         if let Some(gap) = self.came_back.take() {
@@ -314,7 +314,7 @@ mod tests {
         let mut bench = Bench::new();
         bench.phase("loading model");
         assert!(is_hung(&bench.pass(10 * MINUTE, false)));
-        // A system that does not tell processor times.
+        // A system that does not tell CPU times.
         let mut bench = Bench::new();
         bench.used = None;
         assert!(!is_hung(&bench.pass(119 * MINUTE, false)));

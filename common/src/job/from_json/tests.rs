@@ -40,7 +40,7 @@ fn keys_that_are_left_out_have_their_defaults_and_unknown_ones_are_ignored() {
         }}}]
     });
     let spec = JobSpec::from_json(&json.to_string()).unwrap();
-    assert_eq!(spec.pictures(|_| None), Some(1));
+    assert_eq!(spec.images(|_| None), Some(1));
 }
 
 #[test]
@@ -362,12 +362,12 @@ fn keys_that_others_are_derived_from_take_effect_when_a_job_is_changed() {
         4.0
     );
 
-    let legacy = with_line("folder_path: pictures", "          caption_type: txt");
+    let legacy = with_line("folder_path: images", "          caption_type: txt");
     assert_eq!(
         trained(&legacy, "datasets[0].caption_type", "cap").datasets[0].caption_ext,
         "cap"
     );
-    let controls = with_line("folder_path: pictures", "          control_path_1: a");
+    let controls = with_line("folder_path: images", "          control_path_1: a");
     let changed = trained(&controls, "datasets[0].control_path_1", "''");
     assert!(changed.datasets[0].control_path.is_empty());
     assert_eq!(

@@ -186,13 +186,13 @@ fn every_text_of_a_config_is_an_input_or_never_opened() {
 #[test]
 fn only_inputs_and_repositories_may_be_named() {
     let text = with(
-        "- folder_path: pictures",
+        "- folder_path: images",
         "          mask_path: /etc\n          random_triggers: ../words.txt",
     );
     let spec = yaml(&text.replace("name_or_path: base", "name_or_path: org/model"))
         .unwrap()
         .spec;
-    let staged = |path: &str| path == "pictures";
+    let staged = |path: &str| path == "images";
     let found = spec.foreign_paths(staged);
     let said: Vec<String> = found.iter().map(ToString::to_string).collect();
     assert_eq!(said.len(), 2, "{said:?}");
@@ -211,7 +211,7 @@ fn only_inputs_and_repositories_may_be_named() {
     // A local model is no repository, and a repository is no data set.
     let local = yaml(MINIMAL).unwrap().spec;
     assert_eq!(local.foreign_paths(|_| false).len(), 2);
-    let data = yaml(&MINIMAL.replace("folder_path: pictures", "folder_path: org/data"))
+    let data = yaml(&MINIMAL.replace("folder_path: images", "folder_path: org/data"))
         .unwrap()
         .spec;
     assert!(
@@ -283,18 +283,15 @@ fn a_path_that_nobody_opens_is_no_input() {
         inputs
     };
     let negative = with("steps: 10", "        negative_prompt: 'blurry, low quality'");
-    assert_eq!(listed(&negative), ["pictures"]);
+    assert_eq!(listed(&negative), ["images"]);
     let validated = with(
         "steps: 10",
         "        validation_config: {validation_items: [{image_path: v.png}]}",
     );
-    assert_eq!(listed(&validated), ["pictures"]);
-    let set = |keys: &str| with("folder_path: pictures", &format!("          {keys}"));
-    assert_eq!(listed(&set("mask_path: masks")), ["pictures", "masks"]);
-    assert_eq!(
-        listed(&set("mask_path: masks\n          alpha_mask: true")),
-        ["pictures"]
-    );
+    assert_eq!(listed(&validated), ["images"]);
+    let set = |keys: &str| with("folder_path: images", &format!("          {keys}"));
+    assert_eq!(listed(&set("mask_path: masks")), ["images", "masks"]);
+    assert_eq!(listed(&set("mask_path: masks\n          alpha_mask: true")), ["images"]);
     assert_eq!(listed(&set("dataset_path: others")), ["others"]);
     let redrawn = "job: extension\nconfig:\n  name: a\n  process:\n    - type: batch_img2img\n      output_folder: out\n      model: \
                    {name_or_path: base}\n      datasets: [{folder_path: d, mask_path: m, random_triggers: w.txt}]\n";

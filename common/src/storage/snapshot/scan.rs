@@ -10,7 +10,7 @@ use std::fs;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-/// Folders that ai-toolkit fills beside the pictures: derived, so never sent.
+/// Folders that ai-toolkit fills beside the images: derived, so never sent.
 const CACHES: [&str; 3] = ["_latent_cache", "_t_e_cache", "_clip_vision_cache"];
 /// Deeper folders are a mistake, or a loop of links.
 const MAX_DEPTH: usize = 32;

@@ -136,7 +136,7 @@ impl World {
         let family = if small { "sd1" } else { "sdxl" };
         let demand = Demand {
             family: family.into(),
-            milliunits: 1000 * (1 + random.below(5000)),
+            millipasses: 1000 * (1 + random.below(5000)),
             memory: (!random.once_in(4)).then_some(memory),
         };
         let devices = [
@@ -200,7 +200,7 @@ impl World {
         let owners = ["ada", "bob", "cy"];
         let demand = Demand {
             family: "sd1".into(),
-            milliunits: 1000 * (50 + random.below(250)),
+            millipasses: 1000 * (50 + random.below(250)),
             memory: Some(MemoryNeed::flat(3 * GIB)),
         };
         let wants = Wants {

@@ -54,7 +54,7 @@ pub(crate) struct Held {
 }
 
 impl Slot {
-    /// Whether a small task can be beside another one here: both are at most half of the device. Processors are not
+    /// Whether a small task can be beside another one here: both are at most half of the device. CPUs are not
     /// shared: two tasks on one would each take twice as long and gain nothing.
     fn is_small(&self, held: Held) -> bool {
         !held.alone && held.bytes.is_some_and(|bytes| bytes <= self.device.memory_budget / 2)

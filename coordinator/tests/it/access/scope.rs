@@ -135,7 +135,7 @@ struct Lab {
     secret: ContentHash,
 }
 
-const SECRET: &[u8] = b"a picture of ben";
+const SECRET: &[u8] = b"an image of ben";
 
 impl Lab {
     async fn start() -> Self {

@@ -14,10 +14,10 @@ const CALM: Duration = Duration::from_secs(60);
 
 /// The attacks of a submitter, in JSON that no config gives, with what is said of each.
 fn attacks(admins_token: &str) -> Vec<(String, String)> {
-    let picture = job_json("n", "");
+    let image = job_json("n", "");
     let with = |from: &str, to: &str| {
-        assert!(picture.contains(from), "{from}");
-        picture.replace(from, to)
+        assert!(image.contains(from), "{from}");
+        image.replace(from, to)
     };
     let training = |name: &str, key: &str| {
         format!(

@@ -484,7 +484,7 @@ async fn a_user_who_has_enough_is_told_which_limit_and_what_to_do() {
     besieged.works().await;
 }
 
-/// Processor time of a process, in hundredths of a second; none where the kernel does not say.
+/// CPU time of a process, in hundredths of a second; none where the kernel does not say.
 fn cpu_ticks(pid: u32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let (_, rest) = stat.rsplit_once(") ")?;

@@ -102,7 +102,7 @@ async fn on_the_coordinators_own_machine_tokens_do() {
 async fn a_certificate_from_elsewhere_and_an_authority_go_together() {
     let dir = tempfile::tempdir().unwrap();
     let ca = init(dir.path(), &[]).unwrap().hash;
-    let (cert, key) = crate::door::certificate(dir.path());
+    let (cert, key) = crate::connections::certificate(dir.path());
     let config = Config {
         tls: Some(TlsFiles {
             cert: cert.clone(),

@@ -4,7 +4,7 @@ mod commands;
 mod ends;
 mod joining;
 mod listener;
-mod strangers;
+mod unauthenticated;
 
 use crate::support::{eventually, within};
 use aitk_common::hash::ContentHash;

@@ -217,7 +217,7 @@ pub(crate) fn submission(name: &str) -> Submission {
         idempotency_key: None,
         owner: None,
         anatomy: None,
-        pictures: None,
+        images: None,
     }
 }
 

@@ -1,5 +1,5 @@
 //! The two kinds of blocks of FLUX.1's transformer, under diffusers' names (`models/transformers/transformer_flux.py`):
-//! first those in which text and picture have weights of their own and attend to each other, then those in which both
+//! first those in which text and image have weights of their own and attend to each other, then those in which both
 //! are one sequence and attention and feed-forward run side by side.
 
 use crate::error::Result;
@@ -26,14 +26,14 @@ impl FluxSizes {
     }
 }
 
-/// Angles for `text` text tokens, all at the origin, and after them a picture of `height` x `width` tokens. `axes`: features
+/// Angles for `text` text tokens, all at the origin, and after them an image of `height` x `width` tokens. `axes`: features
 /// of a head that turn with the (unused) first axis, with the row and with the column; 16, 56 and 56 in FLUX.1.
 ///
 /// # Errors
 /// When one of the axes is odd.
 pub fn rotary(text: usize, (height, width): (usize, usize), axes: [usize; 3]) -> candle_core::Result<Rotary> {
-    let picture = (0..height * width).map(|i| vec![0.0, (i / width) as f64, (i % width) as f64]);
-    let positions: Vec<_> = std::iter::repeat_n(vec![0.0; 3], text).chain(picture).collect();
+    let image = (0..height * width).map(|i| vec![0.0, (i / width) as f64, (i % width) as f64]);
+    let positions: Vec<_> = std::iter::repeat_n(vec![0.0; 3], text).chain(image).collect();
     Rotary::of_axes(&positions, &axes, 10_000.0, Pairs::Neighbours)
 }
 
@@ -128,7 +128,7 @@ impl FeedForward {
     }
 }
 
-/// What text or picture has for itself in a double block.
+/// What text or image has for itself in a double block.
 #[derive(Clone, Debug)]
 struct Stream {
     norm1: AdaLayerNorm<6>,
@@ -150,10 +150,10 @@ impl Stream {
     }
 }
 
-/// A block in which text and picture have weights of their own.
+/// A block in which text and image have weights of their own.
 #[derive(Clone, Debug)]
 pub struct FluxTransformerBlock {
-    picture: Stream,
+    image: Stream,
     text: Stream,
     sizes: FluxSizes,
 }
@@ -177,7 +177,7 @@ impl FluxTransformerBlock {
         };
         let added = ["add_q_proj", "add_k_proj", "add_v_proj", "norm_added_q", "norm_added_k"];
         Ok(Self {
-            picture: stream("norm1", Projections::own(&attn, sizes)?, "to_out.0", "ff")?,
+            image: stream("norm1", Projections::own(&attn, sizes)?, "to_out.0", "ff")?,
             text: stream(
                 "norm1_context",
                 Projections::new(&attn, sizes, added)?,
@@ -199,24 +199,21 @@ impl FluxTransformerBlock {
         temb: &Tensor,
         rotary: &Rotary,
     ) -> candle_core::Result<(Tensor, Tensor)> {
-        let (h, for_picture) = self.picture.norm1.forward(x, temb)?;
+        let (h, for_image) = self.image.norm1.forward(x, temb)?;
         let (h_text, for_text) = self.text.norm1.forward(text, temb)?;
-        let (of_picture, of_text) = (
-            self.picture.attention.forward(&h)?,
-            self.text.attention.forward(&h_text)?,
-        );
-        let joined = |i: usize| nn::cat_channels(&of_text[i], &of_picture[i]);
+        let (of_image, of_text) = (self.image.attention.forward(&h)?, self.text.attention.forward(&h_text)?);
+        let joined = |i: usize| nn::cat_channels(&of_text[i], &of_image[i]);
         let all = attend(&[joined(0)?, joined(1)?, joined(2)?], self.sizes, rotary)?;
         let words = text.dim(1)?;
         let attended = all.narrow(1, words, x.dim(1)?)?;
         Ok((
-            self.picture.after(x, &attended, &for_picture)?,
+            self.image.after(x, &attended, &for_image)?,
             self.text.after(text, &all.narrow(1, 0, words)?, &for_text)?,
         ))
     }
 }
 
-/// A block in which text and picture are one sequence.
+/// A block in which text and image are one sequence.
 #[derive(Clone, Debug)]
 pub struct FluxSingleTransformerBlock {
     norm: AdaLayerNorm<3>,

@@ -52,8 +52,8 @@ fn flux_blocks_are_diffusers() {
         let block = FluxTransformerBlock::new(weights, SIZES)?;
         let positions = positions.clone();
         Ok(Box::new(move |x| {
-            let (picture, text) = block.forward(&x[0], &x[1], &x[2], &positions)?;
-            cat_channels(&text, &picture)
+            let (image, text) = block.forward(&x[0], &x[1], &x[2], &positions)?;
+            cat_channels(&text, &image)
         }))
     });
     block_check("flux_single", |weights| {

@@ -27,7 +27,7 @@ use crate::models::clip::{ClipTextConfig, ClipTextModel, ClipTokenizer};
 use crate::models::config;
 use crate::models::unet::{UNet2DConditionModel, UNetConfig};
 use crate::models::vae::{self, AutoencoderKl, VaeConfig};
-use crate::weights::{Index, Packing, Trained, Weights};
+use crate::weights::{Index, QuantizationConfig, Trained, Weights};
 use aitk_common::job::QType;
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::model::ModelConfig;
@@ -51,9 +51,9 @@ pub struct LoadOptions {
     /// and the tokenizer from a `tokenizer` folder beside the file, else OpenAI's.
     pub config_folder: Option<PathBuf>,
     /// How the U-Net's layers are quantised; see [`UNET_EXCLUDED`].
-    pub unet_packing: Option<Packing>,
+    pub unet_quantization: Option<QuantizationConfig>,
     /// How the text encoder's layers are quantised.
-    pub text_encoder_packing: Option<Packing>,
+    pub text_encoder_quantization: Option<QuantizationConfig>,
     /// What stays in memory, and what works in smaller pieces.
     pub choices: Choices,
     /// Which of the U-Net's own tensors are trained.
@@ -68,15 +68,15 @@ pub struct LoadOptions {
 const UNET_EXCLUDED: [&str; 3] = ["conv_in", "conv_out", "time_embedding.*"];
 
 impl LoadOptions {
-    /// f32 on the processor.
+    /// f32 on the CPU.
     #[must_use]
     pub fn cpu() -> Self {
         Self {
             dtype: DType::F32,
             device: Device::Cpu,
             config_folder: None,
-            unet_packing: None,
-            text_encoder_packing: None,
+            unet_quantization: None,
+            text_encoder_quantization: None,
             choices: Choices::default(),
             unet_trained: Trained::Nothing,
             text_encoder_trained: Trained::Nothing,
@@ -89,7 +89,7 @@ impl LoadOptions {
     pub fn of_job(model: &ModelConfig, profile: MemoryProfile, dtype: DType, device: Device) -> Self {
         let exclude = model.quantize_exclude().unwrap_or_default();
         let packing = |qtype: Option<QType>, exclude: &[String]| {
-            qtype.map(|qtype| Packing {
+            qtype.map(|qtype| QuantizationConfig {
                 qtype,
                 exclude: exclude.to_vec(),
             })
@@ -98,8 +98,8 @@ impl LoadOptions {
             dtype,
             device,
             config_folder: None,
-            unet_packing: packing(model.quantization(), &exclude),
-            text_encoder_packing: packing(model.text_encoder_quantization(), &exclude),
+            unet_quantization: packing(model.quantization(), &exclude),
+            text_encoder_quantization: packing(model.text_encoder_quantization(), &exclude),
             choices: Choices::of(profile).and(model.memory_choices()),
             unet_trained: Trained::Nothing,
             text_encoder_trained: Trained::Nothing,
@@ -112,11 +112,11 @@ impl LoadOptions {
     #[must_use]
     pub fn training(mut self, unet: Trained, text_encoder: Trained) -> Self {
         if unet != Trained::Nothing {
-            self.unet_packing = None;
+            self.unet_quantization = None;
             self.choices.denoiser_streamed = 0.0;
         }
         if text_encoder != Trained::Nothing {
-            self.text_encoder_packing = None;
+            self.text_encoder_quantization = None;
             self.choices.text_streamed = 0.0;
         }
         (self.unet_trained, self.text_encoder_trained) = (unet, text_encoder);
@@ -186,12 +186,12 @@ pub struct SdModel {
     pub text_encoder: ClipTextModel,
     /// Noise prediction.
     pub unet: UNet2DConditionModel,
-    /// Pictures to latents and back.
+    /// Images to latents and back.
     pub vae: AutoencoderKl,
     /// `scheduler_config.json`, as it is.
     pub scheduler_config: Value,
     /// Guidance asks the U-Net for the two predictions one after another, which takes half the memory.
-    pub guidance_in_turn: bool,
+    pub sequential_cfg: bool,
     /// Parts whose files hold quantised weights, and of which kinds.
     pub quantised_in_file: Vec<(&'static str, Vec<&'static str>)>,
     /// The tensors that are trained, by part and name (`unet.conv_in.weight`), sorted.
@@ -199,9 +199,9 @@ pub struct SdModel {
     /// What it was loaded from, to write it whole.
     pub source: Arc<SdSource>,
     /// The text encoder once more where it is trained, of the same memory and without variables.
-    still_text_encoder: Option<ClipTextModel>,
+    frozen_text_encoder: Option<ClipTextModel>,
     /// The same of the U-Net.
-    still_unet: Option<UNet2DConditionModel>,
+    frozen_unet: Option<UNet2DConditionModel>,
 }
 
 /// Refuses what is of another family or no base model, as the command line did before anything was sent: a spec may have come
@@ -290,7 +290,7 @@ impl SdModel {
         let choices = &options.choices;
         let weights =
             |index, streamed: f64| Weights::from_index(index, options.dtype, &options.device).streamed(streamed);
-        let unet_packing = options.unet_packing.clone().map(|mut packing| {
+        let unet_quantization = options.unet_quantization.clone().map(|mut packing| {
             packing.exclude.extend(UNET_EXCLUDED.map(str::to_owned));
             packing
         });
@@ -298,10 +298,10 @@ impl SdModel {
             .map(|(part, index)| (part, index.quantised().into_iter().collect::<Vec<_>>()));
         let positions = parts.text_encoder.max_position_embeddings;
         let text_weights = weights(text_encoder, choices.text_streamed)
-            .packed(options.text_encoder_packing.clone())
+            .packed(options.text_encoder_quantization.clone())
             .training(options.text_encoder_trained.clone());
         let unet_weights = weights(unet, choices.denoiser_streamed)
-            .packed(unet_packing)
+            .packed(unet_quantization)
             .training(options.unet_trained.clone());
         let vae_weights = weights(vae, choices.vae_streamed);
         let mut model = Self {
@@ -315,17 +315,17 @@ impl SdModel {
                 [&text_weights, &unet_weights, &vae_weights],
             )?),
             scheduler_config: parts.scheduler,
-            guidance_in_turn: choices.guidance_in_turn,
+            sequential_cfg: choices.sequential_cfg,
             quantised_in_file: quantised.into_iter().filter(|(_, kinds)| !kinds.is_empty()).collect(),
             trained: Vec::new(),
-            still_text_encoder: None,
-            still_unet: None,
+            frozen_text_encoder: None,
+            frozen_unet: None,
         };
         if options.text_encoder_trained != Trained::Nothing {
-            model.still_text_encoder = Some(ClipTextModel::new(&text_weights.again(), &parts.text_encoder)?);
+            model.frozen_text_encoder = Some(ClipTextModel::new(&text_weights.again(), &parts.text_encoder)?);
         }
         if options.unet_trained != Trained::Nothing {
-            model.still_unet = Some(UNet2DConditionModel::new(&unet_weights.again(), &parts.unet)?);
+            model.frozen_unet = Some(UNet2DConditionModel::new(&unet_weights.again(), &parts.unet)?);
         }
         let text_encoder = text_weights.vars().into_iter();
         let text_encoder = text_encoder.map(|(name, var)| (format!("text_encoder.{}", text_name(&name)), var));
@@ -370,15 +370,15 @@ impl SdModel {
     /// The model to draw with while it is trained: it changes with the weights, but keeps nothing for a backward pass, which
     /// a forward pass of variables does. None where no weights of its own are trained.
     #[must_use]
-    pub fn untracked(&self) -> Option<Self> {
-        if self.still_text_encoder.is_none() && self.still_unet.is_none() {
+    pub fn detach(&self) -> Option<Self> {
+        if self.frozen_text_encoder.is_none() && self.frozen_unet.is_none() {
             return None;
         }
         let mut model = self.clone();
-        if let Some(still) = &self.still_text_encoder {
+        if let Some(still) = &self.frozen_text_encoder {
             model.text_encoder = still.clone();
         }
-        if let Some(still) = &self.still_unet {
+        if let Some(still) = &self.frozen_unet {
             model.unet = still.clone();
         }
         Some(model)

@@ -191,7 +191,7 @@ impl<'a> FullModel<'a> {
     /// A tensor as it is saved: what was trained, else what the model came with.
     fn tensor(&self, part: Part, name: &str) -> Result<Tensor> {
         match self.trained.get(&(part, name.to_owned())) {
-            // Rounded on the processor, so that the bytes do not depend on the device.
+            // Rounded on the CPU, so that the bytes do not depend on the device.
             Some(trained) => Ok(trained.detach().to_device(&Device::Cpu)?.to_dtype(self.dtype)?),
             None => self.source.component(part).index.read(name, self.dtype, &Device::Cpu),
         }

@@ -94,7 +94,7 @@ fn agrees(model: &mut SdModel, file: &str, parts: &[&str]) -> BTreeMap<&'static 
         let error = gap(&ours, theirs) / largest(theirs).max(1e-12);
         assert!(error < 1e-6, "{file}: {name} ({weight:?}): {error}");
         compared += 1;
-        if let Weight::Packed(packed) = &weight {
+        if let Weight::Quantized(packed) = &weight {
             *kinds.entry(packed.kind()).or_default() += 1;
             let whole = packed.dims().iter().product::<usize>() as f64;
             let most = match packed.kind() {
@@ -183,7 +183,7 @@ fn a_unet_of_comfyui_lies_in_a_folder_under_any_names() {
     assert!(kinds.contains_key("q8_0") && kinds.contains_key("q4_k"), "{kinds:?}");
     // Convolutions are in blocks, too, and have their shape.
     let conv = &weights(&mut model)["unet.mid_block.resnets.0.conv1.weight"];
-    assert!(matches!(conv, Weight::Packed(_)) && conv.dims() == [32, 32, 3, 3]);
+    assert!(matches!(conv, Weight::Quantized(_)) && conv.dims() == [32, 32, 3, 3]);
     // With the names that it has in a checkpoint, and with diffusers' own: the whole checkpoint has the first.
     std::fs::copy(place("checkpoint.gguf"), folder.path().join("unet/unet-Q4_0.gguf")).unwrap();
     let mut model = SdModel::load(folder.path(), &LoadOptions::cpu()).unwrap();
@@ -219,7 +219,7 @@ fn folders_of_bitsandbytes_stay_in_their_bits() {
 fn what_is_quantised_stays_so_and_the_rest_is_packed_or_left_in_its_file() {
     let configs = any_folder();
     let mut asked = options(&configs);
-    asked.unet_packing = Some(Packing {
+    asked.unet_quantization = Some(QuantizationConfig {
         qtype: QType::Int8,
         exclude: Vec::new(),
     });
@@ -229,7 +229,7 @@ fn what_is_quantised_stays_so_and_the_rest_is_packed_or_left_in_its_file() {
         let all = weights(model);
         for (_, weight) in all.iter().filter(|(name, _)| name.starts_with("unet.")) {
             let kind = match weight {
-                Weight::Packed(packed) => packed.kind(),
+                Weight::Quantized(packed) => packed.kind(),
                 Weight::Plain(_) => "plain",
                 Weight::Streamed(_) => "streamed",
             };

@@ -37,7 +37,7 @@ fn transformer(weights: &Weights, config: &UNetConfig, plan: &Plan, like: usize)
 /// Height and width.
 pub(super) type Size = (usize, usize);
 
-/// What every block reads beside the picture.
+/// What every block reads beside the image.
 #[derive(Clone, Copy)]
 pub(super) struct Conditions {
     /// The time embedding, [b, width].
@@ -67,7 +67,7 @@ impl Layers {
         })
     }
 
-    /// Layer `i`: of the picture, to which a skip is joined first, if there is one.
+    /// Layer `i`: of the image, to which a skip is joined first, if there is one.
     fn stack(&self, i: usize, path: &str, stack: &mut Stack, x: Value, skip: Option<Value>, c: Conditions) -> Value {
         let (name, resnet) = (format!("{path}.resnets.{i}"), Arc::clone(&self.resnets[i]));
         let x = match skip {
@@ -123,7 +123,7 @@ impl DownBlock {
         })
     }
 
-    /// Every intermediate picture with its size goes to `skips`; the last one goes on.
+    /// Every intermediate image with its size goes to `skips`; the last one goes on.
     pub(super) fn stack(&self, path: &str, stack: &mut Stack, skips: &mut Vec<(Value, Size)>, c: Conditions) {
         let Some(&(mut x, size)) = skips.last() else { return };
         for i in 0..self.layers.resnets.len() {

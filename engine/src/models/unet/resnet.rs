@@ -110,7 +110,7 @@ impl Downsample {
         })
     }
 
-    /// Height and width of the result, for a picture of this height and width.
+    /// Height and width of the result, for an image of this height and width.
     #[must_use]
     pub fn size_after(&self, (height, width): (usize, usize)) -> (usize, usize) {
         let added = (2 * self.conv.padding).max(1);

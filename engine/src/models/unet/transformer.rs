@@ -9,7 +9,7 @@ use candle_core::Tensor;
 /// Sizes of a transformer.
 #[derive(Clone, Copy, Debug)]
 pub struct TransformerSizes {
-    /// Channels of the picture, features of a token.
+    /// Channels of the image, features of a token.
     pub channels: usize,
     /// Heads.
     pub heads: usize,
@@ -123,8 +123,8 @@ impl Transformer2d {
             h = block.forward(&h, context)?;
         }
         let h = match &self.proj_out {
-            Projection::Linear(layer) => nn::to_picture(&layer.forward(&h)?, x.dims())?,
-            Projection::Conv(layer) => layer.forward(&nn::to_picture(&h, x.dims())?)?,
+            Projection::Linear(layer) => nn::to_image(&layer.forward(&h)?, x.dims())?,
+            Projection::Conv(layer) => layer.forward(&nn::to_image(&h, x.dims())?)?,
         };
         nn::add(&h, x)
     }

@@ -74,7 +74,7 @@ impl MidAttention {
         let h = nn::to_tokens(&self.group_norm.forward(x)?)?;
         let (q, k, v) = (self.to_q.forward(&h)?, self.to_k.forward(&h)?, self.to_v.forward(&h)?);
         let h = self.to_out.forward(&Attention::of(1).forward(&q, &k, &v)?)?;
-        nn::add(&nn::to_picture(&h, x.dims())?, x)
+        nn::add(&nn::to_image(&h, x.dims())?, x)
     }
 }
 

@@ -1,4 +1,4 @@
-//! The KL autoencoder (diffusers' `AutoencoderKL`): pictures to latents and back.
+//! The KL autoencoder (diffusers' `AutoencoderKL`): images to latents and back.
 
 mod coder;
 #[cfg(test)]
@@ -132,7 +132,7 @@ pub struct AutoencoderKl {
     pub scaling_factor: f64,
     /// Taken from latents before they are scaled (0 for SD 1.x).
     pub shift_factor: f64,
-    /// Larger pictures than the model was made for are done in tiles.
+    /// Larger images than the model was made for are done in tiles.
     tiles: Option<Tiling>,
 }
 
@@ -161,7 +161,7 @@ impl AutoencoderKl {
         })
     }
 
-    /// In tiles where a picture is larger than the model was made for, or always whole.
+    /// In tiles where an image is larger than the model was made for, or always whole.
     #[must_use]
     pub fn tiled(self, on: bool) -> Self {
         let tiles = on.then(|| Tiling::new(self.config.sample_size.side(), self.scale_factor()));
@@ -195,7 +195,7 @@ impl AutoencoderKl {
     /// # Errors
     /// When the shapes do not fit.
     pub fn encode(&self, images: &Tensor) -> Result<DiagonalGaussian> {
-        let moments = match self.tiles.filter(|tiles| tiles.wanted(images, tiles.pixels)) {
+        let moments = match self.tiles.filter(|tiles| tiles.needed(images, tiles.pixels)) {
             Some(tiles) => tiles.encode(images, |tile| self.moments(tile))?,
             None => self.moments(images)?,
         };
@@ -211,7 +211,7 @@ impl AutoencoderKl {
     /// # Errors
     /// When the shapes do not fit.
     pub fn decode(&self, latents: &Tensor) -> Result<Tensor> {
-        Ok(match self.tiles.filter(|tiles| tiles.wanted(latents, tiles.latents)) {
+        Ok(match self.tiles.filter(|tiles| tiles.needed(latents, tiles.latents)) {
             Some(tiles) => tiles.decode(latents, |tile| self.pixels(tile))?,
             None => self.pixels(latents)?,
         })

@@ -12,7 +12,7 @@ fn tiles_are_those_of_diffusers() {
     let decoded = tiled.decode(&fixture["latents"]).unwrap();
     let expected = &fixture["decoded"];
     assert!(gap(&decoded, expected) < 1e-4 * largest(expected));
-    let encoded = tiled.encode(&fixture["pictures"]).unwrap();
+    let encoded = tiled.encode(&fixture["images"]).unwrap();
     for (name, found) in [("mean", &encoded.mean), ("logvar", &encoded.logvar)] {
         assert!(gap(found, &fixture[name]) < 1e-4 * largest(&fixture[name]), "{name}");
     }

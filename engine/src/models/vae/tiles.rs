@@ -1,6 +1,6 @@
 //! The autoencoder in tiles that overlap by a quarter and are blended there, as diffusers' `tiled_encode` and
-//! `tiled_decode` of `AutoencoderKL` do it: memory for one tile, whatever the size of the picture. Each tile has group
-//! norms of its own, so that a tiled picture is close to the whole one, not equal.
+//! `tiled_decode` of `AutoencoderKL` do it: memory for one tile, whatever the size of the image. Each tile has group
+//! norms of its own, so that a tiled image is close to the whole one, not equal.
 
 use candle_core::{Result, Tensor};
 
@@ -26,7 +26,7 @@ struct Grid {
 }
 
 impl Tiling {
-    /// For a model made for pictures of this side; `scale` pixels are a latent.
+    /// For a model made for images of this side; `scale` pixels are a latent.
     pub(super) fn new(sample_size: usize, scale: usize) -> Self {
         // Below four latents there is nothing left to blend.
         let latents = (sample_size / scale).max(4);
@@ -35,7 +35,7 @@ impl Tiling {
     }
 
     /// Whether x [b, c, h, w] is larger than a tile of this side.
-    pub(super) fn wanted(self, x: &Tensor, side: usize) -> bool {
+    pub(super) fn needed(self, x: &Tensor, side: usize) -> bool {
         x.dims().iter().skip(2).any(|length| *length > side)
     }
 

@@ -1,4 +1,4 @@
-//! Attention on the processor: some queries at a time against all keys.
+//! Attention on the CPU: some queries at a time against all keys.
 //!
 //! Scores are held transposed, `[keys][queries of a panel]`, one or two vectors of queries wide: so the softmax runs
 //! down whole vectors, what comes out is already packed as a side of the next product, and no more than one such panel

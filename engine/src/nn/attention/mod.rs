@@ -3,16 +3,16 @@
 //! Queries are taken in chunks, so that the matrix of all scores (heads x 4096 x 4096 for SD 1.5 at 512 pixels) is
 //! never held; the backward pass computes the scores again.
 
+mod cpu_op;
 mod kernel;
-mod processor;
 #[cfg(test)]
 mod tests;
 
 use super::cpu::{self, Mat};
 use crate::autograd::apply;
 use candle_core::{D, DType, Shape, Tensor};
+use cpu_op::AttentionOp;
 use kernel::Bias;
-use processor::AttentionOp;
 
 /// softmax(q k^T * scale + bias) v per head.
 #[derive(Clone, Copy, Debug)]

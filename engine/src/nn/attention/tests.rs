@@ -1,4 +1,4 @@
-//! Every vector unit of this processor against the others.
+//! Every vector unit of this CPU against the others.
 
 use super::kernel::{Backward, Bias, Forward, Pack, Problem, Room};
 use crate::nn::cpu::{Mat, Unit, on, units};

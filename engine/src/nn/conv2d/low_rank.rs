@@ -5,7 +5,7 @@ use super::geometry::Geometry;
 use crate::autograd::{Input, Operation};
 use crate::nn::Weight;
 use crate::nn::cpu::{self, Mat, MatMut};
-use crate::nn::low_rank::Thin;
+use crate::nn::low_rank::LowRankSizes;
 use candle_core::{Device, Result, Shape, Tensor};
 
 /// The convolution of x [b, in, h, w] with `W + scale * up * down`, of down [rank, in, kh, kw] and up [out, rank, 1, 1].
@@ -20,7 +20,7 @@ pub(super) struct LowRankConv {
 struct Sizes {
     whole: Geometry,
     thin: Geometry,
-    matrix: Thin,
+    matrix: LowRankSizes,
     pixels: usize,
 }
 
@@ -36,7 +36,7 @@ impl LowRankConv {
         let pixels = whole.out_h * whole.out_w;
         Ok(Sizes {
             thin: Geometry::new(x, down, stride, padding)?,
-            matrix: Thin {
+            matrix: LowRankSizes {
                 rows: whole.batch * pixels,
                 inputs: inputs * kh * kw,
                 outputs,
@@ -48,8 +48,8 @@ impl LowRankConv {
     }
 }
 
-/// `out[b] (+)= alpha * a * b[b]` for every picture of the batch.
-fn per_picture(out: &mut [f32], a: Mat<'_>, b: &[f32], (pixels, beta, alpha): (usize, f32, f32)) -> Result<()> {
+/// `out[b] (+)= alpha * a * b[b]` for every image of the batch.
+fn per_image(out: &mut [f32], a: Mat<'_>, b: &[f32], (pixels, beta, alpha): (usize, f32, f32)) -> Result<()> {
     let (to, from) = ((a.rows * pixels).max(1), (a.cols * pixels).max(1));
     for (out, b) in out.chunks_mut(to).zip(b.chunks(from)) {
         let b = Mat::new(b, a.cols, pixels);
@@ -71,7 +71,7 @@ impl Operation<3> for LowRankConv {
         [x_shape, down_shape, up_shape]: [&Shape; 3],
     ) -> Result<(Vec<f32>, Shape)> {
         let s = self.sizes(x_shape, down_shape, up_shape)?;
-        let Thin { outputs, rank, .. } = s.matrix;
+        let LowRankSizes { outputs, rank, .. } = s.matrix;
         let weight = self.weight.dense()?;
         let run = |weight: &[f32]| match &self.op.bias {
             Some(bias) => cpu::with_slice(bias, |bias| s.whole.forward(x, weight, Some(bias)))?,
@@ -83,7 +83,7 @@ impl Operation<3> for LowRankConv {
             }
             let mut y = run(weight)?;
             let h = s.thin.forward(x, down, None)?;
-            per_picture(&mut y, Mat::new(up, outputs, rank), &h, (s.pixels, 1.0, self.scale))?;
+            per_image(&mut y, Mat::new(up, outputs, rank), &h, (s.pixels, 1.0, self.scale))?;
             Ok(y)
         })??;
         Ok((y, (s.whole.batch, outputs, s.whole.out_h, s.whole.out_w).into()))
@@ -91,8 +91,8 @@ impl Operation<3> for LowRankConv {
 
     fn backward(&self, [x, down, up]: [&Input; 3], gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
         let s = self.sizes(x.shape(), down.shape(), up.shape())?;
-        let Thin { outputs, rank, .. } = s.matrix;
-        let (trains, wants_dx) = (down.wanted() || up.wanted(), x.wanted());
+        let LowRankSizes { outputs, rank, .. } = s.matrix;
+        let (trains, wants_dx) = (down.requires_grad() || up.requires_grad(), x.requires_grad());
         let tensor = |elements: Vec<f32>, shape: &Shape| Tensor::from_vec(elements, shape, &Device::Cpu).map(Some);
         let [mut dx, mut d_down, mut d_up] = [const { None }; 3];
         cpu::with_slice(gradient, |dy| {
@@ -100,13 +100,13 @@ impl Operation<3> for LowRankConv {
                 up.with(|u| {
                     let mut dh = vec![0f32; s.whole.batch * rank * s.pixels];
                     let u_mat = Mat::new(u, outputs, rank);
-                    per_picture(&mut dh, u_mat.t(), dy, (s.pixels, 0.0, self.scale))?;
+                    per_image(&mut dh, u_mat.t(), dy, (s.pixels, 0.0, self.scale))?;
                     if trains {
                         x.with(|x| {
                             let h = s.thin.forward(x, d, None)?;
                             let mut sum = vec![0f32; outputs * rank];
-                            let pictures = dy.chunks((outputs * s.pixels).max(1));
-                            for (dy, h) in pictures.zip(h.chunks((rank * s.pixels).max(1))) {
+                            let images = dy.chunks((outputs * s.pixels).max(1));
+                            for (dy, h) in images.zip(h.chunks((rank * s.pixels).max(1))) {
                                 let (dy, h) = (Mat::new(dy, outputs, s.pixels), Mat::new(h, rank, s.pixels));
                                 let out = MatMut::new(&mut sum, outputs, rank);
                                 cpu::gemm(out, dy, h.t(), 1.0, self.scale, cpu::threads())?;

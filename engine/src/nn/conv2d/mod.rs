@@ -1,6 +1,6 @@
 //! Two-dimensional convolution.
 //!
-//! On the processor: a matrix product whose one side is packed from the windows of the image as it is needed; gradients
+//! On the CPU: a matrix product whose one side is packed from the windows of the image as it is needed; gradients
 //! for input and weight the same way. Elsewhere: candle's convolution.
 
 mod geometry;
@@ -8,7 +8,7 @@ mod kernels;
 mod low_rank;
 mod windows;
 
-use super::low_rank::Together;
+use super::low_rank::FusedLora;
 use super::{LayerAdapter, Weight, cpu};
 use crate::autograd::{Input, Operation, apply};
 use crate::error::Result;
@@ -76,7 +76,9 @@ impl Conv2d {
     fn alone(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         let bias = self.bias.as_ref();
         match &self.weight {
-            weight @ (Weight::Packed(_) | Weight::Streamed(_)) if cpu::runs_here(x) && weight.dtype() == DType::F32 => {
+            weight @ (Weight::Quantized(_) | Weight::Streamed(_))
+                if cpu::runs_here(x) && weight.dtype() == DType::F32 =>
+            {
                 let op = self.op(bias)?;
                 let weight = weight.clone();
                 apply([x], FrozenConv { op, weight })
@@ -87,8 +89,8 @@ impl Conv2d {
 
     /// With the first adapter, where both are one operation.
     fn changed(&self, x: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        let Some(Together { change, weight, bias }) =
-            Together::of(x, &self.weight, self.bias.as_ref(), &self.adapters)?
+        let Some(FusedLora { change, weight, bias }) =
+            FusedLora::of(x, &self.weight, self.bias.as_ref(), &self.adapters)?
         else {
             return Ok(None);
         };
@@ -121,19 +123,19 @@ pub fn conv2d(
         let y = if stride == 1 {
             x.conv2d(weight, padding, stride, 1, 1)?
         } else {
-            in_steps(x, weight, stride, padding)?
+            strided(x, weight, stride, padding)?
         };
         return match bias {
             Some(bias) => y.broadcast_add(&bias.reshape((1, outputs, 1, 1))?),
             None => Ok(y),
         };
     }
-    on_processor(x, weight, bias, stride, [padding; 2])
+    on_cpu(x, weight, bias, stride, [padding; 2])
 }
 
 /// candle's convolution with windows that move by more than one. Its gradient takes the rest of the last step from the
 /// height alone, so what no window sees is cut off first, along both axes.
-fn in_steps(x: &Tensor, weight: &Tensor, stride: usize, padding: usize) -> candle_core::Result<Tensor> {
+fn strided(x: &Tensor, weight: &Tensor, stride: usize, padding: usize) -> candle_core::Result<Tensor> {
     let (height, width) = (x.dim(2)? + 2 * padding, x.dim(3)? + 2 * padding);
     let (kernel_h, kernel_w) = (weight.dim(2)?, weight.dim(3)?);
     if stride == 0 || height < kernel_h || width < kernel_w {
@@ -153,8 +155,8 @@ fn in_steps(x: &Tensor, weight: &Tensor, stride: usize, padding: usize) -> candl
     x.conv2d(weight, 0, stride, 1, 1)
 }
 
-/// The same in f32 on the processor, with a padding for each axis.
-pub(super) fn on_processor(
+/// The same in f32 on the CPU, with a padding for each axis.
+pub(super) fn on_cpu(
     x: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
@@ -203,12 +205,12 @@ impl ConvOp {
 
     /// The gradients of x and weight.
     fn gradients(&self, x: &Input, weight: &Input, gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 2]> {
-        let dx = if x.wanted() {
+        let dx = if x.requires_grad() {
             Some(self.backward_input(x.shape(), weight.tensor()?, gradient)?)
         } else {
             None
         };
-        if !weight.wanted() {
+        if !weight.requires_grad() {
             return Ok([dx, None]);
         }
         let g = Geometry::new(x.shape(), weight.shape(), self.stride, self.padding)?;

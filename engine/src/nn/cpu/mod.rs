@@ -1,6 +1,6 @@
-//! What the processor's own kernels share: vectors, threads, matrix products.
+//! What the CPU's own kernels share: vectors, threads, matrix products.
 //!
-//! The operations of this folder run on `f32` on the processor; on CUDA and Metal, and for other dtypes, the same
+//! The operations of this folder run on `f32` on the CPU; on CUDA and Metal, and for other dtypes, the same
 //! functions are composed from candle's operations. Every sum has a fixed order that does not depend on the number
 //! of threads, so that the same inputs give the same bits.
 

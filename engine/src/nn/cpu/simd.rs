@@ -1,17 +1,17 @@
-//! What the kernels need of a processor's vector unit, and which units there are.
+//! What the kernels need of a CPU's vector unit, and which units there are.
 //!
 //! The unit is picked once, at run time: AVX-512, else AVX2 with FMA, else what the compiler makes of plain arrays
-//! (SSE2 on older x86-64 processors, NEON on ARM). A result depends on the unit only in its rounding.
+//! (SSE2 on older x86-64 CPUs, NEON on ARM). A result depends on the unit only in its rounding.
 #![expect(
     unsafe_code,
-    reason = "the processor's own instructions, and pointers to vectors; see `Simd`"
+    reason = "the CPU's own instructions, and pointers to vectors; see `Simd`"
 )]
 
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64 as x86;
 use std::sync::OnceLock;
 
-/// A vector unit for `f32`. Whoever has such a type got it from [`vectorised`] or [`on`], so the processor has the unit.
+/// A vector unit for `f32`. Whoever has such a type got it from [`vectorised`] or [`on`], so the CPU has the unit.
 ///
 /// # Safety
 /// Pointers must be good for the elements that are read or written: [`Simd::LANES`] of them, or `n` of them.
@@ -68,7 +68,7 @@ pub(crate) trait Simd: Copy {
     fn soon(_at: *const f32) {}
 }
 
-/// Which unit this processor has.
+/// Which unit this CPU has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Unit {
     #[cfg(target_arch = "x86_64")]
@@ -78,13 +78,13 @@ pub(crate) enum Unit {
     Plain,
 }
 
-/// The best unit of this processor.
+/// The best unit of this CPU.
 pub(crate) fn unit() -> Unit {
     static UNIT: OnceLock<Unit> = OnceLock::new();
     *UNIT.get_or_init(|| units().into_iter().next().unwrap_or(Unit::Plain))
 }
 
-/// The units of this processor, best first.
+/// The units of this CPU, best first.
 pub(crate) fn units() -> Vec<Unit> {
     let mut found = Vec::new();
     #[cfg(target_arch = "x86_64")]
@@ -119,7 +119,7 @@ pub(crate) fn vectorised<W: Work>(work: W) -> W::Out {
     on(unit(), work)
 }
 
-/// Runs `work` on this unit, which the processor must have.
+/// Runs `work` on this unit, which the CPU must have.
 pub(crate) fn on<W: Work>(unit: Unit, work: W) -> W::Out {
     match unit {
         #[cfg(target_arch = "x86_64")]

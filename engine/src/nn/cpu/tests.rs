@@ -1,4 +1,4 @@
-//! Every vector unit of this processor against plain arithmetic.
+//! Every vector unit of this CPU against plain arithmetic.
 
 use super::lanes::Each;
 use super::simd::{Unit, on, units};

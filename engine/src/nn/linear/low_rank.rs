@@ -4,7 +4,7 @@ use super::{Made, multiply, rows_of, with_bias};
 use crate::autograd::{Input, Operation};
 use crate::nn::Weight;
 use crate::nn::cpu::{self, Mat, MatMut};
-use crate::nn::low_rank::Thin;
+use crate::nn::low_rank::LowRankSizes;
 use candle_core::{Device, Result, Shape, Tensor};
 
 /// `x (W + scale * up * down)^T + b`, of x [.., in], down [rank, in] and up [out, rank].
@@ -17,7 +17,7 @@ pub(super) struct LowRankLinear {
 }
 
 impl LowRankLinear {
-    fn sizes(&self, x: &Shape, down: &Shape, up: &Shape) -> Result<Thin> {
+    fn sizes(&self, x: &Shape, down: &Shape, up: &Shape) -> Result<LowRankSizes> {
         let ((rank, inputs), (outputs, up_rank)) = (down.dims2()?, up.dims2()?);
         if self.weight.dims() != [outputs, inputs] || rank != up_rank || x.dims().last() != Some(&inputs) {
             candle_core::bail!(
@@ -25,7 +25,7 @@ impl LowRankLinear {
                 self.weight.dims()
             );
         }
-        Ok(Thin {
+        Ok(LowRankSizes {
             rows: rows_of(x),
             inputs,
             outputs,
@@ -68,7 +68,7 @@ impl Operation<3> for LowRankLinear {
 
     fn backward(&self, [x, down, up]: [&Input; 3], gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
         let t = self.sizes(x.shape(), down.shape(), up.shape())?;
-        let (trains, wants_dx) = (down.wanted() || up.wanted(), x.wanted());
+        let (trains, wants_dx) = (down.requires_grad() || up.requires_grad(), x.requires_grad());
         let tensor = |elements: Vec<f32>, shape: &Shape| Tensor::from_vec(elements, shape, &Device::Cpu).map(Some);
         let [mut dx, mut d_down, mut d_up] = [const { None }; 3];
         cpu::with_slice(gradient, |dy| {

@@ -4,7 +4,7 @@ mod low_rank;
 mod trained;
 
 use super::cpu::{self, Product, Sizes, Start};
-use super::low_rank::Together;
+use super::low_rank::FusedLora;
 use super::transpose::turn;
 use super::{LayerAdapter, Weight};
 use crate::autograd::{Input, Operation, apply};
@@ -82,8 +82,8 @@ impl Linear {
 
     /// With the first adapter, where both are one operation.
     fn changed(&self, x: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        let Some(Together { change, weight, bias }) =
-            Together::of(x, &self.weight, self.bias.as_ref(), &self.adapters)?
+        let Some(FusedLora { change, weight, bias }) =
+            FusedLora::of(x, &self.weight, self.bias.as_ref(), &self.adapters)?
         else {
             return Ok(None);
         };

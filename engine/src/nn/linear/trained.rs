@@ -12,12 +12,12 @@ pub(super) struct TrainedLinear;
 
 impl TrainedLinear {
     fn gradients(x: &Input, weight: &Input, gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 2]> {
-        let dx = if x.wanted() {
+        let dx = if x.requires_grad() {
             Some(backward_input(x.shape(), weight.tensor()?, gradient)?)
         } else {
             None
         };
-        if !weight.wanted() {
+        if !weight.requires_grad() {
             return Ok([dx, None]);
         }
         let ((outputs, inputs), rows) = (weight.shape().dims2()?, rows_of(x.shape()));
@@ -90,7 +90,7 @@ impl Operation<3> for TrainedLinear {
 
     fn backward(&self, [x, weight, bias]: [&Input; 3], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 3]> {
         let [dx, dw] = Self::gradients(x, weight, gradient)?;
-        let db = if bias.wanted() {
+        let db = if bias.requires_grad() {
             let outputs = bias.shape().elem_count();
             let sums = cpu::with_slice(gradient, |dy| sum_rows(dy, outputs))?;
             Some(Tensor::from_vec(sums, bias.shape(), &Device::Cpu)?)

@@ -1,4 +1,4 @@
-//! Norms on the processor. Sums run in f64, one row on one thread, so that the result does not depend on the number of
+//! Norms on the CPU. Sums run in f64, one row on one thread, so that the result does not depend on the number of
 //! threads.
 
 use crate::autograd::{Input, Operation};
@@ -111,7 +111,7 @@ impl Operation<3> for Rows {
     }
 
     fn backward(&self, [x, weight, bias]: [&Input; 3], gradient: &Tensor) -> candle_core::Result<[Option<Tensor>; 3]> {
-        let affine = weight.wanted() || bias.wanted();
+        let affine = weight.requires_grad() || bias.requires_grad();
         let shape = x.shape();
         let mut dx = vec![0f32; shape.elem_count()];
         let (mut dw, mut db) = (vec![0f64; self.channels], vec![0f64; self.channels]);
@@ -204,7 +204,7 @@ impl Rows {
     }
 }
 
-/// Partial sums: so many that the processor need not wait for one addition before the next, in an order of their own.
+/// Partial sums: so many that the CPU need not wait for one addition before the next, in an order of their own.
 const PARTS: usize = 16;
 
 #[inline(always)]

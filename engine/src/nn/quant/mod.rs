@@ -25,7 +25,7 @@ use std::sync::Arc;
 pub use codes::Code;
 
 /// A weight of a linear layer `[out, in]` or a convolution `[out, in, kernel, kernel]` in a few bits.
-pub struct Packed {
+pub struct Quantized {
     kind: &'static str,
     shape: Vec<usize>,
     dtype: DType,
@@ -60,13 +60,13 @@ enum Data {
     Gguf(QTensor),
 }
 
-impl std::fmt::Debug for Packed {
+impl std::fmt::Debug for Quantized {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Packed({} {:?})", self.kind, self.shape)
+        write!(f, "Quantized({} {:?})", self.kind, self.shape)
     }
 }
 
-impl Packed {
+impl Quantized {
     /// Packs a weight; `None` when this kind has no room for its shape (GGUF wants rows of a multiple of 32).
     ///
     /// # Errors
@@ -80,7 +80,7 @@ impl Packed {
         }
         let (dtype, device) = (weight.dtype(), weight.device().clone());
         let inputs = count / outputs;
-        // Packed on the processor wherever it lies: once, and to the same bits everywhere.
+        // Quantized on the CPU wherever it lies: once, and to the same bits everywhere.
         let plain = weight.detach().to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
         let data = match Code::of(qtype) {
             None => {
@@ -282,7 +282,7 @@ impl Packed {
     }
 }
 
-/// Runs `f` on the bytes of a contiguous tensor on the processor.
+/// Runs `f` on the bytes of a contiguous tensor on the CPU.
 fn with_bytes<R>(x: &Tensor, f: impl FnOnce(&[u8]) -> R) -> candle_core::Result<R> {
     let (storage, layout) = x.storage_and_layout();
     match (&*storage, layout.contiguous_offsets()) {
@@ -290,6 +290,6 @@ fn with_bytes<R>(x: &Tensor, f: impl FnOnce(&[u8]) -> R) -> candle_core::Result<
             Some(data) => Ok(f(data)),
             None => candle_core::bail!("layout exceeds storage"),
         },
-        _ => candle_core::bail!("expected contiguous bytes on the processor"),
+        _ => candle_core::bail!("expected contiguous bytes on the CPU"),
     }
 }

@@ -3,7 +3,7 @@ use crate::models::sd::{LoadOptions, SdModel};
 use crate::nn::{Conv2d, LayerMut, Linear, VisitLayers, Weight, conv2d, linear};
 use crate::rng::TorchGenerator;
 use crate::testing::{fixtures, tiny_sd};
-use crate::weights::Packing;
+use crate::weights::QuantizationConfig;
 use candle_core::Var;
 use std::collections::BTreeMap;
 
@@ -41,7 +41,7 @@ fn weights_come_back_as_from_the_reference_libraries() {
     let kept = candle_core::safetensors::load(fixtures().join("quant/reference.safetensors"), &Device::Cpu).unwrap();
     for (name, theirs) in &errors {
         let qtype = QType::from_name(name).unwrap();
-        let back = Packed::pack(&weight, qtype).unwrap().unwrap().unpack().unwrap();
+        let back = Quantized::pack(&weight, qtype).unwrap().unwrap().unpack().unwrap();
         let ours = relative(&x.matmul(&back.t().unwrap()).unwrap(), &y);
         assert!(ours <= theirs * 1.0001, "{name}: an error of {ours}, theirs {theirs}");
         let every_seventh: Vec<f32> = flat(&back).into_iter().step_by(7).collect();
@@ -58,7 +58,7 @@ fn blocks_of_gguf_are_as_exact_as_llama_cpp_wants_them() {
     let values: Vec<f32> = (0..32 * 128).map(|i| 0.1 + 2.0 * (i as f32).cos()).collect();
     let weight = Tensor::from_vec(values.clone(), (16, 256), &Device::Cpu).unwrap();
     for qtype in [QType::Q8_0, QType::Q4K] {
-        let packed = Packed::pack(&weight, qtype).unwrap().unwrap();
+        let packed = Quantized::pack(&weight, qtype).unwrap().unwrap();
         let back = flat(&packed.unpack().unwrap());
         let sum: f64 = values.iter().zip(&back).map(|(a, b)| f64::from(a - b).powi(2)).sum();
         let error = sum.sqrt() / values.len() as f64;
@@ -72,10 +72,10 @@ fn blocks_of_gguf_are_as_exact_as_llama_cpp_wants_them() {
 fn a_packed_layer_computes_with_what_comes_back_forwards_and_backwards() {
     for qtype in ALL {
         let (weight, bias) = (randn(1, &[24, 96], 0.1), randn(2, &[24], 0.1));
-        let packed = Packed::pack(&weight, qtype).unwrap().unwrap();
+        let packed = Quantized::pack(&weight, qtype).unwrap().unwrap();
         let back = packed.unpack().unwrap();
         assert!(relative(&back, &weight) < 0.12, "{qtype}");
-        let layer = Linear::from_parts(Weight::Packed(packed), Some(bias.clone()));
+        let layer = Linear::from_parts(Weight::Quantized(packed), Some(bias.clone()));
         assert_eq!((layer.in_features(), layer.out_features()), (96, 24));
         let x = Var::from_tensor(&randn(3, &[2, 5, 96], 1.0)).unwrap();
         let compare = |found: Tensor, expected: Tensor| {
@@ -87,10 +87,10 @@ fn a_packed_layer_computes_with_what_comes_back_forwards_and_backwards() {
     }
     for qtype in ALL {
         let (weight, bias) = (randn(4, &[8, 32, 3, 3], 0.1), randn(5, &[8], 0.1));
-        let packed = Packed::pack(&weight, qtype).unwrap().unwrap();
+        let packed = Quantized::pack(&weight, qtype).unwrap().unwrap();
         let back = packed.unpack().unwrap();
         let layer = Conv2d {
-            weight: Weight::Packed(packed),
+            weight: Weight::Quantized(packed),
             bias: Some(bias.clone()),
             stride: 2,
             padding: 1,
@@ -115,7 +115,7 @@ fn candles_operations_unpack_to_the_same_numbers() {
         (QType::Nf4, [7, 45]),
         (QType::Nf4, [4, 64]),
     ] {
-        let packed = Packed::pack(&randn(7, &shape, 0.3), qtype).unwrap().unwrap();
+        let packed = Quantized::pack(&randn(7, &shape, 0.3), qtype).unwrap().unwrap();
         let Data::Codes {
             code,
             codes,
@@ -133,14 +133,14 @@ fn candles_operations_unpack_to_the_same_numbers() {
 #[test]
 fn shapes_that_do_not_fit_stay_as_they_are() {
     let odd = randn(8, &[4, 33], 1.0);
-    assert!(Packed::pack(&odd, QType::Q4K).unwrap().is_none());
+    assert!(Quantized::pack(&odd, QType::Q4K).unwrap().is_none());
     assert!(
-        Packed::pack(&Tensor::zeros((0, 4), DType::F32, &Device::Cpu).unwrap(), QType::Nf4)
+        Quantized::pack(&Tensor::zeros((0, 4), DType::F32, &Device::Cpu).unwrap(), QType::Nf4)
             .unwrap()
             .is_none()
     );
     let half = randn(8, &[4, 64], 1.0).to_dtype(DType::BF16).unwrap();
-    let packed = Packed::pack(&half, QType::Int8).unwrap().unwrap();
+    let packed = Quantized::pack(&half, QType::Int8).unwrap().unwrap();
     assert_eq!(packed.unpack().unwrap().dtype(), DType::BF16);
 }
 
@@ -165,7 +165,7 @@ fn count(model: &mut SdModel) -> (Vec<String>, usize) {
 #[test]
 fn a_model_is_packed_as_it_is_read_but_for_what_is_left_out() {
     let options = LoadOptions {
-        unet_packing: Some(Packing {
+        unet_quantization: Some(QuantizationConfig {
             qtype: QType::Int8,
             exclude: vec!["*.attn1.to_q".into()],
         }),

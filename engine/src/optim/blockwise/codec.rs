@@ -28,14 +28,14 @@ pub(in super::super) fn encode(map: &Map, values: &[f32], codes: &mut [u8], absm
     }
 }
 
-/// [`decode`] for any processor.
+/// [`decode`] for any CPU.
 pub(super) fn decode_by_table(map: &Map, codes: &[u8], absmax: &[f32], out: &mut [f32]) {
     for ((out, codes), absmax) in out.chunks_mut(BLOCK).zip(codes.chunks(BLOCK)).zip(absmax) {
         decode_each(map, codes, *absmax, out);
     }
 }
 
-/// [`encode`] for any processor.
+/// [`encode`] for any CPU.
 pub(super) fn encode_by_table(map: &Map, values: &[f32], codes: &mut [u8], absmax: &mut [f32]) {
     for ((codes, values), absmax) in codes.chunks_mut(BLOCK).zip(values.chunks(BLOCK)).zip(absmax) {
         *absmax = greatest(values, 0.0);

@@ -1,4 +1,4 @@
-//! 8-bit numbers on the vector units of x86-64, 8 or 16 at a time: AVX2 or AVX-512, whichever the processor has.
+//! 8-bit numbers on the vector units of x86-64, 8 or 16 at a time: AVX2 or AVX-512, whichever the CPU has.
 
 use super::BLOCK;
 use super::codec::{decode_by_table, decode_each, encode_by_table, encode_each, factors, greatest};
@@ -17,7 +17,7 @@ pub(super) fn decode(unit: Unit, map: &Map, codes: &[u8], absmax: &[f32], out: &
     fn narrow(map: &Map, codes: &[u8], absmax: &[f32], out: &mut [f32]) {
         decode_with::<Avx2>(map, codes, absmax, out);
     }
-    #[expect(unsafe_code, reason = "a unit is only ever one that the processor was asked for")]
+    #[expect(unsafe_code, reason = "a unit is only ever one that the CPU was asked for")]
     match unit {
         Unit::Avx512 => unsafe { wide(map, codes, absmax, out) },
         Unit::Avx2 => unsafe { narrow(map, codes, absmax, out) },
@@ -35,7 +35,7 @@ pub(super) fn encode(unit: Unit, map: &Map, values: &[f32], codes: &mut [u8], ab
     fn narrow(map: &Map, values: &[f32], codes: &mut [u8], absmax: &mut [f32], soon: &[f32]) {
         encode_with::<Avx2>(map, values, codes, absmax, soon);
     }
-    #[expect(unsafe_code, reason = "a unit is only ever one that the processor was asked for")]
+    #[expect(unsafe_code, reason = "a unit is only ever one that the CPU was asked for")]
     match unit {
         Unit::Avx512 => unsafe { wide(map, values, codes, absmax, soon) },
         Unit::Avx2 => unsafe { narrow(map, values, codes, absmax, soon) },
@@ -128,7 +128,7 @@ fn encode_with<L: Lanes>(map: &Map, values: &[f32], codes: &mut [u8], absmax: &m
     }
 }
 
-/// What both units can do. Only to be used where the processor has the unit: in functions that enable it.
+/// What both units can do. Only to be used where the CPU has the unit: in functions that enable it.
 trait Lanes {
     /// How many numbers at once.
     const COUNT: usize;

@@ -13,7 +13,7 @@ mod map;
 pub(super) use codec::{decode, encode};
 pub(super) use map::Map;
 
-use super::kept::Kept;
+use super::state_tensor::StateTensor;
 use candle_core::{D, DType, Device, Result, Shape, Tensor};
 use rayon::prelude::*;
 
@@ -24,9 +24,9 @@ pub(super) const BLOCK: usize = 256;
 pub(super) struct Blocks {
     pub(super) map: &'static Map,
     /// As many as the tensor has elements, in its shape; `u8`.
-    pub(super) codes: Kept,
+    pub(super) codes: StateTensor,
     /// One scale per block of the flattened tensor; float32.
-    pub(super) absmax: Kept,
+    pub(super) absmax: StateTensor,
 }
 
 /// Blocks of a tensor with this many elements.
@@ -36,7 +36,7 @@ pub(super) fn blocks(elements: usize) -> usize {
 
 impl Blocks {
     /// From codes and scales.
-    pub(super) fn new(map: &'static Map, codes: Kept, absmax: Kept) -> Self {
+    pub(super) fn new(map: &'static Map, codes: StateTensor, absmax: StateTensor) -> Self {
         Self { map, codes, absmax }
     }
 
@@ -44,7 +44,7 @@ impl Blocks {
     pub(super) fn zeros(map: &'static Map, shape: &Shape, device: &Device) -> Result<Self> {
         let absmax = Tensor::zeros(blocks(shape.elem_count()), DType::F32, device)?;
         let codes = Tensor::zeros(shape, DType::U8, device)?;
-        Ok(Self::new(map, Kept::new(codes), Kept::new(absmax)))
+        Ok(Self::new(map, StateTensor::new(codes), StateTensor::new(absmax)))
     }
 
     /// The tensor in float32.

@@ -19,7 +19,7 @@ pub(super) struct Data {
     /// Of the regularisation sets.
     pub(super) regularisation: Vec<Batch>,
     seed: u64,
-    /// Steps that were looked at, and how many of them took regularisation pictures.
+    /// Steps that were looked at, and how many of them took regularisation images.
     counted: (u64, u64),
 }
 
@@ -30,7 +30,7 @@ pub(super) struct Turn {
     pub(super) weight: f64,
 }
 
-/// Whether step `number` takes regularisation pictures where there are any.
+/// Whether step `number` takes regularisation images where there are any.
 pub(super) fn takes_regularisation(number: u64, process: &TrainerProcess) -> bool {
     let saves = process.save.is_due(number);
     let samples = process.sample.is_due(number) && !process.train.disable_sampling;
@@ -67,13 +67,13 @@ impl Data {
             counted: (0, 0),
         };
         let mut text = format!(
-            "{} training pictures in {} batches",
+            "{} training images in {} batches",
             data.count(false),
             data.batches.len()
         );
         if !data.regularisation.is_empty() {
             text += &format!(
-                ", {} regularisation pictures in {}",
+                ", {} regularisation images in {}",
                 data.count(true),
                 data.regularisation.len()
             );
@@ -87,13 +87,13 @@ impl Data {
         self.datasets.iter().filter(own).map(|d| d.items.len()).sum()
     }
 
-    /// Whether step `number` (counted from 1, as saves are named) takes regularisation pictures: every even one does,
+    /// Whether step `number` (counted from 1, as saves are named) takes regularisation images: every even one does,
     /// except where a save or samples are due.
     fn is_regularisation(&self, number: u64, process: &TrainerProcess) -> bool {
         !self.regularisation.is_empty() && takes_regularisation(number, process)
     }
 
-    /// How many of the first `steps` steps took training pictures, and how many took regularisation pictures.
+    /// How many of the first `steps` steps took training images, and how many took regularisation images.
     fn taken(&mut self, steps: u64, process: &TrainerProcess) -> (u64, u64) {
         if self.regularisation.is_empty() {
             return (steps, 0);

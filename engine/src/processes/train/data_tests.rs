@@ -5,7 +5,7 @@ use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::job::process::TrainerProcess;
 use std::path::Path;
 
-/// With a second data set, of two other pictures, for regularisation.
+/// With a second data set, of two other images, for regularisation.
 fn with_regularisation(root: &Path, steps: u64) -> TrainerProcess {
     let mut process = trainer(root, steps);
     let folder = root.join("regularisation");
@@ -51,12 +51,12 @@ fn every_even_step_regularises_but_those_that_save() {
 }
 
 #[test]
-fn regularisation_leaves_the_order_of_the_training_pictures_alone() {
+fn regularisation_leaves_the_order_of_the_training_images_alone() {
     let dir = tempfile::tempdir().unwrap();
     let mut process = with_regularisation(dir.path(), 5);
     process.train.lr = 0.0;
     process.save.save_every = None;
-    // Every step has a generator of its own; without it only the pictures would tell the steps apart.
+    // Every step has a generator of its own; without it only the images would tell the steps apart.
     process.train.min_denoising_steps = 500;
     process.train.max_denoising_steps = 500;
     let mut cx_events: Vec<aitk_common::attempt::ChildEvent> = Vec::new();
@@ -106,7 +106,7 @@ fn regularisation_alone_trains_nothing() {
 }
 
 #[test]
-fn without_buckets_all_pictures_share_batches() {
+fn without_buckets_all_images_share_batches() {
     let dir = tempfile::tempdir().unwrap();
     let mut process = trainer(dir.path(), 3);
     process.datasets[0].buckets = false;
@@ -114,7 +114,7 @@ fn without_buckets_all_pictures_share_batches() {
     let (outcome, events) = go(&spec(process.clone()));
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     assert!(
-        logs(&events).contains("5 training pictures in 1 batches"),
+        logs(&events).contains("5 training images in 1 batches"),
         "{}",
         logs(&events)
     );
@@ -179,7 +179,7 @@ fn a_trained_text_encoder_goes_on_without_a_change() {
     assert!(file.modules.iter().all(|m| m.stem.starts_with("lora_te_")));
 }
 
-/// Masks for the pictures of `trainer`: the left half black.
+/// Masks for the images of `trainer`: the left half black.
 fn masks(folder: &Path, left: u8) {
     std::fs::create_dir_all(folder).unwrap();
     for i in 0..5u32 {
@@ -231,7 +231,7 @@ fn masks_weigh_the_loss() {
         process.datasets[0].mask_min_value = 1.0;
     });
     assert_eq!(floor, plain, "black is as good as white");
-    // A picture without transparency is learned whole.
+    // An image without transparency is learned whole.
     assert_eq!(losses(&|process| process.datasets[0].alpha_mask = true), plain);
 
     image::GrayImage::new(10, 30).save(folder.join("p0.png")).unwrap();

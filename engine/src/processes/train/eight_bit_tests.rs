@@ -16,12 +16,12 @@ use std::path::Path;
 /// The demo's config, as far as it says how to learn.
 fn demo(root: &Path, optimizer: OptimizerName, lr: f64, steps: u64) -> TrainerProcess {
     let files = Path::new(env!("CARGO_MANIFEST_DIR")).join("../config/demo");
-    // A run leaves a note of sizes beside the pictures.
-    let pictures = root.join("pictures");
-    std::fs::create_dir_all(&pictures).unwrap();
+    // A run leaves a note of sizes beside the images.
+    let images = root.join("images");
+    std::fs::create_dir_all(&images).unwrap();
     for entry in std::fs::read_dir(files.join("dataset")).unwrap() {
         let path = entry.unwrap().path();
-        std::fs::copy(&path, pictures.join(path.file_name().unwrap())).unwrap();
+        std::fs::copy(&path, images.join(path.file_name().unwrap())).unwrap();
     }
     let mut process = TrainerProcess {
         training_folder: Some(root.display().to_string()),
@@ -39,7 +39,7 @@ fn demo(root: &Path, optimizer: OptimizerName, lr: f64, steps: u64) -> TrainerPr
     process.save.dtype = DType::F32;
     process.logging.log_every = Some(1);
     process.datasets = vec![DatasetConfig {
-        folder_path: Some(pictures.display().to_string()),
+        folder_path: Some(images.display().to_string()),
         resolution: OneOrMany(vec![64]),
         caption_dropout_rate: Float(0.05),
         ..DatasetConfig::default()

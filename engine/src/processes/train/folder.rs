@@ -30,7 +30,7 @@ pub(super) struct RunFolder {
     _lock: Arc<File>,
 }
 
-/// The folder of the pictures.
+/// The folder of the images.
 pub(super) const SAMPLES: &str = "samples";
 /// How long another run in the same folder is waited for.
 const OTHER_RUN: Duration = Duration::from_secs(12);
@@ -76,7 +76,7 @@ impl RunFolder {
         self.path.join(".aitk/checkpoints")
     }
 
-    /// Where pictures lie.
+    /// Where images lie.
     pub(super) fn samples(&self) -> PathBuf {
         self.path.join(SAMPLES)
     }

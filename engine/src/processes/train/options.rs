@@ -37,7 +37,7 @@ pub(super) fn check(process: &TrainerProcess, job: &str) -> Result<()> {
     }
     if process.network.is_none() && process.save.save_format == SaveFormat::Diffusers && job == SAMPLES {
         return Err(EngineError::bad_input(format!(
-            "config.name: a model that is saved as a folder cannot be called `{SAMPLES}`: the run folder keeps its pictures there"
+            "config.name: a model that is saved as a folder cannot be called `{SAMPLES}`: the run folder keeps its images there"
         )));
     }
     if !process.train.train_text_encoder && !process.train.train_unet {
@@ -132,7 +132,7 @@ pub(super) fn datasets(process: &TrainerProcess, cx: &Context<'_>) -> Result<Vec
             flip_x: dataset.flip_x,
             flip_y: dataset.flip_y,
             masks: (dataset.alpha_mask || dataset.mask_path.is_some()).then_some(MaskOptions {
-                // The picture's own transparency wins, as in ai-toolkit.
+                // The image's own transparency wins, as in ai-toolkit.
                 folder: masks,
                 invert: dataset.invert_mask,
                 min_value: dataset.mask_min_value,

@@ -9,7 +9,7 @@ use aitk_common::job::dtype::DType;
 use aitk_common::job::process::TrainerProcess;
 use std::path::Path;
 
-/// Weights move by up to 0.05 in these runs. Other processors round otherwise, and AdamW makes the most of it.
+/// Weights move by up to 0.05 in these runs. Other CPUs round otherwise, and AdamW makes the most of it.
 const ALLOWED: f32 = 5e-4;
 
 /// Trains, and compares with the fixture: every name, type and shape, and every number within `ALLOWED`. With

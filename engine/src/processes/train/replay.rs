@@ -1,4 +1,4 @@
-//! A whole job against `tests/reference/make_replay.py`: from picture files to the LoRA, by Pillow, diffusers and peft in
+//! A whole job against `tests/reference/make_replay.py`: from image files to the LoRA, by Pillow, diffusers and peft in
 //! float64, which make every input again from the rules in writing.
 
 use super::tests::{go, logs, losses, spec, trainer};
@@ -13,7 +13,7 @@ fn replay(name: &str) -> std::path::PathBuf {
     fixtures().join("replay").join(name)
 }
 
-/// The latent of `p<i>` that the run left beside its picture.
+/// The latent of `p<i>` that the run left beside its image.
 fn cached(data: &Path, stem: &str) -> candle_core::Tensor {
     let entries = std::fs::read_dir(data.join("_latent_cache")).unwrap();
     let prefix = format!("{stem}_");
@@ -23,10 +23,10 @@ fn cached(data: &Path, stem: &str) -> candle_core::Tensor {
 }
 
 #[test]
-fn a_job_from_pictures_is_the_references() {
+fn a_job_from_images_is_the_references() {
     let dir = tempfile::tempdir().unwrap();
     let mut process = trainer(dir.path(), 14);
-    let data = dir.path().join("pictures");
+    let data = dir.path().join("images");
     std::fs::create_dir(&data).unwrap();
     for entry in std::fs::read_dir(replay("data")).unwrap() {
         let path = entry.unwrap().path();
@@ -41,16 +41,16 @@ fn a_job_from_pictures_is_the_references() {
     let report: Value = serde_json::from_slice(&std::fs::read(replay("expected.json")).unwrap()).unwrap();
     let want = candle_core::safetensors::load(replay("expected.safetensors"), &Device::Cpu).unwrap();
     // What goes in.
-    let mut pictures = 0;
+    let mut images = 0;
     for (name, latent) in &want {
         let Some(stem) = name.strip_prefix("latent/") else {
             continue;
         };
         let far = gap(&cached(&data, stem), latent) / largest(latent);
         assert!(far < 1e-5, "the latent of {stem} differs by {far:.1e}");
-        pictures += 1;
+        images += 1;
     }
-    assert_eq!(pictures, 7);
+    assert_eq!(images, 7);
     // What comes out.
     let want_losses: Vec<f64> = serde_json::from_value(report["losses"].clone()).unwrap();
     let got = losses(&events);

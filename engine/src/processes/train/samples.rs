@@ -1,4 +1,4 @@
-//! Pictures made while training.
+//! Images made while training.
 
 use super::super::Context;
 use super::super::rate::Progress;
@@ -14,7 +14,7 @@ use std::path::Path;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 impl Run<'_> {
-    /// Whether every picture of this step lies in the run folder.
+    /// Whether every image of this step lies in the run folder.
     pub(super) fn has_samples(&self, step: u64) -> bool {
         let section = &self.process.sample;
         let wanted = section.requests(self.process.trigger_word.as_deref()).len();
@@ -25,12 +25,12 @@ impl Run<'_> {
             .collect();
         (0..wanted).all(|index| {
             let name = naming::sample_tail(step, index, suffix);
-            files.iter().any(|file| is_picture(file, &name))
+            files.iter().any(|file| is_image(file, &name))
         })
     }
 
-    /// Makes the pictures of the `sample` section (`first_sample` once, before the first step) with the weights of
-    /// this moment, as `samples/<unix ms>__<step>_<index>.<format>`. `false`: asked to stop meanwhile; pictures that
+    /// Makes the images of the `sample` section (`first_sample` once, before the first step) with the weights of
+    /// this moment, as `samples/<unix ms>__<step>_<index>.<format>`. `false`: asked to stop meanwhile; images that
     /// are done stay.
     pub(super) fn sample(&mut self, cx: &mut Context<'_>, step: u64, first: bool) -> Result<bool> {
         let section = match &self.process.first_sample {
@@ -46,7 +46,7 @@ impl Run<'_> {
             let format = &section.format;
             cx.log(
                 "warn",
-                format!("samples are pictures here: {FALLBACK} instead of `{format}`"),
+                format!("samples are images here: {FALLBACK} instead of `{format}`"),
             );
             FALLBACK
         });
@@ -68,11 +68,11 @@ impl Run<'_> {
             let begun = Instant::now();
             let mut clock = Progress::new();
             let mut steps = 0;
-            // Both the steps and the pictures tell something.
+            // Both the steps and the images tell something.
             let cx = RefCell::new(cx);
-            let untracked = run.model.untracked();
+            let detach = run.model.detach();
             let finished = sample_prompts(
-                untracked.as_ref().unwrap_or(&run.model),
+                detach.as_ref().unwrap_or(&run.model),
                 &settings,
                 &requests,
                 &mut |done, all| {
@@ -83,14 +83,14 @@ impl Run<'_> {
                     steps = all;
                     !stop.is_set()
                 },
-                &mut |index, request, seed, picture| {
+                &mut |index, request, seed, image| {
                     let cx = &mut cx.borrow_mut();
                     let ms = SystemTime::now()
                         .duration_since(UNIX_EPOCH)
                         .map_or(0, |t| t.as_millis() as u64);
                     let path = folder.join(naming::sample_file(ms, step, index, suffix));
                     let text = format!("{} --seed {seed}", request.prompt);
-                    let bytes = encode(&picture, format, &[("parameters", &text)])?;
+                    let bytes = encode(&image, format, &[("parameters", &text)])?;
                     fsutil::write_atomic(&path, |out| out.write_all(&bytes))?;
                     remove_others(&folder, &naming::sample_tail(step, index, suffix), &path);
                     cx.artifact("sample", &root, &path, Some(step), Some(index as u64));
@@ -111,26 +111,26 @@ impl Run<'_> {
     }
 }
 
-/// The format where the config asks for something that is no picture.
+/// The format where the config asks for something that is no image.
 const FALLBACK: &str = "jpg";
 
-/// The ending of pictures in this format.
+/// The ending of images in this format.
 fn suffix(format: &str) -> Option<&str> {
     matches!(format, "jpg" | "jpeg" | "png" | "webp").then_some(format)
 }
 
-/// Whether a file is the picture of this step and index (`__000000010_0.png`), made at any moment.
-fn is_picture(file: &str, name: &str) -> bool {
+/// Whether a file is the image of this step and index (`__000000010_0.png`), made at any moment.
+fn is_image(file: &str, name: &str) -> bool {
     file.strip_suffix(name)
         .is_some_and(|stamp| !stamp.is_empty() && stamp.bytes().all(|b| b.is_ascii_digit()))
 }
 
-/// Removes earlier pictures of the same step and index, which a run leaves that had to do a step again.
+/// Removes earlier images of the same step and index, which a run leaves that had to do a step again.
 fn remove_others(folder: &Path, name: &str, keep: &Path) {
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let path = entry.path();
         let file = entry.file_name().to_string_lossy().into_owned();
-        if is_picture(&file, name)
+        if is_image(&file, name)
             && path != keep
             && let Err(error) = fsutil::remove(&path)
         {

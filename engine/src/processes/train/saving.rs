@@ -22,7 +22,7 @@ impl Run<'_> {
         Ok(Outcome::stopped())
     }
 
-    /// The exact state, the last pictures, and then the final save, which says that the run is complete: until it is
+    /// The exact state, the last images, and then the final save, which says that the run is complete: until it is
     /// there, the same command does the rest again.
     pub(super) fn finish(&mut self, cx: &mut Context<'_>) -> Result<Outcome> {
         let steps = self.process.train.steps;
@@ -33,7 +33,7 @@ impl Run<'_> {
         if !self.sample(cx, steps, false)? {
             return Ok(Outcome::stopped());
         }
-        // The pictures told their own progress.
+        // The images told their own progress.
         cx.events.emit(ChildEvent::Progress {
             done: steps,
             total: steps,
@@ -121,7 +121,7 @@ impl Run<'_> {
     }
 
     /// What follows the exact state of a step and was lost when the run was killed right after it: the step's save, the
-    /// removal of older ones, and the step's pictures.
+    /// removal of older ones, and the step's images.
     pub(super) fn make_up(&mut self, cx: &mut Context<'_>) -> Result<()> {
         let step = self.start;
         let exact = self.checkpointed == Some(step);

@@ -11,8 +11,8 @@ use aitk_common::job::values::OneOrMany;
 use aitk_common::job::{JobKind, JobSpec, Process, ProcessKind, ProcessType};
 use std::path::Path;
 
-/// Five pictures of two shapes, with captions.
-fn pictures(folder: &Path) {
+/// Five images of two shapes, with captions.
+fn images(folder: &Path) {
     std::fs::create_dir_all(folder).unwrap();
     for i in 0..5u32 {
         let (w, h) = if i < 3 { (32, 32) } else { (48, 24) };
@@ -25,7 +25,7 @@ fn pictures(folder: &Path) {
 }
 
 pub(super) fn trainer(root: &Path, steps: u64) -> TrainerProcess {
-    pictures(&root.join("data"));
+    images(&root.join("data"));
     let mut process = TrainerProcess {
         training_folder: Some(root.join("out").display().to_string()),
         training_seed: Some(42),
@@ -631,7 +631,7 @@ fn bad_data_is_one_clear_error() {
     std::fs::write(empty.join("zero.png"), b"").unwrap();
     fail(none, &["zero.png", "0 bytes"]);
 
-    // One bad file among good ones is passed over; a picture cut off in its middle is named.
+    // One bad file among good ones is passed over; an image cut off in its middle is named.
     std::fs::write(data.join("zero.png"), b"").unwrap();
     let (outcome, events) = go(&spec(process.clone()));
     assert_eq!(outcome, Outcome::Completed);

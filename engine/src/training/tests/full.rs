@@ -15,13 +15,13 @@ use std::collections::BTreeMap;
 /// How the twenty steps are taken.
 #[derive(Clone, Copy)]
 struct Way {
-    one_by_one: bool,
+    fused_backward: bool,
     residency: Residency,
     averaged: bool,
 }
 
 const AT_ONCE: Way = Way {
-    one_by_one: false,
+    fused_backward: false,
     residency: Residency::Resident,
     averaged: false,
 };
@@ -65,7 +65,7 @@ fn train(name: &str, way: Way, max_norm: Option<f64>) -> Outcome {
         schedule: constant(1e-4),
         max_grad_norm: max_norm,
         ema: way.averaged.then(average),
-        one_by_one: way.one_by_one,
+        fused_backward: way.fused_backward,
     });
     let inputs = load("parity_inputs.safetensors");
     let captions: Vec<String> = serde_json::from_value(report["captions"].clone()).unwrap();
@@ -86,7 +86,7 @@ fn train(name: &str, way: Way, max_norm: Option<f64>) -> Outcome {
             };
             loss(&model.unet, &schedule, &LossOptions::default(), &batch, DType::F32)
         };
-        if trainer.one_by_one() {
+        if trainer.fused_backward() {
             trainer.apply(step as u64, forward).unwrap();
         } else {
             trainer.add(forward).unwrap();
@@ -158,8 +158,8 @@ fn one_parameter_after_the_other_comes_to_the_same_bits() {
         ("chosen", false, Some(1.0)),
     ] {
         for residency in [Residency::Resident, Residency::Recomputed { steps: 1 }] {
-            let way = |one_by_one| Way {
-                one_by_one,
+            let way = |fused_backward| Way {
+                fused_backward,
                 residency,
                 averaged,
             };
@@ -174,7 +174,7 @@ fn what_draws_while_it_is_trained_changes_too_and_keeps_nothing() {
     let everything = Trained::everything;
     let options = LoadOptions::cpu().training(everything(), everything());
     let model = SdModel::load(fixtures().join("tiny_sd"), &options).unwrap();
-    let still = model.untracked().unwrap();
+    let still = model.detach().unwrap();
     let inputs = load("parity_inputs.safetensors");
     let latents = inputs["latents"].get(0).unwrap();
     let captions = ["a red circle".to_owned(), String::new()];
@@ -191,5 +191,5 @@ fn what_draws_while_it_is_trained_changes_too_and_keeps_nothing() {
     }
     let after = predict(&still);
     assert!(gap(&before, &after) > 0.0 && gap(&after, &predict(&model)) == 0.0);
-    assert!(crate::testing::tiny_sd().untracked().is_none());
+    assert!(crate::testing::tiny_sd().detach().is_none());
 }

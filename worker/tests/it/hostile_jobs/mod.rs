@@ -60,7 +60,7 @@ fn submission(job: &Value) -> Submission {
         idempotency_key: None,
         owner: None,
         anatomy: None,
-        pictures: Some(1),
+        images: Some(1),
     }
 }
 

@@ -13,13 +13,7 @@ pub(super) fn alone() -> Vec<Case> {
         case("sd lora, 8 GB", &["2080"], lora("sd1"), "2080 full_gpu", &[]),
         case("sd lora, 6 GB", &["1060"], lora("sd1"), "1060 full_gpu", &[]),
         case("sd lora, Mac", &["mac"], lora("sd1"), "mac full_gpu", &[]),
-        case(
-            "sd lora, processor only",
-            &["cpu"],
-            lora("sd1"),
-            "cpu cpu_only",
-            &["a guess"],
-        ),
+        case("sd lora, CPU only", &["cpu"], lora("sd1"), "cpu cpu_only", &["a guess"]),
         case("sdxl lora, 24 GB", &["4090"], lora("sdxl"), "4090 full_gpu", &[]),
         case(
             "sdxl lora, 12 GB",
@@ -78,38 +72,26 @@ pub(super) fn alone() -> Vec<Case> {
         ),
         case("flux lora, Mac: all of it", &["mac"], lora("flux"), "mac full_gpu", &[]),
         case(
-            "flux lora, processor: from its file",
+            "flux lora, CPU: from its file",
             &["cpu"],
             lora("flux"),
             "cpu extreme",
             &["a guess"],
         ),
+        case("sdxl images, 12 GB", &["3060"], images("sdxl"), "3060 balanced", &[]),
+        case("sdxl images, 8 GB", &["2080"], images("sdxl"), "2080 gpu_poor", &[]),
         case(
-            "sdxl pictures, 12 GB",
-            &["3060"],
-            pictures("sdxl"),
-            "3060 balanced",
-            &[],
-        ),
-        case("sdxl pictures, 8 GB", &["2080"], pictures("sdxl"), "2080 gpu_poor", &[]),
-        case(
-            "sdxl pictures, 6 GB: half of it streamed",
+            "sdxl images, 6 GB: half of it streamed",
             &["1060"],
-            pictures("sdxl"),
+            images("sdxl"),
             "1060 gpu_poor",
             &[],
         ),
+        case("flux images, 24 GB", &["4090"], images("flux"), "4090 gpu_poor", &[]),
         case(
-            "flux pictures, 24 GB",
-            &["4090"],
-            pictures("flux"),
-            "4090 gpu_poor",
-            &[],
-        ),
-        case(
-            "flux pictures, 6 GB: streamed",
+            "flux images, 6 GB: streamed",
             &["1060"],
-            pictures("flux"),
+            images("flux"),
             "1060 extreme",
             &[],
         ),
@@ -209,21 +191,21 @@ pub(super) fn alone() -> Vec<Case> {
             &["profile full_gpu"],
         ),
         case(
-            "a profile for GPUs on a processor",
+            "a profile for GPUs on a CPU",
             &["cpu"],
             lora("sd1").profile(FullGpu),
             "waits",
             &["no connected device is a GPU"],
         ),
         case(
-            "a lean profile on a processor",
+            "a lean profile on a CPU",
             &["cpu"],
             lora("sd1").profile(Balanced),
             "cpu balanced",
             &[],
         ),
         case(
-            "a profile for processors on a GPU",
+            "a profile for CPUs on a GPU",
             &["4090"],
             lora("sd1").profile(CpuOnly),
             "waits",
@@ -277,7 +259,7 @@ pub(super) fn mixed() -> Vec<Case> {
             "3060 extreme",
             &[],
         ),
-        case("sd pictures", POOL, pictures("sd1"), "1060 full_gpu", &[]),
+        case("sd images", POOL, images("sd1"), "1060 full_gpu", &[]),
         case(
             "a kind that was asked for",
             POOL,
@@ -286,7 +268,7 @@ pub(super) fn mixed() -> Vec<Case> {
             &["the job asks for metal"],
         ),
         case(
-            "the processor, if asked for",
+            "the CPU, if asked for",
             POOL,
             lora("sd1").on(DeviceKind::Cpu),
             "cpu cpu_only",
@@ -346,7 +328,7 @@ pub(super) fn mixed() -> Vec<Case> {
         )
         .running(large()),
         case(
-            "a GPU is waited for rather than days on a processor",
+            "a GPU is waited for rather than days on a CPU",
             &["4090", "cpu"],
             lora("sdxl"),
             "waits",
@@ -354,7 +336,7 @@ pub(super) fn mixed() -> Vec<Case> {
         )
         .running(large()),
         case(
-            "why not the processor",
+            "why not the CPU",
             &["4090", "cpu"],
             lora("sdxl"),
             "waits",
@@ -380,7 +362,7 @@ pub(super) fn mixed() -> Vec<Case> {
         case(
             "an idle card before a shared one",
             &["4090", "3060"],
-            pictures("sd1"),
+            images("sd1"),
             "3060 full_gpu",
             &[],
         )
@@ -404,7 +386,7 @@ pub(super) fn mixed() -> Vec<Case> {
         case(
             "a small one beside a large one",
             &["4090"],
-            pictures("sd1"),
+            images("sd1"),
             "waits",
             &["busy with r0"],
         )
@@ -425,17 +407,17 @@ pub(super) fn mixed() -> Vec<Case> {
             &["busy"],
         )
         .running(unknown()),
-        case("a processor is not shared", &["cpu"], lora("sd1"), "waits", &["busy"]).running(lora("sd1")),
+        case("a CPU is not shared", &["cpu"], lora("sd1"), "waits", &["busy"]).running(lora("sd1")),
         case(
             "three small ones are enough",
             &["4090"],
-            pictures("sd1"),
+            images("sd1"),
             "waits",
             &["busy"],
         )
-        .running(pictures("sd1"))
-        .running(pictures("sd1"))
-        .running(pictures("sd1")),
+        .running(images("sd1"))
+        .running(images("sd1"))
+        .running(images("sd1")),
         // Where its files are, where it failed, what a person said.
         case(
             "where its data lies",
@@ -480,7 +462,7 @@ pub(super) fn mixed() -> Vec<Case> {
         case("all are drained", &["3060"], lora("sd1"), "waits", &["3060 is drained"])
             .given(|given| given.drained = vec!["3060"]),
         case(
-            "a drained GPU lets the processor work",
+            "a drained GPU lets the CPU work",
             &["4090", "cpu"],
             lora("sd1"),
             "cpu cpu_only",

@@ -2,7 +2,7 @@
 //!
 //! A case is a table row: the pool, what runs already, the job, where it goes (machine, profile), and words that the
 //! explanation must have. Devices are named by their memory: `4090` has 24 GB, `3060` 12, `2080` 8, `1060` 6; `mac` is a
-//! Mac with 64 GB, `cpu` a processor with 32 GB. Budgets are what the probes tell of such machines when idle.
+//! Mac with 64 GB, `cpu` a CPU with 32 GB. Budgets are what the probes tell of such machines when idle.
 
 mod cases;
 mod parts;
@@ -60,8 +60,8 @@ fn lora(arch: &str) -> Ask {
     train(arch, if arch == "sd1" { 512 } else { 1024 }, "bfloat16", 16)
 }
 
-/// Twenty steps of one picture at the family's size.
-fn pictures(arch: &str) -> Ask {
+/// Twenty steps of one image at the family's size.
+fn images(arch: &str) -> Ask {
     let side = if arch == "sd1" { 512 } else { 1024 };
     Ask {
         json: json!({"process": [{"kind": {"generate": {
@@ -364,7 +364,7 @@ fn an_explanation_reads_as_one_would_say_it() {
         "{}",
         words[2]
     );
-    let before = world.state.fit(&pictures("sdxl").wants());
+    let before = world.state.fit(&images("sdxl").wants());
     assert!(
         before.summary.starts_with("would start now on 1060 cuda:0: gpu_poor ("),
         "{}",

@@ -8,8 +8,8 @@ const CARDS: [(&str, &str, f64); 3] = [
     ("NVIDIA GeForce RTX 3060", "sd1", 0.03),
     ("NVIDIA GeForce GTX 1060", "sd1", 0.075),
 ];
-/// Units of a picture of [`pictures`].
-const PICTURE: u64 = 40_000;
+/// Units of an image of [`images`].
+const IMAGE: u64 = 40_000;
 
 /// Machines whose speeds were measured, and what runs on them.
 struct Bed {
@@ -48,13 +48,13 @@ impl Bed {
         });
     }
 
-    /// A job that is cut into so many parts of so many pictures each.
-    fn cut(&mut self, id: &str, parts: u64, pictures_each: u64, at_most: Option<u32>, change: impl Fn(&mut Wants)) {
+    /// A job that is cut into so many parts of so many images each.
+    fn cut(&mut self, id: &str, parts: u64, images_each: u64, at_most: Option<u32>, change: impl Fn(&mut Wants)) {
         let member = |part| {
-            let mut wants = pictures("sd1").with(|wants| wants.alone = true).wants();
+            let mut wants = images("sd1").with(|wants| wants.alone = true).wants();
             change(&mut wants);
             if let Some(demand) = &mut wants.demand {
-                demand.milliunits = PICTURE * pictures_each;
+                demand.millipasses = IMAGE * images_each;
             }
             new_job(&format!("{id}-{part}"), wants)
         };
@@ -62,8 +62,8 @@ impl Bed {
         self.world.array(id, members, at_most, true).unwrap();
     }
 
-    fn parts(&mut self, parts: u64, pictures_each: u64) {
-        self.cut("j", parts, pictures_each, None, |_| ());
+    fn parts(&mut self, parts: u64, images_each: u64) {
+        self.cut("j", parts, images_each, None, |_| ());
     }
 
     /// `4090: j-0; 3060: j-1`, those that run.
@@ -131,7 +131,7 @@ impl Bed {
         self.world.view(job).reason
     }
 
-    /// A 3060 with the last part, `j-1`, of 400 pictures: it has drawn some of them at its usual speed, 1.2 s each.
+    /// A 3060 with the last part, `j-1`, of 400 images: it has drawn some of them at its usual speed, 1.2 s each.
     fn slow_one_at_work() -> Self {
         let mut bed = Self::new(&["3060"]);
         bed.parts(2, 400);
@@ -143,12 +143,12 @@ impl Bed {
     }
 }
 
-fn forty_prompts_on_two_cards_and_a_processor(bed: &mut Bed) {
+fn forty_prompts_on_two_cards_and_a_cpu(bed: &mut Bed) {
     bed.parts(10, 4);
     assert_eq!(
         bed.runs(),
         "3060: j-1; 4090: j-0",
-        "the processor would take a hundred times as long"
+        "the CPU would take a hundred times as long"
     );
     bed.ends("j-0", Outcome::Completed);
     bed.ends("j-2", Outcome::Completed);
@@ -261,7 +261,7 @@ fn a_kept_device_is_for_those_who_stand_higher(bed: &mut Bed) {
     *bed = Bed::slow_one_at_work();
     bed.comes("4090");
     bed.pass(1);
-    let other = pictures("sd1")
+    let other = images("sd1")
         .with(|wants| wants.device = Some(DeviceKind::Cuda))
         .with(|wants| wants.alone = true);
     bed.world.submit("k", other.wants());
@@ -334,22 +334,18 @@ fn a_job_after_all_parts(bed: &mut Bed) {
 }
 
 fn a_tiny_job_stays_whole_and_a_long_one_is_cut(bed: &mut Bed) {
-    let wants = |pictures: u64| {
-        let mut wants = self::pictures("sd1").wants();
+    let wants = |images: u64| {
+        let mut wants = self::images("sd1").wants();
         if let Some(demand) = &mut wants.demand {
-            demand.milliunits = PICTURE * pictures;
+            demand.millipasses = IMAGE * images;
         }
         wants
     };
-    let parts = |bed: &Bed, pictures, split| bed.world.state.parts(&wants(pictures), pictures, split);
-    // 0.4 s a picture on the 4090: a minute is 150 of them.
+    let parts = |bed: &Bed, images, split| bed.world.state.parts(&wants(images), images, split);
+    // 0.4 s an image on the 4090: a minute is 150 of them.
     assert_eq!(parts(bed, 100, Split::Auto), 1);
     assert_eq!(parts(bed, 450, Split::Auto), 3);
-    assert_eq!(
-        parts(bed, 5000, Split::Auto),
-        8,
-        "two devices; the processor is too slow"
-    );
+    assert_eq!(parts(bed, 5000, Split::Auto), 8, "two devices; the CPU is too slow");
     assert_eq!(parts(bed, 100, Split::Parts(7)), 7);
     assert_eq!(parts(bed, 5, Split::Parts(7)), 5);
     let alone = Bed::new(&["4090"]);
@@ -360,9 +356,9 @@ type Case = (&'static str, &'static [&'static str], fn(&mut Bed));
 
 const CASES: &[Case] = &[
     (
-        "forty prompts on two cards and a processor",
+        "forty prompts on two cards and a CPU",
         &["4090", "3060", "cpu"],
-        forty_prompts_on_two_cards_and_a_processor,
+        forty_prompts_on_two_cards_and_a_cpu,
     ),
     (
         "the slow card is idle at the end",

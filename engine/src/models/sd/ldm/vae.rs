@@ -1,6 +1,6 @@
 //! The names of an autoencoder's tensors, those of the first release and diffusers', into each other.
 //!
-//! The first release counts the decoder's levels from the picture, diffusers in the order they run.
+//! The first release counts the decoder's levels from the image, diffusers in the order they run.
 
 /// The attention in the middle: the old name of a layer, and the new one.
 const ATTENTION: [(&str, &str); 5] = [

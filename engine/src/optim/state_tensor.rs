@@ -4,13 +4,13 @@ use candle_core::{Result, Tensor};
 use std::cell::Cell;
 
 /// One tensor, in order.
-pub(super) struct Kept {
+pub(super) struct StateTensor {
     tensor: Tensor,
     /// It was given away, or came from somewhere: the next change is made to a copy.
     lent: Cell<bool>,
 }
 
-impl Kept {
+impl StateTensor {
     /// A tensor that nobody else has.
     pub(super) fn new(tensor: Tensor) -> Self {
         Self {

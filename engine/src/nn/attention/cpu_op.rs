@@ -1,4 +1,4 @@
-//! Attention on the processor as an operation: heads and queries shared out to threads.
+//! Attention on the CPU as an operation: heads and queries shared out to threads.
 
 use super::kernel::{Backward, Forward, Pack, Problem, Room};
 use super::{Attention, Sizes};

@@ -1,4 +1,4 @@
-//! What the processes that draw pictures have in common: their model, their list of finished pictures, their notes.
+//! What the processes that draw images have in common: their model, their list of finished images, their notes.
 
 use super::Context;
 use crate::adapters::{Component, LoadedLora, load_lora};
@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// A loaded model with its LoRA.
-pub(super) struct Drawing {
+pub(super) struct ImageGenerator {
     pub(super) model: SdModel,
     pub(super) lora: Option<LoadedLora>,
     pub(super) device: Device,
@@ -27,7 +27,7 @@ pub(super) struct Drawing {
     pub(super) v_prediction: bool,
 }
 
-impl Drawing {
+impl ImageGenerator {
     /// Loads what a `model` section names, onto the attempt's device.
     pub(super) fn load(config: &ModelConfig, cx: &mut Context<'_>) -> Result<Self> {
         cx.phase("loading model");
@@ -59,17 +59,18 @@ impl Drawing {
     }
 }
 
-/// Which pictures of a process are finished, kept beside them while it runs, so that an attempt which goes on after a
+/// Which images of a process are finished, kept beside them while it runs, so that an attempt which goes on after a
 /// lost one of the same job does not draw them again.
 pub(super) struct Finished {
     file: PathBuf,
-    pictures: Record,
+    images: Record,
 }
 
 #[derive(Default, Serialize, Deserialize)]
 struct Record {
     /// Index -> file name.
-    pictures: BTreeMap<u64, String>,
+    #[serde(rename = "pictures")]
+    images: BTreeMap<u64, String>,
 }
 
 impl Finished {
@@ -81,36 +82,36 @@ impl Finished {
             .join(".aitk")
             .join(format!("pictures-{}-{}.json", cx.spec.job_id.as_str(), &which[..12]));
         // A damaged record only costs drawing again.
-        let mut pictures: Record = std::fs::read(&file)
+        let mut images: Record = std::fs::read(&file)
             .ok()
             .and_then(|bytes| serde_json::from_slice(&bytes).ok())
             .unwrap_or_default();
-        pictures.pictures.retain(|_, name| {
+        images.images.retain(|_, name| {
             if name.contains(['/', '\\']) {
                 return false;
             }
             let whole = folder.join(&*name).is_file();
             if !whole {
-                // The attempt was lost before the picture was there: its note belongs to nothing.
+                // The attempt was lost before the image was there: its note belongs to nothing.
                 let _ = std::fs::remove_file(folder.join(&*name).with_extension("txt"));
             }
             whole
         });
-        Ok(Self { file, pictures })
+        Ok(Self { file, images })
     }
 
     pub(super) fn get(&self, index: u64) -> Option<&str> {
-        self.pictures.pictures.get(&index).map(String::as_str)
+        self.images.images.get(&index).map(String::as_str)
     }
 
-    /// Notes the name of a picture that is about to be written. Pictures appear whole, so once there is a file of that
+    /// Notes the name of an image that is about to be written. Images appear whole, so once there is a file of that
     /// name it is finished.
     pub(super) fn add(&mut self, index: u64, name: String) -> Result<()> {
-        self.pictures.pictures.insert(index, name);
+        self.images.images.insert(index, name);
         if let Some(folder) = self.file.parent() {
             fsutil::create_dir_all(folder).map_err(image_io::file_error)?;
         }
-        let text = serde_json::to_vec(&self.pictures).map_err(|e| EngineError::Internal(e.to_string()))?;
+        let text = serde_json::to_vec(&self.images).map_err(|e| EngineError::Internal(e.to_string()))?;
         image_io::write(&self.file, &text)
     }
 
@@ -124,7 +125,7 @@ impl Finished {
     }
 }
 
-/// Where the numbers of a process's pictures begin as artifacts: processes of one job must not share them.
+/// Where the numbers of a process's images begin as artifacts: processes of one job must not share them.
 pub(super) fn first_index(job: &JobSpec, is_own: impl Fn(&ProcessKind) -> bool) -> u64 {
     let position = job
         .process
@@ -135,7 +136,7 @@ pub(super) fn first_index(job: &JobSpec, is_own: impl Fn(&ProcessKind) -> bool) 
 }
 
 /// `<unix ms>_<count>.<ext>`, not taken yet in `folder`.
-pub(super) fn picture_name(folder: &Path, count: u64, ext: &str) -> String {
+pub(super) fn image_name(folder: &Path, count: u64, ext: &str) -> String {
     // The config knows four; a name must not become a path whatever came another way.
     let ext = match ext.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
         true => ext,
@@ -153,7 +154,7 @@ pub(super) fn picture_name(folder: &Path, count: u64, ext: &str) -> String {
     }
 }
 
-/// A request as a prompt with flags: given to aitk again it draws the same picture.
+/// A request as a prompt with flags: given to aitk again it draws the same image.
 pub(super) fn as_prompt(request: &ImageRequest, seed: u64) -> String {
     let mut text = request.prompt.clone();
     if !request.negative_prompt.is_empty() {
@@ -176,7 +177,7 @@ pub(super) fn as_prompt(request: &ImageRequest, seed: u64) -> String {
     text
 }
 
-/// What a PNG says about itself, in the form that picture viewers for Stable Diffusion read.
+/// What a PNG says about itself, in the form that image viewers for Stable Diffusion read.
 pub(super) fn parameters(request: &ImageRequest, sampler: &str, seed: u64) -> String {
     let mut text = request.prompt.clone();
     if !request.negative_prompt.is_empty() {

@@ -6,9 +6,9 @@ use std::path::PathBuf;
 
 /// What the inputs of an attempt are called, where they lie -> as they were written; the longest first.
 #[derive(Debug, Default)]
-pub(crate) struct AsWritten(Vec<(String, String)>);
+pub(crate) struct PathRedactor(Vec<(String, String)>);
 
-impl AsWritten {
+impl PathRedactor {
     /// Nothing for a job that runs in place: its paths are those of its user, and of a cache that is his own.
     pub(crate) fn of(spec: &AttemptSpec) -> Self {
         match spec.output_root {
@@ -85,14 +85,14 @@ mod tests {
     use super::*;
     use aitk_common::attempt::FailureCause;
 
-    fn names() -> AsWritten {
+    fn names() -> PathRedactor {
         let inputs = [
             ("~/models/sd15/", "/cache/trees/ab"),
             ("data/cats", "/cache/trees/ab12"),
             ("my.safetensors", "/cache/trees/cd/my.safetensors"),
         ];
         let inputs = inputs.map(|(written, here)| (written.to_owned(), PathBuf::from(here)));
-        AsWritten::new(&inputs.into())
+        PathRedactor::new(&inputs.into())
     }
 
     #[test]
@@ -102,7 +102,7 @@ mod tests {
                 "/cache/trees/ab/unet/config.json: not valid JSON",
                 "~/models/sd15/unet/config.json: not valid JSON",
             ),
-            ("`/cache/trees/ab12`: no pictures", "`data/cats`: no pictures"),
+            ("`/cache/trees/ab12`: no images", "`data/cats`: no images"),
             (
                 "/cache/trees/ab12/a.png and /cache/trees/ab/b",
                 "data/cats/a.png and ~/models/sd15/b",
@@ -121,19 +121,19 @@ mod tests {
     #[test]
     fn failures_and_log_lines_are_told_so_and_files_stay_where_they_are() {
         let names = names();
-        let message = "/cache/trees/ab12: no pictures".to_owned();
+        let message = "/cache/trees/ab12: no images".to_owned();
         let failed = |message: &str| ChildEvent::Finished {
             outcome: Outcome::Failed {
                 cause: FailureCause::BadInput,
                 message: message.to_owned(),
             },
         };
-        assert_eq!(names.event(failed(&message)), failed("data/cats: no pictures"));
+        assert_eq!(names.event(failed(&message)), failed("data/cats: no images"));
         let log = |message: &str| ChildEvent::Log {
             level: "warn".to_owned(),
             message: message.to_owned(),
         };
-        assert_eq!(names.event(log(&message)), log("data/cats: no pictures"));
+        assert_eq!(names.event(log(&message)), log("data/cats: no images"));
         let artifact = ChildEvent::Artifact {
             kind: "image".to_owned(),
             path: "/cache/trees/ab12/a.png".into(),

@@ -1,6 +1,6 @@
 //! Connections of which nobody knows yet whose they are.
 //!
-//! A connection is a stranger's until its first call with a good token. Strangers have a little time for that, and there
+//! A connection is a peer_entry's until its first call with a good token. Strangers have a little time for that, and there
 //! is room for a few of them only: when they are too many, the oldest from the address with the most of them makes room
 //! for the next one. So whoever opens connections and says nothing, or says it one byte at a time, uses up neither files
 //! nor memory, and keeps nobody out who has a token.
@@ -27,11 +27,11 @@ const LOOK: Duration = Duration::from_millis(10);
 /// Pause after the system had no connection to give, for example because all files are in use.
 const OUT_OF_FILES: Duration = Duration::from_millis(100);
 
-/// A stranger is 0.
+/// A peer_entry is 0.
 const KNOWN: u8 = 1;
 const GONE: u8 = 2;
 
-/// What a connection and the door know of each other.
+/// What a connection and the limiter know of each other.
 #[derive(Debug, Default)]
 struct Standing {
     is: AtomicU8,
@@ -39,7 +39,7 @@ struct Standing {
 }
 
 #[derive(Debug)]
-struct Stranger {
+struct UnauthenticatedPeer {
     peer: SocketAddr,
     came: Instant,
     standing: Arc<Standing>,
@@ -48,47 +48,47 @@ struct Stranger {
 #[derive(Debug, Default)]
 struct Inner {
     /// In the order they came.
-    strangers: BTreeMap<u64, Stranger>,
+    unauthenticated: BTreeMap<u64, UnauthenticatedPeer>,
     by_peer: HashMap<SocketAddr, u64>,
     by_place: HashMap<IpAddr, usize>,
     next: u64,
 }
 
 impl Inner {
-    fn remove(&mut self, number: u64) -> Option<Stranger> {
-        let stranger = self.strangers.remove(&number)?;
+    fn remove(&mut self, number: u64) -> Option<UnauthenticatedPeer> {
+        let peer_entry = self.unauthenticated.remove(&number)?;
         // Another connection may have the same port already.
-        if self.by_peer.get(&stranger.peer) == Some(&number) {
-            self.by_peer.remove(&stranger.peer);
+        if self.by_peer.get(&peer_entry.peer) == Some(&number) {
+            self.by_peer.remove(&peer_entry.peer);
         }
-        let place = access::place(stranger.peer.ip());
+        let place = access::place(peer_entry.peer.ip());
         if let Some(count) = self.by_place.get_mut(&place) {
             *count -= 1;
             if *count == 0 {
                 self.by_place.remove(&place);
             }
         }
-        Some(stranger)
+        Some(peer_entry)
     }
 
     fn send_away(&mut self, number: u64) {
-        if let Some(stranger) = self.remove(number) {
-            stranger.standing.is.store(GONE, Ordering::Relaxed);
-            stranger.standing.changed.notify_one();
+        if let Some(peer_entry) = self.remove(number) {
+            peer_entry.standing.is.store(GONE, Ordering::Relaxed);
+            peer_entry.standing.changed.notify_one();
         }
     }
 }
 
 /// See the module. Cheap to clone.
 #[derive(Clone, Debug)]
-pub(crate) struct Door {
+pub(crate) struct ConnectionLimiter {
     inner: Arc<Mutex<Inner>>,
     patience: Duration,
     most: usize,
 }
 
-impl Door {
-    /// A door at which strangers may stand for so long, and so many of them.
+impl ConnectionLimiter {
+    /// A limiter at which unauthenticated may stand for so long, and so many of them.
     pub(crate) fn new(patience: Duration, most: usize) -> Self {
         Self {
             inner: Arc::default(),
@@ -105,25 +105,25 @@ impl Door {
     pub(crate) fn known(&self, peer: SocketAddr) {
         let mut inner = self.inner();
         if let Some(number) = inner.by_peer.get(&peer).copied()
-            && let Some(stranger) = inner.remove(number)
+            && let Some(peer_entry) = inner.remove(number)
         {
-            stranger.standing.is.store(KNOWN, Ordering::Relaxed);
+            peer_entry.standing.is.store(KNOWN, Ordering::Relaxed);
         }
     }
 
     /// Makes room for one more, by sending somebody away if need be; or says that nobody has been here long enough.
     fn has_room(&self, now: Instant) -> bool {
         let mut inner = self.inner();
-        if inner.strangers.len() < self.most {
+        if inner.unauthenticated.len() < self.most {
             return true;
         }
         let crowd = inner.by_place.iter().max_by_key(|(_, count)| **count);
         let Some(crowd) = crowd.map(|(place, _)| *place) else {
             return true;
         };
-        let of_it = |stranger: &Stranger| access::place(stranger.peer.ip()) == crowd;
-        let oldest = inner.strangers.iter().find(|(_, stranger)| of_it(stranger));
-        let Some((number, _)) = oldest.filter(|(_, stranger)| now.duration_since(stranger.came) >= STAY) else {
+        let of_it = |peer_entry: &UnauthenticatedPeer| access::place(peer_entry.peer.ip()) == crowd;
+        let oldest = inner.unauthenticated.iter().find(|(_, peer_entry)| of_it(peer_entry));
+        let Some((number, _)) = oldest.filter(|(_, peer_entry)| now.duration_since(peer_entry.came) >= STAY) else {
             return false;
         };
         let number = *number;
@@ -136,12 +136,12 @@ impl Door {
         let number = inner.next;
         inner.next += 1;
         let standing = Arc::new(Standing::default());
-        let stranger = Stranger {
+        let peer_entry = UnauthenticatedPeer {
             peer,
             came: now,
             standing: standing.clone(),
         };
-        inner.strangers.insert(number, stranger);
+        inner.unauthenticated.insert(number, peer_entry);
         inner.by_peer.insert(peer, number);
         *inner.by_place.entry(access::place(peer.ip())).or_default() += 1;
         (number, standing)
@@ -181,7 +181,7 @@ impl Door {
         };
         Connection {
             stream,
-            door: self.clone(),
+            limiter: self.clone(),
             number,
             standing,
             judgement: Some(Box::pin(judgement)),
@@ -191,9 +191,9 @@ impl Door {
     /// Every connection of a listener, for ever.
     pub(crate) fn incoming(self, listener: TcpListener) -> impl tokio_stream::Stream<Item = io::Result<Connection>> {
         let state = (self, listener);
-        futures::stream::unfold(state, |(door, listener)| async move {
-            let (connection, _) = door.accept(&listener).await;
-            Some((Ok(connection), (door, listener)))
+        futures::stream::unfold(state, |(limiter, listener)| async move {
+            let (connection, _) = limiter.accept(&listener).await;
+            Some((Ok(connection), (limiter, listener)))
         })
     }
 }
@@ -208,10 +208,10 @@ fn is_its_own(error: &io::Error) -> bool {
     )
 }
 
-/// A connection that fails when its stranger's time is over.
+/// A connection that fails when its peer_entry's time is over.
 pub(crate) struct Connection {
     stream: TcpStream,
-    door: Door,
+    limiter: ConnectionLimiter,
     number: u64,
     standing: Arc<Standing>,
     /// Ends when it is time to look whose it is.
@@ -243,7 +243,7 @@ impl Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        self.door.inner().remove(self.number);
+        self.limiter.inner().remove(self.number);
     }
 }
 
@@ -300,10 +300,10 @@ mod tests {
     use super::*;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-    async fn pair(door: &Door, listener: &TcpListener) -> (TcpStream, Connection) {
+    async fn pair(limiter: &ConnectionLimiter, listener: &TcpListener) -> (TcpStream, Connection) {
         let (client, connection) = tokio::join!(
             TcpStream::connect(listener.local_addr().unwrap()),
-            door.accept(listener)
+            limiter.accept(listener)
         );
         (client.unwrap(), connection.0)
     }
@@ -311,54 +311,54 @@ mod tests {
     #[tokio::test]
     async fn whoever_shows_no_token_is_cut_and_whoever_does_stays() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let door = Door::new(Duration::from_millis(50), 8);
-        let (mut silent, mut stranger) = pair(&door, &listener).await;
-        let (mut client, mut known) = pair(&door, &listener).await;
-        door.known(client.local_addr().unwrap());
+        let limiter = ConnectionLimiter::new(Duration::from_millis(50), 8);
+        let (mut silent, mut peer_entry) = pair(&limiter, &listener).await;
+        let (mut client, mut known) = pair(&limiter, &listener).await;
+        limiter.known(client.local_addr().unwrap());
         let mut byte = [0];
         // Half a word does not help.
         silent.write_all(b"P").await.unwrap();
         let error = loop {
-            if let Err(error) = stranger.read_exact(&mut byte).await {
+            if let Err(error) = peer_entry.read_exact(&mut byte).await {
                 break error;
             }
         };
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
-        assert!(stranger.read_exact(&mut byte).await.is_err(), "for good");
-        assert!(stranger.write_all(b"x").await.is_err());
+        assert!(peer_entry.read_exact(&mut byte).await.is_err(), "for good");
+        assert!(peer_entry.write_all(b"x").await.is_err());
         client.write_all(b"x").await.unwrap();
         known.read_exact(&mut byte).await.unwrap();
         known.write_all(b"x").await.unwrap();
-        assert_eq!(door.inner().strangers.len(), 1);
-        drop(stranger);
-        assert!(door.inner().strangers.is_empty() && door.inner().by_place.is_empty());
-        assert!(door.inner().by_peer.is_empty());
+        assert_eq!(limiter.inner().unauthenticated.len(), 1);
+        drop(peer_entry);
+        assert!(limiter.inner().unauthenticated.is_empty() && limiter.inner().by_place.is_empty());
+        assert!(limiter.inner().by_peer.is_empty());
     }
 
     #[test]
     fn the_oldest_of_the_largest_crowd_makes_room() {
-        let (door, begin) = (Door::new(Duration::from_secs(600), 8), Instant::now());
+        let (limiter, begin) = (ConnectionLimiter::new(Duration::from_secs(600), 8), Instant::now());
         let peer = |place: u8, port: u16| SocketAddr::from(([10, 0, 0, place], port));
-        let calm = door.enter(peer(1, 1), begin);
+        let calm = limiter.enter(peer(1, 1), begin);
         let crowd: Vec<_> = (1..8)
             .map(|port| {
-                assert!(door.has_room(begin));
-                door.enter(peer(2, port), begin)
+                assert!(limiter.has_room(begin));
+                limiter.enter(peer(2, port), begin)
             })
             .collect();
         let is = |(_, standing): &(u64, Arc<Standing>)| standing.is.load(Ordering::Relaxed);
         // Not before it has had its time.
-        assert!(!door.has_room(begin) && crowd.iter().all(|one| is(one) == 0));
-        assert!(door.has_room(begin + STAY));
+        assert!(!limiter.has_room(begin) && crowd.iter().all(|one| is(one) == 0));
+        assert!(limiter.has_room(begin + STAY));
         assert_eq!((is(&calm), is(&crowd[0]), is(&crowd[1])), (0, GONE, 0));
         // Whoever is known takes no room.
-        door.enter(peer(3, 1), begin);
-        assert!(!door.has_room(begin));
-        door.known(peer(1, 1));
-        assert!(door.has_room(begin) && is(&calm) == KNOWN);
-        let inner = door.inner();
+        limiter.enter(peer(3, 1), begin);
+        assert!(!limiter.has_room(begin));
+        limiter.known(peer(1, 1));
+        assert!(limiter.has_room(begin) && is(&calm) == KNOWN);
+        let inner = limiter.inner();
         assert_eq!(
-            (inner.strangers.len(), inner.by_peer.len(), inner.by_place.len()),
+            (inner.unauthenticated.len(), inner.by_peer.len(), inner.by_place.len()),
             (7, 7, 2)
         );
     }

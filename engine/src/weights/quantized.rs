@@ -12,7 +12,7 @@ use super::bytes::Number;
 use super::file::{Kind, TensorFile};
 use super::{Entry, Place};
 use crate::error::{EngineError, Result};
-use crate::nn::quant::{Code, Codes, Packed};
+use crate::nn::quant::{Code, Codes, Quantized};
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device};
 use serde::Deserialize;
@@ -30,7 +30,7 @@ const STATES: [(&str, &str); 2] = [
 
 /// How a weight is quantised.
 #[derive(Clone, Debug)]
-pub(super) enum FewBits {
+pub(super) enum StoredQuantization {
     /// 8-bit floats, and their scales unless a weight is its code.
     Float8 { number: Number, scale: Option<Place> },
     /// 8-bit integers with a scale for each output.
@@ -61,7 +61,7 @@ struct State {
     nested_offset: Option<f64>,
 }
 
-impl FewBits {
+impl StoredQuantization {
     /// What it is called in files and configs.
     pub(super) fn name(&self) -> &'static str {
         match self {
@@ -84,7 +84,7 @@ impl FewBits {
         entry: &Entry,
         dtype: DType,
         device: &Device,
-    ) -> Result<Arc<Packed>> {
+    ) -> Result<Arc<Quantized>> {
         let file = &files[entry.place.file];
         let bytes = file.raw(&entry.place.name)?;
         let wrong = |error: candle_core::Error| wrong(file.path(), format!("tensor `{}`: {error}", entry.place.name));
@@ -92,7 +92,7 @@ impl FewBits {
         let inputs = entry.shape.iter().skip(1).product::<usize>().max(1);
         let (code, scales, per_scale) = match self {
             Self::Blocks(block, name) => {
-                return Packed::from_blocks(name, *block, &bytes, &entry.shape, dtype, device).map_err(wrong);
+                return Quantized::from_blocks(name, *block, &bytes, &entry.shape, dtype, device).map_err(wrong);
             }
             Self::Float8 { number, scale } => {
                 let scales = match scale {
@@ -123,7 +123,7 @@ impl FewBits {
             scales,
             per_scale,
         };
-        Packed::from_codes(self.name(), codes, &entry.shape, dtype, device).map_err(wrong)
+        Quantized::from_codes(self.name(), codes, &entry.shape, dtype, device).map_err(wrong)
     }
 }
 
@@ -158,11 +158,11 @@ pub(super) fn recognise(files: &[Arc<TensorFile>], entries: &mut BTreeMap<String
         let Some(entry) = entries.get(name) else {
             continue;
         };
-        let few_bits = match &entry.kind {
-            Kind::Blocks(block, kind) => FewBits::Blocks(*block, kind),
+        let quantization = match &entry.kind {
+            Kind::Blocks(block, kind) => StoredQuantization::Blocks(*block, kind),
             Kind::Numbers(number) if number.code().is_some() => float8(files, entries, name, *number)?,
             Kind::Signed => match int8(files, entries, name)? {
-                Some(few_bits) => few_bits,
+                Some(quantization) => quantization,
                 None => continue,
             },
             Kind::Bytes => {
@@ -178,7 +178,7 @@ pub(super) fn recognise(files: &[Arc<TensorFile>], entries: &mut BTreeMap<String
             _ => continue,
         };
         if let Some(entry) = entries.get_mut(name) {
-            entry.few_bits = Some(few_bits);
+            entry.quantization = Some(quantization);
         }
     }
     // What says only that there is something of the kind, or belongs to arithmetic in 8 bits.
@@ -201,7 +201,7 @@ fn float8(
     entries: &mut BTreeMap<String, Entry>,
     name: &str,
     number: Number,
-) -> Result<FewBits> {
+) -> Result<StoredQuantization> {
     let layer = name.strip_suffix(".weight");
     let found = layer.and_then(|layer| {
         let names = ["scale_weight", "weight_scale"].map(|scale| format!("{layer}.{scale}"));
@@ -224,13 +224,17 @@ fn float8(
             ));
         }
     }
-    Ok(FewBits::Float8 {
+    Ok(StoredQuantization::Float8 {
         number,
         scale: found.map(|scale| scale.place),
     })
 }
 
-fn int8(files: &[Arc<TensorFile>], entries: &mut BTreeMap<String, Entry>, name: &str) -> Result<Option<FewBits>> {
+fn int8(
+    files: &[Arc<TensorFile>],
+    entries: &mut BTreeMap<String, Entry>,
+    name: &str,
+) -> Result<Option<StoredQuantization>> {
     let layer = name.strip_suffix(".weight");
     let Some(scale) = layer.and_then(|layer| entries.remove(&format!("{layer}.SCB"))) else {
         return Ok(None);
@@ -249,7 +253,7 @@ fn int8(files: &[Arc<TensorFile>], entries: &mut BTreeMap<String, Entry>, name: 
             ),
         ));
     }
-    Ok(Some(FewBits::Int8 { scale: scale.place }))
+    Ok(Some(StoredQuantization::Int8 { scale: scale.place }))
 }
 
 /// Makes one entry of a weight of 4 bits and what lies beside it.
@@ -323,7 +327,7 @@ fn four(
         )));
     }
     weight.shape.clone_from(&state.shape);
-    weight.few_bits = Some(FewBits::Four(Arc::new(Four {
+    weight.quantization = Some(StoredQuantization::Four(Arc::new(Four {
         kind,
         state,
         absmax: absmax.place,
