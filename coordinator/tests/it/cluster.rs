@@ -163,8 +163,15 @@ async fn another_one_takes_over_and_what_runs_goes_on() {
     );
     assert_eq!(job(&to_first, &id).await.unwrap().state, JobState::Completed);
     assert!(second.log().contains("this coordinator leads"));
+    let lead = || first.log().matches("this coordinator leads").count();
+    let before = lead();
     signal(&second, "-TERM");
-    let later = eventually("the first one to lead again", || async {
+    // Not before it leads: until then the second one takes a job, and gives it to its worker.
+    eventually("the first one to lead again", || async {
+        (lead() > before).then_some(())
+    })
+    .await;
+    let later = eventually("a submission", || async {
         let request = v1::SubmitRequest::from(submission("later"));
         Some(to_first.jobs.clone().submit(request).await.ok()?.into_inner().job_id)
     })
