@@ -8,8 +8,6 @@
 
 #[path = "../../fuzz/src/captions.rs"]
 mod captions;
-#[path = "../../fuzz/src/dice.rs"]
-mod dice;
 #[path = "../../fuzz/src/gguf.rs"]
 mod gguf;
 #[path = "../../fuzz/src/replay.rs"]
@@ -18,6 +16,8 @@ mod replay;
 mod safetensors;
 #[path = "../../fuzz/src/scratch.rs"]
 mod scratch;
+#[path = "../../fuzz/src/unstructured.rs"]
+mod unstructured;
 
 use replay::replay;
 

@@ -2,8 +2,8 @@
 
 #[path = "../src/captions.rs"]
 mod captions;
-#[path = "../src/dice.rs"]
-mod dice;
+#[path = "../src/unstructured.rs"]
+mod unstructured;
 #[path = "../src/scratch.rs"]
 mod scratch;
 

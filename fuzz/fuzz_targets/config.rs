@@ -2,7 +2,7 @@
 
 #[path = "../src/config.rs"]
 mod config;
-#[path = "../src/dice.rs"]
-mod dice;
+#[path = "../src/unstructured.rs"]
+mod unstructured;
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| config::run(data));

@@ -1,7 +1,7 @@
 #![no_main]
 
-#[path = "../src/dice.rs"]
-mod dice;
+#[path = "../src/unstructured.rs"]
+mod unstructured;
 #[path = "../src/manifest.rs"]
 mod manifest;
 

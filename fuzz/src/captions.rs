@@ -1,7 +1,7 @@
 //! Captions, prompts with flags, and the sizes that images are brought to.
 
-use super::dice::Dice;
 use super::scratch::with_file;
+use super::unstructured::Unstructured;
 use aitk_common::job::prompt::{PromptFlags, floor_size, with_trigger};
 use aitk_engine::data::{BucketPlan, CaptionRules, build_caption, plan, plan_square, read_caption};
 use aitk_engine::rng::TorchGenerator;
@@ -9,13 +9,13 @@ use std::path::Path;
 
 /// The first byte chooses which of them.
 pub fn run(data: &[u8]) {
-    let mut dice = Dice::new(data);
-    match dice.byte() % 5 {
-        0 => buckets(&mut dice),
-        1 => prompt(&String::from_utf8_lossy(dice.rest())),
-        2 => file(dice.rest(), ".txt"),
-        3 => file(dice.rest(), ".json"),
-        _ => caption(&mut dice),
+    let mut input = Unstructured::new(data);
+    match input.byte() % 5 {
+        0 => buckets(&mut input),
+        1 => prompt(&String::from_utf8_lossy(input.rest())),
+        2 => file(input.rest(), ".txt"),
+        3 => file(input.rest(), ".json"),
+        _ => caption(&mut input),
     }
 }
 
@@ -44,21 +44,21 @@ fn prompt(text: &str) {
     let _ = with_trigger(&flags.prompt, Some("[trigger]"));
 }
 
-fn caption(dice: &mut Dice<'_>) {
-    let word = |dice: &mut Dice<'_>| dice.flag().then(|| dice.chars());
+fn caption(input: &mut Unstructured<'_>) {
+    let word = |input: &mut Unstructured<'_>| input.flag().then(|| input.chars());
     let rules = CaptionRules {
-        trigger: word(dice),
-        process_trigger: word(dice),
-        regularisation: dice.flag(),
-        caption_dropout: dice.real(),
-        token_dropout: dice.real(),
-        keep_tokens: dice.number() as u32 as usize,
-        shuffle: dice.flag(),
-        random_triggers: (0..dice.below(4)).map(|_| dice.chars()).collect(),
-        random_triggers_max: dice.number() as u32 as usize,
+        trigger: word(input),
+        process_trigger: word(input),
+        regularisation: input.flag(),
+        caption_dropout: input.real(),
+        token_dropout: input.real(),
+        keep_tokens: input.number() as u32 as usize,
+        shuffle: input.flag(),
+        random_triggers: (0..input.below(4)).map(|_| input.chars()).collect(),
+        random_triggers_max: input.number() as u32 as usize,
     };
-    let seed = dice.u64();
-    let text = String::from_utf8_lossy(dice.rest());
+    let seed = input.u64();
+    let text = String::from_utf8_lossy(input.rest());
     let caption = || build_caption(&text, &rules, &mut TorchGenerator::manual_seed(seed));
     let once = caption();
     assert_eq!(once, caption(), "the same seed gives the same caption");
@@ -70,20 +70,20 @@ fn caption(dice: &mut Dice<'_>) {
 }
 
 /// A side of an image: small, absurd, or anything.
-fn side(dice: &mut Dice<'_>) -> u32 {
-    match dice.byte() % 6 {
-        0 => u32::from(dice.byte()),
+fn side(input: &mut Unstructured<'_>) -> u32 {
+    match input.byte() % 6 {
+        0 => u32::from(input.byte()),
         1 => u32::MAX,
-        2 => u32::MAX >> dice.below(32),
-        3 => (u32::from(dice.byte()) << 8) | u32::from(dice.byte()),
-        _ => dice.u64() as u32,
+        2 => u32::MAX >> input.below(32),
+        3 => (u32::from(input.byte()) << 8) | u32::from(input.byte()),
+        _ => input.u64() as u32,
     }
 }
 
-fn buckets(dice: &mut Dice<'_>) {
-    let (width, height, resolution) = (side(dice), side(dice), side(dice));
-    let divisibility = [1, 2, 8, 16, 32, 64, 0, side(dice)][dice.below(8)];
-    inside(&plan(width, height, resolution, divisibility, dice.flag()));
+fn buckets(input: &mut Unstructured<'_>) {
+    let (width, height, resolution) = (side(input), side(input), side(input));
+    let divisibility = [1, 2, 8, 16, 32, 64, 0, side(input)][input.below(8)];
+    inside(&plan(width, height, resolution, divisibility, input.flag()));
     inside(&plan_square(width, height, resolution));
 }
 

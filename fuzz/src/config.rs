@@ -1,6 +1,6 @@
 //! A job config, whatever its bytes: never a panic, and what is understood survives the way into the queue.
 
-use super::dice::Dice;
+use super::unstructured::Unstructured;
 use aitk_common::job::{Format, JobSpec, LoadOptions, parse};
 use aitk_common::plan::demand::Demand;
 use std::fmt::Write as _;
@@ -11,13 +11,13 @@ const FORMATS: [Format; 3] = [Format::Yaml, Format::Json, Format::Jsonc];
 /// The first byte says how the text is written, whether it has a name of its own, and whether the others are the text
 /// or changes of one that is good.
 pub fn run(data: &[u8]) {
-    let mut dice = Dice::new(data);
-    let first = dice.byte();
+    let mut input = Unstructured::new(data);
+    let first = input.byte();
     let (text, format) = if first & 0x80 == 0 {
-        let Ok(text) = str::from_utf8(dice.rest()) else { return };
+        let Ok(text) = str::from_utf8(input.rest()) else { return };
         (text.to_owned(), FORMATS[usize::from(first & 0x3f) % 3])
     } else {
-        (changed(&mut dice), Format::Yaml)
+        (changed(&mut input), Format::Yaml)
     };
     let options = LoadOptions {
         name_override: (first & 0x40 != 0).then_some("given"),
@@ -161,18 +161,18 @@ fn keys() -> &'static Vec<&'static str> {
 }
 
 /// A good config with a few lines changed, doubled, left out or put in.
-fn changed(dice: &mut Dice<'_>) -> String {
-    let mut lines: Vec<String> = dice.pick(&GOOD).lines().map(str::to_owned).collect();
+fn changed(input: &mut Unstructured<'_>) -> String {
+    let mut lines: Vec<String> = input.pick(&GOOD).lines().map(str::to_owned).collect();
     for _ in 0..8 {
-        if dice.is_empty() || lines.is_empty() {
+        if input.is_empty() || lines.is_empty() {
             break;
         }
-        let at = dice.below(lines.len());
-        let deed = dice.byte() % 8;
+        let at = input.below(lines.len());
+        let deed = input.byte() % 8;
         match deed {
             0 => drop(lines.remove(at)),
             1 => lines.insert(at, lines[at].clone()),
-            2 => lines[at].insert_str(0, dice.pick(&[" ", "  ", "- ", "#", "\t"])),
+            2 => lines[at].insert_str(0, input.pick(&[" ", "  ", "- ", "#", "\t"])),
             _ => {
                 let indent: String = lines[at].chars().take_while(|c| matches!(c, ' ' | '-')).collect();
                 let key = if deed < 5 {
@@ -184,13 +184,13 @@ fn changed(dice: &mut Dice<'_>) -> String {
                         .to_owned()
                 } else {
                     let all = keys();
-                    let index = usize::from(dice.byte()) << 8 | usize::from(dice.byte());
+                    let index = usize::from(input.byte()) << 8 | usize::from(input.byte());
                     all[index % all.len()].to_owned()
                 };
-                let value = if dice.one_in(8) {
-                    dice.chars()
+                let value = if input.one_in(8) {
+                    input.chars()
                 } else {
-                    (*dice.pick(&VALUES)).to_owned()
+                    (*input.pick(&VALUES)).to_owned()
                 };
                 let line = format!("{indent}{key}: {value}");
                 if deed < 6 {

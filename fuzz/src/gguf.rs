@@ -1,8 +1,8 @@
 //! A GGUF file, whatever its bytes: refused with a reason, or every tensor that it names lies in it and can be had, and the
 //! planner counts the same.
 
-use super::dice::Dice;
 use super::scratch::with_file;
+use super::unstructured::Unstructured;
 use aitk_common::plan::anatomy::Anatomy;
 use aitk_engine::weights::{Index, Init, Weights};
 use candle_core::{DType, Device};
@@ -31,7 +31,7 @@ pub fn run(data: &[u8]) {
     match first % 4 {
         0 => read(bytes),
         1 => read(&[b"GGUF\x03\0\0\0", bytes, &[0; 64]].concat()),
-        _ => read(&built(&mut Dice::new(bytes))),
+        _ => read(&built(&mut Unstructured::new(bytes))),
     }
 }
 
@@ -89,38 +89,38 @@ fn tensors(index: &Index, length: usize) -> u64 {
 }
 
 /// A file whose tensors follow each other as they should, with something wrong here and there.
-fn built(dice: &mut Dice<'_>) -> Vec<u8> {
+fn built(input: &mut Unstructured<'_>) -> Vec<u8> {
     let mut file = b"GGUF".to_vec();
-    let version = if dice.one_in(16) { dice.byte() } else { 3 };
+    let version = if input.one_in(16) { input.byte() } else { 3 };
     file.extend(u32::from(version).to_le_bytes());
-    let (tensors, pairs) = (dice.below(5) as u64, dice.below(4) as u64);
+    let (tensors, pairs) = (input.below(5) as u64, input.below(4) as u64);
     for count in [tensors, pairs] {
-        let said = if dice.one_in(32) { dice.number() } else { count };
+        let said = if input.one_in(32) { input.number() } else { count };
         file.extend(said.to_le_bytes());
     }
     for _ in 0..pairs {
-        pair(dice, &mut file);
+        pair(input, &mut file);
     }
     let mut offset = 0_u64;
     for index in 0..tensors {
-        let name = match dice.byte() % 8 {
-            0 => dice.chars(),
+        let name = match input.byte() % 8 {
+            0 => input.chars(),
             1 => "t0".to_owned(),
             _ => format!("t{index}"),
         };
         text(&mut file, &name);
-        let (kind, block, bytes) = KINDS[dice.below(KINDS.len())];
-        let mut sides: Vec<u64> = (0..dice.below(4)).map(|_| 1 + u64::from(dice.byte() % 3)).collect();
+        let (kind, block, bytes) = KINDS[input.below(KINDS.len())];
+        let mut sides: Vec<u64> = (0..input.below(4)).map(|_| 1 + u64::from(input.byte() % 3)).collect();
         if let Some(first) = sides.first_mut() {
             *first *= block;
         }
-        if dice.one_in(8) {
-            sides.push(dice.number());
+        if input.one_in(8) {
+            sides.push(input.number());
         }
         file.extend((sides.len() as u32).to_le_bytes());
         sides.iter().for_each(|side| file.extend(side.to_le_bytes()));
         file.extend(kind.to_le_bytes());
-        let said = if dice.one_in(32) { dice.number() } else { offset };
+        let said = if input.one_in(32) { input.number() } else { offset };
         file.extend(said.to_le_bytes());
         let count = sides.iter().fold(1, |all: u64, side| all.wrapping_mul(*side));
         offset = offset
@@ -130,9 +130,9 @@ fn built(dice: &mut Dice<'_>) -> Vec<u8> {
     }
     // Small files hold their data; no file of ours is large.
     let length = usize::try_from(offset).unwrap_or(0).min(8192);
-    file.resize(file.len().next_multiple_of(32) + length, dice.byte());
-    if dice.one_in(16) {
-        file.truncate(file.len() - dice.below(file.len()));
+    file.resize(file.len().next_multiple_of(32) + length, input.byte());
+    if input.one_in(16) {
+        file.truncate(file.len() - input.below(file.len()));
     }
     file
 }
@@ -143,22 +143,22 @@ fn text(file: &mut Vec<u8>, text: &str) {
 }
 
 /// An entry of the metadata.
-fn pair(dice: &mut Dice<'_>, file: &mut Vec<u8>) {
-    let key = dice.pick(&[
+fn pair(input: &mut Unstructured<'_>, file: &mut Vec<u8>) {
+    let key = input.pick(&[
         "general.alignment",
         "comfy.gguf.orig_shape.t0",
         "comfy.gguf.orig_shape.t1",
         "x",
     ]);
     text(file, key);
-    match dice.byte() % 6 {
+    match input.byte() % 6 {
         0 => {
             file.extend(8_u32.to_le_bytes());
             text(file, "words");
         }
         1 => {
             file.extend(4_u32.to_le_bytes());
-            let alignment = *[32, 64, 8, 0, 7].get(dice.below(5)).unwrap_or(&32);
+            let alignment = *[32, 64, 8, 0, 7].get(input.below(5)).unwrap_or(&32);
             file.extend(u32::to_le_bytes(alignment));
         }
         2 => {
@@ -167,15 +167,15 @@ fn pair(dice: &mut Dice<'_>, file: &mut Vec<u8>) {
             text(file, "word");
         }
         3 => {
-            let kind = u32::from(dice.byte() % 16);
+            let kind = u32::from(input.byte() % 16);
             file.extend(kind.to_le_bytes());
-            file.extend(dice.number().to_le_bytes());
+            file.extend(input.number().to_le_bytes());
         }
         _ => {
             file.extend([9_u32, 5].map(u32::to_le_bytes).concat());
-            let sides = dice.below(4);
+            let sides = input.below(4);
             file.extend((sides as u64).to_le_bytes());
-            (0..sides).for_each(|_| file.extend(u32::from(dice.byte() % 65).to_le_bytes()));
+            (0..sides).for_each(|_| file.extend(u32::from(input.byte() % 65).to_le_bytes()));
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The texts that say what a checkpoint consists of, and jobs as the queue keeps them.
 
-use super::dice::Dice;
+use super::unstructured::Unstructured;
 use aitk_common::checkpoint::Manifest;
 use aitk_common::hash::ContentHash;
 use aitk_common::job::JobSpec;
@@ -15,7 +15,7 @@ pub fn run(data: &[u8]) {
     match first % 4 {
         0 => manifest(bytes),
         1 => manifest(&sealed(bytes)),
-        2 => manifest(&sealed(&built(&mut Dice::new(bytes)))),
+        2 => manifest(&sealed(&built(&mut Unstructured::new(bytes)))),
         _ => job(bytes),
     }
 }
@@ -82,71 +82,71 @@ const NAMES: [&str; 16] = [
     "b.",
 ];
 
-fn name(dice: &mut Dice<'_>) -> String {
-    match dice.byte() % 20 {
+fn name(input: &mut Unstructured<'_>) -> String {
+    match input.byte() % 20 {
         index @ 0..16 => NAMES[usize::from(index)].to_owned(),
-        16 => "n".repeat(dice.below(256) * 5),
-        17 => format!("a/{}", dice.chars()),
-        _ => dice.chars(),
+        16 => "n".repeat(input.below(256) * 5),
+        17 => format!("a/{}", input.chars()),
+        _ => input.chars(),
     }
 }
 
-fn hash(dice: &mut Dice<'_>) -> String {
-    match dice.byte() % 8 {
+fn hash(input: &mut Unstructured<'_>) -> String {
+    match input.byte() % 8 {
         0 => "0".repeat(63),
         1 => "A".repeat(64),
-        2 => dice.chars(),
+        2 => input.chars(),
         seed => ContentHash::of(&[seed]).to_hex(),
     }
 }
 
-fn json(dice: &mut Dice<'_>, depth: usize) -> String {
-    match dice.byte() % 10 {
+fn json(input: &mut Unstructured<'_>, depth: usize) -> String {
+    match input.byte() % 10 {
         0 => "null".into(),
         1 => "true".into(),
         2 => "-1".into(),
         3 => "1e400".into(),
-        4 => format!("{}", dice.number()),
-        5 => format!("{:?}", dice.real()),
-        6 if depth < 6 => format!("[{},{}]", json(dice, depth + 1), json(dice, depth + 1)),
-        7 if depth < 6 => format!("{{{:?}:{}}}", dice.pick(&["a", "seed", ""]), json(dice, depth + 1)),
-        _ => serde_json::Value::String(dice.chars()).to_string(),
+        4 => format!("{}", input.number()),
+        5 => format!("{:?}", input.real()),
+        6 if depth < 6 => format!("[{},{}]", json(input, depth + 1), json(input, depth + 1)),
+        7 if depth < 6 => format!("{{{:?}:{}}}", input.pick(&["a", "seed", ""]), json(input, depth + 1)),
+        _ => serde_json::Value::String(input.chars()).to_string(),
     }
 }
 
-fn files(dice: &mut Dice<'_>) -> String {
-    let one = |dice: &mut Dice<'_>| {
-        let path = serde_json::Value::String(name(dice));
-        let hash = serde_json::Value::String(hash(dice));
+fn files(input: &mut Unstructured<'_>) -> String {
+    let one = |input: &mut Unstructured<'_>| {
+        let path = serde_json::Value::String(name(input));
+        let hash = serde_json::Value::String(hash(input));
         format!(
             r#"{{"path":{path},"bytes":{},"sha256":{hash},"role":"adapter"}}"#,
-            dice.number()
+            input.number()
         )
     };
-    let files: Vec<String> = (0..dice.below(5)).map(|_| one(dice)).collect();
+    let files: Vec<String> = (0..input.below(5)).map(|_| one(input)).collect();
     files.join(",")
 }
 
 /// A manifest's text up to its digest, most of it as it should be.
-fn built(dice: &mut Dice<'_>) -> Vec<u8> {
-    let version = if dice.one_in(16) { json(dice, 0) } else { "1".into() };
-    let created = match dice.byte() % 6 {
-        0 => serde_json::Value::String(dice.chars()).to_string(),
+fn built(input: &mut Unstructured<'_>) -> Vec<u8> {
+    let version = if input.one_in(16) { json(input, 0) } else { "1".into() };
+    let created = match input.byte() % 6 {
+        0 => serde_json::Value::String(input.chars()).to_string(),
         1 => r#""-9999-01-01T00:00:00Z""#.into(),
         2 => r#""9999-12-30T22:00:00.999999999Z""#.into(),
         _ => r#""2026-08-01T12:00:00Z""#.into(),
     };
-    let state = if dice.one_in(8) {
-        json(dice, 0)
+    let state = if input.one_in(8) {
+        json(input, 0)
     } else {
-        format!(r#"{{"s":{}}}"#, json(dice, 0))
+        format!(r#"{{"s":{}}}"#, json(input, 0))
     };
-    let files = files(dice);
+    let files = files(input);
     format!(
         r#"{{"format_version":{version},"job":{},"step":{},"epoch":{},"created":{created},"state":{state},"files":[{files}]"#,
-        serde_json::Value::String(dice.chars()),
-        dice.number(),
-        dice.number(),
+        serde_json::Value::String(input.chars()),
+        input.number(),
+        input.number(),
     )
     .into_bytes()
 }

@@ -1,7 +1,7 @@
 //! A weights file, whatever its bytes: refused with a reason, or every tensor that it names lies in it.
 
-use super::dice::Dice;
 use super::scratch::with_file;
+use super::unstructured::Unstructured;
 use aitk_engine::weights::{Index, Weights};
 use candle_core::{DType, Device};
 
@@ -13,7 +13,7 @@ pub fn run(data: &[u8]) {
     match first % 4 {
         0 => read(bytes),
         1 => read(&framed(bytes, &[0; 64])),
-        _ => read(&built(&mut Dice::new(bytes))),
+        _ => read(&built(&mut Unstructured::new(bytes))),
     }
 }
 
@@ -57,14 +57,14 @@ fn framed(header: &[u8], data: &[u8]) -> Vec<u8> {
 }
 
 /// A file whose tensors follow each other as they should, with something wrong here and there.
-fn built(dice: &mut Dice<'_>) -> Vec<u8> {
+fn built(input: &mut Unstructured<'_>) -> Vec<u8> {
     let mut entries = Vec::new();
     let mut end = 0_u64;
-    if dice.one_in(4) {
-        let value = serde_json::Value::String(dice.chars());
+    if input.one_in(4) {
+        let value = serde_json::Value::String(input.chars());
         entries.push(format!(r#""__metadata__":{{"k":{value}}}"#));
     }
-    for index in 0..dice.below(5) {
+    for index in 0..input.below(5) {
         let (dtype, bits) = [
             ("F32", 32),
             ("F16", 16),
@@ -76,21 +76,21 @@ fn built(dice: &mut Dice<'_>) -> Vec<u8> {
             ("F8_E4M3", 8),
             ("F4", 4),
             ("NONE", 8),
-        ][dice.below(10)];
-        let shape: Vec<u64> = (0..dice.below(4)).map(|_| dice.number()).collect();
+        ][input.below(10)];
+        let shape: Vec<u64> = (0..input.below(4)).map(|_| input.number()).collect();
         let bytes = shape
             .iter()
             .fold(bits, |product: u64, side| product.wrapping_mul(*side))
             / 8;
         let (mut from, mut to) = (end, end.wrapping_add(bytes));
         end = to;
-        match dice.byte() {
-            250.. => from = dice.number(),
-            244..250 => to = dice.number(),
+        match input.byte() {
+            250.. => from = input.number(),
+            244..250 => to = input.number(),
             _ => {}
         }
-        let name = match dice.byte() % 8 {
-            0 => serde_json::Value::String(dice.chars()).to_string(),
+        let name = match input.byte() % 8 {
+            0 => serde_json::Value::String(input.chars()).to_string(),
             1 => "\"t0\"".into(),
             _ => format!("\"t{index}\""),
         };
@@ -99,12 +99,12 @@ fn built(dice: &mut Dice<'_>) -> Vec<u8> {
         ));
     }
     let mut header = format!("{{{}}}", entries.join(",")).into_bytes();
-    header.extend(std::iter::repeat_n(b' ', dice.below(9)));
+    header.extend(std::iter::repeat_n(b' ', input.below(9)));
     // Small files hold their data; no file of ours is large.
     let length = usize::try_from(end).unwrap_or(0).min(4096);
     let mut file = framed(&header, &vec![0; length]);
-    if dice.one_in(16) {
-        file.truncate(file.len() - dice.below(file.len()));
+    if input.one_in(16) {
+        file.truncate(file.len() - input.below(file.len()));
     }
     file
 }

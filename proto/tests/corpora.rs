@@ -8,12 +8,12 @@
 
 #[path = "../../fuzz/src/config.rs"]
 mod config;
-#[path = "../../fuzz/src/dice.rs"]
-mod dice;
 #[path = "../../fuzz/src/manifest.rs"]
 mod manifest;
 #[path = "../../fuzz/src/replay.rs"]
 mod replay;
+#[path = "../../fuzz/src/unstructured.rs"]
+mod unstructured;
 #[path = "../../fuzz/src/wire/mod.rs"]
 mod wire;
 

@@ -20,6 +20,7 @@ pub mod processes;
 pub mod programs;
 pub mod s3;
 pub mod s3_server;
+pub mod skip;
 
 use std::time::{Duration, Instant};
 

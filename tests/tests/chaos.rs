@@ -186,9 +186,6 @@ fn a_cluster_survives_everything_at_once() {
     let folder = Folder::new();
     let root = folder.path();
     let mut cluster = Cluster::whole(SERVERS, &root);
-    for what in &cluster.left_out {
-        println!("left out, {what}");
-    }
     let (faults, most) = (number("AITK_CHAOS_FAULTS"), number("AITK_CHAOS_ROUNDS"));
     let short = Terms {
         lease: cluster.pool().setup().lease,

@@ -22,6 +22,7 @@ use aitk_tests::jobs::{self, draw_dataset, run_undisturbed, tiny_model, training
 use aitk_tests::place::Place;
 use aitk_tests::pool::{DataDisk, Pool, Setup};
 use aitk_tests::processes::Process;
+use aitk_tests::skip::skip;
 use std::path::{Path, PathBuf};
 use std::process::Output;
 use std::time::Duration;
@@ -34,9 +35,7 @@ const STEPS: u32 = 60;
 /// A disk, or a word about why there is none.
 fn disk(folder: &Path, bytes: u64) -> Option<SmallDisk> {
     std::fs::create_dir_all(folder).unwrap();
-    SmallDisk::mount(folder, bytes)
-        .map_err(|why| println!("skipped: {why}"))
-        .ok()
+    SmallDisk::mount(folder, bytes).map_err(|why| skip("tmpfs", why)).ok()
 }
 
 /// A place for a test: its folder, a data set and a job of this many steps.

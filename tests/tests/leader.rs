@@ -23,7 +23,7 @@ const LIMIT: Duration = Duration::from_secs(300);
 fn a_leader_that_dies_does_not_interrupt_an_attempt() {
     let server = match Postgres::start(false) {
         Ok(server) => server,
-        Err(why) => return println!("skipped: {why}"),
+        Err(why) => return aitk_tests::skip::skip("postgresql", why),
     };
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path();

@@ -190,7 +190,7 @@ fn a_short_break_changes_nothing_and_a_long_one_ends_the_attempt() {
     use Direction::{Down, Up};
     let network = match Network::new(2) {
         Ok(network) => network,
-        Err(why) => return println!("skipped: {why}"),
+        Err(why) => return aitk_tests::skip::skip("network-namespace", why),
     };
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().canonicalize().unwrap();

@@ -108,12 +108,9 @@ fn a_full_file_system_is_a_full_disk() {
     match mount {
         Ok(output) if output.status.success() => {}
         Ok(output) => {
-            return println!(
-                "skipped: no tmpfs here: {}",
-                String::from_utf8_lossy(&output.stderr).trim()
-            );
+            return crate::skip::skip("tmpfs", String::from_utf8_lossy(&output.stderr).trim());
         }
-        Err(error) => return println!("skipped: no mount command: {error}"),
+        Err(error) => return crate::skip::skip("tmpfs", format!("`mount`: {error}")),
     }
     let _mounted = Mounted(place.path());
     save(place.path(), 1, 100);

@@ -12,6 +12,9 @@ mod damage;
 mod disk_full;
 mod kill;
 mod names;
+#[allow(unreachable_pub, reason = "other tests share this file")]
+#[path = "../../../tests/src/skip.rs"]
+mod skip;
 #[cfg(feature = "storage")]
 mod snapshots;
 mod support;

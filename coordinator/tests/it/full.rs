@@ -1,6 +1,5 @@
 //! The coordinator's disk is full: what is there can be read, what comes is refused as an error of its own kind, nothing new
 //! starts and says why, and with room again everything goes on. The same where not even the database has room.
-#![allow(clippy::print_stdout, reason = "a test that is skipped says so")]
 
 use crate::support::blobs::put;
 use crate::support::daemon::Daemon;
@@ -113,14 +112,11 @@ impl SmallDisk {
         match mounted {
             Ok(output) if output.status.success() => Some(Self(on.to_owned())),
             Ok(output) => {
-                println!(
-                    "skipped: no tmpfs here: {}",
-                    String::from_utf8_lossy(&output.stderr).trim()
-                );
+                crate::skip::skip("tmpfs", String::from_utf8_lossy(&output.stderr).trim());
                 None
             }
             Err(error) => {
-                println!("skipped: no mount command: {error}");
+                crate::skip::skip("tmpfs", format!("`mount`: {error}"));
                 None
             }
         }

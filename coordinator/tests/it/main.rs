@@ -19,6 +19,9 @@ mod stores;
 mod support;
 mod traces;
 
-#[allow(dead_code, clippy::print_stdout, reason = "it is shared with other tests")]
+#[allow(dead_code, reason = "other tests share this file")]
 #[path = "../../../common/tests/storage/buckets/server.rs"]
 mod s3;
+#[allow(unreachable_pub, reason = "other tests share this file")]
+#[path = "../../../tests/src/skip.rs"]
+mod skip;

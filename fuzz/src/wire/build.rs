@@ -1,77 +1,79 @@
 //! Messages out of bytes: every field of every message, so that a field that comes new is no field that is forgotten.
 
-use super::super::dice::Dice;
+use super::super::unstructured::Unstructured;
 use aitk_proto::v1;
 use std::collections::HashMap;
 
 /// What can be drawn.
 pub(super) trait Make: Sized {
-    fn make(dice: &mut Dice<'_>) -> Self;
+    fn make(input: &mut Unstructured<'_>) -> Self;
 }
 
 macro_rules! numbers {
     ($($number:ty => $draw:expr,)*) => {
         $(impl Make for $number {
-            fn make(dice: &mut Dice<'_>) -> Self {
-                let draw: fn(&mut Dice<'_>) -> Self = $draw;
-                draw(dice)
+            fn make(input: &mut Unstructured<'_>) -> Self {
+                let draw: fn(&mut Unstructured<'_>) -> Self = $draw;
+                draw(input)
             }
         })*
     };
 }
 
 numbers! {
-    bool => |dice| dice.flag(),
-    u8 => |dice| dice.byte(),
-    u32 => |dice| dice.number() as u32,
-    u64 => |dice| dice.number(),
-    i64 => |dice| dice.number() as i64,
-    f64 => |dice| dice.real(),
+    bool => |input| input.flag(),
+    u8 => |input| input.byte(),
+    u32 => |input| input.number() as u32,
+    u64 => |input| input.number(),
+    i64 => |input| input.number() as i64,
+    f64 => |input| input.real(),
     // Only enums are of this kind; the largest has 6 values.
-    i32 => |dice| if dice.one_in(32) { dice.number() as i32 } else { 1 + i32::from(dice.byte() % 6) },
+    i32 => |input| if input.one_in(32) { input.number() as i32 } else { 1 + i32::from(input.byte() % 6) },
 }
 
 impl Make for String {
-    fn make(dice: &mut Dice<'_>) -> Self {
+    fn make(input: &mut Unstructured<'_>) -> Self {
         const HASH: &str = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08";
-        match dice.byte() % 24 {
+        match input.byte() % 24 {
             0 => Self::new(),
             1..4 => HASH.to_owned(),
-            4..10 => dice.pick(&["j1", "a-1", "ada", "W_9"]).to_owned(),
-            10..13 => dice.pick(&["yaml", "json", "jsonc"]).to_owned(),
-            13..16 => dice
+            4..10 => input.pick(&["j1", "a-1", "ada", "W_9"]).to_owned(),
+            10..13 => input.pick(&["yaml", "json", "jsonc"]).to_owned(),
+            13..16 => input
                 .pick(&["out/a.png", "a b", "s3://bucket/x", "é", "admin", "worker"])
                 .to_owned(),
-            16 => dice.pick(&["../a", "a//b", "/a", "c:\\", "a\nb", "\0", "."]).to_owned(),
-            17 => "x".repeat(usize::from(dice.byte()) * 20),
-            18 => "\u{1}".repeat(usize::from(dice.byte())),
+            16 => input
+                .pick(&["../a", "a//b", "/a", "c:\\", "a\nb", "\0", "."])
+                .to_owned(),
+            17 => "x".repeat(usize::from(input.byte()) * 20),
+            18 => "\u{1}".repeat(usize::from(input.byte())),
             19 => HASH.to_uppercase(),
-            _ => dice.chars(),
+            _ => input.chars(),
         }
     }
 }
 
 impl<T: Make> Make for Option<T> {
-    fn make(dice: &mut Dice<'_>) -> Self {
-        (!dice.one_in(8)).then(|| T::make(dice))
+    fn make(input: &mut Unstructured<'_>) -> Self {
+        (!input.one_in(8)).then(|| T::make(input))
     }
 }
 
 impl<T: Make> Make for Vec<T> {
-    fn make(dice: &mut Dice<'_>) -> Self {
-        let count = match dice.byte() {
+    fn make(input: &mut Unstructured<'_>) -> Self {
+        let count = match input.byte() {
             count @ 0..250 => usize::from(count % 4),
             // More than any list of short texts may have.
             count => usize::from(count) / 3,
         };
-        (0..count).map(|_| T::make(dice)).collect()
+        (0..count).map(|_| T::make(input)).collect()
     }
 }
 
 impl<T: Make> Make for HashMap<String, T> {
-    fn make(dice: &mut Dice<'_>) -> Self {
-        (0..dice.below(4))
-            .map(|_| (String::make(dice), T::make(dice)))
+    fn make(input: &mut Unstructured<'_>) -> Self {
+        (0..input.below(4))
+            .map(|_| (String::make(input), T::make(input)))
             .collect()
     }
 }
@@ -80,8 +82,8 @@ macro_rules! messages {
     ($($message:ident { $($field:ident)* })*) => {
         $(impl Make for v1::$message {
             #[allow(unused_variables, reason = "some messages have no fields")]
-            fn make(dice: &mut Dice<'_>) -> Self {
-                Self { $($field: Make::make(dice)),* }
+            fn make(input: &mut Unstructured<'_>) -> Self {
+                Self { $($field: Make::make(input)),* }
             }
         })*
     };
@@ -90,9 +92,9 @@ macro_rules! messages {
 macro_rules! choices {
     ($($module:ident::$name:ident { $($variant:ident)* })*) => {
         $(impl Make for v1::$module::$name {
-            fn make(dice: &mut Dice<'_>) -> Self {
-                let makers: &[fn(&mut Dice<'_>) -> Self] = &[$(|dice| Self::$variant(Make::make(dice))),*];
-                makers[dice.below(makers.len())](dice)
+            fn make(input: &mut Unstructured<'_>) -> Self {
+                let makers: &[fn(&mut Unstructured<'_>) -> Self] = &[$(|input| Self::$variant(Make::make(input))),*];
+                makers[input.below(makers.len())](input)
             }
         })*
     };
@@ -109,25 +111,25 @@ choices! {
 }
 
 impl Make for v1::outcome::Completed {
-    fn make(_: &mut Dice<'_>) -> Self {
+    fn make(_: &mut Unstructured<'_>) -> Self {
         Self {}
     }
 }
 
 impl Make for v1::outcome::Stopped {
-    fn make(dice: &mut Dice<'_>) -> Self {
+    fn make(input: &mut Unstructured<'_>) -> Self {
         Self {
-            saved_step: Make::make(dice),
-            at_step: Make::make(dice),
+            saved_step: Make::make(input),
+            at_step: Make::make(input),
         }
     }
 }
 
 impl Make for v1::outcome::Failed {
-    fn make(dice: &mut Dice<'_>) -> Self {
+    fn make(input: &mut Unstructured<'_>) -> Self {
         Self {
-            cause: Make::make(dice),
-            message: Make::make(dice),
+            cause: Make::make(input),
+            message: Make::make(input),
         }
     }
 }

@@ -3,7 +3,7 @@
 
 mod build;
 
-use super::dice::Dice;
+use super::unstructured::Unstructured;
 use aitk_common::control::{Artifact, Forecast, JobEvent, JobView, ServerInfo, Submission, Submitted};
 use aitk_common::control::{ToCoordinator, ToWorker, WorkerView};
 use aitk_common::hash::ContentHash;
@@ -30,19 +30,19 @@ enum Form {
 
 /// The first byte chooses the message, the second how the others become it.
 pub fn run(data: &[u8]) {
-    let mut dice = Dice::new(data);
-    let kind = dice.below(MESSAGES.len() + 1);
-    let form = match dice.byte() % 8 {
+    let mut input = Unstructured::new(data);
+    let kind = input.below(MESSAGES.len() + 1);
+    let form = match input.byte() % 8 {
         0 => Form::Raw,
         1 => Form::Damaged,
         _ => Form::Built,
     };
     if kind == MESSAGES.len() {
-        let drawn = String::make(&mut dice);
-        let given = String::from_utf8_lossy(dice.rest());
+        let drawn = String::make(&mut input);
+        let given = String::from_utf8_lossy(input.rest());
         return texts(if drawn.is_empty() { &given } else { &drawn });
     }
-    dispatch(kind, form, &mut dice);
+    dispatch(kind, form, &mut input);
 }
 
 /// `A => B`: the wire's A and the domain's B become each other. After the `;`: what the services use as it comes.
@@ -51,10 +51,10 @@ macro_rules! messages {
         /// Every message that is tried, by its name.
         pub const MESSAGES: &[&str] = &[$(stringify!($wire),)* $(stringify!($plain)),*];
 
-        fn dispatch(kind: usize, form: Form, dice: &mut Dice<'_>) {
+        fn dispatch(kind: usize, form: Form, input: &mut Unstructured<'_>) {
             match MESSAGES[kind] {
-                $(stringify!($wire) => there_and_back::<v1::$wire, $domain>(&encoded::<v1::$wire>(form, dice)),)*
-                $(stringify!($plain) => plain::<v1::$plain>(&encoded::<v1::$plain>(form, dice)),)*
+                $(stringify!($wire) => there_and_back::<v1::$wire, $domain>(&encoded::<v1::$wire>(form, input)),)*
+                $(stringify!($plain) => plain::<v1::$plain>(&encoded::<v1::$plain>(form, input)),)*
                 other => unreachable!("{other}"),
             }
         }
@@ -82,15 +82,15 @@ messages! {
     ListCertificatesReply RevokeWorkerRequest RevokeWorkerReply
 }
 
-fn encoded<Wire: Message + Make>(form: Form, dice: &mut Dice<'_>) -> Vec<u8> {
+fn encoded<Wire: Message + Make>(form: Form, input: &mut Unstructured<'_>) -> Vec<u8> {
     if let Form::Raw = form {
-        return dice.rest().to_vec();
+        return input.rest().to_vec();
     }
     let (place, byte) = match form {
-        Form::Damaged => (usize::from(dice.byte()), dice.byte()),
+        Form::Damaged => (usize::from(input.byte()), input.byte()),
         _ => (0, 0),
     };
-    let mut bytes = Wire::make(dice).encode_to_vec();
+    let mut bytes = Wire::make(input).encode_to_vec();
     if let Form::Damaged = form {
         match bytes.get_mut(place) {
             Some(there) => *there = byte,

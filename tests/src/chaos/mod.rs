@@ -24,6 +24,7 @@ use crate::pool::{DataDisk, Pool, Setup};
 use crate::postgres::Postgres;
 use crate::processes::{LogTail, Process, free_address};
 use crate::s3::S3;
+use crate::skip::skip;
 use admission::Admission;
 use plan::Means;
 use std::collections::BTreeSet;
@@ -102,8 +103,6 @@ pub struct Cluster {
     full_disks: BTreeSet<usize>,
     /// Everything lies below it.
     pub root: PathBuf,
-    /// What the machine does not grant, and why.
-    pub left_out: Vec<String>,
     /// Ids of everything that was acknowledged.
     pub acknowledged: BTreeSet<String>,
     /// Processes that ended by themselves, and were started again.
@@ -119,7 +118,7 @@ impl Cluster {
     pub fn plain(servers: Servers, root: &Path) -> Self {
         let work = vec![Work::training(root)];
         let s3 = S3::start(servers.s3, root);
-        let (mut disks, mut left_out) = (Vec::new(), Vec::new());
+        let mut disks = Vec::new();
         let mut setup = patient(Setup::new(root).storage(s3.url(), s3.environment()));
         setup.worker_tokens = true;
         setup.own_environment.push(direct_storage());
@@ -128,11 +127,11 @@ impl Cluster {
                 disks.push(disk);
                 setup.data_disk = Some(data_disk);
             }
-            Err(why) => left_out.push(format!("a coordinator's small disk: {why}")),
+            Err(why) => skip("tmpfs", format!("no coordinator has a small disk: {why}")),
         }
         let coordinators = vec![Pool::start_with(setup)];
         let mut cluster = Self::new(root, work, s3, coordinators);
-        (cluster.coordinator_disks, cluster.left_out) = (disks, left_out);
+        cluster.coordinator_disks = disks;
         for name in ["left", "right"] {
             cluster.add_machine(name, None, None);
         }
@@ -151,18 +150,18 @@ impl Cluster {
             Work::images(root, None),
             Work::images(root, Some(3)),
         ];
-        let mut left_out = Vec::new();
-        let mut granted = |what: &str, why: String| left_out.push(format!("{what}: {why}"));
-        let network = Network::new(3).map_err(|why| granted("lines", why)).ok();
+        let network = Network::new(3)
+            .map_err(|why| skip("network-namespace", format!("no line is cut: {why}")))
+            .ok();
         let database = Postgres::start(true)
-            .map_err(|why| granted("several coordinators", why))
+            .map_err(|why| skip("postgresql", format!("there is one coordinator: {why}")))
             .ok();
         let small = root.join("small");
         std::fs::create_dir(&small).expect("the folder can be made");
         let disk = SmallDisk::on_device(&small, SMALL, &root.join("small.image"))
-            .map_err(|why| granted("slow disks", why))
+            .map_err(|why| skip("loop-device", format!("no disk is slow: {why}")))
             .or_else(|_| SmallDisk::mount(&small, SMALL))
-            .map_err(|why| granted("a small disk", why))
+            .map_err(|why| skip("tmpfs", format!("no worker has a small disk: {why}")))
             .ok();
         let hub = network.as_ref().map_or(Place::Here, Network::hub);
         let address = |port| match hub {
@@ -194,7 +193,7 @@ impl Cluster {
                     disks.push(disk);
                     setup.data_disk = Some(data_disk);
                 }
-                Err(why) => granted("a coordinator's small disk", why),
+                Err(why) => skip("tmpfs", format!("no coordinator has a small disk: {why}")),
             }
             setup
         };
@@ -206,7 +205,7 @@ impl Cluster {
             None => vec![Pool::start_with(setup(root, 7420))],
         };
         let mut cluster = Self::new(root, work, s3, coordinators);
-        (cluster.network, cluster.database, cluster.left_out) = (network, database, left_out);
+        (cluster.network, cluster.database) = (network, database);
         (cluster.hub, cluster.coordinator_disks) = (Some(models), disks);
         cluster.add_machine("left", Some(1), None);
         cluster.add_machine("right", Some(2), None);
@@ -233,7 +232,6 @@ impl Cluster {
             coordinator_disks: Vec::new(),
             full_disks: BTreeSet::new(),
             root: root.to_path_buf(),
-            left_out: Vec::new(),
             acknowledged: BTreeSet::new(),
             own_ends: Vec::new(),
         }

@@ -31,7 +31,7 @@ async fn bucket() -> Option<Bucket> {
         .ok()
         .filter(|text| !text.is_empty())
     else {
-        println!("skipped: AITK_TEST_AZURE_ENDPOINT names no server (see docs/storage.md)");
+        crate::skip::skip("azure", "AITK_TEST_AZURE_ENDPOINT is not set (see docs/storage.md)");
         return None;
     };
     let url = Url::parse(&endpoint).unwrap();

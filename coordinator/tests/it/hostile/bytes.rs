@@ -1,6 +1,6 @@
 //! Bytes that are no protocol, or the protocol's frames in no order.
 
-use super::{Besieged, Dice};
+use super::{Besieged, Random};
 use crate::support::within;
 use futures::StreamExt;
 use std::net::SocketAddr;
@@ -24,52 +24,52 @@ fn frame(length: u64, kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u
     frame
 }
 
-fn any_frame(dice: &mut Dice) -> Vec<u8> {
-    let bytes = dice.below(600);
-    let payload = dice.bytes(bytes);
-    let length = match dice.below(8) {
-        0 => dice.next(),
-        1 => payload.len() as u64 + dice.below(9),
+fn any_frame(random: &mut Random) -> Vec<u8> {
+    let bytes = random.below(600);
+    let payload = random.bytes(bytes);
+    let length = match random.below(8) {
+        0 => random.next(),
+        1 => payload.len() as u64 + random.below(9),
         _ => payload.len() as u64,
     };
-    let kind = dice.below(12) as u8;
-    let stream = match dice.below(4) {
+    let kind = random.below(12) as u8;
+    let stream = match random.below(4) {
         0 => 0,
-        1 => dice.next() as u32,
-        _ => 1 + 2 * dice.below(8) as u32,
+        1 => random.next() as u32,
+        _ => 1 + 2 * random.below(8) as u32,
     };
-    frame(length, kind, dice.next() as u8, stream, &payload)
+    frame(length, kind, random.next() as u8, stream, &payload)
 }
 
 /// What one connection says.
-fn speech(dice: &mut Dice) -> Vec<u8> {
+fn speech(random: &mut Random) -> Vec<u8> {
     let mut all = PREFACE.to_vec();
-    match dice.below(10) {
+    match random.below(10) {
         0 => {
-            let bytes = dice.below(5000);
-            all = dice.bytes(bytes);
+            let bytes = random.below(5000);
+            all = random.bytes(bytes);
         }
         // Cut off anywhere.
         1 => {
-            all.extend(any_frame(dice));
-            all.truncate(dice.below(all.len() as u64) as usize);
+            all.extend(any_frame(random));
+            all.truncate(random.below(all.len() as u64) as usize);
         }
         2 => {
             all = b"GET /metrics HTTP/1.1\r\nHost: x\r\nX: "
                 .iter()
                 .copied()
-                .chain(dice.bytes(20_000))
+                .chain(random.bytes(20_000))
                 .collect()
         }
         3 => {
             all = b"POST /aitk.v1.Jobs/Submit HTTP/1.1\r\nHost: x\r\nContent-Length: 18446744073709551615\r\n\r\n"
                 .to_vec();
-            all.extend(dice.bytes(4000));
+            all.extend(random.bytes(4000));
         }
         // Settings without end, and pings.
         4 => {
             for _ in 0..200 {
-                let setting = dice.bytes(6);
+                let setting = random.bytes(6);
                 all.extend(frame(6, 4, 0, 0, &setting));
                 all.extend(frame(8, 6, 0, 0, &[0; 8]));
             }
@@ -79,7 +79,7 @@ fn speech(dice: &mut Dice) -> Vec<u8> {
             all.extend(frame(0, 4, 0, 0, &[]));
             all.extend(frame(1, 1, 0, 1, &[0x82]));
             for _ in 0..100 {
-                let block = dice.bytes(1000);
+                let block = random.bytes(1000);
                 all.extend(frame(1000, 9, 0, 1, &block));
             }
         }
@@ -100,11 +100,11 @@ fn speech(dice: &mut Dice) -> Vec<u8> {
             }
         }
         _ => {
-            if dice.below(2) == 0 {
+            if random.below(2) == 0 {
                 all.extend(frame(0, 4, 0, 0, &[]));
             }
-            for _ in 0..dice.below(30) {
-                all.extend(any_frame(dice));
+            for _ in 0..random.below(30) {
+                all.extend(any_frame(random));
             }
         }
     }
@@ -128,7 +128,7 @@ async fn speak(address: SocketAddr, words: Vec<u8>, politely: bool) {
     let _ = tokio::time::timeout(Duration::from_secs(2), talk).await;
 }
 
-async fn siege(besieged: &Besieged, dice: &mut Dice, connections: u64) {
+async fn siege(besieged: &Besieged, random: &mut Random, connections: u64) {
     let calls: Vec<_> = (0..connections)
         .map(|number| {
             let address = if number % 5 == 0 {
@@ -136,7 +136,7 @@ async fn siege(besieged: &Besieged, dice: &mut Dice, connections: u64) {
             } else {
                 besieged.daemon.address()
             };
-            (address, speech(dice), dice.below(3) > 0)
+            (address, speech(random), random.below(3) > 0)
         })
         .collect();
     futures::stream::iter(calls)
@@ -146,12 +146,12 @@ async fn siege(besieged: &Besieged, dice: &mut Dice, connections: u64) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn thousands_of_connections_that_talk_nonsense_leave_no_trace() {
-    let (besieged, mut dice) = (Besieged::start().await, Dice(7));
+    let (besieged, mut random) = (Besieged::start().await, Random(7));
     // What grows once: pools, tables, the log's buffers.
-    siege(&besieged, &mut dice, 300).await;
+    siege(&besieged, &mut random, 300).await;
     besieged.works().await;
     let (memory, files) = (besieged.memory(), besieged.files());
-    siege(&besieged, &mut dice, CONNECTIONS).await;
+    siege(&besieged, &mut random, CONNECTIONS).await;
     besieged.works().await;
     besieged.has_not_grown(memory, GROWTH);
     // Its connections go when their time is over at the latest.

@@ -1,6 +1,6 @@
 //! A worker with a good token that says what no worker says: every kind of message, in any order, with absurd content.
 
-use super::{Besieged, Dice};
+use super::{Besieged, Random};
 use crate::support::{FakeWorker, input, job_json, submission, within};
 use aitk_common::control::{EventBody, JobEvent, UnixMillis};
 use aitk_common::hash::ContentHash;
@@ -35,7 +35,7 @@ struct Held {
 }
 
 struct Liar {
-    dice: Dice,
+    random: Random,
     held: Vec<Held>,
     hashes: Vec<String>,
     /// Attempts that it was given.
@@ -45,26 +45,26 @@ struct Liar {
 impl Liar {
     /// A text that somebody would take, or one that nobody should.
     fn text(&mut self) -> String {
-        match self.dice.below(12) {
+        match self.random.below(12) {
             0 => String::new(),
-            1 => "x".repeat(1 << self.dice.below(18)),
+            1 => "x".repeat(1 << self.random.below(18)),
             2 => "../../../etc/passwd".into(),
             3 => "a\0b\u{1b}[31m\u{202e}".into(),
             4 => "ü\u{1F600}".repeat(40),
-            _ => format!("t{}", self.dice.below(20)),
+            _ => format!("t{}", self.random.below(20)),
         }
     }
 
     fn number(&mut self) -> u64 {
-        if self.dice.below(3) == 0 {
-            self.dice.below(100)
+        if self.random.below(3) == 0 {
+            self.random.below(100)
         } else {
-            self.dice.one(&NUMBERS)
+            self.random.one(&NUMBERS)
         }
     }
 
     fn float(&mut self) -> f64 {
-        self.dice.one(&FLOATS)
+        self.random.one(&FLOATS)
     }
 
     fn held(&mut self) -> Held {
@@ -75,15 +75,15 @@ impl Liar {
                 epoch: 1,
             });
         }
-        let mut held = if self.dice.below(30) == 0 {
+        let mut held = if self.random.below(30) == 0 {
             Held {
                 attempt: self.text(),
                 epoch: self.number(),
             }
         } else {
-            self.dice.one(&known)
+            self.random.one(&known)
         };
-        if self.dice.below(6) == 0 {
+        if self.random.below(6) == 0 {
             held.epoch = self.number();
         }
         held
@@ -91,16 +91,16 @@ impl Liar {
 
     fn hash(&mut self) -> String {
         let known = self.hashes.clone();
-        match self.dice.below(8) {
+        match self.random.below(8) {
             0 => self.text(),
-            1 => ContentHash::of(&self.dice.next().to_be_bytes()).to_hex(),
-            _ => self.dice.one(&known),
+            1 => ContentHash::of(&self.random.next().to_be_bytes()).to_hex(),
+            _ => self.random.one(&known),
         }
     }
 
     fn report(&mut self) -> Option<v1::attempt_event::Report> {
         use v1::attempt_event::Report;
-        Some(match self.dice.below(5) {
+        Some(match self.random.below(5) {
             0 => Report::Phase(v1::Phase { name: self.text() }),
             1 => Report::Log(v1::LogLine {
                 level: "info".into(),
@@ -110,9 +110,9 @@ impl Liar {
             }),
             2 => Report::Metrics(v1::Metrics {
                 step: self.number(),
-                values: (0..self.dice.below(5)).map(|_| (self.text(), self.float())).collect(),
+                values: (0..self.random.below(5)).map(|_| (self.text(), self.float())).collect(),
             }),
-            3 if self.dice.below(10) == 0 => return None,
+            3 if self.random.below(10) == 0 => return None,
             _ => Report::Progress(v1::Progress {
                 done: self.number(),
                 total: self.number(),
@@ -135,11 +135,11 @@ impl Liar {
 
     fn outcome(&mut self) -> Option<v1::Outcome> {
         use v1::outcome::{Completed, Failed, Outcome, Stopped};
-        let outcome = match self.dice.below(4) {
+        let outcome = match self.random.below(4) {
             0 => Outcome::Completed(Completed {}),
             1 => Outcome::Stopped(Stopped::default()),
             _ => Outcome::Failed(Failed {
-                cause: self.dice.below(14) as i32,
+                cause: self.random.below(14) as i32,
                 message: self.text(),
             }),
         };
@@ -149,21 +149,21 @@ impl Liar {
     fn message(&mut self) -> v1::WorkerMessage {
         let Held { attempt, epoch } = self.held();
         let attempt_id = attempt;
-        let message = match self.dice.below(40) {
+        let message = match self.random.below(40) {
             0 => None,
             1 => Some(Message::Register(
                 FakeWorker::registration("again", None, Vec::new()).into(),
             )),
             2 => Some(Message::GoingAway(v1::WorkerGoingAway { reason: self.text() })),
             3..=8 => {
-                let mut running: Vec<_> = (0..self.dice.below(5))
+                let mut running: Vec<_> = (0..self.random.below(5))
                     .map(|_| self.held())
                     .map(|held| v1::HeldAttempt {
                         attempt_id: held.attempt,
                         epoch: held.epoch,
                     })
                     .collect();
-                if self.dice.below(40) == 0 {
+                if self.random.below(40) == 0 {
                     running = vec![v1::HeldAttempt { attempt_id, epoch }; 5000];
                 }
                 Some(Message::Beat(v1::Beat { running }))
@@ -192,10 +192,10 @@ impl Liar {
             _ => Some(Message::Event(v1::AttemptEvent {
                 attempt_id,
                 epoch,
-                seq: if self.dice.below(3) == 0 {
+                seq: if self.random.below(3) == 0 {
                     self.number()
                 } else {
-                    self.dice.below(1000)
+                    self.random.below(1000)
                 },
                 time_ms: self.number(),
                 report: self.report(),
@@ -203,7 +203,7 @@ impl Liar {
         };
         v1::WorkerMessage {
             // Repeated ones, too.
-            request_id: self.dice.below(4),
+            request_id: self.random.below(4),
             message,
         }
     }
@@ -223,7 +223,7 @@ async fn session(clients: &Clients, liar: &mut Liar, worker: &mut String) {
     let (sender, receiver) = mpsc::channel(64);
     let mut register = v1::Register::from(FakeWorker::registration("liar", None, Vec::new()));
     register.worker_id.clone_from(worker);
-    register.running = (0..liar.dice.below(3))
+    register.running = (0..liar.random.below(3))
         .map(|_| liar.held())
         .filter(|held| held.attempt.starts_with('j'))
         .map(|held| v1::HeldAttempt {
@@ -293,7 +293,7 @@ async fn a_worker_that_says_anything_harms_only_what_it_was_given() {
     .unwrap();
     let manifest = crate::support::put_checkpoint(&aitk_proto::remote_blobs::RemoteBlobs::new(&clients), 3).await;
     let mut liar = Liar {
-        dice: Dice(11),
+        random: Random(11),
         held: Vec::new(),
         hashes: [own, manifest, input().id()].map(|hash| hash.to_hex()).to_vec(),
         works: 0,

@@ -20,9 +20,9 @@ use aitk_tests::processes::free_address;
 use std::net::SocketAddr;
 
 /// Numbers that a seed decides (SplitMix64, by Sebastiano Vigna).
-struct Dice(u64);
+struct Random(u64);
 
-impl Dice {
+impl Random {
     fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;

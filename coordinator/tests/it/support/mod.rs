@@ -1,5 +1,4 @@
 //! A coordinator in this process, and workers that do what a test tells them.
-#![allow(clippy::print_stdout, reason = "a test that is skipped says so")]
 
 pub(crate) mod blobs;
 pub(crate) mod daemon;

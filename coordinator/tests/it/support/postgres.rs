@@ -1,6 +1,5 @@
 //! A PostgreSQL server for one test: its own folder, a Unix socket, no network.
 
-use std::io::Write;
 use std::os::unix::fs::chown;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -20,19 +19,12 @@ pub(crate) struct Postgres {
 }
 
 impl Postgres {
-    /// Starts a server; `None`, and a word about it, where PostgreSQL is not installed.
+    /// Starts a server. Returns `None` and skips the test where PostgreSQL is not installed.
     pub(crate) fn start() -> Option<Self> {
         let Some(programs) = programs() else {
-            assert!(
-                std::env::var_os("AITK_REQUIRE_POSTGRES").is_none(),
-                "AITK_REQUIRE_POSTGRES is set, but there is no PostgreSQL in /usr/lib/postgresql/*/bin or on the PATH"
-            );
-            let test = std::thread::current();
-            // Straight to the terminal: what a test prints is only shown when it fails.
-            let _ = writeln!(
-                std::io::stderr(),
-                "SKIPPED {}: PostgreSQL is not installed here (Debian: `apt-get install postgresql`)",
-                test.name().unwrap_or("a test")
+            crate::skip::skip(
+                "postgresql",
+                "PostgreSQL is not installed (Debian: `apt-get install postgresql`)",
             );
             return None;
         };
