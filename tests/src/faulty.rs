@@ -1,7 +1,7 @@
 //! A server over HTTP that goes wrong on demand, and says what it was asked: what it serves is somebody else's, see
 //! [`crate::s3_server`] and [`crate::hub_server`].
 //!
-//! What goes wrong now stands in a file, see [`Fault`]; it is read anew for every request. Each request is two lines
+//! What goes wrong now stands in a file, see [`ServerFault`]; it is read anew for every request. Each request is two lines
 //! on standard output, at its beginning and when its answer has gone out (or its connection has):
 //!
 //! ```text
@@ -9,7 +9,7 @@
 //! end 12 200 in=4096 out=0
 //! ```
 
-use crate::fault::Fault;
+use crate::server_fault::ServerFault;
 use hyper::body::{Body, Bytes, Frame, Incoming, SizeHint};
 use hyper::service::service_fn;
 use hyper::{Request, Response, StatusCode};
@@ -67,17 +67,17 @@ async fn answer(
     request: Request<Incoming>,
 ) -> Result<Response<s3s::Body>, BoxError> {
     let record = Arc::new(Record::begin(number, &request));
-    let now = || fault_file.as_deref().map_or(Fault::None, Fault::read);
+    let now = || fault_file.as_deref().map_or(ServerFault::None, ServerFault::read);
     let fault = now();
-    if matches!(fault, Fault::Hang | Fault::Late) {
+    if matches!(fault, ServerFault::Hang | ServerFault::Late) {
         while now() == fault {
             sleep(LOOK_AGAIN).await;
         }
     }
     let fails = match fault {
-        Fault::Hang => return Err("the connection is cut without an answer".into()),
-        Fault::Fail => true,
-        Fault::Flaky(every) => number.is_multiple_of(every.max(1)),
+        ServerFault::Hang => return Err("the connection is cut without an answer".into()),
+        ServerFault::Fail => true,
+        ServerFault::Flaky(every) => number.is_multiple_of(every.max(1)),
         _ => false,
     };
     if fails {
@@ -88,12 +88,12 @@ async fn answer(
         return Ok(answer);
     }
     let (cut_upload, cut_answer) = match fault {
-        Fault::CutUpload(bytes) => (Some(bytes), None),
-        Fault::CutAnswer(bytes) => (None, Some(bytes)),
+        ServerFault::CutUpload(bytes) => (Some(bytes), None),
+        ServerFault::CutAnswer(bytes) => (None, Some(bytes)),
         _ => (None, None),
     };
     let rate = match fault {
-        Fault::Slow(rate) => Some(rate.max(1)),
+        ServerFault::Slow(rate) => Some(rate.max(1)),
         _ => None,
     };
     let metered = |received, left| Meter {

@@ -1,9 +1,9 @@
 //! A hub of models with one model, its switches and its log.
 
-use crate::fault::Fault;
 use crate::jobs::tiny_model;
 use crate::place::Place;
 use crate::processes::{Process, free_address};
+use crate::server_fault::ServerFault;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
@@ -69,7 +69,7 @@ impl Hub {
     ///
     /// # Panics
     /// When the switch cannot be written.
-    pub fn set(&self, fault: Fault) {
+    pub fn set(&self, fault: ServerFault) {
         fault.write(&self.fault_file);
     }
 

@@ -5,7 +5,6 @@
 
 pub mod chaos;
 pub mod disks;
-pub mod fault;
 pub mod faulty;
 pub mod follower;
 pub mod hub;
@@ -20,6 +19,7 @@ pub mod processes;
 pub mod programs;
 pub mod s3;
 pub mod s3_server;
+pub mod server_fault;
 pub mod skip;
 
 use std::time::{Duration, Instant};

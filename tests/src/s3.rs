@@ -1,8 +1,8 @@
 //! A real S3 server with one bucket, `aitk`, its switches and its log.
 
-use crate::fault::Fault;
 use crate::place::Place;
 use crate::processes::{Process, free_address, wait_for_port};
+use crate::server_fault::ServerFault;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
@@ -92,7 +92,7 @@ impl S3 {
     ///
     /// # Panics
     /// When the switch cannot be written.
-    pub fn set(&self, fault: Fault) {
+    pub fn set(&self, fault: ServerFault) {
         fault.write(&self.fault_file);
     }
 

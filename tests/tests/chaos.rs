@@ -81,8 +81,8 @@ impl Sum {
         self.attempts += ended.attempts();
         self.checkpoints += ended.count(|event| event.kind() == "checkpoint");
         self.submissions += ended.jobs.iter().map(|job| job.tries).sum::<u32>();
-        for (_, wound) in &ended.made {
-            *self.kinds.entry(wound.what.kind()).or_default() += 1;
+        for (_, fault) in &ended.made {
+            *self.kinds.entry(fault.what.kind()).or_default() += 1;
         }
     }
 
@@ -116,20 +116,20 @@ fn rounds(cluster: &mut Cluster, seeds: impl Iterator<Item = u64>, terms: &Terms
         let made: Vec<String> = ended
             .made
             .iter()
-            .map(|(at, wound)| format!("{:.1} s {wound}", at.as_secs_f64()))
+            .map(|(at, fault)| format!("{:.1} s {fault}", at.as_secs_f64()))
             .collect();
         sum.add(&ended);
         println!(
-            "  {:.1} s, {} jobs, {} attempts, {} of {} wounds made; {} faults so far, {:.0} s",
+            "  {:.1} s, {} jobs, {} attempts, {} of {} faults made; {} faults so far, {:.0} s",
             ended.took.as_secs_f64(),
             ended.jobs.len(),
             ended.attempts(),
             made.len(),
-            plan.wounds.len(),
+            plan.faults.len(),
             sum.made(),
             begun.elapsed().as_secs_f64()
         );
-        let found = check::faults(cluster, &ended);
+        let found = check::violations(cluster, &ended);
         if !found.is_empty() {
             // The next rounds may say more about it.
             println!(
@@ -171,7 +171,7 @@ fn whatever_happens_the_result_is_the_same_and_nothing_is_left_behind() {
     let terms = Terms {
         lease: cluster.pool().setup().lease,
         outage: Duration::from_secs(3),
-        wounds: (2, 5),
+        faults: (2, 5),
         tracks: 1,
         jobs: 1,
         keep_busy: false,
@@ -190,7 +190,7 @@ fn a_cluster_survives_everything_at_once() {
     let short = Terms {
         lease: cluster.pool().setup().lease,
         outage: Duration::from_secs(3),
-        wounds: (8, 8),
+        faults: (8, 8),
         tracks: 2,
         jobs: 4,
         keep_busy: false,
@@ -202,7 +202,7 @@ fn a_cluster_survives_everything_at_once() {
     }
     let long = Terms {
         outage: Duration::from_secs(20),
-        wounds: (30, 44),
+        faults: (30, 44),
         tracks: 3,
         keep_busy: true,
         minutes: true,

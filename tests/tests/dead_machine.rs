@@ -3,11 +3,11 @@
 #![allow(clippy::unwrap_used, reason = "a test may stop where it stands")]
 
 use aitk_tests::eventually;
-use aitk_tests::fault::Fault;
 use aitk_tests::jobs::{draw_dataset, run_undisturbed, training};
 use aitk_tests::pool::Pool;
 use aitk_tests::processes::{Process, alive};
 use aitk_tests::s3::S3;
+use aitk_tests::server_fault::ServerFault;
 use std::path::Path;
 use std::time::Duration;
 
@@ -105,9 +105,9 @@ fn a_killed_worker_a_killed_coordinator_and_a_failing_store_change_nothing() {
     scene.pool.restart_coordinator();
 
     // … and the store answers 500 for 30 seconds.
-    s3.set(Fault::Fail);
+    s3.set(ServerFault::Fail);
     std::thread::sleep(Duration::from_secs(30));
-    s3.set(Fault::None);
+    s3.set(ServerFault::None);
 
     let lora = scene.finished(&[&second]);
     assert!(

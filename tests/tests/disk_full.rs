@@ -15,13 +15,13 @@ use aitk_tests::chaos::check::Files;
 use aitk_tests::chaos::events::Event;
 use aitk_tests::disks::SmallDisk;
 use aitk_tests::eventually;
-use aitk_tests::fault::Fault;
 use aitk_tests::follower::Follower;
 use aitk_tests::hub::{self, Hub};
 use aitk_tests::jobs::{self, draw_dataset, run_undisturbed, tiny_model, training};
 use aitk_tests::place::Place;
 use aitk_tests::pool::{DataDisk, Pool, Setup};
 use aitk_tests::processes::Process;
+use aitk_tests::server_fault::ServerFault;
 use aitk_tests::skip::skip;
 use std::path::{Path, PathBuf};
 use std::process::Output;
@@ -223,12 +223,12 @@ fn a_training_goes_on_while_the_coordinator_has_no_room_and_costs_no_try() {
     let submit = || pool.aitk_ok(["submit", "job.yaml"]).trim().to_owned();
     let (job, second) = (submit(), submit());
     // The disk fills while the worker waits for its model: before it trains, and after it was given the job.
-    hub.set(Fault::Late);
+    hub.set(ServerFault::Late);
     let worker = pool.worker("one");
     let mut follower = Follower::start(&pool, &job);
     follower.wait("the attempt", LIMIT, &[&worker], Event::is_assignment);
     let filler = disk.fill_but(12 * MIB);
-    hub.set(Fault::None);
+    hub.set(ServerFault::None);
     let goes_on = follower.wait("the words of a job without room", LIMIT, &[&worker], |event| {
         event.kind() == "log" && event.message().contains("could not be stored")
     });

@@ -96,26 +96,26 @@ impl fmt::Debug for Files {
 
 /// Everything that does not hold, in words.
 #[must_use]
-pub fn faults(cluster: &mut Cluster, ended: &Ended) -> Vec<String> {
-    let mut faults: Vec<String> = ended.stuck.iter().cloned().collect();
+pub fn violations(cluster: &mut Cluster, ended: &Ended) -> Vec<String> {
+    let mut violations: Vec<String> = ended.stuck.iter().cloned().collect();
     for job in &ended.jobs {
         let Some(id) = &job.id else {
-            faults.push(format!("{} was never acknowledged", cluster.work[job.work].config));
+            violations.push(format!("{} was never acknowledged", cluster.work[job.work].config));
             continue;
         };
         cluster.acknowledged.insert(id.clone());
-        faults.extend(result(cluster, id, &cluster.work[job.work]));
+        violations.extend(result(cluster, id, &cluster.work[job.work]));
         for (id, watched) in &job.members {
-            faults.extend(history(cluster, id, watched));
+            violations.extend(history(cluster, id, watched));
         }
     }
-    faults.extend(queue(cluster));
-    faults.extend(left_behind(cluster));
-    faults.extend(words(cluster));
-    faults
+    violations.extend(queue(cluster));
+    violations.extend(left_behind(cluster));
+    violations.extend(words(cluster));
+    violations
 }
 
-/// What a command says. It is asked again while nobody leads: a crowded machine changes its leader without a wound, too.
+/// What a command says. It is asked again while nobody leads: a crowded machine changes its leader without a fault, too.
 fn ask<const N: usize>(cluster: &Cluster, arguments: [&str; N]) -> Output {
     let begun = Instant::now();
     loop {
@@ -142,7 +142,7 @@ fn result(cluster: &Cluster, job: &str, work: &Work) -> Vec<String> {
     }
     let out = cluster.root.join("out");
     let fetched = ask(cluster, ["artifacts", "get", job, "-o", "out"]);
-    let faults = if fetched.status.success() {
+    let violations = if fetched.status.success() {
         let differences = Files::below(&out.join(work.folder)).differences(&work.expected);
         differences
             .iter()
@@ -153,12 +153,12 @@ fn result(cluster: &Cluster, job: &str, work: &Work) -> Vec<String> {
         vec![format!("{job}, {config}: no results: {}", err.trim())]
     };
     let _ = std::fs::remove_dir_all(&out);
-    faults
+    violations
 }
 
 /// Every job that was ever acknowledged is known and completed, and there is no other.
 fn queue(cluster: &Cluster) -> Vec<String> {
-    let mut faults = Vec::new();
+    let mut violations = Vec::new();
     let answer = ask_json(cluster, ["ps", "-a", "--json"]);
     let jobs = answer["jobs"].as_array().map_or(&[][..], Vec::as_slice);
     let mut known = BTreeSet::new();
@@ -166,22 +166,22 @@ fn queue(cluster: &Cluster) -> Vec<String> {
         let id = job["id"].as_str().unwrap_or_default();
         known.insert(id.to_owned());
         if job["state"] != "completed" {
-            faults.push(format!("a job is left: {job}"));
+            violations.push(format!("a job is left: {job}"));
         }
         if !cluster.acknowledged.contains(id) {
-            faults.push(format!("{id} is there, and nobody submitted it: {job}"));
+            violations.push(format!("{id} is there, and nobody submitted it: {job}"));
         }
     }
     for lost in cluster.acknowledged.difference(&known) {
-        faults.push(format!("{lost} was acknowledged and is lost"));
+        violations.push(format!("{lost} was acknowledged and is lost"));
     }
-    faults
+    violations
 }
 
 /// Nobody panicked, and nobody ended by himself.
 fn words(cluster: &mut Cluster) -> Vec<String> {
-    let mut faults: Vec<String> = std::mem::take(&mut cluster.own_ends);
-    for text in &mut faults {
+    let mut violations: Vec<String> = std::mem::take(&mut cluster.own_ends);
+    for text in &mut violations {
         *text = format!("ended by itself: {text}");
     }
     let folders = cluster.coordinators.iter().map(|pool| pool.setup().folder.clone());
@@ -193,9 +193,9 @@ fn words(cluster: &mut Cluster) -> Vec<String> {
         let text = std::fs::read(&path).unwrap_or_default();
         let text = String::from_utf8_lossy(&text);
         let lines = text.lines().filter(|line| line.contains("panicked at"));
-        faults.extend(lines.map(|line| format!("{}: {line}", path.display())));
+        violations.extend(lines.map(|line| format!("{}: {line}", path.display())));
     }
-    faults
+    violations
 }
 
 /// The job's log: attempts one after another, checkpoints that only go on, nothing of an attempt after its end, and
@@ -206,17 +206,17 @@ fn history(cluster: &Cluster, job: &str, watched: &[Event]) -> Vec<String> {
     // Progress is told beside the log and is no line of it.
     let is_line = |event: &Event| event.kind() != "progress";
     let events: Vec<Event> = text.lines().filter_map(Event::read).filter(is_line).collect();
-    let mut faults = Vec::new();
+    let mut violations = Vec::new();
     let (mut live, mut step, mut cursor): (Option<String>, u64, u64) = (None, 0, 0);
     let mut newest = "";
     for event in &events {
         if event.cursor() <= cursor {
-            faults.push(format!("line {} comes after line {cursor}: {event:?}", event.cursor()));
+            violations.push(format!("line {} comes after line {cursor}: {event:?}", event.cursor()));
         }
         cursor = event.cursor();
         if event.is_assignment() {
             if let Some(other) = &live {
-                faults.push(format!("{} began while {other} was alive", event.attempt()));
+                violations.push(format!("{} began while {other} was alive", event.attempt()));
             }
             live = Some(event.attempt().to_owned());
             newest = event.attempt();
@@ -226,22 +226,22 @@ fn history(cluster: &Cluster, job: &str, watched: &[Event]) -> Vec<String> {
         {
             // Its worker had saved them, and brought them when it could.
         } else if !event.attempt().is_empty() && live.as_deref() != Some(event.attempt()) {
-            faults.push(format!("a word of an attempt that has ended: {event:?}"));
+            violations.push(format!("a word of an attempt that has ended: {event:?}"));
         }
         if event.is_end_of_attempt() {
             live = None;
         }
         if event.kind() == "checkpoint" {
             if event.step() < step {
-                faults.push(format!("the checkpoint went back from step {step} to {}", event.step()));
+                violations.push(format!("the checkpoint went back from step {step} to {}", event.step()));
             } else if event.step() == step {
-                faults.push(format!("the checkpoint of step {step} was committed twice"));
+                violations.push(format!("the checkpoint of step {step} was committed twice"));
             }
             step = event.step();
         }
     }
     if let Some(live) = live {
-        faults.push(format!("{live} never ended"));
+        violations.push(format!("{live} never ended"));
     }
     let watched: Vec<u64> = watched
         .iter()
@@ -250,14 +250,14 @@ fn history(cluster: &Cluster, job: &str, watched: &[Event]) -> Vec<String> {
         .collect();
     let logged: Vec<u64> = events.iter().map(Event::cursor).collect();
     if watched != logged {
-        faults.push(format!(
+        violations.push(format!(
             "who watched the job saw other lines than its log has:\n{watched:?}\n{logged:?}"
         ));
     }
-    for fault in &mut faults {
+    for fault in &mut violations {
         *fault = format!("{job}: {fault}");
     }
-    faults
+    violations
 }
 
 /// Waits a while for everything to be put away; then says what is not.

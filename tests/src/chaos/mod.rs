@@ -8,14 +8,13 @@
 mod admission;
 pub mod check;
 pub mod events;
-mod hurt;
+mod faults;
+mod inject;
 pub mod plan;
 pub mod round;
 pub mod work;
-mod wounds;
 
 use crate::disks::SmallDisk;
-use crate::fault::Fault;
 use crate::hub::Hub;
 use crate::members;
 use crate::network::{Direction, HUB, Network};
@@ -24,6 +23,7 @@ use crate::pool::{DataDisk, Pool, Setup};
 use crate::postgres::Postgres;
 use crate::processes::{LogTail, Process, free_address};
 use crate::s3::S3;
+use crate::server_fault::ServerFault;
 use crate::skip::skip;
 use admission::Admission;
 use plan::Means;
@@ -80,7 +80,7 @@ pub struct Machine {
 pub struct Cluster {
     /// One, or several; the command line goes through the first one's folder.
     pub coordinators: Vec<Pool>,
-    /// Whose process is not to run.
+    /// Target process is not to run.
     down: BTreeSet<usize>,
     logs: Vec<LogTail>,
     /// Which one leads, as far as is known.
@@ -355,9 +355,9 @@ impl Cluster {
 
     /// Puts everything right again.
     pub fn heal(&mut self) {
-        self.s3.set(Fault::None);
+        self.s3.set(ServerFault::None);
         if let Some(hub) = &mut self.hub {
-            hub.set(Fault::None);
+            hub.set(ServerFault::None);
             hub.come_back();
         }
         if let Some(database) = &mut self.database {

@@ -1,9 +1,9 @@
 //! What happens in a round, drawn from its seed.
 
-pub use super::wounds::{HubTrouble, Lost, What, When, Whose};
-use crate::fault::Fault;
+pub use super::faults::{FaultKind, HubFault, PacketLoss, Target, Trigger};
 use crate::network::Direction;
 use crate::postgres::Stop;
+use crate::server_fault::ServerFault;
 use std::fmt;
 use std::time::Duration;
 
@@ -73,13 +73,13 @@ pub struct Terms {
     pub lease: Duration,
     /// Storage, lines, disks and the database go wrong for at most so long.
     pub outage: Duration,
-    /// Wounds, from and to.
-    pub wounds: (u64, u64),
+    /// Faults, from and to.
+    pub faults: (u64, u64),
     /// How many wait for their moments at the same time.
     pub tracks: u8,
     /// Work that is in the pool at a time.
     pub jobs: usize,
-    /// New jobs come until the last wound was made.
+    /// New jobs come until the last fault was made.
     pub keep_busy: bool,
     /// Somebody may be frozen for minutes.
     pub minutes: bool,
@@ -87,15 +87,15 @@ pub struct Terms {
     pub limit: Duration,
 }
 
-/// A wound with its moment.
+/// A fault with its moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Wound {
+pub struct PlannedFault {
     /// What it waits for.
-    pub when: When,
+    pub when: Trigger,
     /// How long after that.
     pub delay: Duration,
     /// What happens.
-    pub what: What,
+    pub what: FaultKind,
 }
 
 /// A round.
@@ -104,7 +104,7 @@ pub struct Plan {
     /// Draws the same plan again.
     pub seed: u64,
     /// In their order.
-    pub wounds: Vec<Wound>,
+    pub faults: Vec<PlannedFault>,
 }
 
 impl Plan {
@@ -112,71 +112,73 @@ impl Plan {
     #[must_use]
     pub fn draw(seed: u64, terms: &Terms, means: Means) -> Self {
         let mut random = Random::new(seed);
-        let count = random.between(terms.wounds.0, terms.wounds.1);
-        let mut wounds: Vec<Wound> = (0..count).map(|_| wound(&mut random, terms, means)).collect();
+        let count = random.between(terms.faults.0, terms.faults.1);
+        let mut faults: Vec<PlannedFault> = (0..count).map(|_| random_fault(&mut random, terms, means)).collect();
         if terms.minutes && random.one_in(2) {
             // Early, so that most of the round happens meanwhile.
             let time = random.millis(60_000, 150_000);
-            let whose = whose(&mut random);
+            let target = random_target(&mut random);
             let leader = means.members && random.one_in(3);
-            wounds[0].what = match leader {
-                true => What::FreezeLeader { time },
-                false => What::Freeze { whose, time },
+            faults[0].what = match leader {
+                true => FaultKind::FreezeLeader { time },
+                false => FaultKind::Freeze { target, time },
             };
         }
-        Self { seed, wounds }
+        Self { seed, faults }
     }
 }
 
-fn wound(random: &mut Random, terms: &Terms, means: Means) -> Wound {
+fn random_fault(random: &mut Random, terms: &Terms, means: Means) -> PlannedFault {
     let (when, latest) = match random.between(0, 9) {
-        0..=2 => (When::Next, 4000),
-        3..=4 => (When::Staging, 400),
-        5..=6 => (When::Upload, 30),
-        7..=8 => (When::Commit, 30),
-        _ => (When::Sampling, 400),
+        0..=2 => (Trigger::Next, 4000),
+        3..=4 => (Trigger::Staging, 400),
+        5..=6 => (Trigger::Upload, 30),
+        7..=8 => (Trigger::Commit, 30),
+        _ => (Trigger::Sampling, 400),
     };
     let delay = random.millis(0, latest);
     let what = loop {
-        if let Some(what) = what(random, terms, means) {
+        if let Some(what) = random_kind(random, terms, means) {
             break what;
         }
     };
-    Wound { when, delay, what }
+    PlannedFault { when, delay, what }
 }
 
 /// None where there is nothing of what was drawn.
-fn what(random: &mut Random, terms: &Terms, means: Means) -> Option<What> {
+fn random_kind(random: &mut Random, terms: &Terms, means: Means) -> Option<FaultKind> {
     let lease = millis(terms.lease);
     let outage = millis(terms.outage);
     Some(match random.between(0, 31) {
-        0..=2 => What::KillWorker {
-            whose: whose(random),
+        0..=2 => FaultKind::KillWorker {
+            target: random_target(random),
             back: random.millis(0, 2 * lease),
             empty: random.one_in(3),
         },
-        3..=4 => What::KillChild { whose: whose(random) },
-        5..=6 => What::KillCoordinator {
+        3..=4 => FaultKind::KillChild {
+            target: random_target(random),
+        },
+        5..=6 => FaultKind::KillCoordinator {
             leader: true,
             back: random.millis(0, 2 * lease),
         },
         // From a hiccup to long after the attempt was given to somebody else.
-        7..=9 => What::Freeze {
-            whose: whose(random),
+        7..=9 => FaultKind::Freeze {
+            target: random_target(random),
             time: random.millis(lease / 4, 3 * lease),
         },
-        10..=13 => What::Storage {
-            fault: fault(random),
+        10..=13 => FaultKind::Storage {
+            fault: random_server_fault(random),
             time: random.span(1000, outage),
         },
-        14 if means.members => What::KillCoordinator {
+        14 if means.members => FaultKind::KillCoordinator {
             leader: false,
             back: random.millis(0, 2 * lease),
         },
-        15 if means.members => What::FreezeLeader {
+        15 if means.members => FaultKind::FreezeLeader {
             time: random.millis(lease / 4, 3 * lease),
         },
-        16..=17 if means.members => What::Database {
+        16..=17 if means.members => FaultKind::Database {
             how: if random.one_in(2) { Stop::Fast } else { Stop::Immediate },
             // A restart, or an outage.
             back: if random.one_in(2) {
@@ -185,51 +187,53 @@ fn what(random: &mut Random, terms: &Terms, means: Means) -> Option<What> {
                 random.span(1000, outage)
             },
         },
-        18 if means.slow_database => What::SlowDatabase {
+        18 if means.slow_database => FaultKind::SlowDatabase {
             rate: random.between(100_000, 2_000_000),
             time: random.span(1000, outage),
         },
-        19..=21 if means.lines => What::Line {
-            whose: whose(random),
-            lost: match random.between(0, 3) {
-                0 => Lost::One(Direction::Up),
-                1 => Lost::One(Direction::Down),
-                2 => Lost::Both,
-                _ => Lost::Some(random.between(20, 160)),
+        19..=21 if means.lines => FaultKind::Line {
+            target: random_target(random),
+            loss: match random.between(0, 3) {
+                0 => PacketLoss::One(Direction::Up),
+                1 => PacketLoss::One(Direction::Down),
+                2 => PacketLoss::Both,
+                _ => PacketLoss::Some(random.between(20, 160)),
             },
             time: random.span(1000, outage),
         },
-        22 if means.small_disk => What::FullDisk {
+        22 if means.small_disk => FaultKind::FullDisk {
             time: random.span(1000, outage),
         },
-        23 if means.slow_disk => What::SlowDisk {
+        23 if means.slow_disk => FaultKind::SlowDisk {
             rate: random.between(50_000, 1_000_000),
             time: random.span(1000, outage),
         },
-        24..=25 => What::HangChild { whose: whose(random) },
-        26..=27 => What::Refuse {
-            whose: whose(random),
+        24..=25 => FaultKind::HangChild {
+            target: random_target(random),
+        },
+        26..=27 => FaultKind::Refuse {
+            target: random_target(random),
             back: random.millis(0, 2 * lease),
         },
-        28..=29 if means.coordinator_disks => What::FullCoordinatorDisk {
+        28..=29 if means.coordinator_disks => FaultKind::FullCoordinatorDisk {
             all: random.one_in(2),
             time: random.span(1000, outage),
         },
-        30..=31 if means.hub => What::Hub {
-            trouble: hub_trouble(random),
+        30..=31 if means.hub => FaultKind::Hub {
+            fault: random_hub_fault(random),
             time: random.span(1000, outage),
         },
         _ => return None,
     })
 }
 
-fn hub_trouble(random: &mut Random) -> HubTrouble {
+fn random_hub_fault(random: &mut Random) -> HubFault {
     match random.between(0, 6) {
-        0..=1 => HubTrouble::Away,
-        2..=3 => HubTrouble::Faulty(Fault::Fail),
-        4 => HubTrouble::Faulty(Fault::Flaky(random.between(2, 4))),
-        5 => HubTrouble::Faulty(Fault::Hang),
-        _ => HubTrouble::Faulty(Fault::CutAnswer(random.between(0, 40_000))),
+        0..=1 => HubFault::Away,
+        2..=3 => HubFault::Faulty(ServerFault::Fail),
+        4 => HubFault::Faulty(ServerFault::Flaky(random.between(2, 4))),
+        5 => HubFault::Faulty(ServerFault::Hang),
+        _ => HubFault::Faulty(ServerFault::CutAnswer(random.between(0, 40_000))),
     }
 }
 
@@ -237,37 +241,37 @@ fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
-fn whose(random: &mut Random) -> Whose {
+fn random_target(random: &mut Random) -> Target {
     let number = u8::try_from(random.between(0, 11)).unwrap_or(0);
     match random.between(0, 4) {
-        0 => Whose::Idle(number),
-        _ => Whose::Busy(number),
+        0 => Target::Idle(number),
+        _ => Target::Busy(number),
     }
 }
 
-fn fault(random: &mut Random) -> Fault {
+fn random_server_fault(random: &mut Random) -> ServerFault {
     match random.between(0, 7) {
-        0..=1 => Fault::Fail,
-        2 => Fault::Flaky(random.between(2, 4)),
-        3 => Fault::Hang,
-        4 => Fault::Late,
-        5 => Fault::CutUpload(random.between(0, 40_000)),
-        6 => Fault::CutAnswer(random.between(0, 40_000)),
-        _ => Fault::Slow(random.between(10_000, 200_000)),
+        0..=1 => ServerFault::Fail,
+        2 => ServerFault::Flaky(random.between(2, 4)),
+        3 => ServerFault::Hang,
+        4 => ServerFault::Late,
+        5 => ServerFault::CutUpload(random.between(0, 40_000)),
+        6 => ServerFault::CutAnswer(random.between(0, 40_000)),
+        _ => ServerFault::Slow(random.between(10_000, 200_000)),
     }
 }
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "seed {}:", self.seed)?;
-        for wound in &self.wounds {
-            write!(f, "\n  {wound}")?;
+        for fault in &self.faults {
+            write!(f, "\n  {fault}")?;
         }
         Ok(())
     }
 }
 
-impl fmt::Display for Wound {
+impl fmt::Display for PlannedFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { when, delay, what } = self;
         write!(f, "{when:?} + {delay:?}: {what:?}")
@@ -293,7 +297,7 @@ mod tests {
         Terms {
             lease: Duration::from_secs(4),
             outage: Duration::from_secs(30),
-            wounds: (2, 5),
+            faults: (2, 5),
             tracks: 1,
             jobs: 1,
             keep_busy: false,
@@ -303,18 +307,18 @@ mod tests {
     }
 
     fn kinds(means: Means) -> BTreeSet<&'static str> {
-        let wounds = (0..400).flat_map(|seed| Plan::draw(seed, &terms(), means).wounds);
-        wounds.map(|wound| wound.what.kind()).collect()
+        let faults = (0..400).flat_map(|seed| Plan::draw(seed, &terms(), means).faults);
+        faults.map(|fault| fault.what.kind()).collect()
     }
 
     #[test]
     fn a_seed_draws_the_same_plan_and_another_seed_another() {
         let draw = |seed| Plan::draw(seed, &terms(), EVERYTHING);
         assert_eq!(draw(7), draw(7));
-        assert_ne!(draw(7).wounds, draw(8).wounds);
-        let all = (0..200).flat_map(|seed| draw(seed).wounds);
+        assert_ne!(draw(7).faults, draw(8).faults);
+        let all = (0..200).flat_map(|seed| draw(seed).faults);
         let long =
-            all.filter(|wound| matches!(wound.what, What::Storage { time, .. } if time > Duration::from_secs(15)));
+            all.filter(|fault| matches!(fault.what, FaultKind::Storage { time, .. } if time > Duration::from_secs(15)));
         assert!(long.count() > 0);
     }
 

@@ -1,15 +1,15 @@
-//! One round: jobs are submitted, the wounds are made at their moments, everything heals, the jobs end.
+//! One round: jobs are submitted, the faults are made at their moments, everything heals, the jobs end.
 
 use super::Cluster;
 use super::events::Event;
-use super::hurt::Wounded;
-use super::plan::{Plan, Terms, What, When, Whose, Wound};
+use super::inject::FaultInjector;
+use super::plan::{FaultKind, Plan, PlannedFault, Target, Terms, Trigger};
 use super::work::Submitted;
 use crate::processes::LogTail;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// A wound that waits for longer than this is made anyway.
+/// A fault that waits for longer than this is made anyway.
 const LONGEST_WAIT: Duration = Duration::from_secs(20);
 /// How often the round looks around.
 const LOOK: Duration = Duration::from_millis(4);
@@ -22,8 +22,8 @@ const MOST_JOBS: usize = 24;
 pub struct Ended {
     /// The jobs, with what was followed while they ran.
     pub jobs: Vec<Done>,
-    /// The wounds that were made, with the time since the submission.
-    pub made: Vec<(Duration, Wound)>,
+    /// The faults that were made, with the time since the submission.
+    pub made: Vec<(Duration, PlannedFault)>,
     /// How long it took until all jobs had ended.
     pub took: Duration,
     /// In words, when they did not.
@@ -59,9 +59,9 @@ impl Ended {
     }
 }
 
-/// A row of wounds, one after the other.
+/// A row of faults, one after the other.
 struct Track {
-    waiting: VecDeque<Wound>,
+    waiting: VecDeque<PlannedFault>,
     ready: Instant,
     due: Option<Instant>,
 }
@@ -72,12 +72,12 @@ struct Round<'a> {
     seed: u64,
     jobs: Vec<Submitted>,
     requests: LogTail,
-    wounded: Wounded,
+    injector: FaultInjector,
     /// Until when somebody is frozen for minutes.
     frozen_until: Option<Instant>,
 }
 
-/// Runs a round, and stops wounding after `most`.
+/// Runs a round, and stops injecting faults after `most`.
 #[must_use]
 pub fn run(cluster: &mut Cluster, plan: &Plan, terms: &Terms, most: usize) -> Ended {
     cluster.begin_round();
@@ -89,12 +89,12 @@ pub fn run(cluster: &mut Cluster, plan: &Plan, terms: &Terms, most: usize) -> En
         seed: plan.seed,
         jobs: Vec::new(),
         requests,
-        wounded: Wounded::default(),
+        injector: FaultInjector::default(),
         frozen_until: None,
     };
-    let made = round.wound(plan, begun, most);
+    let made = round.inject_all(plan, begun, most);
     let took = begun.elapsed();
-    round.wounded.cure_all(round.cluster);
+    round.injector.recover_all(round.cluster);
     let stuck = (took >= terms.limit).then(|| round.words(terms.limit));
     let jobs = round.jobs.iter_mut().map(|job| Done {
         work: job.work,
@@ -116,37 +116,37 @@ pub fn run(cluster: &mut Cluster, plan: &Plan, terms: &Terms, most: usize) -> En
 }
 
 impl Round<'_> {
-    /// Makes the wounds, and waits for the end of all jobs.
-    fn wound(&mut self, plan: &Plan, begun: Instant, most: usize) -> Vec<(Duration, Wound)> {
+    /// Makes the faults, and waits for the end of all jobs.
+    fn inject_all(&mut self, plan: &Plan, begun: Instant, most: usize) -> Vec<(Duration, PlannedFault)> {
         let mut made = Vec::new();
         let mut tracks: Vec<Track> = (0..self.terms.tracks).map(|_| Track::new()).collect();
         let count = tracks.len();
-        for (at, wound) in plan.wounds.iter().enumerate() {
-            tracks[at % count].waiting.push_back(*wound);
+        for (at, fault) in plan.faults.iter().enumerate() {
+            tracks[at % count].waiting.push_back(*fault);
         }
         let mut supervised = Instant::now();
         while begun.elapsed() < self.terms.limit {
-            let wounds_left = made.len() < most && tracks.iter().any(|track| !track.waiting.is_empty());
+            let faults_left = made.len() < most && tracks.iter().any(|track| !track.waiting.is_empty());
             let frozen = self.frozen_until.is_some_and(|until| Instant::now() < until);
-            self.submit(wounds_left || frozen);
+            self.submit(faults_left || frozen);
             let news = self.look();
-            self.wounded.cure(self.cluster, Instant::now());
+            self.injector.recover(self.cluster, Instant::now());
             if supervised.elapsed() > SUPERVISE {
                 self.cluster.supervise();
                 supervised = Instant::now();
             }
             let all_over = self.jobs.iter().all(Submitted::is_over);
-            if all_over && !(self.terms.keep_busy && (wounds_left || frozen)) {
+            if all_over && !(self.terms.keep_busy && (faults_left || frozen)) {
                 break;
             }
             for track in &mut tracks {
                 if made.len() >= most {
                     break;
                 }
-                if let Some(wound) = track.next(&news)
-                    && self.make(wound.what)
+                if let Some(fault) = track.next(&news)
+                    && self.make(fault.what)
                 {
-                    made.push((begun.elapsed(), wound));
+                    made.push((begun.elapsed(), fault));
                 }
             }
             std::thread::sleep(LOOK);
@@ -168,18 +168,18 @@ impl Round<'_> {
     }
 
     /// What has just happened.
-    fn look(&mut self) -> Vec<When> {
-        let mut news = vec![When::Next];
+    fn look(&mut self) -> Vec<Trigger> {
+        let mut news = vec![Trigger::Next];
         for job in &mut self.jobs {
             for event in job.look(self.cluster.pool()) {
                 if event.is_assignment() {
-                    news.push(When::Staging);
+                    news.push(Trigger::Staging);
                 }
                 if event.kind() == "checkpoint" {
-                    news.push(When::Commit);
+                    news.push(Trigger::Commit);
                 }
                 if event.kind() == "phase" && matches!(event.name(), "sampling" | "generating") {
-                    news.push(When::Sampling);
+                    news.push(Trigger::Sampling);
                 }
             }
         }
@@ -188,12 +188,12 @@ impl Round<'_> {
             .iter()
             .any(|line| line.starts_with("begin ") && line.contains(" PUT "))
         {
-            news.push(When::Upload);
+            news.push(Trigger::Upload);
         }
         news
     }
 
-    fn machine(&self, whose: Whose) -> usize {
+    fn machine(&self, target: Target) -> usize {
         let members = || self.jobs.iter().flat_map(|job| &job.members);
         let is_busy = |at: &usize| {
             let name = Some(&self.cluster.machines[*at].name);
@@ -201,26 +201,28 @@ impl Round<'_> {
         };
         let all = 0..self.cluster.machines.len();
         let (busy, idle): (Vec<usize>, Vec<usize>) = all.partition(is_busy);
-        let (wanted, others, number) = match whose {
-            Whose::Busy(number) => (busy, idle, number),
-            Whose::Idle(number) => (idle, busy, number),
+        let (wanted, others, number) = match target {
+            Target::Busy(number) => (busy, idle, number),
+            Target::Idle(number) => (idle, busy, number),
         };
         let among = if wanted.is_empty() { others } else { wanted };
         among[usize::from(number) % among.len()]
     }
 
-    fn make(&mut self, what: What) -> bool {
+    fn make(&mut self, what: FaultKind) -> bool {
         let at = match what {
-            What::KillWorker { whose, .. }
-            | What::KillChild { whose }
-            | What::HangChild { whose }
-            | What::Refuse { whose, .. }
-            | What::Freeze { whose, .. }
-            | What::Line { whose, .. } => self.machine(whose),
+            FaultKind::KillWorker { target, .. }
+            | FaultKind::KillChild { target }
+            | FaultKind::HangChild { target }
+            | FaultKind::Refuse { target, .. }
+            | FaultKind::Freeze { target, .. }
+            | FaultKind::Line { target, .. } => self.machine(target),
             _ => 0,
         };
-        let made = self.wounded.make(self.cluster, &what, at);
-        if let (true, true, What::Freeze { time, .. } | What::FreezeLeader { time }) = (made, what.is_long(), what) {
+        let made = self.injector.make(self.cluster, &what, at);
+        if let (true, true, FaultKind::Freeze { time, .. } | FaultKind::FreezeLeader { time }) =
+            (made, what.is_long(), what)
+        {
             self.frozen_until = Some(Instant::now() + time);
         }
         made
@@ -250,12 +252,12 @@ impl Track {
         }
     }
 
-    /// The next wound if it is to be made now.
-    fn next(&mut self, news: &[When]) -> Option<Wound> {
-        let wound = self.waiting.front()?;
-        let is_moment = self.ready.elapsed() > LONGEST_WAIT || news.contains(&wound.when);
+    /// The next fault if it is to be made now.
+    fn next(&mut self, news: &[Trigger]) -> Option<PlannedFault> {
+        let fault = self.waiting.front()?;
+        let is_moment = self.ready.elapsed() > LONGEST_WAIT || news.contains(&fault.when);
         if self.due.is_none() && is_moment {
-            self.due = Some(Instant::now() + wound.delay);
+            self.due = Some(Instant::now() + fault.delay);
         }
         if self.due.is_none_or(|due| Instant::now() < due) {
             return None;

@@ -1,13 +1,13 @@
 //! What can go wrong, and for how long.
 
-use crate::fault::Fault;
 use crate::network::Direction;
 use crate::postgres::Stop;
+use crate::server_fault::ServerFault;
 use std::time::Duration;
 
-/// When a wound is made.
+/// When a fault is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum When {
+pub enum Trigger {
     /// After the one before it, or after the submission.
     Next,
     /// An attempt was just given to a worker, which now brings its inputs.
@@ -20,9 +20,9 @@ pub enum When {
     Sampling,
 }
 
-/// Whose machine: the number counts among those that are meant, round and round.
+/// Target machine: the number counts among those that are meant, round and round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Whose {
+pub enum Target {
     /// One with an attempt.
     Busy(u8),
     /// One without.
@@ -31,7 +31,7 @@ pub enum Whose {
 
 /// What packets are lost on a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Lost {
+pub enum PacketLoss {
     /// All in one direction.
     One(Direction),
     /// All.
@@ -42,20 +42,20 @@ pub enum Lost {
 
 /// What is wrong with the hub of models.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum HubTrouble {
+pub enum HubFault {
     /// It refuses connections.
     Away,
     /// It answers, in a way.
-    Faulty(Fault),
+    Faulty(ServerFault),
 }
 
-/// A wound.
+/// A fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum What {
+pub enum FaultKind {
     /// SIGKILL for a worker, whose child goes with it. It starts again later, perhaps on an empty disk.
     KillWorker {
         /// Which.
-        whose: Whose,
+        target: Target,
         /// When it comes back.
         back: Duration,
         /// As another machine would: with nothing.
@@ -63,18 +63,18 @@ pub enum What {
     },
     /// SIGKILL for the child alone.
     KillChild {
-        /// Whose.
-        whose: Whose,
+        /// Target.
+        target: Target,
     },
     /// SIGSTOP for the child alone, for good: its worker has to find out that it makes no progress.
     HangChild {
-        /// Whose.
-        whose: Whose,
+        /// Target.
+        target: Target,
     },
     /// A worker's certificate or token is revoked; later it gets another one.
     Refuse {
         /// Which.
-        whose: Whose,
+        target: Target,
         /// When it is let in again.
         back: Duration,
     },
@@ -88,7 +88,7 @@ pub enum What {
     /// The hub of models goes wrong.
     Hub {
         /// How.
-        trouble: HubTrouble,
+        fault: HubFault,
         /// For how long.
         time: Duration,
     },
@@ -102,7 +102,7 @@ pub enum What {
     /// SIGSTOP for a worker, SIGCONT later. Its child is not told.
     Freeze {
         /// Which.
-        whose: Whose,
+        target: Target,
         /// For how long.
         time: Duration,
     },
@@ -114,16 +114,16 @@ pub enum What {
     /// Storage goes wrong.
     Storage {
         /// How.
-        fault: Fault,
+        fault: ServerFault,
         /// For how long.
         time: Duration,
     },
     /// The line of a worker to everybody else goes wrong.
     Line {
-        /// Whose.
-        whose: Whose,
+        /// Target.
+        target: Target,
         /// How.
-        lost: Lost,
+        loss: PacketLoss,
         /// For how long.
         time: Duration,
     },
@@ -158,7 +158,7 @@ pub enum What {
 /// Longer than this is minutes.
 pub(super) const MINUTES: Duration = Duration::from_secs(60);
 
-impl What {
+impl FaultKind {
     /// Under which name it is counted.
     #[must_use]
     pub fn kind(&self) -> &'static str {
@@ -171,17 +171,16 @@ impl What {
             Self::FullCoordinatorDisk { all: true, .. } => "coordinator's disk full",
             Self::FullCoordinatorDisk { all: false, .. } => "coordinator's disk full but for the reserve",
             Self::Hub {
-                trouble: HubTrouble::Away,
-                ..
+                fault: HubFault::Away, ..
             } => "hub refuses connections",
             Self::Hub {
-                trouble: HubTrouble::Faulty(fault),
+                fault: HubFault::Faulty(fault),
                 ..
             } => match fault {
-                Fault::Fail => "hub: every request 500",
-                Fault::Flaky(_) => "hub: some requests 500",
-                Fault::Hang => "hub: hangs, then cuts",
-                Fault::CutAnswer(_) => "hub: cuts answers",
+                ServerFault::Fail => "hub: every request 500",
+                ServerFault::Flaky(_) => "hub: some requests 500",
+                ServerFault::Hang => "hub: hangs, then cuts",
+                ServerFault::CutAnswer(_) => "hub: cuts answers",
                 _ => "hub: slow",
             },
             Self::KillCoordinator { leader: true, .. } => "leader killed",
@@ -191,20 +190,20 @@ impl What {
             Self::FreezeLeader { time } if *time >= MINUTES => "leader frozen for minutes",
             Self::FreezeLeader { .. } => "leader frozen",
             Self::Storage { fault, .. } => match fault {
-                Fault::None => "storage healed",
-                Fault::Fail => "storage: every request 500",
-                Fault::Flaky(_) => "storage: some requests 500",
-                Fault::Hang => "storage: hangs, then cuts",
-                Fault::Late => "storage: hangs, then answers",
-                Fault::CutUpload(_) => "storage: cuts uploads",
-                Fault::CutAnswer(_) => "storage: cuts answers",
-                Fault::Slow(_) => "storage: slow",
+                ServerFault::None => "storage healed",
+                ServerFault::Fail => "storage: every request 500",
+                ServerFault::Flaky(_) => "storage: some requests 500",
+                ServerFault::Hang => "storage: hangs, then cuts",
+                ServerFault::Late => "storage: hangs, then answers",
+                ServerFault::CutUpload(_) => "storage: cuts uploads",
+                ServerFault::CutAnswer(_) => "storage: cuts answers",
+                ServerFault::Slow(_) => "storage: slow",
             },
-            Self::Line { lost, .. } => match lost {
-                Lost::One(Direction::Up) => "line cut, from worker",
-                Lost::One(Direction::Down) => "line cut, to worker",
-                Lost::Both => "line cut, both directions",
-                Lost::Some(_) => "line loses packets",
+            Self::Line { loss, .. } => match loss {
+                PacketLoss::One(Direction::Up) => "line cut, from worker",
+                PacketLoss::One(Direction::Down) => "line cut, to worker",
+                PacketLoss::Both => "line cut, both directions",
+                PacketLoss::Some(_) => "line loses packets",
             },
             Self::Database { how: Stop::Fast, .. } => "PostgreSQL stopped, fast",
             Self::Database { .. } => "PostgreSQL stopped, immediate",

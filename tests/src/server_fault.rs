@@ -5,7 +5,7 @@ use std::path::Path;
 
 /// What goes wrong with every request that begins now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Fault {
+pub enum ServerFault {
     /// Nothing.
     #[default]
     None,
@@ -25,7 +25,7 @@ pub enum Fault {
     Slow(u64),
 }
 
-impl Fault {
+impl ServerFault {
     /// Reads the file. No file, or nothing sensible in it, is no fault.
     #[must_use]
     pub fn read(file: &Path) -> Self {
@@ -64,7 +64,7 @@ impl Fault {
     }
 }
 
-impl fmt::Display for Fault {
+impl fmt::Display for ServerFault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::None => write!(f, "none"),
@@ -86,18 +86,18 @@ mod tests {
     #[test]
     fn what_is_written_is_read() {
         for fault in [
-            Fault::None,
-            Fault::Fail,
-            Fault::Flaky(3),
-            Fault::Hang,
-            Fault::Late,
-            Fault::CutUpload(10),
-            Fault::CutAnswer(0),
-            Fault::Slow(5),
+            ServerFault::None,
+            ServerFault::Fail,
+            ServerFault::Flaky(3),
+            ServerFault::Hang,
+            ServerFault::Late,
+            ServerFault::CutUpload(10),
+            ServerFault::CutAnswer(0),
+            ServerFault::Slow(5),
         ] {
-            assert_eq!(Fault::parse(&fault.to_string()), Some(fault));
+            assert_eq!(ServerFault::parse(&fault.to_string()), Some(fault));
         }
-        assert_eq!(Fault::parse("slow"), None);
-        assert_eq!(Fault::read(Path::new("/no/such/file")), Fault::None);
+        assert_eq!(ServerFault::parse("slow"), None);
+        assert_eq!(ServerFault::read(Path::new("/no/such/file")), ServerFault::None);
     }
 }

@@ -1,11 +1,11 @@
-//! How wounds are made, and how they get better.
+//! Injects faults, and ends them again.
 
 use super::admission::Admission;
-use super::wounds::{HubTrouble, Lost, What};
+use super::faults::{FaultKind, HubFault, PacketLoss};
 use super::{Cluster, RESERVE_MIB};
-use crate::fault::Fault;
 use crate::network::{Direction, Loss};
 use crate::processes::{Process, send};
+use crate::server_fault::ServerFault;
 use nix::sys::signal::Signal;
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
@@ -13,25 +13,25 @@ use std::time::{Duration, Instant};
 
 /// How often packets are lost in a burst.
 const PERIOD: Duration = Duration::from_millis(250);
-/// How often it is looked whether a worker is in again, at the end of a round.
+/// How often the end of a round checks whether a worker was admitted again.
 const LOOK: Duration = Duration::from_millis(20);
 /// The file with a worker's certificate: without it, it would have to be let in anew.
 const IDENTITY: &str = "identity.json";
 
-/// Everything that is not as it should be, and when it gets better.
+/// The faults that last at the moment, and when each of them ends.
 #[derive(Default)]
-pub(super) struct Wounded {
-    cures: Vec<Cure>,
+pub(super) struct FaultInjector {
+    recoveries: Vec<Recovery>,
     /// Machines that are being let in again.
     admissions: Vec<(usize, JoinHandle<bool>)>,
 }
 
-struct Cure {
+struct Recovery {
     at: Instant,
-    what: Cured,
+    what: RecoveryKind,
 }
 
-enum Cured {
+enum RecoveryKind {
     Machine { at: usize, empty: bool },
     Frozen { at: usize, id: u32 },
     Coordinator { at: usize },
@@ -47,20 +47,20 @@ enum Cured {
     Hub,
 }
 
-impl Wounded {
-    /// Makes a wound on this machine, if it says which; false if there is nothing to wound, or it is wounded so already.
-    pub(super) fn make(&mut self, cluster: &mut Cluster, what: &What, at: usize) -> bool {
+impl FaultInjector {
+    /// Injects a fault on machine `at` (where the fault names one). Returns false if there is no target, or if the same fault lasts there already.
+    pub(super) fn make(&mut self, cluster: &mut Cluster, what: &FaultKind, at: usize) -> bool {
         let now = Instant::now();
         match *what {
-            What::KillWorker { back, empty, .. } => {
+            FaultKind::KillWorker { back, empty, .. } => {
                 let Some(mut process) = cluster.machines[at].process.take() else {
                     return false;
                 };
                 process.kill();
-                self.later(now + back, Cured::Machine { at, empty });
+                self.later(now + back, RecoveryKind::Machine { at, empty });
                 true
             }
-            What::KillChild { .. } => {
+            FaultKind::KillChild { .. } => {
                 let children = cluster.machines[at].process.as_ref().map(Process::children);
                 let children = children.unwrap_or_default();
                 for child in &children {
@@ -68,7 +68,7 @@ impl Wounded {
                 }
                 !children.is_empty()
             }
-            What::HangChild { .. } => {
+            FaultKind::HangChild { .. } => {
                 let children = cluster.machines[at].process.as_ref().map(Process::children);
                 let children = children.unwrap_or_default();
                 for child in &children {
@@ -76,7 +76,7 @@ impl Wounded {
                 }
                 !children.is_empty()
             }
-            What::Refuse { back, .. } => {
+            FaultKind::Refuse { back, .. } => {
                 if cluster.machines[at].refused {
                     return false;
                 }
@@ -85,16 +85,18 @@ impl Wounded {
                 if !admission.revoke() {
                     // Perhaps only the answer was lost: it gets another one in any case.
                     cluster.machines[at].refused = true;
-                    self.later(now, Cured::Refused { at, admission });
+                    self.later(now, RecoveryKind::Refused { at, admission });
                     return false;
                 }
                 cluster.machines[at].refused = true;
-                self.later(Instant::now() + back, Cured::Refused { at, admission });
+                self.later(Instant::now() + back, RecoveryKind::Refused { at, admission });
                 true
             }
-            What::FullCoordinatorDisk { all, time } => {
+            FaultKind::FullCoordinatorDisk { all, time } => {
                 let at = cluster.leader();
-                let full = self.has(|cured| matches!(cured, Cured::CoordinatorDisk { at: other, .. } if *other == at));
+                let full = self.has(
+                    |recovery| matches!(recovery, RecoveryKind::CoordinatorDisk { at: other, .. } if *other == at),
+                );
                 let Some(disk) = cluster.coordinator_disks.get(at).filter(|_| !full) else {
                     return false;
                 };
@@ -103,98 +105,101 @@ impl Wounded {
                     false => disk.fill_but((RESERVE_MIB << 20) * 3 / 4),
                 };
                 cluster.full_disks.insert(at);
-                self.later(now + time, Cured::CoordinatorDisk { at, filler });
+                self.later(now + time, RecoveryKind::CoordinatorDisk { at, filler });
                 true
             }
-            What::Hub { trouble, time } => {
-                let bad = self.has(|cured| matches!(cured, Cured::Hub));
+            FaultKind::Hub { fault, time } => {
+                let bad = self.has(|recovery| matches!(recovery, RecoveryKind::Hub));
                 let Some(hub) = cluster.hub.as_mut().filter(|_| !bad) else {
                     return false;
                 };
-                match trouble {
-                    HubTrouble::Away => hub.go_away(),
-                    HubTrouble::Faulty(fault) => hub.set(fault),
+                match fault {
+                    HubFault::Away => hub.go_away(),
+                    HubFault::Faulty(fault) => hub.set(fault),
                 }
-                self.later(now + time, Cured::Hub);
+                self.later(now + time, RecoveryKind::Hub);
                 true
             }
-            What::KillCoordinator { leader, back } => {
+            FaultKind::KillCoordinator { leader, back } => {
                 let leads = cluster.leader();
                 let at = if leader { leads } else { 1 - leads };
                 if !cluster.down.insert(at) {
                     return false;
                 }
                 cluster.coordinators[at].coordinator.kill();
-                self.later(now + back, Cured::Coordinator { at });
+                self.later(now + back, RecoveryKind::Coordinator { at });
                 true
             }
-            What::Freeze { time, .. } => {
-                let frozen = self.has(|cured| matches!(cured, Cured::Frozen { at: other, .. } if *other == at));
+            FaultKind::Freeze { time, .. } => {
+                let frozen =
+                    self.has(|recovery| matches!(recovery, RecoveryKind::Frozen { at: other, .. } if *other == at));
                 let Some(process) = cluster.machines[at].process.as_ref().filter(|_| !frozen) else {
                     return false;
                 };
                 process.signal(Signal::SIGSTOP);
                 let id = process.id();
-                self.later(now + time, Cured::Frozen { at, id });
+                self.later(now + time, RecoveryKind::Frozen { at, id });
                 true
             }
-            What::FreezeLeader { time } => {
+            FaultKind::FreezeLeader { time } => {
                 let at = cluster.leader();
-                let frozen = self.has(|cured| matches!(cured, Cured::FrozenLeader { at: other, .. } if *other == at));
+                let frozen = self
+                    .has(|recovery| matches!(recovery, RecoveryKind::FrozenLeader { at: other, .. } if *other == at));
                 if frozen || cluster.down.contains(&at) {
                     return false;
                 }
                 let process = &cluster.coordinators[at].coordinator;
                 process.signal(Signal::SIGSTOP);
                 let id = process.id();
-                self.later(now + time, Cured::FrozenLeader { at, id });
+                self.later(now + time, RecoveryKind::FrozenLeader { at, id });
                 true
             }
-            What::Storage { fault, time } => {
-                self.cures.retain(|cure| !matches!(cure.what, Cured::Storage));
+            FaultKind::Storage { fault, time } => {
+                self.recoveries
+                    .retain(|recovery| !matches!(recovery.what, RecoveryKind::Storage));
                 cluster.s3.set(fault);
-                self.later(now + time, Cured::Storage);
+                self.later(now + time, RecoveryKind::Storage);
                 true
             }
-            What::Line { lost, time, .. } => self.make_line(cluster, lost, time, at),
-            What::Database { how, back } => {
+            FaultKind::Line { loss, time, .. } => self.make_line(cluster, loss, time, at),
+            FaultKind::Database { how, back } => {
                 let Some(database) = cluster.database.as_mut().filter(|database| !database.is_stopped()) else {
                     return false;
                 };
                 database.stop(how);
-                self.later(now + back, Cured::Database);
+                self.later(now + back, RecoveryKind::Database);
                 true
             }
-            What::SlowDatabase { rate, time } => {
+            FaultKind::SlowDatabase { rate, time } => {
                 let disk = cluster.database.as_ref().and_then(|database| database.disk());
-                let slow = self.has(|cured| matches!(cured, Cured::SlowDatabase));
+                let slow = self.has(|recovery| matches!(recovery, RecoveryKind::SlowDatabase));
                 let Some(disk) = disk.filter(|_| !slow) else {
                     return false;
                 };
                 disk.slow(Some(rate));
-                self.later(now + time, Cured::SlowDatabase);
+                self.later(now + time, RecoveryKind::SlowDatabase);
                 true
             }
-            What::FullDisk { time } => self.make_disk(cluster, None, time),
-            What::SlowDisk { rate, time } => self.make_disk(cluster, Some(rate), time),
+            FaultKind::FullDisk { time } => self.make_disk(cluster, None, time),
+            FaultKind::SlowDisk { rate, time } => self.make_disk(cluster, Some(rate), time),
         }
     }
 
-    fn make_line(&mut self, cluster: &Cluster, lost: Lost, time: Duration, at: usize) -> bool {
-        let cut = self.has(|cured| matches!(cured, Cured::Line { at: other, .. } if *other == at));
+    fn make_line(&mut self, cluster: &Cluster, loss: PacketLoss, time: Duration, at: usize) -> bool {
+        let cut = self.has(|recovery| matches!(recovery, RecoveryKind::Line { at: other, .. } if *other == at));
         let (Some(network), Some(line), false) = (&cluster.network, cluster.machines[at].line, cut) else {
             return false;
         };
-        let mut loss = None;
-        match lost {
-            Lost::One(direction) => network.set(line, direction, false),
-            Lost::Both => {
+        let mut lossy = None;
+        match loss {
+            PacketLoss::One(direction) => network.set(line, direction, false),
+            PacketLoss::Both => {
                 network.set(line, Direction::Up, false);
                 network.set(line, Direction::Down, false);
             }
-            Lost::Some(millis) => loss = Some(network.lossy(line, Duration::from_millis(millis), PERIOD)),
+            PacketLoss::Some(millis) => lossy = Some(network.lossy(line, Duration::from_millis(millis), PERIOD)),
         }
-        self.later(Instant::now() + time, Cured::Line { at, loss });
+        self.later(Instant::now() + time, RecoveryKind::Line { at, loss: lossy });
         true
     }
 
@@ -204,93 +209,94 @@ impl Wounded {
         let Some((at, disk)) = small.and_then(|at| Some((at, cluster.machines[at].disk.as_ref()?))) else {
             return false;
         };
-        let wounded = |cured: &Cured| matches!(cured, Cured::FullDisk { .. } | Cured::SlowDisk { .. });
-        if self.has(wounded) {
+        let has_fault =
+            |recovery: &RecoveryKind| matches!(recovery, RecoveryKind::FullDisk { .. } | RecoveryKind::SlowDisk { .. });
+        if self.has(has_fault) {
             return false;
         }
         let cured = match rate {
             Some(rate) => {
                 disk.slow(Some(rate));
-                Cured::SlowDisk { at }
+                RecoveryKind::SlowDisk { at }
             }
-            None => Cured::FullDisk { filler: disk.fill() },
+            None => RecoveryKind::FullDisk { filler: disk.fill() },
         };
         self.later(Instant::now() + time, cured);
         true
     }
 
-    fn has(&self, wanted: impl Fn(&Cured) -> bool) -> bool {
-        self.cures.iter().any(|cure| wanted(&cure.what))
+    fn has(&self, wanted: impl Fn(&RecoveryKind) -> bool) -> bool {
+        self.recoveries.iter().any(|recovery| wanted(&recovery.what))
     }
 
-    fn later(&mut self, at: Instant, what: Cured) {
-        self.cures.push(Cure { at, what });
+    fn later(&mut self, at: Instant, what: RecoveryKind) {
+        self.recoveries.push(Recovery { at, what });
     }
 
     /// Heals what is due.
-    pub(super) fn cure(&mut self, cluster: &mut Cluster, now: Instant) {
-        let (due, rest): (Vec<Cure>, Vec<Cure>) = std::mem::take(&mut self.cures)
+    pub(super) fn recover(&mut self, cluster: &mut Cluster, now: Instant) {
+        let (due, rest): (Vec<Recovery>, Vec<Recovery>) = std::mem::take(&mut self.recoveries)
             .into_iter()
-            .partition(|cure| cure.at <= now);
-        self.cures = rest;
+            .partition(|recovery| recovery.at <= now);
+        self.recoveries = rest;
         self.note_admissions(cluster);
-        for cure in due {
-            match cure.what {
-                Cured::Machine { at, empty } => {
+        for recovery in due {
+            match recovery.what {
+                RecoveryKind::Machine { at, empty } => {
                     if empty {
                         empty_folder(&cluster.machines[at].folder);
                     }
                     cluster.start_worker(at);
                 }
-                Cured::Frozen { at, id } => {
+                RecoveryKind::Frozen { at, id } => {
                     if let Some(process) = cluster.machines[at].process.as_ref().filter(|p| p.id() == id) {
                         process.signal(Signal::SIGCONT);
                     }
                 }
-                Cured::Coordinator { at } => {
+                RecoveryKind::Coordinator { at } => {
                     if cluster.down.remove(&at) {
                         cluster.coordinators[at].spawn_coordinator();
                     }
                 }
-                Cured::FrozenLeader { at, id } => {
+                RecoveryKind::FrozenLeader { at, id } => {
                     let process = &cluster.coordinators[at].coordinator;
                     if process.id() == id {
                         process.signal(Signal::SIGCONT);
                     }
                 }
-                Cured::Storage => cluster.s3.set(Fault::None),
-                Cured::Line { at, loss } => {
+                RecoveryKind::Storage => cluster.s3.set(ServerFault::None),
+                RecoveryKind::Line { at, loss } => {
                     drop(loss);
                     if let (Some(network), Some(line)) = (&cluster.network, cluster.machines[at].line) {
                         network.set(line, Direction::Up, true);
                         network.set(line, Direction::Down, true);
                     }
                 }
-                Cured::Database => {
+                RecoveryKind::Database => {
                     if let Some(database) = &mut cluster.database {
                         database.start_again();
                     }
                 }
-                Cured::SlowDatabase => {
+                RecoveryKind::SlowDatabase => {
                     if let Some(disk) = cluster.database.as_ref().and_then(|database| database.disk()) {
                         disk.slow(None);
                     }
                 }
-                Cured::FullDisk { filler } => {
+                RecoveryKind::FullDisk { filler } => {
                     let _ = std::fs::remove_file(filler);
                 }
-                Cured::Refused { at, admission } => self.admissions.push((at, admission.let_in())),
-                Cured::CoordinatorDisk { at, filler } => {
+                RecoveryKind::Refused { at, admission } => self.admissions.push((at, admission.let_in())),
+                RecoveryKind::CoordinatorDisk { at, filler } => {
                     let _ = std::fs::remove_file(filler);
                     cluster.full_disks.remove(&at);
                 }
-                Cured::Hub => {
+                RecoveryKind::Hub => {
                     if let Some(hub) = &mut cluster.hub {
-                        hub.set(Fault::None);
+                        hub.set(ServerFault::None);
                         hub.come_back();
                     }
                 }
-                Cured::SlowDisk { at } => {
+                RecoveryKind::SlowDisk { at } => {
                     if let Some(disk) = &cluster.machines[at].disk {
                         disk.slow(None);
                     }
@@ -300,9 +306,9 @@ impl Wounded {
     }
 
     /// Heals everything.
-    pub(super) fn cure_all(&mut self, cluster: &mut Cluster) {
+    pub(super) fn recover_all(&mut self, cluster: &mut Cluster) {
         let end_of_time = Instant::now() + Duration::from_secs(3600);
-        self.cure(cluster, end_of_time);
+        self.recover(cluster, end_of_time);
         cluster.heal();
         while !self.admissions.is_empty() {
             self.note_admissions(cluster);
