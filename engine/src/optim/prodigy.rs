@@ -149,9 +149,9 @@ impl Settings {
         StateFactors {
             // Without momentum `exp_avg` is unchanged.
             beta1: if self.beta1 > 0.0 { self.beta1 } else { 1.0 },
-            one_minus_beta1: if self.beta1 > 0.0 { d * (1.0 - self.beta1) } else { 0.0 },
+            exp_avg_weight: if self.beta1 > 0.0 { d * (1.0 - self.beta1) } else { 0.0 },
             beta2: self.beta2,
-            one_minus_beta2: d * d * (1.0 - self.beta2),
+            exp_avg_sq_weight: d * d * (1.0 - self.beta2),
             beta3: self.beta3,
             s_weight: d / self.d0 * if self.safeguard_warmup { d } else { dlr },
             l2_decay: if self.decouple { 0.0 } else { self.weight_decay },
@@ -178,10 +178,13 @@ impl Settings {
 #[derive(Clone, Copy)]
 struct StateFactors {
     beta1: f64,
-    one_minus_beta1: f64,
+    /// The weight of the gradient in `exp_avg`: d * (1 - beta1).
+    exp_avg_weight: f64,
     beta2: f64,
-    one_minus_beta2: f64,
+    /// The weight of the squared gradient in `exp_avg_sq`: d^2 * (1 - beta2).
+    exp_avg_sq_weight: f64,
     beta3: f64,
+    /// The weight of the gradient in `s`.
     s_weight: f64,
     /// Weight decay that is added to the gradient (L2).
     l2_decay: f64,
@@ -211,8 +214,8 @@ struct Chunk<'a> {
 impl Chunk<'_> {
     /// Updates the moments and `s`; returns the sums of g * (p0 - p) and of |s|.
     fn update_state(self, stride: usize, factors: StateFactors) -> [f64; 2] {
-        for_each_dequantized(self.moments, self.g.len(), |at, [m, v]| {
-            update_moments(&self.p[at.clone()], &self.g[at], m, v, factors);
+        for_each_dequantized(self.moments, self.g.len(), |range, [m, v]| {
+            update_moments(&self.p[range.clone()], &self.g[range], m, v, factors);
         });
         update_s(self.p, self.g, self.s, self.p0, stride, factors)
     }
@@ -220,13 +223,13 @@ impl Chunk<'_> {
 
 multiversion! {
     fn update_moments(p: &[f32], g: &[f32], m: &mut [f32], v: &mut [f32], factors: StateFactors) {
-        let (beta1, one_minus_beta1) = (factors.beta1 as f32, factors.one_minus_beta1 as f32);
-        let (beta2, one_minus_beta2) = (factors.beta2 as f32, factors.one_minus_beta2 as f32);
+        let (beta1, exp_avg_weight) = (factors.beta1 as f32, factors.exp_avg_weight as f32);
+        let (beta2, exp_avg_sq_weight) = (factors.beta2 as f32, factors.exp_avg_sq_weight as f32);
         let l2_decay = factors.l2_decay as f32;
         for (((p, g), m), v) in p.iter().zip(g).zip(m).zip(v) {
             let g = g + p * l2_decay;
-            *m = *m * beta1 + g * one_minus_beta1;
-            *v = *v * beta2 + g * g * one_minus_beta2;
+            *m = *m * beta1 + g * exp_avg_weight;
+            *v = *v * beta2 + g * g * exp_avg_sq_weight;
         }
     }
 }
@@ -246,8 +249,8 @@ multiversion! {
             }
             update_s_chunk(p.iter().zip(g), s, p0, &mut sums, factors);
         } else {
-            let chunk_len = p.chunks(LANES * stride).zip(g.chunks(LANES * stride));
-            for (((p, g), s), p0) in chunk_len.zip(s.chunks_mut(LANES)).zip(p0.chunks(LANES)) {
+            let chunks = p.chunks(LANES * stride).zip(g.chunks(LANES * stride));
+            for (((p, g), s), p0) in chunks.zip(s.chunks_mut(LANES)).zip(p0.chunks(LANES)) {
                 update_s_chunk(p.iter().zip(g).step_by(stride), s, p0, &mut sums, factors);
             }
         }
@@ -338,9 +341,9 @@ impl State {
         let grad = grad_with_l2(&p, grad, factors.l2_decay)?;
         let strided_grad = strided(&grad, stride)?;
         let distance = sum_all(&(&strided_grad * (self.p0.get() - strided(&p, stride)?)?)?)?;
-        let m = ((self.exp_avg.to_f32()? * factors.beta1)? + (&grad * factors.one_minus_beta1)?)?;
+        let m = ((self.exp_avg.to_f32()? * factors.beta1)? + (&grad * factors.exp_avg_weight)?)?;
         self.exp_avg.set(m)?;
-        let v = ((self.exp_avg_sq.to_f32()? * factors.beta2)? + (grad.sqr()? * factors.one_minus_beta2)?)?;
+        let v = ((self.exp_avg_sq.to_f32()? * factors.beta2)? + (grad.sqr()? * factors.exp_avg_sq_weight)?)?;
         self.exp_avg_sq.set(v)?;
         self.s
             .set(((self.s.get() * factors.beta3)? + (strided_grad * factors.s_weight)?)?);

@@ -16,7 +16,7 @@ mod tests;
 mod write;
 
 pub use init::Init;
-pub use streamed::Streamed;
+pub use streamed::StreamedWeight;
 pub use write::{SafetensorsLayout, write_tensors};
 
 use crate::error::{EngineError, Result};
@@ -199,7 +199,7 @@ impl Index {
     }
 
     /// A streamed weight for this tensor; `None` if the weight consists of several tensors.
-    fn stream(&self, name: &str, dtype: DType, device: &Device) -> Result<Option<Arc<Streamed>>> {
+    fn stream(&self, name: &str, dtype: DType, device: &Device) -> Result<Option<Arc<StreamedWeight>>> {
         let entry = self.entries.get(name).ok_or_else(|| self.missing_error(name))?;
         if self.files.is_empty() {
             return Ok(None);
@@ -213,7 +213,7 @@ impl Index {
         }
         let file = Arc::clone(&self.files[entry.location.file]);
         let shape = entry.shape.clone();
-        Ok(Some(Arc::new(Streamed::new(
+        Ok(Some(Arc::new(StreamedWeight::new(
             file,
             entry.location.name.clone(),
             shape,
@@ -571,7 +571,7 @@ impl Weights {
     ///
     /// # Errors
     /// When it is missing or has another shape.
-    pub fn stream(&self, shape: &Shape, name: &str) -> Result<Option<Arc<Streamed>>> {
+    pub fn stream(&self, shape: &Shape, name: &str) -> Result<Option<Arc<StreamedWeight>>> {
         let full_name = self.full_name(name);
         let is_trainable = self.inner.trainable_filter.matches(&full_name);
         let (Some(share), Source::Files(index), false) = (&self.streaming, &self.inner.source, is_trainable) else {

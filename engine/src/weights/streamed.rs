@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Tensor};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// A weight that is read from its file at each use.
-pub struct Streamed {
+pub struct StreamedWeight {
     file: Arc<TensorFile>,
     stored_name: String,
     shape: Vec<usize>,
@@ -18,13 +18,13 @@ pub struct Streamed {
     device: Device,
 }
 
-impl std::fmt::Debug for Streamed {
+impl std::fmt::Debug for StreamedWeight {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Streamed({} {:?})", self.stored_name, self.shape)
+        write!(f, "StreamedWeight({} {:?})", self.stored_name, self.shape)
     }
 }
 
-impl Streamed {
+impl StreamedWeight {
     pub(super) fn new(
         file: Arc<TensorFile>,
         stored_name: String,
@@ -47,13 +47,13 @@ impl Streamed {
         &self.shape
     }
 
-    /// The dtype of [`Streamed::read`].
+    /// The dtype of [`StreamedWeight::read`].
     #[must_use]
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// The device of [`Streamed::read`].
+    /// The device of [`StreamedWeight::read`].
     #[must_use]
     pub fn device(&self) -> &Device {
         &self.device
