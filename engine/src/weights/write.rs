@@ -69,8 +69,8 @@ impl SafetensorsLayout {
         let mut start = 0;
         for (name, (dtype, shape)) in &self.tensors {
             let end = start + shape.iter().product::<usize>() * dtype.size_in_bytes();
-            let ENTRY = json!({"dtype": type_name(*dtype)?, "shape": shape, "data_offsets": [start, end]});
-            header.insert(name.clone(), ENTRY);
+            let entry = json!({"dtype": type_name(*dtype)?, "shape": shape, "data_offsets": [start, end]});
+            header.insert(name.clone(), entry);
             start = end;
         }
         let mut text = Value::Object(header).to_string().into_bytes();
