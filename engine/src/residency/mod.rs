@@ -21,7 +21,7 @@ pub enum Residency {
     /// Gradient checkpointing: only the inputs and outputs of each segment of `steps` steps stay in memory, and the
     /// backward pass runs the segment again. Same numbers, less memory, about a third more time. Segments of one step
     /// need the least memory. Without trainable tensors, or outside [`autograd::record`], nothing runs twice.
-    Recomputed {
+    Checkpointed {
         /// The number of steps per segment; 0 counts as 1.
         steps: usize,
     },
@@ -32,7 +32,7 @@ impl Residency {
     #[must_use]
     pub fn checkpointing(on: bool) -> Self {
         if on {
-            Self::Recomputed { steps: 1 }
+            Self::Checkpointed { steps: 1 }
         } else {
             Self::Resident
         }
@@ -118,7 +118,7 @@ impl Stack {
     pub fn run(mut self, residency: Residency, result: Value) -> Result<Tensor> {
         let segment_len = match residency {
             Residency::Resident => 1,
-            Residency::Recomputed { steps } => steps.max(1),
+            Residency::Checkpointed { steps } => steps.max(1),
         };
         let mut last_use_of = vec![0; self.values.len()];
         for (index, step) in self.steps.iter().enumerate() {
@@ -135,7 +135,7 @@ impl Stack {
             let outputs = segment.outputs.clone();
             let made = match residency {
                 Residency::Resident => segment.run(&inputs)?,
-                Residency::Recomputed { .. } => autograd::recomputed(inputs, move |tensors| segment.run(tensors))?,
+                Residency::Checkpointed { .. } => autograd::recomputed(inputs, move |tensors| segment.run(tensors))?,
             };
             for (value, tensor) in outputs.into_iter().zip(made) {
                 self.values[value.0] = Some(tensor);

@@ -1,4 +1,4 @@
-//! Compares recomputed and resident runs of a small stack with the features of a model's: skip connections, an input
+//! Compares checkpointed and resident runs of a small stack with the features of a model's: skip connections, an input
 //! that every step reads, a variable that two steps share, and a step that does not depend on a variable.
 
 use super::{Residency, Stack};
@@ -90,7 +90,7 @@ fn recomputing_changes_neither_loss_nor_gradients() {
     let toy = Toy::new();
     let (loss, grads) = toy.grads(Residency::Resident);
     for steps in [0, 1, 2, 3, 4, 7, 100] {
-        let (recomputed_loss, recomputed_grads) = toy.grads(Residency::Recomputed { steps });
+        let (recomputed_loss, recomputed_grads) = toy.grads(Residency::Checkpointed { steps });
         assert_eq!(loss, recomputed_loss, "{steps} steps together");
         for (a, b) in recomputed_grads.iter().zip(&grads) {
             assert!(gap(a, b) < 1e-6, "{steps} steps together: {}", gap(a, b));

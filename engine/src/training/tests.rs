@@ -281,7 +281,7 @@ fn gradient_checkpointing_changes_neither_loss_nor_gradients() {
     let (loss, grads) = loss_and_gradients(Residency::Resident);
     assert!(grads.iter().all(|g| norm(g) > 0.0));
     for steps in [1, 2, 3, 5, 1000] {
-        let (recomputed_loss, recomputed_grads) = loss_and_gradients(Residency::Recomputed { steps });
+        let (recomputed_loss, recomputed_grads) = loss_and_gradients(Residency::Checkpointed { steps });
         assert!(
             (recomputed_loss / loss - 1.0).abs() < 1e-6,
             "{steps} steps together: loss {recomputed_loss}, {loss}"

@@ -165,7 +165,7 @@ fn fused_backward_gives_the_same_bits() {
         ("everything", true, Some(0.05)),
         ("chosen", false, Some(1.0)),
     ] {
-        for residency in [Residency::Resident, Residency::Recomputed { steps: 1 }] {
+        for residency in [Residency::Resident, Residency::Checkpointed { steps: 1 }] {
             let variant_options = |fused_backward| Variant {
                 fused_backward,
                 residency,
