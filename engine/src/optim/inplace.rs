@@ -49,8 +49,8 @@ pub(super) fn is_supported(t: &Tensor) -> bool {
     t.device().is_cpu() && matches!(t.dtype(), DType::F32 | DType::F16 | DType::U8) && t.is_contiguous()
 }
 
-/// Calls `f` with the elements of all these tensors. Every tensor must be supported (see [`is_supported`]), and no two
-/// may share their storage. Other tensors that share a storage with one of them see the changes.
+/// Calls `f` with the elements of all these tensors, in order. Every tensor must be supported (see [`is_supported`]),
+/// and no two may share their storage. Other tensors that share a storage with one of them see the changes.
 pub(super) fn with_elements_mut<R>(tensors: &[&Tensor], f: impl FnOnce(Vec<ElementsMut<'_>>) -> R) -> Result<R> {
     let (f, mut out) = (Cell::new(Some(f)), None);
     with_nested(tensors, Vec::with_capacity(tensors.len()), &mut |elements| {

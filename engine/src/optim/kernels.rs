@@ -23,10 +23,10 @@ macro_rules! multiversion {
                 }
                 match $crate::nn::cpu::unit() {
                     #[expect(unsafe_code, reason = "calls a function with AVX-512 enabled")]
-                    // SAFETY: `unit` returns `Avx512` only where the CPU has the instructions that `avx512` enables.
+                    // SAFETY: the result is `Avx512` only if the CPU has the instructions that `avx512` enables.
                     $crate::nn::cpu::Unit::Avx512 => return unsafe { avx512($($arg),*) },
                     #[expect(unsafe_code, reason = "calls a function with AVX2 enabled")]
-                    // SAFETY: `unit` returns `Avx2` only where the CPU has the instructions that `avx2` enables.
+                    // SAFETY: the result is `Avx2` only if the CPU has the instructions that `avx2` enables.
                     $crate::nn::cpu::Unit::Avx2 => return unsafe { avx2($($arg),*) },
                     $crate::nn::cpu::Unit::Plain => {}
                 }

@@ -5,9 +5,9 @@
 //! `make_optim8.py`, `make_optim_toolkit.py`.
 //!
 //! On the CPU an update is one pass over memory, in place and on all threads (`fused`, `inplace`, `kernels`). Prodigy
-//! needs two passes, because it must know `d` first. Other devices use candle's operations. D-Adaptation, and the
-//! second moment that Adafactor and the automagics share (`factored`), use candle's operations on every device. Tests
-//! compare both ways.
+//! needs two passes, because it must know `d` first. Other devices use candle's operations; tests compare both ways.
+//! D-Adaptation uses candle's operations on every device. The second moment that Adafactor and the automagics share
+//! (`factored`) has CPU kernels for tensors of two or more dimensions (`factored_kernels`).
 
 mod adafactor;
 mod adagrad;

@@ -2,7 +2,7 @@
 //! rate, `d`, from the distance that the weights have moved.
 //!
 //! ai-toolkit's `prodigy8bit` (its `toolkit/optimizers/prodigy_8bit.py`) stores all four state tensors in 8 bits, each
-//! with one scale and equal steps. Values below 1/254 of a tensor's largest value become 0: most weights lose their
+//! with one scale and equal steps. Values below 1/254 of a tensor's largest value are lost: most weights lose their
 //! denominator, and the initial weights are known only to 1/254 of the largest weight, while the distance from them,
 //! which `d` is computed from, starts at a millionth. Here the moments have bitsandbytes' blockwise format, and `d` is
 //! estimated in float32 from every fifth element, as prodigyopt does with `slice_p`. That takes 3.6 bytes per weight

@@ -1,5 +1,5 @@
-//! One weights file. Its header is checked when it is opened; each tensor is read when it is requested. The file is not
-//! memory-mapped, so that a process holds each number only once.
+//! One weights file. Its header is checked when it is opened; each tensor is read when it is requested. The file does
+//! not stay memory-mapped, so that a process holds each number only once.
 
 use super::bytes::{FileReader, FloatFormat, vec_filled_by};
 use super::{gguf, safetensors};
