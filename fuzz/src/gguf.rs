@@ -41,7 +41,7 @@ fn read(file: &[u8]) {
         match Index::open(path) {
             Err(error) => assert!(!error.to_string().is_empty(), "an error without a word"),
             Ok(index) => {
-                let _ = (index.metadata(), index.quantised());
+                let _ = (index.metadata(), index.quantization_kinds());
                 let counted = tensors(&index, file.len());
                 if file.starts_with(b"GGUF") {
                     let all = |one: Anatomy| one.denoiser.saturating_add(one.text).saturating_add(one.vae);

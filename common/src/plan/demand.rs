@@ -772,7 +772,7 @@ mod tests {
         }
     }
 
-    /// As `engine`'s `states_are_as_small_as_they_say` counts them.
+    /// As `engine`'s `states_have_the_documented_size` counts them.
     #[test]
     fn the_state_of_every_optimizer_that_runs_is_counted() {
         for (name, bytes) in [

@@ -58,7 +58,7 @@ impl Learner {
         let store = tape.backward(&loss)?;
         let mut grads: Grads = self.params.iter().map(|p| store.get(&p.var).cloned()).collect();
         clip_grad_norm(&mut grads, 1.0)?;
-        self.optimizer.step(&grads, self.schedule.at(self.step))?;
+        self.optimizer.step(&grads, self.schedule.lr_at(self.step))?;
         self.step += 1;
         // A short memory at first, a long one later.
         let decay = (self.step as f64 / (self.step as f64 + 20.0)).min(0.998);

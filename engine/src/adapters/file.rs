@@ -1,6 +1,6 @@
-//! Reads a LoRA file of any dialect.
+//! Reads LoRA files of every supported dialect.
 
-use super::keys::{Component, Ending, LayerIndex, Part, ending};
+use super::keys::{Component, LayerIndex, ParsedKey, TensorRole, parse_key};
 use crate::error::{EngineError, Result};
 use crate::weights::{Index, Weights};
 use candle_core::{DType, Device, Tensor};
@@ -16,36 +16,36 @@ pub struct LoraTensors {
     pub up: Tensor,
     /// [rank, rank, kh, kw], LoCon only.
     pub mid: Option<Tensor>,
-    /// The file's alpha. Absent in files of peft and of transformer models.
+    /// The alpha in the file. Files of peft and of transformer models have none.
     pub alpha: Option<f64>,
-    /// Multiplies the change (LyCORIS).
+    /// Multiplies the update (LyCORIS); 1 if absent.
     pub scalar: f64,
 }
 
-/// A layer as the file calls it.
+/// A layer by its name in the file.
 #[derive(Clone, Debug)]
 pub struct LoraModule {
-    /// The key without its ending.
+    /// The key without its suffix.
     pub stem: String,
-    /// Its tensors.
+    /// The tensors of the layer.
     pub tensors: LoraTensors,
 }
 
-/// A LoRA file, read and checked, its names not yet matched to a model.
+/// A LoRA file that was read and checked. Its names are not matched to a model yet.
 #[derive(Clone, Debug)]
 pub struct LoraFile {
-    /// Where it came from.
+    /// The path of the file.
     pub path: PathBuf,
-    /// In the order of their names.
+    /// The layers, sorted by name.
     pub modules: Vec<LoraModule>,
-    /// Keys that are no LoRA tensors.
+    /// Keys that are not LoRA tensors.
     pub unknown: Vec<String>,
     /// The header's metadata.
     pub metadata: BTreeMap<String, String>,
 }
 
 #[derive(Default)]
-struct Parts {
+struct LayerTensors {
     down: Option<Tensor>,
     up: Option<Tensor>,
     mid: Option<Tensor>,
@@ -54,11 +54,11 @@ struct Parts {
 }
 
 impl LoraFile {
-    /// Opens a `.safetensors` file, or the one LoRA file of a folder (`pytorch_lora_weights.safetensors`,
+    /// Reads a `.safetensors` file, or the LoRA file in a folder (`pytorch_lora_weights.safetensors`,
     /// `adapter_model.safetensors`).
     ///
     /// # Errors
-    /// When it is not safetensors, is damaged, is of another network type, or one half of a pair is missing.
+    /// When the file is not safetensors, is damaged, has another network type, or a layer lacks `down` or `up`.
     pub fn open(path: &Path) -> Result<Self> {
         let mut path = path.to_path_buf();
         if path.is_dir() {
@@ -80,89 +80,89 @@ impl LoraFile {
         let mut keys: Vec<(String, Vec<usize>)> = index.tensors().map(|(n, s)| (n.to_owned(), s.to_vec())).collect();
         keys.sort();
         let weights = Weights::from_index(index, DType::F32, &Device::Cpu);
-        let wrong = |reason: String| EngineError::WeightsFile {
+        let file_error = |reason: String| EngineError::WeightsFile {
             path: path.clone(),
             reason,
         };
 
-        if let Some(pattern) = regular_expression(&metadata) {
-            return Err(wrong(format!(
+        if let Some(pattern) = find_regex_pattern(&metadata) {
+            return Err(file_error(format!(
                 "its alpha_pattern `{pattern}` is a regular expression, which is not supported yet; save the LoRA with an \
                  alpha for each layer (`.alpha` tensors, as sd-scripts does)"
             )));
         }
 
-        let mut layers: BTreeMap<String, Parts> = BTreeMap::new();
+        let mut layers: BTreeMap<String, LayerTensors> = BTreeMap::new();
         let mut unknown = Vec::new();
         for (key, shape) in keys {
-            let (stem, part) = match ending(&key) {
-                Ending::Part(stem, part) => (stem.to_owned(), part),
-                Ending::Foreign(kind) => {
-                    return Err(wrong(format!(
+            let (stem, role) = match parse_key(&key) {
+                ParsedKey::Lora(stem, role) => (stem.to_owned(), role),
+                ParsedKey::OtherNetwork(kind) => {
+                    return Err(file_error(format!(
                         "tensor `{key}` belongs to {kind}; only LoRA and LoCon files can be used yet"
                     )));
                 }
-                Ending::Unknown => {
+                ParsedKey::Unknown => {
                     unknown.push(key);
                     continue;
                 }
             };
             let tensor = weights.get(shape, &key)?;
             let layer = layers.entry(stem).or_default();
-            let number = |t: &Tensor| -> Result<f64> {
+            let scalar_of = |t: &Tensor| -> Result<f64> {
                 match t.flatten_all()?.to_vec1::<f32>()?.as_slice() {
                     [v] => Ok(f64::from(*v)),
-                    v => Err(wrong(format!(
-                        "tensor `{key}` should be one number and has {}",
+                    v => Err(file_error(format!(
+                        "tensor `{key}` has {} numbers, expected one",
                         v.len()
                     ))),
                 }
             };
-            match part {
-                Part::Down => layer.down = Some(tensor),
-                Part::Up => layer.up = Some(tensor),
-                Part::Mid => layer.mid = Some(tensor),
-                Part::Alpha => layer.alpha = Some(number(&tensor)?),
-                Part::Scalar => layer.scalar = Some(number(&tensor)?),
+            match role {
+                TensorRole::Down => layer.down = Some(tensor),
+                TensorRole::Up => layer.up = Some(tensor),
+                TensorRole::Mid => layer.mid = Some(tensor),
+                TensorRole::Alpha => layer.alpha = Some(scalar_of(&tensor)?),
+                TensorRole::Scalar => layer.scalar = Some(scalar_of(&tensor)?),
             }
         }
         let mut modules = Vec::with_capacity(layers.len());
-        for (stem, parts) in layers {
-            let (down, up) = match (parts.down, parts.up) {
+        for (stem, layer) in layers {
+            let (down, up) = match (layer.down, layer.up) {
                 (Some(down), Some(up)) => (down, up),
                 (None, None) => {
                     unknown.push(format!("{stem}.alpha"));
                     continue;
                 }
                 (down, _) => {
-                    let half = if down.is_some() { "up (lora_B)" } else { "down (lora_A)" };
-                    return Err(wrong(format!(
-                        "layer `{stem}` has no {half} matrix: the file is incomplete"
+                    let missing_half = if down.is_some() { "up (lora_B)" } else { "down (lora_A)" };
+                    return Err(file_error(format!(
+                        "layer `{stem}` has no {missing_half} matrix: the file is incomplete"
                     )));
                 }
             };
             if down.rank() < 2 || up.rank() < 2 || down.dims()[0] != up.dims()[1] {
-                return Err(wrong(format!(
+                return Err(file_error(format!(
                     "layer `{stem}`: down {:?} and up {:?} do not fit together",
                     down.dims(),
                     up.dims()
                 )));
             }
-            let scalar = parts.scalar.unwrap_or(1.0);
+            let scalar = layer.scalar.unwrap_or(1.0);
             modules.push(LoraModule {
                 stem,
                 tensors: LoraTensors {
                     down,
                     up,
-                    mid: parts.mid,
-                    alpha: parts.alpha,
+                    mid: layer.mid,
+                    alpha: layer.alpha,
                     scalar,
                 },
             });
         }
         if modules.is_empty() {
-            return Err(wrong(
-                "there is no LoRA in this file: none of its tensor names ends like one".to_owned(),
+            return Err(file_error(
+                "the file has no LoRA: none of its tensor names has a known LoRA suffix".to_owned(),
             ));
         }
         Ok(Self {
@@ -173,36 +173,36 @@ impl LoraFile {
         })
     }
 
-    /// Matches the file's names to the layers of a model. The second value is what fits no layer. A missing alpha is
-    /// taken from peft's metadata, else it is the rank.
+    /// Matches the file's names to the layers of a model. The second value is the names that match no layer. A missing
+    /// alpha is read from peft's metadata; otherwise it is the rank.
     #[must_use]
     pub fn resolve(&self, index: &LayerIndex) -> (BTreeMap<(Component, String), LoraTensors>, Vec<String>) {
         let peft: Option<serde_json::Value> = self
             .metadata
             .get("lora_adapter_metadata")
             .and_then(|text| serde_json::from_str(text).ok());
-        let mut found = BTreeMap::new();
+        let mut resolved = BTreeMap::new();
         let mut unknown = self.unknown.clone();
         for module in &self.modules {
-            let Some(target) = index.resolve(&module.stem) else {
+            let Some(layer) = index.resolve(&module.stem) else {
                 unknown.push(module.stem.clone());
                 continue;
             };
             let mut tensors = module.tensors.clone();
             let rank = tensors.down.dims()[0] as f64;
-            // sd-scripts: alpha 0 means rank.
+            // In sd-scripts an alpha of 0 means the rank.
             let alpha = tensors
                 .alpha
                 .filter(|a| *a != 0.0 && a.is_finite())
-                .or_else(|| peft_alpha(peft.as_ref()?, target, rank))
+                .or_else(|| peft_alpha(peft.as_ref()?, layer, rank))
                 .unwrap_or(rank);
             tensors.alpha = Some(alpha);
-            found.insert(target.clone(), tensors);
+            resolved.insert(layer.clone(), tensors);
         }
-        (found, unknown)
+        (resolved, unknown)
     }
 
-    /// `training_info.step` and `.epoch`, when ai-toolkit or aitk wrote the file.
+    /// The step and the epoch in `training_info`, if ai-toolkit or aitk wrote the file.
     #[must_use]
     pub fn training_info(&self) -> Option<(u64, u64)> {
         let info: serde_json::Value = serde_json::from_str(self.metadata.get("training_info")?).ok()?;
@@ -213,9 +213,9 @@ impl LoraFile {
     }
 }
 
-/// An `alpha_pattern` of peft's metadata that is more than the end of a layer's name. peft matches each as
-/// `(.*\.)?(pattern)$`.
-fn regular_expression(metadata: &BTreeMap<String, String>) -> Option<String> {
+/// Returns a key of `alpha_pattern` in peft's metadata that is a regular expression, not a plain suffix of a layer's
+/// name. peft matches each key as `(.*\.)?(pattern)$`.
+fn find_regex_pattern(metadata: &BTreeMap<String, String>) -> Option<String> {
     let peft: serde_json::Value = serde_json::from_str(metadata.get("lora_adapter_metadata")?).ok()?;
     let patterns = peft
         .as_object()?
@@ -229,7 +229,8 @@ fn regular_expression(metadata: &BTreeMap<String, String>) -> Option<String> {
         .cloned()
 }
 
-/// The alpha that diffusers writes into the header (`unet.lora_alpha`, `unet.alpha_pattern`, `unet.use_rslora`).
+/// Reads a layer's alpha from the metadata that diffusers writes (`unet.lora_alpha`, `unet.alpha_pattern`,
+/// `unet.use_rslora`).
 fn peft_alpha(peft: &serde_json::Value, (component, path): &(Component, String), rank: f64) -> Option<f64> {
     let prefix = match component {
         Component::Unet => "unet",

@@ -1,4 +1,4 @@
-//! Tensor names of LoRA files: which layer and which of its parts a key means, in every dialect that is in use.
+//! The tensor names of LoRA files: which layer and which of its tensors a key names, in every known dialect.
 //!
 //! | dialect | example |
 //! |---|---|
@@ -11,7 +11,7 @@
 
 use std::collections::HashMap;
 
-/// A part of the pipeline that can carry a LoRA.
+/// A component of the pipeline that can have a LoRA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Component {
     /// The text encoder (`lora_te`).
@@ -21,7 +21,7 @@ pub enum Component {
 }
 
 impl Component {
-    /// The prefix of saved names.
+    /// The prefix of the names in saved files.
     #[must_use]
     pub fn prefix(self) -> &'static str {
         match self {
@@ -31,62 +31,63 @@ impl Component {
     }
 }
 
-/// `lora_unet_down_blocks_0_…`; the text encoder always with its `text_model_` level.
-pub(super) fn saved_name(component: Component, path: &str) -> String {
-    let level = match component {
+/// The name of a layer in sd-scripts' files: `lora_unet_down_blocks_0_…`. Names of the text encoder always contain
+/// `text_model_`.
+pub(super) fn kohya_name(component: Component, path: &str) -> String {
+    let text_model_prefix = match component {
         Component::TextEncoder if !path.starts_with("text_model.") => "text_model_",
         _ => "",
     };
-    format!("{}_{level}{}", component.prefix(), flatten(path))
+    format!("{}_{text_model_prefix}{}", component.prefix(), flatten(path))
 }
 
-/// Which tensor of a layer a key names.
+/// Which tensor of a LoRA layer a key names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Part {
+pub(super) enum TensorRole {
     Down,
     Up,
     Mid,
     Alpha,
-    /// A scalar that LyCORIS trains; multiplies the change.
+    /// A scalar that LyCORIS trains; it multiplies the update.
     Scalar,
 }
 
-/// What a key's ending says.
+/// A key split into layer and tensor by its suffix.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Ending<'a> {
-    /// A LoRA part of the layer `stem`.
-    Part(&'a str, Part),
-    /// A part of another network type, by its name.
-    Foreign(&'static str),
-    /// Not a LoRA key.
+pub(super) enum ParsedKey<'a> {
+    /// A LoRA tensor: the key without its suffix, and the tensor's role.
+    Lora(&'a str, TensorRole),
+    /// A tensor of an unsupported network type, by the type's name.
+    OtherNetwork(&'static str),
+    /// Not a key of a known network type.
     Unknown,
 }
 
-const ENDINGS: [(&str, Part); 21] = [
-    (".lora_down.weight", Part::Down),
-    (".lora_up.weight", Part::Up),
-    (".lora_mid.weight", Part::Mid),
-    (".lora_A.default.weight", Part::Down),
-    (".lora_B.default.weight", Part::Up),
-    (".lora_A.default_0.weight", Part::Down),
-    (".lora_B.default_0.weight", Part::Up),
-    (".lora_A.weight", Part::Down),
-    (".lora_B.weight", Part::Up),
-    (".lora_A", Part::Down),
-    (".lora_B", Part::Up),
-    (".lora_linear_layer.down.weight", Part::Down),
-    (".lora_linear_layer.up.weight", Part::Up),
-    (".lora.down.weight", Part::Down),
-    (".lora.up.weight", Part::Up),
-    ("_lora.down.weight", Part::Down),
-    ("_lora.up.weight", Part::Up),
-    (".lora_magnitude_vector.alpha", Part::Alpha),
-    (".lora.alpha", Part::Alpha),
-    (".alpha", Part::Alpha),
-    (".scalar", Part::Scalar),
+const SUFFIXES: [(&str, TensorRole); 21] = [
+    (".lora_down.weight", TensorRole::Down),
+    (".lora_up.weight", TensorRole::Up),
+    (".lora_mid.weight", TensorRole::Mid),
+    (".lora_A.default.weight", TensorRole::Down),
+    (".lora_B.default.weight", TensorRole::Up),
+    (".lora_A.default_0.weight", TensorRole::Down),
+    (".lora_B.default_0.weight", TensorRole::Up),
+    (".lora_A.weight", TensorRole::Down),
+    (".lora_B.weight", TensorRole::Up),
+    (".lora_A", TensorRole::Down),
+    (".lora_B", TensorRole::Up),
+    (".lora_linear_layer.down.weight", TensorRole::Down),
+    (".lora_linear_layer.up.weight", TensorRole::Up),
+    (".lora.down.weight", TensorRole::Down),
+    (".lora.up.weight", TensorRole::Up),
+    ("_lora.down.weight", TensorRole::Down),
+    ("_lora.up.weight", TensorRole::Up),
+    (".lora_magnitude_vector.alpha", TensorRole::Alpha),
+    (".lora.alpha", TensorRole::Alpha),
+    (".alpha", TensorRole::Alpha),
+    (".scalar", TensorRole::Scalar),
 ];
 
-const FOREIGN: [(&str, &str); 10] = [
+const OTHER_NETWORKS: [(&str, &str); 10] = [
     (".lora_B.bias", "LoRA with biases"),
     (".hada_", "LoHa"),
     (".lokr_", "LoKr"),
@@ -99,23 +100,23 @@ const FOREIGN: [(&str, &str); 10] = [
     (".w_norm", "a norm difference"),
 ];
 
-/// Splits a key into layer and part.
-pub(super) fn ending(key: &str) -> Ending<'_> {
-    for (end, part) in ENDINGS {
-        if let Some(stem) = key.strip_suffix(end) {
-            return Ending::Part(stem, part);
+/// Splits a key into layer and tensor.
+pub(super) fn parse_key(key: &str) -> ParsedKey<'_> {
+    for (suffix, role) in SUFFIXES {
+        if let Some(stem) = key.strip_suffix(suffix) {
+            return ParsedKey::Lora(stem, role);
         }
     }
-    match FOREIGN.iter().find(|(mark, _)| key.contains(mark)) {
-        Some((_, name)) => Ending::Foreign(name),
-        None => Ending::Unknown,
+    match OTHER_NETWORKS.iter().find(|(marker, _)| key.contains(marker)) {
+        Some((_, name)) => ParsedKey::OtherNetwork(name),
+        None => ParsedKey::Unknown,
     }
 }
 
-/// The layers of a model under every name that files give them.
+/// The layers of a model by every name that files use for them.
 #[derive(Debug, Default)]
 pub struct LayerIndex {
-    /// Dotted or flattened name, with the component's canonical prefix -> layer.
+    /// From the flattened name, with the component's prefix, to the layer.
     names: HashMap<String, (Component, String)>,
 }
 
@@ -124,43 +125,43 @@ fn flatten(path: &str) -> String {
 }
 
 impl LayerIndex {
-    /// Indexes all layers of a component by their dotted diffusers paths.
+    /// Adds all layers of a component, given by their dotted diffusers paths.
     pub fn add(&mut self, component: Component, paths: &[String]) {
         let per_block = resnets_per_block(paths);
         for path in paths {
             let target = (component, path.clone());
             let prefix = component.prefix();
-            let mut put = |name: String| {
+            let mut insert = |name: String| {
                 self.names
                     .entry(format!("{prefix}.{name}"))
                     .or_insert_with(|| target.clone());
             };
-            put(flatten(path));
+            insert(flatten(path));
             match component {
                 Component::Unet => {
-                    if let Some(original) = original_name(path, per_block) {
-                        put(original);
+                    if let Some(original) = original_checkpoint_name(path, per_block) {
+                        insert(original);
                     }
                 }
-                // transformers 5 writes the text model without its `text_model.` level, everyone else with it.
+                // transformers 5 writes names without `text_model.`, other programs with it.
                 Component::TextEncoder => match path.strip_prefix("text_model.") {
-                    Some(rest) => put(flatten(rest)),
-                    None => put(format!("text_model_{}", flatten(path))),
+                    Some(rest) => insert(flatten(rest)),
+                    None => insert(format!("text_model_{}", flatten(path))),
                 },
             }
         }
     }
 
-    /// The layer that a stem (a key without its ending) means.
+    /// The layer that a stem (a key without its suffix) names.
     #[must_use]
     pub fn resolve(&self, stem: &str) -> Option<&(Component, String)> {
-        const TEXT: [&str; 4] = [
+        const TEXT_PREFIXES: [&str; 4] = [
             "lora_te1_",
             "lora_te_",
             "text_encoder.",
             "base_model.model.text_encoder.",
         ];
-        const UNET: [&str; 7] = [
+        const UNET_PREFIXES: [&str; 7] = [
             "lora_unet_",
             "lycoris_unet_",
             "lycoris_",
@@ -172,12 +173,12 @@ impl LayerIndex {
         let find = |component: Component, rest: &str| {
             let rest = rest.strip_prefix("base_model.model.").unwrap_or(rest);
             self.names
-                .get(&format!("{}.{}", component.prefix(), modern(component, rest)))
+                .get(&format!("{}.{}", component.prefix(), normalize(component, rest)))
         };
-        if let Some(rest) = TEXT.iter().find_map(|p| stem.strip_prefix(p)) {
+        if let Some(rest) = TEXT_PREFIXES.iter().find_map(|p| stem.strip_prefix(p)) {
             return find(Component::TextEncoder, rest);
         }
-        for prefix in UNET {
+        for prefix in UNET_PREFIXES {
             if let Some(found) = stem.strip_prefix(prefix).and_then(|rest| find(Component::Unet, rest)) {
                 return Some(found);
             }
@@ -186,8 +187,8 @@ impl LayerIndex {
     }
 }
 
-/// Early diffusers names turned into today's, flattened.
-fn modern(component: Component, stem: &str) -> String {
+/// Converts a name of an early diffusers version to the current one, and flattens it.
+fn normalize(component: Component, stem: &str) -> String {
     let mut flat = flatten(&stem.replace(".processor.", ".").replace(".base_layer", ""));
     if component == Component::TextEncoder {
         for (old, new) in [
@@ -206,7 +207,7 @@ fn modern(component: Component, stem: &str) -> String {
     flat
 }
 
-/// How many resnets a down block has: one more than its highest index.
+/// The number of resnets per down block: the highest index + 1.
 fn resnets_per_block(paths: &[String]) -> usize {
     paths
         .iter()
@@ -221,8 +222,8 @@ fn resnets_per_block(paths: &[String]) -> usize {
         .map_or(2, |n| n + 1)
 }
 
-/// The name of a U-Net layer in the original Stable Diffusion checkpoints, flattened: `input_blocks_1_1_proj_in`.
-fn original_name(path: &str, per_block: usize) -> Option<String> {
+/// The flattened name of a U-Net layer in original Stable Diffusion checkpoints: `input_blocks_1_1_proj_in`.
+fn original_checkpoint_name(path: &str, per_block: usize) -> Option<String> {
     match path {
         "conv_in" => return Some("input_blocks_0_0".into()),
         "conv_out" => return Some("out_2".into()),
@@ -231,23 +232,23 @@ fn original_name(path: &str, per_block: usize) -> Option<String> {
         _ => {}
     }
     let parts: Vec<&str> = path.split('.').collect();
-    let (place, kind, rest) = match parts.as_slice() {
+    let (block_name, kind, rest) = match parts.as_slice() {
         ["mid_block", kind, n, rest @ ..] => {
             let n: usize = n.parse().ok()?;
-            let slot = match *kind {
+            let position = match *kind {
                 "resnets" => 2 * n,
                 "attentions" => 2 * n + 1,
                 _ => return None,
             };
-            (format!("middle_block_{slot}"), *kind, rest)
+            (format!("middle_block_{position}"), *kind, rest)
         }
-        [side @ ("down_blocks" | "up_blocks"), block, kind, n, rest @ ..] => {
+        [block_list @ ("down_blocks" | "up_blocks"), block, kind, n, rest @ ..] => {
             let (block, n): (usize, usize) = (block.parse().ok()?, n.parse().ok()?);
-            match (*side, *kind) {
+            match (*block_list, *kind) {
                 ("down_blocks", "resnets" | "attentions") => {
-                    let slot = usize::from(*kind == "attentions");
+                    let position = usize::from(*kind == "attentions");
                     (
-                        format!("input_blocks_{}_{slot}", 1 + block * (per_block + 1) + n),
+                        format!("input_blocks_{}_{position}", 1 + block * (per_block + 1) + n),
                         *kind,
                         rest,
                     )
@@ -256,19 +257,18 @@ fn original_name(path: &str, per_block: usize) -> Option<String> {
                     return Some(format!("input_blocks_{}_0_op", (block + 1) * (per_block + 1)));
                 }
                 ("up_blocks", "resnets" | "attentions") => {
-                    let slot = usize::from(*kind == "attentions");
+                    let position = usize::from(*kind == "attentions");
                     (
-                        format!("output_blocks_{}_{slot}", block * (per_block + 1) + n),
+                        format!("output_blocks_{}_{position}", block * (per_block + 1) + n),
                         *kind,
                         rest,
                     )
                 }
-                // The upsampler comes after the attention, where the block has one; the first up block of
-                // Stable Diffusion 1.x has none.
+                // The upsampler follows the attention. The first up block of Stable Diffusion 1.x has no attention.
                 ("up_blocks", "upsamplers") => {
-                    let slot = if block == 0 { 1 } else { 2 };
+                    let position = if block == 0 { 1 } else { 2 };
                     return Some(format!(
-                        "output_blocks_{}_{slot}_conv",
+                        "output_blocks_{}_{position}_conv",
                         (block + 1) * (per_block + 1) - 1
                     ));
                 }
@@ -289,7 +289,7 @@ fn original_name(path: &str, per_block: usize) -> Option<String> {
     } else {
         inner
     };
-    Some(format!("{place}_{inner}"))
+    Some(format!("{block_name}_{inner}"))
 }
 
 #[cfg(test)]
@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn every_dialect_names_the_same_layer() {
+    fn names_of_every_dialect_resolve_to_the_same_layer() {
         let index = index();
         let q = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q";
         for stem in [
@@ -361,11 +361,14 @@ mod tests {
     }
 
     #[test]
-    fn endings_are_told_apart() {
-        assert_eq!(ending("a.b.lora_A.weight"), Ending::Part("a.b", Part::Down));
-        assert_eq!(ending("a.to_q_lora.up.weight"), Ending::Part("a.to_q", Part::Up));
-        assert_eq!(ending("a.alpha"), Ending::Part("a", Part::Alpha));
-        assert_eq!(ending("a.lokr_w1"), Ending::Foreign("LoKr"));
-        assert_eq!(ending("conv.weight"), Ending::Unknown);
+    fn keys_are_parsed_by_their_suffix() {
+        assert_eq!(parse_key("a.b.lora_A.weight"), ParsedKey::Lora("a.b", TensorRole::Down));
+        assert_eq!(
+            parse_key("a.to_q_lora.up.weight"),
+            ParsedKey::Lora("a.to_q", TensorRole::Up)
+        );
+        assert_eq!(parse_key("a.alpha"), ParsedKey::Lora("a", TensorRole::Alpha));
+        assert_eq!(parse_key("a.lokr_w1"), ParsedKey::OtherNetwork("LoKr"));
+        assert_eq!(parse_key("conv.weight"), ParsedKey::Unknown);
     }
 }

@@ -1,118 +1,118 @@
 //! One LoRA layer: `y + up(dropout(down(x))) * alpha / rank * multiplier`.
 
 use crate::nn::{self, LayerAdapter, LowRank, conv2d, linear};
-use crate::rng::generator_of;
+use crate::rng::generator_from_text;
 use candle_core::{DType, Result, Tensor, Var};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The strength of all layers of one LoRA, shared, so that it can change from image to image.
+/// The strength of all layers of one LoRA. Clones share the value, so that it can change between images.
 #[derive(Clone, Debug)]
 pub struct Multiplier(Arc<AtomicU64>);
 
 impl Multiplier {
-    /// A new handle.
+    /// Creates a multiplier.
     #[must_use]
     pub fn new(value: f64) -> Self {
         Self(Arc::new(AtomicU64::new(value.to_bits())))
     }
 
-    /// The strength now.
+    /// The current strength.
     #[must_use]
     pub fn get(&self) -> f64 {
         f64::from_bits(self.0.load(Ordering::Relaxed))
     }
 
-    /// Changes the strength of every layer. At 0 the layers cost nothing.
+    /// Sets the strength of every layer. At 0 the layers are skipped.
     pub fn set(&self, value: f64) {
         self.0.store(value.to_bits(), Ordering::Relaxed);
     }
 }
 
-/// What all layers of one LoRA share.
+/// The state that all layers of one LoRA share.
 #[derive(Debug)]
 pub struct LoraHandle {
     /// The strength.
     pub multiplier: Multiplier,
-    /// While training: the text that, with a layer's name behind it, seeds its dropout mask.
-    training: Mutex<Option<Arc<str>>>,
+    /// `Some` while training: the text that seeds the dropout masks, together with the layer's name.
+    dropout_seed: Mutex<Option<Arc<str>>>,
 }
 
 impl LoraHandle {
-    /// A handle for layers that do not train.
+    /// Creates a handle in inference mode.
     #[must_use]
     pub fn new(multiplier: f64) -> Arc<Self> {
         Arc::new(Self {
             multiplier: Multiplier::new(multiplier),
-            training: Mutex::new(None),
+            dropout_seed: Mutex::new(None),
         })
     }
 
-    /// Training: gradients reach the layers and dropout works; the mask of a layer comes from the generator of
-    /// `<masks>/<name of the layer>`, so that a layer which is run again in the backward pass has the same one.
-    /// `None`: neither.
-    pub fn set_training(&self, masks: Option<&str>) {
-        *self.lock() = masks.map(Arc::from);
+    /// Switches between training and inference. With `Some`, gradients are recorded and dropout is active. The dropout
+    /// mask of a layer comes from the generator of `<dropout_seed>/<name of the layer>`, so that a layer that runs
+    /// again in the backward pass gets the same mask. `None`: inference.
+    pub fn set_training(&self, dropout_seed: Option<&str>) {
+        *self.lock_dropout_seed() = dropout_seed.map(Arc::from);
     }
 
-    fn training(&self) -> Option<Arc<str>> {
-        self.lock().clone()
+    fn training_seed(&self) -> Option<Arc<str>> {
+        self.lock_dropout_seed().clone()
     }
 
-    fn lock(&self) -> MutexGuard<'_, Option<Arc<str>>> {
-        self.training.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_dropout_seed(&self) -> MutexGuard<'_, Option<Arc<str>>> {
+        self.dropout_seed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Where the layer sits.
+/// The kind of the base layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Shape {
-    /// x [.., in].
+pub(super) enum LayerKind {
+    /// Linear, for inputs [.., in].
     Linear,
-    /// x [b, in, h, w]; the kernel of `down` has this stride and padding.
+    /// Convolution, for inputs [b, in, h, w]. `down` has the stride and the padding of the base layer.
     Conv {
-        /// Of the base layer.
+        /// The stride of the base layer.
         stride: usize,
-        /// Of the base layer.
+        /// The padding of the base layer.
         padding: usize,
     },
 }
 
-/// The low-rank change of one layer. Weights are float32, whatever the base layer computes in.
+/// The LoRA of one layer. The weights are float32, whatever the dtype of the base layer.
 #[derive(Debug)]
 pub struct LoraLayer {
-    /// As files call it: `lora_unet_down_blocks_0_…`.
+    /// The name in LoRA files: `lora_unet_down_blocks_0_…`.
     pub name: String,
     /// [rank, in] or [rank, in, kh, kw] ([rank, in, 1, 1] when there is a `mid`).
     pub down: Var,
     /// [out, rank] or [out, rank, 1, 1].
     pub up: Var,
-    /// LoCon's Tucker core [rank, rank, kh, kw]; only in files made elsewhere.
+    /// LoCon's Tucker core [rank, rank, kh, kw]; only in files of other programs.
     pub mid: Option<Tensor>,
-    /// The effective scale is alpha / rank.
+    /// The scale of the update is alpha / rank.
     pub alpha: f64,
-    /// Chance to drop an element between down and up, while training.
+    /// The probability to drop an element between down and up during training.
     pub dropout: f64,
-    pub(super) shape: Shape,
+    pub(super) kind: LayerKind,
     pub(super) handle: Arc<LoraHandle>,
 }
 
 impl LoraLayer {
-    /// Rows of `down`.
+    /// The rank: the rows of `down`.
     #[must_use]
     pub fn rank(&self) -> usize {
         self.down.dims().first().copied().unwrap_or(1).max(1)
     }
 
-    /// alpha / rank times the multiplier of now.
+    /// alpha / rank times the current multiplier.
     fn strength(&self) -> f64 {
         self.handle.multiplier.get() * self.alpha / self.rank() as f64
     }
 
-    /// `down` and `up`, tracked while they train.
-    fn weights(&self, training: bool) -> [Tensor; 2] {
+    /// `down` and `up`, tracked for gradients if `is_training`.
+    fn weights(&self, is_training: bool) -> [Tensor; 2] {
         [&self.down, &self.up].map(|v| {
-            if training {
+            if is_training {
                 v.as_tensor().clone()
             } else {
                 v.as_tensor().detach()
@@ -120,15 +120,15 @@ impl LoraLayer {
         })
     }
 
-    /// Zeros and 1 / (1 - p).
-    fn mask(&self, masks: &str, like: &Tensor) -> Result<Tensor> {
+    /// A dropout mask for `like`: 0 or 1 / (1 - p) per element.
+    fn dropout_mask(&self, dropout_seed: &str, like: &Tensor) -> Result<Tensor> {
         let keep = (1.0 / (1.0 - self.dropout)) as f32;
-        let mask: Vec<f32> = generator_of(&format!("{masks}/{}", self.name))
+        let values: Vec<f32> = generator_from_text(&format!("{dropout_seed}/{}", self.name))
             .rand(like.elem_count())
             .into_iter()
             .map(|u| if f64::from(u) < self.dropout { 0.0 } else { keep })
             .collect();
-        Tensor::from_vec(mask, like.shape(), like.device())
+        Tensor::from_vec(values, like.shape(), like.device())
     }
 }
 
@@ -138,23 +138,23 @@ impl LayerAdapter for LoraLayer {
         if strength == 0.0 {
             return Ok(base_output);
         }
-        let training = self.handle.training();
-        let [down, up] = self.weights(training.is_some());
+        let training_seed = self.handle.training_seed();
+        let [down, up] = self.weights(training_seed.is_some());
         let x = x.to_dtype(DType::F32)?;
-        let project = |x: &Tensor, w: &Tensor, stride: usize, padding: usize| match self.shape {
-            Shape::Linear => linear(x, w, None),
-            Shape::Conv { .. } => conv2d(x, w, None, stride, padding),
+        let project = |x: &Tensor, w: &Tensor, stride: usize, padding: usize| match self.kind {
+            LayerKind::Linear => linear(x, w, None),
+            LayerKind::Conv { .. } => conv2d(x, w, None, stride, padding),
         };
-        let (stride, padding) = match self.shape {
-            Shape::Linear => (1, 0),
-            Shape::Conv { stride, padding } => (stride, padding),
+        let (stride, padding) = match self.kind {
+            LayerKind::Linear => (1, 0),
+            LayerKind::Conv { stride, padding } => (stride, padding),
         };
         let mut h = match &self.mid {
             None => project(&x, &down, stride, padding)?,
             Some(mid) => project(&project(&x, &down, 1, 0)?, mid, stride, padding)?,
         };
-        if let Some(masks) = training.filter(|_| self.dropout > 0.0) {
-            h = (&h * self.mask(&masks, &h)?)?;
+        if let Some(dropout_seed) = training_seed.filter(|_| self.dropout > 0.0) {
+            h = (&h * self.dropout_mask(&dropout_seed, &h)?)?;
         }
         let change = (project(&h, &up, 1, 0)? * strength)?;
         let change = change.to_dtype(base_output.dtype())?;
@@ -162,11 +162,11 @@ impl LayerAdapter for LoraLayer {
     }
 
     fn low_rank(&self) -> Option<LowRank> {
-        let (scale, training) = (self.strength(), self.handle.training().is_some());
-        if scale == 0.0 || self.mid.is_some() || (training && self.dropout > 0.0) {
+        let (scale, is_training) = (self.strength(), self.handle.training_seed().is_some());
+        if scale == 0.0 || self.mid.is_some() || (is_training && self.dropout > 0.0) {
             return None;
         }
-        let [down, up] = self.weights(training);
+        let [down, up] = self.weights(is_training);
         Some(LowRank { down, up, scale })
     }
 }

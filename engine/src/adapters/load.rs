@@ -1,32 +1,36 @@
-//! Puts a LoRA file on a model.
+//! Attaches a LoRA file to a model.
 
 use super::file::{LoraFile, LoraTensors};
-use super::keys::{Component, LayerIndex, saved_name};
-use super::layer::{LoraHandle, LoraLayer, Multiplier, Shape};
+use super::keys::{Component, LayerIndex, kohya_name};
+use super::layer::{LayerKind, LoraHandle, LoraLayer, Multiplier};
 use crate::error::{EngineError, Result};
 use crate::nn::{LayerMut, VisitLayers};
 use candle_core::{Device, Tensor, Var};
 use std::path::Path;
 use std::sync::Arc;
 
-/// A LoRA that is on a model now.
+/// A LoRA file that is attached to a model.
 #[derive(Debug)]
 pub struct LoadedLora {
-    /// Changes its strength at any time.
+    /// The strength, which can be changed at any time.
     pub multiplier: Multiplier,
-    /// How many layers it changes.
+    /// The number of layers with an adapter of this file.
     pub layers: usize,
-    /// Names in the file that fit nothing in this model: ignored, worth a warning.
+    /// Names in the file that match no layer of the model. They are ignored; callers warn.
     pub unknown: Vec<String>,
 }
 
-/// Loads a LoRA file and hooks it into the layers of `parts`, each a component and its model.
+/// Loads a LoRA file and attaches its layers to the models in `components`.
 ///
 /// # Errors
-/// When the file is damaged or of another kind, a shape does not fit its layer, or no name fits this model.
-pub fn load_lora(parts: &mut [(Component, &mut dyn VisitLayers)], path: &Path, multiplier: f64) -> Result<LoadedLora> {
+/// When the file is damaged or not a LoRA, a shape does not match its layer, or no name matches a layer.
+pub fn load_lora(
+    components: &mut [(Component, &mut dyn VisitLayers)],
+    path: &Path,
+    multiplier: f64,
+) -> Result<LoadedLora> {
     let file = LoraFile::open(path)?;
-    let index = index_of(parts)?;
+    let index = index_layers(components)?;
     let (mut found, unknown) = file.resolve(&index);
     if found.is_empty() {
         return Err(EngineError::WeightsFile {
@@ -40,18 +44,18 @@ pub fn load_lora(parts: &mut [(Component, &mut dyn VisitLayers)], path: &Path, m
     }
     let handle = LoraHandle::new(multiplier);
     let layers = found.len();
-    for (component, model) in parts.iter_mut() {
+    for (component, model) in components.iter_mut() {
         model.visit_layers(&mut |name, mut layer| {
             let Some(tensors) = found.remove(&(*component, name.to_owned())) else {
                 return Ok(());
             };
-            let lora = place(&mut layer, saved_name(*component, name), tensors, &handle).map_err(|reason| {
+            let lora = build_layer(&mut layer, kohya_name(*component, name), tensors, &handle).map_err(|reason| {
                 EngineError::WeightsFile {
                     path: file.path.clone(),
                     reason: format!("layer `{name}`: {reason}"),
                 }
             })?;
-            push(layer, Arc::new(lora));
+            attach_adapter(layer, Arc::new(lora));
             Ok(())
         })?;
     }
@@ -62,10 +66,10 @@ pub fn load_lora(parts: &mut [(Component, &mut dyn VisitLayers)], path: &Path, m
     })
 }
 
-/// All layers of a model by name.
-pub(super) fn index_of(parts: &mut [(Component, &mut dyn VisitLayers)]) -> Result<LayerIndex> {
+/// Indexes all layers of the models by name.
+pub(super) fn index_layers(components: &mut [(Component, &mut dyn VisitLayers)]) -> Result<LayerIndex> {
     let mut index = LayerIndex::default();
-    for (component, model) in parts.iter_mut() {
+    for (component, model) in components.iter_mut() {
         let mut paths = Vec::new();
         model.visit_layers(&mut |name, _| {
             paths.push(name.to_owned());
@@ -76,20 +80,20 @@ pub(super) fn index_of(parts: &mut [(Component, &mut dyn VisitLayers)]) -> Resul
     Ok(index)
 }
 
-/// Appends an adapter to a layer.
-pub(super) fn push(layer: LayerMut<'_>, adapter: Arc<LoraLayer>) {
+/// Adds an adapter to a layer.
+pub(super) fn attach_adapter(layer: LayerMut<'_>, adapter: Arc<LoraLayer>) {
     match layer {
         LayerMut::Linear(l) => l.adapters.push(adapter),
         LayerMut::Conv2d(c) => c.adapters.push(adapter),
     }
 }
 
-/// Kind, weight dims and device of a layer.
-pub(super) fn facts(layer: &LayerMut<'_>) -> (Shape, Vec<usize>, Device) {
+/// The kind, the dimensions of the weight and the device of a layer.
+pub(super) fn layer_info(layer: &LayerMut<'_>) -> (LayerKind, Vec<usize>, Device) {
     match layer {
-        LayerMut::Linear(l) => (Shape::Linear, l.weight.dims().to_vec(), l.weight.device().clone()),
+        LayerMut::Linear(l) => (LayerKind::Linear, l.weight.dims().to_vec(), l.weight.device().clone()),
         LayerMut::Conv2d(c) => (
-            Shape::Conv {
+            LayerKind::Conv {
                 stride: c.stride,
                 padding: c.padding,
             },
@@ -99,16 +103,17 @@ pub(super) fn facts(layer: &LayerMut<'_>) -> (Shape, Vec<usize>, Device) {
     }
 }
 
-/// The tensors as this layer needs them: files write linear layers as 1x1 convolutions and the other way round.
-fn place(
+/// Builds the LoRA layer for `layer`. Tensors are reshaped if needed: some files store a linear layer as a 1x1
+/// convolution, or the other way round.
+fn build_layer(
     layer: &mut LayerMut<'_>,
     name: String,
     tensors: LoraTensors,
     handle: &Arc<LoraHandle>,
 ) -> std::result::Result<LoraLayer, String> {
-    let (shape, dims, device) = facts(layer);
+    let (kind, dims, device) = layer_info(layer);
     let rank = tensors.down.dims()[0];
-    let fit = |t: &Tensor, want: &[usize]| -> std::result::Result<Var, String> {
+    let reshape_to = |t: &Tensor, want: &[usize]| -> std::result::Result<Var, String> {
         let squeezed = |d: &[usize]| d.iter().copied().filter(|n| *n != 1).collect::<Vec<_>>();
         if squeezed(t.dims()) != squeezed(want) {
             return Err(format!("the file has {:?}, the model needs {want:?}", t.dims()));
@@ -121,12 +126,12 @@ fn place(
     };
     let kernel: Vec<usize> = dims[2..].to_vec();
     let ones = vec![1usize; kernel.len()];
-    let wanted = |out: usize, inp: usize, k: &[usize]| [&[out, inp], k].concat();
+    let weight_shape = |out_dim: usize, in_dim: usize, k: &[usize]| [&[out_dim, in_dim], k].concat();
     let down_kernel = if tensors.mid.is_some() { &ones } else { &kernel };
-    let down = fit(&tensors.down, &wanted(rank, dims[1], down_kernel))?;
-    let up = fit(&tensors.up, &wanted(dims[0], rank, &ones))?;
+    let down = reshape_to(&tensors.down, &weight_shape(rank, dims[1], down_kernel))?;
+    let up = reshape_to(&tensors.up, &weight_shape(dims[0], rank, &ones))?;
     let mid = match &tensors.mid {
-        Some(mid) => Some(fit(mid, &wanted(rank, rank, &kernel))?.as_detached_tensor()),
+        Some(mid) => Some(reshape_to(mid, &weight_shape(rank, rank, &kernel))?.as_detached_tensor()),
         None => None,
     };
     let alpha = tensors.alpha.unwrap_or(rank as f64) * tensors.scalar;
@@ -137,7 +142,7 @@ fn place(
         mid,
         alpha,
         dropout: 0.0,
-        shape,
+        kind,
         handle: handle.clone(),
     })
 }

@@ -1,9 +1,10 @@
-//! How a base layer is changed: LoRA layers, and key names in and out for every dialect.
+//! LoRA: the layers, the trainable network, and the file formats of ai-toolkit, kohya's sd-scripts, diffusers and peft.
 //!
-//! - [`LoraLayer`]: the arithmetic, hooked into a layer as a [`LayerAdapter`](crate::nn::LayerAdapter).
-//! - [`LoraFile`]: reads ai-toolkit, sd-scripts (diffusers and original-checkpoint paths), diffusers and peft names.
-//! - [`load_lora`]: puts a file on a model, for images.
-//! - [`LoraNetwork`]: the trainable set of layers, and what it saves.
+//! - [`LoraLayer`]: the computation, attached to a layer as a [`LayerAdapter`](crate::nn::LayerAdapter).
+//! - [`LoraFile`]: reads files with the names of ai-toolkit, sd-scripts (diffusers or original paths), diffusers or
+//!   peft.
+//! - [`load_lora`]: attaches a file to a model for inference.
+//! - [`LoraNetwork`]: the trainable layers of a model, and the tensors to save.
 
 mod file;
 mod keys;
@@ -17,7 +18,7 @@ pub use keys::{Component, LayerIndex};
 pub use layer::{LoraHandle, LoraLayer, Multiplier};
 pub use load::{LoadedLora, load_lora};
 pub use network::{LoadReport, LoraConfig, LoraNetwork};
-pub use save::{python_json, safetensors_bytes, with_hashes};
+pub use save::{lora_file_bytes, python_json, safetensors_bytes};
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]

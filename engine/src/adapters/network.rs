@@ -1,9 +1,9 @@
-//! The trainable LoRA of a model: which layers it covers, how it begins, what it saves, what it takes back.
+//! The trainable LoRA of a model: its target layers, initialisation, saving and loading.
 
 use super::file::LoraFile;
-use super::keys::{Component, LayerIndex, saved_name};
-use super::layer::{LoraHandle, LoraLayer, Shape};
-use super::load::{facts, index_of, push};
+use super::keys::{Component, LayerIndex, kohya_name};
+use super::layer::{LayerKind, LoraHandle, LoraLayer};
+use super::load::{attach_adapter, index_layers, layer_info};
 use crate::error::{EngineError, Result};
 use crate::nn::VisitLayers;
 use crate::optim::Param;
@@ -12,33 +12,33 @@ use candle_core::{DType, Device, Tensor, Var};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// What `network` says (section 7 of the config reference).
+/// The settings in `network` (section 7 of the config reference).
 #[derive(Clone, Debug, PartialEq)]
 pub struct LoraConfig {
-    /// Rank of linear layers and 1x1 convolutions.
+    /// The rank for linear layers and 1x1 convolutions.
     pub rank: usize,
-    /// Their alpha.
+    /// The alpha for linear layers and 1x1 convolutions.
     pub alpha: f64,
-    /// Rank of larger convolutions; `None` leaves them alone.
+    /// The rank for larger convolutions; `None`: they get no LoRA.
     pub conv_rank: Option<usize>,
-    /// Their alpha.
+    /// The alpha for larger convolutions.
     pub conv_alpha: f64,
-    /// Chance to drop an element between down and up.
+    /// The probability to drop an element between down and up.
     pub dropout: f64,
-    /// Only layers whose name contains one of these. Empty: all.
+    /// Only layers whose name contains one of these strings are targets. Empty: all layers.
     pub only_if_contains: Vec<String>,
-    /// No layer whose name contains one of these. Wins over the other.
+    /// Layers whose name contains one of these strings are no targets. Takes precedence over `only_if_contains`.
     pub ignore_if_contains: Vec<String>,
 }
 
 impl LoraConfig {
-    /// Rank and alpha for the layer of this name and weight shape; `None` when it is not covered.
-    fn covers(&self, component: Component, path: &str, dims: &[usize]) -> Option<(usize, f64)> {
+    /// The rank and alpha for a layer with this path and weight shape; `None` if it is no target.
+    fn rank_and_alpha(&self, component: Component, path: &str, dims: &[usize]) -> Option<(usize, f64)> {
         if component == Component::TextEncoder && !(path.contains("self_attn.") || path.contains("mlp.")) {
             return None;
         }
         let dotted = format!("{}.{path}", component.prefix());
-        let flat = saved_name(component, path);
+        let kohya = kohya_name(component, path);
         if self.ignore_if_contains.iter().any(|s| dotted.contains(s.as_str())) {
             return None;
         }
@@ -46,7 +46,7 @@ impl LoraConfig {
             && !self
                 .only_if_contains
                 .iter()
-                .any(|s| dotted.contains(s.as_str()) || flat.contains(s.as_str()))
+                .any(|s| dotted.contains(s.as_str()) || kohya.contains(s.as_str()))
         {
             return None;
         }
@@ -58,59 +58,59 @@ impl LoraConfig {
     }
 }
 
-/// One covered layer.
+/// A layer with a LoRA.
 #[derive(Debug)]
-struct Entry {
+struct TargetLayer {
     component: Component,
     path: String,
     layer: Arc<LoraLayer>,
 }
 
-/// What came of loading earlier weights.
+/// The result of loading weights from a file.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct LoadReport {
-    /// Layers whose weights were taken.
+    /// The number of layers whose weights were loaded.
     pub loaded: usize,
-    /// Layers that the file does not have: they keep their initial values.
+    /// Layers that the file lacks; they keep their initial values.
     pub missing: Vec<String>,
-    /// Names in the file that fit nothing.
+    /// Names in the file that match no layer.
     pub unknown: Vec<String>,
-    /// Layers whose rank differed: filled up or cut. The optimizer's state does not fit them.
+    /// The number of layers whose rank differed and was padded or cut. A saved optimizer state does not fit them.
     pub resized: usize,
 }
 
 /// The trainable LoRA of a model.
 #[derive(Debug)]
 pub struct LoraNetwork {
-    entries: Vec<Entry>,
+    targets: Vec<TargetLayer>,
     index: LayerIndex,
-    /// Strength and mode of all layers.
+    /// The strength and the mode of all layers.
     pub handle: Arc<LoraHandle>,
 }
 
 impl LoraNetwork {
-    /// Hooks a new layer into everything that the config covers. `down` is Kaiming-uniform with a = sqrt(5), that is
-    /// uniform within 1/sqrt(fan in), drawn layer by layer in the order of `parts` and of their layers; `up` is zero.
+    /// Attaches a new LoRA layer to every target of the config. `down` is Kaiming-uniform with a = sqrt(5), that is
+    /// uniform in ±1/sqrt(fan_in), drawn layer by layer in the order of `components` and of their layers. `up` is zero.
     ///
     /// # Errors
-    /// When nothing is covered or a rank is 0.
+    /// When there is no target layer, or a rank is 0.
     pub fn attach(
         config: &LoraConfig,
-        parts: &mut [(Component, &mut dyn VisitLayers)],
+        components: &mut [(Component, &mut dyn VisitLayers)],
         generator: &mut TorchGenerator,
     ) -> Result<Self> {
         if config.rank == 0 || config.conv_rank == Some(0) {
             return Err(EngineError::bad_input(
-                "a rank of 0 trains nothing; set `network.linear` to 1 or more",
+                "a LoRA rank is 0, which trains nothing; set `network.linear` to 1 or more",
             ));
         }
         let handle = LoraHandle::new(1.0);
-        let index = index_of(parts)?;
-        let mut entries = Vec::new();
-        for (component, model) in parts.iter_mut() {
+        let index = index_layers(components)?;
+        let mut targets = Vec::new();
+        for (component, model) in components.iter_mut() {
             model.visit_layers(&mut |path, layer| {
-                let (shape, dims, device) = facts(&layer);
-                let Some((rank, alpha)) = config.covers(*component, path, &dims) else {
+                let (kind, dims, device) = layer_info(&layer);
+                let Some((rank, alpha)) = config.rank_and_alpha(*component, path, &dims) else {
                     return Ok(());
                 };
                 let fan_in: usize = dims[1..].iter().product();
@@ -119,68 +119,68 @@ impl LoraNetwork {
                 let up_dims = [&[dims[0], rank][..], &vec![1; dims.len() - 2]].concat();
                 let down = generator.uniform(rank * fan_in, -bound, bound);
                 let lora = Arc::new(LoraLayer {
-                    name: saved_name(*component, path),
+                    name: kohya_name(*component, path),
                     down: Var::from_tensor(&Tensor::from_vec(down, down_dims, &device)?)?,
                     up: Var::from_tensor(&Tensor::zeros(up_dims, DType::F32, &device)?)?,
                     mid: None,
                     alpha,
                     dropout: config.dropout,
-                    shape,
+                    kind,
                     handle: handle.clone(),
                 });
-                entries.push(Entry {
+                targets.push(TargetLayer {
                     component: *component,
                     path: path.to_owned(),
                     layer: lora.clone(),
                 });
-                push(layer, lora);
+                attach_adapter(layer, lora);
                 Ok(())
             })?;
         }
-        if entries.is_empty() {
+        if targets.is_empty() {
             return Err(EngineError::bad_input(
-                "no layer is left to train; look at `network_kwargs.only_if_contains` and `network_kwargs.ignore_if_contains`",
+                "no layer is left to train; check `network_kwargs.only_if_contains` and `network_kwargs.ignore_if_contains`",
             ));
         }
-        Ok(Self { entries, index, handle })
+        Ok(Self { targets, index, handle })
     }
 
-    /// Number of covered layers.
+    /// The number of layers with a LoRA.
     #[must_use]
     pub fn layers(&self) -> usize {
-        self.entries.len()
+        self.targets.len()
     }
 
-    /// Whether the text encoder is among them.
+    /// Whether a layer of the text encoder has a LoRA.
     #[must_use]
     pub fn covers_text_encoder(&self) -> bool {
-        self.entries.iter().any(|e| e.component == Component::TextEncoder)
+        self.targets.iter().any(|e| e.component == Component::TextEncoder)
     }
 
-    /// What trains, in a fixed order: for each layer `<name>.lora_down.weight`, then `<name>.lora_up.weight`.
+    /// The trained parameters in a fixed order: for each layer `<name>.lora_down.weight`, then `<name>.lora_up.weight`.
     #[must_use]
     pub fn params(&self) -> Vec<Param> {
-        self.entries
+        self.targets
             .iter()
             .flat_map(|e| {
-                [("lora_down", &e.layer.down), ("lora_up", &e.layer.up)].map(|(part, var)| Param {
-                    name: format!("{}.{part}.weight", e.layer.name),
+                [("lora_down", &e.layer.down), ("lora_up", &e.layer.up)].map(|(role, var)| Param {
+                    name: format!("{}.{role}.weight", e.layer.name),
                     var: var.clone(),
                 })
             })
             .collect()
     }
 
-    /// The tensors of a LoRA file (section 14.5): weights and alphas, in this dtype, on the CPU.
+    /// The tensors of a LoRA file (section 14.5 of the config reference): weights and alphas, in `dtype`, on the CPU.
     ///
     /// # Errors
     /// When the device fails.
     pub fn tensors(&self, dtype: DType) -> Result<BTreeMap<String, Tensor>> {
         let mut out = BTreeMap::new();
-        for e in &self.entries {
-            let save = |v: &Var| v.as_detached_tensor().to_dtype(dtype)?.to_device(&Device::Cpu);
-            out.insert(format!("{}.lora_down.weight", e.layer.name), save(&e.layer.down)?);
-            out.insert(format!("{}.lora_up.weight", e.layer.name), save(&e.layer.up)?);
+        for e in &self.targets {
+            let to_cpu = |v: &Var| v.as_detached_tensor().to_dtype(dtype)?.to_device(&Device::Cpu);
+            out.insert(format!("{}.lora_down.weight", e.layer.name), to_cpu(&e.layer.down)?);
+            out.insert(format!("{}.lora_up.weight", e.layer.name), to_cpu(&e.layer.up)?);
             out.insert(
                 format!("{}.alpha", e.layer.name),
                 Tensor::new(e.layer.alpha as f32, &Device::Cpu)?.to_dtype(dtype)?,
@@ -189,27 +189,27 @@ impl LoraNetwork {
         Ok(out)
     }
 
-    /// Takes the weights of a file, of whatever dialect. Of a lower rank, the rows that `down` has more keep their initial
-    /// values and `up` gets zeros, so that the model stays as it was and all of it learns; a higher rank is cut. Another shape
-    /// is an error.
+    /// Loads the weights of a file of any dialect. If the file has a lower rank, the additional rows of `down` keep
+    /// their initial values and `up` is padded with zeros, so that the output is unchanged and all rows are trained. A
+    /// higher rank is cut. Any other difference in shape is an error.
     ///
     /// # Errors
-    /// When a shape fits in no way, or nothing in the file fits.
+    /// When a shape does not match, or no layer of the file is a target.
     pub fn load(&self, file: &LoraFile) -> Result<LoadReport> {
-        let (mut found, unknown) = file.resolve(&self.index);
+        let (mut resolved, unknown) = file.resolve(&self.index);
         let mut report = LoadReport {
             unknown,
             ..LoadReport::default()
         };
         let mut updates: Vec<(&Var, Tensor)> = Vec::new();
-        for e in &self.entries {
-            let Some(tensors) = found.remove(&(e.component, e.path.clone())) else {
+        for e in &self.targets {
+            let Some(tensors) = resolved.remove(&(e.component, e.path.clone())) else {
                 report.missing.push(e.layer.name.clone());
                 continue;
             };
             let rank = e.layer.rank();
             let mut resized = false;
-            let wrong = |t: &Tensor, var: &Var| EngineError::WeightsFile {
+            let shape_error = |t: &Tensor, var: &Var| EngineError::WeightsFile {
                 path: file.path.clone(),
                 reason: format!(
                     "layer `{}`: the file has {:?}, the model needs {:?}",
@@ -219,17 +219,17 @@ impl LoraNetwork {
                 ),
             };
             for (var, tensor, axis) in [(&e.layer.down, &tensors.down, 0), (&e.layer.up, &tensors.up, 1)] {
-                let t = with_rank(tensor, axis, rank)?;
+                let t = pad_or_cut_rank(tensor, axis, rank)?;
                 resized |= t.dims() != tensor.dims();
                 if t.elem_count() != var.elem_count() || t.dims()[..2] != var.dims()[..2] {
-                    return Err(wrong(tensor, var));
+                    return Err(shape_error(tensor, var));
                 }
                 let mut value = t.reshape(var.shape())?.to_device(var.device())?;
-                let have = tensor.dim(axis)?;
-                if axis == 0 && have < rank {
-                    // Were both of them zero, no gradient would ever reach the rows that are new.
-                    let fresh = var.narrow(0, have, rank - have)?.to_dtype(value.dtype())?;
-                    value = Tensor::cat(&[&value.narrow(0, 0, have)?, &fresh], 0)?;
+                let file_rank = tensor.dim(axis)?;
+                if axis == 0 && file_rank < rank {
+                    // If `down` and `up` were both zero, the new rows would never get a gradient.
+                    let initial_rows = var.narrow(0, file_rank, rank - file_rank)?.to_dtype(value.dtype())?;
+                    value = Tensor::cat(&[&value.narrow(0, 0, file_rank)?, &initial_rows], 0)?;
                 }
                 updates.push((var, value));
             }
@@ -239,33 +239,34 @@ impl LoraNetwork {
         if report.loaded == 0 {
             return Err(EngineError::WeightsFile {
                 path: file.path.clone(),
-                reason: "none of its layers is trained by this job: it belongs to another model or network".into(),
+                reason: "none of its layers is trained by this job: it was made for another model or network".into(),
             });
         }
         report
             .unknown
-            .extend(found.into_keys().map(|(c, path)| saved_name(c, &path)));
+            .extend(resolved.into_keys().map(|(c, path)| kohya_name(c, &path)));
         for (var, value) in updates {
             var.set(&value.contiguous()?)?;
         }
         Ok(report)
     }
 
-    /// Whether a layer is a convolution with a kernel above 1x1 (for reports).
+    /// The number of convolutions with a kernel above 1x1.
     #[must_use]
     pub fn convolutions(&self) -> usize {
-        let large =
-            |e: &&Entry| matches!(e.layer.shape, Shape::Conv { .. }) && e.layer.down.dims()[2..].iter().any(|k| *k > 1);
-        self.entries.iter().filter(large).count()
+        let has_large_kernel = |e: &&TargetLayer| {
+            matches!(e.layer.kind, LayerKind::Conv { .. }) && e.layer.down.dims()[2..].iter().any(|k| *k > 1)
+        };
+        self.targets.iter().filter(has_large_kernel).count()
     }
 }
 
-/// Pads with zeros or cuts along the rank axis.
-fn with_rank(t: &Tensor, axis: usize, rank: usize) -> Result<Tensor> {
-    let have = t.dim(axis)?;
-    Ok(match have.cmp(&rank) {
+/// Pads with zeros, or cuts, along the rank axis.
+fn pad_or_cut_rank(t: &Tensor, axis: usize, rank: usize) -> Result<Tensor> {
+    let current = t.dim(axis)?;
+    Ok(match current.cmp(&rank) {
         std::cmp::Ordering::Equal => t.clone(),
         std::cmp::Ordering::Greater => t.narrow(axis, 0, rank)?.contiguous()?,
-        std::cmp::Ordering::Less => t.pad_with_zeros(axis, 0, rank - have)?,
+        std::cmp::Ordering::Less => t.pad_with_zeros(axis, 0, rank - current)?,
     })
 }

@@ -1,4 +1,4 @@
-//! Writes safetensors bytes that depend on nothing but their content, and the metadata of ai-toolkit.
+//! Deterministic safetensors bytes, and the metadata of a LoRA file.
 
 use crate::error::{EngineError, Result};
 use crate::weights::write_tensors;
@@ -8,7 +8,7 @@ use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-/// JSON as Python's `json.dumps` writes it: `, ` and `: ` between things, all but ASCII escaped.
+/// Formats JSON as Python's `json.dumps` does: separators `, ` and `: `, non-ASCII characters escaped.
 #[must_use]
 pub fn python_json(value: &Value, sort_keys: bool) -> String {
     let mut out = String::new();
@@ -72,10 +72,10 @@ fn write_string(out: &mut String, text: &str) {
     out.push('"');
 }
 
-/// A safetensors file: metadata and tensors in the order of their names, so that equal content is equal bytes.
+/// Serialises a safetensors file. Metadata and tensors are sorted by name, so that equal content gives equal bytes.
 ///
 /// # Errors
-/// When a tensor cannot be read from its device or has a type that is never saved.
+/// When a tensor cannot be read from its device, or its dtype cannot be saved.
 pub fn safetensors_bytes(tensors: &BTreeMap<String, Tensor>, metadata: &BTreeMap<String, String>) -> Result<Vec<u8>> {
     let size = |t: &Tensor| t.elem_count() * t.dtype().size_in_bytes();
     let mut out = Vec::with_capacity(tensors.values().map(|t| size(t) + 256).sum());
@@ -83,25 +83,28 @@ pub fn safetensors_bytes(tensors: &BTreeMap<String, Tensor>, metadata: &BTreeMap
     Ok(out)
 }
 
-/// A LoRA file with `sshs_model_hash` and `sshs_legacy_hash` added to its metadata: both are taken of a file with
-/// only the `ss_*` metadata.
+/// Serialises a LoRA file with `sshs_model_hash` and `sshs_legacy_hash` added to its metadata. As in sd-scripts, both
+/// are hashes of the file with only the `ss_*` metadata.
 ///
 /// # Errors
 /// As [`safetensors_bytes`].
-pub fn with_hashes(tensors: &BTreeMap<String, Tensor>, mut metadata: BTreeMap<String, String>) -> Result<Vec<u8>> {
-    let ss: BTreeMap<String, String> = metadata
+pub fn lora_file_bytes(tensors: &BTreeMap<String, Tensor>, mut metadata: BTreeMap<String, String>) -> Result<Vec<u8>> {
+    let ss_metadata: BTreeMap<String, String> = metadata
         .iter()
         .filter(|(k, _)| k.starts_with("ss_"))
         .map(|(k, v)| (k.clone(), v.clone()))
         .collect();
-    let bytes = safetensors_bytes(tensors, &ss)?;
-    let header = u64::from_le_bytes(bytes[..8].try_into().unwrap_or_default()) as usize;
+    let bytes = safetensors_bytes(tensors, &ss_metadata)?;
+    let header_len = u64::from_le_bytes(bytes[..8].try_into().unwrap_or_default()) as usize;
     metadata.insert(
         "sshs_model_hash".into(),
-        hex::encode(Sha256::digest(&bytes[8 + header..])),
+        hex::encode(Sha256::digest(&bytes[8 + header_len..])),
     );
-    let window = bytes.get(0x10_0000..).unwrap_or_default();
-    let window = &window[..window.len().min(0x1_0000)];
-    metadata.insert("sshs_legacy_hash".into(), hex::encode(&Sha256::digest(window)[..4]));
+    let legacy_window = bytes.get(0x10_0000..).unwrap_or_default();
+    let legacy_window = &legacy_window[..legacy_window.len().min(0x1_0000)];
+    metadata.insert(
+        "sshs_legacy_hash".into(),
+        hex::encode(&Sha256::digest(legacy_window)[..4]),
+    );
     safetensors_bytes(tensors, &metadata)
 }

@@ -1,4 +1,4 @@
-//! Against `tests/reference/make_lora_dialects.py`.
+//! Comparison with the fixtures of `tests/reference/make_lora_dialects.py`.
 
 use super::*;
 use crate::models::sd::SdModel;
@@ -13,12 +13,12 @@ fn expected() -> HashMap<String, Tensor> {
     candle_core::safetensors::load(fixtures().join("lora/expected.safetensors"), &Device::Cpu).unwrap()
 }
 
-fn put(model: &mut SdModel, path: &Path, multiplier: f64) -> crate::error::Result<LoadedLora> {
-    let mut parts: [(Component, &mut dyn VisitLayers); 2] = [
+fn load(model: &mut SdModel, path: &Path, multiplier: f64) -> crate::error::Result<LoadedLora> {
+    let mut components: [(Component, &mut dyn VisitLayers); 2] = [
         (Component::TextEncoder, &mut model.text_encoder),
         (Component::Unet, &mut model.unet),
     ];
-    load_lora(&mut parts, path, multiplier)
+    load_lora(&mut components, path, multiplier)
 }
 
 fn unet(model: &SdModel, e: &HashMap<String, Tensor>) -> Tensor {
@@ -28,7 +28,7 @@ fn unet(model: &SdModel, e: &HashMap<String, Tensor>) -> Tensor {
         .unwrap()
 }
 
-fn text(model: &SdModel) -> Tensor {
+fn encode_text(model: &SdModel) -> Tensor {
     model
         .text_encoder
         .forward(&model.tokenizer.encode(&["a red circle"]).unwrap())
@@ -36,7 +36,7 @@ fn text(model: &SdModel) -> Tensor {
 }
 
 #[test]
-fn every_dialect_gives_what_peft_gives() {
+fn every_dialect_gives_the_output_of_peft() {
     let e = expected();
     for (file, unet_key, text_key) in [
         ("diffusers", "full/unet", "full/text"),
@@ -47,18 +47,21 @@ fn every_dialect_gives_what_peft_gives() {
         ("early_diffusers", "attention/unet", "plain/text"),
     ] {
         let mut model = model();
-        let loaded = put(&mut model, &fixtures().join(format!("lora/{file}.safetensors")), 1.0).unwrap();
+        let loaded = load(&mut model, &fixtures().join(format!("lora/{file}.safetensors")), 1.0).unwrap();
         assert!(loaded.unknown.is_empty(), "{file}: {:?}", loaded.unknown);
-        let (u, t) = (gap(&unet(&model, &e), &e[unet_key]), gap(&text(&model), &e[text_key]));
+        let (u, t) = (
+            gap(&unet(&model, &e), &e[unet_key]),
+            gap(&encode_text(&model), &e[text_key]),
+        );
         assert!(u < 2e-5 && t < 2e-5, "{file}: unet {u}, text {t}");
     }
 }
 
 #[test]
-fn the_multiplier_works_at_any_time() {
+fn the_multiplier_can_change_at_any_time() {
     let e = expected();
     let mut model = model();
-    let loaded = put(&mut model, &fixtures().join("lora/diffusers.safetensors"), 0.5).unwrap();
+    let loaded = load(&mut model, &fixtures().join("lora/diffusers.safetensors"), 0.5).unwrap();
     assert!(gap(&unet(&model, &e), &e["half/unet"]) < 2e-5);
     loaded.multiplier.set(1.0);
     assert!(gap(&unet(&model, &e), &e["full/unet"]) < 2e-5);
@@ -98,7 +101,7 @@ fn randomise(network: &LoraNetwork) {
 }
 
 #[test]
-fn what_is_saved_loads_again_and_answers_the_same() {
+fn a_saved_lora_loads_and_gives_the_same_output() {
     let e = expected();
     let mut trained = model();
     let network = attach(&mut trained, &config());
@@ -112,15 +115,18 @@ fn what_is_saved_loads_again_and_answers_the_same() {
         ("ss_output_name".to_owned(), "mine".to_owned()),
         ("format".to_owned(), "pt".to_owned()),
     ]);
-    let bytes = with_hashes(&network.tensors(DType::F32).unwrap(), meta.clone()).unwrap();
-    assert_eq!(bytes, with_hashes(&network.tensors(DType::F32).unwrap(), meta).unwrap());
+    let bytes = lora_file_bytes(&network.tensors(DType::F32).unwrap(), meta.clone()).unwrap();
+    assert_eq!(
+        bytes,
+        lora_file_bytes(&network.tensors(DType::F32).unwrap(), meta).unwrap()
+    );
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("mine.safetensors");
     std::fs::write(&path, &bytes).unwrap();
 
     let want = unet(&trained, &e);
     let mut other = model();
-    let loaded = put(&mut other, &path, 1.0).unwrap();
+    let loaded = load(&mut other, &path, 1.0).unwrap();
     assert_eq!(loaded.layers, network.layers());
     assert_eq!(gap(&unet(&other, &e), &want), 0.0);
     assert!(gap(&want, &e["plain/unet"]) > 0.01);
@@ -135,7 +141,7 @@ fn what_is_saved_loads_again_and_answers_the_same() {
 }
 
 #[test]
-fn filters_choose_layers() {
+fn name_filters_select_the_target_layers() {
     let names = |c: &LoraConfig| -> Vec<String> {
         let network = attach(&mut model(), c);
         network.params().into_iter().map(|p| p.name).collect()
@@ -176,7 +182,7 @@ fn filters_choose_layers() {
 }
 
 #[test]
-fn the_beginning_is_pefts() {
+fn the_initial_weights_match_peft() {
     let network = attach(&mut model(), &config());
     for p in network.params() {
         let values = p.var.flatten_all().unwrap().to_vec1::<f32>().unwrap();
@@ -196,7 +202,7 @@ fn the_beginning_is_pefts() {
 }
 
 #[test]
-fn other_ranks_are_padded_or_cut() {
+fn weights_of_another_rank_are_padded_or_cut() {
     let mut sd = model();
     let small = attach(&mut sd, &config());
     randomise(&small);
@@ -204,11 +210,11 @@ fn other_ranks_are_padded_or_cut() {
     let path = dir.path().join("a.safetensors");
     std::fs::write(
         &path,
-        with_hashes(&small.tensors(DType::F32).unwrap(), BTreeMap::new()).unwrap(),
+        lora_file_bytes(&small.tensors(DType::F32).unwrap(), BTreeMap::new()).unwrap(),
     )
     .unwrap();
     let file = LoraFile::open(&path).unwrap();
-    // Alpha over rank stays the same when padding with zeros, so the answer is the same.
+    // alpha / rank is the same as before, so padding with zeros does not change the output.
     let mut bigger = model();
     let large = attach(
         &mut bigger,
@@ -224,7 +230,7 @@ fn other_ranks_are_padded_or_cut() {
     assert_eq!(report.resized, large.layers());
     let e = expected();
     assert!(gap(&unet(&bigger, &e), &unet(&sd, &e)) < 1e-5);
-    // Every row can learn: where `up` is zero, `down` is not.
+    // Every row can be trained: where `up` is zero, `down` is not.
     for (name, tensor) in large.tensors(DType::F32).unwrap() {
         if name.contains("lora_down") {
             let rows = tensor.flatten_from(1).unwrap().abs().unwrap().sum(1).unwrap();
@@ -238,49 +244,49 @@ fn other_ranks_are_padded_or_cut() {
 }
 
 #[test]
-fn wrong_files_are_told_in_words() {
+fn an_invalid_file_is_an_error_that_names_it() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("x.safetensors");
-    let fail = |bytes: &[u8], word: &str| {
+    let check_error = |bytes: &[u8], text: &str| {
         std::fs::write(&path, bytes).unwrap();
-        let message = put(&mut model(), &path, 1.0).unwrap_err().to_string();
+        let message = load(&mut model(), &path, 1.0).unwrap_err().to_string();
         assert!(
-            message.contains(word) && message.contains("x.safetensors"),
-            "\"{word}\" is not in: {message}"
+            message.contains(text) && message.contains("x.safetensors"),
+            "\"{text}\" is not in: {message}"
         );
     };
     let good = std::fs::read(fixtures().join("lora/ai_toolkit.safetensors")).unwrap();
-    fail(&good[..good.len() - 1], "cut off");
-    fail(&good[..100], "cut off");
-    fail(b"", "empty");
-    fail(b"\x80\x02}q\x00.", "pickle");
+    check_error(&good[..good.len() - 1], "cut off");
+    check_error(&good[..100], "cut off");
+    check_error(b"", "empty");
+    check_error(b"\x80\x02}q\x00.", "pickle");
     let t = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
     let one = |tensors: &[(&str, &[usize])]| {
         let map = tensors.iter().map(|(n, s)| ((*n).to_owned(), t(s))).collect();
         safetensors_bytes(&map, &BTreeMap::new()).unwrap()
     };
-    fail(&one(&[("conv.weight", &[2, 2])]), "no LoRA");
-    fail(
+    check_error(&one(&[("conv.weight", &[2, 2])]), "no LoRA");
+    check_error(
         &one(&[("lora_unet_conv_in.lora_down.weight", &[4, 4, 3, 3])]),
         "incomplete",
     );
-    fail(&one(&[("lora_unet_conv_in.lokr_w1", &[4, 4])]), "LoKr");
-    fail(&one(&[("unet.conv_in.lora_B.bias", &[4])]), "biases");
+    check_error(&one(&[("lora_unet_conv_in.lokr_w1", &[4, 4])]), "LoKr");
+    check_error(&one(&[("unet.conv_in.lora_B.bias", &[4])]), "biases");
     let layer = [("unet.conv_in.lora_A.weight", t(&[4, 4, 3, 3]))].map(|(n, t)| (n.to_owned(), t));
     let peft = r#"{"unet.r": 4, "unet.lora_alpha": 4, "unet.alpha_pattern": {"attn2.*": 2}}"#;
     let metadata = BTreeMap::from([("lora_adapter_metadata".to_owned(), peft.to_owned())]);
-    fail(
+    check_error(
         &safetensors_bytes(&layer.into_iter().collect(), &metadata).unwrap(),
         "attn2.*",
     );
-    fail(
+    check_error(
         &one(&[
             ("lora_unet_x.lora_down.weight", &[4, 4]),
             ("lora_unet_x.lora_up.weight", &[4, 4]),
         ]),
         "another model",
     );
-    fail(
+    check_error(
         &one(&[
             ("lora_unet_time_embedding_linear_1.lora_down.weight", &[4, 5]),
             ("lora_unet_time_embedding_linear_1.lora_up.weight", &[64, 4]),

@@ -51,7 +51,7 @@ pub(super) fn unet_forward(compute: &Compute, side: usize) -> Result<Run> {
 pub(super) fn lora_step(compute: &Compute, side: usize, recomputed: bool) -> Result<Run> {
     let mut unet = unet(compute)?;
     if recomputed {
-        unet.residency = Residency::Recomputed { steps: 1 };
+        unet.residency = Residency::Checkpointed { steps: 1 };
     }
     let lora = LoraConfig {
         rank: 16,

@@ -315,7 +315,7 @@ fn full_size(file: &str, part: &str) -> Index {
     } else {
         format!("{part} ")
     };
-    Index::of_shapes(text.lines().filter_map(|line| line.strip_prefix(&prefix)).map(|line| {
+    Index::from_shapes(text.lines().filter_map(|line| line.strip_prefix(&prefix)).map(|line| {
         let (name, shape) = line.split_once(' ').unwrap();
         (name.to_owned(), shape.split('x').map(|n| n.parse().unwrap()).collect())
     }))
@@ -327,7 +327,7 @@ fn takes_all(index: Index, build: impl FnOnce(&Weights)) {
     assert!(all.len() > 100);
     let weights = Weights::from_index(index, DType::F32, &Device::Cpu);
     build(&weights);
-    let asked = weights.asked_for().unwrap();
+    let asked = weights.requested_tensors().unwrap();
     let asked: Vec<&str> = asked.tensors().map(|(name, _)| name).collect();
     assert_eq!(asked, all);
 }

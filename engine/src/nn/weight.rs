@@ -1,7 +1,7 @@
 //! The weight of a layer: a tensor, or one that is unpacked or read from its file whenever it is used.
 
 use super::quant::Quantized;
-use crate::weights::Streamed;
+use crate::weights::StreamedWeight;
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ pub enum Weight {
     /// Quantised; gets no gradient.
     Quantized(Arc<Quantized>),
     /// In its file; gets no gradient.
-    Streamed(Arc<Streamed>),
+    Streamed(Arc<StreamedWeight>),
 }
 
 impl Weight {

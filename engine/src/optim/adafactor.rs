@@ -1,36 +1,36 @@
-//! Adafactor as transformers and ai-toolkit compute it, with the learning rate of the config: `relative_step`,
-//! `scale_parameter` and `warmup_init` are off unless `scale_parameter` is turned on.
+//! Adafactor as in transformers and ai-toolkit, with the learning rate of the config: `relative_step` and `warmup_init`
+//! are off, and so is `scale_parameter` by default.
 
 use super::factored::{SecondMoment, rms};
 use super::fused;
-use super::kernels::for_every_unit;
-use super::saved::{self, Saved};
-use super::{Build, Grads, OptimError, Optimizer, Param, one_each};
+use super::kernels::multiversion;
+use super::saved::{self, SavedState};
+use super::{Grads, OptimError, Optimizer, OptimizerSpec, Param, check_grad_count};
 use candle_core::{DType, Tensor};
 use std::collections::BTreeMap;
 
 /// `adafactor`.
-pub(super) fn build(input: Build) -> Result<Box<dyn Optimizer>, OptimError> {
-    let of = &input.options;
+pub(super) fn build(spec: OptimizerSpec) -> Result<Box<dyn Optimizer>, OptimError> {
+    let options = &spec.options;
     let settings = Settings {
-        eps: of.pair("eps", (1e-30, 1e-3)),
-        clip_threshold: of.number("clip_threshold", 1.0),
-        decay_rate: of.number("decay_rate", -0.8),
-        beta1: of.optional("beta1"),
-        weight_decay: of.number("weight_decay", 0.0),
-        scale_parameter: of.flag("scale_parameter", false),
+        eps: options.pair("eps", (1e-30, 1e-3)),
+        clip_threshold: options.number("clip_threshold", 1.0),
+        decay_rate: options.number("decay_rate", -0.8),
+        beta1: options.optional("beta1"),
+        weight_decay: options.number("weight_decay", 0.0),
+        scale_parameter: options.flag("scale_parameter", false),
     };
-    let states = input.params.iter().map(|p| State::new(p, &settings));
+    let states = spec.params.iter().map(|p| State::new(p, &settings));
     let states = states.collect::<Result<_, _>>()?;
     Ok(Box::new(Adafactor {
         settings,
-        params: input.params,
+        params: spec.params,
         states,
     }))
 }
 
 struct Settings {
-    /// Added to squared gradients; least scale of a parameter.
+    /// The constant added to squared gradients, and the minimum scale of a parameter.
     eps: (f64, f64),
     clip_threshold: f64,
     decay_rate: f64,
@@ -41,7 +41,7 @@ struct Settings {
 
 struct State {
     step: u64,
-    second: SecondMoment,
+    second_moment: SecondMoment,
     exp_avg: Option<Tensor>,
 }
 
@@ -50,7 +50,7 @@ impl State {
         let zeros = |_| Tensor::zeros(param.var.shape(), DType::F32, param.var.device());
         Ok(Self {
             step: 0,
-            second: SecondMoment::zeros(param)?,
+            second_moment: SecondMoment::zeros(param)?,
             exp_avg: settings.beta1.map(zeros).transpose()?,
         })
     }
@@ -69,17 +69,17 @@ struct Adafactor {
     states: Vec<State>,
 }
 
-for_every_unit! {
-    fn go(p: &mut [f32], update: &[f32], keep: f32, lr: f32) {
+multiversion! {
+    fn apply_update(p: &mut [f32], update: &[f32], param_scale: f32, lr: f32) {
         for (p, u) in p.iter_mut().zip(update) {
-            *p = *p * keep - *u * lr;
+            *p = *p * param_scale - *u * lr;
         }
     }
 }
 
 impl Optimizer for Adafactor {
     fn step(&mut self, grads: &Grads, lr: f64) -> Result<(), OptimError> {
-        one_each(grads, &self.params)?;
+        check_grad_count(grads, &self.params)?;
         let s = &self.settings;
         for ((param, state), grad) in self.params.iter().zip(&mut self.states).zip(grads) {
             let Some(grad) = grad else { continue };
@@ -92,10 +92,12 @@ impl Optimizer for Adafactor {
                 lr
             };
             let decay = 1.0 - (state.step as f64).powf(s.decay_rate);
-            let update = state.second.update(&grad, decay, s.eps.0, s.clip_threshold)?;
-            let keep = 1.0 - lr * s.weight_decay;
-            if s.beta1.is_none() && fused::takes(param) {
-                fused::update(param, &update, [], |p, u, []| go(p, u, keep as f32, lr as f32))?;
+            let update = state.second_moment.update(&grad, decay, s.eps.0, s.clip_threshold)?;
+            let param_scale = 1.0 - lr * s.weight_decay;
+            if s.beta1.is_none() && fused::is_supported(param) {
+                fused::update(param, &update, [], |p, u, []| {
+                    apply_update(p, u, param_scale as f32, lr as f32)
+                })?;
                 continue;
             }
             let mut update = (update * lr)?;
@@ -104,7 +106,7 @@ impl Optimizer for Adafactor {
                 update = exp_avg.clone();
             }
             if s.weight_decay != 0.0 {
-                p = (p * keep)?;
+                p = (p * param_scale)?;
             }
             param.var.set(&(p - update)?)?;
         }
@@ -115,7 +117,7 @@ impl Optimizer for Adafactor {
         let mut out = BTreeMap::new();
         for (param, state) in self.params.iter().zip(&self.states) {
             out.insert(format!("{}.step", param.name), saved::count(state.step)?);
-            state.second.save(param, &mut out);
+            state.second_moment.save(param, &mut out);
             if let Some(exp_avg) = &state.exp_avg {
                 out.insert(format!("{}.exp_avg", param.name), exp_avg.clone());
             }
@@ -124,10 +126,10 @@ impl Optimizer for Adafactor {
     }
 
     fn load_state(&mut self, state: &BTreeMap<String, Tensor>) -> Result<(), OptimError> {
-        let mut saved = Saved::new(state);
+        let mut saved = SavedState::new(state);
         let mut states = Vec::with_capacity(self.params.len());
         for param in &self.params {
-            let name = |part: &str| format!("{}.{part}", param.name);
+            let name = |suffix: &str| format!("{}.{suffix}", param.name);
             let (dims, device) = (param.var.dims(), param.var.device());
             let exp_avg = match self.settings.beta1 {
                 Some(_) => Some(saved.tensor(&name("exp_avg"), DType::F32, dims, device)?),
@@ -135,17 +137,17 @@ impl Optimizer for Adafactor {
             };
             states.push(State {
                 step: saved.count(&name("step"))?,
-                second: SecondMoment::load(&mut saved, param)?,
+                second_moment: SecondMoment::load(&mut saved, param)?,
                 exp_avg,
             });
         }
-        saved.done()?;
+        saved.finish()?;
         self.states = states;
         Ok(())
     }
 
-    /// It bounds its updates itself; ai-toolkit does not clip for it either.
-    fn wants_clipping(&self) -> bool {
+    /// The optimizer bounds its updates itself, and ai-toolkit does not clip its gradients either.
+    fn uses_gradient_clipping(&self) -> bool {
         false
     }
 }

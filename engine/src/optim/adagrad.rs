@@ -1,43 +1,43 @@
-//! Adagrad as `torch.optim.Adagrad` computes it.
+//! Adagrad as in `torch.optim.Adagrad`.
 
-use super::blockwise::Map;
+use super::blockwise::QuantMap;
 use super::fused;
-use super::kernels::for_every_unit;
+use super::kernels::multiversion;
 use super::moment::Moment;
-use super::saved::{self, Saved};
-use super::{Build, Grads, OptimError, Optimizer, Param, Precision, one_each};
+use super::saved::{self, SavedState};
+use super::{Grads, OptimError, Optimizer, OptimizerSpec, Param, Precision, check_grad_count};
 use candle_core::{DType, Tensor};
 use std::collections::BTreeMap;
 
 /// `adagrad`.
-pub(super) fn build(input: Build) -> Result<Box<dyn Optimizer>, OptimError> {
-    let of = &input.options;
-    let first = of.number("initial_accumulator_value", 0.0);
+pub(super) fn build(spec: OptimizerSpec) -> Result<Box<dyn Optimizer>, OptimError> {
+    let options = &spec.options;
+    let initial_sum = options.number("initial_accumulator_value", 0.0);
     let state = |param: &Param| {
         let mut sum = zeros(param)?;
-        if first != 0.0 {
+        if initial_sum != 0.0 {
             let var = &param.var;
-            sum.write(Tensor::full(first as f32, var.shape(), var.device())?)?;
+            sum.set(Tensor::full(initial_sum as f32, var.shape(), var.device())?)?;
         }
         Ok::<_, OptimError>(State { step: 0, sum })
     };
-    let states = input.params.iter().map(state).collect::<Result<_, _>>()?;
+    let states = spec.params.iter().map(state).collect::<Result<_, _>>()?;
     Ok(Box::new(Adagrad {
-        lr_decay: of.number("lr_decay", 0.0),
-        weight_decay: of.number("weight_decay", 0.0),
-        eps: of.number("eps", 1e-10),
-        params: input.params,
+        lr_decay: options.number("lr_decay", 0.0),
+        weight_decay: options.number("weight_decay", 0.0),
+        eps: options.number("eps", 1e-10),
+        params: spec.params,
         states,
     }))
 }
 
 fn zeros(param: &Param) -> Result<Moment, OptimError> {
-    Moment::zeros(param, Precision::Full, Map::unsigned())
+    Moment::zeros(param, Precision::Float32, QuantMap::unsigned())
 }
 
 struct State {
     step: u64,
-    /// Of squared gradients.
+    /// The sum of squared gradients.
     sum: Moment,
 }
 
@@ -54,7 +54,7 @@ struct Adagrad {
     states: Vec<State>,
 }
 
-for_every_unit! {
+multiversion! {
     fn kernel(p: &mut [f32], g: &[f32], sum: &mut [f32], decay: f32, eps: f32, lr: f32) {
         for ((p, g), sum) in p.iter_mut().zip(g).zip(sum) {
             let g = g + *p * decay;
@@ -65,33 +65,33 @@ for_every_unit! {
 }
 
 impl Adagrad {
-    /// The same by the tensor library's operations, for other devices.
-    fn composed(&mut self, at: usize, grad: &Tensor, lr: f64) -> Result<(), OptimError> {
-        let (var, state) = (&self.params[at].var, &mut self.states[at]);
+    /// The same update with candle's operations, for other devices.
+    fn update_with_tensor_ops(&mut self, index: usize, grad: &Tensor, lr: f64) -> Result<(), OptimError> {
+        let (var, state) = (&self.params[index].var, &mut self.states[index]);
         let p = var.as_tensor().detach();
         let grad = (grad.to_dtype(DType::F32)?.detach() + (&p * self.weight_decay)?)?;
-        let sum = (state.sum.read()? + grad.sqr()?)?;
+        let sum = (state.sum.to_f32()? + grad.sqr()?)?;
         let update = ((grad * lr)? / (sum.sqrt()? + self.eps)?)?;
         var.set(&(p - update)?)?;
-        state.sum.write(sum)
+        state.sum.set(sum)
     }
 }
 
 impl Optimizer for Adagrad {
     fn step(&mut self, grads: &Grads, lr: f64) -> Result<(), OptimError> {
-        one_each(grads, &self.params)?;
+        check_grad_count(grads, &self.params)?;
         let (decay, eps) = (self.weight_decay as f32, self.eps as f32);
-        for (at, grad) in grads.iter().enumerate() {
+        for (index, grad) in grads.iter().enumerate() {
             let Some(grad) = grad else { continue };
-            let state = &mut self.states[at];
+            let state = &mut self.states[index];
             let lr = lr / (1.0 + state.step as f64 * self.lr_decay);
             state.step += 1;
-            if fused::takes(&self.params[at]) {
-                fused::update(&self.params[at], grad, [&mut state.sum], |p, g, [sum]| {
+            if fused::is_supported(&self.params[index]) {
+                fused::update(&self.params[index], grad, [&mut state.sum], |p, g, [sum]| {
                     kernel(p, g, sum, decay, eps, lr as f32);
                 })?;
             } else {
-                self.composed(at, grad, lr)?;
+                self.update_with_tensor_ops(index, grad, lr)?;
             }
         }
         Ok(())
@@ -107,16 +107,22 @@ impl Optimizer for Adagrad {
     }
 
     fn load_state(&mut self, state: &BTreeMap<String, Tensor>) -> Result<(), OptimError> {
-        let mut saved = Saved::new(state);
+        let mut saved = SavedState::new(state);
         let mut states = Vec::with_capacity(self.params.len());
         for param in &self.params {
-            let name = |part: &str| format!("{}.{part}", param.name);
+            let name = |suffix: &str| format!("{}.{suffix}", param.name);
             states.push(State {
                 step: saved.count(&name("step"))?,
-                sum: Moment::load(&mut saved, &name("sum"), param, Precision::Full, Map::unsigned())?,
+                sum: Moment::load(
+                    &mut saved,
+                    &name("sum"),
+                    param,
+                    Precision::Float32,
+                    QuantMap::unsigned(),
+                )?,
             });
         }
-        saved.done()?;
+        saved.finish()?;
         self.states = states;
         Ok(())
     }

@@ -1,11 +1,11 @@
-//! Adam and AdamW as `torch.optim` computes them, and with 8-bit state as bitsandbytes does.
+//! Adam and AdamW as in `torch.optim`, and with 8-bit state as in bitsandbytes.
 
-use super::blockwise::Map;
+use super::blockwise::QuantMap;
 use super::fused;
-use super::kernels::for_every_unit;
+use super::kernels::multiversion;
 use super::moment::Moment;
-use super::saved::{self, Saved};
-use super::{Build, Grads, OptimError, Optimizer, Param, Precision, one_each};
+use super::saved::{self, SavedState};
+use super::{Grads, OptimError, Optimizer, OptimizerSpec, Param, Precision, check_grad_count};
 use aitk_common::job::optimizer::OptimizerName;
 use candle_core::{DType, Tensor};
 use std::collections::BTreeMap;
@@ -23,7 +23,7 @@ pub struct AdamParams {
     pub weight_decay: f64,
     /// `true` for AdamW.
     pub decoupled: bool,
-    /// How the moments are kept.
+    /// The number format of the moments.
     pub precision: Precision,
 }
 
@@ -37,39 +37,40 @@ impl AdamParams {
             eps: 1e-6,
             weight_decay: if decoupled { 0.01 } else { 0.0 },
             decoupled,
-            precision: Precision::Full,
+            precision: Precision::Float32,
         }
     }
 }
 
 /// `adam`, `adamw`, `adam8bit`, `adamw8bit`, `adam8`, `adamw8`.
 ///
-/// The last two are ai-toolkit's own (its `toolkit/optimizers/adam8bit.py`), which keeps each tensor in int8, in equal steps
-/// with one scale. Here their state is that of the two before, which is as small and from which comes what float32 gives.
-pub(super) fn build(input: Build) -> Result<Box<dyn Optimizer>, OptimError> {
-    let of = &input.options;
-    let own = matches!(input.name, OptimizerName::Adam8 | OptimizerName::AdamW8);
-    let eight = own || matches!(input.name, OptimizerName::Adam8Bit | OptimizerName::AdamW8Bit);
-    let usual = AdamParams::new(matches!(input.name, OptimizerName::AdamW | OptimizerName::AdamW8Bit));
-    let (beta1, beta2) = of.pair("betas", (usual.beta1, usual.beta2));
+/// The last two are ai-toolkit's own (its `toolkit/optimizers/adam8bit.py`), with each state tensor in int8: equal
+/// steps and one scale. Here they use the blockwise state of `adam8bit` and `adamw8bit`, which is as small, and whose
+/// results are close to float32.
+pub(super) fn build(spec: OptimizerSpec) -> Result<Box<dyn Optimizer>, OptimError> {
+    let options = &spec.options;
+    let is_int8 = matches!(spec.name, OptimizerName::Adam8 | OptimizerName::AdamW8);
+    let is_eight_bit = is_int8 || matches!(spec.name, OptimizerName::Adam8Bit | OptimizerName::AdamW8Bit);
+    let defaults = AdamParams::new(matches!(spec.name, OptimizerName::AdamW | OptimizerName::AdamW8Bit));
+    let (beta1, beta2) = options.pair("betas", (defaults.beta1, defaults.beta2));
     let settings = AdamParams {
         beta1,
         beta2,
-        eps: of.number("eps", usual.eps),
-        weight_decay: of.number("weight_decay", usual.weight_decay),
-        // bitsandbytes' Adam differs from its AdamW in the default of the decay alone.
-        decoupled: if own {
-            of.flag("decouple", true)
+        eps: options.number("eps", defaults.eps),
+        weight_decay: options.number("weight_decay", defaults.weight_decay),
+        // bitsandbytes' Adam and AdamW differ only in the default of the weight decay.
+        decoupled: if is_int8 {
+            options.flag("decouple", true)
         } else {
-            usual.decoupled || eight
+            defaults.decoupled || is_eight_bit
         },
-        precision: if eight {
-            Precision::eight_bits(of)
+        precision: if is_eight_bit {
+            Precision::eight_bit(options)
         } else {
-            Precision::Full
+            Precision::Float32
         },
     };
-    Ok(Box::new(Adam::new(input.params, settings)?))
+    Ok(Box::new(Adam::new(spec.params, settings)?))
 }
 
 struct Moments {
@@ -87,8 +88,8 @@ struct Moments {
 /// p   <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 /// ```
 ///
-/// With 8-bit state m and v are quantised after each step; p is changed with what they were before that. On the CPU
-/// all of it happens in one pass over memory.
+/// With 8-bit state, `m` and `v` are quantised after each step, and `p` is updated with their values before that. On
+/// the CPU a step is one pass over memory.
 pub struct Adam {
     settings: AdamParams,
     params: Vec<Param>,
@@ -96,7 +97,7 @@ pub struct Adam {
 }
 
 impl Adam {
-    /// An optimizer with zero moments.
+    /// Creates an optimizer with moments of zero.
     ///
     /// # Errors
     /// When the device fails.
@@ -107,8 +108,8 @@ impl Adam {
             .map(|p| {
                 Ok(Moments {
                     step: 0,
-                    exp_avg: Moment::zeros(p, precision, Map::signed())?,
-                    exp_avg_sq: Moment::zeros(p, precision, Map::unsigned())?,
+                    exp_avg: Moment::zeros(p, precision, QuantMap::signed())?,
+                    exp_avg_sq: Moment::zeros(p, precision, QuantMap::unsigned())?,
                 })
             })
             .collect::<Result<_, OptimError>>()?;
@@ -120,21 +121,21 @@ impl Adam {
     }
 }
 
-/// What a step multiplies with, one for all elements of a parameter.
+/// The factors of a step, equal for all elements of a parameter.
 #[derive(Clone, Copy)]
 struct Factors {
-    /// Of the parameter, for decoupled decay.
-    keep: f64,
-    /// Of the parameter, as a part of the gradient.
-    decay: f64,
+    /// Scale of the parameter for decoupled decay: 1 - lr * weight_decay.
+    param_scale: f64,
+    /// Weight decay that is added to the gradient (L2).
+    l2_decay: f64,
     beta2: f64,
     /// 1 - beta1 and 1 - beta2.
-    rest: (f64, f64),
-    /// 1 / sqrt(1 - beta2^t). torch divides; a division for every element is what an 8-bit step would wait for.
-    correction: f64,
+    one_minus_betas: (f64, f64),
+    /// 1 / sqrt(1 - beta2^t). torch divides instead; a division per element would dominate the time of an 8-bit step.
+    bias_correction: f64,
     eps: f64,
     /// -lr / (1 - beta1^t).
-    step: f64,
+    step_size: f64,
 }
 
 impl AdamParams {
@@ -142,63 +143,64 @@ impl AdamParams {
         let t = step as f64;
         let decoupled = if self.decoupled { self.weight_decay } else { 0.0 };
         Factors {
-            keep: 1.0 - lr * decoupled,
-            decay: self.weight_decay - decoupled,
+            param_scale: 1.0 - lr * decoupled,
+            l2_decay: self.weight_decay - decoupled,
             beta2: self.beta2,
-            rest: (1.0 - self.beta1, 1.0 - self.beta2),
-            correction: 1.0 / (1.0 - self.beta2.powf(t)).sqrt(),
+            one_minus_betas: (1.0 - self.beta1, 1.0 - self.beta2),
+            bias_correction: 1.0 / (1.0 - self.beta2.powf(t)).sqrt(),
             eps: self.eps,
-            step: -lr / (1.0 - self.beta1.powf(t)),
+            step_size: -lr / (1.0 - self.beta1.powf(t)),
         }
     }
 }
 
-for_every_unit! {
-    /// In the order of operations of `torch.optim.AdamW(fused=True)`, but for the correction.
-    fn kernel(p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32], by: Factors) {
-        let (keep, decay, beta2) = (by.keep as f32, by.decay as f32, by.beta2 as f32);
-        let (rest1, rest2) = (by.rest.0 as f32, by.rest.1 as f32);
-        let (correction, eps, step) = (by.correction as f32, by.eps as f32, by.step as f32);
+multiversion! {
+    /// Has the order of operations of `torch.optim.AdamW(fused=True)`, except for the bias correction of `v`.
+    fn kernel(p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32], factors: Factors) {
+        let (param_scale, l2_decay) = (factors.param_scale as f32, factors.l2_decay as f32);
+        let (rest1, rest2) = (factors.one_minus_betas.0 as f32, factors.one_minus_betas.1 as f32);
+        let (beta2, bias_correction) = (factors.beta2 as f32, factors.bias_correction as f32);
+        let (eps, step_size) = (factors.eps as f32, factors.step_size as f32);
         for (((p, g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
-            let g = g + *p * decay;
+            let g = g + *p * l2_decay;
             *m += (g - *m) * rest1;
             *v = *v * beta2 + g * rest2 * g;
-            *p = *p * keep + *m * step / (v.sqrt() * correction + eps);
+            *p = *p * param_scale + *m * step_size / (v.sqrt() * bias_correction + eps);
         }
     }
 }
 
 impl Moments {
-    /// The same by the tensor library's operations, for other devices.
-    fn composed(&mut self, param: &Param, grad: &Tensor, by: Factors) -> Result<(), OptimError> {
+    /// The same update with candle's operations, for other devices.
+    fn update_with_tensor_ops(&mut self, param: &Param, grad: &Tensor, factors: Factors) -> Result<(), OptimError> {
         let p = param.var.as_tensor().detach();
         let mut grad = grad.to_dtype(DType::F32)?.detach();
-        if by.decay != 0.0 {
-            grad = (grad + (&p * by.decay)?)?;
+        if factors.l2_decay != 0.0 {
+            grad = (grad + (&p * factors.l2_decay)?)?;
         }
-        let m = self.exp_avg.read()?;
-        let m = (&m + ((&grad - &m)? * by.rest.0)?)?;
-        let v = ((self.exp_avg_sq.read()? * by.beta2)? + ((&grad * by.rest.1)? * &grad)?)?;
-        let denominator = ((v.sqrt()? * by.correction)? + by.eps)?;
-        let update = ((&m * by.step)? / denominator)?;
-        param.var.set(&((p * by.keep)? + update)?)?;
-        self.exp_avg.write(m)?;
-        self.exp_avg_sq.write(v)
+        let m = self.exp_avg.to_f32()?;
+        let m = (&m + ((&grad - &m)? * factors.one_minus_betas.0)?)?;
+        let v = ((self.exp_avg_sq.to_f32()? * factors.beta2)? + ((&grad * factors.one_minus_betas.1)? * &grad)?)?;
+        let denominator = ((v.sqrt()? * factors.bias_correction)? + factors.eps)?;
+        let update = ((&m * factors.step_size)? / denominator)?;
+        param.var.set(&((p * factors.param_scale)? + update)?)?;
+        self.exp_avg.set(m)?;
+        self.exp_avg_sq.set(v)
     }
 }
 
 impl Optimizer for Adam {
     fn step(&mut self, grads: &Grads, lr: f64) -> Result<(), OptimError> {
-        one_each(grads, &self.params)?;
+        check_grad_count(grads, &self.params)?;
         for ((param, state), grad) in self.params.iter().zip(&mut self.moments).zip(grads) {
             let Some(grad) = grad else { continue };
             state.step += 1;
-            let by = self.settings.factors(lr, state.step);
-            if fused::takes(param) {
-                let means = [&mut state.exp_avg, &mut state.exp_avg_sq];
-                fused::update(param, grad, means, |p, g, [m, v]| kernel(p, g, m, v, by))?;
+            let factors = self.settings.factors(lr, state.step);
+            if fused::is_supported(param) {
+                let moments = [&mut state.exp_avg, &mut state.exp_avg_sq];
+                fused::update(param, grad, moments, |p, g, [m, v]| kernel(p, g, m, v, factors))?;
             } else {
-                state.composed(param, grad, by)?;
+                state.update_with_tensor_ops(param, grad, factors)?;
             }
         }
         Ok(())
@@ -215,18 +217,18 @@ impl Optimizer for Adam {
     }
 
     fn load_state(&mut self, state: &BTreeMap<String, Tensor>) -> Result<(), OptimError> {
-        let mut saved = Saved::new(state);
+        let mut saved = SavedState::new(state);
         let precision = self.settings.precision;
         let mut moments = Vec::with_capacity(self.params.len());
         for param in &self.params {
-            let name = |part: &str| format!("{}.{part}", param.name);
+            let name = |suffix: &str| format!("{}.{suffix}", param.name);
             moments.push(Moments {
                 step: saved.count(&name("step"))?,
-                exp_avg: Moment::load(&mut saved, &name("exp_avg"), param, precision, Map::signed())?,
-                exp_avg_sq: Moment::load(&mut saved, &name("exp_avg_sq"), param, precision, Map::unsigned())?,
+                exp_avg: Moment::load(&mut saved, &name("exp_avg"), param, precision, QuantMap::signed())?,
+                exp_avg_sq: Moment::load(&mut saved, &name("exp_avg_sq"), param, precision, QuantMap::unsigned())?,
             });
         }
-        saved.done()?;
+        saved.finish()?;
         self.moments = moments;
         Ok(())
     }

@@ -1,31 +1,31 @@
-//! D-Adaptation (Defazio and Mishchenko, arXiv 2301.07733) as the package dadaptation 3.2 computes it: Adam or Lion that
-//! estimate their own learning rate, `d`, as Prodigy does after them.
+//! D-Adaptation (Defazio and Mishchenko, arXiv 2301.07733) as in the package dadaptation 3.2: Adam or Lion that
+//! estimate their own learning rate, `d`. Prodigy is its successor.
 //!
-//! In ai-toolkit `dadaptationadam` and `dadaptationlion` stop with an error (both give Lion an `eps`, which it does not have);
-//! here they are what they are called.
+//! In ai-toolkit `dadaptationadam` and `dadaptationlion` stop with an error (both pass an `eps` to Lion, which has
+//! none). Here they are D-Adaptation with Adam and with Lion.
 
-use super::saved::{self, Saved};
-use super::{Build, Grads, OptimError, Optimizer, Param, one_each};
+use super::saved::{self, SavedState};
+use super::{Grads, OptimError, Optimizer, OptimizerSpec, Param, check_grad_count};
 use aitk_common::job::optimizer::OptimizerName;
 use candle_core::{DType, Tensor};
 use std::collections::BTreeMap;
 
 /// `dadaptation`, `dadaptationadam`, `dadaptationlion`.
-pub(super) fn build(input: Build) -> Result<Box<dyn Optimizer>, OptimError> {
-    let of = &input.options;
-    let lion = matches!(input.name, OptimizerName::DAdaptationLion);
-    let betas = of.pair("betas", if lion { (0.9, 0.99) } else { (0.9, 0.999) });
+pub(super) fn build(spec: OptimizerSpec) -> Result<Box<dyn Optimizer>, OptimError> {
+    let options = &spec.options;
+    let lion = matches!(spec.name, OptimizerName::DAdaptationLion);
+    let betas = options.pair("betas", if lion { (0.9, 0.99) } else { (0.9, 0.999) });
     let settings = Settings {
         lion,
         betas,
-        eps: of.number("eps", 1e-6),
-        weight_decay: of.number("weight_decay", 0.0),
-        decouple: lion || of.flag("decouple", false),
-        use_bias_correction: of.flag("use_bias_correction", false),
-        growth_rate: of.optional("growth_rate").unwrap_or(f64::INFINITY),
+        eps: options.number("eps", 1e-6),
+        weight_decay: options.number("weight_decay", 0.0),
+        decouple: lion || options.flag("decouple", false),
+        use_bias_correction: options.flag("use_bias_correction", false),
+        growth_rate: options.optional("growth_rate").unwrap_or(f64::INFINITY),
     };
     let estimate = Estimate {
-        d: of.number("d0", 1e-6),
+        d: options.number("d0", 1e-6),
         numerator: 0.0,
         steps: 0,
     };
@@ -37,11 +37,11 @@ pub(super) fn build(input: Build) -> Result<Box<dyn Optimizer>, OptimError> {
             s: zero()?,
         })
     };
-    let states = input.params.iter().map(state).collect::<Result<_, _>>()?;
+    let states = spec.params.iter().map(state).collect::<Result<_, _>>()?;
     Ok(Box::new(DAdaptation {
         settings,
         estimate,
-        params: input.params,
+        params: spec.params,
         states,
     }))
 }
@@ -56,7 +56,7 @@ struct Settings {
     growth_rate: f64,
 }
 
-/// What all parameters share.
+/// The estimate of `d`, shared by all parameters.
 #[derive(Clone, Copy)]
 struct Estimate {
     d: f64,
@@ -66,9 +66,9 @@ struct Estimate {
 
 struct State {
     exp_avg: Tensor,
-    /// Adam's.
+    /// Only with Adam.
     exp_avg_sq: Option<Tensor>,
-    /// Running mean of gradients, or of Lion's directions.
+    /// The running mean of the gradients (Adam) or of the update directions (Lion).
     s: Tensor,
 }
 
@@ -87,50 +87,53 @@ struct DAdaptation {
     states: Vec<State>,
 }
 
-fn sum(t: &Tensor) -> Result<f64, OptimError> {
+fn sum_all(t: &Tensor) -> Result<f64, OptimError> {
     Ok(f64::from(t.sum_all()?.to_scalar::<f32>()?))
 }
 
 impl State {
-    fn mean(old: &Tensor, new: &Tensor, beta: f64, weight: f64) -> Result<Tensor, OptimError> {
+    fn running_mean(old: &Tensor, new: &Tensor, beta: f64, weight: f64) -> Result<Tensor, OptimError> {
         Ok(((old * beta)? + (new * weight)?)?)
     }
 
-    /// Takes in a gradient, and for Lion moves the parameter. What the numerator grows by, and the size of `s`.
-    fn learn(&mut self, param: &Param, grad: &Tensor, s: &Settings, dlr: f64) -> Result<[f64; 2], OptimError> {
+    /// Updates the moments and `s`, and for Lion also the parameter. Returns the addition to the numerator and the sum
+    /// of |s|.
+    fn update_state(&mut self, param: &Param, grad: &Tensor, s: &Settings, dlr: f64) -> Result<[f64; 2], OptimError> {
         let (beta1, beta2) = s.betas;
-        let root = beta2.sqrt();
+        let sqrt_beta2 = beta2.sqrt();
         let p = param.var.as_tensor().detach();
         let mut grad = grad.to_dtype(DType::F32)?.detach();
-        let (along, product) = match &mut self.exp_avg_sq {
+        let (direction, product) = match &mut self.exp_avg_sq {
             None => {
-                let along = Self::mean(&self.exp_avg, &grad, beta1, 1.0 - beta1)?.sign()?;
-                let kept = (p * (1.0 - dlr * s.weight_decay))?;
-                param.var.set(&(kept - (&along * dlr)?)?)?;
-                self.exp_avg = Self::mean(&self.exp_avg, &grad, beta2, (1.0 - beta2) * dlr)?;
-                let product = (&along * &self.s)?;
-                (along, product)
+                let direction = Self::running_mean(&self.exp_avg, &grad, beta1, 1.0 - beta1)?.sign()?;
+                let decayed = (p * (1.0 - dlr * s.weight_decay))?;
+                param.var.set(&(decayed - (&direction * dlr)?)?)?;
+                self.exp_avg = Self::running_mean(&self.exp_avg, &grad, beta2, (1.0 - beta2) * dlr)?;
+                let product = (&direction * &self.s)?;
+                (direction, product)
             }
-            Some(square) => {
+            Some(exp_avg_sq) => {
                 if !s.decouple && s.weight_decay != 0.0 {
                     grad = (grad + (p * s.weight_decay)?)?;
                 }
-                let product = (&grad * (&self.s / (square.sqrt()? + s.eps)?)?)?;
-                self.exp_avg = Self::mean(&self.exp_avg, &grad, beta1, dlr * (1.0 - beta1))?;
-                *square = Self::mean(square, &grad.sqr()?, beta2, 1.0 - beta2)?;
+                let product = (&grad * (&self.s / (exp_avg_sq.sqrt()? + s.eps)?)?)?;
+                self.exp_avg = Self::running_mean(&self.exp_avg, &grad, beta1, dlr * (1.0 - beta1))?;
+                *exp_avg_sq = Self::running_mean(exp_avg_sq, &grad.sqr()?, beta2, 1.0 - beta2)?;
                 (grad, product)
             }
         };
-        self.s = Self::mean(&self.s, &along, root, dlr * (1.0 - root))?;
-        Ok([dlr * sum(&product)?, sum(&self.s.abs()?)?])
+        self.s = Self::running_mean(&self.s, &direction, sqrt_beta2, dlr * (1.0 - sqrt_beta2))?;
+        Ok([dlr * sum_all(&product)?, sum_all(&self.s.abs()?)?])
     }
 
-    /// Moves the parameter, for Adam.
-    fn go(&self, param: &Param, s: &Settings, dlr: f64) -> Result<(), OptimError> {
-        let Some(square) = &self.exp_avg_sq else { return Ok(()) };
+    /// Updates the parameter with Adam's formula; does nothing for Lion.
+    fn apply_adam_update(&self, param: &Param, s: &Settings, dlr: f64) -> Result<(), OptimError> {
+        let Some(exp_avg_sq) = &self.exp_avg_sq else {
+            return Ok(());
+        };
         let decay = if s.decouple { s.weight_decay * dlr } else { 0.0 };
         let p = (param.var.as_tensor().detach() * (1.0 - decay))?;
-        let update = (&self.exp_avg / (square.sqrt()? + s.eps)?)?;
+        let update = (&self.exp_avg / (exp_avg_sq.sqrt()? + s.eps)?)?;
         param.var.set(&(p - update)?)?;
         Ok(())
     }
@@ -138,37 +141,37 @@ impl State {
 
 impl Optimizer for DAdaptation {
     fn step(&mut self, grads: &Grads, lr: f64) -> Result<(), OptimError> {
-        one_each(grads, &self.params)?;
-        // As Prodigy: with a learning rate of 0 nothing moves, and nothing is counted.
+        check_grad_count(grads, &self.params)?;
+        // As in Prodigy: a learning rate of 0 changes neither the parameters nor the estimate.
         if lr <= 0.0 {
             return Ok(());
         }
         let (s, Estimate { d, numerator, steps }) = (&self.settings, self.estimate);
-        let (root, t) = (s.betas.1.sqrt(), steps as f64 + 1.0);
+        let (sqrt_beta2, t) = (s.betas.1.sqrt(), steps as f64 + 1.0);
         let mut dlr = d * lr;
         if s.use_bias_correction {
             dlr *= (1.0 - s.betas.1.powf(t)).sqrt() / (1.0 - s.betas.0.powf(t));
         }
-        let (mut grown, mut size) = (0.0, 0.0);
+        let (mut numerator_delta, mut s_abs_sum) = (0.0, 0.0);
         for ((param, state), grad) in self.params.iter().zip(&mut self.states).zip(grads) {
             let Some(grad) = grad else { continue };
-            let [more, part] = state.learn(param, grad, s, dlr)?;
-            grown += more;
-            size += part;
+            let [delta, abs_sum] = state.update_state(param, grad, s, dlr)?;
+            numerator_delta += delta;
+            s_abs_sum += abs_sum;
         }
-        if size == 0.0 {
+        if s_abs_sum == 0.0 {
             return Ok(());
         }
-        let numerator = numerator * root + grown * (1.0 - root);
-        let hat = numerator / ((1.0 - root) * size);
+        let numerator = numerator * sqrt_beta2 + numerator_delta * (1.0 - sqrt_beta2);
+        let d_hat = numerator / ((1.0 - sqrt_beta2) * s_abs_sum);
         self.estimate = Estimate {
-            d: d.max(hat.min(d * s.growth_rate)),
+            d: d.max(d_hat.min(d * s.growth_rate)),
             numerator,
             steps: steps + 1,
         };
         for ((param, state), grad) in self.params.iter().zip(&self.states).zip(grads) {
             if grad.is_some() {
-                state.go(param, s, dlr)?;
+                state.apply_adam_update(param, s, dlr)?;
             }
         }
         Ok(())
@@ -186,18 +189,18 @@ impl Optimizer for DAdaptation {
             ("steps".to_owned(), saved::count(e.steps)?),
         ]);
         for (param, state) in self.params.iter().zip(&self.states) {
-            let name = |part: &str| format!("{}.{part}", param.name);
+            let name = |suffix: &str| format!("{}.{suffix}", param.name);
             out.insert(name("exp_avg"), state.exp_avg.clone());
             out.insert(name("s"), state.s.clone());
-            if let Some(square) = &state.exp_avg_sq {
-                out.insert(name("exp_avg_sq"), square.clone());
+            if let Some(exp_avg_sq) = &state.exp_avg_sq {
+                out.insert(name("exp_avg_sq"), exp_avg_sq.clone());
             }
         }
         Ok(out)
     }
 
     fn load_state(&mut self, state: &BTreeMap<String, Tensor>) -> Result<(), OptimError> {
-        let mut saved = Saved::new(state);
+        let mut saved = SavedState::new(state);
         let estimate = Estimate {
             d: saved.number("d")?,
             numerator: saved.number("d_numerator")?,
@@ -206,20 +209,20 @@ impl Optimizer for DAdaptation {
         let mut states = Vec::with_capacity(self.params.len());
         for param in &self.params {
             let (dims, device) = (param.var.dims(), param.var.device());
-            let mut get = |part: &str| saved.tensor(&format!("{}.{part}", param.name), DType::F32, dims, device);
+            let mut get = |suffix: &str| saved.tensor(&format!("{}.{suffix}", param.name), DType::F32, dims, device);
             states.push(State {
                 exp_avg: get("exp_avg")?,
                 s: get("s")?,
                 exp_avg_sq: (!self.settings.lion).then(|| get("exp_avg_sq")).transpose()?,
             });
         }
-        saved.done()?;
+        saved.finish()?;
         (self.estimate, self.states) = (estimate, states);
         Ok(())
     }
 
-    /// `d * lr`, as ai-toolkit shows it.
-    fn shown_lr(&self, lr: f64) -> Result<f64, OptimError> {
+    /// `d * lr`, as in ai-toolkit.
+    fn effective_lr(&self, lr: f64) -> Result<f64, OptimError> {
         Ok(self.estimate.d * lr)
     }
 }

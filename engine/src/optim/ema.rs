@@ -1,15 +1,15 @@
 //! Exponential moving average of the trained weights (`train.ema_config`).
 
-use super::fused::{self, PIECE};
-use super::inplace::{self, Part};
-use super::kernels::for_every_unit;
+use super::fused::{self, CHUNK_LEN};
+use super::inplace::{self, ElementsMut};
+use super::kernels::multiversion;
 use super::state_tensor::StateTensor;
 use super::{OptimError, Param};
 use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 
-/// Shadow weights. ai-toolkit saves and samples with these.
+/// The shadow weights of an exponential moving average. ai-toolkit saves them and samples with them.
 ///
 /// After every optimizer step: `shadow <- shadow - (1 - decay) * (shadow - param)`, with a constant decay, as
 /// ai-toolkit configures it.
@@ -20,12 +20,12 @@ pub struct Ema {
     updates: u64,
     params: Vec<Param>,
     shadow: Vec<StateTensor>,
-    /// What training goes on with, while the shadow weights are swapped in.
-    parked: Option<Vec<Tensor>>,
+    /// The weights of the training, while the shadow weights are swapped in.
+    training_weights: Option<Vec<Tensor>>,
 }
 
 impl Ema {
-    /// Starts from the parameters as they are.
+    /// Creates an average that starts with the current parameters.
     ///
     /// # Errors
     /// When the device fails.
@@ -41,12 +41,12 @@ impl Ema {
             updates: 0,
             params,
             shadow,
-            parked: None,
+            training_weights: None,
         })
     }
 
-    /// Takes in the parameters after an optimizer step. With `use_feedback` the parameters are pulled towards the
-    /// shadow weights by ten times that difference; `param_multiplier` scales them (1 = off).
+    /// Updates the shadow weights after an optimizer step. With `use_feedback` the parameters move towards the shadow
+    /// weights by ten times the shadow's step; `param_multiplier` scales the parameters (1 = off).
     ///
     /// # Errors
     /// When the device fails.
@@ -54,11 +54,11 @@ impl Ema {
         self.updates += 1;
         let one_minus_decay = 1.0 - self.decay;
         for (param, shadow) in self.params.iter().zip(&mut self.shadow) {
-            if fused::takes(param) {
-                let pull = if self.use_feedback { 10.0 } else { 0.0 };
-                let by = [one_minus_decay as f32, pull, self.param_multiplier as f32];
-                let tensors = [shadow.own()?, param.var.as_tensor()];
-                inplace::with(&tensors, |parts| in_pieces(parts, by))?;
+            if fused::is_supported(param) {
+                let feedback = if self.use_feedback { 10.0 } else { 0.0 };
+                let factors = [one_minus_decay as f32, feedback, self.param_multiplier as f32];
+                let tensors = [shadow.make_mut()?, param.var.as_tensor()];
+                inplace::with_elements_mut(&tensors, |elements| update_in_chunks(elements, factors))?;
                 continue;
             }
             let p = param.var.as_tensor().detach();
@@ -78,49 +78,49 @@ impl Ema {
         Ok(())
     }
 
-    /// Swaps the shadow weights in. Does nothing when they are in already.
+    /// Copies the shadow weights into the parameters. Does nothing if that was done already.
     ///
     /// # Errors
     /// When the device fails.
     pub fn swap_in(&mut self) -> Result<(), OptimError> {
-        if self.parked.is_none() {
-            let mut parked = Vec::with_capacity(self.params.len());
+        if self.training_weights.is_none() {
+            let mut training_weights = Vec::with_capacity(self.params.len());
             for (param, shadow) in self.params.iter().zip(&self.shadow) {
-                parked.push(param.var.as_tensor().detach().copy()?);
+                training_weights.push(param.var.as_tensor().detach().copy()?);
                 param.var.set(shadow.get())?;
             }
-            self.parked = Some(parked);
+            self.training_weights = Some(training_weights);
         }
         Ok(())
     }
 
-    /// Puts the training weights back.
+    /// Restores the training weights.
     ///
     /// # Errors
     /// When the device fails.
     pub fn swap_out(&mut self) -> Result<(), OptimError> {
-        if let Some(parked) = self.parked.take() {
-            for (param, value) in self.params.iter().zip(&parked) {
+        if let Some(training_weights) = self.training_weights.take() {
+            for (param, value) in self.params.iter().zip(&training_weights) {
                 param.var.set(value)?;
             }
         }
         Ok(())
     }
 
-    /// Shadow weights under the parameters' names, and the number of updates so far.
+    /// The shadow weights by the names of the parameters, and the number of updates so far.
     #[must_use]
     pub fn state(&self) -> (BTreeMap<String, Tensor>, u64) {
         (
             self.params
                 .iter()
                 .map(|p| p.name.clone())
-                .zip(self.shadow.iter().map(StateTensor::lend))
+                .zip(self.shadow.iter().map(StateTensor::snapshot))
                 .collect(),
             self.updates,
         )
     }
 
-    /// Takes back what [`Ema::state`] gave.
+    /// Loads what [`Ema::state`] returned.
     ///
     /// # Errors
     /// When a tensor is missing or has another shape.
@@ -134,7 +134,7 @@ impl Ema {
                     OptimError::State(format!("EMA of \"{}\" is missing or has another shape", param.name))
                 })?;
             let t = t.to_dtype(DType::F32)?.to_device(param.var.device())?.contiguous()?;
-            shadow.push(StateTensor::borrowed(t));
+            shadow.push(StateTensor::shared(t));
         }
         self.shadow = shadow;
         self.updates = updates;
@@ -142,38 +142,38 @@ impl Ema {
     }
 }
 
-/// The shadow, then the weights, piece by piece.
-fn in_pieces(parts: Vec<Part<'_>>, by: [f32; 3]) {
-    let mut parts = parts.into_iter().map(Part::f32);
-    let (Some(shadow), Some(p)) = (parts.next(), parts.next()) else {
+/// Updates the shadow weights (`elements[0]`) and the parameters (`elements[1]`) in parallel chunks.
+fn update_in_chunks(elements: Vec<ElementsMut<'_>>, factors: [f32; 3]) {
+    let mut elements = elements.into_iter().map(ElementsMut::f32);
+    let (Some(shadow), Some(p)) = (elements.next(), elements.next()) else {
         return;
     };
-    let stays = by[1..] == [0.0, 1.0];
-    let pieces = shadow.par_chunks_mut(PIECE).zip(p.par_chunks_mut(PIECE));
-    pieces.for_each(|(shadow, p)| {
-        if stays {
-            follow(shadow, p, by[0])
+    let params_unchanged = factors[1..] == [0.0, 1.0];
+    let chunks = shadow.par_chunks_mut(CHUNK_LEN).zip(p.par_chunks_mut(CHUNK_LEN));
+    chunks.for_each(|(shadow, p)| {
+        if params_unchanged {
+            update_shadow(shadow, p, factors[0])
         } else {
-            pull(shadow, p, by)
+            update_with_feedback(shadow, p, factors)
         }
     });
 }
 
-for_every_unit! {
-    fn follow(shadow: &mut [f32], p: &[f32], one_minus_decay: f32) {
+multiversion! {
+    fn update_shadow(shadow: &mut [f32], p: &[f32], one_minus_decay: f32) {
         for (shadow, p) in shadow.iter_mut().zip(p) {
             *shadow -= (*shadow - p) * one_minus_decay;
         }
     }
 }
 
-for_every_unit! {
-    fn pull(shadow: &mut [f32], p: &mut [f32], by: [f32; 3]) {
-        let [one_minus_decay, pull, multiplier] = by;
+multiversion! {
+    fn update_with_feedback(shadow: &mut [f32], p: &mut [f32], factors: [f32; 3]) {
+        let [one_minus_decay, feedback, multiplier] = factors;
         for (shadow, p) in shadow.iter_mut().zip(p) {
             let step = (*shadow - *p) * one_minus_decay;
             *shadow -= step;
-            *p = (*p + step * pull) * multiplier;
+            *p = (*p + step * feedback) * multiplier;
         }
     }
 }

@@ -1,10 +1,9 @@
-//! An update in one pass over memory: a piece of the parameter, of its gradient and of its running means is taken, all of
-//! the arithmetic done with it, and the next piece taken. Pieces are of a fixed size and do not look at each other, so
-//! that the result does not depend on how many threads there are.
+//! Fused optimizer steps on the CPU: one pass over the parameter, its gradient and its moments, chunk by chunk. Chunks
+//! have a fixed length and are independent of each other, so that the result does not depend on the number of threads.
 
-use super::blockwise::{BLOCK, Map, decode, encode};
-use super::inplace::{self, Part};
-use super::kernels::prefetch;
+use super::blockwise::{BLOCK, QuantMap, decode, encode};
+use super::inplace::{self, ElementsMut};
+use super::kernels;
 use super::moment::Moment;
 use super::state_tensor::StateTensor;
 use super::{OptimError, Param};
@@ -12,243 +11,264 @@ use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Elements that one thread takes at a time: whole blocks of 8-bit state.
-pub(super) const PIECE: usize = 64 * BLOCK;
-/// Elements of 8-bit state that are unpacked at a time.
+/// Elements per task: whole blocks of 8-bit state.
+pub(super) const CHUNK_LEN: usize = 64 * BLOCK;
+/// Elements of 8-bit state that are dequantised at a time.
 const BURST: usize = 2 * BLOCK;
 
-/// The elements of a running mean.
-pub(super) enum Mean<'a> {
-    /// In float32.
-    Full(&'a mut [f32]),
-    /// In 8 bits: codes and scales.
-    Blocks(&'static Map, &'a mut [u8], &'a mut [f32]),
+/// The elements of a moment, or a contiguous part of them.
+pub(super) enum MomentMut<'a> {
+    /// float32.
+    Float32(&'a mut [f32]),
+    /// 8 bits: the codes and the scales of their blocks.
+    EightBit(&'static QuantMap, &'a mut [u8], &'a mut [f32]),
 }
 
-impl<'a> Mean<'a> {
-    /// The next elements: as many, whole blocks, or the rest.
-    pub(super) fn take(&mut self, count: usize) -> Self {
+impl<'a> MomentMut<'a> {
+    /// Splits off the next `count` elements (whole blocks), or all that are left.
+    pub(super) fn split_front(&mut self, count: usize) -> Self {
         match self {
-            Self::Full(numbers) => Self::Full(take(numbers, count)),
-            Self::Blocks(map, codes, absmax) => {
-                Self::Blocks(map, take(codes, count), take(absmax, count.div_ceil(BLOCK)))
-            }
+            Self::Float32(numbers) => Self::Float32(split_front(numbers, count)),
+            Self::EightBit(quant_map, codes, absmax) => Self::EightBit(
+                quant_map,
+                split_front(codes, count),
+                split_front(absmax, count.div_ceil(BLOCK)),
+            ),
         }
     }
 
-    fn unpack(&self, out: &mut [f32]) {
+    fn dequantize_into(&self, out: &mut [f32]) {
         match self {
-            Self::Full(numbers) => out.copy_from_slice(numbers),
-            Self::Blocks(map, codes, absmax) => decode(map, codes, absmax, out),
+            Self::Float32(numbers) => out.copy_from_slice(numbers),
+            Self::EightBit(quant_map, codes, absmax) => decode(quant_map, codes, absmax, out),
         }
     }
 
-    fn pack(&mut self, from: &[f32], soon: &[f32]) {
+    fn quantize_from(&mut self, from: &[f32], next: &[f32]) {
         match self {
-            Self::Full(numbers) => numbers.copy_from_slice(from),
-            Self::Blocks(map, codes, absmax) => encode(map, from, codes, absmax, soon),
+            Self::Float32(numbers) => numbers.copy_from_slice(from),
+            Self::EightBit(quant_map, codes, absmax) => encode(quant_map, from, codes, absmax, next),
         }
     }
 
-    fn full(self) -> Option<&'a mut [f32]> {
+    fn into_f32(self) -> Option<&'a mut [f32]> {
         match self {
-            Self::Full(numbers) => Some(numbers),
-            Self::Blocks(..) => None,
+            Self::Float32(numbers) => Some(numbers),
+            Self::EightBit(..) => None,
         }
     }
 
-    fn soon(&self, count: usize) {
-        if let Self::Blocks(_, codes, _) = self {
-            prefetch(&codes[..count.min(codes.len())]);
+    fn prefetch(&self, count: usize) {
+        if let Self::EightBit(_, codes, _) = self {
+            kernels::prefetch(&codes[..count.min(codes.len())]);
         }
     }
 }
 
-/// The first elements of a slice, which keeps the others.
-pub(super) fn take<'a, T>(from: &mut &'a mut [T], count: usize) -> &'a mut [T] {
+/// Splits off the first `count` elements of a slice, or all of them; the slice keeps the rest.
+pub(super) fn split_front<'a, T>(from: &mut &'a mut [T], count: usize) -> &'a mut [T] {
     let all = std::mem::take(from);
     let (first, rest) = all.split_at_mut(count.min(all.len()));
     *from = rest;
     first
 }
 
-/// Whether a parameter is updated here, and not by the tensor library's operations.
-pub(super) fn takes(param: &Param) -> bool {
-    param.var.dtype() == DType::F32 && inplace::possible(param.var.as_tensor())
+/// Whether the fused code can update a parameter. Otherwise candle's operations do.
+pub(super) fn is_supported(param: &Param) -> bool {
+    param.var.dtype() == DType::F32 && inplace::is_supported(param.var.as_tensor())
 }
 
-/// Runs `kernel` on pieces of a parameter, its gradient and its means, which it changes. Only for what it [`takes`].
+/// Runs `kernel` on chunks of a parameter, its gradient and its moments. The kernel changes the parameter and the
+/// moments. Only for supported parameters (see [`is_supported`]).
 pub(super) fn update<const N: usize>(
     param: &Param,
     grad: &Tensor,
-    means: [&mut Moment; N],
+    moments: [&mut Moment; N],
     kernel: impl Fn(&mut [f32], &[f32], [&mut [f32]; N]) + Sync,
 ) -> Result<(), OptimError> {
-    run(param, grad, means, true, kernel)
+    run(param, grad, moments, true, kernel)
 }
 
-/// [`update`] with a kernel that leaves the means as they are: they are read, and in 8 bits not written again.
-pub(super) fn apply<const N: usize>(
+/// As [`update`], for a kernel that does not change the moments: 8-bit moments are not quantised again.
+pub(super) fn update_with_fixed_moments<const N: usize>(
     param: &Param,
     grad: &Tensor,
-    means: [&mut Moment; N],
+    moments: [&mut Moment; N],
     kernel: impl Fn(&mut [f32], &[f32], [&mut [f32]; N]) + Sync,
 ) -> Result<(), OptimError> {
-    run(param, grad, means, false, kernel)
+    run(param, grad, moments, false, kernel)
 }
 
 fn run<const N: usize>(
     param: &Param,
     grad: &Tensor,
-    means: [&mut Moment; N],
-    packs: bool,
+    moments: [&mut Moment; N],
+    writes_moments: bool,
     kernel: impl Fn(&mut [f32], &[f32], [&mut [f32]; N]) + Sync,
 ) -> Result<(), OptimError> {
     let p = param.var.as_tensor();
-    let grad = inplace::gradient(grad, p)?;
-    inplace::read(&grad, |g| {
-        with([p], means, |[p], means| {
-            in_pieces(Piece { p, g, means, packs }, &kernel)
+    let grad = inplace::readable_gradient(grad, p)?;
+    inplace::with_f32(&grad, |g| {
+        with_slices([p], moments, |[p], moments| {
+            run_in_chunks(
+                Chunk {
+                    p,
+                    g,
+                    moments,
+                    writes_moments,
+                },
+                &kernel,
+            )
         })
     })?
 }
 
-/// Calls `f` with the elements of float32 tensors and of means, to change them. Only for tensors that are not the same and
-/// for which this is [`inplace::possible`].
-pub(super) fn with<const T: usize, const N: usize, R>(
+/// Calls `f` with the elements of float32 tensors and of moments, to change them. No two tensors may share their
+/// storage, and every one must be supported (see [`inplace::is_supported`]).
+pub(super) fn with_slices<const T: usize, const N: usize, R>(
     tensors: [&Tensor; T],
-    means: [&mut Moment; N],
-    f: impl FnOnce([&mut [f32]; T], [Mean<'_>; N]) -> R,
+    moments: [&mut Moment; N],
+    f: impl FnOnce([&mut [f32]; T], [MomentMut<'_>; N]) -> R,
 ) -> Result<R, OptimError> {
     let mut all = tensors.to_vec();
-    let mut maps = [None; N];
-    for (mean, map) in means.into_iter().zip(&mut maps) {
-        match mean {
-            Moment::Full(numbers) => all.push(numbers.own()?),
-            Moment::Blocks(blocks) => {
-                *map = Some(blocks.map);
-                all.push(blocks.codes.own()?);
-                all.push(blocks.absmax.own()?);
+    let mut quant_maps = [None; N];
+    for (moment, quant_map) in moments.into_iter().zip(&mut quant_maps) {
+        match moment {
+            Moment::Float32(tensor) => all.push(tensor.make_mut()?),
+            Moment::EightBit(blocks) => {
+                *quant_map = Some(blocks.quant_map);
+                all.push(blocks.codes.make_mut()?);
+                all.push(blocks.absmax.make_mut()?);
             }
         }
     }
-    Ok(inplace::with(&all, |parts| {
-        let mut parts = parts.into_iter();
-        let mut next = || parts.next().unwrap_or(Part::F32(&mut []));
+    Ok(inplace::with_elements_mut(&all, |elements| {
+        let mut elements = elements.into_iter();
+        let mut next = || elements.next().unwrap_or(ElementsMut::F32(&mut []));
         let tensors = std::array::from_fn(|_| next().f32());
-        let means = maps.map(|map| match map {
-            None => Mean::Full(next().f32()),
-            Some(map) => Mean::Blocks(map, next().u8(), next().f32()),
+        let moments = quant_maps.map(|quant_map| match quant_map {
+            None => MomentMut::Float32(next().f32()),
+            Some(quant_map) => MomentMut::EightBit(quant_map, next().u8(), next().f32()),
         });
-        f(tensors, means)
+        f(tensors, moments)
     })?)
 }
 
-/// Runs `kernel` on pieces of a parameter, of a tensor like it, to be read, and of a tensor of its state; gives what it made
-/// of each piece, in their order. Only for what it [`takes`].
-pub(super) fn beside<S: Send, R: Send>(
+/// Runs `kernel` on chunks of a parameter, of an input of the same shape and of a state tensor. Returns the kernel's
+/// results in the order of the chunks. Only for supported parameters (see [`is_supported`]).
+pub(super) fn map_with_state<S: Send, R: Send>(
     param: &Param,
-    read: &Tensor,
+    input: &Tensor,
     state: &mut StateTensor,
-    part: fn(Part<'_>) -> &mut [S],
+    select: fn(ElementsMut<'_>) -> &mut [S],
     kernel: impl Fn(&mut [f32], &[f32], &mut [S]) -> R + Sync,
 ) -> Result<Vec<R>, OptimError> {
     let p = param.var.as_tensor();
-    let read = inplace::gradient(read, p)?;
-    let state = state.own()?;
-    Ok(inplace::read(&read, |read| {
-        inplace::with(&[p, state], |parts| {
-            let mut parts = parts.into_iter();
-            let p = parts.next().map(Part::f32).unwrap_or_default();
-            let state = parts.next().map(part).unwrap_or_default();
-            let pieces = p.par_chunks_mut(PIECE).zip(read.par_chunks(PIECE));
-            let pieces = pieces.zip(state.par_chunks_mut(PIECE));
-            pieces.map(|((p, read), state)| kernel(p, read, state)).collect()
+    let input = inplace::readable_gradient(input, p)?;
+    let state = state.make_mut()?;
+    Ok(inplace::with_f32(&input, |input| {
+        inplace::with_elements_mut(&[p, state], |elements| {
+            let mut elements = elements.into_iter();
+            let p = elements.next().map(ElementsMut::f32).unwrap_or_default();
+            let state = elements.next().map(select).unwrap_or_default();
+            let chunks = p.par_chunks_mut(CHUNK_LEN).zip(input.par_chunks(CHUNK_LEN));
+            let chunks = chunks.zip(state.par_chunks_mut(CHUNK_LEN));
+            chunks.map(|((p, input), state)| kernel(p, input, state)).collect()
         })
     })??)
 }
 
-/// Runs `f` on the numbers of means, which it changes; where they are in 8 bits, a few at a time. `f` is told which of the
-/// `count` elements they are. Means that begin with a block.
-pub(super) fn unpacked<const N: usize>(
-    mut means: [Mean<'_>; N],
+/// Runs `f` on the values of moments, which it may change. Float32 moments are passed at once; 8-bit moments are
+/// dequantised a few blocks at a time. The first argument of `f` is the range of the elements. Each moment must start
+/// at a block.
+pub(super) fn for_each_dequantized<const N: usize>(
+    mut moments: [MomentMut<'_>; N],
     count: usize,
     mut f: impl FnMut(Range<usize>, [&mut [f32]; N]),
 ) {
-    if means.iter().all(|mean| matches!(mean, Mean::Full(_))) {
-        return f(0..count, means.map(|mean| mean.full().unwrap_or_default()));
+    if moments.iter().all(|moment| matches!(moment, MomentMut::Float32(_))) {
+        return f(0..count, moments.map(|moment| moment.into_f32().unwrap_or_default()));
     }
     let mut numbers = [[0f32; BURST]; N];
     for at in (0..count).step_by(BURST) {
-        let few = BURST.min(count - at);
-        let mut now = means.each_mut().map(|mean| mean.take(few));
-        for (mean, out) in now.iter().zip(&mut numbers) {
-            mean.unpack(&mut out[..few]);
+        let len = BURST.min(count - at);
+        let mut current = moments.each_mut().map(|moment| moment.split_front(len));
+        for (moment, out) in current.iter().zip(&mut numbers) {
+            moment.dequantize_into(&mut out[..len]);
         }
-        f(at..at + few, numbers.each_mut().map(|numbers| &mut numbers[..few]));
-        for (mean, from) in now.iter_mut().zip(&numbers) {
-            mean.pack(&from[..few], &[]);
+        f(at..at + len, numbers.each_mut().map(|numbers| &mut numbers[..len]));
+        for (moment, from) in current.iter_mut().zip(&numbers) {
+            moment.quantize_from(&from[..len], &[]);
         }
     }
 }
 
-struct Piece<'a, const N: usize> {
+struct Chunk<'a, const N: usize> {
     p: &'a mut [f32],
     g: &'a [f32],
-    means: [Mean<'a>; N],
-    /// Whether the kernel changes the means.
-    packs: bool,
+    moments: [MomentMut<'a>; N],
+    /// Whether the kernel changes the moments.
+    writes_moments: bool,
 }
 
-impl<const N: usize> Piece<'_, N> {
-    /// The next elements: as many, or the rest.
-    fn take(&mut self, count: usize) -> Self {
+impl<const N: usize> Chunk<'_, N> {
+    /// Splits off the next `count` elements, or all that are left.
+    fn split_front(&mut self, count: usize) -> Self {
         let (g, rest) = self.g.split_at(count.min(self.g.len()));
         self.g = rest;
         Self {
-            p: take(&mut self.p, count),
+            p: split_front(&mut self.p, count),
             g,
-            means: self.means.each_mut().map(|mean| mean.take(count)),
-            packs: self.packs,
+            moments: self.moments.each_mut().map(|moment| moment.split_front(count)),
+            writes_moments: self.writes_moments,
         }
     }
 
     fn run(mut self, kernel: &impl Fn(&mut [f32], &[f32], [&mut [f32]; N])) {
-        if self.means.iter().all(|mean| matches!(mean, Mean::Full(_))) {
-            let means = self.means.map(|mean| mean.full().unwrap_or_default());
-            return kernel(self.p, self.g, means);
+        if self
+            .moments
+            .iter()
+            .all(|moment| matches!(moment, MomentMut::Float32(_)))
+        {
+            let moments = self.moments.map(|moment| moment.into_f32().unwrap_or_default());
+            return kernel(self.p, self.g, moments);
         }
-        let mut unpacked = [[0f32; BURST]; N];
+        let mut values = [[0f32; BURST]; N];
         while !self.g.is_empty() {
-            let mut now = self.take(BURST);
-            // Arithmetic takes about as long as memory here: the next elements come while these are worked on.
-            let soon = BURST.min(self.g.len());
-            for (mean, out) in now.means.iter().zip(&mut unpacked) {
-                mean.unpack(&mut out[..now.g.len()]);
+            let mut current = self.split_front(BURST);
+            // Arithmetic and memory take about equally long: prefetch the next elements during the arithmetic.
+            let prefetch_len = BURST.min(self.g.len());
+            for (moment, out) in current.moments.iter().zip(&mut values) {
+                moment.dequantize_into(&mut out[..current.g.len()]);
             }
-            for mean in &self.means {
-                mean.soon(soon);
+            for moment in &self.moments {
+                moment.prefetch(prefetch_len);
             }
-            let few = now.g.len();
-            kernel(now.p, now.g, unpacked.each_mut().map(|mean| &mut mean[..few]));
-            if !self.packs {
+            let len = current.g.len();
+            kernel(current.p, current.g, values.each_mut().map(|moment| &mut moment[..len]));
+            if !self.writes_moments {
                 continue;
             }
-            let (p, g) = (&self.p[..soon], &self.g[..soon]);
-            for (at, (mean, from)) in now.means.iter_mut().zip(&unpacked).enumerate() {
-                mean.pack(&from[..few], if at == 0 { g } else { p });
+            let (p, g) = (&self.p[..prefetch_len], &self.g[..prefetch_len]);
+            for (at, (moment, from)) in current.moments.iter_mut().zip(&values).enumerate() {
+                moment.quantize_from(&from[..len], if at == 0 { g } else { p });
             }
             if N == 1 {
-                prefetch(p);
+                kernels::prefetch(p);
             }
         }
     }
 }
 
-fn in_pieces<const N: usize>(mut all: Piece<'_, N>, kernel: &(impl Fn(&mut [f32], &[f32], [&mut [f32]; N]) + Sync)) {
-    if all.g.len() <= PIECE {
+fn run_in_chunks<const N: usize>(
+    mut all: Chunk<'_, N>,
+    kernel: &(impl Fn(&mut [f32], &[f32], [&mut [f32]; N]) + Sync),
+) {
+    if all.g.len() <= CHUNK_LEN {
         return all.run(kernel);
     }
-    let pieces: Vec<_> = (0..all.g.len().div_ceil(PIECE)).map(|_| all.take(PIECE)).collect();
-    pieces.into_par_iter().for_each(|piece| piece.run(kernel));
+    let chunks: Vec<_> = (0..all.g.len().div_ceil(CHUNK_LEN))
+        .map(|_| all.split_front(CHUNK_LEN))
+        .collect();
+    chunks.into_par_iter().for_each(|chunk| chunk.run(kernel));
 }

@@ -1,21 +1,21 @@
-//! The elements of tensors on the CPU, changed where they lie.
+//! Access to the elements of CPU tensors as slices, to change them in place.
 
 use candle_core::{CpuStorage, DType, InplaceOp1, Layout, Result, Storage, Tensor};
 use half::f16;
 use std::cell::{Cell, RefCell};
 
-/// The elements of one tensor.
-pub(super) enum Part<'a> {
-    /// In float32.
+/// The elements of one contiguous tensor.
+pub(super) enum ElementsMut<'a> {
+    /// float32.
     F32(&'a mut [f32]),
-    /// In float16.
+    /// float16.
     F16(&'a mut [f16]),
-    /// Codes.
+    /// 8-bit codes.
     U8(&'a mut [u8]),
 }
 
-impl<'a> Part<'a> {
-    /// The numbers in float32; none if it holds something else.
+impl<'a> ElementsMut<'a> {
+    /// The float32 elements; an empty slice for another dtype.
     pub(super) fn f32(self) -> &'a mut [f32] {
         match self {
             Self::F32(numbers) => numbers,
@@ -23,7 +23,7 @@ impl<'a> Part<'a> {
         }
     }
 
-    /// The numbers in float16; none if it holds something else.
+    /// The float16 elements; an empty slice for another dtype.
     pub(super) fn f16(self) -> &'a mut [f16] {
         match self {
             Self::F16(numbers) => numbers,
@@ -31,7 +31,7 @@ impl<'a> Part<'a> {
         }
     }
 
-    /// The codes; none if it holds something else.
+    /// The 8-bit elements; an empty slice for another dtype.
     pub(super) fn u8(self) -> &'a mut [u8] {
         match self {
             Self::U8(codes) => codes,
@@ -40,68 +40,72 @@ impl<'a> Part<'a> {
     }
 }
 
-/// Whether a tensor's elements can be changed here, all of them one after the other.
-pub(super) fn possible(t: &Tensor) -> bool {
+/// Whether the tensor's elements can be accessed as one slice: a contiguous CPU tensor of a supported dtype.
+pub(super) fn is_supported(t: &Tensor) -> bool {
     #[cfg(test)]
-    if composed::asked_for() {
+    if force_tensor_ops::is_forced() {
         return false;
     }
     t.device().is_cpu() && matches!(t.dtype(), DType::F32 | DType::F16 | DType::U8) && t.is_contiguous()
 }
 
-/// Calls `f` with the elements of all these tensors, for which this is [`possible`] and which are different ones.
-/// Whoever shares a tensor's storage sees what becomes of it.
-pub(super) fn with<R>(tensors: &[&Tensor], f: impl FnOnce(Vec<Part<'_>>) -> R) -> Result<R> {
+/// Calls `f` with the elements of all these tensors, in order. Every tensor must be supported (see [`is_supported`]),
+/// and no two may share their storage. Other tensors that share a storage with one of them see the changes.
+pub(super) fn with_elements_mut<R>(tensors: &[&Tensor], f: impl FnOnce(Vec<ElementsMut<'_>>) -> R) -> Result<R> {
     let (f, mut out) = (Cell::new(Some(f)), None);
-    nested(tensors, Vec::with_capacity(tensors.len()), &mut |parts| {
+    with_nested(tensors, Vec::with_capacity(tensors.len()), &mut |elements| {
         if let Some(f) = f.take() {
-            out = Some(f(parts));
+            out = Some(f(elements));
         }
     })?;
-    out.ok_or_else(|| candle_core::Error::Msg("nothing was called".into()))
+    out.ok_or_else(|| candle_core::Error::Msg("the closure over the tensors' elements was not called".into()))
 }
 
-fn nested(tensors: &[&Tensor], before: Vec<Part<'_>>, f: &mut dyn FnMut(Vec<Part<'_>>)) -> Result<()> {
+fn with_nested(
+    tensors: &[&Tensor],
+    opened: Vec<ElementsMut<'_>>,
+    f: &mut dyn FnMut(Vec<ElementsMut<'_>>),
+) -> Result<()> {
     let Some((first, rest)) = tensors.split_first() else {
-        f(before);
+        f(opened);
         return Ok(());
     };
     let mut result = Ok(());
-    first.inplace_op1(&Change(RefCell::new(Some(|part: Part<'_>| {
-        let mut all: Vec<Part<'_>> = before;
-        all.push(part);
-        result = nested(rest, all, f);
+    first.inplace_op1(&ElementsOp(RefCell::new(Some(|elements: ElementsMut<'_>| {
+        let mut all: Vec<ElementsMut<'_>> = opened;
+        all.push(elements);
+        result = with_nested(rest, all, f);
     }))))?;
     result
 }
 
-struct Change<F>(RefCell<Option<F>>);
+struct ElementsOp<F>(RefCell<Option<F>>);
 
-impl<F: FnOnce(Part<'_>)> InplaceOp1 for Change<F> {
+impl<F: FnOnce(ElementsMut<'_>)> InplaceOp1 for ElementsOp<F> {
     fn name(&self) -> &'static str {
-        "change"
+        "elements"
     }
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
         let Some((start, end)) = layout.contiguous_offsets() else {
             candle_core::bail!("expected a contiguous tensor");
         };
-        let short = || candle_core::Error::Msg("layout exceeds storage".into());
-        let part = match storage {
-            CpuStorage::F32(all) => Part::F32(all.get_mut(start..end).ok_or_else(short)?),
-            CpuStorage::F16(all) => Part::F16(all.get_mut(start..end).ok_or_else(short)?),
-            CpuStorage::U8(all) => Part::U8(all.get_mut(start..end).ok_or_else(short)?),
+        let too_short = || candle_core::Error::Msg("layout exceeds storage".into());
+        let elements = match storage {
+            CpuStorage::F32(all) => ElementsMut::F32(all.get_mut(start..end).ok_or_else(too_short)?),
+            CpuStorage::F16(all) => ElementsMut::F16(all.get_mut(start..end).ok_or_else(too_short)?),
+            CpuStorage::U8(all) => ElementsMut::U8(all.get_mut(start..end).ok_or_else(too_short)?),
             _ => candle_core::bail!("expected f32, f16 or u8"),
         };
         if let Some(f) = self.0.borrow_mut().take() {
-            f(part);
+            f(elements);
         }
         Ok(())
     }
 }
 
-/// Calls `f` with the elements of a float32 tensor for which this is [`possible`].
-pub(super) fn read<R>(t: &Tensor, f: impl FnOnce(&[f32]) -> R) -> Result<R> {
+/// Calls `f` with the elements of a contiguous float32 tensor on the CPU.
+pub(super) fn with_f32<R>(t: &Tensor, f: impl FnOnce(&[f32]) -> R) -> Result<R> {
     let (storage, layout) = t.storage_and_layout();
     match (&*storage, layout.contiguous_offsets()) {
         (Storage::Cpu(CpuStorage::F32(all)), Some((start, end))) => match all.get(start..end) {
@@ -112,33 +116,33 @@ pub(super) fn read<R>(t: &Tensor, f: impl FnOnce(&[f32]) -> R) -> Result<R> {
     }
 }
 
-/// A gradient as it can be read while `changed` is changed: in float32, in order, and in a place of its own.
-pub(super) fn gradient(grad: &Tensor, changed: &Tensor) -> Result<Tensor> {
-    let place = |t: &Tensor| std::ptr::from_ref::<Storage>(&t.storage_and_layout().0).addr();
+/// Converts a gradient to a contiguous float32 tensor that does not share its storage with `param`.
+pub(super) fn readable_gradient(grad: &Tensor, param: &Tensor) -> Result<Tensor> {
+    let address = |t: &Tensor| std::ptr::from_ref::<Storage>(&t.storage_and_layout().0).addr();
     let grad = grad.to_dtype(DType::F32)?.contiguous()?.detach();
-    if place(&grad) == place(changed) {
+    if address(&grad) == address(param) {
         grad.copy()
     } else {
         Ok(grad)
     }
 }
 
-/// For tests: everything by the library's own operations, as on other devices.
+/// For tests: disables the in-place code, so that candle's operations run as on other devices.
 #[cfg(test)]
-pub(super) mod composed {
+pub(super) mod force_tensor_ops {
     use std::cell::Cell;
 
-    thread_local!(static ASKED_FOR: Cell<bool> = const { Cell::new(false) });
+    thread_local!(static FORCED: Cell<bool> = const { Cell::new(false) });
 
-    pub(in super::super) fn asked_for() -> bool {
-        ASKED_FOR.get()
+    pub(in super::super) fn is_forced() -> bool {
+        FORCED.get()
     }
 
-    /// Runs `f` so, in this thread.
-    pub(in super::super) fn only<R>(f: impl FnOnce() -> R) -> R {
-        ASKED_FOR.set(true);
+    /// Runs `f` with the in-place code disabled in this thread.
+    pub(in super::super) fn run<R>(f: impl FnOnce() -> R) -> R {
+        FORCED.set(true);
         let out = f();
-        ASKED_FOR.set(false);
+        FORCED.set(false);
         out
     }
 }

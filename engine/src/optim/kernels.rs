@@ -1,12 +1,12 @@
-//! Inner loops over plain slices, compiled for each kind of vector unit and chosen when they run. They multiply and add
-//! in two roundings everywhere, so that every CPU gives the same bits.
+//! Inner loops over slices, compiled once per instruction set and dispatched at run time. A multiplication and an
+//! addition round separately (no fused multiply-add), so that every CPU gives the same bits.
 
 use std::mem::MaybeUninit;
 
-/// Compiles a function three times: for AVX-512, for AVX2, and for whatever there is.
-macro_rules! for_every_unit {
-    ($(#[$about:meta])* $vis:vis fn $name:ident($($arg:ident: $kind:ty),* $(,)?) $(-> $out:ty)? $body:block) => {
-        $(#[$about])*
+/// Function multiversioning: compiles a function for AVX-512, for AVX2 and for the baseline CPU.
+macro_rules! multiversion {
+    ($(#[$doc:meta])* $vis:vis fn $name:ident($($arg:ident: $kind:ty),* $(,)?) $(-> $out:ty)? $body:block) => {
+        $(#[$doc])*
         $vis fn $name($($arg: $kind),*) $(-> $out)? {
             #[inline(always)]
             fn body($($arg: $kind),*) $(-> $out)? $body
@@ -22,9 +22,11 @@ macro_rules! for_every_unit {
                     body($($arg),*)
                 }
                 match $crate::nn::cpu::unit() {
-                    #[expect(unsafe_code, reason = "the CPU was asked whether it has these instructions")]
+                    #[expect(unsafe_code, reason = "calls a function with AVX-512 enabled")]
+                    // SAFETY: the result is `Avx512` only if the CPU has the instructions that `avx512` enables.
                     $crate::nn::cpu::Unit::Avx512 => return unsafe { avx512($($arg),*) },
-                    #[expect(unsafe_code, reason = "the CPU was asked whether it has these instructions")]
+                    #[expect(unsafe_code, reason = "calls a function with AVX2 enabled")]
+                    // SAFETY: the result is `Avx2` only if the CPU has the instructions that `avx2` enables.
                     $crate::nn::cpu::Unit::Avx2 => return unsafe { avx2($($arg),*) },
                     $crate::nn::cpu::Unit::Plain => {}
                 }
@@ -33,11 +35,11 @@ macro_rules! for_every_unit {
         }
     };
 }
-pub(super) use for_every_unit;
+pub(super) use multiversion;
 
-for_every_unit! {
-    /// The sum of the squares, in 64 sums beside each other.
-    pub(super) fn squares(x: &[f32]) -> f64 {
+multiversion! {
+    /// The sum of the squares, accumulated in 64 partial sums.
+    pub(super) fn sum_of_squares(x: &[f32]) -> f64 {
         let (rows, rest) = x.as_chunks::<64>();
         let mut sums = [0f32; 64];
         for row in rows {
@@ -52,16 +54,16 @@ for_every_unit! {
     }
 }
 
-for_every_unit! {
-    /// All numbers times a factor.
-    pub(super) fn scaled(x: &[f32], factor: f32, out: &mut [MaybeUninit<f32>]) {
+multiversion! {
+    /// Writes `x * factor` to `out`.
+    pub(super) fn scale_into(x: &[f32], factor: f32, out: &mut [MaybeUninit<f32>]) {
         for (out, x) in out.iter_mut().zip(x) {
             out.write(x * factor);
         }
     }
 }
 
-/// Tells the CPU that these elements are wanted soon.
+/// Prefetches all cache lines of a slice.
 #[inline(always)]
 pub(super) fn prefetch<T>(x: &[T]) {
     for line in x.chunks(64 / size_of::<T>()) {
@@ -69,15 +71,14 @@ pub(super) fn prefetch<T>(x: &[T]) {
     }
 }
 
-/// Tells the CPU that what is there is wanted soon, if there is something.
+/// Prefetches the cache line of element `at`, if it exists.
 #[inline(always)]
 pub(super) fn prefetch_at<T>(x: &[T], at: usize) {
     #[cfg(target_arch = "x86_64")]
     if let Some(x) = x.get(at) {
-        #[expect(
-            unsafe_code,
-            reason = "the address is that of an element; the instruction only hints"
-        )]
+        #[expect(unsafe_code, reason = "the prefetch instruction takes a raw pointer")]
+        // SAFETY: the pointer comes from a reference, and a prefetch is a hint that accesses no memory. SSE is part of
+        // every x86-64 CPU.
         unsafe {
             use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
             _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(x).cast());

@@ -1,12 +1,13 @@
-//! Optimizers whose whole state can be saved, learning-rate schedules, gradient clipping and EMA.
+//! Optimizers, learning-rate schedules, gradient clipping and EMA. The whole state of an optimizer can be saved.
 //!
-//! Everything here follows its reference (torch, bitsandbytes, lion-pytorch, prodigyopt, ai-toolkit) to the order of its
-//! operations, so that a run can be compared step by step. Fixtures: `tests/reference/make_optim.py`, `make_optim8.py`,
-//! `make_optim_toolkit.py`.
+//! Every optimizer does its operations in the order of its reference (torch, bitsandbytes, lion-pytorch, prodigyopt,
+//! ai-toolkit), so that a run can be compared step by step. Fixtures: `tests/reference/make_optim.py`,
+//! `make_optim8.py`, `make_optim_toolkit.py`.
 //!
-//! On the CPU an update is one pass over memory, in place and on all threads (`fused`, `inplace`, `kernels`; two
-//! passes for Prodigy, which must know `d` first); on other devices it is composed of the tensor library's operations,
-//! and so is everywhere what Adafactor and the automagics share (`factored`), and D-Adaptation. Tests compare the two.
+//! On the CPU an update is one pass over memory, in place and on all threads (`fused`, `inplace`, `kernels`). Prodigy
+//! needs two passes, because it must know `d` first. Other devices use candle's operations; tests compare both ways.
+//! D-Adaptation uses candle's operations on every device. The second moment that Adafactor and the automagics share
+//! (`factored`) has CPU kernels for tensors of two or more dimensions (`factored_kernels`).
 
 mod adafactor;
 mod adagrad;
@@ -20,7 +21,7 @@ mod clip;
 mod dadaptation;
 mod ema;
 mod factored;
-mod factored_pass;
+mod factored_kernels;
 mod fused;
 mod inplace;
 mod kernels;
@@ -32,7 +33,7 @@ mod schedule;
 mod state_tensor;
 
 pub use adamw::{Adam, AdamParams};
-pub use clip::{clip_factor, clip_grad_norm, norm_of, scaled_by, sum_of_squares};
+pub use clip::{clip_factor, clip_grad_norm, global_norm, scale_gradient, sum_of_squares};
 pub use ema::Ema;
 pub use moment::Precision;
 pub use schedule::{Schedule, ScheduleParams};
@@ -50,9 +51,9 @@ pub enum OptimError {
     Unknown {
         /// `optimizer` or `lr_scheduler`.
         key: &'static str,
-        /// What was written.
+        /// The value in the config.
         value: String,
-        /// What could have been written.
+        /// The supported values.
         known: String,
     },
     /// A parameter of an optimizer or schedule is wrong.
@@ -73,7 +74,7 @@ pub enum OptimError {
     Tensor(#[from] candle_core::Error),
 }
 
-/// A trainable tensor under its name. The order of a parameter list decides the order of every sum over it.
+/// A trainable tensor and its name. Sums over parameters are computed in the order of the parameter list.
 #[derive(Clone, Debug)]
 pub struct Param {
     /// The name under which its state is saved.
@@ -82,7 +83,7 @@ pub struct Param {
     pub var: Var,
 }
 
-/// Gradients in the order of the parameters; `None` where a parameter took no part.
+/// Gradients in the order of the parameters; `None` for a parameter that has no gradient in this step.
 pub type Grads = Vec<Option<Tensor>>;
 
 /// One update rule over a list of parameters.
@@ -93,47 +94,47 @@ pub trait Optimizer: Send {
     /// When the number of gradients is wrong or the device fails.
     fn step(&mut self, grads: &Grads, lr: f64) -> Result<(), OptimError>;
 
-    /// The whole state as named tensors, to be saved beside the weights.
+    /// Returns the whole state as named tensors; a checkpoint stores them next to the weights.
     ///
     /// # Errors
     /// When the device fails.
     fn state(&self) -> Result<BTreeMap<String, Tensor>, OptimError>;
 
-    /// Takes back what [`Optimizer::state`] gave.
+    /// Loads a state that [`Optimizer::state`] returned.
     ///
     /// # Errors
-    /// When a tensor is missing, is one too many, or has another shape or type.
+    /// When a tensor is missing or unexpected, or has another shape or dtype.
     fn load_state(&mut self, state: &BTreeMap<String, Tensor>) -> Result<(), OptimError>;
 
-    /// The learning rate to show, where the schedule asks for `lr`: optimizers that find their own tell it.
+    /// The learning rate to report when the schedule gives `lr`. Optimizers that adapt the rate report their own.
     ///
     /// # Errors
     /// When the device fails.
-    fn shown_lr(&self, lr: f64) -> Result<f64, OptimError> {
+    fn effective_lr(&self, lr: f64) -> Result<f64, OptimError> {
         Ok(lr)
     }
 
-    /// Whether gradients are clipped by their global norm before they come here.
-    fn wants_clipping(&self) -> bool {
+    /// Whether the trainer clips gradients by their global norm before it calls [`Optimizer::step`].
+    fn uses_gradient_clipping(&self) -> bool {
         true
     }
 
-    /// Whether a step of all parameters may be taken as a step of each, in any order, where the others have no gradient.
-    /// Not where something is found out over all of them.
+    /// Whether one step over all parameters equals one step per parameter, in any order, with `None` for the gradients
+    /// of the others. `false` for optimizers that compute a value over all parameters.
     fn separable(&self) -> bool {
         true
     }
 }
 
-/// What an optimizer is built from.
-struct Build {
-    /// Which one.
+/// The inputs of an optimizer's `build` function.
+struct OptimizerSpec {
+    /// The value of `train.optimizer`.
     name: OptimizerName,
-    /// What it trains.
+    /// The tensors to train.
     params: Vec<Param>,
-    /// Its parameters, found to be in order.
+    /// `train.optimizer_params`, validated.
     options: OptimizerParams,
-    /// `train.lr`, as [`base_lr`] reads it.
+    /// `train.lr` after [`base_lr`].
     lr: f64,
 }
 
@@ -155,7 +156,7 @@ pub fn build(
             problem,
         }
     })?;
-    let input = Build {
+    let spec = OptimizerSpec {
         name,
         params,
         options,
@@ -167,18 +168,18 @@ pub fn build(
         | OptimizerName::Adam8
         | OptimizerName::AdamW8
         | OptimizerName::Adam8Bit
-        | OptimizerName::AdamW8Bit => adamw::build(input),
-        OptimizerName::Lion | OptimizerName::Lion8Bit => lion::build(input),
-        OptimizerName::Adafactor => adafactor::build(input),
-        OptimizerName::Adagrad => adagrad::build(input),
-        OptimizerName::AdemaMix8Bit => ademamix::build(input),
-        OptimizerName::Automagic => automagic::build(input),
-        OptimizerName::Automagic2 => automagic2::build(input),
-        OptimizerName::Automagic3 => automagic3::build(input),
+        | OptimizerName::AdamW8Bit => adamw::build(spec),
+        OptimizerName::Lion | OptimizerName::Lion8Bit => lion::build(spec),
+        OptimizerName::Adafactor => adafactor::build(spec),
+        OptimizerName::Adagrad => adagrad::build(spec),
+        OptimizerName::AdemaMix8Bit => ademamix::build(spec),
+        OptimizerName::Automagic => automagic::build(spec),
+        OptimizerName::Automagic2 => automagic2::build(spec),
+        OptimizerName::Automagic3 => automagic3::build(spec),
         OptimizerName::DAdaptation | OptimizerName::DAdaptationAdam | OptimizerName::DAdaptationLion => {
-            dadaptation::build(input)
+            dadaptation::build(spec)
         }
-        OptimizerName::Prodigy | OptimizerName::Prodigy8Bit => prodigy::build(input),
+        OptimizerName::Prodigy | OptimizerName::Prodigy8Bit => prodigy::build(spec),
         other => Err(OptimError::Unknown {
             key: "optimizer",
             value: other.name().into(),
@@ -190,9 +191,9 @@ pub fn build(
     }
 }
 
-/// The learning rate that `train.lr` stands for, as in ai-toolkit. Prodigy and D-Adaptation want a factor about 1: what is
-/// below 0.1 was meant for another optimizer and becomes 1. The first two automagics want to begin low: what is above 1e-3
-/// becomes 1e-6.
+/// Converts `train.lr` to the learning rate that the optimizer uses, as ai-toolkit does. For Prodigy and D-Adaptation
+/// the rate is a factor near 1, so a value below 0.1 becomes 1. For Automagic and Automagic2 it is the initial rate, so
+/// a value above 1e-3 becomes 1e-6.
 #[must_use]
 pub fn base_lr(name: OptimizerName, lr: f64) -> f64 {
     use OptimizerName::*;
@@ -203,13 +204,13 @@ pub fn base_lr(name: OptimizerName, lr: f64) -> f64 {
     }
 }
 
-/// The mean of a list that is not empty.
-fn mean(of: &[f64]) -> Option<f64> {
-    (!of.is_empty()).then(|| of.iter().sum::<f64>() / of.len() as f64)
+/// The mean of the values, `None` without values.
+fn mean(values: &[f64]) -> Option<f64> {
+    (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
 }
 
-/// One gradient (or none) per parameter.
-fn one_each(grads: &Grads, params: &[Param]) -> Result<(), OptimError> {
+/// Checks that `grads` has one entry per parameter.
+fn check_grad_count(grads: &Grads, params: &[Param]) -> Result<(), OptimError> {
     if grads.len() == params.len() {
         return Ok(());
     }
@@ -222,7 +223,7 @@ fn one_each(grads: &Grads, params: &[Param]) -> Result<(), OptimError> {
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
-mod pass_tests;
+mod fused_tests;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod reference_tests;

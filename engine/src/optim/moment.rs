@@ -1,100 +1,100 @@
-//! A running mean that an optimizer keeps for a parameter, in float32 or in 8 bits.
+//! A moment of a parameter's gradients (`exp_avg`, `exp_avg_sq`), in float32 or blockwise quantised to 8 bits.
 
-use super::blockwise::{Blocks, Map, blocks};
-use super::saved::Saved;
+use super::blockwise::{BlockwiseTensor, QuantMap, block_count};
+use super::saved::SavedState;
 use super::state_tensor::StateTensor;
 use super::{OptimError, Param};
 use aitk_common::job::optimizer_params::OptimizerParams;
 use candle_core::{DType, Tensor};
 use std::collections::BTreeMap;
 
-/// How the means of a parameter are kept.
+/// The number format of an optimizer's moments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Precision {
-    /// In float32.
-    Full,
-    /// In 8 bits, except where a parameter has fewer elements than this (bitsandbytes' `min_8bit_size`).
-    Blocks {
-        /// Fewest elements for 8 bits.
-        from: usize,
+    /// float32.
+    Float32,
+    /// 8 bits, except for parameters with fewer than `min_size` elements (bitsandbytes' `min_8bit_size`).
+    EightBit {
+        /// The smallest number of elements that is quantised.
+        min_size: usize,
     },
 }
 
 impl Precision {
-    /// As the parameters of an 8-bit optimizer of bitsandbytes ask for it.
-    pub(super) fn eight_bits(options: &OptimizerParams) -> Self {
-        let from = options.whole("min_8bit_size", 4096);
-        Self::Blocks {
-            from: usize::try_from(from).unwrap_or(usize::MAX),
+    /// Reads `min_8bit_size` from the parameters of an 8-bit optimizer.
+    pub(super) fn eight_bit(options: &OptimizerParams) -> Self {
+        let min_size = options.whole("min_8bit_size", 4096);
+        Self::EightBit {
+            min_size: usize::try_from(min_size).unwrap_or(usize::MAX),
         }
     }
 }
 
-/// One running mean, of the shape of its parameter.
+/// One moment; it has the shape of its parameter.
 pub(super) enum Moment {
-    Full(StateTensor),
-    Blocks(Blocks),
+    Float32(StateTensor),
+    EightBit(BlockwiseTensor),
 }
 
 impl Moment {
-    /// All zero. `map`: the table for what may (or may not) be negative.
-    pub(super) fn zeros(param: &Param, precision: Precision, map: &'static Map) -> Result<Self, OptimError> {
+    /// A moment of zeros. `quant_map` is the table for 8 bits, signed or unsigned.
+    pub(super) fn zeros(param: &Param, precision: Precision, quant_map: &'static QuantMap) -> Result<Self, OptimError> {
         let (shape, device) = (param.var.shape(), param.var.device());
         Ok(match precision {
-            Precision::Blocks { from } if shape.elem_count() >= from => {
-                Self::Blocks(Blocks::zeros(map, shape, device)?)
+            Precision::EightBit { min_size } if shape.elem_count() >= min_size => {
+                Self::EightBit(BlockwiseTensor::zeros(quant_map, shape, device)?)
             }
-            _ => Self::Full(StateTensor::new(Tensor::zeros(shape, DType::F32, device)?)),
+            _ => Self::Float32(StateTensor::new(Tensor::zeros(shape, DType::F32, device)?)),
         })
     }
 
-    /// In float32.
-    pub(super) fn read(&self) -> Result<Tensor, OptimError> {
+    /// The values in float32.
+    pub(super) fn to_f32(&self) -> Result<Tensor, OptimError> {
         Ok(match self {
-            Self::Full(kept) => kept.get().clone(),
-            Self::Blocks(blocks) => blocks.read()?,
+            Self::Float32(tensor) => tensor.get().clone(),
+            Self::EightBit(blocks) => blocks.dequantize()?,
         })
     }
 
-    /// Takes the new mean.
-    pub(super) fn write(&mut self, value: Tensor) -> Result<(), OptimError> {
+    /// Replaces the values, and quantises them if the moment is in 8 bits.
+    pub(super) fn set(&mut self, value: Tensor) -> Result<(), OptimError> {
         match self {
-            Self::Full(kept) => kept.set(value),
-            Self::Blocks(blocks) => blocks.write(&value)?,
+            Self::Float32(tensor) => tensor.set(value),
+            Self::EightBit(blocks) => blocks.quantize(&value)?,
         }
         Ok(())
     }
 
-    /// Under `name`; in 8 bits under `name.codes` and `name.absmax`.
+    /// Adds the tensors to `out`: `name`, or in 8 bits `name.codes` and `name.absmax`.
     pub(super) fn save(&self, name: &str, out: &mut BTreeMap<String, Tensor>) {
         match self {
-            Self::Full(kept) => {
-                out.insert(name.to_owned(), kept.lend());
+            Self::Float32(tensor) => {
+                out.insert(name.to_owned(), tensor.snapshot());
             }
-            Self::Blocks(blocks) => {
-                out.insert(format!("{name}.codes"), blocks.codes.lend());
-                out.insert(format!("{name}.absmax"), blocks.absmax.lend());
+            Self::EightBit(blocks) => {
+                out.insert(format!("{name}.codes"), blocks.codes.snapshot());
+                out.insert(format!("{name}.absmax"), blocks.absmax.snapshot());
             }
         }
     }
 
-    /// What [`Moment::save`] saved.
+    /// Loads what [`Moment::save`] saved.
     pub(super) fn load(
-        saved: &mut Saved<'_>,
+        saved: &mut SavedState<'_>,
         name: &str,
         param: &Param,
         precision: Precision,
-        map: &'static Map,
+        quant_map: &'static QuantMap,
     ) -> Result<Self, OptimError> {
         let (shape, device) = (param.var.dims(), param.var.device());
         let elements = param.var.elem_count();
         Ok(match precision {
-            Precision::Blocks { from } if elements >= from => Self::Blocks(Blocks::new(
-                map,
-                saved.kept(&format!("{name}.codes"), DType::U8, shape, device)?,
-                saved.kept(&format!("{name}.absmax"), DType::F32, &[blocks(elements)], device)?,
+            Precision::EightBit { min_size } if elements >= min_size => Self::EightBit(BlockwiseTensor::new(
+                quant_map,
+                saved.state_tensor(&format!("{name}.codes"), DType::U8, shape, device)?,
+                saved.state_tensor(&format!("{name}.absmax"), DType::F32, &[block_count(elements)], device)?,
             )),
-            _ => Self::Full(saved.kept(name, DType::F32, shape, device)?),
+            _ => Self::Float32(saved.state_tensor(name, DType::F32, shape, device)?),
         })
     }
 }

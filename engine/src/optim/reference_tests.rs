@@ -1,7 +1,7 @@
-//! Against `tests/reference/make_optim8.py`: bitsandbytes, lion-pytorch, prodigyopt, dadaptation, transformers, torch; and against
-//! `make_optim_toolkit.py`: ai-toolkit.
+//! Comparison with the fixtures of `tests/reference/make_optim8.py` (bitsandbytes, lion-pytorch, prodigyopt,
+//! dadaptation, transformers, torch) and of `make_optim_toolkit.py` (ai-toolkit).
 
-use super::blockwise::Map;
+use super::blockwise::QuantMap;
 use super::*;
 use crate::rng::TorchGenerator;
 use crate::testing::fixtures;
@@ -18,7 +18,7 @@ const SHAPES: [(&str, &[usize]); 4] = [
 const STEPS: usize = 20;
 const FIXTURES: [&str; 2] = ["optim8", "optim_toolkit"];
 
-/// What `numbers(seed)` draws there.
+/// The same random tensors as `numbers(seed)` in the Python scripts.
 fn numbers(seed: u64) -> Vec<Tensor> {
     let mut generator = TorchGenerator::manual_seed(seed);
     SHAPES
@@ -30,7 +30,7 @@ fn numbers(seed: u64) -> Vec<Tensor> {
         .collect()
 }
 
-fn start() -> Vec<Param> {
+fn initial_params() -> Vec<Param> {
     let named = SHAPES.iter().zip(numbers(3));
     named
         .map(|((name, _), value)| Param {
@@ -40,13 +40,13 @@ fn start() -> Vec<Param> {
         .collect()
 }
 
-fn gradients(k: usize, params: &[Param], pull: bool) -> Grads {
+fn gradients(k: usize, params: &[Param], pulls_to_goal: bool) -> Grads {
     let scale = 10f64.powi((k % 5) as i32 - 2);
     let noise = numbers(100 + k as u64);
     let goals = numbers(4);
     let grad = |((p, noise), goal): ((&Param, &Tensor), &Tensor)| {
         let noise = (noise * scale).unwrap();
-        if !pull {
+        if !pulls_to_goal {
             return noise;
         }
         let way = (p.var.as_detached_tensor() - goal).unwrap();
@@ -60,8 +60,8 @@ struct Case {
     optimizer: OptimizerName,
     lr: f64,
     options: serde_json::Map<String, Value>,
-    pull: bool,
-    shown: Option<Vec<f64>>,
+    pulls_to_goal: bool,
+    effective_lrs: Option<Vec<f64>>,
 }
 
 impl Case {
@@ -78,8 +78,8 @@ impl Case {
                 .unwrap(),
             lr: row["lr"].as_f64().unwrap(),
             options: row["options"].as_object().unwrap().clone(),
-            pull: row["pull"].as_bool().unwrap(),
-            shown: serde_json::from_value(row["shown"].clone()).unwrap(),
+            pulls_to_goal: row["pull"].as_bool().unwrap(),
+            effective_lrs: serde_json::from_value(row["shown"].clone()).unwrap(),
         };
         rows.iter().flatten().map(case).collect()
     }
@@ -105,7 +105,7 @@ fn floats(t: &Tensor) -> Vec<f32> {
     t.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// The largest difference of the elements that the reference keeps.
+/// The largest difference over the elements that the fixture stores (every seventh).
 fn weight_gap(param: &Param, want: &Tensor) -> f32 {
     let got = floats(param.var.as_tensor());
     let want = floats(want);
@@ -115,14 +115,17 @@ fn weight_gap(param: &Param, want: &Tensor) -> f32 {
 }
 
 #[test]
-fn the_tables_are_those_of_bitsandbytes() {
+fn quant_maps_match_bitsandbytes() {
     let want = reference();
-    for (map, name) in [(Map::signed(), "map.signed"), (Map::unsigned(), "map.unsigned")] {
+    for (map, name) in [
+        (QuantMap::signed(), "map.signed"),
+        (QuantMap::unsigned(), "map.unsigned"),
+    ] {
         let want = floats(&want[name]);
         assert_eq!(want.len(), 256);
         for (ours, theirs) in map.values().iter().zip(&want) {
-            // Torch spaces numbers with another order of operations, and the line of a decade is rounded where its smallest
-            // values feel it most.
+            // torch computes the values in another order of operations, and the rounding of a decade's line affects its
+            // smallest values most.
             assert!(
                 (ours - theirs).abs() <= 4.0 * f32::EPSILON * theirs.abs(),
                 "{name}: {ours:e} {theirs:e}"
@@ -132,69 +135,77 @@ fn the_tables_are_those_of_bitsandbytes() {
 }
 
 #[test]
-fn twenty_steps_are_the_references() {
+fn twenty_steps_match_the_reference() {
     let want = reference();
-    let mut seen = 0;
+    let mut case_count = 0;
     for case in Case::all() {
-        let params = start();
+        let params = initial_params();
         let mut optimizer = case.build(&params);
-        // A step moves a weight by about the learning rate.
-        let unit = case.shown.as_ref().map_or(case.lr, |shown| shown[STEPS - 1]) as f32;
-        let mut gaps = [0f32; 2];
-        let eight = case.name.contains("8bit");
+        // A step changes a weight by about the learning rate.
+        let step_size = case
+            .effective_lrs
+            .as_ref()
+            .map_or(case.lr, |effective_lrs| effective_lrs[STEPS - 1]) as f32;
+        let mut max_gaps = [0f32; 2];
+        let is_eight_bit = case.name.contains("8bit");
         for k in 0..STEPS {
             optimizer
-                .step(&gradients(k, &params, case.pull), case.base_lr())
+                .step(&gradients(k, &params, case.pulls_to_goal), case.base_lr())
                 .unwrap();
-            if let Some(shown) = &case.shown {
-                let got = optimizer.shown_lr(case.base_lr()).unwrap();
+            if let Some(effective_lrs) = &case.effective_lrs {
+                let got = optimizer.effective_lr(case.base_lr()).unwrap();
                 assert!(
-                    (got / shown[k] - 1.0).abs() < 1e-4,
+                    (got / effective_lrs[k] - 1.0).abs() < 1e-4,
                     "{} step {k}: {got:e} against {:e}",
                     case.name,
-                    shown[k]
+                    effective_lrs[k]
                 );
             }
             if k == 0 || k == STEPS - 1 {
                 for p in &params {
                     let gap = weight_gap(p, &want[&format!("{}.{k}.{}", case.name, p.name)]);
-                    gaps[usize::from(k > 0)] = gaps[usize::from(k > 0)].max(gap);
+                    max_gaps[usize::from(k > 0)] = max_gaps[usize::from(k > 0)].max(gap);
                 }
             }
         }
         println!(
-            "{}: {:.1e} after one step, {:.1e} after {STEPS}; a step is {unit:.1e}",
-            case.name, gaps[0], gaps[1]
+            "{}: {:.1e} after one step, {:.1e} after {STEPS}; a step is {step_size:.1e}",
+            case.name, max_gaps[0], max_gaps[1]
         );
-        assert!(gaps[0] < 2e-6, "{}: {:e} after one step", case.name, gaps[0]);
-        let allowed = if eight { 2e-2 * unit } else { 5e-6_f32.max(1e-3 * unit) };
-        assert!(gaps[1] < allowed, "{}: {:e}", case.name, gaps[1]);
-        if eight {
-            codes(&case, optimizer.as_ref(), &want);
+        assert!(max_gaps[0] < 2e-6, "{}: {:e} after one step", case.name, max_gaps[0]);
+        let allowed = if is_eight_bit {
+            2e-2 * step_size
+        } else {
+            5e-6_f32.max(1e-3 * step_size)
+        };
+        assert!(max_gaps[1] < allowed, "{}: {:e}", case.name, max_gaps[1]);
+        if is_eight_bit {
+            check_codes(&case, optimizer.as_ref(), &want);
         }
-        seen += 1;
+        case_count += 1;
     }
-    assert_eq!(seen, 27);
+    assert_eq!(case_count, 27);
 }
 
-/// The 8-bit states: the same tensors in 8 bits, the same codes but where a number lies on the edge between two.
-fn codes(case: &Case, optimizer: &dyn Optimizer, want: &HashMap<String, Tensor>) {
+/// Checks the 8-bit states: the same tensors are quantised, and codes differ only for numbers close to the edge between
+/// two.
+fn check_codes(case: &Case, optimizer: &dyn Optimizer, want: &HashMap<String, Tensor>) {
     let state = optimizer.state().unwrap();
     let prefix = format!("{}.", case.name);
-    let kept = want
+    let saved = want
         .keys()
         .filter_map(|k| k.strip_prefix(&prefix))
         .filter(|k| k.contains("exp_avg"));
-    let kept: std::collections::BTreeSet<&str> = kept.collect();
+    let saved: std::collections::BTreeSet<&str> = saved.collect();
     let ours = state.keys().filter(|k| k.ends_with("codes") || k.ends_with("absmax"));
     assert_eq!(
         ours.map(String::as_str).collect::<std::collections::BTreeSet<_>>(),
-        kept,
+        saved,
         "{}",
         case.name
     );
-    assert!(!kept.is_empty());
-    for key in kept {
+    assert!(!saved.is_empty());
+    for key in saved {
         let theirs = &want[&format!("{prefix}{key}")];
         assert_eq!(state[key].dims(), theirs.dims(), "{key}");
         if key.ends_with("absmax") {
@@ -205,37 +216,37 @@ fn codes(case: &Case, optimizer: &dyn Optimizer, want: &HashMap<String, Tensor>)
         }
         let bytes = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<u8>().unwrap();
         let (a, b) = (bytes(&state[key]), bytes(theirs));
-        let gaps = || a.iter().zip(&b).map(|(a, b)| a.abs_diff(*b));
-        let (others, far) = (
-            gaps().filter(|gap| *gap > 0).count(),
-            gaps().filter(|gap| *gap > 2).count(),
+        let code_gaps = || a.iter().zip(&b).map(|(a, b)| a.abs_diff(*b));
+        let (differing, far) = (
+            code_gaps().filter(|gap| *gap > 0).count(),
+            code_gaps().filter(|gap| *gap > 2).count(),
         );
         println!(
-            "{prefix}{key}: {others} of {} codes differ, {far} by more than 2",
+            "{prefix}{key}: {differing} of {} codes differ, {far} by more than 2",
             a.len()
         );
-        // Who was once on the other side of an edge may be far off when the scale of its block has shrunk.
+        // A number that was once rounded differently can be off by more codes after the scale of its block shrinks.
         assert!(
-            others * 200 <= a.len() && far * 2000 <= a.len(),
-            "{prefix}{key}: {others} of {} differ, {far} by more than 2",
+            differing * 200 <= a.len() && far * 2000 <= a.len(),
+            "{prefix}{key}: {differing} of {} differ, {far} by more than 2",
             a.len()
         );
     }
 }
 
-/// Where ai-toolkit keeps each tensor in 8 bits with one scale, what comes out here lies much nearer to float32.
+/// ai-toolkit's state has one scale per tensor in 8 bits. The weights here are much closer to the float32 optimizer's.
 #[test]
-fn eight_bits_end_by_the_32_that_they_stand_for() {
+fn eight_bit_weights_are_close_to_float32() {
     let want = reference();
     for case in Case::all() {
-        let key = |kept: &str, param: &Param| format!("near.{}.{kept}.{}", case.name, param.name);
-        let params = start();
+        let key = |saved: &str, param: &Param| format!("near.{}.{saved}.{}", case.name, param.name);
+        let params = initial_params();
         if !want.contains_key(&key("float32", &params[0])) {
             continue;
         }
         let mut optimizer = case.build(&params);
         for k in 0..STEPS {
-            let grads = gradients(k, &params, case.pull);
+            let grads = gradients(k, &params, case.pulls_to_goal);
             optimizer.step(&grads, case.base_lr()).unwrap();
         }
         // The tensors that are large enough for 8 bits.
@@ -256,9 +267,9 @@ fn eight_bits_end_by_the_32_that_they_stand_for() {
     }
 }
 
-/// Bytes of state for each of many elements.
+/// Checks the bytes of state per element.
 #[test]
-fn states_are_as_small_as_they_say() {
+fn states_have_the_documented_size() {
     use OptimizerName::*;
     let value = Tensor::zeros((512, 640), DType::F32, &Device::Cpu).unwrap();
     for (name, want) in [
@@ -284,36 +295,36 @@ fn states_are_as_small_as_they_say() {
         let state = optimizer.state().unwrap();
         let bytes: usize = state.values().map(|t| t.elem_count() * t.dtype().size_in_bytes()).sum();
         let each = bytes as f64 / value.elem_count() as f64;
-        // Besides it one number per row and per column, and a few of their own.
+        // Plus one number per row and per column, and a few scalars.
         assert!((want..want + 0.02).contains(&each), "{name:?}: {each}");
     }
 }
 
 #[test]
-fn every_state_continues_bit_for_bit() {
+fn every_restored_state_continues_bit_for_bit() {
     for case in Case::all() {
-        let (straight, stopped) = (start(), start());
-        let (mut one, mut two) = (case.build(&straight), case.build(&stopped));
+        let (uninterrupted, restored) = (initial_params(), initial_params());
+        let (mut one, mut two) = (case.build(&uninterrupted), case.build(&restored));
         for k in 0..STEPS {
-            // A parameter that takes no part now and then.
+            // One parameter has no gradient in some steps.
             let grads = |params: &[Param]| {
-                let mut grads = gradients(k, params, case.pull);
+                let mut grads = gradients(k, params, case.pulls_to_goal);
                 if k % 7 == 3 {
                     grads[1] = None;
                 }
                 grads
             };
-            one.step(&grads(&straight), case.base_lr()).unwrap();
+            one.step(&grads(&uninterrupted), case.base_lr()).unwrap();
             if k == 9 {
-                // Through a file, as a checkpoint goes.
+                // Through a safetensors file, as in a checkpoint.
                 let bytes = crate::adapters::safetensors_bytes(&two.state().unwrap(), &BTreeMap::new()).unwrap();
                 let state = candle_core::safetensors::load_buffer(&bytes, &Device::Cpu).unwrap();
-                two = case.build(&stopped);
+                two = case.build(&restored);
                 two.load_state(&state.into_iter().collect()).unwrap();
             }
-            two.step(&grads(&stopped), case.base_lr()).unwrap();
+            two.step(&grads(&restored), case.base_lr()).unwrap();
         }
-        for (a, b) in straight.iter().zip(&stopped) {
+        for (a, b) in uninterrupted.iter().zip(&restored) {
             assert_eq!(
                 floats(a.var.as_tensor()),
                 floats(b.var.as_tensor()),
@@ -331,12 +342,12 @@ fn every_state_continues_bit_for_bit() {
 }
 
 #[test]
-fn a_state_that_does_not_belong_is_refused_and_changes_nothing() {
+fn an_invalid_state_is_an_error_and_changes_nothing() {
     for case in Case::all() {
-        let params = start();
+        let params = initial_params();
         let mut optimizer = case.build(&params);
         optimizer
-            .step(&gradients(0, &params, case.pull), case.base_lr())
+            .step(&gradients(0, &params, case.pulls_to_goal), case.base_lr())
             .unwrap();
         let state = optimizer.state().unwrap();
         for name in state.keys() {
@@ -362,7 +373,7 @@ fn a_state_that_does_not_belong_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn what_ai_toolkit_decides_around_an_optimizer() {
+fn base_lr_and_clipping_match_ai_toolkit() {
     let none = serde_json::Map::new();
     for (name, lr, want) in [
         (OptimizerName::Prodigy, 1e-4, 1.0),
@@ -376,46 +387,53 @@ fn what_ai_toolkit_decides_around_an_optimizer() {
     ] {
         assert_eq!(base_lr(name, lr), want);
     }
-    let clips = |name| build(name, start(), &none, 1e-3).unwrap().wants_clipping();
+    let clips = |name| {
+        build(name, initial_params(), &none, 1e-3)
+            .unwrap()
+            .uses_gradient_clipping()
+    };
     assert!(clips(OptimizerName::AdamW8Bit) && !clips(OptimizerName::Adafactor));
     assert!(clips(OptimizerName::Automagic) && !clips(OptimizerName::Automagic2) && !clips(OptimizerName::Automagic3));
     let traditional = serde_json::json!({"fused": false});
     let three = build(
         OptimizerName::Automagic3,
-        start(),
+        initial_params(),
         traditional.as_object().unwrap(),
         1e-3,
     )
     .unwrap();
-    assert!(three.wants_clipping());
-    // A warm-up begins at 0: nothing moves, and nothing is learnt from it.
-    let params = start();
+    assert!(three.uses_gradient_clipping());
+    // A warm-up starts with a learning rate of 0: neither the weights nor `d` change.
+    let params = initial_params();
     let mut prodigy = build(OptimizerName::Prodigy, params.clone(), &none, 1.0).unwrap();
     prodigy.step(&gradients(0, &params, true), 0.0).unwrap();
-    assert_eq!(floats(params[0].var.as_tensor()), floats(start()[0].var.as_tensor()));
-    assert_eq!(prodigy.shown_lr(1.0).unwrap(), 1e-6);
+    assert_eq!(
+        floats(params[0].var.as_tensor()),
+        floats(initial_params()[0].var.as_tensor())
+    );
+    assert_eq!(prodigy.effective_lr(1.0).unwrap(), 1e-6);
 }
 
-/// What was learnt about rates survives another bump, and no bump is lost where float16 has gaps.
+/// A restored optimizer with another `lr_bump` keeps the rates, and rates that float16 cannot count are in float32.
 #[test]
-fn the_rates_of_automagic_are_kept() {
+fn automagic_keeps_its_rates_when_lr_bump_changes() {
     let options = |bump: f64| serde_json::json!({"lr_bump": bump}).as_object().unwrap().clone();
-    let params = start();
+    let params = initial_params();
     let mut one = build(OptimizerName::Automagic, params.clone(), &options(1e-6), 5e-4).unwrap();
-    assert_eq!(one.shown_lr(0.0).unwrap(), 5e-4);
+    assert_eq!(one.effective_lr(0.0).unwrap(), 5e-4);
     one.step(&gradients(0, &params, true), 0.0).unwrap();
     for bump in [1e-6, 4e-6, 1e-8] {
         let mut other = build(OptimizerName::Automagic, params.clone(), &options(bump), 1e-5).unwrap();
         let loaded = other.load_state(&one.state().unwrap());
         if bump < 1e-7 {
-            // 100,000 bumps up to the greatest rate: in float32.
+            // 100,000 bumps up to the maximum rate: in float32.
             assert!(loaded.unwrap_err().to_string().contains("F16"));
             let value = other.state().unwrap().remove("w.lr").unwrap();
             assert_eq!(value.dtype(), DType::F32);
             continue;
         }
         loaded.unwrap();
-        let (want, got) = (one.shown_lr(0.0).unwrap(), other.shown_lr(0.0).unwrap());
+        let (want, got) = (one.effective_lr(0.0).unwrap(), other.effective_lr(0.0).unwrap());
         assert!((got / want - 1.0).abs() < 1e-3, "{bump}: {got} {want}");
     }
 }

@@ -1,22 +1,25 @@
-//! Reading a saved state back: every tensor is looked at, and none may be left over.
+//! Reads a saved optimizer state: every tensor is checked, and an unexpected tensor is an error.
 
 use super::OptimError;
 use super::state_tensor::StateTensor;
 use candle_core::{DType, Device, Tensor};
 use std::collections::BTreeMap;
 
-/// A saved state on its way into an optimizer.
-pub(super) struct Saved<'a> {
+/// The tensors of a saved state, and how many of them were read.
+pub(super) struct SavedState<'a> {
     tensors: &'a BTreeMap<String, Tensor>,
-    taken: usize,
+    tensors_read: usize,
 }
 
-impl<'a> Saved<'a> {
+impl<'a> SavedState<'a> {
     pub(super) fn new(tensors: &'a BTreeMap<String, Tensor>) -> Self {
-        Self { tensors, taken: 0 }
+        Self {
+            tensors,
+            tensors_read: 0,
+        }
     }
 
-    /// A tensor of this type and shape, on this device.
+    /// Reads a tensor, checks its dtype and shape, and copies it to the device.
     pub(super) fn tensor(
         &mut self,
         name: &str,
@@ -32,55 +35,55 @@ impl<'a> Saved<'a> {
         if tensor.dtype() != dtype {
             return Err(wrong(format!("is {:?}, expected {dtype:?}", tensor.dtype())));
         }
-        self.taken += 1;
+        self.tensors_read += 1;
         Ok(tensor.to_device(device)?)
     }
 
-    /// The same, to go on with.
-    pub(super) fn kept(
+    /// As [`SavedState::tensor`], for a tensor that the optimizer changes.
+    pub(super) fn state_tensor(
         &mut self,
         name: &str,
         dtype: DType,
         shape: &[usize],
         device: &Device,
     ) -> Result<StateTensor, OptimError> {
-        // Whoever reads the saved state again finds it as it was.
-        Ok(StateTensor::borrowed(
+        // The caller keeps the saved state, which must not change.
+        Ok(StateTensor::shared(
             self.tensor(name, dtype, shape, device)?.contiguous()?,
         ))
     }
 
-    /// A count, as [`count`] saved it.
+    /// Reads a count that [`count`] saved.
     pub(super) fn count(&mut self, name: &str) -> Result<u64, OptimError> {
         let value = self.tensor(name, DType::I64, &[], &Device::Cpu)?.to_scalar::<i64>()?;
         u64::try_from(value).map_err(|_| OptimError::State(format!("\"{name}\" is not a count")))
     }
 
-    /// A number, as [`number`] saved it.
+    /// Reads a number that [`number`] saved.
     pub(super) fn number(&mut self, name: &str) -> Result<f64, OptimError> {
         Ok(self.tensor(name, DType::F64, &[], &Device::Cpu)?.to_scalar()?)
     }
 
-    /// Everything was taken.
-    pub(super) fn done(self) -> Result<(), OptimError> {
-        if self.tensors.len() == self.taken {
+    /// Checks that every tensor was read.
+    pub(super) fn finish(self) -> Result<(), OptimError> {
+        if self.tensors.len() == self.tensors_read {
             Ok(())
         } else {
             Err(OptimError::State(format!(
                 "{} tensors, expected {}",
                 self.tensors.len(),
-                self.taken
+                self.tensors_read
             )))
         }
     }
 }
 
-/// A count to save.
+/// A count as a tensor to save.
 pub(super) fn count(value: u64) -> Result<Tensor, OptimError> {
     Ok(Tensor::new(i64::try_from(value).unwrap_or(i64::MAX), &Device::Cpu)?)
 }
 
-/// A number to save.
+/// A number as a tensor to save.
 pub(super) fn number(value: f64) -> Result<Tensor, OptimError> {
     Ok(Tensor::new(value, &Device::Cpu)?)
 }

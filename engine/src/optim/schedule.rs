@@ -1,11 +1,11 @@
-//! Learning-rate schedules (`train.lr_scheduler`), each a pure function of the step, so that a resume needs no state.
+//! Learning-rate schedules (`train.lr_scheduler`). Each is a pure function of the step, so that resuming needs no
+//! state.
 
 use super::OptimError;
 use serde_json::{Map, Value};
 use std::f64::consts::PI;
 
-/// Which curve, with its parameters. Torch and diffusers define them; quirk 7 of ai-toolkit (names that fail
-/// there) is repaired.
+/// A curve and its parameters, as torch and diffusers define them. Names that fail in ai-toolkit (its quirk 7) work.
 #[derive(Clone, Debug, PartialEq)]
 enum Curve {
     /// `lr * factor` for all steps.
@@ -48,11 +48,11 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// Reads a schedule. `num_warmup_steps` is allowed for every one of them: a linear rise from 0, after which the
-    /// curve begins and ends with the last step; `constant_with_warmup` warms up for 1000 steps by default.
+    /// Parses a schedule. Every schedule accepts `num_warmup_steps`: the rate rises linearly from 0, then the curve
+    /// starts, and it ends with the last step. `constant_with_warmup` warms up for 1000 steps by default.
     ///
     /// # Errors
-    /// On an unknown schedule, an unknown parameter, or a value that makes no sense.
+    /// When the schedule or a parameter is unknown, or a value is invalid.
     pub fn new(input: ScheduleParams<'_>) -> Result<Self, OptimError> {
         let ScheduleParams {
             name,
@@ -60,7 +60,7 @@ impl Schedule {
             lr,
             steps,
         } = input;
-        let bad = |name: &str, problem: String| OptimError::Param {
+        let param_error = |name: &str, problem: String| OptimError::Param {
             key: "lr_scheduler_params",
             name: name.into(),
             problem,
@@ -70,17 +70,17 @@ impl Schedule {
             Some(v) => v
                 .as_f64()
                 .filter(|v| v.is_finite())
-                .ok_or_else(|| bad(key, format!("expected a number, found {v}"))),
+                .ok_or_else(|| param_error(key, format!("expected a number, found {v}"))),
         };
         let positive = |key: &str, default: f64| match number(key, default)? {
             v if v > 0.0 => Ok(v),
-            v => Err(bad(key, format!("expected a number above 0, found {v}"))),
+            v => Err(param_error(key, format!("expected a number above 0, found {v}"))),
         };
         let lower = name.to_lowercase();
         let warmup_default = if lower == "constant_with_warmup" { 1000.0 } else { 0.0 };
         let warmup = number("num_warmup_steps", warmup_default)?.max(0.0).floor();
         let span = positive("max_iterations", positive("total_iters", (steps as f64).max(1.0))?)?;
-        let rest = (span - warmup).max(1.0);
+        let decay_steps = (span - warmup).max(1.0);
         let (curve, known): (Curve, &[&str]) = match lower.as_str() {
             "constant" | "constant_with_warmup" => (
                 Curve::Constant {
@@ -92,21 +92,21 @@ impl Schedule {
                 Curve::Linear {
                     start_factor: positive("start_factor", 1.0 / 3.0)?,
                     end_factor: number("end_factor", 1.0)?,
-                    total: rest,
+                    total: decay_steps,
                 },
                 &["start_factor", "end_factor"],
             ),
             "cosine" => (
                 Curve::Cosine {
                     eta_min: number("eta_min", 0.0)?,
-                    t_max: positive("T_max", rest)?,
+                    t_max: positive("T_max", decay_steps)?,
                 },
                 &["eta_min", "T_max"],
             ),
             "cosine_with_restarts" => (
                 Curve::Restarts {
                     eta_min: number("eta_min", 0.0)?,
-                    t_0: positive("T_0", rest)?,
+                    t_0: positive("T_0", decay_steps)?,
                     t_mult: number("T_mult", 1.0)?.max(1.0),
                 },
                 &["eta_min", "T_0", "T_mult"],
@@ -115,13 +115,13 @@ impl Schedule {
                 Curve::Polynomial {
                     lr_end: number("lr_end", 1e-7)?,
                     power: positive("power", 1.0)?,
-                    total: rest,
+                    total: decay_steps,
                 },
                 &["lr_end", "power"],
             ),
             "step" => (
                 Curve::Step {
-                    step_size: positive("step_size", (rest / 3.0).ceil())?,
+                    step_size: positive("step_size", (decay_steps / 3.0).ceil())?,
                     gamma: number("gamma", 0.1)?,
                 },
                 &["step_size", "gamma"],
@@ -139,7 +139,10 @@ impl Schedule {
         for key in params.keys() {
             if !known.contains(&key.as_str()) && !COMMON.contains(&key.as_str()) {
                 let known = [known, &COMMON[..1]].concat().join(", ");
-                return Err(bad(key, format!("no such parameter of \"{name}\"; known: {known}")));
+                return Err(param_error(
+                    key,
+                    format!("no such parameter of \"{name}\"; known: {known}"),
+                ));
             }
         }
         Ok(Self {
@@ -149,9 +152,9 @@ impl Schedule {
         })
     }
 
-    /// The learning rate of the update that makes `step` into `step + 1`.
+    /// The learning rate of the update from `step` to `step + 1`.
     #[must_use]
-    pub fn at(&self, step: u64) -> f64 {
+    pub fn lr_at(&self, step: u64) -> f64 {
         if step < self.warmup {
             return self.lr * step as f64 / self.warmup as f64;
         }

@@ -1,52 +1,52 @@
-//! A tensor of an optimizer's state: changed in place, unless somebody else may have it too.
+//! A copy-on-write tensor of an optimizer's state.
 
 use candle_core::{Result, Tensor};
 use std::cell::Cell;
 
-/// One tensor, in order.
+/// A contiguous tensor that is changed in place, and copied first when other code may hold the same storage.
 pub(super) struct StateTensor {
     tensor: Tensor,
-    /// It was given away, or came from somewhere: the next change is made to a copy.
-    lent: Cell<bool>,
+    /// Whether other code may hold the storage, so that [`StateTensor::make_mut`] must copy it first.
+    is_shared: Cell<bool>,
 }
 
 impl StateTensor {
-    /// A tensor that nobody else has.
+    /// Wraps a tensor that no other code holds.
     pub(super) fn new(tensor: Tensor) -> Self {
         Self {
             tensor,
-            lent: Cell::new(false),
+            is_shared: Cell::new(false),
         }
     }
 
-    /// A tensor that somebody else may have.
-    pub(super) fn borrowed(tensor: Tensor) -> Self {
+    /// Wraps a tensor that other code may hold.
+    pub(super) fn shared(tensor: Tensor) -> Self {
         Self {
             tensor,
-            lent: Cell::new(true),
+            is_shared: Cell::new(true),
         }
     }
 
-    /// As it is, to be read before the next change.
+    /// The tensor, to be read before the next change.
     pub(super) fn get(&self) -> &Tensor {
         &self.tensor
     }
 
-    /// As it is and will stay, whatever is done here.
-    pub(super) fn lend(&self) -> Tensor {
-        self.lent.set(true);
+    /// Returns the current value. Later changes to `self` do not affect it.
+    pub(super) fn snapshot(&self) -> Tensor {
+        self.is_shared.set(true);
         self.tensor.clone()
     }
 
-    /// To be changed in place.
-    pub(super) fn own(&mut self) -> Result<&Tensor> {
-        if self.lent.replace(false) {
+    /// Returns the tensor to change in place, copied first if it is shared.
+    pub(super) fn make_mut(&mut self) -> Result<&Tensor> {
+        if self.is_shared.replace(false) {
             self.tensor = self.tensor.copy()?;
         }
         Ok(&self.tensor)
     }
 
-    /// Takes another value.
+    /// Replaces the value.
     pub(super) fn set(&mut self, tensor: Tensor) {
         *self = Self::new(tensor);
     }

@@ -1,4 +1,4 @@
-//! Against `tests/reference/make_optim.py`.
+//! Comparison with the fixtures of `tests/reference/make_optim.py`.
 
 use super::*;
 use crate::testing::{fixtures, gap};
@@ -17,7 +17,7 @@ fn json() -> serde_json::Value {
     serde_json::from_slice(&std::fs::read(fixture("optim.json")).unwrap()).unwrap()
 }
 
-fn start(t: &HashMap<String, Tensor>) -> Vec<Param> {
+fn initial_params(t: &HashMap<String, Tensor>) -> Vec<Param> {
     ["a", "b", "c"]
         .iter()
         .map(|n| Param {
@@ -59,11 +59,11 @@ fn variants() -> [(&'static str, AdamParams); 4] {
 }
 
 #[test]
-fn twenty_steps_are_torchs() {
+fn twenty_steps_match_torch() {
     let t = tensors();
     let norms: Vec<f64> = serde_json::from_value(json()["norms"].clone()).unwrap();
     for (name, settings) in variants() {
-        let params = start(&t);
+        let params = initial_params(&t);
         let mut adam = Adam::new(params.clone(), settings).unwrap();
         for (k, want) in norms.iter().enumerate() {
             let mut g = grads(&t, k);
@@ -96,22 +96,22 @@ fn twenty_steps_are_torchs() {
 }
 
 #[test]
-fn a_saved_state_continues_bit_for_bit() {
+fn a_restored_state_continues_bit_for_bit() {
     let t = tensors();
-    let (straight, stopped) = (start(&t), start(&t));
+    let (uninterrupted, restored) = (initial_params(&t), initial_params(&t));
     let settings = AdamParams::new(true);
-    let mut one = Adam::new(straight.clone(), settings).unwrap();
-    let mut two = Adam::new(stopped.clone(), settings).unwrap();
+    let mut one = Adam::new(uninterrupted.clone(), settings).unwrap();
+    let mut two = Adam::new(restored.clone(), settings).unwrap();
     for k in 0..20 {
         one.step(&grads(&t, k), 1e-2).unwrap();
         if k == 9 {
             let state = two.state().unwrap();
-            two = Adam::new(stopped.clone(), settings).unwrap();
+            two = Adam::new(restored.clone(), settings).unwrap();
             two.load_state(&state).unwrap();
         }
         two.step(&grads(&t, k), 1e-2).unwrap();
     }
-    for (a, b) in straight.iter().zip(&stopped) {
+    for (a, b) in uninterrupted.iter().zip(&restored) {
         assert_eq!(gap(a.var.as_tensor(), b.var.as_tensor()), 0.0);
     }
     let mut state = two.state().unwrap();
@@ -120,7 +120,7 @@ fn a_saved_state_continues_bit_for_bit() {
 }
 
 #[test]
-fn schedules_are_torchs() {
+fn schedules_match_torch_and_diffusers() {
     for row in json()["schedules"].as_array().unwrap() {
         let name = row["name"].as_str().unwrap();
         let params = row["params"].as_object().unwrap();
@@ -132,7 +132,7 @@ fn schedules_are_torchs() {
         })
         .unwrap();
         for (k, want) in row["values"].as_array().unwrap().iter().enumerate() {
-            let (got, want) = (schedule.at(k as u64), want.as_f64().unwrap());
+            let (got, want) = (schedule.lr_at(k as u64), want.as_f64().unwrap());
             assert!(
                 (got - want).abs() < 1e-9,
                 "{name} {params:?} step {k}: {got} against {want}"
@@ -142,7 +142,7 @@ fn schedules_are_torchs() {
 }
 
 #[test]
-fn wrong_names_are_told() {
+fn unknown_names_are_errors_that_list_the_known_ones() {
     let params = serde_json::json!({"num_warmup": 3}).as_object().unwrap().clone();
     let input = ScheduleParams {
         name: "cosine",
@@ -162,13 +162,13 @@ fn wrong_names_are_told() {
             .to_string()
             .contains("cosine")
     );
-    let refused = |name, params: &serde_json::Map<_, _>| build(name, vec![], params, 1e-3).err().unwrap().to_string();
-    assert!(refused(OptimizerName::AutomagicExperiment, &serde_json::Map::new()).contains("adamw8bit"));
-    assert!(refused(OptimizerName::AdamW, &params).contains("betas"));
+    let error_of = |name, params: &serde_json::Map<_, _>| build(name, vec![], params, 1e-3).err().unwrap().to_string();
+    assert!(error_of(OptimizerName::AutomagicExperiment, &serde_json::Map::new()).contains("adamw8bit"));
+    assert!(error_of(OptimizerName::AdamW, &params).contains("betas"));
 }
 
 #[test]
-fn ema_follows_and_swaps() {
+fn ema_averages_the_weights_and_swaps_them() {
     let var = Var::from_tensor(&Tensor::zeros(2, DType::F32, &Device::Cpu).unwrap()).unwrap();
     let param = Param {
         name: "p".into(),

@@ -23,7 +23,7 @@ use crate::device::Compute;
 use crate::device::allocator::FreePages;
 use crate::error::{EngineError, Result};
 use crate::models::sd::{LoadOptions, SdModel};
-use crate::weights::Trained;
+use crate::weights::TrainableFilter;
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::job::model::ModelConfig;
 use aitk_common::job::paths::not_an_input;
@@ -160,7 +160,7 @@ impl Context<'_> {
         &mut self,
         config: &ModelConfig,
         compute: &Compute,
-        [unet, text_encoder]: [Trained; 2],
+        [unet, text_encoder]: [TrainableFilter; 2],
     ) -> Result<Loaded> {
         let options = LoadOptions::of_job(config, self.spec.profile, compute.dtype, compute.device.clone())
             .training(unet, text_encoder);

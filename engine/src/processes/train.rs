@@ -29,8 +29,8 @@ use crate::optim::{Ema, Schedule, ScheduleParams};
 use crate::residency::Residency;
 use crate::samplers::{NoiseSchedule, PredictionType, SamplerParams};
 use crate::training::{
-    Contexts, Draw, Latents, LossOptions, Masks, MicroBatch, NoiseOptions, Trainer, TrainerOptions, batch_generator,
-    draw, loss,
+    ContextCache, LatentStore, LossMasks, LossOptions, MicroBatch, NoiseDraw, NoiseOptions, Trainer, TrainerOptions,
+    batch_generator, draw, loss,
 };
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::capability::DeviceKind;
@@ -74,9 +74,9 @@ struct Run<'a> {
     loss: LossOptions,
     noise: NoiseOptions,
     data: Data,
-    latents: Latents,
-    masks: Masks,
-    contexts: Contexts,
+    latents: LatentStore,
+    masks: LossMasks,
+    contexts: ContextCache,
     /// Steps done when the run began.
     start: u64,
     /// The newest checkpoint that is on disk.
@@ -153,7 +153,7 @@ impl<'a> Run<'a> {
         if process.model.is_v_pred {
             schedule.prediction_type = PredictionType::VPrediction;
         }
-        let latents = Latents::new(
+        let latents = LatentStore::new(
             &options::vae_fingerprint(&vae_path)?,
             &options::latent_space(process),
             &model.vae,
@@ -175,8 +175,8 @@ impl<'a> Run<'a> {
             schedule,
             data,
             latents,
-            masks: Masks::default(),
-            contexts: Contexts::default(),
+            masks: LossMasks::default(),
+            contexts: ContextCache::default(),
             model,
             start: 0,
             checkpointed: None,
@@ -318,7 +318,7 @@ impl<'a> Run<'a> {
     }
 
     /// The loss of these captions and latents, and the gradients.
-    fn learn(&mut self, step: u64, turn: &Turn, captions: &[String], latents: Tensor, drawn: Draw) -> Result<()> {
+    fn learn(&mut self, step: u64, turn: &Turn, captions: &[String], latents: Tensor, drawn: NoiseDraw) -> Result<()> {
         let model = &self.model;
         let mask = self.masks.get(self.data.items_of(&turn.batch), &model.vae)?;
         let mask = mask.map(|mask| mask.to_device(&self.compute.device)).transpose()?;
@@ -332,7 +332,7 @@ impl<'a> Run<'a> {
         let forward = || {
             let context = match &known {
                 Some(context) => context.clone(),
-                None => Contexts::fresh(captions, &model.tokenizer, &model.text_encoder)?,
+                None => ContextCache::encode(captions, &model.tokenizer, &model.text_encoder)?,
             };
             let micro_batch = MicroBatch {
                 latents: latents.clone(),
@@ -346,10 +346,10 @@ impl<'a> Run<'a> {
         };
         let train = &self.process.train;
         let alone = train.gradient_accumulation <= 1 && train.gradient_accumulation_steps == 1;
-        if alone && self.trainer.fused_backward() {
-            self.trainer.apply(step, forward)
+        if alone && self.trainer.uses_fused_backward() {
+            self.trainer.fused_step(step, forward)
         } else {
-            self.trainer.add(forward)
+            self.trainer.accumulate(forward)
         }
     }
 

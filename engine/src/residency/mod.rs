@@ -1,8 +1,8 @@
-//! How a stack of blocks is run.
+//! Runs a stack of blocks, with or without gradient checkpointing.
 //!
-//! A model writes its blocks down as the steps of a [`Stack`]: what each reads, and a function of tensors. How the
-//! steps are run is decided here, once for every family: whether a step simply runs, or is run a second time in the
-//! backward pass. No model file knows which.
+//! A model defines its blocks as the steps of a [`Stack`]: the inputs of each step, and a function of tensors. This
+//! module decides for every model family whether a step runs once, or again in the backward pass, so that models do not
+//! have to.
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
@@ -15,31 +15,31 @@ use std::sync::Arc;
 /// How the steps of a stack are run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Residency {
-    /// All weights stay on the device, all activations that a gradient needs are kept.
+    /// All weights stay on the device, and all activations that the backward pass needs stay in memory.
     #[default]
     Resident,
-    /// Gradient checkpointing: of every so many steps in a row only what goes in and what comes out is kept; the backward
-    /// pass runs them a second time. Same numbers, less memory, about a third more time. One step at a time keeps
-    /// least; where nothing is trained, or no [`autograd::record`] goes on, it costs nothing.
-    Recomputed {
-        /// Steps that are run again together; 0 counts as 1.
+    /// Gradient checkpointing: only the inputs and outputs of each segment of `steps` steps stay in memory, and the
+    /// backward pass runs the segment again. Same numbers, less memory, about a third more time. Segments of one step
+    /// need the least memory. Without trainable tensors, or outside [`autograd::record`], nothing runs twice.
+    Checkpointed {
+        /// The number of steps per segment; 0 counts as 1.
         steps: usize,
     },
 }
 
 impl Residency {
-    /// Gradient checkpointing on or off.
+    /// Gradient checkpointing of single steps, or none.
     #[must_use]
     pub fn checkpointing(on: bool) -> Self {
         if on {
-            Self::Recomputed { steps: 1 }
+            Self::Checkpointed { steps: 1 }
         } else {
             Self::Resident
         }
     }
 }
 
-/// A tensor that goes into a stack, or that one of its steps makes.
+/// An input of a stack, or the output of one of its steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Value(usize);
 
@@ -48,8 +48,8 @@ type Forward = dyn Fn(&[Tensor]) -> Result<Tensor> + Send + Sync;
 #[derive(Clone)]
 struct Step {
     name: String,
-    reads: Vec<Value>,
-    makes: Value,
+    inputs: Vec<Value>,
+    output: Value,
     forward: Arc<Forward>,
 }
 
@@ -59,10 +59,10 @@ impl Step {
     }
 }
 
-/// The blocks of a model in the order in which they run, for one forward pass.
+/// The blocks of a model, in execution order, for one forward pass.
 #[derive(Default)]
 pub struct Stack {
-    /// By [`Value`]; what a step makes is not there yet.
+    /// Indexed by [`Value`]; `None` until the step ran, and after the last use.
     values: Vec<Option<Tensor>>,
     steps: Vec<Step>,
 }
@@ -70,7 +70,7 @@ pub struct Stack {
 impl std::fmt::Debug for Stack {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_list()
-            .entries(self.steps.iter().map(|s| (&s.name, &s.reads, s.makes)))
+            .entries(self.steps.iter().map(|s| (&s.name, &s.inputs, s.output)))
             .finish()
     }
 }
@@ -82,112 +82,113 @@ impl Stack {
         Self::default()
     }
 
-    /// Puts in a tensor from outside.
+    /// Adds an input.
     pub fn input(&mut self, tensor: Tensor) -> Value {
         self.values.push(Some(tensor));
         Value(self.values.len() - 1)
     }
 
-    /// Appends a step that makes `forward(reads)`. It may be run more than once, and its result must depend on what it
-    /// reads (and its own weights) only.
+    /// Appends a step with the output `forward(inputs)`. `forward` may run more than once, so its result must depend
+    /// only on its inputs and its weights.
     pub fn step<const N: usize>(
         &mut self,
         name: impl Into<String>,
-        reads: [Value; N],
+        inputs: [Value; N],
         forward: impl Fn(&[Tensor; N]) -> Result<Tensor> + Send + Sync + 'static,
     ) -> Value {
         self.values.push(None);
-        let makes = Value(self.values.len() - 1);
+        let output = Value(self.values.len() - 1);
         let forward = move |tensors: &[Tensor]| match tensors.try_into() {
             Ok(tensors) => forward(tensors),
-            Err(_) => candle_core::bail!("a step reads {N} tensors and got {}", tensors.len()),
+            Err(_) => candle_core::bail!("a step reads {N} tensors, but got {}", tensors.len()),
         };
         self.steps.push(Step {
             name: name.into(),
-            reads: reads.to_vec(),
-            makes,
+            inputs: inputs.to_vec(),
+            output,
             forward: Arc::new(forward),
         });
-        makes
+        output
     }
 
-    /// Runs all steps and answers with `result`. A tensor that no later step reads is let go.
+    /// Runs all steps and returns `result`. Each tensor is freed after the last step that reads it.
     ///
     /// # Errors
-    /// What a step answers, with its name.
+    /// The error of a step, with its name as context.
     pub fn run(mut self, residency: Residency, result: Value) -> Result<Tensor> {
-        let together = match residency {
+        let segment_len = match residency {
             Residency::Resident => 1,
-            Residency::Recomputed { steps } => steps.max(1),
+            Residency::Checkpointed { steps } => steps.max(1),
         };
-        let mut last_read = vec![0; self.values.len()];
-        for (at, step) in self.steps.iter().enumerate() {
-            for value in &step.reads {
-                last_read[value.0] = at;
+        let mut last_use_of = vec![0; self.values.len()];
+        for (index, step) in self.steps.iter().enumerate() {
+            for value in &step.inputs {
+                last_use_of[value.0] = index;
             }
         }
-        last_read[result.0] = usize::MAX;
-        for (number, steps) in self.steps.chunks(together).enumerate() {
-            let end = number * together + steps.len();
-            let part = Part::of(steps, |value| last_read[value.0] >= end);
-            let inputs = part.reads.iter().map(|value| missing(self.values[value.0].clone()));
+        last_use_of[result.0] = usize::MAX;
+        for (segment_index, steps) in self.steps.chunks(segment_len).enumerate() {
+            let segment_end = segment_index * segment_len + steps.len();
+            let segment = Segment::new(steps, |value| last_use_of[value.0] >= segment_end);
+            let inputs = segment.inputs.iter().map(|value| require(self.values[value.0].clone()));
             let inputs = inputs.collect::<Result<Vec<_>>>()?;
-            let makes = part.makes.clone();
+            let outputs = segment.outputs.clone();
             let made = match residency {
-                Residency::Resident => part.run(&inputs)?,
-                Residency::Recomputed { .. } => autograd::recomputed(inputs, move |tensors| part.run(tensors))?,
+                Residency::Resident => segment.run(&inputs)?,
+                Residency::Checkpointed { .. } => autograd::recomputed(inputs, move |tensors| segment.run(tensors))?,
             };
-            for (value, tensor) in makes.into_iter().zip(made) {
+            for (value, tensor) in outputs.into_iter().zip(made) {
                 self.values[value.0] = Some(tensor);
             }
-            for (tensor, last) in self.values.iter_mut().zip(&last_read) {
-                if *last < end {
+            for (tensor, last_use) in self.values.iter_mut().zip(&last_use_of) {
+                if *last_use < segment_end {
                     *tensor = None;
                 }
             }
         }
-        missing(self.values[result.0].take())
+        require(self.values[result.0].take())
     }
 }
 
-fn missing(tensor: Option<Tensor>) -> Result<Tensor> {
-    tensor.ok_or_else(|| candle_core::Error::Msg("a step reads what a later step makes".into()))
+/// Returns the tensor, or an error if its step has not run yet.
+fn require(tensor: Option<Tensor>) -> Result<Tensor> {
+    tensor.ok_or_else(|| candle_core::Error::Msg("a step reads the output of a later step".into()))
 }
 
-/// Steps that follow one another, as one function.
-struct Part {
+/// Consecutive steps as one function.
+struct Segment {
     steps: Vec<Step>,
-    /// What they read and do not make.
-    reads: Vec<Value>,
-    /// What they make and others read.
-    makes: Vec<Value>,
+    /// The inputs that are not outputs of the segment itself.
+    inputs: Vec<Value>,
+    /// The outputs that later steps read.
+    outputs: Vec<Value>,
 }
 
-impl Part {
-    fn of(steps: &[Step], read_later: impl Fn(Value) -> bool) -> Self {
-        let made: Vec<Value> = steps.iter().map(|step| step.makes).collect();
-        let mut reads = Vec::new();
-        for value in steps.iter().flat_map(|step| &step.reads) {
-            if !made.contains(value) && !reads.contains(value) {
-                reads.push(*value);
+impl Segment {
+    fn new(steps: &[Step], is_read_later: impl Fn(Value) -> bool) -> Self {
+        let outputs: Vec<Value> = steps.iter().map(|step| step.output).collect();
+        let mut inputs = Vec::new();
+        for value in steps.iter().flat_map(|step| &step.inputs) {
+            if !outputs.contains(value) && !inputs.contains(value) {
+                inputs.push(*value);
             }
         }
         Self {
             steps: steps.to_vec(),
-            reads,
-            makes: made.into_iter().filter(|value| read_later(*value)).collect(),
+            inputs,
+            outputs: outputs.into_iter().filter(|value| is_read_later(*value)).collect(),
         }
     }
 
     fn run(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>> {
-        let mut known: Vec<(Value, Tensor)> = self.reads.iter().copied().zip(inputs.iter().cloned()).collect();
-        let find = |known: &[(Value, Tensor)], value: &Value| {
-            missing(known.iter().find(|(v, _)| v == value).map(|(_, t)| t.clone()))
+        let mut values: Vec<(Value, Tensor)> = self.inputs.iter().copied().zip(inputs.iter().cloned()).collect();
+        let find = |values: &[(Value, Tensor)], value: &Value| {
+            require(values.iter().find(|(v, _)| v == value).map(|(_, t)| t.clone()))
         };
         for step in &self.steps {
-            let reads: Vec<Tensor> = step.reads.iter().map(|v| find(&known, v)).collect::<Result<_>>()?;
-            known.push((step.makes, step.run(&reads)?));
+            let tensors: Vec<Tensor> = step.inputs.iter().map(|v| find(&values, v)).collect::<Result<_>>()?;
+            values.push((step.output, step.run(&tensors)?));
         }
-        self.makes.iter().map(|v| find(&known, v)).collect()
+        self.outputs.iter().map(|v| find(&values, v)).collect()
     }
 }

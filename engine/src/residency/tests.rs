@@ -1,5 +1,5 @@
-//! Recomputed against resident, on a small stack with everything that a model's has: skips, an input that every step
-//! reads, a variable that two steps share, a step that does not depend on any variable.
+//! Compares checkpointed and resident runs of a small stack with the features of a model's: skip connections, an input
+//! that every step reads, a variable that two steps share, and a step that does not depend on a variable.
 
 use super::{Residency, Stack};
 use crate::autograd::{Gradients, gradients};
@@ -16,7 +16,7 @@ struct Toy {
     vars: Vec<Var>,
     input: Var,
     shared: Var,
-    /// How often a step ran.
+    /// The number of step executions.
     runs: Arc<AtomicUsize>,
 }
 
@@ -42,7 +42,7 @@ impl Toy {
         let mut stack = Stack::new();
         let mut x = stack.input(tensor(&self.input));
         let shared = stack.input(tensor(&self.shared));
-        let still = stack.input(random(12, &[3, 6]));
+        let constant = stack.input(random(12, &[3, 6]));
         let mut skips = Vec::new();
         for i in 0..4 {
             let (w, runs) = (tensor(&self.vars[i % 3]), Arc::clone(&self.runs));
@@ -52,7 +52,7 @@ impl Toy {
             });
             skips.push(x);
         }
-        let plain = stack.step("plain", [still], |[still]| still.sqr());
+        let plain = stack.step("plain", [constant], |[constant]| constant.sqr());
         x = stack.step("mixed", [x, plain], |[x, plain]| x + plain);
         for (i, skip) in skips.into_iter().rev().enumerate() {
             let (w, runs) = (tensor(&self.vars[3 - i % 2]), Arc::clone(&self.runs));
@@ -68,10 +68,10 @@ impl Toy {
 
     fn grads(&self, residency: Residency) -> (f32, Vec<Tensor>) {
         let (loss, grads) = gradients(|| self.forward(residency, true).sqr()?.mean_all()).unwrap();
-        (loss.to_scalar().unwrap(), self.of(&grads))
+        (loss.to_scalar().unwrap(), self.gradients_of_all(&grads))
     }
 
-    fn of(&self, grads: &Gradients) -> Vec<Tensor> {
+    fn gradients_of_all(&self, grads: &Gradients) -> Vec<Tensor> {
         let all = self.vars.iter().chain([&self.input, &self.shared]);
         all.map(|v| grads.get(v.as_tensor()).unwrap().clone()).collect()
     }
@@ -90,9 +90,9 @@ fn recomputing_changes_neither_loss_nor_gradients() {
     let toy = Toy::new();
     let (loss, grads) = toy.grads(Residency::Resident);
     for steps in [0, 1, 2, 3, 4, 7, 100] {
-        let (again, other) = toy.grads(Residency::Recomputed { steps });
-        assert_eq!(loss, again, "{steps} steps together");
-        for (a, b) in other.iter().zip(&grads) {
+        let (recomputed_loss, recomputed_grads) = toy.grads(Residency::Checkpointed { steps });
+        assert_eq!(loss, recomputed_loss, "{steps} steps together");
+        for (a, b) in recomputed_grads.iter().zip(&grads) {
             assert!(gap(a, b) < 1e-6, "{steps} steps together: {}", gap(a, b));
         }
     }
@@ -113,7 +113,7 @@ fn without_a_tape_nothing_is_recomputed_and_candles_backward_pass_works() {
 }
 
 #[test]
-fn a_step_runs_again_only_where_there_is_something_to_train() {
+fn steps_run_again_only_if_a_tensor_is_trainable() {
     let toy = Toy::new();
     let runs = |f: &dyn Fn()| {
         let before = toy.runs.load(Ordering::Relaxed);
@@ -128,7 +128,7 @@ fn a_step_runs_again_only_where_there_is_something_to_train() {
 }
 
 #[test]
-fn what_the_backward_pass_meets_is_its_error() {
+fn an_error_of_a_recomputed_step_names_the_step() {
     let count = AtomicUsize::new(0);
     let var = Var::from_tensor(&random(0, &[2])).unwrap();
     let mut stack = Stack::new();

@@ -1,23 +1,23 @@
-//! Random numbers that agree with PyTorch.
+//! Random numbers that are bit-identical to PyTorch's.
 //!
 //! [`TorchGenerator`] reproduces `torch.Generator("cpu")` of torch 2.15 bit for bit: the same seed gives the same
-//! `randn`, `rand`, `randint` and `randperm`, whatever device computes with them afterwards. Everything in aitk that
-//! a seed decides is drawn here, on the CPU, so that an image does not depend on the machine that drew it.
+//! `randn`, `rand`, `randint` and `randperm`. All random numbers that depend on a seed are drawn here, on the CPU, so
+//! that an image does not depend on the device that generates it.
 //!
-//! Which of torch's paths is followed, because its results depend on it:
-//! - `randn` of fewer than 16 numbers: Box-Muller in f64, one pair at a time, the second number of a pair kept for
+//! torch has several code paths with different results. These are reproduced:
+//! - `randn` of fewer than 16 numbers: Box-Muller in f64, one pair at a time. The second number of a pair is stored for
 //!   the next call. `sin`, `cos` and `log1p` come from the system's math library, as in torch.
 //! - `randn` of 16 or more in f32: torch's AVX2 kernel (also chosen on AVX-512 machines), whose logarithm and sine are
 //!   the Cephes polynomials evaluated with fused multiply-adds. Reproduced operation by operation, so it gives the
 //!   same bits on every machine. (A torch built for ARM uses its math library here and differs in the last bits.)
-//! - f16 and bf16: the f32 kernel, rounded, but with fewer draws than f32 when the length is no multiple of 16.
+//! - f16 and bf16: the f32 kernel, rounded, but with fewer draws than f32 if the length is not a multiple of 16.
 
 mod keyed;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests;
 
-pub use keyed::{generator_for, generator_of};
+pub use keyed::{generator_for, generator_from_text};
 
 use half::{bf16, f16};
 
@@ -25,12 +25,12 @@ const N: usize = 624;
 const M: usize = 397;
 const STATE_BYTES: usize = 5056;
 
-/// The bytes given to [`TorchGenerator::from_state`] are no generator state.
+/// The error of [`TorchGenerator::from_state`]: the bytes are not a generator state.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("not a torch CPU generator state: {0}")]
 pub struct BadState(String);
 
-/// A float type that torch can draw normal numbers of.
+/// A float type for [`TorchGenerator::randn_as`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NormalKind {
     /// `torch.float32`
@@ -46,7 +46,7 @@ pub enum NormalKind {
 pub struct TorchGenerator {
     seed: u64,
     state: Box<[u32; N]>,
-    /// Words of `state` that are still unused, plus one (torch counts so).
+    /// The number of unused words in `state`, plus one, as in torch.
     left: usize,
     next: usize,
     /// The second half of the last Box-Muller pair in f64.
@@ -63,7 +63,7 @@ impl std::fmt::Debug for TorchGenerator {
 }
 
 impl TorchGenerator {
-    /// A generator as after `torch.Generator("cpu").manual_seed(seed)`. Like torch, only the low 32 bits matter.
+    /// The same generator as `torch.Generator("cpu").manual_seed(seed)`. As in torch, only the low 32 bits matter.
     /// A negative Python seed is its two's complement: `-1` is `u64::MAX`, see [`TorchGenerator::manual_seed_signed`].
     #[must_use]
     pub fn manual_seed(seed: u64) -> Self {
@@ -90,7 +90,7 @@ impl TorchGenerator {
         Self::manual_seed(seed as u64)
     }
 
-    /// The seed it was made with.
+    /// The seed that the generator was created with.
     #[must_use]
     pub fn initial_seed(&self) -> u64 {
         self.seed
@@ -110,7 +110,7 @@ impl TorchGenerator {
         y ^ (y >> 18)
     }
 
-    /// The next 64 random bits: two draws, the first is the upper half.
+    /// The next 64 random bits: two draws; the first is the upper half.
     pub fn next_u64(&mut self) -> u64 {
         let high = u64::from(self.next_u32());
         (high << 32) | u64::from(self.next_u32())
@@ -158,7 +158,8 @@ impl TorchGenerator {
             .collect()
     }
 
-    /// `torch.randn(n)` in f32. The length decides which algorithm torch takes, so draw what torch would draw at once.
+    /// `torch.randn(n)` in f32. torch's algorithm depends on the length, so one call here must correspond to one call
+    /// in torch.
     pub fn randn(&mut self, n: usize) -> Vec<f32> {
         if n < 16 {
             return (0..n).map(|_| self.normal_f64() as f32).collect();
@@ -179,7 +180,7 @@ impl TorchGenerator {
 
     /// `torch.randn(n, dtype=…)` for any of the float types that models compute in, as f32 values of that precision.
     pub fn randn_as(&mut self, n: usize, kind: NormalKind) -> Vec<f32> {
-        // torch, too, goes from f64 to the short types by way of f32.
+        // torch also converts from f64 to the 16-bit types through f32.
         let round = |x: f32| match kind {
             NormalKind::F32 => x,
             NormalKind::F16 => f16::from_f32(x).to_f32(),
@@ -192,8 +193,11 @@ impl TorchGenerator {
             return (0..n).map(|_| round(self.normal_f64() as f32)).collect();
         }
         let mut data = vec![0f32; n];
-        let whole = n - n % 16;
-        for start in (0..whole).step_by(16).chain((!n.is_multiple_of(16)).then(|| n - 16)) {
+        let aligned_len = n - n % 16;
+        for start in (0..aligned_len)
+            .step_by(16)
+            .chain((!n.is_multiple_of(16)).then(|| n - 16))
+        {
             let block = &mut data[start..start + 16];
             for value in block.iter_mut() {
                 *value = self.uniform_f32();
@@ -226,8 +230,8 @@ impl TorchGenerator {
     }
 
     fn normal_f64(&mut self) -> f64 {
-        if let Some(kept) = self.next_normal.take() {
-            return kept;
+        if let Some(normal) = self.next_normal.take() {
+            return normal;
         }
         let u1 = self.uniform_f64();
         let u2 = self.uniform_f64();
@@ -255,9 +259,9 @@ impl TorchGenerator {
     /// `torch.randperm(n)`: the numbers 0 … n-1 in random order.
     pub fn randperm(&mut self, n: usize) -> Vec<i64> {
         let mut order: Vec<i64> = (0..n as i64).collect();
-        let wide = n as u64 >= u64::from(u32::MAX) / 20;
+        let use_u64 = n as u64 >= u64::from(u32::MAX) / 20;
         for i in 0..n.saturating_sub(1) {
-            let bits = if wide {
+            let bits = if use_u64 {
                 self.next_u64()
             } else {
                 u64::from(self.next_u32())
@@ -267,7 +271,7 @@ impl TorchGenerator {
         order
     }
 
-    /// The whole state, in the very bytes of `torch.Generator.get_state()` (5,056 of them).
+    /// The state in the exact format of `torch.Generator.get_state()` (5,056 bytes).
     #[must_use]
     pub fn state(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(STATE_BYTES);
@@ -286,10 +290,10 @@ impl TorchGenerator {
         out
     }
 
-    /// A generator that goes on from [`TorchGenerator::state`] or from `torch.Generator.get_state()`.
+    /// Restores a generator from [`TorchGenerator::state`] or from `torch.Generator.get_state()`.
     ///
     /// # Errors
-    /// When the bytes have another length or describe an impossible position.
+    /// When the length is wrong, or the bytes contain an impossible position or word.
     pub fn from_state(bytes: &[u8]) -> Result<Self, BadState> {
         if bytes.len() != STATE_BYTES {
             return Err(BadState(format!("expected {STATE_BYTES} bytes, found {}", bytes.len())));
@@ -301,7 +305,7 @@ impl TorchGenerator {
         };
         let left = (word64(8) & 0xffff_ffff) as usize;
         let next = word64(16).min(N as u64 + 1) as usize;
-        // Fresh: left = 1, next = 0. Later: every draw moves both by one.
+        // A new generator has left = 1 and next = 0. Every draw decrements `left` and increments `next`.
         if !(1..=N).contains(&left) || (left + next != N + 1 && (left, next) != (1, 0)) {
             return Err(BadState(format!("impossible position: left {left}, next {next}")));
         }
@@ -329,7 +333,7 @@ fn box_muller_16(data: &mut [f32]) {
     for j in 0..8 {
         let radius = (-2.0 * log(1.0 - data[j])).sqrt();
         let (sin, cos) = sin_cos(TWO_PI * data[j + 8]);
-        // `+ 0.0` is the mean, added by torch too: it turns -0 into 0.
+        // `+ 0.0` is the mean. torch adds it too; it turns -0 into 0.
         data[j] = radius * cos + 0.0;
         data[j + 8] = radius * sin + 0.0;
     }
@@ -352,9 +356,9 @@ fn log(x: f32) -> f32 {
     let mut e = ((bits >> 23) as i32 - 0x7f) as f32 + 1.0;
     let mut x = f32::from_bits((bits & !0x7f80_0000) | 0.5f32.to_bits());
     if x < std::f32::consts::FRAC_1_SQRT_2 {
-        let whole = x;
+        let mantissa = x;
         e -= 1.0;
-        x = (x - 1.0) + whole;
+        x = (x - 1.0) + mantissa;
     } else {
         x -= 1.0;
     }

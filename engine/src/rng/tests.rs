@@ -1,4 +1,4 @@
-//! Against `tests/reference/make_rng.py`.
+//! Comparison with the fixtures of `tests/reference/make_rng.py`.
 
 use super::*;
 use serde_json::Value;
@@ -29,7 +29,7 @@ fn draw(g: &mut TorchGenerator, op: &[Value]) -> Vec<u8> {
 }
 
 #[test]
-fn every_draw_has_the_bits_of_torch() {
+fn every_draw_is_bit_identical_to_torch() {
     let text = include_str!("../../../tests/fixtures/rng/draws.json");
     let cases: Vec<Value> = serde_json::from_str(text).unwrap();
     let mut wrong = Vec::new();
@@ -52,7 +52,7 @@ fn every_draw_has_the_bits_of_torch() {
 }
 
 #[test]
-fn a_damaged_state_is_refused() {
+fn a_damaged_state_is_an_error() {
     let good = TorchGenerator::manual_seed(3).state();
     assert!(TorchGenerator::from_state(&good[1..]).is_err());
     let mut position = good.clone();

@@ -1,31 +1,31 @@
-//! Captions as the U-Net sees them.
+//! The text encoder's output for captions: the context of the U-Net's cross-attention.
 
 use crate::error::Result;
 use crate::models::clip::{ClipTextModel, ClipTokenizer};
 use candle_core::{DType, Tensor};
 use std::collections::HashMap;
 
-/// Encoded captions, one for each distinct text. Where the text encoder is frozen, a caption is encoded once.
+/// A cache of encoded captions by text, for a frozen text encoder.
 #[derive(Default)]
-pub struct Contexts {
-    known: HashMap<String, Tensor>,
+pub struct ContextCache {
+    cache: HashMap<String, Tensor>,
 }
 
-/// Captions kept at once: 77 x 768 numbers each, so about half a gigabyte for SD 1.5. Shuffled tokens make a new text
-/// at every step.
-const LIMIT: usize = 2048;
+/// The largest number of cached captions. Each has 77 x 768 numbers, together about half a gigabyte for SD 1.5. The
+/// limit matters when tokens are shuffled: then every step has new texts.
+const MAX_CACHED: usize = 2048;
 
-impl Contexts {
-    /// The contexts [b, n, d] of these captions with their graph, for a text encoder that trains.
+impl ContextCache {
+    /// Encodes captions without the cache, with the graph, for a text encoder that is trained: [b, n, d].
     ///
     /// # Errors
     /// When the encoder fails.
-    pub fn fresh(captions: &[String], tokenizer: &ClipTokenizer, encoder: &ClipTextModel) -> Result<Tensor> {
+    pub fn encode(captions: &[String], tokenizer: &ClipTokenizer, encoder: &ClipTextModel) -> Result<Tensor> {
         let texts: Vec<&str> = captions.iter().map(String::as_str).collect();
         encoder.forward(&tokenizer.encode(&texts)?)
     }
 
-    /// The contexts [b, n, d] of these captions.
+    /// Encodes captions, or returns them from the cache: [b, n, d].
     ///
     /// # Errors
     /// When the encoder fails.
@@ -38,15 +38,15 @@ impl Contexts {
     ) -> Result<Tensor> {
         let mut rows = Vec::with_capacity(captions.len());
         for caption in captions {
-            let row = match self.known.get(caption) {
+            let row = match self.cache.get(caption) {
                 Some(row) => row.clone(),
                 None => {
                     let ids = tokenizer.encode(&[caption.as_str()])?;
                     let row = encoder.forward(&ids)?.to_dtype(dtype)?.detach();
-                    if self.known.len() >= LIMIT {
-                        self.known.clear();
+                    if self.cache.len() >= MAX_CACHED {
+                        self.cache.clear();
                     }
-                    self.known.insert(caption.clone(), row.clone());
+                    self.cache.insert(caption.clone(), row.clone());
                     row
                 }
             };

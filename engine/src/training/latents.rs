@@ -1,50 +1,58 @@
-//! Images as the U-Net sees them: encoded by the VAE, kept in memory or on disk.
+//! The latents of training images: encoded by the VAE, cached in memory and on disk.
 
 use crate::data::{Item, LatentCache, LatentKey};
 use crate::error::{EngineError, Result};
 use crate::models::vae::AutoencoderKl;
-use crate::rng::generator_of;
+use crate::rng::generator_from_text;
 use candle_core::{DType, Device, Tensor};
 use std::collections::HashMap;
 use std::path::PathBuf;
 
-/// Numbers that are kept in memory whatever the config says: 128 MiB.
-const ALWAYS_HELD: usize = 32 << 20;
+/// Latents are always cached in memory up to this number of elements (128 MiB), whatever the config says.
+const MIN_CACHED_ELEMENTS: usize = 32 << 20;
 
-/// Where the latents of a run come from. Caching never changes them: the VAE's posterior is sampled with a generator
-/// that is seeded by the latent's own key.
-pub struct Latents {
+/// Encodes images to latents and caches them. Caching does not change a latent: the VAE's posterior is sampled with a
+/// generator that is seeded with the latent's cache key.
+pub struct LatentStore {
     cache: LatentCache,
-    space: String,
+    latent_space: String,
     memory: HashMap<PathBuf, Tensor>,
-    /// Numbers in `memory`.
-    held: usize,
+    /// The number of elements in `memory`.
+    cached_elements: usize,
+    /// Whether a latent could not be written to disk.
     unwritable: bool,
     dtype: DType,
     device: Device,
 }
 
-impl Latents {
-    /// An empty store. `space` is the tag of the latent space; `vae` tells this VAE's weights from others.
+impl LatentStore {
+    /// Creates an empty cache. `latent_space` is the tag of the latent space; `vae` identifies the VAE's weights.
     #[must_use]
-    pub fn new(vae: &str, space: &str, model: &AutoencoderKl, channels: usize, dtype: DType, device: &Device) -> Self {
+    pub fn new(
+        vae: &str,
+        latent_space: &str,
+        model: &AutoencoderKl,
+        channels: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> Self {
         Self {
             cache: LatentCache::new(vae, channels, model.scale_factor()),
-            space: space.to_owned(),
+            latent_space: latent_space.to_owned(),
             memory: HashMap::new(),
-            held: 0,
+            cached_elements: 0,
             unwritable: false,
             dtype,
             device: device.clone(),
         }
     }
 
-    /// The scaled latent [c, h, w] of an item, in float32 on the CPU.
+    /// Returns the scaled latent [c, h, w] of an item, in float32 on the CPU.
     ///
     /// # Errors
-    /// When the image cannot be decoded or a cache cannot be written.
+    /// When the image cannot be decoded, or the disk is full.
     pub fn get(&mut self, item: &Item, vae: &AutoencoderKl, in_memory: bool, on_disk: bool) -> Result<Tensor> {
-        let key = item.latent_key(&self.space);
+        let key = item.latent_key(&self.latent_space);
         let name = self
             .cache
             .path(&item.path, item.derived.as_deref(), &key, &item.content);
@@ -67,23 +75,23 @@ impl Latents {
                 latent
             }
         };
-        // Small sets stay in memory in any case: it changes nothing but the time that the VAE takes.
-        if in_memory || self.unwritable || self.held < ALWAYS_HELD {
-            self.held += latent.elem_count();
+        // Small data sets always stay in memory, which only saves time.
+        if in_memory || self.unwritable || self.cached_elements < MIN_CACHED_ELEMENTS {
+            self.cached_elements += latent.elem_count();
             self.memory.insert(name, latent.clone());
         }
         Ok(latent)
     }
 
-    /// A data set that cannot be written (another user's, a read-only disk) is no reason to stop: its latents stay in
-    /// memory. A full disk is one.
+    /// Writes a latent to the disk cache. A full disk is an error. If the data set's folder is not writable (another
+    /// user's, a read-only disk), training continues and the latents stay in memory.
     fn write(&mut self, item: &Item, key: &LatentKey, latent: &Tensor) -> Result<()> {
         let derived = item.derived.as_deref();
         match self.cache.write(&item.path, derived, key, &item.content, latent) {
             Err(full @ EngineError::DiskFull { .. }) => Err(full),
             Err(error) => {
                 if !self.unwritable {
-                    tracing::warn!(%error, "latents cannot be kept on disk; they stay in memory");
+                    tracing::warn!(%error, "latents cannot be cached on disk; they stay in memory");
                 }
                 self.unwritable = true;
                 Ok(())
@@ -97,9 +105,9 @@ impl Latents {
         let pixels = pixels.to_device(&self.device)?.to_dtype(self.dtype)?.unsqueeze(0)?;
         let posterior = vae.encode(&pixels)?;
         let mean = posterior.mean.clone();
-        // The file's name holds the hash of everything that the latent depends on.
+        // The file name contains the hash of everything that the latent depends on.
         let name = name.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let noise = generator_of(&format!("latent/{name}")).randn(mean.elem_count());
+        let noise = generator_from_text(&format!("latent/{name}")).randn(mean.elem_count());
         let noise = Tensor::from_vec(noise, mean.shape(), &Device::Cpu)?
             .to_device(mean.device())?
             .to_dtype(mean.dtype())?;

@@ -5,19 +5,19 @@ use crate::models::unet::UNet2DConditionModel;
 use crate::samplers::{NoiseSchedule, PredictionType};
 use candle_core::{DType, Tensor};
 
-/// How prediction and target are compared.
+/// The elementwise loss function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LossKind {
-    /// Mean of squares.
+    /// Mean squared error.
     Mse,
-    /// Mean of absolute values.
+    /// Mean absolute error.
     Mae,
 }
 
-/// What the loss depends on besides its inputs.
+/// The options of the loss.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LossOptions {
-    /// How prediction and target are compared.
+    /// The elementwise loss function.
     pub kind: LossKind,
     /// Weight `min(snr, gamma) / snr` per item (epsilon), `min(snr, gamma) / (snr + 1)` (v prediction).
     pub min_snr_gamma: Option<f64>,
@@ -35,7 +35,7 @@ impl Default for LossOptions {
     }
 }
 
-/// Everything that goes into one forward pass of training.
+/// The inputs of one training forward pass.
 #[derive(Clone, Debug)]
 pub struct MicroBatch {
     /// Scaled latents [b, c, h, w], float32.
@@ -48,12 +48,12 @@ pub struct MicroBatch {
     pub context: Tensor,
     /// One loss weight per item.
     pub weights: Vec<f64>,
-    /// One loss weight per place, [b, 1, h, w], float32. `None`: all alike.
+    /// One loss weight per latent position, [b, 1, h, w], float32. `None`: all 1.
     pub mask: Option<Tensor>,
 }
 
-/// The loss of a micro-batch: per item the mean over its latent (weighted by the mask), times SNR weight and item weight; then the mean over
-/// the items. A float32 scalar with its graph.
+/// Computes the loss of a micro-batch: the mean over each item's latent (weighted by the mask), times the SNR weight
+/// and the item's weight, then the mean over the items. Returns a float32 scalar with its graph.
 ///
 /// # Errors
 /// When shapes do not fit or the arithmetic fails.
@@ -65,16 +65,16 @@ pub fn loss(
     dtype: DType,
 ) -> Result<Tensor> {
     let items = batch.timesteps.len();
-    let bad = |e: &dyn std::fmt::Display| EngineError::Internal(format!("noise schedule: {e}"));
+    let schedule_error = |e: &dyn std::fmt::Display| EngineError::Internal(format!("noise schedule: {e}"));
     let device = batch.latents.device();
     let noisy = schedule
         .add_noise(&batch.latents, &batch.noise, &batch.timesteps)
-        .map_err(|e| bad(&e))?;
+        .map_err(|e| schedule_error(&e))?;
     let target = match schedule.prediction_type {
         PredictionType::Epsilon => batch.noise.clone(),
         PredictionType::VPrediction => schedule
             .velocity(&batch.latents, &batch.noise, &batch.timesteps)
-            .map_err(|e| bad(&e))?,
+            .map_err(|e| schedule_error(&e))?,
         #[allow(unreachable_patterns)]
         _ => {
             return Err(EngineError::Unsupported(
@@ -97,7 +97,7 @@ pub fn loss(
     let per_item = elementwise.flatten_from(1)?.mean(1)?;
     let mut weights = Vec::with_capacity(items);
     for (t, weight) in batch.timesteps.iter().zip(&batch.weights) {
-        let snr = f64::from(schedule.snr(*t).map_err(|e| bad(&e))?);
+        let snr = f64::from(schedule.snr(*t).map_err(|e| schedule_error(&e))?);
         let scale = match (options.min_snr_gamma, options.snr_gamma, schedule.prediction_type) {
             (Some(gamma), _, PredictionType::VPrediction) => snr.min(gamma) / (snr + 1.0),
             (Some(gamma), _, _) => (gamma / snr).min(1.0),

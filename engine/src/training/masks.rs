@@ -1,4 +1,4 @@
-//! Masks of the loss: which parts of an image are learned, as the loss sees them.
+//! Loss masks: the weight of each latent position in the loss.
 
 use crate::data::{Item, mask_of};
 use crate::error::Result;
@@ -6,50 +6,50 @@ use crate::models::vae::AutoencoderKl;
 use candle_core::{DType, Device, Tensor};
 use std::collections::HashMap;
 
-/// The masks of a run in the size of the latents, read once.
+/// The loss masks of a run in the size of the latents, cached in memory.
 #[derive(Default)]
-pub struct Masks {
-    known: HashMap<String, Tensor>,
+pub struct LossMasks {
+    cache: HashMap<String, Tensor>,
 }
 
-impl Masks {
-    /// The weights of a batch's loss, [b, 1, h, w] on the CPU, 1 on average; `None` where no image of it has a mask.
-    /// An image without one counts in full. Of every latent's square of pixels the upper left one decides, as
-    /// ai-toolkit's nearest-neighbour scaling has it.
+impl LossMasks {
+    /// Returns the loss weights of a batch, [b, 1, h, w] on the CPU, with a mean of 1; `None` if no item has a mask. An
+    /// item without a mask has weight 1 everywhere before this scaling. A latent position gets the upper left pixel of
+    /// its square, as with ai-toolkit's nearest-neighbour scaling.
     ///
     /// # Errors
-    /// When a mask cannot be read or has another shape than its image.
+    /// When a mask cannot be read or its shape differs from its image's.
     pub fn get<'a>(&mut self, items: impl Iterator<Item = &'a Item>, vae: &AutoencoderKl) -> Result<Option<Tensor>> {
-        let (mut rows, mut any) = (Vec::new(), false);
+        let (mut masks, mut any) = (Vec::new(), false);
         for item in items {
             any |= item.mask.is_some();
-            rows.push(self.one(item, vae.scale_factor())?);
+            masks.push(self.item_mask(item, vae.scale_factor())?);
         }
         if !any {
             return Ok(None);
         }
-        let weights = Tensor::stack(&rows, 0)?.unsqueeze(1)?;
+        let weights = Tensor::stack(&masks, 0)?.unsqueeze(1)?;
         let mean = weights.mean_all()?.to_scalar::<f32>()?;
-        // Black everywhere: nothing of this batch is learned.
+        // All masks are black: the loss of this batch is 0.
         let factor = if mean > 0.0 { 1.0 / f64::from(mean) } else { 0.0 };
         Ok(Some((weights * factor)?))
     }
 
-    fn one(&mut self, item: &Item, scale: usize) -> Result<Tensor> {
+    fn item_mask(&mut self, item: &Item, scale: usize) -> Result<Tensor> {
         let (width, height) = (item.plan.bucket.0 as usize / scale, item.plan.bucket.1 as usize / scale);
         let Some(mask) = &item.mask else {
             return Ok(Tensor::ones((height, width), DType::F32, &Device::Cpu)?);
         };
         let key = format!("{mask:?} {:?} {} {}", item.plan, item.flip_x, item.flip_y);
-        if let Some(known) = self.known.get(&key) {
-            return Ok(known.clone());
+        if let Some(tensor) = self.cache.get(&key) {
+            return Ok(tensor.clone());
         }
         let (pixels, stride) = (mask_of(item, mask)?, item.plan.bucket.0 as usize);
-        let chosen: Vec<f32> = (0..height * width)
+        let sampled: Vec<f32> = (0..height * width)
             .map(|i| pixels[(i / width * scale) * stride + i % width * scale])
             .collect();
-        let tensor = Tensor::from_vec(chosen, (height, width), &Device::Cpu)?;
-        self.known.insert(key, tensor.clone());
+        let tensor = Tensor::from_vec(sampled, (height, width), &Device::Cpu)?;
+        self.cache.insert(key, tensor.clone());
         Ok(tensor)
     }
 }

@@ -1,9 +1,9 @@
-//! Training: one optimizer step after another, every random decision a function of (seed, step, micro-batch).
+//! Training. Every random decision is a function of (seed, step, micro-batch).
 //!
-//! - [`loss`]: the loss of one micro-batch with all its inputs given, so that it can be compared with the reference.
-//! - [`Trainer`]: accumulation, clipping, optimizer, EMA; what a checkpoint holds.
-//! - [`draw`]: time steps and noise of a micro-batch (`docs/randomness.md`).
-//! - [`Latents`], [`Masks`], [`Contexts`]: images, their masks and captions as model and loss see them, cached.
+//! - [`loss`]: the loss of one micro-batch. All inputs are arguments, so that tests can compare it with the reference.
+//! - [`Trainer`]: gradient accumulation, clipping, optimizer, EMA; the state that a checkpoint stores.
+//! - [`draw`]: draws the time steps and the noise of a micro-batch (`docs/randomness.md`).
+//! - [`LatentStore`], [`LossMasks`], [`ContextCache`]: cached latents of images, loss masks and encoded captions.
 
 mod context;
 mod latents;
@@ -12,13 +12,13 @@ mod masks;
 mod random;
 mod trainer;
 
-pub use context::Contexts;
-pub use latents::Latents;
+pub use context::ContextCache;
+pub use latents::LatentStore;
 pub use loss::{LossKind, LossOptions, MicroBatch, loss};
-pub use masks::Masks;
-pub use random::{Draw, NoiseOptions, Preference, batch_generator, draw};
+pub use masks::LossMasks;
+pub use random::{NoiseDraw, NoiseLevelPreference, NoiseOptions, batch_generator, draw};
 pub(crate) use trainer::optim_error;
-pub use trainer::{State, StepReport, Trainer, TrainerOptions};
+pub use trainer::{StepReport, Trainer, TrainerOptions, TrainerState};
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]

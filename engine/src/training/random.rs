@@ -1,53 +1,53 @@
-//! What a micro-batch draws, in which order. `docs/randomness.md` replays it in Python.
+//! Draws the time steps and the noise of a micro-batch, in the order that `docs/randomness.md` shows in Python.
 
 use crate::error::Result;
 use crate::rng::{TorchGenerator, generator_for};
 use candle_core::{Device, Tensor};
 
-/// Which noise levels are trained most (`train.content_or_style`).
+/// The noise levels that are trained most (`train.content_or_style`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Preference {
-    /// All alike.
+pub enum NoiseLevelPreference {
+    /// All noise levels equally.
     Balanced,
-    /// Much noise.
+    /// High noise levels.
     Content,
-    /// Little noise.
+    /// Low noise levels.
     Style,
 }
 
-/// How noise and time steps are drawn.
+/// The options of [`draw`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct NoiseOptions {
-    /// Which noise levels are trained most.
-    pub preference: Preference,
-    /// Smallest index of the time step table (0 = most noise).
+    /// The noise levels that are trained most.
+    pub preference: NoiseLevelPreference,
+    /// The smallest index of the time step table (0 = most noise).
     pub min_index: u32,
-    /// Largest index.
+    /// The largest index.
     pub max_index: u32,
-    /// Length of the table.
-    pub table: u32,
-    /// Strength of one extra noise value per channel.
+    /// The length of the table.
+    pub table_len: u32,
+    /// `noise_offset`: the strength of one additional noise value per item and channel.
     pub offset: f64,
-    /// Scale of the noise.
+    /// The factor of the noise.
     pub multiplier: f64,
 }
 
 impl Default for NoiseOptions {
     fn default() -> Self {
         Self {
-            preference: Preference::Balanced,
+            preference: NoiseLevelPreference::Balanced,
             min_index: 0,
             max_index: 999,
-            table: 1000,
+            table_len: 1000,
             offset: 0.0,
             multiplier: 1.0,
         }
     }
 }
 
-/// What was drawn for a micro-batch.
+/// The time steps and the noise of a micro-batch.
 #[derive(Clone, Debug)]
-pub struct Draw {
+pub struct NoiseDraw {
     /// One training time step per item, 0 = least noise.
     pub timesteps: Vec<i64>,
     /// [b, c, h, w].
@@ -70,33 +70,33 @@ pub fn draw(
     generator: &mut TorchGenerator,
     (b, c, h, w): (usize, usize, usize, usize),
     device: &Device,
-) -> Result<Draw> {
+) -> Result<NoiseDraw> {
     let (low, high) = (
         i64::from(options.min_index),
         i64::from(options.max_index.max(options.min_index)),
     );
-    let table = i64::from(options.table);
+    let table_len = i64::from(options.table_len);
     let indices: Vec<i64> = match options.preference {
-        Preference::Balanced => generator.randint(low, high + 1, b),
+        NoiseLevelPreference::Balanced => generator.randint(low, high + 1, b),
         preference => generator
             .rand(b)
             .into_iter()
             .map(|u| {
                 let cube = u * u * u;
-                let position = if preference == Preference::Content {
+                let position = if preference == NoiseLevelPreference::Content {
                     cube
                 } else {
                     1.0 - cube
                 };
                 // From 0..table to low..high.
-                let scaled = f64::from(position) * table as f64 / (table - 1).max(1) as f64;
+                let scaled = f64::from(position) * table_len as f64 / (table_len - 1).max(1) as f64;
                 ((low as f64 + scaled * (high - low) as f64) as i64).clamp(low, high)
             })
             .collect(),
     };
     let timesteps = indices
         .into_iter()
-        .map(|i| (table - 1 - i).clamp(0, table - 1))
+        .map(|i| (table_len - 1 - i).clamp(0, table_len - 1))
         .collect();
     let mut noise = Tensor::from_vec(generator.randn(b * c * h * w), (b, c, h, w), &Device::Cpu)?;
     if options.offset != 0.0 {
@@ -106,7 +106,7 @@ pub fn draw(
     if options.multiplier != 1.0 {
         noise = (noise * options.multiplier)?;
     }
-    Ok(Draw {
+    Ok(NoiseDraw {
         timesteps,
         noise: noise.to_device(device)?,
     })

@@ -1,4 +1,4 @@
-//! Against `tests/reference/make_train_lora.py`: the same twenty steps by diffusers and peft.
+//! Comparison with the fixtures of `tests/reference/make_train_lora.py`: the same twenty steps with diffusers and peft.
 
 mod full;
 
@@ -18,20 +18,20 @@ fn load(name: &str) -> HashMap<String, Tensor> {
     candle_core::safetensors::load(fixtures().join("train").join(name), &Device::Cpu).unwrap()
 }
 
-fn below(tensors: &HashMap<String, Tensor>, prefix: &str) -> BTreeMap<String, Tensor> {
+fn with_prefix(tensors: &HashMap<String, Tensor>, prefix: &str) -> BTreeMap<String, Tensor> {
     tensors
         .iter()
         .filter_map(|(k, v)| Some((k.strip_prefix(prefix)?.to_owned(), v.clone())))
         .collect()
 }
 
-fn worst(ours: &BTreeMap<String, Tensor>, theirs: &BTreeMap<String, Tensor>) -> f64 {
+fn largest_gap(ours: &BTreeMap<String, Tensor>, theirs: &BTreeMap<String, Tensor>) -> f64 {
     assert_eq!(ours.keys().collect::<Vec<_>>(), theirs.keys().collect::<Vec<_>>());
     let gaps = ours.values().zip(theirs.values()).map(|(a, b)| f64::from(gap(a, b)));
     gaps.fold(0.0, f64::max)
 }
 
-/// The same learning rate at each of twenty steps.
+/// A schedule with the same learning rate at each of twenty steps.
 fn constant(lr: f64) -> Schedule {
     let params = &serde_json::Map::new();
     Schedule::new(ScheduleParams {
@@ -43,7 +43,7 @@ fn constant(lr: f64) -> Schedule {
     .unwrap()
 }
 
-/// Largest relative difference of a loss, largest difference of a weight.
+/// Trains for twenty steps; returns the largest relative difference of a loss and the largest difference of a weight.
 fn compare(name: &str) -> (f64, f64) {
     let report: serde_json::Value =
         serde_json::from_slice(&std::fs::read(fixtures().join("train/parity.json")).unwrap()).unwrap();
@@ -51,9 +51,12 @@ fn compare(name: &str) -> (f64, f64) {
     let number = |key: &str| variant.get(key).and_then(serde_json::Value::as_f64);
     let inputs = load("parity_inputs.safetensors");
     let theirs = load(&format!("parity_{name}.safetensors"));
-    let own = ["conv", "text_encoder", "text_encoder_alone"].contains(&name);
-    let start = below(
-        &load(&format!("parity_{}.safetensors", if own { name } else { "adamw" })),
+    let has_own_start = ["conv", "text_encoder", "text_encoder_alone"].contains(&name);
+    let start = with_prefix(
+        &load(&format!(
+            "parity_{}.safetensors",
+            if has_own_start { name } else { "adamw" }
+        )),
         "start/",
     );
     let parts: Vec<String> = serde_json::from_value(variant["parts"].clone()).unwrap_or(vec!["unet".into()]);
@@ -86,7 +89,7 @@ fn compare(name: &str) -> (f64, f64) {
     let network = LoraNetwork::attach(&config, &mut trained, &mut TorchGenerator::manual_seed(0)).unwrap();
     assert_eq!(network.covers_text_encoder(), trains("text_encoder"));
     let params = network.params();
-    let fresh = || {
+    let new_trainer = || {
         Trainer::new(TrainerOptions {
             params: params.clone(),
             optimizer: Box::new(Adam::new(params.clone(), AdamParams::new(true)).unwrap()),
@@ -100,8 +103,8 @@ fn compare(name: &str) -> (f64, f64) {
         .into_iter()
         .filter(|(name, _)| !name.ends_with(".alpha"))
         .collect();
-    fresh().restore_weights(&start).unwrap();
-    let mut trainer = fresh();
+    new_trainer().restore_weights(&start).unwrap();
+    let mut trainer = new_trainer();
     let mut schedule = NoiseSchedule::new(&SamplerParams::from_json(&model.scheduler_config).unwrap()).unwrap();
     if variant["prediction"] == "v_prediction" {
         schedule.prediction_type = PredictionType::VPrediction;
@@ -117,7 +120,7 @@ fn compare(name: &str) -> (f64, f64) {
     };
     let captions: Vec<String> = serde_json::from_value(report["captions"].clone()).unwrap();
     let weights: Vec<f64> = serde_json::from_value(variant["weights"].clone()).unwrap_or(vec![1.0, 1.0]);
-    let mut contexts = Contexts::default();
+    let mut contexts = ContextCache::default();
     let micro = number("micro").unwrap_or(1.0) as usize;
     let mut loss_gap = 0f64;
     for step in 0..20usize {
@@ -132,7 +135,7 @@ fn compare(name: &str) -> (f64, f64) {
             network.handle.set_training(Some("masks"));
             let forward = || {
                 let context = if trains("text_encoder") {
-                    Contexts::fresh(&texts, &model.tokenizer, &model.text_encoder)
+                    ContextCache::encode(&texts, &model.tokenizer, &model.text_encoder)
                 } else {
                     contexts.get(&texts, &model.tokenizer, &model.text_encoder, DType::F32)
                 };
@@ -146,7 +149,7 @@ fn compare(name: &str) -> (f64, f64) {
                 };
                 loss(&model.unet, &schedule, &options, &batch, DType::F32)
             };
-            trainer.add(forward).unwrap();
+            trainer.accumulate(forward).unwrap();
         }
         let done = trainer.finish_step(step as u64, true).unwrap();
         let want = variant["losses"][step].as_f64().unwrap();
@@ -158,10 +161,13 @@ fn compare(name: &str) -> (f64, f64) {
             );
         }
     }
-    let mut weight_gap = worst(&network.tensors(DType::F32).unwrap(), &below(&theirs, "final/"));
+    let mut weight_gap = largest_gap(&network.tensors(DType::F32).unwrap(), &with_prefix(&theirs, "final/"));
     if let Some(ema) = trainer.ema() {
         ema.swap_in().unwrap();
-        weight_gap = weight_gap.max(worst(&network.tensors(DType::F32).unwrap(), &below(&theirs, "ema/")));
+        weight_gap = weight_gap.max(largest_gap(
+            &network.tensors(DType::F32).unwrap(),
+            &with_prefix(&theirs, "ema/"),
+        ));
     }
     (loss_gap, weight_gap)
 }
@@ -174,58 +180,58 @@ fn check(name: &str) {
 }
 
 #[test]
-fn adamw_is_the_references() {
+fn adamw_matches_the_reference() {
     check("adamw");
 }
 
 #[test]
-fn accumulation_is_the_references() {
+fn accumulation_matches_the_reference() {
     check("accumulation");
 }
 
 #[test]
-fn clipping_is_the_references() {
+fn clipping_matches_the_reference() {
     check("clipping");
 }
 
 #[test]
-fn min_snr_is_the_references() {
+fn min_snr_matches_the_reference() {
     check("min_snr");
 }
 
 #[test]
-fn ema_is_the_references() {
+fn ema_matches_the_reference() {
     check("ema");
 }
 
 #[test]
-fn convolutions_are_the_references() {
+fn lora_on_convolutions_matches_the_reference() {
     check("conv");
 }
 
 #[test]
-fn training_the_text_encoder_is_the_references() {
+fn training_the_text_encoder_matches_the_reference() {
     check("text_encoder");
     check("text_encoder_alone");
 }
 
 #[test]
-fn v_prediction_is_the_references() {
+fn v_prediction_matches_the_reference() {
     check("v_prediction");
 }
 
 #[test]
-fn masks_are_the_references() {
+fn loss_masks_match_the_reference() {
     check("mask");
 }
 
 #[test]
-fn absolute_loss_with_item_weights_is_the_references() {
+fn absolute_loss_with_item_weights_matches_the_reference() {
     check("mae");
 }
 
-/// The loss and every gradient of one micro-batch, with LoRAs on all layers of the U-Net and with dropout.
-fn one_pass(residency: Residency) -> (f32, Vec<Tensor>) {
+/// The loss and every gradient of one micro-batch, with LoRA on all layers of the U-Net and with dropout.
+fn loss_and_gradients(residency: Residency) -> (f32, Vec<Tensor>) {
     let mut model = tiny_sd();
     model.unet.residency = residency;
     let config = LoraConfig {
@@ -253,7 +259,7 @@ fn one_pass(residency: Residency) -> (f32, Vec<Tensor>) {
         p.var.set(&(random(p.var.dims()) * 0.1).unwrap()).unwrap();
     }
     let batch = MicroBatch {
-        // An odd size: the way up has to meet the sizes of the way down.
+        // Odd sizes: the up blocks must restore the sizes of the down blocks.
         latents: random(&[2, 4, 9, 7]),
         noise: random(&[2, 4, 9, 7]),
         timesteps: vec![417, 30],
@@ -272,27 +278,30 @@ fn one_pass(residency: Residency) -> (f32, Vec<Tensor>) {
 #[test]
 fn gradient_checkpointing_changes_neither_loss_nor_gradients() {
     let norm = |t: &Tensor| t.sqr().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap().sqrt();
-    let (loss, grads) = one_pass(Residency::Resident);
+    let (loss, grads) = loss_and_gradients(Residency::Resident);
     assert!(grads.iter().all(|g| norm(g) > 0.0));
     for steps in [1, 2, 3, 5, 1000] {
-        let (again, others) = one_pass(Residency::Recomputed { steps });
+        let (recomputed_loss, recomputed_grads) = loss_and_gradients(Residency::Checkpointed { steps });
         assert!(
-            (again / loss - 1.0).abs() < 1e-6,
-            "{steps} steps together: loss {again}, {loss}"
+            (recomputed_loss / loss - 1.0).abs() < 1e-6,
+            "{steps} steps together: loss {recomputed_loss}, {loss}"
         );
-        let gaps = others
+        let gaps = recomputed_grads
             .iter()
             .zip(&grads)
             .map(|(a, b)| norm(&(a - b).unwrap()) / norm(b));
-        let worst = gaps.fold(0f32, f32::max);
-        println!("{steps} steps together: gradients differ by {worst:.1e}");
-        // A tensor that several blocks read gets its gradient from them in another order.
-        assert!(worst < 1e-5, "{steps} steps together: gradients differ by {worst:.1e}");
+        let largest = gaps.fold(0f32, f32::max);
+        println!("{steps} steps together: gradients differ by {largest:.1e}");
+        // Recomputing sums the gradients of a tensor that several blocks read in another order.
+        assert!(
+            largest < 1e-5,
+            "{steps} steps together: gradients differ by {largest:.1e}"
+        );
     }
 }
 
 #[test]
-fn a_loss_that_is_no_number_changes_nothing() {
+fn a_non_finite_loss_does_not_change_the_weights() {
     let var = candle_core::Var::from_tensor(&Tensor::ones(2, DType::F32, &Device::Cpu).unwrap()).unwrap();
     let params = vec![crate::optim::Param {
         name: "p".into(),
@@ -307,31 +316,35 @@ fn a_loss_that_is_no_number_changes_nothing() {
         fused_backward: false,
     });
     let of_sum = |factor: f64| (var.as_tensor().sum_all()? * factor).map_err(Into::into);
-    trainer.add(|| of_sum(f64::NAN)).unwrap();
+    trainer.accumulate(|| of_sum(f64::NAN)).unwrap();
     let report = trainer.finish_step(0, true).unwrap();
     assert!(report.loss.is_nan());
-    assert!(trainer.is_finite().unwrap());
+    assert!(trainer.weights_are_finite().unwrap());
     assert!(report.warning.unwrap().contains("step 1"));
-    // A finite loss with an endless gradient.
-    trainer.add(|| of_sum(1e38)).unwrap();
+    // A finite loss with an infinite gradient.
+    trainer.accumulate(|| of_sum(1e38)).unwrap();
     let report = trainer.finish_step(1, true).unwrap();
     assert!(report.warning.is_some() || report.grad_norm.unwrap().is_finite());
     assert!(var.to_vec1::<f32>().unwrap().iter().all(|v| v.is_finite()));
-    assert!(trainer.is_finite().unwrap());
+    assert!(trainer.weights_are_finite().unwrap());
     for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         var.set(&Tensor::new(&[1.0, bad], &Device::Cpu).unwrap()).unwrap();
-        assert!(!trainer.is_finite().unwrap(), "{bad}");
+        assert!(!trainer.weights_are_finite().unwrap(), "{bad}");
     }
 }
 
 #[test]
-fn draws_stay_in_their_range() {
+fn timesteps_are_drawn_in_the_configured_range() {
     let options = NoiseOptions {
         min_index: 100,
         max_index: 300,
         ..NoiseOptions::default()
     };
-    for preference in [Preference::Balanced, Preference::Content, Preference::Style] {
+    for preference in [
+        NoiseLevelPreference::Balanced,
+        NoiseLevelPreference::Content,
+        NoiseLevelPreference::Style,
+    ] {
         let options = NoiseOptions {
             preference,
             ..options.clone()
@@ -344,15 +357,15 @@ fn draws_stay_in_their_range() {
         );
         let mean = drawn.timesteps.iter().sum::<i64>() as f64 / 64.0;
         match preference {
-            Preference::Content => assert!(mean > 820.0, "{mean}"),
-            Preference::Style => assert!(mean < 780.0, "{mean}"),
-            Preference::Balanced => {}
+            NoiseLevelPreference::Content => assert!(mean > 820.0, "{mean}"),
+            NoiseLevelPreference::Style => assert!(mean < 780.0, "{mean}"),
+            NoiseLevelPreference::Balanced => {}
         }
     }
 }
 
 #[test]
-fn the_documented_python_draws_the_same() {
+fn the_documented_python_draws_the_same_numbers() {
     let text = std::fs::read(fixtures().join("train/randomness.json")).unwrap();
     let report: serde_json::Value = serde_json::from_slice(&text).unwrap();
     let noises = load("randomness.safetensors");
@@ -361,9 +374,9 @@ fn the_documented_python_draws_the_same() {
         let shape: Vec<usize> = serde_json::from_value(case["shape"].clone()).unwrap();
         let options = NoiseOptions {
             preference: match case["kind"].as_str() {
-                Some("content") => Preference::Content,
-                Some("style") => Preference::Style,
-                _ => Preference::Balanced,
+                Some("content") => NoiseLevelPreference::Content,
+                Some("style") => NoiseLevelPreference::Style,
+                _ => NoiseLevelPreference::Balanced,
             },
             min_index: whole("low", 0) as u32,
             max_index: whole("high", 999) as u32,

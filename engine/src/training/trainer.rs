@@ -1,73 +1,75 @@
-//! Accumulation, clipping, optimizer and EMA: what turns losses into weights.
+//! The trainer: gradient accumulation, clipping, optimizer step and EMA.
 
 use crate::autograd::{Tape, record};
 use crate::error::{EngineError, Result};
 use crate::optim::{
-    Ema, Grads, OptimError, Optimizer, Param, Schedule, clip_factor, clip_grad_norm, norm_of, scaled_by, sum_of_squares,
+    Ema, Grads, OptimError, Optimizer, Param, Schedule, clip_factor, clip_grad_norm, global_norm, scale_gradient,
+    sum_of_squares,
 };
 use candle_core::{DType, Tensor};
 use std::collections::{BTreeMap, HashMap};
 
-/// What a [`Trainer`] is made of.
+/// The parts of a [`Trainer`].
 pub struct TrainerOptions {
-    /// What trains, in a fixed order.
+    /// The trained parameters, in a fixed order.
     pub params: Vec<Param>,
     /// The update rule.
     pub optimizer: Box<dyn Optimizer>,
     /// The learning rate of each step.
     pub schedule: Schedule,
-    /// Clip gradients to this norm. `None`: do not.
+    /// The global norm to which gradients are clipped. `None`: no clipping.
     pub max_grad_norm: Option<f64>,
-    /// Moving average.
+    /// The exponential moving average of the weights.
     pub ema: Option<Ema>,
-    /// Update each parameter as soon as its gradient is there, where that gives the same: gradients of few exist at a time.
+    /// Update each parameter as soon as its gradient is complete, if that gives the same result. Then only a few
+    /// gradients are in memory at a time.
     pub fused_backward: bool,
 }
 
-/// What one step did.
+/// The result of one step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepReport {
-    /// Mean loss of the step's micro-batches.
+    /// The mean loss of the step's micro-batches.
     pub loss: f64,
-    /// The learning rate: the schedule's, or what the optimizer made of it by itself.
+    /// The learning rate of the schedule, or the one that an adaptive optimizer computed from it.
     pub lr: f64,
-    /// Gradient norm before clipping, when the weights were updated.
+    /// The gradient norm before clipping; `None` if the weights were not updated.
     pub grad_norm: Option<f64>,
-    /// Something that the user should know: a loss or gradient that is no number.
+    /// A warning for the user about a loss or gradients that are not finite.
     pub warning: Option<String>,
 }
 
-/// Named tensors by role.
-pub type State = BTreeMap<&'static str, BTreeMap<String, Tensor>>;
+/// Named tensors by role: `weights`, `optimizer`, `ema`, `gradients`.
+pub type TrainerState = BTreeMap<&'static str, BTreeMap<String, Tensor>>;
 
-/// The state of training between two steps.
+/// Turns losses into updates of the parameters, and holds the state between two steps.
 pub struct Trainer {
     options: TrainerOptions,
-    /// Gradients that wait for an update (legacy accumulation, where each micro-batch counts as a step).
-    pending: Option<Grads>,
-    /// Squares of the gradients that were applied already, by parameter.
-    applied: Option<Vec<f64>>,
+    /// Gradients that a later step applies (legacy accumulation, where each micro-batch counts as a step).
+    accumulated: Option<Grads>,
+    /// The sum of squares of each gradient that [`Trainer::fused_step`] applied, by parameter.
+    applied_squares: Option<Vec<f64>>,
     losses: Vec<f64>,
-    non_finite: u64,
+    non_finite_losses: u64,
 }
 
 impl Trainer {
-    /// A trainer at its beginning.
+    /// Creates a trainer without gradients.
     #[must_use]
     pub fn new(options: TrainerOptions) -> Self {
         Self {
             options,
-            pending: None,
-            applied: None,
+            accumulated: None,
+            applied_squares: None,
             losses: Vec::new(),
-            non_finite: 0,
+            non_finite_losses: 0,
         }
     }
 
-    /// Whether a step of one micro-batch is [`Trainer::apply`].
+    /// Whether a step of one micro-batch uses [`Trainer::fused_step`].
     #[must_use]
-    pub fn fused_backward(&self) -> bool {
-        self.options.fused_backward && self.pending.is_none() && self.options.optimizer.separable()
+    pub fn uses_fused_backward(&self) -> bool {
+        self.options.fused_backward && self.accumulated.is_none() && self.options.optimizer.separable()
     }
 
     /// The trained parameters.
@@ -81,12 +83,13 @@ impl Trainer {
         self.options.ema.as_mut()
     }
 
-    /// Runs the forward pass of a micro-batch, and adds the gradients of its loss. Gradients are summed, as ai-toolkit does
-    /// (quirk 6). A loss that is not finite adds nothing; it is reported as it is.
+    /// Runs the forward and the backward pass of a micro-batch and adds its gradients to the accumulated ones.
+    /// Gradients are summed, as in ai-toolkit (quirk 6). A loss that is not finite adds no gradients; it is reported
+    /// unchanged.
     ///
     /// # Errors
     /// When the forward or the backward pass fails.
-    pub fn add(&mut self, loss: impl FnOnce() -> Result<Tensor>) -> Result<()> {
+    pub fn accumulate(&mut self, loss: impl FnOnce() -> Result<Tensor>) -> Result<()> {
         let Some((loss, tape)) = self.forward(loss)? else {
             return Ok(());
         };
@@ -96,8 +99,8 @@ impl Trainer {
             .params
             .iter()
             .map(|p| store.get(p.var.as_tensor()).map(Tensor::detach));
-        match &mut self.pending {
-            None => self.pending = Some(grads.collect()),
+        match &mut self.accumulated {
+            None => self.accumulated = Some(grads.collect()),
             Some(sums) => {
                 for (sum, grad) in sums.iter_mut().zip(grads) {
                     *sum = match (sum.take(), grad) {
@@ -110,64 +113,71 @@ impl Trainer {
         Ok(())
     }
 
-    /// The whole of step number `step` but its end: as [`Trainer::add`] once, with every parameter updated as soon as its
-    /// gradient is there, which is then let go. What comes out is the same bit for bit. The norm that gradients are
-    /// clipped by is that of all of them: where they are clipped, `loss` is gone through twice, first for the norm. Where
-    /// they are not, and some are not finite, only those parameters stay as they are.
+    /// Runs the passes of step number `step` and updates each parameter as soon as its gradient is complete, then frees
+    /// the gradient (fused backward). The result is bit-identical to [`Trainer::accumulate`] with an update in
+    /// [`Trainer::finish_step`], which must follow in both cases. Clipping needs the global norm: then `loss` runs
+    /// twice, first for the norm. Without clipping, parameters whose gradient is not finite are not updated.
     ///
     /// # Errors
     /// When a pass or the arithmetic fails.
-    pub fn apply(&mut self, step: u64, loss: impl Fn() -> Result<Tensor>) -> Result<()> {
-        let lr = self.options.schedule.at(step);
+    pub fn fused_step(&mut self, step: u64, loss: impl Fn() -> Result<Tensor>) -> Result<()> {
+        let lr = self.options.schedule.lr_at(step);
         let Some((mut value, mut tape)) = self.forward(&loss)? else {
             return Ok(());
         };
         let (params, optimizer) = (&self.options.params, &mut self.options.optimizer);
-        let places: HashMap<_, _> = params.iter().enumerate().map(|(at, p)| (p.var.id(), at)).collect();
+        let index_by_id: HashMap<_, _> = params
+            .iter()
+            .enumerate()
+            .map(|(index, p)| (p.var.id(), index))
+            .collect();
         let mut squares = vec![0.0; params.len()];
-        let clipped = self.options.max_grad_norm.filter(|_| optimizer.wants_clipping());
+        let clip_norm = self
+            .options
+            .max_grad_norm
+            .filter(|_| optimizer.uses_gradient_clipping());
         let mut factor = 1.0;
-        if let Some(max) = clipped {
+        if let Some(max) = clip_norm {
             tape.backward_each(&value, |id, gradient| {
-                if let Some(at) = places.get(&id) {
-                    squares[*at] = sum_of_squares(&gradient)?;
+                if let Some(index) = index_by_id.get(&id) {
+                    squares[*index] = sum_of_squares(&gradient)?;
                 }
                 Ok::<_, EngineError>(())
             })?;
-            let norm = norm_of(&squares);
+            let norm = global_norm(&squares);
             if !norm.is_finite() {
-                self.applied = Some(squares);
+                self.applied_squares = Some(squares);
                 return Ok(());
             }
             factor = clip_factor(norm, max);
             (value, tape) = record(&loss)?;
         }
-        let mut one: Grads = vec![None; params.len()];
+        let mut single_grad: Grads = vec![None; params.len()];
         tape.backward_each(&value, |id, gradient| {
-            let Some(at) = places.get(&id) else {
+            let Some(index) = index_by_id.get(&id) else {
                 return Ok(());
             };
-            if clipped.is_none() {
-                squares[*at] = sum_of_squares(&gradient)?;
-                if !squares[*at].is_finite() {
+            if clip_norm.is_none() {
+                squares[*index] = sum_of_squares(&gradient)?;
+                if !squares[*index].is_finite() {
                     return Ok(());
                 }
             }
-            one[*at] = Some(scaled_by(gradient, factor)?);
-            optimizer.step(&one, lr).map_err(optim_error)?;
-            one[*at] = None;
+            single_grad[*index] = Some(scale_gradient(gradient, factor)?);
+            optimizer.step(&single_grad, lr).map_err(optim_error)?;
+            single_grad[*index] = None;
             Ok::<_, EngineError>(())
         })?;
-        self.applied = Some(squares);
+        self.applied_squares = Some(squares);
         Ok(())
     }
 
-    /// The loss of a micro-batch and the way back, unless it is not finite.
+    /// Runs the forward pass. Returns the loss and its tape, or `None` if the loss is not finite.
     fn forward(&mut self, loss: impl FnOnce() -> Result<Tensor>) -> Result<Option<(Tensor, Tape)>> {
         let (loss, tape) = record(loss)?;
         let value = f64::from(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
         if !value.is_finite() {
-            self.non_finite += 1;
+            self.non_finite_losses += 1;
             self.losses.push(value);
             return Ok(None);
         }
@@ -175,13 +185,13 @@ impl Trainer {
         Ok(Some((loss, tape)))
     }
 
-    /// Ends step number `step`. With `update`, the gradients so far are clipped and applied; without, they wait for a
-    /// later step.
+    /// Ends step number `step`. With `update`, the accumulated gradients are clipped and applied; otherwise a later
+    /// step applies them.
     ///
     /// # Errors
     /// When the arithmetic fails.
     pub fn finish_step(&mut self, step: u64, update: bool) -> Result<StepReport> {
-        let lr = self.options.schedule.at(step);
+        let lr = self.options.schedule.lr_at(step);
         let count = self.losses.len().max(1) as f64;
         let mut report = StepReport {
             loss: self.losses.iter().sum::<f64>() / count,
@@ -190,23 +200,26 @@ impl Trainer {
             warning: None,
         };
         self.losses.clear();
-        if self.non_finite > 0 {
+        if self.non_finite_losses > 0 {
             report.warning = Some(format!(
-                "step {}: the loss of {} micro-batch(es) was not a finite number; nothing is learned of them",
+                "step {}: the loss of {} micro-batch(es) was not a finite number; they do not change the weights",
                 step + 1,
-                self.non_finite
+                self.non_finite_losses
             ));
-            self.non_finite = 0;
+            self.non_finite_losses = 0;
         }
-        report.lr = self.options.optimizer.shown_lr(lr).map_err(optim_error)?;
+        report.lr = self.options.optimizer.effective_lr(lr).map_err(optim_error)?;
         if !update {
             return Ok(report);
         }
         let optimizer = &mut self.options.optimizer;
-        let norm = match (self.applied.take(), self.pending.take()) {
-            (Some(squares), _) => norm_of(&squares),
+        let norm = match (self.applied_squares.take(), self.accumulated.take()) {
+            (Some(squares), _) => global_norm(&squares),
             (None, Some(mut grads)) => {
-                let max = self.options.max_grad_norm.filter(|_| optimizer.wants_clipping());
+                let max = self
+                    .options
+                    .max_grad_norm
+                    .filter(|_| optimizer.uses_gradient_clipping());
                 let norm = clip_grad_norm(&mut grads, max.unwrap_or(f64::INFINITY)).map_err(optim_error)?;
                 if norm.is_finite() {
                     optimizer.step(&grads, lr).map_err(optim_error)?;
@@ -217,13 +230,13 @@ impl Trainer {
         };
         if !norm.is_finite() {
             report.warning = Some(format!(
-                "step {}: the gradients are not finite numbers; the weights stay as they are",
+                "step {}: the gradients are not finite numbers; the weights are unchanged",
                 step + 1
             ));
             return Ok(report);
         }
         report.grad_norm = Some(norm);
-        report.lr = optimizer.shown_lr(lr).map_err(optim_error)?;
+        report.lr = optimizer.effective_lr(lr).map_err(optim_error)?;
         if let Some(ema) = &mut self.options.ema {
             ema.update().map_err(optim_error)?;
         }
@@ -234,9 +247,9 @@ impl Trainer {
     ///
     /// # Errors
     /// When the arithmetic fails.
-    pub fn is_finite(&self) -> Result<bool> {
+    pub fn weights_are_finite(&self) -> Result<bool> {
         for param in &self.options.params {
-            // Zero times infinity, and times no number, is no number.
+            // 0 * infinity and 0 * NaN are NaN.
             let sum = param.var.as_tensor().affine(0.0, 0.0)?.sum_all()?;
             if !sum.to_dtype(DType::F32)?.to_scalar::<f32>()?.is_finite() {
                 return Ok(false);
@@ -245,11 +258,12 @@ impl Trainer {
         Ok(true)
     }
 
-    /// What a checkpoint holds, by role: `weights`, `optimizer`, and where they exist `ema` and `gradients`. The second value is the number of EMA updates.
+    /// Returns the tensors of a checkpoint by role (`weights`, `optimizer`, and if present `ema` and `gradients`), and
+    /// the number of EMA updates.
     ///
     /// # Errors
     /// When the device fails.
-    pub fn state(&self) -> Result<(State, u64)> {
+    pub fn state(&self) -> Result<(TrainerState, u64)> {
         let mut out = BTreeMap::new();
         let weights = self
             .options
@@ -265,23 +279,26 @@ impl Trainer {
             updates = n;
             out.insert("ema", shadow);
         }
-        if let Some(pending) = &self.pending {
+        if let Some(accumulated) = &self.accumulated {
             let names = self.options.params.iter().map(|p| p.name.clone());
-            let grads = names.zip(pending).filter_map(|(n, g)| Some((n, g.clone()?))).collect();
+            let grads = names
+                .zip(accumulated)
+                .filter_map(|(n, g)| Some((n, g.clone()?)))
+                .collect();
             out.insert("gradients", grads);
         }
         Ok((out, updates))
     }
 
-    /// Sets the parameters from the weights of [`Trainer::state`], bit for bit, or none of them.
+    /// Sets the parameters from the weights of [`Trainer::state`]. On an error no parameter changes.
     ///
     /// # Errors
-    /// When a tensor is missing, is one too many, or has another shape.
+    /// When a tensor is missing or unexpected, or has another shape.
     pub fn restore_weights(&self, tensors: &BTreeMap<String, Tensor>) -> Result<()> {
         let params = &self.options.params;
         if tensors.len() != params.len() {
             return Err(EngineError::bad_input(format!(
-                "it has {} trained tensors, this job {}",
+                "the checkpoint has {} trained tensors, this job has {}",
                 tensors.len(),
                 params.len()
             )));
@@ -308,20 +325,24 @@ impl Trainer {
         Ok(())
     }
 
-    /// Takes back the rest of what [`Trainer::state`] gave: all but the weights.
+    /// Restores everything that [`Trainer::state`] returned except the weights.
     ///
     /// # Errors
     /// When something is missing or has another shape.
-    pub fn restore(&mut self, mut state: BTreeMap<String, BTreeMap<String, Tensor>>, ema_updates: u64) -> Result<()> {
+    pub fn restore_state(
+        &mut self,
+        mut state: BTreeMap<String, BTreeMap<String, Tensor>>,
+        ema_updates: u64,
+    ) -> Result<()> {
         let optimizer = state.remove("optimizer").unwrap_or_default();
         self.options.optimizer.load_state(&optimizer).map_err(optim_error)?;
-        // A state from before EMA was turned on: the average begins with the weights as they are.
+        // A state without EMA, from before EMA was turned on: the average starts with the current weights.
         if let Some(ema) = &mut self.options.ema
             && let Some(shadow) = state.remove("ema")
         {
             ema.load_state(&shadow, ema_updates).map_err(optim_error)?;
         }
-        self.pending = match state.remove("gradients") {
+        self.accumulated = match state.remove("gradients") {
             None => None,
             Some(mut grads) => Some(
                 self.options
@@ -335,7 +356,7 @@ impl Trainer {
     }
 }
 
-/// An optimizer's error as the engine's.
+/// Converts an optimizer's error to the engine's error type.
 pub(crate) fn optim_error(error: OptimError) -> EngineError {
     match error {
         OptimError::Tensor(e) => EngineError::Tensor(e),

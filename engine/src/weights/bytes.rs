@@ -1,4 +1,4 @@
-//! Reading numbers at places in a file, on all threads, into memory that was not written before.
+//! Parallel reads from a file into uninitialised memory, with conversion to float32.
 
 use crate::error::{EngineError, Result};
 use crate::nn::quant::Code;
@@ -9,25 +9,25 @@ use std::fs::File;
 use std::mem::MaybeUninit;
 use std::path::{Path, PathBuf};
 
-/// Bytes that one thread reads before it takes the next.
-const SHARE: usize = 2 << 20;
+/// Bytes per parallel read.
+const READ_CHUNK: usize = 2 << 20;
 /// Numbers that are converted at a time.
-const FEW: usize = 16 << 10;
+const CONVERT_CHUNK: usize = 16 << 10;
 
-/// How a file stores a number by itself.
+/// The format of a floating-point number in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Number {
+pub(super) enum FloatFormat {
     F64,
     F32,
     F16,
     Bf16,
-    /// 8-bit floats: see [`Code`].
+    /// 8-bit float; see [`Code`].
     E4m3,
     E5m2,
 }
 
-impl Number {
-    /// Bytes of one.
+impl FloatFormat {
+    /// Bytes per number.
     pub(super) fn size(self) -> usize {
         match self {
             Self::F64 => 8,
@@ -37,7 +37,7 @@ impl Number {
         }
     }
 
-    /// What its codes are, of an 8-bit float.
+    /// The code of an 8-bit float; `None` for other formats.
     pub(super) fn code(self) -> Option<Code> {
         match self {
             Self::E4m3 => Some(Code::E4m3),
@@ -47,13 +47,13 @@ impl Number {
     }
 }
 
-/// An open file of which parts are read.
-pub(super) struct Bytes {
+/// An open file and its path.
+pub(super) struct FileReader {
     path: PathBuf,
     file: File,
 }
 
-impl Bytes {
+impl FileReader {
     pub(super) fn new(path: &Path, file: File) -> Self {
         Self {
             path: path.to_path_buf(),
@@ -65,115 +65,124 @@ impl Bytes {
         &self.path
     }
 
-    /// So many bytes as they are.
+    /// Reads `count` bytes from offset `start`.
     pub(super) fn read(&self, start: usize, count: usize) -> Result<Vec<u8>> {
-        filled(count, |bytes| self.fill(bytes, start))
+        vec_filled_by(count, |bytes| self.fill(bytes, start))
     }
 
-    /// So many numbers in float32.
-    pub(super) fn floats(&self, stored: Number, start: usize, count: usize) -> Result<Vec<f32>> {
-        let size = stored.size();
-        filled(count, |out| {
-            if stored == Number::F32 && cfg!(target_endian = "little") {
-                return self.fill(as_bytes(out), start);
+    /// Reads `count` numbers from offset `start` and converts them to float32.
+    pub(super) fn read_floats(&self, format: FloatFormat, start: usize, count: usize) -> Result<Vec<f32>> {
+        let size = format.size();
+        vec_filled_by(count, |out| {
+            if format == FloatFormat::F32 && cfg!(target_endian = "little") {
+                return self.fill(as_uninit_bytes(out), start);
             }
-            shared(out, SHARE / size, |offset, part| {
-                self.convert(stored, start + offset * size, part)
+            for_each_chunk(out, READ_CHUNK / size, |offset, chunk| {
+                self.convert(format, start + offset * size, chunk)
             })
         })
     }
 
-    /// All of these bytes, on all threads.
+    /// Fills `bytes` from offset `at`, on all threads.
     pub(super) fn fill(&self, bytes: &mut [MaybeUninit<u8>], at: usize) -> Result<()> {
-        shared(bytes, SHARE, |offset, part| {
-            self.fill_part(part, at + offset)?;
+        for_each_chunk(bytes, READ_CHUNK, |offset, chunk| {
+            self.fill_on_this_thread(chunk, at + offset)?;
             Ok(())
         })
     }
 
-    /// All of these bytes, whatever they held.
-    pub(super) fn fill_part<'a>(&self, bytes: &'a mut [MaybeUninit<u8>], at: usize) -> Result<&'a mut [u8]> {
-        let mut done = 0;
-        while done < bytes.len() {
-            match rustix::io::pread(&self.file, &mut bytes[done..], (at + done) as u64) {
+    /// Fills `bytes` from offset `at`, and returns them as initialised.
+    pub(super) fn fill_on_this_thread<'a>(&self, bytes: &'a mut [MaybeUninit<u8>], at: usize) -> Result<&'a mut [u8]> {
+        let mut filled = 0;
+        while filled < bytes.len() {
+            match rustix::io::pread(&self.file, &mut bytes[filled..], (at + filled) as u64) {
                 Ok(([], _)) => {
                     return Err(EngineError::WeightsFile {
                         path: self.path.clone(),
                         reason: "the file became shorter while it was in use: download or copy it again".into(),
                     });
                 }
-                Ok((read, _)) => done += read.len(),
+                Ok((read, _)) => filled += read.len(),
                 Err(rustix::io::Errno::INTR) => {}
                 Err(error) => return Err(EngineError::io(&self.path, error.into())),
             }
         }
-        #[expect(unsafe_code, reason = "the loop ends when all of them were read")]
+        #[expect(unsafe_code, reason = "a buffer that the system call initialised")]
+        // SAFETY: the loop ends only when `pread` has written every byte of `bytes`.
         Ok(unsafe { bytes.assume_init_mut() })
     }
 
-    /// Numbers in float32, a few at a time, so that their bytes stay near.
-    fn convert(&self, stored: Number, start: usize, out: &mut [MaybeUninit<f32>]) -> Result<()> {
-        let size = stored.size();
-        let mut near = Vec::with_capacity(FEW * size);
-        let (mut halves, mut floats) = (Vec::with_capacity(FEW), vec![0f32; FEW]);
-        let table = stored.code().map(|code| code.table()).unwrap_or_default();
-        for (i, out) in out.chunks_mut(FEW).enumerate() {
-            let bytes = &mut near.spare_capacity_mut()[..out.len() * size];
-            let bytes = self.fill_part(bytes, start + i * FEW * size)?;
-            let floats = &mut floats[..out.len()];
-            match stored {
-                Number::F16 => {
+    /// Reads numbers and converts them to float32, `CONVERT_CHUNK` at a time, so that the bytes stay in the CPU's
+    /// cache.
+    fn convert(&self, format: FloatFormat, start: usize, out: &mut [MaybeUninit<f32>]) -> Result<()> {
+        let size = format.size();
+        let mut buffer = Vec::with_capacity(CONVERT_CHUNK * size);
+        let (mut halves, mut values) = (Vec::with_capacity(CONVERT_CHUNK), vec![0f32; CONVERT_CHUNK]);
+        let table = format.code().map(|code| code.table()).unwrap_or_default();
+        for (i, out) in out.chunks_mut(CONVERT_CHUNK).enumerate() {
+            let bytes = &mut buffer.spare_capacity_mut()[..out.len() * size];
+            let bytes = self.fill_on_this_thread(bytes, start + i * CONVERT_CHUNK * size)?;
+            let values = &mut values[..out.len()];
+            match format {
+                FloatFormat::F16 => {
                     halves.clear();
                     halves.extend(bytes.as_chunks::<2>().0.iter().map(|b| f16::from_le_bytes(*b)));
-                    halves.convert_to_f32_slice(floats);
+                    halves.convert_to_f32_slice(values);
                 }
-                Number::Bf16 => each(bytes, floats, |b| bf16::from_le_bytes(b).to_f32()),
-                Number::F64 => each(bytes, floats, |b| f64::from_le_bytes(b) as f32),
-                Number::F32 => each(bytes, floats, f32::from_le_bytes),
-                Number::E4m3 | Number::E5m2 => each(bytes, floats, |[code]| {
+                FloatFormat::Bf16 => convert_each(bytes, values, |b| bf16::from_le_bytes(b).to_f32()),
+                FloatFormat::F64 => convert_each(bytes, values, |b| f64::from_le_bytes(b) as f32),
+                FloatFormat::F32 => convert_each(bytes, values, f32::from_le_bytes),
+                FloatFormat::E4m3 | FloatFormat::E5m2 => convert_each(bytes, values, |[code]| {
                     table.get(usize::from(code)).copied().unwrap_or_default()
                 }),
             }
-            out.write_copy_of_slice(floats);
+            out.write_copy_of_slice(values);
         }
         Ok(())
     }
 }
 
-fn each<const N: usize>(bytes: &[u8], out: &mut [f32], number: impl Fn([u8; N]) -> f32) {
+/// Converts each group of `N` bytes to one number.
+fn convert_each<const N: usize>(bytes: &[u8], out: &mut [f32], convert: impl Fn([u8; N]) -> f32) {
     for (out, bytes) in out.iter_mut().zip(bytes.as_chunks::<N>().0) {
-        *out = number(*bytes);
+        *out = convert(*bytes);
     }
 }
 
-/// So many numbers, all of which `fill` writes, unless it fails. No zeros are written first.
-pub(super) fn filled<T: Copy>(count: usize, fill: impl FnOnce(&mut [MaybeUninit<T>]) -> Result<()>) -> Result<Vec<T>> {
+/// Creates a vector of `count` elements without zeroing it first. `fill` must write every element, or fail.
+pub(super) fn vec_filled_by<T: Copy>(
+    count: usize,
+    fill: impl FnOnce(&mut [MaybeUninit<T>]) -> Result<()>,
+) -> Result<Vec<T>> {
     let mut all = Vec::with_capacity(count);
     fill(&mut all.spare_capacity_mut()[..count])?;
-    #[expect(
-        unsafe_code,
-        reason = "all were written: every `fill` here writes each element or fails"
-    )]
+    #[expect(unsafe_code, reason = "a vector that `fill` initialised")]
+    // SAFETY: the capacity is at least `count`, and every caller's `fill` writes each element or returns an error.
     unsafe {
         all.set_len(count);
     }
     Ok(all)
 }
 
-/// Runs `f` on parts of so many elements, and where they begin, on all threads.
-fn shared<T: Send>(all: &mut [T], count: usize, f: impl Fn(usize, &mut [T]) -> Result<()> + Send + Sync) -> Result<()> {
+/// Runs `f` on chunks of `count` elements in parallel; the first argument is the index of the chunk's first element.
+fn for_each_chunk<T: Send>(
+    all: &mut [T],
+    count: usize,
+    f: impl Fn(usize, &mut [T]) -> Result<()> + Send + Sync,
+) -> Result<()> {
     if all.len() <= count {
         return f(0, all);
     }
-    let parts = all.par_chunks_mut(count).enumerate();
-    parts.try_for_each(|(i, part)| f(i * count, part))
+    let chunks = all.par_chunks_mut(count).enumerate();
+    chunks.try_for_each(|(i, chunk)| f(i * count, chunk))
 }
 
-fn as_bytes(numbers: &mut [MaybeUninit<f32>]) -> &mut [MaybeUninit<u8>] {
-    #[expect(
-        unsafe_code,
-        reason = "the same memory; bytes need no alignment and may be uninitialised"
-    )]
+/// Views uninitialised numbers as uninitialised bytes.
+fn as_uninit_bytes(numbers: &mut [MaybeUninit<f32>]) -> &mut [MaybeUninit<u8>] {
+    #[expect(unsafe_code, reason = "a slice of the same memory with another element type")]
+    // SAFETY: pointer and length in bytes come from one slice, which is borrowed mutably for as long as the result.
+    // Bytes need no alignment, `MaybeUninit<u8>` allows any content, and every byte pattern that is written is a valid
+    // `f32`.
     unsafe {
         std::slice::from_raw_parts_mut(numbers.as_mut_ptr().cast(), std::mem::size_of_val(numbers))
     }

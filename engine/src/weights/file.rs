@@ -1,7 +1,7 @@
-//! One file of weights: its header is checked before anything is read, and tensors are read one by one when they are
-//! asked for. Nothing of them stays mapped: a process holds each number once, in the tensor that it became.
+//! One weights file. Its header is checked when it is opened; each tensor is read when it is requested. The file does
+//! not stay memory-mapped, so that a process holds each number only once.
 
-use super::bytes::{Bytes, Number, filled};
+use super::bytes::{FileReader, FloatFormat, vec_filled_by};
 use super::{gguf, safetensors};
 use crate::error::{EngineError, Result};
 use crate::nn::quant::Quantized;
@@ -12,49 +12,49 @@ use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::Path;
 
-/// How a tensor is stored.
+/// How a tensor is stored in its file.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Kind {
-    /// Number by number.
-    Numbers(Number),
-    /// The same in a GGUF file, of 16 bits: a layer may keep them so.
-    Halves(Number),
-    /// Blocks of GGUF, and what it calls them.
-    Blocks(GgmlDType, &'static str),
-    /// Bytes that are no numbers by themselves.
+pub(super) enum StorageType {
+    /// One float per element.
+    Floats(FloatFormat),
+    /// One 16-bit float per element in a GGUF file; a layer may use them without conversion.
+    GgufHalf(FloatFormat),
+    /// Quantised blocks in a GGUF file, and the name of their type.
+    GgmlBlocks(GgmlDType, &'static str),
+    /// Bytes (U8).
     Bytes,
-    /// Whole numbers of 8 bits.
-    Signed,
-    /// What cannot be read here, by its name in the file.
-    Other(String),
+    /// Signed 8-bit integers.
+    Int8,
+    /// An unsupported type, by its name in the file.
+    Unsupported(String),
 }
 
-/// Where a tensor lies, and as what.
+/// The storage type, the shape and the byte range of a tensor in its file.
 #[derive(Clone, Debug)]
-pub(super) struct Place {
-    pub(super) kind: Kind,
+pub(super) struct StoredTensor {
+    pub(super) storage: StorageType,
     pub(super) shape: Vec<usize>,
     pub(super) start: usize,
     pub(super) end: usize,
 }
 
-/// What a header says.
+/// The content of a file's header.
 #[derive(Default)]
-pub(super) struct Table {
-    pub(super) tensors: BTreeMap<String, Place>,
-    /// By key.
+pub(super) struct FileHeader {
+    pub(super) tensors: BTreeMap<String, StoredTensor>,
+    /// The free-form metadata.
     pub(super) metadata: BTreeMap<String, String>,
 }
 
-/// An open file of weights, safetensors or GGUF.
+/// An open weights file, safetensors or GGUF.
 pub(super) struct TensorFile {
-    bytes: Bytes,
-    table: Table,
+    reader: FileReader,
+    header: FileHeader,
     is_gguf: bool,
 }
 
 impl TensorFile {
-    /// Opens a file; what it is its first bytes say, whatever its name.
+    /// Opens a file. The format is recognised by the first bytes, not by the file name.
     pub(super) fn open(path: &Path) -> Result<Self> {
         let (mut file, _) = regular::open(path).map_err(|e| EngineError::io(path, e))?;
         let info = file.metadata().map_err(|e| EngineError::io(path, e))?;
@@ -71,149 +71,163 @@ impl TensorFile {
         let read = file.by_ref().take(4).read_to_end(&mut first);
         read.map_err(|e| EngineError::io(path, e))?;
         let is_gguf = first == *aitk_common::gguf::MAGIC;
-        let table = match is_gguf {
-            true => gguf::header(path, &file, info.len())?,
-            false => safetensors::header(path, &file)?,
+        let header = match is_gguf {
+            true => gguf::read_header(path, &file, info.len())?,
+            false => safetensors::read_header(path, &file)?,
         };
         Ok(Self {
-            bytes: Bytes::new(path, file),
-            table,
+            reader: FileReader::new(path, file),
+            header,
             is_gguf,
         })
     }
 
     pub(super) fn path(&self) -> &Path {
-        self.bytes.path()
+        self.reader.path()
     }
 
-    /// Name and place of every tensor, by name.
-    pub(super) fn tensors(&self) -> impl Iterator<Item = (&String, &Place)> {
-        self.table.tensors.iter()
+    /// Every tensor, sorted by name.
+    pub(super) fn tensors(&self) -> impl Iterator<Item = (&String, &StoredTensor)> {
+        self.header.tensors.iter()
     }
 
-    /// The free-form metadata of the header, by key.
+    /// The free-form metadata of the header, sorted by key.
     pub(super) fn user_metadata(&self) -> Vec<(String, String)> {
-        let pairs = self.table.metadata.iter();
+        let pairs = self.header.metadata.iter();
         pairs.map(|(k, v)| (k.clone(), v.clone())).collect()
     }
 
-    /// Reads one tensor as `dtype`; `shape` replaces the stored one and has as many elements.
+    /// Reads a tensor as `dtype`. `shape` replaces the stored shape and must have as many elements.
     pub(super) fn read(&self, name: &str, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
-        let place = self.place(name)?;
-        let (start, length) = (place.start, place.end - place.start);
-        match place.kind {
-            Kind::Numbers(number) | Kind::Halves(number) => {
-                let Some(stored) = native(number).filter(|_| !device.is_cpu() || dtype != DType::F32) else {
-                    let floats = self.bytes.floats(number, start, length / number.size())?;
-                    return Ok(Tensor::from_vec(floats, shape, device)?.to_dtype(dtype)?);
+        let stored_tensor = self.stored_tensor(name)?;
+        let (start, length) = (stored_tensor.start, stored_tensor.end - stored_tensor.start);
+        match stored_tensor.storage {
+            StorageType::Floats(format) | StorageType::GgufHalf(format) => {
+                let Some(dtype_in_file) = candle_dtype(format).filter(|_| !device.is_cpu() || dtype != DType::F32)
+                else {
+                    let values = self.reader.read_floats(format, start, length / format.size())?;
+                    return Ok(Tensor::from_vec(values, shape, device)?.to_dtype(dtype)?);
                 };
-                let bytes = self.bytes.read(start, length)?;
-                Ok(Tensor::from_raw_buffer(&bytes, stored, shape, device)?.to_dtype(dtype)?)
+                let data = self.reader.read(start, length)?;
+                Ok(Tensor::from_raw_buffer(&data, dtype_in_file, shape, device)?.to_dtype(dtype)?)
             }
-            Kind::Blocks(..) if length == 0 => Ok(Tensor::zeros(shape, dtype, device)?),
-            Kind::Blocks(block, kind) => {
-                let bytes = self.bytes.read(start, length)?;
-                Ok(Quantized::from_blocks(kind, block, &bytes, shape, dtype, device)?.unpack()?)
+            StorageType::GgmlBlocks(..) if length == 0 => Ok(Tensor::zeros(shape, dtype, device)?),
+            StorageType::GgmlBlocks(block, type_name) => {
+                let data = self.reader.read(start, length)?;
+                Ok(Quantized::from_blocks(type_name, block, &data, shape, dtype, device)?.unpack()?)
             }
-            _ => Err(self.unreadable(name, place)),
+            _ => Err(self.unsupported_error(name, stored_tensor)),
         }
     }
 
-    /// Reads some rows of a tensor of two axes, in this order, as `dtype`: [rows, width].
-    pub(super) fn rows(&self, name: &str, rows: &[u32], width: usize, dtype: DType, device: &Device) -> Result<Tensor> {
-        let place = self.place(name)?;
-        let row_bytes = match &place.kind {
-            Kind::Numbers(number) | Kind::Halves(number) => width * number.size(),
-            Kind::Blocks(block, _) if width.is_multiple_of(block.block_size()) => {
+    /// Reads rows of a two-dimensional tensor as `dtype`, in the given order: [rows, width].
+    pub(super) fn read_rows(
+        &self,
+        name: &str,
+        rows: &[u32],
+        width: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Tensor> {
+        let stored_tensor = self.stored_tensor(name)?;
+        let row_bytes = match &stored_tensor.storage {
+            StorageType::Floats(format) | StorageType::GgufHalf(format) => width * format.size(),
+            StorageType::GgmlBlocks(block, _) if width.is_multiple_of(block.block_size()) => {
                 width / block.block_size() * block.type_size()
             }
-            Kind::Blocks(..) => {
+            StorageType::GgmlBlocks(..) => {
                 return Ok(self
-                    .read(name, &place.shape, dtype, device)?
+                    .read(name, &stored_tensor.shape, dtype, device)?
                     .index_select(&Tensor::new(rows, device)?, 0)?);
             }
-            _ => return Err(self.unreadable(name, place)),
+            _ => return Err(self.unsupported_error(name, stored_tensor)),
         };
-        let bytes = filled(rows.len() * row_bytes, |bytes| {
-            for (row, part) in rows.iter().zip(bytes.chunks_mut(row_bytes.max(1))) {
-                let at = place.start + *row as usize * row_bytes;
-                if at + row_bytes > place.end {
+        let data = vec_filled_by(rows.len() * row_bytes, |buffer| {
+            for (row, row_bytes_out) in rows.iter().zip(buffer.chunks_mut(row_bytes.max(1))) {
+                let at = stored_tensor.start + *row as usize * row_bytes;
+                if at + row_bytes > stored_tensor.end {
                     return Err(EngineError::bad_input(format!("`{name}` has no row {row}")));
                 }
-                self.bytes.fill_part(part, at)?;
+                self.reader.fill_on_this_thread(row_bytes_out, at)?;
             }
             Ok(())
         })?;
         let shape = [rows.len(), width];
-        match place.kind {
-            _ if bytes.is_empty() => Ok(Tensor::zeros(&shape, dtype, device)?),
-            Kind::Blocks(block, kind) => {
-                Ok(Quantized::from_blocks(kind, block, &bytes, &shape, dtype, device)?.unpack()?)
+        match stored_tensor.storage {
+            _ if data.is_empty() => Ok(Tensor::zeros(&shape, dtype, device)?),
+            StorageType::GgmlBlocks(block, type_name) => {
+                Ok(Quantized::from_blocks(type_name, block, &data, &shape, dtype, device)?.unpack()?)
             }
-            Kind::Numbers(number) | Kind::Halves(number) => match (native(number), number.code()) {
-                (Some(stored), _) => Ok(Tensor::from_raw_buffer(&bytes, stored, &shape, device)?.to_dtype(dtype)?),
-                (None, code) => {
-                    let table = code.map(|code| code.table()).unwrap_or_default();
-                    let value = |code: &u8| table.get(usize::from(*code)).copied().unwrap_or_default();
-                    let floats: Vec<f32> = bytes.iter().map(value).collect();
-                    Ok(Tensor::from_vec(floats, &shape, device)?.to_dtype(dtype)?)
+            StorageType::Floats(format) | StorageType::GgufHalf(format) => {
+                match (candle_dtype(format), format.code()) {
+                    (Some(dtype_in_file), _) => {
+                        Ok(Tensor::from_raw_buffer(&data, dtype_in_file, &shape, device)?.to_dtype(dtype)?)
+                    }
+                    (None, code) => {
+                        let table = code.map(|code| code.table()).unwrap_or_default();
+                        let value = |code: &u8| table.get(usize::from(*code)).copied().unwrap_or_default();
+                        let values: Vec<f32> = data.iter().map(value).collect();
+                        Ok(Tensor::from_vec(values, &shape, device)?.to_dtype(dtype)?)
+                    }
                 }
-            },
-            _ => Err(self.unreadable(name, place)),
-        }
-    }
-
-    /// The bytes of a tensor as they lie in the file.
-    pub(super) fn raw(&self, name: &str) -> Result<Vec<u8>> {
-        let place = self.place(name)?;
-        self.bytes.read(place.start, place.end - place.start)
-    }
-
-    /// The numbers of a tensor in float32, whatever its shape.
-    pub(super) fn floats(&self, name: &str) -> Result<Vec<f32>> {
-        let place = self.place(name)?;
-        match place.kind {
-            Kind::Numbers(number) | Kind::Halves(number) => {
-                self.bytes
-                    .floats(number, place.start, (place.end - place.start) / number.size())
             }
-            _ => Err(self.unreadable(name, place)),
+            _ => Err(self.unsupported_error(name, stored_tensor)),
         }
     }
 
-    /// Where a tensor lies.
-    fn place(&self, name: &str) -> Result<&Place> {
-        self.table.tensors.get(name).ok_or_else(|| EngineError::MissingTensor {
+    /// Reads the bytes of a tensor without conversion.
+    pub(super) fn read_bytes(&self, name: &str) -> Result<Vec<u8>> {
+        let stored_tensor = self.stored_tensor(name)?;
+        self.reader
+            .read(stored_tensor.start, stored_tensor.end - stored_tensor.start)
+    }
+
+    /// Reads the numbers of a tensor in float32, flattened.
+    pub(super) fn read_floats(&self, name: &str) -> Result<Vec<f32>> {
+        let stored_tensor = self.stored_tensor(name)?;
+        match stored_tensor.storage {
+            StorageType::Floats(format) | StorageType::GgufHalf(format) => self.reader.read_floats(
+                format,
+                stored_tensor.start,
+                (stored_tensor.end - stored_tensor.start) / format.size(),
+            ),
+            _ => Err(self.unsupported_error(name, stored_tensor)),
+        }
+    }
+
+    /// Looks up a tensor.
+    fn stored_tensor(&self, name: &str) -> Result<&StoredTensor> {
+        self.header.tensors.get(name).ok_or_else(|| EngineError::MissingTensor {
             path: self.path().to_path_buf(),
             name: name.to_owned(),
             nearest: None,
         })
     }
 
-    fn unreadable(&self, name: &str, place: &Place) -> EngineError {
-        let stored = match &place.kind {
-            Kind::Other(kind) => kind,
-            Kind::Bytes => "U8",
+    fn unsupported_error(&self, name: &str, stored_tensor: &StoredTensor) -> EngineError {
+        let type_in_file = match &stored_tensor.storage {
+            StorageType::Unsupported(type_name) => type_name,
+            StorageType::Bytes => "U8",
             _ => "I8",
         };
-        let works = match self.is_gguf {
+        let supported = match self.is_gguf {
             true => aitk_common::gguf::Kind::names(),
             false => "F32, F16, BF16, F64, F8_E4M3, F8_E5M2, and 4 and 8 bits as bitsandbytes writes them".to_owned(),
         };
         EngineError::WeightsFile {
             path: self.path().to_path_buf(),
-            reason: format!("tensor `{name}` is stored as {stored}; these work: {works}"),
+            reason: format!("tensor `{name}` is stored as {type_in_file}; supported types: {supported}"),
         }
     }
 }
 
-/// What candle calls it, if it has it.
-fn native(number: Number) -> Option<DType> {
-    match number {
-        Number::F64 => Some(DType::F64),
-        Number::F32 => Some(DType::F32),
-        Number::F16 => Some(DType::F16),
-        Number::Bf16 => Some(DType::BF16),
-        Number::E4m3 | Number::E5m2 => None,
+/// candle's dtype for the format, if it has one.
+fn candle_dtype(format: FloatFormat) -> Option<DType> {
+    match format {
+        FloatFormat::F64 => Some(DType::F64),
+        FloatFormat::F32 => Some(DType::F32),
+        FloatFormat::F16 => Some(DType::F16),
+        FloatFormat::Bf16 => Some(DType::BF16),
+        FloatFormat::E4m3 | FloatFormat::E5m2 => None,
     }
 }

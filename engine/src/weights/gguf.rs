@@ -1,7 +1,7 @@
-//! The header of a GGUF file as a table of tensors.
+//! Reads the header of a GGUF file.
 
-use super::bytes::Number;
-use super::file::{Kind, Place, Table};
+use super::bytes::FloatFormat;
+use super::file::{FileHeader, StorageType, StoredTensor};
 use crate::error::{EngineError, Result};
 use aitk_common::gguf::{self, Header};
 use candle_core::quantized::GgmlDType;
@@ -9,45 +9,46 @@ use std::fs::File;
 use std::io::{Seek, SeekFrom};
 use std::path::Path;
 
-/// What the file, of `length` bytes, says of its tensors and of itself.
-pub(super) fn header(path: &Path, mut file: &File, length: u64) -> Result<Table> {
-    let wrong = |reason: String| EngineError::WeightsFile {
+/// Reads and checks the header of a file of `length` bytes.
+pub(super) fn read_header(path: &Path, mut file: &File, length: u64) -> Result<FileHeader> {
+    let file_error = |reason: String| EngineError::WeightsFile {
         path: path.to_path_buf(),
         reason,
     };
     file.seek(SeekFrom::Start(0)).map_err(|e| EngineError::io(path, e))?;
     let header = Header::read(file, length).map_err(|e| match e.kind() {
-        std::io::ErrorKind::InvalidData => wrong(e.to_string()),
+        std::io::ErrorKind::InvalidData => file_error(e.to_string()),
         _ => EngineError::io(path, e),
     })?;
-    let mut table = Table {
+    let mut out = FileHeader {
         metadata: header.texts,
-        ..Table::default()
+        ..FileHeader::default()
     };
     for (name, info) in header.tensors {
-        // A header is checked against the file's length and this machine's counting.
-        let reach =
-            |n: u64| usize::try_from(n).map_err(|_| wrong(format!("tensor {name:?} is too large for this machine")));
-        let place = Place {
-            kind: info.kind.map_or_else(unknown, kind),
-            shape: info.shape.iter().map(|side| reach(*side)).collect::<Result<_>>()?,
-            start: reach(info.place.0)?,
-            end: reach(info.place.1)?,
+        // The offsets must fit into this machine's `usize`.
+        let to_usize = |n: u64| {
+            usize::try_from(n).map_err(|_| file_error(format!("tensor {name:?} is too large for this machine")))
         };
-        table.tensors.insert(name, place);
+        let stored_tensor = StoredTensor {
+            storage: info.kind.map_or_else(unsupported, storage_of),
+            shape: info.shape.iter().map(|side| to_usize(*side)).collect::<Result<_>>()?,
+            start: to_usize(info.place.0)?,
+            end: to_usize(info.place.1)?,
+        };
+        out.tensors.insert(name, stored_tensor);
     }
-    Ok(table)
+    Ok(out)
 }
 
-fn unknown(number: u32) -> Kind {
-    Kind::Other(format!("kind {number} of ggml"))
+fn unsupported(number: u32) -> StorageType {
+    StorageType::Unsupported(format!("ggml type {number}"))
 }
 
-fn kind(kind: gguf::Kind) -> Kind {
+fn storage_of(kind: gguf::Kind) -> StorageType {
     let block = match kind.name {
-        "f32" => return Kind::Numbers(Number::F32),
-        "f16" => return Kind::Halves(Number::F16),
-        "bf16" => return Kind::Halves(Number::Bf16),
+        "f32" => return StorageType::Floats(FloatFormat::F32),
+        "f16" => return StorageType::GgufHalf(FloatFormat::F16),
+        "bf16" => return StorageType::GgufHalf(FloatFormat::Bf16),
         "q4_0" => GgmlDType::Q4_0,
         "q4_1" => GgmlDType::Q4_1,
         "q5_0" => GgmlDType::Q5_0,
@@ -58,7 +59,7 @@ fn kind(kind: gguf::Kind) -> Kind {
         "q4_k" => GgmlDType::Q4K,
         "q5_k" => GgmlDType::Q5K,
         "q6_k" => GgmlDType::Q6K,
-        other => return Kind::Other(other.to_owned()),
+        other => return StorageType::Unsupported(other.to_owned()),
     };
-    Kind::Blocks(block, kind.name)
+    StorageType::GgmlBlocks(block, kind.name)
 }

@@ -1,14 +1,14 @@
-//! Random weights for training from nothing.
+//! Random initial weights for training from scratch.
 
 use candle_core::{DType, Device, Tensor};
 use sha2::{Digest, Sha256};
 
-/// What a fresh weight is drawn from.
+/// The distribution of an initial weight.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Init {
-    /// Uniform in -bound ..= bound. PyTorch's default for linear layers and convolutions has 1 / sqrt(fan in).
+    /// Uniform in -bound ..= bound. PyTorch's default for linear layers and convolutions is 1 / sqrt(fan_in).
     Uniform(f64),
-    /// Normal with this standard deviation.
+    /// Normal with mean 0 and this standard deviation.
     Normal(f64),
     /// All 1.
     Ones,
@@ -16,15 +16,21 @@ pub enum Init {
     Zeros,
 }
 
-/// A tensor whose numbers depend on the seed and its own name only, not on what else is drawn.
-pub(super) fn draw(seed: u64, name: &str, shape: &[usize], init: Init, device: &Device) -> candle_core::Result<Tensor> {
+/// Draws a tensor. The numbers depend only on the seed and the name, not on other draws.
+pub(super) fn random_tensor(
+    seed: u64,
+    name: &str,
+    shape: &[usize],
+    init: Init,
+    device: &Device,
+) -> candle_core::Result<Tensor> {
     let mut state = seed;
     for chunk in Sha256::digest(name.as_bytes()).as_chunks::<8>().0 {
         state ^= u64::from_le_bytes(*chunk);
         state = state.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     }
     // SplitMix64, 24 bits per number.
-    let mut unit = move || {
+    let mut next_uniform = move || {
         state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = state;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -35,11 +41,13 @@ pub(super) fn draw(seed: u64, name: &str, shape: &[usize], init: Init, device: &
     let values: Vec<f32> = match init {
         Init::Ones => vec![1.0; count],
         Init::Zeros => vec![0.0; count],
-        Init::Uniform(bound) => (0..count).map(|_| ((2.0 * unit() - 1.0) * bound) as f32).collect(),
+        Init::Uniform(bound) => (0..count)
+            .map(|_| ((2.0 * next_uniform() - 1.0) * bound) as f32)
+            .collect(),
         Init::Normal(std) => (0..count)
             .map(|_| {
-                let radius = (-2.0 * (1.0 - unit()).ln()).sqrt();
-                (radius * (std::f64::consts::TAU * unit()).cos() * std) as f32
+                let radius = (-2.0 * (1.0 - next_uniform()).ln()).sqrt();
+                (radius * (std::f64::consts::TAU * next_uniform()).cos() * std) as f32
             })
             .collect(),
     };

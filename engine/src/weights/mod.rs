@@ -1,7 +1,7 @@
-//! Where a model's tensors come from: files, or fresh random numbers; and how they are written into files.
+//! Loads a model's tensors from files, or initialises them randomly, and writes them to files.
 //!
-//! A model asks by name and shape; whatever does not fit is an error that names the file, the tensor, and what was
-//! expected. Models never see files, dtypes on disk, or other people's names.
+//! A model requests tensors by name and shape. A mismatch is an error with the file, the tensor and the expected shape.
+//! Models do not see files, dtypes on disk, or the names that other formats use.
 
 mod bytes;
 mod file;
@@ -16,23 +16,23 @@ mod tests;
 mod write;
 
 pub use init::Init;
-pub use streamed::Streamed;
-pub use write::{Layout, write_tensors};
+pub use streamed::StreamedWeight;
+pub use write::{SafetensorsLayout, write_tensors};
 
 use crate::error::{EngineError, Result};
 use crate::nn::Weight;
 use crate::nn::quant::Quantized;
 use aitk_common::job::QType;
-use bytes::Number;
+use bytes::FloatFormat;
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Shape, Tensor, Var};
-use file::{Kind, TensorFile};
+use file::{StorageType, TensorFile};
 use quantized::StoredQuantization;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The tensors of one or several safetensors or GGUF files, by name. Nothing is read yet.
+/// The tensors of one or several safetensors or GGUF files, by name. No tensor is read yet.
 #[derive(Clone)]
 pub struct Index {
     path: PathBuf,
@@ -42,15 +42,15 @@ pub struct Index {
 
 #[derive(Clone)]
 struct Entry {
-    place: Place,
-    kind: Kind,
+    location: TensorLocation,
+    storage: StorageType,
     shape: Vec<usize>,
     quantization: Option<StoredQuantization>,
 }
 
-/// Which tensor of which file.
+/// The file of a tensor, and its name there.
 #[derive(Clone, Debug)]
-struct Place {
+struct TensorLocation {
     file: usize,
     name: String,
 }
@@ -62,30 +62,31 @@ impl std::fmt::Debug for Index {
 }
 
 impl Index {
-    /// Opens a `.safetensors` or `.gguf` file, or a folder with one file, shards and their index, or a variant (`fp16`).
+    /// Opens a `.safetensors` or `.gguf` file, or a folder with one file, shards and their index, or a variant
+    /// (`fp16`).
     ///
     /// # Errors
-    /// When there are no weights, or a file is a pickle, cut off, or something else than safetensors or GGUF.
+    /// When there are no weights, or a file is a pickle, truncated, or neither safetensors nor GGUF.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let (mut files, mut entries) = (Vec::new(), BTreeMap::new());
-        for name in folder::find(path)? {
+        for name in folder::weights_files_in(path)? {
             let file = TensorFile::open(&name)?;
-            for (name, place) in file.tensors() {
+            for (name, stored) in file.tensors() {
                 let entry = Entry {
-                    place: Place {
+                    location: TensorLocation {
                         file: files.len(),
                         name: name.clone(),
                     },
-                    kind: place.kind.clone(),
-                    shape: place.shape.clone(),
+                    storage: stored.storage.clone(),
+                    shape: stored.shape.clone(),
                     quantization: None,
                 };
                 entries.insert(name.clone(), entry);
             }
             files.push(Arc::new(file));
         }
-        quantized::recognise(&files, &mut entries)?;
+        quantized::detect_quantization(&files, &mut entries)?;
         let path = match files.as_slice() {
             [only] => only.path().to_path_buf(),
             _ => path.to_path_buf(),
@@ -93,13 +94,13 @@ impl Index {
         Ok(Self { path, files, entries })
     }
 
-    /// The file, or the folder of the shards.
+    /// The path of the file, or of the folder with the shards.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Every tensor's name and shape, by name.
+    /// The name and the shape of every tensor, sorted by name.
     pub fn tensors(&self) -> impl Iterator<Item = (&str, &[usize])> {
         self.entries
             .iter()
@@ -124,23 +125,23 @@ impl Index {
         self.entries.get(name).map(|entry| entry.shape.as_slice())
     }
 
-    /// In which kinds of few bits weights are stored, by name: `q4_k`, `float8`, `nf4`. Empty where none is quantised.
+    /// The quantisation types of the stored weights: `q4_k`, `float8`, `nf4`. Empty if no weight is quantised.
     #[must_use]
-    pub fn quantised(&self) -> BTreeSet<&'static str> {
+    pub fn quantization_kinds(&self) -> BTreeSet<&'static str> {
         let entries = self.entries.values();
         entries
             .filter_map(|entry| Some(entry.quantization.as_ref()?.name()))
             .collect()
     }
 
-    /// The same tensors under other names. `rename` gets a name and a shape, and answers with the new name and shape
-    /// (of as many elements), or `None` to leave the tensor out.
+    /// The same tensors under other names. `rename` maps a name and a shape to the new name and shape (with as many
+    /// elements), or to `None` to remove the tensor.
     #[must_use]
     pub fn renamed(&self, rename: impl Fn(&str, &[usize]) -> Option<(String, Vec<usize>)>) -> Self {
         let entries = self.entries.iter().filter_map(|(name, entry)| {
             let (name, shape) = rename(name, &entry.shape)?;
-            let same = shape.iter().product::<usize>() == entry.shape.iter().product::<usize>();
-            let shape = if same { shape } else { entry.shape.clone() };
+            let same_size = shape.iter().product::<usize>() == entry.shape.iter().product::<usize>();
+            let shape = if same_size { shape } else { entry.shape.clone() };
             Some((name, Entry { shape, ..entry.clone() }))
         });
         Self {
@@ -150,80 +151,80 @@ impl Index {
         }
     }
 
-    /// Reads a tensor as `dtype`; what is quantised is unpacked.
+    /// Reads a tensor as `dtype`. A quantised weight is dequantised.
     ///
     /// # Errors
-    /// When there is none of this name, or its file cannot be read.
+    /// When the name does not exist, or the file cannot be read.
     pub fn read(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
-        let entry = self.entries.get(name).ok_or_else(|| self.missing(name))?;
+        let entry = self.entries.get(name).ok_or_else(|| self.missing_error(name))?;
         if self.files.is_empty() {
-            // Names and shapes only.
+            // An index without files has only names and shapes.
             return Ok(Tensor::zeros(1, dtype, device)?.broadcast_as(entry.shape.as_slice())?);
         }
         if entry
             .quantization
             .as_ref()
-            .is_some_and(|quantization| !quantization.stands_alone())
-            && let Some(packed) = self.packed(name, dtype, device)?
+            .is_some_and(|quantization| !quantization.is_self_contained())
+            && let Some(quantized) = self.read_quantized(name, dtype, device)?
         {
-            return Ok(packed.unpack()?);
+            return Ok(quantized.unpack()?);
         }
-        self.files[entry.place.file].read(&entry.place.name, &entry.shape, dtype, device)
+        self.files[entry.location.file].read(&entry.location.name, &entry.shape, dtype, device)
     }
 
-    /// A weight that is quantised in its file, as it is.
-    fn packed(&self, name: &str, dtype: DType, device: &Device) -> Result<Option<Arc<Quantized>>> {
-        let entry = self.entries.get(name).ok_or_else(|| self.missing(name))?;
+    /// Reads a weight that is quantised in its file, without dequantising it. `None` if it is not quantised.
+    fn read_quantized(&self, name: &str, dtype: DType, device: &Device) -> Result<Option<Arc<Quantized>>> {
+        let entry = self.entries.get(name).ok_or_else(|| self.missing_error(name))?;
         match &entry.quantization {
             Some(quantization) if entry.shape.iter().all(|side| *side > 0) => {
-                quantization.packed(&self.files, entry, dtype, device).map(Some)
+                quantization.read_quantized(&self.files, entry, dtype, device).map(Some)
             }
             _ => Ok(None),
         }
     }
 
-    /// A weight of a GGUF file that has 16 bits, as it is, where it is computed with more of them.
-    fn halves(&self, name: &str, dtype: DType, device: &Device) -> Result<Option<Arc<Quantized>>> {
-        let entry = self.entries.get(name).ok_or_else(|| self.missing(name))?;
-        let (block, kind) = match entry.kind {
-            Kind::Halves(Number::F16) => (GgmlDType::F16, "f16"),
-            Kind::Halves(Number::Bf16) => (GgmlDType::BF16, "bf16"),
+    /// Reads a 16-bit weight of a GGUF file without converting it, if `dtype` is wider than 16 bits. Otherwise `None`.
+    fn read_gguf_half(&self, name: &str, dtype: DType, device: &Device) -> Result<Option<Arc<Quantized>>> {
+        let entry = self.entries.get(name).ok_or_else(|| self.missing_error(name))?;
+        let (block, type_name) = match entry.storage {
+            StorageType::GgufHalf(FloatFormat::F16) => (GgmlDType::F16, "f16"),
+            StorageType::GgufHalf(FloatFormat::Bf16) => (GgmlDType::BF16, "bf16"),
             _ => return Ok(None),
         };
         if !device.is_cpu() || dtype.size_in_bytes() <= 2 || entry.shape.contains(&0) {
             return Ok(None);
         }
-        let quantization = StoredQuantization::Blocks(block, kind);
-        quantization.packed(&self.files, entry, dtype, device).map(Some)
+        let quantization = StoredQuantization::GgmlBlocks(block, type_name);
+        quantization.read_quantized(&self.files, entry, dtype, device).map(Some)
     }
 
-    /// A tensor that stays in its file; none where several tensors make it up.
-    fn stream(&self, name: &str, dtype: DType, device: &Device) -> Result<Option<Arc<Streamed>>> {
-        let entry = self.entries.get(name).ok_or_else(|| self.missing(name))?;
+    /// A streamed weight for this tensor; `None` if the weight consists of several tensors.
+    fn stream(&self, name: &str, dtype: DType, device: &Device) -> Result<Option<Arc<StreamedWeight>>> {
+        let entry = self.entries.get(name).ok_or_else(|| self.missing_error(name))?;
         if self.files.is_empty() {
             return Ok(None);
         }
         if entry
             .quantization
             .as_ref()
-            .is_some_and(|quantization| !quantization.stands_alone())
+            .is_some_and(|quantization| !quantization.is_self_contained())
         {
             return Ok(None);
         }
-        let file = Arc::clone(&self.files[entry.place.file]);
+        let file = Arc::clone(&self.files[entry.location.file]);
         let shape = entry.shape.clone();
-        Ok(Some(Arc::new(Streamed::new(
+        Ok(Some(Arc::new(StreamedWeight::new(
             file,
-            entry.place.name.clone(),
+            entry.location.name.clone(),
             shape,
             dtype,
             device,
         ))))
     }
 
-    /// That there is a tensor of this name and shape.
-    pub(crate) fn check(&self, name: &str, shape: &Shape) -> Result<()> {
-        let found = self.shape(name).ok_or_else(|| self.missing(name))?;
+    /// Checks that a tensor of this name and shape exists.
+    pub(crate) fn check_shape(&self, name: &str, shape: &Shape) -> Result<()> {
+        let found = self.shape(name).ok_or_else(|| self.missing_error(name))?;
         if found != shape.dims() {
             return Err(EngineError::ShapeMismatch {
                 path: self.path.clone(),
@@ -235,24 +236,24 @@ impl Index {
         Ok(())
     }
 
-    /// The names and shapes alone: every tensor is one zero in memory. What is built of it fits, or says what does not, and nothing
-    /// was read.
-    pub(crate) fn layout(&self) -> Self {
+    /// The same names and shapes without files: every tensor reads as a broadcast zero. A model can be built from it to
+    /// check names and shapes without reading any data.
+    pub(crate) fn shapes_only(&self) -> Self {
         let shapes = self.tensors().map(|(name, shape)| (name.to_owned(), shape.to_vec()));
         Self {
             path: self.path.clone(),
-            ..Self::of_shapes(shapes)
+            ..Self::from_shapes(shapes)
         }
     }
 
-    /// Names and shapes of no file at all, as [`Self::layout`].
-    pub(crate) fn of_shapes(shapes: impl Iterator<Item = (String, Vec<usize>)>) -> Self {
+    /// An index of names and shapes without files, as from [`Self::shapes_only`].
+    pub(crate) fn from_shapes(shapes: impl Iterator<Item = (String, Vec<usize>)>) -> Self {
         let entry = |name: &String, shape| Entry {
-            place: Place {
+            location: TensorLocation {
                 file: 0,
                 name: name.clone(),
             },
-            kind: Kind::Bytes,
+            storage: StorageType::Bytes,
             shape,
             quantization: None,
         };
@@ -266,7 +267,7 @@ impl Index {
         }
     }
 
-    fn missing(&self, name: &str) -> EngineError {
+    fn missing_error(&self, name: &str) -> EngineError {
         let similarity = |other: &str| {
             let front = name.bytes().zip(other.bytes()).take_while(|(a, b)| a == b).count();
             let back = name
@@ -289,11 +290,11 @@ impl Index {
 
 enum Source {
     Files(Index),
-    Fresh {
+    Random {
         seed: u64,
     },
-    /// What others gave out before.
-    Given {
+    /// Tensors that another [`Weights`] has handed out.
+    HandedOut {
         path: PathBuf,
         weights: BTreeMap<String, Weight>,
     },
@@ -303,30 +304,31 @@ struct Inner {
     source: Source,
     dtype: DType,
     device: Device,
-    trained: Trained,
+    trainable_filter: TrainableFilter,
     vars: Mutex<BTreeMap<String, Var>>,
-    /// What was given out, without a graph, where some of it is trained.
-    given: Mutex<BTreeMap<String, Weight>>,
-    /// Names that were asked for.
-    asked: Mutex<BTreeSet<String>>,
+    /// The weights that were handed out, detached; only recorded if some are trainable.
+    handed_out: Mutex<BTreeMap<String, Weight>>,
+    /// The names that were requested.
+    requested: Mutex<BTreeSet<String>>,
 }
 
-/// Which tensors are given out as variables, by their names.
+/// Selects the tensors that are handed out as trainable variables, by name.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum Trained {
-    /// None.
+pub enum TrainableFilter {
+    /// No tensor.
     #[default]
     Nothing,
-    /// Those whose name contains one of the first (where there are none, all), but none of the second.
+    /// The tensors whose name contains a string of `only_if_contains` (all if it is empty) and none of
+    /// `ignore_if_contains`.
     Names {
         /// `model.only_if_contains`.
         only_if_contains: Vec<String>,
-        /// `model.ignore_if_contains`. Wins over the other.
+        /// `model.ignore_if_contains`. Takes precedence.
         ignore_if_contains: Vec<String>,
     },
 }
 
-impl Trained {
+impl TrainableFilter {
     /// Every tensor.
     #[must_use]
     pub fn everything() -> Self {
@@ -336,46 +338,46 @@ impl Trained {
         }
     }
 
-    /// Whether this tensor is.
+    /// Whether the tensor of this name is selected.
     #[must_use]
-    pub fn takes(&self, name: &str) -> bool {
-        let among = |parts: &[String]| parts.iter().any(|part| name.contains(part.as_str()));
+    pub fn matches(&self, name: &str) -> bool {
+        let contains_any = |parts: &[String]| parts.iter().any(|part| name.contains(part.as_str()));
         match self {
             Self::Nothing => false,
             Self::Names {
                 only_if_contains: only,
                 ignore_if_contains: ignored,
-            } => (only.is_empty() || among(only)) && !among(ignored),
+            } => (only.is_empty() || contains_any(only)) && !contains_any(ignored),
         }
     }
 }
 
-/// A place in the tree of a model's tensors.
+/// A path in the tree of a model's tensors, like candle's `VarBuilder`.
 #[derive(Clone)]
 pub struct Weights {
     inner: Arc<Inner>,
     prefix: String,
-    packing: Option<Arc<QuantizationConfig>>,
-    streaming: Option<Arc<streamed::Share>>,
+    quantization: Option<Arc<QuantizationConfig>>,
+    streaming: Option<Arc<streamed::StreamingShare>>,
 }
 
-/// Which layers are quantised as they are read, and how.
+/// Which layers are quantised when they are read, and to which type.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QuantizationConfig {
-    /// How.
+    /// The quantisation type.
     pub qtype: QType,
-    /// Names of layers that stay as they are, with `*` for anything.
+    /// Names of layers that are not quantised; `*` matches any text.
     pub exclude: Vec<String>,
 }
 
 impl QuantizationConfig {
-    fn takes(&self, layer: &str) -> bool {
-        !self.exclude.iter().any(|pattern| matches(pattern, layer))
+    fn applies_to(&self, layer: &str) -> bool {
+        !self.exclude.iter().any(|pattern| matches_pattern(pattern, layer))
     }
 }
 
-/// Whether a name fits a pattern in which `*` stands for anything.
-fn matches(pattern: &str, name: &str) -> bool {
+/// Whether a name matches a pattern in which `*` matches any text.
+fn matches_pattern(pattern: &str, name: &str) -> bool {
     let Some((before, after)) = pattern.split_once('*') else {
         return pattern == name;
     };
@@ -383,7 +385,7 @@ fn matches(pattern: &str, name: &str) -> bool {
         return false;
     };
     let mut tails = rest.char_indices().map(|(at, _)| &rest[at..]).chain([""]);
-    tails.any(|tail| matches(after, tail))
+    tails.any(|tail| matches_pattern(after, tail))
 }
 
 impl std::fmt::Debug for Weights {
@@ -393,44 +395,44 @@ impl std::fmt::Debug for Weights {
 }
 
 impl Weights {
-    fn with(source: Source, dtype: DType, device: &Device, trained: Trained) -> Self {
+    fn from_source(source: Source, dtype: DType, device: &Device, trainable_filter: TrainableFilter) -> Self {
         let inner = Inner {
             source,
             dtype,
             device: device.clone(),
-            trained,
+            trainable_filter,
             vars: Mutex::default(),
-            given: Mutex::default(),
-            asked: Mutex::default(),
+            handed_out: Mutex::default(),
+            requested: Mutex::default(),
         };
         Self {
             inner: Arc::new(inner),
             prefix: String::new(),
-            packing: None,
+            quantization: None,
             streaming: None,
         }
     }
 
-    /// The same tensors, and the weights of layers quantised as they are read.
+    /// The same tensors, with the weights of layers quantised when they are read.
     #[must_use]
-    pub fn packed(self, packing: Option<QuantizationConfig>) -> Self {
+    pub fn quantize_on_load(self, quantization: Option<QuantizationConfig>) -> Self {
         Self {
-            packing: packing.map(Arc::new),
+            quantization: quantization.map(Arc::new),
             ..self
         }
     }
 
-    /// The same tensors, of which the weights of layers, this share of their bytes (0 to 1), stay in their files and are
-    /// read whenever they are used. Which ones is spread evenly, in the order in which they are asked for.
+    /// The same tensors, with a share (0 to 1) of the weights of layers streamed: they stay in their files and are read
+    /// at each use. The streamed weights are spread evenly over the layers, in the order of the requests.
     #[must_use]
     pub fn streamed(self, share: f64) -> Self {
         Self {
-            streaming: (share > 0.0).then(|| Arc::new(streamed::Share::new(share))),
+            streaming: (share > 0.0).then(|| Arc::new(streamed::StreamingShare::new(share))),
             ..self
         }
     }
 
-    /// Tensors of a file or folder (see [`Index::open`]), given out as `dtype` on `device`.
+    /// The tensors of a file or folder (see [`Index::open`]), as `dtype` on `device`.
     ///
     /// # Errors
     /// As [`Index::open`].
@@ -438,53 +440,58 @@ impl Weights {
         Ok(Self::from_index(Index::open(path)?, dtype, device))
     }
 
-    /// Tensors of an index, given out as `dtype` on `device`.
+    /// The tensors of an index, as `dtype` on `device`.
     #[must_use]
     pub fn from_index(index: Index, dtype: DType, device: &Device) -> Self {
-        Self::with(Source::Files(index), dtype, device, Trained::Nothing)
+        Self::from_source(Source::Files(index), dtype, device, TrainableFilter::Nothing)
     }
 
-    /// Fresh, trainable f32 tensors. Each depends on `seed` and its own name only.
+    /// Random, trainable f32 tensors. Each depends only on `seed` and its name.
     #[must_use]
     pub fn init(seed: u64, device: &Device) -> Self {
-        Self::with(Source::Fresh { seed }, DType::F32, device, Trained::everything())
+        Self::from_source(
+            Source::Random { seed },
+            DType::F32,
+            device,
+            TrainableFilter::everything(),
+        )
     }
 
-    /// The same tensors, given out as trainable variables from here on.
+    /// The same tensors, handed out as trainable variables.
     #[must_use]
     pub fn trainable(&self) -> Self {
-        self.training(Trained::everything())
+        self.training(TrainableFilter::everything())
     }
 
-    /// The same tensors, of which these are given out as trainable variables from here on.
+    /// The same tensors; those that the filter selects are handed out as trainable variables.
     #[must_use]
-    pub fn training(&self, trained: Trained) -> Self {
+    pub fn training(&self, trainable_filter: TrainableFilter) -> Self {
         Self {
             prefix: self.prefix.clone(),
-            packing: self.packing.clone(),
+            quantization: self.quantization.clone(),
             streaming: self.streaming.clone(),
-            ..Self::with(self.source(), self.inner.dtype, &self.inner.device, trained)
+            ..Self::from_source(self.source(), self.inner.dtype, &self.inner.device, trainable_filter)
         }
     }
 
-    /// The same tensors, given out as plain tensors that get no gradient from here on.
+    /// The same tensors, handed out as plain tensors without gradients.
     #[must_use]
     pub fn frozen(&self) -> Self {
-        self.training(Trained::Nothing)
+        self.training(TrainableFilter::Nothing)
     }
 
     fn source(&self) -> Source {
         match &self.inner.source {
             Source::Files(index) => Source::Files(index.clone()),
-            Source::Fresh { seed } => Source::Fresh { seed: *seed },
-            Source::Given { path, weights } => Source::Given {
+            Source::Random { seed } => Source::Random { seed: *seed },
+            Source::HandedOut { path, weights } => Source::HandedOut {
                 path: path.clone(),
                 weights: weights.clone(),
             },
         }
     }
 
-    /// One level down: `weights.pp("down_blocks").pp(0)`.
+    /// Appends a name to the path: `weights.pp("down_blocks").pp(0)`.
     #[must_use]
     pub fn pp(&self, name: impl std::fmt::Display) -> Self {
         let prefix = if self.prefix.is_empty() {
@@ -495,85 +502,90 @@ impl Weights {
         Self {
             inner: Arc::clone(&self.inner),
             prefix,
-            packing: self.packing.clone(),
+            quantization: self.quantization.clone(),
             streaming: self.streaming.clone(),
         }
     }
 
-    /// The tensor `weight` of the layer at this place: as it is in its file if it is quantised there, else quantised or
-    /// left in its file if it is to be.
+    /// The tensor `weight` of the layer at this path. It stays quantised if its file has it so; otherwise it is
+    /// quantised or streamed if [`Weights::quantize_on_load`] or [`Weights::streamed`] selects it.
     ///
     /// # Errors
     /// When it is missing or has another shape.
     pub fn layer(&self, shape: impl Into<Shape>, init: Init) -> Result<Weight> {
-        let weight = self.layer_as_asked(shape.into(), init)?;
-        self.keep(&self.full_name("weight"), &weight);
+        let weight = self.load_layer(shape.into(), init)?;
+        self.record_handed_out(&self.full_name("weight"), &weight);
         Ok(weight)
     }
 
-    fn layer_as_asked(&self, shape: Shape, init: Init) -> Result<Weight> {
-        if let Source::Given { weights, .. } = &self.inner.source
+    fn load_layer(&self, shape: Shape, init: Init) -> Result<Weight> {
+        if let Source::HandedOut { weights, .. } = &self.inner.source
             && let Some(weight) = weights.get(&self.full_name("weight"))
         {
             return Ok(weight.clone());
         }
-        if let Some(packed) = self.as_stored(&shape, Index::packed)? {
-            return Ok(Weight::Quantized(packed));
+        if let Some(quantized) = self.read_stored(&shape, Index::read_quantized)? {
+            return Ok(Weight::Quantized(quantized));
         }
-        let packing = self.packing.as_ref().filter(|packing| packing.takes(&self.prefix));
-        if packing.is_none()
+        let quantization = self
+            .quantization
+            .as_ref()
+            .filter(|quantization| quantization.applies_to(&self.prefix));
+        if quantization.is_none()
             && let Some(streamed) = self.stream(&shape, "weight")?
         {
             return Ok(Weight::Streamed(streamed));
         }
-        if packing.is_none()
-            && let Some(packed) = self.as_stored(&shape, Index::halves)?
+        if quantization.is_none()
+            && let Some(quantized) = self.read_stored(&shape, Index::read_gguf_half)?
         {
-            return Ok(Weight::Quantized(packed));
+            return Ok(Weight::Quantized(quantized));
         }
         let tensor = self.get_with(shape, "weight", init)?;
-        if let Some(packing) = packing.filter(|_| !tensor.track_op())
-            && let Some(packed) = Quantized::pack(&tensor, packing.qtype)?
+        if let Some(quantization) = quantization.filter(|_| !tensor.track_op())
+            && let Some(quantized) = Quantized::pack(&tensor, quantization.qtype)?
         {
-            return Ok(Weight::Quantized(packed));
+            return Ok(Weight::Quantized(quantized));
         }
         Ok(Weight::Plain(tensor))
     }
 
-    /// The layer's weight in the bits that its file has, if `read` finds it to be of that kind and nobody trains it.
-    fn as_stored(
+    /// Reads the layer's weight with `read` in the format of its file. `None` if it is trainable or `read` returns
+    /// `None`.
+    fn read_stored(
         &self,
         shape: &Shape,
         read: impl Fn(&Index, &str, DType, &Device) -> Result<Option<Arc<Quantized>>>,
     ) -> Result<Option<Arc<Quantized>>> {
-        let full = self.full_name("weight");
-        let (Source::Files(index), false) = (&self.inner.source, self.inner.trained.takes(&full)) else {
+        let full_name = self.full_name("weight");
+        let (Source::Files(index), false) = (&self.inner.source, self.inner.trainable_filter.matches(&full_name))
+        else {
             return Ok(None);
         };
-        self.note(&full);
-        index.check(&full, shape)?;
-        read(index, &full, self.inner.dtype, &self.inner.device)
+        self.record_request(&full_name);
+        index.check_shape(&full_name, shape)?;
+        read(index, &full_name, self.inner.dtype, &self.inner.device)
     }
 
-    /// The tensor `name` at this place, if it is one that stays in its file.
+    /// The tensor `name` at this path as a streamed weight; `None` if it is not streamed.
     ///
     /// # Errors
     /// When it is missing or has another shape.
-    pub fn stream(&self, shape: &Shape, name: &str) -> Result<Option<Arc<Streamed>>> {
-        let full = self.full_name(name);
-        let trained = self.inner.trained.takes(&full);
-        let (Some(share), Source::Files(index), false) = (&self.streaming, &self.inner.source, trained) else {
+    pub fn stream(&self, shape: &Shape, name: &str) -> Result<Option<Arc<StreamedWeight>>> {
+        let full_name = self.full_name(name);
+        let is_trainable = self.inner.trainable_filter.matches(&full_name);
+        let (Some(share), Source::Files(index), false) = (&self.streaming, &self.inner.source, is_trainable) else {
             return Ok(None);
         };
-        if !share.takes(shape.elem_count()) {
+        if !share.streams_next(shape.elem_count()) {
             return Ok(None);
         }
-        self.note(&full);
-        index.check(&full, shape)?;
-        index.stream(&full, self.inner.dtype, &self.inner.device)
+        self.record_request(&full_name);
+        index.check_shape(&full_name, shape)?;
+        index.stream(&full_name, self.inner.dtype, &self.inner.device)
     }
 
-    /// The tensor `name` at this place.
+    /// The tensor `name` at this path.
     ///
     /// # Errors
     /// When it is missing or has another shape.
@@ -581,132 +593,137 @@ impl Weights {
         self.get_with(shape, name, Init::Uniform(0.02))
     }
 
-    /// The tensor `name` at this place; `init` says what a fresh one is drawn from.
+    /// The tensor `name` at this path; `init` is the distribution of a random one.
     ///
     /// # Errors
     /// When it is missing or has another shape.
     pub fn get_with(&self, shape: impl Into<Shape>, name: &str, init: Init) -> Result<Tensor> {
         let shape = shape.into();
-        let full = self.full_name(name);
-        self.note(&full);
-        if let Some(var) = self.lock().get(&full) {
+        let full_name = self.full_name(name);
+        self.record_request(&full_name);
+        if let Some(var) = self.lock_vars().get(&full_name) {
             return Ok(var.as_tensor().clone());
         }
         let tensor = match &self.inner.source {
             Source::Files(index) => {
-                index.check(&full, &shape)?;
-                index.read(&full, self.inner.dtype, &self.inner.device)?
+                index.check_shape(&full_name, &shape)?;
+                index.read(&full_name, self.inner.dtype, &self.inner.device)?
             }
-            Source::Fresh { seed } => init::draw(*seed, &full, shape.dims(), init, &self.inner.device)?,
-            Source::Given { weights, .. } => match weights.get(&full) {
+            Source::Random { seed } => init::random_tensor(*seed, &full_name, shape.dims(), init, &self.inner.device)?,
+            Source::HandedOut { weights, .. } => match weights.get(&full_name) {
                 Some(Weight::Plain(tensor)) => tensor.clone(),
-                _ => return Err(EngineError::Internal(format!("`{full}` was not given out before"))),
+                _ => {
+                    return Err(EngineError::Internal(format!(
+                        "`{full_name}` was not handed out before"
+                    )));
+                }
             },
         };
-        let tensor = if self.inner.trained.takes(&full) {
+        let tensor = if self.inner.trainable_filter.matches(&full_name) {
             let var = Var::from_tensor(&tensor)?;
             let tensor = var.as_tensor().clone();
-            self.lock().insert(full.clone(), var);
+            self.lock_vars().insert(full_name.clone(), var);
             tensor
         } else {
             tensor
         };
-        self.keep(&full, &Weight::Plain(tensor.clone()));
+        self.record_handed_out(&full_name, &Weight::Plain(tensor.clone()));
         Ok(tensor)
     }
 
-    /// Keeps what is given out, for [`Weights::again`].
-    fn keep(&self, name: &str, weight: &Weight) {
-        if self.inner.trained == Trained::Nothing {
+    /// Records a weight that is handed out, for [`Weights::detached`].
+    fn record_handed_out(&self, name: &str, weight: &Weight) {
+        if self.inner.trainable_filter == TrainableFilter::Nothing {
             return;
         }
         let weight = match weight {
             Weight::Plain(tensor) => Weight::Plain(tensor.detach()),
             other => other.clone(),
         };
-        let mut given = self.inner.given.lock().unwrap_or_else(PoisonError::into_inner);
-        given.insert(name.to_owned(), weight);
+        let mut handed_out = self.inner.handed_out.lock().unwrap_or_else(PoisonError::into_inner);
+        handed_out.insert(name.to_owned(), weight);
     }
 
-    /// What was given out so far, where some of it is trained, to be given out again: the same memory, so that it changes as
-    /// training goes on, but no variables, so that nothing is kept for a backward pass.
+    /// The weights that were handed out so far, detached: they share the memory of the trainable variables, so that
+    /// they follow the training, but have no gradients. Empty if nothing is trainable.
     #[must_use]
-    pub fn again(&self) -> Self {
-        let given = self.inner.given.lock().unwrap_or_else(PoisonError::into_inner);
-        let source = Source::Given {
+    pub fn detached(&self) -> Self {
+        let handed_out = self.inner.handed_out.lock().unwrap_or_else(PoisonError::into_inner);
+        let source = Source::HandedOut {
             path: self.path().to_path_buf(),
-            weights: given.clone(),
+            weights: handed_out.clone(),
         };
         Self {
             prefix: self.prefix.clone(),
-            ..Self::with(source, self.inner.dtype, &self.inner.device, Trained::Nothing)
+            ..Self::from_source(source, self.inner.dtype, &self.inner.device, TrainableFilter::Nothing)
         }
     }
 
-    /// Whether the tensor `name` exists at this place; always, for fresh ones.
+    /// Whether the tensor `name` exists at this path. Always `true` for random tensors.
     #[must_use]
     pub fn contains(&self, name: &str) -> bool {
         match &self.inner.source {
             Source::Files(index) => index.contains(&self.full_name(name)),
-            Source::Fresh { .. } => true,
-            Source::Given { weights, .. } => weights.contains_key(&self.full_name(name)),
+            Source::Random { .. } => true,
+            Source::HandedOut { weights, .. } => weights.contains_key(&self.full_name(name)),
         }
     }
 
-    /// Every variable given out so far, by full name, sorted.
+    /// Every variable that was handed out so far, sorted by full name.
     #[must_use]
     pub fn vars(&self) -> Vec<(String, Var)> {
-        self.lock()
+        self.lock_vars()
             .iter()
             .map(|(name, var)| (name.clone(), var.clone()))
             .collect()
     }
 
-    /// The file or folder behind this; for messages.
+    /// The file or folder of the tensors, for messages.
     #[must_use]
     pub fn path(&self) -> &Path {
         match &self.inner.source {
             Source::Files(index) => &index.path,
-            Source::Fresh { .. } => Path::new("(fresh weights)"),
-            Source::Given { path, .. } => path,
+            Source::Random { .. } => Path::new("(fresh weights)"),
+            Source::HandedOut { path, .. } => path,
         }
     }
 
-    /// The dtype in which tensors are given out.
+    /// The dtype of the tensors.
     #[must_use]
     pub fn dtype(&self) -> DType {
         self.inner.dtype
     }
 
-    /// Where tensors are given out.
+    /// The device of the tensors.
     #[must_use]
     pub fn device(&self) -> &Device {
         &self.inner.device
     }
 
-    /// The tensors of its files that were asked for so far: those that a model is made of. None for fresh ones.
+    /// The index of the tensors that were requested so far, that is of those that the model uses. `None` for random
+    /// tensors.
     #[must_use]
-    pub fn asked_for(&self) -> Option<Index> {
+    pub fn requested_tensors(&self) -> Option<Index> {
         let Source::Files(index) = &self.inner.source else {
             return None;
         };
-        let asked = self.inner.asked.lock().unwrap_or_else(PoisonError::into_inner);
-        Some(index.renamed(|name, shape| asked.contains(name).then(|| (name.to_owned(), shape.to_vec()))))
+        let requested = self.inner.requested.lock().unwrap_or_else(PoisonError::into_inner);
+        Some(index.renamed(|name, shape| requested.contains(name).then(|| (name.to_owned(), shape.to_vec()))))
     }
 
     /// An error about the config that these weights belong to.
     pub(crate) fn config_error(&self, message: String) -> EngineError {
-        let place = if self.prefix.is_empty() {
+        let prefix = if self.prefix.is_empty() {
             String::new()
         } else {
             format!("{}: ", self.prefix)
         };
-        EngineError::model_config(self.path(), format!("{place}{message}"))
+        EngineError::model_config(self.path(), format!("{prefix}{message}"))
     }
 
-    fn note(&self, name: &str) {
-        let mut asked = self.inner.asked.lock().unwrap_or_else(PoisonError::into_inner);
-        asked.insert(name.to_owned());
+    fn record_request(&self, name: &str) {
+        let mut requested = self.inner.requested.lock().unwrap_or_else(PoisonError::into_inner);
+        requested.insert(name.to_owned());
     }
 
     fn full_name(&self, name: &str) -> String {
@@ -717,7 +734,7 @@ impl Weights {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Var>> {
+    fn lock_vars(&self) -> MutexGuard<'_, BTreeMap<String, Var>> {
         self.inner.vars.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

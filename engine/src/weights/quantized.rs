@@ -1,16 +1,16 @@
-//! Weights that are quantised in their files, put together of the tensors that they consist of.
+//! Weights that are quantised in their files, each stored as one or several tensors.
 //!
-//! | kind | tensors beside `<layer>.weight` | a weight is |
+//! | format | tensors besides `<layer>.weight` | a value is |
 //! |---|---|---|
 //! | float8 | none | its code |
-//! | float8, scaled (ComfyUI, musubi-tuner) | `<layer>.scale_weight` (or `.weight_scale`): for all, for each output, for runs within each | its code times its scale |
-//! | nf4, fp4 (bitsandbytes) | `.weight.absmax`, `.weight.quant_map`, `.weight.quant_state.bitsandbytes__nf4` (JSON); with `nested`, absmax itself in 8 bits with `.nested_absmax`, `.nested_quant_map` and an offset | the map's number times its block's absmax |
+//! | float8, scaled (ComfyUI, musubi-tuner) | `<layer>.scale_weight` (or `.weight_scale`): one for all, one per output, or several per output | its code times its scale |
+//! | nf4, fp4 (bitsandbytes) | `.weight.absmax`, `.weight.quant_map`, `.weight.quant_state.bitsandbytes__nf4` (JSON); with double quantisation, absmax in 8 bits with `.nested_absmax`, `.nested_quant_map` and an offset | the value in the map times its block's absmax |
 //! | int8 (bitsandbytes) | `<layer>.SCB` | its code times its row's scale / 127 |
-//! | GGUF | none | as ggml unpacks its block |
+//! | GGUF | none | as ggml dequantises its block |
 
-use super::bytes::Number;
-use super::file::{Kind, TensorFile};
-use super::{Entry, Place};
+use super::bytes::FloatFormat;
+use super::file::{StorageType, TensorFile};
+use super::{Entry, TensorLocation};
 use crate::error::{EngineError, Result};
 use crate::nn::quant::{Code, Codes, Quantized};
 use candle_core::quantized::GgmlDType;
@@ -20,10 +20,10 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-/// The JSON beside a weight of 4 bits is longer in no file.
-const STATE_LIMIT: usize = 1 << 16;
-/// What ends the name of that JSON.
-const STATES: [(&str, &str); 2] = [
+/// The maximum length of the JSON `quant_state` of a 4-bit weight.
+const MAX_STATE_LEN: usize = 1 << 16;
+/// The suffixes of the `quant_state` tensors, and the quantisation types.
+const STATE_SUFFIXES: [(&str, &str); 2] = [
     (".quant_state.bitsandbytes__nf4", "nf4"),
     (".quant_state.bitsandbytes__fp4", "fp4"),
 ];
@@ -31,30 +31,33 @@ const STATES: [(&str, &str); 2] = [
 /// How a weight is quantised.
 #[derive(Clone, Debug)]
 pub(super) enum StoredQuantization {
-    /// 8-bit floats, and their scales unless a weight is its code.
-    Float8 { number: Number, scale: Option<Place> },
-    /// 8-bit integers with a scale for each output.
-    Int8 { scale: Place },
-    /// 4 bits with a table.
-    Four(Arc<Four>),
-    /// Blocks of GGUF.
-    Blocks(GgmlDType, &'static str),
+    /// 8-bit floats, with scales or without.
+    Float8 {
+        format: FloatFormat,
+        scale: Option<TensorLocation>,
+    },
+    /// bitsandbytes' 8-bit integers with one scale per output.
+    Int8 { scale: TensorLocation },
+    /// bitsandbytes' 4 bits with a table of values.
+    FourBit(Arc<FourBit>),
+    /// GGUF blocks.
+    GgmlBlocks(GgmlDType, &'static str),
 }
 
-/// A weight of bitsandbytes' 4 bits.
+/// The parts of a 4-bit weight of bitsandbytes.
 #[derive(Debug)]
-pub(super) struct Four {
+pub(super) struct FourBit {
     kind: &'static str,
-    state: State,
-    absmax: Place,
-    map: Place,
-    /// The scales' own scales and table.
-    nested: Option<(Place, Place)>,
+    state: QuantState,
+    absmax: TensorLocation,
+    map: TensorLocation,
+    /// With double quantisation: the scales of the scales, and their table.
+    nested: Option<(TensorLocation, TensorLocation)>,
 }
 
-/// What bitsandbytes says of a weight of 4 bits.
+/// bitsandbytes' `quant_state` of a 4-bit weight.
 #[derive(Debug, Deserialize)]
-struct State {
+struct QuantState {
     shape: Vec<usize>,
     blocksize: usize,
     nested_blocksize: Option<usize>,
@@ -62,59 +65,68 @@ struct State {
 }
 
 impl StoredQuantization {
-    /// What it is called in files and configs.
+    /// The name in files and configs.
     pub(super) fn name(&self) -> &'static str {
         match self {
             Self::Float8 { .. } => "float8",
             Self::Int8 { .. } => "int8",
-            Self::Four(four) => four.kind,
-            Self::Blocks(_, name) => name,
+            Self::FourBit(weight) => weight.kind,
+            Self::GgmlBlocks(_, name) => name,
         }
     }
 
-    /// Whether its tensor alone says what its numbers are, so that rows of it can be read.
-    pub(super) fn stands_alone(&self) -> bool {
-        matches!(self, Self::Blocks(..) | Self::Float8 { scale: None, .. })
+    /// Whether the weight is one tensor, so that rows of it can be read.
+    pub(super) fn is_self_contained(&self) -> bool {
+        matches!(self, Self::GgmlBlocks(..) | Self::Float8 { scale: None, .. })
     }
 
-    /// The weight, in its few bits, in the shape of its entry.
-    pub(super) fn packed(
+    /// Reads the weight without dequantising it.
+    pub(super) fn read_quantized(
         &self,
         files: &[Arc<TensorFile>],
         entry: &Entry,
         dtype: DType,
         device: &Device,
     ) -> Result<Arc<Quantized>> {
-        let file = &files[entry.place.file];
-        let bytes = file.raw(&entry.place.name)?;
-        let wrong = |error: candle_core::Error| wrong(file.path(), format!("tensor `{}`: {error}", entry.place.name));
-        let outputs = entry.shape.first().copied().unwrap_or(1).max(1);
-        let inputs = entry.shape.iter().skip(1).product::<usize>().max(1);
+        let file = &files[entry.location.file];
+        let bytes = file.read_bytes(&entry.location.name)?;
+        let file_error =
+            |error: candle_core::Error| file_error(file.path(), format!("tensor `{}`: {error}", entry.location.name));
+        let out_features = entry.shape.first().copied().unwrap_or(1).max(1);
+        let in_features = entry.shape.iter().skip(1).product::<usize>().max(1);
         let (code, scales, per_scale) = match self {
-            Self::Blocks(block, name) => {
-                return Quantized::from_blocks(name, *block, &bytes, &entry.shape, dtype, device).map_err(wrong);
+            Self::GgmlBlocks(block, name) => {
+                return Quantized::from_blocks(name, *block, &bytes, &entry.shape, dtype, device).map_err(file_error);
             }
-            Self::Float8 { number, scale } => {
+            Self::Float8 { format, scale } => {
                 let scales = match scale {
-                    Some(scale) => scale.floats(files)?,
+                    Some(scale) => scale.read_floats(files)?,
                     None => vec![1.0],
                 };
-                // One for all becomes one for each output, so that no run is longer than a row.
+                // One scale for all becomes one per output, so that a scale never covers more than a row.
                 let scales = match scales.as_slice() {
-                    [only] => vec![*only; outputs],
+                    [only] => vec![*only; out_features],
                     _ => scales,
                 };
-                let runs = (scales.len() / outputs).max(1);
-                (number.code().unwrap_or(Code::E4m3), scales, inputs / runs)
+                let scales_per_output = (scales.len() / out_features).max(1);
+                (
+                    format.code().unwrap_or(Code::E4m3),
+                    scales,
+                    in_features / scales_per_output,
+                )
             }
             Self::Int8 { scale } => {
-                let scales = scale.floats(files)?.into_iter().map(|scale| scale / 127.0).collect();
-                (Code::Signed, scales, inputs)
+                let scales = scale
+                    .read_floats(files)?
+                    .into_iter()
+                    .map(|scale| scale / 127.0)
+                    .collect();
+                (Code::Signed, scales, in_features)
             }
-            Self::Four(four) => {
-                let table = four.map.floats(files)?;
+            Self::FourBit(weight) => {
+                let table = weight.map.read_floats(files)?;
                 let table = table.try_into().unwrap_or([0.0; 16]);
-                (Code::Four(table), four.scales(files)?, four.state.blocksize)
+                (Code::Four(table), weight.scales(files)?, weight.state.blocksize)
             }
         };
         let codes = Codes {
@@ -123,55 +135,55 @@ impl StoredQuantization {
             scales,
             per_scale,
         };
-        Quantized::from_codes(self.name(), codes, &entry.shape, dtype, device).map_err(wrong)
+        Quantized::from_codes(self.name(), codes, &entry.shape, dtype, device).map_err(file_error)
     }
 }
 
-impl Four {
-    /// A scale for each block.
+impl FourBit {
+    /// Reads the scale of each block.
     fn scales(&self, files: &[Arc<TensorFile>]) -> Result<Vec<f32>> {
         let Some((nested_absmax, nested_map)) = &self.nested else {
-            return self.absmax.floats(files);
+            return self.absmax.read_floats(files);
         };
-        let (absmax, map) = (nested_absmax.floats(files)?, nested_map.floats(files)?);
-        let run = self.state.nested_blocksize.unwrap_or(256).max(1);
+        let (absmax, map) = (nested_absmax.read_floats(files)?, nested_map.read_floats(files)?);
+        let nested_block_size = self.state.nested_blocksize.unwrap_or(256).max(1);
         let offset = self.state.nested_offset.unwrap_or_default() as f32;
-        let codes = files[self.absmax.file].raw(&self.absmax.name)?;
+        let codes = files[self.absmax.file].read_bytes(&self.absmax.name)?;
         let scale = |(at, code): (usize, &u8)| {
-            let most = absmax.get(at / run).copied().unwrap_or_default();
-            map.get(usize::from(*code)).copied().unwrap_or_default() * most + offset
+            let scale_of_block = absmax.get(at / nested_block_size).copied().unwrap_or_default();
+            map.get(usize::from(*code)).copied().unwrap_or_default() * scale_of_block + offset
         };
         Ok(codes.iter().enumerate().map(scale).collect())
     }
 }
 
-impl Place {
-    fn floats(&self, files: &[Arc<TensorFile>]) -> Result<Vec<f32>> {
-        files[self.file].floats(&self.name)
+impl TensorLocation {
+    fn read_floats(&self, files: &[Arc<TensorFile>]) -> Result<Vec<f32>> {
+        files[self.file].read_floats(&self.name)
     }
 }
 
-/// Finds what is quantised, and takes the tensors that it consists of out of the list.
-pub(super) fn recognise(files: &[Arc<TensorFile>], entries: &mut BTreeMap<String, Entry>) -> Result<()> {
+/// Marks the quantised weights in `entries`, and removes the entries of their scales and other auxiliary tensors.
+pub(super) fn detect_quantization(files: &[Arc<TensorFile>], entries: &mut BTreeMap<String, Entry>) -> Result<()> {
     let names: Vec<String> = entries.keys().cloned().collect();
     for name in &names {
         let Some(entry) = entries.get(name) else {
             continue;
         };
-        let quantization = match &entry.kind {
-            Kind::Blocks(block, kind) => StoredQuantization::Blocks(*block, kind),
-            Kind::Numbers(number) if number.code().is_some() => float8(files, entries, name, *number)?,
-            Kind::Signed => match int8(files, entries, name)? {
+        let quantization = match &entry.storage {
+            StorageType::GgmlBlocks(block, kind) => StoredQuantization::GgmlBlocks(*block, kind),
+            StorageType::Floats(format) if format.code().is_some() => detect_float8(files, entries, name, *format)?,
+            StorageType::Int8 => match detect_int8(files, entries, name)? {
                 Some(quantization) => quantization,
                 None => continue,
             },
-            Kind::Bytes => {
-                let state = STATES
+            StorageType::Bytes => {
+                let state = STATE_SUFFIXES
                     .iter()
                     .find_map(|(ending, kind)| Some((name.strip_suffix(ending)?, *kind)));
                 if let Some((weight, kind)) = state {
                     let (weight, state) = (weight.to_owned(), name.clone());
-                    four(files, entries, &weight, &state, kind)?;
+                    merge_four_bit(files, entries, &weight, &state, kind)?;
                 }
                 continue;
             }
@@ -181,8 +193,8 @@ pub(super) fn recognise(files: &[Arc<TensorFile>], entries: &mut BTreeMap<String
             entry.quantization = Some(quantization);
         }
     }
-    // What says only that there is something of the kind, or belongs to arithmetic in 8 bits.
-    let said = |name: &str| {
+    // Markers of a format, and scales for 8-bit arithmetic: not used here.
+    let is_marker = |name: &str| {
         [
             "scaled_fp8",
             "scale_input",
@@ -192,45 +204,47 @@ pub(super) fn recognise(files: &[Arc<TensorFile>], entries: &mut BTreeMap<String
         ]
         .contains(&name.rsplit('.').next().unwrap_or(name))
     };
-    entries.retain(|name, _| !said(name));
+    entries.retain(|name, _| !is_marker(name));
     Ok(())
 }
 
-fn float8(
+fn detect_float8(
     files: &[Arc<TensorFile>],
     entries: &mut BTreeMap<String, Entry>,
     name: &str,
-    number: Number,
+    format: FloatFormat,
 ) -> Result<StoredQuantization> {
     let layer = name.strip_suffix(".weight");
-    let found = layer.and_then(|layer| {
+    let scale_entry = layer.and_then(|layer| {
         let names = ["scale_weight", "weight_scale"].map(|scale| format!("{layer}.{scale}"));
         names.into_iter().find_map(|name| entries.remove(&name))
     });
-    if let (Some(scale), Some(weight)) = (&found, entries.get(name)) {
+    if let (Some(scale), Some(weight)) = (&scale_entry, entries.get(name)) {
         let count: usize = scale.shape.iter().product();
-        let outputs = weight.shape.first().copied().unwrap_or(1);
-        let inputs: usize = weight.shape.iter().skip(1).product();
-        let runs = count.checked_div(outputs).unwrap_or(0);
-        let by_row = scale.shape.first() == Some(&outputs) && runs > 0 && count == runs * outputs;
-        if count != 1 && !(by_row && inputs.is_multiple_of(runs)) {
-            return Err(wrong(
-                files[weight.place.file].path(),
+        let out_features = weight.shape.first().copied().unwrap_or(1);
+        let in_features: usize = weight.shape.iter().skip(1).product();
+        let scales_per_output = count.checked_div(out_features).unwrap_or(0);
+        let by_row = scale.shape.first() == Some(&out_features)
+            && scales_per_output > 0
+            && count == scales_per_output * out_features;
+        if count != 1 && !(by_row && in_features.is_multiple_of(scales_per_output)) {
+            return Err(file_error(
+                files[weight.location.file].path(),
                 format!(
-                    "tensor `{}` of shape {:?} is no scale of `{name}` of shape {:?}: expected one number, one for each \
+                    "tensor `{}` of shape {:?} is not a scale of `{name}` of shape {:?}: expected one number, one for each \
                      output, or some for each output",
-                    scale.place.name, scale.shape, weight.shape
+                    scale.location.name, scale.shape, weight.shape
                 ),
             ));
         }
     }
     Ok(StoredQuantization::Float8 {
-        number,
-        scale: found.map(|scale| scale.place),
+        format,
+        scale: scale_entry.map(|scale| scale.location),
     })
 }
 
-fn int8(
+fn detect_int8(
     files: &[Arc<TensorFile>],
     entries: &mut BTreeMap<String, Entry>,
     name: &str,
@@ -239,25 +253,25 @@ fn int8(
     let Some(scale) = layer.and_then(|layer| entries.remove(&format!("{layer}.SCB"))) else {
         return Ok(None);
     };
-    let outputs = entries
+    let out_features = entries
         .get(name)
         .and_then(|weight| weight.shape.first())
         .copied()
         .unwrap_or(1);
-    if scale.shape.iter().product::<usize>() != outputs {
-        return Err(wrong(
-            files[scale.place.file].path(),
+    if scale.shape.iter().product::<usize>() != out_features {
+        return Err(file_error(
+            files[scale.location.file].path(),
             format!(
-                "tensor `{}` has shape {:?}: expected a scale for each of the {outputs} outputs of `{name}`",
-                scale.place.name, scale.shape
+                "tensor `{}` has shape {:?}: expected a scale for each of the {out_features} outputs of `{name}`",
+                scale.location.name, scale.shape
             ),
         ));
     }
-    Ok(Some(StoredQuantization::Int8 { scale: scale.place }))
+    Ok(Some(StoredQuantization::Int8 { scale: scale.location }))
 }
 
-/// Makes one entry of a weight of 4 bits and what lies beside it.
-fn four(
+/// Merges a 4-bit weight and its auxiliary tensors into one entry.
+fn merge_four_bit(
     files: &[Arc<TensorFile>],
     entries: &mut BTreeMap<String, Entry>,
     name: &str,
@@ -267,77 +281,82 @@ fn four(
     let Some(state) = entries.remove(state_name) else {
         return Ok(());
     };
-    let path = files[state.place.file].path();
-    let said = |what: String| {
-        wrong(
+    let path = files[state.location.file].path();
+    let state_error = |what: String| {
+        file_error(
             path,
             format!("the {kind} weight `{name}` {what}: download or copy it again"),
         )
     };
-    if state.shape.iter().product::<usize>() > STATE_LIMIT {
-        return Err(said("has a description that is too long".into()));
+    if state.shape.iter().product::<usize>() > MAX_STATE_LEN {
+        return Err(state_error("has a quantisation state that is too long".into()));
     }
-    let text = files[state.place.file].raw(&state.place.name)?;
-    let state: State =
-        serde_json::from_slice(&text).map_err(|e| said(format!("has a description that is wrong ({e})")))?;
-    let mut part = |part: &str| {
-        let name = format!("{name}.{part}");
-        entries.remove(&name).ok_or_else(|| said(format!("lacks `{name}`")))
+    let json = files[state.location.file].read_bytes(&state.location.name)?;
+    let state: QuantState =
+        serde_json::from_slice(&json).map_err(|e| state_error(format!("has an invalid quantisation state ({e})")))?;
+    let mut take_tensor = |suffix: &str| {
+        let name = format!("{name}.{suffix}");
+        entries
+            .remove(&name)
+            .ok_or_else(|| state_error(format!("lacks `{name}`")))
     };
-    let (absmax, map) = (part("absmax")?, part("quant_map")?);
+    let (absmax, map) = (take_tensor("absmax")?, take_tensor("quant_map")?);
     let nested = match state.nested_blocksize {
-        Some(_) => Some((part("nested_absmax")?, part("nested_quant_map")?)),
+        Some(_) => Some((take_tensor("nested_absmax")?, take_tensor("nested_quant_map")?)),
         None => None,
     };
-    let counted = |entry: &Entry| entry.shape.iter().product::<usize>();
-    let mut sides = state.shape.iter();
-    let count = sides
-        .try_fold(1_usize, |all, side| all.checked_mul(*side))
+    let element_count = |entry: &Entry| entry.shape.iter().product::<usize>();
+    let mut dims = state.shape.iter();
+    let count = dims
+        .try_fold(1_usize, |all, dim| all.checked_mul(*dim))
         .unwrap_or(usize::MAX);
     let Some(weight) = entries.get_mut(name) else {
-        return Err(said("is missing itself".into()));
+        return Err(state_error("itself is missing".into()));
     };
     let blocks = count
         .checked_div(state.blocksize)
         .map(|blocks| blocks + usize::from(count % state.blocksize > 0));
-    let floats = |entry: &Entry| matches!(entry.kind, Kind::Numbers(_));
+    let is_float = |entry: &Entry| matches!(entry.storage, StorageType::Floats(_));
     let nested_fits = nested.as_ref().is_none_or(|(absmax, map)| {
-        let run = state.nested_blocksize.unwrap_or(256).max(1);
-        floats(absmax) && floats(map) && counted(map) == 256 && Some(counted(absmax)) == blocks.map(|n| n.div_ceil(run))
+        let nested_block_size = state.nested_blocksize.unwrap_or(256).max(1);
+        is_float(absmax)
+            && is_float(map)
+            && element_count(map) == 256
+            && Some(element_count(absmax)) == blocks.map(|n| n.div_ceil(nested_block_size))
     });
-    let fits = weight.kind == Kind::Bytes
-        && counted(weight) == count.div_ceil(2)
+    let sizes_match = weight.storage == StorageType::Bytes
+        && element_count(weight) == count.div_ceil(2)
         && state.blocksize.is_multiple_of(2)
-        && Some(counted(&absmax)) == blocks
+        && Some(element_count(&absmax)) == blocks
         && (if nested.is_some() {
-            absmax.kind == Kind::Bytes
+            absmax.storage == StorageType::Bytes
         } else {
-            floats(&absmax)
+            is_float(&absmax)
         })
-        && floats(&map)
-        && counted(&map) == 16
+        && is_float(&map)
+        && element_count(&map) == 16
         && nested_fits;
-    if !fits {
-        return Err(said(format!(
+    if !sizes_match {
+        return Err(state_error(format!(
             "of shape {:?} in blocks of {} does not fit its {} bytes and {} scales",
             state.shape,
             state.blocksize,
-            counted(weight),
-            counted(&absmax)
+            element_count(weight),
+            element_count(&absmax)
         )));
     }
     weight.shape.clone_from(&state.shape);
-    weight.quantization = Some(StoredQuantization::Four(Arc::new(Four {
+    weight.quantization = Some(StoredQuantization::FourBit(Arc::new(FourBit {
         kind,
         state,
-        absmax: absmax.place,
-        map: map.place,
-        nested: nested.map(|(absmax, map)| (absmax.place, map.place)),
+        absmax: absmax.location,
+        map: map.location,
+        nested: nested.map(|(absmax, map)| (absmax.location, map.location)),
     })));
     Ok(())
 }
 
-fn wrong(path: &Path, reason: String) -> EngineError {
+fn file_error(path: &Path, reason: String) -> EngineError {
     EngineError::WeightsFile {
         path: path.to_path_buf(),
         reason,

@@ -1,74 +1,75 @@
-//! The header of a safetensors file, checked before anything is read.
+//! Reads and checks the header of a safetensors file.
 
-use super::bytes::Number;
-use super::file::{Kind, Place, Table};
+use super::bytes::FloatFormat;
+use super::file::{FileHeader, StorageType, StoredTensor};
 use crate::error::{EngineError, Result};
 use safetensors::Dtype;
 use safetensors::tensor::{SafeTensorError, SafeTensors};
 use std::fs::File;
 use std::path::Path;
 
-/// What the file says of its tensors and of itself.
-pub(super) fn header(path: &Path, file: &File) -> Result<Table> {
-    let wrong = |reason: String| EngineError::WeightsFile {
+/// Reads and checks the header.
+pub(super) fn read_header(path: &Path, file: &File) -> Result<FileHeader> {
+    let file_error = |reason: String| EngineError::WeightsFile {
         path: path.to_path_buf(),
         reason,
     };
     #[expect(
         unsafe_code,
-        reason = "the parser of headers wants the whole file, of which it looks at the header only: mapped for as long \
-        as that takes, in which nothing may shorten it, as holds for downloaded models and our content-addressed cache"
+        reason = "`SafeTensors::read_metadata` takes the whole file as a slice, but reads only its header"
     )]
+    // SAFETY: the mapping is read-only and lives only in this function. No process may shorten or write the file
+    // meanwhile, which holds for downloaded models and the content-addressed cache.
     let map = unsafe { memmap2::Mmap::map(file) }.map_err(|e| EngineError::io(path, e))?;
-    if let Some(error) = mislabelled(path, &map) {
+    if let Some(error) = check_file_type(path, &map) {
         return Err(error);
     }
-    let (header, metadata) = SafeTensors::read_metadata(&map).map_err(|e| wrong(explain(&e, &map)))?;
-    // One side of zero hides from the length of the file how long the others are; they still have to be counted.
-    let countable = |sides: &[usize]| {
+    let (header_len, metadata) = SafeTensors::read_metadata(&map).map_err(|e| file_error(describe_error(&e, &map)))?;
+    // With a dimension of 0 the file's length does not bound the other dimensions, so check that their product fits.
+    let has_countable_elements = |sides: &[usize]| {
         let mut sides = sides.iter().filter(|side| **side > 0);
         sides.try_fold(1_usize, |all, side| all.checked_mul(*side)).is_some()
     };
-    let mut table = Table::default();
+    let mut out = FileHeader::default();
     for (name, info) in metadata.tensors() {
-        if !countable(&info.shape) {
-            return Err(wrong(format!(
+        if !has_countable_elements(&info.shape) {
+            return Err(file_error(format!(
                 "tensor {name:?} has the impossible shape {:?}: download or copy it again",
                 info.shape
             )));
         }
         let (start, end) = info.data_offsets;
-        let place = Place {
-            kind: kind(info.dtype),
+        let stored_tensor = StoredTensor {
+            storage: storage_of(info.dtype),
             shape: info.shape.clone(),
-            start: header + 8 + start,
-            end: header + 8 + end,
+            start: header_len + 8 + start,
+            end: header_len + 8 + end,
         };
-        table.tensors.insert(name, place);
+        out.tensors.insert(name, stored_tensor);
     }
     if let Some(pairs) = metadata.metadata() {
-        table.metadata = pairs.iter().map(|(k, v)| (k.clone(), v.clone())).collect();
+        out.metadata = pairs.iter().map(|(k, v)| (k.clone(), v.clone())).collect();
     }
-    Ok(table)
+    Ok(out)
 }
 
-fn kind(dtype: Dtype) -> Kind {
+fn storage_of(dtype: Dtype) -> StorageType {
     match dtype {
-        Dtype::F64 => Kind::Numbers(Number::F64),
-        Dtype::F32 => Kind::Numbers(Number::F32),
-        Dtype::F16 => Kind::Numbers(Number::F16),
-        Dtype::BF16 => Kind::Numbers(Number::Bf16),
-        Dtype::F8_E4M3 => Kind::Numbers(Number::E4m3),
-        Dtype::F8_E5M2 => Kind::Numbers(Number::E5m2),
-        Dtype::U8 => Kind::Bytes,
-        Dtype::I8 => Kind::Signed,
-        other => Kind::Other(format!("{other:?}")),
+        Dtype::F64 => StorageType::Floats(FloatFormat::F64),
+        Dtype::F32 => StorageType::Floats(FloatFormat::F32),
+        Dtype::F16 => StorageType::Floats(FloatFormat::F16),
+        Dtype::BF16 => StorageType::Floats(FloatFormat::Bf16),
+        Dtype::F8_E4M3 => StorageType::Floats(FloatFormat::E4m3),
+        Dtype::F8_E5M2 => StorageType::Floats(FloatFormat::E5m2),
+        Dtype::U8 => StorageType::Bytes,
+        Dtype::I8 => StorageType::Int8,
+        other => StorageType::Unsupported(format!("{other:?}")),
     }
 }
 
-/// A file that is something else than its name says.
-fn mislabelled(path: &Path, bytes: &[u8]) -> Option<EngineError> {
-    let wrong = |reason: &str| {
+/// Returns an error if the file is a pickle, a Git LFS pointer or a web page.
+fn check_file_type(path: &Path, bytes: &[u8]) -> Option<EngineError> {
+    let file_error = |reason: &str| {
         Some(EngineError::WeightsFile {
             path: path.to_path_buf(),
             reason: reason.to_owned(),
@@ -82,27 +83,27 @@ fn mislabelled(path: &Path, bytes: &[u8]) -> Option<EngineError> {
         });
     }
     if start.starts_with(b"version https://git-lfs") {
-        return wrong("this is a Git LFS pointer, not the weights: run `git lfs pull` in the model's folder");
+        return file_error("this is a Git LFS pointer, not the weights: run `git lfs pull` in the model's folder");
     }
     let text = String::from_utf8_lossy(start).trim_start().to_lowercase();
     if text.starts_with("<!doctype") || text.starts_with("<html") {
-        return wrong(
+        return file_error(
             "this is a web page, not weights: the download failed (a login may be needed); download it again",
         );
     }
     None
 }
 
-/// A safetensors file begins with the header's length and then `{`.
+/// Whether a `{` follows the 8 bytes of the header's length, as in a safetensors file.
 fn looks_like_header(start: &[u8]) -> bool {
     start.get(8) == Some(&b'{')
 }
 
-fn explain(error: &SafeTensorError, bytes: &[u8]) -> String {
-    let again = "download or copy it again";
+fn describe_error(error: &SafeTensorError, bytes: &[u8]) -> String {
+    let advice = "download or copy it again";
     match error {
         SafeTensorError::HeaderTooSmall => {
-            format!("the file has only {} bytes, so it is cut off: {again}", bytes.len())
+            format!("the file has only {} bytes, so it is cut off: {advice}", bytes.len())
         }
         SafeTensorError::HeaderTooLarge => {
             "not a safetensors file: its first 8 bytes give a header of more than 100 MB; \
@@ -110,14 +111,14 @@ fn explain(error: &SafeTensorError, bytes: &[u8]) -> String {
                 .to_owned()
         }
         SafeTensorError::InvalidHeaderLength if looks_like_header(bytes) => {
-            format!("the file is cut off within its header: {again}")
+            format!("the file is cut off within its header: {advice}")
         }
         SafeTensorError::InvalidHeaderLength => {
             "not a safetensors file (its first 8 bytes are not the length of a header)".to_owned()
         }
         SafeTensorError::MetadataIncompleteBuffer => {
-            format!("the file's length does not match its header, so it is cut off or damaged: {again}")
+            format!("the file's length does not match its header, so it is cut off or damaged: {advice}")
         }
-        other => format!("not a valid safetensors file ({other}): {again}"),
+        other => format!("not a valid safetensors file ({other}): {advice}"),
     }
 }

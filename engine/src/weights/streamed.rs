@@ -1,16 +1,16 @@
-//! Weights that stay in their files.
+//! Weights that stay in their files (streamed weights).
 //!
-//! A layer reads such a weight when it runs, forwards and again backwards, and lets it go: of a model there is one layer
-//! in memory at a time. The system's page cache keeps the file near for as long as nobody else wants that memory, so
-//! that where memory is plentiful this costs a copy, and where it is not, the speed of the disk.
+//! A layer reads a streamed weight in the forward pass and again in the backward pass, and frees it after each use, so
+//! that only one layer's weight is in memory at a time. While the operating system has free memory, the file stays in
+//! its page cache, and a read costs one copy; otherwise it costs a read from disk.
 
 use super::file::TensorFile;
 use crate::error::Result;
 use candle_core::{DType, Device, Tensor};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A weight in its file.
-pub struct Streamed {
+/// A weight that is read from its file at each use.
+pub struct StreamedWeight {
     file: Arc<TensorFile>,
     stored_name: String,
     shape: Vec<usize>,
@@ -18,13 +18,13 @@ pub struct Streamed {
     device: Device,
 }
 
-impl std::fmt::Debug for Streamed {
+impl std::fmt::Debug for StreamedWeight {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Streamed({} {:?})", self.stored_name, self.shape)
+        write!(f, "StreamedWeight({} {:?})", self.stored_name, self.shape)
     }
 }
 
-impl Streamed {
+impl StreamedWeight {
     pub(super) fn new(
         file: Arc<TensorFile>,
         stored_name: String,
@@ -47,62 +47,63 @@ impl Streamed {
         &self.shape
     }
 
-    /// What it is read as.
+    /// The dtype of [`StreamedWeight::read`].
     #[must_use]
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Where it is read to.
+    /// The device of [`StreamedWeight::read`].
     #[must_use]
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// The weight, which should not outlive its use.
+    /// Reads the weight. Callers drop the tensor after its use.
     ///
     /// # Errors
-    /// When the file can no longer be read, or the device has no memory for it.
+    /// When the file cannot be read, or the device is out of memory.
     pub fn read(&self) -> candle_core::Result<Tensor> {
         let read = self.file.read(&self.stored_name, &self.shape, self.dtype, &self.device);
         read.map_err(candle_core::Error::wrap)
     }
 
-    /// These rows of a table, in this order: [rows, width].
+    /// Reads rows of an embedding table in the given order: [rows, width].
     ///
     /// # Errors
-    /// As [`Self::read`], or when there is no such row.
+    /// As [`Self::read`], or when a row does not exist.
     pub fn rows(&self, rows: &[u32]) -> Result<Tensor> {
         let width = self.shape.get(1).copied().unwrap_or(1);
-        self.file.rows(&self.stored_name, rows, width, self.dtype, &self.device)
+        self.file
+            .read_rows(&self.stored_name, rows, width, self.dtype, &self.device)
     }
 }
 
-/// Decides which weights stay in their files: a share of all bytes, spread evenly.
+/// Decides which weights are streamed: a share of all elements, spread evenly over the layers.
 #[derive(Debug)]
-pub(super) struct Share {
+pub(super) struct StreamingShare {
     share: f64,
-    /// Numbers that should have been left so far, less those that were.
-    owed: Mutex<f64>,
+    /// The elements that should have been streamed so far, minus those that are.
+    deficit: Mutex<f64>,
 }
 
-impl Share {
+impl StreamingShare {
     pub(super) fn new(share: f64) -> Self {
         Self {
             share: share.clamp(0.0, 1.0),
-            owed: Mutex::new(0.0),
+            deficit: Mutex::new(0.0),
         }
     }
 
-    /// Whether the next weight, of so many numbers, stays.
-    pub(super) fn takes(&self, numbers: usize) -> bool {
-        let numbers = numbers as f64;
-        let mut owed = self.owed.lock().unwrap_or_else(PoisonError::into_inner);
-        *owed += numbers * self.share;
-        let taken = 2.0 * *owed >= numbers;
-        if taken {
-            *owed -= numbers;
+    /// Whether the next weight, which has this many elements, is streamed.
+    pub(super) fn streams_next(&self, elements: usize) -> bool {
+        let elements = elements as f64;
+        let mut deficit = self.deficit.lock().unwrap_or_else(PoisonError::into_inner);
+        *deficit += elements * self.share;
+        let is_streamed = 2.0 * *deficit >= elements;
+        if is_streamed {
+            *deficit -= elements;
         }
-        taken
+        is_streamed
     }
 }

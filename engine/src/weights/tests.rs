@@ -38,7 +38,7 @@ fn every_float_dtype_reads_as_f32() {
             "{dtype:?} {values:?}"
         );
     }
-    // More than one block of the conversion.
+    // More than one chunk of the conversion.
     write(&file, &[("w", &[10_000], DType::F16)]);
     let long = open(&file).unwrap().get(10_000, "w").unwrap().to_vec1::<f32>().unwrap();
     assert_eq!(long[9_999], half::f16::from_f32(9_999.0 * 0.125 - 0.5).to_f32());
@@ -50,7 +50,7 @@ fn every_float_dtype_reads_as_f32() {
 }
 
 #[test]
-fn long_tensors_are_read_in_parts_and_a_file_that_shrinks_is_told() {
+fn long_tensors_are_read_in_chunks_and_a_truncated_file_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("a.safetensors");
     const COUNT: usize = (5 << 20) / 8 + 3;
@@ -64,8 +64,8 @@ fn long_tensors_are_read_in_parts_and_a_file_that_shrinks_is_told() {
             stored.to_vec1::<f32>().unwrap() == got,
             "{dtype:?}: more digits than were stored"
         );
-        let near = |(i, v): (usize, &f32)| (v - (i as f32 * 0.125 - 0.5)).abs() <= v.abs() / 128.0;
-        assert!(got.iter().enumerate().all(near), "{dtype:?}");
+        let is_close = |(i, v): (usize, &f32)| (v - (i as f32 * 0.125 - 0.5)).abs() <= v.abs() / 128.0;
+        assert!(got.iter().enumerate().all(is_close), "{dtype:?}");
         let other = if dtype == DType::F32 { DType::BF16 } else { DType::F32 };
         let converted = Weights::open(&file, other, &Device::Cpu).unwrap();
         assert_eq!(converted.get(COUNT, "w").unwrap().dtype(), other);
@@ -79,7 +79,7 @@ fn long_tensors_are_read_in_parts_and_a_file_that_shrinks_is_told() {
 }
 
 #[test]
-fn what_does_not_fit_is_named() {
+fn a_missing_tensor_or_wrong_shape_is_named_in_the_error() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("a.safetensors");
     write(&file, &[("block.weight", &[3, 5], DType::F32)]);
@@ -100,26 +100,26 @@ fn what_does_not_fit_is_named() {
 }
 
 #[test]
-fn folders_are_searched_as_diffusers_does() {
+fn weights_files_in_a_folder_are_found_as_in_diffusers() {
     let folder = tempfile::tempdir().unwrap();
-    let place = folder.path();
-    let value = |name: &str| open(place).and_then(|w| w.get(2, name));
-    assert!(open(place).unwrap_err().to_string().contains("no weights found"));
+    let path = folder.path();
+    let value = |name: &str| open(path).and_then(|w| w.get(2, name));
+    assert!(open(path).unwrap_err().to_string().contains("no weights found"));
 
-    std::fs::write(place.join("diffusion_pytorch_model.bin"), "x").unwrap();
-    assert!(matches!(open(place).unwrap_err(), E::Pickle { .. }));
+    std::fs::write(path.join("diffusion_pytorch_model.bin"), "x").unwrap();
+    assert!(matches!(open(path).unwrap_err(), E::Pickle { .. }));
 
     write(
-        &place.join("diffusion_pytorch_model.non_ema.safetensors"),
+        &path.join("diffusion_pytorch_model.non_ema.safetensors"),
         &[("non_ema", &[2], DType::F16)],
     );
     write(
-        &place.join("diffusion_pytorch_model.fp16.safetensors"),
+        &path.join("diffusion_pytorch_model.fp16.safetensors"),
         &[("fp16", &[2], DType::F16)],
     );
     value("fp16").unwrap();
 
-    let index = place.join("diffusion_pytorch_model.safetensors.index.json");
+    let index = path.join("diffusion_pytorch_model.safetensors.index.json");
     let shards = [
         "diffusion_pytorch_model-00001-of-00002.safetensors",
         "diffusion_pytorch_model-00002-of-00002.safetensors",
@@ -129,55 +129,59 @@ fn folders_are_searched_as_diffusers_does() {
         serde_json::json!({"weight_map": {"a": shards[0], "b": shards[1]}}).to_string(),
     )
     .unwrap();
-    write(&place.join(shards[0]), &[("a", &[2], DType::F32)]);
-    assert!(open(place).unwrap_err().to_string().contains("00002-of-00002"));
-    write(&place.join(shards[1]), &[("b", &[2], DType::F32)]);
+    write(&path.join(shards[0]), &[("a", &[2], DType::F32)]);
+    assert!(open(path).unwrap_err().to_string().contains("00002-of-00002"));
+    write(&path.join(shards[1]), &[("b", &[2], DType::F32)]);
     value("a").unwrap();
     value("b").unwrap();
     std::fs::write(&index, r#"{"weight_map": {"a": "../../secret.safetensors"}}"#).unwrap();
     assert!(
-        open(place)
+        open(path)
             .unwrap_err()
             .to_string()
             .contains("not the name of a file in the same folder")
     );
 
     write(
-        &place.join("diffusion_pytorch_model.safetensors"),
+        &path.join("diffusion_pytorch_model.safetensors"),
         &[("full", &[2], DType::F32)],
     );
     value("full").unwrap();
 }
 
 #[test]
-fn what_is_not_safetensors_is_told_apart() {
+fn files_that_are_not_safetensors_give_specific_errors() {
     let folder = tempfile::tempdir().unwrap();
-    let said = |bytes: &[u8]| {
+    let error_for = |bytes: &[u8]| {
         let file = folder.path().join("model.safetensors");
         std::fs::write(&file, bytes).unwrap();
         open(&file).unwrap_err().to_string()
     };
-    assert!(said(b"").contains("empty"));
-    assert!(said(b"abc").contains("cut off"));
-    assert!(said(b"PK\x03\x04 archive/data.pkl").contains("pickle"));
-    assert!(said(b"\x80\x02}q\x00.").contains("pickle"));
-    assert!(said(b"version https://git-lfs.github.com/spec/v1\noid").contains("git lfs pull"));
-    assert!(said(b"<!DOCTYPE html><html>").contains("web page"));
-    assert!(said(&[0xff; 64]).contains("not a safetensors file"));
-    assert!(said(b"{\"a\": 1, \"b\": 2} is JSON").contains("not a safetensors file"));
+    assert!(error_for(b"").contains("empty"));
+    assert!(error_for(b"abc").contains("cut off"));
+    assert!(error_for(b"PK\x03\x04 archive/data.pkl").contains("pickle"));
+    assert!(error_for(b"\x80\x02}q\x00.").contains("pickle"));
+    assert!(error_for(b"version https://git-lfs.github.com/spec/v1\noid").contains("git lfs pull"));
+    assert!(error_for(b"<!DOCTYPE html><html>").contains("web page"));
+    assert!(error_for(&[0xff; 64]).contains("not a safetensors file"));
+    assert!(error_for(b"{\"a\": 1, \"b\": 2} is JSON").contains("not a safetensors file"));
     let garbage = [&16u64.to_le_bytes()[..], b"{ not JSON !!!!}"].concat();
-    assert!(said(&garbage).contains("not a valid safetensors file"));
-    // Found by the fuzzer: nothing in it, and longer than can be counted.
+    assert!(error_for(&garbage).contains("not a valid safetensors file"));
+    // Found by the fuzzer: no elements, but the product of the other dimensions overflows.
     let header = format!(
         r#"{{"a":{{"dtype":"F32","shape":[0,{0},{0}],"data_offsets":[0,0]}}}}"#,
         1_u64 << 40
     );
-    let endless = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
-    assert!(said(&endless).contains("impossible shape"), "{}", said(&endless));
+    let overflowing = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
+    assert!(
+        error_for(&overflowing).contains("impossible shape"),
+        "{}",
+        error_for(&overflowing)
+    );
 }
 
 #[test]
-fn every_cut_of_a_file_is_noticed() {
+fn a_file_truncated_at_any_byte_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
     let whole = folder.path().join("whole.safetensors");
     write(&whole, &[("a", &[7], DType::F32), ("b", &[3, 3], DType::F16)]);
@@ -191,7 +195,7 @@ fn every_cut_of_a_file_is_noticed() {
 }
 
 #[test]
-fn fresh_weights_depend_on_seed_and_name_only() {
+fn random_weights_depend_only_on_seed_and_name() {
     let draw = |seed: u64, names: &[&str]| {
         let weights = Weights::init(seed, &Device::Cpu);
         let values = names.iter().map(|n| {
@@ -203,13 +207,13 @@ fn fresh_weights_depend_on_seed_and_name_only() {
         });
         values.collect::<Vec<_>>()
     };
-    let both = draw(1, &["a", "b"]);
-    assert_eq!(draw(1, &["b"])[0], both[1]);
-    assert_ne!(both[0], both[1]);
-    assert_ne!(draw(2, &["a"])[0], both[0]);
+    let a_and_b = draw(1, &["a", "b"]);
+    assert_eq!(draw(1, &["b"])[0], a_and_b[1]);
+    assert_ne!(a_and_b[0], a_and_b[1]);
+    assert_ne!(draw(2, &["a"])[0], a_and_b[0]);
     let weights = Weights::init(3, &Device::Cpu);
-    let many = weights.get_with(10_000, "n", Init::Normal(2.0)).unwrap();
-    let variance = many.sqr().unwrap().mean_all().unwrap().to_scalar::<f32>().unwrap();
+    let normal = weights.get_with(10_000, "n", Init::Normal(2.0)).unwrap();
+    let variance = normal.sqr().unwrap().mean_all().unwrap().to_scalar::<f32>().unwrap();
     assert!((variance - 4.0).abs() < 0.2, "{variance}");
     let uniform = weights
         .get_with(10_000, "u", Init::Uniform(0.5))

@@ -1,8 +1,8 @@
 //! Writes safetensors files, one tensor at a time.
 //!
-//! The header says where every tensor lies before the first of them is at hand, so a model of gigabytes is written with one
-//! tensor converted. Metadata and tensors stand in the order of their names, so that equal content is equal bytes (the
-//! `safetensors` crate writes metadata in a random order).
+//! The header is computed from names, dtypes and shapes, so that only one tensor of a large model is in memory at a
+//! time. Metadata and tensors are sorted by name, so that equal content gives equal bytes (the `safetensors` crate
+//! writes metadata in a random order).
 
 use crate::error::{EngineError, Result};
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor};
@@ -10,18 +10,18 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::io::{self, Write};
 
-/// Numbers that are put in bytes at a time.
-const FEW: usize = 16 << 10;
+/// Numbers that are converted to bytes at a time.
+const CHUNK_LEN: usize = 16 << 10;
 
-/// Of which tensors a file consists, and its metadata.
+/// The names, dtypes and shapes of the tensors of a safetensors file, and its metadata.
 #[derive(Clone, Debug, Default)]
-pub struct Layout {
+pub struct SafetensorsLayout {
     metadata: BTreeMap<String, String>,
     tensors: BTreeMap<String, (DType, Vec<usize>)>,
 }
 
-impl Layout {
-    /// A file with this metadata and no tensor yet.
+impl SafetensorsLayout {
+    /// Creates a layout with this metadata and no tensors.
     #[must_use]
     pub fn new(metadata: BTreeMap<String, String>) -> Self {
         Self {
@@ -30,16 +30,16 @@ impl Layout {
         }
     }
 
-    /// Adds a tensor. The answer is whether there was none of this name yet.
+    /// Adds a tensor. Returns `false` if one of this name existed already.
     pub fn add(&mut self, name: impl Into<String>, dtype: DType, shape: impl Into<Vec<usize>>) -> bool {
         self.tensors.insert(name.into(), (dtype, shape.into())).is_none()
     }
 
-    /// Writes the file. `tensor` is asked for each tensor by its name, in their order, and gives it on any device.
+    /// Writes the file. Calls `tensor` with each name, in order; it returns the tensor on any device.
     ///
     /// # Errors
-    /// What `out` says; an [`EngineError`] as [`io::Error::other`] when `tensor` fails, gives another type or shape than
-    /// was added, or when the type is one that is never saved. [`EngineError::io`] gives it back.
+    /// The errors of `out`; an [`EngineError`] in [`io::Error::other`] when `tensor` fails, returns another dtype or
+    /// shape than was added, or when a dtype cannot be saved. [`EngineError::io`] extracts it.
     pub fn write(&self, out: &mut dyn Write, mut tensor: impl FnMut(&str) -> Result<Tensor>) -> io::Result<()> {
         let header = self.header().map_err(io::Error::other)?;
         out.write_all(&(header.len() as u64).to_le_bytes())?;
@@ -58,7 +58,7 @@ impl Layout {
         Ok(())
     }
 
-    /// JSON, with blanks up to a multiple of 8 bytes.
+    /// The header as JSON, padded with spaces to a multiple of 8 bytes.
     fn header(&self) -> Result<Vec<u8>> {
         let mut header = serde_json::Map::new();
         if !self.metadata.is_empty() {
@@ -69,8 +69,8 @@ impl Layout {
         let mut start = 0;
         for (name, (dtype, shape)) in &self.tensors {
             let end = start + shape.iter().product::<usize>() * dtype.size_in_bytes();
-            let place = json!({"dtype": type_name(*dtype)?, "shape": shape, "data_offsets": [start, end]});
-            header.insert(name.clone(), place);
+            let entry = json!({"dtype": type_name(*dtype)?, "shape": shape, "data_offsets": [start, end]});
+            header.insert(name.clone(), entry);
             start = end;
         }
         let mut text = Value::Object(header).to_string().into_bytes();
@@ -79,22 +79,22 @@ impl Layout {
     }
 }
 
-/// Writes tensors as a safetensors file; only one is on the CPU at a time.
+/// Writes tensors as a safetensors file. Only one tensor is copied to the CPU at a time.
 ///
 /// # Errors
-/// As [`Layout::write`].
+/// As [`SafetensorsLayout::write`].
 pub fn write_tensors(
     out: &mut dyn Write,
     tensors: &BTreeMap<String, Tensor>,
     metadata: &BTreeMap<String, String>,
 ) -> io::Result<()> {
-    let mut layout = Layout::new(metadata.clone());
+    let mut layout = SafetensorsLayout::new(metadata.clone());
     for (name, tensor) in tensors {
         layout.add(name, tensor.dtype(), tensor.dims());
     }
     layout.write(out, |name| {
         let tensor = tensors.get(name).cloned();
-        tensor.ok_or_else(|| EngineError::Internal(format!("`{name}` is gone")))
+        tensor.ok_or_else(|| EngineError::Internal(format!("`{name}` is missing")))
     })
 }
 
@@ -114,47 +114,47 @@ fn type_name(dtype: DType) -> Result<&'static str> {
     })
 }
 
-/// The numbers of a tensor, little-endian.
+/// Writes the numbers of a tensor in little-endian order.
 fn write_numbers(out: &mut dyn Write, tensor: &Tensor) -> io::Result<()> {
-    let fail = |error: candle_core::Error| io::Error::other(EngineError::Tensor(error));
-    let tensor = tensor.detach().to_device(&Device::Cpu).map_err(fail)?;
-    let tensor = tensor.contiguous().map_err(fail)?;
+    let tensor_error = |error: candle_core::Error| io::Error::other(EngineError::Tensor(error));
+    let tensor = tensor.detach().to_device(&Device::Cpu).map_err(tensor_error)?;
+    let tensor = tensor.contiguous().map_err(tensor_error)?;
     let (storage, layout) = tensor.storage_and_layout();
     let (Storage::Cpu(storage), Some((from, to))) = (&*storage, layout.contiguous_offsets()) else {
-        return Err(internal("a tensor on the CPU is not there in one piece"));
+        return Err(internal_error("a tensor on the CPU is not contiguous"));
     };
     match storage {
-        CpuStorage::U8(all) => out.write_all(part(all, from, to)?),
-        CpuStorage::I64(all) => in_pieces(out, part(all, from, to)?, |n| n.to_le_bytes()),
-        CpuStorage::BF16(all) => in_pieces(out, part(all, from, to)?, |n| n.to_le_bytes()),
-        CpuStorage::F16(all) => in_pieces(out, part(all, from, to)?, |n| n.to_le_bytes()),
-        CpuStorage::F32(all) => in_pieces(out, part(all, from, to)?, |n| n.to_le_bytes()),
-        CpuStorage::F64(all) => in_pieces(out, part(all, from, to)?, |n| n.to_le_bytes()),
-        _ => Err(internal("this type of tensor cannot be saved")),
+        CpuStorage::U8(all) => out.write_all(element_range(all, from, to)?),
+        CpuStorage::I64(all) => write_in_chunks(out, element_range(all, from, to)?, |n| n.to_le_bytes()),
+        CpuStorage::BF16(all) => write_in_chunks(out, element_range(all, from, to)?, |n| n.to_le_bytes()),
+        CpuStorage::F16(all) => write_in_chunks(out, element_range(all, from, to)?, |n| n.to_le_bytes()),
+        CpuStorage::F32(all) => write_in_chunks(out, element_range(all, from, to)?, |n| n.to_le_bytes()),
+        CpuStorage::F64(all) => write_in_chunks(out, element_range(all, from, to)?, |n| n.to_le_bytes()),
+        _ => Err(internal_error("this type of tensor cannot be saved")),
     }
 }
 
-fn internal(what: &str) -> io::Error {
+fn internal_error(what: &str) -> io::Error {
     io::Error::other(EngineError::Internal(what.to_owned()))
 }
 
-fn part<T>(all: &[T], from: usize, to: usize) -> io::Result<&[T]> {
+fn element_range<T>(all: &[T], from: usize, to: usize) -> io::Result<&[T]> {
     all.get(from..to)
-        .ok_or_else(|| internal("a tensor is longer than what it is kept in"))
+        .ok_or_else(|| internal_error("a tensor is longer than its storage"))
 }
 
-/// Through one small buffer, whatever the length.
-fn in_pieces<T: Copy, const N: usize>(
+/// Converts and writes numbers through a small buffer.
+fn write_in_chunks<T: Copy, const N: usize>(
     out: &mut dyn Write,
     numbers: &[T],
     bytes: impl Fn(T) -> [u8; N],
 ) -> io::Result<()> {
-    let mut buffer = vec![0; numbers.len().min(FEW) * N];
-    for piece in numbers.chunks(FEW) {
-        for (place, number) in buffer.chunks_exact_mut(N).zip(piece) {
-            place.copy_from_slice(&bytes(*number));
+    let mut buffer = vec![0; numbers.len().min(CHUNK_LEN) * N];
+    for chunk in numbers.chunks(CHUNK_LEN) {
+        for (slot, number) in buffer.chunks_exact_mut(N).zip(chunk) {
+            slot.copy_from_slice(&bytes(*number));
         }
-        out.write_all(&buffer[..piece.len() * N])?;
+        out.write_all(&buffer[..chunk.len() * N])?;
     }
     Ok(())
 }
@@ -164,22 +164,22 @@ mod tests {
     use super::*;
     use candle_core::IndexOp;
 
-    fn of(tensors: &[(&str, Tensor)]) -> BTreeMap<String, Tensor> {
+    fn named(tensors: &[(&str, Tensor)]) -> BTreeMap<String, Tensor> {
         tensors.iter().map(|(n, t)| ((*n).to_owned(), t.clone())).collect()
     }
 
-    fn counted(count: usize) -> Tensor {
+    fn count_up(count: usize) -> Tensor {
         Tensor::arange(0f32, count as f32, &Device::Cpu).unwrap()
     }
 
     #[test]
-    fn what_is_written_is_what_the_crate_reads() {
-        let long = counted(2 * FEW + 5);
-        let table = counted(24).reshape((4, 6)).unwrap();
-        let tensors = of(&[
+    fn candle_reads_the_written_file() {
+        let long = count_up(2 * CHUNK_LEN + 5);
+        let table = count_up(24).reshape((4, 6)).unwrap();
+        let tensors = named(&[
             ("a.long", long.clone()),
             ("b.view", table.i((1..3, 2..5)).unwrap()),
-            ("c.turned", table.t().unwrap()),
+            ("c.transposed", table.t().unwrap()),
             ("d.f16", table.to_dtype(DType::F16).unwrap()),
             ("e.bf16", long.to_dtype(DType::BF16).unwrap()),
             ("f.f64", table.to_dtype(DType::F64).unwrap()),
@@ -204,16 +204,16 @@ mod tests {
             };
             assert_eq!(numbers(read), numbers(tensor), "{name}");
         }
-        let mut again = Vec::new();
-        write_tensors(&mut again, &tensors, &metadata).unwrap();
-        assert_eq!(bytes, again);
+        let mut second = Vec::new();
+        write_tensors(&mut second, &tensors, &metadata).unwrap();
+        assert_eq!(bytes, second);
     }
 
     #[test]
-    fn the_header_is_this() {
-        let tensors = of(&[
-            ("b", counted(2).to_dtype(DType::BF16).unwrap()),
-            ("a.weight", counted(2).reshape((1, 2)).unwrap()),
+    fn the_header_has_the_exact_bytes() {
+        let tensors = named(&[
+            ("b", count_up(2).to_dtype(DType::BF16).unwrap()),
+            ("a.weight", count_up(2).reshape((1, 2)).unwrap()),
         ]);
         let metadata = BTreeMap::from([("y".to_owned(), "1".to_owned()), ("x".to_owned(), "2".to_owned())]);
         let mut bytes = Vec::new();
@@ -223,18 +223,18 @@ mod tests {
             r#""a.weight":{"dtype":"F32","shape":[1,2],"data_offsets":[0,8]},"#,
             r#""b":{"dtype":"BF16","shape":[2],"data_offsets":[8,12]}}"#,
         );
-        let mut wanted = (header.len().next_multiple_of(8) as u64).to_le_bytes().to_vec();
-        wanted.extend(format!("{header:<width$}", width = header.len().next_multiple_of(8)).into_bytes());
-        wanted.extend([0, 0, 0, 0, 0, 0, 128, 63, 0, 0, 128, 63]);
-        assert_eq!(bytes, wanted);
+        let mut expected = (header.len().next_multiple_of(8) as u64).to_le_bytes().to_vec();
+        expected.extend(format!("{header:<width$}", width = header.len().next_multiple_of(8)).into_bytes());
+        expected.extend([0, 0, 0, 0, 0, 0, 128, 63, 0, 0, 128, 63]);
+        assert_eq!(bytes, expected);
     }
 
     #[test]
-    fn an_error_of_the_engine_passes_through_and_is_had_back() {
-        let mut layout = Layout::default();
+    fn an_engine_error_is_recovered_from_the_io_error() {
+        let mut layout = SafetensorsLayout::default();
         assert!(layout.add("w", DType::F32, [2]));
         assert!(!layout.add("w", DType::F32, [3]), "there is one already");
-        let error = layout.write(&mut Vec::new(), |_| Ok(counted(2))).unwrap_err();
+        let error = layout.write(&mut Vec::new(), |_| Ok(count_up(2))).unwrap_err();
         assert!(error.to_string().contains("`w` was to be saved as F32 [3]"), "{error}");
         let error = layout.write(&mut Vec::new(), |_| Err(EngineError::bad_input("no such weight")));
         let error = EngineError::io("x.safetensors", error.unwrap_err());
@@ -242,8 +242,8 @@ mod tests {
             matches!(&error, EngineError::BadInput(text) if text == "no such weight"),
             "{error:?}"
         );
-        let mut odd = Layout::default();
-        odd.add("ids", DType::U32, [2]);
-        assert!(odd.write(&mut Vec::new(), |_| Ok(counted(2))).is_err());
+        let mut unsupported = SafetensorsLayout::default();
+        unsupported.add("ids", DType::U32, [2]);
+        assert!(unsupported.write(&mut Vec::new(), |_| Ok(count_up(2))).is_err());
     }
 }

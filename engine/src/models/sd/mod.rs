@@ -27,7 +27,7 @@ use crate::models::clip::{ClipTextConfig, ClipTextModel, ClipTokenizer};
 use crate::models::config;
 use crate::models::unet::{UNet2DConditionModel, UNetConfig};
 use crate::models::vae::{self, AutoencoderKl, VaeConfig};
-use crate::weights::{Index, QuantizationConfig, Trained, Weights};
+use crate::weights::{Index, QuantizationConfig, TrainableFilter, Weights};
 use aitk_common::job::QType;
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::model::ModelConfig;
@@ -57,9 +57,9 @@ pub struct LoadOptions {
     /// What stays in memory, and what works in smaller pieces.
     pub choices: Choices,
     /// Which of the U-Net's own tensors are trained.
-    pub unet_trained: Trained,
+    pub unet_trained: TrainableFilter,
     /// The same of the text encoder.
-    pub text_encoder_trained: Trained,
+    pub text_encoder_trained: TrainableFilter,
     /// No weights are read: for [`SdModel::check`].
     pub layout_only: bool,
 }
@@ -78,8 +78,8 @@ impl LoadOptions {
             unet_quantization: None,
             text_encoder_quantization: None,
             choices: Choices::default(),
-            unet_trained: Trained::Nothing,
-            text_encoder_trained: Trained::Nothing,
+            unet_trained: TrainableFilter::Nothing,
+            text_encoder_trained: TrainableFilter::Nothing,
             layout_only: false,
         }
     }
@@ -101,8 +101,8 @@ impl LoadOptions {
             unet_quantization: packing(model.quantization(), &exclude),
             text_encoder_quantization: packing(model.text_encoder_quantization(), &exclude),
             choices: Choices::of(profile).and(model.memory_choices()),
-            unet_trained: Trained::Nothing,
-            text_encoder_trained: Trained::Nothing,
+            unet_trained: TrainableFilter::Nothing,
+            text_encoder_trained: TrainableFilter::Nothing,
             layout_only: false,
         }
     }
@@ -110,12 +110,12 @@ impl LoadOptions {
     /// The same, and these tensors of U-Net and text encoder are trained. A part that is trained is neither quantised nor
     /// left in its file.
     #[must_use]
-    pub fn training(mut self, unet: Trained, text_encoder: Trained) -> Self {
-        if unet != Trained::Nothing {
+    pub fn training(mut self, unet: TrainableFilter, text_encoder: TrainableFilter) -> Self {
+        if unet != TrainableFilter::Nothing {
             self.unet_quantization = None;
             self.choices.denoiser_streamed = 0.0;
         }
-        if text_encoder != Trained::Nothing {
+        if text_encoder != TrainableFilter::Nothing {
             self.text_encoder_quantization = None;
             self.choices.text_streamed = 0.0;
         }
@@ -284,7 +284,7 @@ impl SdModel {
         options: &LoadOptions,
     ) -> Result<Self> {
         let [text_encoder, unet, vae] = match options.layout_only {
-            true => parts_of.map(|index| index.layout()),
+            true => parts_of.map(|index| index.shapes_only()),
             false => parts_of,
         };
         let choices = &options.choices;
@@ -295,13 +295,13 @@ impl SdModel {
             packing
         });
         let quantised = [("text encoder", &text_encoder), ("U-Net", &unet), ("VAE", &vae)]
-            .map(|(part, index)| (part, index.quantised().into_iter().collect::<Vec<_>>()));
+            .map(|(part, index)| (part, index.quantization_kinds().into_iter().collect::<Vec<_>>()));
         let positions = parts.text_encoder.max_position_embeddings;
         let text_weights = weights(text_encoder, choices.text_streamed)
-            .packed(options.text_encoder_quantization.clone())
+            .quantize_on_load(options.text_encoder_quantization.clone())
             .training(options.text_encoder_trained.clone());
         let unet_weights = weights(unet, choices.denoiser_streamed)
-            .packed(unet_quantization)
+            .quantize_on_load(unet_quantization)
             .training(options.unet_trained.clone());
         let vae_weights = weights(vae, choices.vae_streamed);
         let mut model = Self {
@@ -321,11 +321,11 @@ impl SdModel {
             frozen_text_encoder: None,
             frozen_unet: None,
         };
-        if options.text_encoder_trained != Trained::Nothing {
-            model.frozen_text_encoder = Some(ClipTextModel::new(&text_weights.again(), &parts.text_encoder)?);
+        if options.text_encoder_trained != TrainableFilter::Nothing {
+            model.frozen_text_encoder = Some(ClipTextModel::new(&text_weights.detached(), &parts.text_encoder)?);
         }
-        if options.unet_trained != Trained::Nothing {
-            model.frozen_unet = Some(UNet2DConditionModel::new(&unet_weights.again(), &parts.unet)?);
+        if options.unet_trained != TrainableFilter::Nothing {
+            model.frozen_unet = Some(UNet2DConditionModel::new(&unet_weights.detached(), &parts.unet)?);
         }
         let text_encoder = text_weights.vars().into_iter();
         let text_encoder = text_encoder.map(|(name, var)| (format!("text_encoder.{}", text_name(&name)), var));

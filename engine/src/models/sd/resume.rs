@@ -61,7 +61,7 @@ impl SdModel {
                 Some((_, inner)) => (&text_encoder, text_name(inner)),
                 None => return Err(EngineError::Internal(format!("`{name}` belongs to no part"))),
             };
-            place.0.check(&place.1, var.shape())?;
+            place.0.check_shape(&place.1, var.shape())?;
             places.push((place, var));
         }
         for ((index, name), var) in places {

@@ -9,7 +9,7 @@ use super::source::{Part, SdSource, pretty, text_name};
 use crate::error::{EngineError, Result};
 use crate::models::clip::ClipTokenizer;
 use crate::models::config;
-use crate::weights::Layout;
+use crate::weights::SafetensorsLayout;
 use aitk_common::fsutil::{self, regular};
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use candle_core::{DType, Device, Tensor};
@@ -134,9 +134,9 @@ impl<'a> FullModel<'a> {
     }
 
     /// The file's header, and which tensor each of its names is.
-    fn one_file(&self) -> Result<(Layout, BTreeMap<String, OnePlace<'a>>)> {
+    fn one_file(&self) -> Result<(SafetensorsLayout, BTreeMap<String, OnePlace<'a>>)> {
         let names = self.source.old_names()?;
-        let mut layout = Layout::new(self.metadata.clone());
+        let mut layout = SafetensorsLayout::new(self.metadata.clone());
         let mut places = BTreeMap::new();
         for part in Part::ALL {
             for (inner, shape) in self.source.component(part).index.tensors() {
@@ -173,7 +173,7 @@ impl<'a> FullModel<'a> {
             let inner = place(part.folder())?;
             text_file(&inner.join("config.json"), &self.config(&component.config)?)?;
             // transformers refuses files that do not say this.
-            let mut layout = Layout::new(BTreeMap::from([("format".to_owned(), "pt".to_owned())]));
+            let mut layout = SafetensorsLayout::new(BTreeMap::from([("format".to_owned(), "pt".to_owned())]));
             for (name, shape) in component.index.tensors() {
                 layout.add(name, self.dtype, shape);
             }

@@ -27,7 +27,7 @@ fn listed(file: &str, prefix: &str) -> Shapes {
 }
 
 fn index_of(shapes: &Shapes) -> Index {
-    Index::of_shapes(shapes.clone().into_iter())
+    Index::from_shapes(shapes.clone().into_iter())
 }
 
 /// All of a model's tensors under the names of a single file.

@@ -56,7 +56,7 @@ pub(super) struct Component {
 impl Component {
     /// Of weights that a model was built from.
     pub(super) fn new(part: Part, weights: &Weights, config: String) -> Result<Self> {
-        let index = weights.asked_for();
+        let index = weights.requested_tensors();
         let index = index.ok_or_else(|| EngineError::Internal("a model without files has no source".into()))?;
         let index = match part {
             Part::TextEncoder => index.renamed(|name, shape| Some((text_name(name), shape.to_vec()))),

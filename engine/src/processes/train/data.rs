@@ -6,7 +6,7 @@ use crate::data::{Batch, Dataset, Item, batches, build_caption, epoch_order};
 use crate::error::{EngineError, Result};
 use crate::models::vae::AutoencoderKl;
 use crate::rng::TorchGenerator;
-use crate::training::Latents;
+use crate::training::LatentStore;
 use aitk_common::job::process::TrainerProcess;
 use candle_core::Tensor;
 use std::collections::BTreeSet;
@@ -173,7 +173,7 @@ impl Data {
     }
 
     /// The latents of a batch, [b, c, h, w] on the CPU.
-    pub(super) fn latents(&self, batch: &Batch, latents: &mut Latents, vae: &AutoencoderKl) -> Result<Tensor> {
+    pub(super) fn latents(&self, batch: &Batch, latents: &mut LatentStore, vae: &AutoencoderKl) -> Result<Tensor> {
         let options = &self.datasets[batch.dataset].options;
         let mut out = Vec::with_capacity(batch.items.len());
         for item in self.items_of(batch) {

@@ -5,7 +5,7 @@ use super::folder::SAMPLES;
 use crate::adapters::LoraConfig;
 use crate::data::{CaptionRules, DatasetOptions, MaskOptions};
 use crate::error::{EngineError, Result};
-use crate::training::{LossKind, LossOptions, NoiseOptions, Preference};
+use crate::training::{LossKind, LossOptions, NoiseLevelPreference, NoiseOptions};
 use aitk_common::fsutil::regular;
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
@@ -168,13 +168,13 @@ pub(super) fn noise(process: &TrainerProcess, table: usize) -> NoiseOptions {
     let table = train.num_train_timesteps.min(table as u32).max(1);
     NoiseOptions {
         preference: match train.content_or_style {
-            ContentOrStyle::Balanced => Preference::Balanced,
-            ContentOrStyle::Content => Preference::Content,
-            ContentOrStyle::Style => Preference::Style,
+            ContentOrStyle::Balanced => NoiseLevelPreference::Balanced,
+            ContentOrStyle::Content => NoiseLevelPreference::Content,
+            ContentOrStyle::Style => NoiseLevelPreference::Style,
         },
         min_index: train.min_denoising_steps.min(table - 1),
         max_index: train.max_denoising_steps.min(table - 1),
-        table,
+        table_len: table,
         offset: train.noise_offset,
         multiplier: train.noise_multiplier,
     }

@@ -212,7 +212,8 @@ impl Run<'_> {
         }
         // Made anew, so that a moving average which the checkpoint lacks begins with these weights.
         self.trainer = super::trainer(self.process, &self.target, &self.choices)?;
-        self.trainer.restore(tensors, number("ema_updates").unwrap_or(0))?;
+        self.trainer
+            .restore_state(tensors, number("ema_updates").unwrap_or(0))?;
         self.start = checkpoint.step();
         self.checkpointed = Some(checkpoint.step());
         self.lost = number(LOST).unwrap_or(0);
@@ -273,7 +274,7 @@ impl Run<'_> {
 
     /// Writes the exact state after `step` steps and announces it.
     pub(super) fn checkpoint(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
-        if !self.trainer.is_finite()? {
+        if !self.trainer.weights_are_finite()? {
             return Err(EngineError::bad_input(format!(
                 "after step {step} the trained weights are not finite numbers, so they are not saved; what was saved before stays. \
                  `train.lr` is too high, or the base model or the LoRA that it started from is damaged"

@@ -6,7 +6,7 @@ use crate::error::{EngineError, Result};
 use crate::models::sd::SdModel;
 use crate::optim::Param;
 use crate::rng::generator_for;
-use crate::weights::Trained;
+use crate::weights::TrainableFilter;
 use aitk_common::job::process::TrainerProcess;
 use aitk_common::job::save::SaveFormat;
 use aitk_common::job::values::OneOrMany;
@@ -21,9 +21,9 @@ pub(super) enum Target {
 }
 
 /// Which tensors of U-Net and text encoder themselves are trained: none, where there is a network.
-pub(super) fn of_the_model(process: &TrainerProcess) -> [Trained; 2] {
+pub(super) fn of_the_model(process: &TrainerProcess) -> [TrainableFilter; 2] {
     let list = |names: &Option<OneOrMany<String>>| names.as_ref().map(|names| names.0.clone()).unwrap_or_default();
-    let chosen = Trained::Names {
+    let chosen = TrainableFilter::Names {
         only_if_contains: list(&process.model.only_if_contains),
         ignore_if_contains: list(&process.model.ignore_if_contains),
     };
@@ -31,7 +31,7 @@ pub(super) fn of_the_model(process: &TrainerProcess) -> [Trained; 2] {
         if on && process.network.is_none() {
             chosen.clone()
         } else {
-            Trained::Nothing
+            TrainableFilter::Nothing
         }
     })
 }

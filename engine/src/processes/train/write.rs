@@ -3,7 +3,7 @@
 use super::super::Context;
 use super::Run;
 use super::target::Target;
-use crate::adapters::{python_json, with_hashes};
+use crate::adapters::{lora_file_bytes, python_json};
 use crate::error::{EngineError, Result};
 use crate::models::sd::FullModel;
 use aitk_common::fsutil::{self, TemporaryFolder};
@@ -32,7 +32,7 @@ impl Run<'_> {
         let dtype = dtype(self.process)?;
         let params = match &self.target {
             Target::Lora(network) => {
-                let bytes = with_hashes(&network.tensors(dtype)?, metadata)?;
+                let bytes = lora_file_bytes(&network.tensors(dtype)?, metadata)?;
                 return Ok(fsutil::write_atomic(path, |out| out.write_all(&bytes))?);
             }
             Target::Model(params) => params,

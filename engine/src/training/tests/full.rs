@@ -1,32 +1,33 @@
-//! Against `tests/reference/make_train_full.py`: the model's own weights, trained for twenty steps by diffusers.
+//! Comparison with the fixtures of `tests/reference/make_train_full.py`: a full fine-tune of twenty steps with
+//! diffusers.
 
-use super::{below, constant, load};
+use super::{constant, load, with_prefix};
 use crate::models::sd::{LoadOptions, SdModel};
 use crate::optim::{Adam, AdamParams, Ema, Param};
 use crate::residency::Residency;
 use crate::samplers::{NoiseSchedule, SamplerParams};
 use crate::testing::{fixtures, gap};
-use crate::training::{Contexts, LossOptions, MicroBatch, Trainer, TrainerOptions, loss};
-use crate::weights::Trained;
+use crate::training::{ContextCache, LossOptions, MicroBatch, Trainer, TrainerOptions, loss};
+use crate::weights::TrainableFilter;
 use candle_core::{DType, Tensor};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// How the twenty steps are taken.
+/// How the twenty steps run.
 #[derive(Clone, Copy)]
-struct Way {
+struct Variant {
     fused_backward: bool,
     residency: Residency,
-    averaged: bool,
+    ema: bool,
 }
 
-const AT_ONCE: Way = Way {
+const DEFAULT: Variant = Variant {
     fused_backward: false,
     residency: Residency::Resident,
-    averaged: false,
+    ema: false,
 };
 
-/// What came of them: weights (and averages), losses, norms.
+/// The result: the weights (and EMA weights) by `role/name`, and the loss and gradient norm of each step.
 #[derive(Debug, PartialEq)]
 struct Outcome {
     weights: BTreeMap<String, Vec<f32>>,
@@ -37,19 +38,23 @@ fn report() -> Value {
     serde_json::from_slice(&std::fs::read(fixtures().join("train/full.json")).unwrap()).unwrap()
 }
 
-fn train(name: &str, way: Way, max_norm: Option<f64>) -> Outcome {
+fn train(name: &str, variant_options: Variant, max_norm: Option<f64>) -> Outcome {
     let report = report();
     let variant = &report["variants"][name];
     let list = |key: &str| -> Vec<String> { serde_json::from_value(variant[key].clone()).unwrap_or_default() };
-    let chosen = Trained::Names {
+    let selection = TrainableFilter::Names {
         only_if_contains: list("only"),
         ignore_if_contains: list("ignore"),
     };
-    let encoder_too = list("parts").contains(&"text_encoder".to_owned());
-    let of_encoder = if encoder_too { chosen.clone() } else { Trained::Nothing };
-    let options = LoadOptions::cpu().training(chosen, of_encoder);
+    let trains_text_encoder = list("parts").contains(&"text_encoder".to_owned());
+    let encoder_selection = if trains_text_encoder {
+        selection.clone()
+    } else {
+        TrainableFilter::Nothing
+    };
+    let options = LoadOptions::cpu().training(selection, encoder_selection);
     let mut model = SdModel::load(fixtures().join("tiny_sd"), &options).unwrap();
-    (model.unet.residency, model.text_encoder.residency) = (way.residency, way.residency);
+    (model.unet.residency, model.text_encoder.residency) = (variant_options.residency, variant_options.residency);
     let params: Vec<Param> = model
         .trained
         .iter()
@@ -64,8 +69,8 @@ fn train(name: &str, way: Way, max_norm: Option<f64>) -> Outcome {
         optimizer: Box::new(Adam::new(params.clone(), AdamParams::new(true)).unwrap()),
         schedule: constant(1e-4),
         max_grad_norm: max_norm,
-        ema: way.averaged.then(average),
-        fused_backward: way.fused_backward,
+        ema: variant_options.ema.then(average),
+        fused_backward: variant_options.fused_backward,
     });
     let inputs = load("parity_inputs.safetensors");
     let captions: Vec<String> = serde_json::from_value(report["captions"].clone()).unwrap();
@@ -73,34 +78,34 @@ fn train(name: &str, way: Way, max_norm: Option<f64>) -> Outcome {
     let mut steps = Vec::new();
     for step in 0..20 {
         let row = |key: &str| inputs[key].get(step * 2).unwrap();
-        let picks: Vec<i64> = row("captions").to_vec1().unwrap();
-        let texts: Vec<String> = picks.iter().map(|i| captions[*i as usize].clone()).collect();
+        let caption_indices: Vec<i64> = row("captions").to_vec1().unwrap();
+        let texts: Vec<String> = caption_indices.iter().map(|i| captions[*i as usize].clone()).collect();
         let forward = || {
             let batch = MicroBatch {
                 latents: row("latents"),
                 noise: row("noise"),
                 timesteps: row("timesteps").to_vec1().unwrap(),
-                context: Contexts::fresh(&texts, &model.tokenizer, &model.text_encoder)?,
+                context: ContextCache::encode(&texts, &model.tokenizer, &model.text_encoder)?,
                 weights: vec![1.0, 1.0],
                 mask: None,
             };
             loss(&model.unet, &schedule, &LossOptions::default(), &batch, DType::F32)
         };
-        if trainer.fused_backward() {
-            trainer.apply(step as u64, forward).unwrap();
+        if trainer.uses_fused_backward() {
+            trainer.fused_step(step as u64, forward).unwrap();
         } else {
-            trainer.add(forward).unwrap();
+            trainer.accumulate(forward).unwrap();
         }
         let done = trainer.finish_step(step as u64, true).unwrap();
         steps.push((done.loss, done.grad_norm.unwrap()));
     }
     let (state, _) = trainer.state().unwrap();
     let numbers = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-    let kept = ["weights", "ema"]
+    let roles = ["weights", "ema"]
         .into_iter()
         .filter_map(|role| Some((role, state.get(role)?)));
     let weights =
-        kept.flat_map(|(role, tensors)| tensors.iter().map(move |(k, v)| (format!("{role}/{k}"), numbers(v))));
+        roles.flat_map(|(role, tensors)| tensors.iter().map(move |(k, v)| (format!("{role}/{k}"), numbers(v))));
     Outcome {
         weights: weights.collect(),
         steps,
@@ -109,8 +114,8 @@ fn train(name: &str, way: Way, max_norm: Option<f64>) -> Outcome {
 
 fn check(name: &str) {
     let variant = report()["variants"][name].clone();
-    let outcome = train(name, AT_ONCE, variant["max_norm"].as_f64());
-    let theirs = below(&load("full.safetensors"), &format!("{name}/"));
+    let outcome = train(name, DEFAULT, variant["max_norm"].as_f64());
+    let theirs = with_prefix(&load("full.safetensors"), &format!("{name}/"));
     let ours: Vec<_> = outcome
         .weights
         .keys()
@@ -118,78 +123,81 @@ fn check(name: &str) {
         .collect();
     let other = ours.iter().zip(theirs.keys()).find(|(ours, theirs)| *ours != theirs);
     assert!(ours.len() == theirs.len() && other.is_none(), "{name}: {other:?}");
-    let mut worst = 0f32;
+    let mut largest_gap = 0f32;
     for (ours, theirs) in outcome.weights.values().zip(theirs.values()) {
         let ours: Vec<f32> = ours.iter().step_by(7).copied().collect();
         let count = ours.len();
-        worst = worst.max(gap(&Tensor::from_vec(ours, count, theirs.device()).unwrap(), theirs));
+        largest_gap = largest_gap.max(gap(&Tensor::from_vec(ours, count, theirs.device()).unwrap(), theirs));
     }
-    let mut off = 0f64;
+    let mut largest_error = 0f64;
     for (step, (loss, norm)) in outcome.steps.iter().enumerate() {
         let by = |ours: f64, key: &str| (ours / variant[key][step].as_f64().unwrap() - 1.0).abs();
-        off = off.max(by(*loss, "losses")).max(by(*norm, "norms"));
+        largest_error = largest_error.max(by(*loss, "losses")).max(by(*norm, "norms"));
     }
-    println!("{name}: weights {worst:.1e}, losses and norms {off:.1e} relative");
-    // A step of the optimizer is 1e-4.
-    assert!(worst < 2e-5, "{name}: a weight differs by {worst:.1e}");
-    assert!(off < 1e-4, "{name}: a loss or norm differs by {off:.1e}");
+    println!("{name}: weights {largest_gap:.1e}, losses and norms {largest_error:.1e} relative");
+    // The learning rate is 1e-4.
+    assert!(largest_gap < 2e-5, "{name}: a weight differs by {largest_gap:.1e}");
+    assert!(
+        largest_error < 1e-4,
+        "{name}: a loss or norm differs by {largest_error:.1e}"
+    );
 }
 
 #[test]
-fn a_unet_is_trained_as_the_reference_does() {
+fn training_the_unet_matches_the_reference() {
     check("unet");
 }
 
 #[test]
-fn unet_and_text_encoder_are_trained_as_the_reference_does() {
+fn training_unet_and_text_encoder_matches_the_reference() {
     check("everything");
 }
 
 #[test]
-fn chosen_parameters_are_trained_as_the_reference_does() {
+fn training_selected_parameters_matches_the_reference() {
     check("chosen");
 }
 
 #[test]
-fn one_parameter_after_the_other_comes_to_the_same_bits() {
-    for (name, averaged, max_norm) in [
+fn fused_backward_gives_the_same_bits() {
+    for (name, ema, max_norm) in [
         ("unet", false, None),
         ("everything", true, Some(0.05)),
         ("chosen", false, Some(1.0)),
     ] {
-        for residency in [Residency::Resident, Residency::Recomputed { steps: 1 }] {
-            let way = |fused_backward| Way {
+        for residency in [Residency::Resident, Residency::Checkpointed { steps: 1 }] {
+            let variant_options = |fused_backward| Variant {
                 fused_backward,
                 residency,
-                averaged,
+                ema,
             };
-            let same = train(name, way(true), max_norm) == train(name, way(false), max_norm);
+            let same = train(name, variant_options(true), max_norm) == train(name, variant_options(false), max_norm);
             assert!(same, "{name}, {residency:?}");
         }
     }
 }
 
 #[test]
-fn what_draws_while_it_is_trained_changes_too_and_keeps_nothing() {
-    let everything = Trained::everything;
+fn a_detached_model_follows_the_training_and_records_no_graph() {
+    let everything = TrainableFilter::everything;
     let options = LoadOptions::cpu().training(everything(), everything());
     let model = SdModel::load(fixtures().join("tiny_sd"), &options).unwrap();
-    let still = model.detach().unwrap();
+    let detached = model.detach().unwrap();
     let inputs = load("parity_inputs.safetensors");
     let latents = inputs["latents"].get(0).unwrap();
     let captions = ["a red circle".to_owned(), String::new()];
     let predict = |model: &SdModel| {
-        let context = Contexts::fresh(&captions, &model.tokenizer, &model.text_encoder).unwrap();
+        let context = ContextCache::encode(&captions, &model.tokenizer, &model.text_encoder).unwrap();
         let timesteps = Tensor::new(&[10f32, 500.0], latents.device()).unwrap();
         model.unet.forward(&latents, &timesteps, &context).unwrap()
     };
-    let before = predict(&still);
+    let before = predict(&detached);
     assert!(!before.track_op() && predict(&model).track_op());
     assert_eq!(gap(&before, &predict(&model)), 0.0);
     for (_, var) in &model.trained {
         var.set(&(var.as_tensor() * 1.01).unwrap()).unwrap();
     }
-    let after = predict(&still);
+    let after = predict(&detached);
     assert!(gap(&before, &after) > 0.0 && gap(&after, &predict(&model)) == 0.0);
     assert!(crate::testing::tiny_sd().detach().is_none());
 }

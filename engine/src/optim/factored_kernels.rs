@@ -1,15 +1,15 @@
-//! [`SecondMoment::update`](super::factored::SecondMoment::update) of matrices on the CPU: twice over the gradient
-//! instead of ten times, and one tensor made instead of six.
+//! The CPU kernels of [`SecondMoment::update`](super::factored::SecondMoment::update) for matrices. They read the
+//! gradient twice instead of ten times and allocate one tensor instead of six.
 //!
-//! Work is cut into pieces of fixed sizes, so that the result does not depend on how many threads there are.
+//! Tasks have a fixed size, so that the result does not depend on the number of threads.
 
-use super::kernels::{for_every_unit, squares};
+use super::kernels::{multiversion, sum_of_squares};
 use rayon::prelude::*;
 
-/// Numbers that a task takes, about: many matrices where they are small, rows of one where it is large.
-const PIECE: usize = 1 << 15;
+/// The approximate number of elements per task: several small matrices, or some rows of a large one.
+const CHUNK_LEN: usize = 1 << 15;
 
-/// Rows and columns of the matrices that a tensor ends in.
+/// The last two dimensions of a tensor.
 #[derive(Clone, Copy)]
 pub(super) struct Matrix {
     pub(super) rows: usize,
@@ -21,120 +21,121 @@ impl Matrix {
         self.rows * self.columns
     }
 
-    /// How many whole matrices a task takes; `None` where one is cut.
-    fn together(self) -> Option<usize> {
-        (self.size() <= PIECE).then(|| (PIECE / self.size().max(1)).max(1))
+    /// The number of whole matrices per task; `None` if a matrix is split over several tasks.
+    fn matrices_per_task(self) -> Option<usize> {
+        (self.size() <= CHUNK_LEN).then(|| (CHUNK_LEN / self.size().max(1)).max(1))
     }
 
-    /// A part of it, of as many rows as a task takes.
-    fn part(self) -> Self {
+    /// The rows of a large matrix that one task handles.
+    fn row_chunk(self) -> Self {
         Self {
-            rows: (PIECE / self.columns.max(1)).max(1),
+            rows: (CHUNK_LEN / self.columns.max(1)).max(1),
             ..self
         }
     }
 }
 
-/// The sums of the squares of each row and of each column, of every matrix.
-pub(super) fn sums(g: &[f32], matrix: Matrix) -> (Vec<f32>, Vec<f32>) {
+/// The sums of squares of each row and of each column, for every matrix.
+pub(super) fn row_and_column_sums(g: &[f32], matrix: Matrix) -> (Vec<f32>, Vec<f32>) {
     let count = g.len() / matrix.size().max(1);
     let mut rows = vec![0f32; count * matrix.rows];
     let mut columns = vec![0f32; count * matrix.columns];
-    if let Some(together) = matrix.together() {
-        let pieces = g.par_chunks(together * matrix.size());
-        let sums = rows
-            .par_chunks_mut(together * matrix.rows)
-            .zip(columns.par_chunks_mut(together * matrix.columns));
-        pieces
-            .zip(sums)
+    if let Some(matrices_per_task) = matrix.matrices_per_task() {
+        let chunks = g.par_chunks(matrices_per_task * matrix.size());
+        let outputs = rows
+            .par_chunks_mut(matrices_per_task * matrix.rows)
+            .zip(columns.par_chunks_mut(matrices_per_task * matrix.columns));
+        chunks
+            .zip(outputs)
             .for_each(|(g, (rows, columns))| add_squares(g, matrix, rows, columns));
         return (rows, columns);
     }
-    let part = matrix.part();
+    let row_chunk = matrix.row_chunk();
     let matrices = g.chunks_exact(matrix.size()).zip(rows.chunks_exact_mut(matrix.rows));
     for ((g, rows), columns) in matrices.zip(columns.chunks_exact_mut(matrix.columns)) {
         let parts: Vec<Vec<f32>> = g
-            .par_chunks(part.size())
-            .zip(rows.par_chunks_mut(part.rows))
+            .par_chunks(row_chunk.size())
+            .zip(rows.par_chunks_mut(row_chunk.rows))
             .map(|(g, rows)| {
-                let here = Matrix {
+                let rows_of_task = Matrix {
                     rows: rows.len(),
                     ..matrix
                 };
                 let mut columns = vec![0f32; matrix.columns];
-                add_squares(g, here, rows, &mut columns);
+                add_squares(g, rows_of_task, rows, &mut columns);
                 columns
             })
             .collect();
-        for part in &parts {
-            columns.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
+        for partial in &parts {
+            columns.iter_mut().zip(partial).for_each(|(sum, x)| *sum += x);
         }
     }
     (rows, columns)
 }
 
-/// Every number of `g` times the factors of its row and of its column, and the sum of the squares of that.
-pub(super) fn scaled(g: &[f32], matrix: Matrix, rows: &[f32], columns: &[f32]) -> (Vec<f32>, f64) {
+/// Multiplies every element of `g` by the factors of its row and its column. Returns the products and the sum of their
+/// squares.
+pub(super) fn scale_rows_and_columns(g: &[f32], matrix: Matrix, rows: &[f32], columns: &[f32]) -> (Vec<f32>, f64) {
     let mut out = vec![0f32; g.len()];
-    let squares: Vec<f64> = match matrix.together() {
-        Some(together) => {
+    let partial_sums: Vec<f64> = match matrix.matrices_per_task() {
+        Some(matrices_per_task) => {
             let factors = rows
-                .par_chunks(together * matrix.rows)
-                .zip(columns.par_chunks(together * matrix.columns));
-            let pieces = g
-                .par_chunks(together * matrix.size())
-                .zip(out.par_chunks_mut(together * matrix.size()));
-            pieces
+                .par_chunks(matrices_per_task * matrix.rows)
+                .zip(columns.par_chunks(matrices_per_task * matrix.columns));
+            let chunks = g
+                .par_chunks(matrices_per_task * matrix.size())
+                .zip(out.par_chunks_mut(matrices_per_task * matrix.size()));
+            chunks
                 .zip(factors)
                 .map(|((g, out), (rows, columns))| scale(g, matrix, rows, columns, out))
                 .collect()
         }
         None => {
-            let part = matrix.part();
+            let row_chunk = matrix.row_chunk();
             let matrices = g.par_chunks(matrix.size()).zip(out.par_chunks_mut(matrix.size()));
             let factors = rows.par_chunks(matrix.rows).zip(columns.par_chunks(matrix.columns));
             matrices
                 .zip(factors)
                 .flat_map(|((g, out), (rows, columns))| {
-                    let parts = g.par_chunks(part.size()).zip(out.par_chunks_mut(part.size()));
-                    parts.zip(rows.par_chunks(part.rows)).map(move |((g, out), rows)| {
-                        let here = Matrix {
+                    let parts = g.par_chunks(row_chunk.size()).zip(out.par_chunks_mut(row_chunk.size()));
+                    parts.zip(rows.par_chunks(row_chunk.rows)).map(move |((g, out), rows)| {
+                        let rows_of_task = Matrix {
                             rows: rows.len(),
                             ..matrix
                         };
-                        scale(g, here, rows, columns, out)
+                        scale(g, rows_of_task, rows, columns, out)
                     })
                 })
                 .collect()
         }
     };
-    (out, squares.into_iter().sum())
+    (out, partial_sums.into_iter().sum())
 }
 
-/// All numbers times a factor.
-pub(super) fn times(numbers: &mut [f32], factor: f32) {
+/// Multiplies all numbers by a factor.
+pub(super) fn scale_in_place(numbers: &mut [f32], factor: f32) {
     numbers
-        .par_chunks_mut(PIECE)
-        .for_each(|piece| piece.iter_mut().for_each(|x| *x *= factor));
+        .par_chunks_mut(CHUNK_LEN)
+        .for_each(|chunk| chunk.iter_mut().for_each(|x| *x *= factor));
 }
 
-for_every_unit! {
+multiversion! {
     fn add_squares(g: &[f32], matrix: Matrix, rows: &mut [f32], columns: &mut [f32]) {
         const LANES: usize = 16;
         let matrices = g.chunks_exact(matrix.size()).zip(rows.chunks_exact_mut(matrix.rows));
         for ((g, rows), columns) in matrices.zip(columns.chunks_exact_mut(matrix.columns)) {
             for (g, row) in g.chunks_exact(matrix.columns).zip(rows) {
-                let mut sums = [0f32; LANES];
+                let mut partial = [0f32; LANES];
                 let (blocks, rest) = g.as_chunks::<LANES>();
                 let (columns, last) = columns.as_chunks_mut::<LANES>();
                 for (x, columns) in blocks.iter().zip(columns) {
-                    for ((sum, column), x) in sums.iter_mut().zip(columns).zip(x) {
+                    for ((sum, column), x) in partial.iter_mut().zip(columns).zip(x) {
                         let square = x * x;
                         *sum += square;
                         *column += square;
                     }
                 }
-                let mut sum = sums.iter().sum::<f32>();
+                let mut sum = partial.iter().sum::<f32>();
                 for (column, x) in last.iter_mut().zip(rest) {
                     let square = x * x;
                     sum += square;
@@ -146,7 +147,7 @@ for_every_unit! {
     }
 }
 
-for_every_unit! {
+multiversion! {
     fn scale(g: &[f32], matrix: Matrix, rows: &[f32], columns: &[f32], out: &mut [f32]) -> f64 {
         let matrices = g.chunks_exact(matrix.size()).zip(out.chunks_exact_mut(matrix.size()));
         let factors = rows.chunks_exact(matrix.rows).zip(columns.chunks_exact(matrix.columns));
@@ -158,7 +159,7 @@ for_every_unit! {
                 }
             }
         }
-        squares(out)
+        sum_of_squares(out)
     }
 }
 
@@ -167,7 +168,7 @@ mod tests {
     use super::*;
     use crate::rng::TorchGenerator;
 
-    /// Small ones, several tasks of them, large ones that are cut, and lines.
+    /// Small matrices, several tasks of them, large matrices that are split, and vectors.
     const MATRICES: [(usize, Matrix); 7] = {
         const fn of(count: usize, rows: usize, columns: usize) -> (usize, Matrix) {
             (count, Matrix { rows, columns })
@@ -184,14 +185,14 @@ mod tests {
     };
 
     #[test]
-    fn sums_and_products_are_those_of_every_row_and_column() {
+    fn sums_and_products_match_a_loop_over_the_elements() {
         for (count, matrix) in MATRICES {
             let Matrix { rows, columns } = matrix;
             let numbers = |seed: u64, of: usize| TorchGenerator::manual_seed(seed).randn(of);
             let g = numbers(1, count * rows * columns);
-            let (of_rows, of_columns) = sums(&g, matrix);
+            let (of_rows, of_columns) = row_and_column_sums(&g, matrix);
             let (by_row, by_column) = (numbers(2, count * rows), numbers(3, count * columns));
-            let (products, squares) = scaled(&g, matrix, &by_row, &by_column);
+            let (products, sum_of_squares) = scale_rows_and_columns(&g, matrix, &by_row, &by_column);
             let (mut want_rows, mut want_columns) = (vec![0f64; count * rows], vec![0f64; count * columns]);
             let mut want_squares = 0f64;
             for (at, x) in g.iter().enumerate() {
@@ -209,7 +210,7 @@ mod tests {
                     assert!(off < 1e-5, "{rows} x {columns}: {ours} instead of {want}");
                 }
             }
-            assert!((squares / want_squares - 1.0).abs() < 1e-5, "{rows} x {columns}");
+            assert!((sum_of_squares / want_squares - 1.0).abs() < 1e-5, "{rows} x {columns}");
         }
     }
 }

@@ -1,13 +1,13 @@
-//! The pass over memory: against the tensor library's operations, with any number of threads, and towards whoever else
-//! holds a tensor.
+//! Tests of the fused steps: against candle's operations, with several numbers of threads, and with tensors that other
+//! code holds.
 
-use super::inplace::composed;
+use super::inplace::force_tensor_ops;
 use super::*;
 use crate::rng::TorchGenerator;
 use candle_core::{DType, Device};
 use serde_json::json;
 
-/// Several pieces, a short last block, more dimensions, and less than a block.
+/// Several chunks, a short last block, four dimensions, and less than a block.
 const SHAPES: [&[usize]; 5] = [&[300, 211], &[70, 61], &[6, 4, 3, 3], &[7], &[64, 64, 3, 3]];
 
 fn numbers(seed: u64) -> Vec<Tensor> {
@@ -24,7 +24,7 @@ fn params() -> Vec<Param> {
     named.collect()
 }
 
-/// Gradients that pull the weights to a goal, with noise.
+/// Gradients towards goal weights, with noise.
 fn gradients(params: &[Param], seed: u64) -> Grads {
     let goals = numbers(2);
     let pairs = params.iter().zip(goals.iter().zip(numbers(seed)));
@@ -46,7 +46,7 @@ fn values(state: &BTreeMap<String, Tensor>) -> Named {
     state.iter().map(|(name, t)| (name.clone(), floats(t))).collect()
 }
 
-/// A few steps: weights and state.
+/// Runs six steps; returns the weights and the state.
 fn run(name: OptimizerName, options: &serde_json::Value) -> Named {
     let params = params();
     let options = options.as_object().unwrap();
@@ -106,12 +106,13 @@ fn in_pool<R: Send>(threads: usize, f: impl FnOnce() -> R + Send) -> R {
 }
 
 #[test]
-fn the_number_of_threads_changes_no_bit() {
+fn the_number_of_threads_does_not_change_the_result() {
     for (name, options) in cases() {
         let bits = |threads| {
-            let run = in_pool(threads, || run(name, &options));
+            let result = in_pool(threads, || run(name, &options));
             let bits = |v: Vec<f32>| v.into_iter().map(f32::to_bits).collect::<Vec<_>>();
-            run.into_iter()
+            result
+                .into_iter()
                 .map(|(name, v)| (name, bits(v)))
                 .collect::<BTreeMap<_, _>>()
         };
@@ -123,31 +124,34 @@ fn the_number_of_threads_changes_no_bit() {
 }
 
 #[test]
-fn the_pass_computes_what_the_operations_compute() {
-    // In 8 bits a last bit can become another code; most of those are compared below, without sums.
-    let full = |name: &OptimizerName| {
+fn fused_steps_match_tensor_operations() {
+    // In 8 bits a difference in the last bit can give another code. The next test compares most of these optimizers.
+    let is_compared = |name: &OptimizerName| {
         use OptimizerName::*;
         !matches!(name, AdamW8Bit | AdemaMix8Bit | Lion8Bit)
     };
-    for (name, options) in cases().into_iter().filter(|(name, _)| full(name)) {
-        let near = if name == OptimizerName::Prodigy8Bit { 1e-3 } else { 1e-5 };
-        let (one, two) = (run(name, &options), composed::only(|| run(name, &options)));
+    for (name, options) in cases().into_iter().filter(|(name, _)| is_compared(name)) {
+        let tolerance = if name == OptimizerName::Prodigy8Bit { 1e-3 } else { 1e-5 };
+        let (one, two) = (run(name, &options), force_tensor_ops::run(|| run(name, &options)));
         assert_eq!(one.keys().collect::<Vec<_>>(), two.keys().collect::<Vec<_>>());
-        // Sums are added in another order: the factor of clipping differs in its last bit, and what follows from it.
+        // Sums are computed in another order, so the clipping factor differs in its last bits.
         for (key, want) in two.iter().filter(|(key, _)| !key.ends_with(".codes")) {
-            let most = want.iter().fold(0f32, |m, x| m.max(x.abs()));
+            let largest = want.iter().fold(0f32, |m, x| m.max(x.abs()));
             let gap = want
                 .iter()
                 .zip(&one[key])
                 .map(|(a, b)| (a - b).abs())
                 .fold(0.0, f32::max);
-            assert!(gap <= near * most, "{name:?} {options} {key}: {gap:e} of {most:e}");
+            assert!(
+                gap <= tolerance * largest,
+                "{name:?} {options} {key}: {gap:e} of {largest:e}"
+            );
         }
     }
 }
 
 #[test]
-fn without_sums_the_bits_are_the_same() {
+fn fused_steps_without_reductions_are_bit_identical_to_tensor_operations() {
     use OptimizerName::*;
     for name in [
         AdamW,
@@ -170,12 +174,12 @@ fn without_sums_the_bits_are_the_same() {
             let weights: Vec<_> = params.iter().map(|p| floats(p.var.as_tensor())).collect();
             (values(&optimizer.state().unwrap()), weights)
         };
-        assert!(steps() == composed::only(steps), "{name:?}");
+        assert!(steps() == force_tensor_ops::run(steps), "{name:?}");
     }
 }
 
 #[test]
-fn ema_and_clipping_too() {
+fn fused_ema_and_clipping_match_tensor_operations() {
     let ema = |feedback: bool, multiplier: f64| {
         let params = params();
         let mut ema = Ema::new(params.clone(), 0.9, feedback, multiplier).unwrap();
@@ -190,60 +194,60 @@ fn ema_and_clipping_too() {
     for (feedback, multiplier) in [(false, 1.0), (true, 1.0), (false, 0.99), (true, 0.99)] {
         let bits = in_pool(3, || ema(feedback, multiplier));
         assert!(
-            bits == composed::only(|| ema(feedback, multiplier)),
+            bits == force_tensor_ops::run(|| ema(feedback, multiplier)),
             "{feedback} {multiplier}"
         );
     }
-    let clip = |most: f64| {
+    let clip = |max_norm: f64| {
         let mut grads = gradients(&params(), 4);
-        let norm = clip_grad_norm(&mut grads, most).unwrap();
+        let norm = clip_grad_norm(&mut grads, max_norm).unwrap();
         (norm, grads)
     };
-    let ((a, one), (b, two)) = (clip(0.5), composed::only(|| clip(0.5)));
+    let ((a, one), (b, two)) = (clip(0.5), force_tensor_ops::run(|| clip(0.5)));
     assert!(a > 1.0 && (a / b - 1.0).abs() < 1e-5, "{a} {b}");
     for (a, b) in one.iter().flatten().zip(two.iter().flatten()) {
         let gap = floats(a).into_iter().zip(floats(b)).map(|(a, b)| (a - b).abs());
         assert!(gap.fold(0.0, f32::max) < 1e-7);
     }
-    // Whoever has a gradient keeps it.
-    let (mine, mut theirs) = (gradients(&params(), 4), gradients(&params(), 4));
-    theirs.clone_from(&mine);
-    clip_grad_norm(&mut theirs, 0.5).unwrap();
-    for (a, b) in mine.iter().flatten().zip(gradients(&params(), 4).iter().flatten()) {
+    // Clipping does not change a gradient that other code holds.
+    let (original, mut clipped) = (gradients(&params(), 4), gradients(&params(), 4));
+    clipped.clone_from(&original);
+    clip_grad_norm(&mut clipped, 0.5).unwrap();
+    for (a, b) in original.iter().flatten().zip(gradients(&params(), 4).iter().flatten()) {
         assert_eq!(floats(a), floats(b));
     }
 }
 
 #[test]
-fn a_state_that_was_taken_or_given_stays_as_it_was() {
+fn steps_do_not_change_a_saved_or_loaded_state() {
     for (name, options) in cases() {
         let params = params();
         let mut optimizer = build(name, params.clone(), options.as_object().unwrap(), 1e-2).unwrap();
         let step = |optimizer: &mut dyn Optimizer| optimizer.step(&gradients(&params, 10), 1.0).unwrap();
         step(optimizer.as_mut());
-        let taken = optimizer.state().unwrap();
-        let before = values(&taken);
+        let saved = optimizer.state().unwrap();
+        let before = values(&saved);
         step(optimizer.as_mut());
-        assert!(values(&taken) == before, "{name:?}: taken");
+        assert!(values(&saved) == before, "{name:?}: saved");
         assert!(values(&optimizer.state().unwrap()) != before, "{name:?}");
-        optimizer.load_state(&taken).unwrap();
+        optimizer.load_state(&saved).unwrap();
         step(optimizer.as_mut());
-        assert!(values(&taken) == before, "{name:?}: given");
+        assert!(values(&saved) == before, "{name:?}: loaded");
     }
     let params = params();
     let mut ema = Ema::new(params.clone(), 0.9, false, 1.0).unwrap();
-    let (taken, _) = ema.state();
-    let before = values(&taken);
+    let (saved, _) = ema.state();
+    let before = values(&saved);
     params[0].var.set(&params[0].var.zeros_like().unwrap()).unwrap();
     ema.update().unwrap();
-    assert!(values(&taken) == before && values(&ema.state().0) != before);
-    ema.load_state(&taken, 0).unwrap();
+    assert!(values(&saved) == before && values(&ema.state().0) != before);
+    ema.load_state(&saved, 0).unwrap();
     ema.update().unwrap();
-    assert!(values(&taken) == before);
+    assert!(values(&saved) == before);
 }
 
 #[test]
-fn a_gradient_may_be_the_parameter_itself_or_lie_across() {
+fn a_gradient_may_alias_the_parameter_or_be_strided() {
     let after = |grad: &dyn Fn(&Tensor) -> Tensor| {
         let params = params();
         let grads: Grads = params.iter().map(|p| Some(grad(p.var.as_tensor()))).collect();
@@ -254,11 +258,11 @@ fn a_gradient_may_be_the_parameter_itself_or_lie_across() {
     };
     let copied = after(&|p| p.copy().unwrap());
     assert_eq!(after(&Tensor::detach), copied);
-    let across = |p: &Tensor| match p.dims() {
+    let transposed = |p: &Tensor| match p.dims() {
         [_, _] => p.t().unwrap().contiguous().unwrap().t().unwrap(),
         _ => p.copy().unwrap(),
     };
-    assert_eq!(after(&across), copied);
+    assert_eq!(after(&transposed), copied);
     let doubles = |p: &Tensor| p.to_dtype(DType::F64).unwrap();
     assert_eq!(after(&doubles), copied);
 }
