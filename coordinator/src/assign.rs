@@ -5,7 +5,7 @@ use crate::error_chain::error_chain;
 use crate::payloads::Payloads;
 use crate::store::{Store, StoreError};
 use aitk_common::control::{Assignment, ToWorker};
-use aitk_common::id::UserName;
+use aitk_common::id::{AttemptId, UserName};
 use aitk_common::telemetry::context::TraceContext;
 use aitk_proto::{MAX_MESSAGE_BYTES, encoded_len, v1};
 use aitk_scheduler::Placed;
@@ -19,6 +19,8 @@ pub(crate) enum Outgoing {
     Message(ToWorker),
     /// Work, without the config, which only the store has.
     Work(Box<Work>),
+    /// A line for the audit log: the worker reported on this attempt, which is another worker's.
+    ForeignReport(Option<AttemptId>),
 }
 
 impl From<ToWorker> for Outgoing {

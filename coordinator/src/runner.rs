@@ -356,6 +356,7 @@ impl Runner {
                 );
             }
             Effect::Send(session, message) => self.send(session, message.into()),
+            Effect::ForeignReport { session, attempt } => self.send(session, Outgoing::ForeignReport(attempt)),
             Effect::Assign(session, placed) => {
                 let work = self.work(*placed);
                 self.send(session, Outgoing::Work(Box::new(work)));

@@ -1,7 +1,9 @@
 //! What attempts report, how they end, and what then becomes of their job.
 
 use super::event::{Effect, Record};
+use super::messages::fence_reason;
 use super::model::{Committed, Job, Pace, SessionId, job_of};
+use super::reasons::FenceReason;
 use super::state::State;
 use super::step::Step;
 use aitk_common::attempt::Outcome;
@@ -15,9 +17,6 @@ use std::sync::Arc;
 const TEXT_LIMIT: usize = 8 << 10;
 /// Models whose commits are kept of a job: more than any names.
 const REVISIONS_MOST: usize = 32;
-
-/// What a worker is told that reports on an attempt which was never its own.
-pub const OF_ANOTHER: &str = "it belongs to another worker";
 
 impl State {
     /// The job whose live attempt this is, if it is this session's.
@@ -37,19 +36,31 @@ impl State {
         Some(id)
     }
 
-    /// Why an attempt is not current, for the worker's log.
-    pub(super) fn fence_reason(&self, held: &HeldAttempt) -> String {
+    /// Why an attempt is not the current one of its job.
+    pub(super) fn fence_reason(&self, held: &HeldAttempt) -> FenceReason {
         let known = job_of(&held.attempt).and_then(|id| self.jobs.find(id)).and_then(|job| {
             let attempt = job.attempts.iter().find(|attempt| attempt.id == held.attempt)?;
             Some((attempt.state, attempt.epoch, job.epoch()))
         });
         match known {
-            None => "no such attempt is known here".into(),
-            Some((_, epoch, _)) if epoch != held.epoch => format!("its epoch is {epoch}, not {}", held.epoch),
-            Some((_, epoch, newest)) if epoch != newest => format!("epoch {epoch} was followed by epoch {newest}"),
-            Some((state, ..)) if !state.is_live() => format!("it has ended: {}", state.name()),
-            Some(_) => OF_ANOTHER.into(),
+            None => FenceReason::Unknown,
+            Some((_, epoch, _)) if epoch != held.epoch => FenceReason::WrongEpoch {
+                reported: held.epoch,
+                known: epoch,
+            },
+            Some((_, epoch, newest)) if epoch != newest => FenceReason::Superseded { epoch, newest },
+            Some((state, ..)) if !state.is_live() => FenceReason::Ended(state),
+            Some(_) => FenceReason::OtherWorker,
         }
+    }
+
+    /// Answers that an attempt is fenced.
+    fn answer_fenced(&self, step: &mut Step, session: SessionId, request: u64, held: &HeldAttempt) {
+        let reason = self.fence_reason(held);
+        if reason == FenceReason::OtherWorker {
+            step.push(Effect::ForeignReport { session, attempt: None });
+        }
+        self.answer(step, session, request, Verdict::Fenced, fence_reason(reason));
     }
 
     fn answer(&self, step: &mut Step, session: SessionId, request: u64, verdict: Verdict, message: String) {
@@ -75,8 +86,7 @@ impl State {
                 Some(job)
             }
             None => {
-                let reason = self.fence_reason(held);
-                self.answer(step, session, request, Verdict::Fenced, reason);
+                self.answer_fenced(step, session, request, held);
                 None
             }
         }
@@ -275,8 +285,7 @@ impl State {
             return if self.is_repeated(session, &held, &outcome) {
                 self.accept(step, session, request);
             } else {
-                let reason = self.fence_reason(&held);
-                self.answer(step, session, request, Verdict::Fenced, reason);
+                self.answer_fenced(step, session, request, &held);
             };
         };
         self.conclude(step, session, &id, outcome);

@@ -1,9 +1,28 @@
 //! Jobs that are alike in what they need of a device are placed alike: they share a class, and what is found out for
 //! one holds for all. So an event costs what the classes that it concerns cost, and not what the queue costs.
 
-use crate::model::{ClassId, SlotId};
+use crate::model::{ClassId, SlotId, Worker};
 use crate::state::State;
-use crate::state::classes::{Class, DeviceOffer, Needs, fit};
+use crate::state::classes::{Class, DeviceOffer, Misfit, Needs, fit};
+use crate::state::speeds::Speeds;
+use aitk_common::capability::Device;
+
+/// What a device offers to a job with these needs when it is idle.
+///
+/// # Errors
+/// Why the job does not fit on the device.
+pub(super) fn device_offer(
+    speeds: &Speeds,
+    needs: &Needs,
+    worker: &Worker,
+    device: &Device,
+) -> Result<DeviceOffer, Misfit> {
+    let choice = fit(needs, worker, device)?;
+    Ok(DeviceOffer {
+        choice,
+        seconds_per_unit: speeds.seconds_per_unit(device, needs.family.as_deref(), choice.0),
+    })
+}
 
 impl State {
     /// The class of jobs with these needs, made if need be.
@@ -49,18 +68,13 @@ impl State {
             return;
         };
         class.best = None;
-        let choice = match self.workers.get(&slot.worker) {
-            Some(worker) if slot.connected => fit(&class.needs, worker, &slot.device).ok(),
+        let offer = match self.workers.get(&slot.worker) {
+            Some(worker) if slot.connected => device_offer(&self.speeds, &class.needs, worker, &slot.device).ok(),
             _ => None,
         };
-        match choice {
-            Some(choice) => {
-                let family = class.needs.family.as_deref();
+        match offer {
+            Some(offer) => {
                 slot.classes.insert(class_id);
-                let offer = DeviceOffer {
-                    choice,
-                    seconds_per_unit: self.speeds.seconds_per_unit(&slot.device, family, choice.0),
-                };
                 class.offers.insert(slot_id, offer);
             }
             None => {

@@ -30,7 +30,7 @@ impl State {
             return;
         };
         let stopping = job.state == JobState::Stopping;
-        let over_time = job.over_time;
+        let (over_time, job_paused) = (job.over_time, job.paused);
         let recall = job.recall.clone();
         match outcome {
             Outcome::Completed => {
@@ -46,6 +46,8 @@ impl State {
                 let leaving = leaving.is_some_and(|worker| worker.leaving);
                 let again = match recall {
                     _ if stopping => None,
+                    // Whatever it was stopped for, a paused job does not come back by itself.
+                    Some(_) if job_paused => Some(format!("paused: {saved}")),
                     Some(Recall::GiveWay(to)) => Some(format!("gave way to {to}: {saved}; goes on by itself")),
                     Some(Recall::Pause) => Some(format!("paused: {saved}")),
                     Some(Recall::Faster { .. }) => Some("goes on on a faster device".into()),

@@ -7,7 +7,7 @@ use aitk_common::control::UnixMillis;
 use aitk_common::control::WorkerView;
 use aitk_common::control::{Artifact, HeldAttempt, JobEvent, JobView, Registration, Report, Submitted, ToWorker};
 use aitk_common::hash::ContentHash;
-use aitk_common::id::{JobId, TaskId, WorkerId};
+use aitk_common::id::{AttemptId, JobId, TaskId, WorkerId};
 use aitk_common::plan::profile::MemoryProfile;
 use aitk_common::telemetry::context::TraceContext;
 use std::collections::BTreeMap;
@@ -364,6 +364,14 @@ pub enum Effect {
     Persist(Record),
     /// Tell a worker.
     Send(SessionId, ToWorker),
+    /// Note in the audit log that a worker reported on the current attempt of another worker: losing an attempt of its own
+    /// does not lead a worker to that. The answer to the worker follows.
+    ForeignReport {
+        /// The worker's session.
+        session: SessionId,
+        /// The attempt; none: the worker waits for an answer to a request.
+        attempt: Option<AttemptId>,
+    },
     /// Give work to a worker.
     Assign(SessionId, Box<Placed>),
     /// Close a session.

@@ -9,6 +9,7 @@ mod arrays;
 mod attempts;
 mod check;
 mod classes;
+mod eligibility;
 mod endings;
 mod event;
 mod explain;
@@ -21,6 +22,7 @@ mod overview;
 mod parts;
 mod placement;
 mod queue;
+mod reasons;
 mod retention;
 mod saved;
 mod slots;
@@ -36,7 +38,6 @@ mod sim;
 #[cfg(test)]
 mod tests;
 
-pub use attempts::OF_ANOTHER;
 pub use check::check;
 pub use event::{Effect, Event, NewArray, NewJob, Payload, Placed, Prerequisite, Record, Refusal, Reply};
 pub use listing::{Listing, Page, Place};

@@ -6,6 +6,7 @@
 
 use super::attempts::steps_behind;
 use super::event::Effect;
+use super::messages::fence_reason;
 use super::model::{Committed, SessionId, job_of};
 use super::state::State;
 use super::step::Step;
@@ -108,7 +109,7 @@ impl State {
         let offer = job_of(&held.attempt).and_then(|id| self.offers.remove(id));
         let Some(offer) = offer else { return false };
         let Some(id) = self.takes_further(&offer.worker, held, at) else {
-            let reason = steps_behind(at, &self.fence_reason(held));
+            let reason = steps_behind(at, &fence_reason(self.fence_reason(held)));
             step.push(Effect::Send(
                 session,
                 ToWorker::Answer {

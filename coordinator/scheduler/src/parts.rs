@@ -1,14 +1,16 @@
 //! Parts of one job on unequal devices. Two rules keep a slow one from holding the end: it begins no part that the faster
 //! ones would be through with before it, and what it has begun is taken over by a faster one that has nothing to do.
 
+use super::classes::device_offer;
+use super::eligibility::{FETCH_SECONDS, USUAL_UNITS, work_left};
 use super::model::{ClassId, Job, QueueState, Recall, SlotId};
-use super::placement::{FETCH_SECONDS, USUAL_UNITS, work_left};
 use super::state::State;
-use super::state::classes::{Needs, fit};
+use super::state::classes::Needs;
 use super::state::slots::Slot;
 use super::step::Step;
 use aitk_common::control::{JobState, UnixMillis};
 use aitk_common::id::JobId;
+use std::collections::BTreeSet;
 
 /// Seconds that a change of devices costs beside the work and the inputs: the image that was begun, a new process, the
 /// model into memory.
@@ -101,17 +103,16 @@ impl State {
         done >= waiting as f64
     }
 
-    /// In words, whom a waiting part is left to.
-    pub(super) fn faster_ones(&self, now: UnixMillis, job: &Job, speed: f64) -> String {
+    /// The names of the faster devices to which a waiting part is left.
+    pub(super) fn faster_ones(&self, now: UnixMillis, job: &Job, speed: f64) -> BTreeSet<String> {
         let array = job.array_id().and_then(|id| self.arrays.get(id));
-        let names: std::collections::BTreeSet<String> = array
+        array
             .into_iter()
             .flat_map(|array| &array.running)
             .filter_map(|id| self.running(now, self.job(id)?))
             .filter(|one| one.speed < speed)
             .filter_map(|one| self.slot_name(one.slot))
-            .collect();
-        names.into_iter().collect::<Vec<_>>().join(" and ")
+            .collect()
     }
 
     pub(super) fn slot_name(&self, slot: SlotId) -> Option<String> {
@@ -213,12 +214,9 @@ impl State {
             .get(slot_id)
             .filter(|slot| slot.open && slot.reserved_for.is_none())?;
         let worker = self.workers.get(&slot.worker)?;
-        let (profile, _) = fit(needs, worker, &slot.device).ok()?;
-        let speed = self
-            .speeds
-            .seconds_per_unit(&slot.device, needs.family.as_deref(), profile);
+        let offer = device_offer(&self.speeds, needs, worker, &slot.device).ok()?;
         let missing = job.wants.data.iter().filter(|data| !worker.has.contains(data)).count();
-        Some((speed, missing as f64))
+        Some((offer.seconds_per_unit, missing as f64))
     }
 
     fn take_over(&mut self, step: &mut Step, change: &Change) {

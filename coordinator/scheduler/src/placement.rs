@@ -5,8 +5,8 @@ use super::event::{Effect, Placed};
 use super::model::{ClassId, Job, Level, Live, QueueState, Recall, SlotId};
 use super::queue::QueuePosition;
 use super::state::State;
-use super::state::classes::{Class, Needs};
-use super::state::slots::{Held, Slot};
+use super::state::classes::Class;
+use super::state::slots::Held;
 use super::state::user_queue::UserQueue;
 use super::step::Step;
 use aitk_common::capability::DeviceKind;
@@ -16,12 +16,6 @@ use aitk_common::plan::profile::MemoryProfile;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 use std::time::Duration;
-
-/// Seconds that a worker takes to fetch an input which it does not have: of the order of a small model over a home
-/// line. Only the order matters: it is weighed against hours of work.
-pub(super) const FETCH_SECONDS: f64 = 60.0;
-/// Units of work of a job of which nothing is known: a thousand steps.
-pub(super) const USUAL_UNITS: f64 = 4000.0;
 
 /// The newest attempts of a job that are remembered; its log has all of them.
 const ATTEMPTS_KEPT: usize = 100;
@@ -171,38 +165,19 @@ impl State {
         chosen.map(|(_, chosen)| chosen)
     }
 
+    /// The cost of starting a job of the class on a device; `None` when the job may not start there.
     fn price(&self, now: UnixMillis, job: &Job, class: &Class, slot_id: SlotId, best: f64) -> Option<(Cost, Chosen)> {
         let offer = class.offers.get(&slot_id)?;
         let slot = self.slots.get(slot_id)?;
-        if !slot.has_room() || class.is_too_slow(offer.seconds_per_unit, best) {
-            return None;
-        }
-        let (profile, bytes) = offer.choice;
-        if !slot.has_room_for(class.needs.held(bytes), None)
-            || self.is_kept_from(&class.needs, slot)
-            || self.is_reserved_for_other(job, slot)
-        {
-            return None;
-        }
+        let seconds = self
+            .check_start(now, (&class.needs, Some(job)), (slot_id, slot), offer, best)
+            .ok()?;
         let last = job.attempts.last().filter(|attempt| attempt.worker == slot.worker);
         let failed_here = last.is_some_and(|one| matches!(one.state, AttemptState::Failed | AttemptState::Lost));
-        let lacking = match job.wants.data.as_slice() {
-            [] => 0,
-            data => {
-                let worker = self.workers.get(&slot.worker)?;
-                data.iter().filter(|one| !worker.has.contains(one)).count()
-            }
-        };
-        // Where it ran before, its checkpoint lies as well.
-        let missing = lacking + usize::from(last.is_none() && job.checkpoint.is_some());
-        let beside = slot.running.len() as f64 + 1.0;
-        let all = work_left(job) * offer.seconds_per_unit * beside + missing as f64 * FETCH_SECONDS;
-        if self.is_left_to_faster(now, job, slot_id, offer.seconds_per_unit, all) {
-            return None;
-        }
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
-        let all = (all * 1000.0).clamp(0.0, 1e18) as u64;
-        let cost = (failed_here, all, slot.device.memory_budget, slot_id);
+        let millis = (seconds * 1000.0).clamp(0.0, 1e18) as u64;
+        let cost = (failed_here, millis, slot.device.memory_budget, slot_id);
+        let (profile, bytes) = offer.choice;
         Some((
             cost,
             Chosen {
@@ -211,16 +186,6 @@ impl State {
                 bytes,
             },
         ))
-    }
-
-    /// Whether such a job may not start here because somebody on this device saves and gives way. A job that yields
-    /// would be the next to give way, while the one before it came back beside it: the two would take positions for ever.
-    pub(super) fn is_kept_from(&self, needs: &Needs, slot: &Slot) -> bool {
-        let gives_way = |id| {
-            let recall = self.jobs.get(id).and_then(|job| job.recall.as_ref());
-            matches!(recall, Some(Recall::GiveWay(_)))
-        };
-        needs.yields && slot.running.keys().any(gives_way)
     }
 
     fn assign(&mut self, step: &mut Step, id: &JobId, class: ClassId, chosen: Chosen) {
@@ -358,7 +323,7 @@ impl State {
             let slot_id = self.slots.find(&attempt.worker, attempt.device)?;
             let (slot, offer) = (self.slots.get(slot_id)?, class.offers.get(&slot_id)?);
             let usable = slot.open
-                && !class.is_too_slow(offer.seconds_per_unit, best)
+                && !class.needs.is_too_slow(offer.seconds_per_unit, best)
                 && slot.has_room_for(class.needs.held(offer.choice.1), Some(id));
             usable.then(|| (job.level(), attempt.created, id.clone()))
         };
@@ -397,19 +362,6 @@ impl State {
             class.claims.remove(id);
         }
     }
-}
-
-/// Units of work that a job still has to do, as far as it is known.
-pub(super) fn work_left(job: &Job) -> f64 {
-    let all = job.wants.demand.as_ref().map_or(USUAL_UNITS, |demand| demand.units());
-    let done = job.progress.map_or(0.0, |progress| {
-        if progress.total == 0 {
-            0.0
-        } else {
-            (progress.done as f64 / progress.total as f64).clamp(0.0, 1.0)
-        }
-    });
-    (all * (1.0 - done)).max(0.0)
 }
 
 /// Whether a device of this kind is a GPU.

@@ -1,9 +1,9 @@
 //! Into how many parts a job is cut.
 
+use super::classes::device_offer;
 use super::model::Wants;
 use super::state::State;
-use super::state::classes::{Needs, fit};
-use super::state::speeds::TOO_SLOW;
+use super::state::classes::Needs;
 use aitk_common::control::MEMBERS_MOST;
 use aitk_common::job::cluster::Split;
 
@@ -26,22 +26,18 @@ impl State {
 
     fn parts_that_pay(&self, wants: &Wants) -> u64 {
         let needs = Needs::of_wants(wants, false, None);
-        let family = needs.family.as_deref();
         let speeds: Vec<f64> = self
             .slots
             .iter()
             .filter(|(_, slot)| slot.open)
             .filter_map(|(_, slot)| {
                 let worker = self.workers.get(&slot.worker)?;
-                let (profile, _) = fit(&needs, worker, &slot.device).ok()?;
-                Some(self.speeds.seconds_per_unit(&slot.device, family, profile))
+                let offer = device_offer(&self.speeds, &needs, worker, &slot.device).ok()?;
+                Some(offer.seconds_per_unit)
             })
             .collect();
         let best = speeds.iter().copied().fold(f64::INFINITY, f64::min);
-        let usable = speeds
-            .iter()
-            .filter(|speed| needs.device.is_some() || **speed <= best * TOO_SLOW)
-            .count() as u64;
+        let usable = speeds.iter().filter(|speed| !needs.is_too_slow(**speed, best)).count() as u64;
         if usable < 2 {
             return 1;
         }

@@ -175,21 +175,25 @@ impl State {
         }
     }
 
+    /// Why a job is in its state, as text.
     pub(super) fn reason(&self, now: UnixMillis, job: &Job) -> String {
         if job.state == JobState::Queued {
             return self.explain(now, job);
         }
-        // A running job whose worker is away would otherwise look as if all were well.
-        let away = job
-            .current()
-            .and_then(|attempt| self.workers.get(&attempt.worker))
-            .filter(|w| w.session.is_none());
-        match (away, job.live) {
+        // Without this, a running job would look undisturbed while its worker is not connected.
+        match (self.absent_worker(job), job.live) {
             (Some(worker), Some(live)) => {
                 let left = live.lease_until.since(now).as_secs();
                 format!("{} is not connected; waiting {left} s more for it", worker.name)
             }
             _ => job.reason.clone(),
         }
+    }
+
+    /// The worker of a job's live attempt, if it is not connected.
+    pub(super) fn absent_worker(&self, job: &Job) -> Option<&Worker> {
+        job.current()
+            .and_then(|attempt| self.workers.get(&attempt.worker))
+            .filter(|worker| worker.session.is_none())
     }
 }

@@ -1,8 +1,9 @@
 //! Workers come, beat, leave and are lost.
 
 use super::event::{Effect, Record, Refusal, Reply};
-use super::messages::span;
+use super::messages::{fence_reason, span};
 use super::model::{Health, Recall, SessionId, Ticket, Worker};
+use super::reasons::FenceReason;
 use super::state::State;
 use super::step::Step;
 use aitk_common::capability::{Device, DeviceRef};
@@ -418,6 +419,11 @@ impl State {
     /// Tells a worker that an attempt is not its own any more.
     pub(super) fn fence(&self, step: &mut Step, session: SessionId, held: HeldAttempt) {
         let reason = self.fence_reason(&held);
+        if reason == FenceReason::OtherWorker {
+            let attempt = Some(held.attempt.clone());
+            step.push(Effect::ForeignReport { session, attempt });
+        }
+        let reason = fence_reason(reason);
         step.push(Effect::Send(session, ToWorker::Fence { held, reason }));
     }
 }

@@ -528,7 +528,7 @@ impl World {
                 self.tally.jobs += u64::from(!submitted.existed);
                 self.acknowledged.insert(submitted.job);
             }
-            Effect::Persist(_) | Effect::Publish(..) | Effect::Reply(..) => {}
+            Effect::Persist(_) | Effect::ForeignReport { .. } | Effect::Publish(..) | Effect::Reply(..) => {}
         }
     }
 

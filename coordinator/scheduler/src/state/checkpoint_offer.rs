@@ -24,11 +24,4 @@ impl CheckpointOffer {
     pub(crate) fn attempt(&self) -> &AttemptId {
         &self.held.attempt
     }
-
-    /// Why the job waits.
-    pub(crate) fn reason(&self, now: UnixMillis) -> String {
-        let (step, worker) = (self.step, &self.worker_name);
-        let left = self.until.since(now).as_secs();
-        format!("waits up to {left} s for its checkpoint of step {step}, which {worker} saved and now sends")
-    }
 }

@@ -61,6 +61,12 @@ impl Needs {
         }
     }
 
+    /// Whether such a job had better wait than take a device that needs this many seconds per unit of work, when the
+    /// fastest device that fits needs `fastest`. A job that asks for a kind of device takes a slow one.
+    pub(crate) fn is_too_slow(&self, seconds_per_unit: f64, fastest: f64) -> bool {
+        self.device.is_none() && seconds_per_unit > fastest * TOO_SLOW
+    }
+
     /// What is set aside for such a job under a plan that needs `bytes`.
     pub(crate) fn held(&self, bytes: Option<u64>) -> Held {
         Held {
@@ -188,14 +194,6 @@ pub(crate) struct Class {
     pub(crate) stuck: bool,
     /// Running jobs that were told to give way for one of them.
     pub(crate) claims: BTreeSet<JobId>,
-}
-
-impl Class {
-    /// Whether one had better wait than take a device that needs so many seconds per unit, where the best one needs
-    /// `best`.
-    pub(crate) fn is_too_slow(&self, seconds_per_unit: f64, best: f64) -> bool {
-        self.needs.device.is_none() && seconds_per_unit > best * TOO_SLOW
-    }
 }
 
 /// Empty classes that are kept, because the next job is often like the last one.
