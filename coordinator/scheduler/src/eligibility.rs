@@ -1,8 +1,8 @@
 //! Whether a waiting job may start on a device on which it fits. Placement and explanations use the same check.
 
-use super::model::{Job, Recall, SlotId};
+use super::model::{Job, Preemption, SlotId};
 use super::state::State;
-use super::state::classes::{DeviceOffer, Needs};
+use super::state::classes::{DeviceFit, DeviceNeeds};
 use super::state::slots::Slot;
 use aitk_common::control::UnixMillis;
 
@@ -19,7 +19,7 @@ pub(super) enum Obstacle {
     TooSlow,
     /// The worker is drained or leaves, or the device is quarantined.
     Closed,
-    /// The jobs that run there leave no room, or one of them is being preempted.
+    /// The jobs that run there leave too little capacity, or one of them is being preempted.
     Busy,
     /// The device is reserved for a part that moves there from a slower device.
     Reserved,
@@ -37,27 +37,30 @@ impl State {
     pub(super) fn check_start(
         &self,
         now: UnixMillis,
-        (needs, job): (&Needs, Option<&Job>),
+        (needs, job): (&DeviceNeeds, Option<&Job>),
         (slot_id, slot): (SlotId, &Slot),
-        offer: &DeviceOffer,
+        fit: &DeviceFit,
         fastest: f64,
     ) -> Result<f64, Obstacle> {
-        if needs.is_too_slow(offer.seconds_per_unit, fastest) {
+        if needs.is_too_slow(fit.seconds_per_unit, fastest) {
             return Err(Obstacle::TooSlow);
         }
         if !slot.open {
             return Err(Obstacle::Closed);
         }
-        let held = needs.held(offer.choice.1);
-        if !slot.has_room() || !slot.has_room_for(held, None) || self.is_kept_from(needs, slot) {
+        let reservation = needs.reservation(fit.choice.1);
+        if !slot.has_capacity()
+            || !slot.has_capacity_for(reservation, None)
+            || self.is_blocked_by_preemption(needs, slot)
+        {
             return Err(Obstacle::Busy);
         }
         let Some(job) = job else { return Ok(0.0) };
         if self.is_reserved_for_other(job, slot) {
             return Err(Obstacle::Reserved);
         }
-        let seconds = self.estimated_seconds(job, slot, offer.seconds_per_unit);
-        if self.is_left_to_faster(now, job, slot_id, offer.seconds_per_unit, seconds) {
+        let seconds = self.estimated_seconds(job, slot, fit.seconds_per_unit);
+        if self.is_left_to_faster_devices(now, job, slot_id, fit.seconds_per_unit, seconds) {
             return Err(Obstacle::LeftToFaster);
         }
         Ok(seconds)
@@ -66,9 +69,12 @@ impl State {
     /// Estimated seconds until a job would be done on a device: the work that is left, slowed down by the jobs that run
     /// there, and the inputs that the worker has to fetch first.
     fn estimated_seconds(&self, job: &Job, slot: &Slot, seconds_per_unit: f64) -> f64 {
-        let lacking = match (job.wants.data.as_slice(), self.workers.get(&slot.worker)) {
+        let lacking = match (job.requirements.data.as_slice(), self.workers.get(&slot.worker)) {
             ([], _) | (_, None) => 0,
-            (data, Some(worker)) => data.iter().filter(|one| !worker.has.contains(one)).count(),
+            (data, Some(worker)) => data
+                .iter()
+                .filter(|input| !worker.cached_inputs.contains(input))
+                .count(),
         };
         // The worker of the last attempt has the checkpoint as well.
         let elsewhere = job.attempts.last().is_none_or(|last| last.worker != slot.worker);
@@ -79,18 +85,22 @@ impl State {
 
     /// Whether a preemptible job may not start here because a job on this device is being preempted. Otherwise the new job
     /// would be the next one to be preempted while the first one comes back, and the two would alternate for ever.
-    fn is_kept_from(&self, needs: &Needs, slot: &Slot) -> bool {
-        let gives_way = |id| {
-            let recall = self.jobs.get(id).and_then(|job| job.recall.as_ref());
-            matches!(recall, Some(Recall::GiveWay(_)))
+    fn is_blocked_by_preemption(&self, needs: &DeviceNeeds, slot: &Slot) -> bool {
+        let is_preempted = |id| {
+            let preemption = self.jobs.get(id).and_then(|job| job.preemption.as_ref());
+            matches!(preemption, Some(Preemption::ForJob(_)))
         };
-        needs.yields && slot.running.keys().any(gives_way)
+        needs.yields && slot.running.keys().any(is_preempted)
     }
 }
 
-/// Units of work that a job still has to do, as far as it is known.
+/// Units of work that a job still has to do, by its prediction and its last progress report.
 pub(super) fn work_left(job: &Job) -> f64 {
-    let all = job.wants.demand.as_ref().map_or(USUAL_UNITS, |demand| demand.units());
+    let all = job
+        .requirements
+        .demand
+        .as_ref()
+        .map_or(USUAL_UNITS, |demand| demand.units());
     let done = job.progress.map_or(0.0, |progress| {
         if progress.total == 0 {
             0.0

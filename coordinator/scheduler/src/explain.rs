@@ -1,14 +1,14 @@
 //! Finds out why a job waits and on which devices it could run, with the checks that placement uses.
 
-use super::classes::device_offer;
+use super::classes::device_fit;
 use super::eligibility::{Obstacle, USUAL_UNITS, work_left};
-use super::messages::{AHEAD_MOST, NO_WORKER, fit_line, job_status, no_device, not_this_device, wait_reason};
-use super::model::{ArrayPlace, Job, QueueState, Recall, SlotId, Wants, Worker};
+use super::messages::{MAX_AHEAD, NO_WORKER, fit_line, job_status, no_device, not_this_device, wait_reason};
+use super::model::{ArrayMembership, Job, Preemption, QueueState, Requirements, SlotId, Worker};
 use super::placement::{is_gpu, seconds_until};
 use super::queue::StartCondition;
 use super::reasons::{Availability, BeforeJob, FitLine, JobLabel, JobStatus, WaitReason};
 use super::state::State;
-use super::state::classes::{DeviceOffer, Misfit, Needs};
+use super::state::classes::{DeviceFit, DeviceNeeds, FitError};
 use super::state::slots::Slot;
 use aitk_common::capability::DeviceRef;
 use aitk_common::control::{AttemptState, DeviceForecast, Forecast, JobState, UnixMillis};
@@ -19,12 +19,12 @@ struct DeviceVerdict<'a> {
     slot: SlotId,
     device: &'a Slot,
     worker: &'a Worker,
-    fit: Result<Fit<'a>, Misfit>,
+    fit: Result<Fit<'a>, FitError>,
 }
 
 /// A device on which a job fits.
 struct Fit<'a> {
-    offer: DeviceOffer,
+    device_fit: DeviceFit,
     availability: Availability<'a>,
 }
 
@@ -42,17 +42,17 @@ impl<'a> DeviceVerdict<'a> {
 /// The job, submitted or not, that devices are checked for.
 #[derive(Clone, Copy)]
 struct Subject<'a> {
-    needs: &'a Needs,
+    needs: &'a DeviceNeeds,
     owner: &'a UserName,
     /// None: it is not submitted yet.
     job: Option<&'a Job>,
 }
 
 impl<'a> Subject<'a> {
-    fn of(job: &'a Job, needs: &'a Needs) -> Self {
+    fn of(job: &'a Job, needs: &'a DeviceNeeds) -> Self {
         Self {
             needs,
-            owner: &job.wants.owner,
+            owner: &job.requirements.owner,
             job: Some(job),
         }
     }
@@ -67,33 +67,33 @@ impl State {
             .map(|(id, slot, worker)| {
                 // A job that runs on a device fits there, whatever is predicted.
                 let own = subject.job.filter(|job| slot.running.contains_key(&job.id));
-                let offer = match own {
-                    Some(job) => Ok(self.current_offer(job, slot, subject.needs)),
-                    None => device_offer(&self.speeds, subject.needs, worker, &slot.device),
+                let device_fit = match own {
+                    Some(job) => Ok(self.current_fit(job, slot, subject.needs)),
+                    None => device_fit(&self.speeds, subject.needs, worker, &slot.device),
                 };
-                (id, slot, worker, offer, own.is_some())
+                (id, slot, worker, device_fit, own.is_some())
             })
             .collect();
         let fastest = devices
             .iter()
             .filter(|(_, slot, ..)| slot.open)
-            .filter_map(|(_, slot, worker, offer, _)| {
-                let seconds = offer.as_ref().ok()?.seconds_per_unit;
+            .filter_map(|(_, slot, worker, device_fit, _)| {
+                let seconds = device_fit.as_ref().ok()?.seconds_per_unit;
                 Some((seconds, device_label(worker, slot)))
             })
             .min_by(|a, b| a.0.total_cmp(&b.0))
             .unwrap_or((f64::INFINITY, String::new()));
         devices
             .into_iter()
-            .map(|(slot, device, worker, offer, runs_here)| DeviceVerdict {
+            .map(|(slot, device, worker, device_fit, runs_here)| DeviceVerdict {
                 slot,
                 device,
                 worker,
-                fit: offer.map(|offer| Fit {
-                    offer,
+                fit: device_fit.map(|device_fit| Fit {
+                    device_fit,
                     availability: match runs_here {
                         true => Availability::RunsHere,
-                        false => self.availability(now, subject, (slot, device, worker), &offer, &fastest),
+                        false => self.availability(now, subject, (slot, device, worker), &device_fit, &fastest),
                     },
                 }),
             })
@@ -101,10 +101,10 @@ impl State {
     }
 
     /// What the device on which a job runs offers to that job.
-    fn current_offer(&self, job: &Job, slot: &Slot, needs: &Needs) -> DeviceOffer {
+    fn current_fit(&self, job: &Job, slot: &Slot, needs: &DeviceNeeds) -> DeviceFit {
         let attempt = job.current();
         let profile = attempt.map_or(slot.device.profile, |attempt| attempt.profile);
-        DeviceOffer {
+        DeviceFit {
             choice: (profile, attempt.and_then(|attempt| attempt.memory)),
             seconds_per_unit: self
                 .speeds
@@ -119,23 +119,23 @@ impl State {
         now: UnixMillis,
         subject: Subject<'_>,
         (slot_id, slot, worker): (SlotId, &'a Slot, &'a Worker),
-        offer: &DeviceOffer,
+        device_fit: &DeviceFit,
         fastest: &(f64, String),
     ) -> Availability<'a> {
         let job = (subject.needs, subject.job);
-        let Err(obstacle) = self.check_start(now, job, (slot_id, slot), offer, fastest.0) else {
+        let Err(obstacle) = self.check_start(now, job, (slot_id, slot), device_fit, fastest.0) else {
             return Availability::Ready;
         };
         match (obstacle, &slot.reserved_for) {
             (Obstacle::TooSlow, _) => Availability::TooSlow {
-                times: offer.seconds_per_unit / fastest.0,
+                times: device_fit.seconds_per_unit / fastest.0,
                 fastest: fastest.1.clone(),
                 kind: slot.device.device.kind,
             },
             (Obstacle::LeftToFaster, _) => Availability::LeftToFaster {
                 faster: subject
                     .job
-                    .map(|job| self.faster_ones(now, job, offer.seconds_per_unit))
+                    .map(|job| self.faster_devices(now, job, device_fit.seconds_per_unit))
                     .unwrap_or_default(),
             },
             (Obstacle::Closed, _) if worker.drained => Availability::Drained { worker: &worker.name },
@@ -148,7 +148,7 @@ impl State {
                 Availability::Reserved(self.label(id, subject.owner))
             }
             (Obstacle::Busy | Obstacle::Reserved | Obstacle::Closed, _) => {
-                let gives_way = |job: &Job| matches!(job.recall, Some(Recall::GiveWay(_)));
+                let gives_way = |job: &Job| matches!(job.preemption, Some(Preemption::ForJob(_)));
                 let jobs = slot.running.keys().map(|id| {
                     let preempted = self.jobs.get(id).is_some_and(gives_way);
                     (self.label(id, subject.owner), preempted)
@@ -161,8 +161,8 @@ impl State {
     /// A job as this user may see it.
     fn label<'a>(&'a self, id: &'a JobId, to: &UserName) -> JobLabel<'a> {
         match self.jobs.get(id) {
-            Some(job) if job.wants.owner == *to => JobLabel::Own { id, name: &job.name },
-            Some(job) => JobLabel::OfUser(&job.wants.owner),
+            Some(job) if job.requirements.owner == *to => JobLabel::Own { id, name: &job.name },
+            Some(job) => JobLabel::OfUser(&job.requirements.owner),
             None => JobLabel::Unknown(id),
         }
     }
@@ -192,15 +192,15 @@ impl State {
                 let before = self.before_job(before);
                 return WaitReason::Prerequisite { before, condition };
             }
-            StartCondition::Until(time) => return wait_for_time(now, time, job),
-            StartCondition::Open => {}
+            StartCondition::NotBefore(time) => return wait_for_time(now, time, job),
+            StartCondition::Met => {}
         }
         if let Some((free, reserved)) = self.storage_full {
             return WaitReason::StorageFull { free, reserved };
         }
         if let (
-            QueueState::Held,
-            Some(ArrayPlace {
+            QueueState::ArrayLimited,
+            Some(ArrayMembership {
                 id,
                 at_most: Some(at_most),
                 ..
@@ -212,11 +212,11 @@ impl State {
                 at_most: *at_most,
             };
         }
-        let verdicts = self.check_devices(now, Subject::of(job, &Needs::of(job)));
+        let verdicts = self.check_devices(now, Subject::of(job, &DeviceNeeds::of(job)));
         if verdicts.is_empty() {
             return WaitReason::NoWorker;
         }
-        let owner = &job.wants.owner;
+        let owner = &job.requirements.owner;
         if self.at_quota(owner) && verdicts.iter().any(|verdict| verdict.fit.is_ok()) {
             let quota = self.settings.quotas.of(owner).unwrap_or(0);
             return WaitReason::Quota { owner, quota };
@@ -241,18 +241,18 @@ impl State {
         if verdicts.iter().any(DeviceVerdict::is_ready) {
             return WaitReason::StartsNow;
         }
-        let (mut fitting, mut misfits) = (Vec::new(), Vec::new());
+        let (mut fitting, mut fit_errors) = (Vec::new(), Vec::new());
         for verdict in verdicts {
             match verdict.fit {
                 Ok(fit) => fitting.push((verdict.device, verdict.worker, fit)),
-                Err(misfit) => misfits.push(misfit),
+                Err(fit_error) => fit_errors.push(fit_error),
             }
         }
         let is_open = |(device, ..): &&(&Slot, &Worker, Fit<'_>)| device.open;
         if !fitting.iter().any(|one| is_open(&one)) {
             let count = fitting.len();
             return match fitting.into_iter().next() {
-                None => WaitReason::NoDeviceFits(misfits),
+                None => WaitReason::NoDeviceFits(fit_errors),
                 Some((.., first)) => WaitReason::DevicesClosed {
                     fitting: count,
                     first: first.availability,
@@ -264,11 +264,11 @@ impl State {
             .filter(is_open)
             .flat_map(|(device, ..)| device.running.keys())
             .find(|id| {
-                let recall = self.jobs.get(id).and_then(|job| job.recall.as_ref());
-                matches!(recall, Some(Recall::GiveWay(to)) if *to == job.id)
+                let preemption = self.jobs.get(id).and_then(|job| job.preemption.as_ref());
+                matches!(preemption, Some(Preemption::ForJob(to)) if *to == job.id)
             });
         if let Some(preempted) = preempted {
-            return WaitReason::Preempting(self.label(preempted, &job.wants.owner));
+            return WaitReason::Preempting(self.label(preempted, &job.requirements.owner));
         }
         let mut devices = 0;
         for (device, worker, fit) in fitting.into_iter().filter(|one| is_open(&one)) {
@@ -281,9 +281,9 @@ impl State {
                 _ => devices += 1,
             }
         }
-        let ahead = self.queue.range(..job.queue_key()).take(AHEAD_MOST + 1).count();
+        let ahead = self.queue.range(..job.queue_key()).take(MAX_AHEAD + 1).count();
         WaitReason::InQueue {
-            ahead: Some(ahead).filter(|ahead| *ahead <= AHEAD_MOST),
+            ahead: Some(ahead).filter(|ahead| *ahead <= MAX_AHEAD),
             devices,
         }
     }
@@ -298,7 +298,7 @@ impl State {
             JobState::Queued => self.explain(now, job),
             _ => job_status(&self.job_status(now, job)),
         };
-        let needs = Needs::of(job);
+        let needs = DeviceNeeds::of(job);
         let verdicts = self.check_devices(now, Subject::of(job, &needs));
         Some(Forecast {
             summary,
@@ -313,7 +313,8 @@ impl State {
             (since, attempt.worker_name.as_str(), device_name(attempt.device))
         });
         // The reason of a job that runs undisturbed names its device, which is said anyway.
-        let undisturbed = job.state == JobState::Running && job.recall.is_none() && self.absent_worker(job).is_none();
+        let undisturbed =
+            job.state == JobState::Running && job.preemption.is_none() && self.absent_worker(job).is_none();
         JobStatus {
             state: job.state,
             running,
@@ -326,23 +327,26 @@ impl State {
 
     /// Where a job with these requirements could run if it were submitted now.
     #[must_use]
-    pub fn fit(&self, wants: &Wants) -> Forecast {
-        let needs = Needs::of_wants(wants, false, None);
-        let units = wants.demand.as_ref().map_or(USUAL_UNITS, |demand| demand.units());
+    pub fn fit(&self, requirements: &Requirements) -> Forecast {
+        let needs = DeviceNeeds::of_requirements(requirements, false, None);
+        let units = requirements
+            .demand
+            .as_ref()
+            .map_or(USUAL_UNITS, |demand| demand.units());
         let subject = Subject {
             needs: &needs,
-            owner: &wants.owner,
+            owner: &requirements.owner,
             job: None,
         };
         let verdicts = self.check_devices(UnixMillis(0), subject);
-        let misfits: Vec<Misfit> = verdicts
+        let fit_errors: Vec<FitError> = verdicts
             .iter()
             .filter_map(|verdict| verdict.fit.as_ref().err().cloned())
             .collect();
         let devices = self.forecast(verdicts, &needs, units, None);
         let summary = match (devices.iter().find(|device| device.fits), devices.is_empty()) {
             (_, true) => NO_WORKER.to_owned(),
-            (None, _) => no_device(misfits.iter().collect()),
+            (None, _) => no_device(fit_errors.iter().collect()),
             (Some(best), _) if best.ready => format!("would start now on {}", best.words),
             (Some(best), _) => format!("would wait for a device; the best is {}", best.words),
         };
@@ -353,12 +357,12 @@ impl State {
     fn forecast(
         &self,
         mut verdicts: Vec<DeviceVerdict<'_>>,
-        needs: &Needs,
+        needs: &DeviceNeeds,
         units: f64,
         job: Option<&Job>,
     ) -> Vec<DeviceForecast> {
         let rank = |verdict: &DeviceVerdict<'_>| match verdict.fit() {
-            Some(fit) => (0, !verdict.is_ready(), fit.offer.seconds_per_unit),
+            Some(fit) => (0, !verdict.is_ready(), fit.device_fit.seconds_per_unit),
             None => (1, true, 0.0),
         };
         verdicts.sort_by(|a, b| {
@@ -405,10 +409,13 @@ impl State {
             words: String::new(),
         };
         match &verdict.fit {
-            Err(misfit) => forecast.words = format!("{label}: {}", not_this_device(misfit)),
-            Ok(Fit { offer, availability }) => {
-                let (profile, bytes) = offer.choice;
-                let seconds = own.or(family.map(|_| units * offer.seconds_per_unit));
+            Err(fit_error) => forecast.words = format!("{label}: {}", not_this_device(fit_error)),
+            Ok(Fit {
+                device_fit,
+                availability,
+            }) => {
+                let (profile, bytes) = device_fit.choice;
+                let seconds = own.or(family.map(|_| units * device_fit.seconds_per_unit));
                 forecast.words = fit_line(&FitLine {
                     device: &label,
                     profile: profile.name(),
@@ -436,12 +443,12 @@ fn wait_for_time(now: UnixMillis, time: UnixMillis, job: &Job) -> WaitReason<'_>
         return WaitReason::StartTime { left };
     }
     let (seconds, last) = (seconds_until(now, time), job.reason.as_str());
-    if (job.network.is_some() || job.storage_failures > 0) && job.failures == 0 {
+    if (job.network_outage.is_some() || job.storage_failures > 0) && job.failures == 0 {
         return WaitReason::UncountedRetry { seconds, last };
     }
     WaitReason::Retry {
         number: u64::from(job.failures.max(1)) + 1,
-        most: u64::from(job.wants.retries) + 1,
+        most: u64::from(job.requirements.retries) + 1,
         seconds,
         last,
     }
@@ -449,7 +456,7 @@ fn wait_for_time(now: UnixMillis, time: UnixMillis, job: &Job) -> WaitReason<'_>
 
 /// Where a job runs, and the seconds that it still takes there, from the steps that it has taken.
 fn own_pace(job: &Job) -> Option<(&WorkerId, DeviceRef, f64)> {
-    if !job.works() {
+    if !job.reports_work() {
         return None;
     }
     let (attempt, progress) = (job.current()?, job.progress?);

@@ -2,14 +2,14 @@
 
 use super::model::Condition;
 use super::reasons::{Availability, BeforeJob, FenceReason, FitLine, JobLabel, JobStatus, WaitReason};
-use super::state::classes::Misfit;
+use super::state::classes::FitError;
 use aitk_common::control::JobState;
 use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
 /// The most jobs ahead in the queue that a reason counts.
-pub(super) const AHEAD_MOST: usize = 1000;
+pub(super) const MAX_AHEAD: usize = 1000;
 
 /// What is said when no worker is connected.
 pub(super) const NO_WORKER: &str = "no worker is connected; `aitk-worker` starts one";
@@ -27,7 +27,9 @@ pub(super) fn wait_reason(reason: &WaitReason<'_>) -> String {
             format!("{}; `aitk resume {job}` lets it go on", stopped.unwrap_or("paused"))
         }
         WaitReason::Prerequisite { before, condition } => prerequisite(before, *condition),
-        WaitReason::StartTime { left } => format!("starts in {} at the earliest, as its config asks", span(*left)),
+        WaitReason::StartTime { left } => {
+            format!("starts in {} at the earliest, as its config asks", duration_text(*left))
+        }
         WaitReason::UncountedRetry { seconds, last } => format!("tried again in {seconds} s; before: {last}"),
         WaitReason::Retry {
             number,
@@ -51,7 +53,7 @@ pub(super) fn wait_reason(reason: &WaitReason<'_>) -> String {
             format!("user {owner} may hold {quota} devices at once and does; one of those jobs has to end first")
         }
         WaitReason::StartsNow => "starts now".into(),
-        WaitReason::NoDeviceFits(misfits) => no_device(misfits.iter().collect()),
+        WaitReason::NoDeviceFits(fit_errors) => no_device(fit_errors.iter().collect()),
         WaitReason::DevicesClosed { fitting, first } => {
             let devices = match fitting {
                 1 => "the one device that fits is not taken".to_owned(),
@@ -71,7 +73,7 @@ pub(super) fn wait_reason(reason: &WaitReason<'_>) -> String {
             match ahead {
                 Some(0) => format!("next in line; {devices} busy"),
                 Some(ahead) => format!("{ahead} ahead in line; {devices} busy"),
-                None => format!("more than {AHEAD_MOST} ahead in line; {devices} busy"),
+                None => format!("more than {MAX_AHEAD} ahead in line; {devices} busy"),
             }
         }
     }
@@ -152,7 +154,7 @@ fn job_label(label: &JobLabel<'_>) -> String {
 pub(super) fn job_status(status: &JobStatus<'_>) -> String {
     let state = status.state;
     let stands = match &status.running {
-        Some((since, worker, device)) => format!("{state} for {} on {worker} {device}", span(*since)),
+        Some((since, worker, device)) => format!("{state} for {} on {worker} {device}", duration_text(*since)),
         None => state.to_string(),
     };
     match status.reason.as_str() {
@@ -169,7 +171,7 @@ pub(super) fn fit_line(line: &FitLine<'_>) -> String {
     };
     let time = match line.seconds {
         Some(seconds) if seconds.is_finite() => {
-            let time = span(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX));
+            let time = duration_text(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX));
             let how = if line.measured { "" } else { ", a guess" };
             format!(", about {time}{how}")
         }
@@ -190,71 +192,79 @@ pub(super) fn fence_reason(reason: FenceReason) -> String {
     }
 }
 
-/// Why no device is for the job: the reason that came closest.
-pub(super) fn no_device(mut misfits: Vec<&Misfit>) -> String {
-    misfits.sort();
+/// Why no connected device fits a job: the error that came closest to fitting.
+pub(super) fn no_device(mut errors: Vec<&FitError>) -> String {
+    errors.sort();
     // A device without memory says nothing about the job, unless there is no other.
-    let closest = misfits.iter().rev().find(|misfit| ***misfit != Misfit::NoBudget);
+    let closest = errors.iter().rev().find(|error| ***error != FitError::NoBudget);
     match closest {
         None => "no connected device has memory to offer".into(),
-        Some(Misfit::OtherMachine) => "it runs in place, and no worker of this machine is connected".into(),
-        Some(Misfit::Label(key, value)) => {
+        Some(FitError::OtherMachine) => "it runs in place, and no worker of this machine is connected".into(),
+        Some(FitError::MissingLabel(key, value)) => {
             format!("no connected worker carries all its labels; missing is {key}: {value}")
         }
-        Some(Misfit::Kind(kind)) => format!("no connected device is of kind {}", kind.name()),
-        Some(Misfit::Profile(profile)) => match profile {
+        Some(FitError::OtherKind(kind)) => format!("no connected device is of kind {}", kind.name()),
+        Some(FitError::UnsupportedProfile(profile)) => match profile {
             MemoryProfile::CpuOnly => "it asks for the profile cpu_only, and no connected device is a CPU".into(),
             other => format!(
                 "it asks for the profile {}, and no connected device is a GPU",
                 other.name()
             ),
         },
-        Some(Misfit::Needs { most, needed, profile }) => format!(
+        Some(FitError::PredictedMemory {
+            budget,
+            needed,
+            profile,
+        }) => format!(
             "it needs about {} with the profile {}; the most that a connected device has is {}. \
              If you know better, set `cluster.memory_budget`",
             gib(*needed),
             profile.name(),
-            gib(*most)
+            gib(*budget)
         ),
-        Some(Misfit::Asks { most, wanted }) => format!(
+        Some(FitError::RequestedMemory { budget, requested }) => format!(
             "it asks for {} of device memory; the most that fits otherwise has {}",
-            gib(*wanted),
-            gib(*most)
+            gib(*requested),
+            gib(*budget)
         ),
-        Some(Misfit::NoBudget) => "no connected device has memory to offer".into(),
+        Some(FitError::NoBudget) => "no connected device has memory to offer".into(),
     }
 }
 
-/// Why one device is not for the job.
-pub(super) fn not_this_device(misfit: &Misfit) -> String {
-    match misfit {
-        Misfit::NoBudget => "offers no memory".into(),
-        Misfit::OtherMachine => "is another machine, and the job runs in place".into(),
-        Misfit::Label(key, value) => format!("its worker lacks the label {key}: {value}"),
-        Misfit::Kind(kind) => format!("the job asks for {}", kind.name()),
-        Misfit::Profile(profile) => format!("the profile {} is not for it", profile.name()),
-        Misfit::Needs { most, needed, profile } => format!(
+/// Why a job does not fit on one device.
+pub(super) fn not_this_device(error: &FitError) -> String {
+    match error {
+        FitError::NoBudget => "offers no memory".into(),
+        FitError::OtherMachine => "is another machine, and the job runs in place".into(),
+        FitError::MissingLabel(key, value) => format!("its worker lacks the label {key}: {value}"),
+        FitError::OtherKind(kind) => format!("the job asks for {}", kind.name()),
+        FitError::UnsupportedProfile(profile) => format!("the profile {} is not for it", profile.name()),
+        FitError::PredictedMemory {
+            budget,
+            needed,
+            profile,
+        } => format!(
             "too small: even {} needs about {}, and it has {}",
             profile.name(),
             gib(*needed),
-            gib(*most)
+            gib(*budget)
         ),
-        Misfit::Asks { most, wanted } => format!(
+        FitError::RequestedMemory { budget, requested } => format!(
             "too small: the job asks for {}, and it has {}",
-            gib(*wanted),
-            gib(*most)
+            gib(*requested),
+            gib(*budget)
         ),
     }
 }
 
-/// Bytes as people read them, with one decimal.
+/// Bytes as text, in GiB with one decimal.
 pub fn gib(bytes: u64) -> String {
     let tenths = u128::from(bytes) * 10 / (1 << 30);
     format!("{}.{} GiB", tenths / 10, tenths % 10)
 }
 
-/// A length of time as people say it: its two largest units.
-pub(super) fn span(time: Duration) -> String {
+/// A duration as text: its two largest units, rounded up to seconds.
+pub(super) fn duration_text(time: Duration) -> String {
     let seconds = time.as_millis().div_ceil(1000);
     let units = [(86_400, "d"), (3600, "h"), (60, "min"), (1, "s")];
     let Some(first) = units.iter().position(|(size, _)| seconds >= *size) else {
@@ -263,7 +273,6 @@ pub(super) fn span(time: Duration) -> String {
     let (size, unit) = units[first];
     let whole = format!("{} {unit}", seconds / size);
     match units.get(first + 1) {
-        // Seconds beside minutes, minutes beside hours; after days hours are enough.
         Some((next, unit)) if seconds % size / next > 0 => format!("{whole} {} {unit}", seconds % size / next),
         _ => whole,
     }

@@ -2,7 +2,7 @@
 
 use super::model::{Condition, Job};
 use super::state::checkpoint_offer::CheckpointOffer;
-use super::state::classes::Misfit;
+use super::state::classes::FitError;
 use aitk_common::capability::DeviceKind;
 use aitk_common::control::{AttemptState, JobState};
 use aitk_common::id::{Epoch, JobId, UserName};
@@ -43,7 +43,7 @@ pub(super) enum WaitReason<'a> {
     /// A device is ready. Placement follows every change, so this is seen only between two steps.
     StartsNow,
     /// No connected device fits.
-    NoDeviceFits(Vec<Misfit>),
+    NoDeviceFits(Vec<FitError>),
     /// Every device that fits takes no work; the first of them says why.
     DevicesClosed { fitting: usize, first: Availability<'a> },
     /// A running job is being preempted for it.

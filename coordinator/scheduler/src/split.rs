@@ -1,38 +1,39 @@
-//! Into how many parts a job is cut.
+//! Into how many parts a job of images is split.
 
-use super::classes::device_offer;
-use super::model::Wants;
+use super::classes::device_fit;
+use super::model::Requirements;
 use super::state::State;
-use super::state::classes::Needs;
+use super::state::classes::DeviceNeeds;
 use aitk_common::control::MEMBERS_MOST;
 use aitk_common::job::cluster::Split;
 
-/// Parts per device: enough that a device which is slower than it seemed takes fewer, few enough that loading the model
-/// again and again does not show.
+/// Parts per device: enough that a device which is slower than predicted takes fewer parts, and few enough that loading the
+/// model for each part does not matter.
 const PARTS_PER_DEVICE: u64 = 4;
-/// Seconds of work that a part must have on the fastest device: loading a model takes a few of them.
-const SECONDS_LEAST: f64 = 60.0;
+/// The least seconds of work of a part on the fastest device. Loading a model takes a few seconds.
+const MIN_PART_SECONDS: f64 = 60.0;
 
 impl State {
-    /// Into how many parts a job of so many images is cut now; 1: it stays whole.
+    /// The number of parts into which a job of this many images is split now; 1: it is not split.
     #[must_use]
-    pub fn parts(&self, wants: &Wants, images: u64, split: Split) -> u64 {
+    pub fn parts(&self, requirements: &Requirements, images: u64, split: Split) -> u64 {
         let most = images.min(MEMBERS_MOST as u64).max(1);
         match split {
             Split::Parts(parts) => u64::from(parts).clamp(1, most),
-            Split::Auto => self.parts_that_pay(wants).clamp(1, most),
+            Split::Auto => self.useful_parts(requirements).clamp(1, most),
         }
     }
 
-    fn parts_that_pay(&self, wants: &Wants) -> u64 {
-        let needs = Needs::of_wants(wants, false, None);
+    /// The number of parts for `auto`: by the number of usable devices and the predicted work.
+    fn useful_parts(&self, requirements: &Requirements) -> u64 {
+        let needs = DeviceNeeds::of_requirements(requirements, false, None);
         let speeds: Vec<f64> = self
             .slots
             .iter()
             .filter(|(_, slot)| slot.open)
             .filter_map(|(_, slot)| {
                 let worker = self.workers.get(&slot.worker)?;
-                let offer = device_offer(&self.speeds, &needs, worker, &slot.device).ok()?;
+                let offer = device_fit(&self.speeds, &needs, worker, &slot.device).ok()?;
                 Some(offer.seconds_per_unit)
             })
             .collect();
@@ -42,11 +43,11 @@ impl State {
             return 1;
         }
         let by_devices = usable * PARTS_PER_DEVICE;
-        match &wants.demand {
+        match &requirements.demand {
             None => by_devices,
             Some(demand) => {
                 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
-                let by_time = (demand.units() * best / SECONDS_LEAST).clamp(0.0, 1e6) as u64;
+                let by_time = (demand.units() * best / MIN_PART_SECONDS).clamp(0.0, 1e6) as u64;
                 by_devices.min(by_time)
             }
         }

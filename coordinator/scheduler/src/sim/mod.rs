@@ -11,10 +11,10 @@
 //!
 //!     AITK_SIM_EVENTS=1000000 cargo test --release -p aitk-scheduler --lib simulation -- --nocapture
 
-mod kept;
-mod life;
+mod actions;
 mod random;
 mod rules;
+mod store;
 mod worker;
 mod world;
 
@@ -39,12 +39,12 @@ fn simulation() {
         return;
     }
     let wanted = number("AITK_SIM_EVENTS").unwrap_or(SHORT);
-    let mut tally = world::Tally::default();
+    let mut stats = world::Stats::default();
     let mut seed = 1;
-    while tally.events < wanted {
+    while stats.events < wanted {
         let life = std::panic::catch_unwind(|| World::new(seed, false).live(LIFE));
         match life {
-            Ok(one) => tally.add(&one),
+            Ok(one) => stats.add(&one),
             Err(panic) => {
                 println!(
                     "replay it with: AITK_SIM_SEED={seed} cargo test -p aitk-scheduler --lib simulation -- --nocapture"
@@ -54,11 +54,11 @@ fn simulation() {
         }
         seed += 1;
     }
-    println!("{} lives: {tally:?}", seed - 1);
+    println!("{} lives: {stats:?}", seed - 1);
     // A simulation in which nothing goes wrong shows nothing. What comes 25 times in a million events is asked of a long one.
-    for (what, count) in tally.troubles() {
+    for (what, count) in stats.troubles() {
         let rare = what == RARE && wanted < LONG;
-        assert!(count > 0 || rare, "no {what} in {tally:?}");
+        assert!(count > 0 || rare, "no {what} in {stats:?}");
     }
 }
 

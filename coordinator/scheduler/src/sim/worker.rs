@@ -2,7 +2,7 @@
 
 use super::random::Random;
 use crate::tests::{device, manifest, registration};
-use crate::{Event, Placed, SessionId};
+use crate::{Event, PlacedAttempt, SessionId};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::capability::{Device, DeviceKind};
 use aitk_common::control::{HeldAttempt, OfferedCheckpoint, Progress, Registration, Report, ToWorker, UnixMillis};
@@ -46,7 +46,7 @@ pub(super) struct SimWorker {
     pub(super) index: usize,
     pub(super) session: Option<SessionId>,
     /// When it asked to be let in; none: it is in.
-    pub(super) knocks: Option<UnixMillis>,
+    pub(super) connecting_since: Option<UnixMillis>,
     pub(super) works: BTreeMap<AttemptId, Work>,
     /// Attempts that it once had: it talks of them when it is confused.
     pub(super) past: Vec<HeldAttempt>,
@@ -66,7 +66,7 @@ impl SimWorker {
         Self {
             index,
             session: None,
-            knocks: None,
+            connecting_since: None,
             works: BTreeMap::new(),
             past: Vec::new(),
             sleeps_until: UnixMillis(0),
@@ -123,9 +123,9 @@ impl SimWorker {
     }
 
     /// Opens a session.
-    pub(super) fn knock(&mut self, now: UnixMillis, session: SessionId) -> Event {
+    pub(super) fn connect(&mut self, now: UnixMillis, session: SessionId) -> Event {
         self.session = Some(session);
-        self.knocks = Some(now);
+        self.connecting_since = Some(now);
         self.leaves = false;
         let running = self.works.values().map(|work| work.held.clone()).collect();
         let mut offers = self.saved();
@@ -146,11 +146,11 @@ impl SimWorker {
         self.kept.extend(saved.into_iter().map(|offer| (offer, 0)));
         self.works.clear();
         self.session = None;
-        self.knocks = None;
+        self.connecting_since = None;
         self.dead_until = until;
     }
 
-    pub(super) fn take(&mut self, random: &mut Random, placed: &Placed) {
+    pub(super) fn take(&mut self, random: &mut Random, placed: &PlacedAttempt) {
         self.past.push(placed.held.clone());
         // Members of arrays are long work on the slow machines: only then does it pay to change the device.
         let slowness = if placed.job.as_str().contains('-') {
@@ -191,7 +191,7 @@ impl SimWorker {
     pub(super) fn hear(&mut self, message: ToWorker) {
         match message {
             ToWorker::Welcome { keep, wanted, .. } => {
-                self.knocks = None;
+                self.connecting_since = None;
                 let saved = self.saved();
                 self.kept.extend(saved.into_iter().map(|offer| (offer, 0)));
                 self.kept.retain(|(offer, _)| wanted.contains(&offer.held.attempt));
@@ -218,7 +218,7 @@ impl SimWorker {
             }
             ToWorker::GoingAway { .. } => {
                 self.session = None;
-                self.knocks = None;
+                self.connecting_since = None;
             }
             ToWorker::BeatReply { .. } | ToWorker::Assign(_) => {}
         }
@@ -227,7 +227,7 @@ impl SimWorker {
     /// What it does and says within half a second.
     pub(super) fn tick(&mut self, random: &mut Random, now: UnixMillis, trouble: Trouble) -> Vec<Event> {
         let Trouble { faults, full } = trouble;
-        let Some(session) = self.session.filter(|_| self.knocks.is_none()) else {
+        let Some(session) = self.session.filter(|_| self.connecting_since.is_none()) else {
             return Vec::new();
         };
         let mut events = Vec::new();

@@ -1,12 +1,12 @@
 //! The world around the core: time, a network, a store, users and trouble.
 
-use super::kept::{Kept, durable};
 use super::random::Random;
 use super::rules::check_step;
+use super::store::{MemoryStore, durable};
 use super::worker::{SimWorker, Trouble};
 use crate::model::job_of;
 use crate::tests::settings;
-use crate::{Effect, Event, Job, Placed, Recall, Record, Reply, SessionId, State, check};
+use crate::{Effect, Event, Job, PlacedAttempt, Preemption, Record, Reply, SessionId, State, check};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::capability::DeviceRef;
 use aitk_common::control::{HeldAttempt, JobState, ToWorker, UnixMillis, Verdict};
@@ -17,13 +17,13 @@ use std::time::Duration;
 pub(super) const WORKERS: usize = 4;
 
 /// What is under way.
-pub(super) enum Happening {
+pub(super) enum SimEvent {
     /// A message arrives at the coordinator.
     Up(Event),
     /// A message arrives at a worker, if this is its session.
     Down(usize, SessionId, ToWorker),
     /// Work arrives at a worker.
-    Work(usize, SessionId, Placed),
+    Work(usize, SessionId, PlacedAttempt),
     /// Half a second of a worker.
     Worker(usize),
     /// The coordinator looks at the clock.
@@ -36,7 +36,7 @@ pub(super) enum Happening {
 
 /// What happened in a life.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Tally {
+pub(super) struct Stats {
     pub(super) events: u64,
     jobs: u64,
     attempts: u64,
@@ -62,7 +62,7 @@ pub(super) struct Tally {
     full: u64,
 }
 
-impl Tally {
+impl Stats {
     pub(super) fn add(&mut self, one: &Self) {
         for (sum, part) in self.all().into_iter().zip(one.clone().all()) {
             *sum.1 += *part.1;
@@ -117,23 +117,23 @@ struct Before {
 pub(super) struct World {
     pub(super) random: Random,
     pub(super) state: State,
-    kept: Kept,
+    kept: MemoryStore,
     pub(super) now: UnixMillis,
     pub(super) workers: Vec<SimWorker>,
-    under_way: BTreeMap<(UnixMillis, u64), Happening>,
+    pending: BTreeMap<(UnixMillis, u64), SimEvent>,
     next: u64,
     faults: bool,
     trace: bool,
     /// The coordinator's disk has no room for blobs until then.
     pub(super) full_until: UnixMillis,
     /// The core was told that it is full.
-    told_full: bool,
+    reported_full: bool,
     /// Jobs that a client was told of.
     pub(super) acknowledged: BTreeSet<JobId>,
     /// The newest epoch that was handed out.
     epochs: BTreeMap<JobId, Epoch>,
     committed: BTreeMap<JobId, u64>,
-    tally: Tally,
+    stats: Stats,
 }
 
 impl World {
@@ -141,36 +141,36 @@ impl World {
         let mut world = Self {
             random: Random(seed),
             state: State::new(settings()),
-            kept: Kept::default(),
+            kept: MemoryStore::default(),
             now: UnixMillis(1_000_000),
             workers: (0..WORKERS).map(SimWorker::new).collect(),
-            under_way: BTreeMap::new(),
+            pending: BTreeMap::new(),
             next: 1,
             faults: true,
             trace,
             full_until: UnixMillis(0),
-            told_full: false,
+            reported_full: false,
             acknowledged: BTreeSet::new(),
             epochs: BTreeMap::new(),
             committed: BTreeMap::new(),
-            tally: Tally::default(),
+            stats: Stats::default(),
         };
         for index in 0..WORKERS {
-            world.later(index as u64 * 100, Happening::Worker(index));
+            world.later(index as u64 * 100, SimEvent::Worker(index));
         }
-        world.later(50, Happening::Tick);
-        world.later(70, Happening::Disk);
-        world.later(10, Happening::Life);
+        world.later(50, SimEvent::Tick);
+        world.later(70, SimEvent::Disk);
+        world.later(10, SimEvent::Life);
         world
     }
 
     /// Lives for so many events, then without trouble until everything has ended.
-    pub(super) fn live(mut self, events: u64) -> Tally {
-        while self.tally.events < events {
+    pub(super) fn live(mut self, events: u64) -> Stats {
+        while self.stats.events < events {
             self.happen();
         }
         self.faults = false;
-        self.set_right();
+        self.recover();
         let patience = self.now.after(Duration::from_secs(3000));
         while self.state.jobs.values().any(|job| !job.state.is_ended()) {
             assert!(
@@ -184,11 +184,11 @@ impl World {
                     .collect::<Vec<_>>()
             );
             self.happen();
-            if self.tally.events.is_multiple_of(64) {
-                self.end_what_cannot_go_on();
+            if self.stats.events.is_multiple_of(64) {
+                self.stop_unstartable_jobs();
             }
         }
-        self.tally
+        self.stats
     }
 
     pub(super) fn number(&mut self) -> u64 {
@@ -196,9 +196,9 @@ impl World {
         self.next
     }
 
-    pub(super) fn later(&mut self, millis: u64, what: Happening) {
+    pub(super) fn later(&mut self, millis: u64, what: SimEvent) {
         let number = self.number();
-        self.under_way
+        self.pending
             .insert((self.now.after(Duration::from_millis(millis)), number), what);
     }
 
@@ -211,57 +211,57 @@ impl World {
     }
 
     /// The network: it may lose and double.
-    fn send(&mut self, mut what: impl FnMut() -> Happening) {
+    fn send(&mut self, mut what: impl FnMut() -> SimEvent) {
         if self.faults && self.random.once_in(60) {
-            self.tally.dropped += 1;
+            self.stats.dropped += 1;
             return;
         }
         let delay = self.delay();
         self.later(delay, what());
         if self.faults && self.random.once_in(60) {
-            self.tally.doubled += 1;
+            self.stats.doubled += 1;
             let delay = self.delay();
             self.later(delay, what());
         }
     }
 
     pub(super) fn happen(&mut self) {
-        let Some(((time, _), what)) = self.under_way.pop_first() else {
+        let Some(((time, _), what)) = self.pending.pop_first() else {
             panic!("nothing is under way any more")
         };
         self.now = self.now.max(time);
         match what {
-            Happening::Up(event) => self.handle(event),
-            Happening::Down(index, session, message) => {
+            SimEvent::Up(event) => self.handle(event),
+            SimEvent::Down(index, session, message) => {
                 let worker = &mut self.workers[index];
                 // A sleeping worker hears it when it wakes up: the network keeps it for a while.
                 if worker.sleeps_until > self.now {
                     let wait = worker.sleeps_until.since(self.now).as_millis() as u64 + 1;
-                    self.later(wait, Happening::Down(index, session, message));
+                    self.later(wait, SimEvent::Down(index, session, message));
                 } else if worker.session == Some(session) && worker.dead_until <= self.now {
                     worker.hear(message);
                 }
             }
-            Happening::Work(index, session, placed) => {
+            SimEvent::Work(index, session, placed) => {
                 let worker = &mut self.workers[index];
                 if worker.session == Some(session) && worker.is_awake(self.now) {
                     worker.take(&mut self.random, &placed);
                 }
             }
-            Happening::Worker(index) => self.worker(index),
-            Happening::Tick => {
+            SimEvent::Worker(index) => self.worker(index),
+            SimEvent::Tick => {
                 self.handle(Event::Tick);
-                self.later(300, Happening::Tick);
+                self.later(300, SimEvent::Tick);
             }
-            Happening::Disk => {
+            SimEvent::Disk => {
                 self.look_at_disk();
-                self.later(400, Happening::Disk);
+                self.later(400, SimEvent::Disk);
             }
-            Happening::Life => {
+            SimEvent::Life => {
                 if self.faults {
                     self.life();
                     let wait = self.random.below(400);
-                    self.later(wait, Happening::Life);
+                    self.later(wait, SimEvent::Life);
                 }
             }
         }
@@ -274,33 +274,33 @@ impl World {
     /// Tells the core while its disk is full, and once when there is room again.
     fn look_at_disk(&mut self) {
         let is_full = self.is_full();
-        if is_full || self.told_full {
-            self.told_full = is_full;
+        if is_full || self.reported_full {
+            self.reported_full = is_full;
             let full = is_full.then_some((1 << 20, 1 << 30));
             self.handle(Event::StorageSpace { full });
         }
     }
 
     fn worker(&mut self, index: usize) {
-        self.later(500, Happening::Worker(index));
+        self.later(500, SimEvent::Worker(index));
         let worker = &mut self.workers[index];
         if !worker.is_awake(self.now) {
             return;
         }
         if worker.session.is_none() && worker.refused_until > self.now {
-            self.tally.refused += u64::from(!worker.works.is_empty());
+            self.stats.refused += u64::from(!worker.works.is_empty());
             return worker.refused_tick(&mut self.random);
         }
         let unheard = worker
-            .knocks
+            .connecting_since
             .is_some_and(|since| self.now.since(since) > Duration::from_secs(3));
         if worker.session.is_none() || unheard || (worker.leaves && !self.faults) {
             if let Some(old) = worker.session.take() {
-                self.send(|| Happening::Up(Event::WorkerLost { session: old }));
+                self.send(|| SimEvent::Up(Event::WorkerLost { session: old }));
             }
             let session = SessionId(self.number());
-            let event = self.workers[index].knock(self.now, session);
-            return self.send(|| Happening::Up(event.clone()));
+            let event = self.workers[index].connect(self.now, session);
+            return self.send(|| SimEvent::Up(event.clone()));
         }
         let trouble = Trouble {
             faults: self.faults,
@@ -308,16 +308,16 @@ impl World {
         };
         let events = self.workers[index].tick(&mut self.random, self.now, trouble);
         for event in events {
-            self.send(|| Happening::Up(event.clone()));
+            self.send(|| SimEvent::Up(event.clone()));
         }
     }
 
     /// The coordinator is gone at this point, and comes back from its store.
     pub(super) fn crash(&mut self) {
-        self.tally.crashes += 1;
+        self.stats.crashes += 1;
         self.now = self.now.after(Duration::from_millis(10));
         self.state = self.kept.load(self.now);
-        self.told_full = false;
+        self.reported_full = false;
         check(&self.state).unwrap();
         for id in &self.acknowledged {
             let known = self.state.jobs.contains_key(id) || self.state.is_array(id);
@@ -325,12 +325,12 @@ impl World {
         }
         for worker in &mut self.workers {
             worker.session = None;
-            worker.knocks = None;
+            worker.connecting_since = None;
         }
     }
 
     pub(super) fn handle(&mut self, event: Event) {
-        self.tally.events += 1;
+        self.stats.events += 1;
         if self.trace {
             println!("{} {event:?}", self.now.0);
         }
@@ -344,7 +344,7 @@ impl World {
         if let Some(before) = before {
             self.blames(&before);
         }
-        let placed: Vec<Placed> = effects
+        let placed: Vec<PlacedAttempt> = effects
             .iter()
             .filter_map(|effect| match effect {
                 Effect::Assign(_, placed) => Some((**placed).clone()),
@@ -353,12 +353,12 @@ impl World {
             .collect();
         check_step(&self.state, self.now, &placed);
         let quarantined = self.state.slots.iter().any(|(_, slot)| slot.quarantined.is_some());
-        self.tally.quarantines += u64::from(quarantined);
-        self.tally.outages += u64::from(self.state.jobs.values().any(|job| job.network.is_some()));
+        self.stats.quarantines += u64::from(quarantined);
+        self.stats.outages += u64::from(self.state.jobs.values().any(|job| job.network_outage.is_some()));
         let waits = |job: &Job| job.state == JobState::Queued;
         let waits_for_room = self.state.storage_full.is_some() && self.state.jobs.values().any(waits);
-        self.tally.full += u64::from(waits_for_room);
-        self.tally.held_back += u64::from(self.state.arrays.values().any(|array| !array.held.is_empty()));
+        self.stats.full += u64::from(waits_for_room);
+        self.stats.held_back += u64::from(self.state.arrays.values().any(|array| !array.over_limit.is_empty()));
         let (mut records, mut rest) = (Vec::new(), Vec::new());
         for effect in effects {
             match effect {
@@ -369,7 +369,7 @@ impl World {
         let cut = (self.faults && self.random.once_in(150)).then(|| self.random.below(rest.len() as u64 + 2) as usize);
         if cut == Some(0) {
             // The store fails for good, or the process dies before the transaction: nothing of this step is left.
-            self.tally.store_failures += 1;
+            self.stats.store_failures += 1;
             return self.crash();
         }
         for record in records {
@@ -382,7 +382,7 @@ impl World {
             }
             self.carry_out(effect, about.as_ref());
         }
-        if self.tally.events.is_multiple_of(16) {
+        if self.stats.events.is_multiple_of(16) {
             let loaded = self.kept.load(self.now);
             check(&loaded).unwrap();
             let (stored, known) = (durable(&loaded), durable(&self.state));
@@ -451,9 +451,9 @@ impl World {
             before.cause,
             before.job
         );
-        self.tally.hung += u64::from(before.cause == FailureCause::NoProgress);
-        self.tally.stuck += u64::from(before.cause == FailureCause::DeviceStuck);
-        self.tally.interrupted += u64::from(before.cause == FailureCause::Interrupted);
+        self.stats.hung += u64::from(before.cause == FailureCause::NoProgress);
+        self.stats.stuck += u64::from(before.cause == FailureCause::DeviceStuck);
+        self.stats.interrupted += u64::from(before.cause == FailureCause::Interrupted);
     }
 
     /// What is forgotten from now on: nobody is promised the job any longer, and one that lost its checkpoint begins again.
@@ -465,10 +465,10 @@ impl World {
                     // It is forgotten as a whole.
                     self.acknowledged.remove(&JobId::new(array));
                 }
-                self.tally.forgotten += 1;
+                self.stats.forgotten += 1;
             }
             Record::Job(job) if job.checkpoint.is_none() => {
-                self.tally.expired_checkpoints += u64::from(self.committed.remove(&job.id).is_some());
+                self.stats.expired_checkpoints += u64::from(self.committed.remove(&job.id).is_some());
             }
             _ => {}
         }
@@ -481,8 +481,8 @@ impl World {
                 assert!(placed.held.epoch > *newest, "an epoch was handed out twice");
                 *newest = placed.held.epoch;
                 self.count(&placed);
-                if let Some(index) = self.of_session(session) {
-                    self.send(|| Happening::Work(index, session, (*placed).clone()));
+                if let Some(index) = self.worker_of_session(session) {
+                    self.send(|| SimEvent::Work(index, session, (*placed).clone()));
                 }
             }
             Effect::Send(session, message) => {
@@ -495,52 +495,50 @@ impl World {
                     let (held, step) = about.expect("an answer to nothing");
                     let job = JobId::new(job_of(&held.attempt).unwrap());
                     let live = self.state.job(&job).and_then(|job| job.current());
-                    self.tally.brought += u64::from(live.is_none_or(|live| live.id != held.attempt));
+                    self.stats.brought += u64::from(live.is_none_or(|live| live.id != held.attempt));
                     assert_eq!(self.epochs[&job], held.epoch, "a stale epoch committed");
                     let before = self.committed.insert(job, *step);
                     assert!(before.is_none_or(|before| before <= *step), "a checkpoint regressed");
                 }
                 match &message {
-                    ToWorker::Fence { .. } => self.tally.lost += 1,
+                    ToWorker::Fence { .. } => self.stats.lost += 1,
                     ToWorker::Stop { held, .. } => {
                         let job = job_of(&held.attempt).and_then(|id| self.state.jobs.find(id));
-                        let gives_way = job.is_some_and(|job| matches!(job.recall, Some(Recall::GiveWay(_))));
-                        self.tally.gave_way += u64::from(gives_way);
-                        let faster = job.is_some_and(|job| matches!(job.recall, Some(Recall::Faster { .. })));
-                        self.tally.took_over += u64::from(faster);
+                        let gives_way = job.is_some_and(|job| matches!(job.preemption, Some(Preemption::ForJob(_))));
+                        self.stats.gave_way += u64::from(gives_way);
+                        let faster =
+                            job.is_some_and(|job| matches!(job.preemption, Some(Preemption::FasterDevice { .. })));
+                        self.stats.took_over += u64::from(faster);
                     }
                     _ => {}
                 }
-                if let Some(index) = self.of_session(session) {
-                    self.send(|| Happening::Down(index, session, message.clone()));
+                if let Some(index) = self.worker_of_session(session) {
+                    self.send(|| SimEvent::Down(index, session, message.clone()));
                 }
             }
             Effect::Close { session, retry, .. } => {
-                if let Some(index) = self.of_session(session) {
+                if let Some(index) = self.worker_of_session(session) {
                     let reason = String::new();
-                    self.later(
-                        1,
-                        Happening::Down(index, session, ToWorker::GoingAway { reason, retry }),
-                    );
+                    self.later(1, SimEvent::Down(index, session, ToWorker::GoingAway { reason, retry }));
                 }
             }
             Effect::Reply(_, Ok(Reply::Submitted(submitted))) => {
-                self.tally.jobs += u64::from(!submitted.existed);
+                self.stats.jobs += u64::from(!submitted.existed);
                 self.acknowledged.insert(submitted.job);
             }
             Effect::Persist(_) | Effect::ForeignReport { .. } | Effect::Publish(..) | Effect::Reply(..) => {}
         }
     }
 
-    fn of_session(&self, session: SessionId) -> Option<usize> {
+    fn worker_of_session(&self, session: SessionId) -> Option<usize> {
         self.workers.iter().position(|worker| worker.session == Some(session))
     }
 
-    fn count(&mut self, placed: &Placed) {
-        self.tally.attempts += 1;
+    fn count(&mut self, placed: &PlacedAttempt) {
+        self.stats.attempts += 1;
         let Some(job) = self.state.job(&placed.job) else { return };
-        self.tally.smaller_profiles += u64::from(job.at_most.is_some());
+        self.stats.smaller_profiles += u64::from(job.max_profile.is_some());
         let places = self.state.slots.iter().map(|(_, slot)| slot.running.len());
-        self.tally.shared += u64::from(places.max().is_some_and(|most| most > 1));
+        self.stats.shared += u64::from(places.max().is_some_and(|most| most > 1));
     }
 }

@@ -7,13 +7,13 @@ use aitk_common::id::{JobId, WorkerId};
 use std::collections::BTreeMap;
 
 #[derive(Default)]
-pub(super) struct Kept {
+pub(super) struct MemoryStore {
     pub(super) jobs: BTreeMap<JobId, Job>,
     workers: BTreeMap<WorkerId, Worker>,
     events: BTreeMap<JobId, Vec<(JobEvent, Option<u64>)>>,
 }
 
-impl Kept {
+impl MemoryStore {
     pub(super) fn apply(&mut self, record: Record) {
         match record {
             Record::NewJob(job, _) => assert!(
@@ -73,7 +73,7 @@ pub(super) fn durable(state: &State) -> (BTreeMap<JobId, Job>, BTreeMap<WorkerId
     let mut jobs: BTreeMap<JobId, Job> = state.jobs.iter().map(|(id, job)| (id.clone(), job.clone())).collect();
     for job in jobs.values_mut() {
         (job.live, job.progress, job.phase) = (None, None, None);
-        job.queue_state = crate::model::QueueState::Nowhere;
+        job.queue_state = crate::model::QueueState::NotQueued;
     }
     let mut workers: BTreeMap<WorkerId, Worker> = state.workers.clone().into_iter().collect();
     for worker in workers.values_mut() {

@@ -1,27 +1,27 @@
-//! What of a job's work is kept when an attempt stops, in words: by what was committed, not by what the attempt says.
+//! What of a job's work is saved when an attempt stops, as text: by what was committed, not by what the attempt claims.
 
 use super::model::Job;
 
-/// What the next attempt goes on from, and what is lost. `claimed` is the newest state that the attempt says it saved, which
-/// only counts for a job in place; `at` is the step at which it ended.
-pub(super) fn what_is_saved(job: &Job, claimed: Option<u64>, at: Option<u64>) -> String {
+/// From which step the next attempt resumes, and how many steps are lost. `claimed` is the newest step that the attempt says
+/// it saved, which only counts for a job in place; `at` is the step at which the attempt ended.
+pub(super) fn saved_work_message(job: &Job, claimed: Option<u64>, at: Option<u64>) -> String {
     if job.kind == "generate" {
         return "the images that are done are kept".into();
     }
     let committed = job.checkpoint.as_ref().map(|checkpoint| checkpoint.step);
     let saved = if job.local { claimed.max(committed) } else { committed };
     match (saved, at.unwrap_or(0)) {
-        (Some(saved), at) if at > saved => format!("saved at step {saved}; {} lost", steps(at - saved, "since ")),
+        (Some(saved), at) if at > saved => format!("saved at step {saved}; {} lost", steps_text(at - saved, "since ")),
         (Some(saved), _) => format!("saved at step {saved}"),
         (None, 0) => "no state was saved".into(),
         (None, at) => format!(
             "no state was saved: {} lost, and it starts from the beginning",
-            steps(at, "")
+            steps_text(at, "")
         ),
     }
 }
 
-fn steps(count: u64, since: &str) -> String {
+fn steps_text(count: u64, since: &str) -> String {
     match count {
         1 => format!("1 step {since}is"),
         count => format!("{count} steps {since}are"),

@@ -1,8 +1,8 @@
 //! What users do, what breaks, and how it is set right in the end.
 
-use super::world::{Happening, WORKERS, World};
+use super::world::{SimEvent, WORKERS, World};
 use crate::tests::new_job;
-use crate::{Condition, Event, NewArray, NewJob, Prerequisite, Ticket, Wants};
+use crate::{Condition, Event, NewArray, NewJob, Prerequisite, Requirements, Ticket};
 use aitk_common::capability::DeviceKind;
 use aitk_common::control::{JobState, UnixMillis};
 use aitk_common::id::{JobId, UserName};
@@ -47,7 +47,7 @@ impl World {
                 let session = self.workers[index].session;
                 self.workers[index].crash(until);
                 if let Some(session) = session {
-                    self.later(5, Happening::Up(Event::WorkerLost { session }));
+                    self.later(5, SimEvent::Up(Event::WorkerLost { session }));
                 }
             }
             20 | 21 => {
@@ -57,7 +57,7 @@ impl World {
             22 | 23 => {
                 // The connection breaks; both sides notice.
                 if let Some(session) = self.workers[index].session.take() {
-                    self.later(5, Happening::Up(Event::WorkerLost { session }));
+                    self.later(5, SimEvent::Up(Event::WorkerLost { session }));
                 }
             }
             24 => {
@@ -72,7 +72,7 @@ impl World {
                 let millis = self.random.below(15_000);
                 self.workers[index].refused_until = self.now.after(Duration::from_millis(millis));
                 if let Some(session) = self.workers[index].session.take() {
-                    self.later(5, Happening::Up(Event::WorkerLost { session }));
+                    self.later(5, SimEvent::Up(Event::WorkerLost { session }));
                 }
             }
             28 => {
@@ -81,7 +81,7 @@ impl World {
                     let reason = String::new();
                     self.handle(Event::WorkerLeaving { session, reason });
                     self.workers[index].crash(until);
-                    self.later(5, Happening::Up(Event::WorkerLost { session }));
+                    self.later(5, SimEvent::Up(Event::WorkerLost { session }));
                 }
             }
             29 if self.random.once_in(4) => {
@@ -148,16 +148,16 @@ impl World {
             Some(DeviceKind::Metal),
         ];
         let owners = ["ada", "bob", "cy"];
-        let wants = Wants {
+        let requirements = Requirements {
             priority: random.below(3) as i64 - 1,
             owner: UserName::new(*random.pick(&owners).unwrap_or(&"ada")),
             yields: random.once_in(3),
-            alone: random.once_in(8),
+            exclusive: random.once_in(8),
             device: random.pick(&devices).copied().flatten(),
             demand: if random.once_in(5) { None } else { Some(demand) },
             time_limit: random.once_in(10).then(|| 4000 + random.below(8000)),
             retries: random.below(4) as u32,
-            ..Wants::default()
+            ..Requirements::default()
         };
         let jobs: Vec<JobId> = self.acknowledged.iter().cloned().collect();
         let after = match random.once_in(6) {
@@ -182,7 +182,7 @@ impl World {
             after,
             not_before,
             idempotency_key: keyed.then(|| format!("k{}", number % 7)),
-            ..new_job(&id, wants)
+            ..new_job(&id, requirements)
         };
         self.handle(Event::JobSubmitted {
             ticket: Ticket(1),
@@ -203,14 +203,14 @@ impl World {
             millipasses: 1000 * (50 + random.below(250)),
             memory: Some(MemoryNeed::flat(3 * GIB)),
         };
-        let wants = Wants {
+        let requirements = Requirements {
             owner: UserName::new(*random.pick(&owners).unwrap_or(&"ada")),
             priority: random.below(3) as i64 - 1,
             yields: random.once_in(4),
-            alone: random.once_in(2),
+            exclusive: random.once_in(2),
             demand: Some(demand),
             retries: random.below(4) as u32,
-            ..Wants::default()
+            ..Requirements::default()
         };
         let at_most = random.once_in(3).then(|| 1 + random.below(3) as u32);
         let jobs: Vec<JobId> = self.acknowledged.iter().cloned().collect();
@@ -227,7 +227,7 @@ impl World {
         let id = format!("j{number}");
         let member = |index| NewJob {
             after: after.clone(),
-            ..new_job(&format!("{id}-{index}"), wants.clone())
+            ..new_job(&format!("{id}-{index}"), requirements.clone())
         };
         let array = NewArray {
             id: JobId::new(&*id),
@@ -245,7 +245,7 @@ impl World {
 
     /// The trouble is over: machines are up and take work, nobody holds anything back, and what failed or was stopped
     /// goes on, since others may wait for it.
-    pub(super) fn set_right(&mut self) {
+    pub(super) fn recover(&mut self) {
         for worker in &mut self.workers {
             worker.sleeps_until = self.now;
             worker.dead_until = self.now;
@@ -276,7 +276,7 @@ impl World {
     }
 
     /// Who waits for a job that its time limit has stopped would wait for ever, and says so; here somebody listens.
-    pub(super) fn end_what_cannot_go_on(&mut self) {
+    pub(super) fn stop_unstartable_jobs(&mut self) {
         let stuck: Vec<JobId> = self
             .state
             .jobs
