@@ -26,7 +26,7 @@ fn check_jobs(state: &State) -> Result<(), String> {
     for (id, job) in state.jobs.iter() {
         let fail = |what: &str| Err(format!("{id} ({}): {what}", job.state));
         if job.id != *id {
-            return fail("kept under another id");
+            return fail("stored under another id");
         }
         let states = live_states(job);
         if states.len() > 1 {
@@ -40,10 +40,10 @@ fn check_jobs(state: &State) -> Result<(), String> {
             return fail("lease and state disagree");
         }
         if !runs && job.preemption.is_some() {
-            return fail("recalled, but does not run");
+            return fail("is being preempted, but does not run");
         }
         if job.attempts.windows(2).any(|pair| pair[0].epoch >= pair[1].epoch) {
-            return fail("epochs do not grow");
+            return fail("epochs do not increase");
         }
         if job
             .attempts
@@ -56,22 +56,22 @@ fn check_jobs(state: &State) -> Result<(), String> {
             return fail("end and state disagree");
         }
         if job.failures > job.requirements.retries.saturating_add(1) {
-            return fail("more tries than allowed");
+            return fail("more failures than retries allow");
         }
         if job.order >= state.next_order {
-            return fail("order from the future");
+            return fail("its order is not below next_order");
         }
         if job.state == JobState::Queued && state.explain(job.not_before, job).is_empty() {
             return fail("waits without a reason");
         }
         let known = |id: &JobId| state.jobs.contains_key(id) || state.arrays.contains_key(id);
         if job.state != JobState::Completed && !job.after.iter().all(known) {
-            return fail("starts after a job that is forgotten");
+            return fail("starts after a job that does not exist");
         }
         if let Some(key) = &job.idempotency_key
             && state.keys.get(key) != Some(job.array_id().unwrap_or(id))
         {
-            return fail("its idempotency key leads elsewhere");
+            return fail("its idempotency key belongs to another job");
         }
     }
     Ok(())
@@ -121,7 +121,7 @@ fn check_queue(state: &State) -> Result<(), String> {
             }
             (queue_state, start_condition) => {
                 return Err(format!(
-                    "{id}: waits at {queue_state:?} and should at {start_condition:?}"
+                    "{id}: is queued as {queue_state:?}, but waits for {start_condition:?}"
                 ));
             }
         }
@@ -147,13 +147,17 @@ fn check_queue(state: &State) -> Result<(), String> {
     for (name, user) in &state.users {
         let (waiting, running) = users.get(name).copied().unwrap_or_default();
         if (user.waiting, user.running) != (waiting, running) {
-            return Err(format!("user {name}: {user:?}, but {waiting} wait and {running} run"));
+            return Err(format!(
+                "user {name}: {user:?}, but {waiting} jobs wait and {running} run"
+            ));
         }
     }
     for (id, class) in state.classes.iter() {
         for victim in &class.preempted {
             if state.jobs.get(victim).is_none_or(|job| job.preemption.is_none()) {
-                return Err(format!("class {id} has a claim on {victim}, which does not give way"));
+                return Err(format!(
+                    "class {id} lists {victim} as preempted, which is not being preempted"
+                ));
             }
         }
     }
@@ -167,7 +171,7 @@ fn check_arrays(state: &State) -> Result<(), String> {
     for (id, job) in state.jobs.iter() {
         let Some(membership) = &job.array else {
             if job.queue_state == QueueState::ArrayLimited {
-                return Err(format!("{id} is held back and in no array"));
+                return Err(format!("{id} waits for an array limit and is in no array"));
             }
             continue;
         };
@@ -179,7 +183,7 @@ fn check_arrays(state: &State) -> Result<(), String> {
             ..Array::default()
         });
         if array.members.insert(membership.index, id.clone()).is_some() || membership.index >= array.size {
-            return Err(format!("{id} is not at its place in its array"));
+            return Err(format!("{id} has a wrong index in its array"));
         }
         array.completed += usize::from(job.state == JobState::Completed);
         if job.current().is_some() {
@@ -201,7 +205,9 @@ fn check_arrays(state: &State) -> Result<(), String> {
             return Err(format!("more than {most} of the array {id} run or may start"));
         }
         if !array.over_limit.is_empty() && array.can_admit() {
-            return Err(format!("the array {id} holds members back without need"));
+            return Err(format!(
+                "the array {id} lets members wait although its limit is not reached"
+            ));
         }
     }
     if arrays != state.arrays {
@@ -214,10 +220,10 @@ fn check_arrays(state: &State) -> Result<(), String> {
         .iter()
         .filter(|(_, array)| array.split && !array.running.is_empty());
     if !splits.map(|(id, _)| id).eq(&state.splits) || !state.reserved_until_placed.is_empty() {
-        return Err("the index of parts that run is wrong".into());
+        return Err("the index of arrays with running parts is wrong".into());
     }
     match state.arrays_with_capacity.first() {
-        Some(id) => Err(format!("the array {id} was not looked at")),
+        Some(id) => Err(format!("the array {id} is still marked to be released")),
         None => Ok(()),
     }
 }
@@ -267,7 +273,7 @@ fn check_devices(state: &State) -> Result<(), String> {
         );
         let jobs = running.remove(&id).unwrap_or_default();
         if jobs != slot.running {
-            return Err(format!("{name} runs {:?}, but should {:?}", slot.running, jobs));
+            return Err(format!("{name} runs {:?}, but should run {:?}", slot.running, jobs));
         }
         if jobs.len() > 1 {
             let sum = jobs
@@ -283,20 +289,20 @@ fn check_devices(state: &State) -> Result<(), String> {
             let is_migrating =
                 |job: &super::model::Job| matches!(job.preemption, Some(super::model::Preemption::FasterDevice { .. }));
             if !state.jobs.get(reserved_for).is_some_and(is_migrating) {
-                return Err(format!("{name} is kept for {reserved_for}, which does not come"));
+                return Err(format!("{name} is reserved for {reserved_for}, which does not migrate"));
             }
         }
         if !state.slots.is_indexed_correctly(id) {
-            return Err(format!("{name}: the index of devices with room is wrong"));
+            return Err(format!("{name}: the index of devices with capacity is wrong"));
         }
     }
     let reserved = state.slots.iter().filter(|(_, slot)| slot.reserved_for.is_some());
     if reserved.count() != state.reserved_slots {
-        return Err("the count of devices that are kept is wrong".into());
+        return Err("the count of reserved devices is wrong".into());
     }
     let with_capacity = state.slots.iter().filter(|(_, slot)| slot.has_capacity()).count();
     if with_capacity != state.slots.with_capacity() {
-        return Err("the index of devices with room has too many".into());
+        return Err("the index of devices with capacity has too many".into());
     }
     Ok(())
 }
@@ -304,7 +310,7 @@ fn check_devices(state: &State) -> Result<(), String> {
 fn check_sessions(state: &State) -> Result<(), String> {
     for (session, id) in &state.sessions {
         if state.workers.get(id).and_then(|worker| worker.session) != Some(*session) {
-            return Err(format!("session {} is not its worker's", session.0));
+            return Err(format!("session {} does not belong to its worker", session.0));
         }
     }
     let open = state.workers.values().filter(|worker| worker.session.is_some()).count();

@@ -51,7 +51,7 @@ impl State {
                     Some(_) if paused => Some(format!("paused: {saved}")),
                     Some(Preemption::ForJob(to)) => Some(format!("gave way to {to}: {saved}; goes on by itself")),
                     Some(Preemption::Pause) => Some(format!("paused: {saved}")),
-                    Some(Preemption::FasterDevice { .. }) => Some("goes on on a faster device".into()),
+                    Some(Preemption::FasterDevice { .. }) => Some("continues on a faster device".into()),
                     Some(Preemption::Drain) => Some("its worker is drained; it goes on elsewhere".into()),
                     None if leaving => Some("its worker left; it goes on elsewhere".into()),
                     None => None,

@@ -245,7 +245,7 @@ impl State {
             }
             JobState::Running if job.paused => {
                 job.paused = false;
-                self.set_state(step, id, JobState::Running, "saves, then goes on".into());
+                self.set_state(step, id, JobState::Running, "saves, then continues".into());
             }
             JobState::Stopping => {
                 return Err(Refusal::Conflict(format!(

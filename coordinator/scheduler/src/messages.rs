@@ -46,7 +46,9 @@ pub(super) fn wait_reason(reason: &WaitReason<'_>) -> String {
             )
         }
         WaitReason::ArrayLimit { array, at_most } => {
-            format!("{at_most} of its array {array} may run at the same time and do; one of them has to end first")
+            format!(
+                "at most {at_most} jobs of its array {array} may run at the same time; one of them has to end first"
+            )
         }
         WaitReason::NoWorker => NO_WORKER.into(),
         WaitReason::Quota { owner, quota } => {
@@ -63,7 +65,7 @@ pub(super) fn wait_reason(reason: &WaitReason<'_>) -> String {
         }
         WaitReason::Preempting(job) => format!("starts when {} has saved and given way", job_label(job)),
         WaitReason::LeftToFaster { device, faster } => {
-            format!("not begun on {device}: {}", left_to_faster(faster))
+            format!("not started on {device}: {}", left_to_faster(faster))
         }
         WaitReason::InQueue { ahead, devices } => {
             let devices = match devices {
@@ -115,7 +117,9 @@ pub(super) fn availability(availability: &Availability<'_>) -> String {
         Availability::Quarantined { worker, reason } => {
             format!("quarantined: {reason}; `aitk worker undrain {worker}` frees it")
         }
-        Availability::Reserved(job) => format!("kept for {}, which comes from a slower device", job_label(job)),
+        Availability::Reserved(job) => {
+            format!("reserved for {}, which moves here from a slower device", job_label(job))
+        }
         Availability::Busy(jobs) => {
             let jobs: Vec<String> = jobs
                 .iter()
@@ -137,7 +141,7 @@ pub(super) fn availability(availability: &Availability<'_>) -> String {
 fn left_to_faster(faster: &BTreeSet<String>) -> String {
     let faster: Vec<&str> = faster.iter().map(String::as_str).collect();
     format!(
-        "faster devices are through with all that waits before it would be with this part, {}",
+        "faster devices will finish all waiting parts before it would finish this one: {}",
         faster.join(" and ")
     )
 }

@@ -132,7 +132,7 @@ impl State {
         let body = EventBody::Checkpoint { step: at, manifest };
         self.log(step, &id, Some(held.attempt.clone()), body, None);
         if waits {
-            let reason = format!("goes on from step {at}, which {} had saved", offer.worker_name);
+            let reason = format!("resumes from step {at}, which {} had saved", offer.worker_name);
             self.requeue(step, &id, reason, Duration::ZERO);
         }
         step.push(Effect::Send(

@@ -32,7 +32,7 @@ impl State {
         let state = state_of(counts, self.array_jobs(array));
         let ended = state.is_ended();
         let waiting: Vec<&Job> = self
-            .of_array(array)
+            .array_jobs(array)
             .filter(|job| job.state == JobState::Queued)
             .collect();
         let shown = waiting.first().copied().unwrap_or(first);

@@ -254,7 +254,7 @@ impl State {
             worker: slot.worker.clone(),
             device: slot.device.device,
         };
-        let reason = format!("goes on on {name}, which is faster and has nothing else to do");
+        let reason = format!("continues on {name}, which is faster and idle");
         self.preempt(step, &migration.job, why, reason);
     }
 

@@ -172,7 +172,7 @@ impl State {
         job: &Job,
         class: &JobClass,
         slot_id: SlotId,
-        best: f64,
+        fastest: f64,
     ) -> Option<(Cost, DeviceChoice)> {
         let fit = class.fits.get(&slot_id)?;
         let slot = self.slots.get(slot_id)?;

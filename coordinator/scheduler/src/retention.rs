@@ -154,7 +154,7 @@ impl State {
             };
             step.touch(&id);
             let message = format!(
-                "the checkpoint of step {} is not kept any longer; if this job is resumed, it begins again",
+                "the checkpoint of step {} was removed; if this job is resumed, it starts from the beginning",
                 lost.step
             );
             let level = "info".to_owned();

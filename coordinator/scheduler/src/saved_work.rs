@@ -6,7 +6,7 @@ use super::model::Job;
 /// it saved, which only counts for a job in place; `at` is the step at which the attempt ended.
 pub(super) fn saved_work_message(job: &Job, claimed: Option<u64>, at: Option<u64>) -> String {
     if job.kind == "generate" {
-        return "the images that are done are kept".into();
+        return "finished images are kept".into();
     }
     let committed = job.checkpoint.as_ref().map(|checkpoint| checkpoint.step);
     let saved = if job.local { claimed.max(committed) } else { committed };

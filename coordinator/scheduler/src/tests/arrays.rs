@@ -232,7 +232,7 @@ fn at_most_the_allowed_number_of_members_run() {
     assert_eq!(world.states("ja"), "rrqqq");
     let reason = world.view("ja-4").reason;
     assert!(
-        reason.starts_with("2 of its array ja may run at the same time"),
+        reason.starts_with("at most 2 jobs of its array ja may run at the same time"),
         "{reason}"
     );
     // A member that fails, is stopped or is paused makes room for another one.

@@ -87,7 +87,7 @@ fn a_stopped_job_keeps_its_checkpoint() {
     assert_eq!(steps, [Some(3), None, None]);
     let told = |effect: &Effect| {
         matches!(effect, Effect::Publish(job, event) if job.as_str() == "j2"
-            && matches!(&event.body, EventBody::Log { message, .. } if message.contains("it begins again")))
+            && matches!(&event.body, EventBody::Log { message, .. } if message.contains("it starts from the beginning")))
     };
     assert!(world.last.iter().any(told), "{:?}", world.last);
     // Its user stopped it and resumes it from its checkpoint.

@@ -169,7 +169,7 @@ fn the_slow_gpu_starts_no_last_part(bed: &mut TestBed) {
     assert_eq!(bed.running(), "4090: j-0", "it ends both before the 3060 would end one");
     assert_eq!(
         bed.reason("j-1"),
-        "not begun on 3060 cuda:0: faster devices are through with all that waits before it would be with this part, 4090 cuda:0"
+        "not started on 3060 cuda:0: faster devices will finish all waiting parts before it would finish this one: 4090 cuda:0"
     );
 }
 
@@ -213,10 +213,7 @@ fn a_part_migrates_to_an_idle_faster_gpu(bed: &mut TestBed) {
     let (session, held) = bed.held("j-1");
     let told = |effect: &Effect| matches!(effect, Effect::Send(to, ToWorker::Stop { held: one, save: true }) if *to == session && *one == held);
     assert!(bed.world.last.iter().any(told), "{:?}", bed.world.last);
-    assert_eq!(
-        bed.reason("j-1"),
-        "goes on on 4090 cuda:0, which is faster and has nothing else to do"
-    );
+    assert_eq!(bed.reason("j-1"), "continues on 4090 cuda:0, which is faster and idle");
     bed.finish("j-1", Outcome::stopped());
     assert_eq!(bed.running(), "4090: j-1");
     assert_eq!(bed.world.state.jobs[&JobId::new("j-1")].failures, 0);
@@ -284,7 +281,7 @@ fn only_higher_levels_take_a_reserved_device(bed: &mut TestBed) {
     assert!(
         devices.iter().any(|device| device
             .words
-            .ends_with("kept for j-1 (j-1), which comes from a slower device")),
+            .ends_with("reserved for j-1 (j-1), which moves here from a slower device")),
         "{devices:?}"
     );
     bed.world
@@ -302,7 +299,7 @@ fn at_most_two_at_a_time(bed: &mut TestBed) {
     bed.submit_parts("j", 4, 4, Some(2), |_| ());
     assert_eq!(bed.running(), "3060-2: j-1; 3060: j-0");
     assert!(
-        bed.reason("j-2").starts_with("2 of its array j may run"),
+        bed.reason("j-2").starts_with("at most 2 jobs of its array j may run"),
         "{}",
         bed.reason("j-2")
     );
