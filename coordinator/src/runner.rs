@@ -263,7 +263,7 @@ impl Runner {
                     continue;
                 }
             };
-            if let Event::WorkerLost { session } = &event {
+            if let Event::SessionClosed { session } = &event {
                 self.sessions.remove(session);
             }
             for effect in self.state.handle(now, event) {

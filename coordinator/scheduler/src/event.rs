@@ -199,7 +199,7 @@ pub enum Event {
         registration: Box<Registration>,
     },
     /// A worker sent a heartbeat.
-    WorkerBeat {
+    Heartbeat {
         /// The session.
         session: SessionId,
         /// The attempts that it runs.
@@ -213,7 +213,7 @@ pub enum Event {
         reason: String,
     },
     /// A worker's session closed.
-    WorkerLost {
+    SessionClosed {
         /// The session.
         session: SessionId,
     },

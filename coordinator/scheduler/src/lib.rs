@@ -92,9 +92,9 @@ impl State {
             } => {
                 self.register(&mut step, session, fresh_id, same_machine, *registration);
             }
-            Event::WorkerBeat { session, running } => self.beat(&mut step, session, running),
+            Event::Heartbeat { session, running } => self.heartbeat(&mut step, session, running),
             Event::WorkerLeaving { session, reason } => self.worker_leaving(session, &reason),
-            Event::WorkerLost { session } => self.session_closed(&mut step, session),
+            Event::SessionClosed { session } => self.session_closed(&mut step, session),
             Event::AttemptEvent {
                 session,
                 held,

@@ -134,7 +134,7 @@ impl State {
         self.wait_for_offers(step, &id, wanted);
     }
 
-    pub(super) fn beat(&mut self, step: &mut Step, session: SessionId, running: Vec<HeldAttempt>) {
+    pub(super) fn heartbeat(&mut self, step: &mut Step, session: SessionId, running: Vec<HeldAttempt>) {
         let Some(id) = self.sessions.get(&session) else { return };
         if let Some(worker) = self.workers.get_mut(id) {
             worker.last_seen = step.now;

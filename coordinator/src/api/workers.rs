@@ -164,7 +164,7 @@ impl Session<'_> {
             () = session.shared.access.ended(&session.who) => Err(token_ended()),
         };
         // Whatever ended it, the core hears of it, once.
-        session.shared.core.event(Event::WorkerLost { session: id }).await?;
+        session.shared.core.event(Event::SessionClosed { session: id }).await?;
         result
     }
 
@@ -250,7 +250,7 @@ impl Session<'_> {
                 ));
             }
             ToCoordinator::Beat { running } => {
-                return Ok(self.shared.core.event(Event::WorkerBeat { session, running }).await?);
+                return Ok(self.shared.core.event(Event::Heartbeat { session, running }).await?);
             }
             ToCoordinator::Event {
                 held,

@@ -47,7 +47,7 @@ impl World {
                 let session = self.workers[index].session;
                 self.workers[index].crash(until);
                 if let Some(session) = session {
-                    self.schedule(5, SimEvent::ToCoordinator(Event::WorkerLost { session }));
+                    self.schedule(5, SimEvent::ToCoordinator(Event::SessionClosed { session }));
                 }
             }
             20 | 21 => {
@@ -57,7 +57,7 @@ impl World {
             22 | 23 => {
                 // The connection breaks, and both sides notice.
                 if let Some(session) = self.workers[index].session.take() {
-                    self.schedule(5, SimEvent::ToCoordinator(Event::WorkerLost { session }));
+                    self.schedule(5, SimEvent::ToCoordinator(Event::SessionClosed { session }));
                 }
             }
             24 => {
@@ -72,7 +72,7 @@ impl World {
                 let millis = self.random.below(15_000);
                 self.workers[index].refused_until = self.now.after(Duration::from_millis(millis));
                 if let Some(session) = self.workers[index].session.take() {
-                    self.schedule(5, SimEvent::ToCoordinator(Event::WorkerLost { session }));
+                    self.schedule(5, SimEvent::ToCoordinator(Event::SessionClosed { session }));
                 }
             }
             28 => {
@@ -82,7 +82,7 @@ impl World {
                     let reason = String::new();
                     self.handle(Event::WorkerLeaving { session, reason });
                     self.workers[index].crash(until);
-                    self.schedule(5, SimEvent::ToCoordinator(Event::WorkerLost { session }));
+                    self.schedule(5, SimEvent::ToCoordinator(Event::SessionClosed { session }));
                 }
             }
             29 if self.random.once_in(4) => {

@@ -242,7 +242,7 @@ impl SimWorker {
             held.pop();
             held.extend(random.pick(&self.past).cloned());
         }
-        events.push(Event::WorkerBeat { session, running: held });
+        events.push(Event::Heartbeat { session, running: held });
         // Sent several times, because the network may lose it.
         for (offer, times) in &mut self.offers {
             *times = times.saturating_sub(1);

@@ -304,7 +304,7 @@ impl World {
             .is_some_and(|since| self.now.since(since) > Duration::from_secs(3));
         if worker.session.is_none() || timed_out || (worker.leaving && !self.faults) {
             if let Some(old) = worker.session.take() {
-                self.send(|| SimEvent::ToCoordinator(Event::WorkerLost { session: old }));
+                self.send(|| SimEvent::ToCoordinator(Event::SessionClosed { session: old }));
             }
             let session = SessionId(self.number());
             let event = self.workers[index].connect(self.now, session);

@@ -275,7 +275,7 @@ fn an_array_is_removed_as_a_whole() {
     let session = world.cpu("w1");
     let expire = |world: &mut World| {
         world.pass(1);
-        world.beat(session, &[held("ja-1", 1)]);
+        world.heartbeat(session, &[held("ja-1", 1)]);
         let event = Event::Expire {
             jobs_before: Some(world.now),
             checkpoints_before: None,

@@ -24,7 +24,7 @@ fn an_attempt_runs_commits_and_completes() {
         })
         .collect();
     assert_eq!(order, [true, false]);
-    world.beat(session, &[held("ja", 1)]);
+    world.heartbeat(session, &[held("ja", 1)]);
     assert_eq!(world.view("ja").attempts[0].state, AttemptState::Running);
     assert_eq!(world.commit(session, &held("ja", 1), 10), Verdict::Accepted);
     assert_eq!(
@@ -61,7 +61,7 @@ fn a_silent_worker_loses_its_lease_and_is_fenced_when_it_returns() {
     let mut world = World::new();
     world.submit("ja", retries(3));
     let one = world.cpu("w1");
-    world.beat(one, &[held("ja", 1)]);
+    world.heartbeat(one, &[held("ja", 1)]);
     world.commit(one, &held("ja", 1), 10);
     world.pass(5);
     assert_eq!(world.view("ja").state, JobState::Running, "patience");
@@ -78,7 +78,7 @@ fn a_silent_worker_loses_its_lease_and_is_fenced_when_it_returns() {
     // The old worker was only suspended.
     assert_eq!(world.commit(one, &held("ja", 1), 20), Verdict::Fenced);
     assert_eq!(world.finish(one, &held("ja", 1), Outcome::Completed), Verdict::Fenced);
-    world.beat(one, &[held("ja", 1)]);
+    world.heartbeat(one, &[held("ja", 1)]);
     assert!(world.sent(|message| matches!(message, ToWorker::Fence { held: gone, .. } if *gone == held("ja", 1))));
     // The right attempt with a wrong epoch, or from another worker, is fenced as well.
     assert_eq!(
@@ -104,8 +104,8 @@ fn attempts_of_a_closed_session_are_reconciled_when_the_worker_returns() {
     world.submit("jb", retries(3));
     let devices = || vec![device(DeviceKind::Cuda, 0), device(DeviceKind::Cuda, 1)];
     let one = world.worker("w1", devices(), Vec::new());
-    world.beat(one, &[held("ja", 1), held("jb", 1)]);
-    world.step(Event::WorkerLost { session: one });
+    world.heartbeat(one, &[held("ja", 1), held("jb", 1)]);
+    world.step(Event::SessionClosed { session: one });
     world.pass(2);
     assert_eq!(world.view("ja").state, JobState::Running);
     assert!(
@@ -123,10 +123,10 @@ fn attempts_of_a_closed_session_are_reconciled_when_the_worker_returns() {
     assert_eq!(world.view("jb").attempts[0].state, AttemptState::Lost);
     assert_eq!(world.view("jb").failures, 1);
     world.pass(4);
-    world.beat(two, &[held("ja", 1), held("jb", 2)]);
+    world.heartbeat(two, &[held("ja", 1), held("jb", 2)]);
     assert_eq!(world.view("ja").attempts.len(), 1, "goes on where it was");
     // Disconnected for longer than the grace period, but not for a whole lease.
-    world.step(Event::WorkerLost { session: two });
+    world.step(Event::SessionClosed { session: two });
     world.pass(4);
     assert_eq!(world.view("ja").attempts[0].state, AttemptState::Lost);
 }
@@ -160,7 +160,7 @@ fn retries_back_off_and_are_limited() {
     let session = world.cpu("w1");
     let mut waits = Vec::new();
     for epoch in 1..=3 {
-        world.beat(session, &[held("ja", epoch)]);
+        world.heartbeat(session, &[held("ja", epoch)]);
         world.finish(session, &held("ja", epoch), failed(FailureCause::Machine));
         if epoch == 1 {
             assert!(
@@ -186,7 +186,7 @@ fn retries_back_off_and_are_limited() {
     );
     // The user may resume the job; and a new checkpoint clears earlier failures.
     assert_eq!(world.resume("ja").unwrap().failures, 0);
-    world.beat(session, &[held("ja", 4)]);
+    world.heartbeat(session, &[held("ja", 4)]);
     world.finish(session, &held("ja", 4), failed(FailureCause::Storage));
     world.pass(10);
     world.commit(session, &held("ja", 5), 3);
@@ -210,7 +210,7 @@ fn jobs_of_a_leaving_worker_move_to_other_workers() {
     let mut world = World::new();
     world.submit("ja", retries(0));
     let one = world.cpu("w1");
-    world.beat(one, &[held("ja", 1)]);
+    world.heartbeat(one, &[held("ja", 1)]);
     let two = world.cpu("w2");
     world.step(Event::WorkerLeaving {
         session: one,

@@ -85,7 +85,7 @@ fn a_stopped_job_whose_attempt_fails_says_what_is_saved() {
         "stopped on request: saved at step 10; its attempt ended with: boom"
     );
     world.submit("jb", retries(0));
-    world.beat(session, &[held("jb", 1)]);
+    world.heartbeat(session, &[held("jb", 1)]);
     world.stop("jb", false).unwrap();
     world.pass(7);
     let reason = world.view("jb").reason;
@@ -119,7 +119,7 @@ fn a_hub_outage_counts_neither_against_the_device_nor_the_job() {
         let mut wait = 0;
         while world.view("ja").state == JobState::Queued && wait < 60 {
             world.pass(1);
-            world.beat(session, &[]);
+            world.heartbeat(session, &[]);
             wait += 1;
         }
         waits.push(wait);
@@ -163,9 +163,9 @@ fn attempts_lost_by_an_announced_shutdown_do_not_count() {
         let mut world = World::new();
         let session = world.cpu("w1");
         world.submit("ja", retries(0));
-        world.beat(session, &[held("ja", 1)]);
+        world.heartbeat(session, &[held("ja", 1)]);
         leaves(&mut world, session);
-        world.step(Event::WorkerLost { session });
+        world.step(Event::SessionClosed { session });
         if comes_back {
             world.cpu("w1");
         }
@@ -179,8 +179,8 @@ fn attempts_lost_by_an_announced_shutdown_do_not_count() {
     let mut world = World::new();
     let session = world.cpu("w1");
     world.submit("ja", retries(0));
-    world.beat(session, &[held("ja", 1)]);
-    world.step(Event::WorkerLost { session });
+    world.heartbeat(session, &[held("ja", 1)]);
+    world.step(Event::SessionClosed { session });
     world.pass(4);
     assert_eq!(world.view("ja").state, JobState::Failed);
 }
@@ -190,7 +190,7 @@ fn a_stuck_device_is_quarantined_at_once() {
     let mut world = World::new();
     let one = world.cpu("w1");
     world.submit("ja", retries(1));
-    world.beat(one, &[held("ja", 1)]);
+    world.heartbeat(one, &[held("ja", 1)]);
     let two = world.cpu("w2");
     let outcome = Outcome::Failed {
         cause: FailureCause::DeviceStuck,

@@ -149,8 +149,8 @@ impl World {
         self.worker(name, vec![device(DeviceKind::Cpu, 0)], Vec::new())
     }
 
-    fn beat(&mut self, session: SessionId, running: &[HeldAttempt]) {
-        self.step(Event::WorkerBeat {
+    fn heartbeat(&mut self, session: SessionId, running: &[HeldAttempt]) {
+        self.step(Event::Heartbeat {
             session,
             running: running.to_vec(),
         });

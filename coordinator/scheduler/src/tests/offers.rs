@@ -37,9 +37,9 @@ fn with_lost_worker() -> World {
     let mut world = World::new();
     world.submit("ja", retries(3));
     let session = world.cpu("w1");
-    world.beat(session, &[held("ja", 1)]);
+    world.heartbeat(session, &[held("ja", 1)]);
     world.commit(session, &held("ja", 1), 3);
-    world.step(Event::WorkerLost { session });
+    world.step(Event::SessionClosed { session });
     world.pass(4);
     assert_eq!(world.view("ja").attempts[0].state, AttemptState::Lost);
     world
@@ -124,7 +124,7 @@ fn a_job_stops_waiting_for_an_offered_checkpoint_after_a_while() {
     let (session, _) = register_with_offers(&mut world, "w1", vec![offer("ja", 1, 9)]);
     for _ in 0..160 {
         world.pass(1);
-        world.beat(session, &[]);
+        world.heartbeat(session, &[]);
     }
     assert_eq!(world.view("ja").state, JobState::Running);
     assert_eq!(world.commit(session, &held("ja", 1), 9), Verdict::Fenced);
@@ -168,7 +168,7 @@ fn a_restarted_worker_uploads_its_checkpoint_even_for_a_stopped_job() {
     let mut world = World::new();
     world.submit("ja", retries(3));
     let session = world.cpu("w1");
-    world.beat(session, &[held("ja", 1)]);
+    world.heartbeat(session, &[held("ja", 1)]);
     // The attempt is still live when the worker returns.
     let (session, wanted) = register_with_offers(&mut world, "w1", vec![offer("ja", 1, 9)]);
     assert_eq!(wanted, [AttemptId::new("ja-1")]);

@@ -22,12 +22,12 @@ fn a_stopped_job_can_be_resumed() {
     assert_eq!(world.resume("ja").unwrap().state, JobState::Queued);
     assert!(matches!(world.resume("ja"), Err(Refusal::Conflict(_))));
     let one = world.cpu("w1");
-    world.beat(one, &[held("ja", 1)]);
+    world.heartbeat(one, &[held("ja", 1)]);
     assert_eq!(world.stop("ja", false).unwrap().state, JobState::Stopping);
     assert!(world.sent(|message| matches!(message, ToWorker::Stop { save: true, .. })));
     assert!(matches!(world.resume("ja"), Err(Refusal::Conflict(_))));
     // The connection breaks: the worker is asked again when it is back.
-    world.step(Event::WorkerLost { session: one });
+    world.step(Event::SessionClosed { session: one });
     let two = world.worker("w1", vec![device(DeviceKind::Cpu, 0)], vec![held("ja", 1)]);
     assert!(world.sent(|message| matches!(message, ToWorker::Stop { save: true, .. })));
     assert_eq!(world.stop("ja", true).unwrap().state, JobState::Stopping);
@@ -219,7 +219,7 @@ fn events_are_numbered_and_progress_does_not_advance_the_cursor() {
     assert_eq!(report(3, log("b")), (1, vec![first[0] + 1]));
     let (_, long) = report(4, log(&"é".repeat(9000)));
     assert_eq!(long.len(), 1);
-    world.beat(session, &[held("ja", 1)]);
+    world.heartbeat(session, &[held("ja", 1)]);
     assert!(world.sent(|m| matches!(m, ToWorker::BeatReply { events } if events[0].1 == 4)));
 }
 
@@ -351,9 +351,9 @@ fn a_running_job_is_not_busy_with_itself() {
     let mut world = World::new();
     world.submit("ja", retries(3));
     let session = world.cpu("w1");
-    world.beat(session, &[held("ja", 1)]);
+    world.heartbeat(session, &[held("ja", 1)]);
     world.pass(1);
-    world.beat(session, &[held("ja", 1)]);
+    world.heartbeat(session, &[held("ja", 1)]);
     let forecast = world.state.explain_job(world.now, &JobId::new("ja")).unwrap();
     assert_eq!(forecast.summary, "running for 1 s on w1 cpu");
     assert_eq!(forecast.devices.len(), 1);
@@ -366,7 +366,7 @@ fn a_paused_job_has_its_own_status() {
     let mut world = World::new();
     world.submit("ja", retries(3));
     let session = world.cpu("w1");
-    world.beat(session, &[held("ja", 1)]);
+    world.heartbeat(session, &[held("ja", 1)]);
     assert_eq!(world.view("ja").status(), "running");
     world.step(Event::PauseRequested {
         ticket: Ticket(4),
@@ -408,7 +408,7 @@ fn a_job_can_start_after_another_ends_or_fails() {
         let mut world = World::new();
         let session = world.cpu("w1");
         world.submit("ja", retries(0));
-        world.beat(session, &[held("ja", 1)]);
+        world.heartbeat(session, &[held("ja", 1)]);
         after(&mut world, "jany", "ja", Condition::Ended);
         after(&mut world, "jfailed", "ja", Condition::Failed);
         after(&mut world, "jdone", "ja", Condition::Completed);

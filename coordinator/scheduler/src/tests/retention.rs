@@ -145,7 +145,7 @@ fn only_disconnected_workers_without_jobs_can_be_removed() {
     let session = world.cpu("w1");
     world.submit("ja", retries(0));
     assert!(world.forget("w1").unwrap_err().to_string().contains("is connected"));
-    world.step(Event::WorkerLost { session });
+    world.step(Event::SessionClosed { session });
     assert!(world.forget("w1").unwrap_err().to_string().contains("may still run ja"));
     world.stop("ja", true).unwrap();
     world.pass(60);

@@ -101,7 +101,7 @@ fn devices_are_shared_fairly_between_users() {
     // A third user gets her share as soon as a job ends.
     world.submit("c0", of("cy"));
     world.pass(3);
-    world.beat(session, &[held("a0", 1), held("a1", 1), held("b0", 1), held("b1", 1)]);
+    world.heartbeat(session, &[held("a0", 1), held("a1", 1), held("b0", 1), held("b1", 1)]);
     world.finish(session, &held("b0", 1), Outcome::Completed);
     assert_eq!(world.running(), ["a0", "a1", "b1", "c0"]);
     world.finish(session, &held("a0", 1), Outcome::Completed);
@@ -224,7 +224,7 @@ fn a_job_saves_and_stops_at_its_time_limit() {
     };
     world.submit("j1", limited);
     world.pass(4);
-    world.beat(session, &[held("j1", 1)]);
+    world.heartbeat(session, &[held("j1", 1)]);
     world.finish(session, &held("j1", 1), failed(FailureCause::Storage));
     world.pass(60);
     assert_eq!(
@@ -233,7 +233,7 @@ fn a_job_saves_and_stops_at_its_time_limit() {
         "the wait between two tries is not running time"
     );
     world.pass(5);
-    world.beat(session, &[held("j1", 2)]);
+    world.heartbeat(session, &[held("j1", 2)]);
     assert_eq!(world.state("j1"), JobState::Running);
     world.pass(1);
     assert_eq!(world.state("j1"), JobState::Stopping);
@@ -343,7 +343,7 @@ fn a_yielding_job_is_preempted_and_resumes_by_itself() {
     let mut world = World::new();
     let session = world.gpus("w1", 1);
     world.submit("train", yielding());
-    world.beat(session, &[held("train", 1)]);
+    world.heartbeat(session, &[held("train", 1)]);
     world.submit("other", yielding());
     assert!(!world.is_asked_to_save("train", 1), "it does not give way to its like");
     world.submit("low", prior(-1));
@@ -393,7 +393,7 @@ fn yielding_jobs_do_not_preempt_each_other_in_turns() {
     // 20 GiB: the small jobs share the device, the large one needs it alone.
     let session = world.gpus("w1", 1);
     world.submit("t1", of_size(yielding(), 4));
-    world.beat(session, &[held("t1", 1)]);
+    world.heartbeat(session, &[held("t1", 1)]);
     world.submit("large", of_size(retries(0), 16));
     assert!(world.is_asked_to_save("t1", 1));
     // There is capacity beside the job that saves, but the device is being freed for the large job.
@@ -418,7 +418,7 @@ fn no_more_jobs_are_preempted_than_needed() {
     for id in ["t1", "t2", "t3"] {
         world.submit(id, yielding());
         world.pass(1);
-        world.beat(session, &[held("t1", 1), held("t2", 1), held("t3", 1)]);
+        world.heartbeat(session, &[held("t1", 1), held("t2", 1), held("t3", 1)]);
     }
     let preempted = |world: &World| {
         ["t1", "t2", "t3"]
@@ -529,7 +529,7 @@ fn a_device_is_quarantined_after_three_faults() {
     // The quarantine ends after a while; one more fault starts it again. Ending a drain clears the faults.
     world.pass(60);
     assert_eq!(world.running(), ["j4"]);
-    world.beat(session, &[held("j4", 1)]);
+    world.heartbeat(session, &[held("j4", 1)]);
     world.finish(session, &held("j4", 1), failed(FailureCause::Machine));
     world.submit("j5", retries(0));
     assert_eq!(world.state("j5"), JobState::Queued);

@@ -292,14 +292,14 @@ fn fail_on(world: &mut World, name: &str, requirements: Requirements, pool: &[&s
     // The other machines connect later.
     for (index, other) in pool.iter().enumerate() {
         if *other != name {
-            world.step(Event::WorkerLost {
+            world.step(Event::SessionClosed {
                 session: SessionId(index as u64 + 1),
             });
         }
     }
     world.submit("j", requirements);
     let session = SessionId(pool.iter().position(|other| *other == name).unwrap() as u64 + 1);
-    world.beat(session, &[held("j", 1)]);
+    world.heartbeat(session, &[held("j", 1)]);
     world.finish(session, &held("j", 1), failed(FailureCause::DiskFull));
     for other in pool.iter().filter(|other| **other != name) {
         world.sessions += 1;

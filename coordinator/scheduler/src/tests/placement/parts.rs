@@ -130,7 +130,7 @@ impl TestBed {
             let live: Vec<String> = self.world.state.live.keys().map(ToString::to_string).collect();
             for job in live {
                 let (session, held) = self.held(&job);
-                self.world.beat(session, &[held]);
+                self.world.heartbeat(session, &[held]);
             }
             self.world.pass(1);
         }
