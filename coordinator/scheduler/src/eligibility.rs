@@ -18,7 +18,7 @@ pub(super) enum Obstacle {
     /// The work would take many times as long as on the fastest device that fits.
     TooSlow,
     /// The worker is drained or leaves, or the device is quarantined.
-    Closed,
+    NotAccepting,
     /// The jobs that run there leave too little capacity, or one of them is being preempted.
     Busy,
     /// The device is reserved for a part that moves there from a slower device.
@@ -45,8 +45,8 @@ impl State {
         if needs.is_too_slow(fit.seconds_per_unit, fastest) {
             return Err(Obstacle::TooSlow);
         }
-        if !slot.open {
-            return Err(Obstacle::Closed);
+        if !slot.accepts_jobs {
+            return Err(Obstacle::NotAccepting);
         }
         let reservation = needs.reservation(fit.choice.1);
         if !slot.has_capacity()

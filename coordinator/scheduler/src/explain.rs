@@ -76,7 +76,7 @@ impl State {
             .collect();
         let fastest = devices
             .iter()
-            .filter(|(_, slot, ..)| slot.open)
+            .filter(|(_, slot, ..)| slot.accepts_jobs)
             .filter_map(|(_, slot, worker, device_fit, _)| {
                 let seconds = device_fit.as_ref().ok()?.seconds_per_unit;
                 Some((seconds, device_label(worker, slot)))
@@ -138,16 +138,16 @@ impl State {
                     .map(|job| self.faster_devices(now, job, device_fit.seconds_per_unit))
                     .unwrap_or_default(),
             },
-            (Obstacle::Closed, _) if worker.drained => Availability::Drained { worker: &worker.name },
-            (Obstacle::Closed, _) if worker.leaving => Availability::Leaving { worker: &worker.name },
-            (Obstacle::Closed, _) if slot.quarantined.is_some() => Availability::Quarantined {
+            (Obstacle::NotAccepting, _) if worker.drained => Availability::Drained { worker: &worker.name },
+            (Obstacle::NotAccepting, _) if worker.leaving => Availability::Leaving { worker: &worker.name },
+            (Obstacle::NotAccepting, _) if slot.quarantined.is_some() => Availability::Quarantined {
                 worker: &worker.name,
                 reason: Self::quarantine_reason(worker, slot.device.device),
             },
             (Obstacle::Reserved, Some(id)) if slot.running.is_empty() => {
                 Availability::Reserved(self.label(id, subject.owner))
             }
-            (Obstacle::Busy | Obstacle::Reserved | Obstacle::Closed, _) => {
+            (Obstacle::Busy | Obstacle::Reserved | Obstacle::NotAccepting, _) => {
                 let gives_way = |job: &Job| matches!(job.preemption, Some(Preemption::ForJob(_)));
                 let jobs = slot.running.keys().map(|id| {
                     let preempted = self.jobs.get(id).is_some_and(gives_way);
@@ -248,12 +248,12 @@ impl State {
                 Err(fit_error) => fit_errors.push(fit_error),
             }
         }
-        let is_open = |(device, ..): &&(&Slot, &Worker, Fit<'_>)| device.open;
+        let is_open = |(device, ..): &&(&Slot, &Worker, Fit<'_>)| device.accepts_jobs;
         if !fitting.iter().any(|one| is_open(&one)) {
             let count = fitting.len();
             return match fitting.into_iter().next() {
                 None => WaitReason::NoDeviceFits(fit_errors),
-                Some((.., first)) => WaitReason::DevicesClosed {
+                Some((.., first)) => WaitReason::NoDeviceAccepts {
                     fitting: count,
                     first: first.availability,
                 },
@@ -327,7 +327,7 @@ impl State {
 
     /// Where a job with these requirements could run if it were submitted now.
     #[must_use]
-    pub fn fit(&self, requirements: &Requirements) -> Forecast {
+    pub fn forecast_new_job(&self, requirements: &Requirements) -> Forecast {
         let needs = DeviceNeeds::of_requirements(requirements, false, None);
         let units = requirements
             .demand

@@ -377,11 +377,11 @@ impl State {
     ) -> Result<Vec<(JobId, Condition)>, Refusal> {
         let mut found: Vec<(JobId, Condition)> = Vec::with_capacity(prerequisites.len());
         for Prerequisite { job: text, condition } in prerequisites {
-            let sees = |job: &Job| sees_all || job.requirements.owner == *owner;
+            let is_visible = |job: &Job| sees_all || job.requirements.owner == *owner;
             let named = || self.newest_named(text, owner).map(Ok);
-            let id = self.find_by_exact_id(text, sees).map(Ok).or_else(named);
+            let id = self.find_by_exact_id(text, is_visible).map(Ok).or_else(named);
             let shown: String = text.chars().take(80).collect();
-            let id = match id.unwrap_or_else(|| self.find_by_prefix(text, sees)) {
+            let id = match id.unwrap_or_else(|| self.find_by_prefix(text, is_visible)) {
                 Err(Refusal::NotFound(_)) => {
                     return Err(Refusal::Conflict(format!(
                         "{}: there is no job {shown:?} to wait for; give the id or the name of a job that was submitted",
@@ -433,31 +433,32 @@ impl State {
         self.find_among(text, |_| true)
     }
 
-    /// [`Self::find`] among the jobs for which `sees` is true.
+    /// [`Self::find`] among the jobs for which `is_visible` is true.
     ///
     /// # Errors
     /// [`Refusal::NotFound`], [`Refusal::Ambiguous`], [`Refusal::SameName`]
-    pub fn find_among(&self, text: &str, sees: impl Fn(&Job) -> bool) -> Result<JobId, Refusal> {
-        if let Some(id) = self.find_by_exact_id(text, &sees) {
+    pub fn find_among(&self, text: &str, is_visible: impl Fn(&Job) -> bool) -> Result<JobId, Refusal> {
+        if let Some(id) = self.find_by_exact_id(text, &is_visible) {
             return Ok(id);
         }
-        match self.find_by_name(text, &sees)? {
+        match self.find_by_name(text, &is_visible)? {
             Some(id) => Ok(id),
-            None => self.find_by_prefix(text, sees),
+            None => self.find_by_prefix(text, is_visible),
         }
     }
 
     /// The job or array with exactly this id.
-    fn find_by_exact_id(&self, text: &str, sees: impl Fn(&Job) -> bool) -> Option<JobId> {
+    fn find_by_exact_id(&self, text: &str, is_visible: impl Fn(&Job) -> bool) -> Option<JobId> {
         let id = JobId::parse(text).ok()?;
-        let there = self.jobs.get(&id).is_some_and(&sees)
-            || (self.arrays.contains_key(&id) && self.members(&id).iter().filter_map(|id| self.job(id)).any(&sees));
+        let there = self.jobs.get(&id).is_some_and(&is_visible)
+            || (self.arrays.contains_key(&id)
+                && self.members(&id).iter().filter_map(|id| self.job(id)).any(&is_visible));
         there.then_some(id)
     }
 
     /// The job or array with this name: the one that has not ended, else the newest that has. A member of an array is found
     /// only when nothing else has the name. Several that have not ended are an error.
-    fn find_by_name(&self, name: &str, sees: impl Fn(&Job) -> bool) -> Result<Option<JobId>, Refusal> {
+    fn find_by_name(&self, name: &str, is_visible: impl Fn(&Job) -> bool) -> Result<Option<JobId>, Refusal> {
         /// Jobs or arrays of a name.
         #[derive(Default)]
         struct Named<'a> {
@@ -476,9 +477,9 @@ impl State {
         let (mut whole, mut members) = (Named::default(), Named::default());
         for job in self.jobs.values() {
             match &job.array {
-                None if job.name == name && sees(job) => whole.add(job, &job.id),
-                Some(array) if array.name == name && sees(job) => whole.add(job, &array.id),
-                Some(_) if job.name == name && sees(job) => members.add(job, &job.id),
+                None if job.name == name && is_visible(job) => whole.add(job, &job.id),
+                Some(array) if array.name == name && is_visible(job) => whole.add(job, &array.id),
+                Some(_) if job.name == name && is_visible(job) => members.add(job, &job.id),
                 _ => {}
             }
         }
@@ -501,12 +502,12 @@ impl State {
     }
 
     /// The only job or array whose id has this prefix.
-    fn find_by_prefix(&self, text: &str, sees: impl Fn(&Job) -> bool) -> Result<JobId, Refusal> {
+    fn find_by_prefix(&self, text: &str, is_visible: impl Fn(&Job) -> bool) -> Result<JobId, Refusal> {
         if JobId::parse(text).is_err() {
             return Err(Refusal::NotFound(text.chars().take(80).collect()));
         }
         // Searches all jobs; only a person who types a part of an id gets here.
-        let has_prefix = |id: &JobId, job: &Job| id.as_str().starts_with(text) && sees(job);
+        let has_prefix = |id: &JobId, job: &Job| id.as_str().starts_with(text) && is_visible(job);
         let mut fitting: Vec<_> = self.jobs.iter().filter(|(id, job)| has_prefix(id, job)).collect();
         fitting.sort_unstable_by_key(|(id, _)| *id);
         let mut matches: Vec<JobId> = Vec::new();

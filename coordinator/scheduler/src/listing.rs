@@ -131,16 +131,16 @@ impl ListQuery {
 }
 
 impl State {
-    /// A page of the jobs for which `sees` is true. The page ends after the row for which `is_full` returns true.
+    /// A page of the jobs for which `is_visible` is true. The page ends after the row for which `is_full` returns true.
     #[must_use]
     pub fn list(
         &self,
         now: UnixMillis,
         query: &ListQuery,
-        sees: impl Fn(&Job) -> bool,
+        is_visible: impl Fn(&Job) -> bool,
         mut is_full: impl FnMut(&JobView) -> bool,
     ) -> Page {
-        let mut rows = self.rows(query, sees);
+        let mut rows = self.rows(query, is_visible);
         let total = rows.len() as u64;
         let is_ended = |position: &ListPosition| matches!(position, ListPosition::Ended(_));
         let active = rows.iter().filter(|(position, _)| !is_ended(position)).count();
@@ -181,10 +181,10 @@ impl State {
     }
 
     /// All rows with their positions, unsorted. An array has the position of its first member.
-    fn rows(&self, query: &ListQuery, sees: impl Fn(&Job) -> bool) -> Vec<(ListPosition, &JobId)> {
+    fn rows(&self, query: &ListQuery, is_visible: impl Fn(&Job) -> bool) -> Vec<(ListPosition, &JobId)> {
         let mut rows: Vec<(ListPosition, &JobId)> = Vec::new();
         let mut arrays: BTreeMap<&JobId, usize> = BTreeMap::new();
-        for job in self.jobs.values().filter(|job| query.matches(job) && sees(job)) {
+        for job in self.jobs.values().filter(|job| query.matches(job) && is_visible(job)) {
             let mut position = ListPosition::of(job);
             let array = job.array.as_deref();
             if let (Some(_), Some(array)) = (&query.array, array) {

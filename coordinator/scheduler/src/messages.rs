@@ -56,7 +56,7 @@ pub(super) fn wait_reason(reason: &WaitReason<'_>) -> String {
         }
         WaitReason::StartsNow => "starts now".into(),
         WaitReason::NoDeviceFits(fit_errors) => no_device(fit_errors.iter().collect()),
-        WaitReason::DevicesClosed { fitting, first } => {
+        WaitReason::NoDeviceAccepts { fitting, first } => {
             let devices = match fitting {
                 1 => "the one device that fits is not taken".to_owned(),
                 several => format!("none of the {several} devices that fit is taken"),

@@ -110,7 +110,7 @@ impl State {
             .filter_map(|one| self.running_part(now, one))
             // A device that takes no more work finishes no further parts.
             .filter(|one| {
-                one.slot != slot && one.speed < speed && self.slots.get(one.slot).is_some_and(|slot| slot.open)
+                one.slot != slot && one.speed < speed && self.slots.get(one.slot).is_some_and(|slot| slot.accepts_jobs)
             })
             .map(|one| ((takes - one.left) / (part * one.speed).max(1e-9)).floor().max(0.0))
             .sum();
@@ -227,7 +227,7 @@ impl State {
         let slot = self
             .slots
             .get(slot_id)
-            .filter(|slot| slot.open && slot.reserved_for.is_none())?;
+            .filter(|slot| slot.accepts_jobs && slot.reserved_for.is_none())?;
         let worker = self.workers.get(&slot.worker)?;
         let offer = device_fit(&self.speeds, needs, worker, &slot.device).ok()?;
         let missing = job

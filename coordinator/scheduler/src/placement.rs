@@ -125,7 +125,7 @@ impl State {
         if let Some(fastest) = class.fastest {
             return fastest;
         }
-        let open = |slot: &SlotId| self.slots.get(*slot).is_some_and(|slot| slot.open);
+        let open = |slot: &SlotId| self.slots.get(*slot).is_some_and(|slot| slot.accepts_jobs);
         let fits = class.fits.iter().filter(|(slot, _)| open(slot)).map(|(_, fit)| fit);
         let (mut fastest, mut min_bytes) = (f64::INFINITY, u64::MAX);
         for fit in fits {
@@ -231,7 +231,7 @@ impl State {
             let attempt = job.current()?;
             let slot_id = self.slots.find(&attempt.worker, attempt.device)?;
             let (slot, fit) = (self.slots.get(slot_id)?, class.fits.get(&slot_id)?);
-            let usable = slot.open
+            let usable = slot.accepts_jobs
                 && !class.needs.is_too_slow(fit.seconds_per_unit, fastest)
                 && slot.has_capacity_for(class.needs.reservation(fit.choice.1), Some(id));
             usable.then(|| (job.level(), attempt.created, id.clone()))

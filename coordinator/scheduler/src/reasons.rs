@@ -45,7 +45,7 @@ pub(super) enum WaitReason<'a> {
     /// No connected device fits.
     NoDeviceFits(Vec<FitError>),
     /// Every device that fits takes no work; the first of them says why.
-    DevicesClosed { fitting: usize, first: Availability<'a> },
+    NoDeviceAccepts { fitting: usize, first: Availability<'a> },
     /// A running job is being preempted for it.
     Preempting(JobLabel<'a>),
     /// It is a part of a job, and faster devices finish all parts before `device` would finish this one.

@@ -82,36 +82,36 @@ impl State {
 
     /// The jobs that ended before this time and may be removed: no job that stays and may still run starts after them.
     #[must_use]
-    pub fn forgettable(&self, before: Option<UnixMillis>) -> BTreeSet<JobId> {
+    pub fn removable_jobs(&self, before: Option<UnixMillis>) -> BTreeSet<JobId> {
         let old = self.jobs.values().filter(|job| ended_before(job, before));
-        let mut forgettable: BTreeSet<JobId> = old.map(|job| job.id.clone()).collect();
+        let mut removable: BTreeSet<JobId> = old.map(|job| job.id.clone()).collect();
         // An array is removed as a whole.
         for array in self.arrays.values() {
-            if array.members.values().any(|member| !forgettable.contains(member)) {
+            if array.members.values().any(|member| !removable.contains(member)) {
                 for member in array.members.values() {
-                    forgettable.remove(member);
+                    removable.remove(member);
                 }
             }
         }
-        if forgettable.is_empty() {
-            return forgettable;
+        if removable.is_empty() {
+            return removable;
         }
         let mut staying: Vec<&Job> = self.jobs.values().collect();
-        staying.retain(|job| !forgettable.contains(&job.id));
+        staying.retain(|job| !removable.contains(&job.id));
         // A job that stays because of another one also keeps its own prerequisites.
         while let Some(job) = staying.pop() {
             if job.state == JobState::Completed {
                 continue;
             }
             for id in job.after.iter().flat_map(|id| self.with_array_members(id)) {
-                if forgettable.remove(&id)
+                if removable.remove(&id)
                     && let Some(before) = self.jobs.get(&id)
                 {
                     staying.push(before);
                 }
             }
         }
-        forgettable
+        removable
     }
 
     /// How many jobs [`super::Event::Expire`] would remove, and how many would lose their checkpoint.
@@ -123,7 +123,7 @@ impl State {
     ) -> (usize, usize) {
         let expires = |job: &&Job| checkpoint_expires(job, checkpoints_before);
         (
-            self.forgettable(jobs_before).len(),
+            self.removable_jobs(jobs_before).len(),
             self.jobs.values().filter(expires).count(),
         )
     }
@@ -137,7 +137,7 @@ impl State {
         jobs_before: Option<UnixMillis>,
         checkpoints_before: Option<UnixMillis>,
     ) {
-        for id in self.forgettable(jobs_before).into_iter().take(MAX_EXPIRED_PER_STEP) {
+        for id in self.removable_jobs(jobs_before).into_iter().take(MAX_EXPIRED_PER_STEP) {
             self.forget(step, &id);
         }
         let expires = |job: &Job| checkpoint_expires(job, checkpoints_before);
@@ -149,13 +149,13 @@ impl State {
             .map(|job| job.id.clone())
             .collect();
         for id in ids {
-            let Some(lost) = self.jobs.get_mut(&id).and_then(|job| job.checkpoint.take()) else {
+            let Some(removed) = self.jobs.get_mut(&id).and_then(|job| job.checkpoint.take()) else {
                 continue;
             };
             step.touch(&id);
             let message = format!(
                 "the checkpoint of step {} was removed; if this job is resumed, it starts from the beginning",
-                lost.step
+                removed.step
             );
             let level = "info".to_owned();
             self.log(step, &id, None, EventBody::Log { level, message }, None);

@@ -32,7 +32,7 @@ impl State {
                 .find(|one| one.device == slot.device.device)
                 .and_then(|one| one.quarantined_until);
             slot.connected = connected && is_offered;
-            slot.open = takes_work && is_offered && slot.quarantined.is_none();
+            slot.accepts_jobs = takes_work && is_offered && slot.quarantined.is_none();
             self.update_fits(slot_id);
             self.update_capacity(slot_id);
         }

@@ -16,7 +16,7 @@ const MIN_PART_SECONDS: f64 = 60.0;
 impl State {
     /// The number of parts into which a job of this many images is split now; 1: it is not split.
     #[must_use]
-    pub fn parts(&self, requirements: &Requirements, images: u64, split: Split) -> u64 {
+    pub fn part_count(&self, requirements: &Requirements, images: u64, split: Split) -> u64 {
         let most = images.min(MEMBERS_MOST as u64).max(1);
         match split {
             Split::Parts(parts) => u64::from(parts).clamp(1, most),
@@ -30,7 +30,7 @@ impl State {
         let speeds: Vec<f64> = self
             .slots
             .iter()
-            .filter(|(_, slot)| slot.open)
+            .filter(|(_, slot)| slot.accepts_jobs)
             .filter_map(|(_, slot)| {
                 let worker = self.workers.get(&slot.worker)?;
                 let offer = device_fit(&self.speeds, &needs, worker, &slot.device).ok()?;

@@ -42,14 +42,14 @@ impl State {
         }
     }
 
-    /// All workers that ever registered: connected ones first, then by name. Of their jobs, those for which `sees` is true.
+    /// All workers that ever registered: connected ones first, then by name. Of their jobs, those for which `is_visible` is true.
     #[must_use]
-    pub fn worker_views(&self, sees: impl Fn(&Job) -> bool) -> Vec<WorkerView> {
+    pub fn worker_views(&self, is_visible: impl Fn(&Job) -> bool) -> Vec<WorkerView> {
         let mut workers: Vec<&Worker> = self.workers.values().collect();
         workers.sort_by_key(|worker| (worker.session.is_none(), &worker.name, &worker.id));
         workers
             .into_iter()
-            .map(|worker| self.view_of_worker(worker, &sees))
+            .map(|worker| self.view_of_worker(worker, &is_visible))
             .collect()
     }
 
@@ -60,7 +60,7 @@ impl State {
             .map(|worker| self.view_of_worker(worker, &|_| true))
     }
 
-    fn view_of_worker(&self, worker: &Worker, sees: &dyn Fn(&Job) -> bool) -> WorkerView {
+    fn view_of_worker(&self, worker: &Worker, is_visible: &dyn Fn(&Job) -> bool) -> WorkerView {
         let devices = worker.devices.iter().map(|device| {
             let slot = self
                 .slots
@@ -71,8 +71,8 @@ impl State {
                 device: device.clone(),
                 jobs: slot
                     .map(|slot| {
-                        let seen = |id: &&JobId| self.job(id).is_some_and(sees);
-                        slot.running.keys().filter(seen).cloned().collect()
+                        let visible = |id: &&JobId| self.job(id).is_some_and(is_visible);
+                        slot.running.keys().filter(visible).cloned().collect()
                     })
                     .unwrap_or_default(),
                 reserved: slot.map_or(0, |slot| slot.reserved),

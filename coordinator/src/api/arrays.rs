@@ -202,7 +202,7 @@ impl JobsApi {
         let parts = self
             .0
             .core
-            .query(move |state, _| state.parts(&wishes, images, split))
+            .query(move |state, _| state.part_count(&wishes, images, split))
             .await?;
         // At most so many were asked for: fewer if the configs would not fit.
         let own = submission.job_json.len();

@@ -329,7 +329,7 @@ impl Jobs for JobsApi {
         let sees_all = who.role.sees_all();
         let forecast = move |state: &State, _| {
             state.check_prerequisites(&asked.after, &asked.wants.owner, sees_all)?;
-            Ok(state.fit(&asked.wants))
+            Ok(state.forecast_new_job(&asked.wants))
         };
         let forecast: Result<Forecast, Refusal> = self.0.core.query(forecast).await?;
         let mut forecast = forecast.map_err(|refusal| refused(&refusal))?;

@@ -12,7 +12,7 @@ fn fastest(state: &State, needs: &DeviceNeeds) -> f64 {
     let speeds = state
         .slots
         .iter()
-        .filter(|(_, slot)| slot.open)
+        .filter(|(_, slot)| slot.accepts_jobs)
         .filter_map(|(_, slot)| {
             let worker = state.workers.get(&slot.worker)?;
             let (profile, _) = check_fit(needs, worker, &slot.device).ok()?;
@@ -27,7 +27,7 @@ fn fastest(state: &State, needs: &DeviceNeeds) -> f64 {
 
 /// Whether the job could start on this device now, or could if the attempt `without` did not run there.
 fn could_start(state: &State, job: &Job, slot: usize, without: Option<&PlacedAttempt>) -> bool {
-    let Some(slot) = state.slots.get(slot).filter(|slot| slot.open) else {
+    let Some(slot) = state.slots.get(slot).filter(|slot| slot.accepts_jobs) else {
         return false;
     };
     let Some(worker) = state.workers.get(&slot.worker) else {

@@ -271,17 +271,17 @@ impl JobClasses {
             return Vec::new();
         }
         let unused = |class: &mut JobClass| class.count == 0 && class.preempted.is_empty();
-        let mut gone = Vec::new();
+        let mut removed = Vec::new();
         for (id, entry) in self.all.iter_mut().enumerate() {
             if let Some(class) = entry.take_if(unused) {
                 self.free.push(id);
                 self.index.remove(&class.needs);
                 self.candidates.remove(&id);
                 self.empty -= 1;
-                gone.push((id, class));
+                removed.push((id, class));
             }
         }
-        gone
+        removed
     }
 
     /// Notes that a job of the class may be able to start.

@@ -24,7 +24,7 @@ pub(crate) struct Slot {
     /// Its worker is connected and offers it.
     pub(crate) connected: bool,
     /// It takes work: it is connected and not quarantined, and its worker is neither leaving nor drained.
-    pub(crate) open: bool,
+    pub(crate) accepts_jobs: bool,
     /// When its quarantine ends; none: it is not quarantined.
     pub(crate) quarantined: Option<UnixMillis>,
     /// The classes of waiting jobs that fit on it.
@@ -65,7 +65,7 @@ impl Slot {
 
     /// Whether any job could start here.
     pub(crate) fn has_capacity(&self) -> bool {
-        self.open
+        self.accepts_jobs
             && (self.running.is_empty()
                 || (self.device.device.kind != DeviceKind::Cpu
                     && self.running.len() < MAX_JOBS_PER_DEVICE
@@ -148,7 +148,7 @@ impl Slots {
             running: Table::default(),
             reserved: 0,
             connected: false,
-            open: false,
+            accepts_jobs: false,
             quarantined: None,
             classes: BTreeSet::new(),
             reserved_for: None,

@@ -125,8 +125,8 @@ fn a_hub_outage_counts_neither_against_the_device_nor_the_job() {
         waits.push(wait);
     }
     assert_eq!(waits, [2, 4, 8, 8, 8, 8], "ever less often, up to the limit");
-    let seen = world.state.worker_views(|_| true)[0].devices[0].clone();
-    assert_eq!((seen.faults, seen.quarantined), (0, false));
+    let view = world.state.worker_views(|_| true)[0].devices[0].clone();
+    assert_eq!((view.faults, view.quarantined), (0, false));
     // After `network_patience` the failures count.
     world.now = world.now.after(Duration::from_secs(2 * 3600));
     let session = world.worker("w1", vec![device(DeviceKind::Cpu, 0)], vec![held("ja", 7)]);
@@ -202,10 +202,10 @@ fn a_stuck_device_is_quarantined_at_once() {
         let worker = workers.into_iter().find(|worker| worker.name == name).unwrap();
         worker.devices[0].clone()
     };
-    let seen = of(&world, "w1");
-    assert!(seen.quarantined);
+    let view = of(&world, "w1");
+    assert!(view.quarantined);
     assert_eq!(
-        seen.quarantine_reason,
+        view.quarantine_reason,
         "no progress for 10 min, and its process 77 does not go"
     );
     assert_eq!(of(&world, "w2").quarantine_reason, "");
@@ -217,8 +217,8 @@ fn a_stuck_device_is_quarantined_at_once() {
         drain: false,
         now: false,
     });
-    let seen = of(&world, "w1");
-    assert!(!seen.quarantined && seen.quarantine_reason.is_empty());
+    let view = of(&world, "w1");
+    assert!(!view.quarantined && view.quarantine_reason.is_empty());
 }
 
 #[test]

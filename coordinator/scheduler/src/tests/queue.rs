@@ -101,7 +101,7 @@ fn a_reason_says_why_no_device_fits() {
         [(session, held("jany", 1))],
         "one that fits nothing holds up nobody"
     );
-    for (job, words) in [
+    for (job, text) in [
         ("jcuda", "no connected device is of kind cuda"),
         ("jlabel", "missing is zone: b"),
         (
@@ -114,7 +114,7 @@ fn a_reason_says_why_no_device_fits() {
         ),
     ] {
         assert!(
-            world.view(job).reason.contains(words),
+            world.view(job).reason.contains(text),
             "{job}: {}",
             world.view(job).reason
         );
@@ -357,8 +357,8 @@ fn a_running_job_is_not_busy_with_itself() {
     let forecast = world.state.explain_job(world.now, &JobId::new("ja")).unwrap();
     assert_eq!(forecast.summary, "running for 1 s on w1 cpu");
     assert_eq!(forecast.devices.len(), 1);
-    let words = &forecast.devices[0].words;
-    assert!(words.ends_with("; runs here") && !words.contains("busy"), "{words}");
+    let text = &forecast.devices[0].words;
+    assert!(text.ends_with("; runs here") && !text.contains("busy"), "{text}");
 }
 
 #[test]
@@ -372,7 +372,7 @@ fn a_paused_job_has_its_own_status() {
         ticket: Ticket(4),
         job: "ja".into(),
     });
-    let said = |world: &World| {
+    let statuses = |world: &World| {
         world.last.iter().rev().find_map(|effect| match effect {
             Effect::Publish(_, event) => match &event.body {
                 EventBody::State { state, paused, .. } => Some(state.status(*paused)),
@@ -381,9 +381,15 @@ fn a_paused_job_has_its_own_status() {
             _ => None,
         })
     };
-    assert_eq!((world.view("ja").status(), said(&world)), ("pausing", Some("pausing")));
+    assert_eq!(
+        (world.view("ja").status(), statuses(&world)),
+        ("pausing", Some("pausing"))
+    );
     world.finish(session, &held("ja", 1), Outcome::stopped());
-    assert_eq!((world.view("ja").status(), said(&world)), ("paused", Some("paused")));
+    assert_eq!(
+        (world.view("ja").status(), statuses(&world)),
+        ("paused", Some("paused"))
+    );
     assert_eq!(world.view("ja").state, JobState::Queued);
     world.resume("ja").unwrap();
     assert_ne!(world.view("ja").status(), "paused");

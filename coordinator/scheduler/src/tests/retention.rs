@@ -45,7 +45,7 @@ fn a_prerequisite_is_kept_while_its_dependents_may_start() {
     assert_eq!(
         world
             .state
-            .forgettable(Some(world.now.after(Duration::from_secs(1))))
+            .removable_jobs(Some(world.now.after(Duration::from_secs(1))))
             .len(),
         1
     );
@@ -85,11 +85,11 @@ fn a_stopped_job_keeps_its_checkpoint() {
     });
     let steps = ["j1", "j2", "j3"].map(|job| world.view(job).checkpoint_step);
     assert_eq!(steps, [Some(3), None, None]);
-    let told = |effect: &Effect| {
+    let is_logged = |effect: &Effect| {
         matches!(effect, Effect::Publish(job, event) if job.as_str() == "j2"
             && matches!(&event.body, EventBody::Log { message, .. } if message.contains("it starts from the beginning")))
     };
-    assert!(world.last.iter().any(told), "{:?}", world.last);
+    assert!(world.last.iter().any(is_logged), "{:?}", world.last);
     // Its user stopped it and resumes it from its checkpoint.
     world.resume("j1").unwrap();
     let resumed = world.last.iter().find_map(|effect| match effect {
@@ -134,8 +134,8 @@ fn only_ended_jobs_without_dependents_can_be_removed() {
     world.stop("jb", false).unwrap();
     world.remove("jb").unwrap();
     assert_eq!(world.remove("ja").unwrap().id.as_str(), "ja");
-    let gone = |effect: &Effect| matches!(effect, Effect::Persist(Record::JobGone(id)) if id.as_str() == "ja");
-    assert!(world.last.iter().any(gone));
+    let is_removed = |effect: &Effect| matches!(effect, Effect::Persist(Record::JobGone(id)) if id.as_str() == "ja");
+    assert!(world.last.iter().any(is_removed));
     assert!(matches!(world.remove("ja"), Err(Refusal::NotFound(_))));
 }
 
@@ -151,8 +151,8 @@ fn only_disconnected_workers_without_jobs_can_be_removed() {
     world.pass(60);
     world.forget("w1").unwrap();
     assert!(world.state.worker_views(|_| true).is_empty());
-    let gone = |effect: &Effect| matches!(effect, Effect::Persist(Record::WorkerGone(id)) if id.as_str() == "w1");
-    assert!(world.last.iter().any(gone));
+    let is_removed = |effect: &Effect| matches!(effect, Effect::Persist(Record::WorkerGone(id)) if id.as_str() == "w1");
+    assert!(world.last.iter().any(is_removed));
     assert!(matches!(world.forget("w1"), Err(Refusal::NoWorker(_))));
     // It registers again and gets work.
     world.cpu("w1");

@@ -524,8 +524,8 @@ fn a_device_is_quarantined_after_three_faults() {
         world.reason("j4"),
         "the one device that fits is not taken: quarantined: 3 faults in a row, the last one: boom; `aitk worker undrain w1` frees it"
     );
-    let seen = world.state.worker_views(|_| true)[0].devices[0].clone();
-    assert!(seen.quarantined && seen.faults == 3);
+    let view = world.state.worker_views(|_| true)[0].devices[0].clone();
+    assert!(view.quarantined && view.faults == 3);
     // The quarantine ends after a while; one more fault starts it again. Ending a drain clears the faults.
     world.pass(60);
     assert_eq!(world.running(), ["j4"]);

@@ -250,11 +250,11 @@ fn run_case(case: &Case) -> Result<(), String> {
     if let Some(failed_on) = case.setup.failed_on {
         fail_on(&mut world, failed_on, requirements, case.pool);
     } else {
-        let before = world.state.fit(&requirements);
+        let before = world.state.forecast_new_job(&requirements);
         world.submit("j", requirements);
         let starts = world.view("j").state == JobState::Running;
         if before.devices.iter().any(|device| device.ready) != starts && case.setup.quota.is_none() {
-            return Err(format!("`fit` said otherwise: {before:?}"));
+            return Err(format!("`forecast_new_job` said otherwise: {before:?}"));
         }
     }
     let view = world.view("j");
@@ -270,18 +270,18 @@ fn run_case(case: &Case) -> Result<(), String> {
     }
     let explained = world.state.explain_job(world.now, &JobId::new("j")).unwrap();
     // The forecast for a second job like it.
-    let again = world.state.fit(&case.job.requirements());
-    let mut said = vec![view.state.name().to_owned(), view.reason.clone(), explained.summary];
-    said.extend(explained.devices.into_iter().map(|device| device.words));
-    said.extend(
-        again
+    let second = world.state.forecast_new_job(&case.job.requirements());
+    let mut lines = vec![view.state.name().to_owned(), view.reason.clone(), explained.summary];
+    lines.extend(explained.devices.into_iter().map(|device| device.words));
+    lines.extend(
+        second
             .devices
             .into_iter()
             .map(|device| device.words.replace("busy with j (j)", "free")),
     );
-    for words in case.explanation {
-        if !said.iter().any(|line| line.contains(words)) {
-            return Err(format!("does not say {words:?}, but:\n  {}", said.join("\n  ")));
+    for text in case.explanation {
+        if !lines.iter().any(|line| line.contains(text)) {
+            return Err(format!("does not say {text:?}, but:\n  {}", lines.join("\n  ")));
         }
     }
     Ok(())
@@ -348,26 +348,26 @@ fn a_forecast_describes_every_device() {
     world.submit("j2", lora("flux").requirements());
     let forecast = world.state.explain_job(world.now, &JobId::new("j2")).unwrap();
     assert_eq!(forecast.summary, "next in line; the one device that fits is busy");
-    let words: Vec<&str> = forecast.devices.iter().map(|device| device.words.as_str()).collect();
-    assert_eq!(words.len(), 3);
+    let texts: Vec<&str> = forecast.devices.iter().map(|device| device.words.as_str()).collect();
+    assert_eq!(texts.len(), 3);
     assert!(
-        words[0].starts_with("4090 cuda:0: gpu_poor (")
-            && words[0].ends_with("GiB of 22.0 GiB, about 3 h 28 min, a guess); busy with j1 (j1)"),
+        texts[0].starts_with("4090 cuda:0: gpu_poor (")
+            && texts[0].ends_with("GiB of 22.0 GiB, about 3 h 28 min, a guess); busy with j1 (j1)"),
         "{}",
-        words[0]
+        texts[0]
     );
     assert!(
-        words[1].starts_with("cpu cpu: extreme (") && words[1].contains("it would take about 1"),
+        texts[1].starts_with("cpu cpu: extreme (") && texts[1].contains("it would take about 1"),
         "{}",
-        words[1]
+        texts[1]
     );
     assert!(
-        words[2].starts_with("1060 cuda:0: too small: even extreme needs about")
-            && words[2].ends_with("and it has 5.2 GiB"),
+        texts[2].starts_with("1060 cuda:0: too small: even extreme needs about")
+            && texts[2].ends_with("and it has 5.2 GiB"),
         "{}",
-        words[2]
+        texts[2]
     );
-    let before = world.state.fit(&images("sdxl").requirements());
+    let before = world.state.forecast_new_job(&images("sdxl").requirements());
     assert!(
         before.summary.starts_with("would start now on 1060 cuda:0: gpu_poor ("),
         "{}",
@@ -406,7 +406,7 @@ fn speeds_are_measured_from_completed_attempts() {
         .iter()
         .any(|effect| matches!(effect, Effect::Persist(Record::Worker(worker)) if !worker.speeds.is_empty()));
     assert!(persisted, "what was learned survives a restart");
-    let forecast = world.state.fit(&lora("sd1").requirements());
+    let forecast = world.state.forecast_new_job(&lora("sd1").requirements());
     assert!(
         forecast.devices[0].measured && forecast.devices[0].words.contains("about 3 min 20 s)"),
         "{forecast:?}"

@@ -83,9 +83,9 @@ impl TestBed {
             .live
             .keys()
             .filter_map(|id| self.world.state.job(id)?.current().map(|one| (one, id)));
-        let mut said: Vec<String> = live.map(|(one, id)| format!("{}: {id}", one.worker_name)).collect();
-        said.sort();
-        said.join("; ")
+        let mut running: Vec<String> = live.map(|(one, id)| format!("{}: {id}", one.worker_name)).collect();
+        running.sort();
+        running.join("; ")
     }
 
     fn held(&self, job: &str) -> (SessionId, HeldAttempt) {
@@ -348,7 +348,7 @@ fn only_long_jobs_are_split(bed: &mut TestBed) {
         }
         requirements
     };
-    let parts = |bed: &TestBed, images, split| bed.world.state.parts(&requirements(images), images, split);
+    let parts = |bed: &TestBed, images, split| bed.world.state.part_count(&requirements(images), images, split);
     // 0.4 s an image on the 4090: a minute is 150 of them.
     assert_eq!(parts(bed, 100, Split::Auto), 1);
     assert_eq!(parts(bed, 450, Split::Auto), 3);
