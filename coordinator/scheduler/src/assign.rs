@@ -1,8 +1,8 @@
-//! Applies a placement: starts an attempt of a waiting job on a device.
+//! Applies the decisions of placement: starts an attempt of a waiting job on a device.
 
 use super::event::{Effect, PlacedAttempt};
 use super::model::{ClassId, LiveAttempt};
-use super::placement::DeviceChoice;
+use super::placement::{Decision, DeviceChoice};
 use super::state::State;
 use super::state::slots::Reservation;
 use super::step::Step;
@@ -15,8 +15,16 @@ use std::time::Duration;
 const MAX_ATTEMPTS_KEPT: usize = 100;
 
 impl State {
+    /// Applies a decision of placement.
+    pub(super) fn apply(&mut self, step: &mut Step, decision: Decision) {
+        match decision {
+            Decision::Start { job, class, choice } => self.assign(step, &job, class, choice),
+            Decision::Preempt { victim, class, job } => self.preempt_for(step, &victim, class, &job),
+        }
+    }
+
     /// Starts an attempt of a waiting job on the chosen device.
-    pub(super) fn assign(&mut self, step: &mut Step, id: &JobId, class: ClassId, chosen: DeviceChoice) {
+    fn assign(&mut self, step: &mut Step, id: &JobId, class: ClassId, chosen: DeviceChoice) {
         let Some(slot) = self.slots.get(chosen.slot) else {
             return;
         };

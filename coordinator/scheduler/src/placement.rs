@@ -1,7 +1,8 @@
-//! Decides which waiting job starts on which device. Only the classes that may be able to start are considered, and of each
+//! Decides which waiting job starts on which device, and which running jobs are preempted. `assign` and `preemption` apply the
+//! decisions. Only the classes that may be able to start are considered, and of each
 //! class only the job that is next; the queue as a whole is never searched.
 
-use super::model::{ClassId, Job, Level, Preemption, SlotId};
+use super::model::{ClassId, Job, SlotId};
 use super::queue::QueuePosition;
 use super::state::State;
 use super::state::classes::JobClass;
@@ -20,6 +21,28 @@ pub(super) struct DeviceChoice {
     pub(super) slot: SlotId,
     pub(super) profile: MemoryProfile,
     pub(super) bytes: Option<u64>,
+}
+
+/// A decision of placement, which [`State::apply`] carries out.
+#[derive(Debug)]
+pub(super) enum Decision {
+    /// Start an attempt of a waiting job.
+    Start {
+        job: JobId,
+        class: ClassId,
+        choice: DeviceChoice,
+    },
+    /// Preempt a running job for a waiting one of a class.
+    Preempt { victim: JobId, class: ClassId, job: JobId },
+}
+
+/// One pass over the candidate classes.
+struct Round {
+    /// The next job of each class, with the number of jobs that were started before its position was computed.
+    positions: BinaryHeap<Reverse<(QueuePosition, ClassId, u64)>>,
+    started: u64,
+    /// The class of which no job can start, and its next job, while running jobs are preempted for them.
+    preempting: Option<(ClassId, QueuePosition, JobId)>,
 }
 
 /// The cost of starting a job on a device; the smallest is chosen. Compared in this order: whether the last attempt failed on
@@ -46,27 +69,53 @@ impl State {
         if self.classes.candidates.is_empty() || self.storage_full.is_some() {
             return;
         }
-        // Each position with the number of jobs that were assigned before it was computed.
-        let mut positions: BinaryHeap<Reverse<(QueuePosition, ClassId, u64)>> = BinaryHeap::new();
-        let mut assigned = 0;
+        let mut round = self.begin_round();
+        while let Some(decision) = self.decide(step.now, &mut round) {
+            self.apply(step, decision);
+        }
+        // Assigning and preempting leave no new candidates; a job that was assigned still counts for its array's limit.
+        self.classes.candidates.clear();
+        self.arrays_with_capacity.clear();
+    }
+
+    fn begin_round(&mut self) -> Round {
+        let mut positions = BinaryHeap::new();
         for class in std::mem::take(&mut self.classes.candidates) {
             if !self.is_blocked(class) {
-                positions.extend(
-                    self.position(class)
-                        .map(|position| Reverse((position, class, assigned))),
-                );
+                positions.extend(self.position(class).map(|position| Reverse((position, class, 0))));
             }
         }
-        while let Some(Reverse((position, class, since))) = positions.pop() {
+        Round {
+            positions,
+            started: 0,
+            preempting: None,
+        }
+    }
+
+    /// The next decision of a round, made from the state that its earlier decisions have led to. Apart from the round itself
+    /// this changes only what classes cache.
+    fn decide(&mut self, now: UnixMillis, round: &mut Round) -> Option<Decision> {
+        loop {
+            if let Some((class, position, job)) = &round.preempting {
+                if let Some(victim) = self.preemption_victim(*class, *position) {
+                    return Some(Decision::Preempt {
+                        victim,
+                        class: *class,
+                        job: job.clone(),
+                    });
+                }
+                round.preempting = None;
+            }
+            let Reverse((position, class, started)) = round.positions.pop()?;
             if self.is_blocked(class) {
                 continue;
             }
             // Each assignment changes the users' shares: a position that is out of date goes back to the heap.
-            if since != assigned {
+            if started != round.started {
                 match self.position(class) {
-                    Some(now) if now == position => {}
-                    Some(now) => {
-                        positions.push(Reverse((now, class, assigned)));
+                    Some(current) if current == position => {}
+                    Some(current) => {
+                        round.positions.push(Reverse((current, class, round.started)));
                         continue;
                     }
                     None => continue,
@@ -79,24 +128,21 @@ impl State {
             else {
                 continue;
             };
-            match self.choose_device(step.now, &job, class) {
-                Some(chosen) => {
-                    self.assign(step, &job, class, chosen);
+            match self.choose_device(now, &job, class) {
+                Some(choice) => {
                     // The next position of the class is computed when this entry comes up again.
-                    positions.push(Reverse((position, class, assigned)));
-                    assigned += 1;
+                    round.positions.push(Reverse((position, class, round.started)));
+                    round.started += 1;
+                    return Some(Decision::Start { job, class, choice });
                 }
                 None => {
                     if let Some(class) = self.classes.get_mut(class) {
                         class.blocked = true;
                     }
-                    self.preempt_for(step, class, position, &job);
+                    round.preempting = Some((class, position, job));
                 }
             }
         }
-        // Assigning and preempting leave no new candidates; a job that was assigned still counts for its array's limit.
-        self.classes.candidates.clear();
-        self.arrays_with_capacity.clear();
     }
 
     /// Whether no job of the class can start now: no device has enough capacity, and no running job is preemptible. The
@@ -195,35 +241,13 @@ impl State {
         ))
     }
 
-    /// Preempts running jobs for the waiting job `to` and the other jobs of its class: at most as many as there are waiting
-    /// jobs of the class with a higher standing.
-    fn preempt_for(&mut self, step: &mut Step, class_id: ClassId, position: QueuePosition, to: &JobId) {
-        while !self.preemptible.is_empty() {
-            let Some((victim, level)) = self.preemption_victim(class_id, position) else {
-                return;
-            };
-            let Some(class) = self.classes.get_mut(class_id) else {
-                return;
-            };
-            let entitled: usize = class
-                .waiting
-                .range(..level)
-                .flat_map(|(_, users)| users.values())
-                .map(UserQueue::len)
-                .sum();
-            if class.preempted.len() >= entitled {
-                return;
-            }
-            class.preempted.insert(victim.clone());
-            let name = self.jobs.get(to).map(|job| job.name.as_str()).unwrap_or_default();
-            let reason = format!("saves and gives way to {to} ({name}); comes back by itself");
-            self.preempt(step, &victim, Preemption::ForJob(to.clone()), reason);
+    /// The running job to preempt for a class that is blocked: the one of the lowest level, and of those the one that started
+    /// last. Its device must take a job of the class when the victim has left. None: there is no such job, or as many jobs are
+    /// being preempted for the class as it has waiting jobs of higher levels than the victim.
+    fn preemption_victim(&mut self, class_id: ClassId, position: QueuePosition) -> Option<JobId> {
+        if self.preemptible.is_empty() {
+            return None;
         }
-    }
-
-    /// The running job to preempt: the one of the lowest level, and of those the one that started last. Its device must take
-    /// a job of the class when the victim has left.
-    fn preemption_victim(&mut self, class_id: ClassId, position: QueuePosition) -> Option<(JobId, Level)> {
         let fastest = self.fastest_seconds_per_unit(class_id);
         let class = self.classes.get(class_id)?;
         let candidate = |id: &JobId| {
@@ -236,8 +260,14 @@ impl State {
                 && slot.has_capacity_for(class.needs.reservation(fit.choice.1), Some(id));
             usable.then(|| (job.level(), attempt.created, id.clone()))
         };
-        let (level, _, id) = self.preemptible.iter().filter_map(candidate).max()?;
-        Some((id, level))
+        let (level, _, victim) = self.preemptible.iter().filter_map(candidate).max()?;
+        let entitled: usize = class
+            .waiting
+            .range(..level)
+            .flat_map(|(_, users)| users.values())
+            .map(UserQueue::len)
+            .sum();
+        (class.preempted.len() < entitled).then_some(victim)
     }
 }
 

@@ -1,12 +1,22 @@
 //! Applies preemptions: asks running jobs to save and to leave their devices.
 
-use super::model::{Preemption, QueueState};
+use super::model::{ClassId, Preemption, QueueState};
 use super::state::State;
 use super::step::Step;
 use aitk_common::control::JobState;
 use aitk_common::id::JobId;
 
 impl State {
+    /// Preempts a running job for a waiting job of a class.
+    pub(super) fn preempt_for(&mut self, step: &mut Step, victim: &JobId, class: ClassId, job: &JobId) {
+        if let Some(class) = self.classes.get_mut(class) {
+            class.preempted.insert(victim.clone());
+        }
+        let name = self.jobs.get(job).map(|job| job.name.as_str()).unwrap_or_default();
+        let reason = format!("saves and gives way to {job} ({name}); comes back by itself");
+        self.preempt(step, victim, Preemption::ForJob(job.clone()), reason);
+    }
+
     /// Asks a running job to save and to leave its device; it then returns to the queue. `reason` is what clients see.
     pub(super) fn preempt(&mut self, step: &mut Step, id: &JobId, why: Preemption, reason: String) {
         self.preemptible.remove(id);

@@ -64,7 +64,7 @@ pub(super) enum BeforeJob<'a> {
         name: &'a str,
         counts: String,
     },
-    /// It was forgotten.
+    /// It was removed.
     Unknown(JobId),
 }
 

@@ -99,7 +99,7 @@ fn a_reason_says_why_no_device_fits() {
     assert_eq!(
         world.assigned(),
         [(session, held("jany", 1))],
-        "one that fits nothing holds up nobody"
+        "a job that fits nowhere does not delay the others"
     );
     for (job, text) in [
         ("jcuda", "no connected device is of kind cuda"),

@@ -108,7 +108,7 @@ fn devices_are_shared_fairly_between_users() {
     assert_eq!(
         world.running(),
         ["a1", "a2", "b1", "c0"],
-        "both had as much; ada came first"
+        "both users had used the same device time; ada submitted first"
     );
 }
 
@@ -206,7 +206,7 @@ fn a_job_does_not_start_before_its_start_time() {
         "starts in 1 h 2 min at the earliest, as its config asks"
     );
     world.submit("j2", retries(0));
-    assert_eq!(world.running(), ["j2"], "nobody waits for it");
+    assert_eq!(world.running(), ["j2"], "no other job waits for it");
     world.finish(SessionId(1), &held("j2", 1), Outcome::Completed);
     world.pass(3724);
     assert_eq!(world.running(), Vec::<String>::new());

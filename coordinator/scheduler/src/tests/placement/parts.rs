@@ -211,8 +211,8 @@ fn a_part_migrates_to_an_idle_faster_gpu(bed: &mut TestBed) {
     bed.connect("4090");
     bed.pass(1);
     let (session, held) = bed.held("j-1");
-    let told = |effect: &Effect| matches!(effect, Effect::Send(to, ToWorker::Stop { held: one, save: true }) if *to == session && *one == held);
-    assert!(bed.world.last.iter().any(told), "{:?}", bed.world.last);
+    let is_stop = |effect: &Effect| matches!(effect, Effect::Send(to, ToWorker::Stop { held: one, save: true }) if *to == session && *one == held);
+    assert!(bed.world.last.iter().any(is_stop), "{:?}", bed.world.last);
     assert_eq!(bed.reason("j-1"), "continues on 4090 cuda:0, which is faster and idle");
     bed.finish("j-1", Outcome::stopped());
     assert_eq!(bed.running(), "4090: j-1");
