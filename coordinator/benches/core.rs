@@ -19,8 +19,8 @@ use aitk_common::plan::need::MemoryNeed;
 use aitk_common::plan::profile::MemoryProfile;
 use aitk_coordinator::store::{SqlStore, Store};
 use aitk_scheduler::{
-    Condition, Effect, Event, Listing, NewArray, NewJob, Payload, Prerequisite, Record, SessionId, Settings, State,
-    Ticket, Wants,
+    Condition, Effect, Event, ListQuery, NewArray, NewJob, Payload, Prerequisite, Record, Requirements, SessionId,
+    Settings, State, Ticket,
 };
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::{TimeVal, TimeValLike};
@@ -61,7 +61,7 @@ fn new_job(number: u64, fits: bool) -> NewJob {
     let family = families[(number % 4) as usize];
     let bytes = |gib: u64| gib * GIB + number % 4 * GIB / 2;
     let need = MemoryNeed::new([20, 16, 12, 8].map(bytes), [bytes(30); 4]);
-    let wants = Wants {
+    let requirements = Requirements {
         priority: (number / 7 % 3) as i64,
         owner: UserName::new(format!("user{}", number % 10)),
         demand: Some(Demand {
@@ -72,14 +72,14 @@ fn new_job(number: u64, fits: bool) -> NewJob {
         // Those that fit nowhere are all unlike each other.
         memory: (!fits).then_some(1024 * GIB + number),
         retries: 3,
-        ..Wants::default()
+        ..Requirements::default()
     };
     NewJob {
         id: JobId::new(format!("j{number:08x}")),
         seed: number,
         name: "a_lora_of_my_cat".into(),
         kind: "extension".into(),
-        wants,
+        requirements,
         local: false,
         idempotency_key: None,
         sees_all: true,
@@ -270,7 +270,7 @@ impl Requests {
         (core, records.len(), start.elapsed())
     }
 
-    fn list(&mut self, what: &str, listing: &Listing) {
+    fn list(&mut self, what: &str, listing: &ListQuery) {
         let start = processor_time();
         let page = self.bench.state.list(self.bench.now, listing, |_| true, |_| false);
         let took = processor_time().saturating_sub(start).as_secs_f64() * 1e3;
@@ -305,12 +305,12 @@ impl Requests {
         self.prepare((0..waiting).map(|number| job(number, true)));
         self.event("submit one", job(waiting, true));
         self.event("submit an array of 1,000", array("ja", 2 * waiting, &|_| {}));
-        self.list("a page of the list", &Listing::default());
-        let members = Listing {
+        self.list("a page of the list", &ListQuery::default());
+        let members = ListQuery {
             all: true,
             members: true,
             name_part: Some("my_cat".into()),
-            ..Listing::default()
+            ..ListQuery::default()
         };
         self.list("a page of all jobs whose names hold a text", &members);
         self.event("the first worker", worker(0));

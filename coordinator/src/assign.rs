@@ -5,10 +5,10 @@ use crate::error_chain::error_chain;
 use crate::payloads::Payloads;
 use crate::store::{Store, StoreError};
 use aitk_common::control::{Assignment, ToWorker};
-use aitk_common::id::UserName;
+use aitk_common::id::{AttemptId, UserName};
 use aitk_common::telemetry::context::TraceContext;
 use aitk_proto::{MAX_MESSAGE_BYTES, encoded_len, v1};
-use aitk_scheduler::Placed;
+use aitk_scheduler::PlacedAttempt;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -19,6 +19,8 @@ pub(crate) enum Outgoing {
     Message(ToWorker),
     /// Work, without the config, which only the store has.
     Work(Box<Work>),
+    /// A line for the audit log: the worker reported on this attempt, which is another worker's.
+    ForeignReport(Option<AttemptId>),
 }
 
 impl From<ToWorker> for Outgoing {
@@ -30,7 +32,7 @@ impl From<ToWorker> for Outgoing {
 /// Work for a worker.
 #[derive(Debug)]
 pub(crate) struct Work {
-    pub(crate) placed: Placed,
+    pub(crate) placed: PlacedAttempt,
     /// The span of the attempt.
     pub(crate) trace: Option<TraceContext>,
     /// Whose job it is.
@@ -137,7 +139,7 @@ impl Assigner {
     }
 
     /// Numbers of the images that earlier attempts made and that are kept, in order.
-    async fn drawn(&self, placed: &Placed) -> Result<Vec<u64>, StoreError> {
+    async fn drawn(&self, placed: &PlacedAttempt) -> Result<Vec<u64>, StoreError> {
         let files = self.store.artifacts(&placed.job).await?;
         let images = files.iter().filter(|file| file.kind == "image");
         let mut drawn: Vec<u64> = images.filter_map(|file| file.index).collect();

@@ -13,7 +13,7 @@ use crate::store::AuditLine;
 use crate::store::{Store, StoreError};
 use aitk_common::control::{JobEvent, ToWorker, UnixMillis};
 use aitk_common::id::JobId;
-use aitk_scheduler::{Effect, Event, Placed, Record, Refusal, Reply, SessionId, State, Ticket};
+use aitk_scheduler::{Effect, Event, PlacedAttempt, Record, Refusal, Reply, SessionId, State, Ticket};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -263,7 +263,7 @@ impl Runner {
                     continue;
                 }
             };
-            if let Event::WorkerLost { session } = &event {
+            if let Event::SessionClosed { session } = &event {
                 self.sessions.remove(session);
             }
             for effect in self.state.handle(now, event) {
@@ -356,6 +356,7 @@ impl Runner {
                 );
             }
             Effect::Send(session, message) => self.send(session, message.into()),
+            Effect::ForeignReport { session, attempt } => self.send(session, Outgoing::ForeignReport(attempt)),
             Effect::Assign(session, placed) => {
                 let work = self.work(*placed);
                 self.send(session, Outgoing::Work(Box::new(work)));
@@ -372,13 +373,13 @@ impl Runner {
     }
 
     /// What the session's task needs to make the assignment.
-    fn work(&self, placed: Placed) -> Work {
+    fn work(&self, placed: PlacedAttempt) -> Work {
         let job = self.state.job(&placed.job);
         if let Some(job) = job.filter(|job| job.attempts.len() == 1) {
             self.metrics.assigned(job.created, self.clock.now());
         }
         Work {
-            owner: job.map(|job| job.wants.owner.clone()),
+            owner: job.map(|job| job.requirements.owner.clone()),
             trace: job.and_then(|job| self.spans.of_attempt(job, &placed.held.attempt)),
             // Images in place are found in their folder, and a training has its checkpoint.
             may_have_drawn: !placed.local && placed.resume.is_none() && job.is_some_and(|job| job.attempts.len() > 1),

@@ -23,7 +23,7 @@ use crate::transfers::{Transfers, UploadRate};
 use aitk_common::hash::ContentHash;
 use aitk_common::security::token::{Token, TokenError};
 use aitk_common::storage::{BlobStore, ObjectBlobs, StorageError};
-use aitk_scheduler::{Caps, Settings, State};
+use aitk_scheduler::{Settings, State, UserLimits};
 use futures::future::BoxFuture;
 use std::fs::File;
 use std::io;
@@ -363,7 +363,7 @@ pub(crate) async fn bring_up(
     );
     let settings = Settings {
         quotas: config.quotas.clone(),
-        caps: Caps {
+        user_limits: UserLimits {
             waiting_jobs: config.limits.waiting_jobs,
             config_bytes: config.limits.config_bytes,
         },

@@ -103,7 +103,7 @@ impl Spans {
             .with("aitk.job.id", job.id.to_string())
             .with("aitk.job.name", job.name.clone())
             .with("aitk.job.kind", job.kind.clone())
-            .with("aitk.job.owner", job.wants.owner.to_string())
+            .with("aitk.job.owner", job.requirements.owner.to_string())
             .with("aitk.attempts", i64::try_from(job.attempts.len()).unwrap_or(i64::MAX))
             .with("aitk.outcome", state.name());
         if let Some(array) = &job.array {

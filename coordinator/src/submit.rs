@@ -7,7 +7,7 @@ use aitk_common::job::cluster::{Split, TimeSpan};
 use aitk_common::job::{Finding, JobSpec, summary};
 use aitk_common::plan::demand::Demand;
 use aitk_common::telemetry::context::TraceContext;
-use aitk_scheduler::{Condition, Prerequisite, Wants};
+use aitk_scheduler::{Condition, Prerequisite, Requirements};
 use serde_json::Value;
 
 /// Jobs that a job may wait for.
@@ -23,7 +23,7 @@ const DATA_LIMIT: usize = 16;
 #[derive(Clone, Debug)]
 pub(crate) struct Asked {
     pub(crate) named: BlobReference,
-    pub(crate) wants: Wants,
+    pub(crate) wants: Requirements,
     pub(crate) after: Vec<Prerequisite>,
     pub(crate) not_before: Option<UnixMillis>,
     /// To be cut into parts, of so many images.
@@ -137,11 +137,11 @@ fn read(submission: &Submission, retries: u32, all_sent: bool) -> Result<Asked, 
         Some(images) => demand.of_images(&job, images),
         None => demand,
     };
-    let wants = Wants {
+    let wants = Requirements {
         priority: cluster.priority,
         owner: submission.owner.clone().unwrap_or_default(),
         yields: cluster.yields,
-        alone: cluster.alone,
+        exclusive: cluster.alone,
         device: cluster.device,
         labels: cluster.labels.0,
         profile: cluster.memory_profile,
@@ -287,10 +287,10 @@ mod tests {
             .wants;
         assert_eq!(
             plain,
-            Wants {
+            Requirements {
                 retries: 3,
                 data: vec![ContentHash::of(b"org/sd1")],
-                ..Wants::default()
+                ..Requirements::default()
             }
         );
     }
@@ -313,7 +313,7 @@ mod tests {
         );
         let wants = asked.wants;
         assert_eq!((wants.owner.as_str(), wants.time_limit), ("ada", Some(60_000)));
-        assert!(wants.yields && wants.alone);
+        assert!(wants.yields && wants.exclusive);
         assert_eq!(wants.demand.unwrap().family, "sd1");
         assert_eq!(wants.data, [ContentHash::of(b"org/sd1")]);
         let many = job(

@@ -1,8 +1,8 @@
-//! Arrays: jobs that were submitted together. Each member is a job like any other; an array adds what holds for all of
-//! them: that they are named together, that others wait for all of them, and how many may run at the same time.
+//! Arrays: jobs that were submitted together. Each member is an ordinary job. The array adds a common name, a limit of how
+//! many members run at the same time, and lets other jobs wait for all members.
 
 use super::event::{Effect, NewArray, NewJob, Refusal, Reply};
-use super::model::{ArrayPlace, Condition, Job, QueueState, Ticket};
+use super::model::{ArrayMembership, Condition, Job, QueueState, Ticket};
 use super::state::State;
 use super::step::Step;
 use crate::state::array::Array;
@@ -12,12 +12,12 @@ use std::collections::BTreeSet;
 
 impl State {
     pub(super) fn submit_array(&mut self, step: &mut Step, ticket: Ticket, new: NewArray) {
-        let reply = self.take_array(step, new);
+        let reply = self.accept_array(step, new);
         step.push(Effect::Reply(ticket, reply.map(Reply::Submitted)));
     }
 
-    /// All members, or none.
-    fn take_array(&mut self, step: &mut Step, new: NewArray) -> Result<Submitted, Refusal> {
+    /// Accepts all members of an array, or none.
+    fn accept_array(&mut self, step: &mut Step, new: NewArray) -> Result<Submitted, Refusal> {
         if let Some(earlier) = self.submitted_before(new.idempotency_key.as_ref()) {
             return Ok(earlier);
         }
@@ -32,15 +32,15 @@ impl State {
         let size = u32::try_from(members.len()).unwrap_or(u32::MAX);
         if let Some(first) = members.first().filter(|first| first.capped) {
             let bytes = members.iter().map(|member| member.config_bytes).sum();
-            self.has_room_for(&first.wants.owner, members.len() as u64, bytes)?;
+            self.check_user_limits(&first.requirements.owner, members.len() as u64, bytes)?;
         }
         if !(2..=MEMBERS_MOST).contains(&members.len()) {
             return Err(Refusal::Conflict(format!(
                 "an array has 2 to {MEMBERS_MOST} members, this one {size}"
             )));
         }
-        let taken = |id: &JobId| self.jobs.contains_key(id) || self.arrays.contains_key(id);
-        if taken(&id) || members.iter().any(|member| taken(&member.id)) {
+        let is_taken = |id: &JobId| self.jobs.contains_key(id) || self.arrays.contains_key(id);
+        if is_taken(&id) || members.iter().any(|member| is_taken(&member.id)) {
             return Err(Refusal::Conflict(format!("the job id {id} is taken; submit again")));
         }
         let ids: BTreeSet<&JobId> = members.iter().map(|member| &member.id).collect();
@@ -52,23 +52,24 @@ impl State {
         }
         let mut afters: Vec<Vec<(JobId, Condition)>> = Vec::with_capacity(members.len());
         for (index, member) in members.iter().enumerate() {
-            // Members mostly wait for the same, and a name is looked for among all jobs.
+            // Most members have the same prerequisites, and resolving a name searches all jobs.
             let before = index
                 .checked_sub(1)
                 .and_then(|before| members.get(before).zip(afters.get(before)));
-            let same = |other: &NewJob| other.after == member.after && other.wants.owner == member.wants.owner;
+            let same =
+                |other: &NewJob| other.after == member.after && other.requirements.owner == member.requirements.owner;
             afters.push(match before.filter(|(other, _)| same(other)) {
                 Some((_, found)) => found.clone(),
-                None => self.find_all(&member.after, &member.wants.owner, member.sees_all)?,
+                None => self.resolve_prerequisites(&member.after, &member.requirements.owner, member.sees_all)?,
             });
         }
         for after in &afters {
-            self.refuse_impossible(after)?;
+            self.check_can_be_met(after)?;
         }
         for ((index, mut member), after) in (0..).zip(members).zip(afters) {
-            // The key is the array's; its first member remembers it.
+            // The idempotency key of the array is stored with its first member.
             member.idempotency_key = idempotency_key.clone().filter(|_| index == 0);
-            let place = ArrayPlace {
+            let membership = ArrayMembership {
                 id: id.clone(),
                 name: name.clone(),
                 index,
@@ -76,7 +77,7 @@ impl State {
                 at_most,
                 split,
             };
-            self.take(step, member, after, Some(Box::new(place)));
+            self.insert_job(step, member, after, Some(Box::new(membership)));
         }
         Ok(Submitted {
             job: id,
@@ -85,7 +86,7 @@ impl State {
         })
     }
 
-    /// What a submission with this key gave before.
+    /// The job or array that was submitted with this idempotency key before.
     #[must_use]
     pub fn submitted_before(&self, key: Option<&String>) -> Option<Submitted> {
         let id = self.keys.get(key?)?;
@@ -100,47 +101,47 @@ impl State {
         })
     }
 
-    /// A job became known: a new one, or one of the store.
-    pub(super) fn join_array(&mut self, id: &JobId) {
+    /// Adds a new or restored job to its array and to the indexes of idempotency keys and config bytes.
+    pub(super) fn index_job(&mut self, id: &JobId) {
         let Some(job) = self.jobs.get(id) else { return };
         if job.config_bytes > 0 {
-            *self.config_bytes.entry(job.wants.owner.clone()).or_default() += job.config_bytes;
+            *self.config_bytes.entry(job.requirements.owner.clone()).or_default() += job.config_bytes;
         }
         if let Some(key) = &job.idempotency_key {
-            let meant = job.array_id().unwrap_or(id);
-            self.keys.insert(key.clone(), meant.clone());
+            let submitted = job.array_id().unwrap_or(id);
+            self.keys.insert(key.clone(), submitted.clone());
         }
-        let Some(place) = &job.array else { return };
-        let array = self.arrays.entry(place.id.clone()).or_insert_with(|| Array {
-            name: place.name.clone(),
-            size: place.size,
-            at_most: place.at_most,
-            split: place.split,
+        let Some(membership) = &job.array else { return };
+        let array = self.arrays.entry(membership.id.clone()).or_insert_with(|| Array {
+            name: membership.name.clone(),
+            size: membership.size,
+            at_most: membership.at_most,
+            split: membership.split,
             ..Array::default()
         });
-        array.members.insert(place.index, id.clone());
+        array.members.insert(membership.index, id.clone());
         array.completed += usize::from(job.state == JobState::Completed);
     }
 
-    /// A job is forgotten.
-    pub(super) fn leave_array(&mut self, job: &Job) {
-        if let Some(bytes) = self.config_bytes.get_mut(&job.wants.owner) {
+    /// Removes a job from its array and from the indexes of idempotency keys and config bytes.
+    pub(super) fn unindex_job(&mut self, job: &Job) {
+        if let Some(bytes) = self.config_bytes.get_mut(&job.requirements.owner) {
             *bytes = bytes.saturating_sub(job.config_bytes);
             if *bytes == 0 {
-                self.config_bytes.remove(&job.wants.owner);
+                self.config_bytes.remove(&job.requirements.owner);
             }
         }
         if let Some(key) = &job.idempotency_key {
             self.keys.remove(key);
         }
-        let Some(place) = &job.array else { return };
-        let Some(array) = self.arrays.get_mut(&place.id) else {
+        let Some(membership) = &job.array else { return };
+        let Some(array) = self.arrays.get_mut(&membership.id) else {
             return;
         };
-        array.members.remove(&place.index);
+        array.members.remove(&membership.index);
         array.completed -= usize::from(job.state == JobState::Completed);
         if array.members.is_empty() {
-            self.arrays.remove(&place.id);
+            self.arrays.remove(&membership.id);
         }
     }
 
@@ -150,7 +151,7 @@ impl State {
         self.arrays.contains_key(id)
     }
 
-    /// The members of an array, by index; a job is all there is of itself.
+    /// The members of an array, by index; of a job, the job itself.
     #[must_use]
     pub fn members(&self, id: &JobId) -> Vec<JobId> {
         match self.arrays.get(id) {
@@ -159,7 +160,7 @@ impl State {
         }
     }
 
-    /// Whether what others wait for has completed: a job, or every member of an array.
+    /// Whether a job, or every member of an array, has completed.
     pub(super) fn has_completed(&self, id: &JobId) -> bool {
         match self.jobs.get(id) {
             Some(job) => job.state == JobState::Completed,
@@ -170,17 +171,17 @@ impl State {
         }
     }
 
-    /// Whether what a job starts after has ended as it has to.
+    /// Whether a prerequisite has ended as the condition demands.
     pub(super) fn is_met(&self, id: &JobId, condition: Condition) -> bool {
         match condition {
             Condition::Completed => self.has_completed(id),
-            Condition::Ended => self.has_ended(id, |_| false),
-            Condition::Failed => self.has_ended(id, |any| any != JobState::Failed),
+            Condition::Ended => self.has_ended(id, |_| true),
+            Condition::Failed => self.has_ended(id, |state| state == JobState::Failed),
         }
     }
 
-    /// Whether a job, or every member of an array, has ended; not so if all of them ended in a way that does not count.
-    fn has_ended(&self, id: &JobId, counts_not: impl Fn(JobState) -> bool) -> bool {
+    /// Whether a job, or every member of an array, has ended, and at least one of them in a state that counts.
+    fn has_ended(&self, id: &JobId, counts: impl Fn(JobState) -> bool) -> bool {
         let members = self.members(id);
         let mut states = members
             .iter()
@@ -191,34 +192,34 @@ impl State {
             return false;
         }
         let states: Vec<JobState> = states.collect();
-        states.iter().all(|state| state.is_ended()) && !states.iter().all(|state| counts_not(*state))
+        states.iter().all(|state| state.is_ended()) && states.iter().any(|state| counts(*state))
     }
 
-    /// A member has completed.
-    pub(super) fn member_completed(&mut self, id: &JobId) {
+    /// Counts a completed member of its array.
+    pub(super) fn array_member_completed(&mut self, id: &JobId) {
         let array = self.jobs.get(id).and_then(|job| job.array_id()).cloned();
         if let Some(array) = array.and_then(|array| self.arrays.get_mut(&array)) {
             array.completed += 1;
         }
     }
 
-    /// Where a member that could start now waits: for a device, or for others of its array. `None`: it is in no array
-    /// with a limit.
-    pub(super) fn admit_member(&mut self, id: &JobId) -> Option<QueueState> {
+    /// Admits a member that could start now to its array's limit. Returns [`QueueState::ArrayLimited`] if the limit is
+    /// reached, else `None`.
+    pub(super) fn admit_to_array(&mut self, id: &JobId) -> Option<QueueState> {
         let job = self.jobs.get(id)?;
         let key = job.queue_key();
         let array = self.arrays.get_mut(job.array_id()?)?;
         array.at_most?;
-        if array.has_room() {
+        if array.can_admit() {
             array.ready.insert(id.clone());
             return None;
         }
-        array.held.insert(key, id.clone());
-        Some(QueueState::Held)
+        array.over_limit.insert(key, id.clone());
+        Some(QueueState::ArrayLimited)
     }
 
-    /// A member leaves the queue.
-    pub(super) fn dismiss_member(&mut self, id: &JobId, queue_state: QueueState) {
+    /// Updates the array of a member that leaves the queue.
+    pub(super) fn leave_array_queue(&mut self, id: &JobId, queue_state: QueueState) {
         let Some(job) = self.jobs.get(id) else { return };
         let Some(array_id) = job.array_id().cloned() else {
             return;
@@ -228,8 +229,8 @@ impl State {
             return;
         };
         match queue_state {
-            QueueState::Held => {
-                array.held.remove(&key);
+            QueueState::ArrayLimited => {
+                array.over_limit.remove(&key);
             }
             _ if array.ready.remove(id) => {
                 self.arrays_with_capacity.insert(array_id);
@@ -238,8 +239,8 @@ impl State {
         }
     }
 
-    /// A member has a live attempt.
-    pub(super) fn member_starts(&mut self, id: &JobId) {
+    /// Updates the array of a member whose attempt starts.
+    pub(super) fn array_member_started(&mut self, id: &JobId) {
         let Some(array_id) = self.jobs.get(id).and_then(|job| job.array_id()) else {
             return;
         };
@@ -251,8 +252,8 @@ impl State {
         }
     }
 
-    /// A member has no live attempt any more.
-    pub(super) fn member_ends(&mut self, id: &JobId) {
+    /// Updates the array of a member whose attempt has ended.
+    pub(super) fn array_member_ended(&mut self, id: &JobId) {
         let Some(array_id) = self.jobs.get(id).and_then(|job| job.array_id()).cloned() else {
             return;
         };
@@ -268,15 +269,15 @@ impl State {
         }
     }
 
-    /// Members that waited for others of their array, where there is room now. At the end of a step: a member that came
-    /// back from its device has had the first choice.
-    pub(super) fn release_members(&mut self, now: UnixMillis) {
+    /// Releases members that waited for their array's limit, as far as the limit now allows. Runs at the end of a step, so
+    /// that a member which returned from its device in this step goes first.
+    pub(super) fn release_array_members(&mut self, now: UnixMillis) {
         for id in std::mem::take(&mut self.arrays_with_capacity) {
             while let Some(array) = self.arrays.get_mut(&id)
-                && array.has_room()
-                && let Some((_, job)) = array.held.pop_first()
+                && array.can_admit()
+                && let Some((_, job)) = array.over_limit.pop_first()
             {
-                self.requeue_in_place(now, &job);
+                self.reevaluate_wait(now, &job);
             }
         }
     }

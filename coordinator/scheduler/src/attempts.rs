@@ -1,7 +1,9 @@
-//! What attempts report, how they end, and what then becomes of their job.
+//! Handles the reports of attempts: progress, files, checkpoints and their end.
 
 use super::event::{Effect, Record};
-use super::model::{Committed, Job, Pace, SessionId, job_of};
+use super::messages::fence_reason;
+use super::model::{CommittedCheckpoint, Job, Pace, SessionId, job_of};
+use super::reasons::FenceReason;
 use super::state::State;
 use super::step::Step;
 use aitk_common::attempt::Outcome;
@@ -11,16 +13,13 @@ use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
 use std::sync::Arc;
 
-/// Text of a peer that is kept: longer log lines and messages are cut.
-const TEXT_LIMIT: usize = 8 << 10;
-/// Models whose commits are kept of a job: more than any names.
-const REVISIONS_MOST: usize = 32;
-
-/// What a worker is told that reports on an attempt which was never its own.
-pub const OF_ANOTHER: &str = "it belongs to another worker";
+/// The most bytes of a log line or message from a worker that are stored; longer ones are truncated.
+const MAX_TEXT_BYTES: usize = 8 << 10;
+/// The most hub models of a job whose commits are stored; more than any job uses.
+const MAX_REVISIONS: usize = 32;
 
 impl State {
-    /// The job whose live attempt this is, if it is this session's.
+    /// The job whose live attempt this is, if this session's worker holds it.
     pub(super) fn current_job(&self, session: SessionId, held: &HeldAttempt) -> Option<&Job> {
         let job = self.jobs.at(*self.live.get(job_of(&held.attempt)?)?)?;
         let attempt = job.current()?;
@@ -30,26 +29,38 @@ impl State {
         same.then_some(job)
     }
 
-    /// The id of that job, which is about to change.
-    pub(super) fn turn_to_current(&mut self, session: SessionId, held: &HeldAttempt) -> Option<JobId> {
+    /// The id of [`Self::current_job`], which the caller is about to change.
+    pub(super) fn select_current_job(&mut self, session: SessionId, held: &HeldAttempt) -> Option<JobId> {
         let id = self.current_job(session, held)?.id.clone();
-        self.jobs.visit(*self.live.get(&id)?);
+        self.jobs.select(*self.live.get(&id)?);
         Some(id)
     }
 
-    /// Why an attempt is not current, for the worker's log.
-    pub(super) fn fence_reason(&self, held: &HeldAttempt) -> String {
+    /// Why an attempt is not the current one of its job.
+    pub(super) fn fence_reason(&self, held: &HeldAttempt) -> FenceReason {
         let known = job_of(&held.attempt).and_then(|id| self.jobs.find(id)).and_then(|job| {
             let attempt = job.attempts.iter().find(|attempt| attempt.id == held.attempt)?;
             Some((attempt.state, attempt.epoch, job.epoch()))
         });
         match known {
-            None => "no such attempt is known here".into(),
-            Some((_, epoch, _)) if epoch != held.epoch => format!("its epoch is {epoch}, not {}", held.epoch),
-            Some((_, epoch, newest)) if epoch != newest => format!("epoch {epoch} was followed by epoch {newest}"),
-            Some((state, ..)) if !state.is_live() => format!("it has ended: {}", state.name()),
-            Some(_) => OF_ANOTHER.into(),
+            None => FenceReason::Unknown,
+            Some((_, epoch, _)) if epoch != held.epoch => FenceReason::WrongEpoch {
+                reported: held.epoch,
+                known: epoch,
+            },
+            Some((_, epoch, newest)) if epoch != newest => FenceReason::Superseded { epoch, newest },
+            Some((state, ..)) if !state.is_live() => FenceReason::Ended(state),
+            Some(_) => FenceReason::OtherWorker,
         }
+    }
+
+    /// Answers that an attempt is fenced.
+    fn answer_fenced(&self, step: &mut Step, session: SessionId, request: u64, held: &HeldAttempt) {
+        let reason = self.fence_reason(held);
+        if reason == FenceReason::OtherWorker {
+            step.push(Effect::ForeignReport { session, attempt: None });
+        }
+        self.answer(step, session, request, Verdict::Fenced, fence_reason(reason));
     }
 
     fn answer(&self, step: &mut Step, session: SessionId, request: u64, verdict: Verdict, message: String) {
@@ -67,16 +78,21 @@ impl State {
         self.answer(step, session, request, Verdict::Accepted, String::new());
     }
 
-    /// The job of a report, its lease renewed. Otherwise the worker is told, and nothing changes.
-    fn admit(&mut self, step: &mut Step, session: SessionId, request: u64, held: &HeldAttempt) -> Option<JobId> {
-        match self.turn_to_current(session, held) {
+    /// The job of a request whose attempt is current; renews its lease. Otherwise answers that the attempt is fenced.
+    fn accept_report(
+        &mut self,
+        step: &mut Step,
+        session: SessionId,
+        request: u64,
+        held: &HeldAttempt,
+    ) -> Option<JobId> {
+        match self.select_current_job(session, held) {
             Some(job) => {
                 self.renew(step, &job);
                 Some(job)
             }
             None => {
-                let reason = self.fence_reason(held);
-                self.answer(step, session, request, Verdict::Fenced, reason);
+                self.answer_fenced(step, session, request, held);
                 None
             }
         }
@@ -91,7 +107,7 @@ impl State {
         time: UnixMillis,
         report: Report,
     ) {
-        let Some(id) = self.turn_to_current(session, &held) else {
+        let Some(id) = self.select_current_job(session, &held) else {
             return self.fence(step, session, held);
         };
         self.renew(step, &id);
@@ -101,15 +117,15 @@ impl State {
         };
         live.seq = seq;
         match report {
-            // Overtaken progress interests nobody: told to those who listen, not kept, and no step of the cursor.
+            // Progress is only published to followers: it is not stored and does not advance the cursor.
             Report::Progress(progress) => {
                 job.progress = Some(progress);
-                // What it needed from the network is there.
-                if job.network.take().is_some() {
+                // Progress ends a network outage: the inputs have been downloaded.
+                if job.network_outage.take().is_some() {
                     step.touch(&id);
                 }
-                let works = job.works();
-                if let Some(live) = job.live.as_mut().filter(|_| works) {
+                let reports_work = job.reports_work();
+                if let Some(live) = job.live.as_mut().filter(|_| reports_work) {
                     let first = Pace {
                         since: step.now,
                         from: progress.done,
@@ -127,7 +143,7 @@ impl State {
                     attempt: Some(held.attempt),
                     body,
                 };
-                self.shake(&id);
+                self.mark_array_for_recheck(&id);
                 step.push(Effect::Publish(id, Arc::new(event)));
             }
             Report::Phase { name } => {
@@ -137,7 +153,7 @@ impl State {
             Report::Log { level, message } => {
                 let body = EventBody::Log {
                     level,
-                    message: cut(message),
+                    message: truncate_text(message),
                 };
                 self.log(step, &id, Some(held.attempt), body, Some(seq));
             }
@@ -146,13 +162,13 @@ impl State {
                 commit,
                 message,
             } => {
-                if job.revisions.len() < REVISIONS_MOST && !job.revisions.contains_key(&repository) {
+                if job.revisions.len() < MAX_REVISIONS && !job.revisions.contains_key(&repository) {
                     job.revisions.insert(repository, commit);
                     step.touch(&id);
                 }
                 let body = EventBody::Log {
                     level: "info".into(),
-                    message: cut(message),
+                    message: truncate_text(message),
                 };
                 self.log(step, &id, Some(held.attempt), body, Some(seq));
             }
@@ -167,11 +183,17 @@ impl State {
         }
     }
 
-    /// [`State::admit`] of a file, which may also come with a checkpoint that was awaited after its attempt.
-    fn admit_file(&mut self, step: &mut Step, session: SessionId, request: u64, held: &HeldAttempt) -> Option<JobId> {
-        match self.brought_to(session, held) {
+    /// [`State::accept_report`] of a file, which may also belong to a checkpoint that is uploaded after its attempt has ended.
+    fn accept_file_report(
+        &mut self,
+        step: &mut Step,
+        session: SessionId,
+        request: u64,
+        held: &HeldAttempt,
+    ) -> Option<JobId> {
+        match self.job_of_offered_file(session, held) {
             Some(job) => Some(job),
-            None => self.admit(step, session, request, held),
+            None => self.accept_report(step, session, request, held),
         }
     }
 
@@ -183,7 +205,7 @@ impl State {
         held: HeldAttempt,
         artifact: Artifact,
     ) {
-        let Some(id) = self.admit_file(step, session, request, &held) else {
+        let Some(id) = self.accept_file_report(step, session, request, &held) else {
             return;
         };
         let local = self.jobs.get(&id).is_some_and(|job| job.local);
@@ -210,7 +232,7 @@ impl State {
         held: HeldAttempt,
         name: String,
     ) {
-        let Some(id) = self.admit_file(step, session, request, &held) else {
+        let Some(id) = self.accept_file_report(step, session, request, &held) else {
             return;
         };
         step.push(Effect::Persist(Record::ArtifactGone(id.clone(), name.clone())));
@@ -230,11 +252,11 @@ impl State {
         if self.commit_offered(step, session, request, &held, manifest, at) {
             return;
         }
-        let Some(id) = self.admit(step, session, request, &held) else {
+        let Some(id) = self.accept_report(step, session, request, &held) else {
             return;
         };
         let Some(job) = self.jobs.get_mut(&id) else { return };
-        let committed = Committed { step: at, manifest };
+        let committed = CommittedCheckpoint { step: at, manifest };
         if job.checkpoint.as_ref() == Some(&committed) {
             return self.accept(step, session, request);
         }
@@ -243,14 +265,14 @@ impl State {
             return self.answer(step, session, request, Verdict::Refused, message);
         }
         job.checkpoint = Some(committed);
-        // Whoever gets further is not failing in a row, and neither is its device.
+        // A new checkpoint ends a series of failures of the job and of faults of its device.
         job.failures = 0;
-        job.network = None;
+        job.network_outage = None;
         job.storage_failures = 0;
-        let place = job.current().map(|attempt| (attempt.worker.clone(), attempt.device));
+        let location = job.current().map(|attempt| (attempt.worker.clone(), attempt.device));
         step.touch(&id);
-        if let Some((worker, device)) = place {
-            self.healthy(step, &worker, device);
+        if let Some((worker, device)) = location {
+            self.clear_faults(step, &worker, device);
         }
         self.log(
             step,
@@ -270,19 +292,19 @@ impl State {
         held: HeldAttempt,
         outcome: Outcome,
     ) {
-        let Some(id) = self.turn_to_current(session, &held) else {
-            // The answer to the first one may have been lost on its way.
+        let Some(id) = self.select_current_job(session, &held) else {
+            // The worker repeats the report if the first answer was lost.
             return if self.is_repeated(session, &held, &outcome) {
                 self.accept(step, session, request);
             } else {
-                let reason = self.fence_reason(&held);
-                self.answer(step, session, request, Verdict::Fenced, reason);
+                self.answer_fenced(step, session, request, &held);
             };
         };
-        self.conclude(step, session, &id, outcome);
+        self.apply_outcome(step, session, &id, outcome);
         self.accept(step, session, request);
     }
 
+    /// Whether the attempt has already ended with this outcome.
     fn is_repeated(&self, session: SessionId, held: &HeldAttempt, outcome: &Outcome) -> bool {
         let expected = match outcome {
             Outcome::Completed => AttemptState::Completed,
@@ -303,15 +325,15 @@ impl State {
     }
 }
 
-/// Why a checkpoint that was offered is not taken.
-pub(super) fn steps_behind(at: u64, reason: &str) -> String {
+/// Why an offered checkpoint is refused.
+pub(super) fn superseded_message(at: u64, reason: &str) -> String {
     format!("the checkpoint of step {at} was superseded: {reason}")
 }
 
-/// At most `TEXT_LIMIT` bytes, cut between characters.
-pub(super) fn cut(mut text: String) -> String {
-    if text.len() > TEXT_LIMIT {
-        let end = (0..=TEXT_LIMIT)
+/// Truncates a text to [`MAX_TEXT_BYTES`], between characters, and marks that.
+pub(super) fn truncate_text(mut text: String) -> String {
+    if text.len() > MAX_TEXT_BYTES {
+        let end = (0..=MAX_TEXT_BYTES)
             .rev()
             .find(|end| text.is_char_boundary(*end))
             .unwrap_or(0);

@@ -1,10 +1,10 @@
-//! What always holds.
+//! The invariants of the state.
 
 use super::model::{QueueState, live_states};
 use super::queue::StartCondition;
 use super::state::State;
 use super::state::array::Array;
-use super::state::slots::Held;
+use super::state::slots::Reservation;
 use super::state::table::Table;
 use aitk_common::control::JobState;
 use aitk_common::id::{JobId, UserName};
@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Checks every invariant of the state; tests run it after each step.
 ///
 /// # Errors
-/// The first invariant that is broken, in words.
+/// The first invariant that is broken, as text.
 pub fn check(state: &State) -> Result<(), String> {
     check_jobs(state)?;
     check_queue(state)?;
@@ -26,7 +26,7 @@ fn check_jobs(state: &State) -> Result<(), String> {
     for (id, job) in state.jobs.iter() {
         let fail = |what: &str| Err(format!("{id} ({}): {what}", job.state));
         if job.id != *id {
-            return fail("kept under another id");
+            return fail("stored under another id");
         }
         let states = live_states(job);
         if states.len() > 1 {
@@ -39,11 +39,11 @@ fn check_jobs(state: &State) -> Result<(), String> {
         if runs != job.live.is_some() {
             return fail("lease and state disagree");
         }
-        if !runs && job.recall.is_some() {
-            return fail("recalled, but does not run");
+        if !runs && job.preemption.is_some() {
+            return fail("is being preempted, but does not run");
         }
         if job.attempts.windows(2).any(|pair| pair[0].epoch >= pair[1].epoch) {
-            return fail("epochs do not grow");
+            return fail("epochs do not increase");
         }
         if job
             .attempts
@@ -55,29 +55,29 @@ fn check_jobs(state: &State) -> Result<(), String> {
         if job.state.is_ended() != job.ended.is_some() {
             return fail("end and state disagree");
         }
-        if job.failures > job.wants.retries.saturating_add(1) {
-            return fail("more tries than allowed");
+        if job.failures > job.requirements.retries.saturating_add(1) {
+            return fail("more failures than retries allow");
         }
         if job.order >= state.next_order {
-            return fail("order from the future");
+            return fail("its order is not below next_order");
         }
         if job.state == JobState::Queued && state.explain(job.not_before, job).is_empty() {
             return fail("waits without a reason");
         }
         let known = |id: &JobId| state.jobs.contains_key(id) || state.arrays.contains_key(id);
         if job.state != JobState::Completed && !job.after.iter().all(known) {
-            return fail("starts after a job that is forgotten");
+            return fail("starts after a job that does not exist");
         }
         if let Some(key) = &job.idempotency_key
             && state.keys.get(key) != Some(job.array_id().unwrap_or(id))
         {
-            return fail("its idempotency key leads elsewhere");
+            return fail("its idempotency key belongs to another job");
         }
     }
     Ok(())
 }
 
-/// Every waiting job is where it waits, and nowhere else; nobody waits who could start.
+/// Checks that every waiting job is in the right index of the queue and in no other.
 fn check_queue(state: &State) -> Result<(), String> {
     let mut queue = BTreeMap::new();
     let mut timed = BTreeSet::new();
@@ -86,10 +86,10 @@ fn check_queue(state: &State) -> Result<(), String> {
     let mut ready = 0;
     for (id, job) in state.jobs.iter() {
         let fail = |what: &str| Err(format!("{id} ({}): {what}", job.state));
-        let user = users.entry(job.wants.owner.clone()).or_default();
+        let user = users.entry(job.requirements.owner.clone()).or_default();
         user.1 += u32::from(job.current().is_some());
         if job.state != JobState::Queued {
-            if job.queue_state != QueueState::Nowhere {
+            if job.queue_state != QueueState::NotQueued {
                 return fail("is in the queue and does not wait");
             }
             continue;
@@ -104,16 +104,16 @@ fn check_queue(state: &State) -> Result<(), String> {
                 timed.insert((time, id.clone()));
             }
             (QueueState::Blocked, StartCondition::Paused | StartCondition::After(_))
-            | (QueueState::Held, StartCondition::Open) => {}
-            (QueueState::Ready(class), StartCondition::Open) => {
+            | (QueueState::ArrayLimited, StartCondition::Met) => {}
+            (QueueState::Ready(class), StartCondition::Met) => {
                 ready += 1;
                 let waits = state.classes.get(class).is_some_and(|class| {
-                    let mine = class
+                    let own_queue = class
                         .waiting
                         .get(&job.level())
-                        .and_then(|users| users.get(&state.users.get_index_of(&job.wants.owner)?));
-                    class.needs == super::state::classes::Needs::of(job)
-                        && mine.is_some_and(|line| line.holds(job.order))
+                        .and_then(|users| users.get(&state.users.get_index_of(&job.requirements.owner)?));
+                    class.needs == super::state::classes::DeviceNeeds::of(job)
+                        && own_queue.is_some_and(|queue| queue.is_consistent_with(job.order))
                 });
                 if !waits {
                     return fail("is not in its class");
@@ -121,7 +121,7 @@ fn check_queue(state: &State) -> Result<(), String> {
             }
             (queue_state, start_condition) => {
                 return Err(format!(
-                    "{id}: waits at {queue_state:?} and should at {start_condition:?}"
+                    "{id}: is queued as {queue_state:?}, but waits for {start_condition:?}"
                 ));
             }
         }
@@ -147,50 +147,54 @@ fn check_queue(state: &State) -> Result<(), String> {
     for (name, user) in &state.users {
         let (waiting, running) = users.get(name).copied().unwrap_or_default();
         if (user.waiting, user.running) != (waiting, running) {
-            return Err(format!("user {name}: {user:?}, but {waiting} wait and {running} run"));
+            return Err(format!(
+                "user {name}: {user:?}, but {waiting} jobs wait and {running} run"
+            ));
         }
     }
     for (id, class) in state.classes.iter() {
-        for victim in &class.claims {
-            if state.jobs.get(victim).is_none_or(|job| job.recall.is_none()) {
-                return Err(format!("class {id} has a claim on {victim}, which does not give way"));
+        for victim in &class.preempted {
+            if state.jobs.get(victim).is_none_or(|job| job.preemption.is_none()) {
+                return Err(format!(
+                    "class {id} lists {victim} as preempted, which is not being preempted"
+                ));
             }
         }
     }
     Ok(())
 }
 
-/// Arrays are what their members say, and no more of them run or wait for a device than may; nobody is held back
-/// without need.
+/// Checks that arrays match their members, that no array exceeds its limit, and that no member waits for a limit that is not
+/// reached.
 fn check_arrays(state: &State) -> Result<(), String> {
     let mut arrays: BTreeMap<JobId, Array> = BTreeMap::new();
     for (id, job) in state.jobs.iter() {
-        let Some(place) = &job.array else {
-            if job.queue_state == QueueState::Held {
-                return Err(format!("{id} is held back and in no array"));
+        let Some(membership) = &job.array else {
+            if job.queue_state == QueueState::ArrayLimited {
+                return Err(format!("{id} waits for an array limit and is in no array"));
             }
             continue;
         };
-        let array = arrays.entry(place.id.clone()).or_insert_with(|| Array {
-            name: place.name.clone(),
-            size: place.size,
-            at_most: place.at_most,
-            split: place.split,
+        let array = arrays.entry(membership.id.clone()).or_insert_with(|| Array {
+            name: membership.name.clone(),
+            size: membership.size,
+            at_most: membership.at_most,
+            split: membership.split,
             ..Array::default()
         });
-        if array.members.insert(place.index, id.clone()).is_some() || place.index >= array.size {
-            return Err(format!("{id} is not at its place in its array"));
+        if array.members.insert(membership.index, id.clone()).is_some() || membership.index >= array.size {
+            return Err(format!("{id} has a wrong index in its array"));
         }
         array.completed += usize::from(job.state == JobState::Completed);
         if job.current().is_some() {
             array.running.insert(id.clone());
         }
         match job.queue_state {
-            QueueState::Ready(_) if place.at_most.is_some() => {
+            QueueState::Ready(_) if membership.at_most.is_some() => {
                 array.ready.insert(id.clone());
             }
-            QueueState::Held => {
-                array.held.insert(job.queue_key(), id.clone());
+            QueueState::ArrayLimited => {
+                array.over_limit.insert(job.queue_key(), id.clone());
             }
             _ => {}
         }
@@ -200,8 +204,10 @@ fn check_arrays(state: &State) -> Result<(), String> {
         if array.running.len() + array.ready.len() > most {
             return Err(format!("more than {most} of the array {id} run or may start"));
         }
-        if !array.held.is_empty() && array.has_room() {
-            return Err(format!("the array {id} holds members back without need"));
+        if !array.over_limit.is_empty() && array.can_admit() {
+            return Err(format!(
+                "the array {id} lets members wait although its limit is not reached"
+            ));
         }
     }
     if arrays != state.arrays {
@@ -214,25 +220,25 @@ fn check_arrays(state: &State) -> Result<(), String> {
         .iter()
         .filter(|(_, array)| array.split && !array.running.is_empty());
     if !splits.map(|(id, _)| id).eq(&state.splits) || !state.reserved_until_placed.is_empty() {
-        return Err("the index of parts that run is wrong".into());
+        return Err("the index of arrays with running parts is wrong".into());
     }
     match state.arrays_with_capacity.first() {
-        Some(id) => Err(format!("the array {id} was not looked at")),
+        Some(id) => Err(format!("the array {id} is still marked to be released")),
         None => Ok(()),
     }
 }
 
-/// Devices hold what their jobs say, and no more than they have.
+/// Checks that devices match the jobs that run on them, and that no device is over its budget.
 fn check_devices(state: &State) -> Result<(), String> {
     let mut live = Table::default();
-    let mut yielding = BTreeSet::new();
+    let mut preemptible = BTreeSet::new();
     let mut deadlines = BTreeSet::new();
-    let mut running: BTreeMap<usize, Table<JobId, Held>> = BTreeMap::new();
+    let mut running: BTreeMap<usize, Table<JobId, Reservation>> = BTreeMap::new();
     for (id, job) in state.jobs.iter() {
         let Some(attempt) = job.current() else { continue };
         live.extend(state.jobs.index_of(id).map(|index| (id.clone(), index)));
-        if job.wants.yields && job.recall.is_none() && job.state == JobState::Running {
-            yielding.insert(id.clone());
+        if job.requirements.yields && job.preemption.is_none() && job.state == JobState::Running {
+            preemptible.insert(id.clone());
         }
         if let Some(deadline) = job.live.and_then(|live| live.deadline)
             && job.state == JobState::Running
@@ -243,17 +249,17 @@ fn check_devices(state: &State) -> Result<(), String> {
             .slots
             .find(&attempt.worker, attempt.device)
             .ok_or_else(|| format!("{id} runs on a device that is not known"))?;
-        let held = Held {
+        let reservation = Reservation {
             bytes: attempt.memory,
-            alone: job.wants.alone,
+            exclusive: job.requirements.exclusive,
         };
-        running.entry(slot).or_default().insert(id.clone(), held);
+        running.entry(slot).or_default().insert(id.clone(), reservation);
     }
     if live != state.live {
         return Err("the index of live jobs is wrong".into());
     }
-    if yielding != state.yielding {
-        return Err("the index of yielding jobs is wrong".into());
+    if preemptible != state.preemptible {
+        return Err("the index of preemptible jobs is wrong".into());
     }
     if !deadlines.is_subset(&state.deadlines) {
         return Err("the index of time limits is wrong".into());
@@ -267,35 +273,36 @@ fn check_devices(state: &State) -> Result<(), String> {
         );
         let jobs = running.remove(&id).unwrap_or_default();
         if jobs != slot.running {
-            return Err(format!("{name} runs {:?}, but should {:?}", slot.running, jobs));
+            return Err(format!("{name} runs {:?}, but should run {:?}", slot.running, jobs));
         }
         if jobs.len() > 1 {
             let sum = jobs
                 .values()
                 .map(|held| held.bytes.map_or(u128::MAX >> 1, u128::from))
                 .sum::<u128>();
-            // A device that was offered anew may have shrunk below what runs on it; nothing more is added then.
-            if slot.connected && sum > u128::from(slot.device.memory_budget) && slot.has_room() {
+            // A device that was registered again may have shrunk below what runs on it; then it takes no more jobs.
+            if slot.connected && sum > u128::from(slot.device.memory_budget) && slot.has_capacity() {
                 return Err(format!("{name} is over its budget and takes more"));
             }
         }
         if let Some(reserved_for) = &slot.reserved_for {
-            let comes = |job: &super::model::Job| matches!(job.recall, Some(super::model::Recall::Faster { .. }));
-            if !state.jobs.get(reserved_for).is_some_and(comes) {
-                return Err(format!("{name} is kept for {reserved_for}, which does not come"));
+            let is_migrating =
+                |job: &super::model::Job| matches!(job.preemption, Some(super::model::Preemption::FasterDevice { .. }));
+            if !state.jobs.get(reserved_for).is_some_and(is_migrating) {
+                return Err(format!("{name} is reserved for {reserved_for}, which does not migrate"));
             }
         }
-        if !state.slots.is_listed_right(id) {
-            return Err(format!("{name}: the index of devices with room is wrong"));
+        if !state.slots.is_indexed_correctly(id) {
+            return Err(format!("{name}: the index of devices with capacity is wrong"));
         }
     }
-    let kept = state.slots.iter().filter(|(_, slot)| slot.reserved_for.is_some());
-    if kept.count() != state.reserved_slots {
-        return Err("the count of devices that are kept is wrong".into());
+    let reserved = state.slots.iter().filter(|(_, slot)| slot.reserved_for.is_some());
+    if reserved.count() != state.reserved_slots {
+        return Err("the count of reserved devices is wrong".into());
     }
-    let with_room = state.slots.iter().filter(|(_, slot)| slot.has_room()).count();
-    if with_room != state.slots.with_room() {
-        return Err("the index of devices with room has too many".into());
+    let with_capacity = state.slots.iter().filter(|(_, slot)| slot.has_capacity()).count();
+    if with_capacity != state.slots.with_capacity() {
+        return Err("the index of devices with capacity has too many".into());
     }
     Ok(())
 }
@@ -303,7 +310,7 @@ fn check_devices(state: &State) -> Result<(), String> {
 fn check_sessions(state: &State) -> Result<(), String> {
     for (session, id) in &state.sessions {
         if state.workers.get(id).and_then(|worker| worker.session) != Some(*session) {
-            return Err(format!("session {} is not its worker's", session.0));
+            return Err(format!("session {} does not belong to its worker", session.0));
         }
     }
     let open = state.workers.values().filter(|worker| worker.session.is_some()).count();

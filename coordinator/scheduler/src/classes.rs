@@ -1,18 +1,36 @@
-//! Jobs that are alike in what they need of a device are placed alike: they share a class, and what is found out for
-//! one holds for all. So an event costs what the classes that it concerns cost, and not what the queue costs.
+//! Keeps the classes of jobs, and the devices on which each class fits, up to date.
 
-use crate::model::{ClassId, SlotId};
+use crate::model::{ClassId, SlotId, Worker};
 use crate::state::State;
-use crate::state::classes::{Class, DeviceOffer, Needs, fit};
+use crate::state::classes::{DeviceFit, DeviceNeeds, FitError, JobClass, check_fit};
+use crate::state::speeds::Speeds;
+use aitk_common::capability::Device;
+
+/// How a job with these needs would run on a device that is idle.
+///
+/// # Errors
+/// Why the job does not fit on the device.
+pub(super) fn device_fit(
+    speeds: &Speeds,
+    needs: &DeviceNeeds,
+    worker: &Worker,
+    device: &Device,
+) -> Result<DeviceFit, FitError> {
+    let choice = check_fit(needs, worker, device)?;
+    Ok(DeviceFit {
+        choice,
+        seconds_per_unit: speeds.seconds_per_unit(device, needs.family.as_deref(), choice.0),
+    })
+}
 
 impl State {
-    /// The class of jobs with these needs, made if need be.
-    pub(super) fn class_of(&mut self, needs: Needs) -> ClassId {
+    /// The class of jobs with these needs; it is created if it does not exist.
+    pub(super) fn find_or_create_class(&mut self, needs: DeviceNeeds) -> ClassId {
         if let Some(id) = self.classes.find(&needs) {
             return id;
         }
-        for gone in self.classes.take_surplus() {
-            self.forget_offers(&gone);
+        for removed in self.classes.remove_surplus() {
+            self.remove_fits(&removed);
         }
         let id = self.classes.insert(needs);
         let connected: Vec<SlotId> = self
@@ -22,50 +40,45 @@ impl State {
             .map(|(id, _)| id)
             .collect();
         for slot in connected {
-            self.offer(slot, id);
+            self.update_fit(slot, id);
         }
         id
     }
 
-    /// A class is gone: no device offers anything to it any more.
-    fn forget_offers(&mut self, (id, class): &(ClassId, Class)) {
-        for slot in class.offers.keys() {
+    /// Removes a class that was deleted from the devices on which it fitted.
+    fn remove_fits(&mut self, (id, class): &(ClassId, JobClass)) {
+        for slot in class.fits.keys() {
             if let Some(slot) = self.slots.get_mut(*slot) {
                 slot.classes.remove(id);
             }
         }
     }
 
-    /// What this device offers to every class, anew.
-    pub(super) fn refit(&mut self, slot: SlotId) {
+    /// Recomputes for every class whether it fits on this device.
+    pub(super) fn update_fits(&mut self, slot: SlotId) {
         for class in self.classes.ids() {
-            self.offer(slot, class);
+            self.update_fit(slot, class);
         }
     }
 
-    /// What this device offers to this class, anew.
-    pub(super) fn offer(&mut self, slot_id: SlotId, class_id: ClassId) {
+    /// Recomputes whether this class fits on this device.
+    pub(super) fn update_fit(&mut self, slot_id: SlotId, class_id: ClassId) {
         let (Some(slot), Some(class)) = (self.slots.get_mut(slot_id), self.classes.get_mut(class_id)) else {
             return;
         };
-        class.best = None;
-        let choice = match self.workers.get(&slot.worker) {
-            Some(worker) if slot.connected => fit(&class.needs, worker, &slot.device).ok(),
+        class.fastest = None;
+        let fit = match self.workers.get(&slot.worker) {
+            Some(worker) if slot.connected => device_fit(&self.speeds, &class.needs, worker, &slot.device).ok(),
             _ => None,
         };
-        match choice {
-            Some(choice) => {
-                let family = class.needs.family.as_deref();
+        match fit {
+            Some(fit) => {
                 slot.classes.insert(class_id);
-                let offer = DeviceOffer {
-                    choice,
-                    seconds_per_unit: self.speeds.seconds_per_unit(&slot.device, family, choice.0),
-                };
-                class.offers.insert(slot_id, offer);
+                class.fits.insert(slot_id, fit);
             }
             None => {
                 slot.classes.remove(&class_id);
-                class.offers.remove(&slot_id);
+                class.fits.remove(&slot_id);
             }
         }
     }

@@ -1,8 +1,9 @@
-//! How attempts end, and what then becomes of their job: blame by cause.
+//! Ends attempts and decides what their job does next. The cause of a failure decides against what it is counted: the job, the
+//! device, or neither.
 
-use super::attempts::cut;
-use super::model::{NetworkOutage, Recall, SessionId};
-use super::saved::what_is_saved;
+use super::attempts::truncate_text;
+use super::model::{NetworkOutage, Preemption, SessionId};
+use super::saved_work::saved_work_message;
 use super::state::State;
 use super::step::Step;
 use aitk_common::attempt::{FailureCause, Outcome};
@@ -13,78 +14,82 @@ use aitk_common::id::{JobId, WorkerId};
 use aitk_common::plan::profile::MemoryProfile;
 use std::time::Duration;
 
-/// Where an attempt was that has ended.
-struct Place {
+/// Where an attempt ran, and under which profile.
+struct AttemptLocation {
     worker: WorkerId,
     device: DeviceRef,
     profile: MemoryProfile,
 }
 
-/// Inputs of a worker that are remembered, the latest ones.
-const CACHED_MOST: usize = 64;
+/// The most inputs per worker that are recorded as cached; the latest are kept.
+const MAX_CACHED_INPUTS: usize = 64;
 
 impl State {
-    /// What becomes of a job whose attempt has ended by itself or as it was told to.
-    pub(super) fn conclude(&mut self, step: &mut Step, session: SessionId, id: &JobId, outcome: Outcome) {
+    /// Ends a job's attempt with the outcome that its worker reported, and decides what the job does next.
+    pub(super) fn apply_outcome(&mut self, step: &mut Step, session: SessionId, id: &JobId, outcome: Outcome) {
         let Some(job) = self.jobs.get(id).filter(|job| job.current().is_some()) else {
             return;
         };
         let stopping = job.state == JobState::Stopping;
-        let over_time = job.over_time;
-        let recall = job.recall.clone();
+        let (time_limit_reached, paused) = (job.time_limit_reached, job.paused);
+        let preemption = job.preemption.clone();
         match outcome {
             Outcome::Completed => {
-                if let Some(place) = self.end_attempt(step, id, AttemptState::Completed, String::new()) {
-                    self.healthy(step, &place.worker, place.device);
+                if let Some(location) = self.end_attempt(step, id, AttemptState::Completed, String::new()) {
+                    self.clear_faults(step, &location.worker, location.device);
                 }
                 self.set_state(step, id, JobState::Completed, "all work is done".into());
             }
             Outcome::Stopped { saved_step, at_step } => {
-                let saved = what_is_saved(job, saved_step, at_step);
+                let saved = saved_work_message(job, saved_step, at_step);
                 self.end_attempt(step, id, AttemptState::Stopped, format!("stopped: {saved}"));
                 let leaving = self.sessions.get(&session).and_then(|worker| self.workers.get(worker));
                 let leaving = leaving.is_some_and(|worker| worker.leaving);
-                let again = match recall {
+                let requeue_reason = match preemption {
                     _ if stopping => None,
-                    Some(Recall::GiveWay(to)) => Some(format!("gave way to {to}: {saved}; goes on by itself")),
-                    Some(Recall::Pause) => Some(format!("paused: {saved}")),
-                    Some(Recall::Faster { .. }) => Some("goes on on a faster device".into()),
-                    Some(Recall::Drain) => Some("its worker is drained; it goes on elsewhere".into()),
+                    // Whatever it was preempted for, a paused job waits until it is resumed.
+                    Some(_) if paused => Some(format!("paused: {saved}")),
+                    Some(Preemption::ForJob(to)) => Some(format!("gave way to {to}: {saved}; goes on by itself")),
+                    Some(Preemption::Pause) => Some(format!("paused: {saved}")),
+                    Some(Preemption::FasterDevice { .. }) => Some("continues on a faster device".into()),
+                    Some(Preemption::Drain) => Some("its worker is drained; it goes on elsewhere".into()),
                     None if leaving => Some("its worker left; it goes on elsewhere".into()),
                     None => None,
                 };
-                match again {
-                    Some(words) => self.requeue(step, id, words, Duration::ZERO),
-                    None if over_time => {
-                        let words =
+                match requeue_reason {
+                    Some(reason) => self.requeue(step, id, reason, Duration::ZERO),
+                    None if time_limit_reached => {
+                        let reason =
                             format!("its time limit is over: {saved}; `aitk resume` gives it as much time again");
-                        self.set_state(step, id, JobState::Stopped, words);
+                        self.set_state(step, id, JobState::Stopped, reason);
                     }
                     None if stopping => {
                         self.set_state(step, id, JobState::Stopped, format!("stopped on request: {saved}"));
                     }
-                    // Nobody asked it to stop. Counted, so that it cannot go round for ever.
+                    // Nothing asked it to stop. This counts as a failure, so that it cannot repeat for ever.
                     None => self.retry(step, id, "its attempt stopped without being asked to".into(), true),
                 }
             }
             Outcome::Failed { cause, message } => {
-                let message = cut(message);
-                let saved = what_is_saved(job, None, None);
-                let Some(place) = self.end_attempt(step, id, AttemptState::Failed, message.clone()) else {
+                let message = truncate_text(message);
+                let saved = saved_work_message(job, None, None);
+                let Some(location) = self.end_attempt(step, id, AttemptState::Failed, message.clone()) else {
                     return;
                 };
                 match cause {
                     FailureCause::Machine | FailureCause::NoProgress => {
-                        self.fault(step, &place.worker, place.device, &message, false);
+                        self.record_fault(step, &location.worker, location.device, &message, false);
                     }
-                    FailureCause::DeviceStuck => self.fault(step, &place.worker, place.device, &message, true),
+                    FailureCause::DeviceStuck => {
+                        self.record_fault(step, &location.worker, location.device, &message, true)
+                    }
                     _ => {}
                 }
                 if stopping {
                     let reason = format!("stopped on request: {saved}; its attempt ended with: {message}");
                     self.set_state(step, id, JobState::Stopped, reason);
                 } else if cause == FailureCause::OutOfMemory {
-                    self.out_of_memory(step, id, &place, message);
+                    self.out_of_memory(step, id, &location, message);
                 } else if cause == FailureCause::Network {
                     self.network_failed(step, id, message);
                 } else if cause == FailureCause::Storage {
@@ -92,7 +97,7 @@ impl State {
                 } else if cause == FailureCause::Interrupted {
                     self.retry(step, id, message, false);
                 } else if cause.is_retryable() {
-                    self.retry(step, id, format!("{}: {message}", blame(cause)), true);
+                    self.retry(step, id, format!("{}: {message}", failure_label(cause)), true);
                 } else {
                     self.set_state(step, id, JobState::Failed, message);
                 }
@@ -100,47 +105,51 @@ impl State {
         }
     }
 
-    /// The next smaller profile, once; a job that also fails there is too large for its device. Where there is no
-    /// smaller one, something else took the memory: an ordinary failure of the machine.
-    fn out_of_memory(&mut self, step: &mut Step, id: &JobId, place: &Place, message: String) {
+    /// Handles an attempt that ran out of memory. The job is retried once under the next smaller profile; if it fails there as
+    /// well, it is too large for its device and fails. If there is no smaller profile, another program took the memory, and
+    /// the job is retried like after any failure of the machine.
+    fn out_of_memory(&mut self, step: &mut Step, id: &JobId, location: &AttemptLocation, message: String) {
         let Some(job) = self.jobs.get_mut(id) else { return };
-        let profile = place.profile;
+        let profile = location.profile;
         let smaller = profile.smaller();
-        // On a CPU the job's own budget is what it ran against; on a GPU others may have taken the memory.
-        let own_limit = job.wants.memory.is_some() && place.device.kind == DeviceKind::Cpu;
-        let before = job.at_most;
-        match smaller.filter(|_| job.wants.profile.is_none()) {
+        // On a CPU the job ran into its own budget; on a GPU other programs may have taken the memory.
+        let own_limit = job.requirements.memory.is_some() && location.device.kind == DeviceKind::Cpu;
+        let before = job.max_profile;
+        match smaller.filter(|_| job.requirements.profile.is_none()) {
             Some(smaller) if before.is_none() => {
-                job.at_most = Some(smaller);
-                let words = format!(
+                job.max_profile = Some(smaller);
+                let reason = format!(
                     "not enough memory with the profile {}: tried again with {}; it said: {message}",
                     profile.name(),
                     smaller.name()
                 );
-                self.requeue(step, id, words, Duration::ZERO);
+                self.requeue(step, id, reason, Duration::ZERO);
             }
             _ if before.is_some() => {
-                let words = format!(
+                let reason = format!(
                     "not enough memory, with the smaller profile {} as well; `cluster.memory_budget` and `cluster.memory_profile` choose another device or layout: {message}",
                     profile.name()
                 );
-                self.set_state(step, id, JobState::Failed, words);
+                self.set_state(step, id, JobState::Failed, reason);
             }
-            // The profile is its user's choice or the last there is, and so is the limit: the next try would end as this one did.
-            _ if (job.wants.memory.is_some() && job.wants.profile.is_some()) || (own_limit && smaller.is_none()) => {
-                let words = format!("{}: {message}", blame(FailureCause::OutOfMemory));
-                self.set_state(step, id, JobState::Failed, words);
+            // The user fixed the limit, and the profile is fixed or the smallest one: a retry would end in the same way.
+            _ if (job.requirements.memory.is_some() && job.requirements.profile.is_some())
+                || (own_limit && smaller.is_none()) =>
+            {
+                let reason = format!("{}: {message}", failure_label(FailureCause::OutOfMemory));
+                self.set_state(step, id, JobState::Failed, reason);
             }
             _ => self.retry(
                 step,
                 id,
-                format!("{}: {message}", blame(FailureCause::OutOfMemory)),
+                format!("{}: {message}", failure_label(FailureCause::OutOfMemory)),
                 true,
             ),
         }
     }
 
-    /// The attempt's worker is gone, or does not know it. From here on it is fenced.
+    /// Ends an attempt that its worker lost: the worker is gone, or does not know the attempt. Its reports are fenced from
+    /// now on. `counts`: it counts as a failure of the job.
     pub(super) fn attempt_lost(&mut self, step: &mut Step, id: &JobId, why: &str, counts: bool) {
         let Some(job) = self.jobs.get(id) else { return };
         let Some(attempt) = job.current() else { return };
@@ -151,7 +160,7 @@ impl State {
         let session = self.workers.get(&attempt.worker).and_then(|worker| worker.session);
         let message = format!("lost on {}: {why}", attempt.worker_name);
         let stopping = job.state == JobState::Stopping;
-        let saved = what_is_saved(job, None, job.trained());
+        let saved = saved_work_message(job, None, job.trained());
         self.end_attempt(step, id, AttemptState::Lost, message.clone());
         if let Some(session) = session {
             self.fence(step, session, held);
@@ -168,7 +177,8 @@ impl State {
         }
     }
 
-    /// An assignment never left. It is not the worker's fault: the job fails, or is tried again without counting.
+    /// Ends an attempt whose assignment could not be sent. The worker is not at fault: the job fails, or it is retried and the
+    /// failure does not count.
     pub(super) fn assignment_failed(
         &mut self,
         step: &mut Step,
@@ -191,14 +201,20 @@ impl State {
         }
     }
 
-    /// The one place where an attempt ends. Returns where it was.
-    fn end_attempt(&mut self, step: &mut Step, id: &JobId, state: AttemptState, message: String) -> Option<Place> {
+    /// Ends the live attempt of a job and frees its device. No other function does that. Returns where it ran.
+    fn end_attempt(
+        &mut self,
+        step: &mut Step,
+        id: &JobId,
+        state: AttemptState,
+        message: String,
+    ) -> Option<AttemptLocation> {
         let job = self.jobs.get_mut(id)?;
         let attempt = job.attempts.last_mut().filter(|attempt| attempt.state.is_live())?;
         attempt.state = state;
         attempt.ended = Some(step.now);
         attempt.message.clone_from(&message);
-        let place = Place {
+        let location = AttemptLocation {
             worker: attempt.worker.clone(),
             device: attempt.device,
             profile: attempt.profile,
@@ -207,74 +223,74 @@ impl State {
         let ran = step.now.since(attempt.created);
         let ran_millis = u64::try_from(ran.as_millis()).unwrap_or(u64::MAX);
         let live = job.live.take();
-        // Only who got as far as to report has its inputs there, and only its pace tells a speed.
-        let data = job.progress.map(|_| job.wants.data.clone()).unwrap_or_default();
-        let worked = live.and_then(|live| live.pace).zip(job.wants.demand.as_ref());
+        // Only an attempt that reported progress has its inputs in the worker's cache, and tells a speed.
+        let data = job.progress.map(|_| job.requirements.data.clone()).unwrap_or_default();
+        let worked = live.and_then(|live| live.pace).zip(job.requirements.demand.as_ref());
         let worked = worked.map(|(pace, demand)| (pace, demand.clone()));
-        let recall = job.recall.take();
+        let preemption = job.preemption.take();
         job.progress = job.progress.filter(|_| state == AttemptState::Completed);
         job.phase = None;
-        job.used = job.used.saturating_add(ran_millis);
-        let owner = job.wants.owner.clone();
+        job.used_millis = job.used_millis.saturating_add(ran_millis);
+        let owner = job.requirements.owner.clone();
         let body = EventBody::Attempt {
             state,
             worker_name,
-            device: place.device,
+            device: location.device,
             message,
         };
         step.log(job, Some(attempt_id), body, None);
         step.touch(id);
-        if let Some(slot) = self.slots.find(&place.worker, place.device) {
-            let learned =
-                worked.and_then(|(pace, demand)| self.learn(pace, &demand, &place.worker, place.profile, slot));
-            let cached = self.note_caches(&place.worker, &data);
+        if let Some(slot) = self.slots.find(&location.worker, location.device) {
+            let learned = worked
+                .and_then(|(pace, demand)| self.record_speed(pace, &demand, &location.worker, location.profile, slot));
+            let cached = self.record_cached_inputs(&location.worker, &data);
             if learned.is_some() || cached {
-                self.persist_worker(step, &place.worker);
+                self.persist_worker(step, &location.worker);
             }
             self.slots.vacate(slot, id);
-            self.grown(slot);
+            self.update_capacity(slot);
         }
-        match recall {
-            Some(Recall::GiveWay(to)) => self.drop_claim(id, &to),
-            Some(Recall::Faster { .. }) => self.reserve_for_takeover(id),
-            Some(Recall::Pause | Recall::Drain) | None => {}
+        match preemption {
+            Some(Preemption::ForJob(to)) => self.remove_preempted(id, &to),
+            Some(Preemption::FasterDevice { .. }) => self.reserve_for_takeover(id),
+            Some(Preemption::Pause | Preemption::Drain) | None => {}
         }
         if let Some(deadline) = live.and_then(|live| live.deadline) {
             self.deadlines.remove(&(deadline, id.clone()));
         }
         self.live.swap_remove(id);
-        self.yielding.remove(id);
-        self.user_ends(&owner, ran);
-        self.member_ends(id);
-        Some(place)
+        self.preemptible.remove(id);
+        self.count_ended(&owner, ran);
+        self.array_member_ended(id);
+        Some(location)
     }
 
-    /// These inputs lie in a worker's caches now. Whether that is news.
-    fn note_caches(&mut self, worker: &WorkerId, data: &[ContentHash]) -> bool {
+    /// Records that these inputs are in a worker's cache. Returns whether that changed anything.
+    fn record_cached_inputs(&mut self, worker: &WorkerId, data: &[ContentHash]) -> bool {
         if data.is_empty() {
             return false;
         }
         let Some(worker) = self.workers.get_mut(worker) else {
             return false;
         };
-        let news = data.iter().any(|data| !worker.has.contains(data));
-        if news {
-            worker.has.retain(|known| !data.contains(known));
-            worker.has.extend_from_slice(data);
-            let surplus = worker.has.len().saturating_sub(CACHED_MOST);
-            worker.has.drain(..surplus);
+        let changed = data.iter().any(|data| !worker.cached_inputs.contains(data));
+        if changed {
+            worker.cached_inputs.retain(|known| !data.contains(known));
+            worker.cached_inputs.extend_from_slice(data);
+            let surplus = worker.cached_inputs.len().saturating_sub(MAX_CACHED_INPUTS);
+            worker.cached_inputs.drain(..surplus);
         }
-        news
+        changed
     }
 
-    /// Another try, unless there were too many in a row.
+    /// Requeues a job after a failure with exponential backoff; fails it after too many failures in a row.
     fn retry(&mut self, step: &mut Step, id: &JobId, why: String, counts: bool) {
         let settings = self.settings.clone();
         let Some(job) = self.jobs.get_mut(id) else { return };
         if counts {
             job.failures = job.failures.saturating_add(1);
         }
-        if job.failures > job.wants.retries {
+        if job.failures > job.requirements.retries {
             let tries = job.failures;
             let reason = if tries == 1 {
                 why
@@ -291,48 +307,55 @@ impl State {
         self.requeue(step, id, why, wait);
     }
 
-    /// A hub or the network failed. Such an outage can take hours and says nothing about the job or the device: it is tried
-    /// again, ever less often, and only after a long patience do the tries count.
+    /// Requeues a job after a failure of the network or of a model hub. Such an outage can last hours and is not the fault of
+    /// the job or the device, so failures count only after `Settings::network_patience`.
     fn network_failed(&mut self, step: &mut Step, id: &JobId, message: String) {
         let (backoff, most) = (self.settings.network_backoff, self.settings.backoff_limit);
         let patience = self.settings.network_patience;
         let Some(job) = self.jobs.get_mut(id) else { return };
-        let outage = job.network.get_or_insert(NetworkOutage {
+        let outage = job.network_outage.get_or_insert(NetworkOutage {
             since: step.now,
             tries: 0,
         });
         outage.tries = outage.tries.saturating_add(1);
-        let words = format!("{}: {message}", blame(FailureCause::Network));
+        let reason = format!("{}: {message}", failure_label(FailureCause::Network));
         if step.now.since(outage.since) > patience {
-            return self.retry(step, id, words, true);
+            return self.retry(step, id, reason, true);
         }
         let doublings = outage.tries.saturating_sub(1).min(16);
-        self.requeue(step, id, words, backoff.saturating_mul(1 << doublings).min(most));
+        self.requeue(step, id, reason, backoff.saturating_mul(1 << doublings).min(most));
     }
 
-    /// The coordinator's own storage failed. That is never counted against the job: it is tried again, ever less often.
+    /// Requeues a job after a failure of the coordinator's own storage, with exponential backoff. It never counts as a failure
+    /// of the job.
     fn storage_failed(&mut self, step: &mut Step, id: &JobId, message: String) {
         let (backoff, most) = (self.settings.backoff, self.settings.backoff_limit);
         let Some(job) = self.jobs.get_mut(id) else { return };
         let doublings = job.storage_failures.min(16);
         job.storage_failures = job.storage_failures.saturating_add(1);
-        let words = format!("{}: {message}", blame(FailureCause::Storage));
-        self.requeue(step, id, words, backoff.saturating_mul(1 << doublings).min(most));
+        let reason = format!("{}: {message}", failure_label(FailureCause::Storage));
+        self.requeue(step, id, reason, backoff.saturating_mul(1 << doublings).min(most));
     }
 
+    /// Puts a job back into the queue, to start after `wait`; stops it if its time limit is used up.
     pub(super) fn requeue(&mut self, step: &mut Step, id: &JobId, why: String, wait: Duration) {
         let Some(job) = self.jobs.get_mut(id) else { return };
-        if job.wants.time_limit.is_some_and(|limit| job.used >= limit) {
-            let words = format!("its time limit is over, and `aitk resume` gives it as much time again; before: {why}");
-            return self.set_state(step, id, JobState::Stopped, words);
+        if job
+            .requirements
+            .time_limit
+            .is_some_and(|limit| job.used_millis >= limit)
+        {
+            let reason =
+                format!("its time limit is over, and `aitk resume` gives it as much time again; before: {why}");
+            return self.set_state(step, id, JobState::Stopped, reason);
         }
         job.not_before = step.now.after(wait);
         self.set_state(step, id, JobState::Queued, why);
     }
 }
 
-/// Whose fault, in words.
-fn blame(cause: FailureCause) -> &'static str {
+/// The cause of a failure as text.
+fn failure_label(cause: FailureCause) -> &'static str {
     match cause {
         FailureCause::BadInput => "the config or its inputs",
         FailureCause::OutOfMemory => "not enough memory",

@@ -1,21 +1,21 @@
-//! What happens to the core, and what it wants done.
+//! The scheduler's input, [`Event`], and its output, [`Effect`].
 
-use super::model::{Condition, Job, SessionId, Ticket, Wants, Worker};
+use super::model::{Condition, Job, Requirements, SessionId, Ticket, Worker};
 use aitk_common::attempt::Outcome;
 use aitk_common::capability::DeviceRef;
 use aitk_common::control::UnixMillis;
 use aitk_common::control::WorkerView;
 use aitk_common::control::{Artifact, HeldAttempt, JobEvent, JobView, Registration, Report, Submitted, ToWorker};
 use aitk_common::hash::ContentHash;
-use aitk_common::id::{JobId, TaskId, WorkerId};
+use aitk_common::id::{AttemptId, JobId, TaskId, WorkerId};
 use aitk_common::plan::profile::MemoryProfile;
 use aitk_common::telemetry::context::TraceContext;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What only the worker needs of a job; the core hands it to the store and forgets it. What the members of an array have in
-/// common they share, in memory and in the store.
+/// The part of a job that only its worker needs. The scheduler passes it to the store and does not keep it. Members of an
+/// array share what they have in common, in memory and in the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Payload {
     /// The config as its user wrote it.
@@ -24,9 +24,10 @@ pub struct Payload {
     pub config_format: Arc<str>,
     /// `JobSpec` as JSON.
     pub job_json: Arc<str>,
-    /// Path as the config writes it -> snapshot.
+    /// Path as written in the config -> snapshot.
     pub inputs: Arc<BTreeMap<String, ContentHash>>,
-    /// Its texts were written into the store beforehand, and what it shares with other jobs under this key.
+    /// The key under which the store holds what this job shares with others; its texts are in the store already. None: the
+    /// texts above are still to be stored.
     pub shared: Option<Arc<str>>,
 }
 
@@ -47,12 +48,12 @@ impl Default for Payload {
 pub struct Prerequisite {
     /// Its id, its name, or a unique beginning of its id.
     pub job: String,
-    /// How it has to end.
+    /// How that job has to end.
     pub condition: Condition,
 }
 
 impl From<&str> for Prerequisite {
-    /// It has to complete.
+    /// A prerequisite that has to complete.
     fn from(job: &str) -> Self {
         Self {
             job: job.to_owned(),
@@ -61,7 +62,7 @@ impl From<&str> for Prerequisite {
     }
 }
 
-/// A job that comes in.
+/// A job that is submitted.
 #[derive(Clone, Debug)]
 pub struct NewJob {
     /// A fresh id, chosen by the caller.
@@ -72,169 +73,170 @@ pub struct NewJob {
     pub name: String,
     /// Its kind.
     pub kind: String,
-    /// What it asks of a machine.
-    pub wants: Wants,
-    /// Runs in place.
+    /// What it asks of the scheduler.
+    pub requirements: Requirements,
+    /// It runs in place, on the coordinator's own machine.
     pub local: bool,
-    /// The submission's key.
+    /// The idempotency key of the submission.
     pub idempotency_key: Option<String>,
-    /// Whoever submits it sees everybody's jobs, so that it may start after any of them; otherwise after their own.
+    /// Its submitter sees the jobs of all users, so the job may start after any of them; otherwise only after the
+    /// submitter's own.
     pub sees_all: bool,
-    /// What it starts after.
+    /// The jobs that it starts after.
     pub after: Vec<Prerequisite>,
-    /// Not started before.
+    /// The earliest start time.
     pub not_before: Option<UnixMillis>,
     /// The span that submitted it.
     pub trace: Option<TraceContext>,
-    /// Whoever submits it is held to [`super::Caps`].
+    /// [`super::UserLimits`] apply to its submitter.
     pub capped: bool,
     /// Bytes of its config in the store.
     pub config_bytes: u64,
-    /// For the worker.
+    /// What its worker needs.
     pub payload: Arc<Payload>,
 }
 
-/// Jobs that come in together.
+/// An array of jobs that is submitted.
 #[derive(Clone, Debug)]
 pub struct NewArray {
     /// A fresh id, chosen by the caller.
     pub id: JobId,
     /// Its name.
     pub name: String,
-    /// Members that may run at the same time.
+    /// How many members may run at the same time; none: no limit.
     pub at_most: Option<u32>,
-    /// The members are parts of one job.
+    /// The members are parts of one job that was split.
     pub split: bool,
-    /// The submission's key.
+    /// The idempotency key of the submission.
     pub idempotency_key: Option<String>,
-    /// Its members; their own keys are not looked at.
+    /// Its members; their own idempotency keys are ignored.
     pub members: Vec<NewJob>,
 }
 
-/// What happens.
+/// An input of the scheduler.
 #[derive(Clone, Debug)]
 pub enum Event {
-    /// Somebody submits a job.
+    /// A client submits a job.
     JobSubmitted {
-        /// Who waits.
+        /// The caller that waits for the reply.
         ticket: Ticket,
         /// The job.
         job: Box<NewJob>,
     },
-    /// Somebody submits an array.
+    /// A client submits an array.
     ArraySubmitted {
-        /// Who waits.
+        /// The caller that waits for the reply.
         ticket: Ticket,
         /// The array.
         array: Box<NewArray>,
     },
-    /// Somebody wants a job to stop.
+    /// A client stops a job.
     StopRequested {
-        /// Who waits.
+        /// The caller that waits for the reply.
         ticket: Ticket,
-        /// The job's id, or a unique beginning of it.
+        /// The job's id, a unique prefix of it, or its name.
         job: String,
-        /// Without saving.
+        /// Stop without saving.
         now: bool,
     },
-    /// Somebody wants a stopped or failed job to go on.
+    /// A client resumes a stopped, failed or paused job.
     ResumeRequested {
-        /// Who waits.
+        /// The caller that waits for the reply.
         ticket: Ticket,
-        /// The job's id, or a unique beginning of it.
+        /// The job's id, a unique prefix of it, or its name.
         job: String,
     },
-    /// Somebody wants a job to wait, saved, until it is resumed.
+    /// A client pauses a job: it saves and waits until it is resumed.
     PauseRequested {
-        /// Who waits.
+        /// The caller that waits for the reply.
         ticket: Ticket,
-        /// The job's id, or a unique beginning of it.
+        /// The job's id, a unique prefix of it, or its name.
         job: String,
     },
-    /// Somebody gives a job another priority.
+    /// A client changes the priority of a job.
     PriorityRequested {
-        /// Who waits.
+        /// The caller that waits for the reply.
         ticket: Ticket,
-        /// The job's id, or a unique beginning of it.
+        /// The job's id, a unique prefix of it, or its name.
         job: String,
-        /// Higher goes first.
+        /// Higher priorities start first.
         priority: i64,
     },
-    /// Somebody wants a job that has ended to be forgotten, with everything that is kept of it.
+    /// A client removes a job that has ended, with everything that is stored of it.
     RemoveRequested {
-        /// Who waits.
+        /// The caller that waits for the reply.
         ticket: Ticket,
-        /// The job's id, or a unique beginning of it.
+        /// The job's id, a unique prefix of it, or its name.
         job: String,
     },
-    /// Somebody wants a worker that is gone to be forgotten.
+    /// A client removes a worker that is gone.
     ForgetWorkerRequested {
-        /// Who waits.
+        /// The caller that waits for the reply.
         ticket: Ticket,
-        /// The worker's id, a unique beginning of it, or its name.
+        /// The worker's id, a unique prefix of it, or its name.
         worker: String,
     },
-    /// Somebody wants a worker to take no more work, or to take work again.
+    /// A client drains a worker, or ends its drain.
     DrainRequested {
-        /// Who waits.
+        /// The caller that waits for the reply.
         ticket: Ticket,
-        /// The worker's id, a unique beginning of it, or its name.
+        /// The worker's id, a unique prefix of it, or its name.
         worker: String,
-        /// No more work; otherwise work again.
+        /// True: it gets no new work. False: it gets work again.
         drain: bool,
-        /// What runs there saves and goes on elsewhere.
+        /// The jobs that run there save and move to other devices.
         now: bool,
     },
     /// A worker opened a session.
     WorkerRegistered {
         /// The session.
         session: SessionId,
-        /// The id it gets if it has none.
+        /// The id that the worker gets if it has none.
         fresh_id: WorkerId,
         /// It connected over loopback.
         same_machine: bool,
-        /// What it said.
+        /// The registration.
         registration: Box<Registration>,
     },
-    /// A worker is alive and holds these.
-    WorkerBeat {
+    /// A worker sent a heartbeat.
+    Heartbeat {
         /// The session.
         session: SessionId,
-        /// What it holds.
+        /// The attempts that it runs.
         running: Vec<HeldAttempt>,
     },
-    /// A worker takes no more work.
+    /// A worker announced its shutdown.
     WorkerLeaving {
         /// The session.
         session: SessionId,
         /// Why.
         reason: String,
     },
-    /// A session closed.
-    WorkerLost {
+    /// A worker's session closed.
+    SessionClosed {
         /// The session.
         session: SessionId,
     },
-    /// An attempt reports.
+    /// An attempt reported progress, a log line or the like.
     AttemptEvent {
         /// The session.
         session: SessionId,
-        /// Which.
+        /// The attempt.
         held: HeldAttempt,
-        /// Its number.
+        /// The number of the event within the attempt.
         seq: u64,
         /// The worker's time.
         time: UnixMillis,
-        /// What it says.
+        /// The report.
         report: Report,
     },
-    /// An attempt made a file.
+    /// An attempt uploaded a file.
     ArtifactReady {
         /// The session.
         session: SessionId,
-        /// To answer.
+        /// The request to answer.
         request: u64,
-        /// Which.
+        /// The attempt.
         held: HeldAttempt,
         /// The file.
         artifact: Artifact,
@@ -243,22 +245,22 @@ pub enum Event {
     ArtifactRemoved {
         /// The session.
         session: SessionId,
-        /// To answer.
+        /// The request to answer.
         request: u64,
-        /// Which.
+        /// The attempt.
         held: HeldAttempt,
         /// The file's name.
         name: String,
     },
-    /// An attempt saved its state into storage.
+    /// An attempt uploaded a checkpoint and commits it.
     CommitCheckpoint {
         /// The session.
         session: SessionId,
-        /// To answer.
+        /// The request to answer.
         request: u64,
-        /// Which.
+        /// The attempt.
         held: HeldAttempt,
-        /// Its manifest.
+        /// The hash of its manifest.
         manifest: ContentHash,
         /// Optimizer steps done.
         step: u64,
@@ -267,132 +269,140 @@ pub enum Event {
     Finished {
         /// The session.
         session: SessionId,
-        /// To answer.
+        /// The request to answer.
         request: u64,
-        /// Which.
+        /// The attempt.
         held: HeldAttempt,
-        /// How.
+        /// How it ended.
         outcome: Outcome,
     },
-    /// Retention: ended jobs that are too old are forgotten, or lose the checkpoint they could go on from.
+    /// Retention removes old jobs and old checkpoints.
     Expire {
-        /// Jobs that ended before are forgotten, unless others wait for them.
+        /// Jobs that ended before this time are removed, unless other jobs wait for them.
         jobs_before: Option<UnixMillis>,
-        /// Jobs that completed or failed before lose their checkpoint.
+        /// Jobs that completed or failed before this time lose their checkpoint.
         checkpoints_before: Option<UnixMillis>,
     },
-    /// An assignment did not go out: the payload of its job could not be read, or makes no message that a worker takes.
+    /// An assignment could not be sent: the payload of its job could not be read, or is not a valid message.
     AssignmentFailed {
         /// The session that it was for.
         session: SessionId,
         /// The attempt.
         held: HeldAttempt,
-        /// Why, in words.
+        /// Why, as text.
         reason: String,
-        /// Another try may succeed; otherwise the job has failed.
+        /// A retry may succeed. Otherwise the job fails.
         transient: bool,
     },
-    /// The coordinator itself stood still for so long: beats could not be heard, so no lease runs meanwhile.
+    /// The coordinator itself stalled and received no heartbeats. All leases are extended by that time.
     Stalled {
-        /// For how long.
+        /// How long it stalled.
         by: Duration,
     },
-    /// Whether there is room for what jobs make.
+    /// Whether the coordinator's disk has room for job results.
     StorageSpace {
-        /// Bytes that are free, and bytes that are kept for the database; none: there is room.
+        /// Free bytes, and bytes that are reserved for the database; none: there is room.
         full: Option<(u64, u64)>,
     },
-    /// Time went on.
+    /// Time has passed: checks leases, deadlines and quarantines.
     Tick,
 }
 
-/// A change that must be durable before anybody hears of it.
+/// A change that is stored before any other effect of its step is carried out.
 #[derive(Clone, Debug)]
 pub enum Record {
     /// A new job with its payload.
     NewJob(Arc<Job>, Arc<Payload>),
     /// A job changed.
     Job(Arc<Job>),
-    /// A job is forgotten, with everything that is kept of it.
+    /// A job is removed, with everything that is stored of it.
     JobGone(JobId),
-    /// A worker registered.
+    /// A worker registered or changed.
     Worker(Box<Worker>),
-    /// A worker is forgotten.
+    /// A worker is removed.
     WorkerGone(WorkerId),
-    /// A job's event.
+    /// A new event in a job's log.
     Event {
         /// The job.
         job: JobId,
         /// The event.
         event: Arc<JobEvent>,
-        /// The attempt's own number for it.
+        /// Its number within the attempt; none: the scheduler made the event.
         seq: Option<u64>,
     },
-    /// A job's file: new, or replaced.
+    /// A file of a job is new or was replaced.
     Artifact(JobId, Box<Artifact>),
-    /// A job's file is gone.
+    /// A file of a job was removed.
     ArtifactGone(JobId, String),
 }
 
-/// An assignment without the job's payload, which only the store has.
+/// An attempt that was placed on a device. The job's payload is only in the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Placed {
+pub struct PlacedAttempt {
     /// The job.
     pub job: JobId,
     /// Its task.
     pub task: TaskId,
     /// The attempt.
     pub held: HeldAttempt,
-    /// In place.
+    /// It runs in place.
     pub local: bool,
-    /// The checkpoint to go on from.
+    /// The manifest of the checkpoint to resume from.
     pub resume: Option<ContentHash>,
-    /// Where.
+    /// The device.
     pub device: DeviceRef,
-    /// How.
+    /// The memory profile.
     pub profile: MemoryProfile,
     /// The job's seed.
     pub seed: u64,
-    /// Models of the hub -> the commit that earlier attempts worked with.
+    /// Hub models -> the commit that earlier attempts used.
     pub revisions: BTreeMap<String, String>,
 }
 
-/// What the core wants done. All records of one step are stored before anything else of it is done.
+/// An output of the scheduler. All records of one step are stored before its other effects are carried out.
 #[derive(Clone, Debug)]
 pub enum Effect {
-    /// Make it durable.
+    /// Store a record.
     Persist(Record),
-    /// Tell a worker.
+    /// Send a message to a worker.
     Send(SessionId, ToWorker),
-    /// Give work to a worker.
-    Assign(SessionId, Box<Placed>),
+    /// Note in the audit log that a worker reported on the current attempt of another worker: losing an attempt of its own
+    /// does not lead a worker to that. The answer to the worker follows.
+    ForeignReport {
+        /// The worker's session.
+        session: SessionId,
+        /// The attempt; none: the worker waits for an answer to a request.
+        attempt: Option<AttemptId>,
+    },
+    /// Assign an attempt to a worker.
+    Assign(SessionId, Box<PlacedAttempt>),
     /// Close a session.
     Close {
-        /// Which.
+        /// The session.
         session: SessionId,
-        /// Why, in words.
+        /// Why, as text.
         reason: String,
-        /// Whether the worker should come back.
+        /// Whether the worker should reconnect.
         retry: bool,
     },
-    /// Tell those who follow the job.
+    /// Send an event to the followers of a job.
     Publish(JobId, Arc<JobEvent>),
-    /// Answer a caller.
+    /// Reply to a caller.
     Reply(Ticket, Result<Reply, Refusal>),
 }
 
-/// A good answer.
+/// A successful reply.
 #[derive(Clone, Debug)]
 pub enum Reply {
-    /// To a submission.
+    /// A job or an array was submitted.
     Submitted(Submitted),
-    /// To a change of a job: the job as it is now.
+    /// A job after it was changed.
     Job(Box<JobView>),
-    /// To a change of a worker: the worker as it is now.
+    /// A worker after it was changed.
     Worker(Box<WorkerView>),
 }
 
-/// Why not.
+/// Why a request is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     /// No such job.
@@ -401,31 +411,31 @@ pub enum Refusal {
     /// No such worker.
     #[error("there is no worker {0:?}; `aitk workers` lists them")]
     NoWorker(String),
-    /// A beginning or a name that several share.
+    /// A prefix or a name that several jobs or workers share.
     #[error("{text:?} means several: {}; write more of it", matches.join(", "))]
     Ambiguous {
-        /// As given.
+        /// The text of the request.
         text: String,
-        /// Some of them.
+        /// Some of the matches.
         matches: Vec<String>,
     },
-    /// A name that several jobs share which have not ended.
+    /// A name that several active jobs share.
     #[error("{count} jobs that have not ended are called {name:?}; give the id: {}", ids.iter().map(JobId::as_str).collect::<Vec<_>>().join(", "))]
     SameName {
-        /// As given.
+        /// The text of the request.
         name: String,
-        /// How many there are.
+        /// How many jobs share it.
         count: usize,
-        /// Some of them.
+        /// Some of the matches.
         ids: Vec<JobId>,
     },
-    /// Not in this state.
+    /// The job or worker is not in a state that allows the request.
     #[error("{0}")]
     Conflict(String),
-    /// More than a user may have.
+    /// The user would exceed a limit.
     #[error("{0}")]
     TooMuch(String),
-    /// The database has no room for it.
+    /// The database has no room.
     #[error("{0}")]
     NoRoom(String),
 }

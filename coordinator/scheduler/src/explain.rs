@@ -1,351 +1,294 @@
-//! Why a waiting job waits, and where a job could run, as one would say it.
+//! Finds out why a job waits and on which devices it could run, with the checks that placement uses.
 
-use super::messages::{gib, no_device, not_this_device, span};
-use super::model::{ArrayPlace, Condition, Job, QueueState, Recall, SlotId, Wants, Worker};
-use super::placement::{USUAL_UNITS, is_gpu, seconds_until, work_left};
+use super::classes::device_fit;
+use super::eligibility::{Obstacle, USUAL_UNITS, work_left};
+use super::messages::{MAX_AHEAD, NO_WORKER, fit_line, job_status, no_device, not_this_device, wait_reason};
+use super::model::{ArrayMembership, Job, Preemption, QueueState, Requirements, SlotId, Worker};
+use super::placement::{is_gpu, seconds_until};
 use super::queue::StartCondition;
+use super::reasons::{Availability, BeforeJob, FitLine, JobLabel, JobStatus, WaitReason};
 use super::state::State;
-use super::state::classes::{Misfit, Needs, fit};
+use super::state::classes::{DeviceFit, DeviceNeeds, FitError};
 use super::state::slots::Slot;
-use super::state::speeds::TOO_SLOW;
 use aitk_common::capability::DeviceRef;
-use aitk_common::control::{DeviceForecast, Forecast, JobState, UnixMillis};
+use aitk_common::control::{AttemptState, DeviceForecast, Forecast, JobState, UnixMillis};
 use aitk_common::id::{JobId, UserName, WorkerId};
-use aitk_common::plan::profile::MemoryProfile;
-use std::time::Duration;
 
-/// Beyond so many, it does not matter how many are ahead.
-const AHEAD_MOST: usize = 1000;
-
-/// Why a part of a job does not begin on a slow device.
-const LEFT: &str = "faster devices are through with all that waits before it would be with this part";
-
-/// What is said of the device on which a job runs.
-const RUNS_HERE: &str = "runs here";
-
-/// A device as a job sees it.
+/// A connected device as a job sees it.
 struct DeviceVerdict<'a> {
     slot: SlotId,
     device: &'a Slot,
     worker: &'a Worker,
-    fit: FitCheck,
+    fit: Result<Fit<'a>, FitError>,
 }
 
-/// What a device is to a job.
-enum FitCheck {
-    Unfit(Misfit),
-    Fit {
-        profile: MemoryProfile,
-        bytes: Option<u64>,
-        seconds_per_unit: f64,
-        /// What keeps it from starting there now; empty: nothing.
-        hindrance: String,
-        ready: bool,
-    },
+/// A device on which a job fits.
+struct Fit<'a> {
+    device_fit: DeviceFit,
+    availability: Availability<'a>,
+}
+
+impl<'a> DeviceVerdict<'a> {
+    fn fit(&self) -> Option<&Fit<'a>> {
+        self.fit.as_ref().ok()
+    }
+
+    fn is_ready(&self) -> bool {
+        self.fit()
+            .is_some_and(|fit| matches!(fit.availability, Availability::Ready))
+    }
+}
+
+/// The job, submitted or not, that devices are checked for.
+#[derive(Clone, Copy)]
+struct Subject<'a> {
+    needs: &'a DeviceNeeds,
+    owner: &'a UserName,
+    /// None: it is not submitted yet.
+    job: Option<&'a Job>,
+}
+
+impl<'a> Subject<'a> {
+    fn of(job: &'a Job, needs: &'a DeviceNeeds) -> Self {
+        Self {
+            needs,
+            owner: &job.requirements.owner,
+            job: Some(job),
+        }
+    }
 }
 
 impl State {
-    /// Every connected device as a job of this user with these needs sees it.
-    fn check_devices(
-        &self,
-        now: UnixMillis,
-        needs: &Needs,
-        owner: &UserName,
-        job: Option<&Job>,
-    ) -> Vec<DeviceVerdict<'_>> {
-        let family = needs.family.as_deref();
-        let mut verdicts: Vec<DeviceVerdict<'_>> = Vec::new();
-        for (id, slot) in self.slots.iter().filter(|(_, slot)| slot.connected) {
-            let Some(worker) = self.workers.get(&slot.worker) else {
-                continue;
-            };
-            let fit = match fit(needs, worker, &slot.device) {
-                // Whatever is predicted: it is there.
-                _ if job.is_some_and(|job| slot.running.contains_key(&job.id)) => self.own_place(job, slot, family),
-                Err(misfit) => FitCheck::Unfit(misfit),
-                Ok((profile, bytes)) => {
-                    let ready = slot.open
-                        && slot.has_room()
-                        && slot.has_room_for(needs.held(bytes), None)
-                        && !self.is_kept_from(needs, slot)
-                        && !job.is_some_and(|job| self.is_reserved_for_other(job, slot));
-                    let speed = self.speeds.seconds_per_unit(&slot.device, family, profile);
-                    let slow = job.filter(|job| {
-                        let takes = work_left(job) * speed * (slot.running.len() as f64 + 1.0);
-                        ready && self.is_left_to_faster(now, job, id, speed, takes)
-                    });
-                    if let Some(job) = slow {
-                        let fit = FitCheck::Fit {
-                            profile,
-                            bytes,
-                            seconds_per_unit: speed,
-                            hindrance: format!("{LEFT}, {}", self.faster_ones(now, job, speed)),
-                            ready: false,
-                        };
-                        verdicts.push(DeviceVerdict {
-                            slot: id,
-                            device: slot,
-                            worker,
-                            fit,
-                        });
-                        continue;
-                    }
-                    FitCheck::Fit {
-                        profile,
-                        bytes,
-                        seconds_per_unit: speed,
-                        hindrance: if ready {
-                            String::new()
-                        } else {
-                            self.hindrance(slot, worker, owner)
-                        },
-                        ready,
-                    }
-                }
-            };
-            verdicts.push(DeviceVerdict {
-                slot: id,
-                device: slot,
+    /// Checks every connected device for a job.
+    fn check_devices<'a>(&'a self, now: UnixMillis, subject: Subject<'_>) -> Vec<DeviceVerdict<'a>> {
+        let connected = self.slots.iter().filter(|(_, slot)| slot.connected);
+        let devices: Vec<_> = connected
+            .filter_map(|(id, slot)| Some((id, slot, self.workers.get(&slot.worker)?)))
+            .map(|(id, slot, worker)| {
+                // A job that runs on a device fits there, whatever is predicted.
+                let own = subject.job.filter(|job| slot.running.contains_key(&job.id));
+                let device_fit = match own {
+                    Some(job) => Ok(self.current_fit(job, slot, subject.needs)),
+                    None => device_fit(&self.speeds, subject.needs, worker, &slot.device),
+                };
+                (id, slot, worker, device_fit, own.is_some())
+            })
+            .collect();
+        let fastest = devices
+            .iter()
+            .filter(|(_, slot, ..)| slot.accepts_jobs)
+            .filter_map(|(_, slot, worker, device_fit, _)| {
+                let seconds = device_fit.as_ref().ok()?.seconds_per_unit;
+                Some((seconds, device_label(worker, slot)))
+            })
+            .min_by(|a, b| a.0.total_cmp(&b.0))
+            .unwrap_or((f64::INFINITY, String::new()));
+        devices
+            .into_iter()
+            .map(|(slot, device, worker, device_fit, runs_here)| DeviceVerdict {
+                slot,
+                device,
                 worker,
-                fit,
-            });
-        }
-        if needs.device.is_none() {
-            Self::mark_too_slow(&mut verdicts);
-        }
-        verdicts
+                fit: device_fit.map(|device_fit| Fit {
+                    device_fit,
+                    availability: match runs_here {
+                        true => Availability::RunsHere,
+                        false => self.availability(now, subject, (slot, device, worker), &device_fit, &fastest),
+                    },
+                }),
+            })
+            .collect()
     }
 
-    /// The device on which a job runs, as that job sees it.
-    fn own_place(&self, job: Option<&Job>, slot: &Slot, family: Option<&str>) -> FitCheck {
-        let attempt = job.and_then(Job::current);
+    /// What the device on which a job runs offers to that job.
+    fn current_fit(&self, job: &Job, slot: &Slot, needs: &DeviceNeeds) -> DeviceFit {
+        let attempt = job.current();
         let profile = attempt.map_or(slot.device.profile, |attempt| attempt.profile);
-        FitCheck::Fit {
-            profile,
-            bytes: attempt.and_then(|attempt| attempt.memory),
-            seconds_per_unit: self.speeds.seconds_per_unit(&slot.device, family, profile),
-            hindrance: RUNS_HERE.to_owned(),
-            ready: false,
+        DeviceFit {
+            choice: (profile, attempt.and_then(|attempt| attempt.memory)),
+            seconds_per_unit: self
+                .speeds
+                .seconds_per_unit(&slot.device, needs.family.as_deref(), profile),
         }
     }
 
-    /// A device on which the work would take many times as long as on another one is not taken.
-    fn mark_too_slow(verdicts: &mut [DeviceVerdict<'_>]) {
-        let speed = |verdict: &DeviceVerdict<'_>| match &verdict.fit {
-            FitCheck::Fit { seconds_per_unit, .. } if verdict.device.open => Some((*seconds_per_unit, name(verdict))),
-            _ => None,
+    /// Whether a job may start on a device on which it fits, and if not, why. `fastest` is the fastest open device that
+    /// fits: its seconds per unit of work, and its name.
+    fn availability<'a>(
+        &'a self,
+        now: UnixMillis,
+        subject: Subject<'_>,
+        (slot_id, slot, worker): (SlotId, &'a Slot, &'a Worker),
+        device_fit: &DeviceFit,
+        fastest: &(f64, String),
+    ) -> Availability<'a> {
+        let job = (subject.needs, subject.job);
+        let Err(obstacle) = self.check_start(now, job, (slot_id, slot), device_fit, fastest.0) else {
+            return Availability::Ready;
         };
-        let best = verdicts.iter().filter_map(speed).min_by(|a, b| a.0.total_cmp(&b.0));
-        let Some((best, fastest)) = best else { return };
-        for verdict in verdicts {
-            if let FitCheck::Fit {
-                seconds_per_unit,
-                hindrance,
-                ready,
-                ..
-            } = &mut verdict.fit
-                && *seconds_per_unit > best * TOO_SLOW
-                && hindrance != RUNS_HERE
-            {
-                *ready = false;
-                *hindrance = format!(
-                    "it would take about {:.0} times as long as on {fastest}; `cluster.device: {}` allows it",
-                    *seconds_per_unit / best,
-                    verdict.device.device.device.kind.name()
-                );
+        match (obstacle, &slot.reserved_for) {
+            (Obstacle::TooSlow, _) => Availability::TooSlow {
+                times: device_fit.seconds_per_unit / fastest.0,
+                fastest: fastest.1.clone(),
+                kind: slot.device.device.kind,
+            },
+            (Obstacle::LeftToFaster, _) => Availability::LeftToFaster {
+                faster: subject
+                    .job
+                    .map(|job| self.faster_devices(now, job, device_fit.seconds_per_unit))
+                    .unwrap_or_default(),
+            },
+            (Obstacle::NotAccepting, _) if worker.drained => Availability::Drained { worker: &worker.name },
+            (Obstacle::NotAccepting, _) if worker.leaving => Availability::Leaving { worker: &worker.name },
+            (Obstacle::NotAccepting, _) if slot.quarantined.is_some() => Availability::Quarantined {
+                worker: &worker.name,
+                reason: Self::quarantine_reason(worker, slot.device.device),
+            },
+            (Obstacle::Reserved, Some(id)) if slot.running.is_empty() => {
+                Availability::Reserved(self.label(id, subject.owner))
+            }
+            (Obstacle::Busy | Obstacle::Reserved | Obstacle::NotAccepting, _) => {
+                let gives_way = |job: &Job| matches!(job.preemption, Some(Preemption::ForJob(_)));
+                let jobs = slot.running.keys().map(|id| {
+                    let preempted = self.jobs.get(id).is_some_and(gives_way);
+                    (self.label(id, subject.owner), preempted)
+                });
+                Availability::Busy(jobs.collect())
             }
         }
     }
 
-    /// A job as this user may know it: of other people's no more than whose it is.
-    fn known_as(&self, id: &JobId, to: &UserName) -> String {
+    /// A job as this user may see it.
+    fn label<'a>(&'a self, id: &'a JobId, to: &UserName) -> JobLabel<'a> {
         match self.jobs.get(id) {
-            Some(job) if job.wants.owner == *to => format!("{id} ({})", job.name),
-            Some(job) => format!("a job of {}", job.wants.owner),
-            None => id.to_string(),
+            Some(job) if job.requirements.owner == *to => JobLabel::Own { id, name: &job.name },
+            Some(job) => JobLabel::OfUser(&job.requirements.owner),
+            None => JobLabel::Unknown(id),
         }
     }
 
-    fn hindrance(&self, slot: &Slot, worker: &Worker, owner: &UserName) -> String {
-        if worker.drained {
-            return format!("{} is drained", worker.name);
-        }
-        if worker.leaving {
-            return format!("{} is leaving", worker.name);
-        }
-        if slot.quarantined.is_some() {
-            return format!(
-                "quarantined: {}; `aitk worker undrain {}` frees it",
-                Self::quarantine_reason(worker, slot.device.device),
-                worker.name
-            );
-        }
-        if let (true, Some(id)) = (slot.running.is_empty(), &slot.reserved_for) {
-            return format!(
-                "kept for {}, which comes from a slower device",
-                self.known_as(id, owner)
-            );
-        }
-        let busy: Vec<String> = slot
-            .running
-            .keys()
-            .map(|id| {
-                let job = self.jobs.get(id);
-                let gives_way = job.is_some_and(|job| matches!(job.recall, Some(Recall::GiveWay(_))));
-                let doing = if gives_way { ", which saves and gives way" } else { "" };
-                format!("{}{doing}", self.known_as(id, owner))
-            })
-            .collect();
-        format!("busy with {}", busy.join(" and "))
+    /// Why a waiting job waits, as text.
+    pub(super) fn explain(&self, now: UnixMillis, job: &Job) -> String {
+        wait_reason(&self.wait_reason(now, job))
     }
 
     /// Why a waiting job waits.
-    pub(super) fn explain(&self, now: UnixMillis, job: &Job) -> String {
+    fn wait_reason<'a>(&'a self, now: UnixMillis, job: &'a Job) -> WaitReason<'a> {
         if let Some(offer) = self.offers.get(&job.id).filter(|_| !job.paused) {
-            return offer.reason(now);
+            let left = offer.until.since(now);
+            return WaitReason::CheckpointUpload { offer, left };
         }
         match self.start_condition(now, job) {
             StartCondition::Paused => {
-                // What was saved when it paused, if it ran.
-                let paused = Some(&job.reason).filter(|reason| reason.starts_with("paused"));
-                let paused = paused.map_or("paused", String::as_str);
-                return format!("{paused}; `aitk resume {}` lets it go on", job.id);
+                let last = job.attempts.last();
+                let stopped = last.is_some_and(|last| last.state == AttemptState::Stopped);
+                return WaitReason::Paused {
+                    job: &job.id,
+                    stopped: stopped.then_some(job.reason.as_str()),
+                };
             }
-            StartCondition::After(before) => return self.explain_after(&before, job.condition(&before)),
-            StartCondition::Until(time) if job.attempts.is_empty() => {
-                let left = span(time.since(now));
-                return format!("starts in {left} at the earliest, as its config asks");
+            StartCondition::After(before) => {
+                let condition = job.condition(&before);
+                let before = self.before_job(before);
+                return WaitReason::Prerequisite { before, condition };
             }
-            StartCondition::Until(time) => {
-                let wait = seconds_until(now, time);
-                if (job.network.is_some() || job.storage_failures > 0) && job.failures == 0 {
-                    return format!("tried again in {wait} s; before: {}", job.reason);
-                }
-                let (failures, tries) = (job.failures.max(1), u64::from(job.wants.retries) + 1);
-                return format!(
-                    "try {} of {tries} in {wait} s; before: {}",
-                    u64::from(failures) + 1,
-                    job.reason
-                );
-            }
-            StartCondition::Open => {}
+            StartCondition::NotBefore(time) => return wait_for_time(now, time, job),
+            StartCondition::Met => {}
         }
-        if let Some((free, reserve)) = self.storage_full {
-            let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
-            return format!(
-                "waits: the coordinator's disk is full ({:.1} GiB free, {:.1} GiB reserved)",
-                gib(free),
-                gib(reserve)
-            );
+        if let Some((free, reserved)) = self.storage_full {
+            return WaitReason::StorageFull { free, reserved };
         }
         if let (
-            QueueState::Held,
-            Some(ArrayPlace {
+            QueueState::ArrayLimited,
+            Some(ArrayMembership {
                 id,
-                at_most: Some(most),
+                at_most: Some(at_most),
                 ..
             }),
         ) = (job.queue_state, job.array.as_deref())
         {
-            return format!("{most} of its array {id} may run at the same time and do; one of them has to end first");
+            return WaitReason::ArrayLimit {
+                array: id,
+                at_most: *at_most,
+            };
         }
-        let verdicts = self.check_devices(now, &Needs::of(job), &job.wants.owner, Some(job));
+        let verdicts = self.check_devices(now, Subject::of(job, &DeviceNeeds::of(job)));
         if verdicts.is_empty() {
-            return "no worker is connected; `aitk-worker` starts one".into();
+            return WaitReason::NoWorker;
         }
-        let owner = &job.wants.owner;
-        if self.at_quota(owner)
-            && verdicts
-                .iter()
-                .any(|verdict| matches!(verdict.fit, FitCheck::Fit { .. }))
-        {
+        let owner = &job.requirements.owner;
+        if self.at_quota(owner) && verdicts.iter().any(|verdict| verdict.fit.is_ok()) {
             let quota = self.settings.quotas.of(owner).unwrap_or(0);
-            return format!(
-                "user {owner} may hold {quota} devices at once and does; one of those jobs has to end first"
-            );
+            return WaitReason::Quota { owner, quota };
         }
-        self.explain_devices(job, &verdicts)
+        self.wait_for_devices(job, verdicts)
     }
 
-    fn explain_after(&self, before: &JobId, condition: Condition) -> String {
-        let ends = match condition {
-            Condition::Completed => "",
-            Condition::Ended => " to end",
-            Condition::Failed => " to fail",
-        };
-        match (self.jobs.get(before), condition) {
-            (Some(before), Condition::Completed) if matches!(before.state, JobState::Failed | JobState::Stopped) => {
-                format!(
-                    "waits for {} ({}), which has {}; `aitk resume {}` lets that go on, `aitk stop` ends this one",
-                    before.id, before.name, before.state, before.id
-                )
-            }
-            (Some(before), _) => format!(
-                "waits for {} ({}){ends}, which is {}",
-                before.id, before.name, before.state
-            ),
-            (None, _) => match self.array_summary(before) {
-                Some((name, counts)) => format!("waits for the array {before} ({name}){ends}: {counts}"),
-                None => format!("waits for {before}, which is not known any more; `aitk stop` ends this one"),
+    fn before_job(&self, before: JobId) -> BeforeJob<'_> {
+        match (self.jobs.get(&before), self.array_summary(&before)) {
+            (Some(job), _) => BeforeJob::Job(job),
+            (None, Some((name, counts))) => BeforeJob::Array {
+                id: before,
+                name,
+                counts,
             },
+            (None, None) => BeforeJob::Unknown(before),
         }
     }
 
-    fn explain_devices(&self, job: &Job, verdicts: &[DeviceVerdict<'_>]) -> String {
-        let fitting: Vec<&DeviceVerdict<'_>> = verdicts
-            .iter()
-            .filter(|verdict| matches!(verdict.fit, FitCheck::Fit { .. }))
-            .collect();
-        let usable: Vec<&&DeviceVerdict<'_>> = fitting.iter().filter(|verdict| verdict.device.open).collect();
-        let ready = fitting
-            .iter()
-            .any(|verdict| matches!(verdict.fit, FitCheck::Fit { ready: true, .. }));
-        if ready {
-            // Placement follows every change, so this is only ever seen between two steps.
-            return "starts now".into();
+    /// Why no device takes a job that waits for nothing else.
+    fn wait_for_devices<'a>(&'a self, job: &'a Job, verdicts: Vec<DeviceVerdict<'a>>) -> WaitReason<'a> {
+        if verdicts.iter().any(DeviceVerdict::is_ready) {
+            return WaitReason::StartsNow;
         }
-        if let (Some(first), true) = (fitting.first(), usable.is_empty()) {
-            let FitCheck::Fit { hindrance, .. } = &first.fit else {
-                return String::new();
+        let (mut fitting, mut fit_errors) = (Vec::new(), Vec::new());
+        for verdict in verdicts {
+            match verdict.fit {
+                Ok(fit) => fitting.push((verdict.device, verdict.worker, fit)),
+                Err(fit_error) => fit_errors.push(fit_error),
+            }
+        }
+        let is_open = |(device, ..): &&(&Slot, &Worker, Fit<'_>)| device.accepts_jobs;
+        if !fitting.iter().any(|one| is_open(&one)) {
+            let count = fitting.len();
+            return match fitting.into_iter().next() {
+                None => WaitReason::NoDeviceFits(fit_errors),
+                Some((.., first)) => WaitReason::NoDeviceAccepts {
+                    fitting: count,
+                    first: first.availability,
+                },
             };
-            let others = match fitting.len() {
-                1 => "the one device that fits is not taken".to_owned(),
-                several => format!("none of the {several} devices that fit is taken"),
-            };
-            return format!("{others}: {hindrance}");
         }
-        if fitting.is_empty() {
-            return no_device(misfits(verdicts));
-        }
-        let giving = usable
+        let preempted = fitting
             .iter()
-            .flat_map(|verdict| verdict.device.running.keys())
-            .find(|id| matches!(&self.jobs.get(id).and_then(|job| job.recall.clone()), Some(Recall::GiveWay(to)) if *to == job.id));
-        if let Some(giving) = giving {
-            let giving = self.known_as(giving, &job.wants.owner);
-            return format!("starts when {giving} has saved and given way");
+            .filter(is_open)
+            .flat_map(|(device, ..)| device.running.keys())
+            .find(|id| {
+                let preemption = self.jobs.get(id).and_then(|job| job.preemption.as_ref());
+                matches!(preemption, Some(Preemption::ForJob(to)) if *to == job.id)
+            });
+        if let Some(preempted) = preempted {
+            return WaitReason::Preempting(self.label(preempted, &job.requirements.owner));
         }
-        let left = usable.iter().find_map(|verdict| match &verdict.fit {
-            FitCheck::Fit { hindrance, .. } if hindrance.starts_with(LEFT) => Some((name(verdict), hindrance)),
-            _ => None,
-        });
-        if let Some((slow, why)) = left {
-            return format!("not begun on {slow}: {why}");
+        let mut devices = 0;
+        for (device, worker, fit) in fitting.into_iter().filter(|one| is_open(&one)) {
+            match fit.availability {
+                Availability::LeftToFaster { faster } => {
+                    let device = device_label(worker, device);
+                    return WaitReason::LeftToFaster { device, faster };
+                }
+                Availability::TooSlow { .. } => {}
+                _ => devices += 1,
+            }
         }
-        let fast = |verdict: &&&&DeviceVerdict<'_>| !matches!(&verdict.fit, FitCheck::Fit { hindrance, .. } if hindrance.starts_with("it would"));
-        let devices = match usable.iter().filter(fast).count() {
-            1 => "the one device that fits is".to_owned(),
-            several => format!("all {several} devices that fit are"),
-        };
-        let ahead = self.queue.range(..job.queue_key()).take(AHEAD_MOST + 1).count();
-        match ahead {
-            0 => format!("next in line; {devices} busy"),
-            ahead if ahead > AHEAD_MOST => format!("more than {AHEAD_MOST} ahead in line; {devices} busy"),
-            ahead => format!("{ahead} ahead in line; {devices} busy"),
+        let ahead = self.queue.range(..job.queue_key()).take(MAX_AHEAD + 1).count();
+        WaitReason::InQueue {
+            ahead: Some(ahead).filter(|ahead| *ahead <= MAX_AHEAD),
+            devices,
         }
     }
 
-    /// A waiting or running job or array, and every connected device as it sees it.
+    /// Why a job waits or what it does, and every connected device as the job sees it; an array like a job.
     #[must_use]
     pub fn explain_job(&self, now: UnixMillis, id: &JobId) -> Option<Forecast> {
         let Some(job) = self.jobs.get(id) else {
@@ -353,65 +296,74 @@ impl State {
         };
         let summary = match job.state {
             JobState::Queued => self.explain(now, job),
-            _ => self.where_it_stands(now, job),
+            _ => job_status(&self.job_status(now, job)),
         };
+        let needs = DeviceNeeds::of(job);
+        let verdicts = self.check_devices(now, Subject::of(job, &needs));
         Some(Forecast {
             summary,
-            devices: self.forecast(now, &Needs::of(job), &job.wants.owner, work_left(job), Some(job)),
+            devices: self.forecast(verdicts, &needs, work_left(job), Some(job)),
         })
     }
 
-    /// What is to be said of a job that does not wait.
-    fn where_it_stands(&self, now: UnixMillis, job: &Job) -> String {
-        let reason = self.reason(now, job);
-        let place = job.current().map(|attempt| {
-            let since = span(now.since(attempt.created));
-            let device = device_name(attempt.device);
-            format!("{} for {since} on {} {device}", job.state, attempt.worker_name)
+    /// What is said of a job that does not wait.
+    fn job_status<'a>(&self, now: UnixMillis, job: &'a Job) -> JobStatus<'a> {
+        let running = job.current().map(|attempt| {
+            let since = now.since(attempt.created);
+            (since, attempt.worker_name.as_str(), device_name(attempt.device))
         });
-        // Placement's own words for the same place.
-        let says_more = !reason.is_empty() && !reason.starts_with("on ");
-        match (place, !says_more) {
-            (Some(place), true) => place,
-            (Some(place), false) => format!("{place}: {reason}"),
-            (None, true) => job.state.to_string(),
-            (None, false) => format!("{}: {reason}", job.state),
+        // The reason of a job that runs undisturbed names its device, which is said anyway.
+        let undisturbed =
+            job.state == JobState::Running && job.preemption.is_none() && self.absent_worker(job).is_none();
+        JobStatus {
+            state: job.state,
+            running,
+            reason: match undisturbed {
+                true => String::new(),
+                false => self.reason(now, job),
+            },
         }
     }
 
-    /// Where a job with these wishes could run, were it submitted now.
+    /// Where a job with these requirements could run if it were submitted now.
     #[must_use]
-    pub fn fit(&self, wants: &Wants) -> Forecast {
-        let needs = Needs::of_wants(wants, false, None);
-        let units = wants.demand.as_ref().map_or(USUAL_UNITS, |demand| demand.units());
-        let devices = self.forecast(UnixMillis(0), &needs, &wants.owner, units, None);
-        let fitting: Vec<&DeviceForecast> = devices.iter().filter(|device| device.fits).collect();
-        let summary = match (fitting.first(), devices.is_empty()) {
-            (_, true) => "no worker is connected; `aitk-worker` starts one".to_owned(),
-            (None, _) => no_device(misfits(&self.check_devices(UnixMillis(0), &needs, &wants.owner, None))),
+    pub fn forecast_new_job(&self, requirements: &Requirements) -> Forecast {
+        let needs = DeviceNeeds::of_requirements(requirements, false, None);
+        let units = requirements
+            .demand
+            .as_ref()
+            .map_or(USUAL_UNITS, |demand| demand.units());
+        let subject = Subject {
+            needs: &needs,
+            owner: &requirements.owner,
+            job: None,
+        };
+        let verdicts = self.check_devices(UnixMillis(0), subject);
+        let fit_errors: Vec<FitError> = verdicts
+            .iter()
+            .filter_map(|verdict| verdict.fit.as_ref().err().cloned())
+            .collect();
+        let devices = self.forecast(verdicts, &needs, units, None);
+        let summary = match (devices.iter().find(|device| device.fits), devices.is_empty()) {
+            (_, true) => NO_WORKER.to_owned(),
+            (None, _) => no_device(fit_errors.iter().collect()),
             (Some(best), _) if best.ready => format!("would start now on {}", best.words),
             (Some(best), _) => format!("would wait for a device; the best is {}", best.words),
         };
         Forecast { summary, devices }
     }
 
+    /// The devices in order: those that fit first, of them the ready ones, of them the fastest.
     fn forecast(
         &self,
-        now: UnixMillis,
-        needs: &Needs,
-        owner: &UserName,
+        mut verdicts: Vec<DeviceVerdict<'_>>,
+        needs: &DeviceNeeds,
         units: f64,
         job: Option<&Job>,
     ) -> Vec<DeviceForecast> {
-        let family = needs.family.as_deref();
-        let mut verdicts = self.check_devices(now, needs, owner, job);
-        let rank = |verdict: &DeviceVerdict<'_>| match &verdict.fit {
-            FitCheck::Fit {
-                seconds_per_unit,
-                ready,
-                ..
-            } => (0, !ready, *seconds_per_unit),
-            FitCheck::Unfit(_) => (1, true, 0.0),
+        let rank = |verdict: &DeviceVerdict<'_>| match verdict.fit() {
+            Some(fit) => (0, !verdict.is_ready(), fit.device_fit.seconds_per_unit),
+            None => (1, true, 0.0),
         };
         verdicts.sort_by(|a, b| {
             let (a_rank, b_rank) = (rank(a), rank(b));
@@ -421,21 +373,28 @@ impl State {
                 .then(a_rank.2.total_cmp(&b_rank.2))
                 .then((budget(a), a.slot).cmp(&(budget(b), b.slot)))
         });
+        let family = needs.family.as_deref();
         let own = job.and_then(own_pace);
-        let say = |verdict: &DeviceVerdict<'_>| {
+        let describe = |verdict: &DeviceVerdict<'_>| {
             let here = own
                 .filter(|(worker, device, _)| *worker == &verdict.worker.id && *device == verdict.device.device.device);
-            self.say(verdict, family, units, here.map(|(_, _, seconds)| seconds))
+            self.device_forecast(verdict, family, units, here.map(|(_, _, seconds)| seconds))
         };
-        verdicts.iter().map(say).collect()
+        verdicts.iter().map(describe).collect()
     }
 
-    /// `own`: what a job that runs there has left, at its own pace.
-    fn say(&self, verdict: &DeviceVerdict<'_>, family: Option<&str>, units: f64, own: Option<f64>) -> DeviceForecast {
+    /// One device of a forecast. `own`: the seconds that are left to a job that runs there, at its own pace.
+    fn device_forecast(
+        &self,
+        verdict: &DeviceVerdict<'_>,
+        family: Option<&str>,
+        units: f64,
+        own: Option<f64>,
+    ) -> DeviceForecast {
         let device = &verdict.device.device;
         let measured = own.is_some() || self.speeds.is_measured(device, family);
-        let name = name(verdict);
-        let mut said = DeviceForecast {
+        let label = device_label(verdict.worker, verdict.device);
+        let mut forecast = DeviceForecast {
             worker: verdict.worker.id.clone(),
             worker_name: verdict.worker.name.clone(),
             device: device.device,
@@ -450,43 +409,54 @@ impl State {
             words: String::new(),
         };
         match &verdict.fit {
-            FitCheck::Unfit(misfit) => said.words = format!("{name}: {}", not_this_device(misfit)),
-            FitCheck::Fit {
-                profile,
-                bytes,
-                seconds_per_unit,
-                hindrance,
-                ready,
-            } => {
-                let seconds = own.or(family.map(|_| units * seconds_per_unit));
-                let need = match bytes {
-                    Some(bytes) => format!("{} of {}", gib(*bytes), gib(device.memory_budget)),
-                    None => format!("all of {}, its need is not known", gib(device.memory_budget)),
-                };
-                let time = match seconds {
-                    Some(seconds) if seconds.is_finite() => {
-                        let time = span(Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX));
-                        let how = if measured { "" } else { ", a guess" };
-                        format!(", about {time}{how}")
-                    }
-                    _ => String::new(),
-                };
-                let now = if *ready { "free" } else { hindrance.as_str() };
-                said.words = format!("{name}: {} ({need}{time}); {now}", profile.name());
-                said.fits = true;
-                said.ready = *ready;
-                said.profile = Some(*profile);
-                said.memory = *bytes;
-                said.seconds = seconds.filter(|seconds| seconds.is_finite());
+            Err(fit_error) => forecast.words = format!("{label}: {}", not_this_device(fit_error)),
+            Ok(Fit {
+                device_fit,
+                availability,
+            }) => {
+                let (profile, bytes) = device_fit.choice;
+                let seconds = own.or(family.map(|_| units * device_fit.seconds_per_unit));
+                forecast.words = fit_line(&FitLine {
+                    device: &label,
+                    profile: profile.name(),
+                    bytes,
+                    budget: device.memory_budget,
+                    seconds,
+                    measured,
+                    availability,
+                });
+                forecast.fits = true;
+                forecast.ready = verdict.is_ready();
+                forecast.profile = Some(profile);
+                forecast.memory = bytes;
+                forecast.seconds = seconds.filter(|seconds| seconds.is_finite());
             }
         }
-        said
+        forecast
+    }
+}
+
+/// Why a job waits that may not start before `time`.
+fn wait_for_time(now: UnixMillis, time: UnixMillis, job: &Job) -> WaitReason<'_> {
+    if job.attempts.is_empty() {
+        let left = time.since(now);
+        return WaitReason::StartTime { left };
+    }
+    let (seconds, last) = (seconds_until(now, time), job.reason.as_str());
+    if (job.network_outage.is_some() || job.storage_failures > 0) && job.failures == 0 {
+        return WaitReason::UncountedRetry { seconds, last };
+    }
+    WaitReason::Retry {
+        number: u64::from(job.failures.max(1)) + 1,
+        most: u64::from(job.requirements.retries) + 1,
+        seconds,
+        last,
     }
 }
 
 /// Where a job runs, and the seconds that it still takes there, from the steps that it has taken.
 fn own_pace(job: &Job) -> Option<(&WorkerId, DeviceRef, f64)> {
-    if !job.works() {
+    if !job.reports_work() {
         return None;
     }
     let (attempt, progress) = (job.current()?, job.progress?);
@@ -499,8 +469,8 @@ fn own_pace(job: &Job) -> Option<(&WorkerId, DeviceRef, f64)> {
 }
 
 /// `box cuda:0`; the CPU has no number.
-fn name(verdict: &DeviceVerdict<'_>) -> String {
-    format!("{} {}", verdict.worker.name, device_name(verdict.device.device.device))
+fn device_label(worker: &Worker, slot: &Slot) -> String {
+    format!("{} {}", worker.name, device_name(slot.device.device))
 }
 
 /// `cuda:0`, `cpu`.
@@ -510,12 +480,4 @@ fn device_name(device: DeviceRef) -> String {
     } else {
         device.kind.name().to_owned()
     }
-}
-
-fn misfits<'a>(verdicts: &'a [DeviceVerdict<'_>]) -> Vec<&'a Misfit> {
-    let unfit = |verdict: &'a DeviceVerdict<'_>| match &verdict.fit {
-        FitCheck::Unfit(misfit) => Some(misfit),
-        FitCheck::Fit { .. } => None,
-    };
-    verdicts.iter().filter_map(unfit).collect()
 }

@@ -1,8 +1,8 @@
-//! Submit, stop, resume.
+//! Submits, stops, resumes and pauses jobs, and finds them by id or name.
 
 use super::event::{Effect, NewJob, Prerequisite, Record, Refusal, Reply};
-use super::model::{ArrayPlace, Caps, Condition, Job, QueueState, Recall, Ticket};
-use super::saved::what_is_saved;
+use super::model::{ArrayMembership, Condition, Job, Preemption, QueueState, Ticket, UserLimits};
+use super::saved_work::saved_work_message;
 use super::state::State;
 use super::step::Step;
 use aitk_common::control::{EventBody, HeldAttempt, JobState, Submitted, ToWorker, UnixMillis};
@@ -10,16 +10,16 @@ use aitk_common::id::{JobId, UserName};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-/// Jobs of one name that a refusal lists.
-const NAMED_MOST: usize = 5;
+/// The most jobs of one name that a refusal lists.
+const MAX_NAMED: usize = 5;
 
 impl State {
     pub(super) fn submit(&mut self, step: &mut Step, ticket: Ticket, new: NewJob) {
-        let reply = self.take_new(step, new);
+        let reply = self.accept_job(step, new);
         step.push(Effect::Reply(ticket, reply.map(Reply::Submitted)));
     }
 
-    fn take_new(&mut self, step: &mut Step, new: NewJob) -> Result<Submitted, Refusal> {
+    fn accept_job(&mut self, step: &mut Step, new: NewJob) -> Result<Submitted, Refusal> {
         if let Some(earlier) = self.submitted_before(new.idempotency_key.as_ref()) {
             return Ok(earlier);
         }
@@ -30,12 +30,12 @@ impl State {
             )));
         }
         if new.capped {
-            self.has_room_for(&new.wants.owner, 1, new.config_bytes)?;
+            self.check_user_limits(&new.requirements.owner, 1, new.config_bytes)?;
         }
-        let after = self.find_all(&new.after, &new.wants.owner, new.sees_all)?;
-        self.refuse_impossible(&after)?;
+        let after = self.resolve_prerequisites(&new.after, &new.requirements.owner, new.sees_all)?;
+        self.check_can_be_met(&after)?;
         let (job, name) = (new.id.clone(), new.name.clone());
-        self.take(step, new, after, None);
+        self.insert_job(step, new, after, None);
         Ok(Submitted {
             job,
             name,
@@ -43,15 +43,15 @@ impl State {
         })
     }
 
-    /// Whether a user may have so many jobs more, whose configs have so many bytes.
+    /// Checks whether a user may submit this many more jobs, whose configs have this many bytes.
     ///
     /// # Errors
-    /// [`Refusal::TooMuch`] names the limit, what there is, and what to do.
-    pub fn has_room_for(&self, owner: &UserName, jobs: u64, bytes: u64) -> Result<(), Refusal> {
-        let Caps {
+    /// [`Refusal::TooMuch`] names the limit, the current use, and what to do.
+    pub fn check_user_limits(&self, owner: &UserName, jobs: u64, bytes: u64) -> Result<(), Refusal> {
+        let UserLimits {
             waiting_jobs,
             config_bytes,
-        } = self.settings.caps;
+        } = self.settings.user_limits;
         let waiting = self.users.get(owner).map_or(0, |user| user.waiting as u64);
         if let Some(most) = waiting_jobs.filter(|most| waiting.saturating_add(jobs) > *most) {
             return Err(Refusal::TooMuch(format!(
@@ -59,10 +59,10 @@ impl State {
                  (`--user-waiting-jobs` of the coordinator): submit again when some have started, or `aitk stop` some"
             )));
         }
-        let kept = self.config_bytes.get(owner).copied().unwrap_or(0);
-        if let Some(most) = config_bytes.filter(|most| kept.saturating_add(bytes) > *most) {
+        let stored = self.config_bytes.get(owner).copied().unwrap_or(0);
+        if let Some(most) = config_bytes.filter(|most| stored.saturating_add(bytes) > *most) {
             return Err(Refusal::TooMuch(format!(
-                "the configs of user {owner}'s jobs have {kept} bytes and would get {bytes} more; at most {most} are kept \
+                "the configs of user {owner}'s jobs have {stored} bytes and would get {bytes} more; at most {most} are kept \
                  (`--user-config-mib` of the coordinator): submit smaller configs, or have old jobs forgotten \
                  (`--keep-jobs-days`)"
             )));
@@ -70,24 +70,24 @@ impl State {
         Ok(())
     }
 
-    /// Takes a job in; its id is free.
-    pub(super) fn take(
+    /// Adds a job whose id is not in use.
+    pub(super) fn insert_job(
         &mut self,
         step: &mut Step,
         new: NewJob,
         after: Vec<(JobId, Condition)>,
-        array: Option<Box<ArrayPlace>>,
+        array: Option<Box<ArrayMembership>>,
     ) {
-        // Met for good, see `note_met`.
-        let met = |(before, condition): &(JobId, Condition)| {
+        // A prerequisite that was met stays met, see `record_met_prerequisite`.
+        let is_met = |(before, condition): &(JobId, Condition)| {
             *condition != Condition::Completed && self.is_met(before, *condition)
         };
-        let after: Vec<(JobId, Condition)> = after.into_iter().filter(|one| !met(one)).collect();
+        let after: Vec<(JobId, Condition)> = after.into_iter().filter(|one| !is_met(one)).collect();
         let job = Job {
             id: new.id.clone(),
             name: new.name,
             kind: new.kind,
-            wants: new.wants,
+            requirements: new.requirements,
             local: new.local,
             idempotency_key: new.idempotency_key,
             seed: new.seed,
@@ -99,7 +99,7 @@ impl State {
             reason: String::new(),
             not_before: new.not_before.unwrap_or(UnixMillis(0)),
             failures: 0,
-            network: None,
+            network_outage: None,
             checkpoint: None,
             attempts: Vec::new(),
             stop_now: false,
@@ -110,12 +110,12 @@ impl State {
                 .collect(),
             after: after.into_iter().map(|(before, _)| before).collect(),
             paused: false,
-            recall: None,
-            at_most: None,
-            used: 0,
-            over_time: false,
+            preemption: None,
+            max_profile: None,
+            used_millis: 0,
+            time_limit_reached: false,
             array,
-            stolen: false,
+            migrated: false,
             storage_failures: 0,
             revisions: BTreeMap::new(),
             config_bytes: new.config_bytes,
@@ -125,12 +125,12 @@ impl State {
             progress: None,
             phase: None,
             loss: None,
-            queue_state: QueueState::Nowhere,
+            queue_state: QueueState::NotQueued,
         };
         self.next_order += 1;
         self.jobs.insert(Arc::new(job));
         let before = step.effects.len();
-        self.join_array(&new.id);
+        self.index_job(&new.id);
         self.enqueue(step.now, &new.id);
         self.log(
             step,
@@ -143,32 +143,32 @@ impl State {
             },
             None,
         );
-        // Last, for a job that is shared is copied when it changes; and yet before its event.
+        // Created last, because a job that is shared with a record is copied when it changes; but stored before its event.
         if let Some(job) = self.jobs.share(&new.id) {
             let record = Effect::Persist(Record::NewJob(job, new.payload));
             step.effects.insert(before, record);
         }
     }
 
-    /// Changes a job, or all members of an array that it can be done to; refused when there is none of these.
+    /// Applies a change to a job, or to all members of an array that allow it. Refused if no member allows it.
     fn change(
         &mut self,
         step: &mut Step,
         ticket: Ticket,
         text: &str,
-        one: impl Fn(&mut Self, &mut Step, &JobId) -> Result<(), Refusal>,
+        change_one: impl Fn(&mut Self, &mut Step, &JobId) -> Result<(), Refusal>,
     ) {
         let found = self.find(text).and_then(|id| {
             let mut refusal = None;
-            let mut done = false;
+            let mut changed = false;
             for member in self.members(&id) {
-                match one(self, step, &member) {
-                    Ok(()) => done = true,
+                match change_one(self, step, &member) {
+                    Ok(()) => changed = true,
                     Err(why) => refusal = refusal.or(Some(why)),
                 }
             }
             match refusal {
-                Some(why) if !done => Err(why),
+                Some(why) if !changed => Err(why),
                 _ => Ok(id),
             }
         });
@@ -187,17 +187,17 @@ impl State {
             JobState::Stopped => {}
             JobState::Completed | JobState::Failed => return Err(has_ended(job)),
             JobState::Queued => {
-                let words = match job.attempts.is_empty() {
+                let reason = match job.attempts.is_empty() {
                     true => "stopped before it ran".into(),
-                    false => format!("stopped while it waited: {}", what_is_saved(job, None, None)),
+                    false => format!("stopped while it waited: {}", saved_work_message(job, None, None)),
                 };
-                self.set_state(step, id, JobState::Stopped, words);
+                self.set_state(step, id, JobState::Stopped, reason);
             }
             JobState::Running | JobState::Stopping => {
-                let first = job.state == JobState::Running;
+                let is_first = job.state == JobState::Running;
                 job.stop_now |= now;
                 step.touch(id);
-                if first {
+                if is_first {
                     let reason = if now { "ends now" } else { "saves, then stops" };
                     self.set_state(step, id, JobState::Stopping, reason.into());
                 }
@@ -212,40 +212,40 @@ impl State {
     }
 
     fn resume_one(&mut self, step: &mut Step, id: &JobId) -> Result<(), Refusal> {
-        let never = self.can_never_start(id);
-        if !never {
-            self.note_all_met(step, id);
+        let can_never_start = self.can_never_start(id);
+        if !can_never_start {
+            self.record_met_prerequisites(step, id);
         }
         let Some(job) = self.jobs.get_mut(id) else {
             return Err(Refusal::NotFound(id.to_string()));
         };
         match job.state {
-            JobState::Stopped if never => {
+            JobState::Stopped if can_never_start => {
                 return Err(Refusal::Conflict(format!(
                     "job {id} starts only after a job fails that has completed; submit it again without cluster.after_failed"
                 )));
             }
             JobState::Stopped | JobState::Failed => {
                 job.failures = 0;
-                job.network = None;
+                job.network_outage = None;
                 job.storage_failures = 0;
                 job.stop_now = false;
                 job.paused = false;
-                job.over_time = false;
-                job.used = 0;
-                // What was learned on machines that may be gone, from memory that may be free now: its user wants a fresh try.
-                job.at_most = None;
+                job.time_limit_reached = false;
+                job.used_millis = 0;
+                // The machine that ran out of memory may be gone, or have more free memory now.
+                job.max_profile = None;
                 job.not_before = step.now;
                 self.set_state(step, id, JobState::Queued, "resumed".into());
             }
             JobState::Queued if job.paused => {
                 job.paused = false;
-                job.at_most = None;
+                job.max_profile = None;
                 self.set_state(step, id, JobState::Queued, "resumed".into());
             }
             JobState::Running if job.paused => {
                 job.paused = false;
-                self.set_state(step, id, JobState::Running, "saves, then goes on".into());
+                self.set_state(step, id, JobState::Running, "saves, then continues".into());
             }
             JobState::Stopping => {
                 return Err(Refusal::Conflict(format!(
@@ -262,7 +262,7 @@ impl State {
         Ok(())
     }
 
-    /// A waiting job waits on until it is resumed; a running one saves first, and leaves its device to others.
+    /// Pauses a job until it is resumed. A running job first saves and leaves its device.
     pub(super) fn pause(&mut self, step: &mut Step, ticket: Ticket, text: &str) {
         self.change(step, ticket, text, Self::pause_one);
     }
@@ -280,9 +280,9 @@ impl State {
             JobState::Running => {
                 job.paused = true;
                 step.touch(id);
-                if job.recall.is_none() {
-                    let words = "saves, then waits until it is resumed".into();
-                    self.recall(step, id, Recall::Pause, words);
+                if job.preemption.is_none() {
+                    let reason = "saves, then waits until it is resumed".into();
+                    self.preempt(step, id, Preemption::Pause, reason);
                 }
             }
             JobState::Stopping | JobState::Stopped | JobState::Completed | JobState::Failed => {
@@ -297,11 +297,11 @@ impl State {
 
     pub(super) fn set_priority(&mut self, step: &mut Step, ticket: Ticket, text: &str, priority: i64) {
         self.change(step, ticket, text, |state, step, id| {
-            state.prioritise(step, id, priority)
+            state.set_priority_of(step, id, priority)
         });
     }
 
-    fn prioritise(&mut self, step: &mut Step, id: &JobId, priority: i64) -> Result<(), Refusal> {
+    fn set_priority_of(&mut self, step: &mut Step, id: &JobId, priority: i64) -> Result<(), Refusal> {
         let Some(job) = self.jobs.get(id) else {
             return Err(Refusal::NotFound(id.to_string()));
         };
@@ -309,15 +309,15 @@ impl State {
             return Err(has_ended(job));
         }
         let waits = job.state == JobState::Queued;
-        // It stands in several indexes under its old priority.
+        // Several indexes contain it under its old priority.
         self.dequeue(id);
         if let Some(job) = self.jobs.get_mut(id) {
-            job.wants.priority = priority;
+            job.requirements.priority = priority;
         }
         if waits {
             self.enqueue(step.now, id);
         } else {
-            // Those who wait may now be above it.
+            // Waiting jobs may now be above it and preempt it.
             let slot = self.jobs.get(id).and_then(|job| job.current());
             let slot = slot.and_then(|attempt| self.slots.find(&attempt.worker, attempt.device));
             let classes = slot
@@ -340,7 +340,7 @@ impl State {
         step.push(Effect::Reply(ticket, reply));
     }
 
-    /// Tells the worker of a stopping job to stop its attempt, if it is there; otherwise it is told when it comes back.
+    /// Asks the worker of a job's live attempt to stop it. A worker that is not connected is asked when it registers again.
     pub(super) fn send_stop(&self, step: &mut Step, id: &JobId) {
         let Some(job) = self.jobs.get(id) else { return };
         let Some(attempt) = job.current() else { return };
@@ -359,18 +359,17 @@ impl State {
         }
     }
 
-    /// Refuses prerequisites that a submission with them would be refused for.
+    /// Checks the prerequisites of a job without submitting it.
     ///
     /// # Errors
-    /// The first that is none.
+    /// Why a submission with these prerequisites would be refused.
     pub fn check_prerequisites(&self, all: &[Prerequisite], owner: &UserName, sees_all: bool) -> Result<(), Refusal> {
-        let found = self.find_all(all, owner, sees_all)?;
-        self.refuse_impossible(&found)
+        let found = self.resolve_prerequisites(all, owner, sees_all)?;
+        self.check_can_be_met(&found)
     }
 
-    /// The jobs and arrays that these prerequisites mean: ids, names, of which the newest of this user counts, or unique
-    /// beginnings of ids.
-    pub(super) fn find_all(
+    /// The jobs and arrays that prerequisites name: by id, by name (the newest of this user), or by a unique prefix of an id.
+    pub(super) fn resolve_prerequisites(
         &self,
         prerequisites: &[Prerequisite],
         owner: &UserName,
@@ -378,11 +377,11 @@ impl State {
     ) -> Result<Vec<(JobId, Condition)>, Refusal> {
         let mut found: Vec<(JobId, Condition)> = Vec::with_capacity(prerequisites.len());
         for Prerequisite { job: text, condition } in prerequisites {
-            let sees = |job: &Job| sees_all || job.wants.owner == *owner;
+            let is_visible = |job: &Job| sees_all || job.requirements.owner == *owner;
             let named = || self.newest_named(text, owner).map(Ok);
-            let id = self.find_whole(text, sees).map(Ok).or_else(named);
+            let id = self.find_by_exact_id(text, is_visible).map(Ok).or_else(named);
             let shown: String = text.chars().take(80).collect();
-            let id = match id.unwrap_or_else(|| self.find_beginning(text, sees)) {
+            let id = match id.unwrap_or_else(|| self.find_by_prefix(text, is_visible)) {
                 Err(Refusal::NotFound(_)) => {
                     return Err(Refusal::Conflict(format!(
                         "{}: there is no job {shown:?} to wait for; give the id or the name of a job that was submitted",
@@ -404,8 +403,8 @@ impl State {
         Ok(found)
     }
 
-    /// Refuses a job that could never start.
-    pub(super) fn refuse_impossible(&self, after: &[(JobId, Condition)]) -> Result<(), Refusal> {
+    /// Refuses the prerequisites of a job that could never start.
+    pub(super) fn check_can_be_met(&self, after: &[(JobId, Condition)]) -> Result<(), Refusal> {
         let impossible =
             |(before, condition): &&(JobId, Condition)| *condition == Condition::Failed && self.has_completed(before);
         match after.iter().find(impossible) {
@@ -418,7 +417,7 @@ impl State {
 
     /// The newest job or array of this user with this name.
     fn newest_named(&self, name: &str, owner: &UserName) -> Option<JobId> {
-        let own = self.jobs.values().filter(|job| job.wants.owner == *owner);
+        let own = self.jobs.values().filter(|job| job.requirements.owner == *owner);
         let named = own.filter_map(|job| match &job.array {
             Some(array) if array.name == name => Some((job.order, &array.id)),
             _ => (job.name == name).then_some((job.order, &job.id)),
@@ -426,7 +425,7 @@ impl State {
         named.max().map(|(_, id)| id.clone())
     }
 
-    /// The job or array with this id, with this name, or the only one whose id begins so.
+    /// The job or array with this id or name, or the only one whose id has this prefix.
     ///
     /// # Errors
     /// [`Refusal::NotFound`], [`Refusal::Ambiguous`], [`Refusal::SameName`]
@@ -434,32 +433,32 @@ impl State {
         self.find_among(text, |_| true)
     }
 
-    /// [`Self::find`] among the jobs that somebody sees; the others might as well not be there.
+    /// [`Self::find`] among the jobs for which `is_visible` is true.
     ///
     /// # Errors
     /// [`Refusal::NotFound`], [`Refusal::Ambiguous`], [`Refusal::SameName`]
-    pub fn find_among(&self, text: &str, sees: impl Fn(&Job) -> bool) -> Result<JobId, Refusal> {
-        if let Some(id) = self.find_whole(text, &sees) {
+    pub fn find_among(&self, text: &str, is_visible: impl Fn(&Job) -> bool) -> Result<JobId, Refusal> {
+        if let Some(id) = self.find_by_exact_id(text, &is_visible) {
             return Ok(id);
         }
-        match self.find_named(text, &sees)? {
+        match self.find_by_name(text, &is_visible)? {
             Some(id) => Ok(id),
-            None => self.find_beginning(text, sees),
+            None => self.find_by_prefix(text, is_visible),
         }
     }
 
     /// The job or array with exactly this id.
-    fn find_whole(&self, text: &str, sees: impl Fn(&Job) -> bool) -> Option<JobId> {
+    fn find_by_exact_id(&self, text: &str, is_visible: impl Fn(&Job) -> bool) -> Option<JobId> {
         let id = JobId::parse(text).ok()?;
-        let there = self.jobs.get(&id).is_some_and(&sees)
-            || (self.arrays.contains_key(&id) && self.members(&id).iter().filter_map(|id| self.job(id)).any(&sees));
+        let there = self.jobs.get(&id).is_some_and(&is_visible)
+            || (self.arrays.contains_key(&id)
+                && self.members(&id).iter().filter_map(|id| self.job(id)).any(&is_visible));
         there.then_some(id)
     }
 
-    /// The job or array with this name: the one that has not ended, else the newest of those that have; a member of an
-    /// array only when nothing else has the name. Several that have not ended are an error: none of them is more likely
-    /// to be meant than the others.
-    fn find_named(&self, name: &str, sees: impl Fn(&Job) -> bool) -> Result<Option<JobId>, Refusal> {
+    /// The job or array with this name: the one that has not ended, else the newest that has. A member of an array is found
+    /// only when nothing else has the name. Several that have not ended are an error.
+    fn find_by_name(&self, name: &str, is_visible: impl Fn(&Job) -> bool) -> Result<Option<JobId>, Refusal> {
         /// Jobs or arrays of a name.
         #[derive(Default)]
         struct Named<'a> {
@@ -478,9 +477,9 @@ impl State {
         let (mut whole, mut members) = (Named::default(), Named::default());
         for job in self.jobs.values() {
             match &job.array {
-                None if job.name == name && sees(job) => whole.add(job, &job.id),
-                Some(array) if array.name == name && sees(job) => whole.add(job, &array.id),
-                Some(_) if job.name == name && sees(job) => members.add(job, &job.id),
+                None if job.name == name && is_visible(job) => whole.add(job, &job.id),
+                Some(array) if array.name == name && is_visible(job) => whole.add(job, &array.id),
+                Some(_) if job.name == name && is_visible(job) => members.add(job, &job.id),
                 _ => {}
             }
         }
@@ -492,7 +491,7 @@ impl State {
                     return Err(Refusal::SameName {
                         name: name.chars().take(80).collect(),
                         count: named.active.len(),
-                        ids: named.active.iter().take(NAMED_MOST).map(|id| (*id).clone()).collect(),
+                        ids: named.active.iter().take(MAX_NAMED).map(|id| (*id).clone()).collect(),
                     });
                 }
                 (None, _, Some((_, newest))) => return Ok(Some(newest.clone())),
@@ -502,22 +501,22 @@ impl State {
         Ok(None)
     }
 
-    /// The only job or array whose id begins so.
-    fn find_beginning(&self, text: &str, sees: impl Fn(&Job) -> bool) -> Result<JobId, Refusal> {
+    /// The only job or array whose id has this prefix.
+    fn find_by_prefix(&self, text: &str, is_visible: impl Fn(&Job) -> bool) -> Result<JobId, Refusal> {
         if JobId::parse(text).is_err() {
             return Err(Refusal::NotFound(text.chars().take(80).collect()));
         }
-        // Looks at every job, for a person who did not write a whole id.
-        let begins = |id: &JobId, job: &Job| id.as_str().starts_with(text) && sees(job);
-        let mut fitting: Vec<_> = self.jobs.iter().filter(|(id, job)| begins(id, job)).collect();
+        // Searches all jobs; only a person who types a part of an id gets here.
+        let has_prefix = |id: &JobId, job: &Job| id.as_str().starts_with(text) && is_visible(job);
+        let mut fitting: Vec<_> = self.jobs.iter().filter(|(id, job)| has_prefix(id, job)).collect();
         fitting.sort_unstable_by_key(|(id, _)| *id);
         let mut matches: Vec<JobId> = Vec::new();
         for (id, job) in fitting {
-            // What all members of an array begin with means the array.
+            // A prefix of an array's id names the array, not its members.
             let array = job.array_id().filter(|array| array.as_str().starts_with(text));
-            let meant = array.unwrap_or(id);
-            if matches.last() != Some(meant) {
-                matches.push(meant.clone());
+            let named = array.unwrap_or(id);
+            if matches.last() != Some(named) {
+                matches.push(named.clone());
             }
             if matches.len() > 5 {
                 break;

@@ -1,14 +1,16 @@
-//! The scheduler core, sans-io: [`State`], and [`State::handle`] which takes the time and an [`Event`] and returns
-//! [`Effect`]s. No sockets, no clock, no randomness: whatever it decides can be replayed.
+//! The scheduler as a state machine without IO: [`State::handle`] takes the time and an [`Event`], changes the [`State`] and
+//! returns [`Effect`]s. It has no sockets, no clock and no randomness, so every decision can be replayed.
 //!
-//! A job has one task; the task has attempts, one at a time, each with a higher epoch than the one before. An attempt
-//! lives as long as its lease, which its worker's beats renew. Whoever reports for an attempt that is not the live one
-//! is told so (fenced) and changes nothing.
+//! A job has one task. The task has attempts, one at a time, each with a higher epoch than the one before. An attempt
+//! is live as long as its lease, which its worker's heartbeats renew. A report for any other attempt than the live one is
+//! fenced: it is answered with the reason, and changes nothing.
 
 mod arrays;
+mod assign;
 mod attempts;
 mod check;
 mod classes;
+mod eligibility;
 mod endings;
 mod event;
 mod explain;
@@ -20,9 +22,11 @@ mod offers;
 mod overview;
 mod parts;
 mod placement;
+mod preemption;
 mod queue;
+mod reasons;
 mod retention;
-mod saved;
+mod saved_work;
 mod slots;
 mod speed;
 mod split;
@@ -36,29 +40,30 @@ mod sim;
 #[cfg(test)]
 mod tests;
 
-pub use attempts::OF_ANOTHER;
 pub use check::check;
-pub use event::{Effect, Event, NewArray, NewJob, Payload, Placed, Prerequisite, Record, Refusal, Reply};
-pub use listing::{Listing, Page, Place};
+pub use event::{Effect, Event, NewArray, NewJob, Payload, PlacedAttempt, Prerequisite, Record, Refusal, Reply};
+pub use listing::{ListPosition, ListQuery, Page};
 pub use messages::gib;
 pub use model::{
-    ArrayPlace, Caps, Committed, Condition, Health, Job, Live, Pace, Quotas, Recall, SessionId, Settings, Speed, Ticket,
+    ArrayMembership, CommittedCheckpoint, Condition, Health, Job, LiveAttempt, Pace, Preemption, Quotas, SessionId,
+    Settings, Speed, Ticket, UserLimits,
 };
-pub use model::{Wants, Worker};
-pub use retention::EXPIRED_AT_ONCE;
+pub use model::{Requirements, Worker};
+pub use retention::MAX_EXPIRED_PER_STEP;
 pub use state::{ActiveJobs, Restored, State};
-pub use view::Running;
+pub use view::RunningAttempt;
 
 use aitk_common::control::{EventBody, UnixMillis};
 use aitk_common::id::{AttemptId, JobId};
 use step::Step;
 
 impl State {
-    /// Takes in what happened at `now` and says what is to be done, in order. Never panics, whatever a peer said.
+    /// Applies an event that happened at `now` and returns the effects in the order in which to carry them out. Never
+    /// panics, whatever a peer sent.
     pub fn handle(&mut self, now: UnixMillis, event: Event) -> Vec<Effect> {
         let mut step = Step {
             now,
-            // A decision has about so many.
+            // Most steps have fewer.
             effects: Vec::with_capacity(16),
             touched: Vec::with_capacity(8),
         };
@@ -87,9 +92,9 @@ impl State {
             } => {
                 self.register(&mut step, session, fresh_id, same_machine, *registration);
             }
-            Event::WorkerBeat { session, running } => self.beat(&mut step, session, running),
+            Event::Heartbeat { session, running } => self.heartbeat(&mut step, session, running),
             Event::WorkerLeaving { session, reason } => self.worker_leaving(session, &reason),
-            Event::WorkerLost { session } => self.session_closed(&mut step, session),
+            Event::SessionClosed { session } => self.session_closed(&mut step, session),
             Event::AttemptEvent {
                 session,
                 held,
@@ -146,7 +151,7 @@ impl State {
             Event::StorageSpace { full } => self.storage_full = full,
             Event::Tick => self.tick(&mut step),
         }
-        self.place(&mut step);
+        self.place_waiting_jobs(&mut step);
         let Step {
             mut effects,
             mut touched,
@@ -159,7 +164,7 @@ impl State {
         effects
     }
 
-    /// [`Step::log`] of a job that has to be found first.
+    /// Calls [`Step::log`] for the job with this id, if it exists.
     fn log(&mut self, step: &mut Step, job: &JobId, attempt: Option<AttemptId>, body: EventBody, seq: Option<u64>) {
         if let Some(job) = self.jobs.get_mut(job) {
             step.log(job, attempt, body, seq);

@@ -1,9 +1,9 @@
-//! Lists of jobs in pages. A page begins after a place in the list, which stays where it is while jobs come and go; only its
-//! rows are sorted and described, however many jobs there are.
+//! Lists of jobs in pages. A page starts after a position that stays valid while jobs come and go. Only the rows of the page are
+//! sorted and rendered, however many jobs there are.
 
 use super::model::Job;
 use super::state::State;
-use super::view::{LAST_ENDED, most_shown};
+use super::view::{ENDED_SHOWN, max_ended_shown};
 use aitk_common::control::{JobState, JobView, UnixMillis};
 use aitk_common::id::{JobId, UserName};
 use std::cmp::Reverse;
@@ -11,29 +11,30 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 
-/// The most rows of a page.
-const PAGE_MOST: usize = 1_000;
-/// Devices that are looked at to say why a job waits, for which as much time passes as for another row.
+/// The most rows on a page.
+const MAX_PAGE_ROWS: usize = 1_000;
+/// How many devices can be checked, to say why a job waits, in the time that another row takes.
 const DEVICES_PER_ROW: usize = 8;
 
-/// Where a row stands in the list: running jobs, then waiting ones in queue order, then ended ones, the newest first.
+/// The position of a row in the list: running jobs, then waiting ones in queue order, then ended ones, the newest first. Its
+/// text is the page token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Place {
-    /// A member of the array that is listed, by its index.
+pub enum ListPosition {
+    /// A member of the listed array, by its index.
     Member(u32),
-    /// Runs; by the order of submission.
+    /// A running job, by order of submission.
     Running(u64),
-    /// Waits: priority, whether it yields, and the order of submission.
+    /// A waiting job: priority, whether it yields, and order of submission.
     Waiting(Reverse<i64>, bool, u64),
-    /// Has ended: when, and the order of submission.
+    /// An ended job: when it ended, and order of submission.
     Ended(Reverse<(u64, u64)>),
 }
 
-impl Place {
+impl ListPosition {
     fn of(job: &Job) -> Self {
         match job.state {
             JobState::Running | JobState::Stopping => Self::Running(job.order),
-            JobState::Queued => Self::Waiting(Reverse(job.wants.priority), job.wants.yields, job.order),
+            JobState::Queued => Self::Waiting(Reverse(job.requirements.priority), job.requirements.yields, job.order),
             JobState::Stopped | JobState::Completed | JobState::Failed => {
                 Self::Ended(Reverse((job.ended.map_or(0, |time| time.0), job.order)))
             }
@@ -41,7 +42,7 @@ impl Place {
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for ListPosition {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Member(index) => write!(f, "m.{index}"),
@@ -52,13 +53,13 @@ impl fmt::Display for Place {
     }
 }
 
-impl FromStr for Place {
+impl FromStr for ListPosition {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         let parts: Vec<&str> = text.split('.').collect();
         let number = |text: &str| text.parse::<u64>().ok();
-        let place = match parts.as_slice() {
+        let position = match parts.as_slice() {
             ["m", index] => index.parse().ok().map(Self::Member),
             ["r", order] => number(order).map(Self::Running),
             ["w", priority, yields, order] => (|| {
@@ -68,34 +69,34 @@ impl FromStr for Place {
             ["e", time, order] => number(time).zip(number(order)).map(|pair| Self::Ended(Reverse(pair))),
             _ => None,
         };
-        place.ok_or_else(|| "expected the `next_page_token` of an earlier answer".to_owned())
+        position.ok_or_else(|| "expected the `next_page_token` of an earlier answer".to_owned())
     }
 }
 
-/// What to list.
+/// Which jobs to list.
 #[derive(Clone, Debug, Default)]
-pub struct Listing {
-    /// Also ended jobs beyond the last few.
+pub struct ListQuery {
+    /// All ended jobs, not only the last few.
     pub all: bool,
-    /// At most so many ended jobs; 0: a few, or with `all` every one.
+    /// The most ended jobs; 0: the default, or with `all` no limit.
     pub limit: usize,
-    /// Members of arrays instead of the arrays.
+    /// List the members of arrays instead of the arrays.
     pub members: bool,
     /// Only the members of this array, by index.
     pub array: Option<JobId>,
     /// Only jobs in one of these states; empty: in any.
     pub states: Vec<JobState>,
-    /// Only this user's.
+    /// Only jobs of this user.
     pub owner: Option<UserName>,
-    /// Only those with this name, or in an array with this name.
+    /// Only jobs with this name, or in an array with this name.
     pub name: Option<String>,
-    /// Only those in whose name, or in whose array's name, this occurs.
+    /// Only jobs whose name, or whose array's name, contains this.
     pub name_part: Option<String>,
-    /// Only those submitted since then.
+    /// Only jobs submitted at this time or later.
     pub since: Option<UnixMillis>,
-    /// After this place.
-    pub after: Option<Place>,
-    /// At most so many rows; 0: as many as a page has.
+    /// Only rows after this position.
+    pub after: Option<ListPosition>,
+    /// The most rows; 0: as many as a page may have.
     pub page: usize,
 }
 
@@ -104,69 +105,70 @@ pub struct Listing {
 pub struct Page {
     /// Its rows.
     pub jobs: Vec<JobView>,
-    /// Where the next page begins; none: this is the last one.
-    pub next: Option<Place>,
-    /// Rows that fit, on all pages together, and ended ones beyond `limit`.
+    /// The position after which the next page starts; none: this is the last page.
+    pub next: Option<ListPosition>,
+    /// The number of rows on all pages, including the ended jobs beyond `limit`.
     pub total: u64,
 }
 
-impl Listing {
-    fn fits(&self, job: &Job) -> bool {
+impl ListQuery {
+    fn matches(&self, job: &Job) -> bool {
         let array = job.array.as_deref();
-        let named = |fits: &dyn Fn(&str) -> bool| fits(&job.name) || array.is_some_and(|array| fits(&array.name));
+        let name_matches =
+            |matches: &dyn Fn(&str) -> bool| matches(&job.name) || array.is_some_and(|array| matches(&array.name));
         self.array
             .as_ref()
             .is_none_or(|id| array.is_some_and(|array| array.id == *id))
             && (self.states.is_empty() || self.states.contains(&job.state))
-            && self.owner.as_ref().is_none_or(|owner| job.wants.owner == *owner)
-            && self.name.as_ref().is_none_or(|name| named(&|text| text == name))
+            && self.owner.as_ref().is_none_or(|owner| job.requirements.owner == *owner)
+            && self.name.as_ref().is_none_or(|name| name_matches(&|text| text == name))
             && self
                 .name_part
                 .as_ref()
-                .is_none_or(|part| named(&|text| text.contains(part)))
+                .is_none_or(|part| name_matches(&|text| text.contains(part)))
             && self.since.is_none_or(|since| job.created >= since)
     }
 }
 
 impl State {
-    /// A page of the jobs that somebody sees. Ends where `is_full` says so, after the row that it is asked about.
+    /// A page of the jobs for which `is_visible` is true. The page ends after the row for which `is_full` returns true.
     #[must_use]
     pub fn list(
         &self,
         now: UnixMillis,
-        listing: &Listing,
-        sees: impl Fn(&Job) -> bool,
+        query: &ListQuery,
+        is_visible: impl Fn(&Job) -> bool,
         mut is_full: impl FnMut(&JobView) -> bool,
     ) -> Page {
-        let mut rows = self.rows(listing, sees);
+        let mut rows = self.rows(query, is_visible);
         let total = rows.len() as u64;
-        let ended = |place: &Place| matches!(place, Place::Ended(_));
-        let active = rows.iter().filter(|(place, _)| !ended(place)).count();
-        let most = active.saturating_add(most_shown(listing.all, listing.limit, LAST_ENDED));
-        if listing.array.is_none() {
-            keep_least(&mut rows, most);
+        let is_ended = |position: &ListPosition| matches!(position, ListPosition::Ended(_));
+        let active = rows.iter().filter(|(position, _)| !is_ended(position)).count();
+        let most = active.saturating_add(max_ended_shown(query.all, query.limit, ENDED_SHOWN));
+        if query.array.is_none() {
+            keep_first_rows(&mut rows, most);
         }
-        if let Some(after) = listing.after {
-            rows.retain(|(place, _)| *place > after);
+        if let Some(after) = query.after {
+            rows.retain(|(position, _)| *position > after);
         }
-        let page = match listing.page {
-            0 => PAGE_MOST,
-            page => page.min(PAGE_MOST),
+        let page = match query.page {
+            0 => MAX_PAGE_ROWS,
+            page => page.min(MAX_PAGE_ROWS),
         };
         let left = rows.len();
-        keep_least(&mut rows, page);
-        rows.sort_unstable_by_key(|(place, _)| *place);
+        keep_first_rows(&mut rows, page);
+        rows.sort_unstable_by_key(|(position, _)| *position);
         let (mut jobs, mut last, mut cost) = (Vec::with_capacity(rows.len()), None, 0);
-        for (place, id) in rows {
-            // To say why a job waits, every device is looked at.
-            cost += match place {
-                Place::Ended(_) | Place::Running(_) => 1,
-                Place::Waiting(..) | Place::Member(_) => 1 + self.slots.iter().count() / DEVICES_PER_ROW,
+        for (position, id) in rows {
+            // To say why a job waits, every device is checked.
+            cost += match position {
+                ListPosition::Ended(_) | ListPosition::Running(_) => 1,
+                ListPosition::Waiting(..) | ListPosition::Member(_) => 1 + self.slots.iter().count() / DEVICES_PER_ROW,
             };
-            if cost > PAGE_MOST && !jobs.is_empty() {
+            if cost > MAX_PAGE_ROWS && !jobs.is_empty() {
                 break;
             }
-            last = Some(place);
+            last = Some(position);
             let Some(view) = self.job_view(now, id) else { continue };
             let full = is_full(&view);
             jobs.push(view);
@@ -178,24 +180,24 @@ impl State {
         Page { jobs, next, total }
     }
 
-    /// Every row with its place, in no order. An array stands where the first of its members does.
-    fn rows(&self, listing: &Listing, sees: impl Fn(&Job) -> bool) -> Vec<(Place, &JobId)> {
-        let mut rows: Vec<(Place, &JobId)> = Vec::new();
+    /// All rows with their positions, unsorted. An array has the position of its first member.
+    fn rows(&self, query: &ListQuery, is_visible: impl Fn(&Job) -> bool) -> Vec<(ListPosition, &JobId)> {
+        let mut rows: Vec<(ListPosition, &JobId)> = Vec::new();
         let mut arrays: BTreeMap<&JobId, usize> = BTreeMap::new();
-        for job in self.jobs.values().filter(|job| listing.fits(job) && sees(job)) {
-            let mut place = Place::of(job);
+        for job in self.jobs.values().filter(|job| query.matches(job) && is_visible(job)) {
+            let mut position = ListPosition::of(job);
             let array = job.array.as_deref();
-            if let (Some(_), Some(array)) = (&listing.array, array) {
-                place = Place::Member(array.index);
-            } else if let (false, Some(array)) = (listing.members, array) {
+            if let (Some(_), Some(array)) = (&query.array, array) {
+                position = ListPosition::Member(array.index);
+            } else if let (false, Some(array)) = (query.members, array) {
                 let at = *arrays.entry(&array.id).or_insert(rows.len());
                 match rows.get_mut(at) {
-                    Some(row) => row.0 = row.0.min(place),
-                    None => rows.push((place, &array.id)),
+                    Some(row) => row.0 = row.0.min(position),
+                    None => rows.push((position, &array.id)),
                 }
                 continue;
             }
-            rows.push((place, &job.id));
+            rows.push((position, &job.id));
         }
         rows
     }
@@ -205,18 +207,18 @@ impl State {
 impl State {
     /// The members of an array, by index.
     pub(super) fn members_listed(&self, now: UnixMillis, id: &JobId) -> Vec<JobView> {
-        let listing = Listing {
+        let query = ListQuery {
             array: Some(id.clone()),
-            ..Listing::default()
+            ..ListQuery::default()
         };
-        self.list(now, &listing, |_| true, |_| false).jobs
+        self.list(now, &query, |_| true, |_| false).jobs
     }
 }
 
-/// Keeps the rows that come first, in no order.
-fn keep_least(rows: &mut Vec<(Place, &JobId)>, most: usize) {
+/// Keeps the first `most` rows, unsorted.
+fn keep_first_rows(rows: &mut Vec<(ListPosition, &JobId)>, most: usize) {
     if rows.len() > most {
-        rows.select_nth_unstable_by_key(most, |(place, _)| *place);
+        rows.select_nth_unstable_by_key(most, |(position, _)| *position);
         rows.truncate(most);
     }
 }
@@ -225,12 +227,12 @@ fn keep_least(rows: &mut Vec<(Place, &JobId)>, most: usize) {
 impl State {
     /// Everything that a plain list shows, on one page; arrays, or their members.
     pub(super) fn all_listed(&self, now: UnixMillis, all: bool, members: bool) -> Vec<JobView> {
-        let listing = Listing {
+        let query = ListQuery {
             all,
             members,
-            ..Listing::default()
+            ..ListQuery::default()
         };
-        self.list(now, &listing, |_| true, |_| false).jobs
+        self.list(now, &query, |_| true, |_| false).jobs
     }
 }
 
@@ -239,17 +241,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_place_is_the_same_as_text() {
-        for place in [
-            Place::Member(7),
-            Place::Running(3),
-            Place::Waiting(Reverse(-5), true, 12),
-            Place::Ended(Reverse((1_700_000_000_000, u64::MAX))),
+    fn a_list_position_round_trips_through_text() {
+        for position in [
+            ListPosition::Member(7),
+            ListPosition::Running(3),
+            ListPosition::Waiting(Reverse(-5), true, 12),
+            ListPosition::Ended(Reverse((1_700_000_000_000, u64::MAX))),
         ] {
-            assert_eq!(place.to_string().parse(), Ok(place));
+            assert_eq!(position.to_string().parse(), Ok(position));
         }
         for bad in ["", "x.1", "w.1.2", "r.-1", "e.1", "m.99999999999", "w.1.yes.2", "r.1.2"] {
-            assert!(bad.parse::<Place>().is_err(), "{bad}");
+            assert!(bad.parse::<ListPosition>().is_err(), "{bad}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What the core knows: plain data.
+//! Jobs, workers and settings as plain data.
 
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::confinement::Confinement;
@@ -12,34 +12,35 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Times and limits of the core.
+/// Times and limits of the scheduler.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// How long an attempt lives without a beat that lists it. Several beats, so that a sleeping laptop is not dead.
+    /// How long an attempt lives without a heartbeat that lists it. Several heartbeats, so that a laptop which sleeps for a
+    /// moment does not lose its attempt.
     pub lease: Duration,
-    /// How often workers beat.
+    /// Time between two heartbeats of a worker.
     pub beat_interval: Duration,
-    /// How long an attempt lives after its worker's session closed. A closed session is a second signal, so it is
-    /// shorter than the lease.
+    /// How long an attempt lives after its worker's session closed. Shorter than the lease, because a closed session is a
+    /// second sign that the worker is gone.
     pub disconnect_grace: Duration,
-    /// Wait before the second try; doubles with each further failure.
+    /// Wait before the first retry; doubles with each further failure.
     pub backoff: Duration,
     /// The longest wait between two tries.
     pub backoff_limit: Duration,
-    /// Wait before the second try after a failure of the network; doubles with each further one.
+    /// Wait before the first retry after a network failure; doubles with each further one.
     pub network_backoff: Duration,
-    /// How long failures of the network in a row do not count as failures of the job.
+    /// How long network failures in a row do not count as failures of the job.
     pub network_patience: Duration,
-    /// How long a device with faults gets no work; then it gets one more chance.
+    /// How long a device with faults gets no work. After that a single further fault quarantines it again.
     pub quarantine: Duration,
-    /// How many devices a user may hold at once.
+    /// How many devices each user may hold at once.
     pub quotas: Quotas,
-    /// How much of the queue a user may take.
-    pub caps: Caps,
+    /// How much of the queue each user may take.
+    pub user_limits: UserLimits,
 }
 
 impl Settings {
-    /// Everything from the lease: six beats per lease, half a lease of patience after a closed session.
+    /// Derives all times from the lease: six heartbeats per lease, and half a lease after a closed session.
     #[must_use]
     pub fn from_lease(lease: Duration) -> Self {
         Self {
@@ -52,142 +53,146 @@ impl Settings {
             network_patience: Duration::from_secs(24 * 3600),
             quarantine: Duration::from_secs(3600),
             quotas: Quotas::default(),
-            caps: Caps::default(),
+            user_limits: UserLimits::default(),
         }
     }
 }
 
-/// How much of the queue one user may take, so that it stays good for the others. None: no limit.
+/// How much of the queue one user may take, so that the scheduler stays usable for the others. None: no limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Caps {
-    /// Jobs that wait.
+pub struct UserLimits {
+    /// Waiting jobs.
     pub waiting_jobs: Option<u64>,
-    /// Bytes of the configs of all jobs that are kept, ended ones included.
+    /// Bytes of the stored configs of all jobs, ended ones included.
     pub config_bytes: Option<u64>,
 }
 
 /// How many devices a user may hold at once.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Quotas {
-    /// Whoever is not named; none: as many as there are.
+    /// The quota of users that are not in `users`; none: no limit.
     pub everyone: Option<u32>,
-    /// By name.
+    /// Quotas by user name.
     pub users: BTreeMap<UserName, u32>,
 }
 
 impl Quotas {
-    /// Whether nobody has one.
+    /// Whether no user has a quota.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.everyone.is_none() && self.users.is_empty()
     }
 
-    /// The quota of a user.
+    /// The quota of a user; none: no limit.
     #[must_use]
     pub fn of(&self, user: &UserName) -> Option<u32> {
         self.users.get(user).copied().or(self.everyone)
     }
 }
 
-/// What a job asks for.
+/// What a job asks of the scheduler: its order in the queue, the devices that it may run on, and its limits.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub struct Wants {
-    /// Higher goes first.
+pub struct Requirements {
+    /// Higher priorities start first.
     pub priority: i64,
-    /// Whose it is.
+    /// The user that submitted it.
     pub owner: UserName,
-    /// Gives way to jobs that do not.
+    /// The job is preemptible: among jobs of its priority it starts after those that do not yield, and it is preempted for
+    /// them.
     pub yields: bool,
-    /// Shares its device with nobody.
-    pub alone: bool,
-    /// Only this kind of device.
+    /// The job shares its device with no other job.
+    #[serde(rename = "alone")]
+    pub exclusive: bool,
+    /// Only this kind of device; none: any.
     pub device: Option<DeviceKind>,
     /// Labels that the worker must carry.
     pub labels: BTreeMap<String, String>,
-    /// This memory profile; none: the least slow one that fits.
+    /// The memory profile; none: the fastest one that fits.
     pub profile: Option<MemoryProfile>,
-    /// Device memory that it needs, in bytes, as its user says; wins over the prediction.
+    /// Device memory in bytes as its user states it; overrides the prediction.
     pub memory: Option<u64>,
-    /// What it is predicted to need; none: not known.
+    /// Predicted memory and work; none: not known.
     pub demand: Option<Demand>,
-    /// What it reads: snapshots, and models by their name. A worker that has them starts sooner.
+    /// Hashes of its inputs: snapshots, and models by their name. A worker that has them cached starts sooner.
     pub data: Vec<ContentHash>,
     /// Running time after which it is stopped, in milliseconds.
     pub time_limit: Option<u64>,
-    /// Failed tries in a row, without a new checkpoint between, that are followed by another one.
+    /// How many failures in a row, without a new checkpoint in between, are retried.
     pub retries: u32,
 }
 
-/// The place of a job in an array.
+/// To which array a job belongs, and the properties of that array.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ArrayPlace {
+pub struct ArrayMembership {
     /// The array.
     pub id: JobId,
     /// The array's name.
     pub name: String,
-    /// Counted from 0.
+    /// The job's index in the array, from 0.
     pub index: u32,
-    /// Members that the array was submitted with.
+    /// How many members the array was submitted with.
     pub size: u32,
-    /// Members that may run at the same time.
+    /// How many members may run at the same time; none: no limit.
     pub at_most: Option<u32>,
-    /// The members are parts of one job.
+    /// The members are parts of one job that was split.
     pub split: bool,
 }
 
-/// Why the coordinator takes a device back from a running job that is to come back by itself.
+/// Why a running job has to save and leave its device. It returns to the queue by itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Recall {
-    /// For this job.
-    GiveWay(JobId),
-    /// Its user paused it.
+pub enum Preemption {
+    /// This job takes the device.
+    #[serde(rename = "give_way")]
+    ForJob(JobId),
+    /// The user paused the job.
     Pause,
-    /// Its worker is drained.
+    /// The worker is drained.
     Drain,
-    /// A faster device takes over.
-    Faster {
-        /// Its worker.
+    /// A faster device takes over the job.
+    #[serde(rename = "faster")]
+    FasterDevice {
+        /// The worker of the faster device.
         worker: WorkerId,
-        /// Which of its devices.
+        /// The faster device.
         device: DeviceRef,
     },
 }
 
-/// The checkpoint from which the next attempt goes on.
+/// The checkpoint from which the next attempt resumes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Committed {
+pub struct CommittedCheckpoint {
     /// Optimizer steps done.
     pub step: u64,
-    /// Its manifest.
+    /// The hash of its manifest.
     pub manifest: ContentHash,
 }
 
-/// Failures of the network or of a hub in a row, with nothing done in between.
+/// Failures of the network or of a model hub in a row, without progress in between.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NetworkOutage {
-    /// When the first one came.
+    /// When the first failure was reported.
     pub since: UnixMillis,
-    /// How many.
+    /// How many there were.
     pub tries: u32,
 }
 
-/// How a job has to end for another one to start after it.
+/// How a prerequisite job has to end for another job to start after it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Condition {
-    /// All its work is done.
+    /// It completed.
     #[default]
     Completed,
-    /// It has ended, in whatever way.
+    /// It ended in any way.
     Ended,
-    /// It failed. An array: all of it has ended, and a member failed.
+    /// It failed. For an array: all members have ended, and at least one failed.
     Failed,
 }
 
 impl Condition {
-    /// The key of a config that asks for it.
+    /// The config key that asks for this condition.
     #[must_use]
     pub fn key(self) -> &'static str {
         match self {
@@ -198,24 +203,25 @@ impl Condition {
     }
 }
 
-/// A job with its only task and all its attempts. What is marked volatile is not kept over a restart.
+/// A job with its only task and its attempts. Fields marked volatile are lost in a restart.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Job {
     /// Its id.
     pub id: JobId,
     /// Its name.
     pub name: String,
-    /// Kind, as in the config: `extension`, `generate`.
+    /// Its kind as in the config: `extension`, `generate`.
     pub kind: String,
-    /// What it asks of a machine.
-    pub wants: Wants,
-    /// Runs in place, on the coordinator's own machine.
+    /// What it asks of the scheduler.
+    #[serde(rename = "wants")]
+    pub requirements: Requirements,
+    /// It runs in place, on the coordinator's own machine.
     pub local: bool,
-    /// The key of its submission.
+    /// The idempotency key of its submission.
     pub idempotency_key: Option<String>,
-    /// Decides whatever the config leaves open; the same for every attempt.
+    /// The seed for everything that the config leaves open; the same for every attempt.
     pub seed: u64,
-    /// Counts submissions: first in, first out.
+    /// Its submission number: the queue is first in, first out.
     pub order: u64,
     /// When it was submitted.
     pub created: UnixMillis,
@@ -223,137 +229,137 @@ pub struct Job {
     pub started: Option<UnixMillis>,
     /// When it ended.
     pub ended: Option<UnixMillis>,
-    /// Where it stands.
+    /// Its state.
     pub state: JobState,
-    /// Why, in words. For a waiting job, what the last try ended with; empty if there was none.
+    /// Why it is in its state, as text. For a waiting job, what the last attempt ended with; empty if there was none.
     pub reason: String,
-    /// Not placed before.
+    /// It does not start before this time.
     pub not_before: UnixMillis,
-    /// Failed tries since the last commit.
+    /// Failures since the last committed checkpoint.
     pub failures: u32,
-    /// The network failures in a row that it goes through.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub network: Option<NetworkOutage>,
-    /// Where the next attempt goes on.
-    pub checkpoint: Option<Committed>,
-    /// Its tries, the newest last. At most the last one is live.
+    /// The network outage that it is in.
+    #[serde(rename = "network", default, skip_serializing_if = "Option::is_none")]
+    pub network_outage: Option<NetworkOutage>,
+    /// The checkpoint from which the next attempt resumes.
+    pub checkpoint: Option<CommittedCheckpoint>,
+    /// Its attempts, the newest last. Only the last one may be live.
     pub attempts: Vec<AttemptView>,
-    /// The user asked for an end without saving.
+    /// The user asked it to stop without saving.
     pub stop_now: bool,
-    /// Jobs that it starts after.
+    /// Jobs and arrays that it starts after.
     #[serde(default)]
     pub after: Vec<JobId>,
-    /// How those of them have to end that need not complete.
+    /// How those jobs of `after` have to end that need not complete.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub conditions: BTreeMap<JobId, Condition>,
     /// Its user paused it.
     #[serde(default)]
     pub paused: bool,
-    /// Its attempt was told to save, and it comes back by itself.
-    #[serde(default)]
-    pub recall: Option<Recall>,
-    /// The most generous memory profile that is tried, after it ran out of memory under a more generous one.
-    #[serde(default)]
-    pub at_most: Option<MemoryProfile>,
+    /// Its attempt was asked to save and to leave its device; the job then returns to the queue.
+    #[serde(rename = "recall", default)]
+    pub preemption: Option<Preemption>,
+    /// The most generous memory profile that is tried, because the job ran out of memory under a more generous one.
+    #[serde(rename = "at_most", default)]
+    pub max_profile: Option<MemoryProfile>,
     /// Milliseconds that ended attempts ran, for the time limit.
-    #[serde(default)]
-    pub used: u64,
-    /// Its time limit is over; it saves, then stops.
-    #[serde(default)]
-    pub over_time: bool,
-    /// Its place in an array. Boxed: most jobs have none.
+    #[serde(rename = "used", default)]
+    pub used_millis: u64,
+    /// Its time limit is over: it saves, then stops.
+    #[serde(rename = "over_time", default)]
+    pub time_limit_reached: bool,
+    /// The array that it belongs to. Boxed, because most jobs have none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub array: Option<Box<ArrayPlace>>,
-    /// A faster device has taken over once.
-    #[serde(default)]
-    pub stolen: bool,
-    /// Failures of the coordinator's own storage in a row; they only make the waits longer.
+    pub array: Option<Box<ArrayMembership>>,
+    /// It was moved to a faster device once; it is not moved again.
+    #[serde(rename = "stolen", default)]
+    pub migrated: bool,
+    /// Failures of the coordinator's own storage in a row; they only lengthen the wait.
     #[serde(default)]
     pub storage_failures: u32,
-    /// Models of the hub whose commit the job does not name -> the one that its first attempt worked with.
+    /// Hub models whose commit the config does not name -> the commit that the first attempt used.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub revisions: BTreeMap<String, String>,
-    /// Bytes of its config in the store; what an array shares counts as its first member's.
+    /// Bytes of its config in the store. Bytes that the members of an array share count for the first member.
     #[serde(default)]
     pub config_bytes: u64,
-    /// The span that submitted it. Boxed: most jobs have none.
+    /// The span that submitted it. Boxed, because most jobs have none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trace: Option<Box<TraceContext>>,
-    /// Its last event. Rebuilt from the event log.
+    /// The cursor of its last event. Rebuilt from the event log.
     #[serde(skip)]
     pub cursor: u64,
-    /// Volatile: of the live attempt.
+    /// Volatile: facts of the live attempt.
     #[serde(skip)]
-    pub live: Option<Live>,
-    /// Volatile.
+    pub live: Option<LiveAttempt>,
+    /// Volatile: the last reported progress.
     #[serde(skip)]
     pub progress: Option<Progress>,
-    /// Volatile.
+    /// Volatile: the last reported phase.
     #[serde(skip)]
     pub phase: Option<String>,
-    /// Volatile: the last loss that it reported.
+    /// Volatile: the last reported loss.
     #[serde(skip)]
     pub loss: Option<f64>,
-    /// Derived: which index of the queue it is in.
+    /// Derived: the index of the queue that it is in.
     #[serde(skip)]
     pub(crate) queue_state: QueueState,
 }
 
 /// Volatile facts of a live attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Live {
-    /// Without a beat until then, the attempt is lost.
+pub struct LiveAttempt {
+    /// When the lease ends unless the worker renews it.
     pub lease_until: UnixMillis,
-    /// The last event number seen.
+    /// The highest event number that its worker has reported.
     pub seq: u64,
     /// When its time limit is over.
     pub deadline: Option<UnixMillis>,
-    /// How fast it goes, from its reports.
+    /// How fast it works, from its progress reports.
     pub pace: Option<Pace>,
 }
 
-/// The first and the last report of progress of an attempt.
+/// The first and the last progress report of an attempt, from which its speed follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pace {
-    /// When the first came.
+    /// Time of the first report.
     pub since: UnixMillis,
-    /// Steps done then.
+    /// Steps done at the first report.
     pub from: u64,
-    /// When the last came.
+    /// Time of the last report.
     pub until: UnixMillis,
-    /// Steps done then.
+    /// Steps done at the last report.
     pub to: u64,
-    /// Steps in all.
+    /// Total steps.
     pub total: u64,
 }
 
 impl Job {
-    /// The attempt that may still report.
+    /// The live attempt.
     #[must_use]
     pub fn current(&self) -> Option<&AttemptView> {
         self.attempts.last().filter(|attempt| attempt.state.is_live())
     }
 
-    /// Optimizer steps done, as far as reports of progress tell: those of other phases count something else.
+    /// Optimizer steps done, if the last progress report counts them: other phases count other things.
     #[must_use]
     pub fn trained(&self) -> Option<u64> {
         let training = self.phase.as_deref() == Some("training");
         self.progress.filter(|_| training).map(|progress| progress.done)
     }
 
-    /// Whether its progress counts the work that a pace is of: samples and caches count something else.
+    /// Whether its progress counts its work. Progress of sampling and of latent caching counts other things.
     #[must_use]
-    pub fn works(&self) -> bool {
+    pub fn reports_work(&self) -> bool {
         !matches!(self.phase.as_deref(), Some("sampling" | "caching latents"))
     }
 
-    /// How a job that this one starts after has to end.
+    /// How a prerequisite of this job has to end.
     #[must_use]
     pub fn condition(&self, before: &JobId) -> Condition {
         self.conditions.get(before).copied().unwrap_or_default()
     }
 
-    /// Where it stands, in the word that screens use.
+    /// Its state in the word that screens use.
     #[must_use]
     pub fn status(&self) -> &'static str {
         self.state.status(self.paused)
@@ -371,113 +377,113 @@ impl Job {
         TaskId::joined(self.id.as_str(), "t0")
     }
 
-    /// The id of the attempt with this epoch: derived, so that nobody has to invent it.
+    /// The id of the attempt with this epoch, derived from the job's id.
     #[must_use]
     pub fn attempt_id(&self, epoch: Epoch) -> AttemptId {
         AttemptId::numbered(self.id.as_str(), epoch.0)
     }
 
-    /// Who goes before whom, whatever the shares: priority first, and at the same priority those that do not yield.
+    /// Its priority level, which comes before fair share: the priority first, then jobs that do not yield.
     #[must_use]
     pub(crate) fn level(&self) -> Level {
-        (std::cmp::Reverse(self.wants.priority), self.wants.yields)
+        (std::cmp::Reverse(self.requirements.priority), self.requirements.yields)
     }
 
-    /// Where it stands in the queue: its level, then order of submission.
+    /// Its position in the queue: its level, then the order of submission.
     #[must_use]
     pub(crate) fn queue_key(&self) -> QueueKey {
         (self.level(), self.order)
     }
 }
 
-/// The id of an attempt's job.
+/// The id of the job that an attempt belongs to.
 #[must_use]
 pub(super) fn job_of(attempt: &AttemptId) -> Option<&str> {
     attempt.as_str().rsplit_once('-').map(|(job, _)| job)
 }
 
-/// Strictly ordered: whoever is in a smaller one goes first.
+/// A priority level. Jobs of a smaller level start before jobs of a larger one.
 pub(crate) type Level = (std::cmp::Reverse<i64>, bool);
 
-/// Order of the queue: no two jobs have the same one.
+/// A unique position in the queue.
 pub(crate) type QueueKey = (Level, u64);
 
-/// Number of a worker's connection. Never used twice in a process.
+/// The number of a worker's session. Never used twice in a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SessionId(pub u64);
 
-/// Which caller waits for a reply.
+/// Identifies the caller that waits for a reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Ticket(pub u64);
 
-/// A worker as it registered last, and what was learned of it since.
+/// A worker as it last registered, and what the scheduler learned about it since.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Worker {
     /// Its id.
     pub id: WorkerId,
-    /// For people.
+    /// Its name on screens.
     pub name: String,
-    /// Its program's version.
+    /// The version of its program.
     pub version: String,
-    /// Its machine.
+    /// The name of its machine.
     pub host: String,
     /// Its devices.
     pub devices: Vec<Device>,
     /// Its labels.
     pub labels: BTreeMap<String, String>,
-    /// How its attempts are confined; none: it did not say.
+    /// How it confines its attempts; none: it did not report that.
     #[serde(default)]
     pub confinement: Option<Confinement>,
     /// When it registered.
     pub registered: UnixMillis,
-    /// A person said that it takes no more work.
+    /// An administrator drained it: it gets no new work.
     #[serde(default)]
     pub drained: bool,
-    /// Devices that had faults.
+    /// Faults of its devices.
     #[serde(default)]
     pub health: Vec<Health>,
-    /// How fast its devices are.
+    /// Measured speeds of its devices.
     #[serde(default)]
     pub speeds: Vec<Speed>,
-    /// What lies in its caches, the latest last.
-    #[serde(default)]
-    pub has: Vec<ContentHash>,
+    /// Inputs in its caches, the latest last.
+    #[serde(rename = "has", default)]
+    pub cached_inputs: Vec<ContentHash>,
     /// Volatile: its open session.
     #[serde(skip)]
     pub session: Option<SessionId>,
-    /// Volatile: it takes no more work.
+    /// Volatile: it announced its shutdown and gets no new work.
     #[serde(skip)]
     pub leaving: bool,
-    /// Volatile: it connected over loopback, so it may run local jobs.
+    /// Volatile: it connected over loopback, so it may run jobs in place.
     #[serde(skip)]
     pub same_machine: bool,
-    /// Volatile: when it was heard of.
+    /// Volatile: when its last message arrived.
     #[serde(skip)]
     pub last_seen: UnixMillis,
 }
 
-/// Faults of a device: crashes of its attempts, hangs, a process that does not go.
+/// Faults of a device: attempts that crashed or hung, or a process that could not be killed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Health {
     /// The device.
     pub device: DeviceRef,
-    /// Faults since it last got something done.
+    /// Faults since the last success on it.
     pub faults: u32,
-    /// No work until then.
+    /// When its quarantine ends; none: it is not quarantined.
     pub quarantined_until: Option<UnixMillis>,
-    /// Why it is quarantined, in words.
+    /// Why it is quarantined, as text.
     #[serde(default)]
     pub reason: String,
 }
 
-/// How fast a device is with a family of models.
+/// The measured speed of a device with a family of models.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Speed {
-    /// The vendor's name of the device: equal devices are equally fast.
+    /// The vendor's name of the device. Devices of the same name have the same speed.
     pub device: String,
     /// The family.
     pub family: String,
-    /// Nanoseconds per unit of work with everything on the device: whole, so that text keeps them exactly.
+    /// Nanoseconds per unit of work with everything on the device. An integer, so that JSON keeps it exactly.
     pub nanoseconds_per_unit: u64,
 }
 
@@ -490,7 +496,7 @@ pub(super) fn device_key(device: DeviceRef) -> DeviceKey {
     (device.kind, device.index)
 }
 
-/// A live attempt's state from what a job knows, for invariants.
+/// The states of a job's live attempts, for the invariants.
 #[must_use]
 pub(super) fn live_states(job: &Job) -> Vec<AttemptState> {
     job.attempts
@@ -500,31 +506,31 @@ pub(super) fn live_states(job: &Job) -> Vec<AttemptState> {
         .collect()
 }
 
-/// In which index of the queue a job is.
+/// The index of the queue in which a job is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum QueueState {
-    /// In none: it does not wait.
+    /// In none: the job does not wait.
     #[default]
-    Nowhere,
-    /// It waits, and something has to happen first.
+    NotQueued,
+    /// It is paused, or waits for another job.
     Blocked,
-    /// It waits for others of its array, of which only so many may run at the same time.
-    Held,
-    /// It waits for its time.
+    /// As many members of its array run as may.
+    ArrayLimited,
+    /// It waits for this time.
     Timed(UnixMillis),
-    /// It may start.
+    /// It waits for a device, in this class.
     Ready(ClassId),
 }
 
 impl Job {
-    /// The array that it belongs to.
+    /// The id of the array that it belongs to.
     pub(crate) fn array_id(&self) -> Option<&JobId> {
-        self.array.as_ref().map(|place| &place.id)
+        self.array.as_ref().map(|membership| &membership.id)
     }
 }
 
-/// Index of a class. Another one may have it once this one is empty and was forgotten.
+/// The index of a class. It is reused after the class became empty and was removed.
 pub(crate) type ClassId = usize;
 
-/// Index of a device. Never used for another one.
+/// The index of a device. Never reused.
 pub(crate) type SlotId = usize;

@@ -1,26 +1,27 @@
-//! Parts of one job on unequal devices. Two rules keep a slow one from holding the end: it begins no part that the faster
-//! ones would be through with before it, and what it has begun is taken over by a faster one that has nothing to do.
+//! Parts of one job on unequal devices. Two rules keep a slow device from delaying the end of the job: it starts no part that
+//! the faster devices would finish earlier, and a part that it has started moves to a faster device that becomes idle.
 
-use super::model::{ClassId, Job, QueueState, Recall, SlotId};
-use super::placement::{FETCH_SECONDS, USUAL_UNITS, work_left};
+use super::classes::device_fit;
+use super::eligibility::{FETCH_SECONDS, USUAL_UNITS, work_left};
+use super::model::{ClassId, Job, Preemption, QueueState, SlotId};
 use super::state::State;
-use super::state::classes::{Needs, fit};
+use super::state::classes::DeviceNeeds;
 use super::state::slots::Slot;
 use super::step::Step;
 use aitk_common::control::{JobState, UnixMillis};
 use aitk_common::id::JobId;
+use std::collections::BTreeSet;
 
-/// Seconds that a change of devices costs beside the work and the inputs: the image that was begun, a new process, the
-/// model into memory.
-const CHANGE_SECONDS: f64 = 30.0;
-/// A change must end the part in less than this share of the time that it would take where it is: times are estimates.
-const WORTH: f64 = 0.5;
-/// A device that has said nothing of its progress for so many of its steps tells nothing of its speed any more.
+/// Seconds that a migration costs beside the work and the inputs: the unfinished image, a new process, loading the model.
+const MIGRATION_SECONDS: f64 = 30.0;
+/// A migration must finish the part in less than this share of the time that is left where it runs: times are estimates.
+const MAX_TIME_SHARE: f64 = 0.5;
+/// The speed of a part counts as unknown when it has reported no progress for this many of its steps.
 const STALLED_STEPS: f64 = 10.0;
 
-/// What is known of a running part.
+/// A running part.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Running {
+struct RunningPart {
     slot: SlotId,
     /// Seconds until it ends.
     left: f64,
@@ -28,22 +29,26 @@ struct Running {
     speed: f64,
 }
 
-/// A change of devices that pays.
-struct Change {
+/// A migration of a running part to a faster device.
+struct Migration {
+    /// Seconds by which the part ends earlier.
     saved: f64,
     job: JobId,
     to: SlotId,
 }
 
-/// Units of work of a whole job.
-fn units(job: &Job) -> f64 {
-    job.wants.demand.as_ref().map_or(USUAL_UNITS, |demand| demand.units())
+/// Units of work of a job from its beginning.
+fn total_units(job: &Job) -> f64 {
+    job.requirements
+        .demand
+        .as_ref()
+        .map_or(USUAL_UNITS, |demand| demand.units())
 }
 
 impl State {
-    /// How fast a running part is, by its own reports, or else by what is known of its device. `None`: it takes longer
-    /// than it should, and nobody knows why.
-    fn running(&self, now: UnixMillis, job: &Job) -> Option<Running> {
+    /// The remaining time and the speed of a running part, from its own reports or else from the speed of its device. `None`:
+    /// it takes longer than predicted, or has stopped reporting.
+    fn running_part(&self, now: UnixMillis, job: &Job) -> Option<RunningPart> {
         let attempt = job.current()?;
         let slot = self.slots.find(&attempt.worker, attempt.device)?;
         let pace = job.live?.pace.filter(|pace| pace.to > pace.from && pace.total > 0);
@@ -51,14 +56,17 @@ impl State {
             Some(pace) => {
                 let step = pace.until.since(pace.since).as_secs_f64() / (pace.to - pace.from) as f64;
                 let silent = now.since(pace.until).as_secs_f64();
-                if silent > CHANGE_SECONDS && silent > step * STALLED_STEPS {
+                if silent > MIGRATION_SECONDS && silent > step * STALLED_STEPS {
                     return None;
                 }
                 let steps = pace.total.saturating_sub(pace.to) as f64;
-                (steps * step - silent.min(step), step * pace.total as f64 / units(job))
+                (
+                    steps * step - silent.min(step),
+                    step * pace.total as f64 / total_units(job),
+                )
             }
             None => {
-                let family = job.wants.demand.as_ref().map(|demand| demand.family.as_str());
+                let family = job.requirements.demand.as_ref().map(|demand| demand.family.as_str());
                 let device = &self.slots.get(slot)?.device;
                 let speed = self.speeds.seconds_per_unit(device, family, attempt.profile);
                 let left = work_left(job) * speed - now.since(attempt.created).as_secs_f64();
@@ -69,13 +77,21 @@ impl State {
             }
         };
         let left = left.max(0.0);
-        (left.is_finite() && speed.is_finite()).then_some(Running { slot, left, speed })
+        (left.is_finite() && speed.is_finite()).then_some(RunningPart { slot, left, speed })
     }
 
-    /// Whether a waiting part of a job is better left to the faster devices that work on it: they would be through with
-    /// everything that waits before this device, which takes so many seconds per unit, would be with this part.
-    pub(super) fn is_left_to_faster(&self, now: UnixMillis, job: &Job, slot: SlotId, speed: f64, takes: f64) -> bool {
-        let Some(array) = job.array.as_ref().filter(|place| place.split) else {
+    /// Whether a waiting part of a job is left to the faster devices that run other parts: they would finish all waiting parts
+    /// before this device would finish this part. `speed`: seconds per unit of work on this device; `takes`: seconds for the
+    /// part.
+    pub(super) fn is_left_to_faster_devices(
+        &self,
+        now: UnixMillis,
+        job: &Job,
+        slot: SlotId,
+        speed: f64,
+        takes: f64,
+    ) -> bool {
+        let Some(array) = job.array.as_ref().filter(|membership| membership.split) else {
             return false;
         };
         let Some(array) = self.arrays.get(&array.id) else {
@@ -85,33 +101,32 @@ impl State {
             QueueState::Ready(class) => self.classes.get(class).map_or(1, |class| class.count),
             _ => 1,
         };
-        let part = units(job);
+        let part = total_units(job);
         let done: f64 = array
             .running
             .iter()
             .filter_map(|id| self.job(id))
-            .filter(|one| one.state == JobState::Running && one.recall.is_none())
-            .filter_map(|one| self.running(now, one))
-            // One that takes no more work is through with nothing but its own.
+            .filter(|one| one.state == JobState::Running && one.preemption.is_none())
+            .filter_map(|one| self.running_part(now, one))
+            // A device that takes no more work finishes no further parts.
             .filter(|one| {
-                one.slot != slot && one.speed < speed && self.slots.get(one.slot).is_some_and(|slot| slot.open)
+                one.slot != slot && one.speed < speed && self.slots.get(one.slot).is_some_and(|slot| slot.accepts_jobs)
             })
             .map(|one| ((takes - one.left) / (part * one.speed).max(1e-9)).floor().max(0.0))
             .sum();
         done >= waiting as f64
     }
 
-    /// In words, whom a waiting part is left to.
-    pub(super) fn faster_ones(&self, now: UnixMillis, job: &Job, speed: f64) -> String {
+    /// The names of the faster devices to which a waiting part is left.
+    pub(super) fn faster_devices(&self, now: UnixMillis, job: &Job, speed: f64) -> BTreeSet<String> {
         let array = job.array_id().and_then(|id| self.arrays.get(id));
-        let names: std::collections::BTreeSet<String> = array
+        array
             .into_iter()
             .flat_map(|array| &array.running)
-            .filter_map(|id| self.running(now, self.job(id)?))
+            .filter_map(|id| self.running_part(now, self.job(id)?))
             .filter(|one| one.speed < speed)
             .filter_map(|one| self.slot_name(one.slot))
-            .collect();
-        names.into_iter().collect::<Vec<_>>().join(" and ")
+            .collect()
     }
 
     pub(super) fn slot_name(&self, slot: SlotId) -> Option<String> {
@@ -121,19 +136,19 @@ impl State {
         Some(format!("{} {}:{}", worker.name, device.kind.name(), device.index))
     }
 
-    /// A part runs no longer, or at another pace: those that wait for it are looked at again in this step.
-    pub(super) fn shake(&mut self, id: &JobId) {
+    /// Notes that a part stopped running or changed its speed: the waiting parts of its job are considered again in this step.
+    pub(super) fn mark_array_for_recheck(&mut self, id: &JobId) {
         let array = self.jobs.get(id).and_then(|job| job.array.as_ref());
-        if let Some(place) = array.filter(|place| place.split) {
-            self.arrays_to_recheck.insert(place.id.clone());
+        if let Some(membership) = array.filter(|membership| membership.split) {
+            self.arrays_to_recheck.insert(membership.id.clone());
         }
     }
 
-    /// Whether any of those wait for a device.
-    pub(super) fn wake_shaken(&mut self) -> bool {
+    /// Wakes the waiting parts of the arrays that are marked for a recheck. Returns whether there are any.
+    pub(super) fn recheck_arrays(&mut self) -> bool {
         let mut any = false;
         for id in std::mem::take(&mut self.arrays_to_recheck) {
-            if let Some(class) = self.waiting_class(&id).filter(|_| self.slots.with_room() > 0) {
+            if let Some(class) = self.waiting_class(&id).filter(|_| self.slots.with_capacity() > 0) {
                 self.classes.wake(class);
                 any = true;
             }
@@ -141,7 +156,7 @@ impl State {
         any
     }
 
-    /// The class of the parts that wait for a device.
+    /// The class of the members of an array that wait for a device.
     fn waiting_class(&self, array: &JobId) -> Option<ClassId> {
         let members = self.arrays.get(array)?.members.values();
         members
@@ -152,10 +167,10 @@ impl State {
             })
     }
 
-    /// Looks at the parts that run, as time goes on: what waits for faster devices may have to wait no longer, and a
-    /// device that has nothing to do may take over from a slower one.
-    pub(super) fn look_at_parts(&mut self, step: &mut Step) {
-        if self.slots.with_room() == 0 {
+    /// Considers the parts of all split jobs again as time passes: parts that were left to faster devices may start now, and
+    /// running parts may move to idle devices.
+    pub(super) fn rebalance_parts(&mut self, step: &mut Step) {
+        if self.slots.with_capacity() == 0 {
             return;
         }
         let arrays: Vec<JobId> = self.splits.iter().cloned().collect();
@@ -163,39 +178,39 @@ impl State {
             match self.waiting_class(&id) {
                 Some(class) => self.classes.wake(class),
                 None => {
-                    while let Some(change) = self.best_change(step.now, &id) {
-                        self.take_over(step, &change);
+                    while let Some(migration) = self.best_migration(step.now, &id) {
+                        self.start_migration(step, &migration);
                     }
                 }
             }
         }
     }
 
-    /// The change of devices that saves most. Each part changes once at the most, and only to a faster device.
-    fn best_change(&self, now: UnixMillis, id: &JobId) -> Option<Change> {
+    /// The migration that saves the most time. Each part migrates at most once, and only to a faster device.
+    fn best_migration(&self, now: UnixMillis, id: &JobId) -> Option<Migration> {
         let array = self.arrays.get(id)?;
-        let mut best: Option<Change> = None;
+        let mut best: Option<Migration> = None;
         for job in array.running.iter().filter_map(|id| self.job(id)) {
-            // At a quota, another job of the same user would have its place while it changes.
-            let stays = job.recall.is_some() || job.stolen || self.at_quota(&job.wants.owner);
+            // At the quota, another job of the user would take its share while it migrates.
+            let stays = job.preemption.is_some() || job.migrated || self.at_quota(&job.requirements.owner);
             if job.state != JobState::Running || stays {
                 continue;
             }
-            let Some(running) = self.running(now, job) else {
+            let Some(running) = self.running_part(now, job) else {
                 continue;
             };
-            let needs = Needs::of(job);
+            let needs = DeviceNeeds::of(job);
             for slot_id in self.slots.idle.iter().copied() {
-                let Some((speed, missing)) = self.idle_speed(&needs, job, slot_id) else {
+                let Some((speed, missing)) = self.fit_when_idle(&needs, job, slot_id) else {
                     continue;
                 };
-                let takes = work_left(job) * speed + missing * FETCH_SECONDS + CHANGE_SECONDS;
+                let takes = work_left(job) * speed + missing * FETCH_SECONDS + MIGRATION_SECONDS;
                 let saved = running.left - takes;
                 if speed < running.speed
-                    && takes < running.left * WORTH
+                    && takes < running.left * MAX_TIME_SHARE
                     && best.as_ref().is_none_or(|best| saved > best.saved)
                 {
-                    best = Some(Change {
+                    best = Some(Migration {
                         saved,
                         job: job.id.clone(),
                         to: slot_id,
@@ -206,57 +221,61 @@ impl State {
         best
     }
 
-    /// Seconds per unit on an idle device, and how many of the job's inputs it lacks; none: it is not for it.
-    fn idle_speed(&self, needs: &Needs, job: &Job, slot_id: SlotId) -> Option<(f64, f64)> {
+    /// Seconds per unit of work on an idle device, and how many of the job's inputs its worker lacks; none: the job does not
+    /// fit there.
+    fn fit_when_idle(&self, needs: &DeviceNeeds, job: &Job, slot_id: SlotId) -> Option<(f64, f64)> {
         let slot = self
             .slots
             .get(slot_id)
-            .filter(|slot| slot.open && slot.reserved_for.is_none())?;
+            .filter(|slot| slot.accepts_jobs && slot.reserved_for.is_none())?;
         let worker = self.workers.get(&slot.worker)?;
-        let (profile, _) = fit(needs, worker, &slot.device).ok()?;
-        let speed = self
-            .speeds
-            .seconds_per_unit(&slot.device, needs.family.as_deref(), profile);
-        let missing = job.wants.data.iter().filter(|data| !worker.has.contains(data)).count();
-        Some((speed, missing as f64))
+        let offer = device_fit(&self.speeds, needs, worker, &slot.device).ok()?;
+        let missing = job
+            .requirements
+            .data
+            .iter()
+            .filter(|data| !worker.cached_inputs.contains(data))
+            .count();
+        Some((offer.seconds_per_unit, missing as f64))
     }
 
-    fn take_over(&mut self, step: &mut Step, change: &Change) {
-        let name = self.slot_name(change.to).unwrap_or_default();
-        if let Some(job) = self.jobs.get_mut(&change.job) {
-            job.stolen = true;
+    /// Reserves the device for the part, and preempts the part.
+    fn start_migration(&mut self, step: &mut Step, migration: &Migration) {
+        let name = self.slot_name(migration.to).unwrap_or_default();
+        if let Some(job) = self.jobs.get_mut(&migration.job) {
+            job.migrated = true;
         }
-        let Some(slot) = self.slots.get_mut(change.to) else {
+        let Some(slot) = self.slots.get_mut(migration.to) else {
             return;
         };
-        slot.reserved_for = Some(change.job.clone());
+        slot.reserved_for = Some(migration.job.clone());
         self.reserved_slots += 1;
-        let why = Recall::Faster {
+        let why = Preemption::FasterDevice {
             worker: slot.worker.clone(),
             device: slot.device.device,
         };
-        let words = format!("goes on on {name}, which is faster and has nothing else to do");
-        self.recall(step, &change.job, why, words);
+        let reason = format!("continues on {name}, which is faster and idle");
+        self.preempt(step, &migration.job, why, reason);
     }
 
-    /// Whether a device is kept for a part that comes to it; only who stands higher may have it.
+    /// Whether a device is reserved for a part that moves to it. Jobs of a higher level than that part may take it anyway.
     pub(super) fn is_reserved_for_other(&self, job: &Job, slot: &Slot) -> bool {
         let reserved_for = slot.reserved_for.as_ref().filter(|id| **id != job.id);
         reserved_for.is_some_and(|id| self.jobs.get(id).is_some_and(|other| job.level() >= other.level()))
     }
 
-    /// The part that a device was kept for has left its old one. It still has the first choice in this step.
+    /// Notes that the part for which a device is reserved has left its old device. The reservation ends with this step.
     pub(super) fn reserve_for_takeover(&mut self, id: &JobId) {
-        let kept = self
+        let reserved = self
             .slots
             .iter()
             .find(|(_, slot)| slot.reserved_for.as_ref() == Some(id));
-        if let Some((slot, _)) = kept {
+        if let Some((slot, _)) = reserved {
             self.reserved_until_placed.insert(slot);
         }
     }
 
-    /// Devices that were kept until now are everybody's again. Whether there were any.
+    /// Ends the reservations whose part was placed in this step. Returns whether there were any.
     pub(super) fn release_reserved(&mut self) -> bool {
         let slots = std::mem::take(&mut self.reserved_until_placed);
         for id in &slots {
@@ -265,7 +284,7 @@ impl State {
             {
                 self.reserved_slots -= 1;
             }
-            self.grown(*id);
+            self.update_capacity(*id);
         }
         !slots.is_empty()
     }

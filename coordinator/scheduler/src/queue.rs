@@ -1,8 +1,8 @@
-//! The queue: what a waiting job waits for, and whose position it is.
+//! The queue: what waiting jobs wait for, and in which order they start.
 
 use super::model::{ClassId, Condition, Job, Level};
 use super::state::State;
-use super::state::classes::Needs;
+use super::state::classes::DeviceNeeds;
 use super::step::Step;
 use crate::model::QueueState;
 use crate::state::user::{User, UserIndex};
@@ -10,26 +10,31 @@ use aitk_common::control::{JobState, UnixMillis};
 use aitk_common::id::{JobId, UserName};
 use std::time::Duration;
 
-/// What a waiting job waits for before any device is looked at.
+/// What a waiting job waits for before devices are considered.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum StartCondition {
+    /// The user paused it.
     Paused,
+    /// It starts after this job or array.
     After(JobId),
-    Until(UnixMillis),
-    Open,
+    /// It does not start before this time.
+    NotBefore(UnixMillis),
+    /// It waits for none of these.
+    Met,
 }
 
-/// Whose position it is: by level, then who has the least, then who had the least, then who came first.
+/// The order in which waiting jobs start: by level, then fair share (the user with the fewest running jobs, then the one that
+/// used the least device time), then order of submission.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct QueuePosition {
     pub(super) level: Level,
     pub(super) running: u32,
-    pub(super) spent: u64,
+    pub(super) device_millis: u64,
     pub(super) order: u64,
 }
 
 impl State {
-    /// What holds a waiting job back.
+    /// What a waiting job waits for before devices are considered.
     pub(super) fn start_condition(&self, now: UnixMillis, job: &Job) -> StartCondition {
         if job.paused {
             return StartCondition::Paused;
@@ -42,66 +47,69 @@ impl State {
             return StartCondition::After(before.clone());
         }
         if job.not_before > now {
-            return StartCondition::Until(job.not_before);
+            return StartCondition::NotBefore(job.not_before);
         }
-        StartCondition::Open
+        StartCondition::Met
     }
 
-    /// Puts a queued job where it belongs.
+    /// Puts a waiting job into the index of the queue where it belongs.
     pub(super) fn enqueue(&mut self, now: UnixMillis, id: &JobId) {
         let Some(job) = self.jobs.get(id) else { return };
-        let (level, owner, order) = (job.level(), job.wants.owner.clone(), job.order);
+        let (level, owner, order) = (job.level(), job.requirements.owner.clone(), job.order);
         let start_condition = self.start_condition(now, job);
-        let held = if start_condition == StartCondition::Open {
-            self.admit_member(id)
+        let array_limited = if start_condition == StartCondition::Met {
+            self.admit_to_array(id)
         } else {
             None
         };
         let Some(job) = self.jobs.get(id) else { return };
-        let needs = (start_condition == StartCondition::Open && held.is_none()).then(|| Needs::of(job));
+        let needs = (start_condition == StartCondition::Met && array_limited.is_none()).then(|| DeviceNeeds::of(job));
         for before in &job.after {
             self.dependents.entry(before.clone()).or_default().insert(id.clone());
         }
         if let Some(index) = self.jobs.index_of(id) {
             self.queue.insert(job.queue_key(), index);
         }
-        let user = self.activate(&owner);
+        let user = self.count_waiting(&owner);
         let queue_state = match (start_condition, needs) {
-            (StartCondition::Until(time), _) => {
+            (StartCondition::NotBefore(time), _) => {
                 self.timed.insert((time, id.clone()));
                 QueueState::Timed(time)
             }
             (_, Some(needs)) => {
-                let class = self.class_of(needs);
+                let class = self.find_or_create_class(needs);
                 self.classes.add(class, level, user, order);
-                // Others of its class wait for room, so it does; unless it may take a device from somebody, or one that is
-                // kept from the others.
-                let waits = self.classes.get(class).is_some_and(|class| class.stuck);
-                if !waits || !self.yielding.is_empty() || self.reserved_slots > 0 {
+                // If the class is blocked, so is this job, unless it may preempt a job or take a device that is reserved
+                // against the others.
+                let blocked = self.classes.get(class).is_some_and(|class| class.blocked);
+                if !blocked || !self.preemptible.is_empty() || self.reserved_slots > 0 {
                     self.classes.wake(class);
                 }
                 QueueState::Ready(class)
             }
-            _ => held.unwrap_or(QueueState::Blocked),
+            _ => array_limited.unwrap_or(QueueState::Blocked),
         };
         if let Some(job) = self.jobs.get_mut(id) {
             job.queue_state = queue_state;
         }
     }
 
-    /// Takes a job out of the queue, whatever it waited for.
+    /// Removes a job from the queue, whatever it waited for.
     pub(super) fn dequeue(&mut self, id: &JobId) {
         let Some(job) = self.jobs.get_mut(id) else { return };
         let queue_state = std::mem::take(&mut job.queue_state);
-        if queue_state == QueueState::Nowhere {
+        if queue_state == QueueState::NotQueued {
             return;
         }
         let (level, order) = (job.level(), job.order);
         self.queue.remove(&job.queue_key());
-        let user = self.users.get_full_mut(&job.wants.owner).map(|(index, _, user)| {
-            user.waiting = user.waiting.saturating_sub(1);
-            index
-        });
+        let user = self
+            .users
+            .get_full_mut(&job.requirements.owner)
+            .map(|(index, _, user)| {
+                user.waiting = user.waiting.saturating_sub(1);
+                index
+            });
         for before in &job.after {
             if let Some(waiting) = self.dependents.get_mut(before) {
                 waiting.remove(id);
@@ -119,24 +127,24 @@ impl State {
                     self.classes.remove(class, level, user, order);
                 }
             }
-            QueueState::Blocked | QueueState::Held | QueueState::Nowhere => {}
+            QueueState::Blocked | QueueState::ArrayLimited | QueueState::NotQueued => {}
         }
-        self.dismiss_member(id, queue_state);
+        self.leave_array_queue(id, queue_state);
     }
 
-    /// Looks again at what a waiting job waits for.
-    pub(super) fn requeue_in_place(&mut self, now: UnixMillis, id: &JobId) {
+    /// Determines again what a waiting job waits for.
+    pub(super) fn reevaluate_wait(&mut self, now: UnixMillis, id: &JobId) {
         if self
             .jobs
             .get(id)
-            .is_some_and(|job| job.queue_state != QueueState::Nowhere)
+            .is_some_and(|job| job.queue_state != QueueState::NotQueued)
         {
             self.dequeue(id);
             self.enqueue(now, id);
         }
     }
 
-    /// A job or an array has ended: those which start after it may have to wait no longer, or for ever.
+    /// Releases the jobs that start after a job or an array that has ended; stops those that can no longer start.
     fn release_dependents(&mut self, step: &mut Step, id: &JobId) {
         let waiting = self.dependents.get(id).cloned().unwrap_or_default();
         for job in waiting {
@@ -145,20 +153,20 @@ impl State {
                 self.set_state(step, &job, JobState::Stopped, reason);
                 continue;
             }
-            // Whoever still waits for it stays where it is.
+            // A job whose condition is not met keeps waiting.
             let is_met = |waiting: &Job| self.is_met(id, waiting.condition(id));
             if !self.jobs.get(&job).is_some_and(is_met) {
                 continue;
             }
             self.dequeue(&job);
-            self.note_met(step, &job, id);
+            self.record_met_prerequisite(step, &job, id);
             self.enqueue(step.now, &job);
         }
     }
 
-    /// Once another job has ended or failed as a waiting one needs it, that is so for good, also when the other one is resumed.
-    /// Completion needs no note: nothing takes it back.
-    fn note_met(&mut self, step: &mut Step, id: &JobId, before: &JobId) {
+    /// Removes a prerequisite that is met from a waiting job. A prerequisite that was met stays met, even if the other job is
+    /// resumed. Completion needs no such record, because a completed job is never resumed.
+    fn record_met_prerequisite(&mut self, step: &mut Step, id: &JobId, before: &JobId) {
         let condition = self.jobs.get(id).map(|job| job.condition(before)).unwrap_or_default();
         if condition == Condition::Completed || !self.is_met(before, condition) {
             return;
@@ -170,35 +178,36 @@ impl State {
         }
     }
 
-    /// The same of everything that a job waits for, when it is to wait again: it may have stood aside when that happened.
-    pub(super) fn note_all_met(&mut self, step: &mut Step, id: &JobId) {
+    /// Removes all prerequisites of a job that are met. Called when the job returns to the queue, because prerequisites may
+    /// have been met while it was not in it.
+    pub(super) fn record_met_prerequisites(&mut self, step: &mut Step, id: &JobId) {
         let after = self.jobs.get(id).map(|job| job.after.clone()).unwrap_or_default();
         for before in after {
-            self.note_met(step, id, &before);
+            self.record_met_prerequisite(step, id, &before);
         }
     }
 
-    /// Whether a job starts only after another one fails, which has completed.
+    /// Whether a job starts only if another job fails, and that job has completed.
     pub(super) fn can_never_start(&self, id: &JobId) -> bool {
         let Some(job) = self.jobs.get(id) else { return false };
         let mut conditions = job.conditions.iter();
         conditions.any(|(before, condition)| *condition == Condition::Failed && self.has_completed(before))
     }
 
-    /// Jobs whose time has come.
+    /// Releases the jobs whose start time has come.
     pub(super) fn release_timed(&mut self, now: UnixMillis) {
         while let Some((time, id)) = self.timed.first().cloned() {
             if time > now {
                 return;
             }
-            self.requeue_in_place(now, &id);
-            // Whatever it waits for now, it is not this time.
+            self.reevaluate_wait(now, &id);
+            // Whatever it waits for now, it does not wait for this time.
             self.timed.remove(&(time, id));
         }
     }
 
-    /// A user has one job more that waits. Who was away starts level with the one who had the least.
-    fn activate(&mut self, owner: &UserName) -> UserIndex {
+    /// Counts one more waiting job of a user. A user that was inactive starts at the least device time of all active users.
+    fn count_waiting(&mut self, owner: &UserName) -> UserIndex {
         let idle = |user: &User| user.waiting == 0 && user.running == 0;
         let known = self.users.get_full_mut(owner).filter(|(_, _, user)| !idle(user));
         if let Some((index, _, user)) = known {
@@ -209,18 +218,18 @@ impl State {
             .users
             .values()
             .filter(|user| !idle(user))
-            .map(|user| user.spent)
+            .map(|user| user.device_millis)
             .min()
             .unwrap_or(0);
         let entry = self.users.entry(owner.clone());
         let index = entry.index();
         let user = entry.or_default();
-        user.spent = user.spent.max(least);
+        user.device_millis = user.device_millis.max(least);
         user.waiting += 1;
         index
     }
 
-    /// Whether a user holds as many devices as allowed.
+    /// Whether a user holds as many devices as its quota allows.
     pub(super) fn at_quota(&self, owner: &UserName) -> bool {
         if self.settings.quotas.is_empty() {
             return false;
@@ -229,26 +238,27 @@ impl State {
         self.settings.quotas.of(owner).is_some_and(|quota| running >= quota)
     }
 
-    /// A user has one device more.
-    pub(super) fn user_starts(&mut self, owner: &UserName) {
+    /// Counts one more running job of a user.
+    pub(super) fn count_started(&mut self, owner: &UserName) {
         match self.users.get_mut(owner) {
             Some(user) => user.running += 1,
             None => self.users.entry(owner.clone()).or_default().running += 1,
         }
     }
 
-    /// A user has one device less, after this long.
-    pub(super) fn user_ends(&mut self, owner: &UserName, ran: Duration) {
+    /// Counts one running job less of a user, which ran for `ran`. Wakes the user's classes if it was at its quota.
+    pub(super) fn count_ended(&mut self, owner: &UserName, ran: Duration) {
         let was_at_quota = self.at_quota(owner);
         let Some((index, _, user)) = self.users.get_full_mut(owner) else {
             return;
         };
         user.running = user.running.saturating_sub(1);
         let ran = u64::try_from(ran.as_millis()).unwrap_or(u64::MAX);
-        user.spent = user.spent.saturating_add(ran);
+        user.device_millis = user.device_millis.saturating_add(ran);
         if was_at_quota && !self.at_quota(owner) {
-            let waiting =
-                |class: &super::state::classes::Class| class.waiting.values().any(|users| users.contains_key(&index));
+            let waiting = |class: &super::state::classes::JobClass| {
+                class.waiting.values().any(|users| users.contains_key(&index))
+            };
             let classes: Vec<ClassId> = self
                 .classes
                 .iter()
@@ -261,24 +271,24 @@ impl State {
         }
     }
 
-    /// Whose position it is in a class: none when nobody waits, or all who do are at their quota.
+    /// The position of the job of a class that is next. None: no job waits, or all users with waiting jobs are at their quota.
     pub(super) fn position(&self, class: ClassId) -> Option<QueuePosition> {
         let class = self.classes.get(class)?;
         let no_quotas = self.settings.quotas.is_empty();
         for (level, users) in &class.waiting {
             let first = users
                 .iter()
-                .filter_map(|(user, line)| {
+                .filter_map(|(user, queue)| {
                     let (owner, user) = self.users.get_index(*user)?;
-                    let has_turn = no_quotas || !self.at_quota(owner);
-                    has_turn.then_some((user.running, user.spent, line.first()))
+                    let may_start = no_quotas || !self.at_quota(owner);
+                    may_start.then_some((user.running, user.device_millis, queue.first()))
                 })
                 .min();
-            if let Some((running, spent, order)) = first {
+            if let Some((running, device_millis, order)) = first {
                 return Some(QueuePosition {
                     level: *level,
                     running,
-                    spent,
+                    device_millis,
                     order,
                 });
             }
@@ -286,7 +296,7 @@ impl State {
         None
     }
 
-    /// The one place where a job's state changes.
+    /// Changes the state of a job. No other function does that.
     pub(super) fn set_state(&mut self, step: &mut Step, id: &JobId, state: JobState, reason: String) {
         self.dequeue(id);
         let Some(job) = self.jobs.get_mut(id) else { return };
@@ -298,18 +308,18 @@ impl State {
         step.log(job, None, body, None);
         step.touch(id);
         if state != JobState::Running {
-            self.yielding.remove(id);
+            self.preemptible.remove(id);
         }
         match state {
             JobState::Queued => self.enqueue(step.now, id),
-            JobState::Stopping => self.shake(id),
+            JobState::Stopping => self.mark_array_for_recheck(id),
             JobState::Completed | JobState::Failed | JobState::Stopped => {
                 if state == JobState::Completed {
-                    self.member_completed(id);
+                    self.array_member_completed(id);
                 }
                 self.release_dependents(step, id);
                 let array = self.jobs.get(id).and_then(|job| job.array_id()).cloned();
-                // Only for the sake of those who wait for it: an array has many members.
+                // Only if jobs wait for the array: it may have many members.
                 if let Some(array) = array.filter(|array| self.dependents.contains_key(array)) {
                     self.release_dependents(step, &array);
                 }

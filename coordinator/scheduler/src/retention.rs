@@ -1,4 +1,4 @@
-//! What is forgotten, and when; and how a past that was forgotten by a restore is kept out.
+//! Removes old jobs and checkpoints, and fences attempts that are newer than a restored backup.
 
 use super::event::{Effect, Record, Refusal, Reply};
 use super::model::{Job, Ticket};
@@ -10,25 +10,25 @@ use aitk_common::id::{Epoch, JobId, WorkerId};
 use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeSet;
 
-/// Jobs that one step forgets, or takes the checkpoint of: so many that storing that takes a few hundredths of a second.
-pub const EXPIRED_AT_ONCE: usize = 100;
-/// More epochs than a job could have used between a backup and its restore.
+/// The most jobs that one step removes, and the most whose checkpoint it removes: storing that takes a few hundredths of a
+/// second.
+pub const MAX_EXPIRED_PER_STEP: usize = 100;
+/// Added to the epochs when a backup is restored: more epochs than a job can have used since the backup.
 const RESTORE_GAP: u64 = 1_000_000;
 
-/// Whether a job ended before a time.
-fn older(job: &Job, limit: Option<UnixMillis>) -> bool {
+/// Whether a job has ended before this time.
+fn ended_before(job: &Job, limit: Option<UnixMillis>) -> bool {
     job.state.is_ended() && matches!((job.ended, limit), (Some(ended), Some(limit)) if ended < limit)
 }
 
-/// Whether a job that ended before a time need not go on from its checkpoint any more.
-fn loses_checkpoint(job: &Job, limit: Option<UnixMillis>) -> bool {
-    job.checkpoint.is_some() && job.state != JobState::Stopped && older(job, limit)
+/// Whether a job that ended before this time loses its checkpoint. A stopped job keeps it, because it may be resumed.
+fn checkpoint_expires(job: &Job, limit: Option<UnixMillis>) -> bool {
+    job.checkpoint.is_some() && job.state != JobState::Stopped && ended_before(job, limit)
 }
 
 impl Job {
-    /// Prepares the job for a store that was restored from a backup: what happened after the backup is not known here,
-    /// but a worker may still hold an attempt of it. A gap in the epochs keeps that out. Says whether anything changed;
-    /// a job that is complete has no more attempts.
+    /// Prepares a job of a store that was restored from a backup. A worker may still hold an attempt that started after the
+    /// backup; a gap in the epochs fences it. Returns whether anything changed: a completed job has no more attempts.
     #[must_use]
     pub fn fence_after_restore(&mut self, now: UnixMillis) -> bool {
         if self.state == JobState::Completed {
@@ -57,7 +57,7 @@ impl Job {
             ended: Some(now),
             message: message.to_owned(),
         });
-        self.recall = None;
+        self.preemption = None;
         match self.state {
             JobState::Running => self.state = JobState::Queued,
             JobState::Stopping => {
@@ -74,91 +74,95 @@ impl Job {
 }
 
 impl State {
-    /// All that stays when this job or array does: an array stays as a whole.
-    fn family(&self, id: &JobId) -> Vec<JobId> {
+    /// A job with all members of its array, or the members of an array: an array is kept or removed as a whole.
+    fn with_array_members(&self, id: &JobId) -> Vec<JobId> {
         let array = self.jobs.get(id).and_then(|job| job.array_id());
         self.members(array.unwrap_or(id))
     }
 
-    /// Ended jobs that may be forgotten: old enough, and no job that stays and may still run starts after them, for that
-    /// one could then never start.
+    /// The jobs that ended before this time and may be removed: no job that stays and may still run starts after them.
     #[must_use]
-    pub fn forgettable(&self, before: Option<UnixMillis>) -> BTreeSet<JobId> {
-        let old = self.jobs.values().filter(|job| older(job, before));
-        let mut forgettable: BTreeSet<JobId> = old.map(|job| job.id.clone()).collect();
-        // An array is forgotten as a whole.
+    pub fn removable_jobs(&self, before: Option<UnixMillis>) -> BTreeSet<JobId> {
+        let old = self.jobs.values().filter(|job| ended_before(job, before));
+        let mut removable: BTreeSet<JobId> = old.map(|job| job.id.clone()).collect();
+        // An array is removed as a whole.
         for array in self.arrays.values() {
-            if array.members.values().any(|member| !forgettable.contains(member)) {
+            if array.members.values().any(|member| !removable.contains(member)) {
                 for member in array.members.values() {
-                    forgettable.remove(member);
+                    removable.remove(member);
                 }
             }
         }
-        if forgettable.is_empty() {
-            return forgettable;
+        if removable.is_empty() {
+            return removable;
         }
         let mut staying: Vec<&Job> = self.jobs.values().collect();
-        staying.retain(|job| !forgettable.contains(&job.id));
-        // Whoever stays for the sake of another one keeps those before it, too.
+        staying.retain(|job| !removable.contains(&job.id));
+        // A job that stays because of another one also keeps its own prerequisites.
         while let Some(job) = staying.pop() {
             if job.state == JobState::Completed {
                 continue;
             }
-            for id in job.after.iter().flat_map(|id| self.family(id)) {
-                if forgettable.remove(&id)
+            for id in job.after.iter().flat_map(|id| self.with_array_members(id)) {
+                if removable.remove(&id)
                     && let Some(before) = self.jobs.get(&id)
                 {
                     staying.push(before);
                 }
             }
         }
-        forgettable
+        removable
     }
 
-    /// How many jobs are old enough to be forgotten, and how many lose their checkpoint.
+    /// How many jobs [`super::Event::Expire`] would remove, and how many would lose their checkpoint.
     #[must_use]
-    pub fn to_expire(&self, jobs_before: Option<UnixMillis>, checkpoints_before: Option<UnixMillis>) -> (usize, usize) {
-        let useless = |job: &&Job| loses_checkpoint(job, checkpoints_before);
+    pub fn count_expirable(
+        &self,
+        jobs_before: Option<UnixMillis>,
+        checkpoints_before: Option<UnixMillis>,
+    ) -> (usize, usize) {
+        let expires = |job: &&Job| checkpoint_expires(job, checkpoints_before);
         (
-            self.forgettable(jobs_before).len(),
-            self.jobs.values().filter(useless).count(),
+            self.removable_jobs(jobs_before).len(),
+            self.jobs.values().filter(expires).count(),
         )
     }
 
-    /// Forgets ended jobs that are old enough, and the checkpoints of those that completed or failed long enough ago. A
-    /// stopped job is one that its user may go on with: it keeps its checkpoint as long as it is there. At most
-    /// [`EXPIRED_AT_ONCE`] of each: everybody else waits for the step. [`Self::to_expire`] says how many there are.
+    /// Removes ended jobs that are old enough, and the checkpoints of jobs that completed or failed long enough ago. At most
+    /// [`MAX_EXPIRED_PER_STEP`] of each, because other events wait for the step. [`Self::count_expirable`] says how many there
+    /// are.
     pub(super) fn expire(
         &mut self,
         step: &mut Step,
         jobs_before: Option<UnixMillis>,
         checkpoints_before: Option<UnixMillis>,
     ) {
-        for id in self.forgettable(jobs_before).into_iter().take(EXPIRED_AT_ONCE) {
+        for id in self.removable_jobs(jobs_before).into_iter().take(MAX_EXPIRED_PER_STEP) {
             self.forget(step, &id);
         }
-        let useless = |job: &Job| loses_checkpoint(job, checkpoints_before);
+        let expires = |job: &Job| checkpoint_expires(job, checkpoints_before);
         let ids: Vec<JobId> = self
             .jobs
             .values()
-            .filter(|job| useless(job))
-            .take(EXPIRED_AT_ONCE)
+            .filter(|job| expires(job))
+            .take(MAX_EXPIRED_PER_STEP)
             .map(|job| job.id.clone())
             .collect();
         for id in ids {
-            let Some(lost) = self.jobs.get_mut(&id).and_then(|job| job.checkpoint.take()) else {
+            let Some(removed) = self.jobs.get_mut(&id).and_then(|job| job.checkpoint.take()) else {
                 continue;
             };
             step.touch(&id);
             let message = format!(
-                "the checkpoint of step {} is not kept any longer; if this job is resumed, it begins again",
-                lost.step
+                "the checkpoint of step {} was removed; if this job is resumed, it starts from the beginning",
+                removed.step
             );
             let level = "info".to_owned();
             self.log(step, &id, None, EventBody::Log { level, message }, None);
         }
     }
 
+    /// Removes a job from the state and from the store.
     fn forget(&mut self, step: &mut Step, id: &JobId) {
         if let Some((job, index)) = self.jobs.remove(id) {
             if let Some(moved) = self.jobs.at(index) {
@@ -166,12 +170,12 @@ impl State {
                 let known = waiting.into_iter().chain(self.live.get_mut(&moved.id));
                 known.for_each(|old| *old = index);
             }
-            self.leave_array(&job);
+            self.unindex_job(&job);
         }
         step.push(Effect::Persist(Record::JobGone(id.clone())));
     }
 
-    /// Forgets a job or an array that has ended, because its user says so.
+    /// Removes a job or an array that has ended, at its user's request.
     pub(super) fn remove(&mut self, step: &mut Step, ticket: Ticket, text: &str) {
         let removed = self.find(text).and_then(|id| self.remove_one(step, &id));
         step.push(Effect::Reply(ticket, removed.map(|view| Reply::Job(Box::new(view)))));
@@ -193,9 +197,9 @@ impl State {
             )));
         }
         let members: BTreeSet<JobId> = self.members(id).into_iter().collect();
-        let goes = |other: &JobId| other == id || members.contains(other);
-        // Few start after others: that is asked first, because everybody is.
-        let waits = |job: &&Job| job.state != JobState::Completed && job.after.iter().any(goes) && !goes(&job.id);
+        let is_removed = |other: &JobId| other == id || members.contains(other);
+        let waits =
+            |job: &&Job| job.state != JobState::Completed && job.after.iter().any(is_removed) && !is_removed(&job.id);
         if let Some(waiting) = self.jobs.values().find(waits) {
             return Err(Refusal::Conflict(format!(
                 "{} ({}) starts after job {id}; remove that one first",

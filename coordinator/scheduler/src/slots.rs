@@ -1,4 +1,4 @@
-//! Devices, what runs on them, and whether there is room for more.
+//! Keeps the devices and their capacity up to date.
 
 use crate::model::SlotId;
 use crate::state::State;
@@ -6,7 +6,8 @@ use aitk_common::capability::Device;
 use aitk_common::id::WorkerId;
 
 impl State {
-    /// A worker came, went, or takes work in another way than before: its devices follow, and so do those who wait.
+    /// Updates a worker's devices after the worker connected, disconnected or changed, and wakes the classes of waiting jobs
+    /// that this concerns.
     pub(super) fn refresh_worker(&mut self, id: &WorkerId) {
         let Some(worker) = self.workers.get(id) else { return };
         let connected = worker.session.is_some();
@@ -17,7 +18,7 @@ impl State {
             self.slots.ensure(id, device.device, Some(device));
         }
         for slot_id in self.slots.of_worker(id) {
-            // A fast device that goes makes a slow one worth taking.
+            // When a fast device is gone, a slow one may no longer count as too slow.
             let before = self.slots.get(slot_id).map(|slot| slot.classes.clone());
             for class in before.into_iter().flatten() {
                 self.classes.wake(class);
@@ -25,21 +26,21 @@ impl State {
             let Some(slot) = self.slots.get_mut(slot_id) else {
                 continue;
             };
-            let here = offered.iter().any(|device| device.device == slot.device.device);
+            let is_offered = offered.iter().any(|device| device.device == slot.device.device);
             slot.quarantined = health
                 .iter()
                 .find(|one| one.device == slot.device.device)
                 .and_then(|one| one.quarantined_until);
-            slot.connected = connected && here;
-            slot.open = takes_work && here && slot.quarantined.is_none();
-            self.refit(slot_id);
-            self.grown(slot_id);
+            slot.connected = connected && is_offered;
+            slot.accepts_jobs = takes_work && is_offered && slot.quarantined.is_none();
+            self.update_fits(slot_id);
+            self.update_capacity(slot_id);
         }
     }
 
-    /// There may be more room on a device than before: whoever fits there is looked at again.
-    pub(super) fn grown(&mut self, id: SlotId) {
-        if !self.slots.list(id) {
+    /// Updates a device whose capacity may have grown: if it has capacity, wakes the classes that fit there.
+    pub(super) fn update_capacity(&mut self, id: SlotId) {
+        if !self.slots.reindex(id) {
             return;
         }
         let Some(slot) = self.slots.get(id) else { return };

@@ -1,23 +1,23 @@
-//! How fast devices are: a guess by kind until work was measured there, then what was measured.
+//! Measures the speed of devices from attempts that end.
 
 use crate::model::{Pace, SlotId, Speed};
 use crate::state::State;
-use crate::state::speeds::{KEPT, slowdown};
+use crate::state::speeds::{MAX_ENTRIES, slowdown};
 use aitk_common::id::WorkerId;
 use aitk_common::plan::demand::Demand;
 use aitk_common::plan::profile::MemoryProfile;
 use std::time::Duration;
 
-/// What a new measurement weighs against all earlier ones.
-const WEIGHT: f64 = 0.3;
-/// Steps below which a pace says nothing: the first ones are slower.
-const STEPS: u64 = 5;
-/// A change below this share moves nothing.
-const NOTEWORTHY: f64 = 0.1;
+/// The weight of a new measurement in the moving average.
+const NEW_WEIGHT: f64 = 0.3;
+/// The least steps for a measurement: the first steps of an attempt are slower.
+const MIN_STEPS: u64 = 5;
+/// Relative changes below this are ignored.
+const MIN_CHANGE: f64 = 0.1;
 
 impl State {
-    /// Learns from an attempt that has just ended how fast its device is. Returns the worker whose record changed.
-    pub(super) fn learn(
+    /// Measures the speed of a device from an attempt that has just ended there. Returns the worker whose record changed.
+    pub(super) fn record_speed(
         &mut self,
         pace: Pace,
         demand: &Demand,
@@ -25,35 +25,35 @@ impl State {
         profile: MemoryProfile,
         slot: SlotId,
     ) -> Option<WorkerId> {
-        let steps = pace.to.checked_sub(pace.from).filter(|steps| *steps >= STEPS)?;
+        let steps = pace.to.checked_sub(pace.from).filter(|steps| *steps >= MIN_STEPS)?;
         let seconds = pace.until.since(pace.since).as_secs_f64();
         let device = self.slots.get(slot)?.device.clone();
-        // Beside others it was slower than it is.
+        // Beside other jobs an attempt is slower than the device.
         if self.slots.get(slot)?.running.len() > 1 || seconds <= 0.0 || pace.total == 0 {
             return None;
         }
         let units = demand.units() * steps as f64 / pace.total as f64;
-        let fresh = seconds / units / slowdown(profile);
-        if !fresh.is_finite() || fresh <= 0.0 {
+        let measured = seconds / units / slowdown(profile);
+        if !measured.is_finite() || measured <= 0.0 {
             return None;
         }
         let family = demand.family.clone();
         let known = self.speeds.measured(&device, Some(&family));
-        if known.is_none() && self.speeds.0.len() >= KEPT {
+        if known.is_none() && self.speeds.0.len() >= MAX_ENTRIES {
             return None;
         }
-        let learned = known.map_or(fresh, |known| known * (1.0 - WEIGHT) + fresh * WEIGHT);
-        if known.is_some_and(|known| (learned / known - 1.0).abs() < NOTEWORTHY) {
+        let average = known.map_or(measured, |known| known * (1.0 - NEW_WEIGHT) + measured * NEW_WEIGHT);
+        if known.is_some_and(|known| (average / known - 1.0).abs() < MIN_CHANGE) {
             return None;
         }
         self.speeds
             .0
             .entry(device.name.clone())
             .or_default()
-            .insert(family.clone(), learned);
-        self.apply_speed(&device.name, &family);
+            .insert(family.clone(), average);
+        self.update_fits_of_family(&device.name, &family);
         let worker = self.workers.get_mut(worker)?;
-        let nanoseconds = Duration::try_from_secs_f64(learned).ok()?.as_nanos();
+        let nanoseconds = Duration::try_from_secs_f64(average).ok()?.as_nanos();
         let speed = Speed {
             device: device.name.clone(),
             family,
@@ -63,13 +63,13 @@ impl State {
             .speeds
             .retain(|one| one.device != speed.device || one.family != speed.family);
         worker.speeds.push(speed);
-        let surplus = worker.speeds.len().saturating_sub(KEPT);
+        let surplus = worker.speeds.len().saturating_sub(MAX_ENTRIES);
         worker.speeds.drain(..surplus);
         Some(worker.id.clone())
     }
 
-    /// Offers of such devices to jobs of this family, with the new speed.
-    fn apply_speed(&mut self, device: &str, family: &str) {
+    /// Recomputes the fits of all devices of this name for the classes of this family, after a new measurement.
+    fn update_fits_of_family(&mut self, device: &str, family: &str) {
         let slots: Vec<SlotId> = self
             .slots
             .iter()
@@ -84,9 +84,9 @@ impl State {
             .collect();
         for class in classes {
             for slot in &slots {
-                self.offer(*slot, class);
+                self.update_fit(*slot, class);
             }
-            // What was too slow before may not be now.
+            // A device that was too slow before may not be now.
             self.classes.wake(class);
         }
     }

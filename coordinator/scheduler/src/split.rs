@@ -1,56 +1,53 @@
-//! Into how many parts a job is cut.
+//! Into how many parts a job of images is split.
 
-use super::model::Wants;
+use super::classes::device_fit;
+use super::model::Requirements;
 use super::state::State;
-use super::state::classes::{Needs, fit};
-use super::state::speeds::TOO_SLOW;
+use super::state::classes::DeviceNeeds;
 use aitk_common::control::MEMBERS_MOST;
 use aitk_common::job::cluster::Split;
 
-/// Parts per device: enough that a device which is slower than it seemed takes fewer, few enough that loading the model
-/// again and again does not show.
+/// Parts per device: enough that a device which is slower than predicted takes fewer parts, and few enough that loading the
+/// model for each part does not matter.
 const PARTS_PER_DEVICE: u64 = 4;
-/// Seconds of work that a part must have on the fastest device: loading a model takes a few of them.
-const SECONDS_LEAST: f64 = 60.0;
+/// The least seconds of work of a part on the fastest device. Loading a model takes a few seconds.
+const MIN_PART_SECONDS: f64 = 60.0;
 
 impl State {
-    /// Into how many parts a job of so many images is cut now; 1: it stays whole.
+    /// The number of parts into which a job of this many images is split now; 1: it is not split.
     #[must_use]
-    pub fn parts(&self, wants: &Wants, images: u64, split: Split) -> u64 {
+    pub fn part_count(&self, requirements: &Requirements, images: u64, split: Split) -> u64 {
         let most = images.min(MEMBERS_MOST as u64).max(1);
         match split {
             Split::Parts(parts) => u64::from(parts).clamp(1, most),
-            Split::Auto => self.parts_that_pay(wants).clamp(1, most),
+            Split::Auto => self.useful_parts(requirements).clamp(1, most),
         }
     }
 
-    fn parts_that_pay(&self, wants: &Wants) -> u64 {
-        let needs = Needs::of_wants(wants, false, None);
-        let family = needs.family.as_deref();
+    /// The number of parts for `auto`: by the number of usable devices and the predicted work.
+    fn useful_parts(&self, requirements: &Requirements) -> u64 {
+        let needs = DeviceNeeds::of_requirements(requirements, false, None);
         let speeds: Vec<f64> = self
             .slots
             .iter()
-            .filter(|(_, slot)| slot.open)
+            .filter(|(_, slot)| slot.accepts_jobs)
             .filter_map(|(_, slot)| {
                 let worker = self.workers.get(&slot.worker)?;
-                let (profile, _) = fit(&needs, worker, &slot.device).ok()?;
-                Some(self.speeds.seconds_per_unit(&slot.device, family, profile))
+                let offer = device_fit(&self.speeds, &needs, worker, &slot.device).ok()?;
+                Some(offer.seconds_per_unit)
             })
             .collect();
         let best = speeds.iter().copied().fold(f64::INFINITY, f64::min);
-        let usable = speeds
-            .iter()
-            .filter(|speed| needs.device.is_some() || **speed <= best * TOO_SLOW)
-            .count() as u64;
+        let usable = speeds.iter().filter(|speed| !needs.is_too_slow(**speed, best)).count() as u64;
         if usable < 2 {
             return 1;
         }
         let by_devices = usable * PARTS_PER_DEVICE;
-        match &wants.demand {
+        match &requirements.demand {
             None => by_devices,
             Some(demand) => {
                 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
-                let by_time = (demand.units() * best / SECONDS_LEAST).clamp(0.0, 1e6) as u64;
+                let by_time = (demand.units() * best / MIN_PART_SECONDS).clamp(0.0, 1e6) as u64;
                 by_devices.min(by_time)
             }
         }

@@ -1,4 +1,4 @@
-//! What one call of [`crate::State::handle`] has decided so far.
+//! The decisions of one call of [`crate::State::handle`].
 
 use crate::event::{Effect, Record};
 use crate::model::Job;
@@ -6,11 +6,11 @@ use aitk_common::control::{EventBody, JobEvent, UnixMillis};
 use aitk_common::id::{AttemptId, JobId};
 use std::sync::Arc;
 
-/// One step in the making: its time, its effects, and the jobs it changed.
+/// One call of [`crate::State::handle`]: its time, its effects so far, and the jobs that it changed.
 pub(crate) struct Step {
     pub(crate) now: UnixMillis,
     pub(crate) effects: Vec<Effect>,
-    /// Several times, where it changed several times.
+    /// Jobs to store at the end of the step; a job may be listed several times.
     pub(crate) touched: Vec<JobId>,
 }
 
@@ -19,12 +19,12 @@ impl Step {
         self.effects.push(effect);
     }
 
-    /// The job has changed, and is to be stored.
+    /// Marks a job as changed, so that it is stored.
     pub(crate) fn touch(&mut self, job: &JobId) {
         self.touched.push(job.clone());
     }
 
-    /// Adds a durable event to a job's log and tells its followers.
+    /// Adds a stored event to a job's log and publishes it to the job's followers.
     pub(crate) fn log(&mut self, job: &mut Job, attempt: Option<AttemptId>, body: EventBody, seq: Option<u64>) {
         job.cursor += 1;
         let event = Arc::new(JobEvent {

@@ -1,4 +1,4 @@
-//! What clients see of the state.
+//! Views of jobs and workers for clients.
 
 use super::model::{Job, SessionId, Worker};
 use super::state::State;
@@ -6,14 +6,14 @@ use aitk_common::control::{HeldAttempt, JobState, JobView, UnixMillis, WorkerDev
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, JobId, WorkerId};
 
-/// Ended jobs that a plain list shows.
-pub(super) const LAST_ENDED: usize = 10;
+/// How many ended jobs a list shows by default.
+pub(super) const ENDED_SHOWN: usize = 10;
 
-/// The newest attempts of a job that are shown.
-const ATTEMPTS_SHOWN: usize = 50;
+/// The most attempts of a job that are shown; the newest count.
+const MAX_ATTEMPTS_SHOWN: usize = 50;
 
-/// How many ended jobs a list shows.
-pub(super) fn most_shown(all: bool, limit: usize, usual: usize) -> usize {
+/// The most ended jobs that a list shows.
+pub(super) fn max_ended_shown(all: bool, limit: usize, usual: usize) -> usize {
     match (limit, all) {
         (0, true) => usize::MAX,
         (0, false) => usual,
@@ -21,19 +21,19 @@ pub(super) fn most_shown(all: bool, limit: usize, usual: usize) -> usize {
     }
 }
 
-/// A live attempt, as whoever guards the storage needs it.
+/// A live attempt, for access control of the storage.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Running {
-    /// Which.
+pub struct RunningAttempt {
+    /// The attempt.
     pub attempt: AttemptId,
     /// Its job.
     pub job: JobId,
-    /// The job's last checkpoint.
+    /// The manifest of the job's last checkpoint.
     pub checkpoint: Option<ContentHash>,
 }
 
 impl State {
-    /// One job, or an array as if it were one.
+    /// The view of a job, or of an array as one job.
     #[must_use]
     pub fn job_view(&self, now: UnixMillis, id: &JobId) -> Option<JobView> {
         match self.jobs.get(id) {
@@ -42,25 +42,25 @@ impl State {
         }
     }
 
-    /// Every worker that ever registered: connected ones first, then by name; with those of their jobs that somebody sees.
+    /// All workers that ever registered: connected ones first, then by name. Of their jobs, those for which `is_visible` is true.
     #[must_use]
-    pub fn worker_views(&self, sees: impl Fn(&Job) -> bool) -> Vec<WorkerView> {
+    pub fn worker_views(&self, is_visible: impl Fn(&Job) -> bool) -> Vec<WorkerView> {
         let mut workers: Vec<&Worker> = self.workers.values().collect();
         workers.sort_by_key(|worker| (worker.session.is_none(), &worker.name, &worker.id));
         workers
             .into_iter()
-            .map(|worker| self.view_of_worker(worker, &sees))
+            .map(|worker| self.view_of_worker(worker, &is_visible))
             .collect()
     }
 
-    /// One worker.
+    /// The view of one worker.
     pub(super) fn worker_view(&self, id: &WorkerId) -> Option<WorkerView> {
         self.workers
             .get(id)
             .map(|worker| self.view_of_worker(worker, &|_| true))
     }
 
-    fn view_of_worker(&self, worker: &Worker, sees: &dyn Fn(&Job) -> bool) -> WorkerView {
+    fn view_of_worker(&self, worker: &Worker, is_visible: &dyn Fn(&Job) -> bool) -> WorkerView {
         let devices = worker.devices.iter().map(|device| {
             let slot = self
                 .slots
@@ -71,8 +71,8 @@ impl State {
                 device: device.clone(),
                 jobs: slot
                     .map(|slot| {
-                        let seen = |id: &&JobId| self.job(id).is_some_and(sees);
-                        slot.running.keys().filter(seen).cloned().collect()
+                        let visible = |id: &&JobId| self.job(id).is_some_and(is_visible);
+                        slot.running.keys().filter(visible).cloned().collect()
                     })
                     .unwrap_or_default(),
                 reserved: slot.map_or(0, |slot| slot.reserved),
@@ -99,32 +99,33 @@ impl State {
         }
     }
 
-    /// What runs on these workers, or may still report.
+    /// The live attempts on these workers, and attempts whose offered checkpoints the workers still upload.
     #[must_use]
-    pub fn running_on(&self, workers: &[WorkerId]) -> Vec<Running> {
+    pub fn running_on(&self, workers: &[WorkerId]) -> Vec<RunningAttempt> {
         let jobs = workers.iter().flat_map(|worker| self.slots.jobs_of(worker));
         let running = jobs.filter_map(|id| {
             let job = self.job(&id)?;
-            Some(Running {
+            Some(RunningAttempt {
                 attempt: job.current()?.id.clone(),
                 checkpoint: job.checkpoint.as_ref().map(|checkpoint| checkpoint.manifest),
                 job: id,
             })
         });
-        // Whoever brings a checkpoint sends it as the attempt would have.
-        let brought = self.offers.iter().filter(|(_, offer)| workers.contains(offer.worker()));
-        let brought = brought.map(|(id, offer)| Running {
+        // An offered checkpoint is uploaded in the name of its attempt.
+        let offered = self.offers.iter().filter(|(_, offer)| workers.contains(offer.worker()));
+        let offered = offered.map(|(id, offer)| RunningAttempt {
             attempt: offer.attempt().clone(),
             job: id.clone(),
             checkpoint: None,
         });
-        running.chain(brought).collect()
+        running.chain(offered).collect()
     }
 
-    /// Whether this is the live attempt of its job, or one whose checkpoint is awaited, and this session's.
+    /// Whether this session's worker holds this attempt, and the attempt is the live one of its job or the job waits for its
+    /// offered checkpoint.
     #[must_use]
     pub fn is_current(&self, session: SessionId, held: &HeldAttempt) -> bool {
-        self.current_job(session, held).is_some() || self.brings(session, held)
+        self.current_job(session, held).is_some() || self.is_offered(session, held)
     }
 
     /// Whether a worker has an open session.
@@ -133,7 +134,8 @@ impl State {
         self.workers.get(worker).is_some_and(|worker| worker.session.is_some())
     }
 
-    /// Whether a worker has an open session, or jobs that have not ended were with it last: whoever takes its place gets them.
+    /// Whether a worker has an open session, or was the last worker of a job that has not ended. A worker that registers with
+    /// its id could get those jobs.
     #[must_use]
     pub fn is_in_use(&self, worker: &WorkerId) -> bool {
         let was_with = |job: &Job| job.attempts.last().is_some_and(|last| last.worker == *worker);
@@ -141,7 +143,7 @@ impl State {
         self.is_connected(worker) || unended.any(was_with)
     }
 
-    /// Open sessions, and jobs that have not ended.
+    /// The number of open sessions, and of jobs that have not ended.
     #[must_use]
     pub fn counts(&self) -> (u64, u64) {
         (self.sessions.len() as u64, (self.queue.len() + self.live.len()) as u64)
@@ -154,10 +156,10 @@ impl State {
             kind: job.kind.clone(),
             state: job.state,
             reason: self.reason(now, job),
-            owner: job.wants.owner.clone(),
-            priority: job.wants.priority,
+            owner: job.requirements.owner.clone(),
+            priority: job.requirements.priority,
             paused: job.paused,
-            yields: job.wants.yields,
+            yields: job.requirements.yields,
             local: job.local,
             created: job.created,
             started: job.started,
@@ -166,30 +168,41 @@ impl State {
             phase: job.phase.clone(),
             loss: job.loss,
             checkpoint_step: job.checkpoint.as_ref().map(|checkpoint| checkpoint.step),
-            attempts: job.attempts.iter().rev().take(ATTEMPTS_SHOWN).rev().cloned().collect(),
+            attempts: job
+                .attempts
+                .iter()
+                .rev()
+                .take(MAX_ATTEMPTS_SHOWN)
+                .rev()
+                .cloned()
+                .collect(),
             failures: job.failures,
-            retries: job.wants.retries,
-            array: Self::place_in_array(job),
+            retries: job.requirements.retries,
+            array: Self::array_membership(job),
             config_text: None,
             config_format: None,
         }
     }
 
+    /// Why a job is in its state, as text.
     pub(super) fn reason(&self, now: UnixMillis, job: &Job) -> String {
         if job.state == JobState::Queued {
             return self.explain(now, job);
         }
-        // A running job whose worker is away would otherwise look as if all were well.
-        let away = job
-            .current()
-            .and_then(|attempt| self.workers.get(&attempt.worker))
-            .filter(|w| w.session.is_none());
-        match (away, job.live) {
+        // Without this, a running job would look undisturbed while its worker is not connected.
+        match (self.absent_worker(job), job.live) {
             (Some(worker), Some(live)) => {
                 let left = live.lease_until.since(now).as_secs();
                 format!("{} is not connected; waiting {left} s more for it", worker.name)
             }
             _ => job.reason.clone(),
         }
+    }
+
+    /// The worker of a job's live attempt, if it is not connected.
+    pub(super) fn absent_worker(&self, job: &Job) -> Option<&Worker> {
+        job.current()
+            .and_then(|attempt| self.workers.get(&attempt.worker))
+            .filter(|worker| worker.session.is_none())
     }
 }

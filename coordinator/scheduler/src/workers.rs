@@ -1,8 +1,9 @@
-//! Workers come, beat, leave and are lost.
+//! Registers workers, renews and expires leases, drains workers and quarantines devices.
 
 use super::event::{Effect, Record, Refusal, Reply};
-use super::messages::span;
-use super::model::{Health, Recall, SessionId, Ticket, Worker};
+use super::messages::{duration_text, fence_reason};
+use super::model::{Health, Preemption, SessionId, Ticket, Worker};
+use super::reasons::FenceReason;
 use super::state::State;
 use super::step::Step;
 use aitk_common::capability::{Device, DeviceRef};
@@ -11,19 +12,18 @@ use aitk_common::id::{AttemptId, JobId, WorkerId};
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-/// Faults in a row after which a device is quarantined.
-pub(super) const FAULTS_MOST: u32 = 3;
-/// Bytes of a message that are kept as the reason of a quarantine.
-const REASON_BYTES: usize = 300;
-/// Devices of one worker whose faults are remembered.
-const HEALTH_MOST: usize = 64;
+/// The number of faults in a row after which a device is quarantined.
+pub(super) const MAX_FAULTS: u32 = 3;
+/// The most bytes of a message that are stored as the reason of a quarantine.
+const MAX_REASON_BYTES: usize = 300;
+/// The most devices of one worker whose faults are stored.
+const MAX_HEALTH_ENTRIES: usize = 64;
 
 impl State {
-    /// The name of a worker among the others: a second one of the same name is told apart by the beginning of its id, so that nobody
-    /// takes one for the other.
-    fn own_name(&self, name: String, id: &WorkerId) -> String {
-        let taken = self.workers.values().any(|other| other.name == name && other.id != *id);
-        match taken {
+    /// A name that no other worker has: the worker's own, or if it is taken, with the beginning of the worker's id appended.
+    fn unique_name(&self, name: String, id: &WorkerId) -> String {
+        let is_taken = self.workers.values().any(|other| other.name == name && other.id != *id);
+        match is_taken {
             true => format!("{name}-{}", id.as_str().chars().take(7).collect::<String>()),
             false => name,
         }
@@ -60,18 +60,18 @@ impl State {
             });
         }
         let earlier = self.workers.get(&id);
-        // What it lost by a shutdown that it announced is nobody's failure.
+        // Attempts that it lost by an announced shutdown do not count as failures.
         let announced = earlier.is_some_and(|earlier| earlier.leaving);
         let mut devices: Vec<Device> = Vec::with_capacity(registration.devices.len());
         for device in registration.devices {
-            // Told twice, the first one counts.
+            // If a device is listed twice, the first entry counts.
             if devices.iter().all(|known| known.device != device.device) {
                 devices.push(device);
             }
         }
         let worker = Worker {
             id: id.clone(),
-            name: self.own_name(registration.name, &id),
+            name: self.unique_name(registration.name, &id),
             version: registration.version,
             host: registration.host,
             devices,
@@ -81,7 +81,7 @@ impl State {
             drained: earlier.is_some_and(|earlier| earlier.drained),
             health: earlier.map(|earlier| earlier.health.clone()).unwrap_or_default(),
             speeds: earlier.map(|earlier| earlier.speeds.clone()).unwrap_or_default(),
-            has: earlier.map(|earlier| earlier.has.clone()).unwrap_or_default(),
+            cached_inputs: earlier.map(|earlier| earlier.cached_inputs.clone()).unwrap_or_default(),
             session: Some(session),
             leaving: false,
             same_machine,
@@ -120,28 +120,28 @@ impl State {
                 if self
                     .jobs
                     .get(&job)
-                    .is_some_and(|entry| entry.state == JobState::Stopping || entry.recall.is_some())
+                    .is_some_and(|entry| entry.state == JobState::Stopping || entry.preemption.is_some())
                 {
                     self.send_stop(step, &job);
                 }
             } else if attempt.state == AttemptState::Assigned {
-                // It never arrived: the connection broke in between. Nobody's fault.
+                // The connection broke before the assignment arrived. That does not count as a failure.
                 self.attempt_lost(step, &job, "it did not reach its worker", false);
             } else {
                 self.attempt_lost(step, &job, "its worker restarted", !announced);
             }
         }
-        self.await_offers(step, &id, wanted);
+        self.wait_for_offers(step, &id, wanted);
     }
 
-    pub(super) fn beat(&mut self, step: &mut Step, session: SessionId, running: Vec<HeldAttempt>) {
+    pub(super) fn heartbeat(&mut self, step: &mut Step, session: SessionId, running: Vec<HeldAttempt>) {
         let Some(id) = self.sessions.get(&session) else { return };
         if let Some(worker) = self.workers.get_mut(id) {
             worker.last_seen = step.now;
         }
         let mut events = Vec::with_capacity(running.len());
         for held in running {
-            match self.turn_to_current(session, &held) {
+            match self.select_current_job(session, &held) {
                 Some(job) => {
                     self.renew(step, &job);
                     let seq = self
@@ -167,7 +167,8 @@ impl State {
         self.refresh_worker(&id);
     }
 
-    /// A worker takes no more work because a person said so, or takes work again.
+    /// Drains a worker or ends its drain. Ending it also forgives the faults of its devices. `now`: its jobs move to other
+    /// devices.
     pub(super) fn drain(&mut self, step: &mut Step, ticket: Ticket, text: &str, drain: bool, now: bool) {
         let reply = self.find_worker(text).map(|id| {
             if let Some(worker) = self.workers.get_mut(&id) {
@@ -179,13 +180,13 @@ impl State {
             self.persist_worker(step, &id);
             self.refresh_worker(&id);
             for job in self.slots.jobs_of(&id) {
-                let goes_on = self
+                let is_running = self
                     .jobs
                     .get(&job)
-                    .is_some_and(|entry| entry.state == JobState::Running && entry.recall.is_none());
-                if drain && now && goes_on {
-                    let words = "its worker is drained: it saves and goes on elsewhere".into();
-                    self.recall(step, &job, Recall::Drain, words);
+                    .is_some_and(|entry| entry.state == JobState::Running && entry.preemption.is_none());
+                if drain && now && is_running {
+                    let reason = "its worker is drained: it saves and goes on elsewhere".into();
+                    self.preempt(step, &job, Preemption::Drain, reason);
                 }
             }
             self.worker_view(&id)
@@ -194,7 +195,7 @@ impl State {
         step.push(Effect::Reply(ticket, reply.map(|view| Reply::Worker(Box::new(view)))));
     }
 
-    /// Forgets a worker that is gone for good. Should it come back, it registers as a new one.
+    /// Removes a worker that is not connected and runs nothing. If it comes back, it registers as a new worker.
     pub(super) fn forget_worker(&mut self, step: &mut Step, ticket: Ticket, text: &str) {
         let forgotten = self.find_worker(text).and_then(|id| {
             let view = self
@@ -222,7 +223,7 @@ impl State {
         ));
     }
 
-    /// The worker with this id or name, or the only one whose id begins so.
+    /// The worker with this id or name, or the only one whose id has this prefix.
     fn find_worker(&self, text: &str) -> Result<WorkerId, Refusal> {
         if let Some(exact) = self.workers.get(text) {
             return Ok(exact.id.clone());
@@ -230,7 +231,7 @@ impl State {
         let named =
             |worker: &&Worker| worker.name == text || (!text.is_empty() && worker.id.as_str().starts_with(text));
         let mut found: Vec<&Worker> = self.workers.values().filter(named).collect();
-        // A machine that was set up anew has the name of its earlier self.
+        // A machine that was set up again has the same name as its earlier entry; the connected one counts.
         if found.iter().any(|worker| worker.session.is_some()) {
             found.retain(|worker| worker.session.is_some());
         }
@@ -269,7 +270,7 @@ impl State {
         }
     }
 
-    /// Nobody could beat while the coordinator itself stood still: that time does not count against any lease.
+    /// Extends all leases by the time in which the coordinator stalled and received no heartbeats.
     pub(super) fn extend_leases(&mut self, by: Duration) {
         let live: Vec<JobId> = self.live.keys().cloned().collect();
         for id in live {
@@ -279,7 +280,7 @@ impl State {
         }
     }
 
-    /// Leases that ran out, and waits that are over.
+    /// Ends expired leases, time limits, quarantines and offers, and considers running parts again.
     pub(super) fn tick(&mut self, step: &mut Step) {
         let now = step.now;
         let expired: Vec<JobId> = self
@@ -307,40 +308,40 @@ impl State {
                 break;
             }
             self.deadlines.pop_first();
-            self.time_is_over(step, &id);
+            self.stop_at_time_limit(step, &id);
         }
         self.end_quarantines(step);
-        self.end_offers(now);
-        self.look_at_parts(step);
+        self.expire_offers(now);
+        self.rebalance_parts(step);
     }
 
-    fn time_is_over(&mut self, step: &mut Step, id: &JobId) {
+    fn stop_at_time_limit(&mut self, step: &mut Step, id: &JobId) {
         let Some(job) = self.jobs.get_mut(id).filter(|job| job.state == JobState::Running) else {
             return;
         };
-        job.over_time = true;
-        let limit = span(Duration::from_millis(job.wants.time_limit.unwrap_or(0)));
-        let words = format!("its time limit of {limit} is over: it saves, then stops");
-        self.set_state(step, id, JobState::Stopping, words);
+        job.time_limit_reached = true;
+        let limit = duration_text(Duration::from_millis(job.requirements.time_limit.unwrap_or(0)));
+        let reason = format!("its time limit of {limit} is over: it saves, then stops");
+        self.set_state(step, id, JobState::Stopping, reason);
         self.send_stop(step, id);
     }
 
-    /// Devices whose quarantine is over get one more chance.
+    /// Ends the quarantines whose time is over. One more fault quarantines such a device again.
     fn end_quarantines(&mut self, step: &mut Step) {
         let now = step.now;
-        let over = |until: Option<UnixMillis>| until.is_some_and(|until| until <= now);
+        let is_over = |until: Option<UnixMillis>| until.is_some_and(|until| until <= now);
         let due: BTreeSet<WorkerId> = self
             .slots
             .iter()
-            .filter(|(_, slot)| over(slot.quarantined))
+            .filter(|(_, slot)| is_over(slot.quarantined))
             .map(|(_, slot)| slot.worker.clone())
             .collect();
         for id in due {
             if let Some(worker) = self.workers.get_mut(&id) {
-                for health in worker.health.iter_mut().filter(|one| over(one.quarantined_until)) {
+                for health in worker.health.iter_mut().filter(|one| is_over(one.quarantined_until)) {
                     health.quarantined_until = None;
                     health.reason.clear();
-                    health.faults = FAULTS_MOST - 1;
+                    health.faults = MAX_FAULTS - 1;
                 }
             }
             self.persist_worker(step, &id);
@@ -348,12 +349,12 @@ impl State {
         }
     }
 
-    /// A device had a fault. Three in a row, or one after which it is `stuck`, and it gets no work for a while.
-    pub(super) fn fault(&mut self, step: &mut Step, id: &WorkerId, device: DeviceRef, what: &str, stuck: bool) {
+    /// Records a fault of a device. The device is quarantined after [`MAX_FAULTS`] faults in a row, or at once if it is `stuck`.
+    pub(super) fn record_fault(&mut self, step: &mut Step, id: &WorkerId, device: DeviceRef, what: &str, stuck: bool) {
         let until = step.now.after(self.settings.quarantine);
         let Some(worker) = self.workers.get_mut(id) else { return };
         if worker.health.iter().all(|one| one.device != device) {
-            if worker.health.len() >= HEALTH_MOST {
+            if worker.health.len() >= MAX_HEALTH_ENTRIES {
                 worker.health.remove(0);
             }
             worker.health.push(Health {
@@ -365,9 +366,9 @@ impl State {
         }
         for health in worker.health.iter_mut().filter(|one| one.device == device) {
             health.faults = health.faults.saturating_add(1);
-            if stuck || health.faults >= FAULTS_MOST {
+            if stuck || health.faults >= MAX_FAULTS {
                 health.quarantined_until = Some(until);
-                let what = short(what);
+                let what = first_line(what);
                 health.reason = match stuck {
                     true => what,
                     false => format!("{} faults in a row, the last one: {what}", health.faults),
@@ -379,19 +380,19 @@ impl State {
         self.refresh_worker(id);
     }
 
-    /// Why a device gets no work, in words.
+    /// Why a device is quarantined, as text.
     pub(super) fn quarantine_reason(worker: &Worker, device: DeviceRef) -> &str {
         let health = worker.health.iter().find(|one| one.device == device);
         match health {
-            // One that was quarantined before reasons were kept.
+            // It was quarantined by a version that stored no reasons.
             Some(health) if health.reason.is_empty() => "several faults in a row",
             Some(health) => &health.reason,
             None => "",
         }
     }
 
-    /// A device got something done: earlier faults count no more.
-    pub(super) fn healthy(&mut self, step: &mut Step, id: &WorkerId, device: DeviceRef) {
+    /// Clears the faults of a device after a success.
+    pub(super) fn clear_faults(&mut self, step: &mut Step, id: &WorkerId, device: DeviceRef) {
         let Some(worker) = self.workers.get_mut(id) else { return };
         let before = worker.health.len();
         worker.health.retain(|one| one.device != device);
@@ -401,7 +402,7 @@ impl State {
         }
     }
 
-    /// The attempt is alive: a full lease from now on.
+    /// Renews the lease of a job's attempt from now on.
     pub(super) fn renew(&mut self, step: &mut Step, id: &JobId) {
         let Some(job) = self.jobs.get_mut(id) else { return };
         if let Some(live) = &mut job.live {
@@ -415,17 +416,22 @@ impl State {
         }
     }
 
-    /// Tells a worker that an attempt is not its own any more.
+    /// Tells a worker that it no longer holds an attempt.
     pub(super) fn fence(&self, step: &mut Step, session: SessionId, held: HeldAttempt) {
         let reason = self.fence_reason(&held);
+        if reason == FenceReason::OtherWorker {
+            let attempt = Some(held.attempt.clone());
+            step.push(Effect::ForeignReport { session, attempt });
+        }
+        let reason = fence_reason(reason);
         step.push(Effect::Send(session, ToWorker::Fence { held, reason }));
     }
 }
 
-/// The first line of a message, for a table.
-fn short(text: &str) -> String {
+/// The first line of a message, truncated to [`MAX_REASON_BYTES`].
+fn first_line(text: &str) -> String {
     let line = text.lines().next().unwrap_or_default();
-    let end = (0..=REASON_BYTES.min(line.len()))
+    let end = (0..=MAX_REASON_BYTES.min(line.len()))
         .rev()
         .find(|&at| line.is_char_boundary(at))
         .unwrap_or(0);

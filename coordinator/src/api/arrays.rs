@@ -179,7 +179,7 @@ impl JobsApi {
         // What was submitted before is answered again, however much there is by now.
         let look = move |state: &State, _| match state.submitted_before(key.as_ref()) {
             Some(_) => Ok(()),
-            None => state.has_room_for(&of, jobs as u64, bytes as u64),
+            None => state.check_user_limits(&of, jobs as u64, bytes as u64),
         };
         let Err(refusal) = self.0.core.query(look).await? else {
             return Ok(());
@@ -202,7 +202,7 @@ impl JobsApi {
         let parts = self
             .0
             .core
-            .query(move |state, _| state.parts(&wishes, images, split))
+            .query(move |state, _| state.part_count(&wishes, images, split))
             .await?;
         // At most so many were asked for: fewer if the configs would not fit.
         let own = submission.job_json.len();

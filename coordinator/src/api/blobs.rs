@@ -111,7 +111,7 @@ impl BlobsApi {
         let sees = move |state: &State, _| {
             jobs.iter()
                 .filter_map(|id| state.job(id))
-                .any(|job| name.sees(&job.wants.owner))
+                .any(|job| name.sees(&job.requirements.owner))
         };
         Ok(self.0.core.query(sees).await?)
     }

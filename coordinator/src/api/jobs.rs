@@ -16,7 +16,7 @@ use aitk_common::control::{
 use aitk_common::id::{JobId, UserName};
 use aitk_proto::v1::jobs_server::Jobs;
 use aitk_proto::{MAX_MESSAGE_BYTES, Message, encoded_len, trace, v1};
-use aitk_scheduler::{Event, Listing, NewJob, Payload, Refusal, Reply, State, Ticket};
+use aitk_scheduler::{Event, ListQuery, NewJob, Payload, Refusal, Reply, State, Ticket};
 use std::sync::Arc;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
@@ -50,7 +50,8 @@ impl JobsApi {
         may: fn(&Identity, &UserName) -> bool,
     ) -> Result<JobId, Status> {
         let who = who.clone();
-        let look = move |state: &aitk_scheduler::State, _| state.find_among(&text, |job| may(&who, &job.wants.owner));
+        let look =
+            move |state: &aitk_scheduler::State, _| state.find_among(&text, |job| may(&who, &job.requirements.owner));
         let found = self.0.core.query(look).await?;
         found.map_err(|refusal| refused(&refusal))
     }
@@ -262,7 +263,7 @@ impl Jobs for JobsApi {
             state.list(
                 now,
                 &listing,
-                |job| who.sees(&job.wants.owner),
+                |job| who.sees(&job.requirements.owner),
                 |view| {
                     bytes += about(view);
                     bytes >= REPLY_BYTES
@@ -328,7 +329,7 @@ impl Jobs for JobsApi {
         let sees_all = who.role.sees_all();
         let forecast = move |state: &State, _| {
             state.check_prerequisites(&asked.after, &asked.wants.owner, sees_all)?;
-            Ok(state.fit(&asked.wants))
+            Ok(state.forecast_new_job(&asked.wants))
         };
         let forecast: Result<Forecast, Refusal> = self.0.core.query(forecast).await?;
         let mut forecast = forecast.map_err(|refusal| refused(&refusal))?;
@@ -419,7 +420,7 @@ impl Jobs for JobsApi {
         let views = self
             .0
             .core
-            .query(move |state, _| state.worker_views(|job| who.sees(&job.wants.owner)))
+            .query(move |state, _| state.worker_views(|job| who.sees(&job.requirements.owner)))
             .await?;
         let (workers, next_page_token) = page(views, &page_token, 0)?;
         Ok(Response::new(v1::ListWorkersReply {
@@ -436,7 +437,7 @@ const REPLY_BYTES: usize = 4 << 20;
 const DEVICES_SHOWN: usize = 1_000;
 
 /// What is to be listed, and the array as it was written.
-fn listing(request: v1::ListJobsRequest) -> Result<(String, Listing), Status> {
+fn listing(request: v1::ListJobsRequest) -> Result<(String, ListQuery), Status> {
     let text = |text: String| Some(text).filter(|text| !text.is_empty());
     let owner = text(request.owner).map(|name| UserName::parse(&name)).transpose();
     let owner = owner.map_err(|error| Status::invalid_argument(format!("owner: {error}")))?;
@@ -452,7 +453,7 @@ fn listing(request: v1::ListJobsRequest) -> Result<(String, Listing), Status> {
         })
         .map(|state| state.ok_or_else(|| Status::invalid_argument("states: not a state of a job")))
         .collect();
-    let listing = Listing {
+    let listing = ListQuery {
         all: request.all,
         limit: request.limit as usize,
         members: request.members,

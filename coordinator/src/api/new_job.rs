@@ -21,7 +21,7 @@ pub(super) fn new_job(
         seed,
         name: asked.named.name,
         kind: asked.named.kind,
-        wants: asked.wants,
+        requirements: asked.wants,
         after: asked.after,
         sees_all: who.role.sees_all(),
         not_before: asked.not_before,

@@ -11,12 +11,12 @@ use crate::garbage::{Held, Unfit, present};
 use crate::scope::BlobReference;
 use crate::scope::ScopeError;
 use aitk_common::control::{HeldAttempt, PROTOCOL_VERSION, ToCoordinator, ToWorker, Verdict};
-use aitk_common::id::WorkerId;
+use aitk_common::id::{AttemptId, WorkerId};
 use aitk_common::security::role::Role;
 use aitk_common::storage::StorageError;
 use aitk_proto::v1;
 use aitk_proto::v1::workers_server::Workers;
-use aitk_scheduler::{Event, OF_ANOTHER, SessionId, State};
+use aitk_scheduler::{Event, SessionId, State};
 use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
@@ -164,7 +164,7 @@ impl Session<'_> {
             () = session.shared.access.ended(&session.who) => Err(token_ended()),
         };
         // Whatever ended it, the core hears of it, once.
-        session.shared.core.event(Event::WorkerLost { session: id }).await?;
+        session.shared.core.event(Event::SessionClosed { session: id }).await?;
         result
     }
 
@@ -187,6 +187,7 @@ impl Session<'_> {
                     None => return Ok(()),
                     Some(Outgoing::Message(message)) => self.give(message).await?,
                     Some(Outgoing::Work(work)) => self.assign(*work).await?,
+                    Some(Outgoing::ForeignReport(attempt)) => self.audit_foreign_report(attempt),
                 },
                 () = stopped(&mut stopping) => {
                     return self.give(ToWorker::GoingAway { reason: "the coordinator shuts down".into(), retry: true }).await;
@@ -201,18 +202,17 @@ impl Session<'_> {
         {
             *storage_url = None;
         }
-        // With the right epoch of another's attempt: no worker comes to that by losing one of its own.
-        if let ToWorker::Answer { message: reason, .. } | ToWorker::Fence { reason, .. } = &message
-            && reason == OF_ANOTHER
-        {
-            let mut line = self.who.line(self.shared.clock.now(), "worker.report", "");
-            (line.done, line.detail) = (false, "on the attempt of another worker".into());
-            if let ToWorker::Fence { held, .. } = &message {
-                line.object = held.attempt.to_string();
-            }
-            self.shared.access.note(line);
-        }
         self.send(message.into()).await
+    }
+
+    /// Writes to the audit log that the worker reported on an attempt of another worker.
+    fn audit_foreign_report(&self, attempt: Option<AttemptId>) {
+        let mut line = self.who.line(self.shared.clock.now(), "worker.report", "");
+        (line.done, line.detail) = (false, "on the attempt of another worker".into());
+        if let Some(attempt) = attempt {
+            line.object = attempt.to_string();
+        }
+        self.shared.access.note(line);
     }
 
     /// Gives work to the worker; or tells the core why that cannot be done. The session goes on either way.
@@ -250,7 +250,7 @@ impl Session<'_> {
                 ));
             }
             ToCoordinator::Beat { running } => {
-                return Ok(self.shared.core.event(Event::WorkerBeat { session, running }).await?);
+                return Ok(self.shared.core.event(Event::Heartbeat { session, running }).await?);
             }
             ToCoordinator::Event {
                 held,

@@ -19,7 +19,7 @@ use crate::store::{EVENTS_KEPT, JobRoots, Store, StoreError};
 use aitk_common::control::UnixMillis;
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::{BlobInfo, BlobStore, StorageError, gc};
-use aitk_scheduler::{EXPIRED_AT_ONCE, Event, State};
+use aitk_scheduler::{Event, MAX_EXPIRED_PER_STEP, State};
 use futures::stream::{self, StreamExt, TryStreamExt};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -197,10 +197,10 @@ impl Collector {
         let before =
             |kept: Option<Duration>| kept.map(|kept| UnixMillis(now.0.saturating_sub(kept.as_millis() as u64)));
         let (jobs_before, checkpoints_before) = (before(self.retention.jobs), before(self.retention.checkpoints));
-        let count = move |state: &State, _| state.to_expire(jobs_before, checkpoints_before);
+        let count = move |state: &State, _| state.count_expirable(jobs_before, checkpoints_before);
         let (jobs, checkpoints) = self.core.query(count).await?;
         // In slices, between which others have their turn. One that comes of age meanwhile waits for the next collection.
-        for _ in 0..jobs.max(checkpoints).div_ceil(EXPIRED_AT_ONCE) {
+        for _ in 0..jobs.max(checkpoints).div_ceil(MAX_EXPIRED_PER_STEP) {
             let expire = Event::Expire {
                 jobs_before,
                 checkpoints_before,

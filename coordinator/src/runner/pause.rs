@@ -84,7 +84,7 @@ impl Runner {
             let by = began.elapsed();
             tracing::warn!(?by, "the database has room again");
             let lost = meanwhile.lost.into_iter();
-            self.later.extend(lost.map(|session| Event::WorkerLost { session }));
+            self.later.extend(lost.map(|session| Event::SessionClosed { session }));
             // Nobody could be heard, and whoever comes back needs a while.
             let by = by.max(self.state.settings().lease);
             self.later.push(Event::Stalled { by });
@@ -112,7 +112,7 @@ impl Runner {
                 meanwhile.space = full;
                 self.state.set_storage_full(Some(full.unwrap_or((0, 0))));
             }
-            Input::Event(Event::WorkerLost { session }) if meanwhile.open.remove(&session) => {
+            Input::Event(Event::SessionClosed { session }) if meanwhile.open.remove(&session) => {
                 meanwhile.lost.push(session);
             }
             // Time goes on when there is room; whoever has a session says the rest again.

@@ -1,50 +1,51 @@
-//! Random lives of a pool, from a seed: users who submit, pause and change their minds; workers that come, sleep, die
-//! and repeat themselves; children that hang, devices that are stuck, workers that are refused for a while; a network that
-//! loses, delays, reorders and doubles; a coordinator that crashes between any two effects, whose disk is full for a while,
-//! and a store that fails. After every step the invariants hold; once the trouble is over, everything ends.
+//! Simulates a random pool from a seed: users submit, pause, stop and resume jobs; workers connect, sleep, crash and repeat
+//! messages; attempts hang, devices get stuck, workers are refused for a while; the network loses, delays, reorders and
+//! duplicates messages; the coordinator crashes between any two effects, its disk is full for a while, and its store fails.
+//! After every step the invariants hold. After the faults have ended, every job ends.
 //!
 //! A seed replays exactly:
 //!
 //!     AITK_SIM_SEED=17 cargo test -p aitk-scheduler --lib simulation -- --nocapture
 //!
-//! The long form, a million events:
+//! A long run of a million events:
 //!
 //!     AITK_SIM_EVENTS=1000000 cargo test --release -p aitk-scheduler --lib simulation -- --nocapture
 
-mod kept;
-mod life;
+mod actions;
 mod random;
 mod rules;
+mod store;
 mod worker;
 mod world;
 
 use world::World;
 
-/// Events of one life: long enough for a job to be lost and found several times.
-const LIFE: u64 = 2_000;
-/// Events that the default test suite runs.
-const SHORT: u64 = 20_000;
-/// Events that show what is rare as well.
-const LONG: u64 = 300_000;
+/// Events of one run: enough for a job to be lost and placed again several times.
+const EVENTS_PER_RUN: u64 = 2_000;
+/// Events of the default test suite.
+const DEFAULT_EVENTS: u64 = 20_000;
+/// Events after which rare situations must have occurred as well.
+const EVENTS_FOR_RARE: u64 = 300_000;
 const RARE: &str = "parts that a faster device took over";
 
-fn number(name: &str) -> Option<u64> {
+/// A number from an environment variable.
+fn env_number(name: &str) -> Option<u64> {
     std::env::var(name).ok()?.parse().ok()
 }
 
 #[test]
 fn simulation() {
-    if let Some(seed) = number("AITK_SIM_SEED") {
-        World::new(seed, true).live(LIFE);
+    if let Some(seed) = env_number("AITK_SIM_SEED") {
+        World::new(seed, true).run(EVENTS_PER_RUN);
         return;
     }
-    let wanted = number("AITK_SIM_EVENTS").unwrap_or(SHORT);
-    let mut tally = world::Tally::default();
+    let wanted = env_number("AITK_SIM_EVENTS").unwrap_or(DEFAULT_EVENTS);
+    let mut stats = world::Stats::default();
     let mut seed = 1;
-    while tally.events < wanted {
-        let life = std::panic::catch_unwind(|| World::new(seed, false).live(LIFE));
-        match life {
-            Ok(one) => tally.add(&one),
+    while stats.events < wanted {
+        let run = std::panic::catch_unwind(|| World::new(seed, false).run(EVENTS_PER_RUN));
+        match run {
+            Ok(one) => stats.add(&one),
             Err(panic) => {
                 println!(
                     "replay it with: AITK_SIM_SEED={seed} cargo test -p aitk-scheduler --lib simulation -- --nocapture"
@@ -54,16 +55,16 @@ fn simulation() {
         }
         seed += 1;
     }
-    println!("{} lives: {tally:?}", seed - 1);
-    // A simulation in which nothing goes wrong shows nothing. What comes 25 times in a million events is asked of a long one.
-    for (what, count) in tally.troubles() {
-        let rare = what == RARE && wanted < LONG;
-        assert!(count > 0 || rare, "no {what} in {tally:?}");
+    println!("{} runs: {stats:?}", seed - 1);
+    // Every kind of fault must have occurred. One that occurs 25 times in a million events is only expected of a long run.
+    for (what, count) in stats.counts() {
+        let may_be_missing = what == RARE && wanted < EVENTS_FOR_RARE;
+        assert!(count > 0 || may_be_missing, "no {what} in {stats:?}");
     }
 }
 
 #[test]
 fn a_seed_replays_exactly() {
-    let run = || World::new(42, false).live(LIFE);
+    let run = || World::new(42, false).run(EVENTS_PER_RUN);
     assert_eq!(run(), run());
 }

@@ -1,4 +1,4 @@
-//! Numbers from a seed.
+//! Random numbers from a seed.
 
 /// SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
 #[derive(Clone, Debug)]

@@ -1,21 +1,21 @@
-//! What must hold of every placement, told again in the plainest way, without the core's indexes.
+//! The rules of placement, written a second time in the simplest way, without the scheduler's indexes and checks.
 
 use crate::model::QueueState;
 use crate::queue::StartCondition;
-use crate::state::classes::{Needs, fit};
-use crate::state::speeds::TOO_SLOW;
-use crate::{Job, Placed, Recall, State};
+use crate::state::classes::{DeviceNeeds, check_fit};
+use crate::state::speeds::MAX_SLOWDOWN;
+use crate::{Job, PlacedAttempt, Preemption, State};
 use aitk_common::control::{JobState, UnixMillis};
 
 /// Seconds per unit of the fastest open device on which such a job fits.
-fn fastest(state: &State, needs: &Needs) -> f64 {
+fn fastest(state: &State, needs: &DeviceNeeds) -> f64 {
     let speeds = state
         .slots
         .iter()
-        .filter(|(_, slot)| slot.open)
+        .filter(|(_, slot)| slot.accepts_jobs)
         .filter_map(|(_, slot)| {
             let worker = state.workers.get(&slot.worker)?;
-            let (profile, _) = fit(needs, worker, &slot.device).ok()?;
+            let (profile, _) = check_fit(needs, worker, &slot.device).ok()?;
             Some(
                 state
                     .speeds
@@ -25,85 +25,88 @@ fn fastest(state: &State, needs: &Needs) -> f64 {
     speeds.fold(f64::INFINITY, f64::min)
 }
 
-/// Whether the job could start on this device now, or could if `without` did not run there.
-fn could_start(state: &State, job: &Job, slot: usize, without: Option<&Placed>) -> bool {
-    let Some(slot) = state.slots.get(slot).filter(|slot| slot.open) else {
+/// Whether the job could start on this device now, or could if the attempt `without` did not run there.
+fn could_start(state: &State, job: &Job, slot: usize, without: Option<&PlacedAttempt>) -> bool {
+    let Some(slot) = state.slots.get(slot).filter(|slot| slot.accepts_jobs) else {
         return false;
     };
     let Some(worker) = state.workers.get(&slot.worker) else {
         return false;
     };
-    let needs = Needs::of(job);
-    let Ok((profile, bytes)) = fit(&needs, worker, &slot.device) else {
+    let needs = DeviceNeeds::of(job);
+    let Ok((profile, bytes)) = check_fit(&needs, worker, &slot.device) else {
         return false;
     };
     let speed = state
         .speeds
         .seconds_per_unit(&slot.device, needs.family.as_deref(), profile);
-    let slow = needs.device.is_none() && speed > fastest(state, &needs) * TOO_SLOW;
+    let slow = needs.device.is_none() && speed > fastest(state, &needs) * MAX_SLOWDOWN;
     let without = without.map(|placed| &placed.job);
-    // Who yields does not start beside somebody who gives way.
-    let gives_way = |id| {
-        let other = state.jobs.get(id).and_then(|job| job.recall.as_ref());
-        matches!(other, Some(Recall::GiveWay(_)))
+    // A yielding job does not start beside a job that is being preempted.
+    let is_preempted = |id| {
+        let other = state.jobs.get(id).and_then(|job| job.preemption.as_ref());
+        matches!(other, Some(Preemption::ForJob(_)))
     };
-    let kept = job.wants.yields && slot.running.keys().any(gives_way);
-    // A device is kept for a part that comes to it; a slow one begins no part while faster ones work on its job.
-    let kept = kept
+    let excluded = job.requirements.yields && slot.running.keys().any(is_preempted);
+    // A device may be reserved for a part; and a slow device starts no part while faster devices work on its job.
+    let excluded = excluded
         || slot
             .reserved_for
             .as_ref()
             .is_some_and(|id| state.jobs.get(id).is_some_and(|other| job.level() >= other.level()));
-    let kept = kept || (needs.part_of.is_some() && is_with_faster(state, job, speed));
-    !slow && !kept && slot.has_room_for(needs.held(bytes), without)
+    let excluded = excluded || (needs.part_of.is_some() && is_with_faster(state, job, speed));
+    !slow && !excluded && slot.has_capacity_for(needs.reservation(bytes), without)
 }
 
 /// Whether a faster device works on the job that this one is a part of.
 fn is_with_faster(state: &State, job: &Job, speed: f64) -> bool {
-    let array = |job: &Job| job.array.as_ref().map(|place| place.id.clone());
+    let array = |job: &Job| job.array.as_ref().map(|membership| membership.id.clone());
     let same = |other: &&Job| array(other) == array(job);
     state.jobs.values().filter(same).any(|other| {
         let pace = other.live.and_then(|live| live.pace);
-        let units = job.wants.demand.as_ref().map_or(4000.0, |demand| demand.units());
+        let units = job.requirements.demand.as_ref().map_or(4000.0, |demand| demand.units());
         let theirs = pace.filter(|pace| pace.to > pace.from).map(|pace| {
             pace.until.since(pace.since).as_secs_f64() / (pace.to - pace.from) as f64 * pace.total as f64 / units
         });
-        let told = other.current().and_then(|attempt| {
+        let predicted = other.current().and_then(|attempt| {
             let slot = state.slots.get(state.slots.find(&attempt.worker, attempt.device)?)?;
-            let family = job.wants.demand.as_ref().map(|demand| demand.family.as_str());
+            let family = job.requirements.demand.as_ref().map(|demand| demand.family.as_str());
             Some(state.speeds.seconds_per_unit(&slot.device, family, attempt.profile))
         });
-        theirs.or(told).is_some_and(|theirs| theirs < speed)
+        theirs.or(predicted).is_some_and(|theirs| theirs < speed)
     })
 }
 
-/// Those who may start as soon as there is a device for them.
+/// The jobs that may start as soon as a device takes them.
 fn ready(state: &State, now: UnixMillis) -> impl Iterator<Item = &Job> {
     state.jobs.values().filter(move |job| {
         job.state == JobState::Queued
-            && state.start_condition(now, job) == StartCondition::Open
-            && !matches!(job.queue_state, QueueState::Timed(_) | QueueState::Held)
-            && !state.at_quota(&job.wants.owner)
+            && state.start_condition(now, job) == StartCondition::Met
+            && !matches!(job.queue_state, QueueState::Timed(_) | QueueState::ArrayLimited)
+            && !state.at_quota(&job.requirements.owner)
     })
 }
 
-/// After a step: nobody waits who could start, no device holds more than it has, and whoever was placed was not placed
-/// before somebody of a higher standing, nor before a user who has less. While the coordinator's disk is full, nobody is.
-pub(super) fn check_step(state: &State, now: UnixMillis, placed: &[Placed]) {
+/// Checks a step: no job waits that could start; no device is over its budget; no job was placed before one of a higher
+/// level, or before a job of a user with fewer devices; and no job was placed while the coordinator's disk is full.
+pub(super) fn check_step(state: &State, now: UnixMillis, placed: &[PlacedAttempt]) {
     for (id, slot) in state.slots.iter() {
         let sum: u128 = slot
             .running
             .values()
-            .map(|held| u128::from(held.bytes.unwrap_or(0)))
+            .map(|reservation| u128::from(reservation.bytes.unwrap_or(0)))
             .sum();
         assert!(
             sum <= u128::from(slot.device.memory_budget) || slot.running.len() < 2,
             "device {id} is over its budget"
         );
-        let whole = slot.running.values().any(|held| held.bytes.is_none() || held.alone);
+        let whole = slot
+            .running
+            .values()
+            .any(|reservation| reservation.bytes.is_none() || reservation.exclusive);
         assert!(
             !whole || slot.running.len() == 1,
-            "device {id} is shared with one who takes all of it"
+            "device {id} is shared with a job that takes all of it"
         );
     }
     if state.storage_full.is_some() {
@@ -131,27 +134,27 @@ pub(super) fn check_step(state: &State, now: UnixMillis, placed: &[Placed]) {
             let would_fit = || could_start(state, loser, slot, Some(one));
             assert!(
                 loser.level() >= winner.level() || !would_fit(),
-                "{} was placed before {}, which stands higher",
+                "{} was placed before {}, which has a higher level",
                 winner.id,
                 loser.id
             );
-            // With several placements in a step the counts of the moment are gone.
-            // A part that changed its device had one before, and the new one was kept for it.
+            // After several placements in a step, the users' counts at each of them are not known. A part that migrated held
+            // a device before, and the new one was reserved for it.
             if placed.len() == 1
-                && !winner.stolen
+                && !winner.migrated
                 && loser.level() == winner.level()
-                && loser.wants.owner != winner.wants.owner
+                && loser.requirements.owner != winner.requirements.owner
             {
-                let has = |job: &Job| state.users.get(&job.wants.owner).map_or(0, |user| user.running);
+                let devices = |job: &Job| state.users.get(&job.requirements.owner).map_or(0, |user| user.running);
                 assert!(
-                    has(winner) <= has(loser) + 1 || !would_fit(),
-                    "{} of {} was placed, who has {}; {} of {} waits, who has {}",
+                    devices(winner) <= devices(loser) + 1 || !would_fit(),
+                    "{} of user {} with {} devices was placed before {} of user {} with {} devices",
                     winner.id,
-                    winner.wants.owner,
-                    has(winner),
+                    winner.requirements.owner,
+                    devices(winner),
                     loser.id,
-                    loser.wants.owner,
-                    has(loser)
+                    loser.requirements.owner,
+                    devices(loser)
                 );
             }
         }

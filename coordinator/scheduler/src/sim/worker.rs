@@ -1,8 +1,8 @@
-//! A worker as the protocol asks for one: it beats, repeats what was not answered, and obeys.
+//! A simulated worker that follows the protocol: it sends heartbeats, repeats unanswered requests, and obeys the coordinator.
 
 use super::random::Random;
 use crate::tests::{device, manifest, registration};
-use crate::{Event, Placed, SessionId};
+use crate::{Event, PlacedAttempt, SessionId};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::capability::{Device, DeviceKind};
 use aitk_common::control::{HeldAttempt, OfferedCheckpoint, Progress, Registration, Report, ToWorker, UnixMillis};
@@ -11,54 +11,57 @@ use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeMap;
 
 const GIB: u64 = 1 << 30;
-/// How often a kept checkpoint is sent.
-const TIMES: u32 = 10;
-/// Ticks until the watchdog ends a child that hangs.
+/// How often an offered checkpoint is sent.
+const OFFER_REPEATS: u32 = 10;
+/// The most ticks until the watchdog ends an attempt that hangs.
 const WATCHDOG: u32 = 6;
 
-/// What it knows of an attempt.
+/// An attempt on the worker.
 #[derive(Clone, Debug)]
-pub(super) struct Work {
+pub(super) struct SimAttempt {
     pub(super) held: HeldAttempt,
     step: u64,
     total: u64,
     seq: u64,
-    saves: bool,
-    /// Its child hangs, and is ended after so many ticks.
+    /// It was asked to save and stop.
+    stopping: bool,
+    /// It hangs, and is ended after this many ticks.
     hangs: Option<u32>,
-    /// A step that was saved and not committed: storage took nothing, or the coordinator refused its worker.
-    unsent: Option<u64>,
-    /// What it says until that is answered.
+    /// A step that was saved and not committed: storage was full, or the coordinator refused the worker.
+    uncommitted: Option<u64>,
+    /// Its outcome, which is repeated until it is answered.
     ended: Option<Outcome>,
 }
 
-/// What is wrong at a moment, as a worker sees it.
+/// The faults that concern a worker at a moment.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Trouble {
-    /// Anything may go wrong.
+    /// Random faults occur.
     pub(super) faults: bool,
     /// Storage has no room for checkpoints and results.
     pub(super) full: bool,
 }
 
+/// A simulated worker.
 #[derive(Debug)]
 pub(super) struct SimWorker {
     pub(super) index: usize,
     pub(super) session: Option<SessionId>,
-    /// When it asked to be let in; none: it is in.
-    pub(super) knocks: Option<UnixMillis>,
-    pub(super) works: BTreeMap<AttemptId, Work>,
-    /// Attempts that it once had: it talks of them when it is confused.
+    /// When it sent its registration; none: it is welcomed or not connected.
+    pub(super) connecting_since: Option<UnixMillis>,
+    pub(super) attempts: BTreeMap<AttemptId, SimAttempt>,
+    /// Attempts that it once had; faults make it report on them.
     pub(super) past: Vec<HeldAttempt>,
-    /// Stopped, as a laptop whose lid is closed.
+    /// It is suspended until then, like a laptop with a closed lid.
     pub(super) sleeps_until: UnixMillis,
-    /// Its process is gone until then.
+    /// Its process does not run until then.
     pub(super) dead_until: UnixMillis,
-    pub(super) leaves: bool,
-    /// The coordinator refuses it until then: its work goes on, and it has no session.
+    /// It announced its shutdown.
+    pub(super) leaving: bool,
+    /// The coordinator refuses it until then: its attempts go on, and it has no session.
     pub(super) refused_until: UnixMillis,
-    /// Checkpoints that it saved and could not commit, and how often it sends each.
-    kept: Vec<(OfferedCheckpoint, u32)>,
+    /// Checkpoints that it saved and could not commit, and how often it still sends each.
+    offers: Vec<(OfferedCheckpoint, u32)>,
 }
 
 impl SimWorker {
@@ -66,29 +69,29 @@ impl SimWorker {
         Self {
             index,
             session: None,
-            knocks: None,
-            works: BTreeMap::new(),
+            connecting_since: None,
+            attempts: BTreeMap::new(),
             past: Vec::new(),
             sleeps_until: UnixMillis(0),
             dead_until: UnixMillis(0),
-            leaves: false,
+            leaving: false,
             refused_until: UnixMillis(0),
-            kept: Vec::new(),
+            offers: Vec::new(),
         }
     }
 
-    /// What its attempts have saved.
+    /// The newest saved checkpoints of its attempts.
     fn saved(&self) -> Vec<OfferedCheckpoint> {
-        let newest = |work: &Work| match work.ended {
-            None => Some(work.step).filter(|step| *step > 0),
-            Some(_) => work.unsent,
+        let newest = |attempt: &SimAttempt| match attempt.ended {
+            None => Some(attempt.step).filter(|step| *step > 0),
+            Some(_) => attempt.uncommitted,
         };
-        let works = self.works.values();
-        works
-            .filter_map(|work| {
+        let attempts = self.attempts.values();
+        attempts
+            .filter_map(|attempt| {
                 Some(OfferedCheckpoint {
-                    held: work.held.clone(),
-                    step: newest(work)?,
+                    held: attempt.held.clone(),
+                    step: newest(attempt)?,
                     bytes: 0,
                 })
             })
@@ -99,7 +102,7 @@ impl SimWorker {
         format!("w{}", self.index)
     }
 
-    /// Unequal machines, as people have them.
+    /// The devices of this worker; the machines are unequal.
     fn devices(&self) -> Vec<Device> {
         let gpu = |index, gib: u64| Device {
             name: format!("card {gib}"),
@@ -122,14 +125,14 @@ impl SimWorker {
         self.sleeps_until <= now && self.dead_until <= now
     }
 
-    /// Opens a session.
-    pub(super) fn knock(&mut self, now: UnixMillis, session: SessionId) -> Event {
+    /// Opens a session and registers.
+    pub(super) fn connect(&mut self, now: UnixMillis, session: SessionId) -> Event {
         self.session = Some(session);
-        self.knocks = Some(now);
-        self.leaves = false;
-        let running = self.works.values().map(|work| work.held.clone()).collect();
+        self.connecting_since = Some(now);
+        self.leaving = false;
+        let running = self.attempts.values().map(|attempt| attempt.held.clone()).collect();
         let mut offers = self.saved();
-        offers.extend(self.kept.iter().map(|(offer, _)| offer.clone()));
+        offers.extend(self.offers.iter().map(|(offer, _)| offer.clone()));
         Event::WorkerRegistered {
             session,
             fresh_id: WorkerId::new("never"),
@@ -143,44 +146,46 @@ impl SimWorker {
 
     pub(super) fn crash(&mut self, until: UnixMillis) {
         let saved = self.saved();
-        self.kept.extend(saved.into_iter().map(|offer| (offer, 0)));
-        self.works.clear();
+        self.offers.extend(saved.into_iter().map(|offer| (offer, 0)));
+        self.attempts.clear();
         self.session = None;
-        self.knocks = None;
+        self.connecting_since = None;
         self.dead_until = until;
     }
 
-    pub(super) fn take(&mut self, random: &mut Random, placed: &Placed) {
+    pub(super) fn start_attempt(&mut self, random: &mut Random, placed: &PlacedAttempt) {
         self.past.push(placed.held.clone());
-        // Members of arrays are long work on the slow machines: only then does it pay to change the device.
+        // Members of arrays take long on the slow machines, so that migrations pay.
         let slowness = if placed.job.as_str().contains('-') {
             self.index as u64 * 50
         } else {
             0
         };
-        self.works.entry(placed.held.attempt.clone()).or_insert_with(|| Work {
-            held: placed.held.clone(),
-            step: 0,
-            total: 5 + slowness + random.below(20),
-            seq: 0,
-            saves: false,
-            hangs: None,
-            unsent: None,
-            ended: None,
-        });
+        self.attempts
+            .entry(placed.held.attempt.clone())
+            .or_insert_with(|| SimAttempt {
+                held: placed.held.clone(),
+                step: 0,
+                total: 5 + slowness + random.below(20),
+                seq: 0,
+                stopping: false,
+                hangs: None,
+                uncommitted: None,
+                ended: None,
+            });
     }
 
-    /// Half a second without being let in: children go on to their next checkpoint, which is kept, and stop there.
+    /// Half a second while the coordinator refuses the worker: attempts go on to their next checkpoint, save it, and stop.
     pub(super) fn refused_tick(&mut self, random: &mut Random) {
-        for work in self
-            .works
+        for attempt in self
+            .attempts
             .values_mut()
-            .filter(|work| work.ended.is_none() && work.hangs.is_none())
+            .filter(|attempt| attempt.ended.is_none() && attempt.hangs.is_none())
         {
-            work.step = (work.step + 1).min(work.total);
+            attempt.step = (attempt.step + 1).min(attempt.total);
             if random.once_in(4) {
-                work.unsent = Some(work.step);
-                work.ended = Some(Outcome::Failed {
+                attempt.uncommitted = Some(attempt.step);
+                attempt.ended = Some(Outcome::Failed {
                     cause: FailureCause::Interrupted,
                     message: "refused for a while".into(),
                 });
@@ -188,58 +193,58 @@ impl SimWorker {
         }
     }
 
-    pub(super) fn hear(&mut self, message: ToWorker) {
+    pub(super) fn receive(&mut self, message: ToWorker) {
         match message {
             ToWorker::Welcome { keep, wanted, .. } => {
-                self.knocks = None;
+                self.connecting_since = None;
                 let saved = self.saved();
-                self.kept.extend(saved.into_iter().map(|offer| (offer, 0)));
-                self.kept.retain(|(offer, _)| wanted.contains(&offer.held.attempt));
-                for (_, times) in &mut self.kept {
-                    *times = TIMES;
+                self.offers.extend(saved.into_iter().map(|offer| (offer, 0)));
+                self.offers.retain(|(offer, _)| wanted.contains(&offer.held.attempt));
+                for (_, times) in &mut self.offers {
+                    *times = OFFER_REPEATS;
                 }
-                self.works.retain(|id, _| keep.contains(id));
+                self.attempts.retain(|id, _| keep.contains(id));
             }
             ToWorker::Fence { held, .. } => {
-                self.works.remove(&held.attempt);
+                self.attempts.remove(&held.attempt);
             }
             ToWorker::Stop { held, save } => {
-                if let Some(work) = self.works.get_mut(&held.attempt) {
-                    work.saves = true;
-                    if !save && work.ended.is_none() {
-                        work.ended = Some(Outcome::stopped());
+                if let Some(attempt) = self.attempts.get_mut(&held.attempt) {
+                    attempt.stopping = true;
+                    if !save && attempt.ended.is_none() {
+                        attempt.ended = Some(Outcome::stopped());
                     }
                 }
             }
             ToWorker::Answer { request, .. } => {
-                // A finished attempt is forgotten once that is known; other answers need no memory here.
-                self.works
-                    .retain(|_, work| work.ended.is_none() || request_of(work) != request);
+                // An ended attempt is removed once its end is answered; other answers are ignored.
+                self.attempts
+                    .retain(|_, attempt| attempt.ended.is_none() || end_request(attempt) != request);
             }
             ToWorker::GoingAway { .. } => {
                 self.session = None;
-                self.knocks = None;
+                self.connecting_since = None;
             }
             ToWorker::BeatReply { .. } | ToWorker::Assign(_) => {}
         }
     }
 
-    /// What it does and says within half a second.
+    /// Half a second of the worker. Returns what it sends.
     pub(super) fn tick(&mut self, random: &mut Random, now: UnixMillis, trouble: Trouble) -> Vec<Event> {
         let Trouble { faults, full } = trouble;
-        let Some(session) = self.session.filter(|_| self.knocks.is_none()) else {
+        let Some(session) = self.session.filter(|_| self.connecting_since.is_none()) else {
             return Vec::new();
         };
         let mut events = Vec::new();
-        let mut held: Vec<HeldAttempt> = self.works.values().map(|work| work.held.clone()).collect();
+        let mut held: Vec<HeldAttempt> = self.attempts.values().map(|attempt| attempt.held.clone()).collect();
         if faults && random.once_in(40) {
-            // It forgets one, or talks of one that it had long ago.
+            // It omits an attempt, and lists one that it had earlier.
             held.pop();
             held.extend(random.pick(&self.past).cloned());
         }
-        events.push(Event::WorkerBeat { session, running: held });
-        // The network may lose it: it is sent several times.
-        for (offer, times) in &mut self.kept {
+        events.push(Event::Heartbeat { session, running: held });
+        // Sent several times, because the network may lose it.
+        for (offer, times) in &mut self.offers {
             *times = times.saturating_sub(1);
             events.push(Event::CommitCheckpoint {
                 session,
@@ -249,14 +254,14 @@ impl SimWorker {
                 step: offer.step,
             });
         }
-        self.kept.retain(|(_, times)| *times > 0);
-        for work in self.works.values_mut() {
-            let held = work.held.clone();
-            // The end of an attempt waits for what it saved, and that for room.
-            if full && (work.unsent.is_some() || work.ended == Some(Outcome::Completed)) {
+        self.offers.retain(|(_, times)| *times > 0);
+        for attempt in self.attempts.values_mut() {
+            let held = attempt.held.clone();
+            // The end of an attempt waits until its checkpoint is uploaded, and that waits until the disk has room.
+            if full && (attempt.uncommitted.is_some() || attempt.ended == Some(Outcome::Completed)) {
                 continue;
             }
-            if let Some(step) = work.unsent.take() {
+            if let Some(step) = attempt.uncommitted.take() {
                 events.push(Event::CommitCheckpoint {
                     session,
                     request: 1,
@@ -265,68 +270,68 @@ impl SimWorker {
                     step,
                 });
             }
-            if let Some(left) = &mut work.hangs
-                && work.ended.is_none()
+            if let Some(left) = &mut attempt.hangs
+                && attempt.ended.is_none()
             {
                 *left -= 1;
                 if *left == 0 {
-                    // Now and then it does not even go when it is killed.
+                    // Sometimes its process cannot be killed.
                     let cause = match random.once_in(5) {
                         true => FailureCause::DeviceStuck,
                         false => FailureCause::NoProgress,
                     };
-                    work.ended = Some(Outcome::Failed {
+                    attempt.ended = Some(Outcome::Failed {
                         cause,
                         message: "no progress for a while".into(),
                     });
                 }
                 continue;
             }
-            if let Some(outcome) = work.ended.clone() {
+            if let Some(outcome) = attempt.ended.clone() {
                 events.push(Event::Finished {
                     session,
-                    request: request_of(work),
+                    request: end_request(attempt),
                     held,
                     outcome,
                 });
                 continue;
             }
-            work.step += 1;
-            work.seq += 1;
+            attempt.step += 1;
+            attempt.seq += 1;
             let progress = Progress {
-                done: work.step,
-                total: work.total,
+                done: attempt.step,
+                total: attempt.total,
                 seconds_per_step: None,
             };
             events.push(Event::AttemptEvent {
                 session,
                 held: held.clone(),
-                seq: work.seq,
+                seq: attempt.seq,
                 time: now,
                 report: Report::Progress(progress),
             });
-            if work.saves || random.once_in(4) {
-                // Sent with the next tick; the newest only, where there is no room for it.
-                work.unsent = Some(work.step);
+            if attempt.stopping || random.once_in(4) {
+                // Committed with the next tick. While the disk is full, only the newest is kept.
+                attempt.uncommitted = Some(attempt.step);
             }
-            if work.saves {
-                work.ended = Some(Outcome::stopped());
-            } else if work.step >= work.total {
-                work.ended = Some(Outcome::Completed);
+            if attempt.stopping {
+                attempt.ended = Some(Outcome::stopped());
+            } else if attempt.step >= attempt.total {
+                attempt.ended = Some(Outcome::Completed);
             } else if faults && random.once_in(100) {
-                work.hangs = Some(1 + random.below(u64::from(WATCHDOG)) as u32);
+                attempt.hangs = Some(1 + random.below(u64::from(WATCHDOG)) as u32);
             } else if faults && random.once_in(25) {
-                work.ended = Some(failure(random));
+                attempt.ended = Some(failure(random));
             } else if faults && self.index == 1 && random.once_in(3) {
-                // One machine has a bad driver: it is quarantined in almost every life.
-                work.ended = Some(Outcome::Failed {
+                // One machine has a bad driver: it is quarantined in almost every run.
+                attempt.ended = Some(Outcome::Failed {
                     cause: FailureCause::Machine,
                     message: "driver".into(),
                 });
             }
         }
         if faults && random.once_in(60) {
-            // It talks of an attempt that it lost.
+            // It commits a checkpoint of an attempt that it has lost.
             events.extend(random.pick(&self.past).map(|held| Event::CommitCheckpoint {
                 session,
                 request: 2,
@@ -343,9 +348,9 @@ fn random_step(now: UnixMillis) -> u64 {
     now.0 % 40
 }
 
-/// Of an attempt's end; the same each time it is said.
-fn request_of(work: &Work) -> u64 {
-    let text = work.held.attempt.as_str();
+/// The request number of an attempt's end, the same for each repetition.
+fn end_request(attempt: &SimAttempt) -> u64 {
+    let text = attempt.held.attempt.as_str();
     text.bytes()
         .fold(7_u64, |hash, byte| hash.wrapping_mul(31).wrapping_add(u64::from(byte)))
         | (1 << 40)

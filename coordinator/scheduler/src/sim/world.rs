@@ -1,12 +1,12 @@
-//! The world around the core: time, a network, a store, users and trouble.
+//! The simulated world around the scheduler: time, network, store, workers and users.
 
-use super::kept::{Kept, durable};
 use super::random::Random;
 use super::rules::check_step;
+use super::store::{MemoryStore, durable};
 use super::worker::{SimWorker, Trouble};
 use crate::model::job_of;
 use crate::tests::settings;
-use crate::{Effect, Event, Job, Placed, Recall, Record, Reply, SessionId, State, check};
+use crate::{Effect, Event, Job, PlacedAttempt, Preemption, Record, Reply, SessionId, State, check};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::capability::DeviceRef;
 use aitk_common::control::{HeldAttempt, JobState, ToWorker, UnixMillis, Verdict};
@@ -16,53 +16,53 @@ use std::time::Duration;
 
 pub(super) const WORKERS: usize = 4;
 
-/// What is under way.
-pub(super) enum Happening {
+/// An event that will happen in the simulation.
+pub(super) enum SimEvent {
     /// A message arrives at the coordinator.
-    Up(Event),
+    ToCoordinator(Event),
     /// A message arrives at a worker, if this is its session.
-    Down(usize, SessionId, ToWorker),
-    /// Work arrives at a worker.
-    Work(usize, SessionId, Placed),
+    ToWorker(usize, SessionId, ToWorker),
+    /// An assignment arrives at a worker, if this is its session.
+    Assignment(usize, SessionId, PlacedAttempt),
     /// Half a second of a worker.
-    Worker(usize),
-    /// The coordinator looks at the clock.
+    WorkerTick(usize),
+    /// The coordinator's clock ticks.
     Tick,
-    /// It looks at its disk.
-    Disk,
-    /// Somebody wants something, or something breaks.
-    Life,
+    /// The coordinator checks its disk.
+    DiskCheck,
+    /// A user does something, or something breaks.
+    RandomAction,
 }
 
-/// What happened in a life.
+/// How often each situation occurred in a run.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Tally {
+pub(super) struct Stats {
     pub(super) events: u64,
     jobs: u64,
     attempts: u64,
     shared: u64,
-    gave_way: u64,
-    held_back: u64,
-    took_over: u64,
-    lost: u64,
+    preempted: u64,
+    array_limited: u64,
+    migrated: u64,
+    fenced: u64,
     crashes: u64,
     store_failures: u64,
     dropped: u64,
-    doubled: u64,
+    duplicated: u64,
     quarantines: u64,
     smaller_profiles: u64,
-    forgotten: u64,
+    removed: u64,
     expired_checkpoints: u64,
-    brought: u64,
+    late_checkpoints: u64,
     outages: u64,
     hung: u64,
     stuck: u64,
     interrupted: u64,
     refused: u64,
-    full: u64,
+    disk_full: u64,
 }
 
-impl Tally {
+impl Stats {
     pub(super) fn add(&mut self, one: &Self) {
         for (sum, part) in self.all().into_iter().zip(one.clone().all()) {
             *sum.1 += *part.1;
@@ -75,37 +75,43 @@ impl Tally {
             ("jobs", &mut self.jobs),
             ("attempts", &mut self.attempts),
             ("placements while a device was shared", &mut self.shared),
-            ("jobs that gave way", &mut self.gave_way),
-            ("steps with members held back", &mut self.held_back),
-            ("parts that a faster device took over", &mut self.took_over),
-            ("fences", &mut self.lost),
+            ("preempted jobs", &mut self.preempted),
+            (
+                "steps with members that wait for their array's limit",
+                &mut self.array_limited,
+            ),
+            ("parts that a faster device took over", &mut self.migrated),
+            ("fences", &mut self.fenced),
             ("crashes", &mut self.crashes),
             ("store failures", &mut self.store_failures),
             ("dropped messages", &mut self.dropped),
-            ("doubled messages", &mut self.doubled),
+            ("duplicated messages", &mut self.duplicated),
             ("steps with a quarantine", &mut self.quarantines),
             ("attempts with a smaller profile", &mut self.smaller_profiles),
-            ("forgotten jobs", &mut self.forgotten),
+            ("removed jobs", &mut self.removed),
             ("expired checkpoints", &mut self.expired_checkpoints),
-            ("checkpoints that were brought after their attempt", &mut self.brought),
+            (
+                "checkpoints that were committed after their attempt",
+                &mut self.late_checkpoints,
+            ),
             ("steps with a network outage", &mut self.outages),
-            ("children that hung", &mut self.hung),
+            ("attempts that hung", &mut self.hung),
             ("devices that were stuck", &mut self.stuck),
             ("attempts that a refusal interrupted", &mut self.interrupted),
-            ("half seconds of refused workers with work", &mut self.refused),
-            ("steps with a full disk and jobs that wait", &mut self.full),
+            ("ticks of refused workers with attempts", &mut self.refused),
+            ("steps with a full disk and waiting jobs", &mut self.disk_full),
         ]
     }
 
-    /// Everything that a simulation must have seen.
-    pub(super) fn troubles(&self) -> Vec<(&'static str, u64)> {
+    /// All counts with their names.
+    pub(super) fn counts(&self) -> Vec<(&'static str, u64)> {
         let mut copy = self.clone();
         copy.all().into_iter().map(|(name, count)| (name, *count)).collect()
     }
 }
 
-/// An attempt that says that it failed.
-struct Before {
+/// What is known of an attempt before its failure is reported.
+struct BeforeFailure {
     cause: FailureCause,
     job: JobId,
     failures: u32,
@@ -114,26 +120,28 @@ struct Before {
     faults: u32,
 }
 
+/// The scheduler, and everything around it.
 pub(super) struct World {
     pub(super) random: Random,
     pub(super) state: State,
-    kept: Kept,
+    store: MemoryStore,
     pub(super) now: UnixMillis,
     pub(super) workers: Vec<SimWorker>,
-    under_way: BTreeMap<(UnixMillis, u64), Happening>,
-    next: u64,
+    pending: BTreeMap<(UnixMillis, u64), SimEvent>,
+    next_number: u64,
     faults: bool,
     trace: bool,
-    /// The coordinator's disk has no room for blobs until then.
+    /// The coordinator's disk has no room for results until then.
     pub(super) full_until: UnixMillis,
-    /// The core was told that it is full.
-    told_full: bool,
-    /// Jobs that a client was told of.
+    /// The last report to the scheduler was that the disk is full.
+    reported_full: bool,
+    /// Jobs and arrays whose submission was acknowledged to a client.
     pub(super) acknowledged: BTreeSet<JobId>,
-    /// The newest epoch that was handed out.
+    /// The newest epoch of each job.
     epochs: BTreeMap<JobId, Epoch>,
+    /// The step of each job's newest committed checkpoint.
     committed: BTreeMap<JobId, u64>,
-    tally: Tally,
+    stats: Stats,
 }
 
 impl World {
@@ -141,41 +149,41 @@ impl World {
         let mut world = Self {
             random: Random(seed),
             state: State::new(settings()),
-            kept: Kept::default(),
+            store: MemoryStore::default(),
             now: UnixMillis(1_000_000),
             workers: (0..WORKERS).map(SimWorker::new).collect(),
-            under_way: BTreeMap::new(),
-            next: 1,
+            pending: BTreeMap::new(),
+            next_number: 1,
             faults: true,
             trace,
             full_until: UnixMillis(0),
-            told_full: false,
+            reported_full: false,
             acknowledged: BTreeSet::new(),
             epochs: BTreeMap::new(),
             committed: BTreeMap::new(),
-            tally: Tally::default(),
+            stats: Stats::default(),
         };
         for index in 0..WORKERS {
-            world.later(index as u64 * 100, Happening::Worker(index));
+            world.schedule(index as u64 * 100, SimEvent::WorkerTick(index));
         }
-        world.later(50, Happening::Tick);
-        world.later(70, Happening::Disk);
-        world.later(10, Happening::Life);
+        world.schedule(50, SimEvent::Tick);
+        world.schedule(70, SimEvent::DiskCheck);
+        world.schedule(10, SimEvent::RandomAction);
         world
     }
 
-    /// Lives for so many events, then without trouble until everything has ended.
-    pub(super) fn live(mut self, events: u64) -> Tally {
-        while self.tally.events < events {
-            self.happen();
+    /// Runs this many events with faults, then without faults until every job has ended.
+    pub(super) fn run(mut self, events: u64) -> Stats {
+        while self.stats.events < events {
+            self.next_event();
         }
         self.faults = false;
-        self.set_right();
+        self.recover();
         let patience = self.now.after(Duration::from_secs(3000));
         while self.state.jobs.values().any(|job| !job.state.is_ended()) {
             assert!(
                 self.now < patience,
-                "without any trouble, some job never ends: {:#?}",
+                "some job does not end although all faults are over: {:#?}",
                 self.state
                     .all_listed(self.now, false, true)
                     .iter()
@@ -183,26 +191,26 @@ impl World {
                     .map(|job| format!("{} {}: {}", job.id, job.state, job.reason))
                     .collect::<Vec<_>>()
             );
-            self.happen();
-            if self.tally.events.is_multiple_of(64) {
-                self.end_what_cannot_go_on();
+            self.next_event();
+            if self.stats.events.is_multiple_of(64) {
+                self.stop_unstartable_jobs();
             }
         }
-        self.tally
+        self.stats
     }
 
     pub(super) fn number(&mut self) -> u64 {
-        self.next += 1;
-        self.next
+        self.next_number += 1;
+        self.next_number
     }
 
-    pub(super) fn later(&mut self, millis: u64, what: Happening) {
+    pub(super) fn schedule(&mut self, millis: u64, what: SimEvent) {
         let number = self.number();
-        self.under_way
+        self.pending
             .insert((self.now.after(Duration::from_millis(millis)), number), what);
     }
 
-    /// How long a message takes; a few are overtaken by many others.
+    /// The delay of a message in milliseconds; a few messages are overtaken by many others.
     fn delay(&mut self) -> u64 {
         match self.faults && self.random.once_in(30) {
             true => self.random.below(8000),
@@ -210,58 +218,58 @@ impl World {
         }
     }
 
-    /// The network: it may lose and double.
-    fn send(&mut self, mut what: impl FnMut() -> Happening) {
+    /// Sends a message over the network, which may lose or duplicate it.
+    fn send(&mut self, mut what: impl FnMut() -> SimEvent) {
         if self.faults && self.random.once_in(60) {
-            self.tally.dropped += 1;
+            self.stats.dropped += 1;
             return;
         }
         let delay = self.delay();
-        self.later(delay, what());
+        self.schedule(delay, what());
         if self.faults && self.random.once_in(60) {
-            self.tally.doubled += 1;
+            self.stats.duplicated += 1;
             let delay = self.delay();
-            self.later(delay, what());
+            self.schedule(delay, what());
         }
     }
 
-    pub(super) fn happen(&mut self) {
-        let Some(((time, _), what)) = self.under_way.pop_first() else {
-            panic!("nothing is under way any more")
+    pub(super) fn next_event(&mut self) {
+        let Some(((time, _), what)) = self.pending.pop_first() else {
+            panic!("no event is pending")
         };
         self.now = self.now.max(time);
         match what {
-            Happening::Up(event) => self.handle(event),
-            Happening::Down(index, session, message) => {
+            SimEvent::ToCoordinator(event) => self.handle(event),
+            SimEvent::ToWorker(index, session, message) => {
                 let worker = &mut self.workers[index];
-                // A sleeping worker hears it when it wakes up: the network keeps it for a while.
+                // A suspended worker receives the message when it wakes up.
                 if worker.sleeps_until > self.now {
                     let wait = worker.sleeps_until.since(self.now).as_millis() as u64 + 1;
-                    self.later(wait, Happening::Down(index, session, message));
+                    self.schedule(wait, SimEvent::ToWorker(index, session, message));
                 } else if worker.session == Some(session) && worker.dead_until <= self.now {
-                    worker.hear(message);
+                    worker.receive(message);
                 }
             }
-            Happening::Work(index, session, placed) => {
+            SimEvent::Assignment(index, session, placed) => {
                 let worker = &mut self.workers[index];
                 if worker.session == Some(session) && worker.is_awake(self.now) {
-                    worker.take(&mut self.random, &placed);
+                    worker.start_attempt(&mut self.random, &placed);
                 }
             }
-            Happening::Worker(index) => self.worker(index),
-            Happening::Tick => {
+            SimEvent::WorkerTick(index) => self.tick_worker(index),
+            SimEvent::Tick => {
                 self.handle(Event::Tick);
-                self.later(300, Happening::Tick);
+                self.schedule(300, SimEvent::Tick);
             }
-            Happening::Disk => {
-                self.look_at_disk();
-                self.later(400, Happening::Disk);
+            SimEvent::DiskCheck => {
+                self.check_disk();
+                self.schedule(400, SimEvent::DiskCheck);
             }
-            Happening::Life => {
+            SimEvent::RandomAction => {
                 if self.faults {
-                    self.life();
+                    self.random_action();
                     let wait = self.random.below(400);
-                    self.later(wait, Happening::Life);
+                    self.schedule(wait, SimEvent::RandomAction);
                 }
             }
         }
@@ -271,36 +279,36 @@ impl World {
         self.full_until > self.now
     }
 
-    /// Tells the core while its disk is full, and once when there is room again.
-    fn look_at_disk(&mut self) {
+    /// Reports to the scheduler while the disk is full, and once when there is room again.
+    fn check_disk(&mut self) {
         let is_full = self.is_full();
-        if is_full || self.told_full {
-            self.told_full = is_full;
+        if is_full || self.reported_full {
+            self.reported_full = is_full;
             let full = is_full.then_some((1 << 20, 1 << 30));
             self.handle(Event::StorageSpace { full });
         }
     }
 
-    fn worker(&mut self, index: usize) {
-        self.later(500, Happening::Worker(index));
+    fn tick_worker(&mut self, index: usize) {
+        self.schedule(500, SimEvent::WorkerTick(index));
         let worker = &mut self.workers[index];
         if !worker.is_awake(self.now) {
             return;
         }
         if worker.session.is_none() && worker.refused_until > self.now {
-            self.tally.refused += u64::from(!worker.works.is_empty());
+            self.stats.refused += u64::from(!worker.attempts.is_empty());
             return worker.refused_tick(&mut self.random);
         }
-        let unheard = worker
-            .knocks
+        let timed_out = worker
+            .connecting_since
             .is_some_and(|since| self.now.since(since) > Duration::from_secs(3));
-        if worker.session.is_none() || unheard || (worker.leaves && !self.faults) {
+        if worker.session.is_none() || timed_out || (worker.leaving && !self.faults) {
             if let Some(old) = worker.session.take() {
-                self.send(|| Happening::Up(Event::WorkerLost { session: old }));
+                self.send(|| SimEvent::ToCoordinator(Event::SessionClosed { session: old }));
             }
             let session = SessionId(self.number());
-            let event = self.workers[index].knock(self.now, session);
-            return self.send(|| Happening::Up(event.clone()));
+            let event = self.workers[index].connect(self.now, session);
+            return self.send(|| SimEvent::ToCoordinator(event.clone()));
         }
         let trouble = Trouble {
             faults: self.faults,
@@ -308,16 +316,16 @@ impl World {
         };
         let events = self.workers[index].tick(&mut self.random, self.now, trouble);
         for event in events {
-            self.send(|| Happening::Up(event.clone()));
+            self.send(|| SimEvent::ToCoordinator(event.clone()));
         }
     }
 
-    /// The coordinator is gone at this point, and comes back from its store.
+    /// Crashes the coordinator and restores it from its store.
     pub(super) fn crash(&mut self) {
-        self.tally.crashes += 1;
+        self.stats.crashes += 1;
         self.now = self.now.after(Duration::from_millis(10));
-        self.state = self.kept.load(self.now);
-        self.told_full = false;
+        self.state = self.store.load(self.now);
+        self.reported_full = false;
         check(&self.state).unwrap();
         for id in &self.acknowledged {
             let known = self.state.jobs.contains_key(id) || self.state.is_array(id);
@@ -325,12 +333,12 @@ impl World {
         }
         for worker in &mut self.workers {
             worker.session = None;
-            worker.knocks = None;
+            worker.connecting_since = None;
         }
     }
 
     pub(super) fn handle(&mut self, event: Event) {
-        self.tally.events += 1;
+        self.stats.events += 1;
         if self.trace {
             println!("{} {event:?}", self.now.0);
         }
@@ -338,13 +346,13 @@ impl World {
             Event::CommitCheckpoint { held, step, .. } => Some((held.clone(), *step)),
             _ => None,
         };
-        let before = self.before(&event);
+        let before = self.before_failure(&event);
         let effects = self.state.handle(self.now, event);
         check(&self.state).unwrap();
         if let Some(before) = before {
-            self.blames(&before);
+            self.check_failure_counts(&before);
         }
-        let placed: Vec<Placed> = effects
+        let placed: Vec<PlacedAttempt> = effects
             .iter()
             .filter_map(|effect| match effect {
                 Effect::Assign(_, placed) => Some((**placed).clone()),
@@ -353,12 +361,12 @@ impl World {
             .collect();
         check_step(&self.state, self.now, &placed);
         let quarantined = self.state.slots.iter().any(|(_, slot)| slot.quarantined.is_some());
-        self.tally.quarantines += u64::from(quarantined);
-        self.tally.outages += u64::from(self.state.jobs.values().any(|job| job.network.is_some()));
+        self.stats.quarantines += u64::from(quarantined);
+        self.stats.outages += u64::from(self.state.jobs.values().any(|job| job.network_outage.is_some()));
         let waits = |job: &Job| job.state == JobState::Queued;
-        let waits_for_room = self.state.storage_full.is_some() && self.state.jobs.values().any(waits);
-        self.tally.full += u64::from(waits_for_room);
-        self.tally.held_back += u64::from(self.state.arrays.values().any(|array| !array.held.is_empty()));
+        let waits_for_disk = self.state.storage_full.is_some() && self.state.jobs.values().any(waits);
+        self.stats.disk_full += u64::from(waits_for_disk);
+        self.stats.array_limited += u64::from(self.state.arrays.values().any(|array| !array.over_limit.is_empty()));
         let (mut records, mut rest) = (Vec::new(), Vec::new());
         for effect in effects {
             match effect {
@@ -368,13 +376,13 @@ impl World {
         }
         let cut = (self.faults && self.random.once_in(150)).then(|| self.random.below(rest.len() as u64 + 2) as usize);
         if cut == Some(0) {
-            // The store fails for good, or the process dies before the transaction: nothing of this step is left.
-            self.tally.store_failures += 1;
+            // The store fails, or the process dies before the transaction: nothing of this step is stored.
+            self.stats.store_failures += 1;
             return self.crash();
         }
         for record in records {
-            self.note(&record);
-            self.kept.apply(record);
+            self.observe(&record);
+            self.store.apply(record);
         }
         for (done, effect) in rest.into_iter().enumerate() {
             if cut == Some(done + 1) {
@@ -382,20 +390,24 @@ impl World {
             }
             self.carry_out(effect, about.as_ref());
         }
-        if self.tally.events.is_multiple_of(16) {
-            let loaded = self.kept.load(self.now);
+        if self.stats.events.is_multiple_of(16) {
+            let loaded = self.store.load(self.now);
             check(&loaded).unwrap();
             let (stored, known) = (durable(&loaded), durable(&self.state));
             for (one, other) in stored.0.values().zip(known.0.values()) {
-                assert_eq!(one, other, "the store knows something else of this job");
+                assert_eq!(one, other, "the stored job differs from the scheduler's");
             }
-            assert_eq!(stored.0.len(), known.0.len(), "the store knows other jobs");
-            assert_eq!(stored.1, known.1, "the store knows something else of the workers");
+            assert_eq!(
+                stored.0.len(),
+                known.0.len(),
+                "the store holds other jobs than the scheduler"
+            );
+            assert_eq!(stored.1, known.1, "the stored workers differ from the scheduler's");
         }
     }
 
-    /// What is known of an attempt before the word of its failure.
-    fn before(&self, event: &Event) -> Option<Before> {
+    /// What is known of an attempt before its failure is reported.
+    fn before_failure(&self, event: &Event) -> Option<BeforeFailure> {
         let Event::Finished {
             session,
             held,
@@ -410,7 +422,7 @@ impl World {
         let live = job
             .current()
             .filter(|live| live.id == held.attempt && live.worker == *worker)?;
-        Some(Before {
+        Some(BeforeFailure {
             cause: *cause,
             job: job.id.clone(),
             failures: job.failures,
@@ -426,8 +438,8 @@ impl World {
         health.map_or(0, |health| health.faults)
     }
 
-    /// A failure is counted against whom it belongs to: the job, the device, or neither.
-    fn blames(&mut self, before: &Before) {
+    /// Checks that a failure was counted against the right one: the job, the device, or neither.
+    fn check_failure_counts(&mut self, before: &BeforeFailure) {
         let faults = self.faults_of(&before.worker, before.device);
         let of_device = matches!(
             before.cause,
@@ -451,24 +463,24 @@ impl World {
             before.cause,
             before.job
         );
-        self.tally.hung += u64::from(before.cause == FailureCause::NoProgress);
-        self.tally.stuck += u64::from(before.cause == FailureCause::DeviceStuck);
-        self.tally.interrupted += u64::from(before.cause == FailureCause::Interrupted);
+        self.stats.hung += u64::from(before.cause == FailureCause::NoProgress);
+        self.stats.stuck += u64::from(before.cause == FailureCause::DeviceStuck);
+        self.stats.interrupted += u64::from(before.cause == FailureCause::Interrupted);
     }
 
-    /// What is forgotten from now on: nobody is promised the job any longer, and one that lost its checkpoint begins again.
-    fn note(&mut self, record: &Record) {
+    /// Updates the expectations for jobs that are removed or lose their checkpoint.
+    fn observe(&mut self, record: &Record) {
         match record {
             Record::JobGone(id) => {
                 self.acknowledged.remove(id);
                 if let Some((array, _)) = id.as_str().rsplit_once('-') {
-                    // It is forgotten as a whole.
+                    // An array is removed as a whole.
                     self.acknowledged.remove(&JobId::new(array));
                 }
-                self.tally.forgotten += 1;
+                self.stats.removed += 1;
             }
             Record::Job(job) if job.checkpoint.is_none() => {
-                self.tally.expired_checkpoints += u64::from(self.committed.remove(&job.id).is_some());
+                self.stats.expired_checkpoints += u64::from(self.committed.remove(&job.id).is_some());
             }
             _ => {}
         }
@@ -481,8 +493,8 @@ impl World {
                 assert!(placed.held.epoch > *newest, "an epoch was handed out twice");
                 *newest = placed.held.epoch;
                 self.count(&placed);
-                if let Some(index) = self.of_session(session) {
-                    self.send(|| Happening::Work(index, session, (*placed).clone()));
+                if let Some(index) = self.worker_of_session(session) {
+                    self.send(|| SimEvent::Assignment(index, session, (*placed).clone()));
                 }
             }
             Effect::Send(session, message) => {
@@ -492,55 +504,56 @@ impl World {
                     ..
                 } = &message
                 {
-                    let (held, step) = about.expect("an answer to nothing");
+                    let (held, step) = about.expect("an answer without a request");
                     let job = JobId::new(job_of(&held.attempt).unwrap());
                     let live = self.state.job(&job).and_then(|job| job.current());
-                    self.tally.brought += u64::from(live.is_none_or(|live| live.id != held.attempt));
+                    self.stats.late_checkpoints += u64::from(live.is_none_or(|live| live.id != held.attempt));
                     assert_eq!(self.epochs[&job], held.epoch, "a stale epoch committed");
                     let before = self.committed.insert(job, *step);
                     assert!(before.is_none_or(|before| before <= *step), "a checkpoint regressed");
                 }
                 match &message {
-                    ToWorker::Fence { .. } => self.tally.lost += 1,
+                    ToWorker::Fence { .. } => self.stats.fenced += 1,
                     ToWorker::Stop { held, .. } => {
                         let job = job_of(&held.attempt).and_then(|id| self.state.jobs.find(id));
-                        let gives_way = job.is_some_and(|job| matches!(job.recall, Some(Recall::GiveWay(_))));
-                        self.tally.gave_way += u64::from(gives_way);
-                        let faster = job.is_some_and(|job| matches!(job.recall, Some(Recall::Faster { .. })));
-                        self.tally.took_over += u64::from(faster);
+                        let preempted = job.is_some_and(|job| matches!(job.preemption, Some(Preemption::ForJob(_))));
+                        self.stats.preempted += u64::from(preempted);
+                        let migrates =
+                            job.is_some_and(|job| matches!(job.preemption, Some(Preemption::FasterDevice { .. })));
+                        self.stats.migrated += u64::from(migrates);
                     }
                     _ => {}
                 }
-                if let Some(index) = self.of_session(session) {
-                    self.send(|| Happening::Down(index, session, message.clone()));
+                if let Some(index) = self.worker_of_session(session) {
+                    self.send(|| SimEvent::ToWorker(index, session, message.clone()));
                 }
             }
             Effect::Close { session, retry, .. } => {
-                if let Some(index) = self.of_session(session) {
+                if let Some(index) = self.worker_of_session(session) {
                     let reason = String::new();
-                    self.later(
+                    self.schedule(
                         1,
-                        Happening::Down(index, session, ToWorker::GoingAway { reason, retry }),
+                        SimEvent::ToWorker(index, session, ToWorker::GoingAway { reason, retry }),
                     );
                 }
             }
             Effect::Reply(_, Ok(Reply::Submitted(submitted))) => {
-                self.tally.jobs += u64::from(!submitted.existed);
+                self.stats.jobs += u64::from(!submitted.existed);
                 self.acknowledged.insert(submitted.job);
             }
-            Effect::Persist(_) | Effect::Publish(..) | Effect::Reply(..) => {}
+            Effect::Persist(_) | Effect::ForeignReport { .. } | Effect::Publish(..) | Effect::Reply(..) => {}
         }
     }
 
-    fn of_session(&self, session: SessionId) -> Option<usize> {
+    fn worker_of_session(&self, session: SessionId) -> Option<usize> {
         self.workers.iter().position(|worker| worker.session == Some(session))
     }
 
-    fn count(&mut self, placed: &Placed) {
-        self.tally.attempts += 1;
+    fn count(&mut self, placed: &PlacedAttempt) {
+        self.stats.attempts += 1;
         let Some(job) = self.state.job(&placed.job) else { return };
-        self.tally.smaller_profiles += u64::from(job.at_most.is_some());
+        self.stats.smaller_profiles += u64::from(job.max_profile.is_some());
         let places = self.state.slots.iter().map(|(_, slot)| slot.running.len());
-        self.tally.shared += u64::from(places.max().is_some_and(|most| most > 1));
+        self.stats.shared += u64::from(places.max().is_some_and(|most| most > 1));
     }
 }

@@ -1,14 +1,14 @@
-//! What the scheduler knows of an array of jobs.
+//! An array of jobs.
 
 use crate::model::QueueKey;
 use aitk_common::id::JobId;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What is known of an array: all of it is derived from its members.
+/// An array of jobs. Everything in it is derived from its members.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Array {
     pub(crate) name: String,
-    /// Those that are not forgotten, by their index.
+    /// The members that still exist, by index.
     pub(crate) members: BTreeMap<u32, JobId>,
     pub(crate) size: u32,
     pub(crate) at_most: Option<u32>,
@@ -17,15 +17,15 @@ pub(crate) struct Array {
     pub(crate) completed: usize,
     /// Members with a live attempt.
     pub(crate) running: BTreeSet<JobId>,
-    /// Where there is a limit: members that wait for a device. Together with those that run they are never above it.
+    /// If there is a limit: members that wait for a device. Together with the running members they never exceed it.
     pub(crate) ready: BTreeSet<JobId>,
-    /// Members that wait for nothing but the limit, in queue order.
-    pub(crate) held: BTreeMap<QueueKey, JobId>,
+    /// Members that wait only because of the limit, in queue order.
+    pub(crate) over_limit: BTreeMap<QueueKey, JobId>,
 }
 
 impl Array {
-    /// Whether one more member may wait for a device.
-    pub(crate) fn has_room(&self) -> bool {
+    /// Whether the limit allows one more member to wait for a device.
+    pub(crate) fn can_admit(&self) -> bool {
         let most = self.at_most.map_or(usize::MAX, |most| most as usize);
         self.running.len() + self.ready.len() < most
     }

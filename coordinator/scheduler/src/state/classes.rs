@@ -1,10 +1,10 @@
-//! Jobs that are alike in what they need of a device are placed alike: they share a class, and what is found out for
-//! one holds for all. So an event costs what the classes that it concerns cost, and not what the queue costs.
+//! Classes of jobs with the same needs. What is found out about devices for one job of a class holds for all of them, so the
+//! cost of an event depends on the number of classes and not on the length of the queue.
 
 use crate::model::ClassId;
-use crate::model::{Job, Level, SlotId, Wants, Worker};
-use crate::state::slots::Held;
-use crate::state::speeds::TOO_SLOW;
+use crate::model::{Job, Level, Requirements, SlotId, Worker};
+use crate::state::slots::Reservation;
+use crate::state::speeds::MAX_SLOWDOWN;
 use crate::state::user::UserIndex;
 use crate::state::user_queue::UserQueue;
 
@@ -14,9 +14,9 @@ use aitk_common::plan::need::MemoryNeed;
 use aitk_common::plan::profile::MemoryProfile;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What placement needs to know of a job.
+/// What decides on which devices a job may run. Jobs with equal needs are in one class.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Needs {
+pub(crate) struct DeviceNeeds {
     pub(crate) local: bool,
     pub(crate) device: Option<DeviceKind>,
     pub(crate) labels: BTreeMap<String, String>,
@@ -24,92 +24,106 @@ pub(crate) struct Needs {
     pub(crate) memory: Option<u64>,
     pub(crate) family: Option<String>,
     pub(crate) predicted: Option<MemoryNeed>,
-    pub(crate) at_most: Option<MemoryProfile>,
-    pub(crate) alone: bool,
+    pub(crate) max_profile: Option<MemoryProfile>,
+    pub(crate) exclusive: bool,
     pub(crate) yields: bool,
-    /// The job that it is a part of: what devices do for that one matters.
+    /// The array that it is a part of: the placement of a part depends on where the other parts run.
     pub(crate) part_of: Option<JobId>,
 }
 
-impl Needs {
+impl DeviceNeeds {
     pub(crate) fn of(job: &Job) -> Self {
         let part_of = job
             .array
             .as_ref()
-            .filter(|place| place.split)
-            .map(|place| place.id.clone());
+            .filter(|membership| membership.split)
+            .map(|membership| membership.id.clone());
         Self {
             part_of,
-            ..Self::of_wants(&job.wants, job.local, job.at_most)
+            ..Self::of_requirements(&job.requirements, job.local, job.max_profile)
         }
     }
 
-    pub(crate) fn of_wants(wants: &Wants, local: bool, at_most: Option<MemoryProfile>) -> Self {
-        let demand = wants.demand.as_ref();
+    pub(crate) fn of_requirements(
+        requirements: &Requirements,
+        local: bool,
+        max_profile: Option<MemoryProfile>,
+    ) -> Self {
+        let demand = requirements.demand.as_ref();
         Self {
             local,
-            device: wants.device,
-            labels: wants.labels.clone(),
-            profile: wants.profile,
-            memory: wants.memory,
+            device: requirements.device,
+            labels: requirements.labels.clone(),
+            profile: requirements.profile,
+            memory: requirements.memory,
             family: demand.map(|demand| demand.family.clone()),
             predicted: demand.and_then(|demand| demand.memory),
-            at_most,
-            alone: wants.alone,
-            yields: wants.yields,
+            max_profile,
+            exclusive: requirements.exclusive,
+            yields: requirements.yields,
             part_of: None,
         }
     }
 
-    /// What is set aside for such a job under a plan that needs `bytes`.
-    pub(crate) fn held(&self, bytes: Option<u64>) -> Held {
-        Held {
+    /// Whether such a job had better wait than take a device that needs this many seconds per unit of work, when the
+    /// fastest device that fits needs `fastest`. A job that asks for a kind of device takes a slow one.
+    pub(crate) fn is_too_slow(&self, seconds_per_unit: f64, fastest: f64) -> bool {
+        self.device.is_none() && seconds_per_unit > fastest * MAX_SLOWDOWN
+    }
+
+    /// What is reserved for such a job when it needs `bytes`.
+    pub(crate) fn reservation(&self, bytes: Option<u64>) -> Reservation {
+        Reservation {
             bytes,
-            alone: self.alone,
+            exclusive: self.exclusive,
         }
     }
 }
 
-/// Why a device is not for a job. Ordered: of several devices, the reason that came closest is shown.
+/// Why a job does not fit on a device. The greater one is closer to fitting; of several devices the greatest is shown.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Misfit {
+pub(crate) enum FitError {
     OtherMachine,
-    Label(String, String),
-    Kind(DeviceKind),
-    Profile(MemoryProfile),
-    /// Predicted, under the leanest profile that may be tried.
-    Needs {
-        most: u64,
+    MissingLabel(String, String),
+    OtherKind(DeviceKind),
+    UnsupportedProfile(MemoryProfile),
+    /// The prediction under the leanest profile that may be tried is more than the device's budget.
+    PredictedMemory {
+        budget: u64,
         needed: u64,
         profile: MemoryProfile,
     },
-    /// As its user says.
-    Asks {
-        most: u64,
-        wanted: u64,
+    /// The memory that the user asks for is more than the device's budget.
+    RequestedMemory {
+        budget: u64,
+        requested: u64,
     },
+    /// The device offers no memory.
     NoBudget,
 }
 
-/// A way to run a job on a device: the profile, and the bytes that it needs; none: not known.
+/// How a job would run on a device: the memory profile, and the bytes that it needs; none: not known.
 pub(crate) type Choice = (MemoryProfile, Option<u64>);
 
-/// Whether the device can run such a job when it is idle, and how: under the least slow profile. Beside others it runs
-/// under the same one or not at all; a task that is squeezed in beside others would only crawl.
-pub(crate) fn fit(needs: &Needs, worker: &Worker, device: &Device) -> Result<Choice, Misfit> {
+/// Checks whether a job with these needs fits on a device when the device is idle, and chooses the fastest profile that fits.
+/// Beside other jobs it runs under the same profile or not at all: a leaner one would be too slow.
+///
+/// # Errors
+/// Why it does not fit.
+pub(crate) fn check_fit(needs: &DeviceNeeds, worker: &Worker, device: &Device) -> Result<Choice, FitError> {
     if needs.local && !worker.same_machine {
-        return Err(Misfit::OtherMachine);
+        return Err(FitError::OtherMachine);
     }
     if let Some((key, value)) = needs
         .labels
         .iter()
         .find(|(key, value)| worker.labels.get(*key) != Some(*value))
     {
-        return Err(Misfit::Label(key.clone(), value.clone()));
+        return Err(FitError::MissingLabel(key.clone(), value.clone()));
     }
     let kind = device.device.kind;
     if let Some(wanted) = needs.device.filter(|wanted| *wanted != kind) {
-        return Err(Misfit::Kind(wanted));
+        return Err(FitError::OtherKind(wanted));
     }
     let on_cpu = kind == DeviceKind::Cpu;
     let wrong_kind = match needs.profile {
@@ -118,24 +132,23 @@ pub(crate) fn fit(needs: &Needs, worker: &Worker, device: &Device) -> Result<Cho
         _ => false,
     };
     if let Some(profile) = needs.profile.filter(|_| wrong_kind) {
-        return Err(Misfit::Profile(profile));
+        return Err(FitError::UnsupportedProfile(profile));
     }
     let budget = device.memory_budget;
     if budget == 0 {
-        return Err(Misfit::NoBudget);
+        return Err(FitError::NoBudget);
     }
-    if let Some(wanted) = needs.memory.filter(|wanted| *wanted > budget) {
-        return Err(Misfit::Asks { most: budget, wanted });
+    if let Some(requested) = needs.memory.filter(|requested| *requested > budget) {
+        return Err(FitError::RequestedMemory { budget, requested });
     }
-    // From the one after which it ran out of memory.
-    let rest = |most: MemoryProfile| {
+    let no_larger_than = |most: MemoryProfile| {
         MemoryProfile::on(on_cpu)
             .into_iter()
             .skip_while(move |one| *one != most)
     };
-    let tried: Vec<MemoryProfile> = match (needs.profile, needs.at_most) {
+    let tried: Vec<MemoryProfile> = match (needs.profile, needs.max_profile) {
         (Some(profile), _) => vec![profile],
-        (None, Some(most)) => rest(most).collect(),
+        (None, Some(most)) => no_larger_than(most).collect(),
         (None, None) => MemoryProfile::on(on_cpu).to_vec(),
     };
     let Some(predicted) = needs.predicted else {
@@ -144,86 +157,79 @@ pub(crate) fn fit(needs: &Needs, worker: &Worker, device: &Device) -> Result<Cho
         return Ok((*chosen.unwrap_or(&own), needs.memory));
     };
     let mut layouts: Vec<_> = tried.iter().map(|one| (*one, predicted.under(*one, on_cpu))).collect();
-    // A leaner profile that saves nothing is no way out.
+    // A leaner profile that saves no memory is not tried.
     layouts.dedup_by_key(|(_, bytes)| *bytes);
-    // What the user allows is what it gets; otherwise it may fill the device.
-    let room = needs.memory.unwrap_or(budget);
-    let fitting = layouts.iter().find(|(_, bytes)| *bytes <= room);
+    // The job gets the memory that its user states; otherwise it may fill the device.
+    let limit = needs.memory.unwrap_or(budget);
+    let fitting = layouts.iter().find(|(_, bytes)| *bytes <= limit);
     let leanest = layouts.last().copied().unwrap_or((MemoryProfile::Extreme, 0));
     match (fitting, needs.memory) {
-        // Its user knows better, and whoever runs a job in place wants it to run here: a prediction does not stop it.
+        // A prediction does not stop a job whose user states its memory, nor one that runs in place.
         (found, Some(wanted)) => Ok((found.map_or(leanest.0, |found| found.0), Some(wanted))),
         (found, None) if needs.local => Ok((found.map_or(leanest.0, |found| found.0), None)),
         (Some((profile, bytes)), None) => Ok((*profile, Some(*bytes))),
-        (None, None) => Err(Misfit::Needs {
-            most: budget,
+        (None, None) => Err(FitError::PredictedMemory {
+            budget,
             needed: leanest.1,
             profile: leanest.0,
         }),
     }
 }
 
-/// What a device offers to a class.
+/// How the jobs of a class would run on a device.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct DeviceOffer {
+pub(crate) struct DeviceFit {
     pub(crate) choice: Choice,
     /// Seconds per unit of work.
     pub(crate) seconds_per_unit: f64,
 }
 
-/// Jobs that are alike, and where they fit.
+/// A class: jobs with equal needs, and the devices on which they fit.
 #[derive(Clone, Debug)]
-pub(crate) struct Class {
-    pub(crate) needs: Needs,
-    /// Connected devices on which one fits when they are idle.
-    pub(crate) offers: BTreeMap<SlotId, DeviceOffer>,
-    /// The least seconds per unit among open devices; none: to be looked up.
-    pub(crate) best: Option<f64>,
-    /// The least bytes that one needs on any open device; looked up with `best`.
-    pub(crate) least: u64,
-    /// Those that wait and may start, by level, user and order.
+pub(crate) struct JobClass {
+    pub(crate) needs: DeviceNeeds,
+    /// The connected devices on which the jobs fit when the devices are idle.
+    pub(crate) fits: BTreeMap<SlotId, DeviceFit>,
+    /// The least seconds per unit of work among the open devices; none: to be computed.
+    pub(crate) fastest: Option<f64>,
+    /// The least bytes that a job needs on any open device; computed with `fastest`.
+    pub(crate) min_bytes: u64,
+    /// The jobs that wait for a device, by level, user and order.
     pub(crate) waiting: BTreeMap<Level, BTreeMap<UserIndex, UserQueue>>,
+    /// How many jobs wait for a device.
     pub(crate) count: usize,
-    /// None of them can start until a device on which they fit gets room.
-    pub(crate) stuck: bool,
-    /// Running jobs that were told to give way for one of them.
-    pub(crate) claims: BTreeSet<JobId>,
+    /// None of them can start until a device on which they fit gets more capacity.
+    pub(crate) blocked: bool,
+    /// The running jobs that are being preempted for one of them.
+    pub(crate) preempted: BTreeSet<JobId>,
 }
 
-impl Class {
-    /// Whether one had better wait than take a device that needs so many seconds per unit, where the best one needs
-    /// `best`.
-    pub(crate) fn is_too_slow(&self, seconds_per_unit: f64, best: f64) -> bool {
-        self.needs.device.is_none() && seconds_per_unit > best * TOO_SLOW
-    }
-}
-
-/// Empty classes that are kept, because the next job is often like the last one.
-const EMPTY_KEPT: usize = 256;
+/// The most empty classes that are kept. They are kept because the next job often has the same needs as an earlier one.
+const MAX_EMPTY_CLASSES: usize = 256;
 
 /// All classes.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Classes {
-    /// By their ids; none: free for the next one.
-    all: Vec<Option<Class>>,
-    index: BTreeMap<Needs, ClassId>,
+pub(crate) struct JobClasses {
+    /// By id; none: the id is free.
+    all: Vec<Option<JobClass>>,
+    index: BTreeMap<DeviceNeeds, ClassId>,
     free: Vec<ClassId>,
-    /// Empty ones.
+    /// How many classes are empty.
     empty: usize,
-    /// Those of which one may be able to start now.
+    /// The classes of which a job may be able to start now.
     pub(crate) candidates: BTreeSet<ClassId>,
 }
 
-impl Classes {
-    pub(crate) fn get(&self, id: ClassId) -> Option<&Class> {
+impl JobClasses {
+    pub(crate) fn get(&self, id: ClassId) -> Option<&JobClass> {
         self.all.get(id)?.as_ref()
     }
 
-    pub(crate) fn get_mut(&mut self, id: ClassId) -> Option<&mut Class> {
+    pub(crate) fn get_mut(&mut self, id: ClassId) -> Option<&mut JobClass> {
         self.all.get_mut(id)?.as_mut()
     }
 
-    pub(crate) fn find(&self, needs: &Needs) -> Option<ClassId> {
+    pub(crate) fn find(&self, needs: &DeviceNeeds) -> Option<ClassId> {
         self.index.get(needs).copied()
     }
 
@@ -231,57 +237,57 @@ impl Classes {
         self.iter().map(|(id, _)| id).collect()
     }
 
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (ClassId, &Class)> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (ClassId, &JobClass)> {
         let all = self.all.iter().enumerate();
         all.filter_map(|(id, class)| class.as_ref().map(|class| (id, class)))
     }
 
-    /// Adds an empty class, to which no device offers anything yet.
-    pub(crate) fn insert(&mut self, needs: Needs) -> ClassId {
+    /// Adds an empty class without devices.
+    pub(crate) fn insert(&mut self, needs: DeviceNeeds) -> ClassId {
         let id = self.free.pop().unwrap_or_else(|| {
             self.all.push(None);
             self.all.len() - 1
         });
         self.index.insert(needs.clone(), id);
         self.empty += 1;
-        if let Some(place) = self.all.get_mut(id) {
-            *place = Some(Class {
+        if let Some(entry) = self.all.get_mut(id) {
+            *entry = Some(JobClass {
                 needs,
-                offers: BTreeMap::new(),
-                best: None,
-                least: 0,
+                fits: BTreeMap::new(),
+                fastest: None,
+                min_bytes: 0,
                 waiting: BTreeMap::new(),
                 count: 0,
-                stuck: false,
-                claims: BTreeSet::new(),
+                blocked: false,
+                preempted: BTreeSet::new(),
             });
         }
         id
     }
 
-    /// Removes the empty classes that nobody claims a device for, once there are too many empty ones.
-    pub(crate) fn take_surplus(&mut self) -> Vec<(ClassId, Class)> {
-        if self.empty <= EMPTY_KEPT {
+    /// Removes the empty classes for which no job is being preempted, once there are too many empty classes.
+    pub(crate) fn remove_surplus(&mut self) -> Vec<(ClassId, JobClass)> {
+        if self.empty <= MAX_EMPTY_CLASSES {
             return Vec::new();
         }
-        let unused = |class: &mut Class| class.count == 0 && class.claims.is_empty();
-        let mut gone = Vec::new();
-        for (id, place) in self.all.iter_mut().enumerate() {
-            if let Some(class) = place.take_if(unused) {
+        let unused = |class: &mut JobClass| class.count == 0 && class.preempted.is_empty();
+        let mut removed = Vec::new();
+        for (id, entry) in self.all.iter_mut().enumerate() {
+            if let Some(class) = entry.take_if(unused) {
                 self.free.push(id);
                 self.index.remove(&class.needs);
                 self.candidates.remove(&id);
                 self.empty -= 1;
-                gone.push((id, class));
+                removed.push((id, class));
             }
         }
-        gone
+        removed
     }
 
-    /// One of the class may be able to start.
+    /// Notes that a job of the class may be able to start.
     pub(crate) fn wake(&mut self, id: ClassId) {
         if let Some(class) = self.get_mut(id) {
-            class.stuck = false;
+            class.blocked = false;
             if class.count > 0 {
                 self.candidates.insert(id);
             }
@@ -309,7 +315,7 @@ impl Classes {
             return;
         };
         let Some(queue) = users.get_mut(&user) else { return };
-        if !queue.take(order) {
+        if !queue.remove(order) {
             return;
         }
         if queue.is_empty() {

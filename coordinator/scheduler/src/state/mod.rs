@@ -1,4 +1,4 @@
-//! All that the core knows, and how it comes back from the store.
+//! The scheduler's state, and how it is restored from the store.
 
 pub(crate) mod array;
 pub(crate) mod checkpoint_offer;
@@ -9,10 +9,10 @@ pub(crate) mod table;
 pub(crate) mod user;
 pub(crate) mod user_queue;
 
-use crate::model::{Job, Live, QueueKey, QueueState, Recall, SessionId, Settings, SlotId, Worker};
+use crate::model::{Job, LiveAttempt, Preemption, QueueKey, QueueState, SessionId, Settings, SlotId, Worker};
 use crate::state::array::Array;
 use crate::state::checkpoint_offer::CheckpointOffer;
-use crate::state::classes::Classes;
+use crate::state::classes::JobClasses;
 use crate::state::slots::Slots;
 use crate::state::speeds::Speeds;
 use crate::state::table::{JobIndex, Jobs, Table};
@@ -23,7 +23,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Everything the core knows. Changed only by [`super::State::handle`].
+/// The scheduler's state. [`super::State::handle`] changes it.
 #[derive(Clone, Debug)]
 pub struct State {
     pub(crate) settings: Settings,
@@ -32,51 +32,51 @@ pub struct State {
     pub(crate) next_order: u64,
     /// Derived: waiting jobs in queue order.
     pub(crate) queue: BTreeMap<QueueKey, JobIndex>,
-    /// Derived: jobs with a live attempt. Whatever a worker says is about one of these, and they are few.
+    /// Derived: jobs with a live attempt. Every message of a worker is about one of these, and they are few.
     pub(crate) live: Table<JobId, JobIndex>,
-    /// Derived: devices and what runs on them.
+    /// Derived: devices and the jobs that run on them.
     pub(crate) slots: Slots,
-    /// Derived: waiting jobs that may start, by what they need.
-    pub(crate) classes: Classes,
-    /// Derived: waiting jobs whose time has not come.
+    /// Derived: jobs that wait for a device, by their needs.
+    pub(crate) classes: JobClasses,
+    /// Derived: jobs that wait for a time.
     pub(crate) timed: BTreeSet<(UnixMillis, JobId)>,
     /// Derived: job -> waiting jobs that start after it.
     pub(crate) dependents: BTreeMap<JobId, BTreeSet<JobId>>,
     /// Derived: live jobs with a time limit.
     pub(crate) deadlines: BTreeSet<(UnixMillis, JobId)>,
-    /// Derived: live jobs that yield and were not told to.
-    pub(crate) yielding: BTreeSet<JobId>,
-    /// Who has how much. What a user spent is volatile.
+    /// Derived: running jobs that yield and are not being preempted yet.
+    pub(crate) preemptible: BTreeSet<JobId>,
+    /// What each user uses. The device time is volatile.
     pub(crate) users: Table<UserName, User>,
-    /// Derived: what the workers' speeds tell of a kind of device.
+    /// Derived: measured speeds by device name.
     pub(crate) speeds: Speeds,
-    /// Derived: who has which open session.
+    /// Derived: the worker of each open session.
     pub(crate) sessions: BTreeMap<SessionId, WorkerId>,
-    /// Derived: submissions that carried a key, and the job or array that they gave.
+    /// Derived: idempotency key -> the job or array that was submitted with it.
     pub(crate) keys: BTreeMap<String, JobId>,
-    /// Volatile: there is no room for what jobs make; bytes that are free, and that are kept for the database.
+    /// Volatile: the disk has no room for results. Free bytes, and bytes that are reserved for the database.
     pub(crate) storage_full: Option<(u64, u64)>,
     /// Derived: bytes of the configs of all jobs of a user.
     pub(crate) config_bytes: BTreeMap<UserName, u64>,
-    /// Derived: arrays, by their members.
+    /// Derived: all arrays.
     pub(crate) arrays: BTreeMap<JobId, Array>,
-    /// Derived, empty between steps: arrays of which more members may wait for a device.
+    /// Empty between steps: arrays of which more members may now wait for a device.
     pub(crate) arrays_with_capacity: BTreeSet<JobId>,
-    /// Derived: arrays of parts of which some run.
+    /// Derived: arrays of parts that have running parts.
     pub(crate) splits: BTreeSet<JobId>,
-    /// Empty between steps: arrays of parts of which one runs no longer, or at another pace.
+    /// Empty between steps: arrays of parts of which a part stopped running or changed its speed.
     pub(crate) arrays_to_recheck: BTreeSet<JobId>,
-    /// Derived: how many devices are kept for a part that comes to them.
+    /// Derived: how many devices are reserved for a part that moves to them.
     pub(crate) reserved_slots: usize,
-    /// Empty between steps: devices whose part has come and may be placed now.
+    /// Empty between steps: reserved devices whose part has left its old device and is placed in this step.
     pub(crate) reserved_until_placed: BTreeSet<SlotId>,
-    /// Volatile: checkpoints that workers bring, by job.
+    /// Volatile: checkpoints that workers offer to upload, by job.
     pub(crate) offers: BTreeMap<JobId, CheckpointOffer>,
 }
 
 impl State {
-    /// The state that the store's records tell, at `now`: nobody is connected, and every live attempt gets a fresh
-    /// lease, because its worker could not beat while nobody listened.
+    /// Restores the state from stored records at `now`. No worker is connected. Every live attempt gets a full lease,
+    /// because its worker could not renew it while the coordinator was down.
     #[must_use]
     pub fn restore(settings: Settings, now: UnixMillis, jobs: Vec<Restored>, workers: Vec<Worker>) -> Self {
         let mut state = Self {
@@ -87,11 +87,11 @@ impl State {
             queue: BTreeMap::new(),
             live: Table::default(),
             slots: Slots::default(),
-            classes: Classes::default(),
+            classes: JobClasses::default(),
             timed: BTreeSet::new(),
             dependents: BTreeMap::new(),
             deadlines: BTreeSet::new(),
-            yielding: BTreeSet::new(),
+            preemptible: BTreeSet::new(),
             users: Table::default(),
             speeds: Speeds::default(),
             sessions: BTreeMap::new(),
@@ -109,7 +109,7 @@ impl State {
         for worker in state.workers.values_mut() {
             worker.last_seen = worker.registered;
             for speed in &worker.speeds {
-                state.speeds.take_over(speed);
+                state.speeds.restore(speed);
             }
         }
         let mut waiting = Vec::new();
@@ -120,7 +120,7 @@ impl State {
             let id = job.id.clone();
             let (queued, live) = (job.state == JobState::Queued, job.current().is_some());
             state.jobs.insert(Arc::new(job));
-            state.join_array(&id);
+            state.index_job(&id);
             if queued {
                 waiting.push(id);
             } else if live {
@@ -131,63 +131,67 @@ impl State {
             state.enqueue(now, id);
         }
         state.arrays_with_capacity.clear();
-        state.restore_claims();
+        state.restore_preempted();
         state
     }
 
-    /// A live attempt as the store tells it.
+    /// Restores the live attempt of a job.
     fn restore_live(&mut self, now: UnixMillis, id: &JobId, seq: u64) {
         let Some(job) = self.jobs.get_mut(id) else { return };
         let Some(attempt) = job.current().cloned() else { return };
-        let deadline = job.wants.time_limit.map(|limit| {
-            let left = Duration::from_millis(limit.saturating_sub(job.used));
+        let deadline = job.requirements.time_limit.map(|limit| {
+            let left = Duration::from_millis(limit.saturating_sub(job.used_millis));
             attempt.created.after(left)
         });
-        job.live = Some(Live {
+        job.live = Some(LiveAttempt {
             lease_until: now.after(self.settings.lease),
             seq,
             deadline,
             pace: None,
         });
-        let (owner, yields, alone) = (job.wants.owner.clone(), job.wants.yields, job.wants.alone);
-        let running = job.state == JobState::Running && job.recall.is_none();
+        let (owner, yields, exclusive) = (
+            job.requirements.owner.clone(),
+            job.requirements.yields,
+            job.requirements.exclusive,
+        );
+        let running = job.state == JobState::Running && job.preemption.is_none();
         let offered = self
             .workers
             .get(&attempt.worker)
             .and_then(|worker| worker.devices.iter().find(|device| device.device == attempt.device));
         let slot = self.slots.ensure(&attempt.worker, attempt.device, offered);
-        let held = crate::state::slots::Held {
+        let reservation = crate::state::slots::Reservation {
             bytes: attempt.memory,
-            alone,
+            exclusive,
         };
-        self.slots.occupy(slot, id, held);
+        self.slots.occupy(slot, id, reservation);
         self.live
             .extend(self.jobs.index_of(id).map(|index| (id.clone(), index)));
         if let Some(deadline) = deadline {
             self.deadlines.insert((deadline, id.clone()));
         }
         if yields && running {
-            self.yielding.insert(id.clone());
+            self.preemptible.insert(id.clone());
         }
-        self.user_starts(&owner);
-        self.member_starts(id);
+        self.count_started(&owner);
+        self.array_member_started(id);
     }
 
-    /// Jobs that were told to give way before the coordinator restarted, and still do.
-    fn restore_claims(&mut self) {
-        let giving: Vec<(JobId, JobId)> = self
+    /// Restores which jobs are being preempted for which class.
+    fn restore_preempted(&mut self) {
+        let preempted: Vec<(JobId, JobId)> = self
             .live
             .keys()
-            .filter_map(|id| match &self.jobs.get(id)?.recall {
-                Some(Recall::GiveWay(to)) => Some((id.clone(), to.clone())),
+            .filter_map(|id| match &self.jobs.get(id)?.preemption {
+                Some(Preemption::ForJob(to)) => Some((id.clone(), to.clone())),
                 _ => None,
             })
             .collect();
-        for (victim, to) in giving {
+        for (victim, to) in preempted {
             if let Some(QueueState::Ready(class)) = self.jobs.get(&to).map(|job| job.queue_state)
                 && let Some(class) = self.classes.get_mut(class)
             {
-                class.claims.insert(victim);
+                class.preempted.insert(victim);
             }
         }
     }
@@ -204,7 +208,7 @@ impl State {
         self.jobs.get(id)
     }
 
-    /// How many jobs wait, run and stop.
+    /// How many jobs wait, run and are stopping.
     #[must_use]
     pub fn active_jobs(&self) -> ActiveJobs {
         let stopping = |id: &&JobId| self.job(id).is_some_and(|job| job.state == JobState::Stopping);
@@ -216,14 +220,14 @@ impl State {
         }
     }
 
-    /// Bytes that are free where job results are stored, and bytes that are reserved for the database, while there is no
-    /// room for results.
+    /// The free bytes where job results are stored, and the bytes that are reserved for the database, while there is no room
+    /// for results. None: there is room.
     #[must_use]
     pub fn storage_full(&self) -> Option<(u64, u64)> {
         self.storage_full
     }
 
-    /// Changes what [`State::storage_full`] says between two events: no job is started from now on, or jobs may be again.
+    /// Sets [`State::storage_full`] between two events. No job starts while it is set.
     pub fn set_storage_full(&mut self, full: Option<(u64, u64)>) {
         self.storage_full = full;
     }
@@ -235,18 +239,18 @@ impl State {
     }
 }
 
-/// Numbers of jobs that have not ended, by state.
+/// The number of jobs that have not ended, by state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ActiveJobs {
     /// Waiting for a device.
     pub queued: usize,
-    /// With a live attempt that was not told to stop.
+    /// With a live attempt that was not asked to stop.
     pub running: usize,
-    /// With a live attempt that was told to stop.
+    /// With a live attempt that was asked to stop.
     pub stopping: usize,
 }
 
-/// A job as the store tells it.
+/// A job as it is stored.
 #[derive(Clone, Debug)]
 pub struct Restored {
     /// The job.

@@ -1,4 +1,4 @@
-//! Devices, what runs on them, and whether there is room for more.
+//! Devices, the jobs that run on them, and their free capacity.
 
 use crate::model::SlotId;
 use crate::model::{ClassId, DeviceKey, device_key};
@@ -9,78 +9,81 @@ use aitk_common::control::UnixMillis;
 use aitk_common::id::{JobId, WorkerId};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Jobs on one device at the most. More would each crawl.
-const SHARE_MOST: usize = 3;
+/// The most jobs on one device. With more, each of them would be too slow.
+const MAX_JOBS_PER_DEVICE: usize = 3;
 
 /// A device of a worker.
 #[derive(Clone, Debug)]
 pub(crate) struct Slot {
     pub(crate) worker: WorkerId,
     pub(crate) device: Device,
-    /// Who runs on it, and what is set aside for each.
-    pub(crate) running: Table<JobId, Held>,
-    /// What is set aside in all, as far as it is known.
+    /// The jobs that run on it, and what is reserved for each.
+    pub(crate) running: Table<JobId, Reservation>,
+    /// Total bytes that are reserved for them; a job whose need is not known counts as the whole budget.
     pub(crate) reserved: u64,
     /// Its worker is connected and offers it.
     pub(crate) connected: bool,
-    /// It takes work: connected, not leaving, not drained, not quarantined.
-    pub(crate) open: bool,
-    /// No work until then, because of driver faults.
+    /// It takes work: it is connected and not quarantined, and its worker is neither leaving nor drained.
+    pub(crate) accepts_jobs: bool,
+    /// When its quarantine ends; none: it is not quarantined.
     pub(crate) quarantined: Option<UnixMillis>,
-    /// Classes of waiting jobs that fit on it.
+    /// The classes of waiting jobs that fit on it.
     pub(crate) classes: BTreeSet<ClassId>,
-    /// A part that leaves a slower device for this one.
+    /// The part that moves to this device from a slower one.
     pub(crate) reserved_for: Option<JobId>,
-    /// Where it is listed among those with room.
-    listed: Option<Room>,
+    /// Under which capacity it is in the index of devices with capacity.
+    indexed: Option<Capacity>,
 }
 
-/// How much room a device has.
+/// The free capacity of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Room {
-    /// All of it.
+enum Capacity {
+    /// Nothing runs on it.
     Idle,
-    /// So many bytes, for a small task beside others.
-    Beside(u64),
+    /// This many bytes for a small job beside others.
+    Shared(u64),
 }
 
-/// What is set aside for a job.
+/// What is reserved on a device for a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Held {
-    /// Bytes; none: all of the device.
+pub(crate) struct Reservation {
+    /// Bytes; none: the whole device.
     pub(crate) bytes: Option<u64>,
-    /// It shares with nobody.
-    pub(crate) alone: bool,
+    /// The job shares the device with no other job.
+    pub(crate) exclusive: bool,
 }
 
 impl Slot {
-    /// Whether a small task can be beside another one here: both are at most half of the device. CPUs are not
-    /// shared: two tasks on one would each take twice as long and gain nothing.
-    fn is_small(&self, held: Held) -> bool {
-        !held.alone && held.bytes.is_some_and(|bytes| bytes <= self.device.memory_budget / 2)
+    /// Whether a job is small enough to share this device: it needs at most half of its memory. CPUs are never shared: two
+    /// jobs on one CPU would each take twice as long.
+    fn is_small(&self, reservation: Reservation) -> bool {
+        !reservation.exclusive
+            && reservation
+                .bytes
+                .is_some_and(|bytes| bytes <= self.device.memory_budget / 2)
     }
 
-    /// Whether anything at all might start here.
-    pub(crate) fn has_room(&self) -> bool {
-        self.open
+    /// Whether any job could start here.
+    pub(crate) fn has_capacity(&self) -> bool {
+        self.accepts_jobs
             && (self.running.is_empty()
                 || (self.device.device.kind != DeviceKind::Cpu
-                    && self.running.len() < SHARE_MOST
+                    && self.running.len() < MAX_JOBS_PER_DEVICE
                     && self.reserved < self.device.memory_budget
                     && self.running.values().all(|held| self.is_small(*held))))
     }
 
-    fn room(&self) -> Option<Room> {
+    fn capacity(&self) -> Option<Capacity> {
         let left = self.device.memory_budget.saturating_sub(self.reserved);
-        match self.has_room() {
+        match self.has_capacity() {
             false => None,
-            true if self.running.is_empty() => Some(Room::Idle),
-            true => Some(Room::Beside(left.min(self.device.memory_budget / 2))),
+            true if self.running.is_empty() => Some(Capacity::Idle),
+            true => Some(Capacity::Shared(left.min(self.device.memory_budget / 2))),
         }
     }
 
-    /// Whether there is room for this one, `without` one of those that run.
-    pub(crate) fn has_room_for(&self, wanted: Held, without: Option<&JobId>) -> bool {
+    /// Whether a job with this reservation could start here if the running job `without` were gone.
+    pub(crate) fn has_capacity_for(&self, wanted: Reservation, without: Option<&JobId>) -> bool {
         let mut others = self.running.iter().filter(|(id, _)| Some(*id) != without).peekable();
         if others.peek().is_none() {
             return true;
@@ -96,19 +99,19 @@ impl Slot {
             count += 1;
             bytes = bytes.saturating_add(held.bytes.unwrap_or(u64::MAX));
         }
-        count <= SHARE_MOST && bytes <= self.device.memory_budget
+        count <= MAX_JOBS_PER_DEVICE && bytes <= self.device.memory_budget
     }
 }
 
-/// All devices that were ever offered since the start.
+/// All devices that workers offered since the coordinator started.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Slots {
     all: Vec<Slot>,
     index: Table<WorkerId, BTreeMap<DeviceKey, SlotId>>,
-    /// Derived: those on which nothing runs.
+    /// Derived: open devices on which nothing runs.
     pub(crate) idle: BTreeSet<SlotId>,
-    /// Derived: those with room beside what runs there, by how much.
-    pub(crate) beside: BTreeSet<(u64, SlotId)>,
+    /// Derived: open devices with capacity beside the jobs that run there, by the bytes of that capacity.
+    pub(crate) shareable: BTreeSet<(u64, SlotId)>,
 }
 
 impl Slots {
@@ -145,18 +148,18 @@ impl Slots {
             running: Table::default(),
             reserved: 0,
             connected: false,
-            open: false,
+            accepts_jobs: false,
             quarantined: None,
             classes: BTreeSet::new(),
             reserved_for: None,
-            listed: None,
+            indexed: None,
         });
         self.index.entry(worker.clone()).or_default().insert(key, id);
         id
     }
 
-    /// The slot of a device, made if need be. A device that its worker does not offer any more, but on which a job
-    /// still runs, is one without memory.
+    /// The slot of a device; it is created if it does not exist. A device that its worker no longer offers, but on which
+    /// a job still runs, gets a slot without memory.
     pub(crate) fn ensure(&mut self, worker: &WorkerId, device: DeviceRef, offered: Option<&Device>) -> SlotId {
         match (self.find(worker, device), offered) {
             (Some(id), Some(offered)) => {
@@ -183,59 +186,59 @@ impl Slots {
         }
     }
 
-    /// Puts a job on a device.
-    pub(crate) fn occupy(&mut self, id: SlotId, job: &JobId, held: Held) {
+    /// Records that a job runs on a device.
+    pub(crate) fn occupy(&mut self, id: SlotId, job: &JobId, held: Reservation) {
         let Some(slot) = self.all.get_mut(id) else { return };
         slot.running.insert(job.clone(), held);
         slot.reserved = slot
             .reserved
             .saturating_add(held.bytes.unwrap_or(slot.device.memory_budget));
-        self.list(id);
+        self.reindex(id);
     }
 
-    /// Lists a device among those with room, where it belongs now. Whether it has any.
-    pub(crate) fn list(&mut self, id: SlotId) -> bool {
+    /// Updates the index of devices with capacity for one device. Returns whether it has capacity.
+    pub(crate) fn reindex(&mut self, id: SlotId) -> bool {
         let Some(slot) = self.all.get_mut(id) else { return false };
-        let room = slot.room();
-        match std::mem::replace(&mut slot.listed, room) {
-            before if before == room => {}
-            Some(Room::Idle) => {
+        let capacity = slot.capacity();
+        match std::mem::replace(&mut slot.indexed, capacity) {
+            before if before == capacity => {}
+            Some(Capacity::Idle) => {
                 self.idle.remove(&id);
             }
-            Some(Room::Beside(bytes)) => {
-                self.beside.remove(&(bytes, id));
+            Some(Capacity::Shared(bytes)) => {
+                self.shareable.remove(&(bytes, id));
             }
             None => {}
         }
-        match room {
-            Some(Room::Idle) => {
+        match capacity {
+            Some(Capacity::Idle) => {
                 self.idle.insert(id);
             }
-            Some(Room::Beside(bytes)) => {
-                self.beside.insert((bytes, id));
+            Some(Capacity::Shared(bytes)) => {
+                self.shareable.insert((bytes, id));
             }
             None => {}
         }
-        room.is_some()
+        capacity.is_some()
     }
 
-    /// Whether a device is listed as it should be.
-    pub(crate) fn is_listed_right(&self, id: SlotId) -> bool {
+    /// Whether the index of devices with capacity is right for one device.
+    pub(crate) fn is_indexed_correctly(&self, id: SlotId) -> bool {
         self.all.get(id).is_some_and(|slot| {
-            let listed = |room: Room| match room {
-                Room::Idle => self.idle.contains(&id),
-                Room::Beside(bytes) => self.beside.contains(&(bytes, id)),
+            let indexed = |capacity: Capacity| match capacity {
+                Capacity::Idle => self.idle.contains(&id),
+                Capacity::Shared(bytes) => self.shareable.contains(&(bytes, id)),
             };
-            slot.listed == slot.room() && slot.listed.is_none_or(listed)
+            slot.indexed == slot.capacity() && slot.indexed.is_none_or(indexed)
         })
     }
 
-    /// How many devices have room.
-    pub(crate) fn with_room(&self) -> usize {
-        self.idle.len() + self.beside.len()
+    /// How many devices have capacity.
+    pub(crate) fn with_capacity(&self) -> usize {
+        self.idle.len() + self.shareable.len()
     }
 
-    /// Takes it off again.
+    /// Records that a job no longer runs on a device. The caller then calls [`Self::reindex`].
     pub(crate) fn vacate(&mut self, id: SlotId, job: &JobId) {
         let Some(slot) = self.all.get_mut(id) else { return };
         slot.running.shift_remove(job);
@@ -246,7 +249,7 @@ impl Slots {
             .fold(0, |sum: u64, held| sum.saturating_add(held.bytes.unwrap_or(whole)));
     }
 
-    /// Jobs that run on a worker's devices.
+    /// The jobs that run on a worker's devices.
     pub(crate) fn jobs_of(&self, worker: &WorkerId) -> Vec<JobId> {
         let slots = self.index.get(worker).into_iter().flat_map(BTreeMap::values);
         slots

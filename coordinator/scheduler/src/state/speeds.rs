@@ -1,4 +1,4 @@
-//! How fast devices are: a guess by kind until work was measured there, then what was measured.
+//! Speeds of devices: measured ones, and guesses by kind of device until there is a measurement.
 
 use crate::model::Speed;
 
@@ -8,14 +8,14 @@ use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// A device that takes this many times as long as the fastest one that fits is not taken: waiting is better.
-pub(crate) const TOO_SLOW: f64 = 8.0;
-/// Kinds of devices and families that are remembered; far more than a pool has.
-pub(crate) const KEPT: usize = 4096;
+/// A device that takes more than this many times as long as the fastest one that fits is not used: waiting is better.
+pub(crate) const MAX_SLOWDOWN: f64 = 8.0;
+/// The most names of devices that are remembered; far more than a pool has.
+pub(crate) const MAX_ENTRIES: usize = 4096;
 
-/// How much longer a step takes under a profile than with everything on the device. Encoders that leave cost little;
-/// 8-bit weights 1.05 to 1.3; streamed blocks about a tenth to twice as long, by the bus (figures of SimpleTuner's
-/// sweeps and musubi-tuner's pull request 972).
+/// How many times as long a step takes under a profile as with everything on the device. Offloaded text encoders cost
+/// little; 8-bit weights 1.05 to 1.3; streamed blocks 1.1 to 2, depending on the bus (figures of SimpleTuner's sweeps and
+/// musubi-tuner's pull request 972).
 pub(crate) fn slowdown(profile: MemoryProfile) -> f64 {
     match profile {
         MemoryProfile::FullGpu | MemoryProfile::CpuOnly => 1.0,
@@ -25,8 +25,8 @@ pub(crate) fn slowdown(profile: MemoryProfile) -> f64 {
     }
 }
 
-/// How much longer work takes than on a middling CUDA card, before anything was measured.
-fn guess(kind: DeviceKind) -> f64 {
+/// A guess how many times as long work takes as on an average CUDA card, before anything was measured.
+fn guessed_slowdown(kind: DeviceKind) -> f64 {
     match kind {
         DeviceKind::Cuda => 1.0,
         DeviceKind::Metal => 4.0,
@@ -34,14 +34,14 @@ fn guess(kind: DeviceKind) -> f64 {
     }
 }
 
-/// What was measured: device name -> family -> seconds per unit with everything on the device.
+/// Measured speeds: device name -> family -> seconds per unit of work with everything on the device.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Speeds(pub(crate) BTreeMap<String, BTreeMap<String, f64>>);
 
 impl Speeds {
-    /// Takes over what an earlier process learned.
-    pub(crate) fn take_over(&mut self, speed: &Speed) {
-        if speed.nanoseconds_per_unit > 0 && self.0.len() < KEPT {
+    /// Adds a speed that was measured before a restart.
+    pub(crate) fn restore(&mut self, speed: &Speed) {
+        if speed.nanoseconds_per_unit > 0 && self.0.len() < MAX_ENTRIES {
             let seconds = Duration::from_nanos(speed.nanoseconds_per_unit).as_secs_f64();
             self.0
                 .entry(speed.device.clone())
@@ -54,18 +54,18 @@ impl Speeds {
         self.0.get(&device.name)?.get(family?).copied()
     }
 
-    /// Whether work of this family was measured on such a device.
+    /// Whether work of this family was measured on a device of this name.
     pub(crate) fn is_measured(&self, device: &Device, family: Option<&str>) -> bool {
         self.measured(device, family).is_some()
     }
 
-    /// Seconds per unit of work on a device under a profile.
+    /// Seconds per unit of work on a device under a profile, measured or guessed.
     pub(crate) fn seconds_per_unit(&self, device: &Device, family: Option<&str>, profile: MemoryProfile) -> f64 {
         let plain = self.measured(device, family).unwrap_or_else(|| {
             let usual = family
                 .and_then(Family::of)
                 .map_or(UNKNOWN_SECONDS_PER_UNIT, |family| family.seconds_per_unit);
-            usual * guess(device.device.kind)
+            usual * guessed_slowdown(device.device.kind)
         });
         plain * slowdown(profile)
     }

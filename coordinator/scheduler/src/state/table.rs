@@ -1,5 +1,5 @@
-//! The jobs, found by their ids. A job is shared with whoever was handed its record: it is copied when it changes while
-//! somebody still holds it, and not each time that it changes.
+//! The table of jobs. Each job is in an `Arc` that its record shares: a job is copied only when it changes while a record of
+//! it still exists.
 
 use crate::model::Job;
 use aitk_common::id::JobId;
@@ -7,15 +7,15 @@ use foldhash::fast::RandomState;
 use indexmap::IndexMap;
 use std::sync::Arc;
 
-/// A hashed table in an order that the events alone decide, so that a replay is the same.
+/// A hash table whose order depends only on the events, so that a replay gives the same order.
 pub(crate) type Table<K, V> = IndexMap<K, V, RandomState>;
 
-/// Where a job is in the table. Another one may have its index once somebody was forgotten.
+/// The index of a job in the table. It may belong to another job after a job was removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct JobIndex(u32);
 
-/// All jobs. Hashed, because most of what a step does begins by finding a job; and because that is mostly one of the last
-/// two that it changed, these are tried first. In a large table, each look into the hash waits for memory.
+/// All jobs by id. The last two jobs that changed are tried before the hash table, because most look-ups are for one of them
+/// and each look-up in a large hash table waits for memory.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Jobs {
     all: Table<JobId, Arc<Job>>,
@@ -32,7 +32,7 @@ impl Jobs {
         self.find(id.as_str())
     }
 
-    /// By text that need not be an id.
+    /// The job with this id. The text need not be a valid id.
     pub(crate) fn find(&self, id: &str) -> Option<&Job> {
         let (_, job) = self.all.get_index(self.index(id)?)?;
         Some(job)
@@ -50,7 +50,7 @@ impl Jobs {
         }
     }
 
-    /// The job as it is now, for a record.
+    /// A shared copy of the job as it is now, for a record.
     pub(crate) fn share(&self, id: &JobId) -> Option<Arc<Job>> {
         let (_, job) = self.all.get_index(self.index(id.as_str())?)?;
         Some(job.clone())
@@ -61,24 +61,24 @@ impl Jobs {
         self.remember(at);
     }
 
-    /// The job, and its index: whoever had the last one has this one now.
+    /// Removes a job. Returns it and its index, which now belongs to the job that was last in the table.
     pub(crate) fn remove(&mut self, id: &JobId) -> Option<(Arc<Job>, JobIndex)> {
         let (at, _, job) = self.all.swap_remove_full(id.as_str())?;
         Some((job, job_index(at)))
     }
 
-    /// Where a job is.
+    /// The index of a job.
     pub(crate) fn index_of(&self, id: &JobId) -> Option<JobIndex> {
         self.index(id.as_str()).map(job_index)
     }
 
-    /// Who is there.
+    /// The job with this index.
     pub(crate) fn at(&self, index: JobIndex) -> Option<&Job> {
         self.all.get_index(index.0 as usize).map(|(_, job)| &**job)
     }
 
-    /// Who is there, and is about to change.
-    pub(crate) fn visit(&mut self, index: JobIndex) -> Option<&Job> {
+    /// The job with this index, which the caller is about to change: the next look-up finds it faster.
+    pub(crate) fn select(&mut self, index: JobIndex) -> Option<&Job> {
         self.remember(index.0 as usize);
         self.at(index)
     }
@@ -96,7 +96,7 @@ impl Jobs {
     }
 }
 
-/// Four billion jobs would be more than any memory holds.
+/// An index as 32 bits: no memory holds four billion jobs.
 fn job_index(at: usize) -> JobIndex {
     JobIndex(u32::try_from(at).unwrap_or(u32::MAX))
 }

@@ -1,16 +1,16 @@
-//! What the scheduler knows of a user.
+//! Counters of a user, for quotas and fair share.
 
-/// A user's place in the table of users, from which nobody is ever taken.
+/// The index of a user in the table of users. Users are never removed from it.
 pub(crate) type UserIndex = usize;
 
-/// What a user has.
+/// What a user uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct User {
-    /// Jobs that wait.
+    /// Waiting jobs.
     pub(crate) waiting: usize,
-    /// Devices, or shares of one.
+    /// Running jobs: each holds a device or a share of one.
     pub(crate) running: u32,
-    /// Milliseconds of devices, counted from the least of all active users when this one became active: who was away
-    /// neither saved up nor lost anything.
-    pub(crate) spent: u64,
+    /// Device time used, in milliseconds. A user that becomes active starts at the least value of all active users, so that
+    /// time without jobs neither gains nor loses anything.
+    pub(crate) device_millis: u64,
 }

@@ -1,11 +1,11 @@
-//! Jobs of one user that wait behind each other.
+//! The waiting jobs of one user in one class.
 
 use std::collections::BTreeSet;
 
-/// The numbers of their submissions. Nobody keeps one that is empty.
+/// The waiting jobs of one user, by submission number. Empty queues are removed by their owner.
 #[derive(Clone, Debug)]
 pub(crate) struct UserQueue {
-    /// The first of them. At hand, because each placement asks for it, of every user.
+    /// The first of them. Cached, because each placement reads it for every user.
     first: u64,
     all: BTreeSet<u64>,
 }
@@ -30,8 +30,8 @@ impl UserQueue {
         self.all.is_empty()
     }
 
-    /// Whether this one waits here, and the line knows who is first.
-    pub(crate) fn holds(&self, order: u64) -> bool {
+    /// Whether this job waits here, and the cached first one is right.
+    pub(crate) fn is_consistent_with(&self, order: u64) -> bool {
         self.all.contains(&order) && self.all.first() == Some(&self.first)
     }
 
@@ -40,14 +40,14 @@ impl UserQueue {
         self.all.insert(order);
     }
 
-    /// Whether it was here.
-    pub(crate) fn take(&mut self, order: u64) -> bool {
-        let was_here = self.all.remove(&order);
+    /// Removes a job. Returns whether it was in the queue.
+    pub(crate) fn remove(&mut self, order: u64) -> bool {
+        let was_queued = self.all.remove(&order);
         if self.first == order
             && let Some(next) = self.all.first()
         {
             self.first = *next;
         }
-        was_here
+        was_queued
     }
 }

@@ -1,4 +1,4 @@
-//! Arrays: several jobs as one.
+//! Tests of arrays.
 
 use super::*;
 use crate::NewArray;
@@ -66,7 +66,7 @@ fn members(id: &str, count: u32) -> Vec<NewJob> {
 }
 
 #[test]
-fn all_members_are_taken_or_none_and_the_same_key_is_the_same_array() {
+fn an_array_is_accepted_as_a_whole_and_only_once_per_key() {
     let mut world = World::new();
     world.plain("ja", 3, None);
     assert_eq!(world.state.jobs.len(), 3);
@@ -95,7 +95,7 @@ fn all_members_are_taken_or_none_and_the_same_key_is_the_same_array() {
 }
 
 #[test]
-fn an_array_is_named_by_its_id_a_beginning_of_it_or_its_name() {
+fn an_array_is_found_by_id_prefix_or_name() {
     let mut world = World::new();
     world.plain("jab", 3, None);
     world.submit("jz", retries(0));
@@ -122,7 +122,7 @@ fn an_array_is_named_by_its_id_a_beginning_of_it_or_its_name() {
 }
 
 #[test]
-fn what_is_done_to_an_array_is_done_to_its_members() {
+fn requests_for_an_array_apply_to_its_members() {
     let mut world = World::new();
     world.plain("ja", 4, None);
     let session = world.cpu("w1");
@@ -143,7 +143,7 @@ fn what_is_done_to_an_array_is_done_to_its_members() {
         priority: 7,
     });
     assert_eq!(world.reply().unwrap().priority, 7);
-    assert_eq!(world.state.jobs[&JobId::new("ja-3")].wants.priority, 7);
+    assert_eq!(world.state.jobs[&JobId::new("ja-3")].requirements.priority, 7);
     world.resume("ja").unwrap();
     assert_eq!(world.states("ja"), "crqq");
     let stopped = world.stop("ja", false).unwrap();
@@ -168,7 +168,7 @@ fn what_is_done_to_an_array_is_done_to_its_members() {
 }
 
 #[test]
-fn a_list_has_an_array_once() {
+fn a_list_shows_an_array_as_one_row() {
     let mut world = World::new();
     world.plain("ja", 3, None);
     world.submit("jz", retries(0));
@@ -198,7 +198,7 @@ fn a_list_has_an_array_once() {
 }
 
 #[test]
-fn who_starts_after_an_array_waits_for_all_of_it() {
+fn a_job_after_an_array_waits_for_all_members() {
     let mut world = World::new();
     world.plain("ja", 2, None);
     let after = NewJob {
@@ -221,7 +221,7 @@ fn who_starts_after_an_array_waits_for_all_of_it() {
 }
 
 #[test]
-fn no_more_run_than_may() {
+fn at_most_the_allowed_number_of_members_run() {
     let mut world = World::new();
     world.plain("ja", 5, Some(2));
     let session = world.worker(
@@ -232,10 +232,10 @@ fn no_more_run_than_may() {
     assert_eq!(world.states("ja"), "rrqqq");
     let reason = world.view("ja-4").reason;
     assert!(
-        reason.starts_with("2 of its array ja may run at the same time"),
+        reason.starts_with("at most 2 jobs of its array ja may run at the same time"),
         "{reason}"
     );
-    // One that fails or is stopped makes room, one that is paused as well.
+    // A member that fails, is stopped or is paused makes room for another one.
     world.finish(session, &held("ja-0", 1), failed(FailureCause::BadInput));
     assert_eq!(world.states("ja"), "frrqq");
     world.stop("ja-3", false).unwrap();
@@ -250,7 +250,7 @@ fn no_more_run_than_may() {
         .values()
         .filter(|job| matches!(job.queue_state, crate::model::QueueState::Ready(_)));
     assert_eq!(waiting.count(), 0, "two still run");
-    // A member that leaves its device and comes back has the first choice.
+    // A member that returns from its device goes first.
     world.step(Event::DrainRequested {
         ticket: Ticket(7),
         worker: "w1".into(),
@@ -269,13 +269,13 @@ fn no_more_run_than_may() {
 }
 
 #[test]
-fn an_array_is_forgotten_as_a_whole() {
+fn an_array_is_removed_as_a_whole() {
     let mut world = World::new();
     world.plain("ja", 2, None);
     let session = world.cpu("w1");
     let expire = |world: &mut World| {
         world.pass(1);
-        world.beat(session, &[held("ja-1", 1)]);
+        world.heartbeat(session, &[held("ja-1", 1)]);
         let event = Event::Expire {
             jobs_before: Some(world.now),
             checkpoints_before: None,

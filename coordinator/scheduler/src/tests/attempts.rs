@@ -1,9 +1,9 @@
-//! Attempts live, are lost, and end.
+//! Tests of leases, fencing and retries.
 
 use super::*;
 
 #[test]
-fn a_job_runs_to_its_end() {
+fn an_attempt_runs_commits_and_completes() {
     let mut world = World::new();
     world.submit("ja", retries(3));
     assert!(
@@ -13,7 +13,7 @@ fn a_job_runs_to_its_end() {
     );
     let session = world.cpu("w1");
     assert_eq!(world.assigned(), [(session, held("ja", 1))]);
-    // Welcome goes out before the work.
+    // The worker is welcomed before it gets work.
     let order: Vec<bool> = world
         .last
         .iter()
@@ -24,7 +24,7 @@ fn a_job_runs_to_its_end() {
         })
         .collect();
     assert_eq!(order, [true, false]);
-    world.beat(session, &[held("ja", 1)]);
+    world.heartbeat(session, &[held("ja", 1)]);
     assert_eq!(world.view("ja").attempts[0].state, AttemptState::Running);
     assert_eq!(world.commit(session, &held("ja", 1), 10), Verdict::Accepted);
     assert_eq!(
@@ -57,11 +57,11 @@ fn a_job_runs_to_its_end() {
 }
 
 #[test]
-fn a_silent_worker_loses_its_attempt_and_is_fenced_when_it_comes_back() {
+fn a_silent_worker_loses_its_lease_and_is_fenced_when_it_returns() {
     let mut world = World::new();
     world.submit("ja", retries(3));
     let one = world.cpu("w1");
-    world.beat(one, &[held("ja", 1)]);
+    world.heartbeat(one, &[held("ja", 1)]);
     world.commit(one, &held("ja", 1), 10);
     world.pass(5);
     assert_eq!(world.view("ja").state, JobState::Running, "patience");
@@ -75,12 +75,12 @@ fn a_silent_worker_loses_its_attempt_and_is_fenced_when_it_comes_back() {
         _ => None,
     });
     assert_eq!(resume, Some(manifest("10")));
-    // The old worker was only asleep.
+    // The old worker was only suspended.
     assert_eq!(world.commit(one, &held("ja", 1), 20), Verdict::Fenced);
     assert_eq!(world.finish(one, &held("ja", 1), Outcome::Completed), Verdict::Fenced);
-    world.beat(one, &[held("ja", 1)]);
+    world.heartbeat(one, &[held("ja", 1)]);
     assert!(world.sent(|message| matches!(message, ToWorker::Fence { held: gone, .. } if *gone == held("ja", 1))));
-    // A wrong epoch on the right attempt, the right attempt on a wrong worker: fenced as well.
+    // The right attempt with a wrong epoch, or from another worker, is fenced as well.
     assert_eq!(
         world.commit(
             two,
@@ -98,14 +98,14 @@ fn a_silent_worker_loses_its_attempt_and_is_fenced_when_it_comes_back() {
 }
 
 #[test]
-fn a_closed_session_is_waited_for_and_reconciled() {
+fn attempts_of_a_closed_session_are_reconciled_when_the_worker_returns() {
     let mut world = World::new();
     world.submit("ja", retries(3));
     world.submit("jb", retries(3));
     let devices = || vec![device(DeviceKind::Cuda, 0), device(DeviceKind::Cuda, 1)];
     let one = world.worker("w1", devices(), Vec::new());
-    world.beat(one, &[held("ja", 1), held("jb", 1)]);
-    world.step(Event::WorkerLost { session: one });
+    world.heartbeat(one, &[held("ja", 1), held("jb", 1)]);
+    world.step(Event::SessionClosed { session: one });
     world.pass(2);
     assert_eq!(world.view("ja").state, JobState::Running);
     assert!(
@@ -113,7 +113,7 @@ fn a_closed_session_is_waited_for_and_reconciled() {
         "{}",
         world.view("ja").reason
     );
-    // It comes back, and holds only one of the two, and one that never was.
+    // It returns with only one of its two attempts, and with one that never existed.
     let two = world.worker("w1", devices(), vec![held("ja", 1), held("jz", 4)]);
     let keep = world.last.iter().find_map(|effect| match effect {
         Effect::Send(session, ToWorker::Welcome { keep, .. }) if *session == two => Some(keep.clone()),
@@ -123,16 +123,16 @@ fn a_closed_session_is_waited_for_and_reconciled() {
     assert_eq!(world.view("jb").attempts[0].state, AttemptState::Lost);
     assert_eq!(world.view("jb").failures, 1);
     world.pass(4);
-    world.beat(two, &[held("ja", 1), held("jb", 2)]);
+    world.heartbeat(two, &[held("ja", 1), held("jb", 2)]);
     assert_eq!(world.view("ja").attempts.len(), 1, "goes on where it was");
-    // Gone for longer than the grace, but not for a lease.
-    world.step(Event::WorkerLost { session: two });
+    // Disconnected for longer than the grace period, but not for a whole lease.
+    world.step(Event::SessionClosed { session: two });
     world.pass(4);
     assert_eq!(world.view("ja").attempts[0].state, AttemptState::Lost);
 }
 
 #[test]
-fn an_assignment_that_never_arrived_is_nobodys_fault() {
+fn an_assignment_that_did_not_arrive_counts_as_no_failure() {
     let mut world = World::new();
     world.submit("ja", retries(0));
     world.cpu("w1");
@@ -154,13 +154,13 @@ fn an_assignment_that_never_arrived_is_nobodys_fault() {
 }
 
 #[test]
-fn retries_back_off_and_end() {
+fn retries_back_off_and_are_limited() {
     let mut world = World::new();
     world.submit("ja", retries(2));
     let session = world.cpu("w1");
     let mut waits = Vec::new();
     for epoch in 1..=3 {
-        world.beat(session, &[held("ja", epoch)]);
+        world.heartbeat(session, &[held("ja", epoch)]);
         world.finish(session, &held("ja", epoch), failed(FailureCause::Machine));
         if epoch == 1 {
             assert!(
@@ -184,9 +184,9 @@ fn retries_back_off_and_end() {
         "{}",
         world.view("ja").reason
     );
-    // A person may know better; and progress makes earlier failures count no more.
+    // The user may resume the job; and a new checkpoint clears earlier failures.
     assert_eq!(world.resume("ja").unwrap().failures, 0);
-    world.beat(session, &[held("ja", 4)]);
+    world.heartbeat(session, &[held("ja", 4)]);
     world.finish(session, &held("ja", 4), failed(FailureCause::Storage));
     world.pass(10);
     world.commit(session, &held("ja", 5), 3);
@@ -194,7 +194,7 @@ fn retries_back_off_and_end() {
 }
 
 #[test]
-fn bad_input_and_our_faults_are_not_tried_again() {
+fn bad_input_and_internal_errors_are_not_retried() {
     for cause in [FailureCause::BadInput, FailureCause::Internal] {
         let mut world = World::new();
         world.submit("ja", retries(3));
@@ -206,11 +206,11 @@ fn bad_input_and_our_faults_are_not_tried_again() {
 }
 
 #[test]
-fn a_leaving_worker_hands_its_work_on() {
+fn jobs_of_a_leaving_worker_move_to_other_workers() {
     let mut world = World::new();
     world.submit("ja", retries(0));
     let one = world.cpu("w1");
-    world.beat(one, &[held("ja", 1)]);
+    world.heartbeat(one, &[held("ja", 1)]);
     let two = world.cpu("w2");
     world.step(Event::WorkerLeaving {
         session: one,
@@ -222,7 +222,7 @@ fn a_leaving_worker_hands_its_work_on() {
 }
 
 #[test]
-fn a_second_worker_of_a_name_is_told_apart() {
+fn a_second_worker_of_the_same_name_gets_a_unique_name() {
     let mut world = World::new();
     world.cpu("box");
     let mut other = registration("w-other", vec![device(DeviceKind::Cpu, 0)], Vec::new());
@@ -235,7 +235,7 @@ fn a_second_worker_of_a_name_is_told_apart() {
         same_machine: true,
         registration: Box::new(other),
     });
-    // The first comes again, and keeps its name.
+    // The first worker registers again and keeps its name.
     world.cpu("box");
     let name = |id: &str| world.state.workers[&WorkerId::new(id)].name.clone();
     assert_eq!((name("box").as_str(), name("w-other").as_str()), ("box", "box-w-other"));

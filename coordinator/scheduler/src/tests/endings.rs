@@ -1,10 +1,10 @@
-//! What is said of attempts that ended: what was saved, whose fault it was, what counts.
+//! Tests of how attempts end: what is saved, and what counts as a failure.
 
 use super::*;
 
 fn stopped_at(step: u64) -> Outcome {
     Outcome::Stopped {
-        // What the child claims does not count: here it is always wrong.
+        // The steps that the attempt claims do not count; here they are always wrong.
         saved_step: Some(step),
         at_step: Some(step),
     }
@@ -18,7 +18,7 @@ fn leaves(world: &mut World, session: SessionId) {
 }
 
 #[test]
-fn a_stop_says_what_was_committed_and_how_much_is_lost() {
+fn the_reason_of_a_stop_says_what_is_saved_and_lost() {
     let mut world = World::new();
     let session = world.cpu("w1");
     let stopped = |world: &mut World, id: &str, committed: Option<u64>, at: u64| {
@@ -54,7 +54,7 @@ fn a_stop_says_what_was_committed_and_how_much_is_lost() {
 }
 
 #[test]
-fn a_pause_says_what_was_committed() {
+fn the_reason_of_a_pause_says_what_is_saved() {
     let mut world = World::new();
     let session = world.cpu("w1");
     world.submit("ja", retries(0));
@@ -73,7 +73,7 @@ fn a_pause_says_what_was_committed() {
 }
 
 #[test]
-fn a_stopped_job_whose_attempt_fails_or_is_lost_says_what_was_saved() {
+fn a_stopped_job_whose_attempt_fails_says_what_is_saved() {
     let mut world = World::new();
     let session = world.cpu("w1");
     world.submit("ja", retries(0));
@@ -85,7 +85,7 @@ fn a_stopped_job_whose_attempt_fails_or_is_lost_says_what_was_saved() {
         "stopped on request: saved at step 10; its attempt ended with: boom"
     );
     world.submit("jb", retries(0));
-    world.beat(session, &[held("jb", 1)]);
+    world.heartbeat(session, &[held("jb", 1)]);
     world.stop("jb", false).unwrap();
     world.pass(7);
     let reason = world.view("jb").reason;
@@ -96,7 +96,7 @@ fn a_stopped_job_whose_attempt_fails_or_is_lost_says_what_was_saved() {
 }
 
 #[test]
-fn a_hub_that_cannot_be_reached_blames_neither_device_nor_job() {
+fn a_hub_outage_counts_neither_against_the_device_nor_the_job() {
     let mut world = World::new();
     let session = world.cpu("w1");
     world.submit("ja", retries(1));
@@ -111,7 +111,7 @@ fn a_hub_that_cannot_be_reached_blames_neither_device_nor_job() {
             "{}",
             view.reason
         );
-        // Nobody waits behind it: the device takes others meanwhile.
+        // The device takes other jobs meanwhile.
         let other = format!("jo{epoch}");
         world.submit(&other, retries(0));
         assert_eq!(world.view(&other).state, JobState::Running);
@@ -119,15 +119,15 @@ fn a_hub_that_cannot_be_reached_blames_neither_device_nor_job() {
         let mut wait = 0;
         while world.view("ja").state == JobState::Queued && wait < 60 {
             world.pass(1);
-            world.beat(session, &[]);
+            world.heartbeat(session, &[]);
             wait += 1;
         }
         waits.push(wait);
     }
     assert_eq!(waits, [2, 4, 8, 8, 8, 8], "ever less often, up to the limit");
-    let seen = world.state.worker_views(|_| true)[0].devices[0].clone();
-    assert_eq!((seen.faults, seen.quarantined), (0, false));
-    // After the patience with networks the tries count.
+    let view = world.state.worker_views(|_| true)[0].devices[0].clone();
+    assert_eq!((view.faults, view.quarantined), (0, false));
+    // After `network_patience` the failures count.
     world.now = world.now.after(Duration::from_secs(2 * 3600));
     let session = world.worker("w1", vec![device(DeviceKind::Cpu, 0)], vec![held("ja", 7)]);
     world.finish(session, &held("ja", 7), failed(FailureCause::Network));
@@ -135,7 +135,7 @@ fn a_hub_that_cannot_be_reached_blames_neither_device_nor_job() {
 }
 
 #[test]
-fn progress_ends_an_outage_of_the_network() {
+fn progress_ends_a_network_outage() {
     let mut world = World::new();
     let session = world.cpu("w1");
     world.submit("ja", retries(0));
@@ -153,19 +153,19 @@ fn progress_ends_an_outage_of_the_network() {
         time: UnixMillis(0),
         report: Report::Progress(progress),
     });
-    assert_eq!(world.state.job(&JobId::new("ja")).unwrap().network, None);
+    assert_eq!(world.state.job(&JobId::new("ja")).unwrap().network_outage, None);
 }
 
 #[test]
-fn a_loss_that_was_announced_is_not_counted() {
-    // By its lease, and by a new registration of the worker.
+fn attempts_lost_by_an_announced_shutdown_do_not_count() {
+    // Lost because the lease expires, and because the worker registers again.
     for comes_back in [false, true] {
         let mut world = World::new();
         let session = world.cpu("w1");
         world.submit("ja", retries(0));
-        world.beat(session, &[held("ja", 1)]);
+        world.heartbeat(session, &[held("ja", 1)]);
         leaves(&mut world, session);
-        world.step(Event::WorkerLost { session });
+        world.step(Event::SessionClosed { session });
         if comes_back {
             world.cpu("w1");
         }
@@ -175,22 +175,22 @@ fn a_loss_that_was_announced_is_not_counted() {
         assert_eq!(view.failures, 0);
         assert_ne!(view.state, JobState::Failed, "{}", view.reason);
     }
-    // One that was not announced counts.
+    // Without an announcement it counts.
     let mut world = World::new();
     let session = world.cpu("w1");
     world.submit("ja", retries(0));
-    world.beat(session, &[held("ja", 1)]);
-    world.step(Event::WorkerLost { session });
+    world.heartbeat(session, &[held("ja", 1)]);
+    world.step(Event::SessionClosed { session });
     world.pass(4);
     assert_eq!(world.view("ja").state, JobState::Failed);
 }
 
 #[test]
-fn a_device_whose_process_does_not_go_is_quarantined_with_its_reason_and_the_job_goes_elsewhere() {
+fn a_stuck_device_is_quarantined_at_once() {
     let mut world = World::new();
     let one = world.cpu("w1");
     world.submit("ja", retries(1));
-    world.beat(one, &[held("ja", 1)]);
+    world.heartbeat(one, &[held("ja", 1)]);
     let two = world.cpu("w2");
     let outcome = Outcome::Failed {
         cause: FailureCause::DeviceStuck,
@@ -202,10 +202,10 @@ fn a_device_whose_process_does_not_go_is_quarantined_with_its_reason_and_the_job
         let worker = workers.into_iter().find(|worker| worker.name == name).unwrap();
         worker.devices[0].clone()
     };
-    let seen = of(&world, "w1");
-    assert!(seen.quarantined);
+    let view = of(&world, "w1");
+    assert!(view.quarantined);
     assert_eq!(
-        seen.quarantine_reason,
+        view.quarantine_reason,
         "no progress for 10 min, and its process 77 does not go"
     );
     assert_eq!(of(&world, "w2").quarantine_reason, "");
@@ -217,12 +217,12 @@ fn a_device_whose_process_does_not_go_is_quarantined_with_its_reason_and_the_job
         drain: false,
         now: false,
     });
-    let seen = of(&world, "w1");
-    assert!(!seen.quarantined && seen.quarantine_reason.is_empty());
+    let view = of(&world, "w1");
+    assert!(!view.quarantined && view.quarantine_reason.is_empty());
 }
 
 #[test]
-fn what_a_worker_interrupted_is_not_counted() {
+fn interrupted_attempts_do_not_count() {
     let mut world = World::new();
     let session = world.cpu("w1");
     world.submit("ja", retries(0));

@@ -1,4 +1,4 @@
-//! The core, step by step.
+//! Tests of the scheduler, one event at a time.
 
 mod arrays;
 mod attempts;
@@ -12,7 +12,7 @@ mod rules;
 use super::check;
 use super::model::job_of;
 use super::{
-    Effect, Event, NewJob, Payload, Quotas, Record, Refusal, Reply, SessionId, Settings, State, Ticket, Wants,
+    Effect, Event, NewJob, Payload, Quotas, Record, Refusal, Reply, Requirements, SessionId, Settings, State, Ticket,
 };
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
@@ -36,7 +36,7 @@ pub(super) fn settings() -> Settings {
         network_patience: Duration::from_secs(3600),
         quarantine: Duration::from_secs(60),
         quotas: Quotas::default(),
-        caps: super::Caps::default(),
+        user_limits: super::UserLimits::default(),
     }
 }
 
@@ -73,13 +73,13 @@ pub(super) fn registration(worker: &str, devices: Vec<Device>, running: Vec<Held
     }
 }
 
-pub(super) fn new_job(id: &str, wants: Wants) -> NewJob {
+pub(super) fn new_job(id: &str, requirements: Requirements) -> NewJob {
     NewJob {
         id: JobId::new(id),
         seed: 7,
         name: id.into(),
         kind: "extension".into(),
-        wants,
+        requirements,
         local: false,
         idempotency_key: None,
         sees_all: true,
@@ -96,7 +96,7 @@ pub(super) fn manifest(text: &str) -> ContentHash {
     ContentHash::of(text.as_bytes())
 }
 
-/// A core with a clock that a test moves.
+/// A scheduler whose clock a test moves.
 struct World {
     state: State,
     now: UnixMillis,
@@ -125,10 +125,10 @@ impl World {
         self.step(Event::Tick);
     }
 
-    fn submit(&mut self, id: &str, wants: Wants) {
+    fn submit(&mut self, id: &str, requirements: Requirements) {
         self.step(Event::JobSubmitted {
             ticket: Ticket(1),
-            job: Box::new(new_job(id, wants)),
+            job: Box::new(new_job(id, requirements)),
         });
     }
 
@@ -149,8 +149,8 @@ impl World {
         self.worker(name, vec![device(DeviceKind::Cpu, 0)], Vec::new())
     }
 
-    fn beat(&mut self, session: SessionId, running: &[HeldAttempt]) {
-        self.step(Event::WorkerBeat {
+    fn heartbeat(&mut self, session: SessionId, running: &[HeldAttempt]) {
+        self.step(Event::Heartbeat {
             session,
             running: running.to_vec(),
         });
@@ -227,10 +227,10 @@ impl World {
         assigned.collect()
     }
 
-    fn sent(&self, wanted: impl Fn(&ToWorker) -> bool) -> bool {
+    fn sent(&self, is_wanted: impl Fn(&ToWorker) -> bool) -> bool {
         self.last
             .iter()
-            .any(|effect| matches!(effect, Effect::Send(_, message) if wanted(message)))
+            .any(|effect| matches!(effect, Effect::Send(_, message) if is_wanted(message)))
     }
 
     fn view(&self, job: &str) -> JobView {
@@ -252,9 +252,9 @@ fn failed(cause: FailureCause) -> Outcome {
     }
 }
 
-fn retries(retries: u32) -> Wants {
-    Wants {
+fn retries(retries: u32) -> Requirements {
+    Requirements {
         retries,
-        ..Wants::default()
+        ..Requirements::default()
     }
 }

@@ -1,4 +1,4 @@
-//! Checkpoints that a worker saved while it was refused or away.
+//! Tests of checkpoints that a worker saved while it was refused or disconnected.
 
 use super::*;
 use aitk_common::control::OfferedCheckpoint;
@@ -11,8 +11,8 @@ fn offer(job: &str, epoch: u64, step: u64) -> OfferedCheckpoint {
     }
 }
 
-/// Registers with offers; returns the session and what is wanted.
-fn comes(world: &mut World, name: &str, offers: Vec<OfferedCheckpoint>) -> (SessionId, Vec<AttemptId>) {
+/// Registers a worker with offers. Returns its session and the wanted attempts.
+fn register_with_offers(world: &mut World, name: &str, offers: Vec<OfferedCheckpoint>) -> (SessionId, Vec<AttemptId>) {
     world.sessions += 1;
     let session = SessionId(world.sessions);
     let registration = Registration {
@@ -32,23 +32,23 @@ fn comes(world: &mut World, name: &str, offers: Vec<OfferedCheckpoint>) -> (Sess
     (session, wanted.expect("no welcome"))
 }
 
-/// A job at step 3 whose worker has gone, and was given up.
-fn lost() -> World {
+/// A job with a checkpoint at step 3 whose worker was lost.
+fn with_lost_worker() -> World {
     let mut world = World::new();
     world.submit("ja", retries(3));
     let session = world.cpu("w1");
-    world.beat(session, &[held("ja", 1)]);
+    world.heartbeat(session, &[held("ja", 1)]);
     world.commit(session, &held("ja", 1), 3);
-    world.step(Event::WorkerLost { session });
+    world.step(Event::SessionClosed { session });
     world.pass(4);
     assert_eq!(world.view("ja").attempts[0].state, AttemptState::Lost);
     world
 }
 
 #[test]
-fn a_job_waits_for_the_checkpoint_that_its_worker_saved_and_goes_on_from_there() {
-    let mut world = lost();
-    let (session, wanted) = comes(&mut world, "w1", vec![offer("ja", 1, 9)]);
+fn a_job_waits_for_an_offered_checkpoint_and_resumes_from_it() {
+    let mut world = with_lost_worker();
+    let (session, wanted) = register_with_offers(&mut world, "w1", vec![offer("ja", 1, 9)]);
     assert_eq!(wanted, [AttemptId::new("ja-1")]);
     assert!(world.assigned().is_empty(), "not from step 3");
     assert_eq!(
@@ -63,14 +63,14 @@ fn a_job_waits_for_the_checkpoint_that_its_worker_saved_and_goes_on_from_there()
     assert_eq!(world.commit(session, &held("ja", 1), 9), Verdict::Accepted);
     assert_eq!(world.assigned(), [(session, held("ja", 2))]);
     assert_eq!(world.view("ja").checkpoint_step, Some(9));
-    // Said again, it is stale.
+    // Committed again, it is stale.
     assert_eq!(world.commit(session, &held("ja", 1), 10), Verdict::Fenced);
 }
 
 #[test]
-fn files_that_were_made_before_the_checkpoint_come_with_it() {
-    let mut world = lost();
-    let (session, _) = comes(&mut world, "w1", vec![offer("ja", 1, 9)]);
+fn files_of_an_offered_checkpoint_are_accepted() {
+    let mut world = with_lost_worker();
+    let (session, _) = register_with_offers(&mut world, "w1", vec![offer("ja", 1, 9)]);
     let file = |name: &str| Artifact {
         name: name.into(),
         kind: "lora".into(),
@@ -113,18 +113,18 @@ fn files_that_were_made_before_the_checkpoint_come_with_it() {
     let effects = world.step(removed).to_vec();
     assert_eq!((verdict(&effects), stored(&effects)), (Some(Verdict::Accepted), 1));
     assert_eq!(world.commit(session, &held("ja", 1), 9), Verdict::Accepted);
-    // From here on it is the next attempt's.
+    // From here on the next attempt holds the lease.
     let effects = world.step(ready(held("ja", 1))).to_vec();
     assert_eq!((verdict(&effects), stored(&effects)), (Some(Verdict::Fenced), 0));
 }
 
 #[test]
-fn nobody_waits_for_ever_for_what_does_not_come() {
-    let mut world = lost();
-    let (session, _) = comes(&mut world, "w1", vec![offer("ja", 1, 9)]);
+fn a_job_stops_waiting_for_an_offered_checkpoint_after_a_while() {
+    let mut world = with_lost_worker();
+    let (session, _) = register_with_offers(&mut world, "w1", vec![offer("ja", 1, 9)]);
     for _ in 0..160 {
         world.pass(1);
-        world.beat(session, &[]);
+        world.heartbeat(session, &[]);
     }
     assert_eq!(world.view("ja").state, JobState::Running);
     assert_eq!(world.commit(session, &held("ja", 1), 9), Verdict::Fenced);
@@ -132,9 +132,9 @@ fn nobody_waits_for_ever_for_what_does_not_come() {
 }
 
 #[test]
-fn what_was_superseded_is_not_wanted() {
-    // Nothing further than what was committed; of a job that is not known; of another epoch; of another worker.
-    let mut world = lost();
+fn superseded_checkpoints_are_not_wanted() {
+    // Not newer than the committed one; of an unknown job; of another epoch; of another worker.
+    let mut world = with_lost_worker();
     let offers = vec![
         offer("ja", 1, 3),
         offer("jb", 1, 9),
@@ -147,30 +147,30 @@ fn what_was_superseded_is_not_wanted() {
             bytes: 0,
         },
     ];
-    let (session, wanted) = comes(&mut world, "w1", offers);
+    let (session, wanted) = register_with_offers(&mut world, "w1", offers);
     assert_eq!(wanted, []);
-    // It does not wait longer than after any loss.
+    // It waits no longer than after any other lost attempt.
     world.pass(1);
     assert_eq!(world.assigned(), [(session, held("ja", 2))]);
-    let (_, wanted) = comes(&mut lost(), "w2", vec![offer("ja", 1, 9)]);
+    let (_, wanted) = register_with_offers(&mut with_lost_worker(), "w2", vec![offer("ja", 1, 9)]);
     assert_eq!(wanted, []);
-    // Another attempt has begun elsewhere.
-    let mut world = lost();
+    // Another attempt has started on another worker.
+    let mut world = with_lost_worker();
     world.cpu("w2");
     world.pass(2);
-    let (session, wanted) = comes(&mut world, "w1", vec![offer("ja", 1, 9)]);
+    let (session, wanted) = register_with_offers(&mut world, "w1", vec![offer("ja", 1, 9)]);
     assert_eq!(wanted, []);
     assert_eq!(world.commit(session, &held("ja", 1), 9), Verdict::Fenced);
 }
 
 #[test]
-fn a_worker_that_restarted_with_a_checkpoint_brings_it_and_one_of_a_stopped_job_counts_as_well() {
+fn a_restarted_worker_uploads_its_checkpoint_even_for_a_stopped_job() {
     let mut world = World::new();
     world.submit("ja", retries(3));
     let session = world.cpu("w1");
-    world.beat(session, &[held("ja", 1)]);
-    // Still live when it comes back.
-    let (session, wanted) = comes(&mut world, "w1", vec![offer("ja", 1, 9)]);
+    world.heartbeat(session, &[held("ja", 1)]);
+    // The attempt is still live when the worker returns.
+    let (session, wanted) = register_with_offers(&mut world, "w1", vec![offer("ja", 1, 9)]);
     assert_eq!(wanted, [AttemptId::new("ja-1")]);
     assert!(world.assigned().is_empty());
     world.stop("ja", false).unwrap();

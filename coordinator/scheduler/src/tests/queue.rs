@@ -1,4 +1,4 @@
-//! What waits, where it goes, and what is kept of it.
+//! Tests of submission, look-up, reasons and event logs.
 
 use super::super::model::Job;
 use super::super::{Condition, Prerequisite};
@@ -6,7 +6,7 @@ use super::*;
 use aitk_common::control::EventBody;
 
 #[test]
-fn stop_and_resume() {
+fn a_stopped_job_can_be_resumed() {
     let mut world = World::new();
     world.submit("ja", retries(3));
     assert_eq!(
@@ -22,12 +22,12 @@ fn stop_and_resume() {
     assert_eq!(world.resume("ja").unwrap().state, JobState::Queued);
     assert!(matches!(world.resume("ja"), Err(Refusal::Conflict(_))));
     let one = world.cpu("w1");
-    world.beat(one, &[held("ja", 1)]);
+    world.heartbeat(one, &[held("ja", 1)]);
     assert_eq!(world.stop("ja", false).unwrap().state, JobState::Stopping);
     assert!(world.sent(|message| matches!(message, ToWorker::Stop { save: true, .. })));
     assert!(matches!(world.resume("ja"), Err(Refusal::Conflict(_))));
-    // The connection breaks: told again when it is back.
-    world.step(Event::WorkerLost { session: one });
+    // The connection breaks: the worker is asked again when it is back.
+    world.step(Event::SessionClosed { session: one });
     let two = world.worker("w1", vec![device(DeviceKind::Cpu, 0)], vec![held("ja", 1)]);
     assert!(world.sent(|message| matches!(message, ToWorker::Stop { save: true, .. })));
     assert_eq!(world.stop("ja", true).unwrap().state, JobState::Stopping);
@@ -40,7 +40,7 @@ fn stop_and_resume() {
     assert_eq!(world.view("ja").state, JobState::Stopped);
     world.resume("ja").unwrap();
     assert_eq!(world.assigned(), [(two, held("ja", 2))]);
-    // Stopping, and the machine dies: stopped, not tried again.
+    // A stopping job whose machine dies is stopped, not retried.
     world.stop("ja", false).unwrap();
     world.pass(7);
     assert_eq!(world.view("ja").state, JobState::Stopped);
@@ -51,7 +51,7 @@ fn stop_and_resume() {
 fn priority_first_then_first_in_first_out() {
     let mut world = World::new();
     for (id, priority) in [("ja", 0), ("jb", 5), ("jc", 5), ("jd", -1)] {
-        world.submit(id, Wants { priority, ..retries(3) });
+        world.submit(id, Requirements { priority, ..retries(3) });
     }
     let session = world.cpu("w1");
     let mut order = Vec::new();
@@ -64,32 +64,32 @@ fn priority_first_then_first_in_first_out() {
 }
 
 #[test]
-fn placement_fits_and_says_why_not() {
+fn a_reason_says_why_no_device_fits() {
     let mut world = World::new();
     world.submit(
         "jcuda",
-        Wants {
+        Requirements {
             device: Some(DeviceKind::Cuda),
             ..retries(3)
         },
     );
     world.submit(
         "jlabel",
-        Wants {
+        Requirements {
             labels: BTreeMap::from([("zone".into(), "b".into())]),
             ..retries(3)
         },
     );
     world.submit(
         "jmem",
-        Wants {
+        Requirements {
             memory: Some(40 << 30),
             ..retries(3)
         },
     );
     world.submit(
         "jprof",
-        Wants {
+        Requirements {
             profile: Some(MemoryProfile::FullGpu),
             ..retries(3)
         },
@@ -99,9 +99,9 @@ fn placement_fits_and_says_why_not() {
     assert_eq!(
         world.assigned(),
         [(session, held("jany", 1))],
-        "one that fits nothing holds up nobody"
+        "a job that fits nowhere does not delay the others"
     );
-    for (job, words) in [
+    for (job, text) in [
         ("jcuda", "no connected device is of kind cuda"),
         ("jlabel", "missing is zone: b"),
         (
@@ -114,7 +114,7 @@ fn placement_fits_and_says_why_not() {
         ),
     ] {
         assert!(
-            world.view(job).reason.contains(words),
+            world.view(job).reason.contains(text),
             "{job}: {}",
             world.view(job).reason
         );
@@ -131,12 +131,12 @@ fn placement_fits_and_says_why_not() {
         .collect();
     assert_eq!(started, ["jcuda-1"]);
     assert!(world.view("jprof").reason.contains("next in line") || world.view("jprof").reason.contains("ahead"));
-    // With a GPU in the pool, whoever asks for nothing waits for it rather than for days on a CPU.
+    // With a GPU in the pool, a job without a device preference waits for it instead of running for days on a CPU.
     world.submit("jslow", retries(3));
     assert_eq!(world.view("jslow").state, JobState::Queued);
     world.submit(
         "jcpu",
-        Wants {
+        Requirements {
             device: Some(DeviceKind::Cpu),
             ..retries(3)
         },
@@ -145,7 +145,7 @@ fn placement_fits_and_says_why_not() {
 }
 
 #[test]
-fn jobs_in_place_stay_on_this_machine() {
+fn jobs_in_place_run_only_on_the_coordinators_machine() {
     let mut world = World::new();
     let job = NewJob {
         local: true,
@@ -174,7 +174,7 @@ fn jobs_in_place_stay_on_this_machine() {
 }
 
 #[test]
-fn events_are_numbered_once_and_progress_takes_no_number() {
+fn events_are_numbered_and_progress_does_not_advance_the_cursor() {
     let mut world = World::new();
     world.submit("ja", retries(3));
     let session = world.cpu("w1");
@@ -219,12 +219,12 @@ fn events_are_numbered_once_and_progress_takes_no_number() {
     assert_eq!(report(3, log("b")), (1, vec![first[0] + 1]));
     let (_, long) = report(4, log(&"é".repeat(9000)));
     assert_eq!(long.len(), 1);
-    world.beat(session, &[held("ja", 1)]);
+    world.heartbeat(session, &[held("ja", 1)]);
     assert!(world.sent(|m| matches!(m, ToWorker::BeatReply { events } if events[0].1 == 4)));
 }
 
 #[test]
-fn artifacts_need_their_bytes_in_storage() {
+fn an_artifact_without_a_hash_is_refused() {
     let mut world = World::new();
     world.submit("ja", retries(3));
     let session = world.cpu("w1");
@@ -257,7 +257,7 @@ fn artifacts_need_their_bytes_in_storage() {
 }
 
 #[test]
-fn a_submission_with_a_key_is_one_job() {
+fn a_repeated_submission_with_the_same_key_gives_the_same_job() {
     let mut world = World::new();
     let with_key = |id: &str| {
         let job = NewJob {
@@ -278,7 +278,7 @@ fn a_submission_with_a_key_is_one_job() {
 }
 
 #[test]
-fn a_unique_beginning_is_enough() {
+fn a_unique_id_prefix_names_a_job() {
     let mut world = World::new();
     for id in ["jabc1", "jabd2", "jx"] {
         world.submit(id, retries(3));
@@ -303,8 +303,8 @@ impl World {
         reply.expect("no reply").map(drop)
     }
 
-    fn named(&mut self, id: &str, name: &str, wants: Wants) {
-        let mut job = new_job(id, wants);
+    fn named(&mut self, id: &str, name: &str, requirements: Requirements) {
+        let mut job = new_job(id, requirements);
         name.clone_into(&mut job.name);
         self.step(Event::JobSubmitted {
             ticket: Ticket(1),
@@ -314,7 +314,7 @@ impl World {
 }
 
 #[test]
-fn a_name_of_two_active_jobs_stops_neither() {
+fn a_name_that_two_active_jobs_share_is_refused() {
     let mut world = World::new();
     world.named("j1", "ada", retries(3));
     world.named("j2", "ada", retries(3));
@@ -327,12 +327,12 @@ fn a_name_of_two_active_jobs_stops_neither() {
     for id in ["j1", "j2"] {
         assert_eq!(world.view(id).state, JobState::Queued);
     }
-    // One of them has ended: the other is meant. Both have: the newest.
+    // If one of them has ended, the name means the other; if both have, the newest.
     world.stop("j2", false).unwrap();
     assert_eq!(world.stop("ada", false).unwrap().id.as_str(), "j1");
     assert_eq!(world.state.find("ada").unwrap().as_str(), "j2");
     assert_eq!(world.state.find("bob").unwrap().as_str(), "j3");
-    // Somebody else's jobs of the name are in nobody's way, and an id wins over a name.
+    // Jobs of other users with that name do not matter, and an id takes precedence over a name.
     world.named("j4", "j3", retries(3));
     assert_eq!(world.state.find("j3").unwrap().as_str(), "j3");
     world.named("j5", "bob", retries(3));
@@ -347,32 +347,32 @@ fn a_name_of_two_active_jobs_stops_neither() {
 }
 
 #[test]
-fn a_running_job_does_not_blame_itself() {
+fn a_running_job_is_not_busy_with_itself() {
     let mut world = World::new();
     world.submit("ja", retries(3));
     let session = world.cpu("w1");
-    world.beat(session, &[held("ja", 1)]);
+    world.heartbeat(session, &[held("ja", 1)]);
     world.pass(1);
-    world.beat(session, &[held("ja", 1)]);
+    world.heartbeat(session, &[held("ja", 1)]);
     let forecast = world.state.explain_job(world.now, &JobId::new("ja")).unwrap();
     assert_eq!(forecast.summary, "running for 1 s on w1 cpu");
     assert_eq!(forecast.devices.len(), 1);
-    let words = &forecast.devices[0].words;
-    assert!(words.ends_with("; runs here") && !words.contains("busy"), "{words}");
+    let text = &forecast.devices[0].words;
+    assert!(text.ends_with("; runs here") && !text.contains("busy"), "{text}");
 }
 
 #[test]
-fn paused_has_a_word_of_its_own() {
+fn a_paused_job_has_its_own_status() {
     let mut world = World::new();
     world.submit("ja", retries(3));
     let session = world.cpu("w1");
-    world.beat(session, &[held("ja", 1)]);
+    world.heartbeat(session, &[held("ja", 1)]);
     assert_eq!(world.view("ja").status(), "running");
     world.step(Event::PauseRequested {
         ticket: Ticket(4),
         job: "ja".into(),
     });
-    let said = |world: &World| {
+    let statuses = |world: &World| {
         world.last.iter().rev().find_map(|effect| match effect {
             Effect::Publish(_, event) => match &event.body {
                 EventBody::State { state, paused, .. } => Some(state.status(*paused)),
@@ -381,16 +381,22 @@ fn paused_has_a_word_of_its_own() {
             _ => None,
         })
     };
-    assert_eq!((world.view("ja").status(), said(&world)), ("pausing", Some("pausing")));
+    assert_eq!(
+        (world.view("ja").status(), statuses(&world)),
+        ("pausing", Some("pausing"))
+    );
     world.finish(session, &held("ja", 1), Outcome::stopped());
-    assert_eq!((world.view("ja").status(), said(&world)), ("paused", Some("paused")));
+    assert_eq!(
+        (world.view("ja").status(), statuses(&world)),
+        ("paused", Some("paused"))
+    );
     assert_eq!(world.view("ja").state, JobState::Queued);
     world.resume("ja").unwrap();
     assert_ne!(world.view("ja").status(), "paused");
 }
 
 #[test]
-fn a_job_may_start_after_the_end_or_the_failure_of_another() {
+fn a_job_can_start_after_another_ends_or_fails() {
     let after = |world: &mut World, id: &str, before: &str, condition| {
         let job = NewJob {
             after: vec![Prerequisite {
@@ -408,7 +414,7 @@ fn a_job_may_start_after_the_end_or_the_failure_of_another() {
         let mut world = World::new();
         let session = world.cpu("w1");
         world.submit("ja", retries(0));
-        world.beat(session, &[held("ja", 1)]);
+        world.heartbeat(session, &[held("ja", 1)]);
         after(&mut world, "jany", "ja", Condition::Ended);
         after(&mut world, "jfailed", "ja", Condition::Failed);
         after(&mut world, "jdone", "ja", Condition::Completed);
@@ -418,7 +424,7 @@ fn a_job_may_start_after_the_end_or_the_failure_of_another() {
             world.stop("ja", false).unwrap();
         }
         world.finish(session, &held("ja", 1), outcome.clone());
-        // One device: the first of those that may start has it, and the others stand in line.
+        // There is one device: the first job that may start gets it, and the others wait in the queue.
         let may_start = |world: &World, id: &str| {
             let view = world.view(id);
             view.state == JobState::Running || view.reason.contains("in line")

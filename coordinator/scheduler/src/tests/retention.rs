@@ -1,7 +1,7 @@
-//! What is forgotten, and what others keep.
+//! Tests of the removal of old jobs, checkpoints and workers.
 
 use super::*;
-use crate::EXPIRED_AT_ONCE;
+use crate::MAX_EXPIRED_PER_STEP;
 use aitk_common::control::EventBody;
 
 fn submit_after(world: &mut World, id: &str, after: &[&str]) {
@@ -15,7 +15,7 @@ fn submit_after(world: &mut World, id: &str, after: &[&str]) {
     });
 }
 
-/// Everything that has ended is old enough.
+/// Runs retention with limits that every ended job exceeds.
 fn expire(world: &mut World) {
     world.pass(1);
     let now = Some(world.now);
@@ -32,7 +32,7 @@ fn known(world: &World) -> Vec<&str> {
 }
 
 #[test]
-fn a_job_that_others_start_after_is_kept_as_long_as_they_may_start() {
+fn a_prerequisite_is_kept_while_its_dependents_may_start() {
     let mut world = World::new();
     let session = world.cpu("w1");
     world.submit("j1", retries(0));
@@ -45,7 +45,7 @@ fn a_job_that_others_start_after_is_kept_as_long_as_they_may_start() {
     assert_eq!(
         world
             .state
-            .forgettable(Some(world.now.after(Duration::from_secs(1))))
+            .removable_jobs(Some(world.now.after(Duration::from_secs(1))))
             .len(),
         1
     );
@@ -85,12 +85,12 @@ fn a_stopped_job_keeps_its_checkpoint() {
     });
     let steps = ["j1", "j2", "j3"].map(|job| world.view(job).checkpoint_step);
     assert_eq!(steps, [Some(3), None, None]);
-    let told = |effect: &Effect| {
+    let is_logged = |effect: &Effect| {
         matches!(effect, Effect::Publish(job, event) if job.as_str() == "j2"
-            && matches!(&event.body, EventBody::Log { message, .. } if message.contains("it begins again")))
+            && matches!(&event.body, EventBody::Log { message, .. } if message.contains("it starts from the beginning")))
     };
-    assert!(world.last.iter().any(told), "{:?}", world.last);
-    // Its user had it stopped, and has it go on where it was.
+    assert!(world.last.iter().any(is_logged), "{:?}", world.last);
+    // Its user stopped it and resumes it from its checkpoint.
     world.resume("j1").unwrap();
     let resumed = world.last.iter().find_map(|effect| match effect {
         Effect::Assign(_, placed) => placed.resume,
@@ -122,7 +122,7 @@ impl World {
 }
 
 #[test]
-fn a_job_is_removed_when_it_has_ended_and_nobody_waits_for_it() {
+fn only_ended_jobs_without_dependents_can_be_removed() {
     let mut world = World::new();
     world.submit("ja", retries(0));
     submit_after(&mut world, "jb", &["ja"]);
@@ -134,37 +134,37 @@ fn a_job_is_removed_when_it_has_ended_and_nobody_waits_for_it() {
     world.stop("jb", false).unwrap();
     world.remove("jb").unwrap();
     assert_eq!(world.remove("ja").unwrap().id.as_str(), "ja");
-    let gone = |effect: &Effect| matches!(effect, Effect::Persist(Record::JobGone(id)) if id.as_str() == "ja");
-    assert!(world.last.iter().any(gone));
+    let is_removed = |effect: &Effect| matches!(effect, Effect::Persist(Record::JobGone(id)) if id.as_str() == "ja");
+    assert!(world.last.iter().any(is_removed));
     assert!(matches!(world.remove("ja"), Err(Refusal::NotFound(_))));
 }
 
 #[test]
-fn a_worker_is_forgotten_when_it_is_gone_and_holds_nothing() {
+fn only_disconnected_workers_without_jobs_can_be_removed() {
     let mut world = World::new();
     let session = world.cpu("w1");
     world.submit("ja", retries(0));
     assert!(world.forget("w1").unwrap_err().to_string().contains("is connected"));
-    world.step(Event::WorkerLost { session });
+    world.step(Event::SessionClosed { session });
     assert!(world.forget("w1").unwrap_err().to_string().contains("may still run ja"));
     world.stop("ja", true).unwrap();
     world.pass(60);
     world.forget("w1").unwrap();
     assert!(world.state.worker_views(|_| true).is_empty());
-    let gone = |effect: &Effect| matches!(effect, Effect::Persist(Record::WorkerGone(id)) if id.as_str() == "w1");
-    assert!(world.last.iter().any(gone));
+    let is_removed = |effect: &Effect| matches!(effect, Effect::Persist(Record::WorkerGone(id)) if id.as_str() == "w1");
+    assert!(world.last.iter().any(is_removed));
     assert!(matches!(world.forget("w1"), Err(Refusal::NoWorker(_))));
-    // It comes back, and works.
+    // It registers again and gets work.
     world.cpu("w1");
     world.submit("jb", retries(0));
     assert_eq!(world.view("jb").state, JobState::Running);
 }
 
-/// Nobody waits for more than a slice of it.
+/// No other event waits for more than one batch.
 #[test]
-fn many_old_jobs_are_forgotten_a_slice_at_a_time() {
+fn old_jobs_are_removed_in_batches() {
     let mut world = World::new();
-    let jobs = 2 * EXPIRED_AT_ONCE + 10;
+    let jobs = 2 * MAX_EXPIRED_PER_STEP + 10;
     for number in 0..jobs {
         let id = format!("j{number}");
         world.submit(&id, retries(0));
@@ -173,9 +173,9 @@ fn many_old_jobs_are_forgotten_a_slice_at_a_time() {
     let mut left = vec![jobs];
     while !world.state.jobs.is_empty() {
         expire(&mut world);
-        assert!(world.last.len() <= EXPIRED_AT_ONCE, "{} effects", world.last.len());
+        assert!(world.last.len() <= MAX_EXPIRED_PER_STEP, "{} effects", world.last.len());
         left.push(world.state.jobs.len());
         assert!(left.len() < 10, "{left:?}");
     }
-    assert_eq!(left, [jobs, EXPIRED_AT_ONCE + 10, 10, 0]);
+    assert_eq!(left, [jobs, MAX_EXPIRED_PER_STEP + 10, 10, 0]);
 }

@@ -1,14 +1,14 @@
-//! Rules of the queue: shares, quotas, dependencies, times, pauses, drains, giving way, and blame by cause.
+//! Tests of the queue's rules: fair share, quotas, prerequisites, start times, pauses, drains, preemption, and failures by cause.
 
 use super::*;
 use aitk_common::id::UserName;
 
 impl World {
-    fn submit_after(&mut self, id: &str, wants: Wants, after: &[&str], not_before: Option<UnixMillis>) {
+    fn submit_after(&mut self, id: &str, requirements: Requirements, after: &[&str], not_before: Option<UnixMillis>) {
         let job = NewJob {
             after: after.iter().map(|id| (*id).into()).collect(),
             not_before,
-            ..new_job(id, wants)
+            ..new_job(id, requirements)
         };
         self.step(Event::JobSubmitted {
             ticket: Ticket(1),
@@ -58,8 +58,8 @@ impl World {
         self.view(job).reason
     }
 
-    fn is_told_to_save(&self, job: &str, epoch: u64) -> bool {
-        self.sent(|message| matches!(message, ToWorker::Stop { held: told, save: true } if *told == held(job, epoch)))
+    fn is_asked_to_save(&self, job: &str, epoch: u64) -> bool {
+        self.sent(|message| matches!(message, ToWorker::Stop { held: asked, save: true } if *asked == held(job, epoch)))
     }
 
     fn running(&self) -> Vec<String> {
@@ -69,26 +69,26 @@ impl World {
     }
 }
 
-fn of(owner: &str) -> Wants {
-    Wants {
+fn of(owner: &str) -> Requirements {
+    Requirements {
         owner: UserName::new(owner),
         ..retries(3)
     }
 }
 
-fn prior(priority: i64) -> Wants {
-    Wants { priority, ..retries(3) }
+fn prior(priority: i64) -> Requirements {
+    Requirements { priority, ..retries(3) }
 }
 
-fn yielding() -> Wants {
-    Wants {
+fn yielding() -> Requirements {
+    Requirements {
         yields: true,
         ..retries(3)
     }
 }
 
 #[test]
-fn users_share_devices_whoever_came_first() {
+fn devices_are_shared_fairly_between_users() {
     let mut world = World::new();
     for index in 0..6 {
         world.submit(&format!("a{index}"), of("ada"));
@@ -98,22 +98,22 @@ fn users_share_devices_whoever_came_first() {
     }
     let session = world.gpus("w1", 4);
     assert_eq!(world.running(), ["a0", "a1", "b0", "b1"]);
-    // A third one comes and has her share as soon as something ends.
+    // A third user gets her share as soon as a job ends.
     world.submit("c0", of("cy"));
     world.pass(3);
-    world.beat(session, &[held("a0", 1), held("a1", 1), held("b0", 1), held("b1", 1)]);
+    world.heartbeat(session, &[held("a0", 1), held("a1", 1), held("b0", 1), held("b1", 1)]);
     world.finish(session, &held("b0", 1), Outcome::Completed);
     assert_eq!(world.running(), ["a0", "a1", "b1", "c0"]);
     world.finish(session, &held("a0", 1), Outcome::Completed);
     assert_eq!(
         world.running(),
         ["a1", "a2", "b1", "c0"],
-        "both had as much; ada came first"
+        "both users had used the same device time; ada submitted first"
     );
 }
 
 #[test]
-fn one_device_is_shared_by_time() {
+fn users_share_one_device_by_device_time() {
     let mut world = World::new();
     for index in 0..4 {
         world.submit(&format!("a{index}"), of("ada"));
@@ -128,7 +128,7 @@ fn one_device_is_shared_by_time() {
         world.finish(session, &held(&job, 1), Outcome::Completed);
     }
     assert_eq!(order, "abbbbaaa", "after Ada's first job, Bob has time to make up for");
-    // Who was away saved nothing up.
+    // Users gain nothing by having had no jobs.
     world.submit("a9", of("ada"));
     world.submit("b9", of("bob"));
     world.submit("a8", of("ada"));
@@ -136,13 +136,13 @@ fn one_device_is_shared_by_time() {
 }
 
 #[test]
-fn priority_goes_before_shares_and_quotas_hold() {
+fn priority_comes_before_fair_share_and_quotas_hold() {
     let mut world = World::new();
     world.state.settings.quotas.users.insert(UserName::new("ada"), 1);
     for index in 0..3 {
         world.submit(
             &format!("a{index}"),
-            Wants {
+            Requirements {
                 priority: 5,
                 ..of("ada")
             },
@@ -163,7 +163,7 @@ fn priority_goes_before_shares_and_quotas_hold() {
 }
 
 #[test]
-fn a_job_starts_after_those_it_names() {
+fn a_job_starts_after_its_prerequisites() {
     let mut world = World::new();
     let session = world.gpus("w1", 2);
     world.submit("j1", retries(0));
@@ -183,7 +183,7 @@ fn a_job_starts_after_those_it_names() {
     assert_eq!(world.running(), ["j2"]);
     world.finish(session, &held("j2", 1), Outcome::Completed);
     assert_eq!(world.running(), ["j3"]);
-    // Names are enough; of several jobs of a name the newest of the same user counts. Nonsense is refused.
+    // A name is enough; of several jobs of a name the newest of the same user counts. Unknown names are refused.
     world.submit_after("k1", retries(0), &["j3"], None);
     assert!(world.reason("k1").starts_with("waits for j3"));
     world.submit_after("k2", retries(0), &["nobody"], None);
@@ -196,7 +196,7 @@ fn a_job_starts_after_those_it_names() {
 }
 
 #[test]
-fn a_start_time_is_kept() {
+fn a_job_does_not_start_before_its_start_time() {
     let mut world = World::new();
     world.gpus("w1", 1);
     let at = world.now.after(Duration::from_secs(3725));
@@ -206,7 +206,7 @@ fn a_start_time_is_kept() {
         "starts in 1 h 2 min at the earliest, as its config asks"
     );
     world.submit("j2", retries(0));
-    assert_eq!(world.running(), ["j2"], "nobody waits for it");
+    assert_eq!(world.running(), ["j2"], "no other job waits for it");
     world.finish(SessionId(1), &held("j2", 1), Outcome::Completed);
     world.pass(3724);
     assert_eq!(world.running(), Vec::<String>::new());
@@ -215,16 +215,16 @@ fn a_start_time_is_kept() {
 }
 
 #[test]
-fn a_time_limit_saves_and_stops_and_counts_only_running_time() {
+fn a_job_saves_and_stops_at_its_time_limit() {
     let mut world = World::new();
     let session = world.gpus("w1", 1);
-    let limited = Wants {
+    let limited = Requirements {
         time_limit: Some(10_000),
         ..retries(3)
     };
     world.submit("j1", limited);
     world.pass(4);
-    world.beat(session, &[held("j1", 1)]);
+    world.heartbeat(session, &[held("j1", 1)]);
     world.finish(session, &held("j1", 1), failed(FailureCause::Storage));
     world.pass(60);
     assert_eq!(
@@ -233,11 +233,11 @@ fn a_time_limit_saves_and_stops_and_counts_only_running_time() {
         "the wait between two tries is not running time"
     );
     world.pass(5);
-    world.beat(session, &[held("j1", 2)]);
+    world.heartbeat(session, &[held("j1", 2)]);
     assert_eq!(world.state("j1"), JobState::Running);
     world.pass(1);
     assert_eq!(world.state("j1"), JobState::Stopping);
-    assert!(world.is_told_to_save("j1", 2));
+    assert!(world.is_asked_to_save("j1", 2));
     assert_eq!(
         world.reason("j1"),
         "its time limit of 10 s is over: it saves, then stops"
@@ -255,7 +255,7 @@ fn a_time_limit_saves_and_stops_and_counts_only_running_time() {
 }
 
 #[test]
-fn a_paused_job_waits_saved_and_keeps_its_place() {
+fn a_paused_job_saves_and_keeps_its_queue_position() {
     let mut world = World::new();
     let session = world.gpus("w1", 1);
     world.submit("j1", retries(0));
@@ -264,7 +264,7 @@ fn a_paused_job_waits_saved_and_keeps_its_place() {
     world.pause("j2").unwrap();
     assert_eq!(world.reason("j2"), "paused; `aitk resume j2` lets it go on");
     let paused = world.pause("j1").unwrap();
-    assert!(paused.paused && world.is_told_to_save("j1", 1));
+    assert!(paused.paused && world.is_asked_to_save("j1", 1));
     assert_eq!(world.state("j1"), JobState::Running, "until it has saved");
     world.finish(session, &held("j1", 1), Outcome::stopped());
     assert_eq!(
@@ -276,7 +276,7 @@ fn a_paused_job_waits_saved_and_keeps_its_place() {
     world.finish(session, &held("j3", 1), Outcome::Completed);
     assert_eq!(world.running(), ["j1"], "it came first");
     assert_eq!(world.view("j1").failures, 0);
-    // Resumed while it still saves: it goes on as soon as it has.
+    // A job that is resumed while it still saves continues as soon as it has saved.
     world.pause("j1").unwrap();
     world.resume("j1").unwrap();
     world.finish(session, &held("j1", 2), Outcome::stopped());
@@ -286,7 +286,7 @@ fn a_paused_job_waits_saved_and_keeps_its_place() {
 }
 
 #[test]
-fn another_priority_reorders_the_queue() {
+fn changing_a_priority_reorders_the_queue() {
     let mut world = World::new();
     for id in ["j1", "j2", "j3"] {
         world.submit(id, retries(0));
@@ -309,7 +309,7 @@ fn another_priority_reorders_the_queue() {
 }
 
 #[test]
-fn a_drained_worker_takes_nothing_and_hands_its_work_on_when_told_to() {
+fn a_drained_worker_gets_no_work_and_can_hand_its_jobs_over() {
     let mut world = World::new();
     let one = world.gpus("w1", 2);
     world.submit("j1", retries(0));
@@ -317,12 +317,12 @@ fn a_drained_worker_takes_nothing_and_hands_its_work_on_when_told_to() {
     world.submit("j2", retries(0));
     assert_eq!(world.running(), ["j1"]);
     assert!(world.reason("j2").contains("w1 is drained"), "{}", world.reason("j2"));
-    // It is remembered over a reconnection.
+    // The drain outlasts a reconnection.
     let again = world.worker("w1", vec![device(DeviceKind::Cuda, 0)], vec![held("j1", 1)]);
     assert_ne!(one, again);
     assert_eq!(world.running(), ["j1"]);
     world.drain("w1", true, true);
-    assert!(world.is_told_to_save("j1", 1));
+    assert!(world.is_asked_to_save("j1", 1));
     world.finish(again, &held("j1", 1), Outcome::stopped());
     assert_eq!(world.state("j1"), JobState::Queued);
     let two = world.gpus("w2", 1);
@@ -339,17 +339,17 @@ fn a_drained_worker_takes_nothing_and_hands_its_work_on_when_told_to() {
 }
 
 #[test]
-fn training_that_yields_gives_way_and_comes_back_by_itself() {
+fn a_yielding_job_is_preempted_and_resumes_by_itself() {
     let mut world = World::new();
     let session = world.gpus("w1", 1);
     world.submit("train", yielding());
-    world.beat(session, &[held("train", 1)]);
+    world.heartbeat(session, &[held("train", 1)]);
     world.submit("other", yielding());
-    assert!(!world.is_told_to_save("train", 1), "it does not give way to its like");
+    assert!(!world.is_asked_to_save("train", 1), "it does not give way to its like");
     world.submit("low", prior(-1));
-    assert!(!world.is_told_to_save("train", 1), "nor to less urgent ones");
+    assert!(!world.is_asked_to_save("train", 1), "nor to less urgent ones");
     world.submit("gen", retries(0));
-    assert!(world.is_told_to_save("train", 1));
+    assert!(world.is_asked_to_save("train", 1));
     assert!(
         world.reason("train").starts_with("saves and gives way to gen (gen)"),
         "{}",
@@ -357,11 +357,11 @@ fn training_that_yields_gives_way_and_comes_back_by_itself() {
     );
     assert_eq!(world.reason("gen"), "starts when train (train) has saved and given way");
     world.commit(session, &held("train", 1), 40);
-    // Another one that waits does not make it stop twice; and a restart of its worker does not forget it.
+    // Another waiting job does not preempt it again; and a worker that reconnects is asked again to stop it.
     world.submit("gen2", retries(0));
-    assert!(!world.is_told_to_save("train", 1));
+    assert!(!world.is_asked_to_save("train", 1));
     let session = world.worker("w1", vec![device(DeviceKind::Cuda, 0)], vec![held("train", 1)]);
-    assert!(world.is_told_to_save("train", 1));
+    assert!(world.is_asked_to_save("train", 1));
     world.finish(session, &held("train", 1), Outcome::stopped());
     assert_eq!(world.running(), ["gen"]);
     assert_eq!(
@@ -384,23 +384,23 @@ fn training_that_yields_gives_way_and_comes_back_by_itself() {
 }
 
 #[test]
-fn two_that_yield_do_not_take_turns_in_giving_way() {
-    let of_size = |wants: Wants, gib: u64| Wants {
+fn yielding_jobs_do_not_preempt_each_other_in_turns() {
+    let of_size = |requirements: Requirements, gib: u64| Requirements {
         memory: Some(gib << 30),
-        ..wants
+        ..requirements
     };
     let mut world = World::new();
-    // 20 GiB: the small ones fit beside each other, the large one beside nobody.
+    // 20 GiB: the small jobs share the device, the large one needs it alone.
     let session = world.gpus("w1", 1);
     world.submit("t1", of_size(yielding(), 4));
-    world.beat(session, &[held("t1", 1)]);
+    world.heartbeat(session, &[held("t1", 1)]);
     world.submit("large", of_size(retries(0), 16));
-    assert!(world.is_told_to_save("t1", 1));
-    // There is room beside the one that saves, but the device is being cleared.
+    assert!(world.is_asked_to_save("t1", 1));
+    // There is capacity beside the job that saves, but the device is being freed for the large job.
     world.submit("t2", of_size(yielding(), 4));
     assert_eq!(world.running(), ["t1"]);
     assert!(world.reason("t2").contains("busy"), "{}", world.reason("t2"));
-    // Who does not yield would not be asked to go again, and may use the time.
+    // A job that does not yield is not preempted and may start meanwhile.
     world.submit("quick", of_size(retries(0), 4));
     assert_eq!(world.running(), ["quick", "t1"]);
     world.finish(session, &held("quick", 1), Outcome::Completed);
@@ -412,15 +412,15 @@ fn two_that_yield_do_not_take_turns_in_giving_way() {
 }
 
 #[test]
-fn as_many_give_way_as_are_needed_and_no_more() {
+fn no_more_jobs_are_preempted_than_needed() {
     let mut world = World::new();
     let session = world.gpus("w1", 3);
     for id in ["t1", "t2", "t3"] {
         world.submit(id, yielding());
         world.pass(1);
-        world.beat(session, &[held("t1", 1), held("t2", 1), held("t3", 1)]);
+        world.heartbeat(session, &[held("t1", 1), held("t2", 1), held("t3", 1)]);
     }
-    let told = |world: &World| {
+    let preempted = |world: &World| {
         ["t1", "t2", "t3"]
             .iter()
             .filter(|id| world.reason(id).starts_with("saves and gives way"))
@@ -428,19 +428,19 @@ fn as_many_give_way_as_are_needed_and_no_more() {
             .collect::<Vec<_>>()
     };
     world.submit("g1", retries(0));
-    assert_eq!(told(&world), ["t3"], "the latest has the least to lose");
+    assert_eq!(preempted(&world), ["t3"], "the latest has the least to lose");
     world.submit("g2", retries(0));
-    assert_eq!(told(&world), ["t2", "t3"]);
-    // One that needs what nobody has takes nothing from anybody.
+    assert_eq!(preempted(&world), ["t2", "t3"]);
+    // A job that fits nowhere preempts no job.
     world.submit(
         "g3",
-        Wants {
+        Requirements {
             memory: Some(1 << 50),
             ..retries(0)
         },
     );
-    assert_eq!(told(&world), ["t2", "t3"]);
-    // The coordinator restarts in between: nobody else is told.
+    assert_eq!(preempted(&world), ["t2", "t3"]);
+    // One of the waiting jobs is stopped meanwhile: no further job is preempted.
     world.stop("g2", false).unwrap();
     world.finish(session, &held("t3", 1), Outcome::stopped());
     world.finish(session, &held("t2", 1), Outcome::stopped());
@@ -448,7 +448,7 @@ fn as_many_give_way_as_are_needed_and_no_more() {
 }
 
 #[test]
-fn out_of_memory_steps_down_once() {
+fn out_of_memory_is_retried_once_with_a_smaller_profile() {
     let mut world = World::new();
     let session = world.gpus("w1", 1);
     let oom = || failed(FailureCause::OutOfMemory);
@@ -468,10 +468,10 @@ fn out_of_memory_steps_down_once() {
         "{}",
         world.reason("j1")
     );
-    // A profile that was asked for is kept; then it is a failure like another.
+    // A requested profile is kept: out of memory is then an ordinary failure.
     world.submit(
         "j2",
-        Wants {
+        Requirements {
             profile: Some(MemoryProfile::GpuPoor),
             ..retries(1)
         },
@@ -487,7 +487,7 @@ fn out_of_memory_steps_down_once() {
 }
 
 #[test]
-fn resume_forgets_that_memory_was_short() {
+fn resuming_a_job_tries_the_largest_profile_again() {
     let mut world = World::new();
     let session = world.gpus("w1", 1);
     world.submit("j1", retries(0));
@@ -497,7 +497,7 @@ fn resume_forgets_that_memory_was_short() {
     world.finish(session, &held("j1", 2), Outcome::stopped());
     world.resume("j1").unwrap();
     assert_eq!(world.view("j1").attempts[2].profile, MemoryProfile::FullGpu);
-    // The same by way of a pause.
+    // The same after a pause.
     world.finish(session, &held("j1", 3), failed(FailureCause::OutOfMemory));
     assert_eq!(world.view("j1").attempts[3].profile, MemoryProfile::Balanced);
     world.step(Event::PauseRequested {
@@ -510,7 +510,7 @@ fn resume_forgets_that_memory_was_short() {
 }
 
 #[test]
-fn a_device_with_three_faults_is_quarantined_for_a_while() {
+fn a_device_is_quarantined_after_three_faults() {
     let mut world = World::new();
     let session = world.gpus("w1", 1);
     for index in 1..=3 {
@@ -524,12 +524,12 @@ fn a_device_with_three_faults_is_quarantined_for_a_while() {
         world.reason("j4"),
         "the one device that fits is not taken: quarantined: 3 faults in a row, the last one: boom; `aitk worker undrain w1` frees it"
     );
-    let seen = world.state.worker_views(|_| true)[0].devices[0].clone();
-    assert!(seen.quarantined && seen.faults == 3);
-    // One more chance after a while; one more fault, and it is over again. A person may forgive.
+    let view = world.state.worker_views(|_| true)[0].devices[0].clone();
+    assert!(view.quarantined && view.faults == 3);
+    // The quarantine ends after a while; one more fault starts it again. Ending a drain clears the faults.
     world.pass(60);
     assert_eq!(world.running(), ["j4"]);
-    world.beat(session, &[held("j4", 1)]);
+    world.heartbeat(session, &[held("j4", 1)]);
     world.finish(session, &held("j4", 1), failed(FailureCause::Machine));
     world.submit("j5", retries(0));
     assert_eq!(world.state("j5"), JobState::Queued);
@@ -540,16 +540,16 @@ fn a_device_with_three_faults_is_quarantined_for_a_while() {
 }
 
 #[test]
-fn ten_thousand_that_fit_nowhere_are_not_looked_at() {
+fn jobs_that_fit_nowhere_do_not_slow_down_placement() {
     let mut world = World::new();
     let session = world.gpus("w1", 1);
     for index in 0..2000_u64 {
-        // Each unlike the others.
-        let wants = Wants {
+        // Each in a class of its own.
+        let requirements = Requirements {
             memory: Some((1 << 40) + index),
             ..retries(0)
         };
-        let job = Box::new(new_job(&format!("big{index}"), wants));
+        let job = Box::new(new_job(&format!("big{index}"), requirements));
         world
             .state
             .handle(world.now, Event::JobSubmitted { ticket: Ticket(1), job });

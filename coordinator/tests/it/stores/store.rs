@@ -6,7 +6,7 @@ use aitk_common::control::{Artifact, EventBody, JobEvent, JobState, Registration
 use aitk_common::hash::ContentHash;
 use aitk_common::id::{AttemptId, JobId, WorkerId};
 use aitk_coordinator::store::{SqlStore, Store};
-use aitk_scheduler::{Effect, Event, Job, NewJob, Payload, Record, SessionId, Settings, State, Ticket, Wants};
+use aitk_scheduler::{Effect, Event, Job, NewJob, Payload, Record, Requirements, SessionId, Settings, State, Ticket};
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -63,7 +63,7 @@ pub(super) fn submit(state: &mut State, id: &str) -> Vec<Record> {
         seed: 7,
         name: id.into(),
         kind: "extension".into(),
-        wants: Wants::default(),
+        requirements: Requirements::default(),
         local: false,
         after: Vec::new(),
         sees_all: true,

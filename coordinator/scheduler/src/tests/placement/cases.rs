@@ -1,4 +1,4 @@
-//! The cases: what is asked for, where it goes, and what is said.
+//! The cases: the job, the device where it runs, and what its explanation says.
 
 use super::*;
 
@@ -161,7 +161,7 @@ pub(super) fn alone() -> Vec<Case> {
             "3060 gpu_poor",
             &[],
         ),
-        // What the config says wins.
+        // The config takes precedence.
         case(
             "a budget in the config wins over the prediction",
             &["1060"],
@@ -281,7 +281,7 @@ pub(super) fn mixed() -> Vec<Case> {
             "waits",
             &["of kind metal"],
         ),
-        // What was measured counts more than any guess.
+        // Measured speeds take precedence over guesses.
         case(
             "the faster of two cards",
             &["4090", "1060"],
@@ -289,8 +289,8 @@ pub(super) fn mixed() -> Vec<Case> {
             "4090 full_gpu",
             &[],
         )
-        .given(|given| {
-            given.speeds = vec![
+        .setup(|setup| {
+            setup.speeds = vec![
                 ("NVIDIA GeForce RTX 4090", "sd1", 0.01),
                 ("NVIDIA GeForce GTX 1060", "sd1", 0.06),
             ]
@@ -302,7 +302,7 @@ pub(super) fn mixed() -> Vec<Case> {
             "mac full_gpu",
             &[],
         )
-        .given(|given| given.speeds = vec![("Apple M4 Max", "sdxl", 0.05), ("NVIDIA GeForce RTX 2080", "sdxl", 0.2)]),
+        .setup(|setup| setup.speeds = vec![("Apple M4 Max", "sdxl", 0.05), ("NVIDIA GeForce RTX 2080", "sdxl", 0.2)]),
         case(
             "a speed of another family says nothing",
             &["4090", "1060"],
@@ -310,7 +310,7 @@ pub(super) fn mixed() -> Vec<Case> {
             "1060 full_gpu",
             &[],
         )
-        .given(|given| given.speeds = vec![("NVIDIA GeForce RTX 4090", "sdxl", 0.01)]),
+        .setup(|setup| setup.speeds = vec![("NVIDIA GeForce RTX 4090", "sdxl", 0.01)]),
         case(
             "full speed on a slow card or tricks on a fast one",
             &["3060", "mac"],
@@ -374,7 +374,7 @@ pub(super) fn mixed() -> Vec<Case> {
             "4090 full_gpu",
             &[],
         )
-        .given(|_| {}),
+        .setup(|_| {}),
         case(
             "two that are too large together",
             &["4090"],
@@ -392,13 +392,13 @@ pub(super) fn mixed() -> Vec<Case> {
         )
         .running(lora("flux")),
         case(
-            "whoever wants to be alone is",
+            "an exclusive job gets a device of its own",
             &["4090"],
             lora("sd1"),
             "waits",
             &["busy"],
         )
-        .running(lora("sd1").with(|wants| wants.alone = true)),
+        .running(lora("sd1").with(|requirements| requirements.exclusive = true)),
         case(
             "nobody is put beside one whose need is not known",
             &["4090"],
@@ -418,7 +418,7 @@ pub(super) fn mixed() -> Vec<Case> {
         .running(images("sd1"))
         .running(images("sd1"))
         .running(images("sd1")),
-        // Where its files are, where it failed, what a person said.
+        // Cached inputs, earlier failures, drains, labels and quotas.
         case(
             "where its data lies",
             &["3060", "3060.2"],
@@ -426,7 +426,7 @@ pub(super) fn mixed() -> Vec<Case> {
             "3060-2 full_gpu",
             &[],
         )
-        .given(|given| given.cached = vec!["3060.2"]),
+        .setup(|setup| setup.cached = vec!["3060.2"]),
         case(
             "data does not make up for a slow device",
             &["4090", "mac"],
@@ -434,7 +434,7 @@ pub(super) fn mixed() -> Vec<Case> {
             "4090 full_gpu",
             &[],
         )
-        .given(|given| given.cached = vec!["mac"]),
+        .setup(|setup| setup.cached = vec!["mac"]),
         case(
             "not where it failed a moment ago",
             &["1060", "3060"],
@@ -442,7 +442,7 @@ pub(super) fn mixed() -> Vec<Case> {
             "3060 full_gpu",
             &[],
         )
-        .given(|given| given.failed_on = Some("1060")),
+        .setup(|setup| setup.failed_on = Some("1060")),
         case(
             "there again when there is no other",
             &["1060"],
@@ -450,7 +450,7 @@ pub(super) fn mixed() -> Vec<Case> {
             "1060 full_gpu",
             &[],
         )
-        .given(|given| given.failed_on = Some("1060")),
+        .setup(|setup| setup.failed_on = Some("1060")),
         case(
             "a drained machine gets nothing",
             &["1060", "3060"],
@@ -458,9 +458,9 @@ pub(super) fn mixed() -> Vec<Case> {
             "3060 full_gpu",
             &["1060 is drained"],
         )
-        .given(|given| given.drained = vec!["1060"]),
+        .setup(|setup| setup.drained = vec!["1060"]),
         case("all are drained", &["3060"], lora("sd1"), "waits", &["3060 is drained"])
-            .given(|given| given.drained = vec!["3060"]),
+            .setup(|setup| setup.drained = vec!["3060"]),
         case(
             "a drained GPU lets the CPU work",
             &["4090", "cpu"],
@@ -468,22 +468,22 @@ pub(super) fn mixed() -> Vec<Case> {
             "cpu cpu_only",
             &[],
         )
-        .given(|given| given.drained = vec!["4090"]),
+        .setup(|setup| setup.drained = vec!["4090"]),
         case(
             "a label",
             &["1060", "3060"],
-            lora("sd1").with(|wants| {
-                wants.labels.insert("room".into(), "b".into());
+            lora("sd1").with(|requirements| {
+                requirements.labels.insert("room".into(), "b".into());
             }),
             "3060 full_gpu",
             &["lacks the label room: b"],
         )
-        .given(|given| given.labels = vec![("3060", "room", "b")]),
+        .setup(|setup| setup.labels = vec![("3060", "room", "b")]),
         case(
             "a label that nobody has",
             &["3060"],
-            lora("sd1").with(|wants| {
-                wants.labels.insert("room".into(), "b".into());
+            lora("sd1").with(|requirements| {
+                requirements.labels.insert("room".into(), "b".into());
             }),
             "waits",
             &["missing is room: b"],
@@ -496,7 +496,7 @@ pub(super) fn mixed() -> Vec<Case> {
             &["user default may hold 1 devices"],
         )
         .running(full("sd1"))
-        .given(|given| given.quota = Some(1)),
+        .setup(|setup| setup.quota = Some(1)),
         case(
             "no machine at all",
             &[],

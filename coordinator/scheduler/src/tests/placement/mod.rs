@@ -1,8 +1,8 @@
-//! The placement test bed: mixed machines, jobs of several families, and where a person would put them.
+//! Tests of placement on mixed machines with jobs of several families.
 //!
-//! A case is a table row: the pool, what runs already, the job, where it goes (machine, profile), and words that the
-//! explanation must have. Devices are named by their memory: `4090` has 24 GB, `3060` 12, `2080` 8, `1060` 6; `mac` is a
-//! Mac with 64 GB, `cpu` a CPU with 32 GB. Budgets are what the probes tell of such machines when idle.
+//! A case is a table row: the pool, the jobs that run already, the job, where it is placed (machine, profile), and texts that
+//! the explanation must contain. Devices are named by their model: `4090` has 24 GB, `3060` 12, `2080` 8, `1060` 6; `mac` is a
+//! Mac with 64 GB, `cpu` a CPU with 32 GB. Budgets are those that the probes report for such machines when idle.
 
 mod cases;
 mod parts;
@@ -14,7 +14,7 @@ use serde_json::json;
 
 const GIB: u64 = 1 << 30;
 
-/// A worker with one device, by its name in the cases. `4090.2` is another machine of the same make.
+/// A worker with one device, by its name in the cases. `4090.2` is another machine with the same device.
 fn machine(name: &str) -> Registration {
     let (kind, card, total, budget) = match name.split('.').next().unwrap_or(name) {
         "4090" => (DeviceKind::Cuda, "NVIDIA GeForce RTX 4090", 24 * GIB, 22 * GIB),
@@ -38,60 +38,60 @@ fn machine(name: &str) -> Registration {
     registration(&name.replace('.', "-"), vec![device], Vec::new())
 }
 
-/// A job as its config would have it.
+/// A job with its config.
 #[derive(Clone)]
-struct Ask {
+struct TestJob {
     json: serde_json::Value,
-    wants: Wants,
+    requirements: Requirements,
 }
 
-fn train(arch: &str, side: u32, dtype: &str, rank: u32) -> Ask {
-    Ask {
+fn train(arch: &str, side: u32, dtype: &str, rank: u32) -> TestJob {
+    TestJob {
         json: json!({"process": [{"kind": {"train": {
             "model": {"arch": arch, "quantize": false}, "network": {"linear": rank},
             "train": {"steps": 2000, "batch_size": 1, "dtype": dtype, "optimizer": "adamw8bit"},
             "datasets": [{"resolution": [side]}]}}}]}),
-        wants: retries(3),
+        requirements: retries(3),
     }
 }
 
-/// A LoRA as people train them: SD at 512, SDXL and FLUX at 1024, bf16, rank 16.
-fn lora(arch: &str) -> Ask {
+/// A typical LoRA training: SD at 512, SDXL and FLUX at 1024, bf16, rank 16.
+fn lora(arch: &str) -> TestJob {
     train(arch, if arch == "sd1" { 512 } else { 1024 }, "bfloat16", 16)
 }
 
-/// Twenty steps of one image at the family's size.
-fn images(arch: &str) -> Ask {
+/// One image with twenty steps at the family's native size.
+fn images(arch: &str) -> TestJob {
     let side = if arch == "sd1" { 512 } else { 1024 };
-    Ask {
+    TestJob {
         json: json!({"process": [{"kind": {"generate": {
             "model": {"arch": arch, "dtype": "float16"},
             "generate": {"width": side, "height": side, "sample_steps": 20, "guidance_scale": 7.0, "prompts": ["a"]}}}}]}),
-        wants: retries(3),
+        requirements: retries(3),
     }
 }
 
 /// A full fine-tune.
-fn full(arch: &str) -> Ask {
-    let mut ask = lora(arch);
-    ask.json["process"][0]["kind"]["train"]["network"] = json!(null);
-    ask
+fn full(arch: &str) -> TestJob {
+    let mut job = lora(arch);
+    job.json["process"][0]["kind"]["train"]["network"] = json!(null);
+    job
 }
 
-/// One that takes most of a card of 24 GB.
-fn large() -> Ask {
+/// A job that takes most of a GPU with 24 GB.
+fn large() -> TestJob {
     full("sdxl").set("/train/optimizer", json!("adafactor"))
 }
 
-/// A job of which nothing is known.
-fn unknown() -> Ask {
-    Ask {
+/// A job without a prediction.
+fn unknown() -> TestJob {
+    TestJob {
         json: json!({}),
-        wants: retries(3),
+        requirements: retries(3),
     }
 }
 
-impl Ask {
+impl TestJob {
     fn set(mut self, pointer: &str, value: serde_json::Value) -> Self {
         let (parent, key) = pointer.rsplit_once('/').unwrap();
         let body = self.json["process"][0]["kind"]
@@ -104,41 +104,41 @@ impl Ask {
         self
     }
 
-    fn with(mut self, change: impl FnOnce(&mut Wants)) -> Self {
-        change(&mut self.wants);
+    fn with(mut self, change: impl FnOnce(&mut Requirements)) -> Self {
+        change(&mut self.requirements);
         self
     }
 
     fn on(self, kind: DeviceKind) -> Self {
-        self.with(|wants| wants.device = Some(kind))
+        self.with(|requirements| requirements.device = Some(kind))
     }
 
     fn profile(self, profile: MemoryProfile) -> Self {
-        self.with(|wants| wants.profile = Some(profile))
+        self.with(|requirements| requirements.profile = Some(profile))
     }
 
     fn memory(self, gib: u64) -> Self {
-        self.with(|wants| wants.memory = Some(gib * GIB))
+        self.with(|requirements| requirements.memory = Some(gib * GIB))
     }
 
-    fn wants(&self) -> Wants {
-        Wants {
+    fn requirements(&self) -> Requirements {
+        Requirements {
             demand: Demand::of_job(&self.json, None),
-            ..self.wants.clone()
+            ..self.requirements.clone()
         }
     }
 }
 
-/// What a case starts from beside the pool.
+/// The initial state of a case beside the pool.
 #[derive(Clone, Default)]
-struct Given {
+struct Setup {
     /// Jobs that run already, in order.
-    running: Vec<Ask>,
-    /// Measured: card, family, seconds per unit.
+    running: Vec<TestJob>,
+    /// Measured speeds: device name, family, seconds per unit of work.
     speeds: Vec<(&'static str, &'static str, f64)>,
-    /// Machines whose caches have the job's data.
+    /// Machines that have the job's data in their caches.
     cached: Vec<&'static str>,
-    /// Machines on which it failed a moment ago.
+    /// The machine on which the job's last attempt failed.
     failed_on: Option<&'static str>,
     /// Drained machines.
     drained: Vec<&'static str>,
@@ -151,55 +151,55 @@ struct Given {
 struct Case {
     name: &'static str,
     pool: &'static [&'static str],
-    given: Given,
-    ask: Ask,
+    setup: Setup,
+    job: TestJob,
     /// `machine profile`, or `waits`.
-    goes: &'static str,
-    /// Words of the reason when it waits, or of some line of the explanation.
-    says: &'static [&'static str],
+    placed_on: &'static str,
+    /// Texts that the reason or a line of the explanation contains.
+    explanation: &'static [&'static str],
 }
 
 fn case(
     name: &'static str,
     pool: &'static [&'static str],
-    ask: Ask,
-    goes: &'static str,
-    says: &'static [&'static str],
+    job: TestJob,
+    placed_on: &'static str,
+    explanation: &'static [&'static str],
 ) -> Case {
     Case {
         name,
         pool,
-        given: Given::default(),
-        ask,
-        goes,
-        says,
+        setup: Setup::default(),
+        job,
+        placed_on,
+        explanation,
     }
 }
 
 impl Case {
-    fn given(mut self, change: impl FnOnce(&mut Given)) -> Self {
-        change(&mut self.given);
+    fn setup(mut self, change: impl FnOnce(&mut Setup)) -> Self {
+        change(&mut self.setup);
         self
     }
 
-    fn running(self, ask: Ask) -> Self {
-        self.given(|given| given.running.push(ask))
+    fn running(self, job: TestJob) -> Self {
+        self.setup(|setup| setup.running.push(job))
     }
 }
 
-fn play(case: &Case) -> Result<(), String> {
+fn run_case(case: &Case) -> Result<(), String> {
     let mut world = World::new();
-    world.state.settings.quotas.everyone = case.given.quota;
+    world.state.settings.quotas.everyone = case.setup.quota;
     let data = manifest("data");
     for name in case.pool {
         let mut registration = machine(name);
-        for (machine, key, value) in &case.given.labels {
+        for (machine, key, value) in &case.setup.labels {
             if machine == name {
                 registration.labels.insert((*key).into(), (*value).into());
             }
         }
         let id = WorkerId::new(name.replace('.', "-"));
-        // What an earlier life of the coordinator learned of it.
+        // What the scheduler knew of it before a restart.
         let known = Worker {
             id: id.clone(),
             name: registration.name.clone(),
@@ -209,10 +209,10 @@ fn play(case: &Case) -> Result<(), String> {
             labels: BTreeMap::new(),
             confinement: None,
             registered: world.now,
-            drained: case.given.drained.contains(name),
+            drained: case.setup.drained.contains(name),
             health: Vec::new(),
             speeds: Vec::new(),
-            has: if case.given.cached.contains(name) {
+            cached_inputs: if case.setup.cached.contains(name) {
                 vec![data]
             } else {
                 Vec::new()
@@ -223,8 +223,8 @@ fn play(case: &Case) -> Result<(), String> {
             last_seen: world.now,
         };
         world.state.workers.insert(id, known);
-        for (device, family, seconds_per_unit) in &case.given.speeds {
-            world.state.speeds.take_over(&Speed {
+        for (device, family, seconds_per_unit) in &case.setup.speeds {
+            world.state.speeds.restore(&Speed {
                 device: (*device).into(),
                 family: (*family).into(),
                 nanoseconds_per_unit: (*seconds_per_unit * 1e9) as u64,
@@ -238,65 +238,68 @@ fn play(case: &Case) -> Result<(), String> {
             registration: Box::new(registration),
         });
     }
-    for (index, ask) in case.given.running.iter().enumerate() {
+    for (index, job) in case.setup.running.iter().enumerate() {
         let id = format!("r{index}");
-        world.submit(&id, ask.wants());
+        world.submit(&id, job.requirements());
         if world.view(&id).state != JobState::Running {
             return Err(format!("{id} should run: {}", world.view(&id).reason));
         }
     }
-    let mut wants = case.ask.wants();
-    wants.data = vec![data];
-    if let Some(failed_on) = case.given.failed_on {
-        fail_on(&mut world, failed_on, wants, case.pool);
+    let mut requirements = case.job.requirements();
+    requirements.data = vec![data];
+    if let Some(failed_on) = case.setup.failed_on {
+        fail_on(&mut world, failed_on, requirements, case.pool);
     } else {
-        let before = world.state.fit(&wants);
-        world.submit("j", wants);
+        let before = world.state.forecast_new_job(&requirements);
+        world.submit("j", requirements);
         let starts = world.view("j").state == JobState::Running;
-        if before.devices.iter().any(|device| device.ready) != starts && case.given.quota.is_none() {
-            return Err(format!("`fit` said otherwise: {before:?}"));
+        if before.devices.iter().any(|device| device.ready) != starts && case.setup.quota.is_none() {
+            return Err(format!("`forecast_new_job` said otherwise: {before:?}"));
         }
     }
     let view = world.view("j");
-    let goes = match view.attempts.last().filter(|attempt| attempt.state.is_live()) {
+    let placed_on = match view.attempts.last().filter(|attempt| attempt.state.is_live()) {
         Some(attempt) => format!("{} {}", attempt.worker_name, attempt.profile.name()),
         None => "waits".into(),
     };
-    if goes != case.goes {
-        return Err(format!("goes to `{goes}`, not `{}`: {}", case.goes, view.reason));
+    if placed_on != case.placed_on {
+        return Err(format!(
+            "goes to `{placed_on}`, not `{}`: {}",
+            case.placed_on, view.reason
+        ));
     }
     let explained = world.state.explain_job(world.now, &JobId::new("j")).unwrap();
-    // As a second job like it would be told.
-    let again = world.state.fit(&case.ask.wants());
-    let mut said = vec![view.state.name().to_owned(), view.reason.clone(), explained.summary];
-    said.extend(explained.devices.into_iter().map(|device| device.words));
-    said.extend(
-        again
+    // The forecast for a second job like it.
+    let second = world.state.forecast_new_job(&case.job.requirements());
+    let mut lines = vec![view.state.name().to_owned(), view.reason.clone(), explained.summary];
+    lines.extend(explained.devices.into_iter().map(|device| device.words));
+    lines.extend(
+        second
             .devices
             .into_iter()
             .map(|device| device.words.replace("busy with j (j)", "free")),
     );
-    for words in case.says {
-        if !said.iter().any(|line| line.contains(words)) {
-            return Err(format!("does not say {words:?}, but:\n  {}", said.join("\n  ")));
+    for text in case.explanation {
+        if !lines.iter().any(|line| line.contains(text)) {
+            return Err(format!("does not say {text:?}, but:\n  {}", lines.join("\n  ")));
         }
     }
     Ok(())
 }
 
-/// The job runs on one machine, fails there, and is placed again.
-fn fail_on(world: &mut World, name: &str, wants: Wants, pool: &[&str]) {
-    // The others come later.
+/// Lets the job fail on one machine, so that it is placed again.
+fn fail_on(world: &mut World, name: &str, requirements: Requirements, pool: &[&str]) {
+    // The other machines connect later.
     for (index, other) in pool.iter().enumerate() {
         if *other != name {
-            world.step(Event::WorkerLost {
+            world.step(Event::SessionClosed {
                 session: SessionId(index as u64 + 1),
             });
         }
     }
-    world.submit("j", wants);
+    world.submit("j", requirements);
     let session = SessionId(pool.iter().position(|other| *other == name).unwrap() as u64 + 1);
-    world.beat(session, &[held("j", 1)]);
+    world.heartbeat(session, &[held("j", 1)]);
     world.finish(session, &held("j", 1), failed(FailureCause::DiskFull));
     for other in pool.iter().filter(|other| **other != name) {
         world.sessions += 1;
@@ -311,14 +314,14 @@ fn fail_on(world: &mut World, name: &str, wants: Wants, pool: &[&str]) {
 }
 
 #[test]
-fn every_case_goes_where_a_person_would_put_it() {
+fn every_placement_case_holds() {
     let cases: Vec<Case> = cases::alone().into_iter().chain(cases::mixed()).collect();
     assert!(cases.len() >= 60, "{} cases", cases.len());
     let names: std::collections::BTreeSet<_> = cases.iter().map(|case| case.name).collect();
     assert_eq!(names.len(), cases.len(), "two cases of one name");
     let wrong: Vec<String> = cases
         .iter()
-        .filter_map(|case| play(case).err().map(|why| format!("{}: {why}", case.name)))
+        .filter_map(|case| run_case(case).err().map(|why| format!("{}: {why}", case.name)))
         .collect();
     assert!(
         wrong.is_empty(),
@@ -330,7 +333,7 @@ fn every_case_goes_where_a_person_would_put_it() {
 }
 
 #[test]
-fn an_explanation_reads_as_one_would_say_it() {
+fn a_forecast_describes_every_device() {
     let mut world = World::new();
     for name in ["4090", "1060", "cpu"] {
         world.sessions += 1;
@@ -341,30 +344,30 @@ fn an_explanation_reads_as_one_would_say_it() {
             registration: Box::new(machine(name)),
         });
     }
-    world.submit("j1", lora("flux").wants());
-    world.submit("j2", lora("flux").wants());
+    world.submit("j1", lora("flux").requirements());
+    world.submit("j2", lora("flux").requirements());
     let forecast = world.state.explain_job(world.now, &JobId::new("j2")).unwrap();
     assert_eq!(forecast.summary, "next in line; the one device that fits is busy");
-    let words: Vec<&str> = forecast.devices.iter().map(|device| device.words.as_str()).collect();
-    assert_eq!(words.len(), 3);
+    let texts: Vec<&str> = forecast.devices.iter().map(|device| device.words.as_str()).collect();
+    assert_eq!(texts.len(), 3);
     assert!(
-        words[0].starts_with("4090 cuda:0: gpu_poor (")
-            && words[0].ends_with("GiB of 22.0 GiB, about 3 h 28 min, a guess); busy with j1 (j1)"),
+        texts[0].starts_with("4090 cuda:0: gpu_poor (")
+            && texts[0].ends_with("GiB of 22.0 GiB, about 3 h 28 min, a guess); busy with j1 (j1)"),
         "{}",
-        words[0]
+        texts[0]
     );
     assert!(
-        words[1].starts_with("cpu cpu: extreme (") && words[1].contains("it would take about 1"),
+        texts[1].starts_with("cpu cpu: extreme (") && texts[1].contains("it would take about 1"),
         "{}",
-        words[1]
+        texts[1]
     );
     assert!(
-        words[2].starts_with("1060 cuda:0: too small: even extreme needs about")
-            && words[2].ends_with("and it has 5.2 GiB"),
+        texts[2].starts_with("1060 cuda:0: too small: even extreme needs about")
+            && texts[2].ends_with("and it has 5.2 GiB"),
         "{}",
-        words[2]
+        texts[2]
     );
-    let before = world.state.fit(&images("sdxl").wants());
+    let before = world.state.forecast_new_job(&images("sdxl").requirements());
     assert!(
         before.summary.starts_with("would start now on 1060 cuda:0: gpu_poor ("),
         "{}",
@@ -373,10 +376,10 @@ fn an_explanation_reads_as_one_would_say_it() {
 }
 
 #[test]
-fn speeds_are_learned_from_finished_work() {
+fn speeds_are_measured_from_completed_attempts() {
     let mut world = World::new();
     let one = world.worker("w1", machine("4090").devices, Vec::new());
-    world.submit("j1", lora("sd1").wants());
+    world.submit("j1", lora("sd1").requirements());
     let report = |world: &mut World, seq, done| {
         let event = Event::AttemptEvent {
             session: one,
@@ -403,7 +406,7 @@ fn speeds_are_learned_from_finished_work() {
         .iter()
         .any(|effect| matches!(effect, Effect::Persist(Record::Worker(worker)) if !worker.speeds.is_empty()));
     assert!(persisted, "what was learned survives a restart");
-    let forecast = world.state.fit(&lora("sd1").wants());
+    let forecast = world.state.forecast_new_job(&lora("sd1").requirements());
     assert!(
         forecast.devices[0].measured && forecast.devices[0].words.contains("about 3 min 20 s)"),
         "{forecast:?}"
@@ -411,15 +414,15 @@ fn speeds_are_learned_from_finished_work() {
 }
 
 #[test]
-fn a_job_that_its_own_budget_is_too_small_for_is_not_tried_again() {
+fn a_job_that_exceeds_its_own_memory_budget_is_not_retried() {
     let mut world = World::new();
     let session = world.cpu("w1");
-    let wants = Wants {
+    let requirements = Requirements {
         memory: Some(8),
         retries: 3,
-        ..lora("sd1").wants()
+        ..lora("sd1").requirements()
     };
-    world.submit("j1", wants);
+    world.submit("j1", requirements);
     let view = world.view("j1");
     assert_eq!(view.attempts[0].profile, MemoryProfile::Extreme, "{}", view.reason);
     world.finish(session, &held("j1", 1), failed(FailureCause::OutOfMemory));

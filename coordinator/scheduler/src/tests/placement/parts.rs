@@ -1,4 +1,4 @@
-//! Parts of one job over unequal devices: who draws what, who waits for whom, and who takes over.
+//! Tests of parts of one job on unequal devices: which device runs which part, which parts wait, and which migrate.
 
 use super::*;
 use aitk_common::job::cluster::Split;
@@ -8,35 +8,35 @@ const CARDS: [(&str, &str, f64); 3] = [
     ("NVIDIA GeForce RTX 3060", "sd1", 0.03),
     ("NVIDIA GeForce GTX 1060", "sd1", 0.075),
 ];
-/// Units of an image of [`images`].
+/// Thousandths of passes for one image of [`images`].
 const IMAGE: u64 = 40_000;
 
-/// Machines whose speeds were measured, and what runs on them.
-struct Bed {
+/// A scheduler with machines whose speeds were measured.
+struct TestBed {
     world: World,
     sessions: BTreeMap<String, SessionId>,
 }
 
-impl Bed {
+impl TestBed {
     fn new(pool: &[&str]) -> Self {
         let mut bed = Self {
             world: World::new(),
             sessions: BTreeMap::new(),
         };
         for (device, family, seconds_per_unit) in CARDS {
-            bed.world.state.speeds.take_over(&Speed {
+            bed.world.state.speeds.restore(&Speed {
                 device: device.into(),
                 family: family.into(),
                 nanoseconds_per_unit: (seconds_per_unit * 1e9) as u64,
             });
         }
         for name in pool {
-            bed.comes(name);
+            bed.connect(name);
         }
         bed
     }
 
-    fn comes(&mut self, name: &str) {
+    fn connect(&mut self, name: &str) {
         self.world.sessions += 1;
         let session = SessionId(self.world.sessions);
         self.sessions.insert(name.replace('.', "-"), session);
@@ -48,35 +48,44 @@ impl Bed {
         });
     }
 
-    /// A job that is cut into so many parts of so many images each.
-    fn cut(&mut self, id: &str, parts: u64, images_each: u64, at_most: Option<u32>, change: impl Fn(&mut Wants)) {
+    /// Submits a job of `parts` parts with `images_each` images each.
+    fn submit_parts(
+        &mut self,
+        id: &str,
+        parts: u64,
+        images_each: u64,
+        at_most: Option<u32>,
+        change: impl Fn(&mut Requirements),
+    ) {
         let member = |part| {
-            let mut wants = images("sd1").with(|wants| wants.alone = true).wants();
-            change(&mut wants);
-            if let Some(demand) = &mut wants.demand {
+            let mut requirements = images("sd1")
+                .with(|requirements| requirements.exclusive = true)
+                .requirements();
+            change(&mut requirements);
+            if let Some(demand) = &mut requirements.demand {
                 demand.millipasses = IMAGE * images_each;
             }
-            new_job(&format!("{id}-{part}"), wants)
+            new_job(&format!("{id}-{part}"), requirements)
         };
         let members = (0..parts).map(member).collect();
         self.world.array(id, members, at_most, true).unwrap();
     }
 
     fn parts(&mut self, parts: u64, images_each: u64) {
-        self.cut("j", parts, images_each, None, |_| ());
+        self.submit_parts("j", parts, images_each, None, |_| ());
     }
 
-    /// `4090: j-0; 3060: j-1`, those that run.
-    fn runs(&self) -> String {
+    /// The running parts, such as `4090: j-0; 3060: j-1`.
+    fn running(&self) -> String {
         let live = self
             .world
             .state
             .live
             .keys()
             .filter_map(|id| self.world.state.job(id)?.current().map(|one| (one, id)));
-        let mut said: Vec<String> = live.map(|(one, id)| format!("{}: {id}", one.worker_name)).collect();
-        said.sort();
-        said.join("; ")
+        let mut running: Vec<String> = live.map(|(one, id)| format!("{}: {id}", one.worker_name)).collect();
+        running.sort();
+        running.join("; ")
     }
 
     fn held(&self, job: &str) -> (SessionId, HeldAttempt) {
@@ -92,12 +101,12 @@ impl Bed {
         )
     }
 
-    fn ends(&mut self, job: &str, outcome: Outcome) {
+    fn finish(&mut self, job: &str, outcome: Outcome) {
         let (session, held) = self.held(job);
         self.world.finish(session, &held, outcome);
     }
 
-    fn says(&mut self, job: &str, done: u64, total: u64) {
+    fn report_progress(&mut self, job: &str, done: u64, total: u64) {
         let (session, held) = self.held(job);
         let seq = self.world.state.jobs[&JobId::new(job)].live.unwrap().seq + 1;
         let report = Report::Progress(Progress {
@@ -115,13 +124,13 @@ impl Bed {
         });
     }
 
-    /// So many seconds, in which every machine beats.
+    /// Passes this many seconds, with heartbeats of all machines.
     fn pass(&mut self, seconds: u64) {
         for _ in 0..seconds {
             let live: Vec<String> = self.world.state.live.keys().map(ToString::to_string).collect();
             for job in live {
                 let (session, held) = self.held(&job);
-                self.world.beat(session, &[held]);
+                self.world.heartbeat(session, &[held]);
             }
             self.world.pass(1);
         }
@@ -131,140 +140,137 @@ impl Bed {
         self.world.view(job).reason
     }
 
-    /// A 3060 with the last part, `j-1`, of 400 images: it has drawn some of them at its usual speed, 1.2 s each.
-    fn slow_one_at_work() -> Self {
+    /// A 3060 that runs the last part, `j-1`, of 400 images: it has generated some of them at its usual speed, 1.2 s each.
+    fn with_a_slow_last_part() -> Self {
         let mut bed = Self::new(&["3060"]);
         bed.parts(2, 400);
-        bed.ends("j-0", Outcome::Completed);
-        bed.says("j-1", 0, 400);
+        bed.finish("j-0", Outcome::Completed);
+        bed.report_progress("j-1", 0, 400);
         bed.pass(12);
-        bed.says("j-1", 10, 400);
+        bed.report_progress("j-1", 10, 400);
         bed
     }
 }
 
-fn forty_prompts_on_two_cards_and_a_cpu(bed: &mut Bed) {
+fn two_gpus_and_a_cpu_leave_the_cpu_idle(bed: &mut TestBed) {
     bed.parts(10, 4);
     assert_eq!(
-        bed.runs(),
+        bed.running(),
         "3060: j-1; 4090: j-0",
         "the CPU would take a hundred times as long"
     );
-    bed.ends("j-0", Outcome::Completed);
-    bed.ends("j-2", Outcome::Completed);
-    assert_eq!(bed.runs(), "3060: j-1; 4090: j-3");
+    bed.finish("j-0", Outcome::Completed);
+    bed.finish("j-2", Outcome::Completed);
+    assert_eq!(bed.running(), "3060: j-1; 4090: j-3");
 }
 
-fn the_slow_card_is_idle_at_the_end(bed: &mut Bed) {
+fn the_slow_gpu_starts_no_last_part(bed: &mut TestBed) {
     bed.parts(2, 4);
-    assert_eq!(bed.runs(), "4090: j-0", "it ends both before the 3060 would end one");
+    assert_eq!(bed.running(), "4090: j-0", "it ends both before the 3060 would end one");
     assert_eq!(
         bed.reason("j-1"),
-        "not begun on 3060 cuda:0: faster devices are through with all that waits before it would be with this part, 4090 cuda:0"
+        "not started on 3060 cuda:0: faster devices will finish all waiting parts before it would finish this one: 4090 cuda:0"
     );
 }
 
-fn the_slow_card_helps_where_it_pays(bed: &mut Bed) {
+fn the_slow_gpu_helps_with_many_parts(bed: &mut TestBed) {
     bed.parts(5, 4);
     assert_eq!(
-        bed.runs(),
+        bed.running(),
         "3060: j-1; 4090: j-0",
         "in its 4.8 s the 4090 ends two of the three that wait"
     );
 }
 
-fn when_the_fast_one_goes_the_slow_one_begins(bed: &mut Bed) {
+fn the_slow_gpu_starts_when_the_fast_one_leaves(bed: &mut TestBed) {
     bed.parts(2, 4);
     let session = bed.sessions["4090"];
     bed.world.step(Event::WorkerLeaving {
         session,
         reason: String::new(),
     });
-    assert_eq!(bed.runs(), "3060: j-1; 4090: j-0");
+    assert_eq!(bed.running(), "3060: j-1; 4090: j-0");
 }
 
-fn a_fast_one_that_says_nothing_is_not_waited_for(bed: &mut Bed) {
+fn the_slow_gpu_starts_when_the_fast_one_is_overdue(bed: &mut TestBed) {
     bed.parts(2, 4);
     bed.pass(1);
-    assert_eq!(bed.runs(), "4090: j-0");
+    assert_eq!(bed.running(), "4090: j-0");
     bed.pass(1);
-    assert_eq!(bed.runs(), "3060: j-1; 4090: j-0", "1.6 s are over");
+    assert_eq!(bed.running(), "3060: j-1; 4090: j-0", "1.6 s are over");
 }
 
-fn equal_cards_share(bed: &mut Bed) {
+fn equal_gpus_share_the_parts(bed: &mut TestBed) {
     bed.parts(2, 4);
-    assert_eq!(bed.runs(), "3060-2: j-1; 3060: j-0");
+    assert_eq!(bed.running(), "3060-2: j-1; 3060: j-0");
 }
 
-fn an_idle_fast_one_takes_over_once(bed: &mut Bed) {
-    *bed = Bed::slow_one_at_work();
-    assert_eq!(bed.runs(), "3060: j-1");
-    bed.comes("4090");
+fn a_part_migrates_to_an_idle_faster_gpu(bed: &mut TestBed) {
+    *bed = TestBed::with_a_slow_last_part();
+    assert_eq!(bed.running(), "3060: j-1");
+    bed.connect("4090");
     bed.pass(1);
     let (session, held) = bed.held("j-1");
-    let told = |effect: &Effect| matches!(effect, Effect::Send(to, ToWorker::Stop { held: one, save: true }) if *to == session && *one == held);
-    assert!(bed.world.last.iter().any(told), "{:?}", bed.world.last);
-    assert_eq!(
-        bed.reason("j-1"),
-        "goes on on 4090 cuda:0, which is faster and has nothing else to do"
-    );
-    bed.ends("j-1", Outcome::stopped());
-    assert_eq!(bed.runs(), "4090: j-1");
+    let is_stop = |effect: &Effect| matches!(effect, Effect::Send(to, ToWorker::Stop { held: one, save: true }) if *to == session && *one == held);
+    assert!(bed.world.last.iter().any(is_stop), "{:?}", bed.world.last);
+    assert_eq!(bed.reason("j-1"), "continues on 4090 cuda:0, which is faster and idle");
+    bed.finish("j-1", Outcome::stopped());
+    assert_eq!(bed.running(), "4090: j-1");
     assert_eq!(bed.world.state.jobs[&JobId::new("j-1")].failures, 0);
 }
 
-fn nothing_is_taken_over_twice(bed: &mut Bed) {
-    *bed = Bed::new(&["1060"]);
+fn a_part_migrates_only_once(bed: &mut TestBed) {
+    *bed = TestBed::new(&["1060"]);
     bed.parts(2, 400);
-    bed.ends("j-0", Outcome::Completed);
-    bed.comes("3060");
+    bed.finish("j-0", Outcome::Completed);
+    bed.connect("3060");
     bed.pass(1);
-    bed.ends("j-1", Outcome::stopped());
-    assert_eq!(bed.runs(), "3060: j-1");
-    bed.comes("4090");
-    bed.says("j-1", 0, 400);
+    bed.finish("j-1", Outcome::stopped());
+    assert_eq!(bed.running(), "3060: j-1");
+    bed.connect("4090");
+    bed.report_progress("j-1", 0, 400);
     bed.pass(12);
-    bed.says("j-1", 10, 400);
+    bed.report_progress("j-1", 10, 400);
     bed.pass(2);
-    assert!(bed.world.state.jobs[&JobId::new("j-1")].recall.is_none());
+    assert!(bed.world.state.jobs[&JobId::new("j-1")].preemption.is_none());
 }
 
-fn a_change_that_costs_more_than_it_saves_is_not_made(bed: &mut Bed) {
-    *bed = Bed::new(&["3060"]);
+fn a_migration_that_saves_too_little_is_not_made(bed: &mut TestBed) {
+    *bed = TestBed::new(&["3060"]);
     bed.parts(2, 40);
-    bed.ends("j-0", Outcome::Completed);
-    bed.comes("4090");
+    bed.finish("j-0", Outcome::Completed);
+    bed.connect("4090");
     bed.pass(3);
     assert!(
-        bed.world.state.jobs[&JobId::new("j-1")].recall.is_none(),
+        bed.world.state.jobs[&JobId::new("j-1")].preemption.is_none(),
         "46 s instead of 48"
     );
 }
 
-fn nobody_is_robbed_while_parts_wait(bed: &mut Bed) {
-    *bed = Bed::new(&["3060"]);
+fn no_part_migrates_while_parts_wait(bed: &mut TestBed) {
+    *bed = TestBed::new(&["3060"]);
     bed.parts(3, 400);
-    bed.comes("4090");
+    bed.connect("4090");
     bed.pass(1);
-    assert_eq!(bed.runs(), "3060: j-0; 4090: j-1");
-    assert!(bed.world.state.jobs[&JobId::new("j-0")].recall.is_none());
+    assert_eq!(bed.running(), "3060: j-0; 4090: j-1");
+    assert!(bed.world.state.jobs[&JobId::new("j-0")].preemption.is_none());
 }
 
-fn a_slower_one_takes_nothing_over(bed: &mut Bed) {
-    *bed = Bed::slow_one_at_work();
-    bed.comes("1060");
+fn no_part_migrates_to_a_slower_gpu(bed: &mut TestBed) {
+    *bed = TestBed::with_a_slow_last_part();
+    bed.connect("1060");
     bed.pass(3);
-    assert!(bed.world.state.jobs[&JobId::new("j-1")].recall.is_none());
+    assert!(bed.world.state.jobs[&JobId::new("j-1")].preemption.is_none());
 }
 
-fn a_kept_device_is_for_those_who_stand_higher(bed: &mut Bed) {
-    *bed = Bed::slow_one_at_work();
-    bed.comes("4090");
+fn only_higher_levels_take_a_reserved_device(bed: &mut TestBed) {
+    *bed = TestBed::with_a_slow_last_part();
+    bed.connect("4090");
     bed.pass(1);
     let other = images("sd1")
-        .with(|wants| wants.device = Some(DeviceKind::Cuda))
-        .with(|wants| wants.alone = true);
-    bed.world.submit("k", other.wants());
+        .with(|requirements| requirements.device = Some(DeviceKind::Cuda))
+        .with(|requirements| requirements.exclusive = true);
+    bed.world.submit("k", other.requirements());
     assert_eq!(bed.world.view("k").state, JobState::Queued);
     let devices = bed
         .world
@@ -275,33 +281,34 @@ fn a_kept_device_is_for_those_who_stand_higher(bed: &mut Bed) {
     assert!(
         devices.iter().any(|device| device
             .words
-            .ends_with("kept for j-1 (j-1), which comes from a slower device")),
+            .ends_with("reserved for j-1 (j-1), which moves here from a slower device")),
         "{devices:?}"
     );
-    bed.world.submit("l", other.with(|wants| wants.priority = 5).wants());
-    assert_eq!(bed.runs(), "3060: j-1; 4090: l");
-    bed.ends("j-1", Outcome::stopped());
+    bed.world
+        .submit("l", other.with(|requirements| requirements.priority = 5).requirements());
+    assert_eq!(bed.running(), "3060: j-1; 4090: l");
+    bed.finish("j-1", Outcome::stopped());
     assert_eq!(
-        bed.runs(),
+        bed.running(),
         "3060: j-1; 4090: l",
         "it came first, and there is its old device"
     );
 }
 
-fn at_most_two_at_a_time(bed: &mut Bed) {
-    bed.cut("j", 4, 4, Some(2), |_| ());
-    assert_eq!(bed.runs(), "3060-2: j-1; 3060: j-0");
+fn at_most_two_at_a_time(bed: &mut TestBed) {
+    bed.submit_parts("j", 4, 4, Some(2), |_| ());
+    assert_eq!(bed.running(), "3060-2: j-1; 3060: j-0");
     assert!(
-        bed.reason("j-2").starts_with("2 of its array j may run"),
+        bed.reason("j-2").starts_with("at most 2 jobs of its array j may run"),
         "{}",
         bed.reason("j-2")
     );
 }
 
-fn a_quota_counts_parts(bed: &mut Bed) {
+fn a_quota_counts_parts(bed: &mut TestBed) {
     bed.world.state.settings.quotas.everyone = Some(1);
     bed.parts(4, 4);
-    assert_eq!(bed.runs(), "3060: j-0");
+    assert_eq!(bed.running(), "3060: j-0");
     assert!(
         bed.reason("j-1").contains("may hold 1 devices"),
         "{}",
@@ -309,12 +316,12 @@ fn a_quota_counts_parts(bed: &mut Bed) {
     );
 }
 
-fn small_parts_share_a_card(bed: &mut Bed) {
-    bed.cut("j", 4, 400, None, |wants| wants.alone = false);
-    assert_eq!(bed.runs(), "4090: j-0; 4090: j-1; 4090: j-2");
+fn small_parts_share_a_gpu(bed: &mut TestBed) {
+    bed.submit_parts("j", 4, 400, None, |requirements| requirements.exclusive = false);
+    assert_eq!(bed.running(), "4090: j-0; 4090: j-1; 4090: j-2");
 }
 
-fn a_job_after_all_parts(bed: &mut Bed) {
+fn a_job_after_all_parts(bed: &mut TestBed) {
     bed.parts(2, 400);
     let after = NewJob {
         after: vec!["j".into()],
@@ -324,84 +331,92 @@ fn a_job_after_all_parts(bed: &mut Bed) {
         ticket: Ticket(1),
         job: Box::new(after),
     });
-    bed.ends("j-0", Outcome::Completed);
+    bed.finish("j-0", Outcome::Completed);
     assert_eq!(
         bed.reason("z"),
         "waits for the array j (j_name): 1 completed, 1 running"
     );
-    bed.ends("j-1", Outcome::Completed);
+    bed.finish("j-1", Outcome::Completed);
     assert_eq!(bed.world.view("z").state, JobState::Running);
 }
 
-fn a_tiny_job_stays_whole_and_a_long_one_is_cut(bed: &mut Bed) {
-    let wants = |images: u64| {
-        let mut wants = self::images("sd1").wants();
-        if let Some(demand) = &mut wants.demand {
+fn only_long_jobs_are_split(bed: &mut TestBed) {
+    let requirements = |images: u64| {
+        let mut requirements = self::images("sd1").requirements();
+        if let Some(demand) = &mut requirements.demand {
             demand.millipasses = IMAGE * images;
         }
-        wants
+        requirements
     };
-    let parts = |bed: &Bed, images, split| bed.world.state.parts(&wants(images), images, split);
+    let parts = |bed: &TestBed, images, split| bed.world.state.part_count(&requirements(images), images, split);
     // 0.4 s an image on the 4090: a minute is 150 of them.
     assert_eq!(parts(bed, 100, Split::Auto), 1);
     assert_eq!(parts(bed, 450, Split::Auto), 3);
     assert_eq!(parts(bed, 5000, Split::Auto), 8, "two devices; the CPU is too slow");
     assert_eq!(parts(bed, 100, Split::Parts(7)), 7);
     assert_eq!(parts(bed, 5, Split::Parts(7)), 5);
-    let alone = Bed::new(&["4090"]);
-    assert_eq!(parts(&alone, 5000, Split::Auto), 1, "one device gains nothing");
+    let exclusive = TestBed::new(&["4090"]);
+    assert_eq!(parts(&exclusive, 5000, Split::Auto), 1, "one device gains nothing");
 }
 
-type Case = (&'static str, &'static [&'static str], fn(&mut Bed));
+type Case = (&'static str, &'static [&'static str], fn(&mut TestBed));
 
 const CASES: &[Case] = &[
     (
-        "forty prompts on two cards and a CPU",
+        "two GPUs and a CPU leave the CPU idle",
         &["4090", "3060", "cpu"],
-        forty_prompts_on_two_cards_and_a_cpu,
+        two_gpus_and_a_cpu_leave_the_cpu_idle,
     ),
     (
-        "the slow card is idle at the end",
+        "the slow GPU starts no last part",
         &["4090", "3060"],
-        the_slow_card_is_idle_at_the_end,
+        the_slow_gpu_starts_no_last_part,
     ),
     (
-        "the slow card helps where it pays",
+        "the slow GPU helps with many parts",
         &["4090", "3060"],
-        the_slow_card_helps_where_it_pays,
+        the_slow_gpu_helps_with_many_parts,
     ),
     (
-        "when the fast one goes the slow one begins",
+        "the slow GPU starts when the fast one leaves",
         &["4090", "3060"],
-        when_the_fast_one_goes_the_slow_one_begins,
+        the_slow_gpu_starts_when_the_fast_one_leaves,
     ),
     (
-        "a fast one that says nothing is not waited for",
+        "the slow GPU starts when the fast one is overdue",
         &["4090", "3060"],
-        a_fast_one_that_says_nothing_is_not_waited_for,
-    ),
-    ("equal cards share", &["3060", "3060.2"], equal_cards_share),
-    (
-        "an idle fast one takes over once",
-        &[],
-        an_idle_fast_one_takes_over_once,
-    ),
-    ("nothing is taken over twice", &[], nothing_is_taken_over_twice),
-    (
-        "a change that costs more than it saves is not made",
-        &[],
-        a_change_that_costs_more_than_it_saves_is_not_made,
+        the_slow_gpu_starts_when_the_fast_one_is_overdue,
     ),
     (
-        "nobody is robbed while parts wait",
-        &[],
-        nobody_is_robbed_while_parts_wait,
+        "equal GPUs share the parts",
+        &["3060", "3060.2"],
+        equal_gpus_share_the_parts,
     ),
-    ("a slower one takes nothing over", &[], a_slower_one_takes_nothing_over),
     (
-        "a kept device is for those who stand higher",
+        "a part migrates to an idle faster GPU",
         &[],
-        a_kept_device_is_for_those_who_stand_higher,
+        a_part_migrates_to_an_idle_faster_gpu,
+    ),
+    ("a part migrates only once", &[], a_part_migrates_only_once),
+    (
+        "a migration that saves too little is not made",
+        &[],
+        a_migration_that_saves_too_little_is_not_made,
+    ),
+    (
+        "no part migrates while parts wait",
+        &[],
+        no_part_migrates_while_parts_wait,
+    ),
+    (
+        "no part migrates to a slower GPU",
+        &[],
+        no_part_migrates_to_a_slower_gpu,
+    ),
+    (
+        "only higher levels take a reserved device",
+        &[],
+        only_higher_levels_take_a_reserved_device,
     ),
     (
         "at most two at a time",
@@ -409,20 +424,20 @@ const CASES: &[Case] = &[
         at_most_two_at_a_time,
     ),
     ("a quota counts parts", &["3060", "3060.2"], a_quota_counts_parts),
-    ("small parts share a card", &["4090"], small_parts_share_a_card),
+    ("small parts share a GPU", &["4090"], small_parts_share_a_gpu),
     ("a job after all parts", &["3060", "3060.2"], a_job_after_all_parts),
     (
-        "a tiny job stays whole and a long one is cut",
+        "only long jobs are split",
         &["4090", "3060", "cpu"],
-        a_tiny_job_stays_whole_and_a_long_one_is_cut,
+        only_long_jobs_are_split,
     ),
 ];
 
 #[test]
-fn parts_go_where_a_person_would_put_them() {
+fn parts_are_placed_as_expected() {
     let mut wrong = Vec::new();
     for (name, pool, play) in CASES {
-        let played = std::panic::catch_unwind(|| play(&mut Bed::new(pool)));
+        let played = std::panic::catch_unwind(|| play(&mut TestBed::new(pool)));
         if played.is_err() {
             wrong.push(*name);
         }

@@ -1,8 +1,8 @@
-//! What users do, what breaks, and how it is set right in the end.
+//! Random actions of users, random faults, and the recovery at the end.
 
-use super::world::{Happening, WORKERS, World};
+use super::world::{SimEvent, WORKERS, World};
 use crate::tests::new_job;
-use crate::{Condition, Event, NewArray, NewJob, Prerequisite, Ticket, Wants};
+use crate::{Condition, Event, NewArray, NewJob, Prerequisite, Requirements, Ticket};
 use aitk_common::capability::DeviceKind;
 use aitk_common::control::{JobState, UnixMillis};
 use aitk_common::id::{JobId, UserName};
@@ -10,28 +10,28 @@ use aitk_common::plan::demand::Demand;
 use aitk_common::plan::need::MemoryNeed;
 use std::time::Duration;
 
-/// Jobs of a life: many for four machines, few enough to look at each after every step.
+/// The most jobs of a run: many for four machines, and few enough to check each of them after every step.
 const JOBS: usize = 40;
 const GIB: u64 = 1 << 30;
 
 impl World {
-    /// Users, and trouble.
-    pub(super) fn life(&mut self) {
+    /// A random action of a user, or a random fault.
+    pub(super) fn random_action(&mut self) {
         let index = self.random.below(WORKERS as u64) as usize;
         match self.random.below(31) {
             0..=7 => self.submit(),
             8 => self.submit_array(),
-            9 => self.ask(|ticket, job| Event::StopRequested {
+            9 => self.request(|ticket, job| Event::StopRequested {
                 ticket,
                 job,
                 now: false,
             }),
-            10 => self.ask(|ticket, job| Event::StopRequested { ticket, job, now: true }),
-            11..=13 => self.ask(|ticket, job| Event::ResumeRequested { ticket, job }),
-            14 => self.ask(|ticket, job| Event::PauseRequested { ticket, job }),
+            10 => self.request(|ticket, job| Event::StopRequested { ticket, job, now: true }),
+            11..=13 => self.request(|ticket, job| Event::ResumeRequested { ticket, job }),
+            14 => self.request(|ticket, job| Event::PauseRequested { ticket, job }),
             15 => {
                 let priority = self.random.below(4) as i64 - 1;
-                self.ask(|ticket, job| Event::PriorityRequested { ticket, job, priority });
+                self.request(|ticket, job| Event::PriorityRequested { ticket, job, priority });
             }
             16 | 17 => {
                 let event = Event::DrainRequested {
@@ -47,7 +47,7 @@ impl World {
                 let session = self.workers[index].session;
                 self.workers[index].crash(until);
                 if let Some(session) = session {
-                    self.later(5, Happening::Up(Event::WorkerLost { session }));
+                    self.schedule(5, SimEvent::ToCoordinator(Event::SessionClosed { session }));
                 }
             }
             20 | 21 => {
@@ -55,33 +55,34 @@ impl World {
                 self.workers[index].sleeps_until = self.now.after(Duration::from_millis(millis));
             }
             22 | 23 => {
-                // The connection breaks; both sides notice.
+                // The connection breaks, and both sides notice.
                 if let Some(session) = self.workers[index].session.take() {
-                    self.later(5, Happening::Up(Event::WorkerLost { session }));
+                    self.schedule(5, SimEvent::ToCoordinator(Event::SessionClosed { session }));
                 }
             }
             24 => {
                 if let Some(session) = self.workers[index].session {
-                    self.workers[index].leaves = true;
+                    self.workers[index].leaving = true;
                     let reason = String::new();
                     self.handle(Event::WorkerLeaving { session, reason });
                 }
             }
             27 => {
-                // Its token is not good for a while; and a shutdown that is announced and then cut short.
+                // The coordinator refuses the worker's token for a while.
                 let millis = self.random.below(15_000);
                 self.workers[index].refused_until = self.now.after(Duration::from_millis(millis));
                 if let Some(session) = self.workers[index].session.take() {
-                    self.later(5, Happening::Up(Event::WorkerLost { session }));
+                    self.schedule(5, SimEvent::ToCoordinator(Event::SessionClosed { session }));
                 }
             }
             28 => {
+                // The worker announces its shutdown and is killed before it has finished.
                 let until = self.now.after(Duration::from_millis(self.random.below(10_000)));
                 if let Some(session) = self.workers[index].session {
                     let reason = String::new();
                     self.handle(Event::WorkerLeaving { session, reason });
                     self.workers[index].crash(until);
-                    self.later(5, Happening::Up(Event::WorkerLost { session }));
+                    self.schedule(5, SimEvent::ToCoordinator(Event::SessionClosed { session }));
                 }
             }
             29 if self.random.once_in(4) => {
@@ -95,7 +96,7 @@ impl World {
         }
     }
 
-    /// Retention passes, with times as short as a life is.
+    /// Runs retention with limits as short as a run of the simulation.
     fn expire(&mut self) {
         let mut before = |at_most: u64| {
             let ago = self.random.below(at_most);
@@ -108,7 +109,8 @@ impl World {
         self.handle(event);
     }
 
-    fn ask(&mut self, event: impl FnOnce(Ticket, String) -> Event) {
+    /// Sends a request about a random job or array.
+    fn request(&mut self, event: impl FnOnce(Ticket, String) -> Event) {
         let mut jobs: Vec<JobId> = self.state.jobs.keys().cloned().collect();
         jobs.extend(self.state.arrays.keys().cloned());
         if let Some(job) = self.random.pick(&jobs) {
@@ -123,7 +125,7 @@ impl World {
         }
         let random = &mut self.random;
         let small = random.once_in(2);
-        // Whatever they need, one of the machines can do it.
+        // One of the machines fits every job.
         let need = if small {
             2 + random.below(3)
         } else {
@@ -148,16 +150,16 @@ impl World {
             Some(DeviceKind::Metal),
         ];
         let owners = ["ada", "bob", "cy"];
-        let wants = Wants {
+        let requirements = Requirements {
             priority: random.below(3) as i64 - 1,
             owner: UserName::new(*random.pick(&owners).unwrap_or(&"ada")),
             yields: random.once_in(3),
-            alone: random.once_in(8),
+            exclusive: random.once_in(8),
             device: random.pick(&devices).copied().flatten(),
             demand: if random.once_in(5) { None } else { Some(demand) },
             time_limit: random.once_in(10).then(|| 4000 + random.below(8000)),
             retries: random.below(4) as u32,
-            ..Wants::default()
+            ..Requirements::default()
         };
         let jobs: Vec<JobId> = self.acknowledged.iter().cloned().collect();
         let after = match random.once_in(6) {
@@ -182,7 +184,7 @@ impl World {
             after,
             not_before,
             idempotency_key: keyed.then(|| format!("k{}", number % 7)),
-            ..new_job(&id, wants)
+            ..new_job(&id, requirements)
         };
         self.handle(Event::JobSubmitted {
             ticket: Ticket(1),
@@ -190,7 +192,7 @@ impl World {
         });
     }
 
-    /// An array, now and then of parts, now and then with a limit.
+    /// Submits an array, sometimes of parts, sometimes with a limit.
     fn submit_array(&mut self) {
         if self.state.jobs.len() >= JOBS {
             return;
@@ -203,14 +205,14 @@ impl World {
             millipasses: 1000 * (50 + random.below(250)),
             memory: Some(MemoryNeed::flat(3 * GIB)),
         };
-        let wants = Wants {
+        let requirements = Requirements {
             owner: UserName::new(*random.pick(&owners).unwrap_or(&"ada")),
             priority: random.below(3) as i64 - 1,
             yields: random.once_in(4),
-            alone: random.once_in(2),
+            exclusive: random.once_in(2),
             demand: Some(demand),
             retries: random.below(4) as u32,
-            ..Wants::default()
+            ..Requirements::default()
         };
         let at_most = random.once_in(3).then(|| 1 + random.below(3) as u32);
         let jobs: Vec<JobId> = self.acknowledged.iter().cloned().collect();
@@ -227,7 +229,7 @@ impl World {
         let id = format!("j{number}");
         let member = |index| NewJob {
             after: after.clone(),
-            ..new_job(&format!("{id}-{index}"), wants.clone())
+            ..new_job(&format!("{id}-{index}"), requirements.clone())
         };
         let array = NewArray {
             id: JobId::new(&*id),
@@ -243,9 +245,9 @@ impl World {
         });
     }
 
-    /// The trouble is over: machines are up and take work, nobody holds anything back, and what failed or was stopped
-    /// goes on, since others may wait for it.
-    pub(super) fn set_right(&mut self) {
+    /// Ends all faults: machines are up and take work, drains end, and failed and stopped jobs are resumed, because other jobs
+    /// may wait for them.
+    pub(super) fn recover(&mut self) {
         for worker in &mut self.workers {
             worker.sleeps_until = self.now;
             worker.dead_until = self.now;
@@ -270,21 +272,21 @@ impl World {
             }
             let until = self.now.after(Duration::from_secs(60));
             while self.now < until {
-                self.happen();
+                self.next_event();
             }
         }
     }
 
-    /// Who waits for a job that its time limit has stopped would wait for ever, and says so; here somebody listens.
-    pub(super) fn end_what_cannot_go_on(&mut self) {
-        let stuck: Vec<JobId> = self
+    /// Stops the jobs that wait for a job which failed or was stopped. They would wait for ever.
+    pub(super) fn stop_unstartable_jobs(&mut self) {
+        let waiting: Vec<JobId> = self
             .state
             .jobs
             .values()
             .filter(|job| job.state == JobState::Queued && !job.after.is_empty())
             .map(|job| job.id.clone())
             .collect();
-        for job in stuck {
+        for job in waiting {
             let before = self.state.job(&job).map(|job| job.after.clone()).unwrap_or_default();
             let ended = |id: &JobId| {
                 let members = self.state.members(id);

@@ -1,4 +1,4 @@
-//! What a store would hold.
+//! A store in memory for the simulation.
 
 use crate::tests::settings;
 use crate::{Job, Record, Restored, State, Worker};
@@ -6,34 +6,37 @@ use aitk_common::control::{JobEvent, UnixMillis};
 use aitk_common::id::{JobId, WorkerId};
 use std::collections::BTreeMap;
 
+/// The stored jobs, workers and events.
 #[derive(Default)]
-pub(super) struct Kept {
+pub(super) struct MemoryStore {
     pub(super) jobs: BTreeMap<JobId, Job>,
     workers: BTreeMap<WorkerId, Worker>,
     events: BTreeMap<JobId, Vec<(JobEvent, Option<u64>)>>,
 }
 
-impl Kept {
+impl MemoryStore {
     pub(super) fn apply(&mut self, record: Record) {
         match record {
             Record::NewJob(job, _) => assert!(
                 self.jobs.insert(job.id.clone(), Job::clone(&job)).is_none(),
-                "stored twice"
+                "a new job was stored twice"
             ),
             Record::Job(job) => assert!(
                 self.jobs.insert(job.id.clone(), Job::clone(&job)).is_some(),
-                "changed before it was new"
+                "a job changed before it was stored"
             ),
             Record::JobGone(job) => {
-                let gone = self.jobs.remove(&job).expect("forgotten before it was new");
-                assert!(gone.state.is_ended(), "a job that had not ended was forgotten");
+                let gone = self.jobs.remove(&job).expect("a job was removed before it was stored");
+                assert!(gone.state.is_ended(), "a job that had not ended was removed");
                 self.events.remove(&job);
             }
             Record::Worker(worker) => {
                 self.workers.insert(worker.id.clone(), *worker);
             }
             Record::WorkerGone(worker) => {
-                self.workers.remove(&worker).expect("forgotten before it was new");
+                self.workers
+                    .remove(&worker)
+                    .expect("a worker was removed before it was stored");
             }
             Record::Event { job, event, seq } => {
                 let log = self.events.entry(job).or_default();
@@ -44,7 +47,7 @@ impl Kept {
         }
     }
 
-    /// As a database would: through text and back.
+    /// Restores the state through JSON, as from a database.
     pub(super) fn load(&self, now: UnixMillis) -> State {
         let jobs = self.jobs.values().map(|job| {
             let job: Job = serde_json::from_str(&serde_json::to_string(job).unwrap()).unwrap();
@@ -68,12 +71,12 @@ impl Kept {
     }
 }
 
-/// The part of the state that a restart must not change.
+/// The part of the state that a restart must preserve.
 pub(super) fn durable(state: &State) -> (BTreeMap<JobId, Job>, BTreeMap<WorkerId, Worker>) {
     let mut jobs: BTreeMap<JobId, Job> = state.jobs.iter().map(|(id, job)| (id.clone(), job.clone())).collect();
     for job in jobs.values_mut() {
         (job.live, job.progress, job.phase) = (None, None, None);
-        job.queue_state = crate::model::QueueState::Nowhere;
+        job.queue_state = crate::model::QueueState::NotQueued;
     }
     let mut workers: BTreeMap<WorkerId, Worker> = state.workers.clone().into_iter().collect();
     for worker in workers.values_mut() {
