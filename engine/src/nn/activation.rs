@@ -36,7 +36,7 @@ impl Activation {
     /// # Errors
     /// When the arithmetic fails.
     pub fn forward(self, x: &Tensor) -> candle_core::Result<Tensor> {
-        if cpu::runs_here(x) {
+        if cpu::is_cpu_f32(x) {
             return apply([x], Elementwise(self));
         }
         match self {
@@ -172,7 +172,7 @@ fn gated(x: &Tensor, activation: Activation) -> candle_core::Result<Tensor> {
     if width % 2 != 0 {
         candle_core::bail!("a gated activation: the last dimension of {:?} is odd", x.dims());
     }
-    if cpu::runs_here(x) {
+    if cpu::is_cpu_f32(x) {
         return apply([x], Gated(activation));
     }
     let hidden = x.narrow(D::Minus1, 0, width / 2)?;
@@ -201,7 +201,7 @@ impl Function<2> for Elementwise {
 impl Operation<1> for Elementwise {
     const NAME: &'static str = "activation";
 
-    fn keeps(&self, _: [bool; 1]) -> [bool; 1] {
+    fn saved_inputs(&self, _: [bool; 1]) -> [bool; 1] {
         [true]
     }
 
@@ -239,7 +239,7 @@ impl Function<3> for Gated {
 impl Operation<1> for Gated {
     const NAME: &'static str = "gated-activation";
 
-    fn keeps(&self, _: [bool; 1]) -> [bool; 1] {
+    fn saved_inputs(&self, _: [bool; 1]) -> [bool; 1] {
         [true]
     }
 

@@ -15,7 +15,7 @@ pub fn conv1d(
     stride: usize,
     padding: usize,
 ) -> candle_core::Result<Tensor> {
-    if cpu::runs_here(x) && weight.dtype() == DType::F32 {
+    if cpu::is_cpu_f32(x) && weight.dtype() == DType::F32 {
         let (x, weight) = (x.unsqueeze(2)?, weight.unsqueeze(2)?);
         return conv2d::on_cpu(&x, &weight, bias, stride, [0, padding])?.squeeze(2);
     }

@@ -41,7 +41,7 @@ impl FusedLora {
         let here = [x, &change.down, &change.up]
             .into_iter()
             .chain(bias)
-            .all(cpu::runs_here);
+            .all(cpu::is_cpu_f32);
         if !here || weight.dtype() != DType::F32 || bias.is_some_and(Tensor::track_op) {
             return Ok(None);
         }

@@ -11,7 +11,7 @@ use rayon::prelude::*;
 /// # Errors
 /// When the shapes do not fit.
 pub fn modulate(x: &Tensor, scale: &Tensor, shift: &Tensor) -> candle_core::Result<Tensor> {
-    if cpu::runs_here(x) && cpu::runs_here(scale) && cpu::runs_here(shift) {
+    if cpu::is_cpu_f32(x) && cpu::is_cpu_f32(scale) && cpu::is_cpu_f32(shift) {
         return apply([x, scale, shift], Modulate);
     }
     let over_tokens = |v: &Tensor| v.unsqueeze(1);
@@ -24,7 +24,7 @@ pub fn modulate(x: &Tensor, scale: &Tensor, shift: &Tensor) -> candle_core::Resu
 /// # Errors
 /// When the shapes do not fit.
 pub fn gated(x: &Tensor, gate: &Tensor, y: &Tensor) -> candle_core::Result<Tensor> {
-    if cpu::runs_here(x) && cpu::runs_here(gate) && cpu::runs_here(y) {
+    if cpu::is_cpu_f32(x) && cpu::is_cpu_f32(gate) && cpu::is_cpu_f32(y) {
         return apply([x, gate, y], GatedSum);
     }
     x + y.broadcast_mul(&gate.unsqueeze(1)?)?
@@ -88,7 +88,7 @@ struct Modulate;
 impl Operation<3> for Modulate {
     const NAME: &'static str = "modulate";
 
-    fn keeps(&self, [x, scale, _]: [bool; 3]) -> [bool; 3] {
+    fn saved_inputs(&self, [x, scale, _]: [bool; 3]) -> [bool; 3] {
         [scale, x, false]
     }
 
@@ -145,7 +145,7 @@ struct GatedSum;
 impl Operation<3> for GatedSum {
     const NAME: &'static str = "gated-sum";
 
-    fn keeps(&self, [_, gate, y]: [bool; 3]) -> [bool; 3] {
+    fn saved_inputs(&self, [_, gate, y]: [bool; 3]) -> [bool; 3] {
         [false, y, gate]
     }
 

@@ -15,7 +15,7 @@ pub fn upsample_nearest(x: &Tensor, height: usize, width: usize) -> candle_core:
     if (h, w) == (height, width) {
         return Ok(x.clone());
     }
-    if cpu::runs_here(x) {
+    if cpu::is_cpu_f32(x) {
         let (from, to) = ((h, w), (height, width));
         return apply([x], Nearest { from, to });
     }
@@ -37,7 +37,7 @@ fn sources(from: usize, to: usize) -> Vec<usize> {
 impl Operation<1> for Nearest {
     const NAME: &'static str = "upsample-nearest";
 
-    fn keeps(&self, _: [bool; 1]) -> [bool; 1] {
+    fn saved_inputs(&self, _: [bool; 1]) -> [bool; 1] {
         [false]
     }
 

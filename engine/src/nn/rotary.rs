@@ -78,7 +78,7 @@ impl Rotary {
     /// When x has another number of positions, or its features are no multiple of the width.
     pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         self.check(x.shape())?;
-        if cpu::runs_here(x) {
+        if cpu::is_cpu_f32(x) {
             return apply([x], self.clone());
         }
         let (batch, n, features) = x.dims3()?;
@@ -150,7 +150,7 @@ impl Rotary {
 impl Operation<1> for Rotary {
     const NAME: &'static str = "rotary";
 
-    fn keeps(&self, _: [bool; 1]) -> [bool; 1] {
+    fn saved_inputs(&self, _: [bool; 1]) -> [bool; 1] {
         [false]
     }
 

@@ -10,7 +10,7 @@ use rayon::prelude::*;
 /// # Errors
 /// When the shapes differ.
 pub fn add(a: &Tensor, b: &Tensor) -> candle_core::Result<Tensor> {
-    if cpu::runs_here(a) && cpu::runs_here(b) {
+    if cpu::is_cpu_f32(a) && cpu::is_cpu_f32(b) {
         return apply([a, b], Sum);
     }
     a + b
@@ -21,7 +21,7 @@ pub fn add(a: &Tensor, b: &Tensor) -> candle_core::Result<Tensor> {
 /// # Errors
 /// When the shapes do not fit.
 pub fn add_channels(x: &Tensor, shift: &Tensor) -> candle_core::Result<Tensor> {
-    if cpu::runs_here(x) && cpu::runs_here(shift) {
+    if cpu::is_cpu_f32(x) && cpu::is_cpu_f32(shift) {
         return apply([x, shift], Shifted);
     }
     let mut shape = vec![1; x.rank()];
@@ -34,7 +34,7 @@ pub fn add_channels(x: &Tensor, shift: &Tensor) -> candle_core::Result<Tensor> {
 /// # Errors
 /// When the shapes differ anywhere else.
 pub fn cat_channels(a: &Tensor, b: &Tensor) -> candle_core::Result<Tensor> {
-    if cpu::runs_here(a) && cpu::runs_here(b) {
+    if cpu::is_cpu_f32(a) && cpu::is_cpu_f32(b) {
         return apply([a, b], Cat);
     }
     Tensor::cat(&[a, b], 1)
@@ -57,7 +57,7 @@ impl Function<2> for Sum {
 impl Operation<2> for Sum {
     const NAME: &'static str = "add";
 
-    fn keeps(&self, _: [bool; 2]) -> [bool; 2] {
+    fn saved_inputs(&self, _: [bool; 2]) -> [bool; 2] {
         [false; 2]
     }
 
@@ -91,7 +91,7 @@ struct Shifted;
 impl Operation<2> for Shifted {
     const NAME: &'static str = "add-channels";
 
-    fn keeps(&self, _: [bool; 2]) -> [bool; 2] {
+    fn saved_inputs(&self, _: [bool; 2]) -> [bool; 2] {
         [false; 2]
     }
 
@@ -126,7 +126,7 @@ struct Cat;
 impl Operation<2> for Cat {
     const NAME: &'static str = "cat-channels";
 
-    fn keeps(&self, _: [bool; 2]) -> [bool; 2] {
+    fn saved_inputs(&self, _: [bool; 2]) -> [bool; 2] {
         [false; 2]
     }
 

@@ -25,7 +25,7 @@ pub fn to_image(x: &Tensor, shape: &[usize]) -> candle_core::Result<Tensor> {
 
 /// x, taken as [b, n, m], turned to [b, m, n], taken as `to`.
 fn turned(x: &Tensor, from: [usize; 3], to: &[usize]) -> candle_core::Result<Tensor> {
-    if cpu::runs_here(x) {
+    if cpu::is_cpu_f32(x) {
         let to = Shape::from(to);
         return apply([x], Turned { from, to });
     }
@@ -67,7 +67,7 @@ struct Turned {
 impl Operation<1> for Turned {
     const NAME: &'static str = "turn";
 
-    fn keeps(&self, _: [bool; 1]) -> [bool; 1] {
+    fn saved_inputs(&self, _: [bool; 1]) -> [bool; 1] {
         [false]
     }
 

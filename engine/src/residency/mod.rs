@@ -135,7 +135,7 @@ impl Stack {
             let makes = part.makes.clone();
             let made = match residency {
                 Residency::Resident => part.run(&inputs)?,
-                Residency::Recomputed { .. } => autograd::recomputed(inputs, move |tensors| part.run(tensors))?,
+                Residency::Recomputed { .. } => autograd::checkpoint(inputs, move |tensors| part.run(tensors))?,
             };
             for (value, tensor) in makes.into_iter().zip(made) {
                 self.values[value.0] = Some(tensor);

@@ -162,7 +162,7 @@ fn merge_heads(by_head: &[f32], length: usize, heads: usize, width: usize) -> Ve
 impl Operation<3> for AttentionOp {
     const NAME: &'static str = "attention";
 
-    fn keeps(&self, _: [bool; 3]) -> [bool; 3] {
+    fn saved_inputs(&self, _: [bool; 3]) -> [bool; 3] {
         [true; 3]
     }
 

@@ -8,7 +8,7 @@
 use crate::nn::cpu::{Columns, Mat, Rows, Side, Simd, Start, Target, Work, tile, width};
 use std::ops::Range;
 
-/// Sums over more keys than this are sums of sums, which keeps rounding small.
+/// Sums over more keys than this are sums of sums, which saved_inputs rounding small.
 const STRETCH: usize = 512;
 
 /// What is added to scores of one head.

@@ -56,7 +56,7 @@ impl Attention<'_> {
         if let Some(bias) = &bias {
             sizes.check_bias(bias.dims())?;
         }
-        if cpu::runs_here(q) && cpu::runs_here(k) && cpu::runs_here(v) && bias.as_ref().is_none_or(cpu::runs_here) {
+        if cpu::is_cpu_f32(q) && cpu::is_cpu_f32(k) && cpu::is_cpu_f32(v) && bias.as_ref().is_none_or(cpu::is_cpu_f32) {
             let op = AttentionOp {
                 heads: self.heads,
                 key_heads: self.key_heads,

@@ -61,7 +61,7 @@ fn per_image(out: &mut [f32], a: Mat<'_>, b: &[f32], (pixels, beta, alpha): (usi
 impl Operation<3> for LowRankConv {
     const NAME: &'static str = "low-rank-conv2d";
 
-    fn keeps(&self, [_, down, up]: [bool; 3]) -> [bool; 3] {
+    fn saved_inputs(&self, [_, down, up]: [bool; 3]) -> [bool; 3] {
         [down || up, true, true]
     }
 

@@ -77,7 +77,7 @@ impl Conv2d {
         let bias = self.bias.as_ref();
         match &self.weight {
             weight @ (Weight::Quantized(_) | Weight::Streamed(_))
-                if cpu::runs_here(x) && weight.dtype() == DType::F32 =>
+                if cpu::is_cpu_f32(x) && weight.dtype() == DType::F32 =>
             {
                 let op = self.op(bias)?;
                 let weight = weight.clone();
@@ -119,7 +119,7 @@ pub fn conv2d(
     padding: usize,
 ) -> candle_core::Result<Tensor> {
     let outputs = weight.dim(0)?;
-    if !cpu::runs_here(x) || weight.dtype() != DType::F32 {
+    if !cpu::is_cpu_f32(x) || weight.dtype() != DType::F32 {
         let y = if stride == 1 {
             x.conv2d(weight, padding, stride, 1, 1)?
         } else {
@@ -222,7 +222,7 @@ impl ConvOp {
 impl Operation<2> for ConvOp {
     const NAME: &'static str = "conv2d";
 
-    fn keeps(&self, [x, weight]: [bool; 2]) -> [bool; 2] {
+    fn saved_inputs(&self, [x, weight]: [bool; 2]) -> [bool; 2] {
         [weight, x]
     }
 
@@ -248,7 +248,7 @@ struct FrozenConv {
 impl Operation<1> for FrozenConv {
     const NAME: &'static str = "conv2d-frozen";
 
-    fn keeps(&self, _: [bool; 1]) -> [bool; 1] {
+    fn saved_inputs(&self, _: [bool; 1]) -> [bool; 1] {
         [false]
     }
 
@@ -269,7 +269,7 @@ impl Operation<1> for FrozenConv {
 impl Operation<3> for ConvOp {
     const NAME: &'static str = "conv2d-bias";
 
-    fn keeps(&self, [x, weight, _]: [bool; 3]) -> [bool; 3] {
+    fn saved_inputs(&self, [x, weight, _]: [bool; 3]) -> [bool; 3] {
         [weight, x, false]
     }
 

@@ -22,7 +22,7 @@ pub(crate) use simd::{Unit, unit};
 pub(crate) use simd::{on, units};
 pub(crate) use tile::{Side, Start, Target, tile, width};
 
-pub(crate) use crate::autograd::{runs_here, with_slice};
+pub(crate) use crate::autograd::{is_cpu_f32, with_slice};
 
 /// Threads for one matrix product.
 pub(crate) fn threads() -> usize {

@@ -44,7 +44,7 @@ fn product(a: Mat<'_>, b: Mat<'_>, alpha: f32) -> Result<Vec<f32>> {
 impl Operation<3> for LowRankLinear {
     const NAME: &'static str = "low-rank-linear";
 
-    fn keeps(&self, [_, down, up]: [bool; 3]) -> [bool; 3] {
+    fn saved_inputs(&self, [_, down, up]: [bool; 3]) -> [bool; 3] {
         [down || up, true, true]
     }
 

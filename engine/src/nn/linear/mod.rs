@@ -113,10 +113,10 @@ fn project(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> candle_core::R
     }
     if let Some(weight) = weight
         .frozen()?
-        .filter(|weight| cpu::runs_here(x) && weight.dtype() == DType::F32)
+        .filter(|weight| cpu::is_cpu_f32(x) && weight.dtype() == DType::F32)
     {
         let (inside, outside) = match bias {
-            Some(bias) if !bias.track_op() && cpu::runs_here(bias) && bias.elem_count() == outputs => {
+            Some(bias) if !bias.track_op() && cpu::is_cpu_f32(bias) && bias.elem_count() == outputs => {
                 (Some(bias.contiguous()?), None)
             }
             other => (None, other),
@@ -130,7 +130,7 @@ fn project(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> candle_core::R
     // What is multiplied with is kept until the backward pass: here a weight that is not plain is dense for so long,
     // unless the part is recomputed.
     let weight = weight.dense()?;
-    if cpu::runs_here(x) && cpu::runs_here(&weight) && bias.is_none_or(cpu::runs_here) {
+    if cpu::is_cpu_f32(x) && cpu::is_cpu_f32(&weight) && bias.is_none_or(cpu::is_cpu_f32) {
         return match bias {
             Some(bias) => apply([x, &weight, bias], TrainedLinear),
             None => apply([x, &weight], TrainedLinear),
@@ -257,7 +257,7 @@ struct FrozenLinear {
 impl Operation<1> for FrozenLinear {
     const NAME: &'static str = "frozen-linear";
 
-    fn keeps(&self, _: [bool; 1]) -> [bool; 1] {
+    fn saved_inputs(&self, _: [bool; 1]) -> [bool; 1] {
         [false]
     }
 

@@ -62,7 +62,7 @@ fn sum_rows(x: &[f32], width: usize) -> Vec<f32> {
 impl Operation<2> for TrainedLinear {
     const NAME: &'static str = "linear";
 
-    fn keeps(&self, [x, weight]: [bool; 2]) -> [bool; 2] {
+    fn saved_inputs(&self, [x, weight]: [bool; 2]) -> [bool; 2] {
         [weight, x]
     }
 
@@ -79,7 +79,7 @@ impl Operation<2> for TrainedLinear {
 impl Operation<3> for TrainedLinear {
     const NAME: &'static str = "linear-bias";
 
-    fn keeps(&self, [x, weight, _]: [bool; 3]) -> [bool; 3] {
+    fn saved_inputs(&self, [x, weight, _]: [bool; 3]) -> [bool; 3] {
         [weight, x, false]
     }
 

@@ -76,7 +76,7 @@ impl GroupNorm {
                 x.dims()
             );
         }
-        if cpu::runs_here(x) && self.weight.dtype() == DType::F32 {
+        if cpu::is_cpu_f32(x) && self.weight.dtype() == DType::F32 {
             let spatial = x.elem_count() / (x.dim(0)? * channels).max(1);
             let rows = Rows {
                 length: channels / self.groups * spatial,
@@ -151,7 +151,7 @@ impl LayerNorm {
                 x.dims()
             );
         }
-        if cpu::runs_here(x) && self.weight.dtype() == DType::F32 {
+        if cpu::is_cpu_f32(x) && self.weight.dtype() == DType::F32 {
             let rows = Rows {
                 length: features,
                 channels: features,
@@ -206,7 +206,7 @@ impl RmsNorm {
         if features == 0 || !x.dim(D::Minus1)?.is_multiple_of(features) {
             candle_core::bail!("RMS norm of {features} features: input {:?}", x.dims());
         }
-        if cpu::runs_here(x) && self.weight.dtype() == DType::F32 {
+        if cpu::is_cpu_f32(x) && self.weight.dtype() == DType::F32 {
             let rows = Rows {
                 length: features,
                 channels: features,

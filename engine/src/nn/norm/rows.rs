@@ -78,7 +78,7 @@ impl Rows {
 impl Operation<3> for Rows {
     const NAME: &'static str = "norm";
 
-    fn keeps(&self, _: [bool; 3]) -> [bool; 3] {
+    fn saved_inputs(&self, _: [bool; 3]) -> [bool; 3] {
         [true, true, self.then.is_some()]
     }
 
