@@ -46,7 +46,7 @@ const TEST_CASES: [TestCase; 8] = [
             let keys = nn::linear(&x, &test_tensor(&[8, 8], 3, &x)?, None)?;
             let attention = Attention {
                 causal: true,
-                ..Attention::of(2)
+                ..Attention::new(2)
             };
             attention.forward(&x, &keys, &x)
         },
@@ -339,7 +339,7 @@ mod tests {
         // A sum of 4096 equal terms stops growing at 256 in bf16. f16 is not tested: here its products are summed in f16.
         let query = Tensor::ones((1, 1, 8), DType::BF16, &Device::Cpu).unwrap();
         let keys = Tensor::ones((1, 4096, 8), DType::BF16, &Device::Cpu).unwrap();
-        let mean = Attention::of(1).forward(&query, &keys, &keys).unwrap();
+        let mean = Attention::new(1).forward(&query, &keys, &keys).unwrap();
         let expected = Tensor::ones((1, 1, 8), DType::F32, &Device::Cpu).unwrap();
         assert!(error(&mean, &expected) < 0.01, "{mean}");
     }

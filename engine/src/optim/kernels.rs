@@ -21,7 +21,7 @@ macro_rules! for_every_unit {
                 fn avx2($($arg: $kind),*) $(-> $out)? {
                     body($($arg),*)
                 }
-                match $crate::nn::cpu::unit() {
+                match $crate::nn::cpu::best_unit() {
                     #[expect(unsafe_code, reason = "the CPU was asked whether it has these instructions")]
                     $crate::nn::cpu::Unit::Avx512 => return unsafe { avx512($($arg),*) },
                     #[expect(unsafe_code, reason = "the CPU was asked whether it has these instructions")]

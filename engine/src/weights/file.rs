@@ -113,7 +113,7 @@ impl TensorFile {
             Kind::Blocks(..) if length == 0 => Ok(Tensor::zeros(shape, dtype, device)?),
             Kind::Blocks(block, kind) => {
                 let bytes = self.bytes.read(start, length)?;
-                Ok(Quantized::from_blocks(kind, block, &bytes, shape, dtype, device)?.unpack()?)
+                Ok(Quantized::from_blocks(kind, block, &bytes, shape, dtype, device)?.dequantize()?)
             }
             _ => Err(self.unreadable(name, place)),
         }
@@ -148,7 +148,7 @@ impl TensorFile {
         match place.kind {
             _ if bytes.is_empty() => Ok(Tensor::zeros(&shape, dtype, device)?),
             Kind::Blocks(block, kind) => {
-                Ok(Quantized::from_blocks(kind, block, &bytes, &shape, dtype, device)?.unpack()?)
+                Ok(Quantized::from_blocks(kind, block, &bytes, &shape, dtype, device)?.dequantize()?)
             }
             Kind::Numbers(number) | Kind::Halves(number) => match (native(number), number.code()) {
                 (Some(stored), _) => Ok(Tensor::from_raw_buffer(&bytes, stored, &shape, device)?.to_dtype(dtype)?),

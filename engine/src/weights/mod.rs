@@ -533,7 +533,7 @@ impl Weights {
         }
         let tensor = self.get_with(shape, "weight", init)?;
         if let Some(packing) = packing.filter(|_| !tensor.track_op())
-            && let Some(packed) = Quantized::pack(&tensor, packing.qtype)?
+            && let Some(packed) = Quantized::quantize(&tensor, packing.qtype)?
         {
             return Ok(Weight::Quantized(packed));
         }

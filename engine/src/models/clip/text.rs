@@ -170,7 +170,7 @@ impl Layer {
         );
         let attention = Attention {
             causal: true,
-            ..Attention::of(self.heads)
+            ..Attention::new(self.heads)
         };
         let h = attention.forward(&q, &k, &v)?;
         let x = nn::add(x, &self.out_proj.forward(&h)?)?;

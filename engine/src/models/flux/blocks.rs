@@ -3,7 +3,7 @@
 //! are one sequence and attention and feed-forward run side by side.
 
 use crate::error::Result;
-use crate::nn::{self, Activation, Attention, LayerNorm, Linear, Pairs, RmsNorm, Rotary};
+use crate::nn::{self, Activation, Attention, LayerNorm, Linear, RmsNorm, Rotary, RotaryPairs};
 use crate::weights::Weights;
 use candle_core::Tensor;
 
@@ -34,7 +34,7 @@ impl FluxSizes {
 pub fn rotary(text: usize, (height, width): (usize, usize), axes: [usize; 3]) -> candle_core::Result<Rotary> {
     let image = (0..height * width).map(|i| vec![0.0, (i / width) as f64, (i % width) as f64]);
     let positions: Vec<_> = std::iter::repeat_n(vec![0.0; 3], text).chain(image).collect();
-    Rotary::of_axes(&positions, &axes, 10_000.0, Pairs::Neighbours)
+    Rotary::for_axes(&positions, &axes, 10_000.0, RotaryPairs::Interleaved)
 }
 
 /// A layer norm whose scale and shift come from the conditioning vector, as do `N` minus two other vectors.
@@ -103,7 +103,7 @@ impl Projections {
 
 /// Attention among all tokens, with their positions.
 fn attend([q, k, v]: &[Tensor; 3], sizes: FluxSizes, rotary: &Rotary) -> candle_core::Result<Tensor> {
-    Attention::of(sizes.heads).forward(&rotary.forward(q)?, &rotary.forward(k)?, v)
+    Attention::new(sizes.heads).forward(&rotary.forward(q)?, &rotary.forward(k)?, v)
 }
 
 /// Two linear layers with a GELU (by tanh) between them.

@@ -169,7 +169,7 @@ impl CrossAttention {
             self.to_k.forward(context)?,
             self.to_v.forward(context)?,
         );
-        self.to_out.forward(&Attention::of(self.heads).forward(&q, &k, &v)?)
+        self.to_out.forward(&Attention::new(self.heads).forward(&q, &k, &v)?)
     }
 
     fn visit(&mut self, path: &str, f: &mut Visitor<'_>) -> Result<()> {

@@ -73,7 +73,7 @@ impl MidAttention {
     fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         let h = nn::to_tokens(&self.group_norm.forward(x)?)?;
         let (q, k, v) = (self.to_q.forward(&h)?, self.to_k.forward(&h)?, self.to_v.forward(&h)?);
-        let h = self.to_out.forward(&Attention::of(1).forward(&q, &k, &v)?)?;
+        let h = self.to_out.forward(&Attention::new(1).forward(&q, &k, &v)?)?;
         nn::add(&nn::to_image(&h, x.dims())?, x)
     }
 }

@@ -6,12 +6,12 @@ use super::BLOCK;
 use super::lanes;
 use super::map::Map;
 #[cfg(target_arch = "x86_64")]
-use crate::nn::cpu::unit;
+use crate::nn::cpu::best_unit;
 
 /// What these codes stand for. Blocks begin with the slices; the last may be shorter.
 pub(in super::super) fn decode(map: &Map, codes: &[u8], absmax: &[f32], out: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
-    lanes::decode(unit(), map, codes, absmax, out);
+    lanes::decode(best_unit(), map, codes, absmax, out);
     #[cfg(not(target_arch = "x86_64"))]
     decode_by_table(map, codes, absmax, out);
 }
@@ -20,7 +20,7 @@ pub(in super::super) fn decode(map: &Map, codes: &[u8], absmax: &[f32], out: &mu
 /// `soon` is what will be read next: this takes longer than memory does, which can bring it meanwhile.
 pub(in super::super) fn encode(map: &Map, values: &[f32], codes: &mut [u8], absmax: &mut [f32], soon: &[f32]) {
     #[cfg(target_arch = "x86_64")]
-    lanes::encode(unit(), map, values, codes, absmax, soon);
+    lanes::encode(best_unit(), map, values, codes, absmax, soon);
     #[cfg(not(target_arch = "x86_64"))]
     {
         let _ = soon;

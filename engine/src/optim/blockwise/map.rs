@@ -267,7 +267,7 @@ mod tests {
             let mut values = vec![0.0; numbers.len()];
             codec::decode_by_table(map, &codes, &absmax, &mut values);
             #[cfg(target_arch = "x86_64")]
-            for unit in crate::nn::cpu::units() {
+            for unit in crate::nn::cpu::available_units() {
                 use super::super::lanes;
                 let (mut others, mut scales) = (vec![0; numbers.len()], vec![0.0; blocks]);
                 lanes::encode(unit, map, &numbers, &mut others, &mut scales, &[]);
