@@ -166,7 +166,7 @@ impl Index {
             .is_some_and(|quantization| !quantization.stands_alone())
             && let Some(packed) = self.packed(name, dtype, device)?
         {
-            return Ok(packed.unpack()?);
+            return Ok(packed.dequantize()?);
         }
         self.files[entry.place.file].read(&entry.place.name, &entry.shape, dtype, device)
     }

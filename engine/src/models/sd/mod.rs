@@ -254,7 +254,7 @@ impl SdModel {
     fn load_folder(folder: &Path, options: &LoadOptions) -> Result<Self> {
         let parts = SdConfig::open(folder)?;
         let open = |name: &str| Index::open(folder.join(name));
-        let vae = open("vae")?.renamed(|name, shape| Some((vae::modern_name(name), shape.to_vec())));
+        let vae = open("vae")?.renamed(|name, shape| Some((vae::current_name(name), shape.to_vec())));
         let tokenizer = ClipTokenizer::open(&folder.join("tokenizer"))?;
         let unet = ldm::unet_alone(open("unet")?);
         let base = (folder, SmallFiles::open(folder)?);
@@ -358,7 +358,7 @@ impl SdModel {
     /// # Errors
     /// As [`AutoencoderKl::open`].
     pub fn replace_vae(&mut self, folder: &Path, options: &LoadOptions) -> Result<()> {
-        let (settings, index) = vae::files(folder)?;
+        let (settings, index) = vae::config_and_index(folder)?;
         let weights = Weights::from_index(index, options.dtype, &options.device).streamed(options.choices.vae_streamed);
         let vae = AutoencoderKl::new(&weights, &config::read(&settings)?)?.tiled(options.choices.vae_tiled);
         let config = config::read_text(&settings).map_err(|e| EngineError::io(&settings, e))?;

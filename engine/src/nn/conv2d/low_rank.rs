@@ -1,1 +1,139 @@
+//! A frozen convolution fused with a LoRA (LoCon): one operation instead of five.
 
+use super::ConvOp;
+use super::geometry::Geometry;
+use crate::autograd::{Input, Operation};
+use crate::nn::Weight;
+use crate::nn::cpu::{self, Mat, MatMut};
+use crate::nn::low_rank::LowRankSizes;
+use candle_core::{Device, Result, Shape, Tensor};
+
+/// The convolution of x [b, in, h, w] with `W + scale * up * down`; down [rank, in, kh, kw], up [out, rank, 1, 1].
+pub(super) struct LowRankConv {
+    pub(super) op: ConvOp,
+    /// The frozen weight.
+    pub(super) weight: Weight,
+    pub(super) scale: f32,
+}
+
+/// The sizes of the full convolution, of the one with `down`, and of both as matrices.
+struct Sizes {
+    full: Geometry,
+    low_rank: Geometry,
+    matrix: LowRankSizes,
+    pixels: usize,
+}
+
+impl LowRankConv {
+    fn sizes(&self, x: &Shape, down: &Shape, up: &Shape) -> Result<Sizes> {
+        let weight = Shape::from(self.weight.dims());
+        let ((outputs, inputs, kh, kw), (rank, ..)) = (weight.dims4()?, down.dims4()?);
+        if down.dims() != [rank, inputs, kh, kw] || up.dims() != [outputs, rank, 1, 1] {
+            candle_core::bail!("a LoRA with down {down:?} and up {up:?} does not match the weight {weight:?}");
+        }
+        let (stride, padding) = (self.op.stride, self.op.padding);
+        let full = Geometry::new(x, &weight, stride, padding)?;
+        let pixels = full.out_h * full.out_w;
+        Ok(Sizes {
+            low_rank: Geometry::new(x, down, stride, padding)?,
+            matrix: LowRankSizes {
+                rows: full.batch * pixels,
+                inputs: inputs * kh * kw,
+                outputs,
+                rank,
+            },
+            pixels,
+            full,
+        })
+    }
+}
+
+/// Computes `out[i] = beta * out[i] + alpha * a * b[i]` for every image `i` of the batch.
+fn per_image(out: &mut [f32], a: Mat<'_>, b: &[f32], (pixels, beta, alpha): (usize, f32, f32)) -> Result<()> {
+    let (to, from) = ((a.rows * pixels).max(1), (a.cols * pixels).max(1));
+    for (out, b) in out.chunks_mut(to).zip(b.chunks(from)) {
+        let b = Mat::new(b, a.cols, pixels);
+        cpu::gemm(MatMut::new(out, a.rows, pixels), a, b, beta, alpha, cpu::threads())?;
+    }
+    Ok(())
+}
+
+impl Operation<3> for LowRankConv {
+    const NAME: &'static str = "low-rank-conv2d";
+
+    fn saved_inputs(&self, [_, down, up]: [bool; 3]) -> [bool; 3] {
+        [down || up, true, true]
+    }
+
+    fn forward(
+        &self,
+        [x, down, up]: [&[f32]; 3],
+        [x_shape, down_shape, up_shape]: [&Shape; 3],
+    ) -> Result<(Vec<f32>, Shape)> {
+        let s = self.sizes(x_shape, down_shape, up_shape)?;
+        let LowRankSizes { outputs, rank, .. } = s.matrix;
+        let weight = self.weight.dense()?;
+        let run = |weight: &[f32]| match &self.op.bias {
+            Some(bias) => cpu::with_slice(bias, |bias| s.full.forward(x, weight, Some(bias)))?,
+            None => s.full.forward(x, weight, None),
+        };
+        let y = cpu::with_slice(&weight, |weight| {
+            if s.matrix.should_merge() {
+                return run(&s.matrix.merged(weight, down, up, self.scale)?);
+            }
+            let mut y = run(weight)?;
+            let h = s.low_rank.forward(x, down, None)?;
+            per_image(&mut y, Mat::new(up, outputs, rank), &h, (s.pixels, 1.0, self.scale))?;
+            Ok(y)
+        })??;
+        Ok((y, (s.full.batch, outputs, s.full.out_h, s.full.out_w).into()))
+    }
+
+    fn backward(&self, [x, down, up]: [&Input; 3], gradient: &Tensor) -> Result<[Option<Tensor>; 3]> {
+        let s = self.sizes(x.shape(), down.shape(), up.shape())?;
+        let LowRankSizes { outputs, rank, .. } = s.matrix;
+        let (needs_factors, needs_dx) = (down.requires_grad() || up.requires_grad(), x.requires_grad());
+        let tensor = |elements: Vec<f32>, shape: &Shape| Tensor::from_vec(elements, shape, &Device::Cpu).map(Some);
+        let [mut dx, mut d_down, mut d_up] = [const { None }; 3];
+        cpu::with_slice(gradient, |dy| {
+            down.with(|d| {
+                up.with(|u| {
+                    let mut dh = vec![0f32; s.full.batch * rank * s.pixels];
+                    let u_mat = Mat::new(u, outputs, rank);
+                    per_image(&mut dh, u_mat.t(), dy, (s.pixels, 0.0, self.scale))?;
+                    if needs_factors {
+                        x.with(|x| {
+                            let h = s.low_rank.forward(x, d, None)?;
+                            let mut sum = vec![0f32; outputs * rank];
+                            let images = dy.chunks((outputs * s.pixels).max(1));
+                            for (dy, h) in images.zip(h.chunks((rank * s.pixels).max(1))) {
+                                let (dy, h) = (Mat::new(dy, outputs, s.pixels), Mat::new(h, rank, s.pixels));
+                                let out = MatMut::new(&mut sum, outputs, rank);
+                                cpu::gemm(out, dy, h.t(), 1.0, self.scale, cpu::threads())?;
+                            }
+                            d_up = tensor(sum, up.shape())?;
+                            d_down = tensor(s.low_rank.backward_weight(x, &dh), down.shape())?;
+                            candle_core::Result::Ok(())
+                        })??;
+                    }
+                    if !needs_dx {
+                        return Ok(());
+                    }
+                    let weight = self.weight.dense()?;
+                    let back = cpu::with_slice(&weight, |weight| {
+                        if s.matrix.should_merge() {
+                            return s.full.backward_input(&s.matrix.merged(weight, d, u, self.scale)?, dy);
+                        }
+                        let mut back = s.full.backward_input(weight, dy)?;
+                        let low_rank = s.low_rank.backward_input(d, &dh)?;
+                        back.iter_mut().zip(low_rank).for_each(|(sum, change)| *sum += change);
+                        Ok(back)
+                    })??;
+                    dx = tensor(back, x.shape())?;
+                    candle_core::Result::Ok(())
+                })
+            })
+        })????;
+        Ok([dx, d_down, d_up])
+    }
+}

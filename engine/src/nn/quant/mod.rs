@@ -9,7 +9,7 @@
 //! | `q8_0` | GGUF: 8 bits, a half-float scale per 32 | |
 //! | `q4_k` | GGUF: 4 bits in super-blocks of 256; rows that are no multiple of 256 take `q8_0` | |
 //!
-//! These formats are quantised here. Weights that are quantised in their files stay as they are: all block formats of GGUF,
+//! These formats are quantised here. Weights that are quantised in their files stay as they are: other block formats of GGUF,
 //! float8 with or without scales, and the 4 and 8 bits of bitsandbytes.
 
 mod codes;
