@@ -209,7 +209,7 @@ impl<A: LeftOperand, B: RightOperand> Kernel for Block<'_, A, B> {
                 for (n, col) in cols.clone().step_by(wide).enumerate() {
                     a.prefetch::<S>(next_rows.clone(), depth.clone(), n, tiles);
                     let initial = if depth_block == 0 {
-                        initial.from_row(row)
+                        initial.at_row(row)
                     } else {
                         InitialValue::Output
                     };

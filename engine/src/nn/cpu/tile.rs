@@ -21,7 +21,7 @@ pub(crate) enum InitialValue<'a> {
 impl<'a> InitialValue<'a> {
     /// The initial value for the rows of the result from `row` on.
     #[inline(always)]
-    pub(super) fn from_row(self, row: usize) -> InitialValue<'a> {
+    pub(super) fn at_row(self, row: usize) -> InitialValue<'a> {
         match self {
             InitialValue::PerRow(values) => InitialValue::PerRow(values.get(row..).unwrap_or(&[])),
             other => other,
