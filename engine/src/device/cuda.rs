@@ -55,7 +55,7 @@ pub(super) fn take_peak(index: u32) -> Option<u64> {
     let device = result::device::get(i32::try_from(index).ok()?).ok()?;
     let (mut most, mut restart) = (0_u64, 0_u64);
     let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH;
-    #[allow(unsafe_code)] // The driver's C interface takes raw pointers.
+    #[expect(unsafe_code, reason = "the driver's C interface takes raw pointers")]
     // SAFETY: the default pool belongs to the driver and lives as long as the device. The attribute is a u64 that may be
     // read, and reset by writing zero; both pointers are to u64 variables that outlive the calls.
     unsafe {

@@ -37,7 +37,7 @@ pub use conv3d::conv3d;
 pub use embedding::Embedding;
 pub use linear::{Linear, linear};
 pub use low_rank::LowRank;
-pub use modulate::{gated, modulate};
+pub use modulate::{gated_residual, modulate};
 pub use norm::{GroupNorm, LayerNorm, RmsNorm};
 pub use resize::upsample_nearest;
 pub use rotary::{Rotary, RotaryPairs};

@@ -23,9 +23,9 @@ pub fn modulate(x: &Tensor, scale: &Tensor, shift: &Tensor) -> candle_core::Resu
 ///
 /// # Errors
 /// When the shapes do not fit.
-pub fn gated(x: &Tensor, gate: &Tensor, y: &Tensor) -> candle_core::Result<Tensor> {
+pub fn gated_residual(x: &Tensor, gate: &Tensor, y: &Tensor) -> candle_core::Result<Tensor> {
     if cpu::is_cpu_f32(x) && cpu::is_cpu_f32(gate) && cpu::is_cpu_f32(y) {
-        return apply([x, gate, y], GatedSum);
+        return apply([x, gate, y], GatedResidual);
     }
     x + y.broadcast_mul(&gate.unsqueeze(1)?)?
 }
@@ -144,10 +144,10 @@ impl Operation<3> for Modulate {
     }
 }
 
-struct GatedSum;
+struct GatedResidual;
 
-impl Operation<3> for GatedSum {
-    const NAME: &'static str = "gated-sum";
+impl Operation<3> for GatedResidual {
+    const NAME: &'static str = "gated-residual";
 
     fn saved_inputs(&self, [_, gate, y]: [bool; 3]) -> [bool; 3] {
         [false, y, gate]
@@ -160,7 +160,7 @@ impl Operation<3> for GatedSum {
     ) -> candle_core::Result<(Vec<f32>, Shape)> {
         let (tokens, features) = sizes(shape, [gates, gates])?;
         if other != shape {
-            candle_core::bail!("gated sum: the shapes {shape:?} and {other:?} differ");
+            candle_core::bail!("gated residual: the shapes {shape:?} and {other:?} differ");
         }
         let mut out = vec![0f32; x.len()];
         for_each_token(&mut out, features, |token, out| {

@@ -59,7 +59,7 @@ fn norms_and_modulation_match_pytorch() {
         LayerNorm::plain(12, 1e-6, x[0].dtype(), &Device::Cpu)?.forward(&x[0])
     });
     reference.check("modulate", &["x", "scale", "shift"], |x| modulate(&x[0], &x[1], &x[2]));
-    reference.check("gated", &["x", "gate", "y0"], |x| gated(&x[0], &x[1], &x[2]));
+    reference.check("gated", &["x", "gate", "y0"], |x| gated_residual(&x[0], &x[1], &x[2]));
     reference.check("swiglu", &["hidden_states"], |x| swiglu(&x[0]));
 }
 

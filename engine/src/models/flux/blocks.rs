@@ -152,9 +152,9 @@ impl Stream {
         let [gate_attention, shift, scale, gate] = vectors else {
             candle_core::bail!("a double block needs six vectors, found {}", vectors.len() + 2);
         };
-        let x = nn::gated(x, gate_attention, &self.to_out.forward(attended)?)?;
+        let x = nn::gated_residual(x, gate_attention, &self.to_out.forward(attended)?)?;
         let h = nn::modulate(&self.norm2.forward(&x)?, scale, shift)?;
-        nn::gated(&x, gate, &self.ff.forward(&h)?)
+        nn::gated_residual(&x, gate, &self.ff.forward(&h)?)
     }
 }
 
@@ -265,6 +265,6 @@ impl FluxSingleTransformerBlock {
         let mlp = Activation::GeluTanh.forward(&self.proj_mlp.forward(&h)?)?;
         let attended = attend(&self.attention.forward(&h)?, self.sizes, rotary)?;
         let h = Tensor::cat(&[&attended, &mlp], 2)?;
-        nn::gated(x, gate, &self.proj_out.forward(&h)?)
+        nn::gated_residual(x, gate, &self.proj_out.forward(&h)?)
     }
 }

@@ -20,7 +20,7 @@ pub fn saved_step(path: &Path) -> Result<Option<u64>> {
         let model_index = path.join("model_index.json");
         std::fs::metadata(&model_index).map_err(|e| EngineError::io(&model_index, e))?;
         return match std::fs::read_to_string(&metadata) {
-            Ok(text) => Ok(step_in(&text)),
+            Ok(text) => Ok(parse_step(&text)),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(EngineError::io(&metadata, error)),
         };
@@ -32,7 +32,7 @@ pub fn saved_step(path: &Path) -> Result<Option<u64>> {
 }
 
 /// The step in `training_info`, a mapping of numbers, on one line or several.
-fn step_in(yaml: &str) -> Option<u64> {
+fn parse_step(yaml: &str) -> Option<u64> {
     let (_, info) = yaml.split_once("training_info:")?;
     let (_, step) = info.split_once("step")?;
     let step = step.trim_start_matches(['"', '\'', ':', ' ']);
@@ -77,7 +77,7 @@ impl SdModel {
 
 #[cfg(test)]
 mod tests {
-    use super::step_in;
+    use super::parse_step;
 
     #[test]
     fn the_step_is_found_in_all_yaml_styles() {
@@ -88,7 +88,7 @@ mod tests {
             ("training_info: {}\n", None),
             ("step: 5\n", None),
         ] {
-            assert_eq!(step_in(text), step, "{text}");
+            assert_eq!(parse_step(text), step, "{text}");
         }
     }
 }
