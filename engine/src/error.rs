@@ -1,7 +1,7 @@
 //! The errors of the engine.
 //!
-//! Each message is for the user: what failed, where, what was expected, what to do. [`EngineError::cause`] classifies the
-//! error, which decides whether the attempt is retried.
+//! Each message is for the user: what failed, where, what was expected, what to do. [`EngineError::cause`] classifies
+//! the error, which decides whether the attempt is retried.
 
 use aitk_common::attempt::FailureCause;
 use aitk_common::fsutil::FsError;
@@ -121,8 +121,8 @@ fn io_reason(source: &std::io::Error) -> String {
 }
 
 impl EngineError {
-    /// An error of reading or writing `path`. A full disk becomes [`EngineError::DiskFull`]; an [`EngineError`] inside a
-    /// [`std::io::Error::other`] is returned as it is.
+    /// An error of reading or writing `path`. A full disk becomes [`EngineError::DiskFull`]; an [`EngineError`] inside
+    /// a [`std::io::Error::other`] is returned as it is.
     #[must_use]
     pub fn io(path: impl AsRef<Path>, source: std::io::Error) -> Self {
         let path = path.as_ref().to_path_buf();

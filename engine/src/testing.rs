@@ -19,8 +19,8 @@ pub(crate) fn tiny_sd() -> SdModel {
     SdModel::load(fixtures().join("tiny_sd"), &LoadOptions::cpu()).unwrap()
 }
 
-/// Makes a diffusers folder from files of `tests/fixtures/prequantised`: a text encoder, and a U-Net with the name that its
-/// file gets in the folder.
+/// Makes a diffusers folder from files of `tests/fixtures/prequantised`: a text encoder, and a U-Net with the name that
+/// its file gets in the folder.
 pub(crate) fn quantised_folder(text_encoder: &str, unet: (&str, &str)) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let (tiny, prequantised) = (fixtures().join("tiny_sd"), fixtures().join("prequantised"));

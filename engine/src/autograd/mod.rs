@@ -1,18 +1,18 @@
 //! A tape of the forward pass for the backward pass, and gradient checkpointing.
 //!
 //! candle's own backward pass works on everything that is composed of candle's operations. It has two costs: at every
-//! operation a gradient goes through memory three times (zeros, a sum, the result), and everything that the forward pass
-//! saved stays in memory until the backward pass ends. Inside [`record`], the engine's own operations (`Operation`) are
-//! therefore steps of a [`Tape`]: a step passes its gradient on without a copy, and its saved inputs are freed as soon
-//! as the step is done.
+//! operation a gradient goes through memory three times (zeros, a sum, the result), and everything that the forward
+//! pass saved stays in memory until the backward pass ends. Inside [`record`], the engine's own operations
+//! (`Operation`) are therefore steps of a [`Tape`]: a step passes its gradient on without a copy, and its saved inputs
+//! are freed as soon as the step is done.
 //!
 //! ```text
 //! variable ──► step ──► tensor ──► candle's operations ──► tensor ──► step ──► … ──► loss
 //!              tape                candle's graph                     tape
 //! ```
 //!
-//! The output of a step is a variable (a leaf) to candle: candle's graph of later operations ends at that tensor. When a
-//! step reads a tensor that candle computed, this part of candle's graph becomes one step of the tape, which runs
+//! The output of a step is a variable (a leaf) to candle: candle's graph of later operations ends at that tensor. When
+//! a step reads a tensor that candle computed, this part of candle's graph becomes one step of the tape, which runs
 //! candle's backward pass on its gradient. Both kinds of operations can therefore be mixed freely. On CUDA and Metal,
 //! where the engine's operations are composed of candle's, the whole forward pass is one such step.
 //!
@@ -126,9 +126,9 @@ impl Tape {
         Ok(gradients)
     }
 
-    /// As [`Tape::backward`], but passes the gradient of each variable to `take` as soon as it is complete and then drops
-    /// it. With gradient checkpointing, at most one block's gradients are in memory at a time. Nothing reads a variable
-    /// after its gradient was passed on, so `take` may change the variable.
+    /// As [`Tape::backward`], but passes the gradient of each variable to `take` as soon as it is complete and then
+    /// drops it. With gradient checkpointing, at most one block's gradients are in memory at a time. Nothing reads a
+    /// variable after its gradient was passed on, so `take` may change the variable.
     ///
     /// # Errors
     /// The error of `take`, or when an operation fails.
@@ -170,7 +170,8 @@ impl Tape {
             .try_for_each(|(id, gradient)| take(id, gradient))
     }
 
-    /// Adds a step for the part of candle's graph that ends in `tensor`, so that its gradient reaches the variables there.
+    /// Adds a step for the part of candle's graph that ends in `tensor`, so that its gradient reaches the variables
+    /// there.
     fn bridge(&mut self, tensor: &Tensor) {
         if tensor.is_variable() || !tensor.track_op() || !self.bridged_ids.insert(tensor.id()) {
             return;
@@ -312,9 +313,9 @@ fn leaf_tensor(elements: Vec<f32>, shape: Shape) -> Tensor {
     Tensor::from_storage(storage, shape, BackpropOp::none(), true)
 }
 
-/// Gradient checkpointing (`torch.utils.checkpoint`): runs `forward(inputs)` and saves only the inputs; the backward pass
-/// runs `forward` a second time with a tape. Outside [`record`], and where no output depends on a variable, nothing is
-/// recomputed.
+/// Gradient checkpointing (`torch.utils.checkpoint`): runs `forward(inputs)` and saves only the inputs; the backward
+/// pass runs `forward` a second time with a tape. Outside [`record`], and where no output depends on a variable,
+/// nothing is recomputed.
 ///
 /// # Errors
 /// The error of `forward`.

@@ -10,8 +10,8 @@ pub(crate) trait Operation<const N: usize>: Send + Sync + 'static {
     /// The name in error messages.
     const NAME: &'static str;
 
-    /// Which inputs the backward pass reads, if the inputs in `requires_grad` get a gradient. Of the other inputs only the
-    /// shape is saved.
+    /// Which inputs the backward pass reads, if the inputs in `requires_grad` get a gradient. Of the other inputs only
+    /// the shape is saved.
     fn saved_inputs(&self, requires_grad: [bool; N]) -> [bool; N];
 
     /// Computes the elements and the shape of the result.
@@ -20,8 +20,8 @@ pub(crate) trait Operation<const N: usize>: Send + Sync + 'static {
     /// When the shapes do not match.
     fn forward(&self, inputs: [&[f32]; N], shapes: [&Shape; N]) -> Result<(Vec<f32>, Shape)>;
 
-    /// Computes the gradients of the inputs that require one, from the contiguous `gradient` of the result. The values for
-    /// other inputs are ignored.
+    /// Computes the gradients of the inputs that require one, from the contiguous `gradient` of the result. The values
+    /// for other inputs are ignored.
     ///
     /// # Errors
     /// When an operation fails.

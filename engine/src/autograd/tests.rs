@@ -44,7 +44,8 @@ fn compare_gradients(vars: &[&Var], loss: impl Fn() -> Result<Tensor>) {
     }
 }
 
-/// The gradients that [`Tape::backward_each`] passes on. Each variable is NaN from then on, until the end of this function.
+/// The gradients that [`Tape::backward_each`] passes on. Each variable is NaN from then on, until the end of this
+/// function.
 fn backward_each(vars: &[&Var], loss: impl Fn() -> Result<Tensor>) -> HashMap<TensorId, Tensor> {
     let values: Vec<_> = vars.iter().map(|var| var.as_tensor().copy().unwrap()).collect();
     let mut taken = HashMap::new();

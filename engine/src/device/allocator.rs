@@ -1,9 +1,9 @@
 //! Whether the allocator returns free memory to the operating system.
 //!
-//! A training step frees and allocates gigabytes. The operating system fills every page that it hands out with zeros, one
-//! thread at a time: a third of a step's time (SD 1.5, 512 x 512). The allocator therefore keeps free pages for the next
-//! step, unless memory is short. This is a setting of mimalloc, which the programs of this project use; it has no effect
-//! in a program with another allocator.
+//! A training step frees and allocates gigabytes. The operating system fills every page that it hands out with zeros,
+//! one thread at a time: a third of a step's time (SD 1.5, 512 x 512). The allocator therefore keeps free pages for the
+//! next step, unless memory is short. This is a setting of mimalloc, which the programs of this project use; it has no
+//! effect in a program with another allocator.
 
 use std::ffi::{c_int, c_long};
 

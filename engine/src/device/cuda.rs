@@ -56,8 +56,8 @@ pub(super) fn take_peak(index: u32) -> Option<u64> {
     let (mut most, mut restart) = (0_u64, 0_u64);
     let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH;
     #[expect(unsafe_code, reason = "the driver's C interface takes raw pointers")]
-    // SAFETY: the default pool belongs to the driver and lives as long as the device. The attribute is a u64 that may be
-    // read, and reset by writing zero; both pointers are to u64 variables that outlive the calls.
+    // SAFETY: the default pool belongs to the driver and lives as long as the device. The attribute is a u64 that may
+    // be read, and reset by writing zero; both pointers are to u64 variables that outlive the calls.
     unsafe {
         let pool = result::device::get_mem_pool(device).ok()?;
         result::mem_pool::get_attribute(pool, attribute, (&raw mut most).cast()).ok()?;

@@ -29,8 +29,8 @@ pub struct Survey {
     pub gpus: Vec<Gpu>,
     /// GPUs that do not work and drivers that do not start: a sentence for the user each.
     pub left_out: Vec<String>,
-    /// Kinds of GPUs that may be in this machine and that this build does not support: a sentence for the user each. These
-    /// are notices, not errors.
+    /// Kinds of GPUs that may be in this machine and that this build does not support: a sentence for the user each.
+    /// These are notices, not errors.
     pub not_built_for: Vec<String>,
 }
 
@@ -56,8 +56,8 @@ const BACKENDS: &[Backend] = &[
     },
 ];
 
-/// Finds and tests every GPU that this build supports. Takes seconds with CUDA, which compiles its kernels for the card when
-/// they are first used. Never fails: a GPU that cannot be used is left out, with a reason.
+/// Finds and tests every GPU that this build supports. Takes seconds with CUDA, which compiles its kernels for the card
+/// when they are first used. Never fails: a GPU that cannot be used is left out, with a reason.
 #[must_use]
 pub fn survey() -> Survey {
     let mut survey = Survey::default();
@@ -115,8 +115,8 @@ fn unsupported_gpu() -> Option<String> {
     None
 }
 
-/// A reason if the card is older than the compute capability that this program was built for, `built` (`80`, `90a`): then
-/// no kernel runs on it.
+/// A reason if the card is older than the compute capability that this program was built for, `built` (`80`, `90a`):
+/// then no kernel runs on it.
 #[cfg(any(feature = "cuda", test))]
 pub(super) fn too_old_for_build(major: i32, minor: i32, built: Option<&str>) -> Option<String> {
     let built = built?;

@@ -50,11 +50,12 @@ pub fn open(device: DeviceRef) -> Result<Device> {
     })
 }
 
-/// Opens a device and chooses the dtype. `requested` is the config's name (`fp16`, `bf16`, `float32`, …), or empty for f32.
+/// Opens a device and chooses the dtype. `requested` is the config's name (`fp16`, `bf16`, `float32`, …), or empty for
+/// f32.
 ///
-/// The CPU always computes in f32: its half-precision products are slower and less exact. A GPU computes in the requested
-/// dtype if all operations work in it ([`self_test::first_failure`]), else in f16 if bf16 was requested (its products are
-/// summed in f32 too), else in f32.
+/// The CPU always computes in f32: its half-precision products are slower and less exact. A GPU computes in the
+/// requested dtype if all operations work in it ([`self_test::first_failure`]), else in f16 if bf16 was requested (its
+/// products are summed in f32 too), else in f32.
 ///
 /// # Errors
 /// When the name is unknown or the device cannot be opened.
@@ -101,8 +102,8 @@ fn first_working(
     (DType::F32, notes)
 }
 
-/// The peak of bytes that tensors of this process used on a GPU since the last call. `None` where it is not counted: on the
-/// CPU, with Metal, or when the driver does not report it.
+/// The peak of bytes that tensors of this process used on a GPU since the last call. `None` where it is not counted: on
+/// the CPU, with Metal, or when the driver does not report it.
 #[must_use]
 pub fn take_peak(device: DeviceRef) -> Option<u64> {
     match device.kind {

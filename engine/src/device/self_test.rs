@@ -201,8 +201,8 @@ fn excessive_error(got: &[f32], expected: &[f32], tolerance: f32) -> Option<f32>
     (largest > tolerance).then_some(largest)
 }
 
-/// A matrix product on the device, and the same product by loops in f64, so that this test does not depend on candle. Many
-/// terms of one sign also show whether the sum is in f32: a sum in f16 stops growing.
+/// A matrix product on the device, and the same product by loops in f64, so that this test does not depend on candle.
+/// Many terms of one sign also show whether the sum is in f32: a sum in f16 stops growing.
 fn product(device: &Device, dtype: DType, rows: usize, inner: usize) -> candle_core::Result<(Vec<f32>, Vec<f32>)> {
     const COLUMNS: usize = 4;
     let like = Tensor::zeros(1, dtype, device)?;
@@ -336,7 +336,8 @@ mod tests {
 
     #[test]
     fn softmax_in_bf16_sums_in_f32() {
-        // A sum of 4096 equal terms stops growing at 256 in bf16. f16 is not tested: here its products are summed in f16.
+        // A sum of 4096 equal terms stops growing at 256 in bf16. f16 is not tested: here its products are summed in
+        // f16.
         let query = Tensor::ones((1, 1, 8), DType::BF16, &Device::Cpu).unwrap();
         let keys = Tensor::ones((1, 4096, 8), DType::BF16, &Device::Cpu).unwrap();
         let mean = Attention::new(1).forward(&query, &keys, &keys).unwrap();

@@ -1,6 +1,7 @@
 //! The thread pool for computation on the CPU.
 
-/// The stack of each thread. The backward pass walks the graph of a whole model recursively. Unused pages take no memory.
+/// The stack of each thread. The backward pass walks the graph of a whole model recursively. Unused pages take no
+/// memory.
 const STACK_BYTES: usize = 64 << 20;
 
 /// The address space of the stacks of all threads in the pool. Hardly any of it is ever backed by memory.
@@ -11,8 +12,8 @@ pub fn stack_space() -> u64 {
 
 /// Runs `work` on a thread of the pool and waits for it.
 ///
-/// A thread outside the pool would have to hand over each parallel operation and sleep until it is done; small models have
-/// thousands of these per step. A panic of `work` is resumed in the caller.
+/// A thread outside the pool would have to hand over each parallel operation and sleep until it is done; small models
+/// have thousands of these per step. A panic of `work` is resumed in the caller.
 pub fn on_pool<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     // An error means that the pool exists already, for example because another test ran before. Then that pool is used.
     let built = rayon::ThreadPoolBuilder::new()

@@ -390,7 +390,8 @@ fn a_single_file_checkpoint_gives_the_same_model() {
         &reference.vae.encode(&image).unwrap().mean,
     );
 
-    // Without configs it is loaded as SD 1.5, and the error names a tensor that does not match. A tokenizer beside it is used.
+    // Without configs it is loaded as SD 1.5, and the error names a tensor that does not match. A tokenizer beside it
+    // is used.
     let error = SdModel::load(&file, &LoadOptions::cpu()).unwrap_err().to_string();
     assert!(error.contains("has shape") && error.contains("text_model"), "{error}");
     std::fs::create_dir(folder.path().join("tokenizer")).unwrap();

@@ -7,8 +7,9 @@ use std::fmt::Debug;
 
 /// An adapter of one layer.
 pub trait LayerAdapter: Send + Sync + Debug {
-    /// Computes the output of the adapted layer from its input `x` and from `base_output`, the output of the layer with the
-    /// adapters before this one. Shapes are those of the layer. An adapter of a convolution has the same stride and padding.
+    /// Computes the output of the adapted layer from its input `x` and from `base_output`, the output of the layer with
+    /// the adapters before this one. Shapes are those of the layer. An adapter of a convolution has the same stride and
+    /// padding.
     ///
     /// # Errors
     /// When the shapes do not match, or an operation fails.

@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor};
 /// tracked inputs get gradients.
 ///
 /// # Errors
-/// When the shapes do not fit.
+/// When the shapes do not match.
 pub fn conv1d(
     x: &Tensor,
     weight: &Tensor,

@@ -3,12 +3,12 @@
 use super::{add, conv2d};
 use candle_core::Tensor;
 
-/// x [b, in, frames, h, w], weight [out, in, kernel frames, kernel h, kernel w], bias [out] -> [b, out, frames', h', w'],
-/// with the same zero padding before and after. Strides and paddings: along time, and along both axes of an image. A causal
-/// video autoencoder pads x in front itself. All tracked inputs get gradients.
+/// x [b, in, frames, h, w], weight [out, in, kernel frames, kernel h, kernel w], bias [out] -> [b, out, frames', h',
+/// w'], with the same zero padding before and after. Strides and paddings: along time, and along both axes of an image.
+/// A causal video autoencoder pads x in front itself. All tracked inputs get gradients.
 ///
 /// # Errors
-/// When the shapes do not fit.
+/// When the shapes do not match.
 pub fn conv3d(
     x: &Tensor,
     weight: &Tensor,

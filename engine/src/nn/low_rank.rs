@@ -27,8 +27,8 @@ pub(super) struct FusedLora {
 }
 
 impl FusedLora {
-    /// `None` where layer and adapter cannot be fused: the adapter is no low-rank change, the layer itself is trained, or a
-    /// tensor is not f32 on the CPU.
+    /// `None` where layer and adapter cannot be fused: the adapter is no low-rank change, the layer itself is trained,
+    /// or a tensor is not f32 on the CPU.
     pub(super) fn try_new(
         x: &Tensor,
         weight: &Weight,

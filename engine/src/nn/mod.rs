@@ -1,8 +1,8 @@
 //! Layers and operations with a backward pass.
 //!
-//! On the CPU they are kernels of this crate (`f32`, deterministic for any number of threads); on CUDA and Metal they are
-//! composed of candle's operations. candle-nn's fused softmax and norms are not used because they have no backward pass,
-//! and candle's convolution is not used on the CPU because it computes gradients of frozen weights.
+//! On the CPU they are kernels of this crate (`f32`, deterministic for any number of threads); on CUDA and Metal they
+//! are composed of candle's operations. candle-nn's fused softmax and norms are not used because they have no backward
+//! pass, and candle's convolution is not used on the CPU because it computes gradients of frozen weights.
 
 mod activation;
 mod adapter;

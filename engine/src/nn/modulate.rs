@@ -9,7 +9,7 @@ use rayon::prelude::*;
 /// x (1 + scale) + shift: x [b, n, c], scale and shift [b, c] -> [b, n, c].
 ///
 /// # Errors
-/// When the shapes do not fit.
+/// When the shapes do not match.
 pub fn modulate(x: &Tensor, scale: &Tensor, shift: &Tensor) -> candle_core::Result<Tensor> {
     if cpu::is_cpu_f32(x) && cpu::is_cpu_f32(scale) && cpu::is_cpu_f32(shift) {
         return apply([x, scale, shift], Modulate);
@@ -22,7 +22,7 @@ pub fn modulate(x: &Tensor, scale: &Tensor, shift: &Tensor) -> candle_core::Resu
 /// x + gate y: x and y [b, n, c], gate [b, c] -> [b, n, c].
 ///
 /// # Errors
-/// When the shapes do not fit.
+/// When the shapes do not match.
 pub fn gated_residual(x: &Tensor, gate: &Tensor, y: &Tensor) -> candle_core::Result<Tensor> {
     if cpu::is_cpu_f32(x) && cpu::is_cpu_f32(gate) && cpu::is_cpu_f32(y) {
         return apply([x, gate, y], GatedResidual);
@@ -47,7 +47,8 @@ fn for_each_token(y: &mut [f32], features: usize, f: impl Fn(usize, &mut [f32]) 
         .for_each(|(token, row)| f(token, row));
 }
 
-/// Sums `a * b`, or `a` if there is no `b`, over the tokens of each image: [b, c]. One thread computes each sum, in f64.
+/// Sums `a * b`, or `a` if there is no `b`, over the tokens of each image: [b, c]. One thread computes each sum, in
+/// f64.
 fn sum_over_tokens(
     a: &[f32],
     b: Option<&[f32]>,

@@ -1,5 +1,5 @@
-//! Compares operations with PyTorch and diffusers (`tests/reference/make_ops.py`): results and gradients, of the CPU kernels
-//! in f32, and of candle's operations in f64, which GPUs use.
+//! Compares operations with PyTorch and diffusers (`tests/reference/make_ops.py`): results and gradients, of the CPU
+//! kernels in f32, and of candle's operations in f64, which GPUs use.
 
 use super::*;
 use crate::autograd::gradients;

@@ -28,8 +28,8 @@ pub struct Rotary {
 }
 
 impl Rotary {
-    /// For positions with one coordinate per axis. Axis i rotates `widths[i]` features of a head, with frequencies from 1
-    /// down to almost 1 / `theta`. Angles are computed in f64, as in diffusers' `get_1d_rotary_pos_embed` for FLUX.
+    /// For positions with one coordinate per axis. Axis i rotates `widths[i]` features of a head, with frequencies from
+    /// 1 down to almost 1 / `theta`. Angles are computed in f64, as in diffusers' `get_1d_rotary_pos_embed` for FLUX.
     ///
     /// # Errors
     /// When a position does not have one coordinate per axis, or a width is odd.

@@ -19,7 +19,7 @@ pub fn add(a: &Tensor, b: &Tensor) -> candle_core::Result<Tensor> {
 /// x [b, c, ..] plus shift [b, c], which is added to every element of a channel.
 ///
 /// # Errors
-/// When the shapes do not fit.
+/// When the shapes do not match.
 pub fn add_channels(x: &Tensor, shift: &Tensor) -> candle_core::Result<Tensor> {
     if cpu::is_cpu_f32(x) && cpu::is_cpu_f32(shift) {
         return apply([x, shift], AddChannels);

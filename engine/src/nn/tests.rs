@@ -19,7 +19,8 @@ fn close(a: &Tensor, b: &Tensor, tolerance: f32) {
     assert!(error < tolerance, "relative error {error}");
 }
 
-/// Compares the gradients of sum(f(inputs) * probe) with candle's, and with central differences along random directions.
+/// Compares the gradients of sum(f(inputs) * probe) with candle's, and with central differences along random
+/// directions.
 fn check_gradients(inputs: &[Tensor], f: impl Fn(&[Tensor]) -> Tensor) {
     let vars: Vec<Var> = inputs.iter().map(|x| Var::from_tensor(x).unwrap()).collect();
     let tracked: Vec<Tensor> = vars.iter().map(|v| v.as_tensor().clone()).collect();

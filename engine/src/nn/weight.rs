@@ -66,7 +66,8 @@ impl Weight {
         })
     }
 
-    /// The weight as a tensor. For a quantised or streamed weight this is a new tensor, which should be dropped after use.
+    /// The weight as a tensor. For a quantised or streamed weight this is a new tensor, which should be dropped after
+    /// use.
     ///
     /// # Errors
     /// When it cannot be dequantised or read.

@@ -148,8 +148,8 @@ impl SpecialTokens {
         id.ok_or_else(|| self.config_error(CONFIG, format!("{key} `{text}` is not in the vocabulary")))
     }
 
-    /// The number of ids per prompt according to the folder. 77 if the folder has no usable number: early SD 2 folders have a
-    /// huge one.
+    /// The number of ids per prompt according to the folder. 77 if the folder has no usable number: early SD 2 folders
+    /// have a huge one.
     pub(super) fn max_length(&self) -> usize {
         let length = self.settings.get("model_max_length").and_then(Value::as_u64);
         length

@@ -1,8 +1,9 @@
 //! CLIP's tokenizer.
 //!
-//! A `tokenizer/` folder has `tokenizer.json` (transformers 5), or `vocab.json` and `merges.txt` (earlier), and files with
-//! special and added tokens (`special.rs`). The rules are those of transformers' `CLIPTokenizer`: NFC, each white space to
-//! one blank, lower case, split by CLIP's pattern, bytes to printable characters, BPE with `</w>` at the end of a word.
+//! A `tokenizer/` folder has `tokenizer.json` (transformers 5), or `vocab.json` and `merges.txt` (earlier), and files
+//! with special and added tokens (`special.rs`). The rules are those of transformers' `CLIPTokenizer`: NFC, each white
+//! space to one blank, lower case, split by CLIP's pattern, bytes to printable characters, BPE with `</w>` at the end
+//! of a word.
 
 use super::special::SpecialTokens;
 use crate::error::{EngineError, Result};
@@ -66,7 +67,8 @@ impl ClipTokenizer {
         })
     }
 
-    /// The tokenizer of OpenAI's CLIP, which every Stable Diffusion 1.x model uses: for checkpoints without a tokenizer.
+    /// The tokenizer of OpenAI's CLIP, which every Stable Diffusion 1.x model uses: for checkpoints without a
+    /// tokenizer.
     ///
     /// # Errors
     /// When the tokenizer cannot be built.
@@ -172,7 +174,8 @@ fn openai_vocabulary() -> Vec<String> {
     single.chain(joined).chain(special).collect()
 }
 
-/// The characters for bytes in CLIP's vocabulary: printable bytes as they are, then the others as characters from U+0100 on.
+/// The characters for bytes in CLIP's vocabulary: printable bytes as they are, then the others as characters from
+/// U+0100 on.
 fn alphabet() -> Vec<char> {
     let printable = |byte: &u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     let as_is = (0..=u8::MAX).filter(printable).map(char::from);

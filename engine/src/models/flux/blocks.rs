@@ -1,6 +1,6 @@
 //! The two kinds of blocks of FLUX.1's transformer, under diffusers' names (`models/transformers/transformer_flux.py`):
-//! double blocks, in which text and image have separate weights and joint attention, and single blocks, in which both are one
-//! sequence and attention and feed-forward run in parallel.
+//! double blocks, in which text and image have separate weights and joint attention, and single blocks, in which both
+//! are one sequence and attention and feed-forward run in parallel.
 
 use crate::error::Result;
 use crate::nn::{self, Activation, Attention, LayerNorm, Linear, RmsNorm, Rotary, RotaryPairs};
@@ -26,8 +26,8 @@ impl FluxSizes {
     }
 }
 
-/// The rotary embedding for `text` text tokens, all at the origin, followed by an image of `height` x `width` tokens. `axes`:
-/// the features of a head for the (unused) first axis, the row and the column; 16, 56 and 56 in FLUX.1.
+/// The rotary embedding for `text` text tokens, all at the origin, followed by an image of `height` x `width` tokens.
+/// `axes`: the features of a head for the (unused) first axis, the row and the column; 16, 56 and 56 in FLUX.1.
 ///
 /// # Errors
 /// When a number in `axes` is odd.
@@ -201,10 +201,11 @@ impl FluxTransformerBlock {
         })
     }
 
-    /// x [b, n, c] and text [b, m, c], conditioned on temb [b, c] -> the same shapes. `rotary` has m + n positions, text first.
+    /// x [b, n, c] and text [b, m, c], conditioned on temb [b, c] -> the same shapes. `rotary` has m + n positions,
+    /// text first.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     pub fn forward(
         &self,
         x: &Tensor,
@@ -256,7 +257,7 @@ impl FluxSingleTransformerBlock {
     /// x [b, n, c], text first, conditioned on temb [b, c] -> the same shape. `rotary` has n positions.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     pub fn forward(&self, x: &Tensor, temb: &Tensor, rotary: &Rotary) -> candle_core::Result<Tensor> {
         let (h, vectors) = self.norm.forward(x, temb)?;
         let [gate] = vectors.as_slice() else {

@@ -1,5 +1,5 @@
-//! The configs of Stable Diffusion 1.x as diffusers writes them, for models that were loaded from a single file, which has no
-//! configs. They have the same values as the defaults of the config types.
+//! The configs of Stable Diffusion 1.x as diffusers writes them, for models that were loaded from a single file, which
+//! has no configs. They have the same values as the defaults of the config types.
 
 /// The version of diffusers that these files are for.
 pub(super) const DIFFUSERS: &str = "0.42.1";

@@ -1,7 +1,7 @@
 //! Stable Diffusion 1.x: tokenizer, text encoder, U-Net, autoencoder and the scheduler's config.
 //!
-//! A model is loaded from a diffusers folder, or from a single-file checkpoint in the LDM layout (`ldm`). Weights that are
-//! quantised in their files stay quantised. A trained model can be saved in both formats (`save`).
+//! A model is loaded from a diffusers folder, or from a single-file checkpoint in the LDM layout (`ldm`). Weights that
+//! are quantised in their files stay quantised. A trained model can be saved in both formats (`save`).
 
 mod default_configs;
 mod ldm;
@@ -47,8 +47,8 @@ pub struct LoadOptions {
     pub dtype: DType,
     /// The device.
     pub device: Device,
-    /// For a single-file checkpoint: a diffusers folder with the configs and the tokenizer. Without it, the configs are those of
-    /// SD 1.x, and the tokenizer is that of a `tokenizer` folder beside the file, else OpenAI's.
+    /// For a single-file checkpoint: a diffusers folder with the configs and the tokenizer. Without it, the configs are
+    /// those of SD 1.x, and the tokenizer is that of a `tokenizer` folder beside the file, else OpenAI's.
     pub config_folder: Option<PathBuf>,
     /// How to quantise the U-Net's layers, except [`UNET_EXCLUDED`].
     pub unet_quantization: Option<QuantizationConfig>,
@@ -107,7 +107,8 @@ impl LoadOptions {
         }
     }
 
-    /// Sets the tensors of U-Net and text encoder that are trained. A trained component is neither quantised nor streamed.
+    /// Sets the tensors of U-Net and text encoder that are trained. A trained component is neither quantised nor
+    /// streamed.
     #[must_use]
     pub fn training(mut self, unet: Trained, text_encoder: Trained) -> Self {
         if unet != Trained::Nothing {
@@ -203,8 +204,8 @@ pub struct SdModel {
     frozen_unet: Option<UNet2DConditionModel>,
 }
 
-/// Refuses a model of another family, or a file that is no base model. The command line checks this before it submits a job,
-/// but a job may come from another client.
+/// Refuses a model of another family, or a file that is no base model. The command line checks this before it submits a
+/// job, but a job may come from another client.
 fn check_family(path: &Path) -> Result<()> {
     let identity = model_files::identify(&Inventory::open(path));
     model_files::check(&path.display().to_string(), ArchName::Sd1, &identity)
@@ -237,8 +238,8 @@ impl SdModel {
         }
     }
 
-    /// Checks that a model can be loaded: every tensor exists and has the right shape, the components match, the tokenizer can
-    /// be read. Reads configs and headers, but no weights.
+    /// Checks that a model can be loaded: every tensor exists and has the right shape, the components match, the
+    /// tokenizer can be read. Reads configs and headers, but no weights.
     ///
     /// # Errors
     /// As [`Self::load`].
@@ -367,8 +368,8 @@ impl SdModel {
         Ok(())
     }
 
-    /// The model for sampling during training: it shares the trained weights, but saves nothing for a backward pass. `None` if
-    /// no weights of the model itself are trained.
+    /// The model for sampling during training: it shares the trained weights, but saves nothing for a backward pass.
+    /// `None` if no weights of the model itself are trained.
     #[must_use]
     pub fn detach(&self) -> Option<Self> {
         if self.frozen_text_encoder.is_none() && self.frozen_unet.is_none() {

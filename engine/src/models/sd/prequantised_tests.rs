@@ -71,8 +71,8 @@ fn computed(model: &SdModel, component: &str) -> Tensor {
     }
 }
 
-/// Compares the dequantised weights of all layers, and the outputs of components, with the reference. Returns the number of
-/// layers per format.
+/// Compares the dequantised weights of all layers, and the outputs of components, with the reference. Returns the
+/// number of layers per format.
 fn check_components(model: &mut SdModel, file: &str, components: &[&str]) -> BTreeMap<&'static str, usize> {
     let expected = expected();
     let mut kinds = BTreeMap::new();

@@ -1,7 +1,7 @@
 //! Saves a complete model, as a single file in the LDM layout or as a diffusers folder.
 //!
-//! Trained tensors are passed in; all others are read from the source of the model, one at a time, so that at most one of
-//! them is in memory.
+//! Trained tensors are passed in; all others are read from the source of the model, one at a time, so that at most one
+//! of them is in memory.
 
 use super::ldm::LdmNames;
 use super::metadata_yaml;
@@ -65,9 +65,9 @@ impl SdSource {
 }
 
 impl<'a> FullModel<'a> {
-    /// `trained` has tensors of the U-Net (`unet.<name in diffusers>`) and of the text encoder
-    /// (`text_encoder.<name in transformers>`, with or without `text_model.`), on any device. All other tensors are those of
-    /// `source`. All are saved as `dtype`: f32, f16 or bf16.
+    /// `trained` has tensors of the U-Net (`unet.<name in diffusers>`) and of the text encoder (`text_encoder.<name in
+    /// transformers>`, with or without `text_model.`), on any device. All other tensors are those of `source`. All are
+    /// saved as `dtype`: f32, f16 or bf16.
     ///
     /// # Errors
     /// When the model has no tensor with a trained tensor's name and shape, or `dtype` is not one of these.
@@ -114,7 +114,8 @@ impl<'a> FullModel<'a> {
         })
     }
 
-    /// If `on`, the scheduler's config in a folder gets the prediction type `v_prediction`, whatever that of the source is.
+    /// If `on`, the scheduler's config in a folder gets the prediction type `v_prediction`, whatever that of the source
+    /// is.
     #[must_use]
     pub fn v_prediction(self, on: bool) -> Self {
         Self {
@@ -165,8 +166,8 @@ impl<'a> FullModel<'a> {
         Ok((layout, entries))
     }
 
-    /// Writes a diffusers folder, into a folder that is empty or does not exist. This is not atomic: write to a temporary
-    /// folder and rename it. Every file is synced.
+    /// Writes a diffusers folder, into a folder that is empty or does not exist. This is not atomic: write to a
+    /// temporary folder and rename it. Every file is synced.
     ///
     /// # Errors
     /// When a file cannot be written, or a file of the source cannot be read.

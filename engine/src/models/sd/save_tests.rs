@@ -178,8 +178,8 @@ fn numbers(source: &SdSource) -> Numbers {
     all
 }
 
-/// Changes some tensors of the U-Net and the text encoder. Returns them with the names of the trainer, and all `numbers` after
-/// the change.
+/// Changes some tensors of the U-Net and the text encoder. Returns them with the names of the trainer, and all
+/// `numbers` after the change.
 fn trained(source: &SdSource) -> (BTreeMap<String, Tensor>, Numbers) {
     let (mut trained, mut expected) = (BTreeMap::new(), numbers(source));
     for (name, (shape, values)) in &mut expected {

@@ -48,7 +48,8 @@ impl ComponentKind {
 /// The tensors and the `config.json` of a component.
 #[derive(Clone, Debug)]
 pub(super) struct Component {
-    /// The tensors of the component, with diffusers' current names, and with the prefix `text_model.` in the text encoder.
+    /// The tensors of the component, with diffusers' current names, and with the prefix `text_model.` in the text
+    /// encoder.
     pub(super) index: Index,
     pub(super) config: String,
 }

@@ -150,8 +150,8 @@ impl DownBlock {
         })
     }
 
-    /// Adds the block to the stack. Its input is the last entry of `skips`; every intermediate result is added to `skips`, with
-    /// its size.
+    /// Adds the block to the stack. Its input is the last entry of `skips`; every intermediate result is added to
+    /// `skips`, with its size.
     pub(super) fn add_steps(&self, path: &str, stack: &mut Stack, skips: &mut Vec<(Value, Size)>, c: Conditioning) {
         let Some(&(mut x, size)) = skips.last() else { return };
         for i in 0..self.layers.resnets.len() {

@@ -22,8 +22,8 @@ impl<T: Clone> PerBlock<T> {
     }
 }
 
-/// `unet/config.json`. Missing keys have the values of SD 1.x. Keys of other families are read so that a model that needs
-/// them is refused.
+/// `unet/config.json`. Missing keys have the values of SD 1.x. Keys of other families are read so that a model that
+/// needs them is refused.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(default)]
 #[expect(missing_docs, reason = "the keys are diffusers' own, documented there")]
@@ -186,8 +186,8 @@ impl UNetConfig {
             None => false,
             Some(other) => return Err(format!("mid_block_type {other} is not supported")),
         };
-        // A misnomer that diffusers keeps for old configs: without `num_attention_heads`, `attention_head_dim` is the number of
-        // heads.
+        // A misnomer that diffusers keeps for old configs: without `num_attention_heads`, `attention_head_dim` is the
+        // number of heads.
         let heads = self.num_attention_heads.as_ref().unwrap_or(&self.attention_head_dim);
         let heads = heads.expand(blocks, "attention_head_dim")?;
         for (heads, channels) in heads.iter().zip(&self.block_out_channels) {

@@ -81,11 +81,11 @@ impl UNet2DConditionModel {
         &self.config
     }
 
-    /// sample [b, in, h, w], timesteps [b] (f32, may be fractional), context [b, n, cross attention width] -> the prediction
-    /// [b, out, h, w]. Any h and w.
+    /// sample [b, in, h, w], timesteps [b] (f32, may be fractional), context [b, n, cross attention width] -> the
+    /// prediction [b, out, h, w]. Any h and w.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     pub fn forward(&self, sample: &Tensor, timesteps: &Tensor, context: &Tensor) -> Result<Tensor> {
         let time = self.time_embedding(timesteps)?.to_dtype(sample.dtype())?;
         let x = self.conv_in.forward(sample)?;

@@ -66,7 +66,7 @@ impl ResnetBlock {
     /// x [b, in, h, w], time [b, width] -> [b, out, h, w].
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     pub fn forward(&self, x: &Tensor, time: Option<&Tensor>) -> candle_core::Result<Tensor> {
         let mut h = self.conv1.forward(&self.norm1.forward_silu(x)?)?;
         if let (Some(projection), Some(time)) = (&self.time_emb_proj, time) {
@@ -100,7 +100,8 @@ pub struct Downsample {
 }
 
 impl Downsample {
-    /// Loads the block. With `padding` 0, the input is padded by one row below and one column on the right, as in the VAE.
+    /// Loads the block. With `padding` 0, the input is padded by one row below and one column on the right, as in the
+    /// VAE.
     ///
     /// # Errors
     /// When a tensor is missing or has another shape.
@@ -121,7 +122,7 @@ impl Downsample {
     /// x [b, c, h, w] -> [b, c, about h / 2, about w / 2].
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         if self.conv.padding == 0 {
             return self.conv.forward(&x.pad_with_zeros(2, 0, 1)?.pad_with_zeros(3, 0, 1)?);
@@ -154,7 +155,7 @@ impl Upsample {
     /// x [b, c, h, w] -> [b, c, size].
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     pub fn forward(&self, x: &Tensor, size: (usize, usize)) -> candle_core::Result<Tensor> {
         self.conv.forward(&upsample_nearest(x, size.0, size.1)?)
     }

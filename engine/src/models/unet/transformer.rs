@@ -112,7 +112,7 @@ impl Transformer2d {
     /// x [b, c, h, w], context [b, n, d] -> [b, c, h, w].
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     pub fn forward(&self, x: &Tensor, context: &Tensor) -> candle_core::Result<Tensor> {
         let h = self.norm.forward(x)?;
         let mut h = match &self.proj_in {

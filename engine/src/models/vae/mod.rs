@@ -192,7 +192,7 @@ impl AutoencoderKl {
     /// images [b, 3, H, W] within -1 ..= 1 -> the distribution of their unscaled latents, [b, latent, H / f, W / f].
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     pub fn encode(&self, images: &Tensor) -> Result<DiagonalGaussian> {
         let moments = match self.tiling.filter(|tiling| tiling.is_needed(images, tiling.pixels)) {
             Some(tiling) => tiling.encode(images, |tile| self.moments(tile))?,
@@ -208,7 +208,7 @@ impl AutoencoderKl {
     /// latents [b, latent, h, w], unscaled -> images [b, 3, h * f, w * f], about -1 ..= 1.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     pub fn decode(&self, latents: &Tensor) -> Result<Tensor> {
         Ok(
             match self.tiling.filter(|tiling| tiling.is_needed(latents, tiling.latents)) {
@@ -235,8 +235,8 @@ impl AutoencoderKl {
     }
 }
 
-/// The path of the config and the tensors, under current names, of a diffusers `vae/` folder (or of a model folder that has
-/// one).
+/// The path of the config and the tensors, under current names, of a diffusers `vae/` folder (or of a model folder that
+/// has one).
 pub(crate) fn config_and_index(folder: &Path) -> Result<(PathBuf, Index)> {
     let inner = folder.join("vae");
     let folder = match inner.join("config.json").is_file() {
@@ -247,8 +247,8 @@ pub(crate) fn config_and_index(folder: &Path) -> Result<(PathBuf, Index)> {
     Ok((folder.join("config.json"), index))
 }
 
-/// The current name of a tensor. Folders from before diffusers 0.15 (SD 1.5's own among them) have other names for the layers
-/// of the attention.
+/// The current name of a tensor. Folders from before diffusers 0.15 (SD 1.5's own among them) have other names for the
+/// layers of the attention.
 pub(crate) fn current_name(name: &str) -> String {
     if !name.contains(".attentions.") {
         return name.to_owned();

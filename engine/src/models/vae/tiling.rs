@@ -1,6 +1,6 @@
-//! Tiled encoding and decoding, as diffusers' `tiled_encode` and `tiled_decode` of `AutoencoderKL`: tiles overlap by a quarter
-//! and are blended there. The memory is that of one tile, whatever the size of the image. Group norms are computed per tile,
-//! so the result is close to that of the whole image, but not equal.
+//! Tiled encoding and decoding, as diffusers' `tiled_encode` and `tiled_decode` of `AutoencoderKL`: tiles overlap by a
+//! quarter and are blended there. The memory is that of one tile, whatever the size of the image. Group norms are
+//! computed per tile, so the result is close to that of the whole image, but not equal.
 
 use candle_core::{Result, Tensor};
 

@@ -1,8 +1,8 @@
 //! Attention on the CPU: a panel of queries at a time, with all keys.
 //!
-//! Scores are transposed, `[keys][queries of a panel]`, one or two vectors of queries wide. The softmax then works on whole
-//! vectors, its result is already packed as the operand of the next product, and each thread has one such panel in memory.
-//! The backward pass recomputes the scores, as FlashAttention does (T. Dao and others, arXiv:2205.14135).
+//! Scores are transposed, `[keys][queries of a panel]`, one or two vectors of queries wide. The softmax then works on
+//! whole vectors, its result is already packed as the operand of the next product, and each thread has one such panel
+//! in memory. The backward pass recomputes the scores, as FlashAttention does (T. Dao and others, arXiv:2205.14135).
 
 use crate::nn::cpu::{
     InitialValue, Kernel, LeftLayout, LeftOperand, Mat, OutputTile, RightOperand, Simd, panel_width, tile,
@@ -71,7 +71,8 @@ impl Packed {
         Self { data, rows, depth }
     }
 
-    /// Computes `out[row][0..cols] = initial + self * b` over `depth`. `b` is a panel `[depth][width]` from `depth.start` on.
+    /// Computes `out[row][0..cols] = initial + self * b` over `depth`. `b` is a panel `[depth][width]` from
+    /// `depth.start` on.
     #[inline(always)]
     #[expect(unsafe_code, reason = "the micro-kernel takes raw pointers")]
     fn times<S: Simd>(&self, depth: Range<usize>, b: &[f32], cols: usize, out: &mut [f32], initial: InitialValue<'_>) {
@@ -80,8 +81,8 @@ impl Packed {
         for row in (0..self.rows).step_by(S::ROWS) {
             let rows = S::ROWS.min(self.rows - row);
             let a = &self.data[row * self.depth + depth.start * rows..];
-            // SAFETY: the assertion checked `depth` and the lengths of `b` and `out`, each in lines of `line` elements. `a` begins
-            // at this panel of `rows` rows and `self.depth` lines, in line `depth.start`.
+            // SAFETY: the assertion checked `depth` and the lengths of `b` and `out`, each in lines of `line` elements.
+            // `a` begins at this panel of `rows` rows and `self.depth` lines, in line `depth.start`.
             unsafe {
                 let target = OutputTile {
                     data: out.as_mut_ptr().add(row * line),
@@ -112,8 +113,8 @@ impl Problem<'_> {
         panel.iter_mut().for_each(|value| *value *= factor);
     }
 
-    /// Replaces `scores` [keys][line] of `queries` queries, the first of which is `start`, by their exponentials. A query for
-    /// which all keys are masked gets zeros.
+    /// Replaces `scores` [keys][line] of `queries` queries, the first of which is `start`, by their exponentials. A
+    /// query for which all keys are masked gets zeros.
     #[inline(always)]
     #[expect(unsafe_code, reason = "SIMD loads and stores take raw pointers")]
     fn exponentials<S: Simd>(&self, scores: &mut [f32], start: usize, queries: usize) -> Softmax {
@@ -129,8 +130,8 @@ impl Problem<'_> {
         }
         let mut inverse = vec![0f32; line];
         for lane in (0..line).step_by(S::LANES) {
-            // SAFETY: each line of `scores`, and `inverse`, has `line` elements, a multiple of `S::LANES`; `lane` is the start of
-            // a vector of it.
+            // SAFETY: each line of `scores`, and `inverse`, has `line` elements, a multiple of `S::LANES`; `lane` is
+            // the start of a vector of it.
             unsafe {
                 let mut max = S::splat(f32::MIN);
                 for scores in scores.chunks_exact(line) {
@@ -194,8 +195,8 @@ impl Problem<'_> {
             }
             for key in (0..self.keys).step_by(S::ROWS) {
                 let rows = S::ROWS.min(self.keys - key);
-                // SAFETY: the assertion checked the lengths of `scores` and `out`. Rows `key..key + rows` and the columns `cols`
-                // lie inside `out`; `panel` has `queries.len()` lines of `wide` elements.
+                // SAFETY: the assertion checked the lengths of `scores` and `out`. Rows `key..key + rows` and the
+                // columns `cols` lie inside `out`; `panel` has `queries.len()` lines of `wide` elements.
                 unsafe {
                     let target = OutputTile {
                         data: out.as_mut_ptr().add(key * self.width + col),
@@ -352,8 +353,8 @@ impl Problem<'_> {
     #[expect(unsafe_code, reason = "SIMD loads and stores take raw pointers")]
     fn score_gradients<S: Simd>(&self, exponentials: &[f32], softmax: &Softmax, line: usize, grads: &mut [f32]) {
         for lane in (0..line).step_by(S::LANES) {
-            // SAFETY: each line of `exponentials` and `grads`, and `softmax.inverse`, has `line` elements, a multiple of
-            // `S::LANES`; `lane` is the start of a vector of it.
+            // SAFETY: each line of `exponentials` and `grads`, and `softmax.inverse`, has `line` elements, a multiple
+            // of `S::LANES`; `lane` is the start of a vector of it.
             unsafe {
                 let inverse = S::load(softmax.inverse.as_ptr().add(lane));
                 let mut dot = S::splat(0.0);

@@ -1,7 +1,7 @@
 //! Scaled dot-product attention.
 //!
-//! Queries are processed in chunks, so that the matrix of all scores (heads x 4096 x 4096 for SD 1.5 at 512 pixels) is never
-//! in memory; the backward pass recomputes the scores.
+//! Queries are processed in chunks, so that the matrix of all scores (heads x 4096 x 4096 for SD 1.5 at 512 pixels) is
+//! never in memory; the backward pass recomputes the scores.
 
 mod cpu_op;
 mod kernel;
@@ -19,15 +19,15 @@ use kernel::Bias;
 pub struct Attention<'a> {
     /// The number of query heads.
     pub heads: usize,
-    /// The number of heads of keys and values. Each is used by `heads / key_heads` consecutive query heads (grouped-query
-    /// attention: J. Ainslie and others, arXiv:2305.13245).
+    /// The number of heads of keys and values. Each is used by `heads / key_heads` consecutive query heads
+    /// (grouped-query attention: J. Ainslie and others, arXiv:2305.13245).
     pub key_heads: usize,
     /// The factor of the scores; `None` means 1 / sqrt(features of a head).
     pub scale: Option<f64>,
     /// Whether query i attends only to keys 0 ..= i.
     pub causal: bool,
-    /// Added to the scores, [b or 1, heads or 1, queries or 1, keys]: minus infinity masks a key. Gets no gradient. The result
-    /// of a query is zero if all keys are masked.
+    /// Added to the scores, [b or 1, heads or 1, queries or 1, keys]: minus infinity masks a key. Gets no gradient. The
+    /// result of a query is zero if all keys are masked.
     pub bias: Option<&'a Tensor>,
 }
 
@@ -233,8 +233,8 @@ fn with_candle(
         .reshape((s.batch, s.queries, s.features()))
 }
 
-/// Softmax over the last dimension, composed of operations that have a backward pass. A row of only minus infinity becomes
-/// zeros.
+/// Softmax over the last dimension, composed of operations that have a backward pass. A row of only minus infinity
+/// becomes zeros.
 ///
 /// # Errors
 /// When an operation fails.

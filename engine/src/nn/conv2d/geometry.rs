@@ -45,7 +45,7 @@ impl Geometry {
         let (padded_h, padded_w) = (height + 2 * padding_h, width + 2 * padding_w);
         if inputs != weight_inputs || stride == 0 || padded_h < kernel_h || padded_w < kernel_w {
             candle_core::bail!(
-                "conv2d: input {:?} does not fit weight {:?} with stride {stride} and padding {padding:?}",
+                "conv2d: input {:?} does not match weight {:?} with stride {stride} and padding {padding:?}",
                 x.dims(),
                 weight.dims()
             );
@@ -149,7 +149,8 @@ impl Geometry {
         (first, end.max(first))
     }
 
-    /// col2im: adds the gradients of windows, `col` [depth, columns of the tile], to their pixels in `dx` [batch, in, h, w].
+    /// col2im: adds the gradients of windows, `col` [depth, columns of the tile], to their pixels in `dx` [batch, in,
+    /// h, w].
     pub(super) fn col2im(&self, col: &[f32], tile: Tile, dx: &mut [f32]) {
         let columns = self.columns(tile);
         let plane = self.height * self.width;

@@ -4,7 +4,8 @@ use super::geometry::Geometry;
 use crate::nn::cpu::{LeftOperand, RightOperand, Simd};
 use std::ops::Range;
 
-/// The im2col matrix: a column for each output pixel, image by image. Depth runs over channel, row and column of a window.
+/// The im2col matrix: a column for each output pixel, image by image. Depth runs over channel, row and column of a
+/// window.
 pub(super) struct Im2col<'a> {
     pub(super) g: &'a Geometry,
     /// [images, in, h, w].
@@ -150,8 +151,8 @@ impl RightOperand for Im2colTransposed<'_> {
     }
 }
 
-/// A weight [out, in, kh, kw] with inputs and outputs exchanged and the kernel flipped: a row for each input. Depth runs over
-/// the outputs and, backwards, over the kernel.
+/// A weight [out, in, kh, kw] with inputs and outputs exchanged and the kernel flipped: a row for each input. Depth
+/// runs over the outputs and, backwards, over the kernel.
 pub(super) struct FlippedWeight<'a> {
     pub(super) weight: &'a [f32],
     pub(super) inputs: usize,

@@ -1,7 +1,7 @@
 //! Two-dimensional convolution.
 //!
-//! On the CPU it is a matrix product with an implicit im2col: panels are packed directly from the image. The gradients of
-//! input and weight are computed in the same way. On other devices it is candle's convolution.
+//! On the CPU it is a matrix product with an implicit im2col: panels are packed directly from the image. The gradients
+//! of input and weight are computed in the same way. On other devices it is candle's convolution.
 
 mod geometry;
 mod im2col;
@@ -61,7 +61,7 @@ impl Conv2d {
     /// x [b, in, h, w] -> [b, out, h', w'].
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         let (mut y, adapters) = match self.forward_fused(x)? {
             Some(y) => (y, self.adapters.get(1..).unwrap_or_default()),
@@ -111,7 +111,7 @@ impl Conv2d {
 /// x [b, in, h, w], weight [out, in, kh, kw], bias [out] -> [b, out, h', w']. All tracked inputs get gradients.
 ///
 /// # Errors
-/// When the shapes do not fit.
+/// When the shapes do not match.
 pub fn conv2d(
     x: &Tensor,
     weight: &Tensor,
@@ -134,14 +134,14 @@ pub fn conv2d(
     conv2d_cpu(x, weight, bias, stride, [padding; 2])
 }
 
-/// candle's convolution with a stride above 1. Its gradient computes the output padding from the height alone, so pixels
-/// that no window covers are cut off first, along both axes.
+/// candle's convolution with a stride above 1. Its gradient computes the output padding from the height alone, so
+/// pixels that no window covers are cut off first, along both axes.
 fn strided_with_candle(x: &Tensor, weight: &Tensor, stride: usize, padding: usize) -> candle_core::Result<Tensor> {
     let (height, width) = (x.dim(2)? + 2 * padding, x.dim(3)? + 2 * padding);
     let (kernel_h, kernel_w) = (weight.dim(2)?, weight.dim(3)?);
     if stride == 0 || height < kernel_h || width < kernel_w {
         candle_core::bail!(
-            "conv2d: input {:?} does not fit weight {:?} with stride {stride} and padding {padding}",
+            "conv2d: input {:?} does not match weight {:?} with stride {stride} and padding {padding}",
             x.dims(),
             weight.dims()
         );

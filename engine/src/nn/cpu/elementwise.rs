@@ -44,8 +44,8 @@ impl<F: Function<N>, const N: usize> Kernel for Map<'_, F, N> {
             .fold(self.y.len(), |shortest, x| shortest.min(x.len()));
         let y = self.y.as_mut_ptr();
         let whole = length - length % S::LANES;
-        // SAFETY: `length` is the length of the shortest slice. Whole vectors end at `whole <= length`, and the last, partial
-        // vector has `length - whole` elements, less than `S::LANES`.
+        // SAFETY: `length` is the length of the shortest slice. Whole vectors end at `whole <= length`, and the last,
+        // partial vector has `length - whole` elements, less than `S::LANES`.
         unsafe {
             for i in (0..whole).step_by(S::LANES) {
                 let inputs = self.inputs.map(|x| S::load(x.as_ptr().add(i)));

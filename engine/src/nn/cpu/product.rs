@@ -1,8 +1,8 @@
 //! Matrix products: divided into blocks, packed into panels, multiplied tile by tile.
 //!
-//! A task computes one block of the result. For each block of depth it packs its columns once (they stay in the L2 cache)
-//! and then its rows, one panel at a time (which stays in the L1 cache). The loops are those of K. Goto and R. van de
-//! Geijn, "Anatomy of high-performance matrix multiplication" (2008); each thread works on its own blocks. A
+//! A task computes one block of the result. For each block of depth it packs its columns once (they stay in the L2
+//! cache) and then its rows, one panel at a time (which stays in the L1 cache). The loops are those of K. Goto and R.
+//! van de Geijn, "Anatomy of high-performance matrix multiplication" (2008); each thread works on its own blocks. A
 //! [`RightOperand`] may be a matrix, or the windows of an image, for which no matrix (im2col) is then stored.
 
 use super::simd::{Kernel, Simd, Unit, best_unit, run_on};
@@ -37,8 +37,8 @@ pub(crate) trait LeftOperand: Sync {
 
 /// The right operand of a product.
 pub(crate) trait RightOperand: Sync {
-    /// Writes a panel `[depth][width]`: the elements of these columns in this range of depth. `width` is at least the number
-    /// of columns; elements beyond them are ignored.
+    /// Writes a panel `[depth][width]`: the elements of these columns in this range of depth. `width` is at least the
+    /// number of columns; elements beyond them are ignored.
     fn pack(&self, cols: Range<usize>, depth: Range<usize>, width: usize, panel: &mut [f32]);
 }
 
@@ -57,7 +57,8 @@ impl Sizes {
         if threads <= 1 || self.rows * self.cols * self.depth < 1 << 16 {
             return (down, across);
         }
-        // Several blocks per thread, so that all threads end at about the same time, but not so small that packing dominates.
+        // Several blocks per thread, so that all threads end at about the same time, but not so small that packing
+        // dominates.
         while down * across < 4 * threads {
             let (rows, cols) = (self.rows / down, self.cols / across);
             if rows >= cols && rows >= 64 {
@@ -84,8 +85,8 @@ fn sub_range(total: usize, parts: usize, grain: usize, i: usize) -> Range<usize>
 struct SharedOutput(*mut f32);
 
 #[expect(unsafe_code, reason = "tasks on several threads write to one slice")]
-// SAFETY: each task writes only to its own block, and blocks do not overlap. The slice is borrowed mutably until all tasks
-// are done.
+// SAFETY: each task writes only to its own block, and blocks do not overlap. The slice is borrowed mutably until all
+// tasks are done.
 unsafe impl Sync for SharedOutput {}
 
 /// The product `initial + a * b`.
@@ -97,8 +98,8 @@ pub(crate) struct Product<'a, A, B> {
 }
 
 impl<A: LeftOperand, B: RightOperand> Product<'_, A, B> {
-    /// Writes the product to `out`, whose rows are `stride` elements apart, on `threads` threads. The bits do not depend on
-    /// the number of threads.
+    /// Writes the product to `out`, whose rows are `stride` elements apart, on `threads` threads. The bits do not
+    /// depend on the number of threads.
     ///
     /// # Panics
     /// When `out`, the initial value or the left operand is too short.
@@ -183,7 +184,8 @@ impl<A: LeftOperand, B: RightOperand> Kernel for Block<'_, A, B> {
             .filter(|_| cols.len() <= MAX_UNPACKED_PANELS * wide && sizes.depth > 0);
         for depth_block in 0..depth_blocks {
             let depth = sub_range(sizes.depth, depth_blocks, 1, depth_block);
-            // A few lines of all panels at a time: these are adjacent in memory, while a whole panel would touch many pages.
+            // A few lines of all panels at a time: these are adjacent in memory, while a whole panel would touch many
+            // pages.
             for line in depth.clone().step_by(PACKED_LINES) {
                 let lines = line..(line + PACKED_LINES).min(depth.end);
                 for col in cols.clone().step_by(wide) {
@@ -213,8 +215,8 @@ impl<A: LeftOperand, B: RightOperand> Kernel for Block<'_, A, B> {
                     } else {
                         InitialValue::Output
                     };
-                    // SAFETY: `write_on` checked the lengths of the output, the initial values and the left operand; this
-                    // block lies inside them. Both packed panels have the size that `tile` requires.
+                    // SAFETY: `write_on` checked the lengths of the output, the initial values and the left operand;
+                    // this block lies inside them. Both packed panels have the size that `tile` requires.
                     unsafe {
                         let target = OutputTile {
                             data: self.out.0.add(row * self.stride + col),

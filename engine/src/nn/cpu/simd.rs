@@ -112,8 +112,8 @@ pub(crate) trait Kernel {
     /// The result.
     type Output;
 
-    /// Runs the computation. This function must be `#[inline(always)]`, as must every function that it calls and that should
-    /// use the unit.
+    /// Runs the computation. This function must be `#[inline(always)]`, as must every function that it calls and that
+    /// should use the unit.
     fn run<S: Simd>(self) -> Self::Output;
 }
 

@@ -56,8 +56,8 @@ pub(crate) fn panel_width<S: Simd>(cols: usize) -> usize {
 /// Computes `target = initial + a * b` for a tile with `rows <= S::ROWS` and `target.cols <= 2 * LANES`.
 ///
 /// # Safety
-/// `a` must be valid for reads of `depth * rows` elements in this layout, `b` of `depth * panel_width(cols)` elements, and
-/// the target for reads and writes of all its rows. Initial values per row must be at least `rows`.
+/// `a` must be valid for reads of `depth * rows` elements in this layout, `b` of `depth * panel_width(cols)` elements,
+/// and the target for reads and writes of all its rows. Initial values per row must be at least `rows`.
 #[inline(always)]
 pub(crate) unsafe fn tile<S: Simd>(
     rows: usize,
@@ -105,9 +105,9 @@ impl Kernel for Tile<'_> {
                 match (rows, panel_width::<S>(target.cols) > S::LANES) {
                     $(
                         // SAFETY: the caller of `tile` guarantees that the pointers are valid.
-                        ($r, true) if $r <= S::ROWS => unsafe { tile_of_size::<S, $r, 2>(depth, a, layout, b, target) },
+                        ($r, true) if $r <= S::ROWS => unsafe { sized_tile::<S, $r, 2>(depth, a, layout, b, target) },
                         // SAFETY: as above.
-                        ($r, false) if $r <= S::ROWS => unsafe { tile_of_size::<S, $r, 1>(depth, a, layout, b, target) },
+                        ($r, false) if $r <= S::ROWS => unsafe { sized_tile::<S, $r, 1>(depth, a, layout, b, target) },
                     )*
                     _ => {}
                 }
@@ -119,7 +119,7 @@ impl Kernel for Tile<'_> {
 
 /// A tile of `R` rows and `V` vectors per row. As [`tile`].
 #[inline(always)]
-unsafe fn tile_of_size<S: Simd, const R: usize, const V: usize>(
+unsafe fn sized_tile<S: Simd, const R: usize, const V: usize>(
     depth: usize,
     a: *const f32,
     layout: LeftLayout,

@@ -68,7 +68,7 @@ impl Linear {
     /// x [.., in] -> [.., out].
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         let (mut y, adapters) = match self.forward_fused(x)? {
             Some(y) => (y, self.adapters.get(1..).unwrap_or_default()),
@@ -96,11 +96,11 @@ impl Linear {
     }
 }
 
-/// `x W^T + b`: x [.., in], weight [out, in], bias [out] -> [.., out]. All tracked inputs get gradients. For a frozen weight
-/// no gradient is computed.
+/// `x W^T + b`: x [.., in], weight [out, in], bias [out] -> [.., out]. All tracked inputs get gradients. For a frozen
+/// weight no gradient is computed.
 ///
 /// # Errors
-/// When the shapes do not fit.
+/// When the shapes do not match.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> candle_core::Result<Tensor> {
     linear_with_weight(x, &Weight::Plain(weight.clone()), bias)
 }
@@ -200,7 +200,8 @@ fn multiply(x: &[f32], shape: &Shape, weight: &[f32], outputs: usize, bias: Opti
 /// Up to this number of rows, packing the weight takes longer than multiplying with it.
 const FEW_ROWS: usize = 160;
 
-/// [`multiply`] for few rows. It computes the transposed result, so that each element of the weight is read once, in place.
+/// [`multiply`] for few rows. It computes the transposed result, so that each element of the weight is read once, in
+/// place.
 fn multiply_few_rows(
     x: &[f32],
     weight: &[f32],

@@ -6,8 +6,8 @@ use crate::nn::cpu;
 use candle_core::{Device, Shape, Tensor};
 use rayon::prelude::*;
 
-/// A linear layer whose input and weight may both get a gradient. With candle's matmul, the reshapes before and after it
-/// would each go through memory several times in the backward pass.
+/// A linear layer whose input and weight may both get a gradient. With candle's matmul, the reshapes before and after
+/// it would each go through memory several times in the backward pass.
 pub(super) struct TrainedLinear;
 
 impl TrainedLinear {

@@ -53,7 +53,7 @@ impl GroupNorm {
     /// x [b, c, ..] -> the same shape.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         self.forward_with(x, None)
     }
@@ -61,7 +61,7 @@ impl GroupNorm {
     /// SiLU of the norm, as one operation: the result of the norm is neither stored nor saved for the backward pass.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     pub fn forward_silu(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         self.forward_with(x, Some(Activation::Silu))
     }
@@ -140,7 +140,7 @@ impl LayerNorm {
     /// x [.., features] -> the same shape.
     ///
     /// # Errors
-    /// When the shapes do not fit.
+    /// When the shapes do not match.
     pub fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         let features = x.dim(D::Minus1)?;
         if features != self.weight.elem_count() {
@@ -198,8 +198,8 @@ impl RmsNorm {
         Ok(Self { weight, zeros, eps })
     }
 
-    /// Normalises x [.., n * features] as [.., n, features] and keeps its shape: the heads of a query are normalised without
-    /// a reshape.
+    /// Normalises x [.., n * features] as [.., n, features] and keeps its shape: the heads of a query are normalised
+    /// without a reshape.
     ///
     /// # Errors
     /// When the last dimension is not a multiple of the features.

@@ -187,7 +187,8 @@ impl RowNorm {
         scratch
     }
 
-    /// dx = scale * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * weight; without mean(g) if the mean is not subtracted.
+    /// dx = scale * (g - mean(g) - xhat * mean(g * xhat)) with g = dy * weight; without mean(g) if the mean is not
+    /// subtracted.
     fn backward_row(&self, first: usize, x: &[f32], dy: &[f32], weight: &[f32], dx: &mut [f32]) {
         let (mean, scale) = self.statistics(x);
         run_vectorised(BackwardRow {

@@ -9,8 +9,8 @@
 //! | `q8_0` | GGUF: 8 bits, a half-float scale per 32 | |
 //! | `q4_k` | GGUF: 4 bits in super-blocks of 256; rows that are no multiple of 256 take `q8_0` | |
 //!
-//! These formats are quantised here. Weights that are quantised in their files stay as they are: other block formats of GGUF,
-//! float8 with or without scales, and the 4 and 8 bits of bitsandbytes.
+//! These formats are quantised here. Weights that are quantised in their files stay as they are: other block formats of
+//! GGUF, float8 with or without scales, and the 4 and 8 bits of bitsandbytes.
 
 mod codes;
 #[cfg(test)]
@@ -49,7 +49,8 @@ pub struct Codes {
 // With CUDA, a QTensor takes 232 bytes; a model has a few hundred layers.
 #[allow(clippy::large_enum_variant)]
 enum Data {
-    /// One code per byte, or two with the first in the upper half; f32 scales, each for `per_scale` consecutive weights.
+    /// One code per byte, or two with the first in the upper half; f32 scales, each for `per_scale` consecutive
+    /// weights.
     Codes {
         code: Code,
         codes: Tensor,
@@ -116,7 +117,8 @@ impl Quantized {
         })))
     }
 
-    /// A weight from codes and scales. `kind` is the name of the format in messages, `dtype` the dtype of the dense weight.
+    /// A weight from codes and scales. `kind` is the name of the format in messages, `dtype` the dtype of the dense
+    /// weight.
     ///
     /// # Errors
     /// When the numbers of codes and scales do not match the shape, or the device has no memory for them.

@@ -44,8 +44,8 @@ pub(in crate::models) fn split(index: &Index, config: &SdConfig) -> Result<[Inde
     Ok([text, unet, vae])
 }
 
-/// The tensors of a file that contains only a U-Net, with diffusers' names. In the file they may have LDM names, with or
-/// without the prefix of a checkpoint, or diffusers' names.
+/// The tensors of a file that contains only a U-Net, with diffusers' names. In the file they may have LDM names, with
+/// or without the prefix of a checkpoint, or diffusers' names.
 pub(super) fn standalone_unet(index: Index) -> Index {
     let names_of = |prefix: &str| index.contains(&format!("{prefix}input_blocks.0.0.weight"));
     let Some(prefix) = [UNET, ""].into_iter().find(|prefix| names_of(prefix)) else {
@@ -67,8 +67,8 @@ pub(super) struct LdmNames {
 }
 
 impl LdmNames {
-    /// For a model with this U-Net and this VAE. `None` if the U-Net's levels have different numbers of layers: LDM has no names
-    /// for these.
+    /// For a model with this U-Net and this VAE. `None` if the U-Net's levels have different numbers of layers: LDM has
+    /// no names for these.
     pub(super) fn new(unet: &Index, vae: &Index) -> Option<Self> {
         fn names(index: &Index) -> impl Iterator<Item = &str> {
             index.tensors().map(|(name, _)| name)

@@ -23,8 +23,8 @@ const RESNET_LAYERS: [(&str, &str); 6] = [
     ("skip_connection.", "conv_shortcut."),
 ];
 
-/// The number of residual blocks per level of a U-Net with LDM names: the first downsampler follows the blocks of the first
-/// level.
+/// The number of residual blocks per level of a U-Net with LDM names: the first downsampler follows the blocks of the
+/// first level.
 pub(super) fn layers_per_level<'a>(names: impl Iterator<Item = &'a str>) -> usize {
     let (mut last, mut downsampler) = (0, None);
     for name in names {
