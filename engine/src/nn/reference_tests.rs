@@ -86,14 +86,14 @@ fn rotary_embeddings_match_diffusers() {
 fn grouped_query_attention_and_masks_match_pytorch() {
     let reference = Reference::open();
     let grouped = Attention {
-        key_heads: 2,
+        kv_heads: 2,
         ..Attention::new(4)
     };
     reference.check("attention_grouped", &["q", "k", "v"], |x| {
         grouped.forward(&x[0], &x[1], &x[2])
     });
     let causal = Attention {
-        key_heads: 1,
+        kv_heads: 1,
         causal: true,
         ..Attention::new(4)
     };
@@ -141,8 +141,8 @@ fn the_result_of_a_query_is_zero_if_all_keys_are_masked() {
 fn attention_refuses_shapes_that_do_not_match() {
     let x = Tensor::zeros((2, 5, 24), DType::F32, &Device::Cpu).unwrap();
     let bias = Tensor::zeros((2, 3, 5, 5), DType::F32, &Device::Cpu).unwrap();
-    let of = |heads, key_heads, bias| Attention {
-        key_heads,
+    let of = |heads, kv_heads, bias| Attention {
+        kv_heads,
         bias,
         ..Attention::new(heads)
     };

@@ -65,9 +65,9 @@ impl SdSource {
 }
 
 impl<'a> FullModel<'a> {
-    /// `trained` has tensors of the U-Net (`unet.<name in diffusers>`) and of the text encoder (`text_encoder.<name in
-    /// transformers>`, with or without `text_model.`), on any device. All other tensors are those of `source`. All are
-    /// saved as `dtype`: f32, f16 or bf16.
+    /// `trained` has tensors of the U-Net (`unet.` and diffusers' name) and of the text encoder (`text_encoder.` and
+    /// transformers' name, with or without `text_model.`), on any device. All other tensors are those of `source`. All
+    /// are saved as `dtype`: f32, f16 or bf16.
     ///
     /// # Errors
     /// When the model has no tensor with a trained tensor's name and shape, or `dtype` is not one of these.

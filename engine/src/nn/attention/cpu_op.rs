@@ -9,7 +9,7 @@ use rayon::prelude::*;
 
 pub(super) struct AttentionOp {
     pub(super) heads: usize,
-    pub(super) key_heads: usize,
+    pub(super) kv_heads: usize,
     pub(super) scale: f32,
     pub(super) causal: bool,
     /// As [`Attention::bias`], contiguous f32.
@@ -22,7 +22,7 @@ const QUERY_CHUNK: usize = 128;
 impl AttentionOp {
     fn sizes(&self, [q, k, v]: [&Shape; 3]) -> candle_core::Result<Sizes> {
         let attention = Attention {
-            key_heads: self.key_heads,
+            kv_heads: self.kv_heads,
             ..Attention::new(self.heads)
         };
         Sizes::new(&attention, q, k, v)
@@ -56,12 +56,12 @@ impl AttentionOp {
         if by_head.is_empty() {
             return Ok(by_head);
         }
-        let heads: Vec<_> = (0..s.batch * s.key_heads)
+        let heads: Vec<_> = (0..s.batch * s.kv_heads)
             .into_par_iter()
             .map(|head| {
                 run_vectorised(PackHead {
-                    k: s.key_or_value_head(k, head),
-                    v: s.key_or_value_head(v, head),
+                    k: s.kv_head_matrix(k, head),
+                    v: s.kv_head_matrix(v, head),
                 })
             })
             .collect();
@@ -77,8 +77,8 @@ impl AttentionOp {
                 .for_each_init(Scratch::default, |scratch, (head, start, y)| {
                     run_vectorised(Forward {
                         problem: self.problem(s, bias, head),
-                        q: s.query_head(q, head),
-                        head: &heads[s.key_head(head)],
+                        q: s.query_head_matrix(q, head),
+                        head: &heads[s.kv_head(head)],
                         start,
                         y,
                         scratch,
@@ -96,13 +96,13 @@ impl AttentionOp {
         inputs: &BackwardInputs<'_>,
         scratch: &mut Scratch,
     ) -> [Vec<f32>; 3] {
-        let key_head = s.key_head(head);
+        let kv_head = s.kv_head(head);
         run_vectorised(Backward {
             problem,
-            q: s.query_head(inputs.q, head),
-            k: s.key_or_value_head(inputs.k, key_head),
-            v: s.key_or_value_head(inputs.v, key_head),
-            dy: s.query_head(inputs.dy, head),
+            q: s.query_head_matrix(inputs.q, head),
+            k: s.kv_head_matrix(inputs.k, kv_head),
+            v: s.kv_head_matrix(inputs.v, kv_head),
+            dy: s.query_head_matrix(inputs.dy, head),
             scratch,
         })
     }
@@ -117,10 +117,10 @@ impl AttentionOp {
                 })
                 .collect()
         })?;
-        let group = s.heads / s.key_heads;
+        let group = s.heads / s.kv_heads;
         // The gradients of keys and values are sums over the query heads that use them.
         let summed = |which: usize| -> Vec<f32> {
-            let mut all = Vec::with_capacity(s.batch * s.keys * s.key_heads * s.width);
+            let mut all = Vec::with_capacity(s.batch * s.keys * s.kv_heads * s.width);
             for heads in heads.chunks(group) {
                 let start = all.len();
                 for (i, head) in heads.iter().enumerate() {
@@ -190,8 +190,8 @@ impl Operation<3> for AttentionOp {
         };
         Ok([
             whole(&dq, s.queries, s.heads, shapes[0])?,
-            whole(&dk, s.keys, s.key_heads, shapes[1])?,
-            whole(&dv, s.keys, s.key_heads, shapes[2])?,
+            whole(&dk, s.keys, s.kv_heads, shapes[1])?,
+            whole(&dv, s.keys, s.kv_heads, shapes[2])?,
         ])
     }
 }

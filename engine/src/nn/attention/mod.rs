@@ -19,9 +19,9 @@ use kernel::Bias;
 pub struct Attention<'a> {
     /// The number of query heads.
     pub heads: usize,
-    /// The number of heads of keys and values. Each is used by `heads / key_heads` consecutive query heads
+    /// The number of heads of keys and values. Each is used by `heads / kv_heads` consecutive query heads
     /// (grouped-query attention: J. Ainslie and others, arXiv:2305.13245).
-    pub key_heads: usize,
+    pub kv_heads: usize,
     /// The factor of the scores; `None` means 1 / sqrt(features of a head).
     pub scale: Option<f64>,
     /// Whether query i attends only to keys 0 ..= i.
@@ -37,14 +37,14 @@ impl Attention<'_> {
     pub fn new(heads: usize) -> Self {
         Self {
             heads,
-            key_heads: heads,
+            kv_heads: heads,
             scale: None,
             causal: false,
             bias: None,
         }
     }
 
-    /// q [b, n, heads * d], k and v [b, m, key heads * d] -> [b, n, heads * d]. Head h has the features
+    /// q [b, n, heads * d], k and v [b, m, kv heads * d] -> [b, n, heads * d]. Head h has the features
     /// h * d .. (h + 1) * d, as in diffusers.
     ///
     /// # Errors
@@ -59,7 +59,7 @@ impl Attention<'_> {
         if cpu::is_cpu_f32(q) && cpu::is_cpu_f32(k) && cpu::is_cpu_f32(v) && bias.as_ref().is_none_or(cpu::is_cpu_f32) {
             let op = AttentionOp {
                 heads: self.heads,
-                key_heads: self.key_heads,
+                kv_heads: self.kv_heads,
                 scale: scale as f32,
                 causal: self.causal,
                 bias: bias.map(|bias| bias.contiguous()).transpose()?,
@@ -89,19 +89,19 @@ struct Sizes {
     queries: usize,
     keys: usize,
     heads: usize,
-    key_heads: usize,
+    kv_heads: usize,
     width: usize,
 }
 
 impl Sizes {
     fn new(attention: &Attention<'_>, q: &Shape, k: &Shape, v: &Shape) -> candle_core::Result<Self> {
-        let Attention { heads, key_heads, .. } = *attention;
+        let Attention { heads, kv_heads, .. } = *attention;
         let ((batch, queries, features), (k_batch, keys, k_features)) = (q.dims3()?, k.dims3()?);
-        let grouped = key_heads > 0 && heads > 0 && heads.is_multiple_of(key_heads);
+        let grouped = kv_heads > 0 && heads > 0 && heads.is_multiple_of(kv_heads);
         let fits = k.dims() == v.dims() && k_batch == batch && keys > 0;
-        if !grouped || !fits || features % heads != 0 || features / heads * key_heads != k_features {
+        if !grouped || !fits || features % heads != 0 || features / heads * kv_heads != k_features {
             candle_core::bail!(
-                "attention with {heads} heads and {key_heads} key heads: the shapes q {:?}, k {:?} and v {:?} do not match",
+                "attention with {heads} heads and {kv_heads} key-value heads: the shapes q {:?}, k {:?} and v {:?} do not match",
                 q.dims(),
                 k.dims(),
                 v.dims()
@@ -112,7 +112,7 @@ impl Sizes {
             queries,
             keys,
             heads,
-            key_heads,
+            kv_heads,
             width: features / heads,
         })
     }
@@ -135,20 +135,20 @@ impl Sizes {
         self.heads * self.width
     }
 
-    /// The key head, counted over the batch, of query head `head`, also counted over the batch.
-    fn key_head(&self, head: usize) -> usize {
+    /// The key-value head, counted over the batch, of query head `head`, also counted over the batch.
+    fn kv_head(&self, head: usize) -> usize {
         let (b, h) = (head / self.heads, head % self.heads);
-        b * self.key_heads + h / (self.heads / self.key_heads)
+        b * self.kv_heads + h / (self.heads / self.kv_heads)
     }
 
     /// Query head `head`, counted over the batch, as a matrix [queries, width].
-    fn query_head<'a>(&self, data: &'a [f32], head: usize) -> Mat<'a> {
+    fn query_head_matrix<'a>(&self, data: &'a [f32], head: usize) -> Mat<'a> {
         head_of(data, head, [self.queries, self.heads, self.width])
     }
 
     /// Head `head` of keys or values, counted over the batch, as a matrix [keys, width].
-    fn key_or_value_head<'a>(&self, data: &'a [f32], head: usize) -> Mat<'a> {
-        head_of(data, head, [self.keys, self.key_heads, self.width])
+    fn kv_head_matrix<'a>(&self, data: &'a [f32], head: usize) -> Mat<'a> {
+        head_of(data, head, [self.keys, self.kv_heads, self.width])
     }
 
     /// The bias of the scores of a head. `dims` is the shape of `bias`.
@@ -187,11 +187,11 @@ fn with_candle(
 ) -> candle_core::Result<Tensor> {
     let split = |x: &Tensor, length: usize, heads: usize| x.reshape((s.batch, length, heads, s.width))?.transpose(1, 2);
     let q = split(q, s.queries, s.heads)?.contiguous()?;
-    // Repeats each key head for each query head that uses it.
+    // Repeats each key-value head for each query head that uses it.
     let repeat = |x: &Tensor| {
-        split(x, s.keys, s.key_heads)?
+        split(x, s.keys, s.kv_heads)?
             .unsqueeze(2)?
-            .broadcast_as((s.batch, s.key_heads, s.heads / s.key_heads, s.keys, s.width))?
+            .broadcast_as((s.batch, s.kv_heads, s.heads / s.kv_heads, s.keys, s.width))?
             .reshape((s.batch, s.heads, s.keys, s.width))?
             .contiguous()
     };
