@@ -3,7 +3,7 @@
 use crate::usage::{forget_peak, peak};
 use aitk_common::capability::DeviceRef;
 pub use aitk_engine::bench::{WORKS, Work};
-use aitk_engine::device::{compute, threads::on_pool};
+use aitk_engine::device::{open_with_dtype, threads::on_pool};
 use aitk_engine::error::EngineError;
 use serde::{Deserialize, Serialize};
 
@@ -28,7 +28,7 @@ pub struct Finding {
 /// # Errors
 /// When the device cannot be opened or fails.
 pub fn measure(work: &Work, device: DeviceRef) -> Result<Finding, EngineError> {
-    let compute = compute(device, "float32")?;
+    let compute = open_with_dtype(device, "float32")?;
     let measured = on_pool(|| work.measure(&compute, forget_peak))?;
     Ok(Finding {
         work: work.name.to_owned(),

@@ -183,7 +183,7 @@ impl Work {
     /// When the device fails.
     pub fn measure(&self, compute: &Compute, ready: impl FnOnce()) -> Result<Measured> {
         // As a job has it that is not short of memory.
-        FreePages::Kept.set();
+        FreePages::Retain.apply();
         let mut run = (self.make)(compute)?;
         ready();
         let mut timed = || {

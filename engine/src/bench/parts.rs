@@ -42,7 +42,7 @@ pub(super) fn attention(compute: &Compute, keys: usize) -> Result<Run> {
     let q = variable(compute, &[1, 4096, HEADS * WIDTH])?;
     let k = variable(compute, &[1, keys, HEADS * WIDTH])?;
     let v = variable(compute, &[1, keys, HEADS * WIDTH])?;
-    Ok(Box::new(move || watched(|| Attention::of(HEADS).forward(&q, &k, &v))))
+    Ok(Box::new(move || watched(|| Attention::new(HEADS).forward(&q, &k, &v))))
 }
 
 pub(super) fn adamw(compute: &Compute, eight_bits: bool) -> Result<Run> {

@@ -1,8 +1,8 @@
-//! Layers and operations, each with a backward pass that works.
+//! Layers and operations with a backward pass.
 //!
-//! On the CPU they are kernels of our own (`f32`, deterministic whatever the number of threads); on CUDA and
-//! Metal they are composed of candle's operations. candle-nn's fused softmax and norms have no backward pass, and
-//! candle's convolution computes gradients of frozen weights, which is why neither is used here.
+//! On the CPU they are kernels of this crate (`f32`, deterministic for any number of threads); on CUDA and Metal they
+//! are composed of candle's operations. candle-nn's fused softmax and norms are not used because they have no backward
+//! pass, and candle's convolution is not used on the CPU because it computes gradients of frozen weights.
 
 mod activation;
 mod adapter;
@@ -37,10 +37,10 @@ pub use conv3d::conv3d;
 pub use embedding::Embedding;
 pub use linear::{Linear, linear};
 pub use low_rank::LowRank;
-pub use modulate::{gated, modulate};
+pub use modulate::{gated_residual, modulate};
 pub use norm::{GroupNorm, LayerNorm, RmsNorm};
 pub use resize::upsample_nearest;
-pub use rotary::{Pairs, Rotary};
+pub use rotary::{Rotary, RotaryPairs};
 pub use sum::{add, add_channels, cat_channels};
 pub use transpose::{to_image, to_tokens};
 pub use weight::Weight;

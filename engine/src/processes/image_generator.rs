@@ -31,7 +31,7 @@ impl ImageGenerator {
     /// Loads what a `model` section names, onto the attempt's device.
     pub(super) fn load(config: &ModelConfig, cx: &mut Context<'_>) -> Result<Self> {
         cx.phase("loading model");
-        let compute = device::compute(cx.spec.device, config.dtype.name())?;
+        let compute = device::open_with_dtype(cx.spec.device, config.dtype.name())?;
         for note in &compute.notes {
             cx.log("info", note.clone());
         }

@@ -164,7 +164,7 @@ impl Context<'_> {
     ) -> Result<Loaded> {
         let options = LoadOptions::of_job(config, self.spec.profile, compute.dtype, compute.device.clone())
             .training(unet, text_encoder);
-        FreePages::GivenBack.set();
+        FreePages::Release.apply();
         let path = self.local(&config.name_or_path)?;
         let mut model = SdModel::load(&path, &options)?;
         for (part, kinds) in &model.quantised_in_file {
@@ -193,7 +193,7 @@ impl Context<'_> {
             None => path,
         };
         if !options.choices.pages_returned {
-            FreePages::Kept.set();
+            FreePages::Retain.apply();
         }
         if config.compile || config.block_compile {
             self.log("info", COMPILE);

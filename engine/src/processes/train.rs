@@ -109,7 +109,7 @@ impl<'a> Run<'a> {
         // On a GPU too, a model's own weights are trained in float32, so that small changes are not rounded away.
         let whole = process.network.is_none() && cx.spec.device.kind != DeviceKind::Cpu;
         let dtype = if whole { "float32" } else { process.train.dtype.name() };
-        let compute = device::compute(cx.spec.device, dtype)?;
+        let compute = device::open_with_dtype(cx.spec.device, dtype)?;
         if whole && process.train.dtype.name() != dtype {
             let asked = process.train.dtype.name();
             cx.log(

@@ -114,7 +114,7 @@ impl TensorFile {
             StorageType::GgmlBlocks(..) if length == 0 => Ok(Tensor::zeros(shape, dtype, device)?),
             StorageType::GgmlBlocks(block, type_name) => {
                 let data = self.reader.read(start, length)?;
-                Ok(Quantized::from_blocks(type_name, block, &data, shape, dtype, device)?.unpack()?)
+                Ok(Quantized::from_blocks(type_name, block, &data, shape, dtype, device)?.dequantize()?)
             }
             _ => Err(self.unsupported_error(name, stored_tensor)),
         }
@@ -156,7 +156,7 @@ impl TensorFile {
         match stored_tensor.storage {
             _ if data.is_empty() => Ok(Tensor::zeros(&shape, dtype, device)?),
             StorageType::GgmlBlocks(block, type_name) => {
-                Ok(Quantized::from_blocks(type_name, block, &data, &shape, dtype, device)?.unpack()?)
+                Ok(Quantized::from_blocks(type_name, block, &data, &shape, dtype, device)?.dequantize()?)
             }
             StorageType::Floats(format) | StorageType::GgufHalf(format) => {
                 match (candle_dtype(format), format.code()) {

@@ -167,7 +167,7 @@ impl Index {
             .is_some_and(|quantization| !quantization.is_self_contained())
             && let Some(quantized) = self.read_quantized(name, dtype, device)?
         {
-            return Ok(quantized.unpack()?);
+            return Ok(quantized.dequantize()?);
         }
         self.files[entry.location.file].read(&entry.location.name, &entry.shape, dtype, device)
     }
@@ -543,7 +543,7 @@ impl Weights {
         }
         let tensor = self.get_with(shape, "weight", init)?;
         if let Some(quantization) = quantization.filter(|_| !tensor.track_op())
-            && let Some(quantized) = Quantized::pack(&tensor, quantization.qtype)?
+            && let Some(quantized) = Quantized::quantize(&tensor, quantization.qtype)?
         {
             return Ok(Weight::Quantized(quantized));
         }

@@ -3,7 +3,7 @@
 use super::Memory;
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::plan::profile::MemoryProfile;
-use aitk_engine::device::trial;
+use aitk_engine::device::self_test;
 use sysinfo::{CpuRefreshKind, ProcessRefreshKind, ProcessesToUpdate, RefreshKind, System};
 
 /// See [`super::memory`].
@@ -52,7 +52,7 @@ pub(super) fn device() -> Device {
         memory_total: memory.total,
         // The rest is for the system, for file caches, and for whoever else lives here.
         memory_budget: memory.available / 4 * 3,
-        dtypes: trial::cpu_dtypes(),
+        dtypes: self_test::cpu_dtypes(),
         // In tiles: the scores of all tokens with all tokens never exist at once.
         attention: vec!["flash".to_owned()],
         profile: MemoryProfile::CpuOnly,

@@ -6,12 +6,12 @@ use super::quant_map::QuantMap;
 #[cfg(target_arch = "x86_64")]
 use super::simd;
 #[cfg(target_arch = "x86_64")]
-use crate::nn::cpu::unit;
+use crate::nn::cpu::best_unit;
 
 /// Decodes to float32. The slices start at a block; the last block may be shorter.
 pub(in super::super) fn decode(quant_map: &QuantMap, codes: &[u8], absmax: &[f32], out: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
-    simd::decode(unit(), quant_map, codes, absmax, out);
+    simd::decode(best_unit(), quant_map, codes, absmax, out);
     #[cfg(not(target_arch = "x86_64"))]
     decode_by_table(quant_map, codes, absmax, out);
 }
@@ -26,7 +26,7 @@ pub(in super::super) fn encode(
     next: &[f32],
 ) {
     #[cfg(target_arch = "x86_64")]
-    simd::encode(unit(), quant_map, values, codes, absmax, next);
+    simd::encode(best_unit(), quant_map, values, codes, absmax, next);
     #[cfg(not(target_arch = "x86_64"))]
     {
         let _ = next;

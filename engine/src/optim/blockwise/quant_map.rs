@@ -283,7 +283,7 @@ mod tests {
             let mut values = vec![0.0; numbers.len()];
             codec::decode_by_table(quant_map, &codes, &absmax, &mut values);
             #[cfg(target_arch = "x86_64")]
-            for unit in crate::nn::cpu::units() {
+            for unit in crate::nn::cpu::available_units() {
                 use super::super::simd;
                 let (mut simd_codes, mut scales) = (vec![0; numbers.len()], vec![0.0; blocks]);
                 simd::encode(unit, quant_map, &numbers, &mut simd_codes, &mut scales, &[]);

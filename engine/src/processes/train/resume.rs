@@ -106,7 +106,7 @@ impl Run<'_> {
         match self.target {
             Target::Lora(_) => self.take_lora(&path, cx)?,
             Target::Model(_) => {
-                self.model.take_trained(&path).map_err(|error| {
+                self.model.load_trained(&path).map_err(|error| {
                     EngineError::bad_input(format!(
                         "{error}. It is the newest save of the run folder, and this full fine-tune cannot go on from it: move it \
                          away, or give the run another `config.name`"

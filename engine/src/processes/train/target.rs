@@ -69,7 +69,7 @@ impl Target {
         }
         if process.save.save_format == SaveFormat::Safetensors {
             // Better now than after the training.
-            model.source.fits_one_file()?;
+            model.source.check_single_file()?;
         }
         let numbers: usize = params.iter().map(|p| p.var.elem_count()).sum();
         cx.log(

@@ -1,47 +1,47 @@
-//! Metadata as YAML, for models that are folders: what is JSON text in a safetensors file is a mapping there.
+//! Metadata as YAML, for models in folders. JSON texts in the metadata of a safetensors file become YAML mappings.
 
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-/// A mapping, by key. Values that are JSON objects or lists are written as such, all others as texts.
-pub(super) fn yaml(metadata: &BTreeMap<String, String>) -> String {
+/// The metadata as a YAML mapping. Values that contain a JSON object or list become mappings and lists, others strings.
+pub(super) fn to_yaml(metadata: &BTreeMap<String, String>) -> String {
     let mut out = String::new();
     for (key, text) in metadata {
         let value = serde_json::from_str(text).ok();
         let value = value.filter(|value: &Value| value.is_object() || value.is_array());
-        entry(&mut out, 0, key, &value.unwrap_or_else(|| Value::String(text.clone())));
+        write_entry(&mut out, 0, key, &value.unwrap_or_else(|| Value::String(text.clone())));
     }
     if out.is_empty() { "{}\n".into() } else { out }
 }
 
-fn entry(out: &mut String, depth: usize, key: &str, value: &Value) {
+fn write_entry(out: &mut String, depth: usize, key: &str, value: &Value) {
     // Writing to a String cannot fail.
-    let _ = write!(out, "{:indent$}{}:", "", name(key), indent = 2 * depth);
+    let _ = write!(out, "{:indent$}{}:", "", quote_key(key), indent = 2 * depth);
     match value {
         Value::Object(map) if !map.is_empty() => {
             out.push('\n');
             for (key, value) in map {
-                entry(out, depth + 1, key, value);
+                write_entry(out, depth + 1, key, value);
             }
         }
         value => {
             out.push(' ');
-            inline(out, value);
+            write_inline(out, value);
             out.push('\n');
         }
     }
 }
 
-/// In one line, as JSON, which is YAML.
-fn inline(out: &mut String, value: &Value) {
+/// Writes a value in one line, as JSON, which is valid YAML.
+fn write_inline(out: &mut String, value: &Value) {
     match value {
-        Value::String(text) => quoted(out, text),
+        Value::String(text) => write_quoted(out, text),
         Value::Array(items) => {
             out.push('[');
             for (i, item) in items.iter().enumerate() {
                 out.push_str(if i > 0 { ", " } else { "" });
-                inline(out, item);
+                write_inline(out, item);
             }
             out.push(']');
         }
@@ -49,9 +49,9 @@ fn inline(out: &mut String, value: &Value) {
             out.push('{');
             for (i, (key, item)) in map.iter().enumerate() {
                 out.push_str(if i > 0 { ", " } else { "" });
-                quoted(out, key);
+                write_quoted(out, key);
                 out.push_str(": ");
-                inline(out, item);
+                write_inline(out, item);
             }
             out.push('}');
         }
@@ -59,8 +59,8 @@ fn inline(out: &mut String, value: &Value) {
     }
 }
 
-/// A key as it is, where it cannot be taken for anything else.
-fn name(key: &str) -> String {
+/// A key, quoted unless it can only be read as a string.
+fn quote_key(key: &str) -> String {
     let plain = key.starts_with(|c: char| c.is_ascii_alphabetic())
         && key.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
         && !matches!(
@@ -71,11 +71,11 @@ fn name(key: &str) -> String {
         return key.to_owned();
     }
     let mut out = String::new();
-    quoted(&mut out, key);
+    write_quoted(&mut out, key);
     out
 }
 
-fn quoted(out: &mut String, text: &str) {
+fn write_quoted(out: &mut String, text: &str) {
     out.push('"');
     for c in text.chars() {
         match c {
@@ -83,16 +83,18 @@ fn quoted(out: &mut String, text: &str) {
             '\\' => out.push_str("\\\\"),
             '\n' => out.push_str("\\n"),
             '\t' => out.push_str("\\t"),
-            // What YAML does not allow, or takes for the end of a line.
-            '\0'..=' ' if c != ' ' => escaped(out, c),
-            '\u{7f}'..='\u{9f}' | '\u{2028}' | '\u{2029}' | '\u{feff}' | '\u{fffe}' | '\u{ffff}' => escaped(out, c),
+            // Characters that YAML forbids, or reads as the end of a line.
+            '\0'..=' ' if c != ' ' => write_escaped(out, c),
+            '\u{7f}'..='\u{9f}' | '\u{2028}' | '\u{2029}' | '\u{feff}' | '\u{fffe}' | '\u{ffff}' => {
+                write_escaped(out, c)
+            }
             c => out.push(c),
         }
     }
     out.push('"');
 }
 
-fn escaped(out: &mut String, c: char) {
+fn write_escaped(out: &mut String, c: char) {
     let _ = write!(out, "\\u{:04x}", u32::from(c));
 }
 
@@ -101,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn json_becomes_mappings_and_texts_stay_texts() {
+    fn json_becomes_mappings_and_other_values_are_strings() {
         let pairs = [
             ("format", "pt"),
             ("no", "17"),
@@ -111,8 +113,8 @@ mod tests {
             ("z", r#"[1, {"a": null}]"#),
             ("zz", "{}"),
         ];
-        let text = yaml(&pairs.map(|(k, v)| (k.to_owned(), v.to_owned())).into());
-        let want = [
+        let text = to_yaml(&pairs.map(|(k, v)| (k.to_owned(), v.to_owned())).into());
+        let expected = [
             "format: \"pt\"",
             "\"no\": \"17\"",
             "ss_output_name: \"a \\\"b\\\"\\n\\u0085é🎨\"",
@@ -126,7 +128,7 @@ mod tests {
             "zz: {}",
             "",
         ];
-        assert_eq!(text, want.join("\n"));
-        assert_eq!(yaml(&BTreeMap::new()), "{}\n");
+        assert_eq!(text, expected.join("\n"));
+        assert_eq!(to_yaml(&BTreeMap::new()), "{}\n");
     }
 }

@@ -1,7 +1,7 @@
-//! The small files of Stable Diffusion 1.x in diffusers' layout, for models that came as a single file: there they are not
-//! in it. They say what the defaults of the configs say.
+//! The configs of Stable Diffusion 1.x as diffusers writes them, for models that were loaded from a single file, which
+//! has no configs. They have the same values as the defaults of the config types.
 
-/// The version of diffusers whose keys these files have.
+/// The version of diffusers that these files are for.
 pub(super) const DIFFUSERS: &str = "0.42.1";
 
 /// `text_encoder/config.json`.

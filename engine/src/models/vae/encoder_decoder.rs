@@ -1,4 +1,4 @@
-//! The two halves of the autoencoder.
+//! The encoder and the decoder of the autoencoder.
 
 use super::VaeConfig;
 use crate::error::Result;
@@ -28,7 +28,7 @@ struct MidBlock {
     attention: Option<MidAttention>,
 }
 
-/// One head over all pixels.
+/// Self-attention over all pixels, with one head.
 #[derive(Clone, Debug)]
 struct MidAttention {
     group_norm: GroupNorm,
@@ -40,11 +40,16 @@ struct MidAttention {
 
 impl MidBlock {
     fn new(weights: &Weights, config: &VaeConfig, channels: usize) -> Result<Self> {
-        let place = weights.pp("attentions.0");
-        let linear = |name| Linear::new(&place.pp(name), channels, channels, true);
+        let attention_weights = weights.pp("attentions.0");
+        let linear = |name| Linear::new(&attention_weights.pp(name), channels, channels, true);
         let attention = if config.mid_block_add_attention {
             Some(MidAttention {
-                group_norm: GroupNorm::new(&place.pp("group_norm"), config.norm_num_groups, channels, EPS)?,
+                group_norm: GroupNorm::new(
+                    &attention_weights.pp("group_norm"),
+                    config.norm_num_groups,
+                    channels,
+                    EPS,
+                )?,
                 to_q: linear("to_q")?,
                 to_k: linear("to_k")?,
                 to_v: linear("to_v")?,
@@ -73,7 +78,7 @@ impl MidAttention {
     fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
         let h = nn::to_tokens(&self.group_norm.forward(x)?)?;
         let (q, k, v) = (self.to_q.forward(&h)?, self.to_k.forward(&h)?, self.to_v.forward(&h)?);
-        let h = self.to_out.forward(&Attention::of(1).forward(&q, &k, &v)?)?;
+        let h = self.to_out.forward(&Attention::new(1).forward(&q, &k, &v)?)?;
         nn::add(&nn::to_image(&h, x.dims())?, x)
     }
 }
@@ -93,9 +98,9 @@ impl Encoder {
         let (first, last) = (channels[0], channels[channels.len() - 1]);
         let down_blocks = (0..channels.len()).map(|i| {
             let w = weights.pp("down_blocks").pp(i);
-            let before = channels[i.saturating_sub(1)];
+            let previous = channels[i.saturating_sub(1)];
             let resnets = (0..config.layers_per_block).map(|j| {
-                let inputs = if j == 0 { before } else { channels[i] };
+                let inputs = if j == 0 { previous } else { channels[i] };
                 resnet(&w.pp("resnets").pp(j), config, inputs, channels[i])
             });
             let resnets = resnets.collect::<Result<Vec<_>>>()?;
@@ -146,9 +151,9 @@ impl Decoder {
         let (first, last) = (channels[0], channels[channels.len() - 1]);
         let up_blocks = (0..channels.len()).map(|i| {
             let w = weights.pp("up_blocks").pp(i);
-            let before = channels[i.saturating_sub(1)];
+            let previous = channels[i.saturating_sub(1)];
             let resnets = (0..=config.layers_per_block).map(|j| {
-                let inputs = if j == 0 { before } else { channels[i] };
+                let inputs = if j == 0 { previous } else { channels[i] };
                 resnet(&w.pp("resnets").pp(j), config, inputs, channels[i])
             });
             let resnets = resnets.collect::<Result<Vec<_>>>()?;

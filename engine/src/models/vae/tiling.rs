@@ -1,50 +1,50 @@
-//! The autoencoder in tiles that overlap by a quarter and are blended there, as diffusers' `tiled_encode` and
-//! `tiled_decode` of `AutoencoderKL` do it: memory for one tile, whatever the size of the image. Each tile has group
-//! norms of its own, so that a tiled image is close to the whole one, not equal.
+//! Tiled encoding and decoding, as diffusers' `tiled_encode` and `tiled_decode` of `AutoencoderKL`: tiles overlap by a
+//! quarter and are blended there. The memory is that of one tile, whatever the size of the image. Group norms are
+//! computed per tile, so the result is close to that of the whole image, but not equal.
 
 use candle_core::{Result, Tensor};
 
-/// How large the tiles are.
+/// The size of tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Tiling {
-    /// Side of a tile in pixels.
+    /// The side of a tile in pixels.
     pub(super) pixels: usize,
-    /// The same in latents.
+    /// The side of a tile in latents.
     pub(super) latents: usize,
 }
 
-/// What one side of the autoencoder sees of the tiles.
+/// The tiles of one direction: encoding or decoding.
 struct Grid {
-    /// Side of a tile that goes in.
+    /// The side of an input tile.
     tile: usize,
-    /// From one tile that goes in to the next.
+    /// The distance between input tiles.
     stride: usize,
-    /// How much of what comes out is blended with the tile before.
+    /// The width of the output that is blended with the previous tile.
     blend: usize,
-    /// How much of what comes out is kept; the rest is the next tile's.
+    /// The width of the output that is kept; the next tile provides the rest.
     keep: usize,
 }
 
 impl Tiling {
-    /// For a model made for images of this side; `scale` pixels are a latent.
+    /// Tiles for a model that was trained on images of this side. `scale` pixels are one latent.
     pub(super) fn new(sample_size: usize, scale: usize) -> Self {
-        // Below four latents there is nothing left to blend.
+        // Fewer than four latents would leave nothing to blend.
         let latents = (sample_size / scale).max(4);
         let pixels = sample_size.max(latents * scale);
         Self { pixels, latents }
     }
 
-    /// Whether x [b, c, h, w] is larger than a tile of this side.
-    pub(super) fn needed(self, x: &Tensor, side: usize) -> bool {
+    /// Whether x [b, c, h, w] is larger than a tile with this side.
+    pub(super) fn is_needed(self, x: &Tensor, side: usize) -> bool {
         x.dims().iter().skip(2).any(|length| *length > side)
     }
 
-    /// pixels [b, c, H, W] -> moments [b, 2 latent, h, w]; `run` does so with a tile.
+    /// pixels [b, c, H, W] -> moments [b, 2 latent, h, w]; `run` encodes one tile.
     pub(super) fn encode(self, images: &Tensor, run: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
         Grid::new(self.pixels, self.latents).run(images, run)
     }
 
-    /// latents [b, latent, h, w] -> pixels [b, c, H, W]; `run` does so with a tile.
+    /// latents [b, latent, h, w] -> pixels [b, c, H, W]; `run` decodes one tile.
     pub(super) fn decode(self, latents: &Tensor, run: impl Fn(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
         Grid::new(self.latents, self.pixels).run(latents, run)
     }
@@ -72,10 +72,10 @@ impl Grid {
                 let part = band.narrow(3, left, self.tile.min(width - left))?.contiguous()?;
                 let mut tile = run(&part)?;
                 if let Some(above) = above.get(row.len()) {
-                    tile = blended(above, &tile, self.blend, 2)?;
+                    tile = blend(above, &tile, self.blend, 2)?;
                 }
-                if let Some(before) = row.last() {
-                    tile = blended(before, &tile, self.blend, 3)?;
+                if let Some(left) = row.last() {
+                    tile = blend(left, &tile, self.blend, 3)?;
                 }
                 row.push(tile);
             }
@@ -90,10 +90,10 @@ impl Grid {
     }
 }
 
-/// `tile`, whose first `extent` lines along an axis pass over from the last ones of the tile `before`.
-fn blended(before: &Tensor, tile: &Tensor, extent: usize, axis: usize) -> Result<Tensor> {
-    let (length, before_length) = (tile.dim(axis)?, before.dim(axis)?);
-    let extent = extent.min(length).min(before_length);
+/// Blends the first `extent` lines of `tile` along an axis with the last lines of the previous tile.
+fn blend(previous: &Tensor, tile: &Tensor, extent: usize, axis: usize) -> Result<Tensor> {
+    let (length, previous_length) = (tile.dim(axis)?, previous.dim(axis)?);
+    let extent = extent.min(length).min(previous_length);
     if extent == 0 {
         return Ok(tile.clone());
     }
@@ -101,7 +101,7 @@ fn blended(before: &Tensor, tile: &Tensor, extent: usize, axis: usize) -> Result
     shape[axis] = extent;
     let share: Vec<f32> = (0..extent).map(|i| i as f32 / extent as f32).collect();
     let share = Tensor::from_vec(share, &shape, tile.device())?.to_dtype(tile.dtype())?;
-    let old = before.narrow(axis, before_length - extent, extent)?;
+    let old = previous.narrow(axis, previous_length - extent, extent)?;
     let new = tile.narrow(axis, 0, extent)?;
     let mixed = (&old + (new - &old)?.broadcast_mul(&share)?)?;
     Tensor::cat(&[&mixed, &tile.narrow(axis, extent, length - extent)?], axis)

@@ -1,46 +1,47 @@
-//! The windows of images as a side of a matrix product, packed straight from the images.
+//! Implicit im2col: the windows of images as an operand of a matrix product, packed directly from the images.
 
 use super::geometry::Geometry;
-use crate::nn::cpu::{Columns, Rows, Simd};
+use crate::nn::cpu::{LeftOperand, RightOperand, Simd};
 use std::ops::Range;
 
-/// A column for every pixel of the output, image after image; depth runs over channel, row and column of the window.
-pub(super) struct Windows<'a> {
+/// The im2col matrix: a column for each output pixel, image by image. Depth runs over channel, row and column of a
+/// window.
+pub(super) struct Im2col<'a> {
     pub(super) g: &'a Geometry,
     /// [images, in, h, w].
     pub(super) x: &'a [f32],
 }
 
-/// Pixels of one row of the output that follow each other.
+/// Consecutive pixels of one output row.
 #[derive(Clone, Copy, Default)]
-struct Run {
-    /// The first element of the image.
+struct PixelRun {
+    /// The offset of the image.
     image: usize,
     y: usize,
     x: usize,
-    /// Its place in the panel.
-    at: usize,
+    /// The column of its first pixel in the panel.
+    column: usize,
     length: usize,
 }
 
-/// The widest panel there is.
-const WIDEST: usize = 32;
+/// The width of the widest panel.
+const MAX_PANEL_WIDTH: usize = 32;
 
-impl Windows<'_> {
-    /// These columns as runs, and how many those are.
+impl Im2col<'_> {
+    /// Divides these columns into runs; returns the runs and their number.
     #[inline(always)]
-    fn runs(&self, cols: &Range<usize>) -> ([Run; WIDEST], usize) {
+    fn runs(&self, cols: &Range<usize>) -> ([PixelRun; MAX_PANEL_WIDTH], usize) {
         let (pixels, out_w) = (self.g.pixels(), self.g.out_w);
-        let (mut runs, mut count, mut col) = ([Run::default(); WIDEST], 0, cols.start);
-        while col < cols.end && count < WIDEST {
+        let (mut runs, mut count, mut col) = ([PixelRun::default(); MAX_PANEL_WIDTH], 0, cols.start);
+        while col < cols.end && count < MAX_PANEL_WIDTH {
             let (image, pixel) = (col / pixels, col % pixels);
             let (y, x) = (pixel / out_w, pixel % out_w);
             let length = (out_w - x).min(cols.end - col);
-            runs[count] = Run {
+            runs[count] = PixelRun {
                 image: image * self.g.inputs * self.g.height * self.g.width,
                 y,
                 x,
-                at: col - cols.start,
+                column: col - cols.start,
                 length,
             };
             count += 1;
@@ -50,7 +51,7 @@ impl Windows<'_> {
     }
 }
 
-impl Columns for Windows<'_> {
+impl RightOperand for Im2col<'_> {
     #[inline(always)]
     fn pack(&self, cols: Range<usize>, depth: Range<usize>, width: usize, panel: &mut [f32]) {
         let g = self.g;
@@ -63,11 +64,11 @@ impl Columns for Windows<'_> {
         );
         for line in panel.chunks_exact_mut(width).take(depth.len()) {
             for run in &runs[..count] {
-                let to = &mut line[run.at..run.at + run.length];
-                match g.source(run.y, ky) {
+                let to = &mut line[run.column..run.column + run.length];
+                match g.input_row(run.y, ky) {
                     Some(y) => {
                         let from = &self.x[run.image + channel * plane + y * g.width..][..g.width];
-                        g.take(from, run.x * g.stride + kx, to);
+                        g.copy_strided(from, run.x * g.stride + kx, to);
                     }
                     None => to.fill(0.0),
                 }
@@ -84,12 +85,12 @@ impl Columns for Windows<'_> {
 }
 
 impl Geometry {
-    /// Every `stride`-th pixel of a row, the first at `first - padding`; zeros outside of the row.
+    /// Copies every `stride`-th pixel of a row, from `first - padding` on, with zeros outside the row.
     #[inline(always)]
-    fn take(&self, row: &[f32], first: usize, to: &mut [f32]) {
+    fn copy_strided(&self, row: &[f32], first: usize, to: &mut [f32]) {
         let (padding, stride) = (self.padding_w, self.stride);
         if stride == 1 && first >= padding && first - padding + to.len() <= row.len() {
-            copy(&row[first - padding..][..to.len()], to);
+            copy_short(&row[first - padding..][..to.len()], to);
         } else {
             for (i, to) in to.iter_mut().enumerate() {
                 let at = (first + i * stride).checked_sub(padding);
@@ -99,9 +100,9 @@ impl Geometry {
     }
 }
 
-/// Short rows, without a call for each.
+/// Copies a short row without a call of memcpy.
 #[inline(always)]
-fn copy(from: &[f32], to: &mut [f32]) {
+fn copy_short(from: &[f32], to: &mut [f32]) {
     let (from_blocks, from_rest) = from.as_chunks::<8>();
     let (to_blocks, to_rest) = to.as_chunks_mut::<8>();
     for (to, from) in to_blocks.iter_mut().zip(from_blocks) {
@@ -112,14 +113,14 @@ fn copy(from: &[f32], to: &mut [f32]) {
     }
 }
 
-/// A column for every element of a window; depth runs over the pixels of the output of one image.
-pub(super) struct Taps<'a> {
+/// The transposed im2col matrix: a column for each element of a window. Depth runs over the output pixels of one image.
+pub(super) struct Im2colTransposed<'a> {
     pub(super) g: &'a Geometry,
     /// [in, h, w].
     pub(super) x: &'a [f32],
 }
 
-impl Columns for Taps<'_> {
+impl RightOperand for Im2colTransposed<'_> {
     #[inline(always)]
     fn pack(&self, cols: Range<usize>, depth: Range<usize>, width: usize, panel: &mut [f32]) {
         let g = self.g;
@@ -134,7 +135,7 @@ impl Columns for Taps<'_> {
                     .iter_mut()
                     .step_by(width)
                     .take(length);
-                match g.source(y, ky) {
+                match g.input_row(y, ky) {
                     Some(y) => {
                         let row = &self.x[channel * plane + y * g.width..][..g.width];
                         for (i, to) in lines.enumerate() {
@@ -150,20 +151,21 @@ impl Columns for Taps<'_> {
     }
 }
 
-/// A weight [out, in, kh, kw] turned around: a row for every input; depth runs over output and window, backwards.
-pub(super) struct Turned<'a> {
+/// A weight [out, in, kh, kw] with inputs and outputs exchanged and the kernel flipped: a row for each input. Depth
+/// runs over the outputs and, backwards, over the kernel.
+pub(super) struct FlippedWeight<'a> {
     pub(super) weight: &'a [f32],
     pub(super) inputs: usize,
     pub(super) taps: usize,
 }
 
-impl Rows for Turned<'_> {
-    fn as_rows(&self) -> Option<(&[f32], usize)> {
+impl LeftOperand for FlippedWeight<'_> {
+    fn contiguous_rows(&self) -> Option<(&[f32], usize)> {
         None
     }
 
     #[inline(always)]
-    fn fetch<S: Simd>(&self, _rows: Range<usize>, _depth: Range<usize>, _part: usize, _parts: usize) {}
+    fn prefetch<S: Simd>(&self, _rows: Range<usize>, _depth: Range<usize>, _part: usize, _parts: usize) {}
 
     #[inline(always)]
     fn pack(&self, rows: Range<usize>, depth: Range<usize>, panel: &mut [f32]) {
