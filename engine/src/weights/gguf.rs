@@ -1,7 +1,7 @@
 //! Reads the header of a GGUF file.
 
 use super::bytes::FloatFormat;
-use super::file::{FileHeader, StorageType, StoredTensor};
+use super::header::{FileHeader, StorageType, StoredTensor};
 use crate::error::{EngineError, Result};
 use aitk_common::gguf::{self, Header};
 use candle_core::quantized::GgmlDType;
