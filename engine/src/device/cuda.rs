@@ -1,6 +1,6 @@
 //! CUDA devices: how many there are, their properties and their peak memory.
 
-use super::gpus::{Gpu, too_old_for_build};
+use super::gpu::{Gpu, too_old_for_build};
 use super::self_test;
 use aitk_common::capability::{DeviceKind, DeviceRef};
 use candle_core::Device;

@@ -1,6 +1,6 @@
 //! The GPU of an Apple Silicon Mac.
 
-use super::gpus::Gpu;
+use super::gpu::Gpu;
 use super::self_test;
 use aitk_common::capability::{DeviceKind, DeviceRef};
 use candle_core::Device;

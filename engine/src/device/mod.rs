@@ -3,6 +3,7 @@
 pub mod allocator;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod gpu;
 pub mod gpus;
 #[cfg(feature = "metal")]
 mod metal;

@@ -1,7 +1,5 @@
 //! Hooks by which adapters (LoRA and others) change layers.
 
-use crate::error::Result;
-use crate::nn::{Conv2d, Linear, LowRank};
 use candle_core::Tensor;
 use std::fmt::Debug;
 
@@ -22,30 +20,14 @@ pub trait LayerAdapter: Send + Sync + Debug {
     }
 }
 
-/// A layer to which adapters can be added.
-#[derive(Debug)]
-pub enum LayerMut<'a> {
-    /// A linear layer.
-    Linear(&'a mut Linear),
-    /// A convolution.
-    Conv2d(&'a mut Conv2d),
-}
-
-/// A model whose layers can be visited by name.
-pub trait VisitLayers {
-    /// Calls `f` with every linear layer and convolution and its dotted diffusers path
-    /// (`down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q`), always in the same order.
-    ///
-    /// # Errors
-    /// The first error of `f`, which ends the visit.
-    fn visit_layers(&mut self, f: &mut dyn FnMut(&str, LayerMut<'_>) -> Result<()>) -> Result<()>;
-}
-
-/// Joins a path and a name with a dot; only the name if the path is empty.
-pub(crate) fn join(path: &str, name: &str) -> String {
-    if path.is_empty() {
-        name.to_owned()
-    } else {
-        format!("{path}.{name}")
-    }
+/// The low-rank change `scale * up * down` of a weight (E. Hu and others, "LoRA: Low-Rank Adaptation of Large Language
+/// Models", 2021).
+#[derive(Clone, Debug)]
+pub struct LowRank {
+    /// [rank, in], or [rank, in, kernel height, kernel width].
+    pub down: Tensor,
+    /// [out, rank], or [out, rank, 1, 1].
+    pub up: Tensor,
+    /// alpha / rank, times the strength of the adapter.
+    pub scale: f64,
 }

@@ -1,21 +1,10 @@
 //! LoRA as a low-rank change of a layer's weight, and its fusion with the layer.
 
+use super::Weight;
+use super::adapter::{LayerAdapter, LowRank};
 use super::cpu::{self, Mat, MatMut};
-use super::{LayerAdapter, Weight};
 use candle_core::{DType, Tensor};
 use std::sync::Arc;
-
-/// The low-rank change `scale * up * down` of a weight (E. Hu and others, "LoRA: Low-Rank Adaptation of Large Language
-/// Models", 2021).
-#[derive(Clone, Debug)]
-pub struct LowRank {
-    /// [rank, in], or [rank, in, kernel height, kernel width].
-    pub down: Tensor,
-    /// [out, rank], or [out, rank, 1, 1].
-    pub up: Tensor,
-    /// alpha / rank, times the strength of the adapter.
-    pub scale: f64,
-}
 
 /// A frozen layer and its first adapter, which are computed as one operation.
 pub(super) struct FusedLora {

@@ -25,22 +25,23 @@ mod sum;
 #[cfg(test)]
 mod tests;
 mod transpose;
+mod visit_layers;
 mod weight;
 
 pub use activation::{Activation, geglu, gelu, quick_gelu, silu, swiglu};
-pub(crate) use adapter::join;
-pub use adapter::{LayerAdapter, LayerMut, VisitLayers};
+pub use adapter::{LayerAdapter, LowRank};
 pub use attention::{Attention, key_bias, softmax};
 pub use conv1d::conv1d;
 pub use conv2d::{Conv2d, conv2d};
 pub use conv3d::conv3d;
 pub use embedding::Embedding;
 pub use linear::{Linear, linear};
-pub use low_rank::LowRank;
 pub use modulate::{gated_residual, modulate};
 pub use norm::{GroupNorm, LayerNorm, RmsNorm};
 pub use resize::upsample_nearest;
 pub use rotary::{Rotary, RotaryPairs};
 pub use sum::{add, add_channels, cat_channels};
 pub use transpose::{to_image, to_tokens};
+pub(crate) use visit_layers::join;
+pub use visit_layers::{LayerMut, VisitLayers};
 pub use weight::Weight;

@@ -14,19 +14,21 @@ mod save;
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod save_tests;
+mod sd_config;
 mod source;
 
 #[cfg(test)]
 pub(super) use ldm::split as split_checkpoint;
 pub use resume::saved_step;
 pub use save::{FullModel, META_FILE};
+pub use sd_config::SdConfig;
 pub use source::SdSource;
 
 use crate::error::{EngineError, Result};
-use crate::models::clip::{ClipTextConfig, ClipTextModel, ClipTokenizer};
+use crate::models::clip::{ClipTextModel, ClipTokenizer};
 use crate::models::config;
-use crate::models::unet::{UNet2DConditionModel, UNetConfig};
-use crate::models::vae::{self, AutoencoderKl, VaeConfig};
+use crate::models::unet::UNet2DConditionModel;
+use crate::models::vae::{self, AutoencoderKl};
 use crate::weights::{Index, QuantizationConfig, TrainableFilter, Weights};
 use aitk_common::job::QType;
 use aitk_common::job::arch::ArchName;
@@ -35,7 +37,7 @@ use aitk_common::model_files::{self, Inventory};
 use aitk_common::plan::choices::Choices;
 use aitk_common::plan::profile::MemoryProfile;
 use candle_core::{DType, Device, Var};
-use serde_json::{Value, json};
+use serde_json::Value;
 use source::{Component, ComponentKind, ConfigFiles, prefixed_name};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -121,59 +123,6 @@ impl LoadOptions {
         }
         (self.unet_trained, self.text_encoder_trained) = (unet, text_encoder);
         self
-    }
-}
-
-/// The configs of all components.
-#[derive(Clone, Debug)]
-pub struct SdConfig {
-    /// The config of the text encoder.
-    pub text_encoder: ClipTextConfig,
-    /// The config of the U-Net.
-    pub unet: UNetConfig,
-    /// The config of the autoencoder.
-    pub vae: VaeConfig,
-    /// `scheduler_config.json`.
-    pub scheduler: Value,
-}
-
-impl Default for SdConfig {
-    /// The configs of SD 1.5.
-    fn default() -> Self {
-        Self {
-            text_encoder: ClipTextConfig::default(),
-            unet: UNetConfig::default(),
-            vae: VaeConfig::default(),
-            scheduler: json!({
-                "_class_name": "PNDMScheduler",
-                "beta_end": 0.012,
-                "beta_schedule": "scaled_linear",
-                "beta_start": 0.00085,
-                "num_train_timesteps": 1000,
-                "prediction_type": "epsilon",
-                "set_alpha_to_one": false,
-                "skip_prk_steps": true,
-                "steps_offset": 1,
-                "timestep_spacing": "leading",
-                "trained_betas": null,
-                "clip_sample": false,
-            }),
-        }
-    }
-}
-
-impl SdConfig {
-    /// Reads the configs of a diffusers folder.
-    ///
-    /// # Errors
-    /// When a config is missing or invalid.
-    pub fn open(folder: &Path) -> Result<Self> {
-        Ok(Self {
-            text_encoder: config::read(&folder.join("text_encoder/config.json"))?,
-            unet: config::read(&folder.join("unet/config.json"))?,
-            vae: config::read(&folder.join("vae/config.json"))?,
-            scheduler: config::read_json(&folder.join("scheduler/scheduler_config.json"))?,
-        })
     }
 }
 

@@ -1,8 +1,9 @@
 //! Resumes training from a saved model.
 
 use super::save::META_FILE;
+use super::sd_config::SdConfig;
 use super::source::prefixed_name;
-use super::{SdConfig, SdModel, ldm};
+use super::{SdModel, ldm};
 use crate::error::{EngineError, Result};
 use crate::weights::Index;
 use candle_core::DType;

@@ -3,8 +3,11 @@
 use super::ldm::LdmNames;
 use super::*;
 use crate::models::unet::PerBlock;
+use crate::models::unet::UNetConfig;
+use crate::models::vae::VaeConfig;
 use crate::testing::{fixtures, quantised_folder};
 use candle_core::Tensor;
+use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 
 const CPU: Device = Device::Cpu;

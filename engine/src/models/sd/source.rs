@@ -1,6 +1,7 @@
 //! The source of a model, for saving it: tensor names, configs and open files, but no weights.
 
-use super::{SdConfig, default_configs};
+use super::default_configs;
+use super::sd_config::SdConfig;
 use crate::error::{EngineError, Result};
 use crate::models::config;
 use crate::weights::{Index, Weights};

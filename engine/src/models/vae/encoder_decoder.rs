@@ -1,6 +1,6 @@
 //! The encoder and the decoder of the autoencoder.
 
-use super::VaeConfig;
+use super::vae_config::VaeConfig;
 use crate::error::Result;
 use crate::models::unet::{Downsample, ResnetBlock, ResnetSizes, Upsample};
 use crate::nn::{self, Attention, Conv2d, GroupNorm, Linear};

@@ -1,7 +1,7 @@
 //! Attention on the CPU as an operation, parallel over heads and queries.
 
 use super::kernel::{Backward, Forward, PackHead, Problem, Scratch};
-use super::{Attention, Sizes};
+use super::sizes::Sizes;
 use crate::autograd::{Input, Operation};
 use crate::nn::cpu::{self, run_vectorised};
 use candle_core::{Device, Shape, Tensor};
@@ -12,7 +12,7 @@ pub(super) struct AttentionOp {
     pub(super) kv_heads: usize,
     pub(super) scale: f32,
     pub(super) causal: bool,
-    /// As [`Attention::bias`], contiguous f32.
+    /// As [`Attention::bias`](super::Attention::bias), contiguous f32.
     pub(super) bias: Option<Tensor>,
 }
 
@@ -21,11 +21,7 @@ const QUERY_CHUNK: usize = 128;
 
 impl AttentionOp {
     fn sizes(&self, [q, k, v]: [&Shape; 3]) -> candle_core::Result<Sizes> {
-        let attention = Attention {
-            kv_heads: self.kv_heads,
-            ..Attention::new(self.heads)
-        };
-        Sizes::new(&attention, q, k, v)
+        Sizes::new([self.heads, self.kv_heads], q, k, v)
     }
 
     /// Runs `f` on the elements of the bias.

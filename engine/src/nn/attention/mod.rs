@@ -5,14 +5,15 @@
 
 mod cpu_op;
 mod kernel;
+mod sizes;
 #[cfg(test)]
 mod tests;
 
-use super::cpu::{self, Mat};
+use super::cpu;
 use crate::autograd::apply;
-use candle_core::{D, DType, Shape, Tensor};
+use candle_core::{D, DType, Tensor};
 use cpu_op::AttentionOp;
-use kernel::Bias;
+use sizes::Sizes;
 
 /// The parameters of softmax(q k^T * scale + bias) v per head.
 #[derive(Clone, Copy, Debug)]
@@ -50,7 +51,7 @@ impl Attention<'_> {
     /// # Errors
     /// When the shapes do not match.
     pub fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> candle_core::Result<Tensor> {
-        let sizes = Sizes::new(self, q.shape(), k.shape(), v.shape())?;
+        let sizes = Sizes::new([self.heads, self.kv_heads], q.shape(), k.shape(), v.shape())?;
         let scale = self.scale.unwrap_or(1.0 / (sizes.width as f64).sqrt());
         let bias = self.bias.map(Tensor::detach);
         if let Some(bias) = &bias {
@@ -81,100 +82,6 @@ pub fn key_bias(mask: &Tensor) -> candle_core::Result<Tensor> {
     unmasked
         .where_cond(&masked.zeros_like()?, &masked)?
         .reshape((batch, 1, 1, keys))
-}
-
-#[derive(Clone, Copy)]
-struct Sizes {
-    batch: usize,
-    queries: usize,
-    keys: usize,
-    heads: usize,
-    kv_heads: usize,
-    width: usize,
-}
-
-impl Sizes {
-    fn new(attention: &Attention<'_>, q: &Shape, k: &Shape, v: &Shape) -> candle_core::Result<Self> {
-        let Attention { heads, kv_heads, .. } = *attention;
-        let ((batch, queries, features), (k_batch, keys, k_features)) = (q.dims3()?, k.dims3()?);
-        let grouped = kv_heads > 0 && heads > 0 && heads.is_multiple_of(kv_heads);
-        let fits = k.dims() == v.dims() && k_batch == batch && keys > 0;
-        if !grouped || !fits || features % heads != 0 || features / heads * kv_heads != k_features {
-            candle_core::bail!(
-                "attention with {heads} heads and {kv_heads} key-value heads: the shapes q {:?}, k {:?} and v {:?} do not match",
-                q.dims(),
-                k.dims(),
-                v.dims()
-            );
-        }
-        Ok(Self {
-            batch,
-            queries,
-            keys,
-            heads,
-            kv_heads,
-            width: features / heads,
-        })
-    }
-
-    fn check_bias(&self, bias: &[usize]) -> candle_core::Result<()> {
-        let scores = [self.batch, self.heads, self.queries, self.keys];
-        let fits = bias.len() == 4 && bias[3] == self.keys;
-        if !fits
-            || bias
-                .iter()
-                .zip(scores)
-                .any(|(size, score)| *size != 1 && *size != score)
-        {
-            candle_core::bail!("attention: a bias of shape {bias:?} does not match scores of shape {scores:?}");
-        }
-        Ok(())
-    }
-
-    fn features(&self) -> usize {
-        self.heads * self.width
-    }
-
-    /// The key-value head, counted over the batch, of query head `head`, also counted over the batch.
-    fn kv_head(&self, head: usize) -> usize {
-        let (b, h) = (head / self.heads, head % self.heads);
-        b * self.kv_heads + h / (self.heads / self.kv_heads)
-    }
-
-    /// Query head `head`, counted over the batch, as a matrix [queries, width].
-    fn query_head_matrix<'a>(&self, data: &'a [f32], head: usize) -> Mat<'a> {
-        head_of(data, head, [self.queries, self.heads, self.width])
-    }
-
-    /// Head `head` of keys or values, counted over the batch, as a matrix [keys, width].
-    fn kv_head_matrix<'a>(&self, data: &'a [f32], head: usize) -> Mat<'a> {
-        head_of(data, head, [self.keys, self.kv_heads, self.width])
-    }
-
-    /// The bias of the scores of a head. `dims` is the shape of `bias`.
-    fn bias_of<'a>(&self, bias: &'a [f32], dims: &[usize], head: usize) -> Bias<'a> {
-        let size = |axis: usize| dims.get(axis).copied().unwrap_or(1);
-        let at = |i: usize, axis: usize| if size(axis) == 1 { 0 } else { i };
-        let table = size(2) * size(3);
-        let start = (at(head / self.heads, 0) * size(1) + at(head % self.heads, 1)) * table;
-        Bias {
-            data: &bias[start..start + table],
-            per_query: size(2) != 1,
-        }
-    }
-}
-
-/// A head, counted over the batch, of a tensor [b, length, heads * width], as a matrix [length, width].
-fn head_of(data: &[f32], head: usize, [length, heads, width]: [usize; 3]) -> Mat<'_> {
-    let (b, h) = (head / heads, head % heads);
-    let offset = b * length * heads * width + h * width;
-    Mat {
-        data: data.get(offset..).unwrap_or(&[]),
-        rows: length,
-        cols: width,
-        row_stride: heads * width,
-        col_stride: 1,
-    }
 }
 
 /// Attention composed of candle's operations, for CUDA and Metal.

@@ -1,7 +1,7 @@
 //! A frozen convolution fused with a LoRA (LoCon): one operation instead of five.
 
-use super::ConvOp;
 use super::geometry::Geometry;
+use super::op::ConvOp;
 use crate::autograd::{Input, Operation};
 use crate::nn::Weight;
 use crate::nn::cpu::{self, Mat, MatMut};

@@ -1,6 +1,6 @@
 //! A frozen linear layer fused with a LoRA: one operation instead of five.
 
-use super::{ForwardResult, multiply, rows_of, with_bias};
+use super::kernels::{ForwardResult, multiply, rows_of, with_bias};
 use crate::autograd::{Input, Operation};
 use crate::nn::Weight;
 use crate::nn::cpu::{self, Mat, MatMut};

@@ -1,6 +1,6 @@
 //! A linear layer that is trained: gradients of input, weight and bias.
 
-use super::{ForwardResult, backward_input, multiply, rows_of};
+use super::kernels::{ForwardResult, backward_input, multiply, rows_of};
 use crate::autograd::{Input, Operation};
 use crate::nn::cpu;
 use candle_core::{Device, Shape, Tensor};

@@ -3,7 +3,7 @@
 mod unet;
 mod vae;
 
-use super::SdConfig;
+use super::sd_config::SdConfig;
 use crate::error::{EngineError, Result};
 use crate::weights::Index;
 
