@@ -2,13 +2,16 @@
 
 use crate::context::Context;
 use crate::outbox::Request;
+use crate::outcome::{internal, local_failure};
+use crate::pins::{self, Pins};
 use crate::runner::{self, Launch, Wanted};
 use crate::sandbox::{self, Rules};
 use crate::session::Reporter;
+use crate::spec_file::SPEC_FILE;
 use crate::stage::{self, Staged};
-use crate::sync::{self, Item, Pins};
 use crate::trace::{AttemptTrace, trace_of};
 use crate::unsent::Unsent;
+use crate::upload::{self, Item};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::capability::DeviceKind;
 use aitk_common::control::{Artifact, Assignment, Progress, Report};
@@ -26,8 +29,6 @@ use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tracing::Instrument;
 
-/// The name of an attempt's specification in its folder.
-const SPEC: &str = "spec.json";
 /// Events between the child's pipe and their handling, which takes microseconds; a full queue holds the child back.
 const EVENTS: usize = 256;
 /// The longest name that the protocol takes, and some room.
@@ -159,7 +160,7 @@ async fn execute(
     };
     drop(staging);
     let wishes = ClusterWishes::of(&assignment.job_json);
-    let spec_file = folder.join(SPEC);
+    let spec_file = folder.join(SPEC_FILE);
     let prepared = specification(context, assignment, &job, &staged, folder).and_then(|spec| {
         fsutil::write_private(&spec_file, &written(&spec)?).map_err(|error| local_failure(&error))?;
         let budget = wishes.memory_budget.is_some() && spec.device.kind == DeviceKind::Cpu;
@@ -185,7 +186,7 @@ async fn execute(
         cuda_cache: staged.cuda.as_ref().map(|lease| lease.path().to_owned()),
     };
     let (events, heard) = mpsc::channel(EVENTS);
-    let (items, queue) = mpsc::channel(sync::QUEUE);
+    let (items, queue) = mpsc::channel(upload::QUEUE);
     // The child hears the session's wishes, and ours when its results cannot be stored.
     let (to_child, wishes) = watch::channel(*wanted.borrow());
     let interrupted = AtomicBool::new(false);
@@ -217,7 +218,7 @@ async fn execute(
     let synced = async {
         let mut hurry = to_child.subscribe();
         let synced = tokio::select! {
-            synced = sync::run(context, reporter, trace, assignment.local, queue, &pins) => synced,
+            synced = upload::run(context, reporter, trace, assignment.local, queue, &pins) => synced,
             // Nobody wants the results of an attempt that is ended at once.
             _ = hurry.wait_for(|wanted| *wanted == Wanted::Kill) => Ok(()),
         };
@@ -309,7 +310,7 @@ fn sandbox_profile(context: &Context, spec: &AttemptSpec, folder: &Path) -> Resu
     }
     let program = context.attempt_command.first().map(Path::new).unwrap_or(Path::new(""));
     let mut rules = rules;
-    rules.read.push(folder.join(SPEC));
+    rules.read.push(folder.join(SPEC_FILE));
     let profile = sandbox::profile(&rules, program);
     profile.map(Some).map_err(|message| Outcome::Failed {
         cause: FailureCause::Machine,
@@ -381,7 +382,7 @@ async fn pump(
     while let Some(event) = events.recv().await {
         steps.see(&event, local);
         if let ChildEvent::Artifact { path, .. } | ChildEvent::Checkpoint { path, .. } = &event
-            && own.is_some_and(|own| !sync::is_below(own, path))
+            && own.is_some_and(|own| !pins::is_below(own, path))
         {
             let message = format!(
                 "a result was left out: {} is not in the attempt's own folder",
@@ -536,25 +537,6 @@ fn bounded(outcome: Outcome) -> Outcome {
             message: cut(message, MESSAGE_BYTES),
         },
         other => other,
-    }
-}
-
-fn internal(message: String) -> Outcome {
-    Outcome::Failed {
-        cause: FailureCause::Internal,
-        message,
-    }
-}
-
-pub(crate) fn local_failure(error: &FsError) -> Outcome {
-    let cause = if error.is_disk_full() {
-        FailureCause::DiskFull
-    } else {
-        FailureCause::Machine
-    };
-    Outcome::Failed {
-        cause,
-        message: error.to_string(),
     }
 }
 

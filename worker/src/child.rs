@@ -7,6 +7,7 @@ use crate::config_place::with_place;
 use crate::confine::confine;
 use crate::path_redactor::PathRedactor;
 use crate::sandbox::{self, Rules};
+use crate::spec_file::read_spec;
 use crate::usage::{Usage, keep_to_budget};
 use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::confinement::Confinement;
@@ -23,9 +24,6 @@ use std::time::Duration;
 
 /// How long a child whose daemon went away may take to come to its senses.
 const ORPHAN_GRACE: Duration = Duration::from_secs(10);
-/// The largest specification: a config of a few MiB in several forms.
-const SPEC_BYTES: u64 = 64 << 20;
-
 /// Runs the attempt described in a file and returns the exit code of the process.
 ///
 /// The process must belong to this call: it changes how signals are handled, reads standard input, and writes events
@@ -109,12 +107,6 @@ pub fn run_attempt(spec_path: &Path) -> ExitCode {
     };
     events.emit(ChildEvent::Finished { outcome });
     ExitCode::from(code)
-}
-
-pub(crate) fn read_spec(path: &Path) -> io::Result<AttemptSpec> {
-    let mut text = Vec::new();
-    std::fs::File::open(path)?.take(SPEC_BYTES).read_to_end(&mut text)?;
-    Ok(serde_json::from_slice(&text)?)
 }
 
 /// Asks the kernel to kill this process when its daemon ends, where it can do that; see also [`stop_without_daemon`].

@@ -4,7 +4,7 @@
 //! key always belong together. Its times are by this machine's clock, counted from the answer; so a clock that is an hour
 //! off does no harm.
 
-use crate::join::{JoinError, asking, deadline};
+use crate::join_error::{JoinError, asking, deadline};
 use aitk_common::control::UnixMillis;
 use aitk_common::fsutil;
 use aitk_common::hash::ContentHash;

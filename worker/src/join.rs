@@ -1,25 +1,17 @@
 //! `aitk-worker join`: a join token turns into a certificate. The key is made here and never leaves this machine.
 
 use crate::folders::{Folders, FoldersError};
+use crate::host::host_name;
 use crate::identity::Membership;
+use crate::join_error::{JoinError, asking, deadline};
 use aitk_common::fsutil::{self, FsError};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::UserName;
-use aitk_common::security::ca::{CaError, WorkerRequest};
-use aitk_common::security::join::{BadInvitation, Invitation};
-use aitk_proto::client::{self, ConnectError, Credentials};
+use aitk_common::security::ca::WorkerRequest;
+use aitk_common::security::join::Invitation;
+use aitk_proto::client::{self, Credentials};
 use aitk_proto::v1;
-use std::future::Future;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
-use tonic::{Code, Response, Status};
-
-/// How long the coordinator may take for one answer.
-const ANSWER: Duration = Duration::from_secs(30);
-
-/// How often one that cannot answer now is asked, and the wait between.
-const TRIES: u32 = 5;
-const BREATH: Duration = Duration::from_millis(500);
 
 /// The key of a join whose answer has not come yet, in the data folder.
 const KEY_FILE: &str = "join.key";
@@ -37,90 +29,6 @@ pub struct JoinOptions {
     pub ca_file: Option<PathBuf>,
     /// The worker's data folder.
     pub data_dir: PathBuf,
-}
-
-/// Why a machine did not join. Nothing was written then but the key with which it asks again.
-#[derive(Debug, thiserror::Error)]
-pub enum JoinError {
-    /// The token is none.
-    #[error(transparent)]
-    Token(#[from] BadInvitation),
-    /// The name is none.
-    #[error("{0:?} cannot be the name of a worker: expected 1 to 64 letters, digits, '-' or '_'")]
-    Name(String),
-    /// Without TLS there are no certificates.
-    #[error("{0} is an address without TLS; a worker joins at https://HOST:7420")]
-    Plain(String),
-    /// The data folder.
-    #[error(transparent)]
-    Folders(#[from] FoldersError),
-    /// No connection.
-    #[error(transparent)]
-    Connect(#[from] ConnectError),
-    /// The coordinator said no.
-    #[error("the coordinator refused: {}", .0.message())]
-    Refused(Box<Status>),
-    /// It took too long.
-    #[error("the coordinator did not answer within {} seconds", ANSWER.as_secs())]
-    Silent,
-    /// It signs with another authority than the token names.
-    #[error(
-        "this coordinator signs with another authority (SHA-256 {theirs}) than the join token names ({ours}); is that the \
-         right address?"
-    )]
-    OtherAuthority {
-        /// What it says.
-        theirs: String,
-        /// What the token says.
-        ours: ContentHash,
-    },
-    /// Its answer makes no sense.
-    #[error("the coordinator answered with {0}; install the same version of aitk on both sides")]
-    Odd(&'static str),
-    /// A certificate or key.
-    #[error(transparent)]
-    Certificate(#[from] CaError),
-    /// A file.
-    #[error(transparent)]
-    Fs(#[from] FsError),
-}
-
-impl From<Status> for JoinError {
-    fn from(status: Status) -> Self {
-        Self::Refused(Box::new(status))
-    }
-}
-
-impl JoinError {
-    /// Whether the coordinator did not accept what was shown to it.
-    #[must_use]
-    pub fn is_refused(&self) -> bool {
-        matches!(self, Self::Refused(status) if matches!(status.code(), Code::Unauthenticated | Code::PermissionDenied))
-    }
-}
-
-/// Bounds how long something may take.
-pub(crate) async fn deadline<T>(call: impl Future<Output = T>) -> Result<T, JoinError> {
-    // Boxed: the generated futures are large.
-    tokio::time::timeout(ANSWER, Box::pin(call))
-        .await
-        .map_err(|_| JoinError::Silent)
-}
-
-/// Asks until a coordinator answers that can: of several that share their work one leads, and the others say so.
-pub(crate) async fn asking<T, F>(mut ask: impl FnMut() -> F) -> Result<T, JoinError>
-where
-    F: Future<Output = Result<Response<T>, Status>>,
-{
-    let mut left = TRIES;
-    loop {
-        left -= 1;
-        match deadline(ask()).await? {
-            Ok(answer) => return Ok(answer.into_inner()),
-            Err(status) if status.code() == Code::Unavailable && left > 0 => tokio::time::sleep(BREATH).await,
-            Err(status) => return Err(status.into()),
-        }
-    }
 }
 
 /// Joins, and keeps what that gives in the data folder.
@@ -159,7 +67,7 @@ pub async fn join(options: JoinOptions) -> Result<Membership, JoinError> {
     let clients = connected.await??;
     let wire = v1::JoinRequest {
         request: Some(request.request.clone().into()),
-        host: crate::host_name(),
+        host: host_name(),
         worker_id: known.map(|id| id.to_string()).unwrap_or_default(),
     };
     let reply = asking(|| {

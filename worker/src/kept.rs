@@ -5,6 +5,7 @@
 //! offered in the next session. The coordinator says which are wanted; the others were superseded, and are removed. What an
 //! attempt made before such a checkpoint, and could not announce, goes with it ([`crate::unsent`]).
 
+use crate::spec_file::SPEC_FILE;
 use crate::unsent::{self, Unsent};
 use aitk_common::attempt::AttemptSpec;
 use aitk_common::checkpoint::Checkpoint;
@@ -265,7 +266,7 @@ impl KeptCheckpoints {
 
 /// The newest complete checkpoint that was pinned in the folder of an attempt whose daemon was killed.
 fn left_behind(folder: &Path) -> Option<(Note, PathBuf)> {
-    let spec = fs::read(folder.join("spec.json")).ok()?;
+    let spec = fs::read(folder.join(SPEC_FILE)).ok()?;
     let spec: AttemptSpec = serde_json::from_slice(&spec).ok()?;
     // In place: the run folder has it.
     spec.output_root.as_ref()?;

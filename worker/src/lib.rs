@@ -10,20 +10,26 @@ mod config_place;
 mod confine;
 mod context;
 mod folders;
+mod host;
 mod identity;
 mod join;
+mod join_error;
 mod kept;
 mod outbox;
+mod outcome;
 mod path_redactor;
+mod pins;
 pub mod probe;
+mod resend;
 pub mod runner;
 pub mod sandbox;
 mod session;
+mod spec_file;
 mod stage;
 mod storage;
-mod sync;
 mod trace;
 mod unsent;
+mod upload;
 mod usage;
 
 use aitk_common::attempt::Outcome;
@@ -33,8 +39,10 @@ use aitk_common::control::Assignment;
 use aitk_common::telemetry::traces::Traces;
 pub use child::run_attempt;
 pub use folders::FoldersError;
+pub use host::host_name;
 pub use identity::Membership;
-pub use join::{JoinError, JoinOptions, join};
+pub use join::{JoinOptions, join};
+pub use join_error::JoinError;
 pub use session::{Refusal, Status};
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -141,15 +149,6 @@ impl Config {
             hub_secrets: None,
         }
     }
-}
-
-/// The name of this machine.
-#[must_use]
-pub fn host_name() -> String {
-    sysinfo::System::host_name()
-        .ok()
-        .filter(|name| !name.is_empty())
-        .unwrap_or_else(|| "worker".to_owned())
 }
 
 /// Whether a worker would run the job of an assignment, as far as the job alone says: what it checks before it fetches

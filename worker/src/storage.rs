@@ -1,7 +1,6 @@
 //! The way to object storage as it is now: direct where we have the keys for it, else through the coordinator.
 //! It comes and goes with the session; whoever wants to store something waits here until there is a way.
 
-use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::storage::{BlobStore, ObjectBlobs, StorageError};
 use aitk_proto::client::Clients;
 use aitk_proto::remote_blobs::RemoteBlobs;
@@ -148,19 +147,6 @@ fn has_keys(url: &str, set: impl Fn(&str) -> bool) -> bool {
             "AZURE_CLIENT_ID",
         ]),
         _ => false,
-    }
-}
-
-/// How an attempt ends that storage let down.
-pub(crate) fn failure(what: &str, error: &StorageError) -> Outcome {
-    let cause = if error.is_disk_full() {
-        FailureCause::DiskFull
-    } else {
-        FailureCause::Storage
-    };
-    Outcome::Failed {
-        cause,
-        message: format!("{what}: {error}"),
     }
 }
 

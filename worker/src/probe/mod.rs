@@ -1,28 +1,15 @@
 //! What this machine offers: its devices, what they can do, and how much memory a task may use.
 
 mod cpu;
+mod memory;
 
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::plan::profile::MemoryProfile;
 use aitk_engine::device::gpus::{self, Gpu};
+pub use memory::{Memory, memory};
 use std::str::FromStr;
 
 const GIB: u64 = 1 << 30;
-
-/// The machine's main memory, in bytes, within the limits of our control group.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Memory {
-    /// All of it.
-    pub total: u64,
-    /// What can be had without swapping.
-    pub available: u64,
-}
-
-/// How much main memory there is now.
-#[must_use]
-pub fn memory() -> Memory {
-    cpu::memory()
-}
 
 /// What looking for devices found.
 #[derive(Clone, Debug, PartialEq)]

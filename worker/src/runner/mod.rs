@@ -11,6 +11,7 @@ mod memory;
 mod spawner;
 mod watchdog;
 
+use crate::spec_file::read_spec;
 use crate::usage;
 use aitk_common::attempt::{ChildEvent, FailureCause, Outcome};
 use ending::{Asked, Ending, Tail};
@@ -224,7 +225,7 @@ fn advised(outcome: Outcome, spec: &Path) -> Outcome {
             cause: cause @ FailureCause::OutOfMemory,
             message,
         } => {
-            let numbers = crate::child::read_spec(spec).map(|spec| usage::advice(&spec, crate::probe::memory().total));
+            let numbers = read_spec(spec).map(|spec| usage::advice(&spec, crate::probe::memory().total));
             let message = match numbers {
                 Ok(numbers) => format!("{message}; {numbers}"),
                 Err(_) => message,

@@ -2,7 +2,7 @@
 //!
 //! One task. It decides nothing about attempts; it only says what happened to the connection.
 
-use super::Refusal;
+use super::refusal::Refusal;
 use crate::identity::{Keeper, Membership};
 use aitk_common::control::{Registration, ToCoordinator, ToWorker};
 use aitk_common::id::WorkerId;

@@ -5,13 +5,14 @@
 //! what it says waits in the [`Outbox`].
 
 mod link;
+mod refusal;
 mod reporter;
 
 use crate::attempt;
 use crate::context::Context;
 use crate::outbox::{Outbox, Request};
+use crate::resend;
 use crate::runner::Wanted;
-use crate::sync;
 use aitk_common::capability::Device;
 use aitk_common::confinement::Confinement;
 use aitk_common::control::{
@@ -21,6 +22,7 @@ use aitk_common::id::{AttemptId, Epoch, WorkerId};
 use aitk_proto::client::Clients;
 use link::LinkEvent;
 pub(crate) use link::Target;
+pub use refusal::Refusal;
 use reporter::FromAttempt;
 pub(crate) use reporter::{Answer, Reporter};
 use std::collections::{BTreeMap, HashMap};
@@ -37,23 +39,6 @@ const FROM_ATTEMPTS: usize = 256;
 const SLOWEST_UPLOAD: u64 = 1 << 20;
 /// Messages from the coordinator that wait for the session's task.
 const FROM_LINK: usize = 64;
-
-/// Why it is no use to go on asking the coordinator.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum Refusal {
-    /// The token or certificate is no good, or may not do this.
-    #[error("the coordinator refused this worker's token or certificate: {0}")]
-    Token(String),
-    /// It speaks another version of the protocol, or does not understand our registration.
-    #[error("the coordinator refused this worker: {0}")]
-    Protocol(String),
-    /// The address, the certificate or the token cannot be used at all.
-    #[error("{0}")]
-    Config(String),
-    /// It sent us away for good.
-    #[error("the coordinator sent this worker away: {0}")]
-    SentAway(String),
-}
 
 /// How the session stands, for screens and tests.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -373,7 +358,7 @@ impl Session {
         let reporter = Reporter::new(checkpoint.held.clone(), self.to_session.clone());
         let (context, id) = (Arc::clone(&self.context), attempt.clone());
         let task = self.tasks.spawn(async move {
-            sync::send_kept(&context, &reporter, &checkpoint).await;
+            resend::send_kept(&context, &reporter, &checkpoint).await;
             id
         });
         self.sending.insert(attempt, task);

@@ -5,11 +5,14 @@
 //! the hub says a hash, of that hash.
 
 mod allow;
+mod client;
 mod secrets;
 mod select;
 mod transfer;
 
 pub(crate) use allow::AllowList;
+pub(crate) use client::HubError;
+use client::{HubClient, Source};
 pub(crate) use secrets::Secrets;
 
 use aitk_common::fsutil::{self, FsError, names};
@@ -17,10 +20,9 @@ use aitk_common::hash::ContentHash;
 use aitk_common::hub::ENDPOINT;
 use aitk_common::id::UserName;
 use aitk_common::job::repository::is_commit;
-use reqwest::{Client, StatusCode};
+use reqwest::StatusCode;
 use serde::de::IgnoredAny;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
 use std::time::Duration;
 
 /// The list of a repository's files: some thousand entries.
@@ -28,38 +30,10 @@ const LIST_BYTES: usize = 16 << 20;
 /// How often a file is begun or continued before it is given up.
 const TRIES: u32 = 6;
 
-/// Who may have a model that is not public.
-const PRIVATE: &str = "A private or gated model takes HF_TOKEN where it is fetched; a worker uses its own for jobs that run in place \
-                       (`aitk run`), and for other jobs only where its owner lists the repository (--hub-allow, \
-                       AITK_HUB_ALLOW), or with a token of the job's user that the worker keeps (`cluster.hub_token`). You can \
-                       also download the model and give its folder";
 /// Where models lie that were fetched with the worker's token: no other job may have them.
 const PRIVATE_FOLDER: &str = "private";
 /// Where models lie that were fetched with a user's token, a folder for each: only their jobs may have them.
 const USERS_FOLDER: &str = "users";
-
-/// A model that could not be fetched.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum HubError {
-    /// There is no such repository, or it is private.
-    #[error("{repo} was not found at {endpoint}; check the name. {PRIVATE}")]
-    NotFound { repo: String, endpoint: String },
-    /// It wants a token, or an accepted licence.
-    #[error("{endpoint} does not let us read {repo}: accept its licence there. {PRIVATE}")]
-    Denied { repo: String, endpoint: String },
-    /// It is no diffusers folder.
-    #[error("{repo} is no model in diffusers layout with safetensors: {problem}")]
-    Layout { repo: String, problem: String },
-    /// The hub cannot be reached, or breaks off, again and again.
-    #[error("could not fetch {what}: {problem}; check the network of the machine, or HF_ENDPOINT")]
-    Unavailable { what: String, problem: String },
-    /// The bytes are not those that the hub announced.
-    #[error("{file} arrived damaged: {problem}; it was removed")]
-    Damaged { file: String, problem: String },
-    /// The disk.
-    #[error(transparent)]
-    Files(#[from] FsError),
-}
 
 /// A model that a job names.
 #[derive(Clone, Copy, Debug)]
@@ -72,22 +46,14 @@ pub(crate) struct Wanted<'a> {
     pub(crate) in_place: bool,
 }
 
-/// A repository at a commit, and what opens it.
-struct Source<'a> {
-    repo: &'a str,
-    revision: &'a str,
-    token: Option<&'a str>,
-}
-
 /// Fetches models. One at a time: the line is the bottleneck.
 #[derive(Debug)]
 pub(crate) struct Hub {
     folder: PathBuf,
-    endpoint: String,
     token: Option<String>,
     /// For which repositories jobs of others may use the token.
     allow: AllowList,
-    client: OnceLock<Client>,
+    client: HubClient,
     busy: tokio::sync::Mutex<()>,
     first_wait: Duration,
 }
@@ -105,15 +71,12 @@ impl Hub {
     }
 
     fn new(folder: PathBuf, endpoint: String, token: Option<String>, allow: AllowList) -> Self {
-        let endpoint = endpoint.trim_end_matches('/').to_owned();
-        let (client, busy) = (OnceLock::new(), tokio::sync::Mutex::default());
         Self {
             folder,
-            endpoint,
             token,
             allow,
-            client,
-            busy,
+            client: HubClient::new(&endpoint),
+            busy: tokio::sync::Mutex::default(),
             first_wait: Duration::from_millis(500),
         }
     }
@@ -187,7 +150,7 @@ impl Hub {
             Err(error) => return Err(error),
         };
         if listed.is_gated && token.is_none() {
-            return Err(self.status(repo, repo, StatusCode::UNAUTHORIZED));
+            return Err(self.client.status(repo, repo, StatusCode::UNAUTHORIZED));
         }
         let target = folder.join(format!("{}@{}", folder_name(repo), listed.revision));
         if target.is_dir() {
@@ -254,61 +217,28 @@ impl Hub {
         Ok(here)
     }
 
-    fn client(&self) -> Result<&Client, HubError> {
-        if let Some(client) = self.client.get() {
-            return Ok(client);
-        }
-        let built = aitk_common::hub::client(&self.endpoint);
-        let client = built.map_err(|error| self.unavailable(&self.endpoint, &error))?;
-        Ok(self.client.get_or_init(|| client))
-    }
-
-    fn get(&self, url: &str, token: Option<&str>) -> Result<reqwest::RequestBuilder, HubError> {
-        let request = self.client()?.get(url);
-        Ok(match token {
-            Some(token) => request.bearer_auth(token),
-            None => request,
-        })
-    }
-
-    fn unavailable(&self, what: &str, error: &reqwest::Error) -> HubError {
-        let mut cause: &dyn std::error::Error = error;
-        while let Some(inner) = cause.source() {
-            cause = inner;
-        }
-        HubError::Unavailable {
-            what: what.to_owned(),
-            problem: cause.to_string(),
-        }
-    }
-
-    /// What an answer without content means.
-    fn status(&self, repo: &str, what: &str, status: StatusCode) -> HubError {
-        let (repo, endpoint) = (repo.to_owned(), self.endpoint.clone());
-        match status {
-            StatusCode::NOT_FOUND => HubError::NotFound { repo, endpoint },
-            StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => HubError::Denied { repo, endpoint },
-            other => HubError::Unavailable {
-                what: what.to_owned(),
-                problem: format!("the hub answered {other}"),
-            },
-        }
-    }
-
     async fn list(&self, wanted: &Wanted<'_>, token: Option<&str>) -> Result<select::Listed, HubError> {
         let (repo, revision) = (wanted.repo, wanted.revision.unwrap_or("main"));
-        let url = format!("{}/api/models/{repo}/revision/{revision}?blobs=true", self.endpoint);
+        let url = format!(
+            "{}/api/models/{repo}/revision/{revision}?blobs=true",
+            self.client.endpoint()
+        );
         let answer = self
+            .client
             .get(&url, token)?
             .send()
             .await
-            .map_err(|error| self.unavailable(&url, &error))?;
+            .map_err(|error| self.client.unavailable(&url, &error))?;
         if !answer.status().is_success() {
-            return Err(self.status(repo, &url, answer.status()));
+            return Err(self.client.status(repo, &url, answer.status()));
         }
         let mut answer = answer;
         let mut text = Vec::new();
-        while let Some(part) = answer.chunk().await.map_err(|error| self.unavailable(&url, &error))? {
+        while let Some(part) = answer
+            .chunk()
+            .await
+            .map_err(|error| self.client.unavailable(&url, &error))?
+        {
             if text.len() + part.len() > LIST_BYTES {
                 let problem = "its list of files is too long".to_owned();
                 return Err(HubError::Layout {
@@ -352,12 +282,12 @@ impl Hub {
             return Ok(path);
         }
         fsutil::create_dir_all(fsutil::folder_of(&path))?;
-        let url = format!("{}/{repo}/resolve/{revision}/{}", self.endpoint, file.name);
+        let url = format!("{}/{repo}/resolve/{revision}/{}", self.client.endpoint(), file.name);
         let mut wait = self.first_wait;
         let mut tries = 0;
         loop {
             tries += 1;
-            match transfer::once(self, source, &url, file, &path).await {
+            match transfer::once(&self.client, source, &url, file, &path).await {
                 Err(HubError::Unavailable { what, problem }) if tries < TRIES => {
                     tracing::warn!(%what, %problem, "trying again");
                     tokio::time::sleep(wait).await;

@@ -4,10 +4,9 @@ pub(crate) mod cache;
 pub(crate) mod derived;
 pub(crate) mod hub;
 
-use crate::attempt::local_failure;
 use crate::context::Context;
+use crate::outcome::{failure, local_failure};
 use crate::session::Reporter;
-use crate::storage::failure;
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::capability::DeviceKind;
 use aitk_common::control::{Assignment, Report};

@@ -1,7 +1,7 @@
 //! One file over the line: begun or continued, checked, put in place.
 
+use super::client::{HubClient, HubError, Source};
 use super::select::Remote;
-use super::{Hub, HubError, Source};
 use aitk_common::fsutil::{self, FsError};
 use aitk_common::hash::ContentHash;
 use reqwest::StatusCode;
@@ -12,7 +12,7 @@ use tokio::io::AsyncWriteExt;
 
 /// Fetches what is missing of `file`; when all of it is there, checks it and gives it its name.
 pub(super) async fn once(
-    hub: &Hub,
+    hub: &HubClient,
     source: &Source<'_>,
     url: &str,
     file: &Remote,
@@ -48,7 +48,7 @@ pub(super) async fn once(
 }
 
 async fn receive(
-    hub: &Hub,
+    hub: &HubClient,
     source: &Source<'_>,
     url: &str,
     file: &Remote,

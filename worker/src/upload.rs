@@ -5,20 +5,18 @@
 
 use crate::context::Context;
 use crate::outbox::Request;
+use crate::outcome::failure;
+use crate::pins::Pins;
 use crate::session::{Answer, Reporter};
-use crate::storage::failure;
 use crate::trace::AttemptTrace;
-use crate::unsent::{self, Unsent};
+use crate::unsent;
 use aitk_common::attempt::{FailureCause, Outcome};
-use aitk_common::control::{Artifact, OfferedCheckpoint};
-use aitk_common::fsutil::{self, FsError};
+use aitk_common::control::Artifact;
 use aitk_common::hash::ContentHash;
 use aitk_common::storage::{StorageError, checkpoints};
 use std::collections::VecDeque;
-use std::fs::{self, File};
-use std::path::{Component, Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::fs::File;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
@@ -27,12 +25,8 @@ use tokio::time::Instant;
 pub(crate) const QUEUE: usize = 32;
 /// How long storage may be in trouble before the user is told and newer results are looked at.
 const TRY: Duration = Duration::from_secs(60);
-/// Wait before a checkpoint that was kept is sent again; doubles, up to a minute.
-const KEPT_AGAIN: Duration = Duration::from_secs(5);
 /// Wait before the first of three more tries of a commit that was refused; doubles.
 const COMMIT_AGAIN: Duration = Duration::from_secs(2);
-/// How long a kept checkpoint is tried; then it is left for the next session. The coordinator waits no longer for it.
-const KEPT_PATIENCE: Duration = Duration::from_secs(3600);
 /// Waits between tries of what could not be stored; each is twice the one before.
 const FIRST_WAIT: Duration = Duration::from_secs(1);
 const LONGEST_WAIT: Duration = Duration::from_secs(30);
@@ -331,7 +325,7 @@ async fn commit(
 
 /// Asks the coordinator to commit a checkpoint that is in storage. A refusal may be a hiccup of its storage, so it is asked again:
 /// this may be the last checkpoint that there is.
-async fn ask_to_commit(reporter: &Reporter, manifest: ContentHash, step: u64) -> Answer {
+pub(crate) async fn ask_to_commit(reporter: &Reporter, manifest: ContentHash, step: u64) -> Answer {
     let mut wait = COMMIT_AGAIN;
     loop {
         let answer = reporter.request(Request::Commit { manifest, step }).await;
@@ -343,122 +337,15 @@ async fn ask_to_commit(reporter: &Reporter, manifest: ContentHash, step: u64) ->
     }
 }
 
-/// Why a checkpoint that was kept did not arrive.
-enum KeptTrouble {
-    /// That may change.
-    Again(String),
-    /// Not in this session: nobody waits for it any more, or it may not be stored.
-    NotNow(String),
-    /// It, or what was made before it, is damaged.
-    Damaged(String),
-}
-
-impl From<StorageError> for KeptTrouble {
-    fn from(error: StorageError) -> Self {
-        match error {
-            error if error.is_full() || error.is_transient() => Self::Again(error.to_string()),
-            StorageError::Malformed { .. } => Self::Damaged(error.to_string()),
-            StorageError::Local(error) => Self::unreadable("its files", error.io()),
-            error => Self::NotNow(error.to_string()),
-        }
-    }
-}
-
-impl KeptTrouble {
-    fn unreadable(what: &str, error: &std::io::Error) -> Self {
-        let words = format!("{what} cannot be read back: {error}");
-        match error.kind() {
-            std::io::ErrorKind::NotFound => Self::Damaged(words),
-            _ => Self::NotNow(words),
-        }
-    }
-}
-
-/// Sends a checkpoint that was kept when its attempt ended, and before it what was made before it. Where there is no room for it,
-/// it is tried again until there is, or until the coordinator does not wait for it any more; then the next session offers it again.
-pub(crate) async fn send_kept(context: &Context, reporter: &Reporter, kept: &OfferedCheckpoint) {
-    let (attempt, step) = (&kept.held.attempt, kept.step);
-    let (mut wait, begun) = (KEPT_AGAIN, Instant::now());
-    while let Err(trouble) = try_kept(context, reporter, kept).await {
-        match trouble {
-            KeptTrouble::Again(problem) if begun.elapsed() < KEPT_PATIENCE => {
-                tracing::warn!(%attempt, step, problem, again_in = ?wait, "a checkpoint that was kept could not be sent");
-            }
-            KeptTrouble::Again(problem) | KeptTrouble::NotNow(problem) => {
-                tracing::warn!(%attempt, step, problem, "a checkpoint that was kept could not be sent; it is offered again in the \
-                    next session");
-                return;
-            }
-            KeptTrouble::Damaged(problem) => {
-                tracing::error!(%attempt, step, problem, "a checkpoint that was kept is damaged; it is removed");
-                context.kept.forget(attempt);
-                return;
-            }
-        }
-        tokio::time::sleep(wait).await;
-        wait = (wait * 2).min(KEPT_AGAIN * 12);
-    }
-}
-
-async fn try_kept(context: &Context, reporter: &Reporter, kept: &OfferedCheckpoint) -> Result<(), KeptTrouble> {
-    let (attempt, step) = (&kept.held.attempt, kept.step);
-    for (pin, unsent) in context.kept.unsent(attempt) {
-        send_unsent(context, reporter, &pin, unsent).await?;
-        unsent::settle(&pin);
-    }
-    let folder = context.kept.checkpoint(attempt);
-    let folder = &folder;
-    let sent = context
-        .storage
-        .retry(context.storage_patience, |store| {
-            Box::pin(async move { checkpoints::upload(store.as_ref(), folder, &mut |_| {}).await })
-        })
-        .await;
-    let answer = ask_to_commit(reporter, sent?, step).await;
-    if !answer.accepted {
-        // Where it is not wanted the coordinator has said so with a fence by now.
-        return Err(KeptTrouble::Again(answer.message));
-    }
-    tracing::info!(%attempt, step, "a checkpoint that was kept is committed");
-    context.kept.forget(attempt);
-    Ok(())
-}
-
-/// Sends something that was made before a checkpoint that was kept.
-///
-/// # Errors
-/// Why it did not arrive.
-async fn send_unsent(context: &Context, reporter: &Reporter, pin: &Path, unsent: Unsent) -> Result<(), KeptTrouble> {
-    let request = match unsent {
-        Unsent::Removed(name) => Request::ArtifactRemoved(name),
-        Unsent::Artifact(artifact) => {
-            let hashed = hash_of(pin).await;
-            let (hash, bytes) =
-                hashed.map_err(|error| KeptTrouble::unreadable(&format!("the file {}", artifact.name), &error))?;
-            let put = context.storage.retry(context.storage_patience, |store| {
-                Box::pin(async move { store.put_file(hash, pin).await })
-            });
-            put.await?;
-            Request::ArtifactReady(stored(artifact, hash, bytes))
-        }
-    };
-    let answer = reporter.request(request).await;
-    if answer.accepted {
-        Ok(())
-    } else {
-        Err(KeptTrouble::Again(answer.message))
-    }
-}
-
 /// The hash and the size of a file.
-async fn hash_of(path: &Path) -> std::io::Result<(ContentHash, u64)> {
+pub(crate) async fn hash_of(path: &Path) -> std::io::Result<(ContentHash, u64)> {
     let path = path.to_owned();
     let hashed = tokio::task::spawn_blocking(move || ContentHash::of_reader(File::open(path)?)).await;
     hashed.map_err(std::io::Error::other)?
 }
 
 /// A file as the coordinator is told of it.
-fn stored(artifact: Artifact, hash: ContentHash, bytes: u64) -> Artifact {
+pub(crate) fn stored(artifact: Artifact, hash: ContentHash, bytes: u64) -> Artifact {
     Artifact {
         hash: Some(hash),
         bytes,
@@ -467,95 +354,10 @@ fn stored(artifact: Artifact, hash: ContentHash, bytes: u64) -> Artifact {
     }
 }
 
-/// Whether a path that a child announced is in this folder of its own, without links on the way.
-pub(crate) fn is_below(folder: &Path, path: &Path) -> bool {
-    let Ok(rest) = path.strip_prefix(folder) else {
-        return false;
-    };
-    let mut at = folder.to_owned();
-    let mut parts = rest.components().peekable();
-    parts.peek().is_some()
-        && parts.all(|part| {
-            at.push(part);
-            matches!(part, Component::Normal(_)) && !fs::symlink_metadata(&at).is_ok_and(|data| data.is_symlink())
-        })
-}
-
-/// Keeps what the child announced, by hard links in a folder of our own: the child may delete or replace its file,
-/// ours stays.
-#[derive(Clone, Debug)]
-pub(crate) struct Pins {
-    folder: Arc<PathBuf>,
-    /// Items that the coordinator knows, or that later ones made superfluous.
-    settled: Arc<AtomicU64>,
-}
-
-impl Pins {
-    pub(crate) fn new(folder: PathBuf) -> Self {
-        Self {
-            folder: Arc::new(folder),
-            settled: Arc::default(),
-        }
-    }
-
-    /// Where something of this number is pinned, or noted.
-    pub(crate) fn at(&self, number: u64) -> PathBuf {
-        self.folder.join(number.to_string())
-    }
-
-    fn one_settled(&self) {
-        self.settled.fetch_add(1, Ordering::Relaxed);
-    }
-
-    /// Whether nothing waits of so many items that were handed on.
-    pub(crate) fn all_settled(&self, handed_on: u64) -> bool {
-        self.settled.load(Ordering::Relaxed) >= handed_on
-    }
-
-    /// Pins a file, or the files of a flat folder. A disk without hard links gets copies.
-    pub(crate) async fn pin(&self, path: PathBuf, number: u64) -> Result<PathBuf, FsError> {
-        let target = self.at(number);
-        self.work(move || link(&path, &target).map(|()| target)).await
-    }
-
-    /// Notes what is still to be announced, where its pin lies or would lie.
-    pub(crate) async fn note(&self, unsent: Unsent, number: u64) -> Result<(), FsError> {
-        let pin = self.at(number);
-        self.work(move || unsent::note(&pin, &unsent)).await
-    }
-
-    async fn work<T: Send + 'static>(
-        &self,
-        work: impl FnOnce() -> Result<T, FsError> + Send + 'static,
-    ) -> Result<T, FsError> {
-        let result = tokio::task::spawn_blocking(work).await;
-        result.unwrap_or_else(|error| Err(FsError::new("pin", self.folder.as_path(), std::io::Error::other(error))))
-    }
-}
-
-fn link(from: &Path, to: &Path) -> Result<(), FsError> {
-    let failed = |error| FsError::new("keep", from, error);
-    // What is behind a link is not the child's, and a pipe or a device has no end.
-    let kind = fs::symlink_metadata(from).map_err(failed)?;
-    if !kind.is_dir() && !kind.is_file() {
-        return Err(failed(std::io::Error::other("it is no regular file")));
-    }
-    if kind.is_file() {
-        return fs::hard_link(from, to)
-            .or_else(|_| fs::copy(from, to).map(drop))
-            .map_err(failed);
-    }
-    fsutil::create_dir_all(to)?;
-    for entry in fs::read_dir(from).map_err(failed)? {
-        let entry = entry.map_err(failed)?;
-        link(&entry.path(), &to.join(entry.file_name()))?;
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::atomic::{AtomicU64, Ordering};
 
     fn artifact(name: &str) -> Item {
         let artifact = Artifact {
@@ -615,33 +417,6 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_child_announces_regular_files_of_its_own() {
-        let folder = tempfile::tempdir().unwrap();
-        let output = folder.path().join("output");
-        fs::create_dir_all(output.join("deep")).unwrap();
-        fs::write(folder.path().join("token"), "secret").unwrap();
-        fs::write(output.join("deep/a.png"), "image").unwrap();
-        std::os::unix::fs::symlink(folder.path().join("token"), output.join("link")).unwrap();
-        std::os::unix::fs::symlink(folder.path(), output.join("up")).unwrap();
-        nix::unistd::mkfifo(&output.join("fifo"), nix::sys::stat::Mode::S_IRWXU).unwrap();
-        assert!(is_below(&output, &output.join("deep/a.png")) && is_below(&output, &output.join("not there yet")));
-        for other in ["", "../token", "deep/../../token", "link", "up/token"] {
-            assert!(!is_below(&output, &output.join(other)), "{other}");
-        }
-        for other in ["/etc/passwd", "output", ""] {
-            assert!(!is_below(&output, Path::new(other)), "{other}");
-        }
-        fs::create_dir(folder.path().join("pins")).unwrap();
-        let pins = Pins::new(folder.path().join("pins"));
-        pins.pin(output.join("deep/a.png"), 1).await.unwrap();
-        for (number, other) in [(2, "link"), (3, "fifo")] {
-            assert!(pins.pin(output.join(other), number).await.is_err(), "{other}");
-        }
-        // Nor inside a folder that is announced.
-        assert!(pins.pin(output.clone(), 4).await.is_err());
-    }
-
-    #[tokio::test]
     async fn while_storage_is_full_newer_checkpoints_take_the_place_of_older_ones_and_only_the_end_waits() {
         let (send, mut queue) = mpsc::channel(QUEUE);
         let mut backlog = VecDeque::from([checkpoint(1)]);
@@ -667,19 +442,5 @@ mod tests {
             "the end has waited for long enough"
         );
         assert!(retries.is_over() && !retries.is_over());
-    }
-
-    #[tokio::test]
-    async fn a_pin_outlives_the_childs_retention() {
-        let folder = tempfile::tempdir().unwrap();
-        let made = folder.path().join("step_1");
-        fs::create_dir(&made).unwrap();
-        fs::write(made.join("manifest.json"), "{}").unwrap();
-        let pins = Pins::new(folder.path().join("pins"));
-        fs::create_dir(folder.path().join("pins")).unwrap();
-        let pinned = pins.pin(made.clone(), 1).await.unwrap();
-        fs::remove_dir_all(&made).unwrap();
-        assert_eq!(fs::read_to_string(pinned.join("manifest.json")).unwrap(), "{}");
-        assert!(pins.pin(made, 2).await.is_err());
     }
 }
