@@ -1,6 +1,6 @@
 //! The machine that the worker runs on.
 
-/// The name of this machine.
+/// Returns the name of this machine, or `worker` when the system has none.
 #[must_use]
 pub fn host_name() -> String {
     sysinfo::System::host_name()

@@ -5,7 +5,7 @@ use aitk_common::security::token::Token;
 use aitk_common::telemetry;
 use aitk_common::telemetry::traces::Traces;
 use aitk_worker::probe::{self, Choice};
-use aitk_worker::runner::limit_attempts;
+use aitk_worker::runner::detect_control_groups;
 use aitk_worker::{Config, JoinOptions, Membership, Refusal, sandbox};
 use anyhow::Context as _;
 use clap::{Args, Parser, Subcommand};
@@ -17,13 +17,13 @@ use std::process::ExitCode;
 use std::time::Duration;
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Weights and activations come and go by the thousand: the system's allocator gives each large one back to the kernel
-/// and takes it again page by page.
+/// Training allocates and frees large buffers by the thousand: the system's allocator returns each one to the kernel
+/// and gets it back page by page.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// How long a collector may take for the spans of the last seconds.
-const LAST_SPANS: Duration = Duration::from_secs(2);
+/// How long sending the last spans may take at shutdown.
+const SPAN_FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
 const AFTER_HELP: &str = "\
 Exit codes:
@@ -131,7 +131,7 @@ struct Daemon {
     cache_gib: u64,
     /// How long a job may show no progress before its process is ended and tried again, such as 30m; longer where its own steps
     /// take long. A job's `cluster.progress_timeout` wins.
-    #[arg(long, env = "AITK_PROGRESS_TIMEOUT", default_value = "10m", value_parser = time_span)]
+    #[arg(long, env = "AITK_PROGRESS_TIMEOUT", default_value = "10m", value_parser = parse_duration)]
     progress_timeout: Duration,
     /// How much may be kept of what jobs compute from their inputs (cached latents, compiled kernels), in GiB.
     #[arg(long, env = "AITK_DERIVED_CACHE_GIB", default_value_t = 20)]
@@ -147,7 +147,7 @@ struct Daemon {
     #[arg(long, env = "AITK_LARGEST_FILE_GIB", default_value_t = 512)]
     largest_file_gib: u64,
     /// How much longer leaving may take, at most, for checkpoints that are still being sent, such as 15m.
-    #[arg(long, env = "AITK_UPLOAD_PATIENCE", default_value = "15m", value_parser = time_span)]
+    #[arg(long, env = "AITK_UPLOAD_PATIENCE", default_value = "15m", value_parser = parse_duration)]
     upload_patience: Duration,
     /// A repository on Hugging Face, ORG/NAME or ORG/*, for which jobs of others may use this worker's HF_TOKEN. May be repeated;
     /// with commas in the variable. Default: none, so that jobs get public models only.
@@ -173,7 +173,7 @@ struct Daemon {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let result = match cli.command {
-        // Before any thread or runtime: the attempt decides about both.
+        // Before any thread or runtime starts: the attempt sets up both itself.
         Some(Command::Attempt { spec, try_sandbox }) => {
             return match (try_sandbox, spec) {
                 (Some(folder), _) => sandbox::try_in_this_process(&folder),
@@ -181,9 +181,9 @@ fn main() -> ExitCode {
                 (None, None) => ExitCode::from(2),
             };
         }
-        Some(Command::Probe { json }) => show_probe(json).map(|()| ExitCode::SUCCESS),
-        Some(Command::Join(join)) => join_now(join),
-        None => daemon(cli.daemon),
+        Some(Command::Probe { json }) => print_probe(json).map(|()| ExitCode::SUCCESS),
+        Some(Command::Join(join)) => run_join(join),
+        None => run_daemon(cli.daemon),
     };
     result.unwrap_or_else(|error| {
         let _ = writeln!(std::io::stderr(), "error: {error:#}");
@@ -191,19 +191,19 @@ fn main() -> ExitCode {
     })
 }
 
-fn join_now(options: Join) -> anyhow::Result<ExitCode> {
+fn run_join(options: Join) -> anyhow::Result<ExitCode> {
     let mut token = options.token.unwrap_or_default();
     if let Some(path) = &options.token_file {
         let from_stdin = path.as_os_str() == "-";
         let read = if from_stdin {
-            read_some(std::io::stdin())
+            read_token(std::io::stdin())
         } else {
-            File::open(path).and_then(read_some)
+            File::open(path).and_then(read_token)
         };
         token = read.with_context(|| format!("cannot read the join token from {}", path.display()))?;
     }
-    let said = options.data_dir.clone();
-    let data_dir = folder(options.data_dir)?;
+    let data_dir_option = options.data_dir.clone();
+    let data_dir = data_dir_or_default(options.data_dir)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let joined = runtime.block_on(aitk_worker::join(JoinOptions {
         server: options.server,
@@ -222,7 +222,7 @@ fn join_now(options: Join) -> anyhow::Result<ExitCode> {
     };
     let mut out = std::io::stdout().lock();
     writeln!(out, "{}", joined.name)?;
-    let option = said
+    let option = data_dir_option
         .map(|path| format!(" --data-dir {}", path.display()))
         .unwrap_or_default();
     writeln!(
@@ -234,24 +234,24 @@ fn join_now(options: Join) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A token is short; what is longer is none.
-fn read_some(from: impl Read) -> std::io::Result<String> {
+/// Reads a token; at most 4096 bytes, because tokens are short.
+fn read_token(from: impl Read) -> std::io::Result<String> {
     let mut text = String::new();
     from.take(4096).read_to_string(&mut text)?;
     Ok(text)
 }
 
-fn folder(given: Option<PathBuf>) -> anyhow::Result<PathBuf> {
+fn data_dir_or_default(given: Option<PathBuf>) -> anyhow::Result<PathBuf> {
     let folder = given.or_else(default_data_dir);
-    folder.context("there is no home folder; say where to work with --data-dir")
+    folder.context("there is no home folder; give a folder with --data-dir")
 }
 
-fn show_probe(json: bool) -> anyhow::Result<()> {
-    let probe::Found {
+fn print_probe(json: bool) -> anyhow::Result<()> {
+    let probe::ProbeResult {
         devices,
         left_out,
         not_built_for,
-    } = probe::look();
+    } = probe::probe_devices();
     let mut out = std::io::stdout().lock();
     if json {
         serde_json::to_writer_pretty(
@@ -279,7 +279,7 @@ fn show_probe(json: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn daemon(options: Daemon) -> anyhow::Result<ExitCode> {
+fn run_daemon(options: Daemon) -> anyhow::Result<ExitCode> {
     let log = telemetry::Options {
         kind: telemetry::Kind::Daemon,
         json: options.json_log,
@@ -289,7 +289,7 @@ fn daemon(options: Daemon) -> anyhow::Result<ExitCode> {
     let traces = config.traces.clone();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let served = runtime.block_on(serve(config));
-    traces.finish(LAST_SPANS);
+    traces.finish(SPAN_FLUSH_TIMEOUT);
     served
 }
 
@@ -299,8 +299,8 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
         None => Token::from_env(&|name| std::env::var(name).ok())?,
     };
     let choice: Choice = options.devices.parse()?;
-    let data_dir = folder(options.data_dir)?;
-    // A token that is given is meant.
+    let data_dir = data_dir_or_default(options.data_dir)?;
+    // An explicit token takes precedence over a saved identity.
     let joined = if token.is_none() {
         Membership::read(&data_dir)?
     } else {
@@ -329,13 +329,13 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
     if let Some(name) = options.name {
         config.name = name;
     }
-    config.labels = labels(&options.labels)?;
+    config.labels = parse_labels(&options.labels)?;
     config.progress_timeout = options.progress_timeout;
     config.cache_quota = options.cache_gib.saturating_mul(1 << 30);
     config.require_sandbox = options.require_sandbox;
     config.largest_file = options.largest_file_gib.saturating_mul(1 << 30);
     let mut confinement = sandbox::measure(&config.attempt_command);
-    (confinement.limits, config.groups) = limit_attempts();
+    (confinement.limits, config.control_groups) = detect_control_groups();
     match confinement.holds() {
         true => tracing::info!(%confinement, "attempts are confined"),
         false => tracing::warn!(%confinement, "attempts are not confined: docs/security.md says what is needed"),
@@ -357,12 +357,12 @@ fn configure(options: Daemon) -> anyhow::Result<Config> {
     Ok(config)
 }
 
-fn time_span(text: &str) -> Result<Duration, String> {
+fn parse_duration(text: &str) -> Result<Duration, String> {
     let span = TimeSpan::parse(text).map(|span| span.0);
     span.ok_or_else(|| "expected a length of time such as 90s, 10m or 1h30m".to_owned())
 }
 
-fn labels(texts: &[String]) -> anyhow::Result<BTreeMap<String, String>> {
+fn parse_labels(texts: &[String]) -> anyhow::Result<BTreeMap<String, String>> {
     let label = |text: &String| {
         let (key, value) = text.split_once('=').filter(|(key, _)| !key.is_empty())?;
         Some((key.to_owned(), value.to_owned()))
@@ -421,9 +421,9 @@ mod tests {
     use clap::CommandFactory;
 
     #[test]
-    fn the_command_line_is_sound() {
+    fn the_command_line_definition_is_valid() {
         Cli::command().debug_assert();
-        assert!(labels(&["a=b".to_owned(), "c=".to_owned()]).is_ok());
-        assert!(labels(&["=b".to_owned()]).is_err() && labels(&["a".to_owned()]).is_err());
+        assert!(parse_labels(&["a=b".to_owned(), "c=".to_owned()]).is_ok());
+        assert!(parse_labels(&["=b".to_owned()]).is_err() && parse_labels(&["a".to_owned()]).is_err());
     }
 }

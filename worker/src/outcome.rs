@@ -4,15 +4,16 @@ use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::fsutil::FsError;
 use aitk_common::storage::StorageError;
 
-/// An attempt that failed because of a fault in aitk.
-pub(crate) fn internal(message: String) -> Outcome {
+/// A failure because of a fault in aitk.
+pub(crate) fn internal_failure(message: String) -> Outcome {
     Outcome::Failed {
         cause: FailureCause::Internal,
         message,
     }
 }
 
-pub(crate) fn local_failure(error: &FsError) -> Outcome {
+/// A failure because of a file on this machine.
+pub(crate) fn file_failure(error: &FsError) -> Outcome {
     let cause = if error.is_disk_full() {
         FailureCause::DiskFull
     } else {
@@ -24,8 +25,8 @@ pub(crate) fn local_failure(error: &FsError) -> Outcome {
     }
 }
 
-/// How an attempt ends that storage let down.
-pub(crate) fn failure(what: &str, error: &StorageError) -> Outcome {
+/// A failure because of object storage.
+pub(crate) fn storage_failure(what: &str, error: &StorageError) -> Outcome {
     let cause = if error.is_disk_full() {
         FailureCause::DiskFull
     } else {

@@ -6,7 +6,7 @@ use std::path::Path;
 
 /// The name of the file in the attempt's folder.
 pub(crate) const SPEC_FILE: &str = "spec.json";
-/// The largest specification: a config of a few MiB in several forms.
+/// The largest specification that is read: a config of a few MiB in several forms.
 const SPEC_BYTES: u64 = 64 << 20;
 
 /// Reads the specification of an attempt.

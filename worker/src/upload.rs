@@ -1,15 +1,16 @@
-//! Results of an attempt: into object storage, then announced, in the order in which the child made them.
+//! Uploads the results of a running attempt to object storage and announces them, in the order in which the child
+//! made them.
 //!
-//! Runs beside the child, so that training goes on while storage is slow. What waits is pinned (see [`Pins`]), so
-//! that the child's own retention cannot take it away meanwhile.
+//! Runs concurrently with the child, so that training goes on while storage is slow. Queued files are pinned (see
+//! [`PinFolder`]), so that the child's own retention cannot remove them.
 
+use crate::announcement;
 use crate::context::Context;
 use crate::outbox::Request;
-use crate::outcome::failure;
-use crate::pins::Pins;
+use crate::outcome::storage_failure;
+use crate::pins::PinFolder;
 use crate::session::{Answer, Reporter};
 use crate::trace::AttemptTrace;
-use crate::unsent;
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::control::Artifact;
 use aitk_common::hash::ContentHash;
@@ -21,150 +22,150 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-/// Items between the child's events and the work on them; a full queue holds the child back.
-pub(crate) const QUEUE: usize = 32;
-/// How long storage may be in trouble before the user is told and newer results are looked at.
-const TRY: Duration = Duration::from_secs(60);
-/// Wait before the first of three more tries of a commit that was refused; doubles.
-const COMMIT_AGAIN: Duration = Duration::from_secs(2);
-/// Waits between tries of what could not be stored; each is twice the one before.
-const FIRST_WAIT: Duration = Duration::from_secs(1);
-const LONGEST_WAIT: Duration = Duration::from_secs(30);
-/// Items taken over to see what later ones make superfluous.
-const BACKLOG: usize = 256;
+/// Capacity of the channel from the child's events to the uploader. The child blocks while it is full.
+pub(crate) const QUEUE_CAPACITY: usize = 32;
+/// How long an upload is retried before the user gets a warning and newer results are considered.
+const TRY_TIMEOUT: Duration = Duration::from_secs(60);
+/// Delay before the first of three retries of a refused commit; it doubles.
+const COMMIT_RETRY_DELAY: Duration = Duration::from_secs(2);
+/// Delays between retries of a failed upload; each is twice the one before.
+const FIRST_RETRY_DELAY: Duration = Duration::from_secs(1);
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
+/// Items read ahead, to find those that later ones supersede.
+const BACKLOG_CAPACITY: usize = 256;
 
-/// Something that the child made.
+/// A result of the child.
 #[derive(Debug)]
-pub(crate) enum Item {
-    /// A file. `artifact.local_path` says where the child put it.
+pub(crate) enum ResultItem {
+    /// A file. `artifact.local_path` is where the child wrote it.
     Artifact { artifact: Artifact, pinned: PathBuf },
-    /// A file is gone. `pinned` names the note of that.
+    /// A file was removed. `pinned` is the path of the saved announcement.
     Removed { name: String, pinned: PathBuf },
-    /// A complete training state.
+    /// A complete checkpoint.
     Checkpoint { pinned: PathBuf, step: u64 },
 }
 
-/// Why something was not stored.
-enum Trouble {
-    /// Storage has no room or cannot be reached: the job goes on, and what it made is tried again.
-    Storage(StorageError),
-    /// The attempt ends with this.
-    End(Outcome),
+/// Why a result was not stored.
+enum UploadError {
+    /// Storage is full or unreachable: the job goes on, and the upload is retried.
+    Retryable(StorageError),
+    /// The attempt fails with this outcome.
+    Fatal(Outcome),
 }
 
-impl From<Outcome> for Trouble {
+impl From<Outcome> for UploadError {
     fn from(outcome: Outcome) -> Self {
-        Self::End(outcome)
+        Self::Fatal(outcome)
     }
 }
 
-/// Works off the queue until it closes. What storage cannot take now is kept and tried again while the job goes on; only the end
-/// of the job waits for it.
+/// Uploads queued results until the queue closes. A failed upload is retried while the job goes on; only the end of
+/// the job waits for it.
 ///
 /// # Errors
-/// How the attempt ends when something cannot be stored for good.
+/// The outcome of the attempt if a result cannot be stored for good.
 pub(crate) async fn run(
     context: &Context,
     reporter: &Reporter,
     trace: &AttemptTrace,
     local: bool,
-    mut queue: mpsc::Receiver<Item>,
-    pins: &Pins,
+    mut queue: mpsc::Receiver<ResultItem>,
+    pins: &PinFolder,
 ) -> Result<(), Outcome> {
     let mut backlog = VecDeque::new();
-    let mut retries = Retries::default();
-    let over = |pinned: &Path| {
-        // Where a job runs in place, that is its user's own file.
+    let mut retry_delay = RetryDelay::default();
+    let settle = |pinned: &Path| {
+        // For a job that runs in place, the path is the user's own file.
         if !local {
-            unsent::settle(pinned);
+            announcement::remove(pinned);
         }
-        pins.one_settled();
+        pins.mark_settled();
     };
-    while let Some(item) = next(&mut queue, &mut backlog, &over).await {
-        match handle(context, reporter, trace, local, &item).await {
+    while let Some(item) = next_item(&mut queue, &mut backlog, &settle).await {
+        match upload_item(context, reporter, trace, local, &item).await {
             Ok(()) => {
-                if retries.is_over() {
+                if retry_delay.reset() {
                     reporter
-                        .log("info", "object storage takes results again".to_owned())
+                        .log("info", "object storage accepts results again".to_owned())
                         .await;
                 }
-                if let Item::Checkpoint { step, .. } = item {
-                    context.kept.settled(reporter.attempt(), step);
+                if let ResultItem::Checkpoint { step, .. } = item {
+                    context.uncommitted.remove_pending(reporter.attempt(), step);
                 }
-                over(item.pinned());
+                settle(item.pinned());
             }
-            Err(Trouble::End(outcome)) => return Err(outcome),
-            Err(Trouble::Storage(error)) => {
-                let ended = queue.is_closed() && queue.is_empty();
-                let Some(wait) = retries.next(ended, context.end_patience) else {
-                    return Err(failure(&format!("could not store {}", item.name()), &error));
+            Err(UploadError::Fatal(outcome)) => return Err(outcome),
+            Err(UploadError::Retryable(error)) => {
+                let has_job_ended = queue.is_closed() && queue.is_empty();
+                let Some(delay) = retry_delay.next_delay(has_job_ended, context.end_patience) else {
+                    return Err(storage_failure(&format!("could not store {}", item.name()), &error));
                 };
-                let goes_on = if ended {
+                let goes_on = if has_job_ended {
                     "the job ends when it is stored"
                 } else {
                     "the job goes on"
                 };
-                let seconds = wait.as_secs().max(1);
-                let words = format!(
+                let seconds = delay.as_secs().max(1);
+                let message = format!(
                     "{} could not be stored: {error}; {goes_on}, next try in {seconds} s",
                     item.name()
                 );
-                reporter.log("warn", words).await;
+                reporter.log("warn", message).await;
                 backlog.push_front(item);
-                rest(wait, &mut queue, &mut backlog).await;
+                wait_and_collect(delay, &mut queue, &mut backlog).await;
             }
         }
     }
     Ok(())
 }
 
-/// Waits, and takes over what the child makes meanwhile, so that it is not held back.
-async fn rest(wait: Duration, queue: &mut mpsc::Receiver<Item>, backlog: &mut VecDeque<Item>) {
-    let over = tokio::time::sleep(wait);
-    tokio::pin!(over);
+/// Waits, and reads new results into the backlog meanwhile, so that the child is not blocked.
+async fn wait_and_collect(delay: Duration, queue: &mut mpsc::Receiver<ResultItem>, backlog: &mut VecDeque<ResultItem>) {
+    let timer = tokio::time::sleep(delay);
+    tokio::pin!(timer);
     loop {
         tokio::select! {
-            () = &mut over => return,
-            Some(item) = queue.recv(), if backlog.len() < BACKLOG => backlog.push_back(item),
+            () = &mut timer => return,
+            Some(item) = queue.recv(), if backlog.len() < BACKLOG_CAPACITY => backlog.push_back(item),
         }
     }
 }
 
-/// Tries in a row that storage could not take.
+/// The retry delay while storage fails.
 #[derive(Debug, Default)]
-struct Retries {
-    wait: Option<Duration>,
-    /// The end of the job has waited since.
-    since: Option<Instant>,
+struct RetryDelay {
+    delay: Option<Duration>,
+    /// When the job began to wait for its last results.
+    waiting_since: Option<Instant>,
 }
 
-impl Retries {
-    /// How long to wait before the next try; none when the end of the job has waited for too long.
-    fn next(&mut self, ended: bool, patience: Duration) -> Option<Duration> {
-        let since = ended.then(|| *self.since.get_or_insert_with(Instant::now));
-        if since.is_some_and(|since| since.elapsed() >= patience) {
+impl RetryDelay {
+    /// The delay before the next try; `None` if the finished job has waited longer than `patience`.
+    fn next_delay(&mut self, has_job_ended: bool, patience: Duration) -> Option<Duration> {
+        let waiting_since = has_job_ended.then(|| *self.waiting_since.get_or_insert_with(Instant::now));
+        if waiting_since.is_some_and(|waiting_since| waiting_since.elapsed() >= patience) {
             return None;
         }
-        let wait = self.wait.unwrap_or(FIRST_WAIT);
-        self.wait = Some((wait * 2).min(LONGEST_WAIT));
-        Some(wait)
+        let delay = self.delay.unwrap_or(FIRST_RETRY_DELAY);
+        self.delay = Some((delay * 2).min(MAX_RETRY_DELAY));
+        Some(delay)
     }
 
-    /// Something was stored. Whether that ends a time of trouble.
-    fn is_over(&mut self) -> bool {
-        self.since = None;
-        self.wait.take().is_some()
+    /// Resets the delay after a success. Returns whether storage had failed before.
+    fn reset(&mut self) -> bool {
+        self.waiting_since = None;
+        self.delay.take().is_some()
     }
 }
 
-impl Item {
+impl ResultItem {
     fn pinned(&self) -> &Path {
         match self {
             Self::Artifact { pinned, .. } | Self::Removed { pinned, .. } | Self::Checkpoint { pinned, .. } => pinned,
         }
     }
 
-    /// What it is, for messages.
+    /// A description for messages.
     fn name(&self) -> String {
         match self {
             Self::Artifact { artifact, .. } => format!("the file {}", artifact.name),
@@ -174,52 +175,58 @@ impl Item {
     }
 }
 
-/// Deals with one item.
-async fn handle(
+/// Uploads or announces one item, or announces a removal.
+async fn upload_item(
     context: &Context,
     reporter: &Reporter,
     trace: &AttemptTrace,
     local: bool,
-    item: &Item,
-) -> Result<(), Trouble> {
+    item: &ResultItem,
+) -> Result<(), UploadError> {
     match item {
-        Item::Removed { name, .. } => {
+        ResultItem::Removed { name, .. } => {
             let answer = reporter.request(Request::ArtifactRemoved(name.clone())).await;
             if !answer.accepted {
                 reporter
-                    .log("warn", format!("a removed file was not noted: {}", answer.message))
+                    .log(
+                        "warn",
+                        format!(
+                            "the coordinator did not accept the removal of a file: {}",
+                            answer.message
+                        ),
+                    )
                     .await;
             }
             Ok(())
         }
-        Item::Artifact { artifact, .. } if local => Ok(announce(reporter, artifact.clone()).await?),
-        Item::Checkpoint { .. } if local => Ok(()),
-        Item::Artifact { artifact, pinned } => {
-            let patience = TRY.min(context.storage_patience);
-            let artifact = store(context, artifact.clone(), pinned, patience).await?;
+        ResultItem::Artifact { artifact, .. } if local => Ok(announce(reporter, artifact.clone()).await?),
+        ResultItem::Checkpoint { .. } if local => Ok(()),
+        ResultItem::Artifact { artifact, pinned } => {
+            let patience = TRY_TIMEOUT.min(context.storage_patience);
+            let artifact = upload_file(context, artifact.clone(), pinned, patience).await?;
             Ok(announce(reporter, artifact).await?)
         }
-        Item::Checkpoint { pinned, step } => commit(context, reporter, trace, pinned, *step).await,
+        ResultItem::Checkpoint { pinned, step } => commit_checkpoint(context, reporter, trace, pinned, *step).await,
     }
 }
 
-/// What an error of storage means for a result.
-fn trouble(what: &str, error: StorageError) -> Trouble {
+/// Decides whether a storage error can be retried.
+fn classify_error(what: &str, error: StorageError) -> UploadError {
     match error {
-        error if error.is_full() || error.is_transient() => Trouble::Storage(error),
-        // Something of ours: its next try is another attempt's.
-        error => Trouble::End(failure(what, &error)),
+        error if error.is_full() || error.is_transient() => UploadError::Retryable(error),
+        // An error on our side: another attempt has to try again.
+        error => UploadError::Fatal(storage_failure(what, &error)),
     }
 }
 
-/// The next item that still matters. `over` is told what was pinned for the others.
-async fn next(
-    queue: &mut mpsc::Receiver<Item>,
-    backlog: &mut VecDeque<Item>,
-    over: &(dyn Fn(&Path) + Sync),
-) -> Option<Item> {
+/// Returns the next item that is not superseded. Calls `settle` with the pins of superseded items.
+async fn next_item(
+    queue: &mut mpsc::Receiver<ResultItem>,
+    backlog: &mut VecDeque<ResultItem>,
+    settle: &(dyn Fn(&Path) + Sync),
+) -> Option<ResultItem> {
     loop {
-        while backlog.len() < BACKLOG {
+        while backlog.len() < BACKLOG_CAPACITY {
             match queue.try_recv() {
                 Ok(item) => backlog.push_back(item),
                 Err(_) => break,
@@ -229,36 +236,41 @@ async fn next(
             Some(item) => item,
             None => queue.recv().await?,
         };
-        match superseded(&item, backlog) {
-            Some(pinned) => over(pinned),
+        match superseded_pin(&item, backlog) {
+            Some(pinned) => settle(pinned),
             None => return Some(item),
         }
     }
 }
 
-/// Whether a later item makes this one pointless: a newer checkpoint, a newer version of the file, or its removal.
-/// Returns what was pinned for it.
-fn superseded<'a>(item: &'a Item, later: &VecDeque<Item>) -> Option<&'a Path> {
+/// Returns the pin of `item` if a later item supersedes it: a newer checkpoint, a newer version of the file, or its
+/// removal.
+fn superseded_pin<'a>(item: &'a ResultItem, later: &VecDeque<ResultItem>) -> Option<&'a Path> {
     match item {
-        Item::Checkpoint { pinned, .. } => later
+        ResultItem::Checkpoint { pinned, .. } => later
             .iter()
-            .any(|other| matches!(other, Item::Checkpoint { .. }))
+            .any(|other| matches!(other, ResultItem::Checkpoint { .. }))
             .then_some(pinned),
-        Item::Artifact { artifact, pinned } => later
+        ResultItem::Artifact { artifact, pinned } => later
             .iter()
             .any(|other| match other {
-                Item::Artifact { artifact: other, .. } => other.name == artifact.name,
-                Item::Removed { name, .. } => *name == artifact.name,
-                Item::Checkpoint { .. } => false,
+                ResultItem::Artifact { artifact: other, .. } => other.name == artifact.name,
+                ResultItem::Removed { name, .. } => *name == artifact.name,
+                ResultItem::Checkpoint { .. } => false,
             })
             .then_some(pinned),
-        Item::Removed { .. } => None,
+        ResultItem::Removed { .. } => None,
     }
 }
 
-async fn store(context: &Context, artifact: Artifact, pinned: &Path, patience: Duration) -> Result<Artifact, Trouble> {
+async fn upload_file(
+    context: &Context,
+    artifact: Artifact,
+    pinned: &Path,
+    patience: Duration,
+) -> Result<Artifact, UploadError> {
     let name = artifact.name.clone();
-    let (hash, bytes) = hash_of(pinned).await.map_err(|error| Outcome::Failed {
+    let (hash, bytes) = hash_file(pinned).await.map_err(|error| Outcome::Failed {
         cause: FailureCause::Machine,
         message: format!("the file {name} cannot be read back: {error}"),
     })?;
@@ -268,15 +280,15 @@ async fn store(context: &Context, artifact: Artifact, pinned: &Path, patience: D
             Box::pin(async move { store.put_file(hash, pinned).await })
         })
         .await
-        .map_err(|error| trouble(&format!("could not store the file {name}"), error))?;
-    Ok(stored(artifact, hash, bytes))
+        .map_err(|error| classify_error(&format!("could not store the file {name}"), error))?;
+    Ok(stored_artifact(artifact, hash, bytes))
 }
 
-/// Tells the coordinator of a file.
+/// Announces a file to the coordinator.
 ///
 /// # Errors
-/// When it does not take it, for example because storage does not say whether the bytes are there: a job must not
-/// pass for complete without its results. Another try makes them again.
+/// If the coordinator does not accept it, for example because it cannot see the bytes in storage: a job must not
+/// count as complete without its results. Another attempt makes them again.
 async fn announce(reporter: &Reporter, artifact: Artifact) -> Result<(), Outcome> {
     let name = artifact.name.clone();
     let answer = reporter.request(Request::ArtifactReady(artifact)).await;
@@ -289,30 +301,30 @@ async fn announce(reporter: &Reporter, artifact: Artifact) -> Result<(), Outcome
     })
 }
 
-async fn commit(
+async fn commit_checkpoint(
     context: &Context,
     reporter: &Reporter,
     trace: &AttemptTrace,
     pinned: &Path,
     step: u64,
-) -> Result<(), Trouble> {
-    let kept = trace.step("checkpoint").of_training(step);
-    let mut upload = kept.step("upload");
+) -> Result<(), UploadError> {
+    let checkpoint_span = trace.start_step("checkpoint").with_training_step(step);
+    let mut upload = checkpoint_span.start_step("upload");
     let manifest = context
         .storage
-        .retry(TRY.min(context.storage_patience), |store| {
+        .retry(TRY_TIMEOUT.min(context.storage_patience), |store| {
             Box::pin(async move { checkpoints::upload(store.as_ref(), pinned, &mut |_| {}).await })
         })
         .await
         .map_err(|error| {
-            upload.failed(error.to_string());
-            trouble(&format!("could not store the checkpoint of step {step}"), error)
+            upload.set_error(error.to_string());
+            classify_error(&format!("could not store the checkpoint of step {step}"), error)
         })?;
     drop(upload);
-    let mut step_of_trace = kept.step("commit");
-    let answer = ask_to_commit(reporter, manifest, step).await;
+    let mut commit_span = checkpoint_span.start_step("commit");
+    let answer = request_commit(reporter, manifest, step).await;
     if !answer.accepted {
-        step_of_trace.failed(answer.message.as_str());
+        commit_span.set_error(answer.message.as_str());
         reporter
             .log(
                 "warn",
@@ -323,29 +335,29 @@ async fn commit(
     Ok(())
 }
 
-/// Asks the coordinator to commit a checkpoint that is in storage. A refusal may be a hiccup of its storage, so it is asked again:
-/// this may be the last checkpoint that there is.
-pub(crate) async fn ask_to_commit(reporter: &Reporter, manifest: ContentHash, step: u64) -> Answer {
-    let mut wait = COMMIT_AGAIN;
+/// Asks the coordinator to commit an uploaded checkpoint. A refusal may be a temporary storage error, so the request
+/// is repeated: this may be the only checkpoint.
+pub(crate) async fn request_commit(reporter: &Reporter, manifest: ContentHash, step: u64) -> Answer {
+    let mut delay = COMMIT_RETRY_DELAY;
     loop {
         let answer = reporter.request(Request::Commit { manifest, step }).await;
-        if answer.accepted || wait > COMMIT_AGAIN * 4 {
+        if answer.accepted || delay > COMMIT_RETRY_DELAY * 4 {
             return answer;
         }
-        tokio::time::sleep(wait).await;
-        wait *= 2;
+        tokio::time::sleep(delay).await;
+        delay *= 2;
     }
 }
 
-/// The hash and the size of a file.
-pub(crate) async fn hash_of(path: &Path) -> std::io::Result<(ContentHash, u64)> {
+/// Computes the hash and the size of a file.
+pub(crate) async fn hash_file(path: &Path) -> std::io::Result<(ContentHash, u64)> {
     let path = path.to_owned();
     let hashed = tokio::task::spawn_blocking(move || ContentHash::of_reader(File::open(path)?)).await;
     hashed.map_err(std::io::Error::other)?
 }
 
-/// A file as the coordinator is told of it.
-pub(crate) fn stored(artifact: Artifact, hash: ContentHash, bytes: u64) -> Artifact {
+/// The artifact as it is announced to the coordinator after its upload.
+pub(crate) fn stored_artifact(artifact: Artifact, hash: ContentHash, bytes: u64) -> Artifact {
     Artifact {
         hash: Some(hash),
         bytes,
@@ -359,7 +371,7 @@ mod tests {
     use super::*;
     use std::sync::atomic::{AtomicU64, Ordering};
 
-    fn artifact(name: &str) -> Item {
+    fn artifact(name: &str) -> ResultItem {
         let artifact = Artifact {
             name: name.into(),
             kind: "lora".into(),
@@ -369,28 +381,28 @@ mod tests {
             index: None,
             local_path: None,
         };
-        Item::Artifact {
+        ResultItem::Artifact {
             artifact,
             pinned: PathBuf::from("/nowhere"),
         }
     }
 
-    fn checkpoint(step: u64) -> Item {
-        Item::Checkpoint {
+    fn checkpoint(step: u64) -> ResultItem {
+        ResultItem::Checkpoint {
             pinned: PathBuf::from("/nowhere"),
             step,
         }
     }
 
     #[tokio::test]
-    async fn what_is_overtaken_while_storage_is_slow_is_not_sent() {
-        let (send, mut queue) = mpsc::channel(QUEUE);
+    async fn results_superseded_while_storage_is_slow_are_not_uploaded() {
+        let (send, mut queue) = mpsc::channel(QUEUE_CAPACITY);
         let items = [
             artifact("a"),
             checkpoint(1),
             artifact("b"),
             checkpoint(2),
-            Item::Removed {
+            ResultItem::Removed {
                 name: "a".into(),
                 pinned: PathBuf::from("/nowhere"),
             },
@@ -401,46 +413,48 @@ mod tests {
         }
         drop(send);
         let (mut backlog, mut got) = (VecDeque::new(), Vec::new());
-        let overtaken = AtomicU64::new(0);
-        let over = |_: &Path| {
-            overtaken.fetch_add(1, Ordering::Relaxed);
+        let superseded = AtomicU64::new(0);
+        let settle = |_: &Path| {
+            superseded.fetch_add(1, Ordering::Relaxed);
         };
-        while let Some(item) = next(&mut queue, &mut backlog, &over).await {
+        while let Some(item) = next_item(&mut queue, &mut backlog, &settle).await {
             got.push(match item {
-                Item::Artifact { artifact, .. } => artifact.name,
-                Item::Removed { name, .. } => format!("-{name}"),
-                Item::Checkpoint { step, .. } => step.to_string(),
+                ResultItem::Artifact { artifact, .. } => artifact.name,
+                ResultItem::Removed { name, .. } => format!("-{name}"),
+                ResultItem::Checkpoint { step, .. } => step.to_string(),
             });
         }
         assert_eq!(got, ["2", "-a", "b"]);
-        assert_eq!(overtaken.into_inner(), 3);
+        assert_eq!(superseded.into_inner(), 3);
     }
 
     #[tokio::test]
-    async fn while_storage_is_full_newer_checkpoints_take_the_place_of_older_ones_and_only_the_end_waits() {
-        let (send, mut queue) = mpsc::channel(QUEUE);
+    async fn while_storage_is_full_newer_checkpoints_replace_older_ones_and_only_the_end_of_the_job_waits() {
+        let (send, mut queue) = mpsc::channel(QUEUE_CAPACITY);
         let mut backlog = VecDeque::from([checkpoint(1)]);
-        let mut retries = Retries::default();
+        let mut retry_delay = RetryDelay::default();
         let patience = Duration::from_secs(100);
-        // While the job runs there is no end to the tries, and what it makes is taken over.
+        // While the job runs, retries never end and new results are read.
         for step in 2..100 {
             send.try_send(checkpoint(step)).unwrap();
-            let wait = retries.next(false, patience).unwrap();
-            assert!(wait <= LONGEST_WAIT);
-            rest(Duration::from_millis(1), &mut queue, &mut backlog).await;
-            let Some(Item::Checkpoint { step: newest, pinned }) = next(&mut queue, &mut backlog, &|_| {}).await else {
+            let delay = retry_delay.next_delay(false, patience).unwrap();
+            assert!(delay <= MAX_RETRY_DELAY);
+            wait_and_collect(Duration::from_millis(1), &mut queue, &mut backlog).await;
+            let Some(ResultItem::Checkpoint { step: newest, pinned }) =
+                next_item(&mut queue, &mut backlog, &|_| {}).await
+            else {
                 panic!("a checkpoint waits");
             };
             assert_eq!(newest, step);
-            backlog.push_front(Item::Checkpoint { step: newest, pinned });
+            backlog.push_front(ResultItem::Checkpoint { step: newest, pinned });
         }
         assert_eq!(backlog.len(), 1);
-        assert_eq!(retries.next(true, patience), Some(LONGEST_WAIT));
+        assert_eq!(retry_delay.next_delay(true, patience), Some(MAX_RETRY_DELAY));
         assert_eq!(
-            retries.next(true, Duration::ZERO),
+            retry_delay.next_delay(true, Duration::ZERO),
             None,
             "the end has waited for long enough"
         );
-        assert!(retries.is_over() && !retries.is_over());
+        assert!(retry_delay.reset() && !retry_delay.reset());
     }
 }

@@ -17,16 +17,16 @@ pub(super) fn device() -> Device {
         name: name(),
         architecture: architecture(),
         memory_total: memory.total,
-        // The rest is for the system, for file caches, and for whoever else lives here.
+        // The rest is for the system, file caches and other programs.
         memory_budget: memory.available / 4 * 3,
         dtypes: trial::cpu_dtypes(),
-        // In tiles: the scores of all tokens with all tokens never exist at once.
+        // Attention runs in tiles: the scores of all tokens with all tokens are never in memory at once.
         attention: vec!["flash".to_owned()],
         profile: MemoryProfile::CpuOnly,
     }
 }
 
-/// `AMD EPYC 7763 (2 cores)`.
+/// The name of the CPU, such as `AMD EPYC 7763 (2 cores)`.
 pub(super) fn name() -> String {
     let system = System::new_with_specifics(RefreshKind::nothing().with_cpu(CpuRefreshKind::nothing()));
     let brand = system
@@ -42,7 +42,8 @@ pub(super) fn name() -> String {
     format!("{brand} ({cores} core{})", if cores == 1 { "" } else { "s" })
 }
 
-/// `x86_64+avx2+fma`: found at run time, because a program may run elsewhere than it was built.
+/// The architecture with its features, such as `x86_64+avx2+fma`. Detected at run time, because the program may run
+/// on another machine than the one it was built on.
 fn architecture() -> String {
     let mut text = std::env::consts::ARCH.to_owned();
     for feature in features() {

@@ -5,22 +5,22 @@ use sysinfo::{ProcessRefreshKind, ProcessesToUpdate, System};
 /// The machine's main memory, in bytes, within the limits of our control group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Memory {
-    /// All of it.
+    /// The total, in bytes.
     pub total: u64,
-    /// What can be had without swapping.
+    /// Bytes that are available without swapping.
     pub available: u64,
 }
 
-/// How much main memory there is now.
+/// Measures the main memory, within the limits of our control group.
 #[must_use]
 pub fn memory() -> Memory {
-    // Only fails on a system that sysinfo does not know: nothing is known there, so nothing is offered.
+    // This fails only on a system that sysinfo does not support; such a machine offers no memory.
     let Ok(mut system) = System::new() else {
         return Memory { total: 0, available: 0 };
     };
     system.refresh_memory();
     let (total, available) = (system.total_memory(), system.available_memory());
-    match group(&mut system) {
+    match control_group_limits(&mut system) {
         Some(group) => Memory {
             total: total.min(group.total),
             available: available.min(group.available),
@@ -29,9 +29,9 @@ pub fn memory() -> Memory {
     }
 }
 
-/// What the control groups of this process (a container's, a systemd unit's `MemoryMax`) leave to it, if they limit it. The
-/// page cache of the files that were read counts as theirs, too, but makes room when it has to.
-fn group(system: &mut System) -> Option<Memory> {
+/// The limits of this process's control group (a container's, a systemd unit's `MemoryMax`), if there are any. The
+/// page cache of files that it read counts as used there, but is freed when memory is needed.
+fn control_group_limits(system: &mut System) -> Option<Memory> {
     let own = sysinfo::get_current_pid().ok()?;
     let nothing_else = ProcessRefreshKind::nothing();
     system.refresh_processes_specifics(ProcessesToUpdate::Some(&[own]), false, nothing_else);
@@ -53,7 +53,7 @@ mod tests {
     const LIMIT: u64 = 300 << 20;
     const INSIDE: &str = "AITK_TEST_IN_A_CONTROL_GROUP";
 
-    /// A control group that may use [`LIMIT`], below the one of this process.
+    /// A control group with a limit of [`LIMIT`] bytes, below the one of this process.
     struct Group(PathBuf);
 
     impl Group {
@@ -80,20 +80,23 @@ mod tests {
     }
 
     #[test]
-    fn a_control_group_limits_what_is_offered() {
+    fn a_control_group_limits_the_offered_memory() {
         if std::env::var_os(INSIDE).is_some() {
             let memory = super::memory();
             assert!(memory.total <= LIMIT && memory.available < LIMIT, "{memory:?}");
-            assert!(memory.available > LIMIT / 2, "the page cache is no loss: {memory:?}");
+            assert!(
+                memory.available > LIMIT / 2,
+                "the page cache counts as available: {memory:?}"
+            );
             return;
         }
         let Some(group) = Group::new() else {
             return println!("skipped: this machine grants no control group with a limit");
         };
-        // This test again, inside. A file in the page cache counts as the group's.
+        // Run this test again inside the group. A file in the page cache counts as the group's memory.
         let program = std::env::current_exe().unwrap();
         let run = format!(
-            "echo $$ > {0}/cgroup.procs && cat {1} > /dev/null && exec {1} --exact probe::memory::tests::a_control_group_limits_what_is_offered",
+            "echo $$ > {0}/cgroup.procs && cat {1} > /dev/null && exec {1} --exact probe::memory::tests::a_control_group_limits_the_offered_memory",
             group.0.display(),
             program.display()
         );

@@ -1,25 +1,25 @@
-//! What the process of an attempt may reach.
+//! The files and devices that the process of an attempt may use.
 
 use crate::runner::CUDA_CACHE;
 use aitk_common::attempt::AttemptSpec;
 use aitk_common::capability::DeviceKind;
 use std::path::{Path, PathBuf};
 
-/// What an attempt may reach.
+/// The files and devices that an attempt may use.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Rules {
-    /// Files and folders that it reads.
+pub(crate) struct SandboxRules {
+    /// Files and folders that it may read.
     pub(crate) read: Vec<PathBuf>,
-    /// Folders in which it reads, makes and removes files.
+    /// Folders in which it may read, create and remove files.
     pub(crate) write: Vec<PathBuf>,
-    /// What it computes on: drivers need files of their own.
+    /// The device that it computes on: drivers need files of their own.
     pub(crate) device: DeviceKind,
 }
 
-impl Rules {
-    /// The rules of an attempt that is not local; none for a local one, which works in its user's own folders. They follow
-    /// from what the daemon staged, and never from the job.
-    pub(crate) fn of(spec: &AttemptSpec, temp_dir: &Path) -> Option<Self> {
+impl SandboxRules {
+    /// Derives the rules for an attempt from what the daemon staged, never from the job. `None` for a local attempt,
+    /// which works in its user's folders.
+    pub(crate) fn for_attempt(spec: &AttemptSpec, temp_dir: &Path) -> Option<Self> {
         let output = spec.output_root.clone()?;
         let read = spec.inputs.values().chain(&spec.resume_from).cloned();
         let mut write = vec![output, temp_dir.to_owned()];

@@ -1,39 +1,39 @@
-//! The HTTP client for Hugging Face, and what can go wrong with a model.
+//! The HTTP client for Hugging Face, and the errors of fetching a model.
 
 use aitk_common::fsutil::FsError;
 use reqwest::{Client, StatusCode};
 use std::sync::OnceLock;
 
-/// Who may have a model that is not public.
-const PRIVATE: &str = "A private or gated model takes HF_TOKEN where it is fetched; a worker uses its own for jobs that run in place \
+/// The hint for models that are not public.
+const PRIVATE_MODEL_HINT: &str = "A private or gated model takes HF_TOKEN where it is fetched; a worker uses its own for jobs that run in place \
                        (`aitk run`), and for other jobs only where its owner lists the repository (--hub-allow, \
                        AITK_HUB_ALLOW), or with a token of the job's user that the worker keeps (`cluster.hub_token`). You can \
                        also download the model and give its folder";
 
-/// A model that could not be fetched.
+/// Why a model could not be fetched.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum HubError {
-    /// There is no such repository, or it is private.
-    #[error("{repo} was not found at {endpoint}; check the name. {PRIVATE}")]
+    /// The repository does not exist, or is private.
+    #[error("{repo} was not found at {endpoint}; check the name. {PRIVATE_MODEL_HINT}")]
     NotFound { repo: String, endpoint: String },
-    /// It wants a token, or an accepted licence.
-    #[error("{endpoint} does not let us read {repo}: accept its licence there. {PRIVATE}")]
+    /// The repository needs a token, or an accepted licence.
+    #[error("{endpoint} does not let us read {repo}: accept its licence there. {PRIVATE_MODEL_HINT}")]
     Denied { repo: String, endpoint: String },
-    /// It is no diffusers folder.
-    #[error("{repo} is no model in diffusers layout with safetensors: {problem}")]
+    /// The repository is not a diffusers folder.
+    #[error("{repo} is not a model in diffusers layout with safetensors: {problem}")]
     Layout { repo: String, problem: String },
-    /// The hub cannot be reached, or breaks off, again and again.
+    /// The hub cannot be reached, or downloads fail repeatedly.
     #[error("could not fetch {what}: {problem}; check the network of the machine, or HF_ENDPOINT")]
     Unavailable { what: String, problem: String },
-    /// The bytes are not those that the hub announced.
+    /// The bytes differ from what the hub announced.
     #[error("{file} arrived damaged: {problem}; it was removed")]
     Damaged { file: String, problem: String },
-    /// The disk.
+    /// A file cannot be read or written.
     #[error(transparent)]
     Files(#[from] FsError),
 }
 
-/// A repository at a commit, and what opens it.
+/// A repository at a commit, and the token for it.
 pub(super) struct Source<'a> {
     pub(super) repo: &'a str,
     pub(super) revision: &'a str,
@@ -65,7 +65,7 @@ impl HubClient {
             return Ok(client);
         }
         let built = aitk_common::hub::client(&self.endpoint);
-        let client = built.map_err(|error| self.unavailable(&self.endpoint, &error))?;
+        let client = built.map_err(|error| self.connection_error(&self.endpoint, &error))?;
         Ok(self.client.get_or_init(|| client))
     }
 
@@ -77,7 +77,7 @@ impl HubClient {
         })
     }
 
-    pub(super) fn unavailable(&self, what: &str, error: &reqwest::Error) -> HubError {
+    pub(super) fn connection_error(&self, what: &str, error: &reqwest::Error) -> HubError {
         let mut cause: &dyn std::error::Error = error;
         while let Some(inner) = cause.source() {
             cause = inner;
@@ -88,8 +88,8 @@ impl HubClient {
         }
     }
 
-    /// What an answer without content means.
-    pub(super) fn status(&self, repo: &str, what: &str, status: StatusCode) -> HubError {
+    /// The error for an HTTP status.
+    pub(super) fn status_error(&self, repo: &str, what: &str, status: StatusCode) -> HubError {
         let (repo, endpoint) = (repo.to_owned(), self.endpoint.clone());
         match status {
             StatusCode::NOT_FOUND => HubError::NotFound { repo, endpoint },
