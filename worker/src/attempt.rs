@@ -198,7 +198,7 @@ async fn execute(
         let mut steps = ReportedSteps::default();
         let on_checkpoint = |step: u64, pinned: &Path| {
             context.uncommitted.add_pending(reporter.held(), step, pinned);
-            // A refused worker stops after this checkpoint: it is kept and offered when the worker is let in again.
+            // A refused worker stops after this checkpoint: it is kept and offered when the worker is accepted again.
             if context.refusal.borrow().is_some() {
                 stopped_by_refusal.store(true, Ordering::Relaxed);
                 to_child.send_if_modified(|now| {

@@ -160,9 +160,9 @@ fn predicted_need(spec: &AttemptSpec) -> Option<MemoryNeed> {
 fn model_path(spec: &AttemptSpec) -> Option<PathBuf> {
     let named = spec.job.pointer("/process/0/kind")?.as_object()?.values().next()?;
     let model = named.pointer("/model/name_or_path")?.as_str()?;
-    let here = spec.inputs.get(model).cloned();
+    let staged_path = spec.inputs.get(model).cloned();
     // Only a job that runs in place may use other paths.
-    here.or_else(|| spec.output_root.is_none().then(|| at_home(model)))
+    staged_path.or_else(|| spec.output_root.is_none().then(|| at_home(model)))
 }
 
 /// `cluster.memory_budget`, in bytes.

@@ -178,9 +178,14 @@ impl Outbox {
 }
 
 impl AttemptQueue {
-    fn remove(&mut self, gone: impl Fn(&Message) -> bool) {
-        let sent = self.entries.iter().take(self.sent).filter(|body| !gone(body)).count();
-        self.entries.retain(|body| !gone(body));
+    fn remove(&mut self, is_removed: impl Fn(&Message) -> bool) {
+        let sent = self
+            .entries
+            .iter()
+            .take(self.sent)
+            .filter(|body| !is_removed(body))
+            .count();
+        self.entries.retain(|body| !is_removed(body));
         self.sent = sent;
     }
 
@@ -240,7 +245,7 @@ impl AttemptQueue {
     /// Removes every second metrics report, so that the curve keeps its shape.
     fn drop_every_second_metric(&mut self) {
         let odd = std::cell::Cell::new(false);
-        let mut gone = Vec::new();
+        let mut removed = Vec::new();
         for body in &self.entries {
             if let Message::Event {
                 seq,
@@ -250,11 +255,11 @@ impl AttemptQueue {
             {
                 odd.set(!odd.get());
                 if odd.get() {
-                    gone.push(*seq);
+                    removed.push(*seq);
                 }
             }
         }
-        self.remove(|body| matches!(body, Message::Event { seq, .. } if gone.binary_search(seq).is_ok()));
+        self.remove(|body| matches!(body, Message::Event { seq, .. } if removed.binary_search(seq).is_ok()));
     }
 
     /// Replaces the two oldest log lines by one that says how many are missing.
@@ -404,7 +409,7 @@ mod tests {
     /// A model of the coordinator, as the protocol describes it.
     #[derive(Default)]
     struct Coordinator {
-        seen: u64,
+        last_seq: u64,
         logs: Vec<String>,
         progress: u64,
         removed: Vec<String>,
@@ -413,8 +418,8 @@ mod tests {
     impl Coordinator {
         fn receive(&mut self, message: ToCoordinator, outbox: &mut Outbox) {
             match message {
-                ToCoordinator::Event { seq, report, .. } if seq > self.seen => {
-                    self.seen = seq;
+                ToCoordinator::Event { seq, report, .. } if seq > self.last_seq => {
+                    self.last_seq = seq;
                     match report {
                         Report::Log { message, .. } => self.logs.push(message),
                         Report::Progress(progress) => self.progress = progress.done,
@@ -453,14 +458,14 @@ mod tests {
                     Step::Deliver(count) => for _ in 0..count {
                         if let Some(message) = wire.pop_front() { coordinator.receive(message, &mut outbox); }
                     },
-                    Step::Heartbeat => outbox.acknowledge(&id, coordinator.seen),
+                    Step::Heartbeat => outbox.acknowledge(&id, coordinator.last_seq),
                     Step::Break => { wire.clear(); outbox.resend(); }
                 }
             }
             wire.clear();
             outbox.resend();
             for message in send_all(&mut outbox) { coordinator.receive(message, &mut outbox); }
-            outbox.acknowledge(&id, coordinator.seen);
+            outbox.acknowledge(&id, coordinator.last_seq);
             outbox.resend();
             prop_assert!(!outbox.has_unsent());
             prop_assert_eq!(coordinator.logs, logs);

@@ -52,11 +52,11 @@ impl ResendError {
 /// retries until there is room or the coordinator no longer waits; then the next session offers the checkpoint again.
 pub(crate) async fn send_checkpoint(context: &Context, reporter: &Reporter, checkpoint: &OfferedCheckpoint) {
     let (attempt, step) = (&checkpoint.held.attempt, checkpoint.step);
-    let (mut wait, started_at) = (FIRST_RETRY_DELAY, Instant::now());
+    let (mut delay, started_at) = (FIRST_RETRY_DELAY, Instant::now());
     while let Err(error) = try_send(context, reporter, checkpoint).await {
         match error {
             ResendError::Retry(problem) if started_at.elapsed() < RETRY_TIMEOUT => {
-                tracing::warn!(%attempt, step, problem, again_in = ?wait, "a kept checkpoint could not be sent");
+                tracing::warn!(%attempt, step, problem, again_in = ?delay, "a kept checkpoint could not be sent");
             }
             ResendError::Retry(problem) | ResendError::NextSession(problem) => {
                 tracing::warn!(%attempt, step, problem, "a kept checkpoint could not be sent; it is offered again in the \
@@ -69,8 +69,8 @@ pub(crate) async fn send_checkpoint(context: &Context, reporter: &Reporter, chec
                 return;
             }
         }
-        tokio::time::sleep(wait).await;
-        wait = (wait * 2).min(FIRST_RETRY_DELAY * 12);
+        tokio::time::sleep(delay).await;
+        delay = (delay * 2).min(FIRST_RETRY_DELAY * 12);
     }
 }
 

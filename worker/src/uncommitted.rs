@@ -88,9 +88,9 @@ impl UncommittedCheckpoints {
         // Remove folders whose move an earlier daemon began and that have no checkpoint.
         let state = store.state();
         for attempt_folder in unfinished {
-            let has = |attempt: &AttemptId| store.attempt_folder(attempt) == attempt_folder;
-            let waits = |folder: &PathBuf| folder.file_name() == attempt_folder.file_name();
-            if !state.stored.keys().any(has) && !unmoved.iter().any(waits) {
+            let is_stored = |attempt: &AttemptId| store.attempt_folder(attempt) == attempt_folder;
+            let is_unmoved = |folder: &PathBuf| folder.file_name() == attempt_folder.file_name();
+            if !state.stored.keys().any(is_stored) && !unmoved.iter().any(is_unmoved) {
                 remove(&attempt_folder);
             }
         }
@@ -383,8 +383,8 @@ mod tests {
             let folder = tempfile::tempdir().unwrap();
             let (attempts, stored_folder) = (folder.path().join("attempts"), folder.path().join("kept"));
             let from = orphaned_attempt(&attempts, "a-1");
-            let own = stored_folder.join("a-1");
-            fs::create_dir_all(own.join(ANNOUNCEMENTS_FOLDER)).unwrap();
+            let attempt_folder = stored_folder.join("a-1");
+            fs::create_dir_all(attempt_folder.join(ANNOUNCEMENTS_FOLDER)).unwrap();
             // The steps that a daemon had completed when it was killed.
             if cut >= 1 {
                 let record = CheckpointRecord {
@@ -392,13 +392,17 @@ mod tests {
                     step: 4,
                     bytes: 9,
                 };
-                fs::write(own.join(RECORD_FILE), serde_json::to_vec(&record).unwrap()).unwrap();
+                fs::write(attempt_folder.join(RECORD_FILE), serde_json::to_vec(&record).unwrap()).unwrap();
             }
             if cut >= 2 {
-                fs::rename(from.join("pins/1.json"), own.join(ANNOUNCEMENTS_FOLDER).join("1.json")).unwrap();
+                fs::rename(
+                    from.join("pins/1.json"),
+                    attempt_folder.join(ANNOUNCEMENTS_FOLDER).join("1.json"),
+                )
+                .unwrap();
             }
             if cut >= 3 {
-                fs::rename(from.join("pins/2"), own.join(CHECKPOINT_FOLDER)).unwrap();
+                fs::rename(from.join("pins/2"), attempt_folder.join(CHECKPOINT_FOLDER)).unwrap();
             }
             let (store, unmoved) = UncommittedCheckpoints::open(stored_folder.clone(), &attempts).unwrap();
             assert!(unmoved.is_empty(), "{cut}");

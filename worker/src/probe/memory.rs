@@ -32,11 +32,11 @@ pub fn memory() -> Memory {
 /// The limits of this process's control group (a container's, a systemd unit's `MemoryMax`), if there are any. The
 /// page cache of files that it read counts as used there, but is freed when memory is needed.
 fn control_group_limits(system: &mut System) -> Option<Memory> {
-    let own = sysinfo::get_current_pid().ok()?;
+    let own_pid = sysinfo::get_current_pid().ok()?;
     let nothing_else = ProcessRefreshKind::nothing();
-    system.refresh_processes_specifics(ProcessesToUpdate::Some(&[own]), false, nothing_else);
+    system.refresh_processes_specifics(ProcessesToUpdate::Some(&[own_pid]), false, nothing_else);
     let limits = system
-        .process(own)?
+        .process(own_pid)?
         .cgroup_limits()
         .filter(|limits| limits.total_memory > 0)?;
     Some(Memory {
@@ -58,9 +58,13 @@ mod tests {
 
     impl Group {
         fn new() -> Option<Self> {
-            let own = std::fs::read_to_string("/proc/self/cgroup").ok()?;
+            let own_groups = std::fs::read_to_string("/proc/self/cgroup").ok()?;
             // `4:memory:/path` of the first version, `0::/path` of the second.
-            let path = |mark: &str| own.lines().find_map(|line| Some(line.split_once(mark)?.1.to_owned()));
+            let path = |mark: &str| {
+                own_groups
+                    .lines()
+                    .find_map(|line| Some(line.split_once(mark)?.1.to_owned()))
+            };
             let name = format!("aitk-test-{}", std::process::id());
             let (root, path, limit) = match path(":memory:/") {
                 Some(path) => ("/sys/fs/cgroup/memory", path, "memory.limit_in_bytes"),

@@ -89,10 +89,10 @@ pub enum ChoiceError {
     #[error("cannot read the device {0:?}: expected auto, cpu, cuda:N or metal:N, several with commas between them")]
     Unreadable(String),
     /// A selected device does not exist.
-    #[error("this machine has no device {wanted} (it has: {found})")]
+    #[error("this machine has no device {requested} (it has: {found})")]
     Missing {
         /// The selected device.
-        wanted: String,
+        requested: String,
         /// The devices of this machine.
         found: String,
     },
@@ -143,18 +143,18 @@ pub fn choose(found: Vec<Device>, choice: &Choice) -> Result<Vec<Device>, Choice
                 .collect();
             Ok(if gpus.is_empty() { found } else { gpus })
         }
-        Choice::These(wanted) => {
+        Choice::These(requested) => {
             let mut chosen: Vec<Device> = Vec::new();
-            for wanted in wanted {
+            for requested in requested {
                 let device =
                     found
                         .iter()
-                        .find(|device| device.device == *wanted)
+                        .find(|device| device.device == *requested)
                         .ok_or_else(|| ChoiceError::Missing {
-                            wanted: label(*wanted),
+                            requested: label(*requested),
                             found: names(&found),
                         })?;
-                if !chosen.iter().any(|known| known.device == *wanted) {
+                if !chosen.iter().any(|known| known.device == *requested) {
                     chosen.push(device.clone());
                 }
             }

@@ -56,8 +56,9 @@ impl ControlGroups {
     /// # Errors
     /// The reason why not.
     pub fn detect(memory: u64) -> Result<Self, String> {
-        let own = fs::read_to_string("/proc/self/cgroup").map_err(|error| format!("no control groups: {error}"))?;
-        let found = Self::detect_in(Path::new(ROOT), &own, memory)?;
+        let own_group =
+            fs::read_to_string("/proc/self/cgroup").map_err(|error| format!("no control groups: {error}"))?;
+        let found = Self::detect_in(Path::new(ROOT), &own_group, memory)?;
         found.sweep();
         // Create a group to be sure; file modes alone do not tell.
         let trial = found.create(&format!("{PREFIX}{}", std::process::id()));
@@ -67,8 +68,12 @@ impl ControlGroups {
         Ok(found)
     }
 
-    fn detect_in(root: &Path, own: &str, memory: u64) -> Result<Self, String> {
-        let path = |marker: &str| own.lines().find_map(|line| Some(line.split_once(marker)?.1.to_owned()));
+    fn detect_in(root: &Path, own_group: &str, memory: u64) -> Result<Self, String> {
+        let path = |marker: &str| {
+            own_group
+                .lines()
+                .find_map(|line| Some(line.split_once(marker)?.1.to_owned()))
+        };
         let v1: Vec<Parent> = [
             ("memory", "memory.limit_in_bytes", memory),
             ("pids", "pids.max", MAX_THREADS),
@@ -89,8 +94,8 @@ impl ControlGroups {
                 memory,
             });
         }
-        let own = root.join(path("0::/").ok_or("this system has no control groups")?);
-        let folder = enable_controllers(root, &own)?;
+        let own_group = root.join(path("0::/").ok_or("this system has no control groups")?);
+        let folder = enable_controllers(root, &own_group)?;
         Ok(Self {
             parents: vec![Parent {
                 folder,
@@ -148,14 +153,14 @@ impl ControlGroups {
 }
 
 /// Enables limits for subgroups. Returns the folder in which they are created.
-fn enable_controllers(root: &Path, own: &Path) -> Result<PathBuf, String> {
+fn enable_controllers(root: &Path, own_group: &Path) -> Result<PathBuf, String> {
     let failed =
         |what: &Path, error: io::Error| format!("{}: {error} (a systemd unit needs Delegate=yes)", what.display());
     let read = |path: PathBuf| fs::read_to_string(&path).map_err(|error| failed(&path, error));
     // After a restart in place the process is already in that group.
-    let base = match own.file_name() {
-        Some(name) if name == DAEMON_GROUP => own.parent().unwrap_or(own),
-        _ => own,
+    let base = match own_group.file_name() {
+        Some(name) if name == DAEMON_GROUP => own_group.parent().unwrap_or(own_group),
+        _ => own_group,
     };
     let has_both = |text: &str| {
         ["memory", "pids"]
@@ -170,10 +175,10 @@ fn enable_controllers(root: &Path, own: &Path) -> Result<PathBuf, String> {
     }
     let control = base.join("cgroup.subtree_control");
     if !has_both(&read(control.clone())?) {
-        if base != root && base == own {
-            let others = read(base.join("cgroup.procs"))?;
-            let own = std::process::id().to_string();
-            if others.lines().any(|pid| pid != own) {
+        if base != root && base == own_group {
+            let pids = read(base.join("cgroup.procs"))?;
+            let own_pid = std::process::id().to_string();
+            if pids.lines().any(|pid| pid != own_pid) {
                 return Err(format!(
                     "{} contains other processes; start the worker as a service",
                     base.display()
@@ -185,7 +190,7 @@ fn enable_controllers(root: &Path, own: &Path) -> Result<PathBuf, String> {
                 _ => {}
             }
             let procs = daemon.join("cgroup.procs");
-            fs::write(&procs, own).map_err(|error| failed(&procs, error))?;
+            fs::write(&procs, own_pid).map_err(|error| failed(&procs, error))?;
         }
         fs::write(&control, "+memory +pids").map_err(|error| failed(&control, error))?;
     }
@@ -193,8 +198,8 @@ fn enable_controllers(root: &Path, own: &Path) -> Result<PathBuf, String> {
     if let Ok(limit) = fs::read_to_string(base.join("memory.max"))
         && base.join(DAEMON_GROUP).is_dir()
     {
-        let own = base.join(DAEMON_GROUP).join("memory.max");
-        fs::write(&own, limit.trim()).map_err(|error| failed(&own, error))?;
+        let own_group = base.join(DAEMON_GROUP).join("memory.max");
+        fs::write(&own_group, limit.trim()).map_err(|error| failed(&own_group, error))?;
     }
     Ok(base.to_owned())
 }
@@ -233,9 +238,11 @@ mod tests {
         let mut child = Command::new("sleep").arg("60").stdin(Stdio::null()).spawn().unwrap();
         let pid = i32::try_from(child.id()).unwrap();
         let group = groups.add_process(pid).unwrap();
-        let own = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap();
-        let lines = own.lines().filter(|line| line.ends_with(&format!("/{PREFIX}{pid}")));
-        assert_eq!(lines.count(), groups.parents.len(), "{own}");
+        let own_group = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap();
+        let lines = own_group
+            .lines()
+            .filter(|line| line.ends_with(&format!("/{PREFIX}{pid}")));
+        assert_eq!(lines.count(), groups.parents.len(), "{own_group}");
         for (folder, parent) in group.folders.iter().zip(&groups.parents) {
             for (file, limit) in &parent.limits {
                 let set = fs::read_to_string(folder.join(file)).unwrap();
@@ -258,8 +265,8 @@ mod tests {
         write(unit.join("cgroup.subtree_control"), "\n");
         write(unit.join("memory.max"), "8589934592\n");
         write(unit.join("cgroup.procs"), &format!("{}\n", std::process::id()));
-        let own = "0::/system.slice/aitk-worker.service\n";
-        let groups = ControlGroups::detect_in(root.path(), own, 5 << 30).unwrap();
+        let own_group = "0::/system.slice/aitk-worker.service\n";
+        let groups = ControlGroups::detect_in(root.path(), own_group, 5 << 30).unwrap();
         assert_eq!((groups.version, &groups.parents[0].folder), (2, &unit));
         assert_eq!(
             fs::read_to_string(unit.join("worker/cgroup.procs")).unwrap(),
@@ -275,9 +282,9 @@ mod tests {
         );
         assert!(groups.describe().contains("v2: 5.0 GiB"), "{}", groups.describe());
         // After a restart in place, it is already in its own group.
-        let again =
+        let after_restart =
             ControlGroups::detect_in(root.path(), "0::/system.slice/aitk-worker.service/worker\n", 5 << 30).unwrap();
-        assert_eq!(again, groups);
+        assert_eq!(after_restart, groups);
 
         let shell = root.path().join("session.scope");
         write(shell.join("cgroup.controllers"), "memory pids\n");

@@ -51,9 +51,9 @@ impl MemoryWatch {
 
 /// Counts out-of-memory kills of our control groups, if there are any, and of the machine.
 fn out_of_memory_kills() -> u64 {
-    let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let own_groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let of_group = |marker: &str, root: &str, file: &str| {
-        let path = own.lines().find_map(|line| Some(line.split_once(marker)?.1))?;
+        let path = own_groups.lines().find_map(|line| Some(line.split_once(marker)?.1))?;
         Some(PathBuf::from(root).join(path).join(file))
     };
     let counters = [

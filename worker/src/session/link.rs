@@ -140,8 +140,8 @@ pub(crate) async fn keep_connected(target: ConnectionTarget, events: mpsc::Sende
     } else {
         MAX_DELAY
     };
-    let mut wait = FIRST_DELAY;
-    let mut refused_wait = FIRST_REFUSED_DELAY;
+    let mut delay = FIRST_DELAY;
+    let mut refused_delay = FIRST_REFUSED_DELAY;
     let mut at = 0;
     loop {
         let started_at = Instant::now();
@@ -152,31 +152,31 @@ pub(crate) async fn keep_connected(target: ConnectionTarget, events: mpsc::Sende
                     return;
                 }
                 tokio::select! {
-                    () = sleep(with_jitter(refused_wait)) => {}
+                    () = sleep(with_jitter(refused_delay)) => {}
                     () = events.closed() => return,
                 }
-                refused_wait = (refused_wait * 2).min(MAX_REFUSED_DELAY);
+                refused_delay = (refused_delay * 2).min(MAX_REFUSED_DELAY);
                 at += 1;
                 continue;
             }
             Err(ConnectionError::Retry(problem)) => problem,
         };
-        refused_wait = FIRST_REFUSED_DELAY;
+        refused_delay = FIRST_REFUSED_DELAY;
         if events.send(LinkEvent::Down { problem }).await.is_err() {
             return;
         }
         if started_at.elapsed() >= STABLE_AFTER {
-            wait = FIRST_DELAY;
+            delay = FIRST_DELAY;
         }
         at += 1;
         // Try the next one at once, until all were tried.
         let round = at.is_multiple_of(servers.len());
         tokio::select! {
-            () = sleep(with_jitter(if round { wait } else { FIRST_DELAY })) => {}
+            () = sleep(with_jitter(if round { delay } else { FIRST_DELAY })) => {}
             () = events.closed() => return,
         }
         if round {
-            wait = (wait * 2).min(longest);
+            delay = (delay * 2).min(longest);
         }
     }
 }
@@ -225,7 +225,7 @@ async fn run_connection(
     let mut next = first;
     // Outgoing messages wait here for capacity, so that a slow network does not stop us from receiving.
     let mut waiting: Option<v1::WorkerMessage> = None;
-    'talk: loop {
+    'session: loop {
         let Some(message) = next.take() else {
             return Err(ConnectionError::Retry(
                 "the coordinator closed the connection".to_owned(),
@@ -254,7 +254,7 @@ async fn run_connection(
                 },
                 message = messages.recv(), if waiting.is_none() => match message {
                     Some(message) => waiting = Some(message.into()),
-                    None => break 'talk,
+                    None => break 'session,
                 },
                 () = wait_for_newer(membership.as_mut()) => {
                     return Err(ConnectionError::Retry("the certificate was renewed; connecting again with the new one".to_owned()));
@@ -270,11 +270,11 @@ async fn run_connection(
     Ok(())
 }
 
-/// A random delay between half of `wait` and `wait`, so that the workers of a pool do not reconnect at the same
+/// A random delay between half of `delay` and `delay`, so that the workers of a pool do not reconnect at the same
 /// moment.
-fn with_jitter(wait: Duration) -> Duration {
+fn with_jitter(delay: Duration) -> Duration {
     let random = std::collections::hash_map::RandomState::new().build_hasher().finish() % 1000;
-    wait.mul_f64(0.5 + random as f64 / 2000.0)
+    delay.mul_f64(0.5 + random as f64 / 2000.0)
 }
 
 #[cfg(test)]
@@ -284,8 +284,8 @@ mod tests {
     #[test]
     fn jitter_stays_within_its_bounds() {
         for _ in 0..100 {
-            let wait = with_jitter(MAX_DELAY);
-            assert!(wait >= MAX_DELAY / 2 && wait <= MAX_DELAY, "{wait:?}");
+            let delay = with_jitter(MAX_DELAY);
+            assert!(delay >= MAX_DELAY / 2 && delay <= MAX_DELAY, "{delay:?}");
         }
     }
 

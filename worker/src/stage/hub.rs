@@ -317,8 +317,9 @@ impl Hub {
 fn newest_version(folder: &Path, repo: &str) -> Option<PathBuf> {
     let prefix = format!("{}@", folder_name(repo));
     let entries = std::fs::read_dir(folder).ok()?.flatten();
-    let ours = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(&prefix));
-    ours.max_by_key(|entry| entry.metadata().and_then(|data| data.modified()).ok())
+    let versions = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(&prefix));
+    versions
+        .max_by_key(|entry| entry.metadata().and_then(|data| data.modified()).ok())
         .map(|entry| entry.path())
 }
 

@@ -14,11 +14,11 @@ fn status<'a>(text: &'a str, name: &str) -> Option<&'a str> {
 
 /// Soft and hard limit of a line of `/proc/PID/limits`.
 fn limit<'a>(text: &'a str, name: &str) -> Option<(&'a str, &'a str)> {
-    let mut words = text
+    let mut fields = text
         .lines()
         .find_map(|line| line.strip_prefix(name))?
         .split_whitespace();
-    Some((words.next()?, words.next()?))
+    Some((fields.next()?, fields.next()?))
 }
 
 fn open_files(process: &Path) -> BTreeSet<String> {

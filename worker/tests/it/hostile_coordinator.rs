@@ -206,12 +206,12 @@ async fn a_hostile_job_is_refused_by_the_worker_before_its_child_starts() {
         assert!(!message.contains("the secret"), "{message}");
         assert!(!marker.exists(), "{job}");
     }
-    let left: Vec<_> = std::fs::read_dir(&canary)
+    let remaining: Vec<_> = std::fs::read_dir(&canary)
         .unwrap()
         .flatten()
         .map(|entry| entry.file_name())
         .collect();
-    assert_eq!(left, ["secret.txt"]);
+    assert_eq!(remaining, ["secret.txt"]);
 
     // A child that runs creates the marker.
     let in_place = JOB.replace(r#""model"}"#, &format!("{}}}", json!(canary.display().to_string())));

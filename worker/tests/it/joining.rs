@@ -104,7 +104,7 @@ async fn a_machine_that_joined_needs_no_options() {
         .arg(&data)
         .spawn()
         .unwrap();
-    let seen = async {
+    let registered = async {
         loop {
             let request = v1::ListWorkersRequest::default();
             let workers = cluster
@@ -125,7 +125,7 @@ async fn a_machine_that_joined_needs_no_options() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
-    let seen = tokio::time::timeout(TIMEOUT, seen).await;
+    let registered = tokio::time::timeout(TIMEOUT, registered).await;
     // After the revocation the daemon ends with a message.
     cluster.revoke("basement").await;
     let mut code = None;
@@ -138,7 +138,7 @@ async fn a_machine_that_joined_needs_no_options() {
     }
     let _ = daemon.kill();
     let stderr = text(&daemon.wait_with_output().unwrap().stderr);
-    assert!(seen.is_ok(), "{stderr}");
+    assert!(registered.is_ok(), "{stderr}");
     assert_eq!(code.and_then(|code| code.code()), Some(4), "{stderr}");
     assert!(stderr.contains("revoked"), "{stderr}");
 
@@ -261,8 +261,8 @@ async fn a_worker_with_an_expired_certificate_asks_to_join_again() {
         "{refused}"
     );
     // It may join again, with its old name and id.
-    let again = join(cluster.options(&cluster.token("box").await)).await.unwrap();
-    assert_eq!(again.worker, joined.worker);
+    let rejoined = join(cluster.options(&cluster.token("box").await)).await.unwrap();
+    assert_eq!(rejoined.worker, joined.worker);
     // The identity also holds the id, if the file with the id is lost.
     std::fs::remove_file(cluster.path("w").join("worker_id")).unwrap();
     cluster.revoke("box").await;

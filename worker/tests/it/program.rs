@@ -49,15 +49,15 @@ pub(crate) fn text(bytes: &[u8]) -> String {
 async fn probe_lists_the_devices() {
     let output = run(program().args(["probe", "--json"])).await;
     assert!(output.status.success(), "{}", text(&output.stderr));
-    let found: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
-    assert_eq!(found["schema_version"], 1);
-    let devices = found["devices"].as_array().unwrap();
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["schema_version"], 1);
+    let devices = report["devices"].as_array().unwrap();
     assert_eq!(devices.last().unwrap()["device"]["kind"], "cpu");
     let output = run(program().arg("probe")).await;
-    let shown = text(&output.stdout);
+    let probe_output = text(&output.stdout);
     assert!(
-        shown.contains("GiB for a task") && shown.lines().all(|line| line.chars().count() <= 80),
-        "{shown}"
+        probe_output.contains("GiB for a task") && probe_output.lines().all(|line| line.chars().count() <= 80),
+        "{probe_output}"
     );
 }
 
@@ -111,7 +111,7 @@ async fn sigterm_shuts_down_cleanly() {
         .arg(cluster.path("w"))
         .spawn()
         .unwrap();
-    let seen = async {
+    let registered = async {
         loop {
             let request = aitk_proto::v1::ListWorkersRequest::default();
             let workers = cluster
@@ -132,7 +132,7 @@ async fn sigterm_shuts_down_cleanly() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
-    let seen = tokio::time::timeout(support::TIMEOUT, seen).await;
+    let registered = tokio::time::timeout(support::TIMEOUT, registered).await;
     let pid = nix::unistd::Pid::from_raw(i32::try_from(daemon.id()).unwrap());
     nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM).unwrap();
     let until = Instant::now() + support::TIMEOUT;
@@ -146,7 +146,7 @@ async fn sigterm_shuts_down_cleanly() {
         tokio::time::sleep(Duration::from_millis(10)).await;
     };
     let stderr = text(&daemon.wait_with_output().unwrap().stderr);
-    assert!(seen.is_ok(), "the worker did not register: {stderr}");
+    assert!(registered.is_ok(), "the worker did not register: {stderr}");
     assert_eq!(status.code(), Some(0), "{stderr}");
 }
 

@@ -103,7 +103,7 @@ impl AttemptFolder {
     }
 
     /// All files outside of the attempt's own folders, with their content.
-    fn others(&self) -> BTreeMap<PathBuf, Vec<u8>> {
+    fn other_files(&self) -> BTreeMap<PathBuf, Vec<u8>> {
         let mut all = BTreeMap::new();
         for part in ["cache/base", "cache/dataset", "others"] {
             read_files(&self.at(part), &mut all);
@@ -167,7 +167,7 @@ fn generation(prompts: &str) -> String {
 #[tokio::test(flavor = "multi_thread")]
 async fn training_and_generation_work_in_the_sandbox_and_do_not_change_their_inputs() {
     let attempt_folder = AttemptFolder::new();
-    let before = attempt_folder.others();
+    let before = attempt_folder.other_files();
     for config in [training("zorb", "my/data"), generation("[a zorb]")] {
         let (outcome, events) = attempt_folder
             .run(&attempt_folder.spec(&config), &worker_program())
@@ -176,12 +176,12 @@ async fn training_and_generation_work_in_the_sandbox_and_do_not_change_their_inp
         let lines = logs(&events);
         assert!(lines.contains("sandbox: files: "), "{lines}");
         assert!(!lines.contains("ermission denied"), "{lines}");
-        let made = events
+        let artifacts = events
             .iter()
             .filter(|event| matches!(event, ChildEvent::Artifact { .. }));
-        assert!(made.count() > 0, "{events:?}");
+        assert!(artifacts.count() > 0, "{events:?}");
     }
-    assert_eq!(attempt_folder.others(), before);
+    assert_eq!(attempt_folder.other_files(), before);
     let derived: Vec<_> = std::fs::read_dir(attempt_folder.at("cache/derived"))
         .unwrap()
         .map(Result::unwrap)
@@ -220,7 +220,7 @@ async fn memory_is_limited_without_a_control_group_too() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_job_reads_and_writes_only_its_own_folder() {
     let attempt_folder = AttemptFolder::new();
-    let before = attempt_folder.others();
+    let before = attempt_folder.other_files();
     let daemon = std::process::id();
     let environment = format!("/proc/{daemon}/environ");
     let outside = [
@@ -252,7 +252,7 @@ async fn a_job_reads_and_writes_only_its_own_folder() {
         let messages = format!("{outcome:?} {events:?}");
         assert!(!messages.contains(SECRET) && !messages.contains(&user), "{messages}");
         assert!(matches!(outcome, Outcome::Failed { .. }), "{messages}");
-        assert_eq!(attempt_folder.others(), before, "{}", spec["job"]);
+        assert_eq!(attempt_folder.other_files(), before, "{}", spec["job"]);
     }
 }
 
@@ -368,9 +368,9 @@ async fn workers(cluster: &TestCluster) -> Vec<v1::Worker> {
 async fn a_worker_reports_its_confinement() {
     let cluster = TestCluster::start().await;
     let mut config = cluster.config("w", "true");
-    let mut found = Confinement::none("this kernel has no Landlock");
-    found.network = Protection::by("seccomp");
-    config.confinement = Some(found.clone());
+    let mut confinement = Confinement::none("this kernel has no Landlock");
+    confinement.network = Protection::by("seccomp");
+    config.confinement = Some(confinement.clone());
     let worker = aitk_worker::start(config.clone()).await.unwrap();
     support::wait_until_connected(&worker).await;
     let reported = workers(&cluster).await.remove(0).confinement.unwrap();

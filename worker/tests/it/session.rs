@@ -90,7 +90,7 @@ async fn a_job_runs_from_its_inputs_to_its_artifact() {
 async fn an_attempt_continues_while_the_coordinator_is_away() {
     let mut cluster = TestCluster::start().await;
     let checkpoint = cluster.checkpoint(7);
-    let (away, seen) = (cluster.path("away"), cluster.path("seen"));
+    let (away, finished_marker) = (cluster.path("away"), cluster.path("seen"));
     let text = script(&[
         &emit(json!({"event": "progress", "done": 1, "total": 10, "seconds_per_step": null})),
         &wait_for(&away),
@@ -100,7 +100,7 @@ async fn an_attempt_continues_while_the_coordinator_is_away() {
         &emit_artifact("lora", "my.safetensors"),
         &emit(json!({"event": "progress", "done": 10, "total": 10, "seconds_per_step": null})),
         &emit_finished("completed"),
-        &format!("touch '{}'\n", seen.display()),
+        &format!("touch '{}'\n", finished_marker.display()),
     ]);
     let worker = cluster.worker("w", &text).await;
     let job = cluster.submit(HashMap::new(), false).await;
@@ -109,7 +109,7 @@ async fn an_attempt_continues_while_the_coordinator_is_away() {
         .await;
     cluster.stop_coordinator().await;
     std::fs::write(&away, "").unwrap();
-    eventually("the child stopped with the coordinator", || seen.exists()).await;
+    eventually("the child stopped with the coordinator", || finished_marker.exists()).await;
     tokio::time::sleep(Duration::from_millis(100)).await;
     cluster.start_coordinator().await;
     let view = cluster.wait_for_state(&job, JobState::Completed).await;
@@ -194,12 +194,12 @@ async fn a_stopped_job_is_stopped_and_a_failed_job_has_a_reason() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_local_job_uploads_nothing_and_reports_local_paths() {
     let cluster = TestCluster::start().await;
-    let made = cluster.path("my.safetensors");
-    std::fs::write(&made, "lora").unwrap();
+    let file = cluster.path("my.safetensors");
+    std::fs::write(&file, "lora").unwrap();
     let checkpoint = cluster.checkpoint(5);
     let text = script(&[
         &emit(
-            json!({"event": "artifact", "kind": "lora", "path": made, "name": "my.safetensors", "step": 5, "index": null}),
+            json!({"event": "artifact", "kind": "lora", "path": file, "name": "my.safetensors", "step": 5, "index": null}),
         ),
         &emit(json!({"event": "checkpoint", "path": checkpoint, "step": 5})),
         r#"grep -c '"output_root": null' "$2"; pwd"#,
@@ -225,13 +225,13 @@ async fn a_local_job_uploads_nothing_and_reports_local_paths() {
         .artifacts;
     assert_eq!(
         (artifacts[0].local_path.as_str(), artifacts[0].sha256.as_str()),
-        (made.to_str().unwrap(), "")
+        (file.to_str().unwrap(), "")
     );
-    assert!(made.exists());
-    let here = std::env::current_dir().unwrap();
+    assert!(file.exists());
+    let current_dir = std::env::current_dir().unwrap();
     let log = cluster.log(&job).await;
     assert!(
-        log.iter().any(|line| line == "1") && log.iter().any(|line| *line == here.display().to_string()),
+        log.iter().any(|line| line == "1") && log.iter().any(|line| *line == current_dir.display().to_string()),
         "{log:?}"
     );
     worker.shutdown().await;
@@ -454,9 +454,9 @@ async fn the_uploaded_checkpoint_equals_the_original() {
         }
     }
     let store = RemoteBlobs::new(&cluster.clients().await);
-    let there = cluster.path("fetched");
-    std::fs::create_dir(&there).unwrap();
-    let fetched = checkpoints::fetch(&store, manifest.unwrap(), &there, &mut |_| {})
+    let target = cluster.path("fetched");
+    std::fs::create_dir(&target).unwrap();
+    let fetched = checkpoints::fetch(&store, manifest.unwrap(), &target, &mut |_| {})
         .await
         .unwrap();
     assert_eq!(fetched.step(), 9);
@@ -470,7 +470,7 @@ async fn worker_token(cluster: &TestCluster) -> (String, String) {
         role: "worker".into(),
         expires_in_ms: None,
     };
-    let made = cluster
+    let created = cluster
         .clients()
         .await
         .admin
@@ -478,7 +478,7 @@ async fn worker_token(cluster: &TestCluster) -> (String, String) {
         .await
         .unwrap()
         .into_inner();
-    (made.secret, made.token.unwrap().id)
+    (created.secret, created.token.unwrap().id)
 }
 
 fn write_token(path: &std::path::Path, secret: &str) {

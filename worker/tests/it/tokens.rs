@@ -17,8 +17,8 @@ async fn token(admin: &Clients, name: &str, role: &str) -> String {
         role: role.into(),
         expires_in_ms: None,
     };
-    let made = admin.admin.clone().create_token(request).await.unwrap();
-    made.into_inner().secret
+    let created = admin.admin.clone().create_token(request).await.unwrap();
+    created.into_inner().secret
 }
 
 async fn worker(cluster: &TestCluster, token: String, name: &str, text: &str) -> aitk_worker::Running {

@@ -24,10 +24,10 @@ async fn collect_spans(collector: &TestCollector, traces: Traces) -> Vec<Seen> {
     collector.seen()
 }
 
-fn named<'a>(seen: &'a [Seen], name: &str) -> Vec<&'a Seen> {
-    let mut named: Vec<&Seen> = seen.iter().filter(|span| span.name == name).collect();
-    named.sort_by_key(|span| span.start);
-    named
+fn spans_named<'a>(spans: &'a [Seen], name: &str) -> Vec<&'a Seen> {
+    let mut spans_named: Vec<&Seen> = spans.iter().filter(|span| span.name == name).collect();
+    spans_named.sort_by_key(|span| span.start);
+    spans_named
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -56,14 +56,14 @@ async fn both_attempts_of_a_job_whose_worker_died_are_in_the_clients_trace() {
     assert_eq!(view.attempts.len(), 2);
     second.shutdown().await;
 
-    let seen = collect_spans(&collector, traces).await;
+    let spans = collect_spans(&collector, traces).await;
     let trace = client().trace.to_string();
-    assert!(seen.iter().all(|span| span.trace == trace), "{seen:#?}");
-    let of = |name| named(&seen, name);
-    let [whole] = of("job")[..] else { panic!("{seen:#?}") };
+    assert!(spans.iter().all(|span| span.trace == trace), "{spans:#?}");
+    let of = |name| spans_named(&spans, name);
+    let [whole] = of("job")[..] else { panic!("{spans:#?}") };
     assert_eq!(whole.parent, client().span.to_string());
     let (assigned, attempts, staging) = (of("assigned"), of("attempt"), of("staging"));
-    assert_eq!((assigned.len(), attempts.len(), staging.len()), (2, 2, 2), "{seen:#?}");
+    assert_eq!((assigned.len(), attempts.len(), staging.len()), (2, 2, 2), "{spans:#?}");
     for number in 0..2 {
         let (assigned_span, attempt) = (assigned[number], attempts[number]);
         assert_eq!(
@@ -82,7 +82,7 @@ async fn both_attempts_of_a_job_whose_worker_died_are_in_the_clients_trace() {
         assert_eq!(staging[number].parent, attempt.span);
     }
     assert_eq!((attempts[0].error.is_some(), attempts[1].error.is_none()), (true, true));
-    let phases: Vec<(&str, &str, &str)> = seen
+    let phases: Vec<(&str, &str, &str)> = spans
         .iter()
         .filter(|span| span.service == "aitk-attempt")
         .map(|span| {
@@ -108,21 +108,21 @@ async fn both_attempts_of_a_job_whose_worker_died_are_in_the_clients_trace() {
         expected("saving", 1),
     ] {
         assert_eq!(
-            phases.iter().filter(|seen| **seen == phase).count(),
+            phases.iter().filter(|spans| **spans == phase).count(),
             1,
             "{phase:?} in {phases:?}"
         );
     }
     assert_eq!(phases.len(), 4, "{phases:?}");
     let [checkpoint_span] = of("checkpoint")[..] else {
-        panic!("{seen:#?}")
+        panic!("{spans:#?}")
     };
     assert_eq!(
         (&checkpoint_span.parent, &*checkpoint_span.attributes["aitk.step"]),
         (&attempts[0].span, "5")
     );
     for part in ["upload", "commit"] {
-        let [part] = of(part)[..] else { panic!("{seen:#?}") };
+        let [part] = of(part)[..] else { panic!("{spans:#?}") };
         assert_eq!((&part.parent, &part.error), (&checkpoint_span.span, &None));
     }
 }
@@ -138,9 +138,9 @@ async fn a_job_without_a_trace_gets_one_from_its_id() {
     let job = cluster.submit(HashMap::new(), false).await;
     cluster.wait_for_state(&job, JobState::Completed).await;
     worker.shutdown().await;
-    let seen = collect_spans(&collector, traces).await;
-    let [attempt] = named(&seen, "attempt")[..] else {
-        panic!("{seen:#?}")
+    let spans = collect_spans(&collector, traces).await;
+    let [attempt] = spans_named(&spans, "attempt")[..] else {
+        panic!("{spans:#?}")
     };
     let id = aitk_common::id::JobId::new(job);
     let trace = aitk_common::telemetry::context::TraceId::of_job(&id);
@@ -182,9 +182,9 @@ async fn the_program_sends_its_spans_and_logs_the_trace_id() {
     let log = text(&output.stderr);
     assert!(output.status.success(), "{log}");
 
-    let seen = collector.seen();
-    let [attempt] = named(&seen, "attempt")[..] else {
-        panic!("{seen:#?}\n{log}")
+    let spans = collector.seen();
+    let [attempt] = spans_named(&spans, "attempt")[..] else {
+        panic!("{spans:#?}\n{log}")
     };
     assert_eq!(
         (&*attempt.service, &*attempt.attributes["aitk.outcome"]),

@@ -19,27 +19,30 @@ fn worker_and_coordinator_have_neither_user_nor_folder_in_common() {
         read_deploy_file("systemd/aitk-worker.service"),
         read_deploy_file("systemd/aitk-coordinator.service"),
     );
-    let assert_separate = |one: &str, other: &str| {
-        assert_ne!(one, other);
+    let assert_separate = |one: &str, other_folder: &str| {
+        assert_ne!(one, other_folder);
         assert!(
-            !Path::new(one).starts_with(other) && !Path::new(other).starts_with(one),
-            "{one} {other}"
+            !Path::new(one).starts_with(other_folder) && !Path::new(other_folder).starts_with(one),
+            "{one} {other_folder}"
         );
     };
     assert_separate(setting(&worker, "User"), setting(&coordinator, "User"));
-    let (mine, others) = (
+    let (worker_folder, coordinator_folder) = (
         setting(&worker, "ReadWritePaths"),
         setting(&coordinator, "ReadWritePaths"),
     );
-    assert_separate(mine, others);
-    for (unit, own, other) in [(&worker, mine, others), (&coordinator, others, mine)] {
+    assert_separate(worker_folder, coordinator_folder);
+    for (unit, own_folder, other_folder) in [
+        (&worker, worker_folder, coordinator_folder),
+        (&coordinator, coordinator_folder, worker_folder),
+    ] {
         assert!(
-            setting(unit, "ExecStart").ends_with(&format!("--data-dir {own}")),
+            setting(unit, "ExecStart").ends_with(&format!("--data-dir {own_folder}")),
             "{unit}"
         );
         let hidden = setting(unit, "InaccessiblePaths");
         assert!(
-            hidden.split_whitespace().any(|path| path == format!("-{other}")),
+            hidden.split_whitespace().any(|path| path == format!("-{other_folder}")),
             "{unit}"
         );
         assert_eq!(setting(unit, "NoNewPrivileges"), "yes");

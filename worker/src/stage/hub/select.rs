@@ -121,7 +121,7 @@ pub(super) fn component_files(listed: &Listing) -> Result<Vec<&RemoteFile>, Stri
 /// Selects those files that `belongs` accepts and that we read; of several variants, the plain one.
 fn select_files(listed: &Listing, belongs: impl Fn(&RemoteFile) -> bool) -> Result<Vec<&RemoteFile>, String> {
     let names: BTreeSet<&str> = listed.files.iter().map(|file| file.name.as_str()).collect();
-    let wanted: Vec<&RemoteFile> = listed
+    let selected: Vec<&RemoteFile> = listed
         .files
         .iter()
         .filter(|file| {
@@ -133,20 +133,20 @@ fn select_files(listed: &Listing, belongs: impl Fn(&RemoteFile) -> bool) -> Resu
                 && !plain_version(&file.name).is_some_and(|plain| has_plain_version(&names, &plain))
         })
         .collect();
-    wanted.iter().try_for_each(|file| check_text_size(file))?;
+    selected.iter().try_for_each(|file| check_text_size(file))?;
     let weights = [".safetensors", ".gguf"];
-    if !wanted
+    if !selected
         .iter()
         .any(|file| weights.iter().any(|ending| file.name.ends_with(ending)))
     {
-        let several = names.iter().filter(|name| name.ends_with(".gguf")).count() > 1;
-        return Err(match several {
+        let has_several = names.iter().filter(|name| name.ends_with(".gguf")).count() > 1;
+        return Err(match has_several {
             true => "it has several GGUF files, and nothing says which to take: download one and give its path",
             false => "it has no safetensors or GGUF file; models in pickle files (.bin, .ckpt) are refused",
         }
         .to_owned());
     }
-    Ok(wanted)
+    Ok(selected)
 }
 
 /// Returns whether this is the only GGUF file of a component without safetensors; with several, the choice would be
@@ -237,8 +237,8 @@ mod tests {
             fetched(&[config, "unet/m-q8_0.gguf", plain]),
             Ok(vec![config.to_owned(), plain.to_owned()])
         );
-        let several = fetched(&[config, "unet/m-q8_0.gguf", "unet/m-q4_k.gguf"]).unwrap_err();
-        assert!(several.contains("several GGUF files"), "{several}");
+        let has_several = fetched(&[config, "unet/m-q8_0.gguf", "unet/m-q4_k.gguf"]).unwrap_err();
+        assert!(has_several.contains("several GGUF files"), "{has_several}");
         let none = fetched(&[config, "unet/m.bin"]).unwrap_err();
         assert!(none.contains("no safetensors or GGUF file"), "{none}");
     }

@@ -238,9 +238,9 @@ impl JobGenerator {
         collect_pointers(&job, "", &mut all);
         let pointer = rng.choose(&all).clone();
         let into = self.hostile_value(job.pointer(&pointer).unwrap(), rng);
-        let mut shown = into.to_string();
-        if let Some((cut, _)) = shown.char_indices().nth(120) {
-            shown.truncate(cut);
+        let mut new_value = into.to_string();
+        if let Some((cut, _)) = new_value.char_indices().nth(120) {
+            new_value.truncate(cut);
         }
         // In some cases the key is removed or replaced instead.
         let (parent, key) = pointer.rsplit_once('/').unwrap();
@@ -253,7 +253,7 @@ impl JobGenerator {
             }
             _ => *job.pointer_mut(&pointer).unwrap() = into,
         }
-        (job, format!("{pointer} -> {shown}"))
+        (job, format!("{pointer} -> {new_value}"))
     }
 
     fn hostile_value(&self, value: &Value, rng: &mut Rng) -> Value {

@@ -269,14 +269,14 @@ async fn jobs_with_a_hostile_value_access_and_break_nothing() {
     let plain = generator.valid(&mut Rng(0));
     aitk_coordinator::check_submission(&submission(&plain)).unwrap();
     canary.is_untouched().unwrap();
-    let own = list_files(&root).into_keys().filter(|path| {
+    let unexpected = list_files(&root).into_keys().filter(|path| {
         let below = path.strip_prefix(&root).unwrap();
         !["staged", "canary", "attempts", "pipe"]
             .iter()
             .any(|known| below.starts_with(known))
     });
     assert_eq!(
-        own.collect::<Vec<_>>(),
+        unexpected.collect::<Vec<_>>(),
         Vec::<PathBuf>::new(),
         "files beside the attempts"
     );
