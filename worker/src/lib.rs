@@ -54,7 +54,7 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-/// How a worker is set up.
+/// The settings of a worker.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// The coordinator: `https://host[:port]`, or `http://127.0.0.1[:port]`.

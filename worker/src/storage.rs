@@ -233,7 +233,7 @@ mod tests {
                 Box::pin(async move { Err(storage_error()) })
             })
             .await;
-        assert!(result.is_err() && (3..20).contains(&tries), "{tries}");
+        assert!(result.is_err() && (2..20).contains(&tries), "{tries}");
         access.connection_lost();
         assert!(access.route.borrow().is_none());
     }

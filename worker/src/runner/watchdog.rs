@@ -41,7 +41,7 @@ pub(super) enum Verdict {
     Resumed {
         /// Its current phase.
         phase: Option<String>,
-        /// For the log.
+        /// The text for the log.
         message: String,
     },
     /// It has to be stopped, for this reason.

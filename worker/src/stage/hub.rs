@@ -152,20 +152,20 @@ impl Hub {
                 return Ok(target);
             }
         }
-        let listed = match self.list(request, token).await {
-            Ok(listed) => listed,
+        let listing = match self.list(request, token).await {
+            Ok(listing) => listing,
             Err(HubError::Unavailable { what, problem }) => return self.cached(request, folder, log, what, problem),
             Err(error) => return Err(error),
         };
-        if listed.is_gated && token.is_none() {
+        if listing.is_gated && token.is_none() {
             return Err(self.client.status_error(repo, repo, StatusCode::UNAUTHORIZED));
         }
-        let target = folder.join(format!("{}@{}", folder_name(repo), listed.revision));
+        let target = folder.join(format!("{}@{}", folder_name(repo), listing.revision));
         if target.is_dir() {
             return Ok(target);
         }
         // A fixed name, so that an interrupted download can be resumed after a restart.
-        let partial = folder.join(format!("partial-{}@{}", folder_name(repo), listed.revision));
+        let partial = folder.join(format!("partial-{}@{}", folder_name(repo), listing.revision));
         fsutil::create_dir_all(&partial)?;
         let layout = |problem| HubError::Layout {
             repo: repo.to_owned(),
@@ -173,22 +173,22 @@ impl Hub {
         };
         let source = Source {
             repo,
-            revision: &listed.revision,
+            revision: &listing.revision,
             token,
         };
-        let files = match select::index_file(&listed) {
+        let files = match select::index_file(&listing) {
             Some(index) => {
                 select::check_text_size(index).map_err(layout)?;
                 let path = self.fetch_file(&source, index, &partial).await?;
                 let text = std::fs::read(&path).map_err(|error| FsError::new("read", &path, error))?;
-                select::pipeline_files(&listed, &text).map_err(layout)?
+                select::pipeline_files(&listing, &text).map_err(layout)?
             }
-            None => select::component_files(&listed).map_err(layout)?,
+            None => select::component_files(&listing).map_err(layout)?,
         };
         let bytes: u64 = files.iter().map(|file| file.bytes).sum();
         log(format!(
             "fetching {repo} at commit {}: {} files, {:.2} GiB",
-            listed.revision,
+            listing.revision,
             files.len(),
             bytes as f64 / f64::from(1 << 30)
         ));
@@ -260,7 +260,7 @@ impl Hub {
             repo: repo.to_owned(),
             problem,
         };
-        let listed =
+        let listing =
             select::Listing::parse(&text).map_err(|problem| match serde_json::from_slice::<IgnoredAny>(&text) {
                 Ok(_) => layout(problem),
                 // A proxy's page, or a truncated answer.
@@ -270,11 +270,11 @@ impl Hub {
                 },
             })?;
         match request.revision {
-            Some(commit) if listed.revision != commit => Err(layout(format!(
+            Some(commit) if listing.revision != commit => Err(layout(format!(
                 "the hub answered with commit {} instead of {commit}",
-                listed.revision
+                listing.revision
             ))),
-            _ => Ok(listed),
+            _ => Ok(listing),
         }
     }
 

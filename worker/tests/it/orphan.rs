@@ -2,6 +2,7 @@
 
 use crate::support::TIMEOUT;
 use aitk_worker::runner::{DesiredState, Launch, Spawner, run};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -45,7 +46,8 @@ fn daemon_process() {
 #[test]
 fn a_daemon_that_is_killed_leaves_no_child() {
     let folder = tempfile::tempdir().unwrap();
-    nix::unistd::mkfifo(&folder.path().join("spec.json"), nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let spec = folder.path().join("spec.json");
+    nix::unistd::mkfifo(&spec, nix::sys::stat::Mode::S_IRWXU).unwrap();
     let me = std::env::current_exe().unwrap();
     let mut daemon = Command::new(me)
         .args(["--exact", "orphan::daemon_process"])
@@ -55,16 +57,17 @@ fn a_daemon_that_is_killed_leaves_no_child() {
         .spawn()
         .unwrap();
     let child = wait_for("the daemon started no child", || child_of(daemon.id()));
-    // The child sets this value right after it asked the kernel for SIGKILL at the end of its daemon.
-    wait_for("the child does not ask for a signal at the end of its daemon", || {
-        let score = std::fs::read_to_string(format!("/proc/{child}/oom_score_adj")).ok()?;
-        (score.trim() == "500").then_some(())
-    });
+    // The pipe can be opened once the child reads its specification. Before that it has asked the kernel for SIGKILL at
+    // the end of its daemon.
+    let mut options = std::fs::File::options();
+    options.write(true).custom_flags(nix::libc::O_NONBLOCK);
+    let writer = wait_for("the child does not read its specification", || options.open(&spec).ok());
     assert!(is_alive(child), "the child ended too early");
     daemon.kill().unwrap();
     daemon.wait().unwrap();
-    // The child blocks on its specification, and does not read its standard input yet: only that signal can end it.
+    // The child still waits for its specification, and does not watch its standard input yet: only that signal can end it.
     wait_for("the child outlives its daemon", || (!is_alive(child)).then_some(()));
+    drop(writer);
 }
 
 /// Polls until there is a result.

@@ -57,7 +57,7 @@ async fn run(script: &str) -> Child {
 }
 
 /// Runs a script, and requests `state` when it prints `ready`.
-async fn run_until_ready(script: &str, state: DesiredState, grace: Duration) -> Child {
+async fn run_and_request(script: &str, state: DesiredState, grace: Duration) -> Child {
     run_with(script, Some(state), |launch| launch.grace = grace).await
 }
 
@@ -183,7 +183,7 @@ async fn a_missing_program_is_a_failure_of_the_machine() {
 async fn a_child_that_is_asked_to_stop_may_save_first() {
     let script = r#"trap 'echo "{\"event\":\"finished\",\"outcome\":{\"outcome\":\"stopped\",\"saved_step\":7}}"; exit 3' TERM
         echo ready; while :; do sleep 0.05; done"#;
-    let child = run_until_ready(script, DesiredState::Stop, LONG_GRACE).await;
+    let child = run_and_request(script, DesiredState::Stop, LONG_GRACE).await;
     // A killed child would have no saved step.
     let saved = Outcome::Stopped {
         saved_step: Some(7),
@@ -200,7 +200,7 @@ async fn a_child_that_does_not_stop_is_killed_with_all_its_processes() {
         "trap '' TERM; sleep 1000 & echo $! > {}; echo ready; while :; do sleep 0.05; done",
         note.display()
     );
-    let child = run_until_ready(&script, DesiredState::Stop, SHORT_GRACE).await;
+    let child = run_and_request(&script, DesiredState::Stop, SHORT_GRACE).await;
     assert_eq!(child.outcome, Outcome::stopped());
     let grandchild = read_pid(&note);
     eventually("the grandchild was not killed", || {
@@ -225,7 +225,7 @@ fn is_zombie(pid: i32) -> bool {
 #[tokio::test]
 async fn a_fenced_child_is_killed_without_a_grace_period() {
     let script = "trap '' TERM; echo ready; while :; do sleep 0.05; done";
-    let child = run_until_ready(script, DesiredState::Kill, LONG_GRACE).await;
+    let child = run_and_request(script, DesiredState::Kill, LONG_GRACE).await;
     assert_eq!(child.outcome, Outcome::stopped());
 }
 

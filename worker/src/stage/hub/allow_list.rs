@@ -28,8 +28,11 @@ impl AllowList {
         let Some((org, name)) = repo.split_once('/') else {
             return false;
         };
-        self.0.iter().any(|(listed, only)| {
-            listed.eq_ignore_ascii_case(org) && only.as_ref().is_none_or(|only| only.eq_ignore_ascii_case(name))
+        self.0.iter().any(|(listed, name_filter)| {
+            listed.eq_ignore_ascii_case(org)
+                && name_filter
+                    .as_ref()
+                    .is_none_or(|name_filter| name_filter.eq_ignore_ascii_case(name))
         })
     }
 }

@@ -81,8 +81,8 @@ impl Listing {
 }
 
 /// The file that lists the pipeline's components.
-pub(super) fn index_file(listed: &Listing) -> Option<&RemoteFile> {
-    listed.files.iter().find(|file| file.name == "model_index.json")
+pub(super) fn index_file(listing: &Listing) -> Option<&RemoteFile> {
+    listing.files.iter().find(|file| file.name == "model_index.json")
 }
 
 /// Refuses configs, tokenizers and lists that are too large, because they are read as a whole.
@@ -98,7 +98,7 @@ pub(super) fn check_text_size(file: &RemoteFile) -> Result<(), String> {
 }
 
 /// Selects the files to fetch, besides the index.
-pub(super) fn pipeline_files<'a>(listed: &'a Listing, index: &[u8]) -> Result<Vec<&'a RemoteFile>, String> {
+pub(super) fn pipeline_files<'a>(listing: &'a Listing, index: &[u8]) -> Result<Vec<&'a RemoteFile>, String> {
     let index: serde_json::Map<String, serde_json::Value> =
         serde_json::from_slice(index).map_err(|error| format!("its model_index.json cannot be parsed: {error}"))?;
     let is_component_file = |file: &RemoteFile| {
@@ -107,21 +107,21 @@ pub(super) fn pipeline_files<'a>(listed: &'a Listing, index: &[u8]) -> Result<Ve
         };
         index.contains_key(folder) && !UNUSED_COMPONENTS.contains(&folder) && !name.contains('/')
     };
-    select_files(listed, is_component_file)
+    select_files(listing, is_component_file)
 }
 
 /// Selects the files of a repository that is a single component, such as a VAE: all its files are at the top level.
-pub(super) fn component_files(listed: &Listing) -> Result<Vec<&RemoteFile>, String> {
-    if !listed.files.iter().any(|file| file.name == "config.json") {
+pub(super) fn component_files(listing: &Listing) -> Result<Vec<&RemoteFile>, String> {
+    if !listing.files.iter().any(|file| file.name == "config.json") {
         return Err("it has neither model_index.json nor config.json".to_owned());
     }
-    select_files(listed, |file| !file.name.contains('/'))
+    select_files(listing, |file| !file.name.contains('/'))
 }
 
 /// Selects those files that `belongs` accepts and that we read; of several variants, the plain one.
-fn select_files(listed: &Listing, belongs: impl Fn(&RemoteFile) -> bool) -> Result<Vec<&RemoteFile>, String> {
-    let names: BTreeSet<&str> = listed.files.iter().map(|file| file.name.as_str()).collect();
-    let selected: Vec<&RemoteFile> = listed
+fn select_files(listing: &Listing, belongs: impl Fn(&RemoteFile) -> bool) -> Result<Vec<&RemoteFile>, String> {
+    let names: BTreeSet<&str> = listing.files.iter().map(|file| file.name.as_str()).collect();
+    let selected: Vec<&RemoteFile> = listing
         .files
         .iter()
         .filter(|file| {
@@ -190,18 +190,18 @@ mod tests {
             bytes: 1,
             hash: None,
         };
-        let listed = Listing {
+        let listing = Listing {
             revision: "0".to_owned(),
             is_gated: false,
             files: names.iter().map(file).collect(),
         };
-        let files = pipeline_files(&listed, br#"{"unet": ["diffusers", "UNet2DConditionModel"]}"#)?;
+        let files = pipeline_files(&listing, br#"{"unet": ["diffusers", "UNet2DConditionModel"]}"#)?;
         Ok(files.into_iter().map(|file| file.name.clone()).collect())
     }
 
     #[test]
     fn a_config_that_is_too_large_is_refused() {
-        let listed = |bytes: u64| Listing {
+        let listing = |bytes: u64| Listing {
             revision: "0a".into(),
             is_gated: false,
             files: [("unet/config.json", bytes), ("unet/m.safetensors", u64::MAX)]
@@ -213,12 +213,12 @@ mod tests {
                 .to_vec(),
         };
         assert_eq!(
-            pipeline_files(&listed(MAX_TEXT_FILE_BYTES), br#"{"unet": []}"#)
+            pipeline_files(&listing(MAX_TEXT_FILE_BYTES), br#"{"unet": []}"#)
                 .unwrap()
                 .len(),
             2
         );
-        let error = pipeline_files(&listed(MAX_TEXT_FILE_BYTES + 1), br#"{"unet": []}"#).unwrap_err();
+        let error = pipeline_files(&listing(MAX_TEXT_FILE_BYTES + 1), br#"{"unet": []}"#).unwrap_err();
         assert!(
             error.contains("unet/config.json") && error.contains("at most"),
             "{error}"

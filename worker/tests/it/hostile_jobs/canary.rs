@@ -52,7 +52,7 @@ impl Canary {
 
     /// Checks that nothing in the folder was opened, listed, changed or added. Where possible the kernel reports
     /// accesses.
-    pub(super) fn is_untouched(&self) -> Result<(), String> {
+    pub(super) fn check_untouched(&self) -> Result<(), String> {
         #[cfg(target_os = "linux")]
         if let Ok(events) = self.inotify.read_events()
             && let Some(event) = events.first()

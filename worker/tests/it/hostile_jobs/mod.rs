@@ -259,7 +259,7 @@ async fn jobs_with_a_hostile_value_access_and_break_nothing() {
                     since_attempt = 0;
                     attempt_runner.attempt(&job).await;
                     canary
-                        .is_untouched()
+                        .check_untouched()
                         .unwrap_or_else(|how| panic!("{change}: {how}\n{job}"));
                 }
             }
@@ -268,7 +268,7 @@ async fn jobs_with_a_hostile_value_access_and_break_nothing() {
     // An unchanged job passes.
     let plain = generator.valid(&mut Rng(0));
     aitk_coordinator::check_submission(&submission(&plain)).unwrap();
-    canary.is_untouched().unwrap();
+    canary.check_untouched().unwrap();
     let unexpected = list_files(&root).into_keys().filter(|path| {
         let below = path.strip_prefix(&root).unwrap();
         !["staged", "canary", "attempts", "pipe"]
@@ -309,10 +309,10 @@ async fn jobs_with_a_hostile_value_access_and_break_nothing() {
 fn access_to_the_canary_is_detected() {
     let folder = tempfile::tempdir().unwrap();
     let canary = Canary::create(&folder.path().join("canary"));
-    canary.is_untouched().unwrap();
+    canary.check_untouched().unwrap();
     assert_eq!(marked_files(folder.path()).len(), 4);
-    canary.is_untouched().unwrap_err();
+    canary.check_untouched().unwrap_err();
     let other = Canary::create(&folder.path().join("other"));
     std::fs::write(folder.path().join("other/home/new"), "x").unwrap();
-    other.is_untouched().unwrap_err();
+    other.check_untouched().unwrap_err();
 }
