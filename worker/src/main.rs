@@ -235,7 +235,7 @@ fn run_join(options: Join) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Reads a token; at most 4096 bytes, because tokens are short.
+/// Reads a token: at most 4096 bytes, because tokens are short.
 fn read_token(from: impl Read) -> std::io::Result<String> {
     let mut text = String::new();
     from.take(4096).read_to_string(&mut text)?;

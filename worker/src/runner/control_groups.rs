@@ -60,11 +60,11 @@ impl ControlGroups {
             fs::read_to_string("/proc/self/cgroup").map_err(|error| format!("no control groups: {error}"))?;
         let found = Self::detect_in(Path::new(ROOT), &own_group, memory)?;
         found.sweep();
-        // Create a group to be sure; file modes alone do not tell.
+        // Create a group to be sure; file modes are not enough to know.
         let trial = found.create(&format!("{PREFIX}{}", std::process::id()));
         trial
             .map(drop)
-            .map_err(|error| format!("no control group can be made: {error}"))?;
+            .map_err(|error| format!("no control group can be created: {error}"))?;
         Ok(found)
     }
 

@@ -32,7 +32,7 @@ fn run_test_process(command: &[OsString]) -> io::Result<Confinement> {
     let temporary = tempfile::tempdir()?;
     let folder = temporary.path().canonicalize()?;
     fs::create_dir(folder.join(INSIDE))?;
-    fs::write(folder.join(OUTSIDE), b"out of reach")?;
+    fs::write(folder.join(OUTSIDE), b"not accessible")?;
     let Some((program, arguments)) = command.split_first() else {
         return Err(io::Error::other("the worker has no program for its attempts"));
     };
@@ -131,7 +131,7 @@ fn check_files(folder: &Path) -> Option<String> {
     }
     let inside = folder.join(INSIDE);
     if is_allowed(std::os::unix::fs::symlink(&outside, inside.join("link"))) {
-        return Some("a symbolic link could be made".to_owned());
+        return Some("a symbolic link could be created".to_owned());
     }
     // The attempt's own folder has to be writable.
     match fs::write(inside.join("file"), b"x") {

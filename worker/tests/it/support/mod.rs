@@ -110,8 +110,8 @@ impl TestCluster {
         config.name = name.to_owned();
         config.devices = vec![device()];
         config.attempt_command = ["sh", "-c", script].map(Into::into).to_vec();
-        config.grace = Duration::from_secs(5);
-        config.shutdown_patience = Duration::from_secs(10);
+        config.grace = Duration::from_secs(60);
+        config.shutdown_patience = TIMEOUT;
         config.traces.clone_from(&self.traces);
         config
     }
