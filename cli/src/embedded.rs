@@ -168,8 +168,8 @@ impl Local {
                 if let Some(serving) = serving {
                     config.require_sandbox = serving.require_sandbox;
                     (config.hub_allow, config.hub_secrets) = (serving.hub_allow, serving.hub_secrets);
-                    let (limits, groups) = aitk_worker::runner::limit_attempts();
-                    config.groups = groups;
+                    let (limits, control_groups) = aitk_worker::runner::detect_control_groups();
+                    config.control_groups = control_groups;
                     if let Some(confinement) = &mut config.confinement {
                         confinement.limits = limits;
                     }

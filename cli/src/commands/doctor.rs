@@ -225,7 +225,7 @@ fn is_alive(pid: u32) -> bool {
 
 #[cfg(feature = "embedded")]
 async fn devices(problems: &mut Vec<Problem>, notices: &mut Vec<String>) -> Vec<Device> {
-    match tokio::task::spawn_blocking(aitk_worker::probe::look).await {
+    match tokio::task::spawn_blocking(aitk_worker::probe::probe_devices).await {
         Ok(found) => {
             notices.extend(found.not_built_for);
             problems.extend(found.left_out.into_iter().map(|what| Problem {

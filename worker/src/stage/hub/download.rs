@@ -1,7 +1,7 @@
-//! One file over the line: begun or continued, checked, put in place.
+//! Downloads one file: starts or resumes it, verifies it, and gives it its final name.
 
-use super::select::Remote;
-use super::{Hub, HubError, Source};
+use super::client::{HubClient, HubError, Source};
+use super::select::RemoteFile;
 use aitk_common::fsutil::{self, FsError};
 use aitk_common::hash::ContentHash;
 use reqwest::StatusCode;
@@ -10,27 +10,27 @@ use std::fs::File;
 use std::path::Path;
 use tokio::io::AsyncWriteExt;
 
-/// Fetches what is missing of `file`; when all of it is there, checks it and gives it its name.
-pub(super) async fn once(
-    hub: &Hub,
+/// Fetches the missing part of `file`; when it is complete, verifies it and renames it.
+pub(super) async fn download(
+    hub: &HubClient,
     source: &Source<'_>,
     url: &str,
-    file: &Remote,
+    file: &RemoteFile,
     path: &Path,
 ) -> Result<(), HubError> {
     let mut part = path.as_os_str().to_owned();
     part.push(".part");
     let part = Path::new(&part);
-    let have = std::fs::metadata(part).map_or(0, |data| data.len());
-    if have > file.bytes {
+    let received = std::fs::metadata(part).map_or(0, |data| data.len());
+    if received > file.bytes {
         fsutil::remove(part)?;
-        return Box::pin(once(hub, source, url, file, path)).await;
+        return Box::pin(download(hub, source, url, file, path)).await;
     }
-    if have < file.bytes || file.bytes == 0 {
-        receive(hub, source, url, file, part, have).await?;
+    if received < file.bytes || file.bytes == 0 {
+        receive(hub, source, url, file, part, received).await?;
     }
-    let (check, wanted) = (part.to_owned(), file.clone());
-    let checked = tokio::task::spawn_blocking(move || verify(&check, &wanted)).await;
+    let (check, expected) = (part.to_owned(), file.clone());
+    let checked = tokio::task::spawn_blocking(move || verify(&check, &expected)).await;
     let problem = match checked {
         Ok(Ok(problem)) => problem,
         Ok(Err(error)) => return Err(error.into()),
@@ -48,23 +48,23 @@ pub(super) async fn once(
 }
 
 async fn receive(
-    hub: &Hub,
+    hub: &HubClient,
     source: &Source<'_>,
     url: &str,
-    file: &Remote,
+    file: &RemoteFile,
     part: &Path,
-    have: u64,
+    received: u64,
 ) -> Result<(), HubError> {
     let mut request = hub.get(url, source.token)?;
-    if have > 0 {
-        request = request.header(RANGE, format!("bytes={have}-"));
+    if received > 0 {
+        request = request.header(RANGE, format!("bytes={received}-"));
     }
-    let mut answer = request
+    let mut response = request
         .send()
         .await
-        .map_err(|error| hub.unavailable(&file.name, &error))?;
-    let continues = answer.status() == StatusCode::PARTIAL_CONTENT
-        && answer
+        .map_err(|error| hub.connection_error(&file.name, &error))?;
+    let is_partial = response.status() == StatusCode::PARTIAL_CONTENT
+        && response
             .headers()
             .get(CONTENT_RANGE)
             .and_then(|range| range.to_str().ok())
@@ -73,24 +73,28 @@ async fn receive(
                     .strip_prefix("bytes ")
                     .and_then(|range| range.split_once('-'))
                     .map(|(from, _)| from.parse())
-                    == Some(Ok(have))
+                    == Some(Ok(received))
             });
-    if !continues && answer.status() != StatusCode::OK {
-        return Err(hub.status(source.repo, &file.name, answer.status()));
+    if !is_partial && response.status() != StatusCode::OK {
+        return Err(hub.status_error(source.repo, &file.name, response.status()));
     }
     let failed = |error| FsError::new("write", part, error);
     let mut options = tokio::fs::OpenOptions::new();
-    options.create(true).write(true).append(continues).truncate(!continues);
+    options
+        .create(true)
+        .write(true)
+        .append(is_partial)
+        .truncate(!is_partial);
     let mut out = options.open(part).await.map_err(failed)?;
-    let mut length = if continues { have } else { 0 };
-    while let Some(bytes) = answer
+    let mut length = if is_partial { received } else { 0 };
+    while let Some(bytes) = response
         .chunk()
         .await
-        .map_err(|error| hub.unavailable(&file.name, &error))?
+        .map_err(|error| hub.connection_error(&file.name, &error))?
     {
         length += bytes.len() as u64;
         if length > file.bytes {
-            // Whoever sends more than it announced has another file in mind.
+            // More bytes than announced: this is another file.
             drop(out);
             fsutil::remove(part)?;
             let problem = format!("more than the announced {} bytes", file.bytes);
@@ -103,7 +107,7 @@ async fn receive(
     }
     out.sync_all().await.map_err(failed)?;
     if length < file.bytes {
-        let problem = format!("it broke off after {length} of {} bytes", file.bytes);
+        let problem = format!("the connection broke after {length} of {} bytes", file.bytes);
         return Err(HubError::Unavailable {
             what: file.name.clone(),
             problem,
@@ -112,14 +116,14 @@ async fn receive(
     Ok(())
 }
 
-/// What is wrong with the file, if anything.
-fn verify(path: &Path, wanted: &Remote) -> Result<Option<String>, FsError> {
+/// Returns what is wrong with the file, if anything.
+fn verify(path: &Path, expected: &RemoteFile) -> Result<Option<String>, FsError> {
     let read = File::open(path).and_then(ContentHash::of_reader);
     let (found, bytes) = read.map_err(|error| FsError::new("read", path, error))?;
-    if bytes != wanted.bytes {
-        return Ok(Some(format!("{bytes} bytes instead of {}", wanted.bytes)));
+    if bytes != expected.bytes {
+        return Ok(Some(format!("{bytes} bytes instead of {}", expected.bytes)));
     }
-    match wanted.hash {
+    match expected.hash {
         Some(hash) if hash != found => Ok(Some(format!("its SHA-256 is {found} instead of {hash}"))),
         _ => Ok(None),
     }

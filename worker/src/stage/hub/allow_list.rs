@@ -1,4 +1,4 @@
-//! For which repositories jobs of others may use the worker's own token.
+//! The repositories for which jobs of other users may use the worker's own token.
 
 use aitk_common::job::repository::is_repository;
 
@@ -7,10 +7,10 @@ use aitk_common::job::repository::is_repository;
 pub(crate) struct AllowList(Vec<(String, Option<String>)>);
 
 impl AllowList {
-    /// Reads the entries.
+    /// Parses the entries.
     ///
     /// # Errors
-    /// The first entry that is none.
+    /// The first invalid entry.
     pub(crate) fn parse(entries: &[String]) -> Result<Self, String> {
         let entry = |text: &String| {
             let parsed = match text.trim().split_once('/') {
@@ -23,13 +23,16 @@ impl AllowList {
         entries.iter().map(entry).collect::<Result<_, _>>().map(Self)
     }
 
-    /// Whether a repository is listed. The hub does not tell upper case from lower case.
-    pub(super) fn has(&self, repo: &str) -> bool {
+    /// Returns whether a repository is listed. The hub ignores case.
+    pub(super) fn contains(&self, repo: &str) -> bool {
         let Some((org, name)) = repo.split_once('/') else {
             return false;
         };
-        self.0.iter().any(|(listed, only)| {
-            listed.eq_ignore_ascii_case(org) && only.as_ref().is_none_or(|only| only.eq_ignore_ascii_case(name))
+        self.0.iter().any(|(listed, name_filter)| {
+            listed.eq_ignore_ascii_case(org)
+                && name_filter
+                    .as_ref()
+                    .is_none_or(|name_filter| name_filter.eq_ignore_ascii_case(name))
         })
     }
 }
@@ -49,9 +52,9 @@ mod tests {
             ("labs/x", false),
             ("lab", false),
         ] {
-            assert_eq!(list.has(repo), listed, "{repo}");
+            assert_eq!(list.contains(repo), listed, "{repo}");
         }
-        assert!(!AllowList::default().has("lab/x"));
+        assert!(!AllowList::default().contains("lab/x"));
         for bad in ["", "*", "*/*", "lab", "lab/", "../*", "a/b/c", "lab/x*"] {
             assert_eq!(AllowList::parse(&[bad.to_owned()]), Err(bad.to_owned()));
         }

@@ -1,4 +1,4 @@
-//! From how a child process ended to how its attempt ended.
+//! Derives the outcome of an attempt from the exit of its child process.
 
 use aitk_common::attempt::{FailureCause, Outcome};
 use nix::sys::signal::Signal;
@@ -6,25 +6,25 @@ use std::collections::VecDeque;
 use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
 
-/// Lines of standard error that are kept for the message about a crash.
+/// The number of lines of standard error that are kept for the message about a crash.
 const TAIL_LINES: usize = 12;
 
-/// What Rust's allocator prints before it aborts, and what the standard library does when a thread cannot get its
+/// Messages that Rust's allocator prints before it aborts, and the standard library when a thread cannot get its
 /// signal stack.
-const REFUSED: [&str; 2] = ["memory allocation of", "failed to allocate an alternative stack"];
+const REFUSED_MEMORY_MESSAGES: [&str; 2] = ["memory allocation of", "failed to allocate an alternative stack"];
 
 /// The last lines of a child's standard error.
 #[derive(Debug, Default, Clone)]
-pub(super) struct Tail {
+pub(super) struct StderrTail {
     lines: VecDeque<String>,
-    /// A line said that memory was refused; a backtrace may have pushed it out since.
+    /// Whether any line said that memory was refused; a backtrace may have pushed that line out.
     refused_memory: bool,
 }
 
-impl Tail {
-    /// Adds a line, forgetting the oldest.
+impl StderrTail {
+    /// Adds a line, and drops the oldest one if there are too many.
     pub(super) fn push(&mut self, line: &str) {
-        self.refused_memory |= REFUSED.iter().any(|words| line.contains(words));
+        self.refused_memory |= REFUSED_MEMORY_MESSAGES.iter().any(|message| line.contains(message));
         if self.lines.len() == TAIL_LINES {
             self.lines.pop_front();
         }
@@ -36,62 +36,62 @@ impl Tail {
     }
 }
 
-/// What we did to the child before it ended.
+/// What we did to the child before it exited.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Asked {
+pub(super) enum StopAction {
     /// Nothing.
     Nothing,
-    /// To save and stop; it did so in time, or ended otherwise.
+    /// It was asked to save and stop, and was not killed.
     Stop,
-    /// It did not stop in time and was killed: what it did since its last checkpoint is lost.
-    Killed,
+    /// It was killed: the steps since its last checkpoint are lost.
+    Kill,
 }
 
-/// Everything known about the end of a child.
+/// Everything that is known about the exit of a child.
 #[derive(Debug)]
-pub(super) struct Ending {
-    /// How the process ended.
+pub(super) struct ChildExit {
+    /// The exit status of the process.
     pub status: ExitStatus,
-    /// The outcome it reported itself, if it did.
+    /// The outcome that the child reported, if it did.
     pub finished: Option<Outcome>,
-    /// What was asked of it.
-    pub asked: Asked,
-    /// Why it was ended, if it made no progress.
-    pub hung: Option<String>,
+    /// What we did to stop it.
+    pub stop_action: StopAction,
+    /// Why the watchdog stopped it, if it did.
+    pub hang_reason: Option<String>,
     /// Whether the machine ran out of memory.
     pub memory_ran_out: bool,
-    /// Its last words.
-    pub tail: Tail,
+    /// The last lines of its standard error.
+    pub tail: StderrTail,
 }
 
-/// Decides how the attempt ended. What the child said itself counts; a child that said nothing crashed.
+/// Decides the outcome of the attempt. An outcome that the child reported counts; a child without one crashed.
 #[must_use]
-pub(super) fn outcome(ending: Ending) -> Outcome {
-    if let Some(why) = ending.hung
-        && matches!(ending.finished, None | Some(Outcome::Stopped { .. }))
+pub(super) fn outcome(exit: ChildExit) -> Outcome {
+    if let Some(reason) = exit.hang_reason
+        && matches!(exit.finished, None | Some(Outcome::Stopped { .. }))
     {
-        let how = match ending.finished {
-            Some(_) => "it stopped when it was told to",
+        let how = match exit.finished {
+            Some(_) => "it stopped when it was asked to",
             None => "it was killed",
         };
         return Outcome::Failed {
             cause: FailureCause::NoProgress,
-            message: format!("{why}; {how}"),
+            message: format!("{reason}; {how}"),
         };
     }
-    if let Some(finished) = ending.finished {
+    if let Some(finished) = exit.finished {
         return finished;
     }
-    if ending.asked == Asked::Killed {
+    if exit.stop_action == StopAction::Kill {
         return Outcome::stopped();
     }
-    let signal = ending.status.signal();
-    let killed = signal == Some(Signal::SIGKILL as i32);
-    // There is no other sign of it.
-    let allocation = signal == Some(Signal::SIGABRT as i32) && ending.tail.refused_memory;
-    let (cause, what) = if (killed && ending.memory_ran_out) || allocation {
-        let what = match allocation {
-            true => "the attempt asked for more memory than it may have, and was ended",
+    let signal = exit.status.signal();
+    let is_killed = signal == Some(Signal::SIGKILL as i32);
+    // An abort has no other sign of a refused allocation.
+    let is_refused_allocation = signal == Some(Signal::SIGABRT as i32) && exit.tail.refused_memory;
+    let (cause, what) = if (is_killed && exit.memory_ran_out) || is_refused_allocation {
+        let what = match is_refused_allocation {
+            true => "the attempt asked for more memory than it may use, and was ended",
             false => "the machine ran out of memory, and the attempt was ended",
         };
         (FailureCause::OutOfMemory, what.to_owned())
@@ -102,14 +102,14 @@ pub(super) fn outcome(ending: Ending) -> Outcome {
             format!("the attempt's process was ended by {name}"),
         )
     } else {
-        match ending.status.code().unwrap_or(-1) {
+        match exit.status.code().unwrap_or(-1) {
             101 => (
                 FailureCause::Internal,
                 "the attempt's process panicked; please report this".to_owned(),
             ),
             0 => (
                 FailureCause::Internal,
-                "the attempt's process ended without saying how".to_owned(),
+                "the attempt's process ended without reporting an outcome".to_owned(),
             ),
             code => (
                 FailureCause::Machine,
@@ -117,14 +117,14 @@ pub(super) fn outcome(ending: Ending) -> Outcome {
             ),
         }
     };
-    let tail = ending.tail.text();
-    // The allocator's last words say the same.
-    let message = if tail.is_empty() || allocation {
+    let tail = exit.tail.text();
+    // The allocator's message says the same.
+    let message = if tail.is_empty() || is_refused_allocation {
         what
     } else {
-        // In one line, as lists and logs show it.
+        // As one line, for lists and logs.
         let lines: Vec<&str> = tail.lines().filter(|line| !line.trim().is_empty()).collect();
-        format!("{what}; its last words: {}", lines.join(" | "))
+        format!("{what}; its last output: {}", lines.join(" | "))
     };
     Outcome::Failed { cause, message }
 }
@@ -134,14 +134,14 @@ mod tests {
     use super::*;
 
     fn cause(raw_status: i32, memory_ran_out: bool, last: &str) -> (FailureCause, String) {
-        let mut tail = Tail::default();
+        let mut tail = StderrTail::default();
         tail.push(last);
         let status = ExitStatus::from_raw(raw_status);
-        match outcome(Ending {
+        match outcome(ChildExit {
             status,
             finished: None,
-            asked: Asked::Nothing,
-            hung: None,
+            stop_action: StopAction::Nothing,
+            hang_reason: None,
             memory_ran_out,
             tail,
         }) {
@@ -180,24 +180,24 @@ mod tests {
     }
 
     #[test]
-    fn what_the_child_said_counts_and_a_late_one_counts_as_stopped() {
-        let ending = |finished, asked| Ending {
+    fn a_reported_outcome_counts_and_a_killed_child_counts_as_stopped() {
+        let exit = |finished, stop_action| ChildExit {
             status: ExitStatus::from_raw(9),
             finished,
-            asked,
-            hung: None,
+            stop_action,
+            hang_reason: None,
             memory_ran_out: true,
-            tail: Tail::default(),
+            tail: StderrTail::default(),
         };
         assert_eq!(
-            outcome(ending(Some(Outcome::Completed), Asked::Killed)),
+            outcome(exit(Some(Outcome::Completed), StopAction::Kill)),
             Outcome::Completed
         );
-        assert_eq!(outcome(ending(None, Asked::Killed)), Outcome::stopped());
-        for (finished, how) in [(None, "killed"), (Some(Outcome::stopped()), "told to")] {
-            let ended = outcome(Ending {
-                hung: Some("no progress for 10 min".into()),
-                ..ending(finished, Asked::Nothing)
+        assert_eq!(outcome(exit(None, StopAction::Kill)), Outcome::stopped());
+        for (finished, how) in [(None, "killed"), (Some(Outcome::stopped()), "asked to")] {
+            let ended = outcome(ChildExit {
+                hang_reason: Some("no progress for 10 min".into()),
+                ..exit(finished, StopAction::Nothing)
             });
             assert!(
                 matches!(&ended, Outcome::Failed { cause: FailureCause::NoProgress, message } if message.contains(how)),
@@ -207,8 +207,8 @@ mod tests {
     }
 
     #[test]
-    fn the_tail_is_bounded() {
-        let mut tail = Tail::default();
+    fn the_kept_lines_of_standard_error_are_bounded() {
+        let mut tail = StderrTail::default();
         for line in 0..1000 {
             tail.push(&line.to_string());
         }

@@ -1,14 +1,14 @@
-//! Jobs of which one value is turned hostile: drawn from a seed.
+//! Generates jobs with one hostile value, from a seed.
 
 use aitk_common::job::schema::SectionInfo;
 use aitk_common::job::{self, Format, JobSpec, LoadOptions, Status};
 use serde_json::{Value, json};
 use std::path::Path;
 
-/// Numbers that a seed decides (SplitMix64, by Sebastiano Vigna).
-pub(super) struct Dice(pub(super) u64);
+/// Random numbers from a seed (SplitMix64, by Sebastiano Vigna).
+pub(super) struct Rng(pub(super) u64);
 
-impl Dice {
+impl Rng {
     fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -21,7 +21,7 @@ impl Dice {
         (self.next() % end.max(1) as u64) as usize
     }
 
-    fn one<'a, T>(&mut self, of: &'a [T]) -> &'a T {
+    fn choose<'a, T>(&mut self, of: &'a [T]) -> &'a T {
         &of[self.below(of.len())]
     }
 }
@@ -71,12 +71,12 @@ cluster: {memory_budget: 768MiB}
 ",
 ];
 
-/// What valid jobs are drawn from.
-pub(super) struct Space {
+/// The parts that jobs are generated from.
+pub(super) struct JobGenerator {
     bases: Vec<Value>,
-    /// Every name that a key can have as its value.
+    /// Every name that is a valid value of some key.
     names: Vec<&'static str>,
-    /// What a text is turned into.
+    /// Hostile texts.
     texts: Vec<String>,
 }
 
@@ -95,14 +95,14 @@ fn collect_names(section: &SectionInfo, names: &mut Vec<&'static str>) {
     }
 }
 
-impl Space {
-    /// `canary` is a folder that no job may touch, `up` the way to it from the folder of an attempt, `pipe` one that
-    /// nobody fills.
+impl JobGenerator {
+    /// `canary` is a folder that no job may touch, `up` its path relative to an attempt's folder, `pipe` a pipe
+    /// without a writer.
     pub(super) fn new(canary: &Path, up: &str, pipe: &Path) -> Self {
         let bases = CONFIGS.iter().map(|text| {
             let loaded = job::parse(text, Format::Yaml, Some("job.yaml"), &LoadOptions::default()).unwrap();
             let mut json = serde_json::to_value(&loaded.spec).unwrap();
-            // A few are enough to be turned hostile themselves.
+            // A few positions are enough as targets.
             let places = json["positions"].as_object_mut().unwrap();
             while places.len() > 3 {
                 let last = places.keys().next_back().unwrap().clone();
@@ -209,20 +209,20 @@ impl Space {
         Self { bases, names, texts }
     }
 
-    /// A job that passes, of which a few values are others than in the config that it comes from.
-    pub(super) fn valid(&self, dice: &mut Dice) -> Value {
-        let mut job = dice.one(&self.bases).clone();
-        for _ in 0..dice.below(4) {
+    /// A job that passes, with up to three values changed from its config.
+    pub(super) fn valid(&self, rng: &mut Rng) -> Value {
+        let mut job = rng.choose(&self.bases).clone();
+        for _ in 0..rng.below(4) {
             let mut other = job.clone();
             let mut leaves = Vec::new();
-            pointers(&other["process"], "/process", &mut leaves);
-            let value = other.pointer_mut(dice.one(&leaves).as_str()).unwrap();
+            collect_pointers(&other["process"], "/process", &mut leaves);
+            let value = other.pointer_mut(rng.choose(&leaves).as_str()).unwrap();
             *value = match value {
                 Value::Bool(on) => json!(!*on),
-                Value::Number(_) => dice
-                    .one(&[json!(0), json!(1), json!(2), json!(3), json!(0.5), json!(1e-3)])
+                Value::Number(_) => rng
+                    .choose(&[json!(0), json!(1), json!(2), json!(3), json!(0.5), json!(1e-3)])
                     .clone(),
-                Value::String(_) => json!(dice.one(&self.names)),
+                Value::String(_) => json!(rng.choose(&self.names)),
                 _ => json!(null),
             };
             if JobSpec::from_value(&other).is_ok_and(|spec| spec.unsupported().is_ok()) {
@@ -232,47 +232,47 @@ impl Space {
         job
     }
 
-    /// The same job with one value turned hostile. The answer says which, and into what.
-    pub(super) fn hostile(&self, mut job: Value, dice: &mut Dice) -> (Value, String) {
+    /// Makes one value of a job hostile. Also returns which one, and the new value.
+    pub(super) fn hostile(&self, mut job: Value, rng: &mut Rng) -> (Value, String) {
         let mut all = Vec::new();
-        pointers(&job, "", &mut all);
-        let pointer = dice.one(&all).clone();
-        let into = self.turned(job.pointer(&pointer).unwrap(), dice);
-        let mut shown = into.to_string();
-        if let Some((cut, _)) = shown.char_indices().nth(120) {
-            shown.truncate(cut);
+        collect_pointers(&job, "", &mut all);
+        let pointer = rng.choose(&all).clone();
+        let into = self.hostile_value(job.pointer(&pointer).unwrap(), rng);
+        let mut new_value = into.to_string();
+        if let Some((cut, _)) = new_value.char_indices().nth(120) {
+            new_value.truncate(cut);
         }
-        // Now and then the key itself is another, or is gone.
+        // In some cases the key is removed or replaced instead.
         let (parent, key) = pointer.rsplit_once('/').unwrap();
-        match (dice.below(16), job.pointer_mut(parent)) {
+        match (rng.below(16), job.pointer_mut(parent)) {
             (0, Some(Value::Object(map))) => {
                 map.remove(key);
             }
             (1, Some(Value::Object(map))) => {
-                map.insert(dice.one(&self.texts).clone(), into);
+                map.insert(rng.choose(&self.texts).clone(), into);
             }
             _ => *job.pointer_mut(&pointer).unwrap() = into,
         }
-        (job, format!("{pointer} -> {shown}"))
+        (job, format!("{pointer} -> {new_value}"))
     }
 
-    fn turned(&self, value: &Value, dice: &mut Dice) -> Value {
-        // Mostly of the same kind, so that it comes further than the first check.
-        let like = match dice.below(8) {
-            0 => dice.below(6),
+    fn hostile_value(&self, value: &Value, rng: &mut Rng) -> Value {
+        // Mostly of the same type, so that it passes the first check.
+        let kind = match rng.below(8) {
+            0 => rng.below(6),
             _ => match value {
                 Value::String(_) => 0,
                 Value::Number(_) => 1,
                 Value::Array(_) => 2,
                 Value::Object(_) => 3,
                 Value::Bool(_) => 4,
-                Value::Null => dice.below(3),
+                Value::Null => rng.below(3),
             },
         };
-        match like {
-            0 => json!(dice.one(&self.texts)),
-            1 => dice
-                .one(&[
+        match kind {
+            0 => json!(rng.choose(&self.texts)),
+            1 => rng
+                .choose(&[
                     json!(u64::MAX),
                     json!(i64::MAX),
                     json!(i64::MIN),
@@ -295,9 +295,9 @@ impl Space {
                 let item = value
                     .as_array()
                     .and_then(|items| items.first().cloned())
-                    .unwrap_or_else(|| json!(dice.one(&self.texts)));
-                let many = *dice.one(&[0, 1, 2, 65, 1_000, 20_000]);
-                // Of small ones many, so that the whole stays a message that can be sent.
+                    .unwrap_or_else(|| json!(rng.choose(&self.texts)));
+                let many = *rng.choose(&[0, 1, 2, 65, 1_000, 20_000]);
+                // Fewer large items, so that the message can still be sent.
                 let many = if item.to_string().len() > 200 {
                     many.min(100)
                 } else {
@@ -305,25 +305,25 @@ impl Space {
                 };
                 Value::Array(vec![item; many])
             }
-            3 => match dice.below(3) {
+            3 => match rng.below(3) {
                 0 => (0..100).fold(json!(1), |inner, _| json!({ "a": inner })),
                 1 => Value::Object((0..5_000).map(|number| (format!("k{number}"), json!(number))).collect()),
                 _ => json!({ "rare": {"steps": 1}, "name_or_path": "/etc/passwd", "file": "/etc/passwd" }),
             },
-            4 => dice
-                .one(&[json!(true), json!(false), json!("true"), json!(2), json!([])])
+            4 => rng
+                .choose(&[json!(true), json!(false), json!("true"), json!(2), json!([])])
                 .clone(),
             _ => json!(null),
         }
     }
 }
 
-/// Where everything in a tree stands, as JSON pointers.
-fn pointers(value: &Value, path: &str, out: &mut Vec<String>) {
+/// Collects the JSON pointers of all values in a tree.
+fn collect_pointers(value: &Value, path: &str, out: &mut Vec<String>) {
     let mut below = |key: &str, value: &Value| {
         let path = format!("{path}/{}", key.replace('~', "~0").replace('/', "~1"));
         out.push(path.clone());
-        pointers(value, &path, out);
+        collect_pointers(value, &path, out);
     };
     match value {
         Value::Object(map) => map.iter().for_each(|(key, value)| below(key, value)),

@@ -1,10 +1,10 @@
-//! Files that no job may touch, looked at from outside.
+//! Files that no job may touch, and checks that they were not touched.
 
 use aitk_common::hash::ContentHash;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// What stands in every file that no job may read.
+/// The text in every file that no job may read.
 pub(super) const MARK: &str = "CANARY-5f3b9d-the-admins-token";
 
 /// A folder that no job may touch.
@@ -12,11 +12,11 @@ pub(super) struct Canary {
     folder: PathBuf,
     before: BTreeMap<PathBuf, String>,
     #[cfg(target_os = "linux")]
-    opened: nix::sys::inotify::Inotify,
+    inotify: nix::sys::inotify::Inotify,
 }
 
 impl Canary {
-    pub(super) fn place(folder: &Path) -> Self {
+    pub(super) fn create(folder: &Path) -> Self {
         for (name, text) in [
             ("secret.txt", MARK.to_owned()),
             ("home/.docker/config.json", format!("{{\"auth\": \"{MARK}\"}}")),
@@ -30,38 +30,39 @@ impl Canary {
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             std::fs::write(path, text).unwrap();
         }
-        let before = listing(folder);
+        let before = list_files(folder);
         #[cfg(target_os = "linux")]
-        let opened = {
+        let inotify = {
             use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
-            let opened = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC).unwrap();
+            let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC).unwrap();
             let mut folders: Vec<PathBuf> = before.keys().filter(|path| path.is_dir()).cloned().collect();
             folders.push(folder.to_owned());
             for folder in folders {
-                opened.add_watch(&folder, AddWatchFlags::IN_ALL_EVENTS).unwrap();
+                inotify.add_watch(&folder, AddWatchFlags::IN_ALL_EVENTS).unwrap();
             }
-            opened
+            inotify
         };
         Self {
             folder: folder.to_owned(),
             before,
             #[cfg(target_os = "linux")]
-            opened,
+            inotify,
         }
     }
 
-    /// Nothing in it was opened, listed, changed or added. The kernel says what was opened, where it can.
-    pub(super) fn is_untouched(&self) -> Result<(), String> {
+    /// Checks that nothing in the folder was opened, listed, changed or added. Where possible the kernel reports
+    /// accesses.
+    pub(super) fn check_untouched(&self) -> Result<(), String> {
         #[cfg(target_os = "linux")]
-        if let Ok(events) = self.opened.read_events()
+        if let Ok(events) = self.inotify.read_events()
             && let Some(event) = events.first()
         {
             return Err(format!("{:?} of {:?}", event.mask, event.name));
         }
-        let now = listing(&self.folder);
+        let now = list_files(&self.folder);
         #[cfg(target_os = "linux")]
-        // That was us.
-        while self.opened.read_events().is_ok_and(|events| !events.is_empty()) {}
+        // Discard the events of our own listing.
+        while self.inotify.read_events().is_ok_and(|events| !events.is_empty()) {}
         if now != self.before {
             return Err(format!("{:?} became {now:?}", self.before));
         }
@@ -69,32 +70,32 @@ impl Canary {
     }
 }
 
-/// Everything below a folder, files with their hash.
-pub(super) fn listing(folder: &Path) -> BTreeMap<PathBuf, String> {
+/// Lists everything below a folder, files with their hash.
+pub(super) fn list_files(folder: &Path) -> BTreeMap<PathBuf, String> {
     let mut all = BTreeMap::new();
     for entry in std::fs::read_dir(folder).unwrap().flatten() {
         let path = entry.path();
         let kind = entry.file_type().unwrap();
-        let what = if kind.is_dir() {
-            all.extend(listing(&path));
+        let entry_content = if kind.is_dir() {
+            all.extend(list_files(&path));
             "a folder".to_owned()
         } else if kind.is_file() {
             ContentHash::of(&std::fs::read(&path).unwrap()).to_hex()
         } else {
             format!("{kind:?}")
         };
-        all.insert(path, what);
+        all.insert(path, entry_content);
     }
     all
 }
 
-/// The files below a folder in which the mark stands.
-pub(super) fn marked(folder: &Path) -> Vec<PathBuf> {
+/// Lists the files below a folder that contain the mark.
+pub(super) fn marked_files(folder: &Path) -> Vec<PathBuf> {
     let is_marked = |path: &PathBuf| {
         let bytes = std::fs::read(path).unwrap_or_default();
         bytes.windows(MARK.len()).any(|window| window == MARK.as_bytes())
     };
-    listing(folder)
+    list_files(folder)
         .into_keys()
         .filter(|path| path.is_file() && is_marked(path))
         .collect()

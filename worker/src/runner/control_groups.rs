@@ -1,6 +1,6 @@
-//! A control group for each attempt: limits that hold for its process with all its threads, and not for the daemon.
+//! Control groups for attempts: limits for the attempt's process with all its threads, and not for the daemon.
 //!
-//! Groups can be made where the daemon may write to its own: as root, or in a systemd unit with `Delegate=yes`.
+//! Groups can be created if the daemon may write to its own group: as root, or in a systemd unit with `Delegate=yes`.
 
 use crate::probe;
 use aitk_common::confinement::Protection;
@@ -8,19 +8,19 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Where the system has its groups.
+/// The folder of the system's control groups.
 const ROOT: &str = "/sys/fs/cgroup";
-/// Threads of an attempt: far more than any pool of ours has.
-const THREADS: u64 = 4096;
-/// Beginning of the names of our groups.
+/// The most threads of an attempt: far more than any pool of ours has.
+const MAX_THREADS: u64 = 4096;
+/// Prefix of the names of our groups.
 const PREFIX: &str = "aitk-attempt-";
-/// The group that the daemon itself moves to: with the second version, processes and limits of groups below exclude each other.
-const DAEMON: &str = "worker";
+/// The group that the daemon itself moves to: in cgroup v2, a group with limited subgroups cannot contain processes.
+const DAEMON_GROUP: &str = "worker";
 
-/// Makes the groups of attempts.
+/// Creates the control groups of attempts.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Groups {
-    /// Folders in which groups are made, with the file that limits memory and the one that limits threads.
+pub struct ControlGroups {
+    /// Folders in which groups are created, with their limit files.
     parents: Vec<Parent>,
     version: u32,
     memory: u64,
@@ -32,46 +32,51 @@ struct Parent {
     limits: Vec<(&'static str, u64)>,
 }
 
-/// Control groups that keep something of the memory for the daemon and the rest of the machine, where there can be any; and what is
-/// to be said of that.
+/// Detects whether control groups can limit the memory of attempts, so that some is left for the daemon and the rest
+/// of the machine. Returns what is in force, and the control groups if they work.
 #[must_use]
-pub fn limit_attempts() -> (Protection, Option<Groups>) {
-    match Groups::find(most_memory()) {
+pub fn detect_control_groups() -> (Protection, Option<ControlGroups>) {
+    match ControlGroups::detect(max_attempt_memory()) {
         Ok(groups) => (Protection::by(groups.describe()), Some(groups)),
         Err(reason) => (Protection::missing(reason.chars().take(60).collect::<String>()), None),
     }
 }
 
-/// Bytes of memory that an attempt may hold: all but what the daemon and the rest of the machine need.
+/// The memory that an attempt may use, in bytes: all but what the daemon and the rest of the machine need.
 #[must_use]
-pub fn most_memory() -> u64 {
+pub fn max_attempt_memory() -> u64 {
     let memory = probe::memory().total;
     memory - (memory / 16).min(1 << 30)
 }
 
-impl Groups {
-    /// Finds out whether this process can make groups that hold attempts to `memory` bytes each. With the second version of
-    /// control groups the process moves into a group of its own for that, so it must be a daemon that has the unit to itself.
+impl ControlGroups {
+    /// Checks whether this process can create groups that limit attempts to `memory` bytes each. With cgroup v2 the
+    /// process moves into a group of its own for that, so it must be a daemon that is alone in its unit.
     ///
     /// # Errors
-    /// Why not, in words.
-    pub fn find(memory: u64) -> Result<Self, String> {
-        let own = fs::read_to_string("/proc/self/cgroup").map_err(|error| format!("no control groups: {error}"))?;
-        let found = Self::below(Path::new(ROOT), &own, memory)?;
+    /// The reason why not.
+    pub fn detect(memory: u64) -> Result<Self, String> {
+        let own_group =
+            fs::read_to_string("/proc/self/cgroup").map_err(|error| format!("no control groups: {error}"))?;
+        let found = Self::detect_in(Path::new(ROOT), &own_group, memory)?;
         found.sweep();
-        // A trial says more than modes of files.
-        let trial = found.make(&format!("{PREFIX}{}", std::process::id()));
+        // Create a group to be sure; file modes are not enough to know.
+        let trial = found.create(&format!("{PREFIX}{}", std::process::id()));
         trial
             .map(drop)
-            .map_err(|error| format!("no control group can be made: {error}"))?;
+            .map_err(|error| format!("no control group can be created: {error}"))?;
         Ok(found)
     }
 
-    fn below(root: &Path, own: &str, memory: u64) -> Result<Self, String> {
-        let path = |mark: &str| own.lines().find_map(|line| Some(line.split_once(mark)?.1.to_owned()));
+    fn detect_in(root: &Path, own_group: &str, memory: u64) -> Result<Self, String> {
+        let path = |marker: &str| {
+            own_group
+                .lines()
+                .find_map(|line| Some(line.split_once(marker)?.1.to_owned()))
+        };
         let v1: Vec<Parent> = [
             ("memory", "memory.limit_in_bytes", memory),
-            ("pids", "pids.max", THREADS),
+            ("pids", "pids.max", MAX_THREADS),
         ]
         .into_iter()
         .filter_map(|(controller, file, limit)| {
@@ -89,38 +94,38 @@ impl Groups {
                 memory,
             });
         }
-        let own = root.join(path("0::/").ok_or("this system has no control groups")?);
-        let folder = prepare(root, &own)?;
+        let own_group = root.join(path("0::/").ok_or("this system has no control groups")?);
+        let folder = enable_controllers(root, &own_group)?;
         Ok(Self {
             parents: vec![Parent {
                 folder,
-                limits: vec![("memory.max", memory), ("pids.max", THREADS)],
+                limits: vec![("memory.max", memory), ("pids.max", MAX_THREADS)],
             }],
             version: 2,
             memory,
         })
     }
 
-    /// What is limited, for people.
+    /// Describes the limits, for display.
     #[must_use]
     pub fn describe(&self) -> String {
         let gib = self.memory as f64 / f64::from(1 << 30);
         let version = self.version;
-        format!("control groups v{version}: {gib:.1} GiB and {THREADS} threads an attempt")
+        format!("control groups v{version}: {gib:.1} GiB and {MAX_THREADS} threads an attempt")
     }
 
-    /// A group for the process `pid`.
-    pub(super) fn start(&self, pid: i32) -> io::Result<Group> {
+    /// Creates a group and moves the process `pid` into it.
+    pub(super) fn add_process(&self, pid: i32) -> io::Result<ControlGroup> {
         self.sweep();
-        let group = self.make(&format!("{PREFIX}{pid}"))?;
+        let group = self.create(&format!("{PREFIX}{pid}"))?;
         for folder in &group.folders {
             fs::write(folder.join("cgroup.procs"), pid.to_string())?;
         }
         Ok(group)
     }
 
-    fn make(&self, name: &str) -> io::Result<Group> {
-        let mut group = Group { folders: Vec::new() };
+    fn create(&self, name: &str) -> io::Result<ControlGroup> {
+        let mut group = ControlGroup { folders: Vec::new() };
         for parent in &self.parents {
             let folder = parent.folder.join(name);
             fs::create_dir(&folder)?;
@@ -132,13 +137,13 @@ impl Groups {
         Ok(group)
     }
 
-    /// Removes groups whose processes had not quite gone when their attempt ended.
+    /// Removes groups whose processes were still exiting when their attempt ended.
     fn sweep(&self) {
         for parent in &self.parents {
             for entry in fs::read_dir(&parent.folder).into_iter().flatten().flatten() {
                 let name = entry.file_name();
                 let pid = name.to_str().and_then(|name| name.strip_prefix(PREFIX));
-                // That of a living process may be another worker's, and just being made.
+                // The group of a living process may belong to another worker, which is just creating it.
                 if pid.is_some_and(|pid| !Path::new("/proc").join(pid).exists()) {
                     let _ = fs::remove_dir(entry.path());
                 }
@@ -147,15 +152,15 @@ impl Groups {
     }
 }
 
-/// Lets groups below have limits. Returns the folder in which they are made.
-fn prepare(root: &Path, own: &Path) -> Result<PathBuf, String> {
+/// Enables limits for subgroups. Returns the folder in which they are created.
+fn enable_controllers(root: &Path, own_group: &Path) -> Result<PathBuf, String> {
     let failed =
         |what: &Path, error: io::Error| format!("{}: {error} (a systemd unit needs Delegate=yes)", what.display());
     let read = |path: PathBuf| fs::read_to_string(&path).map_err(|error| failed(&path, error));
-    // After a restart in place it is there already.
-    let base = match own.file_name() {
-        Some(name) if name == DAEMON => own.parent().unwrap_or(own),
-        _ => own,
+    // After a restart in place the process is already in that group.
+    let base = match own_group.file_name() {
+        Some(name) if name == DAEMON_GROUP => own_group.parent().unwrap_or(own_group),
+        _ => own_group,
     };
     let has_both = |text: &str| {
         ["memory", "pids"]
@@ -170,45 +175,45 @@ fn prepare(root: &Path, own: &Path) -> Result<PathBuf, String> {
     }
     let control = base.join("cgroup.subtree_control");
     if !has_both(&read(control.clone())?) {
-        if base != root && base == own {
-            let others = read(base.join("cgroup.procs"))?;
-            let own = std::process::id().to_string();
-            if others.lines().any(|pid| pid != own) {
+        if base != root && base == own_group {
+            let pids = read(base.join("cgroup.procs"))?;
+            let own_pid = std::process::id().to_string();
+            if pids.lines().any(|pid| pid != own_pid) {
                 return Err(format!(
-                    "{} has other processes in it; start the worker as a service",
+                    "{} contains other processes; start the worker as a service",
                     base.display()
                 ));
             }
-            let daemon = base.join(DAEMON);
+            let daemon = base.join(DAEMON_GROUP);
             match fs::create_dir(&daemon) {
                 Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(failed(&daemon, error)),
                 _ => {}
             }
             let procs = daemon.join("cgroup.procs");
-            fs::write(&procs, own).map_err(|error| failed(&procs, error))?;
+            fs::write(&procs, own_pid).map_err(|error| failed(&procs, error))?;
         }
         fs::write(&control, "+memory +pids").map_err(|error| failed(&control, error))?;
     }
-    // The limit of the unit, where the daemon looks for its own: how much memory there is follows from it.
+    // Copy the unit's limit to the daemon's own group, where the daemon reads how much memory there is.
     if let Ok(limit) = fs::read_to_string(base.join("memory.max"))
-        && base.join(DAEMON).is_dir()
+        && base.join(DAEMON_GROUP).is_dir()
     {
-        let own = base.join(DAEMON).join("memory.max");
-        fs::write(&own, limit.trim()).map_err(|error| failed(&own, error))?;
+        let own_group = base.join(DAEMON_GROUP).join("memory.max");
+        fs::write(&own_group, limit.trim()).map_err(|error| failed(&own_group, error))?;
     }
     Ok(base.to_owned())
 }
 
-/// The groups of one attempt, removed when this goes away.
+/// The groups of one attempt, removed when this value is dropped.
 #[derive(Debug)]
-pub(super) struct Group {
+pub(super) struct ControlGroup {
     folders: Vec<PathBuf>,
 }
 
-impl Drop for Group {
+impl Drop for ControlGroup {
     fn drop(&mut self) {
         for folder in &self.folders {
-            // Only the second version has it; the group of processes gets its signal besides.
+            // Only cgroup v2 has this file; the process group is killed as well.
             let _ = fs::write(folder.join("cgroup.kill"), "1");
             let _ = fs::remove_dir(folder);
         }
@@ -226,16 +231,18 @@ mod tests {
     }
 
     #[test]
-    fn a_process_is_held_to_its_limits_and_its_group_goes_with_it() {
-        let Ok(groups) = Groups::find(1 << 30) else {
+    fn a_process_gets_its_limits_and_its_group_is_removed() {
+        let Ok(groups) = ControlGroups::detect(1 << 30) else {
             return println!("skipped: this machine grants no control group");
         };
         let mut child = Command::new("sleep").arg("60").stdin(Stdio::null()).spawn().unwrap();
         let pid = i32::try_from(child.id()).unwrap();
-        let group = groups.start(pid).unwrap();
-        let own = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap();
-        let lines = own.lines().filter(|line| line.ends_with(&format!("/{PREFIX}{pid}")));
-        assert_eq!(lines.count(), groups.parents.len(), "{own}");
+        let group = groups.add_process(pid).unwrap();
+        let own_group = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap();
+        let lines = own_group
+            .lines()
+            .filter(|line| line.ends_with(&format!("/{PREFIX}{pid}")));
+        assert_eq!(lines.count(), groups.parents.len(), "{own_group}");
         for (folder, parent) in group.folders.iter().zip(&groups.parents) {
             for (file, limit) in &parent.limits {
                 let set = fs::read_to_string(folder.join(file)).unwrap();
@@ -251,15 +258,15 @@ mod tests {
     }
 
     #[test]
-    fn the_second_version_moves_the_daemon_aside_and_leaves_others_alone() {
+    fn with_cgroup_v2_the_daemon_moves_and_other_processes_do_not() {
         let root = tempfile::tempdir().unwrap();
         let unit = root.path().join("system.slice/aitk-worker.service");
         write(unit.join("cgroup.controllers"), "cpu memory pids\n");
         write(unit.join("cgroup.subtree_control"), "\n");
         write(unit.join("memory.max"), "8589934592\n");
         write(unit.join("cgroup.procs"), &format!("{}\n", std::process::id()));
-        let own = "0::/system.slice/aitk-worker.service\n";
-        let groups = Groups::below(root.path(), own, 5 << 30).unwrap();
+        let own_group = "0::/system.slice/aitk-worker.service\n";
+        let groups = ControlGroups::detect_in(root.path(), own_group, 5 << 30).unwrap();
         assert_eq!((groups.version, &groups.parents[0].folder), (2, &unit));
         assert_eq!(
             fs::read_to_string(unit.join("worker/cgroup.procs")).unwrap(),
@@ -274,19 +281,20 @@ mod tests {
             "8589934592"
         );
         assert!(groups.describe().contains("v2: 5.0 GiB"), "{}", groups.describe());
-        // Started again by itself, it is in its own group already.
-        let again = Groups::below(root.path(), "0::/system.slice/aitk-worker.service/worker\n", 5 << 30).unwrap();
-        assert_eq!(again, groups);
+        // After a restart in place, it is already in its own group.
+        let after_restart =
+            ControlGroups::detect_in(root.path(), "0::/system.slice/aitk-worker.service/worker\n", 5 << 30).unwrap();
+        assert_eq!(after_restart, groups);
 
         let shell = root.path().join("session.scope");
         write(shell.join("cgroup.controllers"), "memory pids\n");
         write(shell.join("cgroup.subtree_control"), "\n");
         write(shell.join("cgroup.procs"), &format!("1\n{}\n", std::process::id()));
-        let refused = Groups::below(root.path(), "0::/session.scope\n", 1).unwrap_err();
+        let refused = ControlGroups::detect_in(root.path(), "0::/session.scope\n", 1).unwrap_err();
         assert!(refused.contains("other processes"), "{refused}");
         assert!(!shell.join("worker").exists());
         write(shell.join("cgroup.controllers"), "cpu\n");
-        let refused = Groups::below(root.path(), "0::/session.scope\n", 1).unwrap_err();
+        let refused = ControlGroups::detect_in(root.path(), "0::/session.scope\n", 1).unwrap_err();
         assert!(refused.contains("no controllers"), "{refused}");
     }
 }
