@@ -86,7 +86,7 @@ impl<'a> Pipeline<'a> {
     /// # Errors
     /// When `scheduler_config.json` has a wrong value.
     pub fn new(model: &'a SdModel, device: &Device, dtype: DType, v_prediction: bool) -> Result<Self> {
-        let mut params = SamplerParams::from_json(&model.scheduler_config)?.forced_by_stable_diffusion();
+        let mut params = SamplerParams::from_json(&model.scheduler_config)?.with_stable_diffusion_overrides();
         if v_prediction {
             params.prediction_type = Some(PredictionType::VPrediction);
         }

@@ -80,7 +80,7 @@ fn draw_all(
         let steps = request.steps as usize;
         let drawn = pipeline.text_to_image(
             &generate_request(request, settings.sampler),
-            &mut NoiseSource::seeds(&[seed]),
+            &mut NoiseSource::from_seeds(&[seed]),
             &mut |step, of| on_step(done + step * steps / of.max(1), all),
         )?;
         let Some(image) = drawn.and_then(|images| images.into_iter().next()) else {

@@ -48,7 +48,7 @@ fn draw(case: &Value, model: &SdModel, tensors: &HashMap<String, Tensor>) -> Res
     let mut noise = if case.get("shared").is_some() {
         NoiseSource::Shared(TorchGenerator::manual_seed(seeds[0]))
     } else {
-        NoiseSource::seeds(&seeds)
+        NoiseSource::from_seeds(&seeds)
     };
     let v_prediction = case.get("v_prediction").is_some();
     let pipeline = Pipeline::new(model, &Device::Cpu, DType::F32, v_prediction)?;
@@ -244,7 +244,7 @@ fn impossible_images_are_errors() {
         ..GenerateRequest::default()
     };
     let complaint = |request: GenerateRequest| {
-        let drawn = pipeline.text_to_image(&request, &mut NoiseSource::seeds(&[1]), &mut |_, _| true);
+        let drawn = pipeline.text_to_image(&request, &mut NoiseSource::from_seeds(&[1]), &mut |_, _| true);
         drawn.unwrap_err().to_string()
     };
     assert!(
@@ -301,7 +301,13 @@ fn impossible_images_are_errors() {
     );
     let source = RgbImage::new(32, 32);
     let redraw = |images: &[RgbImage], strength: f64| {
-        let drawn = pipeline.image_to_image(&good, images, strength, &mut NoiseSource::seeds(&[1]), &mut |_, _| true);
+        let drawn = pipeline.image_to_image(
+            &good,
+            images,
+            strength,
+            &mut NoiseSource::from_seeds(&[1]),
+            &mut |_, _| true,
+        );
         drawn.unwrap_err().to_string()
     };
     assert!(redraw(std::slice::from_ref(&source), 1.5).contains("between 0 and 1"));
@@ -322,7 +328,7 @@ fn stopping_ends_between_steps() {
         ..GenerateRequest::default()
     };
     let mut asked = Vec::new();
-    let drawn = pipeline.text_to_image(&image, &mut NoiseSource::seeds(&[1]), &mut |done, all| {
+    let drawn = pipeline.text_to_image(&image, &mut NoiseSource::from_seeds(&[1]), &mut |done, all| {
         asked.push((done, all));
         done < 2
     });

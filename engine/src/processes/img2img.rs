@@ -112,7 +112,7 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
             &image,
             std::slice::from_ref(&source),
             config.denoise_strength,
-            &mut NoiseSource::seeds(&[seed]),
+            &mut NoiseSource::from_seeds(&[seed]),
             &mut |_, _| !stop.is_set(),
         )?;
         let Some(result) = drawn.and_then(|images| images.into_iter().next()) else {
