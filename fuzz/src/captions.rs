@@ -3,7 +3,7 @@
 use super::dice::Dice;
 use super::scratch::with_file;
 use aitk_common::job::prompt::{PromptFlags, floor_size, with_trigger};
-use aitk_engine::data::{BucketPlan, CaptionRules, build_caption, plan, plan_square, read_caption};
+use aitk_engine::data::{BucketPlan, CaptionRules, build_caption, plan_bucket, plan_square, read_caption};
 use aitk_engine::rng::TorchGenerator;
 use std::path::Path;
 
@@ -83,7 +83,7 @@ fn side(dice: &mut Dice<'_>) -> u32 {
 fn buckets(dice: &mut Dice<'_>) {
     let (width, height, resolution) = (side(dice), side(dice), side(dice));
     let divisibility = [1, 2, 8, 16, 32, 64, 0, side(dice)][dice.below(8)];
-    inside(&plan(width, height, resolution, divisibility, dice.flag()));
+    inside(&plan_bucket(width, height, resolution, divisibility, dice.flag()));
     inside(&plan_square(width, height, resolution));
 }
 

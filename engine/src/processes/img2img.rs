@@ -215,7 +215,7 @@ fn options(config: &DatasetConfig, resolution: u32, trigger: Option<&str>, cx: &
     let trigger = config.trigger_word.clone().or_else(|| trigger.map(str::to_owned));
     Ok(DatasetOptions {
         path: cx.local(path)?,
-        enclosed: cx.is_enclosed(),
+        stay_in_folder: cx.is_enclosed(),
         resolution,
         repeats: config.num_repeats.max(1) as usize,
         caption_ext: config.caption_ext.clone(),

@@ -1,6 +1,6 @@
 //! Masks of the loss: which parts of an image are learned, as the loss sees them.
 
-use crate::data::{Item, mask_of};
+use crate::data::{Item, load_mask};
 use crate::error::Result;
 use crate::models::vae::AutoencoderKl;
 use candle_core::{DType, Device, Tensor};
@@ -44,7 +44,7 @@ impl Masks {
         if let Some(known) = self.known.get(&key) {
             return Ok(known.clone());
         }
-        let (pixels, stride) = (mask_of(item, mask)?, item.plan.bucket.0 as usize);
+        let (pixels, stride) = (load_mask(item, mask)?, item.plan.bucket.0 as usize);
         let chosen: Vec<f32> = (0..height * width)
             .map(|i| pixels[(i / width * scale) * stride + i % width * scale])
             .collect();

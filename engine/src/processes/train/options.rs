@@ -141,7 +141,7 @@ pub(super) fn datasets(process: &TrainerProcess, cx: &Context<'_>) -> Result<Vec
             loss_multiplier: dataset.loss_multiplier,
             cache_latents: dataset.cache_latents,
             cache_latents_to_disk: dataset.cache_latents_to_disk,
-            enclosed: cx.is_enclosed(),
+            stay_in_folder: cx.is_enclosed(),
         });
     }
     Ok(out)

@@ -2,7 +2,7 @@
 
 use super::data::takes_regularisation;
 use super::options;
-use crate::data::{Contents, DatasetOptions, DatasetReport};
+use crate::data::{DatasetContents, DatasetOptions, DatasetReport};
 use crate::error::{EngineError, Result};
 use crate::processes::{Context, LogFile, StopSignal};
 use aitk_common::attempt::AttemptSpec;
@@ -62,7 +62,7 @@ impl TrainingPreview {
         let names = process.split_datasets();
         let divisibility = process.model.arch.name.bucket_divisibility();
         // A list of resolutions is a data set for each, of the same files.
-        let mut looked: Vec<(DatasetOptions, Contents)> = Vec::new();
+        let mut looked: Vec<(DatasetOptions, DatasetContents)> = Vec::new();
         let same = |a: &DatasetOptions, b: &DatasetOptions| {
             (&a.path, &a.caption_ext, &a.default_caption, a.short_captions)
                 == (&b.path, &b.caption_ext, &b.default_caption, b.short_captions)
@@ -71,15 +71,15 @@ impl TrainingPreview {
             let known = looked.iter().position(|(other, _)| same(other, &options));
             let contents = match known {
                 Some(known) => Ok(known),
-                None => Contents::read(&options).map(|contents| {
+                None => DatasetContents::read(&options).map(|contents| {
                     looked.push((options.clone(), contents));
                     looked.len() - 1
                 }),
             };
             let name = section.path().unwrap_or_default();
             let report = contents.and_then(|at| match looked.get(at) {
-                Some((_, contents)) => DatasetReport::at(&options, name, divisibility, contents),
-                None => DatasetReport::of(&options, name, divisibility),
+                Some((_, contents)) => DatasetReport::from_contents(&options, name, divisibility, contents),
+                None => DatasetReport::read(&options, name, divisibility),
             });
             match report {
                 Ok(report) => self.datasets.push(report),
