@@ -41,7 +41,7 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
     // Each image keeps the number and the seed that it has in the whole job.
     let requests = requests.get(range).unwrap_or_default();
     let folder = cx.output_root(Some(&process.output_folder));
-    fsutil::create_dir_all(&folder).map_err(image_io::file_error)?;
+    fsutil::create_dir_all(&folder).map_err(image_io::from_fs_error)?;
     let mut finished = Finished::open(&folder, cx, process)?;
     let base = first_index(
         cx.job,

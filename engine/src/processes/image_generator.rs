@@ -109,7 +109,7 @@ impl Finished {
     pub(super) fn add(&mut self, index: u64, name: String) -> Result<()> {
         self.images.images.insert(index, name);
         if let Some(folder) = self.file.parent() {
-            fsutil::create_dir_all(folder).map_err(image_io::file_error)?;
+            fsutil::create_dir_all(folder).map_err(image_io::from_fs_error)?;
         }
         let text = serde_json::to_vec(&self.images).map_err(|e| EngineError::Internal(e.to_string()))?;
         image_io::write(&self.file, &text)

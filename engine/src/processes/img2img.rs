@@ -62,13 +62,13 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
     samplers::check_name(sampler)?;
     let tasks = tasks(process, cx)?;
     let folder = cx.output_root(Some(&process.output_folder));
-    fsutil::create_dir_all(&folder).map_err(image_io::file_error)?;
+    fsutil::create_dir_all(&folder).map_err(image_io::from_fs_error)?;
     let copies = process.copy_inputs_to.as_ref().map(|path| match &cx.spec.output_root {
         Some(root) => root.join("inputs"),
         None => super::at_home(path),
     });
     if let Some(copies) = &copies {
-        fsutil::create_dir_all(copies).map_err(image_io::file_error)?;
+        fsutil::create_dir_all(copies).map_err(image_io::from_fs_error)?;
     }
     let mut finished = Finished::open(&folder, cx, process)?;
     let base = first_index(
