@@ -9,7 +9,7 @@ use super::rate::Progress;
 use super::{Context, artifact_name};
 use crate::error::{EngineError, Result};
 use crate::image_io;
-use crate::pipelines::{SampleSettings, random_seed, sample_prompts};
+use crate::pipelines::{SampleSettings, generate_images, random_seed};
 use crate::rng::generator_for;
 use crate::samplers;
 use aitk_common::attempt::{ChildEvent, Outcome};
@@ -93,7 +93,7 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
     };
     let stop = cx.stop.clone();
     let mut clock = Progress::new();
-    let complete = sample_prompts(
+    let complete = generate_images(
         &generator.model,
         &settings,
         &left,

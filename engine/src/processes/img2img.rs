@@ -6,7 +6,7 @@ use super::{Context, artifact_name};
 use crate::data::{CaptionRules, Dataset, DatasetOptions, build_caption};
 use crate::error::{EngineError, Result};
 use crate::image_io::{self, Filter};
-use crate::pipelines::{Pipeline, generate_request, random_seed};
+use crate::pipelines::{Pipeline, random_seed, to_generate_request};
 use crate::rng::generator_for;
 use crate::samplers::{self, NoiseSource};
 use aitk_common::attempt::Outcome;
@@ -106,7 +106,7 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
         if let Some(lora) = &generator.lora {
             lora.multiplier.set(request.network_multiplier);
         }
-        let image = generate_request(&request, sampler);
+        let image = to_generate_request(&request, sampler);
         let stop = cx.stop.clone();
         let drawn = pipeline.image_to_image(
             &image,

@@ -5,7 +5,7 @@ use super::super::rate::Progress;
 use super::Run;
 use crate::error::{EngineError, Result};
 use crate::image_io::{Format, encode};
-use crate::pipelines::{SampleSettings, sample_prompts};
+use crate::pipelines::{SampleSettings, generate_images};
 use aitk_common::fsutil;
 use aitk_common::job::naming;
 use std::cell::RefCell;
@@ -71,7 +71,7 @@ impl Run<'_> {
             // Both the steps and the images tell something.
             let cx = RefCell::new(cx);
             let detach = run.model.detach();
-            let finished = sample_prompts(
+            let finished = generate_images(
                 detach.as_ref().unwrap_or(&run.model),
                 &settings,
                 &requests,
