@@ -38,7 +38,7 @@ use aitk_common::job::process::TrainerProcess;
 use aitk_common::plan::choices::Choices;
 use aitk_common::step_metrics::LOG_FILE;
 use candle_core::Tensor;
-use data::{Data, StepBatch};
+use data::{StepBatch, TrainingData};
 use folder::RunFolder;
 use record::StepRecorder;
 use std::collections::BTreeMap;
@@ -74,7 +74,7 @@ struct Run<'a> {
     schedule: NoiseSchedule,
     loss: LossOptions,
     noise: NoiseOptions,
-    data: Data,
+    data: TrainingData,
     latents: Latents,
     masks: Masks,
     contexts: Contexts,
@@ -104,7 +104,7 @@ impl<'a> Run<'a> {
         cx.artifact("config", &folder.root, &folder.config, None, None);
 
         // The data sets are opened first, so that errors in them are reported within a second.
-        let data = Data::open(process, seed, cx)?;
+        let data = TrainingData::open(process, seed, cx)?;
 
         cx.phase("loading model");
         // A model's own weights are trained in float32 on a GPU too, so that small updates are not rounded away.
@@ -119,7 +119,7 @@ impl<'a> Run<'a> {
             let configured = process.train.dtype.name();
             cx.log(
                 "info",
-                format!("computing in {dtype} (the config says {configured}): the model's own weights are trained"),
+                format!("computing in {dtype} (the config asks for {configured}): the model's own weights are trained"),
             );
         }
         for note in &compute.notes {
@@ -308,22 +308,24 @@ impl<'a> Run<'a> {
     /// micro-batch).
     fn micro_batch(&mut self, step: u64, micro: u64) -> Result<()> {
         let process = self.process;
-        let batch = self.data.batch_of_step(step, micro, process);
+        let step_batch = self.data.batch_of_step(step, micro, process);
         let mut generator = batch_generator(self.seed, step, micro);
-        let captions = self.data.captions(&batch.batch, process, &mut generator);
-        let latents = self.data.latents(&batch.batch, &mut self.latents, &self.model.vae)?;
+        let captions = self.data.captions(&step_batch.batch, process, &mut generator);
+        let latents = self
+            .data
+            .latents(&step_batch.batch, &mut self.latents, &self.model.vae)?;
         let latents = latents.to_device(&self.compute.device)?;
         let drawn = draw(&self.noise, &mut generator, latents.dims4()?, &self.compute.device)?;
 
         let Some(handle) = self.target.handle().cloned() else {
-            return self.forward_backward(step, &batch, &captions, latents, drawn);
+            return self.forward_backward(step, &step_batch, &captions, latents, drawn);
         };
-        let strength = self.data.datasets[batch.batch.dataset].options.network_weight;
+        let strength = self.data.datasets[step_batch.batch.dataset].options.network_weight;
         handle.multiplier.set(strength);
         // It stays set during the backward pass, which may run blocks again.
         let dropout_key = format!("{}/dropout/{step}/{micro}", self.seed);
         handle.set_training(Some(&dropout_key));
-        let result = self.forward_backward(step, &batch, &captions, latents, drawn);
+        let result = self.forward_backward(step, &step_batch, &captions, latents, drawn);
         handle.set_training(None);
         result
     }
@@ -332,13 +334,13 @@ impl<'a> Run<'a> {
     fn forward_backward(
         &mut self,
         step: u64,
-        batch: &StepBatch,
+        step_batch: &StepBatch,
         captions: &[String],
         latents: Tensor,
         drawn: Draw,
     ) -> Result<()> {
         let model = &self.model;
-        let mask = self.masks.get(self.data.items_of(&batch.batch), &model.vae)?;
+        let mask = self.masks.get(self.data.items_of(&step_batch.batch), &model.vae)?;
         let mask = mask.map(|mask| mask.to_device(&self.compute.device)).transpose()?;
         let cached_context = if self.target.covers_text_encoder() {
             None
@@ -357,7 +359,7 @@ impl<'a> Run<'a> {
                 noise: drawn.noise.clone(),
                 timesteps: drawn.timesteps.clone(),
                 context,
-                weights: vec![batch.weight; batch.batch.items.len()],
+                weights: vec![step_batch.weight; step_batch.batch.items.len()],
                 mask: mask.clone(),
             };
             loss(&model.unet, schedule, options, &micro_batch, dtype)

@@ -12,7 +12,7 @@ use candle_core::Tensor;
 use std::collections::BTreeSet;
 
 /// The data sets of a run and their batches. Training sets and regularisation sets have separate epochs.
-pub(super) struct Data {
+pub(super) struct TrainingData {
     pub(super) datasets: Vec<Dataset>,
     /// Batches of the training sets.
     pub(super) batches: Vec<Batch>,
@@ -37,7 +37,7 @@ pub(super) fn uses_regularisation(number: u64, process: &TrainerProcess) -> bool
     number.is_multiple_of(2) && !saves && !samples
 }
 
-impl Data {
+impl TrainingData {
     /// Opens every data set of the config. Errors in the data are reported here, before the model is loaded.
     pub(super) fn open(process: &TrainerProcess, seed: u64, cx: &mut Context<'_>) -> Result<Self> {
         let (mut datasets, mut logged_warnings) = (Vec::new(), BTreeSet::new());

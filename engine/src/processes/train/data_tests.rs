@@ -69,10 +69,10 @@ fn regularisation_does_not_change_the_order_of_the_training_images() {
         stop: &crate::processes::StopSignal::new(),
         log_file: Default::default(),
     };
-    let mut data = super::Data::open(&process, 42, &mut cx).unwrap();
+    let mut data = super::TrainingData::open(&process, 42, &mut cx).unwrap();
     let with: Vec<_> = (0..6).map(|step| data.batch_of_step(step, 0, &process).batch).collect();
     process.datasets.truncate(1);
-    let mut data = super::Data::open(&process, 42, &mut cx).unwrap();
+    let mut data = super::TrainingData::open(&process, 42, &mut cx).unwrap();
     let without: Vec<_> = (0..3).map(|step| data.batch_of_step(step, 0, &process).batch).collect();
     assert_eq!([&with[0], &with[2], &with[4]], [&without[0], &without[1], &without[2]]);
     assert!([1, 3, 5].iter().all(|step: &usize| with[*step].dataset == 1));

@@ -59,8 +59,8 @@ impl StepRecorder {
         let failed = |error| EngineError::io(&self.path, error);
         let mut earlier: BTreeMap<u64, StepMetrics> = self.earlier.drain(..).map(|entry| (entry.step, entry)).collect();
         if self.path.is_file() {
-            let here = step_metrics::read(File::open(&self.path).map_err(failed)?).map_err(failed)?;
-            earlier.extend(here.into_iter().map(|entry| (entry.step, entry)));
+            let on_disk = step_metrics::read(File::open(&self.path).map_err(failed)?).map_err(failed)?;
+            earlier.extend(on_disk.into_iter().map(|entry| (entry.step, entry)));
         }
         earlier.retain(|step, _| *step <= start_step);
         fsutil::write_atomic(&self.path, |out| {
