@@ -21,7 +21,7 @@ const MAX_RUNS: usize = 1000;
 type Iteration = Box<dyn FnMut() -> Result<()> + Send>;
 
 /// A benchmark.
-pub struct Work {
+pub struct Benchmark {
     /// Its name.
     pub name: &'static str,
     /// A description for people.
@@ -42,119 +42,119 @@ pub struct Measurement {
 }
 
 /// All benchmarks. To add one, add an entry.
-pub const WORKS: &[Work] = &[
-    work(
+pub const BENCHMARKS: &[Benchmark] = &[
+    benchmark(
         "text_encoder_sd15_forward",
         "SD 1.5 text encoder, 77 tokens",
         13_298_503_680,
         sd::text_encoder,
     ),
-    work(
+    benchmark(
         "unet_sd15_forward_32",
         "SD 1.5 U-Net, 256 x 256 pixels",
         180_106_444_800,
         |c| sd::unet_forward(c, 32),
     ),
-    work(
+    benchmark(
         "unet_sd15_forward_64",
         "SD 1.5 U-Net, 512 x 512 pixels",
         803_273_441_280,
         |c| sd::unet_forward(c, 64),
     ),
-    work(
+    benchmark(
         "unet_sd15_lora_step_64",
         "training step, LoRA of rank 16 on every linear layer and 1 x 1 convolution, 512 x 512",
         1_757_914_564_608,
         |c| sd::lora_step(c, 64, false),
     ),
-    work(
+    benchmark(
         "unet_sd15_lora_step_64_recomputed",
         "the same training step with gradient checkpointing",
         2_432_043_569_152,
         |c| sd::lora_step(c, 64, true),
     ),
-    work(
+    benchmark(
         "unet_sd15_full_gradients_32",
         "SD 1.5 U-Net, 256 x 256 pixels, forwards and backwards with the gradients of all weights",
         537_342_853_120,
         |c| sd::full_gradients(c, 32),
     ),
-    work(
+    benchmark(
         "vae_sd15_encode_512",
         "SD 1.5 VAE, pixels to latents",
         1_116_658_466_816,
         |c| sd::vae(c, false),
     ),
-    work(
+    benchmark(
         "vae_sd15_decode_512",
         "SD 1.5 VAE, latents to pixels",
         2_514_518_933_504,
         |c| sd::vae(c, true),
     ),
-    work(
+    benchmark(
         "sdxl_block_forward",
         "one SDXL transformer block, 1024 tokens, width 1280",
         73_688_678_400,
         |c| sd::sdxl_block(c, false),
     ),
-    work(
+    benchmark(
         "sdxl_block_step",
         "one SDXL transformer block, with all gradients",
         220_258_631_680,
         |c| sd::sdxl_block(c, true),
     ),
-    work(
+    benchmark(
         "flux_double_block_forward",
         "one FLUX.1 block with two streams, 512 x 512 pixels, 512 text tokens",
         377_109_872_640,
         |c| flux::double(c, false),
     ),
-    work(
+    benchmark(
         "flux_double_block_step",
         "one FLUX.1 block with two streams, with all gradients",
         1_131_103_125_504,
         |c| flux::double(c, true),
     ),
-    work(
+    benchmark(
         "flux_single_block_forward",
         "one FLUX.1 block with one stream, 512 x 512 pixels, 512 text tokens",
         376_940_003_328,
         |c| flux::single(c, false),
     ),
-    work(
+    benchmark(
         "flux_single_block_step",
         "one FLUX.1 block with one stream, with all gradients",
         1_130_763_386_880,
         |c| flux::single(c, true),
     ),
-    work(
+    benchmark(
         "conv_320_64_step",
         "3 x 3 convolution, 320 channels, 64 x 64, with all gradients",
         22_649_241_600,
         operations::conv,
     ),
-    work(
+    benchmark(
         "attention_self_4096_step",
         "attention among 4096 tokens, 8 heads of 40, with all gradients",
         64_424_509_440,
         |c| operations::attention(c, 4096),
     ),
-    work(
+    benchmark(
         "attention_cross_4096_77_step",
         "attention of 4096 tokens to 77, 8 heads of 40, with all gradients",
         1_211_105_280,
         |c| operations::attention(c, 77),
     ),
-    work("adamw_step_32m", "AdamW, 32 tensors of a million numbers", 0, |c| {
+    benchmark("adamw_step_32m", "AdamW, 32 tensors of a million numbers", 0, |c| {
         operations::adamw(c, false)
     }),
-    work(
+    benchmark(
         "adamw8bit_step_32m",
         "AdamW with 8-bit state, 32 tensors of a million numbers",
         0,
         |c| operations::adamw(c, true),
     ),
-    work(
+    benchmark(
         "safetensors_load_512mib",
         "32 tensors of 16 MiB from a file in the page cache",
         0,
@@ -162,8 +162,14 @@ pub const WORKS: &[Work] = &[
     ),
 ];
 
-const fn work(name: &'static str, about: &'static str, flops: u64, make: fn(&Compute) -> Result<Iteration>) -> Work {
-    Work {
+/// An entry of [`BENCHMARKS`].
+const fn benchmark(
+    name: &'static str,
+    about: &'static str,
+    flops: u64,
+    make: fn(&Compute) -> Result<Iteration>,
+) -> Benchmark {
+    Benchmark {
         name,
         about,
         flops,
@@ -171,11 +177,11 @@ const fn work(name: &'static str, about: &'static str, flops: u64, make: fn(&Com
     }
 }
 
-impl Work {
+impl Benchmark {
     /// The benchmark with this name.
     #[must_use]
     pub fn named(name: &str) -> Option<&'static Self> {
-        WORKS.iter().find(|work| work.name == name)
+        BENCHMARKS.iter().find(|benchmark| benchmark.name == name)
     }
 
     /// Creates weights and inputs, calls `ready`, runs once without timing, then measures a few runs.
@@ -216,9 +222,9 @@ mod tests {
 
     #[test]
     fn names_of_benchmarks_are_unique() {
-        let names: BTreeSet<_> = WORKS.iter().map(|work| work.name).collect();
-        assert_eq!(names.len(), WORKS.len());
-        assert!(Work::named("unet_sd15_forward_64").is_some() && Work::named("unet").is_none());
+        let names: BTreeSet<_> = BENCHMARKS.iter().map(|benchmark| benchmark.name).collect();
+        assert_eq!(names.len(), BENCHMARKS.len());
+        assert!(Benchmark::named("unet_sd15_forward_64").is_some() && Benchmark::named("unet").is_none());
     }
 
     #[test]
@@ -229,8 +235,8 @@ mod tests {
             notes: Vec::new(),
         };
         let mut ready_was_called = false;
-        let work = Work::named("attention_cross_4096_77_step").unwrap();
-        let measurement = work.measure(&compute, || ready_was_called = true).unwrap();
+        let benchmark = Benchmark::named("attention_cross_4096_77_step").unwrap();
+        let measurement = benchmark.measure(&compute, || ready_was_called = true).unwrap();
         assert!(ready_was_called && measurement.seconds > 0.0 && measurement.runs >= MIN_RUNS);
     }
 }

@@ -277,7 +277,7 @@ impl OtherFiles {
     }
 }
 
-/// Whether this is the caption of an image beside it.
+/// Whether this is the caption file of an image next to it.
 fn is_caption(path: &Path, name: &str, options: &DatasetOptions, images: &BTreeSet<&PathBuf>) -> bool {
     let Some(stem) = name.strip_suffix(options.caption_ext.as_str()) else {
         return false;
@@ -287,7 +287,7 @@ fn is_caption(path: &Path, name: &str, options: &DatasetOptions, images: &BTreeS
         .any(|suffix| images.contains(&path.with_file_name(format!("{stem}.{suffix}"))))
 }
 
-/// `3 .gif, 1 .mp4`.
+/// Formats counts as `3 .gif, 1 .mp4`.
 fn format_counts(files: &BTreeMap<String, u64>) -> String {
     let each: Vec<String> = files
         .iter()

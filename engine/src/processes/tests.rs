@@ -88,7 +88,7 @@ fn a_job_generates_the_images_of_diffusers_and_honours_every_prompt_flag() {
     assert_eq!(
         events.iter().filter(is_compile_note).count(),
         1,
-        "what became of `compile` is said, once"
+        "one log message explains `compile`"
     );
     let note = std::fs::read_to_string(generated[1].1.with_extension("txt")).unwrap();
     assert_eq!(
@@ -191,11 +191,14 @@ fn parts_of_a_job_generate_the_images_of_the_whole_job() {
         run_spec(&spec)
     };
     // An earlier attempt generated image 3 of the second part: it is not generated again.
-    for (from, to, drawn, left) in [(0, 2, vec![], vec![0, 1]), (2, 6, vec![3], vec![2, 4, 5])] {
-        let (outcome, events) = part(from, to, drawn);
+    for (from, to, generated, expected_indices) in [(0, 2, vec![], vec![0, 1]), (2, 6, vec![3], vec![2, 4, 5])] {
+        let (outcome, events) = part(from, to, generated);
         assert_eq!(outcome, Outcome::Completed);
         let ours = images(&events);
-        assert_eq!(ours.iter().map(|(index, _)| *index).collect::<Vec<_>>(), left);
+        assert_eq!(
+            ours.iter().map(|(index, _)| *index).collect::<Vec<_>>(),
+            expected_indices
+        );
         for (index, path) in &ours {
             let whole = &expected[*index as usize].1;
             assert_eq!(
@@ -206,18 +209,18 @@ fn parts_of_a_job_generate_the_images_of_the_whole_job() {
             let count = |path: &Path| path.to_str().unwrap().rsplit_once('_').unwrap().1.to_owned();
             assert_eq!(count(path), count(whole));
         }
-        let told = events.iter().rev().find_map(|event| match event {
+        let reported = events.iter().rev().find_map(|event| match event {
             ChildEvent::Progress { done, total, .. } => Some((*done, *total)),
             _ => None,
         });
-        assert_eq!(told, Some((to - from, to - from)));
+        assert_eq!(reported, Some((to - from, to - from)));
     }
     let (outcome, _) = part(4, 7, Vec::new());
     let Outcome::Failed { cause, message } = outcome else {
         panic!("{outcome:?}")
     };
     assert_eq!(cause, FailureCause::BadInput);
-    assert!(message.contains("the job draws 6"), "{message}");
+    assert!(message.contains("the job generates 6"), "{message}");
 }
 
 #[test]
@@ -336,15 +339,15 @@ fn an_attempt_with_staged_inputs_opens_no_other_files() {
     std::fs::write(&secret, "the admin's token").unwrap();
     let root = dir.path().join("attempt/output");
     let model = fixtures().join("tiny_sd").display().to_string();
-    let enclosed = |yaml: &str| AttemptSpec {
+    let staged = |yaml: &str| AttemptSpec {
         inputs: [("model".to_owned(), PathBuf::from(&model))].into(),
         output_root: Some(root.clone()),
         ..spec(&yaml.replace(&model, "model"))
     };
-    let refusal = |yaml: &str| {
-        let (outcome, events) = run_spec(&enclosed(yaml));
-        let told = serde_json::to_string(&(&outcome, &events)).unwrap();
-        assert!(!told.contains("the admin's token"), "{told}");
+    let error_of = |yaml: &str| {
+        let (outcome, events) = run_spec(&staged(yaml));
+        let reported = serde_json::to_string(&(&outcome, &events)).unwrap();
+        assert!(!reported.contains("the admin's token"), "{reported}");
         match outcome {
             Outcome::Failed {
                 cause: FailureCause::BadInput,
@@ -353,28 +356,28 @@ fn an_attempt_with_staged_inputs_opens_no_other_files() {
             other => panic!("{other:?}"),
         }
     };
-    let draw = |prompts: &str| {
+    let job = |prompts: &str| {
         generate_job(
             &root,
             "",
             &format!("width: 64, height: 64, sample_steps: 1, prompts: {prompts}"),
         )
     };
-    let here = refusal(&draw(secret.to_str().unwrap()));
-    assert!(here.contains("is not an input of this job"), "{here}");
+    let message = error_of(&job(secret.to_str().unwrap()));
+    assert!(message.contains("is not an input of this job"), "{message}");
     for other in ["/nowhere/at/all", "/proc/self/environ", "/dev/zero", "../secret.txt"] {
-        let there = refusal(&draw(other));
+        let other_message = error_of(&job(other));
         assert_eq!(
-            there.replace(other, ""),
-            here.replace(secret.to_str().unwrap(), ""),
+            other_message.replace(other, ""),
+            message.replace(secret.to_str().unwrap(), ""),
             "{other}"
         );
     }
     let vae =
         generate_job(&root, &format!(", vae_path: {model}/vae"), "prompts: [a]").replace("model/vae", "other/vae");
-    assert!(refusal(&vae).contains("is not an input of this job"));
+    assert!(error_of(&vae).contains("is not an input of this job"));
     let lora = generate_job(&root, ", lora_path: /etc/hostname", "prompts: [a]");
-    assert!(refusal(&lora).contains("`/etc/hostname` is not an input"));
+    assert!(error_of(&lora).contains("`/etc/hostname` is not an input"));
 
     // Names that config validation refuses.
     let train = format!(
@@ -387,13 +390,13 @@ fn an_attempt_with_staged_inputs_opens_no_other_files() {
         ("/process/0/kind/train/name", escaped.display().to_string()),
         ("/process/0/kind/train/name", "../../escaped".to_owned()),
     ] {
-        let mut hostile = enclosed(&train);
+        let mut hostile = staged(&train);
         *hostile.job.pointer_mut(pointer).unwrap() = name.clone().into();
         let (outcome, _) = run_spec(&hostile);
-        let told = format!("{outcome:?}");
+        let reported = format!("{outcome:?}");
         assert!(
-            told.contains("BadInput") && told.contains("cannot name a folder"),
-            "{told}"
+            reported.contains("BadInput") && reported.contains("cannot name a folder"),
+            "{reported}"
         );
         assert!(!escaped.exists(), "{name}");
     }

@@ -53,7 +53,7 @@ pub enum SamplerError {
         train_steps: usize,
     },
     /// The sampler needs a time step outside the noise schedule (for example with 1000 steps and an offset of 1).
-    #[error("time step {t} lies outside the noise schedule of {train_steps} steps: use fewer sampling steps")]
+    #[error("time step {t} is outside the noise schedule of {train_steps} steps: use fewer sampling steps")]
     TimeStep {
         /// The time step.
         t: i64,

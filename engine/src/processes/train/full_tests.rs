@@ -76,16 +76,16 @@ fn a_full_finetune_is_saved_as_one_file() {
 
 #[test]
 fn resuming_and_memory_profiles_do_not_change_the_bits() {
-    let straight = tempfile::tempdir().unwrap();
-    let mut process = full(straight.path(), 5);
+    let uninterrupted_dir = tempfile::tempdir().unwrap();
+    let mut process = full(uninterrupted_dir.path(), 5);
     process.train.ema_config.use_ema = true;
     process.train.max_grad_norm = 0.5;
-    let whole = run_spec(&spec(process.clone()));
-    assert_eq!(whole.0, Outcome::Completed, "{}", logs(&whole.1));
+    let uninterrupted = run_spec(&spec(process.clone()));
+    assert_eq!(uninterrupted.0, Outcome::Completed, "{}", logs(&uninterrupted.1));
     for profile in [MemoryProfile::CpuOnly, MemoryProfile::GpuPoor, MemoryProfile::Extreme] {
-        let broken = tempfile::tempdir().unwrap();
+        let interrupted_dir = tempfile::tempdir().unwrap();
         let mut same = process.clone();
-        let other = full(broken.path(), 5);
+        let other = full(interrupted_dir.path(), 5);
         same.training_folder = other.training_folder;
         same.datasets[0].folder_path = other.datasets[0].folder_path.clone();
         let mut spec = spec(same);
@@ -95,8 +95,11 @@ fn resuming_and_memory_profiles_do_not_change_the_bits() {
         let (outcome, second) = run_spec(&spec);
         assert_eq!(outcome, Outcome::Completed, "{}", logs(&second));
         let all: Vec<f64> = losses(&first).into_iter().chain(losses(&second)).collect();
-        assert_eq!(all, losses(&whole.1), "{profile:?}");
-        assert!(saved_lora(broken.path()) == saved_lora(straight.path()), "{profile:?}");
+        assert_eq!(all, losses(&uninterrupted.1), "{profile:?}");
+        assert!(
+            saved_lora(interrupted_dir.path()) == saved_lora(uninterrupted_dir.path()),
+            "{profile:?}"
+        );
     }
 }
 
@@ -113,15 +116,19 @@ fn saves_as_diffusers_folders_are_written_and_removed_completely() {
     let model = SdModel::load(out.join("tiny"), &LoadOptions::cpu()).unwrap();
     assert_eq!(model.default_size(), crate::testing::tiny_sd().default_size());
     assert!(!out.join("tiny_000000002").exists() && out.join("tiny_000000004").is_dir());
-    let made = artifacts(&events, "model");
-    let gone = artifacts(&events, "removed");
+    let written = artifacts(&events, "model");
+    let removed = artifacts(&events, "removed");
     let of = |names: &[String], save: &str| names.iter().filter(|n| n.starts_with(&format!("tiny/{save}/"))).count();
     let files = files_in_save(&out.join("tiny")).len();
-    assert!(files > 8 && made.contains(&"tiny/tiny/unet/diffusion_pytorch_model.safetensors".to_owned()));
+    assert!(files > 8 && written.contains(&"tiny/tiny/unet/diffusion_pytorch_model.safetensors".to_owned()));
     for save in ["tiny_000000002", "tiny_000000004", "tiny"] {
-        assert_eq!(of(&made, save), files, "{made:?}");
+        assert_eq!(of(&written, save), files, "{written:?}");
     }
-    assert_eq!((of(&gone, "tiny_000000002"), gone.len()), (files, files), "{gone:?}");
+    assert_eq!(
+        (of(&removed, "tiny_000000002"), removed.len()),
+        (files, files),
+        "{removed:?}"
+    );
 
     // A folder of another program has no checkpoint: its weights and step are used.
     std::fs::remove_dir_all(out.join(".aitk")).unwrap();

@@ -32,7 +32,7 @@ fn losses_on_a_quantised_base_are_close_to_those_on_the_full_one() {
             let difference = (found / expected - 1.0).abs();
             assert!(
                 difference < bound,
-                "{qtype}: a loss of {found}, {expected} on the whole base"
+                "{qtype}: a loss of {found}, {expected} on the full-precision base"
             );
         }
     }

@@ -186,19 +186,19 @@ fn a_run_writes_the_files_of_the_config_reference() {
 
 #[test]
 fn a_resumed_run_has_the_same_bits_as_an_uninterrupted_one() {
-    let straight = tempfile::tempdir().unwrap();
-    let mut process = trainer(straight.path(), 9);
+    let uninterrupted_dir = tempfile::tempdir().unwrap();
+    let mut process = trainer(uninterrupted_dir.path(), 9);
     process.train.ema_config.use_ema = true;
     process.train.noise_offset = 0.05;
     process.network.as_mut().unwrap().dropout = Some(0.1);
     process.train.lr_scheduler_params = serde_json::json!({"num_warmup_steps": 3}).as_object().unwrap().clone();
-    let whole = run_spec(&spec(process.clone()));
-    assert_eq!(whole.0, Outcome::Completed, "{}", logs(&whole.1));
+    let uninterrupted = run_spec(&spec(process.clone()));
+    assert_eq!(uninterrupted.0, Outcome::Completed, "{}", logs(&uninterrupted.1));
 
     for stop in [1, 5] {
-        let broken = tempfile::tempdir().unwrap();
+        let interrupted_dir = tempfile::tempdir().unwrap();
         let mut same = process.clone();
-        let other = trainer(broken.path(), 9);
+        let other = trainer(interrupted_dir.path(), 9);
         same.training_folder = other.training_folder;
         same.datasets[0].folder_path = other.datasets[0].folder_path.clone();
         let spec = spec(same);
@@ -208,10 +208,10 @@ fn a_resumed_run_has_the_same_bits_as_an_uninterrupted_one() {
         assert_eq!(outcome, Outcome::Completed, "{}", logs(&second));
         assert!(!logs(&second).contains("changed"), "{}", logs(&second));
         let all: Vec<f64> = losses(&first).into_iter().chain(losses(&second)).collect();
-        assert_eq!(all, losses(&whole.1));
+        assert_eq!(all, losses(&uninterrupted.1));
         assert_eq!(
-            saved_lora(broken.path()),
-            saved_lora(straight.path()),
+            saved_lora(interrupted_dir.path()),
+            saved_lora(uninterrupted_dir.path()),
             "stopped at {stop}"
         );
     }
@@ -219,15 +219,15 @@ fn a_resumed_run_has_the_same_bits_as_an_uninterrupted_one() {
 
 #[test]
 fn a_stop_during_gradient_accumulation_keeps_the_gradients() {
-    let straight = tempfile::tempdir().unwrap();
-    let mut process = trainer(straight.path(), 7);
+    let uninterrupted_dir = tempfile::tempdir().unwrap();
+    let mut process = trainer(uninterrupted_dir.path(), 7);
     process.train.gradient_accumulation_steps = 3;
     assert_eq!(run_spec(&spec(process.clone())).0, Outcome::Completed);
-    let broken = tempfile::tempdir().unwrap();
-    process.training_folder = trainer(broken.path(), 7).training_folder;
+    let interrupted_dir = tempfile::tempdir().unwrap();
+    process.training_folder = trainer(interrupted_dir.path(), 7).training_folder;
     assert_eq!(stop_at(&spec(process.clone()), 2).0, Outcome::stopped());
     assert_eq!(run_spec(&spec(process)).0, Outcome::Completed);
-    assert_eq!(saved_lora(broken.path()), saved_lora(straight.path()));
+    assert_eq!(saved_lora(interrupted_dir.path()), saved_lora(uninterrupted_dir.path()));
 }
 
 #[test]
@@ -263,25 +263,25 @@ fn saves_retention_and_samples_missing_after_a_kill_are_made_on_resume() {
         ..SampleItem::default()
     }];
     assert_eq!(stop_at(&spec(process.clone()), 4).0, Outcome::stopped());
-    // Another machine, with the checkpoint alone: the one before said neither what it removed nor what it drew.
+    // Another machine has only the checkpoint: the first one emitted neither removed files nor samples.
     let two = tempfile::tempdir().unwrap();
     let mut other = in_own_folder(spec(process), &two.path().join("out"));
     other.resume_from = Some(one.path().join("out/tiny/.aitk/checkpoints/step_000000004"));
     let (outcome, events) = run_spec(&other);
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     let removed = |name: &str| {
-        let is = |event: &ChildEvent| matches!(event, ChildEvent::ArtifactRemoved { name: gone } if gone == name);
-        events.iter().any(is)
+        let is_removal = |event: &ChildEvent| matches!(event, ChildEvent::ArtifactRemoved { name: removed_name } if removed_name == name);
+        events.iter().any(is_removal)
     };
     assert!(removed("tiny/tiny_000000002.safetensors") && removed("tiny/tiny_000000004.safetensors"));
-    let drawn =
+    let has_sample =
         |event: &ChildEvent| matches!(event, ChildEvent::Artifact { kind, step: Some(4), .. } if kind == "sample");
-    assert!(events.iter().any(drawn));
+    assert!(events.iter().any(has_sample));
     let saved =
         |event: &ChildEvent| matches!(event, ChildEvent::Artifact { kind, step: Some(4), .. } if kind == "lora");
     assert!(events.iter().any(saved));
-    // Where they are there already, they are not drawn again.
-    assert!(!run_spec(&other).1.iter().any(drawn));
+    // Existing samples are not sampled again.
+    assert!(!run_spec(&other).1.iter().any(has_sample));
 }
 
 #[test]
@@ -295,14 +295,14 @@ fn the_save_of_an_interruption_is_removed_after_another_machine_resumes() {
     assert_eq!(outcome, Outcome::stopped(), "{}", logs(&events));
     let removed = |events: &[ChildEvent], step: u64| {
         let file = format!("tiny/tiny_{step:09}.safetensors");
-        let is = |event: &ChildEvent| matches!(event, ChildEvent::ArtifactRemoved { name } if *name == file);
-        events.iter().any(is)
+        let is_removal = |event: &ChildEvent| matches!(event, ChildEvent::ArtifactRemoved { name } if *name == file);
+        events.iter().any(is_removal)
     };
-    // Retention goes by the saves that are due.
+    // Retention counts only the saves that were due.
     assert!(removed(&events, 2) && !removed(&events, 4));
     let saved =
         |event: &ChildEvent| matches!(event, ChildEvent::Artifact { kind, step: Some(5), .. } if kind == "lora");
-    assert!(events.iter().any(saved), "whoever stopped it has its LoRA");
+    assert!(events.iter().any(saved), "the user who stopped the run gets its LoRA");
     let mut other = in_own_folder(spec(process), &two.path().join("out"));
     other.resume_from = Some(one.path().join("out/tiny/.aitk/checkpoints/step_000000005"));
     let (outcome, events) = run_spec(&other);
@@ -311,16 +311,16 @@ fn the_save_of_an_interruption_is_removed_after_another_machine_resumes() {
     let saved =
         |event: &ChildEvent| matches!(event, ChildEvent::Artifact { kind, step: Some(6), .. } if kind == "lora");
     let newer = events.iter().position(saved).unwrap();
-    assert!(!removed(&events[..newer], 5), "until then it is the newest");
+    assert!(!removed(&events[..newer], 5), "it is the newest save until then");
     let last_checkpoint = events
         .iter()
         .rposition(|event| matches!(event, ChildEvent::Checkpoint { .. }));
     assert!(
         removed(&events[..last_checkpoint.unwrap()], 5),
-        "before anything more is committed"
+        "it is removed before the next checkpoint is committed"
     );
 
-    // Killed right after the checkpoint of that save: nobody was told that the other one is gone.
+    // The second attempt was killed right after the checkpoint of that save, so the removal was not emitted.
     let three = tempfile::tempdir().unwrap();
     let mut third = in_own_folder(other.clone(), &three.path().join("out"));
     third.resume_from = Some(two.path().join("out/tiny/.aitk/checkpoints/step_000000006"));
@@ -330,7 +330,7 @@ fn the_save_of_an_interruption_is_removed_after_another_machine_resumes() {
     assert!(!removed(&events[..newer], 5) && removed(&events, 5));
 }
 
-/// An attempt that is stopped before its first step, or fails, leaves the job what it had.
+/// An attempt that is stopped before its first step, or fails, removes no save of the job.
 #[test]
 fn the_save_of_an_interruption_is_kept_until_the_next_save() {
     struct StopInTraining(StopSignal, Vec<ChildEvent>);
@@ -378,10 +378,10 @@ fn retention_does_not_count_the_save_of_an_interruption() {
     assert!(!saved(2) && saved(4) && saved(5));
     let (outcome, events) = run_spec(&spec);
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
-    assert!(saved(4) && !saved(5), "as of an undisturbed run");
+    assert!(saved(4) && !saved(5), "the saves of a run without interruption");
 }
 
-/// Whenever a LoRA is there, the exact state of its step is: a run that is killed at the worst moment goes on exactly.
+/// A LoRA exists only if the checkpoint of its step exists, so a run that is killed at any moment resumes exactly.
 #[test]
 fn a_lora_is_written_only_after_the_checkpoint_of_its_step() {
     struct Watch(std::path::PathBuf, usize);
@@ -397,10 +397,10 @@ fn a_lora_is_written_only_after_the_checkpoint_of_its_step() {
             }
         }
     }
-    let whole = tempfile::tempdir().unwrap();
-    let mut process = trainer(whole.path(), 5);
+    let uninterrupted = tempfile::tempdir().unwrap();
+    let mut process = trainer(uninterrupted.path(), 5);
     process.save.save_every = Some(2);
-    let out = whole.path().join("out/tiny");
+    let out = uninterrupted.path().join("out/tiny");
     let mut watch = Watch(out.clone(), 0);
     assert_eq!(
         run(&spec(process.clone()), &mut watch, &StopSignal::new()),
@@ -408,19 +408,19 @@ fn a_lora_is_written_only_after_the_checkpoint_of_its_step() {
     );
     assert!(watch.1 > 2);
 
-    // Killed between the state and the LoRA of the first save.
-    let cut = tempfile::tempdir().unwrap();
-    let mut process = trainer(cut.path(), 5);
+    // The run was killed between the checkpoint and the LoRA of the first save.
+    let killed = tempfile::tempdir().unwrap();
+    let mut process = trainer(killed.path(), 5);
     process.save.save_every = Some(2);
     assert_eq!(stop_at(&spec(process.clone()), 2).0, Outcome::stopped());
     let first = "out/tiny/tiny_000000002.safetensors";
-    std::fs::remove_file(cut.path().join(first)).unwrap();
+    std::fs::remove_file(killed.path().join(first)).unwrap();
     let (outcome, events) = run_spec(&spec(process));
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     assert_eq!(losses(&events).len(), 3, "steps 3, 4 and 5");
     for name in [first, "out/tiny/tiny.safetensors"] {
         let read = |root: &Path| std::fs::read(root.join(name)).unwrap();
-        assert!(read(cut.path()) == read(whole.path()), "{name} differs");
+        assert!(read(killed.path()) == read(uninterrupted.path()), "{name} differs");
     }
 }
 
@@ -448,14 +448,14 @@ fn a_damaged_checkpoint_is_skipped_for_the_previous_one() {
     let dir = tempfile::tempdir().unwrap();
     let spec = spec(trainer(dir.path(), 12));
     stop_at(&spec, 9);
-    let broken = dir
+    let interrupted_dir = dir
         .path()
         .join("out/tiny/.aitk/checkpoints/step_000000009/weights.safetensors");
-    let bytes = std::fs::read(&broken).unwrap();
-    std::fs::write(&broken, &bytes[..bytes.len() - 1]).unwrap();
+    let bytes = std::fs::read(&interrupted_dir).unwrap();
+    std::fs::write(&interrupted_dir, &bytes[..bytes.len() - 1]).unwrap();
     let (outcome, events) = run_spec(&spec);
     assert_eq!(outcome, Outcome::Completed);
-    assert!(logs(&events).contains("going on from step 8"), "{}", logs(&events));
+    assert!(logs(&events).contains("resuming from step 8"), "{}", logs(&events));
 }
 
 #[test]
@@ -476,10 +476,10 @@ fn a_resumed_run_keeps_its_random_seed() {
     process.training_seed = None;
     let first = spec(process);
     stop_at(&first, 5);
-    // Another `aitk run` of the same config: the coordinator has drawn another seed.
-    let mut again = first.clone();
-    again.seed = first.seed + 1;
-    let (outcome, events) = run_spec(&again);
+    // Another `aitk run` of the same config: the coordinator chose another seed.
+    let mut second = first.clone();
+    second.seed = first.seed + 1;
+    let (outcome, events) = run_spec(&second);
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     assert!(!logs(&events).contains("changed"), "{}", logs(&events));
 }
@@ -493,16 +493,16 @@ fn changes_since_the_checkpoint_are_logged() {
     process.training_seed = Some(43);
     let (outcome, events) = run_spec(&spec(process.clone()));
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
-    let said = logs(&events);
+    let log = logs(&events);
     assert!(
-        said.contains("the seed changed") && said.contains("the training settings changed"),
-        "{said}"
+        log.contains("the seed changed") && log.contains("the training settings changed"),
+        "{log}"
     );
     assert!(
-        said.contains("going on from step 5, with the optimizer's state"),
-        "{said}"
+        log.contains("resuming from step 5, with the optimizer's state"),
+        "{log}"
     );
-    // More steps go on from the end, exactly.
+    // With more steps the run resumes exactly at its end.
     process.train.steps = 10;
     let (outcome, events) = run_spec(&spec(process));
     assert_eq!(outcome, Outcome::Completed);
@@ -535,7 +535,7 @@ fn retention_keeps_the_newest_saves_and_emits_the_removed_ones() {
 
 #[test]
 fn a_run_without_finite_weights_fails_with_a_message() {
-    // Step after step without a loss, and a few of them, which leave weights that are no numbers.
+    // Many steps without a finite loss, and a few, which leave weights that are not finite.
     for (steps, max_grad_norm) in [(60, 0.0), (6, 1.0)] {
         let dir = tempfile::tempdir().unwrap();
         let mut process = trainer(dir.path(), steps);
@@ -558,7 +558,7 @@ fn a_run_without_finite_weights_fails_with_a_message() {
 
 #[test]
 fn non_finite_steps_fail_a_run_only_if_there_are_no_others() {
-    // Infinite as float32, and with it the noise.
+    // It is infinite in float32, and so is the noise.
     let infinite_offset = 1e300;
     let learned = tempfile::tempdir().unwrap();
     let mut process = trainer(learned.path(), 6);
@@ -568,7 +568,7 @@ fn non_finite_steps_fail_a_run_only_if_there_are_no_others() {
     assert_eq!(outcome, Outcome::Completed, "{}", logs(&events));
     assert!(logs(&events).contains("not a finite number"), "{}", logs(&events));
 
-    // Those before an interruption count.
+    // Steps before an interruption count.
     let nothing = tempfile::tempdir().unwrap();
     let mut process = trainer(nothing.path(), 3);
     process.train.noise_offset = infinite_offset;
@@ -640,8 +640,8 @@ fn bad_data_is_an_error_that_names_the_file() {
     let (outcome, events) = run_spec(&spec(process.clone()));
     assert_eq!(outcome, Outcome::Completed);
     assert!(logs(&events).contains("zero.png"));
-    let whole = std::fs::read(data.join("p1.png")).unwrap();
-    std::fs::write(data.join("p1.png"), &whole[..whole.len() / 2]).unwrap();
+    let uninterrupted = std::fs::read(data.join("p1.png")).unwrap();
+    std::fs::write(data.join("p1.png"), &uninterrupted[..uninterrupted.len() / 2]).unwrap();
     std::fs::remove_dir_all(dir.path().join("out")).unwrap();
     fail(process, &["p1.png", "cut off"]);
 }
