@@ -80,6 +80,6 @@ fn save_png(file: &Path, planes: &[f32]) -> Fallible<()> {
     let image = image::RgbImage::from_fn(SIZE as u32, SIZE as u32, |x, y| {
         image::Rgb([0, 1, 2].map(|c| at(c, x, y)))
     });
-    image.save_png(file)?;
+    image.save(file)?;
     Ok(())
 }

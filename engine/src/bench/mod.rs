@@ -22,7 +22,7 @@ type Iteration = Box<dyn FnMut() -> Result<()> + Send>;
 
 /// A benchmark.
 pub struct Benchmark {
-    /// Its name.
+    /// The name, which users give on the command line.
     pub name: &'static str,
     /// A description for people.
     pub about: &'static str,

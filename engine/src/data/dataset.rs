@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 /// The options of a `datasets` entry that concern images and captions, with one resolution.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DatasetOptions {
-    /// Folder or JSON file.
+    /// The folder or JSON file of the data set.
     pub path: PathBuf,
     /// The folder of the caches of image sizes and latents. `None`: next to the images.
     pub derived: Option<PathBuf>,
@@ -24,7 +24,7 @@ pub struct DatasetOptions {
     pub resolution: u32,
     /// Items per batch.
     pub batch_size: usize,
-    /// How often the list of files is repeated.
+    /// How often the list of images is repeated.
     pub repeats: usize,
     /// Suffix of caption files, with the dot.
     pub caption_ext: String,
@@ -54,9 +54,9 @@ pub struct DatasetOptions {
     pub network_weight: f64,
     /// Loss weight of the items of this data set.
     pub loss_multiplier: f64,
-    /// Keep latents in memory.
+    /// Cache latents in memory.
     pub cache_latents: bool,
-    /// Keep latents on disk.
+    /// Cache latents on disk.
     pub cache_latents_to_disk: bool,
     /// Open no file outside the folder of the images and the folder of the masks.
     pub stay_in_folder: bool,
@@ -234,9 +234,9 @@ impl DatasetScan {
             return None;
         }
         let name = |file: &ScannedImage| file.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let first: Vec<String> = self.uncaptioned().take(3).map(name).collect();
-        let more = if missing > first.len() { ", …" } else { "" };
-        let without = match &options.captions.trigger {
+        let first_names: Vec<String> = self.uncaptioned().take(3).map(name).collect();
+        let ellipsis = if missing > first_names.len() { ", …" } else { "" };
+        let consequence = match &options.captions.trigger {
             Some(trigger) if !options.regularisation => {
                 format!("they are trained with the trigger word `{trigger}` alone")
             }
@@ -247,11 +247,11 @@ impl DatasetScan {
             format!("; there are {ext} files next to them: set `caption_ext: {ext}`")
         });
         Some(format!(
-            "{}: {missing} of {} images have no caption in a {} file ({}{more}): {without}{hint}",
+            "{}: {missing} of {} images have no caption in a {} file ({}{ellipsis}): {consequence}{hint}",
             options.path.display(),
             self.images.len(),
             options.caption_ext,
-            first.join(", "),
+            first_names.join(", "),
         ))
     }
 

@@ -34,7 +34,7 @@ impl MaskOptions {
     /// Checks that the folder exists.
     ///
     /// # Errors
-    /// When it does not exist.
+    /// When the folder does not exist.
     pub(super) fn check_folder(&self) -> Result<()> {
         match &self.folder {
             Some(folder) if !folder.is_dir() => Err(EngineError::bad_input(format!(

@@ -40,7 +40,7 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
     let requests = requests(config, cx)?;
     let range = image_range(cx.job, requests.len())?;
     let first = range.start as u64;
-    // Each image keeps the number and the seed that it has in the whole job.
+    // Each image has the same index and seed as in the whole job.
     let requests = requests.get(range).unwrap_or_default();
     let folder = cx.output_root(Some(&process.output_folder));
     fsutil::create_dir_all(&folder).map_err(image_io::from_fs_error)?;
@@ -153,7 +153,7 @@ fn image_range(job: &JobSpec, images: usize) -> Result<Range<usize>> {
     }
 }
 
-/// Every image to draw, in order, each with its seed.
+/// All images to generate, in order, each with its seed.
 fn requests(config: &GenerateConfig, cx: &mut Context<'_>) -> Result<Vec<ImageRequest>> {
     let lines = prompts(&config.prompts, cx)?;
     let seed = cx.spec.seed;

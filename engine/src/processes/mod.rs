@@ -85,7 +85,7 @@ struct LoadedModel {
 pub struct Context<'a> {
     /// The attempt's spec.
     pub spec: &'a AttemptSpec,
-    /// The job.
+    /// The attempt's job.
     pub job: &'a JobSpec,
     /// Receives the events.
     pub events: &'a mut dyn EventSink,

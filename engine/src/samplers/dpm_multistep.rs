@@ -1,4 +1,4 @@
-//! `DPMSolverMultistepScheduler`: DPM-Solver and DPM-Solver++ (`dpm++ 2m`) of orders 1 to 3, and their SDE variants.
+//! `DPMSolverMultistepScheduler` of diffusers: DPM-Solver and DPM-Solver++ (`dpm++ 2m`) of orders 1 to 3, and their SDE variants.
 
 use super::params::{BetaSchedule, PredictionType, SamplerParams, Spacing};
 use super::{NoiseSchedule, Sampler, SamplerError, SamplerOptions, SamplerStep, blend, scaled, spacing};

@@ -14,7 +14,7 @@ pub(super) fn make(params: SamplerParams, options: SamplerOptions) -> Result<Box
             "sampler `euler_a` does not support `prediction_type: sample`".into(),
         ));
     }
-    // The diffusers class has none of these parameters.
+    // The diffusers class does not have these parameters.
     let params = SamplerParams {
         use_karras_sigmas: None,
         use_exponential_sigmas: None,

@@ -15,7 +15,7 @@ struct Lms {
 }
 
 pub(super) fn make(params: SamplerParams, options: SamplerOptions) -> Result<Box<dyn Sampler>, SamplerError> {
-    // The diffusers class has none of these parameters.
+    // The diffusers class does not have these parameters.
     let params = SamplerParams {
         rescale_betas_zero_snr: None,
         interpolation_type: None,

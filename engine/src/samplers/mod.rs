@@ -106,7 +106,7 @@ pub struct SamplerStep<'a> {
     pub output: &'a Tensor,
     /// The sample before the step, f32.
     pub sample: &'a Tensor,
-    /// Where random numbers come from.
+    /// The source of random numbers.
     pub noise: &'a mut NoiseSource,
     /// The dtype of the model. diffusers draws most random numbers in it.
     pub dtype: DType,
@@ -222,7 +222,7 @@ fn find(name: &str) -> Result<(Constructor, bool), SamplerError> {
 /// Builds the sampler of that name.
 ///
 /// # Errors
-/// An unknown name, parameters that are wrong or unsupported, or an impossible number of steps.
+/// An unknown name, parameters that are wrong or unsupported, or an invalid number of steps.
 pub fn build(name: &str, params: &SamplerParams, options: SamplerOptions) -> Result<Box<dyn Sampler>, SamplerError> {
     let (make, karras) = find(name)?;
     let mut params = params.clone();

@@ -18,11 +18,11 @@ pub enum BetaSchedule {
 /// What the model's output means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PredictionType {
-    /// The noise.
+    /// It is the noise.
     Epsilon,
-    /// `sqrt(alpha) * noise - sqrt(1 - alpha) * x0`.
+    /// It is the velocity `sqrt(alpha) * noise - sqrt(1 - alpha) * x0`.
     VPrediction,
-    /// The image itself.
+    /// It is the image without noise.
     Sample,
 }
 
@@ -31,7 +31,7 @@ pub enum PredictionType {
 pub enum Spacing {
     /// Multiples of `T / steps`, from 0.
     Leading,
-    /// Evenly from 0 to T - 1, both included.
+    /// Evenly spaced from 0 to T - 1, both included.
     Linspace,
     /// Multiples of `T / steps`, down from T.
     Trailing,

@@ -24,7 +24,7 @@ struct Pndm {
 }
 
 pub(super) fn make(params: SamplerParams, options: SamplerOptions) -> Result<Box<dyn Sampler>, SamplerError> {
-    // The diffusers class has no such parameter.
+    // The diffusers class does not have this parameter.
     let params = SamplerParams {
         rescale_betas_zero_snr: None,
         ..params
