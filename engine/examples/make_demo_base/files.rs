@@ -139,8 +139,8 @@ fn byte_alphabet() -> Vec<char> {
         .collect()
 }
 
-/// Writes a tokenizer whose tokens are all bytes, all bytes at the end of a word, and the merges for [`WORDS`]. Returns the number
-/// of tokens.
+/// Writes a tokenizer whose tokens are all bytes, all bytes at the end of a word, and the merges for [`WORDS`]. Returns
+/// the number of tokens.
 fn write_tokenizer(folder: &Path) -> Fallible<usize> {
     let alphabet = byte_alphabet();
     let mut tokens: Vec<String> = alphabet.iter().map(char::to_string).collect();

@@ -1,4 +1,5 @@
-//! Makes `config/demo`: a tiny Stable Diffusion model trained on rendered images of coloured shapes, and the data set of the demo.
+//! Makes `config/demo`: a tiny Stable Diffusion model trained on rendered images of coloured shapes, and the data set
+//! of the demo.
 //!
 //!     cargo run --release -p aitk-engine --example make_demo_base -- config/demo [vae|diffusion|dataset|all [STEPS]]
 //!

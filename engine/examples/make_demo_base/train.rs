@@ -214,8 +214,8 @@ pub(crate) fn diffusion(folder: &Path, steps: u64, seed: u64) -> Fallible<()> {
         });
         let ids = Tensor::cat(&rows.collect::<Result<Vec<_>, _>>()?, 0)?;
         let times = random.randint(0, 1000, BATCH);
-        // Offset noise: plain noise hardly changes the mean of an image, so the model would not learn to choose the colour of
-        // the background when it starts from pure noise.
+        // Offset noise: plain noise hardly changes the mean of an image, so the model would not learn to choose the
+        // colour of the background when it starts from pure noise.
         let (count, channels, _, _) = latents.dims4()?;
         let offset = (normal(&mut random, &[count, channels, 1, 1])? * 0.2)?;
         let noise = normal(&mut random, latents.dims())?.broadcast_add(&offset)?;

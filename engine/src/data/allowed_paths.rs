@@ -43,7 +43,8 @@ impl AllowedPaths {
         let Some(folder) = &self.0 else { return Ok(()) };
         match std::fs::canonicalize(path) {
             Ok(canonical) if canonical.starts_with(folder) => Ok(()),
-            // The path does not exist. A link to a missing target is an error, so that links cannot tell which files exist outside.
+            // The path does not exist. A link to a missing target is an error, so that links cannot tell which files
+            // exist outside.
             Err(_) if std::fs::symlink_metadata(path).is_err() => Ok(()),
             _ => Err(outside(&path.display().to_string())),
         }

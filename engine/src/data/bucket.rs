@@ -13,8 +13,8 @@ pub struct BucketPlan {
     pub crop: (u32, u32),
 }
 
-/// Plans the bucket of an image of `width` x `height` (after EXIF rotation and `scale`) for a resolution and the model's
-/// divisibility, cropped from the centre. `square` forces a square bucket.
+/// Plans the bucket of an image of `width` x `height` (after EXIF rotation and `scale`) for a resolution and the
+/// model's divisibility, cropped from the centre. `square` forces a square bucket.
 #[must_use]
 pub fn plan_bucket(width: u32, height: u32, resolution: u32, divisibility: u32, square: bool) -> BucketPlan {
     let (width, height) = (width.max(1), height.max(1));

@@ -37,8 +37,8 @@ pub(super) fn caption_path(image: &Path, extension: &str) -> PathBuf {
     image.with_file_name(name)
 }
 
-/// Reads the caption file next to an image: the whole file, not trimmed, or `caption` of a `.json` file. A blank or missing file
-/// gives `default`.
+/// Reads the caption file next to an image: the whole file, not trimmed, or `caption` of a `.json` file. A blank or
+/// missing file gives `default`.
 ///
 /// # Errors
 /// When the file cannot be read, is not UTF-8, or is JSON without a caption.
@@ -92,9 +92,10 @@ fn shuffle<T: Clone>(items: &[T], generator: &mut TorchGenerator) -> Vec<T> {
 
 /// Changes one caption for training, in ai-toolkit's order: dropout, tokens, trigger, random triggers.
 ///
-/// Draws these random numbers, in this order and only where the rule is on: caption dropout `rand(1)`; token dropout `rand(1)`
-/// per token after `keep_tokens`; shuffling `randperm(tokens)`; number of random triggers `randint(0, max + 1)`, which ones
-/// `randperm(triggers)`, or a single one `randint(0, triggers)`; shuffling again `randperm(tokens)`.
+/// Draws these random numbers, in this order and only where the rule is on: caption dropout `rand(1)`; token dropout
+/// `rand(1)` per token after `keep_tokens`; shuffling `randperm(tokens)`; number of random triggers
+/// `randint(0, max + 1)`, which ones `randperm(triggers)`, or a single one `randint(0, triggers)`; shuffling again
+/// `randperm(tokens)`.
 #[must_use]
 pub fn build_caption(raw: &str, rules: &CaptionRules, generator: &mut TorchGenerator) -> String {
     let mut happens = |p: f64| p > 0.0 && f64::from(generator.rand(1)[0]) < p;

@@ -174,7 +174,8 @@ impl DatasetScan {
                         sizes.put(path, size);
                         size
                     }
-                    // The user should make a too large image smaller, so it is an error; other unreadable files are skipped.
+                    // The user should make a too large image smaller, so it is an error; other unreadable files are
+                    // skipped.
                     Err(error) if is_too_large(path) => return Err(error),
                     Err(error) => {
                         scan.unreadable.push((path.clone(), error.to_string()));
@@ -278,8 +279,8 @@ pub struct Dataset {
 }
 
 impl Dataset {
-    /// Lists the images, reads sizes and captions, and plans the buckets. An image that cannot be read is skipped with a
-    /// warning.
+    /// Lists the images, reads sizes and captions, and plans the buckets. An image that cannot be read is skipped with
+    /// a warning.
     ///
     /// # Errors
     /// When the folder is missing, no image can be read, an image is too large to decode, or a caption is not UTF-8.
@@ -423,9 +424,9 @@ pub struct Batch {
     pub items: Vec<usize>,
 }
 
-/// The batches of the training sets, or of the regularisation sets. They are the same in every epoch: items are shuffled once
-/// inside each bucket (`randperm` of a generator of `seed/bucket/<data set>/<bucket number>`) and split; a short last batch
-/// repeats its own items.
+/// The batches of the training sets, or of the regularisation sets. They are the same in every epoch: items are
+/// shuffled once inside each bucket (`randperm` of a generator of `seed/bucket/<data set>/<bucket number>`) and split;
+/// a short last batch repeats its own items.
 #[must_use]
 pub fn batches(datasets: &[Dataset], seed: u64, regularisation: bool) -> Vec<Batch> {
     let mut out = Vec::new();
@@ -456,8 +457,8 @@ pub fn batches(datasets: &[Dataset], seed: u64, regularisation: bool) -> Vec<Bat
     out
 }
 
-/// The order of the batches in an epoch: `randperm` of a generator of `seed/epoch/<epoch>/0`. Regularisation sets have their
-/// own epochs and use `seed/reg-epoch/<epoch>/0`.
+/// The order of the batches in an epoch: `randperm` of a generator of `seed/epoch/<epoch>/0`. Regularisation sets have
+/// their own epochs and use `seed/reg-epoch/<epoch>/0`.
 #[must_use]
 pub fn epoch_order(count: usize, seed: u64, epoch: u64, regularisation: bool) -> Vec<usize> {
     let purpose = if regularisation { "reg-epoch" } else { "epoch" };

@@ -22,9 +22,9 @@ pub struct ImageListing {
 
 const IMAGE_SUFFIXES: [&str; 4] = ["jpg", "jpeg", "png", "webp"];
 
-/// Lists the images of a folder (recursively, without names that begin with a dot and without `_controls`) or of a JSON file
-/// `{path: {"caption": …, "caption_short": …}}`, whose relative paths start at its own folder. `stay_in_folder`: a path outside
-/// that folder is an error.
+/// Lists the images of a folder (recursively, without names that begin with a dot and without `_controls`) or of a JSON
+/// file `{path: {"caption": …, "caption_short": …}}`, whose relative paths start at its own folder. `stay_in_folder`: a
+/// path outside that folder is an error.
 ///
 /// # Errors
 /// When the path does not exist or cannot be read, the JSON has another form, or a path is outside the folder.

@@ -1,5 +1,5 @@
-//! The cache of latents on disk (section 10.5 of the config reference): `<stem>_<hash>.safetensors` in `_latent_cache` next to
-//! each image, or in the folder that a worker provides for files computed from the data set.
+//! The cache of latents on disk (section 10.5 of the config reference): `<stem>_<hash>.safetensors` in `_latent_cache`
+//! next to each image, or in the folder that a worker provides for files computed from the data set.
 
 use super::bucket::BucketPlan;
 use crate::adapters::{python_json, safetensors_bytes};
@@ -58,8 +58,8 @@ impl LatentKey {
         hash(&self.fields())
     }
 
-    /// The hash in the file names of aitk's caches. It includes the image's content and the VAE too, so that after an edit of
-    /// the image, or with another VAE, no stale latent is used (quirk 11 of the config reference).
+    /// The hash in the file names of aitk's caches. It includes the image's content and the VAE too, so that after an
+    /// edit of the image, or with another VAE, no stale latent is used (quirk 11 of the config reference).
     #[must_use]
     pub fn hash(&self, content: &str, vae: &str) -> String {
         hash(&self.full_fields(content, vae))
@@ -101,7 +101,8 @@ impl LatentCache {
         }
     }
 
-    /// The path of an image's cached latent: in the folder `derived`, or else next to the image. `content`: SHA-256 of the image.
+    /// The path of an image's cached latent: in the folder `derived`, or else next to the image. `content`: SHA-256 of
+    /// the image.
     #[must_use]
     pub fn path(&self, image: &Path, derived: Option<&Path>, key: &LatentKey, content: &str) -> PathBuf {
         Self::path_with_hash(image, derived, &key.hash(content, &self.vae))
@@ -116,8 +117,8 @@ impl LatentCache {
         folder.join(format!("{stem}_{hash}.safetensors"))
     }
 
-    /// Reads the cached latent [channels, h, w] in float32: aitk's, or else one that ai-toolkit wrote after the image was last
-    /// changed. `None`: there is none, it is damaged, or it has another shape.
+    /// Reads the cached latent [channels, h, w] in float32: aitk's, or else one that ai-toolkit wrote after the image
+    /// was last changed. `None`: there is none, it is damaged, or it has another shape.
     #[must_use]
     pub fn read(&self, image: &Path, derived: Option<&Path>, key: &LatentKey, content: &str) -> Option<Tensor> {
         let ours = self.path(image, derived, key, content);

@@ -107,7 +107,8 @@ impl DatasetContents {
         let cut_off = scan
             .images
             .iter()
-            // An image that can be decoded is complete, however many bytes follow it: training decodes it in the same way.
+            // An image that can be decoded is complete, however many bytes follow it: training decodes it in the same
+            // way.
             .map(|file| image_io::is_cut_off(&file.path) && image_io::open_rgb(&file.path).is_err())
             .collect();
         let mut contents = Self {

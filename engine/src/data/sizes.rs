@@ -1,5 +1,5 @@
-//! `.aitk_size.json`: a cache of the image sizes of a data set, so that the next start need not open the images. It is in the data
-//! set's folder, or in the folder that a worker provides for files computed from the data set.
+//! `.aitk_size.json`: a cache of the image sizes of a data set, so that the next start need not open the images. It is
+//! in the data set's folder, or in the folder that a worker provides for files computed from the data set.
 
 use aitk_common::fsutil::regular;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
@@ -31,7 +31,8 @@ fn signature(path: &Path) -> Option<String> {
 }
 
 impl SizeCache {
-    /// Reads the cache file in `folder` for the images below `root`. A damaged file, or one of another version, counts as empty.
+    /// Reads the cache file in `folder` for the images below `root`. A damaged file, or one of another version, counts
+    /// as empty.
     #[must_use]
     pub fn open(root: &Path, folder: &Path) -> Self {
         let entries = regular::read(&folder.join(NAME), MAX_TEXT_FILE_BYTES)
@@ -76,7 +77,8 @@ impl SizeCache {
         }
     }
 
-    /// Writes the file, if a size was added. An error is only logged: without the file the next start is slower, nothing else.
+    /// Writes the file, if a size was added. An error is only logged: without the file the next start is slower,
+    /// nothing else.
     pub fn save(mut self) {
         if !self.changed {
             return;

@@ -261,8 +261,8 @@ fn folders_are_listed_as_in_the_config_reference() {
     );
 }
 
-/// A data set that was sent with a job may hold arbitrary lists and links. No file outside its folder is opened, and the error
-/// does not reveal which files exist.
+/// A data set that was sent with a job may hold arbitrary lists and links. No file outside its folder is opened, and
+/// the error does not reveal which files exist.
 #[cfg(unix)]
 #[test]
 fn a_data_set_that_must_stay_in_its_folder_opens_nothing_outside() {

@@ -1,5 +1,5 @@
-//! Decodes JPEG with libjpeg-turbo, to get the same bytes as Pillow. Other decoders upsample chroma and round differently, by up
-//! to 12 of 255, which would give other latents.
+//! Decodes JPEG with libjpeg-turbo, to get the same bytes as Pillow. Other decoders upsample chroma and round
+//! differently, by up to 12 of 255, which would give other latents.
 
 use image::{DynamicImage, GrayImage, RgbImage};
 use mozjpeg::{ColorSpace, Decompress};

@@ -91,7 +91,8 @@ fn to_byte(sum: i32) -> u8 {
     (sum >> PRECISION).clamp(0, 255) as u8
 }
 
-/// Resizes an image with the same bytes as Pillow's `image.resize((width, height), filter)`. A size of 0 gives an empty image.
+/// Resizes an image with the same bytes as Pillow's `image.resize((width, height), filter)`. A size of 0 gives an empty
+/// image.
 #[must_use]
 pub fn resize(image: &RgbImage, width: u32, height: u32, filter: Filter) -> RgbImage {
     let (old_width, old_height) = (image.width() as usize, image.height() as usize);

@@ -9,8 +9,8 @@ const MAX_TAIL: u64 = 64 << 10;
 
 /// Whether the end of a PNG, JPEG or WebP file seems to be missing, for example after an interrupted download.
 ///
-/// It is also true for a complete image with much data after its end, such as a motion photo with its video; decode the file to
-/// be sure. It is false for a file that cannot be read or has another format; opening the file gives the error.
+/// It is also true for a complete image with much data after its end, such as a motion photo with its video; decode the
+/// file to be sure. It is false for a file that cannot be read or has another format; opening the file gives the error.
 #[must_use]
 pub fn is_cut_off(path: &Path) -> bool {
     lacks_end(path).unwrap_or(false)

@@ -75,8 +75,9 @@ impl Guidance {
     }
 }
 
-/// Moves the standard deviation of the guided prediction towards that of the conditional one (section 3.4 of "Common Diffusion
-/// Noise Schedules and Sample Steps are Flawed"; `rescale_noise_cfg` of diffusers). `rescale`: 0 is off, 1 is all the way.
+/// Moves the standard deviation of the guided prediction towards that of the conditional one (section 3.4 of "Common
+/// Diffusion Noise Schedules and Sample Steps are Flawed"; `rescale_noise_cfg` of diffusers). `rescale`: 0 is off, 1 is
+/// all the way.
 fn rescale_noise_cfg(guided: &Tensor, conditional: &Tensor, rescale: f64) -> Result<Tensor> {
     let std_dev = |x: &Tensor| -> candle_core::Result<Tensor> {
         let flat = x.flatten_from(1)?;

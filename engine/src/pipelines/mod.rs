@@ -1,5 +1,5 @@
-//! Text-to-image and image-to-image: `StableDiffusionPipeline` and `StableDiffusionImg2ImgPipeline` of diffusers 0.42.1. With a
-//! CPU generator of the same seed the images are the same.
+//! Text-to-image and image-to-image: `StableDiffusionPipeline` and `StableDiffusionImg2ImgPipeline` of diffusers
+//! 0.42.1. With a CPU generator of the same seed the images are the same.
 
 mod guidance;
 mod sample;
@@ -81,8 +81,8 @@ pub struct Pipeline<'a> {
 }
 
 impl<'a> Pipeline<'a> {
-    /// Makes a pipeline. `dtype` and `device`: those that the model was loaded with. `v_prediction`: the model predicts velocity,
-    /// whatever its config says.
+    /// Makes a pipeline. `dtype` and `device`: those that the model was loaded with. `v_prediction`: the model predicts
+    /// velocity, whatever its config says.
     ///
     /// # Errors
     /// When `scheduler_config.json` has a wrong value.
@@ -124,8 +124,9 @@ impl<'a> Pipeline<'a> {
         self.denoise(&guidance, sampler, 0, latents, noise, on_step)
     }
 
-    /// Generates images from images. `strength` (0 to 1): how much of them is replaced. `images`: one for all prompts, or one per
-    /// prompt, all of one size; a size that is not a multiple of 8 is rounded down. `None`: `on_step` returned `false`.
+    /// Generates images from images. `strength` (0 to 1): how much of them is replaced. `images`: one for all prompts,
+    /// or one per prompt, all of one size; a size that is not a multiple of 8 is rounded down. `None`: `on_step`
+    /// returned `false`.
     ///
     /// # Errors
     /// As [`Pipeline::text_to_image`], or a strength at which no step is left.
@@ -190,7 +191,8 @@ impl<'a> Pipeline<'a> {
             let resized = image_io::resize(image, width, height, Filter::Lanczos);
             tensors.push(image_io::to_tensor(&resized, &self.device)?.to_dtype(self.dtype)?);
         }
-        // As in diffusers: with one generator a single image is encoded once and then repeated; with several it is repeated first.
+        // As in diffusers: with one generator a single image is encoded once and then repeated; with several it is
+        // repeated first.
         let repeat_first = matches!(noise, NoiseSource::PerImage(generators) if generators.len() > 1);
         if repeat_first && tensors.len() == 1 {
             tensors = vec![tensors[0].clone(); batch];

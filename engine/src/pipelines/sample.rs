@@ -27,8 +27,8 @@ pub struct SampleSettings<'a> {
     pub job_seed: u64,
 }
 
-/// The seed of image `index` when its request has none: 32 bits that depend only on the job's seed and the index, so that another
-/// attempt generates the same image.
+/// The seed of image `index` when its request has none: 32 bits that depend only on the job's seed and the index, so
+/// that another attempt generates the same image.
 #[must_use]
 pub fn random_seed(job_seed: u64, index: u64) -> u64 {
     let mut hash = Sha256::new();
@@ -39,9 +39,10 @@ pub fn random_seed(job_seed: u64, index: u64) -> u64 {
     u64::from(u32::from_le_bytes([digest[0], digest[1], digest[2], digest[3]]))
 }
 
-/// Generates the images of `requests` in order. `on_image` gets the index, the request, the seed that was used, and the image.
-/// `on_step` is called before each step with the number of finished steps and of all steps of all images. Returns whether all
-/// images were generated (`false`: `on_step` returned `false`). No random generator of the caller is used.
+/// Generates the images of `requests` in order. `on_image` gets the index, the request, the seed that was used, and the
+/// image. `on_step` is called before each step with the number of finished steps and of all steps of all images.
+/// Returns whether all images were generated (`false`: `on_step` returned `false`). No random generator of the caller
+/// is used.
 ///
 /// # Errors
 /// The first error of an image or of `on_image`.

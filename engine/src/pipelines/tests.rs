@@ -111,8 +111,8 @@ fn model_with_lora(lora: &Path) -> (SdModel, LoadedLora) {
     (model, lora)
 }
 
-/// diffusers generated the images with LoRAs of aitk's trainer (`processes::train::our_lora`, `tests/reference/make_our_lora.py`,
-/// which also checks that diffusers loads every tensor).
+/// diffusers generated the images with LoRAs of aitk's trainer (`processes::train::our_lora`,
+/// `tests/reference/make_our_lora.py`, which also checks that diffusers loads every tensor).
 #[test]
 fn loras_of_aitk_give_the_same_images_in_diffusers() {
     let folder = fixtures().join("our_lora");
@@ -133,8 +133,8 @@ fn loras_of_aitk_give_the_same_images_in_diffusers() {
     assert!(files.len() >= 3 && cases.iter().any(|case| case["lora"] == 0.7));
 }
 
-/// A LoRA with alpha / rank = 16 (`tests/reference/make_strong_lora.py`), which would make a wrong scale visible. One forward pass
-/// at full strength agrees; images agree wherever diffusers in float32 agrees with itself in float64.
+/// A LoRA with alpha / rank = 16 (`tests/reference/make_strong_lora.py`), which would make a wrong scale visible. One
+/// forward pass at full strength agrees; images agree wherever diffusers in float32 agrees with itself in float64.
 #[test]
 fn a_lora_with_a_large_alpha_is_scaled_as_in_diffusers() {
     let folder = fixtures().join("strong_lora");

@@ -59,8 +59,8 @@ impl ImageGenerator {
     }
 }
 
-/// The finished images of a process, recorded in a file next to them while it runs, so that another attempt at the same job does
-/// not generate them again.
+/// The finished images of a process, recorded in a file next to them while it runs, so that another attempt at the same
+/// job does not generate them again.
 pub(super) struct FinishedImages {
     file: PathBuf,
     record: FinishedRecord,
@@ -108,8 +108,8 @@ impl FinishedImages {
         self.record.images.get(&index).map(String::as_str)
     }
 
-    /// Records the name of an image that will be written next. Images are written atomically, so the image is finished once there
-    /// is a file of that name.
+    /// Records the name of an image that will be written next. Images are written atomically, so the image is finished
+    /// once there is a file of that name.
     pub(super) fn add(&mut self, index: u64, name: String) -> Result<()> {
         self.record.images.insert(index, name);
         if let Some(folder) = self.file.parent() {
@@ -141,7 +141,8 @@ pub(super) fn artifact_index_base(job: &JobSpec, is_own: impl Fn(&ProcessKind) -
 
 /// An unused file name `<unix ms>_<count>.<ext>` in `folder`.
 pub(super) fn image_name(folder: &Path, count: u64, ext: &str) -> String {
-    // Config validation allows four suffixes. This check keeps the name from becoming a path if a spec was not validated.
+    // Config validation allows four suffixes. This check keeps the name from becoming a path if a spec was not
+    // validated.
     let ext = match ext.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
         true => ext,
         false => "png",

@@ -1,4 +1,5 @@
-//! The `batch_img2img` process (section 3.3 of the config reference): image-to-image on data sets, with captions as prompts.
+//! The `batch_img2img` process (section 3.3 of the config reference): image-to-image on data sets, with captions as
+//! prompts.
 
 use super::image_generator::{FinishedImages, ImageGenerator, artifact_index_base, image_name, png_parameters};
 use super::rate::Progress;

@@ -34,7 +34,8 @@ impl LogFile {
         Ok(())
     }
 
-    /// Writes one or more lines, each with the time in front. A write error is only logged, because it must not fail the training.
+    /// Writes one or more lines, each with the time in front. A write error is only logged, because it must not fail
+    /// the training.
     pub(super) fn write(&self, text: &str) {
         let mut open = self.0.borrow_mut();
         if let Some(open) = open.as_mut() {

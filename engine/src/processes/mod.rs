@@ -1,7 +1,7 @@
 //! The processes of a job.
 //!
-//! [`run`] is the main function of an attempt: it runs the processes of the job in order. To add a process type, add a file here
-//! and a line in [`run_process`].
+//! [`run`] is the main function of an attempt: it runs the processes of the job in order. To add a process type, add a
+//! file here and a line in [`run_process`].
 
 mod generate;
 mod image_generator;
@@ -105,8 +105,8 @@ impl Context<'_> {
     /// The path on this machine of a path in the config.
     ///
     /// # Errors
-    /// When the path is not an input of the job, unless the job runs in place. The message is the same whether the file exists or
-    /// not.
+    /// When the path is not an input of the job, unless the job runs in place. The message is the same whether the file
+    /// exists or not.
     pub fn local_path(&self, path: &str) -> Result<PathBuf> {
         match self.spec.inputs.get(path) {
             Some(here) => Ok(here.clone()),
@@ -151,9 +151,9 @@ impl Context<'_> {
         }
     }
 
-    /// Loads the model of a `model` section for the attempt's memory profile, with `vae_path` if it is set. Memory that is freed
-    /// while loading, such as weights before quantisation, is returned to the system; afterwards freed memory is handled as the
-    /// profile says. `[unet, text_encoder]`: which of their own tensors are trained.
+    /// Loads the model of a `model` section for the attempt's memory profile, with `vae_path` if it is set. Memory that
+    /// is freed while loading, such as weights before quantisation, is returned to the system; afterwards freed memory
+    /// is handled as the profile says. `[unet, text_encoder]`: which of their own tensors are trained.
     ///
     /// # Errors
     /// As [`SdModel::load`] and [`SdModel::replace_vae`].
@@ -224,8 +224,8 @@ impl Context<'_> {
     }
 }
 
-/// Replaces `~/` at the beginning of a path by the user's home folder, as `aitk submit` does. A path without it is unchanged, and
-/// so is every path if `HOME` is not set.
+/// Replaces `~/` at the beginning of a path by the user's home folder, as `aitk submit` does. A path without it is
+/// unchanged, and so is every path if `HOME` is not set.
 #[must_use]
 pub fn expand_home(path: &str) -> PathBuf {
     match (path.strip_prefix("~/"), std::env::var_os("HOME")) {

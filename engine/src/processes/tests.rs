@@ -90,9 +90,9 @@ fn a_job_generates_the_images_of_diffusers_and_honours_every_prompt_flag() {
         1,
         "one log message explains `compile`"
     );
-    let note = std::fs::read_to_string(generated[1].1.with_extension("txt")).unwrap();
+    let prompt_text = std::fs::read_to_string(generated[1].1.with_extension("txt")).unwrap();
     assert_eq!(
-        note,
+        prompt_text,
         format!("{prompt} --n blurry --w 72 --h 64 --seed 11 --cfg 4 --steps 4 --m 0.5")
     );
     let name = generated[1].1.file_name().unwrap().to_str().unwrap().to_owned();
@@ -101,11 +101,11 @@ fn a_job_generates_the_images_of_diffusers_and_honours_every_prompt_flag() {
         time.len() == 13 && time.parse::<u64>().is_ok() && count == "1",
         "{name}"
     );
-    let left: Vec<_> = std::fs::read_dir(&out)
+    let files: Vec<_> = std::fs::read_dir(&out)
         .unwrap()
         .map(|e| e.unwrap().file_name())
         .collect();
-    assert_eq!(left.len(), 5, "three images and two notes, nothing else: {left:?}");
+    assert_eq!(files.len(), 5, "three images and two prompt files: {files:?}");
 }
 
 /// Stops the run once this many images were emitted.
@@ -184,15 +184,15 @@ fn parts_of_a_job_generate_the_images_of_the_whole_job() {
     assert_eq!(outcome, Outcome::Completed);
     let expected = images(&events);
     assert_eq!(expected.len(), 6);
-    let part = |from: u64, to: u64, drawn: Vec<u64>| {
+    let run_part = |from: u64, to: u64, generated: Vec<u64>| {
         let mut spec = job(&format!("part{from}"));
         spec.job["part"] = serde_json::json!({"from": from, "to": to});
-        spec.drawn = drawn;
+        spec.drawn = generated;
         run_spec(&spec)
     };
     // An earlier attempt generated image 3 of the second part: it is not generated again.
     for (from, to, generated, expected_indices) in [(0, 2, vec![], vec![0, 1]), (2, 6, vec![3], vec![2, 4, 5])] {
-        let (outcome, events) = part(from, to, generated);
+        let (outcome, events) = run_part(from, to, generated);
         assert_eq!(outcome, Outcome::Completed);
         let ours = images(&events);
         assert_eq!(
@@ -215,7 +215,7 @@ fn parts_of_a_job_generate_the_images_of_the_whole_job() {
         });
         assert_eq!(reported, Some((to - from, to - from)));
     }
-    let (outcome, _) = part(4, 7, Vec::new());
+    let (outcome, _) = run_part(4, 7, Vec::new());
     let Outcome::Failed { cause, message } = outcome else {
         panic!("{outcome:?}")
     };
@@ -243,8 +243,8 @@ fn prompts_are_read_from_a_file_and_combined_at_random() {
     assert_eq!(generated.len(), 4);
     for (_, path) in &generated {
         assert!(path.starts_with(dir.path().join("root")));
-        let note = std::fs::read_to_string(path.with_extension("txt")).unwrap();
-        let (prompt, _) = note.split_once(" --").unwrap();
+        let prompt_text = std::fs::read_to_string(path.with_extension("txt")).unwrap();
+        let (prompt, _) = prompt_text.split_once(" --").unwrap();
         assert!(
             prompt
                 .split(", ")
@@ -330,8 +330,8 @@ fn invalid_jobs_fail_with_a_message_that_names_the_cause() {
     assert!(matches!(run_spec(&spec(&job)).0, Outcome::Failed { .. }));
 }
 
-/// Attacks on a worker's files, sent to the engine without earlier checks: it reads and writes only what was staged for the
-/// attempt.
+/// Attacks on a worker's files, sent to the engine without earlier checks: it reads and writes only what was staged for
+/// the attempt.
 #[test]
 fn an_attempt_with_staged_inputs_opens_no_other_files() {
     let dir = tempfile::tempdir().unwrap();

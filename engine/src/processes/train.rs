@@ -1,8 +1,8 @@
 //! The training process: `sd_trainer`, `diffusion_trainer`.
 //!
 //! Run folder, names and resuming follow section 15 of the ai-toolkit config reference, with its suggestions: saves are
-//! atomic, the resume point is chosen by step, and an optimizer's state is used only with its weights. Exact states are in
-//! `<run folder>/.aitk/checkpoints`.
+//! atomic, the resume point is chosen by step, and an optimizer's state is used only with its weights. Exact states are
+//! in `<run folder>/.aitk/checkpoints`.
 
 mod data;
 mod folder;
@@ -45,8 +45,8 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 use target::Target;
 
-/// After this many steps in a row without a finite loss or finite gradients a run fails; ai-toolkit counts such a loss as zero and
-/// continues.
+/// After this many steps in a row without a finite loss or finite gradients a run fails; ai-toolkit counts such a loss
+/// as zero and continues.
 const MAX_NON_FINITE_STEPS: u64 = 25;
 /// After this many in a row no state is saved, so that the last good one is kept.
 const MAX_SAVED_NON_FINITE_STEPS: u64 = 5;
@@ -304,8 +304,8 @@ impl<'a> Run<'a> {
         self.finish(cx)
     }
 
-    /// Computes the loss and the gradients of one micro-batch. All random numbers come from the generator of (seed, step,
-    /// micro-batch).
+    /// Computes the loss and the gradients of one micro-batch. All random numbers come from the generator of (seed,
+    /// step, micro-batch).
     fn micro_batch(&mut self, step: u64, micro: u64) -> Result<()> {
         let process = self.process;
         let step_batch = self.data.batch_of_step(step, micro, process);

@@ -1,4 +1,5 @@
-//! `DPMSolverMultistepScheduler` of diffusers: DPM-Solver and DPM-Solver++ (`dpm++ 2m`) of orders 1 to 3, and their SDE variants.
+//! `DPMSolverMultistepScheduler` of diffusers: DPM-Solver and DPM-Solver++ (`dpm++ 2m`) of orders 1 to 3, and their SDE
+//! variants.
 
 use super::params::{BetaSchedule, PredictionType, SamplerParams, Spacing};
 use super::{NoiseSchedule, Sampler, SamplerError, SamplerOptions, SamplerStep, blend, scaled, spacing};
@@ -46,7 +47,8 @@ pub(super) fn make_plus_plus(params: SamplerParams, options: SamplerOptions) -> 
     make(params, options, algorithm)
 }
 
-/// Makes `dpmsolver`, or `sde-dpmsolver` if `algorithm_type` says so. This first version cannot end at a noise level of zero.
+/// Makes `dpmsolver`, or `sde-dpmsolver` if `algorithm_type` says so. This first version cannot end at a noise level of
+/// zero.
 pub(super) fn make_plain(mut params: SamplerParams, options: SamplerOptions) -> Result<Box<dyn Sampler>, SamplerError> {
     let algorithm = match params.algorithm_type.as_deref() {
         Some("sde-dpmsolver") => Algorithm::SdePlain,

@@ -1,4 +1,5 @@
-//! `EulerAncestralDiscreteScheduler` of diffusers: Euler steps to a lower noise level than the next one, then new noise.
+//! `EulerAncestralDiscreteScheduler` of diffusers: Euler steps to a lower noise level than the next one, then new
+//! noise.
 
 use super::params::{PredictionType, SamplerParams};
 use super::sigma_sampler::{SigmaSampler, UpdateRule};

@@ -1,7 +1,7 @@
 //! Noise schedules and samplers, named and parameterised as in diffusers 0.42.1 (which calls them schedulers).
 //!
-//! A sampler goes through a list of time steps; at each it computes a less noisy sample from what the model predicted. All
-//! samplers compute in f32, whatever the model computes in. To add one, add a file and a line in `registry`.
+//! A sampler goes through a list of time steps; at each it computes a less noisy sample from what the model predicted.
+//! All samplers compute in f32, whatever the model computes in. To add one, add a file and a line in `registry`.
 
 mod ddim;
 mod ddpm;

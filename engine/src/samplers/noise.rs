@@ -8,7 +8,8 @@ use candle_core::{DType, Device, Tensor};
 pub enum NoiseSource {
     /// `generator=g`: the noise of a batch is drawn at once.
     Shared(TorchGenerator),
-    /// `generator=[g0, g1, …]`: the noise of image i is drawn from generator i, so that it does not depend on the others.
+    /// `generator=[g0, g1, …]`: the noise of image i is drawn from generator i, so that it does not depend on the
+    /// others.
     PerImage(Vec<TorchGenerator>),
 }
 

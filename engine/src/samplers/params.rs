@@ -217,8 +217,8 @@ impl SamplerParams {
         }
     }
 
-    /// These parameters with the overrides of diffusers' Stable Diffusion pipelines: latents are not clipped, and time steps
-    /// start at 1.
+    /// These parameters with the overrides of diffusers' Stable Diffusion pipelines: latents are not clipped, and time
+    /// steps start at 1.
     #[must_use]
     pub fn with_stable_diffusion_overrides(mut self) -> Self {
         self.clip_sample = Some(false);

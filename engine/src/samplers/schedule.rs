@@ -4,8 +4,8 @@ use super::SamplerError;
 use super::params::{BetaSchedule, PredictionType, SamplerParams};
 use candle_core::{DType, Tensor};
 
-/// Betas and their cumulative products. Samplers and training use them. They are computed in the precision and order of torch,
-/// so that the numbers are the same.
+/// Betas and their cumulative products. Samplers and training use them. They are computed in the precision and order of
+/// torch, so that the numbers are the same.
 #[derive(Clone, Debug)]
 pub struct NoiseSchedule {
     /// `beta_t` for each training time step.
@@ -17,7 +17,8 @@ pub struct NoiseSchedule {
 }
 
 impl NoiseSchedule {
-    /// Builds the schedule from parameters; absent ones have diffusers' defaults (linear betas from 0.0001 to 0.02, 1000 steps).
+    /// Builds the schedule from parameters; absent ones have diffusers' defaults (linear betas from 0.0001 to 0.02,
+    /// 1000 steps).
     ///
     /// # Errors
     /// [`SamplerError::Config`] when the betas are not numbers between 0 and 1.
@@ -132,7 +133,8 @@ impl NoiseSchedule {
         self.alphas_cumprod.iter().map(|a| ((1.0 - a) / a).sqrt()).collect()
     }
 
-    /// Sets the last `alphas_cumprod` of a zero-SNR schedule to 2^-24 instead of 0, so that its sigma is finite, as diffusers does.
+    /// Sets the last `alphas_cumprod` of a zero-SNR schedule to 2^-24 instead of 0, so that its sigma is finite, as
+    /// diffusers does.
     pub(super) fn avoid_infinite_sigma(&mut self) {
         if let Some(last) = self.alphas_cumprod.last_mut() {
             *last = 2f32.powi(-24);

@@ -111,7 +111,8 @@ fn noise_schedules_match_torch_bit_for_bit() {
         let schedule = NoiseSchedule::new(&params).unwrap();
         for (what, ours) in [("betas", &schedule.betas), ("alphas_cumprod", &schedule.alphas_cumprod)] {
             let theirs = values(&tensors[&format!("schedule/{label}:{what}")]);
-            // torch's square root is not always the nearest float, so the rescaled schedule may differ in the last bits.
+            // torch's square root is not always the nearest float, so the rescaled schedule may differ in the last
+            // bits.
             let allowed = if label == "zero_snr" { 1e-5 } else { 0.0 };
             let differ: Vec<usize> = (0..theirs.len())
                 .filter(|i| (ours[*i] - theirs[*i]).abs() > allowed)

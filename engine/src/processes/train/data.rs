@@ -88,8 +88,8 @@ impl TrainingData {
         self.datasets.iter().filter(is_selected).map(|d| d.items.len()).sum()
     }
 
-    /// Whether step `number` (counted from 1, as in the names of saves) uses regularisation images: every even step does, unless a
-    /// save or samples are due.
+    /// Whether step `number` (counted from 1, as in the names of saves) uses regularisation images: every even step
+    /// does, unless a save or samples are due.
     fn is_regularisation(&self, number: u64, process: &TrainerProcess) -> bool {
         !self.regularisation.is_empty() && uses_regularisation(number, process)
     }
@@ -116,8 +116,8 @@ impl TrainingData {
         micro_batches / (self.batches.len() as u64).max(1)
     }
 
-    /// Whether this step ends with an update of the weights. Always true without `gradient_accumulation_steps`, where each
-    /// micro-batch counts as a step (-1: an update at the end of each epoch of the training sets).
+    /// Whether this step ends with an update of the weights. Always true without `gradient_accumulation_steps`, where
+    /// each micro-batch counts as a step (-1: an update at the end of each epoch of the training sets).
     pub(super) fn updates_weights(&mut self, step: u64, process: &TrainerProcess) -> bool {
         match process.train.gradient_accumulation_steps {
             n if n < 0 => {

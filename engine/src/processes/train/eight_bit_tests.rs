@@ -1,7 +1,8 @@
 //! 8-bit optimizers reach the loss of the 32-bit ones on the demo's training (`config/demo`).
 //!
-//! This is a short run; `AITK_OPTIMIZER_STEPS=500 cargo test --release -p aitk-engine --lib eight_bit -- --nocapture` is the long one.
-//! It gave (2026-11-22): adamw8bit -0.27 %, adamw8 -0.33 %, lion8bit -0.20 %, prodigy8bit +0.14 % relative to the loss in 32 bits.
+//! This is a short run; `AITK_OPTIMIZER_STEPS=500 cargo test --release -p aitk-engine --lib eight_bit -- --nocapture`
+//! is the long one. It gave (2026-11-22): adamw8bit -0.27 %, adamw8 -0.33 %, lion8bit -0.20 %, prodigy8bit +0.14 %
+//! relative to the loss in 32 bits.
 
 use super::tests::{logs, losses, run_spec, spec};
 use aitk_common::attempt::Outcome;

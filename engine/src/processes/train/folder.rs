@@ -38,8 +38,8 @@ const LOCK_TIMEOUT: Duration = Duration::from_secs(12);
 const KEPT_CHECKPOINTS: usize = 2;
 
 impl RunFolder {
-    /// Creates and locks the folder and writes the config as the user wrote it: `${VAR}` is not expanded, so that the file holds no
-    /// secrets (quirk 25 of the config reference).
+    /// Creates and locks the folder and writes the config as the user wrote it: `${VAR}` is not expanded, so that the
+    /// file holds no secrets (quirk 25 of the config reference).
     pub(super) fn open(process: &TrainerProcess, cx: &mut Context<'_>) -> Result<Self> {
         let root = cx.output_root(process.training_folder.as_deref());
         let job = cx.job.name.clone();
@@ -118,8 +118,9 @@ impl RunFolder {
         out
     }
 
-    /// Removes old step saves and old checkpoints. Saves of the steps `excluded` are neither counted nor removed. Returns the removed
-    /// files, including those of an expired save that another machine made and that is not on this disk.
+    /// Removes old step saves and old checkpoints. Saves of the steps `excluded` are neither counted nor removed.
+    /// Returns the removed files, including those of an expired save that another machine made and that is not on this
+    /// disk.
     pub(super) fn apply_retention(
         &self,
         process: &TrainerProcess,
@@ -167,8 +168,8 @@ impl RunFolder {
     }
 }
 
-/// Locks the folder, because two runs in one folder would overwrite each other's files. It waits a while for a run that was killed
-/// just before.
+/// Locks the folder, because two runs in one folder would overwrite each other's files. It waits a while for a run that
+/// was killed just before.
 fn lock(folder: &Path, cx: &mut Context<'_>) -> Result<Arc<File>> {
     let lock_folder = folder.join(".aitk");
     fsutil::create_dir_all(&lock_folder)?;

@@ -18,8 +18,8 @@ use sha2::{Digest, Sha256};
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-/// Checks that the engine can train what the config says. Jobs are checked before they are accepted; this protects against specs
-/// from other sources.
+/// Checks that the engine can train what the config says. Jobs are checked before they are accepted; this protects
+/// against specs from other sources.
 pub(super) fn check_supported(process: &TrainerProcess, job: &str) -> Result<()> {
     let unsupported = |what: String| Err(EngineError::Unsupported(what));
     if !matches!(process.model.arch.name, ArchName::Sd1) {

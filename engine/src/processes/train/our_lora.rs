@@ -1,5 +1,5 @@
-//! The LoRAs in `tests/fixtures/our_lora`, with which diffusers generates images (`tests/reference/make_our_lora.py`), are what this
-//! trainer makes.
+//! The LoRAs in `tests/fixtures/our_lora`, with which diffusers generates images (`tests/reference/make_our_lora.py`),
+//! are what this trainer makes.
 
 use super::tests::{run_spec, spec, trainer};
 use crate::adapters::LoraFile;

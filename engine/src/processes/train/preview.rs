@@ -13,7 +13,8 @@ use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// Up to this many steps, those that use regularisation images are counted one by one; above, half of the steps are assumed to.
+/// Up to this many steps, those that use regularisation images are counted one by one; above, half of the steps are
+/// assumed to.
 const MAX_COUNTED_STEPS: u64 = 1_000_000;
 
 /// A preview of the data of a training.
@@ -33,8 +34,8 @@ pub struct TrainingPreview {
     pub epochs: Option<f64>,
 }
 
-/// Reads the data of a training as the training does: the same files, captions and buckets. `inputs`: the local path of each path
-/// in the config. No image is decoded, and nothing is written.
+/// Reads the data of a training as the training does: the same files, captions and buckets. `inputs`: the local path of
+/// each path in the config. No image is decoded, and nothing is written.
 #[must_use]
 pub fn preview(job: &JobSpec, process: &TrainerProcess, inputs: &BTreeMap<String, PathBuf>) -> TrainingPreview {
     let mut preview = TrainingPreview {
@@ -62,22 +63,24 @@ impl TrainingPreview {
         let names = process.split_datasets();
         let divisibility = process.model.arch.name.bucket_divisibility();
         // An entry with several resolutions gives one data set for each, with the same files.
-        let mut read: Vec<(DatasetOptions, DatasetContents)> = Vec::new();
-        let same = |a: &DatasetOptions, b: &DatasetOptions| {
+        let mut contents_by_options: Vec<(DatasetOptions, DatasetContents)> = Vec::new();
+        let reads_same_files = |a: &DatasetOptions, b: &DatasetOptions| {
             (&a.path, &a.caption_ext, &a.default_caption, a.short_captions)
                 == (&b.path, &b.caption_ext, &b.default_caption, b.short_captions)
         };
         for (options, section) in options::dataset_options(process, &cx)?.into_iter().zip(&names) {
-            let position = read.iter().position(|(other, _)| same(other, &options));
+            let position = contents_by_options
+                .iter()
+                .position(|(other, _)| reads_same_files(other, &options));
             let contents = match position {
                 Some(position) => Ok(position),
                 None => DatasetContents::read(&options).map(|contents| {
-                    read.push((options.clone(), contents));
-                    read.len() - 1
+                    contents_by_options.push((options.clone(), contents));
+                    contents_by_options.len() - 1
                 }),
             };
             let name = section.path().unwrap_or_default();
-            let report = contents.and_then(|at| match read.get(at) {
+            let report = contents.and_then(|index| match contents_by_options.get(index) {
                 Some((_, contents)) => DatasetReport::from_contents(&options, name, divisibility, contents),
                 None => DatasetReport::read(&options, name, divisibility),
             });

@@ -15,7 +15,8 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// The role of the checkpoint file with all losses so far, so that a run resumed on another machine has the whole curve.
+/// The role of the checkpoint file with all losses so far, so that a run resumed on another machine has the whole
+/// curve.
 pub(super) const ROLE: &str = "losses";
 
 /// Records the metrics of a run's steps on disk and in memory.
@@ -53,8 +54,8 @@ impl StepRecorder {
         self.earlier = losses_of(checkpoint);
     }
 
-    /// Opens the file to continue after step `start_step`: lines of later steps are removed, and missing earlier ones are added from
-    /// the checkpoint.
+    /// Opens the file to continue after step `start_step`: lines of later steps are removed, and missing earlier ones
+    /// are added from the checkpoint.
     pub(super) fn open(&mut self, start_step: u64) -> Result<()> {
         let failed = |error| EngineError::io(&self.path, error);
         let mut earlier: BTreeMap<u64, StepMetrics> = self.earlier.drain(..).map(|entry| (entry.step, entry)).collect();
@@ -122,7 +123,8 @@ impl StepRecorder {
         Some(last_time.elapsed().as_secs_f64() / steps as f64)
     }
 
-    /// The losses and learning rates as tensors of a checkpoint. Times are left out, so that the same steps give the same bytes.
+    /// The losses and learning rates as tensors of a checkpoint. Times are left out, so that the same steps give the
+    /// same bytes.
     pub(super) fn tensors(&self) -> Result<BTreeMap<String, Tensor>> {
         let steps: Vec<i64> = self
             .steps

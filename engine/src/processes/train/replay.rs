@@ -1,5 +1,5 @@
-//! Compares a whole job, from image files to the LoRA, with `tests/reference/make_replay.py`, which computes it with Pillow,
-//! diffusers and peft in float64 from the documented rules.
+//! Compares a whole job, from image files to the LoRA, with `tests/reference/make_replay.py`, which computes it with
+//! Pillow, diffusers and peft in float64 from the documented rules.
 
 use super::tests::{logs, losses, run_spec, spec, trainer};
 use crate::testing::{fixtures, gap, largest};

@@ -1,7 +1,8 @@
 //! Finds where a run resumes, and writes checkpoints (exact states).
 //!
-//! A run resumes from the first of these that exists: the checkpoint in the attempt's spec, the newest complete checkpoint in the
-//! run folder, its newest save by step (of an unfinished ai-toolkit run), `network.pretrained_lora_path`. Else it starts anew.
+//! A run resumes from the first of these that exists: the checkpoint in the attempt's spec, the newest complete
+//! checkpoint in the run folder, its newest save by step (of an unfinished ai-toolkit run),
+//! `network.pretrained_lora_path`. Else it starts anew.
 
 use super::super::Context;
 use super::Run;
@@ -22,8 +23,8 @@ use std::path::{Path, PathBuf};
 
 /// Version of the trainer's state in a manifest.
 const STATE_VERSION: u64 = 1;
-/// Optional keys of the state: the number of last steps in a row that were not finite, and interrupted steps whose saves are to be
-/// removed.
+/// Optional keys of the state: the number of last steps in a row that were not finite, and interrupted steps whose
+/// saves are to be removed.
 const NON_FINITE_KEY: &str = "lost_steps";
 const INTERRUPTED_KEY: &str = "interrupted_saves";
 
@@ -250,7 +251,8 @@ impl Run<'_> {
     /// The seed, and hashes of the config and the data, which must be the same for the same result.
     fn identity(&self) -> Map<String, Value> {
         let mut train = serde_json::to_value(&self.process.train).unwrap_or_default();
-        // Users often raise `steps` to train longer, which does not change earlier steps unless the learning rate schedule uses it.
+        // Users often raise `steps` to train longer, which does not change earlier steps unless the learning rate
+        // schedule uses it.
         if let Some(map) = train.as_object_mut() {
             map.remove("steps");
         }

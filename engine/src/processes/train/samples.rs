@@ -29,8 +29,9 @@ impl Run<'_> {
         })
     }
 
-    /// Samples the images of the `sample` section (`first_sample` once, before the first step) with the current weights, as
-    /// `samples/<unix ms>__<step>_<index>.<format>`. Returns `false` when the run should stop; finished images are kept.
+    /// Samples the images of the `sample` section (`first_sample` once, before the first step) with the current
+    /// weights, as `samples/<unix ms>__<step>_<index>.<format>`. Returns `false` when the run should stop; finished
+    /// images are kept.
     pub(super) fn sample(&mut self, cx: &mut Context<'_>, step: u64, first: bool) -> Result<bool> {
         let section = match &self.process.first_sample {
             Some(section) if first => section,
@@ -45,7 +46,9 @@ impl Run<'_> {
             let format = &section.format;
             cx.log(
                 "warn",
-                format!("`sample.format`: `{format}` is not an image format that aitk writes; using {FALLBACK_FORMAT}"),
+                format!(
+                    "the sample format `{format}` is not an image format that aitk writes; using {FALLBACK_FORMAT}"
+                ),
             );
             FALLBACK_FORMAT
         });
@@ -69,9 +72,9 @@ impl Run<'_> {
             let mut steps = 0;
             // Both callbacks emit events.
             let cx = RefCell::new(cx);
-            let detach = run.model.detach();
+            let detached = run.model.detach();
             let completed = generate_images(
-                detach.as_ref().unwrap_or(&run.model),
+                detached.as_ref().unwrap_or(&run.model),
                 &settings,
                 &requests,
                 &mut |done, all| {
@@ -91,18 +94,18 @@ impl Run<'_> {
                     let text = format!("{} --seed {seed}", request.prompt);
                     let bytes = encode(&image, format, &[("parameters", &text)])?;
                     fsutil::write_atomic(&path, |out| out.write_all(&bytes))?;
-                    remove_others(&folder, &naming::sample_tail(step, index, suffix), &path);
+                    remove_older_samples(&folder, &naming::sample_tail(step, index, suffix), &path);
                     cx.artifact("sample", &root, &path, Some(step), Some(index as u64));
                     Ok(())
                 },
             )?;
             if completed {
                 let (seconds, count) = (start.elapsed().as_secs_f64(), requests.len());
-                let (each, step) = (seconds / count as f64, seconds / steps.max(1) as f64);
+                let (per_image, per_step) = (seconds / count as f64, seconds / steps.max(1) as f64);
                 let cx = cx.into_inner();
                 cx.log(
                     "info",
-                    format!("samples of step {training_step}: {count} in {seconds:.1} s, {each:.2} s per image, {step:.2} s per sampling step"),
+                    format!("samples of step {training_step}: {count} in {seconds:.1} s, {per_image:.2} s per image, {per_step:.2} s per sampling step"),
                 );
             }
             Ok::<bool, EngineError>(completed)
@@ -125,7 +128,7 @@ fn is_sample(file: &str, name: &str) -> bool {
 }
 
 /// Removes earlier images of the same step and index, which are left when a run repeats a step.
-fn remove_others(folder: &Path, name: &str, keep: &Path) {
+fn remove_older_samples(folder: &Path, name: &str, keep: &Path) {
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let path = entry.path();
         let file = entry.file_name().to_string_lossy().into_owned();

@@ -23,8 +23,8 @@ impl Run<'_> {
         Ok(Outcome::stopped())
     }
 
-    /// Writes the last checkpoint, the last samples and the final save, in this order. The final save marks the run as complete:
-    /// until it exists, running the same job again repeats the rest.
+    /// Writes the last checkpoint, the last samples and the final save, in this order. The final save marks the run as
+    /// complete: until it exists, running the same job again repeats the rest.
     pub(super) fn finish(&mut self, cx: &mut Context<'_>) -> Result<Outcome> {
         let steps = self.process.train.steps;
         if self.last_checkpoint != Some(steps) {
@@ -48,20 +48,22 @@ impl Run<'_> {
         Ok(Outcome::Completed)
     }
 
-    /// Emits the final save of a run that was complete before this attempt, and removes interrupted saves that are left.
+    /// Emits the final save of a run that was complete before this attempt, and removes interrupted saves that are
+    /// left.
     pub(super) fn emit_final_save(&mut self, cx: &mut Context<'_>) -> Result<()> {
         let path = self.folder.final_save();
         self.emit_save(cx, &path, self.process.train.steps);
         self.remove_interrupted_saves(cx, &path)
     }
 
-    /// Makes a step save: writes the checkpoint, then the LoRA or model, then applies retention. In this order, so that a kill in
-    /// between leaves a checkpoint; from weights alone the run would resume without the optimizer's state.
+    /// Makes a step save: writes the checkpoint, then the LoRA or model, then applies retention. In this order, so that
+    /// a kill in between leaves a checkpoint; from weights alone the run would resume without the optimizer's state.
     pub(super) fn save(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
         self.save_without_retention(cx, step)?;
         self.apply_retention(cx, step)
     }
 
+    /// Writes the checkpoint of a step, then its save and the plot of the loss.
     fn save_without_retention(&mut self, cx: &mut Context<'_>, step: u64) -> Result<()> {
         cx.phase("saving");
         self.checkpoint(cx, step)?;
@@ -72,9 +74,9 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Records the step save of an interrupted attempt, to remove it after the next save. At the end the job has the same files as
-    /// a run without interruption; until the next save it may be the newest save of the job. A run in place keeps it for the user
-    /// who interrupted the run.
+    /// Records the step save of an interrupted attempt, to remove it after the next save. At the end the job has the
+    /// same files as a run without interruption; until the next save it may be the newest save of the job. A run in
+    /// place keeps it for the user who interrupted the run.
     pub(super) fn record_interruption(&mut self, cx: &Context<'_>) {
         if !cx.has_staged_inputs() {
             self.interrupted_saves.clear();
@@ -90,11 +92,11 @@ impl Run<'_> {
         }
     }
 
-    /// Removes the step saves of interrupted attempts. `like`: an existing save. If saves are folders, it tells the names of the
-    /// files, which may not be on this machine.
+    /// Removes the step saves of interrupted attempts. `like`: an existing save. If saves are folders, it tells the
+    /// names of the files, which may not be on this machine.
     ///
-    /// The removals are emitted before the next checkpoint, so they cannot be lost: if this attempt is killed earlier, the last
-    /// checkpoint still lists these saves.
+    /// The removals are emitted before the next checkpoint, so they cannot be lost: if this attempt is killed earlier,
+    /// the last checkpoint still lists these saves.
     fn remove_interrupted_saves(&mut self, cx: &mut Context<'_>, like: &Path) -> Result<()> {
         let files = files_in_save(like);
         for step in std::mem::take(&mut self.interrupted_saves) {
@@ -128,8 +130,8 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Does what is missing after the last checkpoint because the run was killed right after it: the step's save, retention, and
-    /// the step's samples.
+    /// Does what is missing after the last checkpoint because the run was killed right after it: the step's save,
+    /// retention, and the step's samples.
     pub(super) fn finish_last_checkpoint(&mut self, cx: &mut Context<'_>) -> Result<()> {
         let step = self.start_step;
         let from_checkpoint = self.last_checkpoint == Some(step);
