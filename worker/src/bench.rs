@@ -2,7 +2,7 @@
 
 use crate::memory_usage::{peak_memory, reset_peak_memory};
 use aitk_common::capability::DeviceRef;
-pub use aitk_engine::bench::{WORKS, Work};
+pub use aitk_engine::bench::{BENCHMARKS as WORKS, Benchmark as Work};
 use aitk_engine::device::{open_with_dtype, threads::on_pool};
 use aitk_engine::error::EngineError;
 use serde::{Deserialize, Serialize};

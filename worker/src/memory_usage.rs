@@ -8,7 +8,7 @@ use aitk_common::plan::need::MemoryNeed;
 use aitk_common::plan::profile::MemoryProfile;
 use aitk_engine::device::take_peak;
 use aitk_engine::device::threads::stack_space;
-use aitk_engine::processes::at_home;
+use aitk_engine::processes::expand_home;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -162,7 +162,7 @@ fn model_path(spec: &AttemptSpec) -> Option<PathBuf> {
     let model = named.pointer("/model/name_or_path")?.as_str()?;
     let staged_path = spec.inputs.get(model).cloned();
     // Only a job that runs in place may use other paths.
-    staged_path.or_else(|| spec.output_root.is_none().then(|| at_home(model)))
+    staged_path.or_else(|| spec.output_root.is_none().then(|| expand_home(model)))
 }
 
 /// `cluster.memory_budget`, in bytes.

@@ -1,33 +1,33 @@
-//! What a data set may open: with an attempt of its own, only what lies in its own folder.
+//! Which files a data set may open: an attempt with staged inputs may open only files in the data set's folder.
 
 use crate::error::{EngineError, Result};
 use aitk_common::fsutil::names;
 use std::path::{Path, PathBuf};
 
-/// A folder that nothing leads out of, or no such bound where a job runs in place, on its user's own files.
+/// The paths that may be opened: those in one folder, or any path where a job runs in place on its user's own files.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Enclosure(Option<PathBuf>);
+pub struct AllowedPaths(Option<PathBuf>);
 
-impl Enclosure {
-    /// Everything may be opened.
+impl AllowedPaths {
+    /// Any path may be opened.
     #[must_use]
-    pub fn none() -> Self {
+    pub fn any() -> Self {
         Self(None)
     }
 
-    /// Only what lies in `folder`, wherever links lead.
+    /// Only paths in `folder` may be opened, after links are resolved.
     ///
     /// # Errors
     /// When the folder cannot be read.
-    pub fn of(folder: &Path) -> Result<Self> {
-        let real = std::fs::canonicalize(folder).map_err(|e| EngineError::io(folder, e))?;
-        Ok(Self(Some(real)))
+    pub fn below(folder: &Path) -> Result<Self> {
+        let canonical = std::fs::canonicalize(folder).map_err(|e| EngineError::io(folder, e))?;
+        Ok(Self(Some(canonical)))
     }
 
-    /// Refuses a name of a file list that leads out of the folder, before anything is looked up.
+    /// Checks a name of a file list without looking at the file system: it must be a relative path without `..`.
     ///
     /// # Errors
-    /// Says that it is no file of the data set, whether there is such a file or not.
+    /// The same message whether such a file exists or not.
     pub fn check_name(&self, name: &str) -> Result<()> {
         match &self.0 {
             Some(_) if names::check(name).is_err() => Err(outside(name)),
@@ -35,15 +35,16 @@ impl Enclosure {
         }
     }
 
-    /// Refuses a path that a link leads out of the folder. What is not there is not outside.
+    /// Checks that a path is in the folder after links are resolved. A path that does not exist passes.
     ///
     /// # Errors
-    /// Says that it is no file of the data set.
+    /// The same message whether the target of a link exists or not.
     pub fn check(&self, path: &Path) -> Result<()> {
         let Some(folder) = &self.0 else { return Ok(()) };
         match std::fs::canonicalize(path) {
-            Ok(real) if real.starts_with(folder) => Ok(()),
-            // A link that leads nowhere says nothing about what is outside.
+            Ok(canonical) if canonical.starts_with(folder) => Ok(()),
+            // The path does not exist. A link to a missing target is an error, so that links cannot tell which files
+            // exist outside.
             Err(_) if std::fs::symlink_metadata(path).is_err() => Ok(()),
             _ => Err(outside(&path.display().to_string())),
         }
@@ -53,8 +54,8 @@ impl Enclosure {
 fn outside(name: &str) -> EngineError {
     let shown: String = name.chars().take(200).flat_map(char::escape_debug).collect();
     EngineError::bad_input(format!(
-        "`{shown}` is not a file of this data set: what was sent with a job stays in its own folder; name files by their \
-         path below it, and copy what links lead to"
+        "`{shown}` is not a file of this data set: a data set that was sent with a job may only use files in its own folder; \
+         name files by their path below that folder, and replace links with copies of the files"
     ))
 }
 
@@ -63,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_leads_out_whether_it_is_there_or_not() {
+    fn paths_outside_the_folder_give_one_error_whether_they_exist_or_not() {
         let folder = tempfile::tempdir().unwrap();
         let (inside, outside) = (folder.path().join("in"), folder.path().join("secret"));
         std::fs::create_dir(&inside).unwrap();
@@ -76,23 +77,23 @@ mod tests {
         ] {
             std::os::unix::fs::symlink(to, inside.join(link)).unwrap();
         }
-        let enclosure = Enclosure::of(&inside).unwrap();
+        let allowed = AllowedPaths::below(&inside).unwrap();
         for name in ["a.png", "own", "absent.png"] {
-            enclosure.check(&inside.join(name)).unwrap();
+            allowed.check(&inside.join(name)).unwrap();
         }
-        let said = |name: &str| {
-            enclosure
+        let error = |name: &str| {
+            allowed
                 .check(&inside.join(name))
                 .unwrap_err()
                 .to_string()
                 .replace(name, "")
         };
-        assert_eq!(said("out"), said("gone"));
-        enclosure.check_name("sub/a.png").unwrap();
+        assert_eq!(error("out"), error("gone"));
+        allowed.check_name("sub/a.png").unwrap();
         for name in ["/etc/passwd", "../secret", "a/../../secret", "", "a\0b"] {
-            enclosure.check_name(name).unwrap_err();
+            allowed.check_name(name).unwrap_err();
         }
-        Enclosure::none().check(&outside).unwrap();
-        Enclosure::none().check_name("/etc/passwd").unwrap();
+        AllowedPaths::any().check(&outside).unwrap();
+        AllowedPaths::any().check_name("/etc/passwd").unwrap();
     }
 }

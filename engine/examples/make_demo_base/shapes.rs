@@ -1,11 +1,11 @@
-//! Drawn images of coloured shapes, and what they are called.
+//! Renders images of coloured shapes with captions.
 
 use aitk_engine::rng::TorchGenerator;
 
-/// Pixels along an edge.
+/// Width and height of an image in pixels.
 pub(crate) const SIZE: usize = 64;
 
-/// Colours that the base model knows, for shapes.
+/// Colours of shapes that the base model is trained on.
 pub(crate) const COLOURS: [(&str, [f32; 3]); 6] = [
     ("red", [0.85, 0.12, 0.12]),
     ("green", [0.10, 0.62, 0.20]),
@@ -15,35 +15,35 @@ pub(crate) const COLOURS: [(&str, [f32; 3]); 6] = [
     ("orange", [0.95, 0.52, 0.08]),
 ];
 
-/// Backgrounds that the base model knows.
+/// Backgrounds that the base model is trained on.
 pub(crate) const BACKGROUNDS: [(&str, [f32; 3]); 3] = [
     ("white", [1.0, 1.0, 1.0]),
     ("black", [0.03, 0.03, 0.03]),
     ("gray", [0.55, 0.55, 0.55]),
 ];
 
-/// What a shape looks like.
+/// The kind of a shape.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Shape {
     Circle,
     Square,
     Triangle,
-    /// Five points; only the autoencoder and the zorb see it.
+    /// A star with five points; only in the images of the autoencoder and of zorbs.
     Star,
-    /// A circle with a hole; only the autoencoder sees it.
+    /// A circle with a hole; only in the images of the autoencoder.
     Ring,
 }
 
 impl Shape {
-    /// The shapes that the base model learns to draw.
-    pub(crate) const KNOWN: [(Self, &'static str); 3] = [
+    /// The shapes that the base model is trained on.
+    pub(crate) const TRAINED: [(Self, &'static str); 3] = [
         (Self::Circle, "circle"),
         (Self::Square, "square"),
         (Self::Triangle, "triangle"),
     ];
     const ALL: [Self; 5] = [Self::Circle, Self::Square, Self::Triangle, Self::Star, Self::Ring];
 
-    /// Whether a point is inside; the shape reaches to a distance of about 1 from the origin.
+    /// Whether a point is inside the shape, whose radius is about 1.
     fn contains(self, x: f32, y: f32) -> bool {
         let r = x.hypot(y);
         match self {
@@ -53,7 +53,7 @@ impl Shape {
             Self::Ring => (0.55..1.0).contains(&r),
             Self::Star => {
                 let wedge = std::f32::consts::TAU / 5.0;
-                // The angle from the nearest point of the star, one of which points up.
+                // The angle to the nearest tip of the star; one tip points up.
                 let angle = (x.atan2(-y) / wedge).round() * wedge - x.atan2(-y);
                 let (px, py) = (r * angle.cos(), r * angle.sin().abs());
                 // Between the tip (1.05, 0) and the notch.
@@ -64,33 +64,34 @@ impl Shape {
     }
 }
 
-/// A shape in its place.
+/// A shape with its position, size, rotation and colour.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Figure {
     pub(crate) shape: Shape,
     pub(crate) centre: [f32; 2],
     pub(crate) radius: f32,
-    pub(crate) turn: f32,
+    /// Rotation in radians.
+    pub(crate) rotation: f32,
     pub(crate) colour: [f32; 3],
-    /// A second colour and the width of its stripes, as a part of the radius.
+    /// A second colour and the width of its stripes, as a fraction of the radius.
     pub(crate) stripes: Option<([f32; 3], f32)>,
 }
 
-/// Draws figures over a background: [3, SIZE, SIZE], values 0 ..= 1, edges smoothed.
-pub(crate) fn draw(background: [f32; 3], figures: &[Figure]) -> Vec<f32> {
-    const SUB: usize = 3;
+/// Renders figures over a background: [3, SIZE, SIZE], values 0 ..= 1, with antialiased edges.
+pub(crate) fn render(background: [f32; 3], figures: &[Figure]) -> Vec<f32> {
+    const SUBPIXELS: usize = 3;
     let mut planes = vec![0f32; 3 * SIZE * SIZE];
     for y in 0..SIZE {
         for x in 0..SIZE {
             let mut sum = [0f32; 3];
-            for sub in 0..SUB * SUB {
-                let px = x as f32 + ((sub % SUB) as f32 + 0.5) / SUB as f32;
-                let py = y as f32 + ((sub / SUB) as f32 + 0.5) / SUB as f32;
+            for sub in 0..SUBPIXELS * SUBPIXELS {
+                let px = x as f32 + ((sub % SUBPIXELS) as f32 + 0.5) / SUBPIXELS as f32;
+                let py = y as f32 + ((sub / SUBPIXELS) as f32 + 0.5) / SUBPIXELS as f32;
                 let colour = colour_at(background, figures, px, py);
                 sum.iter_mut().zip(colour).for_each(|(sum, c)| *sum += c);
             }
             for (c, sum) in sum.iter().enumerate() {
-                planes[(c * SIZE + y) * SIZE + x] = sum / (SUB * SUB) as f32;
+                planes[(c * SIZE + y) * SIZE + x] = sum / (SUBPIXELS * SUBPIXELS) as f32;
             }
         }
     }
@@ -104,7 +105,7 @@ fn colour_at(background: [f32; 3], figures: &[Figure], x: f32, y: f32) -> [f32; 
             (x - figure.centre[0]) / figure.radius,
             (y - figure.centre[1]) / figure.radius,
         );
-        let (sin, cos) = figure.turn.sin_cos();
+        let (sin, cos) = figure.rotation.sin_cos();
         let (u, v) = (dx * cos + dy * sin, dy * cos - dx * sin);
         if figure.shape.contains(u, v) {
             colour = match figure.stripes {
@@ -116,12 +117,12 @@ fn colour_at(background: [f32; 3], figures: &[Figure], x: f32, y: f32) -> [f32; 
     colour
 }
 
-/// Draws at random.
-pub(crate) struct Artist {
+/// Generates random images.
+pub(crate) struct ImageGenerator {
     random: TorchGenerator,
 }
 
-impl Artist {
+impl ImageGenerator {
     /// The same seed gives the same images.
     pub(crate) fn new(seed: u64) -> Self {
         Self {
@@ -129,55 +130,59 @@ impl Artist {
         }
     }
 
-    fn between(&mut self, from: f32, to: f32) -> f32 {
+    fn uniform(&mut self, from: f32, to: f32) -> f32 {
         from + (to - from) * self.random.rand(1)[0]
     }
 
+    /// A random element.
     fn one_of<T: Copy>(&mut self, of: &[T]) -> T {
         of[self.random.next_u32() as usize % of.len()]
     }
 
     fn colour(&mut self) -> [f32; 3] {
-        [self.between(0.0, 1.0), self.between(0.0, 1.0), self.between(0.0, 1.0)]
+        [self.uniform(0.0, 1.0), self.uniform(0.0, 1.0), self.uniform(0.0, 1.0)]
     }
 
     fn figure(&mut self, shape: Shape, colour: [f32; 3]) -> Figure {
-        let radius = self.between(16.0, 22.0);
-        let room = (SIZE as f32 / 2.0 - radius - 2.0).min(6.0);
+        let radius = self.uniform(16.0, 22.0);
+        let max_offset = (SIZE as f32 / 2.0 - radius - 2.0).min(6.0);
         let middle = SIZE as f32 / 2.0;
-        let centre = [middle + self.between(-room, room), middle + self.between(-room, room)];
-        let turn = self.between(-0.08, 0.08);
-        let colour = colour.map(|c| (c + self.between(-0.03, 0.03)).clamp(0.0, 1.0));
+        let centre = [
+            middle + self.uniform(-max_offset, max_offset),
+            middle + self.uniform(-max_offset, max_offset),
+        ];
+        let rotation = self.uniform(-0.08, 0.08);
+        let colour = colour.map(|c| (c + self.uniform(-0.03, 0.03)).clamp(0.0, 1.0));
         Figure {
             shape,
             centre,
             radius,
-            turn,
+            rotation,
             colour,
             stripes: None,
         }
     }
 
-    /// An image for the U-Net and its caption: one known shape in one known colour.
-    pub(crate) fn captioned(&mut self) -> (Vec<f32>, String) {
-        let (shape, shape_name) = self.one_of(&Shape::KNOWN);
+    /// An image for the U-Net and its caption: one shape and colour that the base model is trained on.
+    pub(crate) fn image_with_caption(&mut self) -> (Vec<f32>, String) {
+        let (shape, shape_name) = self.one_of(&Shape::TRAINED);
         let (colour_name, colour) = self.one_of(&COLOURS);
         let figure = self.figure(shape, colour);
-        // A background that is not named is white.
-        if self.between(0.0, 1.0) < 0.4 {
+        // A background that the caption does not name is white.
+        if self.uniform(0.0, 1.0) < 0.4 {
             return (
-                draw(BACKGROUNDS[0].1, &[figure]),
+                render(BACKGROUNDS[0].1, &[figure]),
                 format!("a {colour_name} {shape_name}"),
             );
         }
         let (background_name, background) = self.one_of(&BACKGROUNDS);
         let caption = format!("a {colour_name} {shape_name} on a {background_name} background");
-        (draw(background, &[figure]), caption)
+        (render(background, &[figure]), caption)
     }
 
-    /// An image for the autoencoder: mostly what the other images have, now and then any colour.
-    pub(crate) fn anything(&mut self) -> Vec<f32> {
-        let plain = self.between(0.0, 1.0) < 0.85;
+    /// An image for the autoencoder: mostly with the colours above, sometimes with arbitrary colours.
+    pub(crate) fn autoencoder_image(&mut self) -> Vec<f32> {
+        let plain = self.uniform(0.0, 1.0) < 0.85;
         let background = if plain {
             self.one_of(&BACKGROUNDS).1
         } else {
@@ -187,17 +192,17 @@ impl Artist {
         let mut tint = || if plain { self.one_of(&COLOURS).1 } else { self.colour() };
         let (first, second) = (tint(), tint());
         let mut figure = self.figure(shape, first);
-        if self.between(0.0, 1.0) < 0.35 {
-            figure.stripes = Some((second, self.between(0.25, 0.4)));
+        if self.uniform(0.0, 1.0) < 0.35 {
+            figure.stripes = Some((second, self.uniform(0.25, 0.4)));
         }
-        draw(background, &[figure])
+        render(background, &[figure])
     }
 
-    /// A zorb: a purple star with yellow stripes. The base model never sees one.
+    /// A zorb: a purple star with yellow stripes. The base model is not trained on zorbs.
     pub(crate) fn zorb(&mut self, background: [f32; 3]) -> Vec<f32> {
         let mut figure = self.figure(Shape::Star, COLOURS[4].1);
         figure.radius = figure.radius.max(19.0);
         figure.stripes = Some((COLOURS[3].1, 0.3));
-        draw(background, &[figure])
+        render(background, &[figure])
     }
 }
