@@ -2,7 +2,7 @@
 
 use super::discrete::DiscreteSampler;
 use super::params::{PredictionType, SamplerParams};
-use super::{Sampler, SamplerError, SamplerOptions, SamplerStep, blend, scaled};
+use super::sampler::{Sampler, SamplerError, SamplerOptions, SamplerStep, blend, scaled};
 use candle_core::Tensor;
 
 struct Ddim {

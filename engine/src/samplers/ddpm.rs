@@ -2,7 +2,7 @@
 
 use super::discrete::DiscreteSampler;
 use super::params::SamplerParams;
-use super::{Sampler, SamplerError, SamplerOptions, SamplerStep, blend, scaled};
+use super::sampler::{Sampler, SamplerError, SamplerOptions, SamplerStep, blend, scaled};
 use candle_core::Tensor;
 
 /// The values of `variance_type` that are supported: `fixed_small`, `fixed_small_log`, `fixed_large`.

@@ -1,7 +1,9 @@
 //! The state that ddim and ddpm share: both work on training time steps and predict the image without noise.
 
 use super::params::{PredictionType, SamplerParams, Spacing};
-use super::{NoiseSchedule, SamplerError, SamplerOptions, blend, scaled, spacing};
+use super::sampler::{SamplerError, SamplerOptions, blend, scaled};
+use super::schedule::NoiseSchedule;
+use super::spacing;
 use candle_core::Tensor;
 
 /// Noise schedule, time steps and clipping of a sampler that works on training time steps.

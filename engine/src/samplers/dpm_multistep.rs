@@ -2,7 +2,9 @@
 //! variants.
 
 use super::params::{BetaSchedule, PredictionType, SamplerParams, Spacing};
-use super::{NoiseSchedule, Sampler, SamplerError, SamplerOptions, SamplerStep, blend, scaled, spacing};
+use super::sampler::{Sampler, SamplerError, SamplerOptions, SamplerStep, blend, scaled};
+use super::schedule::NoiseSchedule;
+use super::spacing;
 use candle_core::{DType, Tensor};
 
 /// `algorithm_type` of diffusers.

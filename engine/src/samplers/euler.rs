@@ -1,9 +1,9 @@
 //! `EulerDiscreteScheduler` of diffusers.
 
 use super::params::SamplerParams;
+use super::sampler::{Sampler, SamplerError, SamplerOptions, SamplerStep, scaled};
 use super::sigma_sampler::{SigmaSampler, UpdateRule};
 use super::sigmas::SigmaSchedule;
-use super::{Sampler, SamplerError, SamplerOptions, SamplerStep, scaled};
 use candle_core::Tensor;
 
 struct Euler;

@@ -2,9 +2,9 @@
 //! noise.
 
 use super::params::{PredictionType, SamplerParams};
+use super::sampler::{Sampler, SamplerError, SamplerOptions, SamplerStep, scaled};
 use super::sigma_sampler::{SigmaSampler, UpdateRule};
 use super::sigmas::SigmaSchedule;
-use super::{Sampler, SamplerError, SamplerOptions, SamplerStep, scaled};
 use candle_core::Tensor;
 
 struct EulerAncestral;

@@ -1,9 +1,9 @@
 //! `LMSDiscreteScheduler` of diffusers: linear multistep of order 4 in the noise level.
 
 use super::params::SamplerParams;
+use super::sampler::{Sampler, SamplerError, SamplerOptions, SamplerStep, scaled};
 use super::sigma_sampler::{SigmaSampler, UpdateRule};
 use super::sigmas::SigmaSchedule;
-use super::{Sampler, SamplerError, SamplerOptions, SamplerStep, scaled};
 use candle_core::Tensor;
 
 const ORDER: usize = 4;

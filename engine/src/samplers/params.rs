@@ -1,6 +1,6 @@
 //! The parameters of a sampler, as `scheduler_config.json` of a diffusers model has them.
 
-use super::SamplerError;
+use super::sampler::SamplerError;
 use crate::models::config;
 use serde_json::Value;
 

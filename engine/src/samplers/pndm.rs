@@ -1,7 +1,9 @@
 //! `PNDMScheduler` of diffusers: pseudo numerical methods, Runge-Kutta steps (optional) and then linear multistep.
 
 use super::params::{PredictionType, SamplerParams, Spacing};
-use super::{NoiseSchedule, Sampler, SamplerError, SamplerOptions, SamplerStep, blend, scaled, spacing};
+use super::sampler::{Sampler, SamplerError, SamplerOptions, SamplerStep, blend, scaled};
+use super::schedule::NoiseSchedule;
+use super::spacing;
 use candle_core::Tensor;
 
 struct Pndm {

@@ -1,7 +1,7 @@
 //! The noise schedule: how much noise an image has at each training time step.
 
-use super::SamplerError;
 use super::params::{BetaSchedule, PredictionType, SamplerParams};
+use super::sampler::SamplerError;
 use candle_core::{DType, Tensor};
 
 /// Betas and their cumulative products. Samplers and training use them. They are computed in the precision and order of

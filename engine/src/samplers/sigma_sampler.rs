@@ -1,7 +1,7 @@
 //! The common part of the samplers that work on noise levels (euler, euler_a, lms); each of them is an [`UpdateRule`].
 
+use super::sampler::{Sampler, SamplerError, SamplerStep};
 use super::sigmas::SigmaSchedule;
-use super::{Sampler, SamplerError, SamplerStep};
 use candle_core::Tensor;
 
 /// How a sampler steps from one noise level to the next.

@@ -1,7 +1,9 @@
 //! The time steps and noise levels of the samplers that work on noise levels (euler, euler_a, lms).
 
 use super::params::{PredictionType, SamplerParams, Spacing};
-use super::{NoiseSchedule, SamplerError, scaled, spacing};
+use super::sampler::{SamplerError, scaled};
+use super::schedule::NoiseSchedule;
+use super::spacing;
 use candle_core::Tensor;
 
 /// Time steps and noise levels of one sampling run.
