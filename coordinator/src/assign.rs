@@ -1,5 +1,5 @@
 //! How a placed attempt becomes a message for its worker. In the session's own task: the configs of many large jobs are read
-//! side by side, and the core waits for none of them.
+//! side by side, and the scheduler waits for none of them.
 
 use crate::error_chain::error_chain;
 use crate::payloads::Payloads;
@@ -12,7 +12,7 @@ use aitk_scheduler::Placed;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// What the core says to a worker.
+/// What the scheduler says to a worker.
 #[derive(Debug)]
 pub(crate) enum Outgoing {
     /// This.
@@ -36,7 +36,7 @@ pub(crate) struct Work {
     /// Whose job it is.
     pub(crate) owner: Option<UserName>,
     /// Earlier attempts may have made images that are kept.
-    pub(crate) may_have_drawn: bool,
+    pub(crate) may_have_images: bool,
 }
 
 /// Why an assignment does not go out.
@@ -81,7 +81,7 @@ impl Assigner {
             placed,
             trace,
             owner,
-            may_have_drawn,
+            may_have_images,
         } = work;
         let payload = match self.payloads.get(&placed.job) {
             Some(payload) => payload,
@@ -90,8 +90,8 @@ impl Assigner {
                 transient: false,
             })?),
         };
-        let drawn = if may_have_drawn {
-            self.drawn(&placed).await?
+        let drawn = if may_have_images {
+            self.existing_images(&placed).await?
         } else {
             Vec::new()
         };
@@ -126,7 +126,7 @@ impl Assigner {
             });
         }
         let known = drawn.len();
-        let drawn = fitting(drawn, MAX_MESSAGE_BYTES - bytes);
+        let drawn = truncate_to_fit(drawn, MAX_MESSAGE_BYTES - bytes);
         if drawn.len() < known {
             tracing::warn!(%job, known, sent = drawn.len(), "a worker is not told of every image that is kept; some are made again");
         }
@@ -137,7 +137,7 @@ impl Assigner {
     }
 
     /// Numbers of the images that earlier attempts made and that are kept, in order.
-    async fn drawn(&self, placed: &Placed) -> Result<Vec<u64>, StoreError> {
+    async fn existing_images(&self, placed: &Placed) -> Result<Vec<u64>, StoreError> {
         let files = self.store.artifacts(&placed.job).await?;
         let images = files.iter().filter(|file| file.kind == "image");
         let mut drawn: Vec<u64> = images.filter_map(|file| file.index).collect();
@@ -165,7 +165,7 @@ fn with_revisions(job_json: &str, revisions: BTreeMap<String, String>) -> String
 
 /// The first of these numbers, as many as fit into so many bytes of a message. Those that are left out are made again, with
 /// the same result.
-fn fitting(mut numbers: Vec<u64>, room: usize) -> Vec<u64> {
+fn truncate_to_fit(mut numbers: Vec<u64>, room: usize) -> Vec<u64> {
     // The lengths of the list and of the message around it grow with it.
     let mut left = room.saturating_sub(64);
     let fits = numbers.iter().take_while(|number| {
@@ -212,13 +212,13 @@ mod tests {
         let all: Vec<u64> = (0..100_000).map(|n| n * n * n).collect();
         let base = encoded_len(&assign(Vec::new()));
         for room in [0, 63, 64, 65, 1_000, 100_000, 10_000_000] {
-            let some = fitting(all.clone(), room);
+            let some = truncate_to_fit(all.clone(), room);
             assert!(encoded_len(&assign(some.clone())) <= base + room, "{room}");
             assert!(
                 some.len() == all.len() || encoded_len(&assign(some.clone())) + 80 > base + room,
                 "{room}"
             );
         }
-        assert_eq!(fitting(all.clone(), 10_000_000).len(), all.len());
+        assert_eq!(truncate_to_fit(all.clone(), 10_000_000).len(), all.len());
     }
 }

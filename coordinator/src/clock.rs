@@ -27,7 +27,7 @@ impl Clock {
 
     /// For what ends at a date: tokens, certificates. It goes on while the machine is suspended; a wall clock that is set
     /// back makes nothing live longer than [`Self::now`] says.
-    pub(crate) fn date(&self) -> UnixMillis {
+    pub(crate) fn wall_time(&self) -> UnixMillis {
         let wall = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         self.now().max(UnixMillis(0).after(wall))
     }

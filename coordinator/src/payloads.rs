@@ -7,7 +7,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Bytes of configs that are kept: thousands of usual ones.
-const MOST: usize = 16 << 20;
+const MAX_CACHED_BYTES: usize = 16 << 20;
 /// What a config takes besides its texts, about.
 const OVERHEAD: usize = 512;
 
@@ -17,7 +17,7 @@ pub(crate) struct Payloads(Arc<Mutex<Inner>>);
 
 #[derive(Debug, Default)]
 struct Inner {
-    kept: HashMap<JobId, Arc<Payload>>,
+    by_job: HashMap<JobId, Arc<Payload>>,
     order: VecDeque<JobId>,
     bytes: usize,
 }
@@ -34,21 +34,21 @@ impl Payloads {
 
     /// A config, if it is kept.
     pub(crate) fn get(&self, job: &JobId) -> Option<Arc<Payload>> {
-        self.inner().kept.get(job).cloned()
+        self.inner().by_job.get(job).cloned()
     }
 }
 
 impl Inner {
     fn keep(&mut self, job: &JobId, payload: &Arc<Payload>) {
-        if self.kept.insert(job.clone(), payload.clone()).is_some() {
+        if self.by_job.insert(job.clone(), payload.clone()).is_some() {
             return;
         }
         self.order.push_back(job.clone());
         self.bytes += size(payload);
-        while self.bytes > MOST
+        while self.bytes > MAX_CACHED_BYTES
             && let Some(oldest) = self.order.pop_front()
         {
-            if let Some(gone) = self.kept.remove(&oldest) {
+            if let Some(gone) = self.by_job.remove(&oldest) {
                 self.bytes -= size(&gone);
             }
         }
@@ -80,17 +80,17 @@ mod tests {
             // The same again takes no more room.
             payloads.keep(&id(n), &payload(1 << 20));
             let bytes = payloads.inner().bytes;
-            assert!(bytes <= MOST, "{bytes}");
+            assert!(bytes <= MAX_CACHED_BYTES, "{bytes}");
         }
         assert!(payloads.get(&id(0)).is_none() && payloads.get(&id(39)).is_some());
         let kept = |payloads: &Payloads| {
             let inner = payloads.inner();
-            (inner.bytes, inner.kept.len(), inner.order.len())
+            (inner.bytes, inner.by_job.len(), inner.order.len())
         };
         let (_, jobs, order) = kept(&payloads);
         assert_eq!(jobs, order);
         // One that is larger than all the room is not kept, and nothing else is harmed.
-        payloads.keep(&id(99), &payload(MOST));
+        payloads.keep(&id(99), &payload(MAX_CACHED_BYTES));
         assert!(payloads.get(&id(99)).is_none());
         let (bytes, jobs, _) = kept(&payloads);
         assert_eq!((bytes, jobs), (0, 0));

@@ -1,4 +1,4 @@
-//! The one task that owns the core: takes events in batches, stores what they changed in one transaction, and only
+//! The one task that owns the scheduler: takes events in batches, stores what they changed in one transaction, and only
 //! then lets anybody hear of it.
 
 mod pause;
@@ -20,60 +20,60 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::{broadcast, mpsc, oneshot};
 
-/// Inputs that wait for the core. Full means that the core is behind: senders then wait, each holding up only its own
+/// Inputs that wait for the scheduler. Full means that the scheduler is behind: senders then wait, each holding up only its own
 /// connection.
-const INPUTS: usize = 1024;
+const INPUT_QUEUE: usize = 1024;
 /// Inputs that share one transaction. More would make the first of them wait for the last.
 const BATCH: usize = 256;
 /// Messages that wait for one worker: several per device of a big machine. A worker that lets more pile up does not
 /// read; its session is closed, and it registers again.
 const OUTBOX: usize = 256;
 /// Events that wait for one follower. One that is further behind reads them from the store.
-const FOLLOWER: usize = 1024;
-/// A tick that comes this much later than it should is a sign that the core stood still, and so could hear no beat.
-const STALL: Duration = Duration::from_millis(100);
+const FOLLOWER_QUEUE: usize = 1024;
+/// A tick that comes this much later than it should is a sign that the scheduler stood still, and so could hear no beat.
+const STALL_THRESHOLD: Duration = Duration::from_millis(100);
 /// A store that fails is tried again for this long. After that this process ends: what it knows is then ahead of what is
 /// stored, and a fresh start from the store is the safe way on.
-const STORE_PATIENCE: Duration = Duration::from_secs(30);
+const STORE_RETRY_TIME: Duration = Duration::from_secs(30);
 
 type Query = Box<dyn FnOnce(&State, UnixMillis) + Send>;
 
-type Caller = oneshot::Sender<Result<Reply, Refusal>>;
+type ReplySender = oneshot::Sender<Result<Reply, Refusal>>;
 
 enum Input {
     Event(Event),
-    Call(Event, Ticket, Caller, Box<AuditLine>),
+    Call(Event, Ticket, ReplySender, Box<AuditLine>),
     Query(Query),
     /// Answered when everything before it is durable.
     Stored(oneshot::Sender<()>),
     OpenSession(SessionId, mpsc::Sender<Outgoing>),
 }
 
-/// Nobody runs the core any more: the coordinator shuts down.
+/// Nobody runs the scheduler any more: the coordinator shuts down.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the coordinator is shutting down; try again in a moment")]
-pub(crate) struct Gone;
+pub(crate) struct SchedulerStopped;
 
-/// How the services reach the core.
+/// How the services reach the scheduler.
 #[derive(Clone, Debug)]
-pub(crate) struct Core {
+pub(crate) struct SchedulerHandle {
     inputs: mpsc::Sender<Input>,
-    numbers: Arc<AtomicU64>,
-    hub: Arc<Hub>,
+    ids: Arc<AtomicU64>,
+    hub: Arc<EventHub>,
 }
 
 /// Those who follow jobs.
 #[derive(Debug, Default)]
-struct Hub {
+struct EventHub {
     followers: Mutex<HashMap<JobId, broadcast::Sender<Arc<JobEvent>>>>,
 }
 
-impl Hub {
+impl EventHub {
     fn subscribe(&self, job: &JobId) -> broadcast::Receiver<Arc<JobEvent>> {
         let mut followers = self.followers.lock().unwrap_or_else(PoisonError::into_inner);
         followers
             .entry(job.clone())
-            .or_insert_with(|| broadcast::channel(FOLLOWER).0)
+            .or_insert_with(|| broadcast::channel(FOLLOWER_QUEUE).0)
             .subscribe()
     }
 
@@ -86,14 +86,17 @@ impl Hub {
     }
 }
 
-impl Core {
-    fn number(&self) -> u64 {
-        self.numbers.fetch_add(1, Ordering::Relaxed)
+impl SchedulerHandle {
+    fn next_id(&self) -> u64 {
+        self.ids.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Hands an event in; waits while the core is behind.
-    pub(crate) async fn event(&self, event: Event) -> Result<(), Gone> {
-        self.inputs.send(Input::Event(event)).await.map_err(|_| Gone)
+    /// Hands an event in; waits while the scheduler is behind.
+    pub(crate) async fn event(&self, event: Event) -> Result<(), SchedulerStopped> {
+        self.inputs
+            .send(Input::Event(event))
+            .await
+            .map_err(|_| SchedulerStopped)
     }
 
     /// Hands in an event that is answered. The answer comes when everything behind it is durable, together with a line of
@@ -102,44 +105,50 @@ impl Core {
         &self,
         event: impl FnOnce(Ticket) -> Event,
         line: Box<AuditLine>,
-    ) -> Result<Result<Reply, Refusal>, Gone> {
-        let ticket = Ticket(self.number());
+    ) -> Result<Result<Reply, Refusal>, SchedulerStopped> {
+        let ticket = Ticket(self.next_id());
         let (sender, receiver) = oneshot::channel();
         self.inputs
             .send(Input::Call(event(ticket), ticket, sender, line))
             .await
-            .map_err(|_| Gone)?;
-        receiver.await.map_err(|_| Gone)
+            .map_err(|_| SchedulerStopped)?;
+        receiver.await.map_err(|_| SchedulerStopped)
     }
 
     /// Looks at the state; only durable changes are seen. (While the database is full also the last ones, which are not yet.)
     pub(crate) async fn query<T: Send + 'static>(
         &self,
         look: impl FnOnce(&State, UnixMillis) -> T + Send + 'static,
-    ) -> Result<T, Gone> {
+    ) -> Result<T, SchedulerStopped> {
         let (sender, receiver) = oneshot::channel();
         let query: Query = Box::new(move |state, now| {
             let _ = sender.send(look(state, now));
         });
-        self.inputs.send(Input::Query(query)).await.map_err(|_| Gone)?;
-        receiver.await.map_err(|_| Gone)
+        self.inputs
+            .send(Input::Query(query))
+            .await
+            .map_err(|_| SchedulerStopped)?;
+        receiver.await.map_err(|_| SchedulerStopped)
     }
 
     /// Waits until everything that was handed in before is durable.
-    pub(crate) async fn stored(&self) -> Result<(), Gone> {
+    pub(crate) async fn stored(&self) -> Result<(), SchedulerStopped> {
         let (sender, receiver) = oneshot::channel();
-        self.inputs.send(Input::Stored(sender)).await.map_err(|_| Gone)?;
-        receiver.await.map_err(|_| Gone)
+        self.inputs
+            .send(Input::Stored(sender))
+            .await
+            .map_err(|_| SchedulerStopped)?;
+        receiver.await.map_err(|_| SchedulerStopped)
     }
 
-    /// A new session's number and what the core says to it. The receiver ends when the core closes the session.
-    pub(crate) async fn open_session(&self) -> Result<(SessionId, mpsc::Receiver<Outgoing>), Gone> {
-        let session = SessionId(self.number());
+    /// A new session's number and what the scheduler says to it. The receiver ends when the scheduler closes the session.
+    pub(crate) async fn open_session(&self) -> Result<(SessionId, mpsc::Receiver<Outgoing>), SchedulerStopped> {
+        let session = SessionId(self.next_id());
         let (sender, receiver) = mpsc::channel(OUTBOX);
         self.inputs
             .send(Input::OpenSession(session, sender))
             .await
-            .map_err(|_| Gone)?;
+            .map_err(|_| SchedulerStopped)?;
         Ok((session, receiver))
     }
 
@@ -159,10 +168,10 @@ pub(crate) struct Runner {
     spans: Spans,
     payloads: Payloads,
     inputs: mpsc::Receiver<Input>,
-    hub: Arc<Hub>,
+    hub: Arc<EventHub>,
     sessions: HashMap<SessionId, mpsc::Sender<Outgoing>>,
     /// What is left to be handled of a time in which the database was full.
-    later: Vec<Event>,
+    deferred: Vec<Event>,
 }
 
 impl Runner {
@@ -174,12 +183,12 @@ impl Runner {
         metrics: Metrics,
         spans: Spans,
         payloads: Payloads,
-    ) -> (Self, Core) {
-        let (sender, inputs) = mpsc::channel(INPUTS);
-        let hub = Arc::new(Hub::default());
-        let core = Core {
+    ) -> (Self, SchedulerHandle) {
+        let (sender, inputs) = mpsc::channel(INPUT_QUEUE);
+        let hub = Arc::new(EventHub::default());
+        let scheduler = SchedulerHandle {
             inputs: sender,
-            numbers: Arc::new(AtomicU64::new(1)),
+            ids: Arc::new(AtomicU64::new(1)),
             hub: hub.clone(),
         };
         (
@@ -194,13 +203,13 @@ impl Runner {
                 inputs,
                 hub,
                 sessions: HashMap::new(),
-                later: Vec::new(),
+                deferred: Vec::new(),
             },
-            core,
+            scheduler,
         )
     }
 
-    /// Runs until every [`Core`] is gone or the store fails for good.
+    /// Runs until every [`SchedulerHandle`] is gone or the store fails for good.
     pub(crate) async fn run(mut self) -> Result<(), StoreError> {
         let period = (self.state.settings().lease / 20).clamp(Duration::from_millis(10), Duration::from_millis(500));
         let mut ticks = tokio::time::interval(period);
@@ -214,12 +223,12 @@ impl Runner {
                     }
                 }
                 due = ticks.tick() => {
-                    // What came while the core was busy was said in time: it counts before any lease is judged.
+                    // What came while the scheduler was busy was said in time: it counts before any lease is judged.
                     while batch.len() < BATCH && let Ok(input) = self.inputs.try_recv() {
                         batch.push(input);
                     }
                     let by = due.elapsed();
-                    if by > STALL {
+                    if by > STALL_THRESHOLD {
                         if by > Duration::from_secs(1) {
                             tracing::warn!(by = ?by, "the coordinator stood still; leases are extended by that time");
                         }
@@ -228,17 +237,17 @@ impl Runner {
                     batch.push(Input::Event(Event::Tick));
                 }
             }
-            self.step(&mut batch).await?;
-            if !self.later.is_empty() {
-                batch.extend(self.later.drain(..).map(Input::Event));
+            self.process_batch(&mut batch).await?;
+            if !self.deferred.is_empty() {
+                batch.extend(self.deferred.drain(..).map(Input::Event));
                 // That it is late by now is among these already.
                 ticks.reset();
-                self.step(&mut batch).await?;
+                self.process_batch(&mut batch).await?;
             }
         }
     }
 
-    async fn step(&mut self, batch: &mut Vec<Input>) -> Result<(), StoreError> {
+    async fn process_batch(&mut self, batch: &mut Vec<Input>) -> Result<(), StoreError> {
         let now = self.clock.now();
         let (mut records, mut audit, mut rest, mut queries) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         let mut waiting = Vec::new();
@@ -271,7 +280,7 @@ impl Runner {
                     Effect::Persist(record) => records.push(record),
                     other => {
                         if let (Effect::Reply(_, reply), Some(line)) = (&other, &mut line) {
-                            conclude(line, reply);
+                            complete_audit_line(line, reply);
                         }
                         rest.push(other);
                     }
@@ -299,7 +308,7 @@ impl Runner {
             }
         }
         for effect in rest {
-            self.carry_out(effect, &mut callers);
+            self.apply_effect(effect, &mut callers);
         }
         for query in queries {
             query(&self.state, now);
@@ -311,7 +320,7 @@ impl Runner {
     }
 
     async fn persist(&self, records: &[Record], audit: &[AuditLine]) -> Result<(), StoreError> {
-        let deadline = Instant::now() + STORE_PATIENCE;
+        let deadline = Instant::now() + STORE_RETRY_TIME;
         let mut wait = Duration::from_millis(50);
         loop {
             match self.store.commit(records, audit).await {
@@ -326,7 +335,7 @@ impl Runner {
         }
     }
 
-    fn carry_out(&mut self, effect: Effect, callers: &mut HashMap<Ticket, Caller>) {
+    fn apply_effect(&mut self, effect: Effect, callers: &mut HashMap<Ticket, ReplySender>) {
         match effect {
             // Sorted out before; here for completeness.
             Effect::Persist(_) => {}
@@ -357,7 +366,7 @@ impl Runner {
             }
             Effect::Send(session, message) => self.send(session, message.into()),
             Effect::Assign(session, placed) => {
-                let work = self.work(*placed);
+                let work = self.work_for(*placed);
                 self.send(session, Outgoing::Work(Box::new(work)));
             }
             Effect::Close { session, reason, retry } => self.close(session, &reason, retry),
@@ -372,7 +381,7 @@ impl Runner {
     }
 
     /// What the session's task needs to make the assignment.
-    fn work(&self, placed: Placed) -> Work {
+    fn work_for(&self, placed: Placed) -> Work {
         let job = self.state.job(&placed.job);
         if let Some(job) = job.filter(|job| job.attempts.len() == 1) {
             self.metrics.assigned(job.created, self.clock.now());
@@ -381,7 +390,7 @@ impl Runner {
             owner: job.map(|job| job.wants.owner.clone()),
             trace: job.and_then(|job| self.spans.of_attempt(job, &placed.held.attempt)),
             // Images in place are found in their folder, and a training has its checkpoint.
-            may_have_drawn: !placed.local && placed.resume.is_none() && job.is_some_and(|job| job.attempts.len() > 1),
+            may_have_images: !placed.local && placed.resume.is_none() && job.is_some_and(|job| job.attempts.len() > 1),
             placed,
         }
     }
@@ -412,7 +421,7 @@ impl Runner {
 }
 
 /// What became of that which a line of the audit log is about.
-fn conclude(line: &mut AuditLine, reply: &Result<Reply, Refusal>) {
+fn complete_audit_line(line: &mut AuditLine, reply: &Result<Reply, Refusal>) {
     match reply {
         Err(refusal) => (line.done, line.detail) = (false, AuditLine::quote(&refusal.to_string())),
         // A key that was used before leads to the job of then.

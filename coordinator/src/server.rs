@@ -15,7 +15,7 @@ use crate::payloads::Payloads;
 use crate::pki::{PkiError, Tls};
 use crate::runner::Runner;
 use crate::scope::{Scope, Uploads};
-use crate::space::Space;
+use crate::space::DiskSpace;
 use crate::spans::Spans;
 use crate::store::lease::RENEW;
 use crate::store::{SqlStore, Store, StoreError};
@@ -39,23 +39,23 @@ use tonic::transport::Server;
 use url::Url;
 
 /// How long open calls may take to end at a shutdown; then they are cut.
-const SHUTDOWN_PATIENCE: Duration = Duration::from_secs(5);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
 /// A connection that is silent is asked after this time, and closed after as much again without an answer.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
 /// How long a connection may take until its first call with a good token.
-pub(crate) const FIRST_CALL: Duration = Duration::from_secs(15);
+pub(crate) const FIRST_CALL_TIMEOUT: Duration = Duration::from_secs(15);
 /// Connections that wait for that. With those of [`metrics`] fewer than half of the files that a process may open by default.
 pub(crate) const MAX_UNAUTHENTICATED: usize = 384;
 /// Calls at once on one connection: a worker or a client needs a handful.
-const STREAMS: u32 = 256;
+const MAX_STREAMS: u32 = 256;
 /// The database in the data folder, when there is no other.
 pub(crate) const DATABASE: &str = "aitk.db";
 /// Blobs that are read at once: each takes a few MiB of memory, and no disk.
-const DOWNLOADS: usize = 48;
+const MAX_DOWNLOADS: usize = 48;
 /// Large submissions that are looked at at once: each takes a core, and serving needs one, too.
-const PARSING: usize = 2;
+const MAX_PARSING: usize = 2;
 /// Blobs on their way in at once, all clients together: each may take a file of its size beside the database.
-const TRANSFERS: usize = 16;
+const MAX_UPLOADS: usize = 16;
 
 /// Why a coordinator does not start. Each says what to do.
 #[derive(Debug, thiserror::Error)]
@@ -177,7 +177,7 @@ pub struct Running {
     renewing: Option<JoinHandle<()>>,
     leading: JoinHandle<StoreError>,
     store: Arc<dyn Store>,
-    _prerequisites: Prerequisites,
+    _local: LocalResources,
 }
 
 impl Running {
@@ -216,27 +216,27 @@ impl Running {
         if let Some(renewing) = &self.renewing {
             renewing.abort();
         }
-        if !ended(&mut self.server).await {
+        if !finished_in_time(&mut self.server).await {
             tracing::warn!("some calls did not end in time; cutting them");
             self.server.abort();
-            ended(&mut self.server).await;
+            finished_in_time(&mut self.server).await;
         }
-        // Every handle to the core is gone now or soon; what hangs is cut: its callers have no answer, so no promise.
-        if !ended(&mut self.runner).await {
+        // Every handle to the scheduler is gone now or soon; what hangs is cut: its callers have no answer, so no promise.
+        if !finished_in_time(&mut self.runner).await {
             self.runner.abort();
-            ended(&mut self.runner).await;
+            finished_in_time(&mut self.runner).await;
         }
         self.leading.abort();
         // What was refused a moment ago is written yet.
-        ended(&mut self.auditing).await;
+        finished_in_time(&mut self.auditing).await;
         self.store.close().await;
     }
 }
 
 /// Waits a while for the end of a task; whether it came. Who waited for the same task before has taken its result, and it
 /// must not be asked again.
-async fn ended<T>(task: &mut JoinHandle<T>) -> bool {
-    task.is_finished() || tokio::time::timeout(SHUTDOWN_PATIENCE, task).await.is_ok()
+async fn finished_in_time<T>(task: &mut JoinHandle<T>) -> bool {
+    task.is_finished() || tokio::time::timeout(SHUTDOWN_TIMEOUT, task).await.is_ok()
 }
 
 /// Starts a coordinator and returns when it answers.
@@ -246,12 +246,12 @@ async fn ended<T>(task: &mut JoinHandle<T>) -> bool {
 pub async fn start(config: Config) -> Result<Running, StartError> {
     // Boxed: it holds what the databases' libraries hold while they open, and every caller would carry it.
     Box::pin(async {
-        let prerequisites = Prerequisites::prepare(&config)?;
+        let local = LocalResources::prepare(&config)?;
         let store = match &config.database {
             Some(url) => SqlStore::postgres(url).await?,
-            None => SqlStore::sqlite(&prerequisites.data_dir.join(DATABASE)).await?,
+            None => SqlStore::sqlite(&local.data_dir.join(DATABASE)).await?,
         };
-        Box::pin(bring_up(config, &prerequisites, store)).await
+        Box::pin(start_leading(config, &local, store)).await
     })
     .await
 }
@@ -261,7 +261,7 @@ const TRANSIT: &str = "transit";
 
 /// What a coordinator stands on, whether it leads or not.
 #[derive(Clone)]
-pub(crate) struct Prerequisites {
+pub(crate) struct LocalResources {
     pub(crate) data_dir: PathBuf,
     pub(crate) token: Token,
     token_file: Option<PathBuf>,
@@ -270,15 +270,15 @@ pub(crate) struct Prerequisites {
     _lock: Arc<File>,
 }
 
-impl std::fmt::Debug for Prerequisites {
+impl std::fmt::Debug for LocalResources {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Prerequisites")
+        f.debug_struct("LocalResources")
             .field("data_dir", &self.data_dir)
             .finish_non_exhaustive()
     }
 }
 
-impl Prerequisites {
+impl LocalResources {
     /// Where blobs lie that are kept on this machine.
     fn storage_folder(&self) -> Option<PathBuf> {
         if self.storage_url.starts_with('/') {
@@ -324,28 +324,28 @@ impl Prerequisites {
 }
 
 /// A server with our limits.
-pub(crate) fn limited() -> Server {
+pub(crate) fn server_builder() -> Server {
     Server::builder()
         .http2_keepalive_interval(Some(KEEP_ALIVE))
         .http2_keepalive_timeout(Some(KEEP_ALIVE))
-        .max_concurrent_streams(STREAMS)
+        .max_concurrent_streams(MAX_STREAMS)
         .tcp_nodelay(true)
 }
 
 /// Leads, with a store that may write.
-pub(crate) async fn bring_up(
+pub(crate) async fn start_leading(
     config: Config,
-    prerequisites: &Prerequisites,
+    local: &LocalResources,
     store: SqlStore,
 ) -> Result<Running, StartError> {
-    let mut server = limited();
-    let Prerequisites {
+    let mut server = server_builder();
+    let LocalResources {
         data_dir,
         token,
         token_file,
         storage_url,
         ..
-    } = prerequisites.clone();
+    } = local.clone();
     let blobs: Arc<dyn BlobStore> = Arc::new(ObjectBlobs::open(&storage_url)?);
     let transit = data_dir.join(TRANSIT);
 
@@ -385,13 +385,13 @@ pub(crate) async fn bring_up(
         .and_then(|listener| listener.local_addr().ok());
     let (stop, stopping) = watch::channel(false);
     let metrics = Metrics::new(&config.traces);
-    let spans = Spans::to(&config.traces);
+    let spans = Spans::new(&config.traces);
     let payloads = Payloads::default();
     let assigner = Assigner::new(store.clone(), payloads.clone());
     if for_workers.is_some() {
-        tokio::spawn(look_at_storage(blobs.clone(), stopping.clone()));
+        tokio::spawn(check_storage(blobs.clone(), stopping.clone()));
     }
-    let (runner, core) = Runner::new(
+    let (runner, scheduler) = Runner::new(
         state,
         clock,
         store.clone(),
@@ -401,13 +401,13 @@ pub(crate) async fn bring_up(
         payloads,
     );
     if let Some(listener) = metrics_listener {
-        tokio::spawn(metrics::serve(listener, metrics, core.clone(), stopping.clone()));
+        tokio::spawn(metrics::serve(listener, metrics, scheduler.clone(), stopping.clone()));
     }
     let (access, auditing) = Access::open(store.clone(), token.clone(), clock, &data_dir).await?;
     let pins = Pins::new();
     let uploads = Arc::new(Uploads::new(store.clone()));
     let collector = Collector {
-        core: core.clone(),
+        scheduler: scheduler.clone(),
         clock,
         store: store.clone(),
         blobs: blobs.clone(),
@@ -418,7 +418,7 @@ pub(crate) async fn bring_up(
     };
     let collecting = tokio::spawn(collector.clone().run());
     let scope = Scope::new(
-        core.clone(),
+        scheduler.clone(),
         access.clone(),
         store.clone(),
         blobs.clone(),
@@ -427,12 +427,12 @@ pub(crate) async fn bring_up(
         config.limits.stored_bytes,
     );
     // A bucket has room of its own; what goes there still passes through a folder of ours.
-    let stored_here = prerequisites.storage_folder();
+    let stored_here = local.storage_folder();
     let folders: Vec<PathBuf> = [Some(data_dir.clone()), stored_here].into_iter().flatten().collect();
-    let space = Space::new(folders, config.disk_reserve);
-    tokio::spawn(space.clone().watch(core.clone(), stopping.clone()));
+    let space = DiskSpace::new(folders, config.disk_reserve);
+    tokio::spawn(space.clone().watch(scheduler.clone(), stopping.clone()));
     let shared = Shared {
-        core,
+        scheduler,
         access: access.clone(),
         scope,
         pins,
@@ -447,16 +447,16 @@ pub(crate) async fn bring_up(
         signer: tls.as_ref().and_then(Tls::signer),
         transit,
         space,
-        downloads: Transfers::new(DOWNLOADS),
-        parsing: Arc::new(Semaphore::new(PARSING)),
+        downloads: Transfers::new(MAX_DOWNLOADS),
+        parsing: Arc::new(Semaphore::new(MAX_PARSING)),
         assigner,
-        uploads: Transfers::new(TRANSFERS),
+        uploads: Transfers::new(MAX_UPLOADS),
         upload_rate: UploadRate::new(config.limits.upload_rate),
         stopping: stopping.clone(),
     };
     let is_tls = tls.is_some();
     let certificates_only = tls.as_ref().is_some_and(|tls| tls.certificates_only);
-    let limiter = ConnectionLimiter::new(FIRST_CALL, MAX_UNAUTHENTICATED);
+    let limiter = ConnectionLimiter::new(FIRST_CALL_TIMEOUT, MAX_UNAUTHENTICATED);
     let authenticator = Authenticator::new(access.clone(), store.proof(), certificates_only, limiter.clone());
     let router = server.add_routes(routes(&shared, &authenticator));
     let mut stopped = stopping;
@@ -469,7 +469,7 @@ pub(crate) async fn bring_up(
             (Box::pin(router.serve_with_incoming_shutdown(incoming, stopped)), None)
         }
         Some(tls) => {
-            let refused = move |from, problem: &str| access.note_refused_certificate(from, problem);
+            let refused = move |from, problem: &str| access.audit_refused_certificate(from, problem);
             let (incoming, renewing) = tls.accept(limiter, listener, refused);
             (
                 Box::pin(router.serve_with_incoming_shutdown(incoming, stopped)),
@@ -478,7 +478,7 @@ pub(crate) async fn bring_up(
         }
     };
     let runner = tokio::spawn(runner.run());
-    let leading = tokio::spawn(keep_leading(store.clone(), config.cluster.is_some()));
+    let leading = tokio::spawn(renew_lease(store.clone(), config.cluster.is_some()));
     let server = tokio::spawn(serving);
     Ok(Running {
         addr,
@@ -494,13 +494,13 @@ pub(crate) async fn bring_up(
         auditing,
         leading,
         store,
-        _prerequisites: prerequisites.clone(),
+        _local: local.clone(),
     })
 }
 
 /// Says at the start what the first job would find out: that an address is wrong, or keys are missing. Whoever waits for a storage
 /// that starts later than we do is not held up.
-async fn look_at_storage(blobs: Arc<dyn BlobStore>, mut stopping: watch::Receiver<bool>) {
+async fn check_storage(blobs: Arc<dyn BlobStore>, mut stopping: watch::Receiver<bool>) {
     let nothing = [ContentHash::of(b"")];
     let looked = tokio::select! {
         looked = blobs.has(&nothing) => looked,
@@ -513,13 +513,13 @@ async fn look_at_storage(blobs: Arc<dyn BlobStore>, mut stopping: watch::Receive
 
 /// Renews the lease until somebody else has it. With others beside us we also stop believing in it when it has run out without
 /// an answer of the database: whoever can reach it may lead by now, and workers must not hear two voices.
-async fn keep_leading(store: Arc<dyn Store>, others: bool) -> StoreError {
+async fn renew_lease(store: Arc<dyn Store>, others: bool) -> StoreError {
     let mut ticks = tokio::time::interval(RENEW);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut believed = None;
+    let mut valid_until = None;
     loop {
         let lost = async {
-            match believed {
+            match valid_until {
                 Some(until) if others => tokio::time::sleep_until(until).await,
                 _ => std::future::pending().await,
             }
@@ -535,7 +535,7 @@ async fn keep_leading(store: Arc<dyn Store>, others: bool) -> StoreError {
         } {
             Err(error) => return error,
             Ok(None) => return std::future::pending().await,
-            Ok(Some(until)) => believed = Some(Instant::from_std(until)),
+            Ok(Some(until)) => valid_until = Some(Instant::from_std(until)),
         }
     }
 }

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 /// that earlier attempts made, which are cut to what fits.
 const HEADROOM: usize = 4 << 20;
 /// Bytes of a job's config, its parsed form and the list of its inputs, as they travel to a worker.
-pub(crate) const MOST: usize = MAX_MESSAGE_BYTES - HEADROOM;
+pub(crate) const MAX_JOB_BYTES: usize = MAX_MESSAGE_BYTES - HEADROOM;
 /// A hash as text, and what the message puts around an entry of the list.
 const ENTRY: usize = 64 + 16;
 /// A submission up to this size is looked at where it arrives, and stored in the row of its job.
@@ -28,13 +28,13 @@ fn of_inputs(inputs: &BTreeMap<String, ContentHash>) -> usize {
 ///
 /// # Errors
 /// In words.
-pub(crate) fn check(shared: usize, own: usize) -> Result<(), String> {
+pub(crate) fn check_job_size(shared: usize, own: usize) -> Result<(), String> {
     let bytes = shared.saturating_add(own);
-    if bytes <= MOST {
+    if bytes <= MAX_JOB_BYTES {
         return Ok(());
     }
     Err(format!(
-        "the config, the job and the list of its inputs have {bytes} bytes together; at most {MOST}, so that they fit into \
+        "the config, the job and the list of its inputs have {bytes} bytes together; at most {MAX_JOB_BYTES}, so that they fit into \
          one message to a worker: give fewer inputs (a folder is one), shorter paths, or a shorter config"
     ))
 }

@@ -18,7 +18,7 @@ pub(crate) struct Spans {
 }
 
 /// Where a job stands in its trace.
-struct Place {
+struct JobTrace {
     /// Its own span.
     own: TraceContext,
     /// The span that submitted it.
@@ -28,7 +28,7 @@ struct Place {
 }
 
 impl Spans {
-    pub(crate) fn to(traces: &Traces) -> Self {
+    pub(crate) fn new(traces: &Traces) -> Self {
         Self {
             tracer: traces.tracer(Service::Coordinator),
         }
@@ -40,7 +40,7 @@ impl Spans {
             // Nothing of ours is between who submitted it and who runs it.
             return submitter(job);
         }
-        let own = self.place(job).own;
+        let own = self.job_trace(job).own;
         Some(TraceContext {
             span: SpanId::of_assignment(own.trace, attempt),
             ..own
@@ -64,7 +64,7 @@ impl Spans {
                 Record::Job(job) => happened.retain(|(id, event)| {
                     let this = **id == job.id;
                     if this {
-                        self.happened(job, event);
+                        self.record_event(job, event);
                     }
                     !this
                 }),
@@ -73,7 +73,7 @@ impl Spans {
         }
     }
 
-    fn happened(&self, job: &Job, event: &JobEvent) {
+    fn record_event(&self, job: &Job, event: &JobEvent) {
         match &event.body {
             EventBody::State { state, reason, .. } if state.is_ended() => self.ended(job, *state, reason, event.time),
             EventBody::Attempt { state, message, .. } => {
@@ -94,7 +94,7 @@ impl Spans {
 
     /// A job that is resumed ends again, and its span is sent again, longer.
     fn ended(&self, job: &Job, state: JobState, reason: &str, now: UnixMillis) {
-        let Place { own, parent, link } = self.place(job);
+        let JobTrace { own, parent, link } = self.job_trace(job);
         if !own.sampled {
             return;
         }
@@ -122,7 +122,7 @@ impl Spans {
 
     /// From when it could have started: not the pause before another try, nor the time before `not_before`.
     fn queued(&self, job: &Job, before: Option<&AttemptView>, attempt: &AttemptView) {
-        let own = self.place(job).own;
+        let own = self.job_trace(job).own;
         if !own.sampled {
             return;
         }
@@ -140,7 +140,7 @@ impl Spans {
     }
 
     fn assigned(&self, job: &Job, attempt: &AttemptView, state: AttemptState, message: &str, now: UnixMillis) {
-        let own = self.place(job).own;
+        let own = self.job_trace(job).own;
         if !own.sampled {
             return;
         }
@@ -168,7 +168,7 @@ impl Spans {
         self.tracer.record(span);
     }
 
-    fn place(&self, job: &Job) -> Place {
+    fn job_trace(&self, job: &Job) -> JobTrace {
         let parent = submitter(job);
         let trace = parent.map_or_else(|| TraceId::of_job(&job.id), |parent| parent.trace);
         let own = TraceContext {
@@ -176,7 +176,7 @@ impl Spans {
             span: SpanId::of_job(trace, &job.id),
             sampled: self.tracer.keeps(trace, parent),
         };
-        Place {
+        JobTrace {
             own,
             parent: parent.map(|parent| parent.span),
             link: job.trace.as_deref().copied().filter(|_| parent.is_none()),

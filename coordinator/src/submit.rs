@@ -21,8 +21,8 @@ const DATA_LIMIT: usize = 16;
 
 /// Everything that the queue needs to know of a job.
 #[derive(Clone, Debug)]
-pub(crate) struct Asked {
-    pub(crate) named: BlobReference,
+pub(crate) struct ParsedSubmission {
+    pub(crate) title: JobTitle,
     pub(crate) wants: Wants,
     pub(crate) after: Vec<Prerequisite>,
     pub(crate) not_before: Option<UnixMillis>,
@@ -34,7 +34,7 @@ pub(crate) struct Asked {
 
 /// Name and kind of a job.
 #[derive(Clone, Debug)]
-pub(crate) struct BlobReference {
+pub(crate) struct JobTitle {
     pub(crate) name: String,
     pub(crate) kind: String,
 }
@@ -44,8 +44,8 @@ pub(crate) struct BlobReference {
 /// The job is checked as its config was when it was read: whoever sends it may have no such client, or one that was
 /// made to lie. What it names has to be there: every path is an input that was sent with it, or the name of a model's
 /// repository. The worker checks the same again, by the keys that it knows.
-pub(crate) fn wants(submission: &Submission, retries: u32) -> Result<Asked, String> {
-    read(submission, retries, !submission.local)
+pub(crate) fn parse_submission(submission: &Submission, retries: u32) -> Result<ParsedSubmission, String> {
+    parse(submission, retries, !submission.local)
 }
 
 /// Whether a submission would be taken, as far as its job alone says: everything but what its inputs and its owner say.
@@ -53,15 +53,15 @@ pub(crate) fn wants(submission: &Submission, retries: u32) -> Result<Asked, Stri
 /// # Errors
 /// What `Submit` answers.
 pub fn check_submission(submission: &Submission) -> Result<(), String> {
-    wants(submission, 0).map(|_| ())
+    parse_submission(submission, 0).map(|_| ())
 }
 
-/// [`wants`] of a job that is only asked about: nothing was sent for it, and nothing will run.
-pub(crate) fn wants_to_fit(submission: &Submission, retries: u32) -> Result<Asked, String> {
-    read(submission, retries, false)
+/// [`parse_submission`] of a job that is only parsed about: nothing was sent for it, and nothing will run.
+pub(crate) fn parse_for_fit(submission: &Submission, retries: u32) -> Result<ParsedSubmission, String> {
+    parse(submission, retries, false)
 }
 
-fn read(submission: &Submission, retries: u32, all_sent: bool) -> Result<Asked, String> {
+fn parse(submission: &Submission, retries: u32, all_sent: bool) -> Result<ParsedSubmission, String> {
     for (what, bytes) in [
         ("config_text", submission.config_text.len()),
         ("job_json", submission.job_json.len()),
@@ -93,16 +93,16 @@ fn read(submission: &Submission, retries: u32, all_sent: bool) -> Result<Asked, 
             return Err(problems(&foreign));
         }
     }
-    let named = BlobReference {
+    let title = JobTitle {
         name: spec.name,
         kind: spec.job.name().to_owned(),
     };
     let cluster = spec.cluster;
-    for (what, text) in [("job", &named.kind)]
+    for (what, text) in [("job", &title.kind)]
         .into_iter()
         .chain(cluster.after.0.iter().map(|one| ("cluster.after", one)))
     {
-        short(what, text)?;
+        check_length(what, text)?;
     }
     let labels = &cluster.labels.0;
     if labels.len() > LABELS_LIMIT {
@@ -114,7 +114,7 @@ fn read(submission: &Submission, retries: u32, all_sent: bool) -> Result<Asked, 
     labels
         .iter()
         .flat_map(|(name, value)| [name, value])
-        .try_for_each(|text| short("cluster.labels", text))?;
+        .try_for_each(|text| check_length("cluster.labels", text))?;
     let limit = |limit: TimeSpan| u64::try_from(limit.0.as_millis()).unwrap_or(u64::MAX);
     let mut after: Vec<Prerequisite> = Vec::new();
     for (jobs, condition) in [
@@ -131,7 +131,7 @@ fn read(submission: &Submission, retries: u32, all_sent: bool) -> Result<Asked, 
         ));
     }
     let split = cluster.split.filter(|_| !submission.local);
-    let split = split.map(|split| countable(&job, submission.images).map(|images| (split, images)));
+    let split = split.map(|split| check_split(&job, submission.images).map(|images| (split, images)));
     let split = split.transpose()?;
     let counted = |demand: Demand| match submission.images {
         Some(images) => demand.of_images(&job, images),
@@ -151,8 +151,8 @@ fn read(submission: &Submission, retries: u32, all_sent: bool) -> Result<Asked, 
         time_limit: cluster.time_limit.map(limit),
         retries: cluster.retries.unwrap_or(retries),
     };
-    Ok(Asked {
-        named,
+    Ok(ParsedSubmission {
+        title,
         wants,
         after,
         not_before: cluster.not_before.map(|moment| moment.0),
@@ -162,7 +162,7 @@ fn read(submission: &Submission, retries: u32, all_sent: bool) -> Result<Asked, 
 }
 
 /// The queue keeps it in memory, and in a record that is written whenever the job changes.
-fn short(what: &str, text: &str) -> Result<(), String> {
+fn check_length(what: &str, text: &str) -> Result<(), String> {
     if text.len() <= TEXT_LIMIT {
         return Ok(());
     }
@@ -177,7 +177,7 @@ fn problems(findings: &[Finding]) -> String {
 }
 
 /// The images of a job that is to be cut into parts.
-fn countable(job: &Value, images: Option<u64>) -> Result<u64, String> {
+fn check_split(job: &Value, images: Option<u64>) -> Result<u64, String> {
     let processes = job.get("process").and_then(Value::as_array);
     let one = processes.is_some_and(|list| list.len() == 1) && job.pointer("/process/0/kind/generate").is_some();
     images.filter(|images| one && *images > 0).ok_or_else(|| {
@@ -189,7 +189,7 @@ fn countable(job: &Value, images: Option<u64>) -> Result<u64, String> {
 
 /// What the job reads: its snapshots, and models that the worker fetches by their name.
 fn inputs(submission: &Submission, job: &Value) -> Vec<ContentHash> {
-    let mut data = least(submission.inputs.values());
+    let mut data = smallest(submission.inputs.values());
     let processes = job.get("process").and_then(Value::as_array).into_iter().flatten();
     for process in processes {
         let body = process
@@ -203,22 +203,22 @@ fn inputs(submission: &Submission, job: &Value) -> Vec<ContentHash> {
             data.push(ContentHash::of(model.as_bytes()));
         }
     }
-    least(&data)
+    smallest(&data)
 }
 
 /// The smallest of these, each once: there may be thousands, and members of an array are many.
-fn least<'a>(hashes: impl IntoIterator<Item = &'a ContentHash>) -> Vec<ContentHash> {
-    let mut least: Vec<ContentHash> = Vec::with_capacity(DATA_LIMIT + 1);
+fn smallest<'a>(hashes: impl IntoIterator<Item = &'a ContentHash>) -> Vec<ContentHash> {
+    let mut smallest: Vec<ContentHash> = Vec::with_capacity(DATA_LIMIT + 1);
     for hash in hashes {
-        if least.len() == DATA_LIMIT && least.last() <= Some(hash) {
+        if smallest.len() == DATA_LIMIT && smallest.last() <= Some(hash) {
             continue;
         }
-        if let Err(at) = least.binary_search(hash) {
-            least.insert(at, *hash);
-            least.truncate(DATA_LIMIT);
+        if let Err(at) = smallest.binary_search(hash) {
+            smallest.insert(at, *hash);
+            smallest.truncate(DATA_LIMIT);
         }
     }
-    least
+    smallest
 }
 
 /// `j` and 8 characters of 32: 2^40 ids, short enough to type a beginning of.
@@ -277,12 +277,12 @@ mod tests {
             &images(r#"["a cat"]"#),
             r#""priority":5,"device":"cuda","labels":{"zone":"x"},"retries":1"#,
         );
-        let Asked { named, wants, .. } = wants(&submission(&json), 3).unwrap();
-        assert_eq!((named.name.as_str(), named.kind.as_str()), ("a", "generate"));
+        let ParsedSubmission { title, wants, .. } = parse_submission(&submission(&json), 3).unwrap();
+        assert_eq!((title.name.as_str(), title.kind.as_str()), ("a", "generate"));
         assert_eq!((wants.priority, wants.retries), (5, 1));
         assert_eq!(wants.labels["zone"], "x");
         let unknown_model = images(r#"["a cat"]"#).replace(r#""arch":"sd1","#, "");
-        let plain = super::wants(&submission(&job("generate", &unknown_model, "")), 3)
+        let plain = super::parse_submission(&submission(&job("generate", &unknown_model, "")), 3)
             .unwrap()
             .wants;
         assert_eq!(
@@ -302,16 +302,16 @@ mod tests {
             &images(r#"["a cat"]"#),
             r#""after":["j1"],"not_before":1000,"time_limit":{"secs":60,"nanos":0},"yields":true,"alone":true"#,
         );
-        let asked = Submission {
+        let parsed = Submission {
             owner: Some(aitk_common::id::UserName::new("ada")),
             ..submission(&json)
         };
-        let asked = wants(&asked, 3).unwrap();
+        let parsed = parse_submission(&parsed, 3).unwrap();
         assert_eq!(
-            (asked.after, asked.not_before),
+            (parsed.after, parsed.not_before),
             (vec!["j1".into()], Some(UnixMillis(1000)))
         );
-        let wants = asked.wants;
+        let wants = parsed.wants;
         assert_eq!((wants.owner.as_str(), wants.time_limit), ("ada", Some(60_000)));
         assert!(wants.yields && wants.alone);
         assert_eq!(wants.demand.unwrap().family, "sd1");
@@ -322,7 +322,7 @@ mod tests {
             &format!(r#""after":{:?}"#, vec!["j"; 65]),
         );
         assert!(
-            super::wants(&submission(&many), 3)
+            super::parse_submission(&submission(&many), 3)
                 .unwrap_err()
                 .contains("cluster.after")
         );
@@ -330,26 +330,26 @@ mod tests {
 
     #[test]
     fn only_images_from_prompts_are_cut_into_parts() {
-        let asked = |kind: &str, process: &str, split: &str, images| {
-            let mut asked = Submission {
+        let parsed = |kind: &str, process: &str, split: &str, images| {
+            let mut parsed = Submission {
                 images,
                 ..submission(&job(kind, process, &format!(r#""split":{split}"#)))
             };
             for input in ["data", "p.txt"] {
-                asked.inputs.insert(input.into(), ContentHash::of(b"it"));
+                parsed.inputs.insert(input.into(), ContentHash::of(b"it"));
             }
-            wants(&asked, 3)
+            parse_submission(&parsed, 3)
         };
         let from_file = images(r#""p.txt""#);
-        let parts = asked("generate", &from_file, r#"{"parts":4}"#, Some(40)).unwrap();
+        let parts = parsed("generate", &from_file, r#"{"parts":4}"#, Some(40)).unwrap();
         assert_eq!(parts.split, Some((Split::Parts(4), 40)));
         // The prompts lie in a file: the client counted them.
-        let one = asked("generate", &from_file, "null", Some(1)).unwrap();
+        let one = parsed("generate", &from_file, "null", Some(1)).unwrap();
         assert_eq!(one.split, None);
         let (one, many) = (one.wants.demand.unwrap(), parts.wants.demand.unwrap());
         assert_eq!(many.millipasses, 40 * one.millipasses);
         assert_eq!(
-            asked("generate", &from_file, r#""auto""#, Some(2)).unwrap().split,
+            parsed("generate", &from_file, r#""auto""#, Some(2)).unwrap().split,
             Some((Split::Auto, 2))
         );
         for (kind, process, images) in [
@@ -357,7 +357,7 @@ mod tests {
             ("generate", &from_file, Some(0)),
             ("extension", TRAINING, Some(3)),
         ] {
-            let error = asked(kind, process, r#""auto""#, images).unwrap_err();
+            let error = parsed(kind, process, r#""auto""#, images).unwrap_err();
             assert!(
                 error.starts_with("cluster.split: only a job with one `to_folder`"),
                 "{error}"
@@ -376,11 +376,11 @@ mod tests {
             r#"{"job":"generate","name":"a","meta":{},"config":{},"cluster":{},"process":[]}"#,
             &unknown_priority,
         ] {
-            let error = wants(&submission(bad), 3).unwrap_err();
+            let error = parse_submission(&submission(bad), 3).unwrap_err();
             assert!(error.starts_with("job_json"), "{bad}: {error}");
         }
         assert!(
-            wants(&submission(&" ".repeat(MAX_CONFIG_BYTES + 1)), 3)
+            parse_submission(&submission(&" ".repeat(MAX_CONFIG_BYTES + 1)), 3)
                 .unwrap_err()
                 .contains("at most")
         );
@@ -391,12 +391,12 @@ mod tests {
     fn a_job_is_checked_as_its_config_was() {
         let sent = |json: &str, inputs: &[&str], local: bool| {
             let inputs = inputs.iter().map(|path| ((*path).to_owned(), ContentHash::of(b"it")));
-            let asked = Submission {
+            let parsed = Submission {
                 inputs: inputs.collect(),
                 local,
                 ..submission(json)
             };
-            wants(&asked, 3).map(|_| ())
+            parse_submission(&parsed, 3).map(|_| ())
         };
         let training = job("extension", TRAINING, "");
         sent(&training, &["data"], false).unwrap();

@@ -1,6 +1,6 @@
 //! Passes calls on to the coordinator that leads, as they are, with the address they came from.
 
-use crate::api::peer;
+use crate::api::peer_address;
 use crate::connection_limiter::ConnectionLimiter;
 use aitk_proto::{FORWARDED_HEADER, LEADER_HEADER, PROOF_HEADER};
 use std::convert::Infallible;
@@ -37,7 +37,7 @@ impl Forward {
     fn prepare(&self, mut request: http::Request<Body>) -> Result<(Arc<Upstream>, http::Request<Body>), Status> {
         let leader = self.leader.borrow().clone();
         let Some(leader) = leader else {
-            return Err(away(
+            return Err(unavailable_with_leader(
                 "no coordinator leads at the moment; another one takes over within seconds, try again",
                 "none",
             ));
@@ -47,13 +47,16 @@ impl Forward {
             request.uri().path().starts_with("/aitk.v1.Workers/") || !request.headers().contains_key("authorization");
         if is_worker {
             let text = format!("this coordinator stands by; {} leads", leader.address);
-            return Err(away(&text, &leader.address));
+            return Err(unavailable_with_leader(&text, &leader.address));
         }
         // Whoever passed it on to us sees another leader than we do. One of us will know better in a second.
         if request.headers().contains_key(FORWARDED_HEADER) {
-            return Err(away("this coordinator leads no more; try again", &leader.address));
+            return Err(unavailable_with_leader(
+                "this coordinator leads no more; try again",
+                &leader.address,
+            ));
         }
-        let from = peer(&request).map(|from| from.to_string()).unwrap_or_default();
+        let from = peer_address(&request).map(|from| from.to_string()).unwrap_or_default();
         let headers = request.headers_mut();
         let (Ok(from), Ok(proof)) = (from.parse(), leader.proof.parse::<http::HeaderValue>()) else {
             return Err(Status::internal("a call cannot be passed on"));
@@ -67,7 +70,7 @@ impl Forward {
 }
 
 /// "Try another one."
-fn away(text: &str, leader: &str) -> Status {
+fn unavailable_with_leader(text: &str, leader: &str) -> Status {
     let mut status = Status::unavailable(text);
     if let Ok(leader) = leader.parse() {
         status.metadata_mut().insert(LEADER_HEADER, leader);
@@ -85,7 +88,7 @@ impl Service<http::Request<axum::body::Body>> for Forward {
     }
 
     fn call(&mut self, request: http::Request<axum::body::Body>) -> Self::Future {
-        let (from, limiter) = (peer(&request), self.limiter.clone());
+        let (from, limiter) = (peer_address(&request), self.limiter.clone());
         let prepared = self.prepare(request.map(Body::new));
         Box::pin(async move {
             let (leader, request) = match prepared {
@@ -102,7 +105,7 @@ impl Service<http::Request<axum::body::Body>> for Forward {
             if let (Ok(answer), Some(from)) = (&answer, from)
                 && !answer.headers().contains_key("grpc-status")
             {
-                limiter.known(from);
+                limiter.mark_authenticated(from);
             }
             Ok(answer.unwrap_or_else(|error: tonic::transport::Error| {
                 tracing::debug!(error = %crate::error_chain::error_chain(&error), leader = leader.address, "a call could not be passed on");
@@ -110,7 +113,7 @@ impl Service<http::Request<axum::body::Body>> for Forward {
                     "the leading coordinator {} does not answer; another one takes over within seconds, try again",
                     leader.address
                 );
-                away(&text, "none").into_http()
+                unavailable_with_leader(&text, "none").into_http()
             }))
         })
     }

@@ -11,8 +11,8 @@ use crate::config::{Cluster, Config};
 use crate::connection_limiter::ConnectionLimiter;
 use crate::pki::Tls;
 use crate::server::{
-    FIRST_CALL, MAX_UNAUTHENTICATED, Prerequisites, RunError, Running, StartError, bring_up, limited, listen,
-    listen_for_metrics,
+    FIRST_CALL_TIMEOUT, LocalResources, MAX_UNAUTHENTICATED, RunError, Running, StartError, listen, listen_for_metrics,
+    server_builder, start_leading,
 };
 use crate::store::Contender;
 use crate::store::lease::{Candidate, Leader, RENEW};
@@ -28,15 +28,15 @@ use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior};
 
 /// How long calls that are passed on may take to end when this coordinator begins to lead; then they are cut.
-const HANDOVER: Duration = Duration::from_secs(1);
+const HANDOVER_TIMEOUT: Duration = Duration::from_secs(1);
 /// How often it is said that the database does not answer.
-const COMPLAIN: Duration = Duration::from_secs(60);
+const WARN_INTERVAL: Duration = Duration::from_secs(60);
 
 /// One of several coordinators.
 pub struct Member {
     config: Config,
     cluster: Cluster,
-    prerequisites: Prerequisites,
+    local: LocalResources,
     contender: Contender,
     candidate: Candidate,
 }
@@ -73,16 +73,16 @@ impl Member {
         client::lazily(&cluster.address, cluster.ca_file.as_deref())
             .map_err(|error| StartError::Advertise(error.to_string()))?;
         let contender = Contender::new(database)?;
-        let prerequisites = Prerequisites::prepare(&config)?;
+        let local = LocalResources::prepare(&config)?;
         let candidate = Candidate {
             address: Some(cluster.address.clone()),
-            token: ContentHash::of(prerequisites.token.secret().as_bytes()),
-            storage: prerequisites.storage_url.trim_end_matches('/').to_owned(),
+            token: ContentHash::of(local.token.secret().as_bytes()),
+            storage: local.storage_url.trim_end_matches('/').to_owned(),
         };
         Ok(Self {
             config,
             cluster,
-            prerequisites,
+            local,
             contender,
             candidate,
         })
@@ -99,7 +99,7 @@ impl Member {
                 return Ok(());
             };
             tracing::info!(address = self.cluster.address, "this coordinator leads");
-            let mut running = Box::pin(bring_up(self.config.clone(), &self.prerequisites, store)).await?;
+            let mut running = Box::pin(start_leading(self.config.clone(), &self.local, store)).await?;
             let failure = tokio::select! {
                 failure = running.failed() => failure,
                 _ = stopping.wait_for(|stop| *stop) => {
@@ -127,37 +127,40 @@ impl Member {
 
     /// Passes calls on until this coordinator leads; its store then. `None` when it is to stop.
     async fn stand_by(&self, stopping: &mut watch::Receiver<bool>) -> Result<Option<SqlStore>, MemberError> {
-        let (tell, leader) = watch::channel(None);
+        let (leader_sender, leader) = watch::channel(None);
         let (end, ended) = watch::channel(false);
         let (listener, addr) = listen(self.config.bind).await?;
-        ClientAddress::of(&self.config, addr).write(&self.prerequisites.data_dir);
+        ClientAddress::of(&self.config, addr).write(&self.local.data_dir);
         let mut health = None;
         if let Some(listener) = listen_for_metrics(self.config.metrics).await? {
             health = Some(tokio::spawn(health::serve(listener, leader.clone(), ended.clone())));
         }
-        let mut over = ended;
-        let over = async move {
-            let _ = over.wait_for(|over| *over).await;
+        let mut shutdown = ended;
+        let shutdown = async move {
+            let _ = shutdown.wait_for(|stop| *stop).await;
         };
-        let limiter = ConnectionLimiter::new(FIRST_CALL, MAX_UNAUTHENTICATED);
+        let limiter = ConnectionLimiter::new(FIRST_CALL_TIMEOUT, MAX_UNAUTHENTICATED);
         let routes = axum::Router::new().fallback_service(Forward::new(leader, limiter.clone()));
-        let router = limited().add_routes(tonic::service::Routes::from(routes));
+        let router = server_builder().add_routes(tonic::service::Routes::from(routes));
         let (serving, renewing): (BoxFuture<'static, _>, _) =
             match Tls::open(&self.config, addr).map_err(StartError::from)? {
                 None => {
                     let incoming = limiter.incoming(listener);
-                    (Box::pin(router.serve_with_incoming_shutdown(incoming, over)), None)
+                    (Box::pin(router.serve_with_incoming_shutdown(incoming, shutdown)), None)
                 }
                 Some(tls) => {
                     let refused = |from, problem: &str| tracing::info!(%from, problem, "a certificate was refused");
                     let (incoming, renewing) = tls.accept(limiter, listener, refused);
-                    (Box::pin(router.serve_with_incoming_shutdown(incoming, over)), renewing)
+                    (
+                        Box::pin(router.serve_with_incoming_shutdown(incoming, shutdown)),
+                        renewing,
+                    )
                 }
             };
         let mut serving = tokio::spawn(serving);
         tracing::info!(%addr, "this coordinator stands by");
         let found = tokio::select! {
-            found = self.wait_for_the_lead(&tell) => found.map(Some).map_err(MemberError::from),
+            found = self.wait_for_leadership(&leader_sender) => found.map(Some).map_err(MemberError::from),
             _ = stopping.wait_for(|stop| *stop) => Ok(None),
             result = &mut serving => Err(RunError::Serve(format!("{result:?}")).into()),
         };
@@ -166,12 +169,12 @@ impl Member {
         if let Some(renewing) = renewing {
             renewing.abort();
         }
-        if !serving.is_finished() && tokio::time::timeout(HANDOVER, &mut serving).await.is_err() {
+        if !serving.is_finished() && tokio::time::timeout(HANDOVER_TIMEOUT, &mut serving).await.is_err() {
             serving.abort();
             let _ = serving.await;
         }
         if let Some(mut health) = health
-            && tokio::time::timeout(HANDOVER, &mut health).await.is_err()
+            && tokio::time::timeout(HANDOVER_TIMEOUT, &mut health).await.is_err()
         {
             health.abort();
             let _ = health.await;
@@ -179,29 +182,32 @@ impl Member {
         found
     }
 
-    async fn wait_for_the_lead(&self, tell: &watch::Sender<Option<Arc<Upstream>>>) -> Result<SqlStore, StartError> {
+    async fn wait_for_leadership(
+        &self,
+        leader_sender: &watch::Sender<Option<Arc<Upstream>>>,
+    ) -> Result<SqlStore, StartError> {
         let mut ticks = tokio::time::interval(RENEW);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut complained: Option<Instant> = None;
+        let mut warned_at: Option<Instant> = None;
         loop {
             ticks.tick().await;
-            let vacant = match self.contender.look().await {
+            let attempt = match self.contender.leader().await {
                 Ok(Some(leader)) => {
-                    self.follow(tell, leader)?;
+                    self.follow(leader_sender, leader)?;
                     continue;
                 }
-                Ok(None) => self.contender.lead(&self.candidate).await,
+                Ok(None) => self.contender.try_lead(&self.candidate).await,
                 Err(error) => Err(error),
             };
-            match vacant {
+            match attempt {
                 Ok(Some(store)) => return Ok(store),
                 // Somebody else was faster, or still holds the tables.
                 Ok(None) => {}
                 Err(error) => {
-                    tell.send_replace(None);
-                    if complained.is_none_or(|at| at.elapsed() > COMPLAIN) {
+                    leader_sender.send_replace(None);
+                    if warned_at.is_none_or(|at| at.elapsed() > WARN_INTERVAL) {
                         tracing::warn!(error = %crate::error_chain::error_chain(&error), "cannot see who leads; trying again");
-                        complained = Some(Instant::now());
+                        warned_at = Some(Instant::now());
                     }
                 }
             }
@@ -209,8 +215,8 @@ impl Member {
     }
 
     /// Passes calls on to this leader.
-    fn follow(&self, tell: &watch::Sender<Option<Arc<Upstream>>>, leader: Leader) -> Result<(), StartError> {
-        let known = tell
+    fn follow(&self, leader_sender: &watch::Sender<Option<Arc<Upstream>>>, leader: Leader) -> Result<(), StartError> {
+        let known = leader_sender
             .borrow()
             .as_ref()
             .is_some_and(|upstream| upstream.epoch == leader.epoch);
@@ -221,33 +227,33 @@ impl Member {
             tracing::warn!(
                 "a coordinator that was started without --advertise works on the database; waiting for its end"
             );
-            tell.send_replace(None);
+            leader_sender.send_replace(None);
             return Ok(());
         };
-        let unlike = |what, remedy| StartError::Unlike {
+        let mismatch = |what, remedy| StartError::Unlike {
             what,
             leader: address.clone(),
             remedy,
         };
         if leader.token != self.candidate.token.to_hex() {
-            return Err(unlike(
+            return Err(mismatch(
                 "the token",
                 "copy the file `token` from its data folder into this one's",
             ));
         }
         if leader.storage != self.candidate.storage {
-            return Err(unlike("the object storage", "give both the same --storage"));
+            return Err(mismatch("the object storage", "give both the same --storage"));
         }
         let channel = match client::lazily(&address, self.cluster.ca_file.as_deref()) {
             Ok(channel) => channel,
             Err(error) => {
                 tracing::warn!(%error, "calls cannot be passed on to the leader");
-                tell.send_replace(None);
+                leader_sender.send_replace(None);
                 return Ok(());
             }
         };
         tracing::info!(leader = address, "passing calls on to the leader");
-        tell.send_replace(Some(Arc::new(Upstream {
+        leader_sender.send_replace(Some(Arc::new(Upstream {
             epoch: leader.epoch,
             address,
             proof: leader.proof,

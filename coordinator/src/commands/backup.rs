@@ -1,6 +1,6 @@
 //! `backup` and `restore`.
 
-use super::console::{default_data_dir, say};
+use super::console::{default_data_dir, print_line};
 use aitk_coordinator::DatabaseUrl;
 use clap::Args;
 use std::path::PathBuf;
@@ -32,7 +32,7 @@ impl CopyArgs {
 
 pub(super) async fn backup(args: CopyArgs) -> anyhow::Result<()> {
     let tally = aitk_coordinator::backup(&args.data_dir()?, args.database()?.as_ref(), &args.file).await?;
-    say(&format!(
+    print_line(&format!(
         "{}: {} jobs, {} rows; blobs are not part of it",
         args.file.display(),
         tally.jobs,
@@ -42,6 +42,6 @@ pub(super) async fn backup(args: CopyArgs) -> anyhow::Result<()> {
 
 pub(super) async fn restore(args: CopyArgs) -> anyhow::Result<()> {
     let tally = aitk_coordinator::restore(&args.data_dir()?, args.database()?.as_ref(), &args.file).await?;
-    say(&format!("{} jobs, {} rows restored", tally.jobs, tally.rows))?;
-    say("jobs that were running wait for a worker again, from their last checkpoint of then")
+    print_line(&format!("{} jobs, {} rows restored", tally.jobs, tally.rows))?;
+    print_line("jobs that were running wait for a worker again, from their last checkpoint of then")
 }

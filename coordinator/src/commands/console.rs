@@ -16,7 +16,7 @@ pub(crate) fn default_data_dir() -> anyhow::Result<PathBuf> {
 }
 
 /// One line of the answer to a command.
-pub(super) fn say(line: &str) -> anyhow::Result<()> {
+pub(super) fn print_line(line: &str) -> anyhow::Result<()> {
     use std::io::Write;
     writeln!(std::io::stdout(), "{line}").context("cannot write the answer")
 }

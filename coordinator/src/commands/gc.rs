@@ -1,7 +1,7 @@
 //! `gc`: have the object storage looked through now.
 
-use super::console::say;
-use super::remote::{RemoteArgs, refused};
+use super::console::print_line;
+use super::remote::{RemoteArgs, call_error};
 use aitk_proto::v1::CollectGarbageRequest;
 use clap::Args;
 
@@ -22,11 +22,11 @@ pub(super) async fn gc(args: GcArgs) -> anyhow::Result<()> {
         .admin
         .collect_garbage(request)
         .await
-        .map_err(|status| refused(&status))?
+        .map_err(|status| call_error(&status))?
         .into_inner();
     let gib = done.removed_bytes as f64 / f64::from(1 << 30);
     let verb = if args.dry_run { "would be removed" } else { "removed" };
-    say(&format!(
+    print_line(&format!(
         "{} of {} blobs {verb} ({gib:.2} GiB); {} are needed, {} are too young to say",
         done.removed,
         done.blobs,
@@ -34,7 +34,7 @@ pub(super) async fn gc(args: GcArgs) -> anyhow::Result<()> {
         done.blobs.saturating_sub(done.needed).saturating_sub(done.removed),
     ))?;
     if done.jobs_forgotten > 0 {
-        say(&format!("{} ended jobs were forgotten", done.jobs_forgotten))?;
+        print_line(&format!("{} ended jobs were forgotten", done.jobs_forgotten))?;
     }
     Ok(())
 }

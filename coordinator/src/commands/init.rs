@@ -1,6 +1,6 @@
 //! `init`: a certificate authority for a network of one's own.
 
-use super::console::{default_data_dir, say};
+use super::console::{default_data_dir, print_line};
 use aitk_coordinator::{ca_folder, init};
 use anyhow::Context;
 use clap::Args;
@@ -26,7 +26,7 @@ pub(super) fn run(args: &InitArgs) -> anyhow::Result<()> {
     let made = init(&data_dir, &args.hostnames).context("no certificate authority was made")?;
     let folder = ca_folder(&data_dir);
     if !made.new {
-        say(&format!(
+        print_line(&format!(
             "{} is there already (SHA-256 {}); nothing was changed",
             folder.display(),
             made.hash
@@ -41,7 +41,7 @@ pub(super) fn run(args: &InitArgs) -> anyhow::Result<()> {
         None => String::new(),
     };
     let host = args.hostnames.first().map_or("THIS-HOST", String::as_str);
-    say(&format!("{} (SHA-256 {})", folder.display(), made.hash))?;
+    print_line(&format!("{} (SHA-256 {})", folder.display(), made.hash))?;
     eprintln!(
         "A certificate authority was made; {} is its key: keep a copy in a safe place.
 Next:

@@ -47,7 +47,7 @@ impl RemoteArgs {
     }
 
     /// What whoever has a new token writes behind `aitk login`. A coordinator without TLS is reached from its own machine only.
-    pub(crate) fn for_its_user(&self) -> String {
+    pub(crate) fn login_address(&self) -> String {
         let plain = match &self.server {
             Some(server) => Some(server.clone()),
             None => {
@@ -94,6 +94,6 @@ impl RemoteArgs {
 }
 
 /// What the coordinator said, without the wrapping.
-pub(crate) fn refused(status: &Status) -> anyhow::Error {
+pub(crate) fn call_error(status: &Status) -> anyhow::Error {
     anyhow::anyhow!("{}", status.message())
 }

@@ -259,7 +259,7 @@ pub(crate) async fn serve(args: ServeArgs) -> anyhow::Result<()> {
 
 async fn serve_with(config: Config) -> anyhow::Result<()> {
     if config.cluster.is_some() {
-        return share(Member::prepare(config)?).await;
+        return run_member(Member::prepare(config)?).await;
     }
     let mut running = start(config).await?;
     // The token itself is in the file only.
@@ -271,7 +271,7 @@ async fn serve_with(config: Config) -> anyhow::Result<()> {
     tracing::info!(url = %running.url(), token_file, "the coordinator answers");
     let failure = tokio::select! {
         failure = running.failed() => Some(failure),
-        () = asked_to_stop() => None,
+        () = shutdown_signal() => None,
     };
     match failure {
         Some(failure) => Err(failure.into()),
@@ -284,10 +284,10 @@ async fn serve_with(config: Config) -> anyhow::Result<()> {
 }
 
 /// Leads or stands by until asked to stop.
-async fn share(member: Member) -> anyhow::Result<()> {
+async fn run_member(member: Member) -> anyhow::Result<()> {
     let (stop, stopping) = tokio::sync::watch::channel(false);
     let asked = async {
-        asked_to_stop().await;
+        shutdown_signal().await;
         tracing::info!("shutting down");
         let _ = stop.send(true);
         std::future::pending::<()>().await;
@@ -299,7 +299,7 @@ async fn share(member: Member) -> anyhow::Result<()> {
 }
 
 /// Ctrl-C or SIGTERM.
-async fn asked_to_stop() {
+async fn shutdown_signal() {
     #[cfg(unix)]
     {
         use tokio::signal::unix::{SignalKind, signal};

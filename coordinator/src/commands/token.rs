@@ -1,7 +1,7 @@
 //! `token` and `audit`: who may talk to the coordinator, and who did what.
 
-use super::console::{date, say};
-use super::remote::{RemoteArgs, refused};
+use super::console::{date, print_line};
+use super::remote::{RemoteArgs, call_error};
 use aitk_common::fsutil;
 use aitk_proto::v1;
 use anyhow::Context;
@@ -84,9 +84,9 @@ pub(super) async fn token(command: TokenCommand) -> anyhow::Result<()> {
                 .admin
                 .revoke_token(request)
                 .await
-                .map_err(|status| refused(&status))?;
+                .map_err(|status| call_error(&status))?;
             let token = token.into_inner();
-            say(&format!("{} of {} ({}) is revoked", token.id, token.name, token.role))
+            print_line(&format!("{} of {} ({}) is revoked", token.id, token.name, token.role))
         }
     }
 }
@@ -106,7 +106,7 @@ async fn create(args: CreateArgs) -> anyhow::Result<()> {
         .admin
         .create_token(request)
         .await
-        .map_err(|status| refused(&status))?;
+        .map_err(|status| call_error(&status))?;
     let made = made.into_inner();
     let token = made.token.context("the coordinator made no token")?;
     // With the hash of the authority: whoever has this text needs no certificate file.
@@ -119,21 +119,21 @@ async fn create(args: CreateArgs) -> anyhow::Result<()> {
         token.id,
         token.name,
         token.role,
-        ending(&token)
+        describe_expiry(&token)
     );
     if token.role != "worker" {
-        eprintln!("its user keeps it with: aitk login {}", args.remote.for_its_user());
+        eprintln!("its user keeps it with: aitk login {}", args.remote.login_address());
     }
     match args.output {
-        None => say(&text),
+        None => print_line(&text),
         Some(path) => {
             fsutil::write_private(&path, format!("{text}\n").as_bytes())?;
-            say(&path.display().to_string())
+            print_line(&path.display().to_string())
         }
     }
 }
 
-fn ending(token: &v1::TokenInfo) -> String {
+fn describe_expiry(token: &v1::TokenInfo) -> String {
     let now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default()
@@ -155,7 +155,7 @@ async fn list(args: ListArgs) -> anyhow::Result<()> {
             .admin
             .list_tokens(v1::ListTokensRequest { page_token, page_size })
             .await;
-        let reply = reply.map_err(|status| refused(&status))?.into_inner();
+        let reply = reply.map_err(|status| call_error(&status))?.into_inner();
         let is_last = reply.next_page_token.is_empty() || reply.tokens.is_empty();
         tokens.extend(reply.tokens);
         page_token = reply.next_page_token;
@@ -169,14 +169,14 @@ async fn list(args: ListArgs) -> anyhow::Result<()> {
                 "id": token.id, "name": token.name, "role": token.role, "created": date(token.created_ms),
                 "created_by": token.created_by, "expires": token.expires_ms.map(date), "revoked": token.revoked_ms.map(date),
             });
-            say(&value.to_string())?;
+            print_line(&value.to_string())?;
         } else {
-            say(&format!(
+            print_line(&format!(
                 "{:<12} {:<20} {:<10}{}",
                 token.id,
                 token.name,
                 token.role,
-                ending(&token)
+                describe_expiry(&token)
             ))?;
         }
     }
@@ -192,7 +192,7 @@ pub(super) async fn audit(args: AuditArgs) -> anyhow::Result<()> {
             .admin
             .read_audit(request)
             .await
-            .map_err(|status| refused(&status))?;
+            .map_err(|status| call_error(&status))?;
         let lines = reply.into_inner().lines;
         let Some(last) = lines.last() else { return Ok(()) };
         after = last.seq;
@@ -202,12 +202,12 @@ pub(super) async fn audit(args: AuditArgs) -> anyhow::Result<()> {
                     "seq": line.seq, "time": date(line.time_ms), "who": line.who, "by": line.by, "from": line.from,
                     "action": line.action, "object": line.object, "done": line.done, "detail": line.detail,
                 });
-                say(&value.to_string())?;
+                print_line(&value.to_string())?;
             } else {
                 let verdict = if line.done { "done" } else { "REFUSED" };
                 let (who, from) = (or_dash(&line.who), or_dash(&line.from));
                 let (time, action) = (date(line.time_ms), &line.action);
-                say(&format!(
+                print_line(&format!(
                     "{} {time} {who} {from} {action} {} {verdict} {}",
                     line.seq, line.object, line.detail
                 ))?;

@@ -1,7 +1,7 @@
 //! `worker`: join tokens and certificates of workers.
 
-use super::console::{date, say};
-use super::remote::{RemoteArgs, refused};
+use super::console::{date, print_line};
+use super::remote::{RemoteArgs, call_error};
 use aitk_common::fsutil;
 use aitk_proto::v1;
 use anyhow::bail;
@@ -84,7 +84,7 @@ async fn join_token(args: JoinTokenArgs) -> anyhow::Result<()> {
         expires_in_ms: u64::from(args.expires_minutes) * 60_000,
     };
     let made = clients.admin.create_join_token(request).await;
-    let made = made.map_err(|status| refused(&status))?.into_inner();
+    let made = made.map_err(|status| call_error(&status))?.into_inner();
     eprintln!(
         "join token {} for {}, good once, until {}; on that machine: aitk-worker join {} TOKEN",
         made.id,
@@ -93,10 +93,10 @@ async fn join_token(args: JoinTokenArgs) -> anyhow::Result<()> {
         args.remote.for_others()
     );
     match args.output {
-        None => say(&made.text),
+        None => print_line(&made.text),
         Some(path) => {
             fsutil::write_private(&path, format!("{}\n", made.text).as_bytes())?;
-            say(&path.display().to_string())
+            print_line(&path.display().to_string())
         }
     }
 }
@@ -118,7 +118,7 @@ async fn list(args: LsArgs) -> anyhow::Result<()> {
         let page_size = 0;
         let request = v1::ListCertificatesRequest { page_token, page_size };
         let reply = clients.admin.list_certificates(request).await;
-        let reply = reply.map_err(|status| refused(&status))?.into_inner();
+        let reply = reply.map_err(|status| call_error(&status))?.into_inner();
         let is_last = reply.next_page_token.is_empty() || reply.certificates.is_empty();
         certificates.extend(reply.certificates);
         page_token = reply.next_page_token;
@@ -133,9 +133,9 @@ async fn list(args: LsArgs) -> anyhow::Result<()> {
                 "issued": date(one.issued_ms), "serial": one.serial, "expires": date(one.expires_ms),
                 "revoked": one.revoked_ms.map(date),
             });
-            say(&value.to_string())?;
+            print_line(&value.to_string())?;
         } else {
-            say(&format!("{:<12} {:<20} {}", one.id, one.name, state(&one)))?;
+            print_line(&format!("{:<12} {:<20} {}", one.id, one.name, state(&one)))?;
         }
     }
     Ok(())
@@ -145,12 +145,12 @@ async fn revoke(args: RevokeArgs) -> anyhow::Result<()> {
     let mut clients = args.remote.connect().await?;
     let request = v1::RevokeWorkerRequest { name: args.name };
     let reply = clients.admin.revoke_worker(request).await;
-    let reply = reply.map_err(|status| refused(&status))?.into_inner();
+    let reply = reply.map_err(|status| call_error(&status))?.into_inner();
     for one in &reply.certificates {
-        say(&format!("the certificates of {} ({}) are revoked", one.name, one.id))?;
+        print_line(&format!("the certificates of {} ({}) are revoked", one.name, one.id))?;
     }
     if reply.join_tokens > 0 {
-        say(&format!("{} unused join tokens are revoked", reply.join_tokens))?;
+        print_line(&format!("{} unused join tokens are revoked", reply.join_tokens))?;
     }
     Ok(())
 }

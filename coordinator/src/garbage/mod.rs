@@ -8,12 +8,12 @@
 mod check;
 mod pins;
 
-pub(crate) use check::{Unfit, present};
-pub(crate) use pins::{Held, Pins};
+pub(crate) use check::{UnusableReference, pin_and_check};
+pub(crate) use pins::{PinGuard, Pins};
 
 use crate::clock::Clock;
 use crate::error_chain::error_chain;
-use crate::runner::Core;
+use crate::runner::SchedulerHandle;
 use crate::scope::Uploads;
 use crate::store::{EVENTS_KEPT, JobRoots, Store, StoreError};
 use aitk_common::control::UnixMillis;
@@ -26,12 +26,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Blobs removed at once.
-const AT_ONCE: usize = 8;
+const CONCURRENT_DELETES: usize = 8;
 /// Parts of uploads that died: anything this old has no living maker.
-const UNFINISHED: Duration = Duration::from_secs(24 * 3600);
+const ABANDONED_UPLOAD_AGE: Duration = Duration::from_secs(24 * 3600);
 
 /// How long a collection waits for the database before it goes on with what that says.
-const EXPIRE_PATIENCE: Duration = Duration::from_secs(60);
+const EXPIRE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How long things are kept.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -109,13 +109,13 @@ pub(crate) enum CollectError {
     #[error(transparent)]
     Store(#[from] StoreError),
     #[error(transparent)]
-    Gone(#[from] crate::runner::Gone),
+    Stopped(#[from] crate::runner::SchedulerStopped),
 }
 
 /// Whoever collects.
 #[derive(Clone, Debug)]
 pub(crate) struct Collector {
-    pub(crate) core: Core,
+    pub(crate) scheduler: SchedulerHandle,
     pub(crate) clock: Clock,
     pub(crate) store: Arc<dyn Store>,
     pub(crate) blobs: Arc<dyn BlobStore>,
@@ -134,7 +134,7 @@ impl Collector {
             tokio::time::sleep(every).await;
             match self.collect(false).await {
                 Ok(_) | Err(CollectError::Busy) => {}
-                Err(CollectError::Gone(_)) => return,
+                Err(CollectError::Stopped(_)) => return,
                 Err(error) => tracing::warn!(error = %error_chain(&error), "old blobs were not removed"),
             }
         }
@@ -142,7 +142,7 @@ impl Collector {
 
     /// One collection. `dry` only counts.
     pub(crate) async fn collect(&self, dry: bool) -> Result<Collected, CollectError> {
-        let Some(_collection) = self.pins.begin() else {
+        let Some(_collection) = self.pins.begin_collection() else {
             return Err(CollectError::Busy);
         };
         let mut done = Collected::default();
@@ -152,14 +152,14 @@ impl Collector {
             if let Err(error) = self.forget_refusals().await {
                 tracing::warn!(error = %error_chain(&error), "old refusals stay in the audit log");
             }
-            let unfinished = self.blobs.sweep(UNFINISHED).await?;
+            let unfinished = self.blobs.sweep(ABANDONED_UPLOAD_AGE).await?;
             if unfinished > 0 {
                 tracing::info!(unfinished, "removed what dead uploads left");
             }
         }
         let listed = self.blobs.list().await?;
         done.blobs = listed.len() as u64;
-        let needed = self.needed().await?;
+        let needed = self.needed_blobs().await?;
         done.needed = needed.len() as u64;
         if !dry {
             self.uploads.measure(&listed).await?;
@@ -169,13 +169,13 @@ impl Collector {
         let removed = stream::iter(garbage)
             .map(|blob| async move {
                 let gone = if dry {
-                    self.is_old(blob.hash, blob.stored).await?
+                    self.is_expired(blob.hash, blob.stored).await?
                 } else {
                     self.remove(&blob).await?
                 };
                 Ok::<_, CollectError>(if gone { (1, blob.bytes) } else { (0, 0) })
             })
-            .buffer_unordered(AT_ONCE)
+            .buffer_unordered(CONCURRENT_DELETES)
             .try_fold((0, 0), |sum, one| async move { Ok((sum.0 + one.0, sum.1 + one.1)) })
             .await?;
         (done.removed, done.removed_bytes) = removed;
@@ -191,23 +191,23 @@ impl Collector {
         Ok(done)
     }
 
-    /// Lets the core forget what is too old. Says how many jobs that were.
+    /// Lets the scheduler forget what is too old. Says how many jobs that were.
     async fn expire(&self) -> Result<u64, CollectError> {
         let now = self.clock.now();
         let before =
             |kept: Option<Duration>| kept.map(|kept| UnixMillis(now.0.saturating_sub(kept.as_millis() as u64)));
         let (jobs_before, checkpoints_before) = (before(self.retention.jobs), before(self.retention.checkpoints));
         let count = move |state: &State, _| state.to_expire(jobs_before, checkpoints_before);
-        let (jobs, checkpoints) = self.core.query(count).await?;
+        let (jobs, checkpoints) = self.scheduler.query(count).await?;
         // In slices, between which others have their turn. One that comes of age meanwhile waits for the next collection.
         for _ in 0..jobs.max(checkpoints).div_ceil(EXPIRED_AT_ONCE) {
             let expire = Event::Expire {
                 jobs_before,
                 checkpoints_before,
             };
-            self.core.event(expire).await?;
+            self.scheduler.event(expire).await?;
             // A database that is full stores it when there is room, which the collection may make.
-            let Ok(stored) = tokio::time::timeout(EXPIRE_PATIENCE, self.core.stored()).await else {
+            let Ok(stored) = tokio::time::timeout(EXPIRE_TIMEOUT, self.scheduler.stored()).await else {
                 tracing::warn!("that old jobs are forgotten is not stored yet; what they need stays until it is");
                 break;
             };
@@ -219,7 +219,7 @@ impl Collector {
     /// Refusals are written down as fast as strangers knock, so they do not stay for ever.
     async fn forget_refusals(&self) -> Result<(), CollectError> {
         let kept = u64::try_from(self.retention.refusals.as_millis()).unwrap_or(u64::MAX);
-        let before = UnixMillis(self.clock.date().0.saturating_sub(kept));
+        let before = UnixMillis(self.clock.wall_time().0.saturating_sub(kept));
         let (mut after, mut lines) = (self.refusals_seen.load(Ordering::Relaxed), 0);
         loop {
             let forgotten = self.store.forget_refusals(after, before).await?;
@@ -236,7 +236,7 @@ impl Collector {
         Ok(())
     }
 
-    async fn needed(&self) -> Result<std::collections::HashSet<ContentHash>, CollectError> {
+    async fn needed_blobs(&self) -> Result<std::collections::HashSet<ContentHash>, CollectError> {
         let (mut live, mut ended) = (gc::Roots::default(), gc::Roots::default());
         for job in self.store.roots().await? {
             let JobRoots {
@@ -265,25 +265,25 @@ impl Collector {
     }
 
     /// Whether a blob that nothing names was stored so long ago that nobody will name it.
-    async fn is_old(&self, hash: ContentHash, stored: jiff::Timestamp) -> Result<bool, StoreError> {
+    async fn is_expired(&self, hash: ContentHash, stored: jiff::Timestamp) -> Result<bool, StoreError> {
         let (now, long) = (jiff::Timestamp::now(), self.retention.grace);
         if gc::is_older(stored, long, now) {
             return Ok(true);
         }
-        let kept = self.uploads.keeps(hash, self.retention.short(), long).await?;
+        let kept = self.uploads.retention_of(hash, self.retention.short(), long).await?;
         Ok(gc::is_older(stored, kept, now))
     }
 
     /// Removes one blob, unless somebody came to need it. Says whether it is gone.
     async fn remove(&self, blob: &BlobInfo) -> Result<bool, CollectError> {
-        let Some(_doom) = self.pins.begin_delete(blob.hash) else {
+        let Some(_delete_guard) = self.pins.begin_delete(blob.hash) else {
             return Ok(false);
         };
         // A worker with its own access to the storage may have sent it again since the listing.
         let Some(stored) = self.blobs.stored(blob.hash).await? else {
             return Ok(false);
         };
-        if !self.is_old(blob.hash, stored).await? {
+        if !self.is_expired(blob.hash, stored).await? {
             return Ok(false);
         }
         self.blobs.delete(blob.hash).await?;

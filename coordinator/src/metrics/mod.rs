@@ -56,7 +56,7 @@ pub(crate) struct Metrics {
 
 /// What is counted when somebody looks, rather than as it happens.
 #[derive(Debug, Default)]
-struct Now {
+struct GaugeValues {
     jobs: Vec<(&'static str, i64)>,
     workers: Vec<(&'static str, i64)>,
     devices: Vec<(DeviceLabels, i64)>,
@@ -131,13 +131,13 @@ impl Metrics {
                 Record::NewJob(..) => {
                     self.submitted.inc();
                 }
-                Record::Event { event, .. } => self.happened(&event.body),
+                Record::Event { event, .. } => self.count_event(&event.body),
                 _ => {}
             }
         }
     }
 
-    fn happened(&self, body: &EventBody) {
+    fn count_event(&self, body: &EventBody) {
         match body {
             EventBody::State { state, .. } if state.is_ended() => {
                 self.job_ends.get_or_create(&in_state(state.name())).inc();
@@ -158,7 +158,7 @@ impl Metrics {
     }
 
     /// All metrics in the text format that Prometheus reads.
-    fn text(&self, now: Now) -> String {
+    fn text(&self, now: GaugeValues) -> String {
         // Those that are not there any more do not stay as they were.
         self.devices.clear();
         for (state, count) in now.jobs {
@@ -189,8 +189,8 @@ impl Metrics {
 }
 
 /// Counts what there is. Every state is there even when nothing is in it, so that alerts have something to look at.
-fn look(state: &State) -> Now {
-    let mut now = Now::default();
+fn gauge_values(state: &State) -> GaugeValues {
+    let mut now = GaugeValues::default();
     let jobs = state.active_jobs();
     now.jobs = vec![
         (JobState::Queued.name(), jobs.queued as i64),

@@ -11,7 +11,7 @@ use std::path::Path;
 const FILE: &str = "hostnames";
 
 /// Keeps names for every start.
-pub(super) fn keep(folder: &Path, names: &[String]) -> Result<(), CaError> {
+pub(super) fn write_names(folder: &Path, names: &[String]) -> Result<(), CaError> {
     if names.is_empty() {
         return Ok(());
     }
@@ -22,14 +22,14 @@ pub(super) fn keep(folder: &Path, names: &[String]) -> Result<(), CaError> {
 }
 
 /// The names that were kept. A file that cannot be read only means that they are not there.
-pub(super) fn kept(folder: &Path) -> Vec<String> {
+pub(super) fn read_names(folder: &Path) -> Vec<String> {
     let text = std::fs::read_to_string(folder.join(FILE)).unwrap_or_default();
     text.split_whitespace().map(ToOwned::to_owned).collect()
 }
 
 /// Every name and address for a certificate of a coordinator that listens at `bind`, each once.
-pub(super) fn names(bind: SocketAddr, told: &[String]) -> Vec<String> {
-    let mut names: BTreeSet<String> = told.iter().cloned().collect();
+pub(super) fn names(bind: SocketAddr, hostnames: &[String]) -> Vec<String> {
+    let mut names: BTreeSet<String> = hostnames.iter().cloned().collect();
     names.insert("localhost".to_owned());
     for loopback in [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST)] {
         names.insert(loopback.to_string());
@@ -80,9 +80,9 @@ fn interfaces() -> Vec<IpAddr> {
     Vec::new()
 }
 
-/// The names under which `init` was told that coordinators are reached.
+/// The names under which `init` was hostnames that coordinators are reached.
 pub(super) fn server_names(pki: &PkiConfig) -> Vec<String> {
-    let mut names = kept(&pki.folder);
+    let mut names = read_names(&pki.folder);
     names.extend(pki.hostnames.iter().cloned());
     names
 }
@@ -93,8 +93,8 @@ mod tests {
 
     #[test]
     fn a_machine_has_the_names_it_was_told_and_those_it_knows() {
-        let told = ["gpu.lab".to_owned(), "not a name".to_owned()];
-        let some = names("10.1.2.3:7420".parse().unwrap(), &told);
+        let hostnames = ["gpu.lab".to_owned(), "not a name".to_owned()];
+        let some = names("10.1.2.3:7420".parse().unwrap(), &hostnames);
         for name in ["gpu.lab", "localhost", "127.0.0.1", "::1", "10.1.2.3"] {
             assert!(some.iter().any(|other| other == name), "{name}: {some:?}");
         }
@@ -106,8 +106,8 @@ mod tests {
         );
 
         let folder = tempfile::tempdir().unwrap();
-        assert!(kept(folder.path()).is_empty());
-        keep(folder.path(), &told[..1]).unwrap();
-        assert_eq!(kept(folder.path()), ["gpu.lab"]);
+        assert!(read_names(folder.path()).is_empty());
+        write_names(folder.path(), &hostnames[..1]).unwrap();
+        assert_eq!(read_names(folder.path()), ["gpu.lab"]);
     }
 }

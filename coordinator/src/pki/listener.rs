@@ -13,11 +13,11 @@ use tokio_rustls::server::TlsStream;
 use tokio_stream::wrappers::ReceiverStream;
 
 /// Handshakes at once: what a pool of workers that comes back in one moment needs. More wait in the system's queue.
-const HANDSHAKES: usize = 1024;
+const MAX_HANDSHAKES: usize = 1024;
 /// A peer that takes longer than this is gone, or only holds a place.
-const PATIENCE: Duration = Duration::from_secs(10);
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Connections that wait for the server's task.
-const READY: usize = 16;
+const READY_QUEUE: usize = 16;
 
 /// Connections that shook hands.
 pub(super) type Incoming = ReceiverStream<io::Result<TlsStream<Connection>>>;
@@ -29,32 +29,32 @@ pub(super) fn accept(
     config: Arc<ServerConfig>,
     refused: impl Fn(SocketAddr, &str) + Send + Sync + 'static,
 ) -> Incoming {
-    let (sender, receiver) = mpsc::channel(READY);
+    let (sender, receiver) = mpsc::channel(READY_QUEUE);
     let (acceptor, refused) = (TlsAcceptor::from(config), Arc::new(refused));
-    let places = Arc::new(Semaphore::new(HANDSHAKES));
+    let permits = Arc::new(Semaphore::new(MAX_HANDSHAKES));
     tokio::spawn(async move {
         loop {
             let next = async {
-                let place = places.clone().acquire_owned().await;
-                (place, limiter.accept(&listener).await)
+                let permit = permits.clone().acquire_owned().await;
+                (permit, limiter.accept(&listener).await)
             };
-            let (place, (tcp, from)) = tokio::select! {
+            let (permit, (tcp, from)) = tokio::select! {
                 next = next => next,
                 () = sender.closed() => return,
             };
             let (acceptor, refused, sender) = (acceptor.clone(), refused.clone(), sender.clone());
             tokio::spawn(async move {
-                let _place = place;
-                match tokio::time::timeout(PATIENCE, acceptor.accept(tcp)).await {
+                let _permit = permit;
+                match tokio::time::timeout(HANDSHAKE_TIMEOUT, acceptor.accept(tcp)).await {
                     // A receiver that is gone means that we shut down.
                     Ok(Ok(stream)) => drop(sender.send(Ok(stream)).await),
                     Ok(Err(error)) => {
-                        tracing::debug!(%error, %from, "no TLS came about");
+                        tracing::debug!(%error, %from, "the TLS handshake failed");
                         if let Some(problem) = certificate_problem(&error) {
                             refused(from, &problem);
                         }
                     }
-                    Err(_) => tracing::debug!(%from, "no TLS came about in time"),
+                    Err(_) => tracing::debug!(%from, "the TLS handshake timed out"),
                 }
             });
         }

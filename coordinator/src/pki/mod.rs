@@ -11,7 +11,7 @@ mod server;
 mod signer;
 
 pub use error::PkiError;
-pub(crate) use signer::{Signer, wall};
+pub(crate) use signer::{Signer, wall_clock};
 
 use crate::config::{Config, TlsFiles};
 use crate::connection_limiter::ConnectionLimiter;
@@ -24,7 +24,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::{ResolvesServerCert, WebPkiClientVerifier};
 use rustls::sign::CertifiedKey;
 use rustls::{RootCertStore, ServerConfig};
-use server::Current;
+use server::CurrentCertificate;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -35,7 +35,7 @@ use tokio::task::JoinHandle;
 pub(crate) struct Tls {
     config: Arc<ServerConfig>,
     signer: Option<Arc<Signer>>,
-    renewing: Option<server::Renewing>,
+    renewing: Option<server::CertificateRenewal>,
     /// Workers on other machines must have a certificate.
     pub(crate) certificates_only: bool,
 }
@@ -51,9 +51,9 @@ impl Tls {
             })),
         };
         let (resolver, renewing): (Arc<dyn ResolvesServerCert>, _) = match (&config.tls, &config.pki, &signer) {
-            (Some(files), _, _) => (Arc::new(Current::new(own(files)?)), None),
+            (Some(files), _, _) => (Arc::new(CurrentCertificate::new(read_certificate(files)?)), None),
             (None, Some(pki), Some(signer)) => {
-                let renewing = server::Renewing::begin(signer.clone(), pki, addr)?;
+                let renewing = server::CertificateRenewal::start(signer.clone(), pki, addr)?;
                 (renewing.current(), Some(renewing))
             }
             _ => return Ok(None),
@@ -106,7 +106,7 @@ impl Tls {
 }
 
 /// A certificate that the administrator gave.
-fn own(files: &TlsFiles) -> Result<CertifiedKey, PkiError> {
+fn read_certificate(files: &TlsFiles) -> Result<CertifiedKey, PkiError> {
     let bad = |path: &std::path::Path, problem: String| PkiError::File {
         path: path.to_owned(),
         problem,
@@ -155,8 +155,8 @@ pub fn init(data_dir: &std::path::Path, hostnames: &[String]) -> Result<Made, Pk
     }
     // Closed to others, as at the first start.
     crate::data_folder::create(data_dir).map_err(|error| PkiError::Library(error_chain(&error)))?;
-    addresses::keep(&folder, hostnames)?;
-    let ca = Ca::create(&folder, wall())?;
+    addresses::write_names(&folder, hostnames)?;
+    let ca = Ca::create(&folder, wall_clock())?;
     Ok(Made {
         new: true,
         hash: ca.hash(),

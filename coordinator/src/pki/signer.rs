@@ -27,7 +27,8 @@ impl Signer {
         name: &UserName,
         enrolment: &str,
     ) -> Result<(String, WorkerCertificate), CaError> {
-        self.ca.issue_worker(request, name, enrolment, wall(), self.worker_life)
+        self.ca
+            .issue_worker(request, name, enrolment, wall_clock(), self.worker_life)
     }
 
     /// When a worker should ask for the next one: after half of its life, so that an outage of the other half does no harm.
@@ -38,6 +39,6 @@ impl Signer {
 
 /// What the clock on the wall says. Not the coordinator's own one: that stands still while the machine sleeps, and TLS asks
 /// the wall.
-pub(crate) fn wall() -> UnixMillis {
+pub(crate) fn wall_clock() -> UnixMillis {
     Clock::new().now()
 }

@@ -8,48 +8,48 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-/// Uploads that are kept in memory, about 60 MB; what does not fit is read again when its owner comes back.
-const MOST: usize = 1_000_000;
+/// Uploads that are cache in memory, about 60 MB; what does not fit is read again when its owner comes back.
+const MAX_CACHED: usize = 1_000_000;
 /// What a blob counts at least, however small it is: about what a file of one byte takes.
-const LEAST: u64 = 4 << 10;
+const MIN_COUNTED_BYTES: u64 = 4 << 10;
 /// Sizes that are written in one transaction.
-const SIZES_AT_ONCE: usize = 500;
+const SIZES_PER_TRANSACTION: usize = 500;
 
-fn counted(bytes: u64) -> u64 {
-    bytes.max(LEAST)
+fn counted_bytes(bytes: u64) -> u64 {
+    bytes.max(MIN_COUNTED_BYTES)
 }
 
 /// What one of them sent.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Sent(Arc<RwLock<SentBlobs>>);
+pub(super) struct SentBlobs(Arc<RwLock<SentBlobsInner>>);
 
 #[derive(Debug, Default)]
-struct SentBlobs {
+struct SentBlobsInner {
     /// With their sizes.
     blobs: HashMap<ContentHash, u64>,
     /// What they count together.
     bytes: u64,
 }
 
-impl SentBlobs {
+impl SentBlobsInner {
     fn add(&mut self, hash: ContentHash, bytes: u64) {
         if let Some(before) = self.blobs.insert(hash, bytes) {
-            self.bytes = self.bytes.saturating_sub(counted(before));
+            self.bytes = self.bytes.saturating_sub(counted_bytes(before));
         }
-        self.bytes = self.bytes.saturating_add(counted(bytes));
+        self.bytes = self.bytes.saturating_add(counted_bytes(bytes));
     }
 }
 
-impl Sent {
+impl SentBlobs {
     fn of(stored: Vec<(ContentHash, u64)>) -> Self {
-        let mut sent = SentBlobs::default();
+        let mut sent = SentBlobsInner::default();
         for (hash, bytes) in stored {
             sent.add(hash, bytes);
         }
         Self(Arc::new(RwLock::new(sent)))
     }
 
-    pub(super) fn holds(&self, hash: &ContentHash) -> bool {
+    pub(super) fn contains(&self, hash: &ContentHash) -> bool {
         self.read().blobs.contains_key(hash)
     }
 
@@ -62,11 +62,11 @@ impl Sent {
         self.read().blobs.len()
     }
 
-    fn read(&self) -> std::sync::RwLockReadGuard<'_, SentBlobs> {
+    fn read(&self) -> std::sync::RwLockReadGuard<'_, SentBlobsInner> {
         self.0.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn write(&self) -> std::sync::RwLockWriteGuard<'_, SentBlobs> {
+    fn write(&self) -> std::sync::RwLockWriteGuard<'_, SentBlobsInner> {
         self.0.write().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -77,7 +77,7 @@ impl Sent {
     fn remove(&self, hash: &ContentHash) {
         let mut sent = self.write();
         if let Some(bytes) = sent.blobs.remove(hash) {
-            sent.bytes = sent.bytes.saturating_sub(counted(bytes));
+            sent.bytes = sent.bytes.saturating_sub(counted_bytes(bytes));
         }
     }
 }
@@ -86,7 +86,7 @@ impl Sent {
 #[derive(Debug, Default)]
 struct Activity {
     /// Bytes of uploads that are under way, as they count.
-    coming: u64,
+    pending: u64,
     /// Calls that go on.
     calls: usize,
     /// When the last one ended.
@@ -101,12 +101,12 @@ fn lock(activities: &Activities) -> MutexGuard<'_, HashMap<String, Activity>> {
 
 /// A call that goes on: as long as there is one, and a while after it, what its caller sent stays.
 #[derive(Debug)]
-pub(crate) struct Calling {
+pub(crate) struct ActiveCall {
     activities: Activities,
     who: String,
 }
 
-impl Drop for Calling {
+impl Drop for ActiveCall {
     fn drop(&mut self) {
         if let Some(activity) = lock(&self.activities).get_mut(&self.who) {
             activity.calls = activity.calls.saturating_sub(1);
@@ -117,16 +117,16 @@ impl Drop for Calling {
 
 /// Bytes of an upload that is under way; counted until this goes.
 #[derive(Debug)]
-pub(crate) struct Coming {
+pub(crate) struct PendingUpload {
     activities: Activities,
     who: String,
     bytes: u64,
 }
 
-impl Drop for Coming {
+impl Drop for PendingUpload {
     fn drop(&mut self) {
         if let Some(activity) = lock(&self.activities).get_mut(&self.who) {
-            activity.coming = activity.coming.saturating_sub(self.bytes);
+            activity.pending = activity.pending.saturating_sub(self.bytes);
         }
     }
 }
@@ -136,9 +136,9 @@ impl Drop for Coming {
 pub(crate) struct Uploads {
     store: Arc<dyn Store>,
     /// Those who were here lately. Held while the store is read or written, so that both always say the same.
-    kept: tokio::sync::Mutex<HashMap<String, Sent>>,
-    /// Not yet durable; whoever gets at `kept` next writes them all in one go.
-    waiting: Mutex<Vec<Upload>>,
+    cache: tokio::sync::Mutex<HashMap<String, SentBlobs>>,
+    /// Not yet durable; whoever gets at `cache` next writes them all in one go.
+    unstored: Mutex<Vec<Upload>>,
     /// As many as have tokens.
     activities: Activities,
 }
@@ -147,24 +147,24 @@ impl Uploads {
     pub(crate) fn new(store: Arc<dyn Store>) -> Self {
         Self {
             store,
-            kept: tokio::sync::Mutex::default(),
-            waiting: Mutex::default(),
+            cache: tokio::sync::Mutex::default(),
+            unstored: Mutex::default(),
             activities: Arc::default(),
         }
     }
 
     /// What somebody sent.
-    pub(super) async fn of(&self, who: &str) -> Result<Sent, StoreError> {
-        let mut kept = self.kept.lock().await;
-        if let Some(sent) = kept.get(who) {
+    pub(super) async fn sent_by(&self, who: &str) -> Result<SentBlobs, StoreError> {
+        let mut cache = self.cache.lock().await;
+        if let Some(sent) = cache.get(who) {
             return Ok(sent.clone());
         }
-        let sent = Sent::of(self.store.uploads_of(who).await?);
-        let others: usize = kept.values().map(Sent::len).sum();
-        if others + sent.len() > MOST {
-            kept.clear();
+        let sent = SentBlobs::of(self.store.uploads_of(who).await?);
+        let others: usize = cache.values().map(SentBlobs::len).sum();
+        if others + sent.len() > MAX_CACHED {
+            cache.clear();
         }
-        kept.insert(who.to_owned(), sent.clone());
+        cache.insert(who.to_owned(), sent.clone());
         Ok(sent)
     }
 
@@ -172,16 +172,16 @@ impl Uploads {
     ///
     /// # Errors
     /// How many bytes they have, if that is too much.
-    pub(super) fn set_aside(&self, who: &str, sent: &Sent, bytes: u64, most: u64) -> Result<Coming, u64> {
+    pub(super) fn reserve(&self, who: &str, sent: &SentBlobs, bytes: u64, most: u64) -> Result<PendingUpload, u64> {
         let mut activities = lock(&self.activities);
         let activity = activities.entry(who.to_owned()).or_default();
-        let in_use = sent.bytes().saturating_add(activity.coming);
-        let bytes = counted(bytes);
+        let in_use = sent.bytes().saturating_add(activity.pending);
+        let bytes = counted_bytes(bytes);
         if in_use.saturating_add(bytes) > most {
             return Err(in_use);
         }
-        activity.coming += bytes;
-        Ok(Coming {
+        activity.pending += bytes;
+        Ok(PendingUpload {
             activities: self.activities.clone(),
             who: who.to_owned(),
             bytes,
@@ -189,9 +189,9 @@ impl Uploads {
     }
 
     /// Somebody asks for blobs, or sends one.
-    pub(super) fn calling(&self, who: &str) -> Calling {
+    pub(super) fn begin_call(&self, who: &str) -> ActiveCall {
         lock(&self.activities).entry(who.to_owned()).or_default().calls += 1;
-        Calling {
+        ActiveCall {
             activities: self.activities.clone(),
             who: who.to_owned(),
         }
@@ -199,7 +199,7 @@ impl Uploads {
 
     /// How long a blob that nothing names stays after it was stored: `long` while one of its senders is still at it, or when
     /// nobody knows who sent it; otherwise `short`.
-    pub(crate) async fn keeps(
+    pub(crate) async fn retention_of(
         &self,
         hash: ContentHash,
         short: Duration,
@@ -214,39 +214,39 @@ impl Uploads {
     }
 
     /// Remembers that somebody sent this blob. Durable when this returns.
-    pub(super) async fn note(&self, who: &str, hash: ContentHash, bytes: u64) -> Result<(), StoreError> {
+    pub(super) async fn record(&self, who: &str, hash: ContentHash, bytes: u64) -> Result<(), StoreError> {
         let upload = Upload {
             who: who.to_owned(),
             hash,
             bytes,
         };
-        self.waiting().push(upload.clone());
-        let kept = self.kept.lock().await;
-        if kept.get(who).is_some_and(|sent| sent.holds(&hash)) {
-            self.waiting().retain(|other| *other != upload);
+        self.unstored().push(upload.clone());
+        let cache = self.cache.lock().await;
+        if cache.get(who).is_some_and(|sent| sent.contains(&hash)) {
+            self.unstored().retain(|other| *other != upload);
             return Ok(());
         }
-        let mut batch = std::mem::take(&mut *self.waiting());
+        let mut batch = std::mem::take(&mut *self.unstored());
         // Whoever took ours away may have failed, or been dropped on the way.
         batch.push(upload);
         self.store.note_uploads(&batch).await?;
         for Upload { who, hash, bytes } in batch {
-            if let Some(sent) = kept.get(&who) {
+            if let Some(sent) = cache.get(&who) {
                 sent.add(hash, bytes);
             }
         }
         Ok(())
     }
 
-    fn waiting(&self) -> MutexGuard<'_, Vec<Upload>> {
-        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    fn unstored(&self) -> MutexGuard<'_, Vec<Upload>> {
+        self.unstored.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The blob is gone: whoever needs it sends it again. Nobody may be sending it meanwhile.
     pub(crate) async fn forget(&self, hash: ContentHash) -> Result<(), StoreError> {
-        let kept = self.kept.lock().await;
+        let cache = self.cache.lock().await;
         self.store.forget_uploads(hash).await?;
-        for sent in kept.values() {
+        for sent in cache.values() {
             sent.remove(&hash);
         }
         Ok(())
@@ -260,11 +260,11 @@ impl Uploads {
         }
         let found = listed.iter().filter(|blob| unmeasured.contains(&blob.hash));
         let sizes: Vec<_> = found.map(|blob| (blob.hash, blob.bytes)).collect();
-        for sizes in sizes.chunks(SIZES_AT_ONCE) {
-            let kept = self.kept.lock().await;
+        for sizes in sizes.chunks(SIZES_PER_TRANSACTION) {
+            let cache = self.cache.lock().await;
             self.store.measure_uploads(sizes).await?;
-            for sent in kept.values() {
-                for (hash, bytes) in sizes.iter().filter(|(hash, _)| sent.holds(hash)) {
+            for sent in cache.values() {
+                for (hash, bytes) in sizes.iter().filter(|(hash, _)| sent.contains(hash)) {
                     sent.add(*hash, *bytes);
                 }
             }
@@ -291,25 +291,25 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let store = store(&folder).await;
         let uploads = Arc::new(Uploads::new(store.clone()));
-        assert!(!uploads.of("a").await.unwrap().holds(&blob(0)));
+        assert!(!uploads.sent_by("a").await.unwrap().contains(&blob(0)));
         let many: Vec<_> = (0..50)
             .map(|n| {
                 let uploads = uploads.clone();
-                tokio::spawn(async move { uploads.note("a", blob(n), 10_000).await.unwrap() })
+                tokio::spawn(async move { uploads.record("a", blob(n), 10_000).await.unwrap() })
             })
             .collect();
         for one in many {
             one.await.unwrap();
         }
         for uploads in [uploads.as_ref(), &Uploads::new(store.clone())] {
-            let (a, b) = (uploads.of("a").await.unwrap(), uploads.of("b").await.unwrap());
-            assert!((0..50).all(|n| a.holds(&blob(n)) && !b.holds(&blob(n))));
+            let (a, b) = (uploads.sent_by("a").await.unwrap(), uploads.sent_by("b").await.unwrap());
+            assert!((0..50).all(|n| a.contains(&blob(n)) && !b.contains(&blob(n))));
             assert_eq!((a.bytes(), b.bytes()), (500_000, 0));
         }
         uploads.forget(blob(7)).await.unwrap();
         for uploads in [uploads.as_ref(), &Uploads::new(store.clone())] {
-            let a = uploads.of("a").await.unwrap();
-            assert!(!a.holds(&blob(7)) && a.holds(&blob(8)));
+            let a = uploads.sent_by("a").await.unwrap();
+            assert!(!a.contains(&blob(7)) && a.contains(&blob(8)));
             assert_eq!(a.bytes(), 490_000);
         }
         store.close().await;
@@ -320,16 +320,16 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let store = store(&folder).await;
         let uploads = Uploads::new(store.clone());
-        let sent = uploads.of("a").await.unwrap();
-        let first = uploads.set_aside("a", &sent, 6_000, 20_000).unwrap();
-        assert_eq!(uploads.set_aside("a", &sent, 15_000, 20_000).unwrap_err(), 6_000);
-        uploads.note("a", blob(0), 6_000).await.unwrap();
+        let sent = uploads.sent_by("a").await.unwrap();
+        let first = uploads.reserve("a", &sent, 6_000, 20_000).unwrap();
+        assert_eq!(uploads.reserve("a", &sent, 15_000, 20_000).unwrap_err(), 6_000);
+        uploads.record("a", blob(0), 6_000).await.unwrap();
         drop(first);
-        uploads.note("a", blob(1), 1).await.unwrap();
-        let full = uploads.set_aside("a", &sent, 10_000, 20_000).unwrap_err();
-        assert_eq!(full, 6_000 + LEAST);
+        uploads.record("a", blob(1), 1).await.unwrap();
+        let full = uploads.reserve("a", &sent, 10_000, 20_000).unwrap_err();
+        assert_eq!(full, 6_000 + MIN_COUNTED_BYTES);
         uploads.forget(blob(0)).await.unwrap();
-        uploads.set_aside("a", &sent, 10_000, 20_000).unwrap();
+        uploads.reserve("a", &sent, 10_000, 20_000).unwrap();
         store.close().await;
     }
 
@@ -339,15 +339,15 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let store = store(&folder).await;
         let uploads = Uploads::new(store.clone());
-        let keeps = async |n: u32| uploads.keeps(blob(n), short, long).await.unwrap();
-        assert_eq!(keeps(0).await, long, "nobody knows whose it is");
-        uploads.note("a", blob(0), 1).await.unwrap();
-        assert_eq!(keeps(0).await, short);
-        let calling = uploads.calling("a");
-        assert_eq!(keeps(0).await, long);
+        let retention_of = async |n: u32| uploads.retention_of(blob(n), short, long).await.unwrap();
+        assert_eq!(retention_of(0).await, long, "nobody knows whose it is");
+        uploads.record("a", blob(0), 1).await.unwrap();
+        assert_eq!(retention_of(0).await, short);
+        let calling = uploads.begin_call("a");
+        assert_eq!(retention_of(0).await, long);
         drop(calling);
-        assert_eq!(keeps(0).await, long, "an hour has not passed");
-        let zero = uploads.keeps(blob(0), Duration::ZERO, long).await.unwrap();
+        assert_eq!(retention_of(0).await, long, "an hour has not passed");
+        let zero = uploads.retention_of(blob(0), Duration::ZERO, long).await.unwrap();
         assert_eq!(zero, Duration::ZERO);
         store.close().await;
     }

@@ -4,8 +4,8 @@
 //! The first line says what it is, then one line per row, and the last line says how many rows there were and what the
 //! SHA-256 of all bytes before it is: a backup that was cut short or changed is refused.
 
+use super::connection::SqlTransaction;
 use super::error::StoreError;
-use super::link::Work;
 use super::sql::SqlStore;
 use super::tables::{Cell, TABLES};
 use aitk_common::control::{EventBody, JobEvent, UnixMillis};
@@ -78,13 +78,13 @@ enum Line {
 }
 
 /// Writes, counts and hashes.
-struct Out<'a> {
+struct BackupWriter<'a> {
     to: &'a mut (dyn Write + Send),
     hash: Sha256,
 }
 
-impl Out<'_> {
-    fn line(&mut self, line: &Line) -> Result<(), BackupError> {
+impl BackupWriter<'_> {
+    fn write_line(&mut self, line: &Line) -> Result<(), BackupError> {
         let mut text = serde_json::to_vec(line).map_err(std::io::Error::from)?;
         text.push(b'\n');
         self.hash.update(&text);
@@ -99,20 +99,23 @@ impl SqlStore {
     /// [`BackupError::Store`], [`BackupError::File`]
     pub async fn backup(&self, to: &mut (dyn Write + Send)) -> Result<Tally, BackupError> {
         let mut tally = Tally::default();
-        let mut out = Out {
+        let mut out = BackupWriter {
             to,
             hash: Sha256::new(),
         };
-        out.line(&Line::Format(FORMAT.into()))?;
-        let mut work = self.reading().await?;
+        out.write_line(&Line::Format(FORMAT.into()))?;
+        let mut transaction = self.begin_read().await?;
         for table in TABLES {
             let mut after = table.before.to_vec();
             loop {
                 let mut values = after.clone();
                 values.push(table.page.into());
-                let page = work.rows(table.read, &values).await.map_err(|e| self.failed(e))?;
+                let page = transaction
+                    .rows(table.read, &values)
+                    .await
+                    .map_err(|e| self.failed(e))?;
                 for row in &page {
-                    out.line(&Line::Row(table.name.into(), table.cells(row)))?;
+                    out.write_line(&Line::Row(table.name.into(), table.cells(row)))?;
                 }
                 tally.rows += page.len() as u64;
                 if table.name == "jobs" {
@@ -126,7 +129,7 @@ impl SqlStore {
         }
         let sha256 = ContentHash::from_digest(out.hash.clone().finalize().into());
         let rows = tally.rows;
-        out.line(&Line::End { rows, sha256 })?;
+        out.write_line(&Line::End { rows, sha256 })?;
         out.to.flush()?;
         Ok(tally)
     }
@@ -141,8 +144,8 @@ impl SqlStore {
     pub async fn restore(&self, from: &mut (impl Read + Seek), now: UnixMillis) -> Result<Tally, BackupError> {
         verify(from)?;
         from.rewind()?;
-        let mut work = self.begin().await?;
-        let counts = work
+        let mut transaction = self.begin_write().await?;
+        let counts = transaction
             .rows(
                 "SELECT (SELECT COUNT(*) FROM jobs), (SELECT COUNT(*) FROM workers), (SELECT COUNT(*) FROM documents)",
                 &[],
@@ -174,18 +177,21 @@ impl SqlStore {
             let values = table
                 .values(cells)
                 .ok_or_else(|| damaged("a value of the wrong kind".into()))?;
-            work.run(table.write, &values).await.map_err(|e| self.failed(e))?;
+            transaction
+                .run(table.write, &values)
+                .await
+                .map_err(|e| self.failed(e))?;
             tally.rows += 1;
             tally.jobs += u64::from(name == "jobs");
         }
-        self.fence(&mut work, now).await?;
-        work.commit().await.map_err(|e| self.failed(e))?;
+        self.fence_jobs(&mut transaction, now).await?;
+        transaction.commit().await.map_err(|e| self.failed(e))?;
         Ok(tally)
     }
 
     /// Makes the gaps.
-    async fn fence(&self, work: &mut Work, now: UnixMillis) -> Result<(), StoreError> {
-        let rows = work
+    async fn fence_jobs(&self, transaction: &mut SqlTransaction, now: UnixMillis) -> Result<(), StoreError> {
+        let rows = transaction
             .rows(
                 "SELECT id, record, (SELECT MAX(cursor) FROM events WHERE events.job = jobs.id) FROM jobs",
                 &[],
@@ -216,7 +222,7 @@ impl SqlStore {
                 },
                 aitk_scheduler::Record::Job(Arc::new(job)),
             ];
-            super::records::write_all(work, &records, &[], super::EVENTS_KEPT)
+            super::records::write_all(transaction, &records, &[], super::EVENTS_KEPT)
                 .await
                 .map_err(|e| self.failed(e))?;
         }
@@ -274,8 +280,8 @@ fn verify(from: &mut impl Read) -> Result<(), BackupError> {
             Line::Format(_) => return damaged("it is of another format; was it made by a newer version?"),
             _ if number == 1 => return damaged("it does not begin as a backup does"),
             Line::Row(..) => rows += 1,
-            Line::End { rows: told, sha256 } => {
-                if told != rows || sha256 != ContentHash::from_digest(hash.clone().finalize().into()) {
+            Line::End { rows: expected, sha256 } => {
+                if expected != rows || sha256 != ContentHash::from_digest(hash.clone().finalize().into()) {
                     return damaged(
                         "what stands before does not have the size and the SHA-256 that it should; it was changed",
                     );

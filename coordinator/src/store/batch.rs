@@ -4,7 +4,7 @@
 //! of a transaction are sorted by what is done with them and written 32, 16, 8 … at a time; few different statements, so
 //! each stays prepared. The order of tables does not matter: nothing refers from one to the other inside the database.
 
-use super::link::{Statement, Value, Work};
+use super::connection::{SqlTransaction, Statement, Value};
 use std::sync::LazyLock;
 
 /// Rows of one statement: powers of two, so that any number is a few of them. The widest row times the most rows stays
@@ -15,11 +15,11 @@ const SIZES: [usize; 6] = [32, 16, 8, 4, 2, 1];
 type Statements = [Statement; SIZES.len()];
 
 /// What is done with rows of one kind.
-pub(super) struct Bulk {
+pub(super) struct BulkStatement {
     statements: LazyLock<Statements>,
 }
 
-impl Bulk {
+impl BulkStatement {
     pub(super) const fn new(statements: fn() -> Statements) -> Self {
         Self {
             statements: LazyLock::new(statements),
@@ -27,7 +27,7 @@ impl Bulk {
     }
 
     /// Runs it for all rows, in order. No key may be there twice.
-    pub(super) async fn run(&self, to: &mut Work, rows: Vec<Vec<Value>>) -> Result<(), sqlx::Error> {
+    pub(super) async fn run(&self, to: &mut SqlTransaction, rows: Vec<Vec<Value>>) -> Result<(), sqlx::Error> {
         let mut left = rows.len();
         let mut rows = rows.into_iter();
         for (size, statement) in SIZES.into_iter().zip(self.statements.iter()) {

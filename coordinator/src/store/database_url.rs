@@ -11,10 +11,10 @@ use url::Url;
 pub(super) const CONNECTIONS: u32 = 8;
 
 /// How long a call waits for a connection. Short, so that the retries of a commit are retries.
-pub(super) const PATIENCE: Duration = Duration::from_secs(10);
+pub(super) const ACQUIRE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The number of our lock: "aitk" in ASCII, and 1.
-pub(super) const LOCK: i64 = 0x6169_746b_0001;
+pub(super) const ADVISORY_LOCK: i64 = 0x6169_746b_0001;
 
 pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
@@ -70,7 +70,7 @@ impl DatabaseUrl {
     }
 
     /// Says so when passwords and prompts may travel in clear.
-    pub(super) fn warn_of_clear_text(&self) -> Result<(), StoreError> {
+    pub(super) fn warn_if_unencrypted(&self) -> Result<(), StoreError> {
         let options = self.options()?;
         let far = options.get_socket().is_none() && !matches!(options.get_host(), "localhost" | "127.0.0.1" | "::1");
         let perhaps = matches!(

@@ -5,7 +5,7 @@
 //! transaction compares it (see [`super::sql`]), so a leader that slept through its lease changes nothing when it wakes.
 //! A coordinator that wants no others beside it holds an advisory lock as well, so that a second one is told at its start.
 
-use super::database_url::{BoxError, LOCK, MIGRATIONS};
+use super::database_url::{ADVISORY_LOCK, BoxError, MIGRATIONS};
 use aitk_common::hash::ContentHash;
 use aitk_common::security::token::Token;
 use sqlx::postgres::{PgConnectOptions, PgPool};
@@ -13,16 +13,16 @@ use sqlx::{Connection, PgConnection};
 use std::time::{Duration, Instant};
 use tokio::sync::Mutex;
 
-/// How long a leader is believed in that does not renew. Takeover takes this, a look, and the loading of the queue: with
+/// How long a leader is valid_until in that does not renew. Takeover takes this, a look, and the loading of the queue: with
 /// 100,000 jobs about a second, so that all of it stays below ten.
 pub(crate) const LEASE: Duration = Duration::from_secs(5);
 /// How often it is renewed, and looked at.
 pub(crate) const RENEW: Duration = Duration::from_secs(1);
 /// How long one renewal may take.
-pub(super) const ANSWER: Duration = Duration::from_secs(2);
+pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// What a session of ours is for that the server has lost sight of: a leader whose machine vanished must not keep
 /// the row of its epoch locked. Keep-alives find out about the machine, the other limit about a process that stands still.
-const SIGHT: [(&str, &str); 4] = [
+const KEEPALIVE_OPTIONS: [(&str, &str); 4] = [
     ("tcp_keepalives_idle", "3"),
     ("tcp_keepalives_interval", "1"),
     ("tcp_keepalives_count", "3"),
@@ -66,7 +66,7 @@ impl std::fmt::Debug for Leader {
 }
 
 /// The connection that renews, and whether it holds the lock.
-pub(super) struct Holder {
+pub(super) struct LeaseConnection {
     pub(super) connection: PgConnection,
     pub(super) locked: bool,
 }
@@ -79,9 +79,9 @@ pub(super) struct Writer {
     /// What others show with a call that they pass on to us.
     pub(super) proof: Token,
     /// None after it broke.
-    holder: Mutex<Option<Holder>>,
+    holder: Mutex<Option<LeaseConnection>>,
     /// Until when we may believe that we lead: from before the last renewal that succeeded.
-    believed: Mutex<Instant>,
+    valid_until: Mutex<Instant>,
 }
 
 impl std::fmt::Debug for Writer {
@@ -95,7 +95,7 @@ impl std::fmt::Debug for Writer {
 impl Writer {
     /// Alone: takes the lock, then changes the tables if they need it, and takes a fresh epoch. Without the lock nothing
     /// changes: whoever has it may be of another version.
-    pub(super) async fn alone(
+    pub(super) async fn acquire_exclusive(
         options: &PgConnectOptions,
         pool: &PgPool,
         candidate: &Candidate,
@@ -106,33 +106,33 @@ impl Writer {
         }
         MIGRATIONS.run(pool).await?;
         let free = "address IS NULL OR until < clock_timestamp()";
-        let holder = Holder {
+        let holder = LeaseConnection {
             connection,
             locked: true,
         };
-        Self::take(options, pool, candidate, holder, free).await
+        Self::acquire(options, pool, candidate, holder, free).await
     }
 
     /// A fresh epoch and the lease, if it is free.
-    pub(super) async fn take(
+    pub(super) async fn acquire(
         options: &PgConnectOptions,
         pool: &PgPool,
         candidate: &Candidate,
-        holder: Holder,
+        holder: LeaseConnection,
         free: &'static str,
     ) -> Result<Option<Self>, BoxError> {
         let began = Instant::now();
         let proof = Token::generate();
-        let mut work = pool.begin().await?;
+        let mut transaction = pool.begin().await?;
         // Of two that come at once the second waits here, and then sees that it is taken.
         let look = sqlx::AssertSqlSafe(format!("SELECT id FROM lease WHERE id = 1 AND ({free}) FOR UPDATE"));
-        let vacant: Option<i64> = sqlx::query_scalar(look).fetch_optional(&mut *work).await?;
+        let vacant: Option<i64> = sqlx::query_scalar(look).fetch_optional(&mut *transaction).await?;
         if vacant.is_none() {
             return Ok(None);
         }
         // Waits for transactions of the last leader that are under way, which the server ends if they stand still.
         let epoch: i64 = sqlx::query_scalar("UPDATE writer SET epoch = epoch + 1 WHERE id = 1 RETURNING epoch")
-            .fetch_one(&mut *work)
+            .fetch_one(&mut *transaction)
             .await?;
         sqlx::query(
             "UPDATE lease SET epoch = $1, until = clock_timestamp() + make_interval(secs => $2), address = $3, \
@@ -144,15 +144,15 @@ impl Writer {
         .bind(proof.secret())
         .bind(candidate.token.to_hex())
         .bind(&candidate.storage)
-        .execute(&mut *work)
+        .execute(&mut *transaction)
         .await?;
-        work.commit().await?;
+        transaction.commit().await?;
         Ok(Some(Self {
             options: options.clone(),
             epoch: u64::try_from(epoch).unwrap_or(0),
             proof,
             holder: Mutex::new(Some(holder)),
-            believed: Mutex::new(began + LEASE),
+            valid_until: Mutex::new(began + LEASE),
         }))
     }
 
@@ -162,11 +162,11 @@ impl Writer {
         let began = Instant::now();
         // A server that went away without a word does not answer for as long as TCP waits.
         let late = std::io::Error::new(std::io::ErrorKind::TimedOut, "no answer in time");
-        let ours = tokio::time::timeout(ANSWER, self.try_renew())
+        let ours = tokio::time::timeout(ANSWER_TIMEOUT, self.try_renew())
             .await
             .unwrap_or(Err(sqlx::Error::Io(late)))?;
         if ours {
-            *self.believed.lock().await = began + LEASE;
+            *self.valid_until.lock().await = began + LEASE;
         }
         Ok(ours)
     }
@@ -181,7 +181,7 @@ impl Writer {
             return Ok(ours);
         }
         // The server was restarted, and the lock is free with the connection: take both again at once.
-        let mut holder = Holder {
+        let mut holder = LeaseConnection {
             connection: PgConnection::connect_with(&self.options).await?,
             locked: false,
         };
@@ -190,7 +190,7 @@ impl Writer {
         Ok(ours)
     }
 
-    async fn renew_on(&self, holder: &mut Holder) -> Result<bool, sqlx::Error> {
+    async fn renew_on(&self, holder: &mut LeaseConnection) -> Result<bool, sqlx::Error> {
         let renewed = sqlx::query(
             "UPDATE lease SET until = clock_timestamp() + make_interval(secs => $1) WHERE id = 1 AND epoch = $2",
         )
@@ -206,8 +206,8 @@ impl Writer {
     }
 
     /// Until when nobody else can have taken over, by this machine's clock.
-    pub(super) async fn believed(&self) -> Instant {
-        *self.believed.lock().await
+    pub(super) async fn valid_until(&self) -> Instant {
+        *self.valid_until.lock().await
     }
 
     /// Gives lease and lock back, so that another one need not wait.
@@ -223,18 +223,18 @@ impl Writer {
             // Closing gives the lock back; so does an end without it, a little later.
             let _ = holder.connection.close().await;
         };
-        let _ = tokio::time::timeout(ANSWER, leave).await;
+        let _ = tokio::time::timeout(ANSWER_TIMEOUT, leave).await;
     }
 }
 
 pub(super) async fn try_lock(connection: &mut PgConnection) -> Result<bool, sqlx::Error> {
     sqlx::query_scalar("SELECT pg_try_advisory_lock($1)")
-        .bind(LOCK)
+        .bind(ADVISORY_LOCK)
         .fetch_one(connection)
         .await
 }
 
 /// The options of connections that write.
-pub(super) fn seen(options: PgConnectOptions) -> PgConnectOptions {
-    options.options(SIGHT)
+pub(super) fn with_keepalive(options: PgConnectOptions) -> PgConnectOptions {
+    options.options(KEEPALIVE_OPTIONS)
 }

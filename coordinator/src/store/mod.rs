@@ -1,18 +1,18 @@
 //! What survives the process: jobs, workers, events and artifacts. One trait; SQLite or PostgreSQL behind it.
 //!
 //! Both keep the same tables and are spoken to with the same statements ([`sql`]); what differs is how they are opened
-//! ([`sqlite`], [`postgres`]) and how a value goes over ([`link`]).
+//! ([`sqlite`], [`postgres`]) and how a value goes over ([`connection`]).
 
 mod access;
 mod audit_line;
 mod backup;
 mod batch;
 mod body;
+mod connection;
 mod contender;
 mod database_url;
 mod error;
 pub(crate) mod lease;
-mod link;
 mod payloads;
 mod postgres;
 mod records;

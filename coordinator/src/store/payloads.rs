@@ -2,8 +2,8 @@
 //! than a slice of a large one, so that nobody else waits long for the database.
 
 use super::body::{Body, SharedBody};
+use super::connection::SqlTransaction;
 use super::error::StoreError;
-use super::link::Work;
 use super::sql::SqlStore;
 use aitk_common::hash::ContentHash;
 use aitk_scheduler::Payload;
@@ -39,11 +39,11 @@ impl SqlStore {
                 rows.push((&body.id, number, piece));
             }
         }
-        let (mut work, mut bytes) = (None, 0);
+        let (mut transaction, mut bytes) = (None, 0);
         for (id, number, piece) in rows {
-            let mut writing = match work.take() {
+            let mut writing = match transaction.take() {
                 Some(writing) => writing,
-                None => self.begin().await?,
+                None => self.begin_write().await?,
             };
             writing
                 .run(
@@ -55,26 +55,27 @@ impl SqlStore {
                 .map_err(|e| self.failed(e))?;
             bytes += piece.len();
             if bytes < SLICE {
-                work = Some(writing);
+                transaction = Some(writing);
                 continue;
             }
             bytes = 0;
             writing.commit().await.map_err(|e| self.failed(e))?;
         }
-        match work {
-            Some(work) => work.commit().await.map_err(|e| self.failed(e)),
+        match transaction {
+            Some(transaction) => transaction.commit().await.map_err(|e| self.failed(e)),
             None => Ok(()),
         }
     }
 
     pub(super) async fn drop_bodies(&self, ids: &[String]) -> Result<(), StoreError> {
-        let mut work = self.begin().await?;
+        let mut transaction = self.begin_write().await?;
         for id in ids {
-            work.run("DELETE FROM payloads WHERE id = $1", &[id.as_str().into()])
+            transaction
+                .run("DELETE FROM payloads WHERE id = $1", &[id.as_str().into()])
                 .await
                 .map_err(|e| self.failed(e))?;
         }
-        work.commit().await.map_err(|e| self.failed(e))
+        transaction.commit().await.map_err(|e| self.failed(e))
     }
 
     /// Removes what was written for jobs that were never taken in. At the start, when nobody is writing any. Says how many rows
@@ -83,8 +84,8 @@ impl SqlStore {
     /// # Errors
     /// [`StoreError`]
     pub async fn sweep_payloads(&self) -> Result<u64, StoreError> {
-        let mut work = self.begin().await?;
-        let swept = work
+        let mut transaction = self.begin_write().await?;
+        let swept = transaction
             .run(
                 "DELETE FROM payloads WHERE NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.id = payloads.id) \
                  AND NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.shared = payloads.id)",
@@ -92,13 +93,13 @@ impl SqlStore {
             )
             .await
             .map_err(|e| self.failed(e))?;
-        work.commit().await.map_err(|e| self.failed(e))?;
+        transaction.commit().await.map_err(|e| self.failed(e))?;
         Ok(swept)
     }
 
     /// The text under an id; empty when there is none.
-    pub(super) async fn read_body(&self, work: &mut Work, id: &str) -> Result<String, StoreError> {
-        let rows = work
+    pub(super) async fn read_body(&self, transaction: &mut SqlTransaction, id: &str) -> Result<String, StoreError> {
+        let rows = transaction
             .rows("SELECT body FROM payloads WHERE id = $1 ORDER BY piece", &[id.into()])
             .await
             .map_err(|e| self.failed(e))?;
@@ -108,7 +109,7 @@ impl SqlStore {
     /// The inputs of a job whose row has these columns.
     pub(super) async fn inputs_of(
         &self,
-        work: &mut Work,
+        transaction: &mut SqlTransaction,
         job: &str,
         inputs: &str,
         shared: Option<&str>,
@@ -116,7 +117,7 @@ impl SqlStore {
         match shared {
             None => self.parse("job's inputs", job, inputs),
             Some(key) => {
-                let text = self.read_body(work, key).await?;
+                let text = self.read_body(transaction, key).await?;
                 let body: SharedBody<'_> = self.parse("job's config", key, &text)?;
                 Ok(body.inputs.into_owned())
             }
@@ -124,8 +125,8 @@ impl SqlStore {
     }
 
     pub(super) async fn read_payload(&self, job: &str) -> Result<Option<Payload>, StoreError> {
-        let mut work = self.reading().await?;
-        let rows = work
+        let mut transaction = self.begin_read().await?;
+        let rows = transaction
             .rows(
                 "SELECT config_text, config_format, job_json, inputs, shared FROM jobs WHERE id = $1",
                 &[job.into()],
@@ -133,7 +134,7 @@ impl SqlStore {
             .await
             .map_err(|e| self.failed(e))?;
         let Some(row) = rows.first() else { return Ok(None) };
-        let Some(key) = row.maybe_text(4) else {
+        let Some(key) = row.optional_text(4) else {
             return Ok(Some(Payload {
                 config_text: row.text(0).into(),
                 config_format: row.text(1).into(),
@@ -142,12 +143,12 @@ impl SqlStore {
                 shared: None,
             }));
         };
-        let text = self.read_body(&mut work, key).await?;
+        let text = self.read_body(&mut transaction, key).await?;
         let body: SharedBody<'_> = self.parse("job's config", job, &text)?;
         Ok(Some(Payload {
             config_text: body.config_text.as_ref().into(),
             config_format: body.config_format.as_ref().into(),
-            job_json: self.read_body(&mut work, job).await?.into(),
+            job_json: self.read_body(&mut transaction, job).await?.into(),
             inputs: Arc::new(body.inputs.into_owned()),
             shared: Some(key.into()),
         }))

@@ -2,8 +2,8 @@
 //! is simply tried again.
 
 use super::audit_line::AuditLine;
-use super::batch::{Bulk, statements};
-use super::link::{Value, Work};
+use super::batch::{BulkStatement, statements};
+use super::connection::{SqlTransaction, Value};
 use aitk_common::control::{Artifact, EventBody, JobEvent};
 use aitk_common::id::{JobId, WorkerId};
 use aitk_scheduler::{Job, Payload, Record, Worker};
@@ -13,7 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// The log is trimmed at most whenever it grew by this many events: often enough to bound it, rare enough to cost nothing.
 const TRIM_EVERY: u64 = 1_000;
 
-static NEW_JOBS: Bulk = Bulk::new(|| {
+static NEW_JOBS: BulkStatement = BulkStatement::new(|| {
     statements(
         "INSERT INTO jobs (id, record, config_text, config_format, job_json, inputs, shared) VALUES",
         7,
@@ -22,7 +22,7 @@ static NEW_JOBS: Bulk = Bulk::new(|| {
 });
 
 // Both databases call the columns of such a list so.
-static JOBS: Bulk = Bulk::new(|| {
+static JOBS: BulkStatement = BulkStatement::new(|| {
     statements(
         "UPDATE jobs SET record = fresh.column2 FROM (VALUES",
         2,
@@ -30,7 +30,7 @@ static JOBS: Bulk = Bulk::new(|| {
     )
 });
 
-static WORKERS: Bulk = Bulk::new(|| {
+static WORKERS: BulkStatement = BulkStatement::new(|| {
     statements(
         "INSERT INTO workers (id, record) VALUES",
         2,
@@ -38,7 +38,7 @@ static WORKERS: Bulk = Bulk::new(|| {
     )
 });
 
-static EVENTS: Bulk = Bulk::new(|| {
+static EVENTS: BulkStatement = BulkStatement::new(|| {
     statements(
         "INSERT INTO events (job, cursor, attempt, seq, trim, event) VALUES",
         6,
@@ -47,7 +47,7 @@ static EVENTS: Bulk = Bulk::new(|| {
 });
 
 /// Lines of the audit log that are not there already.
-static AUDIT: Bulk = Bulk::new(|| {
+static AUDIT: BulkStatement = BulkStatement::new(|| {
     statements(
         "INSERT INTO audit (id, record) VALUES",
         2,
@@ -64,7 +64,7 @@ pub(super) fn json(value: &impl Serialize) -> Result<Value, sqlx::Error> {
 
 /// Writes all records of a transaction, and the lines of the audit log that tell of them. A log keeps about `events_kept` of a job's log lines and metrics.
 pub(super) async fn write_all(
-    to: &mut Work,
+    to: &mut SqlTransaction,
     records: &[Record],
     audit: &[AuditLine],
     events_kept: u64,
@@ -78,7 +78,7 @@ pub(super) async fn write_all(
             Record::Job(job) => rows.jobs.entry(&job.id).or_insert((job, None)).0 = job,
             Record::JobGone(job) => {
                 rows.write(to).await?;
-                forget(to, job).await?;
+                delete_job(to, job).await?;
             }
             Record::Worker(worker) => {
                 rows.workers.insert(&worker.id, worker);
@@ -110,7 +110,7 @@ pub(super) async fn write_all(
         }
     }
     rows.write(to).await?;
-    for job in rows.long {
+    for job in rows.to_trim {
         trim(to, job, events_kept).await?;
     }
     write_audit(to, audit).await
@@ -123,19 +123,19 @@ struct Rows<'a> {
     jobs: BTreeMap<&'a JobId, (&'a Job, Option<&'a Payload>)>,
     workers: BTreeMap<&'a WorkerId, &'a Worker>,
     events: BTreeMap<(&'a JobId, u64), (&'a JobEvent, Option<u64>)>,
-    /// Jobs whose log has become too long.
-    long: BTreeSet<&'a JobId>,
+    /// Jobs whose log has become too to_trim.
+    to_trim: BTreeSet<&'a JobId>,
 }
 
 impl<'a> Rows<'a> {
     fn event(&mut self, job: &'a JobId, event: &'a JobEvent, seq: Option<u64>, events_kept: u64) {
         self.events.insert((job, event.cursor), (event, seq));
         if event.cursor > events_kept && event.cursor.is_multiple_of(TRIM_EVERY.min(events_kept)) {
-            self.long.insert(job);
+            self.to_trim.insert(job);
         }
     }
 
-    async fn write(&mut self, to: &mut Work) -> Result<(), sqlx::Error> {
+    async fn write(&mut self, to: &mut SqlTransaction) -> Result<(), sqlx::Error> {
         let (mut new, mut known) = (Vec::new(), Vec::new());
         for (id, (job, payload)) in std::mem::take(&mut self.jobs) {
             match payload {
@@ -185,7 +185,7 @@ impl<'a> Rows<'a> {
 }
 
 /// Adds lines to the audit log, except those that are there already.
-pub(super) async fn write_audit(to: &mut Work, lines: &[AuditLine]) -> Result<(), sqlx::Error> {
+pub(super) async fn write_audit(to: &mut SqlTransaction, lines: &[AuditLine]) -> Result<(), sqlx::Error> {
     let row = |line: &AuditLine| Ok(vec![line.id.as_str().into(), json(line)?]);
     let rows: Result<_, sqlx::Error> = lines.iter().map(row).collect();
     AUDIT.run(to, rows?).await
@@ -195,7 +195,7 @@ fn rows(rows: impl Iterator<Item = Result<Vec<Value>, sqlx::Error>>) -> Result<V
     rows.collect()
 }
 
-async fn forget(to: &mut Work, job: &JobId) -> Result<(), sqlx::Error> {
+async fn delete_job(to: &mut SqlTransaction, job: &JobId) -> Result<(), sqlx::Error> {
     for statement in [
         "DELETE FROM payloads WHERE id = $1",
         // What it shares goes with the last job that does.
@@ -211,7 +211,7 @@ async fn forget(to: &mut Work, job: &JobId) -> Result<(), sqlx::Error> {
     Ok(())
 }
 
-async fn write_artifact(to: &mut Work, job: &JobId, artifact: &Artifact) -> Result<(), sqlx::Error> {
+async fn write_artifact(to: &mut SqlTransaction, job: &JobId, artifact: &Artifact) -> Result<(), sqlx::Error> {
     let hash = artifact.hash.map(|hash| hash.to_hex());
     to.run(
         "INSERT INTO artifacts (job, identity, name, artifact, hash) VALUES ($1, $2, $3, $4, $5) \
@@ -228,7 +228,7 @@ async fn write_artifact(to: &mut Work, job: &JobId, artifact: &Artifact) -> Resu
     Ok(())
 }
 
-async fn trim(to: &mut Work, job: &JobId, events_kept: u64) -> Result<(), sqlx::Error> {
+async fn trim(to: &mut SqlTransaction, job: &JobId, events_kept: u64) -> Result<(), sqlx::Error> {
     // Counted, not computed from the cursor: after a restore the numbers have a gap.
     to.run(
         "DELETE FROM events WHERE job = $1 AND trim = 1 AND cursor <= \

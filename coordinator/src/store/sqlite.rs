@@ -1,7 +1,7 @@
 //! SQLite: one file, write-ahead log, synced at every commit.
 
+use super::connection::Database;
 use super::error::StoreError;
-use super::link::Link;
 use super::sql::SqlStore;
 use sqlx::Connection;
 use sqlx::migrate::Migrator;
@@ -50,7 +50,7 @@ impl SqlStore {
             .map_err(|e| failed(Box::new(e)))?;
         Ok(Self::new(
             path.display().to_string(),
-            Link::Sqlite { writer, readers },
+            Database::Sqlite { writer, readers },
             None,
         ))
     }
@@ -68,7 +68,7 @@ impl SqlStore {
                 database: path.display().to_string(),
                 source: Box::new(e),
             })?;
-        let link = Link::Sqlite {
+        let link = Database::Sqlite {
             writer: pool.clone(),
             readers: pool,
         };

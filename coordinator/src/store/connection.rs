@@ -64,11 +64,11 @@ pub(super) struct Row(Vec<Value>);
 impl Row {
     /// A column that is a text; empty when it is none.
     pub(super) fn text(&self, column: usize) -> &str {
-        self.maybe_text(column).unwrap_or_default()
+        self.optional_text(column).unwrap_or_default()
     }
 
     /// A column that may be NULL.
-    pub(super) fn maybe_text(&self, column: usize) -> Option<&str> {
+    pub(super) fn optional_text(&self, column: usize) -> Option<&str> {
         match self.0.get(column) {
             Some(Value::Text(text)) => text.as_deref(),
             _ => None,
@@ -91,7 +91,7 @@ impl Row {
 
 /// The connections.
 #[derive(Debug)]
-pub(super) enum Link {
+pub(super) enum Database {
     /// One connection writes, a few read beside it.
     Sqlite { writer: SqlitePool, readers: SqlitePool },
     /// Any connection does both.
@@ -99,25 +99,25 @@ pub(super) enum Link {
 }
 
 /// A transaction. Dropping it undoes it.
-pub(super) enum Work {
+pub(super) enum SqlTransaction {
     Sqlite(Transaction<'static, Sqlite>),
     Postgres(Transaction<'static, Postgres>),
 }
 
-impl Link {
+impl Database {
     /// A transaction that will write.
-    pub(super) async fn write(&self) -> Result<Work, sqlx::Error> {
+    pub(super) async fn write(&self) -> Result<SqlTransaction, sqlx::Error> {
         Ok(match self {
-            Self::Sqlite { writer, .. } => Work::Sqlite(writer.begin().await?),
-            Self::Postgres(pool) => Work::Postgres(pool.begin().await?),
+            Self::Sqlite { writer, .. } => SqlTransaction::Sqlite(writer.begin().await?),
+            Self::Postgres(pool) => SqlTransaction::Postgres(pool.begin().await?),
         })
     }
 
     /// A transaction that sees one moment.
-    pub(super) async fn read(&self) -> Result<Work, sqlx::Error> {
+    pub(super) async fn read(&self) -> Result<SqlTransaction, sqlx::Error> {
         Ok(match self {
-            Self::Sqlite { readers, .. } => Work::Sqlite(readers.begin().await?),
-            Self::Postgres(pool) => Work::Postgres(
+            Self::Sqlite { readers, .. } => SqlTransaction::Sqlite(readers.begin().await?),
+            Self::Postgres(pool) => SqlTransaction::Postgres(
                 pool.begin_with("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
                     .await?,
             ),
@@ -143,17 +143,17 @@ impl Link {
     }
 }
 
-impl Work {
+impl SqlTransaction {
     /// Runs a statement; how many rows it changed.
     pub(super) async fn run(&mut self, statement: &'static str, values: &[Value]) -> Result<u64, sqlx::Error> {
         Ok(match self {
-            Self::Sqlite(work) => {
+            Self::Sqlite(transaction) => {
                 let query = sqlx::query_with(statement, sqlite_arguments(values.iter().cloned())?);
-                query.execute(&mut **work).await?.rows_affected()
+                query.execute(&mut **transaction).await?.rows_affected()
             }
-            Self::Postgres(work) => {
+            Self::Postgres(transaction) => {
                 let query = sqlx::query_with(statement, postgres_arguments(values)?);
-                query.execute(&mut **work).await?.rows_affected()
+                query.execute(&mut **transaction).await?.rows_affected()
             }
         })
     }
@@ -161,13 +161,13 @@ impl Work {
     /// Runs a statement of many rows.
     pub(super) async fn run_bulk(&mut self, statement: Statement, values: Vec<Value>) -> Result<(), sqlx::Error> {
         match self {
-            Self::Sqlite(work) => {
+            Self::Sqlite(transaction) => {
                 let query = sqlx::query_with(statement.sqlite, sqlite_arguments(values)?);
-                query.execute(&mut **work).await?;
+                query.execute(&mut **transaction).await?;
             }
-            Self::Postgres(work) => {
+            Self::Postgres(transaction) => {
                 let query = sqlx::query_with(statement.postgres, postgres_arguments(&values)?);
-                query.execute(&mut **work).await?;
+                query.execute(&mut **transaction).await?;
             }
         }
         Ok(())
@@ -176,15 +176,15 @@ impl Work {
     /// Runs a statement that answers.
     pub(super) async fn rows(&mut self, statement: &'static str, values: &[Value]) -> Result<Vec<Row>, sqlx::Error> {
         match self {
-            Self::Sqlite(work) => from_sqlite(&mut *work, statement, values).await,
-            Self::Postgres(work) => from_postgres(&mut *work, statement, values).await,
+            Self::Sqlite(transaction) => from_sqlite(&mut *transaction, statement, values).await,
+            Self::Postgres(transaction) => from_postgres(&mut *transaction, statement, values).await,
         }
     }
 
     pub(super) async fn commit(self) -> Result<(), sqlx::Error> {
         match self {
-            Self::Sqlite(work) => work.commit().await,
-            Self::Postgres(work) => work.commit().await,
+            Self::Sqlite(transaction) => transaction.commit().await,
+            Self::Postgres(transaction) => transaction.commit().await,
         }
     }
 }
