@@ -1,4 +1,4 @@
-//! `aitk-coordinator`: the coordinator as a daemon, and the commands of whoever runs it.
+//! `aitk-coordinator`: the coordinator as a daemon, and its administration commands.
 
 mod commands;
 

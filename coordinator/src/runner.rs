@@ -1,5 +1,5 @@
-//! The one task that owns the scheduler: takes events in batches, stores what they changed in one transaction, and only
-//! then lets anybody hear of it.
+//! The task that owns the scheduler: it handles events in batches, stores their changes in one transaction, and only
+//! then sends effects.
 
 mod pause;
 
@@ -20,20 +20,19 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::{broadcast, mpsc, oneshot};
 
-/// Inputs that wait for the scheduler. Full means that the scheduler is behind: senders then wait, each holding up only its own
-/// connection.
+/// Inputs that wait for the scheduler. When the queue is full, senders wait; each blocks only its own connection.
 const INPUT_QUEUE: usize = 1024;
-/// Inputs that share one transaction. More would make the first of them wait for the last.
+/// Maximum inputs of one transaction. More would delay the first of them.
 const BATCH: usize = 256;
-/// Messages that wait for one worker: several per device of a big machine. A worker that lets more pile up does not
-/// read; its session is closed, and it registers again.
+/// Messages that wait for one worker: several per device of a big machine. A worker that does not read loses its
+/// session and registers again.
 const OUTBOX: usize = 256;
-/// Events that wait for one follower. One that is further behind reads them from the store.
+/// Events that wait for one follower. A follower that lags further reads from the store.
 const FOLLOWER_QUEUE: usize = 1024;
-/// A tick that comes this much later than it should is a sign that the scheduler stood still, and so could hear no beat.
+/// A tick this much later than scheduled means that the scheduler stalled and could not receive heartbeats.
 const STALL_THRESHOLD: Duration = Duration::from_millis(100);
-/// A store that fails is tried again for this long. After that this process ends: what it knows is then ahead of what is
-/// stored, and a fresh start from the store is the safe way on.
+/// How long a failing store is retried. After that the process ends: its state is ahead of the store, and restarting
+/// from the store is safe.
 const STORE_RETRY_TIME: Duration = Duration::from_secs(30);
 
 type Query = Box<dyn FnOnce(&State, UnixMillis) + Send>;
@@ -49,12 +48,12 @@ enum Input {
     OpenSession(SessionId, mpsc::Sender<Outgoing>),
 }
 
-/// Nobody runs the scheduler any more: the coordinator shuts down.
+/// The scheduler's task has ended: the coordinator shuts down.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the coordinator is shutting down; try again in a moment")]
 pub(crate) struct SchedulerStopped;
 
-/// How the services reach the scheduler.
+/// Handle to the scheduler's task. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct SchedulerHandle {
     inputs: mpsc::Sender<Input>,
@@ -62,7 +61,7 @@ pub(crate) struct SchedulerHandle {
     hub: Arc<EventHub>,
 }
 
-/// Those who follow jobs.
+/// Broadcast channels of followed jobs.
 #[derive(Debug, Default)]
 struct EventHub {
     followers: Mutex<HashMap<JobId, broadcast::Sender<Arc<JobEvent>>>>,
@@ -91,7 +90,7 @@ impl SchedulerHandle {
         self.ids.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Hands an event in; waits while the scheduler is behind.
+    /// Sends an event; waits while the queue is full.
     pub(crate) async fn event(&self, event: Event) -> Result<(), SchedulerStopped> {
         self.inputs
             .send(Input::Event(event))
@@ -99,8 +98,8 @@ impl SchedulerHandle {
             .map_err(|_| SchedulerStopped)
     }
 
-    /// Hands in an event that is answered. The answer comes when everything behind it is durable, together with a line of
-    /// the audit log, which says so when it was refused.
+    /// Sends an event and waits for its reply. The reply comes when all its changes are durable, together with the
+    /// audit line, which also records a refusal.
     pub(crate) async fn call(
         &self,
         event: impl FnOnce(Ticket) -> Event,
@@ -115,7 +114,8 @@ impl SchedulerHandle {
         receiver.await.map_err(|_| SchedulerStopped)
     }
 
-    /// Looks at the state; only durable changes are seen. (While the database is full also the last ones, which are not yet.)
+    /// Runs a query on the scheduler's state; it sees only durable changes. (While the database is full, it also sees
+    /// the last batch, which is not durable yet.)
     pub(crate) async fn query<T: Send + 'static>(
         &self,
         look: impl FnOnce(&State, UnixMillis) -> T + Send + 'static,
@@ -131,7 +131,7 @@ impl SchedulerHandle {
         receiver.await.map_err(|_| SchedulerStopped)
     }
 
-    /// Waits until everything that was handed in before is durable.
+    /// Waits until everything sent before is durable.
     pub(crate) async fn stored(&self) -> Result<(), SchedulerStopped> {
         let (sender, receiver) = oneshot::channel();
         self.inputs
@@ -141,7 +141,8 @@ impl SchedulerHandle {
         receiver.await.map_err(|_| SchedulerStopped)
     }
 
-    /// A new session's number and what the scheduler says to it. The receiver ends when the scheduler closes the session.
+    /// Opens a session: its id and the messages for its worker. The receiver ends when the scheduler closes the
+    /// session.
     pub(crate) async fn open_session(&self) -> Result<(SessionId, mpsc::Receiver<Outgoing>), SchedulerStopped> {
         let session = SessionId(self.next_id());
         let (sender, receiver) = mpsc::channel(OUTBOX);
@@ -152,13 +153,13 @@ impl SchedulerHandle {
         Ok((session, receiver))
     }
 
-    /// Events of a job from now on.
+    /// Subscribes to the events of a job from now on.
     pub(crate) fn follow(&self, job: &JobId) -> broadcast::Receiver<Arc<JobEvent>> {
         self.hub.subscribe(job)
     }
 }
 
-/// The task's side.
+/// The scheduler's task.
 pub(crate) struct Runner {
     state: State,
     clock: Clock,
@@ -170,7 +171,7 @@ pub(crate) struct Runner {
     inputs: mpsc::Receiver<Input>,
     hub: Arc<EventHub>,
     sessions: HashMap<SessionId, mpsc::Sender<Outgoing>>,
-    /// What is left to be handled of a time in which the database was full.
+    /// Events to handle after a period in which the database was full.
     deferred: Vec<Event>,
 }
 
@@ -209,7 +210,7 @@ impl Runner {
         )
     }
 
-    /// Runs until every [`SchedulerHandle`] is gone or the store fails for good.
+    /// Runs until every [`SchedulerHandle`] is dropped or the store fails permanently.
     pub(crate) async fn run(mut self) -> Result<(), StoreError> {
         let period = (self.state.settings().lease / 20).clamp(Duration::from_millis(10), Duration::from_millis(500));
         let mut ticks = tokio::time::interval(period);
@@ -223,14 +224,14 @@ impl Runner {
                     }
                 }
                 due = ticks.tick() => {
-                    // What came while the scheduler was busy was said in time: it counts before any lease is judged.
+                    // Inputs that arrived while the scheduler was busy are handled before leases are checked.
                     while batch.len() < BATCH && let Ok(input) = self.inputs.try_recv() {
                         batch.push(input);
                     }
                     let by = due.elapsed();
                     if by > STALL_THRESHOLD {
                         if by > Duration::from_secs(1) {
-                            tracing::warn!(by = ?by, "the coordinator stood still; leases are extended by that time");
+                            tracing::warn!(by = ?by, "the coordinator stalled; leases are extended by that time");
                         }
                         batch.push(Input::Event(Event::Stalled { by }));
                     }
@@ -240,7 +241,7 @@ impl Runner {
             self.process_batch(&mut batch).await?;
             if !self.deferred.is_empty() {
                 batch.extend(self.deferred.drain(..).map(Input::Event));
-                // That it is late by now is among these already.
+                // The delay is already among these events.
                 ticks.reset();
                 self.process_batch(&mut batch).await?;
             }
@@ -337,7 +338,7 @@ impl Runner {
 
     fn apply_effect(&mut self, effect: Effect, callers: &mut HashMap<Ticket, ReplySender>) {
         match effect {
-            // Sorted out before; here for completeness.
+            // Stored before; not reached.
             Effect::Persist(_) => {}
             Effect::Send(
                 session,
@@ -373,14 +374,14 @@ impl Runner {
             Effect::Publish(job, event) => self.hub.publish(&job, event),
             Effect::Reply(ticket, reply) => {
                 if let Some(caller) = callers.remove(&ticket) {
-                    // A caller that went away does not matter: what it asked for is done.
+                    // A caller that disconnected does not matter: its request was executed.
                     let _ = caller.send(reply);
                 }
             }
         }
     }
 
-    /// What the session's task needs to make the assignment.
+    /// Creates the assignment for the session's task.
     fn work_for(&self, placed: Placed) -> Work {
         let job = self.state.job(&placed.job);
         if let Some(job) = job.filter(|job| job.attempts.len() == 1) {
@@ -389,13 +390,13 @@ impl Runner {
         Work {
             owner: job.map(|job| job.wants.owner.clone()),
             trace: job.and_then(|job| self.spans.of_attempt(job, &placed.held.attempt)),
-            // Images in place are found in their folder, and a training has its checkpoint.
+            // A job in place finds its images in its folder, and a training continues from its checkpoint.
             may_have_images: !placed.local && placed.resume.is_none() && job.is_some_and(|job| job.attempts.len() > 1),
             placed,
         }
     }
 
-    /// Never waits: a worker that does not read loses its session, which its task then reports as closed.
+    /// Sends without waiting: a worker that does not read loses its session, which its task then reports as closed.
     fn send(&mut self, session: SessionId, message: Outgoing) {
         let Some(sender) = self.sessions.get(&session) else {
             return;
@@ -420,11 +421,11 @@ impl Runner {
     }
 }
 
-/// What became of that which a line of the audit log is about.
+/// Completes an audit line with the outcome of its request.
 fn complete_audit_line(line: &mut AuditLine, reply: &Result<Reply, Refusal>) {
     match reply {
         Err(refusal) => (line.done, line.detail) = (false, AuditLine::quote(&refusal.to_string())),
-        // A key that was used before leads to the job of then.
+        // A repeated idempotency key returns the earlier job.
         Ok(Reply::Submitted(submitted)) => line.object = submitted.job.to_string(),
         Ok(_) => {}
     }

@@ -301,7 +301,7 @@ impl LocalResources {
         let data_dir = data_folder::create(&config.data_dir)?;
         let lock = data_folder::lock(&data_dir)?;
         // Here, not when it begins to lead: one that crashed may stand by for a year.
-        data_folder::empty(&data_dir.join(TRANSIT))?;
+        data_folder::recreate(&data_dir.join(TRANSIT))?;
         let (token, token_file) = match &config.token {
             Some(token) => (Token::parse(token, "the configuration")?, None),
             None => {
@@ -311,7 +311,7 @@ impl LocalResources {
         };
         let storage_url = match &config.storage_url {
             Some(url) => url.clone(),
-            None => data_folder::local_storage(&data_dir)?,
+            None => data_folder::local_storage_url(&data_dir)?,
         };
         Ok(Self {
             data_dir,

@@ -19,7 +19,8 @@ use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::{BoxFuture, Bytes};
 
-/// CallLimiter of one user at once, streams included; sessions of workers are not counted: many may share a token.
+/// Maximum concurrent calls of one user, streams included. Sessions of workers are not counted, because many may share
+/// a token.
 const MAX_CALLS: usize = 512;
 /// Maximum unread answers per user and in total; each is a few MiB at most.
 const MAX_ANSWERS: (usize, usize) = (32, 128);
@@ -185,7 +186,7 @@ impl CallLimiter {
     }
 }
 
-/// PendingFrame for one of `most`.
+/// Waits for one of `most` permits.
 ///
 /// # Errors
 /// When no permit became free in time.

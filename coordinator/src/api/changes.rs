@@ -8,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tonic::Status;
 
-/// ChangeLimiter in a row: whoever removes all jobs of a big array does not notice this limit.
+/// Changes allowed at once: enough to remove all jobs of a big array.
 const BURST: u32 = 10_000;
 /// One more change is allowed per interval.
 const INTERVAL: Duration = Duration::from_secs(1);

@@ -372,7 +372,7 @@ impl Session<'_> {
                 }
                 Ok(_held) => {
                     self.shared.scheduler.event(event).await?;
-                    // PinGuard until the pointer is stored: from then on it is what keeps the blobs.
+                    // Pinned until the pointer is stored; from then on, the pointer keeps the blobs.
                     self.shared.scheduler.stored().await?;
                     self.shared.scope.reset_allowance(&self.who);
                 }

@@ -1,4 +1,4 @@
-//! `/healthz`, `/readyz` and `/metrics` of a coordinator that stands by.
+//! `/healthz`, `/readyz` and `/metrics` of a standby coordinator.
 
 use super::forward::Upstream;
 use crate::metrics::OPENMETRICS;
@@ -13,7 +13,7 @@ use tokio::sync::watch;
 
 type LeaderReceiver = watch::Receiver<Option<Arc<Upstream>>>;
 
-/// Answers until `ended` turns true.
+/// Serves until `ended` turns true.
 pub(super) async fn serve(listener: TcpListener, leader: LeaderReceiver, mut ended: watch::Receiver<bool>) {
     let router = Router::new()
         .route("/healthz", get(async || "ok\n"))
@@ -28,7 +28,7 @@ pub(super) async fn serve(listener: TcpListener, leader: LeaderReceiver, mut end
     }
 }
 
-/// Ready when calls can be passed on.
+/// Ready when calls can be forwarded.
 async fn ready(State(leader): State<LeaderReceiver>) -> Response {
     match &*leader.borrow() {
         Some(upstream) => format!("standing by; {} leads\n", upstream.address).into_response(),

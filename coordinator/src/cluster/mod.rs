@@ -1,7 +1,8 @@
-//! Several coordinators on one database: one leads, the others stand by and take over within seconds.
+//! High availability: of several coordinators on one database, one leads; the others stand by and take over within
+//! seconds.
 //!
-//! Whoever stands by answers too: it passes users' calls on to the leader (see [`forward`]), so its answers are never
-//! older than the leader's own, and every address is as good as another. Workers go to the leader themselves.
+//! A standby coordinator answers too: it forwards users' calls to the leader (see [`forward`]), so its answers are
+//! never older than the leader's, and clients can use any address. Workers connect to the leader directly.
 
 mod forward;
 mod health;
@@ -27,12 +28,12 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior};
 
-/// How long calls that are passed on may take to end when this coordinator begins to lead; then they are cut.
+/// How long forwarded calls may take to end when this coordinator becomes the leader; then they are cancelled.
 const HANDOVER_TIMEOUT: Duration = Duration::from_secs(1);
-/// How often it is said that the database does not answer.
+/// Interval of warnings that the database does not answer.
 const WARN_INTERVAL: Duration = Duration::from_secs(60);
 
-/// One of several coordinators.
+/// One of several coordinators on the same database.
 pub struct Member {
     config: Config,
     cluster: Cluster,
@@ -50,10 +51,10 @@ impl std::fmt::Debug for Member {
 }
 
 impl Member {
-    /// Checks the config and takes the data folder.
+    /// Checks the config and locks the data folder.
     ///
     /// # Errors
-    /// [`StartError`]; without a database and a storage that others can reach there is nothing to share.
+    /// [`StartError`]; among others when the database or the shared storage is missing.
     pub fn prepare(config: Config) -> Result<Self, StartError> {
         let missing = |missing| StartError::Cluster { missing };
         let mut cluster = config.cluster.clone().ok_or_else(|| missing("an address"))?;
@@ -66,7 +67,7 @@ impl Member {
                 "--storage, the same for all: a bucket, or a folder that all of them see",
             ));
         }
-        // Coordinators with an authority share it.
+        // Coordinators with a certificate authority share it.
         if cluster.ca_file.is_none() && config.tls.is_none() {
             cluster.ca_file = config.pki.as_ref().map(|pki| pki.folder.join(CERT_FILE));
         }
@@ -88,11 +89,11 @@ impl Member {
         })
     }
 
-    /// Stands by, leads, and stands by again when another one took over, until `stopping` turns true.
+    /// Stands by, leads, and stands by again after another coordinator took over, until `stopping` turns true.
     ///
     /// # Errors
-    /// [`StartError`] when it cannot listen, or is unlike the others; [`RunError`] inside [`MemberError`] when leading ended
-    /// for another reason than a new leader.
+    /// [`StartError`] when it cannot listen or differs from the leader's config; [`RunError`] inside [`MemberError`]
+    /// when leading ended for another reason than a new leader.
     pub async fn run(self, mut stopping: watch::Receiver<bool>) -> Result<(), MemberError> {
         loop {
             let Some(store) = Box::pin(self.stand_by(&mut stopping)).await? else {
@@ -114,7 +115,7 @@ impl Member {
     async fn step_down(&self, running: Running, failure: RunError) -> Result<(), MemberError> {
         match failure {
             RunError::Store(StoreError::Superseded { .. } | StoreError::LeaseLost | StoreError::Failed { .. }) => {
-                tracing::warn!(error = %failure, cause = ?std::error::Error::source(&failure).map(ToString::to_string), "this coordinator leads no more; it stands by");
+                tracing::warn!(error = %failure, cause = ?std::error::Error::source(&failure).map(ToString::to_string), "this coordinator does not lead any more; it stands by");
                 running.shutdown().await;
                 Ok(())
             }
@@ -125,7 +126,7 @@ impl Member {
         }
     }
 
-    /// Passes calls on until this coordinator leads; its store then. `None` when it is to stop.
+    /// Forwards calls until this coordinator leads; then returns its store. `None` at shutdown.
     async fn stand_by(&self, stopping: &mut watch::Receiver<bool>) -> Result<Option<SqlStore>, MemberError> {
         let (leader_sender, leader) = watch::channel(None);
         let (end, ended) = watch::channel(false);
@@ -164,7 +165,7 @@ impl Member {
             _ = stopping.wait_for(|stop| *stop) => Ok(None),
             result = &mut serving => Err(RunError::Serve(format!("{result:?}")).into()),
         };
-        // The address must be free for the one that leads.
+        // The address must be free for the leader's listener.
         let _ = end.send(true);
         if let Some(renewing) = renewing {
             renewing.abort();
@@ -201,12 +202,12 @@ impl Member {
             };
             match attempt {
                 Ok(Some(store)) => return Ok(store),
-                // Somebody else was faster, or still holds the tables.
+                // Another coordinator was faster, or still holds the lock.
                 Ok(None) => {}
                 Err(error) => {
                     leader_sender.send_replace(None);
                     if warned_at.is_none_or(|at| at.elapsed() > WARN_INTERVAL) {
-                        tracing::warn!(error = %crate::error_chain::error_chain(&error), "cannot see who leads; trying again");
+                        tracing::warn!(error = %crate::error_chain::error_chain(&error), "cannot find out which coordinator leads; trying again");
                         warned_at = Some(Instant::now());
                     }
                 }
@@ -214,7 +215,7 @@ impl Member {
         }
     }
 
-    /// Passes calls on to this leader.
+    /// Forwards calls to this leader from now on.
     fn follow(&self, leader_sender: &watch::Sender<Option<Arc<Upstream>>>, leader: Leader) -> Result<(), StartError> {
         let known = leader_sender
             .borrow()
@@ -225,7 +226,7 @@ impl Member {
         }
         let Some(address) = leader.address.clone() else {
             tracing::warn!(
-                "a coordinator that was started without --advertise works on the database; waiting for its end"
+                "a coordinator that was started without --advertise uses the database; waiting until it ends"
             );
             leader_sender.send_replace(None);
             return Ok(());
@@ -247,12 +248,12 @@ impl Member {
         let channel = match client::lazily(&address, self.cluster.ca_file.as_deref()) {
             Ok(channel) => channel,
             Err(error) => {
-                tracing::warn!(%error, "calls cannot be passed on to the leader");
+                tracing::warn!(%error, "cannot forward calls to the leader");
                 leader_sender.send_replace(None);
                 return Ok(());
             }
         };
-        tracing::info!(leader = address, "passing calls on to the leader");
+        tracing::info!(leader = address, "forwarding calls to the leader");
         leader_sender.send_replace(Some(Arc::new(Upstream {
             epoch: leader.epoch,
             address,
@@ -263,13 +264,13 @@ impl Member {
     }
 }
 
-/// Why one of several coordinators ended.
+/// Why a member of a cluster ended.
 #[derive(Debug, thiserror::Error)]
 pub enum MemberError {
     /// It could not start.
     #[error(transparent)]
     Start(#[from] StartError),
-    /// It led, and could not go on.
+    /// It failed while leading.
     #[error(transparent)]
     Run(#[from] RunError),
 }

@@ -5,10 +5,10 @@ use aitk_coordinator::DatabaseUrl;
 use clap::Args;
 use std::path::PathBuf;
 
-/// Which store, and which file.
+/// Store and file of a backup.
 #[derive(Debug, Args)]
 pub(crate) struct CopyArgs {
-    /// The backup.
+    /// The backup file.
     #[arg(value_name = "FILE")]
     file: PathBuf,
     /// Data folder of the coordinator.
@@ -24,7 +24,7 @@ impl CopyArgs {
         self.data_dir.clone().map_or_else(default_data_dir, Ok)
     }
 
-    /// Parsed here: a message about an argument would repeat it, with its password.
+    /// Parsed here instead of by clap, whose error message would repeat the password.
     fn database(&self) -> anyhow::Result<Option<DatabaseUrl>> {
         Ok(self.database.as_deref().map(str::parse).transpose()?)
     }

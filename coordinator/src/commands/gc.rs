@@ -1,11 +1,11 @@
-//! `gc`: have the object storage looked through now.
+//! `gc`: collects garbage in the object storage now.
 
 use super::console::print_line;
 use super::remote::{RemoteArgs, call_error};
 use aitk_proto::v1::CollectGarbageRequest;
 use clap::Args;
 
-/// What to remove.
+/// Arguments of `gc`.
 #[derive(Debug, Args)]
 pub(crate) struct GcArgs {
     /// Only count what would be removed.

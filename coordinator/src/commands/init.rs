@@ -1,4 +1,4 @@
-//! `init`: a certificate authority for a network of one's own.
+//! `init`: creates a certificate authority for a private network.
 
 use super::console::{default_data_dir, print_line};
 use aitk_coordinator::{ca_folder, init};
@@ -6,7 +6,7 @@ use anyhow::Context;
 use clap::Args;
 use std::path::PathBuf;
 
-/// What the authority is for.
+/// Arguments of `init`.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   aitk-coordinator init --hostname gpu.lab

@@ -1,4 +1,4 @@
-//! The commands of the program.
+//! The subcommands of the program.
 
 mod backup;
 mod console;
@@ -11,7 +11,7 @@ mod worker;
 
 use clap::Subcommand;
 
-/// What else than serving can be done.
+/// All subcommands; without one, the program serves.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Make a certificate authority, for a coordinator that other machines reach
@@ -33,7 +33,7 @@ pub(crate) enum Command {
 }
 
 impl Command {
-    /// Does it.
+    /// Runs the subcommand.
     pub(crate) async fn run(self) -> anyhow::Result<()> {
         match self {
             Self::Init(args) => init::run(&args),

@@ -1,4 +1,4 @@
-//! Without a command: serve.
+//! The program without a subcommand: serves.
 
 use super::console::default_data_dir;
 use aitk_common::id::UserName;
@@ -17,10 +17,10 @@ use std::time::Duration;
 
 const HOUR: u64 = 3600;
 const DAY: u64 = 24 * HOUR;
-/// How long a collector may take for the spans of the last seconds.
+/// How long sending the last spans may take at shutdown.
 const LAST_SPANS: Duration = Duration::from_secs(2);
 
-/// How to serve.
+/// Arguments of the server.
 #[derive(Debug, Args)]
 pub(crate) struct ServeArgs {
     /// Address to listen on. Anything but loopback needs a certificate: `aitk-coordinator init`, or --tls-cert and --tls-key.
@@ -152,7 +152,7 @@ impl ServeArgs {
         if lease < Duration::from_secs(1) {
             bail!("--lease-seconds {}: at least 1 second", self.lease_seconds);
         }
-        // Parsed here: a message about an argument would repeat it, with its password.
+        // Parsed here instead of by clap, whose error message would repeat the password.
         let database = self.database.as_deref().map(str::parse::<DatabaseUrl>).transpose()?;
         let authority = ca_folder(&data_dir);
         let days = |days: u32| Duration::from_secs(u64::from(days) * DAY);
@@ -167,7 +167,7 @@ impl ServeArgs {
                 .tls_cert
                 .zip(self.tls_key)
                 .map(|(cert, key)| TlsFiles { cert, key }),
-            // A folder without a certificate is a damaged one, which is said at the start.
+            // An existing folder without a certificate is damaged; the start reports it.
             pki: authority.exists().then(|| PkiConfig {
                 hostnames: self.hostnames,
                 worker_life: days(self.worker_cert_days),
@@ -204,12 +204,12 @@ impl ServeArgs {
     }
 }
 
-/// 0 stands for no limit.
+/// Converts 0 to no limit.
 fn limit(number: u64) -> Option<u64> {
     Some(number).filter(|number| *number > 0)
 }
 
-/// Reads `4` and `ada=2`.
+/// Parses `4` and `ada=2`.
 fn quotas(given: &[String]) -> anyhow::Result<Quotas> {
     let mut quotas = Quotas::default();
     for text in given {
@@ -225,7 +225,7 @@ fn quotas(given: &[String]) -> anyhow::Result<Quotas> {
     Ok(quotas)
 }
 
-/// A level on the command line is checked; one from the environment only gets a warning.
+/// Starts logging. A bad level on the command line is an error; one from the environment only causes a warning.
 pub(crate) fn start_logging(args: &ServeArgs) -> Result<(), ExitCode> {
     let Some(level) = &args.log_level else {
         telemetry::init(telemetry::Options {
@@ -241,18 +241,18 @@ pub(crate) fn start_logging(args: &ServeArgs) -> Result<(), ExitCode> {
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
-        // Else a line that stderr does not take, because its disk is full, ends whoever writes it.
+        // Otherwise a line that cannot be written to stderr, because its disk is full, panics.
         .log_internal_errors(false)
         .init();
     Ok(())
 }
 
-/// Serves until asked to stop.
+/// Serves until the shutdown signal.
 pub(crate) async fn serve(args: ServeArgs) -> anyhow::Result<()> {
     let config = args.config()?;
     let traces = config.traces.clone();
     let served = serve_with(config).await;
-    // The last thing of all; nobody waits for this runtime any more.
+    // Last: nothing else uses this runtime any more.
     traces.finish(LAST_SPANS);
     served
 }
@@ -262,7 +262,7 @@ async fn serve_with(config: Config) -> anyhow::Result<()> {
         return run_member(Member::prepare(config)?).await;
     }
     let mut running = start(config).await?;
-    // The token itself is in the file only.
+    // The log names only the token's file.
     let token_file = running
         .token_file
         .as_deref()
@@ -283,7 +283,7 @@ async fn serve_with(config: Config) -> anyhow::Result<()> {
     }
 }
 
-/// Leads or stands by until asked to stop.
+/// Leads or stands by until the shutdown signal.
 async fn run_member(member: Member) -> anyhow::Result<()> {
     let (stop, stopping) = tokio::sync::watch::channel(false);
     let asked = async {
@@ -298,7 +298,7 @@ async fn run_member(member: Member) -> anyhow::Result<()> {
     }
 }
 
-/// Ctrl-C or SIGTERM.
+/// Waits for Ctrl-C or SIGTERM.
 async fn shutdown_signal() {
     #[cfg(unix)]
     {

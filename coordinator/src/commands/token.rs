@@ -1,4 +1,4 @@
-//! `token` and `audit`: who may talk to the coordinator, and who did what.
+//! `token` and `audit`: manages tokens and shows the audit log.
 
 use super::console::{date, print_line};
 use super::remote::{RemoteArgs, call_error};
@@ -11,7 +11,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
 
-/// What to do with tokens.
+/// Subcommands of `token`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum TokenCommand {
     /// Make a token for a user or a worker. It is shown once, here; the coordinator keeps only its hash
@@ -22,7 +22,7 @@ pub(crate) enum TokenCommand {
     Revoke(RevokeArgs),
 }
 
-/// A new token.
+/// Arguments of `token create`.
 #[derive(Debug, Args)]
 pub(crate) struct CreateArgs {
     /// Whose it is: 1 to 64 letters, digits, '-' or '_'. Jobs submitted with it belong to this name.
@@ -41,7 +41,7 @@ pub(crate) struct CreateArgs {
     remote: RemoteArgs,
 }
 
-/// How to list.
+/// Arguments of `token ls`.
 #[derive(Debug, Args)]
 pub(crate) struct ListArgs {
     /// One JSON object per line.
@@ -51,7 +51,7 @@ pub(crate) struct ListArgs {
     remote: RemoteArgs,
 }
 
-/// Which token.
+/// Arguments of `token revoke`.
 #[derive(Debug, Args)]
 pub(crate) struct RevokeArgs {
     /// Its id, from `token ls`.
@@ -60,7 +60,7 @@ pub(crate) struct RevokeArgs {
     remote: RemoteArgs,
 }
 
-/// Which part of the audit log.
+/// Arguments of `audit`.
 #[derive(Debug, Args)]
 pub(crate) struct AuditArgs {
     /// Lines after this one.
@@ -109,7 +109,7 @@ async fn create(args: CreateArgs) -> anyhow::Result<()> {
         .map_err(|status| call_error(&status))?;
     let made = made.into_inner();
     let token = made.token.context("the coordinator made no token")?;
-    // With the hash of the authority: whoever has this text needs no certificate file.
+    // With the hash of the authority, the client needs no certificate file.
     let text = match made.ca_sha256.as_str() {
         "" => made.secret,
         ca => format!("{}.{ca}", made.secret),

@@ -1,4 +1,4 @@
-//! `worker`: join tokens and certificates of workers.
+//! `worker`: manages join tokens and certificates of workers.
 
 use super::console::{date, print_line};
 use super::remote::{RemoteArgs, call_error};
@@ -9,7 +9,7 @@ use clap::{Args, Subcommand};
 use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// What to do with workers.
+/// Subcommands of `worker`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum WorkerCommand {
     /// Make a token that lets one machine join as a worker, once. It is shown once, here
@@ -21,14 +21,14 @@ pub(crate) enum WorkerCommand {
     Revoke(RevokeArgs),
 }
 
-/// What to do with certificates.
+/// Subcommands of `worker certs`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum CertsCommand {
     /// List the workers that joined, each with its newest certificate
     Ls(LsArgs),
 }
 
-/// A new join token.
+/// Arguments of `worker join-token`.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:
   aitk-coordinator worker join-token
@@ -47,7 +47,7 @@ pub(crate) struct JoinTokenArgs {
     remote: RemoteArgs,
 }
 
-/// How to list.
+/// Arguments of `worker certs ls`.
 #[derive(Debug, Args)]
 pub(crate) struct LsArgs {
     /// One JSON object per line.
@@ -57,7 +57,7 @@ pub(crate) struct LsArgs {
     remote: RemoteArgs,
 }
 
-/// Which worker.
+/// Arguments of `worker revoke`.
 #[derive(Debug, Args)]
 pub(crate) struct RevokeArgs {
     /// Its name, from `worker certs ls`.

@@ -1,9 +1,9 @@
-//! What must not be removed right now, whatever the roots say.
+//! Pins: blobs that must not be deleted now, even if no job refers to them.
 //!
-//! Between the moment when somebody is announced "that blob is there" and the moment when a job names it, nothing in the
-//! database says that it is needed. So whoever checks a blob holds it first: a removal that has begun is waited for, and
-//! none begins while it is held. Holds that end during a collection count until its end, because its roots may have
-//! been read before what was held for was stored.
+//! Between the answer "this blob exists" and the moment when a stored job refers to the blob, the database does not
+//! show that it is needed. So a blob is pinned before it is checked: pinning waits for a deletion that has begun, and
+//! no deletion begins while the blob is pinned. Pins released during a collection still count until its end, because
+//! the collection may have read its roots before the new reference was stored.
 
 use aitk_common::hash::ContentHash;
 use std::collections::{HashMap, HashSet};
@@ -11,15 +11,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 
-/// Blobs that were said to be there, and that are remembered: 100 MB of memory at most. When there are more, nothing is
-/// removed until they have aged.
+/// Maximum number of announced blobs: 100 MB of memory at most. Beyond that, nothing is deleted until announcements
+/// have expired.
 const MAX_ANNOUNCED: usize = 1_000_000;
 
-/// That somebody was announced of a blob.
+/// A caller was told that a blob exists.
 #[derive(Clone, Copy, Debug)]
 struct Announcement {
     at: Instant,
-    /// For how long the blob stays after that.
+    /// How long the blob is kept after that.
     lifetime: Duration,
 }
 
@@ -36,23 +36,23 @@ impl Announcement {
 #[derive(Debug, Default)]
 struct Inner {
     pinned: HashMap<ContentHash, usize>,
-    /// Somebody was announced that they are there.
+    /// Blobs that were announced to a caller.
     announced: HashMap<ContentHash, Announcement>,
-    /// More were announced than are remembered; the last of them.
+    /// The longest announcement that did not fit into `announced`.
     overflow: Option<Announcement>,
-    /// A collection runs: holds that ended released.
+    /// Blobs whose pins were released since the collection began; `None`: no collection runs.
     released: Option<HashSet<ContentHash>>,
     deleting: HashSet<ContentHash>,
 }
 
-/// See the module.
+/// Pinned and announced blobs; see the module.
 #[derive(Debug)]
 pub(crate) struct Pins {
     inner: Mutex<Inner>,
     deletion_ended: Notify,
 }
 
-/// Blobs that stay as long as this does.
+/// Keeps its blobs pinned until dropped.
 #[derive(Debug)]
 pub(crate) struct PinGuard {
     pins: Arc<Pins>,
@@ -76,7 +76,7 @@ impl Drop for PinGuard {
     }
 }
 
-/// A collection that runs; one at a time.
+/// A running collection; only one at a time.
 #[derive(Debug)]
 pub(super) struct CollectionGuard(Arc<Pins>);
 
@@ -86,7 +86,7 @@ impl Drop for CollectionGuard {
     }
 }
 
-/// The right to remove one blob.
+/// Permission to delete one blob; pinning it waits until this is dropped.
 #[derive(Debug)]
 pub(super) struct DeleteGuard {
     pins: Arc<Pins>,
@@ -112,7 +112,7 @@ impl Pins {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Holds these blobs, there or not. Waits for removals of them that have begun.
+    /// Pins these blobs, whether they exist or not. Waits for deletions of them that have begun.
     pub(crate) async fn pin(self: &Arc<Self>, hashes: Vec<ContentHash>) -> PinGuard {
         {
             let mut inner = self.inner();
@@ -127,7 +127,7 @@ impl Pins {
         loop {
             let deletion_ended = self.deletion_ended.notified();
             tokio::pin!(deletion_ended);
-            // Listening before looking: a removal that ends in between is not missed.
+            // Subscribe before checking, so that the end of a deletion in between is not missed.
             deletion_ended.as_mut().enable();
             if !held.hashes.iter().any(|hash| self.inner().deleting.contains(hash)) {
                 return held;
@@ -136,7 +136,7 @@ impl Pins {
         }
     }
 
-    /// Remembers that somebody was announced that these are there: they stay for `lifetime` after that. They must be held.
+    /// Records that a caller was told that these blobs exist: they are kept for `lifetime`. They must be pinned.
     pub(crate) fn announce(&self, hashes: impl IntoIterator<Item = ContentHash>, lifetime: Duration) {
         let announced = Announcement {
             at: Instant::now(),
@@ -160,12 +160,12 @@ impl Pins {
         }
     }
 
-    /// Whether this blob was there not long ago, and cannot have been removed released. It must be held.
+    /// Whether this blob was announced recently, and so cannot have been deleted since. It must be pinned.
     pub(crate) fn was_announced(&self, hash: &ContentHash) -> bool {
         self.inner().announced.get(hash).is_some_and(Announcement::is_active)
     }
 
-    /// Begins a collection; none when one runs.
+    /// Begins a collection; `None` when one is running.
     pub(super) fn begin_collection(self: &Arc<Self>) -> Option<CollectionGuard> {
         let mut inner = self.inner();
         if inner.released.is_some() {
@@ -176,7 +176,7 @@ impl Pins {
         Some(CollectionGuard(self.clone()))
     }
 
-    /// The right to remove this blob; none when it must stay.
+    /// Begins the deletion of this blob; `None` when it must be kept.
     pub(super) fn begin_delete(self: &Arc<Self>, hash: ContentHash) -> Option<DeleteGuard> {
         let mut inner = self.inner();
         let stays = inner.pinned.contains_key(&hash)
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_held_or_was_held_during_the_collection_stays() {
+    async fn blobs_pinned_during_a_collection_are_not_deleted() {
         let pins = Pins::new();
         let (held, passed, free) = (blob("held"), blob("passed"), blob("free"));
         drop(pins.pin(vec![free]).await);
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_removal_that_began_is_waited_for() {
+    async fn pinning_waits_for_a_deletion_that_began() {
         let pins = Pins::new();
         let _collection = pins.begin_collection().unwrap();
         let guard = pins.begin_delete(blob("a")).unwrap();
@@ -236,17 +236,17 @@ mod tests {
         waiting.await.unwrap();
         assert!(
             pins.begin_delete(blob("a")).is_none(),
-            "it was held during this collection"
+            "it was pinned during this collection"
         );
     }
 
     #[tokio::test]
-    async fn what_somebody_was_told_of_stays_for_a_while() {
+    async fn announced_blobs_are_kept_for_their_lifetime() {
         let pins = Pins::new();
         let _collection = pins.begin_collection().unwrap();
         let hour = Duration::from_secs(3600);
         pins.announce([blob("a")], hour);
-        // Said again for a shorter time, it stays as long.
+        // A shorter announcement does not shorten an earlier one.
         pins.announce([blob("a"), blob("c")], Duration::ZERO);
         assert!(pins.was_announced(&blob("a")) && !pins.was_announced(&blob("b")) && !pins.was_announced(&blob("c")));
         assert!(pins.begin_delete(blob("a")).is_none() && pins.begin_delete(blob("b")).is_some());

@@ -14,16 +14,16 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
-/// A scheduler that takes longer to answer is not ready.
+/// The coordinator is not ready when the scheduler takes longer to answer.
 const QUERY_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long a connection lasts: as long as the slowest answer, and some more.
+/// Maximum lifetime of a connection: more than the slowest answer.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(20);
-/// Connections at once.
+/// Maximum concurrent connections.
 const MAX_CONNECTIONS: usize = 64;
-/// The content type of the format.
+/// Content type of the OpenMetrics text format.
 pub(crate) const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// Nobody shows a token here, so no connection lasts: whoever looks again opens another one.
+/// A listener without authentication: every connection is closed after [`CONNECTION_TIMEOUT`].
 struct LimitedListener {
     listener: TcpListener,
     limiter: ConnectionLimiter,
@@ -48,7 +48,7 @@ struct MetricsState {
     scheduler: SchedulerHandle,
 }
 
-/// Answers until the coordinator shuts down.
+/// Serves until the coordinator shuts down.
 pub(crate) async fn serve(
     listener: TcpListener,
     metrics: Metrics,
@@ -79,12 +79,12 @@ async fn metrics_text(State(served): State<MetricsState>) -> Response {
     }
 }
 
-/// The process answers.
+/// Liveness: the process answers.
 async fn alive() -> &'static str {
     "ok\n"
 }
 
-/// The queue answers, which it does between two transactions of the store.
+/// Readiness: the scheduler answers, which it does between two transactions of the store.
 async fn ready(State(served): State<MetricsState>) -> Response {
     match tokio::time::timeout(QUERY_TIMEOUT, served.scheduler.query(|_, _| ())).await {
         Ok(Ok(())) => "ready\n".into_response(),

@@ -1,4 +1,4 @@
-//! Prometheus metrics, and whether the coordinator is alive and ready. Names and meanings stand in docs/metrics.md.
+//! Prometheus metrics, liveness and readiness. docs/metrics.md describes them.
 
 mod http;
 
@@ -36,7 +36,7 @@ fn in_state(state: &str) -> InState {
     }
 }
 
-/// Everything that is counted. Cheap to clone.
+/// All metrics. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct Metrics {
     registry: Arc<Registry>,
@@ -54,7 +54,7 @@ pub(crate) struct Metrics {
     traces: Traces,
 }
 
-/// What is counted when somebody looks, rather than as it happens.
+/// Gauges that are computed when metrics are requested.
 #[derive(Debug, Default)]
 struct GaugeValues {
     jobs: Vec<(&'static str, i64)>,
@@ -63,7 +63,7 @@ struct GaugeValues {
 }
 
 impl Metrics {
-    /// `traces`: where spans go, which are counted as well.
+    /// `traces`: the exporter whose spans are counted as well.
     pub(crate) fn new(traces: &Traces) -> Self {
         let mut registry = Registry::with_prefix("aitk");
         let build = Info::new([("version", env!("CARGO_PKG_VERSION"))]);
@@ -118,7 +118,7 @@ impl Metrics {
         metrics
     }
 
-    /// What became durable in one transaction, and how many lines of the audit log did with it.
+    /// Counts the records and audit lines of one transaction.
     pub(crate) fn stored(&self, records: &[Record], audit_lines: usize, took: Duration) {
         let written = records.len() + audit_lines;
         if written == 0 {
@@ -152,14 +152,14 @@ impl Metrics {
         }
     }
 
-    /// A job was assigned for the first time, after waiting since `created`.
+    /// Records the first assignment of a job that waited since `created`.
     pub(crate) fn assigned(&self, created: UnixMillis, now: UnixMillis) {
         self.wait.observe(now.since(created).as_secs_f64());
     }
 
-    /// All metrics in the text format that Prometheus reads.
+    /// Returns all metrics in the Prometheus text format.
     fn text(&self, now: GaugeValues) -> String {
-        // Those that are not there any more do not stay as they were.
+        // Remove labels of devices that are gone.
         self.devices.clear();
         for (state, count) in now.jobs {
             self.jobs.get_or_create(&in_state(state)).set(count);
@@ -182,13 +182,13 @@ impl Metrics {
             }
         }
         let mut text = String::new();
-        // Writing into a string does not fail.
+        // Writing to a string does not fail.
         let _ = encode(&mut text, &self.registry);
         text
     }
 }
 
-/// Counts what there is. Every state is there even when nothing is in it, so that alerts have something to look at.
+/// Computes the gauges. Every state is present even when its count is 0, so that alerts always have a value.
 fn gauge_values(state: &State) -> GaugeValues {
     let mut now = GaugeValues::default();
     let jobs = state.active_jobs();

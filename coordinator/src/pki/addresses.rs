@@ -1,4 +1,4 @@
-//! Under which names and addresses this machine is reached.
+//! Names and addresses of this machine for its certificate.
 
 use crate::config::PkiConfig;
 use aitk_common::fsutil;
@@ -7,10 +7,10 @@ use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::Path;
 
-/// The file beside the authority with names that its coordinators are reached under, one a line.
+/// File beside the authority with additional host names, one per line.
 const FILE: &str = "hostnames";
 
-/// Keeps names for every start.
+/// Stores additional names for every start.
 pub(super) fn write_names(folder: &Path, names: &[String]) -> Result<(), CaError> {
     if names.is_empty() {
         return Ok(());
@@ -21,13 +21,13 @@ pub(super) fn write_names(folder: &Path, names: &[String]) -> Result<(), CaError
     Ok(())
 }
 
-/// The names that were kept. A file that cannot be read only means that they are not there.
+/// Reads the stored names; none when the file cannot be read.
 pub(super) fn read_names(folder: &Path) -> Vec<String> {
     let text = std::fs::read_to_string(folder.join(FILE)).unwrap_or_default();
     text.split_whitespace().map(ToOwned::to_owned).collect()
 }
 
-/// Every name and address for a certificate of a coordinator that listens at `bind`, each once.
+/// Returns all names and addresses for the certificate of a coordinator that listens at `bind`, without duplicates.
 pub(super) fn names(bind: SocketAddr, hostnames: &[String]) -> Vec<String> {
     let mut names: BTreeSet<String> = hostnames.iter().cloned().collect();
     names.insert("localhost".to_owned());
@@ -35,7 +35,7 @@ pub(super) fn names(bind: SocketAddr, hostnames: &[String]) -> Vec<String> {
         names.insert(loopback.to_string());
     }
     if let Some(host) = host_name() {
-        // What people type is often the first part.
+        // Users often type only the first label.
         names.extend(host.split_once('.').map(|(first, _)| first.to_owned()));
         names.insert(host);
     }
@@ -45,7 +45,7 @@ pub(super) fn names(bind: SocketAddr, hostnames: &[String]) -> Vec<String> {
     } else {
         names.insert(ip.to_string());
     }
-    // A machine may have a name that no certificate can.
+    // Host names that are not valid in a certificate are left out.
     names.into_iter().filter(|name| is_server_name(name)).collect()
 }
 
@@ -59,7 +59,7 @@ fn host_name() -> Option<String> {
     std::env::var("COMPUTERNAME").ok()
 }
 
-/// Addresses of this machine that others can name.
+/// Addresses of this machine that other machines can use.
 #[cfg(unix)]
 fn interfaces() -> Vec<IpAddr> {
     let Ok(all) = nix::ifaddrs::getifaddrs() else {
@@ -70,7 +70,7 @@ fn interfaces() -> Vec<IpAddr> {
         let four = address.as_sockaddr_in().map(|four| IpAddr::V4(four.ip()));
         four.or_else(|| address.as_sockaddr_in6().map(|six| IpAddr::V6(six.ip())))
     });
-    // A link-local address means nothing without the name of an interface, which no certificate has.
+    // A link-local address needs the name of an interface, which a certificate cannot contain.
     let named = |ip: &IpAddr| !matches!(ip, IpAddr::V6(six) if six.is_unicast_link_local());
     addresses.filter(named).collect()
 }
@@ -80,7 +80,7 @@ fn interfaces() -> Vec<IpAddr> {
     Vec::new()
 }
 
-/// The names under which `init` was hostnames that coordinators are reached.
+/// Returns the stored and the configured host names.
 pub(super) fn server_names(pki: &PkiConfig) -> Vec<String> {
     let mut names = read_names(&pki.folder);
     names.extend(pki.hostnames.iter().cloned());
@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_machine_has_the_names_it_was_told_and_those_it_knows() {
+    fn a_certificate_has_the_configured_names_and_those_of_the_machine() {
         let hostnames = ["gpu.lab".to_owned(), "not a name".to_owned()];
         let some = names("10.1.2.3:7420".parse().unwrap(), &hostnames);
         for name in ["gpu.lab", "localhost", "127.0.0.1", "::1", "10.1.2.3"] {

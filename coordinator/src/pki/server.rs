@@ -1,4 +1,4 @@
-//! The coordinator's own certificate: signed at the start, and again in time, while it runs.
+//! The coordinator's own certificate: signed at the start and renewed while it runs.
 
 use super::addresses;
 use super::error::PkiError;
@@ -14,12 +14,12 @@ use std::net::SocketAddr;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
-/// How often it is looked whether the machine has other addresses now.
+/// How often the machine's addresses are checked.
 const CHECK_INTERVAL: Duration = Duration::from_secs(600);
-/// The wait before another try when a certificate could not be made.
+/// Pause before a retry when signing failed.
 const RETRY: Duration = Duration::from_secs(60);
 
-/// The certificate that is shown now.
+/// The certificate in use.
 #[derive(Debug)]
 pub(super) struct CurrentCertificate(RwLock<Arc<CertifiedKey>>);
 
@@ -35,20 +35,20 @@ impl ResolvesServerCert for CurrentCertificate {
     }
 }
 
-/// Keeps a certificate that is good.
+/// Renews the coordinator's certificate.
 pub(super) struct CertificateRenewal {
     signer: Arc<Signer>,
     current: Arc<CurrentCertificate>,
     life: Duration,
     addr: SocketAddr,
     hostnames: Vec<String>,
-    /// What the current one says, and when it was made.
+    /// Names and time of the current certificate.
     names: Vec<String>,
     issued: UnixMillis,
 }
 
 impl CertificateRenewal {
-    /// Signs the first one.
+    /// Signs the first certificate.
     pub(super) fn start(signer: Arc<Signer>, pki: &PkiConfig, addr: SocketAddr) -> Result<Self, PkiError> {
         if let Some(bad) = pki
             .hostnames
@@ -77,8 +77,8 @@ impl CertificateRenewal {
         self.current.clone()
     }
 
-    /// Signs another one after two thirds of its life, or when the machine has other addresses. Looks at the clock often: a
-    /// machine that was asleep must not find out weeks later.
+    /// Renews the certificate after two thirds of its lifetime, or when the machine's addresses change. Checks the
+    /// clock often, because sleeping timers do not advance while the machine is suspended.
     pub(super) async fn run(mut self) {
         let mut wait = Duration::ZERO;
         loop {

@@ -1,8 +1,9 @@
-//! The database has no room. What is there can be read, whoever wants a change is told why it is not made, workers keep what
-//! they have and come back, and with room again everything goes on.
+//! Pauses the coordinator while the database's disk is full. Reads are answered, changes are refused with a message,
+//! workers keep their attempts and reconnect, and everything continues when there is room again.
 //!
-//! The scheduler is one batch ahead of the store then: that batch is tried until it is stored, and no other is begun. What a
-//! session said meanwhile is not heard; its worker says it again when it registers, as after a restart of the coordinator.
+//! During the pause the scheduler is one batch ahead of the store: that batch is retried until it is stored, and no
+//! other is begun. Messages of workers are dropped meanwhile; workers repeat them when they register, as after a
+//! restart of the coordinator.
 
 use super::{Input, Outgoing, ReplySender, Runner, STORE_RETRY_TIME};
 use crate::error_chain::error_chain;
@@ -14,28 +15,28 @@ use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::MissedTickBehavior;
 
-/// How often the batch is tried again.
+/// Interval at which the batch is retried.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 const DISK_FULL: &str = "the disk of the coordinator's database is full";
 
-/// What came while the database was full.
+/// What arrived while the database was full.
 #[derive(Default)]
 struct PauseState {
-    /// Sessions that were open when it began.
+    /// Sessions that were open when the pause began.
     open: HashSet<SessionId>,
-    /// Those of them that have ended since.
+    /// Sessions of these that have ended since.
     lost: Vec<SessionId>,
-    /// What was said last of the room for blobs.
+    /// Last reported state of the disk space for blobs.
     space: Option<(u64, u64)>,
-    /// Waiting until everything is stored.
+    /// Callers that wait until everything is stored.
     stored: Vec<oneshot::Sender<()>>,
 }
 
 impl Runner {
-    /// Tries the records of a batch until they are stored. Its callers are told that this takes a while.
+    /// Retries the records of a batch until they are stored. Their callers are told that this takes a while.
     ///
     /// # Errors
-    /// When the store fails in another way for too long, or everybody else has gone.
+    /// When the store fails in another way for too long, or all handles are dropped.
     pub(super) async fn wait_for_room(
         &mut self,
         records: &[Record],
@@ -85,11 +86,11 @@ impl Runner {
             tracing::warn!(?by, "the database has room again");
             let lost = pause.lost.into_iter();
             self.deferred.extend(lost.map(|session| Event::WorkerLost { session }));
-            // Nobody could be heard, and whoever comes back needs a while.
+            // No heartbeat was received, and workers need a while to reconnect.
             let by = by.max(self.state.settings().lease);
             self.deferred.push(Event::Stalled { by });
         }
-        // Whoever waits for that hears that it is so, or by the end of the channel that it never will be.
+        // Waiting callers are notified; after a failure, they see the closed channel.
         if stored.is_ok() {
             for waiting in pause.stored {
                 let _ = waiting.send(());
@@ -116,23 +117,23 @@ impl Runner {
             Input::Event(Event::WorkerLost { session }) if pause.open.remove(&session) => {
                 pause.lost.push(session);
             }
-            // Time goes on when there is room; whoever has a session says the rest again.
+            // Ticks continue after the pause; workers repeat the other events when they register.
             Input::Event(_) => {}
         }
     }
 }
 
-/// Ends a session whose worker is to come back.
+/// Ends a session and asks its worker to reconnect.
 fn ask_to_reconnect(sender: &mpsc::Sender<Outgoing>) {
     let message = ToWorker::GoingAway {
         reason: DISK_FULL.to_owned(),
         retry: true,
     };
-    // One that does not read has no need to know; its session ends with the channel.
+    // A worker that does not read notices the closed channel.
     let _ = sender.try_send(message.into());
 }
 
-/// The callers of the batch do not wait for room: they hear what is so.
+/// Answers the callers of the batch now instead of after the pause.
 fn answer_callers(effects: &mut Vec<Effect>, callers: &mut HashMap<Ticket, ReplySender>) {
     effects.retain(|effect| {
         let Effect::Reply(ticket, reply) = effect else {

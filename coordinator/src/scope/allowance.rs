@@ -1,26 +1,26 @@
-//! How much a worker may send that nothing names yet: a bound for one that fills the storage.
+//! Limits how much a worker may upload before a job refers to it.
 
 use aitk_common::id::AttemptId;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Bytes: several checkpoints of the largest models with their optimizers.
+/// Maximum bytes: several checkpoints of the largest models with their optimizers.
 pub(super) const MAX_BYTES: u64 = 1 << 40;
 
 #[derive(Debug, Default)]
 struct Usage {
     bytes: u64,
-    /// What ran meanwhile: when that changes, counting begins anew. A worker has no say in what it is given.
+    /// The worker's running attempts: when they change, the count restarts. A worker does not choose its attempts.
     attempts: BTreeSet<AttemptId>,
 }
 
-/// By the name of the worker's owner; as many as have tokens.
+/// Usage by the name of the worker's owner; bounded by the number of tokens.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Allowance {
     usage: Arc<Mutex<HashMap<String, Usage>>>,
 }
 
-/// Bytes that are set aside for an upload. Given back unless it arrives.
+/// Bytes reserved for an upload. Released when dropped, unless committed.
 #[derive(Debug)]
 pub(crate) struct Reservation {
     usage: Arc<Mutex<HashMap<String, Usage>>>,
@@ -29,7 +29,7 @@ pub(crate) struct Reservation {
 }
 
 impl Reservation {
-    /// The bytes arrived.
+    /// The upload is complete: keeps the bytes counted.
     pub(super) fn commit(mut self) {
         self.bytes = 0;
     }
@@ -48,7 +48,7 @@ fn lock(usage: &Mutex<HashMap<String, Usage>>) -> MutexGuard<'_, HashMap<String,
 }
 
 impl Allowance {
-    /// Sets bytes aside; none when that is more than is allowed.
+    /// Reserves bytes; `None` when that exceeds the limit.
     pub(super) fn reserve(&self, name: &str, attempts: BTreeSet<AttemptId>, bytes: u64) -> Option<Reservation> {
         let mut all = lock(&self.usage);
         let usage = all.entry(name.to_owned()).or_default();
@@ -64,7 +64,7 @@ impl Allowance {
         })
     }
 
-    /// Something that was sent has a name now.
+    /// Restarts the count, because a job refers to an upload now.
     pub(super) fn reset(&self, name: &str) {
         if let Some(usage) = lock(&self.usage).get_mut(name) {
             usage.bytes = 0;

@@ -1,8 +1,8 @@
-//! Which blobs a caller may see and name.
+//! Decides which blobs a caller can see and refer to.
 //!
-//! A worker's token opens what the live attempts of its workers need, and what it sent itself; a submitter's what they
-//! sent themselves. Everything else looks as if it were not there, whether it is or not, so that nobody finds out what
-//! others have by asking. Operators and administrators see everything.
+//! A worker sees the blobs that the live attempts of its owner's workers need, and its own uploads; a submitter sees
+//! their own uploads. All other blobs are reported as missing, whether they exist or not, so that callers cannot find
+//! out what others have. Operators and administrators see everything.
 
 mod allowance;
 mod lists;
@@ -26,10 +26,10 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 use uploads::{PendingUpload, SentBlobs};
 
-/// InputCache of jobs that are remembered, all together: 32 MB of hashes.
+/// Maximum number of cached input hashes: 32 MB.
 const MAX_CACHED_INPUTS: usize = 1_000_000;
 
-/// Why it is not known what somebody may see.
+/// Why the visible blobs could not be determined.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ScopeError {
     #[error(transparent)]
@@ -40,7 +40,7 @@ pub(crate) enum ScopeError {
     Storage(#[from] StorageError),
 }
 
-/// Why an upload is more than its sender may store.
+/// Why an upload exceeds its sender's limit.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum UploadLimitExceeded {
     #[error("{bytes} bytes are more than this worker may still store before something of it is accepted")]
@@ -59,19 +59,19 @@ pub(crate) enum UploadLimitExceeded {
     },
 }
 
-/// Room that is set aside for an upload.
+/// Bytes reserved for an upload.
 #[derive(Debug)]
 pub(crate) enum UploadReservation {
-    /// The sender has no bound.
+    /// The sender has no limit.
     Unlimited,
-    /// Of a worker.
+    /// Reserved from a worker's allowance.
     Worker(allowance::Reservation),
-    /// Of a user.
+    /// Reserved from a user's limit.
     User(#[allow(dead_code, reason = "held until the upload ends")] PendingUpload),
 }
 
 impl UploadReservation {
-    /// The bytes arrived, and are noted.
+    /// The upload is complete and recorded.
     pub(crate) fn commit(self) {
         if let Self::Worker(reservation) = self {
             reservation.commit();
@@ -79,26 +79,26 @@ impl UploadReservation {
     }
 }
 
-/// What a caller may see at this moment.
+/// The blobs that a caller can see at this moment.
 #[derive(Debug)]
 pub(crate) enum VisibleBlobs {
-    /// Everything.
+    /// All blobs.
     All,
-    /// These.
+    /// Only these blobs.
     Listed(Box<CallerBlobs>),
 }
 
-/// A part of the storage.
+/// The blobs that one caller can see.
 #[derive(Debug)]
 pub(crate) struct CallerBlobs {
     sent: SentBlobs,
     lists: Vec<(ContentHash, Files)>,
-    /// A worker's live attempts.
+    /// Live attempts of a worker's owner.
     attempts: BTreeSet<AttemptId>,
 }
 
 impl VisibleBlobs {
-    /// Whether this blob is in reach.
+    /// Whether this blob is visible.
     pub(crate) fn contains(&self, hash: &ContentHash) -> bool {
         match self {
             Self::All => true,
@@ -109,7 +109,7 @@ impl VisibleBlobs {
         }
     }
 
-    /// Whether a worker has anything to send for; true for everybody else.
+    /// Whether the caller may upload: a worker only while it has a live attempt.
     pub(crate) fn can_upload(&self, who: &Identity) -> bool {
         match self {
             Self::Listed(blobs) if who.role == Role::Worker => !blobs.attempts.is_empty(),
@@ -118,14 +118,14 @@ impl VisibleBlobs {
     }
 }
 
-/// The inputs of jobs that ran lately.
+/// Cached inputs of recently run jobs.
 #[derive(Debug, Default)]
 struct InputCache {
     by_job: HashMap<JobId, Arc<[ContentHash]>>,
     count: usize,
 }
 
-/// See the module. Cheap to clone.
+/// Decides which blobs a caller can see; see the module. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct Scope {
     scheduler: SchedulerHandle,
@@ -133,12 +133,12 @@ pub(crate) struct Scope {
     store: Arc<dyn Store>,
     blobs: Arc<dyn BlobStore>,
     uploads: Arc<Uploads>,
-    /// Workers may talk to the bucket themselves, so that nobody knows what they sent.
+    /// Workers may use the bucket directly, so that their uploads are not known here.
     direct_storage: bool,
     lists: Arc<ListCache>,
     inputs: Arc<Mutex<InputCache>>,
     allowance: Allowance,
-    /// Bytes that a user may have in the storage.
+    /// Maximum bytes per user in the storage.
     max_stored: Option<u64>,
 }
 
@@ -166,7 +166,7 @@ impl Scope {
         }
     }
 
-    /// What this caller may see.
+    /// Returns the blobs that this caller can see.
     pub(crate) async fn visible_blobs(&self, who: &Identity) -> Result<VisibleBlobs, ScopeError> {
         if who.role.changes_all() {
             return Ok(VisibleBlobs::All);
@@ -194,7 +194,7 @@ impl Scope {
         })))
     }
 
-    /// What this caller may make a job point to.
+    /// Returns the blobs to which this caller may make a job refer.
     pub(crate) async fn referable_blobs(&self, who: &Identity) -> Result<VisibleBlobs, ScopeError> {
         if who.role == Role::Worker && self.direct_storage {
             return Ok(VisibleBlobs::All);
@@ -202,15 +202,16 @@ impl Scope {
         self.visible_blobs(who).await
     }
 
-    /// Whether a worker with this token is kept away from the bucket itself.
+    /// Whether this caller is not told the storage URL.
     pub(crate) fn hides_storage_url_from(&self, who: &Identity) -> bool {
         who.role == Role::Worker && !self.direct_storage
     }
 
-    /// Sets aside what somebody is about to send.
+    /// Reserves bytes for an upload.
     ///
     /// # Errors
-    /// [`UploadLimitExceeded`], when a worker sends more than is sensible, or a user has too much already.
+    /// [`UploadLimitExceeded`], when a worker uploads too much before a job refers to it, or a user's limit is
+    /// reached.
     pub(crate) fn reserve_upload(
         &self,
         who: &Identity,
@@ -240,12 +241,13 @@ impl Scope {
             })
     }
 
-    /// Somebody asks for blobs or sends one: what they sent stays while they do, and a while longer.
+    /// Records that the caller checks or uploads blobs: its earlier uploads are kept during the returned call, and a
+    /// while longer.
     pub(crate) fn begin_call(&self, who: &Identity) -> ActiveCall {
         self.uploads.begin_call(&owner_key(who))
     }
 
-    /// Somebody sent this blob, all of it. Durable when this returns.
+    /// Records that the caller uploaded this blob. Durable when this returns.
     pub(crate) async fn record_upload(&self, who: &Identity, hash: ContentHash, bytes: u64) -> Result<(), ScopeError> {
         if who.role.changes_all() {
             return Ok(());
@@ -253,22 +255,22 @@ impl Scope {
         Ok(self.uploads.record(&owner_key(who), hash, bytes).await?)
     }
 
-    /// Something that a worker sent is part of its job now.
+    /// Restarts the allowance of a worker, because a job refers to its upload now.
     pub(crate) fn reset_allowance(&self, who: &Identity) {
         self.allowance.reset(who.name.as_str());
     }
 
-    async fn add(&self, lists: &mut Vec<(ContentHash, Files)>, named: BlobReference) -> Result<(), ScopeError> {
-        if lists.iter().any(|(hash, _)| *hash == named.hash()) {
+    async fn add(&self, lists: &mut Vec<(ContentHash, Files)>, reference: BlobReference) -> Result<(), ScopeError> {
+        if lists.iter().any(|(hash, _)| *hash == reference.hash()) {
             return Ok(());
         }
-        let files = match self.lists.files(self.blobs.as_ref(), named).await {
+        let files = match self.lists.files(self.blobs.as_ref(), reference).await {
             Ok(files) => files,
             Err(error @ (StorageError::Unavailable { .. } | StorageError::Denied { .. })) => return Err(error.into()),
-            // It leads nowhere; whoever asks for the list itself is told why.
+            // An unreadable list makes nothing visible; a request for the list itself reports the error.
             Err(_) => Files::from([]),
         };
-        lists.push((named.hash(), files));
+        lists.push((reference.hash(), files));
         Ok(())
     }
 
@@ -284,14 +286,15 @@ impl Scope {
         if known.count + inputs.len() >= MAX_CACHED_INPUTS {
             *known = InputCache::default();
         }
-        // A job without inputs takes room, too.
+        // A job without inputs takes space too.
         known.count += inputs.len() + 1;
         known.by_job.insert(job.clone(), inputs.clone());
         Ok(inputs)
     }
 }
 
-/// Under which name somebody's uploads are kept: a machine that is called as a user is, is not that user.
+/// Returns the key of a caller's uploads. It includes the kind, so that a worker and a user with the same name are
+/// distinct.
 fn owner_key(who: &Identity) -> String {
     let kind = if who.role == Role::Worker { "worker" } else { "user" };
     format!("{kind}/{}", who.name)

@@ -1,5 +1,5 @@
-//! Who sent which blob, durable: whoever sent the bytes knows them, so that telling them that a blob is there, or letting
-//! them name it, gives nothing away. What they sent counts against them as long as it is there.
+//! Records durably who uploaded which blob. The sender of a blob knows its bytes, so it may see the blob and refer to
+//! it. An upload counts against its sender's limit as long as the blob exists.
 
 use crate::store::{Store, StoreError, Upload};
 use aitk_common::hash::ContentHash;
@@ -10,24 +10,24 @@ use std::time::{Duration, Instant};
 
 /// Uploads that are cache in memory, about 60 MB; what does not fit is read again when its owner comes back.
 const MAX_CACHED: usize = 1_000_000;
-/// What a blob counts at least, however small it is: about what a file of one byte takes.
+/// Minimum size with which a blob counts: about the disk space of a file of one byte.
 const MIN_COUNTED_BYTES: u64 = 4 << 10;
-/// Sizes that are written in one transaction.
+/// Sizes written in one transaction.
 const SIZES_PER_TRANSACTION: usize = 500;
 
 fn counted_bytes(bytes: u64) -> u64 {
     bytes.max(MIN_COUNTED_BYTES)
 }
 
-/// What one of them sent.
+/// The uploads of one sender. Cheap to clone.
 #[derive(Clone, Debug, Default)]
 pub(super) struct SentBlobs(Arc<RwLock<SentBlobsInner>>);
 
 #[derive(Debug, Default)]
 struct SentBlobsInner {
-    /// With their sizes.
+    /// Sizes by blob.
     blobs: HashMap<ContentHash, u64>,
-    /// What they count together.
+    /// Sum of the counted sizes.
     bytes: u64,
 }
 
@@ -53,7 +53,7 @@ impl SentBlobs {
         self.read().blobs.contains_key(hash)
     }
 
-    /// What all of it counts together.
+    /// Sum of the counted sizes.
     fn bytes(&self) -> u64 {
         self.read().bytes
     }
@@ -82,14 +82,14 @@ impl SentBlobs {
     }
 }
 
-/// What somebody does with the storage at the moment.
+/// Current activity of one sender.
 #[derive(Debug, Default)]
 struct Activity {
-    /// Bytes of uploads that are under way, as they count.
+    /// Counted bytes of running uploads.
     pending: u64,
-    /// Calls that go on.
+    /// Number of running calls.
     calls: usize,
-    /// When the last one ended.
+    /// When the last call ended.
     last: Option<Instant>,
 }
 
@@ -99,7 +99,7 @@ fn lock(activities: &Activities) -> MutexGuard<'_, HashMap<String, Activity>> {
     activities.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A call that goes on: as long as there is one, and a while after it, what its caller sent stays.
+/// A running call: during it, and a while longer, its caller's uploads are kept.
 #[derive(Debug)]
 pub(crate) struct ActiveCall {
     activities: Activities,
@@ -115,7 +115,7 @@ impl Drop for ActiveCall {
     }
 }
 
-/// Bytes of an upload that is under way; counted until this goes.
+/// Counted bytes of a running upload; released when dropped.
 #[derive(Debug)]
 pub(crate) struct PendingUpload {
     activities: Activities,
@@ -131,15 +131,15 @@ impl Drop for PendingUpload {
     }
 }
 
-/// See the module.
+/// All recorded uploads; see the module.
 #[derive(Debug)]
 pub(crate) struct Uploads {
     store: Arc<dyn Store>,
-    /// Those who were here lately. Held while the store is read or written, so that both always say the same.
+    /// Senders with recent calls. Locked while the store is read or written, so that cache and store agree.
     cache: tokio::sync::Mutex<HashMap<String, SentBlobs>>,
-    /// Not yet durable; whoever gets at `cache` next writes them all in one go.
+    /// Uploads to be stored; the next holder of the `cache` lock writes them all.
     unstored: Mutex<Vec<Upload>>,
-    /// As many as have tokens.
+    /// Bounded by the number of tokens.
     activities: Activities,
 }
 
@@ -153,7 +153,7 @@ impl Uploads {
         }
     }
 
-    /// What somebody sent.
+    /// Returns the uploads of a sender.
     pub(super) async fn sent_by(&self, who: &str) -> Result<SentBlobs, StoreError> {
         let mut cache = self.cache.lock().await;
         if let Some(sent) = cache.get(who) {
@@ -168,10 +168,10 @@ impl Uploads {
         Ok(sent)
     }
 
-    /// Sets room aside for an upload of somebody who may have `most` bytes in the storage.
+    /// Reserves bytes for an upload of a sender with the limit `most`.
     ///
     /// # Errors
-    /// How many bytes they have, if that is too much.
+    /// The bytes in use, when the limit would be exceeded.
     pub(super) fn reserve(&self, who: &str, sent: &SentBlobs, bytes: u64, most: u64) -> Result<PendingUpload, u64> {
         let mut activities = lock(&self.activities);
         let activity = activities.entry(who.to_owned()).or_default();
@@ -188,7 +188,7 @@ impl Uploads {
         })
     }
 
-    /// Somebody asks for blobs, or sends one.
+    /// Records that the sender checks or uploads blobs.
     pub(super) fn begin_call(&self, who: &str) -> ActiveCall {
         lock(&self.activities).entry(who.to_owned()).or_default().calls += 1;
         ActiveCall {
@@ -197,8 +197,8 @@ impl Uploads {
         }
     }
 
-    /// How long a blob that nothing names stays after it was stored: `long` while one of its senders is still at it, or when
-    /// nobody knows who sent it; otherwise `short`.
+    /// Returns how long an unreferenced blob is kept after it was stored: `long` while one of its senders is active or
+    /// when the sender is unknown; otherwise `short`.
     pub(crate) async fn retention_of(
         &self,
         hash: ContentHash,
@@ -213,7 +213,7 @@ impl Uploads {
         Ok(if stays { long } else { short })
     }
 
-    /// Remembers that somebody sent this blob. Durable when this returns.
+    /// Records an upload. Durable when this returns.
     pub(super) async fn record(&self, who: &str, hash: ContentHash, bytes: u64) -> Result<(), StoreError> {
         let upload = Upload {
             who: who.to_owned(),
@@ -227,7 +227,7 @@ impl Uploads {
             return Ok(());
         }
         let mut batch = std::mem::take(&mut *self.unstored());
-        // Whoever took ours away may have failed, or been dropped on the way.
+        // The task that took our entry may have failed or been dropped, so it is written again.
         batch.push(upload);
         self.store.note_uploads(&batch).await?;
         for Upload { who, hash, bytes } in batch {
@@ -242,7 +242,7 @@ impl Uploads {
         self.unstored.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The blob is gone: whoever needs it sends it again. Nobody may be sending it meanwhile.
+    /// Removes the entries of a deleted blob. No upload of it may run at the same time.
     pub(crate) async fn forget(&self, hash: ContentHash) -> Result<(), StoreError> {
         let cache = self.cache.lock().await;
         self.store.forget_uploads(hash).await?;
@@ -252,7 +252,7 @@ impl Uploads {
         Ok(())
     }
 
-    /// Notes the sizes of what was sent to an older version, from a listing of the storage.
+    /// Records the sizes of uploads to older versions, from a listing of the storage.
     pub(crate) async fn measure(&self, listed: &[BlobInfo]) -> Result<(), StoreError> {
         let unmeasured: HashSet<_> = self.store.unmeasured_uploads().await?.into_iter().collect();
         if unmeasured.is_empty() {
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_was_sent_is_known_to_its_sender_also_later_and_until_it_is_gone() {
+    async fn uploads_are_known_to_their_sender_until_they_are_deleted() {
         let folder = tempfile::tempdir().unwrap();
         let store = store(&folder).await;
         let uploads = Arc::new(Uploads::new(store.clone()));
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_comes_counts_with_what_is_there_and_small_blobs_are_not_for_nothing() {
+    async fn running_uploads_count_and_small_blobs_count_with_a_minimum() {
         let folder = tempfile::tempdir().unwrap();
         let store = store(&folder).await;
         let uploads = Uploads::new(store.clone());
@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_still_being_sent_stays_longer() {
+    async fn uploads_of_an_active_sender_are_kept_longer() {
         let (short, long) = (Duration::from_secs(3600), Duration::from_secs(9 * 3600));
         let folder = tempfile::tempdir().unwrap();
         let store = store(&folder).await;
