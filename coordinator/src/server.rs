@@ -1,4 +1,4 @@
-//! Start, serve, shut down.
+//! Starts, runs and shuts down a coordinator.
 
 use crate::access::{Access, AccessError};
 use crate::address::ClientAddress;
@@ -38,29 +38,30 @@ use tokio::time::{Instant, MissedTickBehavior};
 use tonic::transport::Server;
 use url::Url;
 
-/// How long open calls may take to end at a shutdown; then they are cut.
+/// How long open calls may take to end at a shutdown; then they are cancelled.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
-/// A connection that is silent is asked after this time, and closed after as much again without an answer.
+/// HTTP/2 keep-alive interval and timeout of an idle connection.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
-/// How long a connection may take until its first call with a good token.
+/// How long a connection may take until its first authenticated call.
 pub(crate) const FIRST_CALL_TIMEOUT: Duration = Duration::from_secs(15);
-/// Connections that wait for that. With those of [`metrics`] fewer than half of the files that a process may open by default.
+/// Maximum unauthenticated connections. Together with those of [`metrics`] fewer than half of the files that a process
+/// may open by default.
 pub(crate) const MAX_UNAUTHENTICATED: usize = 384;
-/// Calls at once on one connection: a worker or a client needs a handful.
+/// Concurrent calls on one connection: a worker or a client needs a handful.
 const MAX_STREAMS: u32 = 256;
-/// The database in the data folder, when there is no other.
+/// Name of the SQLite database in the data folder.
 pub(crate) const DATABASE: &str = "aitk.db";
-/// Blobs that are read at once: each takes a few MiB of memory, and no disk.
+/// Concurrent downloads: each takes a few MiB of memory and no disk.
 const MAX_DOWNLOADS: usize = 48;
-/// Large submissions that are looked at at once: each takes a core, and serving needs one, too.
+/// Large submissions parsed concurrently: each takes a CPU core, and serving needs one too.
 const MAX_PARSING: usize = 2;
-/// Blobs on their way in at once, all clients together: each may take a file of its size beside the database.
+/// Concurrent uploads of all clients: each may take a file of its size beside the database.
 const MAX_UPLOADS: usize = 16;
 
-/// Why a coordinator does not start. Each says what to do.
+/// Why a coordinator does not start. Each message says what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// The network would see tokens and data in clear.
+    /// The network could read tokens and data.
     #[error(
         "refusing to listen on {bind} without TLS: everyone on the network could read the token and the data; \
          run `aitk-coordinator init` once, which makes a certificate authority (or give --tls-cert and --tls-key), or bind 127.0.0.1"
@@ -69,7 +70,7 @@ pub enum StartError {
         /// The address.
         bind: SocketAddr,
     },
-    /// Nobody can listen there.
+    /// The address cannot be bound.
     #[error("cannot listen on {bind}; is another coordinator running? Choose another port with --bind")]
     Bind {
         /// The address.
@@ -78,8 +79,8 @@ pub enum StartError {
         #[source]
         source: io::Error,
     },
-    /// Metrics cannot be told there.
-    #[error("cannot tell metrics at {bind}: {problem}; choose another address with --metrics-bind")]
+    /// The metrics address cannot be used.
+    #[error("cannot serve metrics at {bind}: {problem}; choose another address with --metrics-bind")]
     Metrics {
         /// The address.
         bind: SocketAddr,
@@ -92,32 +93,32 @@ pub enum StartError {
     /// A certificate, a key or the authority cannot be used.
     #[error(transparent)]
     Tls(#[from] PkiError),
-    /// The lease is no lease.
+    /// The lease is too short.
     #[error("a lease of {} ms is too short; workers could not renew it in time. Give at least one second", lease.as_millis())]
     Lease {
         /// The lease.
         lease: Duration,
     },
-    /// It is to share its work with others, and does not say what they need.
+    /// An option that a cluster needs is missing.
     #[error("several coordinators share a database and an object storage: with --advertise, give {missing} as well")]
     Cluster {
-        /// The options.
+        /// The missing option.
         missing: &'static str,
     },
-    /// The address for the others cannot be used.
+    /// The advertised address cannot be used.
     #[error("--advertise: {0}")]
     Advertise(String),
-    /// The leader has another token or storage.
+    /// The leader has a different token or storage.
     #[error("{what} of this coordinator differs from that of {leader}, which leads: {remedy}")]
     Unlike {
-        /// What.
+        /// What differs.
         what: &'static str,
         /// Address of the leader.
         leader: String,
         /// What to do.
         remedy: &'static str,
     },
-    /// There is no token.
+    /// The token cannot be read or created.
     #[error(transparent)]
     Token(#[from] TokenError),
     /// The object storage cannot be opened.
@@ -147,7 +148,7 @@ impl From<AccessError> for StartError {
 /// Why a running coordinator ended by itself.
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
-    /// The database failed for so long that nothing can be promised any more.
+    /// The database failed for too long.
     #[error("the coordinator ended because its database does not work")]
     Store(#[from] StoreError),
     /// The listener failed.
@@ -155,25 +156,25 @@ pub enum RunError {
     Serve(String),
 }
 
-/// A coordinator that runs. Dropping it without [`Self::shutdown`] leaves it running until the runtime ends.
+/// A running coordinator. Dropping it without [`Self::shutdown`] leaves it running until the runtime ends.
 #[derive(Debug)]
 pub struct Running {
-    /// Where it listens.
+    /// Address of its listener.
     pub addr: SocketAddr,
-    /// The token that opens it.
+    /// The administrator's token.
     pub token: String,
-    /// The file with the token, unless it was given otherwise.
+    /// File with the token, unless it was given in the config.
     pub token_file: Option<PathBuf>,
-    /// Where it tells metrics and health.
+    /// Address of metrics and health.
     pub metrics: Option<SocketAddr>,
-    /// Whether its listener has TLS.
+    /// Whether its listener uses TLS.
     pub tls: bool,
     stop: watch::Sender<bool>,
     server: JoinHandle<Result<(), tonic::transport::Error>>,
     runner: JoinHandle<Result<(), StoreError>>,
     collecting: JoinHandle<()>,
     auditing: JoinHandle<()>,
-    /// Keeps the listener's own certificate fresh.
+    /// Renews the listener's own certificate.
     renewing: Option<JoinHandle<()>>,
     leading: JoinHandle<StoreError>,
     store: Arc<dyn Store>,
@@ -181,13 +182,13 @@ pub struct Running {
 }
 
 impl Running {
-    /// The address for clients on this machine.
+    /// Returns the URL for clients on this machine.
     #[must_use]
     pub fn url(&self) -> String {
         format!("{}://{}", if self.tls { "https" } else { "http" }, self.addr)
     }
 
-    /// Waits until it ends by itself, which it only does when it cannot go on.
+    /// Waits until the coordinator fails permanently.
     pub async fn failed(&mut self) -> RunError {
         tokio::select! {
             result = &mut self.runner => match result {
@@ -207,11 +208,11 @@ impl Running {
         }
     }
 
-    /// Says goodbye to workers and followers, waits a few seconds for open calls, then closes the database.
-    /// What was acknowledged is stored already.
+    /// Ends sessions and streams, waits a few seconds for open calls, then closes the database. Acknowledged changes
+    /// are already stored.
     pub async fn shutdown(mut self) {
         let _ = self.stop.send(true);
-        // Wherever a collection stands, what it removed was not needed.
+        // Stopping a collection at any point is safe: it only deleted unneeded blobs.
         self.collecting.abort();
         if let Some(renewing) = &self.renewing {
             renewing.abort();
@@ -221,30 +222,30 @@ impl Running {
             self.server.abort();
             finished_in_time(&mut self.server).await;
         }
-        // Every handle to the scheduler is gone now or soon; what hangs is cut: its callers have no answer, so no promise.
+        // All handles to the scheduler are dropped soon. A hanging task is aborted: its callers got no answer.
         if !finished_in_time(&mut self.runner).await {
             self.runner.abort();
             finished_in_time(&mut self.runner).await;
         }
         self.leading.abort();
-        // What was refused a moment ago is written yet.
+        // Recent refusals are still written to the audit log.
         finished_in_time(&mut self.auditing).await;
         self.store.close().await;
     }
 }
 
-/// Waits a while for the end of a task; whether it came. Who waited for the same task before has taken its result, and it
-/// must not be asked again.
+/// Waits for the end of a task, up to [`SHUTDOWN_TIMEOUT`]. Returns whether it ended. A task that has already finished
+/// must not be polled again, because its result may have been taken.
 async fn finished_in_time<T>(task: &mut JoinHandle<T>) -> bool {
     task.is_finished() || tokio::time::timeout(SHUTDOWN_TIMEOUT, task).await.is_ok()
 }
 
-/// Starts a coordinator and returns when it answers.
+/// Starts a coordinator and returns when it is ready for calls.
 ///
 /// # Errors
 /// [`StartError`]
 pub async fn start(config: Config) -> Result<Running, StartError> {
-    // Boxed: it holds what the databases' libraries hold while they open, and every caller would carry it.
+    // Boxed: the future is large, because it holds those of the database libraries.
     Box::pin(async {
         let local = LocalResources::prepare(&config)?;
         let store = match &config.database {
@@ -256,17 +257,17 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
     .await
 }
 
-/// The folder for blobs on their way to storage or from it.
+/// Folder for blobs that are being uploaded.
 const TRANSIT: &str = "transit";
 
-/// What a coordinator stands on, whether it leads or not.
+/// Data folder, token and storage URL of a coordinator, needed whether it leads or not.
 #[derive(Clone)]
 pub(crate) struct LocalResources {
     pub(crate) data_dir: PathBuf,
     pub(crate) token: Token,
     token_file: Option<PathBuf>,
     pub(crate) storage_url: String,
-    /// Held as long as anybody stands on it.
+    /// Lock of the data folder, held as long as any clone exists.
     _lock: Arc<File>,
 }
 
@@ -279,7 +280,7 @@ impl std::fmt::Debug for LocalResources {
 }
 
 impl LocalResources {
-    /// Where blobs lie that are kept on this machine.
+    /// Returns the folder of the object storage if it is on this machine.
     fn storage_folder(&self) -> Option<PathBuf> {
         if self.storage_url.starts_with('/') {
             return Some(PathBuf::from(&self.storage_url));
@@ -290,7 +291,7 @@ impl LocalResources {
         url.to_file_path().ok()
     }
 
-    /// Checks the config, takes the data folder, and reads or makes what lies in it.
+    /// Checks the config, locks the data folder, and reads or creates its contents.
     pub(crate) fn prepare(config: &Config) -> Result<Self, StartError> {
         if !config.bind.ip().to_canonical().is_loopback() && config.tls.is_none() && config.pki.is_none() {
             return Err(StartError::Plaintext { bind: config.bind });
@@ -300,7 +301,7 @@ impl LocalResources {
         }
         let data_dir = data_folder::create(&config.data_dir)?;
         let lock = data_folder::lock(&data_dir)?;
-        // Here, not when it begins to lead: one that crashed may stand by for a year.
+        // Here and not in [`start_leading`]: a standby coordinator may not lead for a long time.
         data_folder::recreate(&data_dir.join(TRANSIT))?;
         let (token, token_file) = match &config.token {
             Some(token) => (Token::parse(token, "the configuration")?, None),
@@ -323,7 +324,7 @@ impl LocalResources {
     }
 }
 
-/// A server with our limits.
+/// Returns a tonic server builder with our limits.
 pub(crate) fn server_builder() -> Server {
     Server::builder()
         .http2_keepalive_interval(Some(KEEP_ALIVE))
@@ -332,7 +333,7 @@ pub(crate) fn server_builder() -> Server {
         .tcp_nodelay(true)
 }
 
-/// Leads, with a store that may write.
+/// Starts leading with a store that may write.
 pub(crate) async fn start_leading(
     config: Config,
     local: &LocalResources,
@@ -352,7 +353,7 @@ pub(crate) async fn start_leading(
     let clock = Clock::new();
     let swept = store.sweep_payloads().await?;
     if swept > 0 {
-        tracing::info!(swept, "removed configs of jobs that were never taken in");
+        tracing::info!(swept, "removed configs of jobs that were never accepted");
     }
     let store: Arc<dyn Store> = Arc::new(store.keeping_events(config.retention.events));
     let loaded = store.load().await?;
@@ -370,10 +371,10 @@ pub(crate) async fn start_leading(
         ..Settings::from_lease(config.lease)
     };
     let state = State::restore(settings, clock.now(), loaded.jobs, loaded.workers);
-    // An absolute path stands for `file://`.
+    // An absolute path means `file://`.
     let scheme = storage_url.split_once(':').filter(|_| !storage_url.starts_with('/'));
     let storage = scheme.map_or("file", |(scheme, _)| scheme).to_owned();
-    // A bucket can be opened by whoever has access; a folder of this machine only goes through us.
+    // Workers can access a bucket themselves; a local folder only through this coordinator.
     let for_workers = Some(storage_url).filter(|_| !matches!(storage.as_str(), "file" | "memory"));
 
     let (listener, addr) = listen(config.bind).await?;
@@ -426,7 +427,7 @@ pub(crate) async fn start_leading(
         config.direct_storage,
         config.limits.stored_bytes,
     );
-    // A bucket has room of its own; what goes there still passes through a folder of ours.
+    // A bucket has its own space, but uploads to it pass through a local folder.
     let stored_here = local.storage_folder();
     let folders: Vec<PathBuf> = [Some(data_dir.clone()), stored_here].into_iter().flatten().collect();
     let space = DiskSpace::new(folders, config.disk_reserve);
@@ -498,8 +499,8 @@ pub(crate) async fn start_leading(
     })
 }
 
-/// Says at the start what the first job would find out: that an address is wrong, or keys are missing. Whoever waits for a storage
-/// that starts later than we do is not held up.
+/// Logs an error at the start if the storage address or its keys are wrong, before the first job fails. Runs in the
+/// background, so that a storage that starts later does not delay the coordinator.
 async fn check_storage(blobs: Arc<dyn BlobStore>, mut stopping: watch::Receiver<bool>) {
     let nothing = [ContentHash::of(b"")];
     let looked = tokio::select! {
@@ -507,12 +508,12 @@ async fn check_storage(blobs: Arc<dyn BlobStore>, mut stopping: watch::Receiver<
         _ = stopping.wait_for(|stop| *stop) => return,
     };
     if let Err(error) = looked {
-        tracing::error!(error = %error_chain(&error), "inputs and results of jobs have no place");
+        tracing::error!(error = %error_chain(&error), "the object storage cannot be used; jobs cannot read inputs or store results");
     }
 }
 
-/// Renews the lease until somebody else has it. With others beside us we also stop believing in it when it has run out without
-/// an answer of the database: whoever can reach it may lead by now, and workers must not hear two voices.
+/// Renews the lease until another coordinator has it. In a cluster it also ends when the lease has expired without an
+/// answer of the database: another coordinator may lead by then, and workers must not hear two leaders.
 async fn renew_lease(store: Arc<dyn Store>, others: bool) -> StoreError {
     let mut ticks = tokio::time::interval(RENEW);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -540,7 +541,7 @@ async fn renew_lease(store: Arc<dyn Store>, others: bool) -> StoreError {
     }
 }
 
-/// Listens, and says where.
+/// Binds the address; returns the listener and its actual address.
 pub(crate) async fn listen(bind: SocketAddr) -> Result<(TcpListener, SocketAddr), StartError> {
     let failed = |source| StartError::Bind { bind, source };
     let listener = TcpListener::bind(bind).await.map_err(failed)?;
@@ -548,13 +549,13 @@ pub(crate) async fn listen(bind: SocketAddr) -> Result<(TcpListener, SocketAddr)
     Ok((listener, addr))
 }
 
-/// Metrics travel in clear, so they stay on this machine.
+/// Binds the metrics address, which must be loopback because metrics are not encrypted.
 pub(crate) async fn listen_for_metrics(bind: Option<SocketAddr>) -> Result<Option<TcpListener>, StartError> {
     let Some(bind) = bind else { return Ok(None) };
     if !bind.ip().to_canonical().is_loopback() {
         return Err(StartError::Metrics {
             bind,
-            problem: "they travel without TLS, so only loopback will do".to_owned(),
+            problem: "metrics are not encrypted, so only loopback is allowed".to_owned(),
         });
     }
     match TcpListener::bind(bind).await {

@@ -1,5 +1,5 @@
-//! FreeSpace on the disks of this machine. A part of it is kept for the database: blobs are refused before they take it, so that
-//! what was acknowledged can always be stored.
+//! Free disk space of this machine. A part is reserved for the database: blobs are refused before they use it, so that
+//! acknowledged changes can always be stored.
 
 use crate::error_chain::error_chain;
 use crate::runner::SchedulerHandle;
@@ -11,31 +11,31 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::sync::watch;
 
-/// How often the disks are looked at.
+/// How often the disks are checked.
 const CHECK_INTERVAL: Duration = Duration::from_secs(2);
-/// The least that is kept for the database when nobody says how much.
+/// Minimum reserve when none is configured.
 const MIN_RESERVE: u64 = 1 << 30;
-/// The part of a disk that is kept for it, in percent.
+/// Default reserve in percent of the disk.
 const RESERVE_PERCENT: u64 = 5;
 
-/// What is free on a disk, and how much of that is kept for the database.
+/// Free bytes of a disk, and how many of them are reserved for the database.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct FreeSpace {
     pub(crate) free: u64,
     pub(crate) reserve: u64,
 }
 
-/// The disks that blobs pass through. Cheap to clone.
+/// The disks that store blobs. Cheap to clone.
 #[derive(Clone, Debug)]
 pub(crate) struct DiskSpace {
     folders: Arc<[PathBuf]>,
-    /// None: [`RESERVE_PERCENT`], and at least [`MIN_RESERVE`].
+    /// `None`: [`RESERVE_PERCENT`], and at least [`MIN_RESERVE`].
     reserve: Option<u64>,
-    /// Bytes that uploads announced and have not sent yet.
+    /// Bytes of running uploads.
     pending: Arc<AtomicU64>,
 }
 
-/// FreeSpace that an upload was promised; given back when this goes.
+/// Space reserved for an upload; released when dropped.
 #[derive(Debug)]
 pub(crate) struct SpaceReservation {
     pending: Arc<AtomicU64>,
@@ -68,7 +68,8 @@ impl DiskSpace {
         }
     }
 
-    /// The disk with the least room for blobs. A disk that does not say is taken to have room: writing shows.
+    /// Returns the disk with the least space for blobs. A disk that cannot be queried counts as having space; writing
+    /// to it will fail if it does not.
     fn room(&self) -> Option<FreeSpace> {
         let rooms = self
             .folders
@@ -77,12 +78,12 @@ impl DiskSpace {
         rooms.min_by_key(|room| room.free.saturating_sub(room.reserve))
     }
 
-    /// Promises room for an upload.
+    /// Reserves space for an upload.
     ///
     /// # Errors
-    /// What there is, when that is not enough.
+    /// The free space, when it is not enough.
     pub(crate) fn reserve_upload(&self, bytes: u64) -> Result<SpaceReservation, FreeSpace> {
-        // A blob lies in the folder for uploads and, for a moment, in the storage.
+        // A blob is in the upload folder and, for a moment, in the storage as well.
         let pending = self.pending.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
         let reservation = SpaceReservation {
             pending: self.pending.clone(),
@@ -94,11 +95,11 @@ impl DiskSpace {
         }
     }
 
-    /// Tells the scheduler when the disks run full and when there is room again, until the coordinator stops.
+    /// Reports to the scheduler when a disk becomes full and when there is space again, until the coordinator stops.
     pub(crate) async fn watch(self, scheduler: SchedulerHandle, mut stopping: watch::Receiver<bool>) {
         tokio::select! {
             () = self.report(scheduler) => {}
-            // Whoever could say so is gone: that is a stop, too.
+            // A dropped sender is a shutdown too.
             _ = stopping.wait_for(|stop| *stop) => {}
         }
     }
@@ -109,10 +110,10 @@ impl DiskSpace {
             let space = self.clone();
             let room = tokio::task::spawn_blocking(move || space.room()).await;
             let room = room.unwrap_or_else(|error| {
-                tracing::warn!(error = %error_chain(&error), "the disks could not be looked at");
+                tracing::warn!(error = %error_chain(&error), "cannot check the free disk space");
                 None
             });
-            // FreeSpace again only with a margin, so that it does not go to and fro.
+            // The end of the full state needs a margin, so that the state does not flap.
             let is_full = room.is_some_and(|room| {
                 let margin = if reported { room.reserve / 10 } else { 0 };
                 room.reserve > 0 && room.free < room.reserve.saturating_add(margin)
@@ -120,7 +121,7 @@ impl DiskSpace {
             if is_full || reported {
                 let full = room.filter(|_| is_full).map(|room| (room.free, room.reserve));
                 if is_full != reported {
-                    tracing::warn!(?room, is_full, "room on the coordinator's disk");
+                    tracing::warn!(?room, is_full, "free space of the coordinator's disk");
                 }
                 if scheduler.event(Event::StorageSpace { full }).await.is_err() {
                     return;
@@ -137,7 +138,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_promise_is_room_that_nobody_else_gets() {
+    fn reserved_space_is_not_given_to_another_upload() {
         let folder = tempfile::tempdir().unwrap();
         let free = free_space(folder.path(), None).unwrap().free;
         let half = free / 2 + (free / 20);

@@ -1,8 +1,8 @@
-//! What jobs do, as spans for a collector: `job` from its submission to its end, in it `queued` and `assigned` for each
-//! attempt. Each is written down when it is over, out of what is stored then.
+//! Trace spans of jobs: `job` from submission to end, and in it `queued` and `assigned` for each attempt. Each is
+//! recorded when it is over, from the stored state.
 //!
-//! Ids are derived (`aitk_common::telemetry::context`), so nothing is held in memory, and a job's spans fit together
-//! although its coordinator was killed in between, or another one took over.
+//! Ids are derived (`aitk_common::telemetry::context`), so no span is held in memory, and a job's spans fit together
+//! even if its coordinator was killed in between or another one took over.
 
 use aitk_common::control::{AttemptState, AttemptView, EventBody, JobEvent, JobState, UnixMillis};
 use aitk_common::id::{AttemptId, JobId};
@@ -11,19 +11,19 @@ use aitk_common::telemetry::traces::{Service, Span, Tracer, Traces};
 use aitk_scheduler::{Job, Record};
 use std::time::{Duration, SystemTime};
 
-/// Writes down what jobs do, if there is a collector.
+/// Records spans of jobs, if a collector is configured.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Spans {
     tracer: Tracer,
 }
 
-/// Where a job stands in its trace.
+/// Position of a job in its trace.
 struct JobTrace {
-    /// Its own span.
+    /// The job's own span.
     own: TraceContext,
-    /// The span that submitted it.
+    /// The span of the submission, in the same trace.
     parent: Option<SpanId>,
-    /// The span that submitted it, of another trace.
+    /// The span of the submission, in another trace.
     link: Option<TraceContext>,
 }
 
@@ -34,10 +34,10 @@ impl Spans {
         }
     }
 
-    /// What an attempt is part of, for its worker.
+    /// Returns the trace context for the worker of an attempt.
     pub(crate) fn of_attempt(&self, job: &Job, attempt: &AttemptId) -> Option<TraceContext> {
         if !self.tracer.is_on() {
-            // Nothing of ours is between who submitted it and who runs it.
+            // Without a collector, the attempt belongs directly to the submitting span.
             return submitter(job);
         }
         let own = self.job_trace(job).own;
@@ -47,12 +47,12 @@ impl Spans {
         })
     }
 
-    /// What became durable in one transaction.
+    /// Records the spans that ended with the records of one transaction.
     pub(crate) fn stored(&self, records: &[Record]) {
         if !self.tracer.is_on() {
             return;
         }
-        // A job follows what happened to it.
+        // A job's record follows its events.
         let mut happened: Vec<(&JobId, &JobEvent)> = Vec::new();
         for record in records {
             match record {
@@ -92,7 +92,7 @@ impl Spans {
         }
     }
 
-    /// A job that is resumed ends again, and its span is sent again, longer.
+    /// Records the span of an ended job. A resumed job ends again and sends its span again, longer.
     fn ended(&self, job: &Job, state: JobState, reason: &str, now: UnixMillis) {
         let JobTrace { own, parent, link } = self.job_trace(job);
         if !own.sampled {
@@ -120,7 +120,7 @@ impl Spans {
         self.tracer.record(span);
     }
 
-    /// From when it could have started: not the pause before another try, nor the time before `not_before`.
+    /// Records the time in the queue: without the pause before a retry and the time before `not_before`.
     fn queued(&self, job: &Job, before: Option<&AttemptView>, attempt: &AttemptView) {
         let own = self.job_trace(job).own;
         if !own.sampled {
@@ -184,8 +184,8 @@ impl Spans {
     }
 }
 
-/// The span that submitted a job, if both are of one trace. Members of a sweep are up to a thousand jobs, which nobody
-/// could read in one trace: each has its own, linked to the one that submitted them.
+/// Returns the submitting span if the job belongs to its trace. Members of a sweep are up to a thousand jobs, too many
+/// for one trace: each has its own trace, linked to the submission.
 fn submitter(job: &Job) -> Option<TraceContext> {
     let alone = job.array.as_ref().is_none_or(|array| array.split);
     job.trace.as_deref().copied().filter(|_| alone)

@@ -1,4 +1,4 @@
-//! What the queue needs to know of a submitted job.
+//! Parses and validates submitted jobs.
 
 use aitk_common::control::{MAX_CONFIG_BYTES, Submission, UnixMillis};
 use aitk_common::hash::ContentHash;
@@ -10,25 +10,25 @@ use aitk_common::telemetry::context::TraceContext;
 use aitk_scheduler::{Condition, Prerequisite, Wants};
 use serde_json::Value;
 
-/// Jobs that a job may wait for.
+/// Maximum jobs that a job may depend on.
 const AFTER_LIMIT: usize = 64;
-/// Labels that a job may ask for: as many as a machine can have.
+/// Maximum labels of a job: as many as a machine can have.
 const LABELS_LIMIT: usize = 256;
-/// Bytes of a label, of a kind, and of the name of a job to wait for.
+/// Maximum bytes of a label, of a kind, and of the name of a job to wait for.
 const TEXT_LIMIT: usize = 256;
-/// Inputs that placement looks at.
+/// Maximum inputs considered by placement.
 const DATA_LIMIT: usize = 16;
 
-/// Everything that the queue needs to know of a job.
+/// What the scheduler needs to know of a job.
 #[derive(Clone, Debug)]
 pub(crate) struct ParsedSubmission {
     pub(crate) title: JobTitle,
     pub(crate) wants: Wants,
     pub(crate) after: Vec<Prerequisite>,
     pub(crate) not_before: Option<UnixMillis>,
-    /// To be cut into parts, of so many images.
+    /// How to split the job, and its number of images.
     pub(crate) split: Option<(Split, u64)>,
-    /// The span of the call that submits it.
+    /// Trace context of the submission.
     pub(crate) trace: Option<TraceContext>,
 }
 
@@ -39,24 +39,24 @@ pub(crate) struct JobTitle {
     pub(crate) kind: String,
 }
 
-/// Reads name, kind and wishes out of the job; a message for a person when it is no job.
+/// Parses a submission; the error is a message for the user.
 ///
-/// The job is checked as its config was when it was read: whoever sends it may have no such client, or one that was
-/// made to lie. What it names has to be there: every path is an input that was sent with it, or the name of a model's
-/// repository. The worker checks the same again, by the keys that it knows.
+/// The job is validated again as the client did, because the sender may use another or a manipulated client. Every
+/// path must be an input that was sent with it, or the name of a model repository. The worker validates the job again
+/// with the keys that it knows.
 pub(crate) fn parse_submission(submission: &Submission, retries: u32) -> Result<ParsedSubmission, String> {
     parse(submission, retries, !submission.local)
 }
 
-/// Whether a submission would be taken, as far as its job alone says: everything but what its inputs and its owner say.
+/// Checks a submission without its inputs and owner.
 ///
 /// # Errors
-/// What `Submit` answers.
+/// The message that `Submit` returns.
 pub fn check_submission(submission: &Submission) -> Result<(), String> {
     parse_submission(submission, 0).map(|_| ())
 }
 
-/// [`parse_submission`] of a job that is only parsed about: nothing was sent for it, and nothing will run.
+/// Parses a job for a forecast: nothing was uploaded for it, and it will not run.
 pub(crate) fn parse_for_fit(submission: &Submission, retries: u32) -> Result<ParsedSubmission, String> {
     parse(submission, retries, false)
 }
@@ -72,7 +72,7 @@ fn parse(submission: &Submission, retries: u32, all_sent: bool) -> Result<Parsed
             ));
         }
     }
-    // No config needs it, and a text of PostgreSQL cannot hold it.
+    // No config needs NUL, and PostgreSQL cannot store it in a text.
     for (what, text) in [
         ("config_text", &submission.config_text),
         ("config_format", &submission.config_format),
@@ -161,7 +161,7 @@ fn parse(submission: &Submission, retries: u32, all_sent: bool) -> Result<Parsed
     })
 }
 
-/// The queue keeps it in memory, and in a record that is written whenever the job changes.
+/// Checks the length of a text that the scheduler keeps in memory and writes at every change of the job.
 fn check_length(what: &str, text: &str) -> Result<(), String> {
     if text.len() <= TEXT_LIMIT {
         return Ok(());
@@ -176,7 +176,7 @@ fn problems(findings: &[Finding]) -> String {
     format!("job_json: {}", summary(findings))
 }
 
-/// The images of a job that is to be cut into parts.
+/// Returns the number of images of a job that is to be split.
 fn check_split(job: &Value, images: Option<u64>) -> Result<u64, String> {
     let processes = job.get("process").and_then(Value::as_array);
     let one = processes.is_some_and(|list| list.len() == 1) && job.pointer("/process/0/kind/generate").is_some();
@@ -187,7 +187,7 @@ fn check_split(job: &Value, images: Option<u64>) -> Result<u64, String> {
     })
 }
 
-/// What the job reads: its snapshots, and models that the worker fetches by their name.
+/// Returns hashes for the job's inputs: its snapshots, and the names of models that the worker downloads.
 fn inputs(submission: &Submission, job: &Value) -> Vec<ContentHash> {
     let mut data = smallest(submission.inputs.values());
     let processes = job.get("process").and_then(Value::as_array).into_iter().flatten();
@@ -206,7 +206,7 @@ fn inputs(submission: &Submission, job: &Value) -> Vec<ContentHash> {
     smallest(&data)
 }
 
-/// The smallest of these, each once: there may be thousands, and members of an array are many.
+/// Returns the [`DATA_LIMIT`] smallest distinct hashes: a job may have thousands of inputs, and an array many members.
 fn smallest<'a>(hashes: impl IntoIterator<Item = &'a ContentHash>) -> Vec<ContentHash> {
     let mut smallest: Vec<ContentHash> = Vec::with_capacity(DATA_LIMIT + 1);
     for hash in hashes {
@@ -221,9 +221,9 @@ fn smallest<'a>(hashes: impl IntoIterator<Item = &'a ContentHash>) -> Vec<Conten
     smallest
 }
 
-/// `j` and 8 characters of 32: 2^40 ids, short enough to type a beginning of.
+/// Returns a random job id: `j` and 8 characters of 32, so 2^40 ids, of which users can type a prefix.
 pub(crate) fn fresh_job_id() -> JobId {
-    // No i, l, o, u: read aloud and typed, they are taken for others.
+    // Without i, l, o and u, which are easily confused.
     const ALPHABET: &[u8; 32] = b"0123456789abcdefghjkmnpqrstvwxyz";
     let bits = uuid::Uuid::new_v4().as_u128();
     let mut text = String::from("j");
@@ -232,7 +232,7 @@ pub(crate) fn fresh_job_id() -> JobId {
     JobId::new(text)
 }
 
-/// A seed that is exact in every language's numbers: below 2^32, as torch and ai-toolkit draw theirs.
+/// Returns a random seed below 2^32, like torch and ai-toolkit, which is exact in every language's number type.
 pub(crate) fn fresh_seed() -> u64 {
     uuid::Uuid::new_v4().as_u128() as u64 & 0xffff_ffff
 }
@@ -271,7 +271,7 @@ mod tests {
     const TRAINING: &str = r#"{"type":"sd_trainer","kind":{"train":{"training_folder":"out","model":{"arch":"sd1","name_or_path":"org/sd1","dtype":"float32"},"network":{},"datasets":[{"folder_path":"data"}]}}}"#;
 
     #[test]
-    fn wishes_come_out_of_the_job() {
+    fn requirements_are_parsed_from_the_job() {
         let json = job(
             "generate",
             &images(r#"["a cat"]"#),
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rules_of_the_queue_come_out_of_the_job() {
+    fn scheduling_options_are_parsed_from_the_job() {
         let json = job(
             "generate",
             &images(r#"["a cat"]"#),
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn only_images_from_prompts_are_cut_into_parts() {
+    fn only_jobs_that_generate_images_can_be_split() {
         let parsed = |kind: &str, process: &str, split: &str, images| {
             let mut parsed = Submission {
                 images,
@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_job_is_said_so() {
+    fn an_invalid_job_is_refused_with_a_message() {
         let unknown_priority = job("generate", &images(r#"["a"]"#), r#""priority":"high""#);
         for bad in [
             "",
@@ -386,9 +386,9 @@ mod tests {
         );
     }
 
-    /// What a client refuses to send is refused here too, whoever sends it.
+    /// A job that a client rejects is rejected here too.
     #[test]
-    fn a_job_is_checked_as_its_config_was() {
+    fn a_job_is_validated_like_its_config() {
         let sent = |json: &str, inputs: &[&str], local: bool| {
             let inputs = inputs.iter().map(|path| ((*path).to_owned(), ContentHash::of(b"it")));
             let parsed = Submission {
@@ -405,7 +405,7 @@ mod tests {
             unsent.contains("config.process[0].datasets[0].folder_path: `data` is not an input of this job"),
             "{unsent}"
         );
-        // In place, paths are those of whoever runs it.
+        // A job in place uses paths of the machine.
         sent(&training, &[], true).unwrap();
         for (from, to, said) in [
             (r#""name":"a""#, r#""name":"../../a""#, "cannot name a folder"),

@@ -8,7 +8,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
-/// Uploads that are cache in memory, about 60 MB; what does not fit is read again when its owner comes back.
+/// Maximum uploads in memory, about 60 MB; others are read again when their sender returns.
 const MAX_CACHED: usize = 1_000_000;
 /// Minimum size with which a blob counts: about the disk space of a file of one byte.
 const MIN_COUNTED_BYTES: u64 = 4 << 10;

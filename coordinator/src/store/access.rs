@@ -1,4 +1,4 @@
-//! Tokens and the audit log.
+//! Stored documents and the audit log.
 
 use super::audit_line::AuditLine;
 use super::error::StoreError;
@@ -7,7 +7,7 @@ use super::sql::SqlStore;
 use super::types::{Document, Forgotten};
 use aitk_common::control::UnixMillis;
 
-/// Lines of the audit log that are looked at in one transaction.
+/// Audit lines examined in one transaction.
 const REFUSALS_AT_ONCE: u32 = 500;
 
 impl SqlStore {

@@ -1,19 +1,19 @@
-//! One way to speak to either database: text statements with `$1`, values that are texts or numbers.
+//! Common interface to both databases: statements with `$1`, values that are texts or numbers.
 
 use sqlx::postgres::{PgArguments, PgConnection, PgPool, PgRow};
 use sqlx::sqlite::{SqliteArguments, SqliteConnection, SqlitePool, SqliteRow};
 use sqlx::{Arguments, Postgres, Row as _, Sqlite, Transaction, TypeInfo, ValueRef};
 
-/// One statement as each database takes its values.
+/// A statement in the syntax of each database.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Statement {
-    /// With `?`. SQLite searches a place that has a name, as `$1` is one, in a list of all names, for each value.
+    /// With `?`: SQLite looks up each named parameter, such as `$1`, in a list of all names.
     pub(super) sqlite: &'static str,
     /// With `$1`.
     pub(super) postgres: &'static str,
 }
 
-/// A value on its way in or out. `None` is NULL.
+/// A parameter or a column value. `None` is NULL.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Value {
     Text(Option<String>),
@@ -38,7 +38,7 @@ impl From<Option<&str>> for Value {
     }
 }
 
-/// Numbers beyond `i64` cannot be kept; they are cut to its end, where they still are "very late".
+/// Numbers beyond `i64` are clamped to its maximum.
 impl From<u64> for Value {
     fn from(number: u64) -> Self {
         Self::Int(Some(i64::try_from(number).unwrap_or(i64::MAX)))
@@ -57,17 +57,17 @@ impl From<bool> for Value {
     }
 }
 
-/// One row of an answer.
+/// One result row.
 #[derive(Clone, Debug)]
 pub(super) struct Row(Vec<Value>);
 
 impl Row {
-    /// A column that is a text; empty when it is none.
+    /// Returns a text column; empty if it is not a text.
     pub(super) fn text(&self, column: usize) -> &str {
         self.optional_text(column).unwrap_or_default()
     }
 
-    /// A column that may be NULL.
+    /// Returns a text column that may be NULL.
     pub(super) fn optional_text(&self, column: usize) -> Option<&str> {
         match self.0.get(column) {
             Some(Value::Text(text)) => text.as_deref(),
@@ -75,7 +75,7 @@ impl Row {
         }
     }
 
-    /// A column that is a number; 0 when it is none.
+    /// Returns a number column; 0 if it is not a number.
     pub(super) fn number(&self, column: usize) -> u64 {
         match self.0.get(column) {
             Some(Value::Int(number)) => number.and_then(|number| u64::try_from(number).ok()).unwrap_or(0),
@@ -83,29 +83,29 @@ impl Row {
         }
     }
 
-    /// Every column.
+    /// Returns all columns.
     pub(super) fn values(&self) -> &[Value] {
         &self.0
     }
 }
 
-/// The connections.
+/// Connection pools of a database.
 #[derive(Debug)]
 pub(super) enum Database {
-    /// One connection writes, a few read beside it.
+    /// One connection writes, a few others read.
     Sqlite { writer: SqlitePool, readers: SqlitePool },
-    /// Any connection does both.
+    /// Every connection reads and writes.
     Postgres(PgPool),
 }
 
-/// A transaction. Dropping it undoes it.
+/// A transaction. Dropping it rolls it back.
 pub(super) enum SqlTransaction {
     Sqlite(Transaction<'static, Sqlite>),
     Postgres(Transaction<'static, Postgres>),
 }
 
 impl Database {
-    /// A transaction that will write.
+    /// Begins a transaction that writes.
     pub(super) async fn write(&self) -> Result<SqlTransaction, sqlx::Error> {
         Ok(match self {
             Self::Sqlite { writer, .. } => SqlTransaction::Sqlite(writer.begin().await?),
@@ -113,7 +113,7 @@ impl Database {
         })
     }
 
-    /// A transaction that sees one moment.
+    /// Begins a read-only transaction with a consistent snapshot.
     pub(super) async fn read(&self) -> Result<SqlTransaction, sqlx::Error> {
         Ok(match self {
             Self::Sqlite { readers, .. } => SqlTransaction::Sqlite(readers.begin().await?),
@@ -124,7 +124,7 @@ impl Database {
         })
     }
 
-    /// One statement that reads.
+    /// Runs one query.
     pub(super) async fn rows(&self, statement: &'static str, values: &[Value]) -> Result<Vec<Row>, sqlx::Error> {
         match self {
             Self::Sqlite { readers, .. } => from_sqlite(&mut *readers.acquire().await?, statement, values).await,
@@ -144,7 +144,7 @@ impl Database {
 }
 
 impl SqlTransaction {
-    /// Runs a statement; how many rows it changed.
+    /// Runs a statement; returns the number of changed rows.
     pub(super) async fn run(&mut self, statement: &'static str, values: &[Value]) -> Result<u64, sqlx::Error> {
         Ok(match self {
             Self::Sqlite(transaction) => {
@@ -158,7 +158,7 @@ impl SqlTransaction {
         })
     }
 
-    /// Runs a statement of many rows.
+    /// Runs a bulk statement.
     pub(super) async fn run_bulk(&mut self, statement: Statement, values: Vec<Value>) -> Result<(), sqlx::Error> {
         match self {
             Self::Sqlite(transaction) => {
@@ -173,7 +173,7 @@ impl SqlTransaction {
         Ok(())
     }
 
-    /// Runs a statement that answers.
+    /// Runs a query.
     pub(super) async fn rows(&mut self, statement: &'static str, values: &[Value]) -> Result<Vec<Row>, sqlx::Error> {
         match self {
             Self::Sqlite(transaction) => from_sqlite(&mut *transaction, statement, values).await,
@@ -221,7 +221,7 @@ async fn from_sqlite(
     let query = sqlx::query_with(statement, sqlite_arguments(values.iter().cloned())?);
     let rows = query.fetch_all(connection).await?;
     let value = |row: &SqliteRow, column: usize| -> Result<Value, sqlx::Error> {
-        // A value of SQLite has its own type; NULL reads as a text that is not there.
+        // SQLite values have types of their own; NULL is read as a text that is `None`.
         if row.try_get_raw(column)?.type_info().name() == "INTEGER" {
             row.try_get(column).map(Value::Int)
         } else {

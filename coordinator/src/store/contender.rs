@@ -1,4 +1,4 @@
-//! A coordinator that leads as soon as nobody else does.
+//! A standby coordinator's access to the leader lease.
 
 use super::connection::Database;
 use super::database_url::{ACQUIRE_TIMEOUT, BoxError, CONNECTIONS, DatabaseUrl, MIGRATIONS};
@@ -8,17 +8,17 @@ use super::sql::SqlStore;
 use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions};
 use sqlx::{Connection, PgConnection};
 
-/// Whoever would lead if nobody did.
+/// A standby coordinator that leads as soon as no other does.
 #[derive(Debug)]
 pub(crate) struct Contender {
     url: DatabaseUrl,
     options: PgConnectOptions,
-    /// Looks; a leader gets a pool of its own.
+    /// Reads the lease; a leader gets a pool of its own.
     pool: PgPool,
 }
 
 impl Contender {
-    /// Prepares to look. Connects only when asked something.
+    /// Prepares the connection; connects at the first query.
     pub(crate) fn new(url: &DatabaseUrl) -> Result<Self, StoreError> {
         url.warn_if_unencrypted()?;
         let options = with_keepalive(url.options()?);
@@ -40,13 +40,13 @@ impl Contender {
         }
     }
 
-    /// Who leads, or nobody: then [`Self::try_lead`] is worth a try.
+    /// Returns the current leader; `None` if there is none, so that [`Self::try_lead`] may succeed.
     ///
     /// # Errors
     /// [`StoreError::Open`] when the database does not answer, [`StoreError::Schema`] when it is a newer version's.
     pub(crate) async fn leader(&self) -> Result<Option<Leader>, StoreError> {
         let looking = async {
-            // Its tables may not be there yet, or be those of the version before.
+            // The tables may not exist yet, or be those of an older version.
             let known: bool = sqlx::query_scalar("SELECT to_regclass('lease') IS NOT NULL")
                 .fetch_one(&self.pool)
                 .await?;
@@ -71,7 +71,7 @@ impl Contender {
         found.unwrap_or_else(|_| Err(late())).map_err(|e| self.failed(e))
     }
 
-    /// Becomes the leader, if nobody is.
+    /// Becomes the leader, if there is none.
     ///
     /// # Errors
     /// As [`Self::leader`].
@@ -90,7 +90,7 @@ impl Contender {
         if locked {
             MIGRATIONS.run(&pool).await.map_err(|e| self.failed(e))?;
         } else if store.check_schema(&MIGRATIONS).await.is_err() {
-            // Whoever has the lock works with these tables.
+            // The holder of the lock uses these tables.
             return Ok(None);
         }
         let holder = LeaseConnection { connection, locked };

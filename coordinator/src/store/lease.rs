@@ -1,9 +1,10 @@
-//! Which of several coordinators on one PostgreSQL database leads, and for how long.
+//! Leader election of several coordinators on one PostgreSQL database.
 //!
-//! Two things keep them apart. The **lease** says when somebody may take over: the leader renews it all the time, by the
-//! database's clock, and when it has run out the first to ask gets it. The **epoch** keeps what is written safe: every
-//! transaction compares it (see [`super::sql`]), so a leader that slept through its lease changes nothing when it wakes.
-//! A coordinator that wants no others beside it holds an advisory lock as well, so that a second one is told at its start.
+//! Two mechanisms separate them. The **lease** decides when another coordinator may take over: the leader renews it
+//! periodically, by the database's clock, and after it has expired the first contender gets it. The **epoch** protects
+//! the data: every transaction compares it (see [`super::sql`]), so a leader that was suspended past its lease cannot
+//! write when it wakes up. A coordinator without a cluster holds an advisory lock as well, so that a second one is
+//! refused at its start.
 
 use super::database_url::{ADVISORY_LOCK, BoxError, MIGRATIONS};
 use aitk_common::hash::ContentHash;
@@ -13,15 +14,15 @@ use sqlx::{Connection, PgConnection};
 use std::time::{Duration, Instant};
 use tokio::sync::Mutex;
 
-/// How long a leader is valid_until in that does not renew. Takeover takes this, a look, and the loading of the queue: with
-/// 100,000 jobs about a second, so that all of it stays below ten.
+/// Lifetime of the lease. A takeover takes this time, one poll, and loading the queue: about a second with 100,000
+/// jobs, so below ten seconds in total.
 pub(crate) const LEASE: Duration = Duration::from_secs(5);
-/// How often it is renewed, and looked at.
+/// Interval of renewals, and of polls by contenders.
 pub(crate) const RENEW: Duration = Duration::from_secs(1);
-/// How long one renewal may take.
+/// Timeout of one renewal.
 pub(super) const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
-/// What a session of ours is for that the server has lost sight of: a leader whose machine vanished must not keep
-/// the row of its epoch locked. Keep-alives find out about the machine, the other limit about a process that stands still.
+/// Session options that end a lost session early: a leader whose machine vanished must not keep the row of its epoch
+/// locked. Keep-alives detect a lost machine, the transaction timeout a suspended process.
 const KEEPALIVE_OPTIONS: [(&str, &str); 4] = [
     ("tcp_keepalives_idle", "3"),
     ("tcp_keepalives_interval", "1"),
@@ -29,34 +30,34 @@ const KEEPALIVE_OPTIONS: [(&str, &str); 4] = [
     ("idle_in_transaction_session_timeout", "5000"),
 ];
 
-/// What a coordinator tells the others when it leads.
+/// What a coordinator publishes when it leads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Candidate {
-    /// Where the others reach it; none: it wants no others.
+    /// Address for the others; `None`: no cluster.
     pub(crate) address: Option<String>,
     /// SHA-256 of the token in its data folder.
     pub(crate) token: ContentHash,
-    /// Its object storage.
+    /// Its storage URL.
     pub(crate) storage: String,
 }
 
-/// Who leads, as the database says.
+/// The current leader, as stored in the database.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct Leader {
-    /// Its number; a later leader has a higher one.
+    /// Its epoch; later leaders have higher ones.
     pub(crate) epoch: u64,
-    /// Where it is reached; none: it wants no others.
+    /// Its address; `None`: it is not part of a cluster.
     pub(crate) address: Option<String>,
-    /// What to show with a call that is passed on to it.
+    /// Secret to send with calls that are forwarded to it.
     pub(crate) proof: String,
-    /// SHA-256 of its token, in hexadecimal digits.
+    /// SHA-256 of its token, hexadecimal.
     pub(crate) token: String,
-    /// Its object storage.
+    /// Its storage URL.
     pub(crate) storage: String,
 }
 
 impl std::fmt::Debug for Leader {
-    /// Without the proof.
+    /// Leaves out the proof.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Leader")
             .field("epoch", &self.epoch)
@@ -65,22 +66,22 @@ impl std::fmt::Debug for Leader {
     }
 }
 
-/// The connection that renews, and whether it holds the lock.
+/// The connection that renews the lease, and whether it holds the advisory lock.
 pub(super) struct LeaseConnection {
     pub(super) connection: PgConnection,
     pub(super) locked: bool,
 }
 
-/// The right to write, as long as nobody took it.
+/// The right to write, until another coordinator takes over.
 pub(super) struct Writer {
     options: PgConnectOptions,
-    /// Our number in the table `writer`.
+    /// Our epoch in the table `writer`.
     pub(super) epoch: u64,
-    /// What others show with a call that they pass on to us.
+    /// Secret that others send with calls that they forward to us.
     pub(super) proof: Token,
-    /// None after it broke.
+    /// `None` after the connection broke.
     holder: Mutex<Option<LeaseConnection>>,
-    /// Until when we may believe that we lead: from before the last renewal that succeeded.
+    /// Until when the lease is certainly ours: from the time before the last successful renewal.
     valid_until: Mutex<Instant>,
 }
 
@@ -93,8 +94,8 @@ impl std::fmt::Debug for Writer {
 }
 
 impl Writer {
-    /// Alone: takes the lock, then changes the tables if they need it, and takes a fresh epoch. Without the lock nothing
-    /// changes: whoever has it may be of another version.
+    /// Without a cluster: takes the advisory lock, then migrates the tables if necessary, and takes a new epoch.
+    /// Without the lock nothing is changed, because its holder may be of another version.
     pub(super) async fn acquire_exclusive(
         options: &PgConnectOptions,
         pool: &PgPool,
@@ -113,7 +114,7 @@ impl Writer {
         Self::acquire(options, pool, candidate, holder, free).await
     }
 
-    /// A fresh epoch and the lease, if it is free.
+    /// Takes a new epoch and the lease, if it is free.
     pub(super) async fn acquire(
         options: &PgConnectOptions,
         pool: &PgPool,
@@ -124,13 +125,13 @@ impl Writer {
         let began = Instant::now();
         let proof = Token::generate();
         let mut transaction = pool.begin().await?;
-        // Of two that come at once the second waits here, and then sees that it is taken.
+        // Of two concurrent contenders the second waits here, and then sees that the lease is taken.
         let look = sqlx::AssertSqlSafe(format!("SELECT id FROM lease WHERE id = 1 AND ({free}) FOR UPDATE"));
         let vacant: Option<i64> = sqlx::query_scalar(look).fetch_optional(&mut *transaction).await?;
         if vacant.is_none() {
             return Ok(None);
         }
-        // Waits for transactions of the last leader that are under way, which the server ends if they stand still.
+        // Waits for running transactions of the last leader, which the server ends if they are idle.
         let epoch: i64 = sqlx::query_scalar("UPDATE writer SET epoch = epoch + 1 WHERE id = 1 RETURNING epoch")
             .fetch_one(&mut *transaction)
             .await?;
@@ -156,11 +157,11 @@ impl Writer {
         }))
     }
 
-    /// Renews the lease, and takes the lock where it is free: it goes with its connection when the server is restarted.
-    /// Whether we still lead; an error says that the database did not answer.
+    /// Renews the lease, and takes the lock if it is free: it is lost with the connection when the server restarts.
+    /// Returns whether we still lead; an error means that the database did not answer.
     pub(super) async fn renew(&self) -> Result<bool, sqlx::Error> {
         let began = Instant::now();
-        // A server that went away without a word does not answer for as long as TCP waits.
+        // A lost server would block for as long as TCP retries.
         let late = std::io::Error::new(std::io::ErrorKind::TimedOut, "no answer in time");
         let ours = tokio::time::timeout(ANSWER_TIMEOUT, self.try_renew())
             .await
@@ -173,14 +174,14 @@ impl Writer {
 
     async fn try_renew(&self) -> Result<bool, sqlx::Error> {
         let mut slot = self.holder.lock().await;
-        // Out of its place meanwhile: one that is given up halfway is of no use.
+        // Taken out meanwhile: a connection that is dropped in the middle of a query is not reused.
         if let Some(mut holder) = slot.take()
             && let Ok(ours) = self.renew_on(&mut holder).await
         {
             *slot = Some(holder);
             return Ok(ours);
         }
-        // The server was restarted, and the lock is free with the connection: take both again at once.
+        // The server was restarted, which released the lock: reconnect and take both again.
         let mut holder = LeaseConnection {
             connection: PgConnection::connect_with(&self.options).await?,
             locked: false,
@@ -205,12 +206,12 @@ impl Writer {
         Ok(renewed == 1)
     }
 
-    /// Until when nobody else can have taken over, by this machine's clock.
+    /// Until when no other coordinator can have taken over, by this machine's clock.
     pub(super) async fn valid_until(&self) -> Instant {
         *self.valid_until.lock().await
     }
 
-    /// Gives lease and lock back, so that another one need not wait.
+    /// Releases lease and lock, so that another coordinator need not wait.
     pub(super) async fn close(&self) {
         let Some(mut holder) = self.holder.lock().await.take() else {
             return;
@@ -220,7 +221,7 @@ impl Writer {
                 .bind(i64::try_from(self.epoch).unwrap_or(i64::MAX))
                 .execute(&mut holder.connection)
                 .await;
-            // Closing gives the lock back; so does an end without it, a little later.
+            // Closing releases the lock; so does the server, a little later, without it.
             let _ = holder.connection.close().await;
         };
         let _ = tokio::time::timeout(ANSWER_TIMEOUT, leave).await;
@@ -234,7 +235,7 @@ pub(super) async fn try_lock(connection: &mut PgConnection) -> Result<bool, sqlx
         .await
 }
 
-/// The options of connections that write.
+/// Connection options of sessions that write.
 pub(super) fn with_keepalive(options: PgConnectOptions) -> PgConnectOptions {
     options.options(KEEPALIVE_OPTIONS)
 }

@@ -1,5 +1,5 @@
-//! Configs outside the rows of their jobs: what the members of an array share is stored once, and no transaction writes more
-//! than a slice of a large one, so that nobody else waits long for the database.
+//! Configs outside their jobs' rows: the shared part of an array is stored once, and large texts are written in small
+//! transactions, so that other writers do not wait long.
 
 use super::body::{Body, SharedBody};
 use super::connection::SqlTransaction;
@@ -10,12 +10,12 @@ use aitk_scheduler::Payload;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Bytes of one row.
+/// Maximum bytes of one row.
 const PIECE: usize = 256 << 10;
 /// Bytes of one transaction: a few milliseconds of writing.
 const SLICE: usize = 1 << 20;
 
-/// Pieces of at most [`PIECE`] bytes, cut between characters.
+/// Splits a text into pieces of at most [`PIECE`] bytes at character boundaries.
 fn pieces(text: &str) -> Vec<&str> {
     let (mut pieces, mut rest) = (Vec::new(), text);
     while rest.len() > PIECE {
@@ -78,8 +78,8 @@ impl SqlStore {
         transaction.commit().await.map_err(|e| self.failed(e))
     }
 
-    /// Removes what was written for jobs that were never taken in. At the start, when nobody is writing any. Says how many rows
-    /// that were.
+    /// Removes texts of jobs that were never accepted. Call it at the start, when nothing writes any. Returns the
+    /// number of removed rows.
     ///
     /// # Errors
     /// [`StoreError`]
@@ -97,7 +97,7 @@ impl SqlStore {
         Ok(swept)
     }
 
-    /// The text under an id; empty when there is none.
+    /// Returns the text under an id; empty if there is none.
     pub(super) async fn read_body(&self, transaction: &mut SqlTransaction, id: &str) -> Result<String, StoreError> {
         let rows = transaction
             .rows("SELECT body FROM payloads WHERE id = $1 ORDER BY piece", &[id.into()])
@@ -106,7 +106,7 @@ impl SqlStore {
         Ok(rows.iter().map(|row| row.text(0)).collect())
     }
 
-    /// The inputs of a job whose row has these columns.
+    /// Returns the inputs of a job whose row has these columns.
     pub(super) async fn inputs_of(
         &self,
         transaction: &mut SqlTransaction,

@@ -1,4 +1,5 @@
-//! PostgreSQL: a server that may be restarted, and that several coordinators may know. Who of them writes: [`super::lease`].
+//! PostgreSQL: a server that may restart, and that several coordinators may use. See [`super::lease`] for which of
+//! them writes.
 
 use super::connection::Database;
 use super::database_url::{ACQUIRE_TIMEOUT, BoxError, CONNECTIONS, DatabaseUrl, MIGRATIONS};
@@ -9,7 +10,7 @@ use aitk_common::hash::ContentHash;
 use sqlx::postgres::PgPoolOptions;
 
 impl SqlStore {
-    /// Opens the database beside the coordinator that works on it, to read.
+    /// Opens the database read-only, beside a running coordinator.
     ///
     /// # Errors
     /// [`StoreError::Open`], [`StoreError::Schema`]
@@ -29,7 +30,7 @@ impl SqlStore {
         Ok(store)
     }
 
-    /// Opens the database, brings it to this version's schema, and becomes the one who writes, with no others beside it.
+    /// Opens the database, migrates it to this version's schema, and becomes its only writer, without a cluster.
     ///
     /// # Errors
     /// [`StoreError::Open`], [`StoreError::InUse`]

@@ -1,5 +1,5 @@
-//! What a record changes. Every statement may run twice with the same values: a commit whose answer was lost on the way
-//! is simply tried again.
+//! SQL of the scheduler's records. Every statement is idempotent, so that a commit can be repeated if its answer was
+//! lost.
 
 use super::audit_line::AuditLine;
 use super::batch::{BulkStatement, statements};
@@ -10,7 +10,7 @@ use aitk_scheduler::{Job, Payload, Record, Worker};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The log is trimmed at most whenever it grew by this many events: often enough to bound it, rare enough to cost nothing.
+/// A job's log is trimmed after this many new events: often enough to bound it, rarely enough to cost little.
 const TRIM_EVERY: u64 = 1_000;
 
 static NEW_JOBS: BulkStatement = BulkStatement::new(|| {
@@ -21,7 +21,7 @@ static NEW_JOBS: BulkStatement = BulkStatement::new(|| {
     )
 });
 
-// Both databases call the columns of such a list so.
+// Both databases name the columns of a VALUES list so.
 static JOBS: BulkStatement = BulkStatement::new(|| {
     statements(
         "UPDATE jobs SET record = fresh.column2 FROM (VALUES",
@@ -46,7 +46,7 @@ static EVENTS: BulkStatement = BulkStatement::new(|| {
     )
 });
 
-/// Lines of the audit log that are not there already.
+/// Inserts audit lines that do not exist yet.
 static AUDIT: BulkStatement = BulkStatement::new(|| {
     statements(
         "INSERT INTO audit (id, record) VALUES",
@@ -55,14 +55,15 @@ static AUDIT: BulkStatement = BulkStatement::new(|| {
     )
 });
 
-/// Our own types always serialise; should one not, the commit fails as a whole.
+/// Serialising our own types does not fail; if it did, the commit would fail as a whole.
 pub(super) fn json(value: &impl Serialize) -> Result<Value, sqlx::Error> {
     serde_json::to_string(value)
         .map(Value::from)
         .map_err(|error| sqlx::Error::Encode(Box::new(error)))
 }
 
-/// Writes all records of a transaction, and the lines of the audit log that tell of them. A log keeps about `events_kept` of a job's log lines and metrics.
+/// Writes all records of a transaction and their audit lines. About `events_kept` log lines and metrics of a job are
+/// kept.
 pub(super) async fn write_all(
     to: &mut SqlTransaction,
     records: &[Record],
@@ -116,14 +117,14 @@ pub(super) async fn write_all(
     write_audit(to, audit).await
 }
 
-/// What goes in together: of several states of a job or a worker in one transaction only the last is ever seen.
+/// Rows to be written together: of several states of a job or a worker in one transaction only the last is written.
 #[derive(Default)]
 struct Rows<'a> {
-    /// With the payload of those that are new.
+    /// With the payload of new jobs.
     jobs: BTreeMap<&'a JobId, (&'a Job, Option<&'a Payload>)>,
     workers: BTreeMap<&'a WorkerId, &'a Worker>,
     events: BTreeMap<(&'a JobId, u64), (&'a JobEvent, Option<u64>)>,
-    /// Jobs whose log has become too to_trim.
+    /// Jobs whose log must be trimmed.
     to_trim: BTreeSet<&'a JobId>,
 }
 
@@ -184,7 +185,7 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// Adds lines to the audit log, except those that are there already.
+/// Adds lines to the audit log, except existing ones.
 pub(super) async fn write_audit(to: &mut SqlTransaction, lines: &[AuditLine]) -> Result<(), sqlx::Error> {
     let row = |line: &AuditLine| Ok(vec![line.id.as_str().into(), json(line)?]);
     let rows: Result<_, sqlx::Error> = lines.iter().map(row).collect();
@@ -198,7 +199,7 @@ fn rows(rows: impl Iterator<Item = Result<Vec<Value>, sqlx::Error>>) -> Result<V
 async fn delete_job(to: &mut SqlTransaction, job: &JobId) -> Result<(), sqlx::Error> {
     for statement in [
         "DELETE FROM payloads WHERE id = $1",
-        // What it shares goes with the last job that does.
+        // The shared text is removed with its last job.
         "DELETE FROM payloads WHERE id = (SELECT shared FROM jobs WHERE jobs.id = $1 AND shared IS NOT NULL) \
          AND NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.shared = payloads.id AND jobs.id <> $1)",
         "DELETE FROM jobs WHERE id = $1",
@@ -229,7 +230,7 @@ async fn write_artifact(to: &mut SqlTransaction, job: &JobId, artifact: &Artifac
 }
 
 async fn trim(to: &mut SqlTransaction, job: &JobId, events_kept: u64) -> Result<(), sqlx::Error> {
-    // Counted, not computed from the cursor: after a restore the numbers have a gap.
+    // Counted and not computed from the cursor: after a restore, cursors have a gap.
     to.run(
         "DELETE FROM events WHERE job = $1 AND trim = 1 AND cursor <= \
          (SELECT cursor FROM events WHERE job = $1 AND trim = 1 ORDER BY cursor DESC LIMIT 1 OFFSET $2)",

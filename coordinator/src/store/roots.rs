@@ -1,4 +1,4 @@
-//! Which blobs the stored jobs need.
+//! Reads the blobs that the stored jobs need.
 
 use super::connection::{Row, SqlTransaction};
 use super::error::StoreError;
@@ -27,9 +27,9 @@ impl SqlStore {
             .await?;
         let (mut artifacts, mut checkpoints) = (self.by_job(&artifacts)?, self.by_job(&checkpoints)?);
         let (mut all, mut after) = (Vec::new(), String::new());
-        // What several jobs share is read and counted once.
+        // Shared inputs are read and counted once.
         let mut shared: HashSet<(String, bool)> = HashSet::new();
-        // In pages: records are larger than what is wanted of them.
+        // In pages, because records are much larger than the needed part.
         loop {
             let jobs = transaction
                 .rows(
@@ -48,7 +48,7 @@ impl SqlStore {
                     key => self.inputs_of(transaction, id, row.text(2), key).await?,
                 };
                 let mut manifests = checkpoints.remove(id).filter(|_| !ended).unwrap_or_default();
-                // What the next attempt starts from is kept whatever the log says.
+                // The checkpoint of the next attempt is kept whatever the log contains.
                 manifests.extend(job.checkpoint.as_ref().map(|checkpoint| checkpoint.manifest));
                 all.push(JobRoots {
                     ended,

@@ -1,4 +1,4 @@
-//! The store over either database.
+//! The store over an SQL database.
 
 use super::audit_line::AuditLine;
 use super::body::Body;
@@ -18,18 +18,18 @@ use sqlx::migrate::Migrator;
 use std::future::Future;
 use std::time::{Duration, Instant};
 
-/// How long an answer of PostgreSQL may take. A server that went away without a word would otherwise hold us up for as
-/// long as TCP waits. A commit that is given up here and comes through later is no harm: what it wrote stays locked
-/// against its own repetition until then, and both write the same.
+/// Timeout of an answer of PostgreSQL. A lost server would otherwise block for as long as TCP retries. A commit that
+/// is given up here but succeeds later does no harm: its rows stay locked against the repetition until then, and both
+/// write the same.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// A store in an SQL database: [`Self::sqlite`] or [`Self::postgres`].
 #[derive(Debug)]
 pub struct SqlStore {
-    /// Its address, for messages.
+    /// Address, for messages.
     database: String,
     link: Database,
-    /// PostgreSQL: that we may write.
+    /// PostgreSQL: the right to write.
     writer: Option<Writer>,
     events_kept: u64,
 }
@@ -71,7 +71,7 @@ impl SqlStore {
         })
     }
 
-    /// A blob's hash in a row that has this id.
+    /// Parses a blob's hash in the row with this id.
     pub(super) fn hash(&self, id: &str, text: &str) -> Result<ContentHash, StoreError> {
         ContentHash::parse(text).map_err(|error| StoreError::Unreadable {
             database: self.database.clone(),
@@ -81,11 +81,11 @@ impl SqlStore {
         })
     }
 
-    /// A transaction that writes, if we still may.
+    /// Begins a transaction that writes, if we still may.
     pub(super) async fn begin_write(&self) -> Result<SqlTransaction, StoreError> {
         let mut transaction = self.link.write().await.map_err(|e| self.failed(e))?;
         if let Some(writer) = &self.writer {
-            // Shared: whoever wants to take over waits until this transaction is through, and none begins after it.
+            // A shared lock: a takeover waits until this transaction ends, and none begins after it.
             let rows = transaction
                 .rows("SELECT epoch FROM writer WHERE id = 1 FOR SHARE", &[])
                 .await
@@ -103,7 +103,7 @@ impl SqlStore {
         }
     }
 
-    /// Without bringing it up to date: that the tables are those that we know.
+    /// Checks that the tables have this version's schema, without migrating them.
     pub(super) async fn check_schema(&self, ours: &Migrator) -> Result<(), StoreError> {
         let rows = self.rows("SELECT MAX(version) FROM _sqlx_migrations", &[]).await?;
         let found = rows.first().map_or(0, |row| row.number(0)) as i64;
@@ -118,12 +118,12 @@ impl SqlStore {
         })
     }
 
-    /// A transaction that sees one moment.
+    /// Begins a read-only transaction with a consistent snapshot.
     pub(super) async fn begin_read(&self) -> Result<SqlTransaction, StoreError> {
         self.link.read().await.map_err(|e| self.failed(e))
     }
 
-    /// Bounds the time of a call to PostgreSQL.
+    /// Limits the time of a call to PostgreSQL.
     async fn with_timeout<T>(&self, call: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
         if self.writer.is_none() {
             return call.await;
@@ -135,7 +135,7 @@ impl SqlStore {
     }
 
     async fn rows(&self, statement: &'static str, values: &[Value]) -> Result<Vec<Row>, StoreError> {
-        // Boxed here and below: the library's futures are large, and would be moved from caller to caller.
+        // Boxed here and below: the library's futures are large and would be copied from caller to caller.
         let call = Box::pin(async { self.link.rows(statement, values).await.map_err(|e| self.failed(e)) });
         self.with_timeout(call).await
     }
@@ -210,7 +210,7 @@ impl Store for SqlStore {
     }
 
     async fn write_payloads(&self, bodies: &[Body]) -> Result<(), StoreError> {
-        // Bounded by each of its transactions, not as a whole.
+        // Each of its transactions has a timeout, not the whole.
         self.write_bodies(bodies).await
     }
 

@@ -1,17 +1,17 @@
-//! What a backup holds: every table, how it is read in pages, and how a row is written.
+//! Tables of a backup: how each is read in pages and how a row is written.
 
 use super::connection::{Row, Value};
 use serde::{Deserialize, Serialize};
 
-/// A table: how a page of it is read after a key, and how a row is written. The key is the first `key` columns.
+/// A table: how a page is read after a key, and how a row is written. The key is the first `key` columns.
 pub(super) struct Table {
     pub(super) name: &'static str,
     key: usize,
-    /// So many of the key's columns are no part of the row: others are given anew.
+    /// Number of key columns that are not written: the database generates new values.
     generated: usize,
-    /// So many of its last columns are not in backups of older versions; they are empty there.
+    /// Number of last columns that backups of older versions lack; they are restored as NULL.
     added_columns: usize,
-    /// Rows read at a time: few where rows are large.
+    /// Rows per page: few where rows are large.
     pub(super) page: u64,
     /// The key before the first row.
     pub(super) before: &'static [Value],
@@ -111,7 +111,7 @@ pub(super) const TABLES: &[Table] = &[
                WHERE (who, hash) > (COALESCE($1, ''), COALESCE($2, '')) ORDER BY who, hash LIMIT $3",
         write: "INSERT INTO uploads (who, hash, bytes) VALUES ($1, $2, $3)",
     },
-    // Numbers are given in the same order: the log goes on after them.
+    // Generated in the same order, so that the log continues.
     Table {
         name: "audit",
         key: 1,
@@ -134,22 +134,22 @@ pub(super) enum Cell {
 }
 
 impl Table {
-    /// The key of a row as it was read.
+    /// Returns the key of a row.
     pub(super) fn key(&self, row: &Row) -> Vec<Value> {
         row.values().iter().take(self.key).cloned().collect()
     }
 
-    /// What a backup holds of a row.
+    /// Tables of a backup: how each is read in pages and how a row is written.
     pub(super) fn cells(&self, row: &Row) -> Vec<Cell> {
         row.values().iter().skip(self.generated).map(cell).collect()
     }
 
-    /// The values of a row; none when they do not fit this table. The statement says how many there are, and a NULL is
-    /// of the kind that its column has.
+    /// Converts cells to the values of a row; `None` if they do not fit the table. The statement defines their number,
+    /// and a NULL has the type of its column.
     pub(super) fn values(&self, cells: Vec<Cell>) -> Option<Vec<Value>> {
         let expected = self.write.matches('$').count();
         let mut cells = cells;
-        // Columns at the end that an older version did not have yet.
+        // Last columns that an older version did not have.
         let known_since = expected.saturating_sub(self.added_columns);
         while (known_since..expected).contains(&cells.len()) {
             cells.push(Cell::Null(()));
@@ -160,7 +160,7 @@ impl Table {
         let values = cells.into_iter().enumerate().map(|(column, cell)| match cell {
             Cell::Int(number) => Value::Int(Some(number)),
             Cell::Text(text) => Value::Text(Some(text)),
-            // The only numbers that may be missing: an event's `seq`, and the size of what somebody sent.
+            // The only nullable numbers: an event's `seq` and the size of an upload.
             Cell::Null(()) if matches!((self.name, column), ("events", 3) | ("uploads", 2)) => Value::Int(None),
             Cell::Null(()) => Value::Text(None),
         });

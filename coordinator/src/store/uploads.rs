@@ -1,11 +1,11 @@
-//! Who sent which blob, and how large it is.
+//! Stored uploads: who uploaded which blob, and its size.
 
 use super::error::StoreError;
 use super::sql::SqlStore;
 use super::types::Upload;
 use aitk_common::hash::ContentHash;
 
-/// Hashes that are read at once.
+/// Hashes per page.
 const PAGE: u64 = 10_000;
 
 impl SqlStore {
@@ -54,7 +54,7 @@ impl SqlStore {
         Ok(rows.iter().map(|row| row.text(0).to_owned()).collect())
     }
 
-    /// Hashes whose size no row knows: those that an older version noted.
+    /// Returns hashes without a size, recorded by an older version.
     pub(super) async fn read_unmeasured(&self) -> Result<Vec<ContentHash>, StoreError> {
         let mut transaction = self.begin_read().await?;
         let rows = transaction
