@@ -78,7 +78,9 @@ fn parse(submission: &Submission, retries: u32, all_sent: bool) -> Result<Parsed
         ("config_format", &submission.config_format),
     ] {
         if text.contains('\0') {
-            return Err(format!("{what} holds a NUL character; it is no text"));
+            return Err(format!(
+                "{what} contains a NUL character, which is not allowed in a text"
+            ));
         }
     }
     let job: Value = serde_json::from_str(&submission.job_json).map_err(|error| format!("job_json: {error}"))?;
@@ -343,7 +345,7 @@ mod tests {
         let from_file = images(r#""p.txt""#);
         let parts = parsed("generate", &from_file, r#"{"parts":4}"#, Some(40)).unwrap();
         assert_eq!(parts.split, Some((Split::Parts(4), 40)));
-        // The prompts lie in a file: the client counted them.
+        // The prompts are in a file: the client counted them.
         let one = parsed("generate", &from_file, "null", Some(1)).unwrap();
         assert_eq!(one.split, None);
         let (one, many) = (one.wants.demand.unwrap(), parts.wants.demand.unwrap());

@@ -69,7 +69,7 @@ impl Admin for AdminApi {
             .map_err(|error| Status::invalid_argument(format!("role: {error}")))?;
         if wire.expires_in_ms == Some(0) {
             return Err(Status::invalid_argument(
-                "expires_in_ms: 0, which is over at once; leave it out for a token that does not end by itself",
+                "expires_in_ms: 0 expires at once; leave it out for a token that does not expire",
             ));
         }
         let life = wire.expires_in_ms.map(Duration::from_millis);

@@ -177,11 +177,11 @@ impl JobsApi {
         }
         let (of, key) = (owner.clone(), key.map(|key| who.key(key)));
         // A repeated submission is answered again, whatever the limits are by now.
-        let look = move |state: &State, _| match state.submitted_before(key.as_ref()) {
+        let query = move |state: &State, _| match state.submitted_before(key.as_ref()) {
             Some(_) => Ok(()),
             None => state.has_room_for(&of, jobs as u64, bytes as u64),
         };
-        let Err(refusal) = self.0.scheduler.query(look).await? else {
+        let Err(refusal) = self.0.scheduler.query(query).await? else {
             return Ok(());
         };
         let mut line = who.audit_line(self.0.clock.now(), "job.submit", "");
@@ -313,7 +313,9 @@ impl JobsApi {
         }
         match submitted? {
             Reply::Submitted(submitted) => Ok(submitted),
-            Reply::Job(_) | Reply::Worker(_) => Err(Status::internal("an answer of another kind")),
+            Reply::Job(_) | Reply::Worker(_) => Err(Status::internal(
+                "the scheduler sent a reply of the wrong kind; this is a bug of the coordinator",
+            )),
         }
     }
 

@@ -147,7 +147,7 @@ impl BlobsApi {
         }
         self.audit_refused(who, "blob.put", hash, "this worker runs nothing");
         Err(Status::permission_denied(
-            "this worker has no attempt that runs, so there is nothing for it to store",
+            "this worker has no attempt that runs, so it may not upload",
         ))
     }
 
@@ -162,7 +162,7 @@ impl BlobsApi {
             return Err(Status::invalid_argument("part: the first one must be the header"));
         };
         let hash = parse(&header.sha256)?;
-        let _calling = self.0.scope.begin_call(who);
+        let _active_call = self.0.scope.begin_call(who);
         let visible = self.check_upload(who, hash).await?;
         if self.find_present(&visible, &[hash]).await?.first() == Some(&true) {
             return Ok(Response::new(v1::PutBlobReply { existed: true }));
@@ -209,7 +209,7 @@ impl BlobsApi {
             // Time in which we throttled the sender does not count.
             if is_too_slow(received, began.elapsed().saturating_sub(held_back)) {
                 return Err(Status::deadline_exceeded(format!(
-                    "an upload of less than {MIN_UPLOAD_RATE} bytes a second keeps others waiting; send the blob again over a better line"
+                    "an upload of less than {MIN_UPLOAD_RATE} bytes a second is too slow and blocks other uploads; send the blob again over a faster connection"
                 )));
             }
             file.write_all(&data).await.map_err(|error| local_disk_status(&error))?;
@@ -218,7 +218,7 @@ impl BlobsApi {
         drop(file);
         if received != header.bytes {
             return Err(Status::invalid_argument(format!(
-                "data: {received} bytes came, {} were announced; send the blob again",
+                "data: {received} bytes received, {} were announced; send the blob again",
                 header.bytes
             )));
         }
@@ -263,7 +263,7 @@ impl Blobs for BlobsApi {
             )));
         }
         let hashes = texts.iter().map(|text| parse(text)).collect::<Result<Vec<_>, _>>()?;
-        let _calling = self.0.scope.begin_call(&who);
+        let _active_call = self.0.scope.begin_call(&who);
         let visible = self.0.scope.visible_blobs(&who).await?;
         let present = self.find_present(&visible, &hashes).await?;
         Ok(Response::new(v1::HasReply { present }))
@@ -354,7 +354,7 @@ async fn send_blob(
         // A client that resumes a download has its beginning and checks the whole blob.
         let is_checked = first == 0 && at == bytes;
         if is_checked && ContentHash::from_digest(hasher.clone().finalize().into()) != hash {
-            let damaged = format!("the blob {hash} in the object storage is damaged; nothing of it can be used");
+            let damaged = format!("the blob {hash} in the object storage is damaged and cannot be used");
             send(Err(Status::data_loss(damaged))).await?;
             return Ok(());
         }

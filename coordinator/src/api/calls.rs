@@ -199,7 +199,7 @@ async fn wait_for_permit(
     match tokio::time::timeout(patience, all.permit(who)).await {
         Ok(permit) => permit.map_err(|_| Status::unavailable("the coordinator is shutting down")),
         Err(_) => Err(Status::resource_exhausted(format!(
-            "no turn came within {} s: user {who} may have {most} {what}, and all users together some times as many; end some, \
+            "no slot became free within {} s: user {who} may have {most} {what} at once, and all users together a few times as many; end some, \
              and try again",
             patience.as_secs()
         ))),
@@ -399,9 +399,9 @@ pub(super) mod tests {
         for _ in 0..MAX_FOLLOWERS.0 {
             held.push(calls.admit(&eve, "/aitk.v1.Jobs/Events").await.unwrap());
         }
-        let told = calls.admit(&eve, "/aitk.v1.Jobs/Events").await.unwrap_err();
-        assert_eq!(told.code(), tonic::Code::ResourceExhausted);
-        assert!(told.message().contains("256 logs that are followed"), "{told}");
+        let refused = calls.admit(&eve, "/aitk.v1.Jobs/Events").await.unwrap_err();
+        assert_eq!(refused.code(), tonic::Code::ResourceExhausted);
+        assert!(refused.message().contains("256 logs that are followed"), "{refused}");
     }
 
     #[tokio::test]

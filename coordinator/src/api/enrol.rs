@@ -135,7 +135,7 @@ pub(super) async fn create_join_token(
     let life = Duration::from_millis(wire.expires_in_ms);
     if life.is_zero() || life > MAX_JOIN_LIFETIME {
         return Err(Status::invalid_argument(
-            "expires_in_ms: a join token lives for a moment to 30 days, no longer",
+            "expires_in_ms: expected more than 0 and at most 30 days for a join token",
         ));
     }
     let made = shared.access.create_join(&by, name, life).await;

@@ -59,12 +59,12 @@ pub(super) async fn stream_events(
         }
         // Progress is not stored: send the latest from the scheduler's state.
         let id = job.clone();
-        let look = move |state: &aitk_scheduler::State, _| {
+        let query = move |state: &aitk_scheduler::State, _| {
             state
                 .job(&id)
                 .map(|job| (job.state.is_ended(), job.cursor, job.progress))
         };
-        let Some((ended, newest, progress)) = shared.scheduler.query(look).await? else {
+        let Some((ended, newest, progress)) = shared.scheduler.query(query).await? else {
             return Ok(());
         };
         if let Some(progress) = progress.filter(|_| !progress_sent && newest == cursor) {

@@ -41,7 +41,7 @@ impl JobsApi {
                 .await?
             {
                 let mut line = who.audit_line(self.0.clock.now(), "job.read", id.as_str());
-                (line.done, line.detail) = (false, "it is not theirs to see".into());
+                (line.done, line.detail) = (false, "this user may not see it".into());
                 self.0.access.record_audit(line);
             }
         }
@@ -55,8 +55,8 @@ impl JobsApi {
         may: fn(&Identity, &UserName) -> bool,
     ) -> Result<JobId, Status> {
         let who = who.clone();
-        let look = move |state: &aitk_scheduler::State, _| state.find_among(&text, |job| may(&who, &job.wants.owner));
-        let found = self.0.scheduler.query(look).await?;
+        let query = move |state: &aitk_scheduler::State, _| state.find_among(&text, |job| may(&who, &job.wants.owner));
+        let found = self.0.scheduler.query(query).await?;
         found.map_err(|refusal| refusal_status(&refusal))
     }
 
@@ -112,7 +112,9 @@ impl JobsApi {
         let (id, line) = self.find_to_change(who, action, text).await?;
         match self.submit_event(line, |ticket| event(ticket, id.to_string())).await? {
             Reply::Job(view) => Ok(Response::new((*view).into())),
-            Reply::Submitted(_) | Reply::Worker(_) => Err(Status::internal("an answer of another kind")),
+            Reply::Submitted(_) | Reply::Worker(_) => Err(Status::internal(
+                "the scheduler sent a reply of the wrong kind; this is a bug of the coordinator",
+            )),
         }
     }
 }
@@ -194,12 +196,12 @@ impl Jobs for JobsApi {
         let who = caller(&request)?;
         let id = self.find(&who, request.into_inner().job_id).await?;
         let wanted = id.clone();
-        let look = move |state: &aitk_scheduler::State, now| {
+        let query = move |state: &aitk_scheduler::State, now| {
             // An array has no config of its own; use that of its first member.
             let first = state.members(&wanted).into_iter().next();
             state.job_view(now, &wanted).zip(first)
         };
-        let found = self.0.scheduler.query(look).await?;
+        let found = self.0.scheduler.query(query).await?;
         let (mut view, first) = found.ok_or_else(|| Status::not_found(format!("there is no job {id}")))?;
         let payload = match self.0.store.payload(&first).await {
             // The rest of the job can be shown; the job fails with a message when it should run.
@@ -222,11 +224,11 @@ impl Jobs for JobsApi {
             .find_to_change(&who, "job.read", request.into_inner().job_id)
             .await?;
         let wanted = id.clone();
-        let look = move |state: &aitk_scheduler::State, now| {
+        let query = move |state: &aitk_scheduler::State, now| {
             let first = state.members(&wanted).into_iter().next();
             state.job_view(now, &wanted).zip(first)
         };
-        let found = self.0.scheduler.query(look).await?;
+        let found = self.0.scheduler.query(query).await?;
         let (view, first) = found.ok_or_else(|| Status::not_found(format!("there is no job {id}")))?;
         let payload = match self.0.store.payload(&first).await {
             Err(error @ StoreError::Unreadable { .. }) => {
@@ -264,7 +266,7 @@ impl Jobs for JobsApi {
             "" => None,
             text => Some(self.find(&who, text.to_owned()).await?),
         };
-        let look = move |state: &aitk_scheduler::State, now| {
+        let query = move |state: &aitk_scheduler::State, now| {
             let mut bytes = 0;
             state.list(
                 now,
@@ -276,7 +278,7 @@ impl Jobs for JobsApi {
                 },
             )
         };
-        let page = self.0.scheduler.query(look).await?;
+        let page = self.0.scheduler.query(query).await?;
         Ok(Response::new(v1::ListJobsReply {
             jobs: page.jobs.into_iter().map(Into::into).collect(),
             next_page_token: page.next.map(|place| place.to_string()).unwrap_or_default(),
@@ -356,7 +358,9 @@ impl Jobs for JobsApi {
         });
         match drained.await? {
             Reply::Worker(view) => Ok(Response::new((*view).into())),
-            Reply::Job(_) | Reply::Submitted(_) => Err(Status::internal("an answer of another kind")),
+            Reply::Job(_) | Reply::Submitted(_) => Err(Status::internal(
+                "the scheduler sent a reply of the wrong kind; this is a bug of the coordinator",
+            )),
         }
     }
 
@@ -374,7 +378,9 @@ impl Jobs for JobsApi {
         let forget = |ticket| Event::ForgetWorkerRequested { ticket, worker };
         match self.submit_event(Box::new(line), forget).await? {
             Reply::Worker(view) => Ok(Response::new((*view).into())),
-            Reply::Job(_) | Reply::Submitted(_) => Err(Status::internal("an answer of another kind")),
+            Reply::Job(_) | Reply::Submitted(_) => Err(Status::internal(
+                "the scheduler sent a reply of the wrong kind; this is a bug of the coordinator",
+            )),
         }
     }
 

@@ -60,14 +60,14 @@ impl JobsApi {
     pub(super) async fn pin_inputs(&self, who: &Identity, submission: &Submission) -> Result<Vec<PinGuard>, Status> {
         let visible = self.0.scope.referable_blobs(who).await?;
         let mut all = Vec::new();
-        let mut looked: BTreeSet<ContentHash> = BTreeSet::new();
+        let mut checked: BTreeSet<ContentHash> = BTreeSet::new();
         for (path, snapshot) in &submission.inputs {
             // A snapshot used under several paths is checked once.
-            if !looked.insert(*snapshot) {
+            if !checked.insert(*snapshot) {
                 continue;
             }
-            let named = BlobReference::Snapshot(*snapshot);
-            let missing = match pin_and_check(&self.0.pins, self.0.blobs.as_ref(), named, &visible).await {
+            let reference = BlobReference::Snapshot(*snapshot);
+            let missing = match pin_and_check(&self.0.pins, self.0.blobs.as_ref(), reference, &visible).await {
                 Ok(held) => {
                     all.extend(held);
                     continue;

@@ -83,11 +83,11 @@ async fn check_not_in_use(shared: &Shared, who: &Identity, worker: &WorkerId) ->
         return Ok(());
     }
     let mut line = who.audit_line(shared.clock.now(), "worker.join", worker.as_str());
-    (line.done, line.detail) = (false, "it is at work with an administrator's token".into());
+    (line.done, line.detail) = (false, "it is in use with an administrator's token".into());
     shared.access.record_audit(line);
     Err(Status::unavailable(format!(
-        "worker {worker} is connected with an administrator's token, or was and has work that has not ended; end that first, then \
-         this one gets its place, or give it a data folder of its own"
+        "worker {worker} is connected with an administrator's token, or was and has unfinished work; end that work first, or start \
+         this worker with a data folder of its own"
     )))
 }
 
@@ -100,7 +100,7 @@ struct Pending {
 
 /// A blob that must be in storage before a request is handled.
 struct RequiredBlob {
-    named: BlobReference,
+    reference: BlobReference,
     /// Request to refuse when it is missing.
     request: u64,
     held: HeldAttempt,
@@ -135,7 +135,7 @@ impl Session<'_> {
             return Err(protocol_mismatch(&registration.protocol.to_string()));
         }
         if registration.name.trim().is_empty() {
-            return Err(Status::invalid_argument("name: a worker needs one"));
+            return Err(Status::invalid_argument("name: empty; a worker must have a name"));
         }
         let fresh_id = WorkerId::new(format!("w{}", uuid::Uuid::new_v4().simple()));
         enrol::apply_certificate_identity(&shared, &who, &mut registration)?;
@@ -290,7 +290,7 @@ impl Session<'_> {
                 artifact,
             } => {
                 let required = artifact.hash.map(|hash| RequiredBlob {
-                    named: BlobReference::Blob(hash),
+                    reference: BlobReference::Blob(hash),
                     request,
                     held: held.clone(),
                 });
@@ -320,7 +320,7 @@ impl Session<'_> {
                 step,
             } => {
                 let required = RequiredBlob {
-                    named: BlobReference::Checkpoint(manifest),
+                    reference: BlobReference::Checkpoint(manifest),
                     request,
                     held: held.clone(),
                 };
@@ -354,11 +354,16 @@ impl Session<'_> {
     /// Handles requests in order: a file announced before the end of the attempt counts.
     async fn handle_requests(&self, waiting: &mut mpsc::Receiver<Pending>) -> Result<(), Status> {
         while let Some(Pending { event, required }) = waiting.recv().await {
-            let Some(RequiredBlob { named, request, held }) = required else {
+            let Some(RequiredBlob {
+                reference,
+                request,
+                held,
+            }) = required
+            else {
                 self.shared.scheduler.event(event).await?;
                 continue;
             };
-            match self.pin_reference(named).await {
+            match self.pin_reference(reference).await {
                 // For an attempt that is not current, the scheduler answers. It never becomes current again.
                 Err(_) if !self.is_current(held).await? => self.shared.scheduler.event(event).await?,
                 Err(message) => {
@@ -383,20 +388,20 @@ impl Session<'_> {
 
     async fn is_current(&self, held: HeldAttempt) -> Result<bool, Status> {
         let session = self.id;
-        let look = move |state: &State, _| state.is_current(session, &held);
-        Ok(self.shared.scheduler.query(look).await?)
+        let query = move |state: &State, _| state.is_current(session, &held);
+        Ok(self.shared.scheduler.query(query).await?)
     }
 
     /// Pins a reference and checks that all its blobs are in storage; otherwise returns the reason for the refusal.
-    async fn pin_reference(&self, named: BlobReference) -> Result<Vec<PinGuard>, String> {
-        let look = async {
+    async fn pin_reference(&self, reference: BlobReference) -> Result<Vec<PinGuard>, String> {
+        let checking = async {
             let visible = self.shared.scope.referable_blobs(&self.who).await?;
             let (pins, blobs) = (&self.shared.pins, self.shared.blobs.as_ref());
-            Ok::<_, ScopeError>(pin_and_check(pins, blobs, named, &visible).await)
+            Ok::<_, ScopeError>(pin_and_check(pins, blobs, reference, &visible).await)
         };
-        let looked = tokio::time::timeout(STORAGE_CHECK_TIMEOUT, look).await;
+        let checked = tokio::time::timeout(STORAGE_CHECK_TIMEOUT, checking).await;
         let absent = |hash| format!("blob {hash} is not in storage; upload it first");
-        let message = match looked {
+        let message = match checked {
             Ok(Ok(Ok(held))) => return Ok(held),
             Ok(Ok(Err(UnusableReference::Storage(StorageError::NotFound { hash })))) => absent(hash),
             Ok(Ok(Err(UnusableReference::NotVisible(hash)))) => {
@@ -408,10 +413,16 @@ impl Session<'_> {
                 absent(hash)
             }
             Ok(Ok(Err(UnusableReference::Storage(error)))) => {
-                format!("storage does not say whether {named} is there: {}", error_chain(&error))
+                format!(
+                    "cannot check whether {reference} is in storage: {}",
+                    error_chain(&error)
+                )
             }
-            Ok(Err(error)) => format!("it is not known whether {named} is there: {}", error_chain(&error)),
-            Err(_) => format!("storage took too long to say whether {named} is there"),
+            Ok(Err(error)) => format!(
+                "cannot find out whether this worker may use {reference}: {}",
+                error_chain(&error)
+            ),
+            Err(_) => format!("storage took too long to check {reference}"),
         };
         tracing::warn!(session = self.id.0, message, "refused a request");
         Err(message)

@@ -43,5 +43,5 @@ pub(super) async fn backup(args: CopyArgs) -> anyhow::Result<()> {
 pub(super) async fn restore(args: CopyArgs) -> anyhow::Result<()> {
     let tally = aitk_coordinator::restore(&args.data_dir()?, args.database()?.as_ref(), &args.file).await?;
     print_line(&format!("{} jobs, {} rows restored", tally.jobs, tally.rows))?;
-    print_line("jobs that were running wait for a worker again, from their last checkpoint of then")
+    print_line("jobs that were running wait for a worker again and resume from their last checkpoint in the backup")
 }

@@ -27,14 +27,17 @@ pub(super) async fn gc(args: GcArgs) -> anyhow::Result<()> {
     let gib = done.removed_bytes as f64 / f64::from(1 << 30);
     let verb = if args.dry_run { "would be removed" } else { "removed" };
     print_line(&format!(
-        "{} of {} blobs {verb} ({gib:.2} GiB); {} are needed, {} are too young to say",
+        "{} of {} blobs {verb} ({gib:.2} GiB); {} are needed, {} are too new to be removed",
         done.removed,
         done.blobs,
         done.needed,
         done.blobs.saturating_sub(done.needed).saturating_sub(done.removed),
     ))?;
     if done.jobs_forgotten > 0 {
-        print_line(&format!("{} ended jobs were forgotten", done.jobs_forgotten))?;
+        print_line(&format!(
+            "{} ended jobs were removed from the database",
+            done.jobs_forgotten
+        ))?;
     }
     Ok(())
 }

@@ -12,8 +12,8 @@ use std::path::PathBuf;
   aitk-coordinator init --hostname gpu.lab
   aitk-coordinator init --data-dir /var/lib/aitk --hostname gpu.lab --hostname 203.0.113.7")]
 pub(crate) struct InitArgs {
-    /// A name or address under which workers and users reach the coordinator. May be repeated. The machine's own name and
-    /// addresses need not be said.
+    /// A name or address under which workers and users reach the coordinator. May be repeated. The machine's own names
+    /// and addresses are always included.
     #[arg(long = "hostname", value_name = "NAME")]
     hostnames: Vec<String>,
     /// Data folder of the coordinator. Default: as for the coordinator itself.
@@ -23,16 +23,18 @@ pub(crate) struct InitArgs {
 
 pub(super) fn run(args: &InitArgs) -> anyhow::Result<()> {
     let data_dir = args.data_dir.clone().map_or_else(default_data_dir, Ok)?;
-    let made = init(&data_dir, &args.hostnames).context("no certificate authority was made")?;
+    let made = init(&data_dir, &args.hostnames).context("cannot create the certificate authority")?;
     let folder = ca_folder(&data_dir);
     if !made.new {
         print_line(&format!(
-            "{} is there already (SHA-256 {}); nothing was changed",
+            "{} exists already (SHA-256 {}); nothing was changed",
             folder.display(),
             made.hash
         ))?;
         if !args.hostnames.is_empty() {
-            eprintln!("names are added at the start now: aitk-coordinator --hostname NAME");
+            eprintln!(
+                "the authority exists; give additional names when you start the coordinator: aitk-coordinator --hostname NAME"
+            );
         }
         return Ok(());
     }
@@ -43,7 +45,7 @@ pub(super) fn run(args: &InitArgs) -> anyhow::Result<()> {
     let host = args.hostnames.first().map_or("THIS-HOST", String::as_str);
     print_line(&format!("{} (SHA-256 {})", folder.display(), made.hash))?;
     eprintln!(
-        "A certificate authority was made; {} is its key: keep a copy in a safe place.
+        "A certificate authority was created; {} is its key: keep a copy in a safe place.
 Next:
   aitk-coordinator --bind 0.0.0.0:7420{option}
       starts the coordinator with a certificate of its own

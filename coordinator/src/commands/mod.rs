@@ -16,7 +16,7 @@ use clap::Subcommand;
 pub(crate) enum Command {
     /// Make a certificate authority, for a coordinator that other machines reach
     Init(init::InitArgs),
-    /// Let machines join as workers, list their certificates, end them
+    /// Let machines join as workers, list and revoke their certificates
     #[command(subcommand)]
     Worker(worker::WorkerCommand),
     /// Make, list and revoke the tokens of users and workers
@@ -24,11 +24,11 @@ pub(crate) enum Command {
     Token(token::TokenCommand),
     /// Show who did what
     Audit(token::AuditArgs),
-    /// Let a running coordinator remove what no job needs from its object storage
+    /// Let a running coordinator delete blobs that no job needs from its object storage
     Gc(gc::GcArgs),
-    /// Write jobs, logs and workers to a file, while the coordinator runs or not
+    /// Write jobs, logs and workers to a file; the coordinator may run meanwhile
     Backup(backup::CopyArgs),
-    /// Fill an empty database from such a file, also one of the other kind
+    /// Restore such a file into an empty database; SQLite and PostgreSQL can be exchanged
     Restore(backup::CopyArgs),
 }
 

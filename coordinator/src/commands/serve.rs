@@ -36,12 +36,12 @@ pub(crate) struct ServeArgs {
     /// Object storage: file:///path, s3://bucket/prefix, gs://…, az://…. Default: a folder in the data folder.
     #[arg(long, env = "AITK_STORAGE", value_name = "URL")]
     storage: Option<String>,
-    /// Let workers with tokens of their own use the bucket directly where they have its keys. What such a worker sends is not
-    /// seen here, so it may name any blob as a result of its jobs. Workers with the token in the data folder always may.
+    /// Let workers with tokens of their own use the bucket directly if they have its keys. The coordinator does not see their
+    /// uploads, so they may refer to any blob as a result. Workers with the token in the data folder always may.
     #[arg(long, env = "AITK_DIRECT_STORAGE")]
     direct_storage: bool,
     /// A name or address under which this coordinator is reached, for the certificate that it makes itself. May be repeated.
-    /// Default: those that `init` was given, and what the machine knows of itself.
+    /// Default: those given to `init`, and the machine's own names and addresses.
     #[arg(
         long = "hostname",
         env = "AITK_HOSTNAMES",
@@ -53,12 +53,12 @@ pub(crate) struct ServeArgs {
     #[arg(long, env = "AITK_WORKER_CERT_DAYS", default_value_t = 30, value_name = "DAYS",
           value_parser = clap::value_parser!(u32).range(1..=365))]
     worker_cert_days: u32,
-    /// Let workers on other machines in that have a token and no certificate. For the time of a change: a token that is copied
-    /// opens for ever, a certificate for days, and its key never travels.
+    /// Accept workers on other machines that have a token but no certificate. Meant for a migration: a copied token works
+    /// until it expires or is revoked, a certificate for days, and its key never leaves the worker.
     #[arg(long, env = "AITK_ALLOW_WORKER_TOKENS")]
     allow_worker_tokens: bool,
-    /// PEM file with a certificate from elsewhere. Default: with an authority (`init`), one that the coordinator makes and
-    /// renews itself.
+    /// PEM file with a certificate of another authority. Default: with an authority (`init`), one that the coordinator signs
+    /// and renews itself.
     #[arg(long, env = "AITK_TLS_CERT", value_name = "FILE", requires = "tls_key")]
     tls_cert: Option<PathBuf>,
     /// PEM file with the certificate's private key.
@@ -67,28 +67,28 @@ pub(crate) struct ServeArgs {
     /// File with the token that workers and clients must show. Made at the first start. Default: `token` in the data folder.
     #[arg(long, env = "AITK_COORDINATOR_TOKEN_FILE", value_name = "FILE")]
     token_file: Option<PathBuf>,
-    /// Seconds that a job may go on without hearing from its worker before it is placed elsewhere.
+    /// Seconds without a heartbeat of its worker after which a job is placed elsewhere.
     #[arg(long, env = "AITK_LEASE_SECONDS", default_value_t = Config::DEFAULT_LEASE.as_secs_f64(), value_name = "SECONDS")]
     lease_seconds: f64,
-    /// Failed tries in a row that are followed by another one, for jobs that do not say.
+    /// Retries after failures in a row, for jobs that do not specify `retries`.
     #[arg(long, env = "AITK_RETRIES", default_value_t = Config::DEFAULT_RETRIES, value_name = "N")]
     retries: u32,
     /// Devices that a user may hold at once: N for everyone, USER=N for one; may be given several times. Default: no limit.
     #[arg(long = "quota", value_name = "[USER=]N")]
     quotas: Vec<String>,
-    /// Jobs of one user that may wait at once; 0: as many as they like. Operators and administrators are not held to it.
+    /// Maximum waiting jobs of one user; 0: no limit. Operators and administrators are not limited.
     #[arg(long, env = "AITK_USER_WAITING_JOBS", default_value_t = Limits::default().waiting_jobs.unwrap_or(0), value_name = "N")]
     user_waiting_jobs: u64,
-    /// MiB that the configs of all kept jobs of one user may take; 0: as many as they like. Operators and administrators are
-    /// not held to it.
+    /// Maximum MiB of the configs of all stored jobs of one user; 0: no limit. Operators and administrators are
+    /// not limited.
     #[arg(long, env = "AITK_USER_CONFIG_MIB", default_value_t = Limits::default().config_bytes.unwrap_or(0) >> 20, value_name = "MIB")]
     user_config_mib: u64,
-    /// GiB in the object storage that one user may have sent, whether a job names them or not; 0: as much as they like.
-    /// Operators and administrators are not held to it.
+    /// Maximum GiB in the object storage that one user uploaded, whether a job refers to them or not; 0: no limit.
+    /// Operators and administrators are not limited.
     #[arg(long, env = "AITK_USER_STORED_GIB", default_value_t = Limits::default().stored_bytes.unwrap_or(0) >> 30, value_name = "GIB")]
     user_stored_gib: u64,
-    /// MiB a second that one user may send, all uploads together; 0: as fast as they can. Operators and administrators are not
-    /// held to it.
+    /// Maximum MiB per second of all uploads of one user together; 0: no limit. Operators and administrators are not
+    /// limited.
     #[arg(long, env = "AITK_USER_UPLOAD_MIB", default_value_t = Limits::default().upload_rate.unwrap_or(0) >> 20, value_name = "MIB")]
     user_upload_mib: u64,
     /// MiB of the disk that are kept for the database: below that, blobs are refused and no job starts. Default: 5 % of the
@@ -101,7 +101,7 @@ pub(crate) struct ServeArgs {
     /// Keep the last checkpoint of a job that completed or failed for so many days; one that is resumed later begins again.
     #[arg(long, env = "AITK_KEEP_CHECKPOINTS_DAYS", default_value_t = 30, value_name = "DAYS")]
     keep_checkpoints_days: u32,
-    /// Keep what the audit log says of refused calls for so many days; what was done stays in it for ever.
+    /// Keep audit lines about refused calls for so many days; lines about completed actions are kept forever.
     #[arg(long, env = "AITK_KEEP_REFUSALS_DAYS", default_value_t = 90, value_name = "DAYS")]
     keep_refusals_days: u32,
     /// Keep about so many of a job's newest log lines and metrics; state changes, checkpoints and files stay in its log.
@@ -110,11 +110,11 @@ pub(crate) struct ServeArgs {
     /// Look for blobs that no job needs, and remove them, every so many minutes; 0: only with `aitk-coordinator gc`.
     #[arg(long, env = "AITK_GC_MINUTES", default_value_t = 60, value_name = "MINUTES")]
     gc_minutes: u32,
-    /// Remove a blob that no job names so many minutes after its sender stopped sending; at most --gc-grace-hours.
+    /// Remove a blob that no job refers to so many minutes after its sender stopped uploading; at most --gc-grace-hours.
     #[arg(long, env = "AITK_GC_UNNAMED_MINUTES", default_value_t = 60, value_name = "MINUTES")]
     gc_unnamed_minutes: u32,
-    /// Keep a blob that no job names for so many hours while its sender goes on sending, or when it is not known who sent it:
-    /// more than the longest upload takes.
+    /// Keep a blob that no job refers to for so many hours while its sender is still uploading, or when its sender is unknown.
+    /// Must be longer than the longest upload.
     #[arg(long, env = "AITK_GC_GRACE_HOURS", default_value_t = 24, value_name = "HOURS")]
     gc_grace_hours: u32,
     /// Address for metrics and health over plain HTTP, on loopback. Default: none.

@@ -93,7 +93,7 @@ pub(super) async fn token(command: TokenCommand) -> anyhow::Result<()> {
 
 async fn create(args: CreateArgs) -> anyhow::Result<()> {
     if let Some(path) = args.output.as_ref().filter(|path| path.exists()) {
-        anyhow::bail!("{} is there already; a token is not written over it", path.display());
+        anyhow::bail!("{} exists already; choose a new file for the token", path.display());
     }
     let mut clients = args.remote.connect().await?;
     let days = DAY.saturating_mul(args.expires_days);
@@ -122,7 +122,7 @@ async fn create(args: CreateArgs) -> anyhow::Result<()> {
         describe_expiry(&token)
     );
     if token.role != "worker" {
-        eprintln!("its user keeps it with: aitk login {}", args.remote.login_address());
+        eprintln!("the user stores it with: aitk login {}", args.remote.login_address());
     }
     match args.output {
         None => print_line(&text),

@@ -76,7 +76,7 @@ pub(super) async fn worker(command: WorkerCommand) -> anyhow::Result<()> {
 
 async fn join_token(args: JoinTokenArgs) -> anyhow::Result<()> {
     if let Some(path) = args.output.as_ref().filter(|path| path.exists()) {
-        bail!("{} is there already; a token is not written over it", path.display());
+        bail!("{} exists already; choose a new file for the token", path.display());
     }
     let mut clients = args.remote.connect().await?;
     let request = v1::CreateJoinTokenRequest {

@@ -24,16 +24,16 @@ pub(crate) enum UnusableReference {
 pub(crate) async fn pin_and_check(
     pins: &Arc<Pins>,
     blobs: &dyn BlobStore,
-    named: BlobReference,
+    reference: BlobReference,
     visible: &VisibleBlobs,
 ) -> Result<Vec<PinGuard>, UnusableReference> {
-    let hash = named.hash();
+    let hash = reference.hash();
     // Before the blob is read.
     if !visible.contains(&hash) {
         return Err(UnusableReference::NotVisible(hash));
     }
     let mut all = vec![pins.pin(vec![hash]).await];
-    let files = named.files(blobs).await?;
+    let files = reference.files(blobs).await?;
     if let Some(foreign) = files.iter().find(|hash| !visible.contains(hash)) {
         return Err(UnusableReference::NotVisible(*foreign));
     }

@@ -43,7 +43,7 @@ pub(crate) enum ScopeError {
 /// Why an upload exceeds its sender's limit.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum UploadLimitExceeded {
-    #[error("{bytes} bytes are more than this worker may still store before something of it is accepted")]
+    #[error("{bytes} bytes exceed what this worker may upload before a job refers to one of its uploads")]
     Worker { bytes: u64 },
     #[error(
         "what user {who} has sent and is sending has {} in the object storage, this blob has {}, and a user may have {} there \
@@ -173,8 +173,8 @@ impl Scope {
         }
         let running = if who.role == Role::Worker {
             let workers = self.access.workers_of(&who.name).await;
-            let look = move |state: &State, _| state.running_on(&workers);
-            self.scheduler.query(look).await?
+            let query = move |state: &State, _| state.running_on(&workers);
+            self.scheduler.query(query).await?
         } else {
             Vec::new()
         };

@@ -48,11 +48,11 @@ pub enum BackupError {
     NotEmpty {
         /// The database.
         database: String,
-        /// Number of them.
+        /// Number of jobs.
         jobs: u64,
-        /// Number of them.
+        /// Number of workers.
         workers: u64,
-        /// Number of them.
+        /// Number of tokens and other documents.
         tokens: u64,
     },
 }

@@ -139,7 +139,7 @@ impl Table {
         row.values().iter().take(self.key).cloned().collect()
     }
 
-    /// Tables of a backup: how each is read in pages and how a row is written.
+    /// Returns the cells of a row for a backup.
     pub(super) fn cells(&self, row: &Row) -> Vec<Cell> {
         row.values().iter().skip(self.generated).map(cell).collect()
     }
