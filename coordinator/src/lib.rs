@@ -36,7 +36,7 @@ pub use cluster::{Member, MemberError};
 pub use config::{Cluster, Config, Limits, PkiConfig, TlsFiles};
 pub use data_folder::DataFolderError;
 pub use garbage::Retention;
-pub use pki::{Made, PkiError, ca_folder, init};
+pub use pki::{InitOutcome, PkiError, ca_folder, init};
 pub use server::{RunError, Running, StartError, start};
 pub use store::{AuditLine, DatabaseUrl};
 pub use submit::check_submission;

@@ -28,8 +28,8 @@ impl Payloads {
     }
 
     /// Adds a config; the oldest ones are dropped.
-    pub(crate) fn keep(&self, job: &JobId, payload: &Arc<Payload>) {
-        self.inner().keep(job, payload);
+    pub(crate) fn insert(&self, job: &JobId, payload: &Arc<Payload>) {
+        self.inner().insert(job, payload);
     }
 
     /// Returns a config if it is in the cache.
@@ -39,7 +39,7 @@ impl Payloads {
 }
 
 impl Inner {
-    fn keep(&mut self, job: &JobId, payload: &Arc<Payload>) {
+    fn insert(&mut self, job: &JobId, payload: &Arc<Payload>) {
         if self.by_job.insert(job.clone(), payload.clone()).is_some() {
             return;
         }
@@ -76,9 +76,9 @@ mod tests {
         let payloads = Payloads::default();
         let id = |n: u32| JobId::new(format!("j{n}"));
         for n in 0..40 {
-            payloads.keep(&id(n), &payload(1 << 20));
+            payloads.insert(&id(n), &payload(1 << 20));
             // The same config again takes no more space.
-            payloads.keep(&id(n), &payload(1 << 20));
+            payloads.insert(&id(n), &payload(1 << 20));
             let bytes = payloads.inner().bytes;
             assert!(bytes <= MAX_CACHED_BYTES, "{bytes}");
         }
@@ -90,7 +90,7 @@ mod tests {
         let (_, jobs, order) = kept(&payloads);
         assert_eq!(jobs, order);
         // A config larger than the cache is not kept.
-        payloads.keep(&id(99), &payload(MAX_CACHED_BYTES));
+        payloads.insert(&id(99), &payload(MAX_CACHED_BYTES));
         assert!(payloads.get(&id(99)).is_none());
         let (bytes, jobs, _) = kept(&payloads);
         assert_eq!((bytes, jobs), (0, 0));

@@ -1,7 +1,10 @@
 //! The task that owns the scheduler: it handles events in batches, stores their changes in one transaction, and only
 //! then sends effects.
 
+mod handle;
 mod pause;
+
+pub(crate) use handle::{SchedulerHandle, SchedulerStopped};
 
 use crate::assign::{Outgoing, Work};
 use crate::clock::Clock;
@@ -11,153 +14,23 @@ use crate::payloads::Payloads;
 use crate::spans::Spans;
 use crate::store::AuditLine;
 use crate::store::{Store, StoreError};
-use aitk_common::control::{JobEvent, ToWorker, UnixMillis};
-use aitk_common::id::JobId;
+use aitk_common::control::ToWorker;
 use aitk_scheduler::{Effect, Event, Placed, Record, Refusal, Reply, SessionId, State, Ticket};
+use handle::{EventHub, Input, ReplySender};
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::sync::{broadcast, mpsc, oneshot};
+use tokio::sync::mpsc;
 
 /// Inputs that wait for the scheduler. When the queue is full, senders wait; each blocks only its own connection.
 const INPUT_QUEUE: usize = 1024;
 /// Maximum inputs of one transaction. More would delay the first of them.
 const BATCH: usize = 256;
-/// Messages that wait for one worker: several per device of a big machine. A worker that does not read loses its
-/// session and registers again.
-const OUTBOX: usize = 256;
-/// Events that wait for one follower. A follower that lags further reads from the store.
-const FOLLOWER_QUEUE: usize = 1024;
 /// A tick this much later than scheduled means that the scheduler stalled and could not receive heartbeats.
 const STALL_THRESHOLD: Duration = Duration::from_millis(100);
 /// How long a failing store is retried. After that the process ends: its state is ahead of the store, and restarting
 /// from the store is safe.
 const STORE_RETRY_TIME: Duration = Duration::from_secs(30);
-
-type Query = Box<dyn FnOnce(&State, UnixMillis) + Send>;
-
-type ReplySender = oneshot::Sender<Result<Reply, Refusal>>;
-
-enum Input {
-    Event(Event),
-    Call(Event, Ticket, ReplySender, Box<AuditLine>),
-    Query(Query),
-    /// Answered when everything before it is durable.
-    Stored(oneshot::Sender<()>),
-    OpenSession(SessionId, mpsc::Sender<Outgoing>),
-}
-
-/// The scheduler's task has ended: the coordinator shuts down.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("the coordinator is shutting down; try again in a moment")]
-pub(crate) struct SchedulerStopped;
-
-/// Handle to the scheduler's task. Cheap to clone.
-#[derive(Clone, Debug)]
-pub(crate) struct SchedulerHandle {
-    inputs: mpsc::Sender<Input>,
-    ids: Arc<AtomicU64>,
-    hub: Arc<EventHub>,
-}
-
-/// Broadcast channels of followed jobs.
-#[derive(Debug, Default)]
-struct EventHub {
-    followers: Mutex<HashMap<JobId, broadcast::Sender<Arc<JobEvent>>>>,
-}
-
-impl EventHub {
-    fn subscribe(&self, job: &JobId) -> broadcast::Receiver<Arc<JobEvent>> {
-        let mut followers = self.followers.lock().unwrap_or_else(PoisonError::into_inner);
-        followers
-            .entry(job.clone())
-            .or_insert_with(|| broadcast::channel(FOLLOWER_QUEUE).0)
-            .subscribe()
-    }
-
-    fn publish(&self, job: &JobId, event: Arc<JobEvent>) {
-        let mut followers = self.followers.lock().unwrap_or_else(PoisonError::into_inner);
-        let nobody = followers.get(job).is_some_and(|sender| sender.send(event).is_err());
-        if nobody {
-            followers.remove(job);
-        }
-    }
-}
-
-impl SchedulerHandle {
-    fn next_id(&self) -> u64 {
-        self.ids.fetch_add(1, Ordering::Relaxed)
-    }
-
-    /// Sends an event; waits while the queue is full.
-    pub(crate) async fn event(&self, event: Event) -> Result<(), SchedulerStopped> {
-        self.inputs
-            .send(Input::Event(event))
-            .await
-            .map_err(|_| SchedulerStopped)
-    }
-
-    /// Sends an event and waits for its reply. The reply comes when all its changes are durable, together with the
-    /// audit line, which also records a refusal.
-    pub(crate) async fn call(
-        &self,
-        event: impl FnOnce(Ticket) -> Event,
-        line: Box<AuditLine>,
-    ) -> Result<Result<Reply, Refusal>, SchedulerStopped> {
-        let ticket = Ticket(self.next_id());
-        let (sender, receiver) = oneshot::channel();
-        self.inputs
-            .send(Input::Call(event(ticket), ticket, sender, line))
-            .await
-            .map_err(|_| SchedulerStopped)?;
-        receiver.await.map_err(|_| SchedulerStopped)
-    }
-
-    /// Runs a query on the scheduler's state; it sees only durable changes. (While the database is full, it also sees
-    /// the last batch, which is not durable yet.)
-    pub(crate) async fn query<T: Send + 'static>(
-        &self,
-        look: impl FnOnce(&State, UnixMillis) -> T + Send + 'static,
-    ) -> Result<T, SchedulerStopped> {
-        let (sender, receiver) = oneshot::channel();
-        let query: Query = Box::new(move |state, now| {
-            let _ = sender.send(look(state, now));
-        });
-        self.inputs
-            .send(Input::Query(query))
-            .await
-            .map_err(|_| SchedulerStopped)?;
-        receiver.await.map_err(|_| SchedulerStopped)
-    }
-
-    /// Waits until everything sent before is durable.
-    pub(crate) async fn stored(&self) -> Result<(), SchedulerStopped> {
-        let (sender, receiver) = oneshot::channel();
-        self.inputs
-            .send(Input::Stored(sender))
-            .await
-            .map_err(|_| SchedulerStopped)?;
-        receiver.await.map_err(|_| SchedulerStopped)
-    }
-
-    /// Opens a session: its id and the messages for its worker. The receiver ends when the scheduler closes the
-    /// session.
-    pub(crate) async fn open_session(&self) -> Result<(SessionId, mpsc::Receiver<Outgoing>), SchedulerStopped> {
-        let session = SessionId(self.next_id());
-        let (sender, receiver) = mpsc::channel(OUTBOX);
-        self.inputs
-            .send(Input::OpenSession(session, sender))
-            .await
-            .map_err(|_| SchedulerStopped)?;
-        Ok((session, receiver))
-    }
-
-    /// Subscribes to the events of a job from now on.
-    pub(crate) fn follow(&self, job: &JobId) -> broadcast::Receiver<Arc<JobEvent>> {
-        self.hub.subscribe(job)
-    }
-}
 
 /// The scheduler's task.
 pub(crate) struct Runner {
@@ -187,11 +60,7 @@ impl Runner {
     ) -> (Self, SchedulerHandle) {
         let (sender, inputs) = mpsc::channel(INPUT_QUEUE);
         let hub = Arc::new(EventHub::default());
-        let scheduler = SchedulerHandle {
-            inputs: sender,
-            ids: Arc::new(AtomicU64::new(1)),
-            hub: hub.clone(),
-        };
+        let scheduler = SchedulerHandle::new(sender, hub.clone());
         (
             Self {
                 state,
@@ -301,11 +170,11 @@ impl Runner {
             }
             persisted => persisted?,
         }
-        self.metrics.stored(&records, audit.len(), began.elapsed());
-        self.spans.stored(&records);
+        self.metrics.record_commit(&records, audit.len(), began.elapsed());
+        self.spans.record_commit(&records);
         for record in &records {
             if let Record::NewJob(job, payload) = record {
-                self.payloads.keep(&job.id, payload);
+                self.payloads.insert(&job.id, payload);
             }
         }
         for effect in rest {
@@ -385,7 +254,7 @@ impl Runner {
     fn work_for(&self, placed: Placed) -> Work {
         let job = self.state.job(&placed.job);
         if let Some(job) = job.filter(|job| job.attempts.len() == 1) {
-            self.metrics.assigned(job.created, self.clock.now());
+            self.metrics.record_first_assignment(job.created, self.clock.now());
         }
         Work {
             owner: job.map(|job| job.wants.owner.clone()),

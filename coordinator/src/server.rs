@@ -1,18 +1,25 @@
 //! Starts, runs and shuts down a coordinator.
 
-use crate::access::{Access, AccessError};
+mod error;
+mod local_resources;
+mod running;
+
+pub use error::{RunError, StartError};
+pub(crate) use local_resources::LocalResources;
+pub use running::Running;
+
+use crate::access::Access;
 use crate::address::ClientAddress;
 use crate::api::{Authenticator, Shared, routes};
 use crate::assign::Assigner;
 use crate::clock::Clock;
 use crate::config::Config;
 use crate::connection_limiter::ConnectionLimiter;
-use crate::data_folder::{self, DataFolderError};
 use crate::error_chain::error_chain;
 use crate::garbage::{Collector, Pins};
 use crate::metrics::{self, Metrics};
 use crate::payloads::Payloads;
-use crate::pki::{PkiError, Tls};
+use crate::pki::Tls;
 use crate::runner::Runner;
 use crate::scope::{Scope, Uploads};
 use crate::space::DiskSpace;
@@ -21,25 +28,19 @@ use crate::store::lease::RENEW;
 use crate::store::{SqlStore, Store, StoreError};
 use crate::transfers::{Transfers, UploadRate};
 use aitk_common::hash::ContentHash;
-use aitk_common::security::token::{Token, TokenError};
-use aitk_common::storage::{BlobStore, ObjectBlobs, StorageError};
+use aitk_common::storage::{BlobStore, ObjectBlobs};
 use aitk_scheduler::{Caps, Settings, State};
 use futures::future::BoxFuture;
-use std::fs::File;
-use std::io;
+use local_resources::TRANSIT;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
-use tokio::task::JoinHandle;
 use tokio::time::{Instant, MissedTickBehavior};
 use tonic::transport::Server;
-use url::Url;
 
-/// How long open calls may take to end at a shutdown; then they are cancelled.
-const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
 /// HTTP/2 keep-alive interval and timeout of an idle connection.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
 /// How long a connection may take until its first authenticated call.
@@ -58,188 +59,6 @@ const MAX_PARSING: usize = 2;
 /// Concurrent uploads of all clients: each may take a file of its size beside the database.
 const MAX_UPLOADS: usize = 16;
 
-/// Why a coordinator does not start. Each message says what to do.
-#[derive(Debug, thiserror::Error)]
-pub enum StartError {
-    /// The network could read tokens and data.
-    #[error(
-        "refusing to listen on {bind} without TLS: everyone on the network could read the token and the data; \
-         run `aitk-coordinator init` once, which makes a certificate authority (or give --tls-cert and --tls-key), or bind 127.0.0.1"
-    )]
-    Plaintext {
-        /// The address.
-        bind: SocketAddr,
-    },
-    /// The address cannot be bound.
-    #[error("cannot listen on {bind}; is another coordinator running? Choose another port with --bind")]
-    Bind {
-        /// The address.
-        bind: SocketAddr,
-        /// Why.
-        #[source]
-        source: io::Error,
-    },
-    /// The metrics address cannot be used.
-    #[error("cannot serve metrics at {bind}: {problem}; choose another address with --metrics-bind")]
-    Metrics {
-        /// The address.
-        bind: SocketAddr,
-        /// Why.
-        problem: String,
-    },
-    /// The data folder cannot be used, or another coordinator has it.
-    #[error(transparent)]
-    DataFolder(#[from] DataFolderError),
-    /// A certificate, a key or the authority cannot be used.
-    #[error(transparent)]
-    Tls(#[from] PkiError),
-    /// The lease is too short.
-    #[error("a lease of {} ms is too short; workers could not renew it in time. Give at least one second", lease.as_millis())]
-    Lease {
-        /// The lease.
-        lease: Duration,
-    },
-    /// An option that a cluster needs is missing.
-    #[error("several coordinators share a database and an object storage: with --advertise, give {missing} as well")]
-    Cluster {
-        /// The missing option.
-        missing: &'static str,
-    },
-    /// The advertised address cannot be used.
-    #[error("--advertise: {0}")]
-    Advertise(String),
-    /// The leader has a different token or storage.
-    #[error("{what} of this coordinator differs from that of {leader}, which leads: {remedy}")]
-    Unlike {
-        /// What differs.
-        what: &'static str,
-        /// Address of the leader.
-        leader: String,
-        /// What to do.
-        remedy: &'static str,
-    },
-    /// The token cannot be read or created.
-    #[error(transparent)]
-    Token(#[from] TokenError),
-    /// The object storage cannot be opened.
-    #[error(transparent)]
-    Storage(#[from] StorageError),
-    /// The database cannot be opened.
-    #[error(transparent)]
-    Store(#[from] StoreError),
-    /// A token in the database cannot be read.
-    #[error("the tokens in the database cannot be read; were they written by a newer version?")]
-    Tokens(#[source] serde_json::Error),
-}
-
-impl From<AccessError> for StartError {
-    fn from(error: AccessError) -> Self {
-        match error {
-            AccessError::Store(error) => Self::Store(error),
-            AccessError::Record(error) => Self::Tokens(error),
-            AccessError::NoToken(id) | AccessError::NoWorker(id) | AccessError::NotYours(id) => {
-                Self::Tokens(serde::de::Error::custom(id))
-            }
-            AccessError::TooManyWorkers { name, .. } => Self::Tokens(serde::de::Error::custom(name)),
-        }
-    }
-}
-
-/// Why a running coordinator ended by itself.
-#[derive(Debug, thiserror::Error)]
-pub enum RunError {
-    /// The database failed for too long.
-    #[error("the coordinator ended because its database does not work")]
-    Store(#[from] StoreError),
-    /// The listener failed.
-    #[error("the coordinator ended because its listener failed: {0}")]
-    Serve(String),
-}
-
-/// A running coordinator. Dropping it without [`Self::shutdown`] leaves it running until the runtime ends.
-#[derive(Debug)]
-pub struct Running {
-    /// Address of its listener.
-    pub addr: SocketAddr,
-    /// The administrator's token.
-    pub token: String,
-    /// File with the token, unless it was given in the config.
-    pub token_file: Option<PathBuf>,
-    /// Address of metrics and health.
-    pub metrics: Option<SocketAddr>,
-    /// Whether its listener uses TLS.
-    pub tls: bool,
-    stop: watch::Sender<bool>,
-    server: JoinHandle<Result<(), tonic::transport::Error>>,
-    runner: JoinHandle<Result<(), StoreError>>,
-    collecting: JoinHandle<()>,
-    auditing: JoinHandle<()>,
-    /// Renews the listener's own certificate.
-    renewing: Option<JoinHandle<()>>,
-    leading: JoinHandle<StoreError>,
-    store: Arc<dyn Store>,
-    _local: LocalResources,
-}
-
-impl Running {
-    /// Returns the URL for clients on this machine.
-    #[must_use]
-    pub fn url(&self) -> String {
-        format!("{}://{}", if self.tls { "https" } else { "http" }, self.addr)
-    }
-
-    /// Waits until the coordinator fails permanently.
-    pub async fn failed(&mut self) -> RunError {
-        tokio::select! {
-            result = &mut self.runner => match result {
-                Ok(Err(error)) => RunError::Store(error),
-                Ok(Ok(())) => RunError::Serve("the queue ended".into()),
-                Err(error) => RunError::Serve(error.to_string()),
-            },
-            result = &mut self.leading => match result {
-                Ok(error) => RunError::Store(error),
-                Err(error) => RunError::Serve(error.to_string()),
-            },
-            result = &mut self.server => RunError::Serve(match result {
-                Ok(Ok(())) => "it ended".into(),
-                Ok(Err(error)) => error_chain(&error),
-                Err(error) => error.to_string(),
-            }),
-        }
-    }
-
-    /// Ends sessions and streams, waits a few seconds for open calls, then closes the database. Acknowledged changes
-    /// are already stored.
-    pub async fn shutdown(mut self) {
-        let _ = self.stop.send(true);
-        // Stopping a collection at any point is safe: it only deleted unneeded blobs.
-        self.collecting.abort();
-        if let Some(renewing) = &self.renewing {
-            renewing.abort();
-        }
-        if !finished_in_time(&mut self.server).await {
-            tracing::warn!("some calls did not end in time; cutting them");
-            self.server.abort();
-            finished_in_time(&mut self.server).await;
-        }
-        // All handles to the scheduler are dropped soon. A hanging task is aborted: its callers got no answer.
-        if !finished_in_time(&mut self.runner).await {
-            self.runner.abort();
-            finished_in_time(&mut self.runner).await;
-        }
-        self.leading.abort();
-        // Recent refusals are still written to the audit log.
-        finished_in_time(&mut self.auditing).await;
-        self.store.close().await;
-    }
-}
-
-/// Waits for the end of a task, up to [`SHUTDOWN_TIMEOUT`]. Returns whether it ended. A task that has already finished
-/// must not be polled again, because its result may have been taken.
-async fn finished_in_time<T>(task: &mut JoinHandle<T>) -> bool {
-    task.is_finished() || tokio::time::timeout(SHUTDOWN_TIMEOUT, task).await.is_ok()
-}
-
 /// Starts a coordinator and returns when it is ready for calls.
 ///
 /// # Errors
@@ -255,73 +74,6 @@ pub async fn start(config: Config) -> Result<Running, StartError> {
         Box::pin(start_leading(config, &local, store)).await
     })
     .await
-}
-
-/// Folder for blobs that are being uploaded.
-const TRANSIT: &str = "transit";
-
-/// Data folder, token and storage URL of a coordinator, needed whether it leads or not.
-#[derive(Clone)]
-pub(crate) struct LocalResources {
-    pub(crate) data_dir: PathBuf,
-    pub(crate) token: Token,
-    token_file: Option<PathBuf>,
-    pub(crate) storage_url: String,
-    /// Lock of the data folder, held as long as any clone exists.
-    _lock: Arc<File>,
-}
-
-impl std::fmt::Debug for LocalResources {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("LocalResources")
-            .field("data_dir", &self.data_dir)
-            .finish_non_exhaustive()
-    }
-}
-
-impl LocalResources {
-    /// Returns the folder of the object storage if it is on this machine.
-    fn storage_folder(&self) -> Option<PathBuf> {
-        if self.storage_url.starts_with('/') {
-            return Some(PathBuf::from(&self.storage_url));
-        }
-        let url = Url::parse(&self.storage_url)
-            .ok()
-            .filter(|url| url.scheme() == "file")?;
-        url.to_file_path().ok()
-    }
-
-    /// Checks the config, locks the data folder, and reads or creates its contents.
-    pub(crate) fn prepare(config: &Config) -> Result<Self, StartError> {
-        if !config.bind.ip().to_canonical().is_loopback() && config.tls.is_none() && config.pki.is_none() {
-            return Err(StartError::Plaintext { bind: config.bind });
-        }
-        if config.lease < Duration::from_millis(200) {
-            return Err(StartError::Lease { lease: config.lease });
-        }
-        let data_dir = data_folder::create(&config.data_dir)?;
-        let lock = data_folder::lock(&data_dir)?;
-        // Here and not in [`start_leading`]: a standby coordinator may not lead for a long time.
-        data_folder::recreate(&data_dir.join(TRANSIT))?;
-        let (token, token_file) = match &config.token {
-            Some(token) => (Token::parse(token, "the configuration")?, None),
-            None => {
-                let path = config.token_file.clone().unwrap_or_else(|| data_dir.join("token"));
-                (Token::read_or_create(&path)?, Some(path))
-            }
-        };
-        let storage_url = match &config.storage_url {
-            Some(url) => url.clone(),
-            None => data_folder::local_storage_url(&data_dir)?,
-        };
-        Ok(Self {
-            data_dir,
-            token,
-            token_file,
-            storage_url,
-            _lock: Arc::new(lock),
-        })
-    }
 }
 
 /// Returns a tonic server builder with our limits.

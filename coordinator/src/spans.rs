@@ -48,7 +48,7 @@ impl Spans {
     }
 
     /// Records the spans that ended with the records of one transaction.
-    pub(crate) fn stored(&self, records: &[Record]) {
+    pub(crate) fn record_commit(&self, records: &[Record]) {
         if !self.tracer.is_on() {
             return;
         }
@@ -75,7 +75,9 @@ impl Spans {
 
     fn record_event(&self, job: &Job, event: &JobEvent) {
         match &event.body {
-            EventBody::State { state, reason, .. } if state.is_ended() => self.ended(job, *state, reason, event.time),
+            EventBody::State { state, reason, .. } if state.is_ended() => {
+                self.record_job_span(job, *state, reason, event.time)
+            }
             EventBody::Attempt { state, message, .. } => {
                 let id = event.attempt.as_ref();
                 let Some(at) = job.attempts.iter().rposition(|attempt| Some(&attempt.id) == id) else {
@@ -83,9 +85,9 @@ impl Spans {
                 };
                 let (before, attempt) = (at.checked_sub(1).map(|at| &job.attempts[at]), &job.attempts[at]);
                 match state {
-                    AttemptState::Assigned => self.queued(job, before, attempt),
+                    AttemptState::Assigned => self.record_queued_span(job, before, attempt),
                     AttemptState::Running => {}
-                    ended => self.assigned(job, attempt, *ended, message, event.time),
+                    ended => self.record_assigned_span(job, attempt, *ended, message, event.time),
                 }
             }
             _ => {}
@@ -93,7 +95,7 @@ impl Spans {
     }
 
     /// Records the span of an ended job. A resumed job ends again and sends its span again, longer.
-    fn ended(&self, job: &Job, state: JobState, reason: &str, now: UnixMillis) {
+    fn record_job_span(&self, job: &Job, state: JobState, reason: &str, now: UnixMillis) {
         let JobTrace { own, parent, link } = self.job_trace(job);
         if !own.sampled {
             return;
@@ -121,7 +123,7 @@ impl Spans {
     }
 
     /// Records the time in the queue: without the pause before a retry and the time before `not_before`.
-    fn queued(&self, job: &Job, before: Option<&AttemptView>, attempt: &AttemptView) {
+    fn record_queued_span(&self, job: &Job, before: Option<&AttemptView>, attempt: &AttemptView) {
         let own = self.job_trace(job).own;
         if !own.sampled {
             return;
@@ -139,7 +141,14 @@ impl Spans {
         self.tracer.record(span);
     }
 
-    fn assigned(&self, job: &Job, attempt: &AttemptView, state: AttemptState, message: &str, now: UnixMillis) {
+    fn record_assigned_span(
+        &self,
+        job: &Job,
+        attempt: &AttemptView,
+        state: AttemptState,
+        message: &str,
+        now: UnixMillis,
+    ) {
         let own = self.job_trace(job).own;
         if !own.sampled {
             return;

@@ -25,11 +25,11 @@ pub(crate) struct TransferPermit {
 impl Transfers {
     /// Allows `most` transfers in total, and three quarters of them per user.
     pub(crate) fn new(most: usize) -> Self {
-        Self::with(most, (most * 3 / 4).max(1))
+        Self::with_limits(most, (most * 3 / 4).max(1))
     }
 
     /// Allows `all` transfers in total and `each` per user.
-    pub(crate) fn with(all: usize, each: usize) -> Self {
+    pub(crate) fn with_limits(all: usize, each: usize) -> Self {
         Self {
             all: Arc::new(Semaphore::new(all)),
             each,
@@ -77,7 +77,7 @@ impl UploadRate {
     }
 
     /// Counts received bytes. Returns how long to wait before reading more from their sender.
-    pub(crate) fn take(&self, who: &UserName, bytes: u64, now: Instant) -> Duration {
+    pub(crate) fn delay_after(&self, who: &UserName, bytes: u64, now: Instant) -> Duration {
         let Some(most) = self.most else {
             return Duration::ZERO;
         };
@@ -115,14 +115,18 @@ mod tests {
         let rate = UploadRate::new(Some(1000));
         let (eve, ada, start) = (UserName::new("eve"), UserName::new("ada"), Instant::now());
         let seconds = Duration::from_secs;
-        assert_eq!(rate.take(&eve, 1000, start), Duration::ZERO, "a second's worth at once");
+        assert_eq!(
+            rate.delay_after(&eve, 1000, start),
+            Duration::ZERO,
+            "a second's worth at once"
+        );
         // Several uploads share the rate.
-        assert_eq!(rate.take(&eve, 2000, start), seconds(2));
-        assert_eq!(rate.take(&eve, 1000, start), seconds(3));
-        assert_eq!(rate.take(&ada, 500, start), Duration::ZERO);
-        assert_eq!(rate.take(&eve, 1000, start + seconds(3)), seconds(1));
+        assert_eq!(rate.delay_after(&eve, 2000, start), seconds(2));
+        assert_eq!(rate.delay_after(&eve, 1000, start), seconds(3));
+        assert_eq!(rate.delay_after(&ada, 500, start), Duration::ZERO);
+        assert_eq!(rate.delay_after(&eve, 1000, start + seconds(3)), seconds(1));
         // Idle time is not saved up.
-        assert_eq!(rate.take(&eve, 3000, start + seconds(1000)), seconds(2));
-        assert_eq!(UploadRate::new(None).take(&eve, u64::MAX, start), Duration::ZERO);
+        assert_eq!(rate.delay_after(&eve, 3000, start + seconds(1000)), seconds(2));
+        assert_eq!(UploadRate::new(None).delay_after(&eve, u64::MAX, start), Duration::ZERO);
     }
 }

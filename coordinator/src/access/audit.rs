@@ -15,7 +15,7 @@ const STORE_RETRY_TIME: Duration = Duration::from_secs(30);
 pub(super) const UNWRITTEN: &str = "audit-unwritten.jsonl";
 const UNWRITTEN_MAX_BYTES: u64 = 16 << 20;
 /// Interval in which refusals are counted.
-const MINUTE: Duration = Duration::from_secs(60);
+const REFUSAL_WINDOW: Duration = Duration::from_secs(60);
 /// Maximum number of refusal lines per token in that interval.
 const MAX_REFUSALS: u32 = 60;
 /// The same for all unauthenticated callers together.
@@ -32,7 +32,10 @@ pub(super) struct RefusalBudget {
 impl RefusalBudget {
     /// Counts a refusal of this token. Returns whether it may be logged.
     pub(super) fn try_spend(&mut self, now: Instant, by: &str) -> bool {
-        if self.since.is_none_or(|since| now.duration_since(since) >= MINUTE) {
+        if self
+            .since
+            .is_none_or(|since| now.duration_since(since) >= REFUSAL_WINDOW)
+        {
             self.since = Some(now);
             self.used.clear();
         }
@@ -119,7 +122,7 @@ mod tests {
             assert!(budget.try_spend(now, "t1"));
         }
         assert!(!budget.try_spend(now, "t1") && budget.try_spend(now, "t2") && budget.try_spend(now, ""));
-        assert!(budget.try_spend(now + MINUTE, "t1"));
+        assert!(budget.try_spend(now + REFUSAL_WINDOW, "t1"));
     }
 
     #[tokio::test]

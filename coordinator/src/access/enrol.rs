@@ -64,7 +64,7 @@ impl Access {
     /// Records in the audit log that TLS refused a certificate.
     pub(crate) fn audit_refused_certificate(&self, from: SocketAddr, problem: &str) {
         self.record_audit(AuditLine {
-            id: AuditLine::fresh_id(),
+            id: AuditLine::new_id(),
             time: self.inner.clock.wall_time(),
             who: String::new(),
             by: String::new(),
@@ -124,7 +124,7 @@ impl Access {
     }
 
     /// Creates a join token. Its secret exists only in this return value.
-    pub(crate) async fn create_join(
+    pub(crate) async fn create_join_token(
         &self,
         by: &Identity,
         name: Option<UserName>,
@@ -368,7 +368,7 @@ impl Access {
     }
 
     /// Returns when a certificate expires; `None` when it is already expired or revoked.
-    pub(super) fn certificate_end(&self, who: &Identity, until: UnixMillis) -> Option<UnixMillis> {
+    pub(super) fn certificate_expiry(&self, who: &Identity, until: UnixMillis) -> Option<UnixMillis> {
         let known = self.inner.enrolments.get(&who.by)?;
         (known.revoked.is_none() && wall_clock() < until).then_some(until)
     }

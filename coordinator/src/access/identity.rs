@@ -35,7 +35,7 @@ impl Identity {
 
     /// Returns the stored form of an idempotency key. It includes the user, so that another user with the same key
     /// does not get this user's job.
-    pub(crate) fn key(&self, key: &str) -> String {
+    pub(crate) fn idempotency_key(&self, key: &str) -> String {
         if self.by == DATA_FOLDER_TOKEN_ID {
             key.to_owned()
         } else {
@@ -56,7 +56,7 @@ impl Identity {
     /// Creates an audit line about an action of this caller, marked as done.
     pub(crate) fn audit_line(&self, now: UnixMillis, action: &str, object: &str) -> AuditLine {
         AuditLine {
-            id: AuditLine::fresh_id(),
+            id: AuditLine::new_id(),
             time: now,
             who: self.name.to_string(),
             by: self.by.clone(),

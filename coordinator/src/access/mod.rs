@@ -214,7 +214,7 @@ impl Access {
             ),
         };
         self.record_audit(AuditLine {
-            id: AuditLine::fresh_id(),
+            id: AuditLine::new_id(),
             time: self.inner.clock.wall_time(),
             who: String::new(),
             by: String::new(),

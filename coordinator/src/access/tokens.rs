@@ -22,7 +22,7 @@ impl Access {
         let mut revoked = self.inner.revoked.subscribe();
         loop {
             let end = if let Some(until) = who.certificate {
-                match self.certificate_end(who, until) {
+                match self.certificate_expiry(who, until) {
                     None => return,
                     end => end,
                 }

@@ -118,10 +118,10 @@ impl JobsApi {
         self.check_limits(who, &owner, shared.idempotency_key.as_ref(), (count, bytes + own))
             .await?;
         shared.owner = Some(owner);
-        let _held = self.pin_inputs(who, &shared).await?;
+        let _pin_guard = self.pin_inputs(who, &shared).await?;
 
         let id = fresh_job_id();
-        let idempotency_key = shared.idempotency_key.take().map(|key| who.key(&key));
+        let idempotency_key = shared.idempotency_key.take().map(|key| who.idempotency_key(&key));
         let template = ArrayTemplate {
             who: who.clone(),
             id: id.clone(),
@@ -175,7 +175,7 @@ impl JobsApi {
         if who.role.changes_all() {
             return Ok(());
         }
-        let (of, key) = (owner.clone(), key.map(|key| who.key(key)));
+        let (of, key) = (owner.clone(), key.map(|key| who.idempotency_key(key)));
         // A repeated submission is answered again, whatever the limits are by now.
         let query = move |state: &State, _| match state.submitted_before(key.as_ref()) {
             Some(_) => Ok(()),
@@ -247,7 +247,7 @@ impl JobsApi {
             name: parsed.title.name.clone(),
             at_most: None,
             split: true,
-            idempotency_key: submission.idempotency_key.as_ref().map(|key| who.key(key)),
+            idempotency_key: submission.idempotency_key.as_ref().map(|key| who.idempotency_key(key)),
             members,
         }))
     }

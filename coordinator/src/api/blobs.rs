@@ -120,7 +120,7 @@ impl BlobsApi {
     /// protected from deletion for a while, because the caller relies on them.
     async fn find_present(&self, visible: &VisibleBlobs, hashes: &[ContentHash]) -> Result<Vec<bool>, Status> {
         let candidates: Vec<_> = hashes.iter().copied().filter(|hash| visible.contains(hash)).collect();
-        let _held = self.0.pins.pin(candidates.clone()).await;
+        let _pin_guard = self.0.pins.pin(candidates.clone()).await;
         let present = self
             .0
             .blobs
@@ -202,7 +202,10 @@ impl BlobsApi {
                 )));
             }
             if is_limited {
-                let wait = self.0.upload_rate.take(&who.name, data.len() as u64, Instant::now());
+                let wait = self
+                    .0
+                    .upload_rate
+                    .delay_after(&who.name, data.len() as u64, Instant::now());
                 tokio::time::sleep(wait).await;
                 held_back += wait;
             }
@@ -224,7 +227,7 @@ impl BlobsApi {
         }
         // The attempt may have ended during the upload.
         self.check_upload(who, hash).await?;
-        let _held = self.0.pins.pin(vec![hash]).await;
+        let _pin_guard = self.0.pins.pin(vec![hash]).await;
         // The storage verifies the hash.
         self.0
             .blobs

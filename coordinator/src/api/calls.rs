@@ -112,7 +112,7 @@ pub(super) struct CallPermit {
 
 impl CallLimiter {
     pub(crate) fn new() -> Self {
-        let of = |(each, all)| Transfers::with(all, each);
+        let of = |(each, all)| Transfers::with_limits(all, each);
         Self {
             open: Arc::default(),
             answers: of(MAX_ANSWERS),
@@ -290,12 +290,12 @@ impl http_body::Body for LimitedBody {
 /// An answer that holds its permits until it was read.
 pub(super) struct LimitedResponse {
     body: Body,
-    _held: CallPermit,
+    _permit: CallPermit,
 }
 
 impl LimitedResponse {
-    pub(super) fn new(body: Body, held: CallPermit) -> Self {
-        Self { body, _held: held }
+    pub(super) fn new(body: Body, permit: CallPermit) -> Self {
+        Self { body, _permit: permit }
     }
 }
 

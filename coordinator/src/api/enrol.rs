@@ -138,7 +138,7 @@ pub(super) async fn create_join_token(
             "expires_in_ms: expected more than 0 and at most 30 days for a join token",
         ));
     }
-    let made = shared.access.create_join(&by, name, life).await;
+    let made = shared.access.create_join_token(&by, name, life).await;
     let (secret, record) = made.map_err(|error| access_status(&error))?;
     let invitation = Invitation {
         secret,

@@ -11,7 +11,7 @@ use tokio::sync::mpsc;
 use tonic::Status;
 
 /// Events read from the store at once.
-const PAGE: u32 = 50;
+const PAGE_SIZE: u32 = 50;
 /// Events buffered per follower. A slow follower blocks only its own task.
 pub(super) const WIRE_BUFFER: usize = 16;
 /// A follower that reads nothing for this time is disconnected.
@@ -43,10 +43,10 @@ pub(super) async fn stream_events(
         loop {
             let page = shared
                 .store
-                .events(job, cursor, PAGE)
+                .events(job, cursor, PAGE_SIZE)
                 .await
                 .map_err(|error| store_status(&error))?;
-            let full_page = page.len() == PAGE as usize;
+            let full_page = page.len() == PAGE_SIZE as usize;
             for event in page {
                 cursor = event.cursor;
                 if !send(follower, event).await {

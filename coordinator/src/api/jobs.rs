@@ -148,7 +148,7 @@ impl Jobs for JobsApi {
         let read = self.parse_submission(submission, shared + own, parse_submission).await;
         let (parsed, submission) = read.map_err(|status| self.audit_refused_job(&who, status))?;
         let parsed = ParsedSubmission { trace, ..parsed };
-        let _held = self.pin_inputs(&who, &submission).await?;
+        let _pin_guard = self.pin_inputs(&who, &submission).await?;
         if let Some(split) = parsed.split
             && let Some(array) = self.split_job(&who, &parsed, split, &submission).await?
         {

@@ -27,7 +27,7 @@ pub(super) fn new_job(
         not_before: parsed.not_before,
         trace: parsed.trace,
         local: submission.local,
-        idempotency_key: submission.idempotency_key.as_ref().map(|key| who.key(key)),
+        idempotency_key: submission.idempotency_key.as_ref().map(|key| who.idempotency_key(key)),
         capped: !who.role.changes_all(),
         config_bytes: 0,
         payload: Arc::new(payload),

@@ -375,10 +375,10 @@ impl Session<'_> {
                     })
                     .await?;
                 }
-                Ok(_held) => {
+                Ok(_pin_guard) => {
                     self.shared.scheduler.event(event).await?;
                     // Pinned until the pointer is stored; from then on, the pointer keeps the blobs.
-                    self.shared.scheduler.stored().await?;
+                    self.shared.scheduler.wait_until_stored().await?;
                     self.shared.scope.reset_allowance(&self.who);
                 }
             }

@@ -23,13 +23,13 @@ pub(crate) struct InitArgs {
 
 pub(super) fn run(args: &InitArgs) -> anyhow::Result<()> {
     let data_dir = args.data_dir.clone().map_or_else(default_data_dir, Ok)?;
-    let made = init(&data_dir, &args.hostnames).context("cannot create the certificate authority")?;
+    let outcome = init(&data_dir, &args.hostnames).context("cannot create the certificate authority")?;
     let folder = ca_folder(&data_dir);
-    if !made.new {
+    if !outcome.created {
         print_line(&format!(
             "{} exists already (SHA-256 {}); nothing was changed",
             folder.display(),
-            made.hash
+            outcome.hash
         ))?;
         if !args.hostnames.is_empty() {
             eprintln!(
@@ -43,7 +43,7 @@ pub(super) fn run(args: &InitArgs) -> anyhow::Result<()> {
         None => String::new(),
     };
     let host = args.hostnames.first().map_or("THIS-HOST", String::as_str);
-    print_line(&format!("{} (SHA-256 {})", folder.display(), made.hash))?;
+    print_line(&format!("{} (SHA-256 {})", folder.display(), outcome.hash))?;
     eprintln!(
         "A certificate authority was created; {} is its key: keep a copy in a safe place.
 Next:

@@ -209,7 +209,7 @@ impl Collector {
             };
             self.scheduler.event(expire).await?;
             // A full database stores it when there is room, which the collection may create.
-            let Ok(stored) = tokio::time::timeout(EXPIRE_TIMEOUT, self.scheduler.stored()).await else {
+            let Ok(stored) = tokio::time::timeout(EXPIRE_TIMEOUT, self.scheduler.wait_until_stored()).await else {
                 tracing::warn!("the removal of old jobs is not stored yet; their blobs stay until it is");
                 break;
             };

@@ -120,7 +120,7 @@ impl Pins {
                 *inner.pinned.entry(*hash).or_default() += 1;
             }
         }
-        let held = PinGuard {
+        let guard = PinGuard {
             pins: self.clone(),
             hashes,
         };
@@ -129,8 +129,8 @@ impl Pins {
             tokio::pin!(deletion_ended);
             // Subscribe before checking, so that the end of a deletion in between is not missed.
             deletion_ended.as_mut().enable();
-            if !held.hashes.iter().any(|hash| self.inner().deleting.contains(hash)) {
-                return held;
+            if !guard.hashes.iter().any(|hash| self.inner().deleting.contains(hash)) {
+                return guard;
             }
             deletion_ended.await;
         }
@@ -210,7 +210,7 @@ mod tests {
             pins.begin_delete(free).is_none(),
             "nothing is removed outside a collection"
         );
-        let _held = pins.pin(vec![held, held]).await;
+        let _pin_guard = pins.pin(vec![held, held]).await;
         let collection = pins.begin_collection().unwrap();
         assert!(pins.begin_collection().is_none(), "one at a time");
         drop(pins.pin(vec![passed]).await);

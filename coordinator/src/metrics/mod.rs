@@ -119,7 +119,7 @@ impl Metrics {
     }
 
     /// Counts the records and audit lines of one transaction.
-    pub(crate) fn stored(&self, records: &[Record], audit_lines: usize, took: Duration) {
+    pub(crate) fn record_commit(&self, records: &[Record], audit_lines: usize, took: Duration) {
         let written = records.len() + audit_lines;
         if written == 0 {
             return;
@@ -153,7 +153,7 @@ impl Metrics {
     }
 
     /// Records the first assignment of a job that waited since `created`.
-    pub(crate) fn assigned(&self, created: UnixMillis, now: UnixMillis) {
+    pub(crate) fn record_first_assignment(&self, created: UnixMillis, now: UnixMillis) {
         self.wait.observe(now.since(created).as_secs_f64());
     }
 

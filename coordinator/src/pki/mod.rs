@@ -124,9 +124,9 @@ fn read_certificate(files: &TlsFiles) -> Result<CertifiedKey, PkiError> {
 
 /// Result of [`init`].
 #[derive(Debug)]
-pub struct Made {
+pub struct InitOutcome {
     /// False: the authority existed already, and nothing was changed.
-    pub new: bool,
+    pub created: bool,
     /// SHA-256 of the authority's certificate.
     pub hash: ContentHash,
 }
@@ -141,11 +141,11 @@ pub fn ca_folder(data_dir: &std::path::Path) -> PathBuf {
 ///
 /// # Errors
 /// [`PkiError`]
-pub fn init(data_dir: &std::path::Path, hostnames: &[String]) -> Result<Made, PkiError> {
+pub fn init(data_dir: &std::path::Path, hostnames: &[String]) -> Result<InitOutcome, PkiError> {
     let folder = ca_folder(data_dir);
     if Ca::is_in(&folder) {
         let hash = Ca::open(&folder)?.hash();
-        return Ok(Made { new: false, hash });
+        return Ok(InitOutcome { created: false, hash });
     }
     if let Some(bad) = hostnames
         .iter()
@@ -157,8 +157,8 @@ pub fn init(data_dir: &std::path::Path, hostnames: &[String]) -> Result<Made, Pk
     crate::data_folder::create(data_dir).map_err(|error| PkiError::Library(error_chain(&error)))?;
     addresses::write_names(&folder, hostnames)?;
     let ca = Ca::create(&folder, wall_clock())?;
-    Ok(Made {
-        new: true,
+    Ok(InitOutcome {
+        created: true,
         hash: ca.hash(),
     })
 }

@@ -5,7 +5,9 @@
 //! other is begun. Messages of workers are dropped meanwhile; workers repeat them when they register, as after a
 //! restart of the coordinator.
 
-use super::{Input, Outgoing, ReplySender, Runner, STORE_RETRY_TIME};
+use super::handle::{Input, ReplySender};
+use super::{Runner, STORE_RETRY_TIME};
+use crate::assign::Outgoing;
 use crate::error_chain::error_chain;
 use crate::store::{AuditLine, StoreError};
 use aitk_common::control::ToWorker;

@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_nothing_names_is_bounded_and_what_failed_does_not_count() {
+    fn unreferenced_uploads_are_limited_and_failed_ones_do_not_count() {
         let allowance = Allowance::default();
         let runs = |id: &str| BTreeSet::from([AttemptId::new(id)]);
         assert!(allowance.reserve("a", runs("j1-1"), u64::MAX).is_none());

@@ -4,7 +4,7 @@ use super::audit_line::AuditLine;
 use super::error::StoreError;
 use super::records::write_audit;
 use super::sql::SqlStore;
-use super::types::{Document, Forgotten};
+use super::types::{Document, RemovedRefusals};
 use aitk_common::control::UnixMillis;
 
 /// Audit lines examined in one transaction.
@@ -44,7 +44,7 @@ impl SqlStore {
         transaction.commit().await.map_err(|e| self.failed(e))
     }
 
-    pub(super) async fn remove_refusals(&self, after: u64, before: UnixMillis) -> Result<Forgotten, StoreError> {
+    pub(super) async fn remove_refusals(&self, after: u64, before: UnixMillis) -> Result<RemovedRefusals, StoreError> {
         let page = self.read_audit(after, REFUSALS_AT_ONCE).await?;
         let whole = page.len() == REFUSALS_AT_ONCE as usize;
         let old: Vec<_> = page.into_iter().take_while(|(_, line)| line.time < before).collect();
@@ -65,7 +65,7 @@ impl SqlStore {
             }
             transaction.commit().await.map_err(|e| self.failed(e))?;
         }
-        Ok(Forgotten {
+        Ok(RemovedRefusals {
             after: last,
             lines: refused.len() as u64,
             more,

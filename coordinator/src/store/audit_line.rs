@@ -28,7 +28,7 @@ pub struct AuditLine {
 
 impl AuditLine {
     /// Returns a new id.
-    pub(crate) fn fresh_id() -> String {
+    pub(crate) fn new_id() -> String {
         uuid::Uuid::new_v4().simple().to_string()
     }
 

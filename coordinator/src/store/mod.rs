@@ -30,7 +30,7 @@ pub(crate) use contender::Contender;
 pub use database_url::DatabaseUrl;
 pub use error::StoreError;
 pub use sql::SqlStore;
-pub use types::{Document, EVENTS_KEPT, Forgotten, JobRoots, Loaded, Upload};
+pub use types::{Document, EVENTS_KEPT, JobRoots, Loaded, RemovedRefusals, Upload};
 
 use aitk_common::control::{Artifact, JobEvent, UnixMillis};
 use aitk_common::hash::ContentHash;
@@ -121,7 +121,7 @@ pub trait Store: Send + Sync + std::fmt::Debug {
     ///
     /// # Errors
     /// [`StoreError`]
-    async fn forget_refusals(&self, after: u64, before: UnixMillis) -> Result<Forgotten, StoreError>;
+    async fn forget_refusals(&self, after: u64, before: UnixMillis) -> Result<RemovedRefusals, StoreError>;
 
     /// Renews the leader lease. Returns until when it is certainly ours, by this machine's clock, even if this renewal
     /// failed; `None` without a cluster.

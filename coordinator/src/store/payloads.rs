@@ -11,15 +11,15 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// Maximum bytes of one row.
-const PIECE: usize = 256 << 10;
+const MAX_PIECE_BYTES: usize = 256 << 10;
 /// Bytes of one transaction: a few milliseconds of writing.
-const SLICE: usize = 1 << 20;
+const TRANSACTION_BYTES: usize = 1 << 20;
 
-/// Splits a text into pieces of at most [`PIECE`] bytes at character boundaries.
-fn pieces(text: &str) -> Vec<&str> {
+/// Splits a text into pieces of at most [`MAX_PIECE_BYTES`] bytes at character boundaries.
+fn split_text(text: &str) -> Vec<&str> {
     let (mut pieces, mut rest) = (Vec::new(), text);
-    while rest.len() > PIECE {
-        let end = (1..=PIECE)
+    while rest.len() > MAX_PIECE_BYTES {
+        let end = (1..=MAX_PIECE_BYTES)
             .rev()
             .find(|end| rest.is_char_boundary(*end))
             .unwrap_or(rest.len());
@@ -35,7 +35,7 @@ impl SqlStore {
     pub(super) async fn write_bodies(&self, bodies: &[Body]) -> Result<(), StoreError> {
         let mut rows: Vec<(&str, u64, &str)> = Vec::new();
         for body in bodies {
-            for (number, piece) in (0..).zip(pieces(&body.text)) {
+            for (number, piece) in (0..).zip(split_text(&body.text)) {
                 rows.push((&body.id, number, piece));
             }
         }
@@ -54,7 +54,7 @@ impl SqlStore {
                 .await
                 .map_err(|e| self.failed(e))?;
             bytes += piece.len();
-            if bytes < SLICE {
+            if bytes < TRANSACTION_BYTES {
                 transaction = Some(writing);
                 continue;
             }
@@ -160,10 +160,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_text_is_cut_between_characters_and_nothing_is_lost() {
-        for text in ["", "a", &"ü".repeat(PIECE), &format!("x{}", "😀".repeat(PIECE / 2))] {
-            let pieces = pieces(text);
-            assert!(pieces.iter().all(|piece| piece.len() <= PIECE));
+    fn a_text_is_split_at_character_boundaries_without_loss() {
+        for text in [
+            "",
+            "a",
+            &"ü".repeat(MAX_PIECE_BYTES),
+            &format!("x{}", "😀".repeat(MAX_PIECE_BYTES / 2)),
+        ] {
+            let pieces = split_text(text);
+            assert!(pieces.iter().all(|piece| piece.len() <= MAX_PIECE_BYTES));
             assert_eq!(pieces.concat(), text);
         }
     }

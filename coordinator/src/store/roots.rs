@@ -9,7 +9,7 @@ use aitk_scheduler::Job;
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// Jobs read at a time. Few, because rows of older versions hold up to 16 MiB of inputs each.
-const PAGE: u64 = 100;
+const PAGE_SIZE: u64 = 100;
 
 impl SqlStore {
     pub(super) async fn read_roots(&self, transaction: &mut SqlTransaction) -> Result<Vec<JobRoots>, StoreError> {
@@ -34,7 +34,7 @@ impl SqlStore {
             let jobs = transaction
                 .rows(
                     "SELECT id, record, inputs, shared FROM jobs WHERE id > $1 ORDER BY id LIMIT $2",
-                    &[after.as_str().into(), PAGE.into()],
+                    &[after.as_str().into(), PAGE_SIZE.into()],
                 )
                 .await
                 .map_err(|e| self.failed(e))?;
@@ -58,7 +58,7 @@ impl SqlStore {
                 });
             }
             match jobs.last() {
-                Some(last) if jobs.len() as u64 == PAGE => last.text(0).clone_into(&mut after),
+                Some(last) if jobs.len() as u64 == PAGE_SIZE => last.text(0).clone_into(&mut after),
                 _ => return Ok(all),
             }
         }

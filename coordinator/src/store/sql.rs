@@ -5,7 +5,7 @@ use super::body::Body;
 use super::connection::{Database, Row, SqlTransaction, Value};
 use super::error::StoreError;
 use super::lease::Writer;
-use super::types::{Document, EVENTS_KEPT, Forgotten, JobRoots, Loaded, Upload};
+use super::types::{Document, EVENTS_KEPT, JobRoots, Loaded, RemovedRefusals, Upload};
 use super::{Store, records};
 use aitk_common::control::{Artifact, JobEvent, UnixMillis};
 use aitk_common::hash::ContentHash;
@@ -270,7 +270,7 @@ impl Store for SqlStore {
         self.with_timeout(Box::pin(self.read_audit(after, limit))).await
     }
 
-    async fn forget_refusals(&self, after: u64, before: UnixMillis) -> Result<Forgotten, StoreError> {
+    async fn forget_refusals(&self, after: u64, before: UnixMillis) -> Result<RemovedRefusals, StoreError> {
         self.with_timeout(Box::pin(self.remove_refusals(after, before))).await
     }
 

@@ -41,7 +41,7 @@ pub struct Document {
 
 /// Result of [`super::Store::forget_refusals`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Forgotten {
+pub struct RemovedRefusals {
     /// Number of the last line that is old enough.
     pub after: u64,
     /// Lines that were removed.

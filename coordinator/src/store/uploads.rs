@@ -6,7 +6,7 @@ use super::types::Upload;
 use aitk_common::hash::ContentHash;
 
 /// Hashes per page.
-const PAGE: u64 = 10_000;
+const PAGE_SIZE: u64 = 10_000;
 
 impl SqlStore {
     pub(super) async fn write_uploads(&self, uploads: &[Upload]) -> Result<(), StoreError> {
@@ -31,7 +31,7 @@ impl SqlStore {
             let rows = transaction
                 .rows(
                     "SELECT hash, bytes FROM uploads WHERE who = $1 AND hash > $2 ORDER BY hash LIMIT $3",
-                    &[who.into(), after.as_str().into(), PAGE.into()],
+                    &[who.into(), after.as_str().into(), PAGE_SIZE.into()],
                 )
                 .await
                 .map_err(|e| self.failed(e))?;
@@ -39,7 +39,7 @@ impl SqlStore {
                 all.push((self.hash(who, row.text(0))?, row.number(1)));
             }
             match rows.last() {
-                Some(last) if rows.len() as u64 == PAGE => last.text(0).clone_into(&mut after),
+                Some(last) if rows.len() as u64 == PAGE_SIZE => last.text(0).clone_into(&mut after),
                 _ => return Ok(all),
             }
         }
