@@ -1,4 +1,4 @@
-//! The coordinator's clock.
+//! Time for leases and expiry dates.
 
 use aitk_common::control::UnixMillis;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};

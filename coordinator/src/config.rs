@@ -43,7 +43,7 @@ pub struct PkiConfig {
 
 impl PkiConfig {
     /// How long a worker's certificate lives.
-    /// It is renewed after half of that, so that a coordinator may be away for two weeks and nobody has to join again.
+    /// It is renewed after half of that, so that no worker has to join again after an outage of up to two weeks.
     pub const WORKER_LIFE: Duration = Duration::from_secs(30 * 24 * 3600);
     /// How long the coordinator's own certificate lives.
     pub const SERVER_LIFE: Duration = Duration::from_secs(30 * 24 * 3600);
@@ -156,7 +156,7 @@ impl std::fmt::Debug for Config {
 impl Config {
     /// Default port.
     pub const DEFAULT_PORT: u16 = 7420;
-    /// Long enough for a laptop that dozes off or a switch that restarts.
+    /// Default lease: long enough for a laptop that briefly sleeps or a switch that restarts.
     pub const DEFAULT_LEASE: Duration = Duration::from_secs(45);
     /// Three failures in a row before a job gives up.
     pub const DEFAULT_RETRIES: u32 = 3;

@@ -364,7 +364,7 @@ pub(super) mod tests {
         assert!(calls.open.lock().unwrap().is_empty());
     }
 
-    /// A body of so many frames of 16 KiB.
+    /// A body of this many frames of 16 KiB.
     struct Frames(usize);
 
     impl http_body::Body for Frames {

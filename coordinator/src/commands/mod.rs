@@ -14,12 +14,12 @@ use clap::Subcommand;
 /// All subcommands; without one, the program serves.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Make a certificate authority, for a coordinator that other machines reach
+    /// Create a certificate authority, for a coordinator that other machines use
     Init(init::InitArgs),
     /// Let machines join as workers, list and revoke their certificates
     #[command(subcommand)]
     Worker(worker::WorkerCommand),
-    /// Make, list and revoke the tokens of users and workers
+    /// Create, list and revoke tokens of users and workers
     #[command(subcommand)]
     Token(token::TokenCommand),
     /// Show who did what

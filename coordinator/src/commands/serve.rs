@@ -29,7 +29,7 @@ pub(crate) struct ServeArgs {
     /// Folder for the database, the token, and blobs. Default: aitk/coordinator below $XDG_DATA_HOME or ~/.local/share.
     #[arg(long, env = "AITK_COORDINATOR_DATA_DIR", value_name = "DIR")]
     data_dir: Option<PathBuf>,
-    /// PostgreSQL database: postgres://USER@HOST/NAME[?sslmode=verify-full]. A password is better kept out of it: PGPASSWORD, or
+    /// PostgreSQL database: postgres://USER@HOST/NAME[?sslmode=verify-full]. Give a password in PGPASSWORD, or in
     /// a line in ~/.pgpass. Default: SQLite, in the data folder.
     #[arg(long, env = "AITK_DATABASE", value_name = "URL", hide_env_values = true)]
     database: Option<String>,
@@ -49,7 +49,7 @@ pub(crate) struct ServeArgs {
         value_name = "NAME"
     )]
     hostnames: Vec<String>,
-    /// Days that a worker's certificate lives; the worker renews it after half of them.
+    /// Lifetime of a worker's certificate in days; the worker renews it after half of it.
     #[arg(long, env = "AITK_WORKER_CERT_DAYS", default_value_t = 30, value_name = "DAYS",
           value_parser = clap::value_parser!(u32).range(1..=365))]
     worker_cert_days: u32,
@@ -91,29 +91,29 @@ pub(crate) struct ServeArgs {
     /// limited.
     #[arg(long, env = "AITK_USER_UPLOAD_MIB", default_value_t = Limits::default().upload_rate.unwrap_or(0) >> 20, value_name = "MIB")]
     user_upload_mib: u64,
-    /// MiB of the disk that are kept for the database: below that, blobs are refused and no job starts. Default: 5 % of the
+    /// MiB of the disk that are reserved for the database: below that, blobs are refused and no job starts. Default: 5 % of the
     /// disk, and at least 1024.
     #[arg(long, env = "AITK_DISK_RESERVE_MIB", value_name = "MIB")]
     disk_reserve_mib: Option<u64>,
-    /// Forget ended jobs that no other job waits for, with their logs and files, after so many days. Default: never.
+    /// Delete ended jobs that no other job waits for, with their logs and files, after this many days. Default: never.
     #[arg(long, env = "AITK_KEEP_JOBS_DAYS", value_name = "DAYS")]
     keep_jobs_days: Option<u32>,
-    /// Keep the last checkpoint of a job that completed or failed for so many days; one that is resumed later begins again.
+    /// Keep the last checkpoint of a completed or failed job for this many days; a job resumed later starts from the beginning.
     #[arg(long, env = "AITK_KEEP_CHECKPOINTS_DAYS", default_value_t = 30, value_name = "DAYS")]
     keep_checkpoints_days: u32,
-    /// Keep audit lines about refused calls for so many days; lines about completed actions are kept forever.
+    /// Keep audit lines about refused calls for this many days; lines about completed actions are kept forever.
     #[arg(long, env = "AITK_KEEP_REFUSALS_DAYS", default_value_t = 90, value_name = "DAYS")]
     keep_refusals_days: u32,
-    /// Keep about so many of a job's newest log lines and metrics; state changes, checkpoints and files stay in its log.
+    /// Keep about this many of a job's newest log lines and metrics; state changes, checkpoints and files stay in its log.
     #[arg(long, env = "AITK_KEEP_LOG_LINES", default_value_t = Retention::default().events, value_name = "N")]
     keep_log_lines: u64,
-    /// Look for blobs that no job needs, and remove them, every so many minutes; 0: only with `aitk-coordinator gc`.
+    /// Minutes between garbage collections, which delete blobs that no job needs; 0: only with `aitk-coordinator gc`.
     #[arg(long, env = "AITK_GC_MINUTES", default_value_t = 60, value_name = "MINUTES")]
     gc_minutes: u32,
-    /// Remove a blob that no job refers to so many minutes after its sender stopped uploading; at most --gc-grace-hours.
+    /// Remove a blob that no job refers to this many minutes after its sender stopped uploading; at most --gc-grace-hours.
     #[arg(long, env = "AITK_GC_UNNAMED_MINUTES", default_value_t = 60, value_name = "MINUTES")]
     gc_unnamed_minutes: u32,
-    /// Keep a blob that no job refers to for so many hours while its sender is still uploading, or when its sender is unknown.
+    /// Keep a blob that no job refers to for this many hours while its sender is still uploading, or when its sender is unknown.
     /// Must be longer than the longest upload.
     #[arg(long, env = "AITK_GC_GRACE_HOURS", default_value_t = 24, value_name = "HOURS")]
     gc_grace_hours: u32,

@@ -14,24 +14,24 @@ const DAY: Duration = Duration::from_secs(24 * 3600);
 /// Subcommands of `token`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum TokenCommand {
-    /// Make a token for a user or a worker. It is shown once, here; the coordinator keeps only its hash
+    /// Create a token for a user or a worker. It is shown only once; the coordinator stores only its hash
     Create(CreateArgs),
     /// List tokens, without their secrets
     Ls(ListArgs),
-    /// End a token at once
+    /// Revoke a token immediately
     Revoke(RevokeArgs),
 }
 
 /// Arguments of `token create`.
 #[derive(Debug, Args)]
 pub(crate) struct CreateArgs {
-    /// Whose it is: 1 to 64 letters, digits, '-' or '_'. Jobs submitted with it belong to this name.
+    /// Name of the owner: 1 to 64 letters, digits, '-' or '_'. Jobs submitted with the token belong to this name.
     name: String,
-    /// viewer: sees all jobs. submitter: submits, and sees their own. operator: changes everybody's. admin: everything.
+    /// viewer: sees all jobs. submitter: submits, and sees their own jobs. operator: changes all jobs. admin: everything.
     /// worker: for aitk-worker.
     #[arg(long)]
     role: String,
-    /// Days until it ends by itself; 0: never.
+    /// Days until the token expires; 0: never.
     #[arg(long, default_value_t = 365, value_name = "DAYS")]
     expires_days: u32,
     /// Write it to this new file (mode 0600) instead of showing it.

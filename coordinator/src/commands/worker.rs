@@ -12,12 +12,12 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// Subcommands of `worker`.
 #[derive(Debug, Subcommand)]
 pub(crate) enum WorkerCommand {
-    /// Make a token that lets one machine join as a worker, once. It is shown once, here
+    /// Create a token with which one machine can join as a worker, once. It is shown only once
     JoinToken(JoinTokenArgs),
     /// Certificates of workers
     #[command(subcommand)]
     Certs(CertsCommand),
-    /// End a worker's certificates and unused join tokens at once; its open session is cut
+    /// Revoke a worker's certificates and unused join tokens immediately; its open session is closed
     Revoke(RevokeArgs),
 }
 
@@ -35,9 +35,9 @@ pub(crate) enum CertsCommand {
   aitk-coordinator worker join-token box-3 --expires-minutes 1440 -o box-3.join
 On the machine: aitk-worker join https://HOST:7420 TOKEN")]
 pub(crate) struct JoinTokenArgs {
-    /// What the worker will be called. Default: what it says itself, as a rule the name of its machine.
+    /// Name of the worker. Default: the name that the worker reports, usually that of its machine.
     name: Option<String>,
-    /// Minutes until it ends unused.
+    /// Minutes until the unused token expires.
     #[arg(long, default_value_t = 60, value_name = "MINUTES")]
     expires_minutes: u32,
     /// Write it to this new file (mode 0600) instead of showing it.
@@ -86,7 +86,7 @@ async fn join_token(args: JoinTokenArgs) -> anyhow::Result<()> {
     let made = clients.admin.create_join_token(request).await;
     let made = made.map_err(|status| call_error(&status))?.into_inner();
     eprintln!(
-        "join token {} for {}, good once, until {}; on that machine: aitk-worker join {} TOKEN",
+        "join token {} for {}, usable once, until {}; on that machine: aitk-worker join {} TOKEN",
         made.id,
         args.name.as_deref().unwrap_or("any worker"),
         date(made.expires_ms),

@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_statement_has_a_place_for_every_value() {
+    fn a_statement_has_a_placeholder_for_every_value() {
         let all = statements("INSERT INTO t (a, b) VALUES", 2, "ON CONFLICT DO NOTHING");
         assert_eq!(
             all[5].postgres,

@@ -3,7 +3,7 @@
 /// Why a store operation failed. `database` is its address without a password.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// The database cannot be opened or brought to this version's schema.
+    /// The database cannot be opened or migrated to this version's schema.
     #[error("cannot open the database {database}")]
     Open {
         /// The database.
