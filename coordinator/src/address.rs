@@ -44,7 +44,7 @@ impl ClientAddress {
         let path = data_dir.join(FILE);
         let text = serde_json::to_vec_pretty(self).unwrap_or_default();
         if let Err(error) = fsutil::write_private(&path, &text) {
-            tracing::warn!(%error, "commands beside this coordinator will need --server");
+            tracing::warn!(%error, "cannot write the address file; local commands need --server");
         }
     }
 

@@ -39,8 +39,8 @@ impl Access {
         let now = self.inner.clock.wall_time();
         let known = self.inner.enrolments.get(&shown.enrolment);
         let problem = match known {
-            None => "is of no worker that this coordinator knows",
-            Some(known) if known.name != shown.name => "has a name that is not the worker's",
+            None => "belongs to no worker that this coordinator knows",
+            Some(known) if known.name != shown.name => "does not have the worker's name",
             Some(known) if known.revoked.is_some() => "was revoked",
             Some(_) if wall_clock() >= shown.not_after => "has expired",
             Some(_) => {

@@ -33,7 +33,7 @@ pub(crate) enum AccessError {
          this machine join under another name"
     )]
     TooManyWorkers { name: UserName, most: usize },
-    #[error("a token cannot be written down: {0}")]
+    #[error("cannot read or write a record of a token or worker as JSON: {0}")]
     Record(serde_json::Error),
     #[error(transparent)]
     Store(#[from] StoreError),

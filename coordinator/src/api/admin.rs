@@ -60,7 +60,7 @@ impl Admin for AdminApi {
         let wire = request.into_inner();
         let name = UserName::parse(&wire.name).map_err(|_| {
             Status::invalid_argument(
-                "name: expected 1 to 64 letters, digits, '-' or '_': it is written on this user's jobs",
+                "name: expected 1 to 64 letters, digits, '-' or '_'; it becomes the owner of this user's jobs",
             )
         })?;
         let role: Role = wire

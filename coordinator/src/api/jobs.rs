@@ -253,7 +253,7 @@ impl Jobs for JobsApi {
         });
         if encoded_len(&submission) > MAX_MESSAGE_BYTES {
             return Err(Status::failed_precondition(format!(
-                "job {id} is larger than an answer may be ({MAX_MESSAGE_BYTES} bytes)"
+                "job {id} is larger than the maximum answer ({MAX_MESSAGE_BYTES} bytes)"
             )));
         }
         Ok(Response::new(submission))
@@ -393,7 +393,7 @@ impl Jobs for JobsApi {
         let sought = job.clone();
         if self.0.scheduler.query(move |state, _| state.is_array(&sought)).await? {
             return Err(Status::invalid_argument(format!(
-                "{job} is an array, whose members have their events; ask for those of a member, such as {job}-0"
+                "{job} is an array, and only its members have events; ask for the events of a member, such as {job}-0"
             )));
         }
         let (follower, receiver) = mpsc::channel(WIRE_BUFFER);

@@ -23,7 +23,9 @@ pub enum StartError {
         bind: SocketAddr,
     },
     /// The address cannot be bound.
-    #[error("cannot listen on {bind}; is another coordinator running? Choose another port with --bind")]
+    #[error(
+        "cannot listen on {bind}; stop the program that uses this address (perhaps another coordinator), or choose another port with --bind"
+    )]
     Bind {
         /// The address.
         bind: SocketAddr,
@@ -80,7 +82,7 @@ pub enum StartError {
     #[error(transparent)]
     Store(#[from] StoreError),
     /// A token in the database cannot be read.
-    #[error("the tokens in the database cannot be read; were they written by a newer version?")]
+    #[error("the tokens in the database cannot be read; they may have been written by a newer version")]
     Tokens(#[source] serde_json::Error),
 }
 

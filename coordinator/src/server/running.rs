@@ -76,7 +76,7 @@ impl Running {
             renewing.abort();
         }
         if !finished_in_time(&mut self.server).await {
-            tracing::warn!("some calls did not end in time; cutting them");
+            tracing::warn!("some calls did not end in time; cancelling them");
             self.server.abort();
             finished_in_time(&mut self.server).await;
         }

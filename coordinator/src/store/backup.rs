@@ -171,7 +171,7 @@ impl SqlStore {
             let damaged = |problem: String| BackupError::Damaged { line: number, problem };
             let Some(table) = TABLES.iter().find(|table| table.name == name) else {
                 return Err(damaged(format!(
-                    "there is no table {name:?}; was it made by a newer version?"
+                    "there is no table {name:?}; the backup may have been made by a newer version"
                 )));
             };
             let values = table

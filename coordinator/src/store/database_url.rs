@@ -53,7 +53,7 @@ impl FromStr for DatabaseUrl {
             return Err(bad(format!("its scheme is {:?}", url.scheme())));
         }
         // The same parser as for the connection, so that bad addresses are refused before anything starts.
-        PgConnectOptions::from_str(text).map_err(|_| bad("PostgreSQL does not understand it".to_owned()))?;
+        PgConnectOptions::from_str(text).map_err(|_| bad("it is not a valid PostgreSQL address".to_owned()))?;
         Ok(Self { url })
     }
 }
@@ -61,7 +61,7 @@ impl FromStr for DatabaseUrl {
 impl DatabaseUrl {
     pub(super) fn options(&self) -> Result<PgConnectOptions, StoreError> {
         let options = PgConnectOptions::from_str(self.url.as_str()).map_err(|_| StoreError::Address {
-            problem: "PostgreSQL does not understand it".to_owned(),
+            problem: "it is not a valid PostgreSQL address".to_owned(),
         })?;
         // Acknowledged changes must survive a power failure, whatever the server's default is.
         Ok(options

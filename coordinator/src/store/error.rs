@@ -20,7 +20,7 @@ pub enum StoreError {
     },
     /// The tables are those of another version.
     #[error(
-        "the database {database} is at schema {found}, this version of aitk reads schema {expected}; use the version that the coordinator runs"
+        "the database {database} is at schema {found}, this version of aitk reads schema {expected}; use the same version as the coordinator"
     )]
     Schema {
         /// The database.
@@ -32,7 +32,7 @@ pub enum StoreError {
     },
     /// Another coordinator uses the database.
     #[error(
-        "another coordinator works on the database {database}; stop it first, or give this one its own with --database"
+        "another coordinator uses the database {database}; stop it first, or give this one its own with --database"
     )]
     InUse {
         /// The database.
@@ -59,7 +59,9 @@ pub enum StoreError {
         source: sqlx::Error,
     },
     /// A row cannot be parsed by this version.
-    #[error("the database {database} holds a {what} ({id}) that cannot be read; was it written by a newer version?")]
+    #[error(
+        "the database {database} holds a {what} ({id}) that cannot be read; it may have been written by a newer version"
+    )]
     Unreadable {
         /// The database.
         database: String,
