@@ -44,7 +44,7 @@ impl Lab {
     pub(crate) async fn with(change: impl FnOnce(&mut PkiConfig)) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let made = init(dir.path(), &[]).unwrap();
-        assert!(made.new);
+        assert!(made.created);
         let mut pki = PkiConfig::new(ca_folder(dir.path()));
         change(&mut pki);
         let config = Config {
