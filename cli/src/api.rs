@@ -23,8 +23,8 @@ use tonic::{Code, Status};
 /// A coordinator that takes longer than this to answer a small question is as good as not there.
 const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long a call to one of several coordinators is made again while another one takes over; that takes up to ten seconds.
-const TAKEOVER: Duration = Duration::from_secs(20);
-const TAKEOVER_PAUSE: Duration = Duration::from_millis(250);
+const FAILOVER_TIMEOUT: Duration = Duration::from_secs(20);
+const FAILOVER_RETRY_DELAY: Duration = Duration::from_millis(250);
 
 type Jobs = JobsClient<AuthChannel>;
 
@@ -74,12 +74,12 @@ impl Api {
     /// # Errors
     /// When the address or token is malformed, or nobody answers.
     pub async fn connect(server: &str, token: &str, ca_file: Option<&std::path::Path>) -> Result<Self, Failure> {
-        let begun = Instant::now();
+        let started = Instant::now();
         let connected = loop {
             match connect(server, token, ca_file).await {
                 // Whoever takes over closes one door and opens another.
-                Err(ConnectError::Unreachable { .. }) if is_shared(server) && begun.elapsed() < TAKEOVER => {
-                    tokio::time::sleep(TAKEOVER_PAUSE).await;
+                Err(ConnectError::Unreachable { .. }) if is_shared(server) && started.elapsed() < FAILOVER_TIMEOUT => {
+                    tokio::time::sleep(FAILOVER_RETRY_DELAY).await;
                 }
                 connected => break connected,
             }
@@ -110,7 +110,7 @@ impl Api {
 
     /// The same, and what is submitted is part of this span.
     #[must_use]
-    pub fn part_of(mut self, trace: Option<TraceContext>) -> Self {
+    pub fn with_trace(mut self, trace: Option<TraceContext>) -> Self {
         self.trace = trace;
         self
     }
@@ -143,7 +143,7 @@ impl Api {
     pub async fn submit(&self, submission: Submission) -> Result<Submitted, Failure> {
         let call = |mut jobs: Jobs, request| async move { jobs.submit(request).await };
         let reply = self.call(v1::SubmitRequest::from(submission), call).await?;
-        reply.try_into().map_err(impossible)
+        reply.try_into().map_err(invalid_message)
     }
 
     /// Submits an array: jobs that have everything of `shared` but their JSON. `at_most` 0: no limit.
@@ -165,7 +165,7 @@ impl Api {
         };
         let call = |mut jobs: Jobs, request| async move { jobs.submit_array(request).await };
         let reply = self.call(request, call).await?;
-        reply.try_into().map_err(impossible)
+        reply.try_into().map_err(invalid_message)
     }
 
     /// One job by its id or a unique beginning of it.
@@ -175,7 +175,7 @@ impl Api {
     pub async fn get(&self, id: &str) -> Result<JobView, Failure> {
         let call = |mut jobs: Jobs, request| async move { jobs.get(request).await };
         let reply = self.call(v1::GetJobRequest { job_id: id.to_owned() }, call).await?;
-        reply.try_into().map_err(impossible)
+        reply.try_into().map_err(invalid_message)
     }
 
     /// What a job was submitted as.
@@ -185,7 +185,7 @@ impl Api {
     pub async fn submission(&self, id: &JobId) -> Result<Submission, Failure> {
         let call = |mut jobs: Jobs, request| async move { jobs.submission(request).await };
         let request = v1::GetJobRequest { job_id: id.to_string() };
-        self.call(request, call).await?.try_into().map_err(impossible)
+        self.call(request, call).await?.try_into().map_err(invalid_message)
     }
 
     /// Jobs: active ones, then ended ones; an array is one of them. `limit` 0 leaves it to the coordinator.
@@ -193,7 +193,7 @@ impl Api {
     /// # Errors
     /// As [`status_failure`].
     pub async fn list(&self, all: bool, limit: u32) -> Result<Vec<JobView>, Failure> {
-        self.listed(v1::ListJobsRequest {
+        self.list_all(v1::ListJobsRequest {
             all,
             limit,
             ..Default::default()
@@ -206,14 +206,14 @@ impl Api {
     /// # Errors
     /// As [`status_failure`].
     pub async fn members(&self, array: &JobId) -> Result<Vec<JobView>, Failure> {
-        self.listed(v1::ListJobsRequest {
+        self.list_all(v1::ListJobsRequest {
             array_id: array.to_string(),
             ..Default::default()
         })
         .await
     }
 
-    async fn listed(&self, request: v1::ListJobsRequest) -> Result<Vec<JobView>, Failure> {
+    async fn list_all(&self, request: v1::ListJobsRequest) -> Result<Vec<JobView>, Failure> {
         Ok(self.list_jobs(request, usize::MAX).await?.0)
     }
 
@@ -224,23 +224,23 @@ impl Api {
     pub async fn list_jobs(
         &self,
         mut request: v1::ListJobsRequest,
-        most: usize,
+        limit: usize,
     ) -> Result<(Vec<JobView>, u64), Failure> {
         let call = |mut jobs: Jobs, request| async move { jobs.list(request).await };
         let (mut jobs, mut known): (Vec<JobView>, HashSet<JobId>) = (Vec::new(), HashSet::new());
         loop {
-            request.page_size = u32::try_from(most.saturating_sub(jobs.len())).unwrap_or(0);
+            request.page_size = u32::try_from(limit.saturating_sub(jobs.len())).unwrap_or(0);
             let reply = self.call(request.clone(), call).await?;
             for job in reply.jobs {
-                let job: JobView = job.try_into().map_err(impossible)?;
+                let job: JobView = job.try_into().map_err(invalid_message)?;
                 // One that changed meanwhile may be on two pages.
-                if jobs.len() < most && known.insert(job.id.clone()) {
+                if jobs.len() < limit && known.insert(job.id.clone()) {
                     jobs.push(job);
                 }
             }
             let total = reply.total.max(jobs.len() as u64);
             let stuck = reply.next_page_token == request.page_token;
-            if jobs.len() >= most || reply.next_page_token.is_empty() || stuck {
+            if jobs.len() >= limit || reply.next_page_token.is_empty() || stuck {
                 return Ok((jobs, total));
             }
             request.page_token = reply.next_page_token;
@@ -257,7 +257,7 @@ impl Api {
             now,
         };
         let call = |mut jobs: Jobs, request| async move { jobs.stop(request).await };
-        self.call(request, call).await?.try_into().map_err(impossible)
+        self.call(request, call).await?.try_into().map_err(invalid_message)
     }
 
     /// Lets a job go on.
@@ -267,7 +267,7 @@ impl Api {
     pub async fn resume(&self, id: &JobId) -> Result<JobView, Failure> {
         let request = v1::ResumeJobRequest { job_id: id.to_string() };
         let call = |mut jobs: Jobs, request| async move { jobs.resume(request).await };
-        self.call(request, call).await?.try_into().map_err(impossible)
+        self.call(request, call).await?.try_into().map_err(invalid_message)
     }
 
     /// Lets a job wait, saved, until it is resumed.
@@ -277,7 +277,7 @@ impl Api {
     pub async fn pause(&self, id: &JobId) -> Result<JobView, Failure> {
         let request = v1::PauseJobRequest { job_id: id.to_string() };
         let call = |mut jobs: Jobs, request| async move { jobs.pause(request).await };
-        self.call(request, call).await?.try_into().map_err(impossible)
+        self.call(request, call).await?.try_into().map_err(invalid_message)
     }
 
     /// Gives a job another priority.
@@ -290,7 +290,7 @@ impl Api {
             priority,
         };
         let call = |mut jobs: Jobs, request| async move { jobs.set_priority(request).await };
-        self.call(request, call).await?.try_into().map_err(impossible)
+        self.call(request, call).await?.try_into().map_err(invalid_message)
     }
 
     /// Why a job waits, device by device.
@@ -300,7 +300,7 @@ impl Api {
     pub async fn explain(&self, id: &JobId) -> Result<Forecast, Failure> {
         let request = v1::ExplainRequest { job_id: id.to_string() };
         let call = |mut jobs: Jobs, request| async move { jobs.explain(request).await };
-        self.call(request, call).await?.try_into().map_err(impossible)
+        self.call(request, call).await?.try_into().map_err(invalid_message)
     }
 
     /// Where a job could run, were it submitted now.
@@ -310,7 +310,7 @@ impl Api {
     pub async fn fit(&self, submission: Submission) -> Result<Forecast, Failure> {
         let call = |mut jobs: Jobs, request| async move { jobs.fit(request).await };
         let reply = self.call(v1::SubmitRequest::from(submission), call).await?;
-        reply.try_into().map_err(impossible)
+        reply.try_into().map_err(invalid_message)
     }
 
     /// Lets a worker take no more work, or work again; `now`: what runs there saves and goes on elsewhere.
@@ -324,7 +324,7 @@ impl Api {
             now,
         };
         let call = |mut jobs: Jobs, request| async move { jobs.drain_worker(request).await };
-        self.call(request, call).await?.try_into().map_err(impossible)
+        self.call(request, call).await?.try_into().map_err(invalid_message)
     }
 
     /// Forgets a job or an array that has ended.
@@ -334,7 +334,7 @@ impl Api {
     pub async fn remove(&self, id: &JobId) -> Result<JobView, Failure> {
         let request = v1::RemoveJobRequest { job_id: id.to_string() };
         let call = |mut jobs: Jobs, request| async move { jobs.remove(request).await };
-        self.call(request, call).await?.try_into().map_err(impossible)
+        self.call(request, call).await?.try_into().map_err(invalid_message)
     }
 
     /// Forgets a worker that is gone.
@@ -346,7 +346,7 @@ impl Api {
             worker: worker.to_owned(),
         };
         let call = |mut jobs: Jobs, request| async move { jobs.forget_worker(request).await };
-        self.call(request, call).await?.try_into().map_err(impossible)
+        self.call(request, call).await?.try_into().map_err(invalid_message)
     }
 
     /// Events of a job after `cursor`; with `follow` until the job has ended.
@@ -368,7 +368,7 @@ impl Api {
         let stream = self.call(request, call).await?;
         let server = self.server.clone();
         Ok(stream.map(move |item| match item {
-            Ok(event) => JobEvent::try_from(event).map_err(impossible),
+            Ok(event) => JobEvent::try_from(event).map_err(invalid_message),
             Err(status) => Err(status_failure(&server, &status)),
         }))
     }
@@ -387,7 +387,7 @@ impl Api {
         loop {
             let reply = self.call(request.clone(), call).await?;
             for artifact in reply.artifacts {
-                all.push(artifact.try_into().map_err(impossible)?);
+                all.push(artifact.try_into().map_err(invalid_message)?);
             }
             if reply.next_page_token.is_empty() || reply.next_page_token == request.page_token {
                 return Ok(all);
@@ -406,7 +406,7 @@ impl Api {
         loop {
             let reply = self.call(request.clone(), call).await?;
             for worker in reply.workers {
-                all.push(worker.try_into().map_err(impossible)?);
+                all.push(worker.try_into().map_err(invalid_message)?);
             }
             if reply.next_page_token.is_empty() || reply.next_page_token == request.page_token {
                 return Ok(all);
@@ -432,8 +432,8 @@ impl Api {
             Code::InvalidArgument => Failure::usage(printable(status.message())),
             _ => status_failure(server, status),
         };
-        let reply = self.call_or(request, call, describe).await?;
-        reply.try_into().map_err(impossible)
+        let reply = self.call_with(request, call, describe).await?;
+        reply.try_into().map_err(invalid_message)
     }
 
     /// Makes a call; while another coordinator takes over, again: none of ours does more when it comes twice.
@@ -441,11 +441,11 @@ impl Api {
     where
         F: Future<Output = Result<tonic::Response<T>, Status>>,
     {
-        self.call_or(message, call, status_failure).await
+        self.call_with(message, call, status_failure).await
     }
 
     /// [`Self::call`], with errors in other words.
-    async fn call_or<M: Clone, T, F>(
+    async fn call_with<M: Clone, T, F>(
         &self,
         message: M,
         call: impl Fn(Jobs, tonic::Request<M>) -> F,
@@ -454,7 +454,7 @@ impl Api {
     where
         F: Future<Output = Result<tonic::Response<T>, Status>>,
     {
-        let begun = Instant::now();
+        let started = Instant::now();
         loop {
             let mut request = tonic::Request::new(message.clone());
             trace::put(request.metadata_mut(), self.trace);
@@ -471,11 +471,11 @@ impl Api {
             };
             let failure = describe(&self.server, &status);
             let another = is_shared(&self.server) || status.metadata().contains_key(LEADER_HEADER);
-            if failure.exit != Exit::Unreachable || !another || begun.elapsed() >= TAKEOVER {
+            if failure.exit != Exit::Unreachable || !another || started.elapsed() >= FAILOVER_TIMEOUT {
                 return Err(failure);
             }
             tracing::debug!(problem = status.message(), "trying again");
-            tokio::time::sleep(TAKEOVER_PAUSE).await;
+            tokio::time::sleep(FAILOVER_RETRY_DELAY).await;
         }
     }
 }
@@ -552,7 +552,7 @@ fn is_transport(status: &Status) -> bool {
     std::error::Error::source(status).is_some()
 }
 
-fn impossible(error: aitk_proto::ConvertError) -> Failure {
+fn invalid_message(error: aitk_proto::ConvertError) -> Failure {
     Failure::failed(format!("the coordinator sent something impossible: {error}"))
         .hint("it may be another version of aitk; `aitk doctor` shows both")
 }

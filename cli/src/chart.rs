@@ -31,8 +31,8 @@ pub fn chart(curve: &Curve, style: Style) -> Option<Vec<String>> {
     let ((first, last), (least, most)) = (curve.steps()?, curve.losses()?);
     let columns = style.width.saturating_sub(LABELS + 2).clamp(16, 400);
     // A braille cell has two dots by four.
-    let (across, down) = if style.ascii { (1, 1) } else { (2, 4) };
-    let (dots_x, dots_y) = (columns * across, HEIGHT * down);
+    let (dots_per_column, dots_per_row) = if style.ascii { (1, 1) } else { (2, 4) };
+    let (dots_x, dots_y) = (columns * dots_per_column, HEIGHT * dots_per_row);
     let span = last.saturating_sub(first).max(1);
     #[allow(clippy::cast_precision_loss)]
     let x_of = |step: u64| ((step - first) as f64 / span as f64 * (dots_x - 1) as f64).round() as usize;
@@ -46,9 +46,9 @@ pub fn chart(curve: &Curve, style: Style) -> Option<Vec<String>> {
         let bit = if style.ascii {
             1
         } else {
-            braille_bit(x % across, y % down)
+            braille_bit(x % dots_per_column, y % dots_per_row)
         };
-        if let Some(cell) = cells.get_mut((y / down) * columns + x / across) {
+        if let Some(cell) = cells.get_mut((y / dots_per_row) * columns + x / dots_per_column) {
             match smooth {
                 true => cell.smooth |= bit,
                 false => cell.raw |= bit,
@@ -80,7 +80,7 @@ pub fn chart(curve: &Curve, style: Style) -> Option<Vec<String>> {
 
     let mut labels = vec![String::new(); HEIGHT];
     for tick in ticks(least, most, 5) {
-        if let Some(line) = labels.get_mut(y_of(tick) / down) {
+        if let Some(line) = labels.get_mut(y_of(tick) / dots_per_row) {
             *line = label(tick);
         }
     }
@@ -88,7 +88,7 @@ pub fn chart(curve: &Curve, style: Style) -> Option<Vec<String>> {
     for (row, label) in labels.iter().enumerate() {
         let cells = &cells[row * columns..(row + 1) * columns];
         let axis = if label.is_empty() { '|' } else { '+' };
-        let text: String = cells.iter().map(|cell| drawn(*cell, style)).collect();
+        let text: String = cells.iter().map(|cell| cell_text(*cell, style)).collect();
         lines.push(format!("{label:>LABELS$} {axis}{}", text.trim_end()));
     }
     lines.push(format!("{:>LABELS$} +{}", "", "-".repeat(columns)));
@@ -98,7 +98,7 @@ pub fn chart(curve: &Curve, style: Style) -> Option<Vec<String>> {
     let steps = ticks(first as f64, last as f64, columns / 12);
     for tick in steps.into_iter().filter(|tick| tick.fract() == 0.0) {
         #[allow(clippy::cast_sign_loss, clippy::cast_possible_truncation)]
-        let at = x_of((tick as u64).clamp(first, last)) / across;
+        let at = x_of((tick as u64).clamp(first, last)) / dots_per_column;
         let text = label(tick);
         let begin = at
             .saturating_sub(text.len() / 2)
@@ -125,7 +125,7 @@ fn braille_bit(x: usize, y: usize) -> u8 {
     }
 }
 
-fn drawn(cell: Cell, style: Style) -> String {
+fn cell_text(cell: Cell, style: Style) -> String {
     if style.ascii {
         return match (cell.smooth, cell.raw) {
             (0, 0) => " ",

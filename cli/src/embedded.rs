@@ -1,7 +1,7 @@
 //! Coordinator and worker inside this program: what `run`, `up` and `demo` stand on.
 
 use crate::api::Api;
-use crate::download::disk;
+use crate::download::disk_failure;
 use crate::exit::Exit;
 use crate::failure::Failure;
 use crate::output::Ui;
@@ -17,7 +17,7 @@ use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 /// How long our own coordinator and worker may take to find each other.
-const MEET: Duration = Duration::from_secs(30);
+const REGISTRATION_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A folder below the state folder that lives as long as this value. Nobody else may look into it.
 #[derive(Debug)]
@@ -33,8 +33,8 @@ impl PrivateFolder {
     /// # Errors
     /// When the disk does not take it.
     pub fn new(parent: &Path) -> Result<Self, Failure> {
-        fsutil::create_dir_all(parent).map_err(|error| disk(&error))?;
-        sweep(parent);
+        fsutil::create_dir_all(parent).map_err(|error| disk_failure(&error))?;
+        remove_stale_folders(parent);
         let cannot = |error: std::io::Error| Failure::file("make a folder in", parent, &error);
         let mut last = String::new();
         for _ in 0..5 {
@@ -70,7 +70,7 @@ impl Drop for PrivateFolder {
 }
 
 /// Removes folders whose program is gone.
-fn sweep(parent: &Path) {
+fn remove_stale_folders(parent: &Path) {
     for entry in std::fs::read_dir(parent).into_iter().flatten().flatten() {
         if !entry.file_name().to_string_lossy().starts_with("run-") {
             continue;
@@ -120,7 +120,7 @@ pub struct Local {
 
 /// What holds where jobs of others run, too.
 #[derive(Clone, Debug)]
-pub struct Serving {
+pub struct ServerOptions {
     /// They run confined or not at all.
     pub require_sandbox: bool,
     /// Repositories for which they may use this machine's token of the hub.
@@ -140,7 +140,7 @@ impl Local {
         name: Option<&str>,
         devices: Vec<Device>,
         ca_file: Option<&Path>,
-        serving: Option<Serving>,
+        server_options: Option<ServerOptions>,
     ) -> Result<Self, Failure> {
         let tls = coordinator.tls.is_some();
         coordinator.traces.clone_from(traces());
@@ -165,9 +165,9 @@ impl Local {
                 config.traces.clone_from(traces());
                 config.confinement = measure_confinement().await;
                 // Only a server has jobs of others.
-                if let Some(serving) = serving {
-                    config.require_sandbox = serving.require_sandbox;
-                    (config.hub_allow, config.hub_secrets) = (serving.hub_allow, serving.hub_secrets);
+                if let Some(server_options) = server_options {
+                    config.require_sandbox = server_options.require_sandbox;
+                    (config.hub_allow, config.hub_secrets) = (server_options.hub_allow, server_options.hub_secrets);
                     let (limits, groups) = aitk_worker::runner::limit_attempts();
                     config.groups = groups;
                     if let Some(confinement) = &mut config.confinement {
@@ -192,7 +192,7 @@ impl Local {
     ///
     /// # Errors
     /// When it is refused, or does not come within half a minute.
-    pub async fn met(&mut self) -> Result<(), Failure> {
+    pub async fn wait_until_registered(&mut self) -> Result<(), Failure> {
         let Some(worker) = &mut self.worker else { return Ok(()) };
         let mut status = worker.status();
         let refused = |why: &str| Failure::new(Exit::Runner, format!("coordinator and worker do not meet: {why}"));
@@ -203,7 +203,7 @@ impl Local {
                 .map(|_| ())
         };
         tokio::select! {
-            met = tokio::time::timeout(MEET, connected) => match met {
+            registered = tokio::time::timeout(REGISTRATION_TIMEOUT, connected) => match registered {
                 Ok(Ok(())) => Ok(()),
                 Ok(Err(_)) => Err(refused("the worker ended")),
                 Err(_) => Err(refused("no answer")),
@@ -247,16 +247,16 @@ impl Local {
 }
 
 /// Ctrl-C and SIGTERM, one after the other; and that the terminal is closed.
-pub struct Stops {
+pub struct StopSignals {
     terminate: Signal,
     interrupt: Signal,
     /// The terminal is closed; none: that is to end nothing.
     hangup: Option<Signal>,
     /// One has come.
-    asked: bool,
+    has_received: bool,
 }
 
-impl Stops {
+impl StopSignals {
     /// From here on none of them ends the program by itself. What `nohup` said of hangups stays so: to listen for them would
     /// undo it.
     ///
@@ -269,7 +269,7 @@ impl Stops {
             terminate: signal(SignalKind::terminate()).map_err(cannot)?,
             interrupt: signal(SignalKind::interrupt()).map_err(cannot)?,
             hangup: hangup.transpose().map_err(cannot)?,
-            asked: false,
+            has_received: false,
         })
     }
 
@@ -280,10 +280,10 @@ impl Stops {
             terminate,
             interrupt,
             hangup,
-            asked,
+            has_received,
         } = self;
         let closed = async {
-            match hangup.as_mut().filter(|_| !*asked) {
+            match hangup.as_mut().filter(|_| !*has_received) {
                 Some(hangup) => hangup.recv().await,
                 None => std::future::pending().await,
             }
@@ -293,14 +293,14 @@ impl Stops {
             _ = terminate.recv() => Exit::Terminated,
             _ = closed => Exit::Terminated,
         };
-        self.asked = true;
+        self.has_received = true;
         exit
     }
 
     /// Waits for a Ctrl-C or a SIGTERM of somebody who does not wait for the end that has begun. A hangup is none, which may be
     /// what it began with.
-    pub async fn again(&mut self) {
-        self.asked = true;
+    pub async fn wait_for_second(&mut self) {
+        self.has_received = true;
         self.next().await;
     }
 }
@@ -319,7 +319,7 @@ fn hangups_are_ignored() -> bool {
 }
 
 /// Says on which devices work is done.
-pub fn say_devices(ui: &Ui, devices: &[Device]) {
+pub fn print_devices(ui: &Ui, devices: &[Device]) {
     for found in devices {
         let budget = crate::output::format::gib(found.memory_budget);
         let name = crate::output::format::printable(&found.name);
@@ -357,11 +357,11 @@ mod tests {
     async fn a_hangup_asks_once_and_is_never_a_second_ctrl_c() {
         use nix::sys::signal::Signal::{SIGHUP, SIGUSR1};
         // Others in the place of Ctrl-C and SIGTERM, which shall go on to end the tests.
-        let listen = || Stops {
+        let listen = || StopSignals {
             terminate: signal(SignalKind::user_defined2()).unwrap(),
             interrupt: signal(SignalKind::user_defined1()).unwrap(),
             hangup: Some(signal(SignalKind::hangup()).unwrap()),
-            asked: false,
+            has_received: false,
         };
         let mut seen = signal(SignalKind::hangup()).unwrap();
         let (mut running, mut ending) = (listen(), listen());
@@ -369,14 +369,14 @@ mod tests {
         assert_eq!(running.next().await, Exit::Terminated);
         seen.recv().await;
         // Whoever ends already does not take the first one for the second either.
-        assert_eq!(ending.again().now_or_never(), None);
+        assert_eq!(ending.wait_for_second().now_or_never(), None);
         raise(SIGHUP).unwrap();
         seen.recv().await;
         assert_eq!(running.next().now_or_never(), None);
-        assert_eq!(ending.again().now_or_never(), None);
+        assert_eq!(ending.wait_for_second().now_or_never(), None);
         raise(SIGUSR1).unwrap();
         assert_eq!(running.next().await, Exit::Interrupted);
-        ending.again().await;
+        ending.wait_for_second().await;
     }
 
     #[tokio::test]

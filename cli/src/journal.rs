@@ -1,11 +1,11 @@
-//! What `aitk logs` shows: what happened to a job, one thing per line, each with its time.
+//! The lines of `aitk logs`: one line per event, each with its time.
 //!
-//! On a terminal: the time of day here, the day where it changes, and long lines folded below themselves. In a pipe:
-//! RFC 3339 in UTC and one line per thing.
+//! On a terminal: local time of day, a line with the date where it changes, and long lines folded and indented. In a pipe: RFC 3339
+//! in UTC, and no folding.
 
-use crate::follow::{log_line, next_notice};
+use crate::follow::{log_line, notice_without_repetition};
 use crate::output::format::{fold, printable};
-use crate::views::moment;
+use crate::views::timestamp;
 use aitk_common::control::{EventBody, JobEvent, JobState};
 use aitk_common::step_metrics::step_line;
 use jiff::Timestamp;
@@ -15,35 +15,36 @@ use std::collections::BTreeSet;
 
 /// Columns of `12:34:56  `.
 const INDENT: usize = 10;
-/// Text is not folded into columns narrower than this.
-const NARROWEST: usize = 20;
+/// The smallest width that text is folded to.
+const MIN_TEXT_WIDTH: usize = 20;
 
-/// How loud a line is.
+/// The severity of a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Tone {
-    Plain,
+enum Severity {
+    Info,
     Warning,
     Error,
 }
 
-/// Turns events into lines, in order.
+/// Formats the events of a job as lines, in order.
 pub struct Journal {
-    /// Columns of the terminal; none in a pipe.
+    /// Columns of the terminal; `None` in a pipe.
     width: Option<usize>,
     color: bool,
     zone: TimeZone,
-    /// The day of the last line.
+    /// The date of the last line.
     day: Date,
-    /// How many steps the job has, where that is known.
+    /// The job's number of steps, if known.
     total: Option<u64>,
-    /// What the last attempt that failed said.
-    said: String,
-    /// Phases that were shown since the job changed its state: a training is interrupted by every save.
+    /// The message of the last failed attempt.
+    last_failure: String,
+    /// Phases that were shown since the job last changed its state. Each is shown once, because a training returns to its phase
+    /// after every save.
     phases: BTreeSet<String>,
 }
 
 impl Journal {
-    /// For output of this width (`None`: a pipe). `now` decides which day goes without saying.
+    /// Creates a journal for output of this width (`None`: a pipe). The date of `now` is not printed.
     #[must_use]
     pub fn new(width: Option<usize>, color: bool, zone: TimeZone, now: Timestamp) -> Self {
         let day = now.to_zoned(zone.clone()).date();
@@ -53,24 +54,23 @@ impl Journal {
             zone,
             day,
             total: None,
-            said: String::new(),
+            last_failure: String::new(),
             phases: BTreeSet::new(),
         }
     }
 
-    /// How many steps the job has.
+    /// Sets the job's number of steps.
     pub fn set_total(&mut self, total: Option<u64>) {
         self.total = total.filter(|total| *total > 0);
     }
 
-    /// Whether the event has a line. Ask once per event: a phase has one only where it is new. Of losses all have that the
-    /// job told: how often it does is its `logging.log_every`.
-    pub fn wants(&mut self, event: &JobEvent) -> bool {
-        if text(&event.body, self.total, &mut String::new()).is_none() {
+    /// Whether the event has a line. Call it once per event, because a phase is accepted only the first time.
+    pub fn accepts(&mut self, event: &JobEvent) -> bool {
+        if event_text(&event.body, self.total, &mut String::new()).is_none() {
             return false;
         }
         match &event.body {
-            // What was saved is told by itself.
+            // Every saved file has an event of its own.
             EventBody::Phase { name } => name != "saving" && self.phases.insert(name.clone()),
             EventBody::State { .. } => {
                 self.phases.clear();
@@ -80,29 +80,29 @@ impl Journal {
         }
     }
 
-    /// The lines of an event; several where its text is long or has line breaks.
+    /// Returns the lines of an event: several if its text is long or has line breaks.
     pub fn lines(&mut self, event: &JobEvent) -> Vec<String> {
-        let Some((tone, text)) = text(&event.body, self.total, &mut self.said) else {
+        let Some((severity, text)) = event_text(&event.body, self.total, &mut self.last_failure) else {
             return Vec::new();
         };
-        let time = moment(event.time);
+        let time = timestamp(event.time);
         let Some(width) = self.width else {
             let time = time.strftime("%Y-%m-%dT%H:%M:%SZ").to_string();
             return text.split('\n').map(|line| format!("{time}  {line}")).collect();
         };
-        let here = time.to_zoned(self.zone.clone());
+        let local = time.to_zoned(self.zone.clone());
         let mut out = Vec::new();
-        if here.date() != self.day {
-            self.day = here.date();
-            out.push(self.painted("2", &format!("--- {}", here.strftime("%a %Y-%m-%d"))));
+        if local.date() != self.day {
+            self.day = local.date();
+            out.push(self.colored("2", &format!("--- {}", local.strftime("%a %Y-%m-%d"))));
         }
-        let clock = self.painted("2", &here.strftime("%H:%M:%S").to_string());
-        let room = width.saturating_sub(INDENT).max(NARROWEST);
+        let clock = self.colored("2", &local.strftime("%H:%M:%S").to_string());
+        let room = width.saturating_sub(INDENT).max(MIN_TEXT_WIDTH);
         for (index, line) in text.split('\n').flat_map(|line| fold(line, room)).enumerate() {
-            let line = match tone {
-                Tone::Plain => line,
-                Tone::Warning => self.painted("33", &line),
-                Tone::Error => self.painted("31", &line),
+            let line = match severity {
+                Severity::Info => line,
+                Severity::Warning => self.colored("33", &line),
+                Severity::Error => self.colored("31", &line),
             };
             out.push(match index {
                 0 => format!("{clock}  {line}"),
@@ -112,7 +112,7 @@ impl Journal {
         out
     }
 
-    fn painted(&self, code: &str, text: &str) -> String {
+    fn colored(&self, code: &str, text: &str) -> String {
         if self.color {
             format!("\x1b[{code}m{text}\x1b[0m")
         } else {
@@ -121,30 +121,30 @@ impl Journal {
     }
 }
 
-/// What is said about an event, if anything.
-fn text(body: &EventBody, total: Option<u64>, said: &mut String) -> Option<(Tone, String)> {
+/// Returns the text of an event and its severity; `None` for events without a line.
+fn event_text(body: &EventBody, total: Option<u64>, last_failure: &mut String) -> Option<(Severity, String)> {
     Some(match body {
         EventBody::Log { level, .. } => {
-            let tone = match level.as_str() {
-                "warn" => Tone::Warning,
-                "error" => Tone::Error,
-                _ => Tone::Plain,
+            let severity = match level.as_str() {
+                "warn" => Severity::Warning,
+                "error" => Severity::Error,
+                _ => Severity::Info,
             };
-            (tone, log_line(body)?)
+            (severity, log_line(body)?)
         }
-        EventBody::Phase { name } => (Tone::Plain, printable(name)),
-        EventBody::Metrics { step, values } => (Tone::Plain, step_line(*step, total, values)?),
+        EventBody::Phase { name } => (Severity::Info, printable(name)),
+        EventBody::Metrics { step, values } => (Severity::Info, step_line(*step, total, values)?),
         body => {
-            let (warn, line) = next_notice(said, body)?;
-            let tone = match body {
+            let (warn, line) = notice_without_repetition(last_failure, body)?;
+            let severity = match body {
                 EventBody::State {
                     state: JobState::Failed,
                     ..
-                } => Tone::Error,
-                _ if warn => Tone::Warning,
-                _ => Tone::Plain,
+                } => Severity::Error,
+                _ if warn => Severity::Warning,
+                _ => Severity::Info,
             };
-            (tone, printable(&line))
+            (severity, printable(&line))
         }
     })
 }
@@ -189,8 +189,8 @@ mod tests {
             lines[1..].iter().all(|line| line.starts_with("          ")),
             "{lines:#?}"
         );
-        let whole: String = lines.iter().map(|line| line[10..].replace(' ', "")).collect();
-        assert_eq!(whole, format!("warning:{}", long.replace(' ', "")));
+        let rejoined: String = lines.iter().map(|line| line[10..].replace(' ', "")).collect();
+        assert_eq!(rejoined, format!("warning:{}", long.replace(' ', "")));
         let next_day = journal.lines(&log(90_000, "info", "tomorrow"));
         assert_eq!(next_day, ["--- Fri 1970-01-02", "01:00:00  tomorrow"]);
         assert_eq!(
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn wide_letters_and_empty_lines_are_no_trouble() {
+    fn wide_characters_and_empty_lines_are_folded() {
         assert_eq!(fold("", 20), [""]);
         assert_eq!(fold("赤い丸赤い丸", 4), ["赤い", "丸赤", "い丸"]);
         assert_eq!(fold("赤", 1), ["赤"]);
@@ -208,16 +208,16 @@ mod tests {
     }
 
     #[test]
-    fn a_pipe_gets_whole_moments() {
+    fn a_pipe_gets_rfc_3339_times() {
         let mut journal = journal(None);
         let lines = journal.lines(&log(1, "info", "a\nb"));
         assert_eq!(lines, ["1970-01-01T00:00:01Z  a", "1970-01-01T00:00:01Z  b"]);
     }
 
     #[test]
-    fn every_loss_that_was_told_is_shown_and_phases_once() {
+    fn every_loss_is_shown_and_each_phase_once() {
         let mut journal = journal(Some(80));
-        let mut phase = |name: &str| journal.wants(&event(0, EventBody::Phase { name: name.to_owned() }));
+        let mut phase = |name: &str| journal.accepts(&event(0, EventBody::Phase { name: name.to_owned() }));
         assert_eq!(
             ["training", "saving", "training", "sampling"].map(&mut phase),
             [true, false, false, true]
@@ -226,7 +226,7 @@ mod tests {
             let values = BTreeMap::from([("loss/loss".to_owned(), 0.25), ("learning_rate".to_owned(), 1e-4)]);
             event(seconds, EventBody::Metrics { step, values })
         };
-        assert!((1..=3).all(|at| journal.wants(&step(0, at))));
+        assert!((1..=3).all(|at| journal.accepts(&step(0, at))));
         assert_eq!(journal.lines(&step(10, 3)), ["00:00:10  step 3  loss 0.2500  lr 1e-4"]);
         journal.set_total(Some(500));
         assert_eq!(

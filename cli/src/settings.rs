@@ -154,7 +154,7 @@ pub struct NotifyUrl {
     /// The address, which often holds a secret.
     pub url: Secret,
     /// Also without TLS, and in networks of one's own.
-    pub private: bool,
+    pub allow_private: bool,
     /// Where it was said.
     pub origin: Origin,
 }
@@ -173,34 +173,34 @@ impl NotifyUrl {
         let env = |name: &str| env(name).filter(|value| !value.trim().is_empty());
         let path = paths.user_config();
         let user = read_file(&path)?;
-        let url = setting(flag.map(str::to_owned), || Origin::Flag("--notify-url"))
-            .or_else(|| setting(env("AITK_NOTIFY_URL"), || Origin::Env("AITK_NOTIFY_URL")))
-            .or_else(|| setting(user.notify_url.clone(), || Origin::User(path.clone())));
+        let url = with_origin(flag.map(str::to_owned), || Origin::Flag("--notify-url"))
+            .or_else(|| with_origin(env("AITK_NOTIFY_URL"), || Origin::Env("AITK_NOTIFY_URL")))
+            .or_else(|| with_origin(user.notify_url.clone(), || Origin::User(path.clone())));
         let Some(Setting { value, origin }) = url else {
             return Ok(None);
         };
         if matches!(origin, Origin::User(_)) {
-            refuse_exposed(&path)?;
+            check_not_readable_by_others(&path)?;
         }
         let (text, from) = match env("AITK_NOTIFY_PRIVATE") {
             Some(text) => (Some(text), "AITK_NOTIFY_PRIVATE".to_owned()),
             None => (user.notify_private, format!("{}: notify_private", path.display())),
         };
-        let private = match text.as_deref().map(str::trim) {
+        let allow_private = match text.as_deref().map(str::trim) {
             Some("true" | "yes" | "1") => true,
             None | Some("false" | "no" | "0") => false,
             Some(_) => return Err(Failure::usage(format!("{from}: expected true or false"))),
         };
         Ok(Some(Self {
             url: Secret::new(value),
-            private,
+            allow_private,
             origin,
         }))
     }
 }
 
 /// The address of a webhook is as good as a password: whoever knows it writes into the chat that it leads to.
-fn refuse_exposed(path: &Path) -> Result<(), Failure> {
+fn check_not_readable_by_others(path: &Path) -> Result<(), Failure> {
     let mode = std::fs::metadata(path)
         .map_err(|error| Failure::file("read", path, &error))?
         .permissions()
@@ -247,33 +247,33 @@ impl Settings {
         let in_project = || Origin::Project(project_path.clone());
         let in_user = || Origin::User(user_path.clone());
 
-        let mut server = setting(flags.server.clone(), || Origin::Flag("--server"))
-            .or_else(|| setting(env("AITK_SERVER"), || Origin::Env("AITK_SERVER")))
-            .or_else(|| setting(project.server.clone(), in_project))
-            .or_else(|| setting(user.server.clone(), in_user));
-        let mut ca_file = setting(flags.ca_file.clone(), || Origin::Flag("--ca-file"))
-            .or_else(|| setting(env("AITK_CA_FILE").map(PathBuf::from), || Origin::Env("AITK_CA_FILE")))
+        let mut server = with_origin(flags.server.clone(), || Origin::Flag("--server"))
+            .or_else(|| with_origin(env("AITK_SERVER"), || Origin::Env("AITK_SERVER")))
+            .or_else(|| with_origin(project.server.clone(), in_project))
+            .or_else(|| with_origin(user.server.clone(), in_user));
+        let mut ca_file = with_origin(flags.ca_file.clone(), || Origin::Flag("--ca-file"))
+            .or_else(|| with_origin(env("AITK_CA_FILE").map(PathBuf::from), || Origin::Env("AITK_CA_FILE")))
             .or_else(|| {
-                setting(
+                with_origin(
                     project.ca_file.as_deref().map(|p| expand(p, &project_dir, &env)),
                     in_project,
                 )
             })
-            .or_else(|| setting(user.ca_file.as_deref().map(|p| expand(p, &user_dir, &env)), in_user));
+            .or_else(|| with_origin(user.ca_file.as_deref().map(|p| expand(p, &user_dir, &env)), in_user));
 
         let file = |path: PathBuf| TokenSource::File(path);
-        let mut token = setting(flags.token_file.clone().map(file), || Origin::Flag("--token-file"))
+        let mut token = with_origin(flags.token_file.clone().map(file), || Origin::Flag("--token-file"))
             .or_else(|| {
                 let value = env("AITK_TOKEN").map(|text| TokenSource::Value(Secret::new(text.trim())));
-                setting(value, || Origin::Env("AITK_TOKEN"))
+                with_origin(value, || Origin::Env("AITK_TOKEN"))
             })
             .or_else(|| {
-                setting(env("AITK_TOKEN_FILE").map(|p| file(p.into())), || {
+                with_origin(env("AITK_TOKEN_FILE").map(|p| file(p.into())), || {
                     Origin::Env("AITK_TOKEN_FILE")
                 })
             })
             .or_else(|| {
-                setting(
+                with_origin(
                     project
                         .token_file
                         .as_deref()
@@ -291,7 +291,7 @@ impl Settings {
                 })
             )
         {
-            token = setting(
+            token = with_origin(
                 user.token_file.as_deref().map(|p| file(expand(p, &user_dir, &env))),
                 in_user,
             );
@@ -311,9 +311,9 @@ impl Settings {
                 token = token.filter(|token| !in_user_file(&token.origin));
                 ca_file = ca_file.filter(|ca_file| !in_user_file(&ca_file.origin));
             }
-            server = server.or_else(|| setting(Some(up.server), origin));
-            token = token.or_else(|| setting(Some(TokenSource::File(up.token_file)), origin));
-            ca_file = ca_file.or_else(|| setting(up.ca_file, origin));
+            server = server.or_else(|| with_origin(Some(up.server), origin));
+            token = token.or_else(|| with_origin(Some(TokenSource::File(up.token_file)), origin));
+            ca_file = ca_file.or_else(|| with_origin(up.ca_file, origin));
         }
         Ok(Self { server, token, ca_file })
     }
@@ -335,8 +335,8 @@ impl Settings {
 ///
 /// # Errors
 /// When the file cannot be read, understood or written.
-pub fn remember(path: &Path, settings: &[(&str, Option<String>)]) -> Result<(), Failure> {
-    let private = read_file(path)?.notify_url.is_some();
+pub fn save(path: &Path, settings: &[(&str, Option<String>)]) -> Result<(), Failure> {
+    let is_private = read_file(path)?.notify_url.is_some();
     let old = match std::fs::read_to_string(path) {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
@@ -359,14 +359,14 @@ pub fn remember(path: &Path, settings: &[(&str, Option<String>)]) -> Result<(), 
         }
     }
     let write = |out: &mut std::io::BufWriter<&std::fs::File>| std::io::Write::write_all(out, text.as_bytes());
-    let written = match private {
+    let written = match is_private {
         true => fsutil::write_private(path, text.as_bytes()),
         false => fsutil::write_atomic(path, write),
     };
     written.map_err(|error| Failure::file("write", path, error.io()))
 }
 
-fn setting<T>(value: Option<T>, origin: impl FnOnce() -> Origin) -> Option<Setting<T>> {
+fn with_origin<T>(value: Option<T>, origin: impl FnOnce() -> Origin) -> Option<Setting<T>> {
     value.map(|value| Setting {
         value,
         origin: origin(),
@@ -453,12 +453,12 @@ mod tests {
     use super::*;
     use std::collections::BTreeMap;
 
-    struct Place {
+    struct TestHome {
         dir: tempfile::TempDir,
         env: BTreeMap<String, String>,
     }
 
-    impl Place {
+    impl TestHome {
         fn new() -> Self {
             let dir = tempfile::tempdir().unwrap();
             let home = dir.path().join("home").display().to_string();
@@ -487,10 +487,9 @@ mod tests {
 
     #[test]
     fn each_place_gives_way_to_the_one_before() {
-        let mut place = Place::new();
+        let mut home = TestHome::new();
         assert_eq!(
-            place
-                .resolve(&Flags::default())
+            home.resolve(&Flags::default())
                 .unwrap()
                 .server()
                 .unwrap_err()
@@ -500,29 +499,29 @@ mod tests {
         );
         let up =
             r#"{"server":"http://up:1","token_file":"/t/up","pid":1,"data_dir":"/d","started":"2026-01-01T00:00:00Z"}"#;
-        place.write("home/.local/state/aitk/up.json", up);
-        let settings = place.resolve(&Flags::default()).unwrap();
+        home.write("home/.local/state/aitk/up.json", up);
+        let settings = home.resolve(&Flags::default()).unwrap();
         assert_eq!(server(&settings).0, "http://up:1");
         assert_eq!(settings.token.unwrap().value, TokenSource::File("/t/up".into()));
 
-        place.write(
+        home.write(
             "home/.config/aitk/config.yaml",
             "server: http://user:1\ntoken_file: tok # mine\n",
         );
-        let settings = place.resolve(&Flags::default()).unwrap();
+        let settings = home.resolve(&Flags::default()).unwrap();
         assert_eq!(server(&settings).0, "http://user:1");
-        let user_token = place.dir.path().join("home/.config/aitk/tok");
+        let user_token = home.dir.path().join("home/.config/aitk/tok");
         assert_eq!(settings.token.unwrap().value, TokenSource::File(user_token));
 
-        place.write("aitk.yaml", "# the lab\nserver: \"http://project:1\"\n");
-        let settings = place.resolve(&Flags::default()).unwrap();
+        home.write("aitk.yaml", "# the lab\nserver: \"http://project:1\"\n");
+        let settings = home.resolve(&Flags::default()).unwrap();
         assert_eq!(server(&settings).0, "http://project:1");
         assert!(server(&settings).1.starts_with("project file"));
         assert_eq!(settings.token, None, "a project must not draw the user's token");
 
-        place.env.insert("AITK_SERVER".to_owned(), "http://env:1".to_owned());
-        place.env.insert("AITK_TOKEN".to_owned(), "secret".to_owned());
-        let settings = place.resolve(&Flags::default()).unwrap();
+        home.env.insert("AITK_SERVER".to_owned(), "http://env:1".to_owned());
+        home.env.insert("AITK_TOKEN".to_owned(), "secret".to_owned());
+        let settings = home.resolve(&Flags::default()).unwrap();
         assert_eq!(server(&settings).1, "environment variable AITK_SERVER");
         assert!(!format!("{settings:?}").contains("secret"));
 
@@ -530,31 +529,31 @@ mod tests {
             server: Some("http://flag:1".to_owned()),
             ..Flags::default()
         };
-        assert_eq!(server(&place.resolve(&flags).unwrap()).1, "flag --server");
+        assert_eq!(server(&home.resolve(&flags).unwrap()).1, "flag --server");
     }
 
     #[test]
     fn an_up_address_that_is_named_gets_ups_token() {
-        let place = Place::new();
+        let home = TestHome::new();
         let up =
             r#"{"server":"http://up:1","token_file":"/t/up","pid":1,"data_dir":"/d","started":"2026-01-01T00:00:00Z"}"#;
-        place.write("home/.local/state/aitk/up.json", up);
+        home.write("home/.local/state/aitk/up.json", up);
         let named = Flags {
             server: Some("http://up:1/".to_owned()),
             ..Flags::default()
         };
-        assert!(place.resolve(&named).unwrap().token.is_some());
+        assert!(home.resolve(&named).unwrap().token.is_some());
         let other = Flags {
             server: Some("http://other:1".to_owned()),
             ..Flags::default()
         };
-        assert!(place.resolve(&other).unwrap().token.is_none());
+        assert!(home.resolve(&other).unwrap().token.is_none());
         // The token that `aitk login` kept is for another coordinator.
-        place.write(
+        home.write(
             "home/.config/aitk/config.yaml",
             "server: http://user:1\ntoken_file: /t/user\n",
         );
-        let token = |flags| match place.resolve(flags).unwrap().token.unwrap().value {
+        let token = |flags| match home.resolve(flags).unwrap().token.unwrap().value {
             TokenSource::File(path) => path,
             TokenSource::Value(_) => panic!(),
         };
@@ -573,64 +572,64 @@ mod tests {
             ("server:\n  url: x", "nested"),
             ("server: \"x", "not closed"),
         ] {
-            let place = Place::new();
-            place.write("aitk.yaml", text);
-            let failure = place.resolve(&Flags::default()).unwrap_err();
+            let home = TestHome::new();
+            home.write("aitk.yaml", text);
+            let failure = home.resolve(&Flags::default()).unwrap_err();
             assert!(failure.message.contains(wanted), "{text:?}: {}", failure.message);
         }
     }
 
     #[test]
     fn only_the_user_says_who_is_told() {
-        let mut place = Place::new();
-        let url = |place: &Place, flag| {
-            let env = |name: &str| place.env.get(name).cloned();
+        let mut home = TestHome::new();
+        let url = |home: &TestHome, flag| {
+            let env = |name: &str| home.env.get(name).cloned();
             let found = NotifyUrl::resolve(flag, &env, &Paths::from_env(&env));
-            found.map(|found| found.map(|found| (found.url.expose().to_owned(), found.private)))
+            found.map(|found| found.map(|found| (found.url.expose().to_owned(), found.allow_private)))
         };
-        assert_eq!(url(&place, None).unwrap(), None);
-        let path = place.dir.path().join("home/.config/aitk/config.yaml");
-        place.write(
+        assert_eq!(url(&home, None).unwrap(), None);
+        let path = home.dir.path().join("home/.config/aitk/config.yaml");
+        home.write(
             "home/.config/aitk/config.yaml",
             "notify_url: https://user/secret\nnotify_private: true\n",
         );
         std::fs::set_permissions(&path, PermissionsExt::from_mode(0o644)).unwrap();
-        let exposed = url(&place, None).unwrap_err().render(false);
+        let exposed = url(&home, None).unwrap_err().render(false);
         assert!(
             exposed.contains("chmod 600") && !exposed.contains("secret"),
             "{exposed}"
         );
         std::fs::set_permissions(&path, PermissionsExt::from_mode(0o600)).unwrap();
         assert_eq!(
-            url(&place, None).unwrap(),
+            url(&home, None).unwrap(),
             Some(("https://user/secret".to_owned(), true))
         );
         // What `aitk login` writes keeps it, and keeps it private.
-        remember(&path, &[("server", Some("https://new:1".to_owned()))]).unwrap();
+        save(&path, &[("server", Some("https://new:1".to_owned()))]).unwrap();
         assert_eq!(
-            url(&place, None).unwrap(),
+            url(&home, None).unwrap(),
             Some(("https://user/secret".to_owned(), true))
         );
 
-        place.env.insert("AITK_NOTIFY_URL".to_owned(), "https://env".to_owned());
-        place.env.insert("AITK_NOTIFY_PRIVATE".to_owned(), "0".to_owned());
-        assert_eq!(url(&place, None).unwrap(), Some(("https://env".to_owned(), false)));
+        home.env.insert("AITK_NOTIFY_URL".to_owned(), "https://env".to_owned());
+        home.env.insert("AITK_NOTIFY_PRIVATE".to_owned(), "0".to_owned());
+        assert_eq!(url(&home, None).unwrap(), Some(("https://env".to_owned(), false)));
         assert_eq!(
-            url(&place, Some("https://flag")).unwrap(),
+            url(&home, Some("https://flag")).unwrap(),
             Some(("https://flag".to_owned(), false))
         );
-        place.env.insert("AITK_NOTIFY_PRIVATE".to_owned(), "perhaps".to_owned());
-        assert_eq!(url(&place, None).unwrap_err().exit.code(), 2);
+        home.env.insert("AITK_NOTIFY_PRIVATE".to_owned(), "perhaps".to_owned());
+        assert_eq!(url(&home, None).unwrap_err().exit.code(), 2);
 
-        place.write("aitk.yaml", "notify_url: https://evil\n");
-        let refused = place.resolve(&Flags::default()).unwrap_err();
+        home.write("aitk.yaml", "notify_url: https://evil\n");
+        let refused = home.resolve(&Flags::default()).unwrap_err();
         assert!(refused.message.contains("settings of the user file"), "{refused}");
     }
 
     #[test]
     fn what_is_remembered_takes_the_place_of_what_was_there() {
-        let place = Place::new();
-        let path = place.dir.path().join("config/config.yaml");
+        let home = TestHome::new();
+        let path = home.dir.path().join("config/config.yaml");
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
         std::fs::write(&path, "# mine\nserver: http://old\nca_file: gone.pem\n").unwrap();
         let token = "/home/o'neil/a b: c".to_owned();
@@ -640,7 +639,7 @@ mod tests {
             ("ca_file", None),
         ];
         for _ in 0..2 {
-            remember(&path, &new).unwrap();
+            save(&path, &new).unwrap();
             let text = std::fs::read_to_string(&path).unwrap();
             assert!(text.starts_with("# mine\n") && text.lines().count() == 3, "{text}");
             let read = parse_file(&text).unwrap();
@@ -648,7 +647,7 @@ mod tests {
             assert_eq!(read.token_file, Some(token.clone()));
         }
         std::fs::write(&path, "nonsense").unwrap();
-        assert!(remember(&path, &new).is_err());
+        assert!(save(&path, &new).is_err());
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "nonsense");
     }
 }

@@ -17,7 +17,7 @@ const SHORT_ID: usize = 9;
 
 /// A moment from the coordinator. What no clock can show becomes 1970.
 #[must_use]
-pub fn moment(time: UnixMillis) -> Timestamp {
+pub fn timestamp(time: UnixMillis) -> Timestamp {
     i64::try_from(time.0)
         .ok()
         .and_then(|ms| Timestamp::from_millisecond(ms).ok())
@@ -70,25 +70,25 @@ pub fn short_id(id: &str, length: usize) -> &str {
 
 /// How long a job will still take, if that can be said.
 fn eta(job: &JobView) -> Option<Duration> {
-    let progress = job.progress.filter(|_| is_at_work(job))?;
+    let progress = job.progress.filter(|_| is_active(job))?;
     let left = progress.total.checked_sub(progress.done).filter(|&left| left > 0)?;
     Duration::try_from_secs_f64(progress.seconds_per_step? * left as f64).ok()
 }
 
-fn is_at_work(job: &JobView) -> bool {
+fn is_active(job: &JobView) -> bool {
     matches!(job.state, JobState::Running | JobState::Stopping)
 }
 
 /// What a job does now or why it is where it is, in a few words.
 #[must_use]
 pub fn job_detail(job: &JobView) -> String {
-    let place = job
+    let location = job
         .attempts
         .last()
         .map(|attempt| format!("{} {}", attempt.worker_name, device(attempt.device)));
     match job.state {
         JobState::Running | JobState::Stopping => {
-            let mut parts: Vec<String> = place.into_iter().collect();
+            let mut parts: Vec<String> = location.into_iter().collect();
             parts.extend(job.phase.clone().filter(|phase| !phase.is_empty()));
             if parts.is_empty() || job.paused {
                 parts.extend(Some(job.reason.clone()).filter(|reason| !reason.is_empty()));
@@ -112,14 +112,14 @@ pub fn jobs_table(jobs: &[JobView], now: Timestamp, full_ids: bool) -> Table {
         id_length(jobs.iter().map(|job| job.id.as_str()))
     };
     let numbers = |job: &JobView| {
-        let at_work = is_at_work(job);
+        let active = is_active(job);
         let or_none = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
         let speed = job
             .progress
             .and_then(|progress| progress.seconds_per_step)
-            .filter(|_| at_work);
+            .filter(|_| active);
         [
-            or_none(job.loss.filter(|_| at_work).map(number)),
+            or_none(job.loss.filter(|_| active).map(number)),
             or_none(speed.map(rate)),
             or_none(eta(job).map(duration)),
         ]
@@ -153,7 +153,7 @@ pub fn jobs_table(jobs: &[JobView], now: Timestamp, full_ids: bool) -> Table {
         if numbered {
             cells.extend(numbers(job));
         }
-        cells.push(ago(moment(since), now));
+        cells.push(ago(timestamp(since), now));
         table.row(cells);
         table.note(&job_detail(job));
     }
@@ -162,7 +162,7 @@ pub fn jobs_table(jobs: &[JobView], now: Timestamp, full_ids: bool) -> Table {
 
 /// What a device of a worker does, what matters most first. None: the worker has no device and there is nothing to say.
 #[must_use]
-pub fn slot_states(worker: &WorkerView, slot: Option<&WorkerDeviceView>) -> Vec<WorkerState> {
+pub fn device_states(worker: &WorkerView, slot: Option<&WorkerDeviceView>) -> Vec<WorkerState> {
     let busy = slot.is_some_and(|slot| !slot.jobs.is_empty());
     let states = [
         (!worker.connected, WorkerState::Away),
@@ -183,10 +183,10 @@ pub fn slot_states(worker: &WorkerView, slot: Option<&WorkerDeviceView>) -> Vec<
 }
 
 /// What there is to say of a device beside its state: what runs there, why it gets no work, since when it is away.
-fn slot_detail(worker: &WorkerView, slot: Option<&WorkerDeviceView>, length: usize, now: Timestamp) -> String {
+fn device_detail(worker: &WorkerView, slot: Option<&WorkerDeviceView>, length: usize, now: Timestamp) -> String {
     let mut parts = Vec::new();
     // The first stands in its column, and what runs is listed.
-    let more = slot_states(worker, slot).into_iter().skip(1);
+    let more = device_states(worker, slot).into_iter().skip(1);
     parts.extend(
         more.filter(|state| *state != WorkerState::Running)
             .map(|state| state.name().to_owned()),
@@ -197,7 +197,7 @@ fn slot_detail(worker: &WorkerView, slot: Option<&WorkerDeviceView>, length: usi
         .map(|job| short_id(job.as_str(), length))
         .collect();
     if !worker.connected {
-        parts.push(format!("last seen {}", ago(moment(worker.last_seen), now)));
+        parts.push(format!("last seen {}", ago(timestamp(worker.last_seen), now)));
     }
     if !runs.is_empty() {
         parts.push(format!("runs {}", runs.join(" ")));
@@ -228,14 +228,14 @@ pub fn workers_table(workers: &[WorkerView], now: Timestamp) -> Table {
             .flat_map(|d| d.jobs.iter().map(|id| id.as_str())),
     );
     let state = |worker: &WorkerView, slot: Option<&WorkerDeviceView>| {
-        let first = slot_states(worker, slot).first().map(|state| state.name());
+        let first = device_states(worker, slot).first().map(|state| state.name());
         first.unwrap_or("no device").to_owned()
     };
     for worker in workers {
         if worker.devices.is_empty() {
             let none = || "-".to_owned();
             table.row([worker.name.clone(), none(), none(), none(), none(), state(worker, None)]);
-            table.note(&slot_detail(worker, None, length, now));
+            table.note(&device_detail(worker, None, length, now));
         }
         for slot in &worker.devices {
             table.row([
@@ -246,7 +246,7 @@ pub fn workers_table(workers: &[WorkerView], now: Timestamp) -> Table {
                 slot.device.profile.name().to_owned(),
                 state(worker, Some(slot)),
             ]);
-            table.note(&slot_detail(worker, Some(slot), length, now));
+            table.note(&device_detail(worker, Some(slot), length, now));
         }
     }
     table
@@ -276,7 +276,7 @@ fn with_times(value: impl serde::Serialize, times: &[&str]) -> Value {
         if let Some(slot) = value.get_mut(name)
             && let Some(ms) = slot.as_u64()
         {
-            *slot = rfc3339(moment(UnixMillis(ms))).into();
+            *slot = rfc3339(timestamp(UnixMillis(ms))).into();
         }
     }
     value
@@ -378,7 +378,7 @@ mod tests {
 
     #[test]
     fn tables_fit_eighty_columns_with_long_names() {
-        let now = moment(UnixMillis(3_600_000));
+        let now = timestamp(UnixMillis(3_600_000));
         let lines = jobs_table(&jobs(), now, false).aligned(80);
         for line in &lines {
             assert!(line.width() <= 80, "{line}");

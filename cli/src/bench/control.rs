@@ -1,8 +1,8 @@
 //! `aitk bench control`: what a coordinator with many workers can do. Real processes, real connections with TLS, every
 //! answer durable; only the computing is left out.
 
-use super::machines::{Machines, SLOW, SLOW_LABEL, Seen};
 use super::server::Server;
+use super::simulated_workers::{SLOW, SLOW_LABEL, SimulatedWorkers, WorkerEvent};
 use crate::api::Api;
 use crate::args::{BenchControlArgs, BenchStore};
 use crate::context::Context;
@@ -22,11 +22,11 @@ use tokio::task::JoinSet;
 
 /// Connections that submit at once, and calls at once on each.
 const CLIENTS: usize = 4;
-const CALLS: usize = 32;
+const CALLS_PER_CLIENT: usize = 32;
 /// Tasks that are submitted one by one to see how soon each is assigned.
-const PROBES: usize = 1000;
+const LATENCY_TASKS: usize = 1000;
 /// Nothing of a benchmark that works is silent for so long.
-const SILENCE: Duration = Duration::from_secs(60);
+const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandResult {
     let ui = context.ui(true);
@@ -49,29 +49,29 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
     if !api[0].list(true, 1).await?.is_empty() {
         return Err(Failure::usage("--database holds jobs already; give an empty database"));
     }
-    let mut machines = Machines::start(&server.address, &token, &server.ca_file(), args.workers + 1).await?;
+    let mut workers = SimulatedWorkers::start(&server.address, &token, &server.ca_file(), args.workers + 1).await?;
 
-    let beating = match args.beat {
+    let heartbeat_share = match args.beat {
         0 => None,
         seconds => {
             ui.notice(&format!("they only beat for {seconds} s"));
-            Some(beat(&mut machines, &mut server, Duration::from_secs(seconds)).await?)
+            Some(measure_heartbeats(&mut workers, &mut server, Duration::from_secs(seconds)).await?)
         }
     };
 
     ui.notice(&format!("{} tasks, submitted as fast as they are taken", args.tasks));
     let before = server.usage()?.cpu;
-    let took = many(&api, &mut machines, args.tasks).await?;
+    let took = measure_throughput(&api, &mut workers, args.tasks).await?;
     let cpu = server.usage()?.cpu.saturating_sub(before);
 
     ui.notice(&format!(
-        "{PROBES} tasks one after another while {} wait for a worker that is busy",
+        "{LATENCY_TASKS} tasks one after another while {} wait for a worker that is busy",
         args.waiting
     ));
     submit_all(&api, args.waiting, slow_task).await?;
-    let mut latency = probe(&api[0], &mut machines, PROBES).await?;
+    let mut latency = measure_latency(&api[0], &mut workers, LATENCY_TASKS).await?;
     let resident = server.usage()?.resident;
-    drop(machines);
+    drop(workers);
     drop(api);
 
     ui.notice("the coordinator is killed and starts again");
@@ -86,7 +86,7 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
             "tasks": args.tasks,
             "workers": args.workers,
             "waiting": args.waiting,
-            "beat_cpu_share": beating,
+            "beat_cpu_share": heartbeat_share,
             "tasks_per_s": per_second,
             "seconds": took.as_secs_f64(),
             "coordinator_cpu_s": cpu.as_secs_f64(),
@@ -99,7 +99,7 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
         }))?;
         return Ok(Exit::Ok);
     }
-    if let Some(share) = beating {
+    if let Some(share) = heartbeat_share {
         let workers = args.workers;
         ui.data_lines([format!(
             "beats                  {:.1}% of a core   {workers} workers, {} s",
@@ -130,7 +130,7 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
         format!(
             "restart                {:.2} s after SIGKILL, with {} tasks",
             restarted.ready_after.as_secs_f64(),
-            args.tasks + args.waiting + PROBES
+            args.tasks + args.waiting + LATENCY_TASKS
         ),
     ])?;
     Ok(Exit::Ok)
@@ -203,7 +203,7 @@ fn slow_task() -> Submission {
 async fn submit_all(api: &[Api], count: usize, make: fn() -> Submission) -> Result<(), Failure> {
     let given = Arc::new(AtomicUsize::new(0));
     let mut calls = JoinSet::new();
-    for call in 0..CLIENTS * CALLS {
+    for call in 0..CLIENTS * CALLS_PER_CLIENT {
         let (api, given) = (api[call % api.len()].clone(), given.clone());
         calls.spawn(async move {
             while given.fetch_add(1, Ordering::Relaxed) < count {
@@ -219,15 +219,19 @@ async fn submit_all(api: &[Api], count: usize, make: fn() -> Submission) -> Resu
 }
 
 /// The share of a core that the coordinator takes while nothing happens but beats.
-async fn beat(machines: &mut Machines, server: &mut Server, time: Duration) -> Result<f64, Failure> {
+async fn measure_heartbeats(
+    workers: &mut SimulatedWorkers,
+    server: &mut Server,
+    time: Duration,
+) -> Result<f64, Failure> {
     let (before, began) = (server.usage()?.cpu, Instant::now());
     // Nothing is to be seen but a session that breaks.
-    let seen = async {
+    let events = async {
         loop {
-            machines.next().await?;
+            workers.next().await?;
         }
     };
-    if let Ok(broken) = tokio::time::timeout(time, seen).await {
+    if let Ok(broken) = tokio::time::timeout(time, events).await {
         return broken;
     }
     let took = server.usage()?.cpu.saturating_sub(before);
@@ -235,13 +239,13 @@ async fn beat(machines: &mut Machines, server: &mut Server, time: Duration) -> R
 }
 
 /// From the first submission to the last end that is durable.
-async fn many(api: &[Api], machines: &mut Machines, count: usize) -> Result<Duration, Failure> {
+async fn measure_throughput(api: &[Api], workers: &mut SimulatedWorkers, count: usize) -> Result<Duration, Failure> {
     let began = Instant::now();
     let finish = async {
         let mut finished = 0;
         let mut last = began;
         while finished < count {
-            if let Seen::Finished(at) = next(machines).await? {
+            if let WorkerEvent::Finished(at) = next_event(workers).await? {
                 finished += 1;
                 last = last.max(at);
             }
@@ -259,7 +263,7 @@ struct Latency {
 }
 
 /// Tasks one after another: how long until each is assigned, and until its end is durable.
-async fn probe(api: &Api, machines: &mut Machines, count: usize) -> Result<Latency, Failure> {
+async fn measure_latency(api: &Api, workers: &mut SimulatedWorkers, count: usize) -> Result<Latency, Failure> {
     let mut latency = Latency {
         assign: Vec::with_capacity(count),
         finish: Vec::with_capacity(count),
@@ -268,11 +272,11 @@ async fn probe(api: &Api, machines: &mut Machines, count: usize) -> Result<Laten
         let began = Instant::now();
         let job: JobId = api.submit(quick_task()).await?.job;
         loop {
-            match next(machines).await? {
-                Seen::Assigned(which, at) if which == job => {
+            match next_event(workers).await? {
+                WorkerEvent::Assigned(which, at) if which == job => {
                     latency.assign.push(at.saturating_duration_since(began));
                 }
-                Seen::Finished(at) => {
+                WorkerEvent::Finished(at) => {
                     latency.finish.push(at.saturating_duration_since(began));
                     break;
                 }
@@ -283,9 +287,11 @@ async fn probe(api: &Api, machines: &mut Machines, count: usize) -> Result<Laten
     Ok(latency)
 }
 
-async fn next(machines: &mut Machines) -> Result<Seen, Failure> {
-    let silent = |_| Failure::failed(format!("nothing happened for {} s", SILENCE.as_secs()));
-    tokio::time::timeout(SILENCE, machines.next()).await.map_err(silent)?
+async fn next_event(workers: &mut SimulatedWorkers) -> Result<WorkerEvent, Failure> {
+    let silent = |_| Failure::failed(format!("nothing happened for {} s", IDLE_TIMEOUT.as_secs()));
+    tokio::time::timeout(IDLE_TIMEOUT, workers.next())
+        .await
+        .map_err(silent)?
 }
 
 #[cfg(test)]

@@ -17,13 +17,13 @@ use tokio::process::Command;
 
 pub(super) async fn run(context: &Context, args: &BenchEngineArgs) -> CommandResult {
     let ui = context.ui(true);
-    let works = chosen(args.only.as_deref())?;
+    let works = select_works(args.only.as_deref())?;
     if args.list {
         return list(context, args, &works);
     }
     if args.here {
-        let found = here(&works, args.device.as_deref()).await?;
-        ui.data(&json!(found).to_string())?;
+        let finding = measure_here(&works, args.device.as_deref()).await?;
+        ui.data(&json!(finding).to_string())?;
         return Ok(Exit::Ok);
     }
     let devices = find_devices(args.device.as_deref()).await?;
@@ -34,16 +34,16 @@ pub(super) async fn run(context: &Context, args: &BenchEngineArgs) -> CommandRes
         "{} ({}): time of one run, operations per second, most memory held",
         device.name, device.architecture
     ));
-    let mut found = Vec::new();
+    let mut findings = Vec::new();
     let mut failed = 0;
     for work in works {
         ui.notice(&format!("{}: {}", work.name, work.about));
-        match apart(work, device.device).await {
+        match measure_in_child(work, device.device).await {
             Ok(finding) => {
                 if !args.json {
                     ui.data(&line(&finding))?;
                 }
-                found.push(finding);
+                findings.push(finding);
             }
             Err(failure) => {
                 failed += 1;
@@ -52,7 +52,7 @@ pub(super) async fn run(context: &Context, args: &BenchEngineArgs) -> CommandRes
         }
     }
     if args.json {
-        ui.data(&pretty(&json!(found)))?;
+        ui.data(&pretty(&json!(findings)))?;
     }
     if failed > 0 {
         return Err(Failure::failed(format!("{failed} could not be measured")));
@@ -61,7 +61,7 @@ pub(super) async fn run(context: &Context, args: &BenchEngineArgs) -> CommandRes
 }
 
 /// The one with this name, else all whose name has the text in it.
-fn chosen(only: Option<&str>) -> Result<Vec<&'static Work>, Failure> {
+fn select_works(only: Option<&str>) -> Result<Vec<&'static Work>, Failure> {
     let Some(only) = only else {
         return Ok(WORKS.iter().collect());
     };
@@ -100,7 +100,7 @@ fn pretty(value: &Value) -> String {
 }
 
 /// No device is looked for here: that would compute, before the threads that models need are there.
-async fn here(works: &[&'static Work], device: Option<&str>) -> Result<Finding, Failure> {
+async fn measure_here(works: &[&'static Work], device: Option<&str>) -> Result<Finding, Failure> {
     let choice = device.unwrap_or("cpu").parse::<Choice>();
     let (&[work], Ok(Choice::These(devices))) = (works, choice) else {
         return Err(Failure::usage("--here takes one work and one device"));
@@ -114,7 +114,7 @@ async fn here(works: &[&'static Work], device: Option<&str>) -> Result<Finding, 
 }
 
 /// In a process of its own.
-async fn apart(work: &Work, device: DeviceRef) -> Result<Finding, Failure> {
+async fn measure_in_child(work: &Work, device: DeviceRef) -> Result<Finding, Failure> {
     let failed = |why: String| Failure::failed(why);
     let program = std::env::current_exe().map_err(|error| failed(error.to_string()))?;
     let output = Command::new(program)
@@ -139,17 +139,17 @@ async fn apart(work: &Work, device: DeviceRef) -> Result<Finding, Failure> {
     serde_json::from_slice(&output.stdout).map_err(|error| failed(format!("unreadable answer: {error}")))
 }
 
-fn line(found: &Finding) -> String {
-    let rate = if found.flops > 0 {
-        format!("{:8.1} GFLOP/s", found.flops as f64 / found.seconds / 1e9)
+fn line(finding: &Finding) -> String {
+    let rate = if finding.flops > 0 {
+        format!("{:8.1} GFLOP/s", finding.flops as f64 / finding.seconds / 1e9)
     } else {
         " ".repeat(16)
     };
     format!(
         "{:<36}{:>10.4} s{rate}{:>12}",
-        found.work,
-        found.seconds,
-        size(found.peak_bytes)
+        finding.work,
+        finding.seconds,
+        size(finding.peak_bytes)
     )
 }
 
@@ -159,10 +159,10 @@ mod tests {
 
     #[test]
     fn a_name_is_exact_before_it_is_a_part() {
-        assert_eq!(chosen(Some("unet_sd15_lora_step_64")).unwrap().len(), 1);
-        assert_eq!(chosen(Some("lora_step")).unwrap().len(), 2);
-        assert_eq!(chosen(None).unwrap().len(), WORKS.len());
-        let none = chosen(Some("sd99"))
+        assert_eq!(select_works(Some("unet_sd15_lora_step_64")).unwrap().len(), 1);
+        assert_eq!(select_works(Some("lora_step")).unwrap().len(), 2);
+        assert_eq!(select_works(None).unwrap().len(), WORKS.len());
+        let none = select_works(Some("sd99"))
             .err()
             .map(|failure| failure.message)
             .unwrap_or_default();
@@ -171,13 +171,13 @@ mod tests {
 
     #[test]
     fn a_line_fits_a_terminal() {
-        let found = Finding {
+        let finding = Finding {
             work: "unet_sd15_lora_step_64_recomputed".to_owned(),
             seconds: 123.4567,
             flops: 2_432_043_569_152,
             peak_bytes: 12 << 30,
             runs: 3,
         };
-        assert!(line(&found).len() <= 80, "{}", line(&found).len());
+        assert!(line(&finding).len() <= 80, "{}", line(&finding).len());
     }
 }

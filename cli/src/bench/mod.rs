@@ -2,8 +2,8 @@
 
 mod control;
 mod engine;
-mod machines;
 mod server;
+mod simulated_workers;
 
 use crate::args::{BenchArgs, BenchCommand};
 use crate::context::Context;

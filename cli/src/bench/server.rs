@@ -1,6 +1,6 @@
 //! The coordinator under test: this program as `aitk up --no-worker`, in a process of its own, with TLS.
 
-use crate::download::disk;
+use crate::download::disk_failure;
 use crate::failure::Failure;
 use aitk_common::fsutil;
 use std::path::{Path, PathBuf};
@@ -46,15 +46,15 @@ impl Server {
         let certificate = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned(), "localhost".to_owned()])
             .map_err(|error| Failure::failed(format!("no certificate could be made: {error}")))?;
         let write = |name: &str, text: String| {
-            fsutil::write_private(&folder.join(name), text.as_bytes()).map_err(|error| disk(&error))
+            fsutil::write_private(&folder.join(name), text.as_bytes()).map_err(|error| disk_failure(&error))
         };
         write("cert.pem", certificate.cert.pem())?;
         write("key.pem", certificate.signing_key.serialize_pem())?;
-        Self::again(folder, database).await
+        Self::spawn(folder, database).await
     }
 
     /// Starts a coordinator on what an earlier one left in `folder`.
-    async fn again(folder: &Path, database: Option<&str>) -> Result<Self, Failure> {
+    async fn spawn(folder: &Path, database: Option<&str>) -> Result<Self, Failure> {
         let log = folder.join("log");
         let errors = std::fs::File::create(&log).map_err(|error| Failure::file("write", &log, &error))?;
         let program = std::env::current_exe().map_err(|error| Failure::failed(error.to_string()))?;
@@ -112,7 +112,7 @@ impl Server {
             .kill()
             .await
             .map_err(|error| Failure::failed(format!("the coordinator could not be ended: {error}")))?;
-        Self::again(&self.folder, self.database.as_deref()).await
+        Self::spawn(&self.folder, self.database.as_deref()).await
     }
 
     /// The certificate to trust.

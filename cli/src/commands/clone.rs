@@ -1,6 +1,6 @@
 //! `clone`: submit a copy of a job, with its inputs as they are stored.
 
-use super::submit::{follow_submitted, hand_over, local_inputs, owner, say_sent, send_inputs};
+use super::submit::{follow_submitted, local_inputs, print_uploads, resolve_owner, send_inputs, submit_with_retries};
 use crate::api::Api;
 use crate::args::CloneArgs;
 use crate::config::{self, refuse_special_files};
@@ -13,7 +13,7 @@ use crate::notify::Notify;
 use crate::output::format::printable;
 use crate::output::{Format, Ui};
 use crate::preflight;
-use crate::trace::Submitting;
+use crate::trace::SubmitSpan;
 use aitk_common::control::{JobView, Submission};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::JobId;
@@ -26,11 +26,11 @@ use std::path::{Path, PathBuf};
 pub(super) async fn clone(context: &Context, args: CloneArgs) -> CommandResult {
     let ui = context.ui(args.no_progress);
     let notify = Notify::if_followed(args.follow, &args.notify, &context.paths)?;
-    let changes = changes(&args)?;
-    let owner = owner(args.user.as_deref())?;
+    let changes = flag_changes(&args)?;
+    let owner = resolve_owner(args.user.as_deref())?;
     let api = context.api().await?;
     let job = api.resolve(&args.job).await?;
-    refuse_what_is_no_single_job(&job)?;
+    check_is_single_job(&job)?;
     let stored = api.submission(&job.id).await?;
     if stored.local {
         return Err(Failure::new(
@@ -40,7 +40,7 @@ pub(super) async fn clone(context: &Context, args: CloneArgs) -> CommandResult {
         .hint("`aitk submit CONFIG` submits its config"));
     }
 
-    let (before, mut loaded) = changed(&ui, &job, &stored, &changes)?;
+    let (before, mut loaded) = apply_changes(&ui, &job, &stored, &changes)?;
     if let Some(priority) = args.priority {
         loaded.spec.cluster.priority = i64::from(priority);
     }
@@ -48,24 +48,24 @@ pub(super) async fn clone(context: &Context, args: CloneArgs) -> CommandResult {
     refuse_special_files(&loaded.spec, &new, &context.directory)?;
     let here = local_inputs(&ui, context, &loaded.spec, new.clone())?;
     let is_new = |input: &Input| new.iter().any(|new| new.config_path == input.config_path);
-    let commits = preflight::check_some(&ui, &loaded.spec, &context.directory, is_new).await?;
-    pin(&mut loaded.spec, &commits, &here, &stored.inputs);
+    let commits = preflight::check_selected_models(&ui, &loaded.spec, &context.directory, is_new).await?;
+    pin_revisions(&mut loaded.spec, &commits, &here, &stored.inputs);
     let prompts_here = |file: &str| prompts_in(file, &context.directory).filter(|_| here.contains_key(file));
-    let drawn = drawn_in_parts(&api, &job).await?;
-    let images = count_images(&before, &loaded.spec, drawn, prompts_here);
+    let generated = images_in_parts(&api, &job).await?;
+    let images = count_images(&before, &loaded.spec, generated, prompts_here);
     if loaded.spec.cluster.split.is_some() && images.is_none() {
         loaded.spec.cluster.split = None;
         ui.notice("the copy is not cut into parts: how many prompts its file holds is not known here");
     }
     let json = job_json(&loaded, Path::new(&format!("the copy of {}", job.id)))?;
 
-    let trace = Submitting::begin();
-    let api = api.part_of(trace.context());
+    let trace = SubmitSpan::start();
+    let api = api.with_trace(trace.context());
     let Some(sent) = send_inputs(&api, &ui, &trace, &here, args.yes).await? else {
         return Ok(Exit::Interrupted);
     };
     if !args.json {
-        say_sent(&ui, &sent);
+        print_uploads(&ui, &sent);
     }
     let used: BTreeSet<String> = loaded
         .spec
@@ -87,11 +87,13 @@ pub(super) async fn clone(context: &Context, args: CloneArgs) -> CommandResult {
         idempotency_key: Some(uuid::Uuid::new_v4().to_string()),
         owner,
     };
-    let submitted = hand_over(&api, &ui, |api| {
+    let submitted = submit_with_retries(&api, &ui, |api| {
         let submission = submission.clone();
         async move { api.submit(submission).await }
     });
-    let submitted = submitted.await.map_err(|failure| gone(failure, &job))?;
+    let submitted = submitted
+        .await
+        .map_err(|failure| explain_missing_input(failure, &job))?;
     trace.submitted(&submitted.job);
     let copy = api.get(submitted.job.as_str()).await?;
     if args.json {
@@ -113,8 +115,8 @@ pub(super) async fn clone(context: &Context, args: CloneArgs) -> CommandResult {
 }
 
 /// What the flags change.
-fn changes(args: &CloneArgs) -> Result<Vec<Change>, Failure> {
-    let mut changes = config::changes(&args.set)?;
+fn flag_changes(args: &CloneArgs) -> Result<Vec<Change>, Failure> {
+    let mut changes = config::parse_changes(&args.set)?;
     if let Some(name) = &args.name {
         changes.push(Change {
             key: "config.name".to_owned(),
@@ -125,7 +127,7 @@ fn changes(args: &CloneArgs) -> Result<Vec<Change>, Failure> {
 }
 
 /// A part of a job that was cut into parts stands for the whole job; the members of other arrays are jobs.
-fn refuse_what_is_no_single_job(job: &JobView) -> Result<(), Failure> {
+fn check_is_single_job(job: &JobView) -> Result<(), Failure> {
     let Some(array) = job.array.as_ref().filter(|array| is_array(job) && !array.split) else {
         return Ok(());
     };
@@ -141,20 +143,25 @@ fn refuse_what_is_no_single_job(job: &JobView) -> Result<(), Failure> {
 }
 
 /// The job as it was stored, and the copy.
-fn changed(ui: &Ui, job: &JobView, stored: &Submission, changes: &[Change]) -> Result<(JobSpec, LoadedJob), Failure> {
-    let unfit = |error: &dyn std::fmt::Display| {
+fn apply_changes(
+    ui: &Ui,
+    job: &JobView,
+    stored: &Submission,
+    changes: &[Change],
+) -> Result<(JobSpec, LoadedJob), Failure> {
+    let cannot_copy = |error: &dyn std::fmt::Display| {
         let lines: Vec<String> = error.to_string().lines().map(printable).collect();
         Failure::failed(format!("{} cannot be copied: {}", job.id, lines.join("\n")))
     };
     let before: JobSpec = serde_json::from_str(&stored.job_json).map_err(|error| {
-        unfit(&error).hint("another version of aitk took it in; `aitk submit CONFIG` submits its config")
+        cannot_copy(&error).hint("another version of aitk took it in; `aitk submit CONFIG` submits its config")
     })?;
     let format = ConfigFormat::from_name(&stored.config_format).unwrap_or(ConfigFormat::Yaml);
-    let (spec, warnings) = before.changed(changes).map_err(|error| unfit(&error))?;
+    let (spec, warnings) = before.changed(changes).map_err(|error| cannot_copy(&error))?;
     let support = spec.unsupported();
     if !support.errors.is_empty() {
         let lines: Vec<String> = support.errors.iter().map(ToString::to_string).collect();
-        return Err(unfit(&lines.join("\n")));
+        return Err(cannot_copy(&lines.join("\n")));
     }
     for warning in &warnings {
         ui.warn(&printable(&warning.to_string()));
@@ -179,7 +186,7 @@ fn new_inputs(before: &JobSpec, copy: &JobSpec, stored: &BTreeMap<String, Conten
 }
 
 /// Every attempt works with the models as they were for the job, and with new ones as they are now.
-fn pin(
+fn pin_revisions(
     spec: &mut JobSpec,
     commits: &BTreeMap<String, String>,
     here: &BTreeMap<String, PathBuf>,
@@ -200,23 +207,23 @@ fn pin(
 fn count_images(
     before: &JobSpec,
     copy: &JobSpec,
-    drawn: Option<u64>,
+    generated: Option<u64>,
     prompts_here: impl Fn(&str) -> Option<usize>,
 ) -> Option<u64> {
-    let drawn_from = |spec: &JobSpec, prompts: usize| spec.images(|_| Some(prompts));
+    let images_for = |spec: &JobSpec, prompts: usize| spec.images(|_| Some(prompts));
     let stored = || {
         // Where prompts are drawn at random, their number says nothing.
-        let of_one = drawn_from(before, 1).filter(|one| *one > 0 && drawn_from(before, 2) != Some(*one))?;
-        usize::try_from(drawn? / of_one).ok()
+        let of_one = images_for(before, 1).filter(|one| *one > 0 && images_for(before, 2) != Some(*one))?;
+        usize::try_from(generated? / of_one).ok()
     };
-    if drawn_from(copy, 1) == drawn_from(copy, 2) {
-        return drawn_from(copy, 1);
+    if images_for(copy, 1) == images_for(copy, 2) {
+        return images_for(copy, 1);
     }
     copy.images(|file| prompts_here(file).or_else(stored))
 }
 
 /// How many images a job drew that was cut into parts: the last part ends with the last of them.
-async fn drawn_in_parts(api: &Api, job: &JobView) -> Result<Option<u64>, Failure> {
+async fn images_in_parts(api: &Api, job: &JobView) -> Result<Option<u64>, Failure> {
     let Some(array) = job.array.as_ref().filter(|array| array.split) else {
         return Ok(None);
     };
@@ -226,7 +233,7 @@ async fn drawn_in_parts(api: &Api, job: &JobView) -> Result<Option<u64>, Failure
 }
 
 /// A refusal because of an input, in the words of this command.
-fn gone(failure: Failure, job: &JobView) -> Failure {
+fn explain_missing_input(failure: Failure, job: &JobView) -> Failure {
     if failure.exit != Exit::Conflict || !failure.message.starts_with("inputs: ") {
         return failure;
     }
@@ -255,7 +262,7 @@ mod tests {
     #[test]
     fn images_are_counted_also_where_their_prompts_cannot_be_read() {
         let nowhere = |_: &str| None;
-        let count = |before: &JobSpec, copy: &JobSpec, drawn| count_images(before, copy, drawn, nowhere);
+        let count = |before: &JobSpec, copy: &JobSpec, generated| count_images(before, copy, generated, nowhere);
         let list = spec("prompts: [a, b], num_repeats: 3");
         assert_eq!(count(&list, &list, None), Some(6));
         let (file, twice) = (

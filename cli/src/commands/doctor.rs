@@ -7,9 +7,9 @@ use crate::exit::Exit;
 use crate::failure::CommandResult;
 use crate::output::format::{ago, gib, printable};
 use crate::output::{Column, Table, Ui};
-use crate::paths::{display_path, free_space, nearest};
+use crate::paths::{display_path, free_space, nearest_existing};
 use crate::settings::{Settings, TokenSource, UpState};
-use crate::views::{device, moment};
+use crate::views::{device, timestamp};
 use aitk_common::capability::{Device, DeviceKind, DeviceRef};
 use aitk_common::confinement::Confinement;
 use aitk_common::control::{PROTOCOL_VERSION, ServerInfo};
@@ -18,7 +18,7 @@ use serde::Serialize;
 use std::path::PathBuf;
 
 /// Less than this is soon full: one SD 1.5 checkpoint with its samples and a data set.
-const LITTLE_DISK: u64 = 5 << 30;
+const MIN_FREE_DISK: u64 = 5 << 30;
 
 /// Something that is wrong, and what to do.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -40,7 +40,7 @@ struct Disk {
 
 /// A setting as it is shown: never the token itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-struct Shown {
+struct SettingReport {
     value: Option<String>,
     origin: Option<String>,
 }
@@ -68,7 +68,7 @@ impl Defaults {
         }
     }
 
-    fn words(&self) -> String {
+    fn text(&self) -> String {
         let dtype = self.dtype.unwrap_or("the config's dtype");
         let checkpointing = if self.gradient_checkpointing { "on" } else { "off" };
         format!(
@@ -86,9 +86,9 @@ struct Report {
     version: &'static str,
     protocol: u32,
     embedded: bool,
-    server: Shown,
-    token: Shown,
-    ca_file: Shown,
+    server: SettingReport,
+    token: SettingReport,
+    ca_file: SettingReport,
     coordinator: Option<ServerInfo>,
     devices: Vec<Device>,
     defaults: Vec<Defaults>,
@@ -111,20 +111,20 @@ pub(super) async fn doctor(context: &Context, args: DoctorArgs) -> CommandResult
     let problems = &mut report.problems;
     match context.settings() {
         Ok(settings) => {
-            report.server = shown(
+            report.server = setting_report(
                 settings
                     .server
                     .as_ref()
                     .map(|s| (s.value.clone(), s.origin.to_string())),
             );
-            report.token = shown(settings.token.as_ref().map(|token| {
+            report.token = setting_report(settings.token.as_ref().map(|token| {
                 let value = match &token.value {
                     TokenSource::Value(_) => "(set)".to_owned(),
                     TokenSource::File(path) => path.display().to_string(),
                 };
                 (value, token.origin.to_string())
             }));
-            report.ca_file = shown(
+            report.ca_file = setting_report(
                 settings
                     .ca_file
                     .as_ref()
@@ -145,7 +145,7 @@ pub(super) async fn doctor(context: &Context, args: DoctorArgs) -> CommandResult
         report.confinement = confinement().await;
     }
     report.disks = disks(context);
-    crowded(&report.disks, problems);
+    check_disk_space(&report.disks, problems);
     report.ok = problems.is_empty();
 
     if args.json {
@@ -156,9 +156,9 @@ pub(super) async fn doctor(context: &Context, args: DoctorArgs) -> CommandResult
     Ok(if report.ok { Exit::Ok } else { Exit::Failed })
 }
 
-fn shown(setting: Option<(String, String)>) -> Shown {
+fn setting_report(setting: Option<(String, String)>) -> SettingReport {
     let (value, origin) = setting.unzip();
-    Shown { value, origin }
+    SettingReport { value, origin }
 }
 
 async fn coordinator(context: &Context, settings: &Settings, problems: &mut Vec<Problem>) -> Option<ServerInfo> {
@@ -174,7 +174,7 @@ async fn coordinator(context: &Context, settings: &Settings, problems: &mut Vec<
     }
     let up_path = context.paths.up_state();
     if let Ok(Some(up)) = UpState::read(&up_path)
-        && !is_alive(up.pid)
+        && !is_running(up.pid)
     {
         let what = format!(
             "{} was left by an `aitk up` that no longer runs (process {})",
@@ -215,7 +215,7 @@ async fn coordinator(context: &Context, settings: &Settings, problems: &mut Vec<
 }
 
 /// Whether a process runs. One that belongs to somebody else does.
-fn is_alive(pid: u32) -> bool {
+fn is_running(pid: u32) -> bool {
     let Ok(pid) = i32::try_from(pid) else { return false };
     !matches!(
         nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), None),
@@ -272,7 +272,7 @@ fn disks(context: &Context) -> Vec<Disk> {
     ]
     .into_iter()
     .map(|(purpose, path)| {
-        let (there, free) = (nearest(&path), free_space(&path));
+        let (there, free) = (nearest_existing(&path), free_space(&path));
         let filesystem = std::os::unix::fs::MetadataExt::dev(&match std::fs::metadata(there) {
             Ok(meta) => meta,
             Err(_) => {
@@ -294,10 +294,10 @@ fn disks(context: &Context) -> Vec<Disk> {
     .collect()
 }
 
-fn crowded(disks: &[Disk], problems: &mut Vec<Problem>) {
+fn check_disk_space(disks: &[Disk], problems: &mut Vec<Problem>) {
     let mut said = Vec::new();
     for disk in disks {
-        if disk.free.is_some_and(|free| free < LITTLE_DISK) && !said.contains(&disk.filesystem) {
+        if disk.free.is_some_and(|free| free < MIN_FREE_DISK) && !said.contains(&disk.filesystem) {
             said.push(disk.filesystem);
             problems.push(Problem {
                 what: format!(
@@ -337,7 +337,7 @@ fn show(ui: &Ui, report: &Report) -> Result<(), crate::failure::Failure> {
         }
     }
     if let Some(info) = &report.coordinator {
-        let since = ago(moment(info.started), jiff::Timestamp::now());
+        let since = ago(timestamp(info.started), jiff::Timestamp::now());
         ui.text(&format!(
             "  answers version {}, protocol {}, started {since}",
             printable(&info.version),
@@ -373,7 +373,7 @@ fn show(ui: &Ui, report: &Report) -> Result<(), crate::failure::Failure> {
         }
         ui.table(&table)?;
         for defaults in &report.defaults {
-            ui.text(&format!("  {}: {}", device(defaults.device), defaults.words()))?;
+            ui.text(&format!("  {}: {}", device(defaults.device), defaults.text()))?;
         }
     } else {
         ui.data("  not looked at by the small client")?;
@@ -427,7 +427,7 @@ mod tests {
             filesystem,
         };
         let mut problems = Vec::new();
-        crowded(
+        check_disk_space(
             &[disk("a", 1 << 30, 1), disk("b", 1 << 30, 1), disk("c", 9 << 30, 2)],
             &mut problems,
         );
@@ -437,8 +437,8 @@ mod tests {
 
     #[test]
     fn our_own_process_is_alive_and_nonsense_is_not() {
-        assert!(is_alive(std::process::id()));
-        assert!(!is_alive(u32::MAX));
-        assert!(!is_alive(i32::MAX as u32));
+        assert!(is_running(std::process::id()));
+        assert!(!is_running(u32::MAX));
+        assert!(!is_running(i32::MAX as u32));
     }
 }

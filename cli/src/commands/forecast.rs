@@ -25,7 +25,7 @@ pub(super) async fn explain(context: &Context, args: ExplainArgs) -> CommandResu
 
 pub(super) async fn fit(context: &Context, args: FitArgs) -> CommandResult {
     let ui = context.ui(true);
-    let changes = config::changes(&args.set)?;
+    let changes = config::parse_changes(&args.set)?;
     let loaded = config::read(&ui, &args.config, args.name.as_deref(), &changes, &context.directory)?;
     check_models(&ui, &loaded, &context.directory).await?;
     let submission = submission(&loaded, &args.config, &context.directory)?;

@@ -21,7 +21,7 @@ struct Topic {
 }
 
 fn topics() -> Vec<Topic> {
-    let page = |file: &'static include_dir::File<'_>| {
+    let show_in_pager = |file: &'static include_dir::File<'_>| {
         let name = file.path().to_str()?.strip_suffix(".md")?;
         let text = file.contents_utf8()?;
         let title = text.lines().find_map(|line| line.strip_prefix("# ")).unwrap_or(name);
@@ -31,7 +31,7 @@ fn topics() -> Vec<Topic> {
             text,
         })
     };
-    let mut topics: Vec<Topic> = DOCS.files().filter_map(page).collect();
+    let mut topics: Vec<Topic> = DOCS.files().filter_map(show_in_pager).collect();
     topics.sort_by(|a, b| a.name.cmp(&b.name));
     topics
 }
@@ -43,22 +43,22 @@ pub(super) fn help(context: &Context, args: &HelpArgs) -> CommandResult {
         [] => {
             let mut text = Cli::command().render_help().to_string();
             text.push_str("\nTopics (aitk help TOPIC):\n");
-            text.push_str(&list());
-            page(&ui, &text)?;
+            text.push_str(&topic_list());
+            show_in_pager(&ui, &text)?;
         }
-        ["topics"] => ui.data(list().trim_end())?,
+        ["topics"] => ui.data(topic_list().trim_end())?,
         [topic, ..] => {
             if let (Some(found), 1) = (topics().iter().find(|known| known.name == *topic), wanted.len()) {
-                page(&ui, &plain(found.text))?;
+                show_in_pager(&ui, &without_comments(found.text))?;
             } else {
-                page(&ui, &of_command(&wanted)?)?;
+                show_in_pager(&ui, &command_help(&wanted)?)?;
             }
         }
     }
     Ok(Exit::Ok)
 }
 
-fn list() -> String {
+fn topic_list() -> String {
     let topics = topics();
     let longest = topics.iter().map(|topic| topic.name.len()).max().unwrap_or(0);
     let line = |topic: &Topic| format!("  {:longest$}  {}\n", topic.name, topic.title);
@@ -66,7 +66,7 @@ fn list() -> String {
 }
 
 /// `aitk help worker drain`.
-fn of_command(path: &[&str]) -> Result<String, Failure> {
+fn command_help(path: &[&str]) -> Result<String, Failure> {
     let mut command = Cli::command();
     command.build();
     for name in path {
@@ -81,13 +81,13 @@ fn of_command(path: &[&str]) -> Result<String, Failure> {
 }
 
 /// A page without what only a browser needs.
-fn plain(text: &str) -> String {
+fn without_comments(text: &str) -> String {
     let lines = text.lines().filter(|line| !line.trim_start().starts_with("<!--"));
     lines.flat_map(|line| [line, "\n"]).collect()
 }
 
 /// Shows a text in the user's pager, where there is a terminal; `PAGER` is a program and its arguments, not a shell line.
-fn page(ui: &Ui, text: &str) -> Result<(), Failure> {
+fn show_in_pager(ui: &Ui, text: &str) -> Result<(), Failure> {
     let text = text.trim_end();
     if std::io::stdout().is_terminal() && std::io::stdin().is_terminal() {
         let pager = crate::context::env("PAGER").filter(|pager| !pager.trim().is_empty());
@@ -124,17 +124,17 @@ mod tests {
         let names: Vec<&str> = topics.iter().map(|topic| topic.name.as_str()).collect();
         assert_eq!(names, files);
         assert!(
-            names.contains(&"config-keys") && list().lines().all(|line| line.len() <= 80),
+            names.contains(&"config-keys") && topic_list().lines().all(|line| line.len() <= 80),
             "{}",
-            list()
+            topic_list()
         );
-        assert!(!plain(topics[1].text).contains("<!--"));
+        assert!(!without_comments(topics[1].text).contains("<!--"));
     }
 
     #[test]
     fn commands_and_their_verbs_have_help_and_nonsense_does_not() {
-        assert!(of_command(&["worker", "drain"]).unwrap().contains("--now"));
-        assert!(of_command(&["cancel"]).unwrap().contains("after saving"));
-        assert_eq!(of_command(&["nonsense"]).unwrap_err().exit, Exit::NotFound);
+        assert!(command_help(&["worker", "drain"]).unwrap().contains("--now"));
+        assert!(command_help(&["cancel"]).unwrap().contains("after saving"));
+        assert_eq!(command_help(&["nonsense"]).unwrap_err().exit, Exit::NotFound);
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::args::InitArgs;
 use crate::context::Context;
-use crate::download::disk;
+use crate::download::disk_failure;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use aitk_common::fsutil;
@@ -20,9 +20,9 @@ pub(super) fn init(context: &Context, args: &InitArgs) -> CommandResult {
                 .hint("give another name, or --force to overwrite it"),
         );
     }
-    fsutil::create_dir_all(fsutil::folder_of(&path)).map_err(|error| disk(&error))?;
+    fsutil::create_dir_all(fsutil::folder_of(&path)).map_err(|error| disk_failure(&error))?;
     let text = TEMPLATE.replace("THIS_FILE", &shell_word(&path));
-    fsutil::write_atomic(&path, |out| out.write_all(text.as_bytes())).map_err(|error| disk(&error))?;
+    fsutil::write_atomic(&path, |out| out.write_all(text.as_bytes())).map_err(|error| disk_failure(&error))?;
     ui.data(&path.display().to_string())?;
     ui.notice("fill in the model, the data set and the trigger word in it, then:");
     ui.notice(&format!("  aitk run {}", shell_word(&path)));

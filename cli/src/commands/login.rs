@@ -3,7 +3,7 @@
 use crate::api::{Api, read_token};
 use crate::args::LoginArgs;
 use crate::context::{Context, env};
-use crate::download::disk;
+use crate::download::disk_failure;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::output::Ui;
@@ -17,13 +17,13 @@ use std::io::{BufRead, IsTerminal, Read};
 use std::path::{Path, PathBuf};
 
 /// Longer lines are no token.
-const LONGEST: u64 = 4096;
+const MAX_TOKEN_LENGTH: u64 = 4096;
 
 pub(super) async fn login(context: &Context, args: LoginArgs) -> CommandResult {
     let ui = context.ui(true);
     let token = match &context.global.token_file {
         Some(path) => read_token(path)?,
-        None => asked(&ui, &args.server).await?,
+        None => read_token_from_stdin(&ui, &args.server).await?,
     };
     let (secret, authority) = join::split(&token);
     if join::is_join_secret(secret) {
@@ -48,26 +48,26 @@ pub(super) async fn login(context: &Context, args: LoginArgs) -> CommandResult {
         ),
         _ => failure,
     });
-    let asked = match api {
+    let read_token_from_stdin = match api {
         Ok(api) => api.info().await,
         Err(failure) => Err(failure),
     };
-    let info = match asked {
+    let info = match read_token_from_stdin {
         Ok(info) => info,
-        Err(failure) => return Err(about_tls(&args.server, &token, failure).await),
+        Err(failure) => return Err(explain_tls_mismatch(&args.server, &token, failure).await),
     };
 
     let config = context.paths.user_config();
     let folder = fsutil::folder_of(&config).to_path_buf();
     let token_file = folder.join("token");
-    fsutil::create_dir_all(&folder).map_err(|error| disk(&error))?;
-    fsutil::write_private(&token_file, format!("{token}\n").as_bytes()).map_err(|error| disk(&error))?;
+    fsutil::create_dir_all(&folder).map_err(|error| disk_failure(&error))?;
+    fsutil::write_private(&token_file, format!("{token}\n").as_bytes()).map_err(|error| disk_failure(&error))?;
     let lines = [
         ("server", Some(args.server.clone())),
-        ("token_file", Some(word(&token_file))),
-        ("ca_file", ca_file.as_deref().map(word)),
+        ("token_file", Some(path_text(&token_file))),
+        ("ca_file", ca_file.as_deref().map(path_text)),
     ];
-    settings::remember(&config, &lines)?;
+    settings::save(&config, &lines)?;
     ui.data(&config.display().to_string())?;
     ui.notice(&format!(
         "{} (aitk {}) is the coordinator of every command from now on",
@@ -77,7 +77,7 @@ pub(super) async fn login(context: &Context, args: LoginArgs) -> CommandResult {
 }
 
 /// The failure; where a coordinator wants TLS at an address that was given without, that.
-async fn about_tls(server: &str, token: &str, failure: Failure) -> Failure {
+async fn explain_tls_mismatch(server: &str, token: &str, failure: Failure) -> Failure {
     let Some(host) = server.trim().strip_prefix("http://") else {
         return failure;
     };
@@ -97,12 +97,12 @@ async fn about_tls(server: &str, token: &str, failure: Failure) -> Failure {
     .hint(format!("aitk login {secure}"))
 }
 
-fn word(path: &Path) -> String {
+fn path_text(path: &Path) -> String {
     path.display().to_string()
 }
 
 /// The token from standard input, so that it is neither in the shell's history nor in the list of processes.
-async fn asked(ui: &Ui, server: &str) -> Result<String, Failure> {
+async fn read_token_from_stdin(ui: &Ui, server: &str) -> Result<String, Failure> {
     let stdin = std::io::stdin();
     if stdin.is_terminal() {
         ui.notice(&printable(&format!(
@@ -110,14 +110,18 @@ async fn asked(ui: &Ui, server: &str) -> Result<String, Failure> {
         )));
     }
     // On a thread of its own, so that Ctrl-C finds the terminal as it was.
-    let reading = tokio::task::spawn_blocking(|| {
+    let options = tokio::task::spawn_blocking(|| {
         let mut line = String::new();
-        std::io::stdin().lock().take(LONGEST).read_line(&mut line).map(|_| line)
+        std::io::stdin()
+            .lock()
+            .take(MAX_TOKEN_LENGTH)
+            .read_line(&mut line)
+            .map(|_| line)
     });
     let read = {
         let _hidden = HiddenInput::begin();
         tokio::select! {
-            read = reading => read.map_err(std::io::Error::other).flatten(),
+            read = options => read.map_err(std::io::Error::other).flatten(),
             _ = tokio::signal::ctrl_c() => return Err(Failure::new(Exit::Interrupted, "interrupted; nothing was changed")),
         }
     };

@@ -26,7 +26,7 @@ pub(super) async fn plot(context: &Context, args: PlotArgs) -> CommandResult {
                 points: metrics.iter().filter_map(|one| Some((one.step, one.loss()?))).collect(),
             }
         }
-        None => of_job(context, &args.job).await?,
+        None => losses_of_job(context, &args.job).await?,
     };
     if args.json {
         let points: Vec<_> = curve
@@ -73,7 +73,7 @@ pub(super) async fn plot(context: &Context, args: PlotArgs) -> CommandResult {
 }
 
 /// The losses that a job told.
-async fn of_job(context: &Context, name: &str) -> Result<Curve, Failure> {
+async fn losses_of_job(context: &Context, name: &str) -> Result<Curve, Failure> {
     let api = context.api().await?;
     let job = api.resolve(name).await?;
     if is_array(&job) {

@@ -3,17 +3,17 @@
 use crate::args::RunArgs;
 use crate::config;
 use crate::context::Context;
-use crate::embedded::{Local, PrivateFolder, Stops, find_devices, say_devices};
+use crate::embedded::{Local, PrivateFolder, StopSignals, find_devices, print_devices};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
-use crate::follow::{Follow, LogsTo, Renderer};
+use crate::follow::{JobFollower, LogTarget, Renderer};
 use crate::job_file::{anatomy, job_json};
 use crate::notify::Notify;
 use crate::output::format::gib;
 use crate::output::{Format, Ui};
 use crate::paths::Paths;
 use crate::preflight;
-use crate::trace::Submitting;
+use crate::trace::SubmitSpan;
 use crate::views::job_exit;
 use aitk_common::capability::{Device, DeviceKind};
 use aitk_common::control::{Artifact, JobView, Submission};
@@ -42,7 +42,7 @@ pub struct RunOptions {
 
 /// What became of one config.
 #[derive(Clone, Debug)]
-pub struct Ran {
+pub struct RunResult {
     /// As it was named.
     pub config: PathBuf,
     /// The job as it ended; none when the config never became one.
@@ -57,7 +57,7 @@ pub struct Ran {
 #[derive(Clone, Debug)]
 pub struct RunReport {
     /// In order; those after the first failure are missing, unless it was told to recover.
-    pub ran: Vec<Ran>,
+    pub results: Vec<RunResult>,
     /// 0 when all completed, else the code of the first that did not.
     pub exit: Exit,
 }
@@ -72,7 +72,7 @@ pub(super) async fn run(context: &Context, args: RunArgs) -> CommandResult {
     let options = RunOptions {
         recover: args.recover,
         name: args.name,
-        changes: config::changes(&args.set)?,
+        changes: config::parse_changes(&args.set)?,
         device: args.device,
         notify,
     };
@@ -100,7 +100,7 @@ pub async fn run_embedded(
     configs: &[PathBuf],
     options: &RunOptions,
 ) -> Result<RunReport, Failure> {
-    let mut ran = Vec::new();
+    let mut results = Vec::new();
     let mut ready = Vec::new();
     for path in configs {
         let read = config::read(ui, path, options.name.as_deref(), &options.changes, directory);
@@ -108,14 +108,16 @@ pub async fn run_embedded(
             config::refuse_special_files(&loaded.spec, &loaded.spec.inputs(), directory).map(|()| loaded)
         });
         let checked = match read {
-            Ok(loaded) => preflight::open_with(ui, &loaded, directory, true).await.map(|_| loaded),
+            Ok(loaded) => preflight::check_before_start(ui, &loaded, directory, true)
+                .await
+                .map(|_| loaded),
             Err(failure) => Err(failure),
         };
         match checked {
             Ok(loaded) => ready.push((path.clone(), loaded)),
             Err(failure) if options.recover => {
                 ui.failure(&failure);
-                ran.push(Ran {
+                results.push(RunResult {
                     config: path.clone(),
                     job: None,
                     artifacts: Vec::new(),
@@ -126,12 +128,12 @@ pub async fn run_embedded(
         }
     }
     if ready.is_empty() {
-        return Ok(report(ran));
+        return Ok(report(results));
     }
 
-    let mut stops = Stops::listen()?;
+    let mut signals = StopSignals::listen()?;
     let devices = find_devices(options.device.as_deref()).await?;
-    say_devices(ui, &devices);
+    print_devices(ui, &devices);
     let folder = PrivateFolder::new(&paths.state.join("run"))?;
     let mut coordinator = aitk_coordinator::Config::new(folder.path().join("coordinator"));
     // Results go where the config says, and its few rows into a folder of their own: the queue need not wait for room.
@@ -141,7 +143,7 @@ pub async fn run_embedded(
     coordinator.retries = 0;
     let worker_dir = folder.path().join("worker");
     let mut local = Local::start(coordinator, Some(&worker_dir), None, devices.clone(), None, None).await?;
-    if let Err(failure) = local.met().await {
+    if let Err(failure) = local.wait_until_registered().await {
         local.kill().await;
         return Err(failure);
     }
@@ -151,16 +153,16 @@ pub async fn run_embedded(
         if several {
             ui.notice(&format!("--- {}", path.display()));
         }
-        let settled = settle_here(ui, &mut loaded.spec.cluster, &devices);
-        let done = match settled.and_then(|()| submission(&path, directory, loaded)) {
-            Ok(submission) => run_one(ui, &local, &path, submission, &mut stops).await,
+        let applied = apply_to_this_machine(ui, &mut loaded.spec.cluster, &devices);
+        let result = match applied.and_then(|()| submission(&path, directory, loaded)) {
+            Ok(submission) => run_one(ui, &local, &path, submission, &mut signals).await,
             Err(failure) => Err(failure),
         };
-        let done = match done {
-            Ok(done) => done,
+        let result = match result {
+            Ok(result) => result,
             Err(failure) => {
                 ui.failure(&failure);
-                Ran {
+                RunResult {
                     config: path,
                     job: None,
                     artifacts: Vec::new(),
@@ -168,35 +170,35 @@ pub async fn run_embedded(
                 }
             }
         };
-        let exit = done.exit;
+        let exit = result.exit;
         // Whoever pressed Ctrl-C knows.
-        if let Some(job) = done.job.as_ref().filter(|_| exit != Exit::Interrupted) {
+        if let Some(job) = result.job.as_ref().filter(|_| exit != Exit::Interrupted) {
             options.notify.job_ended(ui, job).await;
         }
-        ran.push(done);
+        results.push(result);
         if exit == Exit::Killed {
             local.kill().await;
             drop(folder);
-            return Ok(RunReport { ran, exit });
+            return Ok(RunReport { results, exit });
         }
         if matches!(exit, Exit::Interrupted | Exit::Terminated) {
-            end(local, &mut stops).await;
-            return Ok(RunReport { ran, exit });
+            shut_down(local, &mut signals).await;
+            return Ok(RunReport { results, exit });
         }
         if exit != Exit::Ok && !options.recover {
             break;
         }
     }
-    end(local, &mut stops).await;
-    let report = report(ran);
+    shut_down(local, &mut signals).await;
+    let report = report(results);
     if several {
         let failed: Vec<String> = report
-            .ran
+            .results
             .iter()
-            .filter(|ran| ran.exit != Exit::Ok)
-            .map(|ran| ran.config.display().to_string())
+            .filter(|result| result.exit != Exit::Ok)
+            .map(|result| result.config.display().to_string())
             .collect();
-        let completed = report.ran.len() - failed.len();
+        let completed = report.results.len() - failed.len();
         ui.notice(&format!("{completed} of {} configs completed", configs.len()));
         for name in failed {
             ui.warn(&format!("{name} did not complete"));
@@ -207,16 +209,16 @@ pub async fn run_embedded(
 
 /// Ends both; a further Ctrl-C does not wait for them. A terminal that closes is no such wish: it may be why the job could not be
 /// followed to its end, and then it saves here.
-async fn end(local: Local, stops: &mut Stops) {
+async fn shut_down(local: Local, signals: &mut StopSignals) {
     tokio::select! {
         () = local.shutdown() => {}
-        () = stops.again() => {}
+        () = signals.wait_for_second() => {}
     }
 }
 
 /// Wishes about machines of a cluster, met with the only machine there is: what it cannot do is said now, because
 /// the job would wait for ever.
-fn settle_here(ui: &Ui, cluster: &mut ClusterConfig, devices: &[Device]) -> Result<(), Failure> {
+fn apply_to_this_machine(ui: &Ui, cluster: &mut ClusterConfig, devices: &[Device]) -> Result<(), Failure> {
     cluster.labels = Labels::default();
     // Now and here is what was asked for.
     cluster.after = OneOrMany(Vec::new());
@@ -244,7 +246,7 @@ fn settle_here(ui: &Ui, cluster: &mut ClusterConfig, devices: &[Device]) -> Resu
             gib(most)
         )));
     }
-    let suits = |profile: MemoryProfile| {
+    let is_supported = |profile: MemoryProfile| {
         let on_cpu = |d: &&Device| d.device.kind == DeviceKind::Cpu;
         match profile {
             MemoryProfile::CpuOnly => kinds.iter().any(on_cpu),
@@ -252,7 +254,7 @@ fn settle_here(ui: &Ui, cluster: &mut ClusterConfig, devices: &[Device]) -> Resu
             _ => true,
         }
     };
-    if let Some(profile) = cluster.memory_profile.filter(|profile| !suits(*profile)) {
+    if let Some(profile) = cluster.memory_profile.filter(|profile| !is_supported(*profile)) {
         ui.warn(&format!(
             "the memory profile {} is not for the device used here; its own is taken",
             profile.name()
@@ -262,13 +264,13 @@ fn settle_here(ui: &Ui, cluster: &mut ClusterConfig, devices: &[Device]) -> Resu
     Ok(())
 }
 
-fn report(ran: Vec<Ran>) -> RunReport {
-    let exit = ran
+fn report(results: Vec<RunResult>) -> RunReport {
+    let exit = results
         .iter()
-        .map(|ran| ran.exit)
+        .map(|result| result.exit)
         .find(|exit| *exit != Exit::Ok)
         .unwrap_or(Exit::Ok);
-    RunReport { ran, exit }
+    RunReport { results, exit }
 }
 
 /// A config as the coordinator takes it. What its model consists of decides how it is laid out in memory: without it a
@@ -293,15 +295,15 @@ async fn run_one(
     local: &Local,
     path: &Path,
     submission: Submission,
-    stops: &mut Stops,
-) -> Result<Ran, Failure> {
+    signals: &mut StopSignals,
+) -> Result<RunResult, Failure> {
     let api = local.api();
-    let trace = Submitting::begin();
-    let submitted = api.clone().part_of(trace.context()).submit(submission).await?;
+    let trace = SubmitSpan::start();
+    let submitted = api.clone().with_trace(trace.context()).submit(submission).await?;
     trace.submitted(&submitted.job);
     let job = api.get(submitted.job.as_str()).await?;
-    let mut renderer = Renderer::new(ui, &job, Format::Human, LogsTo::Stdout);
-    let mut follow = Follow::new(api, ui, job, 0);
+    let mut renderer = Renderer::new(ui, &job, Format::Human, LogTarget::Stdout);
+    let mut follow = JobFollower::new(api, ui, job, 0);
     let mut signal = None;
     loop {
         tokio::select! {
@@ -309,11 +311,11 @@ async fn run_one(
                 Some(event) => renderer.event(&event)?,
                 None => break,
             },
-            which = stops.next() => {
+            which = signals.next() => {
                 if signal.is_some() {
                     renderer.finish();
                     ui.warn("killed: work since the last checkpoint is lost");
-                    return Ok(Ran {
+                    return Ok(RunResult {
                         config: path.to_owned(),
                         job: Some(follow.job().clone()),
                         artifacts: Vec::new(),
@@ -341,7 +343,7 @@ async fn run_one(
     if signal.is_some() && exit != Exit::Ok {
         ui.notice("stopped; run the same command again to go on from here");
     }
-    Ok(Ran {
+    Ok(RunResult {
         config: path.to_owned(),
         job: Some(job),
         artifacts,
@@ -371,7 +373,7 @@ mod tests {
             profile: MemoryProfile::CpuOnly,
         };
         let ui = Ui::silent();
-        let settle = |cluster: &mut ClusterConfig| settle_here(&ui, cluster, std::slice::from_ref(&cpu));
+        let settle = |cluster: &mut ClusterConfig| apply_to_this_machine(&ui, cluster, std::slice::from_ref(&cpu));
         let mut wishes = ClusterConfig {
             memory_profile: Some(MemoryProfile::FullGpu),
             ..ClusterConfig::default()

@@ -1,14 +1,14 @@
 //! `submit`: check here, send what is missing, hand over.
 
-use super::logs::ended;
+use super::logs::notify_ended;
 use super::validate;
 use crate::api::Api;
 use crate::args::SubmitArgs;
-use crate::config::{self, Reading, read_as, refuse_special_files};
+use crate::config::{self, ReadOptions, read_with, refuse_special_files};
 use crate::context::{Context, env};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
-use crate::follow::{LogsTo, Renderer, follow_to_end};
+use crate::follow::{LogTarget, Renderer, follow_to_end};
 use crate::job_file::{anatomy, images, job_json};
 use crate::members::{is_array, watch_array};
 use crate::notify::Notify;
@@ -17,8 +17,8 @@ use crate::output::{Format, Ui};
 use crate::paths::expand;
 use crate::preflight::{self, Commits};
 use crate::sweep::{self, Sweep};
-use crate::trace::Submitting;
-use crate::upload::{Staged, Upload, stage};
+use crate::trace::SubmitSpan;
+use crate::upload::{StagedInput, Upload, hash_inputs};
 use aitk_common::control::{JobView, NewMember, Submission, Submitted};
 use aitk_common::id::UserName;
 use aitk_common::job::change::Change;
@@ -32,9 +32,9 @@ use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
 /// Above this a person is asked first.
-const LARGE: u64 = 10 << 30;
+const LARGE_UPLOAD: u64 = 10 << 30;
 /// How often a submission is sent again when the connection breaks; the key makes that safe.
-const TRIES: u32 = 5;
+const MAX_ATTEMPTS: u32 = 5;
 
 pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult {
     let ui = context.ui(args.no_progress);
@@ -64,15 +64,15 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
         .iter()
         .map(|job| job_json(&job.loaded, &args.config))
         .collect::<Result<_, _>>()?;
-    let owner = owner(args.user.as_deref())?;
-    let trace = Submitting::begin();
-    let api = context.api().await?.part_of(trace.context());
+    let owner = resolve_owner(args.user.as_deref())?;
+    let trace = SubmitSpan::start();
+    let api = context.api().await?.with_trace(trace.context());
 
     let Some(sent) = send_inputs(&api, &ui, &trace, &inputs, args.yes).await? else {
         return Ok(Exit::Interrupted);
     };
     if !args.json {
-        say_sent(&ui, &sent);
+        print_uploads(&ui, &sent);
     }
 
     // What is known of all of them; of unequal ones nothing is.
@@ -97,11 +97,11 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
         local: false,
         idempotency_key: Some(args.idempotency_key.unwrap_or_else(|| uuid::Uuid::new_v4().to_string())),
         owner,
-        anatomy: common(&anatomies),
-        images: common(&counts),
+        anatomy: shared_value(&anatomies),
+        images: shared_value(&counts),
     };
     let submitted = if jobs.len() == 1 {
-        hand_over(&api, &ui, |api| {
+        submit_with_retries(&api, &ui, |api| {
             let submission = submission.clone();
             async move { api.submit(submission).await }
         })
@@ -117,7 +117,7 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
             .collect();
         let name = array_name(&jobs);
         let at_most = args.at_most.map_or(0, NonZeroU32::get);
-        hand_over(&api, &ui, |api| {
+        submit_with_retries(&api, &ui, |api| {
             let (shared, name, members) = (submission.clone(), name.clone(), members.clone());
             async move { api.submit_array(shared, name, members, at_most).await }
         })
@@ -162,14 +162,14 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
 pub(super) async fn send_inputs(
     api: &Api,
     ui: &Ui,
-    trace: &Submitting,
+    trace: &SubmitSpan,
     inputs: &BTreeMap<String, PathBuf>,
     agreed: bool,
-) -> Result<Option<Vec<Staged>>, Failure> {
-    let staged = stage(ui, inputs).await?;
+) -> Result<Option<Vec<StagedInput>>, Failure> {
+    let staged = hash_inputs(ui, inputs).await?;
     let upload = Upload::plan(api, ui, staged).await?;
-    if upload.missing_bytes() > LARGE && !agreed {
-        ask(ui, upload.missing_bytes())?;
+    if upload.missing_bytes() > LARGE_UPLOAD && !agreed {
+        confirm_upload(ui, upload.missing_bytes())?;
     }
     let (began, bytes) = (SystemTime::now(), upload.missing_bytes());
     let sent = tokio::select! {
@@ -179,7 +179,7 @@ pub(super) async fn send_inputs(
             return Ok(None);
         }
     };
-    trace.sent(began, bytes);
+    trace.record_upload(began, bytes);
     Ok(Some(sent))
 }
 
@@ -198,13 +198,13 @@ pub(super) async fn follow_submitted(
         return Ok(Exit::Ok);
     };
     if is_array(&job) {
-        let exit = watch_array(api, ui, job.clone(), format, LogsTo::Stderr).await?;
-        return ended(api, ui, notify, &job, exit).await;
+        let exit = watch_array(api, ui, job.clone(), format, LogTarget::Stderr).await?;
+        return notify_ended(api, ui, notify, &job, exit).await;
     }
     // Standard output holds the id, for `id=$(aitk submit -f …)`.
-    let mut renderer = Renderer::new(ui, &job, format, LogsTo::Stderr);
+    let mut renderer = Renderer::new(ui, &job, format, LogTarget::Stderr);
     let exit = follow_to_end(api, ui, job.clone(), 0, &mut renderer).await?;
-    ended(api, ui, notify, &job, exit).await
+    notify_ended(api, ui, notify, &job, exit).await
 }
 
 /// One job to submit.
@@ -228,28 +228,28 @@ fn read_all(ui: &Ui, context: &Context, args: &SubmitArgs, warned: &mut BTreeSet
                 "--at-most is for an array: give --sweep or --array as well",
             ));
         }
-        let loaded = read_one(ui, context, args, Reading::default(), warned)?;
+        let loaded = read_one(ui, context, args, ReadOptions::default(), warned)?;
         let (twin, suffix) = (0, String::new());
         return Ok(vec![Job { loaded, twin, suffix }]);
     }
     let mut members = sweep::members(&sweeps, args.array.map_or(1, |n| n.get() as usize))?;
     let count = members.len();
     let mut jobs: Vec<Job> = Vec::with_capacity(count);
-    for again in [false, true] {
+    for wait_for_second in [false, true] {
         jobs.clear();
         for member in &mut members {
-            if again {
-                member.suffix = sweep::numbered(member.index, count);
+            if wait_for_second {
+                member.suffix = sweep::numbered_suffix(member.index, count);
             }
-            let reading = Reading {
+            let options = ReadOptions {
                 changes: &member.changes,
                 suffix: &member.suffix,
                 index: Some(member.index),
-                ..Reading::default()
+                ..ReadOptions::default()
             };
             let (twin, suffix) = (member.twin, member.suffix.clone());
-            let loaded = read_one(ui, context, args, reading, warned)?;
-            if !again && jobs.iter().any(|job| job.loaded.spec.name == loaded.spec.name) {
+            let loaded = read_one(ui, context, args, options, warned)?;
+            if !wait_for_second && jobs.iter().any(|job| job.loaded.spec.name == loaded.spec.name) {
                 // The config gives them no names of their own.
                 break;
             }
@@ -267,18 +267,18 @@ fn read_one(
     ui: &Ui,
     context: &Context,
     args: &SubmitArgs,
-    reading: Reading<'_>,
+    options: ReadOptions<'_>,
     warned: &mut BTreeSet<String>,
 ) -> Result<LoadedJob, Failure> {
-    let mut changes = config::changes(&args.set)?;
-    changes.extend_from_slice(reading.changes);
+    let mut changes = config::parse_changes(&args.set)?;
+    changes.extend_from_slice(options.changes);
     let read = |changes: &[Change]| {
-        let reading = Reading {
+        let options = ReadOptions {
             name: args.name.as_deref(),
             changes,
-            ..reading
+            ..options
         };
-        read_as(&args.config, &context.directory, reading)
+        read_with(&args.config, &context.directory, options)
     };
     let (mut loaded, mut warnings) = read(&changes)?;
     // `[name]` is elsewhere in the config, or nowhere: the job is called as its user says all the same.
@@ -315,7 +315,7 @@ async fn check_all(ui: &Ui, context: &Context, jobs: &[Job]) -> Result<Commits, 
         // Members mostly read the same.
         let inputs = job.loaded.spec.inputs();
         if !seen.contains(&inputs) {
-            commits.extend(preflight::open_with(ui, &job.loaded, &context.directory, false).await?);
+            commits.extend(preflight::check_before_start(ui, &job.loaded, &context.directory, false).await?);
             seen.push(inputs);
         }
     }
@@ -338,7 +338,7 @@ fn inputs_of_all(ui: &Ui, context: &Context, jobs: &[Job]) -> Result<BTreeMap<St
 }
 
 /// What all of them are, if they are alike.
-fn common<T: Clone + PartialEq>(all: &[Option<T>]) -> Option<T> {
+fn shared_value<T: Clone + PartialEq>(all: &[Option<T>]) -> Option<T> {
     let first = all.first()?;
     all.iter().all(|one| one == first).then(|| first.clone()).flatten()
 }
@@ -369,7 +369,7 @@ fn array_name(jobs: &[Job]) -> String {
 }
 
 /// Whose job it is: as the flag says, else the environment, else the coordinator's default.
-pub(super) fn owner(flag: Option<&str>) -> Result<Option<UserName>, Failure> {
+pub(super) fn resolve_owner(flag: Option<&str>) -> Result<Option<UserName>, Failure> {
     let (text, from) = match (flag, env("AITK_USER")) {
         (Some(name), _) => (name.to_owned(), "--user"),
         (None, Some(name)) if !name.is_empty() => (name, "AITK_USER"),
@@ -384,7 +384,7 @@ pub(super) fn owner(flag: Option<&str>) -> Result<Option<UserName>, Failure> {
     Ok(Some(name))
 }
 
-pub(super) fn staged_json(staged: &Staged) -> serde_json::Value {
+pub(super) fn staged_json(staged: &StagedInput) -> serde_json::Value {
     json!({
         "path": staged.config_path,
         "snapshot": staged.snapshot,
@@ -394,7 +394,7 @@ pub(super) fn staged_json(staged: &Staged) -> serde_json::Value {
     })
 }
 
-pub(super) fn say_sent(ui: &Ui, sent: &[Staged]) {
+pub(super) fn print_uploads(ui: &Ui, sent: &[StagedInput]) {
     for staged in sent {
         let what = format!("{}: {} files, {}", staged.config_path, staged.files, size(staged.bytes));
         let how = match staged.sent_bytes {
@@ -451,7 +451,7 @@ pub(super) fn local_inputs(
     })
 }
 
-fn ask(ui: &Ui, bytes: u64) -> Result<(), Failure> {
+fn confirm_upload(ui: &Ui, bytes: u64) -> Result<(), Failure> {
     let question = format!("{} have to be sent", size(bytes));
     if !std::io::stdin().is_terminal() {
         return Err(Failure::usage(format!("{question}, and nobody is there to agree")).hint("-y agrees beforehand"));
@@ -465,12 +465,12 @@ fn ask(ui: &Ui, bytes: u64) -> Result<(), Failure> {
     }
 }
 
-pub(super) async fn hand_over<F>(api: &Api, ui: &Ui, submit: impl Fn(Api) -> F) -> Result<Submitted, Failure>
+pub(super) async fn submit_with_retries<F>(api: &Api, ui: &Ui, submit: impl Fn(Api) -> F) -> Result<Submitted, Failure>
 where
     F: Future<Output = Result<Submitted, Failure>>,
 {
     let mut pause = Duration::from_millis(500);
-    for _ in 1..TRIES {
+    for _ in 1..MAX_ATTEMPTS {
         match submit(api.clone()).await {
             Err(failure) if failure.exit == Exit::Unreachable => {
                 ui.warn(&format!("{failure}; trying again"));

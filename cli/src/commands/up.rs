@@ -3,8 +3,8 @@
 use crate::args::UpArgs;
 use crate::commands::init::shell_word;
 use crate::context::{Context, env};
-use crate::download::disk;
-use crate::embedded::{Local, Serving, Stops, find_devices, say_devices};
+use crate::download::disk_failure;
+use crate::embedded::{Local, ServerOptions, StopSignals, find_devices, print_devices};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure, chain};
 use crate::output::format::printable;
@@ -45,7 +45,7 @@ fn is_running(pid: u32) -> bool {
 
 pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
     let ui = context.ui(true);
-    let mut stops = Stops::listen()?;
+    let mut signals = StopSignals::listen()?;
     let devices = if args.no_worker {
         Vec::new()
     } else {
@@ -53,7 +53,7 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
     };
     let data_dir = args.data_dir.clone().unwrap_or_else(|| context.paths.data.clone());
     let data_dir = context.directory.join(data_dir);
-    fsutil::create_dir_all(&data_dir).map_err(|error| disk(&error))?;
+    fsutil::create_dir_all(&data_dir).map_err(|error| disk_failure(&error))?;
 
     let coordinator_dir = data_dir.join("coordinator");
     let token_file = coordinator_dir.join("token");
@@ -72,7 +72,7 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
         args.worker_name.as_deref(),
         devices.clone(),
         ca_file.as_deref(),
-        Some(Serving {
+        Some(ServerOptions {
             require_sandbox: args.require_sandbox,
             hub_allow: args
                 .hub_allow
@@ -84,7 +84,7 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
         }),
     )
     .await?;
-    if let Err(failure) = local.met().await {
+    if let Err(failure) = local.wait_until_registered().await {
         local.shutdown().await;
         return Err(failure);
     }
@@ -103,7 +103,7 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
     ui.data(&format!("server      {server}"))?;
     ui.data(&format!("token file  {}", token_file.display()))?;
     ui.data(&format!("data        {}", display_path(&data_dir, &env)))?;
-    say_devices(&ui, &devices);
+    print_devices(&ui, &devices);
     ui.notice("");
     for line in next_steps(&server, context.settings().ok().and_then(|settings| settings.server)) {
         ui.notice(&line);
@@ -119,7 +119,7 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
     ui.notice("Ctrl-C stops; running jobs save first and go on at the next `aitk up`.");
 
     let exit = tokio::select! {
-        exit = stops.next() => exit,
+        exit = signals.next() => exit,
         why = local.worker_ended() => {
             drop(state_file);
             local.shutdown().await;
@@ -133,7 +133,7 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
         tokio::pin!(shutdown);
         tokio::select! {
             () = &mut shutdown => false,
-            () = stops.again() => true,
+            () = signals.wait_for_second() => true,
         }
     };
     if killed {
@@ -181,7 +181,7 @@ fn tls(args: &UpArgs) -> Option<aitk_coordinator::TlsFiles> {
 }
 
 fn write_state(path: &Path, state: &UpState) -> Result<StateFile, Failure> {
-    fsutil::create_dir_all(fsutil::folder_of(path)).map_err(|error| disk(&error))?;
+    fsutil::create_dir_all(fsutil::folder_of(path)).map_err(|error| disk_failure(&error))?;
     // What cannot be understood is not worth keeping.
     let before = UpState::read(path).ok().flatten();
     write_text(path, state)?;
@@ -194,7 +194,7 @@ fn write_state(path: &Path, state: &UpState) -> Result<StateFile, Failure> {
 
 fn write_text(path: &Path, state: &UpState) -> Result<(), Failure> {
     let text = serde_json::to_string_pretty(state).map_err(|error| Failure::failed(error.to_string()))?;
-    fsutil::write_private(path, text.as_bytes()).map_err(|error| disk(&error))
+    fsutil::write_private(path, text.as_bytes()).map_err(|error| disk_failure(&error))
 }
 
 #[cfg(test)]

@@ -21,7 +21,7 @@ pub(crate) struct Row {
 }
 
 /// Draws the rows under the columns' captions (each in lines of at most 10 characters).
-pub(crate) fn draw(captions: &[Vec<String>], rows: &[Row]) -> RgbImage {
+pub(crate) fn render(captions: &[Vec<String>], rows: &[Row]) -> RgbImage {
     let columns = rows.iter().map(|row| row.images.len()).max().unwrap_or(0) as u32;
     let head = GAP + (TEXT + 2) * captions.iter().map(Vec::len).max().unwrap_or(0) as u32;
     let width = LABEL_WIDTH + columns * (CELL + GAP) + GAP;
@@ -109,7 +109,7 @@ mod tests {
                 images: vec![blue.clone(), blue],
             },
         ];
-        let grid = draw(&[wrap("a red circle", 10), wrap("two", 10)], &rows);
+        let grid = render(&[wrap("a red circle", 10), wrap("two", 10)], &rows);
         let count = |colour: [u8; 3]| grid.pixels().filter(|pixel| pixel.0 == colour).count() as u32;
         assert_eq!(count([255, 0, 0]), 2 * CELL * CELL);
         assert_eq!(count([0, 0, 255]), 2 * CELL * CELL);

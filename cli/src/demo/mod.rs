@@ -16,7 +16,7 @@ use aitk_common::fsutil;
 use aitk_common::job::process::ProcessKind;
 use aitk_common::job::prompt::PromptFlags;
 use aitk_common::job::{LoadOptions, LoadedJob, load};
-use grid::{Row, draw, wrap};
+use grid::{Row, render, wrap};
 use image::RgbImage;
 use include_dir::{Dir, include_dir};
 use std::collections::BTreeMap;
@@ -56,13 +56,13 @@ pub async fn run(context: &Context, args: DemoArgs) -> CommandResult {
         return Ok(report.exit);
     }
     let artifacts = report
-        .ran
+        .results
         .first()
-        .map(|ran| ran.artifacts.as_slice())
+        .map(|results| results.artifacts.as_slice())
         .unwrap_or_default();
     let image = folder.join("before-after.png");
     save_grid(&image, &config, &folder.join("dataset"), artifacts)?;
-    say_what_next(&ui, &args.output, artifacts)?;
+    print_next_steps(&ui, &args.output, artifacts)?;
     Ok(Exit::Ok)
 }
 
@@ -116,7 +116,7 @@ fn save_grid(target: &Path, config: &Path, dataset: &Path, artifacts: &[Artifact
         },
     );
     let captions: Vec<Vec<String>> = prompts(config)?.iter().map(|prompt| wrap(prompt, 10)).collect();
-    let image = draw(&captions, &rows);
+    let image = render(&captions, &rows);
     fsutil::write_atomic(target, |file| {
         let mut png = std::io::Cursor::new(Vec::new());
         image
@@ -161,7 +161,7 @@ fn prompts(config: &Path) -> Result<Vec<String>, Failure> {
     Ok(prompts)
 }
 
-fn say_what_next(ui: &Ui, output: &Path, artifacts: &[Artifact]) -> Result<(), Failure> {
+fn print_next_steps(ui: &Ui, output: &Path, artifacts: &[Artifact]) -> Result<(), Failure> {
     let lora = artifacts
         .iter()
         .filter(|artifact| artifact.kind == "lora")

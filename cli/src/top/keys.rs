@@ -6,25 +6,25 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 
 /// How often the reading thread looks whether anybody still listens.
-const LOOK: Duration = Duration::from_millis(200);
+const POLL_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// Reads keys in a thread of its own until nobody listens.
-fn read_to(sender: &mpsc::Sender<Key>) {
+fn read_loop(sender: &mpsc::Sender<Key>) {
     while !sender.is_closed() {
-        match event::poll(LOOK) {
+        match event::poll(POLL_TIMEOUT) {
             Ok(false) => {}
             Ok(true) => {
                 let key = match event::read() {
-                    Ok(event) => meaning(&event),
+                    Ok(event) => key_of(&event),
                     // The terminal is gone.
-                    Err(_) => Some(Key::Leave),
+                    Err(_) => Some(Key::Quit),
                 };
                 if key.is_some_and(|key| sender.blocking_send(key).is_err()) {
                     return;
                 }
             }
             Err(_) => {
-                let _ = sender.blocking_send(Key::Leave);
+                let _ = sender.blocking_send(Key::Quit);
                 return;
             }
         }
@@ -33,10 +33,10 @@ fn read_to(sender: &mpsc::Sender<Key>) {
 
 /// Starts the thread.
 pub(super) fn read(sender: mpsc::Sender<Key>) {
-    std::thread::spawn(move || read_to(&sender));
+    std::thread::spawn(move || read_loop(&sender));
 }
 
-fn meaning(event: &Event) -> Option<Key> {
+fn key_of(event: &Event) -> Option<Key> {
     let Event::Key(KeyEvent {
         code,
         modifiers,
@@ -49,8 +49,8 @@ fn meaning(event: &Event) -> Option<Key> {
     };
     let control = modifiers.contains(KeyModifiers::CONTROL);
     match code {
-        KeyCode::Char('c') if control => Some(Key::Leave),
-        KeyCode::Char('q') | KeyCode::Esc => Some(Key::Leave),
+        KeyCode::Char('c') if control => Some(Key::Quit),
+        KeyCode::Char('q') | KeyCode::Esc => Some(Key::Quit),
         KeyCode::Up | KeyCode::Char('k') => Some(Key::Up),
         KeyCode::Down | KeyCode::Char('j') => Some(Key::Down),
         KeyCode::Home | KeyCode::Char('g') => Some(Key::First),
@@ -66,8 +66,8 @@ mod tests {
     #[test]
     fn ctrl_c_leaves_and_c_does_not() {
         let press = |modifiers| Event::Key(KeyEvent::new(KeyCode::Char('c'), modifiers));
-        assert_eq!(meaning(&press(KeyModifiers::CONTROL)), Some(Key::Leave));
-        assert_eq!(meaning(&press(KeyModifiers::NONE)), None);
-        assert_eq!(meaning(&Event::Resize(80, 24)), Some(Key::Other));
+        assert_eq!(key_of(&press(KeyModifiers::CONTROL)), Some(Key::Quit));
+        assert_eq!(key_of(&press(KeyModifiers::NONE)), None);
+        assert_eq!(key_of(&Event::Resize(80, 24)), Some(Key::Other));
     }
 }

@@ -108,14 +108,14 @@ async fn a_followed_job_gives_its_exit_code() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn that_nobody_can_be_told_changes_no_exit_code() {
+async fn a_failed_notification_does_not_change_the_exit_code() {
     let fake = fake(vec![job("j1", "ada", JobState::Completed)]);
     // It restarts as soon as it has said that the job has ended.
     fake.0.lock().unwrap().gets_left = Some(1);
     let output = ask(&fake, &["watch", "j1", "--notify-command", "true"]).await;
     assert_eq!(code(&output), 0, "{}", err(&output));
     assert!(
-        err(&output).contains("warning: nobody was told") && err(&output).contains("it restarts"),
+        err(&output).contains("warning: the notification was not sent") && err(&output).contains("it restarts"),
         "{}",
         err(&output)
     );
@@ -201,7 +201,7 @@ async fn a_broken_stream_is_taken_up_where_it_stopped() {
         err(&output)
     );
     assert_eq!(fake.0.lock().unwrap().asked, [(0, false), (1, true), (3, true)]);
-    assert!(err(&output).contains("trying again"), "{}", err(&output));
+    assert!(err(&output).contains("reconnecting"), "{}", err(&output));
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -387,5 +387,5 @@ async fn artifacts_are_chosen_by_name_and_kind() {
     }
     let none = ask(&fake, &["artifacts", "get", "j1", "--kind", "video"]).await;
     assert_eq!(code(&none), 3, "{}", err(&none));
-    assert!(err(&none).contains("nothing of the kind video"), "{}", err(&none));
+    assert!(err(&none).contains("no file of kind video"), "{}", err(&none));
 }

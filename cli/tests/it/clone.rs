@@ -173,7 +173,7 @@ async fn what_cannot_be_copied_is_refused_in_words() {
             1,
             "a device",
         ),
-        (&["clone", &id, "--notify-url", "https://x"], &ada, 2, "give --follow"),
+        (&["clone", &id, "--notify-url", "https://x"], &ada, 2, "need --follow"),
         (&["clone", &array], &place.coordinator.token, 6, "an array of 2 jobs"),
     ] {
         let refused = place.aitk_with(args, &[("AITK_TOKEN", token)]).await;

@@ -10,10 +10,10 @@ fn help_and_version_succeed_and_name_every_code() {
     let help = home.aitk().arg("--help").output().unwrap();
     assert_eq!(code(&help), 0);
     for line in [
-        "124  the time given",
+        "124  the time of",
         "130  Ctrl-C",
-        "141  whoever",
-        "143  a followed job",
+        "141  the reader",
+        "143  the followed job",
     ] {
         assert!(out(&help).contains(line), "{line}");
     }

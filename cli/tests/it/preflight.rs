@@ -307,9 +307,9 @@ fn what_a_model_lacks_is_said_before_it_is_run() {
     broken(UNET, &unet, "conv_in.weight");
     for (model, words) in [
         ("./nix", "./nix: no such file or folder"),
-        ("nix", "no name of a repository"),
+        ("nix", "not the name of a repository"),
         ("~/nix", "no such file or folder"),
-        ("https://huggingface.co/a/b", "is an address"),
+        ("https://huggingface.co/a/b", "is a URL"),
     ] {
         let (exit, said) = validate(model);
         assert_eq!(exit, 1, "{model}: {said}");
@@ -347,8 +347,8 @@ fn validate_says_what_the_data_comes_to_in_80_columns() {
         "no caption",
         "broken.png",
         "1 .gif are not used",
-        "x 2 copies with flips: 14 a pass, in 14 batches of 1",
-        "21 steps, 14 a pass over the data: 1.5 passes",
+        "x 2 copies with flips: 14 per epoch, in 14 batches of 1",
+        "21 steps, 14 per epoch: 1.5 epochs",
         "memory    predicted: ",
         "where it could run",
     ] {
@@ -406,7 +406,7 @@ fn validate_says_in_words_which_files_are_the_problem() {
             "job.yaml",
             [
                 "(job): 1 problem",
-                "problem: 1 end too early, and training stops at such a file; take them out, or copy them again: 1.png",
+                "problem: 1 are cut off, and training stops at such a file; remove them, or copy them again: 1.png",
             ],
         ),
         ("draw.yaml", ["(draw): 1 problem", "files problem: draw.yaml:8:"]),
@@ -473,7 +473,7 @@ fn a_run_that_has_begun_does_without_the_lora_that_it_began_with() {
         let (exit, said) = validate();
         assert_eq!(exit, 0, "{begun}: {said}");
         assert!(
-            said.contains("`aitk run` does not open it, and goes on from"),
+            said.contains("`aitk run` does not need it, because it resumes from"),
             "{begun}: {said}"
         );
         std::fs::remove_file(file).unwrap();
