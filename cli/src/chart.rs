@@ -1,31 +1,31 @@
-//! A curve in a terminal: losses as dots, their average as a line, in braille or in plain characters.
+//! Renders a curve in the terminal: losses as dots, their average as a line, in braille or ASCII characters.
 
 use aitk_common::plot::{Curve, label, ticks};
 
-/// Columns of the numbers on the left.
+/// Columns of the numbers on the y axis.
 const LABELS: usize = 9;
 /// Lines of the chart.
 const HEIGHT: usize = 16;
 
-/// How a chart is drawn.
+/// The style of a chart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Style {
-    /// Columns.
+    /// Width in columns.
     pub width: usize,
-    /// Plain characters instead of braille.
+    /// ASCII characters instead of braille.
     pub ascii: bool,
-    /// The average stands out by its colour.
+    /// The average is coloured.
     pub color: bool,
 }
 
-/// What lies in a cell: which dots, and whether the average goes through it.
+/// A cell of the chart, as bits of its braille dots: dots of losses and dots of the average.
 #[derive(Clone, Copy, Default)]
 struct Cell {
     raw: u8,
     smooth: u8,
 }
 
-/// The lines of a chart; none without a finite loss.
+/// Renders the lines of a chart; `None` without a finite loss.
 #[must_use]
 pub fn chart(curve: &Curve, style: Style) -> Option<Vec<String>> {
     let ((first, last), (least, most)) = (curve.steps()?, curve.losses()?);
@@ -55,7 +55,7 @@ pub fn chart(curve: &Curve, style: Style) -> Option<Vec<String>> {
             }
         }
     };
-    // Many dots around a line of the same colour hide it.
+    // Without colour, many dots would hide the line of the average.
     let dots = style.ascii || style.color || curve.points.len() <= columns;
     for (step, loss) in curve.points.iter().filter(|(_, loss)| dots && loss.is_finite()) {
         dot(x_of(*step), y_of(*loss), false);
@@ -115,7 +115,7 @@ pub fn chart(curve: &Curve, style: Style) -> Option<Vec<String>> {
     Some(lines)
 }
 
-/// The bit of a dot in a braille letter.
+/// Returns the bit of a dot in a braille character.
 fn braille_bit(x: usize, y: usize) -> u8 {
     match (x, y) {
         (0, 3) => 0x40,
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chart_fits_its_columns_and_falls_where_the_losses_fall() {
+    fn a_chart_fits_its_width_and_shows_falling_losses() {
         for (width, ascii) in [(80, true), (80, false), (40, true), (200, false)] {
             let style = Style {
                 width,
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn one_loss_or_none_is_no_trouble() {
+    fn charts_of_one_loss_or_none_do_not_panic() {
         let style = Style {
             width: 80,
             ascii: false,

@@ -1,7 +1,7 @@
-//! Which coordinator, which token, and where each of them was said.
+//! Settings: the coordinator, the token, the webhook, and where each of them was set.
 //!
-//! Precedence: flag > environment > `./aitk.yaml` > user file > a running `aitk up`. Where a webhook is: flag > environment > user
-//! file; `./aitk.yaml`, which somebody else may have written, has no say in that.
+//! Precedence: flag > environment > `./aitk.yaml` > user file > a running `aitk up`. For the webhook: flag > environment > user file;
+//! `./aitk.yaml` cannot set it, because somebody else may have written that file.
 
 use crate::failure::Failure;
 use crate::paths::{Paths, expand};
@@ -18,11 +18,11 @@ pub enum Origin {
     Flag(&'static str),
     /// An environment variable.
     Env(&'static str),
-    /// `aitk.yaml` of the folder the command runs in.
+    /// `aitk.yaml` in the current folder.
     Project(PathBuf),
-    /// The user's own settings file.
+    /// The user's settings file.
     User(PathBuf),
-    /// What a running `aitk up` on this machine left.
+    /// The state file of a running `aitk up` on this machine.
     Up(PathBuf),
 }
 
@@ -38,27 +38,27 @@ impl fmt::Display for Origin {
     }
 }
 
-/// A value and where it was said.
+/// A value and its origin.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Setting<T> {
     /// The value.
     pub value: T,
-    /// Where it comes from.
+    /// Where it was set.
     pub origin: Origin,
 }
 
-/// A token: never shown.
+/// A secret text that `Debug` does not show.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret(String);
 
 impl Secret {
-    /// Wraps a token.
+    /// Wraps a secret.
     #[must_use]
     pub fn new(text: impl Into<String>) -> Self {
         Self(text.into())
     }
 
-    /// The token itself, to be sent.
+    /// Returns the secret itself.
     #[must_use]
     pub fn expose(&self) -> &str {
         &self.0
@@ -71,12 +71,12 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// Where the token is to be had.
+/// The source of the token.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TokenSource {
     /// The token itself (from `AITK_TOKEN`).
     Value(Secret),
-    /// A file of mode 0600 that holds it.
+    /// A file of mode 0600 with the token.
     File(PathBuf),
 }
 
@@ -87,11 +87,11 @@ pub struct Settings {
     pub server: Option<Setting<String>>,
     /// The token.
     pub token: Option<Setting<TokenSource>>,
-    /// A CA certificate to trust beside the system's.
+    /// A CA certificate to trust in addition to the system's.
     pub ca_file: Option<Setting<PathBuf>>,
 }
 
-/// What flags say.
+/// The settings from flags.
 #[derive(Clone, Debug, Default)]
 pub struct Flags {
     /// `--server`.
@@ -102,29 +102,29 @@ pub struct Flags {
     pub ca_file: Option<PathBuf>,
 }
 
-/// What a running `aitk up` writes for the commands beside it.
+/// The state that a running `aitk up` writes for other commands of this user.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct UpState {
     /// Its address: `http://127.0.0.1:7411`.
     pub server: String,
-    /// The file with the token.
+    /// The token file.
     pub token_file: PathBuf,
-    /// A CA certificate to trust, when it speaks TLS.
+    /// A CA certificate to trust, if it uses TLS.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ca_file: Option<PathBuf>,
-    /// Its process.
+    /// Its process id.
     pub pid: u32,
-    /// Where it keeps its data.
+    /// Its data folder.
     pub data_dir: PathBuf,
     /// When it started (RFC 3339).
     pub started: String,
 }
 
 impl UpState {
-    /// Reads the state of a running `aitk up`, if there is one.
+    /// Reads the state file of `aitk up`; `None` if there is none.
     ///
     /// # Errors
-    /// When the file exists but cannot be read or understood.
+    /// When the file exists but cannot be read or parsed.
     pub fn read(path: &Path) -> Result<Option<Self>, Failure> {
         let text = match std::fs::read_to_string(path) {
             Ok(text) => text,
@@ -132,7 +132,7 @@ impl UpState {
             Err(error) => return Err(Failure::file("read", path, &error)),
         };
         serde_json::from_str(&text).map(Some).map_err(|error| {
-            Failure::failed(format!("{} is not what `aitk up` writes: {error}", path.display()))
+            Failure::failed(format!("{} is not a state file of `aitk up`: {error}", path.display()))
                 .hint("delete the file; `aitk up` writes a new one")
         })
     }
@@ -148,23 +148,23 @@ struct FileSettings {
     notify_private: Option<String>,
 }
 
-/// Where this user wants to be told that a job has ended.
+/// The user's webhook for ended jobs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NotifyUrl {
-    /// The address, which often holds a secret.
+    /// The address, which often contains a secret.
     pub url: Secret,
-    /// Also without TLS, and in networks of one's own.
+    /// Whether addresses without TLS and of private networks are allowed.
     pub allow_private: bool,
-    /// Where it was said.
+    /// Where it was set.
     pub origin: Origin,
 }
 
 impl NotifyUrl {
-    /// Looks at the flag, `AITK_NOTIFY_URL`, and `notify_url:` of the user file; at `AITK_NOTIFY_PRIVATE` and `notify_private:`
-    /// for whether private addresses are allowed.
+    /// Reads the address from the flag, `AITK_NOTIFY_URL`, or `notify_url:` of the user file. `AITK_NOTIFY_PRIVATE` or `notify_private:`
+    /// of the user file allows private addresses.
     ///
     /// # Errors
-    /// When the user file cannot be read or understood, or others may read the address in it.
+    /// When the user file cannot be read or parsed, or has an address and is readable by others.
     pub fn resolve(
         flag: Option<&str>,
         env: &dyn Fn(&str) -> Option<String>,
@@ -199,7 +199,7 @@ impl NotifyUrl {
     }
 }
 
-/// The address of a webhook is as good as a password: whoever knows it writes into the chat that it leads to.
+/// Refuses a file that other users may read. A webhook's address is a secret, because anyone who knows it can post to the chat.
 fn check_not_readable_by_others(path: &Path) -> Result<(), Failure> {
     let mode = std::fs::metadata(path)
         .map_err(|error| Failure::file("read", path, &error))?
@@ -209,7 +209,7 @@ fn check_not_readable_by_others(path: &Path) -> Result<(), Failure> {
         return Ok(());
     }
     Err(Failure::failed(format!(
-        "{} holds notify_url, and others may read it (mode {:03o})",
+        "{} has notify_url and is readable by other users (mode {:03o})",
         path.display(),
         mode & 0o777
     ))
@@ -217,10 +217,10 @@ fn check_not_readable_by_others(path: &Path) -> Result<(), Failure> {
 }
 
 impl Settings {
-    /// Looks in every place, in order of precedence. `directory` is where the command runs.
+    /// Reads the settings in order of precedence. `directory` is the current folder.
     ///
     /// # Errors
-    /// When a settings file exists but cannot be read or understood.
+    /// When a settings file exists but cannot be read or parsed.
     pub fn resolve(
         flags: &Flags,
         env: &dyn Fn(&str) -> Option<String>,
@@ -237,7 +237,7 @@ impl Settings {
                 project_path.display()
             ))
             .hint(format!(
-                "whoever made this folder does not choose whom your commands tell; move them to {}",
+                "somebody else may have made this folder, so it must not choose where notifications are sent; move them to {}",
                 user_path.display()
             )));
         }
@@ -281,7 +281,7 @@ impl Settings {
                     in_project,
                 )
             });
-        // A folder that somebody else made may name a server; it must not thereby get the user's own token.
+        // Somebody else may have written the project file: the server that it names must not get the user's token.
         if token.is_none()
             && !matches!(
                 &server,
@@ -297,8 +297,8 @@ impl Settings {
             );
         }
 
-        // A running `aitk up`: serves when nothing names a server, or when its own address is named. The user file's token is
-        // for the user file's server then, and no good here.
+        // A running `aitk up` is used when no server is set, or when the server is its own address. In the second case a token from the
+        // user file does not apply, because it is for the user file's server.
         let up_path = paths.up_state();
         if let Some(up) = UpState::read(&up_path)?
             && server
@@ -318,23 +318,23 @@ impl Settings {
         Ok(Self { server, token, ca_file })
     }
 
-    /// The address, or what to do when none is known.
+    /// Returns the address of the coordinator.
     ///
     /// # Errors
-    /// When no server is named anywhere.
+    /// When no server is set anywhere.
     pub fn server(&self) -> Result<&Setting<String>, Failure> {
         self.server.as_ref().ok_or_else(|| {
-            Failure::usage("no coordinator is named")
+            Failure::usage("no coordinator is set")
                 .hint("give --server URL, set AITK_SERVER, or write `server: URL` into ./aitk.yaml")
-                .hint("no cluster yet? `aitk up` starts one here; `aitk run CONFIG` needs none")
+                .hint("`aitk up` starts a coordinator here; `aitk run CONFIG` needs none")
         })
     }
 }
 
-/// Writes settings into a file, in place of those that it has; other lines stay. A setting without a value is removed.
+/// Replaces settings in a file; other lines are kept. A setting without a value is removed.
 ///
 /// # Errors
-/// When the file cannot be read, understood or written.
+/// When the file cannot be read, parsed or written.
 pub fn save(path: &Path, settings: &[(&str, Option<String>)]) -> Result<(), Failure> {
     let is_private = read_file(path)?.notify_url.is_some();
     let old = match std::fs::read_to_string(path) {
@@ -385,7 +385,7 @@ fn read_file(path: &Path) -> Result<FileSettings, Failure> {
     })
 }
 
-/// Flat `key: value` lines, a small part of YAML: comments, quotes, nothing nested. Errors carry the line.
+/// Parses flat `key: value` lines, a small part of YAML: comments and quotes, nothing nested. An error has the line number.
 fn parse_file(text: &str) -> Result<FileSettings, (usize, String)> {
     let mut settings = FileSettings::default();
     for (index, line) in text.lines().enumerate() {
@@ -395,7 +395,7 @@ fn parse_file(text: &str) -> Result<FileSettings, (usize, String)> {
             continue;
         }
         if line.starts_with([' ', '\t']) {
-            return Err((number, "nested settings are not known here".to_owned()));
+            return Err((number, "nested settings are not supported".to_owned()));
         }
         let (key, value) = line
             .split_once(':')
@@ -408,14 +408,14 @@ fn parse_file(text: &str) -> Result<FileSettings, (usize, String)> {
             "notify_url" => &mut settings.notify_url,
             "notify_private" => &mut settings.notify_private,
             "token" => {
-                let problem = "a token does not belong into a settings file; put it alone into a file of mode \
-                               0600 and name that with `token_file`";
+                let problem = "a token is not allowed in a settings file; put it into a file of its own with mode \
+                               0600, and set `token_file` to that file";
                 return Err((number, problem.to_owned()));
             }
             other => return Err((number, format!("'{other}' is not a setting"))),
         };
         if slot.is_some() {
-            return Err((number, format!("'{}' is said twice", key.trim())));
+            return Err((number, format!("'{}' is set twice", key.trim())));
         }
         *slot = Some(value).filter(|value| !value.is_empty());
     }
@@ -430,7 +430,7 @@ fn unquote(value: &str) -> Result<String, String> {
                 .ok_or_else(|| "a quote is not closed".to_owned())?;
             let after = after.trim();
             if !after.is_empty() && !after.starts_with('#') {
-                return Err("text after the closing quote".to_owned());
+                return Err("there is text after the closing quote".to_owned());
             }
             return Ok(inner.to_owned());
         }
@@ -486,7 +486,7 @@ mod tests {
     }
 
     #[test]
-    fn each_place_gives_way_to_the_one_before() {
+    fn settings_are_read_in_order_of_precedence() {
         let mut home = TestHome::new();
         assert_eq!(
             home.resolve(&Flags::default())
@@ -517,7 +517,7 @@ mod tests {
         let settings = home.resolve(&Flags::default()).unwrap();
         assert_eq!(server(&settings).0, "http://project:1");
         assert!(server(&settings).1.starts_with("project file"));
-        assert_eq!(settings.token, None, "a project must not draw the user's token");
+        assert_eq!(settings.token, None, "a project file must not get the user's token");
 
         home.env.insert("AITK_SERVER".to_owned(), "http://env:1".to_owned());
         home.env.insert("AITK_TOKEN".to_owned(), "secret".to_owned());
@@ -533,7 +533,7 @@ mod tests {
     }
 
     #[test]
-    fn an_up_address_that_is_named_gets_ups_token() {
+    fn the_address_of_aitk_up_gets_its_token() {
         let home = TestHome::new();
         let up =
             r#"{"server":"http://up:1","token_file":"/t/up","pid":1,"data_dir":"/d","started":"2026-01-01T00:00:00Z"}"#;
@@ -548,7 +548,7 @@ mod tests {
             ..Flags::default()
         };
         assert!(home.resolve(&other).unwrap().token.is_none());
-        // The token that `aitk login` kept is for another coordinator.
+        // The token that `aitk login` stored is for another coordinator.
         home.write(
             "home/.config/aitk/config.yaml",
             "server: http://user:1\ntoken_file: /t/user\n",
@@ -563,12 +563,12 @@ mod tests {
     }
 
     #[test]
-    fn bad_files_name_the_line() {
+    fn errors_in_settings_files_have_the_line() {
         for (text, wanted) in [
             ("server", "aitk.yaml:1: expected `key: value`"),
             ("\nservr: x", "aitk.yaml:2: 'servr' is not a setting"),
             ("token: abc", "0600"),
-            ("server: x\nserver: y", "said twice"),
+            ("server: x\nserver: y", "set twice"),
             ("server:\n  url: x", "nested"),
             ("server: \"x", "not closed"),
         ] {
@@ -580,7 +580,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_user_says_who_is_told() {
+    fn only_the_user_sets_the_webhook() {
         let mut home = TestHome::new();
         let url = |home: &TestHome, flag| {
             let env = |name: &str| home.env.get(name).cloned();
@@ -604,7 +604,7 @@ mod tests {
             url(&home, None).unwrap(),
             Some(("https://user/secret".to_owned(), true))
         );
-        // What `aitk login` writes keeps it, and keeps it private.
+        // `aitk login` keeps the setting and the mode of the file.
         save(&path, &[("server", Some("https://new:1".to_owned()))]).unwrap();
         assert_eq!(
             url(&home, None).unwrap(),
@@ -627,7 +627,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_remembered_takes_the_place_of_what_was_there() {
+    fn saved_settings_replace_old_ones_and_keep_other_lines() {
         let home = TestHome::new();
         let path = home.dir.path().join("config/config.yaml");
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();

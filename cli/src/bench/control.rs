@@ -1,5 +1,5 @@
-//! `aitk bench control`: what a coordinator with many workers can do. Real processes, real connections with TLS, every
-//! answer durable; only the computing is left out.
+//! `aitk bench control`: measures a coordinator with many simulated workers. Processes, TLS connections and durable writes are real;
+//! only the jobs are not computed.
 
 use super::server::Server;
 use super::simulated_workers::{SLOW, SLOW_LABEL, SimulatedWorkers, WorkerEvent};
@@ -20,12 +20,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
 
-/// Connections that submit at once, and calls at once on each.
+/// Number of connections that submit concurrently.
 const CLIENTS: usize = 4;
+/// Number of concurrent calls on each connection.
 const CALLS_PER_CLIENT: usize = 32;
-/// Tasks that are submitted one by one to see how soon each is assigned.
+/// Number of tasks that are submitted one by one to measure the latency.
 const LATENCY_TASKS: usize = 1000;
-/// Nothing of a benchmark that works is silent for so long.
+/// The benchmark fails after this time without an event.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandResult {
@@ -45,27 +46,30 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
     for _ in 0..CLIENTS {
         api.push(Api::connect(&server.address, &token, Some(&server.ca_file())).await?);
     }
-    ui.notice(&format!("{} simulated workers register", args.workers));
+    ui.notice(&format!("registering {} simulated workers", args.workers));
     if !api[0].list(true, 1).await?.is_empty() {
-        return Err(Failure::usage("--database holds jobs already; give an empty database"));
+        return Err(Failure::usage("--database has jobs already; give an empty database"));
     }
     let mut workers = SimulatedWorkers::start(&server.address, &token, &server.ca_file(), args.workers + 1).await?;
 
     let heartbeat_share = match args.beat {
         0 => None,
         seconds => {
-            ui.notice(&format!("they only beat for {seconds} s"));
+            ui.notice(&format!("only heartbeats for {seconds} s"));
             Some(measure_heartbeats(&mut workers, &mut server, Duration::from_secs(seconds)).await?)
         }
     };
 
-    ui.notice(&format!("{} tasks, submitted as fast as they are taken", args.tasks));
+    ui.notice(&format!(
+        "submitting {} tasks as fast as the coordinator accepts them",
+        args.tasks
+    ));
     let before = server.usage()?.cpu;
     let took = measure_throughput(&api, &mut workers, args.tasks).await?;
     let cpu = server.usage()?.cpu.saturating_sub(before);
 
     ui.notice(&format!(
-        "{LATENCY_TASKS} tasks one after another while {} wait for a worker that is busy",
+        "submitting {LATENCY_TASKS} tasks one after another while {} wait for a busy worker",
         args.waiting
     ));
     submit_all(&api, args.waiting, slow_task).await?;
@@ -74,7 +78,7 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
     drop(workers);
     drop(api);
 
-    ui.notice("the coordinator is killed and starts again");
+    ui.notice("killing and restarting the coordinator");
     let restarted = server.restart().await?;
 
     let per_second = args.tasks as f64 / took.as_secs_f64();
@@ -102,7 +106,7 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
     if let Some(share) = heartbeat_share {
         let workers = args.workers;
         ui.data_lines([format!(
-            "beats                  {:.1}% of a core   {workers} workers, {} s",
+            "heartbeats             {:.1}% of a core   {workers} workers, {} s",
             share * 100.0,
             args.beat
         )])?;
@@ -136,7 +140,7 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
     Ok(Exit::Ok)
 }
 
-/// A folder of its own on a file system in memory. Dropping it removes it.
+/// Creates a folder on a file system in memory. It is removed when dropped.
 fn in_memory() -> Result<tempfile::TempDir, Failure> {
     let shm = Path::new("/dev/shm");
     if !shm.is_dir() {
@@ -145,17 +149,17 @@ fn in_memory() -> Result<tempfile::TempDir, Failure> {
         ));
     }
     let folder = tempfile::Builder::new().prefix("aitk-bench-").tempdir_in(shm);
-    folder.map_err(|error| Failure::file("make a folder in", shm, &error))
+    folder.map_err(|error| Failure::file("create a folder in", shm, &error))
 }
 
-/// The middle and the tail, in milliseconds.
+/// Median and 99th percentile in milliseconds.
 struct Quantiles {
     p50: f64,
     p99: f64,
 }
 
 impl Quantiles {
-    /// Of at least one time.
+    /// Computes the quantiles of at least one time.
     fn of(times: &mut [Duration]) -> Self {
         times.sort_unstable();
         let at = |share: f64| {
@@ -194,12 +198,12 @@ fn quick_task() -> Submission {
     task("quick", &BTreeMap::new())
 }
 
-/// Only the slow machine fits.
+/// A task that only the slow worker can run.
 fn slow_task() -> Submission {
     task(SLOW, &BTreeMap::from([(SLOW_LABEL, SLOW)]))
 }
 
-/// Submits `count` tasks over all connections; returns when all are durable.
+/// Submits `count` tasks over all connections, and returns when all are stored.
 async fn submit_all(api: &[Api], count: usize, make: fn() -> Submission) -> Result<(), Failure> {
     let given = Arc::new(AtomicUsize::new(0));
     let mut calls = JoinSet::new();
@@ -218,14 +222,14 @@ async fn submit_all(api: &[Api], count: usize, make: fn() -> Submission) -> Resu
     Ok(())
 }
 
-/// The share of a core that the coordinator takes while nothing happens but beats.
+/// Measures the share of a CPU core that the coordinator uses for heartbeats alone.
 async fn measure_heartbeats(
     workers: &mut SimulatedWorkers,
     server: &mut Server,
     time: Duration,
 ) -> Result<f64, Failure> {
     let (before, began) = (server.usage()?.cpu, Instant::now());
-    // Nothing is to be seen but a session that breaks.
+    // The only possible event is a session that breaks.
     let events = async {
         loop {
             workers.next().await?;
@@ -238,7 +242,7 @@ async fn measure_heartbeats(
     Ok(took.as_secs_f64() / began.elapsed().as_secs_f64())
 }
 
-/// From the first submission to the last end that is durable.
+/// Measures the time from the first submission until the last task is stored as finished.
 async fn measure_throughput(api: &[Api], workers: &mut SimulatedWorkers, count: usize) -> Result<Duration, Failure> {
     let began = Instant::now();
     let finish = async {
@@ -262,7 +266,7 @@ struct Latency {
     finish: Vec<Duration>,
 }
 
-/// Tasks one after another: how long until each is assigned, and until its end is durable.
+/// Submits tasks one after another, and measures the time until each is assigned and until it is stored as finished.
 async fn measure_latency(api: &Api, workers: &mut SimulatedWorkers, count: usize) -> Result<Latency, Failure> {
     let mut latency = Latency {
         assign: Vec::with_capacity(count),
@@ -299,7 +303,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_tail_is_one_of_the_times() {
+    fn quantiles_are_measured_times() {
         let mut times: Vec<Duration> = (1..=200).rev().map(Duration::from_millis).collect();
         let found = Quantiles::of(&mut times);
         assert!((found.p50 - 100.0).abs() < 1e-9 && (found.p99 - 198.0).abs() < 1e-9);

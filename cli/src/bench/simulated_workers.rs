@@ -1,4 +1,4 @@
-//! Workers that only pretend to compute: each has its own connection, beats, and ends its work at once.
+//! Simulated workers: each has its own connection, sends heartbeats, and reports its tasks as finished at once.
 
 use crate::failure::Failure;
 use aitk_common::attempt::Outcome;
@@ -16,35 +16,35 @@ use tokio::task::JoinSet;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
-/// The label that only the first machine carries, and the name of the tasks that it never ends.
+/// The label that only the first worker has.
 pub(super) const SLOW_LABEL: &str = "bench";
-/// The label's value, and the tasks' name.
+/// The value of the label, and the name of the tasks that the first worker never finishes.
 pub(super) const SLOW: &str = "slow";
-/// What waits to be sent by one machine: it has one device, so one attempt and a beat.
+/// Capacity of a worker's outgoing messages. A worker has one device, so at most one attempt and a heartbeat wait.
 const OUTGOING: usize = 8;
 
-/// What a machine saw.
+/// An event of a simulated worker.
 #[derive(Debug)]
 pub(super) enum WorkerEvent {
-    /// It is registered.
+    /// It has registered.
     Registered,
-    /// Work arrived.
+    /// It was assigned an attempt of this job.
     Assigned(JobId, Instant),
-    /// The coordinator said that the end of an attempt is durable.
+    /// The coordinator confirmed that the end of an attempt is stored.
     Finished(Instant),
 }
 
-/// Machines that work until they are dropped.
+/// Simulated workers that run until they are dropped.
 pub(super) struct SimulatedWorkers {
     tasks: JoinSet<Result<(), Failure>>,
     events: mpsc::UnboundedReceiver<WorkerEvent>,
 }
 
 impl SimulatedWorkers {
-    /// Starts `count` machines, of which the first is the slow one, and returns when all are registered.
+    /// Starts `count` workers, the first of which is the slow one, and returns when all have registered.
     ///
     /// # Errors
-    /// When one of them is not let in.
+    /// When the coordinator refuses one of them.
     pub(super) async fn start(server: &str, token: &str, ca_file: &Path, count: usize) -> Result<Self, Failure> {
         let (sender, events) = mpsc::unbounded_channel();
         let mut workers = Self {
@@ -72,10 +72,10 @@ impl SimulatedWorkers {
         Ok(workers)
     }
 
-    /// What a machine saw next.
+    /// Returns the next event of any worker.
     ///
     /// # Errors
-    /// When a machine lost its session.
+    /// When a worker lost its session.
     pub(super) async fn next(&mut self) -> Result<WorkerEvent, Failure> {
         tokio::select! {
             biased;
@@ -144,7 +144,7 @@ async fn work(
         .map_err(|error| cannot(&error))?;
     let (outgoing, wire) = mpsc::channel(OUTGOING);
     let first = ToCoordinator::Register(Box::new(registration(number, slow)));
-    // There is room: nothing was sent before.
+    // The channel is empty, so this cannot fail.
     let _ = outgoing.try_send(first.into());
     let session = clients.workers.session(ReceiverStream::new(wire)).await;
     let worker = SimulatedWorker {
@@ -188,7 +188,7 @@ impl SimulatedWorker {
                     self.attempts.remove(&request);
                     self.report(WorkerEvent::Finished(Instant::now()));
                 }
-                // A beat and the end of its attempt crossed: the beat still named it. Its answer comes as well.
+                // A heartbeat named an attempt whose end was on its way. The answer about the end follows.
                 ToWorker::Fence { .. } => {}
                 ToWorker::GoingAway { reason, .. } => return Err(reason),
                 ToWorker::BeatReply { .. } | ToWorker::Stop { .. } => {}
@@ -221,7 +221,7 @@ impl SimulatedWorker {
     }
 
     fn report(&self, what: WorkerEvent) {
-        // Nobody listens any more when the benchmark is over.
+        // The receiver is closed when the benchmark has ended.
         let _ = self.events.send(what);
     }
 }

@@ -1,14 +1,14 @@
-//! What the user presses.
+//! Reads the keyboard.
 
 use super::state::Key;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 use std::time::Duration;
 use tokio::sync::mpsc;
 
-/// How often the reading thread looks whether anybody still listens.
+/// How often the reader thread checks whether the receiver is closed.
 const POLL_TIMEOUT: Duration = Duration::from_millis(200);
 
-/// Reads keys in a thread of its own until nobody listens.
+/// Sends keys until the receiver is closed.
 fn read_loop(sender: &mpsc::Sender<Key>) {
     while !sender.is_closed() {
         match event::poll(POLL_TIMEOUT) {
@@ -16,7 +16,7 @@ fn read_loop(sender: &mpsc::Sender<Key>) {
             Ok(true) => {
                 let key = match event::read() {
                     Ok(event) => key_of(&event),
-                    // The terminal is gone.
+                    // The terminal was closed.
                     Err(_) => Some(Key::Quit),
                 };
                 if key.is_some_and(|key| sender.blocking_send(key).is_err()) {
@@ -31,7 +31,7 @@ fn read_loop(sender: &mpsc::Sender<Key>) {
     }
 }
 
-/// Starts the thread.
+/// Starts a thread that sends keys until the receiver is closed.
 pub(super) fn read(sender: mpsc::Sender<Key>) {
     std::thread::spawn(move || read_loop(&sender));
 }
@@ -44,7 +44,7 @@ fn key_of(event: &Event) -> Option<Key> {
         ..
     }) = event
     else {
-        // Another size, and whatever else comes: draw again.
+        // A resize or another event: render again.
         return Some(Key::Other);
     };
     let control = modifiers.contains(KeyModifiers::CONTROL);
@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ctrl_c_leaves_and_c_does_not() {
+    fn ctrl_c_quits_and_c_does_not() {
         let press = |modifiers| Event::Key(KeyEvent::new(KeyCode::Char('c'), modifiers));
         assert_eq!(key_of(&press(KeyModifiers::CONTROL)), Some(Key::Quit));
         assert_eq!(key_of(&press(KeyModifiers::NONE)), None);

@@ -17,10 +17,10 @@ use std::io::IsTerminal;
 use std::time::Duration;
 use tokio::sync::mpsc;
 
-/// However often the user wants to look, the coordinator has other work too.
+/// The shortest polling interval, to limit the load on the coordinator.
 const MIN_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Gives the terminal back, however the screen ends.
+/// Restores the terminal when dropped.
 struct Screen(DefaultTerminal);
 
 impl Drop for Screen {
@@ -32,14 +32,14 @@ impl Drop for Screen {
 /// Shows the screen until the user leaves it.
 ///
 /// # Errors
-/// Without a terminal; when the coordinator cannot be reached at the beginning; when the terminal fails.
+/// When there is no terminal, the coordinator is unreachable at the start, or the terminal fails.
 pub async fn run(context: &Context, args: &TopArgs) -> CommandResult {
     if !std::io::stdout().is_terminal() || !std::io::stdin().is_terminal() {
         return Err(Failure::usage("aitk top needs a terminal")
             .hint("`aitk ps --watch` and `aitk workers` print the same anywhere"));
     }
     let api = context.api().await?;
-    // A first look before the screen changes: what is wrong is then said as by any other command.
+    // Fetch once before switching the screen, so that errors are printed as in other commands.
     let mut state = State::new(api.server(), context.ui(true).color());
     state.update(fetch_snapshot(&api, None).await?);
 
@@ -59,14 +59,14 @@ pub async fn run(context: &Context, args: &TopArgs) -> CommandResult {
     loop {
         screen
             .0
-            .draw(|frame| screen::draw(frame, &state, jiff::Timestamp::now()))
+            .draw(|frame| screen::render(frame, &state, jiff::Timestamp::now()))
             .map_err(failed)?;
         tokio::select! {
             key = keys.recv() => match key {
                 Some(Key::Quit) | None => break,
                 Some(key) => {
                     state.press(key);
-                    // The panel below follows at once; a look that is under way already does as well.
+                    // Refreshes the panel at once. If the channel is full, a request is pending already.
                     let _ = selection_sender.try_send(state.selected_id());
                 }
             },
@@ -84,7 +84,7 @@ pub async fn run(context: &Context, args: &TopArgs) -> CommandResult {
     Ok(Exit::Ok)
 }
 
-/// Looks again whenever the interval is over or the choice changed.
+/// Fetches a snapshot whenever the interval has passed or the selection has changed.
 async fn poll_coordinator(
     api: Api,
     interval: Duration,
@@ -99,9 +99,9 @@ async fn poll_coordinator(
         loop {
             tokio::select! {
                 () = &mut due => break,
-                wish = selection.recv() => match wish {
-                    Some(wish) => {
-                        selected = wish;
+                new = selection.recv() => match new {
+                    Some(new) => {
+                        selected = new;
                         if selected != before {
                             break;
                         }
@@ -120,16 +120,16 @@ async fn poll_coordinator(
     }
 }
 
-/// Jobs that are asked for: more than any screen has lines.
+/// The largest number of jobs that are fetched, more than a screen has lines.
 const MAX_ROWS: usize = 500;
 
-/// Everything that the screen shows, and why the chosen job waits.
+/// Fetches everything that the screen shows, and why the selected job waits.
 async fn fetch_snapshot(api: &Api, selected: Option<&JobId>) -> Result<Snapshot, Failure> {
     let (jobs, workers) = tokio::try_join!(api.list_jobs(v1::ListJobsRequest::default(), MAX_ROWS), api.workers())?;
     let jobs = jobs.0;
     let is_waiting = |id: &JobId| jobs.iter().any(|job| job.id == *id && state::is_waiting(job));
     let forecast = match selected {
-        // A job that was removed or began meanwhile is nothing to complain about.
+        // An error is ignored: the job may have been removed or started since.
         Some(id) if is_waiting(id) => api.explain(id).await.ok().map(|forecast| (id.clone(), forecast)),
         _ => None,
     };

@@ -1,4 +1,4 @@
-//! The image: machines above, jobs in the middle, the chosen job below.
+//! Renders the screen: machines at the top, jobs in the middle, the selected job at the bottom.
 
 use super::state::{State, is_waiting};
 use crate::output::format::printable;
@@ -10,16 +10,16 @@ use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Text};
 use ratatui::widgets::{Paragraph, Wrap};
 
-/// Lines of the panel about the chosen job.
+/// Number of lines of the panel about the selected job.
 const PANEL: u16 = 7;
 
-/// Draws everything.
-pub(super) fn draw(frame: &mut Frame, state: &State, now: Timestamp) {
+/// Renders the whole screen.
+pub(super) fn render(frame: &mut Frame, state: &State, now: Timestamp) {
     let machines = workers_table(&state.snapshot.workers, now);
     let jobs = jobs_table(&state.snapshot.jobs, now, false);
     let width = usize::from(frame.area().width);
     let machines = machines.blocks(width);
-    // Machines take what they need, but leave jobs half of the rest.
+    // Machines get the lines that they need, but at most half of the free lines.
     let free_lines = frame.area().height.saturating_sub(PANEL + 4);
     let needed = u16::try_from(machines.len()).unwrap_or(u16::MAX);
     let areas = Layout::vertical([
@@ -36,26 +36,26 @@ pub(super) fn draw(frame: &mut Frame, state: &State, now: Timestamp) {
     render_rows(frame, state, areas[2], &machines, None);
     render_rows(frame, state, areas[4], &jobs.blocks(width), state.row());
     frame.render_widget(Paragraph::new(panel(state)).wrap(Wrap { trim: false }), areas[5]);
-    let help = "q leave   ↑↓ choose a job   aitk explain, logs, stop JOB: more of it";
+    let help = "q quit   ↑↓ select a job   details: aitk explain, logs JOB";
     frame.render_widget(Paragraph::new(help).style(dim(state)), areas[6]);
 }
 
 fn header(state: &State) -> Paragraph<'_> {
     match &state.problem {
-        Some(problem) => Paragraph::new(format!("{}: {}; trying again", state.server, printable(problem)))
+        Some(problem) => Paragraph::new(format!("{}: {}; retrying", state.server, printable(problem)))
             .style(colored(state, Color::Red)),
         None => Paragraph::new(format!("aitk  {}  {}", state.server, state.counts()))
             .style(Style::new().add_modifier(Modifier::BOLD)),
     }
 }
 
-/// Titles, then as many rows as there is room for, among them the chosen one. A row may have several lines.
+/// Renders the titles and as many rows as fit, including the selected one. A row may have several lines.
 fn render_rows(frame: &mut Frame, state: &State, area: Rect, blocks: &[Vec<String>], selected: Option<usize>) {
     let Some((titles, rows)) = blocks.split_first() else {
         return;
     };
     let free_lines = usize::from(area.height.saturating_sub(1));
-    // Where not all of them fit, a line says how many are left.
+    // If not all rows fit, the last line says how many are missing.
     let all: usize = rows.iter().map(Vec::len).sum();
     let free_lines = if all > free_lines && free_lines > 1 {
         free_lines - 1
@@ -69,7 +69,7 @@ fn render_rows(frame: &mut Frame, state: &State, area: Rect, blocks: &[Vec<Strin
         .collect();
     let (mut used, mut shown) = (0, first);
     for (row, lines) in rows.iter().enumerate().skip(first) {
-        // The last one is cut only when it is the only one.
+        // A row is cut only if it is the only one that is shown.
         if used + lines.len() > free_lines && used > 0 {
             break;
         }
@@ -94,15 +94,15 @@ fn render_rows(frame: &mut Frame, state: &State, area: Rect, blocks: &[Vec<Strin
     frame.render_widget(Paragraph::new(Text::from(text)), area);
 }
 
-/// The first row that is shown, so that the chosen one is seen whole.
+/// Returns the first row to show, so that the selected one is shown completely.
 fn first_row(rows: &[Vec<String>], free_lines: usize, selected: usize) -> usize {
-    let upto = rows.len().min(selected + 1);
+    let end = rows.len().min(selected + 1);
     let mut used = 0;
-    let fits = rows[..upto].iter().rev().take_while(|lines| {
+    let fits = rows[..end].iter().rev().take_while(|lines| {
         used += lines.len();
         used <= free_lines
     });
-    upto.saturating_sub(fits.count().max(1))
+    end.saturating_sub(fits.count().max(1))
 }
 
 fn panel(state: &State) -> Text<'_> {
@@ -157,11 +157,11 @@ mod tests {
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
 
-    /// The screen as text, and the row that is marked.
+    /// Returns the screen as text, and the line that is highlighted.
     fn rendered(state: &State, width: u16, height: u16) -> (Vec<String>, Option<usize>) {
         let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
         terminal
-            .draw(|frame| draw(frame, state, Timestamp::UNIX_EPOCH))
+            .draw(|frame| render(frame, state, Timestamp::UNIX_EPOCH))
             .unwrap();
         let buffer = terminal.backend().buffer();
         let cell = |x, y| &buffer[(x, y)];
@@ -195,20 +195,20 @@ mod tests {
     }
 
     #[test]
-    fn the_chosen_job_is_on_the_screen_wherever_it_stands_in_the_list() {
+    fn the_selected_job_is_always_on_the_screen() {
         let mut state = state();
         for (key, number) in [(Key::First, 0), (Key::Down, 1), (Key::Last, 39), (Key::Up, 38)] {
             state.press(key);
             let (lines, marked) = rendered(&state, 80, 24);
             let id = format!("0193aa{number:03}");
             assert!(lines[marked.unwrap()].starts_with(&id), "{key:?}\n{}", lines.join("\n"));
-            // In the panel as well, whole.
+            // The panel shows the full id.
             assert!(lines.iter().any(|line| line.contains(&format!("{id}-0000"))), "{key:?}");
         }
     }
 
     #[test]
-    fn it_says_why_the_chosen_job_waits() {
+    fn the_panel_shows_why_the_selected_job_waits() {
         let mut state = state();
         state.press(Key::Last);
         let selected = state.selected_id().unwrap();
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn tiny_terminals_and_lost_connections_are_survived() {
+    fn tiny_terminals_and_lost_connections_do_not_panic() {
         let mut state = state();
         state.set_problem("no coordinator answers\u{1b}[2J at https://box:7420");
         for (width, height) in [(1, 1), (10, 3), (20, 8), (80, 24), (200, 60)] {
@@ -239,12 +239,12 @@ mod tests {
         }
         let (lines, _) = rendered(&state, 80, 24);
         assert!(lines[0].contains("no coordinator answers"), "{}", lines[0]);
-        // The old image stays.
+        // The last snapshot stays on the screen.
         assert!(lines.iter().any(|line| line.contains("0193aa000")));
     }
 
     #[test]
-    fn a_choice_stays_with_its_job_and_moves_on_when_the_job_is_gone() {
+    fn the_selection_stays_with_its_job_until_the_job_is_removed() {
         let mut state = state();
         state.press(Key::Down);
         let mut jobs = state.snapshot.jobs.clone();

@@ -1,50 +1,50 @@
-//! What the screen knows. Pure: no terminal, no clock, no connection.
+//! The state of the screen, without terminal, clock and connection.
 
 use aitk_common::control::{ArrayCounts, Forecast, JobState, JobView, WorkerView};
 use aitk_common::id::JobId;
 
-/// What the user wants.
+/// A command from the keyboard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Key {
-    /// Back to the shell.
+    /// Quit.
     Quit,
-    /// The job above.
+    /// Select the job above.
     Up,
-    /// The job below.
+    /// Select the job below.
     Down,
-    /// The first job.
+    /// Select the first job.
     First,
-    /// The last job.
+    /// Select the last job.
     Last,
-    /// Only draw again.
+    /// Only render again.
     Other,
 }
 
-/// One look at the coordinator.
+/// The data of one poll of the coordinator.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Snapshot {
-    /// Jobs, those that have not ended first.
+    /// Jobs; those that have not ended come first.
     pub(super) jobs: Vec<JobView>,
     /// Workers.
     pub(super) workers: Vec<WorkerView>,
-    /// Why this job waits.
+    /// Why the selected job waits, with its id.
     pub(super) forecast: Option<(JobId, Forecast)>,
 }
 
-/// Whether a job is one whose waiting can be explained.
+/// Whether a job is queued, so that the coordinator can explain why it waits.
 pub(super) fn is_waiting(job: &JobView) -> bool {
     job.state == JobState::Queued
 }
 
-/// Everything that is drawn.
+/// Everything that is rendered.
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) server: String,
     pub(super) color: bool,
     pub(super) snapshot: Snapshot,
-    /// Why the last look failed.
+    /// Why the last poll failed.
     pub(super) problem: Option<String>,
-    /// The choice stays with the job when rows move.
+    /// The id of the selected job, because its row may change.
     selected: Option<JobId>,
 }
 
@@ -64,7 +64,7 @@ impl State {
         self.snapshot = snapshot;
         self.problem = None;
         if self.row().is_none() {
-            // The chosen job is gone: the one that moved into its place.
+            // The selected job was removed: select the one in its row.
             self.select(row.unwrap_or(0));
         }
     }
@@ -84,7 +84,7 @@ impl State {
         }
     }
 
-    /// The row of the chosen job.
+    /// Returns the row of the selected job.
     pub(super) fn row(&self) -> Option<usize> {
         let selected = self.selected.as_ref()?;
         self.snapshot.jobs.iter().position(|job| job.id == *selected)
@@ -103,7 +103,7 @@ impl State {
         self.selected = self.snapshot.jobs.get(row.min(last)).map(|job| job.id.clone());
     }
 
-    /// `1 of 2 workers, 3 running, 12 waiting`: jobs, not rows, so each member of an array counts.
+    /// Returns `1 of 2 workers, 3 running, 12 waiting`. Each member of an array counts as a job.
     pub(super) fn counts(&self) -> String {
         let mut counts = ArrayCounts::default();
         for job in &self.snapshot.jobs {
@@ -133,7 +133,7 @@ mod tests {
     use aitk_common::control::ArrayView;
 
     #[test]
-    fn members_of_an_array_are_counted_one_by_one() {
+    fn each_member_of_an_array_counts_as_a_job() {
         let mut array = job("a", "a", JobState::Running, 0);
         array.array = Some(ArrayView {
             id: JobId::new("a"),

@@ -3,7 +3,7 @@
 use aitk_cli::api::Api;
 use aitk_cli::download::fetch;
 use aitk_cli::output::Ui;
-use aitk_cli::upload::{Upload, stage};
+use aitk_cli::upload::{Upload, hash_inputs};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -71,7 +71,7 @@ async fn a_download_that_breaks_goes_on_where_it_stopped() {
         .unwrap();
     let ui = Ui::silent();
     let inputs = BTreeMap::from([("large.bin".to_owned(), source)]);
-    let staged = stage(&ui, &inputs).await.unwrap();
+    let staged = hash_inputs(&ui, &inputs).await.unwrap();
     let hash = staged[0].1.snapshot.files[0].sha256;
     let upload = Upload::plan(&direct, &ui, staged).await.unwrap();
     upload.send(&direct, &ui).await.unwrap();

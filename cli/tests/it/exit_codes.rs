@@ -42,7 +42,7 @@ fn a_wrong_command_line_is_2() {
     let nowhere = home.aitk().arg("ps").output().unwrap();
     assert_eq!(code(&nowhere), 2);
     assert!(
-        err(&nowhere).starts_with("error: no coordinator is named\nhint: "),
+        err(&nowhere).starts_with("error: no coordinator is set\nhint: "),
         "{}",
         err(&nowhere)
     );
