@@ -55,7 +55,7 @@ pub(super) async fn clone(context: &Context, args: CloneArgs) -> CommandResult {
     let images = count_images(&before, &loaded.spec, generated, prompts_here);
     if loaded.spec.cluster.split.is_some() && images.is_none() {
         loaded.spec.cluster.split = None;
-        ui.notice("the copy is not cut into parts: how many prompts its file holds is not known here");
+        ui.notice("the copy is not split into parts, because the number of prompts in its file is not known here");
     }
     let json = job_json(&loaded, Path::new(&format!("the copy of {}", job.id)))?;
 
@@ -114,7 +114,7 @@ pub(super) async fn clone(context: &Context, args: CloneArgs) -> CommandResult {
     follow_submitted(&api, &ui, copy, format, args.follow.then_some(&notify)).await
 }
 
-/// What the flags change.
+/// Returns the changes from the flags.
 fn flag_changes(args: &CloneArgs) -> Result<Vec<Change>, Failure> {
     let mut changes = config::parse_changes(&args.set)?;
     if let Some(name) = &args.name {
@@ -126,7 +126,7 @@ fn flag_changes(args: &CloneArgs) -> Result<Vec<Change>, Failure> {
     Ok(changes)
 }
 
-/// A part of a job that was cut into parts stands for the whole job; the members of other arrays are jobs.
+/// Refuses an array, unless it is a job that was split into parts: any of its parts stands for the whole job.
 fn check_is_single_job(job: &JobView) -> Result<(), Failure> {
     let Some(array) = job.array.as_ref().filter(|array| is_array(job) && !array.split) else {
         return Ok(());
@@ -134,7 +134,7 @@ fn check_is_single_job(job: &JobView) -> Result<(), Failure> {
     Err(Failure::new(
         Exit::Conflict,
         format!(
-            "{} is an array of {} jobs: one job at a time is copied",
+            "{} is an array of {} jobs; only a single job can be copied",
             job.id, array.size
         ),
     )
@@ -142,7 +142,7 @@ fn check_is_single_job(job: &JobView) -> Result<(), Failure> {
     .hint("`aitk submit CONFIG --sweep …` submits such an array"))
 }
 
-/// The job as it was stored, and the copy.
+/// Returns the stored job and the changed copy.
 fn apply_changes(
     ui: &Ui,
     job: &JobView,
@@ -154,7 +154,8 @@ fn apply_changes(
         Failure::failed(format!("{} cannot be copied: {}", job.id, lines.join("\n")))
     };
     let before: JobSpec = serde_json::from_str(&stored.job_json).map_err(|error| {
-        cannot_copy(&error).hint("another version of aitk took it in; `aitk submit CONFIG` submits its config")
+        cannot_copy(&error)
+            .hint("it was submitted with another version of aitk; `aitk submit CONFIG` submits its config")
     })?;
     let format = ConfigFormat::from_name(&stored.config_format).unwrap_or(ConfigFormat::Yaml);
     let (spec, warnings) = before.changed(changes).map_err(|error| cannot_copy(&error))?;
@@ -176,8 +177,8 @@ fn apply_changes(
     Ok((before, loaded))
 }
 
-/// What the copy reads and the job did not. Only that may be looked for on this machine: what the job read from a repository
-/// is not the folder of the same name that happens to lie here.
+/// Returns the inputs of the copy that the job does not have. Only these are looked up on this machine: a folder here may have the
+/// same name as a repository of the job.
 fn new_inputs(before: &JobSpec, copy: &JobSpec, stored: &BTreeMap<String, ContentHash>) -> Vec<Input> {
     let known: BTreeSet<String> = before.inputs().into_iter().map(|input| input.config_path).collect();
     let mut inputs = copy.inputs();
@@ -185,7 +186,7 @@ fn new_inputs(before: &JobSpec, copy: &JobSpec, stored: &BTreeMap<String, Conten
     inputs
 }
 
-/// Every attempt works with the models as they were for the job, and with new ones as they are now.
+/// Pins the commits of repositories: those of the job keep their commit, new ones get the current one.
 fn pin_revisions(
     spec: &mut JobSpec,
     commits: &BTreeMap<String, String>,
@@ -202,8 +203,8 @@ fn pin_revisions(
     }
 }
 
-/// How many images the copy draws. A file of prompts that is stored cannot be read here; what the parts say that the job was
-/// cut into tells how many there are. None: not known.
+/// Counts the images of the copy; `None` if unknown. A stored file of prompts cannot be read here, but its number of prompts follows
+/// from `generated`, the number of images of a job that was split into parts.
 fn count_images(
     before: &JobSpec,
     copy: &JobSpec,
@@ -212,7 +213,7 @@ fn count_images(
 ) -> Option<u64> {
     let images_for = |spec: &JobSpec, prompts: usize| spec.images(|_| Some(prompts));
     let stored = || {
-        // Where prompts are drawn at random, their number says nothing.
+        // With random prompts the number of images does not depend on the number of prompts.
         let of_one = images_for(before, 1).filter(|one| *one > 0 && images_for(before, 2) != Some(*one))?;
         usize::try_from(generated? / of_one).ok()
     };
@@ -222,7 +223,7 @@ fn count_images(
     copy.images(|file| prompts_here(file).or_else(stored))
 }
 
-/// How many images a job drew that was cut into parts: the last part ends with the last of them.
+/// Returns the number of images of a job that was split into parts: the end of its last part.
 async fn images_in_parts(api: &Api, job: &JobView) -> Result<Option<u64>, Failure> {
     let Some(array) = job.array.as_ref().filter(|array| array.split) else {
         return Ok(None);
@@ -232,7 +233,7 @@ async fn images_in_parts(api: &Api, job: &JobView) -> Result<Option<u64>, Failur
     Ok(last.and_then(|last| last.part).map(|part| part.to))
 }
 
-/// A refusal because of an input, in the words of this command.
+/// Replaces the coordinator's error about a missing input with one that names the job and what to do.
 fn explain_missing_input(failure: Failure, job: &JobView) -> Failure {
     if failure.exit != Exit::Conflict || !failure.message.starts_with("inputs: ") {
         return failure;
@@ -260,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn images_are_counted_also_where_their_prompts_cannot_be_read() {
+    fn images_are_counted_without_reading_the_prompts() {
         let nowhere = |_: &str| None;
         let count = |before: &JobSpec, copy: &JobSpec, generated| count_images(before, copy, generated, nowhere);
         let list = spec("prompts: [a, b], num_repeats: 3");
@@ -286,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_the_job_did_not_read_is_looked_for_here() {
+    fn only_new_inputs_are_looked_up_on_this_machine() {
         let (before, copy) = (spec("prompts: p.txt"), spec("prompts: q.txt"));
         let stored = BTreeMap::from([("p.txt".to_owned(), ContentHash::of(b"p"))]);
         assert_eq!(new_inputs(&before, &before, &stored), []);

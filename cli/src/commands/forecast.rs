@@ -1,4 +1,4 @@
-//! `explain` and `fit`: where a job could run, and why not elsewhere.
+//! `explain` and `fit`: on which devices a job could run, and why not on others.
 
 use crate::args::{ExplainArgs, FitArgs};
 use crate::config;
@@ -38,7 +38,7 @@ pub(super) async fn fit(context: &Context, args: FitArgs) -> CommandResult {
     })
 }
 
-/// A config as a coordinator takes it for a forecast: nothing of it is stored.
+/// Builds the submission of a config for a forecast. The coordinator does not store it.
 pub(super) fn submission(loaded: &LoadedJob, config: &Path, directory: &Path) -> Result<Submission, Failure> {
     Ok(Submission {
         anatomy: anatomy(loaded, directory),

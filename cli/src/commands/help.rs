@@ -1,4 +1,4 @@
-//! `help`: the documentation that comes with the program, and the help of its commands.
+//! `help`: shows the embedded documentation and the help of commands.
 
 use crate::args::{Cli, HelpArgs};
 use crate::context::Context;
@@ -10,10 +10,10 @@ use include_dir::{Dir, include_dir};
 use std::io::{IsTerminal, Write};
 use std::process::{Command, Stdio};
 
-/// Every page of documentation. An installed program has no folder `docs` beside it.
+/// All pages of documentation, embedded because an installed program has no `docs` folder.
 static DOCS: Dir<'_> = include_dir!("$CARGO_MANIFEST_DIR/../docs");
 
-/// One page.
+/// A page of documentation.
 struct Topic {
     name: String,
     title: String,
@@ -65,7 +65,7 @@ fn topic_list() -> String {
     topics.iter().map(line).collect()
 }
 
-/// `aitk help worker drain`.
+/// Returns the help of a command: `aitk help worker drain`.
 fn command_help(path: &[&str]) -> Result<String, Failure> {
     let mut command = Cli::command();
     command.build();
@@ -73,20 +73,20 @@ fn command_help(path: &[&str]) -> Result<String, Failure> {
         let found = command.find_subcommand(name).cloned();
         command = found.ok_or_else(|| {
             let text = crate::output::format::printable(&path.join(" "));
-            Failure::not_found(format!("there is no topic and no command '{text}'"))
-                .hint("`aitk help topics` lists the topics, `aitk help` the commands as well")
+            Failure::not_found(format!("there is no topic or command '{text}'"))
+                .hint("`aitk help` lists all commands and topics")
         })?;
     }
     Ok(command.render_long_help().to_string())
 }
 
-/// A page without what only a browser needs.
+/// Removes the HTML comments of a page.
 fn without_comments(text: &str) -> String {
     let lines = text.lines().filter(|line| !line.trim_start().starts_with("<!--"));
     lines.flat_map(|line| [line, "\n"]).collect()
 }
 
-/// Shows a text in the user's pager, where there is a terminal; `PAGER` is a program and its arguments, not a shell line.
+/// Shows a text in the user's pager if there is a terminal. `PAGER` is a program and its arguments; it is not run by a shell.
 fn show_in_pager(ui: &Ui, text: &str) -> Result<(), Failure> {
     let text = text.trim_end();
     if std::io::stdout().is_terminal() && std::io::stdin().is_terminal() {
@@ -97,7 +97,7 @@ fn show_in_pager(ui: &Ui, text: &str) -> Result<(), Failure> {
             && let Ok(mut child) = Command::new(program).args(words).stdin(Stdio::piped()).spawn()
         {
             if let Some(mut input) = child.stdin.take() {
-                // Somebody who leaves the pager early has read enough.
+                // Writing fails when the user quits the pager early.
                 let _ = writeln!(input, "{text}");
             }
             if child.wait().is_ok_and(|status| status.success()) {
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn commands_and_their_verbs_have_help_and_nonsense_does_not() {
+    fn commands_and_subcommands_have_help() {
         assert!(command_help(&["worker", "drain"]).unwrap().contains("--now"));
         assert!(command_help(&["cancel"]).unwrap().contains("after saving"));
         assert_eq!(command_help(&["nonsense"]).unwrap_err().exit, Exit::NotFound);

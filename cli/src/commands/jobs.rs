@@ -1,4 +1,4 @@
-//! `ps`, `wait`, `stop`, `resume`, `pause`, `priority`.
+//! `ps`, `wait`, `stop`, `rm`, `resume`, `pause`, `priority`.
 
 use crate::api::Api;
 use crate::args::{PauseArgs, PriorityArgs, PsArgs, ResumeArgs, RmArgs, StopArgs, WaitArgs};
@@ -17,9 +17,9 @@ use futures::future::join_all;
 use serde_json::{Value, json};
 use std::time::Duration;
 
-/// Jobs that `ps` shows a person who does not say how many.
+/// Number of jobs that `ps` shows people by default.
 const DEFAULT_ROWS: usize = 100;
-/// How often `ps --watch` looks again.
+/// How often `ps --watch` lists again, and the longest interval at which `wait` polls.
 const POLL_INTERVAL: Duration = Duration::from_secs(2);
 
 pub(super) async fn ps(context: &Context, args: PsArgs) -> CommandResult {
@@ -32,7 +32,7 @@ pub(super) async fn ps(context: &Context, args: PsArgs) -> CommandResult {
     };
     let array = job.as_ref().filter(|job| is_array(job)).map(|job| job.id.clone());
     let request = list_request(&args, array);
-    // A script gets everything; a person as much as can be looked at.
+    // A script gets all jobs, people get as many as they can read.
     let limit = match (args.limit, format) {
         (Some(limit), _) => limit as usize,
         (None, Format::Human) if !args.all => DEFAULT_ROWS,
@@ -44,7 +44,7 @@ pub(super) async fn ps(context: &Context, args: PsArgs) -> CommandResult {
             _ => api.list_jobs(request.clone(), limit).await,
         };
         let jobs = match listed {
-            // The next look may find it back.
+            // The coordinator may be back at the next poll.
             Err(failure) if args.watch && failure.exit == Exit::Unreachable => {
                 ui.failure(&failure);
                 None
@@ -58,14 +58,14 @@ pub(super) async fn ps(context: &Context, args: PsArgs) -> CommandResult {
             show_jobs(&ui, jobs, format, args.watch)?;
             if jobs.is_empty() && format == Format::Human && !args.watch {
                 ui.notice(match is_filtered(&args) {
-                    true => "no job is like that; `aitk ps --all` shows every job",
+                    true => "no job matches; `aitk ps --all` shows all jobs",
                     false => "no jobs; `aitk submit CONFIG` adds one",
                 });
             }
             let more = total.saturating_sub(jobs.len() as u64);
             if more > 0 && jobs.len() >= limit && format == Format::Human {
                 ui.notice(&format!(
-                    "… and {} more (`aitk ps --all` shows all of them, --state, --user and --name some)",
+                    "… and {} more (`aitk ps --all` shows all; filter with --state, --user or --name)",
                     thousands(more)
                 ));
             }
@@ -84,10 +84,10 @@ fn is_filtered(args: &PsArgs) -> bool {
     !args.states.is_empty() || args.user.is_some() || args.name.is_some()
 }
 
-/// The question to the coordinator.
+/// Builds the request to the coordinator.
 fn list_request(args: &PsArgs, array: Option<JobId>) -> v1::ListJobsRequest {
     v1::ListJobsRequest {
-        // Whoever looks for something finds it among the ended ones, too.
+        // A filter also applies to jobs that have ended.
         all: args.all || is_filtered(args),
         members: args.members,
         array_id: array.map(|id| id.to_string()).unwrap_or_default(),
@@ -102,7 +102,7 @@ fn list_request(args: &PsArgs, array: Option<JobId>) -> v1::ListJobsRequest {
     }
 }
 
-/// `50,870`.
+/// Formats a number with separators: `50,870`.
 fn thousands(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::new();
@@ -123,13 +123,13 @@ fn show_jobs(ui: &Ui, jobs: &[JobView], format: Format, stream: bool) -> Result<
         }
         Format::Quiet => ui.data_lines(jobs.iter().map(|job| job.id.as_str())),
         Format::Human => {
-            // A script gets whole ids, a person those that fit.
+            // A script gets full ids, people get short ones.
             ui.table(&jobs_table(jobs, jiff::Timestamp::now(), ui.width().is_none()))
         }
     }
 }
 
-/// Every job that is named, each once, in order.
+/// Finds all jobs that are named, in order and without duplicates.
 async fn resolve_all(api: &Api, names: &[String]) -> Result<Vec<JobView>, Failure> {
     let mut jobs: Vec<JobView> = Vec::new();
     for name in names {
@@ -160,16 +160,17 @@ pub(super) async fn wait(context: &Context, args: WaitArgs) -> CommandResult {
         tokio::select! {
             ended = tokio::time::timeout(limit, all) => ended,
             _ = tokio::signal::ctrl_c() => {
-                ui.notice("no longer waiting; the jobs go on");
+                ui.notice("no longer waiting; the jobs continue");
                 return Ok(Exit::Interrupted);
             }
         }
     };
     let Ok(ended) = ended else {
-        return Err(
-            Failure::new(Exit::TimedOut, "the time is over and not every job has ended")
-                .hint("the jobs go on; `aitk ps` shows where they are"),
-        );
+        return Err(Failure::new(
+            Exit::TimedOut,
+            "the time of --timeout has passed, and not all jobs have ended",
+        )
+        .hint("the jobs continue; `aitk ps` shows their states"));
     };
     let ended: Vec<JobView> = ended.into_iter().collect::<Result<_, _>>()?;
     match Format::from_flags(args.json, args.quiet) {
@@ -203,7 +204,7 @@ fn waiting_for(jobs: &[JobView]) -> String {
     }
 }
 
-/// Looks again and again until the job has ended; a coordinator that is away for a while is waited for.
+/// Polls until the job has ended. Retries while the coordinator is unreachable, for up to five minutes.
 async fn wait_until_ended(api: &Api, ui: &Ui, mut job: JobView) -> Result<JobView, Failure> {
     let mut pause = Duration::from_millis(200);
     let mut unreachable_for = Duration::ZERO;
@@ -213,7 +214,7 @@ async fn wait_until_ended(api: &Api, ui: &Ui, mut job: JobView) -> Result<JobVie
             Ok(current) => (job, unreachable_for) = (current, Duration::ZERO),
             Err(failure) if failure.exit == Exit::Unreachable && unreachable_for < RECONNECT_TIMEOUT => {
                 if unreachable_for.is_zero() {
-                    ui.warn(&format!("{failure}; trying again"));
+                    ui.warn(&format!("{failure}; retrying"));
                 }
                 unreachable_for += pause;
             }
@@ -232,7 +233,7 @@ pub(super) async fn stop(context: &Context, args: StopArgs) -> CommandResult {
         stopped.push(api.stop(&job.id, args.now).await?);
     }
     print_jobs(&ui, &stopped, args.json, |job| match job.state {
-        JobState::Stopping if args.now => "ends without a save".to_owned(),
+        JobState::Stopping if args.now => "stops without saving".to_owned(),
         JobState::Stopping => "saves and stops; `aitk wait` waits for it".to_owned(),
         state => format!("is {state}"),
     })
@@ -257,8 +258,11 @@ pub(super) async fn resume(context: &Context, args: ResumeArgs) -> CommandResult
     }
     print_jobs(&ui, &resumed, args.json, |job| match job.checkpoint_step {
         _ if is_array(job) => format!("is {}: {}", job.state, job.reason),
-        Some(step) => format!("is {}, goes on from step {step}", job.state),
-        None => format!("is {}, starts from the beginning: it has no checkpoint", job.state),
+        Some(step) => format!("is {}, resumes from step {step}", job.state),
+        None => format!(
+            "is {}, starts from the beginning because it has no checkpoint",
+            job.state
+        ),
     })
 }
 
@@ -306,7 +310,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn large_numbers_are_readable() {
+    fn large_numbers_have_separators() {
         for (number, text) in [
             (0, "0"),
             (999, "999"),

@@ -1,4 +1,4 @@
-//! `login`: remember a coordinator and a token for every command of this user.
+//! `login`: saves a coordinator and a token for all commands of this user.
 
 use crate::api::{Api, read_token};
 use crate::args::LoginArgs;
@@ -16,7 +16,7 @@ use nix::sys::termios::{LocalFlags, SetArg, Termios, tcgetattr, tcsetattr};
 use std::io::{BufRead, IsTerminal, Read};
 use std::path::{Path, PathBuf};
 
-/// Longer lines are no token.
+/// The largest length of a token line.
 const MAX_TOKEN_LENGTH: u64 = 4096;
 
 pub(super) async fn login(context: &Context, args: LoginArgs) -> CommandResult {
@@ -27,9 +27,11 @@ pub(super) async fn login(context: &Context, args: LoginArgs) -> CommandResult {
     };
     let (secret, authority) = join::split(&token);
     if join::is_join_secret(secret) {
-        return Err(Failure::usage("this is a join token: it lets a worker in, not a user")
-            .hint(format!("on the worker: aitk-worker join {} TOKEN", args.server))
-            .hint("for a user, on the coordinator: aitk-coordinator token create NAME --role submitter"));
+        return Err(
+            Failure::usage("this is a join token: it is for a worker, not for a user")
+                .hint(format!("on the worker: aitk-worker join {} TOKEN", args.server))
+                .hint("for a user, on the coordinator: aitk-coordinator token create NAME --role submitter"),
+        );
     }
     let ca_file = match context
         .global
@@ -43,8 +45,8 @@ pub(super) async fn login(context: &Context, args: LoginArgs) -> CommandResult {
     let api = Api::connect(&args.server, &token, ca_file.as_deref()).await;
     let api = api.map_err(|failure| match (authority, &ca_file) {
         (None, None) if args.server.starts_with("https:") => failure.hint(
-            "this token names no authority; the administrator's `aitk-coordinator token create` makes one that does, where \
-             there is a certificate authority (`aitk-coordinator init`)",
+            "this token does not name a certificate authority; `aitk-coordinator token create` creates one that does, if the \
+             coordinator has an authority (`aitk-coordinator init`)",
         ),
         _ => failure,
     });
@@ -70,13 +72,13 @@ pub(super) async fn login(context: &Context, args: LoginArgs) -> CommandResult {
     settings::save(&config, &lines)?;
     ui.data(&config.display().to_string())?;
     ui.notice(&format!(
-        "{} (aitk {}) is the coordinator of every command from now on",
+        "commands now use the coordinator {} (aitk {})",
         args.server, info.version
     ));
     Ok(Exit::Ok)
 }
 
-/// The failure; where a coordinator wants TLS at an address that was given without, that.
+/// Replaces the failure if the coordinator requires TLS and the address is `http://`.
 async fn explain_tls_mismatch(server: &str, token: &str, failure: Failure) -> Failure {
     let Some(host) = server.trim().strip_prefix("http://") else {
         return failure;
@@ -84,7 +86,7 @@ async fn explain_tls_mismatch(server: &str, token: &str, failure: Failure) -> Fa
     let secure = format!("https://{host}");
     let speaks_tls = match Api::connect(&secure, token, None).await {
         Ok(_) => true,
-        // It showed a certificate: that is what TLS begins with.
+        // The error is about a certificate, so the server uses TLS.
         Err(answer) => answer.message.to_lowercase().contains("certificate"),
     };
     if !speaks_tls {
@@ -92,7 +94,7 @@ async fn explain_tls_mismatch(server: &str, token: &str, failure: Failure) -> Fa
     }
     Failure::new(
         failure.exit,
-        format!("the coordinator at {host} wants TLS, and {server} is an address without"),
+        format!("the coordinator at {host} requires TLS, but {server} is an address without TLS"),
     )
     .hint(format!("aitk login {secure}"))
 }
@@ -101,7 +103,7 @@ fn path_text(path: &Path) -> String {
     path.display().to_string()
 }
 
-/// The token from standard input, so that it is neither in the shell's history nor in the list of processes.
+/// Reads the token from standard input, so that it is neither in the shell's history nor in the list of processes.
 async fn read_token_from_stdin(ui: &Ui, server: &str) -> Result<String, Failure> {
     let stdin = std::io::stdin();
     if stdin.is_terminal() {
@@ -109,7 +111,7 @@ async fn read_token_from_stdin(ui: &Ui, server: &str) -> Result<String, Failure>
             "The token for {server}, from `aitk-coordinator token create` (it is not shown while you paste it):"
         )));
     }
-    // On a thread of its own, so that Ctrl-C finds the terminal as it was.
+    // In another thread, so that the terminal is restored after Ctrl-C.
     let options = tokio::task::spawn_blocking(|| {
         let mut line = String::new();
         std::io::stdin()
@@ -133,20 +135,20 @@ async fn read_token_from_stdin(ui: &Ui, server: &str) -> Result<String, Failure>
     Ok(token.secret().to_owned())
 }
 
-/// Standard input without echo, while this lives.
+/// Turns off the echo of standard input until it is dropped.
 struct HiddenInput {
     before: Option<Termios>,
 }
 
 impl HiddenInput {
-    /// Without a terminal it does nothing.
+    /// Turns off the echo; does nothing without a terminal.
     fn begin() -> Self {
         let stdin = std::io::stdin();
         let before = tcgetattr(&stdin).ok();
         if let Some(before) = &before {
             let mut hidden = before.clone();
             hidden.local_flags.remove(LocalFlags::ECHO);
-            // The line break is shown: the next line of ours begins at the left.
+            // The line break is still echoed, so that the next message begins on a new line.
             hidden.local_flags.insert(LocalFlags::ECHONL);
             let _ = tcsetattr(&stdin, SetArg::TCSANOW, &hidden);
         }

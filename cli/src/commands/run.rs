@@ -1,4 +1,4 @@
-//! `run`: what `python run.py` did, on this machine, with coordinator and worker inside this program.
+//! `run`: runs configs on this machine, as `python run.py` of ai-toolkit does, with an embedded coordinator and worker.
 
 use crate::args::RunArgs;
 use crate::config;
@@ -25,38 +25,38 @@ use aitk_common::plan::profile::MemoryProfile;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// How configs are run.
+/// Options for running configs.
 #[derive(Clone, Debug, Default)]
 pub struct RunOptions {
-    /// Go on after a failure.
+    /// Continue with the next config after a failure.
     pub recover: bool,
     /// Replaces `[name]`.
     pub name: Option<String>,
-    /// Keys that have another value than in the configs.
+    /// Keys with another value than in the configs.
     pub changes: Vec<Change>,
-    /// `cuda:1`, `cpu`; the best there is when unset.
+    /// `cuda:1`, `cpu`; `None`: the best device.
     pub device: Option<String>,
-    /// Who is told that a config has ended.
+    /// Notifications to send when a config has ended.
     pub notify: Notify,
 }
 
-/// What became of one config.
+/// The result of one config.
 #[derive(Clone, Debug)]
 pub struct RunResult {
-    /// As it was named.
+    /// Its path as given on the command line.
     pub config: PathBuf,
-    /// The job as it ended; none when the config never became one.
+    /// The job as it ended; `None` if it could not be submitted.
     pub job: Option<JobView>,
-    /// What it made; with the paths where the files lie.
+    /// The files that it wrote, with their local paths.
     pub artifacts: Vec<Artifact>,
-    /// How it ended.
+    /// Its exit code.
     pub exit: Exit,
 }
 
-/// What became of all of them.
+/// The results of all configs.
 #[derive(Clone, Debug)]
 pub struct RunReport {
-    /// In order; those after the first failure are missing, unless it was told to recover.
+    /// In order; without `recover` those after the first failure are missing.
     pub results: Vec<RunResult>,
     /// 0 when all completed, else the code of the first that did not.
     pub exit: Exit,
@@ -80,19 +80,19 @@ pub(super) async fn run(context: &Context, args: RunArgs) -> CommandResult {
     match report {
         Ok(report) => Ok(report.exit),
         Err(failure) => {
-            // Shown here, so that the log file has it too.
+            // Printed here, so that it is in the log file too.
             ui.failure(&failure);
             Err(Failure::new(failure.exit, ""))
         }
     }
 }
 
-/// Runs configs one after another, in place, and says what became of them.
+/// Runs configs one after another, with their inputs in place, and returns the results.
 ///
 /// All configs are read and checked before the first one starts. Ctrl-C saves and stops, a second one kills.
 ///
 /// # Errors
-/// When a config is wrong (unless told to recover), or coordinator and worker cannot start.
+/// When a config is wrong (unless `recover` is set), or coordinator and worker cannot start.
 pub async fn run_embedded(
     ui: &Ui,
     paths: &Paths,
@@ -136,10 +136,10 @@ pub async fn run_embedded(
     print_devices(ui, &devices);
     let folder = PrivateFolder::new(&paths.state.join("run"))?;
     let mut coordinator = aitk_coordinator::Config::new(folder.path().join("coordinator"));
-    // Results go where the config says, and its few rows into a folder of their own: the queue need not wait for room.
+    // The database is small and the results are written elsewhere, so no disk space has to be reserved.
     coordinator.disk_reserve = Some(0);
     coordinator.bind = std::net::SocketAddr::from(([127, 0, 0, 1], 0));
-    // There is no other machine to try; a person sees the failure and runs the command again.
+    // There is no other machine for a retry; the user sees the failure and runs the command again.
     coordinator.retries = 0;
     let worker_dir = folder.path().join("worker");
     let mut local = Local::start(coordinator, Some(&worker_dir), None, devices.clone(), None, None).await?;
@@ -171,7 +171,7 @@ pub async fn run_embedded(
             }
         };
         let exit = result.exit;
-        // Whoever pressed Ctrl-C knows.
+        // No notification after Ctrl-C.
         if let Some(job) = result.job.as_ref().filter(|_| exit != Exit::Interrupted) {
             options.notify.job_ended(ui, job).await;
         }
@@ -207,8 +207,8 @@ pub async fn run_embedded(
     Ok(report)
 }
 
-/// Ends both; a further Ctrl-C does not wait for them. A terminal that closes is no such wish: it may be why the job could not be
-/// followed to its end, and then it saves here.
+/// Shuts down coordinator and worker; a further Ctrl-C stops waiting for them. A hangup does not, because a closed terminal may be the
+/// reason why following the job failed, and the job then saves during the shutdown.
 async fn shut_down(local: Local, signals: &mut StopSignals) {
     tokio::select! {
         () = local.shutdown() => {}
@@ -216,16 +216,16 @@ async fn shut_down(local: Local, signals: &mut StopSignals) {
     }
 }
 
-/// Wishes about machines of a cluster, met with the only machine there is: what it cannot do is said now, because
-/// the job would wait for ever.
+/// Adapts the `cluster` section to this machine. Requirements that this machine does not meet are errors, because the job would wait
+/// forever.
 fn apply_to_this_machine(ui: &Ui, cluster: &mut ClusterConfig, devices: &[Device]) -> Result<(), Failure> {
     cluster.labels = Labels::default();
-    // Now and here is what was asked for.
+    // `run` starts the job now, so it waits for no other job or time.
     cluster.after = OneOrMany(Vec::new());
     cluster.after_any = OneOrMany(Vec::new());
     cluster.after_failed = OneOrMany(Vec::new());
     cluster.not_before = None;
-    let nothing = |what: String| {
+    let nothing_fits = |what: String| {
         Failure::new(Exit::NothingFits, what).hint("change `cluster` in the config, or submit it to a cluster that can")
     };
     let kinds: Vec<&Device> = devices
@@ -233,15 +233,15 @@ fn apply_to_this_machine(ui: &Ui, cluster: &mut ClusterConfig, devices: &[Device
         .filter(|d| cluster.device.is_none_or(|kind| kind == d.device.kind))
         .collect();
     if let Some(kind) = cluster.device.filter(|_| kinds.is_empty()) {
-        return Err(nothing(format!(
-            "the config needs a {} device, and none is used here",
+        return Err(nothing_fits(format!(
+            "the config needs a {} device, and no such device is used here",
             kind.name()
         )));
     }
     let most = kinds.iter().map(|d| d.memory_budget).max().unwrap_or(0);
     if let Some(wanted) = cluster.memory_budget.filter(|wanted| wanted.0 > most) {
-        return Err(nothing(format!(
-            "the config needs {}, and {} can be used here",
+        return Err(nothing_fits(format!(
+            "the config needs {} of memory, and at most {} can be used here",
             gib(wanted.0),
             gib(most)
         )));
@@ -256,7 +256,7 @@ fn apply_to_this_machine(ui: &Ui, cluster: &mut ClusterConfig, devices: &[Device
     };
     if let Some(profile) = cluster.memory_profile.filter(|profile| !is_supported(*profile)) {
         ui.warn(&format!(
-            "the memory profile {} is not for the device used here; its own is taken",
+            "the memory profile {} does not suit the device used here; the device's own profile is used",
             profile.name()
         ));
         cluster.memory_profile = None;
@@ -273,8 +273,8 @@ fn report(results: Vec<RunResult>) -> RunReport {
     RunReport { results, exit }
 }
 
-/// A config as the coordinator takes it. What its model consists of decides how it is laid out in memory: without it a
-/// toy would be taken for the whole of its family.
+/// Builds the submission of a config. The structure of the model decides the memory profile; without it a tiny model would be planned
+/// like the full-size model of its family.
 fn submission(path: &Path, directory: &Path, loaded: LoadedJob) -> Result<Submission, Failure> {
     Ok(Submission {
         job_json: job_json(&loaded, path)?,
@@ -289,7 +289,7 @@ fn submission(path: &Path, directory: &Path, loaded: LoadedJob) -> Result<Submis
     })
 }
 
-/// Runs one config. The exit code is the job's, or that of the signal which ended it.
+/// Runs one config. The exit code is the job's, or that of the signal that stopped it.
 async fn run_one(
     ui: &Ui,
     local: &Local,
@@ -323,7 +323,7 @@ async fn run_one(
                     });
                 }
                 signal = Some(which);
-                ui.notice("saving, then stopping; Ctrl-C again kills without a save");
+                ui.notice("saving, then stopping; Ctrl-C again kills without saving");
                 if let Err(failure) = api.stop(&submitted.job, false).await
                     && failure.exit != Exit::Conflict
                 {
@@ -336,12 +336,12 @@ async fn run_one(
     let job = follow.job().clone();
     let artifacts = api.artifacts(&job.id).await?;
     let exit = match (signal, job_exit(&job)) {
-        // It ended by itself before it could be stopped.
+        // The job ended before it could be stopped.
         (Some(_), Exit::Ok) | (None, _) => job_exit(&job),
         (Some(signal), _) => signal,
     };
     if signal.is_some() && exit != Exit::Ok {
-        ui.notice("stopped; run the same command again to go on from here");
+        ui.notice("stopped; run the same command again to resume");
     }
     Ok(RunResult {
         config: path.to_owned(),
@@ -358,7 +358,7 @@ mod tests {
     use aitk_common::job::cluster::ByteCount;
 
     #[test]
-    fn wishes_that_this_machine_cannot_meet_are_said_at_once() {
+    fn requirements_that_this_machine_does_not_meet_are_errors() {
         let cpu = Device {
             device: DeviceRef {
                 kind: DeviceKind::Cpu,
@@ -374,13 +374,13 @@ mod tests {
         };
         let ui = Ui::silent();
         let settle = |cluster: &mut ClusterConfig| apply_to_this_machine(&ui, cluster, std::slice::from_ref(&cpu));
-        let mut wishes = ClusterConfig {
+        let mut cluster = ClusterConfig {
             memory_profile: Some(MemoryProfile::FullGpu),
             ..ClusterConfig::default()
         };
-        wishes.labels.0.insert("zone".to_owned(), "x".to_owned());
-        settle(&mut wishes).unwrap();
-        assert_eq!((wishes.memory_profile, wishes.labels.0.len()), (None, 0));
+        cluster.labels.0.insert("zone".to_owned(), "x".to_owned());
+        settle(&mut cluster).unwrap();
+        assert_eq!((cluster.memory_profile, cluster.labels.0.len()), (None, 0));
         let mut cuda = ClusterConfig {
             device: Some(DeviceKind::Cuda),
             ..ClusterConfig::default()
@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn the_model_that_lies_here_is_looked_at_and_no_other() {
+    fn only_a_local_model_is_inspected() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         let header = r#"{"w":{"dtype":"F32","shape":[10,10],"data_offsets":[0,400]}}"#;

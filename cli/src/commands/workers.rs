@@ -1,4 +1,4 @@
-//! `workers`, `worker drain`, `worker undrain`.
+//! `workers`, `worker drain`, `worker undrain`, `worker forget`.
 
 use crate::args::{DrainArgs, ForgetArgs, UndrainArgs, WorkerState, WorkersArgs};
 use crate::context::Context;
@@ -30,14 +30,14 @@ pub(super) async fn workers(context: &Context, args: WorkersArgs) -> CommandResu
             if none {
                 ui.notice("no workers; start one on each machine: aitk-worker --server URL --token-file FILE");
             } else if workers.is_empty() {
-                ui.notice("no worker is like that; `aitk workers` lists all of them");
+                ui.notice("no worker matches; `aitk workers` lists all workers");
             }
         }
     }
     Ok(Exit::Ok)
 }
 
-/// The worker with those of its devices that are asked for, if there are any.
+/// Returns the worker with the devices that match the filters; `None` if there are none.
 fn filter_worker(mut worker: WorkerView, args: &WorkersArgs) -> Option<WorkerView> {
     let named = |pattern: &String| {
         matches_pattern(&worker.name, pattern)
@@ -68,23 +68,28 @@ pub(super) async fn drain(context: &Context, args: DrainArgs) -> CommandResult {
     let worker = context.api().await?.drain_worker(&args.worker, true, args.now).await?;
     let running: usize = worker.devices.iter().map(|slot| slot.jobs.len()).sum();
     let rest = match (running, args.now) {
-        (0, _) => "nothing runs there".to_owned(),
-        (running, true) => format!("{running} running there save and go on elsewhere"),
-        (running, false) => format!("{running} running there run to their end; --now moves them"),
+        (0, _) => "no job is running there".to_owned(),
+        (running, true) => format!("{running} running there will save and move to other workers"),
+        (running, false) => format!("{running} running there will run to their end; --now moves them to other workers"),
     };
-    print_worker(&ui, &worker, args.json, &format!("takes no more work; {rest}"))
+    print_worker(
+        &ui,
+        &worker,
+        args.json,
+        &format!("is drained and gets no new work; {rest}"),
+    )
 }
 
 pub(super) async fn undrain(context: &Context, args: UndrainArgs) -> CommandResult {
     let ui = context.ui(true);
     let worker = context.api().await?.drain_worker(&args.worker, false, false).await?;
-    print_worker(&ui, &worker, args.json, "takes work again")
+    print_worker(&ui, &worker, args.json, "gets work again")
 }
 
 pub(super) async fn forget(context: &Context, args: ForgetArgs) -> CommandResult {
     let ui = context.ui(true);
     let worker = context.api().await?.forget_worker(&args.worker).await?;
-    print_worker(&ui, &worker, args.json, "is forgotten")
+    print_worker(&ui, &worker, args.json, "is removed from the list")
 }
 
 fn print_worker(ui: &Ui, worker: &WorkerView, json: bool, says: &str) -> CommandResult {

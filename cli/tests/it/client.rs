@@ -339,7 +339,7 @@ async fn workers_are_chosen_by_name_state_and_label() {
         );
     }
     let none = ask(&fake, &["workers", "nobody"]).await;
-    assert!(err(&none).contains("no worker is like that"), "{}", err(&none));
+    assert!(err(&none).contains("no worker matches"), "{}", err(&none));
     assert_eq!(code(&ask(&fake, &["workers", "--state", "asleep"]).await), 2);
 
     // In a narrow terminal the state and why it is so are whole.

@@ -79,7 +79,7 @@ async fn a_job_is_submitted_listed_stopped_and_resumed() {
         .sum();
     assert_eq!(sent, 0, "nothing is sent twice: {json}");
     let third = place.aitk(&["submit", "job.yaml"]).await;
-    assert!(err(&third).contains("already there, nothing sent"), "{}", err(&third));
+    assert!(err(&third).contains("stored already, nothing sent"), "{}", err(&third));
 
     let jobs: serde_json::Value = serde_json::from_str(&out(&place.aitk(&["ps", "--json"]).await)).unwrap();
     assert_eq!(jobs["jobs"].as_array().unwrap().len(), 3);
@@ -227,7 +227,11 @@ async fn the_same_key_is_the_same_job() {
     let (first, again) = (place.aitk(&submit).await, place.aitk(&submit).await);
     assert_eq!((code(&first), code(&again)), (0, 0), "{}", err(&again));
     assert_eq!(out(&first), out(&again));
-    assert!(err(&again).contains("submitted before"), "{}", err(&again));
+    assert!(
+        err(&again).contains("was submitted with this key before"),
+        "{}",
+        err(&again)
+    );
     place.coordinator.shutdown().await;
 }
 
