@@ -1,4 +1,4 @@
-//! Flags of the verbs for a job's files.
+//! Arguments of the commands for a job's files.
 
 use clap::{Args, Subcommand};
 use std::path::PathBuf;
@@ -10,12 +10,12 @@ use std::path::PathBuf;
     disable_help_subcommand = true
 )]
 pub struct ArtifactsArgs {
-    /// List or fetch.
+    /// The subcommand.
     #[command(subcommand)]
     pub command: ArtifactsCommand,
 }
 
-/// The verbs below `aitk artifacts`.
+/// The subcommands of `aitk artifacts`.
 #[derive(Clone, Debug, Subcommand)]
 pub enum ArtifactsCommand {
     /// List the files of a job

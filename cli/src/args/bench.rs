@@ -1,4 +1,4 @@
-//! Flags of what measures.
+//! Arguments of the benchmarks.
 
 use clap::{Args, Subcommand, ValueEnum};
 
@@ -9,12 +9,12 @@ use clap::{Args, Subcommand, ValueEnum};
     disable_help_subcommand = true
 )]
 pub struct BenchArgs {
-    /// What to measure.
+    /// The subcommand.
     #[command(subcommand)]
     pub command: BenchCommand,
 }
 
-/// The verbs below `aitk bench`.
+/// The subcommands of `aitk bench`.
 #[derive(Clone, Debug, Subcommand)]
 pub enum BenchCommand {
     /// Measure a coordinator with simulated workers
@@ -55,7 +55,7 @@ pub struct BenchEngineArgs {
     /// Print JSON
     #[arg(long)]
     pub json: bool,
-    /// In this very process, one line of JSON
+    /// Measure in this process and print one line of JSON
     #[arg(long, hide = true, requires = "only")]
     pub here: bool,
 }
@@ -105,7 +105,7 @@ pub enum BenchStore {
 }
 
 impl BenchStore {
-    /// As it is written on the command line.
+    /// Returns the name as on the command line.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {

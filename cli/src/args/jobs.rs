@@ -1,4 +1,4 @@
-//! Flags of the verbs that look at jobs, queue them and steer them.
+//! Arguments of the commands that submit, list and control jobs.
 
 use super::NotifyArgs;
 use crate::output::format::parse_duration;
@@ -21,7 +21,7 @@ pub struct SubmitArgs {
     /// Follow the job until it ends
     #[arg(short, long)]
     pub follow: bool,
-    /// With --follow: who is told that the job has ended.
+    /// Notifications, with --follow.
     #[command(flatten)]
     pub notify: NotifyArgs,
     /// Name of the job; also replaces `[name]` in the config
@@ -74,7 +74,7 @@ pub struct CloneArgs {
     /// Follow the copy until it ends
     #[arg(short, long)]
     pub follow: bool,
-    /// With --follow: who is told that the copy has ended.
+    /// Notifications, with --follow.
     #[command(flatten)]
     pub notify: NotifyArgs,
     /// Name of the copy [default: the job's name]
@@ -168,7 +168,7 @@ pub struct WatchArgs {
     /// Job: its id, its name, or the beginning of its id
     #[arg(value_name = "JOB")]
     pub job: String,
-    /// Who is told.
+    /// Notifications.
     #[command(flatten)]
     pub notify: NotifyArgs,
     /// One JSON line per event
@@ -186,7 +186,7 @@ pub struct WaitArgs {
     /// Jobs: ids, names, or beginnings of ids
     #[arg(required = true, value_name = "JOB")]
     pub jobs: Vec<String>,
-    /// Who is told.
+    /// Notifications.
     #[command(flatten)]
     pub notify: NotifyArgs,
     /// Give up after this long: 90s, 10m, 2h

@@ -1,4 +1,4 @@
-//! Flags of the verbs that work on this machine, without a server.
+//! Arguments of the commands that work on this machine, without a server.
 
 use super::NotifyArgs;
 use clap::Args;
@@ -28,7 +28,7 @@ pub struct RunArgs {
     /// Device to compute on: cuda, cuda:1, metal, cpu
     #[arg(long, value_name = "DEVICE")]
     pub device: Option<String>,
-    /// Who is told that a config has ended.
+    /// Notifications.
     #[command(flatten)]
     pub notify: NotifyArgs,
     /// No progress bar and no progress lines
@@ -122,10 +122,10 @@ pub struct CompletionsArgs {
 /// `aitk attempt`, hidden.
 #[derive(Args, Clone, Debug)]
 pub struct AttemptArgs {
-    /// What to run, as the worker wrote it
+    /// The attempt's spec, written by the worker
     #[arg(long, value_name = "FILE", required_unless_present = "try_sandbox")]
     pub spec: Option<PathBuf>,
-    /// Confine this process to a folder, try what is forbidden, and print what is in force
+    /// Confine this process to a folder, try forbidden operations, and print which protections are in force
     #[arg(long, value_name = "FOLDER", conflicts_with = "spec")]
     pub try_sandbox: Option<PathBuf>,
 }

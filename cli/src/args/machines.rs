@@ -1,4 +1,4 @@
-//! Flags of the verbs that look at machines and steer them.
+//! Arguments of the commands that list and control workers, and of `doctor` and `login`.
 
 use crate::output::format::parse_duration;
 use clap::{Args, Subcommand, ValueEnum};
@@ -11,12 +11,12 @@ use std::time::Duration;
     disable_help_subcommand = true
 )]
 pub struct WorkerArgs {
-    /// What to do with it.
+    /// The subcommand.
     #[command(subcommand)]
     pub command: WorkerCommand,
 }
 
-/// The verbs below `aitk worker`.
+/// The subcommands of `aitk worker`.
 #[derive(Clone, Debug, Subcommand)]
 pub enum WorkerCommand {
     /// Stop assigning work to a worker
@@ -86,7 +86,7 @@ pub struct TopArgs {
     pub interval: Duration,
 }
 
-/// What a worker or its device may be doing.
+/// The state of a worker or its device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum WorkerState {
     /// No job is running, and the device is available
@@ -104,7 +104,7 @@ pub enum WorkerState {
 }
 
 impl WorkerState {
-    /// As it is written on the command line and in tables.
+    /// Returns the name as on the command line and in tables.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {

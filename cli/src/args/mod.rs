@@ -1,4 +1,4 @@
-//! The command line: every verb, flag and example. `docs/cli.md` is made from here.
+//! The command line arguments: all commands, flags and examples. `docs/cli.md` is generated from them.
 
 mod artifacts;
 mod bench;
@@ -86,7 +86,7 @@ pub struct Global {
     pub log_level: Option<String>,
 }
 
-/// The verbs.
+/// The commands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Run configs on this machine, without a server
@@ -255,12 +255,12 @@ mod tests {
     use clap::CommandFactory;
 
     #[test]
-    fn the_command_line_is_sound() {
+    fn clap_accepts_the_definitions() {
         Cli::command().debug_assert();
     }
 
     #[test]
-    fn upstream_spellings_of_run_parse() {
+    fn the_flags_of_ai_toolkits_run_py_parse() {
         let cli = Cli::parse_from(["aitk", "run", "a.yaml", "b", "-r", "-n", "ada", "-l", "x.log"]);
         let Command::Run(run) = cli.command else { panic!() };
         assert!(run.recover && run.configs.len() == 2);
@@ -268,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn every_verb_shows_two_examples() {
+    fn every_command_has_two_examples() {
         fn check(command: &clap::Command, path: &str) {
             for sub in command.get_subcommands().filter(|sub| !sub.is_hide_set()) {
                 let path = format!("{path} {}", sub.get_name());
@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn global_flags_go_anywhere() {
+    fn global_flags_are_accepted_before_and_after_the_command() {
         for line in [
             ["aitk", "--server", "http://x", "ps"],
             ["aitk", "ps", "--server", "http://x"],

@@ -1,8 +1,8 @@
-//! Flags of the verbs that follow a job: who is told that it has ended.
+//! Notification arguments of the commands that follow a job.
 
 use clap::Args;
 
-/// Whom to tell that a job has ended.
+/// How to notify the user that a job has ended.
 #[derive(Args, Clone, Debug, Default)]
 pub struct NotifyArgs {
     /// Run this command when a job has ended: a program and its arguments, with AITK_JOB_ID, _NAME, _STATE and _REASON
