@@ -40,7 +40,8 @@ impl Api {
     /// Connects with the address and token of the settings.
     ///
     /// # Errors
-    /// When no server or token is set, the token file is readable by others or cannot be read, or the coordinator is unreachable.
+    /// When no server or token is set, the token file is readable by others or cannot be read, or the coordinator is
+    /// unreachable.
     pub async fn from_settings(settings: &Settings) -> Result<Self, Failure> {
         let server = settings.server()?;
         let token = settings.token.as_ref().ok_or_else(|| {
@@ -313,7 +314,8 @@ impl Api {
         reply.try_into().map_err(invalid_message)
     }
 
-    /// Drains a worker, so that it gets no new work, or undrains it. `now`: its running jobs save and move to other workers.
+    /// Drains a worker, so that it gets no new work, or undrains it. `now`: its running jobs save and move to other
+    /// workers.
     ///
     /// # Errors
     /// As [`status_failure`].
@@ -538,7 +540,8 @@ pub fn status_failure(server: &str, status: &Status) -> Failure {
             format!("{server} does not answer like a coordinator: {message}"),
         )
         .hint("it may require TLS: write https:// before its address"),
-        // A standby coordinator reports this when the leader dies during a forwarded call. A status sent by the server has no source.
+        // A standby coordinator reports this when the leader dies during a forwarded call. A status sent by the server
+        // has no source.
         Code::Internal if is_transport(status) => Failure::new(
             Exit::Unreachable,
             format!("the connection to {server} broke off: {message}"),

@@ -125,10 +125,10 @@ pub const PLACEHOLDER: &str = "FILL-IN";
 
 fn refuse_placeholders(loaded: &LoadedJob) -> Result<(), Failure> {
     let inputs = loaded.spec.inputs();
-    let left = inputs
+    let placeholders = inputs
         .into_iter()
         .filter(|input| input.config_path.starts_with(PLACEHOLDER));
-    let lines: Vec<String> = left
+    let lines: Vec<String> = placeholders
         .map(|input| {
             let what = match input.kind {
                 InputKind::Model => "the path of your model, or ORG/NAME of a repository on Hugging Face",

@@ -99,17 +99,17 @@ mod tests {
     #[test]
     fn docs_cli_md_is_up_to_date() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/cli.md");
-        let made = markdown();
+        let generated = markdown();
         if std::env::var_os("AITK_UPDATE_GOLDEN").is_some() {
             std::fs::create_dir_all(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs")).unwrap();
-            std::fs::write(path, &made).unwrap();
+            std::fs::write(path, &generated).unwrap();
         }
         let found = std::fs::read_to_string(path).unwrap_or_default();
         assert!(
-            found == made,
+            found == generated,
             "docs/cli.md is out of date: run AITK_UPDATE_GOLDEN=1 cargo test -p aitk docs"
         );
-        for line in made.lines().skip_while(|line| !line.starts_with("## `aitk`")) {
+        for line in generated.lines().skip_while(|line| !line.starts_with("## `aitk`")) {
             assert!(line.chars().count() <= 80, "too wide for a terminal: {line}");
         }
     }

@@ -1,4 +1,5 @@
-//! Downloads blobs into a folder. A file appears only when it is complete and its hash is right, and never outside the folder.
+//! Downloads blobs into a folder. A file appears only when it is complete and its hash is right, and never outside the
+//! folder.
 
 use crate::api::{Api, status_failure};
 use crate::exit::Exit;
@@ -83,9 +84,9 @@ pub fn check_existing(path: &Path, hash: ContentHash, bytes: u64) -> Result<Exis
     })
 }
 
-/// Downloads one blob to `path`. The file appears only when its length and hash are right. Until then the data is in a hidden file
-/// beside it, so that another attempt, also of a later run of the program, downloads only the rest. `progress` is called with the
-/// bytes of each piece, and with a negative number when they have to be downloaded again.
+/// Downloads one blob to `path`. The file appears only when its length and hash are right. Until then the data is in a
+/// hidden file beside it, so that another attempt, also of a later run of the program, downloads only the rest.
+/// `progress` is called with the bytes of each piece, and with a negative number when they have to be downloaded again.
 ///
 /// # Errors
 /// When the store does not have the blob, the connection breaks too often, or the file cannot be written.
@@ -183,7 +184,8 @@ struct PartialFile {
     hasher: HashingWriter,
     /// The current call has written data.
     is_appending: bool,
-    /// The file belongs to this process alone and is removed at its end, because another process downloads the same blob.
+    /// The file belongs to this process alone and is removed at its end, because another process downloads the same
+    /// blob.
     is_private: bool,
 }
 
@@ -260,7 +262,8 @@ impl Drop for PartialFile {
     }
 }
 
-/// Opens the partial file with the default permissions, because it becomes the downloaded file. A symbolic link is not followed.
+/// Opens the partial file with the default permissions, because it becomes the downloaded file. A symbolic link is not
+/// followed.
 fn open_partial(path: &Path) -> std::io::Result<File> {
     File::options()
         .read(true)
@@ -300,8 +303,8 @@ pub fn disk_failure(error: &FsError) -> Failure {
     }
 }
 
-/// Whether a name matches: it equals `wanted`, is in a folder of that name, or matches it as a pattern with `*` (any text) and `?`
-/// (one character).
+/// Whether a name matches: it equals `wanted`, is in a folder of that name, or matches it as a pattern with `*` (any
+/// text) and `?` (one character).
 #[must_use]
 pub fn matches_pattern(name: &str, wanted: &str) -> bool {
     let wanted = wanted.trim_end_matches('/');

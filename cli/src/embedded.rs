@@ -239,8 +239,8 @@ impl Local {
         self.coordinator.shutdown().await;
     }
 
-    /// Waits until the worker ends by itself, which happens when the coordinator refuses it; returns why. Without a worker it never
-    /// returns.
+    /// Waits until the worker ends by itself, which happens when the coordinator refuses it; returns why. Without a
+    /// worker it never returns.
     pub async fn worker_ended(&mut self) -> String {
         match &mut self.worker {
             Some(worker) => match worker.ended().await {
@@ -263,7 +263,8 @@ pub struct StopSignals {
 }
 
 impl StopSignals {
-    /// Installs the handlers, so that none of the signals ends the program by itself. A SIGHUP that `nohup` ignores stays ignored.
+    /// Installs the handlers, so that none of the signals ends the program by itself. A SIGHUP that `nohup` ignores
+    /// stays ignored.
     ///
     /// # Errors
     /// When a handler cannot be installed.
@@ -278,8 +279,8 @@ impl StopSignals {
         })
     }
 
-    /// Waits for the next signal and returns its exit code. A hangup counts only as the first signal: shell and kernel both send one
-    /// when a terminal closes, and the second must not count as a second Ctrl-C.
+    /// Waits for the next signal and returns its exit code. A hangup counts only as the first signal: shell and kernel
+    /// both send one when a terminal closes, and the second must not count as a second Ctrl-C.
     pub async fn next(&mut self) -> Exit {
         let Self {
             terminate,

@@ -368,8 +368,8 @@ pub fn notice_line(body: &EventBody) -> Option<(bool, String)> {
     })
 }
 
-/// As [`notice_line`], but without the reason of a failed job if its last failed attempt gave the same reason. `last_failure` keeps
-/// that attempt's message; the job's reason may have a prefix before it.
+/// As [`notice_line`], but without the reason of a failed job if its last failed attempt gave the same reason.
+/// `last_failure` keeps that attempt's message; the job's reason may have a prefix before it.
 pub fn notice_without_repetition(last_failure: &mut String, body: &EventBody) -> Option<(bool, String)> {
     match body {
         EventBody::Attempt {
@@ -416,7 +416,7 @@ pub async fn follow_to_end(
     renderer: &mut Renderer<'_>,
 ) -> Result<Exit, Failure> {
     let (id, mut latest) = (job.id.clone(), job.clone());
-    let mut follow = JobFollower::new(api, ui, job, cursor);
+    let mut follower = JobFollower::new(api, ui, job, cursor);
     // One future for the whole loop: a new one would miss signals that arrived before it was created.
     let mut interrupted = pin!(tokio::signal::ctrl_c());
     // The reason for waiting is not an event, because it depends on other users' jobs.
@@ -426,7 +426,7 @@ pub async fn follow_to_end(
     };
     loop {
         let next = {
-            let mut next = Box::pin(follow.next());
+            let mut next = Box::pin(follower.next());
             // Polled beside the events and Ctrl-C, so that neither waits for a coordinator that does not answer.
             let mut job_lookup = Box::pin(look_up_job());
             loop {
@@ -454,7 +454,7 @@ pub async fn follow_to_end(
         }
     }
     renderer.finish();
-    Ok(job_exit(follow.job()))
+    Ok(job_exit(follower.job()))
 }
 
 /// Prints that the job continues, how to follow it again and how to stop it.
@@ -499,7 +499,8 @@ impl LogFilter {
         self.since.is_none_or(|since| timestamp(event.time) >= since)
     }
 
-    /// Adds an existing event that has a line. Returns it if it is to be shown at once; with `tail` none is, see [`Self::drain`].
+    /// Adds an existing event that has a line. Returns it if it is to be shown at once; with `tail` none is, see
+    /// [`Self::drain`].
     pub fn take(&mut self, event: JobEvent) -> Option<JobEvent> {
         if !self.is_recent(&event) {
             return None;

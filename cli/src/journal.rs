@@ -1,7 +1,7 @@
 //! The lines of `aitk logs`: one line per event, each with its time.
 //!
-//! On a terminal: local time of day, a line with the date where it changes, and long lines folded and indented. In a pipe: RFC 3339
-//! in UTC, and no folding.
+//! On a terminal: local time of day, a line with the date where it changes, and long lines folded and indented. In a
+//! pipe: RFC 3339 in UTC, and no folding.
 
 use crate::follow::{log_line, notice_without_repetition};
 use crate::output::format::{fold, printable};
@@ -38,8 +38,8 @@ pub struct Journal {
     total: Option<u64>,
     /// The message of the last failed attempt.
     last_failure: String,
-    /// Phases that were shown since the job last changed its state. Each is shown once, because a training returns to its phase
-    /// after every save.
+    /// Phases that were shown since the job last changed its state. Each is shown once, because a training returns to
+    /// its phase after every save.
     phases: BTreeSet<String>,
 }
 

@@ -101,8 +101,8 @@ fn start_logging(global: &args::Global) {
     telemetry::init_at(telemetry::Options { kind, json: false }, level);
 }
 
-/// Runs as the child process of a worker that is embedded in this program. The worker reads its standard output, so nothing else
-/// may be printed there.
+/// Runs as the child process of a worker that is embedded in this program. The worker reads its standard output, so
+/// nothing else may be printed there.
 #[cfg(feature = "embedded")]
 fn run_attempt(args: &args::AttemptArgs, _ui: &Ui) -> ExitCode {
     if let Some(folder) = &args.try_sandbox {

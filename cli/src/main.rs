@@ -2,8 +2,8 @@
 
 use std::process::ExitCode;
 
-/// Training allocates and frees thousands of large tensors. The system's allocator returns each of them to the kernel, and the next
-/// allocation has to fault in every page again; mimalloc reuses the memory.
+/// Training allocates and frees thousands of large tensors. The system's allocator returns each of them to the kernel,
+/// and the next allocation has to fault in every page again; mimalloc reuses the memory.
 #[cfg(feature = "embedded")]
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;

@@ -23,8 +23,8 @@ const POLL_INTERVAL_LARGE: Duration = Duration::from_secs(5);
 const LARGE_ARRAY: u32 = 100;
 /// The largest number of running members whose progress is shown.
 const MAX_LIVE_LINES: usize = 8;
-/// The largest number of members whose logs are followed at the same time. Most clusters run fewer at once; the next members are
-/// followed when these have ended.
+/// The largest number of members whose logs are followed at the same time. Most clusters run fewer at once; the next
+/// members are followed when these have ended.
 const MAX_FOLLOWED: usize = 64;
 
 /// Whether this is an array, not a job or a member.
@@ -46,9 +46,9 @@ fn progress_line(member: &JobView) -> String {
         ..JobProgress::default()
     };
     let mut text = format!("[{}]", member_label(member));
-    if let Some(now) = &member.progress {
-        progress.steps(now.done, now.total, now.seconds_per_step);
-        text.push_str(&format!(" {}/{}  {}", now.done, now.total, progress.numbers()));
+    if let Some(current) = &member.progress {
+        progress.steps(current.done, current.total, current.seconds_per_step);
+        text.push_str(&format!(" {}/{}  {}", current.done, current.total, progress.numbers()));
     }
     printable(&format!("{}  {}", text.trim_end(), job_detail(member)))
 }
@@ -108,8 +108,8 @@ pub async fn watch_array(api: &Api, ui: &Ui, mut array: JobView, format: Format,
             Err(failure) => Err(failure),
         };
         match result {
-            Ok((now, members)) => {
-                (array, unreachable_for) = (now, Duration::ZERO);
+            Ok((current, members)) => {
+                (array, unreachable_for) = (current, Duration::ZERO);
                 show_members(ui, &array, &members, &mut states, &mut last_summary, live.as_mut(), to)?;
             }
             Err(failure) if failure.exit == Exit::Unreachable && unreachable_for < RECONNECT_TIMEOUT => {
@@ -175,19 +175,19 @@ fn show_members(
     }
     let runs = |member: &&JobView| matches!(member.state, JobState::Running | JobState::Stopping);
     let running: Vec<&JobView> = members.iter().filter(runs).collect();
-    let mut now: Vec<String> = running
+    let mut current: Vec<String> = running
         .iter()
         .take(MAX_LIVE_LINES)
         .map(|member| progress_line(member))
         .collect();
     if running.len() > MAX_LIVE_LINES {
-        now.push(format!("… {} more running", running.len() - MAX_LIVE_LINES));
+        current.push(format!("… {} more running", running.len() - MAX_LIVE_LINES));
     }
     if ui.has_bars() {
-        now.insert(0, summary);
+        current.insert(0, summary);
     }
-    if !now.is_empty() {
-        live.show_lines(&now);
+    if !current.is_empty() {
+        live.show_lines(&current);
     }
     Ok(())
 }

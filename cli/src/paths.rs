@@ -65,7 +65,8 @@ pub fn nearest_existing(path: &Path) -> &Path {
     path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"))
 }
 
-/// Returns the bytes that this user may still write on the disk of a path, which need not exist; `None` if the system reports none.
+/// Returns the bytes that this user may still write on the disk of a path, which need not exist; `None` if the system
+/// reports none.
 #[must_use]
 pub fn free_space(path: &Path) -> Option<u64> {
     let space = nix::sys::statvfs::statvfs(nearest_existing(path)).ok()?;

@@ -7,8 +7,8 @@ use aitk_common::step_metrics::{self, LOG_FILE, METRICS_FILE, StepMetrics};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-/// Returns the run folder with this name; `None` if the name is that of a job. A name without a path separator is a folder only if
-/// the folder has a log or metrics.
+/// Returns the run folder with this name; `None` if the name is that of a job. A name without a path separator is a
+/// folder only if the folder has a log or metrics.
 ///
 /// # Errors
 /// When the name is a path and there is no such folder.

@@ -1,7 +1,7 @@
 //! Settings: the coordinator, the token, the webhook, and where each of them was set.
 //!
-//! Precedence: flag > environment > `./aitk.yaml` > user file > a running `aitk up`. For the webhook: flag > environment > user file;
-//! `./aitk.yaml` cannot set it, because somebody else may have written that file.
+//! Precedence: flag > environment > `./aitk.yaml` > user file > a running `aitk up`. For the webhook: flag >
+//! environment > user file; `./aitk.yaml` cannot set it, because somebody else may have written that file.
 
 use crate::failure::Failure;
 use crate::paths::{Paths, expand};
@@ -160,8 +160,8 @@ pub struct NotifyUrl {
 }
 
 impl NotifyUrl {
-    /// Reads the address from the flag, `AITK_NOTIFY_URL`, or `notify_url:` of the user file. `AITK_NOTIFY_PRIVATE` or `notify_private:`
-    /// of the user file allows private addresses.
+    /// Reads the address from the flag, `AITK_NOTIFY_URL`, or `notify_url:` of the user file. `AITK_NOTIFY_PRIVATE` or
+    /// `notify_private:` of the user file allows private addresses.
     ///
     /// # Errors
     /// When the user file cannot be read or parsed, or has an address and is readable by others.
@@ -199,7 +199,8 @@ impl NotifyUrl {
     }
 }
 
-/// Refuses a file that other users may read. A webhook's address is a secret, because anyone who knows it can post to the chat.
+/// Refuses a file that other users may read. A webhook's address is a secret, because anyone who knows it can post to
+/// the chat.
 fn check_not_readable_by_others(path: &Path) -> Result<(), Failure> {
     let mode = std::fs::metadata(path)
         .map_err(|error| Failure::file("read", path, &error))?
@@ -297,8 +298,8 @@ impl Settings {
             );
         }
 
-        // A running `aitk up` is used when no server is set, or when the server is its own address. In the second case a token from the
-        // user file does not apply, because it is for the user file's server.
+        // A running `aitk up` is used when no server is set, or when the server is its own address. In the second case
+        // a token from the user file does not apply, because it is for the user file's server.
         let up_path = paths.up_state();
         if let Some(up) = UpState::read(&up_path)?
             && server
@@ -385,7 +386,8 @@ fn read_file(path: &Path) -> Result<FileSettings, Failure> {
     })
 }
 
-/// Parses flat `key: value` lines, a small part of YAML: comments and quotes, nothing nested. An error has the line number.
+/// Parses flat `key: value` lines, a small part of YAML: comments and quotes, nothing nested. An error has the line
+/// number.
 fn parse_file(text: &str) -> Result<FileSettings, (usize, String)> {
     let mut settings = FileSettings::default();
     for (index, line) in text.lines().enumerate() {

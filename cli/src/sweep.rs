@@ -20,7 +20,8 @@ pub struct Sweep {
 pub struct Member {
     /// Its index, from 0.
     pub index: usize,
-    /// The repeat that the member belongs to. Members with the same number get the same seed and differ only in swept keys.
+    /// The repeat that the member belongs to. Members with the same number get the same seed and differ only in swept
+    /// keys.
     pub twin: u32,
     /// Its changes to the config.
     pub changes: Vec<Change>,
@@ -65,8 +66,8 @@ impl Sweep {
     fn label(&self, value: &str) -> String {
         let last = self.key.rsplit('.').next().unwrap_or_default();
         let plain = |text: &str| -> String {
-            let kept = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.');
-            let text: String = text.chars().map(|c| if kept(c) { c } else { '-' }).collect();
+            let is_allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.');
+            let text: String = text.chars().map(|c| if is_allowed(c) { c } else { '-' }).collect();
             text.trim_matches('-').to_owned()
         };
         let sign = if value.starts_with('-') { "-" } else { "" };

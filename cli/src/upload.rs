@@ -1,4 +1,5 @@
-//! Uploads local inputs to the coordinator's storage. Files are hashed here; content that is stored already is not sent.
+//! Uploads local inputs to the coordinator's storage. Files are hashed here; content that is stored already is not
+//! sent.
 
 use crate::api::{Api, status_failure};
 use crate::download::disk_failure;
@@ -269,8 +270,8 @@ async fn try_send(
     }
 }
 
-/// Writes the pieces of a blob into a call. The function owns `pieces`, so the stream ends when it returns. After an error the stream
-/// is shorter than announced, and the store discards it.
+/// Writes the pieces of a blob into a call. The function owns `pieces`, so the stream ends when it returns. After an
+/// error the stream is shorter than announced, and the store discards it.
 async fn send_pieces(
     header: v1::PutBlobRequest,
     source: &Source,

@@ -71,8 +71,11 @@ pub fn short_id(id: &str, length: usize) -> &str {
 /// Returns the estimated remaining time of a job, if it is known.
 fn eta(job: &JobView) -> Option<Duration> {
     let progress = job.progress.filter(|_| is_active(job))?;
-    let left = progress.total.checked_sub(progress.done).filter(|&left| left > 0)?;
-    Duration::try_from_secs_f64(progress.seconds_per_step? * left as f64).ok()
+    let remaining = progress
+        .total
+        .checked_sub(progress.done)
+        .filter(|&remaining| remaining > 0)?;
+    Duration::try_from_secs_f64(progress.seconds_per_step? * remaining as f64).ok()
 }
 
 fn is_active(job: &JobView) -> bool {
@@ -124,7 +127,8 @@ pub fn jobs_table(jobs: &[JobView], now: Timestamp, full_ids: bool) -> Table {
             or_none(eta(job).map(duration)),
         ]
     };
-    // For people these columns are left out when they are empty, so that reasons have more space. A script always gets them.
+    // For people these columns are left out when they are empty, so that reasons have more space. A script always gets
+    // them.
     let numbered = full_ids || jobs.iter().any(|job| numbers(job).iter().any(|cell| cell != "-"));
     let mut columns = vec![
         Column::fixed("ID"),
@@ -160,7 +164,8 @@ pub fn jobs_table(jobs: &[JobView], now: Timestamp, full_ids: bool) -> Table {
     table
 }
 
-/// Returns the states of a worker's device, the most important first. It is empty for a worker without devices that is only connected.
+/// Returns the states of a worker's device, the most important first. It is empty for a worker without devices that is
+/// only connected.
 #[must_use]
 pub fn device_states(worker: &WorkerView, slot: Option<&WorkerDeviceView>) -> Vec<WorkerState> {
     let busy = slot.is_some_and(|slot| !slot.jobs.is_empty());

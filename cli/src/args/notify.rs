@@ -9,8 +9,8 @@ pub struct NotifyArgs {
     /// in the environment
     #[arg(long, value_name = "COMMAND")]
     pub notify_command: Option<String>,
-    /// Post to this https address when a job has ended: its name, state and reason as JSON, with a line of text for chat
-    /// services [env: AITK_NOTIFY_URL]
+    /// Post to this https address when a job has ended: its name, state and reason as JSON, with a line of text for
+    /// chat services [env: AITK_NOTIFY_URL]
     #[arg(long, value_name = "URL")]
     pub notify_url: Option<String>,
 }

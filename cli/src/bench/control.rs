@@ -1,5 +1,5 @@
-//! `aitk bench control`: measures a coordinator with many simulated workers. Processes, TLS connections and durable writes are real;
-//! only the jobs are not computed.
+//! `aitk bench control`: measures a coordinator with many simulated workers. Processes, TLS connections and durable
+//! writes are real; only the jobs are not computed.
 
 use super::server::Server;
 use super::simulated_workers::{SLOW, SLOW_LABEL, SimulatedWorkers, WorkerEvent};
@@ -65,7 +65,7 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
         args.tasks
     ));
     let before = server.usage()?.cpu;
-    let took = measure_throughput(&api, &mut workers, args.tasks).await?;
+    let elapsed = measure_throughput(&api, &mut workers, args.tasks).await?;
     let cpu = server.usage()?.cpu.saturating_sub(before);
 
     ui.notice(&format!(
@@ -81,9 +81,9 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
     ui.notice("killing and restarting the coordinator");
     let restarted = server.restart().await?;
 
-    let per_second = args.tasks as f64 / took.as_secs_f64();
+    let per_second = args.tasks as f64 / elapsed.as_secs_f64();
     let assign = Quantiles::of(&mut latency.assign);
-    let whole = Quantiles::of(&mut latency.finish);
+    let finish_times = Quantiles::of(&mut latency.finish);
     if args.json {
         ui.json(&json!({
             "store": args.store.name(),
@@ -92,12 +92,12 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
             "waiting": args.waiting,
             "beat_cpu_share": heartbeat_share,
             "tasks_per_s": per_second,
-            "seconds": took.as_secs_f64(),
+            "seconds": elapsed.as_secs_f64(),
             "coordinator_cpu_s": cpu.as_secs_f64(),
             "assign_p50_ms": assign.p50,
             "assign_p99_ms": assign.p99,
-            "finish_p50_ms": whole.p50,
-            "finish_p99_ms": whole.p99,
+            "finish_p50_ms": finish_times.p50,
+            "finish_p99_ms": finish_times.p99,
             "coordinator_rss_bytes": resident,
             "restart_s": restarted.ready_after.as_secs_f64(),
         }))?;
@@ -120,7 +120,7 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
         format!(
             "coordinator            {:.2} s of CPU time for {:.2} s",
             cpu.as_secs_f64(),
-            took.as_secs_f64()
+            elapsed.as_secs_f64()
         ),
         format!(
             "submit to assigned     {:.1} ms median, {:.1} ms p99   while {} tasks wait",
@@ -128,7 +128,7 @@ pub(super) async fn run(context: &Context, args: &BenchControlArgs) -> CommandRe
         ),
         format!(
             "submit to finished     {:.1} ms median, {:.1} ms p99",
-            whole.p50, whole.p99
+            finish_times.p50, finish_times.p99
         ),
         format!("coordinator's memory   {}", size(resident)),
         format!(
@@ -205,12 +205,12 @@ fn slow_task() -> Submission {
 
 /// Submits `count` tasks over all connections, and returns when all are stored.
 async fn submit_all(api: &[Api], count: usize, make: fn() -> Submission) -> Result<(), Failure> {
-    let given = Arc::new(AtomicUsize::new(0));
+    let submitted_count = Arc::new(AtomicUsize::new(0));
     let mut calls = JoinSet::new();
     for call in 0..CLIENTS * CALLS_PER_CLIENT {
-        let (api, given) = (api[call % api.len()].clone(), given.clone());
+        let (api, submitted_count) = (api[call % api.len()].clone(), submitted_count.clone());
         calls.spawn(async move {
-            while given.fetch_add(1, Ordering::Relaxed) < count {
+            while submitted_count.fetch_add(1, Ordering::Relaxed) < count {
                 api.submit(make()).await?;
             }
             Ok::<(), Failure>(())
@@ -228,7 +228,7 @@ async fn measure_heartbeats(
     server: &mut Server,
     time: Duration,
 ) -> Result<f64, Failure> {
-    let (before, began) = (server.usage()?.cpu, Instant::now());
+    let (before, start) = (server.usage()?.cpu, Instant::now());
     // The only possible event is a session that breaks.
     let events = async {
         loop {
@@ -238,16 +238,16 @@ async fn measure_heartbeats(
     if let Ok(broken) = tokio::time::timeout(time, events).await {
         return broken;
     }
-    let took = server.usage()?.cpu.saturating_sub(before);
-    Ok(took.as_secs_f64() / began.elapsed().as_secs_f64())
+    let cpu = server.usage()?.cpu.saturating_sub(before);
+    Ok(cpu.as_secs_f64() / start.elapsed().as_secs_f64())
 }
 
 /// Measures the time from the first submission until the last task is stored as finished.
 async fn measure_throughput(api: &[Api], workers: &mut SimulatedWorkers, count: usize) -> Result<Duration, Failure> {
-    let began = Instant::now();
+    let start = Instant::now();
     let finish = async {
         let mut finished = 0;
-        let mut last = began;
+        let mut last = start;
         while finished < count {
             if let WorkerEvent::Finished(at) = next_event(workers).await? {
                 finished += 1;
@@ -258,7 +258,7 @@ async fn measure_throughput(api: &[Api], workers: &mut SimulatedWorkers, count: 
     };
     let (submitted, last) = tokio::join!(submit_all(api, count, quick_task), finish);
     submitted?;
-    Ok(last?.saturating_duration_since(began))
+    Ok(last?.saturating_duration_since(start))
 }
 
 struct Latency {
@@ -273,15 +273,15 @@ async fn measure_latency(api: &Api, workers: &mut SimulatedWorkers, count: usize
         finish: Vec::with_capacity(count),
     };
     for _ in 0..count {
-        let began = Instant::now();
+        let start = Instant::now();
         let job: JobId = api.submit(quick_task()).await?.job;
         loop {
             match next_event(workers).await? {
                 WorkerEvent::Assigned(which, at) if which == job => {
-                    latency.assign.push(at.saturating_duration_since(began));
+                    latency.assign.push(at.saturating_duration_since(start));
                 }
                 WorkerEvent::Finished(at) => {
-                    latency.finish.push(at.saturating_duration_since(began));
+                    latency.finish.push(at.saturating_duration_since(start));
                     break;
                 }
                 _ => {}
@@ -305,8 +305,8 @@ mod tests {
     #[test]
     fn quantiles_are_measured_times() {
         let mut times: Vec<Duration> = (1..=200).rev().map(Duration::from_millis).collect();
-        let found = Quantiles::of(&mut times);
-        assert!((found.p50 - 100.0).abs() < 1e-9 && (found.p99 - 198.0).abs() < 1e-9);
+        let quantiles = Quantiles::of(&mut times);
+        assert!((quantiles.p50 - 100.0).abs() < 1e-9 && (quantiles.p99 - 198.0).abs() < 1e-9);
         let one = Quantiles::of(&mut [Duration::from_millis(7)]);
         assert!((one.p50 - 7.0).abs() < 1e-9 && (one.p99 - 7.0).abs() < 1e-9);
     }

@@ -1,5 +1,5 @@
-//! `aitk bench engine`: measures parts of models on this machine. Each runs in a child process, so that its peak memory is its own, and
-//! running out of memory ends only that one.
+//! `aitk bench engine`: measures parts of models on this machine. Each runs in a child process, so that its peak memory
+//! is its own, and running out of memory ends only that one.
 
 use crate::args::BenchEngineArgs;
 use crate::context::Context;
@@ -98,7 +98,8 @@ fn pretty(value: &Value) -> String {
     format!("{value:#}")
 }
 
-/// Measures in this process. It does not probe for devices, because probing computes and would create the thread pool too early.
+/// Measures in this process. It does not probe for devices, because probing computes and would create the thread pool
+/// too early.
 async fn measure_here(works: &[&'static Work], device: Option<&str>) -> Result<Finding, Failure> {
     let choice = device.unwrap_or("cpu").parse::<Choice>();
     let (&[work], Ok(Choice::These(devices))) = (works, choice) else {

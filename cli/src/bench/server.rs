@@ -58,7 +58,7 @@ impl Server {
         let log = folder.join("log");
         let errors = std::fs::File::create(&log).map_err(|error| Failure::file("write", &log, &error))?;
         let program = std::env::current_exe().map_err(|error| Failure::failed(error.to_string()))?;
-        let began = Instant::now();
+        let start = Instant::now();
         let mut child = Command::new(program)
             .args(["up", "--no-worker", "--bind", "127.0.0.1:0"])
             .arg("--data-dir")
@@ -92,7 +92,7 @@ impl Server {
             .await
             .map_err(|_| not_started())?
             .map_err(|error| Failure::failed(error.to_string()))?;
-        let ready_after = began.elapsed();
+        let ready_after = start.elapsed();
         let address = line.split_whitespace().nth(1).ok_or_else(not_started)?.to_owned();
         let pid = Pid::from_u32(child.id().ok_or_else(not_started)?);
         Ok(Self {

@@ -57,11 +57,11 @@ pub(super) async fn get(context: &Context, args: ArtifactsGetArgs) -> CommandRes
     let ui = context.ui(args.no_progress);
     let api = context.api().await?;
     let job = api.resolve(&args.job).await?;
-    let made = api.artifacts(&job.id).await?;
-    let folder = args.output.clone().unwrap_or_else(|| default_folder(&job, &made));
-    let chosen = choose(made, &args.names, &args.kinds)?;
+    let artifacts = api.artifacts(&job.id).await?;
+    let folder = args.output.clone().unwrap_or_else(|| default_folder(&job, &artifacts));
+    let selected = choose(artifacts, &args.names, &args.kinds)?;
     let mut items = Vec::new();
-    for artifact in chosen {
+    for artifact in selected {
         let Some(hash) = artifact.hash else {
             let place = artifact
                 .local_path
@@ -129,24 +129,24 @@ pub(super) async fn get(context: &Context, args: ArtifactsGetArgs) -> CommandRes
         ui.json(&json!({ "job": job.id, "files": files }))?;
     } else {
         ui.data_lines(items.iter().map(|item| item.path.display().to_string()))?;
-        let check_existing = items.iter().filter(|item| item.status == "present").count();
-        let fetched = items.len() - check_existing;
-        let kept = if check_existing > 0 {
-            format!(", {check_existing} were there already")
+        let present = items.iter().filter(|item| item.status == "present").count();
+        let fetched = items.len() - present;
+        let skipped = if present > 0 {
+            format!(", {present} existed already")
         } else {
             String::new()
         };
-        ui.notice(&format!("{fetched} files fetched{kept} ({})", size(total)));
+        ui.notice(&format!("{fetched} files fetched{skipped} ({})", size(total)));
     }
     Ok(Exit::Ok)
 }
 
-/// Returns the output folder when `-o` is not given: a folder with the job's name. If all names start with that folder already, as
-/// those of a training do, it is the current folder.
-fn default_folder(job: &JobView, made: &[Artifact]) -> PathBuf {
+/// Returns the output folder when `-o` is not given: a folder with the job's name. If all names start with that folder
+/// already, as those of a training do, it is the current folder.
+fn default_folder(job: &JobView, artifacts: &[Artifact]) -> PathBuf {
     let folder = folder_of_job(job);
     let inside = |artifact: &Artifact| Path::new(&artifact.name).starts_with(&folder) && artifact.name.contains('/');
-    if !made.is_empty() && made.iter().all(inside) {
+    if !artifacts.is_empty() && artifacts.iter().all(inside) {
         PathBuf::new()
     } else {
         folder
@@ -177,17 +177,17 @@ fn choose(artifacts: Vec<Artifact>, names: &[String], kinds: &[String]) -> Resul
     if artifacts.is_empty() {
         return Err(Failure::not_found("the job has no files yet"));
     }
-    let chosen: Vec<Artifact> = artifacts
+    let selected: Vec<Artifact> = artifacts
         .into_iter()
         .filter(|artifact| is_wanted(artifact, names, kinds))
         .collect();
-    if chosen.is_empty() {
+    if selected.is_empty() {
         return Err(
             Failure::not_found(format!("the job has no file of kind {}", kinds.join(" or ")))
                 .hint("`aitk artifacts ls JOB` lists its files"),
         );
     }
-    Ok(chosen)
+    Ok(selected)
 }
 
 /// Whether an artifact matches one of the names and one of the kinds. An empty list matches all.
@@ -210,7 +210,7 @@ mod tests {
             assert_eq!(folder(name), Path::new("j1"), "{name}");
         }
         let default = |names: &[&str]| {
-            let made: Vec<Artifact> = names
+            let artifacts: Vec<Artifact> = names
                 .iter()
                 .map(|name| Artifact {
                     name: (*name).to_owned(),
@@ -222,7 +222,7 @@ mod tests {
                     local_path: None,
                 })
                 .collect();
-            default_folder(&job("j1", "cat", JobState::Completed, 0), &made)
+            default_folder(&job("j1", "cat", JobState::Completed, 0), &artifacts)
         };
         assert_eq!(default(&["cat/cat.safetensors", "cat/samples/1.png"]), Path::new(""));
         for others in [&[][..], &["cat"], &["cat/a", "b"], &["cats/a"], &["cat/a", "../b"]] {

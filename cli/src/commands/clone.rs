@@ -40,11 +40,11 @@ pub(super) async fn clone(context: &Context, args: CloneArgs) -> CommandResult {
         .hint("`aitk submit CONFIG` submits its config"));
     }
 
-    let (before, mut loaded) = apply_changes(&ui, &job, &stored, &changes)?;
+    let (original, mut loaded) = apply_changes(&ui, &job, &stored, &changes)?;
     if let Some(priority) = args.priority {
         loaded.spec.cluster.priority = i64::from(priority);
     }
-    let new = new_inputs(&before, &loaded.spec, &stored.inputs);
+    let new = new_inputs(&original, &loaded.spec, &stored.inputs);
     refuse_special_files(&loaded.spec, &new, &context.directory)?;
     let here = local_inputs(&ui, context, &loaded.spec, new.clone())?;
     let is_new = |input: &Input| new.iter().any(|new| new.config_path == input.config_path);
@@ -52,7 +52,7 @@ pub(super) async fn clone(context: &Context, args: CloneArgs) -> CommandResult {
     pin_revisions(&mut loaded.spec, &commits, &here, &stored.inputs);
     let prompts_here = |file: &str| prompts_in(file, &context.directory).filter(|_| here.contains_key(file));
     let generated = images_in_parts(&api, &job).await?;
-    let images = count_images(&before, &loaded.spec, generated, prompts_here);
+    let images = count_images(&original, &loaded.spec, generated, prompts_here);
     if loaded.spec.cluster.split.is_some() && images.is_none() {
         loaded.spec.cluster.split = None;
         ui.notice("the copy is not split into parts, because the number of prompts in its file is not known here");
@@ -153,12 +153,12 @@ fn apply_changes(
         let lines: Vec<String> = error.to_string().lines().map(printable).collect();
         Failure::failed(format!("{} cannot be copied: {}", job.id, lines.join("\n")))
     };
-    let before: JobSpec = serde_json::from_str(&stored.job_json).map_err(|error| {
+    let original: JobSpec = serde_json::from_str(&stored.job_json).map_err(|error| {
         cannot_copy(&error)
             .hint("it was submitted with another version of aitk; `aitk submit CONFIG` submits its config")
     })?;
     let format = ConfigFormat::from_name(&stored.config_format).unwrap_or(ConfigFormat::Yaml);
-    let (spec, warnings) = before.changed(changes).map_err(|error| cannot_copy(&error))?;
+    let (spec, warnings) = original.changed(changes).map_err(|error| cannot_copy(&error))?;
     let support = spec.unsupported();
     if !support.errors.is_empty() {
         let lines: Vec<String> = support.errors.iter().map(ToString::to_string).collect();
@@ -174,15 +174,15 @@ fn apply_changes(
         path: None,
         warnings: Vec::new(),
     };
-    Ok((before, loaded))
+    Ok((original, loaded))
 }
 
-/// Returns the inputs of the copy that the job does not have. Only these are looked up on this machine: a folder here may have the
-/// same name as a repository of the job.
-fn new_inputs(before: &JobSpec, copy: &JobSpec, stored: &BTreeMap<String, ContentHash>) -> Vec<Input> {
-    let known: BTreeSet<String> = before.inputs().into_iter().map(|input| input.config_path).collect();
+/// Returns the inputs of the copy that the job does not have. Only these are looked up on this machine: a folder here
+/// may have the same name as a repository of the job.
+fn new_inputs(original: &JobSpec, copy: &JobSpec, stored: &BTreeMap<String, ContentHash>) -> Vec<Input> {
+    let old_paths: BTreeSet<String> = original.inputs().into_iter().map(|input| input.config_path).collect();
     let mut inputs = copy.inputs();
-    inputs.retain(|input| !known.contains(&input.config_path) && !stored.contains_key(&input.config_path));
+    inputs.retain(|input| !old_paths.contains(&input.config_path) && !stored.contains_key(&input.config_path));
     inputs
 }
 
@@ -203,10 +203,10 @@ fn pin_revisions(
     }
 }
 
-/// Counts the images of the copy; `None` if unknown. A stored file of prompts cannot be read here, but its number of prompts follows
-/// from `generated`, the number of images of a job that was split into parts.
+/// Counts the images of the copy; `None` if unknown. A stored file of prompts cannot be read here, but its number of
+/// prompts follows from `generated`, the number of images of a job that was split into parts.
 fn count_images(
-    before: &JobSpec,
+    original: &JobSpec,
     copy: &JobSpec,
     generated: Option<u64>,
     prompts_here: impl Fn(&str) -> Option<usize>,
@@ -214,7 +214,7 @@ fn count_images(
     let images_for = |spec: &JobSpec, prompts: usize| spec.images(|_| Some(prompts));
     let stored = || {
         // With random prompts the number of images does not depend on the number of prompts.
-        let of_one = images_for(before, 1).filter(|one| *one > 0 && images_for(before, 2) != Some(*one))?;
+        let of_one = images_for(original, 1).filter(|one| *one > 0 && images_for(original, 2) != Some(*one))?;
         usize::try_from(generated? / of_one).ok()
     };
     if images_for(copy, 1) == images_for(copy, 2) {
@@ -263,7 +263,7 @@ mod tests {
     #[test]
     fn images_are_counted_without_reading_the_prompts() {
         let nowhere = |_: &str| None;
-        let count = |before: &JobSpec, copy: &JobSpec, generated| count_images(before, copy, generated, nowhere);
+        let count = |original: &JobSpec, copy: &JobSpec, generated| count_images(original, copy, generated, nowhere);
         let list = spec("prompts: [a, b], num_repeats: 3");
         assert_eq!(count(&list, &list, None), Some(6));
         let (file, twice) = (
@@ -288,10 +288,10 @@ mod tests {
 
     #[test]
     fn only_new_inputs_are_looked_up_on_this_machine() {
-        let (before, copy) = (spec("prompts: p.txt"), spec("prompts: q.txt"));
+        let (original, copy) = (spec("prompts: p.txt"), spec("prompts: q.txt"));
         let stored = BTreeMap::from([("p.txt".to_owned(), ContentHash::of(b"p"))]);
-        assert_eq!(new_inputs(&before, &before, &stored), []);
-        let new = new_inputs(&before, &copy, &stored);
+        assert_eq!(new_inputs(&original, &original, &stored), []);
+        let new = new_inputs(&original, &copy, &stored);
         assert_eq!(
             new.iter().map(|input| input.config_path.as_str()).collect::<Vec<_>>(),
             ["q.txt"]

@@ -186,11 +186,11 @@ async fn coordinator(context: &Context, settings: &Settings, problems: &mut Vec<
             fix: format!("start `aitk up` again, or: rm {}", up_path.display()),
         });
     }
-    let asked = match Api::from_settings(settings).await {
+    let info_result = match Api::from_settings(settings).await {
         Ok(api) => api.info().await,
         Err(failure) => Err(failure),
     };
-    match asked {
+    match info_result {
         Ok(info) => {
             if info.workers_connected == 0 {
                 let fix = "start one on each machine: aitk-worker --server URL --token-file FILE".to_owned();

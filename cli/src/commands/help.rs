@@ -86,7 +86,8 @@ fn without_comments(text: &str) -> String {
     lines.flat_map(|line| [line, "\n"]).collect()
 }
 
-/// Shows a text in the user's pager if there is a terminal. `PAGER` is a program and its arguments; it is not run by a shell.
+/// Shows a text in the user's pager if there is a terminal. `PAGER` is a program and its arguments; it is not run by a
+/// shell.
 fn show_in_pager(ui: &Ui, text: &str) -> Result<(), Failure> {
     let text = text.trim_end();
     if std::io::stdout().is_terminal() && std::io::stdin().is_terminal() {

@@ -75,12 +75,12 @@ pub(super) async fn logs(context: &Context, args: LogsArgs) -> CommandResult {
         return Ok(Exit::Ok);
     }
 
-    let mut follow = JobFollower::new(&api, &ui, job.clone(), cursor);
+    let mut follower = JobFollower::new(&api, &ui, job.clone(), cursor);
     // One future for the whole loop: a new one would miss signals that arrived before it was created.
     let mut interrupted = pin!(tokio::signal::ctrl_c());
     loop {
         let next = tokio::select! {
-            next = follow.next() => next?,
+            next = follower.next() => next?,
             _ = &mut interrupted => {
                 print_detached(&ui, &job);
                 return Ok(Exit::Interrupted);
@@ -91,7 +91,7 @@ pub(super) async fn logs(context: &Context, args: LogsArgs) -> CommandResult {
             show(&mut journal, &event)?;
         }
     }
-    Ok(job_exit(follow.job()))
+    Ok(job_exit(follower.job()))
 }
 
 /// Shows the log of a run folder. Each line begins with its time.

@@ -207,8 +207,8 @@ pub async fn run_embedded(
     Ok(report)
 }
 
-/// Shuts down coordinator and worker; a further Ctrl-C stops waiting for them. A hangup does not, because a closed terminal may be the
-/// reason why following the job failed, and the job then saves during the shutdown.
+/// Shuts down coordinator and worker; a further Ctrl-C stops waiting for them. A hangup does not, because a closed
+/// terminal may be the reason why following the job failed, and the job then saves during the shutdown.
 async fn shut_down(local: Local, signals: &mut StopSignals) {
     tokio::select! {
         () = local.shutdown() => {}
@@ -216,8 +216,8 @@ async fn shut_down(local: Local, signals: &mut StopSignals) {
     }
 }
 
-/// Adapts the `cluster` section to this machine. Requirements that this machine does not meet are errors, because the job would wait
-/// forever.
+/// Adapts the `cluster` section to this machine. Requirements that this machine does not meet are errors, because the
+/// job would wait forever.
 fn apply_to_this_machine(ui: &Ui, cluster: &mut ClusterConfig, devices: &[Device]) -> Result<(), Failure> {
     cluster.labels = Labels::default();
     // `run` starts the job now, so it waits for no other job or time.
@@ -238,12 +238,12 @@ fn apply_to_this_machine(ui: &Ui, cluster: &mut ClusterConfig, devices: &[Device
             kind.name()
         )));
     }
-    let most = kinds.iter().map(|d| d.memory_budget).max().unwrap_or(0);
-    if let Some(wanted) = cluster.memory_budget.filter(|wanted| wanted.0 > most) {
+    let max_budget = kinds.iter().map(|d| d.memory_budget).max().unwrap_or(0);
+    if let Some(wanted) = cluster.memory_budget.filter(|wanted| wanted.0 > max_budget) {
         return Err(nothing_fits(format!(
             "the config needs {} of memory, and at most {} can be used here",
             gib(wanted.0),
-            gib(most)
+            gib(max_budget)
         )));
     }
     let is_supported = |profile: MemoryProfile| {
@@ -273,8 +273,8 @@ fn report(results: Vec<RunResult>) -> RunReport {
     RunReport { results, exit }
 }
 
-/// Builds the submission of a config. The structure of the model decides the memory profile; without it a tiny model would be planned
-/// like the full-size model of its family.
+/// Builds the submission of a config. The structure of the model decides the memory profile; without it a tiny model
+/// would be planned like the full-size model of its family.
 fn submission(path: &Path, directory: &Path, loaded: LoadedJob) -> Result<Submission, Failure> {
     Ok(Submission {
         job_json: job_json(&loaded, path)?,
@@ -303,11 +303,11 @@ async fn run_one(
     trace.submitted(&submitted.job);
     let job = api.get(submitted.job.as_str()).await?;
     let mut renderer = Renderer::new(ui, &job, Format::Human, LogTarget::Stdout);
-    let mut follow = JobFollower::new(api, ui, job, 0);
+    let mut follower = JobFollower::new(api, ui, job, 0);
     let mut signal = None;
     loop {
         tokio::select! {
-            next = follow.next() => match next? {
+            next = follower.next() => match next? {
                 Some(event) => renderer.event(&event)?,
                 None => break,
             },
@@ -317,7 +317,7 @@ async fn run_one(
                     ui.warn("killed: work since the last checkpoint is lost");
                     return Ok(RunResult {
                         config: path.to_owned(),
-                        job: Some(follow.job().clone()),
+                        job: Some(follower.job().clone()),
                         artifacts: Vec::new(),
                         exit: Exit::Killed,
                     });
@@ -333,7 +333,7 @@ async fn run_one(
         }
     }
     renderer.finish();
-    let job = follow.job().clone();
+    let job = follower.job().clone();
     let artifacts = api.artifacts(&job.id).await?;
     let exit = match (signal, job_exit(&job)) {
         // The job ended before it could be stopped.

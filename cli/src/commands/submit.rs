@@ -158,7 +158,8 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
     follow_submitted(&api, &ui, job, format, followed).await
 }
 
-/// Uploads the inputs that the store does not have. `agreed`: do not ask before a large upload. Returns `None` after Ctrl-C.
+/// Uploads the inputs that the store does not have. `agreed`: do not ask before a large upload. Returns `None` after
+/// Ctrl-C.
 pub(super) async fn send_inputs(
     api: &Api,
     ui: &Ui,
@@ -171,7 +172,7 @@ pub(super) async fn send_inputs(
     if upload.missing_bytes() > LARGE_UPLOAD && !agreed {
         confirm_upload(ui, upload.missing_bytes())?;
     }
-    let (began, bytes) = (SystemTime::now(), upload.missing_bytes());
+    let (start, bytes) = (SystemTime::now(), upload.missing_bytes());
     let sent = tokio::select! {
         sent = Box::pin(upload.send(api, ui)) => sent?,
         _ = tokio::signal::ctrl_c() => {
@@ -179,7 +180,7 @@ pub(super) async fn send_inputs(
             return Ok(None);
         }
     };
-    trace.record_upload(began, bytes);
+    trace.record_upload(start, bytes);
     Ok(Some(sent))
 }
 
@@ -405,8 +406,8 @@ pub(super) fn print_uploads(ui: &Ui, sent: &[StagedInput]) {
     }
 }
 
-/// Returns the inputs of a config that are on this machine. A missing one that cannot be a repository is an error with its position in
-/// the config.
+/// Returns the inputs of a config that are on this machine. A missing one that cannot be a repository is an error with
+/// its position in the config.
 pub(super) fn local_inputs(
     ui: &Ui,
     context: &Context,

@@ -62,7 +62,8 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
     config.database = database(&args)?;
     config.storage_url.clone_from(&args.storage);
     config.tls = tls(&args);
-    // A self-signed certificate is its own authority. For one of a public authority this is not needed, and does no harm.
+    // A self-signed certificate is its own authority. For one of a public authority this is not needed, and does no
+    // harm.
     let ca_file = args.tls_cert.clone().map(|path| context.directory.join(path));
     let worker = (!args.no_worker).then_some(worker_dir.as_path());
     let mut local = Local::start(

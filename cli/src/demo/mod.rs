@@ -1,7 +1,7 @@
 //! The demo: trains a LoRA of a new shape for a tiny Stable Diffusion model, on this machine, in two minutes.
 //!
-//! Model, data set and config are those of `config/demo/`, embedded in the program. They are written to the output folder and run by
-//! the same code as `aitk run`.
+//! Model, data set and config are those of `config/demo/`, embedded in the program. They are written to the output
+//! folder and run by the same code as `aitk run`.
 
 mod grid;
 
@@ -66,7 +66,8 @@ pub async fn run(context: &Context, args: DemoArgs) -> CommandResult {
     Ok(Exit::Ok)
 }
 
-/// Writes model, data set and config into `folder`, and returns the path of the config. The results of an earlier demo are removed.
+/// Writes model, data set and config into `folder`, and returns the path of the config. The results of an earlier demo
+/// are removed.
 fn unpack(folder: &Path) -> Result<PathBuf, Failure> {
     let failed = |error: &std::io::Error| Failure::file("write the demo to", folder, error);
     std::fs::create_dir_all(folder).map_err(|error| failed(&error))?;

@@ -10,9 +10,9 @@ use tokio::process::Command;
 /// How long to wait for the command. It is not killed when it takes longer.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Runs the command with the job in its environment: `AITK_JOB_ID`, `AITK_JOB_NAME`, `AITK_JOB_STATE`, `AITK_JOB_REASON`. The command
-/// is a program and its arguments, separated by spaces. It is not run by a shell, so a job's name or reason is never executed. An
-/// error is only a warning.
+/// Runs the command with the job in its environment: `AITK_JOB_ID`, `AITK_JOB_NAME`, `AITK_JOB_STATE`,
+/// `AITK_JOB_REASON`. The command is a program and its arguments, separated by spaces. It is not run by a shell, so a
+/// job's name or reason is never executed. An error is only a warning.
 pub(super) async fn run(ui: &Ui, command: &str, job: &JobView) {
     let mut words = command.split_whitespace();
     let Some(program) = words.next() else { return };

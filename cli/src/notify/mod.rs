@@ -1,6 +1,6 @@
-//! Notifies the user that a job has ended, by running the user's command or by posting a message to the user's webhook. The aitk
-//! command that follows the job does this, never a coordinator or a worker, so neither a config nor another user decides what runs
-//! on this machine or what it connects to.
+//! Notifies the user that a job has ended, by running the user's command or by posting a message to the user's webhook.
+//! The aitk command that follows the job does this, never a coordinator or a worker, so neither a config nor another
+//! user decides what runs on this machine or what it connects to.
 
 mod command;
 mod message;
@@ -28,11 +28,11 @@ impl Notify {
     /// # Errors
     /// When the address is not allowed as a webhook, or the user file is wrong.
     pub fn new(args: &NotifyArgs, paths: &Paths) -> Result<Self, Failure> {
-        let found = NotifyUrl::resolve(args.notify_url.as_deref(), &env, paths)?;
-        let webhook = found.map(|found| {
-            Webhook::new(found.url.expose(), found.allow_private).map_err(|error| {
-                let failure = Failure::usage(format!("{}: {error}", found.origin));
-                if found.allow_private {
+        let setting = NotifyUrl::resolve(args.notify_url.as_deref(), &env, paths)?;
+        let webhook = setting.map(|setting| {
+            Webhook::new(setting.url.expose(), setting.allow_private).map_err(|error| {
+                let failure = Failure::usage(format!("{}: {error}", setting.origin));
+                if setting.allow_private {
                     failure
                 } else {
                     failure.hint(ALLOW_PRIVATE_HINT)

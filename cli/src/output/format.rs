@@ -45,7 +45,8 @@ pub fn duration(length: Duration) -> String {
     }
 }
 
-/// Formats how long ago a time was, in one unit: `now`, `12s ago`, `3m ago`, `2h ago`, `5d ago`. A time in the future is `now`.
+/// Formats how long ago a time was, in one unit: `now`, `12s ago`, `3m ago`, `2h ago`, `5d ago`. A time in the future
+/// is `now`.
 #[must_use]
 pub fn ago(timestamp: Timestamp, now: Timestamp) -> String {
     let s = now.duration_since(timestamp).as_secs();
@@ -156,8 +157,8 @@ pub fn parse_since(text: &str, now: Timestamp) -> Result<Timestamp, String> {
         .map_err(|_| format!("'{text}' is not a time; expected 10m, 2h, … or RFC 3339 like 2026-05-01T12:00:00Z"))
 }
 
-/// Removes control characters from text of other origin (job names, log lines), so that it cannot send escape sequences to the
-/// terminal. Tabs become spaces.
+/// Removes control characters from text of other origin (job names, log lines), so that it cannot send escape sequences
+/// to the terminal. Tabs become spaces.
 #[must_use]
 pub fn printable(text: &str) -> String {
     // Fast path for text without such characters.
@@ -209,8 +210,9 @@ pub fn fold(line: &str, width: usize) -> Vec<String> {
     out
 }
 
-/// Wraps text to lines of at most `width` columns, between words. A word that is longer than a line, such as a path, is not split, and
-/// a line that fits is not changed. Continuation lines are indented by two more columns. Colour sequences count as no columns.
+/// Wraps text to lines of at most `width` columns, between words. A word that is longer than a line, such as a path, is
+/// not split, and a line that fits is not changed. Continuation lines are indented by two more columns. Colour
+/// sequences count as no columns.
 #[must_use]
 pub fn wrap(text: &str, width: usize) -> String {
     let lines: Vec<String> = text.split('\n').map(|line| wrap_line(line, width)).collect();

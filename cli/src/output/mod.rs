@@ -8,6 +8,6 @@ pub mod ui;
 pub use table::{Align, Column, Table};
 pub use ui::{Format, ProgressIndicator, Ui};
 
-/// The schema version of every JSON document and line that the program prints. It is increased when a field changes its meaning or is
-/// removed, not when one is added.
+/// The schema version of every JSON document and line that the program prints. It is increased when a field changes its
+/// meaning or is removed, not when one is added.
 pub const SCHEMA_VERSION: u32 = 1;

@@ -50,8 +50,8 @@ impl JobProgress {
     /// Returns the estimated remaining time, if it is known.
     #[must_use]
     pub fn eta(&self) -> Option<Duration> {
-        let left = self.total.checked_sub(self.done).filter(|_| self.total > 0)?;
-        Duration::try_from_secs_f64(self.seconds_per_step? * left as f64).ok()
+        let remaining = self.total.checked_sub(self.done).filter(|_| self.total > 0)?;
+        Duration::try_from_secs_f64(self.seconds_per_step? * remaining as f64).ok()
     }
 
     /// Returns the text to the right of the bar: `loss 0.1234  lr 1.0e-4  2.31 it/s  ETA 2m 40s`.

@@ -81,8 +81,8 @@ impl Table {
         }
     }
 
-    /// Creates a table whose rows may have a note, a sentence that is never cut. The notes are the last column if all of them fit,
-    /// otherwise each is below its row, on as many lines as it needs.
+    /// Creates a table whose rows may have a note, a sentence that is never cut. The notes are the last column if all
+    /// of them fit, otherwise each is below its row, on as many lines as it needs.
     #[must_use]
     pub fn with_notes(columns: &[Column], title: &'static str) -> Self {
         Self {
@@ -106,7 +106,8 @@ impl Table {
         self.rows.push(cells);
     }
 
-    /// Returns the lines for a terminal: aligned, titles first, at most `width` columns if the columns can be shortened so far.
+    /// Returns the lines for a terminal: aligned, titles first, at most `width` columns if the columns can be shortened
+    /// so far.
     #[must_use]
     pub fn aligned(&self, width: usize) -> Vec<String> {
         self.blocks(width).concat()

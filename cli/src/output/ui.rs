@@ -13,7 +13,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Template for a job whose number of steps is known. The bar is short, so that loss, rate and remaining time fit into 80 columns.
+/// Template for a job whose number of steps is known. The bar is short, so that loss, rate and remaining time fit into
+/// 80 columns.
 const JOB_TEMPLATE: &str = "{prefix} [{bar:8}] {pos}/{len}  {wide_msg}";
 /// The same for a terminal of less than [`NARROW_COLUMNS`].
 const NARROW_JOB_TEMPLATE: &str = "{prefix} {pos}/{len}  {wide_msg}";
@@ -229,7 +230,8 @@ impl Ui {
         self.data(&versioned(value)?.to_string())
     }
 
-    /// Prints a notice to standard error. A line that begins with two spaces is not wrapped, because it is a command to copy.
+    /// Prints a notice to standard error. A line that begins with two spaces is not wrapped, because it is a command to
+    /// copy.
     pub fn notice(&self, text: &str) {
         self.write_message(text, text, wrap_sentences);
     }
@@ -452,8 +454,8 @@ impl ProgressIndicator<'_> {
         }
     }
 
-    /// Prints the metrics of a step, which the job reports every `logging.log_every` steps. With a bar and without `-v` the line goes only
-    /// to the log file, because the bar shows the numbers.
+    /// Prints the metrics of a step, which the job reports every `logging.log_every` steps. With a bar and without `-v`
+    /// the line goes only to the log file, because the bar shows the numbers.
     pub fn step_line(&mut self, line: &str) {
         let shown = self.ui.verbose || (self.bar.is_none() && self.ui.plain_progress);
         if !shown {

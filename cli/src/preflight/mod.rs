@@ -1,5 +1,6 @@
-//! Checks a config before anything is sent or trained: the family of its model, its data sets, the files that it will write.
-//! `aitk validate` shows the whole report; `run` and `submit` print a summary and the warnings, and stop at errors.
+//! Checks a config before anything is sent or trained: the family of its model, its data sets, the files that it will
+//! write. `aitk validate` shows the whole report; `run` and `submit` print a summary and the warnings, and stop at
+//! errors.
 
 #[cfg(feature = "embedded")]
 mod dataset;
@@ -23,7 +24,8 @@ use std::path::Path;
 /// Checks all models of a job, and prints which could not be checked.
 ///
 /// # Errors
-/// When a model belongs to a family, or is in a format, that this release does not support, or when files are missing or damaged.
+/// When a model belongs to a family, or is in a format, that this release does not support, or when files are missing
+/// or damaged.
 pub async fn check_models(ui: &Ui, loaded: &LoadedJob, directory: &Path) -> Result<(), Failure> {
     check_selected_models(ui, &loaded.spec, directory, |_| true)
         .await
@@ -48,9 +50,9 @@ pub async fn check_selected_models(
     Ok(commits(models))
 }
 
-/// Checks a config before a run or a submission. Prints one line for each data set and training, warnings, and what could not be
-/// checked. `local`: the job runs on this machine, so its output folders are checked, and warnings that the training itself logs
-/// are left out.
+/// Checks a config before a run or a submission. Prints one line for each data set and training, warnings, and what
+/// could not be checked. `local`: the job runs on this machine, so its output folders are checked, and warnings that
+/// the training itself logs are left out.
 ///
 /// # Errors
 /// When there is a problem that would make the job fail.

@@ -39,7 +39,7 @@ pub(super) async fn inspect_models(
     directory: &Path,
     wanted: impl Fn(&Input) -> bool,
 ) -> Vec<ModelReport> {
-    let mut found: Vec<ModelReport> = Vec::new();
+    let mut reports: Vec<ModelReport> = Vec::new();
     for input in spec.inputs() {
         let weights = matches!(input.kind, InputKind::Model | InputKind::Vae | InputKind::Lora);
         if !weights || input.config_path.is_empty() || !wanted(&input) {
@@ -63,10 +63,10 @@ pub(super) async fn inspect_models(
                     arch.and_then(|arch| damaged(&local, &files).or_else(|| load_error(arch, &local, &files)));
                 (files, damaged, find_nested_model(&local))
             });
-            let (files, damaged, below) = read.await.unwrap_or_default();
+            let (files, damaged, nested) = read.await.unwrap_or_default();
             report.set_identity(&files, arch);
-            if let (Some(problem), Some(below)) = (&mut report.problem, below) {
-                problem.push_str(&format!("; there is a model in {}", below.display()));
+            if let (Some(problem), Some(nested)) = (&mut report.problem, nested) {
+                problem.push_str(&format!("; there is a model in {}", nested.display()));
             }
             if input.kind == InputKind::Lora {
                 report.problem = report.problem.or_else(|| adapter_problem(&input.config_path, &files));
@@ -82,7 +82,7 @@ pub(super) async fn inspect_models(
                 })
             });
         } else if input.may_be_repository() {
-            match found
+            match reports
                 .iter()
                 .find(|other| other.path == report.path && other.key.ends_with("model.name_or_path") == arch.is_some())
             {
@@ -105,17 +105,17 @@ pub(super) async fn inspect_models(
                 folder.display()
             ));
         }
-        found.push(report);
+        reports.push(report);
     }
-    for report in &mut found {
+    for report in &mut reports {
         let problem = report.problem.take();
         report.problem = problem.map(|problem| spec.finding(report.key.clone(), problem).to_string());
     }
-    found
+    reports
 }
 
-/// Returns the run folder of the training that starts from the LoRA at this key, if the folder has a checkpoint or a save. The
-/// training resumes from there, and does not open the LoRA.
+/// Returns the run folder of the training that starts from the LoRA at this key, if the folder has a checkpoint or a
+/// save. The training resumes from there, and does not open the LoRA.
 fn resumable_run_folder(spec: &JobSpec, key: &str, directory: &Path) -> Option<PathBuf> {
     let rest = key.strip_prefix("config.process[")?;
     let index: usize = rest.strip_suffix("].network.pretrained_lora_path")?.parse().ok()?;
@@ -133,8 +133,8 @@ fn resumable_run_folder(spec: &JobSpec, key: &str, directory: &Path) -> Option<P
     (names_in(&checkpoints).any(is_checkpoint) || names_in(&folder).any(is_save)).then_some(folder)
 }
 
-/// Returns why the engine could not load a complete model, from configs and headers only: a tensor is missing or has another shape,
-/// or the parts do not fit together.
+/// Returns why the engine could not load a complete model, from configs and headers only: a tensor is missing or has
+/// another shape, or the parts do not fit together.
 #[cfg(feature = "embedded")]
 fn load_error(arch: ArchName, local: &Path, files: &Inventory) -> Option<String> {
     let is_supported = arch == ArchName::Sd1 && check("", arch, &identify(files)).is_ok();
@@ -148,8 +148,8 @@ fn load_error(_: ArchName, _: &Path, _: &Inventory) -> Option<String> {
     None
 }
 
-/// Finds a model one or two folders below a folder that has none, as in the hub's cache (`models--ORG--NAME/snapshots/COMMIT`) or after
-/// unpacking an archive.
+/// Finds a model one or two folders below a folder that has none, as in the hub's cache
+/// (`models--ORG--NAME/snapshots/COMMIT`) or after unpacking an archive.
 fn find_nested_model(folder: &Path) -> Option<PathBuf> {
     const INDEX: &str = "model_index.json";
     /// The largest number of entries of a folder that are searched.
@@ -157,13 +157,15 @@ fn find_nested_model(folder: &Path) -> Option<PathBuf> {
     if !folder.is_dir() || folder.join(INDEX).exists() {
         return None;
     }
-    let below = |folder: &Path| -> Vec<PathBuf> {
+    let sorted_entries = |folder: &Path| -> Vec<PathBuf> {
         let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-        let mut found: Vec<PathBuf> = entries.take(MAX_ENTRIES).map(|entry| entry.path()).collect();
-        found.sort();
-        found
+        let mut paths: Vec<PathBuf> = entries.take(MAX_ENTRIES).map(|entry| entry.path()).collect();
+        paths.sort();
+        paths
     };
-    let candidates = below(&folder.join("snapshots")).into_iter().chain(below(folder));
+    let candidates = sorted_entries(&folder.join("snapshots"))
+        .into_iter()
+        .chain(sorted_entries(folder));
     candidates.into_iter().find(|folder| folder.join(INDEX).is_file())
 }
 
@@ -173,16 +175,16 @@ fn arch_of(spec: &JobSpec, key: &str) -> Option<ArchName> {
     Some(spec.process.get(index)?.model()?.arch.name)
 }
 
-/// Returns an error for each file of prompts and each folder of control images that does not exist. Models and data sets are
-/// checked elsewhere.
+/// Returns an error for each file of prompts and each folder of control images that does not exist. Models and data
+/// sets are checked elsewhere.
 pub(super) fn missing_inputs(spec: &JobSpec, directory: &Path) -> Vec<String> {
     let is_checked_here = |input: &Input| matches!(input.kind, InputKind::PromptFile | InputKind::ControlImages);
-    let named = spec.inputs().into_iter().filter(is_checked_here);
-    named
+    let inputs = spec.inputs().into_iter().filter(is_checked_here);
+    inputs
         .filter_map(|input| {
             let local = expand(&input.config_path, directory, &env);
-            let gone = !input.config_path.is_empty() && !local.exists();
-            gone.then(|| {
+            let is_missing = !input.config_path.is_empty() && !local.exists();
+            is_missing.then(|| {
                 spec.finding(input.key.clone(), missing_message(&input, &local))
                     .to_string()
             })

@@ -1,4 +1,5 @@
-//! Checks the output folders of a run on this machine: that they can be created, and that the disk has enough free space.
+//! Checks the output folders of a run on this machine: that they can be created, and that the disk has enough free
+//! space.
 
 use crate::context::env;
 use crate::output::format::size;

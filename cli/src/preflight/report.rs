@@ -42,8 +42,8 @@ pub struct Report {
     pub memory: BTreeMap<String, u64>,
     /// The coordinator's answer where the job could run.
     pub forecast: Option<Forecast>,
-    /// Problems that concern only `aitk run` on this machine: an output folder that cannot be created, a disk without enough
-    /// free space.
+    /// Problems that concern only `aitk run` on this machine: an output folder that cannot be created, a disk without
+    /// enough free space.
     #[serde(rename = "here")]
     pub local_warnings: Vec<String>,
     /// Warning that `cluster.memory_budget` is below the predicted memory.
@@ -140,15 +140,15 @@ impl Report {
     }
 }
 
-/// Returns a warning if `cluster.memory_budget` is below the smallest predicted memory. It is only a warning because the
-/// prediction may be wrong.
+/// Returns a warning if `cluster.memory_budget` is below the smallest predicted memory. It is only a warning because
+/// the prediction may be wrong.
 fn short_of_memory(spec: &JobSpec, predicted: &BTreeMap<String, u64>) -> Option<String> {
     let budget = spec.cluster.memory_budget?.0;
-    let least = *predicted.values().min().filter(|least| **least > budget)?;
+    let smallest = *predicted.values().min().filter(|smallest| **smallest > budget)?;
     Some(format!(
         "cluster.memory_budget is {}, but the predicted memory is at least {}: the job will probably run out of memory",
         size(budget),
-        size(least)
+        size(smallest)
     ))
 }
 

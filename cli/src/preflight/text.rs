@@ -2,8 +2,7 @@
 
 #[cfg(feature = "embedded")]
 use super::dataset::{dataset_lines, dataset_summary, dataset_warnings};
-use super::report::ProcessReport;
-use super::report::Report;
+use super::report::{ProcessReport, Report};
 use crate::output::format::{fold, gib, plural, printable, size};
 
 /// Width of the column with the section names.

@@ -190,7 +190,8 @@ async fn jobs_that_cannot_be_copied_are_refused_with_a_reason() {
     let member = cluster.aitk(&["clone", &format!("{array}-1"), "-n", "again"]).await;
     assert_eq!(code(&member), 0, "{}", err(&member));
 
-    // The audit log has an operator's reads of another user's job, and refused reads; it does not have the owner's reads.
+    // The audit log has an operator's reads of another user's job, and refused reads; it does not have the owner's
+    // reads.
     let copied = cluster.aitk(&["clone", &id]).await;
     assert_eq!(code(&copied), 0, "{}", err(&copied));
     let of_bob = connect(&cluster.coordinator.url(), &bob, None).await.unwrap();

@@ -204,7 +204,7 @@ fn other_commands_find_aitk_up_until_it_stops() {
     assert_eq!(code(&fetched), 0, "{}", err(&fetched));
     let path = home.path().join(out(&fetched).trim());
     assert!(path.is_file(), "{}", out(&fetched));
-    assert!(err(&get(&["*.png"])).contains("were there already"));
+    assert!(err(&get(&["*.png"])).contains("existed already"));
     std::fs::write(&path, "mine").unwrap();
     assert_eq!(code(&get(&["*.png"])), 6, "what is there is not overwritten");
     assert_eq!(code(&get(&["*.png", "--force"])), 0);
@@ -227,7 +227,8 @@ fn up_with_nohup_ignores_hangups() {
     assert_eq!(up.interrupt(), 0, "Ctrl-C counts as the first signal");
 }
 
-/// Pipes and devices where a config names files are errors with the position in the config, before anything is started or sent.
+/// Pipes and devices where a config names files are errors with the position in the config, before anything is started
+/// or sent.
 #[test]
 fn special_files_are_refused_before_the_start() {
     let home = Home::new();

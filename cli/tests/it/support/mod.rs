@@ -152,7 +152,8 @@ pub struct FakeState {
     pub artifacts: Vec<v1::Artifact>,
     /// Number of calls of `Get` that are answered after a job is followed; `None`: all.
     pub gets_to_answer: Option<u32>,
-    /// Whether the other calls of `Get`, and followed events, hang. Otherwise they are refused, as by a coordinator that restarts.
+    /// Whether the other calls of `Get`, and followed events, hang. Otherwise they are refused, as by a coordinator
+    /// that restarts.
     pub hang: bool,
     /// Number of calls of `Get` that were not answered.
     pub unanswered_gets: u32,
