@@ -3,7 +3,7 @@
 use aitk_common::plot::{Curve, label, ticks};
 
 /// Columns of the numbers on the y axis.
-const LABELS: usize = 9;
+const LABEL_COLUMNS: usize = 9;
 /// Lines of the chart.
 const HEIGHT: usize = 16;
 
@@ -28,8 +28,8 @@ struct Cell {
 /// Renders the lines of a chart; `None` without a finite loss.
 #[must_use]
 pub fn chart(curve: &Curve, style: Style) -> Option<Vec<String>> {
-    let ((first, last), (least, most)) = (curve.steps()?, curve.losses()?);
-    let columns = style.width.saturating_sub(LABELS + 2).clamp(16, 400);
+    let ((first, last), (min, max)) = (curve.steps()?, curve.losses()?);
+    let columns = style.width.saturating_sub(LABEL_COLUMNS + 2).clamp(16, 400);
     // A braille cell has two dots by four.
     let (dots_per_column, dots_per_row) = if style.ascii { (1, 1) } else { (2, 4) };
     let (dots_x, dots_y) = (columns * dots_per_column, HEIGHT * dots_per_row);
@@ -38,7 +38,7 @@ pub fn chart(curve: &Curve, style: Style) -> Option<Vec<String>> {
     let x_of = |step: u64| ((step - first) as f64 / span as f64 * (dots_x - 1) as f64).round() as usize;
     #[allow(clippy::cast_precision_loss)]
     let y_of = |loss: f64| {
-        let height = ((loss - least) / (most - least)).clamp(0.0, 1.0);
+        let height = ((loss - min) / (max - min)).clamp(0.0, 1.0);
         ((1.0 - height) * (dots_y - 1) as f64).round() as usize
     };
     let mut cells = vec![Cell::default(); columns * HEIGHT];
@@ -79,7 +79,7 @@ pub fn chart(curve: &Curve, style: Style) -> Option<Vec<String>> {
     }
 
     let mut labels = vec![String::new(); HEIGHT];
-    for tick in ticks(least, most, 5) {
+    for tick in ticks(min, max, 5) {
         if let Some(line) = labels.get_mut(y_of(tick) / dots_per_row) {
             *line = label(tick);
         }
@@ -89,9 +89,9 @@ pub fn chart(curve: &Curve, style: Style) -> Option<Vec<String>> {
         let cells = &cells[row * columns..(row + 1) * columns];
         let axis = if label.is_empty() { '|' } else { '+' };
         let text: String = cells.iter().map(|cell| cell_text(*cell, style)).collect();
-        lines.push(format!("{label:>LABELS$} {axis}{}", text.trim_end()));
+        lines.push(format!("{label:>LABEL_COLUMNS$} {axis}{}", text.trim_end()));
     }
-    lines.push(format!("{:>LABELS$} +{}", "", "-".repeat(columns)));
+    lines.push(format!("{:>LABEL_COLUMNS$} +{}", "", "-".repeat(columns)));
     let mut below = vec![' '; columns];
     let mut free = 0;
     #[allow(clippy::cast_precision_loss)]
@@ -111,7 +111,7 @@ pub fn chart(curve: &Curve, style: Style) -> Option<Vec<String>> {
         }
     }
     let below: String = below.into_iter().collect();
-    lines.push(format!("{:>LABELS$}  {}", "step", below.trim_end()));
+    lines.push(format!("{:>LABEL_COLUMNS$}  {}", "step", below.trim_end()));
     Some(lines)
 }
 

@@ -112,7 +112,7 @@ pub async fn measure_confinement() -> Option<Confinement> {
 }
 
 /// A coordinator and a worker that run in this program.
-pub struct Local {
+pub struct EmbeddedCluster {
     coordinator: aitk_coordinator::Running,
     worker: Option<aitk_worker::Running>,
     api: Api,
@@ -129,7 +129,7 @@ pub struct ServerOptions {
     pub hub_secrets: Option<PathBuf>,
 }
 
-impl Local {
+impl EmbeddedCluster {
     /// Starts both, and connects to the coordinator.
     ///
     /// # Errors

@@ -168,7 +168,7 @@ impl<'a> Renderer<'a> {
     /// Creates a renderer for this job. With JSON it prints every event as a line on standard output.
     #[must_use]
     pub fn new(ui: &'a Ui, job: &JobView, format: Format, log_target: LogTarget) -> Self {
-        let indicator = (format == Format::Human && !job.state.is_ended()).then(|| ui.job());
+        let indicator = (format == Format::Human && !job.state.is_ended()).then(|| ui.job_progress());
         let mut progress = JobProgress::default();
         job.status().clone_into(&mut progress.phase);
         Self {

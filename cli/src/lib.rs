@@ -18,7 +18,7 @@ pub mod exit;
 pub mod failure;
 pub mod follow;
 pub mod job_file;
-pub mod journal;
+pub mod log_formatter;
 pub mod members;
 pub mod notify;
 pub mod output;

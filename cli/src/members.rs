@@ -4,7 +4,7 @@ use crate::api::Api;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::follow::{JobFollower, LogFilter, LogTarget, RECONNECT_TIMEOUT, print_detached};
-use crate::journal::Journal;
+use crate::log_formatter::LogFormatter;
 use crate::output::format::printable;
 use crate::output::progress::JobProgress;
 use crate::output::{Format, ProgressIndicator, Ui};
@@ -98,7 +98,7 @@ impl MemberStates {
 pub async fn watch_array(api: &Api, ui: &Ui, mut array: JobView, format: Format, to: LogTarget) -> CommandResult {
     let mut states = MemberStates::default();
     let mut last_summary = None;
-    let mut live = (format != Format::Json).then(|| ui.live());
+    let mut live = (format != Format::Json).then(|| ui.live_lines());
     let mut unreachable_for = Duration::ZERO;
     // One future for the whole loop: a new one would miss signals that arrived before it was created.
     let mut interrupted = pin!(tokio::signal::ctrl_c());
@@ -207,9 +207,9 @@ pub struct LogOptions<'a> {
 }
 
 impl LogOptions<'_> {
-    fn journal(&self) -> Journal {
+    fn log_formatter(&self) -> LogFormatter {
         // No folding, because each line gets its member's index as a prefix.
-        Journal::new(
+        LogFormatter::new(
             None,
             self.ui.color(),
             jiff::tz::TimeZone::system(),
@@ -217,20 +217,24 @@ impl LogOptions<'_> {
         )
     }
 
-    fn accepts(&self, journal: &mut Journal, event: &JobEvent) -> bool {
+    fn accepts(&self, log_formatter: &mut LogFormatter, event: &JobEvent) -> bool {
         match &event.body {
             EventBody::Log { .. } => true,
-            _ => !self.json && journal.accepts(event),
+            _ => !self.json && log_formatter.accepts(event),
         }
     }
 
-    fn show(&self, member: &JobView, journal: &mut Journal, event: &JobEvent) -> Result<(), Failure> {
+    fn show(&self, member: &JobView, log_formatter: &mut LogFormatter, event: &JobEvent) -> Result<(), Failure> {
         if self.json {
             return self.ui.json_line(&event_json(member.id.as_str(), event));
         }
         let label = member_label(member);
-        self.ui
-            .data_lines(journal.lines(event).into_iter().map(|line| format!("[{label}] {line}")))
+        self.ui.data_lines(
+            log_formatter
+                .lines(event)
+                .into_iter()
+                .map(|line| format!("[{label}] {line}")),
+        )
     }
 }
 
@@ -240,23 +244,25 @@ impl LogOptions<'_> {
 /// When the coordinator refuses a call or was unreachable for five minutes, or the output cannot be written.
 pub async fn logs(api: &Api, array: &JobView, options: &LogOptions<'_>) -> CommandResult {
     let members = api.members(&array.id).await?;
-    let mut journals: BTreeMap<JobId, Journal> = BTreeMap::new();
+    let mut formatters: BTreeMap<JobId, LogFormatter> = BTreeMap::new();
     let mut cursors: BTreeMap<JobId, u64> = BTreeMap::new();
     for member in &members {
         let mut filter = LogFilter::new(options.since.as_deref(), options.tail)?;
-        let journal = journals.entry(member.id.clone()).or_insert_with(|| options.journal());
+        let log_formatter = formatters
+            .entry(member.id.clone())
+            .or_insert_with(|| options.log_formatter());
         let cursor = cursors.entry(member.id.clone()).or_default();
         let mut events_so_far = Box::pin(api.events(&member.id, 0, false).await?);
         while let Some(event) = events_so_far.next().await.transpose()? {
             *cursor = event.cursor.max(*cursor);
-            if options.accepts(journal, &event)
+            if options.accepts(log_formatter, &event)
                 && let Some(event) = filter.take(event)
             {
-                options.show(member, journal, &event)?;
+                options.show(member, log_formatter, &event)?;
             }
         }
         for event in filter.drain().collect::<Vec<_>>() {
-            options.show(member, journal, &event)?;
+            options.show(member, log_formatter, &event)?;
         }
     }
     if !options.follow {
@@ -283,10 +289,10 @@ pub async fn logs(api: &Api, array: &JobView, options: &LogOptions<'_>) -> Comma
         };
         let Some(next) = next else { break };
         let (member, event) = next?;
-        if let Some(journal) = journals.get_mut(&member.id)
-            && options.accepts(journal, &event)
+        if let Some(log_formatter) = formatters.get_mut(&member.id)
+            && options.accepts(log_formatter, &event)
         {
-            options.show(member, journal, &event)?;
+            options.show(member, log_formatter, &event)?;
         }
     }
     Ok(job_exit(&api.get(array.id.as_str()).await?))

@@ -38,13 +38,13 @@ impl SubmitSpan {
     /// Starts the span.
     pub(crate) fn start() -> Self {
         let parent = crate::context::env(&TRACEPARENT.to_uppercase());
-        Self::with(
+        Self::new(
             traces().tracer(Service::Client),
             parent.and_then(|text| text.parse().ok()),
         )
     }
 
-    fn with(tracer: Tracer, parent: Option<TraceContext>) -> Self {
+    fn new(tracer: Tracer, parent: Option<TraceContext>) -> Self {
         let trace = parent.map_or_else(TraceId::random, |parent| parent.trace);
         let context = TraceContext {
             trace,
@@ -113,8 +113,8 @@ mod tests {
 
     #[test]
     fn without_a_collector_the_job_inherits_the_parent_of_the_command() {
-        assert_eq!(SubmitSpan::with(Tracer::default(), None).context(), None);
+        assert_eq!(SubmitSpan::new(Tracer::default(), None).context(), None);
         let parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".parse().ok();
-        assert_eq!(SubmitSpan::with(Tracer::default(), parent).context(), parent);
+        assert_eq!(SubmitSpan::new(Tracer::default(), parent).context(), parent);
     }
 }

@@ -54,7 +54,7 @@ pub struct StagedInput {
 pub async fn hash_inputs(ui: &Ui, inputs: &BTreeMap<String, PathBuf>) -> Result<Vec<(String, Scanned)>, Failure> {
     let mut staged = Vec::new();
     for (config_path, path) in inputs {
-        let mut indicator = ui.bytes("hashing", 0);
+        let mut indicator = ui.byte_progress("hashing", 0);
         let (done, total) = (AtomicU64::new(0), AtomicU64::new(0));
         let counters = std::sync::Arc::new((done, total));
         let (counted, scanned_path) = (counters.clone(), path.clone());
@@ -187,7 +187,7 @@ impl Upload {
         if self.missing.is_empty() {
             return Ok(self.staged);
         }
-        let mut indicator = ui.bytes("uploading", total);
+        let mut indicator = ui.byte_progress("uploading", total);
         let sent = AtomicI64::new(0);
         let (lists, files): (Vec<_>, Vec<_>) = self
             .missing

@@ -43,7 +43,7 @@ pub struct InitArgs {
     /// Folder (then job.yaml in it) or file to write
     #[arg(value_name = "DIR|FILE", default_value = ".")]
     pub path: PathBuf,
-    /// Overwrite what is there
+    /// Overwrite an existing file
     #[arg(long)]
     pub force: bool,
 }

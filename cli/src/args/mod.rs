@@ -56,7 +56,7 @@ pub struct Cli {
     /// Flags of every command.
     #[command(flatten)]
     pub global: Global,
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub command: Command,
 }

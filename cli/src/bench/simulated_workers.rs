@@ -53,7 +53,7 @@ impl SimulatedWorkers {
         };
         for number in 0..count {
             let slow = number == 0;
-            let worker = work(
+            let worker = run_worker(
                 server.to_owned(),
                 token.to_owned(),
                 ca_file.to_owned(),
@@ -130,7 +130,7 @@ struct SimulatedWorker {
     events: mpsc::UnboundedSender<WorkerEvent>,
 }
 
-async fn work(
+async fn run_worker(
     server: String,
     token: String,
     ca_file: std::path::PathBuf,
@@ -176,7 +176,7 @@ impl SimulatedWorker {
                     beats = tokio::time::interval_at(tokio::time::Instant::now() + beat_interval, beat_interval);
                     self.report(WorkerEvent::Registered);
                 }
-                ToWorker::Assign(work) => self.take(*work).await?,
+                ToWorker::Assign(assignment) => self.accept(*assignment).await?,
                 ToWorker::Answer {
                     request,
                     verdict,
@@ -196,15 +196,15 @@ impl SimulatedWorker {
         }
     }
 
-    async fn take(&mut self, work: Assignment) -> Result<(), String> {
-        self.report(WorkerEvent::Assigned(work.job, Instant::now()));
+    async fn accept(&mut self, assignment: Assignment) -> Result<(), String> {
+        self.report(WorkerEvent::Assigned(assignment.job, Instant::now()));
         let held = HeldAttempt {
-            attempt: work.attempt,
-            epoch: work.epoch,
+            attempt: assignment.attempt,
+            epoch: assignment.epoch,
         };
         self.request += 1;
         self.attempts.insert(self.request, held.clone());
-        if work.config_text.contains(SLOW) {
+        if assignment.config_text.contains(SLOW) {
             return Ok(());
         }
         self.send(ToCoordinator::Finished {

@@ -85,7 +85,7 @@ pub(super) async fn get(context: &Context, args: ArtifactsGetArgs) -> CommandRes
     }
 
     let total = items.iter().map(|item| item.bytes).sum();
-    let mut indicator = ui.bytes("fetching", total);
+    let mut indicator = ui.byte_progress("downloading", total);
     let mut done = 0_u64;
     for item in &mut items {
         indicator.set_message(item.name.rsplit('/').next().unwrap_or(&item.name));
@@ -136,7 +136,7 @@ pub(super) async fn get(context: &Context, args: ArtifactsGetArgs) -> CommandRes
         } else {
             String::new()
         };
-        ui.notice(&format!("{fetched} files fetched{skipped} ({})", size(total)));
+        ui.notice(&format!("{fetched} files downloaded{skipped} ({})", size(total)));
     }
     Ok(Exit::Ok)
 }

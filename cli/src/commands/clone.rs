@@ -46,11 +46,11 @@ pub(super) async fn clone(context: &Context, args: CloneArgs) -> CommandResult {
     }
     let new = new_inputs(&original, &loaded.spec, &stored.inputs);
     refuse_special_files(&loaded.spec, &new, &context.directory)?;
-    let here = local_inputs(&ui, context, &loaded.spec, new.clone())?;
+    let local = local_inputs(&ui, context, &loaded.spec, new.clone())?;
     let is_new = |input: &Input| new.iter().any(|new| new.config_path == input.config_path);
     let commits = preflight::check_selected_models(&ui, &loaded.spec, &context.directory, is_new).await?;
-    pin_revisions(&mut loaded.spec, &commits, &here, &stored.inputs);
-    let prompts_here = |file: &str| prompts_in(file, &context.directory).filter(|_| here.contains_key(file));
+    pin_revisions(&mut loaded.spec, &commits, &local, &stored.inputs);
+    let prompts_here = |file: &str| prompts_in(file, &context.directory).filter(|_| local.contains_key(file));
     let generated = images_in_parts(&api, &job).await?;
     let images = count_images(&original, &loaded.spec, generated, prompts_here);
     if loaded.spec.cluster.split.is_some() && images.is_none() {
@@ -61,7 +61,7 @@ pub(super) async fn clone(context: &Context, args: CloneArgs) -> CommandResult {
 
     let trace = SubmitSpan::start();
     let api = api.with_trace(trace.context());
-    let Some(sent) = send_inputs(&api, &ui, &trace, &here, args.yes).await? else {
+    let Some(sent) = send_inputs(&api, &ui, &trace, &local, args.yes).await? else {
         return Ok(Exit::Interrupted);
     };
     if !args.json {
@@ -190,10 +190,10 @@ fn new_inputs(original: &JobSpec, copy: &JobSpec, stored: &BTreeMap<String, Cont
 fn pin_revisions(
     spec: &mut JobSpec,
     commits: &BTreeMap<String, String>,
-    here: &BTreeMap<String, PathBuf>,
+    local: &BTreeMap<String, PathBuf>,
     stored: &BTreeMap<String, ContentHash>,
 ) {
-    let repositories = spec.repositories(|path| here.contains_key(path) || stored.contains_key(path));
+    let repositories = spec.repositories(|path| local.contains_key(path) || stored.contains_key(path));
     let named: Vec<String> = repositories.map(|input| input.config_path).collect();
     spec.revisions.retain(|repository, _| named.contains(repository));
     for repository in named {
@@ -280,10 +280,10 @@ mod tests {
             (count(&random, &random, None), count(&random, &file, Some(7))),
             (Some(7), None)
         );
-        let here = count_images(&file, &spec("prompts: new.txt"), Some(20), |file| {
+        let local = count_images(&file, &spec("prompts: new.txt"), Some(20), |file| {
             (file == "new.txt").then_some(5)
         });
-        assert_eq!(here, Some(5));
+        assert_eq!(local, Some(5));
     }
 
     #[test]

@@ -246,7 +246,7 @@ pub(super) async fn rm(context: &Context, args: RmArgs) -> CommandResult {
     for job in resolve_all(&api, &args.jobs).await? {
         removed.push(api.remove(&job.id).await?);
     }
-    print_jobs(&ui, &removed, args.json, |_| "is removed".to_owned())
+    print_jobs(&ui, &removed, args.json, |_| "is deleted".to_owned())
 }
 
 pub(super) async fn resume(context: &Context, args: ResumeArgs) -> CommandResult {

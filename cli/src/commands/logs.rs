@@ -6,7 +6,7 @@ use crate::context::Context;
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::follow::{JobFollower, LogFilter, LogTarget, Renderer, follow_to_end, print_detached};
-use crate::journal::Journal;
+use crate::log_formatter::LogFormatter;
 use crate::members::{self, LogOptions, is_array, watch_array};
 use crate::notify::Notify;
 use crate::output::format::{parse_since, printable};
@@ -39,37 +39,37 @@ pub(super) async fn logs(context: &Context, args: LogsArgs) -> CommandResult {
         };
         return members::logs(&api, &job, &options).await;
     }
-    let mut journal = Journal::new(
+    let mut log_formatter = LogFormatter::new(
         ui.width(),
         ui.color(),
         jiff::tz::TimeZone::system(),
         jiff::Timestamp::now(),
     );
-    journal.set_total(job.progress.as_ref().map(|progress| progress.total));
+    log_formatter.set_total(job.progress.as_ref().map(|progress| progress.total));
     // With --json only the lines that the job itself logged; `aitk watch --json` has every event.
-    let is_shown = |journal: &mut Journal, event: &JobEvent| match &event.body {
+    let is_shown = |log_formatter: &mut LogFormatter, event: &JobEvent| match &event.body {
         EventBody::Log { .. } => true,
-        _ => !args.json && journal.accepts(event),
+        _ => !args.json && log_formatter.accepts(event),
     };
-    let show = |journal: &mut Journal, event: &JobEvent| -> Result<(), Failure> {
+    let show = |log_formatter: &mut LogFormatter, event: &JobEvent| -> Result<(), Failure> {
         if args.json {
             return ui.json_line(&event_json(job.id.as_str(), event));
         }
-        ui.data_lines(journal.lines(event))
+        ui.data_lines(log_formatter.lines(event))
     };
 
     let mut cursor = 0;
     let mut past_events = Box::pin(api.events(&job.id, 0, false).await?);
     while let Some(event) = past_events.next().await.transpose()? {
         cursor = cursor.max(event.cursor);
-        if is_shown(&mut journal, &event)
+        if is_shown(&mut log_formatter, &event)
             && let Some(event) = filter.take(event)
         {
-            show(&mut journal, &event)?;
+            show(&mut log_formatter, &event)?;
         }
     }
     for event in filter.drain().collect::<Vec<_>>() {
-        show(&mut journal, &event)?;
+        show(&mut log_formatter, &event)?;
     }
     if !args.follow {
         return Ok(Exit::Ok);
@@ -87,8 +87,8 @@ pub(super) async fn logs(context: &Context, args: LogsArgs) -> CommandResult {
             }
         };
         let Some(event) = next else { break };
-        if is_shown(&mut journal, &event) {
-            show(&mut journal, &event)?;
+        if is_shown(&mut log_formatter, &event) {
+            show(&mut log_formatter, &event)?;
         }
     }
     Ok(job_exit(follower.job()))

@@ -3,7 +3,7 @@
 use crate::args::RunArgs;
 use crate::config;
 use crate::context::Context;
-use crate::embedded::{Local, PrivateFolder, StopSignals, find_devices, print_devices};
+use crate::embedded::{EmbeddedCluster, PrivateFolder, StopSignals, find_devices, print_devices};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure};
 use crate::follow::{JobFollower, LogTarget, Renderer};
@@ -142,7 +142,7 @@ pub async fn run_embedded(
     // There is no other machine for a retry; the user sees the failure and runs the command again.
     coordinator.retries = 0;
     let worker_dir = folder.path().join("worker");
-    let mut local = Local::start(coordinator, Some(&worker_dir), None, devices.clone(), None, None).await?;
+    let mut local = EmbeddedCluster::start(coordinator, Some(&worker_dir), None, devices.clone(), None, None).await?;
     if let Err(failure) = local.wait_until_registered().await {
         local.kill().await;
         return Err(failure);
@@ -209,7 +209,7 @@ pub async fn run_embedded(
 
 /// Shuts down coordinator and worker; a further Ctrl-C stops waiting for them. A hangup does not, because a closed
 /// terminal may be the reason why following the job failed, and the job then saves during the shutdown.
-async fn shut_down(local: Local, signals: &mut StopSignals) {
+async fn shut_down(local: EmbeddedCluster, signals: &mut StopSignals) {
     tokio::select! {
         () = local.shutdown() => {}
         () = signals.wait_for_second() => {}
@@ -292,7 +292,7 @@ fn submission(path: &Path, directory: &Path, loaded: LoadedJob) -> Result<Submis
 /// Runs one config. The exit code is the job's, or that of the signal that stopped it.
 async fn run_one(
     ui: &Ui,
-    local: &Local,
+    local: &EmbeddedCluster,
     path: &Path,
     submission: Submission,
     signals: &mut StopSignals,

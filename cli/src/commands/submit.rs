@@ -236,10 +236,10 @@ fn read_all(ui: &Ui, context: &Context, args: &SubmitArgs, warned: &mut BTreeSet
     let mut members = sweep::members(&sweeps, args.array.map_or(1, |n| n.get() as usize))?;
     let count = members.len();
     let mut jobs: Vec<Job> = Vec::with_capacity(count);
-    for wait_for_second in [false, true] {
+    for use_numbers in [false, true] {
         jobs.clear();
         for member in &mut members {
-            if wait_for_second {
+            if use_numbers {
                 member.suffix = sweep::numbered_suffix(member.index, count);
             }
             let options = ReadOptions {
@@ -250,7 +250,7 @@ fn read_all(ui: &Ui, context: &Context, args: &SubmitArgs, warned: &mut BTreeSet
             };
             let (twin, suffix) = (member.twin, member.suffix.clone());
             let loaded = read_one(ui, context, args, options, warned)?;
-            if !wait_for_second && jobs.iter().any(|job| job.loaded.spec.name == loaded.spec.name) {
+            if !use_numbers && jobs.iter().any(|job| job.loaded.spec.name == loaded.spec.name) {
                 // Two members have the same name, so all get numbers instead.
                 break;
             }
@@ -282,7 +282,7 @@ fn read_one(
         read_with(&args.config, &context.directory, options)
     };
     let (mut loaded, mut warnings) = read(&changes)?;
-    // The name does not contain `[name]`: set the job's name to that of the flag.
+    // The config's name has no `[name]` placeholder, so replace the whole name by that of the flag.
     if let Some(name) = &args.name
         && !loaded.spec.name.contains(name.as_str())
     {

@@ -4,7 +4,7 @@ use crate::args::UpArgs;
 use crate::commands::init::shell_word;
 use crate::context::{Context, env};
 use crate::download::disk_failure;
-use crate::embedded::{Local, ServerOptions, StopSignals, find_devices, print_devices};
+use crate::embedded::{EmbeddedCluster, ServerOptions, StopSignals, find_devices, print_devices};
 use crate::exit::Exit;
 use crate::failure::{CommandResult, Failure, chain};
 use crate::output::format::printable;
@@ -66,7 +66,7 @@ pub(super) async fn up(context: &Context, args: UpArgs) -> CommandResult {
     // harm.
     let ca_file = args.tls_cert.clone().map(|path| context.directory.join(path));
     let worker = (!args.no_worker).then_some(worker_dir.as_path());
-    let mut local = Local::start(
+    let mut local = EmbeddedCluster::start(
         config,
         worker,
         args.worker_name.as_deref(),

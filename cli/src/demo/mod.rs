@@ -58,7 +58,7 @@ pub async fn run(context: &Context, args: DemoArgs) -> CommandResult {
     let artifacts = report
         .results
         .first()
-        .map(|results| results.artifacts.as_slice())
+        .map(|result| result.artifacts.as_slice())
         .unwrap_or_default();
     let image = folder.join("before-after.png");
     save_grid(&image, &config, &folder.join("dataset"), artifacts)?;

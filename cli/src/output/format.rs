@@ -291,10 +291,10 @@ mod tests {
             wrap("a/path/that/is/too/long for it", 10),
             "a/path/that/is/too/long\n  for it"
         );
-        // Colours take no room.
+        // Colour sequences count as no columns.
         assert_eq!(wrap("\x1b[1;31merror:\x1b[0m abc", 10), "\x1b[1;31merror:\x1b[0m abc");
         assert_eq!(wrap("日本語 日本語", 8), "日本語\n  日本語");
-        // A command is one line, as it is typed.
+        // A command is not wrapped.
         let with_command = "Then, on the other machine:\n  aitk-worker --server https://gpu.lab:7420";
         assert_eq!(
             wrap_sentences(with_command, 20),

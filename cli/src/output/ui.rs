@@ -327,14 +327,14 @@ impl Ui {
 
     /// Shows progress in bytes: a bar on a terminal, otherwise a line every few seconds.
     #[must_use]
-    pub fn bytes(&self, what: &str, total: u64) -> ProgressIndicator<'_> {
+    pub fn byte_progress(&self, what: &str, total: u64) -> ProgressIndicator<'_> {
         let template = "{msg:<18!} [{bar:10}] {bytes:>10}/{total_bytes:<10} {binary_bytes_per_sec} {eta}";
         self.indicator(what, total, Unit::Bytes, template)
     }
 
     /// Shows progress in items.
     #[must_use]
-    pub fn items(&self, what: &str, total: u64) -> ProgressIndicator<'_> {
+    pub fn item_progress(&self, what: &str, total: u64) -> ProgressIndicator<'_> {
         self.indicator(what, total, Unit::Items, "{msg:<22!} [{bar:24}] {pos}/{len} {eta}")
     }
 
@@ -350,13 +350,13 @@ impl Ui {
 
     /// Shows lines that are replaced at each update.
     #[must_use]
-    pub fn live(&self) -> ProgressIndicator<'_> {
+    pub fn live_lines(&self) -> ProgressIndicator<'_> {
         self.indicator("", 0, Unit::Job, "{msg}")
     }
 
     /// Shows the progress of a job.
     #[must_use]
-    pub fn job(&self) -> ProgressIndicator<'_> {
+    pub fn job_progress(&self) -> ProgressIndicator<'_> {
         let indicator = self.indicator("", 0, Unit::Job, JOB_TEMPLATE_WITHOUT_STEPS);
         if let Some(bar) = &indicator.bar {
             bar.enable_steady_tick(Duration::from_millis(250));
@@ -439,7 +439,7 @@ impl ProgressIndicator<'_> {
         }
     }
 
-    /// Replaces the lines of [`Ui::live`]. Without a terminal, prints the lines at most every ten seconds.
+    /// Replaces the lines of [`Ui::live_lines`]. Without a terminal, prints the lines at most every ten seconds.
     pub fn show_lines(&mut self, lines: &[String]) {
         match &self.bar {
             Some(bar) => {

@@ -65,9 +65,9 @@ mod tests {
 
     #[test]
     fn ctrl_c_quits_and_c_does_not() {
-        let press = |modifiers| Event::Key(KeyEvent::new(KeyCode::Char('c'), modifiers));
-        assert_eq!(key_of(&press(KeyModifiers::CONTROL)), Some(Key::Quit));
-        assert_eq!(key_of(&press(KeyModifiers::NONE)), None);
+        let handle_key = |modifiers| Event::Key(KeyEvent::new(KeyCode::Char('c'), modifiers));
+        assert_eq!(key_of(&handle_key(KeyModifiers::CONTROL)), Some(Key::Quit));
+        assert_eq!(key_of(&handle_key(KeyModifiers::NONE)), None);
         assert_eq!(key_of(&Event::Resize(80, 24)), Some(Key::Other));
     }
 }

@@ -65,7 +65,7 @@ pub async fn run(context: &Context, args: &TopArgs) -> CommandResult {
             key = keys.recv() => match key {
                 Some(Key::Quit) | None => break,
                 Some(key) => {
-                    state.press(key);
+                    state.handle_key(key);
                     // Refreshes the panel at once. If the channel is full, a request is pending already.
                     let _ = selection_sender.try_send(state.selected_id());
                 }

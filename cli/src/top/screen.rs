@@ -113,7 +113,7 @@ fn panel(state: &State) -> Text<'_> {
         printable(&format!("{}  {}", job.name, job.id)),
         Style::new().add_modifier(Modifier::BOLD),
     ));
-    let owner = format!("of {}, priority {}", job.owner, job.priority);
+    let owner = format!("owner {}, priority {}", job.owner, job.priority);
     match state
         .snapshot
         .forecast
@@ -198,7 +198,7 @@ mod tests {
     fn the_selected_job_is_always_on_the_screen() {
         let mut state = state();
         for (key, number) in [(Key::First, 0), (Key::Down, 1), (Key::Last, 39), (Key::Up, 38)] {
-            state.press(key);
+            state.handle_key(key);
             let (lines, marked) = rendered(&state, 80, 24);
             let id = format!("0193aa{number:03}");
             assert!(lines[marked.unwrap()].starts_with(&id), "{key:?}\n{}", lines.join("\n"));
@@ -210,7 +210,7 @@ mod tests {
     #[test]
     fn the_panel_shows_why_the_selected_job_waits() {
         let mut state = state();
-        state.press(Key::Last);
+        state.handle_key(Key::Last);
         let selected = state.selected_id().unwrap();
         let forecast = Forecast {
             summary: "no connected device has 24 GiB".to_owned(),
@@ -224,7 +224,7 @@ mod tests {
                 .any(|line| line.contains("waits: no connected device has 24 GiB"))
         );
         // The reason belongs to that job only.
-        state.press(Key::First);
+        state.handle_key(Key::First);
         let (lines, _) = rendered(&state, 80, 24);
         assert!(!lines.iter().any(|line| line.contains("24 GiB")));
     }
@@ -246,7 +246,7 @@ mod tests {
     #[test]
     fn the_selection_stays_with_its_job_until_the_job_is_removed() {
         let mut state = state();
-        state.press(Key::Down);
+        state.handle_key(Key::Down);
         let mut jobs = state.snapshot.jobs.clone();
         jobs.swap(1, 5);
         let update = |state: &mut State, jobs| {

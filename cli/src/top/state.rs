@@ -73,7 +73,7 @@ impl State {
         self.problem = Some(why.to_owned());
     }
 
-    pub(super) fn press(&mut self, key: Key) {
+    pub(super) fn handle_key(&mut self, key: Key) {
         let row = self.row().unwrap_or(0);
         match key {
             Key::Up => self.select(row.saturating_sub(1)),

@@ -27,7 +27,7 @@ enum Severity {
 }
 
 /// Formats the events of a job as lines, in order.
-pub struct Journal {
+pub struct LogFormatter {
     /// Columns of the terminal; `None` in a pipe.
     width: Option<usize>,
     color: bool,
@@ -43,8 +43,8 @@ pub struct Journal {
     phases: BTreeSet<String>,
 }
 
-impl Journal {
-    /// Creates a journal for output of this width (`None`: a pipe). The date of `now` is not printed.
+impl LogFormatter {
+    /// Creates a formatter for output of this width (`None`: a pipe). The date of `now` is not printed.
     #[must_use]
     pub fn new(width: Option<usize>, color: bool, zone: TimeZone, now: Timestamp) -> Self {
         let day = now.to_zoned(zone.clone()).date();
@@ -97,8 +97,8 @@ impl Journal {
             out.push(self.colored("2", &format!("--- {}", local.strftime("%a %Y-%m-%d"))));
         }
         let clock = self.colored("2", &local.strftime("%H:%M:%S").to_string());
-        let room = width.saturating_sub(INDENT).max(MIN_TEXT_WIDTH);
-        for (index, line) in text.split('\n').flat_map(|line| fold(line, room)).enumerate() {
+        let text_width = width.saturating_sub(INDENT).max(MIN_TEXT_WIDTH);
+        for (index, line) in text.split('\n').flat_map(|line| fold(line, text_width)).enumerate() {
             let line = match severity {
                 Severity::Info => line,
                 Severity::Warning => self.colored("33", &line),
@@ -170,19 +170,19 @@ mod tests {
         event(seconds, EventBody::Log { level, message })
     }
 
-    fn journal(width: Option<usize>) -> Journal {
-        Journal::new(width, false, TimeZone::UTC, Timestamp::UNIX_EPOCH)
+    fn formatter(width: Option<usize>) -> LogFormatter {
+        LogFormatter::new(width, false, TimeZone::UTC, Timestamp::UNIX_EPOCH)
     }
 
     #[test]
     fn lines_have_their_time_and_fit_the_terminal() {
-        let mut journal = journal(Some(40));
+        let mut formatter = formatter(Some(40));
         assert_eq!(
-            journal.lines(&log(61, "info", "seven images")),
+            formatter.lines(&log(61, "info", "seven images")),
             ["00:01:01  seven images"]
         );
         let long = "a line of words that does not fit, with /a/path/that/is/longer/than/one/whole/line at its end";
-        let lines = journal.lines(&log(62, "warn", long));
+        let lines = formatter.lines(&log(62, "warn", long));
         assert!(lines.iter().all(|line| line.width() <= 40), "{lines:#?}");
         assert!(lines[0].starts_with("00:01:02  warning: a line of"), "{lines:#?}");
         assert!(
@@ -191,10 +191,10 @@ mod tests {
         );
         let rejoined: String = lines.iter().map(|line| line[10..].replace(' ', "")).collect();
         assert_eq!(rejoined, format!("warning:{}", long.replace(' ', "")));
-        let next_day = journal.lines(&log(90_000, "info", "tomorrow"));
+        let next_day = formatter.lines(&log(90_000, "info", "tomorrow"));
         assert_eq!(next_day, ["--- Fri 1970-01-02", "01:00:00  tomorrow"]);
         assert_eq!(
-            journal.lines(&log(90_001, "info", "a\nb")),
+            formatter.lines(&log(90_001, "info", "a\nb")),
             ["01:00:01  a", "          b"]
         );
     }
@@ -209,15 +209,15 @@ mod tests {
 
     #[test]
     fn a_pipe_gets_rfc_3339_times() {
-        let mut journal = journal(None);
-        let lines = journal.lines(&log(1, "info", "a\nb"));
+        let mut formatter = formatter(None);
+        let lines = formatter.lines(&log(1, "info", "a\nb"));
         assert_eq!(lines, ["1970-01-01T00:00:01Z  a", "1970-01-01T00:00:01Z  b"]);
     }
 
     #[test]
     fn every_loss_is_shown_and_each_phase_once() {
-        let mut journal = journal(Some(80));
-        let mut phase = |name: &str| journal.accepts(&event(0, EventBody::Phase { name: name.to_owned() }));
+        let mut formatter = formatter(Some(80));
+        let mut phase = |name: &str| formatter.accepts(&event(0, EventBody::Phase { name: name.to_owned() }));
         assert_eq!(
             ["training", "saving", "training", "sampling"].map(&mut phase),
             [true, false, false, true]
@@ -226,11 +226,14 @@ mod tests {
             let values = BTreeMap::from([("loss/loss".to_owned(), 0.25), ("learning_rate".to_owned(), 1e-4)]);
             event(seconds, EventBody::Metrics { step, values })
         };
-        assert!((1..=3).all(|at| journal.accepts(&step(0, at))));
-        assert_eq!(journal.lines(&step(10, 3)), ["00:00:10  step 3  loss 0.2500  lr 1e-4"]);
-        journal.set_total(Some(500));
+        assert!((1..=3).all(|at| formatter.accepts(&step(0, at))));
         assert_eq!(
-            journal.lines(&step(10, 4)),
+            formatter.lines(&step(10, 3)),
+            ["00:00:10  step 3  loss 0.2500  lr 1e-4"]
+        );
+        formatter.set_total(Some(500));
+        assert_eq!(
+            formatter.lines(&step(10, 4)),
             ["00:00:10  step 4/500  loss 0.2500  lr 1e-4"]
         );
         let failed = EventBody::State {
@@ -238,6 +241,6 @@ mod tests {
             reason: "no disk".to_owned(),
             paused: false,
         };
-        assert_eq!(journal.lines(&event(12, failed)), ["00:00:12  job failed: no disk"]);
+        assert_eq!(formatter.lines(&event(12, failed)), ["00:00:12  job failed: no disk"]);
     }
 }
