@@ -144,11 +144,11 @@ async fn try_fetch(
             Some(Part::Header(header)) => first_offset = header.offset,
             Some(Part::Data(data)) => {
                 // An older coordinator ignores the offset and sends the blob from the beginning.
-                if first_offset == 0 && partial.hasher.bytes > 0 && !partial.is_appending {
+                if first_offset == 0 && partial.hasher.bytes > 0 && !partial.has_new_data {
                     progress(-i64::try_from(partial.hasher.bytes).unwrap_or(i64::MAX));
                     partial.restart()?;
                 }
-                partial.is_appending = true;
+                partial.has_new_data = true;
                 if partial.hasher.bytes + data.len() as u64 > bytes {
                     partial.restart()?;
                     return Err(Failure::failed(format!(
@@ -161,7 +161,7 @@ async fn try_fetch(
             None => {}
         }
     }
-    partial.is_appending = false;
+    partial.has_new_data = false;
     if partial.hasher.bytes < bytes {
         return Err(broken(&format!("{} of {bytes} bytes arrived", partial.hasher.bytes)));
     }
@@ -183,7 +183,7 @@ struct PartialFile {
     /// The hash of the file's content so far.
     hasher: HashingWriter,
     /// The current call has written data.
-    is_appending: bool,
+    has_new_data: bool,
     /// The file belongs to this process alone and is removed at its end, because another process downloads the same
     /// blob.
     is_private: bool,
@@ -221,7 +221,7 @@ impl PartialFile {
             path,
             file,
             hasher,
-            is_appending: false,
+            has_new_data: false,
             is_private,
         };
         if partial.hasher.bytes > bytes {
