@@ -1,4 +1,4 @@
-//! One job is one trace, from the command line to the child of its attempt, all of them real.
+//! One job is one trace, from the command line to the child process of its attempt.
 
 use crate::run::generate;
 use crate::support::{Home, code, err};
@@ -18,7 +18,7 @@ async fn run(home: &Home, endpoint: &str, more: &[(&str, &str)]) -> Output {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn client_coordinator_worker_and_child_write_one_trace() {
+async fn client_coordinator_worker_and_child_process_write_one_trace() {
     let collector = TestCollector::start().await.unwrap();
     let home = Home::new();
     generate(&home, "one");
@@ -35,7 +35,7 @@ async fn client_coordinator_worker_and_child_write_one_trace() {
         one
     };
     let above_span = "b7ad6b7169203331";
-    // Each with its service and what it is part of.
+    // Name, service and parent of each span.
     let expected = [
         ("submit", "aitk", above_span),
         ("job", "aitk-coordinator", &*one("submit").span),
@@ -57,10 +57,10 @@ async fn client_coordinator_worker_and_child_write_one_trace() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_collector_that_is_dead_or_silent_changes_nothing() {
+async fn a_job_completes_without_a_working_collector() {
     let home = Home::new();
     generate(&home, "one");
-    // Takes connections, and never says a word.
+    // Accepts connections, and never answers.
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let dead = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     for address in [silent.local_addr().unwrap(), dead] {
