@@ -39,7 +39,7 @@ pub fn scan(path: &Path, progress: &mut dyn FnMut(Progress)) -> Result<Scanned, 
     let kind = fs::metadata(&root)
         .map_err(|error| FsError::new("read", path, error))?
         .file_type();
-    if let Some(what) = regular::special(kind) {
+    if let Some(what) = regular::special_kind(kind) {
         return Err(special(path, what).into());
     }
     let is_file = kind.is_file();
@@ -177,7 +177,7 @@ fn walk(
             let kind = fs::metadata(&target)
                 .map_err(|error| FsError::new("read", &target, error))?
                 .file_type();
-            return Err(special(&target, regular::special(kind).unwrap_or("a special file")).into());
+            return Err(special(&target, regular::special_kind(kind).unwrap_or("a special file")).into());
         }
     }
     Ok(())
