@@ -49,7 +49,7 @@ impl Submitting {
         let own = TraceContext {
             trace,
             span: SpanId::random(),
-            sampled: tracer.keeps(trace, from),
+            sampled: tracer.is_sampled(trace, from),
         };
         Self {
             tracer,

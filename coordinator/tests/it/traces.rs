@@ -5,7 +5,7 @@ use crate::support::{FakeWorker, eventually, held, submission, within};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::control::{JobState, JobView, NewMember, Submission, Submitted, Verdict};
 use aitk_common::telemetry::context::TraceContext;
-use aitk_common::telemetry::test_collector::{Seen, TestCollector};
+use aitk_common::telemetry::test_collector::{ReceivedSpan, TestCollector};
 use aitk_proto::client::Clients;
 use aitk_proto::{trace, v1};
 use aitk_tests::processes::free_address;
@@ -36,9 +36,9 @@ async fn worker(clients: &Clients, name: &str) -> FakeWorker {
 }
 
 /// Waits until as many spans of this name arrived.
-async fn arrived(collector: &TestCollector, name: &str, count: usize) -> Vec<Seen> {
+async fn arrived(collector: &TestCollector, name: &str, count: usize) -> Vec<ReceivedSpan> {
     eventually(&format!("{count} spans {name}"), || async {
-        let mut seen = collector.seen();
+        let mut seen = collector.received();
         seen.retain(|span| span.name == name);
         seen.sort_by_key(|span| span.start);
         (seen.len() >= count).then_some(seen)
@@ -90,7 +90,7 @@ async fn a_job_is_one_trace_although_its_worker_and_its_coordinator_died() {
     );
 
     let [job] = &arrived(&collector, "job", 1).await[..] else {
-        panic!("{:#?}", collector.seen());
+        panic!("{:#?}", collector.received());
     };
     assert_eq!(job.service, "aitk-coordinator");
     assert_eq!(
@@ -127,7 +127,7 @@ async fn a_job_is_one_trace_although_its_worker_and_its_coordinator_died() {
         assigned[0]
     );
     assert!(assigned[1].error.is_none() && job.error.is_none());
-    assert_eq!(collector.seen().len(), 5, "{:#?}", collector.seen());
+    assert_eq!(collector.received().len(), 5, "{:#?}", collector.received());
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -196,11 +196,11 @@ async fn jobs_without_a_trace_get_one_and_members_of_a_sweep_one_each() {
     }
     assert!(
         collector
-            .seen()
+            .received()
             .iter()
             .all(|span| span.trace != client().trace.to_string()),
         "{:#?}",
-        collector.seen()
+        collector.received()
     );
 }
 

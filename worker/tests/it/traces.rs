@@ -4,7 +4,7 @@ use crate::program::{program, text};
 use crate::support::{Lab, finished, saved, say, script};
 use aitk_common::control::JobState;
 use aitk_common::telemetry::context::TraceContext;
-use aitk_common::telemetry::test_collector::{Seen, TestCollector};
+use aitk_common::telemetry::test_collector::{ReceivedSpan, TestCollector};
 use aitk_common::telemetry::traces::Traces;
 use serde_json::json;
 use std::collections::HashMap;
@@ -17,15 +17,15 @@ fn client() -> TraceContext {
 }
 
 /// Everything that was written down.
-async fn all(collector: &TestCollector, traces: Traces) -> Vec<Seen> {
+async fn all(collector: &TestCollector, traces: Traces) -> Vec<ReceivedSpan> {
     tokio::task::spawn_blocking(move || traces.finish(Duration::from_secs(20)))
         .await
         .unwrap();
-    collector.seen()
+    collector.received()
 }
 
-fn named<'a>(seen: &'a [Seen], name: &str) -> Vec<&'a Seen> {
-    let mut named: Vec<&Seen> = seen.iter().filter(|span| span.name == name).collect();
+fn named<'a>(seen: &'a [ReceivedSpan], name: &str) -> Vec<&'a ReceivedSpan> {
+    let mut named: Vec<&ReceivedSpan> = seen.iter().filter(|span| span.name == name).collect();
     named.sort_by_key(|span| span.start);
     named
 }
@@ -89,7 +89,7 @@ async fn both_attempts_of_a_job_whose_first_worker_died_are_in_the_clients_trace
         })
         .collect();
     let expected = |name, number: usize| {
-        let attempt: &Seen = attempts[number];
+        let attempt: &ReceivedSpan = attempts[number];
         (
             name,
             attempt.span.as_str(),
@@ -174,7 +174,7 @@ async fn the_program_sends_its_spans_and_says_in_its_log_which_trace_a_line_is_a
     let log = text(&output.stderr);
     assert!(output.status.success(), "{log}");
 
-    let seen = collector.seen();
+    let seen = collector.received();
     let [attempt] = named(&seen, "attempt")[..] else {
         panic!("{seen:#?}\n{log}")
     };
