@@ -31,8 +31,8 @@ pub(super) fn header(path: &Path, mut file: &File, length: u64) -> Result<Table>
         let place = Place {
             kind: info.kind.map_or_else(unknown, kind),
             shape: info.shape.iter().map(|side| reach(*side)).collect::<Result<_>>()?,
-            start: reach(info.place.0)?,
-            end: reach(info.place.1)?,
+            start: reach(info.byte_range.0)?,
+            end: reach(info.byte_range.1)?,
         };
         table.tensors.insert(name, place);
     }
