@@ -134,7 +134,7 @@ fn read(submission: &Submission, retries: u32, all_sent: bool) -> Result<Asked, 
     let split = split.map(|split| countable(&job, submission.images).map(|images| (split, images)));
     let split = split.transpose()?;
     let counted = |demand: Demand| match submission.images {
-        Some(images) => demand.of_images(&job, images),
+        Some(images) => demand.with_images(&job, images),
         None => demand,
     };
     let wants = Wants {

@@ -6,7 +6,9 @@ use aitk_common::checkpoint::{MANIFEST_NAME, step_of_folder};
 use aitk_common::hub::{HubError, HubReader};
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::{Input, InputKind, JobSpec, naming};
-use aitk_common::model_files::{Identity, Inventory, check, damaged, identify, is_adapter, lacking};
+use aitk_common::model_files::{
+    Identity, Inventory, check_supported, damaged_file, identify, is_adapter, missing_files,
+};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -56,7 +58,7 @@ pub(super) async fn look(spec: &JobSpec, directory: &Path, wanted: impl Fn(&Inpu
             let read = tokio::task::spawn_blocking(move || {
                 let files = Inventory::open(&local);
                 let damaged =
-                    arch.and_then(|arch| damaged(&local, &files).or_else(|| does_not_load(arch, &local, &files)));
+                    arch.and_then(|arch| damaged_file(&local, &files).or_else(|| does_not_load(arch, &local, &files)));
                 (files, damaged, model_below(&local))
             });
             let (files, damaged, below) = read.await.unwrap_or_default();
@@ -132,8 +134,8 @@ fn begun_in(spec: &JobSpec, key: &str, directory: &Path) -> Option<PathBuf> {
 /// shape, parts that do not fit together.
 #[cfg(feature = "embedded")]
 fn does_not_load(arch: ArchName, local: &Path, files: &Inventory) -> Option<String> {
-    let runs_here = arch == ArchName::Sd1 && check("", arch, &identify(files)).is_ok();
-    let is_whole = !files.is_folder || lacking(files).is_empty();
+    let runs_here = arch == ArchName::Sd1 && check_supported("", arch, &identify(files)).is_ok();
+    let is_whole = !files.is_folder || missing_files(files).is_empty();
     let checked = (runs_here && is_whole).then(|| aitk_engine::models::sd::SdModel::check(local))?;
     checked.err().map(|error| error.to_string())
 }
@@ -223,21 +225,21 @@ impl ModelReport {
             Identity::Pickle { evidence } | Identity::Unknown { evidence } => self.evidence = Some(evidence.clone()),
         }
         self.problem = match (arch, &identity) {
-            (Some(arch), identity) => check(&self.path, arch, identity)
+            (Some(arch), identity) => check_supported(&self.path, arch, identity)
                 .err()
                 .map(|refusal| refusal.to_string()),
-            (None, Identity::Pickle { .. }) => check(&self.path, ArchName::Sd1, &identity)
+            (None, Identity::Pickle { .. }) => check_supported(&self.path, ArchName::Sd1, &identity)
                 .err()
                 .map(|refusal| refusal.to_string()),
             (None, _) => None,
         };
         if self.problem.is_none() && arch == Some(ArchName::Sd1) {
-            let lacking = lacking(files);
-            self.problem = (!lacking.is_empty()).then(|| {
+            let missing = missing_files(files);
+            self.problem = (!missing.is_empty()).then(|| {
                 format!(
                     "{} is not a complete model: it has no {}",
                     self.path,
-                    lacking.join(", no ")
+                    missing.join(", no ")
                 )
             });
         }

@@ -298,7 +298,7 @@ fn what_a_model_lacks_is_said_before_it_is_run() {
         &vae[..vae.len() - 2],
         "it is cut off",
     );
-    broken("text_encoder/config.json", b"{", "is no JSON object");
+    broken("text_encoder/config.json", b"{", "is not a JSON object");
     // What only whoever builds the model of it sees: another part's weights, and a tensor under another name.
     broken(UNET, &vae, "is missing");
     let mut unet = of_whole_model(UNET);
@@ -534,5 +534,9 @@ fn a_file_with_more_than_its_header_says_and_a_folder_above_a_model_are_told() {
     std::fs::write(&unet, bytes).unwrap();
     let output = home.aitk().args(["validate", "job.yaml"]).output().unwrap();
     assert_eq!(code(&output), 1, "{}", out(&output));
-    assert!(out(&output).contains("100 bytes behind its end"), "{}", out(&output));
+    assert!(
+        out(&output).contains("100 extra bytes after its end"),
+        "{}",
+        out(&output)
+    );
 }

@@ -284,7 +284,7 @@ impl ModelConfig {
             self.layer_offloading_transformer_percent,
             self.layer_offloading_text_encoder_percent,
         ];
-        Choices::asked(self.low_vram, self.offloads_layers().then_some(shares))
+        Choices::from_config(self.low_vram, self.offloads_layers().then_some(shares))
     }
 
     /// Number format of the VAE.

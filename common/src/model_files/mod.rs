@@ -1,35 +1,35 @@
-//! What family a model is of, told from its small files: `model_index.json`, `config.json` of its parts, and the headers of
-//! its weights files. Weights are never read.
+//! Identifies the family of a model from its small files: `model_index.json`, the `config.json` of its components, and the
+//! headers of its weights files. Weights are not read.
 //!
-//! [`identify`] is pure: it looks at an [`Inventory`], which [`Inventory::open`] makes of a path of this machine and the hub
-//! client of a repository. Command line, worker and engine ask the same function, so that they give the same answer.
+//! [`identify`] is a pure function of an [`Inventory`], which [`Inventory::open`] reads from a local path and the hub client
+//! from a repository. Command line, worker and engine use the same function, so that they get the same result.
 
-mod chosen;
 mod classes;
 mod complete;
 mod inventory;
 mod json;
 mod keys;
-mod verdict;
+mod support;
+mod weights_files;
 
-pub use chosen::{NoWeights, weights_files};
-pub use complete::{damaged, lacking};
+pub use complete::{damaged_file, missing_files};
 pub use inventory::{Inventory, SMALL_FILE_BYTES, Unreadable, Weights, header_of, small_files};
 pub use json::parse_json;
 pub use keys::is_adapter;
-pub use verdict::{Refusal, check};
+pub use support::{UnsupportedModel, check_supported};
+pub use weights_files::{WeightsError, weights_files};
 
 use crate::job::arch::ArchName;
 use std::fmt;
 
-/// A family of models, and which kind of it.
+/// A model family, and optionally a variant of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Family {
-    /// As people call it: `Stable Diffusion XL`.
+    /// The display name: `Stable Diffusion XL`.
     pub name: &'static str,
-    /// As `model.arch` names it; none where ai-toolkit has no such family.
+    /// The name in `model.arch`; none if ai-toolkit has no such family.
     pub arch: Option<ArchName>,
-    /// A kind of the family that needs another program than its base models: `inpainting`, `refiner`.
+    /// A variant that needs a different pipeline than the base models: `inpainting`, `refiner`.
     pub variant: Option<&'static str>,
 }
 
@@ -50,7 +50,7 @@ impl Family {
         }
     }
 
-    pub(crate) const fn kind(self, variant: &'static str) -> Self {
+    pub(crate) const fn with_variant(self, variant: &'static str) -> Self {
         Self {
             variant: Some(variant),
             ..self
@@ -68,38 +68,38 @@ impl fmt::Display for Family {
     }
 }
 
-/// What the files of a model are.
+/// The result of [`identify`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Identity {
     /// A base model.
     Model {
-        /// Its family.
+        /// The model's family.
         family: Family,
-        /// What in which file says so.
+        /// The file and the part of it that show this.
         evidence: String,
-        /// Parts that it lacks, where a model of this family has to have them in the same file.
+        /// Components that a model of this family must have in the same file and this one lacks.
         missing: Vec<&'static str>,
     },
-    /// Something else than a base model: a LoRA, a VAE, a text encoder.
+    /// Not a base model: a LoRA, a VAE, a text encoder.
     Other {
-        /// What it is, with its article.
+        /// The kind of file, with an article: `a LoRA`.
         what: String,
-        /// What in which file says so.
+        /// The file and the part of it that show this.
         evidence: String,
     },
-    /// A format that can run code when it is opened.
+    /// A pickle file, which can run code when it is opened.
     Pickle {
-        /// What in which file says so.
+        /// The file and the part of it that show this.
         evidence: String,
     },
-    /// Nothing here tells.
+    /// The files identify no known family.
     Unknown {
-        /// What was found instead.
+        /// What was found.
         evidence: String,
     },
 }
 
-/// Says what the files are.
+/// Identifies the model in these files.
 #[must_use]
 pub fn identify(files: &Inventory) -> Identity {
     if let Some(evidence) = &files.pickle {
@@ -112,7 +112,7 @@ pub fn identify(files: &Inventory) -> Identity {
     }
     let mut found = files.weights.iter().map(|(name, weights)| keys::of_file(name, weights));
     let first = found.next();
-    // Of several files the one that is a base model says what the folder is for.
+    // If there are several files, a base model takes precedence.
     let best = found.fold(first, |best, next| match (&best, &next) {
         (Some(Identity::Model { .. }), _) => best,
         (_, Identity::Model { .. }) => Some(next),
@@ -122,12 +122,12 @@ pub fn identify(files: &Inventory) -> Identity {
     match best {
         Some(identity) => identity,
         None => Identity::Unknown {
-            evidence: files.problem.clone().unwrap_or_else(|| nothing_known(files)),
+            evidence: files.problem.clone().unwrap_or_else(|| unknown_reason(files)),
         },
     }
 }
 
-fn nothing_known(files: &Inventory) -> String {
+fn unknown_reason(files: &Inventory) -> String {
     match files.names.is_empty() {
         true => "there are no files".to_owned(),
         false if files.is_folder => {

@@ -1,38 +1,37 @@
-//! What a memory profile means: which parts of a model stay in memory, and what works in smaller pieces.
+//! The memory-saving options that each memory profile enables.
 
 use super::profile::MemoryProfile;
 
-/// How a task is laid out in memory. Whatever is chosen, the results are the same; only a tiled VAE differs, within the
-/// blending of its tiles.
+/// Memory-saving options of a task. They do not change the results, except that a tiled VAE differs where its tiles are
+/// blended.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Choices {
-    /// Share of the denoiser's layers whose weights are not kept: they are read from their file whenever the layer
-    /// runs. 0 to 1.
+    /// Fraction of the denoiser's layers, 0 to 1, whose weights are streamed: read from their file whenever the layer runs.
     pub denoiser_streamed: f64,
-    /// The same of the text encoders.
+    /// Fraction of the text encoders' layers that are streamed.
     pub text_streamed: f64,
-    /// The same of the VAE.
+    /// Fraction of the VAE's layers that are streamed.
     pub vae_streamed: f64,
-    /// Guidance asks the denoiser for the two predictions one after another, not in one batch.
+    /// Classifier-free guidance runs its two denoiser passes one after another instead of in one batch.
     pub sequential_cfg: bool,
-    /// The VAE works in tiles where an image is larger than it was made for.
+    /// The VAE uses tiling for images larger than its training resolution.
     pub vae_tiled: bool,
-    /// Training keeps what goes into a block only, and runs it again in the backward pass, whatever the config says.
-    pub recomputed: bool,
-    /// Where the denoiser itself is trained, each of its parameters is updated as soon as its gradient is there, so that
-    /// the gradients of one block exist at a time. Where gradients are clipped a step goes through the model twice.
+    /// Training uses gradient checkpointing even if the config disables it.
+    pub gradient_checkpointing: bool,
+    /// A full fine-tune updates each parameter as soon as its gradient is complete, so that at most one block's gradients
+    /// are in memory. With gradient clipping, a step then runs the model twice.
     pub fused_backward: bool,
-    /// Memory that is free goes back to the operating system at once. Otherwise it is kept for the next step, which is a
-    /// good deal faster on a CPU.
+    /// Freed memory is returned to the operating system immediately. Otherwise it is reused for the next step, which is much
+    /// faster on a CPU.
     pub pages_returned: bool,
 }
 
 impl Choices {
-    /// What a profile chooses.
+    /// The options of a memory profile.
     #[must_use]
     pub fn of(profile: MemoryProfile) -> Self {
         let all = Self::default();
-        let idle_parts_leave = Self {
+        let stream_idle_components = Self {
             text_streamed: 1.0,
             vae_streamed: 1.0,
             ..all
@@ -40,14 +39,14 @@ impl Choices {
         let small_pieces = Self {
             sequential_cfg: true,
             vae_tiled: true,
-            recomputed: true,
+            gradient_checkpointing: true,
             fused_backward: true,
             pages_returned: true,
-            ..idle_parts_leave
+            ..stream_idle_components
         };
         match profile {
             MemoryProfile::FullGpu | MemoryProfile::CpuOnly => all,
-            MemoryProfile::Balanced => idle_parts_leave,
+            MemoryProfile::Balanced => stream_idle_components,
             MemoryProfile::GpuPoor => Self {
                 denoiser_streamed: 0.5,
                 ..small_pieces
@@ -59,10 +58,10 @@ impl Choices {
         }
     }
 
-    /// What a config's own keys ask for: `low_vram`, and the shares of denoiser and text encoders that
-    /// `layer_offloading` leaves in their files.
+    /// The options of a config's own keys: `low_vram`, and the fractions of the denoiser's and text encoders' layers that
+    /// `layer_offloading` streams.
     #[must_use]
-    pub fn asked(low_vram: bool, offloaded: Option<[f64; 2]>) -> Self {
+    pub fn from_config(low_vram: bool, offloaded: Option<[f64; 2]>) -> Self {
         let mut choices = Self::default();
         if low_vram {
             choices = Self {
@@ -79,16 +78,16 @@ impl Choices {
         choices
     }
 
-    /// Whichever of the two saves more, choice by choice.
+    /// Combines two sets of options: for each option, the one that saves more memory.
     #[must_use]
-    pub fn and(self, other: Self) -> Self {
+    pub fn merge(self, other: Self) -> Self {
         Self {
             denoiser_streamed: self.denoiser_streamed.max(other.denoiser_streamed),
             text_streamed: self.text_streamed.max(other.text_streamed),
             vae_streamed: self.vae_streamed.max(other.vae_streamed),
             sequential_cfg: self.sequential_cfg || other.sequential_cfg,
             vae_tiled: self.vae_tiled || other.vae_tiled,
-            recomputed: self.recomputed || other.recomputed,
+            gradient_checkpointing: self.gradient_checkpointing || other.gradient_checkpointing,
             fused_backward: self.fused_backward || other.fused_backward,
             pages_returned: self.pages_returned || other.pages_returned,
         }
@@ -100,11 +99,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_profile_saves_what_the_one_before_it_does() {
+    fn each_profile_includes_the_options_of_the_previous_one() {
         for pair in MemoryProfile::ALL[..4].windows(2) {
             let (one, next) = (Choices::of(pair[0]), Choices::of(pair[1]));
             assert_ne!(one, next);
-            assert_eq!(one.and(next), next);
+            assert_eq!(one.merge(next), next);
         }
         assert_eq!(Choices::of(MemoryProfile::CpuOnly), Choices::default());
     }

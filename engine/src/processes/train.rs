@@ -132,7 +132,8 @@ impl<'a> Run<'a> {
             cx.lora_loaded(&path, &loaded);
         }
 
-        let residency = Residency::checkpointing(process.train.gradient_checkpointing || choices.recomputed);
+        let residency =
+            Residency::checkpointing(process.train.gradient_checkpointing || choices.gradient_checkpointing);
         (model.unet.residency, model.text_encoder.residency) = (residency, residency);
         let target = Target::of(process, &mut model, seed, cx)?;
         let trainer = trainer(process, &target, &choices)?;

@@ -100,7 +100,7 @@ impl LoadOptions {
             config_folder: None,
             unet_quantization: packing(model.quantization(), &exclude),
             text_encoder_quantization: packing(model.text_encoder_quantization(), &exclude),
-            choices: Choices::of(profile).and(model.memory_choices()),
+            choices: Choices::of(profile).merge(model.memory_choices()),
             unet_trained: Trained::Nothing,
             text_encoder_trained: Trained::Nothing,
             layout_only: false,
@@ -208,7 +208,7 @@ pub struct SdModel {
 /// another way.
 fn check_family(path: &Path) -> Result<()> {
     let identity = model_files::identify(&Inventory::open(path));
-    model_files::check(&path.display().to_string(), ArchName::Sd1, &identity)
+    model_files::check_supported(&path.display().to_string(), ArchName::Sd1, &identity)
         .map_err(|refusal| EngineError::Unsupported(refusal.to_string()))
 }
 
