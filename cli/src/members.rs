@@ -144,7 +144,7 @@ fn show_members(
     live: Option<&mut Wait<'_>>,
     to: LogsTo,
 ) -> Result<(), Failure> {
-    let counts = array.array.as_ref().map(|array| array.counts.words());
+    let counts = array.array.as_ref().map(|array| array.counts.summary());
     let Some(live) = live else {
         if *said != counts {
             ui.json_line(&job_json(array))?;

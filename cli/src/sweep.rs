@@ -2,7 +2,7 @@
 
 use crate::failure::Failure;
 use crate::output::format::printable;
-use aitk_common::control::MEMBERS_MOST;
+use aitk_common::control::MAX_ARRAY_MEMBERS;
 use aitk_common::job::change::Change;
 
 /// A longer suffix makes file names that nobody reads: members are numbered then.
@@ -114,9 +114,9 @@ pub fn members(sweeps: &[Sweep], repeats: usize) -> Result<Vec<Member>, Failure>
     let count = sweeps
         .iter()
         .try_fold(repeats, |count, sweep| count.checked_mul(sweep.values.len()));
-    let count = count.filter(|count| *count <= MEMBERS_MOST).ok_or_else(|| {
+    let count = count.filter(|count| *count <= MAX_ARRAY_MEMBERS).ok_or_else(|| {
         Failure::usage(format!(
-            "these are more than {MEMBERS_MOST} jobs; an array has at most so many"
+            "these are more than {MAX_ARRAY_MEMBERS} jobs; an array has at most so many"
         ))
     })?;
     if count < 2 {

@@ -3,7 +3,7 @@
 //! A run that resumes from a checkpoint repeats steps. The line of a repeated step replaces the earlier lines of that step and of
 //! all later ones.
 
-use crate::control::any_number;
+use crate::control::non_finite;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::io::{self, BufRead, BufReader, Read};
@@ -23,7 +23,7 @@ pub struct StepMetrics {
     /// The number of the step, counted from 1.
     pub step: u64,
     /// `loss`, `loss/…`, `lr`, `grad_norm`. Non-finite values are written as text: `"NaN"`, `"inf"`.
-    #[serde(flatten, with = "any_number")]
+    #[serde(flatten, with = "non_finite")]
     pub values: BTreeMap<String, f64>,
     /// When the step ended, RFC 3339.
     #[serde(default, skip_serializing_if = "String::is_empty")]

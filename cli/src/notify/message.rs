@@ -17,7 +17,7 @@ const LONGEST_REASON: usize = 600;
 pub(super) fn of(job: &JobView) -> Value {
     let name = shorten(&printable(&job.name), LONGEST_NAME);
     let reason = shorten(&printable(&job.reason), LONGEST_REASON);
-    let took = job.took();
+    let took = job.run_time();
     let mut line = format!("{name} ({}) {}", job.id, job.state);
     if let Some(took) = took {
         line.push_str(&format!(" after {}", duration(took)));

@@ -389,8 +389,8 @@ impl State {
         let summary = match (fitting.first(), devices.is_empty()) {
             (_, true) => "no worker is connected; `aitk-worker` starts one".to_owned(),
             (None, _) => no_device(misfits(&self.check_devices(UnixMillis(0), &needs, &wants.owner, None))),
-            (Some(best), _) if best.ready => format!("would start now on {}", best.words),
-            (Some(best), _) => format!("would wait for a device; the best is {}", best.words),
+            (Some(best), _) if best.ready => format!("would start now on {}", best.description),
+            (Some(best), _) => format!("would wait for a device; the best is {}", best.description),
         };
         Forecast { summary, devices }
     }
@@ -447,10 +447,10 @@ impl State {
             memory: None,
             seconds: None,
             measured,
-            words: String::new(),
+            description: String::new(),
         };
         match &verdict.fit {
-            FitCheck::Unfit(misfit) => said.words = format!("{name}: {}", not_this_device(misfit)),
+            FitCheck::Unfit(misfit) => said.description = format!("{name}: {}", not_this_device(misfit)),
             FitCheck::Fit {
                 profile,
                 bytes,
@@ -472,7 +472,7 @@ impl State {
                     _ => String::new(),
                 };
                 let now = if *ready { "free" } else { hindrance.as_str() };
-                said.words = format!("{name}: {} ({need}{time}); {now}", profile.name());
+                said.description = format!("{name}: {} ({need}{time}); {now}", profile.name());
                 said.fits = true;
                 said.ready = *ready;
                 said.profile = Some(*profile);

@@ -76,7 +76,7 @@ impl State {
     /// Its name, and how many of its members stand where.
     pub(super) fn array_summary(&self, id: &JobId) -> Option<(&str, String)> {
         let array = self.arrays.get(id)?;
-        Some((&array.name, self.count(array).words()))
+        Some((&array.name, self.count(array).summary()))
     }
 
     fn count(&self, array: &Array) -> ArrayCounts {
@@ -95,9 +95,9 @@ impl State {
         let told = match (in_state(JobState::Failed).next(), waits) {
             (Some(failed), _) => format!("{} failed: {}", failed.id, failed.reason),
             (None, Some(job)) => self.explain(now, job),
-            (None, None) => return counts.words(),
+            (None, None) => return counts.summary(),
         };
-        format!("{}; {told}", counts.words())
+        format!("{}; {told}", counts.summary())
     }
 
     /// Why an array is where it is, and every connected device as its first waiting member sees it.

@@ -4,7 +4,7 @@ use super::model::Wants;
 use super::state::State;
 use super::state::classes::{Needs, fit};
 use super::state::speeds::TOO_SLOW;
-use aitk_common::control::MEMBERS_MOST;
+use aitk_common::control::MAX_ARRAY_MEMBERS;
 use aitk_common::job::cluster::Split;
 
 /// Parts per device: enough that a device which is slower than it seemed takes fewer, few enough that loading the model
@@ -17,7 +17,7 @@ impl State {
     /// Into how many parts a job of so many images is cut now; 1: it stays whole.
     #[must_use]
     pub fn parts(&self, wants: &Wants, images: u64, split: Split) -> u64 {
-        let most = images.min(MEMBERS_MOST as u64).max(1);
+        let most = images.min(MAX_ARRAY_MEMBERS as u64).max(1);
         match split {
             Split::Parts(parts) => u64::from(parts).clamp(1, most),
             Split::Auto => self.parts_that_pay(wants).clamp(1, most),

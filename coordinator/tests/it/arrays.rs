@@ -14,7 +14,7 @@ const CALM: Duration = Duration::from_secs(60);
 fn request(names: &[&str], key: &str) -> v1::SubmitArrayRequest {
     let members = names.iter().zip(0..).map(|(name, twin)| NewMember {
         job_json: submission(name).job_json,
-        twin: twin / 2,
+        seed_group: twin / 2,
     });
     let shared = Submission {
         idempotency_key: Some(key.into()),

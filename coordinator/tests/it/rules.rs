@@ -116,7 +116,7 @@ async fn fit_and_explain_say_where_and_why_not() {
     assert_eq!(explained.summary, job.reason);
     assert!(
         explained.devices[0]
-            .words
+            .description
             .starts_with("w1 cpu: too small: even cpu_only needs about"),
         "{explained:?}"
     );

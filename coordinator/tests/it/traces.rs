@@ -170,7 +170,7 @@ async fn jobs_without_a_trace_get_one_and_members_of_a_sweep_one_each() {
 
     let member = |name: &str| NewMember {
         job_json: job(name).job_json,
-        twin: 0,
+        seed_group: 0,
     };
     let mut request = tonic::Request::new(v1::SubmitArrayRequest {
         shared: Some(job("sweep").into()),

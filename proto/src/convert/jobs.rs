@@ -154,15 +154,19 @@ impl TryFrom<v1::Array> for ArrayView {
 
 impl From<NewMember> for v1::ArrayMember {
     fn from(member: NewMember) -> Self {
-        let NewMember { job_json, twin } = member;
-        Self { job_json, twin }
+        Self {
+            job_json: member.job_json,
+            twin: member.seed_group,
+        }
     }
 }
 
 impl From<v1::ArrayMember> for NewMember {
     fn from(wire: v1::ArrayMember) -> Self {
-        let v1::ArrayMember { job_json, twin } = wire;
-        Self { job_json, twin }
+        Self {
+            job_json: wire.job_json,
+            seed_group: wire.twin,
+        }
     }
 }
 
@@ -469,7 +473,7 @@ impl From<Forecast> for v1::ForecastReply {
             memory: one.memory,
             seconds: one.seconds,
             measured: one.measured,
-            words: one.words,
+            words: one.description,
         });
         Self {
             summary: forecast.summary,
@@ -497,7 +501,7 @@ impl TryFrom<v1::ForecastReply> for Forecast {
                 memory: one.memory,
                 seconds: one.seconds.filter(|seconds| seconds.is_finite()),
                 measured: one.measured,
-                words: one.words,
+                description: one.words,
             })
         };
         Ok(Self {

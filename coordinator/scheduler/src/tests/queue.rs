@@ -357,7 +357,7 @@ fn a_running_job_does_not_blame_itself() {
     let forecast = world.state.explain_job(world.now, &JobId::new("ja")).unwrap();
     assert_eq!(forecast.summary, "running for 1 s on w1 cpu");
     assert_eq!(forecast.devices.len(), 1);
-    let words = &forecast.devices[0].words;
+    let words = &forecast.devices[0].description;
     assert!(words.ends_with("; runs here") && !words.contains("busy"), "{words}");
 }
 

@@ -269,12 +269,12 @@ fn play(case: &Case) -> Result<(), String> {
     // As a second job like it would be told.
     let again = world.state.fit(&case.ask.wants());
     let mut said = vec![view.state.name().to_owned(), view.reason.clone(), explained.summary];
-    said.extend(explained.devices.into_iter().map(|device| device.words));
+    said.extend(explained.devices.into_iter().map(|device| device.description));
     said.extend(
         again
             .devices
             .into_iter()
-            .map(|device| device.words.replace("busy with j (j)", "free")),
+            .map(|device| device.description.replace("busy with j (j)", "free")),
     );
     for words in case.says {
         if !said.iter().any(|line| line.contains(words)) {
@@ -345,7 +345,11 @@ fn an_explanation_reads_as_one_would_say_it() {
     world.submit("j2", lora("flux").wants());
     let forecast = world.state.explain_job(world.now, &JobId::new("j2")).unwrap();
     assert_eq!(forecast.summary, "next in line; the one device that fits is busy");
-    let words: Vec<&str> = forecast.devices.iter().map(|device| device.words.as_str()).collect();
+    let words: Vec<&str> = forecast
+        .devices
+        .iter()
+        .map(|device| device.description.as_str())
+        .collect();
     assert_eq!(words.len(), 3);
     assert!(
         words[0].starts_with("4090 cuda:0: gpu_poor (")
@@ -405,7 +409,7 @@ fn speeds_are_learned_from_finished_work() {
     assert!(persisted, "what was learned survives a restart");
     let forecast = world.state.fit(&lora("sd1").wants());
     assert!(
-        forecast.devices[0].measured && forecast.devices[0].words.contains("about 3 min 20 s)"),
+        forecast.devices[0].measured && forecast.devices[0].description.contains("about 3 min 20 s)"),
         "{forecast:?}"
     );
 }

@@ -274,7 +274,7 @@ fn a_kept_device_is_for_those_who_stand_higher(bed: &mut Bed) {
         .devices;
     assert!(
         devices.iter().any(|device| device
-            .words
+            .description
             .ends_with("kept for j-1 (j-1), which comes from a slower device")),
         "{devices:?}"
     );
