@@ -3,7 +3,9 @@
 //! Class names are those of diffusers' pipelines and models (`_class_name`), of transformers (`architectures`) and of the
 //! authors' repositories.
 
-use super::{Family, Identity, Inventory, keys};
+use super::family::{Family, Identity};
+use super::inventory::Inventory;
+use super::keys;
 use crate::job::arch::ArchName;
 use serde_json::Value;
 

@@ -4,7 +4,8 @@
 //! `generative-models` (SDXL, SD 3), Black Forest Labs' `flux`, Wan-Video's `Wan2.1`, Lightricks' LTX, and what diffusers
 //! writes.
 
-use super::{Family, Identity, Weights};
+use super::family::{Family, Identity};
+use super::inventory::Weights;
 use crate::job::arch::ArchName;
 use serde_json::Value;
 use std::collections::BTreeMap;

@@ -1,6 +1,7 @@
 //! Identifies each family from a small header with tensor names of its published checkpoint.
 
 use super::*;
+use crate::job::arch::ArchName;
 use std::path::Path;
 
 fn header(tensors: &[(&str, &[u64])]) -> Vec<u8> {
