@@ -136,7 +136,7 @@ impl Membership {
 
     pub(crate) fn credentials(&self) -> Credentials {
         let trust = self.ca_pem.clone().map_or(Trust::Authority(self.ca), Trust::Pem);
-        Credentials::certified(self.certificate.clone(), self.key.clone(), trust)
+        Credentials::with_certificate(self.certificate.clone(), self.key.clone(), trust)
     }
 
     /// Asks for the next certificate, with a new key, over a connection with this one.

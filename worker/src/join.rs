@@ -6,7 +6,7 @@ use aitk_common::fsutil::{self, FsError};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::UserName;
 use aitk_common::security::ca::{CaError, WorkerRequest};
-use aitk_common::security::join::{BadInvitation, Invitation};
+use aitk_common::security::join::{JoinToken, JoinTokenError};
 use aitk_proto::client::{self, ConnectError, Credentials};
 use aitk_proto::v1;
 use std::future::Future;
@@ -44,7 +44,7 @@ pub struct JoinOptions {
 pub enum JoinError {
     /// The token is none.
     #[error(transparent)]
-    Token(#[from] BadInvitation),
+    Token(#[from] JoinTokenError),
     /// The name is none.
     #[error("{0:?} cannot be the name of a worker: expected 1 to 64 letters, digits, '-' or '_'")]
     Name(String),
@@ -128,7 +128,7 @@ where
 /// # Errors
 /// [`JoinError`]
 pub async fn join(options: JoinOptions) -> Result<Membership, JoinError> {
-    let invitation = Invitation::parse_join(&options.token)?;
+    let invitation = JoinToken::parse(&options.token)?;
     let server = match options.server.trim().split_once("://") {
         Some(("https", _)) => options.server.trim().to_owned(),
         None => format!("https://{}", options.server.trim()),
@@ -187,7 +187,7 @@ pub async fn join(options: JoinOptions) -> Result<Membership, JoinError> {
 fn request_with_kept_key(data_dir: &Path, name: Option<&UserName>) -> Result<WorkerRequest, JoinError> {
     let path = data_dir.join(KEY_FILE);
     if let Ok(key) = std::fs::read_to_string(&path)
-        && let Ok(request) = WorkerRequest::again(&key, name)
+        && let Ok(request) = WorkerRequest::with_key_pem(&key, name)
     {
         return Ok(request);
     }

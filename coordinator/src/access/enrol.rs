@@ -186,7 +186,7 @@ impl Access {
                 .answer_again(who, &join, &request, now)
                 .ok_or(EnrolError::Token(why));
         }
-        let name = match (&join.name, request.asked()) {
+        let name = match (&join.name, request.requested_name()) {
             (Some(name), _) => name.clone(),
             (None, asked) => {
                 let wanted = asked.map_or_else(|| as_name(host), ToOwned::to_owned);

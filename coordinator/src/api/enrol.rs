@@ -8,7 +8,7 @@ use crate::pki::{Signer, wall};
 use aitk_common::control::Registration;
 use aitk_common::id::{UserName, WorkerId};
 use aitk_common::security::ca::CaError;
-use aitk_common::security::join::Invitation;
+use aitk_common::security::join::JoinToken;
 use aitk_proto::v1;
 use std::time::Duration;
 use tonic::{Request, Response, Status};
@@ -32,7 +32,7 @@ fn enrol_failed(error: &EnrolError) -> Status {
         EnrolError::BadName(_) | EnrolError::Certificate(CaError::Request(_)) => {
             Status::invalid_argument(error.to_string())
         }
-        EnrolError::Certificate(CaError::OtherName { .. }) => Status::permission_denied(error.to_string()),
+        EnrolError::Certificate(CaError::NameMismatch { .. }) => Status::permission_denied(error.to_string()),
         EnrolError::Certificate(_) => Status::internal(error.to_string()),
         EnrolError::Access(error) => access_failed(error),
     }
@@ -136,7 +136,7 @@ pub(super) async fn create_join_token(
     }
     let made = shared.access.create_join(&by, name, life).await;
     let (secret, record) = made.map_err(|error| access_failed(&error))?;
-    let invitation = Invitation {
+    let invitation = JoinToken {
         secret,
         ca: signer.hash(),
     };

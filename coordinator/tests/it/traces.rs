@@ -26,7 +26,7 @@ fn job(name: &str) -> Submission {
 
 async fn submit(clients: &Clients, name: &str, from: Option<TraceContext>) -> Submitted {
     let mut request = tonic::Request::new(v1::SubmitRequest::from(job(name)));
-    trace::put(request.metadata_mut(), from);
+    trace::insert(request.metadata_mut(), from);
     let reply = within(clients.jobs.clone().submit(request)).await.unwrap();
     reply.into_inner().try_into().unwrap()
 }
@@ -178,7 +178,7 @@ async fn jobs_without_a_trace_get_one_and_members_of_a_sweep_one_each() {
         members: ["a", "b"].map(|name| member(name).into()).to_vec(),
         at_most: 0,
     });
-    trace::put(request.metadata_mut(), Some(client()));
+    trace::insert(request.metadata_mut(), Some(client()));
     within(clients.jobs.clone().submit_array(request)).await.unwrap();
     for _ in 0..2 {
         let work = worker.assigned().await;

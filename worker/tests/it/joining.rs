@@ -165,7 +165,7 @@ async fn what_is_wrong_with_a_join_is_said_in_one_line() {
     std::fs::write(&file, &good).unwrap();
     let file = file.display().to_string();
     let cases: [(&[&str], i32, &str); 8] = [
-        (&[&url, "aitk_join_short"], 1, "this is no join token"),
+        (&[&url, "aitk_join_short"], 1, "this is not a join token"),
         (&[&elsewhere, &good], 1, "nothing was sent"),
         (&[&url, &spent], 4, "used already"),
         (&[&url, &taken], 1, "worker revoke b"),
