@@ -1,6 +1,6 @@
-//! Jobs, their events, and workers, as clients see them.
+//! Conversions of jobs, their events, and workers as clients see them.
 
-use super::vocabulary::known;
+use super::vocabulary::enum_field;
 use super::worker_id;
 use super::workers::{confinement, inputs, labels, wire_confinement, wire_inputs};
 use super::{ConvertError, Result, Within, artifact_name, attempt_id, hash, job_id, required, short_text, user_name};
@@ -218,9 +218,9 @@ impl TryFrom<v1::Attempt> for AttemptView {
             worker: worker_id(&wire.worker_id, "worker_id")?,
             worker_name: wire.worker_name,
             device: DeviceRef::try_from(required(wire.device, "device")?).within("device")?,
-            profile: known::<v1::MemoryProfile, _>(wire.profile, "profile")?,
+            profile: enum_field::<v1::MemoryProfile, _>(wire.profile, "profile")?,
             memory: wire.memory,
-            state: known::<v1::AttemptState, _>(wire.state, "state")?,
+            state: enum_field::<v1::AttemptState, _>(wire.state, "state")?,
             created: UnixMillis(wire.created_ms),
             ended: wire.ended_ms.map(UnixMillis),
             message: wire.message,
@@ -265,7 +265,7 @@ impl TryFrom<v1::Job> for JobView {
             id: job_id(&wire.id, "id")?,
             name: wire.name,
             kind: wire.kind,
-            state: known::<v1::JobState, _>(wire.state, "state")?,
+            state: enum_field::<v1::JobState, _>(wire.state, "state")?,
             reason: wire.reason,
             owner: match wire.owner.as_str() {
                 "" => UserName::default(),
@@ -350,12 +350,12 @@ impl TryFrom<v1::JobEvent> for JobEvent {
         use v1::job_event::Body as Wire;
         let body = match required(wire.body, "body")? {
             Wire::State(changed) => EventBody::State {
-                state: known::<v1::JobState, _>(changed.state, "state.state")?,
+                state: enum_field::<v1::JobState, _>(changed.state, "state.state")?,
                 reason: changed.reason,
                 paused: changed.paused,
             },
             Wire::Attempt(changed) => EventBody::Attempt {
-                state: known::<v1::AttemptState, _>(changed.state, "attempt.state")?,
+                state: enum_field::<v1::AttemptState, _>(changed.state, "attempt.state")?,
                 worker_name: changed.worker_name,
                 device: DeviceRef::try_from(required(changed.device, "attempt.device")?).within("attempt.device")?,
                 message: changed.message,
@@ -496,7 +496,7 @@ impl TryFrom<v1::ForecastReply> for Forecast {
                 ready: one.ready,
                 profile: match one.profile {
                     0 => None,
-                    profile => Some(known::<v1::MemoryProfile, _>(profile, "profile")?),
+                    profile => Some(enum_field::<v1::MemoryProfile, _>(profile, "profile")?),
                 },
                 memory: one.memory,
                 seconds: one.seconds.filter(|seconds| seconds.is_finite()),
