@@ -40,8 +40,8 @@ pub struct AttemptSpec {
     /// The seed of all random numbers for which the config names none. Chosen once per job, so that every attempt uses the same.
     pub seed: u64,
     /// Artifact indices of the images that earlier attempts generated and stored. They are not generated again.
-    #[serde(default)]
-    pub drawn: Vec<u64>,
+    #[serde(default, rename = "drawn")]
+    pub generated: Vec<u64>,
     /// Path of each input in the config -> the folder for data computed from it (cached latents, image sizes). For an
     /// input that is missing here such files are written next to its own, as in ai-toolkit.
     #[serde(default)]
@@ -50,11 +50,11 @@ pub struct AttemptSpec {
     #[serde(default)]
     pub require_sandbox: bool,
     /// The size limit of each file that the attempt writes, in bytes. Unset: no limit.
-    #[serde(default)]
-    pub largest_file: Option<u64>,
+    #[serde(default, rename = "largest_file")]
+    pub file_size_limit: Option<u64>,
     /// The memory limit in bytes, used where no control group limits the attempt. Unset: only the job's own limit.
-    #[serde(default)]
-    pub most_memory: Option<u64>,
+    #[serde(default, rename = "most_memory")]
+    pub memory_limit: Option<u64>,
 }
 
 /// One line of a child's standard output.

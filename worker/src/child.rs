@@ -175,7 +175,7 @@ fn stop_on(signals: SigSet, stop: &StopSignal) {
 /// Limits the size of the files that this process writes. Says what could not be done.
 fn limit_files(spec: &AttemptSpec) -> Option<String> {
     let (_, most) = getrlimit(Resource::RLIMIT_FSIZE).unwrap_or((0, u64::MAX));
-    let bytes = spec.largest_file?.min(most);
+    let bytes = spec.file_size_limit?.min(most);
     let error = setrlimit(Resource::RLIMIT_FSIZE, bytes, bytes).err()?;
     Some(format!("the size of files cannot be limited: {error}"))
 }

@@ -181,7 +181,7 @@ const SLACK: u64 = 16 << 20;
 /// hardly used, are let off.
 pub(crate) fn keep_to_budget(spec: &AttemptSpec) -> Option<String> {
     let on_cpu = spec.device.kind == DeviceKind::Cpu;
-    let (budget, most) = (budget(spec).filter(|_| on_cpu), spec.most_memory.filter(|_| on_cpu));
+    let (budget, most) = (budget(spec).filter(|_| on_cpu), spec.memory_limit.filter(|_| on_cpu));
     let bytes = budget.into_iter().chain(most).min()?;
     // Macs do not heed this limit.
     if !cfg!(target_os = "linux") {

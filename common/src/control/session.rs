@@ -154,7 +154,7 @@ pub struct Assignment {
     /// The job's seed.
     pub seed: u64,
     /// Artifact indices of the images that earlier attempts generated and stored.
-    pub drawn: Vec<u64>,
+    pub generated: Vec<u64>,
     /// The parent span of the attempt, if it is traced.
     pub trace: Option<TraceContext>,
     /// The job's owner. Caches of the job are private to that user. None: unknown.

@@ -125,7 +125,7 @@ impl Access {
         life: Duration,
     ) -> Result<(Token, JoinToken), AccessError> {
         let now = self.inner.clock.date();
-        let secret = join::join_secret();
+        let secret = join::new_join_secret();
         let record = JoinToken {
             id: fresh('j'),
             name,

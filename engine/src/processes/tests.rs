@@ -186,7 +186,7 @@ fn parts_of_a_job_draw_the_images_of_the_whole_one() {
     let part = |from: u64, to: u64, drawn: Vec<u64>| {
         let mut spec = job(&format!("part{from}"));
         spec.job["part"] = serde_json::json!({"from": from, "to": to});
-        spec.drawn = drawn;
+        spec.generated = drawn;
         go(&spec)
     };
     // The second part is one that an earlier attempt began: image 3 is not drawn again.

@@ -371,7 +371,7 @@ impl TryFrom<v1::Assign> for Assignment {
             device: DeviceRef::try_from(required(wire.device, "device")?).within("device")?,
             profile: enum_field::<v1::MemoryProfile, _>(wire.profile, "profile")?,
             seed: wire.seed,
-            drawn: wire.drawn,
+            generated: wire.drawn,
             // An invalid trace context is ignored, as the W3C recommendation requires.
             trace: wire.traceparent.parse().ok(),
             owner: match wire.owner.as_str() {
@@ -398,7 +398,7 @@ impl From<Assignment> for v1::Assign {
             device: Some(work.device.into()),
             profile: v1::MemoryProfile::from(work.profile).into(),
             seed: work.seed,
-            drawn: work.drawn,
+            drawn: work.generated,
             traceparent: work.trace.map(|trace| trace.to_string()).unwrap_or_default(),
             owner: work.owner.map(|owner| owner.to_string()).unwrap_or_default(),
         }
