@@ -2,9 +2,9 @@
 
 use aitk_common::attempt::{AttemptSpec, ChildEvent};
 use aitk_common::capability::{DeviceKind, DeviceRef};
-use aitk_common::plan::anatomy::Anatomy;
 use aitk_common::plan::demand::Demand;
 use aitk_common::plan::need::MemoryNeed;
+use aitk_common::plan::parameter_counts::ParameterCounts;
 use aitk_common::plan::profile::MemoryProfile;
 use aitk_engine::device::take_peak;
 use aitk_engine::device::threads::stack_space;
@@ -153,7 +153,7 @@ fn gib(bytes: u64) -> f64 {
 /// What the plan says that this attempt takes.
 fn needed(spec: &AttemptSpec) -> Option<MemoryNeed> {
     let model = model(spec)?;
-    Demand::of_job(&spec.job, Anatomy::read(&model))?.memory
+    Demand::of_job(&spec.job, ParameterCounts::read(&model))?.memory
 }
 
 /// Where the model of the job's first process lies here, as the engine finds it.

@@ -8,7 +8,7 @@ use crate::capability::{Device, DeviceRef};
 use crate::confinement::Confinement;
 use crate::hash::ContentHash;
 use crate::id::{AttemptId, Epoch, JobId, UserName, WorkerId};
-use crate::plan::anatomy::Anatomy;
+use crate::plan::parameter_counts::ParameterCounts;
 use crate::plan::profile::MemoryProfile;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -203,7 +203,7 @@ pub struct Submission {
     /// The owner that the client names; none: the default user.
     pub owner: Option<UserName>,
     /// The parameter counts of its model, if the client has seen the model's files.
-    pub anatomy: Option<Anatomy>,
+    pub anatomy: Option<ParameterCounts>,
     /// The number of images that it generates, if the client could count them. `cluster.split` divides them into parts.
     pub images: Option<u64>,
 }

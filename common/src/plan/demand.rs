@@ -3,11 +3,11 @@
 //! The predictions are conservative; `cluster.memory_budget` in a config overrides them. The job's JSON is read key by key, so
 //! that jobs of a newer version with unknown keys get a prediction, too.
 
-use super::anatomy::{Anatomy, Stored};
-use super::choices::Choices;
 use super::family::{ActivationCosts, Family};
 use super::layout::{Activations, ComponentWeights, GIB, Layout, memory_need};
+use super::memory_options::MemoryOptions;
 use super::need::MemoryNeed;
+use super::parameter_counts::{CompactWeights, ParameterCounts};
 use super::qtype::QType;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -32,13 +32,13 @@ pub struct Demand {
 }
 
 impl Demand {
-    /// Predicts the needs of a job (`JobSpec` as JSON). `anatomy` is given if the model's files are known. `None` if no process
+    /// Predicts the needs of a job (`JobSpec` as JSON). `counts` is given if the model's files are known. `None` if no process
     /// of the job has a model.
     #[must_use]
-    pub fn of_job(job: &Value, anatomy: Option<Anatomy>) -> Option<Self> {
+    pub fn of_job(job: &Value, counts: Option<ParameterCounts>) -> Option<Self> {
         let mut whole: Option<Self> = None;
         for process in job.get("process")?.as_array()? {
-            let Some(one) = of_process(process, anatomy) else {
+            let Some(one) = of_process(process, counts) else {
                 continue;
             };
             whole = Some(match whole {
@@ -149,7 +149,7 @@ pub(super) fn factored_convolution_bytes(family: &Family) -> f64 {
     4.0 * family.convolutions * 6.0 / 9.0
 }
 
-fn of_process(process: &Value, anatomy: Option<Anatomy>) -> Option<Demand> {
+fn of_process(process: &Value, counts: Option<ParameterCounts>) -> Option<Demand> {
     let kinds = process.get("kind")?.as_object()?;
     let (kind, body) = kinds.iter().next()?;
     let arch = text(body, "/model/arch")?;
@@ -158,7 +158,7 @@ fn of_process(process: &Value, anatomy: Option<Anatomy>) -> Option<Demand> {
         || arch.split(':').next().unwrap_or(arch).to_owned(),
         |f| f.name.to_owned(),
     );
-    let figures = family.map(|family| Figures::of(family, anatomy));
+    let figures = family.map(|family| Figures::of(family, counts));
     match kind.as_str() {
         "train" => Some(training(name, body, figures)),
         "generate" | "img2_img" => Some(generation(name, body, figures)),
@@ -175,12 +175,12 @@ pub(super) struct Figures {
     /// Factor on activations, relative to the family. Activations grow with the width of the layers, parameters with its square.
     scale: f64,
     /// The compactly stored parameters of denoiser, text encoders and VAE.
-    stored: [Stored; 3],
+    stored: [CompactWeights; 3],
 }
 
 impl Figures {
-    pub(super) fn of(family: &'static Family, anatomy: Option<Anatomy>) -> Self {
-        match anatomy {
+    pub(super) fn of(family: &'static Family, counts: Option<ParameterCounts>) -> Self {
+        match counts {
             None => Self {
                 family,
                 denoiser: family.denoiser,
@@ -189,9 +189,9 @@ impl Figures {
                 scale: 1.0,
                 stored: Default::default(),
             },
-            Some(anatomy) => {
+            Some(counts) => {
                 let millions = |n: u64| n as f64 / 1e6;
-                let denoiser = millions(anatomy.denoiser);
+                let denoiser = millions(counts.denoiser);
                 // A component that was not found is stored elsewhere and has the family's usual size, scaled down for tiny models.
                 let scale = (denoiser / family.denoiser).sqrt().clamp(0.01, 4.0);
                 let component = |found: u64, usual: f64| match found {
@@ -201,10 +201,10 @@ impl Figures {
                 Self {
                     family,
                     denoiser,
-                    text: component(anatomy.text, family.text),
-                    vae: component(anatomy.vae, family.vae),
+                    text: component(counts.text, family.text),
+                    vae: component(counts.vae, family.vae),
                     scale,
-                    stored: [anatomy.denoiser_stored, anatomy.text_stored, anatomy.vae_stored],
+                    stored: [counts.denoiser_stored, counts.text_stored, counts.vae_stored],
                 }
             }
         }
@@ -232,7 +232,7 @@ impl Figures {
         Layout {
             denoiser: match full[0] {
                 // Trained weights are converted to the compute dtype.
-                true => component_weights(self.denoiser, 0.0, Stored::default(), None, target),
+                true => component_weights(self.denoiser, 0.0, CompactWeights::default(), None, target),
                 false => {
                     let quantised = quantised_width(body, Quantisable::Denoiser, target.width);
                     component_weights(self.denoiser, 0.0, denoiser, quantised, target)
@@ -240,7 +240,7 @@ impl Figures {
             },
             denoiser_trained: full[0],
             text: match full[1] {
-                true => component_weights(self.text, 0.0, Stored::default(), None, target),
+                true => component_weights(self.text, 0.0, CompactWeights::default(), None, target),
                 false => {
                     let quantised = quantised_width(body, Quantisable::TextEncoder, target.width);
                     component_weights(self.text, tables, text, quantised, target)
@@ -281,7 +281,7 @@ impl Target {
 fn component_weights(
     all: f64,
     tables: f64,
-    stored: Stored,
+    stored: CompactWeights,
     quantised: Option<f64>,
     target: Target,
 ) -> ComponentWeights {
@@ -473,13 +473,13 @@ fn generation(family: String, body: &Value, figures: Option<Figures>) -> Demand 
 }
 
 /// The memory options in the `model` section.
-fn config_options(body: &Value) -> Choices {
+fn config_options(body: &Value) -> MemoryOptions {
     let offloads = body
         .pointer("/model/layer_offloading")
         .and_then(Value::as_bool)
         .unwrap_or_else(|| flag(body, "/model/auto_memory"));
     let share = |key: &str| number(body, key).unwrap_or(1.0);
-    Choices::from_config(
+    MemoryOptions::from_config(
         flag(body, "/model/low_vram"),
         offloads.then(|| {
             let shares = ["transformer", "text_encoder"];
@@ -582,11 +582,11 @@ mod tests {
     #[test]
     fn tiny_models_and_quantised_models_need_less() {
         let job = lora("sd1", 512, "bf16", 4);
-        let tiny = Anatomy {
+        let tiny = ParameterCounts {
             denoiser: 1_000_000,
             text: 100_000,
             vae: 0,
-            ..Anatomy::default()
+            ..ParameterCounts::default()
         };
         let need = Demand::of_job(&job, Some(tiny)).unwrap().memory.unwrap();
         assert!(
@@ -609,12 +609,12 @@ mod tests {
     }
 
     /// GiB on a CPU under each profile, for generating square images with Stable Diffusion 1.5.
-    fn generation_gib(model: &Value, side: u32, anatomy: Option<Anatomy>) -> [f64; 4] {
+    fn generation_gib(model: &Value, side: u32, counts: Option<ParameterCounts>) -> [f64; 4] {
         let mut job = json!({"process": [{"kind": {"generate": {"model": {"arch": "sd1"},
             "generate": {"width": side, "height": side, "guidance_scale": 7.0, "prompts": ["a"]}}}}]});
         let keys = job.pointer_mut("/process/0/kind/generate/model").unwrap();
         keys.as_object_mut().unwrap().extend(model.as_object().unwrap().clone());
-        let need = Demand::of_job(&job, anatomy).unwrap().memory.unwrap();
+        let need = Demand::of_job(&job, counts).unwrap().memory.unwrap();
         MemoryProfile::on(true).map(|profile| need.under(profile, true) as f64 / GIB)
     }
 
@@ -626,15 +626,15 @@ mod tests {
         let text = json!({"quantize_te": true, "qtype_te": "int8"});
         let both = json!({"quantize": true, "qtype": "int8", "qtype_te": "int8"});
         // Half of the channels in its U-Net.
-        let half = Some(Anatomy {
+        let half = Some(ParameterCounts {
             denoiser: 219_789_284,
             text: 123_060_480,
             vae: 83_653_863,
-            ..Anatomy::default()
+            ..ParameterCounts::default()
         });
         let (whole, balanced, poor, extreme) = (0, 1, 2, 3);
         let plain = json!({});
-        for (model, anatomy, side, profile, taken) in [
+        for (model, counts, side, profile, taken) in [
             (&unet, None, 256, balanced, 1.42),
             (&nf4, None, 256, balanced, 0.95),
             (&both, None, 256, whole, 2.02),
@@ -652,7 +652,7 @@ mod tests {
             (&plain, half, 192, extreme, 0.16),
             (&plain, half, 1024, extreme, 0.84),
         ] {
-            let predicted = generation_gib(model, side, anatomy)[profile];
+            let predicted = generation_gib(model, side, counts)[profile];
             let over = predicted / taken - 1.0;
             assert!(
                 (-0.05..0.10).contains(&over),
@@ -666,17 +666,17 @@ mod tests {
 
     #[test]
     fn weights_quantised_in_their_file_stay_quantised() {
-        let half = |denoiser_stored: Stored| {
-            Some(Anatomy {
+        let half = |denoiser_stored: CompactWeights| {
+            Some(ParameterCounts {
                 denoiser: 219_789_284,
                 text: 123_060_480,
                 vae: 83_653_863,
                 denoiser_stored,
-                ..Anatomy::default()
+                ..ParameterCounts::default()
             })
         };
         // Linear layers in q8_0, convolutions in 16 bits.
-        let stored = Stored {
+        let stored = CompactWeights {
             quantised: 72_304_640,
             bytes: 76_823_680,
             halves: 147_262_720,
@@ -685,7 +685,7 @@ mod tests {
             json!({}),
             json!({"quantize": true, "quantize_te": false, "qtype": "int8"}),
         );
-        let dense = generation_gib(&none, 192, half(Stored::default()));
+        let dense = generation_gib(&none, 192, half(CompactWeights::default()));
         let gguf = generation_gib(&none, 192, half(stored));
         let packed = generation_gib(&int8, 192, half(stored));
         // A weight of 4 bytes takes 17 / 16 or 2 bytes.
@@ -699,14 +699,14 @@ mod tests {
     /// Measured values of LoRAs of Stable Diffusion 1.5 on a CPU, from docs/memory.md.
     #[test]
     fn lora_memory_is_predicted_within_the_measured_range() {
-        let half = Some(Anatomy {
+        let half = Some(ParameterCounts {
             denoiser: 219_789_284,
             text: 123_060_480,
             vae: 83_653_863,
-            ..Anatomy::default()
+            ..ParameterCounts::default()
         });
         let (whole, balanced, poor, extreme) = (0, 1, 2, 3);
-        for (anatomy, side, rank, batch, checkpointed, optimizer, profile, taken) in [
+        for (counts, side, rank, batch, checkpointed, optimizer, profile, taken) in [
             (None, 256, 16, 1, true, "adamw", whole, 4.63),
             (None, 512, 16, 1, true, "adamw", whole, 4.95),
             (None, 512, 16, 1, false, "adamw", whole, 5.92),
@@ -726,7 +726,7 @@ mod tests {
             train["batch_size"] = json!(batch);
             train["gradient_checkpointing"] = json!(checkpointed);
             train["optimizer"] = json!(optimizer);
-            let need = Demand::of_job(&job, anatomy).unwrap().memory.unwrap();
+            let need = Demand::of_job(&job, counts).unwrap().memory.unwrap();
             let predicted = need.under(MemoryProfile::on(true)[profile], true) as f64 / GIB;
             let over = predicted / taken - 1.0;
             assert!(
@@ -739,14 +739,14 @@ mod tests {
     /// Measured values of full fine-tunes of Stable Diffusion 1.5 on a CPU, from docs/memory.md.
     #[test]
     fn full_fine_tune_memory_is_predicted_within_the_measured_range() {
-        let half = Some(Anatomy {
+        let half = Some(ParameterCounts {
             denoiser: 219_789_284,
             text: 123_060_480,
             vae: 83_653_863,
-            ..Anatomy::default()
+            ..ParameterCounts::default()
         });
         let (whole, balanced, poor, extreme) = (0, 1, 2, 3);
-        for (anatomy, optimizer, text, profile, taken) in [
+        for (counts, optimizer, text, profile, taken) in [
             (half, "adamw", false, whole, 4.71),
             (half, "adamw8bit", false, whole, 3.40),
             (half, "adamw", false, balanced, 3.84),
@@ -768,7 +768,7 @@ mod tests {
             body["network"] = json!(null);
             body["train"]["optimizer"] = json!(optimizer);
             body["train"]["train_text_encoder"] = json!(text);
-            let need = Demand::of_job(&job, anatomy).unwrap().memory.unwrap();
+            let need = Demand::of_job(&job, counts).unwrap().memory.unwrap();
             let predicted = need.under(MemoryProfile::on(true)[profile], true) as f64 / GIB;
             let over = predicted / taken - 1.0;
             assert!(

@@ -1,6 +1,6 @@
 //! Predicts peak memory under each memory profile from parameters and activations.
 
-use super::choices::Choices;
+use super::memory_options::MemoryOptions;
 use super::need::MemoryNeed;
 use super::profile::MemoryProfile;
 
@@ -104,7 +104,7 @@ pub(super) struct Layout {
     pub(super) saving: f64,
     pub(super) activations: Activations,
     /// The options of the config's own keys.
-    pub(super) config_options: Choices,
+    pub(super) config_options: MemoryOptions,
 }
 
 /// Predicts the peak memory on both kinds of device.
@@ -117,17 +117,17 @@ pub(super) fn memory_need(gpu: &Layout, cpu: &Layout) -> MemoryNeed {
 
 impl Layout {
     fn peak(&self, profile: MemoryProfile, factors: &DeviceFactors) -> u64 {
-        let choices = Choices::of(profile).merge(self.config_options);
+        let options = MemoryOptions::of(profile).merge(self.config_options);
         let unless_trained = |trained: bool, streamed: f64| if trained { 0.0 } else { streamed };
-        let streamed = unless_trained(self.denoiser_trained, choices.denoiser_streamed);
-        let text_streamed = unless_trained(self.text_trained, choices.text_streamed);
+        let streamed = unless_trained(self.denoiser_trained, options.denoiser_streamed);
+        let text_streamed = unless_trained(self.text_trained, options.text_streamed);
         // A dequantised layer exists only while the denoiser runs, not while the VAE runs.
         let layer =
             (self.denoiser.in_compute_dtype * streamed + self.denoiser.dequantised) * factors.dequantised_fraction;
         let components = [
             self.denoiser.resident(streamed),
             self.text.resident(text_streamed),
-            self.vae.resident(choices.vae_streamed),
+            self.vae.resident(options.vae_streamed),
         ];
         let resident: f64 = components
             .iter()
@@ -139,19 +139,19 @@ impl Layout {
             mut vae,
             vae_megapixels,
         } = self.activations;
-        let free_pages = if choices.pages_returned {
+        let free_pages = if options.pages_returned {
             0.0
         } else {
             factors.free_pages
         };
-        if choices.vae_tiled && vae_megapixels > TILE_MEGAPIXELS {
+        if options.vae_tiled && vae_megapixels > TILE_MEGAPIXELS {
             vae *= TILE_MEGAPIXELS / vae_megapixels;
         }
-        let lean = choices.sequential_cfg || choices.gradient_checkpointing;
+        let lean = options.sequential_cfg || options.gradient_checkpointing;
         let work = if lean { lean_work } else { work };
         let full_training = self.denoiser_trained || self.text_trained;
         let gradients = match full_training {
-            true if choices.fused_backward && self.separable => self
+            true if options.fused_backward && self.separable => self
                 .gradients
                 .min(FUSED_GRADIENTS.0 + FUSED_GRADIENTS.1 * self.gradients),
             true => self.gradients * factors.weights,

@@ -1,8 +1,8 @@
 //! Predicts the output of a training run: saved weights, checkpoints, samples.
 
-use super::anatomy::Anatomy;
 use super::demand::{Figures, Trained, factored_convolution_bytes, is_factored, state_bytes_per_parameter};
 use super::family::Family;
+use super::parameter_counts::ParameterCounts;
 use crate::job::process::TrainerProcess;
 use crate::job::sample::SampleConfig;
 use serde::Serialize;
@@ -30,9 +30,9 @@ pub struct RunOutput {
 }
 
 impl RunOutput {
-    /// Predicts the output of a training run. `anatomy` is given if the model's files are known.
+    /// Predicts the output of a training run. `counts` is given if the model's files are known.
     #[must_use]
-    pub fn of(process: &TrainerProcess, anatomy: Option<Anatomy>) -> Self {
+    pub fn of(process: &TrainerProcess, counts: Option<ParameterCounts>) -> Self {
         let steps = process.train.steps;
         // Number of multiples of `every` from `start` to the second-to-last step.
         let due = |every: Option<u64>, start: u64| match every {
@@ -44,7 +44,7 @@ impl RunOutput {
         };
         let saves = due(process.save.save_every, 0);
         let keep = process.save.max_step_saves_to_keep;
-        let bytes = Self::bytes(process, anatomy);
+        let bytes = Self::bytes(process, counts);
         Self {
             saves,
             saves_kept: if keep == 0 { saves } else { saves.min(keep) },
@@ -58,9 +58,9 @@ impl RunOutput {
     }
 
     /// Bytes of a save and of a checkpoint.
-    fn bytes(process: &TrainerProcess, anatomy: Option<Anatomy>) -> Option<(u64, u64)> {
+    fn bytes(process: &TrainerProcess, counts: Option<ParameterCounts>) -> Option<(u64, u64)> {
         let body = serde_json::to_value(process).ok()?;
-        let figures = Figures::of(Family::of(process.model.arch.name.name())?, anatomy);
+        let figures = Figures::of(Family::of(process.model.arch.name.name())?, counts);
         let Trained { millions, full } = Trained::of(&body, &figures);
         let optimizer = process.train.optimizer.name();
         let mut state = state_bytes_per_parameter(optimizer);

@@ -149,7 +149,7 @@ struct Shared {
     endpoint: Option<String>,
     outage: Arc<Outage>,
     sampler: Box<dyn ShouldSample>,
-    /// One per service; none where it could not be set up.
+    /// The batch processor of each service; none if it could not be set up.
     open: Mutex<BTreeMap<&'static str, Option<Arc<BatchSpanProcessor>>>>,
 }
 

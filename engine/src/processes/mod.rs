@@ -28,7 +28,7 @@ use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::job::model::ModelConfig;
 use aitk_common::job::paths::not_an_input;
 use aitk_common::job::{JobSpec, Process, ProcessKind};
-use aitk_common::plan::choices::Choices;
+use aitk_common::plan::memory_options::MemoryOptions;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -77,7 +77,7 @@ struct Loaded {
     model: SdModel,
     /// The folder or file that its VAE is from: its own, or that of `model.vae_path`.
     vae_path: PathBuf,
-    choices: Choices,
+    choices: MemoryOptions,
 }
 
 /// What a process works with.

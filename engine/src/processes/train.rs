@@ -35,7 +35,7 @@ use crate::training::{
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::capability::DeviceKind;
 use aitk_common::job::process::TrainerProcess;
-use aitk_common::plan::choices::Choices;
+use aitk_common::plan::memory_options::MemoryOptions;
 use aitk_common::step_metrics::LOG_FILE;
 use candle_core::Tensor;
 use data::{Data, Turn};
@@ -69,7 +69,7 @@ struct Run<'a> {
     model: SdModel,
     target: Target,
     trainer: Trainer,
-    choices: Choices,
+    choices: MemoryOptions,
     schedule: NoiseSchedule,
     loss: LossOptions,
     noise: NoiseOptions,
@@ -397,7 +397,7 @@ fn parts(model: &mut SdModel) -> [(Component, &mut dyn VisitLayers); 2] {
     ]
 }
 
-fn trainer(process: &TrainerProcess, target: &Target, choices: &Choices) -> Result<Trainer> {
+fn trainer(process: &TrainerProcess, target: &Target, choices: &MemoryOptions) -> Result<Trainer> {
     let train = &process.train;
     let params = target.params();
     let error = crate::training::optim_error;

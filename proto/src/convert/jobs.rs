@@ -11,7 +11,7 @@ use aitk_common::control::{
 };
 use aitk_common::control::{Artifact, AttemptView, EventBody, JobEvent, JobView, ServerInfo, Submission, Submitted};
 use aitk_common::id::{Epoch, UserName};
-use aitk_common::plan::anatomy::{Anatomy, Stored};
+use aitk_common::plan::parameter_counts::{CompactWeights, ParameterCounts};
 
 fn non_empty(text: String) -> Option<String> {
     Some(text).filter(|text| !text.is_empty())
@@ -83,7 +83,7 @@ impl TryFrom<v1::SubmitRequest> for Submission {
                 "" => None,
                 name => Some(user_name(name, "owner")?),
             },
-            anatomy: wire.anatomy.map(|wire| Anatomy {
+            anatomy: wire.anatomy.map(|wire| ParameterCounts {
                 denoiser: wire.denoiser,
                 text: wire.text,
                 vae: wire.vae,
@@ -96,16 +96,16 @@ impl TryFrom<v1::SubmitRequest> for Submission {
     }
 }
 
-fn wire_stored(stored: Stored) -> Option<v1::StoredWeights> {
-    (stored != Stored::default()).then_some(v1::StoredWeights {
+fn wire_stored(stored: CompactWeights) -> Option<v1::StoredWeights> {
+    (stored != CompactWeights::default()).then_some(v1::StoredWeights {
         quantised: stored.quantised,
         bytes: stored.bytes,
         halves: stored.halves,
     })
 }
 
-fn stored(wire: Option<v1::StoredWeights>) -> Stored {
-    wire.map_or(Stored::default(), |wire| Stored {
+fn stored(wire: Option<v1::StoredWeights>) -> CompactWeights {
+    wire.map_or(CompactWeights::default(), |wire| CompactWeights {
         quantised: wire.quantised,
         bytes: wire.bytes,
         halves: wire.halves,

@@ -32,7 +32,7 @@ use aitk_common::job::QType;
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::model::ModelConfig;
 use aitk_common::model_files::{self, Inventory};
-use aitk_common::plan::choices::Choices;
+use aitk_common::plan::memory_options::MemoryOptions;
 use aitk_common::plan::profile::MemoryProfile;
 use candle_core::{DType, Device, Var};
 use serde_json::{Value, json};
@@ -55,7 +55,7 @@ pub struct LoadOptions {
     /// How the text encoder's layers are quantised.
     pub text_encoder_quantization: Option<QuantizationConfig>,
     /// What stays in memory, and what works in smaller pieces.
-    pub choices: Choices,
+    pub choices: MemoryOptions,
     /// Which of the U-Net's own tensors are trained.
     pub unet_trained: Trained,
     /// The same of the text encoder.
@@ -77,7 +77,7 @@ impl LoadOptions {
             config_folder: None,
             unet_quantization: None,
             text_encoder_quantization: None,
-            choices: Choices::default(),
+            choices: MemoryOptions::default(),
             unet_trained: Trained::Nothing,
             text_encoder_trained: Trained::Nothing,
             layout_only: false,
@@ -100,7 +100,7 @@ impl LoadOptions {
             config_folder: None,
             unet_quantization: packing(model.quantization(), &exclude),
             text_encoder_quantization: packing(model.text_encoder_quantization(), &exclude),
-            choices: Choices::of(profile).merge(model.memory_choices()),
+            choices: MemoryOptions::of(profile).merge(model.memory_choices()),
             unet_trained: Trained::Nothing,
             text_encoder_trained: Trained::Nothing,
             layout_only: false,

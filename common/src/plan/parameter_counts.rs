@@ -8,7 +8,7 @@ use std::path::Path;
 
 /// Number of parameters of each component of a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct Anatomy {
+pub struct ParameterCounts {
     /// The U-Net or transformer.
     pub denoiser: u64,
     /// All text encoders.
@@ -17,18 +17,18 @@ pub struct Anatomy {
     pub vae: u64,
     /// The denoiser's parameters that its files store in a compact format.
     #[serde(default)]
-    pub denoiser_stored: Stored,
+    pub denoiser_stored: CompactWeights,
     /// The text encoders' parameters that their files store in a compact format.
     #[serde(default)]
-    pub text_stored: Stored,
+    pub text_stored: CompactWeights,
     /// The VAE's parameters that its files store in a compact format.
     #[serde(default)]
-    pub vae_stored: Stored,
+    pub vae_stored: CompactWeights,
 }
 
 /// Parameters that files store with fewer bits than the compute dtype, and that keep these bits in memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct Stored {
+pub struct CompactWeights {
     /// Parameters of quantised weights, which stay in memory under every profile.
     pub quantised: u64,
     /// Size of the quantised weights in bytes, with their scales.
@@ -41,10 +41,10 @@ pub struct Stored {
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 struct Count {
     total: u64,
-    stored: Stored,
+    stored: CompactWeights,
 }
 
-impl Anatomy {
+impl ParameterCounts {
     /// Counts the parameters of a diffusers folder or a single safetensors or GGUF file. `None` when the path is neither, or
     /// has no denoiser.
     #[must_use]
@@ -98,7 +98,7 @@ impl Count {
         let (one, two) = (self.stored, other.stored);
         Self {
             total: self.total.saturating_add(other.total),
-            stored: Stored {
+            stored: CompactWeights {
                 quantised: one.quantised.saturating_add(two.quantised),
                 bytes: one.bytes.saturating_add(two.bytes),
                 halves: one.halves.saturating_add(two.halves),
@@ -121,7 +121,7 @@ impl Count {
         let count = tensor.count();
         let plain = Self {
             total: count,
-            stored: Stored::default(),
+            stored: CompactWeights::default(),
         };
         // Embedding tables and one-dimensional tensors are dequantised when they are loaded.
         let table = ["token_embedding", "position_embedding"]
@@ -131,7 +131,7 @@ impl Count {
         let outputs = tensor.shape.first().copied().unwrap_or(1);
         let quantised = |parameters: u64, bytes: u64, scales: u64| Self {
             total: parameters,
-            stored: Stored {
+            stored: CompactWeights {
                 quantised: parameters,
                 bytes: bytes.saturating_add(scales.saturating_mul(4)),
                 halves: 0,
@@ -141,9 +141,9 @@ impl Count {
         match tensor.storage {
             Storage::Half if !table && !flat => Self {
                 total: count,
-                stored: Stored {
+                stored: CompactWeights {
                     halves: count,
-                    ..Stored::default()
+                    ..CompactWeights::default()
                 },
             },
             Storage::Blocks(block, bytes) if !table && !flat => {
@@ -241,22 +241,22 @@ mod tests {
         write(&at("m/text_encoder/model.safetensors"), r#"{"w":{"shape":[7]}}"#);
         write(&at("m/vae/d.safetensors"), r#"{"w":{"shape":[3]}}"#);
         write(&at("m/vae/d.fp16.safetensors"), r#"{"w":{"shape":[3]}}"#);
-        let whole = Anatomy {
+        let whole = ParameterCounts {
             denoiser: 105,
             text: 7,
             vae: 3,
-            ..Anatomy::default()
+            ..ParameterCounts::default()
         };
-        assert_eq!(Anatomy::read(&at("m")), Some(whole));
+        assert_eq!(ParameterCounts::read(&at("m")), Some(whole));
         let single = r#"{"__metadata__":{"a":"b"},"model.diffusion_model.w":{"shape":[2,2]},"first_stage_model.w":{"shape":[6]},"cond_stage_model.w":{"shape":[]}}"#;
         write(&at("one.safetensors"), single);
-        let counted = Anatomy {
+        let counted = ParameterCounts {
             denoiser: 4,
             text: 1,
             vae: 6,
-            ..Anatomy::default()
+            ..ParameterCounts::default()
         };
-        assert_eq!(Anatomy::read(&at("one.safetensors")), Some(counted));
+        assert_eq!(ParameterCounts::read(&at("one.safetensors")), Some(counted));
     }
 
     #[test]
@@ -270,10 +270,10 @@ mod tests {
             b"\x05\0\0\0\0\0\0\0{",
         ] {
             std::fs::write(&file, bytes).unwrap();
-            assert_eq!(Anatomy::read(&file), None, "{bytes:?}");
+            assert_eq!(ParameterCounts::read(&file), None, "{bytes:?}");
         }
-        assert_eq!(Anatomy::read(&folder.path().join("nothing")), None);
-        assert_eq!(Anatomy::read(folder.path()), None);
+        assert_eq!(ParameterCounts::read(&folder.path().join("nothing")), None);
+        assert_eq!(ParameterCounts::read(folder.path()), None);
     }
 
     #[test]
@@ -291,20 +291,20 @@ mod tests {
             entry("scaled_fp8", "F8_E4M3", "[2]"),
         ]);
         write(&at("one.safetensors"), &float8);
-        let stored = |quantised, bytes| Stored {
+        let stored = |quantised, bytes| CompactWeights {
             quantised,
             bytes,
             halves: 0,
         };
-        let counted = Anatomy {
+        let counted = ParameterCounts {
             denoiser: 650,
             text: 576,
             vae: 144,
             denoiser_stored: stored(640, 640 + 80),
-            text_stored: Stored::default(),
+            text_stored: CompactWeights::default(),
             vae_stored: stored(144, 144 + 16),
         };
-        assert_eq!(Anatomy::read(&at("one.safetensors")), Some(counted));
+        assert_eq!(ParameterCounts::read(&at("one.safetensors")), Some(counted));
         // A weight and its scales may be in different shards.
         let first = header(&[
             entry("a.weight", "U8", "[320,1]"),
@@ -320,7 +320,7 @@ mod tests {
         ]);
         write(&at("m/unet/x-00001-of-00002.safetensors"), &first);
         write(&at("m/unet/x-00002-of-00002.safetensors"), &second);
-        let folder = Anatomy::read(&at("m")).unwrap();
+        let folder = ParameterCounts::read(&at("m")).unwrap();
         assert_eq!(
             (folder.denoiser, folder.denoiser_stored),
             (640 + 200 + 200, stored(840, 320 + 40 + 200 + 40))
@@ -331,13 +331,13 @@ mod tests {
     #[test]
     fn gguf_files_are_counted() {
         let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/prequantised");
-        let whole = Anatomy::read(&fixtures.join("checkpoint.gguf")).unwrap();
-        let float8 = Anatomy::read(&fixtures.join("checkpoint_float8.safetensors")).unwrap();
+        let whole = ParameterCounts::read(&fixtures.join("checkpoint.gguf")).unwrap();
+        let float8 = ParameterCounts::read(&fixtures.join("checkpoint_float8.safetensors")).unwrap();
         assert_eq!(
             [whole.denoiser, whole.text, whole.vae],
             [float8.denoiser, float8.text, float8.vae]
         );
-        let Stored {
+        let CompactWeights {
             quantised,
             bytes,
             halves,
@@ -347,6 +347,6 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         std::fs::create_dir(folder.path().join("unet")).unwrap();
         std::fs::copy(fixtures.join("unet_comfy.gguf"), folder.path().join("unet/a.gguf")).unwrap();
-        assert_eq!(Anatomy::read(folder.path()).unwrap().denoiser, whole.denoiser);
+        assert_eq!(ParameterCounts::read(folder.path()).unwrap().denoiser, whole.denoiser);
     }
 }

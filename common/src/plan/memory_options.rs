@@ -5,7 +5,7 @@ use super::profile::MemoryProfile;
 /// Memory-saving options of a task. They do not change the results, except that a tiled VAE differs where its tiles are
 /// blended.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Choices {
+pub struct MemoryOptions {
     /// Fraction of the denoiser's layers, 0 to 1, whose weights are streamed: read from their file whenever the layer runs.
     pub denoiser_streamed: f64,
     /// Fraction of the text encoders' layers that are streamed.
@@ -26,7 +26,7 @@ pub struct Choices {
     pub pages_returned: bool,
 }
 
-impl Choices {
+impl MemoryOptions {
     /// The options of a memory profile.
     #[must_use]
     pub fn of(profile: MemoryProfile) -> Self {
@@ -62,9 +62,9 @@ impl Choices {
     /// `layer_offloading` streams.
     #[must_use]
     pub fn from_config(low_vram: bool, offloaded: Option<[f64; 2]>) -> Self {
-        let mut choices = Self::default();
+        let mut options = Self::default();
         if low_vram {
-            choices = Self {
+            options = Self {
                 sequential_cfg: true,
                 vae_tiled: true,
                 pages_returned: true,
@@ -72,10 +72,10 @@ impl Choices {
             };
         }
         if let Some([denoiser, text]) = offloaded {
-            choices.denoiser_streamed = denoiser;
-            choices.text_streamed = choices.text_streamed.max(text);
+            options.denoiser_streamed = denoiser;
+            options.text_streamed = options.text_streamed.max(text);
         }
-        choices
+        options
     }
 
     /// Combines two sets of options: for each option, the one that saves more memory.
@@ -101,10 +101,10 @@ mod tests {
     #[test]
     fn each_profile_includes_the_options_of_the_previous_one() {
         for pair in MemoryProfile::ALL[..4].windows(2) {
-            let (one, next) = (Choices::of(pair[0]), Choices::of(pair[1]));
+            let (one, next) = (MemoryOptions::of(pair[0]), MemoryOptions::of(pair[1]));
             assert_ne!(one, next);
             assert_eq!(one.merge(next), next);
         }
-        assert_eq!(Choices::of(MemoryProfile::CpuOnly), Choices::default());
+        assert_eq!(MemoryOptions::of(MemoryProfile::CpuOnly), MemoryOptions::default());
     }
 }
