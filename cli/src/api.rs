@@ -458,7 +458,7 @@ impl Api {
         let started = Instant::now();
         loop {
             let mut request = tonic::Request::new(message.clone());
-            trace::put(request.metadata_mut(), self.trace);
+            trace::insert(request.metadata_mut(), self.trace);
             // Boxed: the generated futures are large.
             let called = Box::pin(call(self.clients.jobs.clone(), request));
             let Ok(answer) = tokio::time::timeout(CALL_TIMEOUT, called).await else {

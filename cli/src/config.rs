@@ -155,7 +155,7 @@ pub fn refuse_special_files(spec: &JobSpec, inputs: &[Input], directory: &Path) 
         let Ok(info) = std::fs::metadata(expand(&input.config_path, directory, &env)) else {
             continue;
         };
-        if let Some(what) = regular::special(info.file_type()) {
+        if let Some(what) = regular::special_kind(info.file_type()) {
             let message = format!("'{}' is {what}, not a file or folder", input.config_path);
             lines.push(printable(&spec.finding(input.key.clone(), message).to_string()));
         }

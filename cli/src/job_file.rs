@@ -8,14 +8,14 @@ use aitk_common::fsutil::regular;
 use aitk_common::job::generate::prompt_lines;
 use aitk_common::job::limits::MAX_TEXT_FILE_BYTES;
 use aitk_common::job::{InputKind, JobSpec, LoadedJob};
-use aitk_common::plan::anatomy::Anatomy;
+use aitk_common::plan::parameter_counts::ParameterCounts;
 use std::path::Path;
 
 /// Reads the structure of the job's first model, if the model is on this machine.
-pub(crate) fn anatomy(loaded: &LoadedJob, directory: &Path) -> Option<Anatomy> {
+pub(crate) fn anatomy(loaded: &LoadedJob, directory: &Path) -> Option<ParameterCounts> {
     let inputs = loaded.spec.inputs();
     let model = inputs.iter().find(|input| input.kind == InputKind::Model)?;
-    Anatomy::read(&expand(&model.config_path, directory, &env))
+    ParameterCounts::read(&expand(&model.config_path, directory, &env))
 }
 
 /// Counts the images that the job generates, if its prompts are on this machine.

@@ -149,7 +149,7 @@ fn show_members(
     live: Option<&mut ProgressIndicator<'_>>,
     to: LogTarget,
 ) -> Result<(), Failure> {
-    let counts = array.array.as_ref().map(|array| array.counts.words());
+    let counts = array.array.as_ref().map(|array| array.counts.summary());
     let Some(live) = live else {
         if *last_summary != counts {
             ui.json_line(&job_json(array))?;

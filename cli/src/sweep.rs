@@ -2,7 +2,7 @@
 
 use crate::failure::Failure;
 use crate::output::format::printable;
-use aitk_common::control::MEMBERS_MOST;
+use aitk_common::control::MAX_ARRAY_MEMBERS;
 use aitk_common::job::change::Change;
 
 /// With a longer suffix the members are numbered instead.
@@ -118,9 +118,9 @@ pub fn members(sweeps: &[Sweep], repeats: usize) -> Result<Vec<Member>, Failure>
     let count = sweeps
         .iter()
         .try_fold(repeats, |count, sweep| count.checked_mul(sweep.values.len()));
-    let count = count.filter(|count| *count <= MEMBERS_MOST).ok_or_else(|| {
+    let count = count.filter(|count| *count <= MAX_ARRAY_MEMBERS).ok_or_else(|| {
         Failure::usage(format!(
-            "these are more than {MEMBERS_MOST} jobs, the maximum of an array"
+            "these are more than {MAX_ARRAY_MEMBERS} jobs, the maximum of an array"
         ))
     })?;
     if count < 2 {

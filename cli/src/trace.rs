@@ -49,7 +49,7 @@ impl SubmitSpan {
         let context = TraceContext {
             trace,
             span: SpanId::random(),
-            sampled: tracer.keeps(trace, parent),
+            sampled: tracer.is_sampled(trace, parent),
         };
         Self {
             tracer,

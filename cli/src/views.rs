@@ -99,7 +99,7 @@ pub fn job_detail(job: &JobView) -> String {
             parts.join(", ")
         }
         JobState::Queued | JobState::Stopped | JobState::Failed => job.reason.clone(),
-        JobState::Completed => match job.took() {
+        JobState::Completed => match job.run_time() {
             Some(took) => format!("took {}", duration(took)),
             None => job.reason.clone(),
         },

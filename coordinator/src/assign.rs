@@ -112,7 +112,7 @@ impl Assigner {
             device: placed.device,
             profile: placed.profile,
             seed: placed.seed,
-            drawn: Vec::new(),
+            generated: Vec::new(),
             trace,
             owner,
         };

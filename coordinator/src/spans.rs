@@ -183,7 +183,7 @@ impl Spans {
         let own = TraceContext {
             trace,
             span: SpanId::of_job(trace, &job.id),
-            sampled: self.tracer.keeps(trace, parent),
+            sampled: self.tracer.is_sampled(trace, parent),
         };
         JobTrace {
             own,

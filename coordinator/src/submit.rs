@@ -136,7 +136,7 @@ fn parse(submission: &Submission, retries: u32, all_sent: bool) -> Result<Parsed
     let split = split.map(|split| check_split(&job, submission.images).map(|images| (split, images)));
     let split = split.transpose()?;
     let counted = |demand: Demand| match submission.images {
-        Some(images) => demand.of_images(&job, images),
+        Some(images) => demand.with_images(&job, images),
         None => demand,
     };
     let wants = Requirements {

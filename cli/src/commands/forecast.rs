@@ -64,7 +64,7 @@ fn show(ui: &Ui, forecast: &Forecast, json: bool) -> Result<(), Failure> {
             (true, false) => "~",
             (false, false) => "-",
         };
-        ui.text(&printable(&format!("{mark} {}", device.words)))?;
+        ui.text(&printable(&format!("{mark} {}", device.description)))?;
     }
     Ok(())
 }

@@ -112,7 +112,7 @@ pub(super) async fn submit(context: &Context, args: SubmitArgs) -> CommandResult
             .zip(json)
             .map(|(job, job_json)| NewMember {
                 job_json,
-                twin: job.twin,
+                seed_group: job.twin,
             })
             .collect();
         let name = array_name(&jobs);

@@ -17,7 +17,7 @@ const MAX_REASON_COLUMNS: usize = 600;
 pub(super) fn build(job: &JobView) -> Value {
     let name = shorten(&printable(&job.name), MAX_NAME_COLUMNS);
     let reason = shorten(&printable(&job.reason), MAX_REASON_COLUMNS);
-    let took = job.took();
+    let took = job.run_time();
     let mut line = format!("{name} ({}) {}", job.id, job.state);
     if let Some(took) = took {
         line.push_str(&format!(" after {}", duration(took)));

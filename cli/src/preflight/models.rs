@@ -6,7 +6,9 @@ use aitk_common::checkpoint::{MANIFEST_NAME, step_of_folder};
 use aitk_common::hub::{HubError, HubReader};
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::{Input, InputKind, JobSpec, naming};
-use aitk_common::model_files::{Identity, Inventory, check, damaged, identify, is_adapter, lacking};
+use aitk_common::model_files::{
+    Identity, Inventory, check_supported, damaged_file, identify, is_adapter, missing_files,
+};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -60,7 +62,7 @@ pub(super) async fn inspect_models(
             let read = tokio::task::spawn_blocking(move || {
                 let files = Inventory::open(&local);
                 let damaged =
-                    arch.and_then(|arch| damaged(&local, &files).or_else(|| load_error(arch, &local, &files)));
+                    arch.and_then(|arch| damaged_file(&local, &files).or_else(|| load_error(arch, &local, &files)));
                 (files, damaged, find_nested_model(&local))
             });
             let (files, damaged, nested) = read.await.unwrap_or_default();
@@ -137,8 +139,8 @@ fn resumable_run_folder(spec: &JobSpec, key: &str, directory: &Path) -> Option<P
 /// another shape, or the parts do not fit together.
 #[cfg(feature = "embedded")]
 fn load_error(arch: ArchName, local: &Path, files: &Inventory) -> Option<String> {
-    let is_supported = arch == ArchName::Sd1 && check("", arch, &identify(files)).is_ok();
-    let is_whole = !files.is_folder || lacking(files).is_empty();
+    let is_supported = arch == ArchName::Sd1 && check_supported("", arch, &identify(files)).is_ok();
+    let is_whole = !files.is_folder || missing_files(files).is_empty();
     let result = (is_supported && is_whole).then(|| aitk_engine::models::sd::SdModel::check(local))?;
     result.err().map(|error| error.to_string())
 }
@@ -236,21 +238,21 @@ impl ModelReport {
             Identity::Pickle { evidence } | Identity::Unknown { evidence } => self.evidence = Some(evidence.clone()),
         }
         self.problem = match (arch, &identity) {
-            (Some(arch), identity) => check(&self.path, arch, identity)
+            (Some(arch), identity) => check_supported(&self.path, arch, identity)
                 .err()
                 .map(|refusal| refusal.to_string()),
-            (None, Identity::Pickle { .. }) => check(&self.path, ArchName::Sd1, &identity)
+            (None, Identity::Pickle { .. }) => check_supported(&self.path, ArchName::Sd1, &identity)
                 .err()
                 .map(|refusal| refusal.to_string()),
             (None, _) => None,
         };
         if self.problem.is_none() && arch == Some(ArchName::Sd1) {
-            let lacking = lacking(files);
-            self.problem = (!lacking.is_empty()).then(|| {
+            let missing = missing_files(files);
+            self.problem = (!missing.is_empty()).then(|| {
                 format!(
                     "{} is not a complete model: it has no {}",
                     self.path,
-                    lacking.join(", no ")
+                    missing.join(", no ")
                 )
             });
         }

@@ -13,9 +13,9 @@ use aitk_common::control::Forecast;
 #[cfg(feature = "embedded")]
 use aitk_common::job::InputKind;
 use aitk_common::job::{JobSpec, LoadedJob};
-use aitk_common::plan::anatomy::Anatomy;
 use aitk_common::plan::demand::Demand;
 use aitk_common::plan::output::RunOutput;
+use aitk_common::plan::parameter_counts::ParameterCounts;
 use aitk_common::plan::profile::MemoryProfile;
 #[cfg(feature = "embedded")]
 use aitk_engine::processes::TrainingPreview;
@@ -153,7 +153,7 @@ fn short_of_memory(spec: &JobSpec, predicted: &BTreeMap<String, u64>) -> Option<
 }
 
 #[cfg_attr(not(feature = "embedded"), allow(unused_variables, clippy::unused_async))]
-async fn trainings(loaded: &LoadedJob, anatomy: Option<Anatomy>, directory: &Path) -> Vec<ProcessReport> {
+async fn trainings(loaded: &LoadedJob, anatomy: Option<ParameterCounts>, directory: &Path) -> Vec<ProcessReport> {
     let mut reports = Vec::new();
     for (process, training) in loaded.spec.process.iter().enumerate() {
         let Some(training) = training.trainer() else {
@@ -194,7 +194,7 @@ async fn trainings(loaded: &LoadedJob, anatomy: Option<Anatomy>, directory: &Pat
 }
 
 /// Predicts the memory in bytes: on a GPU with the profiles that use the most and the least memory, and on the CPU.
-fn predicted_memory(loaded: &LoadedJob, anatomy: Option<Anatomy>) -> BTreeMap<String, u64> {
+fn predicted_memory(loaded: &LoadedJob, anatomy: Option<ParameterCounts>) -> BTreeMap<String, u64> {
     let job = serde_json::to_value(&loaded.spec).unwrap_or_default();
     let Some(need) = Demand::of_job(&job, anatomy).and_then(|demand| demand.memory) else {
         return BTreeMap::new();

@@ -126,7 +126,7 @@ impl Report {
                     (true, false) => "~",
                     (false, false) => "-",
                 };
-                format!("{mark} {}", device.words)
+                format!("{mark} {}", device.description)
             });
             out.section("fit", std::iter::once(forecast.summary.clone()).chain(devices));
         } else if !self.memory.is_empty() {

@@ -128,7 +128,7 @@ fn panel(state: &State) -> Text<'_> {
                     (true, false) => '~',
                     (false, _) => '-',
                 };
-                text.push_line(printable(&format!("{sign} {}", device.words)));
+                text.push_line(printable(&format!("{sign} {}", device.description)));
             }
         }
         None => text.push_line(printable(&format!("{}: {} ({owner})", job.status(), job_detail(job)))),

@@ -534,5 +534,9 @@ fn extra_bytes_in_a_file_and_a_folder_above_a_model_are_reported() {
     std::fs::write(&unet, bytes).unwrap();
     let output = home.aitk().args(["validate", "job.yaml"]).output().unwrap();
     assert_eq!(code(&output), 1, "{}", out(&output));
-    assert!(out(&output).contains("100 bytes behind its end"), "{}", out(&output));
+    assert!(
+        out(&output).contains("100 extra bytes after its end"),
+        "{}",
+        out(&output)
+    );
 }

@@ -2,7 +2,7 @@
 
 use crate::run::generate;
 use crate::support::{Home, code, err};
-use aitk_common::telemetry::test_collector::{Seen, TestCollector};
+use aitk_common::telemetry::test_collector::{ReceivedSpan, TestCollector};
 use std::net::TcpListener;
 use std::process::Output;
 
@@ -26,9 +26,9 @@ async fn client_coordinator_worker_and_child_process_write_one_trace() {
     let output = run(&home, &collector.endpoint(), &[("TRACEPARENT", above)]).await;
     assert_eq!(code(&output), 0, "{}", err(&output));
 
-    let seen = collector.seen();
-    let one = |name: &str| -> &Seen {
-        let found: Vec<&Seen> = seen.iter().filter(|span| span.name == name).collect();
+    let seen = collector.received();
+    let one = |name: &str| -> &ReceivedSpan {
+        let found: Vec<&ReceivedSpan> = seen.iter().filter(|span| span.name == name).collect();
         let [one] = found[..] else {
             panic!("{name} in {seen:#?}")
         };

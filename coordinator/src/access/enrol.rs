@@ -131,7 +131,7 @@ impl Access {
         life: Duration,
     ) -> Result<(Token, JoinToken), AccessError> {
         let now = self.inner.clock.wall_time();
-        let secret = join::join_secret();
+        let secret = join::new_join_secret();
         let record = JoinToken {
             id: new_id('j'),
             name,
@@ -192,7 +192,7 @@ impl Access {
                 .repeat_join_answer(who, &join, &request, now)
                 .ok_or(EnrolError::Token(why));
         }
-        let name = match (&join.name, request.asked()) {
+        let name = match (&join.name, request.requested_name()) {
             (Some(name), _) => name.clone(),
             (None, asked) => {
                 let wanted = asked.map_or_else(|| worker_name_from_host(host), ToOwned::to_owned);

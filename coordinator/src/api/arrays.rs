@@ -9,7 +9,7 @@ use crate::size;
 use crate::store::AuditLine;
 use crate::store::Body;
 use crate::submit::{ParsedSubmission, fresh_job_id, fresh_seed, parse_submission};
-use aitk_common::control::{Artifact, MEMBERS_MOST, NewMember, Submission, Submitted};
+use aitk_common::control::{Artifact, MAX_ARRAY_MEMBERS, NewMember, Submission, Submitted};
 use aitk_common::id::{JobId, UserName};
 use aitk_common::job::cluster::Split;
 use aitk_common::plan::demand::Demand;
@@ -48,8 +48,13 @@ impl ArrayTemplate {
         });
         let mut seeds: BTreeMap<u32, u64> = BTreeMap::new();
         let mut jobs = Vec::with_capacity(members.len());
-        for (index, NewMember { job_json, twin }) in members.into_iter().enumerate() {
-            let job = self.member(index, job_json, *seeds.entry(twin).or_insert_with(fresh_seed), &payload);
+        for (index, NewMember { job_json, seed_group }) in members.into_iter().enumerate() {
+            let job = self.member(
+                index,
+                job_json,
+                *seeds.entry(seed_group).or_insert_with(fresh_seed),
+                &payload,
+            );
             jobs.push(job.map_err(|problem| format!("members[{index}]: {problem}"))?);
         }
         Ok(jobs)
@@ -96,9 +101,9 @@ impl JobsApi {
             .ok_or_else(|| Status::invalid_argument("shared: missing"))?;
         let mut shared = Submission::try_from(shared)?;
         let count = request.members.len();
-        if !(2..=MEMBERS_MOST).contains(&count) {
+        if !(2..=MAX_ARRAY_MEMBERS).contains(&count) {
             return Err(Status::invalid_argument(format!(
-                "members: an array has 2 to {MEMBERS_MOST}, this one {count}"
+                "members: an array has 2 to {MAX_ARRAY_MEMBERS}, this one {count}"
             )));
         }
         let name = request.name;

@@ -28,7 +28,7 @@ fn right_of(path: &str) -> Option<Right> {
     Some(match path.strip_prefix("/aitk.v1.")? {
         "Workers/Session" | "Workers/Renew" => Right::Work,
         JOIN => Right::Join,
-        "Jobs/Info" => Right::Greet,
+        "Jobs/Info" => Right::ReadInfo,
         "Jobs/Submit" | "Jobs/SubmitArray" => Right::Submit,
         "Jobs/Get" | "Jobs/List" | "Jobs/Explain" | "Jobs/Events" | "Jobs/Artifacts" => Right::SeeJobs,
         "Jobs/Stop" | "Jobs/Resume" | "Jobs/Pause" | "Jobs/SetPriority" | "Jobs/Remove" | "Jobs/Submission" => {

@@ -8,7 +8,7 @@ use crate::pki::{Signer, wall_clock};
 use aitk_common::control::Registration;
 use aitk_common::id::{UserName, WorkerId};
 use aitk_common::security::ca::CaError;
-use aitk_common::security::join::Invitation;
+use aitk_common::security::join::JoinToken;
 use aitk_proto::v1;
 use std::time::Duration;
 use tonic::{Request, Response, Status};
@@ -32,7 +32,7 @@ fn enrol_status(error: &EnrolError) -> Status {
         EnrolError::BadName(_) | EnrolError::Certificate(CaError::Request(_)) => {
             Status::invalid_argument(error.to_string())
         }
-        EnrolError::Certificate(CaError::OtherName { .. }) => Status::permission_denied(error.to_string()),
+        EnrolError::Certificate(CaError::NameMismatch { .. }) => Status::permission_denied(error.to_string()),
         EnrolError::Certificate(_) => Status::internal(error.to_string()),
         EnrolError::Access(error) => access_status(error),
     }
@@ -140,7 +140,7 @@ pub(super) async fn create_join_token(
     }
     let made = shared.access.create_join_token(&by, name, life).await;
     let (secret, record) = made.map_err(|error| access_status(&error))?;
-    let invitation = Invitation {
+    let invitation = JoinToken {
         secret,
         ca: signer.hash(),
     };

@@ -138,7 +138,7 @@ impl Jobs for JobsApi {
     async fn submit(&self, request: Request<v1::SubmitRequest>) -> Result<Response<v1::SubmitReply>, Status> {
         let who = caller(&request)?;
         let same_machine = same_machine(&request);
-        let trace = trace::get(request.metadata());
+        let trace = trace::extract(request.metadata());
         let mut submission = Submission::try_from(request.into_inner())?;
         let owner = self.check_owner(&who, &submission, same_machine)?;
         let (shared, own) = (size::of_shared(&submission), submission.job_json.len());
@@ -186,7 +186,7 @@ impl Jobs for JobsApi {
     ) -> Result<Response<v1::SubmitReply>, Status> {
         let who = caller(&request)?;
         let same_machine = same_machine(&request);
-        let trace = trace::get(request.metadata());
+        let trace = trace::extract(request.metadata());
         let submitted = self
             .accept_array(&who, request.into_inner(), same_machine, trace)
             .await?;

@@ -71,7 +71,7 @@ impl Member {
         if cluster.ca_file.is_none() && config.tls.is_none() {
             cluster.ca_file = config.pki.as_ref().map(|pki| pki.folder.join(CERT_FILE));
         }
-        client::lazily(&cluster.address, cluster.ca_file.as_deref())
+        client::connect_lazily(&cluster.address, cluster.ca_file.as_deref())
             .map_err(|error| StartError::Advertise(error.to_string()))?;
         let contender = Contender::new(database)?;
         let local = LocalResources::prepare(&config)?;
@@ -245,7 +245,7 @@ impl Member {
         if leader.storage != self.candidate.storage {
             return Err(mismatch("the object storage", "give both the same --storage"));
         }
-        let channel = match client::lazily(&address, self.cluster.ca_file.as_deref()) {
+        let channel = match client::connect_lazily(&address, self.cluster.ca_file.as_deref()) {
             Ok(channel) => channel,
             Err(error) => {
                 tracing::warn!(%error, "cannot forward calls to the leader");

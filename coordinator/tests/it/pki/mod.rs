@@ -149,7 +149,7 @@ impl Lab {
 
 impl Member {
     pub(crate) async fn connect(&self, lab: &Lab) -> Result<Clients, ConnectError> {
-        let credentials = Credentials::certified(&self.certificate, &self.key, self.trust.clone());
+        let credentials = Credentials::with_certificate(&self.certificate, &self.key, self.trust.clone());
         within(connect_with(&lab.url(), credentials, None)).await
     }
 
