@@ -82,11 +82,11 @@ pub(crate) fn attempt(job: &JobSpec, config_text: &str) -> AttemptSpec {
         },
         profile: MemoryProfile::CpuOnly,
         seed: 7,
-        drawn: Vec::new(),
+        generated: Vec::new(),
         derived: Default::default(),
         require_sandbox: false,
-        largest_file: None,
-        most_memory: None,
+        file_size_limit: None,
+        memory_limit: None,
     }
 }
 

@@ -3,7 +3,7 @@
 
 use super::scratch::with_file;
 use super::unstructured::Unstructured;
-use aitk_common::plan::anatomy::Anatomy;
+use aitk_common::plan::parameter_counts::ParameterCounts;
 use aitk_engine::weights::{Index, Init, Weights};
 use candle_core::{DType, Device};
 
@@ -37,17 +37,17 @@ pub fn run(data: &[u8]) {
 
 fn read(file: &[u8]) {
     with_file("weights.gguf", file, |path| {
-        let anatomy = Anatomy::read(path);
+        let counts = ParameterCounts::read(path);
         match Index::open(path) {
             Err(error) => assert!(!error.to_string().is_empty(), "an error without a word"),
             Ok(index) => {
                 let _ = (index.metadata(), index.quantization_kinds());
                 let counted = tensors(&index, file.len());
                 if file.starts_with(b"GGUF") {
-                    let all = |one: Anatomy| one.denoiser.saturating_add(one.text).saturating_add(one.vae);
-                    let found = anatomy.map_or(0, all);
+                    let all = |one: ParameterCounts| one.denoiser.saturating_add(one.text).saturating_add(one.vae);
+                    let found = counts.map_or(0, all);
                     // One without a denoiser is no model.
-                    assert!(anatomy.is_none() || found == counted, "{found} of {counted}");
+                    assert!(counts.is_none() || found == counted, "{found} of {counted}");
                 }
             }
         }

@@ -13,7 +13,7 @@ use syn::{Attribute, Item, UseTree, Visibility};
 
 /// Files that are in a circle, for each crate that still has some. A crate that is not named has none, and these numbers
 /// only ever become smaller.
-const LEFT: [(&str, usize); 4] = [("cli", 3), ("common", 21), ("engine", 78), ("tests", 9)];
+const LEFT: [(&str, usize); 3] = [("common", 11), ("engine", 78), ("tests", 9)];
 
 type Name = Vec<String>;
 

@@ -168,7 +168,7 @@ async fn execute(
         let budget = cluster.memory_budget.is_some() && spec.device.kind == DeviceKind::Cpu;
         Ok((
             sandbox_profile(context, &spec, folder)?,
-            budget || spec.most_memory.is_some(),
+            budget || spec.memory_limit.is_some(),
         ))
     });
     let (sandbox_profile, memory_limited) = match prepared {
@@ -299,15 +299,15 @@ fn build_spec(
         device: assignment.device,
         profile: assignment.profile,
         seed: assignment.seed,
-        drawn: assignment.drawn.clone(),
+        generated: assignment.generated.clone(),
         derived: staged
             .derived
             .iter()
             .map(|(name, guard)| (name.clone(), guard.path().to_owned()))
             .collect(),
         require_sandbox: context.require_sandbox && !assignment.local,
-        largest_file: (!assignment.local).then_some(context.largest_file),
-        most_memory: (!assignment.local
+        file_size_limit: (!assignment.local).then_some(context.largest_file),
+        memory_limit: (!assignment.local
             && context.control_groups.is_none()
             && assignment.device.kind == DeviceKind::Cpu)
             .then(runner::max_attempt_memory),

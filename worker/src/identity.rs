@@ -139,7 +139,7 @@ impl Membership {
 
     pub(crate) fn credentials(&self) -> Credentials {
         let trust = self.ca_pem.clone().map_or(Trust::Authority(self.ca), Trust::Pem);
-        Credentials::certified(self.certificate.clone(), self.key.clone(), trust)
+        Credentials::with_certificate(self.certificate.clone(), self.key.clone(), trust)
     }
 
     /// Requests the next certificate, for a new key, over a connection that uses this one.

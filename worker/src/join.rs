@@ -9,7 +9,7 @@ use aitk_common::fsutil::{self, FsError};
 use aitk_common::hash::ContentHash;
 use aitk_common::id::UserName;
 use aitk_common::security::ca::WorkerRequest;
-use aitk_common::security::join::Invitation;
+use aitk_common::security::join::JoinToken;
 use aitk_proto::client::{self, Credentials};
 use aitk_proto::v1;
 use std::path::{Path, PathBuf};
@@ -38,7 +38,7 @@ pub struct JoinOptions {
 /// # Errors
 /// [`JoinError`]
 pub async fn join(options: JoinOptions) -> Result<Membership, JoinError> {
-    let invitation = Invitation::parse_join(&options.token)?;
+    let invitation = JoinToken::parse(&options.token)?;
     let server = match options.server.trim().split_once("://") {
         Some(("https", _)) => options.server.trim().to_owned(),
         None => format!("https://{}", options.server.trim()),
@@ -98,7 +98,7 @@ pub async fn join(options: JoinOptions) -> Result<Membership, JoinError> {
 fn request_with_saved_key(data_dir: &Path, name: Option<&UserName>) -> Result<WorkerRequest, JoinError> {
     let path = data_dir.join(KEY_FILE);
     if let Ok(key) = std::fs::read_to_string(&path)
-        && let Ok(request) = WorkerRequest::again(&key, name)
+        && let Ok(request) = WorkerRequest::with_key_pem(&key, name)
     {
         return Ok(request);
     }

@@ -4,7 +4,7 @@ use crate::data_folder::DataFolderError;
 use aitk_common::fsutil::FsError;
 use aitk_common::hash::ContentHash;
 use aitk_common::security::ca::CaError;
-use aitk_common::security::join::BadInvitation;
+use aitk_common::security::join::JoinTokenError;
 use aitk_proto::client::ConnectError;
 use std::future::Future;
 use std::time::Duration;
@@ -23,7 +23,7 @@ const RETRY_DELAY: Duration = Duration::from_millis(500);
 pub enum JoinError {
     /// The text is not a join token.
     #[error(transparent)]
-    Token(#[from] BadInvitation),
+    Token(#[from] JoinTokenError),
     /// The text is not a valid name.
     #[error("{0:?} cannot be the name of a worker: expected 1 to 64 letters, digits, '-' or '_'")]
     Name(String),

@@ -2,9 +2,9 @@
 
 use aitk_common::attempt::{AttemptSpec, ChildEvent};
 use aitk_common::capability::{DeviceKind, DeviceRef};
-use aitk_common::plan::anatomy::Anatomy;
 use aitk_common::plan::demand::Demand;
 use aitk_common::plan::need::MemoryNeed;
+use aitk_common::plan::parameter_counts::ParameterCounts;
 use aitk_common::plan::profile::MemoryProfile;
 use aitk_engine::device::take_peak;
 use aitk_engine::device::threads::stack_space;
@@ -153,7 +153,7 @@ fn gib(bytes: u64) -> f64 {
 /// The predicted memory of this attempt.
 fn predicted_need(spec: &AttemptSpec) -> Option<MemoryNeed> {
     let model = model_path(spec)?;
-    Demand::of_job(&spec.job, Anatomy::read(&model))?.memory
+    Demand::of_job(&spec.job, ParameterCounts::read(&model))?.memory
 }
 
 /// The path of the model of the job's first process, as the engine resolves it.
@@ -183,7 +183,7 @@ pub(crate) fn limit_memory(spec: &AttemptSpec) -> Option<String> {
     let on_cpu = spec.device.kind == DeviceKind::Cpu;
     let (budget, worker_limit) = (
         memory_budget(spec).filter(|_| on_cpu),
-        spec.most_memory.filter(|_| on_cpu),
+        spec.memory_limit.filter(|_| on_cpu),
     );
     let bytes = budget.into_iter().chain(worker_limit).min()?;
     // macOS does not enforce this limit.

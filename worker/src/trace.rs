@@ -74,7 +74,7 @@ impl AttemptTrace {
         }
         let from = assignment.trace;
         let trace = trace_id_of(assignment);
-        if !spans.worker.keeps(trace, from) {
+        if !spans.worker.is_sampled(trace, from) {
             return Self(None);
         }
         let device = assignment.device;

@@ -245,7 +245,7 @@ async fn a_leader_that_stood_still_changes_nothing_when_it_wakes() {
     // The new one beats on meanwhile. From then on the old one passes calls on.
     eventually("it to step down", || async {
         new.beat(&[held(&again)]).await;
-        first.log().contains("leads no more").then_some(())
+        first.log().contains("does not lead any more").then_some(())
     })
     .await;
     assert_eq!(new.finish(&held(&again), Outcome::Completed).await, Verdict::Accepted);

@@ -4,7 +4,7 @@ use crate::support::{FakeWorker, Pool, held, submission, within};
 use aitk_common::attempt::Outcome;
 use aitk_common::control::{Forecast, JobState, JobView, Submission, ToWorker, WorkerView};
 use aitk_common::id::UserName;
-use aitk_common::plan::anatomy::Anatomy;
+use aitk_common::plan::parameter_counts::ParameterCounts;
 use aitk_common::plan::profile::MemoryProfile;
 use aitk_proto::v1;
 use std::time::Duration;
@@ -82,11 +82,11 @@ async fn fit_and_explain_say_where_and_why_not() {
     let half = fit(lora("a", "")).await;
     assert_eq!(half.devices[0].profile, Some(MemoryProfile::GpuPoor), "{half:?}");
     let toy = Submission {
-        anatomy: Some(Anatomy {
+        anatomy: Some(ParameterCounts {
             denoiser: 1_000_000,
             text: 1,
             vae: 1,
-            ..Anatomy::default()
+            ..ParameterCounts::default()
         }),
         ..lora("a", "")
     };
@@ -116,7 +116,7 @@ async fn fit_and_explain_say_where_and_why_not() {
     assert_eq!(explained.summary, job.reason);
     assert!(
         explained.devices[0]
-            .words
+            .description
             .starts_with("w1 cpu: too small: even cpu_only needs about"),
         "{explained:?}"
     );

@@ -5,7 +5,7 @@ use crate::support::{FakeWorker, eventually, held, submission, within};
 use aitk_common::attempt::{FailureCause, Outcome};
 use aitk_common::control::{JobState, JobView, NewMember, Submission, Submitted, Verdict};
 use aitk_common::telemetry::context::TraceContext;
-use aitk_common::telemetry::test_collector::{Seen, TestCollector};
+use aitk_common::telemetry::test_collector::{ReceivedSpan, TestCollector};
 use aitk_proto::client::Clients;
 use aitk_proto::{trace, v1};
 use aitk_tests::processes::free_address;
@@ -26,7 +26,7 @@ fn job(name: &str) -> Submission {
 
 async fn submit(clients: &Clients, name: &str, from: Option<TraceContext>) -> Submitted {
     let mut request = tonic::Request::new(v1::SubmitRequest::from(job(name)));
-    trace::put(request.metadata_mut(), from);
+    trace::insert(request.metadata_mut(), from);
     let reply = within(clients.jobs.clone().submit(request)).await.unwrap();
     reply.into_inner().try_into().unwrap()
 }
@@ -36,9 +36,9 @@ async fn worker(clients: &Clients, name: &str) -> FakeWorker {
 }
 
 /// Waits until as many spans of this name arrived.
-async fn arrived(collector: &TestCollector, name: &str, count: usize) -> Vec<Seen> {
+async fn arrived(collector: &TestCollector, name: &str, count: usize) -> Vec<ReceivedSpan> {
     eventually(&format!("{count} spans {name}"), || async {
-        let mut seen = collector.seen();
+        let mut seen = collector.received();
         seen.retain(|span| span.name == name);
         seen.sort_by_key(|span| span.start);
         (seen.len() >= count).then_some(seen)
@@ -90,7 +90,7 @@ async fn a_job_is_one_trace_although_its_worker_and_its_coordinator_died() {
     );
 
     let [job] = &arrived(&collector, "job", 1).await[..] else {
-        panic!("{:#?}", collector.seen());
+        panic!("{:#?}", collector.received());
     };
     assert_eq!(job.service, "aitk-coordinator");
     assert_eq!(
@@ -127,7 +127,7 @@ async fn a_job_is_one_trace_although_its_worker_and_its_coordinator_died() {
         assigned[0]
     );
     assert!(assigned[1].error.is_none() && job.error.is_none());
-    assert_eq!(collector.seen().len(), 5, "{:#?}", collector.seen());
+    assert_eq!(collector.received().len(), 5, "{:#?}", collector.received());
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -170,7 +170,7 @@ async fn jobs_without_a_trace_get_one_and_members_of_a_sweep_one_each() {
 
     let member = |name: &str| NewMember {
         job_json: job(name).job_json,
-        twin: 0,
+        seed_group: 0,
     };
     let mut request = tonic::Request::new(v1::SubmitArrayRequest {
         shared: Some(job("sweep").into()),
@@ -178,7 +178,7 @@ async fn jobs_without_a_trace_get_one_and_members_of_a_sweep_one_each() {
         members: ["a", "b"].map(|name| member(name).into()).to_vec(),
         at_most: 0,
     });
-    trace::put(request.metadata_mut(), Some(client()));
+    trace::insert(request.metadata_mut(), Some(client()));
     within(clients.jobs.clone().submit_array(request)).await.unwrap();
     for _ in 0..2 {
         let work = worker.assigned().await;
@@ -196,11 +196,11 @@ async fn jobs_without_a_trace_get_one_and_members_of_a_sweep_one_each() {
     }
     assert!(
         collector
-            .seen()
+            .received()
             .iter()
             .all(|span| span.trace != client().trace.to_string()),
         "{:#?}",
-        collector.seen()
+        collector.received()
     );
 }
 

@@ -49,7 +49,7 @@ pub(super) fn run(process: &GenerateProcess, cx: &mut Context<'_>) -> Result<Out
         cx.job,
         |kind| matches!(kind, ProcessKind::Generate(own) if std::ptr::eq(&raw const **own, process)),
     );
-    let generated: BTreeSet<u64> = cx.spec.drawn.iter().copied().collect();
+    let generated: BTreeSet<u64> = cx.spec.generated.iter().copied().collect();
     for index in first..first + requests.len() as u64 {
         if let Some(name) = finished.get(index) {
             let path = folder.join(name);

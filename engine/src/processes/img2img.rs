@@ -87,7 +87,7 @@ pub(super) fn run(process: &Img2ImgProcess, cx: &mut Context<'_>) -> Result<Outc
 
     cx.phase("generating");
     let total = tasks.len() as u64;
-    let generated: BTreeSet<u64> = cx.spec.drawn.iter().copied().collect();
+    let generated: BTreeSet<u64> = cx.spec.generated.iter().copied().collect();
     let mut done = 0;
     let mut progress = Progress::new();
     for (index, task) in (0u64..).zip(&tasks) {

@@ -28,7 +28,7 @@ use aitk_common::attempt::{AttemptSpec, ChildEvent, FailureCause, Outcome};
 use aitk_common::job::model::ModelConfig;
 use aitk_common::job::paths::not_an_input;
 use aitk_common::job::{JobSpec, Process, ProcessKind};
-use aitk_common::plan::choices::Choices;
+use aitk_common::plan::memory_options::MemoryOptions;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -78,7 +78,7 @@ struct LoadedModel {
     /// The folder or file of its VAE: the model's own, or `model.vae_path`.
     vae_path: PathBuf,
     /// What the memory profile chose.
-    choices: Choices,
+    choices: MemoryOptions,
 }
 
 /// The context that a process runs in.

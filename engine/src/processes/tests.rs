@@ -187,7 +187,7 @@ fn parts_of_a_job_generate_the_images_of_the_whole_job() {
     let run_part = |from: u64, to: u64, generated: Vec<u64>| {
         let mut spec = job(&format!("part{from}"));
         spec.job["part"] = serde_json::json!({"from": from, "to": to});
-        spec.drawn = generated;
+        spec.generated = generated;
         run_spec(&spec)
     };
     // An earlier attempt generated image 3 of the second part: it is not generated again.

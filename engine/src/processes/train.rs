@@ -35,7 +35,7 @@ use crate::training::{
 use aitk_common::attempt::{ChildEvent, Outcome};
 use aitk_common::capability::DeviceKind;
 use aitk_common::job::process::TrainerProcess;
-use aitk_common::plan::choices::Choices;
+use aitk_common::plan::memory_options::MemoryOptions;
 use aitk_common::step_metrics::LOG_FILE;
 use candle_core::Tensor;
 use data::{StepBatch, TrainingData};
@@ -70,7 +70,7 @@ struct Run<'a> {
     model: SdModel,
     target: Target,
     trainer: Trainer,
-    choices: Choices,
+    choices: MemoryOptions,
     schedule: NoiseSchedule,
     loss: LossOptions,
     noise: NoiseOptions,
@@ -137,7 +137,8 @@ impl<'a> Run<'a> {
             cx.log_loaded_lora(&path, &loaded);
         }
 
-        let residency = Residency::checkpointing(process.train.gradient_checkpointing || choices.recomputed);
+        let residency =
+            Residency::checkpointing(process.train.gradient_checkpointing || choices.gradient_checkpointing);
         (model.unet.residency, model.text_encoder.residency) = (residency, residency);
         let target = Target::new(process, &mut model, seed, cx)?;
         let trainer = trainer(process, &target, &choices)?;
@@ -418,7 +419,7 @@ fn components(model: &mut SdModel) -> [(Component, &mut dyn VisitLayers); 2] {
 }
 
 /// Makes a trainer with a new optimizer.
-fn trainer(process: &TrainerProcess, target: &Target, choices: &Choices) -> Result<Trainer> {
+fn trainer(process: &TrainerProcess, target: &Target, choices: &MemoryOptions) -> Result<Trainer> {
     let train = &process.train;
     let params = target.params();
     let error = crate::training::optim_error;

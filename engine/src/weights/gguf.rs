@@ -32,8 +32,8 @@ pub(super) fn read_header(path: &Path, mut file: &File, length: u64) -> Result<F
         let stored_tensor = StoredTensor {
             storage: info.kind.map_or_else(unsupported, storage_of),
             shape: info.shape.iter().map(|side| to_usize(*side)).collect::<Result<_>>()?,
-            start: to_usize(info.place.0)?,
-            end: to_usize(info.place.1)?,
+            start: to_usize(info.byte_range.0)?,
+            end: to_usize(info.byte_range.1)?,
         };
         out.tensors.insert(name, stored_tensor);
     }

@@ -83,7 +83,7 @@ impl Session {
             device: device().device,
             profile: MemoryProfile::CpuOnly,
             seed: 1,
-            drawn: Vec::new(),
+            generated: Vec::new(),
             trace: None,
             owner: Some(UserName::new("eve")),
         };

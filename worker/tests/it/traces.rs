@@ -4,7 +4,7 @@ use crate::program::{program, text};
 use crate::support::{TestCluster, emit, emit_checkpoint, emit_finished, script};
 use aitk_common::control::JobState;
 use aitk_common::telemetry::context::TraceContext;
-use aitk_common::telemetry::test_collector::{Seen, TestCollector};
+use aitk_common::telemetry::test_collector::{ReceivedSpan, TestCollector};
 use aitk_common::telemetry::traces::Traces;
 use serde_json::json;
 use std::collections::HashMap;
@@ -17,15 +17,15 @@ fn client() -> TraceContext {
 }
 
 /// Returns all recorded spans.
-async fn collect_spans(collector: &TestCollector, traces: Traces) -> Vec<Seen> {
+async fn collect_spans(collector: &TestCollector, traces: Traces) -> Vec<ReceivedSpan> {
     tokio::task::spawn_blocking(move || traces.finish(Duration::from_secs(20)))
         .await
         .unwrap();
-    collector.seen()
+    collector.received()
 }
 
-fn spans_named<'a>(spans: &'a [Seen], name: &str) -> Vec<&'a Seen> {
-    let mut spans_named: Vec<&Seen> = spans.iter().filter(|span| span.name == name).collect();
+fn spans_named<'a>(spans: &'a [ReceivedSpan], name: &str) -> Vec<&'a ReceivedSpan> {
+    let mut spans_named: Vec<&ReceivedSpan> = spans.iter().filter(|span| span.name == name).collect();
     spans_named.sort_by_key(|span| span.start);
     spans_named
 }
@@ -94,7 +94,7 @@ async fn both_attempts_of_a_job_whose_worker_died_are_in_the_clients_trace() {
         })
         .collect();
     let expected = |name, number: usize| {
-        let attempt: &Seen = attempts[number];
+        let attempt: &ReceivedSpan = attempts[number];
         (
             name,
             attempt.span.as_str(),
@@ -182,7 +182,7 @@ async fn the_program_sends_its_spans_and_logs_the_trace_id() {
     let log = text(&output.stderr);
     assert!(output.status.success(), "{log}");
 
-    let spans = collector.seen();
+    let spans = collector.received();
     let [attempt] = spans_named(&spans, "attempt")[..] else {
         panic!("{spans:#?}\n{log}")
     };

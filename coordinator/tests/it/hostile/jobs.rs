@@ -95,7 +95,10 @@ async fn a_job_that_names_files_of_others_is_refused_and_noted() {
     assert_eq!(noted.who, "mallory");
 
     // As a member of an array, too; and nothing of the array is there then.
-    let member = |job_json: String| NewMember { job_json, twin: 0 };
+    let member = |job_json: String| NewMember {
+        job_json,
+        seed_group: 0,
+    };
     let (hostile, _) = &attacks[0];
     let request = v1::SubmitArrayRequest {
         shared: Some(submission("shared").into()),

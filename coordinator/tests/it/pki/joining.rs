@@ -74,7 +74,7 @@ async fn a_machine_whose_answer_was_lost_asks_again_and_gets_the_same_one() {
     let first = ask(&lab, &request).await.unwrap();
     // As if it had never come. Also after a restart.
     let lab = lab.restart().await;
-    let again = WorkerRequest::again(&request.key_pem, Some(&UserName::new("box"))).unwrap();
+    let again = WorkerRequest::with_key_pem(&request.key_pem, Some(&UserName::new("box"))).unwrap();
     let second = ask(&lab, &again).await.unwrap();
     assert_eq!(first.worker_id, second.worker_id);
     assert_eq!(

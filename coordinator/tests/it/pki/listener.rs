@@ -202,7 +202,7 @@ async fn it_does_not_start_with_half_an_authority() {
     assert!(error.to_string().contains("aitk-coordinator init"), "{error}");
     let made = init(dir.path(), &["gpu.lab".into()]).unwrap();
     let again = init(dir.path(), &["other.lab".into()]).unwrap();
-    assert!(made.new && !again.new && made.hash == again.hash);
+    assert!(made.created && !again.created && made.hash == again.hash);
     let folder = ca_folder(dir.path());
     assert_eq!(std::fs::read_to_string(folder.join("hostnames")).unwrap(), "gpu.lab\n");
     let with = |pki| Config {

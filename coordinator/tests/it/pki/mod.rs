@@ -44,7 +44,7 @@ impl Lab {
     pub(crate) async fn with(change: impl FnOnce(&mut PkiConfig)) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let made = init(dir.path(), &[]).unwrap();
-        assert!(made.new);
+        assert!(made.created);
         let mut pki = PkiConfig::new(ca_folder(dir.path()));
         change(&mut pki);
         let config = Config {
@@ -149,7 +149,7 @@ impl Lab {
 
 impl Member {
     pub(crate) async fn connect(&self, lab: &Lab) -> Result<Clients, ConnectError> {
-        let credentials = Credentials::certified(&self.certificate, &self.key, self.trust.clone());
+        let credentials = Credentials::with_certificate(&self.certificate, &self.key, self.trust.clone());
         within(connect_with(&lab.url(), credentials, None)).await
     }
 

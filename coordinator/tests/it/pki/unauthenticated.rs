@@ -76,7 +76,7 @@ async fn a_certificate_of_ours_for_something_else_opens_nothing() {
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
     });
     member(&lab, servers).knock(&lab).await.unwrap_err();
-    line(&lab, "a server's", |line| line.detail.contains("none of a worker")).await;
+    line(&lab, "a server's", |line| line.detail.contains("not a worker's")).await;
     // Signed by whoever has the key, but never given out here; or with what is no enrolment.
     let unknown = |id: &'static str| {
         move |params: &mut CertificateParams| {
@@ -111,7 +111,7 @@ async fn a_certificate_of_ours_for_something_else_opens_nothing() {
         )];
     });
     let problem = member(&lab, stolen).knock(&lab).await.unwrap_err();
-    assert!(problem.contains("a name that is not the worker's"), "{problem}");
+    assert!(problem.contains("does not have the worker's name"), "{problem}");
     good.knock(&lab).await.unwrap();
     within(lab.running.shutdown()).await;
 }

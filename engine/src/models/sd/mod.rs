@@ -34,7 +34,7 @@ use aitk_common::job::QType;
 use aitk_common::job::arch::ArchName;
 use aitk_common::job::model::ModelConfig;
 use aitk_common::model_files::{self, Inventory};
-use aitk_common::plan::choices::Choices;
+use aitk_common::plan::memory_options::MemoryOptions;
 use aitk_common::plan::profile::MemoryProfile;
 use candle_core::{DType, Device, Var};
 use serde_json::Value;
@@ -57,7 +57,7 @@ pub struct LoadOptions {
     /// How to quantise the text encoder's layers.
     pub text_encoder_quantization: Option<QuantizationConfig>,
     /// The choices of the memory profile: what is streamed, tiled and so on.
-    pub choices: Choices,
+    pub choices: MemoryOptions,
     /// Which tensors of the U-Net are trained.
     pub unet_trained: TrainableFilter,
     /// Which tensors of the text encoder are trained.
@@ -79,7 +79,7 @@ impl LoadOptions {
             config_folder: None,
             unet_quantization: None,
             text_encoder_quantization: None,
-            choices: Choices::default(),
+            choices: MemoryOptions::default(),
             unet_trained: TrainableFilter::Nothing,
             text_encoder_trained: TrainableFilter::Nothing,
             layout_only: false,
@@ -102,7 +102,7 @@ impl LoadOptions {
             config_folder: None,
             unet_quantization: quantization(model.quantization(), &exclude),
             text_encoder_quantization: quantization(model.text_encoder_quantization(), &exclude),
-            choices: Choices::of(profile).and(model.memory_choices()),
+            choices: MemoryOptions::of(profile).merge(model.memory_choices()),
             unet_trained: TrainableFilter::Nothing,
             text_encoder_trained: TrainableFilter::Nothing,
             layout_only: false,
@@ -157,7 +157,7 @@ pub struct SdModel {
 /// job, but a job may come from another client.
 fn check_family(path: &Path) -> Result<()> {
     let identity = model_files::identify(&Inventory::open(path));
-    model_files::check(&path.display().to_string(), ArchName::Sd1, &identity)
+    model_files::check_supported(&path.display().to_string(), ArchName::Sd1, &identity)
         .map_err(|refusal| EngineError::Unsupported(refusal.to_string()))
 }
 

@@ -82,7 +82,7 @@ fn assignment(submission: &Submission) -> Assignment {
         },
         profile: MemoryProfile::CpuOnly,
         seed: 7,
-        drawn: Vec::new(),
+        generated: Vec::new(),
         trace: None,
         owner: None,
     }

@@ -141,7 +141,7 @@ impl TestCluster {
             ..v1::SubmitRequest::default()
         };
         let mut request = tonic::Request::new(request);
-        aitk_proto::trace::put(request.metadata_mut(), trace);
+        aitk_proto::trace::insert(request.metadata_mut(), trace);
         self.clients()
             .await
             .jobs

@@ -1,4 +1,4 @@
-//! Workers that only pretend to compute: each has its own connection, beats, and ends its work at once.
+//! Simulated workers: each has its own connection, sends heartbeats, and reports its tasks as finished at once.
 
 use crate::failure::Failure;
 use aitk_common::attempt::Outcome;
@@ -16,44 +16,44 @@ use tokio::task::JoinSet;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
-/// The label that only the first machine carries, and the name of the tasks that it never ends.
+/// The label that only the first worker has.
 pub(super) const SLOW_LABEL: &str = "bench";
-/// The label's value, and the tasks' name.
+/// The value of the label, and the name of the tasks that the first worker never finishes.
 pub(super) const SLOW: &str = "slow";
-/// What waits to be sent by one machine: it has one device, so one attempt and a beat.
+/// Capacity of a worker's outgoing messages. A worker has one device, so at most one attempt and a heartbeat wait.
 const OUTGOING: usize = 8;
 
-/// What a machine saw.
+/// An event of a simulated worker.
 #[derive(Debug)]
-pub(super) enum Seen {
-    /// It is registered.
+pub(super) enum WorkerEvent {
+    /// It has registered.
     Registered,
-    /// Work arrived.
+    /// It was assigned an attempt of this job.
     Assigned(JobId, Instant),
-    /// The coordinator said that the end of an attempt is durable.
+    /// The coordinator confirmed that the end of an attempt is stored.
     Finished(Instant),
 }
 
-/// Machines that work until they are dropped.
-pub(super) struct Machines {
+/// Simulated workers that run until they are dropped.
+pub(super) struct SimulatedWorkers {
     tasks: JoinSet<Result<(), Failure>>,
-    seen: mpsc::UnboundedReceiver<Seen>,
+    events: mpsc::UnboundedReceiver<WorkerEvent>,
 }
 
-impl Machines {
-    /// Starts `count` machines, of which the first is the slow one, and returns when all are registered.
+impl SimulatedWorkers {
+    /// Starts `count` workers, the first of which is the slow one, and returns when all have registered.
     ///
     /// # Errors
-    /// When one of them is not let in.
+    /// When the coordinator refuses one of them.
     pub(super) async fn start(server: &str, token: &str, ca_file: &Path, count: usize) -> Result<Self, Failure> {
-        let (sender, seen) = mpsc::unbounded_channel();
-        let mut machines = Self {
+        let (sender, events) = mpsc::unbounded_channel();
+        let mut workers = Self {
             tasks: JoinSet::new(),
-            seen,
+            events,
         };
         for number in 0..count {
             let slow = number == 0;
-            let machine = work(
+            let worker = run_worker(
                 server.to_owned(),
                 token.to_owned(),
                 ca_file.to_owned(),
@@ -61,25 +61,25 @@ impl Machines {
                 slow,
                 sender.clone(),
             );
-            machines.tasks.spawn(machine);
+            workers.tasks.spawn(worker);
         }
         let mut registered = 0;
         while registered < count {
-            if matches!(machines.next().await?, Seen::Registered) {
+            if matches!(workers.next().await?, WorkerEvent::Registered) {
                 registered += 1;
             }
         }
-        Ok(machines)
+        Ok(workers)
     }
 
-    /// What a machine saw next.
+    /// Returns the next event of any worker.
     ///
     /// # Errors
-    /// When a machine lost its session.
-    pub(super) async fn next(&mut self) -> Result<Seen, Failure> {
+    /// When a worker lost its session.
+    pub(super) async fn next(&mut self) -> Result<WorkerEvent, Failure> {
         tokio::select! {
             biased;
-            Some(seen) = self.seen.recv() => Ok(seen),
+            Some(event) = self.events.recv() => Ok(event),
             Some(ended) = self.tasks.join_next() => Err(match ended {
                 Ok(Err(failure)) => failure,
                 Ok(Ok(())) => Failure::failed("the coordinator closed the session of a simulated worker"),
@@ -122,21 +122,21 @@ fn registration(number: usize, slow: bool) -> Registration {
     }
 }
 
-struct Machine {
+struct SimulatedWorker {
     outgoing: mpsc::Sender<v1::WorkerMessage>,
     incoming: Streaming<v1::CoordinatorMessage>,
-    holds: HashMap<u64, HeldAttempt>,
+    attempts: HashMap<u64, HeldAttempt>,
     request: u64,
-    seen: mpsc::UnboundedSender<Seen>,
+    events: mpsc::UnboundedSender<WorkerEvent>,
 }
 
-async fn work(
+async fn run_worker(
     server: String,
     token: String,
     ca_file: std::path::PathBuf,
     number: usize,
     slow: bool,
-    seen: mpsc::UnboundedSender<Seen>,
+    events: mpsc::UnboundedSender<WorkerEvent>,
 ) -> Result<(), Failure> {
     let cannot = |what: &dyn std::fmt::Display| Failure::failed(format!("simulated worker {number}: {what}"));
     let mut clients = connect(&server, &token, Some(&ca_file))
@@ -144,20 +144,20 @@ async fn work(
         .map_err(|error| cannot(&error))?;
     let (outgoing, wire) = mpsc::channel(OUTGOING);
     let first = ToCoordinator::Register(Box::new(registration(number, slow)));
-    // There is room: nothing was sent before.
+    // The channel is empty, so this cannot fail.
     let _ = outgoing.try_send(first.into());
     let session = clients.workers.session(ReceiverStream::new(wire)).await;
-    let machine = Machine {
+    let worker = SimulatedWorker {
         outgoing,
         incoming: session.map_err(|status| cannot(&status.message()))?.into_inner(),
-        holds: HashMap::new(),
+        attempts: HashMap::new(),
         request: 0,
-        seen,
+        events,
     };
-    machine.run().await.map_err(|problem| cannot(&problem))
+    worker.run().await.map_err(|problem| cannot(&problem))
 }
 
-impl Machine {
+impl SimulatedWorker {
     async fn run(mut self) -> Result<(), String> {
         let far = std::time::Duration::from_secs(3600);
         let mut beats = tokio::time::interval(far);
@@ -165,8 +165,8 @@ impl Machine {
             let message = tokio::select! {
                 message = self.incoming.message() => message.map_err(|status| status.message().to_owned())?,
                 _ = beats.tick() => {
-                    let running = self.holds.values().cloned().collect();
-                    self.say(ToCoordinator::Beat { running }).await?;
+                    let running = self.attempts.values().cloned().collect();
+                    self.send(ToCoordinator::Beat { running }).await?;
                     continue;
                 }
             };
@@ -174,9 +174,9 @@ impl Machine {
             match ToWorker::try_from(message).map_err(|error| error.to_string())? {
                 ToWorker::Welcome { beat_interval, .. } => {
                     beats = tokio::time::interval_at(tokio::time::Instant::now() + beat_interval, beat_interval);
-                    self.saw(Seen::Registered);
+                    self.report(WorkerEvent::Registered);
                 }
-                ToWorker::Assign(work) => self.take(*work).await?,
+                ToWorker::Assign(assignment) => self.accept(*assignment).await?,
                 ToWorker::Answer {
                     request,
                     verdict,
@@ -185,10 +185,10 @@ impl Machine {
                     if verdict != Verdict::Accepted {
                         return Err(format!("the end of an attempt was not accepted: {message}"));
                     }
-                    self.holds.remove(&request);
-                    self.saw(Seen::Finished(Instant::now()));
+                    self.attempts.remove(&request);
+                    self.report(WorkerEvent::Finished(Instant::now()));
                 }
-                // A beat and the end of its attempt crossed: the beat still named it. Its answer comes as well.
+                // A heartbeat named an attempt whose end was on its way. The answer about the end follows.
                 ToWorker::Fence { .. } => {}
                 ToWorker::GoingAway { reason, .. } => return Err(reason),
                 ToWorker::BeatReply { .. } | ToWorker::Stop { .. } => {}
@@ -196,18 +196,18 @@ impl Machine {
         }
     }
 
-    async fn take(&mut self, work: Assignment) -> Result<(), String> {
-        self.saw(Seen::Assigned(work.job, Instant::now()));
+    async fn accept(&mut self, assignment: Assignment) -> Result<(), String> {
+        self.report(WorkerEvent::Assigned(assignment.job, Instant::now()));
         let held = HeldAttempt {
-            attempt: work.attempt,
-            epoch: work.epoch,
+            attempt: assignment.attempt,
+            epoch: assignment.epoch,
         };
         self.request += 1;
-        self.holds.insert(self.request, held.clone());
-        if work.config_text.contains(SLOW) {
+        self.attempts.insert(self.request, held.clone());
+        if assignment.config_text.contains(SLOW) {
             return Ok(());
         }
-        self.say(ToCoordinator::Finished {
+        self.send(ToCoordinator::Finished {
             request: self.request,
             held,
             outcome: Outcome::Completed,
@@ -215,13 +215,13 @@ impl Machine {
         .await
     }
 
-    async fn say(&self, message: ToCoordinator) -> Result<(), String> {
+    async fn send(&self, message: ToCoordinator) -> Result<(), String> {
         let closed = |_| "the coordinator closed the session".to_owned();
         self.outgoing.send(message.into()).await.map_err(closed)
     }
 
-    fn saw(&self, what: Seen) {
-        // Nobody listens any more when the benchmark is over.
-        let _ = self.seen.send(what);
+    fn report(&self, what: WorkerEvent) {
+        // The receiver is closed when the benchmark has ended.
+        let _ = self.events.send(what);
     }
 }

@@ -1,59 +1,58 @@
-//! Which files of a component's folder hold its weights. The engine opens these, and whoever looks at a model before it is
-//! opened looks at the same.
+//! Selects the weights files in a component's folder. The engine and the checks before it use the same selection.
 
-use super::inventory::{is_hidden, pickle_ending};
+use super::inventory::{is_hidden, pickle_extension};
 use crate::fsutil::regular;
 use crate::job::limits::MAX_TEXT_FILE_BYTES;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// Names that diffusers and transformers give to weights, without their ending.
+/// The names of weights files in diffusers and transformers, without extensions.
 const STEMS: [&str; 2] = ["diffusion_pytorch_model", "model"];
 
-/// Why no weights can be opened.
+/// An error while selecting weights files.
 #[derive(Debug, thiserror::Error)]
-pub enum NoWeights {
-    /// The system says so.
+pub enum WeightsError {
+    /// A file or folder could not be read.
     #[error("{path}: {source}")]
     Io {
-        /// Of which file or folder.
+        /// The file or folder.
         path: PathBuf,
-        /// What it says.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// All that there is could run code when it is opened.
+    /// There are only pickle files, which can run code when they are opened.
     #[error("{path}: this is a pickle file, which can run code when it is opened")]
     Pickle {
-        /// The first such file.
+        /// The first pickle file.
         path: PathBuf,
     },
-    /// There are none, several, or not all.
+    /// There are no weights, several candidates, or missing shards.
     #[error("{path}: {reason}")]
-    Wrong {
-        /// Of which file or folder.
+    Invalid {
+        /// The file or folder.
         path: PathBuf,
-        /// What is wrong and what to do.
+        /// The problem, and what to do.
         reason: String,
     },
 }
 
-/// The weights files of `path`: itself, or what a diffusers or transformers folder holds. A full-precision file
-/// comes before shards, those before a variant (`fp16` before others), and safetensors before GGUF. Files whose names
-/// begin with a dot are none: a Mac writes such notes beside every file.
+/// Selects the weights files of `path`: the file itself, or those of a diffusers or transformers folder. A full-precision file
+/// takes precedence over shards, shards over variants (`fp16` first), and safetensors over GGUF. Hidden files are ignored,
+/// because macOS writes `._NAME` metadata files.
 ///
 /// # Errors
-/// When there are none.
-pub fn weights_files(path: &Path) -> Result<Vec<PathBuf>, NoWeights> {
+/// When there are no weights, or the selection is ambiguous.
+pub fn weights_files(path: &Path) -> Result<Vec<PathBuf>, WeightsError> {
     if !path.is_dir() {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        return match pickle_ending(&name) {
-            Some(_) => Err(NoWeights::Pickle {
+        return match pickle_extension(&name) {
+            Some(_) => Err(WeightsError::Pickle {
                 path: path.to_path_buf(),
             }),
             None => Ok(vec![path.to_path_buf()]),
         };
     }
-    let failed = |source| NoWeights::Io {
+    let failed = |source| WeightsError::Io {
         path: path.to_path_buf(),
         source,
     };
@@ -65,21 +64,21 @@ pub fn weights_files(path: &Path) -> Result<Vec<PathBuf>, NoWeights> {
         }
     }
     let names: BTreeSet<&str> = listed.iter().map(String::as_str).collect();
-    let wrong = |reason: String| NoWeights::Wrong {
+    let invalid = |reason: String| WeightsError::Invalid {
         path: path.to_path_buf(),
         reason,
     };
     match choose(&names) {
         Choice::File(name) => Ok(vec![path.join(name)]),
         Choice::Shards(index) => shards(&path.join(index)),
-        Choice::Either(one, other) => Err(wrong(format!(
+        Choice::Ambiguous(one, other) => Err(invalid(format!(
             "`{one}` and `{other}` both hold weights: leave one of them here"
         ))),
-        Choice::Nothing => Err(match names.iter().find(|name| pickle_ending(name).is_some()) {
-            Some(pickle) => NoWeights::Pickle {
+        Choice::None => Err(match names.iter().find(|name| pickle_extension(name).is_some()) {
+            Some(pickle) => WeightsError::Pickle {
                 path: path.join(pickle),
             },
-            None => wrong(format!(
+            None => invalid(format!(
                 "no weights found: expected {0}.safetensors, {0}.safetensors.index.json, model.safetensors or one .gguf file",
                 STEMS[0]
             )),
@@ -87,27 +86,27 @@ pub fn weights_files(path: &Path) -> Result<Vec<PathBuf>, NoWeights> {
     }
 }
 
-/// What is opened of a folder.
+/// The weights files selected in a folder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Choice<'a> {
     /// One file.
     File(&'a str),
-    /// The shards that this index names.
+    /// The shards listed in this index.
     Shards(&'a str),
-    /// One of two, and nothing says which.
-    Either(&'a str, &'a str),
+    /// Ambiguous: two candidates.
+    Ambiguous(&'a str, &'a str),
     /// There are no weights.
-    Nothing,
+    None,
 }
 
-/// Chooses among the names of the files of one folder.
+/// Selects the weights among the file names of one folder.
 pub(super) fn choose<'a>(names: &BTreeSet<&'a str>) -> Choice<'a> {
-    let called = |name: String| names.get(name.as_str()).copied();
+    let find = |name: String| names.get(name.as_str()).copied();
     for stem in STEMS {
-        if let Some(file) = called(format!("{stem}.safetensors")) {
+        if let Some(file) = find(format!("{stem}.safetensors")) {
             return Choice::File(file);
         }
-        if let Some(index) = called(format!("{stem}.safetensors.index.json")) {
+        if let Some(index) = find(format!("{stem}.safetensors.index.json")) {
             return Choice::Shards(index);
         }
         let variants = names
@@ -124,14 +123,14 @@ pub(super) fn choose<'a>(names: &BTreeSet<&'a str>) -> Choice<'a> {
         let mut files = names.iter().copied().filter(of_kind);
         match (files.next(), files.next()) {
             (Some(only), None) => return Choice::File(only),
-            (Some(one), Some(other)) if ending == ".gguf" => return Choice::Either(one, other),
+            (Some(one), Some(other)) if ending == ".gguf" => return Choice::Ambiguous(one, other),
             _ => {}
         }
     }
-    Choice::Nothing
+    Choice::None
 }
 
-/// `<stem>.fp16.safetensors` or `<stem>.safetensors.index.fp16.json` -> `fp16`.
+/// The variant in `<stem>.fp16.safetensors` or `<stem>.safetensors.index.fp16.json`: `fp16`.
 fn variant<'a>(stem: &str, name: &'a str) -> Option<&'a str> {
     let rest = name.strip_prefix(stem)?.strip_prefix('.')?;
     let variant = match rest.strip_prefix("safetensors.index.") {
@@ -142,26 +141,28 @@ fn variant<'a>(stem: &str, name: &'a str) -> Option<&'a str> {
     (!variant.contains('.') && !shard).then_some(variant)
 }
 
-/// Files named by an index.
-fn shards(index: &Path) -> Result<Vec<PathBuf>, NoWeights> {
-    let wrong = |reason: String| NoWeights::Wrong {
+/// Reads the paths of the shards listed in an index.
+fn shards(index: &Path) -> Result<Vec<PathBuf>, WeightsError> {
+    let invalid = |reason: String| WeightsError::Invalid {
         path: index.to_path_buf(),
         reason,
     };
-    let text = regular::read_text(index, MAX_TEXT_FILE_BYTES).map_err(|source| NoWeights::Io {
+    let text = regular::read_text(index, MAX_TEXT_FILE_BYTES).map_err(|source| WeightsError::Io {
         path: index.to_path_buf(),
         source,
     })?;
-    let json: serde_json::Value = serde_json::from_str(&text).map_err(|e| wrong(format!("not valid JSON: {e}")))?;
+    let json: serde_json::Value = serde_json::from_str(&text).map_err(|e| invalid(format!("not valid JSON: {e}")))?;
     let map = json.get("weight_map").and_then(|map| map.as_object());
-    let map = map.ok_or_else(|| wrong("it has no `weight_map`".into()))?;
+    let map = map.ok_or_else(|| invalid("it has no `weight_map`".into()))?;
     let mut names = BTreeSet::new();
     for name in map.values() {
         let name = name
             .as_str()
-            .ok_or_else(|| wrong("a value of `weight_map` is not a file name".into()))?;
+            .ok_or_else(|| invalid("a value of `weight_map` is not a file name".into()))?;
         if name.is_empty() || Path::new(name).file_name() != Some(name.as_ref()) {
-            return Err(wrong(format!("`{name}` is not the name of a file in the same folder")));
+            return Err(invalid(format!(
+                "`{name}` is not the name of a file in the same folder"
+            )));
         }
         names.insert(name);
     }
@@ -169,7 +170,7 @@ fn shards(index: &Path) -> Result<Vec<PathBuf>, NoWeights> {
     let files: Vec<PathBuf> = names.into_iter().map(|name| folder.join(name)).collect();
     if let Some(missing) = files.iter().find(|file| !file.is_file()) {
         let name = missing.file_name().unwrap_or_default().to_string_lossy();
-        return Err(wrong(format!(
+        return Err(invalid(format!(
             "the shard `{name}` is missing: download the folder again"
         )));
     }
@@ -185,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn one_file_in_full_precision_comes_first_and_gguf_last() {
+    fn a_full_precision_file_takes_precedence_and_gguf_comes_last() {
         let full = "diffusion_pytorch_model.safetensors";
         let index = "diffusion_pytorch_model.safetensors.index.json";
         let fp16 = "diffusion_pytorch_model.fp16.safetensors";
@@ -201,10 +202,10 @@ mod tests {
             (&all[..3], Choice::File(gguf)),
             (&all[..2], Choice::File("a.safetensors")),
             (&all[..1], Choice::File(gguf)),
-            (&[], Choice::Nothing),
-            (&["a.safetensors", "b.safetensors"], Choice::Nothing),
-            (&["a.gguf", "b.gguf"], Choice::Either("a.gguf", "b.gguf")),
-            (&["diffusion_pytorch_model.bin"], Choice::Nothing),
+            (&[], Choice::None),
+            (&["a.safetensors", "b.safetensors"], Choice::None),
+            (&["a.gguf", "b.gguf"], Choice::Ambiguous("a.gguf", "b.gguf")),
+            (&["diffusion_pytorch_model.bin"], Choice::None),
             (
                 &[
                     "model.safetensors.index.fp16.json",
@@ -219,13 +220,16 @@ mod tests {
     }
 
     #[test]
-    fn what_a_mac_notes_beside_files_is_no_weights() {
+    fn macos_metadata_files_are_ignored() {
         assert_eq!(of(&["._a.safetensors", "a.safetensors"]), Choice::File("a.safetensors"));
         assert_eq!(of(&["._a.gguf", "a.gguf"]), Choice::File("a.gguf"));
-        assert_eq!(of(&["._a.safetensors"]), Choice::Nothing);
+        assert_eq!(of(&["._a.safetensors"]), Choice::None);
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("._a.gguf"), "x").unwrap();
-        assert!(matches!(weights_files(folder.path()), Err(NoWeights::Wrong { .. })));
+        assert!(matches!(
+            weights_files(folder.path()),
+            Err(WeightsError::Invalid { .. })
+        ));
         std::fs::write(folder.path().join("a.gguf"), "x").unwrap();
         assert_eq!(weights_files(folder.path()).unwrap(), [folder.path().join("a.gguf")]);
     }

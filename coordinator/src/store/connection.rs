@@ -1,19 +1,19 @@
-//! One way to speak to either database: text statements with `$1`, values that are texts or numbers.
+//! Common interface to both databases: statements with `$1`, values that are texts or numbers.
 
 use sqlx::postgres::{PgArguments, PgConnection, PgPool, PgRow};
 use sqlx::sqlite::{SqliteArguments, SqliteConnection, SqlitePool, SqliteRow};
 use sqlx::{Arguments, Postgres, Row as _, Sqlite, Transaction, TypeInfo, ValueRef};
 
-/// One statement as each database takes its values.
+/// A statement in the syntax of each database.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Statement {
-    /// With `?`. SQLite searches a place that has a name, as `$1` is one, in a list of all names, for each value.
+    /// With `?`: SQLite looks up each named parameter, such as `$1`, in a list of all names.
     pub(super) sqlite: &'static str,
     /// With `$1`.
     pub(super) postgres: &'static str,
 }
 
-/// A value on its way in or out. `None` is NULL.
+/// A parameter or a column value. `None` is NULL.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Value {
     Text(Option<String>),
@@ -38,7 +38,7 @@ impl From<Option<&str>> for Value {
     }
 }
 
-/// Numbers beyond `i64` cannot be kept; they are cut to its end, where they still are "very late".
+/// Numbers beyond `i64` are clamped to its maximum.
 impl From<u64> for Value {
     fn from(number: u64) -> Self {
         Self::Int(Some(i64::try_from(number).unwrap_or(i64::MAX)))
@@ -57,25 +57,25 @@ impl From<bool> for Value {
     }
 }
 
-/// One row of an answer.
+/// One result row.
 #[derive(Clone, Debug)]
 pub(super) struct Row(Vec<Value>);
 
 impl Row {
-    /// A column that is a text; empty when it is none.
+    /// Returns a text column; empty if it is not a text.
     pub(super) fn text(&self, column: usize) -> &str {
-        self.maybe_text(column).unwrap_or_default()
+        self.optional_text(column).unwrap_or_default()
     }
 
-    /// A column that may be NULL.
-    pub(super) fn maybe_text(&self, column: usize) -> Option<&str> {
+    /// Returns a text column that may be NULL.
+    pub(super) fn optional_text(&self, column: usize) -> Option<&str> {
         match self.0.get(column) {
             Some(Value::Text(text)) => text.as_deref(),
             _ => None,
         }
     }
 
-    /// A column that is a number; 0 when it is none.
+    /// Returns a number column; 0 if it is not a number.
     pub(super) fn number(&self, column: usize) -> u64 {
         match self.0.get(column) {
             Some(Value::Int(number)) => number.and_then(|number| u64::try_from(number).ok()).unwrap_or(0),
@@ -83,48 +83,48 @@ impl Row {
         }
     }
 
-    /// Every column.
+    /// Returns all columns.
     pub(super) fn values(&self) -> &[Value] {
         &self.0
     }
 }
 
-/// The connections.
+/// Connection pools of a database.
 #[derive(Debug)]
-pub(super) enum Link {
-    /// One connection writes, a few read beside it.
+pub(super) enum Database {
+    /// One connection writes, a few others read.
     Sqlite { writer: SqlitePool, readers: SqlitePool },
-    /// Any connection does both.
+    /// Every connection reads and writes.
     Postgres(PgPool),
 }
 
-/// A transaction. Dropping it undoes it.
-pub(super) enum Work {
+/// A transaction. Dropping it rolls it back.
+pub(super) enum SqlTransaction {
     Sqlite(Transaction<'static, Sqlite>),
     Postgres(Transaction<'static, Postgres>),
 }
 
-impl Link {
-    /// A transaction that will write.
-    pub(super) async fn write(&self) -> Result<Work, sqlx::Error> {
+impl Database {
+    /// Begins a transaction that writes.
+    pub(super) async fn write(&self) -> Result<SqlTransaction, sqlx::Error> {
         Ok(match self {
-            Self::Sqlite { writer, .. } => Work::Sqlite(writer.begin().await?),
-            Self::Postgres(pool) => Work::Postgres(pool.begin().await?),
+            Self::Sqlite { writer, .. } => SqlTransaction::Sqlite(writer.begin().await?),
+            Self::Postgres(pool) => SqlTransaction::Postgres(pool.begin().await?),
         })
     }
 
-    /// A transaction that sees one moment.
-    pub(super) async fn read(&self) -> Result<Work, sqlx::Error> {
+    /// Begins a read-only transaction with a consistent snapshot.
+    pub(super) async fn read(&self) -> Result<SqlTransaction, sqlx::Error> {
         Ok(match self {
-            Self::Sqlite { readers, .. } => Work::Sqlite(readers.begin().await?),
-            Self::Postgres(pool) => Work::Postgres(
+            Self::Sqlite { readers, .. } => SqlTransaction::Sqlite(readers.begin().await?),
+            Self::Postgres(pool) => SqlTransaction::Postgres(
                 pool.begin_with("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
                     .await?,
             ),
         })
     }
 
-    /// One statement that reads.
+    /// Runs one query.
     pub(super) async fn rows(&self, statement: &'static str, values: &[Value]) -> Result<Vec<Row>, sqlx::Error> {
         match self {
             Self::Sqlite { readers, .. } => from_sqlite(&mut *readers.acquire().await?, statement, values).await,
@@ -143,48 +143,48 @@ impl Link {
     }
 }
 
-impl Work {
-    /// Runs a statement; how many rows it changed.
+impl SqlTransaction {
+    /// Runs a statement; returns the number of changed rows.
     pub(super) async fn run(&mut self, statement: &'static str, values: &[Value]) -> Result<u64, sqlx::Error> {
         Ok(match self {
-            Self::Sqlite(work) => {
+            Self::Sqlite(transaction) => {
                 let query = sqlx::query_with(statement, sqlite_arguments(values.iter().cloned())?);
-                query.execute(&mut **work).await?.rows_affected()
+                query.execute(&mut **transaction).await?.rows_affected()
             }
-            Self::Postgres(work) => {
+            Self::Postgres(transaction) => {
                 let query = sqlx::query_with(statement, postgres_arguments(values)?);
-                query.execute(&mut **work).await?.rows_affected()
+                query.execute(&mut **transaction).await?.rows_affected()
             }
         })
     }
 
-    /// Runs a statement of many rows.
+    /// Runs a bulk statement.
     pub(super) async fn run_bulk(&mut self, statement: Statement, values: Vec<Value>) -> Result<(), sqlx::Error> {
         match self {
-            Self::Sqlite(work) => {
+            Self::Sqlite(transaction) => {
                 let query = sqlx::query_with(statement.sqlite, sqlite_arguments(values)?);
-                query.execute(&mut **work).await?;
+                query.execute(&mut **transaction).await?;
             }
-            Self::Postgres(work) => {
+            Self::Postgres(transaction) => {
                 let query = sqlx::query_with(statement.postgres, postgres_arguments(&values)?);
-                query.execute(&mut **work).await?;
+                query.execute(&mut **transaction).await?;
             }
         }
         Ok(())
     }
 
-    /// Runs a statement that answers.
+    /// Runs a query.
     pub(super) async fn rows(&mut self, statement: &'static str, values: &[Value]) -> Result<Vec<Row>, sqlx::Error> {
         match self {
-            Self::Sqlite(work) => from_sqlite(&mut *work, statement, values).await,
-            Self::Postgres(work) => from_postgres(&mut *work, statement, values).await,
+            Self::Sqlite(transaction) => from_sqlite(&mut *transaction, statement, values).await,
+            Self::Postgres(transaction) => from_postgres(&mut *transaction, statement, values).await,
         }
     }
 
     pub(super) async fn commit(self) -> Result<(), sqlx::Error> {
         match self {
-            Self::Sqlite(work) => work.commit().await,
-            Self::Postgres(work) => work.commit().await,
+            Self::Sqlite(transaction) => transaction.commit().await,
+            Self::Postgres(transaction) => transaction.commit().await,
         }
     }
 }
@@ -221,7 +221,7 @@ async fn from_sqlite(
     let query = sqlx::query_with(statement, sqlite_arguments(values.iter().cloned())?);
     let rows = query.fetch_all(connection).await?;
     let value = |row: &SqliteRow, column: usize| -> Result<Value, sqlx::Error> {
-        // A value of SQLite has its own type; NULL reads as a text that is not there.
+        // SQLite values have types of their own; NULL is read as a text that is `None`.
         if row.try_get_raw(column)?.type_info().name() == "INTEGER" {
             row.try_get(column).map(Value::Int)
         } else {

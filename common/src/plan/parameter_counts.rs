@@ -1,71 +1,71 @@
-//! What a model consists of, counted from the headers of its files. Weights are never read.
+//! Counts the parameters of a model's components from the headers of its files. Weights are not read.
 
-use super::headers::{Kind, Tensor, tensors};
+use super::headers::{Storage, Tensor, tensors};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::io;
 use std::path::Path;
 
-/// Parameters of the components of a model.
+/// Number of parameters of each component of a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct Anatomy {
-    /// U-Net or transformer.
+pub struct ParameterCounts {
+    /// The U-Net or transformer.
     pub denoiser: u64,
     /// All text encoders.
     pub text: u64,
     /// The VAE.
     pub vae: u64,
-    /// Of the denoiser's, those that its files hold in few bits.
+    /// The denoiser's parameters that its files store in a compact format.
     #[serde(default)]
-    pub denoiser_stored: Stored,
-    /// The same of the text encoders.
+    pub denoiser_stored: CompactWeights,
+    /// The text encoders' parameters that their files store in a compact format.
     #[serde(default)]
-    pub text_stored: Stored,
-    /// The same of the VAE.
+    pub text_stored: CompactWeights,
+    /// The VAE's parameters that its files store in a compact format.
     #[serde(default)]
-    pub vae_stored: Stored,
+    pub vae_stored: CompactWeights,
 }
 
-/// Parameters that lie in files in fewer bits than they are computed with, and have these in memory, too.
+/// Parameters that files store with fewer bits than the compute dtype, and that keep these bits in memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct Stored {
-    /// Those of quantised weights, which stay in memory under every profile.
+pub struct CompactWeights {
+    /// Parameters of quantised weights, which stay in memory under every profile.
     pub quantised: u64,
-    /// Bytes that these take.
+    /// Size of the quantised weights in bytes, with their scales.
     pub bytes: u64,
-    /// Those of a GGUF file's weights of 16 bits, which a CPU keeps so, or leaves in the file as others.
+    /// Parameters of a GGUF file's 16-bit weights. A CPU keeps them in 16 bits, or streams them like other weights.
     pub halves: u64,
 }
 
-/// Parameters of a component.
+/// Parameter counts of a component.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 struct Count {
-    all: u64,
-    stored: Stored,
+    total: u64,
+    stored: CompactWeights,
 }
 
-impl Anatomy {
-    /// Counts what lies here: a folder as diffusers writes it, or a single safetensors or GGUF file. `None` when it is
-    /// neither, or has no denoiser.
+impl ParameterCounts {
+    /// Counts the parameters of a diffusers folder or a single safetensors or GGUF file. `None` when the path is neither, or
+    /// has no denoiser.
     #[must_use]
     pub fn read(path: &Path) -> Option<Self> {
         let [denoiser, text, vae] = if path.is_dir() {
-            let part = |names: &[&str]| {
+            let component = |names: &[&str]| {
                 let counts = names.iter().map(|name| parameters_below(&path.join(name)));
-                counts.fold(Count::default(), Count::and)
+                counts.fold(Count::default(), Count::add)
             };
             [
-                part(&["unet", "transformer"]),
-                part(&["text_encoder", "text_encoder_2", "text_encoder_3"]),
-                part(&["vae"]),
+                component(&["unet", "transformer"]),
+                component(&["text_encoder", "text_encoder_2", "text_encoder_3"]),
+                component(&["vae"]),
             ]
         } else {
             Self::of_file(path).ok()?
         };
         let counted = Self {
-            denoiser: denoiser.all,
-            text: text.all,
-            vae: vae.all,
+            denoiser: denoiser.total,
+            text: text.total,
+            vae: vae.total,
             denoiser_stored: denoiser.stored,
             text_stored: text.stored,
             vae_stored: vae.stored,
@@ -76,7 +76,7 @@ impl Anatomy {
     fn of_file(path: &Path) -> io::Result<[Count; 3]> {
         let mut parts: [BTreeMap<String, Tensor>; 3] = Default::default();
         for (name, tensor) in tensors(path)? {
-            // Names of the original checkpoints of Stable Diffusion; what has no such name is a bare transformer.
+            // Prefixes of the original Stable Diffusion checkpoints. Other tensors belong to the denoiser.
             let part = if name.starts_with("first_stage_model.") || name.starts_with("vae.") {
                 2
             } else if ["cond_stage_model.", "conditioner.", "text_encoders."]
@@ -94,11 +94,11 @@ impl Anatomy {
 }
 
 impl Count {
-    fn and(self, other: Self) -> Self {
+    fn add(self, other: Self) -> Self {
         let (one, two) = (self.stored, other.stored);
         Self {
-            all: self.all.saturating_add(other.all),
-            stored: Stored {
+            total: self.total.saturating_add(other.total),
+            stored: CompactWeights {
                 quantised: one.quantised.saturating_add(two.quantised),
                 bytes: one.bytes.saturating_add(two.bytes),
                 halves: one.halves.saturating_add(two.halves),
@@ -107,54 +107,58 @@ impl Count {
     }
 
     fn of(tensors: &BTreeMap<String, Tensor>) -> Self {
-        let each = tensors.iter().map(|(name, tensor)| Self::of_one(name, tensor, tensors));
-        each.fold(Self::default(), Self::and)
+        let each = tensors
+            .iter()
+            .map(|(name, tensor)| Self::of_tensor(name, tensor, tensors));
+        each.fold(Self::default(), Self::add)
     }
 
-    /// One tensor, by what lies beside it (`engine/src/weights/quantized.rs` has the names).
-    fn of_one(name: &str, tensor: &Tensor, all: &BTreeMap<String, Tensor>) -> Self {
-        if belongs_to_another(name) {
+    /// Counts one tensor. Names of sibling tensors show how it is quantised (see `engine/src/weights/quantized.rs`).
+    fn of_tensor(name: &str, tensor: &Tensor, all: &BTreeMap<String, Tensor>) -> Self {
+        if is_quantization_metadata(name) {
             return Self::default();
         }
         let count = tensor.count();
         let plain = Self {
-            all: count,
-            stored: Stored::default(),
+            total: count,
+            stored: CompactWeights::default(),
         };
-        // Tables are no layers: they are unpacked, as is what has one axis.
+        // Embedding tables and one-dimensional tensors are dequantised when they are loaded.
         let table = ["token_embedding", "position_embedding"]
             .iter()
             .any(|table| name.contains(table));
-        let beside = |ending: &str| all.get(&format!("{}{ending}", name.strip_suffix("weight")?));
+        let sibling = |ending: &str| all.get(&format!("{}{ending}", name.strip_suffix("weight")?));
         let outputs = tensor.shape.first().copied().unwrap_or(1);
         let quantised = |parameters: u64, bytes: u64, scales: u64| Self {
-            all: parameters,
-            stored: Stored {
+            total: parameters,
+            stored: CompactWeights {
                 quantised: parameters,
                 bytes: bytes.saturating_add(scales.saturating_mul(4)),
                 halves: 0,
             },
         };
         let flat = tensor.shape.len() < 2;
-        match tensor.kind {
-            Kind::Half if !table && !flat => Self {
-                all: count,
-                stored: Stored {
+        match tensor.storage {
+            Storage::Half if !table && !flat => Self {
+                total: count,
+                stored: CompactWeights {
                     halves: count,
-                    ..Stored::default()
+                    ..CompactWeights::default()
                 },
             },
-            Kind::Blocks(block, bytes) if !table && !flat => quantised(count, (count / block).saturating_mul(bytes), 0),
-            Kind::Float8 if !table && !flat => {
-                let scale = beside("scale_weight").or_else(|| beside("weight_scale"));
+            Storage::Blocks(block, bytes) if !table && !flat => {
+                quantised(count, (count / block).saturating_mul(bytes), 0)
+            }
+            Storage::Float8 if !table && !flat => {
+                let scale = sibling("scale_weight").or_else(|| sibling("weight_scale"));
                 quantised(count, count, scale.map_or(outputs, |scale| scale.count().max(outputs)))
             }
-            Kind::Signed => match beside("SCB") {
+            Storage::Signed => match sibling("SCB") {
                 Some(_) => quantised(count, count, outputs),
                 None => plain,
             },
-            // Two weights in a byte; its blocks' scales are unpacked.
-            Kind::Bytes => match beside("weight.absmax") {
+            // Two weights per byte; the scales of the blocks are dequantised.
+            Storage::Bytes => match sibling("weight.absmax") {
                 Some(scales) => quantised(count.saturating_mul(2), count, scales.count()),
                 None => plain,
             },
@@ -163,10 +167,10 @@ impl Count {
     }
 }
 
-/// Whether this belongs to a quantised weight, and is counted with that.
-fn belongs_to_another(name: &str) -> bool {
+/// Whether a tensor holds the scales or other metadata of a quantised weight, which are counted with that weight.
+fn is_quantization_metadata(name: &str) -> bool {
     let last = name.rsplit('.').next().unwrap_or(name);
-    let beside = [
+    let names = [
         "absmax",
         "quant_map",
         "nested_absmax",
@@ -180,20 +184,20 @@ fn belongs_to_another(name: &str) -> bool {
         "scaled_fp8",
         "comfy_quant",
     ];
-    name.contains(".quant_state.") || beside.contains(&last)
+    name.contains(".quant_state.") || names.contains(&last)
 }
 
-/// Parameters in a component's folder: its shards together, or its largest file, since the others are the same in
-/// another number format. GGUF counts where there is nothing else.
+/// Counts the parameters in a component's folder: the sum of its shards, or the largest file, because the others are the same
+/// weights in another dtype. GGUF files count only if there are no others.
 fn parameters_below(folder: &Path) -> Count {
     let Ok(entries) = std::fs::read_dir(folder) else {
         return Count::default();
     };
     let mut shards = BTreeMap::new();
     let (mut largest, mut gguf) = (Count::default(), Count::default());
-    // Of two with as many parameters the one that takes more.
-    let more = |one: Count, two: Count| {
-        let size = |count: &Count| (count.all, u64::MAX - count.stored.quantised);
+    // At equal parameter counts, the one that takes more memory.
+    let larger = |one: Count, two: Count| {
+        let size = |count: &Count| (count.total, u64::MAX - count.stored.quantised);
         if size(&one) >= size(&two) { one } else { two }
     };
     for entry in entries.flatten() {
@@ -206,15 +210,15 @@ fn parameters_below(folder: &Path) -> Count {
             continue;
         };
         if is_gguf {
-            gguf = more(gguf, Count::of(&tensors));
+            gguf = larger(gguf, Count::of(&tensors));
         } else if name.contains("-of-") {
             shards.extend(tensors);
         } else {
-            largest = more(largest, Count::of(&tensors));
+            largest = larger(largest, Count::of(&tensors));
         }
     }
-    let found = more(largest, Count::of(&shards));
-    if found.all > 0 { found } else { gguf }
+    let found = larger(largest, Count::of(&shards));
+    if found.total > 0 { found } else { gguf }
 }
 
 #[cfg(test)]
@@ -237,26 +241,26 @@ mod tests {
         write(&at("m/text_encoder/model.safetensors"), r#"{"w":{"shape":[7]}}"#);
         write(&at("m/vae/d.safetensors"), r#"{"w":{"shape":[3]}}"#);
         write(&at("m/vae/d.fp16.safetensors"), r#"{"w":{"shape":[3]}}"#);
-        let whole = Anatomy {
+        let whole = ParameterCounts {
             denoiser: 105,
             text: 7,
             vae: 3,
-            ..Anatomy::default()
+            ..ParameterCounts::default()
         };
-        assert_eq!(Anatomy::read(&at("m")), Some(whole));
+        assert_eq!(ParameterCounts::read(&at("m")), Some(whole));
         let single = r#"{"__metadata__":{"a":"b"},"model.diffusion_model.w":{"shape":[2,2]},"first_stage_model.w":{"shape":[6]},"cond_stage_model.w":{"shape":[]}}"#;
         write(&at("one.safetensors"), single);
-        let counted = Anatomy {
+        let counted = ParameterCounts {
             denoiser: 4,
             text: 1,
             vae: 6,
-            ..Anatomy::default()
+            ..ParameterCounts::default()
         };
-        assert_eq!(Anatomy::read(&at("one.safetensors")), Some(counted));
+        assert_eq!(ParameterCounts::read(&at("one.safetensors")), Some(counted));
     }
 
     #[test]
-    fn what_is_no_model_is_none() {
+    fn files_that_are_no_model_give_none() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("x.safetensors");
         for bytes in [
@@ -266,14 +270,14 @@ mod tests {
             b"\x05\0\0\0\0\0\0\0{",
         ] {
             std::fs::write(&file, bytes).unwrap();
-            assert_eq!(Anatomy::read(&file), None, "{bytes:?}");
+            assert_eq!(ParameterCounts::read(&file), None, "{bytes:?}");
         }
-        assert_eq!(Anatomy::read(&folder.path().join("nothing")), None);
-        assert_eq!(Anatomy::read(folder.path()), None);
+        assert_eq!(ParameterCounts::read(&folder.path().join("nothing")), None);
+        assert_eq!(ParameterCounts::read(folder.path()), None);
     }
 
     #[test]
-    fn what_is_quantised_is_counted_with_its_bytes() {
+    fn quantised_weights_are_counted_with_their_bytes() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         let entry = |name: &str, dtype: &str, shape: &str| format!(r#""{name}":{{"dtype":"{dtype}","shape":{shape}}}"#);
@@ -287,21 +291,21 @@ mod tests {
             entry("scaled_fp8", "F8_E4M3", "[2]"),
         ]);
         write(&at("one.safetensors"), &float8);
-        let stored = |quantised, bytes| Stored {
+        let stored = |quantised, bytes| CompactWeights {
             quantised,
             bytes,
             halves: 0,
         };
-        let counted = Anatomy {
+        let counted = ParameterCounts {
             denoiser: 650,
             text: 576,
             vae: 144,
             denoiser_stored: stored(640, 640 + 80),
-            text_stored: Stored::default(),
+            text_stored: CompactWeights::default(),
             vae_stored: stored(144, 144 + 16),
         };
-        assert_eq!(Anatomy::read(&at("one.safetensors")), Some(counted));
-        // Shards may hold a weight and its scales apart.
+        assert_eq!(ParameterCounts::read(&at("one.safetensors")), Some(counted));
+        // A weight and its scales may be in different shards.
         let first = header(&[
             entry("a.weight", "U8", "[320,1]"),
             entry("a.weight.quant_map", "F32", "[16]"),
@@ -316,24 +320,24 @@ mod tests {
         ]);
         write(&at("m/unet/x-00001-of-00002.safetensors"), &first);
         write(&at("m/unet/x-00002-of-00002.safetensors"), &second);
-        let folder = Anatomy::read(&at("m")).unwrap();
+        let folder = ParameterCounts::read(&at("m")).unwrap();
         assert_eq!(
             (folder.denoiser, folder.denoiser_stored),
             (640 + 200 + 200, stored(840, 320 + 40 + 200 + 40))
         );
     }
 
-    /// Made by the library of the format (`tests/reference/make_prequantised.py`).
+    /// The fixtures are written by the `gguf` library (`tests/reference/make_prequantised.py`).
     #[test]
-    fn gguf_is_counted() {
+    fn gguf_files_are_counted() {
         let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/prequantised");
-        let whole = Anatomy::read(&fixtures.join("checkpoint.gguf")).unwrap();
-        let float8 = Anatomy::read(&fixtures.join("checkpoint_float8.safetensors")).unwrap();
+        let whole = ParameterCounts::read(&fixtures.join("checkpoint.gguf")).unwrap();
+        let float8 = ParameterCounts::read(&fixtures.join("checkpoint_float8.safetensors")).unwrap();
         assert_eq!(
             [whole.denoiser, whole.text, whole.vae],
             [float8.denoiser, float8.text, float8.vae]
         );
-        let Stored {
+        let CompactWeights {
             quantised,
             bytes,
             halves,
@@ -343,6 +347,6 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         std::fs::create_dir(folder.path().join("unet")).unwrap();
         std::fs::copy(fixtures.join("unet_comfy.gguf"), folder.path().join("unet/a.gguf")).unwrap();
-        assert_eq!(Anatomy::read(folder.path()).unwrap().denoiser, whole.denoiser);
+        assert_eq!(ParameterCounts::read(folder.path()).unwrap().denoiser, whole.denoiser);
     }
 }

@@ -1,28 +1,28 @@
-//! What this release does with the files of a model.
+//! Checks whether this release supports a model.
 
 use super::Identity;
 use crate::job::arch::ArchName;
 use crate::job::schema::Status;
 use std::fmt;
 
-/// Why a model is refused.
+/// The reason why a model is not supported.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Refusal(String);
+pub struct UnsupportedModel(String);
 
-impl fmt::Display for Refusal {
+impl fmt::Display for UnsupportedModel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-impl std::error::Error for Refusal {}
+impl std::error::Error for UnsupportedModel {}
 
-/// Families that this release runs, for people.
+/// The supported families, for error messages.
 fn supported() -> String {
-    let runs = ArchName::ALL
+    let supported = ArchName::ALL
         .iter()
         .filter(|arch| matches!(arch.status(), Status::Works));
-    let names: Vec<String> = runs
+    let names: Vec<String> = supported
         .map(|arch| match arch {
             ArchName::Sd1 => "Stable Diffusion 1.x (`arch: sd1`)".to_owned(),
             other => format!("`arch: {other}`"),
@@ -31,13 +31,13 @@ fn supported() -> String {
     format!("this release runs {}", names.join(", "))
 }
 
-/// Whether a model of these files can be run as `configured`, which is what the config says or leaves at its default.
-/// `path` is the model as the config names it.
+/// Checks that this release can run a model as `configured`, the value or default of `model.arch`. `path` is the model's path
+/// in the config.
 ///
 /// # Errors
-/// When no engine of this release runs it: what was found, by what evidence, and what is supported.
-pub fn check(path: &str, configured: ArchName, identity: &Identity) -> Result<(), Refusal> {
-    let refuse = |text: String| Err(Refusal(text));
+/// When the model is not supported. The message names what was found, the evidence, and what is supported.
+pub fn check_supported(path: &str, configured: ArchName, identity: &Identity) -> Result<(), UnsupportedModel> {
+    let refuse = |text: String| Err(UnsupportedModel(text));
     match identity {
         Identity::Model {
             family,
@@ -51,7 +51,7 @@ pub fn check(path: &str, configured: ArchName, identity: &Identity) -> Result<()
                     return Ok(());
                 }
                 return refuse(format!(
-                    "{path} is not a complete {family} model: it has no {} ({evidence}); a U-Net alone belongs into the `unet` \
+                    "{path} is not a complete {family} model: it has no {} ({evidence}); put a U-Net alone into the `unet` \
                      folder of a diffusers folder",
                     missing.join(" and no ")
                 ));
@@ -71,11 +71,11 @@ pub fn check(path: &str, configured: ArchName, identity: &Identity) -> Result<()
             supported()
         )),
         Identity::Pickle { evidence } => refuse(format!(
-            "{path} is a pickle file, which can run code when it is opened: {evidence}; take the model as .safetensors or .gguf, \
-             or convert it on a machine that may be lost"
+            "{path} is a pickle file, which can run code when it is opened: {evidence}; use the model as .safetensors or .gguf, \
+             or convert it on a machine that holds nothing valuable"
         )),
         Identity::Unknown { evidence } => refuse(format!(
-            "{path} is no model that is known here: {evidence}; {}, from a diffusers folder or one .safetensors or .gguf file",
+            "{path} is not a known model: {evidence}; {}, from a diffusers folder or one .safetensors or .gguf file",
             supported()
         )),
     }
